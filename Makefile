@@ -1,0 +1,55 @@
+# Each target does its own set-up: a virtual environment in .venv, with the versions of constraints.txt.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# One thread a rank, and DeepSpeed on the CPU: what the tests need, and harmless where there are GPUs.
+CPU := DS_ACCELERATOR=cpu OMP_NUM_THREADS=1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-all test-gpu check format bench docs generate clean
+
+help: ## What the targets do
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+setup: $(VENV)/.installed ## A virtual environment with the pinned stack
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch setuptools wheel
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: setup ## Train a small GPT-2 on two ranks, and let it write
+	$(BIN)/dstk demo
+
+test: check ## Lint, types, architecture, and all tests that need no GPU
+	$(CPU) $(BIN)/python -m pytest -m "not gpu and not whole"
+
+test-all: check ## The same with the whole regression matrix; writes docs/parity.md
+	$(CPU) $(BIN)/python -m pytest -m "not gpu" --write-parity-page
+
+test-gpu: setup ## The tests that need a CUDA device
+	$(BIN)/python -m pytest -m gpu
+
+check: setup ## ruff, mypy --strict, import-linter
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache --no-logo
+
+format: setup ## Format the code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+generate: setup ## Write the generated files: ds_configs/, recipes/recipe.schema.json
+	$(BIN)/dstk schema > recipes/recipe.schema.json
+	$(BIN)/python ds_configs/generate.py
+
+bench: setup ## All benchmarks, each a table of ratios
+	for b in benchmarks/*.py; do $(CPU) $(BIN)/python $$b || exit 1; done
+
+docs: generate ## Everything in docs/ that is generated
+	@echo "docs/parity.md is written by make test-all"
+
+clean: ## Remove what set-up and tests made
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache

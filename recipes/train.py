@@ -1,0 +1,72 @@
+"""Train a Hugging Face GPT from a recipe, with DeepSpeed ZeRO, on any number of ranks.
+
+deepspeed --num_gpus 8 recipes/train.py --config recipes/gpt2/z1.yaml
+accelerate launch --use_deepspeed --num_processes 8 recipes/train.py --config recipes/gpt2/z1.yaml
+torchrun --nproc_per_node 8 recipes/train.py --config recipes/gpt2/z1.yaml
+srun --ntasks-per-node 8 python recipes/train.py --config recipes/gpt2/z1.yaml
+python recipes/train.py --config recipes/demo.yaml train.engine=reference train.steps=10
+"""
+
+import sys
+from pathlib import Path
+
+from toolkit import recipe_file
+from toolkit.report.loss_plot import plot_loss
+from toolkit.train.arguments import parse_arguments
+from toolkit.train.console import make_progress, show_banner, show_summary
+from toolkit.train.data.tokens import prepare
+from toolkit.train.engines.factory import create_engine
+from toolkit.train.feed import Feed
+from toolkit.train.launch import RankEnvironment, pick_device, process_group, quiet, reported_errors
+from toolkit.train.loop import fit
+from toolkit.train.preflight import check_model, check_vocabulary, deepspeed_config, find_shape
+from toolkit.train.run_directory import RunDirectory
+from toolkit.train.trackers import Trackers
+
+
+def main(argv: list[str]) -> None:
+    """Check everything before the ranks meet and before anything is written; then train, and leave a model."""
+    arguments = parse_arguments(argv, description=__doc__ or "")
+    trust = arguments.trust_remote_code
+    here = RankEnvironment.detect()
+    first = here.rank == 0
+
+    recipe = recipe_file.load(arguments.config, arguments.overrides, world_size=here.world_size)
+    quiet(debug=recipe.log.level == "debug")
+    device = pick_device(here)
+    layout = recipe.layout(here.world_size)
+    batch = recipe.resolve_batch(layout)
+    config = check_model(recipe, device, trust_remote_code=trust)
+    ds_config = deepspeed_config(recipe, layout, batch, config, device, arguments.deepspeed_config)
+    run = RunDirectory.choose(recipe, name=Path(arguments.config).stem, is_writer=first, overwrite=arguments.overwrite)
+
+    corpus = prepare(recipe.data, progress=first and recipe.log.level != "warning")
+    check_vocabulary(recipe, config, corpus)
+    tokenizer = corpus.tokenizer()
+    feed = Feed.open(recipe, layout, batch, corpus, rank=here.rank)
+    progress = make_progress(recipe, layout, device, find_shape(config), first=first)
+
+    with process_group(here, device):
+        engine = create_engine(recipe, layout, batch, device, ds_config, eos_id=corpus.eos_id, trust_remote_code=trust)
+        show_banner(progress, recipe, layout, batch, engine.model, corpus, run, device)
+        run.open(recipe, ds_config)
+        trackers = Trackers.start(recipe, run.path, enabled=first)
+        history = fit(recipe, engine, tokenizer, feed, run, progress, trackers)
+
+        run.save_model("model", engine, tokenizer)
+        if first:
+            plot_loss(
+                run.path / "loss.png",
+                [metrics.loss for metrics in history],
+                title=f"{recipe.model.name_or_path}, {layout}",
+                held_out=[(metrics.step, metrics.eval_loss) for metrics in history if metrics.eval_loss is not None],
+                unigram_entropy=corpus.unigram_entropy,
+            )
+        trackers.finish()
+        run.close()
+    show_summary(progress, recipe, history, corpus, run)
+
+
+if __name__ == "__main__":
+    with reported_errors():
+        main(sys.argv[1:])

@@ -1,0 +1,57 @@
+"""Printing counts, bytes and durations."""
+
+import pytest
+
+from toolkit.units import format_bytes, format_count, format_duration
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0"),
+        (999, "999"),
+        (0.5, "0.5"),
+        (1_000, "1k"),
+        (1_234, "1.23k"),
+        (999_499, "999k"),
+        (999_500, "1M"),
+        (124_439_808, "124M"),
+        (7e9, "7B"),
+        (1.5e12, "1.5T"),
+        (2e18, "2e+03P"),
+        (-1_234, "-1.23k"),
+    ],
+)
+def test_a_count_prints_with_three_digits(count: float, text: str) -> None:
+    assert format_count(count) == text
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.00 KiB"),
+        (1536, "1.50 KiB"),
+        (80 * 2**30, "80.00 GiB"),
+        (2**50, "1.00 PiB"),
+    ],
+)
+def test_bytes_print_in_powers_of_1024(size: int, text: str) -> None:
+    assert format_bytes(size) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0s"),
+        (59.4, "59s"),
+        (59.6, "1m00s"),
+        (75, "1m15s"),
+        (3_599.6, "1h00m"),
+        (3_720, "1h02m"),
+        (90_000, "1d01h"),
+    ],
+)
+def test_a_duration_prints_in_two_units(seconds: float, text: str) -> None:
+    assert format_duration(seconds) == text

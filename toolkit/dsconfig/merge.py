@@ -1,0 +1,122 @@
+"""A user's own DeepSpeed JSON beside a recipe: what it may tune, and what it would contradict."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from toolkit.errors import ConfigError
+
+Config = dict[str, Any]
+
+# What a recipe decides. Everything else (buckets, overlap, logging, profilers, …) a JSON may set.
+_DECIDED_BY_THE_RECIPE = {
+    "train_batch_size": "batch.global_size",
+    "train_micro_batch_size_per_gpu": "batch.micro_size",
+    "gradient_accumulation_steps": "batch (accumulation is derived)",
+    "gradient_clipping": "train.grad_clip",
+    "bf16.enabled": "precision",
+    "fp16.enabled": "precision",
+    "zero_optimization.stage": "parallel.zero_stage",
+    "zero_optimization.offload_optimizer.device": "parallel.offload_optimizer",
+    "zero_optimization.offload_param.device": "parallel.offload_params",
+    "optimizer.type": "optimizer.name",
+    "optimizer.params.lr": "optimizer.lr",
+    "optimizer.params.betas": "optimizer.betas",
+    "optimizer.params.eps": "optimizer.eps",
+    "optimizer.params.weight_decay": "optimizer.weight_decay",
+    "optimizer.params.momentum": "optimizer.momentum",
+}
+_ABSENT_MEANS = {
+    "zero_optimization.offload_optimizer.device": "none",
+    "zero_optimization.offload_param.device": "none",
+}
+
+
+def read_user_config(path: str | Path) -> Config:
+    """A DeepSpeed JSON file. Raises ConfigError for a missing file, invalid JSON, duplicate keys, or no object."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise ConfigError(f"{path}: cannot be read ({reason}). Give the path of a DeepSpeed JSON file.") from error
+
+    def unique(pairs: list[tuple[str, Any]]) -> Config:
+        keys = [key for key, _ in pairs]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise ConfigError(f"{path}: the key {key!r} is given twice. Keep one of them.")
+        return dict(pairs)
+
+    def refuse(constant: str) -> float:
+        raise ConfigError(f"{path}: {constant} is not a number that JSON allows. Write a finite number.")
+
+    try:
+        config = json.loads(text, object_pairs_hook=unique, parse_constant=refuse)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path}:{error.lineno}:{error.colno}: not valid JSON ({error.msg}).") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path}: a JSON object is needed, not {type(config).__name__}.")
+    return config
+
+
+def merge_user_config(built: Config, user: Config, *, name: str = "the DeepSpeed config") -> Config:
+    """`built` with the user's values laid over it; `auto` keeps ours.
+
+    Raises ConfigError with every value that contradicts the recipe, one line each.
+    """
+    conflicts = [*_conflicts(built, user, name)]
+    if conflicts:
+        raise ConfigError("\n".join(conflicts))
+    return _overlay(built, user)
+
+
+def _conflicts(built: Config, user: Config, name: str) -> Iterator[str]:
+    if "scheduler" in user:
+        yield (
+            f"{name}: scheduler is given, but the recipe's `schedule` decides the learning rate. "
+            "Remove the section from the JSON."
+        )
+    for path, value in _leaves(user):
+        field = _DECIDED_BY_THE_RECIPE.get(path)
+        if field is None or value == "auto":
+            continue
+        ours = _at(built, path)
+        if path == "optimizer.type" and isinstance(value, str) and isinstance(ours, str):
+            same = value.lower() == ours.lower()
+        else:
+            # 1 and True are equal in Python and different in a config.
+            same = value == ours and isinstance(value, bool) == isinstance(ours, bool)
+        if not same:
+            yield (
+                f"{name}: {path}={json.dumps(value)}, but the recipe's {field} makes it {json.dumps(ours)}. "
+                f'Change one of them, or write "auto" in the JSON.'
+            )
+
+
+def _overlay(built: Config, user: Config) -> Config:
+    merged = dict(built)
+    for key, value in user.items():
+        if isinstance(value, dict) and isinstance(merged.get(key), dict):
+            merged[key] = _overlay(merged[key], value)
+        elif value != "auto":
+            merged[key] = value
+    return merged
+
+
+def _leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in config.items():
+        path = f"{prefix}{key}"
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{path}.")
+        else:
+            yield path, value
+
+
+def _at(config: Config, path: str) -> Any:
+    value: Any = config
+    for key in path.split("."):
+        if not isinstance(value, dict) or key not in value:
+            return _ABSENT_MEANS.get(path)
+        value = value[key]
+    return value

@@ -1,0 +1,81 @@
+"""The errors a user can reach. Each message says what was given, what is allowed, and what to do, on one line."""
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+
+class ToolkitError(Exception):
+    """Base of every error that bad input can cause; the command line prints it as one line and exits with 2."""
+
+    exit_code = 2
+    scope: Literal["job", "node", "rank"] = "rank"
+    """Who meets the same error: every rank of the job, every rank of a machine, or this rank alone."""
+
+    def is_reported_by(self, env: Mapping[str, str]) -> bool:
+        """Whether the rank with this environment is the one that prints the error."""
+        if self.scope == "job":
+            return env.get("RANK", "0") == "0"
+        return self.scope == "rank" or env.get("LOCAL_RANK", "0") == "0"
+
+
+class RecipeError(ToolkitError):
+    """A recipe (or an override) that cannot be decoded. Holds every problem found, one line each."""
+
+    scope = "job"
+
+    def __init__(self, problems: str | Iterable[str]) -> None:
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        super().__init__("\n".join(self.problems))
+
+
+class LayoutError(ToolkitError):
+    """A parallel layout that no engine can run, or that the world size does not multiply to."""
+
+    scope = "job"
+
+
+class BatchError(ToolkitError):
+    """A global batch that does not split evenly into micro-batches and ranks."""
+
+    scope = "job"
+
+
+class ConfigError(ToolkitError):
+    """A DeepSpeed JSON that cannot be read or that contradicts the recipe. Holds every conflict, one line each."""
+
+    scope = "job"
+
+
+class ModelError(ToolkitError):
+    """A model that is unknown, unreadable, or does not fit the recipe."""
+
+    scope = "node"
+
+
+class DataError(ToolkitError):
+    """Text or a tokenizer that is missing, empty, unreadable or does not fit the model."""
+
+    scope = "node"
+
+
+class RunError(ToolkitError):
+    """A machine or environment that lacks what the recipe asks for."""
+
+
+class RunDirectoryError(ToolkitError):
+    """A run directory that cannot be used."""
+
+    scope = "node"
+
+
+class NonFiniteError(ToolkitError):
+    """The loss or a gradient became NaN or infinite; the weights are those of the last good step."""
+
+    scope = "job"
+
+
+def nearest(name: str, allowed: Iterable[str]) -> str:
+    """' Did you mean X?' for the closest of `allowed`, or '' when nothing is close."""
+    close = difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.6)
+    return f" Did you mean {close[0]}?" if close else ""

@@ -1,0 +1,1 @@
+"""Loss curves, tolerances, and the comparison of strategies."""

@@ -1,0 +1,230 @@
+"""Recipe: everything that decides what a run computes, as sections of frozen fields.
+
+A recipe is a YAML file, decoded strictly (`toolkit.recipe_file`): unknown keys, wrong types, duplicate keys and numbers
+that are not finite are errors. Nothing in `model`, `data`, `batch.global_size`, `optimizer`, `schedule` and `train`
+depends on the number of ranks; `parallel`, `batch.micro_size` and `precision` only say where and in which precision the
+same arithmetic happens.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from toolkit.batch import Batch
+from toolkit.layout import Layout, OffloadDevice, Recompute
+
+Precision = Literal["fp32", "bf16", "fp16"]
+EngineName = Literal["deepspeed", "reference", "ddp", "fsdp"]
+OptimizerName = Literal["adamw", "adam", "sgd", "lion"]
+ScheduleName = Literal[
+    "constant",
+    "constant_with_warmup",
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "cosine_with_min_lr",
+    "polynomial",
+    "inverse_sqrt",
+    "warmup_stable_decay",
+]
+
+PositiveInt = Annotated[int, Field(ge=1)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+Text = Annotated[str, Field(min_length=1)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Section(BaseModel):
+    """Base of every section: frozen, no unknown keys, no coercion, no NaN or infinity."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+    )
+
+
+class ModelSection(Section):
+    """Which model, and where its weights come from."""
+
+    name_or_path: Text
+    """A named shape (`gpt2`), a local directory in Hugging Face format, or a hub name (`org/name`)."""
+    init: Literal["random", "pretrained"] = "random"
+    """`random`: seeded by train.seed, the same values in every layout. `pretrained`: read from the directory or hub."""
+    overrides: dict[str, Any] = {}
+    """Fields of the Hugging Face config to change, for instance `{n_layer: 4, resid_pdrop: 0.0}`."""
+    attn_implementation: Literal["eager", "sdpa", "flash_attention_2"] = "sdpa"
+    """The attention kernel of transformers."""
+
+
+class DataSection(Section):
+    """Which text, how it becomes tokens, and how tokens become samples."""
+
+    source: Text = "stdlib"
+    """`stdlib` (the source code of the running Python's standard library), a file, directory or glob of text, JSONL
+    (plain, .gz, .zst) or Parquet, a saved dataset, or the name of a dataset for `datasets.load_dataset`."""
+    subset: Text | None = None
+    """Configuration name of a `datasets` dataset."""
+    split: Text = "train"
+    """Split of a `datasets` dataset."""
+    text_field: Text = "text"
+    """The column or key that holds the text of a document."""
+    tokenizer: Text = "bpe-4096"
+    """A Hugging Face tokenizer directory or hub name; `bpe-N` trains a byte-level BPE of N entries on the corpus."""
+    seq_len: PositiveInt
+    """Tokens in a sample."""
+    packing: Literal["packed", "padded"] = "packed"
+    """`packed`: documents follow each other, separated by the end-of-text token. `padded`: a sample holds one document
+    (long ones are cut), the rest of it is not trained on."""
+    eval_fraction: Fraction = 0.01
+    """Share of the corpus held out for the validation loss."""
+    workers: PositiveInt | None = None
+    """Processes that tokenize; the default is the number of cores of this machine."""
+    cache_dir: Text | None = None
+    """Where tokens are kept; the default is $DSTK_CACHE or ~/.cache/dstk."""
+
+
+class ParallelSection(Section):
+    """Where the arithmetic happens. Never changes what is computed."""
+
+    dp: PositiveInt | None = None
+    """Data-parallel replicas; derived from the number of ranks when left out."""
+    tp: PositiveInt = 1
+    """Megatron tensor-parallel ranks."""
+    pp: PositiveInt = 1
+    """Pipeline stages."""
+    ulysses: PositiveInt = 1
+    """Ranks that share one sequence (DeepSpeed-Ulysses)."""
+    sequence_parallel: bool = False
+    """Megatron sequence parallelism, rides on tp."""
+    zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
+    """0: nothing sharded over dp; 1: optimizer states; 2: and gradients; 3: and parameters."""
+    offload_optimizer: OffloadDevice = "none"
+    """Keep and update optimizer states in host memory."""
+    offload_params: OffloadDevice = "none"
+    """Keep ZeRO-3 parameter shards in host memory."""
+    recompute: Recompute = "none"
+    """`full`: keep only each decoder layer's input and recompute the rest in the backward pass."""
+
+
+class BatchSection(Section):
+    """Samples per optimizer step."""
+
+    global_size: PositiveInt
+    """Samples in one optimizer step, over all ranks. Part of the mathematics."""
+    micro_size: PositiveInt
+    """Samples in one forward pass of one rank. Only a matter of memory and speed."""
+
+
+class OptimizerSection(Section):
+    """The optimizer. Weight decay skips biases and norms (parameters with fewer than two dimensions)."""
+
+    name: OptimizerName = "adamw"
+    """adamw (decoupled decay), adam (L2), sgd or lion."""
+    lr: Annotated[float, Field(gt=0)]
+    """Peak learning rate."""
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
+    """Decay rates of the moments (adamw, adam, lion)."""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to the root of the second moment (adamw, adam)."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decay of parameters with two or more dimensions."""
+    momentum: Beta = 0.0
+    """Momentum (sgd)."""
+
+
+class ScheduleSection(Section):
+    """The learning rate over steps, as `transformers.get_scheduler` computes it. A function of the step alone."""
+
+    name: ScheduleName = "cosine"
+    """A schedule of `transformers.get_scheduler`."""
+    warmup_steps: NonNegativeInt = 0
+    """Steps of linear warm-up from 0."""
+    decay_steps: PositiveInt | None = None
+    """Steps of the final decay (warmup_stable_decay); the default is a tenth of train.steps."""
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Final learning rate / peak (cosine_with_min_lr, polynomial, warmup_stable_decay)."""
+
+
+class TrainSection(Section):
+    """Length, seed and engine of the run."""
+
+    steps: PositiveInt
+    """Optimizer steps."""
+    seed: NonNegativeInt = 0
+    """Seeds the initial weights, the order of samples and dropout."""
+    grad_clip: Annotated[float, Field(ge=0)] = 1.0
+    """Largest norm of the whole model's gradient; 0 switches clipping off."""
+    eval_every: NonNegativeInt = 0
+    """Steps between validations on held-out text; 0 means never."""
+    eval_samples: PositiveInt = 64
+    """Samples in one validation."""
+    engine: EngineName = "deepspeed"
+    """`deepspeed`; `reference` is plain PyTorch in one process; `ddp` and `fsdp` are PyTorch's, through accelerate."""
+    compile: bool = False
+    """Compile the model with torch.compile."""
+
+
+class CheckpointSection(Section):
+    """Snapshots of the model while training, each a Hugging Face directory."""
+
+    every: NonNegativeInt = 0
+    """Steps between snapshots; 0 means only the trained model at the end."""
+    keep: PositiveInt = 2
+    """Snapshots kept; older ones are deleted."""
+
+
+class LogSection(Section):
+    """What one sees."""
+
+    every: PositiveInt = 1
+    """Steps between progress lines where the output is no terminal. metrics.jsonl has every step."""
+    report_to: tuple[Text, ...] = ()
+    """Trackers of accelerate, on rank 0: tensorboard, wandb, mlflow, trackio, …"""
+    level: Literal["debug", "info", "warning"] = "info"
+    """`debug` also shows what DeepSpeed says; `warning` hides the banner and the progress."""
+
+
+class Recipe(Section):
+    """One training run. Build it with `toolkit.recipe_file.load`, which reports every problem with its line."""
+
+    model: ModelSection
+    """Which model."""
+    data: DataSection
+    """Which text."""
+    parallel: ParallelSection = ParallelSection()
+    """Where the arithmetic happens."""
+    batch: BatchSection
+    """Samples per step."""
+    precision: Precision = "fp32"
+    """Of parameters and activations while training; bf16 and fp16 keep fp32 master weights."""
+    optimizer: OptimizerSection
+    """The optimizer."""
+    schedule: ScheduleSection = ScheduleSection()
+    """The learning rate over steps."""
+    train: TrainSection
+    """Length, seed and engine."""
+    checkpoint: CheckpointSection = CheckpointSection()
+    """Snapshots."""
+    log: LogSection = LogSection()
+    """Output."""
+    run_dir: Text | None = None
+    """Where results go; the default is a new directory under runs/."""
+
+    @property
+    def world_size(self) -> int | None:
+        """The number of ranks where the recipe fixes it with parallel.dp, else None: the launch decides."""
+        section = self.parallel
+        return section.dp and section.dp * section.tp * section.pp * section.ulysses
+
+    def layout(self, world_size: int) -> Layout:
+        """The layout on `world_size` ranks. Raises LayoutError when it does not fit."""
+        return Layout.resolve(world_size, **self.parallel.model_dump())
+
+    def resolve_batch(self, layout: Layout) -> Batch:
+        """The split of the global batch under `layout`. Raises BatchError when it does not divide."""
+        return Batch.resolve(global_size=self.batch.global_size, micro_size=self.batch.micro_size, dp=layout.dp)

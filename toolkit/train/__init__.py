@@ -1,0 +1,1 @@
+"""Training: launch, data, engines, the loop."""

@@ -1,0 +1,53 @@
+"""The command line of a training script, with the arguments that DeepSpeed's launcher adds."""
+
+import argparse
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from toolkit.errors import RecipeError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """What was asked for on the command line."""
+
+    config: str
+    overrides: tuple[str, ...]
+    deepspeed_config: str | None
+    trust_remote_code: bool
+    overwrite: bool
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise RecipeError(f"{message}. Run with --help for the arguments.")
+
+
+def parse_arguments(argv: Sequence[str], description: str) -> Arguments:
+    """Read `--config FILE [section.key=value …]`. Raises RecipeError for arguments that do not exist."""
+    parser = _Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("--config", required=True, metavar="RECIPE", help="a YAML recipe")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to the recipe")
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="run the Python code that a model directory brings"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace the run that run_dir holds")
+    group = parser.add_argument_group("DeepSpeed's own")
+    group.add_argument("--deepspeed_config", metavar="JSON", help="settings that the recipe does not decide")
+    group.add_argument("--deepspeed", nargs="?", const="", metavar="JSON", help="accepted; JSON as --deepspeed_config")
+    group.add_argument("--local_rank", "--local-rank", type=int, help="set by the launcher")
+    known = parser.parse_intermixed_args(argv)
+    if known.local_rank is not None:
+        os.environ.setdefault("LOCAL_RANK", str(known.local_rank))
+    return Arguments(
+        config=known.config,
+        overrides=tuple(known.overrides),
+        # accelerate hands its --deepspeed_config_file over in the environment.
+        deepspeed_config=known.deepspeed_config
+        or known.deepspeed
+        or os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"),
+        trust_remote_code=known.trust_remote_code,
+        overwrite=known.overwrite,
+    )

@@ -1,0 +1,1 @@
+"""Engines: who does the arithmetic. `create` builds the one that a recipe names."""

@@ -1,0 +1,172 @@
+"""What every engine can do, and the step that all engines but the reference share."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+from toolkit.errors import NonFiniteError
+from toolkit.train.loss import IGNORE, token_loss_sum
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """input_ids and labels [b, s], labels already shifted; the seed of dropout in this forward pass."""
+
+    input_ids: torch.Tensor
+    labels: torch.Tensor
+    dropout_seed: int
+
+    def to(self, device: torch.device) -> "MicroBatch":
+        """The same on `device`."""
+        return MicroBatch(
+            input_ids=self.input_ids.to(device, non_blocking=True),
+            labels=self.labels.to(device, non_blocking=True),
+            dropout_seed=self.dropout_seed,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What one optimizer step reports: the token-weighted loss of the global batch (nats) and the norm of its gradient.
+
+    `skipped`: an fp16 step that overflowed; the loss scale was lowered and no weight changed.
+    """
+
+    loss: float
+    grad_norm: float
+    skipped: bool = False
+
+
+class Engine(ABC):
+    """One strategy on this rank. `model` is the module itself; `device` is where it lives."""
+
+    model: PreTrainedModel
+    device: torch.device
+
+    @abstractmethod
+    def train_step(
+        self, micro_batches: Iterable[MicroBatch], *, target_tokens: int, learning_rate: float
+    ) -> StepResult:
+        """One optimizer step. `target_tokens` counts the whole global batch.
+
+        Raises NonFiniteError before any weight changes.
+        """
+
+    @abstractmethod
+    def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Hugging Face name and whole value, one after the other, tied ones once, on every rank. A collective call."""
+
+    def evaluate(self, micro_batches: Iterable[MicroBatch]) -> float:
+        """Mean token loss (nats) of all ranks' micro-batches. Every rank must pass the same number of them."""
+        totals = torch.zeros(2, dtype=torch.float64, device=self.device)
+        self.model.eval()
+        with torch.no_grad():
+            for micro_batch in micro_batches:
+                batch = micro_batch.to(self.device)
+                totals[0] += token_loss_sum(self._logits(batch), batch.labels)
+                totals[1] += (batch.labels != IGNORE).sum()
+        self.model.train()
+        _sum_over_ranks(totals)
+        return float(totals[0] / totals[1])
+
+    def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The buffers that a state dict holds."""
+        persistent = {
+            f"{prefix}.{name}" if prefix else name
+            for prefix, module in self.model.named_modules()
+            for name in module._buffers
+            if name not in module._non_persistent_buffers_set
+        }
+        for name, buffer in self.model.named_buffers():
+            if name in persistent:
+                yield name, buffer.detach()
+
+    @abstractmethod
+    def _logits(self, batch: MicroBatch) -> torch.Tensor:
+        """Forward pass: logits [b, s, v]."""
+
+
+class DataParallelEngine(Engine):
+    """The step of engines whose ranks each compute a part of the global batch and average gradients over dp ranks."""
+
+    dp: int
+    accumulation: int
+    grad_clip: float
+
+    def train_step(
+        self, micro_batches: Iterable[MicroBatch], *, target_tokens: int, learning_rate: float
+    ) -> StepResult:
+        """See Engine.train_step."""
+        loss_sum = torch.zeros(1, dtype=torch.float64, device=self.device)
+        # The engine averages over dp ranks and we sum over micro-batches: this factor turns both into
+        # sum of token losses / target tokens of the global batch.
+        scale = self.dp / target_tokens
+        for i, micro_batch in enumerate(micro_batches):
+            batch = micro_batch.to(self.device)
+            torch.manual_seed(batch.dropout_seed)
+            with self._accumulating(last=i == self.accumulation - 1):
+                micro_loss = token_loss_sum(self._logits(batch), batch.labels)
+                self._backward(micro_loss * scale)
+            loss_sum += micro_loss.detach()
+        loss = self._global_loss(loss_sum, target_tokens)
+        self._set_learning_rate(learning_rate)
+        return self._update(loss)
+
+    def _global_loss(self, loss_sum: torch.Tensor, target_tokens: int) -> float:
+        local = loss_sum.clone()
+        _sum_over_ranks(loss_sum)
+        loss = float(loss_sum) / target_tokens
+        if not math.isfinite(loss):
+            self._discard_gradients()
+            raise NonFiniteError(f"the loss is {loss} on rank {_describe(_ranks_where_not_finite(local))}")
+        return loss
+
+    def _accumulating(self, *, last: bool) -> AbstractContextManager[None]:
+        """A context around forward and backward of one micro-batch; `last` of the step synchronises gradients."""
+        return nullcontext()
+
+    @abstractmethod
+    def _backward(self, loss: torch.Tensor) -> None:
+        """Accumulate gradients of a scaled micro-batch loss."""
+
+    @abstractmethod
+    def _update(self, loss: float) -> StepResult:
+        """Clip, take the optimizer step, and clear the gradients."""
+
+    @abstractmethod
+    def _set_learning_rate(self, learning_rate: float) -> None:
+        """The learning rate of the step that comes."""
+
+    @abstractmethod
+    def _discard_gradients(self) -> None:
+        """Forget what was accumulated."""
+
+
+def refuse_gradient(norm: float) -> NonFiniteError:
+    """The error for a finite loss with a gradient that is not."""
+    return NonFiniteError(f"the gradient norm is {norm} while the loss is finite")
+
+
+def _sum_over_ranks(values: torch.Tensor) -> None:
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(values)
+
+
+def _ranks_where_not_finite(local: torch.Tensor) -> list[int]:
+    if not dist.is_initialized():
+        return [0]
+    flag = (~torch.isfinite(local)).to(torch.int32)
+    flags = [torch.zeros_like(flag) for _ in range(dist.get_world_size())]
+    dist.all_gather(flags, flag)
+    return [rank for rank, value in enumerate(flags) if int(value)]
+
+
+def _describe(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    return shown + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")

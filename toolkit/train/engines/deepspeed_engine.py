@@ -1,0 +1,134 @@
+"""DeepSpeed ZeRO 0-3, with the repairs that its numbers need (each named where it is made)."""
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
+from typing import Any
+
+import deepspeed
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from toolkit.batch import Batch
+from toolkit.layout import Layout
+from toolkit.recipe import Recipe
+from toolkit.train.engines.base import DataParallelEngine, MicroBatch, StepResult, refuse_gradient
+from toolkit.train.optimizer import parameter_groups, torch_optimizer
+
+
+class DeepSpeedEngine(DataParallelEngine):
+    """A `deepspeed.initialize` engine under our step."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        layout: Layout,
+        batch: Batch,
+        config: Mapping[str, Any],
+        model: PreTrainedModel,
+        device: torch.device,
+    ) -> None:
+        self.model = model
+        self.device = device
+        self.dp = layout.dp
+        self.accumulation = batch.accumulation
+        self.grad_clip = recipe.train.grad_clip
+        self._fp16 = recipe.precision == "fp16"
+        self._zero_stage = layout.zero_stage
+        groups = parameter_groups(model, recipe.optimizer.weight_decay)
+        buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+        client = None if "optimizer" in config else torch_optimizer(recipe.optimizer, groups)
+        with _quiet_stdout(unless=recipe.log.level == "debug"):
+            self.engine, self.optimizer, _, _ = deepspeed.initialize(
+                model=model, model_parameters=None if client else groups, optimizer=client, config=dict(config)
+            )
+        self._restore_buffers(buffers)
+        if recipe.train.compile:
+            self.engine.compile()
+        self.engine.train()
+
+    def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See Engine.full_parameters."""
+        for name, parameter in self.model.named_parameters():
+            if self._zero_stage == 3:
+                with deepspeed.zero.GatheredParameters([parameter]):
+                    yield name, parameter.detach().clone()
+            else:
+                yield name, parameter.detach()
+
+    def _logits(self, batch: MicroBatch) -> torch.Tensor:
+        logits: torch.Tensor = self.engine(input_ids=batch.input_ids, use_cache=False).logits
+        return logits
+
+    def _backward(self, loss: torch.Tensor) -> None:
+        # Our loss is already a share of the global batch's: DeepSpeed must not divide by the accumulation again.
+        self.engine.backward(loss, scale_wrt_gas=False)
+        if not self.engine.is_gradient_accumulation_boundary():
+            self.engine.step()
+
+    def _update(self, loss: float) -> StepResult:
+        norm = self._plain_norm()
+        if norm is None:
+            self.engine.step()
+            reported = self.engine.get_global_grad_norm()
+            norm = math.nan if reported is None else float(reported)
+            skipped = not self.engine.was_step_applied()
+        else:
+            skipped = not math.isfinite(norm)
+            if self._fp16 or not skipped:
+                self.engine.step()  # with a loss scaler, which skips by itself; else DeepSpeed would apply a NaN
+        if skipped and not self._fp16:
+            self._discard_gradients()
+            raise refuse_gradient(norm)
+        return StepResult(loss=loss, grad_norm=norm, skipped=skipped)
+
+    def _plain_norm(self) -> float | None:
+        """The gradient norm where DeepSpeed reports none: ZeRO-0 keeps plain, already averaged fp32 gradients."""
+        if self._zero_stage > 0:
+            return None
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        norm = nn.utils.get_total_norm(gradients)
+        scaler = self.engine.torch_autocast_z0_gradscaler
+        return float(norm / scaler.get_scale() if scaler else norm)
+
+    def _set_learning_rate(self, learning_rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+
+    def _discard_gradients(self) -> None:
+        self.engine.zero_grad()
+
+    def _restore_buffers(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        """DeepSpeed casts the whole module; rotary frequencies in 16 bits would rotate long positions wrongly."""
+        for name, value in buffers.items():
+            owner, _, leaf = name.rpartition(".")
+            self.model.get_submodule(owner)._buffers[leaf] = value.to(self.device)
+
+
+def zero3_sharder(config: Mapping[str, Any], dtype: torch.dtype) -> Any:
+    """A function that shards a module's parameters over the ranks as soon as they have their values."""
+    deepspeed.init_distributed()  # without its own group, zero.Init believes that there is one rank
+
+    def shard(module: nn.Module) -> None:
+        deepspeed.zero.Init(module=module, config_dict_or_path=dict(config), dtype=dtype)
+
+    return shard
+
+
+def model_dtype(config: Mapping[str, Any]) -> torch.dtype:
+    """The dtype of parameters under a DeepSpeed config."""
+    if config["bf16"]["enabled"]:
+        return torch.bfloat16
+    return torch.float16 if config["fp16"]["enabled"] else torch.float32
+
+
+@contextmanager
+def _quiet_stdout(*, unless: bool) -> Iterator[None]:
+    """Some of DeepSpeed's start-up reports are plain prints that no log level reaches."""
+    if unless:
+        yield
+        return
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        yield

@@ -1,0 +1,61 @@
+"""The oracle: one process, plain PyTorch, fp32, no DeepSpeed. Every strategy is held against this file.
+
+It shares nothing with the other engines but the model, the loss function and the parameter groups.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+
+import torch
+from transformers import PreTrainedModel
+
+from toolkit.errors import NonFiniteError
+from toolkit.recipe import Recipe
+from toolkit.train.engines.base import Engine, MicroBatch, StepResult, refuse_gradient
+from toolkit.train.loss import token_loss_sum
+from toolkit.train.optimizer import parameter_groups, torch_optimizer
+
+
+class ReferenceEngine(Engine):
+    """Forward, backward, clip, step."""
+
+    def __init__(self, recipe: Recipe, model: PreTrainedModel, device: torch.device) -> None:
+        self.model = model.to(device).train()
+        self.device = device
+        self.optimizer = torch_optimizer(recipe.optimizer, parameter_groups(model, recipe.optimizer.weight_decay))
+        self.grad_clip = recipe.train.grad_clip
+
+    def train_step(
+        self, micro_batches: Iterable[MicroBatch], *, target_tokens: int, learning_rate: float
+    ) -> StepResult:
+        """See Engine.train_step."""
+        loss_sum = 0.0
+        for micro_batch in micro_batches:
+            batch = micro_batch.to(self.device)
+            torch.manual_seed(batch.dropout_seed)
+            micro_loss = token_loss_sum(self._logits(batch), batch.labels)
+            (micro_loss / target_tokens).backward()  # type: ignore[no-untyped-call]
+            loss_sum += micro_loss.item()
+        loss = loss_sum / target_tokens
+        if not math.isfinite(loss):
+            raise NonFiniteError(f"the loss is {loss} on rank 0")
+
+        limit = self.grad_clip if self.grad_clip > 0 else math.inf
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit).item()
+        if not math.isfinite(norm):
+            raise refuse_gradient(norm)
+
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return StepResult(loss=loss, grad_norm=norm)
+
+    def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See Engine.full_parameters."""
+        for name, parameter in self.model.named_parameters():
+            yield name, parameter.detach()
+
+    def _logits(self, batch: MicroBatch) -> torch.Tensor:
+        logits: torch.Tensor = self.model(input_ids=batch.input_ids, use_cache=False).logits
+        return logits

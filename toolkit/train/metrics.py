@@ -1,0 +1,77 @@
+"""What a step reports, as one JSON object a line."""
+
+import json
+import math
+import resource
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from toolkit.errors import DataError
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMetrics:
+    """One optimizer step. `step` counts from 1; losses in nats per token; `tokens` are the step's target tokens."""
+
+    step: int
+    loss: float
+    lr: float
+    grad_norm: float
+    tokens: int
+    seconds: float
+    memory_bytes: int
+    """Peak so far: allocated on the GPU, or resident where there is none."""
+    skipped: bool = False
+    eval_loss: float | None = None
+
+    def to_json(self) -> str:
+        """One line of metrics.jsonl; what is not finite becomes null, what is absent is left out."""
+        record: dict[str, Any] = {key: value for key, value in asdict(self).items() if value is not None}
+        if not self.skipped:
+            del record["skipped"]
+        for key, value in record.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                record[key] = None
+        return json.dumps(record)
+
+
+class MetricsFile:
+    """metrics.jsonl, written line by line so that a crash loses nothing that was reported."""
+
+    def __init__(self, path: Path) -> None:
+        self._file: IO[str] = path.open("w", encoding="utf-8", buffering=1)
+
+    def write(self, metrics: StepMetrics) -> None:
+        """Append one step."""
+        self._file.write(metrics.to_json() + "\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The steps of a metrics.jsonl. Raises DataError with the line that is not a JSON object."""
+    return list(_records(path))
+
+
+def _records(path: Path) -> Iterator[dict[str, Any]]:
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            record = None
+        if not isinstance(record, dict):
+            raise DataError(f"{path}:{number}: not a JSON object. metrics.jsonl holds one object a step.")
+        yield record
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most that this rank has held so far."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,125 @@
+"""What one sees while training: a banner and one progress line; plain lines where the output is no terminal."""
+
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.text import Text
+
+from toolkit.train.metrics import StepMetrics
+from toolkit.units import format_count, format_duration
+
+
+class ProgressLine:
+    """One line a step: step, loss, learning rate, grad norm, tokens/s, MFU where it is known, ETA.
+
+    Disabled on ranks other than 0 and at log.level=warning.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        *,
+        every: int,
+        enabled: bool,
+        console: Console | None = None,
+    ) -> None:
+        self.console = console or Console(file=sys.stdout, highlight=False)
+        self._total = total_steps
+        self._every = every
+        self._enabled = enabled
+        self.mfu: Callable[[float], float] | None = None
+        """Tokens/s of all ranks -> model FLOPs utilization, where it is known."""
+        # The rate over the last steps: the first one compiles, allocates and warms caches.
+        self._recent: deque[tuple[int, float]] = deque(maxlen=20)
+        self._live: Progress | None = None
+        self._eval_loss: float | None = None
+
+    def __enter__(self) -> Self:
+        if self._enabled and self.console.is_terminal:
+            self._live = Progress(
+                TextColumn("[bold]step {task.completed}/{task.total}"),
+                BarColumn(bar_width=24),
+                _Details(),
+                console=self.console,
+            )
+            self._live.add_task("train", total=self._total, details="")
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Show a finished step."""
+        self._recent.append((metrics.tokens, metrics.seconds))
+        if metrics.eval_loss is not None:
+            self._eval_loss = metrics.eval_loss
+        if not self._enabled:
+            return
+        if self._live is not None:
+            self._live.update(self._live.task_ids[0], completed=metrics.step, details=self._details(metrics))
+        elif metrics.step % self._every == 0 or metrics.step == self._total or metrics.eval_loss is not None:
+            # soft_wrap: a log is read by tools as well, and a line of it is never cut or broken.
+            self.console.print(f"step {metrics.step}/{self._total}  {self._details(metrics)}", soft_wrap=True)
+
+    def say(self, line: str) -> None:
+        """Print a line above the progress line."""
+        if self._enabled:
+            (self._live.console if self._live else self.console).print(line, soft_wrap=True)
+
+    def table(self, rows: Sequence[tuple[str, str]]) -> None:
+        """Print names and values in two columns."""
+        if not self._enabled:
+            return
+        width = max(len(name) for name, _ in rows)
+        for name, value in rows:
+            self.console.print(Text(f"{name:>{width}}  ", style="bold"), Text(value), sep="", soft_wrap=True)
+        self.console.print()
+
+    def tokens_per_second(self) -> float:
+        """Tokens of all ranks per second, over the last steps."""
+        seconds = sum(duration for _, duration in self._recent)
+        return sum(tokens for tokens, _ in self._recent) / seconds if seconds else 0.0
+
+    def _details(self, metrics: StepMetrics) -> str:
+        rate = self.tokens_per_second()
+        parts = [f"loss {metrics.loss:.4f}"]
+        if self._eval_loss is not None:
+            parts.append(f"held-out {self._eval_loss:.4f}")
+        parts += [
+            f"lr {metrics.lr:.2e}",
+            "skipped (fp16 overflow)" if metrics.skipped else f"grad norm {metrics.grad_norm:.3f}",
+            f"{format_count(rate)} tok/s",
+        ]
+        if self.mfu is not None:
+            parts.append(f"MFU {self.mfu(rate):.1%}")
+        mean_seconds = sum(duration for _, duration in self._recent) / len(self._recent)
+        parts.append(f"ETA {format_duration(mean_seconds * (self._total - metrics.step))}")
+        return "  ".join(parts)
+
+
+class _Details(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        return Text(str(task.fields["details"]))
+
+
+class Stopwatch:
+    """Seconds since the last lap."""
+
+    def __init__(self) -> None:
+        self._started = time.perf_counter()
+
+    def lap(self) -> float:
+        """Seconds since the last call (or the start)."""
+        now = time.perf_counter()
+        seconds, self._started = now - self._started, now
+        return seconds

@@ -1,0 +1,116 @@
+"""The run directory: what a run leaves behind. Rank 0 writes; the others only gather.
+
+recipe.yaml      as resolved: running it again gives the same run
+ds_config.json   what DeepSpeed was given
+metrics.jsonl    one object a step
+loss.png         the curve
+step-00000100/   snapshots, each a Hugging Face directory
+model/           the trained model, likewise
+"""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from toolkit.checkpoint.hf_directory import write_model
+from toolkit.errors import RunDirectoryError
+from toolkit.recipe import Recipe
+from toolkit.recipe_file import dump
+from toolkit.train.engines.base import Engine
+from toolkit.train.metrics import MetricsFile
+
+
+class RunDirectory:
+    """One run's files. Nothing is written before `open`, and nothing by ranks other than 0."""
+
+    def __init__(self, path: Path, *, is_writer: bool) -> None:
+        self.path = path
+        self.is_writer = is_writer
+        self.metrics: MetricsFile | None = None
+
+    @classmethod
+    def choose(cls, recipe: Recipe, *, name: str, is_writer: bool, overwrite: bool = False) -> "RunDirectory":
+        """The recipe's run_dir, or the first unused runs/NAME, runs/NAME-2, … where it gives none.
+
+        Every rank chooses alike, before any of them opens. Raises RunDirectoryError when run_dir holds a run already
+        and `overwrite` is not set.
+        """
+        if recipe.run_dir is not None:
+            path = Path(recipe.run_dir).expanduser()
+            if (path / "metrics.jsonl").exists() and not overwrite:
+                raise RunDirectoryError(
+                    f"run_dir={recipe.run_dir}: there is a run in it already. "
+                    "Choose another run_dir, or add --overwrite to replace it."
+                )
+            if path.exists() and not path.is_dir():
+                raise RunDirectoryError(f"run_dir={recipe.run_dir}: not a directory. Choose another run_dir.")
+        else:
+            path, number = Path("runs") / name, 1
+            while path.exists():
+                number += 1
+                path = Path("runs") / f"{name}-{number}"
+        return cls(path, is_writer=is_writer)
+
+    def open(self, recipe: Recipe, ds_config: Mapping[str, Any] | None) -> None:
+        """Create the directory with the resolved recipe and the DeepSpeed config.
+
+        Raises RunDirectoryError where that is not allowed.
+        """
+        if not self.is_writer:
+            return
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            for stale in ("loss.png", "ds_config.json"):
+                (self.path / stale).unlink(missing_ok=True)
+            (self.path / "recipe.yaml").write_text(dump(recipe), encoding="utf-8")
+            if ds_config is not None:
+                (self.path / "ds_config.json").write_text(json.dumps(ds_config, indent=2) + "\n", encoding="utf-8")
+            self.metrics = MetricsFile(self.path / "metrics.jsonl")
+        except OSError as error:
+            raise RunDirectoryError(
+                f"run_dir={self.path}: cannot be written ({error.strerror}). Choose a directory that you may write."
+            ) from error
+
+    def save_model(self, name: str, engine: Engine, tokenizer: PreTrainedTokenizerBase) -> Path:
+        """Write the current weights as the Hugging Face directory `name`. A collective call."""
+        model = engine.model
+
+        def beside(folder: Path) -> None:
+            model.config.save_pretrained(folder)
+            if model.generation_config is not None:
+                model.generation_config.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+
+        def tensors() -> Any:
+            yield from engine.full_parameters()
+            yield from engine.buffers()
+
+        write_model(self.path / name, tensors(), is_writer=self.is_writer, beside=beside)
+        return self.path / name
+
+    def keep_newest_snapshots(self, count: int) -> None:
+        """Delete all but the newest `count` snapshots."""
+        if not self.is_writer:
+            return
+        snapshots = sorted(p for p in self.path.glob("step-*") if re.fullmatch(r"step-\d{8,}", p.name))
+        for old in snapshots[:-count]:
+            # Renamed first, so that a deletion which is cut short leaves nothing that looks like a snapshot.
+            doomed = old.with_name(f".{old.name}.{os.getpid()}.old")
+            old.rename(doomed)
+            shutil.rmtree(doomed)
+
+    def close(self) -> None:
+        """Close open files."""
+        if self.metrics is not None:
+            self.metrics.close()
+
+
+def snapshot_name(step: int) -> str:
+    """`step-00000120`, so that names sort as steps do."""
+    return f"step-{step:08d}"

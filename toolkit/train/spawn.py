@@ -1,0 +1,85 @@
+"""Start the ranks of one machine as processes, and end all of them when one fails. Imports no torch."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from toolkit.errors import RunError
+
+_POLL_SECONDS = 0.1
+_GRACE_SECONDS = 10
+
+
+def run_local_ranks(script: Path, arguments: Sequence[str], nproc: int) -> int:
+    """Run `python script arguments…` as `nproc` ranks; the exit code of the first rank that failed, or 0.
+
+    When a rank fails, the others get SIGTERM and, after a grace of ten seconds, SIGKILL: without their peer they would
+    wait in a collective until its timeout.
+    """
+    port = _free_port()
+    ranks = [_start(script, arguments, rank, nproc, port) for rank in range(nproc)]
+    try:
+        while True:
+            codes = [rank.poll() for rank in ranks]
+            failed = next((code for code in codes if code not in (None, 0)), None)
+            if failed is not None:
+                return 128 - failed if failed < 0 else failed
+            if all(code == 0 for code in codes):
+                return 0
+            time.sleep(_POLL_SECONDS)
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        _end(ranks)
+
+
+def find_recipes() -> Path:
+    """The directory of recipes and of train.py: beside the package in a checkout, under share/ when installed.
+
+    Raises RunError where neither exists.
+    """
+    checkout = Path(__file__).resolve().parents[2] / "recipes"
+    installed = Path(sys.prefix) / "share" / "deepspeed-megatron-toolkit" / "recipes"
+    for folder in (checkout, installed):
+        if (folder / "train.py").is_file():
+            return folder
+    raise RunError(f"recipes/train.py is neither in {checkout} nor in {installed}. Install the toolkit again.")
+
+
+def _start(script: Path, arguments: Sequence[str], rank: int, nproc: int, port: int) -> subprocess.Popen[bytes]:
+    environment = os.environ | {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(nproc),
+        "LOCAL_WORLD_SIZE": str(nproc),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    # Each rank would start a thread a core, and all of them would fight for the same cores.
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc)))
+    return subprocess.Popen([sys.executable, str(script), *arguments], env=environment)
+
+
+def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+    running = [rank for rank in ranks if rank.poll() is None]
+    for rank in running:
+        rank.send_signal(signal.SIGTERM)
+    deadline = time.monotonic() + _GRACE_SECONDS
+    for rank in running:
+        try:
+            rank.wait(timeout=max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            rank.kill()
+            rank.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
