@@ -124,7 +124,7 @@ class Layout:
         Raises LayoutError when the axes do not multiply to the world size, and says which launch would be right.
         """
         layout = cls(
-            dp=dp or 1,
+            dp=1 if dp is None else dp,
             tp=tp,
             pp=pp,
             ulysses=ulysses,

@@ -13,7 +13,7 @@ import zstandard
 
 from toolkit.errors import DataError
 from toolkit.recipe import DataSection
-from toolkit.train.data import sources
+from toolkit.train.data import compressed, sources
 from toolkit.train.data.compressed import line_blocks
 from toolkit.train.data.pieces import JsonRange, TextRange, text_cuts
 from toolkit.train.data.sources import open_source
@@ -179,7 +179,8 @@ def test_a_long_text_file_is_one_document_in_parts(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("block_bytes", [1, 100, 1 << 20])
-def test_blocks_of_a_compressed_file_count_their_lines(block_bytes, tmp_path):
+def test_blocks_of_a_compressed_file_count_their_lines(block_bytes, tmp_path, monkeypatch):
+    monkeypatch.setattr(compressed, "_READ_BYTES", 16)
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(gzip.compress(LINES.encode()))
     blocks = list(line_blocks(path, block_bytes))

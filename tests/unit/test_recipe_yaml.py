@@ -47,7 +47,32 @@ def test_an_unquoted_scalar_has_the_value_it_shows(text: str, value: Any) -> Non
 
 @pytest.mark.parametrize(
     "text",
-    "no yes on off y n 12:30 1:20:30 2024-01-01 0x10 0o7 010 _1 1__0 1_ e5 . nan inf 1.2.3 1e = NaN ١".split(),
+    [
+        "no",
+        "yes",
+        "on",
+        "off",
+        "y",
+        "n",
+        "12:30",
+        "1:20:30",
+        "2024-01-01",
+        "0x10",
+        "0o7",
+        "010",
+        "_1",
+        "1__0",
+        "1_",
+        "e5",
+        ".",
+        "nan",
+        "inf",
+        "1.2.3",
+        "1e",
+        "=",
+        "NaN",
+        "١",
+    ],
 )
 def test_what_only_yaml_1_1_takes_for_something_else_stays_a_string(text: str) -> None:
     assert parse(f"a: x\nb: {text}\n").value["b"] == text

@@ -25,7 +25,7 @@ COMMANDS = {
 }
 
 _INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
-_BROKEN_PIPE = 141  # 128 + SIGPIPE
+_BROKEN_PIPE = 1  # as click does where it sees it first
 
 
 class CommandTable(click.Group):

@@ -26,8 +26,8 @@ def command(arguments: tuple[str, ...], world_size: int | None) -> None:
     \b
     Examples:
       dstk validate recipes
-      dstk validate recipes/gpt2/zero2.yaml --world-size 4
-      dstk validate my.yaml parallel.zero_stage=3 'optimizer.betas=[0.9, 0.95]' run_dir=null
+      dstk validate recipes/demo.yaml --world-size 2
+      dstk validate recipes/demo.yaml parallel.zero_stage=3 'optimizer.betas=[0.9, 0.95]' run_dir=null
     """
     overrides = [argument for argument in arguments if "=" in argument]
     problems: list[str] = []

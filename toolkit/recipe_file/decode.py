@@ -231,9 +231,6 @@ def _one_line(text: str) -> str:
 class _Dumper(yaml.SafeDumper):
     """Quotes whatever our reader would take for something else than a string; writes lists on one line."""
 
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
     style = None if isinstance(resolve(text), str) else '"'

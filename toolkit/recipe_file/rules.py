@@ -33,6 +33,7 @@ _OPTIMIZER_FIELDS = {
 _SCHEDULE_FIELDS = {
     "constant": (),
     "cosine_with_min_lr": ("warmup_steps", "min_lr_ratio"),
+    "polynomial": ("warmup_steps", "min_lr_ratio"),
     "warmup_stable_decay": ("warmup_steps", "decay_steps", "min_lr_ratio"),
 }
 
@@ -107,8 +108,6 @@ def _engine_layout(recipe: Recipe, world_size: int | None) -> Iterator[Finding]:
 def _layout_and_batch(recipe: Recipe, world_size: int | None) -> Iterator[Finding]:
     """The rules of Layout and Batch; without a world size, as far as they hold for every one."""
     fields = recipe.parallel.model_dump()
-    if recipe.train.engine != "deepspeed":
-        fields["zero_stage"] = 0
     try:
         if world_size is None:
             layout = Layout(**{**fields, "dp": recipe.parallel.dp or 1})

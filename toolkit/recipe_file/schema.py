@@ -73,7 +73,7 @@ def allowed(schema: Schema) -> str:
         items = schema.get("prefixItems")
         if items:
             return f"a list of {len(items)} {allowed(_plain(items[0])).removeprefix('a ').replace('number', 'numbers')}"
-        return f"a list of {allowed(_plain(schema['items'])).removeprefix('a ').replace('string', 'strings')}"
+        return f"a list of {_plain(schema['items']).get('type', 'value')}s"
     if kind == "object":
         return "a section with fields" if is_section(schema) else "a mapping"
     return {"boolean": "true or false", "string": _string(schema)}.get(kind or "", "another value")
@@ -94,6 +94,8 @@ def _string(schema: Schema) -> str:
 
 
 def _bounds(schema: Schema) -> str:
+    if "minimum" in schema and "maximum" in schema:
+        return f" from {schema['minimum']:g} to {schema['maximum']:g}"
     signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
     bounds = [f"{sign} {schema[key]:g}" for key, sign in signs.items() if key in schema]
     return " " * bool(bounds) + " and ".join(bounds)

@@ -7,7 +7,6 @@ Understands `deepspeed`, `torchrun` and `accelerate launch` (RANK, WORLD_SIZE, L
 import logging
 import os
 import re
-import socket
 import sys
 import traceback
 import warnings
@@ -21,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from toolkit.errors import RunError, ToolkitError
+from toolkit.train.spawn import free_port
 
 _DEFAULT_PORT = 29500
 
@@ -111,7 +111,7 @@ def process_group(environment: RankEnvironment, device: torch.device) -> Iterato
     """Join the job: create the default process group, and leave it in order at the end."""
     os.environ.update(environment.variables)
     if environment.world_size == 1 and environment.master_port == 0:
-        os.environ["MASTER_PORT"] = str(_free_port())
+        os.environ["MASTER_PORT"] = str(free_port())
     minutes = int(os.environ.get("DEEPSPEED_TIMEOUT", "30"))
     dist.init_process_group(
         backend="nccl" if device.type == "cuda" else "gloo",
@@ -184,10 +184,3 @@ def _first_host(nodelist: str) -> str:
     """'node[03-05,09],gpu1' -> 'node03': the first host of a Slurm list, without calling scontrol."""
     match = re.match(r"([^,\[]+)(?:\[([^\],-]+))?", nodelist)
     return (match[1] + (match[2] or "")) if match else nodelist
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port

@@ -18,27 +18,32 @@ import torch
 import torch.distributed as dist
 
 from toolkit.errors import ToolkitError
+from toolkit.train.spawn import free_port, rank_variables
 
 
 class RankFailedError(RuntimeError):
     """A rank raised, died or hung. The message names it and carries its traceback."""
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_seconds: float = 120) -> list[Any]:
-    """Call `function(*args)` on `world_size` forked ranks joined in a gloo group; the results in order of rank.
+def run_ranks(
+    function: Callable[..., Any], world_size: int, *args: Any, timeout_seconds: float = 120, joined: bool = True
+) -> list[Any]:
+    """Call `function(*args)` on `world_size` forked ranks; the results in order of rank.
 
+    The ranks are joined in a gloo group, or with `joined=False` find the environment that a launcher would leave.
     Results travel by pickle: return plain data or CPU tensors. Raises the ToolkitError that a rank raised, or
     RankFailedError for anything else, once the other ranks are gone.
     """
     context = mp.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
-        store = str(Path(folder) / "store")
+        store = str(Path(folder) / "store") if joined else None
+        port = free_port()
         pipes: list[Connection] = []
         processes = []
         for rank in range(world_size):
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(
-                target=_rank_main, args=(rank, world_size, store, theirs, function, args), daemon=True
+                target=_rank_main, args=(rank, world_size, port, store, theirs, function, args), daemon=True
             )
             process.start()
             theirs.close()
@@ -77,16 +82,22 @@ def _collect(pipes: Sequence[Connection], timeout_seconds: float) -> list[Any]:
 
 
 def _rank_main(
-    rank: int, world_size: int, store: str, pipe: Connection, function: Callable[..., Any], args: tuple[Any, ...]
+    rank: int,
+    world_size: int,
+    port: int,
+    store: str | None,
+    pipe: Connection,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
 ) -> None:
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT="29500"
-    )
+    os.environ.update(rank_variables(rank, world_size, port))
     torch.set_num_threads(1)
     try:
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+        if store is not None:
+            dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
         result = function(*args)
-        dist.barrier()
+        if store is not None:
+            dist.barrier()
         _send(pipe, True, result)
     except ToolkitError as error:
         _send(pipe, False, error)

@@ -3,14 +3,11 @@
 import json
 import math
 import resource
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import torch
-
-from toolkit.errors import DataError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,22 +49,6 @@ class MetricsFile:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The steps of a metrics.jsonl. Raises DataError with the line that is not a JSON object."""
-    return list(_records(path))
-
-
-def _records(path: Path) -> Iterator[dict[str, Any]]:
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            record = None
-        if not isinstance(record, dict):
-            raise DataError(f"{path}:{number}: not a JSON object. metrics.jsonl holds one object a step.")
-        yield record
 
 
 def peak_memory_bytes(device: torch.device) -> int:

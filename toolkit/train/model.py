@@ -27,6 +27,8 @@ def load_config(section: ModelSection, *, trust_remote_code: bool = False) -> Pr
     if found is not None and not trust_remote_code:
         _refuse_remote_code(section.name_or_path, found)
     try:
+        if found is None and "/" not in section.name_or_path:
+            raise ValueError("hub names have the form org/name")
         if found is None or "auto_map" in found:
             config = AutoConfig.from_pretrained(section.name_or_path, trust_remote_code=trust_remote_code)
         else:

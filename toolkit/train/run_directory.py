@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from toolkit.checkpoint.hf_directory import write_model
@@ -92,6 +93,9 @@ class RunDirectory:
             yield from engine.buffers()
 
         write_model(self.path / name, tensors(), is_writer=self.is_writer, beside=beside)
+        if dist.is_initialized():
+            # A rank that went on, or ended, while the writer is at work could take the writer down with it.
+            dist.barrier()
         return self.path / name
 
     def keep_newest_snapshots(self, count: int) -> None:

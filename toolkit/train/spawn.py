@@ -21,7 +21,7 @@ def run_local_ranks(script: Path, arguments: Sequence[str], nproc: int) -> int:
     When a rank fails, the others get SIGTERM and, after a grace of ten seconds, SIGKILL: without their peer they would
     wait in a collective until its timeout.
     """
-    port = _free_port()
+    port = free_port()
     ranks = [_start(script, arguments, rank, nproc, port) for rank in range(nproc)]
     try:
         while True:
@@ -52,14 +52,7 @@ def find_recipes() -> Path:
 
 
 def _start(script: Path, arguments: Sequence[str], rank: int, nproc: int, port: int) -> subprocess.Popen[bytes]:
-    environment = os.environ | {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(nproc),
-        "LOCAL_WORLD_SIZE": str(nproc),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
+    environment = os.environ | rank_variables(rank, nproc, port)
     # Each rank would start a thread a core, and all of them would fight for the same cores.
     environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc)))
     return subprocess.Popen([sys.executable, str(script), *arguments], env=environment)
@@ -78,7 +71,20 @@ def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
             rank.wait()
 
 
-def _free_port() -> int:
+def rank_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """The environment of one of `world_size` ranks on this machine."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on now."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]

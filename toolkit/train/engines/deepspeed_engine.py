@@ -17,6 +17,11 @@ from toolkit.recipe import Recipe
 from toolkit.train.engines.base import DataParallelEngine, MicroBatch, StepResult, refuse_gradient
 from toolkit.train.optimizer import parameter_groups, torch_optimizer
 
+if os.environ.get("DS_ACCELERATOR") == "cpu":
+    # DeepSpeed would compile a shared-memory collective for CPU ranks when it starts (over a minute, and it needs a
+    # compiler); gloo's own does.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
 
 class DeepSpeedEngine(DataParallelEngine):
     """A `deepspeed.initialize` engine under our step."""
