@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping
@@ -23,6 +24,7 @@ from toolkit.errors import RunError, ToolkitError
 from toolkit.train.spawn import free_port
 
 _DEFAULT_PORT = 29500
+_SECONDS_FOR_THE_REPORTER = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,9 +151,11 @@ def reported_errors() -> Iterator[None]:
     except ToolkitError as error:
         if os.environ.get("DSTK_TRACEBACK") == "1":
             raise
-        if error.is_reported_by(os.environ):
-            for line in str(error).split("\n"):
-                print(f"error: {line}", file=sys.stderr)
+        if not error.is_reported_by(os.environ):
+            # The rank that reports it ends first, and the launcher then ends us. If we are still here, nobody did.
+            time.sleep(_SECONDS_FOR_THE_REPORTER)
+        for line in str(error).split("\n"):
+            print(f"error: {line}", file=sys.stderr)
         code = error.exit_code
     except KeyboardInterrupt:
         code = 130

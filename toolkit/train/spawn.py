@@ -26,9 +26,14 @@ def run_local_ranks(script: Path, arguments: Sequence[str], nproc: int) -> int:
     try:
         while True:
             codes = [rank.poll() for rank in ranks]
-            failed = next((code for code in codes if code not in (None, 0)), None)
-            if failed is not None:
-                return 128 - failed if failed < 0 else failed
+            # A rank that was killed comes first: the others failed because of it.
+            for rank, code in enumerate(codes):
+                if code is not None and code < 0:
+                    print(f"error: rank {rank} was ended by {signal.Signals(-code).name}.", file=sys.stderr)
+                    return 128 - code
+            failed = [code for code in codes if code]
+            if failed:
+                return failed[0]
             if all(code == 0 for code in codes):
                 return 0
             time.sleep(_POLL_SECONDS)

@@ -1,0 +1,165 @@
+"""DeepSpeed configs: what is written out, what a user's JSON may change, and that DeepSpeed takes them."""
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolkit.dsconfig import build, merge_user_config, read_user_config
+from toolkit.errors import ConfigError
+from toolkit.recipe import Recipe
+
+FOLDER = Path(__file__).parents[2] / "ds_configs"
+FILES = sorted(FOLDER.glob("*.json"))
+Make = Callable[..., Recipe]
+
+
+def config(recipe: Recipe, world_size: int = 2, **options: Any) -> dict[str, Any]:
+    layout = recipe.layout(world_size)
+    return build(recipe, layout, recipe.resolve_batch(layout), hidden_size=64, **options)
+
+
+def test_the_batch_triangle_closes(make_recipe: Make) -> None:
+    built = config(make_recipe(batch__micro_size=2), world_size=4)
+    assert built["train_batch_size"] == 16
+    assert built["train_micro_batch_size_per_gpu"] * built["gradient_accumulation_steps"] * 4 == 16
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.7])
+def test_clipping_is_always_written_out(make_recipe: Make, clip: float) -> None:
+    assert config(make_recipe(train__grad_clip=clip))["gradient_clipping"] == clip
+
+
+def test_adam_does_not_become_adamw(make_recipe: Make) -> None:
+    for name, decoupled in (("adam", False), ("adamw", True)):
+        built = config(make_recipe(optimizer={"name": name, "lr": 1e-3}))
+        assert built["optimizer"]["params"]["adam_w_mode"] is decoupled
+
+
+def test_a_bucket_holds_one_decoder_layer(make_recipe: Make) -> None:
+    recipe = make_recipe(parallel={"zero_stage": 2})
+    layout = recipe.layout(2)
+    built = build(recipe, layout, recipe.resolve_batch(layout), hidden_size=1024)
+    assert built["zero_optimization"]["reduce_bucket_size"] == 12 * 1024**2
+
+
+@pytest.mark.parametrize(
+    ("stage", "offload"), [(0, "none"), (1, "none"), (1, "cpu"), (2, "none"), (2, "cpu"), (3, "none"), (3, "cpu")]
+)
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_every_nested_key_is_one_that_deepspeed_reads(
+    make_recipe: Make, stage: int, precision: str, offload: str, device: str
+) -> None:
+    from deepspeed.runtime.precision_config import DeepSpeedFP16Config
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    recipe = make_recipe(parallel={"zero_stage": stage, "offload_optimizer": offload}, precision=precision)
+    built = config(recipe, device=device)
+    DeepSpeedZeroConfig(**built["zero_optimization"])  # raises for a key that it does not know
+    DeepSpeedFP16Config(**built["fp16"])
+
+
+def test_committed_configs_are_what_the_generator_writes() -> None:
+    sys.path.insert(0, str(FOLDER))
+    from generate import configs
+
+    assert {path.name: json.loads(path.read_text()) for path in FILES} == configs()
+
+
+def test_the_readme_lists_every_config() -> None:
+    listed = re.findall(r"`(\w+\.json)`", (FOLDER / "README.md").read_text())
+    assert sorted(listed) == [path.name for path in FILES]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_deepspeed_takes_a_step_with_each_config(path: Path, ranks: Callable[..., list[Any]]) -> None:
+    assert ranks(_one_step, 2, json.loads(path.read_text()))[0]
+
+
+def _one_step(config: dict[str, Any]) -> bool:
+    import deepspeed
+    import torch
+
+    import toolkit.train.engines.deepspeed_engine  # noqa: F401  (keeps DeepSpeed from compiling CPU collectives)
+
+    config |= {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2}
+    # What needs a GPU or a compiler here: pinned memory, side streams, fused and vectorised kernels.
+    config["optimizer"]["params"] |= {"torch_adam": True, "fused": False}
+    zero = config["zero_optimization"]
+    zero["overlap_comm"] = False
+    for section in ("offload_optimizer", "offload_param"):
+        if section in zero:
+            zero[section]["pin_memory"] = False
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    before = model[0].weight.detach().clone() if zero["stage"] < 3 else None
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    for _ in range(2):
+        dtype = torch.bfloat16 if config["bf16"]["enabled"] else torch.float32
+        engine.backward(engine(torch.ones(1, 8, dtype=dtype)).float().sum())
+        engine.step()
+    applied = bool(engine.was_step_applied())
+    return applied and (before is None or not torch.equal(before.to(model[0].weight.dtype), model[0].weight))
+
+
+class TestUserConfig:
+    """A DeepSpeed JSON beside a recipe."""
+
+    def test_what_the_recipe_does_not_decide_is_taken(self, make_recipe: Make) -> None:
+        merged = merge_user_config(config(make_recipe()), {"flops_profiler": {"enabled": True}})
+        assert merged["flops_profiler"] == {"enabled": True}
+
+    def test_auto_is_filled_by_the_recipe(self, make_recipe: Make) -> None:
+        built = config(make_recipe())
+        user = {"train_batch_size": "auto", "zero_optimization": {"stage": "auto", "reduce_bucket_size": "auto"}}
+        assert merge_user_config(built, user) == built
+
+    @pytest.mark.parametrize(
+        ("user", "field"),
+        [
+            ({"train_batch_size": 17}, "batch.global_size"),
+            ({"train_micro_batch_size_per_gpu": 3}, "batch.micro_size"),
+            ({"gradient_accumulation_steps": 9}, "accumulation"),
+            ({"gradient_clipping": 9.0}, "train.grad_clip"),
+            ({"bf16": {"enabled": True}}, "precision"),
+            ({"fp16": {"enabled": True}}, "precision"),
+            ({"zero_optimization": {"stage": 3}}, "parallel.zero_stage"),
+            ({"zero_optimization": {"stage": True}}, "parallel.zero_stage"),
+            ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "parallel.offload_optimizer"),
+            ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, "parallel.offload_params"),
+            ({"optimizer": {"type": "Lamb"}}, "optimizer.name"),
+            ({"optimizer": {"params": {"lr": 0.5}}}, "optimizer.lr"),
+            ({"optimizer": {"params": {"weight_decay": 0.5}}}, "optimizer.weight_decay"),
+            ({"scheduler": {"type": "WarmupLR"}}, "schedule"),
+        ],
+    )
+    def test_a_contradiction_names_the_recipes_field(self, make_recipe: Make, user: dict[str, Any], field: str) -> None:
+        with pytest.raises(ConfigError, match=re.escape(field)):
+            merge_user_config(config(make_recipe()), user)
+
+    def test_the_same_value_is_no_contradiction(self, make_recipe: Make) -> None:
+        built = config(make_recipe())
+        assert merge_user_config(built, json.loads(json.dumps(built))) == built
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("{", "not valid JSON"),
+            ("[]", "an object|a JSON object"),
+            ('{"a": 1, "a": 2}', "given twice"),
+            ('{"a": NaN}', "NaN"),
+        ],
+    )
+    def test_a_broken_file_is_one_line(self, tmp_path: Path, text: str, message: str) -> None:
+        (tmp_path / "ds.json").write_text(text)
+        with pytest.raises(ConfigError, match=message) as error:
+            read_user_config(tmp_path / "ds.json")
+        assert "\n" not in str(error.value)
+
+    def test_a_missing_file_is_one_line(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match="cannot be read"):
+            read_user_config(tmp_path / "gone.json")

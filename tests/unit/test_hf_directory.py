@@ -1,0 +1,66 @@
+"""Model directories: whole or not at all, in shards, readable by everyone."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from toolkit.checkpoint.hf_directory import write_model
+
+TENSORS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4, dtype=torch.bfloat16), "c": torch.zeros(10)}
+
+
+def test_one_shard_needs_no_index(tmp_path: Path) -> None:
+    write_model(tmp_path / "model", TENSORS.items(), is_writer=True)
+    assert [path.name for path in (tmp_path / "model").iterdir()] == ["model.safetensors"]
+    read = load_file(tmp_path / "model" / "model.safetensors")
+    assert all(torch.equal(read[name], tensor) for name, tensor in TENSORS.items())
+
+
+def test_shards_stay_below_their_size_and_the_index_finds_every_tensor(tmp_path: Path) -> None:
+    write_model(tmp_path / "model", TENSORS.items(), is_writer=True, max_shard_bytes=40)
+    index = json.loads((tmp_path / "model" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in TENSORS.values())
+    for name, file in index["weight_map"].items():
+        assert torch.equal(load_file(tmp_path / "model" / file)[name], TENSORS[name])
+    assert len(set(index["weight_map"].values())) == 2
+
+
+def test_a_transposed_view_is_stored_as_it_looks(tmp_path: Path) -> None:
+    write_model(tmp_path / "model", [("a", TENSORS["a"].T)], is_writer=True)
+    assert torch.equal(load_file(tmp_path / "model" / "model.safetensors")["a"], TENSORS["a"].T)
+
+
+def test_other_ranks_consume_and_write_nothing(tmp_path: Path) -> None:
+    seen = []
+    write_model(tmp_path / "model", ((seen.append(name), (name, t))[1] for name, t in TENSORS.items()), is_writer=False)
+    assert seen == list(TENSORS)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_failure_leaves_the_old_model_and_no_rubbish(tmp_path: Path) -> None:
+    write_model(tmp_path / "model", TENSORS.items(), is_writer=True)
+
+    def broken() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "a", torch.full((2, 3), 9.0)
+        raise OSError("no space left on device")
+
+    with pytest.raises(OSError, match="no space"):
+        write_model(tmp_path / "model", broken(), is_writer=True)
+    assert torch.equal(load_file(tmp_path / "model" / "model.safetensors")["a"], TENSORS["a"])
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_new_model_replaces_the_old_one_entirely(tmp_path: Path) -> None:
+    write_model(tmp_path / "model", TENSORS.items(), is_writer=True, max_shard_bytes=40)
+    write_model(tmp_path / "model", TENSORS.items(), is_writer=True)
+    assert [path.name for path in (tmp_path / "model").iterdir()] == ["model.safetensors"]
+
+
+def test_files_have_the_permissions_that_the_user_set(tmp_path: Path) -> None:
+    (tmp_path / "plain").touch()
+    write_model(tmp_path / "model", TENSORS.items(), is_writer=True)
+    assert (tmp_path / "model" / "model.safetensors").stat().st_mode == (tmp_path / "plain").stat().st_mode
