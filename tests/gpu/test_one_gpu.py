@@ -1,4 +1,4 @@
-"""One GPU: ZeRO 0-3, low precision, compile, offload, memory and MFU. `make test-gpu`; skipped where there is no CUDA."""
+"""One GPU: ZeRO 0-3, low precision, compile, offload, memory and MFU. `make test-gpu`; skipped without CUDA."""
 
 import json
 import os
@@ -17,6 +17,7 @@ from toolkit.recipe import Recipe
 pytestmark = pytest.mark.gpu
 SCRIPT = Path(__file__).parents[2] / "recipes" / "train.py"
 Run = Callable[..., Path]
+WIDE = {"overrides__n_embd": 512, "overrides__n_layer": 8, "train__steps": 3, "schedule": {}}
 
 
 @pytest.fixture
@@ -29,7 +30,8 @@ def run(make_recipe: Callable[..., Recipe], tmp_path: Path) -> Run:
 
     def train(*overrides: str, **changes: Any) -> Path:
         folder = tmp_path / f"run{len(list(tmp_path.glob('run*')))}"
-        (tmp_path / "small.yaml").write_text(recipe_file.dump(make_recipe(**changes)))
+        recipe = tmp_path / "small.yaml"
+        recipe.write_text(recipe_file.dump(make_recipe(**changes)))
         environment = {key: value for key, value in os.environ.items() if key != "DS_ACCELERATOR"}
         command = [
             sys.executable,
@@ -111,7 +113,6 @@ def test_recomputation_saves_memory(run: Run) -> None:
 
 
 def test_offload_moves_the_optimizer_off_the_gpu(run: Run) -> None:
-    wide = {"overrides__n_embd": 512, "overrides__n_layer": 8, "train__steps": 3, "schedule": {}}
-    kept = last(run("parallel.zero_stage=2", **wide))["memory_bytes"]
-    moved = last(run("parallel.zero_stage=2", "parallel.offload_optimizer=cpu", **wide))["memory_bytes"]
+    kept = last(run("parallel.zero_stage=2", **WIDE))["memory_bytes"]
+    moved = last(run("parallel.zero_stage=2", "parallel.offload_optimizer=cpu", **WIDE))["memory_bytes"]
     assert moved < kept

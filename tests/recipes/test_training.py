@@ -83,6 +83,18 @@ def test_the_trained_model_loads_in_transformers_with_the_trained_loss(
     assert loss < fresh
 
 
+@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_a_saved_model_loads_in_the_precision_it_was_trained_in(
+    train: Train, tmp_path: Path, precision: str, dtype: torch.dtype
+) -> None:
+    train("run_dir=here", f"precision={precision}", "parallel.zero_stage=2", world_size=2)
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "here" / "model")
+    assert model.dtype == dtype
+    assert model.config.use_cache
+
+
 def test_pretrained_weights_are_where_training_starts(train: Train, tmp_path: Path) -> None:
     train("run_dir=first", "schedule.warmup_steps=0", "optimizer.lr=1e-2", train__steps=20)
     start = {"name_or_path": str(tmp_path / "first" / "model"), "init": "pretrained"}

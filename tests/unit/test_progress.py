@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,19 @@ def test_a_terminal_gets_one_line_that_moves() -> None:
         progress.step(step(4))
     assert "step 4/4" in output.getvalue()
     assert "loss 2.5000" in output.getvalue()
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 140])
+def test_the_line_fits_the_terminal(width: int) -> None:
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=True, width=width)
+    with ProgressLine(4, every=1, enabled=True, console=console) as progress:
+        progress.mfu = lambda rate: 0.4
+        progress.step(step(4, eval_loss=3.0))
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output.getvalue())
+    assert all(len(line.strip()) <= width for line in re.split(r"[\r\n]", plain))
+    assert plain.rstrip().count("\n") <= 1
+    assert "loss 2.5000" in plain
 
 
 def test_metrics_survive_a_crash_of_the_writer(tmp_path: Path) -> None:

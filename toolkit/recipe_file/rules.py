@@ -93,7 +93,8 @@ def _engine_layout(recipe: Recipe, world_size: int | None) -> Iterator[Finding]:
     if recipe.train.compile:
         yield Finding(
             ("train", "compile"),
-            "train.compile=true with train.engine=reference: the reference stays plain PyTorch. Set train.compile=false.",
+            "train.compile=true with train.engine=reference: the reference stays plain PyTorch. "
+            "Set train.compile=false.",
         )
     for field in ("dp", "tp", "pp", "ulysses"):
         if (getattr(section, field) or 1) > 1:

@@ -25,7 +25,9 @@ def plot_loss(
     window = max(1, len(losses) // 30)
     if window > 1:
         axes.plot(steps, losses, color=_FAINT, linewidth=1, label="loss of a step")
-        axes.plot(steps, _running_mean(losses, window), color=_ACCENT, linewidth=2, label=f"mean of {window} steps")
+        axes.plot(
+            steps, _running_mean(losses, window), color=_ACCENT, linewidth=2, label=f"mean of the last {window} steps"
+        )
     else:
         axes.plot(steps, losses, color=_ACCENT, linewidth=2, marker="." if len(losses) < 20 else None, label="loss")
     if held_out:

@@ -39,6 +39,10 @@ def parse_arguments(argv: Sequence[str], description: str) -> Arguments:
     group.add_argument("--deepspeed", nargs="?", const="", metavar="JSON", help="accepted; JSON as --deepspeed_config")
     group.add_argument("--local_rank", "--local-rank", type=int, help="set by the launcher")
     known = parser.parse_intermixed_args(argv)
+    if known.deepspeed and "=" in known.deepspeed:
+        # `--deepspeed section.key=value`: the flag takes a path only optionally, and this is not one.
+        known.overrides.append(known.deepspeed)
+        known.deepspeed = None
     if known.local_rank is not None:
         os.environ.setdefault("LOCAL_RANK", str(known.local_rank))
     return Arguments(

@@ -83,7 +83,7 @@ def build_model(
             initialise(model, seed=recipe.train.seed, dtype=dtype, on_layer=on_layer)
     except (ValueError, ImportError) as error:
         raise ModelError(f"model {recipe.model.name_or_path!r}: {str(error).strip().splitlines()[0]}") from error
-    model.config.use_cache = False
+    model.config.dtype = dtype
     if recipe.parallel.recompute == "full":
         # The re-entrant variant fails where the first input needs no gradient, and loses keyword arguments.
         model.gradient_checkpointing_enable({"use_reentrant": False})

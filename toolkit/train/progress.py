@@ -14,6 +14,8 @@ from rich.text import Text
 from toolkit.train.metrics import StepMetrics
 from toolkit.units import format_count, format_duration
 
+_BAR = 12
+
 
 class ProgressLine:
     """One line a step: step, loss, learning rate, grad norm, tokens/s, MFU where it is known, ETA.
@@ -44,7 +46,7 @@ class ProgressLine:
         if self._enabled and self.console.is_terminal:
             self._live = Progress(
                 TextColumn("[bold]step {task.completed}/{task.total}"),
-                BarColumn(bar_width=24),
+                BarColumn(bar_width=_BAR),
                 _Details(),
                 console=self.console,
             )
@@ -66,10 +68,13 @@ class ProgressLine:
         if not self._enabled:
             return
         if self._live is not None:
-            self._live.update(self._live.task_ids[0], completed=metrics.step, details=self._details(metrics))
+            room = self.console.width - len(f"step {metrics.step}/{self._total}") - _BAR - 3
+            details = "  ".join(_fitting(self._details(metrics), room))
+            self._live.update(self._live.task_ids[0], completed=metrics.step, details=details)
         elif metrics.step % self._every == 0 or metrics.step == self._total or metrics.eval_loss is not None:
             # soft_wrap: a log is read by tools as well, and a line of it is never cut or broken.
-            self.console.print(f"step {metrics.step}/{self._total}  {self._details(metrics)}", soft_wrap=True)
+            details = "  ".join(self._details(metrics).values())
+            self.console.print(f"step {metrics.step}/{self._total}  {details}", soft_wrap=True)
 
     def say(self, line: str) -> None:
         """Print a line above the progress line."""
@@ -90,21 +95,29 @@ class ProgressLine:
         seconds = sum(duration for _, duration in self._recent)
         return sum(tokens for tokens, _ in self._recent) / seconds if seconds else 0.0
 
-    def _details(self, metrics: StepMetrics) -> str:
+    def _details(self, metrics: StepMetrics) -> dict[str, str]:
         rate = self.tokens_per_second()
-        parts = [f"loss {metrics.loss:.4f}"]
-        if self._eval_loss is not None:
-            parts.append(f"held-out {self._eval_loss:.4f}")
-        parts += [
-            f"lr {metrics.lr:.2e}",
-            "skipped (fp16 overflow)" if metrics.skipped else f"grad norm {metrics.grad_norm:.3f}",
-            f"{format_count(rate)} tok/s",
-        ]
-        if self.mfu is not None:
-            parts.append(f"MFU {self.mfu(rate):.1%}")
         mean_seconds = sum(duration for _, duration in self._recent) / len(self._recent)
-        parts.append(f"ETA {format_duration(mean_seconds * (self._total - metrics.step))}")
-        return "  ".join(parts)
+        norm = "skipped (fp16 overflow)" if metrics.skipped else f"grad norm {metrics.grad_norm:.3f}"
+        details = {
+            "loss": f"loss {metrics.loss:.4f}",
+            "held-out": f"held-out {self._eval_loss:.4f}" if self._eval_loss is not None else "",
+            "lr": f"lr {metrics.lr:.2e}",
+            "norm": norm,
+            "speed": f"{format_count(rate)} tok/s",
+            "mfu": f"MFU {self.mfu(rate):.1%}" if self.mfu is not None else "",
+            "eta": f"ETA {format_duration(mean_seconds * (self._total - metrics.step))}",
+        }
+        return {name: text for name, text in details.items() if text}
+
+
+def _fitting(details: dict[str, str], width: int) -> list[str]:
+    """The details that fit on one line of a narrow terminal: the least interesting ones go first."""
+    kept = dict(details)
+    for name in ("lr", "held-out", "norm", "mfu", "eta", "speed"):
+        if len("  ".join(kept.values())) > width:
+            kept.pop(name, None)
+    return list(kept.values())
 
 
 class _Details(ProgressColumn):

@@ -1,0 +1,55 @@
+"""Write the tables of recipe fields in docs/recipes.md, from the types and docstrings of toolkit/recipe.py.
+
+python docs/generate_recipes.py
+
+Only what stands between the two markers is replaced; the rest of the page is written by hand.
+"""
+
+import json
+from pathlib import Path
+
+from toolkit.recipe_file.schema import allowed, fields, is_section, json_schema, lookup
+
+PAGE = Path(__file__).parent / "recipes.md"
+BEGIN = "<!-- fields: written by docs/generate_recipes.py -->"
+END = "<!-- end of fields -->"
+_HEAD = "| field | type | default | meaning |\n|---|---|---|---|"
+
+
+def page(current: str) -> str:
+    """`current` with the tables between the markers made new."""
+    before, _, rest = current.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n\n{tables()}\n\n{END}{after}"
+
+
+def tables() -> str:
+    """One table a section, in the order of the recipe; fields outside of sections come last."""
+    sections = [name for name in fields(()) if is_section(lookup((name,)) or {})]
+    parts = [_section(name) for name in sections]
+    single = [_row((name,)) for name in fields(()) if name not in sections]
+    parts.append("\n".join(["### Outside of sections", "", _HEAD, *single]))
+    return "\n\n".join(parts)
+
+
+def _section(name: str) -> str:
+    schema = lookup((name,)) or {}
+    rows = [_row((name, field)) for field in fields((name,))]
+    needed = "" if name in json_schema()["required"] else " The section may be left out."
+    return "\n".join([f"### {name}", "", f"{_one_line(schema['description'])}{needed}", "", _HEAD, *rows])
+
+
+def _row(path: tuple[str, ...]) -> str:
+    section, name = lookup(path[:-1]) or {}, path[-1]
+    field = section["properties"][name]
+    preset = "required" if name in section.get("required", []) else f"`{json.dumps(field['default'])}`"
+    kind = allowed(lookup(path) or {}).removeprefix("a ") + ", or null" * (preset == "`null`")
+    return f"| `{name}` | {kind} | {preset} | {_one_line(field['description'])} |"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split()).replace("|", r"\|")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
