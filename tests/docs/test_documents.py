@@ -1,0 +1,213 @@
+"""The documents say what is so: links lead somewhere, commands and recipes in them are accepted, output is current."""
+
+import importlib.util
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+
+import click
+import pytest
+import yaml
+
+from toolkit import recipe_file
+from toolkit.cli.main import COMMANDS, cli, main
+from toolkit.recipe import Recipe, Section
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+DOCUMENTS += sorted((ROOT / "docs").glob("*.md"))
+# A run of the whole matrix writes it, once all tests have passed: they cannot wait for it.
+WRITTEN_AFTER_THE_TESTS = ROOT / "docs" / "parity.md"
+LAUNCHERS = ("deepspeed", "accelerate", "torchrun", "srun", "python", "mpirun")
+
+Case = tuple[str, str]
+"""A document, and what stands in it."""
+
+
+def blocks(document: Path, *languages: str) -> list[str]:
+    """The contents of a document's code blocks whose opening fence is one of ```language."""
+    found = re.findall(r"^```([^\n]*)\n(.*?)^```", document.read_text(), re.MULTILINE | re.DOTALL)
+    return [body for language, body in found if language.strip() in languages]
+
+
+def prose(document: Path) -> str:
+    """A document without its code blocks."""
+    return re.sub(r"^```.*?^```", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def commands(document: Path) -> Iterator[list[str]]:
+    """The words of each command in ```bash and ```console blocks."""
+    shown = [line[2:] for body in blocks(document, "console") for line in body.splitlines() if line.startswith("$ ")]
+    written = [line for body in blocks(document, "bash") for line in body.replace("\\\n", " ").splitlines()]
+    for line in (*shown, *written):
+        words = shlex.split(line.partition(" > ")[0], comments=True)
+        while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+            words = words[1:]
+        if words:
+            yield words
+
+
+def cases(found: Iterator[Case] | Sequence[Case]) -> list[object]:
+    return [pytest.param(name, text, id=f"{name}: {text.strip().splitlines()[0][:90]}") for name, text in found]
+
+
+def each(*languages: str) -> list[object]:
+    return cases([(path.name, body) for path in DOCUMENTS for body in blocks(path, *languages)])
+
+
+def all_commands(*programs: str) -> list[object]:
+    return cases(
+        [(path.name, shlex.join(words)) for path in DOCUMENTS for words in commands(path) if words[0] in programs]
+    )
+
+
+def slugs(document: Path) -> set[str]:
+    """The anchors of a document's headings, as code hosts make them."""
+    seen: dict[str, int] = {}
+    out = set()
+    for heading in re.findall(r"^#+ (.+)$", prose(document), re.MULTILINE):
+        text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
+        slug = re.sub(r"[^\w\- ]", "", text).strip().replace(" ", "-")
+        out.add(f"{slug}-{seen[slug]}" if slug in seen else slug)
+        seen[slug] = seen.get(slug, 0) + 1
+    return out
+
+
+def links() -> Iterator[Case]:
+    for path in DOCUMENTS:
+        for target in re.findall(r"\]\(([^)\s]+)\)", prose(path)):
+            if not target.startswith(("http://", "https://", "mailto:")):
+                yield str(path.relative_to(ROOT)), target
+
+
+def imported(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(("document", "target"), cases(links()))
+def test_a_link_leads_to_a_file_and_a_heading_that_exist(document: str, target: str) -> None:
+    path, _, anchor = target.partition("#")
+    file = (ROOT / document).parent / path if path else ROOT / document
+    assert file.exists() or file.resolve() == WRITTEN_AFTER_THE_TESTS, f"{document} links to {target}"
+    assert not anchor or anchor in slugs(file), f"{document} links to {target}; headings: {sorted(slugs(file))}"
+
+
+@pytest.mark.parametrize(("document", "text"), each("yaml"))
+def test_a_recipe_in_a_document_decodes(document: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(text)
+    recipe_file.load(tmp_path / "recipe.yaml")
+
+
+@pytest.mark.parametrize(("document", "text"), each("yaml section"))
+def test_a_section_in_a_document_decodes_in_place_of_the_demos(document: str, text: str, tmp_path: Path) -> None:
+    sections = yaml.safe_load((ROOT / "recipes" / "demo.yaml").read_text())
+    (tmp_path / "recipe.yaml").write_text(
+        yaml.safe_dump({name: value for name, value in sections.items() if not re.search(rf"(?m)^{name}:", text)})
+        + text
+    )
+    recipe_file.load(tmp_path / "recipe.yaml")
+
+
+def test_every_make_target_in_a_document_exists() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = {
+        (path.name, target)
+        for path in DOCUMENTS
+        for code in (*re.findall(r"`([^`\n]+)`", prose(path)), *blocks(path, "bash", "console"))
+        for target in re.findall(r"(?:^|\$ )make ([a-z-]+)", code, re.MULTILINE)
+    }
+    assert named
+    assert {(name, target) for name, target in named if target not in targets} == set()
+
+
+@pytest.mark.parametrize(("document", "command"), all_commands("dstk"))
+def test_a_dstk_command_in_a_document_parses(document: str, command: str) -> None:
+    _, name, *arguments = shlex.split(command)
+    with click.Context(cli) as context:
+        found = cli.get_command(context, name)
+        assert found is not None, f"{document}: dstk has no command {name}"
+        found.make_context(name, arguments, parent=context)
+
+
+def test_every_dstk_command_that_prose_names_exists() -> None:
+    named = {name for path in DOCUMENTS for name in re.findall(r"`dstk ([a-z]\w*)", prose(path))}
+    assert named <= COMMANDS.keys()
+
+
+@pytest.mark.parametrize(("document", "command"), all_commands("dstk", *LAUNCHERS))
+def test_the_recipe_of_a_command_exists_and_takes_its_overrides(document: str, command: str) -> None:
+    words = shlex.split(command)
+    recipes = [word for word in words if word.endswith(".yaml")]
+    overrides = [word for word in words[1:] if re.match(r"[a-z_]+(\.\w+)*=", word)]
+    for recipe in recipes:
+        if words[1] != "validate":  # its overrides may be wrong, and what it prints is compared below
+            recipe_file.load(ROOT / recipe, overrides)
+    assert all((ROOT / word).is_file() for word in words if word.endswith((".py", ".yaml")))
+
+
+@pytest.mark.parametrize(("document", "text"), each("console"))
+def test_what_dstk_validate_prints_is_what_the_document_shows(
+    document: str, text: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    shown = re.findall(r"^\$ dstk (validate .*)\n((?:(?!\$ ).*\n)*)", text, re.MULTILINE)
+    assert shown
+    for command, output in shown:
+        with pytest.raises(SystemExit):
+            main(shlex.split(command))
+        assert "".join(capfd.readouterr()) == output
+
+
+def test_the_tables_of_recipe_fields_are_up_to_date() -> None:
+    generator = imported(ROOT / "docs" / "generate_recipes.py")
+    current = generator.PAGE.read_text()
+    assert generator.page(current) == current, "run: python docs/generate_recipes.py"
+
+
+def test_the_readme_names_every_section_of_a_recipe() -> None:
+    sections = [name for name, field in Recipe.model_fields.items() if _is_section(field.annotation)]
+    assert re.findall(r"^\| `(\w+)` \| ", _part("## Recipes"), re.MULTILINE) == sections
+
+
+def test_the_launchers_of_the_readme_are_those_that_are_tested() -> None:
+    (block,) = (body for body in blocks(ROOT / "README.md", "bash") if body.startswith("deepspeed "))
+    assert block.splitlines() == imported(ROOT / "tests" / "recipes" / "test_launchers.py").COMMANDS
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_a_file_that_a_document_names_exists(document: Path) -> None:
+    named = re.findall(r"`((?:toolkit|recipes|tests|docs|ds_configs|benchmarks)/[\w./-]+)`", prose(document))
+    missing = {name for name in named if not (ROOT / name).exists()}
+    assert missing - {str(WRITTEN_AFTER_THE_TESTS.relative_to(ROOT))} == set()
+
+
+def test_every_folder_of_the_package_is_on_the_tour() -> None:
+    tour = (ROOT / "docs" / "tour.md").read_text()
+    folders = {path.parent.relative_to(ROOT) for path in (ROOT / "toolkit").rglob("*.py")}
+    assert {f"{folder}" for folder in folders if f"`{folder}/" not in tour} == set()
+
+
+def test_every_variable_of_ours_that_a_document_names_is_read() -> None:
+    source = "".join(path.read_text() for path in (ROOT / "toolkit").rglob("*.py"))
+    named = {name for path in DOCUMENTS for name in re.findall(r"\bDSTK_\w+", path.read_text())}
+    assert {name for name in named if f'"{name}"' not in source} == set()
+
+
+def test_every_document_is_reached_from_the_readme() -> None:
+    reached = {target.partition("#")[0] for document, target in links() if document == "README.md"}
+    assert {str(path.relative_to(ROOT)) for path in DOCUMENTS[1:]} <= reached
+
+
+def _is_section(annotation: object) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, Section)
+
+
+def _part(heading: str) -> str:
+    return (ROOT / "README.md").read_text().partition(heading + "\n")[2].partition("\n## ")[0]
