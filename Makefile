@@ -41,9 +41,10 @@ format: setup ## Format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-generate: setup ## Write the generated files: ds_configs/, recipes/recipe.schema.json
+generate: setup ## Write the generated files: ds_configs/, the JSON Schema, the table of fields
 	$(BIN)/dstk schema > recipes/recipe.schema.json
 	$(BIN)/python ds_configs/generate.py
+	$(BIN)/python docs/generate_recipes.py
 
 bench: setup ## All benchmarks, each a table of ratios
 	for b in benchmarks/*.py; do $(CPU) $(BIN)/python $$b || exit 1; done

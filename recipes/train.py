@@ -4,7 +4,7 @@ deepspeed --num_gpus 8 recipes/train.py --config recipes/gpt2/z1.yaml
 accelerate launch --use_deepspeed --num_processes 8 recipes/train.py --config recipes/gpt2/z1.yaml
 torchrun --nproc_per_node 8 recipes/train.py --config recipes/gpt2/z1.yaml
 srun --ntasks-per-node 8 python recipes/train.py --config recipes/gpt2/z1.yaml
-python recipes/train.py --config recipes/demo.yaml train.engine=reference train.steps=10
+python recipes/train.py --config recipes/demo.yaml train.engine=reference train.steps=20
 """
 
 import sys
@@ -48,7 +48,7 @@ def main(argv: list[str]) -> None:
 
     with process_group(here, device):
         engine = create_engine(recipe, layout, batch, device, ds_config, eos_id=corpus.eos_id, trust_remote_code=trust)
-        show_banner(progress, recipe, layout, batch, engine.model, corpus, run, device)
+        show_banner(progress, recipe, layout, batch, engine.model, corpus, len(feed.train), run, device)
         run.open(recipe, ds_config)
         trackers = Trackers.start(recipe, run.path, enabled=first)
         history = fit(recipe, engine, tokenizer, feed, run, progress, trackers)
@@ -58,7 +58,7 @@ def main(argv: list[str]) -> None:
             plot_loss(
                 run.path / "loss.png",
                 [metrics.loss for metrics in history],
-                title=f"{recipe.model.name_or_path}, {layout}",
+                title=f"{recipe.model.name_or_path}, {recipe.strategy(layout)}",
                 held_out=[(metrics.step, metrics.eval_loss) for metrics in history if metrics.eval_loss is not None],
                 unigram_entropy=corpus.unigram_entropy,
             )

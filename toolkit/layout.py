@@ -145,7 +145,7 @@ class Layout:
                 )
             layout = replace(layout, dp=world_size // model)
         if layout.world_size != world_size:
-            hint = f", or parallel.dp={world_size // model}" if world_size % model == 0 else ""
+            hint = f", or set parallel.dp={world_size // model}" if world_size % model == 0 else ""
             raise LayoutError(
                 f"{world_size} ranks with {layout._axes(('dp', 'tp', 'pp', 'ulysses'))}: this layout needs "
                 f"{layout.world_size} ranks. Launch {layout.world_size} ranks (for instance "

@@ -3,7 +3,7 @@
 A recipe is a YAML file, decoded strictly (`toolkit.recipe_file`): unknown keys, wrong types, duplicate keys and numbers
 that are not finite are errors. Nothing in `model`, `data`, `batch.global_size`, `optimizer`, `schedule` and `train`
 depends on the number of ranks; `parallel`, `batch.micro_size` and `precision` only say where and in which precision the
-same arithmetic happens.
+same arithmetic happens. One exception: dropout masks are drawn per micro-batch, so `batch.micro_size` changes them.
 """
 
 from typing import Annotated, Any, Literal
@@ -79,7 +79,7 @@ class DataSection(Section):
     """Tokens in a sample."""
     packing: Literal["packed", "padded"] = "packed"
     """`packed`: documents follow each other, separated by the end-of-text token. `padded`: a sample holds one document
-    (long ones are cut), the rest of it is not trained on."""
+    or a part of a longer one; what is left of the sample is padding and not trained on."""
     eval_fraction: Fraction = 0.01
     """Share of the corpus held out for the validation loss."""
     workers: PositiveInt | None = None
@@ -94,19 +94,19 @@ class ParallelSection(Section):
     dp: PositiveInt | None = None
     """Data-parallel replicas; derived from the number of ranks when left out."""
     tp: PositiveInt = 1
-    """Megatron tensor-parallel ranks."""
+    """Megatron tensor-parallel ranks. Not available in this version."""
     pp: PositiveInt = 1
-    """Pipeline stages."""
+    """Pipeline stages. Not available in this version."""
     ulysses: PositiveInt = 1
-    """Ranks that share one sequence (DeepSpeed-Ulysses)."""
+    """Ranks that share one sequence (DeepSpeed-Ulysses). Not available in this version."""
     sequence_parallel: bool = False
-    """Megatron sequence parallelism, rides on tp."""
+    """Megatron sequence parallelism, rides on tp. Not available in this version."""
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
     """0: nothing sharded over dp; 1: optimizer states; 2: and gradients; 3: and parameters."""
     offload_optimizer: OffloadDevice = "none"
-    """Keep and update optimizer states in host memory."""
+    """`cpu`: keep and update optimizer states in host memory."""
     offload_params: OffloadDevice = "none"
-    """Keep ZeRO-3 parameter shards in host memory."""
+    """`cpu`: keep ZeRO-3 parameter shards in host memory."""
     recompute: Recompute = "none"
     """`full`: keep only each decoder layer's input and recompute the rest in the backward pass."""
 
@@ -117,7 +117,8 @@ class BatchSection(Section):
     global_size: PositiveInt
     """Samples in one optimizer step, over all ranks. Part of the mathematics."""
     micro_size: PositiveInt
-    """Samples in one forward pass of one rank. Only a matter of memory and speed."""
+    """Samples in one forward pass of one rank. A matter of memory and speed; with dropout on, also of which activations
+    are dropped."""
 
 
 class OptimizerSection(Section):
@@ -128,7 +129,7 @@ class OptimizerSection(Section):
     lr: Annotated[float, Field(gt=0)]
     """Peak learning rate."""
     betas: tuple[Beta, Beta] = (0.9, 0.999)
-    """Decay rates of the moments (adamw, adam, lion)."""
+    """Decay rates of the moments (adamw, adam, lion; Lion's authors use 0.9 and 0.99)."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
     """Added to the root of the second moment (adamw, adam)."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
@@ -224,6 +225,10 @@ class Recipe(Section):
     def layout(self, world_size: int) -> Layout:
         """The layout on `world_size` ranks. Raises LayoutError when it does not fit."""
         return Layout.resolve(world_size, **self.parallel.model_dump())
+
+    def strategy(self, layout: Layout) -> str:
+        """How a run spreads over ranks, in a few words: the layout, or for engines without ZeRO their name."""
+        return str(layout) if self.train.engine == "deepspeed" else f"{self.train.engine} dp{layout.dp}"
 
     def resolve_batch(self, layout: Layout) -> Batch:
         """The split of the global batch under `layout`. Raises BatchError when it does not divide."""

@@ -221,6 +221,11 @@ def find_config(name_or_path: str) -> dict[str, Any] | None:
     return None
 
 
+def hub_spelling(name: str) -> str | None:
+    """The hub name of a catalogue entry, in lower case; None where no weights were published under the entry's name."""
+    return next((hub for hub, entry in _catalogue()["_aliases"].items() if entry == name.lower()), None)
+
+
 def with_overrides(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """`config` with fields replaced; any spelling of a shape's fact reaches the family's own field of that fact.
 

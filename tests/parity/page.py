@@ -20,7 +20,7 @@ def write_page(reports: Sequence[pytest.TestReport]) -> None:
     worst: dict[tuple[str, int], dict[str, float]] = defaultdict(lambda: dict.fromkeys(COLUMNS, 0.0))
     counts: dict[tuple[str, int], int] = defaultdict(int)
     for report in reports:
-        cell = re.search(r"\[(z\d(?:-offload)?|ddp|fsdp)-r(\d)-", report.nodeid)
+        cell = re.search(rf"\[({'|'.join(STRATEGIES)})-r(\d)-", report.nodeid)
         values = dict(report.user_properties)
         if cell is None or "loss" not in values:
             continue

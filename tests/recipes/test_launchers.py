@@ -74,12 +74,20 @@ def test_dstk_train_ends_all_ranks_when_one_dies(
 ) -> None:
     command = ["dstk", "train", str(small_recipe), "--nproc", "2", "train.steps=100000", f"run_dir={tmp_path / 'run'}"]
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL) as launcher:
-        deadline = time.monotonic() + 120
-        while not (tmp_path / "run" / "metrics.jsonl").exists() and time.monotonic() < deadline:
-            time.sleep(0.2)
-        ranks = children(launcher.pid)
+        ranks = started(launcher, tmp_path / "run")
         os.kill(ranks[-1], signal.SIGKILL)
         assert launcher.wait(timeout=60) == 137
+    assert not [rank for rank in ranks if Path(f"/proc/{rank}").exists()]
+
+
+def test_a_stopped_dstk_train_takes_its_ranks_with_it(
+    environment: dict[str, str], small_recipe: Path, tmp_path: Path
+) -> None:
+    command = ["dstk", "train", str(small_recipe), "--nproc", "2", "train.steps=100000", f"run_dir={tmp_path / 'run'}"]
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL) as launcher:
+        ranks = started(launcher, tmp_path / "run")
+        launcher.terminate()
+        assert launcher.wait(timeout=60) == 143
     assert not [rank for rank in ranks if Path(f"/proc/{rank}").exists()]
 
 
@@ -111,8 +119,12 @@ def test_an_error_of_all_ranks_is_printed_once(environment: dict[str, str], smal
     assert not (tmp_path / "run").exists()
 
 
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+def started(launcher: subprocess.Popen, run: Path) -> list[int]:
+    """The ranks of a launcher, once they train."""
+    deadline = time.monotonic() + 120
+    while not (run / "metrics.jsonl").exists() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return [int(child) for child in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()]
 
 
 class TestDetect:

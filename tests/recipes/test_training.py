@@ -164,6 +164,12 @@ def test_a_run_is_never_overwritten_unasked(train: Train, tmp_path: Path) -> Non
     assert (tmp_path / "here" / "metrics.jsonl").read_bytes() != before
 
 
+def test_overwriting_removes_what_the_old_run_left(train: Train, tmp_path: Path) -> None:
+    train("run_dir=here", "checkpoint.every=1", "checkpoint.keep=4")
+    train("run_dir=here", "checkpoint.every=1", "checkpoint.keep=4", "--overwrite", train__steps=2, schedule={})
+    assert sorted(path.name for path in (tmp_path / "here").glob("step-*")) == ["step-00000001", "step-00000002"]
+
+
 def test_log_level_warning_prints_nothing(train: Train) -> None:
     assert train("log.level=warning") == ""
 
@@ -219,7 +225,7 @@ class TestBadInput:
             (["data.source=nowhere.txt"], "nowhere.txt"),
             (["data.seq_len=65"], "64 positions"),
             (["data.tokenizer=bpe-330"], "vocabulary of 320"),
-            (["model.name_or_path=gpt3-tiny"], "gpt3-tiny"),
+            (["model.name_or_path=gpt3-tiny"], "Did you mean gpt2-tiny"),
             (["model.overrides.n_layers=2"], "no such field"),
             (["precision=fp16"], "GPUs only"),
             (["log.report_to=[tensorbord]"], "Did you mean tensorboard"),

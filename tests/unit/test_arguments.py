@@ -17,7 +17,8 @@ def test_a_launchers_local_rank_is_taken_where_the_environment_has_none(
 ) -> None:
     import os
 
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setenv("LOCAL_RANK", "")  # noted first, so that what is set below is undone
+    monkeypatch.delenv("LOCAL_RANK")
     parse_arguments(["--config", "r.yaml", flag], "")
     assert os.environ["LOCAL_RANK"] == "3"
 

@@ -134,7 +134,7 @@ def test_what_deepspeed_cannot_run_is_refused(fields: dict[str, Any], message: s
             {"dp": 4},
             (
                 "2 ranks with dp=4 tp=1 pp=1: this layout needs 4 ranks. Launch 4 ranks (for instance "
-                "`deepspeed --num_gpus 4 …`), or parallel.dp=2."
+                "`deepspeed --num_gpus 4 …`), or set parallel.dp=2."
             ),
         ),
         (

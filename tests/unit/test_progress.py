@@ -50,8 +50,8 @@ def test_a_skipped_step_says_so() -> None:
     assert "skipped (fp16 overflow)" in shown(step(1, skipped=True))[0]
 
 
-def test_the_last_validation_loss_stays_in_view() -> None:
-    assert all("held-out 3.1000" in line for line in shown(step(1, eval_loss=3.1), step(2)))
+def test_a_line_that_stays_has_the_validation_loss_of_its_own_step_only() -> None:
+    assert ["held-out 3.1000" in line for line in shown(step(1, eval_loss=3.1), step(2))] == [True, False]
 
 
 def test_a_terminal_gets_one_line_that_moves() -> None:

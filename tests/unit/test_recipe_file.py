@@ -48,7 +48,7 @@ def test_a_section_with_all_lines_commented_out_has_its_defaults(recipe_path: Pa
         ("model.overrides.rope_scaling.factor=2.0", "model", "overrides", {"rope_scaling": {"factor": 2.0}}),
         ("model.overrides={n_layer: 2}", "model", "overrides", {"n_layer": 2}),
         ("model.name_or_path=hub/no=way", "model", "name_or_path", "hub/no=way"),
-        ('model.name_or_path="124"', "model", "name_or_path", "124"),
+        ('data.cache_dir="124"', "data", "cache_dir", "124"),
         ("optimizer.betas=[0.9,0.95]", "optimizer", "betas", (0.9, 0.95)),
         ("optimizer.lr=3e-4", "optimizer", "lr", 3e-4),
         ("optimizer.lr=1", "optimizer", "lr", 1.0),

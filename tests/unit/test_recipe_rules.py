@@ -86,8 +86,8 @@ CONTRADICTIONS: list[tuple[dict[str, object], str]] = [
     (
         {"schedule__warmup_steps": 11},
         (
-            "schedule.warmup_steps=11 with train.steps=10: the schedule is longer than the run. Shorten it, or set "
-            "train.steps=11 or more."
+            "schedule.warmup_steps=11 with train.steps=10: the schedule is longer than the run. "
+            "Lower schedule.warmup_steps, or set train.steps=11 or more."
         ),
     ),
     (

@@ -16,7 +16,7 @@ from toolkit.shape import ModelShape, find_config, with_overrides
 @click.option("--world-size", type=click.IntRange(min=1), help="Ranks of the job; default: parallel.dp, or 1.")
 @click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True, help="Where it runs.")
 def command(recipe: str, overrides: tuple[str, ...], world_size: int | None, device: str) -> None:
-    """Print the DeepSpeed JSON of RECIPE.
+    """Print the DeepSpeed JSON of RECIPE, as a run on GPUs (or, with --device cpu, on CPUs) would use it.
 
     \b
     dstk config recipes/gpt2/z3.yaml --world-size 8 > ds_config.json
@@ -26,7 +26,10 @@ def command(recipe: str, overrides: tuple[str, ...], world_size: int | None, dev
         raise ConfigError(
             f"{recipe}: train.engine={loaded.train.engine} takes no DeepSpeed config. Add train.engine=deepspeed."
         )
-    layout = loaded.layout(world_size or loaded.parallel.dp or 1)
+    ranks = world_size or loaded.parallel.dp
+    if ranks is None:
+        click.echo("note: for 1 rank, as neither --world-size nor parallel.dp says how many.", err=True)
+    layout = loaded.layout(ranks or 1)
     batch = loaded.resolve_batch(layout)
     facts = find_config(loaded.model.name_or_path)
     if facts is None:

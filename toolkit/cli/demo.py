@@ -1,5 +1,6 @@
 """`dstk demo`: train a small GPT-2 on this machine in a few minutes, and look at it."""
 
+import os
 from pathlib import Path
 
 import click
@@ -23,9 +24,11 @@ def command(overrides: tuple[str, ...], nproc: int) -> int:
     click.echo(click.style("What it writes after `def `:", bold=True))
     click.echo("".join(f"    {line}\n" for line in text.splitlines()))
     click.echo(click.style("Try next:", bold=True))
-    click.echo(
-        f"    dstk train {recipes / 'demo.yaml'} --nproc 2 parallel.zero_stage=3    the same loss under ZeRO-3\n"
-        f"    dstk sample {run_dir} --prompt 'class '                        more of its writing\n"
-        f"    dstk config {recipes / 'gpt2/z2.yaml'} --world-size 8            the DeepSpeed JSON of a real run"
-    )
+    here = os.path.relpath(recipes)
+    for command_line, meaning in (
+        (f"dstk train {here}/demo.yaml --nproc {nproc} parallel.zero_stage=3", "the same loss under ZeRO-3"),
+        (f"dstk sample {run_dir} --prompt 'class '", "more of its writing"),
+        (f"dstk config {here}/gpt2/z2.yaml --world-size 8", "the DeepSpeed JSON of a run on 8 GPUs"),
+    ):
+        click.echo(f"    {command_line}\n        {meaning}")
     return 0

@@ -12,7 +12,7 @@ from toolkit.errors import ModelError
 @click.option("--prompt", default="def ", show_default=True, help="What the model continues.")
 @click.option("--tokens", type=click.IntRange(min=1), default=120, show_default=True, help="Tokens to write.")
 @click.option("--temperature", type=click.FloatRange(min=0), default=0.8, show_default=True, help="0 is greedy.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the random draw.")
 def command(run: str, prompt: str, tokens: int, temperature: float, seed: int) -> None:
     """Print a text that the model of RUN (a run directory or a Hugging Face directory) writes after a prompt."""
     click.echo(sample(run, prompt=prompt, tokens=tokens, temperature=temperature, seed=seed))

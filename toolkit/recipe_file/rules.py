@@ -1,14 +1,15 @@
 """What fields must agree on: rules between fields of a recipe that each field alone cannot break."""
 
+import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from toolkit.batch import Batch
-from toolkit.errors import ToolkitError
+from toolkit.errors import ToolkitError, nearest
 from toolkit.layout import Layout
 from toolkit.recipe import OptimizerSection, Recipe, ScheduleSection
 from toolkit.recipe_file.strict_yaml import Path, dotted
-from toolkit.shape import ModelShape, families, find_config, with_overrides
+from toolkit.shape import ModelShape, families, find_config, hub_spelling, names, with_overrides
 
 
 class Finding(NamedTuple):
@@ -170,7 +171,7 @@ def _schedule(recipe: Recipe) -> Iterator[Finding]:
         yield Finding(
             ("schedule", "warmup_steps" if section.decay_steps is None else "decay_steps"),
             f"schedule.{parts} with train.steps={steps}: the schedule is longer than the run. "
-            f"Shorten it, or set train.steps={section.warmup_steps + decay} or more.",
+            f"Lower schedule.warmup_steps, or set train.steps={section.warmup_steps + decay} or more.",
         )
 
 
@@ -197,6 +198,19 @@ def _model(recipe: Recipe) -> Iterator[Finding]:
     where: Path = ("model", "name_or_path")
     try:
         config = find_config(name)
+        if config is None and "/" not in name:
+            yield Finding(
+                where,
+                f"model.name_or_path={name}: neither a known shape nor a directory, and hub names have the form "
+                f"org/name.{nearest(name, names())}",
+            )
+        if config is not None and recipe.model.init == "pretrained" and name.lower() in names():
+            hub = hub_spelling(name)
+            yield Finding(
+                where,
+                f"model.init=pretrained with model.name_or_path={name}: a shape has no weights. Name a directory or a "
+                f"hub name{f' such as {hub}' if hub else ''}, or set model.init=random.",
+            )
         if config is None or config.get("model_type") not in families():
             return
         where = ("model", "overrides")
@@ -204,6 +218,13 @@ def _model(recipe: Recipe) -> Iterator[Finding]:
     except ToolkitError as error:
         yield Finding(where, str(error))
         return
+    entries = re.fullmatch(r"bpe-(\d{1,9})", recipe.data.tokenizer)
+    if entries is not None and int(entries[1]) > shape.vocab:
+        yield Finding(
+            ("data", "tokenizer"),
+            f"data.tokenizer={recipe.data.tokenizer} with model.name_or_path={name}: the model has a vocabulary of "
+            f"{shape.vocab}. Set data.tokenizer=bpe-{shape.vocab} or less, or model.overrides.vocab_size={entries[1]}.",
+        )
     if shape.positions is not None and seq_len > shape.positions:
         # A table of positions ends; rotary and ALiBi positions do not, and there the config's number is the user's.
         stretch = "" if shape.learned_positions else f", or model.overrides.max_position_embeddings to {seq_len}"

@@ -38,13 +38,15 @@ def show_banner(
     batch: Batch,
     model: PreTrainedModel,
     corpus: TokenCorpus,
+    samples: int,
     run: RunDirectory,
     device: torch.device,
 ) -> None:
-    """What is about to run."""
+    """What is about to run. `samples` are those of one epoch."""
     parameters = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
-    tokens_a_step = batch.global_size * recipe.data.seq_len
-    epochs = recipe.train.steps * tokens_a_step / corpus.train_tokens
+    per_step = format_count(batch.global_size * recipe.data.seq_len)
+    epochs = recipe.train.steps * batch.global_size / samples
+    padded = " with padding" if recipe.data.packing == "padded" else ""
     place = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     engine = f"DeepSpeed ZeRO-{layout.zero_stage}" if recipe.train.engine == "deepspeed" else recipe.train.engine
     devices = {"optimizer": layout.offload_optimizer, "parameters": layout.offload_params}
@@ -56,10 +58,10 @@ def show_banner(
         [
             ("model", f"{recipe.model.name_or_path}, {size} parameters, {recipe.model.init} weights"),
             ("data", f"{recipe.data.source}, {trained} tokens, {held_out} held out"),
-            ("ranks", f"{layout.world_size} on {place}, layout {layout}"),
+            ("ranks", f"{layout.world_size} on {place}, {recipe.strategy(layout)}"),
             ("engine", f"{engine}, {recipe.precision}{offloaded}"),
             ("batch", f"{batch.global_size} = {split}"),
-            ("tokens", f"{format_count(tokens_a_step)} a step, {recipe.train.steps} steps, {epochs:.2f} epochs"),
+            ("tokens", f"{per_step} a step{padded}, {recipe.train.steps} steps, {epochs:.2f} epochs"),
             ("run", str(run.path)),
         ]
     )
@@ -80,7 +82,7 @@ def show_summary(
         [
             ("loss", f"{history[0].loss:.4f} -> {last.loss:.4f}{held_out}"),
             ("entropy", f"{corpus.unigram_entropy:.4f}, the loss of a model that knows token frequencies only"),
-            ("speed", f"{rate} tokens/s, {format_duration(seconds)} of training, peak memory {peak} a rank"),
+            ("speed", f"{rate} tokens/s, {format_duration(seconds)} of training, peak memory {peak} on rank 0"),
             ("model", f"{run.path / 'model'}, which AutoModelForCausalLM.from_pretrained loads"),
             ("curve", f"{run.path / 'loss.png'}"),
         ]

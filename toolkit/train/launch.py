@@ -25,6 +25,10 @@ from toolkit.train.spawn import free_port
 
 _DEFAULT_PORT = 29500
 _SECONDS_FOR_THE_REPORTER = 5
+_NOISY = (
+    *("DeepSpeed", "deepspeed", "torch.distributed"),
+    *("transformers", "accelerate", "datasets", "huggingface_hub"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +135,7 @@ def process_group(environment: RankEnvironment, device: torch.device) -> Iterato
 def quiet(*, debug: bool) -> None:
     """Silence the start-up noise of DeepSpeed and its neighbours; with `debug`, let everything through."""
     level = logging.INFO if debug else logging.ERROR
-    for name in ("DeepSpeed", "deepspeed", "transformers", "accelerate", "torch.distributed", "datasets"):
+    for name in _NOISY:
         logging.getLogger(name).setLevel(level)
     if debug:
         return

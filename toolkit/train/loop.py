@@ -82,5 +82,5 @@ def _stopped(
     saved = run.save_model(snapshot_name(step), engine, tokenizer)
     return NonFiniteError(
         f"step {step + 1}: {error}. Training stopped; the weights after step {step} are in {saved}. "
-        "Lower optimizer.lr, add schedule.warmup_steps or train.grad_clip, or look at the samples of this step."
+        "Lower optimizer.lr, lengthen schedule.warmup_steps, or look at the samples of this step."
     )

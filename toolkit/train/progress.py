@@ -73,6 +73,7 @@ class ProgressLine:
             self._live.update(self._live.task_ids[0], completed=metrics.step, details=details)
         elif metrics.step % self._every == 0 or metrics.step == self._total or metrics.eval_loss is not None:
             # soft_wrap: a log is read by tools as well, and a line of it is never cut or broken.
+            self._eval_loss = metrics.eval_loss  # a line that stays shows what was measured at its step
             details = "  ".join(self._details(metrics).values())
             self.console.print(f"step {metrics.step}/{self._total}  {details}", soft_wrap=True)
 

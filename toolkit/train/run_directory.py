@@ -67,8 +67,7 @@ class RunDirectory:
             return
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            for stale in ("loss.png", "ds_config.json"):
-                (self.path / stale).unlink(missing_ok=True)
+            self._remove_old_run()
             (self.path / "recipe.yaml").write_text(dump(recipe), encoding="utf-8")
             if ds_config is not None:
                 (self.path / "ds_config.json").write_text(json.dumps(ds_config, indent=2) + "\n", encoding="utf-8")
@@ -77,6 +76,17 @@ class RunDirectory:
             raise RunDirectoryError(
                 f"run_dir={self.path}: cannot be written ({error.strerror}). Choose a directory that you may write."
             ) from error
+
+    def _remove_old_run(self) -> None:
+        """What an earlier run left here would be taken for this one's."""
+        for file in ("metrics.jsonl", "loss.png", "ds_config.json"):
+            (self.path / file).unlink(missing_ok=True)
+        for folder in (self.path / "model", *self._snapshots()):
+            if folder.exists():
+                shutil.rmtree(folder)
+
+    def _snapshots(self) -> list[Path]:
+        return sorted(path for path in self.path.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name))
 
     def save_model(self, name: str, engine: Engine, tokenizer: PreTrainedTokenizerBase) -> Path:
         """Write the current weights as the Hugging Face directory `name`. A collective call."""
@@ -102,8 +112,7 @@ class RunDirectory:
         """Delete all but the newest `count` snapshots."""
         if not self.is_writer:
             return
-        snapshots = sorted(p for p in self.path.glob("step-*") if re.fullmatch(r"step-\d{8,}", p.name))
-        for old in snapshots[:-count]:
+        for old in self._snapshots()[:-count]:
             # Renamed first, so that a deletion which is cut short leaves nothing that looks like a snapshot.
             doomed = old.with_name(f".{old.name}.{os.getpid()}.old")
             old.rename(doomed)

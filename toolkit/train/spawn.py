@@ -8,6 +8,8 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 from toolkit.errors import RunError
 
@@ -22,8 +24,11 @@ def run_local_ranks(script: Path, arguments: Sequence[str], nproc: int) -> int:
     wait in a collective until its timeout.
     """
     port = free_port()
-    ranks = [_start(script, arguments, rank, nproc, port) for rank in range(nproc)]
+    # Whoever ends us (a scheduler, `timeout`, a container) means the ranks as well.
+    signal.signal(signal.SIGTERM, _stop)
+    ranks: list[subprocess.Popen[bytes]] = []
     try:
+        ranks += [_start(script, arguments, rank, nproc, port) for rank in range(nproc)]
         while True:
             codes = [rank.poll() for rank in ranks]
             # A rank that was killed comes first: the others failed because of it.
@@ -39,8 +44,18 @@ def run_local_ranks(script: Path, arguments: Sequence[str], nproc: int) -> int:
             time.sleep(_POLL_SECONDS)
     except KeyboardInterrupt:
         return 130
+    except _StoppedError:
+        return 128 + signal.SIGTERM
     finally:
         _end(ranks)
+
+
+class _StoppedError(Exception):
+    pass
+
+
+def _stop(number: int, frame: FrameType | None) -> NoReturn:
+    raise _StoppedError
 
 
 def find_recipes() -> Path:

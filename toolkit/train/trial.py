@@ -49,7 +49,7 @@ def run_trial(recipe: Recipe) -> Trial:
             )
             steps.append((result.loss, result.grad_norm))
     return Trial(
-        curve=LossCurve.from_steps(f"{layout}" if ds_config is not None else recipe.train.engine, steps),
+        curve=LossCurve.from_steps(recipe.strategy(layout), steps),
         parameters=_parameters(engine, keep=rank == 0),
         eval_loss=engine.evaluate(feed.held_out_batches()) if feed.held_out is not None else None,
     )

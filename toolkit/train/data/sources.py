@@ -46,6 +46,10 @@ _TEXT = """
 .py .pyi .c .h .cc .cpp .hpp .rs .go .java .js .ts .sh .sql .jl .r .rb .lua .hs .scala .kt .swift
 """
 TEXT_SUFFIXES = frozenset(_TEXT.split())
+_NOT_FOR_READING = (
+    *("site-packages", "dist-packages", "test", "tests", "idle_test"),
+    *("encodings", "pydoc_data", "__pycache__"),
+)
 JSON_SUFFIXES = (".jsonl", ".json-lines", ".jsonlines", ".ndjson")
 PACKED_JSON_SUFFIXES = tuple(f"{lines}{packed}" for lines in (*JSON_SUFFIXES, ".json") for packed in (".gz", ".zst"))
 PARQUET_SUFFIXES = (".parquet", ".pq")
@@ -118,9 +122,12 @@ class FileSource:
 
     @classmethod
     def stdlib(cls) -> "FileSource":
-        """The .py files of the running Python's standard library, its tests included."""
+        """The .py files of the running Python's standard library: code that people wrote to be read.
+
+        Without its tests (which not every installation has) and without tables that only look like code.
+        """
         root = Path(sysconfig.get_paths()["stdlib"])
-        paths = [path for path in _walk(root, skip=("site-packages", "dist-packages")) if path.suffix == ".py"]
+        paths = [path for path in _walk(root, skip=_NOT_FOR_READING) if path.suffix == ".py"]
         if not paths:
             raise DataError(f"data.source=stdlib: no .py files under {root}. Set data.source to a file or directory.")
         version = f"{platform.python_implementation()} {platform.python_version()}"

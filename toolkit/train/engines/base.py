@@ -124,7 +124,7 @@ class DataParallelEngine(Engine):
         loss = float(loss_sum) / target_tokens
         if not math.isfinite(loss):
             self._discard_gradients()
-            raise NonFiniteError(f"the loss is {loss} on rank {_describe(_ranks_where_not_finite(local))}")
+            raise NonFiniteError(f"the loss is {loss} on {_describe(_ranks_where_not_finite(local))}")
         return loss
 
     def _accumulating(self, *, last: bool) -> AbstractContextManager[None]:
@@ -169,4 +169,5 @@ def _ranks_where_not_finite(local: torch.Tensor) -> list[int]:
 
 def _describe(ranks: list[int]) -> str:
     shown = ", ".join(map(str, ranks[:8]))
-    return shown + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
