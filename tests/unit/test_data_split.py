@@ -22,7 +22,7 @@ def test_the_share_of_documents_is_the_fraction():
 
 
 def test_documents_stay_whole():
-    lengths = np.arange(1, 500)
+    lengths = np.arange(1, 500)  # 10 % of 499 are more than 20
     ends, _, _ = split(lengths, 0.1)
     assert ends.tolist() == np.cumsum(lengths).tolist()
 
@@ -37,6 +37,13 @@ def test_a_tiny_fraction_of_documents_still_holds_out_a_block(lengths):
     _, chosen, sizes = split(lengths, 1e-9)
     assert sizes[chosen].sum() >= BLOCK_TOKENS
     assert not chosen.all()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_small_share_of_uneven_documents_is_close_to_the_fraction(seed):
+    lengths = np.random.default_rng(seed).lognormal(8, 1.5, size=500).astype(np.int64) + 1
+    _, chosen, sizes = split(lengths, 0.02)
+    assert sizes[chosen].sum() / lengths.sum() == pytest.approx(0.02, rel=0.35)
 
 
 @pytest.mark.parametrize("lengths", [np.full(100, 50), [5000]])

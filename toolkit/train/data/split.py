@@ -1,7 +1,8 @@
 """Held-out text: which part of the corpus is for validation. A function of the lengths of the documents alone.
 
-With 100 documents or more whole documents are held out, chosen by a hash of their index, so that appending documents
-moves none of the others. With fewer, blocks of 2,048 tokens are, chosen by a hash of theirs.
+Where that means 20 documents or more, whole documents are held out, chosen by a hash of their index, so that appending
+documents moves none of the others. A share of so few documents would be a matter of luck: there, blocks of 2,048 tokens
+are held out, chosen by a hash of theirs.
 """
 
 import numpy as np
@@ -11,7 +12,7 @@ from toolkit.errors import DataError
 from toolkit.train.data.permutation import mix
 
 BLOCK_TOKENS = 2048
-FEWEST_DOCUMENTS = 100
+FEWEST_HELD_OUT_DOCUMENTS = 20
 
 
 def held_out(ends: NDArray[np.int64], fraction: float, *, name: str) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
@@ -28,7 +29,8 @@ def held_out(ends: NDArray[np.int64], fraction: float, *, name: str) -> tuple[ND
             f"data.source={name} has {total:,} tokens: too few to hold out data.eval_fraction={fraction}, "
             f"which takes at least {2 * BLOCK_TOKENS:,}. Use more text, or set data.eval_fraction=0."
         )
-    return _documents(ends, fraction) if len(ends) >= FEWEST_DOCUMENTS else _blocks(ends, fraction)
+    by_document = fraction * len(ends) >= FEWEST_HELD_OUT_DOCUMENTS
+    return _documents(ends, fraction) if by_document else _blocks(ends, fraction)
 
 
 def _documents(ends: NDArray[np.int64], fraction: float) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:

@@ -40,7 +40,7 @@ Split = Literal["train", "eval"]
 SPLITS: tuple[Split, ...] = ("train", "eval")
 Tokens = NDArray[np.uint16] | NDArray[np.uint32]
 
-FORMAT = 1
+FORMAT = 2
 _LOCK_POLL_SECONDS = 0.5
 
 

@@ -10,6 +10,7 @@ from toolkit.errors import RunError
 from toolkit.layout import Layout
 from toolkit.recipe import Recipe
 from toolkit.train.engines.base import Engine
+from toolkit.train.host_memory import keep_freed_memory
 from toolkit.train.model import build_model
 
 
@@ -28,6 +29,8 @@ def create_engine(
     Raises ModelError for a model that cannot be built and RunError for a precision that the device does not have.
     """
     check_precision(recipe, device)
+    if device.type == "cpu":
+        keep_freed_memory()
     # The imports are here because each engine's library is slow to import and only one is used.
     match recipe.train.engine:
         case "deepspeed":
