@@ -1,27 +1,32 @@
 """Tokens per second on two ranks: this toolkit against the Hugging Face Trainer, both with DeepSpeed ZeRO-2 in fp32.
 
-    python benchmarks/hf_trainer.py                     # both sizes, five rounds, about 15 minutes
+    python benchmarks/hf_trainer.py                     # both sizes, five rounds: about a quarter of an hour
     python benchmarks/hf_trainer.py --sizes small --rounds 3
     python benchmarks/hf_trainer.py --quick             # does it run? The figures mean nothing.
     python benchmarks/hf_trainer.py --save              # also writes benchmarks/results/hf_trainer.md
 
-Both sides get the same model with the same initial weights, the same DeepSpeed config (the toolkit's: buckets, AdamW of
-PyTorch, clipping, accumulation), the same tokens in the same order on the same rank, and one thread a rank. Both log
-every step, and show a live progress bar.
+All sides get the same model with the same initial weights, the same DeepSpeed config (the toolkit's: buckets, PyTorch's
+AdamW, clipping, accumulation), the same tokens in the same order on the same rank, and one thread a rank. All log every
+step and draw a live progress bar.
 
-    Trainer   transformers.Trainer with TrainingArguments(deepspeed=…), its default data loader over a torch Dataset of
-              tensors in memory, labels=input_ids. It shifts the labels itself, so the last position of a sample is not
-              trained on: its loss differs from ours by that, and by nothing else.
-    toolkit   the loop of recipes/train.py with its feed from the token cache and its metrics file.
+    Trainer   transformers.Trainer with TrainingArguments(deepspeed=…) and its default data loader, over a torch Dataset
+              of tensors in memory with labels=input_ids. It shifts the labels itself, so the last position of a sample
+              has no target, but counts that position when it divides: its loss is (s - 1) / s of ours, s = seq_len.
+    toolkit   the loop of recipes/train.py, with its feed from the token cache and its metrics file.
+    Trainer, memory kept
+              the Trainer after the toolkit's `keep_freed_memory`, which no user of it has: shows how much of the
+              difference is memory that goes back to the kernel and is cleared again in every step.
 
-Each round forks two ranks for one side, then two for the other, so that a machine that slows down slows both. The first
-steps of a run are left out. Prints the medians of all steps, the ratio of each round's medians, and the target.
+A round forks two ranks for each side in turn, so that a machine that slows down slows all. The first steps of a run are
+not counted. Prints medians of all counted steps, and of the ratios to the Trainer in the same round the median, the
+smallest and the largest.
 """
 
 import argparse
 import os
-import sys
+import statistics
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,60 +38,49 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
-from measure.our_run import Stamps, our_run
-
-
+from measure.our_run import CPU, Stamps, make_recipe, our_run
+from measure.rounds import Side, Times, alternate
+from measure.table import publish, verdict
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from toolkit.recipe import Recipe
 from toolkit.train.data.tokens import prepare
 from toolkit.train.feed import Feed
+from toolkit.train.host_memory import keep_freed_memory
 from toolkit.train.launch import quiet
-from toolkit.train.local_ranks import run_ranks
 from toolkit.train.model import build_model
 from toolkit.train.preflight import check_model, deepspeed_config
 
 RANKS = 2
 TARGET = 1.10
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 SIZES: dict[str, dict[str, Any]] = {
-    # The model, the batch and the sample length of recipes/demo.yaml: overhead counts.
+    # The model, batch and sample length of recipes/demo.yaml: overhead counts.
     "small": {
         "model": {"name_or_path": "gpt2-tiny"},
         "seq_len": 128,
         "batch": {"global_size": 16, "micro_size": 8},
-        "steps": 60,
     },
     # Half of GPT-2's layers at half its width, with its whole vocabulary: computation dominates.
     "medium": {
-        "model": {
-            "name_or_path": "gpt2",
-            "overrides": {
-                "n_layer": 6,
-                "n_embd": 384,
-                "n_head": 6,
-                "resid_pdrop": 0.0,
-                "embd_pdrop": 0.0,
-                "attn_pdrop": 0.0,
-            },
-        },
+        "model": {"name_or_path": "gpt2", "overrides": {"n_layer": 6, "n_embd": 384, "n_head": 6} | NO_DROPOUT},
         "seq_len": 256,
         "batch": {"global_size": 8, "micro_size": 2},
-        "steps": 8,
     },
 }
-WARMUP = {"small": 10, "medium": 2}
-"""Steps at the start of a run that are not counted."""
+STEPS = {"small": 60, "medium": 9}
+WARMUP = {"small": 10, "medium": 3}
 
 
 class Tokens(Dataset[dict[str, torch.Tensor]]):
     """The samples in the order in which the toolkit trains on them, in memory."""
 
     def __init__(self, recipe: Recipe) -> None:
-        layout = recipe.layout(1)
-        alone = recipe.model_copy(
-            update={"batch": recipe.batch.model_copy(update={"micro_size": recipe.batch.global_size})}
-        )
+        # One rank whose micro-batch is the global batch reads the samples in their order.
+        whole = recipe.batch.model_copy(update={"micro_size": recipe.batch.global_size})
+        alone = recipe.model_copy(update={"batch": whole})
+        layout = alone.layout(1)
         feed = Feed.open(alone, layout, alone.resolve_batch(layout), prepare(recipe.data, progress=False), rank=0)
         with feed.prefetch() as ahead:
             self._rows = torch.cat([batch.input_ids for batch in ahead])
@@ -99,36 +93,77 @@ class Tokens(Dataset[dict[str, torch.Tensor]]):
 
 
 class StampCallback(TrainerCallback):  # type: ignore[misc]
-    """When each step ended, with its logging."""
+    """When the Trainer logged each step."""
 
     def __init__(self) -> None:
         self.stamps = Stamps()
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
-        """The Trainer logs once a step, and once more at the end of the run."""
-        if logs is not None and "loss" in logs:
-            self.stamps.add(float(logs["loss"]))
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
+        """Called once a step, and once more for the summary, which has no `loss`."""
+        if "loss" in logs:
+            self.stamps.add(logs["loss"])
 
 
-def trainer_run(recipe: Recipe, tokens: Tokens, folder: str) -> Stamps:
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--rounds", type=int, default=5, help="runs of each side")
+    parser.add_argument("--quick", action="store_true", help="one short round of the small size")
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/hf_trainer.md")
+    options = parser.parse_args()
+    quiet(debug=False)
+    rows: list[list[str]] = []
+    notes: list[str] = []
+    for size in ["small"] if options.quick else options.sizes:
+        steps = WARMUP[size] + 5 if options.quick else STEPS[size]
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            recipe = make_recipe(folder, **SIZES[size], parallel={"zero_stage": 2}, train={"steps": steps})
+            times = alternate(
+                sides(recipe, folder), ranks=RANKS, rounds=1 if options.quick else options.rounds, warmup=WARMUP[size]
+            )
+        rows += table_rows(size, recipe, times)
+        notes.append(loss_note(size, recipe, times))
+    publish(
+        "hf_trainer",
+        title="Two ranks, ZeRO-2, fp32: toolkit and Hugging Face Trainer",
+        headings=("size", "side", "ms a step", "tokens/s", "ratio", "smallest", "largest", "target"),
+        rows=rows,
+        text_columns=2,
+        notes=notes,
+        save=options.save,
+    )
+
+
+def sides(recipe: Recipe, folder: Path) -> dict[str, Side]:
+    tokens = Tokens(recipe)
+    return {
+        "Trainer": partial(trainer_run, recipe, tokens, folder, memory_kept=False),
+        "toolkit": partial(our_run, recipe),
+        "Trainer, memory kept": partial(trainer_run, recipe, tokens, folder, memory_kept=True),
+    }
+
+
+def trainer_run(recipe: Recipe, tokens: Tokens, folder: Path, *, memory_kept: bool) -> Stamps:
     """Train on this rank with the Trainer."""
-    device = torch.device("cpu")
+    if memory_kept:
+        keep_freed_memory()
     layout = recipe.layout(dist.get_world_size())
     batch = recipe.resolve_batch(layout)
-    # Without a GPU the Trainer would find no distributed backend and silently train alone: it must be told.
+    # Without a GPU the Trainer finds no backend and would train alone without a word: give it a configured state.
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     PartialState(backend="gloo")
     arguments = TrainingArguments(
         accelerator_config={"use_configured_state": True},
-        output_dir=folder,
+        output_dir=str(folder),
         per_device_train_batch_size=batch.micro_size,
         gradient_accumulation_steps=batch.accumulation,
         max_steps=recipe.train.steps,
         learning_rate=recipe.optimizer.lr,
-        weight_decay=recipe.optimizer.weight_decay,
         adam_beta1=recipe.optimizer.betas[0],
         adam_beta2=recipe.optimizer.betas[1],
         adam_epsilon=recipe.optimizer.eps,
+        weight_decay=recipe.optimizer.weight_decay,
         max_grad_norm=recipe.train.grad_clip,
         lr_scheduler_type=recipe.schedule.name,
         warmup_steps=recipe.schedule.warmup_steps,
@@ -137,14 +172,50 @@ def trainer_run(recipe: Recipe, tokens: Tokens, folder: str) -> Stamps:
         save_strategy="no",
         report_to="none",
         train_sampling_strategy="sequential",
-        deepspeed=deepspeed_config(recipe, layout, batch, check_model(recipe, device), device),
+        deepspeed=deepspeed_config(recipe, layout, batch, check_model(recipe, CPU), CPU),
     )
     callback = StampCallback()
-    trainer = Trainer(model=build_model(recipe), args=arguments, train_dataset=tokens, callbacks=[callback])
+    model = build_model(recipe, eos_id=prepare(recipe.data, progress=False).eos_id)
+    trainer = Trainer(model=model, args=arguments, train_dataset=tokens, callbacks=[callback])
     trainer.train()
     engine = trainer.model_wrapped
     assert isinstance(engine, deepspeed.DeepSpeedEngine), type(engine)
     assert engine.zero_optimization_stage() == layout.zero_stage
-    assert engine.dp_world_size == RANKS
+    assert engine.dp_world_size == dist.get_world_size() == RANKS
     assert len(callback.stamps.times) == recipe.train.steps
     return callback.stamps
+
+
+def table_rows(size: str, recipe: Recipe, times: dict[str, Times]) -> list[list[str]]:
+    tokens = recipe.batch.global_size * recipe.data.seq_len
+    rows = []
+    for side, measured in times.items():
+        ratios = times["Trainer"].over(measured)
+        middle = statistics.median(ratios)
+        rows.append(
+            [
+                size,
+                side,
+                f"{measured.median * 1e3:.1f}",
+                f"{tokens / measured.median:,.0f}",
+                *(f"{ratio:.2f}x" for ratio in (middle, ratios[0], ratios[-1])),
+                verdict(middle, TARGET, at_most=False) if side == "toolkit" else "",
+            ]
+        )
+    return rows
+
+
+def loss_note(size: str, recipe: Recipe, times: dict[str, Times]) -> str:
+    """Do both train the same model? The Trainer's losses are scaled to the targets that it counts but leaves out."""
+    seq_len = recipe.data.seq_len
+    theirs = [loss * seq_len / (seq_len - 1) for loss in times["Trainer"].losses]
+    ours = times["toolkit"].losses
+    difference = max(abs(a / b - 1) for a, b in zip(ours, theirs, strict=True))
+    return (
+        f"{size}: the loss falls from {ours[0]:.3f} to {ours[-1]:.3f} in {len(ours)} steps; Trainer and toolkit are at "
+        f"most {difference:.2%} apart."
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,1 @@
-"""What the benchmarks share: a timed run of the toolkit, and a table for the screen and for benchmarks/results/."""
+"""What the benchmarks share: a small recipe, a timed run of the toolkit, rounds that alternate, and a table."""

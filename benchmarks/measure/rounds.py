@@ -1,18 +1,18 @@
-"""Rounds: each side in turn, in forked ranks, so that a machine that slows down slows all sides alike."""
+"""Rounds: each side in turn on fresh forked ranks, so that a machine that slows down slows all sides alike."""
 
 import os
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from measure.our_run import Stamps
 from rich.console import Console
 
+from measure.our_run import Stamps
 from toolkit.train.local_ranks import run_ranks
 
 Side = Callable[[], Stamps]
+"""Runs on every rank; what it prints goes nowhere."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,30 +27,29 @@ class Times:
         """Of all counted steps."""
         return statistics.median(seconds for steps in self.rounds for seconds in steps)
 
+    def over(self, other: "Times") -> list[float]:
+        """Of each round: the median step of this side by that of the other, smallest first."""
+        pairs = zip(self.rounds, other.rounds, strict=True)
+        return sorted(statistics.median(ours) / statistics.median(theirs) for ours, theirs in pairs)
+
 
 def alternate(sides: Mapping[str, Side], *, ranks: int, rounds: int, warmup: int) -> dict[str, Times]:
-    """Run every side once a round, on `ranks` fresh ranks. The first `warmup` steps of each run are not counted."""
+    """Run every side once a round, on `ranks` ranks. The first `warmup` steps of each run are not counted."""
     seconds: dict[str, list[list[float]]] = {name: [] for name in sides}
     losses: dict[str, list[float]] = {}
-    console = Console(stderr=True)
+    console = Console(stderr=True, highlight=False)
     for number in range(rounds):
         for name, side in sides.items():
             stamps: Stamps = run_ranks(_silently, ranks, side, timeout_seconds=1800)[0]
-            seconds[name].append(stamps.step_seconds(warmup))
+            steps = stamps.step_seconds(warmup)
+            seconds[name].append(steps)
             losses[name] = stamps.losses
-            median = statistics.median(seconds[name][-1]) * 1e3
-            console.print(f"round {number + 1}/{rounds}  {name}  {median:.1f} ms a step", style="dim", highlight=False)
+            milliseconds = statistics.median(steps) * 1e3
+            console.print(f"round {number + 1} of {rounds}: {name}, {milliseconds:.1f} ms a step", style="dim")
     return {name: Times(rounds=seconds[name], losses=losses[name]) for name in sides}
 
 
-def ratios(slower: Times, faster: Times) -> list[float]:
-    """Of each round: the median step of one side by that of the other."""
-    return [
-        statistics.median(a) / statistics.median(b) for a, b in zip(slower.rounds, faster.rounds, strict=True)
-    ]
-
-
-def _silently(side: Side) -> Any:
+def _silently(side: Side) -> Stamps:
     with Path(os.devnull).open("w") as nowhere:
         os.dup2(nowhere.fileno(), 1)
         os.dup2(nowhere.fileno(), 2)

@@ -1,9 +1,9 @@
 """Host memory: keep what a step frees, for training on the CPU.
 
-glibc gives every freed block of more than 32 MB, and what is free at the top of the heap, back to the kernel. A step on
-the CPU frees its activations, logits and gradients and takes the same sizes again a moment later: the kernel then clears
-and maps each page anew, which took 15 to 25 percent of a step (benchmarks/hf_trainer.py). PyTorch's allocator on the GPU
-keeps freed memory for the same reason. The price is fragmentation: the process may hold up to about a third more.
+glibc gives every freed block of more than 32 MB, and what is free at the top of the heap, back to the kernel. A step
+on the CPU frees its activations, logits and gradients and soon takes the same sizes again: the kernel then clears and
+maps each page anew, in every step (benchmarks/hf_trainer.py measures how long that takes). PyTorch keeps freed memory
+on the GPU for the same reason. The price is fragmentation: a process may hold a third more than without.
 """
 
 import ctypes
