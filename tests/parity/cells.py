@@ -49,8 +49,8 @@ class Cell:
         """The part of the changes that decides what is computed; the reference runs with these alone."""
         adam = self.optimizer == "adamw"
         return {
-            # At 1e-3 AdamW amplifies rounding: the reference differs from itself by 9e-7 when only its micro-batches change
-            # (2e-7 at 3e-4), which leaves no room below a bound of 1e-6.
+            # At 1e-3 AdamW amplifies rounding: the reference differs from itself by 9e-7 when only its micro-batches
+            # change (2e-7 at 3e-4), which leaves no room below a bound of 1e-6.
             "optimizer": {"name": self.optimizer, "lr": 3e-4 if adam else 0.1, "weight_decay": 0.1},
             "train__grad_clip": ACTIVE_CLIP if self.clipped else 0.0,
             "overrides__tie_word_embeddings": self.tied,
