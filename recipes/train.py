@@ -17,7 +17,14 @@ from toolkit.train.console import make_progress, show_banner, show_summary
 from toolkit.train.data.tokens import prepare
 from toolkit.train.engines.factory import create_engine
 from toolkit.train.feed import Feed
-from toolkit.train.launch import RankEnvironment, pick_device, process_group, quiet, reported_errors
+from toolkit.train.launch import (
+    RankEnvironment,
+    check_same_everywhere,
+    pick_device,
+    process_group,
+    quiet,
+    reported_errors,
+)
 from toolkit.train.loop import fit
 from toolkit.train.preflight import check_model, check_vocabulary, deepspeed_config, find_shape
 from toolkit.train.run_directory import RunDirectory
@@ -47,6 +54,7 @@ def main(argv: list[str]) -> None:
     progress = make_progress(recipe, layout, device, find_shape(config), first=first)
 
     with process_group(here, device):
+        check_same_everywhere(recipe_file.dump(recipe) + corpus.contents, device)
         engine = create_engine(recipe, layout, batch, device, ds_config, eos_id=corpus.eos_id, trust_remote_code=trust)
         show_banner(progress, recipe, layout, batch, engine.model, corpus, len(feed.train), run, device)
         run.open(recipe, ds_config)

@@ -4,12 +4,14 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
+Scope = Literal["job", "node", "rank"]
+
 
 class ToolkitError(Exception):
     """Base of every error that bad input can cause; the command line prints it as one line and exits with 2."""
 
     exit_code = 2
-    scope: Literal["job", "node", "rank"] = "rank"
+    scope: Scope = "rank"
     """Who meets the same error: every rank of the job, every rank of a machine, or this rank alone."""
 
     def is_reported_by(self, env: Mapping[str, str]) -> bool:
@@ -22,7 +24,7 @@ class ToolkitError(Exception):
 class RecipeError(ToolkitError):
     """A recipe (or an override) that cannot be decoded. Holds every problem found, one line each."""
 
-    scope = "job"
+    scope: Scope = "job"
 
     def __init__(self, problems: str | Iterable[str]) -> None:
         self.problems = [problems] if isinstance(problems, str) else list(problems)
@@ -32,47 +34,49 @@ class RecipeError(ToolkitError):
 class LayoutError(ToolkitError):
     """A parallel layout that no engine can run, or that the world size does not multiply to."""
 
-    scope = "job"
+    scope: Scope = "job"
 
 
 class BatchError(ToolkitError):
     """A global batch that does not split evenly into micro-batches and ranks."""
 
-    scope = "job"
+    scope: Scope = "job"
 
 
 class ConfigError(ToolkitError):
     """A DeepSpeed JSON that cannot be read or that contradicts the recipe. Holds every conflict, one line each."""
 
-    scope = "job"
+    scope: Scope = "job"
 
 
 class ModelError(ToolkitError):
     """A model that is unknown, unreadable, or does not fit the recipe."""
 
-    scope = "node"
+    scope: Scope = "node"
 
 
 class DataError(ToolkitError):
     """Text or a tokenizer that is missing, empty, unreadable or does not fit the model."""
 
-    scope = "node"
+    scope: Scope = "node"
 
 
 class RunError(ToolkitError):
     """A machine or environment that lacks what the recipe asks for."""
 
+    scope: Scope = "node"
+
 
 class RunDirectoryError(ToolkitError):
     """A run directory that cannot be used."""
 
-    scope = "node"
+    scope: Scope = "node"
 
 
 class NonFiniteError(ToolkitError):
     """The loss or a gradient became NaN or infinite; the weights are those of the last good step."""
 
-    scope = "job"
+    scope: Scope = "job"
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str:

@@ -226,6 +226,13 @@ def hub_spelling(name: str) -> str | None:
     return next((hub for hub, entry in _catalogue()["_aliases"].items() if entry == name.lower()), None)
 
 
+DERIVED_FIELDS = {
+    "head_dim": frozenset({"hidden_size", "num_attention_heads"}),
+    "layer_types": frozenset({"num_hidden_layers"}),
+}
+"""Fields that a config derives from others unless it is given them: an override of the others makes them stale."""
+
+
 def with_overrides(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """`config` with fields replaced; any spelling of a shape's fact reaches the family's own field of that fact.
 
@@ -244,6 +251,9 @@ def with_overrides(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> d
             for spelling in _SPELLINGS[fact]:
                 result.pop(spelling, None)
         result[own or key] = value
+    for derived, sources in DERIVED_FIELDS.items():
+        if derived not in overrides and sources & overrides.keys():
+            result.pop(derived, None)
     return result
 
 

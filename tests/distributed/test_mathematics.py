@@ -100,6 +100,17 @@ def test_other_families_match_the_reference(make_recipe: Make, ranks: Ranks, mod
     assert report.passed, str(report)
 
 
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+def test_what_accelerates_launcher_leaves_in_the_environment_changes_nothing(
+    make_recipe: Make, ranks: Ranks, monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    reference = curve(ranks, make_recipe(train__engine="reference", train__steps=3))
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    report = compare(curve(ranks, make_recipe(train__engine=engine, train__steps=3), 2), reference, Tolerance.fp32())
+    assert report.passed, str(report)
+
+
 class TestBf16:
     """bf16 rounds; how much that moves a curve is measured by reruns in other summation orders, then held against."""
 
@@ -107,6 +118,7 @@ class TestBf16:
     def envelopes(self, make_recipe: Make, ranks: Ranks) -> dict[str, tuple[LossCurve, Tolerance]]:
         """Per kind of bf16 (weights in bf16; autocast over fp32 weights) a baseline and its measured envelope."""
         kinds = {"weights": {"parallel": {"zero_stage": 1}}, "autocast": {"parallel": {"zero_stage": 0}}}
+        kinds["fsdp"] = {"train__engine": "fsdp"}
         out = {}
         for kind, changes in kinds.items():
             reruns = [
@@ -125,6 +137,7 @@ class TestBf16:
             ("weights", {"parallel": {"zero_stage": 2, "offload_optimizer": "cpu"}}, 2),
             ("autocast", {"parallel": {"zero_stage": 0}}, 2),
             ("autocast", {"train__engine": "ddp"}, 2),
+            ("fsdp", {"train__engine": "fsdp"}, 4),
         ],
     )
     def test_a_strategy_stays_within_the_measured_envelope(

@@ -97,10 +97,11 @@ def test_a_saved_model_loads_in_the_precision_it_was_trained_in(
 
 def test_pretrained_weights_are_where_training_starts(train: Train, tmp_path: Path) -> None:
     train("run_dir=first", "schedule.warmup_steps=0", "optimizer.lr=1e-2", train__steps=20)
-    start = {"name_or_path": str(tmp_path / "first" / "model"), "init": "pretrained"}
-    train("run_dir=second", "train.steps=1", "schedule.warmup_steps=0", model=start)
+    model = str(tmp_path / "first" / "model")
+    start = {"model": {"name_or_path": model, "init": "pretrained"}, "data__tokenizer": model}
+    train("run_dir=second", "train.steps=1", "schedule.warmup_steps=0", **start)
     sharded = {"parallel": {"zero_stage": 3}, "world_size": 2}
-    train("run_dir=third", "train.steps=1", "schedule.warmup_steps=0", model=start, **sharded)
+    train("run_dir=third", "train.steps=1", "schedule.warmup_steps=0", **start, **sharded)
     last, second, third = (metrics(tmp_path / name)[-1]["loss"] for name in ("first", "second", "third"))
     assert second < metrics(tmp_path / "first")[0]["loss"] - 0.5
     assert abs(second - last) < 0.5
@@ -162,6 +163,36 @@ def test_a_run_is_never_overwritten_unasked(train: Train, tmp_path: Path) -> Non
     assert (tmp_path / "here" / "metrics.jsonl").read_bytes() == before
     train("run_dir=here", "train.seed=9", "--overwrite")
     assert (tmp_path / "here" / "metrics.jsonl").read_bytes() != before
+
+
+@pytest.mark.parametrize("flag", [[], ["--overwrite"]])
+def test_folders_that_are_not_a_runs_are_never_touched(train: Train, tmp_path: Path, flag: list[str]) -> None:
+    (tmp_path / "project" / "model").mkdir(parents=True)
+    (tmp_path / "project" / "model" / "precious.py").write_text("mine")
+    with pytest.raises(ToolkitError, match="no run of ours left"):
+        train("run_dir=project", *flag)
+    assert (tmp_path / "project" / "model" / "precious.py").read_text() == "mine"
+
+
+def test_a_run_does_not_delete_the_model_that_it_starts_from(train: Train, tmp_path: Path) -> None:
+    train("run_dir=here")
+    model = str(tmp_path / "here" / "model")
+    changes = {"model": {"name_or_path": model, "init": "pretrained"}, "data__tokenizer": model}
+    with pytest.raises(ToolkitError, match="would delete it"):
+        train("run_dir=here", "--overwrite", **changes)
+    assert Path(model, "config.json").exists()
+
+
+def test_ranks_with_other_text_are_refused(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from toolkit.train.data.tokens import TokenCorpus
+
+    def contents(corpus: TokenCorpus) -> str:
+        return f"text of rank {min(1, int(os.environ['RANK']))}"
+
+    monkeypatch.setattr(TokenCorpus, "contents", property(contents))
+    with pytest.raises(ToolkitError, match="text of rank 1 is not that of rank 0"):
+        train("run_dir=here", world_size=2)
+    assert not (tmp_path / "here").exists()
 
 
 def test_overwriting_removes_what_the_old_run_left(train: Train, tmp_path: Path) -> None:
@@ -231,6 +262,9 @@ class TestBadInput:
             (["log.report_to=[tensorbord]"], "Did you mean tensorboard"),
             (["--deepspeed_config", "missing.json"], "cannot be read"),
             (["--nonsense"], "--nonsense"),
+            (["train.engine=reference", "--deepspeed_config", "missing.json"], "takes no DeepSpeed config"),
+            (["model.overrides.activation_function=nope"], "transformers cannot build it"),
+            (["schedule.name=polynomial", "schedule.min_lr_ratio=1.0"], "schedule.name=polynomial"),
         ],
     )
     def test_is_refused_in_one_line(self, train: Train, tmp_path: Path, argv: list[str], message: str) -> None:

@@ -135,6 +135,14 @@ class TestUserConfig:
             ({"optimizer": {"params": {"lr": 0.5}}}, "optimizer.lr"),
             ({"optimizer": {"params": {"weight_decay": 0.5}}}, "optimizer.weight_decay"),
             ({"scheduler": {"type": "WarmupLR"}}, "schedule"),
+            ({"optimizer": {"params": {"adam_w_mode": False}}}, "optimizer.adam_w_mode"),
+            ({"optimizer": {"params": {"amsgrad": True}}}, "optimizer.amsgrad"),
+            ({"torch_autocast": {"enabled": True}}, "the toolkit makes it false"),
+            ({"communication_data_type": "bf16"}, "the toolkit makes it"),
+            ({"managed_gradient_accumulation": False}, "the toolkit leaves it out"),
+            ({"gradient_predivide_factor": 4}, "the toolkit makes it"),
+            ({"bf16": True}, "not a section"),
+            ({"zero_optimization": None}, "not a section"),
         ],
     )
     def test_a_contradiction_names_the_recipes_field(self, make_recipe: Make, user: dict[str, Any], field: str) -> None:

@@ -102,6 +102,26 @@ def test_an_override_that_the_family_does_not_have_names_the_nearest(make_recipe
         load_config(make_recipe(overrides__resid_prop=0.0).model)
 
 
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("qwen3-tiny", {"num_hidden_layers": 6}),
+        ("llama-3-8b", {"hidden_size": 256, "num_hidden_layers": 2, "intermediate_size": 64, "vocab_size": 320}),
+        ("llama-tiny", {"hidden_size": 192, "num_attention_heads": 8}),
+        ("gpt2-tiny", {"hidden_size": 64}),
+    ],
+)
+def test_what_a_config_derives_follows_an_override(make_recipe: Make, name: str, overrides: dict) -> None:
+    from toolkit.shape import ModelShape, find_config, with_overrides
+
+    recipe = make_recipe(model={"name_or_path": name, "overrides": overrides})
+    config = load_config(recipe.model)
+    assert len(getattr(config, "layer_types", None) or [0] * config.num_hidden_layers) == config.num_hidden_layers
+    described = ModelShape.from_config(with_overrides(find_config(name), overrides))
+    assert described == ModelShape.from_config(config.to_dict())
+    build_model(recipe)
+
+
 def test_an_unknown_name_is_refused_with_the_nearest(make_recipe: Make) -> None:
     with pytest.raises(ModelError, match=r"Did you mean gpt2-medium\?"):
         load_config(make_recipe(model={"name_or_path": "gpt2-mediun"}).model)

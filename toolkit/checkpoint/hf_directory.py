@@ -78,6 +78,7 @@ def _shards(tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> Iter
 def _replacing(directory: Path) -> Iterator[Path]:
     """A folder that takes the place of `directory` when the block ends well, and leaves nothing when it does not."""
     temporary = directory.with_name(f".{directory.name}.{os.getpid()}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed and had our number
     temporary.mkdir(parents=True)
     try:
         yield temporary

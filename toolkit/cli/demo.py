@@ -1,11 +1,11 @@
 """`dstk demo`: train a small GPT-2 on this machine in a few minutes, and look at it."""
 
 import os
-from pathlib import Path
 
 import click
 
 from toolkit.cli.sample import sample
+from toolkit.train.run_names import unused_run_directory
 from toolkit.train.spawn import find_recipes, run_local_ranks
 
 
@@ -15,8 +15,8 @@ from toolkit.train.spawn import find_recipes, run_local_ranks
 def command(overrides: tuple[str, ...], nproc: int) -> int:
     """Train a small GPT-2 on the standard library's source code, and let it write."""
     recipes = find_recipes()
-    run_dir = Path("runs/demo")
-    arguments = ["--config", str(recipes / "demo.yaml"), f"run_dir={run_dir}", "--overwrite", *overrides]
+    run_dir = unused_run_directory("demo")
+    arguments = ["--config", str(recipes / "demo.yaml"), f"run_dir={run_dir}", *overrides]
     code = run_local_ranks(recipes / "train.py", arguments, nproc)
     if code != 0:
         return code

@@ -21,12 +21,14 @@ _DECIDED_BY_THE_RECIPE = {
     "zero_optimization.offload_optimizer.device": "parallel.offload_optimizer",
     "zero_optimization.offload_param.device": "parallel.offload_params",
     "optimizer.type": "optimizer.name",
-    "optimizer.params.lr": "optimizer.lr",
-    "optimizer.params.betas": "optimizer.betas",
-    "optimizer.params.eps": "optimizer.eps",
-    "optimizer.params.weight_decay": "optimizer.weight_decay",
-    "optimizer.params.momentum": "optimizer.momentum",
 }
+# What changes the arithmetic and is no field of a recipe: it must be what we write, or absent.
+_FIXED = (
+    *("communication_data_type", "data_types", "torch_autocast", "amp"),
+    *("prescale_gradients", "gradient_predivide_factor", "managed_gradient_accumulation"),
+)
+# Which kernels compute the same update.
+_FREE_OPTIMIZER_PARAMS = frozenset({"torch_adam", "fused", "foreach"})
 _ABSENT_MEANS = {
     "zero_optimization.offload_optimizer.device": "none",
     "zero_optimization.offload_param.device": "none",
@@ -77,9 +79,12 @@ def _conflicts(built: Config, user: Config, name: str) -> Iterator[str]:
             f"{name}: scheduler is given, but the recipe's `schedule` decides the learning rate. "
             "Remove the section from the JSON."
         )
+    for key, value in user.items():
+        if isinstance(built.get(key), dict) and not isinstance(value, dict):
+            yield f"{name}: {key}={json.dumps(value)} is not a section. Write an object, or remove it."
     for path, value in _leaves(user):
-        field = _DECIDED_BY_THE_RECIPE.get(path)
-        if field is None or value == "auto":
+        decided_by = _decided_by(path)
+        if decided_by is None or value == "auto":
             continue
         ours = _at(built, path)
         if path == "optimizer.type" and isinstance(value, str) and isinstance(ours, str):
@@ -87,11 +92,26 @@ def _conflicts(built: Config, user: Config, name: str) -> Iterator[str]:
         else:
             # 1 and True are equal in Python and different in a config.
             same = value == ours and isinstance(value, bool) == isinstance(ours, bool)
-        if not same:
-            yield (
-                f"{name}: {path}={json.dumps(value)}, but the recipe's {field} makes it {json.dumps(ours)}. "
-                f'Change one of them, or write "auto" in the JSON.'
-            )
+        if same:
+            continue
+        if path in ("bf16.enabled", "fp16.enabled") and value is True and _at(built, "torch_autocast.enabled"):
+            yield f"{name}: {path}=true, but without ZeRO the toolkit uses torch_autocast. Remove the section."
+            continue
+        makes = "leaves it out" if ours is None else f"makes it {json.dumps(ours)}"
+        yield (
+            f"{name}: {path}={json.dumps(value)}, but {decided_by} {makes}. "
+            'Change one of them, or write "auto" in the JSON.'
+        )
+
+
+def _decided_by(path: str) -> str | None:
+    """Who decides the value at `path`; None where a JSON may set it."""
+    if path in _DECIDED_BY_THE_RECIPE:
+        return f"the recipe's {_DECIDED_BY_THE_RECIPE[path]}"
+    if path.startswith("optimizer.params."):
+        field = path.removeprefix("optimizer.params.")
+        return None if field in _FREE_OPTIMIZER_PARAMS else f"the recipe's optimizer.{field}"
+    return "the toolkit" if path.split(".")[0] in _FIXED else None
 
 
 def _overlay(built: Config, user: Config) -> Config:

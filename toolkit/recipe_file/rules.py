@@ -195,6 +195,12 @@ def _data(recipe: Recipe) -> Iterator[Finding]:
 def _model(recipe: Recipe) -> Iterator[Finding]:
     """What the model's config says, where it is known without a network. Families we cannot read are not checked."""
     name, seq_len = recipe.model.name_or_path, recipe.data.seq_len
+    if recipe.model.init == "pretrained" and recipe.data.tokenizer.startswith("bpe-"):
+        yield Finding(
+            ("data", "tokenizer"),
+            f"data.tokenizer={recipe.data.tokenizer} with model.init=pretrained: the weights know the ids of another "
+            f"tokenizer. Set data.tokenizer to that of the model, for instance {name}.",
+        )
     where: Path = ("model", "name_or_path")
     try:
         config = find_config(name)

@@ -4,6 +4,7 @@ Understands `deepspeed`, `torchrun` and `accelerate launch` (RANK, WORLD_SIZE, L
 `mpirun` (OMPI_COMM_WORLD_RANK, …) and plain `python` (one rank).
 """
 
+import hashlib
 import logging
 import os
 import re
@@ -104,10 +105,12 @@ def pick_device(environment: RankEnvironment) -> torch.device:
         return torch.device("cpu")
     devices = torch.cuda.device_count()
     if environment.local_rank >= devices:
-        raise RunError(
+        error = RunError(
             f"local rank {environment.local_rank} on a machine with {devices} GPUs: one rank uses one GPU. "
             f"Start at most {devices} ranks on this machine."
         )
+        error.scope = "rank"
+        raise error
     torch.cuda.set_device(environment.local_rank)
     return torch.device("cuda", environment.local_rank)
 
@@ -118,18 +121,34 @@ def process_group(environment: RankEnvironment, device: torch.device) -> Iterato
     os.environ.update(environment.variables)
     if environment.world_size == 1 and environment.master_port == 0:
         os.environ["MASTER_PORT"] = str(free_port())
-    minutes = int(os.environ.get("DEEPSPEED_TIMEOUT", "30"))
+    minutes = _integer(os.environ, "DEEPSPEED_TIMEOUT", "30")
     dist.init_process_group(
         backend="nccl" if device.type == "cuda" else "gloo",
         timeout=timedelta(minutes=minutes),
         device_id=device if device.type == "cuda" else None,
     )
-    try:
-        yield
-        # Ranks that tear the group down while others still use it abort them (gloo: "terminate called").
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
+    yield
+    # Ranks that tear the group down while others still use it abort them (gloo) or hang (NCCL): so all together, and
+    # not at all when something went wrong.
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def check_same_everywhere(fingerprint: str, device: torch.device) -> None:
+    """Raise RunError where ranks differ in `fingerprint`: they would train on different things without a word."""
+    digest = hashlib.blake2b(fingerprint.encode(), digest_size=8).digest()
+    own = torch.tensor([int.from_bytes(digest, "big", signed=True)], device=device)
+    every = [torch.zeros_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, own)
+    others = [rank for rank, value in enumerate(every) if not torch.equal(value, every[0])]
+    if others:
+        shown = ", ".join(map(str, others[:8])) + (", …" if len(others) > 8 else "")
+        error = RunError(
+            f"the recipe or the text of rank {shown} is not that of rank 0. "
+            "Give every machine the same recipe, files and data.source."
+        )
+        error.scope = "job"
+        raise error
 
 
 def quiet(*, debug: bool) -> None:

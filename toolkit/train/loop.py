@@ -38,6 +38,7 @@ def fit(
                     feed.micro_batches(step, ahead), target_tokens=tokens, learning_rate=rate(step)
                 )
             except NonFiniteError as error:
+                trackers.finish()  # the process ends without asking them again
                 raise _stopped(error, step, engine, tokenizer, run) from None
             seconds = watch.lap()
             metrics = StepMetrics(

@@ -2,10 +2,11 @@
 
 Random weights are drawn module by module, each from a seed of its own name, so a rank that builds only a part of the
 model draws the same numbers. The model starts on the meta device and is materialised one decoder layer at a time;
-`on_layer` sees each finished part and may shard it (ZeRO-3), so no rank ever holds more than its shard and one layer.
+`on_layer` sees each finished part and may shard it (ZeRO-3), so no rank holds more than its shard, the embeddings and
+one layer. Pretrained weights are still read whole by every rank.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -39,14 +40,28 @@ def load_config(section: ModelSection, *, trust_remote_code: bool = False) -> Pr
             f"model.name_or_path={section.name_or_path!r}: not a known shape, and not readable as a directory or hub "
             f"name ({first}).{nearest(section.name_or_path, shape.names())}"
         ) from error
-    fields = [*config.to_dict(), *config.attribute_map]
-    for key, value in section.overrides.items():
+    return _overridden(config, section.overrides) if section.overrides else config
+
+
+def _overridden(config: PretrainedConfig, overrides: Mapping[str, Any]) -> PretrainedConfig:
+    """A config made anew from the changed fields, so that what the class derives from them follows."""
+    facts = config.to_dict()
+    fields = [*facts, *config.attribute_map]
+    for key in overrides:
         if key not in fields:
             raise ModelError(
                 f"model.overrides.{key}: the config of {config.model_type} has no such field.{nearest(key, fields)}"
             )
-        setattr(config, key, value)
-    return config
+    changes = {config.attribute_map.get(key, key): value for key, value in overrides.items()}
+    for derived, sources in shape.DERIVED_FIELDS.items():
+        if derived not in changes and sources & changes.keys():
+            facts.pop(derived, None)
+    try:
+        changed: PretrainedConfig = type(config).from_dict(facts | changes)
+    except (ValueError, TypeError, KeyError) as error:
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ModelError(f"model.overrides: {config.model_type} cannot take them ({first}).") from error
+    return changed
 
 
 def build_model(
@@ -81,8 +96,12 @@ def build_model(
                 )
             model.tie_weights()  # on the meta device a tie does not survive registration
             initialise(model, seed=recipe.train.seed, dtype=dtype, on_layer=on_layer)
-    except (ValueError, ImportError) as error:
-        raise ModelError(f"model {recipe.model.name_or_path!r}: {str(error).strip().splitlines()[0]}") from error
+    except (ValueError, ImportError, KeyError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise ModelError(
+            f"model.name_or_path={recipe.model.name_or_path}: transformers cannot build it ({type(error).__name__}: "
+            f"{first}). Look at model.overrides and model.attn_implementation."
+        ) from error
     model.config.dtype = dtype
     if recipe.parallel.recompute == "full":
         # The re-entrant variant fails where the first input needs no gradient, and loses keyword arguments.

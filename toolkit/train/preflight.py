@@ -7,13 +7,14 @@ from transformers import PretrainedConfig
 
 from toolkit.batch import Batch
 from toolkit.dsconfig import Device, build, merge_user_config, read_user_config
-from toolkit.errors import DataError, ModelError
+from toolkit.errors import ConfigError, DataError, ModelError, RecipeError
 from toolkit.layout import Layout
 from toolkit.recipe import Recipe
 from toolkit.shape import ModelShape
 from toolkit.train.data.tokens import TokenCorpus
 from toolkit.train.engines.factory import check_precision
 from toolkit.train.model import load_config
+from toolkit.train.optimizer import learning_rate
 from toolkit.train.trackers import Trackers
 
 
@@ -27,6 +28,10 @@ def check_model(recipe: Recipe, device: torch.device, *, trust_remote_code: bool
             f"Set data.seq_len to {positions} or less."
         )
     check_precision(recipe, device)
+    try:
+        learning_rate(recipe)
+    except ValueError as error:
+        raise RecipeError(f"schedule.name={recipe.schedule.name}: {str(error).splitlines()[0]}") from error
     Trackers.check(recipe)
     return config
 
@@ -44,6 +49,11 @@ def deepspeed_config(
     Raises ConfigError with every conflict between the JSON and the recipe.
     """
     if recipe.train.engine != "deepspeed":
+        if user_config is not None:
+            raise ConfigError(
+                f"{user_config}: train.engine={recipe.train.engine} takes no DeepSpeed config. "
+                "Leave it out, or set train.engine=deepspeed."
+            )
         return None
     kind: Device = "cuda" if device.type == "cuda" else "cpu"
     built = build(recipe, layout, batch, hidden_size=config.get_text_config().hidden_size, device=kind)

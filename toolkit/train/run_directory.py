@@ -25,37 +25,46 @@ from toolkit.recipe import Recipe
 from toolkit.recipe_file import dump
 from toolkit.train.engines.base import Engine
 from toolkit.train.metrics import MetricsFile
+from toolkit.train.run_names import unused_run_directory
 
 
 class RunDirectory:
     """One run's files. Nothing is written before `open`, and nothing by ranks other than 0."""
 
-    def __init__(self, path: Path, *, is_writer: bool) -> None:
+    def __init__(self, path: Path, *, is_writer: bool, automatic_name: str | None = None) -> None:
         self.path = path
         self.is_writer = is_writer
         self.metrics: MetricsFile | None = None
+        self._automatic_name = automatic_name
 
     @classmethod
     def choose(cls, recipe: Recipe, *, name: str, is_writer: bool, overwrite: bool = False) -> "RunDirectory":
         """The recipe's run_dir, or the first unused runs/NAME, runs/NAME-2, … where it gives none.
 
         Every rank chooses alike, before any of them opens. Raises RunDirectoryError when run_dir holds a run already
-        and `overwrite` is not set.
+        and `overwrite` is not set, or holds a model that is not of a run.
         """
-        if recipe.run_dir is not None:
-            path = Path(recipe.run_dir).expanduser()
-            if (path / "metrics.jsonl").exists() and not overwrite:
-                raise RunDirectoryError(
-                    f"run_dir={recipe.run_dir}: there is a run in it already. "
-                    "Choose another run_dir, or add --overwrite to replace it."
-                )
-            if path.exists() and not path.is_dir():
-                raise RunDirectoryError(f"run_dir={recipe.run_dir}: not a directory. Choose another run_dir.")
-        else:
-            path, number = Path("runs") / name, 1
-            while path.exists():
-                number += 1
-                path = Path("runs") / f"{name}-{number}"
+        if recipe.run_dir is None:
+            return cls(unused_run_directory(name), is_writer=is_writer, automatic_name=name)
+        path = Path(recipe.run_dir).expanduser()
+        if path.exists() and not path.is_dir():
+            raise RunDirectoryError(f"run_dir={recipe.run_dir}: not a directory. Choose another run_dir.")
+        is_run = (path / "metrics.jsonl").exists()
+        if is_run and not overwrite:
+            raise RunDirectoryError(
+                f"run_dir={recipe.run_dir}: there is a run in it already. "
+                "Choose another run_dir, or add --overwrite to replace it."
+            )
+        if not is_run and ((path / "model").exists() or any(path.glob("step-*"))):
+            raise RunDirectoryError(
+                f"run_dir={recipe.run_dir}: it holds model or step-… folders that no run of ours left, and a run would "
+                "replace them. Choose another run_dir."
+            )
+        if is_run and Path(recipe.model.name_or_path).expanduser().resolve().is_relative_to(path.resolve()):
+            raise RunDirectoryError(
+                f"run_dir={recipe.run_dir}: it holds the model that this run starts from, and --overwrite would delete "
+                "it. Choose another run_dir."
+            )
         return cls(path, is_writer=is_writer)
 
     def open(self, recipe: Recipe, ds_config: Mapping[str, Any] | None) -> None:
@@ -66,7 +75,7 @@ class RunDirectory:
         if not self.is_writer:
             return
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            self._create()
             self._remove_old_run()
             (self.path / "recipe.yaml").write_text(dump(recipe), encoding="utf-8")
             if ds_config is not None:
@@ -74,11 +83,24 @@ class RunDirectory:
             self.metrics = MetricsFile(self.path / "metrics.jsonl")
         except OSError as error:
             raise RunDirectoryError(
-                f"run_dir={self.path}: cannot be written ({error.strerror}). Choose a directory that you may write."
+                f"run_dir={self.path}: cannot be written ({error.strerror or error}). "
+                "Choose a directory that you may write."
             ) from error
 
+    def _create(self) -> None:
+        if self._automatic_name is None:
+            self.path.mkdir(parents=True, exist_ok=True)
+            return None
+        while True:
+            try:
+                return self.path.mkdir(parents=True)
+            except FileExistsError:  # another job chose the same name in the meantime
+                self.path = unused_run_directory(self._automatic_name)
+
     def _remove_old_run(self) -> None:
-        """What an earlier run left here would be taken for this one's."""
+        """What an earlier run left here would be taken for this one's; `choose` made sure that it was a run's."""
+        for unfinished in (*self.path.glob(".*.tmp"), *self.path.glob(".*.old")):
+            shutil.rmtree(unfinished, ignore_errors=True)
         for file in ("metrics.jsonl", "loss.png", "ds_config.json"):
             (self.path / file).unlink(missing_ok=True)
         for folder in (self.path / "model", *self._snapshots()):
@@ -102,7 +124,15 @@ class RunDirectory:
             yield from engine.full_parameters()
             yield from engine.buffers()
 
-        write_model(self.path / name, tensors(), is_writer=self.is_writer, beside=beside)
+        try:
+            write_model(self.path / name, tensors(), is_writer=self.is_writer, beside=beside)
+        except OSError as error:
+            failure = RunDirectoryError(
+                f"{self.path / name}: cannot be written ({error.strerror or error}). What was there is whole. "
+                "Make room, or choose another run_dir."
+            )
+            failure.scope = "rank"
+            raise failure from error
         if dist.is_initialized():
             # A rank that went on, or ended, while the writer is at work could take the writer down with it.
             dist.barrier()

@@ -36,9 +36,11 @@ def run_local_ranks(script: Path, arguments: Sequence[str], nproc: int) -> int:
                 if code is not None and code < 0:
                     print(f"error: rank {rank} was ended by {signal.Signals(-code).name}.", file=sys.stderr)
                     return 128 - code
-            failed = [code for code in codes if code]
-            if failed:
-                return failed[0]
+            if any(codes):
+                # Whoever failed first takes others down with it; the one that says why ends with 2.
+                time.sleep(5 * _POLL_SECONDS)
+                failed = [code for code in (rank.poll() for rank in ranks) if code]
+                return 2 if 2 in failed else failed[0]
             if all(code == 0 for code in codes):
                 return 0
             time.sleep(_POLL_SECONDS)

@@ -1,5 +1,6 @@
 """Prefetcher: builds the next micro-batches in a background thread while the accelerator is busy with this one."""
 
+import os
 import queue
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -38,7 +39,7 @@ class Prefetcher:
     ) -> None:
         self._samples = samples
         self._schedule = schedule
-        self._pin = torch.cuda.is_available()
+        self._pin = torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu"
         self._ready: queue.Queue[TensorBatch | BaseException | None] = queue.Queue(maxsize=depth)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._work, name="prefetch", daemon=True)

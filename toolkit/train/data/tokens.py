@@ -64,6 +64,12 @@ class TokenCorpus:
     """Of the training tokens, in nats: the loss of a model that knows frequencies and nothing else."""
 
     @property
+    def contents(self) -> str:
+        """What is in it, wherever it lies: equal for equal text and tokenizer."""
+        facts = (self.train_tokens, self.eval_tokens, self.train_documents, self.eval_documents, self.text_bytes)
+        return repr((*facts, self.tokenizer_vocab_size, self.eos_id, self.unigram_entropy))
+
+    @property
     def tokenizer_dir(self) -> Path:
         """A directory for AutoTokenizer.from_pretrained."""
         return self.path / "tokenizer"

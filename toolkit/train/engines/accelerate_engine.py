@@ -1,13 +1,15 @@
 """DDP and FSDP2 through accelerate: the strategies that users compare DeepSpeed with."""
 
 import math
+import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, GradientAccumulationPlugin
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -30,14 +32,24 @@ class AccelerateEngine(DataParallelEngine):
         self.accumulation = batch.accumulation
         self.grad_clip = recipe.train.grad_clip
         sharded = recipe.train.engine == "fsdp"
+        low = torch.bfloat16 if recipe.precision == "bf16" else None
         plugin = (
             FullyShardedDataParallelPlugin(
-                fsdp_version=2, auto_wrap_policy="transformer_based_wrap", reshard_after_forward=True
+                fsdp_version=2,
+                auto_wrap_policy="transformer_based_wrap",
+                reshard_after_forward=True,
+                # accelerate's own policy would also sum gradients over ranks in 16 bits.
+                mixed_precision_policy=MixedPrecisionPolicy(
+                    param_dtype=low, reduce_dtype=torch.float32 if low else None
+                ),
             )
             if sharded
             else None
         )
+        _forget_launcher_settings()
         self.accelerator = Accelerator(
+            # Given, or accelerate would divide the loss by what the environment says.
+            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
             cpu=device.type == "cpu",
             mixed_precision="bf16" if recipe.precision == "bf16" else "no",
             fsdp_plugin=plugin,
@@ -46,8 +58,6 @@ class AccelerateEngine(DataParallelEngine):
             # accelerate ignores the plugin on CPU ranks and falls back to DDP without a word.
             self.accelerator.state.distributed_type = DistributedType.FSDP
             self.accelerator.state.fsdp_plugin = plugin
-            if recipe.precision != "fp32":
-                plugin.set_mixed_precision(recipe.precision)
         optimizer = torch_optimizer(recipe.optimizer, parameter_groups(model, recipe.optimizer.weight_decay))
         prepared, self.optimizer = self.accelerator.prepare(model, optimizer)
         self._wrapped: Any = prepared
@@ -95,3 +105,11 @@ class AccelerateEngine(DataParallelEngine):
 
     def _discard_gradients(self) -> None:
         self.optimizer.zero_grad()
+
+
+def _forget_launcher_settings() -> None:
+    """`accelerate launch` leaves its own choice of engine in the environment; the recipe has already chosen."""
+    chosen = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_MEGATRON_LM")
+    for name in list(os.environ):
+        if name in chosen or name.startswith(("ACCELERATE_DYNAMO_", "FSDP_")):
+            del os.environ[name]

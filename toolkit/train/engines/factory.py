@@ -62,7 +62,11 @@ def check_precision(recipe: Recipe, device: torch.device) -> None:
 
         if not get_accelerator().is_fp16_supported():
             raise RunError("precision=fp16 on a CPU: DeepSpeed has fp16 on GPUs only. Set precision to bf16 or fp32.")
-    if recipe.precision == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported():
+    if (
+        recipe.precision == "bf16"
+        and device.type == "cuda"
+        and not torch.cuda.is_bf16_supported(including_emulation=False)
+    ):
         raise RunError(
             f"precision=bf16 on {torch.cuda.get_device_name(device)}: this GPU has no bf16. "
             "Set precision to fp16 or fp32."
