@@ -64,7 +64,7 @@ def test_a_launcher_trains_the_recipe_on_its_ranks(
     )
     assert done.returncode == 0, done.stdout + done.stderr
     wanted = 1 if words[0] == "python" else 2
-    assert f"layout dp{wanted}-tp1-pp1-z2" in done.stdout
+    assert f", dp{wanted}-tp1-pp1-z2" in done.stdout
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == [1, 2]
 
