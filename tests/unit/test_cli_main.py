@@ -159,7 +159,12 @@ def test_an_error_that_all_ranks_share_is_printed_by_rank_0_alone(
 
 def test_ctrl_c_exits_with_130_and_says_nothing(run: Run, command_that: Callable[..., None]) -> None:
     command_that(lambda: os.kill(os.getpid(), signal.SIGINT))
-    code, out, err = run("probe")
+    # A test run in the background inherits that Ctrl-C is ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        code, out, err = run("probe")
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert (code, out, err.strip()) == (130, "", "")
 
 
