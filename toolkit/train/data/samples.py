@@ -100,6 +100,8 @@ class Samples:
 
     def target_count(self, step: int, positions: ArrayLike) -> int:
         """Labels at `positions` that are not ignored, without reading a token: any rank can count for all of them."""
+        if self._packed:
+            return np.size(positions) * self.seq_len
         return int(self._place(self.sample_ids(step, positions))[1].sum())
 
     def _place(self, index: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -109,7 +109,7 @@ class DataParallelEngine(Engine):
         scale = self.dp / target_tokens
         for i, micro_batch in enumerate(micro_batches):
             batch = micro_batch.to(self.device)
-            torch.manual_seed(batch.dropout_seed)
+            seed_dropout(batch.dropout_seed, self.device)
             with self._accumulating(last=i == self.accumulation - 1):
                 micro_loss = token_loss_sum(self._logits(batch), batch.labels)
                 self._backward(micro_loss * scale)
@@ -146,6 +146,13 @@ class DataParallelEngine(Engine):
     @abstractmethod
     def _discard_gradients(self) -> None:
         """Forget what was accumulated."""
+
+
+def seed_dropout(seed: int, device: torch.device) -> None:
+    """`torch.manual_seed` for one device. That one calls every backend, and each formats the stack of its caller."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)
 
 
 def refuse_gradient(norm: float) -> NonFiniteError:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from toolkit.errors import NonFiniteError
 from toolkit.recipe import Recipe
-from toolkit.train.engines.base import Engine, MicroBatch, StepResult, refuse_gradient
+from toolkit.train.engines.base import Engine, MicroBatch, StepResult, refuse_gradient, seed_dropout
 from toolkit.train.loss import token_loss_sum
 from toolkit.train.optimizer import parameter_groups, torch_optimizer
 
@@ -32,7 +32,7 @@ class ReferenceEngine(Engine):
         loss_sum = 0.0
         for micro_batch in micro_batches:
             batch = micro_batch.to(self.device)
-            torch.manual_seed(batch.dropout_seed)
+            seed_dropout(batch.dropout_seed, self.device)
             micro_loss = token_loss_sum(self._logits(batch), batch.labels)
             (micro_loss / target_tokens).backward()  # type: ignore[no-untyped-call]
             loss_sum += micro_loss.item()
