@@ -18,8 +18,6 @@ from toolkit.recipe import Recipe, Section
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
 DOCUMENTS += sorted((ROOT / "docs").glob("*.md"))
-# A run of the whole matrix writes it, once all tests have passed: they cannot wait for it.
-WRITTEN_AFTER_THE_TESTS = ROOT / "docs" / "parity.md"
 LAUNCHERS = ("deepspeed", "accelerate", "torchrun", "srun", "python", "mpirun")
 
 Case = tuple[str, str]
@@ -95,7 +93,7 @@ def imported(path: Path) -> ModuleType:
 def test_a_link_leads_to_a_file_and_a_heading_that_exist(document: str, target: str) -> None:
     path, _, anchor = target.partition("#")
     file = (ROOT / document).parent / path if path else ROOT / document
-    assert file.exists() or file.resolve() == WRITTEN_AFTER_THE_TESTS, f"{document} links to {target}"
+    assert file.exists(), f"{document} links to {target}"
     assert not anchor or anchor in slugs(file), f"{document} links to {target}; headings: {sorted(slugs(file))}"
 
 
@@ -184,8 +182,7 @@ def test_the_launchers_of_the_readme_are_those_that_are_tested() -> None:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_a_file_that_a_document_names_exists(document: Path) -> None:
     named = re.findall(r"`((?:toolkit|recipes|tests|docs|ds_configs|benchmarks)/[\w./-]+)`", prose(document))
-    missing = {name for name in named if not (ROOT / name).exists()}
-    assert missing - {str(WRITTEN_AFTER_THE_TESTS.relative_to(ROOT))} == set()
+    assert {name for name in named if not (ROOT / name).exists()} == set()
 
 
 def test_every_folder_of_the_package_is_on_the_tour() -> None:
