@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 CPU := DS_ACCELERATOR=cpu OMP_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-gpu check format bench docs generate clean
+.PHONY: help setup demo test test-all test-gpu check format bench docs generate families clean
 
 help: ## What the targets do
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -45,6 +45,9 @@ generate: setup ## Write the generated files: ds_configs/, the JSON Schema, the 
 	$(BIN)/dstk schema > recipes/recipe.schema.json
 	$(BIN)/python ds_configs/generate.py
 	$(BIN)/python docs/generate_recipes.py
+
+families: setup ## Check every Hugging Face family again; writes toolkit/families/support.json (minutes)
+	$(CPU) $(BIN)/python docs/generate_families.py
 
 bench: setup ## All benchmarks, each a table of ratios
 	for b in benchmarks/*.py; do $(CPU) $(BIN)/python $$b || exit 1; done

@@ -2,7 +2,7 @@
 
 python ds_configs/generate.py [FOLDER]
 
-Each is what `dstk config` prints for one stage on 8 GPUs: GPT-2 XL, bf16, 512 samples a step, 8 in a micro-batch.
+Each is what `dstk config` prints for one layout on 8 GPUs: GPT-2 XL, bf16, 512 samples a step, 8 in a micro-batch.
 """
 
 import json
@@ -24,6 +24,14 @@ VARIANTS: Mapping[str, tuple[str, ...]] = {
     "zero3": ("parallel.zero_stage=3",),
     "zero2_offload_optimizer": ("parallel.zero_stage=2", "parallel.offload_optimizer=cpu"),
     "zero3_offload_all": ("parallel.zero_stage=3", "parallel.offload_optimizer=cpu", "parallel.offload_params=cpu"),
+    "pipeline_zero1": ("parallel.zero_stage=1", "parallel.pp=2"),
+    "3d": (
+        "model.name_or_path=gpt2-large",  # XL's 25 heads cannot be shared by two ranks
+        "parallel.zero_stage=1",
+        "parallel.tp=2",
+        "parallel.pp=2",
+        "parallel.sequence_parallel=true",
+    ),
 }
 
 

@@ -60,6 +60,11 @@ class Layout:
                 "sequence_parallel=true with tp=1: sequence parallelism splits what tp replicates. "
                 "Set tp=2 or more, or sequence_parallel=false."
             )
+        if self.offload_optimizer != "none" and pp > 1:
+            raise LayoutError(
+                f"offload_optimizer={self.offload_optimizer} with pp={pp}: a pipeline's optimizer stays on its device "
+                "in this version. Set offload_optimizer=none, or pp=1."
+            )
         if self.offload_optimizer != "none" and z == 0:
             raise LayoutError(
                 f"offload_optimizer={self.offload_optimizer} with zero_stage=0: only a sharded optimizer can be "
@@ -137,18 +142,13 @@ class Layout:
         model = layout.model_size
         if dp is None:
             if world_size % model:
-                lower = world_size // model * model
-                choices = f"{lower} or {lower + model}" if lower else f"{model}"
-                raise LayoutError(
-                    f"{world_size} ranks with {layout._axes(('tp', 'pp', 'ulysses'))}: the world size must be a "
-                    f"multiple of {model}. Launch {choices} ranks."
-                )
+                raise layout._no_multiple(world_size)
             layout = replace(layout, dp=world_size // model)
         if layout.world_size != world_size:
             hint = f", or set parallel.dp={world_size // model}" if world_size % model == 0 else ""
             raise LayoutError(
-                f"{world_size} ranks with {layout._axes(('dp', 'tp', 'pp', 'ulysses'))}: this layout needs "
-                f"{layout.world_size} ranks. Launch {layout.world_size} ranks (for instance "
+                f"{_ranks(world_size)} with {layout._axes(('dp', 'tp', 'pp', 'ulysses'))}: this layout needs "
+                f"{_ranks(layout.world_size)}. Launch {_ranks(layout.world_size)} (for instance "
                 f"`deepspeed --num_gpus {layout.world_size} …`){hint}."
             )
         return layout
@@ -164,6 +164,22 @@ class Layout:
         """The global rank at a coordinate; the inverse of `coordinate`."""
         return (pipe * self.dp + data) * self.tp * self.ulysses + model
 
+    def _no_multiple(self, world_size: int) -> LayoutError:
+        model, names = self.model_size, ("tp", "pp", "ulysses")
+        lower = world_size // model * model
+        choices = f"{lower} or {lower + model}" if lower else f"{model}"
+        large = " or ".join(name for name in names if getattr(self, name) > 1)
+        return LayoutError(
+            f"{_ranks(world_size)} with {self._axes(names)}: the world size must be a multiple of "
+            f"{' x '.join(self._shown(names))} = {model}. Launch {choices} ranks, or lower {large}."
+        )
+
     def _axes(self, names: tuple[str, ...]) -> str:
-        shown = [name for name in names if name != "ulysses" or self.ulysses > 1]
-        return " ".join(f"{name}={getattr(self, name)}" for name in shown)
+        return " ".join(f"{name}={getattr(self, name)}" for name in self._shown(names))
+
+    def _shown(self, names: tuple[str, ...]) -> list[str]:
+        return [name for name in names if name != "ulysses" or self.ulysses > 1]
+
+
+def _ranks(number: int) -> str:
+    return "1 rank" if number == 1 else f"{number} ranks"

@@ -77,9 +77,10 @@ class DataSection(Section):
     """A Hugging Face tokenizer directory or hub name; `bpe-N` trains a byte-level BPE of N entries on the corpus."""
     seq_len: PositiveInt
     """Tokens in a sample."""
-    packing: Literal["packed", "padded"] = "packed"
-    """`packed`: documents follow each other, separated by the end-of-text token. `padded`: a sample holds one document
-    or a part of a longer one; what is left of the sample is padding and not trained on."""
+    packing: Literal["packed", "isolated", "padded"] = "packed"
+    """`packed`: documents follow each other, separated by the end-of-text token. `isolated`: the same tokens, but each
+    document starts at position 0 and sees only itself. `padded`: a sample holds one document or a part of a longer one;
+    what is left of the sample is padding and not trained on."""
     eval_fraction: Fraction = 0.01
     """Share of the corpus held out for the validation loss."""
     workers: PositiveInt | None = None
@@ -94,13 +95,13 @@ class ParallelSection(Section):
     dp: PositiveInt | None = None
     """Data-parallel replicas; derived from the number of ranks when left out."""
     tp: PositiveInt = 1
-    """Megatron tensor-parallel ranks. Not available in this version."""
+    """Megatron tensor-parallel ranks: each holds a part of every layer. A divisor of the attention heads."""
     pp: PositiveInt = 1
-    """Pipeline stages. Not available in this version."""
+    """Pipeline stages: each holds some of the decoder layers. With zero_stage 0 or 1."""
     ulysses: PositiveInt = 1
     """Ranks that share one sequence (DeepSpeed-Ulysses). Not available in this version."""
     sequence_parallel: bool = False
-    """Megatron sequence parallelism, rides on tp. Not available in this version."""
+    """Megatron sequence parallelism: what tp replicates is split along the sequence. Needs tp=2 or more."""
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
     """0: nothing sharded over dp; 1: optimizer states; 2: and gradients; 3: and parameters."""
     offload_optimizer: OffloadDevice = "none"

@@ -72,6 +72,22 @@ def test_the_validation_loss_is_the_same_in_every_layout(
     assert parallel.eval_loss == pytest.approx(alone.eval_loss, rel=1e-6)
 
 
+def test_isolated_documents_match_the_reference(make_recipe: Make, ranks: Ranks) -> None:
+    changes = {"data__packing": "isolated", "train__steps": 5, "train__eval_every": 5, "train__eval_samples": 13}
+    alone = ranks(run_trial, 1, make_recipe(train__engine="reference", **changes))[0]
+    parallel = ranks(run_trial, 2, make_recipe(parallel={"zero_stage": 2}, **changes))[0]
+    assert parallel.curve.losses == pytest.approx(alone.curve.losses, rel=1e-6)
+    assert parallel.curve.grad_norms == pytest.approx(alone.curve.grad_norms, rel=1e-6)
+    assert parallel.eval_loss == pytest.approx(alone.eval_loss, rel=1e-6)
+
+
+def test_isolation_is_really_on(make_recipe: Make, ranks: Ranks) -> None:
+    changes = {"train__engine": "reference", "train__steps": 2}
+    packed = curve(ranks, make_recipe(**changes))
+    isolated = curve(ranks, make_recipe(data__packing="isolated", **changes))
+    assert not compare(isolated, packed, Tolerance.fp32()).passed
+
+
 @pytest.mark.parametrize("engine", ["reference", "deepspeed"])
 def test_recomputation_changes_nothing(make_recipe: Make, ranks: Ranks, engine: str) -> None:
     changes = DROPOUT | {"train__steps": 5, "train__engine": engine}

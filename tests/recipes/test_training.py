@@ -253,6 +253,9 @@ class TestBadInput:
             (["batch.mirco_size=2"], "Did you mean micro_size"),
             (["batch.micro_size=3"], "not a multiple of 3"),
             (["parallel.dp=4"], "needs 4 ranks"),
+            (["parallel.tp=2"], "must be a multiple of tp x pp = 2"),
+            (["parallel.tp=3"], "Set parallel.tp to 1, 2 or 4"),
+            (["parallel.pp=3"], "Set parallel.pp to 2 or less"),
             (["data.source=nowhere.txt"], "nowhere.txt"),
             (["data.seq_len=65"], "64 positions"),
             (["data.tokenizer=bpe-330"], "vocabulary of 320"),
@@ -314,17 +317,18 @@ RECIPES = sorted(SCRIPT.parent.rglob("*.yaml"))
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: str(path.relative_to(SCRIPT.parent)))
 def test_every_recipe_trains(path: Path, ranks: Callable[..., list[Any]], tmp_path: Path, make_recipe: Any) -> None:
-    """Two steps of each, on two ranks, with the model, the batch and the corpus made small."""
+    """Two steps of each, on two ranks or one replica's, with the model, the batch and the corpus made small."""
     recipe, tiny = recipe_file.load(path), make_recipe()
     sections = json.loads(recipe.model_dump_json())
     text = {key: getattr(tiny.data, key) for key in ("source", "tokenizer", "workers", "cache_dir")}
     sections["data"] |= text | {"seq_len": 32}
-    sections["model"]["overrides"] |= {"n_layer": 1, "n_embd": 32, "n_head": 2, "vocab_size": 320}
+    sections["model"]["overrides"] |= {"n_layer": recipe.parallel.pp, "n_embd": 32, "n_head": 2, "vocab_size": 320}
     sections["batch"] = {"global_size": 8, "micro_size": 2}
     sections["train"] |= {"steps": 2, "eval_every": 0}
     sections["schedule"]["warmup_steps"] = 0
     sections["parallel"]["dp"] = None
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(sections))
-    world_size = 1 if recipe.train.engine == "reference" else 2
+    replica = recipe.parallel.tp * recipe.parallel.pp
+    world_size = 1 if recipe.train.engine == "reference" else max(2, replica)
     output = ranks(train_here, world_size, str(tmp_path), ["--config", "small.yaml", "run_dir=here"], joined=False)[0]
     assert "step 2/2" in output

@@ -62,6 +62,53 @@ def test_padded_makes_every_token_but_the_first_of_a_document_a_target_once(leng
     assert pairs == inside
 
 
+def test_isolated_positions_start_with_each_document_and_its_first_token_is_no_target():
+    made = samples([3, 1, 6, 2, 9], packing="isolated", seq_len=10)
+    assert [made.position_ids(index).tolist() for index in (0, 1)] == [
+        [0, 1, 2, 0, 0, 1, 2, 3, 4, 5],
+        [0, 1, 0, 1, 2, 3, 4, 5, 6, 7],
+    ]
+    assert [made.tokens(index)[1].tolist() for index in (0, 1)] == [
+        [2, EOS, IGNORED, IGNORED, 6, 7, 8, 9, EOS, IGNORED],
+        [EOS, IGNORED, 14, 15, 16, 17, 18, 19, 20, EOS],
+    ]
+
+
+def test_a_document_that_a_window_cuts_goes_on_at_position_0():
+    assert samples([3, 20], packing="isolated").position_ids(1).tolist() == [0, 1, 2, 3]
+
+
+def test_isolated_keeps_documents_apart_where_no_end_of_text_token_stands():
+    cut = corpus([6, 7])
+    cut.tokens("train")[:] = np.arange(1, 14)
+    made = Samples(cut, seq_len=12, packing="isolated", split="train", seed=7, global_size=6)
+    assert made.position_ids(0).tolist() == [*range(6), *range(6)]
+    assert made.tokens(0)[1][5] == IGNORED
+
+
+def test_isolated_has_the_tokens_and_the_order_of_packed():
+    lengths = [3, 9, 5, 1, 6, 2, 17, 30]
+    packed, isolated = (samples(lengths, packing=packing).batch(3, range(6)) for packing in ("packed", "isolated"))
+    assert (packed.input_ids == isolated.input_ids).all()
+    kept = isolated.labels != IGNORED
+    assert (packed.labels[kept] == isolated.labels[kept]).all()
+
+
+@pytest.mark.parametrize("lengths", [[2, 3], [3, 9, 5, 6, 2, 17], [1, 5, 1, 4, 1], [4, 5, 6]])
+def test_isolated_makes_the_targets_of_padded(lengths):
+    def pairs(packing):
+        made = samples(lengths, packing=packing, seq_len=1)
+        rows = np.concatenate([np.stack(made.tokens(index)) for index in range(len(made))], axis=1)
+        return rows[:, rows[1] != IGNORED].tolist()
+
+    assert pairs("isolated") == pairs("padded")
+
+
+@pytest.mark.parametrize("packing", ["packed", "padded"])
+def test_only_isolated_samples_have_positions(packing):
+    assert samples([3, 9], packing=packing).batch(0, [0]).position_ids is None
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7, 64, 97, 1000, 65_537, 1_000_000])
 def test_the_order_of_an_epoch_is_a_bijection(size):
     index = np.arange(size)
@@ -127,22 +174,23 @@ def test_a_batch_stacks_the_samples_at_its_positions():
     assert batch.labels.tolist() == [labels.tolist() for _, labels in rows]
 
 
-@pytest.mark.parametrize("packing", ["packed", "padded"])
+@pytest.mark.parametrize("packing", ["packed", "isolated", "padded"])
 def test_the_target_count_is_the_number_of_labels(packing):
     made = samples([3, 9, 5, 1, 6, 2, 17, 30], packing=packing)
     for step in range(9):
         assert made.target_count(step, range(6)) == (made.batch(step, range(6)).labels != IGNORED).sum()
 
 
-def test_the_target_count_reads_no_token():
-    made = samples([3, 9, 5], packing="padded")
+@pytest.mark.parametrize("packing", ["packed", "isolated", "padded"])
+def test_the_target_count_reads_no_token(packing):
+    made = samples([3, 9, 5], packing=packing)
     made._tokens = None
     assert made.target_count(0, range(6)) > 0
 
 
 def test_samples_are_int64():
-    batch = samples([41]).batch(0, [0])
-    assert (batch.input_ids.dtype, batch.labels.dtype) == (np.int64, np.int64)
+    batch = samples([41], packing="isolated").batch(0, [0])
+    assert {array.dtype for array in (batch.input_ids, batch.labels, batch.position_ids)} == {np.dtype(np.int64)}
 
 
 @pytest.mark.parametrize("index", [-1, 10])
@@ -151,7 +199,7 @@ def test_a_sample_outside_is_an_index_error(index):
         samples([41]).tokens(index)
 
 
-@pytest.mark.parametrize("packing", ["packed", "padded"])
+@pytest.mark.parametrize("packing", ["packed", "isolated", "padded"])
 def test_a_split_without_a_sample_says_what_to_do(packing):
     with pytest.raises(DataError, match=r"data.seq_len=4: the eval split has 1 tokens, .*raise data.eval_fraction"):
         samples([1], packing=packing, split="eval")
@@ -164,6 +212,12 @@ def test_the_prefetcher_gives_the_batches_of_its_schedule_in_order():
         got = [batch.input_ids for batch in batches]
     want = [torch.from_numpy(made.batch(*asked).input_ids) for asked in schedule]
     assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
+
+
+def test_the_prefetcher_hands_positions_on():
+    made = samples([3, 9, 5, 30], packing="isolated")
+    with Prefetcher(made, [(0, [0, 3])]) as batches:
+        assert torch.equal(next(batches).position_ids, torch.from_numpy(made.batch(0, [0, 3]).position_ids))
 
 
 def test_the_prefetcher_raises_an_error_of_its_thread_where_the_batch_is_asked_for():

@@ -47,6 +47,28 @@ def test_a_bucket_holds_one_decoder_layer(make_recipe: Make) -> None:
     assert built["zero_optimization"]["reduce_bucket_size"] == 12 * 1024**2
 
 
+@pytest.mark.parametrize(("axes", "ranks_of_a_replica"), [({"tp": 2}, 2), ({"pp": 2}, 2), ({"tp": 2, "pp": 2}, 4)])
+def test_the_batch_triangle_counts_replicas(make_recipe: Make, axes: dict[str, int], ranks_of_a_replica: int) -> None:
+    built = config(make_recipe(parallel=axes, batch__micro_size=2), world_size=8)
+    assert built["gradient_accumulation_steps"] * 2 * 8 // ranks_of_a_replica == 16
+
+
+def test_only_a_pipeline_has_a_pipeline_section(make_recipe: Make) -> None:
+    plain, cut = config(make_recipe()), config(make_recipe(parallel={"pp": 2}))
+    assert cut.keys() - plain.keys() == {"pipeline"}
+
+
+def test_every_pipeline_key_is_one_that_deepspeed_reads(make_recipe: Make) -> None:
+    import inspect
+
+    from deepspeed.runtime.config import get_pipeline_config
+    from deepspeed.runtime.pipe import engine
+
+    built = config(make_recipe(parallel={"pp": 2}))
+    read = get_pipeline_config({}).keys() | re.findall(r"_config\.pipeline\['(\w+)'\]", inspect.getsource(engine))
+    assert built["pipeline"].keys() <= read
+
+
 @pytest.mark.parametrize(
     ("stage", "offload"), [(0, "none"), (1, "none"), (1, "cpu"), (2, "none"), (2, "cpu"), (3, "none"), (3, "cpu")]
 )
@@ -131,6 +153,7 @@ class TestUserConfig:
             ({"zero_optimization": {"stage": True}}, "parallel.zero_stage"),
             ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "parallel.offload_optimizer"),
             ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, "parallel.offload_params"),
+            ({"pipeline": {"use_reentrant": True}}, "the toolkit leaves it out"),
             ({"optimizer": {"type": "Lamb"}}, "optimizer.name"),
             ({"optimizer": {"params": {"lr": 0.5}}}, "optimizer.lr"),
             ({"optimizer": {"params": {"weight_decay": 0.5}}}, "optimizer.weight_decay"),
@@ -148,6 +171,17 @@ class TestUserConfig:
     def test_a_contradiction_names_the_recipes_field(self, make_recipe: Make, user: dict[str, Any], field: str) -> None:
         with pytest.raises(ConfigError, match=re.escape(field)):
             merge_user_config(config(make_recipe()), user)
+
+    @pytest.mark.parametrize(
+        ("user", "field"),
+        [
+            ({"activation_checkpoint_interval": 1}, "the recipe's parallel.recompute makes it 0"),
+            ({"pipe_partitioned": True}, "the toolkit makes it false"),
+        ],
+    )
+    def test_what_stages_do_is_decided(self, make_recipe: Make, user: dict[str, Any], field: str) -> None:
+        with pytest.raises(ConfigError, match=re.escape(field)):
+            merge_user_config(config(make_recipe(parallel={"pp": 2})), {"pipeline": user})
 
     def test_the_same_value_is_no_contradiction(self, make_recipe: Make) -> None:
         built = config(make_recipe())

@@ -101,6 +101,13 @@ def test_a_part_given_twice_is_refused() -> None:
             ),
         ),
         (
+            {"offload_optimizer": "cpu", "zero_stage": 1, "pp": 2},
+            (
+                "offload_optimizer=cpu with pp=2: a pipeline's optimizer stays on its device in this version. "
+                "Set offload_optimizer=none, or pp=1."
+            ),
+        ),
+        (
             {"offload_params": "cpu", "zero_stage": 2},
             (
                 "offload_params=cpu with zero_stage=2: only ZeRO-3 shards parameters. "
@@ -121,13 +128,23 @@ def test_what_deepspeed_cannot_run_is_refused(fields: dict[str, Any], message: s
         (
             6,
             {"tp": 2, "pp": 2},
-            "6 ranks with tp=2 pp=2: the world size must be a multiple of 4. Launch 4 or 8 ranks.",
+            (
+                "6 ranks with tp=2 pp=2: the world size must be a multiple of tp x pp = 4. "
+                "Launch 4 or 8 ranks, or lower tp or pp."
+            ),
         ),
-        (1, {"tp": 2}, "1 ranks with tp=2 pp=1: the world size must be a multiple of 2. Launch 2 ranks."),
+        (
+            1,
+            {"tp": 2},
+            "1 rank with tp=2 pp=1: the world size must be a multiple of tp x pp = 2. Launch 2 ranks, or lower tp.",
+        ),
         (
             3,
             {"ulysses": 2},
-            "3 ranks with tp=1 pp=1 ulysses=2: the world size must be a multiple of 2. Launch 2 or 4 ranks.",
+            (
+                "3 ranks with tp=1 pp=1 ulysses=2: the world size must be a multiple of tp x pp x ulysses = 2. "
+                "Launch 2 or 4 ranks, or lower ulysses."
+            ),
         ),
         (
             2,

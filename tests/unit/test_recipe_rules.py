@@ -30,16 +30,7 @@ def recipe(**changes: object) -> Recipe:
 
 
 CONTRADICTIONS: list[tuple[dict[str, object], str]] = [
-    (
-        {"parallel__tp": 2},
-        (
-            "parallel.tp=2 is not available in this version; data parallelism (dp) with ZeRO stages 0 to 3 is. "
-            "Set parallel.tp=1."
-        ),
-    ),
-    ({"parallel__pp": 4}, "parallel.pp=4 is not available in this version"),
     ({"parallel__ulysses": 2}, "parallel.ulysses=2 is not available in this version"),
-    ({"parallel__sequence_parallel": True}, "parallel.sequence_parallel=true is not available in this version"),
     ({"parallel__offload_params": "cpu"}, "offload_params=cpu with zero_stage=1: only ZeRO-3 shards parameters."),
     ({"parallel__offload_optimizer": "cpu", "parallel__zero_stage": 0}, "offload_optimizer=cpu with zero_stage=0"),
     ({"batch__micro_size": 3}, "batch.global_size=8 with micro_size=3 on dp=1: 8 is not a multiple of 3 x 1 = 3."),
@@ -105,6 +96,14 @@ CONTRADICTIONS: list[tuple[dict[str, object], str]] = [
     ({"data__split": "test"}, "data.split has no effect with data.source=stdlib."),
     ({"data__subset": "en"}, "data.subset has no effect with data.source=stdlib."),
     ({"data__text_field": "content"}, "data.text_field has no effect with data.source=stdlib."),
+    (
+        {"train__eval_samples": 8},
+        "train.eval_samples has no effect with train.eval_every=0. Remove it, or set train.eval_every=1 or more.",
+    ),
+    (
+        {"checkpoint__keep": 5},
+        "checkpoint.keep has no effect with checkpoint.every=0. Remove it, or set checkpoint.every=1 or more.",
+    ),
     ({"data__eval_fraction": 0.0, "train__eval_every": 5}, "train.eval_every=5 with data.eval_fraction=0"),
     (
         {"data__seq_len": 1025},
@@ -135,6 +134,8 @@ AGREEMENTS: list[dict[str, object]] = [
     {"schedule__name": "cosine_with_min_lr", "schedule__min_lr_ratio": 0.1},
     {"schedule__name": "warmup_stable_decay", "schedule__warmup_steps": 5, "schedule__decay_steps": 5},
     {"data__source": "org/data", "data__split": "test", "data__subset": "en", "data__text_field": "x"},
+    {"train__eval_samples": 8, "train__eval_every": 5},
+    {"checkpoint__keep": 5, "checkpoint__every": 5},
     {"data__seq_len": 1024},
     {"data__seq_len": 100_000, "model__name_or_path": "org/unknown"},
 ]

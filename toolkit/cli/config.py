@@ -13,7 +13,7 @@ from toolkit.shape import ModelShape, find_config, with_overrides
 @click.command()
 @click.argument("recipe")
 @click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
-@click.option("--world-size", type=click.IntRange(min=1), help="Ranks of the job; default: parallel.dp, or 1.")
+@click.option("--world-size", type=click.IntRange(min=1), help="Ranks of the job; default: dp x tp x pp of the recipe.")
 @click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True, help="Where it runs.")
 def command(recipe: str, overrides: tuple[str, ...], world_size: int | None, device: str) -> None:
     """Print the DeepSpeed JSON of RECIPE, as a run on GPUs (or, with --device cpu, on CPUs) would use it.
@@ -26,10 +26,12 @@ def command(recipe: str, overrides: tuple[str, ...], world_size: int | None, dev
         raise ConfigError(
             f"{recipe}: train.engine={loaded.train.engine} takes no DeepSpeed config. Add train.engine=deepspeed."
         )
-    ranks = world_size or loaded.parallel.dp
+    ranks = world_size or loaded.world_size
     if ranks is None:
-        click.echo("note: for 1 rank, as neither --world-size nor parallel.dp says how many.", err=True)
-    layout = loaded.layout(ranks or 1)
+        ranks = loaded.parallel.tp * loaded.parallel.pp
+        many = "1 rank" if ranks == 1 else f"{ranks} ranks"
+        click.echo(f"note: for {many}, as neither --world-size nor parallel.dp says how many.", err=True)
+    layout = loaded.layout(ranks)
     batch = loaded.resolve_batch(layout)
     facts = find_config(loaded.model.name_or_path)
     if facts is None:

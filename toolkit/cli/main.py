@@ -21,6 +21,7 @@ COMMANDS = {
     "sample": ("toolkit.cli.sample", "Let a trained model write."),
     "validate": ("toolkit.cli.validate", "Check recipes without running them."),
     "config": ("toolkit.cli.config", "Print the DeepSpeed JSON of a recipe."),
+    "families": ("toolkit.cli.families", "Print which Hugging Face families can be cut, and why not."),
     "schema": ("toolkit.cli.schema", "Print the JSON Schema of recipes, for editors."),
 }
 

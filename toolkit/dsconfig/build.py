@@ -40,6 +40,8 @@ def build(recipe: Recipe, layout: Layout, batch: Batch, *, hidden_size: int, dev
         "wall_clock_breakdown": False,
         "dump_state": False,
     }
+    if layout.pp > 1:
+        config["pipeline"] = _pipeline()
     optimizer = _optimizer(recipe, layout, device)
     if optimizer is not None:
         config["optimizer"] = optimizer
@@ -104,6 +106,18 @@ def _zero(layout: Layout, hidden_size: int, device: Device) -> Config:
         if layout.offload_params != "none":
             zero["offload_param"] = {"device": layout.offload_params, "pin_memory": device == "cuda"}
     return zero
+
+
+def _pipeline() -> Config:
+    """What the pipeline engine reads. Stages are cut by the toolkit, and recomputation is the model's own."""
+    return {
+        "activation_checkpoint_interval": 0,
+        "use_reentrant": False,
+        # Partitioned, each tensor-parallel rank would send a slice of an activation that all of them hold; under
+        # sequence parallelism they hold different ones.
+        "pipe_partitioned": False,
+        "grad_partitioned": False,
+    }
 
 
 def _optimizer(recipe: Recipe, layout: Layout, device: Device) -> Config | None:

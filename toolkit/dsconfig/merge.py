@@ -20,11 +20,13 @@ _DECIDED_BY_THE_RECIPE = {
     "zero_optimization.stage": "parallel.zero_stage",
     "zero_optimization.offload_optimizer.device": "parallel.offload_optimizer",
     "zero_optimization.offload_param.device": "parallel.offload_params",
+    "pipeline.activation_checkpoint_interval": "parallel.recompute",
     "optimizer.type": "optimizer.name",
 }
-# What changes the arithmetic and is no field of a recipe: it must be what we write, or absent.
+# What changes the arithmetic (or what stages say to each other) and is no field of a recipe: it must be what we write,
+# or absent.
 _FIXED = (
-    *("communication_data_type", "data_types", "torch_autocast", "amp"),
+    *("pipeline", "communication_data_type", "data_types", "torch_autocast", "amp"),
     *("prescale_gradients", "gradient_predivide_factor", "managed_gradient_accumulation"),
 )
 # Which kernels compute the same update.

@@ -2,40 +2,20 @@
 
 import re
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from toolkit.batch import Batch
 from toolkit.errors import ToolkitError, nearest
-from toolkit.layout import Layout
-from toolkit.recipe import OptimizerSection, Recipe, ScheduleSection
-from toolkit.recipe_file.strict_yaml import Path, dotted
+from toolkit.recipe import Recipe
+from toolkit.recipe_file.effects import schedule_fields, without_effect
+from toolkit.recipe_file.finding import Finding
+from toolkit.recipe_file.parallelism import cut_findings, placement
 from toolkit.shape import ModelShape, families, find_config, hub_spelling, names, with_overrides
-
-
-class Finding(NamedTuple):
-    """A contradiction, and the field where one would look for it."""
-
-    path: Path
-    message: str
-
 
 _PRECISIONS = {
     "deepspeed": ("fp32", "bf16", "fp16"),
     "reference": ("fp32",),
     "ddp": ("fp32", "bf16"),
     "fsdp": ("fp32", "bf16"),
-}
-_OPTIMIZER_FIELDS = {
-    "adamw": ("betas", "eps"),
-    "adam": ("betas", "eps"),
-    "sgd": ("momentum",),
-    "lion": ("betas",),
-}
-_SCHEDULE_FIELDS = {
-    "constant": (),
-    "cosine_with_min_lr": ("warmup_steps", "min_lr_ratio"),
-    "polynomial": ("warmup_steps", "min_lr_ratio"),
-    "warmup_stable_decay": ("warmup_steps", "decay_steps", "min_lr_ratio"),
 }
 
 
@@ -44,91 +24,26 @@ def problems(recipe: Recipe, world_size: int | None = None) -> list[str]:
     return [message for _, message in findings(recipe, world_size)]
 
 
+def cut_problems(recipe: Recipe, model_type: str | None, shape: ModelShape | None) -> list[str]:
+    """What keeps a model from being cut as the recipe says, one line each, once its config is known."""
+    return [message for _, message in cut_findings(recipe, model_type, shape)]
+
+
 def findings(recipe: Recipe, world_size: int | None) -> list[Finding]:
     """The same, each with the field that it is about."""
-    unavailable = list(_unavailable(recipe))
-    where = unavailable or [*_engine_layout(recipe, world_size)] or [*_layout_and_batch(recipe, world_size)]
+    model = _read_model(recipe)
+    uncuttable = [*cut_findings(recipe, (model.config or {}).get("model_type"), model.shape)]
     return [
-        *where,
+        # How many ranks to launch for tp and pp is no advice where the model does not allow them.
+        *placement(recipe, None if uncuttable else world_size),
+        *uncuttable,
         *_precision(recipe),
-        *_optimizer(recipe),
+        *without_effect(recipe),
         *_schedule(recipe),
-        *_data(recipe),
-        *_model(recipe),
+        *_validation(recipe),
+        *_model(recipe, model),
+        *_shape(recipe, model.shape),
     ]
-
-
-def _unavailable(recipe: Recipe) -> Iterator[Finding]:
-    """What this version's engines do not run yet. Delete a line here when one of them does."""
-    section = recipe.parallel
-    for field, value, off in (
-        ("tp", section.tp, 1),
-        ("pp", section.pp, 1),
-        ("ulysses", section.ulysses, 1),
-        ("sequence_parallel", section.sequence_parallel, False),
-    ):
-        if value != off:
-            given, wanted = str(value).lower(), str(off).lower()
-            yield Finding(
-                ("parallel", field),
-                f"parallel.{field}={given} is not available in this version; data parallelism (dp) with ZeRO stages "
-                f"0 to 3 is. Set parallel.{field}={wanted}.",
-            )
-
-
-def _engine_layout(recipe: Recipe, world_size: int | None) -> Iterator[Finding]:
-    """Settings of DeepSpeed that another engine would silently ignore. The ZeRO stage has no meaning there."""
-    engine, section = recipe.train.engine, recipe.parallel
-    if engine == "deepspeed":
-        return
-    for field in ("offload_optimizer", "offload_params"):
-        value = getattr(section, field)
-        if value != "none":
-            yield Finding(
-                ("parallel", field),
-                f"parallel.{field}={value} with train.engine={engine}: only the engine deepspeed offloads. "
-                f"Set parallel.{field}=none, or train.engine=deepspeed.",
-            )
-    if engine != "reference":
-        return
-    if recipe.train.compile:
-        yield Finding(
-            ("train", "compile"),
-            "train.compile=true with train.engine=reference: the reference stays plain PyTorch. "
-            "Set train.compile=false.",
-        )
-    for field in ("dp", "tp", "pp", "ulysses"):
-        if (getattr(section, field) or 1) > 1:
-            yield Finding(
-                ("parallel", field),
-                f"parallel.{field}={getattr(section, field)} with train.engine=reference: the reference is one plain "
-                f"PyTorch process. Set parallel.{field}=1.",
-            )
-    if world_size is not None and world_size > 1:
-        yield Finding(
-            ("train", "engine"),
-            f"{world_size} ranks with train.engine=reference: the reference is one plain PyTorch process. "
-            "Launch 1 rank, for instance with `python`.",
-        )
-
-
-def _layout_and_batch(recipe: Recipe, world_size: int | None) -> Iterator[Finding]:
-    """The rules of Layout and Batch; without a world size, as far as they hold for every one."""
-    fields = recipe.parallel.model_dump()
-    try:
-        if world_size is None:
-            layout = Layout(**{**fields, "dp": recipe.parallel.dp or 1})
-        else:
-            layout = Layout.resolve(world_size, **fields)
-    except ToolkitError as error:
-        # Layout's messages open with the field that is wrong; those about the world size do not.
-        name = str(error).partition("=")[0]
-        yield Finding(("parallel", name) if name in fields else ("parallel",), str(error))
-        return
-    try:
-        Batch.resolve(global_size=recipe.batch.global_size, micro_size=recipe.batch.micro_size, dp=layout.dp)
-    except ToolkitError as error:
-        yield Finding(("batch", "global_size"), str(error))
 
 
 def _precision(recipe: Recipe) -> Iterator[Finding]:
@@ -142,25 +57,9 @@ def _precision(recipe: Recipe) -> Iterator[Finding]:
         )
 
 
-def _optimizer(recipe: Recipe) -> Iterator[Finding]:
-    """A field that the chosen optimizer ignores must have its default: else one believes that it acts."""
-    section = recipe.optimizer
-    used = _OPTIMIZER_FIELDS[section.name]
-    for field in ("betas", "eps", "momentum"):
-        if field not in used and getattr(section, field) != OptimizerSection.model_fields[field].default:
-            users = [name for name, names in _OPTIMIZER_FIELDS.items() if field in names]
-            yield _no_effect(("optimizer", field), section.name, users)
-
-
 def _schedule(recipe: Recipe) -> Iterator[Finding]:
     section, steps = recipe.schedule, recipe.train.steps
-    used = _SCHEDULE_FIELDS.get(section.name, ("warmup_steps",))
-    for field in ("warmup_steps", "decay_steps", "min_lr_ratio"):
-        if field not in used and getattr(section, field) != ScheduleSection.model_fields[field].default:
-            users = [name for name, names in _SCHEDULE_FIELDS.items() if field in names]
-            if field == "warmup_steps":
-                users = ["constant_with_warmup"]
-            yield _no_effect(("schedule", field), section.name, users)
+    used = schedule_fields(section.name)
     if "warmup_steps" not in used:
         return
     decay = 0
@@ -175,16 +74,8 @@ def _schedule(recipe: Recipe) -> Iterator[Finding]:
         )
 
 
-def _data(recipe: Recipe) -> Iterator[Finding]:
-    section = recipe.data
-    if section.source == "stdlib":
-        for field in ("subset", "split", "text_field"):
-            if getattr(section, field) != type(section).model_fields[field].default:
-                yield Finding(
-                    ("data", field),
-                    f"data.{field} has no effect with data.source=stdlib. Remove it, or name a dataset in data.source.",
-                )
-    if recipe.train.eval_every and not section.eval_fraction:
+def _validation(recipe: Recipe) -> Iterator[Finding]:
+    if recipe.train.eval_every and not recipe.data.eval_fraction:
         yield Finding(
             ("train", "eval_every"),
             f"train.eval_every={recipe.train.eval_every} with data.eval_fraction=0: no text is held out for the "
@@ -192,38 +83,59 @@ def _data(recipe: Recipe) -> Iterator[Finding]:
         )
 
 
-def _model(recipe: Recipe) -> Iterator[Finding]:
-    """What the model's config says, where it is known without a network. Families we cannot read are not checked."""
-    name, seq_len = recipe.model.name_or_path, recipe.data.seq_len
+class _Model(NamedTuple):
+    """What is known of the recipe's model without a network."""
+
+    config: dict[str, Any] | None = None
+    shape: ModelShape | None = None
+    """None also for families that we cannot read."""
+    trouble: Finding | None = None
+
+
+def _read_model(recipe: Recipe) -> _Model:
+    try:
+        config = find_config(recipe.model.name_or_path)
+    except ToolkitError as error:
+        return _Model(trouble=Finding(("model", "name_or_path"), str(error)))
+    if config is None or config.get("model_type") not in families():
+        return _Model(config)
+    try:
+        return _Model(config, ModelShape.from_config(with_overrides(config, recipe.model.overrides)))
+    except ToolkitError as error:
+        return _Model(config, trouble=Finding(("model", "overrides"), str(error)))
+
+
+def _model(recipe: Recipe, model: _Model) -> Iterator[Finding]:
+    """A model that is not there, or has no weights, or weights for another tokenizer."""
+    name = recipe.model.name_or_path
     if recipe.model.init == "pretrained" and recipe.data.tokenizer.startswith("bpe-"):
         yield Finding(
             ("data", "tokenizer"),
             f"data.tokenizer={recipe.data.tokenizer} with model.init=pretrained: the weights know the ids of another "
             f"tokenizer. Set data.tokenizer to that of the model, for instance {name}.",
         )
-    where: Path = ("model", "name_or_path")
-    try:
-        config = find_config(name)
-        if config is None and "/" not in name:
-            yield Finding(
-                where,
-                f"model.name_or_path={name}: neither a known shape nor a directory, and hub names have the form "
-                f"org/name.{nearest(name, names())}",
-            )
-        if config is not None and recipe.model.init == "pretrained" and name.lower() in names():
-            hub = hub_spelling(name)
-            yield Finding(
-                where,
-                f"model.init=pretrained with model.name_or_path={name}: a shape has no weights. Name a directory or a "
-                f"hub name{f' such as {hub}' if hub else ''}, or set model.init=random.",
-            )
-        if config is None or config.get("model_type") not in families():
-            return
-        where = ("model", "overrides")
-        shape = ModelShape.from_config(with_overrides(config, recipe.model.overrides))
-    except ToolkitError as error:
-        yield Finding(where, str(error))
+    if model.trouble is not None:
+        yield model.trouble
+    elif model.config is None and "/" not in name:
+        yield Finding(
+            ("model", "name_or_path"),
+            f"model.name_or_path={name}: neither a known shape nor a directory, and hub names have the form "
+            f"org/name.{nearest(name, names())}",
+        )
+    if model.config is not None and recipe.model.init == "pretrained" and name.lower() in names():
+        hub = hub_spelling(name)
+        yield Finding(
+            ("model", "name_or_path"),
+            f"model.init=pretrained with model.name_or_path={name}: a shape has no weights. Name a directory or a "
+            f"hub name{f' such as {hub}' if hub else ''}, or set model.init=random.",
+        )
+
+
+def _shape(recipe: Recipe, shape: ModelShape | None) -> Iterator[Finding]:
+    """The model's vocabulary and positions against the tokenizer and the samples."""
+    if shape is None:
         return
+    name, seq_len = recipe.model.name_or_path, recipe.data.seq_len
     entries = re.fullmatch(r"bpe-(\d{1,9})", recipe.data.tokenizer)
     if entries is not None and int(entries[1]) > shape.vocab:
         yield Finding(
@@ -239,10 +151,3 @@ def _model(recipe: Recipe) -> Iterator[Finding]:
             f"data.seq_len={seq_len} with model.name_or_path={name}: the model has {shape.positions} positions. "
             f"Set data.seq_len to {shape.positions} or less{stretch}.",
         )
-
-
-def _no_effect(path: Path, choice: str, users: list[str]) -> Finding:
-    return Finding(
-        path,
-        f"{dotted(path)} has no effect with {choice}. Remove it, or set {path[0]}.name={' or '.join(users)}.",
-    )

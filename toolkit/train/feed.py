@@ -67,6 +67,7 @@ class Feed:
             yield MicroBatch(
                 input_ids=tensors.input_ids,
                 labels=tensors.labels,
+                position_ids=tensors.position_ids,
                 # Seeded by the block, not by the rank: every layout, and a restart, drops the same activations.
                 dropout_seed=derive_seed("dropout", self.recipe.train.seed, step, start),
             )
@@ -92,6 +93,7 @@ class Feed:
             yield MicroBatch(
                 input_ids=torch.from_numpy(samples.input_ids),
                 labels=torch.from_numpy(samples.labels),
+                position_ids=None if samples.position_ids is None else torch.from_numpy(samples.position_ids),
                 dropout_seed=0,
             )
 

@@ -10,23 +10,33 @@ from toolkit.dsconfig import Device, build, merge_user_config, read_user_config
 from toolkit.errors import ConfigError, DataError, ModelError, RecipeError
 from toolkit.layout import Layout
 from toolkit.recipe import Recipe
+from toolkit.recipe_file import cut_problems
 from toolkit.shape import ModelShape
 from toolkit.train.data.tokens import TokenCorpus
 from toolkit.train.engines.factory import check_precision
+from toolkit.train.isolation import check_isolation
 from toolkit.train.model import load_config
 from toolkit.train.optimizer import learning_rate
 from toolkit.train.trackers import Trackers
 
 
 def check_model(recipe: Recipe, device: torch.device, *, trust_remote_code: bool = False) -> PretrainedConfig:
-    """The model's config. Raises a ToolkitError for a model, sequence length, precision or tracker that cannot be."""
+    """The model's config.
+
+    Raises a ToolkitError for a model, sequence length, packing, precision or tracker that cannot be.
+    """
     config = load_config(recipe.model, trust_remote_code=trust_remote_code)
+    uncuttable = cut_problems(recipe, config.model_type, find_shape(config))
+    if uncuttable:
+        raise RecipeError(uncuttable)
     positions = getattr(config, "max_position_embeddings", None)
     if positions is not None and recipe.data.seq_len > positions:
         raise ModelError(
             f"data.seq_len={recipe.data.seq_len}: {recipe.model.name_or_path} has {positions} positions. "
             f"Set data.seq_len to {positions} or less."
         )
+    if recipe.data.packing == "isolated":
+        check_isolation(recipe.model, config, trust_remote_code=trust_remote_code)
     check_precision(recipe, device)
     try:
         learning_rate(recipe)

@@ -21,6 +21,7 @@ class TensorBatch:
 
     input_ids: torch.Tensor
     labels: torch.Tensor
+    position_ids: torch.Tensor | None = None
 
 
 class Prefetcher:
@@ -88,9 +89,15 @@ class Prefetcher:
 
     def _tensors(self, step: int, positions: Sequence[int] | NDArray[np.int64]) -> TensorBatch:
         batch = self._samples.batch(step, positions)
-        tensors = [torch.from_numpy(array) for array in (batch.input_ids, batch.labels)]
-        input_ids, labels = [tensor.pin_memory() for tensor in tensors] if self._pin else tensors
-        return TensorBatch(input_ids=input_ids, labels=labels)
+        return TensorBatch(
+            input_ids=self._tensor(batch.input_ids),
+            labels=self._tensor(batch.labels),
+            position_ids=None if batch.position_ids is None else self._tensor(batch.position_ids),
+        )
+
+    def _tensor(self, array: NDArray[np.int64]) -> torch.Tensor:
+        tensor = torch.from_numpy(array)
+        return tensor.pin_memory() if self._pin else tensor
 
     def _put(self, item: TensorBatch | BaseException | None) -> None:
         # A bounded wait, because whoever would make room may have closed us instead.

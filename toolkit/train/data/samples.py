@@ -6,7 +6,7 @@ against labels[:, i]. -100 marks positions that teach nothing.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -20,10 +20,11 @@ IGNORED = -100
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """Samples that go through the model together, as [b, s] int64."""
+    """Samples that go through the model together, as [b, s] int64. position_ids are None where they simply count."""
 
     input_ids: NDArray[np.int64]
     labels: NDArray[np.int64]
+    position_ids: NDArray[np.int64] | None = None
 
 
 class Samples:
@@ -31,6 +32,8 @@ class Samples:
 
     `packed`: sample i is the window of tokens [i*s, i*s + s], so that each token but the first is a target exactly once
     an epoch. What is left after the last whole window (fewer than s + 1 tokens) is not used.
+    `isolated`: the same windows; positions start at 0 with each document (and with the window, where that begins inside
+    of one), and the first token of a document is no target: what stands before it is another document.
     `padded`: a sample holds one document, or a piece of one that is longer than s + 1 tokens; within a document the
     same rule holds. Padding stands on the right, where causal attention of the positions before cannot see it, and its
     labels are ignored: no attention mask is needed for the same loss.
@@ -41,7 +44,7 @@ class Samples:
         corpus: TokenCorpus,
         *,
         seq_len: int,
-        packing: Literal["packed", "padded"],
+        packing: Literal["packed", "isolated", "padded"],
         split: Split,
         seed: int,
         global_size: int,
@@ -52,7 +55,8 @@ class Samples:
         self._seed = seed
         self._pad_id = corpus.eos_id
         self._tokens = corpus.tokens(split)
-        self._packed = packing == "packed"
+        self._packed = packing != "padded"
+        self._isolated = packing == "isolated"
         self._offsets = corpus.document_offsets(split)
         if self._packed:
             self._count = max(0, len(self._tokens) - 1) // seq_len
@@ -80,7 +84,20 @@ class Samples:
         input_ids = np.full(self.seq_len, self._pad_id, dtype=np.int64)
         labels = np.full(self.seq_len, IGNORED, dtype=np.int64)
         input_ids[:targets], labels[:targets] = window[:-1], window[1:]
+        if self._isolated:
+            labels[self._borders(start) - 1] = IGNORED
         return input_ids, labels
+
+    def position_ids(self, index: int) -> NDArray[np.int64]:
+        """The place of each token of one sample in its document, [s]; counted from the sample's begin at the most."""
+        places = np.arange(self.seq_len, dtype=np.int64)
+        if not self._isolated:
+            return places
+        borders = self._borders(index * self.seq_len)
+        borders = borders[borders < self.seq_len]
+        begins = np.zeros_like(places)
+        begins[borders] = borders
+        return places - np.maximum.accumulate(begins)
 
     def sample_ids(self, step: int, positions: ArrayLike) -> NDArray[np.int64]:
         """The samples at `positions` of the global batch of `step`: the same on every rank of every layout.
@@ -93,16 +110,35 @@ class Samples:
 
     def batch(self, step: int, positions: Sequence[int] | NDArray[np.int64]) -> MicroBatch:
         """The samples at `positions` of the global batch of `step`, [b, s]."""
-        rows = [self.tokens(index) for index in self.sample_ids(step, positions).tolist()]
+        indices = self.sample_ids(step, positions).tolist()
+        rows = [self.tokens(index) for index in indices]
         return MicroBatch(
-            input_ids=np.stack([input_ids for input_ids, _ in rows]), labels=np.stack([labels for _, labels in rows])
+            input_ids=np.stack([input_ids for input_ids, _ in rows]),
+            labels=np.stack([labels for _, labels in rows]),
+            position_ids=np.stack([self.position_ids(index) for index in indices]) if self._isolated else None,
         )
 
     def target_count(self, step: int, positions: ArrayLike) -> int:
         """Labels at `positions` that are not ignored, without reading a token: any rank can count for all of them."""
+        whole = np.size(positions) * self.seq_len
+        if self._isolated:
+            first, last = self._border_range(self.sample_ids(step, positions) * self.seq_len)
+            return whole - int((last - first).sum())
         if self._packed:
-            return np.size(positions) * self.seq_len
+            return whole
         return int(self._place(self.sample_ids(step, positions))[1].sum())
+
+    def _borders(self, start: int) -> NDArray[np.int64]:
+        """Where documents begin among the targets of the window at `start`, counted from there: 1 to s."""
+        first, last = self._border_range(np.int64(start))
+        return np.asarray(self._offsets[first:last]) - start
+
+    def _border_range(self, start: NDArray[np.int64] | np.int64) -> tuple[Any, Any]:
+        """Which documents begin in (start, start + s]. Offsets tell, not end-of-text tokens: a held-out block leaves a
+        border without one, and a text may contain one.
+        """
+        first, last = (np.searchsorted(self._offsets, end, side="right") for end in (start, start + self.seq_len))
+        return first, last
 
     def _place(self, index: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Where each sample begins in the stream, and how many targets it has."""

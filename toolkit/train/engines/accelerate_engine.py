@@ -17,6 +17,7 @@ from toolkit.batch import Batch
 from toolkit.errors import RunError
 from toolkit.layout import Layout
 from toolkit.recipe import Recipe
+from toolkit.train.dropout import DropoutStream
 from toolkit.train.engines.base import DataParallelEngine, MicroBatch, StepResult, refuse_gradient
 from toolkit.train.optimizer import parameter_groups, torch_optimizer
 
@@ -28,6 +29,7 @@ class AccelerateEngine(DataParallelEngine):
         self, recipe: Recipe, layout: Layout, batch: Batch, model: PreTrainedModel, device: torch.device
     ) -> None:
         self.device = device
+        self.dropout = DropoutStream(model, device)
         self.dp = layout.dp
         self.accumulation = batch.accumulation
         self.grad_clip = recipe.train.grad_clip
@@ -79,7 +81,7 @@ class AccelerateEngine(DataParallelEngine):
             yield name, value.full_tensor() if isinstance(value, DTensor) else value
 
     def _logits(self, batch: MicroBatch) -> torch.Tensor:
-        logits: torch.Tensor = self._wrapped(input_ids=batch.input_ids, use_cache=False).logits
+        logits: torch.Tensor = self._wrapped(**batch.inputs(), use_cache=False).logits
         return logits
 
     def _accumulating(self, *, last: bool) -> AbstractContextManager[None]:

@@ -11,16 +11,27 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from toolkit.errors import NonFiniteError
+from toolkit.train.dropout import DropoutStream
 from toolkit.train.loss import IGNORE, token_loss_sum
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """input_ids and labels [b, s], labels already shifted; the seed of dropout in this forward pass."""
+    """input_ids and labels [b, s], labels already shifted; the seed of dropout in this forward pass.
+
+    position_ids [b, s] start at 0 with each document where documents do not see each other, else they are None.
+    """
 
     input_ids: torch.Tensor
     labels: torch.Tensor
     dropout_seed: int
+    position_ids: torch.Tensor | None = None
+
+    def inputs(self) -> dict[str, torch.Tensor]:
+        """What the model's forward pass is given."""
+        if self.position_ids is None:
+            return {"input_ids": self.input_ids}
+        return {"input_ids": self.input_ids, "position_ids": self.position_ids}
 
     def to(self, device: torch.device) -> "MicroBatch":
         """The same on `device`."""
@@ -28,6 +39,7 @@ class MicroBatch:
             input_ids=self.input_ids.to(device, non_blocking=True),
             labels=self.labels.to(device, non_blocking=True),
             dropout_seed=self.dropout_seed,
+            position_ids=None if self.position_ids is None else self.position_ids.to(device, non_blocking=True),
         )
 
 
@@ -69,10 +81,10 @@ class Engine(ABC):
         with torch.no_grad():
             for micro_batch in micro_batches:
                 batch = micro_batch.to(self.device)
-                totals[0] += token_loss_sum(self._logits(batch), batch.labels)
+                totals[0] += self._loss_sum(self._logits(batch), batch.labels)
                 totals[1] += (batch.labels != IGNORE).sum()
         self.model.train()
-        _sum_over_ranks(totals)
+        self._sum_over_replicas(totals)
         return float(totals[0] / totals[1])
 
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -91,6 +103,15 @@ class Engine(ABC):
     def _logits(self, batch: MicroBatch) -> torch.Tensor:
         """Forward pass: logits [b, s, v]."""
 
+    def _loss_sum(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Sum of the token losses of one micro-batch."""
+        return token_loss_sum(logits, labels)
+
+    def _sum_over_replicas(self, values: torch.Tensor) -> None:
+        """Add up what each data-parallel rank counted of its samples, in place."""
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(values)
+
 
 class DataParallelEngine(Engine):
     """The step of engines whose ranks each compute a part of the global batch and average gradients over dp ranks."""
@@ -98,6 +119,7 @@ class DataParallelEngine(Engine):
     dp: int
     accumulation: int
     grad_clip: float
+    dropout: DropoutStream
 
     def train_step(
         self, micro_batches: Iterable[MicroBatch], *, target_tokens: int, learning_rate: float
@@ -109,9 +131,9 @@ class DataParallelEngine(Engine):
         scale = self.dp / target_tokens
         for i, micro_batch in enumerate(micro_batches):
             batch = micro_batch.to(self.device)
-            seed_dropout(batch.dropout_seed, self.device)
+            self.dropout.start(batch.dropout_seed)
             with self._accumulating(last=i == self.accumulation - 1):
-                micro_loss = token_loss_sum(self._logits(batch), batch.labels)
+                micro_loss = self._loss_sum(self._logits(batch), batch.labels)
                 self._backward(micro_loss * scale)
             loss_sum += micro_loss.detach()
         loss = self._global_loss(loss_sum, target_tokens)
@@ -120,11 +142,11 @@ class DataParallelEngine(Engine):
 
     def _global_loss(self, loss_sum: torch.Tensor, target_tokens: int) -> float:
         local = loss_sum.clone()
-        _sum_over_ranks(loss_sum)
+        self._sum_over_replicas(loss_sum)
         loss = float(loss_sum) / target_tokens
         if not math.isfinite(loss):
             self._discard_gradients()
-            raise NonFiniteError(f"the loss is {loss} on {_describe(_ranks_where_not_finite(local))}")
+            raise NonFiniteError(f"the loss is {loss} on {describe_ranks(ranks_where_not_finite(local))}")
         return loss
 
     def _accumulating(self, *, last: bool) -> AbstractContextManager[None]:
@@ -148,24 +170,13 @@ class DataParallelEngine(Engine):
         """Forget what was accumulated."""
 
 
-def seed_dropout(seed: int, device: torch.device) -> None:
-    """`torch.manual_seed` for one device. That one calls every backend, and each formats the stack of its caller."""
-    torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        torch.cuda.manual_seed(seed)
-
-
 def refuse_gradient(norm: float) -> NonFiniteError:
     """The error for a finite loss with a gradient that is not."""
     return NonFiniteError(f"the gradient norm is {norm} while the loss is finite")
 
 
-def _sum_over_ranks(values: torch.Tensor) -> None:
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(values)
-
-
-def _ranks_where_not_finite(local: torch.Tensor) -> list[int]:
+def ranks_where_not_finite(local: torch.Tensor) -> list[int]:
+    """The ranks whose own part of the loss is not finite. A collective call."""
     if not dist.is_initialized():
         return [0]
     flag = (~torch.isfinite(local)).to(torch.int32)
@@ -174,7 +185,8 @@ def _ranks_where_not_finite(local: torch.Tensor) -> list[int]:
     return [rank for rank, value in enumerate(flags) if int(value)]
 
 
-def _describe(ranks: list[int]) -> str:
+def describe_ranks(ranks: list[int]) -> str:
+    """`rank 3`, `ranks 0, 1 and 9 more`."""
     shown = ", ".join(map(str, ranks[:8]))
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"

@@ -2,19 +2,26 @@
 
 import math
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from typing import Any
 
 import deepspeed
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
 from toolkit.batch import Batch
 from toolkit.layout import Layout
+from toolkit.parallel.gather import whole_parameters
+from toolkit.parallel.groups import ModelParallelUnit
+from toolkit.parallel.stage import ZERO
 from toolkit.recipe import Recipe
+from toolkit.train.cut import ModelCut
+from toolkit.train.dropout import DropoutStream
 from toolkit.train.engines.base import DataParallelEngine, MicroBatch, StepResult, refuse_gradient
+from toolkit.train.loss import token_loss_sum
 from toolkit.train.optimizer import parameter_groups, torch_optimizer
 
 if os.environ.get("DS_ACCELERATOR") == "cpu":
@@ -24,7 +31,7 @@ if os.environ.get("DS_ACCELERATOR") == "cpu":
 
 
 class DeepSpeedEngine(DataParallelEngine):
-    """A `deepspeed.initialize` engine under our step."""
+    """A `deepspeed.initialize` engine under our step; with `cut` on this rank's tensor-parallel share of the model."""
 
     def __init__(
         self,
@@ -34,28 +41,44 @@ class DeepSpeedEngine(DataParallelEngine):
         config: Mapping[str, Any],
         model: PreTrainedModel,
         device: torch.device,
+        cut: ModelCut | None = None,
     ) -> None:
         self.model = model
         self.device = device
+        self.cut = cut
+        split_sequence = cut is not None and layout.sequence_parallel
+        self.dropout = DropoutStream(
+            model, device, sequence_group=cut.groups.tensor if cut is not None and split_sequence else None
+        )
         self.dp = layout.dp
         self.accumulation = batch.accumulation
         self.grad_clip = recipe.train.grad_clip
         self._fp16 = recipe.precision == "fp16"
         self._zero_stage = layout.zero_stage
         groups = parameter_groups(model, recipe.optimizer.weight_decay)
-        buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+        buffers = keep_buffers(model)
         client = None if "optimizer" in config else torch_optimizer(recipe.optimizer, groups)
-        with _quiet_stdout(unless=recipe.log.level == "debug"):
+        with quiet_stdout(unless=recipe.log.level == "debug"):
             self.engine, self.optimizer, _, _ = deepspeed.initialize(
-                model=model, model_parameters=None if client else groups, optimizer=client, config=dict(config)
+                model=model,
+                model_parameters=None if client else groups,
+                optimizer=client,
+                config=dict(config),
+                mpu=None if cut is None else ModelParallelUnit(cut.groups),
             )
-        self._restore_buffers(buffers)
+        restore_buffers(model, buffers, device)
         if recipe.train.compile:
             self.engine.compile()
         self.engine.train()
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See Engine.full_parameters."""
+        if self.cut is not None:
+            opened = deepspeed.zero.GatheredParameters if self._zero_stage == 3 else nullcontext
+            yield from whole_parameters(
+                self.cut.names, self.model.parameters(), self.cut.groups, opened=lambda held: opened(held)
+            )
+            return
         for name, parameter in self.model.named_parameters():
             if self._zero_stage == 3:
                 with deepspeed.zero.GatheredParameters([parameter]):
@@ -64,7 +87,7 @@ class DeepSpeedEngine(DataParallelEngine):
                 yield name, parameter.detach()
 
     def _logits(self, batch: MicroBatch) -> torch.Tensor:
-        logits: torch.Tensor = self.engine(input_ids=batch.input_ids, use_cache=False).logits
+        logits: torch.Tensor = self.engine(**batch.inputs(), use_cache=False).logits
         return logits
 
     def _backward(self, loss: torch.Tensor) -> None:
@@ -93,10 +116,16 @@ class DeepSpeedEngine(DataParallelEngine):
         """The gradient norm where DeepSpeed reports none: ZeRO-0 keeps plain, already averaged fp32 gradients."""
         if self._zero_stage > 0:
             return None
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        norm = nn.utils.get_total_norm(gradients)
+        norm = plain_norm(self.model.parameters(), self.cut)
         scaler = self.engine.torch_autocast_z0_gradscaler
         return float(norm / scaler.get_scale() if scaler else norm)
+
+    def _loss_sum(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return token_loss_sum(logits, labels) if self.cut is None else self.cut.loss_sum(logits, labels)
+
+    def _sum_over_replicas(self, values: torch.Tensor) -> None:
+        # Tensor-parallel ranks count the same samples.
+        dist.all_reduce(values, group=None if self.cut is None else self.cut.groups.data)
 
     def _set_learning_rate(self, learning_rate: float) -> None:
         for group in self.optimizer.param_groups:
@@ -105,19 +134,48 @@ class DeepSpeedEngine(DataParallelEngine):
     def _discard_gradients(self) -> None:
         self.engine.zero_grad()
 
-    def _restore_buffers(self, buffers: Mapping[str, torch.Tensor]) -> None:
-        """DeepSpeed casts the whole module; rotary frequencies in 16 bits would rotate long positions wrongly."""
-        for name, value in buffers.items():
-            owner, _, leaf = name.rpartition(".")
-            self.model.get_submodule(owner)._buffers[leaf] = value.to(self.device)
+
+def plain_norm(parameters: Iterable[nn.Parameter], cut: ModelCut | None) -> torch.Tensor:
+    """The norm of the whole model's gradient, where gradients are plain tensors, averaged over replicas already.
+
+    What several ranks hold counts once: a split parameter on its owners, any other on the first tensor-parallel rank,
+    a tied copy on the first stage.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None and (cut is None or cut.counts(p))]
+    norm = nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
+    if cut is None:
+        return norm
+    square = norm.to(cut.device, torch.float32).square()
+    dist.all_reduce(square, group=cut.groups.tensor)
+    dist.all_reduce(square, group=cut.groups.pipe)
+    return square.sqrt()
 
 
-def zero3_sharder(config: Mapping[str, Any], dtype: torch.dtype) -> Any:
-    """A function that shards a module's parameters over the ranks as soon as they have their values."""
+def keep_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of the buffers as they are before DeepSpeed touches the model."""
+    return {name: buffer.detach().clone() for name, buffer in model.named_buffers() if not name.endswith(ZERO)}
+
+
+def restore_buffers(model: nn.Module, buffers: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    """DeepSpeed casts the whole module; rotary frequencies in 16 bits would rotate long positions wrongly."""
+    for name, value in buffers.items():
+        owner, _, leaf = name.rpartition(".")
+        model.get_submodule(owner)._buffers[leaf] = value.to(device)
+
+
+def zero3_sharder(config: Mapping[str, Any], dtype: torch.dtype, cut: ModelCut | None = None) -> Any:
+    """A function that shards a module's parameters over the replicas as soon as they have their values."""
+    unit = None if cut is None else ModelParallelUnit(cut.groups)
     deepspeed.init_distributed()  # without its own group, zero.Init believes that there is one rank
 
     def shard(module: nn.Module) -> None:
-        deepspeed.zero.Init(module=module, config_dict_or_path=dict(config), dtype=dtype)
+        deepspeed.zero.Init(
+            module=module,
+            config_dict_or_path=dict(config),
+            dtype=dtype,
+            mpu=unit,
+            data_parallel_group=None if cut is None else cut.groups.data,
+        )
 
     return shard
 
@@ -130,7 +188,8 @@ def model_dtype(config: Mapping[str, Any]) -> torch.dtype:
 
 
 @contextmanager
-def _quiet_stdout(*, unless: bool) -> Iterator[None]:
+def quiet_stdout(*, unless: bool) -> Iterator[None]:
+    """Nothing reaches stdout inside, unless asked for."""
     """Some of DeepSpeed's start-up reports are plain prints that no log level reaches."""
     if unless:
         yield

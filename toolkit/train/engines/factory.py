@@ -1,9 +1,11 @@
 """From a recipe to the engine that it names."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from toolkit.batch import Batch
 from toolkit.errors import RunError
@@ -34,15 +36,9 @@ def create_engine(
     # The imports are here because each engine's library is slow to import and only one is used.
     match recipe.train.engine:
         case "deepspeed":
-            from toolkit.train.engines import deepspeed_engine as ds
-
             assert ds_config is not None
-            dtype = ds.model_dtype(ds_config)
-            sharder = ds.zero3_sharder(ds_config, dtype) if layout.zero_stage == 3 else None
-            model = build_model(
-                recipe, dtype=dtype, on_layer=sharder, eos_id=eos_id, trust_remote_code=trust_remote_code
-            )
-            return ds.DeepSpeedEngine(recipe, layout, batch, ds_config, model, device)
+            build = partial(build_model, recipe, eos_id=eos_id, trust_remote_code=trust_remote_code)
+            return _deepspeed(recipe, layout, batch, device, ds_config, build)
         case "reference":
             from toolkit.train.engines.reference_engine import ReferenceEngine
 
@@ -53,6 +49,32 @@ def create_engine(
 
             model = build_model(recipe, eos_id=eos_id, trust_remote_code=trust_remote_code)
             return AccelerateEngine(recipe, layout, batch, model, device)
+
+
+def _deepspeed(
+    recipe: Recipe,
+    layout: Layout,
+    batch: Batch,
+    device: torch.device,
+    ds_config: Mapping[str, Any],
+    build: Callable[..., PreTrainedModel],
+) -> Engine:
+    from toolkit.train.engines import deepspeed_engine as ds
+
+    dtype = ds.model_dtype(ds_config)
+    cut = None
+    if layout.tp > 1 or layout.pp > 1:
+        from toolkit.parallel.groups import ParallelGroups
+        from toolkit.train.cut import ModelCut
+
+        cut = ModelCut(recipe, ParallelGroups.create(layout), device)
+    sharder = ds.zero3_sharder(ds_config, dtype, cut) if layout.zero_stage == 3 else None
+    model = build(dtype=dtype, part=cut, on_layer=sharder)
+    if cut is not None and cut.stage is not None:
+        from toolkit.train.engines.pipeline_engine import PipelineEngine
+
+        return PipelineEngine(recipe, layout, batch, ds_config, model, device, cut)
+    return ds.DeepSpeedEngine(recipe, layout, batch, ds_config, model, device, cut)
 
 
 def check_precision(recipe: Recipe, device: torch.device) -> None:

@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 
 from toolkit.errors import NonFiniteError
 from toolkit.recipe import Recipe
-from toolkit.train.engines.base import Engine, MicroBatch, StepResult, refuse_gradient, seed_dropout
+from toolkit.train.dropout import DropoutStream
+from toolkit.train.engines.base import Engine, MicroBatch, StepResult, refuse_gradient
 from toolkit.train.loss import token_loss_sum
 from toolkit.train.optimizer import parameter_groups, torch_optimizer
 
@@ -22,6 +23,7 @@ class ReferenceEngine(Engine):
     def __init__(self, recipe: Recipe, model: PreTrainedModel, device: torch.device) -> None:
         self.model = model.to(device).train()
         self.device = device
+        self.dropout = DropoutStream(model, device)
         self.optimizer = torch_optimizer(recipe.optimizer, parameter_groups(model, recipe.optimizer.weight_decay))
         self.grad_clip = recipe.train.grad_clip
 
@@ -32,7 +34,7 @@ class ReferenceEngine(Engine):
         loss_sum = 0.0
         for micro_batch in micro_batches:
             batch = micro_batch.to(self.device)
-            seed_dropout(batch.dropout_seed, self.device)
+            self.dropout.start(batch.dropout_seed)
             micro_loss = token_loss_sum(self._logits(batch), batch.labels)
             (micro_loss / target_tokens).backward()  # type: ignore[no-untyped-call]
             loss_sum += micro_loss.item()
@@ -57,5 +59,5 @@ class ReferenceEngine(Engine):
             yield name, parameter.detach()
 
     def _logits(self, batch: MicroBatch) -> torch.Tensor:
-        logits: torch.Tensor = self.model(input_ids=batch.input_ids, use_cache=False).logits
+        logits: torch.Tensor = self.model(**batch.inputs(), use_cache=False).logits
         return logits

@@ -1,0 +1,154 @@
+"""Families are cut exactly, what cannot be is refused by name, and support.json says what is so."""
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from toolkit.errors import ModelError
+from toolkit.families.support import all_families, checked_version
+
+DAILY = (
+    "gpt2",  # Conv1D, learned positions, tied head
+    "gpt_neo",  # local and global layers
+    "bloom",  # ALiBi, a norm behind the embedding
+    "falcon",  # one key-value head
+    "opt",  # a decoder inside the model inside the model
+    "llama",
+    "gemma3_text",  # two rotary tables, two masks
+    "phi3",  # fused projections
+    "cohere",  # parallel attention and MLP
+    "openai-gpt",  # layers return lists
+    "roformer",  # a frozen table of sines beside the hidden state
+    "mixtral",  # experts
+)
+
+
+@pytest.fixture(scope="module")
+def generator(ranks: Callable[..., list[Any]]) -> ModuleType:
+    """docs/generate_families.py, in the process that has imported all that ranks need."""
+    path = Path(__file__).parents[2] / "docs" / "generate_families.py"
+    spec = importlib.util.spec_from_file_location("generate_families", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", DAILY)
+def test_the_stored_support_is_what_the_check_says(generator: ModuleType, name: str) -> None:
+    assert generator.check(name) == all_families()[name]
+
+
+@pytest.mark.parametrize("name", DAILY)
+def test_a_cut_into_three_stages_is_exact(name: str) -> None:
+    from toolkit.parallel.family_check import check_pipeline
+
+    check_pipeline(name)
+
+
+@pytest.mark.whole
+@pytest.mark.timeout(1800)
+def test_the_stored_support_of_every_family_is_what_the_check_says(generator: ModuleType) -> None:
+    assert generator.check_all() == all_families()
+
+
+def test_every_causal_lm_of_transformers_was_checked() -> None:
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if transformers.__version__ != checked_version():
+        pytest.skip(f"support.json is of transformers {checked_version()}: run make families")
+    assert set(all_families()) == set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("bart", "encoder-decoder"),
+        ("musicgen", "encoder-decoder"),
+        ("rwkv", "recurrent: a state runs along the sequence"),
+        ("zamba2", "recurrent: a state runs along the sequence"),
+        ("cpmant", "layer 0 is handed more than the hidden state"),  # a trained position bias
+        ("gemma3n_text", "layer 0 is handed more than the hidden state"),  # keys and values of earlier layers
+        ("glm_moe_dsa", "layer 1 is handed more than the hidden state"),  # positions that an earlier layer chose
+        ("xlm", "layer 1 does not take what layer 0 returned"),
+        ("mllama", "its layers do not run once each in their order"),
+        ("blt", "it has not one list of decoder layers"),
+    ],
+)
+def test_what_is_no_chain_of_layers_is_refused_by_name(name: str, reason: str) -> None:
+    from toolkit.families.anatomy import UncuttableError
+    from toolkit.parallel.family_check import check_pipeline
+
+    with pytest.raises(UncuttableError) as caught:
+        check_pipeline(name)
+    assert caught.value.reason == reason
+    assert f" cannot be cut into pipeline stages: {reason}. Set parallel.pp=1." in str(caught.value)
+
+
+def test_a_type_that_transformers_does_not_know_is_refused() -> None:
+    from toolkit.families.tiny import tiny_config
+
+    with pytest.raises(ModelError, match="no-such-type is not a model type of transformers"):
+        tiny_config("no-such-type")
+
+
+def test_examining_leaves_the_model_as_it_was() -> None:
+    from toolkit.families.anatomy import examine
+    from toolkit.parallel.family_check import tiny_model
+
+    model = tiny_model("mixtral")
+    model.train()
+    model.model.embed_tokens.eval()
+    before = {name: module.training for name, module in model.named_modules()}, model.get_experts_implementation()
+    examine(model)
+    after = {name: module.training for name, module in model.named_modules()}, model.get_experts_implementation()
+    assert after == before
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+Alter = Callable[[torch.Tensor, list[torch.Tensor]], tuple[torch.Tensor, list[torch.Tensor]]]
+
+
+class _WrongGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0] * 1.001
+
+
+@pytest.mark.parametrize(
+    ("alter", "complaint"),
+    [
+        (lambda hidden, rest: (hidden * 1.001, rest), "the loss is"),
+        (lambda hidden, rest: (_WrongGradient.apply(hidden), rest), "the gradient of .* is off by [12]e-03"),
+        (lambda hidden, rest: (hidden.detach().requires_grad_(), rest), "gets no gradient"),
+        (lambda hidden, rest: (hidden, []), "with packed documents the loss is"),
+    ],
+)
+def test_the_check_sees_a_wrong_stage(monkeypatch: pytest.MonkeyPatch, alter: Alter, complaint: str) -> None:
+    from toolkit.parallel.family_check import InexactError, check_pipeline
+    from toolkit.parallel.stage import PipelineStage
+
+    whole = PipelineStage.forward
+
+    def forward(stage: PipelineStage, inputs: Any) -> Any:
+        result = whole(stage, inputs)
+        if not isinstance(result, tuple):
+            return result
+        hidden, rest = alter(result[0], list(result[1:]))
+        return (hidden, *rest)
+
+    monkeypatch.setattr(PipelineStage, "forward", forward)
+    with pytest.raises(InexactError, match=complaint):
+        check_pipeline("llama")

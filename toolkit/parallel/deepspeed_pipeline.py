@@ -1,0 +1,89 @@
+"""Our stage as DeepSpeed's PipelineModule: one layer a stage, tied parameters by name, and a step without update.
+
+DeepSpeed sees a pipeline of as many "layers" as stages, so its partitioning, activation checkpointing and layer seeding
+have nothing left to decide. What it does is what it does well: the 1F1B schedule, the messages, ZeRO-1.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.runtime.pipe import schedule
+from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology
+from torch import nn
+
+from toolkit.layout import Layout
+from toolkit.parallel.groups import ParallelGroups
+from toolkit.parallel.shard import shard_of
+from toolkit.parallel.stage import PipelineStage
+
+
+class BuiltStage(LayerSpec):  # type: ignore[misc]
+    """The stage that this rank has built already; on other ranks its place."""
+
+    def __init__(self, stage: PipelineStage) -> None:
+        super().__init__(PipelineStage)
+        self.stage = stage
+
+    def build(self, log: bool = False) -> PipelineStage:
+        """Hand the stage over."""
+        return self.stage
+
+
+class StagePipeline(PipelineModule):  # type: ignore[misc]
+    """One BuiltStage a pipeline rank. `shared`: names of the parameters that the first and the last stage both hold."""
+
+    def __init__(self, stage: PipelineStage, groups: ParallelGroups, shared: list[str], loss_fn: Any) -> None:
+        self._groups, self._shared = groups, shared
+        self._shared_here: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
+        layout = groups.layout
+        super().__init__(
+            layers=[BuiltStage(stage)] * layout.pp,
+            topology=_topology(layout),
+            loss_fn=loss_fn,
+            partition_method="uniform",
+        )
+
+    def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, dist.ProcessGroup]]:
+        """The shared parameters of this stage, and with whom their gradients are summed."""
+        return self._shared_here
+
+    def _index_tied_modules(self) -> dict[str, Any]:
+        layout, place = self._groups.layout, self._groups.coordinate
+        if self._shared:
+            ends = [
+                [layout.rank(pipe=pipe, data=data, model=model) for pipe in (0, layout.pp - 1)]
+                for data in range(layout.dp)
+                for model in range(layout.tp)
+            ]
+            group, _ = dist.new_subgroups_by_enumeration(ends)
+            if place.pipe in (0, layout.pp - 1):
+                held = {shard_of(parameter).name: parameter for parameter in self.parameters()}
+                self._shared_here = [(held[name], group) for name in self._shared]
+        for parameter in self.parameters():
+            self._mark(parameter)
+        return {}  # DeepSpeed uses it to count parameters, for a log line
+
+    def _mark(self, parameter: Any) -> None:
+        """How DeepSpeed counts a parameter in norms. Without these marks ZeRO-0 counts the first stage only."""
+        shard, place = shard_of(parameter), self._groups.coordinate
+        copied = shard.name in self._shared and place.pipe != 0
+        counted = (shard.owner if shard.is_split else place.model == 0) and not copied
+        parameter.ds_pipe_replicated = copied
+        parameter.model_parallel = parameter.tensor_model_parallel = counted
+
+
+class StepWithoutUpdate(schedule.TrainSchedule):  # type: ignore[misc]
+    """Forward, backward and reductions of one step; the update waits until loss and gradient were looked at."""
+
+    def steps(self) -> Iterator[list[Any]]:
+        """See DeepSpeed's TrainSchedule."""
+        for instructions in super().steps():
+            yield [one for one in instructions if not isinstance(one, schedule.OptimizerStep)]
+
+
+def _topology(layout: Layout) -> Any:
+    if layout.tp > 1:
+        return PipeModelDataParallelTopology(num_pp=layout.pp, num_mp=layout.tp, num_dp=layout.dp)
+    return PipeDataParallelTopology(num_pp=layout.pp, num_dp=layout.dp)

@@ -1,0 +1,82 @@
+"""Whole parameters out of the shards of all ranks, one at a time, under Hugging Face names."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from toolkit.parallel.groups import ParallelGroups
+from toolkit.parallel.shard import shard_of
+
+Names = Sequence[tuple[str, torch.Size]]
+"""Every parameter of the whole model with its shape, in the model's order, tied ones once."""
+
+
+def whole_parameters(
+    names: Names,
+    parameters: Iterable[nn.Parameter],
+    groups: ParallelGroups,
+    *,
+    opened: Callable[[list[nn.Parameter]], AbstractContextManager[object]] = lambda parameters: nullcontext(),
+    values: Callable[[nn.Parameter], torch.Tensor | None] = lambda parameter: parameter.detach(),
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, whole value) on every rank, in the order of `names`. A collective call; a rank holds one at a time.
+
+    `opened`: a context in which the local parameters are readable (ZeRO-3). `values`: what to gather of a parameter:
+    its value, or something of its shape such as its gradient; None gathers as zeros.
+    """
+    local: dict[str, list[nn.Parameter]] = {}
+    every = list(parameters)
+    for parameter in every:
+        local.setdefault(shard_of(parameter).name, []).append(parameter)
+    stages = _first_stage_with(names, local, groups, every[0].device)
+    for (name, shape), stage in zip(names, stages, strict=True):
+        held = local.get(name, [])
+        with opened(held):
+            whole = _over_tensor_ranks(held, shape, groups, values) if groups.coordinate.pipe == stage else None
+        yield name, _from_stage(whole, stage, shape, groups, every[0])
+
+
+def _over_tensor_ranks(
+    held: list[nn.Parameter],
+    shape: torch.Size,
+    groups: ParallelGroups,
+    values: Callable[[nn.Parameter], torch.Tensor | None],
+) -> torch.Tensor:
+    found = [values(parameter) for parameter in held]
+    shards = [shard_of(parameter) for parameter in held]
+    if not shards[0].is_split:
+        return held[0].new_zeros(shape) if found[0] is None else found[0].clone()
+    whole = held[0].new_zeros(shape)
+    for shard, value in zip(shards, found, strict=True):
+        if shard.owner and value is not None:
+            shard.put(value, whole)
+    dist.all_reduce(whole, group=groups.tensor)
+    return whole
+
+
+def _first_stage_with(
+    names: Names, local: dict[str, list[nn.Parameter]], groups: ParallelGroups, device: torch.device
+) -> list[int]:
+    """For each name the first pipeline stage that holds it."""
+    if groups.layout.pp == 1:
+        return [0] * len(names)
+    here = [groups.coordinate.pipe if name in local else groups.layout.pp for name, _ in names]
+    first = torch.tensor(here, device=device)
+    dist.all_reduce(first, op=dist.ReduceOp.MIN, group=groups.pipe)
+    return [int(stage) for stage in first.tolist()]
+
+
+def _from_stage(
+    whole: torch.Tensor | None, stage: int, shape: torch.Size, groups: ParallelGroups, like: torch.Tensor
+) -> torch.Tensor:
+    if groups.layout.pp == 1:
+        assert whole is not None
+        return whole
+    if whole is None:
+        whole = like.new_empty(shape)
+    place = groups.coordinate
+    dist.broadcast(whole, src=groups.layout.rank(pipe=stage, data=place.data, model=place.model), group=groups.pipe)
+    return whole

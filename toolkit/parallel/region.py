@@ -1,0 +1,77 @@
+"""Region: the part of a layer between f and g, where each tensor-parallel rank computes its own heads or columns.
+
+A region is entered once per block (attention, MLP) and left by its row-parallel layer. With sequence parallelism the
+hidden state outside lies split over the sequence: entering gathers it, leaving reduce-scatters.
+
+Dropout. Outside, ranks hold the same activations and must drop the same ones; inside they hold different ones, and the
+same random stream would drop head 0 of each rank alike. Entering draws a number from the common stream, which keeps the
+ranks in step, and seeds an own stream from it and the rank; leaving restores the common one. Everything follows from
+the generator's state at the entrance, so recomputing a layer drops the same activations again.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from toolkit.parallel import collectives as c
+
+_GOLDEN = 0x9E3779B97F4A7C15
+"""2^64 / golden ratio: multiples of it are spread evenly over 64 bits."""
+
+
+class Region:
+    """State shared by the layers of one block of one model.
+
+    `dropout`: whether anything inside is dropped at all. `gathers`: columns are gathered at once, so that every rank
+    computes all heads; only the matrices are split.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, *, sequence_parallel: bool, dropout: bool, gathers: bool = False
+    ) -> None:
+        self.group = group
+        self.gathers = gathers
+        self.sequence_parallel = sequence_parallel
+        self.dropout = dropout
+        self._outside: list[tuple[torch.Generator, torch.Tensor]] = []
+
+    def enter(self, x: torch.Tensor, module: nn.Module) -> torch.Tensor:
+        """Hidden state [b, s, h] (with sequence parallelism [b, s/t, h]) -> [b, s, h], whose gradient is summed."""
+        x = c.gather_sequence(x, self.group) if self.sequence_parallel else c.copy_to_tensor_ranks(x, self.group)
+        if self.dropout and module.training and self.group.size() > 1:
+            self._own_stream(x.device)
+        return x
+
+    def leave(self, partial: torch.Tensor) -> torch.Tensor:
+        """A rank's share of a sum [b, s, h] -> the sum [b, s, h] (with sequence parallelism [b, s/t, h])."""
+        for generator, state in self._outside:
+            generator.set_state(state)
+        self._outside.clear()
+        if self.sequence_parallel:
+            return c.reduce_scatter_sequence(partial, self.group)
+        return c.reduce_from_tensor_ranks(partial, self.group)
+
+    def _own_stream(self, device: torch.device) -> None:
+        if self._outside:
+            return
+        # From the host's generator, whatever the device: asking a GPU for a number would wait for it.
+        drawn = int(torch.randint(2**62, ()))
+        own = (drawn + (self.group.rank() + 1) * _GOLDEN) % 2**63
+        for generator in _generators(device):
+            self._outside.append((generator, generator.get_state()))
+            generator.manual_seed(own)
+
+
+def _generators(device: torch.device) -> list[torch.Generator]:
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return [torch.cuda.default_generators[index]]
+    return [torch.default_generator]
+
+
+def drops_activations(config: Any) -> bool:
+    """Whether a model of this config drops anything while it trains."""
+    facts = config.get_text_config(decoder=True).to_dict()
+    return any(isinstance(value, float) and value > 0 for name, value in facts.items() if "drop" in name)

@@ -1,0 +1,158 @@
+"""Initial weights: each family's own distribution, drawn from a seed per module, the same in every layout.
+
+Embedding and head are drawn in blocks of rows, each with a seed of its own, so that a rank which keeps a part of the
+vocabulary draws only that.
+"""
+
+import copy
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from toolkit.parallel.shard import set_source
+from toolkit.parallel.stage import is_elsewhere
+from toolkit.train.seeds import derive_seed
+from toolkit.train.weights.part import ModelPart, OnLayer, cast, decoder_layers
+
+_ROWS = 4096
+"""Rows of a vocabulary that are drawn at once."""
+
+
+def initialise(
+    model: PreTrainedModel,
+    *,
+    seed: int,
+    dtype: torch.dtype,
+    part: ModelPart | None = None,
+    on_layer: OnLayer | None = None,
+) -> None:
+    """Give every meta parameter of `model` its initial value."""
+    draw = _Draw(model, seed, dtype, part, on_layer)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        draw.visit(model, "", model, inside_layer=False)
+        draw.rest()
+
+
+class _Draw:
+    """One walk over the model: children first, as transformers initialises."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        seed: int,
+        dtype: torch.dtype,
+        part: ModelPart | None,
+        on_layer: OnLayer | None,
+    ) -> None:
+        self.model, self.seed, self.dtype, self.part, self.on_layer = model, seed, dtype, part, on_layer
+        self.layers = {id(layer) for layer in decoder_layers(model)}
+        ends = (model.get_input_embeddings(), model.get_output_embeddings())
+        self.vocabularies = {id(module) for module in ends if isinstance(module, nn.Embedding | nn.Linear)}
+        self.real: dict[nn.Parameter, nn.Parameter] = {}
+
+    def visit(self, module: nn.Module, name: str, owner: PreTrainedModel, inside_layer: bool) -> None:
+        owner = module if isinstance(module, PreTrainedModel) else owner
+        is_layer = id(module) in self.layers and not inside_layer
+        for child_name, child in list(module.named_children()):
+            self.visit(child, f"{name}.{child_name}", owner, inside_layer or is_layer)
+        if id(module) in self.vocabularies:
+            self._give_rows(module, name, owner)
+        else:
+            self._draw(module, name, owner)
+        if is_layer:
+            cast(module, self.dtype)
+            if self.part is not None:
+                self.part.cut_layer(module, lambda layer: None)
+            if self.on_layer is not None:
+                self.on_layer(module)
+
+    def rest(self) -> None:
+        """What lies outside the layers: cut and cast it."""
+        if self.part is not None:
+            self.part.cut_rest(self.model, self._fill)
+        self._fill(self.model)
+        cast(self.model, self.dtype)
+        if self.on_layer is not None:
+            self.on_layer(self.model)
+
+    def _draw(self, module: nn.Module, name: str, owner: PreTrainedModel) -> None:
+        direct = list(module.named_parameters(recurse=False, remove_duplicate=False))
+        fresh = False
+        for key, parameter in direct:
+            if parameter.is_meta:
+                fresh = fresh or parameter not in self.real
+                self._replace(module, key)
+        if fresh or not (direct or is_elsewhere(module)):
+            # Only a module whose weights are all here may draw: a tied one would draw a second time.
+            torch.manual_seed(derive_seed("initial weights", self.seed, name))
+            owner._init_weights(module)
+
+    def _replace(self, module: nn.Module, key: str) -> None:
+        """Put a real parameter in the place of a meta one, the same one wherever it is tied to."""
+        parameter = module._parameters[key]
+        assert parameter is not None
+        if parameter not in self.real:
+            source = getattr(parameter, "source", None)
+            values = torch.empty(parameter.shape) if source is None else source.clone()
+            self.real[parameter] = nn.Parameter(values, requires_grad=parameter.requires_grad)
+        module._parameters[key] = self.real[parameter]
+
+    def _give_rows(self, module: nn.Module, name: str, owner: PreTrainedModel) -> None:
+        for key, parameter in module.named_parameters(recurse=False):
+            if parameter.is_meta and not hasattr(parameter, "source"):
+                set_source(parameter, RowsToDraw(module, key, name, owner, self.seed, self.dtype))
+
+    def _fill(self, module: nn.Module) -> None:
+        for child in module.modules():
+            for key, parameter in list(child.named_parameters(recurse=False, remove_duplicate=False)):
+                if parameter.is_meta:
+                    self._replace(child, key)
+
+
+class RowsToDraw:
+    """The parameter `key` of an embedding or a head, drawn when rows of it are asked for."""
+
+    def __init__(
+        self, module: nn.Module, key: str, name: str, owner: PreTrainedModel, seed: int, dtype: torch.dtype
+    ) -> None:
+        self.module, self.key, self.name, self.owner, self.seed, self.dtype = module, key, name, owner, seed, dtype
+        self.shape = module.get_parameter(key).shape
+        self.shapes = {k: None if p is None else p.shape for k, p in module._parameters.items()}
+
+    def narrow(self, dim: int, start: int, length: int) -> torch.Tensor:
+        """Rows [start, start + length)."""
+        assert dim == 0
+        out = torch.empty(length, *self.shape[1:], dtype=self.dtype)
+        for block in range(start // _ROWS, -(-(start + length) // _ROWS)):
+            rows = self._block(block)
+            first, last = max(start, block * _ROWS), min(start + length, block * _ROWS + rows.shape[0])
+            out[first - start : last - start] = rows[first - block * _ROWS : last - block * _ROWS]
+        return out
+
+    def clone(self, *, memory_format: torch.memory_format = torch.contiguous_format) -> torch.Tensor:
+        """All rows."""
+        return self.narrow(0, 0, self.shape[0])
+
+    def new_zeros(self, shape: Sequence[int]) -> torch.Tensor:
+        """Zeros of the same dtype."""
+        return torch.zeros(*shape, dtype=self.dtype)
+
+    def _block(self, index: int) -> torch.Tensor:
+        """One block of rows, from the family's own initialisation of a module with that many rows."""
+        start = index * _ROWS
+        rows = min(_ROWS, self.shape[0] - start)
+        small = copy.copy(self.module)
+        small.__dict__ = dict(self.module.__dict__)
+        small._parameters = {
+            key: None if shape is None else nn.Parameter(torch.empty(rows, *shape[1:]))
+            for key, shape in self.shapes.items()
+        }
+        padding = getattr(self.module, "padding_idx", None)
+        if padding is not None:
+            small.__dict__["padding_idx"] = padding - start if start <= padding < start + rows else None
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(derive_seed("initial weights", self.seed, self.name, index))
+            self.owner._init_weights(small)
+        return small.get_parameter(self.key).detach()

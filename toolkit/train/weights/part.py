@@ -1,0 +1,46 @@
+"""What a rank keeps of a model, as those see it who fill it with weights."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+OnLayer = Callable[[nn.Module], None]
+"""Called with every decoder layer, and at the end with the model, once filled and cut (ZeRO-3 shards it there)."""
+
+
+class ModelPart(Protocol):
+    """The cuts of tensor and pipeline parallelism."""
+
+    def begin(self, model: PreTrainedModel) -> None:
+        """Take out, on the meta device, what other ranks own."""
+
+    def cut_layer(self, layer: nn.Module, fill: Callable[[nn.Module], None]) -> None:
+        """Split a decoder layer; `fill` gives values to what stays whole."""
+
+    def cut_rest(self, model: PreTrainedModel, fill: Callable[[nn.Module], None]) -> None:
+        """Split embedding and head."""
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """The children of the outermost module lists, in order: the units in which a model is filled."""
+    layers: list[nn.Module] = []
+
+    def visit(module: nn.Module) -> None:
+        for child in module.children():
+            if isinstance(child, nn.ModuleList):
+                layers.extend(child)
+            else:
+                visit(child)
+
+    visit(model)
+    return layers
+
+
+def cast(module: nn.Module, dtype: torch.dtype) -> None:
+    """Cast parameters only: buffers such as rotary frequencies lose their meaning in 16 bits."""
+    for parameter in module.parameters():
+        if parameter.is_floating_point() and not parameter.is_meta and not hasattr(parameter, "ds_id"):
+            parameter.data = parameter.data.to(dtype)
