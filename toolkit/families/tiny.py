@@ -26,12 +26,15 @@ _NAMES = (
         num_experts_per_tok num_experts_per_token moe_k moe_top_k moe_topk""",
     ),
     (1, "first_k_dense_replace num_dense_layers n_group topk_group num_expert_group n_shared_experts"),
-    (8, "rotary_dim qk_rope_head_dim qk_nope_head_dim"),
+    (
+        8,
+        """rotary_dim qk_rope_head_dim qk_nope_head_dim
+        sliding_window sliding_window_size window_size attention_chunk_size keep_window_size local_attention""",
+    ),
     (
         16,
         """head_dim global_head_dim attention_head_dim dim_head kv_channels v_head_dim swa_head_dim index_head_dim
-        d_head hidden_size_per_layer_input laurel_rank sliding_window sliding_window_size window_size
-        attention_chunk_size keep_window_size local_attention""",
+        d_head hidden_size_per_layer_input laurel_rank""",
     ),
     (
         32,
@@ -130,6 +133,10 @@ def _fields(default: Any, model_type: str, *, layers: int = LAYERS) -> dict[str,
     fields |= {name: _SIZES[name] for name in _UNSET_BY_DEFAULT if name in given}
     if "num_hidden_layers" in fields:
         fields["num_hidden_layers"] = layers
+    kinds = list(dict.fromkeys(given.get("layer_types") or ()))
+    if len(kinds) > len(set(given["layer_types"][:layers] if kinds else ())):
+        # The kind of layer that a pattern brings only later shall be among the few.
+        fields["layer_types"] = (kinds * layers)[:layers]
     if "qk_rope_head_dim" in fields:
         # Latent attention: head_dim often is another name of the rotary part, and every head has its own key.
         if given.get("head_dim") == given["qk_rope_head_dim"]:

@@ -121,7 +121,8 @@ def _own_slice(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
     size = x.shape[dim]
     assert size % group.size() == 0, f"{size} does not split into {group.size()}"
     part = size // group.size()
-    return x.narrow(dim, group.rank() * part, part).contiguous()
+    # A copy, as in _all_gather: a slice that is contiguous already would be a view.
+    return x.narrow(dim, group.rank() * part, part).clone(memory_format=torch.contiguous_format)
 
 
 def _all_gather(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:

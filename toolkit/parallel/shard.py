@@ -4,7 +4,7 @@ Every parameter of a cut model carries one (`shard_of`), so that whoever reads, 
 needs no knowledge of layers: a whole tensor is `take`n apart and `put` together by these numbers alone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,6 +12,16 @@ import torch
 from torch import nn
 
 from toolkit.errors import LayoutError
+
+RUN = 4096
+"""Rows, or columns, of a whole parameter that are drawn, read or copied at once. Initial weights depend on it."""
+
+
+def runs(start: int, length: int) -> Iterator[tuple[int, int]]:
+    """[start, start + length) as (first, count) of each run in it, so that no more than one needs to be in memory."""
+    for boundary in range(start // RUN * RUN, start + length, RUN):
+        first = max(start, boundary)
+        yield first, min(start + length, boundary + RUN) - first
 
 
 class Whole(Protocol):
@@ -82,10 +92,14 @@ class Shard:
         """The local values, out of a whole tensor. A tensor of its own, contiguous."""
         if self.dim is None:
             return whole.clone(memory_format=torch.contiguous_format)
-        parts = [whole.narrow(self.dim, start, length) for start, length in self.pieces]
-        if self.padding:
-            parts.append(whole.new_zeros((*self.shape[: self.dim], self.padding, *self.shape[self.dim + 1 :])))
-        return torch.cat(parts, dim=self.dim)
+        width = sum(length for _, length in self.pieces) + self.padding
+        local = whole.new_zeros((*self.shape[: self.dim], width, *self.shape[self.dim + 1 :]))
+        offset = 0
+        for start, length in self.pieces:
+            for first, count in runs(start, length):
+                local.narrow(self.dim, offset, count).copy_(whole.narrow(self.dim, first, count))
+                offset += count
+        return local
 
     def put(self, local: torch.Tensor, whole: torch.Tensor) -> None:
         """Write the local values to their places in a whole tensor."""
@@ -136,5 +150,5 @@ def set_source(parameter: nn.Parameter, source: Whole) -> None:
 
 def source_of(parameter: nn.Parameter) -> Whole:
     """The parameter's values: itself, or the source that it was given."""
-    source: Whole = getattr(parameter, "source", None) or parameter.detach()
-    return source
+    source: Whole | None = getattr(parameter, "source", None)
+    return parameter.detach() if source is None else source

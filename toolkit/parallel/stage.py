@@ -75,16 +75,19 @@ class PipelineStage(nn.Module):
         super().__init__()
         self.model = model
         self.is_first, self.is_last = stage == 0, stage == len(bounds) - 2
-        self.sequence_shards = sequence_shards
         start, stop = bounds[stage], bounds[stage + 1]
         layers = anatomy.layer_list(model)
+        # Behind the last layer the sequence is whole again, and a stage may have nothing but the head.
+        self.sequence_shards = 1 if start == len(layers) else sequence_shards
         for index in range(len(layers)):
             if not start <= index < stop:
                 layers[index] = LayerElsewhere(layers[index], anatomy.tuple_length)
         entry = None if self.is_first else layers[start - 1]
         assert entry is None or isinstance(entry, LayerElsewhere)
         self._entry = entry
-        if not self.is_last:
+        if stop == len(layers) and not self.is_last:
+            _end_with(layers[-1])
+        elif not self.is_last:
             behind = layers[stop]
             assert isinstance(behind, LayerElsewhere)
             behind.ends_stage = True
@@ -114,6 +117,20 @@ class PipelineStage(nn.Module):
             if self._entry is not None:
                 self._entry.received = None
         return logits
+
+
+def _end_with(layer: nn.Module) -> None:
+    """Leave the model after its last layer, behind which no placeholder lies: the next stage has the head alone.
+
+    Not by a hook: that would run, and raise, inside activation checkpointing.
+    """
+    family = type(layer)
+
+    def call(module: nn.Module, *arguments: Any, **keywords: Any) -> Any:
+        result = family.__call__(module, *arguments, **keywords)
+        raise StageEnd(result[0] if isinstance(result, tuple | list) else result)
+
+    layer.__class__ = type(f"{family.__name__}EndsStage", (family,), {"__call__": call})
 
 
 def _drop_parameters(module: nn.Module, kept: set[int]) -> None:

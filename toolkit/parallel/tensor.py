@@ -83,19 +83,24 @@ class TensorCut:
                 if id(parameter) not in inside or (is_marked(parameter) and not parameter.shard.is_split):  # type: ignore[attr-defined]
                     sum_over_ranks(parameter, self.group)
             self._split_sequence(index, layer)
+        # Now, for the shapes are gone once ZeRO-3 has sharded the layer.
+        mark_whole(layer, self.anatomy.tied, prefix=f"{prefix}.")
 
-    def vocabulary(self, *, embeds: bool = True) -> None:
+    def vocabulary(self, *, embeds: bool = True, done: Callable[[nn.Module], None] = lambda module: None) -> None:
         """Split embedding and head, where this model still has them, and mark what every rank holds whole.
 
-        `embeds`: whether this pipeline stage looks tokens up, or has the embedding only for a tied head.
+        `embeds`: whether this pipeline stage looks tokens up, or has the embedding only for a tied head. `done` is
+        called with each of the two once it is split.
         """
         embedding, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
         names = {id(module): name for name, module in self.model.named_modules()}
         tied = head is not None and getattr(embedding, "weight", None) is head.weight
         if isinstance(embedding, nn.Embedding) and "weight" in embedding._parameters:
             split_embedding(embedding, names[id(embedding)], self.group, is_idle=not embeds)
+            done(embedding)
         if isinstance(head, nn.Linear) and "weight" in head._parameters:
             split_head(head, names[id(head)], self.group, tied_to=embedding.weight if tied else None)
+            done(head)
         mark_whole(self.model, self.anatomy.tied)
 
     def whole(self) -> None:
@@ -163,9 +168,10 @@ class TensorCut:
             layer.register_forward_hook(_gather(self.group))
 
 
-def mark_whole(model: nn.Module, tied: Mapping[str, str]) -> None:
-    """Mark every parameter that has no shard yet as one that this rank holds whole."""
-    for name, parameter in model.named_parameters():
+def mark_whole(module: nn.Module, tied: Mapping[str, str], *, prefix: str = "") -> None:
+    """Mark every parameter that has no shard yet as one that this rank holds whole. `prefix`: of the module's names."""
+    for local_name, parameter in module.named_parameters():
+        name = prefix + local_name
         if not is_marked(parameter):
             mark(parameter, Shard(name=tied.get(name, name), shape=tuple(parameter.shape)))
 

@@ -17,6 +17,7 @@ from toolkit.parallel.tensor import TensorCut, mark_whole
 from toolkit.parallel.vocabulary import VocabularyShard, vocab_parallel_token_loss_sum
 from toolkit.recipe import Recipe
 from toolkit.train.loss import IGNORE, token_loss_sum
+from toolkit.train.weights import OnLayer
 
 _GPU_FLOPS_PER_BYTE = 120.0
 """An H100 at 40 % of its bf16 peak of 989 TFLOP/s, with 3.35 TB/s of memory: computed, not measured."""
@@ -84,10 +85,10 @@ class ModelCut:
         if self._tensor is not None and id(layer) in self._index:
             self._tensor.layer(self._index[id(layer)], fill)
 
-    def cut_rest(self, model: PreTrainedModel, fill: Callable[[nn.Module], None]) -> None:
+    def cut_rest(self, model: PreTrainedModel, fill: Callable[[nn.Module], None], done: OnLayer) -> None:
         """See ModelPart."""
         if self._tensor is not None:
-            self._tensor.vocabulary(embeds=self.stage is None or self.stage.is_first)
+            self._tensor.vocabulary(embeds=self.stage is None or self.stage.is_first, done=done)
         fill(model)
         mark_whole(model, self.anatomy.tied)
 

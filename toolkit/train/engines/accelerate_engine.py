@@ -80,6 +80,11 @@ class AccelerateEngine(DataParallelEngine):
             value = parameter.detach()
             yield name, value.full_tensor() if isinstance(value, DTensor) else value
 
+    def full_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See Engine.full_gradients."""
+        for name, gradient in super().full_gradients():
+            yield name, gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+
     def _logits(self, batch: MicroBatch) -> torch.Tensor:
         logits: torch.Tensor = self._wrapped(**batch.inputs(), use_cache=False).logits
         return logits

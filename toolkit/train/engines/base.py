@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -60,6 +60,8 @@ class Engine(ABC):
 
     model: PreTrainedModel
     device: torch.device
+    before_update: Callable[[], None] = staticmethod(lambda: None)
+    """Called in every step when the gradients are complete and nothing has been clipped or updated."""
 
     @abstractmethod
     def train_step(
@@ -73,6 +75,11 @@ class Engine(ABC):
     @abstractmethod
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Hugging Face name and whole value, one after the other, tied ones once, on every rank. A collective call."""
+
+    def full_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The same of the gradients, for `before_update` to call. Zeros where there is none."""
+        for name, parameter in self.model.named_parameters():
+            yield name, torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
     def evaluate(self, micro_batches: Iterable[MicroBatch]) -> float:
         """Mean token loss (nats) of all ranks' micro-batches. Every rank must pass the same number of them."""
@@ -138,6 +145,7 @@ class DataParallelEngine(Engine):
             loss_sum += micro_loss.detach()
         loss = self._global_loss(loss_sum, target_tokens)
         self._set_learning_rate(learning_rate)
+        self.before_update()
         return self._update(loss)
 
     def _global_loss(self, loss_sum: torch.Tensor, target_tokens: int) -> float:

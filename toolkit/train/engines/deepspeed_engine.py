@@ -9,6 +9,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.utils import safe_get_full_grad
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -21,7 +22,6 @@ from toolkit.recipe import Recipe
 from toolkit.train.cut import ModelCut
 from toolkit.train.dropout import DropoutStream
 from toolkit.train.engines.base import DataParallelEngine, MicroBatch, StepResult, refuse_gradient
-from toolkit.train.loss import token_loss_sum
 from toolkit.train.optimizer import parameter_groups, torch_optimizer
 
 if os.environ.get("DS_ACCELERATOR") == "cpu":
@@ -86,6 +86,17 @@ class DeepSpeedEngine(DataParallelEngine):
             else:
                 yield name, parameter.detach()
 
+    def full_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See Engine.full_gradients."""
+        if self.cut is not None:
+            yield from whole_parameters(
+                self.cut.names, self.model.parameters(), self.cut.groups, values=safe_get_full_grad
+            )
+            return
+        for name, parameter in self.model.named_parameters():
+            gradient = safe_get_full_grad(parameter)
+            yield name, torch.zeros_like(parameter) if gradient is None else gradient
+
     def _logits(self, batch: MicroBatch) -> torch.Tensor:
         logits: torch.Tensor = self.engine(**batch.inputs(), use_cache=False).logits
         return logits
@@ -121,7 +132,7 @@ class DeepSpeedEngine(DataParallelEngine):
         return float(norm / scaler.get_scale() if scaler else norm)
 
     def _loss_sum(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return token_loss_sum(logits, labels) if self.cut is None else self.cut.loss_sum(logits, labels)
+        return super()._loss_sum(logits, labels) if self.cut is None else self.cut.loss_sum(logits, labels)
 
     def _sum_over_replicas(self, values: torch.Tensor) -> None:
         # Tensor-parallel ranks count the same samples.

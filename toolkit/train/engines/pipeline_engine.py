@@ -8,6 +8,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.pipe import schedule
+from deepspeed.utils import safe_get_full_grad
 from transformers import PreTrainedModel
 
 from toolkit.batch import Batch
@@ -77,6 +78,7 @@ class PipelineEngine(Engine):
         loss = self._global_loss(target_tokens)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
+        self.before_update()
         return self._update(loss)
 
     def evaluate(self, micro_batches: Iterable[MicroBatch]) -> float:
@@ -91,6 +93,12 @@ class PipelineEngine(Engine):
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See Engine.full_parameters."""
         yield from whole_parameters(self.cut.names, self.model.parameters(), self.cut.groups)
+
+    def full_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See Engine.full_gradients."""
+        yield from whole_parameters(
+            self.cut.names, self.model.parameters(), self.cut.groups, values=safe_get_full_grad
+        )
 
     def _run(self, kind: type[Any], micro_batches: list[MicroBatch]) -> None:
         """Send micro-batches through the pipeline and leave the sums of loss and target tokens in `_totals`."""

@@ -42,6 +42,7 @@ class ReferenceEngine(Engine):
         if not math.isfinite(loss):
             raise NonFiniteError(f"the loss is {loss} on rank 0")
 
+        self.before_update()
         limit = self.grad_clip if self.grad_clip > 0 else math.inf
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit).item()
         if not math.isfinite(norm):

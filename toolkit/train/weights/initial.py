@@ -5,19 +5,17 @@ vocabulary draws only that.
 """
 
 import copy
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from toolkit.parallel.shard import set_source
+from toolkit.parallel.shard import RUN, runs, set_source
 from toolkit.parallel.stage import is_elsewhere
 from toolkit.train.seeds import derive_seed
-from toolkit.train.weights.part import ModelPart, OnLayer, cast, decoder_layers
-
-_ROWS = 4096
-"""Rows of a vocabulary that are drawn at once."""
+from toolkit.train.weights.part import ModelPart, OnLayer, cast, decoder_layers, has_own_parameters, outside_layers
 
 
 def initialise(
@@ -50,6 +48,7 @@ class _Draw:
         self.layers = {id(layer) for layer in decoder_layers(model)}
         ends = (model.get_input_embeddings(), model.get_output_embeddings())
         self.vocabularies = {id(module) for module in ends if isinstance(module, nn.Embedding | nn.Linear)}
+        self.shared = shared_parameters(model)
         self.real: dict[nn.Parameter, nn.Parameter] = {}
 
     def visit(self, module: nn.Module, name: str, owner: PreTrainedModel, inside_layer: bool) -> None:
@@ -65,17 +64,23 @@ class _Draw:
             cast(module, self.dtype)
             if self.part is not None:
                 self.part.cut_layer(module, lambda layer: None)
-            if self.on_layer is not None:
-                self.on_layer(module)
+            self._done(module)
+        elif not inside_layer and self.part is None and has_own_parameters(module) and not _has_meta(module):
+            self._done(module)
 
     def rest(self) -> None:
         """What lies outside the layers: cut and cast it."""
         if self.part is not None:
-            self.part.cut_rest(self.model, self._fill)
-        self._fill(self.model)
-        cast(self.model, self.dtype)
+            self.part.cut_rest(self.model, self._fill, self._done)
+        for module in outside_layers(self.model):
+            self._fill(module)
+            self._done(module)
+        self._done(self.model)
+
+    def _done(self, module: nn.Module) -> None:
+        cast(module, self.dtype)
         if self.on_layer is not None:
-            self.on_layer(self.model)
+            self.on_layer(module)
 
     def _draw(self, module: nn.Module, name: str, owner: PreTrainedModel) -> None:
         direct = list(module.named_parameters(recurse=False, remove_duplicate=False))
@@ -93,11 +98,15 @@ class _Draw:
         """Put a real parameter in the place of a meta one, the same one wherever it is tied to."""
         parameter = module._parameters[key]
         assert parameter is not None
-        if parameter not in self.real:
+        real = self.real.get(parameter)
+        if real is None:
             source = getattr(parameter, "source", None)
             values = torch.empty(parameter.shape) if source is None else source.clone()
-            self.real[parameter] = nn.Parameter(values, requires_grad=parameter.requires_grad)
-        module._parameters[key] = self.real[parameter]
+            real = nn.Parameter(values, requires_grad=parameter.requires_grad)
+            if parameter in self.shared:
+                # No others: whoever is in here stays in memory, also when its layer was cut long ago.
+                self.real[parameter] = real
+        module._parameters[key] = real
 
     def _give_rows(self, module: nn.Module, name: str, owner: PreTrainedModel) -> None:
         for key, parameter in module.named_parameters(recurse=False):
@@ -109,6 +118,16 @@ class _Draw:
             for key, parameter in list(child.named_parameters(recurse=False, remove_duplicate=False)):
                 if parameter.is_meta:
                     self._replace(child, key)
+
+
+def shared_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """The parameters that stand in several places."""
+    counts = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
+    return {parameter for parameter, count in counts.items() if count > 1}
+
+
+def _has_meta(module: nn.Module) -> bool:
+    return any(parameter.is_meta for parameter in module.parameters())
 
 
 class RowsToDraw:
@@ -124,11 +143,12 @@ class RowsToDraw:
     def narrow(self, dim: int, start: int, length: int) -> torch.Tensor:
         """Rows [start, start + length)."""
         assert dim == 0
+        wanted = list(runs(start, length))
+        if len(wanted) == 1:
+            return self._rows(start, length).to(self.dtype)
         out = torch.empty(length, *self.shape[1:], dtype=self.dtype)
-        for block in range(start // _ROWS, -(-(start + length) // _ROWS)):
-            rows = self._block(block)
-            first, last = max(start, block * _ROWS), min(start + length, block * _ROWS + rows.shape[0])
-            out[first - start : last - start] = rows[first - block * _ROWS : last - block * _ROWS]
+        for first, count in wanted:
+            out.narrow(0, first - start, count).copy_(self._rows(first, count))
         return out
 
     def clone(self, *, memory_format: torch.memory_format = torch.contiguous_format) -> torch.Tensor:
@@ -139,10 +159,13 @@ class RowsToDraw:
         """Zeros of the same dtype."""
         return torch.zeros(*shape, dtype=self.dtype)
 
+    def _rows(self, start: int, length: int) -> torch.Tensor:
+        return self._block(start // RUN).narrow(0, start % RUN, length)
+
     def _block(self, index: int) -> torch.Tensor:
         """One block of rows, from the family's own initialisation of a module with that many rows."""
-        start = index * _ROWS
-        rows = min(_ROWS, self.shape[0] - start)
+        start = index * RUN
+        rows = min(RUN, self.shape[0] - start)
         small = copy.copy(self.module)
         small.__dict__ = dict(self.module.__dict__)
         small._parameters = {

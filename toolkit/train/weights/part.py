@@ -8,7 +8,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 OnLayer = Callable[[nn.Module], None]
-"""Called with every decoder layer, and at the end with the model, once filled and cut (ZeRO-3 shards it there)."""
+"""Called with what is filled and cut: every decoder layer, every module outside them with parameters of its own, and at
+the end the model. ZeRO-3 shards them there."""
 
 
 class ModelPart(Protocol):
@@ -20,8 +21,8 @@ class ModelPart(Protocol):
     def cut_layer(self, layer: nn.Module, fill: Callable[[nn.Module], None]) -> None:
         """Split a decoder layer; `fill` gives values to what stays whole."""
 
-    def cut_rest(self, model: PreTrainedModel, fill: Callable[[nn.Module], None]) -> None:
-        """Split embedding and head."""
+    def cut_rest(self, model: PreTrainedModel, fill: Callable[[nn.Module], None], done: OnLayer) -> None:
+        """Split embedding and head, calling `done` with each; `fill` gives values to what stays whole."""
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
@@ -37,6 +38,26 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
     visit(model)
     return layers
+
+
+def outside_layers(model: nn.Module) -> list[nn.Module]:
+    """The other modules that have parameters of their own, children before their parents."""
+    inside = {id(module) for layer in decoder_layers(model) for module in layer.modules()}
+    found: list[nn.Module] = []
+
+    def visit(module: nn.Module) -> None:
+        for child in module.children():
+            visit(child)
+        if id(module) not in inside and has_own_parameters(module):
+            found.append(module)
+
+    visit(model)
+    return found
+
+
+def has_own_parameters(module: nn.Module) -> bool:
+    """Whether the module itself, not only one inside it, has parameters."""
+    return any(parameter is not None for parameter in module._parameters.values())
 
 
 def cast(module: nn.Module, dtype: torch.dtype) -> None:

@@ -6,14 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
 from toolkit.errors import ModelError
-from toolkit.parallel.shard import set_source
-from toolkit.train.weights.part import ModelPart, OnLayer, decoder_layers
+from toolkit.parallel.shard import Whole, runs, set_source, source_of
+from toolkit.train.weights.part import ModelPart, OnLayer, decoder_layers, outside_layers
+from toolkit.train.weights.renaming import Conversion, ConvertedTensor, find_origins
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -36,22 +37,26 @@ def read_weights(
             for key, parameter in list(child.named_parameters(recurse=False, remove_duplicate=False)):
                 if parameter.is_meta:
                     if parameter not in real:
-                        values = parameter.source.clone()  # type: ignore[attr-defined]
+                        values = source_of(parameter).clone(memory_format=torch.contiguous_format)
                         real[parameter] = nn.Parameter(values, requires_grad=parameter.requires_grad)
                     child._parameters[key] = real[parameter]
+
+    def done(module: nn.Module) -> None:
+        if on_layer is not None:
+            on_layer(module)
 
     with torch.no_grad():
         for layer in decoder_layers(model):
             if part is not None:
                 part.cut_layer(layer, fill)
             fill(layer)
-            if on_layer is not None:
-                on_layer(layer)
+            done(layer)
         if part is not None:
-            part.cut_rest(model, fill)
-        fill(model)
-        if on_layer is not None:
-            on_layer(model)
+            part.cut_rest(model, fill, done)
+        for module in outside_layers(model):
+            fill(module)
+            done(module)
+        done(model)
 
 
 class StoredTensor:
@@ -64,29 +69,72 @@ class StoredTensor:
         """Only these rows or columns are read."""
         ranges = [slice(None)] * len(self.shape)
         ranges[dim] = slice(start, start + length)
-        with safe_open(self.path, framework="pt") as file:
-            values: torch.Tensor = file.get_slice(self.name)[tuple(ranges)]
-        return values.to(self.dtype)
+        return self._read(tuple(ranges)).to(self.dtype)
 
     def clone(self, *, memory_format: torch.memory_format = torch.contiguous_format) -> torch.Tensor:
         """All of it."""
-        with safe_open(self.path, framework="pt") as file:
-            values: torch.Tensor = file.get_tensor(self.name)
-        return values.to(self.dtype)
+        # A copy, for what safetensors returns lies in the file: it would change, or vanish, with it.
+        if not self.shape:
+            return self._read(()).to(self.dtype, copy=True)
+        out = torch.empty(self.shape, dtype=self.dtype)
+        for first, count in runs(0, self.shape[0]):
+            out.narrow(0, first, count).copy_(self.narrow(0, first, count))
+        return out
 
     def new_zeros(self, shape: Sequence[int]) -> torch.Tensor:
         """Zeros of the same dtype."""
         return torch.zeros(*shape, dtype=self.dtype)
 
+    def _read(self, ranges: tuple[slice, ...]) -> torch.Tensor:
+        with safe_open(self.path, framework="pt") as file:
+            values: torch.Tensor = file.get_slice(self.name)[ranges] if ranges else file.get_tensor(self.name)
+        return values
+
 
 class _Files:
-    """Which file holds which tensor."""
+    """Which file holds which tensor, and its shape."""
 
     def __init__(self, name_or_path: str) -> None:
         self.path_of: dict[str, Path] = {}
+        self.shape_of: dict[str, torch.Size] = {}
         for path in _paths(name_or_path):
-            with safe_open(path, framework="pt") as file:
-                self.path_of.update(dict.fromkeys(file.keys(), path))
+            try:
+                with safe_open(path, framework="pt") as file:
+                    for name in file.keys():  # noqa: SIM118 - no dict
+                        self.path_of[name] = path
+                        self.shape_of[name] = torch.Size(file.get_slice(name).get_shape())
+                        self._refuse_quantised(name, file.get_slice(name).get_dtype())
+            except SafetensorError as error:
+                raise ModelError(f"{path} cannot be read ({error}). Fetch the model again.") from error
+
+    def _refuse_quantised(self, name: str, dtype: str) -> None:
+        if dtype.startswith(("F8", "F4")):
+            raise ModelError(
+                f"{self.path_of[name]}: {name} is stored as {dtype}. Quantised weights cannot be trained: "
+                "take the model's bf16 or fp32 weights."
+            )
+
+    def tensor(self, name: str, dtype: torch.dtype) -> StoredTensor:
+        """The tensor `name`, to be read in `dtype`."""
+        return StoredTensor(self.path_of[name], name, self.shape_of[name], dtype)
+
+    def sources(self, model: PreTrainedModel, dtype: torch.dtype) -> dict[str, tuple[Whole, torch.Size]]:
+        """For every tensor of the model that is stored: where it comes from, and its shape."""
+        plain, conversions = find_origins(model, self.path_of)
+        found: dict[str, tuple[Whole, torch.Size]] = {
+            name: (self.tensor(key, dtype), self.shape_of[key]) for name, key in plain.items()
+        }
+        for conversion in conversions:
+            for name, shape in self._shapes(conversion).items():
+                found[name] = (
+                    ConvertedTensor(conversion, name, lambda key: self.tensor(key, dtype).clone(), dtype),
+                    shape,
+                )
+        return found
+
+    def _shapes(self, conversion: Conversion) -> dict[str, torch.Size]:
+        made = conversion.apply(lambda key: torch.empty(self.shape_of[key], device="meta"))
+        return {name: value.shape for name, value in made.items()}
 
 
 def _paths(name_or_path: str) -> Iterator[Path]:
@@ -116,30 +164,54 @@ def _find(name_or_path: str, file: str) -> Path | None:
 
 
 def _set_sources(model: PreTrainedModel, files: _Files, name_or_path: str, dtype: torch.dtype) -> None:
+    sources = files.sources(model, dtype)
+    _mend_ties(model, sources, name_or_path)
     missing = []
     for name, parameter in model.named_parameters():
-        key = _stored_name(model, name, files)
-        if key is None:
+        if name in sources:
+            set_source(parameter, _checked(name, parameter, sources, name_or_path))
+        else:
             missing.append(name)
-            continue
-        stored = StoredTensor(files.path_of[key], key, parameter.shape, dtype)
-        with safe_open(stored.path, framework="pt") as file:
-            shape = tuple(file.get_slice(key).get_shape())
-        if shape != tuple(parameter.shape):
-            raise ModelError(
-                f"{name_or_path}: {key} is stored as {list(shape)}, but the config makes it {list(parameter.shape)}. "
-                "Remove the model.overrides that change sizes."
-            )
-        set_source(parameter, stored)
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise ModelError(
             f"{name_or_path}: no stored weights for {', '.join(missing[:3])}{more}. "
             "Save the model with the transformers version in use, or set model.init=random."
         )
+    saved = model.state_dict(keep_vars=True)
+    for name, buffer in model.named_buffers():
+        if name in sources and name in saved:
+            # Learnt without a gradient, as the bias by which some routers balance their experts.
+            buffer.copy_(_checked(name, buffer, sources, name_or_path).clone())
 
 
-def _stored_name(model: PreTrainedModel, name: str, files: _Files) -> str | None:
-    """The name in the file: as it is, or without the prefix of the base model, as old checkpoints have it."""
-    bare = name.removeprefix(f"{model.base_model_prefix}.")
-    return next((key for key in (name, bare) if key in files.path_of), None)
+def _checked(name: str, value: torch.Tensor, sources: dict[str, tuple[Whole, torch.Size]], name_or_path: str) -> Whole:
+    source, shape = sources[name]
+    if shape != value.shape:
+        raise ModelError(
+            f"{name_or_path}: {name} is stored as {list(shape)}, but the config makes it {list(value.shape)}. "
+            "Remove the model.overrides that change sizes."
+        )
+    return source
+
+
+def _mend_ties(model: PreTrainedModel, sources: dict[str, tuple[Whole, torch.Size]], name_or_path: str) -> None:
+    """Let tied parameters share what is stored under either name, and refuse what is stored as two."""
+    for name, other in model.all_tied_weights_keys.items():
+        here, there = sources.get(name), sources.get(other)
+        if here is not None and there is not None and not _equal(here, there):
+            raise ModelError(
+                f"{name_or_path}: its config ties {name} to {other}, but their stored weights differ. "
+                "Set model.overrides.tie_word_embeddings=false to train them apart."
+            )
+        if here is not None:
+            sources.setdefault(other, here)
+        if there is not None:
+            sources.setdefault(name, there)
+
+
+def _equal(one: tuple[Whole, torch.Size], other: tuple[Whole, torch.Size]) -> bool:
+    (values, shape), (others, other_shape) = one, other
+    if shape != other_shape:
+        return False
+    return all(torch.equal(values.narrow(0, *run), others.narrow(0, *run)) for run in runs(0, shape[0]))

@@ -1,0 +1,168 @@
+"""Tensor parallelism and pipelines train what one plain PyTorch process trains: every step, every gradient, every copy."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from parallel_cells import ACTIVE_CLIP, ParallelCell, all_cells, covering_subset
+
+from toolkit.parallel.shard import shard_of
+from toolkit.parity import Tolerance, compare, gradient_rows, gradient_table, whole_difference
+from toolkit.train.engines.base import Engine
+from toolkit.train.trial import Trial, run_trial
+
+CELLS = all_cells()
+DAILY = set(covering_subset(CELLS))
+PARAMETER_TOLERANCE = 1e-6
+GRADIENT_TOLERANCE = 1e-6
+"""Of the norm of the whole gradient, for each parameter in the first step."""
+Reference = Callable[[ParallelCell], Trial]
+
+
+@pytest.fixture(scope="session")
+def reference(make_recipe: Callable[..., Any], ranks: Callable[..., list[Any]]) -> Reference:
+    """The oracle of a cell; each runs once."""
+    known: dict[str, Trial] = {}
+
+    def of(cell: ParallelCell) -> Trial:
+        changes = cell.mathematics() | {"train__engine": "reference", "batch__micro_size": 16}
+        key = repr(changes)
+        if key not in known:
+            known[key] = ranks(run_trial, 1, make_recipe(**changes))[0]
+        return known[key]
+
+    return of
+
+
+def copies(engine: Engine) -> dict[Any, bytes]:
+    """The bits of what this rank holds: equal keys on two ranks are copies of each other."""
+    cut = engine.cut  # type: ignore[attr-defined]
+    place = cut.groups.coordinate
+    held = {}
+    for parameter in engine.model.parameters():
+        shard = shard_of(parameter)
+        local = getattr(parameter, "ds_tensor", parameter).detach()
+        # Sharded over replicas by ZeRO-3, split over tensor-parallel ranks, or the same on all of them.
+        data = place.data if hasattr(parameter, "ds_tensor") else "any"
+        key = (shard.name, shard.pieces, place.model if shard.is_split and not shard.pieces else "any", data)
+        held[key] = local.contiguous().view(torch.uint8).numpy().tobytes()
+    return held
+
+
+def assert_copies_are_equal(trials: list[Trial], *, there_are_some: bool = True) -> None:
+    found: dict[Any, bytes] = {}
+    compared = 0
+    for trial in trials:
+        for key, bits in trial.seen.items():
+            compared += key in found
+            assert found.setdefault(key, bits) == bits, f"{key[0]} differs between ranks that should hold the same"
+    assert bool(compared) == there_are_some
+
+
+@pytest.mark.parametrize(
+    "cell", [pytest.param(c, id=str(c), marks=[] if c in DAILY else [pytest.mark.whole]) for c in CELLS]
+)
+def test_a_layout_trains_what_one_process_trains(
+    cell: ParallelCell,
+    reference: Reference,
+    make_recipe: Callable[..., Any],
+    ranks: Callable[..., list[Any]],
+    record_property: Callable[[str, object], None],
+) -> None:
+    baseline = reference(cell)
+    trials: list[Trial] = ranks(run_trial, cell.ranks, make_recipe(**cell.changes()), copies, timeout_seconds=400)
+    report = compare(trials[0].curve, baseline.curve, Tolerance.fp32())
+    rows = gradient_rows(trials[0].first_gradients, baseline.first_gradients)
+    whole = whole_difference(trials[0].parameters, baseline.parameters)
+    for name, value in (
+        ("loss", report.max_loss_difference),
+        ("norm", report.max_norm_difference),
+        ("parameters", whole),
+        ("gradient", rows[0].difference),
+    ):
+        record_property(name, value)
+    assert rows[0].difference <= GRADIENT_TOLERANCE, "\n" + gradient_table(rows)
+    assert report.passed, str(report)
+    assert whole <= PARAMETER_TOLERANCE
+    # Stages of an untied model share nothing.
+    assert_copies_are_equal(trials, there_are_some=cell.tp * cell.dp > 1 or cell.tied)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_clipping_is_active_at_every_step(reference: Reference, optimizer: str, tied: bool) -> None:
+    cell = ParallelCell(optimizer=optimizer, tied=tied)
+    assert min(reference(cell).curve.grad_norms) > ACTIVE_CLIP
+
+
+FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "llama, fewer key-value heads than ranks": ("llama-tiny", {"num_key_value_heads": 1}, {"tp": 2, "zero_stage": 1}),
+    "llama, two key-value heads on four ranks": ("llama-tiny", {"num_key_value_heads": 2}, {"tp": 4, "zero_stage": 2}),
+    "llama with sequence parallelism in stages": (
+        "llama-tiny",
+        {"num_key_value_heads": 2},
+        {"tp": 2, "pp": 2, "sequence_parallel": True, "recompute": "full"},
+    ),
+    "qwen3, whose heads have norms": ("qwen3-tiny", {}, {"tp": 2, "zero_stage": 3}),
+    "qwen3 with sequence parallelism": ("qwen3-tiny", {}, {"tp": 2, "zero_stage": 1, "sequence_parallel": True}),
+    "qwen3 in stages": ("qwen3-tiny", {}, {"pp": 2, "zero_stage": 1}),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_other_families_train_what_one_process_trains(
+    name: str, make_recipe: Callable[..., Any], ranks: Callable[..., list[Any]]
+) -> None:
+    shape, extra, parallel = FAMILIES[name]
+    small = {"hidden_size": 64, "num_hidden_layers": 4, "intermediate_size": 96, "vocab_size": 321}
+    changes = {
+        "model": {"name_or_path": shape, "overrides": small | extra},
+        "optimizer": {"name": "adamw", "lr": 3e-4, "weight_decay": 0.1},
+        "data__packing": "isolated",
+        "train__grad_clip": ACTIVE_CLIP,
+        "train__steps": 10,
+    }
+    baseline = ranks(run_trial, 1, make_recipe(**changes, train__engine="reference"))[0]
+    size = parallel.get("tp", 1) * parallel.get("pp", 1)
+    trials = ranks(run_trial, size, make_recipe(**changes, parallel=parallel), copies, timeout_seconds=300)
+    rows = gradient_rows(trials[0].first_gradients, baseline.first_gradients)
+    report = compare(trials[0].curve, baseline.curve, Tolerance.fp32())
+    assert rows[0].difference <= GRADIENT_TOLERANCE, "\n" + gradient_table(rows)
+    assert report.passed, str(report)
+    assert_copies_are_equal(trials)
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {"tp": 2, "zero_stage": 1},
+        {"tp": 2, "zero_stage": 3},
+        {"pp": 2, "zero_stage": 1},
+        {"tp": 2, "pp": 2, "zero_stage": 1, "sequence_parallel": True},
+    ],
+    ids=["tp2-z1", "tp2-z3", "pp2-z1", "tp2-pp2-z1-sp"],
+)
+def test_bf16_stays_within_the_envelope_of_its_own_rounding(
+    parallel: dict[str, Any], make_recipe: Callable[..., Any], ranks: Callable[..., list[Any]]
+) -> None:
+    changes = {"precision": "bf16", "overrides__n_layer": 4, "train__steps": 20}
+    reruns = [
+        ranks(run_trial, 1, make_recipe(**changes, batch__micro_size=size))[0].curve for size in (16, 8, 4, 2, 1)
+    ]
+    envelope = Tolerance.envelope(reruns[0], reruns[1:])
+    size = parallel.get("tp", 1) * parallel.get("pp", 1)
+    trial = ranks(run_trial, size, make_recipe(**changes, parallel=parallel), timeout_seconds=300)[0]
+    report = compare(trial.curve, reruns[0], envelope)
+    assert report.passed, str(report)
+
+
+def test_a_validation_loss_does_not_depend_on_the_stages(
+    make_recipe: Callable[..., Any], ranks: Callable[..., list[Any]]
+) -> None:
+    changes = {"train__steps": 2, "train__eval_every": 2, "train__eval_samples": 11, "overrides__n_layer": 4}
+    alone = ranks(run_trial, 1, make_recipe(**changes, train__engine="reference"))[0].eval_loss
+    for parallel in ({"pp": 2}, {"tp": 2}, {"tp": 2, "pp": 2}):
+        size = 2 * len(parallel)
+        split = ranks(run_trial, size, make_recipe(**changes, parallel=parallel))[0].eval_loss
+        assert split == pytest.approx(alone, rel=1e-6)
