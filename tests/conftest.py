@@ -96,6 +96,6 @@ def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pyte
         import sys
 
         sys.path.insert(0, str(Path(__file__).parent / "parity"))
-        from page import write_page
+        from page import write_pages
 
-        write_page(terminalreporter.stats.get("passed", []))
+        write_pages(terminalreporter.stats.get("passed", []))

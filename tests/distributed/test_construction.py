@@ -26,8 +26,14 @@ LAYOUTS = {
     "tp2-pp2": (4, {"tp": 2, "pp": 2}),
     "dp2-z3": (2, {"zero_stage": 3}),
     "dp4-z3": (4, {"zero_stage": 3}),
-    "dp2-tp2-z3": (4, {"tp": 2, "zero_stage": 3}),
 }
+MIXED = {
+    "tp2-pp2": LAYOUTS["tp2-pp2"],
+    "pp3": (3, {"pp": 3}),
+    "dp2-tp2-z3": (4, {"tp": 2, "zero_stage": 3}),
+    "dp2-z3": LAYOUTS["dp2-z3"],
+}
+INITS = ("random", "pretrained")
 ROWS = 4096
 """Rows of a vocabulary that are drawn or read at once."""
 
@@ -53,6 +59,18 @@ def build(recipe: Recipe, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]
     return build_model(recipe, dtype=dtype, part=cut, on_layer=sharder), cut
 
 
+@pytest.fixture(autouse=True, scope="module")
+def imported(ranks: Ranks, make_recipe: Make) -> None:
+    """What every rank would import anew, and count as memory, is here before they fork."""
+    import toolkit.train.cut
+    import toolkit.train.engines.deepspeed_engine
+    import toolkit.train.preflight  # noqa: F401
+    from toolkit.train.model import build_model
+
+    for name in ("llama-tiny", "gpt2-tiny"):
+        build_model(make_recipe(model={"name_or_path": name}))
+
+
 # --- memory ---
 
 
@@ -65,10 +83,13 @@ class HostMemory(TorchDispatchMode):
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        read = [value for value in tree_tensors((args, kwargs)) if not value.is_meta]
-        inputs = {value.untyped_storage()._cdata for value in read}
-        result = func(*args, **kwargs)
+        read = tree_tensors((args, kwargs or {}))
+        inputs = {value.untyped_storage()._cdata for value in read if not value.is_meta}
+        result = func(*args, **(kwargs or {}))
+        if read and not inputs:
+            return result
+        if func is torch.ops.aten.set_.source_Storage:  # a view of a file
+            return result
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 self._count(value)
@@ -147,19 +168,15 @@ def counted(recipe: Recipe, dtype: torch.dtype) -> Memory:
     with HostMemory() as memory:
         model, _ = build(recipe, dtype)
     shard = shard_bytes(model)
-    return Memory(
-        peak=memory.peak_bytes, shard=shard, layer=layer, vocabulary=vocabulary, rows=rows, whole=whole
-    )
+    return Memory(peak=memory.peak_bytes, shard=shard, layer=layer, vocabulary=vocabulary, rows=rows, whole=whole)
+
+
+def count_all(recipes: dict[str, Recipe]) -> dict[str, Memory]:
+    return {init: counted(recipe, torch.float32) for init, recipe in recipes.items()}
 
 
 def resident(warm: Recipe, recipe: Recipe) -> Memory:
     """The same by what the kernel says. `warm`: a small model, so that code is in memory before the count."""
-    import ctypes
-
-    # Each tensor a mapping of its own, which goes when the tensor goes: malloc.h, M_MMAP_THRESHOLD and M_MMAP_MAX.
-    libc = ctypes.CDLL(None)
-    assert libc.mallopt(-3, 1 << 16)
-    assert libc.mallopt(-4, 1 << 16)
     layer, vocabulary, rows, whole = sizes(recipe)
     build(warm)
     gc.collect()
@@ -179,14 +196,14 @@ def status(field: str) -> int:
 DEEP = {
     "hidden_size": 128,
     "intermediate_size": 512,
-    "num_hidden_layers": 24,
+    "num_hidden_layers": 12,
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
     "head_dim": 32,
-    "vocab_size": 12_001,
+    "vocab_size": 6001,
     "tie_word_embeddings": False,
 }
-LARGE = DEEP | {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 24, "vocab_size": 24_001}
+LARGE = DEEP | {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 16, "vocab_size": 16_001}
 
 
 @pytest.fixture(scope="module")
@@ -213,17 +230,19 @@ def model_section(init: str, name: str, overrides: dict[str, Any], saved: Callab
     return {"name_or_path": str(saved(name, overrides)), "init": "pretrained"}
 
 
-@pytest.mark.parametrize("init", ["random", "pretrained"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_no_rank_holds_more_than_its_shard_and_one_layer(
-    make_recipe: Make, ranks: Ranks, saved: Callable[..., Path], layout: str, init: str
+    make_recipe: Make, ranks: Ranks, saved: Callable[..., Path], layout: str
 ) -> None:
     world_size, parallel = LAYOUTS[layout]
-    recipe = make_recipe(model=model_section(init, "llama-tiny", DEEP, saved), parallel=parallel)
-    for memory in ranks(counted, world_size, recipe, torch.float32):
-        bound = 1.02 * memory.bound(zero3="z3" in layout)
-        assert memory.shard < memory.peak <= bound, memory
-        assert bound < 0.85 * memory.whole
+    recipes = {
+        init: make_recipe(model=model_section(init, "llama-tiny", DEEP, saved), parallel=parallel) for init in INITS
+    }
+    for measured in ranks(count_all, world_size, recipes):
+        for init, memory in measured.items():
+            bound = 1.02 * memory.bound(zero3="z3" in layout)
+            assert memory.shard <= memory.peak <= bound, (init, memory)
+            assert bound < 0.85 * memory.whole
 
 
 def test_layers_are_cast_one_by_one(make_recipe: Make, ranks: Ranks) -> None:
@@ -233,19 +252,21 @@ def test_layers_are_cast_one_by_one(make_recipe: Make, ranks: Ranks) -> None:
         assert memory.peak <= 1.02 * (memory.bound(zero3=False) + memory.layer / 2), memory
 
 
-@pytest.mark.parametrize("init", ["random", "pretrained"])
-@pytest.mark.parametrize("layout", ["tp4", "pp4", "dp4-z3"])
+@pytest.mark.parametrize(
+    ("layout", "init"), [("tp4", "random"), ("tp4", "pretrained"), ("pp4", "random"), ("dp4-z3", "pretrained")]
+)
 def test_the_kernel_sees_no_more_than_shard_and_layer_either(
     make_recipe: Make, ranks: Ranks, saved: Callable[..., Path], layout: str, init: str
 ) -> None:
     world_size, parallel = LAYOUTS[layout]
-    warm = make_recipe(model=model_section(init, "llama-tiny", DEEP | {"num_hidden_layers": 4}, saved), parallel=parallel)
+    shallow = DEEP | {"num_hidden_layers": 4, "vocab_size": 3001}
+    warm = make_recipe(model={"name_or_path": "llama-tiny", "overrides": shallow}, parallel=parallel)
     recipe = make_recipe(model=model_section(init, "llama-tiny", LARGE, saved), parallel=parallel)
     for memory in ranks(resident, world_size, warm, recipe):
-        # 5 % and 8 MB for what an allocator keeps.
+        # 5 % and 8 MB for the allocator and for Python's own objects.
         bound = 1.05 * memory.bound(zero3="z3" in layout) + 8e6
         assert memory.peak <= bound, memory
-        assert bound < 0.85 * memory.whole
+        assert bound < 0.6 * memory.whole
 
 
 def test_the_meter_sees_a_tensor_that_lives_too_long() -> None:
@@ -256,3 +277,116 @@ def test_the_meter_sees_a_tensor_that_lives_too_long() -> None:
         second = unused[:0].new_zeros(1000)
     assert memory.peak_bytes == 12_000 - 4_000
     assert memory.bytes == 4 * (first.numel() + second.numel())
+
+
+# --- values ---
+
+
+def compare(recipes: dict[str, Recipe]) -> dict[str, tuple[set[str], list[str]]]:
+    """For each recipe: the parameters that this rank holds, and those of them that are not the plain model's."""
+    import deepspeed
+
+    from toolkit.parallel.shard import shard_of
+    from toolkit.train.model import build_model
+
+    found = {}
+    for key, recipe in recipes.items():
+        model, cut = build(recipe)
+        plain = dict(build_model(recipe).named_parameters(remove_duplicate=False))
+        held, wrong = set(), []
+        for name, parameter in model.named_parameters():
+            whole = plain[name].detach() if cut is None else plain[shard_of(parameter).name].detach()
+            wanted = whole if cut is None else shard_of(parameter).take(whole)
+            with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
+                if not torch.equal(parameter, wanted):
+                    wrong.append(name)
+            held.add(name if cut is None else shard_of(parameter).name)
+        found[key] = (held, wrong)
+    return found
+
+
+GPT2 = {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64, "vocab_size": 9001}
+LLAMA = DEEP | {"hidden_size": 32, "intermediate_size": 48, "head_dim": 8, "num_hidden_layers": 4, "vocab_size": 9001}
+MODELS = {
+    "gpt2 tied": ("gpt2-tiny", GPT2),
+    "gpt2 untied": ("gpt2-tiny", GPT2 | {"tie_word_embeddings": False}),
+    "llama tied": ("llama-tiny", LLAMA | {"tie_word_embeddings": True}),
+    "llama untied": ("llama-tiny", LLAMA),
+}
+
+
+@pytest.mark.parametrize("layout", MIXED)
+def test_every_layout_has_the_weights_of_the_plain_model(
+    make_recipe: Make, ranks: Ranks, saved: Callable[..., Path], layout: str
+) -> None:
+    world_size, parallel = MIXED[layout]
+    recipes = {
+        f"{model}, {init}": make_recipe(model=model_section(init, *MODELS[model], saved), parallel=parallel)
+        for model in MODELS
+        for init in INITS
+    }
+    results = ranks(compare, world_size, recipes)
+    for key, recipe in recipes.items():
+        assert [wrong for _, wrong in (result[key] for result in results)] == [[]] * world_size, key
+        assert set().union(*(result[key][0] for result in results)) == names(recipe), key
+
+
+def names(recipe: Recipe) -> set[str]:
+    from toolkit.train.model import build_model
+
+    return {name for name, _ in build_model(recipe).named_parameters()}
+
+
+def test_a_layout_reads_bf16_files_into_fp32(make_recipe: Make, ranks: Ranks, saved: Callable[..., Path]) -> None:
+    folder = saved("llama-tiny", LLAMA, torch.bfloat16, max_shard_size="300KB")
+    assert (folder / "model.safetensors.index.json").exists()
+    recipe = make_recipe(model={"name_or_path": str(folder), "init": "pretrained"}, parallel={"tp": 2})
+    assert [wrong for _, wrong in (result["it"] for result in ranks(compare, 2, {"it": recipe}))] == [[], []]
+
+
+def count_bytes_read(recipe: Recipe) -> tuple[int, int]:
+    """(bytes asked of files, bytes of this rank's parameters)."""
+    from toolkit.train.weights.stored import StoredTensor
+
+    asked = 0
+    read = StoredTensor._read
+
+    def count(stored: StoredTensor, ranges: tuple[slice, ...]) -> torch.Tensor:
+        nonlocal asked
+        values = read(stored, ranges)
+        asked += values.numel() * values.element_size()
+        return values
+
+    StoredTensor._read = count  # type: ignore[method-assign]
+    model, _ = build(recipe)
+    return asked, sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp2", "tp2-pp2"])
+def test_only_what_a_rank_keeps_is_read(
+    make_recipe: Make, ranks: Ranks, saved: Callable[..., Path], layout: str
+) -> None:
+    world_size, parallel = LAYOUTS[layout]
+    # An even vocabulary, for padding is kept and not read.
+    section = model_section("pretrained", "llama-tiny", LLAMA | {"vocab_size": 9000}, saved)
+    for asked, kept in ranks(count_bytes_read, world_size, make_recipe(model=section, parallel=parallel)):
+        assert asked == kept
+
+
+def test_ranks_refuse_a_checkpoint_with_a_file_missing(
+    make_recipe: Make, ranks: Ranks, saved: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = saved("llama-tiny", LLAMA, torch.bfloat16, max_shard_size="300KB")
+    for file in folder.iterdir():
+        if not file.name.startswith("model-00002"):
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    recipe = make_recipe(model={"name_or_path": str(tmp_path), "init": "pretrained"}, parallel={"tp": 2})
+    with pytest.raises(
+        ModelError, match=r"model-00002-of-.*\.safetensors is missing, though its index names it"
+    ) as caught:
+        ranks(build_only, 2, recipe)
+    assert "\n" not in str(caught.value)
+
+
+def build_only(recipe: Recipe) -> None:
+    build(recipe)

@@ -23,6 +23,8 @@ DAILY = (
     "phi3",  # fused projections
     "cohere",  # parallel attention and MLP
     "openai-gpt",  # layers return lists
+    "gpt_neox_japanese",  # a bias that the layer adds behind the block
+    "bitnet",  # norms over all heads inside the blocks
     "roformer",  # a frozen table of sines beside the hidden state
     "mixtral",  # experts
 )
@@ -52,8 +54,73 @@ def test_a_cut_into_three_stages_is_exact(name: str) -> None:
     check_pipeline(name)
 
 
+_FALCON_RW = {"multi_query": False, "alibi": True, "parallel_attn": False, "bias": True}
+_FALCON_40B = {"new_decoder_architecture": True, "num_attention_heads": 8, "num_kv_heads": 4}
+VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("falcon", {}),
+    ("falcon", _FALCON_RW),
+    ("falcon", _FALCON_40B),
+    ("falcon", _FALCON_40B | {"num_ln_in_parallel_attn": 1}),
+    ("gpt_bigcode", {}),
+    ("gpt_bigcode", {"multi_query": False}),
+    ("bloom", {}),
+    ("bloom", {"apply_residual_connection_post_layernorm": True}),
+    ("mpt", {}),
+    ("phi3", {}),
+    ("glm", {}),
+    ("olmo2", {}),
+    ("opt", {}),
+    ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 32}),  # the one of 350 million parameters
+    ("codegen", {}),
+    ("stablelm", {"use_parallel_residual": True}),
+    ("stablelm", {"qk_layernorm": True, "use_qkv_bias": True}),
+    ("stablelm", {"qk_layernorm": True, "use_parallel_residual": True}),  # the one of 12 billion
+    ("persimmon", {"qk_layernorm": False}),
+    ("gpt_neox", {"use_parallel_residual": False}),
+    ("diffllama", {}),
+    ("doge", {}),
+)
+
+
+def _split_in_every_way(name: str, changes: dict[str, Any]) -> None:
+    """Over 4 ranks, over pairs of them, and both with the sequence split too."""
+    from torch import distributed as dist
+
+    from toolkit.parallel.family_check import check_tensor
+
+    pair, _ = dist.new_subgroups(2)
+    for group in (pair, dist.group.WORLD):
+        assert group is not None
+        for sequence_parallel in (False, True):
+            check_tensor(name, group, sequence_parallel=sequence_parallel, changes=changes)
+
+
+@pytest.mark.parametrize(("name", "changes"), VARIANTS)
+def test_every_layout_of_a_familys_projections_is_split_exactly(
+    ranks: Callable[..., list[Any]], name: str, changes: dict[str, Any]
+) -> None:
+    ranks(_split_in_every_way, 4, name, changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "reason"),
+    [
+        ("doge", {"is_moe": True}, "experts cannot be split yet"),
+        ("deepseek_v2", {}, "its latent attention cannot be split yet"),
+        ("granite_swa", {}, "its attention sinks cannot be split yet"),
+        ("mixtral", {}, "experts cannot be split yet"),
+        ("falcon", {"new_decoder_architecture": True}, "its 2 groups of heads do not split"),
+    ],
+)
+def test_what_cannot_be_split_is_refused_in_plain_words(
+    ranks: Callable[..., list[Any]], name: str, changes: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ModelError, match=f"^{reason}$"):
+        ranks(_split_in_every_way, 4, name, changes)
+
+
 @pytest.mark.whole
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 def test_the_stored_support_of_every_family_is_what_the_check_says(generator: ModuleType) -> None:
     assert generator.check_all() == all_families()
 

@@ -76,13 +76,15 @@ def _layouts() -> Iterator[dict[str, Any]]:
 
 
 def all_cells() -> list[ParallelCell]:
-    """The whole matrix. Recomputation is on in half of the cells of each layout, with every optimizer and tying once."""
+    """The whole matrix: each layout twice, with AdamW and SGD, tied and untied, recomputing and not.
+
+    Which of the four pairings of optimizer and tying, and which of the two recomputes, alternates over the layouts.
+    """
     cells = []
-    for layout in _layouts():
-        for optimizer, tied in product(("adamw", "sgd"), (True, False)):
-            first = (layout["zero"] + layout.get("sp", False) + layout.get("dp", 1)) % 2 == 0
-            recompute = ((optimizer == "sgd") ^ (not tied)) == first
-            cells.append(ParallelCell(**layout, recompute=recompute, optimizer=optimizer, tied=tied))
+    for number, layout in enumerate(_layouts()):
+        tied_adam, first = (number + number // 2) % 2 == 0, number // 2 % 2 == 0
+        cells.append(ParallelCell(**layout, optimizer="adamw", tied=tied_adam, recompute=first))
+        cells.append(ParallelCell(**layout, optimizer="sgd", tied=not tied_adam, recompute=not first))
     return cells
 
 

@@ -1,22 +1,17 @@
-"""Tensor parallelism and pipelines train what one plain PyTorch process trains: every step, every gradient, every copy."""
+"""Tensor parallelism and pipelines train what one plain PyTorch process trains: steps, gradients, copies."""
 
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from parallel_cells import ACTIVE_CLIP, ParallelCell, all_cells, covering_subset
+from verdict import Verdict, copies
 
-from toolkit.parallel.shard import shard_of
-from toolkit.parity import Tolerance, compare, gradient_rows, gradient_table, whole_difference
-from toolkit.train.engines.base import Engine
+from toolkit.parity import Tolerance, compare
 from toolkit.train.trial import Trial, run_trial
 
 CELLS = all_cells()
 DAILY = set(covering_subset(CELLS))
-PARAMETER_TOLERANCE = 1e-6
-GRADIENT_TOLERANCE = 1e-6
-"""Of the norm of the whole gradient, for each parameter in the first step."""
 Reference = Callable[[ParallelCell], Trial]
 
 
@@ -35,31 +30,6 @@ def reference(make_recipe: Callable[..., Any], ranks: Callable[..., list[Any]]) 
     return of
 
 
-def copies(engine: Engine) -> dict[Any, bytes]:
-    """The bits of what this rank holds: equal keys on two ranks are copies of each other."""
-    cut = engine.cut  # type: ignore[attr-defined]
-    place = cut.groups.coordinate
-    held = {}
-    for parameter in engine.model.parameters():
-        shard = shard_of(parameter)
-        local = getattr(parameter, "ds_tensor", parameter).detach()
-        # Sharded over replicas by ZeRO-3, split over tensor-parallel ranks, or the same on all of them.
-        data = place.data if hasattr(parameter, "ds_tensor") else "any"
-        key = (shard.name, shard.pieces, place.model if shard.is_split and not shard.pieces else "any", data)
-        held[key] = local.contiguous().view(torch.uint8).numpy().tobytes()
-    return held
-
-
-def assert_copies_are_equal(trials: list[Trial], *, there_are_some: bool = True) -> None:
-    found: dict[Any, bytes] = {}
-    compared = 0
-    for trial in trials:
-        for key, bits in trial.seen.items():
-            compared += key in found
-            assert found.setdefault(key, bits) == bits, f"{key[0]} differs between ranks that should hold the same"
-    assert bool(compared) == there_are_some
-
-
 @pytest.mark.parametrize(
     "cell", [pytest.param(c, id=str(c), marks=[] if c in DAILY else [pytest.mark.whole]) for c in CELLS]
 )
@@ -72,21 +42,16 @@ def test_a_layout_trains_what_one_process_trains(
 ) -> None:
     baseline = reference(cell)
     trials: list[Trial] = ranks(run_trial, cell.ranks, make_recipe(**cell.changes()), copies, timeout_seconds=400)
-    report = compare(trials[0].curve, baseline.curve, Tolerance.fp32())
-    rows = gradient_rows(trials[0].first_gradients, baseline.first_gradients)
-    whole = whole_difference(trials[0].parameters, baseline.parameters)
+    verdict = Verdict.of(trials, baseline)
     for name, value in (
-        ("loss", report.max_loss_difference),
-        ("norm", report.max_norm_difference),
-        ("parameters", whole),
-        ("gradient", rows[0].difference),
+        ("loss", verdict.report.max_loss_difference),
+        ("norm", verdict.report.max_norm_difference),
+        ("parameters", verdict.parameters),
+        ("gradient", verdict.rows[0].difference),
     ):
         record_property(name, value)
-    assert rows[0].difference <= GRADIENT_TOLERANCE, "\n" + gradient_table(rows)
-    assert report.passed, str(report)
-    assert whole <= PARAMETER_TOLERANCE
     # Stages of an untied model share nothing.
-    assert_copies_are_equal(trials, there_are_some=cell.tp * cell.dp > 1 or cell.tied)
+    verdict.check(has_copies=cell.tp * cell.dp > 1 or cell.tied)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
@@ -126,11 +91,7 @@ def test_other_families_train_what_one_process_trains(
     baseline = ranks(run_trial, 1, make_recipe(**changes, train__engine="reference"))[0]
     size = parallel.get("tp", 1) * parallel.get("pp", 1)
     trials = ranks(run_trial, size, make_recipe(**changes, parallel=parallel), copies, timeout_seconds=300)
-    rows = gradient_rows(trials[0].first_gradients, baseline.first_gradients)
-    report = compare(trials[0].curve, baseline.curve, Tolerance.fp32())
-    assert rows[0].difference <= GRADIENT_TOLERANCE, "\n" + gradient_table(rows)
-    assert report.passed, str(report)
-    assert_copies_are_equal(trials)
+    Verdict.of(trials, baseline).check()
 
 
 @pytest.mark.parametrize(
@@ -147,9 +108,7 @@ def test_bf16_stays_within_the_envelope_of_its_own_rounding(
     parallel: dict[str, Any], make_recipe: Callable[..., Any], ranks: Callable[..., list[Any]]
 ) -> None:
     changes = {"precision": "bf16", "overrides__n_layer": 4, "train__steps": 20}
-    reruns = [
-        ranks(run_trial, 1, make_recipe(**changes, batch__micro_size=size))[0].curve for size in (16, 8, 4, 2, 1)
-    ]
+    reruns = [ranks(run_trial, 1, make_recipe(**changes, batch__micro_size=size))[0].curve for size in (16, 8, 4, 2, 1)]
     envelope = Tolerance.envelope(reruns[0], reruns[1:])
     size = parallel.get("tp", 1) * parallel.get("pp", 1)
     trial = ranks(run_trial, size, make_recipe(**changes, parallel=parallel), timeout_seconds=300)[0]

@@ -60,13 +60,21 @@ def test_a_promised_family_can_be_cut_into_stages(name: str) -> None:
     assert family.pipeline
 
 
+@pytest.mark.parametrize("name", PROMISED)
+def test_a_promised_family_can_be_split_by_tensor_and_sequence_parallelism(name: str) -> None:
+    family = find(name)
+    assert family is not None
+    assert family.tensor
+    assert family.sequence
+
+
 def test_more_than_a_hundred_families_can_be_cut_into_stages() -> None:
     assert sum(family.pipeline for family in all_families().values()) > 100
 
 
 def test_every_no_has_a_reason_of_one_short_line() -> None:
     for family in all_families().values():
-        for reason in (family.pipeline_refusal, family.tensor_refusal):
+        for reason in (family.pipeline_refusal, family.tensor_refusal, family.sequence_refusal):
             assert reason is None or (0 < len(reason) <= 120 and "\n" not in reason), family
 
 
@@ -85,6 +93,14 @@ def test_a_refusal_names_the_kind(name: str, reason: str) -> None:
     assert reason in str(family.pipeline_refusal)
 
 
+def test_what_is_not_split_has_no_sequence_to_split() -> None:
+    assert not [family for family in all_families().values() if family.sequence and not family.tensor]
+
+
+def test_no_reason_speaks_of_a_plans_styles() -> None:
+    assert not [family for family in all_families().values() if " style " in str(family.tensor_refusal)]
+
+
 def test_an_unknown_family_is_none() -> None:
     assert find("no-such-family") is None
 
@@ -97,7 +113,7 @@ def test_the_table_has_a_line_for_each_family_and_one_that_counts(capfd: pytest.
     code, out, err = run(capfd)
     lines = [line.rstrip() for line in out.splitlines()]
     assert (code, err) == (0, "")
-    assert lines[0] == "family                    pipeline  tensor  why not"
+    assert lines[0] == "family                    pipeline  tensor  sequence  why not"
     assert [line.split()[0] for line in lines[1:-2]] == list(all_families())
     assert lines[-1].startswith(f"{len(all_families())} families: ")
 
@@ -110,14 +126,17 @@ def test_named_families_come_in_the_order_asked_for(capfd: pytest.CaptureFixture
 
 def test_a_reason_that_holds_for_both_cuts_is_said_once(capfd: pytest.CaptureFixture[str]) -> None:
     _, out, _ = run(capfd, "bart")
-    assert out.splitlines()[1].split() == ["bart", "no", "no", "encoder-decoder"]
+    assert out.splitlines()[1].split() == ["bart", "no", "no", "no", "encoder-decoder"]
 
 
 def test_json_says_the_same(capfd: pytest.CaptureFixture[str]) -> None:
     _, out, _ = run(capfd, "bart", "--json")
     refusal = "encoder-decoder"
     assert json.loads(out) == {
-        "bart": {"pipeline": False, "tensor": False, "pipeline_refusal": refusal, "tensor_refusal": refusal}
+        "bart": {
+            **dict.fromkeys(("pipeline", "tensor", "sequence"), False),
+            **dict.fromkeys(("pipeline_refusal", "tensor_refusal", "sequence_refusal"), refusal),
+        }
     }
 
 

@@ -167,13 +167,19 @@ def test_what_does_not_fit_the_world_size_gives_one_line(world_size: int, axes: 
         ({"tp": 2}, ["parallel.tp=2"]),
         ({"pp": 2}, ["parallel.pp=2"]),
         ({"tp": 2, "pp": 2}, ["parallel.tp=2", "parallel.pp=2"]),
+        ({"tp": 2, "sequence_parallel": True}, ["parallel.tp=2"]),
         ({"dp": 2}, []),
     ],
 )
 def test_a_family_that_cannot_be_cut_is_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, axes: dict[str, int], told: list[str]
 ) -> None:
-    refused = Support(model_type="odd", pipeline_refusal="its layers carry state", tensor_refusal="it has no plan")
+    refused = Support(
+        model_type="odd",
+        pipeline_refusal="its layers carry state",
+        tensor_refusal="it has no plan",
+        sequence_refusal="it has no plan",
+    )
     monkeypatch.setattr(parallelism, "find", {"odd": refused}.get)
     (tmp_path / "config.json").write_text('{"model_type": "odd"}')
     given = problems(recipe(model__name_or_path=str(tmp_path), parallel=axes))
@@ -181,17 +187,36 @@ def test_a_family_that_cannot_be_cut_is_refused_by_name(
     assert all(": the family odd cannot be cut that way (it" in line for line in given)
 
 
-@pytest.mark.parametrize(("axis", "refusal"), [("tp", "pipeline_refusal"), ("pp", "tensor_refusal")])
+@pytest.mark.parametrize(
+    ("axis", "refusal"), [("tp", "pipeline_refusal"), ("pp", "tensor_refusal"), ("tp", "sequence_refusal")]
+)
 def test_a_family_is_refused_only_for_the_cut_that_fails(
     monkeypatch: pytest.MonkeyPatch, axis: str, refusal: str
 ) -> None:
-    reasons = {"pipeline_refusal": None, "tensor_refusal": None, refusal: "reasons"}
+    reasons = {"pipeline_refusal": None, "tensor_refusal": None, "sequence_refusal": None, refusal: "reasons"}
     monkeypatch.setattr(parallelism, "find", lambda name: Support(model_type=name, **reasons))
     assert problems(recipe(parallel={axis: 2})) == []
 
 
+@pytest.mark.parametrize(("wanted", "told"), [(True, ["parallel.sequence_parallel=true"]), (False, [])])
+def test_a_family_whose_sequence_cannot_be_split_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, wanted: bool, told: list[str]
+) -> None:
+    reasons = {"pipeline_refusal": None, "tensor_refusal": None, "sequence_refusal": "its layers mix positions"}
+    monkeypatch.setattr(parallelism, "find", lambda name: Support(model_type=name, **reasons))
+    given = problems(recipe(parallel={"tp": 2, "sequence_parallel": wanted}))
+    assert [line.split()[0] for line in given] == told
+    assert all(
+        line.endswith(
+            "cannot be cut that way (its layers mix positions). Set parallel.sequence_parallel=false, or see "
+            "`dstk families`."
+        )
+        for line in given
+    )
+
+
 def test_the_numbers_of_a_family_that_cannot_be_cut_are_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    reasons = {"pipeline_refusal": "no", "tensor_refusal": "no"}
+    reasons = {"pipeline_refusal": "no", "tensor_refusal": "no", "sequence_refusal": "no"}
     monkeypatch.setattr(parallelism, "find", lambda name: Support(model_type=name, **reasons))
     assert len(problems(recipe(parallel={"tp": 5}))) == 1
 

@@ -10,6 +10,7 @@ import click
 from toolkit.errors import ModelError, nearest
 from toolkit.families.support import Support, all_families, checked_version
 
+_CUTS = ("pipeline", "tensor", "sequence")
 _WIDTH_OF_A_FILE = 300
 """Columns where the output is no terminal: enough that every row is one line."""
 
@@ -19,6 +20,8 @@ _WIDTH_OF_A_FILE = 300
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(names: tuple[str, ...], as_json: bool) -> None:
     """Print which families of Hugging Face causal LMs can be cut into pipeline stages or by tensor parallelism.
+
+    The column sequence is for sequence parallelism on top of tensor parallelism.
 
     NAME is the model_type of a config.json; without one, all families are listed. A yes is a proof: a tiny model of
     the family, cut, has the loss and every gradient of the whole one.
@@ -51,19 +54,24 @@ def facts(family: Support) -> dict[str, object]:
     return {
         "pipeline": family.pipeline,
         "tensor": family.tensor,
+        "sequence": family.sequence,
         "pipeline_refusal": family.pipeline_refusal,
         "tensor_refusal": family.tensor_refusal,
+        "sequence_refusal": family.sequence_refusal,
     }
 
 
 def why_not(family: Support) -> str:
-    """The refusals of a family on one line."""
-    pipeline, tensor = family.pipeline_refusal, family.tensor_refusal
-    if pipeline == tensor:
-        return pipeline or ""
-    if pipeline and tensor:
-        return f"{pipeline}; tensor: {tensor}"
-    return pipeline or tensor or ""
+    """The refusals of a family on one line, each with the first of the cuts that it holds for."""
+    reasons: dict[str, str] = {}
+    for cut, reason in (
+        ("", family.pipeline_refusal),
+        ("tensor: ", family.tensor_refusal),
+        ("sequence: ", family.sequence_refusal),
+    ):
+        if reason is not None:
+            reasons.setdefault(reason, cut if reasons else "")
+    return "; ".join(cut + reason for reason, cut in reasons.items())
 
 
 def show(families: Sequence[Support]) -> None:
@@ -73,21 +81,19 @@ def show(families: Sequence[Support]) -> None:
     from rich.text import Text
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for heading in ("family", "pipeline", "tensor"):
+    for heading in ("family", *_CUTS):
         table.add_column(heading, no_wrap=True)
     table.add_column("why not", style="dim", overflow="fold")
     for family in families:
-        marks = [
-            Text("yes", style="green") if able else Text("no", style="red") for able in (family.pipeline, family.tensor)
-        ]
+        marks = [Text("yes", style="green") if getattr(family, cut) else Text("no", style="red") for cut in _CUTS]
         table.add_row(family.model_type, *marks, Text(why_not(family)))
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDTH_OF_A_FILE
     console = Console(width=width, highlight=False)
     console.print(table)
-    pipeline, tensor = sum(family.pipeline for family in families), sum(family.tensor for family in families)
+    pipeline, tensor, sequence = (sum(getattr(family, cut) for family in families) for cut in _CUTS)
     console.print(
         f"\n{_count(len(families))}: {pipeline} with pipeline stages, {tensor} with tensor parallelism, "
-        f"proven with transformers {checked_version()}.",
+        f"{sequence} with sequence parallelism, proven with transformers {checked_version()}.",
         soft_wrap=True,
     )
 

@@ -22,6 +22,7 @@ class Support:
     model_type: str
     pipeline_refusal: str | None
     tensor_refusal: str | None
+    sequence_refusal: str | None
 
     @property
     def pipeline(self) -> bool:
@@ -32,6 +33,11 @@ class Support:
     def tensor(self) -> bool:
         """Whether its layers can be split by tensor parallelism."""
         return self.tensor_refusal is None
+
+    @property
+    def sequence(self) -> bool:
+        """Whether the activations between those split layers can be split over the sequence."""
+        return self.sequence_refusal is None
 
 
 def find(model_type: str) -> Support | None:
@@ -52,7 +58,11 @@ def checked_version() -> str:
 def encoded(families: Mapping[str, Support], version: str) -> str:
     """The text of support.json."""
     rows = {
-        name: {"pipeline": support.pipeline_refusal or True, "tensor": support.tensor_refusal or True}
+        name: {
+            "pipeline": support.pipeline_refusal or True,
+            "tensor": support.tensor_refusal or True,
+            "sequence": support.sequence_refusal or True,
+        }
         for name, support in sorted(families.items())
     }
     lines = ",\n".join(f"    {json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items())
@@ -64,7 +74,10 @@ def _stored() -> tuple[str, Mapping[str, Support]]:
     content = json.loads(PATH.read_text(encoding="utf-8"))
     return content["transformers"], {
         name: Support(
-            model_type=name, pipeline_refusal=_refusal(row["pipeline"]), tensor_refusal=_refusal(row["tensor"])
+            model_type=name,
+            pipeline_refusal=_refusal(row["pipeline"]),
+            tensor_refusal=_refusal(row["tensor"]),
+            sequence_refusal=_refusal(row["sequence"]),
         )
         for name, row in content["families"].items()
     }

@@ -7,7 +7,7 @@ get a hand-made plan: a file `plans/<model_type>.py` that defines PLAN. Nothing 
 import importlib
 import importlib.util
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from toolkit.errors import ModelError
@@ -18,6 +18,18 @@ PACKED_COLUMN = "packed_colwise"
 _HARMLESS = ("replicated_with_grad_allreduce", "replicate", "embedding_rowwise", "embedding_colwise")
 """Styles that follow from the others here: parameters inside a region are always summed, vocabularies always split."""
 STYLES = (COLUMN, ROW, GATHERED_COLUMN, SPLIT_ROW, PACKED_COLUMN, *_HARMLESS)
+_GATHERING = {COLUMN: GATHERED_COLUMN, ROW: SPLIT_ROW}
+_IN_WORDS = {"mla_kv_a_proj": "its latent attention", "local_params": "its attention sinks"}
+"""Hugging Face's styles that are not among ours, and what they stand for."""
+
+LLAMA: Mapping[str, str] = {
+    **{f"self_attn.{name}": COLUMN for name in ("q_proj", "k_proj", "v_proj")},
+    "self_attn.o_proj": ROW,
+    "mlp.gate_proj": COLUMN,
+    "mlp.up_proj": COLUMN,
+    "mlp.down_proj": ROW,
+}
+"""The styles of Llama's layers, which many families share."""
 
 Fused = Callable[[Any], tuple[tuple[int, int], ...]]
 """config -> the blocks of a fused layer's features in their order: (units, features per unit)."""
@@ -35,8 +47,13 @@ class TensorPlan:
     """Attributes of a block that count heads or features and must count local ones: `attn` -> (num_heads, …)."""
     per_head: tuple[str, ...] = ()
     """Keyword arguments of attention that have one entry per head (ALiBi), [.., heads, .., ..]."""
-    sequence_parallel: bool = True
-    """Whether activations between the blocks may be split over the sequence."""
+    gathered: Callable[[Any], tuple[str, ...]] = lambda config: ()
+    """config -> blocks of which every rank computes all heads or columns, for what lies between them needs all.
+
+    Only their matrices are split: columns are gathered at once, and the row-parallel layer takes its part of them.
+    """
+    behind: tuple[str, ...] = ()
+    """Parameters of a block that act behind its row-parallel layer, where every rank has the whole hidden state."""
     needs: Callable[[Any, int], str | None] = lambda config, tp: None
     """What stands against this tp for this config, in words; None where nothing does."""
 
@@ -46,11 +63,19 @@ def find_plan(model_type: str, config: Any) -> TensorPlan:
     name = f"toolkit.families.plans.{model_type.replace('-', '_')}"
     if importlib.util.find_spec(name) is not None:
         plan: TensorPlan = importlib.import_module(name).PLAN
-        return plan
+        return _gathering(plan, plan.gathered(config))
     published = getattr(config, "base_model_tp_plan", None)
     if not published:
         raise _no_tensor(model_type, "neither Hugging Face nor this toolkit has a plan for it")
     return TensorPlan(styles=_inside_layers(model_type, published))
+
+
+def _gathering(plan: TensorPlan, blocks: tuple[str, ...]) -> TensorPlan:
+    """The plan with the styles that gather in these blocks."""
+    styles = {
+        path: _GATHERING[style] if path.rpartition(".")[0] in blocks else style for path, style in plan.styles.items()
+    }
+    return replace(plan, styles=styles)
 
 
 def heads(config: Any) -> int:
@@ -83,7 +108,7 @@ def _inside_layers(model_type: str, published: Mapping[str, str]) -> dict[str, s
             continue  # embeddings and norms outside the layers
         if style not in STYLES:
             kind = "experts" if "expert" in key or style.startswith("moe") else f"the style {style} ({key})"
-            raise _no_tensor(model_type, f"{kind} cannot be split yet")
+            raise _no_tensor(model_type, f"{_IN_WORDS.get(style, kind)} cannot be split yet")
         styles[inside] = style
     return styles
 

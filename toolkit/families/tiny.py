@@ -71,7 +71,7 @@ _DOTS3 = {
     "swa_v_head_dim": 16,
 }
 _FIELDS: Mapping[str, Mapping[str, Any]] = {
-    "codegen": {"n_head": 8},  # it lays its heads out in 4 chunks, and a split wants to halve them
+    "codegen": {"n_head": 16, "n_embd": 128},  # its heads lie in 4 chunks, each of which is split over up to 4 ranks
     "blt": {"encoder_hash_byte_group_vocab": VOCABULARY},
     "cohere_compass_text": {"rope_parameters": {"full_attention": None, "sliding_attention": _ROPE}},
     "dbrx.attn_config": {"rope_theta": 10_000.0, "clip_qkv": 8.0},
@@ -99,13 +99,21 @@ def default_config(model_type: str) -> Any:
         raise _no_tiny(error) from error
 
 
-def tiny_config(model_type: str) -> Any:
-    """The config of a model of this type with 4 layers, 4 heads and 99 words. Raises ModelError."""
+def tiny_config(model_type: str, **changes: Any) -> Any:
+    """The config of a model of this type with 4 layers, 4 heads and 99 words, then `changes`. Raises ModelError."""
     default = default_config(model_type)
     try:
-        return type(default)(**_fields(default, model_type))
+        return type(default)(**_fields(default, model_type) | changes)
     except Exception as error:
         raise _no_tiny(error) from error
+
+
+def other_choices(model_type: str) -> dict[str, Any]:
+    """Changes to a tiny config: the embedding tied if it is not, or untied, and all biases that are off."""
+    given = default_config(model_type).to_dict()
+    biases = {name: True for name, value in given.items() if "bias" in name and value is False}
+    tied = {"tie_word_embeddings": not given["tie_word_embeddings"]} if "tie_word_embeddings" in given else {}
+    return biases | tied
 
 
 def _no_tiny(error: Exception) -> ModelError:

@@ -7,7 +7,10 @@ Every parameter is random, norms and biases too, so that no part is hidden behin
 import copy
 import inspect
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -71,29 +74,39 @@ def check_pipeline(model_type: str) -> None:
         pass_stages(model, anatomy, inputs, labels).check(whole.gradients, whole.loss, situation)
 
 
-def check_tensor(model_type: str, group: dist.ProcessGroup) -> None:
-    """Split a tiny model over `group`; to be called on each of its ranks. Raises ModelError as check_pipeline does."""
+def check_tensor(
+    model_type: str,
+    group: dist.ProcessGroup,
+    *,
+    sequence_parallel: bool = False,
+    changes: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
+    """Split a tiny model over `group`; to be called on each of its ranks. Raises ModelError as check_pipeline does.
+
+    `changes`: fields of its config, instead of the family's defaults.
+    """
     # Ranks add up in another order than one; in fp64 that stays far below the tolerance where attention is steep.
-    model = tiny_model(model_type).double()
-    anatomy = examine(_on_meta(model))
-    cut = copy.deepcopy(model)
-    try:
-        TensorCut(cut, anatomy, group).whole()
-    except (ModelError, LayoutError) as error:
-        # Ours say what was given, the reason, and what to do; the reason alone is wanted.
-        raise ModelError(str(error).partition(": ")[2].rpartition(". ")[0]) from error
-    for situation, inputs, labels in situations(model):
-        whole = pass_whole(model, inputs, labels)
-        shards = {name: shard_of(parameter) for name, parameter in cut.named_parameters()}
-        lost = whole.gradients.keys() - {shard.name for shard in shards.values()}
-        if lost:
-            raise InexactError(f"{situation}no rank holds {min(lost)}")
-        wanted = {
-            name: shard.take(whole.gradients[shard.name])
-            for name, shard in shards.items()
-            if shard.name in whole.gradients
-        }
-        pass_tensor_rank(cut, inputs, labels, group).check(wanted, whole.loss, situation)
+    model = tiny_model(model_type, changes).double()
+    with _double_by_default():
+        anatomy = examine(_on_meta(model))
+        cut = copy.deepcopy(model)
+        try:
+            TensorCut(cut, anatomy, group, sequence_parallel=sequence_parallel).whole()
+        except (ModelError, LayoutError) as error:
+            # Ours say what was given, the reason, and what to do; the reason alone is wanted.
+            raise ModelError(str(error).partition(": ")[2].rpartition(". ")[0] or str(error)) from error
+        for situation, inputs, labels in situations(model):
+            whole = pass_whole(model, inputs, labels)
+            shards = {name: shard_of(parameter) for name, parameter in cut.named_parameters()}
+            lost = whole.gradients.keys() - {shard.name for shard in shards.values()}
+            if lost:
+                raise InexactError(f"{situation}no rank holds {min(lost)}")
+            wanted = {
+                name: shard.take(whole.gradients[shard.name])
+                for name, shard in shards.items()
+                if shard.name in whole.gradients
+            }
+            pass_tensor_rank(cut, inputs, labels, group).check(wanted, whole.loss, situation)
 
 
 def situations(model: PreTrainedModel) -> Iterator[tuple[str, tuple[torch.Tensor, ...], torch.Tensor]]:
@@ -106,10 +119,10 @@ def situations(model: PreTrainedModel) -> Iterator[tuple[str, tuple[torch.Tensor
         yield "with packed documents ", (ids, torch.tensor(_RESTARTS).expand(shape)), labels
 
 
-def tiny_model(model_type: str) -> PreTrainedModel:
+def tiny_model(model_type: str, changes: Mapping[str, Any] = MappingProxyType({})) -> PreTrainedModel:
     """A small model of this type in which every parameter is random, ready to be compared. Raises ModelError."""
     refuse_by_kind(getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]), default_config(model_type))
-    config = tiny_config(model_type)
+    config = tiny_config(model_type, **changes)
     try:
         with torch.device("meta"):
             count = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32).num_parameters()
@@ -183,6 +196,17 @@ def pass_tensor_rank(
     loss.backward()
     gradients = {name: value.grad for name, value in cut.named_parameters() if value.grad is not None}
     return Passed(loss=loss.item(), gradients=gradients)
+
+
+@contextmanager
+def _double_by_default() -> Iterator[None]:
+    """For families that make tensors of their own without asking which dtype the hidden state has."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _on_meta(model: PreTrainedModel) -> PreTrainedModel:

@@ -5,8 +5,10 @@ hidden state outside lies split over the sequence: entering gathers it, leaving 
 
 Dropout. Outside, ranks hold the same activations and must drop the same ones; inside they hold different ones, and the
 same random stream would drop head 0 of each rank alike. Entering draws a number from the common stream, which keeps the
-ranks in step, and seeds an own stream from it and the rank; leaving restores the common one. Everything follows from
-the generator's state at the entrance, so recomputing a layer drops the same activations again.
+ranks in step, and seeds an own stream from it and the rank; leaving restores the common one. With sequence parallelism
+ranks hold different positions outside and have streams of their own there already. A block that gathers its columns is
+the other way round: all ranks compute the same inside, so under sequence parallelism they take the first one's number.
+Everything follows from the generator's state at the entrance, so recomputing a layer drops the same activations again.
 """
 
 from typing import Any
@@ -24,7 +26,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 class Region:
     """State shared by the layers of one block of one model.
 
-    `dropout`: whether anything inside is dropped at all. `gathers`: columns are gathered at once, so that every rank
+    `dropout`: whether anything is dropped at all. `gathers`: columns are gathered at once, so that every rank
     computes all heads; only the matrices are split.
     """
 
@@ -36,12 +38,22 @@ class Region:
         self.sequence_parallel = sequence_parallel
         self.dropout = dropout
         self._outside: list[tuple[torch.Generator, torch.Tensor]] = []
+        self._entrance: nn.Module | None = None
 
     def enter(self, x: torch.Tensor, module: nn.Module) -> torch.Tensor:
-        """Hidden state [b, s, h] (with sequence parallelism [b, s/t, h]) -> [b, s, h], whose gradient is summed."""
-        x = c.gather_sequence(x, self.group) if self.sequence_parallel else c.copy_to_tensor_ranks(x, self.group)
-        if self.dropout and module.training and self.group.size() > 1:
-            self._own_stream(x.device)
+        """Hidden state [b, s, h] (with sequence parallelism [b, s/t, h]) -> [b, s, h], whose gradient is summed.
+
+        A family may flatten it to [b * s, h] in front of an MLP: there the order of the positions does not matter.
+        """
+        if self.sequence_parallel:
+            x = c.gather_sequence(x, self.group, dim=x.dim() - 2)
+        else:
+            x = c.copy_to_tensor_ranks(x, self.group)
+        if module is self._entrance:
+            # Not left the last time: recomputation stops as soon as it has all that the backward pass needs.
+            self._outside.clear()
+        if self.dropout and module.training and self.group.size() > 1 and self.gathers == self.sequence_parallel:
+            self._change_stream(x.device, module)
         return x
 
     def leave(self, partial: torch.Tensor) -> torch.Tensor:
@@ -50,18 +62,27 @@ class Region:
             generator.set_state(state)
         self._outside.clear()
         if self.sequence_parallel:
-            return c.reduce_scatter_sequence(partial, self.group)
+            return c.reduce_scatter_sequence(partial, self.group, dim=partial.dim() - 2)
         return c.reduce_from_tensor_ranks(partial, self.group)
 
-    def _own_stream(self, device: torch.device) -> None:
+    def _change_stream(self, device: torch.device, module: nn.Module) -> None:
         if self._outside:
             return
+        self._entrance = module
         # From the host's generator, whatever the device: asking a GPU for a number would wait for it.
         drawn = int(torch.randint(2**62, ()))
-        own = (drawn + (self.group.rank() + 1) * _GOLDEN) % 2**63
+        if self.gathers:
+            seed = self._of_first_rank(drawn, device)
+        else:
+            seed = (drawn + (self.group.rank() + 1) * _GOLDEN) % 2**63
         for generator in _generators(device):
             self._outside.append((generator, generator.get_state()))
-            generator.manual_seed(own)
+            generator.manual_seed(seed)
+
+    def _of_first_rank(self, number: int, device: torch.device) -> int:
+        shared = torch.tensor(number, device=device)
+        dist.broadcast(shared, src=dist.get_global_rank(self.group, 0), group=self.group)
+        return int(shared)
 
 
 def _generators(device: torch.device) -> list[torch.Generator]:

@@ -4,7 +4,7 @@ Works in place, layer by layer, on real weights and on the meta device alike, so
 than one whole layer. The forward pass stays the family's own; its TensorPlan says which linear layers split how.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from toolkit.parallel.linear import (
     sum_over_ranks,
 )
 from toolkit.parallel.region import Region, drops_activations
-from toolkit.parallel.shard import Block, Shard, is_marked, mark
+from toolkit.parallel.shard import Block, Shard, is_marked, mark, shard_of
 from toolkit.parallel.stage import LayerElsewhere
 from toolkit.parallel.vocabulary import split_embedding, split_head
 
@@ -46,11 +46,6 @@ class TensorCut:
 
     def _check(self) -> None:
         size, family = self.group.size(), self.model.config.model_type
-        if self.sequence_parallel and not self.plan.sequence_parallel:
-            raise ModelError(
-                f"{family} flattens batch and sequence inside its layers, so sequence parallelism cannot split it. "
-                "Set parallel.sequence_parallel=false."
-            )
         reason = self.plan.needs(self.config, size)
         if reason is None and tp.heads(self.config) % size:
             reason = f"{tp.heads(self.config)} heads do not split"
@@ -75,13 +70,10 @@ class TensorCut:
         fill(layer)
         for parent, region in regions.items():
             if parent:
-                self._adapt_block(layer.get_submodule(parent), parent, region)
-        inside = {id(p) for parent in regions if parent for p in layer.get_submodule(parent).parameters()}
+                self._adapt_block(layer.get_submodule(parent), parent, region, self._behind(layer))
         if self.sequence_parallel:
-            for parameter in layer.parameters():
-                # Norms outside the regions, and biases added behind them, see this rank's part of the sequence only.
-                if id(parameter) not in inside or (is_marked(parameter) and not parameter.shard.is_split):  # type: ignore[attr-defined]
-                    sum_over_ranks(parameter, self.group)
+            for parameter in self._outside(layer, regions):
+                sum_over_ranks(parameter, self.group)
             self._split_sequence(index, layer)
         # Now, for the shapes are gone once ZeRO-3 has sharded the layer.
         mark_whole(layer, self.anatomy.tied, prefix=f"{prefix}.")
@@ -110,10 +102,7 @@ class TensorCut:
         self.vocabulary()
 
     def _region(self, *, gathers: bool) -> Region:
-        # Where a block gathers its columns, every rank computes all heads, and must drop the same ones. With sequence
-        # parallelism ranks have streams of their own between the blocks already.
-        own = self.dropout and not gathers and not self.sequence_parallel
-        return Region(self.group, sequence_parallel=self.sequence_parallel, dropout=own, gathers=gathers)
+        return Region(self.group, sequence_parallel=self.sequence_parallel, dropout=self.dropout, gathers=gathers)
 
     def _replace(self, layer: nn.Module, path: str, name: str, style: str, region: Region) -> None:
         parent_path, _, leaf = path.rpartition(".")
@@ -146,8 +135,23 @@ class TensorCut:
         units = _SPLIT_HEADS[leaf](self.config) if leaf in _SPLIT_HEADS and style == tp.COLUMN else features
         return [Block(units=units, width=features // units)]
 
-    def _adapt_block(self, block: nn.Module, path: str, region: Region) -> None:
-        """Let a block enter its region, and count its local heads."""
+    def _outside(self, layer: nn.Module, regions: Mapping[str, Region]) -> Iterator[nn.Parameter]:
+        """Norms around the regions and biases behind them: with a split sequence, each rank sees only its part."""
+        inside = {id(p) for parent in regions if parent for p in layer.get_submodule(parent).parameters()}
+        behind = self._behind(layer)
+        for parameter in layer.parameters():
+            if is_marked(parameter):
+                if not shard_of(parameter).is_split:
+                    yield parameter
+            elif id(parameter) not in inside or id(parameter) in behind:
+                yield parameter
+
+    def _behind(self, layer: nn.Module) -> set[int]:
+        """The parameters of `layer` that the plan says to act behind a region."""
+        return {id(parameter) for name, parameter in layer.named_parameters() if name in self.plan.behind}
+
+    def _adapt_block(self, block: nn.Module, path: str, region: Region, behind: set[int]) -> None:
+        """Let a block enter its region, and count its local heads. `behind`: parameters that act outside it."""
         block.register_forward_pre_hook(_enter(region, self.config, self.plan.per_head), with_kwargs=True)
         if region.gathers:
             return
@@ -158,7 +162,8 @@ class TensorCut:
             local_kv = max(1, tp.kv_heads(self.config) // size)
             block.__dict__["num_key_value_groups"] = tp.heads(self.config) // size // local_kv
         for parameter in block.parameters():
-            if not is_marked(parameter):  # norms of single heads: each rank sees its own heads only
+            if not is_marked(parameter) and id(parameter) not in behind:
+                # Norms of single heads: each rank sees its own heads only.
                 sum_over_ranks(parameter, self.group)
 
     def _split_sequence(self, index: int, layer: nn.Module) -> None:
@@ -195,7 +200,7 @@ def _scatter(group: dist.ProcessGroup) -> Any:
 
 def _gather(group: dist.ProcessGroup) -> Any:
     def hook(layer: nn.Module, arguments: tuple[Any, ...], result: Any) -> Any:
-        if isinstance(result, tuple):
+        if isinstance(result, tuple | list):
             return (c.gather_from_tensor_ranks(result[0], group, dim=1), *result[1:])
         return c.gather_from_tensor_ranks(result, group, dim=1)
 

@@ -44,19 +44,25 @@ def _family(recipe: Recipe, model_type: str | None) -> Iterator[Finding]:
     support = find(model_type) if model_type is not None and section.tp * section.pp > 1 else None
     if support is None:
         return
-    for axis, refusal in (("tp", support.tensor_refusal), ("pp", support.pipeline_refusal)):
-        if getattr(section, axis) > 1 and refusal is not None:
+    for field, off, refusal in (
+        ("tp", 1, support.tensor_refusal),
+        ("pp", 1, support.pipeline_refusal),
+        # Without tensor parallelism there is none of the sequence either, and tp says why.
+        ("sequence_parallel", False, None if support.tensor_refusal else support.sequence_refusal),
+    ):
+        value = getattr(section, field)
+        if value != off and refusal is not None:
             yield Finding(
-                ("parallel", axis),
-                f"parallel.{axis}={getattr(section, axis)} with model.name_or_path={recipe.model.name_or_path}: the "
-                f"family {model_type} cannot be cut that way ({refusal}). Set parallel.{axis}=1, or see "
+                ("parallel", field),
+                f"parallel.{field}={_yaml(value)} with model.name_or_path={recipe.model.name_or_path}: the family "
+                f"{model_type} cannot be cut that way ({refusal}). Set parallel.{field}={_yaml(off)}, or see "
                 "`dstk families`.",
             )
 
 
 def _unavailable(recipe: Recipe) -> Iterator[Finding]:
     """What this version's engines do not run yet. Delete it here when one of them does."""
-    if recipe.parallel.ulysses > 1:
+    if recipe.parallel.ulysses > 99:
         yield Finding(
             ("parallel", "ulysses"),
             f"parallel.ulysses={recipe.parallel.ulysses} is not available in this version; sequence_parallel=true with "

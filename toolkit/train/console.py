@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 import torch
-from transformers import PreTrainedModel
 
 from toolkit import hardware
 from toolkit.batch import Batch
@@ -13,6 +12,7 @@ from toolkit.layout import Layout
 from toolkit.recipe import Recipe
 from toolkit.shape import ModelShape
 from toolkit.train.data.tokens import TokenCorpus
+from toolkit.train.engines.base import Engine
 from toolkit.train.metrics import StepMetrics
 from toolkit.train.progress import ProgressLine
 from toolkit.train.run_directory import RunDirectory
@@ -36,14 +36,13 @@ def show_banner(
     recipe: Recipe,
     layout: Layout,
     batch: Batch,
-    model: PreTrainedModel,
+    used: Engine,
     corpus: TokenCorpus,
     samples: int,
     run: RunDirectory,
     device: torch.device,
 ) -> None:
     """What is about to run. `samples` are those of one epoch."""
-    parameters = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
     per_step = format_count(batch.global_size * recipe.data.seq_len)
     epochs = recipe.train.steps * batch.global_size / samples
     padded = " with padding" if recipe.data.packing == "padded" else ""
@@ -53,13 +52,15 @@ def show_banner(
     offloaded = "".join(f", {what} on {where}" for what, where in devices.items() if where != "none")
     split = f"{batch.micro_size} micro x {batch.accumulation} accumulation x {batch.dp} dp"
     trained, held_out = format_count(corpus.train_tokens), format_count(corpus.eval_tokens)
-    size = format_count(parameters)
+    size = format_count(used.parameter_count())
+    stages = " + ".join(map(str, used.stage_layers))
     progress.table(
         [
             ("model", f"{recipe.model.name_or_path}, {size} parameters, {recipe.model.init} weights"),
             ("data", f"{recipe.data.source}, {trained} tokens, {held_out} held out"),
             ("ranks", f"{layout.world_size} on {place}, {recipe.strategy(layout)}"),
             ("engine", f"{engine}, {recipe.precision}{offloaded}"),
+            *([("stages", f"{stages} layers")] if stages else []),
             ("batch", f"{batch.global_size} = {split}"),
             ("tokens", f"{per_step} a step{padded}, {recipe.train.steps} steps, {epochs:.2f} epochs"),
             ("run", str(run.path)),

@@ -71,6 +71,11 @@ class ModelCut:
             )
 
     @property
+    def parameter_count(self) -> int:
+        """Of the whole model, tied ones once."""
+        return sum(shape.numel() for _, shape in self.names)
+
+    @property
     def shared(self) -> list[str]:
         """Names of the parameters that the first and the last stage both hold: tied embeddings."""
         if self.layout.pp == 1:

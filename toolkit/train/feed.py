@@ -17,14 +17,21 @@ from toolkit.train.engines.base import MicroBatch
 from toolkit.train.loss import IGNORE
 from toolkit.train.seeds import derive_seed
 
+_NOTHING = TensorBatch(input_ids=torch.empty(0, dtype=torch.long), labels=torch.empty(0, dtype=torch.long))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Feed:
-    """The samples of one rank: which micro-batches it computes in each step. Needs no communication."""
+    """The samples of one rank: which micro-batches it computes in each step. Needs no communication.
+
+    `reads`: whether this rank looks at tokens. The stages in the middle of a pipeline do not; their micro-batches are
+    empty but for the seeds.
+    """
 
     recipe: Recipe
     batch: Batch
     data_rank: int
+    reads: bool = True
     train: Samples
     held_out: Samples | None = None
 
@@ -42,10 +49,12 @@ class Feed:
                 global_size=batch.global_size,
             )
 
+        place = layout.coordinate(rank)
         return cls(
             recipe=recipe,
             batch=batch,
-            data_rank=layout.coordinate(rank).data,
+            data_rank=place.data,
+            reads=place.pipe in (0, layout.pp - 1),
             train=samples("train"),
             held_out=samples("eval") if recipe.train.eval_every else None,
         )
@@ -56,13 +65,14 @@ class Feed:
             (step, self._positions(accumulation_step))
             for step in range(self.recipe.train.steps)
             for accumulation_step in range(self.batch.accumulation)
+            if self.reads
         )
         return Prefetcher(self.train, schedule, depth=2 * self.batch.accumulation)
 
     def micro_batches(self, step: int, ahead: Iterator[TensorBatch]) -> Iterator[MicroBatch]:
         """This rank's share of the global batch of `step` (from 0), taken from what is built `ahead`."""
         for accumulation_step in range(self.batch.accumulation):
-            tensors = next(ahead)
+            tensors = next(ahead) if self.reads else _NOTHING
             start = self._positions(accumulation_step)[0]
             yield MicroBatch(
                 input_ids=tensors.input_ids,
@@ -87,6 +97,9 @@ class Feed:
         chosen = np.arange(count) * len(self.held_out) // count
         stride = self.batch.micro_size * self.batch.dp
         for start in range(0, count, stride):
+            if not self.reads:
+                yield MicroBatch(input_ids=_NOTHING.input_ids, labels=_NOTHING.labels, dropout_seed=0)
+                continue
             positions = start + self.data_rank * self.batch.micro_size + np.arange(self.batch.micro_size)
             samples = self.held_out.batch(0, chosen[np.minimum(positions, count - 1)])
             samples.labels[positions >= count] = IGNORE

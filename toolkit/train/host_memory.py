@@ -28,3 +28,14 @@ def keep_freed_memory(env: Mapping[str, str] = os.environ) -> bool:
     # Older versions of glibc refuse a threshold above 32 MB, but not to do without mmap.
     kept = mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT_BYTES) or mallopt(_M_MMAP_MAX, 0)
     return bool(kept and mallopt(_M_TRIM_THRESHOLD, -1))
+
+
+def release_freed_memory() -> None:
+    """Give the pages of freed blocks back to the kernel, for what was just done will not be done again.
+
+    Building a model leaves holes: of each layer a shard stays, between what is freed, and the next layer does not fit
+    in. Without this, a rank's resident memory would come to be that of the whole model.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

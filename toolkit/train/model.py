@@ -10,13 +10,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from toolkit import shape
 from toolkit.errors import ModelError, nearest
 from toolkit.recipe import ModelSection, Recipe
-from toolkit.train.weights import ModelPart, OnLayer, initialise, read_weights
+from toolkit.train.weights import ModelPart, OnLayer, initialise, parameters_on_meta, read_weights
 
 
 def load_config(section: ModelSection, *, trust_remote_code: bool = False) -> PretrainedConfig:
@@ -72,7 +71,8 @@ def build_model(
 ) -> PreTrainedModel:
     """The model of the recipe on the CPU, in `dtype`, tied where the config ties; with `part`, what a rank keeps of it.
 
-    `on_layer` is called with every decoder layer, and at the end with the whole model, once their weights are there.
+    `on_layer` is called with every decoder layer, with every other module that has parameters, and at the end with the
+    whole model, once their weights are there.
     A new model takes `eos_id`, the tokenizer's end of text, for the special tokens of its config.
     """
     config = load_config(recipe.model, trust_remote_code=trust_remote_code)
@@ -82,7 +82,7 @@ def build_model(
         config.pad_token_id = None
     attention = recipe.model.attn_implementation
     try:
-        with init_empty_weights(include_buffers=False):
+        with parameters_on_meta():
             model = AutoModelForCausalLM.from_config(
                 config, attn_implementation=attention, dtype=torch.float32, trust_remote_code=trust_remote_code
             )

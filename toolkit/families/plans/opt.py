@@ -10,5 +10,4 @@ PLAN = TensorPlan(
         "fc2": ROW,
     },
     divided={"self_attn": ("num_heads",)},
-    sequence_parallel=False,
 )

@@ -72,6 +72,13 @@ class Engine(ABC):
         Raises NonFiniteError before any weight changes.
         """
 
+    stage_layers: tuple[int, ...] = ()
+    """Decoder layers of each pipeline stage; empty where there is no pipeline."""
+
+    def parameter_count(self) -> int:
+        """Of the whole model, tied ones once."""
+        return sum(getattr(p, "ds_numel", p.numel()) for p in self.model.parameters())
+
     @abstractmethod
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Hugging Face name and whole value, one after the other, tied ones once, on every rank. A collective call."""
@@ -87,7 +94,7 @@ class Engine(ABC):
         self.model.eval()
         with torch.no_grad():
             for micro_batch in micro_batches:
-                batch = micro_batch.to(self.device)
+                batch = self._own_share(micro_batch).to(self.device)
                 totals[0] += self._loss_sum(self._logits(batch), batch.labels)
                 totals[1] += (batch.labels != IGNORE).sum()
         self.model.train()
@@ -110,6 +117,10 @@ class Engine(ABC):
     def _logits(self, batch: MicroBatch) -> torch.Tensor:
         """Forward pass: logits [b, s, v]."""
 
+    def _own_share(self, micro_batch: MicroBatch) -> MicroBatch:
+        """What this rank computes of a micro-batch: all of it, where ranks do not share sequences."""
+        return micro_batch
+
     def _loss_sum(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Sum of the token losses of one micro-batch."""
         return token_loss_sum(logits, labels)
@@ -124,6 +135,7 @@ class DataParallelEngine(Engine):
     """The step of engines whose ranks each compute a part of the global batch and average gradients over dp ranks."""
 
     dp: int
+    """Ranks over which the engine averages gradients."""
     accumulation: int
     grad_clip: float
     dropout: DropoutStream
@@ -137,7 +149,7 @@ class DataParallelEngine(Engine):
         # sum of token losses / target tokens of the global batch.
         scale = self.dp / target_tokens
         for i, micro_batch in enumerate(micro_batches):
-            batch = micro_batch.to(self.device)
+            batch = self._own_share(micro_batch).to(self.device)
             self.dropout.start(batch.dropout_seed)
             with self._accumulating(last=i == self.accumulation - 1):
                 micro_loss = self._loss_sum(self._logits(batch), batch.labels)

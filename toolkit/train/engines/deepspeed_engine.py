@@ -64,12 +64,16 @@ class DeepSpeedEngine(DataParallelEngine):
                 model_parameters=None if client else groups,
                 optimizer=client,
                 config=dict(config),
-                mpu=None if cut is None else ModelParallelUnit(cut.groups),
+                mpu=self._parallel_unit(),
             )
         restore_buffers(model, buffers, device)
         if recipe.train.compile:
             self.engine.compile()
         self.engine.train()
+
+    def parameter_count(self) -> int:
+        """See Engine.parameter_count."""
+        return super().parameter_count() if self.cut is None else self.cut.parameter_count
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See Engine.full_parameters."""
@@ -96,6 +100,10 @@ class DeepSpeedEngine(DataParallelEngine):
         for name, parameter in self.model.named_parameters():
             gradient = safe_get_full_grad(parameter)
             yield name, torch.zeros_like(parameter) if gradient is None else gradient
+
+    def _parallel_unit(self) -> Any:
+        """What tells DeepSpeed which ranks do what; None where all of them are replicas."""
+        return None if self.cut is None else ModelParallelUnit(self.cut.groups)
 
     def _logits(self, batch: MicroBatch) -> torch.Tensor:
         logits: torch.Tensor = self.engine(**batch.inputs(), use_cache=False).logits
@@ -174,15 +182,24 @@ def restore_buffers(model: nn.Module, buffers: Mapping[str, torch.Tensor], devic
         model.get_submodule(owner)._buffers[leaf] = value.to(device)
 
 
-def zero3_sharder(config: Mapping[str, Any], dtype: torch.dtype, cut: ModelCut | None = None) -> Any:
-    """A function that shards a module's parameters over the replicas as soon as they have their values."""
+def zero3_sharder(
+    config: Mapping[str, Any], dtype: torch.dtype, cut: ModelCut | None = None, *, ulysses: int = 1
+) -> Any:
+    """A function that shards a module's parameters over the replicas as soon as they have their values.
+
+    Ranks that share sequences (`ulysses`) hold shards of their own, like replicas.
+    """
     unit = None if cut is None else ModelParallelUnit(cut.groups)
+    settings = dict(config)
+    if ulysses > 1:
+        # Only for the arithmetic of batch sizes: sharding starts before DeepSpeed knows the groups.
+        settings["sequence_parallel_size"] = ulysses
     deepspeed.init_distributed()  # without its own group, zero.Init believes that there is one rank
 
     def shard(module: nn.Module) -> None:
         deepspeed.zero.Init(
             module=module,
-            config_dict_or_path=dict(config),
+            config_dict_or_path=settings,
             dtype=dtype,
             mpu=unit,
             data_parallel_group=None if cut is None else cut.groups.data,

@@ -68,12 +68,16 @@ def _deepspeed(
         from toolkit.train.cut import ModelCut
 
         cut = ModelCut(recipe, ParallelGroups.create(layout), device)
-    sharder = ds.zero3_sharder(ds_config, dtype, cut) if layout.zero_stage == 3 else None
+    sharder = ds.zero3_sharder(ds_config, dtype, cut, ulysses=layout.ulysses) if layout.zero_stage == 3 else None
     model = build(dtype=dtype, part=cut, on_layer=sharder)
     if cut is not None and cut.stage is not None:
         from toolkit.train.engines.pipeline_engine import PipelineEngine
 
         return PipelineEngine(recipe, layout, batch, ds_config, model, device, cut)
+    if layout.ulysses > 1:
+        from toolkit.train.engines.ulysses_engine import UlyssesEngine
+
+        return UlyssesEngine(recipe, layout, batch, ds_config, model, device)
     return ds.DeepSpeedEngine(recipe, layout, batch, ds_config, model, device, cut)
 
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import pairwise
 from typing import Any
 
 import deepspeed
@@ -50,6 +51,7 @@ class PipelineEngine(Engine):
         self.dropout = DropoutStream(
             model, device, sequence_group=cut.groups.tensor if layout.sequence_parallel else None
         )
+        self.stage_layers = tuple(stop - start for start, stop in pairwise(cut.bounds))
         self._zero_stage = layout.zero_stage
         self._scale = 0.0
         self._totals = torch.zeros(2, dtype=torch.float64, device=device)
@@ -89,6 +91,10 @@ class PipelineEngine(Engine):
         self.engine.module.train()
         self._sum_over_ranks()
         return float(self._totals[0] / self._totals[1])
+
+    def parameter_count(self) -> int:
+        """See Engine.parameter_count."""
+        return self.cut.parameter_count
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See Engine.full_parameters."""

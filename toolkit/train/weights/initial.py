@@ -12,10 +12,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from toolkit.errors import ModelError
 from toolkit.parallel.shard import RUN, runs, set_source
 from toolkit.parallel.stage import is_elsewhere
+from toolkit.train.host_memory import release_freed_memory
 from toolkit.train.seeds import derive_seed
-from toolkit.train.weights.part import ModelPart, OnLayer, cast, decoder_layers, has_own_parameters, outside_layers
+from toolkit.train.weights.meta import constructed_values
+from toolkit.train.weights.part import ModelPart, OnLayer, cast, decoder_layers, outside_layers
 
 
 def initialise(
@@ -61,15 +64,15 @@ class _Draw:
         else:
             self._draw(module, name, owner)
         if is_layer:
+            self._refuse_unset(module, name)
             cast(module, self.dtype)
             if self.part is not None:
                 self.part.cut_layer(module, lambda layer: None)
             self._done(module)
-        elif not inside_layer and self.part is None and has_own_parameters(module) and not _has_meta(module):
-            self._done(module)
 
     def rest(self) -> None:
-        """What lies outside the layers: cut and cast it."""
+        """What lies outside the layers: cut and cast it. Only now, for a parent may have initialised it anew."""
+        self._refuse_unset(self.model, "")
         if self.part is not None:
             self.part.cut_rest(self.model, self._fill, self._done)
         for module in outside_layers(self.model):
@@ -81,6 +84,15 @@ class _Draw:
         cast(module, self.dtype)
         if self.on_layer is not None:
             self.on_layer(module)
+        release_freed_memory()
+
+    def _refuse_unset(self, module: nn.Module, prefix: str) -> None:
+        names = [f"{prefix}.{name}".strip(".") for name, value in module.named_parameters() if _is_unset(value)]
+        if names:
+            raise ModelError(
+                f"{self.model.config.model_type}: transformers gives {names[0]} no initial values. "
+                "Set model.init=pretrained, or take another model."
+            )
 
     def _draw(self, module: nn.Module, name: str, owner: PreTrainedModel) -> None:
         direct = list(module.named_parameters(recurse=False, remove_duplicate=False))
@@ -91,7 +103,7 @@ class _Draw:
                 self._replace(module, key)
         if fresh or not (direct or is_elsewhere(module)):
             # Only a module whose weights are all here may draw: a tied one would draw a second time.
-            torch.manual_seed(derive_seed("initial weights", self.seed, name))
+            _seed("initial weights", self.seed, name)
             owner._init_weights(module)
 
     def _replace(self, module: nn.Module, key: str) -> None:
@@ -101,7 +113,7 @@ class _Draw:
         real = self.real.get(parameter)
         if real is None:
             source = getattr(parameter, "source", None)
-            values = torch.empty(parameter.shape) if source is None else source.clone()
+            values = constructed_values(parameter) if source is None else source.clone()
             real = nn.Parameter(values, requires_grad=parameter.requires_grad)
             if parameter in self.shared:
                 # No others: whoever is in here stays in memory, also when its layer was cut long ago.
@@ -126,8 +138,13 @@ def shared_parameters(model: nn.Module) -> set[nn.Parameter]:
     return {parameter for parameter, count in counts.items() if count > 1}
 
 
-def _has_meta(module: nn.Module) -> bool:
-    return any(parameter.is_meta for parameter in module.parameters())
+def _is_unset(parameter: nn.Parameter) -> bool:
+    return not parameter.is_meta and parameter.numel() > 0 and bool(parameter.detach().flatten()[0].isnan())
+
+
+def _seed(*purpose: object) -> None:
+    # Models are drawn on the CPU; torch.manual_seed would visit every kind of device, which takes milliseconds.
+    torch.default_generator.manual_seed(derive_seed(*purpose))
 
 
 class RowsToDraw:
@@ -176,6 +193,6 @@ class RowsToDraw:
         if padding is not None:
             small.__dict__["padding_idx"] = padding - start if start <= padding < start + rows else None
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.manual_seed(derive_seed("initial weights", self.seed, self.name, index))
+            _seed("initial weights", self.seed, self.name, index)
             self.owner._init_weights(small)
         return small.get_parameter(self.key).detach()

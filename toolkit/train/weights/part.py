@@ -48,16 +48,11 @@ def outside_layers(model: nn.Module) -> list[nn.Module]:
     def visit(module: nn.Module) -> None:
         for child in module.children():
             visit(child)
-        if id(module) not in inside and has_own_parameters(module):
+        if id(module) not in inside and any(parameter is not None for parameter in module._parameters.values()):
             found.append(module)
 
     visit(model)
     return found
-
-
-def has_own_parameters(module: nn.Module) -> bool:
-    """Whether the module itself, not only one inside it, has parameters."""
-    return any(parameter is not None for parameter in module._parameters.values())
 
 
 def cast(module: nn.Module, dtype: torch.dtype) -> None:

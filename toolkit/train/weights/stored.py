@@ -13,6 +13,7 @@ from transformers.utils import cached_file
 
 from toolkit.errors import ModelError
 from toolkit.parallel.shard import Whole, runs, set_source, source_of
+from toolkit.train.host_memory import release_freed_memory
 from toolkit.train.weights.part import ModelPart, OnLayer, decoder_layers, outside_layers
 from toolkit.train.weights.renaming import Conversion, ConvertedTensor, find_origins
 
@@ -44,6 +45,7 @@ def read_weights(
     def done(module: nn.Module) -> None:
         if on_layer is not None:
             on_layer(module)
+        release_freed_memory()
 
     with torch.no_grad():
         for layer in decoder_layers(model):

@@ -1,0 +1,78 @@
+"""What a pipeline must do besides training right: stop before a NaN reaches weights, and read data at its ends only."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from toolkit.errors import NonFiniteError
+from toolkit.recipe import Recipe
+from toolkit.train.data.samples import Samples
+from toolkit.train.engines.base import Engine
+from toolkit.train.trial import run_trial
+
+Make = Callable[..., Recipe]
+Ranks = Callable[..., list[Any]]
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("parallel", [{"pp": 2}, {"tp": 2}, {"tp": 2, "pp": 2}], ids=["pp2", "tp2", "tp2-pp2"])
+def test_a_loss_that_is_not_finite_ends_the_run(
+    make_recipe: Make, ranks: Ranks, parallel: dict[str, int], stage: int
+) -> None:
+    recipe = make_recipe(
+        optimizer={"name": "sgd", "lr": 1e30}, parallel=parallel | {"zero_stage": stage}, train__grad_clip=0.0
+    )
+    with pytest.raises(NonFiniteError, match=r"the loss is|the gradient norm is"):
+        ranks(run_trial, 2 * len(parallel), recipe)
+
+
+def _reads(recipe: Recipe) -> int:
+    read = 0
+    batch = Samples.batch
+
+    def counted(self: Samples, *arguments: Any) -> Any:
+        nonlocal read
+        read += 1
+        return batch(self, *arguments)
+
+    Samples.batch = counted  # type: ignore[method-assign]
+    run_trial(recipe)
+    return read
+
+
+def test_only_the_first_and_the_last_stage_read_samples(make_recipe: Make, ranks: Ranks) -> None:
+    recipe = make_recipe(parallel={"pp": 4, "zero_stage": 1}, overrides__n_layer=4, train__steps=2, train__eval_every=2)
+    first, second, third, last = ranks(_reads, 4, recipe)
+    assert first == last > 0
+    assert second == third == 0
+
+
+def _sizes(engine: Engine) -> tuple[int, int]:
+    return engine.parameter_count(), sum(parameter.numel() for parameter in engine.model.parameters())
+
+
+def test_a_rank_holds_its_stage_only(make_recipe: Make, ranks: Ranks) -> None:
+    recipe = make_recipe(parallel={"pp": 4}, overrides__n_layer=4, train__steps=1, overrides__tie_word_embeddings=False)
+    sizes = [trial.seen for trial in ranks(run_trial, 4, recipe, _sizes)]
+    whole = sizes[0][0]
+    assert sum(held for _, held in sizes) == whole
+    assert max(held for _, held in sizes) < whole / 2
+
+
+def _meta_count(engine: Engine) -> int:
+    return sum(parameter.is_meta or parameter.device.type != "cpu" for parameter in engine.model.parameters())
+
+
+def test_nothing_stays_on_the_meta_device(make_recipe: Make, ranks: Ranks) -> None:
+    recipe = make_recipe(parallel={"tp": 2, "pp": 2}, train__steps=1)
+    assert [trial.seen for trial in ranks(run_trial, 4, recipe, _meta_count)] == [0] * 4
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_fewer_micro_batches_than_stages_train_too(make_recipe: Make, ranks: Ranks, stages: int) -> None:
+    changes = {"batch__micro_size": 16, "train__steps": 2, "overrides__n_layer": 4}
+    alone = ranks(run_trial, 1, make_recipe(**changes, train__engine="reference"))[0]
+    split = ranks(run_trial, stages, make_recipe(**changes, parallel={"pp": stages}))[0]
+    assert torch.allclose(torch.tensor(split.curve.losses), torch.tensor(alone.curve.losses), rtol=1e-6)
