@@ -6,6 +6,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import importlib
 import json
 import random
 from collections.abc import Callable
@@ -83,6 +84,14 @@ def ranks() -> Callable[..., list[Any]]:
     import accelerate  # noqa: F401
     import deepspeed  # noqa: F401
     import transformers  # noqa: F401
+
+    # What engines import when they start, some of it seconds long: here once, and not in every rank.
+    for late in (
+        "deepspeed.moe.ep_count",
+        "deepspeed.runtime.zero.muon.muon_optimizer",
+        *(f"transformers.models.{family}.modeling_{family}" for family in ("gpt2", "llama", "qwen3")),
+    ):
+        importlib.import_module(late)
 
     from toolkit.train.launch import quiet
     from toolkit.train.local_ranks import run_ranks

@@ -99,7 +99,8 @@ class ParallelSection(Section):
     pp: PositiveInt = 1
     """Pipeline stages: each holds some of the decoder layers. With zero_stage 0 or 1."""
     ulysses: PositiveInt = 1
-    """Ranks that share one sequence (DeepSpeed-Ulysses). Not available in this version."""
+    """Ranks that share each sequence, for long ones (DeepSpeed-Ulysses): a divisor of seq_len and of the attention
+    heads. With any zero_stage, without tp and pp."""
     sequence_parallel: bool = False
     """Megatron sequence parallelism: what tp replicates is split along the sequence. Needs tp=2 or more."""
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 1

@@ -101,7 +101,9 @@ ROUND_TRIPS: dict[str, Apply] = {
         (c.scatter_to_tensor_ranks(x, g, dim=1) * (2 + g.rank())).sin(), g, dim=1
     ),
     "sequence": lambda x, g: c.gather_from_tensor_ranks(
-        c.reduce_scatter_sequence((c.gather_sequence(c.scatter_to_tensor_ranks(x, g, dim=1), g) * (2 + g.rank())).sin(), g),
+        c.reduce_scatter_sequence(
+            (c.gather_sequence(c.scatter_to_tensor_ranks(x, g, dim=1), g) * (2 + g.rank())).sin(), g
+        ),
         g,
         dim=1,
     ),
@@ -129,31 +131,34 @@ EVERY: dict[str, Apply] = {
 }
 
 
-@pytest.mark.parametrize("name", EVERY)
-def test_the_callers_tensor_stays_as_it_is(ranks: Ranks, name: str) -> None:
-    def input_after() -> torch.Tensor:
-        x = of_rank(dist.get_rank(), 2, 4, 2)
-        EVERY[name](x, dist.group.WORLD)
-        return x
+def test_the_callers_tensor_stays_as_it_is(ranks: Ranks) -> None:
+    def changed() -> list[str]:
+        found = []
+        for name, apply in EVERY.items():
+            x = of_rank(dist.get_rank(), 2, 4, 2)
+            before = x.clone()
+            apply(x, dist.group.WORLD)
+            found += [] if torch.equal(x, before) else [name]
+        return found
 
-    torch.testing.assert_close(ranks(input_after, 2), inputs(2, 2, 4, 2), rtol=0, atol=0)
+    assert ranks(changed, 2) == [[], []]
 
 
-@pytest.mark.parametrize("name", [name for name in EVERY if name != "copy"])  # f hands its input on
 @pytest.mark.parametrize("samples", [1, 2])
-def test_a_model_may_change_the_result_in_place(ranks: Ranks, name: str, samples: int) -> None:
-    def change() -> bool:
-        x = of_rank(dist.get_rank(), samples, 4, 2).requires_grad_()
-        EVERY[name](x * 1.0, dist.group.WORLD).add_(1.0).sum().backward()
-        return x.grad is not None
+def test_a_model_may_change_the_result_in_place(ranks: Ranks, samples: int) -> None:
+    def change() -> int:
+        for name, apply in EVERY.items():
+            if name != "copy":  # f hands its input on
+                x = of_rank(dist.get_rank(), samples, 4, 2).requires_grad_()
+                apply(x * 1.0, dist.group.WORLD).add_(1.0).sum().backward()
+        return samples
 
-    assert ranks(change, 2) == [True, True]
+    assert ranks(change, 2) == [samples] * 2
 
 
-@pytest.mark.parametrize("name", EVERY)
-def test_a_group_of_one_costs_nothing(ranks: Ranks, name: str) -> None:
-    def is_untouched() -> bool:
+def test_a_group_of_one_costs_nothing(ranks: Ranks) -> None:
+    def untouched() -> list[str]:
         x = torch.zeros(2, 2, 2)
-        return EVERY[name](x, dist.group.WORLD) is x
+        return [name for name, apply in EVERY.items() if apply(x, dist.group.WORLD) is x]
 
-    assert ranks(is_untouched, 1) == [True]
+    assert ranks(untouched, 1) == [list(EVERY)]

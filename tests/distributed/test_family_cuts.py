@@ -54,7 +54,7 @@ def test_a_cut_into_three_stages_is_exact(name: str) -> None:
     check_pipeline(name)
 
 
-_FALCON_RW = {"multi_query": False, "alibi": True, "parallel_attn": False, "bias": True}
+_FALCON_RW = {"multi_query": False, "num_kv_heads": 4, "alibi": True, "parallel_attn": False, "bias": True}
 _FALCON_40B = {"new_decoder_architecture": True, "num_attention_heads": 8, "num_kv_heads": 4}
 VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("falcon", {}),
@@ -75,6 +75,9 @@ VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("stablelm", {"use_parallel_residual": True}),
     ("stablelm", {"qk_layernorm": True, "use_qkv_bias": True}),
     ("stablelm", {"qk_layernorm": True, "use_parallel_residual": True}),  # the one of 12 billion
+    ("cohere", {"use_qk_norm": True}),  # the one of 104 billion
+    ("minicpm3", {}),  # latent attention
+    ("youtu", {"q_lora_rank": None}),
     ("persimmon", {"qk_layernorm": False}),
     ("gpt_neox", {"use_parallel_residual": False}),
     ("diffllama", {}),
@@ -106,7 +109,7 @@ def test_every_layout_of_a_familys_projections_is_split_exactly(
     ("name", "changes", "reason"),
     [
         ("doge", {"is_moe": True}, "experts cannot be split yet"),
-        ("deepseek_v2", {}, "its latent attention cannot be split yet"),
+        ("deepseek_v2", {}, "experts cannot be split yet"),
         ("granite_swa", {}, "its attention sinks cannot be split yet"),
         ("mixtral", {}, "experts cannot be split yet"),
         ("falcon", {"new_decoder_architecture": True}, "its 2 groups of heads do not split"),

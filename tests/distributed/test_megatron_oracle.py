@@ -120,9 +120,7 @@ def test_a_gathering_column_layer_is_megatrons(megatron: ModuleType, ranks: Rank
         ours = ColumnParallelLinear(
             linear(5, 12), [Block(units=12)], name="layer", region=place, enters=True, gather_output=True
         )
-        theirs = megatron.ColumnParallelLinear(
-            5, 12, config=config(), init_method=nn.init.zeros_, gather_output=True
-        )
+        theirs = megatron.ColumnParallelLinear(5, 12, config=config(), init_method=nn.init.zeros_, gather_output=True)
         theirs.load_state_dict(ours.state_dict(), strict=False)
         assert_alike(ours, theirs, draw(2, 8, 5, seed=2), draw(2, 8, 12, seed=3), parameters=("weight", "bias"))
         return True

@@ -136,9 +136,7 @@ def test_a_fused_layer_splits_queries_and_shares_keys_and_values(
 
 
 @pytest.mark.parametrize(("size", "kv_heads", "owners"), [(2, 1, [0]), (4, 1, [0]), (4, 2, [0, 2])])
-def test_one_of_the_ranks_that_share_a_head_owns_it(
-    ranks: Ranks, size: int, kv_heads: int, owners: list[int]
-) -> None:
+def test_one_of_the_ranks_that_share_a_head_owns_it(ranks: Ranks, size: int, kv_heads: int, owners: list[int]) -> None:
     def owns() -> bool:
         block = Block(units=kv_heads, width=HEAD)
         whole = linear("Linear", 5, block.features)
@@ -157,7 +155,7 @@ def test_the_owned_parts_of_a_fused_layer_are_the_whole_once(ranks: Ranks, size:
         shards = [shard_of(part.weight) for part in layer.parts]  # type: ignore[arg-type]
         return [i for s in shards if s.owner for start, length in s.pieces for i in range(start, start + length)]
 
-    assert sorted(sum(ranks(owned, size), [])) == list(range(18))
+    assert sorted(index for found in ranks(owned, size) for index in found) == list(range(18))
 
 
 @KINDS
@@ -177,7 +175,9 @@ def test_a_gathering_column_layer_computes_all_outputs_on_every_rank(ranks: Rank
 
 
 @KINDS
-@pytest.mark.parametrize(("size", "blocks"), [(2, [Block(units=6)]), (3, [Block(units=3)]), (4, [Block(units=4, width=HEAD)])])
+@pytest.mark.parametrize(
+    ("size", "blocks"), [(2, [Block(units=6)]), (3, [Block(units=3)]), (4, [Block(units=4, width=HEAD)])]
+)
 def test_a_row_layer_sums_the_ranks_to_the_whole_output(
     ranks: Ranks, kind: str, size: int, blocks: list[Block]
 ) -> None:
@@ -227,7 +227,7 @@ def test_a_frozen_layer_stays_frozen(ranks: Ranks) -> None:
         ]
         return [parameter.requires_grad for layer in made for parameter in layer.parameters()]
 
-    assert not any(sum(ranks(needs_gradient, 2), []))
+    assert not any(flag for found in ranks(needs_gradient, 2) for flag in found)
 
 
 class Mlp(nn.Module):

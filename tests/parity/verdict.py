@@ -79,7 +79,7 @@ class Verdict:
             "parameters": self.parameters <= PARAMETER_TOLERANCE,
             "copies": not self.torn,
         }
-        return {name for name, holds in kept.items() if not holds} or ({"loss"} if not self.report.passed else set())
+        return {name for name, holds in kept.items() if not holds}
 
     def check(self, *, has_copies: bool = True) -> None:
         """Fail with the first of: gradients, curve, parameters, copies. `has_copies`: whether ranks share anything."""

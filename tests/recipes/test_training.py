@@ -16,6 +16,7 @@ import yaml
 from toolkit import recipe_file
 from toolkit.errors import ToolkitError
 from toolkit.recipe import Recipe
+from toolkit.shape import find_config
 from toolkit.train.engines.deepspeed_engine import DeepSpeedEngine
 
 SCRIPT = Path(__file__).parents[2] / "recipes" / "train.py"
@@ -312,6 +313,20 @@ def test_every_recipe_opens_with_its_launch_line_and_its_schema() -> None:
         assert (path.parent / schema).resolve() == SCRIPT.parent / "recipe.schema.json"
 
 
+def small_model(recipe: Recipe) -> dict[str, int]:
+    """Overrides that make the model of a recipe small, one layer for each stage of its pipeline."""
+    config = find_config(recipe.model.name_or_path) or {}
+    if config["model_type"] == "gpt2":
+        return {"n_layer": recipe.parallel.pp, "n_embd": 32, "n_head": 2, "vocab_size": 320}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
+    return heads | {
+        "num_hidden_layers": recipe.parallel.pp,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "vocab_size": 320,
+    }
+
+
 RECIPES = sorted(SCRIPT.parent.rglob("*.yaml"))
 
 
@@ -322,13 +337,13 @@ def test_every_recipe_trains(path: Path, ranks: Callable[..., list[Any]], tmp_pa
     sections = json.loads(recipe.model_dump_json())
     text = {key: getattr(tiny.data, key) for key in ("source", "tokenizer", "workers", "cache_dir")}
     sections["data"] |= text | {"seq_len": 32}
-    sections["model"]["overrides"] |= {"n_layer": recipe.parallel.pp, "n_embd": 32, "n_head": 2, "vocab_size": 320}
+    sections["model"]["overrides"] |= small_model(recipe)
     sections["batch"] = {"global_size": 8, "micro_size": 2}
     sections["train"] |= {"steps": 2, "eval_every": 0}
     sections["schedule"]["warmup_steps"] = 0
     sections["parallel"]["dp"] = None
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(sections))
-    replica = recipe.parallel.tp * recipe.parallel.pp
+    replica = recipe.parallel.tp * recipe.parallel.pp * recipe.parallel.ulysses
     world_size = 1 if recipe.train.engine == "reference" else max(2, replica)
     output = ranks(train_here, world_size, str(tmp_path), ["--config", "small.yaml", "run_dir=here"], joined=False)[0]
     assert "step 2/2" in output

@@ -30,7 +30,6 @@ def recipe(**changes: object) -> Recipe:
 
 
 CONTRADICTIONS: list[tuple[dict[str, object], str]] = [
-    ({"parallel__ulysses": 2}, "parallel.ulysses=2 is not available in this version"),
     ({"parallel__offload_params": "cpu"}, "offload_params=cpu with zero_stage=1: only ZeRO-3 shards parameters."),
     ({"parallel__offload_optimizer": "cpu", "parallel__zero_stage": 0}, "offload_optimizer=cpu with zero_stage=0"),
     ({"batch__micro_size": 3}, "batch.global_size=8 with micro_size=3 on dp=1: 8 is not a multiple of 3 x 1 = 3."),

@@ -12,9 +12,7 @@ from toolkit.parallel.shard import RUN, Block, Shard, is_marked, mark, pieces_of
 
 def shards_of(shape: tuple[int, ...], dim: int, blocks: Sequence[Block], size: int) -> list[Shard]:
     """The shards of all ranks of a parameter that is split along `dim`."""
-    return [
-        Shard(name="weight", shape=shape, dim=dim, pieces=pieces_of(blocks, rank, size)) for rank in range(size)
-    ]
+    return [Shard(name="weight", shape=shape, dim=dim, pieces=pieces_of(blocks, rank, size)) for rank in range(size)]
 
 
 def put_together(shards: Sequence[Shard], whole: torch.Tensor) -> torch.Tensor:

@@ -187,13 +187,24 @@ def test_what_only_a_constructor_sets_keeps_its_value(make_recipe: Make, tmp_pat
     assert torch.equal(ours.alpha_n, wanted.alpha_n)
 
 
+def test_openai_gpt_keeps_what_its_layers_draw_on_construction(make_recipe: Make, tmp_path: Path) -> None:
+    from toolkit.families.tiny import tiny_config
+    from toolkit.train.model import build_model
+
+    tiny_config("openai-gpt").save_pretrained(tmp_path)
+    section = {"name_or_path": str(tmp_path), "attn_implementation": "eager"}
+    block = build_model(make_recipe(model=section)).transformer.h[0]
+    assert block.attn.c_attn.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    assert block.attn.c_attn.bias.abs().max().item() == 0.0
+
+
 def test_a_parameter_that_nobody_initialises_is_refused(make_recipe: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.models.gpt2.modeling_gpt2 import GPT2PreTrainedModel
 
     from toolkit.train.model import build_model
 
     monkeypatch.setattr(GPT2PreTrainedModel, "_init_weights", lambda model, module: None)
-    with pytest.raises(ModelError, match=r"gpt2: transformers gives transformer.h.0.attn.c_attn.weight no initial"):
+    with pytest.raises(ModelError, match=r"gpt2: transformers gives transformer\.wpe\.weight no initial"):
         build_model(make_recipe())
 
 

@@ -40,6 +40,9 @@ def build(recipe: Recipe, layout: Layout, batch: Batch, *, hidden_size: int, dev
         "wall_clock_breakdown": False,
         "dump_state": False,
     }
+    if layout.ulysses > 1:
+        # Takes the place of communication_data_type where ranks share sequences.
+        config["seq_parallel_communication_data_type"] = "fp32"
     if layout.pp > 1:
         config["pipeline"] = _pipeline()
     optimizer = _optimizer(recipe, layout, device)

@@ -21,6 +21,8 @@ _DECIDED_BY_THE_RECIPE = {
     "zero_optimization.offload_optimizer.device": "parallel.offload_optimizer",
     "zero_optimization.offload_param.device": "parallel.offload_params",
     "pipeline.activation_checkpoint_interval": "parallel.recompute",
+    "sequence_parallel_size": "parallel.ulysses",
+    "data_parallel_size": "parallel.dp",
     "optimizer.type": "optimizer.name",
 }
 # What changes the arithmetic (or what stages say to each other) and is no field of a recipe: it must be what we write,
@@ -28,7 +30,10 @@ _DECIDED_BY_THE_RECIPE = {
 _FIXED = (
     *("pipeline", "communication_data_type", "data_types", "torch_autocast", "amp"),
     *("prescale_gradients", "gradient_predivide_factor", "managed_gradient_accumulation"),
+    "seq_parallel_communication_data_type",
 )
+# Without it, ZeRO-3 divides gradients by another number where ranks share sequences.
+_FIXED_WITH_ULYSSES = "zero_optimization.reduce_scatter"
 # Which kernels compute the same update.
 _FREE_OPTIMIZER_PARAMS = frozenset({"torch_adam", "fused", "foreach"})
 _ABSENT_MEANS = {
@@ -86,6 +91,8 @@ def _conflicts(built: Config, user: Config, name: str) -> Iterator[str]:
             yield f"{name}: {key}={json.dumps(value)} is not a section. Write an object, or remove it."
     for path, value in _leaves(user):
         decided_by = _decided_by(path)
+        if path == _FIXED_WITH_ULYSSES and "seq_parallel_communication_data_type" in built:
+            decided_by = "the toolkit"
         if decided_by is None or value == "auto":
             continue
         ours = _at(built, path)

@@ -15,12 +15,18 @@ from toolkit.errors import ModelError
 COLUMN, ROW = "colwise", "rowwise"
 GATHERED_COLUMN, SPLIT_ROW = "colwise_gather_output", "rowwise_split_input"
 PACKED_COLUMN = "packed_colwise"
-_HARMLESS = ("replicated_with_grad_allreduce", "replicate", "embedding_rowwise", "embedding_colwise")
+_HARMLESS = (
+    "replicated_with_grad_allreduce",
+    "replicate",
+    "mla_kv_a_proj",
+    "embedding_rowwise",
+    "embedding_colwise",
+)
 """Styles that follow from the others here: parameters inside a region are always summed, vocabularies always split."""
 STYLES = (COLUMN, ROW, GATHERED_COLUMN, SPLIT_ROW, PACKED_COLUMN, *_HARMLESS)
 _GATHERING = {COLUMN: GATHERED_COLUMN, ROW: SPLIT_ROW}
-_IN_WORDS = {"mla_kv_a_proj": "its latent attention", "local_params": "its attention sinks"}
-"""Hugging Face's styles that are not among ours, and what they stand for."""
+_IN_WORDS = {"local_params": "its attention sinks"}
+"""What Hugging Face's styles stand for that are not among ours."""
 
 LLAMA: Mapping[str, str] = {
     **{f"self_attn.{name}": COLUMN for name in ("q_proj", "k_proj", "v_proj")},

@@ -1,6 +1,6 @@
 """Whole parameters out of the shards of all ranks, one at a time, under Hugging Face names."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -21,35 +21,53 @@ def whole_parameters(
     *,
     opened: Callable[[list[nn.Parameter]], AbstractContextManager[object]] = lambda parameters: nullcontext(),
     values: Callable[[nn.Parameter], torch.Tensor | None] = lambda parameter: parameter.detach(),
+    dtype: torch.dtype | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, whole value) on every rank, in the order of `names`. A collective call; a rank holds one at a time.
 
     `opened`: a context in which the local parameters are readable (ZeRO-3). `values`: what to gather of a parameter:
-    its value, or something of its shape such as its gradient; None gathers as zeros.
+    its value, or something of its shape such as its gradient; None gathers as zeros. `dtype`: of what is
+    gathered, where it is not the parameters' own.
     """
     local: dict[str, list[nn.Parameter]] = {}
     every = list(parameters)
+    like = every[0].new_empty(0, dtype=dtype or every[0].dtype)
     for parameter in every:
         local.setdefault(shard_of(parameter).name, []).append(parameter)
-    stages = _first_stage_with(names, local, groups, every[0].device)
+    stages = _first_stage_with([name for name, _ in names], local, groups, every[0].device)
     for (name, shape), stage in zip(names, stages, strict=True):
         held = local.get(name, [])
         with opened(held):
-            whole = _over_tensor_ranks(held, shape, groups, values) if groups.coordinate.pipe == stage else None
-        yield name, _from_stage(whole, stage, shape, groups, every[0])
+            whole = (
+                _over_tensor_ranks(held, like.new_zeros(shape), groups, values)
+                if groups.coordinate.pipe == stage
+                else None
+            )
+        yield name, _from_stage(whole, stage, shape, groups, like)
+
+
+def whole_buffers(
+    names: Sequence[tuple[str, torch.Tensor]], buffers: Mapping[str, torch.Tensor], groups: ParallelGroups
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, value) of the buffers of all stages, on every rank. `names`: each with a tensor of its shape and dtype."""
+    device = next(iter(buffers.values())).device if buffers else torch.device("cpu")
+    stages = _first_stage_with([name for name, _ in names], buffers, groups, device)
+    for (name, like), stage in zip(names, stages, strict=True):
+        held = buffers[name].clone() if groups.coordinate.pipe == stage else None
+        yield name, _from_stage(held, stage, like.shape, groups, torch.empty(0, dtype=like.dtype, device=device))
 
 
 def _over_tensor_ranks(
     held: list[nn.Parameter],
-    shape: torch.Size,
+    whole: torch.Tensor,
     groups: ParallelGroups,
     values: Callable[[nn.Parameter], torch.Tensor | None],
 ) -> torch.Tensor:
+    """Fill `whole`, which is zero, with what the ranks hold of it."""
     found = [values(parameter) for parameter in held]
     shards = [shard_of(parameter) for parameter in held]
     if not shards[0].is_split:
-        return held[0].new_zeros(shape) if found[0] is None else found[0].clone()
-    whole = held[0].new_zeros(shape)
+        return whole if found[0] is None else whole.copy_(found[0])
     for shard, value in zip(shards, found, strict=True):
         if shard.owner and value is not None:
             shard.put(value, whole)
@@ -58,12 +76,12 @@ def _over_tensor_ranks(
 
 
 def _first_stage_with(
-    names: Names, local: dict[str, list[nn.Parameter]], groups: ParallelGroups, device: torch.device
+    names: Sequence[str], local: Container[str], groups: ParallelGroups, device: torch.device
 ) -> list[int]:
     """For each name the first pipeline stage that holds it."""
     if groups.layout.pp == 1:
         return [0] * len(names)
-    here = [groups.coordinate.pipe if name in local else groups.layout.pp for name, _ in names]
+    here = [groups.coordinate.pipe if name in local else groups.layout.pp for name in names]
     first = torch.tensor(here, device=device)
     dist.all_reduce(first, op=dist.ReduceOp.MIN, group=groups.pipe)
     return [int(stage) for stage in first.tolist()]

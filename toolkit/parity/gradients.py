@@ -51,10 +51,11 @@ def _row(
     if found is None or wanted is None or found.shape != wanted.shape:
         return GradientRow(name=name, ratio=float("nan"), cosine=float("nan"), difference=float("inf"))
     a, b = found.astype(np.float64).ravel(), wanted.astype(np.float64).ravel()
+    gap = float(np.linalg.norm(a - b))
     size_a, size_b = float(np.linalg.norm(a)), float(np.linalg.norm(b))
     return GradientRow(
         name=name,
         ratio=size_a / size_b if size_b else (1.0 if not size_a else float("inf")),
         cosine=float(a @ b) / (size_a * size_b) if size_a and size_b else float(size_a == size_b),
-        difference=float(np.linalg.norm(a - b)) / total,
+        difference=gap / total if np.isfinite(gap) else float("inf"),
     )

@@ -1,6 +1,7 @@
 """What `parallel` must agree on with the rest of a recipe, and with the numbers of its model."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from toolkit.batch import Batch
 from toolkit.division import misfits
@@ -9,27 +10,28 @@ from toolkit.families.support import find
 from toolkit.layout import Layout
 from toolkit.recipe import Recipe
 from toolkit.recipe_file.finding import Finding
+from toolkit.recipe_file.ulysses import ulysses_family, ulysses_settings
 from toolkit.shape import ModelShape
 
 
 def placement(recipe: Recipe, world_size: int | None) -> list[Finding]:
     """What cannot run whatever the model is; with `world_size` also what does not fit that many ranks."""
-    return (
-        [*_unavailable(recipe)]
-        or [*_other_engines(recipe, world_size)]
-        or [*_layout_and_batch(recipe, world_size), *_cut_settings(recipe)]
-    )
+    return [*_other_engines(recipe, world_size)] or [
+        *_layout_and_batch(recipe, world_size),
+        *_cut_settings(recipe),
+        *ulysses_settings(recipe),
+    ]
 
 
-def cut_findings(recipe: Recipe, model_type: str | None, shape: ModelShape | None) -> Iterator[Finding]:
-    """What a model's config says against tp, pp and sequence parallelism; less where less of it is known."""
+def cut_findings(recipe: Recipe, config: Mapping[str, Any] | None, shape: ModelShape | None) -> Iterator[Finding]:
+    """What a model's config says against cutting it or its sequences; less where less of it is known."""
     section = recipe.parallel
     if recipe.train.engine != "deepspeed":
         return
-    refused = [*_family(recipe, model_type)]
+    refused = [*_family(recipe, (config or {}).get("model_type")), *ulysses_family(recipe, config)]
     yield from refused
     if shape is not None and not refused:
-        for axis, reason, allowed in misfits(shape, tp=section.tp, pp=section.pp):
+        for axis, reason, allowed in misfits(shape, tp=section.tp, pp=section.pp, ulysses=section.ulysses):
             yield Finding(
                 ("parallel", axis),
                 f"parallel.{axis}={getattr(section, axis)} with model.name_or_path={recipe.model.name_or_path}: "
@@ -60,16 +62,6 @@ def _family(recipe: Recipe, model_type: str | None) -> Iterator[Finding]:
             )
 
 
-def _unavailable(recipe: Recipe) -> Iterator[Finding]:
-    """What this version's engines do not run yet. Delete it here when one of them does."""
-    if recipe.parallel.ulysses > 99:
-        yield Finding(
-            ("parallel", "ulysses"),
-            f"parallel.ulysses={recipe.parallel.ulysses} is not available in this version; sequence_parallel=true with "
-            "tp=2 or more is. Set parallel.ulysses=1.",
-        )
-
-
 def _other_engines(recipe: Recipe, world_size: int | None) -> Iterator[Finding]:
     """Settings of DeepSpeed that another engine would silently ignore. The ZeRO stage has no meaning there."""
     engine, section = recipe.train.engine, recipe.parallel
@@ -78,6 +70,7 @@ def _other_engines(recipe: Recipe, world_size: int | None) -> Iterator[Finding]:
     for field, off, does in (
         ("tp", 1, "cuts a model"),
         ("pp", 1, "cuts a model"),
+        ("ulysses", 1, "shares a sequence"),
         ("sequence_parallel", False, "cuts a sequence"),
         ("offload_optimizer", "none", "offloads"),
         ("offload_params", "none", "offloads"),
@@ -160,17 +153,26 @@ def _cut_settings(recipe: Recipe) -> Iterator[Finding]:
 
 
 def _sequence(recipe: Recipe, shape: ModelShape | None) -> Iterator[Finding]:
-    tp, seq_len = recipe.parallel.tp, recipe.data.seq_len
-    if not recipe.parallel.sequence_parallel or seq_len % tp == 0:
+    """Where ranks take equal parts of a sequence, its length must divide."""
+    tp, ulysses = recipe.parallel.tp, recipe.parallel.ulysses
+    if recipe.parallel.sequence_parallel:
+        yield from _parts(recipe, shape, tp, f"sequence_parallel=true and tp={tp}", "sequence_parallel=false")
+    if ulysses > 1:
+        yield from _parts(recipe, shape, ulysses, f"ulysses={ulysses}", "ulysses=1")
+
+
+def _parts(recipe: Recipe, shape: ModelShape | None, parts: int, given: str, remedy: str) -> Iterator[Finding]:
+    seq_len = recipe.data.seq_len
+    if seq_len % parts == 0:
         return
-    lower, upper = seq_len // tp * tp, (seq_len // tp + 1) * tp
+    lower, upper = seq_len // parts * parts, (seq_len // parts + 1) * parts
     longest = None if shape is None else shape.positions
     near = [str(length) for length in (lower, upper) if length and (longest is None or length <= longest)]
-    remedies = [f"data.seq_len={' or '.join(near)}"] * bool(near) + ["parallel.sequence_parallel=false"]
+    remedies = [f"data.seq_len={' or '.join(near)}"] * bool(near) + [f"parallel.{remedy}"]
     yield Finding(
         ("data", "seq_len"),
-        f"data.seq_len={seq_len} with parallel.sequence_parallel=true and tp={tp}: each rank takes an equal part of a "
-        f"sequence. Set {', or '.join(remedies)}.",
+        f"data.seq_len={seq_len} with parallel.{given}: each rank takes an equal part of a sequence. "
+        f"Set {', or '.join(remedies)}.",
     )
 
 

@@ -1,7 +1,7 @@
 """What fields must agree on: rules between fields of a recipe that each field alone cannot break."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from toolkit.errors import ToolkitError, nearest
@@ -24,15 +24,16 @@ def problems(recipe: Recipe, world_size: int | None = None) -> list[str]:
     return [message for _, message in findings(recipe, world_size)]
 
 
-def cut_problems(recipe: Recipe, model_type: str | None, shape: ModelShape | None) -> list[str]:
+def cut_problems(recipe: Recipe, config: Mapping[str, Any], shape: ModelShape | None) -> list[str]:
     """What keeps a model from being cut as the recipe says, one line each, once its config is known."""
-    return [message for _, message in cut_findings(recipe, model_type, shape)]
+    return [message for _, message in cut_findings(recipe, config, shape)]
 
 
 def findings(recipe: Recipe, world_size: int | None) -> list[Finding]:
     """The same, each with the field that it is about."""
     model = _read_model(recipe)
-    uncuttable = [*cut_findings(recipe, (model.config or {}).get("model_type"), model.shape)]
+    config = model.config and with_overrides(model.config, recipe.model.overrides)
+    uncuttable = [*cut_findings(recipe, config, model.shape)]
     return [
         # How many ranks to launch for tp and pp is no advice where the model does not allow them.
         *placement(recipe, None if uncuttable else world_size),

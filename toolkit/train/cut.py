@@ -18,6 +18,7 @@ from toolkit.parallel.vocabulary import VocabularyShard, vocab_parallel_token_lo
 from toolkit.recipe import Recipe
 from toolkit.train.loss import IGNORE, token_loss_sum
 from toolkit.train.weights import OnLayer
+from toolkit.train.weights.part import persistent_buffers
 
 _GPU_FLOPS_PER_BYTE = 120.0
 """An H100 at 40 % of its bf16 peak of 989 TFLOP/s, with 3.35 TB/s of memory: computed, not measured."""
@@ -29,6 +30,8 @@ class ModelCut:
     anatomy: Anatomy
     names: list[tuple[str, torch.Size]]
     """Every parameter of the whole model, tied ones once."""
+    buffers: list[tuple[str, torch.Tensor]]
+    """The buffers that a state dict of the whole model holds."""
     stage: PipelineStage | None = None
     vocabulary: int
     """Outputs of the head."""
@@ -48,6 +51,7 @@ class ModelCut:
     def begin(self, model: PreTrainedModel) -> None:
         """See ModelPart."""
         self.names = [(name, parameter.shape) for name, parameter in model.named_parameters()]
+        self.buffers = list(persistent_buffers(model))
         # A twin whose buffers are on the meta device too: a forward pass does not mix devices.
         with torch.device("meta"):
             twin = type(model)(copy.deepcopy(model.config))

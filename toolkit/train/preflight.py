@@ -26,7 +26,7 @@ def check_model(recipe: Recipe, device: torch.device, *, trust_remote_code: bool
     Raises a ToolkitError for a model, sequence length, packing, precision or tracker that cannot be.
     """
     config = load_config(recipe.model, trust_remote_code=trust_remote_code)
-    uncuttable = cut_problems(recipe, config.model_type, find_shape(config))
+    uncuttable = cut_problems(recipe, config.to_dict(), find_shape(config))
     if uncuttable:
         raise RecipeError(uncuttable)
     positions = getattr(config, "max_position_embeddings", None)

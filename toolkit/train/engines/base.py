@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from toolkit.errors import NonFiniteError
 from toolkit.train.dropout import DropoutStream
 from toolkit.train.loss import IGNORE, token_loss_sum
+from toolkit.train.weights.part import persistent_buffers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,15 +104,7 @@ class Engine(ABC):
 
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The buffers that a state dict holds."""
-        persistent = {
-            f"{prefix}.{name}" if prefix else name
-            for prefix, module in self.model.named_modules()
-            for name in module._buffers
-            if name not in module._non_persistent_buffers_set
-        }
-        for name, buffer in self.model.named_buffers():
-            if name in persistent:
-                yield name, buffer.detach()
+        yield from persistent_buffers(self.model)
 
     @abstractmethod
     def _logits(self, batch: MicroBatch) -> torch.Tensor:

@@ -94,7 +94,7 @@ class DeepSpeedEngine(DataParallelEngine):
         """See Engine.full_gradients."""
         if self.cut is not None:
             yield from whole_parameters(
-                self.cut.names, self.model.parameters(), self.cut.groups, values=safe_get_full_grad
+                self.cut.names, self.model.parameters(), self.cut.groups, values=safe_get_full_grad, dtype=torch.float32
             )
             return
         for name, parameter in self.model.named_parameters():

@@ -16,7 +16,7 @@ from toolkit.batch import Batch
 from toolkit.errors import NonFiniteError
 from toolkit.layout import Layout
 from toolkit.parallel.deepspeed_pipeline import StagePipeline, StepWithoutUpdate
-from toolkit.parallel.gather import whole_parameters
+from toolkit.parallel.gather import whole_buffers, whole_parameters
 from toolkit.recipe import Recipe
 from toolkit.train.cut import ModelCut
 from toolkit.train.dropout import DropoutStream
@@ -100,10 +100,14 @@ class PipelineEngine(Engine):
         """See Engine.full_parameters."""
         yield from whole_parameters(self.cut.names, self.model.parameters(), self.cut.groups)
 
+    def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See Engine.buffers. A collective call: each stage has those of its own layers."""
+        yield from whole_buffers(self.cut.buffers, dict(super().buffers()), self.cut.groups)
+
     def full_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See Engine.full_gradients."""
         yield from whole_parameters(
-            self.cut.names, self.model.parameters(), self.cut.groups, values=safe_get_full_grad
+            self.cut.names, self.model.parameters(), self.cut.groups, values=safe_get_full_grad, dtype=torch.float32
         )
 
     def _run(self, kind: type[Any], micro_batches: list[MicroBatch]) -> None:

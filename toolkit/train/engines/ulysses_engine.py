@@ -15,8 +15,11 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from toolkit.batch import Batch
 from toolkit.layout import Layout
@@ -51,9 +54,14 @@ class UlyssesEngine(DeepSpeedEngine):
             seq_length=recipe.data.seq_len,
             seq_length_is_variable=False,
         )
+        keep_heads_apart(recipe.model.attn_implementation)
         self.size, self.place = layout.ulysses, int(self._unit.get_sequence_parallel_rank())
         super().__init__(recipe, layout, batch, config, model, device)
         self.dp = gradient_divisor(layout)
+        if isinstance(self.optimizer, BF16_Optimizer):
+            # ZeRO-1 in bf16. It takes the group for a tensor-parallel one, lets its first rank alone count the norm,
+            # and fails on ranks that count nothing. But every rank holds the whole gradient.
+            self.optimizer.mpu = None
 
     def _own_share(self, micro_batch: MicroBatch) -> MicroBatch:
         length = micro_batch.input_ids.shape[1] // self.size
@@ -71,9 +79,27 @@ class UlyssesEngine(DeepSpeedEngine):
         return self._unit
 
 
+def keep_heads_apart(attention: str) -> None:
+    """DeepSpeed's attention returns heads side by side; transformers wants them in a dimension, as GPT-2 needs it."""
+    exchange = ALL_ATTENTION_FUNCTIONS[attention]
+
+    def attend(module: nn.Module, query: torch.Tensor, *arguments: Any, **options: Any) -> tuple[torch.Tensor, Any]:
+        output, weights = exchange(module, query, *arguments, **options)  # query [b, heads, s/u, size]
+        return output.reshape(*output.shape[:2], query.shape[1], -1), weights
+
+    ALL_ATTENTION_FUNCTIONS[attention] = attend
+
+
 def gradient_divisor(layout: Layout) -> int:
-    """The number by which DeepSpeed divides the sum of all ranks' gradients: dp with ZeRO 0 to 2, dp * u with ZeRO 3."""
-    return layout.dp
+    """What DeepSpeed divides the sum of all ranks' gradients by: dp under ZeRO 0, 1 and 2, dp * u under ZeRO 3.
+
+    The others divide by `world size / sequence_parallel_size` (engine.py `_reduce_non_expert_gradients`,
+    stage_1_and_2.py `average_tensor`). ZeRO-3 reduces with `reduce_scatter_coalesced` (stage3.py
+    `__avg_scatter_grads`), which divides by the size of its group, and that has all ranks; with reduce_scatter=false it
+    would divide as the others do, but only buckets that are not too full, so the DeepSpeed config must not switch it
+    off. Adam hides such a factor, and the norm and SGD do not.
+    """
+    return layout.world_size if layout.zero_stage == 3 else layout.dp
 
 
 def complete(config: PretrainedConfig) -> PretrainedConfig:

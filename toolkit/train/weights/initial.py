@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from toolkit.errors import ModelError
 from toolkit.parallel.shard import RUN, runs, set_source
@@ -101,10 +102,12 @@ class _Draw:
             if parameter.is_meta:
                 fresh = fresh or parameter not in self.real
                 self._replace(module, key)
-        if fresh or not (direct or is_elsewhere(module)):
+        if fresh or not (direct or is_elsewhere(module) or _is_all_elsewhere(module)):
             # Only a module whose weights are all here may draw: a tied one would draw a second time.
             _seed("initial weights", self.seed, name)
             owner._init_weights(module)
+            if isinstance(module, Conv1D) and _is_unset(module.weight):
+                nn.init.normal_(module.weight, std=0.02)  # as its constructor: OpenAI GPT leaves it at that
 
     def _replace(self, module: nn.Module, key: str) -> None:
         """Put a real parameter in the place of a meta one, the same one wherever it is tied to."""
@@ -136,6 +139,11 @@ def shared_parameters(model: nn.Module) -> set[nn.Parameter]:
     """The parameters that stand in several places."""
     counts = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
     return {parameter for parameter, count in counts.items() if count > 1}
+
+
+def _is_all_elsewhere(module: nn.Module) -> bool:
+    """Whether other stages own all the parameters that the module and those inside it had."""
+    return next(module.parameters(), None) is None and any(is_elsewhere(inner) for inner in module.modules())
 
 
 def _is_unset(parameter: nn.Parameter) -> bool:

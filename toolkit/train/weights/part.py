@@ -1,6 +1,6 @@
 """What a rank keeps of a model, as those see it who fill it with weights."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch
@@ -60,3 +60,16 @@ def cast(module: nn.Module, dtype: torch.dtype) -> None:
     for parameter in module.parameters():
         if parameter.is_floating_point() and not parameter.is_meta and not hasattr(parameter, "ds_id"):
             parameter.data = parameter.data.to(dtype)
+
+
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The buffers that a state dict holds, by name."""
+    persistent = {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules()
+        for name in module._buffers
+        if name not in module._non_persistent_buffers_set
+    }
+    for name, buffer in model.named_buffers():
+        if name in persistent:
+            yield name, buffer.detach()

@@ -1,0 +1,233 @@
+"""Ranks that share sequences (DeepSpeed-Ulysses) train what one plain PyTorch process trains."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from toolkit.families.tiny import tiny_config
+from toolkit.layout import Layout
+from toolkit.parity import Tolerance, compare, gradient_rows, gradient_table, whole_difference
+from toolkit.recipe_file.ulysses import VERIFIED
+from toolkit.train.engines import ulysses_engine
+from toolkit.train.engines.base import Engine, MicroBatch
+from toolkit.train.loss import IGNORE
+from toolkit.train.trial import Trial, run_trial
+
+MakeRecipe = Callable[..., Any]
+Ranks = Callable[..., list[Any]]
+
+BOUND = 1e-6
+ACTIVE_CLIP = 0.2
+"""Below every gradient norm of these runs, so that each step is clipped; a test checks that."""
+GLOBAL_BATCH = 8
+ACCUMULATION = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One way to train the same steps. `kv`: key-value heads, of 4 heads."""
+
+    u: int
+    dp: int = 1
+    zero: int
+    optimizer: str
+    packing: str
+    kv: int = 2
+    extra: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        words = [f"u{self.u}-dp{self.dp}-z{self.zero}", self.optimizer, self.packing, f"kv{self.kv}"]
+        return "-".join([*words, *(name for name, _ in self.extra)])
+
+    def changes(self) -> dict[str, Any]:
+        return self.mathematics() | {
+            "batch": {"global_size": GLOBAL_BATCH, "micro_size": GLOBAL_BATCH // (self.dp * ACCUMULATION)},
+            "parallel": {"ulysses": self.u, "zero_stage": self.zero, **dict(self.extra)},
+        }
+
+    def mathematics(self) -> dict[str, Any]:
+        small = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96, "vocab_size": 321}
+        adam = self.optimizer == "adamw"
+        return {
+            "model": {"name_or_path": "llama-tiny", "overrides": small | {"num_key_value_heads": self.kv}},
+            "data__packing": self.packing,
+            "optimizer": {"name": self.optimizer, "lr": 3e-4 if adam else 0.1, "weight_decay": 0.1},
+            "train": {"steps": 10, "seed": 1, "grad_clip": ACTIVE_CLIP, "eval_every": 10, "eval_samples": 11},
+        }
+
+
+CELLS = [
+    Cell(u=2, zero=0, optimizer="sgd", packing="padded", kv=1),
+    Cell(u=2, zero=1, optimizer="adamw", packing="padded"),
+    Cell(u=2, zero=2, optimizer="sgd", packing="packed", extra=(("offload_optimizer", "cpu"),)),
+    Cell(u=2, zero=3, optimizer="sgd", packing="padded", extra=(("recompute", "full"),)),
+    Cell(u=2, zero=3, optimizer="adamw", packing="packed", extra=(("offload_optimizer", "cpu"),)),
+    Cell(u=2, dp=2, zero=0, optimizer="adamw", packing="packed"),
+    Cell(u=2, dp=2, zero=1, optimizer="sgd", packing="padded", extra=(("recompute", "full"),)),
+    Cell(u=2, dp=2, zero=2, optimizer="adamw", packing="padded", kv=1),
+    Cell(u=2, dp=2, zero=3, optimizer="sgd", packing="padded", kv=1),
+    Cell(u=4, zero=0, optimizer="sgd", packing="padded"),
+    Cell(u=4, zero=1, optimizer="sgd", packing="padded", kv=1),
+    Cell(u=4, zero=2, optimizer="adamw", packing="padded"),
+    Cell(u=4, zero=3, optimizer="adamw", packing="padded", kv=1),
+]
+
+
+@pytest.fixture(scope="module")
+def reference(make_recipe: MakeRecipe, ranks: Ranks) -> Callable[[Cell], Trial]:
+    """The oracle of a cell; each runs once."""
+    known: dict[str, Trial] = {}
+
+    def of(cell: Cell) -> Trial:
+        key = repr(cell.mathematics())
+        if key not in known:
+            batch = {"global_size": GLOBAL_BATCH, "micro_size": GLOBAL_BATCH}
+            changes = cell.mathematics() | {"batch": batch, "train__engine": "reference"}
+            known[key] = ranks(run_trial, 1, make_recipe(**changes))[0]
+        return known[key]
+
+    return of
+
+
+def bits(engine: Engine) -> list[bytes]:
+    """What this rank holds of each parameter: the same on every rank, where ZeRO-3 does not shard."""
+    whole = [p.detach() for p in engine.model.parameters() if not hasattr(p, "ds_tensor")]
+    return [value.contiguous().view(torch.uint8).numpy().tobytes() for value in whole]
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_shared_sequences_train_what_one_process_trains(
+    cell: Cell, reference: Callable[[Cell], Trial], make_recipe: MakeRecipe, ranks: Ranks
+) -> None:
+    baseline = reference(cell)
+    trials = ranks(run_trial, cell.u * cell.dp, make_recipe(**cell.changes()), bits, timeout_seconds=300)
+    assert_the_same(trials[0], baseline)
+    assert all(trial.seen == trials[0].seen for trial in trials)
+    assert min(baseline.curve.grad_norms) > ACTIVE_CLIP
+
+
+def assert_the_same(trial: Trial, baseline: Trial) -> None:
+    rows = gradient_rows(trial.first_gradients, baseline.first_gradients)
+    report = compare(trial.curve, baseline.curve, Tolerance.fp32())
+    assert rows[0].difference <= BOUND, "\n" + gradient_table(rows)
+    assert report.passed, str(report)
+    assert whole_difference(trial.parameters, baseline.parameters) <= BOUND
+    assert trial.eval_loss == (baseline.eval_loss and pytest.approx(baseline.eval_loss, rel=BOUND))
+
+
+@pytest.mark.parametrize("family", VERIFIED)
+def test_a_family_trains_what_one_process_trains(
+    family: str, tmp_path: Path, make_recipe: MakeRecipe, ranks: Ranks
+) -> None:
+    windows = {"sliding_window": None} if hasattr(tiny_config(family), "sliding_window") else {}
+    config = tiny_config(family, vocab_size=321, **windows)
+    config.save_pretrained(tmp_path)
+    dropout = {name: 0.0 for name, value in config.to_dict().items() if "drop" in name and isinstance(value, float)}
+    changes = {
+        "model": {"name_or_path": str(tmp_path), "overrides": dropout},
+        "optimizer": {"name": "sgd", "lr": 0.1},
+        "schedule": {"name": "constant"},
+        "train": {"steps": 2, "seed": 1, "grad_clip": ACTIVE_CLIP},
+        "batch": {"global_size": 4, "micro_size": 4},
+    }
+    baseline = ranks(run_trial, 1, make_recipe(**changes, train__engine="reference"))[0]
+    shared = make_recipe(**changes, parallel={"ulysses": 2, "zero_stage": 2})
+    assert_the_same(ranks(run_trial, 2, shared, timeout_seconds=300)[0], baseline)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_bf16_gradients_have_the_size_of_those_of_one_rank(stage: int, make_recipe: MakeRecipe, ranks: Ranks) -> None:
+    cell = Cell(u=2, zero=stage, optimizer="sgd", packing="padded")
+    changes = cell.changes() | {"precision": "bf16", "train__steps": 3}
+    shared = ranks(run_trial, 2, make_recipe(**changes), timeout_seconds=300)[0]
+    alone = ranks(run_trial, 1, make_recipe(**changes | {"parallel": {"zero_stage": stage}}))[0]
+    assert shared.curve.losses == pytest.approx(alone.curve.losses, rel=1e-3)
+    assert shared.curve.grad_norms == pytest.approx(alone.curve.grad_norms, rel=1e-2)
+    rows = gradient_rows(shared.first_gradients, alone.first_gradients)
+    assert rows[0].difference < 0.02, "\n" + gradient_table(rows)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_wrong_divisor_is_caught(
+    stage: int,
+    reference: Callable[[Cell], Trial],
+    make_recipe: MakeRecipe,
+    ranks: Ranks,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """DeepSpeed's ZeRO-3 divides gradients by another number than its other stages do; Adam alone would hide it."""
+    right = ulysses_engine.gradient_divisor
+    factor = 0.5 if stage == 3 else 2.0
+    monkeypatch.setattr(ulysses_engine, "gradient_divisor", lambda layout: right(layout) * factor)
+    cell = Cell(u=2, zero=stage, optimizer="adamw", packing="padded")
+    trial = ranks(run_trial, 2, make_recipe(**cell.changes()), timeout_seconds=300)[0]
+    report = compare(trial.curve, reference(cell).curve, Tolerance.fp32())
+    rows = gradient_rows(trial.first_gradients, reference(cell).first_gradients)
+    assert report.first_diverging_step == 1
+    assert [row.ratio for row in rows] == pytest.approx([factor] * len(rows), rel=1e-5)
+
+
+def test_positions_of_the_slice_alone_are_caught(
+    reference: Callable[[Cell], Trial], make_recipe: MakeRecipe, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    share = ulysses_engine.UlyssesEngine._own_share
+
+    def from_zero(engine: Any, micro_batch: MicroBatch) -> MicroBatch:
+        own = share(engine, micro_batch)
+        assert own.position_ids is not None
+        own.position_ids.sub_(own.position_ids[:, :1].clone())
+        return own
+
+    monkeypatch.setattr(ulysses_engine.UlyssesEngine, "_own_share", from_zero)
+    cell = Cell(u=2, zero=1, optimizer="adamw", packing="padded")
+    trial = ranks(run_trial, 2, make_recipe(**cell.changes()), timeout_seconds=300)[0]
+    assert compare(trial.curve, reference(cell).curve, Tolerance.fp32()).first_diverging_step == 1
+
+
+def test_the_divisor_counts_shared_sequences_under_zero_3_alone() -> None:
+    divisors = [ulysses_engine.gradient_divisor(Layout(dp=3, ulysses=2, zero_stage=stage)) for stage in range(4)]
+    assert divisors == [3, 3, 3, 6]
+
+
+def shares(engine: Any) -> list[MicroBatch]:
+    """What this rank takes of a micro-batch of two samples of 32 tokens, whose last three labels do not count."""
+    tokens = torch.arange(64).reshape(2, 32)
+    labels = tokens + 1
+    labels[:, -3:] = IGNORE
+    return [engine._own_share(MicroBatch(input_ids=tokens, labels=labels, dropout_seed=seed)) for seed in (3, 4)]
+
+
+def test_ranks_take_consecutive_slices_and_own_random_streams(make_recipe: MakeRecipe, ranks: Ranks) -> None:
+    cell = Cell(u=2, dp=2, zero=1, optimizer="sgd", packing="packed")
+    trials = ranks(run_trial, 4, make_recipe(**cell.changes() | {"train__steps": 1}), shares, timeout_seconds=300)
+    for replica in (trials[:2], trials[2:]):
+        first, second = (trial.seen[0] for trial in replica)
+        whole = {
+            name: torch.cat([getattr(first, name), getattr(second, name)], dim=1)
+            for name in ("input_ids", "labels", "position_ids")
+        }
+        assert whole["input_ids"].flatten().tolist() == list(range(64))
+        assert whole["position_ids"].tolist() == [list(range(32))] * 2
+        assert (whole["labels"] == IGNORE).sum() == 6
+    assert len({share.dropout_seed for trial in trials[:2] for share in trial.seen}) == 4
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_dropout_is_the_same_in_a_second_run_recomputed_or_not(
+    recompute: str, make_recipe: MakeRecipe, ranks: Ranks
+) -> None:
+    drops = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
+
+    def curve(overrides: dict[str, float], recompute: str) -> Any:
+        recipe = make_recipe(parallel={"ulysses": 2, "recompute": recompute}, train__steps=3)
+        model = recipe.model.model_copy(update={"overrides": recipe.model.overrides | overrides})
+        return ranks(run_trial, 2, recipe.model_copy(update={"model": model}), timeout_seconds=300)[0].curve
+
+    dropped = curve(drops, "none")
+    assert curve(drops, recompute).losses == dropped.losses
+    if recompute == "none":
+        assert curve(dict.fromkeys(drops, 0.0), "none").losses != dropped.losses
