@@ -8,16 +8,15 @@ first input and nothing else is handed from layer to layer: no trained tensor re
 
 import textwrap
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from toolkit.errors import ModelError
+from toolkit.families.tracing import traceable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +145,7 @@ class _Record:
         try:
             device = next(self.model.parameters()).device
             ids = torch.zeros(2, 4, dtype=torch.long, device=device)
-            with torch.enable_grad(), _YesToAll(), _evaluating(self.model), _traceable_experts(self.model):
+            with torch.enable_grad(), traceable(self.model):
                 self.model(input_ids=ids, use_cache=False)
         finally:
             for handle in handles:
@@ -186,20 +185,6 @@ class _Record:
         return note
 
 
-class _YesToAll(TorchDispatchMode):
-    """Meta tensors have no values; a model that asks one ("are all positions consecutive?") hears yes.
-
-    One that asks where (as for the tokens of an expert) hears nowhere.
-    """
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
-            return True if args[0].dtype == torch.bool else 1
-        if func is torch.ops.aten.nonzero.default and args[0].is_meta:
-            return args[0].new_empty((0, args[0].dim()), dtype=torch.long)
-        return func(*args, **(kwargs or {}))
-
-
 def hidden_argument(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> torch.Tensor:
     """The hidden state among the arguments of a layer or block: the first one, or the one of that name."""
     value: torch.Tensor = arguments[0] if arguments else keywords["hidden_states"]
@@ -220,29 +205,6 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, tuple | list):
         for inner in value:
             yield from _tensors(inner)
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """No dropout, no layer left out by chance, no checkpointing; afterwards every module is as it was."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
-
-
-@contextmanager
-def _traceable_experts(model: PreTrainedModel) -> Iterator[None]:
-    """Experts in the one form whose shapes do not depend on values, so that it runs on the meta device."""
-    before = model.get_experts_implementation()
-    model.set_experts_implementation("batched_mm")
-    try:
-        yield
-    finally:
-        model.set_experts_implementation(before)
 
 
 class UncuttableError(ModelError):

@@ -17,7 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
 from toolkit.errors import LayoutError
-from toolkit.families.anatomy import Anatomy, _evaluating, _traceable_experts, _YesToAll
+from toolkit.families.anatomy import Anatomy
+from toolkit.families.tracing import traceable
 
 CPU_FLOPS_PER_BYTE = 3.0
 """FLOP/s that a decoder layer reaches, norms and activations included, by bytes/s of memory: measured in fp32 on one
@@ -69,7 +70,7 @@ def count_costs(
     handles.append(layers[-1].register_forward_hook(mark))
     try:
         ids = torch.zeros(1, seq_len, dtype=torch.long, device=next(model.parameters()).device)
-        with torch.no_grad(), _YesToAll(), _evaluating(model), _traceable_experts(model), counter:
+        with torch.no_grad(), traceable(model), counter:
             logits = model(input_ids=ids, use_cache=False).logits
     finally:
         for handle in handles:
