@@ -38,7 +38,7 @@ from toolkit.train.launch import quiet
 TARGET = 1.25
 LAYERS, HIDDEN = 6, 384
 SEQ_LEN, MICRO, ACCUMULATION = 256, 2, 8
-STEPS, WARMUP = 6, 2
+STEPS, WARMUP = 3, 1
 
 
 def main() -> None:
