@@ -69,6 +69,7 @@ def main(argv: list[str]) -> None:
                 title=f"{recipe.model.name_or_path}, {recipe.strategy(layout)}",
                 held_out=[(metrics.step, metrics.eval_loss) for metrics in history if metrics.eval_loss is not None],
                 unigram_entropy=corpus.unigram_entropy,
+                entropy_rate=corpus.loss_floor(recipe.data.packing),
             )
         trackers.finish()
         run.close()

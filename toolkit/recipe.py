@@ -65,8 +65,9 @@ class DataSection(Section):
     """Which text, how it becomes tokens, and how tokens become samples."""
 
     source: Text = "stdlib"
-    """`stdlib` (the source code of the running Python's standard library), a file, directory or glob of text, JSONL
-    (plain, .gz, .zst) or Parquet, a saved dataset, or the name of a dataset for `datasets.load_dataset`."""
+    """`stdlib` (the source code of the running Python's standard library), `markov` (letters of a Markov chain of known
+    entropy rate, for `bpe-257`), a file, directory or glob of text, JSONL (plain, .gz, .zst) or Parquet, a saved
+    dataset, or the name of a dataset for `datasets.load_dataset`."""
     subset: Text | None = None
     """Configuration name of a `datasets` dataset."""
     split: Text = "train"
@@ -74,7 +75,8 @@ class DataSection(Section):
     text_field: Text = "text"
     """The column or key that holds the text of a document."""
     tokenizer: Text = "bpe-4096"
-    """A Hugging Face tokenizer directory or hub name; `bpe-N` trains a byte-level BPE of N entries on the corpus."""
+    """A Hugging Face tokenizer directory or hub name; `bpe-N` trains a byte-level BPE of N entries on the corpus;
+    `bpe-257` has no merges, and so a token for each byte."""
     seq_len: PositiveInt
     """Tokens in a sample."""
     packing: Literal["packed", "isolated", "padded"] = "packed"

@@ -197,6 +197,7 @@ def test_a_source_that_changes_meanwhile_is_refused(text, monkeypatch):
 class Changing:
     def __init__(self, source: sources.Source, fingerprint: str) -> None:
         self.pieces, self.size_bytes, self.fingerprint = source.pieces, source.size_bytes, fingerprint
+        self.entropy_rate = source.entropy_rate
 
 
 @pytest.mark.parametrize("name", ["train.bin", "meta.json", "eval_documents.npy"])

@@ -90,7 +90,7 @@ def test_what_is_not_finite_is_null_in_json() -> None:
 @pytest.mark.parametrize("count", [1, 2, 500])
 def test_a_plot_is_a_png_of_its_size(tmp_path: Path, count: int) -> None:
     losses = [8 - i / count for i in range(count)]
-    plot_loss(tmp_path / "loss.png", losses, title="t", held_out=[(1, 7.9)], unigram_entropy=6.0)
+    plot_loss(tmp_path / "loss.png", losses, title="t", held_out=[(1, 7.9)], unigram_entropy=6.0, entropy_rate=1.5)
     data = (tmp_path / "loss.png").read_bytes()
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
     assert (int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")) == (1600, 900)

@@ -69,7 +69,7 @@ def _data(section: DataSection) -> Iterator[Finding]:
 def _ignored_by_source(source: str) -> tuple[str, ...]:
     """The fields of `data` that have no meaning for a source, as far as a look at the file system tells."""
     path = os.path.expanduser(source)
-    if source == "stdlib":
+    if source in ("stdlib", "markov"):
         return ("subset", "split", "text_field")
     if os.path.isdir(path):
         has_splits = os.path.isfile(os.path.join(path, "dataset_dict.json"))

@@ -18,6 +18,9 @@ _PRECISIONS = {
     "fsdp": ("fp32", "bf16"),
 }
 
+_BYTES = "bpe-257"
+"""The byte-level BPE without merges: 256 bytes and the end-of-text token."""
+
 
 def problems(recipe: Recipe, world_size: int | None = None) -> list[str]:
     """Every contradiction between fields, one line each; with `world_size` also what does not fit that many ranks."""
@@ -42,6 +45,7 @@ def findings(recipe: Recipe, world_size: int | None) -> list[Finding]:
         *without_effect(recipe),
         *_schedule(recipe),
         *_validation(recipe),
+        *_symbols(recipe),
         *_model(recipe, model),
         *_shape(recipe, model.shape),
     ]
@@ -81,6 +85,17 @@ def _validation(recipe: Recipe) -> Iterator[Finding]:
             ("train", "eval_every"),
             f"train.eval_every={recipe.train.eval_every} with data.eval_fraction=0: no text is held out for the "
             "validation. Set data.eval_fraction=0.01, or train.eval_every=0.",
+        )
+
+
+def _symbols(recipe: Recipe) -> Iterator[Finding]:
+    """The entropy rate of a Markov chain is known for its letters, not for what a BPE would merge them into."""
+    name = recipe.data.tokenizer
+    if recipe.data.source == "markov" and re.fullmatch(r"bpe-\d+", name) and name != _BYTES:
+        yield Finding(
+            ("data", "tokenizer"),
+            f"data.tokenizer={name} with data.source=markov: a token must be one letter, else the entropy rate of the "
+            f"tokens is not known. Set data.tokenizer={_BYTES}: a token is a byte.",
         )
 
 

@@ -1,4 +1,4 @@
-"""loss.png: the loss of every step, its running mean, the validation loss, and the entropy of single tokens."""
+"""loss.png: the loss of every step, its running mean, the validation loss, and between which entropies they lie."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +16,7 @@ def plot_loss(
     title: str,
     held_out: Sequence[tuple[int, float]] = (),
     unigram_entropy: float | None = None,
+    entropy_rate: float | None = None,
 ) -> None:
     """Write a PNG of 1600 x 900 pixels. `losses` are nats per token of steps 1, 2, …; `held_out` (step, loss)."""
     figure = Figure(figsize=(8, 4.5), dpi=200, layout="constrained")
@@ -34,8 +35,9 @@ def plot_loss(
         axes.plot(
             *zip(*held_out, strict=True), color=_HELD_OUT, marker="o", markersize=4, linewidth=1.5, label="held out"
         )
-    if unigram_entropy is not None:
-        axes.axhline(unigram_entropy, color=_INK, linewidth=1, linestyle=(0, (4, 3)), label="unigram entropy")
+    for label, nats, dashes in (("unigram entropy", unigram_entropy, (4, 3)), ("entropy rate", entropy_rate, (1, 2))):
+        if nats is not None:
+            axes.axhline(nats, color=_INK, linewidth=1, linestyle=(0, dashes), label=label)
     axes.set_title(title, loc="left", fontsize=11, color=_INK)
     axes.set_xlabel("step")
     axes.set_ylabel("loss (nats per token)")

@@ -79,10 +79,12 @@ def show_summary(
     rate = format_count(sum(metrics.tokens for metrics in history) / seconds)
     held_out = f", held-out {last.eval_loss:.4f}" if last.eval_loss is not None else ""
     peak = format_bytes(last.memory_bytes)
+    floor = corpus.loss_floor(recipe.data.packing)
     progress.table(
         [
             ("loss", f"{history[0].loss:.4f} -> {last.loss:.4f}{held_out}"),
             ("entropy", f"{corpus.unigram_entropy:.4f}, the loss of a model that knows token frequencies only"),
+            *([] if floor is None else [("floor", f"{floor:.4f}, the entropy rate: the best loss on unseen text")]),
             ("speed", f"{rate} tokens/s, {format_duration(seconds)} of training, peak memory {peak} on rank 0"),
             ("model", f"{run.path / 'model'}, which AutoModelForCausalLM.from_pretrained loads"),
             ("curve", f"{run.path / 'loss.png'}"),

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from toolkit.errors import DataError
 from toolkit.recipe import DataSection
 from toolkit.train.data import tokenizer as tokenizers
+from toolkit.train.data.markov import EntropyRate
 from toolkit.train.data.pool import encode_pieces
 from toolkit.train.data.sources import Source
 from toolkit.train.data.split import held_out
@@ -51,6 +52,8 @@ def build(
         raise DataError(f"data.source={section.source} has no text: every document is empty. Check data.source.")
     segment_ends, is_eval = held_out(ends, section.eval_fraction, name=section.source)
     stream = np.memmap(whole, dtype=job.dtype, mode="r")
+    if source.entropy_rate is not None:
+        _check_symbols(section, source.entropy_rate, stream, symbols=text_bytes + len(ends))
     for name, wanted in (("train", ~is_eval), ("eval", is_eval)):
         _copy(stream, segment_ends, wanted, folder / f"{name}.bin")
         lengths = np.diff(segment_ends, prepend=0)[wanted]
@@ -68,7 +71,19 @@ def build(
         "text_bytes": text_bytes,
         "unigram_entropy": _entropy(folder / "train.bin", job.dtype, vocab_size),
     }
+    if source.entropy_rate is not None:
+        meta["entropy_rate"] = source.entropy_rate.stream
+        meta["entropy_rate_in_documents"] = source.entropy_rate.in_documents
     (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
+
+
+def _check_symbols(section: DataSection, rate: EntropyRate, stream: NDArray[np.uint16], *, symbols: int) -> None:
+    """Raise DataError unless each token is one symbol of the source: its entropy rate is that of its symbols."""
+    if len(stream) != symbols or len(np.unique(stream)) != rate.states:
+        raise DataError(
+            f"data.tokenizer={section.tokenizer} with data.source={section.source}: a token must be one letter, else "
+            "the entropy rate of the tokens is not known. Set data.tokenizer=bpe-257: a token is a byte."
+        )
 
 
 def _write(pieces: Iterator[EncodedPiece], path: Path) -> tuple[NDArray[np.int64], int]:

@@ -2,6 +2,7 @@
 
 data.source                                       what it is
 stdlib                                            the running Python's standard library, a document a .py file
+markov                                            letters drawn from a Markov chain, whose entropy rate is known
 corpus.txt, notes.md, …                           text: one document a file
 crawl.jsonl, crawl.jsonl.gz, crawl.jsonl.zst      one JSON object a line, its text under data.text_field
 crawl.parquet                                     a row a document
@@ -25,6 +26,7 @@ from typing import Any, Protocol
 from toolkit.errors import DataError
 from toolkit.recipe import DataSection
 from toolkit.train.data import compressed
+from toolkit.train.data.markov import EntropyRate, MarkovSource
 from toolkit.train.data.pieces import (
     PIECE_BYTES,
     JsonBlock,
@@ -68,6 +70,11 @@ class Source(Protocol):
         """About how much there is, in the unit of `Piece.size_bytes`."""
         ...
 
+    @property
+    def entropy_rate(self) -> EntropyRate | None:
+        """Of the stream of its tokens, where that is known."""
+        ...
+
     def pieces(self) -> Iterator[Piece]:
         """All documents, in order, one piece at a time. Raises DataError for what cannot be read."""
         ...
@@ -78,6 +85,8 @@ def open_source(section: DataSection) -> Source:
     name = section.source
     if name == "stdlib":
         return FileSource.stdlib()
+    if name == "markov":
+        return MarkovSource()
     path = Path(name).expanduser()
     if path.is_dir():
         if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
@@ -96,6 +105,8 @@ def open_source(section: DataSection) -> Source:
 
 class FileSource:
     """Files below a root, in sorted order."""
+
+    entropy_rate = None
 
     def __init__(
         self,
@@ -200,6 +211,8 @@ class FileSource:
 class DatasetSource:
     """Rows of a `datasets.Dataset`."""
 
+    entropy_rate = None
+
     def __init__(self, dataset: Any, section: DataSection) -> None:
         if section.text_field not in dataset.column_names:
             raise DataError(no_text_field(f"data.source={section.source}", section.text_field, dataset.column_names))
@@ -239,7 +252,7 @@ class DatasetSource:
         except Exception as error:
             raise DataError(
                 f"data.source={section.source} is neither a path here nor a dataset that could be loaded: "
-                f"{_first_line(error)} Give a file, a directory, a glob, stdlib, or the name of a dataset."
+                f"{_first_line(error)} Give a file, a directory, a glob, stdlib, markov, or the name of a dataset."
             ) from None
         return cls(loaded, section)
 

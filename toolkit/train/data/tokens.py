@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Split = Literal["train", "eval"]
+Packing = Literal["packed", "isolated", "padded"]
 SPLITS: tuple[Split, ...] = ("train", "eval")
 Tokens = NDArray[np.uint16] | NDArray[np.uint32]
 
@@ -62,12 +63,22 @@ class TokenCorpus:
     """UTF-8 bytes of all the text, held-out text included."""
     unigram_entropy: float
     """Of the training tokens, in nats: the loss of a model that knows frequencies and nothing else."""
+    entropy_rate: float | None = None
+    """Of the stream of tokens, in nats per token, where it is known (see `toolkit.train.data.markov`)."""
+    entropy_rate_in_documents: float | None = None
+    """The same without the first token of each document."""
 
     @property
     def contents(self) -> str:
         """What is in it, wherever it lies: equal for equal text and tokenizer."""
         facts = (self.train_tokens, self.eval_tokens, self.train_documents, self.eval_documents, self.text_bytes)
         return repr((*facts, self.tokenizer_vocab_size, self.eos_id, self.unigram_entropy))
+
+    def loss_floor(self, packing: Packing) -> float | None:
+        """The lowest loss that can be expected on unseen text, where it is known. Documents that do not see each other
+        have no target for their first token.
+        """
+        return self.entropy_rate if packing == "packed" else self.entropy_rate_in_documents
 
     @property
     def tokenizer_dir(self) -> Path:
