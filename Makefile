@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 CPU := DS_ACCELERATOR=cpu OMP_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-gpu check format bench docs generate families clean
+.PHONY: help setup demo test test-all test-gpu check format bench docs generate golden families clean
 
 help: ## What the targets do
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -48,6 +48,9 @@ generate: setup ## Write the generated files: ds_configs/, the JSON Schema, the 
 
 families: setup ## Check every Hugging Face family again; writes toolkit/families/support.json (minutes)
 	$(CPU) $(BIN)/python docs/generate_families.py
+
+golden: setup ## Write the golden curves of tests/parity/golden again; the commit says why they changed
+	$(CPU) $(BIN)/python tests/parity/golden_curves.py
 
 bench: setup ## All benchmarks, each a table of ratios
 	for b in benchmarks/*.py; do $(CPU) $(BIN)/python $$b || exit 1; done
