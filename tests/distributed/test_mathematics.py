@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from toolkit.parity import LossCurve, Tolerance, compare
+from toolkit.parity import LossCurve, Tolerance, Trial, compare
 from toolkit.recipe import Recipe
 from toolkit.train.data import samples
 from toolkit.train.engines import base, deepspeed_engine
 from toolkit.train.engines.base import DataParallelEngine
 from toolkit.train.loss import IGNORE, token_loss_sum
-from toolkit.train.trial import Trial, run_trial
+from toolkit.train.trial import run_trial
 
 Make = Callable[..., Recipe]
 Ranks = Callable[..., list[Any]]

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from toolkit.parity import LossCurve, Tolerance, compare
+from toolkit.parity import LossCurve, Tolerance, Trial, compare
 from toolkit.recipe import Recipe
-from toolkit.train.trial import Trial, run_trial
+from toolkit.train.trial import run_trial
 
 Make = Callable[..., Recipe]
 Ranks = Callable[..., list[Any]]

@@ -7,10 +7,9 @@ import pytest
 import torch
 from parallel_cells import ACTIVE_CLIP, ParallelCell, all_cells, covering_subset
 from transformers.pytorch_utils import Conv1D
-from verdict import Verdict, copies
 
-from toolkit.parity import Tolerance, compare
-from toolkit.train.trial import Trial, run_trial
+from toolkit.parity import Tolerance, Trial, Verdict, compare
+from toolkit.train.trial import run_trial
 
 CELLS = all_cells()
 DAILY = set(covering_subset(CELLS))
@@ -43,8 +42,8 @@ def test_a_layout_trains_what_one_process_trains(
     record_property: Callable[[str, object], None],
 ) -> None:
     baseline = reference(cell)
-    trials: list[Trial] = ranks(run_trial, cell.ranks, make_recipe(**cell.changes()), copies, timeout_seconds=400)
-    verdict = Verdict.of(trials, baseline)
+    trials: list[Trial] = ranks(run_trial, cell.ranks, make_recipe(**cell.changes()), timeout_seconds=400)
+    verdict = Verdict.of(trials[0], baseline)
     for name, value in (
         ("loss", verdict.report.max_loss_difference),
         ("norm", verdict.report.max_norm_difference),
@@ -92,8 +91,8 @@ def test_other_families_train_what_one_process_trains(
     }
     baseline = ranks(run_trial, 1, make_recipe(**changes, train__engine="reference"))[0]
     size = parallel.get("tp", 1) * parallel.get("pp", 1)
-    trials = ranks(run_trial, size, make_recipe(**changes, parallel=parallel), copies, timeout_seconds=300)
-    Verdict.of(trials, baseline).check()
+    trials = ranks(run_trial, size, make_recipe(**changes, parallel=parallel), timeout_seconds=300)
+    Verdict.of(trials[0], baseline).check()
 
 
 def _with_split_sums(recipe: Any, parts: int) -> Trial:

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from cells import ACTIVE_CLIP, Cell, all_cells, covering_subset
 
-from toolkit.parity import Tolerance, compare, parameter_differences, whole_difference
-from toolkit.train.trial import Trial, run_trial
+from toolkit.parity import Tolerance, Trial, compare, parameter_differences, whole_difference
+from toolkit.train.trial import run_trial
 
 CELLS = all_cells()
 DAILY = set(covering_subset(CELLS))

@@ -10,12 +10,12 @@ import torch
 
 from toolkit.families.tiny import tiny_config
 from toolkit.layout import Layout
-from toolkit.parity import Tolerance, compare, gradient_rows, gradient_table, whole_difference
+from toolkit.parity import Tolerance, Trial, compare, gradient_rows, gradient_table, whole_difference
 from toolkit.recipe_file.ulysses import VERIFIED
 from toolkit.train.engines import ulysses_engine
 from toolkit.train.engines.base import Engine, MicroBatch
 from toolkit.train.loss import IGNORE
-from toolkit.train.trial import Trial, run_trial
+from toolkit.train.trial import run_trial
 
 MakeRecipe = Callable[..., Any]
 Ranks = Callable[..., list[Any]]

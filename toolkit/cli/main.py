@@ -19,6 +19,8 @@ COMMANDS = {
     "demo": ("toolkit.cli.demo", "Train a small GPT-2 here in a few minutes, and look at it."),
     "train": ("toolkit.cli.train", "Train a recipe on this machine's ranks."),
     "sample": ("toolkit.cli.sample", "Let a trained model write."),
+    "compare": ("toolkit.cli.compare", "Prove that a parallel run trains the same, or say why it does not."),
+    "report": ("toolkit.cli.report", "Write a page of plots and numbers about runs."),
     "validate": ("toolkit.cli.validate", "Check recipes without running them."),
     "config": ("toolkit.cli.config", "Print the DeepSpeed JSON of a recipe."),
     "families": ("toolkit.cli.families", "Print which Hugging Face families can be cut, and why not."),

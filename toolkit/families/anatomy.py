@@ -46,7 +46,7 @@ def examine(model: PreTrainedModel) -> Anatomy:
     """Run the model's forward pass once and say how it is built. Raises UncuttableError where layers form no chain."""
     family = model.config.model_type
     refuse_by_kind(type(model), model.config)
-    name, layers = _decoder_layers(model)
+    name, layers = decoder_layers(model)
     tied = tied_names(model)
     if any(len({_layer_index(name, owner) for owner in pair} - {None}) > 1 for pair in tied.items()):
         raise UncuttableError(family, "layers share parameters")
@@ -94,7 +94,7 @@ def refuse_by_kind(model_class: type[PreTrainedModel], config: Any) -> None:
         raise UncuttableError(config.model_type, "recurrent: a state runs along the sequence")
 
 
-def _decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
+def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     """The outermost ModuleList with one module per hidden layer; the decoder's where a tower for images has one too."""
     config = model.config.get_text_config(decoder=True)
     counts = [getattr(config, name, None) for name in ("num_hidden_layers", "num_layers")]

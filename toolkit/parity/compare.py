@@ -19,8 +19,15 @@ class ParityReport:
     steps: int
     max_loss_difference: float
     max_norm_difference: float
-    first_diverging_step: int | None
+    first_loss_beyond: int | None
+    """The first step whose loss is beyond its bound."""
+    first_norm_beyond: int | None
     tolerance: Tolerance
+
+    @property
+    def first_diverging_step(self) -> int | None:
+        """The first step of which anything is beyond its bound."""
+        return min((step for step in (self.first_loss_beyond, self.first_norm_beyond) if step), default=None)
 
     @property
     def passed(self) -> bool:
@@ -41,16 +48,17 @@ def compare(curve: LossCurve, baseline: LossCurve, tolerance: Tolerance) -> Pari
     shared = min(len(curve), len(baseline))
     losses = [relative(curve.losses[i], baseline.losses[i]) for i in range(shared)]
     norms = [relative(curve.grad_norms[i], baseline.grad_norms[i]) for i in range(shared)]
-    beyond = [i + 1 for i in range(shared) if losses[i] > tolerance.at(i)[0] or norms[i] > tolerance.at(i)[1]]
-    if len(curve) != len(baseline):
-        beyond.append(shared + 1)
+    end = [] if len(curve) == len(baseline) else [shared + 1]
+    loss_beyond = [i + 1 for i in range(shared) if losses[i] > tolerance.at(i)[0]] + end
+    norm_beyond = [i + 1 for i in range(shared) if norms[i] > tolerance.at(i)[1]] + end
     return ParityReport(
         label=curve.label,
         baseline=baseline.label,
         steps=shared,
         max_loss_difference=max(losses, default=0.0),
         max_norm_difference=max(norms, default=0.0),
-        first_diverging_step=beyond[0] if beyond else None,
+        first_loss_beyond=loss_beyond[0] if loss_beyond else None,
+        first_norm_beyond=norm_beyond[0] if norm_beyond else None,
         tolerance=tolerance,
     )
 

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,6 +23,10 @@ class LossCurve:
 
     def __len__(self) -> int:
         return len(self.losses)
+
+    def named(self, label: str) -> Self:
+        """The same under another label."""
+        return replace(self, label=label)
 
     @classmethod
     def from_steps(cls, label: str, steps: Iterable[tuple[float, float]]) -> Self:

@@ -29,6 +29,7 @@ class Feed:
     """
 
     recipe: Recipe
+    layout: Layout
     batch: Batch
     data_rank: int
     reads: bool = True
@@ -52,6 +53,7 @@ class Feed:
         place = layout.coordinate(rank)
         return cls(
             recipe=recipe,
+            layout=layout,
             batch=batch,
             data_rank=place.data,
             reads=place.pipe in (0, layout.pp - 1),
@@ -107,6 +109,17 @@ class Feed:
                 input_ids=torch.from_numpy(samples.input_ids),
                 labels=torch.from_numpy(samples.labels),
                 position_ids=None if samples.position_ids is None else torch.from_numpy(samples.position_ids),
+                dropout_seed=0,
+            )
+
+    def first_batch(self) -> Iterator[MicroBatch]:
+        """Every sample of the first global batch by itself, whoever computes it when training."""
+        for place in range(self.batch.global_size):
+            sample = self.train.batch(0, [place])
+            yield MicroBatch(
+                input_ids=torch.from_numpy(sample.input_ids),
+                labels=torch.from_numpy(sample.labels),
+                position_ids=None if sample.position_ids is None else torch.from_numpy(sample.position_ids),
                 dropout_seed=0,
             )
 

@@ -9,7 +9,8 @@ import pickle
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,59 @@ class RankFailedError(RuntimeError):
     """A rank raised, died or hung. The message names it and carries its traceback."""
 
 
+class LocalRanks:
+    """`world_size` forked ranks at work on one function."""
+
+    def __init__(self, function: Callable[..., Any], world_size: int, *args: Any, joined: bool = True) -> None:
+        context = mp.get_context("fork")
+        self._folder = tempfile.TemporaryDirectory()
+        store = str(Path(self._folder.name) / "store") if joined else None
+        port = free_port()
+        self.results: dict[int, Any] = {}
+        self.world_size = world_size
+        self._waiting: dict[Connection, int] = {}
+        self._processes = []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_rank_main, args=(rank, world_size, port, store, theirs, function, args), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._waiting[ours] = rank
+            self._processes.append(process)
+
+    @property
+    def pipes(self) -> list[Connection]:
+        """Of the ranks that have not reported."""
+        return list(self._waiting)
+
+    def receive(self, pipe: Connection) -> None:
+        """Take one rank's result. Raises the ToolkitError that it raised, or RankFailedError for anything else."""
+        rank = self._waiting.pop(pipe)
+        try:
+            ok, value = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            raise RankFailedError(f"rank {rank} died without a word") from None
+        if not ok and isinstance(value, ToolkitError):
+            raise value
+        if not ok:
+            raise RankFailedError(f"rank {rank} failed:\n{value}")
+        self.results[rank] = value
+
+    def in_order(self) -> list[Any]:
+        """The results of all ranks."""
+        return [self.results[rank] for rank in range(self.world_size)]
+
+    def end(self) -> None:
+        """All results are here, or one rank failed and the others wait for it in vain."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        self._folder.cleanup()
+
+
 def run_ranks(
     function: Callable[..., Any], world_size: int, *args: Any, timeout_seconds: float = 120, joined: bool = True
 ) -> list[Any]:
@@ -34,51 +88,62 @@ def run_ranks(
     Results travel by pickle: return plain data or CPU tensors. Raises the ToolkitError that a rank raised, or
     RankFailedError for anything else, once the other ranks are gone.
     """
-    context = mp.get_context("fork")
-    with tempfile.TemporaryDirectory() as folder:
-        store = str(Path(folder) / "store") if joined else None
-        port = free_port()
-        pipes: list[Connection] = []
-        processes = []
-        for rank in range(world_size):
-            ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_rank_main, args=(rank, world_size, port, store, theirs, function, args), daemon=True
+    ((_, outcome, _),) = run_jobs(
+        [(partial(function, *args), world_size)], cores=world_size, timeout_seconds=timeout_seconds, joined=joined
+    )
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
+
+
+Outcome = list[Any] | ToolkitError | RankFailedError
+
+
+def run_jobs(
+    jobs: Sequence[tuple[Callable[[], Any], int]], *, cores: int, timeout_seconds: float, joined: bool = True
+) -> Iterator[tuple[int, Outcome, float]]:
+    """Call each job's function on its number of ranks, several jobs at a time while their ranks have cores.
+
+    Yields (index of the job, its ranks' results or the error, seconds) as jobs end. A job has `timeout_seconds`.
+    """
+    pending = list(enumerate(jobs))
+    running: dict[int, tuple[LocalRanks, float]] = {}
+    try:
+        while pending or running:
+            busy = sum(ranks.world_size for ranks, _ in running.values())
+            while pending and (not running or busy + pending[0][1][1] <= cores):
+                index, (function, size) = pending.pop(0)
+                running[index] = (LocalRanks(function, size, joined=joined), time.monotonic())
+                busy += size
+            ready = wait(
+                [pipe for ranks, _ in running.values() for pipe in ranks.pipes],
+                timeout=max(0.0, min(start for _, start in running.values()) + timeout_seconds - time.monotonic()),
             )
-            process.start()
-            theirs.close()
-            pipes.append(ours)
-            processes.append(process)
-        try:
-            return _collect(pipes, timeout_seconds)
-        finally:
-            # All results are here, or one rank failed and the others wait for it in vain.
-            for process in processes:
-                process.kill()
-            for process in processes:
-                process.join()
+            for index, (ranks, start) in list(running.items()):
+                outcome = _progress(ranks, ready, time.monotonic() - start, timeout_seconds)
+                if outcome is not None:
+                    del running[index]
+                    ranks.end()
+                    yield index, outcome, time.monotonic() - start
+    finally:
+        for ranks, _ in running.values():
+            ranks.end()
 
 
-def _collect(pipes: Sequence[Connection], timeout_seconds: float) -> list[Any]:
-    results: dict[int, Any] = {}
-    deadline = time.monotonic() + timeout_seconds
-    while len(results) < len(pipes):
-        waiting = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in results}
-        ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
-        if not ready:
-            raise RankFailedError(f"ranks {sorted(waiting.values())} did not finish in {timeout_seconds:.0f} s")
-        for pipe in ready:
-            rank = waiting[pipe]  # type: ignore[index]
-            try:
-                ok, value = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
-            except EOFError:
-                raise RankFailedError(f"rank {rank} died without a word") from None
-            if not ok and isinstance(value, ToolkitError):
-                raise value
-            if not ok:
-                raise RankFailedError(f"rank {rank} failed:\n{value}")
-            results[rank] = value
-    return [results[rank] for rank in range(len(pipes))]
+def _progress(ranks: LocalRanks, ready: Sequence[Any], seconds: float, timeout_seconds: float) -> Outcome | None:
+    """Take what is ready; the outcome where that was all, or where a rank failed, or the time is up."""
+    try:
+        for pipe in ranks.pipes:
+            if pipe in ready:
+                ranks.receive(pipe)
+    except (ToolkitError, RankFailedError) as error:
+        return error
+    if not ranks.pipes:
+        return ranks.in_order()
+    if seconds >= timeout_seconds:
+        missing = sorted(set(range(ranks.world_size)) - ranks.results.keys())
+        return RankFailedError(f"ranks {missing} did not finish in {timeout_seconds:.0f} s")
+    return None
 
 
 def _rank_main(

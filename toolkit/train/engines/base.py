@@ -11,6 +11,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from toolkit.errors import NonFiniteError
+from toolkit.train.cut import ModelCut
 from toolkit.train.dropout import DropoutStream
 from toolkit.train.loss import IGNORE, token_loss_sum
 from toolkit.train.weights.part import persistent_buffers
@@ -61,8 +62,10 @@ class Engine(ABC):
 
     model: PreTrainedModel
     device: torch.device
+    cut: ModelCut | None = None
+    """What this rank keeps of the model, where that is not all of it."""
     before_update: Callable[[], None] = staticmethod(lambda: None)
-    """Called in every step when the gradients are complete and nothing has been clipped or updated."""
+    """Called in every step when the learning rate is set, the gradients are complete, and nothing was clipped yet."""
 
     @abstractmethod
     def train_step(
@@ -89,8 +92,20 @@ class Engine(ABC):
         for name, parameter in self.model.named_parameters():
             yield name, torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
+    @abstractmethod
     def evaluate(self, micro_batches: Iterable[MicroBatch]) -> float:
         """Mean token loss (nats) of all ranks' micro-batches. Every rank must pass the same number of them."""
+
+    def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The buffers that a state dict holds."""
+        yield from persistent_buffers(self.model)
+
+
+class WholeModelEngine(Engine):
+    """An engine that runs the model from ids to logits on this rank."""
+
+    def evaluate(self, micro_batches: Iterable[MicroBatch]) -> float:
+        """See Engine.evaluate."""
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)
         self.model.eval()
         with torch.no_grad():
@@ -101,10 +116,6 @@ class Engine(ABC):
         self.model.train()
         self._sum_over_replicas(totals)
         return float(totals[0] / totals[1])
-
-    def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The buffers that a state dict holds."""
-        yield from persistent_buffers(self.model)
 
     @abstractmethod
     def _logits(self, batch: MicroBatch) -> torch.Tensor:
@@ -124,7 +135,7 @@ class Engine(ABC):
             dist.all_reduce(values)
 
 
-class DataParallelEngine(Engine):
+class DataParallelEngine(WholeModelEngine):
     """The step of engines whose ranks each compute a part of the global batch and average gradients over dp ranks."""
 
     dp: int

@@ -36,6 +36,8 @@ from toolkit.train.optimizer import parameter_groups, torch_optimizer
 class PipelineEngine(Engine):
     """This rank's stage of a model. Only the first and the last stage look at the micro-batches' tokens."""
 
+    cut: ModelCut
+
     def __init__(
         self,
         recipe: Recipe,
@@ -157,9 +159,6 @@ class PipelineEngine(Engine):
             if not math.isfinite(norm) or not self.engine.was_step_applied():
                 raise refuse_gradient(norm)
         return StepResult(loss=loss, grad_norm=norm)
-
-    def _logits(self, batch: MicroBatch) -> torch.Tensor:
-        raise NotImplementedError("a pipeline stage has no logits of its own")
 
 
 def _tensors(micro_batch: MicroBatch, device: torch.device) -> tuple[Any, torch.Tensor]:

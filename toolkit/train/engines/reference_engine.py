@@ -12,12 +12,12 @@ from transformers import PreTrainedModel
 from toolkit.errors import NonFiniteError
 from toolkit.recipe import Recipe
 from toolkit.train.dropout import DropoutStream
-from toolkit.train.engines.base import Engine, MicroBatch, StepResult, refuse_gradient
+from toolkit.train.engines.base import MicroBatch, StepResult, WholeModelEngine, refuse_gradient
 from toolkit.train.loss import token_loss_sum
 from toolkit.train.optimizer import parameter_groups, torch_optimizer
 
 
-class ReferenceEngine(Engine):
+class ReferenceEngine(WholeModelEngine):
     """Forward, backward, clip, step."""
 
     def __init__(self, recipe: Recipe, model: PreTrainedModel, device: torch.device) -> None:
@@ -42,14 +42,14 @@ class ReferenceEngine(Engine):
         if not math.isfinite(loss):
             raise NonFiniteError(f"the loss is {loss} on rank 0")
 
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
         self.before_update()
         limit = self.grad_clip if self.grad_clip > 0 else math.inf
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit).item()
         if not math.isfinite(norm):
             raise refuse_gradient(norm)
 
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
         self.optimizer.step()
         self.optimizer.zero_grad()
         return StepResult(loss=loss, grad_norm=norm)

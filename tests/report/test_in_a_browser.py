@@ -1,0 +1,153 @@
+"""The pages in a real browser: nothing is loaded, nothing overflows, nothing is lost on paper."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolkit.report.comparison import comparison_page
+from toolkit.report.runs import runs_page
+from toolkit.report.training_run import read_runs
+
+Make = Callable[..., dict[str, Any]]
+LONG = "transformer_with_a_name_that_goes_on_and_on-" * 4
+
+
+@pytest.fixture(scope="session")
+def pages(make_comparison: Make, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("pages")
+    awkward = make_comparison(same=2, layers=1, steps=2)
+    awkward["title"] = awkward["strategies"][0]["label"] = awkward["strategies"][2]["cause"] = LONG
+    awkward["strategies"][2]["gradients"][0]["name"] = LONG
+    found = {
+        "eight": comparison_page(make_comparison()),
+        "one": comparison_page(make_comparison(same=1, differs=False, failed=False)),
+        "thirty": comparison_page(make_comparison(same=34, layers=12)),
+        "awkward": comparison_page(awkward),
+    }
+    for name in ("first", "second"):
+        (folder / name).mkdir()
+        lines = [{"step": i, "loss": 8 - i / 50, "lr": 1e-3, "grad_norm": 1 + 20 * (i == 9), "tokens": 2048,
+                  "seconds": 0.5, "memory_bytes": 2**30 + i, "skipped": i < 3} for i in range(1, 100)]  # fmt: skip
+        (folder / name / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found["run"] = runs_page(read_runs([str(folder / "first")]), command=f"dstk report {LONG}")
+    found["runs"] = runs_page(read_runs([str(folder / "first"), str(folder / "second")]), command="dstk report")
+    for name, text in found.items():
+        (folder / f"{name}.html").write_text(text)
+    return {name: folder / f"{name}.html" for name in found}
+
+
+NAMES = ("eight", "one", "thirty", "awkward", "run", "runs")
+
+
+@pytest.fixture
+def visit(chromium: Any, pages: dict[str, Path]) -> Iterator[Callable[..., Any]]:
+    """Opens a page; what it asks for and complains about is in `page.asked` and `page.complaints`."""
+    contexts = []
+
+    def visit(name: str, *, width: int = 1280, **options: Any) -> Any:
+        contexts.append(chromium.new_context(viewport={"width": width, "height": 800}, **options))
+        page = contexts[-1].new_page()
+        page.asked, page.complaints = [], []
+        page.on("request", lambda request: page.asked.append(request.url))
+        page.on("console", lambda message: page.complaints.append(message.text))
+        page.on("pageerror", lambda error: page.complaints.append(str(error)))
+        page.goto(pages[name].as_uri())
+        return page
+
+    yield visit
+    for context in contexts:
+        context.close()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_page_asks_for_nothing_and_complains_of_nothing(visit: Any, pages: dict[str, Path], name: str) -> None:
+    page = visit(name)
+    page.mouse.wheel(0, 20_000)
+    page.wait_for_timeout(50)
+    assert [url for url in page.asked if not url.startswith("data:")] == [pages[name].as_uri()]
+    assert page.complaints == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [360, 375, 1280])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_page_does_not_scroll_sideways(visit: Any, name: str, width: int, scheme: str) -> None:
+    page = visit(name, width=width, color_scheme=scheme)
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_a_page_follows_the_colour_scheme_of_the_screen(visit: Any) -> None:
+    grounds = {
+        scheme: visit("eight", color_scheme=scheme).evaluate("getComputedStyle(document.body).backgroundColor")
+        for scheme in ("light", "dark")
+    }
+    assert grounds == {"light": "rgb(255, 255, 255)", "dark": "rgb(20, 23, 26)"}
+
+
+@pytest.mark.parametrize(("width", "shown"), [(375, "narrow"), (1280, "wide")])
+def test_each_chart_is_shown_once_in_the_size_that_fits(visit: Any, width: int, shown: str) -> None:
+    page = visit("eight", width=width)
+    visible = [chart.get_attribute("class") for chart in page.locator("svg.chart").all() if chart.is_visible()]
+    assert visible == [f"chart {shown}"] * 4
+
+
+def test_a_page_is_whole_without_javascript(visit: Any) -> None:
+    page = visit("eight", java_script_enabled=False)
+    assert page.locator(".matrix tbody tr").count() == 8
+    assert page.locator("svg.chart.wide .curve").count() > 8
+    assert page.locator(".heat-readout").is_hidden()
+    assert "missing all-reduce" in page.inner_text("main")
+
+
+@pytest.mark.parametrize("name", ["eight", "runs"])
+def test_a_page_prints(visit: Any, name: str) -> None:
+    page = visit(name, color_scheme="dark")
+    assert page.pdf(format="A4").startswith(b"%PDF")
+    page.emulate_media(media="print", color_scheme="dark")
+    assert page.evaluate("getComputedStyle(document.documentElement).getPropertyValue('--ground')") == "#ffffff"
+
+
+def test_paper_shows_what_was_folded_and_the_screen_folds_it_again(visit: Any) -> None:
+    page = visit("eight")
+    closed = page.locator("details:not([open])").count()
+    assert closed
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert page.locator("details:not([open])").count() == 0
+    page.evaluate("dispatchEvent(new Event('afterprint'))")
+    assert page.locator("details:not([open])").count() == closed
+
+
+@pytest.mark.parametrize("name", ["eight", "awkward"])
+def test_nothing_is_cut_at_the_width_of_a_sheet(visit: Any, name: str) -> None:
+    page = visit(name, width=700)
+    page.emulate_media(media="print")
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 700
+
+
+def test_the_pointer_shows_the_values_of_a_step(visit: Any) -> None:
+    page = visit("eight")
+    page.locator("#loss-difference svg.wide").hover()
+    box = page.locator("#loss-difference .readout")
+    assert box.is_visible()
+    assert box.inner_text().startswith("step 1")
+    assert "dp2-tp9-pp1-z3" in box.inner_text()
+
+
+def test_a_tap_on_a_square_shows_its_ratio_and_cosine(visit: Any) -> None:
+    page = visit("eight", width=375, has_touch=True)
+    square = page.locator(".heat tr[data-r='3'] td").nth(6)
+    square.tap()
+    said = page.locator(".heat-readout").inner_text()
+    assert said.startswith("transformer.h.0.attn.c_proj.bias in dp2-tp9-pp1-z3: difference")
+    assert "norm ratio" in said
+    assert "cosine" in said
+
+
+def test_a_row_lights_up_its_curves_everywhere(visit: Any) -> None:
+    page = visit("eight")
+    page.locator(".matrix tbody tr").first.click()
+    assert page.locator("svg.wide .curve.lit").count() == 4

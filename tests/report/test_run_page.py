@@ -1,0 +1,253 @@
+"""`dstk report`: what a run directory tells, and what is refused."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolkit import hardware
+from toolkit.cli.main import main
+from toolkit.errors import ReportError
+from toolkit.report.run_charts import run_charts, running_mean
+from toolkit.report.run_events import run_events
+from toolkit.report.runs import figures, runs_page, write_runs
+from toolkit.report.training_log import read_log
+from toolkit.report.training_run import TrainingRun, read_runs
+
+ROOT = Path(__file__).parents[2]
+MakeRun = Callable[..., Path]
+
+
+def line(step: int, **changes: Any) -> dict[str, Any]:
+    loss = 8 - step / 100
+    return {"step": step, "loss": loss, "lr": 1e-3, "grad_norm": 1.0, "tokens": 2048, "seconds": 0.5,
+            "memory_bytes": 2**30} | changes  # fmt: skip
+
+
+@pytest.fixture
+def make_run(tmp_path: Path) -> MakeRun:
+    """A run directory with these lines and the demo's recipe, with overrides."""
+
+    def make(lines: list[dict[str, Any]], *, name: str = "run", recipe: str | None = "", tail: str = "") -> Path:
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines) + tail)
+        if recipe is not None:
+            text = (ROOT / "recipes" / "demo.yaml").read_text()
+            (folder / "recipe.yaml").write_text(text + recipe)
+        return folder
+
+    return make
+
+
+def one(folder: Path, **options: Any) -> TrainingRun:
+    (found,) = read_runs([str(folder)], **options)
+    return found
+
+
+def told(folder: Path) -> dict[str, str]:
+    return {event.what: event.steps for event in run_events(one(folder))}
+
+
+def page(folder: Path, **options: Any) -> str:
+    return runs_page([one(folder, **options)], command="dstk report run")
+
+
+def test_the_numbers_of_a_run(make_run: MakeRun) -> None:
+    run = one(make_run([line(step) for step in range(1, 41)] + [line(41, eval_loss=7.5)]))
+    shown = {name: value for name, (value, _) in figures(run).items()}
+    assert shown["loss"] == "7.5900"
+    assert shown["held-out loss"] == "7.5000"
+    assert shown["tokens/s"] == "4.1k"
+    assert shown["peak memory"] == "1.00 GiB"
+    assert shown["training time"] == "20s"
+
+
+def test_what_the_lines_lack_is_left_out(make_run: MakeRun) -> None:
+    text = page(make_run([{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0}], recipe=None))
+    assert re.findall(r'<figure class="plot" id="([\w-]+)">', text) == ["loss"]
+    assert "<dt>MFU</dt>" not in text
+    assert "<dt>tokens/s</dt>" not in text
+
+
+def test_the_ranks_follow_from_the_deepspeed_config(make_run: MakeRun) -> None:
+    folder = make_run([line(1)])
+    sizes = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}
+    (folder / "ds_config.json").write_text(json.dumps(sizes))
+    layout = one(folder).layout
+    assert layout is not None
+    assert layout.world_size == 4
+    assert "4 ranks" in page(folder)
+
+
+def test_the_mfu_needs_the_gpu_by_name_or_from_the_environment(make_run: MakeRun) -> None:
+    folder = make_run([line(1), line(2)], recipe=None)
+    text = (ROOT / "recipes" / "demo.yaml").read_text()
+    (folder / "recipe.yaml").write_text(re.sub("precision: .*", "precision: bf16", text))
+    (folder / "ds_config.json").write_text(
+        json.dumps({"train_batch_size": 16, "train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 1})
+    )
+    assert one(folder).mfu(1e6) is None
+    named = one(folder, gpu=hardware.gpu("A100-SXM-80GB")).mfu(1e6)
+    (folder / "environment.json").write_text(json.dumps({"device": "NVIDIA A100-SXM4-80GB"}))
+    assert named is not None
+    assert 0 < named < 1
+    assert one(folder).mfu(1e6) == named
+    assert "<dt>MFU</dt>" in page(folder)
+
+
+def test_the_mfu_stays_unknown_where_the_number_of_ranks_is(make_run: MakeRun) -> None:
+    assert one(make_run([line(1)]), gpu=hardware.gpu("H200")).mfu(1e6) is None
+
+
+def test_a_restart_is_told_and_its_steps_count_once(make_run: MakeRun) -> None:
+    folder = make_run([line(step) for step in (1, 2, 3, 4)] + [line(step, loss=1.0) for step in (3, 4, 5)])
+    log = one(folder).log
+    assert [step.step for step in log.steps] == [1, 2, 3, 4, 5]
+    assert [step.loss for step in log.steps][2:] == [1.0, 1.0, 1.0]
+    assert told(folder)["restart: 2 steps trained again"] == "3, after 4"
+
+
+def test_a_torn_last_line_is_left_out_and_told(make_run: MakeRun) -> None:
+    folder = make_run([line(1), line(2)], tail='{"step": 3, "lo')
+    assert one(folder).log.last.step == 2
+    assert told(folder)["the last line of metrics.jsonl is not whole, and left out"] == "after 2"
+
+
+def test_a_last_line_without_its_newline_counts_when_it_is_whole(make_run: MakeRun) -> None:
+    log = one(make_run([line(1)], tail=json.dumps(line(2)))).log
+    assert (log.last.step, log.torn) == (2, False)
+
+
+def test_skipped_and_broken_steps_are_told(make_run: MakeRun) -> None:
+    lines = [line(1, skipped=True, grad_norm=None), line(2, skipped=True, grad_norm=None), line(3), line(4, loss=None)]
+    events = told(make_run(lines))
+    assert events["update skipped (fp16 overflow)"] == "1, 2"
+    assert events["loss not finite"] == "4"
+    assert "gradient norm not finite" not in events
+
+
+def test_steps_without_a_line_are_told(make_run: MakeRun) -> None:
+    assert told(make_run([line(1), line(5), line(7)]))["no line in metrics.jsonl"] == "2 to 4, 6"
+
+
+def test_snapshots_are_told(make_run: MakeRun) -> None:
+    folder = make_run([line(step) for step in range(1, 26)], recipe="checkpoint: {every: 10}\n")
+    (folder / "step-00000020").mkdir()
+    events = told(folder)
+    assert events["snapshot every 10 steps"] == "10, 20"
+    assert events["snapshots on disk"] == "20"
+
+
+def test_a_run_says_whether_it_is_finished(make_run: MakeRun) -> None:
+    steps = 600
+    assert "At step 2; the last one was reported" in page(make_run([line(1), line(2)]))
+    assert "Finished" in page(make_run([line(step) for step in range(1, steps + 1)], name="whole"))
+
+
+def test_a_recipe_that_cannot_be_decoded_is_shown_all_the_same(make_run: MakeRun) -> None:
+    folder = make_run([line(1)], recipe="flux: 1\n")
+    text = page(folder)
+    assert "could not be decoded" in text
+    assert "flux: 1" in text
+
+
+def test_runs_lie_over_each_other_under_their_own_names(make_run: MakeRun) -> None:
+    folders = [make_run([line(step) for step in range(1, 4)], name=name) for name in ("a", "b")]
+    runs = read_runs([str(folder) for folder in folders])
+    loss = run_charts(runs)[0]
+    assert [each.label for each in loss.lines] == ["a", "b"]
+    assert len({each.tone for each in loss.lines}) == 2
+    assert "a and b" in runs_page(runs, command="")
+
+
+def test_runs_of_the_same_name_keep_their_paths(make_run: MakeRun, tmp_path: Path) -> None:
+    (tmp_path / "x").mkdir()
+    first, second = make_run([line(1)], name="r"), make_run([line(1)], name="x/r")
+    assert [run.label for run in read_runs([str(first), str(second)])] == [str(first), str(second)]
+
+
+def test_a_mean_starts_with_what_there_is() -> None:
+    assert running_mean(((1, 2.0), (2, None), (3, 4.0), (4, 8.0)), 2) == ((1, 2.0), (2, None), (3, 3.0), (4, 6.0))
+
+
+def test_ten_thousand_steps_stay_a_small_page(make_run: MakeRun) -> None:
+    assert len(page(make_run([line(step, loss=step % 7) for step in range(1, 10_001)]))) < 500_000
+
+
+def test_names_are_escaped(make_run: MakeRun) -> None:
+    text = page(make_run([line(1)], name="<b>bold", recipe="# <i>\n"))
+    assert "<b>" not in text
+    assert "<i>\n" not in text
+
+
+BAD = [
+    ("nowhere", None, "nowhere: there is no such run. Give a run directory or a metrics.jsonl."),
+    (
+        "run",
+        "",
+        "run/metrics.jsonl: no finished step, it has no line yet. Wait for the first step, or give another run.",
+    ),
+    ("run", '{"st', "run/metrics.jsonl: no finished step, its only line is not whole yet."),
+    ("run", '{"step": 1, "loss": 2}\n{"step": 2}\n', "run/metrics.jsonl:2: not a step (no loss)."),
+    ("run", "what\n", "run/metrics.jsonl:1: not a step (not JSON)."),
+    ("run", '{"step": 1, "loss": 2}\n\n', "run/metrics.jsonl:2: not a step (not JSON)."),
+    ("run", '{"step": 1, "loss": "2"}\n', "run/metrics.jsonl:1: not a step (loss is '2')."),
+    ("run", '{"step": 1.5, "loss": 2}\n', "run/metrics.jsonl:1: not a step (step is 1.5)."),
+    ("run", "[1]\n", "run/metrics.jsonl:1: not a step (not an object)."),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "message"), BAD)
+def test_bad_input_is_one_line_and_exit_code_2(
+    name: str, text: str | None, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    if text is not None:
+        Path(name).mkdir()
+        Path(name, "metrics.jsonl").write_text(text)
+    with pytest.raises(SystemExit) as stopped:
+        main(["report", name])
+    out, err = capfd.readouterr()
+    assert (stopped.value.code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"error: {message}")
+
+
+def test_a_directory_without_metrics_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ReportError, match=r"no metrics.jsonl lies in this directory"):
+        read_runs([str(tmp_path)])
+
+
+def test_the_same_run_twice_is_refused(make_run: MakeRun) -> None:
+    folder = make_run([line(1)])
+    with pytest.raises(ReportError, match="given twice"):
+        read_runs([str(folder), str(folder / "metrics.jsonl")])
+
+
+def test_several_runs_need_a_place(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["report", "a", "b"])
+    assert (stopped.value.code, capfd.readouterr().err) == (
+        2,
+        "error: 2 runs, and no folder for their page. Add -o DIR.\n",
+    )
+
+
+def test_the_page_of_a_run_goes_into_it_again_and_again(make_run: MakeRun, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = make_run([line(1), line(2)])
+    for _ in range(2):
+        with pytest.raises(SystemExit) as stopped:
+            main(["report", str(folder)])
+        assert (stopped.value.code, capfd.readouterr().out) == (0, f"{folder}/report/index.html\n")
+    assert [path.name for path in (folder / "report").iterdir()] == ["index.html"]
+
+
+def test_a_page_is_not_written_over_other_files(make_run: MakeRun, tmp_path: Path) -> None:
+    folder = make_run([line(1)])
+    with pytest.raises(ReportError, match="not of a report"):
+        write_runs(folder, [one(folder)], command="")
+    assert read_log(folder / "metrics.jsonl").last.step == 1

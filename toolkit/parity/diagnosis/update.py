@@ -1,0 +1,162 @@
+"""Rules for what is done with a right gradient: learning rate, clipping, weight decay, optimizer, and later steps."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from toolkit.parity.diagnosis.case import Case
+from toolkit.parity.diagnosis.cause import SAME_RATIO, Cause, Diagnosis, largest, some
+from toolkit.parity.tolerance import FP32_UNIT, relative
+
+JUMP = 30.0
+"""Rounding grows by less than this from one step to the next; a mistake that sets in grows by more."""
+
+
+def schedule(case: Case) -> Diagnosis | None:
+    """Another learning rate."""
+    pairs = zip(case.trial.learning_rates, case.baseline.learning_rates, strict=False)
+    for step, (own, other) in enumerate(pairs, start=1):
+        if not math.isnan(own) and not math.isnan(other) and relative(own, other) > 1e-6:
+            return Diagnosis(
+                cause=Cause.SCHEDULE,
+                sentence=f"the learning rate of step {step} is not the baseline's: another schedule, or a scheduler of "
+                "the engine's own that steps beside it.",
+                evidence=f"{own:.6g}, baseline {other:.6g}",
+            )
+    return None
+
+
+def first_update(case: Case) -> Diagnosis | None:
+    """The first gradient is right and the first update is not."""
+    rows = [row for row in case.updates if row.name in case.wrong_updates]
+    if not rows or case.trial.update_step != case.baseline.update_step:
+        return None
+    evidence = largest(rows, len(case.updates), "updates")
+    parts = [_parts(case, row.name) for row in rows]
+    factors = [factor for factor, _, _ in parts]
+    if all(rest < 0.02 for _, _, rest in parts):
+        decays = [decay for _, decay, _ in parts]
+        if max(abs(factor - 1) for factor in factors) < SAME_RATIO and any(decays):
+            groups = "norms and biases" if all(case.is_vector(row.name) for row in rows) else some(_names(case))
+            return Diagnosis(
+                cause=Cause.WEIGHT_DECAY,
+                sentence=f"the first update differs by a multiple of the weights themselves, in {groups}: weight decay "
+                "applies to other parameters, or with another strength.",
+                evidence=evidence,
+            )
+        middle = float(np.median(factors))
+        if max(abs(factor - middle) for factor in factors) < 0.01 * abs(middle):
+            return Diagnosis(
+                cause=Cause.CLIPPING,
+                sentence=f"gradients and learning rate are right, and the first update is {middle:.4g} times the "
+                "baseline's everywhere: the gradient is clipped by another norm, or not at all.",
+                evidence=evidence,
+            )
+    if case.trial.torn:
+        if all(rest < 0.2 for _, _, rest in parts):
+            return Diagnosis(
+                cause=Cause.CLIPPING,
+                sentence=f"gradients and learning rate are right, and updates are {min(factors):.4g} to "
+                f"{max(factors):.4g} times the baseline's: each rank clips by the norm of what it holds, and copies "
+                f"drift apart ({some(sorted(case.trial.torn))}).",
+                evidence=evidence,
+            )
+        return None
+    return Diagnosis(
+        cause=Cause.OPTIMIZER,
+        sentence="gradients and learning rate are right, and the first update is not: another optimizer, or other "
+        "betas, eps or bias correction.",
+        evidence=evidence,
+    )
+
+
+def copies(case: Case) -> Diagnosis | None:
+    """Ranks that drift apart."""
+    torn = sorted(case.trial.torn)
+    if not torn:
+        return None
+    return Diagnosis(
+        cause=Cause.COPIES,
+        sentence=f"ranks that should hold the same parameter drift apart: {some(torn)}. They are updated from "
+        "different gradients, norms or learning rates.",
+    )
+
+
+def second_forward_pass(case: Case) -> Diagnosis | None:
+    """The weights after the first update are right, and the loss that they give is not."""
+    step = case.baseline.update_step
+    if (
+        case.bounds.unit > FP32_UNIT
+        or case.wrong_updates
+        or not case.trial.first_updates
+        or min(len(case.trial.curve), len(case.baseline.curve)) <= step
+    ):
+        return None
+    own, other = case.trial.curve.losses[step], case.baseline.curve.losses[step]
+    # The weights agree to rounding; so does the loss, if the same is computed.
+    if relative(own, other) <= 10 * max(case.bounds.update, case.bounds.curve.at(step)[0]):
+        return None
+    return Diagnosis(
+        cause=Cause.FORWARD,
+        sentence=f"the weights after step {step} are right and the loss of step {step + 1} is not: the forward pass "
+        "goes wrong in what was zero at the start, so look at how biases are added.",
+        evidence=f"loss {own:.6f}, baseline {other:.6f}",
+    )
+
+
+def growth(case: Case) -> Diagnosis | None:
+    """The first step is right. Does the difference set in later, or has it grown from rounding?"""
+    own, other = case.trial.curve, case.baseline.curve
+    shared = min(len(own), len(other))
+    first = case.report.first_diverging_step
+    if first is not None and first > shared:
+        shorter = own.label if len(own) == shared else other.label
+        return Diagnosis(cause=Cause.UNKNOWN, sentence=f"{shorter} ends at step {shared}, and the other goes on.")
+    gaps = [relative(own.losses[i], other.losses[i]) for i in range(shared)]
+    step, jump = largest_jump(gaps, floor=case.bounds.unit)
+    if jump < JUMP and case.loss_is_right:
+        return Diagnosis(
+            cause=Cause.CHAOS,
+            sentence="the difference begins at rounding level and grows from step to step without a jump: training at "
+            "this learning rate amplifies rounding. Not a mistake of the strategy; lower the learning rate to compare "
+            "more sharply.",
+            evidence=f"{gaps[0]:.1e} in step 1, {max(gaps):.1e} at most, never more than {jump:.1f} times in a step",
+        )
+    return Diagnosis(
+        cause=Cause.OPTIMIZER,
+        sentence=f"the first step is right and step {step} is not: what an update leaves behind differs (optimizer "
+        "state, weight decay, a skipped or doubled update), or clipping by another norm, which Adam hides in its first "
+        "step: compare with optimizer.name=sgd to see it.",
+        evidence=f"the loss differs by {gaps[step - 1]:.1e} in step {step}, {jump:.0f} times more than before",
+    )
+
+
+def largest_jump(gaps: Sequence[float], *, floor: float) -> tuple[int, float]:
+    """(step, how many times the largest difference before it) of the steepest rise; steps count from 1."""
+    highest, steepest = floor, (1, 0.0)
+    for step, gap in enumerate(gaps, start=1):
+        rise = gap / highest
+        if step > 1 and rise > steepest[1]:
+            steepest = (step, rise)
+        highest = max(highest, gap)
+    return steepest
+
+
+def _parts(case: Case, name: str) -> tuple[float, float, float]:
+    """An update as a * the baseline's + b * the weights, by least squares: a, b, and what is left of it (0 to 1)."""
+    own, other = case.trial.first_updates.get(name), case.baseline.first_updates.get(name)
+    weights = case.baseline.initial.get(name)
+    if own is None or other is None or weights is None or own.shape != other.shape:
+        return math.nan, 0.0, 1.0
+    wanted = own.astype(np.float64).ravel()
+    terms = np.stack([value.astype(np.float64).ravel() for value in (other, weights)], axis=1)
+    if not np.isfinite(wanted).all() or not wanted.any():
+        return math.nan, 0.0, 1.0
+    factors = np.linalg.lstsq(terms, wanted, rcond=None)[0]
+    rest = float(np.linalg.norm(wanted - terms @ factors) / np.linalg.norm(wanted))
+    return float(factors[0]), float(factors[1]), rest
+
+
+def _names(case: Case) -> list[str]:
+    return sorted(case.wrong_updates)
