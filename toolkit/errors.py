@@ -73,6 +73,10 @@ class RunDirectoryError(ToolkitError):
     scope: Scope = "node"
 
 
+class ReportError(ToolkitError):
+    """A run that cannot be reported on, or a report that cannot be written."""
+
+
 class NonFiniteError(ToolkitError):
     """The loss or a gradient became NaN or infinite; the weights are those of the last good step."""
 
