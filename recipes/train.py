@@ -57,7 +57,7 @@ def main(argv: list[str]) -> None:
         check_same_everywhere(recipe_file.dump(recipe) + corpus.contents, device)
         engine = create_engine(recipe, layout, batch, device, ds_config, eos_id=corpus.eos_id, trust_remote_code=trust)
         show_banner(progress, recipe, layout, batch, engine, corpus, len(feed.train), run, device)
-        run.open(recipe, ds_config)
+        run.open(recipe, ds_config, device)
         trackers = Trackers.start(recipe, run.path, enabled=first)
         history = fit(recipe, engine, tokenizer, feed, run, progress, trackers)
 

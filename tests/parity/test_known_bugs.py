@@ -60,6 +60,16 @@ def norm(values: list[Any]) -> float:
     return float(np.sqrt(sum(np.sum(value**2) for value in values)))
 
 
+def at_stage(stage: int, runs: Runs) -> Verdict:
+    """The Ulysses script under another stage."""
+    bug = replace(
+        BY_NAME["ulysses-zero-2"],
+        parallel={"ulysses": 2, "zero_stage": stage},
+        config={"zero_optimization": {"stage": stage}, "gradient_clipping": 0.0},
+    )
+    return Verdict.of(runs.plain(bug), runs.reference(bug))
+
+
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_a_script_mended_as_the_page_says_trains_what_the_reference_trains(bug: KnownBug, runs: Runs) -> None:
     verdict = Verdict.of(runs.plain(bug, repaired=True), runs.reference(bug))
@@ -129,14 +139,19 @@ class TestUlysses:
         assert [row.ratio for row in verdict.rows] == pytest.approx([2.0] * len(verdict.rows), rel=1e-5)
         assert min(row.cosine for row in verdict.rows) == pytest.approx(1.0, abs=1e-6)
 
+    def test_adam_hides_it_from_the_loss_curve(self, runs: Runs) -> None:
+        adamw = BY_NAME["ulysses-zero-2"].with_adamw()
+        report = Verdict.of(runs.plain(adamw), runs.reference(adamw)).report
+        assert report.max_loss_difference < 1e-6
+        assert report.max_norm_difference == pytest.approx(1.0, abs=1e-4)
+
+    @pytest.mark.parametrize("stage", [0, 1])
+    def test_those_of_zero_0_and_1_are_too_large_like_those_of_zero_2(self, stage: int, runs: Runs) -> None:
+        verdict = at_stage(stage, runs)
+        assert [row.ratio for row in verdict.rows] == pytest.approx([2.0] * len(verdict.rows), rel=1e-5)
+
     def test_those_of_zero_3_are_right(self, runs: Runs) -> None:
-        bug = BY_NAME["ulysses-zero-2"]
-        three = replace(
-            bug,
-            parallel={"ulysses": 2, "zero_stage": 3},
-            config={"zero_optimization": {"stage": 3}, "gradient_clipping": 0.0},
-        )
-        verdict = Verdict.of(runs.plain(three), runs.reference(three))
+        verdict = at_stage(3, runs)
         assert verdict.passed, str(verdict)
 
 

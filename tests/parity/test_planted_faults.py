@@ -1,7 +1,7 @@
 """The parity tests are worth what they catch: known mistakes of tensor parallelism and pipelines, put in one by one.
 
-Each test names what raises the alarm. Some mistakes leave the loss of the first step, its whole gradient or even every
-copy untouched, so no single comparison would do.
+Each test names what raises the alarm, and the cause that the diagnosis must give. Some mistakes leave the loss of the
+first step, its whole gradient or even every copy untouched, so no single comparison would do.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ from toolkit.parallel.shard import mark, pieces_of
 from toolkit.parallel.stage import PipelineStage
 from toolkit.parallel.tensor import TensorCut
 from toolkit.parallel.vocabulary import VocabParallelEmbedding, VocabularyShard
-from toolkit.parity import Trial, Verdict
+from toolkit.parity import Cause, Trial, Verdict
 from toolkit.parity.tolerance import FP32_RELATIVE
 from toolkit.train import cut
 from toolkit.train.engines.pipeline_engine import PipelineEngine
@@ -89,6 +89,11 @@ def train(baselines: dict[str, Trial], make_recipe: Callable[..., Any], ranks: C
     return run
 
 
+def cause_of(verdict: Verdict) -> Cause | None:
+    """What the diagnosis names; None where nothing is wrong."""
+    return verdict.diagnosis and verdict.diagnosis.cause
+
+
 def nothing(*_: Any, **__: Any) -> None:
     """What a forgotten call does."""
 
@@ -137,6 +142,7 @@ class TestCollectives:
     def test_norms_of_heads_whose_gradient_is_not_summed(self, train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(tensor, "sum_over_ranks", nothing)
         verdict = train("qwen3", tp=2)
+        assert cause_of(verdict) == Cause.ALL_REDUCE
         assert verdict.wrong_gradients == matching(verdict, "q_norm", "k_norm")
         assert verdict.torn == verdict.wrong_gradients
 
@@ -145,6 +151,7 @@ class TestCollectives:
     ) -> None:
         monkeypatch.setattr(tensor, "sum_over_ranks", nothing)
         verdict = train(tp=2, sequence_parallel=True)
+        assert cause_of(verdict) == Cause.ALL_REDUCE
         # The final norm sees the whole sequence again.
         assert verdict.wrong_gradients == matching(verdict, "ln_1", "ln_2", "c_proj.bias")
         assert verdict.torn == verdict.wrong_gradients
@@ -152,12 +159,14 @@ class TestCollectives:
     def test_a_missing_f(self, train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(collectives, "copy_to_tensor_ranks", as_it_is)
         verdict = train(tp=2)
+        assert cause_of(verdict) == Cause.ALL_REDUCE
         assert verdict.right_gradients == matching(verdict, "h.1.mlp", "ln_f")
         assert verdict.torn
 
     def test_a_missing_f_in_front_of_the_head(self, train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(vocabulary, "copy_to_tensor_ranks", as_it_is)
         verdict = train(tp=2)
+        assert cause_of(verdict) == Cause.BACKWARD
         assert not verdict.right_gradients
 
     def test_a_g_that_sums_backward_too(self, train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,6 +175,7 @@ class TestCollectives:
 
         monkeypatch.setattr(collectives._Reduce, "backward", staticmethod(backward))
         verdict = train(tp=2)
+        assert cause_of(verdict) == Cause.ALL_REDUCE
         # Each factor of two adds to those of the blocks behind it.
         assert verdict.right_gradients == matching(verdict, "ln_f", "h.1.mlp.c_proj.bias")
 
@@ -177,6 +187,7 @@ class TestCollectives:
 
         monkeypatch.setattr(collectives._GatherSequence, "backward", staticmethod(backward))
         verdict = train(tp=2, sequence_parallel=True)
+        assert cause_of(verdict) == Cause.ALL_REDUCE
         assert verdict.right_gradients == matching(verdict, "h.1.mlp", "ln_f")
 
     def test_a_gathered_sequence_whose_repeated_gradient_is_summed(
@@ -184,6 +195,7 @@ class TestCollectives:
     ) -> None:
         monkeypatch.setattr(collectives, "gather_from_tensor_ranks", collectives.gather_sequence)
         verdict = train(tp=2, sequence_parallel=True)
+        assert cause_of(verdict) == Cause.ALL_REDUCE
         assert verdict.right_gradients == matching(verdict, "ln_f")
         assert ratios(verdict, "h.") == pytest.approx(2.0)
 
@@ -200,6 +212,7 @@ class TestCollectives:
 
         monkeypatch.setattr(TensorCut, "layer", summed)
         verdict = train(tp=2)
+        assert cause_of(verdict) == Cause.ALL_REDUCE
         assert verdict.wrong_gradients == matching(verdict, "ln_1", "ln_2")
         assert ratios(verdict, "ln_1", "ln_2") == pytest.approx(2.0)
         assert not verdict.torn
@@ -207,6 +220,7 @@ class TestCollectives:
     def test_tensor_parallel_ranks_taken_for_replicas(self, train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(ModelParallelUnit, "get_data_parallel_group", lambda unit: dist.group.WORLD)
         verdict = train(tp=2)
+        assert cause_of(verdict) == Cause.STARTING_WEIGHTS
         # It begins with rank 0 giving all replicas its weights.
         assert verdict.report.first_diverging_step == 1
         assert verdict.alarms >= EVERYTHING
@@ -219,6 +233,7 @@ class TestCollectives:
 
         monkeypatch.setattr(deepspeed.zero, "Init", over_all)
         verdict = train(tp=2, zero_stage=3)
+        assert cause_of(verdict) == Cause.STARTING_WEIGHTS
         assert verdict.report.first_diverging_step == 1
         assert verdict.alarms >= EVERYTHING
 
@@ -229,6 +244,7 @@ class TestSlices:
     ) -> None:
         monkeypatch.setattr(gpt2, "PLAN", replace(gpt2.PLAN, fused={}))
         verdict = train(tp=2)
+        assert cause_of(verdict) == Cause.SLICE
         assert verdict.report.first_diverging_step == 1
         assert verdict.alarms == EVERYTHING
 
@@ -241,6 +257,7 @@ class TestSlices:
 
         monkeypatch.setattr(linear, "pieces_of", crossed)
         verdict = train("llama", tp=2)
+        assert cause_of(verdict) == Cause.SLICE
         assert verdict.report.first_diverging_step == 1
         assert verdict.alarms == EVERYTHING
 
@@ -249,6 +266,7 @@ class TestSlices:
     ) -> None:
         monkeypatch.setattr(linear, "sum_over_sharers", nothing)
         verdict = train("llama with one key-value head", tp=2)
+        assert cause_of(verdict) == Cause.ALL_REDUCE
         assert verdict.wrong_gradients == matching(verdict, "k_proj", "v_proj")
         assert verdict.torn == verdict.wrong_gradients
 
@@ -258,6 +276,7 @@ class TestSlices:
 
         monkeypatch.setattr(RowParallelLinear, "forward", forward)
         verdict = train(tp=2)
+        assert cause_of(verdict) == Cause.FORWARD
         # Biases start at zero, and each gradient is right by itself: only a later loss can tell.
         assert not verdict.wrong_gradients
         assert verdict.report.first_diverging_step == 2
@@ -266,12 +285,14 @@ class TestSlices:
     def test_weights_drawn_differently_on_each_rank(self, train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
         _seed_by_rank(monkeypatch)
         verdict = train(tp=2)
+        assert cause_of(verdict) == Cause.STARTING_WEIGHTS
         assert verdict.report.first_diverging_step == 1
         assert verdict.torn >= matching(verdict, "wpe")
 
     def test_weights_drawn_differently_on_each_stage(self, train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
         _seed_by_rank(monkeypatch)
         verdict = train(pp=2)
+        assert cause_of(verdict) == Cause.STARTING_WEIGHTS
         assert verdict.report.first_diverging_step == 1
         assert verdict.torn == matching(verdict, "wte")
 
@@ -283,6 +304,7 @@ class TestVocabulary:
 
         monkeypatch.setattr(cut, "VocabularyShard", WithPadding)
         verdict = train(tp=2)
+        assert cause_of(verdict) == Cause.FORWARD
         assert verdict.report.first_diverging_step == 1
         assert verdict.alarms == EVERYTHING
 
@@ -295,6 +317,7 @@ class TestVocabulary:
 
         monkeypatch.setattr(vocabulary, "dist", SimpleNamespace(all_reduce=sums_only, ReduceOp=dist.ReduceOp))
         verdict = train(tp=2)
+        assert cause_of(verdict) == Cause.FORWARD
         assert verdict.report.first_diverging_step == 1
         assert verdict.alarms >= EVERYTHING
 
@@ -306,11 +329,13 @@ class TestVocabulary:
 
         monkeypatch.setattr(tensor, "split_head", untied)
         verdict = train(tp=2)
+        assert cause_of(verdict) == Cause.TYING
         assert verdict.wrong_gradients == matching(verdict, "wte")
 
     def test_looked_up_embeddings_that_are_not_summed(self, train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(vocabulary, "reduce_from_tensor_ranks", as_it_is)
         verdict = train(tp=2)
+        assert cause_of(verdict) == Cause.SLICE
         assert verdict.report.first_diverging_step == 1
         assert verdict.alarms >= EVERYTHING
 
@@ -321,6 +346,7 @@ class TestVocabulary:
 
         monkeypatch.setattr(VocabParallelEmbedding, "forward", forward)
         verdict = train(tp=2)
+        assert cause_of(verdict) == Cause.SLICE
         assert verdict.report.first_diverging_step == 1
         assert verdict.alarms == EVERYTHING
 
@@ -329,6 +355,7 @@ class TestVocabulary:
     ) -> None:
         monkeypatch.setattr(StagePipeline, "get_tied_weights_and_groups", lambda pipeline: [])
         verdict = train(pp=2)
+        assert cause_of(verdict) == Cause.TYING
         assert verdict.wrong_gradients == verdict.torn == matching(verdict, "wte")
 
 
@@ -346,6 +373,7 @@ class TestClipping:
 
         monkeypatch.setattr(deepspeed.runtime.engine, "clip_grad_norm_", alone)
         verdict = train(**{axis: 2})
+        assert cause_of(verdict) == Cause.CLIPPING
         assert not verdict.wrong_gradients
         assert verdict.report.first_diverging_step == 2
         assert verdict.alarms == {"loss", "norm", "parameters", "copies"}
@@ -353,6 +381,7 @@ class TestClipping:
     def test_deepspeeds_norm_of_the_first_stage_only(self, train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
         _mark_stages(monkeypatch, lambda parameter: False)
         verdict = train(pp=2)
+        assert cause_of(verdict) == Cause.CLIPPING
         assert not verdict.wrong_gradients
         assert verdict.report.first_diverging_step == 2
 
@@ -362,6 +391,7 @@ class TestClipping:
     ) -> None:
         _mark_tensors(monkeypatch, lambda parameter: False)
         verdict = train(tp=2, zero_stage=zero_stage)
+        assert cause_of(verdict) == Cause.CLIPPING
         assert not verdict.wrong_gradients
         # ZeRO-1 reports the norm that it clips by. Without ZeRO we compute the reported one.
         assert verdict.report.first_diverging_step == 2 - zero_stage
@@ -372,12 +402,14 @@ class TestClipping:
     ) -> None:
         _mark_tensors(monkeypatch, lambda parameter: True)
         verdict = train(tp=2, zero_stage=zero_stage)
+        assert cause_of(verdict) == Cause.CLIPPING
         assert not verdict.wrong_gradients
         assert verdict.report.first_diverging_step == 2 - zero_stage
 
     def test_a_tied_copy_counted_on_both_stages(self, train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
         _mark_stages(monkeypatch, lambda parameter: True)
         verdict = train(pp=2)
+        assert cause_of(verdict) == Cause.CLIPPING
         assert not verdict.wrong_gradients
         assert verdict.report.first_diverging_step == 2
 
@@ -393,6 +425,7 @@ class TestStages:
 
         monkeypatch.setattr(PipelineStage, "forward", forgetful)
         verdict = train(ISOLATED, pp=2)
+        assert cause_of(verdict) == Cause.SLICE
         assert verdict.report.first_diverging_step == 1
         assert verdict.alarms == EVERYTHING
 
@@ -408,6 +441,7 @@ class TestStages:
 
         monkeypatch.setitem(DeepSpeedPipeline._INSTRUCTION_MAP, BackwardPass, scaled)
         verdict = train(pp=2)
+        assert cause_of(verdict) == Cause.STAGES
         assert verdict.wrong_gradients == matching(verdict, "h.0.", "wte", "wpe")
         assert ratios(verdict, "h.0.", "wpe") == pytest.approx(1 / 4)
 
@@ -420,6 +454,7 @@ class TestBatches:
         weighted = PipelineEngine._loss
         monkeypatch.setattr(PipelineEngine, "_loss", mean)
         verdict = train(pp=2)
+        assert cause_of(verdict) == Cause.TOKEN_WEIGHTING
         assert not verdict.right_gradients
         assert verdict.alarms == EVERYTHING
 
@@ -430,6 +465,7 @@ class TestBatches:
         once = PipelineEngine._loss
         monkeypatch.setattr(PipelineEngine, "_loss", twice)
         verdict = train(pp=2)
+        assert cause_of(verdict) == Cause.SCALING
         # One factor everywhere and in the same direction.
         assert ratios(verdict, "") == pytest.approx(1 / 4)
         assert min(row.cosine for row in verdict.rows) == pytest.approx(1.0)
@@ -445,6 +481,7 @@ class TestBatches:
 
         monkeypatch.setattr(Feed, "_positions", by_rank)
         verdict = train(tp=2)
+        assert cause_of(verdict) == Cause.DATA_ORDER
         assert verdict.alarms >= EVERYTHING
 
 

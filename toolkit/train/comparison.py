@@ -8,26 +8,24 @@ import datetime
 import os
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from toolkit import recipe_file
-from toolkit.errors import RecipeError, ToolkitError
+from toolkit.errors import RecipeError, RunError, ToolkitError
 from toolkit.parity import Bounds, Trial, Verdict
 from toolkit.parity.comparison import Comparison, Entry
 from toolkit.parity.strategy import Strategy
-from toolkit.parity.tolerance import FP32_UNIT
-from toolkit.recipe import Precision, Recipe
+from toolkit.parity.tolerance import UNIT_ROUNDOFF
+from toolkit.recipe import Recipe
 from toolkit.train.environment import describe_environment, local_device
 from toolkit.train.launch import RankEnvironment, pick_device, process_group
-from toolkit.train.local_ranks import Outcome, run_jobs
+from toolkit.train.local_ranks import Outcome, RankFailedError, run_jobs
 from toolkit.train.model import load_config
 from toolkit.train.trial import EngineFactory, run_trial
-
-UNIT: dict[Precision, float] = {"fp32": FP32_UNIT, "bf16": 2.0**-9, "fp16": 2.0**-11}
-"""Unit roundoff."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,8 +86,10 @@ def plan(recipe: Recipe, strategies: Sequence[Strategy], nproc: int) -> list[Job
 def baseline_reruns(baseline: Job, seeds: int) -> list[Job]:
     """The baseline again: as it is, in micro-batches of another size, and with `seeds` other ways to round."""
     section = baseline.recipe.batch
-    share = section.global_size // (baseline.ranks // baseline.recipe.layout(baseline.ranks).model_size)
-    other = 1 if section.micro_size > 1 else min(2, share)
+    share = section.global_size // baseline.recipe.layout(baseline.ranks).dp
+    # Samples of one replica in parts of one, or where they are: in the smallest parts that divide them.
+    divisors = (size for size in range(2, share + 1) if share % size == 0)
+    other = 1 if section.micro_size > 1 else next(divisors, 1)
     split = baseline.recipe.model_copy(update={"batch": section.model_copy(update={"micro_size": other})})
     return [
         Job(name="once more", recipe=baseline.recipe, ranks=baseline.ranks),
@@ -114,19 +114,19 @@ def compare_strategies(
     commands: Sequence[str] = (),
     notes: Sequence[str] = (),
 ) -> Comparison:
-    """Run all and judge. Raises what the baseline raises; a strategy that fails is an entry with its error.
+    """Run all and judge. A strategy that fails is an entry with its error; where the baseline fails all of it ends.
 
-    Tensors lie in a temporary directory, one file a parameter: no process holds two whole models.
+    Raises the ToolkitError of the baseline, or RunError for what else went wrong in it. Tensors lie in a temporary directory, one file a parameter: no process holds two whole models.
     """
     reruns = baseline_reruns(baseline, rounding_seeds)
     jobs = [baseline, *reruns, *strategies]
     with tempfile.TemporaryDirectory(prefix="dstk-compare-") as folder:
-        outcomes, seconds = _run(jobs, Path(folder), timeout_seconds, progress)
+        outcomes, seconds = _run(jobs, Path(folder), timeout_seconds, progress, needed=1 + len(reruns))
         first, *others = [_trial(outcome) for outcome in outcomes[: 1 + len(reruns)]]
-        bounds = Bounds.measured(first, others[1:], unit=UNIT[recipe.precision])
+        bounds = Bounds.measured(first, others[1:], unit=UNIT_ROUNDOFF[recipe.precision])
         entries = []
         for number, (job, outcome) in enumerate(zip(strategies, outcomes[1 + len(reruns) :], strict=True)):
-            trial, error = (outcome[0], "") if isinstance(outcome, list) else (None, _last_line(outcome))
+            trial, error = (outcome[0], "") if isinstance(outcome, list) else (None, _in_one_line(outcome))
             entries.append(
                 Entry(
                     asked=job.name,
@@ -153,17 +153,22 @@ def compare_strategies(
 
 
 def _run(
-    jobs: Sequence[Job], folder: Path, timeout_seconds: float, progress: Progress
+    jobs: Sequence[Job], folder: Path, timeout_seconds: float, progress: Progress, *, needed: int
 ) -> tuple[list[Outcome], list[float]]:
+    """Outcome and seconds of each job. Where one of the first `needed` fails, the others are not waited for."""
     outcomes: dict[int, Outcome] = {}
     times: dict[int, float] = {}
     on_cpu = local_device().type == "cpu"
     calls = [(partial(_train, job, folder / str(number), joined=on_cpu), job.ranks) for number, job in enumerate(jobs)]
     # On GPUs every rank has a device of its own, and jobs would meet on them.
     cores = len(os.sched_getaffinity(0)) if on_cpu else 1
-    for number, outcome, seconds in run_jobs(calls, cores=cores, timeout_seconds=timeout_seconds, joined=on_cpu):
-        outcomes[number], times[number] = outcome, seconds
-        progress(jobs[number].name, "done" if isinstance(outcome, list) else _last_line(outcome), seconds)
+    # Closed at once when something is raised here: the ranks must be gone before the folder is.
+    with closing(run_jobs(calls, cores=cores, timeout_seconds=timeout_seconds, joined=on_cpu)) as ended:
+        for number, outcome, seconds in ended:
+            outcomes[number], times[number] = outcome, seconds
+            progress(jobs[number].name, "done" if isinstance(outcome, list) else _in_one_line(outcome), seconds)
+            if number < needed and not isinstance(outcome, list):
+                raise _failed_baseline(jobs[0].name, jobs[number].name, outcome)
     return [outcomes[number] for number in range(len(jobs))], [times[number] for number in range(len(jobs))]
 
 
@@ -180,15 +185,27 @@ def _train(job: Job, folder: Path, *, joined: bool) -> Trial:
 
 
 def _trial(outcome: Outcome) -> Trial:
-    if not isinstance(outcome, list):
-        raise outcome
+    assert isinstance(outcome, list)
     trial: Trial = outcome[0]
     return trial
 
 
-def _last_line(error: ToolkitError | Exception) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return lines[-1].strip() if lines else type(error).__name__
+def _failed_baseline(baseline: str, run: str, error: ToolkitError | RankFailedError) -> ToolkitError:
+    if isinstance(error, ToolkitError):
+        return error
+    which = f"the baseline {baseline}" if run == baseline else f"the baseline {baseline} ({run})"
+    return RunError(
+        f"{which} failed, and without it there is nothing to compare with: {_in_one_line(error)}. "
+        "Mend that, or take another one with --baseline."
+    )
+
+
+def _in_one_line(error: ToolkitError | RankFailedError) -> str:
+    """Of a traceback, the rank and the last line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if isinstance(error, RankFailedError) and len(lines) > 1:
+        return f"{lines[0]} {lines[-1]}"
+    return "; ".join(lines)
 
 
 def _without_dropout(recipe: Recipe) -> dict[str, float]:

@@ -6,10 +6,11 @@ For CPU ranks only (tests, comparisons): a process that forks must not have touc
 import multiprocessing as mp
 import os
 import pickle
+import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -20,6 +21,10 @@ import torch.distributed as dist
 
 from toolkit.errors import ToolkitError
 from toolkit.train.spawn import free_port, rank_variables
+
+
+_SECONDS_UNTIL_KILLED = 10
+"""A rank that failed waits to be ended: its peers would complain of a lost connection, and hide why."""
 
 
 class RankFailedError(RuntimeError):
@@ -59,12 +64,21 @@ class LocalRanks:
         try:
             ok, value = pickle.loads(pipe.recv_bytes())
         except EOFError:
-            raise RankFailedError(f"rank {rank} died without a word") from None
+            raise RankFailedError(f"rank {rank} died without a word{self._ended_by(rank)}") from None
         if not ok and isinstance(value, ToolkitError):
             raise value
         if not ok:
             raise RankFailedError(f"rank {rank} failed:\n{value}")
         self.results[rank] = value
+
+    def _ended_by(self, rank: int) -> str:
+        process = self._processes[rank]
+        process.join(timeout=1)  # its pipe closes a little before it is gone
+        code = process.exitcode
+        if code is None or code >= 0:
+            return ""
+        hint = ", as the kernel does where memory runs out" if code == -signal.SIGKILL else ""
+        return f" ({signal.Signals(-code).name}{hint})"
 
     def in_order(self) -> list[Any]:
         """The results of all ranks."""
@@ -101,7 +115,7 @@ Outcome = list[Any] | ToolkitError | RankFailedError
 
 def run_jobs(
     jobs: Sequence[tuple[Callable[[], Any], int]], *, cores: int, timeout_seconds: float, joined: bool = True
-) -> Iterator[tuple[int, Outcome, float]]:
+) -> Generator[tuple[int, Outcome, float]]:
     """Call each job's function on its number of ranks, several jobs at a time while their ranks have cores.
 
     Yields (index of the job, its ranks' results or the error, seconds) as jobs end. A job has `timeout_seconds`.
@@ -166,8 +180,10 @@ def _rank_main(
         _send(pipe, True, result)
     except ToolkitError as error:
         _send(pipe, False, error)
+        time.sleep(_SECONDS_UNTIL_KILLED)
     except BaseException:
         _send(pipe, False, traceback.format_exc())
+        time.sleep(_SECONDS_UNTIL_KILLED)
     finally:
         pipe.close()
         # Destroying the group or running exit handlers in a forked child can abort or hang: leave at once.

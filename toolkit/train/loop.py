@@ -5,6 +5,7 @@ from transformers import PreTrainedTokenizerBase
 from toolkit.errors import NonFiniteError
 from toolkit.recipe import Recipe
 from toolkit.train.engines.base import Engine
+from toolkit.train.fed_samples import FedSamples
 from toolkit.train.feed import Feed
 from toolkit.train.metrics import StepMetrics, peak_memory_bytes
 from toolkit.train.optimizer import learning_rate
@@ -29,17 +30,19 @@ def fit(
     """
     rate = learning_rate(recipe)
     history: list[StepMetrics] = []
+    fed = FedSamples(feed)
     watch = Stopwatch()
     with progress, feed.prefetch() as ahead:
         for step in range(recipe.train.steps):
             tokens = feed.target_tokens(step)
             try:
                 result = engine.train_step(
-                    feed.micro_batches(step, ahead), target_tokens=tokens, learning_rate=rate(step)
+                    fed.watch(feed.micro_batches(step, ahead)), target_tokens=tokens, learning_rate=rate(step)
                 )
             except NonFiniteError as error:
                 trackers.finish()  # the process ends without asking them again
                 raise _stopped(error, step, engine, tokenizer, run) from None
+            batch = fed.last_digest(engine.device)
             seconds = watch.lap()
             metrics = StepMetrics(
                 step=step + 1,
@@ -51,6 +54,7 @@ def fit(
                 memory_bytes=peak_memory_bytes(engine.device),
                 skipped=result.skipped,
                 eval_loss=_evaluate(recipe, engine, feed, step + 1),
+                batch=batch,
             )
             history.append(metrics)
             progress.step(metrics)

@@ -24,6 +24,8 @@ class StepMetrics:
     """Peak so far: allocated on the GPU, or resident where there is none."""
     skipped: bool = False
     eval_loss: float | None = None
+    batch: str | None = None
+    """A hash of the step's samples and their order, the same in every layout."""
 
     def to_json(self) -> str:
         """One line of metrics.jsonl; what is not finite becomes null, what is absent is left out."""

@@ -5,8 +5,7 @@ Nothing here changes what is computed. Each observer sees its own rank; `gathere
 
 import hashlib
 import math
-from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 import torch
@@ -18,8 +17,7 @@ from toolkit.families.anatomy import decoder_layers, hidden_argument
 from toolkit.parallel.shard import shard_of
 from toolkit.parallel.stage import LayerElsewhere
 from toolkit.parity.trial import EMBEDDINGS
-from toolkit.train.data.digest import digest_name, share_of_digest
-from toolkit.train.engines.base import Engine, MicroBatch
+from toolkit.train.engines.base import Engine
 from toolkit.train.feed import Feed
 from toolkit.train.loss import IGNORE, token_loss_sum
 
@@ -69,27 +67,6 @@ class LayerOutputs:
         self._sums[row, 1] += hidden.numel()
 
 
-class FedSamples:
-    """What this rank was fed, as its share of each step's digest."""
-
-    def __init__(self, feed: Feed, rank: int) -> None:
-        self._feed = feed
-        # From the layout and not from the feed: a feed that reads for another place must be noticed.
-        self._data_rank = feed.layout.coordinate(rank).data
-        self.shares: list[int] = []
-
-    def watch(self, micro_batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
-        """The same micro-batches, of one step."""
-        total = 0
-        for number, micro_batch in enumerate(micro_batches):
-            if self._feed.reads:
-                start = self._feed.batch.block_start(accumulation_step=number, data_rank=self._data_rank)
-                places = range(start, start + len(micro_batch.input_ids))
-                total += share_of_digest(micro_batch.input_ids, micro_batch.labels, places)
-            yield micro_batch
-        self.shares.append(total)
-
-
 def learning_rate_of(engine: Engine) -> float:
     """What the optimizer is set to; NaN where its groups differ or it cannot be asked."""
     groups = getattr(getattr(engine, "optimizer", None), "param_groups", [])
@@ -135,18 +112,6 @@ def merged_copies(ranks: Iterable[dict[Hashable, bytes]]) -> tuple[frozenset[str
             if first.setdefault(key, bits) != bits:
                 torn.add(str(key[0] if isinstance(key, tuple) else key))
     return frozenset(torn), compared
-
-
-def merged_digests(feed: Feed, ranks: list[list[int]]) -> tuple[str, ...]:
-    """The digest of each step; `a!=b` where ranks of one replica were fed differently."""
-    layout = feed.layout
-    replicas: dict[tuple[int, int], list[list[int]]] = defaultdict(list)
-    for rank, shares in enumerate(ranks):
-        place = layout.coordinate(rank)
-        if place.pipe in (0, layout.pp - 1):
-            replicas[place.pipe, place.model].append(shares)
-    totals = [[sum(step) for step in zip(*shares, strict=True)] for shares in replicas.values()]
-    return tuple("!=".join(dict.fromkeys(digest_name(total) for total in step)) for step in zip(*totals, strict=True))
 
 
 def sample_losses(engine: Engine, feed: Feed) -> tuple[tuple[float, int], ...]:

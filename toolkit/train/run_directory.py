@@ -2,6 +2,7 @@
 
 recipe.yaml      as resolved: running it again gives the same run
 ds_config.json   what DeepSpeed was given
+environment.json versions and the machine
 metrics.jsonl    one object a step
 loss.png         the curve
 step-00000100/   snapshots, each a Hugging Face directory
@@ -16,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
@@ -24,6 +26,7 @@ from toolkit.errors import RunDirectoryError
 from toolkit.recipe import Recipe
 from toolkit.recipe_file import dump
 from toolkit.train.engines.base import Engine
+from toolkit.train.environment import describe_environment
 from toolkit.train.metrics import MetricsFile
 from toolkit.train.run_names import unused_run_directory
 
@@ -67,8 +70,8 @@ class RunDirectory:
             )
         return cls(path, is_writer=is_writer)
 
-    def open(self, recipe: Recipe, ds_config: Mapping[str, Any] | None) -> None:
-        """Create the directory with the resolved recipe and the DeepSpeed config.
+    def open(self, recipe: Recipe, ds_config: Mapping[str, Any] | None, device: torch.device) -> None:
+        """Create the directory with the resolved recipe, the DeepSpeed config, and what the run runs on.
 
         Raises RunDirectoryError where that is not allowed.
         """
@@ -78,6 +81,8 @@ class RunDirectory:
             self._create()
             self._remove_old_run()
             (self.path / "recipe.yaml").write_text(dump(recipe), encoding="utf-8")
+            environment = describe_environment(device)
+            (self.path / "environment.json").write_text(json.dumps(environment, indent=2) + "\n", encoding="utf-8")
             if ds_config is not None:
                 (self.path / "ds_config.json").write_text(json.dumps(ds_config, indent=2) + "\n", encoding="utf-8")
             self.metrics = MetricsFile(self.path / "metrics.jsonl")
@@ -101,7 +106,7 @@ class RunDirectory:
         """What an earlier run left here would be taken for this one's; `choose` made sure that it was a run's."""
         for unfinished in (*self.path.glob(".*.tmp"), *self.path.glob(".*.old")):
             shutil.rmtree(unfinished, ignore_errors=True)
-        for file in ("metrics.jsonl", "loss.png", "ds_config.json"):
+        for file in ("metrics.jsonl", "loss.png", "ds_config.json", "environment.json"):
             (self.path / file).unlink(missing_ok=True)
         for folder in (self.path / "model", *self._snapshots()):
             if folder.exists():

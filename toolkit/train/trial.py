@@ -20,21 +20,20 @@ from toolkit.train.data.tokens import prepare
 from toolkit.train.engines.base import Engine
 from toolkit.train.engines.factory import create_engine
 from toolkit.train.engines.reference_engine import ReferenceEngine
+from toolkit.train.fed_samples import FedSamples, merged_digests
 from toolkit.train.feed import Feed
 from toolkit.train.launch import RankEnvironment, pick_device
 from toolkit.train.observe import (
-    FedSamples,
     LayerOutputs,
     copies,
     gathered,
     learning_rate_of,
     merged_copies,
-    merged_digests,
     sample_losses,
 )
 from toolkit.train.optimizer import learning_rate
 from toolkit.train.preflight import check_model, deepspeed_config
-from toolkit.train.rounding import UNITS, round_differently
+from toolkit.train.rounding import round_differently
 
 
 class EngineFactory(Protocol):
@@ -80,8 +79,8 @@ def run_trial(
     torn_at_start, _ = merged_copies(gathered(copies(engine)))
     micro_losses = sample_losses(engine, feed) if isinstance(engine, ReferenceEngine) else ()
     if rounding_seed is not None:
-        round_differently(engine.model, unit=UNITS[recipe.precision], seed=rounding_seed)
-    samples, outputs = FedSamples(feed, rank), LayerOutputs(engine)
+        round_differently(engine.model, precision=recipe.precision, seed=rounding_seed)
+    samples, outputs = FedSamples(feed), LayerOutputs(engine)
     rate = learning_rate(recipe)
     update_step = next((step for step in range(recipe.train.steps) if rate(step) > 0), 0)
     steps, rates = [], []

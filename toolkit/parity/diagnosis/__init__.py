@@ -9,8 +9,21 @@ from collections.abc import Callable
 
 from toolkit.parity.diagnosis.case import Case
 from toolkit.parity.diagnosis.cause import Cause, Diagnosis
-from toolkit.parity.diagnosis.forward import forward_pass, samples, starting_weights, token_weighting
-from toolkit.parity.diagnosis.gradient import constant_factor, reported_norm, unequal_weights, wrong_gradients
+from toolkit.parity.diagnosis.forward import (
+    forward_pass,
+    not_finite,
+    number_of_updates,
+    samples,
+    starting_weights,
+    token_weighting,
+)
+from toolkit.parity.diagnosis.gradient import (
+    constant_factor,
+    first_norm,
+    reported_norm,
+    unequal_weights,
+    wrong_gradients,
+)
 from toolkit.parity.diagnosis.update import copies, first_update, growth, schedule, second_forward_pass
 
 __all__ = ["RULES", "Case", "Cause", "Diagnosis", "diagnose"]
@@ -18,12 +31,15 @@ __all__ = ["RULES", "Case", "Cause", "Diagnosis", "diagnose"]
 RULES: tuple[Callable[[Case], Diagnosis | None], ...] = (
     samples,
     starting_weights,
+    number_of_updates,
+    not_finite,
     token_weighting,
     constant_factor,
     forward_pass,
     unequal_weights,
     wrong_gradients,
     reported_norm,
+    first_norm,
     schedule,
     first_update,
     copies,

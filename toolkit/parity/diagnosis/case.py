@@ -1,5 +1,6 @@
 """Case: one trial beside the baseline, as the rules of the diagnosis look at it."""
 
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,6 +11,9 @@ from toolkit.parity.compare import ParityReport
 from toolkit.parity.gradients import GradientRow
 from toolkit.parity.tolerance import FP32_UNIT, relative
 from toolkit.parity.trial import Trial
+
+SAME_RATE = 1e-6
+"""Relative, within which two learning rates are one: they are computed in float64, and kept in fp32 by some engines."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +45,19 @@ class Case:
         """The first step with other samples than the baseline's, or with ranks that disagree about them."""
         pairs = zip(self.trial.batches, self.baseline.batches, strict=False)
         return next((step for step, (own, other) in enumerate(pairs, start=1) if own != other), None)
+
+    @cached_property
+    def other_rates_from(self) -> int | None:
+        """The first step with another learning rate than the baseline's; a NaN is not known."""
+        pairs = zip(self.trial.learning_rates, self.baseline.learning_rates, strict=False)
+        return next(
+            (
+                step
+                for step, (own, other) in enumerate(pairs, start=1)
+                if not math.isnan(own) and not math.isnan(other) and relative(own, other) > SAME_RATE
+            ),
+            None,
+        )
 
     @cached_property
     def loss_gap(self) -> float:

@@ -19,6 +19,8 @@ class Cause(StrEnum):
 
     DATA_ORDER = "data order"
     STARTING_WEIGHTS = "starting weights"
+    BATCH_SIZE = "batch size"
+    NOT_FINITE = "not finite"
     TOKEN_WEIGHTING = "token weighting"
     SCALING = "loss scaling"
     FORWARD = "forward pass"

@@ -53,6 +53,42 @@ def starting_weights(case: Case) -> Diagnosis | None:
     )
 
 
+def number_of_updates(case: Case) -> Diagnosis | None:
+    """More or fewer updates than global batches."""
+    updates, steps = len(case.trial.learning_rates), len(case.trial.curve)
+    if not updates or updates == steps:
+        return None
+    return Diagnosis(
+        cause=Cause.BATCH_SIZE,
+        sentence=f"the engine makes {updates} updates of {steps} global batches: micro-batch, accumulation and the "
+        "number of replicas do not multiply to the global batch that it was given.",
+    )
+
+
+def not_finite(case: Case) -> Diagnosis | None:
+    """A loss or a norm that is NaN or infinite where the baseline's is not."""
+    own, other = case.trial.curve, case.baseline.curve
+    for step in range(min(len(own), len(other))):
+        for name, value, wanted in (
+            ("loss", own.losses[step], other.losses[step]),
+            ("gradient norm", own.grad_norms[step], other.grad_norms[step]),
+        ):
+            if math.isfinite(value) or not math.isfinite(wanted):
+                continue
+            lost = [key for key, weights in case.trial.parameters.items() if not np.isfinite(weights).all()]
+            if lost:
+                after = f"was applied: {some(lost)} are not finite any more"
+            else:
+                after = "was left out: the weights are finite"
+            return Diagnosis(
+                cause=Cause.NOT_FINITE,
+                sentence=f"the {name} of step {step + 1} is {value} and the baseline's is not. The update {after}. "
+                "Look at divisions by a number of targets that may be zero, and at masked rows without any entry.",
+                evidence=f"baseline {wanted:.6f}; {len(lost)} of {len(case.trial.parameters)} parameters not finite",
+            )
+    return None
+
+
 def token_weighting(case: Case) -> Diagnosis | None:
     """The loss is that of equally weighted micro-batches, which have different numbers of targets."""
     parts = case.micro_batches

@@ -82,9 +82,24 @@ def reported_norm(case: Case) -> Diagnosis | None:
         return None
     return Diagnosis(
         cause=Cause.CLIPPING,
-        sentence=f"the engine's gradient norm is {reported / true:.4g} times that of its own gradient: parts are left "
-        "out of it or counted twice, and clipping follows it.",
+        sentence=f"the engine's gradient norm is {reported / max(true, 1e-300):.4g} times that of its own gradient: "
+        "parts are left out of it or counted twice, and clipping follows it.",
         evidence=f"reported {reported:.6f}, of the gathered gradient {true:.6f}",
+    )
+
+
+def first_norm(case: Case) -> Diagnosis | None:
+    """Finished runs keep no gradients: the loss of the first step is right and its norm is not."""
+    own, other = case.trial.curve.grad_norms[0], case.baseline.curve.grad_norms[0]
+    if case.gradients or not case.loss_is_right or relative(own, other) <= case.bounds.curve.at(0)[1]:
+        return None
+    ratio = f"{own / other:.4g} times" if other and math.isfinite(own / other) else "not"
+    return Diagnosis(
+        cause=Cause.BACKWARD,
+        sentence=f"the loss of step 1 is right, and its gradient norm is {ratio} the baseline's: a factor of the loss "
+        "or of the average over ranks, a wrong backward pass, or a norm that leaves parts out. dstk compare --recipe "
+        "looks at each gradient.",
+        evidence=f"{own:.6g}, baseline {other:.6g}",
     )
 
 

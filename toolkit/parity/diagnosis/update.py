@@ -15,16 +15,16 @@ JUMP = 30.0
 
 def schedule(case: Case) -> Diagnosis | None:
     """Another learning rate."""
-    pairs = zip(case.trial.learning_rates, case.baseline.learning_rates, strict=False)
-    for step, (own, other) in enumerate(pairs, start=1):
-        if not math.isnan(own) and not math.isnan(other) and relative(own, other) > 1e-6:
-            return Diagnosis(
-                cause=Cause.SCHEDULE,
-                sentence=f"the learning rate of step {step} is not the baseline's: another schedule, or a scheduler of "
-                "the engine's own that steps beside it.",
-                evidence=f"{own:.6g}, baseline {other:.6g}",
-            )
-    return None
+    step = case.other_rates_from
+    if step is None:
+        return None
+    own, other = case.trial.learning_rates[step - 1], case.baseline.learning_rates[step - 1]
+    return Diagnosis(
+        cause=Cause.SCHEDULE,
+        sentence=f"the learning rate of step {step} is not the baseline's: another schedule, or a scheduler of the "
+        "engine's own that steps beside it.",
+        evidence=f"{own:.6g}, baseline {other:.6g}",
+    )
 
 
 def first_update(case: Case) -> Diagnosis | None:
@@ -113,9 +113,18 @@ def growth(case: Case) -> Diagnosis | None:
     if first is not None and first > shared:
         shorter = own.label if len(own) == shared else other.label
         return Diagnosis(cause=Cause.UNKNOWN, sentence=f"{shorter} ends at step {shared}, and the other goes on.")
-    gaps = [relative(own.losses[i], other.losses[i]) for i in range(shared)]
-    step, jump = largest_jump(gaps, floor=case.bounds.unit)
-    if jump < JUMP and case.loss_is_right:
+    if first is None:
+        return Diagnosis(
+            cause=Cause.OPTIMIZER,
+            sentence="losses and gradient norms agree in every step, and the trained weights do not: look at the last "
+            "update, at parameters that no gradient reaches, and at weight decay.",
+        )
+    what, series, floor = "loss", (own.losses, other.losses), case.bounds.unit
+    if case.report.first_loss_beyond is None:
+        what, series, floor = "gradient norm", (own.grad_norms, other.grad_norms), case.bounds.curve.at(0)[1]
+    gaps = [relative(series[0][i], series[1][i]) for i in range(shared)]
+    step, jump = largest_jump(gaps, floor=floor)
+    if jump < JUMP:
         return Diagnosis(
             cause=Cause.CHAOS,
             sentence="the difference begins at rounding level and grows from step to step without a jump: training at "
@@ -128,7 +137,7 @@ def growth(case: Case) -> Diagnosis | None:
         sentence=f"the first step is right and step {step} is not: what an update leaves behind differs (optimizer "
         "state, weight decay, a skipped or doubled update), or clipping by another norm, which Adam hides in its first "
         "step: compare with optimizer.name=sgd to see it.",
-        evidence=f"the loss differs by {gaps[step - 1]:.1e} in step {step}, {jump:.0f} times more than before",
+        evidence=f"the {what} differs by {gaps[step - 1]:.1e} in step {step}, {jump:.0f} times more than before",
     )
 
 
@@ -136,7 +145,7 @@ def largest_jump(gaps: Sequence[float], *, floor: float) -> tuple[int, float]:
     """(step, how many times the largest difference before it) of the steepest rise; steps count from 1."""
     highest, steepest = floor, (1, 0.0)
     for step, gap in enumerate(gaps, start=1):
-        rise = gap / highest
+        rise = gap / highest if highest else math.inf if gap else 0.0
         if step > 1 and rise > steepest[1]:
             steepest = (step, rise)
         highest = max(highest, gap)
