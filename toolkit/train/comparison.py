@@ -116,7 +116,8 @@ def compare_strategies(
 ) -> Comparison:
     """Run all and judge. A strategy that fails is an entry with its error; where the baseline fails all of it ends.
 
-    Raises the ToolkitError of the baseline, or RunError for what else went wrong in it. Tensors lie in a temporary directory, one file a parameter: no process holds two whole models.
+    Raises the ToolkitError of the baseline, or RunError for what else went wrong in it. Tensors lie in a temporary
+    directory, one file a parameter: no process holds two whole models.
     """
     reruns = baseline_reruns(baseline, rounding_seeds)
     jobs = [baseline, *reruns, *strategies]
@@ -195,7 +196,7 @@ def _failed_baseline(baseline: str, run: str, error: ToolkitError | RankFailedEr
         return error
     which = f"the baseline {baseline}" if run == baseline else f"the baseline {baseline} ({run})"
     return RunError(
-        f"{which} failed, and without it there is nothing to compare with: {_in_one_line(error)}. "
+        f"{which} failed, and without it there is nothing to compare with: {_in_one_line(error).rstrip('.')}. "
         "Mend that, or take another one with --baseline."
     )
 

@@ -61,11 +61,11 @@ class Feed:
             held_out=samples("eval") if recipe.train.eval_every else None,
         )
 
-    def prefetch(self) -> Prefetcher:
-        """All of this rank's micro-batches, built ahead in the background; two steps at most."""
+    def prefetch(self, first_step: int = 0) -> Prefetcher:
+        """This rank's micro-batches from `first_step` on, built ahead in the background; two steps at most."""
         schedule = (
             (step, self._positions(accumulation_step))
-            for step in range(self.recipe.train.steps)
+            for step in range(first_step, self.recipe.train.steps)
             for accumulation_step in range(self.batch.accumulation)
             if self.reads
         )

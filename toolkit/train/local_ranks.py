@@ -22,7 +22,6 @@ import torch.distributed as dist
 from toolkit.errors import ToolkitError
 from toolkit.train.spawn import free_port, rank_variables
 
-
 _SECONDS_UNTIL_KILLED = 10
 """A rank that failed waits to be ended: its peers would complain of a lost connection, and hide why."""
 
@@ -115,7 +114,7 @@ Outcome = list[Any] | ToolkitError | RankFailedError
 
 def run_jobs(
     jobs: Sequence[tuple[Callable[[], Any], int]], *, cores: int, timeout_seconds: float, joined: bool = True
-) -> Generator[tuple[int, Outcome, float]]:
+) -> Generator[tuple[int, Outcome, float], None, None]:
     """Call each job's function on its number of ranks, several jobs at a time while their ranks have cores.
 
     Yields (index of the job, its ranks' results or the error, seconds) as jobs end. A job has `timeout_seconds`.

@@ -19,6 +19,7 @@ from toolkit.layout import Layout
 from toolkit.recipe import Recipe
 from toolkit.train.dropout import DropoutStream
 from toolkit.train.engines.base import DataParallelEngine, MicroBatch, StepResult, refuse_gradient
+from toolkit.train.engines.states import PlainStates, state_kinds
 from toolkit.train.optimizer import parameter_groups, torch_optimizer
 
 
@@ -62,6 +63,8 @@ class AccelerateEngine(DataParallelEngine):
             self.accelerator.state.fsdp_plugin = plugin
         optimizer = torch_optimizer(recipe.optimizer, parameter_groups(model, recipe.optimizer.weight_decay))
         prepared, self.optimizer = self.accelerator.prepare(model, optimizer)
+        base = getattr(self.optimizer, "optimizer", self.optimizer)
+        self.states = PlainStates(base, state_kinds(recipe.optimizer.name, recipe.optimizer.momentum))
         self._wrapped: Any = prepared
         self.model = self.accelerator.unwrap_model(prepared)
         if recipe.train.compile:

@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -11,8 +11,11 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from toolkit.errors import NonFiniteError
+from toolkit.parallel.gather import whole_parameters
+from toolkit.parallel.shard import Whole, shard_of
 from toolkit.train.cut import ModelCut
 from toolkit.train.dropout import DropoutStream
+from toolkit.train.engines.states import OptimizerStates
 from toolkit.train.loss import IGNORE, token_loss_sum
 from toolkit.train.weights.part import persistent_buffers
 
@@ -86,6 +89,42 @@ class Engine(ABC):
     @abstractmethod
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Hugging Face name and whole value, one after the other, tied ones once, on every rank. A collective call."""
+
+    states: OptimizerStates
+    """What the optimizer keeps of each local parameter."""
+
+    def full_states(self, kind: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """As `full_parameters`, of an optimizer state or of the fp32 master weights, in fp32. A collective call."""
+        if self.cut is None:
+            for name, parameter in self.model.named_parameters():
+                yield name, self.states.read(parameter, kind)
+            return
+        yield from whole_parameters(
+            self.cut.names,
+            self.model.parameters(),
+            self.cut.groups,
+            values=lambda parameter: self.states.read(parameter, kind),
+            dtype=torch.float32,
+        )
+
+    def load_states(self, kind: str, source: Callable[[str], Whole]) -> None:
+        """Set them, each from the whole tensor that `source` has under a Hugging Face name; only what this rank needs
+        of it is read. A collective call."""
+        for name, parameter in self.model.named_parameters():
+            if self.cut is None:
+                value = source(name).clone(memory_format=torch.contiguous_format)
+            else:
+                shard = shard_of(parameter)
+                value = shard.take(source(shard.name))
+            self.states.write(parameter, kind, value.to(self.device, torch.float32))
+
+    def loss_scale(self) -> dict[str, float]:
+        """The state of the fp16 loss scaler; empty where there is none."""
+        return {}
+
+    def load_loss_scale(self, state: Mapping[str, float]) -> None:
+        """Set it, where there is a scaler; a checkpoint of an fp16 run can go on without one."""
+        return
 
     def full_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The same of the gradients, for `before_update` to call. Zeros where there is none."""

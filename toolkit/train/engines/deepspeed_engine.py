@@ -22,6 +22,7 @@ from toolkit.recipe import Recipe
 from toolkit.train.cut import ModelCut
 from toolkit.train.dropout import DropoutStream
 from toolkit.train.engines.base import DataParallelEngine, MicroBatch, StepResult, refuse_gradient
+from toolkit.train.engines.states import deepspeed_states, state_kinds
 from toolkit.train.optimizer import parameter_groups, torch_optimizer
 
 if os.environ.get("DS_ACCELERATOR") == "cpu":
@@ -67,6 +68,8 @@ class DeepSpeedEngine(DataParallelEngine):
                 mpu=self._parallel_unit(),
             )
         restore_buffers(model, buffers, device)
+        kinds = state_kinds(recipe.optimizer.name, recipe.optimizer.momentum)
+        self.states = deepspeed_states(self.optimizer, layout.zero_stage, kinds)
         if recipe.train.compile:
             self.engine.compile()
         self.engine.train()
@@ -89,6 +92,14 @@ class DeepSpeedEngine(DataParallelEngine):
                     yield name, parameter.detach().clone()
             else:
                 yield name, parameter.detach()
+
+    def loss_scale(self) -> dict[str, float]:
+        """See Engine.loss_scale."""
+        return read_loss_scale(self.engine)
+
+    def load_loss_scale(self, state: Mapping[str, float]) -> None:
+        """See Engine.load_loss_scale."""
+        write_loss_scale(self.engine, state)
 
     def full_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See Engine.full_gradients."""
@@ -152,6 +163,40 @@ class DeepSpeedEngine(DataParallelEngine):
 
     def _discard_gradients(self) -> None:
         self.engine.zero_grad()
+
+
+_SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+def read_loss_scale(engine: Any) -> dict[str, float]:
+    """The state of DeepSpeed's fp16 loss scaler, or of PyTorch's under autocast; empty in other precisions."""
+    autocast = engine.torch_autocast_z0_gradscaler
+    if autocast:
+        state = autocast.state_dict()
+        return {"scale": float(state["scale"]), "growth_tracker": float(state["_growth_tracker"])}
+    scaler = getattr(engine.optimizer, "loss_scaler", None)
+    if not engine.fp16_enabled() or scaler is None:
+        return {}
+    return {name: float(getattr(scaler, name)) for name in _SCALER_FIELDS if hasattr(scaler, name)}
+
+
+def write_loss_scale(engine: Any, state: Mapping[str, float]) -> None:
+    """Set what `read_loss_scale` returned; a state of the other kind of scaler gives its scale alone."""
+    scale = state.get("scale", state.get("cur_scale"))
+    if scale is None:
+        return
+    autocast = engine.torch_autocast_z0_gradscaler
+    if autocast:
+        tracker = int(state.get("growth_tracker", 0))
+        autocast.load_state_dict(autocast.state_dict() | {"scale": scale, "_growth_tracker": tracker})
+        return
+    scaler = getattr(engine.optimizer, "loss_scaler", None)
+    if not engine.fp16_enabled() or scaler is None:
+        return
+    scaler.cur_scale = scale
+    for name in _SCALER_FIELDS[1:]:
+        if name in state:
+            setattr(scaler, name, int(state[name]))
 
 
 def plain_norm(parameters: Iterable[nn.Parameter], cut: ModelCut | None) -> torch.Tensor:

@@ -28,7 +28,15 @@ from toolkit.train.engines.base import (
     ranks_where_not_finite,
     refuse_gradient,
 )
-from toolkit.train.engines.deepspeed_engine import keep_buffers, plain_norm, quiet_stdout, restore_buffers
+from toolkit.train.engines.deepspeed_engine import (
+    keep_buffers,
+    plain_norm,
+    quiet_stdout,
+    read_loss_scale,
+    restore_buffers,
+    write_loss_scale,
+)
+from toolkit.train.engines.states import deepspeed_states, state_kinds
 from toolkit.train.loss import IGNORE
 from toolkit.train.optimizer import parameter_groups, torch_optimizer
 
@@ -69,6 +77,8 @@ class PipelineEngine(Engine):
                 model=pipeline, model_parameters=None if client else groups, optimizer=client, config=dict(config)
             )
         restore_buffers(model, buffers, device)
+        kinds = state_kinds(recipe.optimizer.name, recipe.optimizer.momentum)
+        self.states = deepspeed_states(self.optimizer, layout.zero_stage, kinds)
 
     def train_step(
         self, micro_batches: Iterable[MicroBatch], *, target_tokens: int, learning_rate: float
@@ -111,6 +121,14 @@ class PipelineEngine(Engine):
         yield from whole_parameters(
             self.cut.names, self.model.parameters(), self.cut.groups, values=safe_get_full_grad, dtype=torch.float32
         )
+
+    def loss_scale(self) -> dict[str, float]:
+        """See Engine.loss_scale."""
+        return read_loss_scale(self.engine)
+
+    def load_loss_scale(self, state: Mapping[str, float]) -> None:
+        """See Engine.load_loss_scale."""
+        write_loss_scale(self.engine, state)
 
     def _run(self, kind: type[Any], micro_batches: list[MicroBatch]) -> None:
         """Send micro-batches through the pipeline and leave the sums of loss and target tokens in `_totals`."""

@@ -13,6 +13,7 @@ from toolkit.errors import NonFiniteError
 from toolkit.recipe import Recipe
 from toolkit.train.dropout import DropoutStream
 from toolkit.train.engines.base import MicroBatch, StepResult, WholeModelEngine, refuse_gradient
+from toolkit.train.engines.states import PlainStates, state_kinds
 from toolkit.train.loss import token_loss_sum
 from toolkit.train.optimizer import parameter_groups, torch_optimizer
 
@@ -25,6 +26,7 @@ class ReferenceEngine(WholeModelEngine):
         self.device = device
         self.dropout = DropoutStream(model, device)
         self.optimizer = torch_optimizer(recipe.optimizer, parameter_groups(model, recipe.optimizer.weight_decay))
+        self.states = PlainStates(self.optimizer, state_kinds(recipe.optimizer.name, recipe.optimizer.momentum))
         self.grad_clip = recipe.train.grad_clip
 
     def train_step(
