@@ -13,6 +13,7 @@ from pathlib import Path
 from toolkit import recipe_file
 from toolkit.report.loss_plot import plot_loss
 from toolkit.train.arguments import parse_arguments
+from toolkit.train.checkpointing import Checkpointer
 from toolkit.train.console import make_progress, show_banner, show_summary
 from toolkit.train.data.tokens import prepare
 from toolkit.train.engines.factory import create_engine
@@ -26,7 +27,9 @@ from toolkit.train.launch import (
     reported_errors,
 )
 from toolkit.train.loop import fit
+from toolkit.train.preemption import Preemption
 from toolkit.train.preflight import check_model, check_vocabulary, deepspeed_config, find_shape
+from toolkit.train.resume import resume, run_of
 from toolkit.train.run_directory import RunDirectory
 from toolkit.train.trackers import Trackers
 
@@ -45,7 +48,10 @@ def main(argv: list[str]) -> None:
     batch = recipe.resolve_batch(layout)
     config = check_model(recipe, device, trust_remote_code=trust)
     ds_config = deepspeed_config(recipe, layout, batch, config, device, arguments.deepspeed_config)
-    run = RunDirectory.choose(recipe, name=Path(arguments.config).stem, is_writer=first, overwrite=arguments.overwrite)
+    earlier = run_of(arguments.resume, recipe) if arguments.resume else None
+    run = RunDirectory.choose(
+        recipe, name=Path(arguments.config).stem, is_writer=first, overwrite=arguments.overwrite, goes_on_in=earlier
+    )
 
     corpus = prepare(recipe.data, progress=first and recipe.log.level != "warning")
     check_vocabulary(recipe, config, corpus)
@@ -55,19 +61,30 @@ def main(argv: list[str]) -> None:
 
     with process_group(here, device):
         check_same_everywhere(recipe_file.dump(recipe) + corpus.contents, device)
+        resumed = resume(arguments.resume, recipe, strict=arguments.strict) if arguments.resume else None
+        if resumed is not None:
+            resumed.check(recipe, corpus)
         engine = create_engine(recipe, layout, batch, device, ds_config, eos_id=corpus.eos_id, trust_remote_code=trust)
-        show_banner(progress, recipe, layout, batch, engine, corpus, len(feed.train), run, device)
-        run.open(recipe, ds_config, device)
+        checkpointer = Checkpointer(
+            recipe=recipe, layout=layout, batch=batch, engine=engine, tokenizer=tokenizer, corpus=corpus
+        )
+        if resumed is not None:
+            checkpointer.restore(resumed.saved, resumed.state)
+        show_banner(progress, recipe, layout, batch, engine, corpus, len(feed.train), run, device, resumed)
+        run.open(recipe, ds_config, device, goes_on_after=resumed.state.step if resumed else 0)
         trackers = Trackers.start(recipe, run.path, enabled=first)
-        history = fit(recipe, engine, tokenizer, feed, run, progress, trackers)
+        after = None if resumed is None else resumed.state
+        with Preemption() as preemption:
+            history = fit(recipe, engine, feed, run, progress, trackers, checkpointer, preemption, after=after)
 
         run.save_model("model", engine, tokenizer)
         if first:
+            losses, held_out = run.curve()
             plot_loss(
                 run.path / "loss.png",
-                [metrics.loss for metrics in history],
+                losses,
                 title=f"{recipe.model.name_or_path}, {recipe.strategy(layout)}",
-                held_out=[(metrics.step, metrics.eval_loss) for metrics in history if metrics.eval_loss is not None],
+                held_out=held_out,
                 unigram_entropy=corpus.unigram_entropy,
                 entropy_rate=corpus.loss_floor(recipe.data.packing),
             )

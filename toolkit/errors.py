@@ -77,9 +77,38 @@ class ReportError(ToolkitError):
     """A run that cannot be reported on, or a report that cannot be written."""
 
 
+class CheckpointError(ToolkitError):
+    """A checkpoint that cannot be written, or is damaged, or does not fit the run that shall go on with it.
+
+    Where saving failed: `path` of the checkpoint, the `rank` that failed and its `reason`; `bytes_needed`, where there
+    was no room. Every rank raises the same.
+    """
+
+    scope: Scope = "job"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        path: str | None = None,
+        rank: int | None = None,
+        reason: str | None = None,
+        bytes_needed: int | None = None,
+    ) -> None:
+        self.path, self.rank, self.reason, self.bytes_needed = path, rank, reason, bytes_needed
+        super().__init__(message)
+
+
 class NonFiniteError(ToolkitError):
     """The loss or a gradient became NaN or infinite; the weights are those of the last good step."""
 
+    scope: Scope = "job"
+
+
+class PreemptedError(ToolkitError):
+    """A signal ended the run at a step boundary; it can go on from its checkpoint."""
+
+    exit_code = 75  # EX_TEMPFAIL of sysexits.h: try again
     scope: Scope = "job"
 
 

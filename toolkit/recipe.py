@@ -175,12 +175,14 @@ class TrainSection(Section):
 
 
 class CheckpointSection(Section):
-    """Snapshots of the model while training, each a Hugging Face directory."""
+    """Checkpoints while training: each is a Hugging Face model, with the optimizer's states beside it."""
 
     every: NonNegativeInt = 0
-    """Steps between snapshots; 0 means only the trained model at the end."""
+    """Steps between checkpoints; 0 means only the trained model at the end."""
     keep: PositiveInt = 2
-    """Snapshots kept; older ones are deleted."""
+    """Newest checkpoints kept; older ones are deleted."""
+    keep_every: NonNegativeInt = 0
+    """Checkpoints of every so many steps are never deleted; 0 means no such exception."""
 
 
 class LogSection(Section):

@@ -86,6 +86,6 @@ def our_run(recipe: Recipe) -> Stamps:
         progress = ProgressLine(recipe.train.steps, every=1, enabled=rank == 0, console=console)
         run = RunDirectory.choose(recipe, name="benchmark", is_writer=rank == 0, overwrite=True)
         run.open(recipe, ds_config, CPU)
-        fit(recipe, engine, corpus.tokenizer(), feed, run, progress, Trackers([stamps]))
+        fit(recipe, engine, feed, run, progress, Trackers([stamps]))
         run.close()
     return stamps

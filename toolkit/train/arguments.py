@@ -18,6 +18,10 @@ class Arguments:
     deepspeed_config: str | None
     trust_remote_code: bool
     overwrite: bool
+    resume: str | None
+    """`auto`, a run directory or a checkpoint; None to begin anew."""
+    strict: bool
+    """Whether a damaged newest checkpoint ends the run, instead of the one before being taken."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -34,6 +38,12 @@ def parse_arguments(argv: Sequence[str], description: str) -> Arguments:
         "--trust-remote-code", action="store_true", help="run the Python code that a model directory brings"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace the run that run_dir holds")
+    parser.add_argument(
+        "--resume",
+        metavar="auto|PATH",
+        help="go on from a checkpoint, in any layout; auto: the newest whole one of run_dir, or anew if it has none",
+    )
+    parser.add_argument("--strict", action="store_true", help="with --resume: a damaged newest checkpoint is an error")
     group = parser.add_argument_group("DeepSpeed's own")
     group.add_argument("--deepspeed_config", metavar="JSON", help="settings that the recipe does not decide")
     group.add_argument("--deepspeed", nargs="?", const="", metavar="JSON", help="accepted; JSON as --deepspeed_config")
@@ -54,4 +64,6 @@ def parse_arguments(argv: Sequence[str], description: str) -> Arguments:
         or os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"),
         trust_remote_code=known.trust_remote_code,
         overwrite=known.overwrite,
+        resume=known.resume,
+        strict=known.strict,
     )

@@ -15,6 +15,7 @@ from toolkit.train.data.tokens import TokenCorpus
 from toolkit.train.engines.base import Engine
 from toolkit.train.metrics import StepMetrics
 from toolkit.train.progress import ProgressLine
+from toolkit.train.resume import Resumed
 from toolkit.train.run_directory import RunDirectory
 from toolkit.units import format_bytes, format_count, format_duration
 
@@ -41,8 +42,11 @@ def show_banner(
     samples: int,
     run: RunDirectory,
     device: torch.device,
+    resumed: Resumed | None = None,
 ) -> None:
     """What is about to run. `samples` are those of one epoch."""
+    for notice in resumed.notices if resumed else ():
+        progress.say(f"note: {notice}")
     per_step = format_count(batch.global_size * recipe.data.seq_len)
     epochs = recipe.train.steps * batch.global_size / samples
     padded = " with padding" if recipe.data.packing == "padded" else ""
@@ -64,6 +68,7 @@ def show_banner(
             ("batch", f"{batch.global_size} = {split}"),
             ("tokens", f"{per_step} a step{padded}, {recipe.train.steps} steps, {epochs:.2f} epochs"),
             ("run", str(run.path)),
+            *([("resume", resumed.state.describe(recipe, layout, batch))] if resumed else []),
         ]
     )
 

@@ -32,13 +32,16 @@ class FedSamples:
             yield micro_batch
         self.shares.append(total)
 
-    def last_digest(self, device: torch.device) -> str:
-        """The digest of the last step's global batch, as the first rank of each replica read it. A collective call."""
+    def last_digest(self, device: torch.device, *, stop: bool = False) -> tuple[str, bool]:
+        """The digest of the last step's global batch, as the first rank of each replica read it; and whether any rank
+        wants to `stop`, which travels in the same sum. A collective call.
+        """
         is_first = self._place.pipe == 0 and self._place.model == 0
-        share = torch.tensor([self.shares[-1] if is_first else 0], dtype=torch.int64, device=device)
+        sums = torch.tensor([self.shares[-1] if is_first else 0, int(stop)], dtype=torch.int64, device=device)
         if dist.is_initialized():
-            dist.all_reduce(share)
-        return digest_name(int(share))
+            dist.all_reduce(sums)
+        total, stops = sums.tolist()
+        return digest_name(total), stops > 0
 
 
 def merged_digests(feed: Feed, ranks: list[list[int]]) -> tuple[str, ...]:

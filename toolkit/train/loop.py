@@ -1,39 +1,47 @@
 """The loop: steps from the recipe, micro-batches from the feed, an engine that does the arithmetic, and its trail."""
 
-from transformers import PreTrainedTokenizerBase
+from pathlib import Path
 
-from toolkit.errors import NonFiniteError
+from toolkit.errors import NonFiniteError, PreemptedError
 from toolkit.recipe import Recipe
+from toolkit.train.checkpointing import Checkpointer
 from toolkit.train.engines.base import Engine
 from toolkit.train.fed_samples import FedSamples
 from toolkit.train.feed import Feed
 from toolkit.train.metrics import StepMetrics, peak_memory_bytes
 from toolkit.train.optimizer import learning_rate
+from toolkit.train.preemption import Preemption
 from toolkit.train.progress import ProgressLine, Stopwatch
-from toolkit.train.run_directory import RunDirectory, snapshot_name
+from toolkit.train.run_directory import RunDirectory
 from toolkit.train.trackers import Trackers
+from toolkit.train.trainer_state import TrainerState
 
 
 def fit(
     recipe: Recipe,
     engine: Engine,
-    tokenizer: PreTrainedTokenizerBase,
     feed: Feed,
     run: RunDirectory,
     progress: ProgressLine,
     trackers: Trackers,
+    checkpointer: Checkpointer | None = None,
+    preemption: Preemption | None = None,
+    *,
+    after: TrainerState | None = None,
 ) -> list[StepMetrics]:
-    """Train for recipe.train.steps; the metrics of every step.
+    """Train up to recipe.train.steps, from the beginning or `after` a checkpoint; the metrics of every step.
 
-    A loss or gradient that is not finite ends the run: the weights of the last good step are saved, and NonFiniteError
-    says where. Nothing is written at a time that depends on the layout.
+    A loss or gradient that is not finite ends the run: a checkpoint of the last good step is saved, and NonFiniteError
+    says where. So does a signal: PreemptedError. Nothing is written at a time that depends on the layout.
     """
     rate = learning_rate(recipe)
     history: list[StepMetrics] = []
     fed = FedSamples(feed)
     watch = Stopwatch()
-    with progress, feed.prefetch() as ahead:
-        for step in range(recipe.train.steps):
+    start = 0 if after is None else after.step
+    consumed = 0 if after is None else after.tokens
+    with progress, feed.prefetch(start) as ahead:
+        for step in range(start, recipe.train.steps):
             tokens = feed.target_tokens(step)
             try:
                 result = engine.train_step(
@@ -41,8 +49,13 @@ def fit(
                 )
             except NonFiniteError as error:
                 trackers.finish()  # the process ends without asking them again
-                raise _stopped(error, step, engine, tokenizer, run) from None
-            batch = fed.last_digest(engine.device)
+                saved = _save(checkpointer, run, step, consumed, rate(max(0, step - 1)))
+                raise NonFiniteError(
+                    f"step {step + 1}: {error}. Training stopped{f'; {saved} is of step {step}' if saved else ''}. "
+                    "Lower optimizer.lr, lengthen schedule.warmup_steps, or look at the samples of this step."
+                ) from None
+            consumed += tokens
+            digest, stopping = fed.last_digest(engine.device, stop=preemption is not None and bool(preemption.received))
             seconds = watch.lap()
             metrics = StepMetrics(
                 step=step + 1,
@@ -54,18 +67,34 @@ def fit(
                 memory_bytes=peak_memory_bytes(engine.device),
                 skipped=result.skipped,
                 eval_loss=_evaluate(recipe, engine, feed, step + 1),
-                batch=batch,
+                batch=digest,
             )
             history.append(metrics)
             progress.step(metrics)
             trackers.step(metrics)
             if run.metrics is not None:
                 run.metrics.write(metrics)
-            if recipe.checkpoint.every and (step + 1) % recipe.checkpoint.every == 0:
-                run.save_model(snapshot_name(step + 1), engine, tokenizer)
-                run.keep_newest_snapshots(recipe.checkpoint.keep)
-            watch.lap()  # validation and snapshots are not part of a step's time
+            if stopping or _is_due(recipe, step + 1):
+                saved = _save(checkpointer, run, step + 1, consumed, rate(step))
+                if stopping:
+                    trackers.finish()
+                    raise PreemptedError(
+                        f"stopped by a signal after step {step + 1} of {recipe.train.steps}; "
+                        f"{f'saved {saved}. Go on with --resume {run.path}' if saved else 'nothing was saved'}."
+                    )
+            watch.lap()  # validation and checkpoints are not part of a step's time
     return history
+
+
+def _is_due(recipe: Recipe, finished: int) -> bool:
+    every = recipe.checkpoint.every
+    return bool(every) and (finished % every == 0 or finished == recipe.train.steps)
+
+
+def _save(checkpointer: Checkpointer | None, run: RunDirectory, step: int, tokens: int, rate: float) -> Path | None:
+    if checkpointer is None:
+        return None
+    return checkpointer.save(run.path, step, tokens=tokens, learning_rate=rate).path
 
 
 def _evaluate(recipe: Recipe, engine: Engine, feed: Feed, finished: int) -> float | None:
@@ -75,17 +104,3 @@ def _evaluate(recipe: Recipe, engine: Engine, feed: Feed, finished: int) -> floa
     if finished % every and finished != recipe.train.steps:
         return None
     return engine.evaluate(feed.held_out_batches())
-
-
-def _stopped(
-    error: NonFiniteError,
-    step: int,
-    engine: Engine,
-    tokenizer: PreTrainedTokenizerBase,
-    run: RunDirectory,
-) -> NonFiniteError:
-    saved = run.save_model(snapshot_name(step), engine, tokenizer)
-    return NonFiniteError(
-        f"step {step + 1}: {error}. Training stopped; the weights after step {step} are in {saved}. "
-        "Lower optimizer.lr, lengthen schedule.warmup_steps, or look at the samples of this step."
-    )

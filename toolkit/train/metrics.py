@@ -3,6 +3,7 @@
 import json
 import math
 import resource
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -41,8 +42,12 @@ class StepMetrics:
 class MetricsFile:
     """metrics.jsonl, written line by line so that a crash loses nothing that was reported."""
 
-    def __init__(self, path: Path) -> None:
-        self._file: IO[str] = path.open("w", encoding="utf-8", buffering=1)
+    def __init__(self, path: Path, kept: Sequence[str] = ()) -> None:
+        """Begins with the lines `kept` of an earlier part of the run."""
+        beginning = path.with_name(f".{path.name}.tmp")
+        beginning.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        beginning.replace(path)  # a crash here loses no line
+        self._file: IO[str] = path.open("a", encoding="utf-8", buffering=1)
 
     def write(self, metrics: StepMetrics) -> None:
         """Append one step."""

@@ -6,6 +6,7 @@ model draws the same numbers; or read from safetensors, only what the rank keeps
 parallelism) and sharded (ZeRO-3) at once, so a rank never holds more than its shard and one layer.
 """
 
+import textwrap
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,7 +35,7 @@ def load_config(section: ModelSection, *, trust_remote_code: bool = False) -> Pr
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(
             f"model.name_or_path={section.name_or_path!r}: not a known shape, and not readable as a directory or hub "
-            f"name ({first}).{nearest(section.name_or_path, shape.names())}"
+            f"name ({textwrap.shorten(first, 160, placeholder=' …')}).{nearest(section.name_or_path, shape.names())}"
         ) from error
     return _overridden(config, section.overrides) if section.overrides else config
 

@@ -5,12 +5,13 @@ ds_config.json   what DeepSpeed was given
 environment.json versions and the machine
 metrics.jsonl    one object a step
 loss.png         the curve
-step-00000100/   snapshots, each a Hugging Face directory
+step-00000100/   checkpoints (toolkit/checkpoint/), each a Hugging Face directory
+latest           the newest of them
 model/           the trained model, likewise
 """
 
 import json
-import os
+import math
 import re
 import shutil
 from collections.abc import Mapping
@@ -41,12 +42,19 @@ class RunDirectory:
         self._automatic_name = automatic_name
 
     @classmethod
-    def choose(cls, recipe: Recipe, *, name: str, is_writer: bool, overwrite: bool = False) -> "RunDirectory":
+    def choose(
+        cls, recipe: Recipe, *, name: str, is_writer: bool, overwrite: bool = False, goes_on_in: Path | None = None
+    ) -> "RunDirectory":
         """The recipe's run_dir, or the first unused runs/NAME, runs/NAME-2, … where it gives none.
 
-        Every rank chooses alike, before any of them opens. Raises RunDirectoryError when run_dir holds a run already
-        and `overwrite` is not set, or holds a model that is not of a run.
+        A run that goes on stays in `goes_on_in` unless the recipe names another run_dir. Every rank chooses alike,
+        before any of them opens. Raises RunDirectoryError when run_dir holds another run and `overwrite` is not set, or
+        holds a model that is not of a run.
         """
+        if goes_on_in is not None and (
+            recipe.run_dir is None or Path(recipe.run_dir).expanduser().resolve() == goes_on_in.resolve()
+        ):
+            return cls(goes_on_in, is_writer=is_writer)
         if recipe.run_dir is None:
             return cls(unused_run_directory(name), is_writer=is_writer, automatic_name=name)
         path = Path(recipe.run_dir).expanduser()
@@ -70,22 +78,36 @@ class RunDirectory:
             )
         return cls(path, is_writer=is_writer)
 
-    def open(self, recipe: Recipe, ds_config: Mapping[str, Any] | None, device: torch.device) -> None:
+    def open(
+        self, recipe: Recipe, ds_config: Mapping[str, Any] | None, device: torch.device, *, goes_on_after: int = 0
+    ) -> None:
         """Create the directory with the resolved recipe, the DeepSpeed config, and what the run runs on.
 
-        Raises RunDirectoryError where that is not allowed.
+        Of an earlier run in it, what came after step `goes_on_after` is removed, and all of it where that is 0.
+        A collective call. Raises RunDirectoryError where it cannot be written.
         """
-        if not self.is_writer:
-            return
+        if self.is_writer:
+            self._open(recipe, ds_config, device, goes_on_after)
+        if dist.is_initialized():
+            # The writer may have had to take another name, and every rank writes its share of a checkpoint.
+            chosen: list[Any] = [self.path]
+            dist.broadcast_object_list(chosen, src=0, device=device)
+            self.path = chosen[0]
+
+    def _open(
+        self, recipe: Recipe, ds_config: Mapping[str, Any] | None, device: torch.device, goes_on_after: int
+    ) -> None:
         try:
             self._create()
-            self._remove_old_run()
+            kept = self._steps_until(goes_on_after)
+            if not goes_on_after:
+                self._remove_old_run()
             (self.path / "recipe.yaml").write_text(dump(recipe), encoding="utf-8")
             environment = describe_environment(device)
             (self.path / "environment.json").write_text(json.dumps(environment, indent=2) + "\n", encoding="utf-8")
             if ds_config is not None:
                 (self.path / "ds_config.json").write_text(json.dumps(ds_config, indent=2) + "\n", encoding="utf-8")
-            self.metrics = MetricsFile(self.path / "metrics.jsonl")
+            self.metrics = MetricsFile(self.path / "metrics.jsonl", kept)
         except OSError as error:
             raise RunDirectoryError(
                 f"run_dir={self.path}: cannot be written ({error.strerror or error}). "
@@ -111,6 +133,21 @@ class RunDirectory:
         for folder in (self.path / "model", *self._snapshots()):
             if folder.exists():
                 shutil.rmtree(folder)
+
+    def _steps_until(self, step: int) -> list[str]:
+        """The lines of metrics.jsonl up to a step; a line that a crash has torn ends them."""
+        file = self.path / "metrics.jsonl"
+        if not step or not file.exists():
+            return []
+        kept = []
+        for line in file.read_text(encoding="utf-8").splitlines():
+            try:
+                number = json.loads(line)["step"]
+            except (json.JSONDecodeError, KeyError, TypeError):
+                break
+            if number <= step:
+                kept.append(line)
+        return kept
 
     def _snapshots(self) -> list[Path]:
         return sorted(path for path in self.path.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name))
@@ -143,22 +180,14 @@ class RunDirectory:
             dist.barrier()
         return self.path / name
 
-    def keep_newest_snapshots(self, count: int) -> None:
-        """Delete all but the newest `count` snapshots."""
-        if not self.is_writer:
-            return
-        for old in self._snapshots()[:-count]:
-            # Renamed first, so that a deletion which is cut short leaves nothing that looks like a snapshot.
-            doomed = old.with_name(f".{old.name}.{os.getpid()}.old")
-            old.rename(doomed)
-            shutil.rmtree(doomed)
+    def curve(self) -> tuple[list[float], list[tuple[int, float]]]:
+        """Losses of all steps, and (step, loss) of the validations, from what has been written. The writer only."""
+        lines = (self.path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        steps = [json.loads(line) for line in lines]
+        losses = [math.nan if step["loss"] is None else float(step["loss"]) for step in steps]
+        return losses, [(step["step"], step["eval_loss"]) for step in steps if step.get("eval_loss") is not None]
 
     def close(self) -> None:
         """Close open files."""
         if self.metrics is not None:
             self.metrics.close()
-
-
-def snapshot_name(step: int) -> str:
-    """`step-00000120`, so that names sort as steps do."""
-    return f"step-{step:08d}"

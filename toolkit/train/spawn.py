@@ -11,21 +11,24 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from toolkit.errors import RunError
+from toolkit.errors import PreemptedError, RunError
 
 _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 10
+_SAVING_SECONDS = 120
 
 
 def run_local_ranks(script: Path, arguments: Sequence[str], nproc: int) -> int:
     """Run `python script arguments…` as `nproc` ranks; the exit code of the first rank that failed, or 0.
 
     When a rank fails, the others get SIGTERM and, after a grace of ten seconds, SIGKILL: without their peer they would
-    wait in a collective until its timeout.
+    wait in a collective until its timeout. SIGTERM and SIGUSR1 go on to the ranks, which save a checkpoint and end with
+    75; they have two minutes.
     """
     port = free_port()
     # Whoever ends us (a scheduler, `timeout`, a container) means the ranks as well.
-    signal.signal(signal.SIGTERM, _stop)
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, _stop)
     ranks: list[subprocess.Popen[bytes]] = []
     try:
         ranks += [_start(script, arguments, rank, nproc, port) for rank in range(nproc)]
@@ -46,18 +49,34 @@ def run_local_ranks(script: Path, arguments: Sequence[str], nproc: int) -> int:
             time.sleep(_POLL_SECONDS)
     except KeyboardInterrupt:
         return 130
-    except _StoppedError:
-        return 128 + signal.SIGTERM
+    except _StoppedError as stopped:
+        return _stopped_by(stopped.number, ranks)
     finally:
         _end(ranks)
 
 
 class _StoppedError(Exception):
-    pass
+    def __init__(self, number: int) -> None:
+        self.number = number
 
 
 def _stop(number: int, frame: FrameType | None) -> NoReturn:
-    raise _StoppedError
+    # Whoever insists ends at once.
+    for again in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(again, signal.SIG_DFL)
+    raise _StoppedError(number)
+
+
+def _stopped_by(number: int, ranks: Sequence[subprocess.Popen[bytes]]) -> int:
+    """Pass a signal on and wait for the checkpoint; the exit code that the ranks agree on, or the signal's."""
+    for rank in ranks:
+        if rank.poll() is None:
+            rank.send_signal(number)
+    deadline = time.monotonic() + _SAVING_SECONDS
+    while time.monotonic() < deadline and any(rank.poll() is None for rank in ranks):
+        time.sleep(_POLL_SECONDS)
+    codes = {rank.poll() for rank in ranks}
+    return PreemptedError.exit_code if PreemptedError.exit_code in codes else 128 + number
 
 
 def find_recipes() -> Path:
@@ -82,8 +101,9 @@ def _start(script: Path, arguments: Sequence[str], rank: int, nproc: int, port: 
 
 def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
     running = [rank for rank in ranks if rank.poll() is None]
-    for rank in running:
-        rank.send_signal(signal.SIGTERM)
+    for _ in range(2):  # a rank that trains takes the first for a request to save, and the second seriously
+        for rank in running:
+            rank.send_signal(signal.SIGTERM)
     deadline = time.monotonic() + _GRACE_SECONDS
     for rank in running:
         try:

@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from toolkit.errors import NonFiniteError
-from toolkit.parallel.gather import whole_parameters
+from toolkit.parallel.gather import Names, whole_parameters
 from toolkit.parallel.shard import Whole, shard_of
 from toolkit.train.cut import ModelCut
 from toolkit.train.dropout import DropoutStream
@@ -135,9 +135,23 @@ class Engine(ABC):
     def evaluate(self, micro_batches: Iterable[MicroBatch]) -> float:
         """Mean token loss (nats) of all ranks' micro-batches. Every rank must pass the same number of them."""
 
-    def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The buffers that a state dict holds."""
+    def parameter_names(self) -> Names:
+        """Name and shape of every parameter of the whole model, in its order, tied ones once."""
+        if self.cut is not None:
+            return self.cut.names
+        return [(name, getattr(p, "ds_shape", p.shape)) for name, p in self.model.named_parameters()]
+
+    def buffer_specs(self) -> Sequence[tuple[str, torch.Tensor]]:
+        """Name, and a tensor of the shape and dtype, of each buffer that `buffers` gives."""
+        return list(persistent_buffers(self.model)) if self.cut is None else self.cut.buffers
+
+    def local_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Those that this rank has, to be written in place."""
         yield from persistent_buffers(self.model)
+
+    def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The buffers that a state dict of the whole model holds. A collective call."""
+        yield from self.local_buffers()
 
 
 class WholeModelEngine(Engine):

@@ -113,8 +113,8 @@ class PipelineEngine(Engine):
         yield from whole_parameters(self.cut.names, self.model.parameters(), self.cut.groups)
 
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See Engine.buffers. A collective call: each stage has those of its own layers."""
-        yield from whole_buffers(self.cut.buffers, dict(super().buffers()), self.cut.groups)
+        """See Engine.buffers. Each stage has those of its own layers."""
+        yield from whole_buffers(self.cut.buffers, dict(self.local_buffers()), self.cut.groups)
 
     def full_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See Engine.full_gradients."""

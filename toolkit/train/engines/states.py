@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from deepspeed.utils.mixed_precision_linkage import lazy_init_hp_params_optimizer_state
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -108,6 +107,9 @@ class ZeroStates(OptimizerStates):
         """
         if self._is_linked:
             return
+        # Here, because other engines than DeepSpeed's need no DeepSpeed.
+        from deepspeed.utils import lazy_init_hp_params_optimizer_state
+
         super().create()
         wrapper = self._wrapper
         parameters = getattr(wrapper, "bit16_groups", None) or wrapper.bf16_groups

@@ -1,7 +1,7 @@
 """Pretrained weights: safetensors under Hugging Face names, of which a rank reads only the slices that it keeps."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
+from toolkit.checkpoint.stored_tensor import StoredTensor
 from toolkit.errors import ModelError
 from toolkit.parallel.shard import Whole, runs, set_source, source_of
 from toolkit.train.host_memory import release_freed_memory
@@ -59,38 +60,6 @@ def read_weights(
             fill(module)
             done(module)
         done(model)
-
-
-class StoredTensor:
-    """A tensor in a safetensors file, read slice by slice."""
-
-    def __init__(self, path: Path, name: str, shape: torch.Size, dtype: torch.dtype) -> None:
-        self.path, self.name, self.shape, self.dtype = path, name, shape, dtype
-
-    def narrow(self, dim: int, start: int, length: int) -> torch.Tensor:
-        """Only these rows or columns are read."""
-        ranges = [slice(None)] * len(self.shape)
-        ranges[dim] = slice(start, start + length)
-        return self._read(tuple(ranges)).to(self.dtype)
-
-    def clone(self, *, memory_format: torch.memory_format = torch.contiguous_format) -> torch.Tensor:
-        """All of it."""
-        # A copy, for what safetensors returns lies in the file: it would change, or vanish, with it.
-        if not self.shape:
-            return self._read(()).to(self.dtype, copy=True)
-        out = torch.empty(self.shape, dtype=self.dtype)
-        for first, count in runs(0, self.shape[0]):
-            out.narrow(0, first, count).copy_(self.narrow(0, first, count))
-        return out
-
-    def new_zeros(self, shape: Sequence[int]) -> torch.Tensor:
-        """Zeros of the same dtype."""
-        return torch.zeros(*shape, dtype=self.dtype)
-
-    def _read(self, ranges: tuple[slice, ...]) -> torch.Tensor:
-        with safe_open(self.path, framework="pt") as file:
-            values: torch.Tensor = file.get_slice(self.name)[ranges] if ranges else file.get_tensor(self.name)
-        return values
 
 
 class _Files:

@@ -1,0 +1,119 @@
+"""Checkpointer: what a training run puts into a checkpoint, and how it goes on from one in any layout."""
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from toolkit.batch import Batch
+from toolkit.checkpoint.header import TensorSpec
+from toolkit.checkpoint.names import MODEL
+from toolkit.checkpoint.reader import CheckpointReader
+from toolkit.checkpoint.retention import Keep
+from toolkit.checkpoint.save import Saved, TensorGroup, save
+from toolkit.errors import CheckpointError
+from toolkit.layout import Layout
+from toolkit.recipe import Recipe
+from toolkit.train.data.tokens import TokenCorpus
+from toolkit.train.engines.base import Engine
+from toolkit.train.engines.states import MASTER
+from toolkit.train.environment import describe_environment
+from toolkit.train.trainer_state import TrainerState
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpointer:
+    """Saves a run, and restores its engine. Every method is a collective call."""
+
+    recipe: Recipe
+    layout: Layout
+    batch: Batch
+    engine: Engine
+    tokenizer: PreTrainedTokenizerBase
+    corpus: TokenCorpus
+
+    def save(self, run_dir: Path, step: int, *, tokens: int, learning_rate: float) -> Saved:
+        """Write `run_dir/step-…` after `step` steps, in which `tokens` targets were trained on.
+
+        Raises CheckpointError on every rank alike; older checkpoints stay as they are.
+        """
+        section = self.recipe.checkpoint
+        return save(
+            run_dir,
+            step,
+            groups=[self._model(), *(self._states(kind) for kind in self.engine.states.kinds)],
+            trainer_state=self._state(step, tokens, learning_rate).to_dict(),
+            beside=self._beside,
+            keep=Keep(newest=section.keep, every=section.keep_every or None),
+        )
+
+    def restore(self, saved: CheckpointReader, state: TrainerState) -> None:
+        """Give the engine the weights, the optimizer's states and its counts. Every rank reads what it holds."""
+        engine = self.engine
+        missing = sorted(set(engine.states.kinds) - set(state.states))
+        if missing:
+            raise CheckpointError(
+                f"{saved.path}: it has no {', '.join(missing)}, which optimizer.name={self.recipe.optimizer.name} "
+                "needs. Take the optimizer that it was trained with, or begin anew with its weights."
+            )
+        engine.load_states(MASTER, lambda name: saved.tensor(MODEL, name))
+        for kind in engine.states.kinds:
+            engine.load_states(kind, lambda name, kind=kind: saved.tensor(kind, name))  # type: ignore[misc]
+        for name, buffer in engine.local_buffers():
+            if saved.has(MODEL, name):
+                buffer.copy_(saved.tensor(MODEL, name).clone())
+        engine.states.updates = state.updates
+        engine.load_loss_scale(state.loss_scale)
+
+    def _model(self) -> TensorGroup:
+        buffers = self.engine.buffer_specs()
+        specs = [*self._specs(), *(TensorSpec.of(name, like) for name, like in buffers)]
+
+        def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+            yield from self.engine.full_states(MASTER)
+            yield from self.engine.buffers()
+
+        return TensorGroup(kind=MODEL, specs=specs, tensors=tensors())
+
+    def _states(self, kind: str) -> TensorGroup:
+        return TensorGroup(kind=kind, specs=self._specs(), tensors=self.engine.full_states(kind))
+
+    def _specs(self) -> Sequence[TensorSpec]:
+        return [
+            TensorSpec(name=name, shape=tuple(shape), dtype=torch.float32)
+            for name, shape in self.engine.parameter_names()
+        ]
+
+    def _beside(self, folder: Path) -> None:
+        model = self.engine.model
+        config = copy.deepcopy(model.config)
+        config.dtype = torch.float32  # of the weights that are saved
+        config.architectures = [type(model).__name__.removeprefix("FSDP")]
+        config.save_pretrained(folder)
+        if model.generation_config is not None:
+            model.generation_config.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+
+    def _state(self, step: int, tokens: int, learning_rate: float) -> TrainerState:
+        recipe = self.recipe
+        return TrainerState(
+            step=step,
+            samples=step * self.batch.global_size,
+            tokens=tokens,
+            updates=self.engine.states.updates,
+            learning_rate=learning_rate,
+            loss_scale=self.engine.loss_scale(),
+            layout=recipe.strategy(self.layout),
+            micro_size=self.batch.micro_size,
+            accumulation=self.batch.accumulation,
+            precision=recipe.precision,
+            engine=recipe.train.engine,
+            seed=recipe.train.seed,
+            states=list(self.engine.states.kinds),
+            contents=self.corpus.contents,
+            versions=describe_environment(self.engine.device),
+            recipe=recipe.model_dump(mode="json"),
+        )
