@@ -1,6 +1,6 @@
 """Two pipeline stages on two ranks: training tokens/s with our bounds against DeepSpeed's `uniform` and `parameters`.
 
-    python benchmarks/pipeline_speed.py                 # five rounds: about ten minutes
+    python benchmarks/pipeline_speed.py                 # five rounds: about nine minutes
     python benchmarks/pipeline_speed.py --quick         # does it run? The figures mean nothing.
     python benchmarks/pipeline_speed.py --save          # also writes benchmarks/results/pipeline_speed.md
 

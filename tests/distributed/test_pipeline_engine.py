@@ -1,5 +1,6 @@
 """What a pipeline must do besides training right: stop before a NaN reaches weights, and read data at its ends only."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ from toolkit.errors import NonFiniteError
 from toolkit.recipe import Recipe
 from toolkit.train.data.samples import Samples
 from toolkit.train.engines.base import Engine
+from toolkit.train.engines.factory import create_engine
 from toolkit.train.trial import run_trial
 
 Make = Callable[..., Recipe]
@@ -18,14 +20,39 @@ Ranks = Callable[..., list[Any]]
 
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("parallel", [{"pp": 2}, {"tp": 2}, {"tp": 2, "pp": 2}], ids=["pp2", "tp2", "tp2-pp2"])
-def test_a_loss_that_is_not_finite_ends_the_run(
+def test_a_loss_that_is_not_finite_ends_the_run_and_changes_no_weight(
     make_recipe: Make, ranks: Ranks, parallel: dict[str, int], stage: int
 ) -> None:
     recipe = make_recipe(
         optimizer={"name": "sgd", "lr": 1e30}, parallel=parallel | {"zero_stage": stage}, train__grad_clip=0.0
     )
-    with pytest.raises(NonFiniteError, match=r"the loss is|the gradient norm is"):
-        ranks(run_trial, 2 * len(parallel), recipe)
+    for message, is_unchanged in ranks(_until_it_fails, 2 * len(parallel), recipe):
+        assert re.search(r"the loss is|the gradient norm is", message)
+        assert is_unchanged
+
+
+def _until_it_fails(recipe: Recipe) -> tuple[str, bool]:
+    """What the failing step says, and whether this rank's weights are those of the step before."""
+    held: dict[str, Any] = {}
+
+    def weights() -> dict[str, torch.Tensor]:
+        return {name: value.detach().clone() for name, value in held["engine"].model.named_parameters()}
+
+    def watched(*arguments: Any, **options: Any) -> Engine:
+        engine = held["engine"] = create_engine(*arguments, **options)
+        step = engine.train_step
+
+        def remembered(*batches: Any, **numbers: Any) -> Any:
+            held["before"] = weights()
+            return step(*batches, **numbers)
+
+        engine.train_step = remembered  # type: ignore[method-assign]
+        return engine
+
+    with pytest.raises(NonFiniteError) as error:
+        run_trial(recipe, engine_factory=watched)
+    after = weights()
+    return str(error.value), all(torch.equal(after[name], value) for name, value in held["before"].items())
 
 
 def _reads(recipe: Recipe) -> int:

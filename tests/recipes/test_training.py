@@ -1,17 +1,15 @@
 """recipes/train.py from the first check to the last file, on forked ranks."""
 
-import contextlib
-import io
 import json
 import os
-import runpy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from train_script import SCRIPT, train_here
 
 from toolkit import recipe_file
 from toolkit.errors import ToolkitError
@@ -19,29 +17,7 @@ from toolkit.recipe import Recipe
 from toolkit.shape import find_config
 from toolkit.train.engines.deepspeed_engine import DeepSpeedEngine
 
-SCRIPT = Path(__file__).parents[2] / "recipes" / "train.py"
 Train = Callable[..., str]
-
-
-def train_here(folder: str, argv: Sequence[str]) -> str:
-    os.chdir(folder)
-    output = io.StringIO()
-    with contextlib.redirect_stdout(output):
-        runpy.run_path(str(SCRIPT))["main"](list(argv))
-    return output.getvalue()
-
-
-@pytest.fixture
-def train(make_recipe: Callable[..., Recipe], ranks: Callable[..., list[Any]], tmp_path: Path) -> Train:
-    """Train a varied small recipe in tmp_path; what rank 0 printed."""
-
-    def run(*argv: str, world_size: int = 1, **changes: Any) -> str:
-        recipe = make_recipe(**({"train__steps": 4} | changes))
-        (tmp_path / "small.yaml").write_text(recipe_file.dump(recipe))
-        arguments = ["--config", "small.yaml", *argv]
-        return ranks(train_here, world_size, str(tmp_path), arguments, joined=False)[0]
-
-    return run
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
@@ -51,14 +27,14 @@ def metrics(run: Path) -> list[dict[str, Any]]:
 def test_a_run_leaves_all_its_files(train: Train, tmp_path: Path) -> None:
     train("run_dir=here", world_size=2)
     found = {path.name for path in (tmp_path / "here").iterdir()}
-    assert found == {"recipe.yaml", "ds_config.json", "metrics.jsonl", "loss.png", "model"}
+    assert found == {"recipe.yaml", "ds_config.json", "environment.json", "metrics.jsonl", "loss.png", "model"}
 
 
 def test_metrics_have_one_object_a_step(train: Train, tmp_path: Path) -> None:
     train("run_dir=here")
     steps = metrics(tmp_path / "here")
     assert [step["step"] for step in steps] == [1, 2, 3, 4]
-    assert steps[0].keys() == {"step", "loss", "lr", "grad_norm", "tokens", "seconds", "memory_bytes"}
+    assert steps[0].keys() == {"step", "loss", "lr", "grad_norm", "tokens", "seconds", "memory_bytes", "batch"}
 
 
 def test_the_resolved_recipe_runs_again_to_the_same_curve(train: Train, tmp_path: Path) -> None:

@@ -39,6 +39,10 @@ def run(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, list[s
     [
         ([], "gpt2, z1, fp32, 8 samples = 2 micro x accumulation x dp, 1.02k tokens per step"),
         (
+            ["parallel.tp=2", "parallel.pp=3"],
+            "gpt2, tp2-pp3-z1, fp32, 8 samples = 2 micro x accumulation x dp, 1.02k tokens per step",
+        ),
+        (
             ["--world-size", "4", "parallel.zero_stage=3", "precision=bf16"],
             "gpt2, dp4-tp1-pp1-z3, bf16, 8 samples = 2 micro x 1 accumulation x 4 dp, 1.02k tokens per step",
         ),

@@ -67,7 +67,7 @@ def summary(recipe: Recipe, world_size: int | None) -> str:
     tokens = f"{format_count(recipe.batch.global_size * recipe.data.seq_len)} tokens per step"
     micro = recipe.batch.micro_size
     if ranks is None:
-        where = f"z{recipe.parallel.zero_stage}" if engine == "deepspeed" else engine
+        where = _axes(recipe) if engine == "deepspeed" else engine
         split = f"{recipe.batch.global_size} samples = {micro} micro x accumulation x dp"
     else:
         layout = recipe.layout(ranks)
@@ -75,3 +75,11 @@ def summary(recipe: Recipe, world_size: int | None) -> str:
         where = str(layout) if engine == "deepspeed" else f"{engine} dp{layout.dp}"
         split = f"{batch.global_size} samples = {micro} micro x {batch.accumulation} accumulation x {layout.dp} dp"
     return f"{recipe.model.name_or_path}, {where}, {recipe.precision}, {split}, {tokens}"
+
+
+def _axes(recipe: Recipe) -> str:
+    """The layout as far as it is known without the number of ranks: `tp3-z1`."""
+    section = recipe.parallel
+    sizes = {"tp": section.tp, "pp": section.pp, "u": section.ulysses}
+    axes = [f"{name}{size}" for name, size in sizes.items() if size > 1]
+    return "-".join([*axes, f"z{section.zero_stage}"])

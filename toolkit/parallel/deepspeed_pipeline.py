@@ -15,7 +15,7 @@ from torch import nn
 
 from toolkit.layout import Layout
 from toolkit.parallel.groups import ParallelGroups
-from toolkit.parallel.shard import shard_of
+from toolkit.parallel.shard import is_counted, shard_of
 from toolkit.parallel.stage import PipelineStage
 
 
@@ -67,10 +67,8 @@ class StagePipeline(PipelineModule):  # type: ignore[misc]
 
     def _mark(self, parameter: Any) -> None:
         """How DeepSpeed counts a parameter in norms. Without these marks ZeRO-0 counts the first stage only."""
-        shard, place = shard_of(parameter), self._groups.coordinate
-        copied = shard.name in self._shared and place.pipe != 0
-        counted = (shard.owner if shard.is_split else place.model == 0) and not copied
-        parameter.ds_pipe_replicated = copied
+        parameter.ds_pipe_replicated = shard_of(parameter).name in self._shared and self._groups.coordinate.pipe != 0
+        counted = is_counted(parameter, on_first_tensor_rank=self._groups.is_first_of_tensor)
         parameter.model_parallel = parameter.tensor_model_parallel = counted
 
 

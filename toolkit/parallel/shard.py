@@ -138,6 +138,17 @@ def shard_of(parameter: nn.Parameter) -> Shard:
     return shard
 
 
+def is_counted(parameter: nn.Parameter, *, on_first_tensor_rank: bool) -> bool:
+    """Whether this rank counts the parameter in a sum over the model's parameters: of each value exactly one rank does.
+
+    A split one counts on its owners, any other on the first tensor-parallel rank, and a tied copy not at all.
+    """
+    if getattr(parameter, "ds_pipe_replicated", False):
+        return False
+    shard = shard_of(parameter)
+    return shard.owner if shard.is_split else on_first_tensor_rank
+
+
 def is_marked(parameter: nn.Parameter) -> bool:
     """Whether the parameter has its shard already."""
     return hasattr(parameter, "shard")

@@ -11,7 +11,7 @@ from toolkit.families.anatomy import Anatomy, examine
 from toolkit.layout import Layout
 from toolkit.parallel.balance import CPU_FLOPS_PER_BYTE, balance, count_costs
 from toolkit.parallel.groups import ParallelGroups
-from toolkit.parallel.shard import shard_of
+from toolkit.parallel.shard import is_counted
 from toolkit.parallel.stage import PipelineStage
 from toolkit.parallel.tensor import TensorCut, mark_whole
 from toolkit.parallel.vocabulary import VocabularyShard, vocab_parallel_token_loss_sum
@@ -110,10 +110,7 @@ class ModelCut:
 
     def counts(self, parameter: nn.Parameter) -> bool:
         """Whether this rank counts `parameter` in a sum over the model's parameters: exactly one rank does."""
-        if getattr(parameter, "ds_pipe_replicated", False):
-            return False
-        shard = shard_of(parameter)
-        return shard.owner if shard.is_split else self.groups.coordinate.model == 0
+        return is_counted(parameter, on_first_tensor_rank=self.groups.is_first_of_tensor)
 
     def _bounds(self, twin: PreTrainedModel) -> tuple[int, ...]:
         if self.layout.pp == 1:

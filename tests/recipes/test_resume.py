@@ -1,0 +1,231 @@
+"""Going on: a run that was cut in two is the run that was not; in the same layout to the bit, in any other to 1e-6.
+
+That reshaping by itself changes no bit is in tests/distributed/test_states.py.
+"""
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from toolkit.errors import ToolkitError
+from toolkit.train.engines.deepspeed_engine import DeepSpeedEngine
+from toolkit.train.feed import Feed
+
+Train = Callable[..., str]
+STEPS, CUT = 8, 5
+DROPOUT = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
+# Cut in the middle of the warm-up; an epoch is shorter than the run.
+SETTINGS = ("checkpoint.every=1", "checkpoint.keep=20", "schedule.warmup_steps=6", f"train.steps={STEPS}")
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def timeless(run: Path) -> list[dict[str, Any]]:
+    """What of the metrics must repeat."""
+    return [{k: v for k, v in step.items() if k not in ("seconds", "memory_bytes")} for step in metrics(run)]
+
+
+def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
+    files = sorted(checkpoint.rglob("*.safetensors"))
+    return {
+        f"{file.stem.partition('-0')[0]} {name}": value for file in files for name, value in load_file(file).items()
+    }
+
+
+def assert_same_bits(one: Path, other: Path) -> None:
+    first, second = tensors(one), tensors(other)
+    assert first.keys() == second.keys()
+    assert [name for name in first if not torch.equal(first[name], second[name])] == []
+
+
+def cut(run: Path, step: int) -> None:
+    """Make a run look as if it had been killed right after the checkpoint of `step`, in the middle of a line."""
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(lines[: step + 1]) + '{"step": 99, "los')
+    for checkpoint in run.glob("step-*"):
+        if int(checkpoint.name.removeprefix("step-")) > step:
+            checkpoint.rename(run.with_name(f"later-{checkpoint.name}"))
+    (run / "latest").write_text(f"step-{step:08d}\n")
+
+
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.whole)])
+@pytest.mark.parametrize(
+    ("layout", "world_size"),
+    [
+        ({"zero_stage": 0}, 2),
+        ({"zero_stage": 1}, 2),
+        ({"zero_stage": 2}, 2),
+        ({"zero_stage": 3}, 2),
+        ({"zero_stage": 1, "tp": 2, "pp": 2}, 4),
+    ],
+    ids=lambda value: "-".join(f"{k}{v}" for k, v in value.items()) if isinstance(value, dict) else str(value),
+)
+def test_the_same_layout_goes_on_bit_for_bit(
+    train: Train, tmp_path: Path, layout: dict[str, int], world_size: int, precision: str
+) -> None:
+    """With dropout on, in the middle of the warm-up and of an epoch."""
+    changes = {"parallel": layout, "precision": precision, "world_size": world_size}
+    changes |= {f"overrides__{name}": value for name, value in DROPOUT.items()}
+    train("run_dir=run", *SETTINGS, **changes)
+    whole = timeless(tmp_path / "run")
+    cut(tmp_path / "run", CUT)
+    output = train("run_dir=run", *SETTINGS, "--resume", "auto", **changes)
+    assert f"step {CUT}, same layout" in output
+    assert timeless(tmp_path / "run") == whole
+    last = f"step-{STEPS:08d}"
+    assert_same_bits(tmp_path / "run" / last, tmp_path / f"later-{last}")
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (({"zero_stage": 3}, 2), ({"zero_stage": 1, "tp": 2, "pp": 2}, 4)),
+        (({"zero_stage": 1, "tp": 2, "pp": 2}, 4), ({"zero_stage": 3}, 4)),
+        (({"zero_stage": 2}, 4), ({"zero_stage": 1, "tp": 2, "sequence_parallel": True}, 2)),
+        (({"zero_stage": 1, "pp": 2}, 2), ({"zero_stage": 0}, 1)),
+        (({"zero_stage": 1}, 1), ({"zero_stage": 3, "offload_optimizer": "cpu", "offload_params": "cpu"}, 2)),
+    ],
+    ids=["z3 to tp2-pp2-z1", "tp2-pp2-z1 to z3", "z2 to tp2-sp", "pp2 to z0", "z1 to z3-offload"],
+)
+def test_another_layout_goes_on_with_the_same_curve(
+    train: Train, tmp_path: Path, before: tuple[dict[str, Any], int], after: tuple[dict[str, Any], int]
+) -> None:
+    train("run_dir=run", *SETTINGS, parallel=before[0], world_size=before[1])
+    whole = timeless(tmp_path / "run")
+    start = f"run/step-{CUT:08d}"
+    output = train("run_dir=on", *SETTINGS, "--resume", start, parallel=after[0], world_size=after[1])
+    assert "→" in output
+    assert "global batch 16 kept" in output
+    went_on = timeless(tmp_path / "on")
+    assert [step["step"] for step in went_on] == list(range(CUT + 1, STEPS + 1))
+    for own, other in zip(went_on, whole[CUT:], strict=True):
+        assert own["batch"] == other["batch"]
+        assert own["lr"] == other["lr"]
+        assert own["loss"] == pytest.approx(other["loss"], rel=1e-6)
+        assert own["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-5)
+
+
+def test_every_checkpoint_is_a_hugging_face_model(train: Train, tmp_path: Path) -> None:
+    train("run_dir=run", *SETTINGS, "precision=bf16", parallel={"zero_stage": 2}, world_size=2)
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, report = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "run" / f"step-{STEPS:08d}", output_loading_info=True
+    )
+    assert model.dtype == torch.float32  # the master weights, exactly
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    assert AutoTokenizer.from_pretrained(tmp_path / "run" / f"step-{STEPS:08d}").eos_token_id is not None
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
+    for name, parameter in trained.named_parameters():
+        assert torch.equal(parameter, model.get_parameter(name).to(parameter.dtype)), name
+
+
+def test_auto_begins_anew_where_there_is_nothing(train: Train, tmp_path: Path) -> None:
+    train("run_dir=run", "--resume", "auto")
+    assert [step["step"] for step in metrics(tmp_path / "run")] == [1, 2, 3, 4]
+
+
+def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(train: Train, tmp_path: Path) -> None:
+    train("run_dir=run", *SETTINGS)
+    cut(tmp_path / "run", CUT)
+    weights = tmp_path / "run" / f"step-{CUT:08d}" / "model.safetensors"
+    damaged = bytearray(weights.read_bytes())
+    damaged[-7] ^= 1
+    weights.write_bytes(damaged)
+    with pytest.raises(ToolkitError, match=r"step-00000005 is damaged: model\.safetensors"):
+        train("run_dir=run", *SETTINGS, "--resume", "auto", "--strict")
+    output = train("run_dir=run", *SETTINGS, "--resume", "auto")
+    assert "step-00000005 is damaged: model.safetensors" in output
+    assert "step 4" in output
+    assert [step["step"] for step in metrics(tmp_path / "run")] == list(range(1, STEPS + 1))
+
+
+def test_training_can_be_made_longer(train: Train, tmp_path: Path) -> None:
+    train("run_dir=run", "checkpoint.every=2", "schedule.name=constant", "schedule.warmup_steps=0", train__steps=4)
+    train("run_dir=run", "schedule.name=constant", "schedule.warmup_steps=0", "--resume", "run", train__steps=6)
+    assert [step["step"] for step in metrics(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_a_signal_becomes_a_checkpoint_that_goes_on(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, zero_stage: int
+) -> None:
+    """One rank of two gets it, in the middle of step 3."""
+    changes = {"parallel": {"zero_stage": zero_stage}, "world_size": 2}
+    settings = (f"train.steps={STEPS}", "schedule.warmup_steps=0")
+    train("run_dir=whole", *settings, **changes)
+    with monkeypatch.context() as patch:
+        patch.setattr(Feed, "micro_batches", _signalled(Feed.micro_batches))
+        with pytest.raises(ToolkitError, match=r"after step 3 of 8; saved .*step-00000003") as error:
+            train("run_dir=run", *settings, **changes)
+    assert error.value.exit_code == 75
+    train("run_dir=run", *settings, "--resume", "auto", **changes)
+    assert timeless(tmp_path / "run") == timeless(tmp_path / "whole")
+
+
+def _signalled(micro_batches: Callable[..., Any]) -> Callable[..., Any]:
+    def watched(feed: Feed, step: int, ahead: Any) -> Any:
+        if step == 2 and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGUSR1)
+        yield from micro_batches(feed, step, ahead)
+
+    return watched
+
+
+def test_a_skipped_update_is_remembered(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after an fp16 overflow: one update fewer than steps, and Adam's bias correction goes on from there."""
+    update = DeepSpeedEngine._update
+
+    def skipping(engine: DeepSpeedEngine, loss: float) -> Any:
+        if engine.engine.global_steps == 0 and not getattr(engine, "skipped", False):
+            engine.skipped = True  # type: ignore[attr-defined]
+            engine._discard_gradients()
+            return type("Result", (), {"loss": loss, "grad_norm": 1.0, "skipped": True})()
+        return update(engine, loss)
+
+    monkeypatch.setattr(DeepSpeedEngine, "_update", skipping)
+    train("run_dir=run", *SETTINGS, parallel={"zero_stage": 0})
+    state = json.loads((tmp_path / "run" / f"step-{CUT:08d}" / "trainer_state.json").read_text())
+    assert (state["step"], state["updates"]) == (CUT, CUT - 1)
+
+
+class TestBadInput:
+    """One line each, before anything is written."""
+
+    @pytest.mark.parametrize(
+        ("argv", "message"),
+        [
+            (["--resume", "nowhere"], "no such directory"),
+            (["--resume", "auto"], "without a run_dir"),
+            (
+                ["--resume", "run", "batch.global_size=32"],
+                "batch.global_size=32, and the checkpoint was trained with 16",
+            ),
+            (["--resume", "run", "train.seed=9"], "train.seed=9"),
+            (["--resume", "run", "data.seq_len=16"], "data.seq_len=16"),
+            (["--resume", "run", "optimizer.name=sgd", "optimizer.lr=0.1"], "optimizer.name='sgd'"),
+            (["--resume", "run", "model.overrides.n_layer=3"], "model.overrides"),
+            (["--resume", "run", "train.steps=4"], "nothing is left to train"),
+            (["--resume", "run/model"], "weights alone"),
+        ],
+    )
+    def test_is_refused_in_one_line(self, train: Train, tmp_path: Path, argv: list[str], message: str) -> None:
+        train("run_dir=run", "checkpoint.every=2")
+        before = sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "run").rglob("*") if path.is_file())
+        with pytest.raises(ToolkitError) as error:
+            train("train.steps=6", *argv)
+        assert message in str(error.value)
+        assert len(str(error.value).splitlines()) == 1
+        assert error.value.exit_code == 2
+        after = sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "run").rglob("*") if path.is_file())
+        assert after == before
