@@ -1,8 +1,11 @@
 """Forked ranks: results in order, and failures that name the rank."""
 
+import multiprocessing
 import os
+import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from toolkit.errors import DataError
-from toolkit.train.local_ranks import RankFailedError
+from toolkit.train.local_ranks import RankFailedError, run_jobs
 
 Ranks = Callable[..., list[Any]]
 
@@ -56,3 +59,98 @@ def test_a_rank_that_dies_is_named(ranks: Ranks) -> None:
 def test_a_rank_that_hangs_is_named(ranks: Ranks) -> None:
     with pytest.raises(RankFailedError, match=r"ranks \[1\] did not finish"):
         ranks(lambda: time.sleep(60) if os.environ["RANK"] == "1" else None, 2, timeout_seconds=3, joined=False)
+
+
+def test_a_rank_that_was_killed_is_named_with_its_signal(ranks: Ranks) -> None:
+    def die() -> None:
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+
+    with pytest.raises(RankFailedError, match=r"rank 1 died without a word \(SIGKILL, as the kernel does"):
+        ranks(die, 2)
+
+
+def test_a_rank_that_fails_is_named_and_not_its_peer_that_lost_it(ranks: Ranks) -> None:
+    def fail() -> None:
+        if dist.get_rank() == 1:
+            raise ZeroDivisionError("of mine")
+        dist.all_reduce(torch.ones(1))
+
+    with pytest.raises(RankFailedError, match=r"(?s)rank 1 failed.*of mine"):
+        ranks(fail, 2)
+
+
+@pytest.mark.usefixtures("ranks")
+class TestJobs:
+    def ended(
+        self, *jobs: tuple[Callable[[], Any], int], cores: int = 4, timeout_seconds: float = 60
+    ) -> dict[int, Any]:
+        """Outcomes by the place of their job, in the order in which jobs ended."""
+        found = run_jobs(jobs, cores=cores, timeout_seconds=timeout_seconds, joined=False)
+        return {index: outcome for index, outcome, _ in found}
+
+    def test_each_job_has_its_results(self) -> None:
+        found = self.ended((lambda: "a", 2), (lambda: "b", 1), (lambda: "c", 3))
+        assert found == {0: ["a"] * 2, 1: ["b"], 2: ["c"] * 3}
+
+    def test_jobs_run_beside_each_other(self, tmp_path: Path) -> None:
+        # Each waits for the other: one after the other would end neither.
+        found = self.ended((lambda: meet(tmp_path, "a", "b"), 1), (lambda: meet(tmp_path, "b", "a"), 1))
+        assert found == {0: ["met"], 1: ["met"]}
+
+    def test_jobs_come_as_they_end(self) -> None:
+        assert list(self.ended((lambda: time.sleep(2), 1), (lambda: None, 1))) == [1, 0]
+
+    def test_one_that_fails_leaves_the_others_alone(self) -> None:
+        def fail() -> None:
+            raise ZeroDivisionError("of mine")
+
+        found = self.ended((lambda: "a", 1), (fail, 2), (lambda: "c", 1))
+        assert isinstance(found[1], RankFailedError)
+        assert (found[0], found[2]) == (["a"], ["c"])
+
+    def test_a_toolkit_error_is_an_outcome(self) -> None:
+        def fail() -> None:
+            raise DataError("no text")
+
+        assert str(self.ended((fail, 1))[0]) == "no text"
+
+    def test_one_that_hangs_is_ended_while_others_finish(self) -> None:
+        found = self.ended((lambda: time.sleep(60), 1), (lambda: "b", 1), timeout_seconds=3)
+        assert "did not finish in 3 s" in str(found[0])
+        assert found[1] == ["b"]
+
+    def test_a_job_that_waited_has_its_whole_time(self) -> None:
+        found = self.ended((lambda: time.sleep(60), 1), (lambda: time.sleep(1), 1), cores=1, timeout_seconds=3)
+        assert found[1] == [None]
+
+    def test_a_large_job_waits_until_there_are_cores(self, tmp_path: Path) -> None:
+        def alone() -> bool:
+            return (tmp_path / "done").exists()
+
+        def small() -> None:
+            time.sleep(0.5)
+            (tmp_path / "done").touch()
+
+        assert self.ended((small, 1), (alone, 2), cores=2)[1] == [True, True]
+
+    def test_a_job_larger_than_the_machine_runs_by_itself(self) -> None:
+        assert self.ended((lambda: "a", 3), cores=1)[0] == ["a"] * 3
+
+    def test_ranks_are_gone_when_nobody_waits_any_more(self) -> None:
+        found = run_jobs([(os.getpid, 1), (lambda: time.sleep(60), 1)], cores=2, timeout_seconds=60, joined=False)
+        next(found)
+        (sleeper,) = multiprocessing.active_children()
+        found.close()
+        assert not sleeper.is_alive()
+
+
+def meet(folder: Path, own: str, other: str) -> str:
+    (folder / own).touch()
+    deadline = time.monotonic() + 30
+    while not (folder / other).exists():
+        if time.monotonic() > deadline:
+            return "nobody came"
+        time.sleep(0.01)
+    return "met"

@@ -1,14 +1,18 @@
 """`dstk compare`: does a parallel run train the same, and when it does not, why?"""
 
 import json
+import math
 import shlex
+import signal
 import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
+from click.core import ParameterSource
 
 from toolkit import recipe_file
 from toolkit.parity.strategy import Strategy
@@ -19,6 +23,9 @@ if TYPE_CHECKING:
 
 _LARGE = 2e13
 """FLOPs that a laptop's core does in about ten minutes."""
+_OF_RECIPES = ("baseline", "steps", "nproc", "reruns", "shrink", "dropout", "timeout")
+_OF_RUNS = ("rerun", "tolerance")
+"""Options that mean something for one of the two only."""
 
 
 @click.command
@@ -57,9 +64,18 @@ def command(arguments: tuple[str, ...], recipe: str | None, against: str | None,
     from toolkit.cli.comparison_table import print_comparison
 
     started = time.monotonic()
+    _check(arguments, recipe, against, options)
+    if options["report"]:
+        from toolkit.report.comparison import FILES
+        from toolkit.report.folder import check_replaceable
+
+        check_replaceable(Path(options["report"]), FILES)
     if recipe is None:
-        comparison = _runs(arguments, against, options)
+        comparison = _runs(arguments, options)
     else:
+        assert against is not None
+        # Whoever ends us (a scheduler, `timeout`, a container) means the ranks as well.
+        signal.signal(signal.SIGTERM, _stop)
         comparison = _strategies(arguments, recipe, against, options)
     if options["as_json"]:
         click.echo(json.dumps(comparison.to_dict(), indent=2))
@@ -74,13 +90,44 @@ def command(arguments: tuple[str, ...], recipe: str | None, against: str | None,
     return 0 if comparison.passed else 1
 
 
-def _runs(arguments: tuple[str, ...], against: str | None, options: dict[str, Any]) -> "Comparison":
-    from toolkit.parity.runs import compare_runs
-
+def _check(arguments: tuple[str, ...], recipe: str | None, against: str | None, options: dict[str, Any]) -> None:
+    """Raise UsageError for options that do not go together."""
+    context = click.get_current_context()
+    given = {name for name in options if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
+    if recipe is not None:
+        if against is None:
+            raise click.UsageError(
+                "--recipe without --against: name the strategies, for instance --against z1,z3,tp2,pp2."
+            )
+        for name in _OF_RUNS:
+            if name in given:
+                raise click.UsageError(f"--{name} is for finished runs: with --recipe the baseline is run again here.")
+        return
     if against is not None:
         raise click.UsageError("--against without --recipe: name the recipe that is to be trained.")
-    if len(arguments) < 2:
+    if not arguments:
         raise click.UsageError("nothing to compare: give --recipe and --against, or two runs.")
+    if any(argument.endswith((".yaml", ".yml")) for argument in arguments):
+        raise click.UsageError("a recipe is given where a run was expected: name it with --recipe FILE.")
+    if len(arguments) == 1:
+        raise click.UsageError(f"only one run is given, {arguments[0]}: name the one to hold it against as well.")
+    for name in _OF_RECIPES:
+        if name in given:
+            raise click.UsageError(f"--{name} is for training a recipe: finished runs are compared as they are.")
+    tolerance = options["tolerance"]
+    if tolerance is not None and options["rerun"]:
+        raise click.UsageError("--tolerance with --rerun: each gives a bound. Choose one of them.")
+    if tolerance is not None and not (0 <= tolerance < math.inf):
+        raise click.UsageError(f"--tolerance {tolerance:g}: a relative bound is 0 or more, for instance 1e-3.")
+
+
+def _stop(number: int, frame: FrameType | None) -> NoReturn:
+    sys.exit(128 + number)
+
+
+def _runs(arguments: tuple[str, ...], options: dict[str, Any]) -> "Comparison":
+    from toolkit.parity.runs import compare_runs
+
     return compare_runs(
         [Path(run) for run in arguments],
         reruns=[Path(run) for run in options["rerun"]],
@@ -89,12 +136,7 @@ def _runs(arguments: tuple[str, ...], against: str | None, options: dict[str, An
     )
 
 
-def _strategies(overrides: tuple[str, ...], path: str, against: str | None, options: dict[str, Any]) -> "Comparison":
-    if against is None:
-        raise click.UsageError("--recipe without --against: name the strategies, for instance --against z1,z3,tp2,pp2.")
-    for name in ("rerun", "tolerance"):
-        if options[name]:
-            raise click.UsageError(f"--{name} is for finished runs: with --recipe the baseline is run again here.")
+def _strategies(overrides: tuple[str, ...], path: str, against: str, options: dict[str, Any]) -> "Comparison":
     strategies = Strategy.parse_list(against)
     asked = None if options["baseline"] is None else Strategy.parse(options["baseline"])
     recipe = recipe_file.load(path, overrides)
@@ -105,6 +147,7 @@ def _strategies(overrides: tuple[str, ...], path: str, against: str | None, opti
     from toolkit.train.shrink import shrink
 
     quiet(debug=False)
+    given = recipe
     with tempfile.TemporaryDirectory(prefix="dstk-tiny-") as folder:
         name = recipe.model.name_or_path
         if options["shrink"]:
@@ -125,7 +168,7 @@ def _strategies(overrides: tuple[str, ...], path: str, against: str | None, opti
             timeout_seconds=options["timeout"],
             progress=_say,
             command=_command_line(),
-            commands=[_alone(path, overrides, strategy, options["nproc"]) for strategy in strategies],
+            commands=[_alone(path, overrides, given, strategy, options["nproc"]) for strategy in strategies],
             notes=_notes(recipe, small, options),
         )
 
@@ -139,10 +182,10 @@ def _notes(recipe: "Recipe", small: "Recipe", options: dict[str, Any]) -> list[s
     return notes
 
 
-def _alone(path: str, overrides: tuple[str, ...], strategy: Strategy, nproc: int) -> str:
+def _alone(path: str, overrides: tuple[str, ...], recipe: "Recipe", strategy: Strategy, nproc: int) -> str:
     """What trains the recipe under this strategy alone."""
-    words = ["dstk", "train", path, *overrides, *strategy.overrides(nproc), "--nproc", str(strategy.world_size(nproc))]
-    return shlex.join(words)
+    changes, ranks = strategy.overrides(recipe, nproc), strategy.world_size(nproc)
+    return shlex.join(["dstk", "train", path, *overrides, *changes, "--nproc", str(ranks)])
 
 
 def _warn_if_slow(recipe: "Recipe", runs: int) -> None:

@@ -11,6 +11,7 @@ from toolkit.parity.comparison import Comparison, Entry
 from toolkit.parity.verdict import Verdict
 
 _STYLE = {"same": "green", "differs": "bold red", "failed": "bold red"}
+_ENDING = {"differs": "differ", "failed": "failed"}
 
 
 def print_comparison(comparison: Comparison, *, seconds: float) -> None:
@@ -19,12 +20,13 @@ def print_comparison(comparison: Comparison, *, seconds: float) -> None:
     console.print(Text(comparison.title, style="bold"), Text(f"against {comparison.baseline.curve.label}"))
     console.print(_table(comparison))
     bounds, last = comparison.bounds, len(comparison.baseline.curve) - 1
+    has_tensors = bool(comparison.baseline.initial)  # finished runs keep none
     (loss, norm), (last_loss, last_norm) = bounds.curve.at(0), bounds.curve.at(last)
     _wrapped(
         console,
         "allowed",
-        f"loss {loss:.1e} in step 1 to {last_loss:.1e} in step {last + 1}, grad norm {norm:.1e} to {last_norm:.1e}, "
-        f"weights {bounds.parameters:.1e}, one gradient {bounds.gradient:.1e}",
+        f"loss {loss:.1e} in step 1 to {last_loss:.1e} in step {last + 1}, grad norm {norm:.1e} to {last_norm:.1e}"
+        + (f", weights {bounds.parameters:.1e}, one gradient {bounds.gradient:.1e}" if has_tensors else ""),
     )
     _wrapped(console, "from", bounds.curve.source)
     for note in comparison.notes:
@@ -32,6 +34,8 @@ def print_comparison(comparison: Comparison, *, seconds: float) -> None:
     for entry in comparison.entries:
         if entry.error:
             _wrapped(console, entry.asked, f"failed: {entry.error}", style="bold red")
+            if entry.command:
+                _wrapped(console, "", f"alone: {entry.command}")
         elif entry.diagnosis is not None:
             diagnosis = entry.diagnosis
             _wrapped(console, entry.asked, f"{diagnosis.cause}: {diagnosis.sentence}", style="bold red")
@@ -40,7 +44,8 @@ def print_comparison(comparison: Comparison, *, seconds: float) -> None:
     wrong = [entry.asked for entry in comparison.entries if not entry.passed]
     count = len(comparison.entries)
     if wrong:
-        line = f"{len(wrong)} of {count} differ: {', '.join(wrong)}"
+        words = " or ".join(dict.fromkeys(_ENDING[entry.word] for entry in comparison.entries if not entry.passed))
+        line = f"{len(wrong)} of {count} {words}: {', '.join(wrong)}"
     else:
         line = f"all {count} train the same" if count > 1 else "it trains the same"
     console.print(
@@ -67,7 +72,7 @@ def _cells(entry: Entry) -> list[str]:
         entry.asked,
         number(report.max_loss_difference),
         number(report.max_norm_difference),
-        number(verdict.parameters),
+        number(verdict.parameters if verdict.case.baseline.initial else math.nan),
         number(verdict.rows[0].difference if verdict.rows else math.nan),
         agreement(verdict),
     ]

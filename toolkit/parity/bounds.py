@@ -45,7 +45,7 @@ class Bounds:
     def measured(cls, baseline: Trial, reruns: Sequence[Trial], *, unit: float = FP32_UNIT) -> Self:
         """From reruns of the baseline that round differently; in fp32 never less than `rounding_bound`.
 
-        A low precision has no bound that would be of use (products in series of 2^-9 each): there the reruns decide.
+        A low precision has no bound that would be of use (products in series of 2^-8 each): there the reruns decide.
         """
         factor = ENVELOPE_FACTOR
         curve = Tolerance.envelope([baseline.curve, *(rerun.curve for rerun in reruns)], factor=factor)

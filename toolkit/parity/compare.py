@@ -81,9 +81,9 @@ def parameter_differences(
 def whole_difference(
     values: Mapping[str, NDArray[np.floating]], reference: Mapping[str, NDArray[np.floating]]
 ) -> float:
-    """||value - reference|| / ||reference|| of all parameters as one vector, in float64."""
+    """||value - reference|| / ||reference|| of all parameters as one vector, in float64; 0 where there are none."""
     if values.keys() != reference.keys() or any(values[name].shape != reference[name].shape for name in reference):
         return float("inf")
     gap = sum(float(np.sum((values[k].astype(np.float64) - r.astype(np.float64)) ** 2)) for k, r in reference.items())
     size = sum(float(np.sum(r.astype(np.float64) ** 2)) for r in reference.values())
-    return float(np.sqrt(gap / size))
+    return float(np.sqrt(gap / max(size, 1e-300))) if gap else 0.0

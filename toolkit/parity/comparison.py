@@ -98,16 +98,16 @@ class Comparison:
             "command": entry.command,
             "seconds": round(entry.seconds, 1),
         }
-        steps = len(self.baseline.curve)
-        tolerance = self.bounds.curve
+        steps, verdict = len(self.baseline.curve), entry.verdict
+        bounds = self.bounds if verdict is None else verdict.case.bounds  # of finished runs each has its own
+        tolerance = bounds.curve
         found["tolerance"] = {
             "loss": _numbers([tolerance.at(step)[0] for step in range(steps)]),
             "grad_norm": _numbers([tolerance.at(step)[1] for step in range(steps)]),
-            "parameters": _number(self.bounds.parameters),
-            "gradient": _number(self.bounds.gradient),
+            "parameters": _number(bounds.parameters),
+            "gradient": _number(bounds.gradient),
             "source": tolerance.source,
         }
-        verdict = entry.verdict
         if verdict is None:
             lists = ("losses", "grad_norms", "gradients", "updates", "copies_differ")
             numbers = ("loss_difference", "norm_difference", "parameter_difference", "first_diverging_step")
@@ -118,7 +118,7 @@ class Comparison:
             "grad_norms": _numbers(verdict.case.trial.curve.grad_norms),
             "loss_difference": _number(verdict.report.max_loss_difference),
             "norm_difference": _number(verdict.report.max_norm_difference),
-            "parameter_difference": _number(verdict.parameters),
+            "parameter_difference": _number(verdict.parameters if self.baseline.initial else math.nan),
             "first_diverging_step": verdict.report.first_diverging_step,
             "gradients": _rows(verdict.case.gradients, self.baseline),
             "updates": _rows(verdict.case.updates, self.baseline),

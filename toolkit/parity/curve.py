@@ -39,8 +39,9 @@ class LossCurve:
         """From a metrics.jsonl. Raises DataError with the line that is not a step."""
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
-        except OSError as error:
-            raise DataError(f"{path}: cannot be read ({error.strerror}). Give a run's metrics.jsonl.") from error
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "not text"
+            raise DataError(f"{path}: cannot be read ({reason}). Give a run's metrics.jsonl.") from error
         return cls.from_steps(str(path), [_step(path, number, line) for number, line in enumerate(lines, start=1)])
 
 

@@ -16,10 +16,10 @@ from toolkit.parity.bounds import Bounds
 from toolkit.parity.comparison import Comparison, Entry
 from toolkit.parity.curve import LossCurve
 from toolkit.parity.diagnosis.update import JUMP, largest_jump
-from toolkit.parity.tolerance import ENVELOPE_FACTOR, FP32_UNIT, Extent, Tolerance, relative, rounding_bound
+from toolkit.parity.tolerance import ENVELOPE_FACTOR, UNIT_ROUNDOFF, Extent, Tolerance, relative, rounding_bound
 from toolkit.parity.trial import Trial
 from toolkit.parity.verdict import Verdict
-from toolkit.recipe import Recipe
+from toolkit.recipe import Precision, Recipe
 from toolkit.recipe_file import dump, load
 from toolkit.shape import ModelShape, find_config, with_overrides
 
@@ -71,9 +71,10 @@ def read_run(path: Path) -> Run:
     if not len(curve):
         raise DataError(f"{file}: it has no step. Give a run that has trained.")
     records: list[dict[str, Any]] = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    rates = [record.get("lr") for record in records]
     trial = Trial(
         curve=curve,
-        learning_rates=tuple(float(record.get("lr", math.nan)) for record in records),
+        learning_rates=tuple(float(rate) if isinstance(rate, int | float) else math.nan for rate in rates),
         batches=tuple(str(record["batch"]) for record in records if "batch" in record),
     )
     recipe = file.parent / "recipe.yaml"
@@ -87,10 +88,9 @@ def _bounds(first: Run, others: Sequence[Run], reruns: Sequence[LossCurve], tole
     if tolerance is not None:
         given = Tolerance(loss=(tolerance,), grad_norm=(tolerance,), source=f"given: {tolerance:g}")
         return Bounds(curve=given, gradient=tolerance, update=tolerance, parameters=math.inf, output=tolerance)
-    low = next(
-        (run.recipe.precision for run in (first, *others) if run.recipe and run.recipe.precision != "fp32"), None
-    )
-    least = None if low else rounding_bound(_extent(first.recipe))
+    precisions: list[Precision] = ["fp32", *(run.recipe.precision for run in (first, *others) if run.recipe)]
+    coarsest = max(precisions, key=lambda precision: UNIT_ROUNDOFF[precision])
+    least = rounding_bound(_extent(first.recipe)) if coarsest == "fp32" else None
     if reruns:
         curve = Tolerance.envelope([first.trial.curve, *reruns], factor=ENVELOPE_FACTOR)
         curve = curve if least is None else curve.at_least(least)
@@ -98,14 +98,15 @@ def _bounds(first: Run, others: Sequence[Run], reruns: Sequence[LossCurve], tole
         same = all(run.trial.curve.losses == first.trial.curve.losses for run in others)
         if not same:
             raise DataError(
-                f"runs in {low} differ by their rounding, and how far only reruns tell. Give one with --rerun RUN (the "
-                "same recipe with another batch.micro_size), or a bound of your own with --tolerance 1e-2."
+                f"runs in {coarsest} differ by their rounding, and how far only reruns tell. Give one with --rerun RUN "
+                "(the same recipe with another batch.micro_size), or a bound of your own with --tolerance 1e-2."
             )
         curve = Tolerance(loss=(0.0,), grad_norm=(0.0,), source="the same bits")
     else:
         source = f"fp32 rounding in step 1, and then no step in which the difference grows {JUMP:g} times"
         curve = Tolerance(loss=(least.loss,), grad_norm=(least.grad_norm,), source=source)
-    return Bounds(curve=curve, gradient=0.0, update=0.0, parameters=math.inf, output=0.0, unit=FP32_UNIT)
+    unit = UNIT_ROUNDOFF[coarsest]
+    return Bounds(curve=curve, gradient=0.0, update=0.0, parameters=math.inf, output=0.0, unit=unit)
 
 
 def _grown(bounds: Bounds, curve: LossCurve, baseline: LossCurve) -> Bounds:

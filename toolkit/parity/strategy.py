@@ -5,6 +5,7 @@ u2 z1), an engine (reference, ddp, fsdp; deepspeed is meant where none is named)
 recompute, offload (the optimizer to host memory; with z3 the parameters too) and mN (micro-batches of N samples).
 """
 
+import json
 import re
 from dataclasses import dataclass
 from typing import Self, get_args
@@ -82,12 +83,11 @@ class Strategy:
     def apply(self, recipe: Recipe, nproc: int) -> Recipe:
         """`recipe` under this strategy: another place for the same arithmetic."""
         dp = self.world_size(nproc) // self.model_size
-        micro = min(self.micro_size or recipe.batch.micro_size, max(1, recipe.batch.global_size // dp))
-        if self.micro_size is None:
+        micro = self.micro_size
+        if micro is None:
             # Where fewer samples fall to a replica: the next smaller size that divides them.
-            micro = next(
-                size for size in range(micro, 0, -1) if recipe.batch.global_size % (size * dp) == 0 or size == 1
-            )
+            sizes = range(min(recipe.batch.micro_size, recipe.batch.global_size), 0, -1)
+            micro = next((size for size in sizes if recipe.batch.global_size % (size * dp) == 0), 1)
         offload = "cpu" if self.offload else "none"
         parallel = recipe.parallel.model_copy(
             update={
@@ -110,22 +110,14 @@ class Strategy:
             }
         )
 
-    def overrides(self, nproc: int) -> list[str]:
-        """The same as overrides of a recipe, for a command line."""
-        words = [f"train.engine={self.engine}", f"parallel.dp={self.world_size(nproc) // self.model_size}"]
-        fields = {
-            "tp": self.tp,
-            "pp": self.pp,
-            "ulysses": self.ulysses,
-            "sequence_parallel": "true" if self.sp else "false",
-            "zero_stage": self._stage,
-            "recompute": "full" if self.recompute else "none",
-            "offload_optimizer": "cpu" if self.offload else "none",
-            "offload_params": "cpu" if self.offload and self._stage == 3 else "none",
-        }
-        defaults = {"tp": 1, "pp": 1, "ulysses": 1, "sequence_parallel": "false", "recompute": "none"}
-        defaults |= {"offload_optimizer": "none", "offload_params": "none"}
-        words += [f"parallel.{name}={value}" for name, value in fields.items() if value != defaults.get(name)]
+    def overrides(self, recipe: Recipe, nproc: int) -> list[str]:
+        """What `apply` changes in `recipe`, as overrides for a command line."""
+        own, words = self.apply(recipe, nproc), []
+        for name in ("parallel", "batch", "train"):
+            given = getattr(recipe, name).model_dump(mode="json")
+            for field, value in getattr(own, name).model_dump(mode="json").items():
+                if value != given[field]:
+                    words.append(f"{name}.{field}={json.dumps(value) if isinstance(value, bool) else value}")
         return words
 
     @property
@@ -144,13 +136,18 @@ class Strategy:
                     f"strategy {self.text!r}: {self.engine} has no {' and '.join(wrong)}. "
                     f"Leave {'it' if len(wrong) == 1 else 'them'} out, or leave out {self.engine}."
                 )
-        Layout(
-            dp=self.dp or 1,
-            tp=self.tp,
-            pp=self.pp,
-            ulysses=self.ulysses,
-            zero_stage=self._stage,
-            sequence_parallel=self.sp,
-            offload_optimizer="cpu" if self.offload else "none",
-            offload_params="cpu" if self.offload and self._stage == 3 else "none",
-        )
+        if self.micro_size == 0:
+            raise LayoutError(f"strategy {self.text!r}: m0: a micro-batch has at least one sample. Write m1 or more.")
+        try:
+            Layout(
+                dp=1 if self.dp is None else self.dp,
+                tp=self.tp,
+                pp=self.pp,
+                ulysses=self.ulysses,
+                zero_stage=self._stage,
+                sequence_parallel=self.sp,
+                offload_optimizer="cpu" if self.offload else "none",
+                offload_params="cpu" if self.offload and self._stage == 3 else "none",
+            )
+        except LayoutError as error:
+            raise LayoutError(f"strategy {self.text!r}: {error}") from None

@@ -5,12 +5,13 @@ does to itself when only its rounding changes (`Tolerance.envelope`).
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Self
 
 from toolkit.parity.curve import LossCurve
+from toolkit.recipe import Precision
 
 FP32_RELATIVE = 1e-6
 """What our own engines are held to, per step, on the small models of the tests.
@@ -20,6 +21,8 @@ or wrong sample would cause.
 """
 
 FP32_UNIT = 2.0**-24
+UNIT_ROUNDOFF: Mapping[Precision, float] = {"fp32": FP32_UNIT, "bf16": 2.0**-8, "fp16": 2.0**-11}
+"""The largest relative error of one rounding: 2^-p with p bits of significand, the hidden one counted."""
 ENVELOPE_FACTOR = 4.0
 """A few reruns show less than the largest spread there can be: three or four samples of a maximum."""
 

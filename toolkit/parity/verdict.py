@@ -63,9 +63,10 @@ class Verdict:
 
     @property
     def alarms(self) -> set[str]:
-        """Which comparisons fail, of: samples, loss, norm, gradient, parameters, copies."""
+        """Which comparisons fail, of: samples, rates, loss, norm, gradient, parameters, copies."""
         kept = {
             "samples": self.case.other_samples_from is None,
+            "rates": self.case.other_rates_from is None,
             "loss": self.report.first_loss_beyond is None,
             "norm": self.report.first_norm_beyond is None,
             "gradient": not self.wrong_gradients,
@@ -77,16 +78,15 @@ class Verdict:
     @property
     def passed(self) -> bool:
         """Whether the strategy trains what the baseline trains."""
-        return not self.alarms and self.report.passed
+        return not self.alarms
 
     @property
     def rung(self) -> Rung:
         """How far the two agree: in the first step, over the curve, or to the bit."""
         trial, baseline = self.case.trial.curve, self.case.baseline.curve
-        if (trial.losses, trial.grad_norms) == (baseline.losses, baseline.grad_norms) and self.parameters == 0:
-            return "bitwise"
         if self.passed:
-            return "curve"
+            same = (trial.losses, trial.grad_norms) == (baseline.losses, baseline.grad_norms) and self.parameters == 0
+            return "bitwise" if same else "curve"
         first = self.report.first_diverging_step
         return "none" if first == 1 or self.wrong_gradients or self.case.other_samples_from == 1 else "first step"
 

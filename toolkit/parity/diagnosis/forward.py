@@ -69,22 +69,24 @@ def not_finite(case: Case) -> Diagnosis | None:
     """A loss or a norm that is NaN or infinite where the baseline's is not."""
     own, other = case.trial.curve, case.baseline.curve
     for step in range(min(len(own), len(other))):
-        for name, value, wanted in (
+        for name, number, wanted in (
             ("loss", own.losses[step], other.losses[step]),
             ("gradient norm", own.grad_norms[step], other.grad_norms[step]),
         ):
-            if math.isfinite(value) or not math.isfinite(wanted):
+            if math.isfinite(number) or not math.isfinite(wanted):
                 continue
-            lost = [key for key, weights in case.trial.parameters.items() if not np.isfinite(weights).all()]
+            weights = case.trial.parameters
+            lost = [key for key, value in weights.items() if not np.isfinite(value).all()]
+            after, count = "", f"; {len(lost)} of {len(weights)} parameters not finite" if weights else ""
             if lost:
-                after = f"was applied: {some(lost)} are not finite any more"
-            else:
-                after = "was left out: the weights are finite"
+                after = f" The update was applied: {some(lost)} are not finite any more."
+            elif weights:  # a finished run keeps none
+                after = " The update was left out: the weights are finite."
             return Diagnosis(
                 cause=Cause.NOT_FINITE,
-                sentence=f"the {name} of step {step + 1} is {value} and the baseline's is not. The update {after}. "
-                "Look at divisions by a number of targets that may be zero, and at masked rows without any entry.",
-                evidence=f"baseline {wanted:.6f}; {len(lost)} of {len(case.trial.parameters)} parameters not finite",
+                sentence=f"the {name} of step {step + 1} is {number} and the baseline's is not.{after} Look at "
+                "divisions by a number of targets that may be zero, and at masked rows without any entry.",
+                evidence=f"baseline {wanted:.6f}{count}",
             )
     return None
 

@@ -25,6 +25,8 @@ def constant_factor(case: Case) -> Diagnosis | None:
     factor = common_ratio(case.gradients)
     if factor is None or abs(factor - 1) < SAME_RATIO or len(case.wrong_gradients) < len(case.gradients) / 2:
         return None
+    if any(_is_right(case, row) for row in case.gradients):
+        return None  # a group of parameters, however many they are
     loss = "the reported loss is right" if case.loss_is_right else "the reported loss is off too"
     return Diagnosis(
         cause=Cause.SCALING,
@@ -101,6 +103,12 @@ def first_norm(case: Case) -> Diagnosis | None:
         "looks at each gradient.",
         evidence=f"{own:.6g}, baseline {other:.6g}",
     )
+
+
+def _is_right(case: Case, row: GradientRow) -> bool:
+    """Length and direction are the baseline's, and there is something that has them."""
+    same = abs(row.ratio - 1) < SAME_RATIO and 1 - row.cosine < SAME_DIRECTION
+    return same and bool(np.any(case.baseline.first_gradients[row.name]))
 
 
 def _tables(case: Case, rows: Sequence[GradientRow]) -> str | None:

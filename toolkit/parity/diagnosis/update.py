@@ -11,6 +11,8 @@ from toolkit.parity.tolerance import FP32_UNIT, relative
 
 JUMP = 30.0
 """Rounding grows by less than this from one step to the next; a mistake that sets in grows by more."""
+_NOISE = 1e-4
+"""Of the largest element of a gradient, what is as good as nothing: rounding, and some more."""
 
 
 def schedule(case: Case) -> Diagnosis | None:
@@ -114,6 +116,15 @@ def growth(case: Case) -> Diagnosis | None:
         shorter = own.label if len(own) == shared else other.label
         return Diagnosis(cause=Cause.UNKNOWN, sentence=f"{shorter} ends at step {shared}, and the other goes on.")
     if first is None:
+        share, name = _share_in_noise(case)
+        if share > 0.9:
+            return Diagnosis(
+                cause=Cause.CHAOS,
+                sentence="losses and gradient norms agree in every step; the weights that do not have no gradient but "
+                f"rounding ({name}; a key's bias is such), which Adam makes as large as any other. Not a mistake of "
+                "the strategy; lower the learning rate to compare more sharply.",
+                evidence=f"{100 * share:.0f} % of the squared difference",
+            )
         return Diagnosis(
             cause=Cause.OPTIMIZER,
             sentence="losses and gradient norms agree in every step, and the trained weights do not: look at the last "
@@ -150,6 +161,23 @@ def largest_jump(gaps: Sequence[float], *, floor: float) -> tuple[int, float]:
             steepest = (step, rise)
         highest = max(highest, gap)
     return steepest
+
+
+def _share_in_noise(case: Case) -> tuple[float, str]:
+    """How much of the weights' squared difference lies in elements whose first gradient is noise beside the others.
+
+    Also the parameter that has most of it.
+    """
+    noise, whole = {}, 0.0
+    for name, gradient in case.baseline.first_gradients.items():
+        own, other = case.trial.parameters.get(name), case.baseline.parameters.get(name)
+        if own is None or other is None or own.shape != gradient.shape:
+            return 0.0, name
+        gap = np.square(own.astype(np.float64) - other)
+        size = np.abs(gradient)
+        noise[name] = float(gap[size < _NOISE * size.max()].sum())
+        whole += float(gap.sum())
+    return sum(noise.values()) / max(whole, 1e-300), max(noise, key=lambda name: noise[name], default="")
 
 
 def _parts(case: Case, name: str) -> tuple[float, float, float]:
