@@ -174,11 +174,15 @@ def _strategies(overrides: tuple[str, ...], path: str, against: str, options: di
 
 
 def _notes(recipe: "Recipe", small: "Recipe", options: dict[str, Any]) -> list[str]:
-    notes = ["Dropout is as the recipe says." if options["dropout"] else "Dropout is off."]
+    drops = "Dropout is on: masks depend on the micro-batch and on tp, so layouts agree within its noise only."
+    notes = [drops if options["dropout"] else "Dropout is off."]
     if small.schedule.warmup_steps != recipe.schedule.warmup_steps:
         notes.append(f"Warm-up is shortened to {small.schedule.warmup_steps} of {options['steps']} steps.")
     if options["shrink"]:
-        notes.append("The model is a tiny one of the same family: 4 layers, 4 heads, samples of 32 tokens.")
+        notes.append(
+            "The model is a tiny one of the same family (4 layers, 4 heads, samples of 32 tokens of a synthetic text); "
+            "model.overrides are left out, and the commands of the report train the recipe's own model."
+        )
     return notes
 
 

@@ -24,6 +24,10 @@ from toolkit.recipe_file import dump, load
 from toolkit.shape import ModelShape, find_config, with_overrides
 
 
+_LIMIT = 1e-2
+"""No rounding of fp32 is trusted beyond this without a rerun that shows it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """A finished run."""
@@ -103,14 +107,16 @@ def _bounds(first: Run, others: Sequence[Run], reruns: Sequence[LossCurve], tole
             )
         curve = Tolerance(loss=(0.0,), grad_norm=(0.0,), source="the same bits")
     else:
-        source = f"fp32 rounding in step 1, and then no step in which the difference grows {JUMP:g} times"
+        source = (
+            f"fp32 rounding in step 1, and then no step in which the difference grows {JUMP:g} times, up to {_LIMIT:g}"
+        )
         curve = Tolerance(loss=(least.loss,), grad_norm=(least.grad_norm,), source=source)
     unit = UNIT_ROUNDOFF[coarsest]
     return Bounds(curve=curve, gradient=0.0, update=0.0, parameters=math.inf, output=0.0, unit=unit)
 
 
 def _grown(bounds: Bounds, curve: LossCurve, baseline: LossCurve) -> Bounds:
-    """Bounds that follow a difference which starts within them and grows without a jump."""
+    """Bounds that follow a difference which starts within them and grows without a jump, up to `_LIMIT`."""
     shared = range(min(len(curve), len(baseline)))
     tolerance = bounds.curve
     grown = []
@@ -120,7 +126,7 @@ def _grown(bounds: Bounds, curve: LossCurve, baseline: LossCurve) -> Bounds:
     ):
         gaps = [relative(own[step], other[step]) for step in shared]
         _, jump = largest_jump(gaps, floor=least)
-        is_smooth = bool(gaps) and gaps[0] <= least and jump < JUMP
+        is_smooth = bool(gaps) and gaps[0] <= least and jump < JUMP and max(gaps) <= _LIMIT
         highest = least
         steps = []
         for gap in gaps:
