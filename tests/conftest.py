@@ -1,37 +1,23 @@
 """What all tests share: one warmed-up process that forks ranks, a small corpus, and a recipe to vary."""
 
-import os
-
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
-import importlib
 import json
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+# First: it sets the environment in which torch and DeepSpeed are imported.
+from rank_parent import become_rank_parent
+from small_text import write_corpus
+
 from toolkit.recipe import Recipe
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--write-parity-page", action="store_true", help="write docs/parity.md from this run")
 
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """400 documents of 2 to 90 words: a padded sample holds anything between a few targets and a full row."""
-    folder = tmp_path_factory.mktemp("corpus")
-    chance = random.Random(7)
-    words = [f"{a}{b}" for a in ("la", "to", "mi", "ru", "ne") for b in ("ba", "di", "ko", "su", "ve")]
-    lines = (" ".join(chance.choices(words, k=chance.choice((2, 5, 20, 90)))) for _ in range(400))
-    path = folder / "documents.jsonl"
-    path.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
-    return path
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 MakeRecipe = Callable[..., Recipe]
@@ -78,33 +64,8 @@ def make_recipe(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> MakeR
 @pytest.fixture(scope="session")
 def ranks() -> Callable[..., list[Any]]:
     """`run_ranks`, from a process that has imported all that ranks need: forking it takes milliseconds."""
-    import torch
+    become_rank_parent()
 
-    torch.set_num_threads(1)
-    import accelerate  # noqa: F401
-    import deepspeed  # noqa: F401
-    import transformers  # noqa: F401
-
-    # What engines import when they start, some of it seconds long: here once, and not in every rank.
-    for late in (
-        "deepspeed.moe.ep_count",
-        "deepspeed.runtime.zero.muon.muon_optimizer",
-        *(f"transformers.models.{family}.modeling_{family}" for family in ("gpt2", "llama", "qwen3")),
-    ):
-        importlib.import_module(late)
-
-    from toolkit.train.launch import quiet
     from toolkit.train.local_ranks import run_ranks
 
-    quiet(debug=False)
     return run_ranks
-
-
-def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pytest.Config) -> None:
-    if config.getoption("--write-parity-page") and exitstatus == 0:
-        import sys
-
-        sys.path.insert(0, str(Path(__file__).parent / "parity"))
-        from page import write_pages
-
-        write_pages(terminalreporter.stats.get("passed", []))

@@ -1,160 +1,170 @@
-"""docs/parity.md and docs/parity-parallel.md from a run of the whole matrices: what was achieved, versions, date."""
+"""docs/parity.md from the results of a whole run: what was achieved, with which versions, and when."""
 
-import datetime
-import platform
-import re
-from collections import defaultdict
-from collections.abc import Sequence
-from importlib.metadata import version
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-import pytest
-from cells import STRATEGIES
-from cells import all_cells as strategy_cells
-from parallel_cells import all_cells as parallel_cells
+from cell_runs import CellRun
+from matrix import ACTIVE_CLIP, FAMILIES, LAYOUTS, LONG_STEPS, PRECISIONS, STEPS, STRATEGIES, daily_cells
+from results import ROOT, Result, State, read_results
 
-DOCS = Path(__file__).parents[2] / "docs"
-COLUMNS = ("loss", "norm", "parameters", "parameter")
-PARALLEL_COLUMNS = ("loss", "norm", "parameters", "gradient")
-Worst = dict[tuple[str, ...], dict[str, float]]
+PAGE = ROOT / "docs" / "parity.md"
+COLUMNS = ("loss", "norm", "parameters", "gradient")
 
 
-def write_pages(reports: Sequence[pytest.TestReport]) -> None:
-    """Write the page of each matrix of which all cells have run: the largest differences per strategy or layout."""
-    worst, counts = _largest(reports, rf"strategies\.py.*\[({'|'.join(STRATEGIES)})-r(\d)-", COLUMNS)
-    cut, cut_counts = _largest(reports, r"parallel\.py.*one_process_trains\[(.*)-(?:keep|recompute)-", PARALLEL_COLUMNS)
-    whole = sum(counts.values()) == len(strategy_cells())
-    whole_cut = sum(cut_counts.values()) == len(parallel_cells())
-    if not (whole or whole_cut):
-        raise pytest.UsageError("--write-parity-page: no matrix has run as a whole. Run all of tests/parity.")
-    if whole:
-        ordered = [(strategy, ranks) for strategy in STRATEGIES for ranks in ("1", "2", "4")]
-        _write("parity.md", _STRATEGIES, ordered, worst, counts, COLUMNS)
-    if whole_cut:
-        _write("parity-parallel.md", _PARALLEL, list(cut), cut, cut_counts, PARALLEL_COLUMNS)
+class IncompleteError(Exception):
+    """The results are not those of one whole run that passed."""
 
 
-def _write(
-    name: str,
-    text: str,
-    keys: Sequence[tuple[str, ...]],
-    worst: Worst,
-    counts: dict[tuple[str, ...], int],
-    columns: Sequence[str],
-) -> None:
-    rows = ([*key, str(counts[key]), *(f"{worst[key][column]:.1e}" for column in columns)] for key in keys)
-    maxima = {f"max_{column}": f"{max(row[column] for row in worst.values()):.1e}" for column in columns}
-    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
-    (DOCS / name).write_text(text.format(rows=table, cells=sum(counts.values()), **_versions(), **maxima))
+def write_page(state: State, runs: Sequence[CellRun], path: Path = PAGE) -> Path:
+    """Write it from the results of `state`. Raises IncompleteError."""
+    results = {result.cell: result for result in read_results(state.folder)}
+    path.write_text(page(state, runs, results))
+    return path
 
 
-def _largest(
-    reports: Sequence[pytest.TestReport], pattern: str, columns: Sequence[str]
-) -> tuple[Worst, dict[tuple[str, ...], int]]:
-    """Of each group of cells (what the pattern captures) the largest value of each column, and how many cells."""
-    worst: Worst = defaultdict(lambda: dict.fromkeys(columns, 0.0))
-    counts: dict[tuple[str, ...], int] = defaultdict(int)
-    for report in reports:
-        cell = re.search(pattern, report.nodeid)
-        values = dict(report.user_properties)
-        if cell is None or "loss" not in values:
-            continue
-        counts[cell.groups()] += 1
-        for column in columns:
-            found = float(values[column])  # type: ignore[arg-type]
-            worst[cell.groups()][column] = max(worst[cell.groups()][column], found)
-    return worst, counts
+def page(state: State, runs: Sequence[CellRun], results: dict[str, Result]) -> str:
+    """The text of the page. Raises IncompleteError."""
+    missing = [str(run.cell) for run in runs if str(run.cell) not in results]
+    if missing:
+        raise IncompleteError(
+            f"{len(missing)} of {len(runs)} cells have no result for the code as it is now ({state.code}), among them "
+            f"{missing[0]}. Run `python tests/parity/whole_matrix.py run`."
+        )
+    found = [(run, results[str(run.cell)]) for run in runs]
+    failed = [result.cell for _, result in found if result.outcome.failure]
+    if failed:
+        raise IncompleteError(f"{len(failed)} of {len(runs)} cells failed, among them {failed[0]}.")
+    commits = {(result.state.commit, result.state.has_changes) for _, result in found}
+    if len(commits) > 1:
+        names = ", ".join(sorted(commit + " with changes" * has_changes for commit, has_changes in commits))
+        raise IncompleteError(
+            f"the results are of several commits: {names}. Run `python tests/parity/whole_matrix.py run` again."
+        )
+    ((commit, has_changes),) = commits
+    dates = sorted({result.date for _, result in found})
+    return _PAGE.format(
+        commit=commit + " and changes that were not committed" * has_changes,
+        dates=" to ".join(dict.fromkeys((dates[0], dates[-1]))),
+        versions=found[0][1].state.versions,
+        cells=len(found),
+        full=len(STRATEGIES),
+        layouts=len(LAYOUTS),
+        daily=len(daily_cells()),
+        families=len(FAMILIES),
+        short=STEPS,
+        long=LONG_STEPS,
+        long_cells=sum(run.steps == LONG_STEPS for run in runs),
+        clip=ACTIVE_CLIP,
+        worst="\n".join(_worst_rows(found)),
+        by_family="\n".join(_rows(found, FAMILIES, lambda run: run.cell.family)),
+        by_strategy="\n".join(_rows(found, STRATEGIES, lambda run: run.cell.strategy)),
+        by_layout="\n".join(_rows(found, LAYOUTS, lambda run: run.cell.strategy)),
+    )
 
 
-def _versions() -> dict[str, str]:
-    packages = ("torch", "deepspeed", "transformers", "accelerate")
-    return {
-        "date": datetime.date.today().isoformat(),
-        "versions": ", ".join(f"{name} {version(name)}" for name in packages),
-        "python": platform.python_version(),
-    }
+Found = Sequence[tuple[CellRun, Result]]
 
 
-_STRATEGIES = """\
+def _worst_rows(found: Found) -> Iterator[str]:
+    for precision in PRECISIONS:
+        yield _row(precision, [result for run, result in found if run.cell.precision == precision])
+
+
+def _rows(found: Found, names: Iterable[str], key: Callable[[CellRun], str]) -> Iterator[str]:
+    for name in names:
+        for precision in PRECISIONS:
+            own = [result for run, result in found if key(run) == name and run.cell.precision == precision]
+            if own:
+                yield _row(f"{name} | {precision}", own)
+
+
+def _row(name: str, results: Sequence[Result]) -> str:
+    values = [f"{max(getattr(result.outcome, column) for result in results):.1e}" for column in COLUMNS]
+    return f"| {' | '.join([name, str(len(results)), *values])} |"
+
+
+_PAGE = """\
 # Parity: every strategy trains what one process trains
 
-Written by `make test-all` on {date}, Python {python}, {versions}, CPU ranks over gloo, fp32.
+Written by `make test-all` from a run of {dates}, commit {commit}, {versions}, CPU ranks over gloo.
 
-Each cell trains 30 steps of a small GPT-2 and is held against `train.engine: reference`, a plain PyTorch loop in one
-process ([reference_engine.py](../toolkit/train/engines/reference_engine.py)). Compared are the loss and the gradient
-norm of every step and the weights after the last one. The matrix crosses 9 strategies with 1, 2 and 4 ranks,
-accumulation 1 and 4, AdamW and SGD, clipping off and active at every step, tied and untied embeddings; half of the
-cells have different numbers of target tokens in each micro-batch. That makes {cells} cells. `make test` runs a subset
-in which every pair of options occurs.
+Each cell trains a small model and is held against one plain PyTorch process
+([reference_engine.py](../toolkit/train/engines/reference_engine.py)), by the same code that `dstk compare` runs. Cells
+are all legal combinations of strategy, family (GPT-2, Llama with fewer key-value heads than heads, Qwen3 with norms in
+its heads, GPT-NeoX), optimizer (AdamW, SGD), accumulation (1, 4), clipping (off, or active in each step), tied and
+untied embeddings, and precision (fp32, bf16). What is legal is not a list: it is what `dstk validate` accepts. Half of
+the cells have padded samples, so that micro-batches differ in their numbers of targets.
 
-Bounds: 1e-6 relative for the loss and the gradient norm of each step and for all weights as one vector. **Largest
-differences achieved: loss {max_loss}, gradient norm {max_norm}, all weights {max_parameters}.**
-
-| strategy | ranks | cells | loss | gradient norm | all weights | worst single tensor |
-|---|---|---|---|---|---|---|
-{rows}
-
-The bound holds where rounding is not amplified. At a learning rate of 1e-3 instead of 3e-4 the reference differs from
-itself by 9e-7 in the gradient norm when only the size of its micro-batches changes, and correct strategies by up to
-3.4e-6: training is a chaotic system, and 1e-6 says something only while its amplification is small.
-
-*All weights*: `||w - w_ref|| / ||w_ref||` of all parameters as one vector. *Worst single tensor*: the same per tensor,
-reported and not bounded: a bias that starts at zero is small after 30 steps, so its relative difference is large.
-The key part of attention biases is left out of that column: softmax does not change when a constant is added to all
-scores of a query, so the true gradient of a key bias is zero, what is computed is rounding noise, and Adam scales it to
-steps of full size.
-
-SGD is in the matrix because Adam hides constant factors: a gradient that is twice too large leaves an Adam curve almost
-unchanged. Clipping is active in half of the cells because it makes the update depend on the norm of the whole model.
-
-The layouts of tensor parallelism and pipelines have a page of their own: [parity-parallel.md](parity-parallel.md).
-
-## Low precision
-
-fp16 and bf16 round every value, so two correct runs differ by more than 1e-6. How much is measured, not guessed: the
-bf16 tests rerun the baseline in five summation orders (micro-batches of 16, 8, 4, 2 and 1 samples), and every strategy
-must stay within twice the spread of those reruns, step by step
-([test_mathematics.py](../tests/distributed/test_mathematics.py)).
-
-There are two kinds of bf16. ZeRO-1, 2 and 3 hold the weights in bf16 beside fp32 master weights. DeepSpeed without ZeRO
-would accumulate gradients in bf16, so `zero_stage: 0` uses autocast over fp32 weights instead, as DDP does. Both learn
-the same; their rounding differs.
-"""
-
-
-_PARALLEL = """\
-# Parity of tensor parallelism and pipelines
-
-Written by `make test-all` on {date}, Python {python}, {versions}, CPU ranks over gloo, fp32.
-
-Each cell trains 30 steps of a GPT-2 with 4 layers and a vocabulary of 321, which no tp divides, and is held against
-`train.engine: reference`, one plain PyTorch process
-([reference_engine.py](../toolkit/train/engines/reference_engine.py)). Accumulation 4, micro-batches with different
-numbers of targets, clipping active at every step. Each layout is trained with AdamW and with SGD, tied and untied, with
-activations kept and recomputed: {cells} cells. `sp` is Megatron sequence parallelism. `make test` runs a subset in
-which every pair of options occurs.
+That makes **{cells} cells**: {full} strategies with every combination of options, and {layouts} more layouts with as
+many as show every pair of options. Names are those of `dstk compare`; `sp` is Megatron sequence parallelism, `u`
+Ulysses. {long_cells} cells train {long} steps, the others {short}. `make test` runs {daily} of them, in which every
+strategy of the {full} occurs with each value of each option, and every pair of options.
 
 Compared are
 
-- the loss and the gradient norm of every step (bound 1e-6 relative), and all weights after the last one as one vector;
+- the loss and the gradient norm of every step, and all weights after the last one as one vector;
 - the first step's gradient of every parameter, gathered under its Hugging Face name (the column gives the largest
-  difference of one parameter, over the norm of the whole gradient; bound 1e-6);
-- the bits of every copy of a parameter after 30 steps: on tensor-parallel ranks, on replicas, and on the first and the
-  last stage of a tied model.
+  difference of one parameter, over the norm of the whole gradient);
+- the bits of every copy of a parameter after the last step: on tensor-parallel ranks, on replicas, and on the first and
+  the last stage of a tied model.
 
-**Largest differences achieved: loss {max_loss}, gradient norm {max_norm}, all weights {max_parameters}, one gradient
-{max_gradient}.**
+In fp32 the bound is 1e-6, relative, for each of them. In bf16 it is measured: the baseline, one rank of ZeRO-1, trains
+again in micro-batches of another size and with three other ways to round, and a strategy may differ by four times the
+largest spread of those up to the same step.
 
-| layout | cells | loss | gradient norm | all weights | one gradient |
+**Largest differences achieved:**
+
+| precision | cells | loss | gradient norm | all weights | one gradient |
 |---|---|---|---|---|---|
-{rows}
+{worst}
 
-Llama and Qwen3 (fewer key-value heads than ranks, norms inside heads) and bf16, within the spread of its own reruns,
-are in [test_parallel.py](../tests/parity/test_parallel.py). What the comparison is worth is tested as well: known
-mistakes are planted one by one, and each must be caught
-([test_planted_faults.py](../tests/parity/test_planted_faults.py)).
+| family | precision | cells | loss | gradient norm | all weights | one gradient |
+|---|---|---|---|---|---|---|
+{by_family}
+
+## Strategies
+
+With every combination of options.
+
+| strategy | precision | cells | loss | gradient norm | all weights | one gradient |
+|---|---|---|---|---|---|---|
+{by_strategy}
+
+## More layouts
+
+With combinations that show every pair of options.
+
+| layout | precision | cells | loss | gradient norm | all weights | one gradient |
+|---|---|---|---|---|---|---|
+{by_layout}
+
+## What the numbers say
+
+*All weights*: `||w - w_ref|| / ||w_ref||` of all parameters as one vector. Single tensors are not bounded: a bias that
+starts at zero is still small at the end, so its relative difference is large. The key part of attention biases has no
+meaning at all: softmax does not change when a constant is added to all scores of a query, so the true gradient of a key
+bias is zero, what is computed is rounding noise, and Adam scales it to steps of full size.
+
+The bound of fp32 holds where rounding is not amplified. At a learning rate of 1e-3 instead of 3e-4 the reference
+differs from itself by 9e-7 in the gradient norm when only the size of its micro-batches changes, and correct strategies
+by up to 3.4e-6 in 30 steps: training is a chaotic system, and 1e-6 says something only while its amplification is
+small.
 
 A norm is a sum of many squares in fp32. Over a large tensor on a CPU its rounding reaches several 1e-6, and a tensor
 that is split over ranks is summed in another order: with a vocabulary of 4,000 the norms of two correct layouts differ
-by 6e-6 while every gradient agrees to 4e-8.
+by 6e-6 while every gradient agrees to 4e-8. The vocabulary here is 321, which no tp divides.
+
+SGD is in the matrix because Adam hides constant factors: a gradient that is twice too large leaves an Adam curve almost
+unchanged. Clipping at {clip} is in it because it makes the update depend on the norm of the whole model; a cell fails
+where a step of its baseline is not clipped.
+
+There are two kinds of bf16. ZeRO-1, 2 and 3 hold the weights in bf16 beside fp32 master weights. DeepSpeed without ZeRO
+would accumulate gradients in bf16, so `zero_stage: 0` uses autocast over fp32 weights instead, as DDP does. Both learn
+the same; their rounding differs. Without ZeRO, a model that is cut by tp or pp is refused in bf16.
+
+What the comparison is worth is tested as well: known mistakes are planted one by one, and each must be caught
+([test_planted_faults.py](../tests/parity/test_planted_faults.py), [test_matrix.py](../tests/parity/test_matrix.py)).
+Isolated documents, one key-value head for two ranks and the validation loss are in
+[test_parallel.py](../tests/parity/test_parallel.py), more layouts and families of Ulysses in
+[test_ulysses.py](../tests/parity/test_ulysses.py).
 """

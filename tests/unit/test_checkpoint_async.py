@@ -117,3 +117,17 @@ def test_a_failure_is_raised_by_the_poll_and_leaves_the_old_one(tmp_path: Path, 
     gate.fails = False
     begin(saver, tmp_path, 8)
     assert saver.finish() is not None
+
+
+def test_a_gathering_that_fails_leaves_nothing_and_the_saver_usable(tmp_path: Path) -> None:
+    def broken() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "w", torch.ones(5)
+        raise RuntimeError("lost a rank")
+
+    specs = [TensorSpec.of(name, torch.ones(5)) for name in ("w", "v")]
+    saver = AsyncSaver()
+    with pytest.raises(RuntimeError, match="lost a rank"):
+        saver.begin(tmp_path, 1, groups=[TensorGroup(kind="model", specs=specs, tensors=broken())], trainer_state={})
+    assert list(tmp_path.iterdir()) == []
+    begin(saver, tmp_path, 2)
+    assert saver.finish() is not None

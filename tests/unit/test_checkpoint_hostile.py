@@ -20,6 +20,7 @@ from tiny_checkpoint import forge_header, forge_manifest, save_tiny
 
 from toolkit.checkpoint.choose import choose
 from toolkit.checkpoint.manifest import FileRecord
+from toolkit.checkpoint.plain_file import read_plain
 from toolkit.checkpoint.reader import CheckpointReader
 from toolkit.errors import CheckpointError
 
@@ -137,6 +138,32 @@ def another_model(checkpoint: Path) -> None:
 
 
 DEEP = b"[" * 100_000
+HEADERS: dict[str, Any] = {
+    "beyond": {"a": TENSOR | {"data_offsets": [0, 4096], "shape": [1024]}},
+    "short": {"a": TENSOR | {"data_offsets": [0, 4], "shape": [1]}},
+    "overlap": {"a": TENSOR, "b": TENSOR},
+    "gap": {"a": TENSOR | {"data_offsets": [4, 8], "shape": [1]}},
+    "reversed": {"a": TENSOR | {"data_offsets": [8, 0]}},
+    "negative": {"a": TENSOR | {"data_offsets": [-8, 0]}},
+    "shape-lies": {"a": TENSOR | {"shape": [1 << 40]}},
+    "shape-wraps": {"a": TENSOR | {"shape": [1 << 62, 1 << 62, 4]}},
+    "shape-negative": {"a": TENSOR | {"shape": [-1, -2]}},
+    "shape-float": {"a": TENSOR | {"shape": [2.0]}},
+    "shape-true": {"a": TENSOR | {"shape": [True, 2]}},
+    "shape-deep": {"a": TENSOR | {"shape": [1] * 100 + [2]}},
+    "dtype-unknown": {"a": TENSOR | {"dtype": "OBJECT\n"}},
+    "dtype-list": {"a": TENSOR | {"dtype": ["F32"]}},
+    "no-offsets": {"a": {"dtype": "F32", "shape": [2]}},
+    "not-a-tensor": {"a": "F32"},
+    "metadata": {"__metadata__": {"format": 7}, "a": TENSOR},
+    "twice": b'{"a":' + json.dumps(TENSOR).encode() + b',"a":' + json.dumps(TENSOR).encode() + b"}",
+    "newline": {"a\nb": TENSOR},
+    "escape": {"\x1b[2Ja": TENSOR},
+    "nameless": {"": TENSOR},
+    "not-utf8": b'{"\xff":1}',
+    "deep": DEEP,
+    "empty": b"",
+}
 CASES: dict[str, Attack] = {
     **{f"manifest-names-{key}": partial(manifest_naming, name) for key, name in NAMES.items()},
     "manifest-names-itself": partial(manifest_naming, "manifest.json"),
@@ -183,35 +210,7 @@ CASES: dict[str, Attack] = {
         for file in FILES
         for key, content in {"pickle": PICKLE, "deep": DEEP, "binary": bytes(range(256)), "a-list": b"[]"}.items()
     },
-    **{
-        f"header-{key}": partial(header, content)
-        for key, content in {
-            "beyond": {"a": TENSOR | {"data_offsets": [0, 4096], "shape": [1024]}},
-            "short": {"a": TENSOR | {"data_offsets": [0, 4], "shape": [1]}},
-            "overlap": {"a": TENSOR, "b": TENSOR},
-            "gap": {"a": TENSOR | {"data_offsets": [4, 8], "shape": [1]}},
-            "reversed": {"a": TENSOR | {"data_offsets": [8, 0]}},
-            "negative": {"a": TENSOR | {"data_offsets": [-8, 0]}},
-            "shape-lies": {"a": TENSOR | {"shape": [1 << 40]}},
-            "shape-wraps": {"a": TENSOR | {"shape": [1 << 62, 1 << 62, 4]}},
-            "shape-negative": {"a": TENSOR | {"shape": [-1, -2]}},
-            "shape-float": {"a": TENSOR | {"shape": [2.0]}},
-            "shape-true": {"a": TENSOR | {"shape": [True, 2]}},
-            "shape-deep": {"a": TENSOR | {"shape": [1] * 100 + [2]}},
-            "dtype-unknown": {"a": TENSOR | {"dtype": "OBJECT\n"}},
-            "dtype-list": {"a": TENSOR | {"dtype": ["F32"]}},
-            "no-offsets": {"a": {"dtype": "F32", "shape": [2]}},
-            "not-a-tensor": {"a": "F32"},
-            "metadata": {"__metadata__": {"format": 7}, "a": TENSOR},
-            "twice": b'{"a":' + json.dumps(TENSOR).encode() + b',"a":' + json.dumps(TENSOR).encode() + b"}",
-            "newline": {"a\nb": TENSOR},
-            "escape": {"\x1b[2Ja": TENSOR},
-            "nameless": {"": TENSOR},
-            "not-utf8": b'{"\xff":1}',
-            "deep": DEEP,
-            "empty": b"",
-        }.items()
-    },
+    **{f"header-{key}": partial(header, content) for key, content in HEADERS.items()},
     "header-absurd-length": partial(raw_file, (2**63).to_bytes(8, "little") + b"{}", MODEL),
     "header-all-ones": partial(raw_file, b"\xff" * 64, MODEL),
     **{f"index-names-{key}": partial(weight_map, {"wte.weight": name}) for key, name in NAMES.items()},
@@ -296,7 +295,8 @@ def test_what_only_has_the_name_of_a_checkpoint_is_passed_over(whole: Path, tmp_
     shutil.copytree(whole, tmp_path / "run" / "step-00000001")
     path = tmp_path / "run" / "step-00000002"
     {"link": lambda: path.symlink_to(whole), "fifo": lambda: os.mkfifo(path), "file": lambda: path.touch()}[kind]()
-    assert choose(tmp_path / "run").path.name == "step-00000001"
+    chosen = choose(tmp_path / "run")
+    assert (chosen.path.name, chosen.notices) == ("step-00000001", ())
 
 
 @pytest.mark.timeout(60)
@@ -316,6 +316,20 @@ def test_a_hostile_index_of_weights_is_refused(tmp_path: Path, name: Any) -> Non
 def test_hostile_weights_are_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)
     refused(tmp_path)
+
+
+@pytest.mark.parametrize("content", HEADERS.values(), ids=HEADERS.keys())
+def test_a_lying_header_is_refused_for_itself(tmp_path: Path, content: Any) -> None:
+    forge_header(tmp_path / "model.safetensors", content, b"\0" * 8)
+    refused(tmp_path)
+
+
+def test_a_link_is_not_followed_whoever_put_it_there_since(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("text")
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    assert read_plain(tmp_path / "file") == read_plain(tmp_path / "link", follow=True) == b"text"
+    with pytest.raises(OSError, match="link is a symbolic link"):
+        read_plain(tmp_path / "link")
 
 
 @pytest.mark.timeout(60)

@@ -15,12 +15,14 @@ import torch
 from safetensors.torch import load_file
 from tiny_checkpoint import SIZES, groups_of, parameters, save_tiny, tensors_of
 
+from toolkit.checkpoint import tensor_file
 from toolkit.checkpoint.background_writer import BackgroundWriter
 from toolkit.checkpoint.choose import choose
 from toolkit.checkpoint.header import TensorSpec
 from toolkit.checkpoint.manifest import read_manifest
 from toolkit.checkpoint.names import kind_of
 from toolkit.checkpoint.plan import PlannedFile
+from toolkit.checkpoint.ranks import Failure, first_failure
 from toolkit.checkpoint.reader import CheckpointReader
 from toolkit.checkpoint.retention import Keep
 from toolkit.checkpoint.save import TensorGroup, save
@@ -283,8 +285,6 @@ def test_what_cannot_be_deleted_is_a_notice(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_the_queue_holds_no_more_than_its_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from toolkit.checkpoint import tensor_file
-
     specs = tuple(TensorSpec(name=f"t{i}", shape=(250,), dtype=torch.float32) for i in range(20))
     write = tensor_file.write_all
 
@@ -342,3 +342,29 @@ def test_one_gathered_tensor_exists_at_a_time(tmp_path: Path) -> None:
 
     specs = [TensorSpec(name=f"t{i}", shape=(1000,), dtype=torch.float32) for i in range(30)]
     save_tiny(tmp_path, 1, groups=[TensorGroup(kind="model", specs=specs, tensors=gathered())])
+
+
+def test_a_file_that_the_first_rank_does_not_see_is_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank wrote it, on a disk of its own."""
+    close = tensor_file.TensorFile.close
+
+    def lose(file: tensor_file.TensorFile) -> tuple[int, str]:
+        path = Path(os.readlink(f"/proc/self/fd/{file._descriptor}"))
+        written = close(file)
+        path.unlink()
+        return written
+
+    monkeypatch.setattr(tensor_file.TensorFile, "close", lose)
+    with pytest.raises(CheckpointError, match="do all machines see the same"):
+        save_tiny(tmp_path, 4)
+    assert names_in(tmp_path) == []
+
+
+def test_of_several_failures_a_full_disk_is_told_else_that_of_the_lowest_rank() -> None:
+    full = Failure.of(OSError(28, "No space left on device"), rank=3, path="a")
+    others = [Failure.of(OSError(5, "Input/output error"), rank=rank, path="a") for rank in (2, 1)]
+    assert first_failure([[], *others, full]) is full
+    assert first_failure([[], *others]) is others[1]
+    assert first_failure([[], []]) is None

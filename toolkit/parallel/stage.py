@@ -96,6 +96,15 @@ class PipelineStage(nn.Module):
         for name in sorted((anatomy.before | anatomy.after) - used):
             _drop_parameters(model.get_submodule(name), kept)
 
+    def cast_elsewhere(self, dtype: torch.dtype) -> None:
+        """Give the zeros that stand for other stages' parameters the dtype of this stage's.
+
+        Rotary tables, masks and the like take the dtype of the embeddings, which may be among them.
+        """
+        for module in self.model.modules():
+            if is_elsewhere(module):
+                module._buffers[ZERO] = module.get_buffer(ZERO).to(dtype)
+
     def forward(self, inputs: torch.Tensor | tuple[torch.Tensor, ...]) -> Any:
         """First stage: (input_ids [b, s], …) in; later ones: (hidden [b, s, h], …). Out: the same with a hidden state.
 

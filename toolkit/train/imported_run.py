@@ -35,8 +35,8 @@ def import_run(source: Path, destination: Path, recipe: Recipe) -> Imported:
     tag = find_tag(source)
     if tag is None:
         raise CheckpointError(
-            f"{shown(str(source))}: no checkpoint of DeepSpeed, hence no optimizer to go on with. Leave --recipe out to "
-            "import the weights."
+            f"{shown(str(source))}: no checkpoint of DeepSpeed, hence no optimizer to go on with. Leave --recipe out "
+            "to import the weights."
         )
     found = open_deepspeed(tag)
     config = check_model(recipe, torch.device("cpu"))

@@ -54,7 +54,7 @@ def import_weights(
     home = model or next((place for place in (source, tag.parent) if (place / "config.json").exists()), None)
     if home is None:
         raise CheckpointError(
-            f"{shown(str(source))}: DeepSpeed saves no config.json. Name the Hugging Face directory of the model with "
+            f"{shown(str(source))}: DeepSpeed saves no config.json. Name the Hugging Face directory of the model by "
             "--model, or the recipe to go on with by --recipe."
         )
     config = read_config(home, follow=True)
@@ -144,5 +144,6 @@ def _auto_config(folder: Path) -> PretrainedConfig:
     except (OSError, ValueError, KeyError) as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(
-            f"{shown(str(folder))}/config.json: transformers cannot read it ({shown(first)}). Take a model that it knows."
+            f"{shown(str(folder))}/config.json: transformers cannot read it ({shown(first)}). Take a model that it "
+            "knows."
         ) from error

@@ -6,7 +6,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -16,6 +17,35 @@ from toolkit.errors import PreemptedError, RunError
 _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 10
 _SAVING_SECONDS = 120
+_BAD_INPUT = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """How a run ended. `is_crash`: a rank died, by a signal or an error that no input explains; nobody asked for it."""
+
+    code: int
+    is_crash: bool = False
+
+
+def restarted_ranks(
+    script: Path, arguments: Callable[[int], tuple[Sequence[str], str]], nproc: int, restarts: int
+) -> int:
+    """`run_local_ranks`, and again after a crash, up to `restarts` times.
+
+    `arguments` gives, for the how-manieth restart (0: the first start), the arguments and from where the run goes on.
+    """
+    try:
+        for attempt in range(restarts + 1):
+            given, origin = arguments(attempt)
+            if attempt:
+                print(f"restart {attempt} of {restarts}: {origin}", file=sys.stderr, flush=True)
+            ended = _run(script, given, nproc)
+            if not ended.is_crash:
+                break
+    except _StoppedError as stopped:  # between two starts
+        return 128 + stopped.number
+    return ended.code
 
 
 def run_local_ranks(script: Path, arguments: Sequence[str], nproc: int) -> int:
@@ -25,6 +55,10 @@ def run_local_ranks(script: Path, arguments: Sequence[str], nproc: int) -> int:
     wait in a collective until its timeout. SIGTERM and SIGUSR1 go on to the ranks, which save a checkpoint and end with
     75; they have two minutes.
     """
+    return restarted_ranks(script, lambda attempt: (arguments, ""), nproc, 0)
+
+
+def _run(script: Path, arguments: Sequence[str], nproc: int) -> Ended:
     port = free_port()
     # Whoever ends us (a scheduler, `timeout`, a container) means the ranks as well.
     for number in (signal.SIGTERM, signal.SIGUSR1):
@@ -38,19 +72,21 @@ def run_local_ranks(script: Path, arguments: Sequence[str], nproc: int) -> int:
             for rank, code in enumerate(codes):
                 if code is not None and code < 0:
                     print(f"error: rank {rank} was ended by {signal.Signals(-code).name}.", file=sys.stderr)
-                    return 128 - code
+                    return Ended(code=128 - code, is_crash=True)
             if any(codes):
                 # Whoever failed first takes others down with it; the one that says why ends with 2.
                 time.sleep(5 * _POLL_SECONDS)
                 failed = [code for code in (rank.poll() for rank in ranks) if code]
-                return 2 if 2 in failed else failed[0]
+                # Bad input is as bad a second time, and whoever was asked to stop shall not start again.
+                told = next((code for code in (_BAD_INPUT, PreemptedError.exit_code) if code in failed), None)
+                return Ended(code=failed[0], is_crash=True) if told is None else Ended(code=told)
             if all(code == 0 for code in codes):
-                return 0
+                return Ended(code=0)
             time.sleep(_POLL_SECONDS)
     except KeyboardInterrupt:
-        return 130
+        return Ended(code=130)
     except _StoppedError as stopped:
-        return _stopped_by(stopped.number, ranks)
+        return Ended(code=_stopped_by(stopped.number, ranks))
     finally:
         _end(ranks)
 

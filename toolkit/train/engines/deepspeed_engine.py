@@ -9,6 +9,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.utils import safe_get_full_grad
 from torch import nn
 from transformers import PreTrainedModel
@@ -68,6 +69,7 @@ class DeepSpeedEngine(DataParallelEngine):
                 mpu=self._parallel_unit(),
             )
         restore_buffers(model, buffers, device)
+        keep_empty_norms(self.optimizer)
         kinds = state_kinds(recipe.optimizer.name, recipe.optimizer.momentum)
         self.states = deepspeed_states(self.optimizer, layout.zero_stage, kinds)
         if recipe.train.compile:
@@ -197,6 +199,25 @@ def write_loss_scale(engine: Any, state: Mapping[str, float]) -> None:
     for name in _SCALER_FIELDS[1:]:
         if name in state:
             setattr(scaler, name, int(state[name]))
+
+
+def keep_empty_norms(optimizer: Any) -> None:
+    """Let ranks count nothing in the gradient norm: the second tensor-parallel rank of a stage with only tied copies.
+
+    BF16_Optimizer stacks the norms of what a rank counts, and fails where that is no tensor at all.
+    """
+    if not isinstance(optimizer, BF16_Optimizer):
+        return
+    gradients = optimizer.get_grads_for_norm
+
+    def at_least_a_zero(for_clipping: bool = False) -> Any:
+        found = gradients(for_clipping=for_clipping)
+        if for_clipping or found[0]:
+            return found
+        zero = torch.zeros(1, device=optimizer.fp32_groups_flat_partition[0].device)
+        return [zero], found[1]
+
+    optimizer.get_grads_for_norm = at_least_a_zero
 
 
 def plain_norm(parameters: Iterable[nn.Parameter], cut: ModelCut | None) -> torch.Tensor:

@@ -30,6 +30,8 @@ from toolkit.train.engines.base import (
 )
 from toolkit.train.engines.deepspeed_engine import (
     keep_buffers,
+    keep_empty_norms,
+    model_dtype,
     plain_norm,
     quiet_stdout,
     read_loss_scale,
@@ -77,6 +79,8 @@ class PipelineEngine(Engine):
                 model=pipeline, model_parameters=None if client else groups, optimizer=client, config=dict(config)
             )
         restore_buffers(model, buffers, device)
+        cut.stage.cast_elsewhere(model_dtype(config))
+        keep_empty_norms(self.optimizer)
         kinds = state_kinds(recipe.optimizer.name, recipe.optimizer.momentum)
         self.states = deepspeed_states(self.optimizer, layout.zero_stage, kinds)
 

@@ -1,0 +1,304 @@
+"""The regression matrix: strategy x family x optimizer x accumulation x clipping x tying x precision, what is legal.
+
+A cell is one way to train the same model. Which ones are legal is asked of the rules that recipes are held to.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any
+
+from toolkit import recipe_file
+from toolkit.parity.strategy import Strategy
+from toolkit.recipe import (
+    BatchSection,
+    DataSection,
+    ModelSection,
+    OptimizerName,
+    OptimizerSection,
+    ParallelSection,
+    Precision,
+    Recipe,
+    ScheduleSection,
+    TrainSection,
+)
+
+STRATEGIES = (
+    *("dp2-z0", "dp2-z1", "dp2-z2", "dp2-z3", "dp2-z1-offload", "dp2-z2-offload", "dp2-z3-offload"),
+    *("dp2-ddp", "dp2-fsdp", "dp2-z3-recompute", "dp4-z1"),
+    *("tp2-z0", "tp2-z1", "tp2-z2-sp", "tp2-z3-sp", "tp2-dp2-z1-sp", "tp4-z2"),
+    *("pp2-z0", "pp2-z1", "pp2-z1-recompute", "pp4-z1", "tp2-pp2-z0-sp", "tp2-pp2-dp2-z1-sp"),
+    *("u2-z0", "u2-z1", "u2-z2", "u2-z3"),
+)
+"""Each of them with every legal combination of options."""
+
+
+def _layouts() -> Iterator[str]:
+    plain = ("z0", "z1", "z2", "z3", "z1-offload", "z2-offload", "z3-offload", "ddp", "fsdp")
+    yield from (f"dp{dp}-{place}" for dp, place in product((1, 4), plain))
+    for tp, dp, zero, sp in product((2, 4), (1, 2), (0, 1, 2, 3), ("", "-sp")):
+        yield f"tp{tp}{'-dp2' * (dp == 2)}-z{zero}{sp}"
+    for pp, dp, zero in product((2, 4), (1, 2), (0, 1)):
+        yield f"pp{pp}{'-dp2' * (dp == 2)}-z{zero}"
+    yield from (f"tp2-pp2-dp2-z{zero}{sp}" for zero, sp in product((0, 1), ("", "-sp")))
+    yield from (f"tp2-pp2-z{zero}{sp}" for zero, sp in product((0, 1), ("", "-sp")))
+    yield from (f"{layout}-recompute" for layout in ("dp2-z1", "dp2-ddp", "dp2-fsdp", "pp4-z0", "pp2-dp2-z1"))
+    yield from (f"tp2-z{zero}{sp}-recompute" for zero, sp in product((0, 1, 2, 3), ("", "-sp")))
+    yield from ("tp4-z1-sp-recompute", "tp2-pp2-dp2-z1-sp-recompute", "u2-z3-recompute")
+    yield from ("u2-dp2-z1", "u2-dp2-z2", "u2-dp2-z3", "u4-z1")
+
+
+LAYOUTS = tuple(name for name in _layouts() if name not in STRATEGIES)
+"""The other strategies: each with so many combinations that every pair of options occurs."""
+
+FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
+    # The known shape, what makes it small, and what the family calls its layers.
+    "gpt2": ("gpt2-tiny", {"n_embd": 32, "n_head": 4, "n_positions": 32}, "n_layer"),
+    # Fewer key-value heads than heads, and than tensor-parallel ranks.
+    "llama": (
+        "llama-tiny",
+        {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64},
+        "num_hidden_layers",
+    ),
+    # Norms in each head.
+    "qwen3": (
+        "qwen3-tiny",
+        {
+            "hidden_size": 32,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "intermediate_size": 64,
+        },
+        "num_hidden_layers",
+    ),
+    # Attention and MLP side by side, rotary positions on a part of each head.
+    "gpt_neox": (
+        "pythia-14m",
+        {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64},
+        "num_hidden_layers",
+    ),
+}
+OPTIMIZERS: tuple[OptimizerName, ...] = ("adamw", "sgd")
+ACCUMULATIONS = (1, 4)
+PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16")
+GLOBAL_BATCH = 16
+VOCABULARY = 321
+"""Odd, so that every tp pads it."""
+ACTIVE_CLIP = 0.2
+"""Below every gradient norm of these runs, so that each step is clipped; a test checks that."""
+STEPS, LONG_STEPS = 6, 30
+"""Of a cell, and of one in `long_cells`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text:
+    """Where the corpus lies, and the cache of its tokens."""
+
+    corpus: Path
+    cache: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mathematics:
+    """What decides what is computed: cells with the same have the same baseline."""
+
+    family: str
+    layers: int
+    optimizer: OptimizerName
+    clipped: bool
+    tied: bool
+    precision: Precision
+
+    @property
+    def packing(self) -> str:
+        """`padded` gives micro-batches different numbers of targets. Half of the cells, balanced over each option."""
+        return "padded" if (self.optimizer == "adamw") ^ self.clipped ^ self.tied else "packed"
+
+    def recipe(self, text: Text, *, steps: int) -> Recipe:
+        """One rank: a plain process in fp32, ZeRO-1 in bf16, which holds the same weights in the same bits."""
+        shape, small, layers = FAMILIES[self.family]
+        overrides = small | {layers: self.layers, "vocab_size": VOCABULARY, "tie_word_embeddings": self.tied}
+        # At 1e-3 AdamW amplifies rounding: the reference differs from itself by 9e-7 when only its micro-batches
+        # change (2e-7 at 3e-4), which leaves no room below a bound of 1e-6.
+        rate = 3e-4 if self.optimizer == "adamw" else 0.1
+        data = DataSection(
+            source=str(text.corpus),
+            tokenizer="bpe-300",
+            seq_len=32,
+            packing=self.packing,
+            workers=1,
+            eval_fraction=0.1,
+            cache_dir=str(text.cache),
+        )
+        return Recipe(
+            model=ModelSection(name_or_path=shape, overrides=overrides),
+            data=data,
+            parallel=ParallelSection(zero_stage=1),
+            batch=BatchSection(global_size=GLOBAL_BATCH, micro_size=GLOBAL_BATCH),
+            precision=self.precision,
+            optimizer=OptimizerSection(name=self.optimizer, lr=rate, weight_decay=0.1),
+            schedule=ScheduleSection(name="cosine", warmup_steps=1),
+            train=TrainSection(
+                steps=steps,
+                seed=1,
+                grad_clip=ACTIVE_CLIP if self.clipped else 0.0,
+                engine="reference" if self.precision == "fp32" else "deepspeed",
+            ),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One way to train a model."""
+
+    strategy: str
+    family: str
+    optimizer: OptimizerName
+    accumulation: int
+    clipped: bool
+    tied: bool
+    precision: Precision
+
+    def __str__(self) -> str:
+        clip, tie = "clip" if self.clipped else "noclip", "tied" if self.tied else "untied"
+        return f"{self.strategy}:{self.family}-{self.optimizer}-a{self.accumulation}-{clip}-{tie}-{self.precision}"
+
+    @property
+    def where(self) -> Strategy:
+        """The strategy, taken apart."""
+        return _parse(self.strategy)
+
+    @property
+    def ranks(self) -> int:
+        return self.where.world_size(1)
+
+    @property
+    def mathematics(self) -> Mathematics:
+        return Mathematics(
+            family=self.family,
+            layers=max(2, self.where.pp),
+            optimizer=self.optimizer,
+            clipped=self.clipped,
+            tied=self.tied,
+            precision=self.precision,
+        )
+
+    def recipe(self, text: Text, *, steps: int) -> Recipe:
+        """What is trained, and where."""
+        recipe = self.mathematics.recipe(text, steps=steps)
+        replicas = self.ranks // self.where.model_size
+        micro_size = GLOBAL_BATCH // (replicas * self.accumulation)
+        batch = recipe.batch.model_copy(update={"micro_size": micro_size})
+        return self.where.apply(recipe.model_copy(update={"batch": batch}), 1)
+
+    def problems(self) -> list[str]:
+        """Why it is not legal, as a user would be told."""
+        nowhere = Text(corpus=Path("documents.jsonl"), cache=Path("cache"))
+        return recipe_file.problems(self.recipe(nowhere, steps=STEPS), self.ranks)
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether ranks hold something alike whose bits can be compared."""
+        where = self.where
+        if where.engine == "fsdp":
+            return False
+        if where.tp == where.pp == 1:
+            return self.ranks > 1 and where.zero_stage != 3
+        # Stages of an untied model share nothing.
+        return where.tp > 1 or self.ranks > where.model_size or self.tied
+
+    @property
+    def options(self) -> tuple[object, ...]:
+        """Everything but the strategy."""
+        return (
+            self.family,
+            self.optimizer,
+            self.accumulation,
+            self.clipped,
+            self.tied,
+            self.precision,
+            self.mathematics.packing,
+        )
+
+    @property
+    def parts(self) -> tuple[object, ...]:
+        """The strategy by what it consists of."""
+        where = self.where
+        cut = (where.tp, where.pp, where.ulysses)
+        replicas = self.ranks // where.model_size
+        return (where.engine, where.zero_stage, cut, replicas, where.sp, where.recompute, where.offload)
+
+
+@cache
+def legal_cells() -> tuple[Cell, ...]:
+    """All legal combinations of the full strategies, and of the others a subset that shows every pair of options."""
+    return tuple(
+        cell
+        for strategy in (*STRATEGIES, *LAYOUTS)
+        for cell in _chosen(strategy, tuple(cell for cell in combinations_of(strategy) if not cell.problems()))
+    )
+
+
+def combinations_of(strategy: str) -> Iterator[Cell]:
+    """One strategy with every combination of options, legal or not."""
+    axes = product(FAMILIES, OPTIMIZERS, ACCUMULATIONS, (False, True), (True, False), PRECISIONS)
+    for family, optimizer, accumulation, clipped, tied, precision in axes:
+        yield Cell(
+            strategy=strategy,
+            family=family,
+            optimizer=optimizer,
+            accumulation=accumulation,
+            clipped=clipped,
+            tied=tied,
+            precision=precision,
+        )
+
+
+def _chosen(strategy: str, cells: Sequence[Cell]) -> Sequence[Cell]:
+    return cells if strategy in STRATEGIES else covering_subset(cells, lambda cell: cell.options, balanced=False)
+
+
+@cache
+def daily_cells() -> tuple[Cell, ...]:
+    """Cells in which every strategy of the full ones occurs with every family, and every pair of options."""
+    cells = legal_cells()
+    full = [cell for cell in cells if cell.strategy in STRATEGIES]
+    return tuple(covering_subset(full, lambda cell: (cell.strategy, *cell.options)))
+
+
+@cache
+def long_cells() -> frozenset[Cell]:
+    """Cells that train longer."""
+    return frozenset(covering_subset(daily_cells(), lambda cell: (*cell.parts, *cell.options)))
+
+
+def covering_subset(
+    cells: Sequence[Cell], axes: Callable[[Cell], tuple[object, ...]], *, balanced: bool = True
+) -> list[Cell]:
+    """Cells that together show every pair of values that two axes take, chosen greedily: the same ones every time.
+
+    `balanced`: of those that show equally many new pairs, one whose options were chosen less often; else the first.
+    """
+    shows = {cell: set(combinations(enumerate(axes(cell)), 2)) for cell in cells}
+    missing = set[object]().union(*shows.values())
+    used: Counter[object] = Counter()
+    chosen = []
+
+    def merit(cell: Cell) -> tuple[int, int]:
+        return len(shows[cell] & missing), -sum(used[option] for option in enumerate(cell.options)) * balanced
+
+    while missing:
+        best = max(shows, key=merit)
+        chosen.append(best)
+        used.update(enumerate(best.options))
+        missing -= shows.pop(best)
+    return chosen
+
+
+@cache
+def _parse(strategy: str) -> Strategy:
+    return Strategy.parse(strategy)

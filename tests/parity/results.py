@@ -1,0 +1,106 @@
+"""Results of the whole matrix: a line of JSON for each cell, in a folder of its own for each state of the code."""
+
+import datetime
+import hashlib
+import json
+import platform
+import subprocess
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Self
+
+from cell_runs import CellRun, Outcome
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "build" / "parity"
+WATCHED = (
+    "toolkit",
+    *(f"tests/parity/{name}.py" for name in ("matrix", "cell_runs", "fresh_ranks")),
+    *(f"tests/{name}.py" for name in ("rank_parent", "small_text")),
+)
+"""What decides what comes out."""
+PACKAGES = ("torch", "deepspeed", "transformers", "accelerate")
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """What was run: results of two states are never put on one page."""
+
+    commit: str
+    code: str
+    """A hash of what decides what comes out, committed or not, and of the versions."""
+    has_changes: bool
+    """Whether `commit` does not have all of that code."""
+    versions: str
+
+    @classmethod
+    def now(cls) -> Self:
+        """Of this checkout and this environment."""
+        versions = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
+        versions = f"Python {platform.python_version()}, {versions}"
+        digest = hashlib.sha256(versions.encode())
+        for name in WATCHED:
+            path = ROOT / name
+            for file in sorted(path.rglob("*.py")) + sorted(path.rglob("*.json")) if path.is_dir() else [path]:
+                digest.update(str(file.relative_to(ROOT)).encode() + b"\0" + file.read_bytes())
+        return cls(
+            commit=_git("rev-parse", "HEAD")[:12],
+            code=digest.hexdigest()[:12],
+            has_changes=bool(_git("status", "--porcelain", "--", *WATCHED)),
+            versions=versions,
+        )
+
+    @property
+    def folder(self) -> Path:
+        """Where its results are."""
+        return RESULTS / self.code
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """One cell that was run."""
+
+    cell: str
+    steps: int
+    outcome: Outcome
+    seconds: float
+    date: str
+    state: State
+
+    @classmethod
+    def of(cls, run: CellRun, outcome: Outcome, seconds: float, state: State) -> Self:
+        """What came out now."""
+        return cls(
+            cell=str(run.cell),
+            steps=run.steps,
+            outcome=outcome,
+            seconds=round(seconds, 3),
+            date=datetime.date.today().isoformat(),
+            state=state,
+        )
+
+    def line(self) -> str:
+        """As it is kept."""
+        return json.dumps(asdict(self)) + "\n"
+
+    @classmethod
+    def parse(cls, line: str) -> Self:
+        """The reverse."""
+        fields = json.loads(line)
+        alarms = tuple(fields["outcome"].pop("alarms"))
+        outcome = Outcome(**fields.pop("outcome"), alarms=alarms)
+        return cls(**fields | {"outcome": outcome, "state": State(**fields["state"])})
+
+
+def read_results(folder: Path) -> Iterator[Result]:
+    """Everything in a folder; a line that a killed run left unfinished does not count."""
+    for path in sorted(folder.glob("*.jsonl")):
+        yield from (Result.parse(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n"))
+
+
+@cache
+def _git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()

@@ -1,0 +1,249 @@
+"""The regression matrix: every strategy trains what one plain PyTorch process trains. The daily cells, and the matrix.
+
+The whole of it: whole_matrix.py.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any
+
+import page
+import pytest
+from cell_runs import Baselines, CellRun, Outcome, run_cells
+from fresh_ranks import fresh_ranks
+from matrix import (
+    ACCUMULATIONS,
+    FAMILIES,
+    LAYOUTS,
+    LONG_STEPS,
+    OPTIMIZERS,
+    PRECISIONS,
+    STEPS,
+    STRATEGIES,
+    Cell,
+    Text,
+    combinations_of,
+    daily_cells,
+    legal_cells,
+    long_cells,
+)
+from results import Result, State, read_results
+
+from toolkit.parallel import collectives
+from toolkit.parity import Trial
+from toolkit.train.engines import deepspeed_engine
+from toolkit.train.trial import run_trial
+
+CORES = 4
+"""Ranks at a time. Ranks wait for each other, so two cores have time for four."""
+Ranks = Callable[..., list[Any]]
+
+
+def run_of(cell: Cell) -> CellRun:
+    return CellRun(cell=cell, steps=LONG_STEPS if cell in long_cells() else STEPS)
+
+
+@pytest.fixture(scope="session")
+def text(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Text:
+    return Text(corpus=corpus, cache=tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="session")
+def baselines(text: Text, ranks: Ranks) -> Baselines:
+    return Baselines(text, cores=CORES)
+
+
+@pytest.fixture(scope="session")
+def outcomes(request: pytest.FixtureRequest, text: Text, baselines: Baselines) -> dict[Cell, Outcome]:
+    """Of all cells that this session is to test, which is faster than one by one."""
+    asked = [item.callspec.params.get("cell") for item in request.session.items if hasattr(item, "callspec")]
+    cells = [cell for cell in dict.fromkeys(asked) if isinstance(cell, Cell)]
+    ended = run_cells([run_of(cell) for cell in cells], text, baselines, cores=CORES)
+    return {run.cell: outcome for run, outcome, _ in ended}
+
+
+@pytest.mark.timeout(1800)  # the first one waits for all
+@pytest.mark.parametrize("cell", daily_cells(), ids=str)
+def test_a_strategy_trains_what_one_process_trains(cell: Cell, outcomes: dict[Cell, Outcome]) -> None:
+    assert not outcomes[cell].failure, outcomes[cell].failure
+
+
+class TestTheMatrix:
+    def test_it_has_all_legal_combinations_of_its_strategies(self) -> None:
+        kept = [cell for cell in legal_cells() if cell.strategy in STRATEGIES]
+        # 24 strategies x 4 families x 2^5; three without ZeRO cut the model, and bf16 is refused there.
+        assert len(kept) == 24 * 128 + 3 * 64
+        assert len(legal_cells()) == 3904
+
+    @pytest.mark.parametrize("strategy", [*STRATEGIES, *LAYOUTS])
+    def test_what_it_leaves_out_is_refused_for_one_reason(self, strategy: str) -> None:
+        refused = [cell for cell in combinations_of(strategy) if cell.problems()]
+        assert all("zero_stage=0" in problem and "bf16" in problem for cell in refused for problem in cell.problems())
+        assert all(cell.precision == "bf16" for cell in refused)
+
+    @pytest.mark.parametrize("strategy", [*STRATEGIES, *LAYOUTS])
+    def test_every_value_of_every_option_occurs_with_every_strategy(self, strategy: str) -> None:
+        cells = [cell for cell in legal_cells() if cell.strategy == strategy]
+        assert {cell.family for cell in cells} == set(FAMILIES)
+        assert {cell.optimizer for cell in cells} == set(OPTIMIZERS)
+        assert {cell.accumulation for cell in cells} == set(ACCUMULATIONS)
+        assert {cell.clipped for cell in cells} == {cell.tied for cell in cells} == {True, False}
+        assert {cell.mathematics.packing for cell in cells} == {"packed", "padded"}
+        assert {cell.precision for cell in cells} >= {"fp32"}
+
+    def test_it_has_every_place_of_zero_and_every_cut(self) -> None:
+        names = {*STRATEGIES, *LAYOUTS}
+        places = ("z0", "z1", "z2", "z3", "z1-offload", "z2-offload", "z3-offload", "ddp", "fsdp")
+        wanted = {f"dp{dp}-{place}" for dp, place in product((1, 2, 4), places)}
+        for zero, sp, dp in product((0, 1, 2, 3), ("", "-sp"), ("", "-dp2")):
+            wanted |= {f"tp{tp}{dp}-z{zero}{sp}" for tp in (2, 4)}
+        for zero in (0, 1):
+            wanted |= {f"pp{pp}{dp}-z{zero}" for pp, dp in product((2, 4), ("", "-dp2"))}
+            wanted |= {f"tp2-pp2-dp2-z{zero}{sp}" for sp in ("", "-sp")}
+        wanted |= {f"u2-z{zero}" for zero in (0, 1, 2, 3)}
+        assert wanted <= names
+        assert len(names) == len(STRATEGIES) + len(LAYOUTS)
+
+    def test_cells_are_told_apart_by_their_names(self) -> None:
+        assert len({str(cell) for cell in legal_cells()}) == len(legal_cells())
+
+
+class TestTheDailyCells:
+    def test_they_show_every_pair_of_options_and_strategies(self) -> None:
+        def pairs(cells: Sequence[Cell]) -> set[Any]:
+            return {p for cell in cells for p in combinations(enumerate((cell.strategy, *cell.options)), 2)}
+
+        full = [cell for cell in legal_cells() if cell.strategy in STRATEGIES]
+        assert pairs(daily_cells()) == pairs(full)
+
+    def test_the_long_ones_show_every_pair_of_options_and_parts_of_a_strategy(self) -> None:
+        def pairs(cells: Sequence[Cell]) -> set[Any]:
+            return {p for cell in cells for p in combinations(enumerate((*cell.parts, *cell.options)), 2)}
+
+        assert long_cells() < set(daily_cells())
+        assert pairs(sorted(long_cells(), key=str)) == pairs(daily_cells())
+
+    def test_half_of_them_have_micro_batches_with_different_numbers_of_targets(self) -> None:
+        padded = sum(cell.mathematics.packing == "padded" for cell in daily_cells())
+        assert 0.4 < padded / len(daily_cells()) < 0.6
+
+
+def bits(trial: Trial) -> Any:
+    return trial.curve.losses, trial.curve.grad_norms, {k: v.tobytes() for k, v in trial.parameters.items()}
+
+
+def one_after_the_other(cells: Sequence[Cell], text: Text) -> list[Any]:
+    """On every rank."""
+    found = []
+    for cell in cells:
+        with fresh_ranks():
+            found.append(bits(run_trial(cell.recipe(text, steps=2))))
+    return found
+
+
+def simple(strategy: str, **options: Any) -> Cell:
+    chosen = {"family": "llama", "optimizer": "adamw", "accumulation": 1, "precision": "bf16"} | options
+    return Cell(strategy=strategy, clipped=True, tied=True, **chosen)
+
+
+def test_a_training_is_the_same_to_the_bit_whatever_ran_before_it_in_its_ranks(text: Text, ranks: Ranks) -> None:
+    names = ("dp2-z1", "dp2-z3", "dp2-ddp", "dp2-fsdp", "tp2-z1-sp", "pp2-z1", "u2-z2")
+    cells = [simple(name) for name in names]
+    forth, back = (ranks(one_after_the_other, 2, order, text)[0] for order in (cells, cells[::-1]))
+    alone = [ranks(one_after_the_other, 2, [cell], text)[0][0] for cell in cells]
+    assert forth == alone
+    assert back[::-1] == alone
+
+
+class TestPlantedFaults:
+    """Known mistakes, put into ranks that are forked after the baselines were trained."""
+
+    @pytest.fixture
+    def alarms(self, text: Text, baselines: Baselines) -> Callable[..., dict[str, tuple[str, ...]]]:
+        def of(*cells: Cell) -> dict[str, tuple[str, ...]]:
+            ended = run_cells([CellRun(cell=cell, steps=STEPS) for cell in cells], text, baselines, cores=CORES)
+            return {run.cell.strategy: outcome.alarms for run, outcome, _ in ended}
+
+        return of
+
+    @pytest.fixture(autouse=True)
+    def trained(self, baselines: Baselines) -> None:
+        baselines.train(
+            CellRun(cell=simple("dp2-z1", precision=precision), steps=STEPS) for precision in ("fp32", "bf16")
+        )
+
+    @pytest.mark.parametrize("precision", PRECISIONS)
+    def test_a_loss_that_is_divided_by_the_replicas_twice(
+        self, alarms: Any, monkeypatch: pytest.MonkeyPatch, precision: str
+    ) -> None:
+        init = deepspeed_engine.DeepSpeedEngine.__init__
+
+        def halved(engine: Any, *arguments: Any, **keywords: Any) -> None:
+            init(engine, *arguments, **keywords)
+            engine.dp = 1
+
+        monkeypatch.setattr(deepspeed_engine.DeepSpeedEngine, "__init__", halved)
+        found = alarms(*(simple(f"dp2-z{stage}", precision=precision) for stage in range(4)))
+        assert all({"gradient", "norm"} <= set(raised) for raised in found.values())
+
+    @pytest.mark.parametrize("precision", PRECISIONS)
+    def test_a_missing_f(self, alarms: Any, monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
+        monkeypatch.setattr(collectives, "copy_to_tensor_ranks", lambda x, *_, **__: x)
+        found = alarms(simple("tp2-z1", precision=precision), simple("dp2-z1", precision=precision))
+        assert "gradient" in found["tp2-z1"]
+        assert found["dp2-z1"] == ()
+
+    def test_a_weight_decay_of_biases_and_norms(self, alarms: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        def all_alike(model: Any, weight_decay: float) -> Any:
+            return [{"params": [p for p in model.parameters() if p.requires_grad], "weight_decay": weight_decay}]
+
+        monkeypatch.setattr(deepspeed_engine, "parameter_groups", all_alike)
+        found = alarms(simple("dp2-z1", precision="fp32"))
+        assert "parameters" in found["dp2-z1"]
+        assert "gradient" not in found["dp2-z1"]
+
+
+class TestThePage:
+    @pytest.fixture
+    def state(self) -> State:
+        return State(commit="abc", code="def", has_changes=False, versions="torch 2")
+
+    @pytest.fixture
+    def results(self, state: State) -> dict[str, Result]:
+        outcome = Outcome(loss=1e-7, norm=2e-7, parameters=3e-7, gradient=4e-7)
+        found = (Result.of(run_of(cell), outcome, 1.0, state) for cell in legal_cells())
+        return {result.cell: result for result in found}
+
+    def page(self, state: State, results: dict[str, Result]) -> str:
+        return page.page(state, [run_of(cell) for cell in legal_cells()], results)
+
+    def test_it_names_every_strategy_the_commit_and_the_versions(
+        self, state: State, results: dict[str, Result]
+    ) -> None:
+        text = self.page(state, results)
+        assert all(f"| {name} | fp32 |" in text for name in (*STRATEGIES, *LAYOUTS))
+        assert "commit abc, torch 2" in text
+
+    def test_a_missing_cell_is_refused(self, state: State, results: dict[str, Result]) -> None:
+        del results[str(legal_cells()[7])]
+        with pytest.raises(page.IncompleteError, match="1 of 3904 cells have no result"):
+            self.page(state, results)
+
+    def test_a_failed_cell_is_refused(self, state: State, results: dict[str, Result]) -> None:
+        name = str(legal_cells()[7])
+        results[name] = replace(results[name], outcome=Outcome(failure="differs"))
+        with pytest.raises(page.IncompleteError, match="1 of 3904 cells failed"):
+            self.page(state, results)
+
+    def test_results_of_two_commits_are_refused(self, state: State, results: dict[str, Result]) -> None:
+        name = str(legal_cells()[7])
+        results[name] = replace(results[name], state=replace(state, commit="other"))
+        with pytest.raises(page.IncompleteError, match="several commits: abc, other"):
+            self.page(state, results)
+
+    def test_a_result_is_read_as_it_was_written(self, results: dict[str, Result], tmp_path: Path) -> None:
+        first, second, *_ = results.values()
+        (tmp_path / "shard-1-of-1.jsonl").write_text(first.line() + second.line() + first.line()[:50])
+        assert list(read_results(tmp_path)) == [first, second]

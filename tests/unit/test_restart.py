@@ -1,0 +1,177 @@
+"""`dstk train --restarts`: what is started again after a crash, with which arguments, and what never is."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tiny_checkpoint import save_tiny
+
+from toolkit.cli.main import main
+from toolkit.train.restart import Restart
+from toolkit.train.spawn import restarted_ranks
+
+Script = Callable[[str], Path]
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Script:
+    """A script in which `rank` and `attempt` (from 0) are known, and `note` keeps a line."""
+
+    def write(body: str) -> Path:
+        path = tmp_path / "script.py"
+        path.write_text(
+            textwrap.dedent(
+                """
+                import os, signal, sys, time
+                rank, attempt = int(os.environ["RANK"]), int(sys.argv[1])
+                print(f"{rank} {attempt}", file=open(os.environ["TRAIL"], "a"), flush=True)
+                """
+            )
+            + textwrap.dedent(body)
+        )
+        return path
+
+    return write
+
+
+@pytest.fixture
+def trail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where scripts say who ran."""
+    path = tmp_path / "trail"
+    path.touch()
+    monkeypatch.setenv("TRAIL", str(path))
+    return path
+
+
+def start(path: Path, *, nproc: int = 2, restarts: int = 3) -> int:
+    return restarted_ranks(path, lambda attempt: ([str(attempt)], "here"), nproc, restarts)
+
+
+def attempts(trail: Path) -> list[str]:
+    return sorted({line.split()[1] for line in trail.read_text().splitlines()})
+
+
+@pytest.mark.parametrize(
+    ("body", "name"),
+    [
+        ("if rank == 1 and attempt < 2: os.kill(os.getpid(), signal.SIGKILL)", "SIGKILL"),
+        ("if rank == 0 and attempt < 2: os.kill(os.getpid(), signal.SIGSEGV)", "SIGSEGV"),
+        ("if rank == 1 and attempt < 2: raise RuntimeError", ""),
+    ],
+)
+def test_ranks_start_again_after_a_crash_and_each_time_a_line_says_so(
+    script: Script, trail: Path, capfd: pytest.CaptureFixture[str], body: str, name: str
+) -> None:
+    assert start(script(body)) == 0
+    assert attempts(trail) == ["0", "1", "2"]
+    lines = capfd.readouterr().err.splitlines()
+    assert [line for line in lines if line.startswith("restart")] == ["restart 1 of 3: here", "restart 2 of 3: here"]
+    assert sum(f"was ended by {name}." in line for line in lines) == (2 if name else 0)
+
+
+@pytest.mark.parametrize("code", [2, 75])
+def test_bad_input_and_preemption_end_the_run(script: Script, trail: Path, code: int) -> None:
+    # The other rank fails because of it, and may be seen first.
+    assert start(script(f"time.sleep(0.2 * rank)\nsys.exit({code} if rank else 1)")) == code
+    assert attempts(trail) == ["0"]
+
+
+def test_a_crash_without_end_gives_up_with_its_code(script: Script, trail: Path) -> None:
+    assert start(script("os.kill(os.getpid(), signal.SIGKILL)"), nproc=1, restarts=1) == 137
+    assert attempts(trail) == ["0", "1"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_who_is_asked_to_stop_does_not_start_again(script: Script, trail: Path, number: signal.Signals) -> None:
+    path = script("time.sleep(60)")
+    code = (
+        "import sys; from pathlib import Path; from toolkit.train.spawn import restarted_ranks\n"
+        f"sys.exit(restarted_ranks(Path({str(path)!r}), lambda n: ([str(n)], ''), 2, 3))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"TRAIL": str(trail)})
+    deadline = time.monotonic() + 60
+    while len(trail.read_text().splitlines()) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(number)
+    assert process.wait(timeout=60) == 128 + number
+    assert attempts(trail) == ["0"]
+
+
+def restart(run_dir: Path, *, resume: str | None = None, overwrite: bool = False) -> Restart:
+    return Restart(run_dir=run_dir, given=["--config", "r.yaml"], resume=resume, overwrite=overwrite)
+
+
+def tail(found: Restart, attempt: int) -> list[str]:
+    arguments, _ = found.arguments(attempt)
+    assert arguments[:2] == ["--config", "r.yaml"]
+    assert arguments[2] == f'run_dir="{found.run_dir}"'
+    return arguments[3:]
+
+
+def test_it_goes_on_from_the_newest_checkpoint_that_the_run_has_saved(tmp_path: Path) -> None:
+    found = restart(tmp_path)
+    assert tail(found, 0) == []
+    save_tiny(tmp_path, 5)
+    save_tiny(tmp_path, 10)
+    assert tail(found, 1) == ["--resume", "auto"]
+    assert found.arguments(1)[1] == f"on from step-00000010 in {tmp_path}"
+
+
+def test_before_the_first_checkpoint_it_begins_anew_over_its_own_beginning(tmp_path: Path) -> None:
+    found = restart(tmp_path)
+    (tmp_path / "metrics.jsonl").touch()
+    assert tail(found, 1) == ["--overwrite"]
+    assert found.arguments(1)[1].startswith("from the beginning")
+
+
+def test_a_run_that_lay_there_before_is_never_overwritten_by_a_restart(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    save_tiny(tmp_path, 5)
+    assert tail(restart(tmp_path), 1) == []
+
+
+def test_a_run_that_is_to_be_overwritten_is_not_gone_on_from(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    save_tiny(tmp_path, 5)
+    found = restart(tmp_path, overwrite=True)
+    assert tail(found, 0) == tail(found, 1) == ["--overwrite"]
+    save_tiny(tmp_path, 5)
+    assert tail(found, 1) == ["--resume", "auto"]
+
+
+def test_a_checkpoint_that_was_named_is_named_again_until_there_is_a_newer_one(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    save_tiny(tmp_path, 5)
+    save_tiny(tmp_path, 10)
+    named = str(tmp_path / "step-00000005")
+    found = restart(tmp_path, resume=named)
+    assert tail(found, 0) == tail(found, 1) == ["--resume", named]
+    save_tiny(tmp_path, 6)
+    assert tail(found, 1) == ["--resume", "auto"]
+    assert "step-00000006" in found.arguments(1)[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--strict",), "--strict without --resume"),
+        (("--resume", "auto"), "--resume auto without a run_dir"),
+        (("--restarts", "-1"), "--restarts"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(
+    arguments: tuple[str, ...], message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    recipe = Path(__file__).parents[2] / "recipes" / "gpt2" / "z1.yaml"
+    with pytest.raises(SystemExit) as stopped:
+        main(["train", str(recipe), "run_dir=null", "parallel.dp=1", *arguments])
+    assert stopped.value.code == 2
+    err = capfd.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
