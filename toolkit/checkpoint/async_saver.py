@@ -9,18 +9,23 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from toolkit.checkpoint.host_copies import HostCopies
 from toolkit.checkpoint.ranks import Ranks
 from toolkit.checkpoint.retention import Keep
 from toolkit.checkpoint.save import FileSizes, Saved, Saving, TensorGroup
 
 
 class AsyncSaver:
-    """At most one checkpoint on its way at a time. All methods are collective calls."""
+    """At most one checkpoint on its way at a time. All methods are collective calls.
+
+    Its host memory (this rank's share of the tensors) stays with it.
+    """
 
     def __init__(self, *, ranks: Ranks | None = None, sizes: FileSizes | None = None) -> None:
         self._ranks = ranks or Ranks.joined()
         self._sizes = sizes or FileSizes()
         self._saving: Saving | None = None
+        self._snapshot = HostCopies()
 
     @property
     def is_running(self) -> bool:
@@ -48,7 +53,7 @@ class AsyncSaver:
             keep=keep,
             ranks=self._ranks,
             sizes=self._sizes,
-            max_queued_bytes=None,
+            snapshot=self._snapshot,
         )
         return before
 

@@ -1,8 +1,10 @@
 """One rank's share of a checkpoint, written by a thread of its own while the next parameter is gathered.
 
-Between the two is a queue that holds a bounded number of bytes; without a bound it is a snapshot of the rank's share in
-host memory, which is written once it is complete, so that nothing slows down what training waits for. After a failure tensors are taken and dropped: gathering is collective, and the
-other ranks need this one to go through with it.
+Between the two is a queue that holds a bounded number of bytes. With `snapshot`, it holds the rank's share in host
+memory, and writing begins once that is complete: nothing slows down what training waits for.
+
+After a failure tensors are taken and dropped: gathering is collective, and the other ranks need this one to go through
+with it.
 """
 
 import threading
@@ -12,19 +14,30 @@ from pathlib import Path
 
 import torch
 
+from toolkit.checkpoint.host_copies import HostCopies
 from toolkit.checkpoint.manifest import FileRecord
 from toolkit.checkpoint.plan import PlannedFile
 from toolkit.checkpoint.ranks import Failure
 from toolkit.checkpoint.tensor_file import TensorFile
 
+MAX_QUEUED_BYTES = 256 * 2**20
 Outcome = Failure | list[FileRecord]
 
 
 class BackgroundWriter:
     """Writes this rank's `files`, which follow each other as their tensors do, into `folder`."""
 
-    def __init__(self, folder: Path, files: Sequence[PlannedFile], *, rank: int, max_queued_bytes: int | None) -> None:
-        self._folder, self._rank, self._max_queued_bytes = folder, rank, max_queued_bytes
+    def __init__(
+        self,
+        folder: Path,
+        files: Sequence[PlannedFile],
+        *,
+        rank: int,
+        max_queued_bytes: int = MAX_QUEUED_BYTES,
+        snapshot: HostCopies | None = None,
+    ) -> None:
+        self._folder, self._rank = folder, rank
+        self._max_queued_bytes, self._snapshot = max_queued_bytes, snapshot
         self._file_of = {(file.kind, spec.name): file for file in files for spec in file.specs}
         self._open: dict[str, TensorFile] = {}
         self._records: list[FileRecord] = []
@@ -35,8 +48,10 @@ class BackgroundWriter:
         self._is_closed = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="checkpoint-writer", daemon=True)
-        if max_queued_bytes is not None:
+        if snapshot is None:
             self._thread.start()
+        else:
+            snapshot.clear(sum(file.nbytes for file in files), len(self._file_of))
 
     def put(self, kind: str, name: str, tensor: torch.Tensor) -> None:
         """Take a copy of a tensor, if this rank writes it. Waits while the queue is full."""
@@ -46,7 +61,7 @@ class BackgroundWriter:
         with self._changed:
             self._changed.wait_for(lambda: self._has_room(tensor.nbytes))
         # A copy: the caller may free or reuse the gathered parameter when we ask for the next one.
-        held = tensor.detach().to("cpu", copy=True)
+        held = tensor.detach().to("cpu", copy=True) if self._snapshot is None else self._snapshot.copy(tensor)
         with self._changed:
             self._queue.append((file, name, held))
             self._queued_bytes += held.nbytes
@@ -57,7 +72,7 @@ class BackgroundWriter:
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-        if self._max_queued_bytes is None:
+        if self._snapshot is not None:
             self._thread.start()
 
     def abandon(self) -> None:
@@ -86,8 +101,9 @@ class BackgroundWriter:
         return self._error
 
     def _has_room(self, nbytes: int) -> bool:
-        limit = self._max_queued_bytes
-        return limit is None or not self._queue or self._queued_bytes + nbytes <= limit or self._failure is not None
+        if self._snapshot is not None or self._failure is not None:
+            return True
+        return not self._queue or self._queued_bytes + nbytes <= self._max_queued_bytes
 
     def _run(self) -> None:
         path = ""

@@ -19,6 +19,7 @@ import torch
 
 from toolkit.checkpoint.background_writer import BackgroundWriter
 from toolkit.checkpoint.header import TensorSpec
+from toolkit.checkpoint.host_copies import HostCopies
 from toolkit.checkpoint.manifest import FileRecord
 from toolkit.checkpoint.names import INDEX, MODEL, OPTIMIZER, TRAINER_STATE, shown, step_name, unfinished_name
 from toolkit.checkpoint.plain_file import write_synced
@@ -31,7 +32,6 @@ from toolkit.units import format_bytes
 
 T = TypeVar("T")
 
-MAX_QUEUED_BYTES = 256 * 2**20
 _HEARTBEAT_SECONDS = 1.0
 """Ranks that are done wait for the others in collective calls no longer than this: a slow disk is no timeout."""
 
@@ -93,7 +93,6 @@ def save(
         keep=keep,
         ranks=ranks or Ranks.joined(),
         sizes=sizes or FileSizes(),
-        max_queued_bytes=MAX_QUEUED_BYTES,
     )
     return saving.commit()
 
@@ -112,7 +111,7 @@ class Saving:
         keep: Keep | None,
         ranks: Ranks,
         sizes: FileSizes,
-        max_queued_bytes: int | None,
+        snapshot: HostCopies | None = None,
     ) -> None:
         self._run_dir, self._step, self._keep, self._ranks = run_dir, step, keep, ranks
         self._files = plan_files(
@@ -127,7 +126,7 @@ class Saving:
             self._folder,
             [file for file in self._files if file.rank == ranks.rank],
             rank=ranks.rank,
-            max_queued_bytes=max_queued_bytes,
+            snapshot=snapshot,
         )
         self._feed(groups)
 
