@@ -1,14 +1,15 @@
 import pytest
 
 from toolkit import errors
-from toolkit.errors import RecipeError, ToolkitError, nearest
+from toolkit.errors import PreemptedError, RecipeError, ToolkitError, nearest
 
 ALL = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, ToolkitError)]
 
 
 @pytest.mark.parametrize("kind", ALL)
-def test_every_error_exits_with_2(kind):
-    assert kind("what was given, what is allowed, what to do").exit_code == 2
+def test_every_error_exits_with_2_but_the_one_that_asks_to_be_started_again(kind):
+    code = kind("what was given, what is allowed, what to do").exit_code
+    assert code == (75 if kind is PreemptedError else 2)
 
 
 @pytest.mark.parametrize("kind", ALL)
