@@ -23,7 +23,6 @@ from toolkit.recipe import Precision, Recipe
 from toolkit.recipe_file import dump, load
 from toolkit.shape import ModelShape, find_config, with_overrides
 
-
 _LIMIT = 1e-2
 """No rounding of fp32 is trusted beyond this without a rerun that shows it."""
 
