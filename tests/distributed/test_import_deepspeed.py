@@ -180,6 +180,39 @@ def test_partitions_that_are_too_short_are_found_before_anything_is_written(made
         open_deepspeed(tag)
 
 
+SHAPE = torch.Size([2, 3])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"module": [1, 2]},
+        {"module": {}},
+        {"module": None},
+        {"param_shapes": None},
+        {"param_shapes": [{"transformer.wte.weight": SHAPE}]},
+        {"param_shapes": [{"transformer.wte.weight": (2**40, 2**40)}, {}]},
+        {"param_shapes": [{"a\x1b[31m": SHAPE}, {}]},
+        {"param_shapes": [{"transformer.wte.weight": ("61", -1)}, {}]},
+        {"buffer_names": ["no.such.buffer"]},
+        {"buffer_names": 3},
+        {"frozen_param_shapes": {"x": SHAPE}, "frozen_param_fragments": {"x": "text"}},
+        {"frozen_param_shapes": {"x": SHAPE}, "frozen_param_fragments": {"x": torch.zeros(5)}},
+        {"ds_config": "text"},
+        {"shared_params": 7},
+    ],
+)
+def test_whatever_a_model_file_claims_the_answer_is_one_line(
+    made: Made, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    tag = copied(made(2)[0], tmp_path)
+    file = tag / "mp_rank_00_model_states.pt"
+    torch.save(torch.load(file, weights_only=False) | changes, file)
+    with pytest.raises(CheckpointError) as raised:
+        open_deepspeed(tag)
+    assert str(raised.value).isprintable()
+
+
 @pytest.mark.parametrize("name", ["../global_step3", "/etc", "", "global_step3/..", "a\x1b[31m"])
 def test_a_latest_that_leads_elsewhere_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "latest").write_text(name)

@@ -91,6 +91,9 @@ def test_the_page_has_the_numbers_of_each_bug(bug: KnownBug) -> None:
         ("mean-of-means-pipeline", Cause.TOKEN_WEIGHTING),
         ("default-clipping", Cause.CLIPPING),
         ("warmup", Cause.SCHEDULE),
+        ("autotp-batch", Cause.BATCH_SIZE),
+        ("empty-micro-batch-zero-0", Cause.NOT_FINITE),
+        ("empty-micro-batch-zero-1", Cause.NOT_FINITE),
     ],
 )
 def test_the_comparison_names_the_cause(name: str, cause: Cause, plain: Callable[[str], Verdict]) -> None:

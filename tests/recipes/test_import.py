@@ -80,7 +80,10 @@ def theirs(make_recipe: Callable[..., Recipe], ranks: Callable[..., list[Any]], 
     [
         ({"overrides__n_embd": 32}, r"transformer\.wte\.weight is \[321, 48\] there, and \[321, 32\] by its config"),
         ({"overrides__n_layer": 3}, r"it has no transformer\.h\.2\."),
-        ({"optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9}}, r"it has no momentum_buffer, and optimizer\.name=sgd"),
+        (
+            {"optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9}},
+            r"it has no momentum_buffer, and optimizer\.name=sgd",
+        ),
         ({"train__steps": CUT}, "nothing is left to train"),
     ],
 )

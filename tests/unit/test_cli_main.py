@@ -58,7 +58,8 @@ def raising(error: BaseException) -> Callable[[], None]:
 def test_help_lists_every_command_with_its_line(run: Run) -> None:
     code, out, err = run("--help")
     assert (code, err) == (0, "")
-    assert all(f"  {name:<10}{line}\n" in out for name, (_, line) in COMMANDS.items())
+    width = max(map(len, COMMANDS)) + 2
+    assert all(f"  {name:<{width}}{line}\n" in out for name, (_, line) in COMMANDS.items())
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["validat"]])

@@ -64,6 +64,11 @@ def stored(folder: Path) -> dict[str, torch.Tensor]:
     return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
 
 
+def config(folder: Path) -> dict[str, Any]:
+    content: dict[str, Any] = AutoConfig.from_pretrained(folder).to_dict()
+    return content | {"_name_or_path": ""}
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_in_and_out_again_changes_no_bit_and_no_logit(run: Run, tmp_path: Path, family: str) -> None:
     source = build(family, tmp_path / "source")
@@ -75,7 +80,7 @@ def test_in_and_out_again_changes_no_bit_and_no_logit(run: Run, tmp_path: Path, 
     before, after = stored(source), stored(tmp_path / "out")
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
-    assert AutoConfig.from_pretrained(tmp_path / "out").to_dict() == AutoConfig.from_pretrained(source).to_dict()
+    assert config(tmp_path / "out") == config(source)
 
 
 @pytest.mark.parametrize(("short", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])

@@ -22,7 +22,7 @@ COMMANDS = {
     "checkpoint": ("toolkit.cli.checkpoint", "List, verify or inspect the checkpoints of a run."),
     "export": ("toolkit.cli.export", "Write a checkpoint as a plain Hugging Face directory."),
     "import": ("toolkit.cli.import_", "Take over a model, or a checkpoint of DeepSpeed."),
-    "compare": ("toolkit.cli.compare", "Prove that a parallel run trains the same, or say why it does not."),
+    "compare": ("toolkit.cli.compare", "Prove that a parallel run trains the same, or say why not."),
     "report": ("toolkit.cli.report", "Write a page of plots and numbers about runs."),
     "validate": ("toolkit.cli.validate", "Check recipes without running them."),
     "config": ("toolkit.cli.config", "Print the DeepSpeed JSON of a recipe."),

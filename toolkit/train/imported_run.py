@@ -90,7 +90,7 @@ def _state(found: DeepSpeedCheckpoint, kinds: tuple[str, ...], recipe: Recipe, c
     return TrainerState(
         step=found.step,
         samples=found.step * size,
-        tokens=sum(feed.target_tokens(step) for step in range(found.step)),
+        tokens=sum(feed.target_tokens(step) for step in range(min(found.step, recipe.train.steps))),
         updates=found.updates,
         learning_rate=learning_rate(recipe)(max(0, found.step - 1)),
         loss_scale={} if found.loss_scale is None or recipe.precision != "fp16" else {"cur_scale": found.loss_scale},

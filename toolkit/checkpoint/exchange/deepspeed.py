@@ -83,6 +83,14 @@ def find_tag(place: Path) -> Path | None:
     """The directory with DeepSpeed's files in `place`; None where there is none. Raises CheckpointError."""
     if not place.is_dir():
         return None
+    try:
+        return _find_tag(place)
+    except OSError as error:
+        given = shown(str(place))
+        raise CheckpointError(f"{given}: cannot be read ({shown(error.strerror or str(error))}).", path=given) from None
+
+
+def _find_tag(place: Path) -> Path | None:
     if _has_files(place):
         return place
     for name in _TAG_FILES:
@@ -110,7 +118,9 @@ def open_deepspeed(tag: Path) -> DeepSpeedCheckpoint:
         raise CheckpointError(
             f"{given}: {shown(str(error))}. Name a whole checkpoint of ZeRO 1, 2 or 3, or a universal one.", path=given
         ) from None
-    except (AttributeError, IndexError, KeyError, TypeError) as error:
+    except OSError as error:
+        raise CheckpointError(f"{given}: cannot be read ({shown(error.strerror or str(error))}).", path=given) from None
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{given}: not laid out as DeepSpeed does ({type(error).__name__}: {shown(str(error))}).", path=given
         ) from error
@@ -204,6 +214,8 @@ def _found(
     if not shapes.keys() <= order.keys():
         raise PartitionError(f"{min(shapes.keys() - order.keys())} is no parameter of its module")
     buffers = {name: module[name] for name in model.get("buffer_names") or ()}
+    if not all(isinstance(value, torch.Tensor) and value.layout == torch.strided for value in buffers.values()):
+        raise PartitionError("its buffers are no tensors")
 
     def read(kind: str, name: str) -> torch.Tensor:
         if name in frozen:

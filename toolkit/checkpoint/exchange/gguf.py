@@ -50,9 +50,10 @@ def open_gguf(path: Path) -> GgufModel:
     except Exception as error:  # whatever a file that lies makes of the readers
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"{given}: transformers cannot read it ({shown(first)}).") from error
-    config = model.config.to_dict()
-    config.pop("quantization_config", None)  # the weights are not quantized any more
-    config["architectures"] = [type(model).__name__]
+    # The weights are not quantized any more, and where they come from is nobody's business.
+    hidden = ("quantization_config", "_name_or_path", "_model_name_or_path")
+    config = {key: value for key, value in model.config.to_diff_dict().items() if key not in hidden}
+    config |= {"architectures": [type(model).__name__], "model_type": model.config.model_type}
     values = dict(model.named_parameters())
 
     def write_tokenizer(folder: Path) -> None:

@@ -88,7 +88,7 @@ def _answer(folder: Path, ids: torch.Tensor, dtype: torch.dtype | None) -> _Answ
         raise CheckpointError(f"{folder}: transformers does not find the weights it expects ({wrong[0]}).")
     model.eval()
     with torch.no_grad():
-        for tensor in (*model.parameters(), *model.buffers()):
+        for tensor in model.state_dict().values():  # what is stored; rotary frequencies are not
             if dtype is not None and tensor.is_floating_point():
                 tensor.copy_(tensor.to(dtype))
         logits = model(input_ids=ids, use_cache=False).logits
