@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from toolkit import recipe_file
+from toolkit.checkpoint.verify import verify
 from toolkit.errors import RunError
 from toolkit.train.launch import RankEnvironment
 
@@ -80,15 +81,16 @@ def test_dstk_train_ends_all_ranks_when_one_dies(
     assert not [rank for rank in ranks if Path(f"/proc/{rank}").exists()]
 
 
-def test_a_stopped_dstk_train_takes_its_ranks_with_it(
+def test_a_stopped_dstk_train_saves_and_takes_its_ranks_with_it(
     environment: dict[str, str], small_recipe: Path, tmp_path: Path
 ) -> None:
     command = ["dstk", "train", str(small_recipe), "--nproc", "2", "train.steps=100000", f"run_dir={tmp_path / 'run'}"]
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL) as launcher:
         ranks = started(launcher, tmp_path / "run")
         launcher.terminate()
-        assert launcher.wait(timeout=60) == 143
+        assert launcher.wait(timeout=150) == 75
     assert not [rank for rank in ranks if Path(f"/proc/{rank}").exists()]
+    assert verify(tmp_path / "run" / (tmp_path / "run" / "latest").read_text().strip()) == []
 
 
 def test_dstk_train_refuses_a_bad_recipe_in_one_line_with_exit_code_2(
