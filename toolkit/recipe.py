@@ -183,6 +183,8 @@ class CheckpointSection(Section):
     """Newest checkpoints kept; older ones are deleted."""
     keep_every: NonNegativeInt = 0
     """Checkpoints of every so many steps are never deleted; 0 means no such exception."""
+    asynchronous: bool = False
+    """Train on while a checkpoint is written, from a snapshot in host memory: each rank's share of it."""
 
 
 class LogSection(Section):

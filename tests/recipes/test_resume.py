@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from toolkit.checkpoint.verify import verify
 from toolkit.errors import ToolkitError
 from toolkit.train.engines.deepspeed_engine import DeepSpeedEngine
 from toolkit.train.feed import Feed
@@ -83,6 +84,21 @@ def test_the_same_layout_goes_on_bit_for_bit(
     assert timeless(tmp_path / "run") == whole
     last = f"step-{STEPS:08d}"
     assert_same_bits(tmp_path / "run" / last, tmp_path / f"later-{last}")
+
+
+@pytest.mark.parametrize(("layout", "world_size"), [({"zero_stage": 2}, 2), ({"zero_stage": 1, "tp": 2}, 2)])
+def test_checkpoints_written_while_training_goes_on_are_the_same(
+    train: Train, tmp_path: Path, layout: dict[str, int], world_size: int
+) -> None:
+    changes = {"parallel": layout, "world_size": world_size}
+    train("run_dir=run", *SETTINGS, **changes)
+    train("run_dir=beside", *SETTINGS, "checkpoint.asynchronous=true", **changes)
+    names = sorted(path.name for path in (tmp_path / "run").glob("step-*"))
+    assert len(names) == STEPS
+    assert sorted(path.name for path in (tmp_path / "beside").glob("step-*")) == names
+    for name in names:
+        assert verify(tmp_path / "beside" / name) == []
+        assert_same_bits(tmp_path / "beside" / name, tmp_path / "run" / name)
 
 
 @pytest.mark.parametrize(

@@ -208,6 +208,19 @@ def test_a_parameter_that_nobody_initialises_is_refused(make_recipe: Make, monke
         build_model(make_recipe())
 
 
+def test_vectors_that_a_constructor_fills_after_it_has_registered_them_are_remembered() -> None:
+    """As nn.LayerNorm does: what is remembered at once would be memory that nobody has written."""
+    from toolkit.train.weights.meta import constructed_values, parameters_on_meta
+
+    for _ in range(20):
+        torch.full((4096,), torch.nan)  # what a fresh vector would find in its memory
+        with parameters_on_meta():
+            norm = torch.nn.LayerNorm(4096)
+        assert norm.weight.is_meta
+        assert constructed_values(norm.weight).eq(1).all()
+        assert constructed_values(norm.bias).eq(0).all()
+
+
 def test_a_shard_is_taken_in_runs_and_comes_out_whole() -> None:
     from toolkit.parallel.shard import Shard
 

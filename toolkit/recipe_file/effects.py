@@ -32,6 +32,8 @@ def without_effect(recipe: Recipe) -> Iterator[Finding]:
     for name, section, field, switch in (
         ("train", recipe.train, "eval_samples", "eval_every"),
         ("checkpoint", recipe.checkpoint, "keep", "every"),
+        ("checkpoint", recipe.checkpoint, "keep_every", "every"),
+        ("checkpoint", recipe.checkpoint, "asynchronous", "every"),
     ):
         if not getattr(section, switch) and _is_set(section, field):
             yield _no_effect(name, field, f"{name}.{switch}=0", f"set {name}.{switch}=1 or more")

@@ -2,13 +2,15 @@
 
 import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from toolkit.batch import Batch
+from toolkit.checkpoint.async_saver import AsyncSaver
 from toolkit.checkpoint.header import TensorSpec
 from toolkit.checkpoint.names import MODEL
 from toolkit.checkpoint.reader import CheckpointReader
@@ -34,21 +36,37 @@ class Checkpointer:
     engine: Engine
     tokenizer: PreTrainedTokenizerBase
     corpus: TokenCorpus
+    _saver: AsyncSaver = field(default_factory=AsyncSaver, init=False)
 
     def save(self, run_dir: Path, step: int, *, tokens: int, learning_rate: float) -> Saved:
         """Write `run_dir/step-…` after `step` steps, in which `tokens` targets were trained on.
 
-        Raises CheckpointError on every rank alike; older checkpoints stay as they are.
+        One that is still on its way is waited for. Raises CheckpointError on every rank alike; older checkpoints stay
+        as they are.
         """
+        self.finish()
+        return save(run_dir, step, **self._contents(step, tokens, learning_rate))
+
+    def begin(self, run_dir: Path, step: int, *, tokens: int, learning_rate: float) -> None:
+        """The same from a snapshot in host memory, while training goes on; `poll` or `finish` completes it."""
+        self._saver.begin(run_dir, step, **self._contents(step, tokens, learning_rate))
+
+    def poll(self) -> Saved | None:
+        """The checkpoint that has begun, once all ranks have written it. At a step boundary."""
+        return self._saver.poll()
+
+    def finish(self) -> Saved | None:
+        """Wait for the checkpoint that has begun, if there is one."""
+        return self._saver.finish()
+
+    def _contents(self, step: int, tokens: int, learning_rate: float) -> dict[str, Any]:
         section = self.recipe.checkpoint
-        return save(
-            run_dir,
-            step,
-            groups=[self._model(), *(self._states(kind) for kind in self.engine.states.kinds)],
-            trainer_state=self._state(step, tokens, learning_rate).to_dict(),
-            beside=self._beside,
-            keep=Keep(newest=section.keep, every=section.keep_every or None),
-        )
+        return {
+            "groups": [self._model(), *(self._states(kind) for kind in self.engine.states.kinds)],
+            "trainer_state": self._state(step, tokens, learning_rate).to_dict(),
+            "beside": self._beside,
+            "keep": Keep(newest=section.keep, every=section.keep_every or None),
+        }
 
     def restore(self, saved: CheckpointReader, state: TrainerState) -> None:
         """Give the engine the weights, the optimizer's states and its counts. Every rank reads what it holds."""

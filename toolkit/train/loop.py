@@ -74,7 +74,16 @@ def fit(
             trackers.step(metrics)
             if run.metrics is not None:
                 run.metrics.write(metrics)
-            if stopping or _is_due(recipe, step + 1):
+            if checkpointer is not None:
+                checkpointer.poll()
+            if (
+                checkpointer is not None
+                and _is_due(recipe, step + 1)
+                and recipe.checkpoint.asynchronous
+                and not stopping
+            ):
+                checkpointer.begin(run.path, step + 1, tokens=consumed, learning_rate=rate(step))
+            elif stopping or _is_due(recipe, step + 1):
                 saved = _save(checkpointer, run, step + 1, consumed, rate(step))
                 if stopping:
                     trackers.finish()
@@ -83,6 +92,8 @@ def fit(
                         f"{f'saved {saved}. Go on with --resume {run.path}' if saved else 'nothing was saved'}."
                     )
             watch.lap()  # validation and checkpoints are not part of a step's time
+        if checkpointer is not None:
+            checkpointer.finish()
     return history
 
 
@@ -91,8 +102,14 @@ def _is_due(recipe: Recipe, finished: int) -> bool:
     return bool(every) and (finished % every == 0 or finished == recipe.train.steps)
 
 
-def _save(checkpointer: Checkpointer | None, run: RunDirectory, step: int, tokens: int, rate: float) -> Path | None:
+def _save(
+    checkpointer: Checkpointer | None, run: RunDirectory, step: int, tokens: int, rate: float, *, wait: bool = True
+) -> Path | None:
+    """The checkpoint, where it is complete."""
     if checkpointer is None:
+        return None
+    if checkpointer.recipe.checkpoint.asynchronous and not wait:
+        checkpointer.begin(run.path, step, tokens=tokens, learning_rate=rate)
         return None
     return checkpointer.save(run.path, step, tokens=tokens, learning_rate=rate).path
 

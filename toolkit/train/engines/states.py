@@ -97,7 +97,6 @@ class ZeroStates(OptimizerStates):
     def __init__(self, wrapper: Any, kinds: Iterable[str]) -> None:
         super().__init__(wrapper.optimizer, kinds)
         self._wrapper = wrapper
-        self._is_linked = False
 
     def create(self) -> None:
         """See OptimizerStates.
@@ -105,8 +104,6 @@ class ZeroStates(OptimizerStates):
         Also links parameters to their parts of the states. DeepSpeed does so after the update of the first parameter
         group, when the others have no states yet, and never again.
         """
-        if self._is_linked:
-            return
         # Here, because other engines than DeepSpeed's need no DeepSpeed.
         from deepspeed.utils import lazy_init_hp_params_optimizer_state
 
@@ -115,7 +112,7 @@ class ZeroStates(OptimizerStates):
         parameters = getattr(wrapper, "bit16_groups", None) or wrapper.bf16_groups
         for group, partition in zip(parameters, self.held([]), strict=True):
             lazy_init_hp_params_optimizer_state(group, partition, self.base.state)
-        wrapper._hp_optimizer_states_linked = self._is_linked = True
+        wrapper._hp_optimizer_states_linked = True
 
     def held(self, parameters: list[torch.Tensor]) -> Iterator[torch.Tensor]:
         """The flat partitions, whatever the group names at the moment."""
@@ -126,16 +123,23 @@ class ZeroStates(OptimizerStates):
 
     def read(self, parameter: nn.Parameter, kind: str) -> torch.Tensor:
         """See OptimizerStates."""
-        self.create()
-        value: torch.Tensor = parameter.get_full_hp_param(None if kind == MASTER else kind)  # type: ignore[attr-defined]
+        value: torch.Tensor = parameter.get_full_hp_param(self._key(parameter, kind))  # type: ignore[attr-defined]
         return value
 
     def write(self, parameter: nn.Parameter, kind: str, value: torch.Tensor) -> None:
         """See OptimizerStates."""
-        self.create()
-        parameter.set_full_hp_param(value, None if kind == MASTER else kind)  # type: ignore[attr-defined]
+        parameter.set_full_hp_param(value, self._key(parameter, kind))  # type: ignore[attr-defined]
         if kind == MASTER:
             parameter.detach().copy_(value)
+
+    def _key(self, parameter: nn.Parameter, kind: str) -> str | None:
+        """DeepSpeed's name of a kind, once the parameter is linked to it."""
+        if kind == MASTER:
+            return None
+        mapping: Any = parameter._hp_mapping  # type: ignore[attr-defined]  # None where other ranks have all of it
+        if mapping is not None and kind not in (mapping.optim_fragment or ()):
+            self.create()
+        return kind
 
 
 class Zero3States(OptimizerStates):
