@@ -9,6 +9,7 @@ import torch.distributed as dist
 from deepspeed.runtime.utils import clip_grad_norm_
 from torch import nn
 
+from toolkit.errors import RunError
 from toolkit.recipe import Recipe
 from toolkit.train.engines.base import Engine, MicroBatch
 
@@ -17,8 +18,8 @@ class Script(Engine):
     """What a user's script does, in the form that `toolkit.train.trial` runs. It only trains."""
 
     def evaluate(self, micro_batches: Iterable[MicroBatch]) -> float:
-        """Not needed here."""
-        raise NotImplementedError
+        """Refused."""
+        raise RunError("this script only trains: set train.eval_every=0.")
 
 
 class Probe:

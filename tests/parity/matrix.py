@@ -91,7 +91,7 @@ VOCABULARY = 321
 ACTIVE_CLIP = 0.2
 """Below every gradient norm of these runs, so that each step is clipped; a test checks that."""
 STEPS, LONG_STEPS = 6, 30
-"""Of a cell, and of one in `long_cells`."""
+"""Of a cell, and of one that trains longer (`steps_of`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,8 +272,13 @@ def daily_cells() -> tuple[Cell, ...]:
 
 @cache
 def long_cells() -> frozenset[Cell]:
-    """Cells that train longer."""
+    """Cells of the daily subset that show every pair of strategy parts and options."""
     return frozenset(covering_subset(daily_cells(), lambda cell: (*cell.parts, *cell.options)))
+
+
+def steps_of(cell: Cell) -> int:
+    """How long a cell trains: all of GPT-2 in fp32, where every layout is held to 1e-6, and what shows each pair."""
+    return LONG_STEPS if cell in long_cells() or (cell.family, cell.precision) == ("gpt2", "fp32") else STEPS
 
 
 def covering_subset(

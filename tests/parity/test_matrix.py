@@ -17,7 +17,6 @@ from matrix import (
     ACCUMULATIONS,
     FAMILIES,
     LAYOUTS,
-    LONG_STEPS,
     OPTIMIZERS,
     PRECISIONS,
     STEPS,
@@ -28,6 +27,7 @@ from matrix import (
     daily_cells,
     legal_cells,
     long_cells,
+    steps_of,
 )
 from results import Result, State, read_results
 
@@ -42,7 +42,7 @@ Ranks = Callable[..., list[Any]]
 
 
 def run_of(cell: Cell) -> CellRun:
-    return CellRun(cell=cell, steps=LONG_STEPS if cell in long_cells() else STEPS)
+    return CellRun(cell=cell, steps=steps_of(cell))
 
 
 @pytest.fixture(scope="session")

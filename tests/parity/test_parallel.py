@@ -6,8 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from transformers.pytorch_utils import Conv1D
 
-from toolkit.parity import Verdict
+from toolkit.parity import Tolerance, Trial, Verdict, compare
 from toolkit.train.trial import run_trial
 
 ACTIVE_CLIP = 0.2
@@ -45,6 +47,43 @@ def test_isolated_documents_train_what_one_process_trains(
     trials = ranks(run_trial, size, make_recipe(**changes, parallel=parallel), timeout_seconds=300)
     assert min(baseline.curve.grad_norms) > ACTIVE_CLIP
     Verdict.of(trials[0], baseline).check()
+
+
+def _with_split_sums(recipe: Any, parts: int) -> Trial:
+    """The same training in one process, with every product of GPT-2's layers rounded to bf16 in `parts` partial sums.
+
+    Another micro-batch size changes only how gradients are summed; this changes the forward pass, as tp does.
+    """
+
+    def forward(self: Conv1D, x: torch.Tensor) -> torch.Tensor:
+        pieces = zip(x.tensor_split(parts, dim=-1), self.weight.tensor_split(parts, dim=0), strict=True)
+        return sum((piece @ weight for piece, weight in pieces), start=torch.zeros((), dtype=x.dtype)) + self.bias
+
+    Conv1D.forward = forward
+    return run_trial(recipe)
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {"tp": 2, "zero_stage": 1},
+        {"tp": 2, "zero_stage": 3},
+        {"pp": 2, "zero_stage": 1},
+        {"tp": 2, "pp": 2, "zero_stage": 1, "sequence_parallel": True},
+    ],
+    ids=["tp2-z1", "tp2-z3", "pp2-z1", "tp2-pp2-z1-sp"],
+)
+def test_bf16_stays_within_the_envelope_of_its_own_rounding(
+    parallel: dict[str, Any], make_recipe: Callable[..., Any], ranks: Callable[..., list[Any]]
+) -> None:
+    changes = {"precision": "bf16", "overrides__n_layer": 4, "train__steps": 20}
+    reruns = [ranks(run_trial, 1, make_recipe(**changes, batch__micro_size=size))[0].curve for size in (16, 4, 1)]
+    reruns += [ranks(_with_split_sums, 1, make_recipe(**changes), parts)[0].curve for parts in (2, 3, 4)]
+    envelope = Tolerance.envelope(reruns)
+    size = parallel.get("tp", 1) * parallel.get("pp", 1)
+    trial = ranks(run_trial, size, make_recipe(**changes, parallel=parallel), timeout_seconds=300)[0]
+    report = compare(trial.curve, reruns[0], envelope)
+    assert report.passed, str(report)
 
 
 def test_a_validation_loss_does_not_depend_on_the_stages(

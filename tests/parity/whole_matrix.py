@@ -21,14 +21,14 @@ from small_text import write_corpus
 
 # isort: split
 from cell_runs import Baselines, CellRun, run_cells
-from matrix import LONG_STEPS, STEPS, Text, legal_cells, long_cells
+from matrix import Text, legal_cells, steps_of
 from page import IncompleteError, write_page
 from results import Result, State, read_results
 
 
 def all_runs() -> list[CellRun]:
     """Every cell of the matrix."""
-    return [CellRun(cell=cell, steps=LONG_STEPS if cell in long_cells() else STEPS) for cell in legal_cells()]
+    return [CellRun(cell=cell, steps=steps_of(cell)) for cell in legal_cells()]
 
 
 def shard_of(runs: list[CellRun], number: int, shards: int) -> list[CellRun]:

@@ -32,7 +32,9 @@ _OF_RUNS = ("rerun", "tolerance")
 @click.argument("arguments", nargs=-1, metavar="[RUN RUN...] [SECTION.KEY=VALUE...]")
 @click.option("--recipe", metavar="FILE", help="The recipe to train under every strategy.")
 @click.option("--against", metavar="LIST", help="Strategies: z1,z2,z3,tp2,pp2,tp2-pp2-dp2-z1,ddp,fsdp, …")
-@click.option("--baseline", metavar="STRATEGY", help="What they are held against.  [default: reference]")
+@click.option(
+    "--baseline", metavar="STRATEGY", help="What they are held against.  [default: reference; in bf16 and fp16 dp1-z1]"
+)
 @click.option("--steps", type=click.IntRange(min=2), default=30, show_default=True, help="Optimizer steps.")
 @click.option("--nproc", type=click.IntRange(min=1), default=2, show_default=True, help="Ranks where dp is left open.")
 @click.option(
