@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import combinations, product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from toolkit import recipe_file
 from toolkit.parity.strategy import Strategy
@@ -94,6 +94,12 @@ STEPS, LONG_STEPS = 6, 30
 """Of a cell, and of one that trains longer (`steps_of`)."""
 
 
+Rounding = Literal["none", "weights", "autocast", "fsdp"]
+"""What of bf16 a strategy has: `weights` in bf16, whose fp32 masters start from rounded values (ZeRO 1 to 3);
+`autocast` over fp32 weights (ZeRO-0, DDP); `fsdp` rounds fp32 weights for each use. They differ by more than the order
+of a sum."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Text:
     """Where the corpus lies, and the cache of its tokens."""
@@ -112,6 +118,7 @@ class Mathematics:
     clipped: bool
     tied: bool
     precision: Precision
+    rounding: Rounding
 
     @property
     def packing(self) -> str:
@@ -119,7 +126,7 @@ class Mathematics:
         return "padded" if (self.optimizer == "adamw") ^ self.clipped ^ self.tied else "packed"
 
     def recipe(self, text: Text, *, steps: int) -> Recipe:
-        """One rank: a plain process in fp32, ZeRO-1 in bf16, which holds the same weights in the same bits."""
+        """One rank: a plain process in fp32; in bf16 an engine that rounds alike."""
         shape, small, layers = FAMILIES[self.family]
         overrides = small | {layers: self.layers, "vocab_size": VOCABULARY, "tie_word_embeddings": self.tied}
         # At 1e-3 AdamW amplifies rounding: the reference differs from itself by 9e-7 when only its micro-batches
@@ -137,7 +144,7 @@ class Mathematics:
         return Recipe(
             model=ModelSection(name_or_path=shape, overrides=overrides),
             data=data,
-            parallel=ParallelSection(zero_stage=1),
+            parallel=ParallelSection(zero_stage=0 if self.rounding == "autocast" else 1),
             batch=BatchSection(global_size=GLOBAL_BATCH, micro_size=GLOBAL_BATCH),
             precision=self.precision,
             optimizer=OptimizerSection(name=self.optimizer, lr=rate, weight_decay=0.1),
@@ -146,7 +153,7 @@ class Mathematics:
                 steps=steps,
                 seed=1,
                 grad_clip=ACTIVE_CLIP if self.clipped else 0.0,
-                engine="reference" if self.precision == "fp32" else "deepspeed",
+                engine={"none": "reference", "fsdp": "fsdp"}.get(self.rounding, "deepspeed"),
             ),
         )
 
@@ -185,7 +192,15 @@ class Cell:
             clipped=self.clipped,
             tied=self.tied,
             precision=self.precision,
+            rounding=self._rounding(),
         )
+
+    def _rounding(self) -> Rounding:
+        if self.precision == "fp32":
+            return "none"
+        if self.where.engine == "deepspeed":
+            return "weights" if self.where.zero_stage else "autocast"
+        return "fsdp" if self.where.engine == "fsdp" else "autocast"
 
     def recipe(self, text: Text, *, steps: int) -> Recipe:
         """What is trained, and where."""

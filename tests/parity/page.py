@@ -17,7 +17,12 @@ class IncompleteError(Exception):
 
 def write_page(state: State, runs: Sequence[CellRun], path: Path = PAGE) -> Path:
     """Write it from the results of `state`. Raises IncompleteError."""
-    results = {result.cell: result for result in read_results(state.folder)}
+    wanted = {str(run.cell): run for run in runs}
+    results = {
+        result.cell: result
+        for result in read_results(state.folder)
+        if result.cell in wanted and result.is_of(wanted[result.cell])
+    }
     path.write_text(page(state, runs, results))
     return path
 
@@ -34,16 +39,12 @@ def page(state: State, runs: Sequence[CellRun], results: dict[str, Result]) -> s
     failed = [result.cell for _, result in found if result.outcome.failure]
     if failed:
         raise IncompleteError(f"{len(failed)} of {len(runs)} cells failed, among them {failed[0]}.")
-    commits = {(result.state.commit, result.state.has_changes) for _, result in found}
-    if len(commits) > 1:
-        names = ", ".join(sorted(commit + " with changes" * has_changes for commit, has_changes in commits))
-        raise IncompleteError(
-            f"the results are of several commits: {names}. Run `python tests/parity/whole_matrix.py run` again."
-        )
-    ((commit, has_changes),) = commits
+    commits = dict.fromkeys(
+        result.state.commit + " with changes that were not committed" * result.state.has_changes for _, result in found
+    )
     dates = sorted({result.date for _, result in found})
     return _PAGE.format(
-        commit=commit + " and changes that were not committed" * has_changes,
+        commits=f"commit{'s' * (len(commits) > 1)} {' and '.join(sorted(commits))}",
         dates=" to ".join(dict.fromkeys((dates[0], dates[-1]))),
         versions=found[0][1].state.versions,
         cells=len(found),
@@ -86,7 +87,7 @@ def _row(name: str, results: Sequence[Result]) -> str:
 _PAGE = """\
 # Parity: every strategy trains what one process trains
 
-Written by `make test-all` from a run of {dates}, commit {commit}, {versions}, CPU ranks over gloo.
+Written by `make test-all` from a run of {dates}, {commits}, {versions}, CPU ranks over gloo.
 
 Each cell trains a small model and is held against one plain PyTorch process
 ([reference_engine.py](../toolkit/train/engines/reference_engine.py)), by the same code that `dstk compare` runs. Cells
@@ -108,9 +109,11 @@ Compared are
 - the bits of every copy of a parameter after the last step: on tensor-parallel ranks, on replicas, and on the first and
   the last stage of a tied model.
 
-In fp32 the bound is 1e-6, relative, for each of them. In bf16 it is measured: the baseline, one rank of ZeRO-1, trains
-again in micro-batches of another size and with three other ways to round, and a strategy may differ by four times the
-largest spread of those up to the same step.
+In fp32 the bound is 1e-6, relative, for each of them. In bf16 it is measured: the baseline trains again in
+micro-batches of another size and with three other ways to round, and a strategy may differ by four times the largest
+spread of these up to the same step. The baseline is one rank of what rounds alike: ZeRO-1 for ZeRO 1 to 3, whose fp32
+master weights start from weights rounded to bf16; ZeRO-0 for ZeRO-0 and DDP, which autocast over fp32 weights; FSDP for
+FSDP, which rounds fp32 weights for each use.
 
 **Largest differences achieved:**
 

@@ -1,4 +1,8 @@
-"""Results of the whole matrix: a line of JSON for each cell, in a folder of its own for each state of the code."""
+"""Results of the whole matrix: a line of JSON for each cell, in a folder of its own for each state of the code.
+
+A result counts as long as nothing changes that decides it: the toolkit, the versions, the way cells are run and judged,
+and the recipes of the cell and of its baseline.
+"""
 
 import datetime
 import hashlib
@@ -13,21 +17,22 @@ from pathlib import Path
 from typing import Self
 
 from cell_runs import CellRun, Outcome
+from matrix import Text
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "build" / "parity"
 WATCHED = (
     "toolkit",
-    *(f"tests/parity/{name}.py" for name in ("matrix", "cell_runs", "fresh_ranks")),
+    *(f"tests/parity/{name}.py" for name in ("cell_runs", "fresh_ranks")),
     *(f"tests/{name}.py" for name in ("rank_parent", "small_text")),
 )
-"""What decides what comes out."""
+"""What decides what comes out of two recipes."""
 PACKAGES = ("torch", "deepspeed", "transformers", "accelerate")
 
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """What was run: results of two states are never put on one page."""
+    """What was run. Results of two codes are never put on one page."""
 
     commit: str
     code: str
@@ -65,6 +70,8 @@ class Result:
 
     cell: str
     steps: int
+    recipes: str
+    """See `digest_of_recipes`."""
     outcome: Outcome
     seconds: float
     date: str
@@ -76,11 +83,16 @@ class Result:
         return cls(
             cell=str(run.cell),
             steps=run.steps,
+            recipes=digest_of_recipes(run),
             outcome=outcome,
             seconds=round(seconds, 3),
             date=datetime.date.today().isoformat(),
             state=state,
         )
+
+    def is_of(self, run: CellRun) -> bool:
+        """Whether it is what this run would give."""
+        return self.cell == str(run.cell) and self.recipes == digest_of_recipes(run)
 
     def line(self) -> str:
         """As it is kept."""
@@ -93,6 +105,14 @@ class Result:
         alarms = tuple(fields["outcome"].pop("alarms"))
         outcome = Outcome(**fields.pop("outcome"), alarms=alarms)
         return cls(**fields | {"outcome": outcome, "state": State(**fields["state"])})
+
+
+@cache
+def digest_of_recipes(run: CellRun) -> str:
+    """A hash of the recipes of a cell and of its baseline, steps included."""
+    nowhere = Text(corpus=Path("documents.jsonl"), cache=Path("cache"))
+    recipes = (run.cell.recipe(nowhere, steps=run.steps), run.cell.mathematics.recipe(nowhere, steps=run.steps))
+    return hashlib.sha256("".join(recipe.model_dump_json() for recipe in recipes).encode()).hexdigest()[:12]
 
 
 def read_results(folder: Path) -> Iterator[Result]:

@@ -237,11 +237,23 @@ class TestThePage:
         with pytest.raises(page.IncompleteError, match="1 of 3904 cells failed"):
             self.page(state, results)
 
-    def test_results_of_two_commits_are_refused(self, state: State, results: dict[str, Result]) -> None:
+    def test_every_commit_is_named(self, state: State, results: dict[str, Result]) -> None:
         name = str(legal_cells()[7])
-        results[name] = replace(results[name], state=replace(state, commit="other"))
-        with pytest.raises(page.IncompleteError, match="several commits: abc, other"):
-            self.page(state, results)
+        results[name] = replace(results[name], state=replace(state, commit="other", has_changes=True))
+        assert "commits abc and other with changes that were not committed, torch 2" in self.page(state, results)
+
+    def test_a_result_of_another_recipe_does_not_count(self, results: dict[str, Result]) -> None:
+        cell = next(cell for cell in legal_cells() if cell.mathematics.rounding == "autocast")
+        run, result = run_of(cell), results[str(cell)]
+        assert result.is_of(run)
+        assert not result.is_of(replace(run, steps=run.steps + 1))
+        assert not replace(result, recipes=results[str(legal_cells()[0])].recipes).is_of(run)
+
+    def test_each_kind_of_bf16_is_held_against_its_own(self) -> None:
+        kinds = {cell.strategy: cell.mathematics.rounding for cell in legal_cells() if cell.precision == "bf16"}
+        assert {kinds[name] for name in ("dp2-z0", "dp2-ddp", "u2-z0")} == {"autocast"}
+        assert {kinds[name] for name in ("dp2-z1", "dp2-z3-offload", "tp2-z1", "pp2-z1")} == {"weights"}
+        assert kinds["dp2-fsdp"] == "fsdp"
 
     def test_a_result_is_read_as_it_was_written(self, results: dict[str, Result], tmp_path: Path) -> None:
         first, second, *_ = results.values()

@@ -23,7 +23,7 @@ from small_text import write_corpus
 from cell_runs import Baselines, CellRun, run_cells
 from matrix import Text, legal_cells, steps_of
 from page import IncompleteError, write_page
-from results import Result, State, read_results
+from results import Result, State, digest_of_recipes, read_results
 
 
 def all_runs() -> list[CellRun]:
@@ -43,12 +43,8 @@ def run(number: int, shards: int, cores: int) -> int:
     state = State.now()
     state.folder.mkdir(parents=True, exist_ok=True)
     runs = shard_of(all_runs(), number, shards)
-    done = {
-        result.cell
-        for result in read_results(state.folder)
-        if result.state.commit == state.commit and not result.outcome.failure
-    }
-    missing = [run for run in runs if str(run.cell) not in done]
+    done = {(result.cell, result.recipes) for result in read_results(state.folder) if not result.outcome.failure}
+    missing = [run for run in runs if (str(run.cell), digest_of_recipes(run)) not in done]
     print(f"{len(runs)} cells, {len(runs) - len(missing)} done before; results in {state.folder}", flush=True)
     failed = 0
     become_rank_parent()
