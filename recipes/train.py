@@ -8,6 +8,7 @@ python recipes/train.py --config recipes/demo.yaml train.engine=reference train.
 """
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from toolkit import recipe_file
@@ -59,12 +60,14 @@ def main(argv: list[str]) -> None:
     feed = Feed.open(recipe, layout, batch, corpus, rank=here.rank)
     progress = make_progress(recipe, layout, device, find_shape(config), first=first)
 
-    with process_group(here, device):
+    with process_group(here, device, hang_timeout_seconds=recipe.train.hang_timeout) as watchdog:
+        feed = replace(feed, mark=watchdog.mark)
         check_same_everywhere(recipe_file.dump(recipe) + corpus.contents, device)
         resumed = resume(arguments.resume, recipe, strict=arguments.strict) if arguments.resume else None
         if resumed is not None:
             resumed.check(recipe, corpus)
         engine = create_engine(recipe, layout, batch, device, ds_config, eos_id=corpus.eos_id, trust_remote_code=trust)
+        engine.mark = watchdog.mark
         checkpointer = Checkpointer(
             recipe=recipe, layout=layout, batch=batch, engine=engine, tokenizer=tokenizer, corpus=corpus
         )
@@ -77,6 +80,7 @@ def main(argv: list[str]) -> None:
         with Preemption() as preemption:
             history = fit(recipe, engine, feed, run, progress, trackers, checkpointer, preemption, after=after)
 
+        watchdog.mark("finish")
         run.save_model("model", engine, tokenizer)
         if first:
             losses, held_out = run.curve()

@@ -22,7 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 from tiny_checkpoint import SIZES, groups_of, save_tiny, write_beside
 
-from toolkit.checkpoint import plain_file, tensor_file
+from toolkit.checkpoint import output_file, plain_file
 from toolkit.checkpoint.async_saver import AsyncSaver
 from toolkit.checkpoint.choose import choose
 from toolkit.checkpoint.names import unfinished
@@ -63,14 +63,14 @@ def _save_until_killed(run_dir: Path, seed: int) -> None:
 
 
 def _slow_down(seconds: float) -> None:
-    """Every file that this rank writes takes so much longer, about half of it before its first byte is out."""
+    """Every file that this rank writes takes so much longer."""
     write = plain_file.write_all
 
     def slowly(descriptor: int, content: memoryview) -> None:
         time.sleep(seconds)
         write(descriptor, content)
 
-    plain_file.write_all = tensor_file.write_all = slowly
+    plain_file.write_all = output_file.write_all = slowly
 
 
 def kill_in_a_save(run_ranks: Callable[..., Any], folder: Path, seed: int) -> tuple[str, bool]:

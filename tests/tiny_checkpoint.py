@@ -10,7 +10,8 @@ import torch
 
 from toolkit.checkpoint.header import TensorSpec
 from toolkit.checkpoint.manifest import FileRecord, Manifest, read_manifest
-from toolkit.checkpoint.save import FileSizes, Saved, TensorGroup, save
+from toolkit.checkpoint.save import FileSizes, Saved, save
+from toolkit.checkpoint.source import TensorGroup
 
 SIZES = FileSizes(max_file_bytes=600, min_file_bytes=200)
 

@@ -172,6 +172,20 @@ class TrainSection(Section):
     """`deepspeed`; `reference` is plain PyTorch in one process; `ddp` and `fsdp` are PyTorch's, through accelerate."""
     compile: bool = False
     """Compile the model with torch.compile."""
+    on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
+    """What a loss or gradient that is not finite does, which never reaches the weights: `stop` the run with a
+    checkpoint, `skip` the step, or `rollback` to the last checkpoint and go on with later samples."""
+    spike_sigmas: Annotated[float, Field(ge=0)] = 0.0
+    """Roll back likewise when the loss exceeds the mean of the last steps by so many standard deviations; 6 is usual,
+    0 means never."""
+    spike_window: Annotated[int, Field(ge=8)] = 64
+    """Steps whose losses are looked at for that."""
+    max_incidents: PositiveInt = 3
+    """Steps skipped in a row, or rollbacks to the same checkpoint, after which the run stops."""
+    hang_timeout: NonNegativeInt = 600
+    """Seconds without progress after which a run counts as hung: the rank that holds it up is named, and all ranks end.
+    Three times as long in validations and checkpoints, half an hour at least until the first step is through. 0 means
+    never."""
 
 
 class CheckpointSection(Section):

@@ -15,7 +15,7 @@ from checkpoint_kills import kill_in_a_save
 from safetensors.torch import load_file
 from tiny_checkpoint import SIZES, groups_of, save_tiny, tensors_of, write_beside
 
-from toolkit.checkpoint import publication, tensor_file, verify
+from toolkit.checkpoint import output_file, publication, verify
 from toolkit.checkpoint.async_saver import AsyncSaver
 from toolkit.checkpoint.choose import choose
 from toolkit.checkpoint.ranks import Ranks
@@ -32,13 +32,13 @@ def files_of(checkpoint: Path) -> dict[str, bytes]:
 def save_and_count(run_dir: Path, step: int) -> tuple[Saved, list[str]]:
     """What this rank wrote of it, too."""
     opened = []
-    init = tensor_file.TensorFile.__init__
+    init = output_file.OutputFile.__init__
 
-    def count(file: tensor_file.TensorFile, path: Path, specs: Any) -> None:
-        opened.append(path.name)
-        init(file, path, specs)
+    def count(file: output_file.OutputFile, folder: Path, path: str) -> None:
+        opened.append(path)
+        init(file, folder, path)
 
-    tensor_file.TensorFile.__init__ = count  # type: ignore[method-assign]
+    output_file.OutputFile.__init__ = count  # type: ignore[method-assign]
     return save_tiny(run_dir, step), opened
 
 
@@ -75,8 +75,8 @@ def test_an_asynchronous_save_writes_the_same_bytes(tmp_path: Path, ranks: RunRa
 
 def poll_beside_a_slow_rank(run_dir: Path) -> list[bool]:
     if dist.get_rank() == 1:
-        write_all = tensor_file.write_all
-        tensor_file.write_all = lambda *arguments: (time.sleep(0.1), write_all(*arguments))[1]
+        write_all = output_file.write_all
+        output_file.write_all = lambda *arguments: (time.sleep(0.1), write_all(*arguments))[1]
     saver = AsyncSaver(sizes=SIZES)
     saver.begin(run_dir, 4, groups=groups_of(4), trainer_state={})
     time.sleep(0.2)
@@ -121,7 +121,7 @@ def fail(number: int, where: str) -> Callable[[], None]:
     def later(*arguments: Any) -> bool:
         nonlocal count
         count += 1
-        return count > 3
+        return count > 2
 
     if where == "open":
         os.open = broken(os.open, lambda path, flags, *mode: bool(flags & os.O_CREAT))

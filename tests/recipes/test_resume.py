@@ -190,10 +190,10 @@ def test_a_signal_becomes_a_checkpoint_that_goes_on(
 
 
 def _signalled(micro_batches: Callable[..., Any]) -> Callable[..., Any]:
-    def watched(feed: Feed, step: int, ahead: Any) -> Any:
+    def watched(feed: Feed, step: int, ahead: Any, **place: int) -> Any:
         if step == 2 and os.environ["RANK"] == "1":
             os.kill(os.getpid(), signal.SIGUSR1)
-        yield from micro_batches(feed, step, ahead)
+        yield from micro_batches(feed, step, ahead, **place)
 
     return watched
 

@@ -130,6 +130,20 @@ def test_skipped_and_broken_steps_are_told(make_run: MakeRun) -> None:
     assert "gradient norm not finite" not in events
 
 
+def test_updates_skipped_for_a_loss_that_is_not_finite_are_told_apart_from_overflows(make_run: MakeRun) -> None:
+    events = told(make_run([line(1, skipped=True, grad_norm=None), line(2, skipped=True, loss=None, grad_norm=None)]))
+    assert events["update skipped (fp16 overflow)"] == "1"
+    assert events["update skipped (not finite)"] == "2"
+
+
+def test_rollbacks_are_told_with_their_reason(make_run: MakeRun) -> None:
+    folder = make_run([line(1), line(2), line(3)])
+    rollback = {"step": 3, "kind": "rollback", "reason": "the loss is nan on rank 1", "to": 2, "left_out": 1}
+    skip = {"step": 1, "kind": "skip", "reason": "the loss is nan on rank 0"}
+    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in (skip, rollback)) + '{"st')
+    assert told(folder)["rolled back to step 2: the loss is nan on rank 1"] == "3"
+
+
 def test_steps_without_a_line_are_told(make_run: MakeRun) -> None:
     assert told(make_run([line(1), line(5), line(7)]))["no line in metrics.jsonl"] == "2 to 4, 6"
 

@@ -8,13 +8,14 @@ import pytest
 import torch
 from tiny_checkpoint import SIZES, groups_of, save_tiny, write_beside
 
-from toolkit.checkpoint import background_writer
+from toolkit.checkpoint import share_writer
 from toolkit.checkpoint.async_saver import AsyncSaver
 from toolkit.checkpoint.choose import choose
 from toolkit.checkpoint.header import TensorSpec
 from toolkit.checkpoint.manifest import read_manifest
 from toolkit.checkpoint.reader import CheckpointReader
-from toolkit.checkpoint.save import Saved, TensorGroup
+from toolkit.checkpoint.save import Saved
+from toolkit.checkpoint.source import TensorGroup
 from toolkit.checkpoint.tensor_file import TensorFile
 from toolkit.errors import CheckpointError
 
@@ -38,7 +39,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
                 raise OSError(28, "No space left on device")
             super().write(name, tensor)
 
-    monkeypatch.setattr(background_writer, "TensorFile", Held)
+    monkeypatch.setattr(share_writer, "TensorFile", Held)
     yield gate
     gate.event.set()
 

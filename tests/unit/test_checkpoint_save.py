@@ -4,7 +4,7 @@ import json
 import os
 import pickletools
 import shutil
-import time
+import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,17 +15,19 @@ import torch
 from safetensors.torch import load_file
 from tiny_checkpoint import SIZES, groups_of, parameters, save_tiny, tensors_of
 
-from toolkit.checkpoint import tensor_file
-from toolkit.checkpoint.background_writer import BackgroundWriter
+from toolkit.checkpoint import output_file
 from toolkit.checkpoint.choose import choose
 from toolkit.checkpoint.header import TensorSpec
-from toolkit.checkpoint.manifest import read_manifest
+from toolkit.checkpoint.manifest import FileRecord, read_manifest
 from toolkit.checkpoint.names import kind_of
+from toolkit.checkpoint.piece_stream import PieceStream
 from toolkit.checkpoint.plan import PlannedFile
 from toolkit.checkpoint.ranks import Failure, first_failure
 from toolkit.checkpoint.reader import CheckpointReader
 from toolkit.checkpoint.retention import Keep
-from toolkit.checkpoint.save import TensorGroup, save
+from toolkit.checkpoint.save import save
+from toolkit.checkpoint.share_writer import ShareWriter
+from toolkit.checkpoint.source import TensorGroup
 from toolkit.checkpoint.verify import verify
 from toolkit.errors import CheckpointError
 
@@ -284,25 +286,52 @@ def test_what_cannot_be_deleted_is_a_notice(tmp_path: Path, monkeypatch: pytest.
     assert steps_in(tmp_path) == [20]
 
 
-def test_the_queue_holds_no_more_than_its_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    specs = tuple(TensorSpec(name=f"t{i}", shape=(250,), dtype=torch.float32) for i in range(20))
-    write = tensor_file.write_all
-
-    def slowly(descriptor: int, content: memoryview) -> None:
-        time.sleep(0.005)
-        write(descriptor, content)
-
-    monkeypatch.setattr(tensor_file, "write_all", slowly)
+def test_a_disk_that_is_behind_makes_the_caller_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    specs = tuple(TensorSpec(name=f"t{i}", shape=(1024,), dtype=torch.float32) for i in range(20))
+    write, gate = output_file.write_all, threading.Event()
+    monkeypatch.setattr(output_file, "write_all", lambda *arguments: (gate.wait(60), write(*arguments))[1])
     file = PlannedFile(path="model.safetensors", kind="model", rank=0, specs=specs)
-    writer = BackgroundWriter(tmp_path, [file], rank=0, max_queued_bytes=3000)
-    most = 0
-    for spec in specs:
-        writer.put("model", spec.name, torch.ones(250))
-        most = max(most, writer._queued_bytes)
+    writer = ShareWriter(tmp_path, [file], rank=0, stream=PieceStream(pieces=3, piece_bytes=4096))
+    given: list[str] = []
+
+    def feed() -> None:
+        for spec in specs:
+            writer.put("model", spec.name, torch.ones(1024))
+            given.append(spec.name)
+
+    feeder = threading.Thread(target=feed)
+    feeder.start()
+    feeder.join(0.5)
+    assert 1 <= len(given) <= 3  # as many as there are pieces; the header is in the first
+    gate.set()
+    feeder.join()
     writer.close()
     assert writer.wait(60)
-    assert 2000 <= most <= 3000
     assert len(load_file(tmp_path / "model.safetensors")) == 20
+
+
+def test_after_a_failure_tensors_are_taken_and_no_file_stays_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others need this rank to go through with the exchange."""
+    specs = tuple(TensorSpec(name=f"t{i}", shape=(1024,), dtype=torch.float32) for i in range(20))
+
+    def refuse(*arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(output_file, "write_all", refuse)
+    files = [PlannedFile(path=f"{i}.safetensors", kind=f"kind{i}", rank=0, specs=specs) for i in range(2)]
+    writer = ShareWriter(tmp_path, files, rank=0, stream=PieceStream(pieces=2, piece_bytes=4096))
+    for spec in specs:
+        for file in files:
+            writer.put(file.kind, spec.name, torch.ones(1024))
+    writer.close()
+    assert writer.wait(60)
+    assert isinstance(writer.outcome, Failure)
+    assert writer.outcome.is_full
+    assert "safetensors" in writer.outcome.path
+    links = [os.readlink(link.path) for link in os.scandir("/proc/self/fd") if os.path.islink(link.path)]
+    assert not [path for path in links if path.startswith(str(tmp_path))]
 
 
 def test_the_caller_may_reuse_a_tensor_at_once(tmp_path: Path) -> None:
@@ -348,15 +377,15 @@ def test_a_file_that_the_first_rank_does_not_see_is_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank wrote it, on a disk of its own."""
-    close = tensor_file.TensorFile.close
+    finish = output_file.OutputFile.finish
 
-    def lose(file: tensor_file.TensorFile) -> tuple[int, str]:
+    def lose(file: output_file.OutputFile) -> FileRecord:
         path = Path(os.readlink(f"/proc/self/fd/{file._descriptor}"))
-        written = close(file)
+        written = finish(file)
         path.unlink()
         return written
 
-    monkeypatch.setattr(tensor_file.TensorFile, "close", lose)
+    monkeypatch.setattr(output_file.OutputFile, "finish", lose)
     with pytest.raises(CheckpointError, match="do all machines see the same"):
         save_tiny(tmp_path, 4)
     assert names_in(tmp_path) == []

@@ -1,6 +1,7 @@
 """A streamed safetensors file is what the safetensors library would have written, and takes nothing but what is due."""
 
 import hashlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from toolkit.checkpoint.header import DTYPES, HeaderError, TensorSpec, read_header
+from toolkit.checkpoint.piece_stream import PieceStream
 from toolkit.checkpoint.tensor_file import TensorFile
 
 # bool first: what follows is not aligned.
@@ -25,10 +27,26 @@ TENSORS = {
 
 
 def write(path: Path, tensors: dict[str, torch.Tensor]) -> tuple[int, str]:
-    file = TensorFile(path, [TensorSpec.of(*item) for item in tensors.items()])
-    for name, tensor in tensors.items():
-        file.write(name, tensor)
-    return file.close()
+    stream = PieceStream()
+    try:
+        file = TensorFile(path.parent, path.name, [TensorSpec.of(*item) for item in tensors.items()], stream)
+        for name, tensor in tensors.items():
+            file.write(name, tensor)
+        file.close()
+    finally:
+        stream.close()
+    assert stream.wait()
+    assert stream.failure is None
+    (record,) = stream.records
+    assert record.path == path.name
+    return record.size, record.sha256
+
+
+@pytest.fixture
+def stream() -> Iterator[PieceStream]:
+    stream = PieceStream()
+    yield stream
+    stream.close()
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -94,28 +112,57 @@ def test_our_reader_reads_what_the_library_wrote(tmp_path: Path) -> None:
         ("a", torch.zeros(2).bfloat16(), "bfloat16"),
     ],
 )
-def test_what_is_not_due_is_refused(tmp_path: Path, name: str, tensor: torch.Tensor, said: str) -> None:
+def test_what_is_not_due_is_refused(
+    tmp_path: Path, stream: PieceStream, name: str, tensor: torch.Tensor, said: str
+) -> None:
     specs = [TensorSpec(name=name, shape=(size,), dtype=torch.float32) for name, size in (("a", 2), ("b", 3))]
     with pytest.raises(ValueError, match=said):
-        TensorFile(tmp_path / "file", specs).write(name, tensor)
+        TensorFile(tmp_path, "file", specs, stream).write(name, tensor)
 
 
-def test_a_tensor_too_many_is_refused(tmp_path: Path) -> None:
-    file = TensorFile(tmp_path / "file", [TensorSpec.of("a", torch.zeros(2))])
+def test_a_tensor_may_come_in_runs_of_its_bytes(tmp_path: Path, stream: PieceStream) -> None:
+    tensors = {"a": torch.randn(7), "b": torch.randn(3)}
+    file = TensorFile(tmp_path, "file", [TensorSpec.of(*item) for item in tensors.items()], stream)
+    content = tensors["a"].view(torch.uint8)
+    file.write_bytes("a", [content[:5], content[5:9]])
+    assert not file.is_complete
+    file.write_bytes("a", [content[9:]])
+    file.write("b", tensors["b"])
+    file.close()
+    stream.close()
+    assert stream.wait()
+    assert all(torch.equal(value, tensors[name]) for name, value in load_file(tmp_path / "file").items())
+
+
+def test_too_many_bytes_of_a_tensor_and_too_few_are_refused(tmp_path: Path, stream: PieceStream) -> None:
+    specs = [TensorSpec(name=name, shape=(2,), dtype=torch.float32) for name in ("a", "b")]
+    file = TensorFile(tmp_path, "file", specs, stream)
+    with pytest.raises(ValueError, match="9 bytes were given, where a"):
+        file.write_bytes("a", [torch.zeros(9, dtype=torch.uint8)])
+    other = TensorFile(tmp_path, "other", specs, stream)
+    other.write_bytes("a", [torch.zeros(7, dtype=torch.uint8)])
+    with pytest.raises(ValueError, match="b was given, where a"):
+        other.write_bytes("b", [torch.zeros(8, dtype=torch.uint8)])
+    with pytest.raises(ValueError, match=r"a \[2\] float32 is due"):
+        other.close()
+
+
+def test_a_tensor_too_many_is_refused(tmp_path: Path, stream: PieceStream) -> None:
+    file = TensorFile(tmp_path, "file", [TensorSpec.of("a", torch.zeros(2))], stream)
     file.write("a", torch.zeros(2))
     with pytest.raises(ValueError, match="all 1 tensors"):
         file.write("b", torch.zeros(2))
 
 
-def test_a_file_with_a_tensor_missing_cannot_be_closed(tmp_path: Path) -> None:
+def test_a_file_with_a_tensor_missing_cannot_be_closed(tmp_path: Path, stream: PieceStream) -> None:
     with pytest.raises(ValueError, match=r"a \[2\] float32 is due"):
-        TensorFile(tmp_path / "file", [TensorSpec.of("a", torch.zeros(2))]).close()
+        TensorFile(tmp_path, "file", [TensorSpec.of("a", torch.zeros(2))], stream).close()
 
 
-def test_a_file_that_exists_is_not_written_over(tmp_path: Path) -> None:
+def test_a_file_that_exists_is_not_written_over(tmp_path: Path, stream: PieceStream) -> None:
     (tmp_path / "file").write_text("precious")
     with pytest.raises(FileExistsError):
-        TensorFile(tmp_path / "file", [])
+        TensorFile(tmp_path, "file", [], stream)
     assert (tmp_path / "file").read_text() == "precious"
 
 

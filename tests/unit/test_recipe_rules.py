@@ -54,6 +54,16 @@ CONTRADICTIONS: list[tuple[dict[str, object], str]] = [
         "parallel.offload_params=cpu with train.engine=fsdp",
     ),
     (
+        {"train__on_nonfinite": "rollback"},
+        "train.on_nonfinite=rollback with checkpoint.every=0: there is nothing to roll back to.",
+    ),
+    ({"train__spike_sigmas": 6.0}, "train.spike_sigmas=6.0 with checkpoint.every=0: there is nothing to roll back to."),
+    ({"train__spike_window": 100}, "train.spike_window has no effect with train.spike_sigmas=0."),
+    (
+        {"train__max_incidents": 5},
+        "train.max_incidents has no effect with train.on_nonfinite=stop and train.spike_sigmas=0.",
+    ),
+    (
         {"optimizer__momentum": 0.9},
         "optimizer.momentum has no effect with adamw. Remove it, or set optimizer.name=sgd.",
     ),

@@ -59,10 +59,10 @@ def publish(temporary: Path, step: int, records: Iterable[FileRecord]) -> tuple[
     The path, and what did not succeed and costs nothing: `latest`. Raises OSError while nothing has been replaced.
     """
     run_dir = temporary.parent
-    known = {record.path: record for record in records}
+    known = {known.path: known for known in records}
     _check_presence(temporary, known.values())
     sequence = 1 + max((listed.sequence for listed in checkpoints_in(run_dir)), default=0)
-    beside = (_record(temporary, path) for path in _files(temporary) if path not in known)
+    beside = (record(temporary, path) for path in files_in(temporary) if path not in known)
     manifest = Manifest.of(step=step, sequence=sequence, files=[*known.values(), *beside])
     write_synced(temporary / MANIFEST, manifest.encode())
     for folder, _, _ in os.walk(temporary, topdown=False):
@@ -72,17 +72,19 @@ def publish(temporary: Path, step: int, records: Iterable[FileRecord]) -> tuple[
 
 
 def _check_presence(temporary: Path, records: Iterable[FileRecord]) -> None:
-    for record in records:
-        path = temporary / record.path
-        if not path.exists() or path.stat().st_size != record.size:
-            raise OSError(f"{record.path} is not what a rank wrote: do all machines see the same {temporary.parent}?")
+    for known in records:
+        path = temporary / known.path
+        if not path.exists() or path.stat().st_size != known.size:
+            raise OSError(f"{known.path} is not what a rank wrote: do all machines see the same {temporary.parent}?")
 
 
-def _files(folder: Path) -> list[str]:
+def files_in(folder: Path) -> list[str]:
+    """Paths of all files in it and below."""
     return [path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()]
 
 
-def _record(folder: Path, path: str) -> FileRecord:
+def record(folder: Path, path: str) -> FileRecord:
+    """The record of a small file; it is on the disk."""
     sync(folder / path)
     return FileRecord(path=path, size=(folder / path).stat().st_size, sha256=hash_plain(folder / path))
 

@@ -8,7 +8,7 @@ import errno
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -46,6 +46,13 @@ class Failure:
         return cls(rank=rank, path=path, reason=shown(f"{type(error).__name__}: {error}"))
 
 
+class Work(Protocol):
+    """A transfer on its way."""
+
+    def wait(self) -> object:
+        """Return when it is over. Raises RuntimeError when a peer is gone."""
+
+
 class Ranks:
     """The ranks of a process group, or this process alone."""
 
@@ -64,6 +71,38 @@ class Ranks:
             return cls.alone()
         return cls(group, dist.get_rank(group), dist.get_world_size(group))
 
+    def apart(self) -> "Ranks":
+        """The same ranks over connections of their own through host memory, for a thread beside training.
+
+        What they say there cannot cross with what training says. A collective call.
+        """
+        if self.size == 1:
+            return self
+        members = None if self._group is None else dist.get_process_group_ranks(self._group)
+        group = dist.new_group(members, backend="gloo", use_local_synchronization=members is not None)
+        return Ranks(group, self.rank, self.size)
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors must lie to be transferred."""
+        if self.size > 1 and dist.get_backend(self._group) == "nccl":
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cpu")
+
+    def transfer(
+        self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]
+    ) -> list[Work]:
+        """Start sending tensors to ranks, and receiving into tensors from ranks; in order between any two of them."""
+        if not sends and not receives:
+            return []
+        group = self._group
+        operations = [
+            dist.P2POp(function, tensor, peer if group is None else dist.get_global_rank(group, peer), group)
+            for function, transfers in ((dist.isend, sends), (dist.irecv, receives))
+            for peer, tensor in transfers
+        ]
+        return list(dist.batch_isend_irecv(operations))
+
     @property
     def is_first(self) -> bool:
         """Whether this rank acts for all."""
@@ -81,9 +120,7 @@ class Ranks:
         """Whether every rank says so. A collective call, and a cheap one."""
         if self.size == 1:
             return flag
-        on_gpu = dist.get_backend(self._group) == "nccl"
-        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-        lowest = torch.tensor(int(flag), dtype=torch.int32, device=device)
+        lowest = torch.tensor(int(flag), dtype=torch.int32, device=self.device)
         dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=self._group)
         return bool(lowest.item())
 

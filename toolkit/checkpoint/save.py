@@ -1,7 +1,8 @@
 """Saving a checkpoint: every rank writes its share, and all of them agree on whether it is one.
 
-    start    the first rank makes the folder and writes what is small; all agree that it could
-    feed     all ranks iterate over the tensors, one at a time; each hands its own to its background writer
+    start    the first rank makes the folder; all agree that it could
+    write    each rank is given the tensors that it writes, one at a time; its threads hash and write them (share.py).
+             The first rank writes what is small meanwhile
     commit   all wait for all, agree, and the first rank publishes (publication.py)
 
 What fails on one rank fails on all, with the same CheckpointError, after the folder is gone; older checkpoints stay as
@@ -10,23 +11,23 @@ they are. Nothing is pickled onto the disk.
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-import torch
-
-from toolkit.checkpoint.background_writer import BackgroundWriter
-from toolkit.checkpoint.header import TensorSpec
 from toolkit.checkpoint.host_copies import HostCopies
 from toolkit.checkpoint.manifest import FileRecord
 from toolkit.checkpoint.names import INDEX, MODEL, OPTIMIZER, TRAINER_STATE, shown, step_name, unfinished_name
 from toolkit.checkpoint.plain_file import write_synced
 from toolkit.checkpoint.plan import MAX_FILE_BYTES, MIN_FILE_BYTES, PlannedFile, plan_files
-from toolkit.checkpoint.publication import new_nonce, open_folder, publish
+from toolkit.checkpoint.publication import files_in, new_nonce, open_folder, publish, record
 from toolkit.checkpoint.ranks import Failure, Ranks, first_failure
 from toolkit.checkpoint.retention import Keep, remove_old
+from toolkit.checkpoint.share import Share
+from toolkit.checkpoint.source import Source, TensorGroup, WholeTensors
 from toolkit.errors import CheckpointError
 from toolkit.units import format_bytes
 
@@ -34,19 +35,6 @@ T = TypeVar("T")
 
 _HEARTBEAT_SECONDS = 1.0
 """Ranks that are done wait for the others in collective calls no longer than this: a slow disk is no timeout."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TensorGroup:
-    """All tensors of one kind: `model`, or a state of the optimizer such as `exp_avg`.
-
-    `tensors` gives (name, whole tensor) in the order of `specs`, on every rank. Iterating may be collective, and a
-    tensor is read before the next one is asked for.
-    """
-
-    kind: str
-    specs: Sequence[TensorSpec]
-    tensors: Iterable[tuple[str, torch.Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +60,7 @@ def save(
     run_dir: Path,
     step: int,
     *,
-    groups: Sequence[TensorGroup],
+    groups: Sequence[TensorGroup] | Source,
     trainer_state: Mapping[str, Any],
     beside: Callable[[Path], None] = lambda folder: None,
     keep: Keep | None = None,
@@ -94,92 +82,100 @@ def save(
         ranks=ranks or Ranks.joined(),
         sizes=sizes or FileSizes(),
     )
-    return saving.commit()
+    return saving.finish()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Aside:
+    """What saving beside training needs: memory for the snapshot, and the ranks over connections of their own."""
+
+    copies: HostCopies
+    ranks: Ranks
 
 
 class Saving:
-    """A checkpoint on its way to the disk: started and fed when it is made, to be committed by all ranks."""
+    """A checkpoint on its way to the disk: its folder is there when this is made, `finish` does the rest.
+
+    With `aside` the tensors are copied when this is made. `finish` is then for a thread: it looks at the copies, and
+    talks to other ranks over connections of its own.
+    """
 
     def __init__(
         self,
         run_dir: Path,
         step: int,
         *,
-        groups: Sequence[TensorGroup],
+        groups: Sequence[TensorGroup] | Source,
         trainer_state: Mapping[str, Any],
         beside: Callable[[Path], None],
         keep: Keep | None,
         ranks: Ranks,
         sizes: FileSizes,
-        snapshot: HostCopies | None = None,
+        aside: Aside | None = None,
     ) -> None:
         self._run_dir, self._step, self._keep, self._ranks = run_dir, step, keep, ranks
+        source = groups if isinstance(groups, Source) else WholeTensors(groups)
         self._files = plan_files(
-            [(group.kind, group.specs) for group in groups],
+            source.specs,
             ranks.size,
             max_file_bytes=sizes.max_file_bytes,
             min_file_bytes=sizes.min_file_bytes,
         )
         self.nbytes = sum(file.nbytes for file in self._files)
-        self._start(trainer_state, beside)
-        self._writer = BackgroundWriter(
-            self._folder,
-            [file for file in self._files if file.rank == ranks.rank],
-            rank=ranks.rank,
-            snapshot=snapshot,
-        )
-        self._feed(groups)
+        self._start()
+        small = partial(self._write_small, trainer_state, beside) if ranks.is_first else None
+        self._share = Share(self._folder, self._files, ranks, small)
+        if aside is None:
+            self._tensors = partial(source.own, self._files, ranks)
+        else:
+            with self._removed_if_it_fails():
+                snapshot = source.snapshot(self._files, ranks, aside.copies)
+            self._tensors = partial(snapshot, aside.ranks)
+            self._ranks = aside.ranks
 
-    def is_written(self, timeout_seconds: float = 0.0) -> bool:
-        """Whether this rank's share is on the disk, or has failed, within this time."""
-        return self._writer.wait(timeout_seconds)
-
-    def commit(self) -> Saved:
-        """Wait for all ranks and publish. A collective call. Raises CheckpointError, on every rank alike."""
-        while not self._ranks.all(self.is_written(_HEARTBEAT_SECONDS)):
+    def finish(self) -> Saved:
+        """Write, wait for all ranks, and publish. A collective call. Raises CheckpointError, on every rank alike."""
+        with self._removed_if_it_fails():
+            self._share.write(self._tensors())
+        while not self._ranks.all(self._share.wait(_HEARTBEAT_SECONDS)):
             pass
-        outcomes = self._ranks.gather(self._writer.outcome)
+        outcomes = self._ranks.gather(self._share.outcome)
         failure = first_failure(outcomes)
         if failure is not None:
-            self._fail(failure, self._writer.error)
+            self._fail(failure, self._share.error)
         records = [record for outcome in outcomes if isinstance(outcome, list) for record in outcome]
         path, notices = self._on_first_rank(lambda: self._publish(records))
         return Saved(path=path, step=self._step, nbytes=self.nbytes, notices=tuple(notices))
 
-    def _start(self, trainer_state: Mapping[str, Any], beside: Callable[[Path], None]) -> None:
-        nonce = self._ranks.gather(new_nonce())[0]
-        self._folder = self._run_dir / unfinished_name(self._step, nonce, "tmp")
+    def _start(self) -> None:
+        nonce = new_nonce()
 
-        def start() -> None:
+        def start() -> str:
             open_folder(self._run_dir, self._step, nonce, [OPTIMIZER] if self._has_optimizer() else [])
-            beside(self._folder)
-            write_synced(self._folder / TRAINER_STATE, (json.dumps(trainer_state, indent=1) + "\n").encode())
-            index = model_index(self._files)
-            if index is not None:
-                write_synced(self._folder / INDEX, index)
+            return nonce
 
-        self._on_first_rank(start)
+        self._folder = self._run_dir / unfinished_name(self._step, nonce, "tmp")  # removed where the first rank fails
+        self._folder = self._run_dir / unfinished_name(self._step, self._on_first_rank(start), "tmp")
+
+    def _write_small(self, trainer_state: Mapping[str, Any], beside: Callable[[Path], None]) -> list[FileRecord]:
+        beside(self._folder)
+        write_synced(self._folder / TRAINER_STATE, (json.dumps(trainer_state, indent=1) + "\n").encode())
+        index = model_index(self._files)
+        if index is not None:
+            write_synced(self._folder / INDEX, index)
+        large = {file.path for file in self._files}
+        return [record(self._folder, path) for path in files_in(self._folder) if path not in large]
 
     def _has_optimizer(self) -> bool:
         return any(file.kind != MODEL for file in self._files)
 
-    def _feed(self, groups: Sequence[TensorGroup]) -> None:
+    @contextmanager
+    def _removed_if_it_fails(self) -> Iterator[None]:
         try:
-            for group in groups:
-                due = iter(group.specs)
-                for name, tensor in group.tensors:
-                    spec = next(due, None)
-                    if spec is None or spec.name != name:
-                        raise ValueError(f"{group.kind}: {name} was given, {spec.name if spec else 'nothing'} is due")
-                    self._writer.put(group.kind, name, tensor)
-                    del tensor  # else it would be held while the next one is gathered
-                if (spec := next(due, None)) is not None:
-                    raise ValueError(f"{group.kind}: {spec.name} is due, nothing was given")
+            yield
         except BaseException:
-            self._writer.abandon()
             self._remove_folder()
             raise
-        self._writer.close()
 
     def _publish(self, records: Sequence[FileRecord]) -> tuple[Path, list[str]]:
         path, notices = publish(self._folder, self._step, records)

@@ -5,36 +5,31 @@ hence offsets) is known before the first value is, so a writer can start with it
 gathered. The hash is taken of the same bytes on their way out: what is on the disk is never read to be trusted.
 """
 
-import hashlib
-import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
 
 from toolkit.checkpoint.header import TensorSpec, encode_header
-from toolkit.checkpoint.plain_file import write_all
-
-_PIECE_BYTES = 4 * 2**20
-"""Hashed, then written, while it is still in the CPU's cache."""
+from toolkit.checkpoint.output_file import OutputFile
+from toolkit.checkpoint.piece_stream import PieceStream
 
 
 class TensorFile:
-    """A new file at `path`, for exactly the tensors of `specs` in their order."""
+    """A new file at `path` in `folder`, for exactly the tensors of `specs` in their order; `stream` writes it."""
 
-    def __init__(self, path: Path, specs: Sequence[TensorSpec]) -> None:
+    def __init__(self, folder: Path, path: str, specs: Sequence[TensorSpec], stream: PieceStream) -> None:
         assert sys.byteorder == "little", "safetensors are little-endian"
-        self._specs = specs
+        self._specs, self._stream = specs, stream
         self._written = 0
-        self._hash = hashlib.sha256()
-        self._size = 0
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        try:
-            self._put(memoryview(encode_header(specs)))
-        except BaseException:
-            self.abandon()
-            raise
+        self._written_bytes = 0
+        """Of the tensor that is due."""
+        self._piece: torch.Tensor | None = None
+        self._filled = 0
+        header = encode_header(specs)
+        self._file = OutputFile(folder, path)
+        self._append(torch.frombuffer(bytearray(header), dtype=torch.uint8))
 
     @property
     def is_complete(self) -> bool:
@@ -42,39 +37,55 @@ class TensorFile:
         return self._written == len(self._specs)
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """The next tensor. Raises ValueError when it is not the one that is due."""
-        if self.is_complete:
-            raise ValueError(f"{name} follows, where all {len(self._specs)} tensors have been written")
-        due, given = self._specs[self._written], TensorSpec.of(name, tensor)
-        if given != due:
-            raise ValueError(f"{_describe(given)} was given, where {_describe(due)} is due")
-        flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-        if flat.numel():
-            self._put(memoryview(flat.view(torch.uint8).numpy()))  # type: ignore[arg-type]
-        self._written += 1
+        """The next tensor, copied at once. Raises ValueError when it is not the one that is due."""
+        given = TensorSpec.of(name, tensor)
+        if given != self._due(name):
+            raise ValueError(f"{_describe(given)} was given, where {_describe(self._due(name))} is due")
+        self.write_bytes(name, [tensor.detach().contiguous().reshape(-1).view(torch.uint8)] if tensor.numel() else [])
 
-    def close(self) -> tuple[int, str]:
-        """Have everything on the disk; size and sha256. Raises ValueError when tensors are missing."""
-        try:
-            if not self.is_complete:
-                raise ValueError(f"{_describe(self._specs[self._written])} is due, where the file was closed")
-            os.fsync(self._descriptor)
-        finally:
-            self.abandon()
-        return self._size, self._hash.hexdigest()
+    def write_bytes(self, name: str, parts: Iterable[torch.Tensor]) -> None:
+        """The same from runs of its bytes, in order, in one call or several."""
+        due = self._due(name)
+        if due.name != name:
+            raise ValueError(f"{name} was given, where {_describe(due)} is due")
+        for part in parts:
+            self._append(part)
+            self._written_bytes += part.numel()
+        if self._written_bytes > due.nbytes:
+            raise ValueError(f"{self._written_bytes} bytes were given, where {_describe(due)} is due")
+        if self._written_bytes == due.nbytes:
+            self._written, self._written_bytes = self._written + 1, 0
+
+    def close(self) -> None:
+        """Nothing follows: the stream has it on the disk. Raises ValueError when tensors are missing."""
+        if not self.is_complete:
+            raise ValueError(f"{_describe(self._specs[self._written])} is due, where the file was closed")
+        self._flush(is_last=True)
 
     def abandon(self) -> None:
-        """Close without a promise; whoever made the folder removes the file."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        """Close without a promise, when the stream has ended."""
+        self._file.abandon()
 
-    def _put(self, content: memoryview) -> None:
-        for start in range(0, len(content), _PIECE_BYTES):
-            piece = content[start : start + _PIECE_BYTES]
-            self._hash.update(piece)
-            write_all(self._descriptor, piece)
-        self._size += len(content)
+    def _due(self, name: str) -> TensorSpec:
+        if self.is_complete:
+            raise ValueError(f"{name} follows, where all {len(self._specs)} tensors have been written")
+        return self._specs[self._written]
+
+    def _append(self, content: torch.Tensor) -> None:
+        while content.numel():
+            if self._piece is None:
+                self._piece = self._stream.take()
+            count = min(content.numel(), self._piece.numel() - self._filled)
+            self._piece[self._filled : self._filled + count].copy_(content[:count])
+            self._filled += count
+            content = content[count:]
+            if self._filled == self._piece.numel():
+                self._flush(is_last=False)
+
+    def _flush(self, *, is_last: bool) -> None:
+        piece = self._stream.take() if self._piece is None else self._piece
+        self._stream.put(self._file, piece, self._filled, is_last=is_last)
+        self._piece, self._filled = None, 0
 
 
 def _describe(spec: TensorSpec) -> str:

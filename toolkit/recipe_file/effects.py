@@ -31,12 +31,17 @@ def without_effect(recipe: Recipe) -> Iterator[Finding]:
     yield from _data(recipe.data)
     for name, section, field, switch in (
         ("train", recipe.train, "eval_samples", "eval_every"),
+        ("train", recipe.train, "spike_window", "spike_sigmas"),
         ("checkpoint", recipe.checkpoint, "keep", "every"),
         ("checkpoint", recipe.checkpoint, "keep_every", "every"),
         ("checkpoint", recipe.checkpoint, "asynchronous", "every"),
     ):
         if not getattr(section, switch) and _is_set(section, field):
             yield _no_effect(name, field, f"{name}.{switch}=0", f"set {name}.{switch}=1 or more")
+    train = recipe.train
+    if train.on_nonfinite == "stop" and not train.spike_sigmas and _is_set(train, "max_incidents"):
+        choice = "train.on_nonfinite=stop and train.spike_sigmas=0"
+        yield _no_effect("train", "max_incidents", choice, "set train.on_nonfinite=skip or rollback")
 
 
 def schedule_fields(name: str) -> tuple[str, ...]:

@@ -45,6 +45,7 @@ def findings(recipe: Recipe, world_size: int | None) -> list[Finding]:
         *without_effect(recipe),
         *_schedule(recipe),
         *_validation(recipe),
+        *_rollback(recipe),
         *_symbols(recipe),
         *_model(recipe, model),
         *_shape(recipe, model.shape),
@@ -86,6 +87,19 @@ def _validation(recipe: Recipe) -> Iterator[Finding]:
             f"train.eval_every={recipe.train.eval_every} with data.eval_fraction=0: no text is held out for the "
             "validation. Set data.eval_fraction=0.01, or train.eval_every=0.",
         )
+
+
+def _rollback(recipe: Recipe) -> Iterator[Finding]:
+    section = recipe.train
+    if not recipe.checkpoint.every:
+        for field, off in (("on_nonfinite", "stop or skip"), ("spike_sigmas", "0")):
+            value = getattr(section, field)
+            if value == "rollback" or (field == "spike_sigmas" and value):
+                yield Finding(
+                    ("train", field),
+                    f"train.{field}={value} with checkpoint.every=0: there is nothing to roll back to. "
+                    f"Set checkpoint.every, or train.{field} to {off}.",
+                )
 
 
 def _symbols(recipe: Recipe) -> Iterator[Finding]:

@@ -26,9 +26,16 @@ def run_events(run: TrainingRun) -> list[RunEvent]:
         for field in _NAMES
         if (steps := [step.step for step in run.log.steps if field in step.not_finite and not step.skipped])
     ]
-    skipped = [step.step for step in run.log.steps if step.skipped]
-    if skipped:
-        found.append(RunEvent(kind="failed", what="update skipped (fp16 overflow)", steps=ranges(skipped)))
+    for what, steps in (
+        ("fp16 overflow", [step.step for step in run.log.steps if step.skipped and "loss" not in step.not_finite]),
+        ("not finite", [step.step for step in run.log.steps if step.skipped and "loss" in step.not_finite]),
+    ):
+        if steps:
+            found.append(RunEvent(kind="failed", what=f"update skipped ({what})", steps=ranges(steps)))
+    for incident in run.incidents:
+        if incident.to is not None:
+            what = f"rolled back to step {incident.to}: {incident.reason}"
+            found.append(RunEvent(kind="failed", what=what, steps=str(incident.step)))
     for restart in run.log.restarts:
         again = plural(restart.after - restart.at + 1, "step")
         found.append(

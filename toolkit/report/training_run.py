@@ -6,7 +6,7 @@ What is not written down stays unknown. A run directory may hold environment.jso
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,6 +20,15 @@ from toolkit.recipe import Recipe
 from toolkit.recipe_file import load
 from toolkit.report.training_log import TrainingLog, read_log
 from toolkit.shape import ModelShape, families, find_config, with_overrides
+
+
+@dataclass(frozen=True, kw_only=True)
+class Incident:
+    """What training did about a step. `to`: the step it went back to, None where it only left the step out."""
+
+    step: int
+    reason: str
+    to: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +51,8 @@ class TrainingRun:
     """When the last step was reported."""
     gpu: hardware.Gpu | None
     shape: ModelShape | None
+    incidents: tuple[Incident, ...] = ()
+    """From events.jsonl."""
 
     @property
     def finished(self) -> bool:
@@ -118,6 +129,7 @@ def _read(path: Path, *, label: str, gpu: hardware.Gpu | None) -> TrainingRun:
         has_model=(folder / "model" / "config.json").is_file(),
         written=datetime.fromtimestamp(path.stat().st_mtime, tz=UTC),
         gpu=gpu,
+        incidents=tuple(_incidents(folder / "events.jsonl")),
         shape=None if recipe is None else _shape(recipe, folder, snapshots),
     )
 
@@ -160,6 +172,21 @@ def _shape(recipe: Recipe, folder: Path, snapshots: Sequence[int]) -> ModelShape
         return ModelShape.from_config(config) if config and config.get("model_type") in families() else None
     except ToolkitError:
         return None
+
+
+def _incidents(path: Path) -> Iterator[Incident]:
+    """Lines that are none are left out: a page about a run is no judge of its files."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        try:
+            event = json.loads(line)
+            to = int(event["to"]) if event["kind"] == "rollback" else None
+            yield Incident(step=int(event["step"]), reason=str(event["reason"]), to=to)
+        except (ValueError, KeyError, TypeError):
+            continue
 
 
 def _environment(path: Path) -> dict[str, str]:

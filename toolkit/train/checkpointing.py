@@ -1,8 +1,8 @@
 """Checkpointer: what a training run puts into a checkpoint, and how it goes on from one in any layout."""
 
 import copy
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,11 @@ from transformers import PreTrainedTokenizerBase
 
 from toolkit.batch import Batch
 from toolkit.checkpoint.async_saver import AsyncSaver
-from toolkit.checkpoint.header import TensorSpec
+from toolkit.checkpoint.held_tensors import HeldTensors
 from toolkit.checkpoint.names import MODEL
 from toolkit.checkpoint.reader import CheckpointReader
 from toolkit.checkpoint.retention import Keep
-from toolkit.checkpoint.save import Saved, TensorGroup, save
+from toolkit.checkpoint.save import Saved, save
 from toolkit.errors import CheckpointError
 from toolkit.layout import Layout
 from toolkit.recipe import Recipe
@@ -23,7 +23,9 @@ from toolkit.train.data.tokens import TokenCorpus
 from toolkit.train.engines.base import Engine
 from toolkit.train.engines.states import MASTER
 from toolkit.train.environment import describe_environment
+from toolkit.train.held import held_tensors
 from toolkit.train.trainer_state import TrainerState
+from toolkit.train.watchdog.marked_source import MarkedSource
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,18 +40,22 @@ class Checkpointer:
     corpus: TokenCorpus
     _saver: AsyncSaver = field(default_factory=AsyncSaver, init=False)
 
-    def save(self, run_dir: Path, step: int, *, tokens: int, learning_rate: float) -> Saved:
+    def save(self, run_dir: Path, step: int, *, tokens: int, learning_rate: float, left_out: int = 0) -> Saved:
         """Write `run_dir/step-…` after `step` steps, in which `tokens` targets were trained on.
+
+        `left_out`: global batches that rollbacks left out before.
 
         One that is still on its way is waited for. Raises CheckpointError on every rank alike; older checkpoints stay
         as they are.
         """
         self.finish()
-        return save(run_dir, step, **self._contents(step, tokens, learning_rate))
+        self.engine.mark("checkpoint")
+        return save(run_dir, step, **self._contents(step, tokens, learning_rate, left_out))
 
-    def begin(self, run_dir: Path, step: int, *, tokens: int, learning_rate: float) -> None:
+    def begin(self, run_dir: Path, step: int, *, tokens: int, learning_rate: float, left_out: int = 0) -> None:
         """The same from a snapshot in host memory, while training goes on; `poll` or `finish` completes it."""
-        self._saver.begin(run_dir, step, **self._contents(step, tokens, learning_rate))
+        self.engine.mark("checkpoint")
+        self._saver.begin(run_dir, step, **self._contents(step, tokens, learning_rate, left_out))
 
     def poll(self) -> Saved | None:
         """The checkpoint that has begun, once all ranks have written it. At a step boundary."""
@@ -57,13 +63,14 @@ class Checkpointer:
 
     def finish(self) -> Saved | None:
         """Wait for the checkpoint that has begun, if there is one."""
+        self.engine.mark("checkpoint")
         return self._saver.finish()
 
-    def _contents(self, step: int, tokens: int, learning_rate: float) -> dict[str, Any]:
+    def _contents(self, step: int, tokens: int, learning_rate: float, left_out: int) -> dict[str, Any]:
         section = self.recipe.checkpoint
         return {
-            "groups": [self._model(), *(self._states(kind) for kind in self.engine.states.kinds)],
-            "trainer_state": self._state(step, tokens, learning_rate).to_dict(),
+            "groups": MarkedSource(self._tensors, self.engine.mark),
+            "trainer_state": self._state(step, tokens, learning_rate, left_out).to_dict(),
             "beside": self._beside,
             "keep": Keep(newest=section.keep, every=section.keep_every or None),
         }
@@ -86,24 +93,13 @@ class Checkpointer:
         engine.states.updates = state.updates
         engine.load_loss_scale(state.loss_scale)
 
-    def _model(self) -> TensorGroup:
-        buffers = self.engine.buffer_specs()
-        specs = [*self._specs(), *(TensorSpec.of(name, like) for name, like in buffers)]
+    @cached_property
+    def _tensors(self) -> HeldTensors:
+        return held_tensors(self.engine)
 
-        def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-            yield from self.engine.full_states(MASTER)
-            yield from self.engine.buffers()
-
-        return TensorGroup(kind=MODEL, specs=specs, tensors=tensors())
-
-    def _states(self, kind: str) -> TensorGroup:
-        return TensorGroup(kind=kind, specs=self._specs(), tensors=self.engine.full_states(kind))
-
-    def _specs(self) -> Sequence[TensorSpec]:
-        return [
-            TensorSpec(name=name, shape=tuple(shape), dtype=torch.float32)
-            for name, shape in self.engine.parameter_names()
-        ]
+    @cached_property
+    def _versions(self) -> dict[str, str]:
+        return describe_environment(self.engine.device)
 
     def _beside(self, folder: Path) -> None:
         model = self.engine.model
@@ -115,12 +111,13 @@ class Checkpointer:
             model.generation_config.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
 
-    def _state(self, step: int, tokens: int, learning_rate: float) -> TrainerState:
+    def _state(self, step: int, tokens: int, learning_rate: float, left_out: int) -> TrainerState:
         recipe = self.recipe
         return TrainerState(
             step=step,
             samples=step * self.batch.global_size,
             tokens=tokens,
+            left_out=left_out,
             updates=self.engine.states.updates,
             learning_rate=learning_rate,
             loss_scale=self.engine.loss_scale(),
@@ -132,6 +129,6 @@ class Checkpointer:
             seed=recipe.train.seed,
             states=list(self.engine.states.kinds),
             contents=self.corpus.contents,
-            versions=describe_environment(self.engine.device),
+            versions=self._versions,
             recipe=recipe.model_dump(mode="json"),
         )

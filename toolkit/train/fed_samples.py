@@ -36,6 +36,7 @@ class FedSamples:
         """The digest of the last step's global batch, as the first rank of each replica read it; and whether any rank
         wants to `stop`, which travels in the same sum. A collective call.
         """
+        self._feed.mark("digest")
         is_first = self._place.pipe == 0 and self._place.model == 0
         sums = torch.tensor([self.shares[-1] if is_first else 0, int(stop)], dtype=torch.int64, device=device)
         if dist.is_initialized():

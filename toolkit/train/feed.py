@@ -16,6 +16,7 @@ from toolkit.train.data.tokens import Split, TokenCorpus
 from toolkit.train.engines.base import MicroBatch
 from toolkit.train.loss import IGNORE
 from toolkit.train.seeds import derive_seed
+from toolkit.train.watchdog.mark import Mark, unwatched
 
 _NOTHING = TensorBatch(input_ids=torch.empty(0, dtype=torch.long), labels=torch.empty(0, dtype=torch.long))
 
@@ -35,6 +36,8 @@ class Feed:
     reads: bool = True
     train: Samples
     held_out: Samples | None = None
+    mark: Mark = unwatched
+    """Told when this rank waits for data, and when it goes on with them."""
 
     @classmethod
     def open(cls, recipe: Recipe, layout: Layout, batch: Batch, corpus: TokenCorpus, *, rank: int) -> Self:
@@ -61,27 +64,32 @@ class Feed:
             held_out=samples("eval") if recipe.train.eval_every else None,
         )
 
-    def prefetch(self, first_step: int = 0) -> Prefetcher:
-        """This rank's micro-batches from `first_step` on, built ahead in the background; two steps at most."""
+    def prefetch(self, first_step: int = 0, *, left_out: int = 0) -> Prefetcher:
+        """This rank's micro-batches from `first_step` on, built ahead in the background; two steps at most.
+
+        `left_out`: how many global batches later than its own a step reads.
+        """
         schedule = (
-            (step, self._positions(accumulation_step))
+            (step + left_out, self._positions(accumulation_step))
             for step in range(first_step, self.recipe.train.steps)
             for accumulation_step in range(self.batch.accumulation)
             if self.reads
         )
         return Prefetcher(self.train, schedule, depth=2 * self.batch.accumulation)
 
-    def micro_batches(self, step: int, ahead: Iterator[TensorBatch]) -> Iterator[MicroBatch]:
+    def micro_batches(self, step: int, ahead: Iterator[TensorBatch], *, left_out: int = 0) -> Iterator[MicroBatch]:
         """This rank's share of the global batch of `step` (from 0), taken from what is built `ahead`."""
         for accumulation_step in range(self.batch.accumulation):
+            self.mark("data", step + 1)
             tensors = next(ahead) if self.reads else _NOTHING
+            self.mark("forward")
             start = self._positions(accumulation_step)[0]
             yield MicroBatch(
                 input_ids=tensors.input_ids,
                 labels=tensors.labels,
                 position_ids=tensors.position_ids,
                 # Seeded by the block, not by the rank: every layout, and a restart, drops the same activations.
-                dropout_seed=derive_seed("dropout", self.recipe.train.seed, step, start),
+                dropout_seed=derive_seed("dropout", self.recipe.train.seed, step + left_out, start),
             )
 
     def target_tokens(self, step: int) -> int:
@@ -99,6 +107,7 @@ class Feed:
         chosen = np.arange(count) * len(self.held_out) // count
         stride = self.batch.micro_size * self.batch.dp
         for start in range(0, count, stride):
+            self.mark("evaluate")
             if not self.reads:
                 yield MicroBatch(input_ids=_NOTHING.input_ids, labels=_NOTHING.labels, dropout_seed=0)
                 continue

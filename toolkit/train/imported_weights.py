@@ -16,7 +16,7 @@ from toolkit.checkpoint.exchange.partitions import MASTER
 from toolkit.checkpoint.header import TensorSpec
 from toolkit.checkpoint.names import MODEL, shown
 from toolkit.checkpoint.plan import MAX_FILE_BYTES
-from toolkit.checkpoint.save import TensorGroup
+from toolkit.checkpoint.source import TensorGroup
 from toolkit.errors import CheckpointError
 from toolkit.train.weights import parameters_on_meta
 

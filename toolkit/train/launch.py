@@ -12,7 +12,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,12 +20,19 @@ from typing import Self
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from toolkit.errors import RunError, ToolkitError
 from toolkit.train.spawn import free_port
+from toolkit.train.watchdog.board import Board
+from toolkit.train.watchdog.stillness import longest_limit_seconds
+from toolkit.train.watchdog.watchdog import Watchdog
 
 _DEFAULT_PORT = 29500
 _SECONDS_FOR_THE_REPORTER = 5
+_departing: list[Callable[[], None]] = []
+"""Who shall know, after the user, that this process ends."""
 _NOISY = (
     *("DeepSpeed", "deepspeed", "torch.distributed"),
     *("transformers", "accelerate", "datasets", "huggingface_hub"),
@@ -116,18 +123,44 @@ def pick_device(environment: RankEnvironment) -> torch.device:
 
 
 @contextmanager
-def process_group(environment: RankEnvironment, device: torch.device) -> Iterator[None]:
-    """Join the job: create the default process group, and leave it in order at the end."""
+def process_group(
+    environment: RankEnvironment, device: torch.device, *, hang_timeout_seconds: float = 0
+) -> Iterator[Watchdog]:
+    """Join the job: create the default process group, and leave it in order at the end.
+
+    In between, a watchdog ends this rank when another one dies; and when one makes no progress for
+    `hang_timeout_seconds`, where that is not 0: then somebody has to call `mark`.
+    """
     os.environ.update(environment.variables)
     if environment.world_size == 1 and environment.master_port == 0:
         os.environ["MASTER_PORT"] = str(free_port())
     minutes = _integer(os.environ, "DEEPSPEED_TIMEOUT", "30")
-    dist.init_process_group(
-        backend="nccl" if device.type == "cuda" else "gloo",
-        timeout=timedelta(minutes=minutes),
-        device_id=device if device.type == "cuda" else None,
+    # Who hangs shall be found before the backend gives up without a name.
+    patience = timedelta(seconds=max(60 * minutes, 2 * longest_limit_seconds(hang_timeout_seconds)))
+    store, rank, world_size = next(iter(rendezvous("env://", timeout=timedelta(minutes=minutes))))
+    watchdog = Watchdog(
+        Board(store, rank=rank, world_size=world_size),
+        local_rank=environment.local_rank,
+        timeout_seconds=hang_timeout_seconds,
+        # torchrun keeps the store in a process of its own.
+        keeper=None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0,
     )
-    yield
+    watchdog.start()
+    try:
+        dist.init_process_group(
+            backend="nccl" if device.type == "cuda" else "gloo",
+            store=PrefixStore("group", store),
+            rank=rank,
+            world_size=world_size,
+            timeout=patience,
+            device_id=device if device.type == "cuda" else None,
+        )
+        yield watchdog
+    except BaseException as error:
+        watchdog.note(error)
+        _departing.append(watchdog.depart)
+        raise
+    watchdog.finish()
     # Ranks that tear the group down while others still use it abort them (gloo) or hang (NCCL): so all together, and
     # not at all when something went wrong.
     dist.barrier()
@@ -189,6 +222,8 @@ def reported_errors() -> Iterator[None]:
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
+    for depart in _departing:
+        depart()
     os._exit(code)
 
 

@@ -1,5 +1,6 @@
 """What one sees while training: a banner and one progress line; plain lines where the output is no terminal."""
 
+import math
 import sys
 import time
 from collections import deque
@@ -101,7 +102,8 @@ class ProgressLine:
     def _details(self, metrics: StepMetrics) -> dict[str, str]:
         rate = self.tokens_per_second()
         mean_seconds = sum(duration for _, duration in self._recent) / len(self._recent)
-        norm = "skipped (fp16 overflow)" if metrics.skipped else f"grad norm {metrics.grad_norm:.3f}"
+        why = "fp16 overflow" if math.isfinite(metrics.loss) else "not finite"
+        norm = f"skipped ({why})" if metrics.skipped else f"grad norm {metrics.grad_norm:.3f}"
         details = {
             "loss": f"loss {metrics.loss:.4f}",
             "held-out": f"held-out {self._eval_loss:.4f}" if self._eval_loss is not None else "",

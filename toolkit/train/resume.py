@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from toolkit.checkpoint.choose import choose
+from toolkit.checkpoint.choose import Chosen, choose
 from toolkit.checkpoint.names import TRAINER_STATE, step_of
 from toolkit.checkpoint.ranks import Ranks
 from toolkit.checkpoint.reader import CheckpointReader
@@ -50,6 +50,15 @@ def run_of(asked: str, recipe: Recipe) -> Path | None:
     return path.parent if step_of(path.resolve().name) is not None else path
 
 
+def newest_checkpoint(run_dir: Path) -> Resumed | None:
+    """The newest checkpoint of a run that is whole; None where there is none. A collective call."""
+    try:
+        chosen = choose(run_dir, ranks=Ranks.joined())
+    except CheckpointError:
+        return None
+    return None if chosen.is_weights_only else _open(chosen)
+
+
 def resume(asked: str, recipe: Recipe, *, strict: bool) -> Resumed | None:
     """The checkpoint that `--resume` means, verified file by file; None where `auto` finds none.
 
@@ -64,6 +73,10 @@ def resume(asked: str, recipe: Recipe, *, strict: bool) -> Resumed | None:
             f"--resume {asked}: weights alone, without the state of a run. To begin with them, set "
             f"model.name_or_path={asked} and model.init=pretrained."
         )
+    return _open(chosen)
+
+
+def _open(chosen: Chosen) -> Resumed:
     saved = CheckpointReader(chosen.path)
     state = TrainerState.from_dict(saved.trainer_state or {}, path=str(chosen.path / TRAINER_STATE))
     return Resumed(saved=saved, state=state, notices=chosen.notices)

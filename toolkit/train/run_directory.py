@@ -4,6 +4,7 @@ recipe.yaml      as resolved: running it again gives the same run
 ds_config.json   what DeepSpeed was given
 environment.json versions and the machine
 metrics.jsonl    one object a step
+events.jsonl     what happened besides: steps left out, rollbacks; only where there was something
 loss.png         the curve
 step-00000100/   checkpoints (toolkit/checkpoint/), each a Hugging Face directory
 latest           the newest of them
@@ -30,6 +31,8 @@ from toolkit.train.engines.base import Engine
 from toolkit.train.environment import describe_environment
 from toolkit.train.metrics import MetricsFile
 from toolkit.train.run_names import unused_run_directory
+
+EVENTS = "events.jsonl"
 
 
 class RunDirectory:
@@ -128,7 +131,7 @@ class RunDirectory:
         """What an earlier run left here would be taken for this one's; `choose` made sure that it was a run's."""
         for unfinished in (*self.path.glob(".*.tmp"), *self.path.glob(".*.old")):
             shutil.rmtree(unfinished, ignore_errors=True)
-        for file in ("metrics.jsonl", "loss.png", "ds_config.json", "environment.json"):
+        for file in ("metrics.jsonl", EVENTS, "loss.png", "ds_config.json", "environment.json"):
             (self.path / file).unlink(missing_ok=True)
         for folder in (self.path / "model", *self._snapshots()):
             if folder.exists():
@@ -148,6 +151,20 @@ class RunDirectory:
             if number <= step:
                 kept.append(line)
         return kept
+
+    def go_back_to(self, step: int, *, at: int, reason: str, left_out: int) -> None:
+        """Forget the steps after `step`; the event says why, in step `at`, and how many global batches it left out."""
+        if self.metrics is None:
+            return
+        self.metrics.close()
+        self.metrics = MetricsFile(self.path / "metrics.jsonl", self._steps_until(step))
+        self.note(step=at, kind="rollback", reason=reason, to=step, left_out=left_out)
+
+    def note(self, **event: Any) -> None:
+        """Append to events.jsonl: `step`, `kind`, `reason` and what else there is to say."""
+        if self.is_writer:
+            with (self.path / EVENTS).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(event) + "\n")
 
     def _snapshots(self) -> list[Path]:
         return sorted(path for path in self.path.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name))

@@ -13,10 +13,13 @@ from types import FrameType
 from typing import NoReturn
 
 from toolkit.errors import PreemptedError, RunError
+from toolkit.train.watchdog.entry import PEER_FAILED
 
 _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 10
 _SAVING_SECONDS = 120
+_LAST_WORDS_SECONDS = 3
+"""Ranks notice by themselves that one has died or hangs, and say where it was."""
 _BAD_INPUT = 2
 
 
@@ -51,9 +54,9 @@ def restarted_ranks(
 def run_local_ranks(script: Path, arguments: Sequence[str], nproc: int) -> int:
     """Run `python script arguments…` as `nproc` ranks; the exit code of the first rank that failed, or 0.
 
-    When a rank fails, the others get SIGTERM and, after a grace of ten seconds, SIGKILL: without their peer they would
-    wait in a collective until its timeout. SIGTERM and SIGUSR1 go on to the ranks, which save a checkpoint and end with
-    75; they have two minutes.
+    When a rank fails, the others have three seconds to say what they know of it. Then they get SIGTERM and, after a
+    grace of ten seconds, SIGKILL: without their peer they would wait in a collective until its timeout. SIGTERM and
+    SIGUSR1 go on to the ranks, which save a checkpoint and end with 75; they have two minutes.
     """
     return restarted_ranks(script, lambda attempt: (arguments, ""), nproc, 0)
 
@@ -71,15 +74,19 @@ def _run(script: Path, arguments: Sequence[str], nproc: int) -> Ended:
             # A rank that was killed comes first: the others failed because of it.
             for rank, code in enumerate(codes):
                 if code is not None and code < 0:
-                    print(f"error: rank {rank} was ended by {signal.Signals(-code).name}.", file=sys.stderr)
+                    print(f"error: rank {rank} was ended by {signal.Signals(-code).name}.", file=sys.stderr, flush=True)
+                    _wait_for_last_words(ranks)
                     return Ended(code=128 - code, is_crash=True)
             if any(codes):
                 # Whoever failed first takes others down with it; the one that says why ends with 2.
                 time.sleep(5 * _POLL_SECONDS)
-                failed = [code for code in (rank.poll() for rank in ranks) if code]
+                failed = {code for code in (rank.poll() for rank in ranks) if code}
                 # Bad input is as bad a second time, and whoever was asked to stop shall not start again.
                 told = next((code for code in (_BAD_INPUT, PreemptedError.exit_code) if code in failed), None)
-                return Ended(code=failed[0], is_crash=True) if told is None else Ended(code=told)
+                if told is not None:
+                    return Ended(code=told)
+                _wait_for_last_words(ranks)
+                return Ended(code=next(iter(failed - {PEER_FAILED}), PEER_FAILED), is_crash=True)
             if all(code == 0 for code in codes):
                 return Ended(code=0)
             time.sleep(_POLL_SECONDS)
@@ -89,6 +96,25 @@ def _run(script: Path, arguments: Sequence[str], nproc: int) -> Ended:
         return Ended(code=_stopped_by(stopped.number, ranks))
     finally:
         _end(ranks)
+
+
+def _wait_for_last_words(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Of ranks that end by themselves. One that hangs in a collective, or was stopped, would not follow a SIGTERM."""
+    deadline = time.monotonic() + _LAST_WORDS_SECONDS
+    while time.monotonic() < deadline and any(rank.poll() is None and not _is_stopped(rank.pid) for rank in ranks):
+        time.sleep(_POLL_SECONDS)
+    if PEER_FAILED in [rank.poll() for rank in ranks]:
+        for rank in ranks:
+            if rank.poll() is None:
+                rank.kill()
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a process was sent SIGSTOP, or a debugger holds it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+    except OSError:
+        return False
 
 
 class _StoppedError(Exception):
@@ -132,6 +158,8 @@ def _start(script: Path, arguments: Sequence[str], rank: int, nproc: int, port: 
     environment = os.environ | rank_variables(rank, nproc, port)
     # Each rank would start a thread a core, and all of them would fight for the same cores.
     environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc)))
+    # PyTorch reads this when it is imported; it would show a stack of C++ for each connection that a dead rank leaves.
+    environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     return subprocess.Popen([sys.executable, str(script), *arguments], env=environment)
 
 

@@ -47,6 +47,8 @@ class TrainerState:
     """Fingerprint of the tokenized text."""
     versions: dict[str, str]
     recipe: dict[str, Any]
+    left_out: int = 0
+    """Global batches that rollbacks have left out: the next step reads the batch `step` + `left_out`."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""
@@ -61,8 +63,9 @@ class TrainerState:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"]))
             raise CheckpointError(f"{path}: {where}: {first['msg']}. Take another checkpoint.", path=path) from None
-        if state.step < 0:
-            raise CheckpointError(f"{path}: step={state.step} is negative. Take another checkpoint.", path=path)
+        for name in ("step", "left_out"):
+            if (value := getattr(state, name)) < 0:
+                raise CheckpointError(f"{path}: {name}={value} is negative. Take another checkpoint.", path=path)
         return state
 
     def check(self, recipe: Recipe, contents: str, *, path: str) -> None:

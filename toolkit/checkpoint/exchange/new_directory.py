@@ -14,7 +14,7 @@ from toolkit.checkpoint.names import INDEX, MODEL, shown
 from toolkit.checkpoint.plain_file import sync, write_synced
 from toolkit.checkpoint.plan import MAX_FILE_BYTES, plan_files
 from toolkit.checkpoint.save import model_index
-from toolkit.checkpoint.tensor_file import TensorFile
+from toolkit.checkpoint.share_writer import ShareWriter
 from toolkit.errors import CheckpointError
 from toolkit.units import format_bytes
 
@@ -67,14 +67,18 @@ def write_weights(
     files = plan_files([(MODEL, weights.specs)], 1, max_file_bytes=max_shard_bytes)
     with new_directory(destination, nbytes=weights.nbytes) as folder:
         beside(folder)
-        for planned in files:
-            file = TensorFile(folder / planned.path, planned.specs)
-            try:
-                for spec in planned.specs:
-                    file.write(spec.name, weights.read(spec.name))
-                file.close()
-            finally:
-                file.abandon()
+        writer = ShareWriter(folder, files, rank=0)
+        try:
+            for spec in weights.specs:
+                if writer.error is None:
+                    writer.put(MODEL, spec.name, weights.read(spec.name))
+        except BaseException:
+            writer.abandon()
+            raise
+        writer.close()
+        writer.wait()
+        if writer.error is not None:
+            raise writer.error
         index = model_index(files)
         if index is not None:
             write_synced(folder / INDEX, index)

@@ -3,7 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,7 @@ from toolkit.train.cut import ModelCut
 from toolkit.train.dropout import DropoutStream
 from toolkit.train.engines.states import OptimizerStates
 from toolkit.train.loss import IGNORE, token_loss_sum
+from toolkit.train.watchdog.mark import Mark, unwatched
 from toolkit.train.weights.part import persistent_buffers
 
 
@@ -70,13 +71,17 @@ class Engine(ABC):
     before_update: Callable[[], None] = staticmethod(lambda: None)
     """Called in every step when the learning rate is set, the gradients are complete, and nothing was clipped yet."""
 
+    mark: Mark = staticmethod(unwatched)
+    """Called where the phases of a step begin."""
+
     @abstractmethod
     def train_step(
         self, micro_batches: Iterable[MicroBatch], *, target_tokens: int, learning_rate: float
     ) -> StepResult:
         """One optimizer step. `target_tokens` counts the whole global batch.
 
-        Raises NonFiniteError before any weight changes.
+        Raises NonFiniteError, on every rank alike, where the loss or the gradient's norm is not finite. Then neither a
+        weight nor a state of the optimizer has changed, the gradients are gone, and the next step may follow.
         """
 
     stage_layers: tuple[int, ...] = ()
@@ -210,21 +215,24 @@ class DataParallelEngine(WholeModelEngine):
             self.dropout.start(batch.dropout_seed)
             with self._accumulating(last=i == self.accumulation - 1):
                 micro_loss = self._loss_sum(self._logits(batch), batch.labels)
-                self._backward(micro_loss * scale)
+                self.mark("backward")
+                self._backward(micro_loss * (scale * not_a_number_unless_finite(micro_loss)))
             loss_sum += micro_loss.detach()
+        self.mark("update")
         loss = self._global_loss(loss_sum, target_tokens)
         self._set_learning_rate(learning_rate)
+        if not math.isfinite(loss):
+            error = refuse_loss(loss, loss_sum)
+            with suppress(NonFiniteError):
+                self._update(loss)  # its gradient is no number either: the engine's own way to go without this step
+            raise error
         self.before_update()
         return self._update(loss)
 
     def _global_loss(self, loss_sum: torch.Tensor, target_tokens: int) -> float:
-        local = loss_sum.clone()
-        self._sum_over_replicas(loss_sum)
-        loss = float(loss_sum) / target_tokens
-        if not math.isfinite(loss):
-            self._discard_gradients()
-            raise NonFiniteError(f"the loss is {loss} on {describe_ranks(ranks_where_not_finite(local))}")
-        return loss
+        total = loss_sum.clone()
+        self._sum_over_replicas(total)
+        return float(total) / target_tokens
 
     def _accumulating(self, *, last: bool) -> AbstractContextManager[None]:
         """A context around forward and backward of one micro-batch; `last` of the step synchronises gradients."""
@@ -245,6 +253,19 @@ class DataParallelEngine(WholeModelEngine):
     @abstractmethod
     def _discard_gradients(self) -> None:
         """Forget what was accumulated."""
+
+
+def not_a_number_unless_finite(loss: torch.Tensor) -> torch.Tensor:
+    """1, or NaN for a loss that is not finite. As a factor it makes all gradients NaN, which the loss alone need not.
+
+    So one rule decides on every rank whether a step counts: the gradient's norm. Nothing waits for the device.
+    """
+    return torch.where(torch.isfinite(loss.detach()), 1.0, math.nan)
+
+
+def refuse_loss(loss: float, local: torch.Tensor) -> NonFiniteError:
+    """The error for a loss that is not finite; `local` is this rank's part of it. A collective call."""
+    return NonFiniteError(f"the loss is {loss} on {describe_ranks(ranks_where_not_finite(local))}")
 
 
 def refuse_gradient(norm: float) -> NonFiniteError:

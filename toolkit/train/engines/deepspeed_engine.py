@@ -139,6 +139,8 @@ class DeepSpeedEngine(DataParallelEngine):
             skipped = not math.isfinite(norm)
             if self._fp16 or not skipped:
                 self.engine.step()  # with a loss scaler, which skips by itself; else DeepSpeed would apply a NaN
+        if skipped:
+            forget_skipped_gradients(self.optimizer)
         if skipped and not self._fp16:
             self._discard_gradients()
             raise refuse_gradient(norm)
@@ -165,6 +167,8 @@ class DeepSpeedEngine(DataParallelEngine):
 
     def _discard_gradients(self) -> None:
         self.engine.zero_grad()
+        if self._zero_stage == 0:
+            self.engine.micro_steps += 1  # as engine.step() would have counted, or accumulation would end too late
 
 
 _SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -218,6 +222,16 @@ def keep_empty_norms(optimizer: Any) -> None:
         return [zero], found[1]
 
     optimizer.get_grads_for_norm = at_least_a_zero
+
+
+def forget_skipped_gradients(optimizer: Any) -> None:
+    """Drop the sums of a step that was skipped, which DeepSpeed adds the next step's gradients to.
+
+    ZeRO 1 and 2 in 16 bits with an offloaded optimizer: after one overflow every later step would be skipped too.
+    """
+    if getattr(optimizer, "cpu_offload", False):
+        for group in optimizer.averaged_gradients:
+            optimizer.averaged_gradients[group] = None
 
 
 def plain_norm(parameters: Iterable[nn.Parameter], cut: ModelCut | None) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
@@ -24,9 +25,9 @@ from toolkit.train.engines.base import (
     Engine,
     MicroBatch,
     StepResult,
-    describe_ranks,
-    ranks_where_not_finite,
+    not_a_number_unless_finite,
     refuse_gradient,
+    refuse_loss,
 )
 from toolkit.train.engines.deepspeed_engine import (
     keep_buffers,
@@ -68,7 +69,7 @@ class PipelineEngine(Engine):
         self._scale = 0.0
         self._totals = torch.zeros(2, dtype=torch.float64, device=device)
         self._seeds: Iterator[int] = iter(())
-        cut.stage.register_forward_pre_hook(lambda *_: self.dropout.start(next(self._seeds)))
+        cut.stage.register_forward_pre_hook(lambda *_: self._begin_forward())
         buffers = keep_buffers(model)
         with quiet_stdout(unless=recipe.log.level == "debug"):
             deepspeed.init_distributed()  # PipelineModule asks DeepSpeed for the ranks before anybody made it look
@@ -93,9 +94,17 @@ class PipelineEngine(Engine):
         self._scale = self.batch.dp * self.batch.accumulation / target_tokens
         self.engine.module.train()
         self._run(StepWithoutUpdate, list(micro_batches))
-        loss = self._global_loss(target_tokens)
+        self.mark("update")
+        local = self._totals[0].clone()
+        self._sum_over_ranks()
+        loss = float(self._totals[0]) / target_tokens
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
+        if not math.isfinite(loss):
+            error = refuse_loss(loss, local)
+            with suppress(NonFiniteError):
+                self._update(loss)  # its gradient is not a number either: DeepSpeed's own way to go without this step
+            raise error
         self.before_update()
         return self._update(loss)
 
@@ -146,20 +155,16 @@ class PipelineEngine(Engine):
             kind(micro_batches=len(micro_batches), stages=engine.num_stages, stage_id=engine.stage_id)
         )
 
+    def _begin_forward(self) -> None:
+        self.dropout.start(next(self._seeds))
+        if self.model.training:
+            self.mark("forward")  # of the pipeline as a whole: which of its passes stages are at differs by design
+
     def _loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         loss = self.cut.loss_sum(logits, labels)
         self._totals[0] += loss.detach()
         self._totals[1] += (labels != IGNORE).sum()
-        return loss * self._scale
-
-    def _global_loss(self, target_tokens: int) -> float:
-        local = self._totals[0].clone()
-        self._sum_over_ranks()
-        loss = float(self._totals[0]) / target_tokens
-        if not math.isfinite(loss):
-            self.engine.zero_grad()
-            raise NonFiniteError(f"the loss is {loss} on {describe_ranks(ranks_where_not_finite(local))}")
-        return loss
+        return loss * (self._scale * not_a_number_unless_finite(loss))
 
     def _sum_over_ranks(self) -> None:
         """Only last stages have counted; tensor-parallel ranks have counted the same."""

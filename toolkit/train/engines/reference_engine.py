@@ -38,10 +38,13 @@ class ReferenceEngine(WholeModelEngine):
             batch = micro_batch.to(self.device)
             self.dropout.start(batch.dropout_seed)
             micro_loss = token_loss_sum(self._logits(batch), batch.labels)
+            self.mark("backward")
             (micro_loss / target_tokens).backward()  # type: ignore[no-untyped-call]
             loss_sum += micro_loss.item()
+        self.mark("update")
         loss = loss_sum / target_tokens
         if not math.isfinite(loss):
+            self.optimizer.zero_grad()
             raise NonFiniteError(f"the loss is {loss} on rank 0")
 
         for group in self.optimizer.param_groups:
@@ -50,6 +53,7 @@ class ReferenceEngine(WholeModelEngine):
         limit = self.grad_clip if self.grad_clip > 0 else math.inf
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit).item()
         if not math.isfinite(norm):
+            self.optimizer.zero_grad()
             raise refuse_gradient(norm)
 
         self.optimizer.step()

@@ -5,6 +5,7 @@ updated. Values are whole over the replicas, and still this rank's share under t
 and writing are collective calls over the replicas: all of them must ask for the same parameters in the same order.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 MASTER = "master"
 
@@ -33,6 +35,14 @@ class OptimizerStates(ABC):
     @abstractmethod
     def read(self, parameter: nn.Parameter, kind: str) -> torch.Tensor:
         """The value, fp32, of the parameter's shape."""
+
+    @abstractmethod
+    def extent(self, parameter: nn.Parameter) -> tuple[int, int]:
+        """(first element, elements) that this rank holds of the flattened value. It stays as it is."""
+
+    @abstractmethod
+    def local(self, parameter: nn.Parameter, kind: str) -> torch.Tensor:
+        """Those elements, flat and in fp32; to be read before training goes on. Not a collective call."""
 
     @abstractmethod
     def write(self, parameter: nn.Parameter, kind: str, value: torch.Tensor) -> None:
@@ -77,6 +87,23 @@ class PlainStates(OptimizerStates):
         self._create_for(parameter)
         value = parameter.detach() if kind == MASTER else self.base.state[parameter][kind]
         return (value.full_tensor() if isinstance(value, DTensor) else value).float()
+
+    def extent(self, parameter: nn.Parameter) -> tuple[int, int]:
+        """See OptimizerStates."""
+        value = parameter.detach()
+        if not isinstance(value, DTensor):
+            return 0, value.numel()
+        shape, offset = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+        # Cut along the first dimension alone, so a rank's rows follow each other.
+        assert shape[1:] == value.shape[1:], value.placements
+        width = math.prod(shape[1:])
+        return offset[0] * width, shape[0] * width
+
+    def local(self, parameter: nn.Parameter, kind: str) -> torch.Tensor:
+        """See OptimizerStates."""
+        self._create_for(parameter)
+        value = parameter.detach() if kind == MASTER else self.base.state[parameter][kind]
+        return (value.to_local() if isinstance(value, DTensor) else value).float().reshape(-1)
 
     def write(self, parameter: nn.Parameter, kind: str, value: torch.Tensor) -> None:
         """See OptimizerStates."""
@@ -126,6 +153,17 @@ class ZeroStates(OptimizerStates):
         value: torch.Tensor = parameter.get_full_hp_param(self._key(parameter, kind))  # type: ignore[attr-defined]
         return value
 
+    def extent(self, parameter: nn.Parameter) -> tuple[int, int]:
+        """See OptimizerStates."""
+        mapping: Any = parameter._hp_mapping  # type: ignore[attr-defined]
+        return (0, 0) if mapping is None else (mapping.lp_fragment_address.start, mapping.lp_fragment_address.numel)
+
+    def local(self, parameter: nn.Parameter, kind: str) -> torch.Tensor:
+        """See OptimizerStates."""
+        key = self._key(parameter, kind)
+        fragment: torch.Tensor = parameter._hp_mapping.get_hp_fragment(key)  # type: ignore[attr-defined]
+        return fragment.detach().float()
+
     def write(self, parameter: nn.Parameter, kind: str, value: torch.Tensor) -> None:
         """See OptimizerStates."""
         parameter.set_full_hp_param(value, self._key(parameter, kind))  # type: ignore[attr-defined]
@@ -158,6 +196,20 @@ class Zero3States(OptimizerStates):
         self.create()
         whole: torch.Tensor = self._wrapper.get_full_hp_param(parameter, None if kind == MASTER else kind)
         return whole.view(parameter.ds_shape)  # type: ignore[attr-defined]
+
+    def extent(self, parameter: nn.Parameter) -> tuple[int, int]:
+        """See OptimizerStates."""
+        each, count = parameter.ds_tensor.numel(), parameter.ds_numel  # type: ignore[attr-defined]
+        start = min(self._wrapper._get_param_partition_rank(parameter) * each, count)
+        return start, min(each, count - start)  # the last ranks' parts are padded
+
+    def local(self, parameter: nn.Parameter, kind: str) -> torch.Tensor:
+        """See OptimizerStates."""
+        self.create()
+        part: torch.Tensor = self._wrapper.get_local_fp32_param(parameter, None if kind == MASTER else kind)
+        if getattr(self._wrapper, "swap_optimizer", False):
+            part = part.clone()  # it lies in a buffer that the next one is read into
+        return part.detach().float().reshape(-1)[: self.extent(parameter)[1]]
 
     def write(self, parameter: nn.Parameter, kind: str, value: torch.Tensor) -> None:
         """See OptimizerStates."""

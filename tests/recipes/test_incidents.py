@@ -1,0 +1,166 @@
+"""A run that meets a batch whose loss is not finite, or leaps: it stops, leaves the step out, or goes back."""
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_resume import SETTINGS, assert_same_bits, cut, metrics, tensors, timeless
+
+from toolkit.errors import NonFiniteError
+from toolkit.parity.strategy import Strategy
+from toolkit.recipe import Recipe
+from toolkit.train.data.samples import Samples
+from toolkit.train.engines.base import DataParallelEngine, MicroBatch
+from toolkit.train.engines.deepspeed_engine import DeepSpeedEngine
+from toolkit.train.engines.pipeline_engine import PipelineEngine
+from toolkit.train.feed import Feed
+
+Train = Callable[..., str]
+Z2: dict[str, Any] = {"parallel": {"zero_stage": 2}, "world_size": 2}
+BAD = 6
+"""The global batch, from 0, whose loss is spoilt."""
+
+
+@pytest.fixture
+def spoil(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Make the loss of some global batches what it should not be, on every rank that computes one."""
+
+    def patch(is_bad: Callable[[int], bool], change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        micro_batches, loss_sum = Feed.micro_batches, DeepSpeedEngine._loss_sum
+        number = [-1]
+
+        def watched(feed: Feed, step: int, ahead: Any, *, left_out: int = 0) -> Iterator[MicroBatch]:
+            number[0] = step + left_out
+            yield from micro_batches(feed, step, ahead, left_out=left_out)
+
+        def spoilt(engine: DeepSpeedEngine, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            loss = loss_sum(engine, logits, labels)
+            return change(loss) if engine.model.training and is_bad(number[0]) else loss
+
+        monkeypatch.setattr(Feed, "micro_batches", watched)
+        monkeypatch.setattr(DeepSpeedEngine, "_loss_sum", spoilt)
+
+    return patch
+
+
+def events(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+
+
+def is_nan(loss: torch.Tensor) -> torch.Tensor:
+    return loss * math.nan
+
+
+def test_a_step_that_is_skipped_is_reported_and_the_run_goes_on(
+    train: Train, tmp_path: Path, spoil: Callable[..., None]
+) -> None:
+    spoil(lambda batch: batch == BAD, is_nan)
+    output = train("run_dir=run", *SETTINGS, "train.on_nonfinite=skip", **Z2)
+    steps = metrics(tmp_path / "run")
+    assert [step["step"] for step in steps] == list(range(1, 9))
+    assert [step["step"] for step in steps if step.get("skipped")] == [BAD + 1]
+    assert steps[BAD]["loss"] is None
+    assert "step 7: the loss is nan on ranks 0, 1. No weight changes in this step" in output
+    assert [(event["kind"], event["step"]) for event in events(tmp_path / "run")] == [("skip", BAD + 1)]
+    assert all(value.isfinite().all() for value in tensors(tmp_path / "run" / "step-00000008").values())
+
+
+LAYOUTS = ("z1", "z2", "z3-offload", "z1-offload", "ddp", "fsdp", "tp2-z3", "pp2-z0", "pp2-z1", "tp2-pp2-z1", "u2-z2")
+DAILY = ("z2", "z3-offload", "fsdp", "tp2-pp2-z1")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in DAILY else pytest.mark.whole) for name in LAYOUTS]
+)
+def test_a_run_that_rolls_back_goes_on_with_the_samples_behind_the_bad_ones(
+    train: Train, make_recipe: Callable[..., Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """It is the run of somebody who took them out of the data: back from step 7 to step 4, without batches 4 to 6.
+
+    The bad step has changed weights and moments before it is found to be bad: all of them must come back.
+    """
+    settings = ("checkpoint.every=4", *SETTINGS[1:])
+    strategy = Strategy.parse(name)
+    where = {
+        "parallel": strategy.apply(make_recipe(), 2).parallel.model_dump(exclude_defaults=True),
+        "train__engine": strategy.engine,
+        "world_size": strategy.world_size(2),
+    }
+    with monkeypatch.context() as patched:
+        batch, count = Samples.batch, Samples.target_count
+
+        def later(step: int) -> int:
+            return step + 3 if step >= 4 else step
+
+        patched.setattr(Samples, "batch", lambda samples, step, at: batch(samples, later(step), at))
+        patched.setattr(Samples, "target_count", lambda samples, step, at: count(samples, later(step), at))
+        train("run_dir=wanted", *settings, **where)
+    for engine in (DataParallelEngine, PipelineEngine):
+        monkeypatch.setattr(engine, "train_step", fails_after(engine.train_step, BAD + 1))
+    output = train("run_dir=run", *settings, "train.on_nonfinite=rollback", **where)
+    assert "Back to step-00000004, and on with other samples: those of 3 steps are left out" in output
+    assert timeless(tmp_path / "run") == timeless(tmp_path / "wanted")
+    assert_same_bits(tmp_path / "run" / "step-00000008", tmp_path / "wanted" / "step-00000008")
+    [event] = events(tmp_path / "run")
+    assert (event["kind"], event["step"], event["to"], event["left_out"]) == ("rollback", 7, 4, 3)
+
+
+def fails_after(train_step: Callable[..., Any], count: int) -> Callable[..., Any]:
+    """The how-manieth call is taken, and then said to have failed."""
+    calls = [0]
+
+    def watched(*arguments: Any, **options: Any) -> Any:
+        result = train_step(*arguments, **options)
+        calls[0] += 1
+        if calls[0] == count:
+            raise NonFiniteError("the loss is planted")
+        return result
+
+    return watched
+
+
+def test_a_run_that_has_rolled_back_goes_on_after_a_crash_bit_for_bit(
+    train: Train, tmp_path: Path, spoil: Callable[..., None]
+) -> None:
+    spoil(lambda batch: batch == 2, is_nan)
+    settings = ("run_dir=run", *SETTINGS, "train.on_nonfinite=rollback")
+    train(*settings, **Z2)
+    whole = timeless(tmp_path / "run")
+    cut(tmp_path / "run", 5)
+    train(*settings, "--resume", "auto", **Z2)
+    assert timeless(tmp_path / "run") == whole
+
+
+def test_a_loss_that_leaps_rolls_the_run_back(train: Train, tmp_path: Path, spoil: Callable[..., None]) -> None:
+    spoil(lambda batch: batch == 11, lambda loss: 3 * loss)
+    settings = ("checkpoint.every=5", "train.steps=14", "train.spike_sigmas=6", "train.spike_window=8")
+    output = train("run_dir=run", *settings, **Z2)
+    assert "step 12: the loss leaped to" in output
+    assert [(event["step"], event["to"]) for event in events(tmp_path / "run")] == [(12, 10)]
+    assert [step["step"] for step in metrics(tmp_path / "run")] == list(range(1, 15))
+
+
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
+def test_incidents_without_end_stop_the_run(
+    train: Train, tmp_path: Path, spoil: Callable[..., None], policy: str
+) -> None:
+    spoil(lambda batch: batch >= 2, is_nan)
+    with pytest.raises(NonFiniteError, match="Training stopped") as error:
+        train("run_dir=run", *SETTINGS, f"train.on_nonfinite={policy}", "train.max_incidents=2", **Z2)
+    assert len(str(error.value).splitlines()) == 1
+    last = {"skip": 4, "rollback": 2}[policy]
+    assert f"step-{last:08d} is of step {last}" in str(error.value)
+    assert all(value.isfinite().all() for value in tensors(tmp_path / "run" / f"step-{last:08d}").values())
+
+
+def test_before_the_first_checkpoint_a_rollback_is_a_skipped_step(
+    train: Train, tmp_path: Path, spoil: Callable[..., None]
+) -> None:
+    spoil(lambda batch: batch == 1, is_nan)
+    output = train("run_dir=run", "train.steps=4", "checkpoint.every=3", "train.on_nonfinite=rollback", **Z2)
+    assert "There is no checkpoint yet to go back to" in output
+    assert [bool(step.get("skipped")) for step in metrics(tmp_path / "run")] == [False, True, False, False]
