@@ -2,35 +2,66 @@
 
 python ds_configs/generate.py [FOLDER]
 
-Each is what `dstk config` prints for one layout on 8 GPUs: GPT-2 XL, bf16, 512 samples a step, 8 in a micro-batch.
+Each is what `dstk config` prints for one layout: GPT-2 XL, bf16, 512 samples a step, 8 in a micro-batch, on 8 GPUs
+(zeropp: on two nodes of 8). NAME_auto.json is the same with `--format hf-trainer`.
 """
 
 import json
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from toolkit import recipe_file
-from toolkit.dsconfig import build
+from toolkit.dsconfig.buckets import largest_partition
+from toolkit.dsconfig.job import ConfigJob
+from toolkit.dsconfig.options import ConfigOptions
+from toolkit.dsconfig.trainer import trainer_config
 from toolkit.shape import ModelShape, find_config
 
 HERE = Path(__file__).parent
-WORLD_SIZE = 8
-VARIANTS: Mapping[str, tuple[str, ...]] = {
-    "zero0": ("parallel.zero_stage=0",),
-    "zero1": ("parallel.zero_stage=1",),
-    "zero2": ("parallel.zero_stage=2",),
-    "zero3": ("parallel.zero_stage=3",),
-    "zero2_offload_optimizer": ("parallel.zero_stage=2", "parallel.offload_optimizer=cpu"),
-    "zero3_offload_all": ("parallel.zero_stage=3", "parallel.offload_optimizer=cpu", "parallel.offload_params=cpu"),
-    "pipeline_zero1": ("parallel.zero_stage=1", "parallel.pp=2"),
-    "3d": (
-        "model.name_or_path=gpt2-large",  # XL's 25 heads cannot be shared by two ranks
-        "parallel.zero_stage=1",
-        "parallel.tp=2",
-        "parallel.pp=2",
-        "parallel.sequence_parallel=true",
+GPUS_PER_NODE = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One file: overrides of recipes/gpt2/z3.yaml, and options."""
+
+    overrides: tuple[str, ...]
+    options: Mapping[str, Any] | None = None
+    nodes: int = 1
+    trainer: bool = True
+    """Whether the Trainer can run it."""
+
+
+_OFFLOAD = ("parallel.offload_optimizer=cpu",)
+VARIANTS: Mapping[str, Variant] = {
+    "zero0": Variant(overrides=("parallel.zero_stage=0",)),
+    "zero1": Variant(overrides=("parallel.zero_stage=1",)),
+    "zero2": Variant(overrides=("parallel.zero_stage=2",)),
+    "zero3": Variant(overrides=("parallel.zero_stage=3",)),
+    "zero2_offload_optimizer": Variant(overrides=("parallel.zero_stage=2", *_OFFLOAD)),
+    "zero3_offload_all": Variant(overrides=("parallel.zero_stage=3", *_OFFLOAD, "parallel.offload_params=cpu")),
+    "zero3_nvme": Variant(
+        overrides=("parallel.zero_stage=3",),
+        options={"nvme_optimizer": True, "nvme_params": True, "nvme_path": "/local_nvme"},
+    ),
+    "zeropp": Variant(
+        overrides=("parallel.zero_stage=3",),
+        options={"hpz_partition_size": GPUS_PER_NODE, "quantized_weights": True, "quantized_gradients": True},
+        nodes=2,
+    ),
+    "pipeline_zero1": Variant(overrides=("parallel.zero_stage=1", "parallel.pp=2"), trainer=False),
+    "3d": Variant(
+        overrides=(
+            "model.name_or_path=gpt2-large",  # XL's 25 heads cannot be shared by two ranks
+            "parallel.zero_stage=1",
+            "parallel.tp=2",
+            "parallel.pp=2",
+            "parallel.sequence_parallel=true",
+        ),
+        trainer=False,
     ),
 }
 
@@ -38,14 +69,11 @@ VARIANTS: Mapping[str, tuple[str, ...]] = {
 def configs() -> dict[str, dict[str, Any]]:
     """File name -> DeepSpeed config."""
     out = {}
-    for name, overrides in VARIANTS.items():
-        recipe = recipe_file.load(HERE.parent / "recipes" / "gpt2" / "z3.yaml", overrides, world_size=WORLD_SIZE)
-        facts = find_config(recipe.model.name_or_path)
-        assert facts is not None
-        layout = recipe.layout(WORLD_SIZE)
-        out[f"{name}.json"] = build(
-            recipe, layout, recipe.resolve_batch(layout), hidden_size=ModelShape.from_config(facts).hidden
-        )
+    for name, variant in VARIANTS.items():
+        job = _job(variant)
+        out[f"{name}.json"] = job.config
+        if variant.trainer:
+            out[f"{name}_auto.json"] = trainer_config(job)
     return out
 
 
@@ -53,6 +81,26 @@ def main(folder: Path) -> None:
     """Write every file."""
     for name, config in configs().items():
         (folder / name).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _job(variant: Variant) -> ConfigJob:
+    ranks = variant.nodes * GPUS_PER_NODE
+    recipe = recipe_file.load(HERE.parent / "recipes" / "gpt2" / "z3.yaml", variant.overrides, world_size=ranks)
+    facts = find_config(recipe.model.name_or_path)
+    assert facts is not None
+    shape = ModelShape.from_config(facts)
+    layout = recipe.layout(ranks)
+    options = dict(variant.options or {})
+    if "nvme_path" in options:
+        options["nvme_buffer_elements"] = largest_partition(shape, layout.dp)
+    return ConfigJob(
+        recipe=recipe,
+        layout=layout,
+        batch=recipe.resolve_batch(layout),
+        shape=shape,
+        nodes=variant.nodes,
+        options=ConfigOptions(**options),
+    )
 
 
 if __name__ == "__main__":

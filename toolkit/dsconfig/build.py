@@ -6,22 +6,35 @@ The one function behind the engine, the command line and the files in ds_configs
 from typing import Any, Literal
 
 from toolkit.batch import Batch
+from toolkit.dsconfig.buckets import of_a_layer
+from toolkit.dsconfig.options import PLAIN, ConfigOptions, check
+from toolkit.dsconfig.sections import extra_sections, offload_section
 from toolkit.layout import Layout
 from toolkit.recipe import Recipe
 
 Config = dict[str, Any]
 Device = Literal["cuda", "cpu"]
 
-_SMALLEST_BUCKET = 1 << 20
-_LARGEST_BUCKET = 500_000_000
 
-
-def build(recipe: Recipe, layout: Layout, batch: Batch, *, hidden_size: int, device: Device = "cuda") -> Config:
+def build(
+    recipe: Recipe,
+    layout: Layout,
+    batch: Batch,
+    *,
+    hidden_size: int,
+    device: Device = "cuda",
+    options: ConfigOptions = PLAIN,
+    nodes: int | None = None,
+) -> Config:
     """The DeepSpeed config as a dict, ready for `deepspeed.initialize(config=…)` or `json.dump`.
 
     `hidden_size` is the model's width, from which bucket sizes follow. `device` decides only what DeepSpeed can run
-    there: which implementation of the optimizer, pinned memory, overlap with communication streams.
+    there: which implementation of the optimizer, pinned memory, overlap with communication streams. `options` are what
+    no recipe says; the engine has none. `nodes` only lets more of them be refused.
+
+    Raises ConfigError for options that DeepSpeed refuses or ignores in this layout.
     """
+    check(options, recipe, layout, nodes=nodes)
     config: Config = {
         "train_batch_size": batch.global_size,
         "train_micro_batch_size_per_gpu": batch.micro_size,
@@ -31,40 +44,42 @@ def build(recipe: Recipe, layout: Layout, batch: Batch, *, hidden_size: int, dev
         "prescale_gradients": False,
         "gradient_predivide_factor": 1.0,
         # Gradients are summed over micro-batches and over ranks in fp32, so that a sum does not depend on its split.
-        "communication_data_type": "fp32",
-        **_precision(recipe, layout),
-        "zero_optimization": _zero(layout, hidden_size, device),
-        "zero_allow_untested_optimizer": recipe.optimizer.name in ("sgd", "lion"),
+        "communication_data_type": options.communication_dtype,
+        **_precision(recipe, layout, options),
+        "zero_optimization": _zero(layout, hidden_size, device, options),
+        "zero_allow_untested_optimizer": options.optimizer is None and recipe.optimizer.name in ("sgd", "lion"),
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": None,
-        "wall_clock_breakdown": False,
+        "wall_clock_breakdown": options.wall_clock_breakdown,
         "dump_state": False,
     }
     if layout.ulysses > 1:
         # Takes the place of communication_data_type where ranks share sequences.
         config["seq_parallel_communication_data_type"] = "fp32"
     if layout.pp > 1:
-        config["pipeline"] = _pipeline()
-    optimizer = _optimizer(recipe, layout, device)
+        config["pipeline"] = _pipeline(options)
+    optimizer = _optimizer(recipe, layout, device, options)
     if optimizer is not None:
         config["optimizer"] = optimizer
-    return config
+    return config | extra_sections(options, recipe, layout)
 
 
-def _precision(recipe: Recipe, layout: Layout) -> Config:
+def _precision(recipe: Recipe, layout: Layout, options: ConfigOptions) -> Config:
     # Without ZeRO, DeepSpeed accumulates gradients in the model's own 16 bits or not at all. Autocast over fp32 weights
     # takes the same memory (4+4+8 bytes per parameter against 2+2+12) and keeps fp32 sums.
     autocast = layout.zero_stage == 0 and recipe.precision != "fp32"
     dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(recipe.precision)
     return {
-        "data_types": {"grad_accum_dtype": "fp32"},
-        "bf16": {"enabled": recipe.precision == "bf16" and not autocast},
-        "fp16": _loss_scaling() if recipe.precision == "fp16" and not autocast else {"enabled": False},
+        "data_types": {"grad_accum_dtype": options.gradient_dtype},
+        # Without the check, ZeRO 1 and 2 apply a gradient that is not finite.
+        "bf16": {"enabled": recipe.precision == "bf16" and not autocast, "check_grad_overflow": True},
+        "fp16": loss_scaling() if recipe.precision == "fp16" and not autocast else {"enabled": False},
         "torch_autocast": {"enabled": True, "dtype": dtype} if autocast else {"enabled": False},
     }
 
 
-def _loss_scaling() -> Config:
+def loss_scaling() -> Config:
+    """The `fp16` section of a run whose weights are fp16: a dynamic loss scale."""
     return {
         "enabled": True,
         "auto_cast": False,
@@ -77,28 +92,33 @@ def _loss_scaling() -> Config:
     }
 
 
-def _zero(layout: Layout, hidden_size: int, device: Device) -> Config:
-    # A decoder layer of width h has about 12 h^2 parameters (Megatron-LM, Narayanan et al. 2021, eq. 2): one bucket
-    # carries one layer, so communication of a layer overlaps with the computation of its neighbour.
-    bucket = min(max(12 * hidden_size**2, _SMALLEST_BUCKET), _LARGEST_BUCKET)
+def _zero(layout: Layout, hidden_size: int, device: Device, options: ConfigOptions) -> Config:
+    buckets = options.buckets or of_a_layer(hidden_size)
     zero: Config = {"stage": layout.zero_stage}
     if layout.zero_stage == 0:
         return zero
     zero |= {
         "contiguous_gradients": True,
         "overlap_comm": device == "cuda",
-        "reduce_scatter": True,
-        "reduce_bucket_size": bucket,
-        "allgather_partitions": True,
-        "allgather_bucket_size": bucket,
-        "round_robin_gradients": False,
-        "ignore_unused_parameters": True,
+        # Muon needs whole gradients.
+        "reduce_scatter": options.optimizer != "muon",
+        "reduce_bucket_size": buckets.reduce,
     }
-    if layout.offload_optimizer != "none":
-        zero["offload_optimizer"] = {"device": layout.offload_optimizer, "pin_memory": device == "cuda"}
+    if layout.zero_stage < 3:  # ZeRO-3 reads none of these
+        zero |= {
+            "allgather_partitions": True,
+            "allgather_bucket_size": buckets.allgather,
+            "round_robin_gradients": False,
+            "ignore_unused_parameters": True,
+        }
+    optimizer_device = "nvme" if options.nvme_optimizer else layout.offload_optimizer
+    if optimizer_device != "none":
+        zero["offload_optimizer"] = offload_section(
+            optimizer_device, options, of="optimizer", pin_memory=device == "cuda"
+        )
     if layout.zero_stage == 3:
         zero |= {
-            "stage3_prefetch_bucket_size": bucket,
+            "stage3_prefetch_bucket_size": buckets.prefetch,
             # Biases and norms (at most 4 h elements) stay whole: gathering them costs more than keeping them.
             "stage3_param_persistence_threshold": 10 * hidden_size,
             "stage3_max_live_parameters": 1_000_000_000,
@@ -106,15 +126,22 @@ def _zero(layout: Layout, hidden_size: int, device: Device) -> Config:
             "stage3_gather_16bit_weights_on_model_save": True,
             "sub_group_size": 1_000_000_000,
         }
-        if layout.offload_params != "none":
-            zero["offload_param"] = {"device": layout.offload_params, "pin_memory": device == "cuda"}
+        params_device = "nvme" if options.nvme_params else layout.offload_params
+        if params_device != "none":
+            zero["offload_param"] = offload_section(params_device, options, of="params", pin_memory=device == "cuda")
+    if options.zeropp:
+        zero |= {
+            "zero_hpz_partition_size": options.hpz_partition_size,
+            "zero_quantized_weights": options.quantized_weights,
+            "zero_quantized_gradients": options.quantized_gradients,
+        }
     return zero
 
 
-def _pipeline() -> Config:
+def _pipeline(options: ConfigOptions) -> Config:
     """What the pipeline engine reads. Stages are cut by the toolkit, and recomputation is the model's own."""
     return {
-        "activation_checkpoint_interval": 0,
+        "activation_checkpoint_interval": int(options.activation_checkpointing),
         "use_reentrant": False,
         # Partitioned, each tensor-parallel rank would send a slice of an activation that all of them hold; under
         # sequence parallelism they hold different ones.
@@ -123,16 +150,31 @@ def _pipeline() -> Config:
     }
 
 
-def _optimizer(recipe: Recipe, layout: Layout, device: Device) -> Config | None:
-    """The `optimizer` section, or None where the toolkit passes its own (Lion: PyTorch has none)."""
+def _optimizer(recipe: Recipe, layout: Layout, device: Device, options: ConfigOptions) -> Config | None:
+    """The `optimizer` section, or None where a program passes its own (ours for Lion: PyTorch has none)."""
     section = recipe.optimizer
     # Host-side updates of a GPU's optimizer states need DeepSpeed's vectorised CPU kernels to be bearable.
-    ds_cpu_kernels = layout.offload_optimizer == "cpu" and device == "cuda"
+    ds_cpu_kernels = (layout.offload_optimizer == "cpu" or options.nvme_optimizer) and device == "cuda"
     shared = {"lr": section.lr, "weight_decay": section.weight_decay}
+    betas = list(section.betas)
+    match options.optimizer:
+        case "none":
+            return None
+        case "adagrad":
+            return {"type": "Adagrad", "params": shared | {"eps": section.eps}}
+        case "lamb":
+            bounds = {"max_coeff": 10.0, "min_coeff": 0.01}
+            return {"type": "Lamb", "params": shared | {"betas": betas, "eps": section.eps} | bounds}
+        case "muon":
+            # Matrices inside the model get Muon, all else AdamW with betas and eps.
+            params = shared | {"momentum": section.momentum or 0.95, "ns_method": "gram"}
+            return {"type": "Muon", "params": params | {"betas": betas, "eps": section.eps, "torch_adam": True}}
+        case None:
+            pass
     match section.name:
         case "adamw" | "adam":
             params = shared | {
-                "betas": list(section.betas),
+                "betas": betas,
                 "eps": section.eps,
                 # DeepSpeed decouples the decay of "Adam" too unless this says otherwise.
                 "adam_w_mode": section.name == "adamw",
@@ -146,5 +188,5 @@ def _optimizer(recipe: Recipe, layout: Layout, device: Device) -> Config | None:
             return {"type": "SGD", "params": shared | {"momentum": section.momentum}}
         case "lion":
             if ds_cpu_kernels:
-                return {"type": "Lion", "params": shared | {"betas": list(section.betas)}}
+                return {"type": "Lion", "params": shared | {"betas": betas}}
             return None

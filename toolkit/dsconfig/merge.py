@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from toolkit.errors import ConfigError
 
@@ -69,26 +69,33 @@ def read_user_config(path: str | Path) -> Config:
     return config
 
 
+class Conflict(NamedTuple):
+    """A value that contradicts a recipe: its key (`optimizer.params.lr`), what is wrong, and what to do."""
+
+    key: str
+    message: str
+    mend: str
+
+
 def merge_user_config(built: Config, user: Config, *, name: str = "the DeepSpeed config") -> Config:
     """`built` with the user's values laid over it; `auto` keeps ours.
 
     Raises ConfigError with every value that contradicts the recipe, one line each.
     """
-    conflicts = [*_conflicts(built, user, name)]
-    if conflicts:
-        raise ConfigError("\n".join(conflicts))
+    found = [f"{name}: {conflict.message}. {conflict.mend}" for conflict in conflicts(built, user)]
+    if found:
+        raise ConfigError("\n".join(found))
     return _overlay(built, user)
 
 
-def _conflicts(built: Config, user: Config, name: str) -> Iterator[str]:
+def conflicts(built: Config, user: Config) -> Iterator[Conflict]:
+    """Every value of `user` that contradicts the recipe that `built` was made from."""
     if "scheduler" in user:
-        yield (
-            f"{name}: scheduler is given, but the recipe's `schedule` decides the learning rate. "
-            "Remove the section from the JSON."
-        )
+        message = "scheduler is given, but the recipe's `schedule` decides the learning rate"
+        yield Conflict("scheduler", message, "Remove the section from the JSON.")
     for key, value in user.items():
         if isinstance(built.get(key), dict) and not isinstance(value, dict):
-            yield f"{name}: {key}={json.dumps(value)} is not a section. Write an object, or remove it."
+            yield Conflict(key, f"{key}={json.dumps(value)} is not a section", "Write an object, or remove it.")
     for path, value in _leaves(user):
         decided_by = _decided_by(path)
         if path == _FIXED_WITH_ULYSSES and "seq_parallel_communication_data_type" in built:
@@ -104,13 +111,12 @@ def _conflicts(built: Config, user: Config, name: str) -> Iterator[str]:
         if same:
             continue
         if path in ("bf16.enabled", "fp16.enabled") and value is True and _at(built, "torch_autocast.enabled"):
-            yield f"{name}: {path}=true, but without ZeRO the toolkit uses torch_autocast. Remove the section."
+            message = f"{path}=true, but without ZeRO the toolkit uses torch_autocast"
+            yield Conflict(path, message, "Remove the section.")
             continue
         makes = "leaves it out" if ours is None else f"makes it {json.dumps(ours)}"
-        yield (
-            f"{name}: {path}={json.dumps(value)}, but {decided_by} {makes}. "
-            'Change one of them, or write "auto" in the JSON.'
-        )
+        message = f"{path}={json.dumps(value)}, but {decided_by} {makes}"
+        yield Conflict(path, message, 'Change one of them, or write "auto" in the JSON.')
 
 
 def _decided_by(path: str) -> str | None:

@@ -1,0 +1,90 @@
+"""`dstk doctor`: what this machine has and lacks for training, and how to mend it."""
+
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+
+import click
+
+from toolkit.doctor import Check, Facts, State, examine, gather
+
+_STYLES: dict[State, str] = {"ok": "green", "note": "yellow", "problem": "bold red"}
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--only-problems", is_flag=True, help="Leave out what is in order.")
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=1),
+    default=90,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long to wait for one program, or for the import of torch or DeepSpeed.",
+)
+def command(as_json: bool, only_problems: bool, timeout: float) -> int:
+    """Look at this machine: versions, GPUs and links, compilers, memory, disks, limits, environment.
+
+    Takes some seconds, most of them to import torch and DeepSpeed (in processes of their own). A `problem` is what
+    will fail; a `note` is what makes a run slower, or what only some runs need. Each comes with its mend.
+
+    Exits with 1 if there is a problem, else with 0.
+
+    \b
+    Examples:
+      dstk doctor
+      dstk doctor --only-problems
+      dstk doctor --json | jq '.checks[] | select(.state == "problem")'
+    """
+    if not as_json and sys.stderr.isatty():
+        click.echo("looking (torch and DeepSpeed take a few seconds to import) …", err=True)
+    facts = gather(timeout_seconds=timeout)
+    checks = examine(facts)
+    if as_json:
+        click.echo(json.dumps(_document(facts, checks), indent=2))
+    else:
+        _show(facts, [check for check in checks if check.state != "ok"] if only_problems else checks)
+    return 1 if any(check.state == "problem" for check in checks) else 0
+
+
+def _document(facts: Facts, checks: Sequence[Check]) -> dict[str, object]:
+    return {
+        "host": facts.host,
+        "problems": sum(check.state == "problem" for check in checks),
+        "notes": sum(check.state == "note" for check in checks),
+        "checks": [asdict(check) for check in checks],
+    }
+
+
+def _show(facts: Facts, checks: Sequence[Check]) -> None:
+    from rich.console import Console
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
+
+    width = min(shutil.get_terminal_size().columns, 140) if sys.stdout.isatty() else 140
+    console = Console(width=width, highlight=False)
+    console.print(Text(f"{facts.host}, {facts.system}, looked at in {facts.seconds:.1f} s", style="dim"))
+    names = max((len(check.name) for check in checks), default=0)
+    for topic in dict.fromkeys(check.topic for check in checks):
+        console.print(Text(f"\n{topic}", style="bold"))
+        table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+        table.add_column(width=len("problem"))
+        table.add_column(width=min(names, 30), overflow="fold")
+        table.add_column(overflow="fold")
+        for check in (check for check in checks if check.topic == topic):
+            found = Text(check.found)
+            if check.mend:
+                found.append(f"\n→ {check.mend}", style="cyan")
+            table.add_row(Text(check.state, style=_STYLES[check.state]), check.name, found)
+        console.print(Padding(table, (0, 0, 0, 2)))
+    problems = sum(check.state == "problem" for check in checks)
+    notes = sum(check.state == "note" for check in checks)
+    summary = f"{_count(problems, 'problem')}, {_count(notes, 'note')}"
+    console.print(Text(f"\n{summary}", style="bold red" if problems else "bold green"))
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number or 'no'} {what}{'' if number == 1 else 's'}"

@@ -1,0 +1,220 @@
+"""Read the facts from this machine. Nothing here fails: what cannot be read is a fact too."""
+
+import json
+import os
+import platform
+import re
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
+from pathlib import Path
+
+from toolkit.doctor.facts import MARK, Answer, Facts, GpuFacts, Probe
+
+PACKAGES = (
+    *("torch", "deepspeed", "transformers", "accelerate", "datasets", "tokenizers", "safetensors"),
+    *("pydantic", "flash-attn", "mpi4py", "tensorboard", "wandb"),
+)
+_PREFIXES = (
+    *("NCCL_", "TORCH_", "DS_", "HF_", "CUDA_", "TRANSFORMERS_", "OMP_", "MKL_", "PYTORCH_", "DEEPSPEED_"),
+    *("ACCELERATE_", "GLOO_", "DSTK_", "SLURM_JOB", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_NNODES"),
+)
+_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "MAX_JOBS", "LD_LIBRARY_PATH", "LD_PRELOAD")
+_SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD")
+_PATHS = ("CUDA_HOME", "CUDA_PATH", "HF_HOME", "HF_HUB_CACHE", "TRANSFORMERS_CACHE", "DSTK_CACHE")
+
+_SMI = ("nvidia-smi", "--query-gpu=index,name,memory.total,memory.free,driver_version", "--format=csv,noheader,nounits")
+_LINK = re.compile(r"NV\d+|PIX|PXB|PHB|NODE|SYS")
+
+
+def gather(environment: Mapping[str, str] | None = None, *, timeout_seconds: float = 90.0) -> Facts:
+    """The facts of this machine; each program that is asked has `timeout_seconds`. Takes a few seconds."""
+    start = time.monotonic()
+    env = dict(os.environ if environment is None else environment)
+    quick = min(timeout_seconds, 20.0)
+    with ThreadPoolExecutor() as pool:
+        torch = pool.submit(_probe, "torch", env, timeout_seconds)
+        deepspeed = pool.submit(_probe, "deepspeed", env, timeout_seconds)
+        smi = pool.submit(ask, _SMI, env, quick)
+        header = pool.submit(ask, ("nvidia-smi",), env, quick)
+        topology = pool.submit(ask, ("nvidia-smi", "topo", "-m"), env, quick)
+        compilers = {
+            name: pool.submit(ask, (name, "--version"), env, quick) for name in ("gcc", "g++", "nvcc", "ninja")
+        }
+    cuda = re.search(r"CUDA Version:\s*([\d.]+)", header.result().text)
+    folders = _folders(env)
+    shm = _usage("/dev/shm")
+    return Facts(
+        host=socket.gethostname(),
+        system=f"{platform.system()} {platform.release()}",
+        python=platform.python_version(),
+        packages={name: _version(name) for name in PACKAGES},
+        torch=torch.result(),
+        deepspeed=deepspeed.result(),
+        nvidia_smi=smi.result(),
+        gpus=_gpus(smi.result().text),
+        driver_cuda=cuda[1] if cuda else None,
+        links=_links(topology.result().text),
+        compilers={name: answer.result() for name, answer in compilers.items()},
+        libaio=_has_libaio(),
+        cpus=len(os.sched_getaffinity(0)),
+        cpus_of_machine=os.cpu_count() or 1,
+        memory_bytes=_memory_bytes(),
+        shm_bytes=shm and shm.total,
+        shm_free_bytes=shm and shm.free,
+        disks={what: _free(folder) for what, folder in folders.items()},
+        folders=folders,
+        unwritable=[what for what, folder in folders.items() if not os.access(_existing(folder), os.W_OK)],
+        limits={"memlock": _limit(resource.RLIMIT_MEMLOCK), "nofile": _limit(resource.RLIMIT_NOFILE)},
+        interfaces=[name for _, name in socket.if_nameindex()],
+        environment=_relevant(env),
+        missing_paths=[name for name in _PATHS if env.get(name) and not Path(env[name]).expanduser().exists()],
+        seconds=time.monotonic() - start,
+    )
+
+
+def ask(command: Sequence[str], environment: Mapping[str, str], timeout_seconds: float) -> Answer:
+    """What a program prints."""
+    path = shutil.which(command[0], path=environment.get("PATH", os.defpath))
+    if path is None:
+        return Answer(error=f"{command[0]} is not on the PATH", missing=True)
+    try:
+        done = subprocess.run(
+            [path, *command[1:]],
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_seconds,
+        )
+    except subprocess.TimeoutExpired:
+        return Answer(error=f"{command[0]} did not answer within {timeout_seconds:.0f} s")
+    except OSError as error:
+        return Answer(error=f"{command[0]} cannot be run: {error.strerror}")
+    if done.returncode:
+        said = (done.stdout.strip() or done.stderr.strip() or "nothing").splitlines()[0]
+        return Answer(text=done.stdout, error=f"{command[0]} failed with code {done.returncode}: {said}")
+    return Answer(text=done.stdout)
+
+
+def _probe(package: str, environment: Mapping[str, str], timeout_seconds: float) -> Probe:
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", f"toolkit.doctor.probe_{package}"],
+            env=dict(environment) | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_seconds,
+        )
+    except subprocess.TimeoutExpired:
+        return Probe(error=f"importing it took more than {timeout_seconds:.0f} s")
+    for line in done.stdout.splitlines():
+        if line.startswith(MARK):
+            return Probe(facts=json.loads(line.removeprefix(MARK)))
+    said = done.stderr.strip().splitlines()
+    return Probe(error=said[-1] if said else f"importing it ended with code {done.returncode}")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _gpus(text: str) -> list[GpuFacts]:
+    found = []
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.split(",")]
+        if len(cells) == 5 and all(cells[column].isdigit() for column in (0, 2, 3)):
+            index, name, total, free, driver = cells
+            found.append(
+                GpuFacts(index=int(index), name=name, memory_mib=int(total), free_mib=int(free), driver=driver)
+            )
+    return found
+
+
+def _links(text: str) -> dict[tuple[int, int], str]:
+    """The upper half of the matrix of `nvidia-smi topo -m`."""
+    rows: dict[int, list[str]] = {}
+    for line in re.sub(r"\x1b\[[\d;]*m", "", text).splitlines():
+        cells = line.split()
+        match = re.fullmatch(r"GPU(\d+)", cells[0]) if cells else None
+        if match and len(cells) > 1 and not cells[1].startswith("GPU"):
+            rows[int(match[1])] = cells[1:]
+    return {
+        (a, b): rows[a][b] for a in rows for b in rows if a < b and b < len(rows[a]) and _LINK.fullmatch(rows[a][b])
+    }
+
+
+def _has_libaio() -> bool:
+    """The header and the library that DeepSpeed links for NVMe; the run-time library alone is not enough."""
+    folders = ("/usr/lib", "/usr/lib64", "/usr/local/lib", f"/usr/lib/{platform.machine()}-linux-gnu")
+    header = any(Path(folder, "libaio.h").exists() for folder in ("/usr/include", "/usr/local/include"))
+    return header and any(Path(folder, "libaio.so").exists() for folder in folders)
+
+
+def _memory_bytes() -> int:
+    """Of the machine, or what the control group of a container allows."""
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            allowed = Path(path).read_text().strip()
+        except OSError:
+            continue
+        if allowed.isdigit():
+            return min(pages, int(allowed))
+    return pages
+
+
+def _folders(env: Mapping[str, str]) -> dict[str, str]:
+    home = env.get("HOME", "~")
+    cache = env.get("XDG_CACHE_HOME", f"{home}/.cache")
+    hub = env.get("HF_HUB_CACHE") or f"{env.get('HF_HOME') or f'{cache}/huggingface'}/hub"
+    return {
+        "runs": str(Path.cwd()),
+        "models (Hugging Face)": hub,
+        "tokens": env.get("DSTK_CACHE") or f"{home}/.cache/dstk",
+        "compiled ops": env.get("TORCH_EXTENSIONS_DIR") or f"{cache}/torch_extensions",
+        "temporary files": env.get("TMPDIR") or "/tmp",
+    }
+
+
+def _existing(folder: str) -> Path:
+    """The folder, or the nearest above it that exists."""
+    path = Path(folder).expanduser().absolute()
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path
+
+
+def _usage(folder: str) -> "shutil._ntuple_diskusage | None":
+    try:
+        return shutil.disk_usage(folder)
+    except OSError:
+        return None
+
+
+def _free(folder: str) -> int | None:
+    usage = _usage(str(_existing(folder)))
+    return usage and usage.free
+
+
+def _limit(kind: int) -> int | None:
+    soft, _ = resource.getrlimit(kind)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _relevant(env: Mapping[str, str]) -> dict[str, str]:
+    """Variables that change training; the values of secrets are not shown."""
+    found = {name: value for name, value in env.items() if name.startswith(_PREFIXES) or name in _NAMES}
+    return {name: "(hidden)" if _SECRET.search(name) else value for name, value in sorted(found.items())}
