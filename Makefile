@@ -52,6 +52,9 @@ generate: setup ## Write the generated files: ds_configs/, the JSON Schema, the 
 	$(BIN)/dstk schema > recipes/recipe.schema.json
 	$(BIN)/python ds_configs/generate.py
 	$(BIN)/python docs/generate_recipes.py
+	$(BIN)/python docs/generate_configs.py
+	$(BIN)/python docs/generate_lint_schema.py
+	$(BIN)/python docs/generate_lint.py
 
 families: setup ## Check every Hugging Face family again; writes toolkit/families/support.json (minutes)
 	$(CPU) $(BIN)/python docs/generate_families.py

@@ -286,8 +286,11 @@ def find_gpu(device_name: str) -> Gpu | None:
 
 
 def gpu(name: str) -> Gpu:
-    """The GPU of the catalogue called `name`, in any case, or known to PyTorch under it. Raises RunError otherwise."""
-    by_name = {entry.name.lower(): entry for entry in _CATALOGUE}
+    """The GPU of the catalogue called `name`, in any case, or known to PyTorch under it. Raises RunError otherwise.
+
+    The board is SXM where a name leaves it out, and GB may be left out too: `H100-80`, `A100-40`.
+    """
+    by_name = {spelling: entry for entry in reversed(_CATALOGUE) for spelling in _spellings(entry.name.lower())}
     found = by_name.get(name.lower()) or find_gpu(name)
     if found is not None:
         return found
@@ -295,6 +298,11 @@ def gpu(name: str) -> Gpu:
     close = difflib.get_close_matches(name.lower(), exact, n=3, cutoff=0.4)
     hint = f" Nearest: {', '.join(exact[key] for key in close)}." if close else ""
     raise RunError(f"gpu={name} is not in the catalogue.{hint} Choose one of {', '.join(gpus())}.")
+
+
+def _spellings(name: str) -> tuple[str, ...]:
+    short = name.replace("-sxm", "")
+    return name, short, short.removesuffix("gb")
 
 
 def _bare(device_name: str) -> str:

@@ -132,7 +132,7 @@ class ModelShape:
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
         """The shape that Hugging Face would build from this config.json. Raises ModelError for what it cannot read."""
-        config = _text_config(config)
+        config = text_config(config)
         model_type = config.get("model_type")
         family = _FAMILIES.get(model_type) if isinstance(model_type, str) else None
         if model_type is None:
@@ -257,7 +257,7 @@ def with_overrides(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> d
     return result
 
 
-def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The language model inside a multimodal config, or the config itself."""
     text = config.get("text_config")
     if not isinstance(text, Mapping):

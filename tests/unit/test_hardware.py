@@ -74,4 +74,9 @@ def test_a_precision_without_matrix_units_is_an_error():
 
 def test_an_unknown_gpu_is_an_error_with_the_nearest_names():
     with pytest.raises(RunError, match=r"Nearest: .*H100-SXM-80GB"):
-        gpu("H100-80GB")
+        gpu("H100-90GB")
+
+
+@pytest.mark.parametrize(("short", "name"), [("H100-80", "H100-SXM-80GB"), ("a100-40GB", "A100-SXM-40GB")])
+def test_a_name_without_a_board_is_the_sxm_one(short, name):
+    assert gpu(short).name == name

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
-from toolkit.report.chart import Chart, Event, Line, Point
+from toolkit.report.chart import Band, Chart, Event, Line, Point
+from toolkit.report.memory_estimate import estimated_bytes
 from toolkit.report.training_log import Step
 from toolkit.report.training_run import TrainingRun
 
@@ -150,9 +151,16 @@ def _mfu(runs: Sequence[TrainingRun]) -> Chart:
 
 
 def _memory(runs: Sequence[TrainingRun]) -> Chart:
-    """Peak memory. An estimate, where there is one, would be a `Band` of this chart: its bound."""
+    """Peak memory, and of a run alone the estimate, where there is one."""
     peak = max((step.memory_bytes or 0 for run in runs for step in run.log.steps), default=0)
     unit, name = (_GIB, "GiB") if peak >= _GIB else (_MIB, "MiB")
+    estimate = estimated_bytes(runs[0]) if len(runs) == 1 else None
+    steps = [step.step for run in runs for step in run.log.steps]
+    bands = (
+        ()
+        if estimate is None
+        else (Band(label="estimate", points=tuple((step, estimate / unit) for step in steps), filled=False),)
+    )
     return Chart(
         name="memory",
         title="Peak memory",
@@ -160,6 +168,7 @@ def _memory(runs: Sequence[TrainingRun]) -> Chart:
         caption="The most that was held up to each step: allocated on a GPU, or resident where there is none.",
         description="Peak memory over steps. ",
         lines=_plain(runs, lambda step: None if step.memory_bytes is None else step.memory_bytes / unit),
+        bands=bands,
         from_zero=True,
     )
 

@@ -1,0 +1,165 @@
+"""What a tiny Hugging Face model keeps and allocates in one pass, and what the estimate says of it."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from toolkit.estimate.activations import ActivationBreakdown, activations
+from toolkit.estimate.style import LayerStyle
+from toolkit.families.tiny import tiny_config
+from toolkit.shape import ModelShape
+from toolkit.train.allocations import LiveBytes, SavedForBackward
+from toolkit.train.loss import token_loss_sum
+
+SEQ_LEN = 48
+EAGER_ONLY = ("gptj", "gpt_neo", "codegen", "bloom", "gemma2")
+_POSITIONS = ("n_positions", "max_position_embeddings", "seq_length")
+_NOT_OF_THE_DECODER = ("classifier_dropout", "layerdrop")
+_OF_THE_SCORES = ("attention_dropout", "attn_pdrop")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One model and one way to run it."""
+
+    family: str
+    attention: str = "sdpa"
+    dtype: torch.dtype = torch.bfloat16
+    samples: int = 2
+    recompute: str = "none"
+    sequence_parallel: bool = False
+    documents: int = 1
+    """In a sample; more than one do not see each other."""
+    changes: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        parts = [
+            self.family,
+            self.attention,
+            str(self.dtype).removeprefix("torch."),
+            f"b{self.samples}",
+            self.recompute,
+        ]
+        if self.sequence_parallel:
+            parts.append("sp")
+        if self.documents > 1:
+            parts.append(f"{self.documents}-documents")
+        return "-".join([*parts, *(f"{key}={value}" for key, value in self.changes.items())])
+
+    def config(self) -> Any:
+        """Everything is dropped that can be, but for scores that a fused kernel shall compute: none does on a CPU."""
+        given = tiny_config(self.family).to_dict()
+        dropouts = {
+            name: 0.0 if name in _OF_THE_SCORES and self.attention != "eager" else 0.1
+            for name, value in given.items()
+            if isinstance(value, float) and "drop" in name and name not in _NOT_OF_THE_DECODER
+        }
+        positions = {name: 2 * SEQ_LEN for name in _POSITIONS if name in given}
+        return tiny_config(self.family, **dropouts | positions | self.changes)
+
+    def model(self) -> PreTrainedModel:
+        """In training mode."""
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            self.config(), attn_implementation=self.attention, dtype=self.dtype
+        )
+        return self.prepared(model)
+
+    def prepared(self, model: PreTrainedModel) -> PreTrainedModel:
+        """In training mode, and with its layers recomputed where the case says so."""
+        model.train()
+        if self.recompute == "full":
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        return model
+
+    def estimate(self, *, tp: int = 1) -> ActivationBreakdown:
+        """What the toolkit says, of kernels on a CPU."""
+        config = self.config().to_dict()
+        return activations(
+            ModelShape.from_config(config),
+            LayerStyle.from_config(config),
+            micro_batch_size=self.samples,
+            seq_len=SEQ_LEN,
+            tp=tp,
+            sequence_parallel=self.sequence_parallel,
+            attention=self.attention,  # type: ignore[arg-type]
+            recompute=self.recompute,  # type: ignore[arg-type]
+            dtype_bytes=self.dtype.itemsize,
+            isolates_documents=self.documents > 1,
+            device="cpu",
+        )
+
+    def layers(self) -> int:
+        """Decoder layers."""
+        return int(self.config().get_text_config().num_hidden_layers)
+
+    def inputs(self, model: PreTrainedModel) -> tuple[dict[str, Any], torch.Tensor]:
+        """What the model is given, and labels."""
+        ids, labels = self._tokens(model)
+        inputs = {"input_ids": ids, "use_cache": False}
+        if self.documents > 1:
+            positions = torch.arange(SEQ_LEN // self.documents).repeat(self.documents)
+            inputs["position_ids"] = positions.expand(self.samples, -1).contiguous()
+        return inputs, labels
+
+    def _tokens(self, model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs and labels."""
+        vocabulary = model.config.get_text_config().vocab_size
+        return tuple(torch.randint(0, vocabulary, (self.samples, SEQ_LEN)) for _ in range(2))  # type: ignore[return-value]
+
+
+def kept_bytes(case: Case, model: PreTrainedModel, loss_sum: Callable[..., torch.Tensor] = token_loss_sum) -> int:
+    """What a forward pass keeps for backward.
+
+    Checkpointing holds inputs of its layers without telling autograd's hooks: there what lives is counted, and the
+    ids and labels that a whole model keeps; a split one keeps what it makes of them.
+    """
+    inputs, labels = case.inputs(model)
+    if case.recompute == "full":
+        with LiveBytes() as live:
+            loss = loss_sum(model(**inputs).logits, labels)
+            found = live.live_bytes + (2 * labels.nbytes if loss_sum is token_loss_sum else 0)
+        del loss
+        return found
+    with SavedForBackward(model) as saved, _selective(case, model):
+        loss = loss_sum(model(**inputs).logits, labels)
+    del loss
+    return saved.bytes
+
+
+def peak_bytes(case: Case, model: PreTrainedModel) -> int:
+    """The most that lives at once in a forward and backward pass, beside parameters and their gradients."""
+    inputs, labels = case.inputs(model)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    with LiveBytes() as live:
+        token_loss_sum(model(**inputs).logits, labels).backward()
+    return live.peak_bytes + 2 * labels.nbytes
+
+
+@contextmanager
+def _selective(case: Case, model: PreTrainedModel) -> Iterator[None]:
+    """Attention between its projections is computed again in the backward pass."""
+    if case.recompute != "selective":
+        yield
+        return
+    # Eager attention is a function of the family's own module, which its layers look up when they run.
+    where: Any = vars(sys.modules[type(model).__module__]) if case.attention == "eager" else ALL_ATTENTION_FUNCTIONS
+    name = "eager_attention_forward" if case.attention == "eager" else case.attention
+    plain = where[name]
+
+    def recomputed(*arguments: Any, **keywords: Any) -> Any:
+        return checkpoint(partial(plain, **keywords), *arguments, use_reentrant=False)
+
+    where[name] = recomputed
+    try:
+        yield
+    finally:
+        where[name] = plain

@@ -1,0 +1,151 @@
+"""The memory estimate as a whole: published closed forms, what adds up, and which way it moves."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from toolkit.errors import ConfigError, LayoutError
+from toolkit.estimate.memory import MemoryModel, Workload
+from toolkit.estimate.states import Accounting, DeepSpeedSettings, deepspeed_states, fsdp2, megatron, nanotron, plain
+from toolkit.hardware import gpu
+from toolkit.layout import Layout
+from toolkit.shape import find_config
+
+GIB = 2**30
+GPT3 = MemoryModel.from_config(find_config("gpt3-175b") or {})
+LLAMA = MemoryModel.from_config(find_config("llama-2-7b") or {})
+WORK = Workload(micro_batch_size=1, seq_len=2048, accumulation=8)
+PARAMETERS = LLAMA.architecture.numel
+
+
+def settings(stage: int, **more: Any) -> DeepSpeedSettings:
+    fields: dict[str, Any] = {"zero_stage": stage, "precision": "bf16", "by_decay": False, "reduce_bucket_size": 10**6}
+    return DeepSpeedSettings(**fields | more)
+
+
+def held(states: DeepSpeedSettings | Accounting, dp: int) -> int:
+    whole = LLAMA.architecture.holdings(layers=32, by_decay=False)
+    if isinstance(states, Accounting):
+        found = states.states(whole, shards=dp)
+    else:
+        found = deepspeed_states(states, whole, dp=dp)
+    return found.held.total + found.complete - found.held.buckets
+
+
+@pytest.mark.parametrize("dp", [1, 8, 64])
+@pytest.mark.parametrize(
+    ("kept", "bytes_whole", "bytes_sharded"),
+    [
+        # Rajbhandari et al. 2020 (ZeRO), section 3.1 and figure 1: 16 bytes a parameter, (2 + 2) + 12 / D, 2 + 14 / D,
+        # 16 / D. Their gradients are in 16 bits.
+        (settings(2, accumulation_bytes=2), 2, 14),
+        (settings(3, accumulation_bytes=2, persistence_threshold=0), 0, 16),
+        # The fp32 gradients of BF16_Optimizer, beside those of the weights.
+        (settings(1), 2 + 4 + 2, 12),
+        # Megatron-LM, theoretical_memory_usage.py: 18 bytes, or 6 + 12 / D with the distributed optimizer.
+        (megatron(distributed_optimizer=False), 18, 0),
+        (megatron(distributed_optimizer=True), 6, 12),
+        (fsdp2(), 0, 16),
+        (nanotron(), 8, 12),
+        (plain(), 16, 0),
+    ],
+)
+def test_model_states_follow_the_published_sums(kept, bytes_whole, bytes_sharded, dp):
+    expected = (bytes_whole + bytes_sharded / dp) * PARAMETERS
+    assert held(kept, dp) == pytest.approx(expected, rel=4e-3)  # ZeRO-2 keeps whole parameters at the ends of a part
+
+
+def test_the_parts_of_every_stage_add_up_to_the_larger_moment():
+    layout = Layout(dp=8, tp=8, pp=8, zero_stage=1)
+    for stage in GPT3.breakdowns(layout, WORK, settings(1), gpu("H100-80")):
+        parts = (
+            stage.parameters
+            + stage.gradients
+            + stage.masters
+            + stage.optimizer
+            + stage.buckets
+            + stage.gathered
+            + stage.model_buffers
+            + sum(stage.activations.values())
+            + stage.logits
+            + stage.update
+        )
+        assert parts == stage.allocated
+        assert min(stage.activations.values()) >= 0
+        assert stage.allocated + stage.framework + stage.nccl + stage.margin == stage.total
+
+
+@pytest.mark.parametrize("layout", [Layout(dp=4, tp=8, pp=16, zero_stage=1), Layout(dp=2, tp=8, pp=5, zero_stage=0)])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_the_peak_is_that_of_the_stage_that_takes_most(layout, recompute):
+    work = replace(WORK, recompute=recompute)
+    found = GPT3.breakdowns(layout, work, settings(layout.zero_stage), gpu("H100-80"))
+    assert GPT3.peak(layout, work, settings(layout.zero_stage), gpu("H100-80")).total == max(s.total for s in found)
+
+
+def test_every_parameter_is_on_one_stage_and_a_tied_embedding_on_two():
+    layout = Layout(pp=8)
+    found = GPT3.breakdowns(layout, WORK, settings(1))
+    embedding = GPT3.architecture.shape.vocab * GPT3.architecture.shape.hidden
+    assert sum(stage.parameter_count for stage in found) == GPT3.architecture.numel + embedding
+
+
+def test_the_largest_micro_batch_fits_and_one_more_does_not():
+    layout, device = Layout(dp=8, zero_stage=2), gpu("H100-80")
+    largest = LLAMA.largest_micro_batch(layout, WORK, settings(2), device)
+    assert largest >= 1
+
+    def fits(size: int) -> bool:
+        return LLAMA.peak(layout, replace(WORK, micro_batch_size=size), settings(2), device).fits
+
+    assert fits(largest)
+    assert not fits(largest + 1)
+
+
+def test_a_model_that_does_not_fit_has_no_micro_batch():
+    assert GPT3.largest_micro_batch(Layout(), WORK, settings(1), gpu("H100-80")) == 0
+
+
+def test_offload_moves_masters_and_moments_to_the_host():
+    layout = Layout(dp=8, zero_stage=2, offload_optimizer="cpu")
+    (on_gpu,) = LLAMA.breakdowns(replace(layout, offload_optimizer="none"), WORK, settings(2))
+    (offloaded,) = LLAMA.breakdowns(layout, WORK, settings(2, offload_optimizer=True))
+    assert (offloaded.masters, offloaded.optimizer) == (0, 0)
+    assert offloaded.host.masters == on_gpu.masters
+    assert offloaded.host.optimizer == on_gpu.optimizer
+
+
+def test_a_layout_that_the_model_does_not_divide_by_is_refused():
+    with pytest.raises(LayoutError, match=r"tp=5: 32 attention heads cannot be shared equally by 5 ranks. Set tp to"):
+        LLAMA.breakdowns(Layout(tp=5), WORK, settings(1))
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        # Defaults of DeepSpeed 0.19.8 where the config is silent.
+        ({"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}, ("zero12", 2, 2, 500_000_000, False)),
+        ({"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}, ("zero3", 2, 2, 500_000_000, True)),
+        (
+            {
+                "bf16": {"enabled": True},
+                "data_types": {"grad_accum_dtype": "fp32"},
+                "zero_optimization": {"stage": 1, "reduce_bucket_size": 2e8},
+            },
+            ("bf16", 4, 2, 200_000_000, False),
+        ),
+        ({"fp16": {"enabled": True}}, ("unfused", 2, 2, 500_000_000, False)),
+        ({}, ("none", 4, 4, 500_000_000, False)),
+    ],
+)
+def test_a_users_deepspeed_config_is_read_with_deepspeeds_defaults(config, expected):
+    s = DeepSpeedSettings.from_config(config)
+    found = (s.wrapper, s.accumulation_bytes, s.communication_bytes, s.reduce_bucket_size, s.overlap_comm)
+    assert found == expected
+
+
+def test_what_the_estimate_does_not_model_is_refused():
+    config = {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/nvme"}}}
+    with pytest.raises(ConfigError, match=r"offload_param\.device=nvme"):
+        DeepSpeedSettings.from_config(config)

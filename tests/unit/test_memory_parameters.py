@@ -1,0 +1,102 @@
+"""The parameter walk, which reads config.json alone, against the modules that Hugging Face builds from the same."""
+
+import json
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from toolkit import shape
+from toolkit.errors import ModelError
+from toolkit.estimate.parameters import Architecture
+from toolkit.shape import find_config, with_overrides
+
+TINY = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "vocab_size": 131,
+    "max_position_embeddings": 32,
+    "pad_token_id": 0,
+}
+
+VARIATIONS: dict[str, list[dict[str, Any]]] = {
+    "gpt_bigcode": [{"multi_query": False}],
+    "gpt_neox": [
+        {"attention_bias": False},
+        {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+    ],
+    "opt": [
+        {"enable_bias": False, "layer_norm_elementwise_affine": False},
+        {"do_layer_norm_before": False, "word_embed_proj_dim": 32},
+    ],
+    "falcon": [
+        {"multi_query": False, "parallel_attn": False, "bias": True},
+        {"new_decoder_architecture": True, "num_kv_heads": 2},
+        {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1, "alibi": True},
+    ],
+    "phi": [{"qk_layernorm": True}],
+    "starcoder2": [{"use_bias": False}],
+    "llama": [{"attention_bias": True}, {"mlp_bias": True}, {"head_dim": 32}],
+    "qwen3": [{"attention_bias": True}],
+    "gemma": [{"attention_bias": True}],
+    "stablelm": [{"use_qkv_bias": True}, {"qk_layernorm": True}, {"use_parallel_residual": True}],
+    "granite": [{"attention_bias": True, "mlp_bias": True}],
+    "cohere": [{"use_qk_norm": True}],
+    "smollm3": [{"attention_bias": True}, {"mlp_bias": True}],
+}
+CASES = [(family, {}) for family in shape.families()] + [
+    (family, changes) for family, variations in VARIATIONS.items() for changes in variations
+]
+
+
+def tiny(family: str, **changes: Any) -> dict[str, Any]:
+    layers = {"attention_types": [[["global"], 2]]} if family == "gpt_neo" else {}
+    rotary = {"rotary_dim": 8} if family in ("gptj", "codegen") else {}
+    return with_overrides({"model_type": family}, TINY | layers | rotary | changes)
+
+
+@cache
+def on_meta(config_json: str) -> Any:
+    transformers.logging.set_verbosity_error()
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**json.loads(config_json)))
+
+
+def hugging_face(config: dict[str, Any]) -> Any:
+    return on_meta(json.dumps(config))
+
+
+@pytest.mark.parametrize(("family", "changes"), CASES)
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_walk_lists_the_parameters_of_the_model_in_their_order(family, changes, tied):
+    config = tiny(family, tie_word_embeddings=tied, **changes)
+    named = list(hugging_face(config).named_parameters())
+    walked = list(Architecture.from_config(config).tensors())
+    assert [tensor.shape for tensor in walked] == [tuple(parameter.shape) for _, parameter in named]
+    for tensor, (name, _) in zip(walked, named, strict=True):
+        if tensor.place == "layer":
+            assert name.endswith("." + tensor.name)
+
+
+@pytest.mark.parametrize("name", shape.names())
+def test_a_catalogue_model_has_the_parameters_of_its_modules(name):
+    config = find_config(name)
+    assert Architecture.from_config(config).numel == sum(p.numel() for p in hugging_face(config).parameters())
+
+
+@pytest.mark.parametrize(("family", "changes"), CASES)
+def test_buffers_take_the_bytes_that_the_modules_take(family, changes):
+    config = tiny(family, **changes)
+    held = sum(buffer.numel() * buffer.element_size() for buffer in hugging_face(config).buffers())
+    assert Architecture.from_config(config).holdings(layers=2).buffer_bytes == held
+
+
+def test_a_model_with_experts_is_refused_by_name():
+    with pytest.raises(ModelError, match="model_type=mixtral"):
+        Architecture.from_config({"model_type": "mixtral"})

@@ -1,0 +1,293 @@
+"""Activations: what a micro-batch keeps in memory for its backward pass, and the worst moment of that pass.
+
+The operations of a decoder layer are run on a tape of paper tensors (`toolkit.estimate.sizes`), so bytes follow from
+what each operation keeps; nothing is fitted. docs/memory.md has the formulas and the measured errors.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Literal
+
+from toolkit.errors import LayoutError, ModelError
+from toolkit.estimate.decoder import ends
+from toolkit.estimate.decoder.context import Attention, Context
+from toolkit.estimate.decoder.ends import Loss
+from toolkit.estimate.decoder.layer import layer
+from toolkit.estimate.family_rules import LayerKind
+from toolkit.estimate.sizes.tape import Tape
+from toolkit.estimate.style import LayerStyle
+from toolkit.shape import ModelShape
+
+Recomputation = Literal["none", "selective", "full"]
+Device = Literal["cuda", "cpu"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """One stretch of the model: kept for backward by kind, and the most that is live beyond it while it runs."""
+
+    kinds: Mapping[str, int]
+    shared: int = 0
+    """Of tables that other layers keep too."""
+    recomputation_peak: int = 0
+    """The most in forward, up to the last operation that keeps something."""
+    forward_peak: int
+    backward_peak: int
+
+    @property
+    def kept(self) -> int:
+        return sum(self.kinds.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationBreakdown:
+    """Bytes of one micro-batch on one rank."""
+
+    layer_kinds: Mapping[str, int]
+    """What the most demanding layer keeps: input, norm, attention, mlp, residual."""
+    layer: int
+    """Their sum."""
+    pattern: tuple[int, ...] = field(repr=False)
+    """What each kind of layer keeps, in the order in which they repeat."""
+    embedding: int
+    shared: int
+    """Rotary tables and masks, once for all layers."""
+    head: int
+    """Final norm, logits, loss."""
+    logits: int
+    """The part of `head` and `head_extra` that is logits and loss."""
+    boundary: int
+    """The hidden state between two layers, and between two stages."""
+    logits_output: int
+    """The logits as the model returns them, in its dtype: a pipeline's last stage holds on to them."""
+    tied_gradient: int
+    """The embedding's gradient if the LM head is tied to it: the head's share of it waits for the embedding's."""
+    layer_forward_extra: int
+    layer_backward_extra: int
+    head_extra: int
+    embedding_extra: int
+
+    def kept(self, *, layers: int | range, first: bool = True, last: bool = True) -> int:
+        """Bytes that one micro-batch keeps on a stage with these layers."""
+        indices = range(layers) if isinstance(layers, int) else layers
+        if len(self.pattern) == 1:
+            inside = len(indices) * self.pattern[0]
+        else:
+            inside = sum(self.pattern[i % len(self.pattern)] for i in indices)
+        return inside + self.shared + (self.embedding if first else self.boundary) + (self.head if last else 0)
+
+    def peak(
+        self,
+        *,
+        layers: int | range,
+        first: bool = True,
+        last: bool = True,
+        in_flight: int = 1,
+        gradients_kept: int = 0,
+    ) -> int:
+        """The most that is live at once on a stage.
+
+        `in_flight`: micro-batches whose activations wait. `gradients_kept`: bytes of one layer's gradients, if they
+        only come to exist during this backward pass.
+        """
+        count = layers if isinstance(layers, int) else len(layers)
+        trunk = self.kept(layers=layers, first=first, last=False)
+        whole = trunk + (self.head if last else 0)
+        # autograd hands a tied weight's gradients over together: the head's is there until the embedding's has come.
+        waiting = self.tied_gradient if first and last else 0
+        moments = [trunk + self.layer_forward_extra, trunk + self.layer_backward_extra + waiting]
+        if last:
+            moments.append(whole + self.head_extra)
+        if count:
+            lowest = self.kept(layers=1, first=first, last=False) + self.layer_backward_extra + waiting
+            moments.append(lowest + (count - 1) * gradients_kept)
+        if first:
+            # The head's gradient, the embedding's and their sum, of which embedding_extra has one already.
+            moments.append(self.embedding + self.embedding_extra + 2 * waiting + count * gradients_kept)
+        return (in_flight - 1) * whole + max(moments)
+
+
+@lru_cache(maxsize=4096)
+def activations(
+    shape: ModelShape,
+    style: LayerStyle,
+    *,
+    micro_batch_size: int,
+    seq_len: int,
+    tp: int = 1,
+    sequence_parallel: bool = False,
+    attention: Attention = "sdpa",
+    recompute: Recomputation = "none",
+    dtype_bytes: int = 2,
+    loss: Loss = "toolkit",
+    isolates_documents: bool = False,
+    device: Device = "cuda",
+) -> ActivationBreakdown:
+    """Bytes of one micro-batch of `micro_batch_size` samples of `seq_len` tokens. Raises ModelError, LayoutError.
+
+    `loss`: the toolkit's own, or "stock" where Hugging Face's output object holds the logits meanwhile.
+    `isolates_documents`: documents in a sample do not see each other, so attention has a mask.
+    """
+    _check(style, shape, seq_len, tp, sequence_parallel, attention)
+    setting = _Setting(
+        shape=shape,
+        style=style,
+        samples=micro_batch_size,
+        seq_len=seq_len,
+        itemsize=dtype_bytes,
+        attention=attention,
+        tp=tp,
+        sequence_parallel=sequence_parallel,
+        isolates_documents=isolates_documents,
+        recomputes_scores=recompute == "selective",
+        on_cpu=device == "cpu",
+    )
+    # Around the layers nothing depends on how attention is computed.
+    around = replace(setting, attention="flash", recomputes_scores=False)
+    parts = {kind: _layer(setting, kind) for kind in dict.fromkeys(style.kinds)}
+    embedding, head = _embedding(around), _head(around, loss)
+    rows = -(-shape.vocab // tp)
+    boundary = micro_batch_size * seq_len * shape.hidden * dtype_bytes // (tp if sequence_parallel else 1)
+    most = max(parts.values(), key=lambda part: part.kept)
+    if recompute == "full":
+        # Only the input stays. In the backward pass the layer is computed again, beside the gradient of its output:
+        # of the input that the forward peak has in it there is one, and the gradient is as large.
+        kinds: Mapping[str, int] = {"input": boundary}
+        pattern: tuple[int, ...] = (boundary,)
+        shared = _tables(setting)
+        forward_extra = max(part.forward_peak for part in parts.values()) - boundary
+        backward_extra = max(
+            max(part.backward_peak - part.kinds.get("input", 0), part.recomputation_peak) for part in parts.values()
+        )
+    else:
+        kinds = most.kinds
+        pattern = tuple(parts[kind].kept for kind in style.kinds)
+        shared = max(part.shared for part in parts.values())
+        forward_extra = max(part.forward_peak - part.kept for part in parts.values())
+        backward_extra = max(part.backward_peak - part.kept for part in parts.values())
+    return ActivationBreakdown(
+        layer_kinds=MappingProxyType(dict(kinds)),
+        layer=sum(kinds.values()),
+        pattern=pattern,
+        embedding=embedding.kept,
+        shared=shared,
+        head=head.kept,
+        logits=head.kinds.get("logits", 0) + head.backward_peak - head.kept,
+        boundary=boundary,
+        logits_output=micro_batch_size * seq_len * rows * dtype_bytes,
+        tied_gradient=rows * shape.embed_dim * dtype_bytes if shape.tied else 0,
+        layer_forward_extra=forward_extra,
+        layer_backward_extra=backward_extra,
+        head_extra=max(head.backward_peak, head.forward_peak) - head.kept,
+        embedding_extra=max(embedding.backward_peak, embedding.forward_peak) - embedding.kept,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Setting:
+    """What a walk depends on. Layouts that differ in nothing of it share the walk."""
+
+    shape: ModelShape
+    style: LayerStyle
+    samples: int
+    seq_len: int
+    itemsize: int
+    attention: Attention
+    tp: int
+    sequence_parallel: bool
+    isolates_documents: bool
+    recomputes_scores: bool
+    on_cpu: bool
+
+    def context(self) -> Context:
+        return Context(
+            tape=Tape(on_cpu=self.on_cpu),
+            shape=self.shape,
+            style=self.style,
+            b=self.samples,
+            s=self.seq_len,
+            itemsize=self.itemsize,
+            attention=self.attention,
+            tp=self.tp,
+            sequence_parallel=self.sequence_parallel,
+            isolates_documents=self.isolates_documents,
+            recomputes_scores=self.recomputes_scores,
+        )
+
+
+@lru_cache(maxsize=4096)
+def _layer(setting: _Setting, kind: LayerKind) -> _Part:
+    c = setting.context()
+    tape = c.tape
+    tables = ends.tables(c)
+    x = tape.leaf((c.b, c.local_s, c.shape.hidden), c.itemsize)
+    tape.kinds[x.storage] = "input"
+    outside = tape.live - x.storage.bytes
+    tape.peak = 0
+    output = [layer(c, x, tables, kind)]
+    del x
+    kinds = tape.kept_bytes()
+    shared = kinds.pop("shared", 0)
+    forward_peak, recomputation_peak = tape.peak - outside, tape.peak_until_kept - outside
+    tape.peak = 0
+    tape.backward(output)
+    return _Part(
+        kinds=kinds,
+        shared=shared,
+        forward_peak=forward_peak,
+        recomputation_peak=recomputation_peak,
+        backward_peak=tape.peak - outside,
+    )
+
+
+@lru_cache(maxsize=4096)
+def _embedding(setting: _Setting) -> _Part:
+    c = setting.context()
+    tape = c.tape
+    with tape.part("embedding"):
+        output = [ends.embed(c)]
+    kinds, forward_peak = tape.kept_bytes(), tape.peak
+    tape.peak = 0
+    tape.backward(output)
+    return _Part(kinds=kinds, forward_peak=forward_peak, backward_peak=tape.peak)
+
+
+@lru_cache(maxsize=4096)
+def _head(setting: _Setting, loss: Loss) -> _Part:
+    c = setting.context()
+    tape = c.tape
+    x = tape.leaf((c.b, c.local_s, c.shape.hidden), c.itemsize)
+    tape.kinds[x.storage] = "norm"
+    logits = ends.head(c, x)
+    del x
+    output = [ends.loss(c, logits)]
+    held = logits if loss == "stock" else None  # Hugging Face's output object, which the caller holds
+    del logits
+    kinds, forward_peak = tape.kept_bytes(), tape.peak
+    tape.peak = 0
+    tape.backward(output)
+    del held
+    return _Part(kinds=kinds, forward_peak=forward_peak, backward_peak=tape.peak)
+
+
+@lru_cache(maxsize=4096)
+def _tables(setting: _Setting) -> int:
+    """All of them: a recomputed layer needs them again."""
+    c = setting.context()
+    tables = ends.tables(c)
+    found = c.tape.live
+    del tables
+    return found
+
+
+def _check(
+    style: LayerStyle, shape: ModelShape, seq_len: int, tp: int, sequence_parallel: bool, attention: Attention
+) -> None:
+    if attention == "sdpa" and not style.sdpa:
+        raise ModelError(f"attention=sdpa: transformers has only eager attention for {style.family}. Choose eager.")
+    if shape.heads % tp:
+        raise LayoutError(f"tp={tp}: {shape.heads} attention heads do not split. Choose a divisor.")
+    if sequence_parallel and seq_len % tp:
+        raise LayoutError(f"seq_len={seq_len} with tp={tp} and sequence_parallel: choose a multiple of {tp}.")

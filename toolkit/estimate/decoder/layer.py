@@ -1,0 +1,71 @@
+"""One decoder layer: norms, attention, MLP, dropout and residual sums, in the orders that the families have."""
+
+from toolkit.estimate.decoder.attention import attention
+from toolkit.estimate.decoder.context import Context
+from toolkit.estimate.decoder.mlp import mlp
+from toolkit.estimate.decoder.norm import norm
+from toolkit.estimate.decoder.rotary import Tables
+from toolkit.estimate.family_rules import LayerKind
+from toolkit.estimate.sizes.operations import add, add_, dropout, times
+from toolkit.estimate.sizes.tape import Tensor
+
+
+def layer(c: Context, x: Tensor, tables: Tables, kind: LayerKind) -> Tensor:
+    """x [b, s, h] -> [b, s, h]; with sequence parallelism [b, s/t, h]."""
+    if c.style.parallel:
+        return _parallel(c, x, tables, kind)
+    x = _residual(c, x, _attention(c, _before(c, x), tables, kind), c.style.first_dropout)
+    if not c.style.pre_norms and not c.style.post_norms:
+        x = _norm(c, x)
+    x = _residual(c, x, _mlp(c, _before(c, x)), c.style.hidden_dropout)
+    return x if c.style.pre_norms or c.style.post_norms else _norm(c, x)
+
+
+def _before(c: Context, x: Tensor) -> Tensor:
+    return _norm(c, x) if c.style.pre_norms else x
+
+
+def _norm(c: Context, x: Tensor) -> Tensor:
+    with c.tape.part("norm"):
+        return norm(c, x)
+
+
+def _attention(c: Context, x: Tensor, tables: Tables, kind: LayerKind) -> Tensor:
+    with c.tape.part("attention"):
+        x = attention(c, x, tables, kind)
+    return _norm(c, x) if c.style.post_norms else x
+
+
+def _mlp(c: Context, x: Tensor) -> Tensor:
+    with c.tape.part("mlp"):
+        x = mlp(c, x)
+    return _norm(c, x) if c.style.post_norms else x
+
+
+def _residual(c: Context, x: Tensor, branch: Tensor, probability: float) -> Tensor:
+    with c.tape.part("residual"):
+        if "residual" in c.style.scales:
+            branch = times(branch)
+        return add(x, dropout(branch, probability))
+
+
+def _parallel(c: Context, x: Tensor, tables: Tables, kind: LayerKind) -> Tensor:
+    """Attention and MLP side by side, behind one norm or one each."""
+    style = c.style
+    normed = _norm(c, x)
+    second = normed if style.norms_when_parallel == 1 else None
+    if second is None and style.family == "falcon":
+        second = _norm(c, x)  # before attention runs
+    attended = _attention(c, normed, tables, kind)
+    del normed
+    with c.tape.part("residual"):
+        if style.family not in ("falcon", "stablelm"):
+            attended = dropout(attended, style.hidden_dropout)
+    if second is None:
+        second = _norm(c, x)
+    widened = _mlp(c, second)
+    del second
+    with c.tape.part("residual"):
+        if style.family == "falcon":
+            return add(x, dropout(add_(widened, attended), style.hidden_dropout))
+        return add(add(dropout(widened, style.hidden_dropout), attended), x)

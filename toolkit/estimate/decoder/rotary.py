@@ -1,0 +1,88 @@
+"""Rotary position embedding: products with tables of cosines and sines, which are kept once for all layers."""
+
+from dataclasses import dataclass
+
+from toolkit.estimate.decoder.context import Context
+from toolkit.estimate.sizes.operations import add, mul, times, to
+from toolkit.estimate.sizes.tape import Tensor
+from toolkit.estimate.sizes.views import cat, every_second, narrow, permute, split, unsqueeze, view
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tables:
+    """What all layers share. cos and sin [1 or b, s, d]; masks [1 or b, 1, s, s]."""
+
+    positions: Tensor
+    cos: Tensor | None
+    sin: Tensor | None
+    mask: Tensor | None
+    sliding_mask: Tensor | None
+
+
+def rotated_features(c: Context) -> int:
+    """Features of a head that are rotated."""
+    return int(c.shape.head_dim * c.style.rotary_share)
+
+
+def rotate(c: Context, q: Tensor, k: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
+    """Queries and keys [b, heads, s, d] with their positions in them."""
+    if c.style.rotary == "interleaved":
+        return _gptj(c, q, k)
+    assert tables.cos is not None
+    assert tables.sin is not None
+    samples = c.b if c.isolates_documents else 1
+    cos, sin = (unsqueeze(narrow(table, 0, samples), 1) for table in (tables.cos, tables.sin))
+    match c.style.rotary:
+        case "partial":
+            size = rotated_features(c)
+            rest = c.shape.head_dim - size
+            parts = [(narrow(x, -1, size), narrow(x, -1, rest)) for x in (q, k)]
+            first, second = (cat([_half(x, cos, sin), passed]) for x, passed in parts)
+            return first, second
+        case "fp32":
+            q, k = to(q, 4), to(k, 4)
+            return to(_pairs(q, cos, sin), c.itemsize), to(_pairs(k, cos, sin), c.itemsize)
+        case _:
+            return to(_half(q, cos, sin), c.itemsize), to(_half(k, cos, sin), c.itemsize)
+
+
+def _half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x cos + rotate_half(x) sin."""
+    return add(mul(x, cos), mul(_rotate_half(x), sin))
+
+
+def _rotate_half(x: Tensor) -> Tensor:
+    """One half negated, and both in the other order."""
+    half = x.shape[-1] // 2
+    return cat([times(narrow(x, -1, half)), narrow(x, -1, half)])
+
+
+def _pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The same with neighbours as pairs."""
+    return add(mul(x, cos), mul(_rotate_pairs(x), sin))
+
+
+def _rotate_pairs(x: Tensor) -> Tensor:
+    """Stacked, then flattened."""
+    rank = len(x.shape)
+    return view(cat([unsqueeze(times(every_second(x)), rank), unsqueeze(every_second(x), rank)]), *x.shape)
+
+
+def _gptj(c: Context, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """GPT-J and CodeGen look their sines up in every layer, CodeGen in fp32, and repeat them. x [b, s, heads, d]."""
+    size = c.style.rotary_dim or c.shape.hidden
+    table = c.tape.new((1, c.s, size), c.itemsize if c.style.family == "gptj" else 4)
+    results = []
+    for x in (k, q):
+        halves = split(table, [size // 2, size // 2])
+        sin, cos = (_twice(half) for half in halves)
+        turned = _pairs(narrow(x, -1, size), cos, sin)
+        rest = narrow(x, -1, c.shape.head_dim - size)
+        results.append(cat([to(turned, max(turned.itemsize, x.itemsize)), to(rest, max(turned.itemsize, x.itemsize))]))
+    key, query = results
+    return permute(query, 0, 2, 1, 3), permute(key, 0, 2, 1, 3)
+
+
+def _twice(half: Tensor) -> Tensor:
+    """[1, s, n] -> [1, s, 1, 2n], what repeat_interleave returns."""
+    return half.tape.new((*half.shape[:2], 1, 2 * half.shape[2]), half.itemsize)

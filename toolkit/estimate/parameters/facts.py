@@ -1,0 +1,31 @@
+"""Facts: the fields of a config that decide which parameters a model has, beside its shape; with the class's defaults.
+
+Biases, norms and positions. Defaults are those of the config classes of transformers 5.23.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from toolkit.shape import ModelShape
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A shape together with the config that it was read from."""
+
+    shape: ModelShape
+    config: Mapping[str, Any]
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        """A switch of the config."""
+        value = self.config.get(name, default)
+        return default if value is None else bool(value)
+
+    def rotary_features(self, default_share: float = 1.0) -> int:
+        """Features of a head that the rotary embedding turns."""
+        parameters = self.config.get("rope_parameters") or {}
+        share = parameters.get("partial_rotary_factor") if "partial_rotary_factor" in parameters else None
+        for name in ("partial_rotary_factor", "rotary_pct"):
+            share = self.config.get(name) if share is None else share
+        return int(self.shape.head_dim * (default_share if share is None else share))
