@@ -316,7 +316,10 @@ def test_after_a_failure_tensors_are_taken_and_no_file_stays_open(
     """Others need this rank to go through with the exchange."""
     specs = tuple(TensorSpec(name=f"t{i}", shape=(1024,), dtype=torch.float32) for i in range(20))
 
-    def refuse(*arguments: Any) -> None:
+    refused: list[int] = []
+
+    def refuse(descriptor: int, content: memoryview) -> None:
+        refused.append(len(content))
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(output_file, "write_all", refuse)
@@ -329,6 +332,7 @@ def test_after_a_failure_tensors_are_taken_and_no_file_stays_open(
     assert writer.wait(60)
     assert isinstance(writer.outcome, Failure)
     assert writer.outcome.is_full
+    assert len(refused) == 1  # and not once more
     assert "safetensors" in writer.outcome.path
     links = [os.readlink(link.path) for link in os.scandir("/proc/self/fd") if os.path.islink(link.path)]
     assert not [path for path in links if path.startswith(str(tmp_path))]

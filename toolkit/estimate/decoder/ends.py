@@ -32,8 +32,9 @@ def tables(c: Context) -> Tables:
     samples = c.b if c.isolates_documents else 1  # whose positions differ
     cos, sin = (c.shared((kinds * samples, c.s, d), itemsize) if has_tables else None for _ in range(2))
     mask, sliding = _masks(c)
-    # OPT makes the positions of each sample, from a mask of ones.
-    positions = c.shared((2 * c.b if style.family == "opt" else samples, c.s), _INT64)
+    # A learned table keeps the positions itself; OPT makes a mask of ones and positions for each sample.
+    rows = 2 * c.b - 1 if style.family == "opt" else 0 if c.shape.learned_positions else samples
+    positions = c.shared((rows, c.s), _INT64)
     return Tables(positions=positions, cos=cos, sin=sin, mask=mask, sliding_mask=sliding)
 
 
