@@ -1,5 +1,6 @@
 """The board: a small store, reached by every rank, on which each keeps one entry. One thread of a rank uses it."""
 
+import contextlib
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import ParamSpec, TypeVar
@@ -11,6 +12,8 @@ from toolkit.train.watchdog.entry import Entry, Verdict
 
 _EMPTY = "-"
 _ANSWER_SECONDS = 60
+_FIRST_ENTRY_SECONDS = 10
+"""All have met a moment ago, so that rank 0 is as far."""
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -39,10 +42,15 @@ class Board:
         self.rank, self.world_size = rank, world_size
 
     @_reached
-    def open(self) -> None:
-        """Make sure that what `look` reads exists."""
-        for key in ("verdict", "entry-0"):
-            self._store.compare_set(key, "", _EMPTY)
+    def open(self, entry: Entry) -> Entry | None:
+        """Begin with this rank's entry, and what `look` reads. The entry of rank 0, for which the others wait a little."""
+        self._store.compare_set("verdict", "", _EMPTY)
+        self.publish(entry)
+        if self.rank:
+            with contextlib.suppress(dist.DistStoreError):  # too late: its entry comes when it comes
+                self._store.wait(["entry-0"], timedelta(seconds=_FIRST_ENTRY_SECONDS))
+        first = self._store.compare_set("entry-0", "", _EMPTY)
+        return None if first == _EMPTY.encode() else Entry.from_json(first)
 
     @_reached
     def publish(self, entry: Entry) -> None:

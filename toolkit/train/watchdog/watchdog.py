@@ -154,7 +154,7 @@ class Watchdog:
 
     def _keep_in_touch(self) -> None:
         try:
-            self._board.open()
+            self._kept = self._board.open(self._entry())
             while not self._stopped.is_set():
                 self._beat()
                 self._wake.wait(self._beat_seconds)
