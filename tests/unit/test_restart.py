@@ -91,7 +91,9 @@ def test_a_crash_without_end_gives_up_with_its_code(script: Script, trail: Path)
 def test_who_is_asked_to_stop_does_not_start_again(script: Script, trail: Path, number: signal.Signals) -> None:
     path = script("time.sleep(60)")
     code = (
-        "import sys; from pathlib import Path; from toolkit.train.spawn import restarted_ranks\n"
+        "import signal, sys; from pathlib import Path; from toolkit.train.spawn import restarted_ranks\n"
+        # A shell that starts tests in the background has them ignore Ctrl-C.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         f"sys.exit(restarted_ranks(Path({str(path)!r}), lambda n: ([str(n)], ''), 2, 3))"
     )
     process = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"TRAIL": str(trail)})
