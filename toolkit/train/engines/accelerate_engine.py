@@ -20,6 +20,7 @@ from toolkit.recipe import Recipe
 from toolkit.train.dropout import DropoutStream
 from toolkit.train.engines.base import DataParallelEngine, MicroBatch, StepResult, refuse_gradient
 from toolkit.train.engines.states import PlainStates, state_kinds
+from toolkit.train.gradient_norm import clip
 from toolkit.train.optimizer import parameter_groups, torch_optimizer
 
 
@@ -99,15 +100,13 @@ class AccelerateEngine(DataParallelEngine):
         self.accelerator.backward(loss)
 
     def _update(self, loss: float) -> StepResult:
-        limit = self.grad_clip if self.grad_clip > 0 else math.inf
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
-        total = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        if not math.isfinite(total):
+        norm = clip(self.model.parameters(), self.grad_clip)
+        if not math.isfinite(norm):
             self._discard_gradients()
-            raise refuse_gradient(total)
+            raise refuse_gradient(norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return StepResult(loss=loss, grad_norm=total)
+        return StepResult(loss=loss, grad_norm=norm)
 
     def _set_learning_rate(self, learning_rate: float) -> None:
         for group in self.optimizer.param_groups:

@@ -24,6 +24,7 @@ from toolkit.train.cut import ModelCut
 from toolkit.train.dropout import DropoutStream
 from toolkit.train.engines.base import DataParallelEngine, MicroBatch, StepResult, refuse_gradient
 from toolkit.train.engines.states import deepspeed_states, state_kinds
+from toolkit.train.gradient_norm import total_norm
 from toolkit.train.optimizer import parameter_groups, torch_optimizer
 
 if os.environ.get("DS_ACCELERATOR") == "cpu":
@@ -69,7 +70,7 @@ class DeepSpeedEngine(DataParallelEngine):
                 mpu=self._parallel_unit(),
             )
         restore_buffers(model, buffers, device)
-        keep_empty_norms(self.optimizer)
+        repair_norms(self.engine, self.cut)
         kinds = state_kinds(recipe.optimizer.name, recipe.optimizer.momentum)
         self.states = deepspeed_states(self.optimizer, layout.zero_stage, kinds)
         if recipe.train.compile:
@@ -205,23 +206,30 @@ def write_loss_scale(engine: Any, state: Mapping[str, float]) -> None:
             setattr(scaler, name, int(state[name]))
 
 
-def keep_empty_norms(optimizer: Any) -> None:
-    """Let ranks count nothing in the gradient norm: the second tensor-parallel rank of a stage with only tied copies.
+def repair_norms(engine: Any, cut: ModelCut | None) -> None:
+    """Let DeepSpeed take gradient norms to fp32's precision: `gradient_norm` says how it is lost on CPUs.
 
-    BF16_Optimizer stacks the norms of what a rank counts, and fails where that is no tensor at all.
+    BF16_Optimizer also fails where a rank counts no tensor at all: the second tensor-parallel rank of a stage with only
+    tied copies.
     """
+    engine.clip_fp32_gradients = lambda: nn.utils.clip_grads_with_norm_(
+        engine.module.parameters(), engine.gradient_clipping(), plain_norm(engine.module.parameters(), cut)
+    )
+    optimizer = engine.optimizer
     if not isinstance(optimizer, BF16_Optimizer):
         return
     gradients = optimizer.get_grads_for_norm
 
-    def at_least_a_zero(for_clipping: bool = False) -> Any:
+    def counted_norms(for_clipping: bool = False) -> Any:
         found = gradients(for_clipping=for_clipping)
-        if for_clipping or found[0]:
+        if for_clipping:
             return found
-        zero = torch.zeros(1, device=optimizer.fp32_groups_flat_partition[0].device)
-        return [zero], found[1]
+        counted, experts = found
+        if not counted:
+            return [torch.zeros(1, device=optimizer.fp32_groups_flat_partition[0].device)], experts
+        return [total_norm([tensor]) for tensor in counted], experts
 
-    optimizer.get_grads_for_norm = at_least_a_zero
+    optimizer.get_grads_for_norm = counted_norms
 
 
 def forget_skipped_gradients(optimizer: Any) -> None:
@@ -241,7 +249,7 @@ def plain_norm(parameters: Iterable[nn.Parameter], cut: ModelCut | None) -> torc
     a tied copy on the first stage.
     """
     gradients = [p.grad for p in parameters if p.grad is not None and (cut is None or cut.counts(p))]
-    norm = nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
+    norm = total_norm(gradients)
     if cut is None:
         return norm
     square = norm.to(cut.device, torch.float32).square()

@@ -31,11 +31,11 @@ from toolkit.train.engines.base import (
 )
 from toolkit.train.engines.deepspeed_engine import (
     keep_buffers,
-    keep_empty_norms,
     model_dtype,
     plain_norm,
     quiet_stdout,
     read_loss_scale,
+    repair_norms,
     restore_buffers,
     write_loss_scale,
 )
@@ -81,7 +81,7 @@ class PipelineEngine(Engine):
             )
         restore_buffers(model, buffers, device)
         cut.stage.cast_elsewhere(model_dtype(config))
-        keep_empty_norms(self.optimizer)
+        repair_norms(self.engine, self.cut)
         kinds = state_kinds(recipe.optimizer.name, recipe.optimizer.momentum)
         self.states = deepspeed_states(self.optimizer, layout.zero_stage, kinds)
 

@@ -14,6 +14,7 @@ from toolkit.recipe import Recipe
 from toolkit.train.dropout import DropoutStream
 from toolkit.train.engines.base import MicroBatch, StepResult, WholeModelEngine, refuse_gradient
 from toolkit.train.engines.states import PlainStates, state_kinds
+from toolkit.train.gradient_norm import clip
 from toolkit.train.loss import token_loss_sum
 from toolkit.train.optimizer import parameter_groups, torch_optimizer
 
@@ -50,8 +51,7 @@ class ReferenceEngine(WholeModelEngine):
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         self.before_update()
-        limit = self.grad_clip if self.grad_clip > 0 else math.inf
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit).item()
+        norm = clip(self.model.parameters(), self.grad_clip)
         if not math.isfinite(norm):
             self.optimizer.zero_grad()
             raise refuse_gradient(norm)

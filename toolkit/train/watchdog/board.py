@@ -43,7 +43,7 @@ class Board:
 
     @_reached
     def open(self, entry: Entry) -> Entry | None:
-        """Begin with this rank's entry, and what `look` reads. The entry of rank 0, for which the others wait a little."""
+        """Begin with this rank's entry and what `look` reads. Rank 0's entry; the others wait for it a little."""
         self._store.compare_set("verdict", "", _EMPTY)
         self.publish(entry)
         if self.rank:
