@@ -1,16 +1,11 @@
 """What a tiny Hugging Face model keeps and allocates in one pass, and what the estimate says of it."""
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from toolkit.estimate.activations import ActivationBreakdown, activations
 from toolkit.estimate.style import LayerStyle
@@ -18,12 +13,16 @@ from toolkit.families.tiny import tiny_config
 from toolkit.shape import ModelShape
 from toolkit.train.allocations import LiveBytes, SavedForBackward
 from toolkit.train.loss import token_loss_sum
+from toolkit.train.selective_recomputation import recompute_attention
 
 SEQ_LEN = 48
-EAGER_ONLY = ("gptj", "gpt_neo", "codegen", "bloom", "gemma2")
-_POSITIONS = ("n_positions", "max_position_embeddings", "seq_length")
+EAGER_ONLY = ("gptj", "gpt_neo", "codegen", "bloom", "gemma2", "vaultgemma", "mpt", "xglm", "openai-gpt")
+NEVER_RECOMPUTED = ("openai-gpt",)
+_POSITIONS = ("n_positions", "max_position_embeddings", "seq_length", "max_seq_len")
 _NOT_OF_THE_DECODER = ("classifier_dropout", "layerdrop")
-_OF_THE_SCORES = ("attention_dropout", "attn_pdrop")
+_NO_DROPOUT = ("diffllama",)
+"""Families that refuse dropout of scores."""
+_OF_THE_SCORES = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +37,11 @@ class Case:
     sequence_parallel: bool = False
     documents: int = 1
     """In a sample; more than one do not see each other."""
+    autocast: bool = False
+    """The forward pass runs under torch.autocast in bf16."""
+    drops: bool = True
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Of the estimate: a GPU's rules where a test follows them on this CPU."""
     changes: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -50,6 +54,8 @@ class Case:
         ]
         if self.sequence_parallel:
             parts.append("sp")
+        if self.autocast:
+            parts.append("autocast")
         if self.documents > 1:
             parts.append(f"{self.documents}-documents")
         return "-".join([*parts, *(f"{key}={value}" for key, value in self.changes.items())])
@@ -58,12 +64,16 @@ class Case:
         """Everything is dropped that can be, but for scores that a fused kernel shall compute: none does on a CPU."""
         given = tiny_config(self.family).to_dict()
         dropouts = {
-            name: 0.0 if name in _OF_THE_SCORES and self.attention != "eager" else 0.1
+            name: 0.1 if self._drops(name) else 0.0
             for name, value in given.items()
             if isinstance(value, float) and "drop" in name and name not in _NOT_OF_THE_DECODER
         }
         positions = {name: 2 * SEQ_LEN for name in _POSITIONS if name in given}
         return tiny_config(self.family, **dropouts | positions | self.changes)
+
+    def _drops(self, name: str) -> bool:
+        fused = self.attention != "eager" or self.family in _NO_DROPOUT
+        return self.drops and not (fused and name in _OF_THE_SCORES)
 
     def model(self) -> PreTrainedModel:
         """In training mode."""
@@ -77,6 +87,8 @@ class Case:
         model.train()
         if self.recompute == "full":
             model.gradient_checkpointing_enable({"use_reentrant": False})
+        elif self.recompute == "selective":
+            recompute_attention(model)
         return model
 
     def estimate(self, *, tp: int = 1) -> ActivationBreakdown:
@@ -92,8 +104,9 @@ class Case:
             attention=self.attention,  # type: ignore[arg-type]
             recompute=self.recompute,  # type: ignore[arg-type]
             dtype_bytes=self.dtype.itemsize,
+            autocast=self.autocast,
             isolates_documents=self.documents > 1,
-            device="cpu",
+            device=self.device,
         )
 
     def layers(self) -> int:
@@ -108,6 +121,12 @@ class Case:
             positions = torch.arange(SEQ_LEN // self.documents).repeat(self.documents)
             inputs["position_ids"] = positions.expand(self.samples, -1).contiguous()
         return inputs, labels
+
+    def logits(self, model: PreTrainedModel, inputs: dict[str, Any]) -> torch.Tensor:
+        """What the model makes of the inputs. The loss is computed outside autocast."""
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+            found: torch.Tensor = model(**inputs).logits
+        return found
 
     def _tokens(self, model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs and labels."""
@@ -124,12 +143,12 @@ def kept_bytes(case: Case, model: PreTrainedModel, loss_sum: Callable[..., torch
     inputs, labels = case.inputs(model)
     if case.recompute == "full":
         with LiveBytes() as live:
-            loss = loss_sum(model(**inputs).logits, labels)
+            loss = loss_sum(case.logits(model, inputs), labels)
             found = live.live_bytes + (2 * labels.nbytes if loss_sum is token_loss_sum else 0)
         del loss
         return found
-    with SavedForBackward(model) as saved, _selective(case, model):
-        loss = loss_sum(model(**inputs).logits, labels)
+    with SavedForBackward(model) as saved:
+        loss = loss_sum(case.logits(model, inputs), labels)
     del loss
     return saved.bytes
 
@@ -140,26 +159,5 @@ def peak_bytes(case: Case, model: PreTrainedModel) -> int:
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     with LiveBytes() as live:
-        token_loss_sum(model(**inputs).logits, labels).backward()
+        token_loss_sum(case.logits(model, inputs), labels).backward()
     return live.peak_bytes + 2 * labels.nbytes
-
-
-@contextmanager
-def _selective(case: Case, model: PreTrainedModel) -> Iterator[None]:
-    """Attention between its projections is computed again in the backward pass."""
-    if case.recompute != "selective":
-        yield
-        return
-    # Eager attention is a function of the family's own module, which its layers look up when they run.
-    where: Any = vars(sys.modules[type(model).__module__]) if case.attention == "eager" else ALL_ATTENTION_FUNCTIONS
-    name = "eager_attention_forward" if case.attention == "eager" else case.attention
-    plain = where[name]
-
-    def recomputed(*arguments: Any, **keywords: Any) -> Any:
-        return checkpoint(partial(plain, **keywords), *arguments, use_reentrant=False)
-
-    where[name] = recomputed
-    try:
-        yield
-    finally:
-        where[name] = plain

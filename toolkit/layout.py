@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, Self
 from toolkit.errors import LayoutError
 
 OffloadDevice = Literal["none", "cpu"]
-Recompute = Literal["none", "full"]
+Recompute = Literal["none", "selective", "full"]
 
 _AXES = {"dp": "dp", "tp": "tp", "pp": "pp", "u": "ulysses", "z": "zero_stage"}
 

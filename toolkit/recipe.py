@@ -112,7 +112,8 @@ class ParallelSection(Section):
     offload_params: OffloadDevice = "none"
     """`cpu`: keep ZeRO-3 parameter shards in host memory."""
     recompute: Recompute = "none"
-    """`full`: keep only each decoder layer's input and recompute the rest in the backward pass."""
+    """`full`: keep only each decoder layer's input and recompute the rest in the backward pass. `selective`: recompute
+    only attention between its projections, which takes much memory and little time."""
 
 
 class BatchSection(Section):

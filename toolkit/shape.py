@@ -13,84 +13,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from toolkit.errors import ModelError, nearest
-
-# What each fact is called across families. The first spelling is Hugging Face's standard one.
-_SPELLINGS: dict[str, tuple[str, ...]] = {
-    "hidden": ("hidden_size", "n_embd", "d_model", "n_embed"),
-    "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
-    "heads": ("num_attention_heads", "n_head", "num_heads", "n_heads"),
-    "kv_heads": ("num_key_value_heads", "num_kv_heads"),
-    "head_dim": ("head_dim",),
-    "ffn": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
-    "vocab": ("vocab_size",),
-    "positions": ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len"),
-    "tied": ("tie_word_embeddings",),
-    "embed_dim": ("word_embed_proj_dim",),
-}
-_FACT_OF = {spelling: fact for fact, spellings in _SPELLINGS.items() for spelling in spellings}
-
-# Every Hugging Face config class maps these standard names to its own (its `attribute_map`).
-_MAPPED_BY_ALL = ("hidden", "layers", "heads", "positions")
-
-_LLAMA = {fact: _SPELLINGS[fact][0] for fact in _SPELLINGS if fact != "embed_dim"}
-_NEOX = {fact: _LLAMA[fact] for fact in ("hidden", "layers", "heads", "ffn", "vocab", "positions", "tied")}
-_GPT2 = _NEOX | {"hidden": "n_embd", "ffn": "n_inner", "layers": "n_layer", "heads": "n_head"}
-_GPT2 |= {"positions": "n_positions"}
-_NEO = _NEOX | {"layers": "num_layers", "heads": "num_heads"}
-_OPT = _NEOX | {"ffn": "ffn_dim", "embed_dim": "word_embed_proj_dim"}
-_BLOOM = {fact: _NEOX[fact] for fact in ("hidden", "vocab", "tied")}
-_BLOOM |= {"layers": "n_layer", "heads": "n_head", "positions": "seq_length"}
-_STABLELM = _NEOX | {"kv_heads": "num_key_value_heads"}
-_FALCON = _NEOX | {"ffn": "ffn_hidden_size", "kv_heads": "num_kv_heads"}
-
-
-@dataclass(frozen=True)
-class _Family:
-    """One model_type: its spelling of each fact, and its config class's defaults in that order."""
-
-    spelling: Mapping[str, str]
-    defaults: tuple[int | bool | None, ...]
-    gated: bool = False
-    learned_positions: bool = False
-    multi_query: bool = False
-    """The config has a flag `multi_query`, on by default: one key-value head whatever num_kv_heads says."""
-
-    def default(self, fact: str) -> int | bool | None:
-        return self.defaults[list(self.spelling).index(fact)]
-
-
-def _llama(*defaults: int | bool | None, gated: bool = True) -> _Family:
-    return _Family(_LLAMA, defaults, gated=gated)
-
-
-# Defaults of transformers 5.23. Llama's order: hidden, layers, heads, kv_heads, head_dim, ffn, vocab, positions, tied.
-_FAMILIES = {
-    "gpt2": _Family(_GPT2, (768, 12, 12, None, 50257, 1024, True), learned_positions=True),
-    "gpt_bigcode": _Family(_GPT2, (768, 12, 12, None, 50257, 1024, True), learned_positions=True, multi_query=True),
-    "gpt_neo": _Family(_NEO, (2048, 24, 16, None, 50257, 2048, True), learned_positions=True),
-    "gptj": _Family(_GPT2, (4096, 28, 16, None, 50400, 2048, False)),
-    "codegen": _Family(_GPT2, (4096, 28, 16, None, 50400, 2048, False)),
-    "gpt_neox": _Family(_NEOX, (6144, 44, 64, 24576, 50432, 2048, False)),
-    "opt": _Family(_OPT, (768, 12, 12, 3072, 50272, 2048, True, None), learned_positions=True),
-    "bloom": _Family(_BLOOM, (64, 250880, True, 2, 8, None)),
-    "falcon": _Family(_FALCON, (4544, 32, 71, None, 65024, 2048, True, None), multi_query=True),
-    "phi": _llama(2048, 24, 32, None, None, 8192, 51200, 2048, False, gated=False),
-    "starcoder2": _llama(3072, 30, 24, 2, None, 12288, 49152, 4096, True, gated=False),
-    "llama": _llama(4096, 32, 32, None, None, 11008, 32000, 2048, False),
-    "mistral": _llama(4096, 32, 32, 8, None, 14336, 32000, 131072, False),
-    "qwen2": _llama(4096, 32, 32, 32, None, 22016, 151936, 32768, False),
-    "qwen3": _llama(4096, 32, 32, 32, 128, 22016, 151936, 32768, False),
-    "gemma": _llama(3072, 28, 16, 16, 256, 24576, 256000, 8192, True),
-    "gemma2": _llama(2304, 26, 8, 4, 256, 9216, 256000, 8192, True),
-    "gemma3_text": _llama(2304, 26, 8, 4, 256, 9216, 262208, 131072, True),
-    "phi3": _llama(3072, 32, 32, None, None, 8192, 32064, 4096, False),
-    "olmo": _llama(4096, 32, 32, None, None, 11008, 50304, 2048, False),
-    "olmo2": _llama(4096, 32, 32, None, None, 11008, 50304, 2048, False),
-    "stablelm": _Family(_STABLELM, (2560, 32, 32, 6912, 50304, 4096, False, 32), gated=True),
-    "granite": _llama(4096, 32, 32, None, None, 11008, 32000, 2048, False),
-    "cohere": _llama(8192, 40, 64, None, None, 22528, 256000, 8192, True),
-    "smollm3": _llama(2048, 36, 16, 4, None, 11008, 128256, 32768, True),
-}
+from toolkit.latent_attention import LatentAttention, not_a_count
+from toolkit.model_types import FACT_OF, MAPPED_BY_ALL, MODEL_TYPES, REFUSED, SPELLINGS, ModelType
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,10 +42,14 @@ class ModelShape:
     """Positions are a table of `positions` rows."""
     embed_dim: int
     """Width of the token embedding and of the LM head's input: `hidden`, except in OPT-350M."""
+    latent: LatentAttention | None = None
+    """Where the family has it; `head_dim` is that of queries and keys then."""
 
     @property
     def attention_dim(self) -> int:
-        """Width of all query heads together; not always `hidden`."""
+        """Width of all query heads together; not always `hidden`. Of latent attention the mean of keys and values."""
+        if self.latent is not None:
+            return self.heads * (self.head_dim + self.latent.value_dim) // 2
         return self.heads * self.head_dim
 
     @property
@@ -134,14 +62,19 @@ class ModelShape:
         """The shape that Hugging Face would build from this config.json. Raises ModelError for what it cannot read."""
         config = text_config(config)
         model_type = config.get("model_type")
-        family = _FAMILIES.get(model_type) if isinstance(model_type, str) else None
+        family = MODEL_TYPES.get(model_type) if isinstance(model_type, str) else None
         if model_type is None:
             raise ModelError("The config has no model_type. Add it; " + _families_known())
+        refusal = REFUSED.get(str(model_type))
+        if refusal is not None:
+            raise ModelError(f"model_type={model_type} is not counted: {refusal}. {_families_known()}")
         if family is None:
             raise ModelError(
                 f"model_type={model_type} is not a dense decoder that this toolkit reads."
-                f"{nearest(str(model_type), _FAMILIES)} {_families_known()}"
+                f"{nearest(str(model_type), MODEL_TYPES)} {_families_known()}"
             )
+        if config.get("add_cross_attention"):
+            raise ModelError(f"{model_type} with add_cross_attention=true attends to an encoder. Set it to false.")
         hidden = _count(config, family, "hidden")
         heads = _count(config, family, "heads")
         kv_heads = _count(config, family, "kv_heads", heads)
@@ -150,11 +83,19 @@ class ModelShape:
             kv_heads = 1
         if heads % kv_heads:
             raise ModelError(f"{kv_heads} key-value heads do not divide {heads} query heads. Choose a divisor.")
-        head_dim = _optional_count(config, family, "head_dim")
+        latent = None
+        if family.latent is not None:
+            latent = LatentAttention.read(config, family.latent, default_dim=hidden // heads)
+        head_dim = _optional_count(config, family, "head_dim") if latent is None else latent.head_dim
         if head_dim is None:
             if hidden % heads:
                 raise ModelError(f"{heads} heads do not divide a hidden size of {hidden}. Choose a divisor.")
             head_dim = hidden // heads
+        if family.heads_fill_hidden and heads * head_dim != hidden:
+            raise ModelError(
+                f"{model_type} cannot compute with {heads} heads of {head_dim} beside a hidden_size of {hidden}. "
+                f"Set head_dim={hidden // heads}."
+            )
         return cls(
             family=str(model_type),
             hidden=hidden,
@@ -169,12 +110,16 @@ class ModelShape:
             tied=bool(_read(config, family, "tied")),
             learned_positions=family.learned_positions,
             embed_dim=_count(config, family, "embed_dim", hidden),
+            latent=latent,
         )
 
 
 def layer_matmul_parameters(shape: ModelShape) -> int:
     """Weights of one decoder layer that multiply activations: query, key, value, output and the MLP."""
-    attention = 2 * shape.hidden * shape.attention_dim + 2 * shape.hidden * shape.kv_dim
+    if shape.latent is not None:
+        attention = shape.latent.matmul_parameters(shape.hidden, shape.heads)
+    else:
+        attention = 2 * shape.hidden * shape.attention_dim + 2 * shape.hidden * shape.kv_dim
     return attention + (3 if shape.gated else 2) * shape.hidden * shape.ffn
 
 
@@ -196,7 +141,7 @@ def names() -> list[str]:
 
 def families() -> list[str]:
     """The model_types that `ModelShape.from_config` reads."""
-    return list(_FAMILIES)
+    return list(MODEL_TYPES)
 
 
 def find_config(name_or_path: str) -> dict[str, Any] | None:
@@ -242,13 +187,13 @@ def with_overrides(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> d
     text = config.get("text_config")
     if isinstance(text, Mapping):
         return {**config, "text_config": with_overrides(text, overrides)}
-    family = _FAMILIES.get(str(config.get("model_type")))
+    family = MODEL_TYPES.get(str(config.get("model_type")))
     result = dict(config)
     for key, value in overrides.items():
-        fact = _FACT_OF.get(key)
+        fact = FACT_OF.get(key)
         own = family.spelling.get(fact) if family and fact else None
         if fact and own:
-            for spelling in _SPELLINGS[fact]:
+            for spelling in SPELLINGS[fact]:
                 result.pop(spelling, None)
         result[own or key] = value
     for derived, sources in DERIVED_FIELDS.items():
@@ -266,32 +211,31 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return outer | dict(text)
 
 
-def _read(config: Mapping[str, Any], family: _Family, fact: str) -> Any:
+def _read(config: Mapping[str, Any], family: ModelType, fact: str) -> Any:
     """The value Hugging Face would use for `fact`, None where the family does not have it."""
     own = family.spelling.get(fact)
     if own is None:
         return None
     # Old BLOOM and Falcon files say n_embed, and their config classes still honour it.
-    legacy = ("n_embed",) if family.spelling in (_BLOOM, _FALCON) and fact == "hidden" else ()
-    honoured = (*legacy, own, *(_SPELLINGS[fact][:1] if fact in _MAPPED_BY_ALL else ()))
+    legacy = ("n_embed",) if config["model_type"] in ("bloom", "falcon") and fact == "hidden" else ()
+    honoured = (*legacy, own, *(SPELLINGS[fact][:1] if fact in MAPPED_BY_ALL else ()))
     for spelling in honoured:
         if spelling in config:
             return config[spelling]
-    for spelling in _SPELLINGS[fact]:
+    for spelling in SPELLINGS[fact]:
         if spelling in config:  # Hugging Face would ignore it and take its default: a model nobody asked for
             raise ModelError(f"{spelling} is not a field of a {config['model_type']} config. Write {own}.")
     return family.default(fact)
 
 
-def _optional_count(config: Mapping[str, Any], family: _Family, fact: str) -> int | None:
+def _optional_count(config: Mapping[str, Any], family: ModelType, fact: str) -> int | None:
     value = _read(config, family, fact)
     if value is None or (type(value) is int and value >= 1):
         return value
-    field = family.spelling[fact]
-    raise ModelError(f"{field}={value!r} in the {config['model_type']} config: set it to a whole number from 1.")
+    raise not_a_count(family.spelling[fact], value, config)
 
 
-def _count(config: Mapping[str, Any], family: _Family, fact: str, default: int | None = None) -> int:
+def _count(config: Mapping[str, Any], family: ModelType, fact: str, default: int | None = None) -> int:
     value = _optional_count(config, family, fact)
     value = default if value is None else value
     if value is None:
@@ -301,7 +245,7 @@ def _count(config: Mapping[str, Any], family: _Family, fact: str, default: int |
 
 
 def _families_known() -> str:
-    return f"Known: {', '.join(_FAMILIES)}."
+    return f"Known: {', '.join(MODEL_TYPES)}."
 
 
 def _read_config(directory: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import os
 import platform
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -11,7 +12,24 @@ from rich.console import Console
 from rich.table import Table
 
 _RESULTS = Path(__file__).resolve().parents[1] / "results"
+_FILE_COLUMNS = 150
+"""Where no terminal says how wide it is."""
 _PACKAGES = ("torch", "deepspeed", "transformers", "accelerate")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sheet:
+    """One table. The first `text_columns` are words."""
+
+    title: str
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    text_columns: int = 1
+
+    @property
+    def sides(self) -> list[str]:
+        """Of each column: words to the left, figures to the right."""
+        return ["left" if number < self.text_columns else "right" for number in range(len(self.headings))]
 
 
 def publish(
@@ -25,19 +43,27 @@ def publish(
     save: bool,
 ) -> None:
     """Print the table and its notes; with `save`, write them too. The first `text_columns` are words."""
-    align = ["left" if number < text_columns else "right" for number in range(len(headings))]
-    table = Table(title=title)
-    for heading, side in zip(headings, align, strict=True):
-        table.add_column(heading, justify="left" if side == "left" else "right")
-    for row in rows:
-        table.add_row(*row)
+    sheet = Sheet(title=title, headings=headings, rows=rows, text_columns=text_columns)
+    publish_all(name, sheets=[sheet], notes=notes, save=save)
+
+
+def publish_all(name: str, *, sheets: Sequence[Sheet], notes: Sequence[str] = (), save: bool) -> None:
+    """Several tables of one benchmark, the first of which gives the page its title."""
     console = Console()
-    console.print(table)
+    if not console.is_terminal:
+        console.width = max(console.width, _FILE_COLUMNS)
+    for sheet in sheets:
+        table = Table(title=sheet.title)
+        for heading, side in zip(sheet.headings, sheet.sides, strict=True):
+            table.add_column(heading, justify="left" if side == "left" else "right")
+        for row in sheet.rows:
+            table.add_row(*row)
+        console.print(table)
     for note in notes:
         console.print(note, highlight=False)
     if save:
         _RESULTS.mkdir(exist_ok=True)
-        (_RESULTS / f"{name}.md").write_text(_markdown(name, title, headings, align, rows, notes), encoding="utf-8")
+        (_RESULTS / f"{name}.md").write_text(_markdown(name, sheets, notes), encoding="utf-8")
 
 
 def verdict(value: float, target: float, *, at_most: bool) -> str:
@@ -46,23 +72,18 @@ def verdict(value: float, target: float, *, at_most: bool) -> str:
     return f"{'<=' if at_most else '>='} {target:g} {'reached' if reached else 'missed'}"
 
 
-def _markdown(
-    name: str,
-    title: str,
-    headings: Sequence[str],
-    align: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    notes: Sequence[str],
-) -> str:
+def _markdown(name: str, sheets: Sequence[Sheet], notes: Sequence[str]) -> str:
+    tables = []
+    for number, sheet in enumerate(sheets):
+        heading = [] if number == 0 else [f"## {sheet.title}", ""]
+        sides = ["---" if side == "left" else "---:" for side in sheet.sides]
+        tables += [*heading, _line(sheet.headings), _line(sides), *(_line(row) for row in sheet.rows), ""]
     lines = [
-        f"# {title}",
+        f"# {sheets[0].title}",
         "",
         f"Written by `python benchmarks/{name}.py --save`; the file's docstring says what is compared.",
         "",
-        _line(headings),
-        _line(["---" if side == "left" else "---:" for side in align]),
-        *(_line(row) for row in rows),
-        "",
+        *tables,
         *(f"- {note}" for note in notes),
         f"- {_processor()}, {os.cpu_count()} cores",
         f"- Python {platform.python_version()}, {', '.join(f'{package} {version(package)}' for package in _PACKAGES)}",

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from measured_activations import EAGER_ONLY, Case, kept_bytes
+from measured_activations import EAGER_ONLY, NEVER_RECOMPUTED, Case, kept_bytes
 
 from toolkit.shape import families
 
 DAILY = ("gpt2", "gpt_neox", "opt", "falcon", "bloom", "llama", "qwen3", "gemma3_text", "phi3", "olmo2", "cohere")
+_OWN_BLOCKS = ("glm", "bitnet", "olmo3", "diffllama", "minicpm3", "xglm", "persimmon", "mpt")
+"""Gathered columns, norms inside, latents, fused projections."""
 _VARIANTS = (
     ("stablelm", {"qk_layernorm": True}),
     ("cohere", {"use_qk_norm": True}),
@@ -59,7 +61,7 @@ def _cases(family: str, **settings: Any) -> list[Case]:
         Case(family=family, attention=attention, sequence_parallel=sequence_parallel, recompute=recompute, **settings)
         for attention in ("eager", "sdpa")
         for sequence_parallel in (False, True)
-        for recompute in ("none", "full")
+        for recompute in (("none",) if family in NEVER_RECOMPUTED else ("none", "full"))
         if attention == "eager" or family not in EAGER_ONLY
     ]
 
@@ -69,6 +71,15 @@ def test_what_a_rank_keeps_is_known_within_a_percent(ranks: Callable[..., list[A
     _check(ranks, [case for case in _cases(family) if case.recompute == "none" or case.sequence_parallel])
 
 
+def test_what_a_rank_of_a_family_with_blocks_of_its_own_keeps_is_known_within_a_percent(
+    ranks: Callable[..., list[Any]],
+) -> None:
+    _check(
+        ranks,
+        [Case(family=family, attention="eager", sequence_parallel=i % 2 == 0) for i, family in enumerate(_OWN_BLOCKS)],
+    )
+
+
 @pytest.mark.parametrize(("family", "changes"), _VARIANTS)
 def test_blocks_that_gather_their_columns_are_counted_whole(
     ranks: Callable[..., list[Any]], family: str, changes: dict[str, Any]
@@ -76,6 +87,16 @@ def test_blocks_that_gather_their_columns_are_counted_whole(
     cases = [
         Case(family=family, attention="eager", sequence_parallel=sequence_parallel, changes=changes)
         for sequence_parallel in (False, True)
+    ]
+    _check(ranks, cases)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_rank_that_recomputes_attention_keeps_what_attention_starts_from(
+    ranks: Callable[..., list[Any]], family: str
+) -> None:
+    cases = [
+        Case(family=family, attention="eager", recompute="selective", sequence_parallel=sp) for sp in (False, True)
     ]
     _check(ranks, cases)
 
@@ -106,6 +127,7 @@ def _run_pipeline(recipe: Any) -> dict[str, Any]:
         tokens = torch.randint(0, recipe.model.overrides["vocab_size"], (_SAMPLES, recipe.data.seq_len))
         batches = [MicroBatch(input_ids=tokens, labels=tokens, dropout_seed=i) for i in range(_MICRO_BATCHES)]
         engine.engine.module.train()
+        engine.engine.reset_activation_shape()  # the buffers for receiving are made again, where they are counted
         with LiveBytes() as live:
             engine._run(StepWithoutUpdate, batches)
         found["stage"] = engine.engine.stage_id
@@ -118,9 +140,9 @@ def _run_pipeline(recipe: Any) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("stages", [2, 4])
-def test_what_a_stage_of_a_live_pipeline_holds_is_known_within_three_percent(
-    make_recipe: Callable[..., Any], ranks: Callable[..., list[Any]], stages: int
+@pytest.mark.parametrize(("stages", "recompute"), [(2, "none"), (3, "selective"), (4, "none")])
+def test_what_a_stage_of_a_live_pipeline_holds_is_known_within_a_percent(
+    make_recipe: Callable[..., Any], ranks: Callable[..., list[Any]], stages: int, recompute: str
 ) -> None:
     from toolkit.estimate.activations import activations
     from toolkit.estimate.pipeline import stage_peak
@@ -128,7 +150,7 @@ def test_what_a_stage_of_a_live_pipeline_holds_is_known_within_three_percent(
     from toolkit.shape import ModelShape
 
     recipe = make_recipe(
-        parallel={"pp": stages, "zero_stage": 0},
+        parallel={"pp": stages, "zero_stage": 0, "recompute": recompute},
         train__steps=1,
         overrides__n_layer=8,
         overrides__attn_pdrop=0.0,
@@ -140,16 +162,15 @@ def test_what_a_stage_of_a_live_pipeline_holds_is_known_within_three_percent(
             LayerStyle.from_config(rank["config"]),
             micro_batch_size=_SAMPLES,
             seq_len=recipe.data.seq_len,
+            recompute=recompute,
             dtype_bytes=4,
             loss="stock",
             device="cpu",
         )
         stage = rank["stage"]
         predicted = stage_peak(a, layers=rank["layers"], stage=stage, stages=stages, micro_batches=_MICRO_BATCHES)
-        # The buffers for receiving are there since the first step.
-        predicted -= a.boundary * (2 if 0 < stage < stages - 1 else 1)
         errors[stage] = (predicted + rank["gradients"]) / rank["peak"] - 1
-    assert max(errors.values(), key=abs) == pytest.approx(0, abs=0.03), errors
+    assert max(errors.values(), key=abs) == pytest.approx(0, abs=0.01), errors
 
 
 def test_deepspeeds_schedule_holds_as_many_micro_batches_as_the_estimate_says() -> None:

@@ -73,6 +73,19 @@ def test_what_the_lines_lack_is_left_out(make_run: MakeRun) -> None:
     assert "<dt>tokens/s</dt>" not in text
 
 
+def test_the_vocabulary_is_that_of_the_model_and_not_of_its_tokenizer(make_run: MakeRun) -> None:
+    from toolkit.train.model import load_config
+
+    folder = make_run([line(1)])
+    recipe = (folder / "recipe.yaml").read_text()
+    (folder / "recipe.yaml").write_text(recipe.replace("tokenizer: bpe-4096", "tokenizer: bpe-300"))
+    run = one(folder)
+    assert run.recipe is not None
+    assert run.recipe.data.tokenizer == "bpe-300"
+    assert run.shape is not None
+    assert run.shape.vocab == load_config(run.recipe.model).vocab_size
+
+
 def test_the_ranks_follow_from_the_deepspeed_config(make_run: MakeRun) -> None:
     folder = make_run([line(1)])
     sizes = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}

@@ -12,6 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from toolkit.errors import LayoutError
 from toolkit.estimate.flops import train_flops_per_token
 from toolkit.families.anatomy import examine
+from toolkit.layout import Recompute
 from toolkit.parallel.balance import Costs, balance, count_costs
 from toolkit.parallel.stage import PipelineStage
 from toolkit.shape import ModelShape
@@ -113,7 +114,9 @@ def gpt2(*, vocab: int = 1000, layers: int = 3) -> PreTrainedModel:
     return model
 
 
-def counted(model: PreTrainedModel, *, recompute: bool = False, flops_per_byte: float = 0.0, micro: int = 4) -> Costs:
+def counted(
+    model: PreTrainedModel, *, recompute: Recompute = "none", flops_per_byte: float = 0.0, micro: int = 4
+) -> Costs:
     return count_costs(
         model,
         examine(model),
@@ -124,11 +127,11 @@ def counted(model: PreTrainedModel, *, recompute: bool = False, flops_per_byte: 
     )
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_the_flops_of_all_parts_are_those_of_the_estimate(recompute: bool) -> None:
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_the_flops_of_all_parts_are_those_of_the_estimate(recompute: Recompute) -> None:
     model = gpt2()
     costs = counted(model, recompute=recompute)
-    expected = train_flops_per_token(ModelShape.from_config(model.config.to_dict()), 32, recompute=recompute)
+    expected = train_flops_per_token(ModelShape.from_config(model.config.to_dict()), 32, recompute=recompute == "full")
     assert costs.before + sum(costs.layers) + costs.after == expected
 
 
@@ -137,8 +140,14 @@ def test_the_head_costs_six_flops_a_weight() -> None:
 
 
 def test_recomputing_adds_a_third_to_layers_and_nothing_to_the_head() -> None:
-    plain, again = counted(gpt2()), counted(gpt2(), recompute=True)
+    plain, again = counted(gpt2()), counted(gpt2(), recompute="full")
     assert again.layers == tuple(flops * 4 / 3 for flops in plain.layers)
+    assert (again.before, again.after) == (plain.before, plain.after)
+
+
+def test_selective_recomputation_adds_the_products_of_queries_with_keys_and_of_scores_with_values() -> None:
+    plain, again = counted(gpt2()), counted(gpt2(), recompute="selective")
+    assert again.layers == tuple(flops + 4 * 64 * 32 for flops in plain.layers)  # 2 x 2 x hidden x positions a token
     assert (again.before, again.after) == (plain.before, plain.after)
 
 

@@ -100,6 +100,10 @@ def test_a_config_json_alone_is_enough(capsys, tmp_path):
         (["--model", "gpt2", "--layout", "dp2-pp2-z3"], "a DeepSpeed pipeline allows zero_stage 0 or 1"),
         (["--model", "gpt2", "--layout", "dp2", "--gpu", "H1000"], "gpu=H1000 is not in the catalogue. Nearest:"),
         (["--model", "gpt2", "--layout", "dp2", "--seq", "5000"], "gpt2 has 1024 positions"),
+        (
+            ["--model", "bloom-560m", "--layout", "dp2", "--recompute", "selective"],
+            "recompute=selective: bloom computes attention in its own layers",
+        ),
         (["--model", "gpt2"], "Name --model and --layout, or a --recipe"),
         (["--model", "gpt2", "--recipe", "r.yaml"], "leave out --model and --layout"),
         (["--model", "gpt2", "--layout", "dp2", "--sweep", "colour"], "'colour' cannot be swept"),

@@ -7,6 +7,7 @@ import pytest
 
 from toolkit.errors import ConfigError, LayoutError
 from toolkit.estimate.memory import MemoryModel, Workload
+from toolkit.estimate.overhead import communicators, nccl_bytes
 from toolkit.estimate.states import Accounting, DeepSpeedSettings, deepspeed_states, fsdp2, megatron, nanotron, plain
 from toolkit.hardware import gpu
 from toolkit.layout import Layout
@@ -46,6 +47,7 @@ def held(states: DeepSpeedSettings | Accounting, dp: int) -> int:
         # Megatron-LM, theoretical_memory_usage.py: 18 bytes, or 6 + 12 / D with the distributed optimizer.
         (megatron(distributed_optimizer=False), 18, 0),
         (megatron(distributed_optimizer=True), 6, 12),
+        (megatron(distributed_optimizer=True, precision="fp16"), 4, 12),
         (fsdp2(), 0, 16),
         (nanotron(), 8, 12),
         (plain(), 16, 0),
@@ -54,6 +56,37 @@ def held(states: DeepSpeedSettings | Accounting, dp: int) -> int:
 def test_model_states_follow_the_published_sums(kept, bytes_whole, bytes_sharded, dp):
     expected = (bytes_whole + bytes_sharded / dp) * PARAMETERS
     assert held(kept, dp) == pytest.approx(expected, rel=4e-3)  # ZeRO-2 keeps whole parameters at the ends of a part
+
+
+@pytest.mark.parametrize(
+    ("precision", "logged", "workspaces"),
+    [
+        # Megatron-LM, tests/functional_tests/test_cases/gpt, mem-allocated-bytes on A100 with 8 data-parallel ranks:
+        # gpt3_mcore_te_tp1_pp1_dist_optimizer_no_mmap_bin_files has two cuBLAS workspaces of 32 MiB
+        # (CUBLAS_WORKSPACE_CONFIG=:4096:8, forward and backward thread) and TransformerEngine's of 4 MiB;
+        ("bf16", 552_128_512, (32 + 32 + 4) * 2**20),
+        # gpt3_mcore_tp1_pp1_resume_torch_dist_dist_optimizer_overlap_grad_reduce_param_gather has no TransformerEngine,
+        # but a buffer of scores, 4 samples x 8 heads x 1024 x 1024 in 16 bits.
+        ("fp16", 518_880_768, (32 + 32 + 64) * 2**20),
+    ],
+)
+def test_megatron_states_are_what_its_own_runs_log(precision, logged, workspaces):
+    gpt = {"model_type": "gpt2", "n_embd": 512, "n_layer": 12, "n_head": 8, "n_positions": 1024, "vocab_size": 50304}
+    whole = MemoryModel.from_config(gpt).architecture.holdings(layers=12, by_decay=False)
+    states = megatron(distributed_optimizer=True, precision=precision).states(whole, shards=8)
+    assert states.held.total + states.step == pytest.approx(logged - workspaces, rel=1e-4)
+
+
+@pytest.mark.parametrize(("zero_stage", "logged_gib"), [(0, 25.07), (1, 14.76)])
+def test_nanotron_states_are_what_its_own_runs_log(zero_stage, logged_gib):
+    # The benchmark's table behind the Ultra-Scale Playbook (bench_final2_mfu2.csv): "Mem Alloc" of the 1.34B model with
+    # dp=8 and micro-batches of one. It is the most that is allocated in the update, cuBLAS's two workspaces included.
+    sizes = {"hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "intermediate_size": 8192}
+    llama = {"model_type": "llama", "vocab_size": 131072, "tie_word_embeddings": True, **sizes}
+    whole = MemoryModel.from_config(llama).architecture.holdings(layers=16, by_decay=False)
+    states = nanotron(zero_stage=zero_stage).states(whole, shards=8)
+    workspaces = 2 * 32 * 2**20
+    assert states.held.total + states.step == pytest.approx(logged_gib * 2**30 - workspaces, rel=1e-3)
 
 
 def test_the_parts_of_every_stage_add_up_to_the_larger_moment():
@@ -149,3 +182,24 @@ def test_what_the_estimate_does_not_model_is_refused():
     config = {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/nvme"}}}
     with pytest.raises(ConfigError, match=r"offload_param\.device=nvme"):
         DeepSpeedSettings.from_config(config)
+
+
+@pytest.mark.parametrize(
+    ("layout", "local"),
+    [
+        (Layout(), []),
+        (Layout(dp=2), [2]),
+        (Layout(dp=64), [8]),
+        # 8 GPUs a machine: tensor-parallel neighbours lie next to each other, those of dp 4 apart, those of pp 32.
+        (Layout(dp=8, tp=4, pp=2, zero_stage=1), [2, 4, 1, 8]),
+        (Layout(dp=4, ulysses=2), [4, 2, 8]),
+    ],
+)
+def test_a_communicator_has_so_many_ranks_of_one_machine(layout: Layout, local: list[int]) -> None:
+    assert communicators(layout) == local
+
+
+def test_hopper_s_communicators_of_more_than_two_gpus_take_buffers_of_the_switch() -> None:
+    for ranks, switch in ((2, 0), (4, 4 * 32 * 2**20), (64, 8 * 32 * 2**20)):
+        older, hopper = (nccl_bytes(Layout(dp=ranks), gpu(name)) for name in ("A100-80", "H100-80"))
+        assert hopper - older == switch

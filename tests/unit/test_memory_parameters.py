@@ -25,6 +25,9 @@ TINY = {
     "pad_token_id": 0,
 }
 
+NEED_HEAD_DIM = ("ministral", "hunyuan_v1_dense", "helium")
+"""transformers computes with the head_dim of their configs, which is None by default, or fits no other hidden_size."""
+
 VARIATIONS: dict[str, list[dict[str, Any]]] = {
     "gpt_bigcode": [{"multi_query": False}],
     "gpt_neox": [
@@ -49,6 +52,27 @@ VARIATIONS: dict[str, list[dict[str, Any]]] = {
     "granite": [{"attention_bias": True, "mlp_bias": True}],
     "cohere": [{"use_qk_norm": True}],
     "smollm3": [{"attention_bias": True}, {"mlp_bias": True}],
+    "olmo3": [{"attention_bias": True}, {"layer_types": ["full_attention"] * 2}],
+    "cohere2": [{"attention_bias": True}],
+    "glm": [{"attention_bias": False}, {"partial_rotary_factor": 0.25}],
+    "nemotron": [{"attention_bias": True, "mlp_bias": True}],
+    "seed_oss": [{"attention_bias": False, "attention_out_bias": True, "mlp_bias": True}],
+    "ernie4_5": [{"use_bias": True}],
+    "hunyuan_v1_dense": [{"attention_bias": True}],
+    "apertus": [{"attention_bias": True, "hidden_act": "relu2"}],
+    "arcee": [{"attention_bias": True, "mlp_bias": True}],
+    "nanochat": [{"attention_bias": True}],
+    "internlm3": [{"qkv_bias": True, "bias": True}],
+    "helium": [{"attention_bias": True, "mlp_bias": True}],
+    "cwm": [{"mlp_bias": True}],
+    "jais2": [{"attention_bias": False, "mlp_bias": False}],
+    "hyperclovax": [{"use_post_norm": False, "attention_bias": True, "mlp_bias": True}],
+    "bitnet": [{"attention_bias": True}],
+    "vaultgemma": [{"attention_bias": True}],
+    "diffllama": [{"attention_bias": True}],
+    "minicpm3": [{"attention_bias": True, "mlp_bias": True}, {"q_lora_rank": None, "v_head_dim": 8, "scale_emb": 2.5}],
+    "youtu": [{"attention_bias": True}, {"q_lora_rank": None}],
+    "persimmon": [{"qk_layernorm": False}, {"partial_rotary_factor": 0.25}],
 }
 CASES = [(family, {}) for family in shape.families()] + [
     (family, changes) for family, variations in VARIATIONS.items() for changes in variations
@@ -58,7 +82,10 @@ CASES = [(family, {}) for family in shape.families()] + [
 def tiny(family: str, **changes: Any) -> dict[str, Any]:
     layers = {"attention_types": [[["global"], 2]]} if family == "gpt_neo" else {}
     rotary = {"rotary_dim": 8} if family in ("gptj", "codegen") else {}
-    return with_overrides({"model_type": family}, TINY | layers | rotary | changes)
+    heads = {"head_dim": 16} if family in NEED_HEAD_DIM else {}
+    if family in ("minicpm3", "youtu"):  # every head has a key of its own
+        heads = {"num_key_value_heads": TINY["num_attention_heads"]}
+    return with_overrides({"model_type": family}, TINY | layers | rotary | heads | changes)
 
 
 @cache
@@ -100,3 +127,12 @@ def test_buffers_take_the_bytes_that_the_modules_take(family, changes):
 def test_a_model_with_experts_is_refused_by_name():
     with pytest.raises(ModelError, match="model_type=mixtral"):
         Architecture.from_config({"model_type": "mixtral"})
+
+
+@pytest.mark.parametrize("family", shape.families())
+def test_a_config_as_transformers_saves_it_gives_the_same_parameters(family, tmp_path):
+    config = tiny(family)
+    AutoConfig.for_model(**config).save_pretrained(tmp_path)
+    saved = find_config(str(tmp_path))
+    assert saved is not None
+    assert list(Architecture.from_config(saved).tensors()) == list(Architecture.from_config(config).tensors())

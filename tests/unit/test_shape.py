@@ -6,11 +6,13 @@ from functools import cache
 import pytest
 import torch
 import transformers
+from test_memory_parameters import NEED_HEAD_DIM
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from toolkit import shape
 from toolkit.errors import ModelError
+from toolkit.model_types import MODEL_TYPES, REFUSED
 from toolkit.shape import ModelShape, find_config, matmul_parameters, with_overrides
 
 TINY = {
@@ -75,13 +77,16 @@ def test_every_alias_leads_to_an_entry():
 @pytest.mark.parametrize("family", shape.families())
 def test_defaults_of_a_family_are_those_of_its_config_class(family):
     ours = ModelShape.from_config({"model_type": family})
-    assert ours == ModelShape.from_config(AutoConfig.for_model(family).to_dict())
+    # GPT-SW3's config class is GPT-2's, and says so
+    theirs = AutoConfig.for_model(family).to_dict() | {"model_type": family}
+    assert ours == ModelShape.from_config(theirs)
 
 
 def tiny(family, **more):
     # gpt_neo states the kind of each layer; the default padding token of phi3 and smollm3 is beyond a tiny vocabulary
     layers = {"attention_types": [[["global"], 2]]} if family == "gpt_neo" else {}
-    return with_overrides({"model_type": family}, TINY | layers | {"pad_token_id": 0} | more)
+    heads = {"head_dim": 16} if family in NEED_HEAD_DIM else {}
+    return with_overrides({"model_type": family}, TINY | layers | heads | {"pad_token_id": 0} | more)
 
 
 @pytest.mark.parametrize("family", shape.families())
@@ -90,10 +95,19 @@ def test_a_family_cut_to_another_size_still_counts_its_matmuls(family):
     assert matmul_parameters(ModelShape.from_config(config)) == weights_of_matmuls(meta_model(config))
 
 
-@pytest.mark.parametrize("family", sorted({*shape.families()} - {"falcon"}))  # FalconConfig refuses a head_dim
+_HEADS_FILL_HIDDEN = [family for family, model_type in MODEL_TYPES.items() if model_type.heads_fill_hidden]
+
+
+@pytest.mark.parametrize("family", sorted({*shape.families()} - {"falcon", *_HEADS_FILL_HIDDEN}))
 def test_a_head_dim_counts_where_the_family_honours_it(family):
     config = tiny(family, head_dim=32)
     assert matmul_parameters(ModelShape.from_config(config)) == weights_of_matmuls(meta_model(config))
+
+
+@pytest.mark.parametrize("family", _HEADS_FILL_HIDDEN)
+def test_heads_that_do_not_fill_the_hidden_size_are_refused_where_the_code_has_no_room_for_them(family):
+    with pytest.raises(ModelError, match=f"{family} cannot compute with 4 heads of 32 beside a hidden_size of 64"):
+        ModelShape.from_config(tiny(family, head_dim=32))
 
 
 def test_heads_need_not_fill_the_hidden_size():
@@ -140,6 +154,10 @@ def test_overrides_leave_the_catalogue_alone():
     [
         ({}, "no model_type"),
         ({"model_type": "mixtral"}, "mixtral is not a dense decoder"),
+        ({"model_type": "phi4_multimodal"}, "phi4_multimodal is not counted: its encoders of images and sound"),
+        ({"model_type": "gemma4", "text_config": {"model_type": "gemma4_text"}}, "gemma4_text is not counted"),
+        ({"model_type": "xglm", "add_cross_attention": True}, "attends to an encoder"),
+        ({"model_type": "youtu", "kv_lora_rank": 0}, "kv_lora_rank=0"),
         ({"model_type": "lama"}, "Did you mean llama?"),
         ({"model_type": "llama", "hidden_size": None}, "hidden_size is missing"),
         ({"model_type": "llama", "hidden_size": "4096"}, "hidden_size='4096'"),
@@ -153,6 +171,10 @@ def test_overrides_leave_the_catalogue_alone():
 def test_a_config_that_cannot_be_read_says_why(config, says):
     with pytest.raises(ModelError, match=says):
         ModelShape.from_config(config)
+
+
+def test_what_is_refused_is_no_family_that_is_read():
+    assert not REFUSED.keys() & set(shape.families())
 
 
 @pytest.mark.parametrize("name", ["GPT2", "openai-community/gpt2", "OpenAI-Community/GPT2"])

@@ -33,6 +33,7 @@ FULL = {
         ("m8", "micro_size", 8),
         ("tp2-sp", "sp", True),
         ("recompute", "recompute", True),
+        ("selective", "selective", True),
         ("z2-offload", "offload", True),
         ("ddp", "engine", "ddp"),
         ("fsdp", "engine", "fsdp"),
@@ -68,6 +69,10 @@ def test_a_list_names_each_strategy_once() -> None:
         ("z4", "strategy 'z4': zero_stage=4: ZeRO has the stages 0, 1, 2 and 3. Choose one of them."),
         ("pp2-z3", "strategy 'pp2-z3': zero_stage=3 with pp=2: a DeepSpeed pipeline allows zero_stage 0 or 1."),
         ("sp", "strategy 'sp': sequence_parallel=true with tp=1"),
+        (
+            "recompute-selective",
+            "strategy 'recompute-selective': recompute computes whole layers again, selective only their attention.",
+        ),
         ("z0-offload", "strategy 'z0-offload': offload_optimizer=cpu with zero_stage=0"),
         ("ddp-tp2", "strategy 'ddp-tp2': ddp has no tp. Leave it out, or leave out ddp."),
         (
@@ -117,6 +122,13 @@ def test_a_recipe_under_a_strategy_fits_its_ranks(make_recipe: MakeRecipe, text:
     assert recipe_file.problems(strategy.apply(make_recipe(), 2), strategy.world_size(2)) == []
 
 
+@pytest.mark.parametrize(
+    ("text", "recompute"), [("z1", "none"), ("z1-recompute", "full"), ("ddp-selective", "selective")]
+)
+def test_what_is_recomputed_is_the_strategys_alone(make_recipe: MakeRecipe, text: str, recompute: str) -> None:
+    assert Strategy.parse(text).apply(make_recipe(parallel=FULL), 2).parallel.recompute == recompute
+
+
 @pytest.mark.parametrize("given", [{}, FULL], ids=["plain", "full"])
 @pytest.mark.parametrize(
     "text",
@@ -129,6 +141,7 @@ def test_a_recipe_under_a_strategy_fits_its_ranks(make_recipe: MakeRecipe, text:
         "u2",
         "ddp",
         "fsdp-recompute",
+        "tp2-selective",
         "reference",
         "dp8",
         "m2",

@@ -60,8 +60,8 @@ def command(arguments: tuple[str, ...], recipe: str | None, against: str | None,
     dstk compare runs/yesterday runs/today
 
     \b
-    Strategies are parts with a - between them: dp2 tp2 pp2 u2 (Ulysses) z0 z1 z2 z3, sp, recompute, offload,
-    m4 (micro-batches of 4), and the engines ddp, fsdp and reference.
+    Strategies are parts with a - between them: dp2 tp2 pp2 u2 (Ulysses) z0 z1 z2 z3, sp, recompute, selective,
+    offload, m4 (micro-batches of 4), and the engines ddp, fsdp and reference.
     """
     from toolkit.cli.comparison_table import print_comparison
 

@@ -31,7 +31,11 @@ _TRAINED: list[Decorator] = [
     click.option("--schedule", type=click.Choice(get_args(ScheduleName)), metavar="NAME", help="Of the learning rate."),
     click.option("--steps", type=_POSITIVE, metavar="N", help="Optimizer steps of the run."),
     click.option("--warmup-steps", type=click.IntRange(min=0), metavar="N", help="Steps of linear warm-up."),
-    click.option("--recompute", type=click.Choice(["none", "full"]), help="The model's own activation checkpointing."),
+    click.option(
+        "--recompute",
+        type=click.Choice(["none", "selective", "full"]),
+        help="The model's own activation checkpointing; selective: of attention alone, by this toolkit.",
+    ),
     click.option("--offload-optimizer", type=click.Choice(["none", "cpu", "nvme"]), help="Where its states are kept."),
     click.option("--offload-params", type=click.Choice(["none", "cpu", "nvme"]), help="Where parameters are kept."),
 ]

@@ -10,6 +10,7 @@ from toolkit import recipe_file
 from toolkit.errors import LayoutError, ModelError
 from toolkit.estimate.breakdown import MemoryBreakdown
 from toolkit.estimate.memory import Framework, MemoryModel, Workload
+from toolkit.families.own_attention import own_attention
 from toolkit.hardware import Gpu
 from toolkit.hardware import gpu as find_gpu
 from toolkit.layout import Layout
@@ -153,6 +154,7 @@ def _with_options(
     model = MemoryModel.from_config(config)
     if options["attention"] is None and not model.style.sdpa:
         work = replace(work, attention="eager")  # all that transformers has for this family
+    refuse_selective(config, work)
     shape = model.architecture.shape
     if shape.learned_positions and shape.positions is not None and work.seq_len > shape.positions:
         raise LayoutError(f"{work.seq_len} tokens: {name} has {shape.positions} positions. Lower --seq.")
@@ -165,3 +167,10 @@ def _with_options(
         work=work,
         gpu=None if options["gpu_name"] is None else find_gpu(options["gpu_name"]),
     )
+
+
+def refuse_selective(config: Mapping[str, Any], work: Workload) -> None:
+    """Raise ModelError for selective recomputation of a family that cannot be trained with it."""
+    reason = own_attention(config, work.attention) if work.recompute == "selective" else None
+    if reason is not None:
+        raise ModelError(f"recompute=selective: {reason}. Set --recompute to full or none.")

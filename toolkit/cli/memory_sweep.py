@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from toolkit.cli.memory_question import Question
-from toolkit.errors import LayoutError
+from toolkit.cli.memory_question import Question, refuse_selective
+from toolkit.errors import LayoutError, ModelError
 from toolkit.estimate.breakdown import MemoryBreakdown
 
 _VALUES: dict[str, tuple[Any, ...]] = {
@@ -48,13 +48,13 @@ def _cells(question: Question, names: Sequence[str]) -> Iterator[Cell]:
     for combination in product(*values.values()):
         try:
             peak, reason = varied(question, dict(zip(names, combination, strict=True))).peak(), ""
-        except LayoutError as error:
+        except (LayoutError, ModelError) as error:
             peak, reason = None, str(error)
         yield Cell(values=combination, names=tuple(names), peak=peak, reason=reason)
 
 
 def varied(question: Question, changes: dict[str, Any]) -> Question:
-    """The question with other values. Raises LayoutError for a layout that no engine runs."""
+    """The question with other values. Raises LayoutError or ModelError for what no engine runs."""
     layout, work, recipe = question.layout, question.work, question.recipe
     if "zero" in changes:
         layout = replace(layout, zero_stage=changes["zero"])
@@ -64,6 +64,7 @@ def varied(question: Question, changes: dict[str, Any]) -> Question:
         recompute=changes.get("recompute", work.recompute),
         seq_len=changes.get("seq", work.seq_len),
     )
+    refuse_selective(question.config, work)
     size = work.micro_batch_size * work.accumulation * layout.dp
     batch = recipe.batch.model_copy(update={"micro_size": work.micro_batch_size, "global_size": size})
     return replace(question, layout=layout, work=work, recipe=recipe.model_copy(update={"batch": batch}))

@@ -47,6 +47,11 @@ def trainer_config(job: ConfigJob) -> Config:
     accelerate puts DeepSpeed's CPU kernels in its place (`zero_force_ds_cpu_optimizer`).
     """
     layout = job.layout
+    if job.recipe.parallel.recompute == "selective":
+        raise ConfigError(
+            "recompute=selective for the Hugging Face Trainer: its gradient_checkpointing computes whole layers again, "
+            "never attention alone. Set recompute to full or none, or train with this toolkit."
+        )
     if layout.tp > 1 or layout.pp > 1 or layout.ulysses > 1:
         raise ConfigError(
             f"layout {layout} for the Hugging Face Trainer: it has no pipeline and cannot cut this toolkit's layers. "

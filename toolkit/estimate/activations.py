@@ -29,10 +29,12 @@ class _Part:
     """One stretch of the model: kept for backward by kind, and the most that is live beyond it while it runs."""
 
     kinds: Mapping[str, int]
-    shared: int = 0
-    """Of tables that other layers keep too."""
+    shared: Mapping[str, int] = field(default_factory=dict)
+    """Of tables that other layers keep too, by name."""
     recomputation_peak: int = 0
     """The most in forward, up to the last operation that keeps something."""
+    outputs: int = 0
+    """Of the head: live when the logits are there."""
     forward_peak: int
     backward_peak: int
 
@@ -56,6 +58,8 @@ class ActivationBreakdown:
     """Rotary tables and masks, once for all layers."""
     head: int
     """Final norm, logits, loss."""
+    outputs: int
+    """Of the head, when the model returns its logits and the loss has not begun."""
     logits: int
     """The part of `head` and `head_extra` that is logits and loss."""
     boundary: int
@@ -64,19 +68,24 @@ class ActivationBreakdown:
     """The logits as the model returns them, in its dtype: a pipeline's last stage holds on to them."""
     tied_gradient: int
     """The embedding's gradient if the LM head is tied to it: the head's share of it waits for the embedding's."""
-    layer_forward_extra: int
-    layer_backward_extra: int
+    pattern_extra: tuple[tuple[int, int], ...] = field(repr=False)
+    """The most that lives beyond that in a layer of each kind, in its forward and its backward pass."""
     head_extra: int
     embedding_extra: int
 
     def kept(self, *, layers: int | range, first: bool = True, last: bool = True) -> int:
         """Bytes that one micro-batch keeps on a stage with these layers."""
-        indices = range(layers) if isinstance(layers, int) else layers
+        indices = _range(layers)
         if len(self.pattern) == 1:
             inside = len(indices) * self.pattern[0]
         else:
             inside = sum(self.pattern[i % len(self.pattern)] for i in indices)
         return inside + self.shared + (self.embedding if first else self.boundary) + (self.head if last else 0)
+
+    def forward_peak(self, *, layers: int | range, first: bool = True, last: bool = True) -> int:
+        """The most that is live before the loss, of one micro-batch."""
+        trunk = self.kept(layers=layers, first=first, last=False)
+        return trunk + max(*(forward for forward, _ in self.pattern_extra), self.outputs if last else 0)
 
     def peak(
         self,
@@ -92,21 +101,47 @@ class ActivationBreakdown:
         `in_flight`: micro-batches whose activations wait. `gradients_kept`: bytes of one layer's gradients, if they
         only come to exist during this backward pass.
         """
-        count = layers if isinstance(layers, int) else len(layers)
+        indices = _range(layers)
+        count = len(indices)
         trunk = self.kept(layers=layers, first=first, last=False)
         whole = trunk + (self.head if last else 0)
         # autograd hands a tied weight's gradients over together: the head's is there until the embedding's has come.
         waiting = self.tied_gradient if first and last else 0
-        moments = [trunk + self.layer_forward_extra, trunk + self.layer_backward_extra + waiting]
+        moments = [trunk + extra for extra in self._extras(indices, waiting)]
         if last:
             moments.append(whole + self.head_extra)
         if count:
-            lowest = self.kept(layers=1, first=first, last=False) + self.layer_backward_extra + waiting
+            lowest = self.kept(layers=indices[:1], first=first, last=False) + waiting
+            lowest += self.pattern_extra[indices[0] % len(self.pattern)][1]
             moments.append(lowest + (count - 1) * gradients_kept)
         if first:
             # The head's gradient, the embedding's and their sum, of which embedding_extra has one already.
             moments.append(self.embedding + self.embedding_extra + 2 * waiting + count * gradients_kept)
         return (in_flight - 1) * whole + max(moments)
+
+    def _extras(self, layers: range, waiting: int) -> list[int]:
+        """What lives beyond the kept of all layers, in the last layer of each kind: layers behind it keep nothing."""
+        if len(self.pattern_extra) == 1:
+            forward, backward = self.pattern_extra[0]
+            return [max(forward, backward + waiting)]
+        kinds = len(set(self.pattern_extra))
+        found: list[int] = []
+        seen: set[tuple[int, int]] = set()
+        behind = 0
+        for index in reversed(layers):
+            kind = index % len(self.pattern)
+            forward, backward = extra = self.pattern_extra[kind]
+            if extra not in seen:
+                seen.add(extra)
+                found.append(max(forward, backward + waiting) - behind)
+                if len(seen) == kinds:
+                    break
+            behind += self.pattern[kind]
+        return found or [0]
+
+
+def _range(layers: int | range) -> range:
+    return range(layers) if isinstance(layers, int) else layers
 
 
 @lru_cache(maxsize=4096)
@@ -121,12 +156,15 @@ def activations(
     attention: Attention = "sdpa",
     recompute: Recomputation = "none",
     dtype_bytes: int = 2,
+    autocast: bool = False,
     loss: Loss = "toolkit",
     isolates_documents: bool = False,
     device: Device = "cuda",
 ) -> ActivationBreakdown:
     """Bytes of one micro-batch of `micro_batch_size` samples of `seq_len` tokens. Raises ModelError, LayoutError.
 
+    `autocast`: of a model in `dtype_bytes` (4, as a rule) whose products run in 16 bits, under torch.autocast; what it
+    casts of the weights is counted with the model states.
     `loss`: the toolkit's own, or "stock" where Hugging Face's output object holds the logits meanwhile.
     `isolates_documents`: documents in a sample do not see each other, so attention has a mask.
     """
@@ -137,6 +175,7 @@ def activations(
         samples=micro_batch_size,
         seq_len=seq_len,
         itemsize=dtype_bytes,
+        autocast=autocast,
         attention=attention,
         tp=tp,
         sequence_parallel=sequence_parallel,
@@ -153,20 +192,23 @@ def activations(
     most = max(parts.values(), key=lambda part: part.kept)
     if recompute == "full":
         # Only the input stays. In the backward pass the layer is computed again, beside the gradient of its output:
-        # of the input that the forward peak has in it there is one, and the gradient is as large.
+        # of the input that the recomputation's peak has in it there is one, and the gradient is as large.
         kinds: Mapping[str, int] = {"input": boundary}
-        pattern: tuple[int, ...] = (boundary,)
+        pattern: tuple[int, ...] = (boundary,) * len(style.kinds)
         shared = _tables(setting)
-        forward_extra = max(part.forward_peak for part in parts.values()) - boundary
-        backward_extra = max(
-            max(part.backward_peak - part.kinds.get("input", 0), part.recomputation_peak) for part in parts.values()
-        )
+        extras = {
+            kind: (
+                _passing(setting, kind) - boundary,
+                max(part.backward_peak - part.kinds.get("input", 0), part.recomputation_peak),
+            )
+            for kind, part in parts.items()
+        }
     else:
         kinds = most.kinds
         pattern = tuple(parts[kind].kept for kind in style.kinds)
-        shared = max(part.shared for part in parts.values())
-        forward_extra = max(part.forward_peak - part.kept for part in parts.values())
-        backward_extra = max(part.backward_peak - part.kept for part in parts.values())
+        # A table counts once, and layers of several kinds keep different ones.
+        shared = sum({name: size for part in parts.values() for name, size in part.shared.items()}.values())
+        extras = {kind: (part.forward_peak - part.kept, part.backward_peak - part.kept) for kind, part in parts.items()}
     return ActivationBreakdown(
         layer_kinds=MappingProxyType(dict(kinds)),
         layer=sum(kinds.values()),
@@ -174,12 +216,12 @@ def activations(
         embedding=embedding.kept,
         shared=shared,
         head=head.kept,
+        outputs=head.outputs,
         logits=head.kinds.get("logits", 0) + head.backward_peak - head.kept,
         boundary=boundary,
-        logits_output=micro_batch_size * seq_len * rows * dtype_bytes,
+        logits_output=micro_batch_size * seq_len * rows * (2 if autocast else dtype_bytes),
         tied_gradient=rows * shape.embed_dim * dtype_bytes if shape.tied else 0,
-        layer_forward_extra=forward_extra,
-        layer_backward_extra=backward_extra,
+        pattern_extra=tuple(extras[kind] for kind in style.kinds),
         head_extra=max(head.backward_peak, head.forward_peak) - head.kept,
         embedding_extra=max(embedding.backward_peak, embedding.forward_peak) - embedding.kept,
     )
@@ -194,6 +236,7 @@ class _Setting:
     samples: int
     seq_len: int
     itemsize: int
+    autocast: bool
     attention: Attention
     tp: int
     sequence_parallel: bool
@@ -203,7 +246,7 @@ class _Setting:
 
     def context(self) -> Context:
         return Context(
-            tape=Tape(on_cpu=self.on_cpu),
+            tape=Tape(on_cpu=self.on_cpu, autocast=self.itemsize if self.autocast else 0),
             shape=self.shape,
             style=self.style,
             b=self.samples,
@@ -228,8 +271,9 @@ def _layer(setting: _Setting, kind: LayerKind) -> _Part:
     tape.peak = 0
     output = [layer(c, x, tables, kind)]
     del x
-    kinds = tape.kept_bytes()
-    shared = kinds.pop("shared", 0)
+    kinds, kept = tape.kept_bytes(), tape.kept_storages()
+    kinds.pop("shared", None)
+    shared = {name: table.storage.bytes for name, table in vars(tables).items() if table and table.storage in kept}
     forward_peak, recomputation_peak = tape.peak - outside, tape.peak_until_kept - outside
     tape.peak = 0
     tape.backward(output)
@@ -240,6 +284,20 @@ def _layer(setting: _Setting, kind: LayerKind) -> _Part:
         recomputation_peak=recomputation_peak,
         backward_peak=tape.peak - outside,
     )
+
+
+@lru_cache(maxsize=4096)
+def _passing(setting: _Setting, kind: LayerKind) -> int:
+    """The most that lives while a layer runs and keeps nothing."""
+    c = setting.context()
+    tape = c.tape
+    tables = ends.tables(c)
+    x = tape.leaf((c.b, c.local_s, c.shape.hidden), c.itemsize)
+    outside = tape.live - x.storage.bytes
+    tape.peak = 0
+    with tape.no_grad():
+        layer(c, x, tables, kind)
+    return tape.peak - outside
 
 
 @lru_cache(maxsize=4096)
@@ -261,6 +319,7 @@ def _head(setting: _Setting, loss: Loss) -> _Part:
     x = tape.leaf((c.b, c.local_s, c.shape.hidden), c.itemsize)
     tape.kinds[x.storage] = "norm"
     logits = ends.head(c, x)
+    outputs = tape.live - x.storage.bytes
     del x
     output = [ends.loss(c, logits)]
     held = logits if loss == "stock" else None  # Hugging Face's output object, which the caller holds
@@ -269,7 +328,7 @@ def _head(setting: _Setting, loss: Loss) -> _Part:
     tape.peak = 0
     tape.backward(output)
     del held
-    return _Part(kinds=kinds, forward_peak=forward_peak, backward_peak=tape.peak)
+    return _Part(kinds=kinds, outputs=outputs, forward_peak=forward_peak, backward_peak=tape.peak)
 
 
 @lru_cache(maxsize=4096)

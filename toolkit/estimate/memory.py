@@ -49,6 +49,8 @@ class Workload:
     """`stock`: Hugging Face's loss inside the model, whose output keeps the logits."""
     activation_bytes: int | None = None
     """Bytes of an activation's element; None: as the framework computes."""
+    autocast: bool = False
+    """Whether products run in 16 bits under torch.autocast. DeepSpeed's settings say so themselves."""
     bounds: tuple[int, ...] | Literal["balanced", "uniform"] = "balanced"
     """The first layer of each pipeline stage, and the number of layers."""
 
@@ -125,7 +127,7 @@ class MemoryModel:
             layout.pp,
             micro_batch_size=work.micro_batch_size,
             seq_len=work.seq_len,
-            recompute=work.recompute == "full",
+            recompute=work.recompute,
         )
 
     def _moments(
@@ -144,7 +146,8 @@ class MemoryModel:
         states = _states(framework, held, layout, work)
         itemsize = work.activation_bytes or (2 if deepspeed is None else deepspeed.model_bytes)
         in_pipeline = layout.pp > 1 and deepspeed is not None
-        kept = self._activations(layout, work, itemsize, loss="stock" if in_pipeline else work.loss)
+        autocast = work.autocast if deepspeed is None else deepspeed.autocast != "none"
+        kept = self._activations(layout, work, itemsize, autocast=autocast, loss="stock" if in_pipeline else work.loss)
         in_flight = in_flight_micro_batches(layout.pp, stage, work.accumulation)
         layers = range(bounds[stage], bounds[stage + 1])
         fresh = states.fresh_layer
@@ -160,9 +163,14 @@ class MemoryModel:
                 boundary=kept.boundary, logits=kept.logits_output, last=last, micro_batches=count
             )
             scalars = pipeline_counters(held, weight_bytes=deepspeed.model_bytes, last=last, micro_batches=count)
-        # What autocast casts is kept with the activations of each micro-batch, unless layers are computed again.
-        casts = deepspeed is not None and deepspeed.autocast != "none" and work.recompute != "full"
-        gathered = states.gathered * (in_flight if casts else 1)
+        gathered = states.gathered
+        if autocast and itemsize == 4:
+            casts = 2 * held.matrices
+            again = self._cast_again(held, layout) if work.recompute == "full" else casts
+            # Kept with the activations of each micro-batch. Where layers are computed again, the casts of the forward
+            # pass are gone when the loss begins, and backward makes those of a layer anew.
+            peak = max(peak, kept.forward_peak(layers=layers, first=first, last=last) + casts - again)
+            gathered += again * (in_flight if work.recompute != "full" else 1)
         return Moments(
             stage=stage,
             first=first,
@@ -180,7 +188,14 @@ class MemoryModel:
             update=max(states.reduction, states.step) + between,
         )
 
-    def _activations(self, layout: Layout, work: Workload, itemsize: int, loss: Loss) -> ActivationBreakdown:
+    def _cast_again(self, held: Holdings, layout: Layout) -> int:
+        """Bytes that autocast casts of one layer's weights and of the head's."""
+        one = self.architecture.holdings(layers=1, first=False, last=False, tp=layout.tp, by_decay=False).matrices
+        return 2 * (held.matrices - max(0, held.layers - 1) * one)
+
+    def _activations(
+        self, layout: Layout, work: Workload, itemsize: int, *, autocast: bool, loss: Loss
+    ) -> ActivationBreakdown:
         """Of one micro-batch. In a pipeline `loss` is stock: its buffers keep the logits."""
         return activations(
             self.architecture.shape,
@@ -192,6 +207,7 @@ class MemoryModel:
             attention=work.attention,
             recompute=work.recompute,
             dtype_bytes=itemsize,
+            autocast=autocast,
             loss=loss,
         )
 

@@ -21,26 +21,43 @@ NCCL_CHANNEL_BYTES = _SIMPLE + _LL + _LL128
 """Buffers of one connection in one channel, for its three protocols (NCCL 2.2x, src/include/device.h and init.cc)."""
 NCCL_CHANNELS = {"nvlink": 16, "xgmi": 16, "pcie": 2}
 """Channels of a ring. Known error: NCCL chooses them by topology, 2 to 32."""
+_GPUS_PER_NODE = 8
+_NVLS_BYTES = 16 * 2 * 8 * 128 * 1024
+"""For each GPU that a communicator has in one machine, where a switch can add (Hopper and later, more than two GPUs):
+16 channels, two directions, 8 steps of 128 KiB (NCCL 2.22 to 2.30, src/transport/nvls.cc, ncclNvlsBufferSetup). Made
+when it is first used, that is by all-reduce. NCCL 2.18 to 2.20 took six times as much."""
 
 ALLOCATOR_MARGIN = 0.03
 """Of what is allocated: what PyTorch's allocator reserves beyond it, by rounding and fragmentation. The median in logs
 of 2025; stacks of 2021 had 0.21."""
 
 
-def communicators(layout: Layout) -> int:
-    """NCCL communicators of one rank: the world's, and one for each axis of several ranks that is not the world."""
-    axes = [size for size in (layout.dp, layout.tp, layout.pp, layout.ulysses) if size > 1]
-    if not axes:
-        return 0
-    return 1 + (len(axes) if len(axes) > 1 else 0)
+def communicators(layout: Layout) -> list[int]:
+    """How many ranks of this rank's machine are in each of its NCCL communicators, itself included.
+
+    The world's is one, and each axis of several ranks that is not the world has one. Neighbours in a tensor- or
+    sequence-parallel group are next to each other, those of other axes as far apart as `Layout.rank` has them.
+    """
+    axes = [(layout.dp, layout.model_size // layout.pp), (layout.tp, 1), (layout.ulysses, 1)]
+    axes = [(ranks, stride) for ranks, stride in [*axes, (layout.pp, layout.world_size // layout.pp)] if ranks > 1]
+    groups = [*axes, (layout.world_size, 1)] if len(axes) > 1 else axes
+    return [min(ranks, max(1, _GPUS_PER_NODE // stride)) for ranks, stride in groups]
 
 
 def framework_bytes(gpu: Gpu) -> int:
     """Context and workspaces."""
-    hopper = gpu.name.startswith(("H100", "H200", "B200"))
-    return CONTEXT_BYTES + CUBLAS_BYTES["hopper" if hopper else "other"]
+    return CONTEXT_BYTES + CUBLAS_BYTES["hopper" if _is_hopper(gpu) else "other"]
 
 
 def nccl_bytes(layout: Layout, gpu: Gpu) -> int:
     """Buffers of all of a rank's communicators."""
-    return communicators(layout) * NCCL_CHANNELS[gpu.link] * NCCL_CHANNEL_BYTES
+    return sum(
+        NCCL_CHANNELS[gpu.link] * NCCL_CHANNEL_BYTES
+        + (_NVLS_BYTES * local_ranks if _is_hopper(gpu) and gpu.link == "nvlink" and local_ranks > 2 else 0)
+        for local_ranks in communicators(layout)
+    )
+
+
+def _is_hopper(gpu: Gpu) -> bool:
+    """Or later."""
+    return gpu.name.startswith(("H100", "H200", "B200"))

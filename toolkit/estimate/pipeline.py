@@ -35,7 +35,7 @@ def stage_peak(
 
     Beside what a micro-batch keeps for backward, DeepSpeed holds
     - its received hidden state (`ActivationBreakdown.kept` has that) and the one it sent, until its backward has run;
-    - one buffer for receiving hidden states and one for receiving gradients, from the first use on;
+    - one buffer for what is received, hidden states and gradients alike, from the first use on;
     - on the last stage the logits in the model's dtype: of this micro-batch, as with loss="stock", and of the one
       before, whose graph also holds the hidden state that it received and its gradient.
     """
@@ -47,4 +47,4 @@ def stage_peak(
     if last:
         before = activations.logits_output + 2 * activations.boundary if micro_batches > 1 else 0
         return peak + activations.boundary + before
-    return peak + waiting * activations.boundary + (1 if first else 2) * activations.boundary
+    return peak + (waiting + 1) * activations.boundary

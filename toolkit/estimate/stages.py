@@ -10,6 +10,7 @@ from math import floor
 
 from toolkit.errors import LayoutError
 from toolkit.estimate.parameters import Architecture, Tensor
+from toolkit.layout import Recompute
 
 GPU_FLOPS_PER_BYTE = 120.0
 """What training assumes on a GPU: an H100 at 40 % of its bf16 peak, over its memory's bytes per second."""
@@ -48,7 +49,7 @@ def balanced_bounds(
     *,
     micro_batch_size: int,
     seq_len: int,
-    recompute: bool = False,
+    recompute: Recompute = "none",
     flops_per_byte: float = GPU_FLOPS_PER_BYTE,
 ) -> tuple[int, ...]:
     """Stage k gets layers [bounds[k], bounds[k + 1]), as training cuts them. Raises LayoutError for too many stages."""
@@ -115,11 +116,15 @@ def _from_the_left(room: list[int], count: int) -> tuple[int, ...]:
     return tuple(bounds)
 
 
-def _costs(a: Architecture, micro_batch_size: int, seq_len: int, recompute: bool, flops_per_byte: float) -> EqualLayers:
+def _costs(
+    a: Architecture, micro_batch_size: int, seq_len: int, recompute: Recompute, flops_per_byte: float
+) -> EqualLayers:
     """FLOPs a token, as `toolkit.parallel.balance.count_costs` counts them."""
     shape = a.shape
     traffic = flops_per_byte * _GRADIENT_BYTES / (micro_batch_size * seq_len)
-    forward = 2 * sum(t.numel for t in a.layer if _multiplies(t)) + 4 * shape.attention_dim * seq_len
+    attention = 4 * shape.attention_dim * seq_len
+    forward = 2 * sum(t.numel for t in a.layer if _multiplies(t)) + attention
+    again = {"none": 0, "selective": attention, "full": forward}[recompute]
     outside = (*a.front, *a.back)
     head = [t for t in outside if t.is_vocabulary and t.decays][-1:]  # the embedding itself where they are tied
     first = [t for t in outside if t.place == "first"]
@@ -128,7 +133,7 @@ def _costs(a: Architecture, micro_batch_size: int, seq_len: int, recompute: bool
     out = sum(t.numel for t in last if t.name.startswith("project")) + head[0].numel
     before = 3 * (2 * into + a.rotary_flops) + traffic * sum(t.numel for t in first)
     after = 3 * 2 * out + traffic * (sum(t.numel for t in last) + head[0].numel)
-    layer = (4 if recompute else 3) * forward + traffic * sum(t.numel for t in a.layer)
+    layer = 3 * forward + again + traffic * sum(t.numel for t in a.layer)
     loss = flops_per_byte * _LOSS_BYTES * shape.vocab
     return EqualLayers(before=before, layer=layer, after=after + loss, count=shape.layers)
 

@@ -19,6 +19,10 @@ from transformers import PreTrainedModel
 from toolkit.errors import LayoutError
 from toolkit.families.anatomy import Anatomy
 from toolkit.families.tracing import traceable
+from toolkit.layout import Recompute
+
+_WITH_WEIGHTS = (torch.ops.aten.mm, torch.ops.aten.addmm)
+"""The kernels of linear layers; attention's products are batched or fused."""
 
 CPU_FLOPS_PER_BYTE = 3.0
 """FLOP/s that a decoder layer reaches, norms and activations included, by bytes/s of memory: measured in fp32 on one
@@ -42,14 +46,15 @@ def count_costs(
     *,
     seq_len: int,
     micro_batch_size: int,
-    recompute: bool = False,
+    recompute: Recompute = "none",
     flops_per_byte: float = CPU_FLOPS_PER_BYTE,
 ) -> Costs:
     """Count what each part of `model` costs, by one forward pass: on the meta device this takes no memory.
 
     Derivation. Matrix products are counted as they run, and three times: the backward pass has two for each, for the
-    gradients of the input and of the weight. `recompute` runs the layers' forward, but not the head's, once more. Two
-    things are bound by memory instead, and count as the FLOPs that a layer does in that time. A parameter's gradient is
+    gradients of the input and of the weight. `recompute` runs the layers' forward, but not the head's, once more; or of
+    it only attention between its projections, which is every product but those of activations with weights. Two things
+    are bound by memory instead, and count as the FLOPs that a layer does in that time. A parameter's gradient is
     written once a micro-batch and added to the sum of those before: two reads, two writes. The loss passes over the
     fp32 logits six times: log-softmax reads and writes them, the gradient at the targets is a tensor of their size, and
     the gradient of log-softmax reads two and writes one. A cast from and to 16 bits is two passes more.
@@ -60,11 +65,16 @@ def count_costs(
     is a tenth of a layer. The optimizer's step is left out.
     """
     counter = FlopCounterMode(display=False)
-    marks: list[int] = []
+    marks: list[tuple[int, int]] = []
     layers = anatomy.layer_list(model)
 
     def mark(*_: Any) -> None:
-        marks.append(counter.get_total_flops())
+        marks.append(counted())
+
+    def counted() -> tuple[int, int]:
+        """All so far, and those of products with weights."""
+        by_kernel = counter.get_flop_counts().get("Global", {})
+        return counter.get_total_flops(), sum(by_kernel.get(kernel, 0) for kernel in _WITH_WEIGHTS)
 
     handles = [layer.register_forward_pre_hook(mark) for layer in layers]
     handles.append(layers[-1].register_forward_hook(mark))
@@ -75,7 +85,8 @@ def count_costs(
     finally:
         for handle in handles:
             handle.remove()
-    forward = [(stop - start) / seq_len for start, stop in pairwise([0, *marks, counter.get_total_flops()])]
+    spans = list(pairwise([(0, 0), *marks, counted()]))
+    forward, weighted = ([(stop[i] - start[i]) / seq_len for start, stop in spans] for i in range(2))
 
     def gradients(modules: Iterable[nn.Module], *, recurse: bool) -> float:
         parameters = (parameter for module in modules for parameter in module.parameters(recurse=recurse))
@@ -85,13 +96,24 @@ def count_costs(
     return Costs(
         before=3 * forward[0] + gradients(map(model.get_submodule, anatomy.before), recurse=False),
         layers=tuple(
-            (4 if recompute else 3) * flops + gradients([layer], recurse=True)
-            for flops, layer in zip(forward[1:-1], layers, strict=True)
+            3 * flops + _again(recompute, flops, with_weights) + gradients([layer], recurse=True)
+            for flops, with_weights, layer in zip(forward[1:-1], weighted[1:-1], layers, strict=True)
         ),
         after=3 * forward[-1]
         + gradients(map(model.get_submodule, anatomy.after), recurse=False)
         + flops_per_byte * _loss_bytes(logits),
     )
+
+
+def _again(recompute: Recompute, flops: float, with_weights: float) -> float:
+    """What of a layer's forward pass is computed again."""
+    match recompute:
+        case "none":
+            return 0.0
+        case "selective":
+            return flops - with_weights
+        case "full":
+            return flops
 
 
 def _loss_bytes(logits: torch.Tensor) -> int:

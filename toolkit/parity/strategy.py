@@ -2,7 +2,8 @@
 
 Parts stand in any order, each at most once, with a - between them: the axes and ZeRO stage of a `Layout` (dp4 tp2 pp2
 u2 z1), an engine (reference, ddp, fsdp; deepspeed is meant where none is named), sp (Megatron sequence parallelism),
-recompute, offload (the optimizer to host memory; with z3 the parameters too) and mN (micro-batches of N samples).
+recompute, selective (attention alone is recomputed), offload (the optimizer to host memory; with z3 the parameters too)
+and mN (micro-batches of N samples).
 """
 
 import json
@@ -15,7 +16,7 @@ from toolkit.layout import Layout
 from toolkit.recipe import EngineName, Recipe
 
 _ENGINES = get_args(EngineName)
-_FLAGS = ("sp", "recompute", "offload")
+_FLAGS = ("sp", "recompute", "selective", "offload")
 _AXIS = re.compile(r"(dp|tp|pp|u|z|m)(\d{1,6})")
 
 
@@ -33,6 +34,7 @@ class Strategy:
     micro_size: int | None = None
     sp: bool = False
     recompute: bool = False
+    selective: bool = False
     offload: bool = False
 
     @classmethod
@@ -97,7 +99,7 @@ class Strategy:
                 "ulysses": self.ulysses,
                 "sequence_parallel": self.sp,
                 "zero_stage": self._stage,
-                "recompute": "full" if self.recompute else "none",
+                "recompute": "full" if self.recompute else "selective" if self.selective else "none",
                 "offload_optimizer": offload,
                 "offload_params": offload if self._stage == 3 else "none",
             }
@@ -136,6 +138,11 @@ class Strategy:
                     f"strategy {self.text!r}: {self.engine} has no {' and '.join(wrong)}. "
                     f"Leave {'it' if len(wrong) == 1 else 'them'} out, or leave out {self.engine}."
                 )
+        if self.recompute and self.selective:
+            raise LayoutError(
+                f"strategy {self.text!r}: recompute computes whole layers again, selective only their attention. "
+                "Leave one of them out."
+            )
         if self.micro_size == 0:
             raise LayoutError(f"strategy {self.text!r}: m0: a micro-batch has at least one sample. Write m1 or more.")
         try:

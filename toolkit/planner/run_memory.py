@@ -57,7 +57,17 @@ def workload_of(recipe: Recipe, batch: Batch) -> Workload:
         accumulation=batch.accumulation,
         attention=attention[recipe.model.attn_implementation],
         recompute=recipe.parallel.recompute,
+        **_computed_in(recipe),
     )
+
+
+def _computed_in(recipe: Recipe) -> dict[str, Any]:
+    """Dtypes where no DeepSpeed config says them: accelerate runs DDP, and FSDP over bf16 weights, under autocast."""
+    if recipe.train.engine == "deepspeed":
+        return {}
+    in_bf16 = recipe.precision == "bf16"
+    sharded = recipe.train.engine == "fsdp"
+    return {"activation_bytes": 2 if in_bf16 and sharded else 4, "autocast": in_bf16}
 
 
 def framework_of(

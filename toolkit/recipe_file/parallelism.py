@@ -6,6 +6,7 @@ from typing import Any
 from toolkit.batch import Batch
 from toolkit.division import misfits
 from toolkit.errors import ToolkitError
+from toolkit.families.own_attention import REMEDY, own_attention
 from toolkit.families.support import find
 from toolkit.layout import Layout
 from toolkit.recipe import Recipe
@@ -24,8 +25,9 @@ def placement(recipe: Recipe, world_size: int | None) -> list[Finding]:
 
 
 def cut_findings(recipe: Recipe, config: Mapping[str, Any] | None, shape: ModelShape | None) -> Iterator[Finding]:
-    """What a model's config says against cutting it or its sequences; less where less of it is known."""
+    """What a model's config says against cutting or recomputing it; less where less of it is known."""
     section = recipe.parallel
+    yield from _recomputation(recipe, config)
     if recipe.train.engine != "deepspeed":
         return
     refused = [*_family(recipe, (config or {}).get("model_type")), *ulysses_family(recipe, config)]
@@ -60,6 +62,18 @@ def _family(recipe: Recipe, model_type: str | None) -> Iterator[Finding]:
                 f"{model_type} cannot be cut that way ({refusal}). Set parallel.{field}={_yaml(off)}, or see "
                 "`dstk families`.",
             )
+
+
+def _recomputation(recipe: Recipe, config: Mapping[str, Any] | None) -> Iterator[Finding]:
+    """Attention that cannot be computed again by itself. Of a family that nobody tried, its model will say."""
+    if config is None or recipe.parallel.recompute != "selective":
+        return
+    reason = own_attention(config, recipe.model.attn_implementation)
+    if reason is not None:
+        yield Finding(
+            ("parallel", "recompute"),
+            f"parallel.recompute=selective with model.name_or_path={recipe.model.name_or_path}: {reason}. {REMEDY}.",
+        )
 
 
 def _other_engines(recipe: Recipe, world_size: int | None) -> Iterator[Finding]:

@@ -156,7 +156,7 @@ def _layout(recipe: Recipe, folder: Path) -> Layout | None:
 
 
 def _shape(recipe: Recipe, folder: Path, snapshots: Sequence[int]) -> ModelShape | None:
-    """Of a model that the run saved; else of the recipe's, with the vocabulary of the tokenizer it trains."""
+    """Of a model that the run saved; else of the recipe's, whose vocabulary training keeps, whatever the tokenizer."""
     saved = [folder / "model", *(folder / f"step-{step:08d}" for step in snapshots)]
     name = next((str(path.resolve()) for path in saved if (path / "config.json").is_file()), None)
     try:
@@ -164,11 +164,7 @@ def _shape(recipe: Recipe, folder: Path, snapshots: Sequence[int]) -> ModelShape
             config = find_config(name)
         else:
             config = find_config(recipe.model.name_or_path)
-            overrides = dict(recipe.model.overrides)
-            trained = re.fullmatch(r"bpe-(\d+)", recipe.data.tokenizer)
-            if trained:
-                overrides.setdefault("vocab_size", int(trained[1]))
-            config = config and with_overrides(config, overrides)
+            config = config and with_overrides(config, recipe.model.overrides)
         return ModelShape.from_config(config) if config and config.get("model_type") in families() else None
     except ToolkitError:
         return None

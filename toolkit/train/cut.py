@@ -120,7 +120,7 @@ class ModelCut:
             self.anatomy,
             seq_len=self.recipe.data.seq_len,
             micro_batch_size=self.recipe.batch.micro_size,
-            recompute=self.recipe.parallel.recompute == "full",
+            recompute=self.recipe.parallel.recompute,
             flops_per_byte=_GPU_FLOPS_PER_BYTE if self.device.type == "cuda" else CPU_FLOPS_PER_BYTE,
         )
         return balance(costs, self.layout.pp)

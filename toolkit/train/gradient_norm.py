@@ -21,9 +21,12 @@ def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.zeros(())
     if gradients[0].device.type != "cpu":
         norm = nn.utils.get_total_norm(gradients)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        whole: torch.Tensor = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        return whole
     local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
-    square = torch.linalg.vector_norm(torch.cat([_piece_norms(gradient) for gradient in local]).double()).square()
+    square: torch.Tensor = torch.linalg.vector_norm(
+        torch.cat([_piece_norms(gradient) for gradient in local]).double()
+    ).square()
     if isinstance(gradients[0], DTensor):
         dist.all_reduce(square, group=gradients[0].device_mesh.get_group())
     return square.sqrt().float()

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from toolkit import shape
 from toolkit.errors import ModelError, nearest
 from toolkit.recipe import ModelSection, Recipe
+from toolkit.train.selective_recomputation import recompute_attention
 from toolkit.train.weights import ModelPart, OnLayer, initialise, parameters_on_meta, read_weights
 
 
@@ -104,6 +105,8 @@ def build_model(
     if recipe.parallel.recompute == "full":
         # The re-entrant variant fails where the first input needs no gradient, and loses keyword arguments.
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    elif recipe.parallel.recompute == "selective":
+        recompute_attention(model)
     return model
 
 

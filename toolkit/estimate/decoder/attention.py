@@ -1,12 +1,14 @@
 """Attention: projections, rotary embedding, scores, in the forms that the families have."""
 
 from toolkit.estimate.decoder.context import Context
+from toolkit.estimate.decoder.latent import latent_heads
 from toolkit.estimate.decoder.mlp import leave_row
 from toolkit.estimate.decoder.norm import norm
 from toolkit.estimate.decoder.rotary import Tables, rotate
 from toolkit.estimate.decoder.scores import attend
 from toolkit.estimate.family_rules import LayerKind
-from toolkit.estimate.sizes.operations import clamp_, linear, times
+from toolkit.estimate.sizes.operations import add, linear, mul, times
+from toolkit.estimate.sizes.selection import bounded, clamp_
 from toolkit.estimate.sizes.tape import Tensor
 from toolkit.estimate.sizes.views import cat, clone, expand, narrow, permute, select, split, transpose, view
 
@@ -16,22 +18,45 @@ Heads = tuple[Tensor, Tensor, Tensor]
 
 def attention(c: Context, x: Tensor, tables: Tables, kind: LayerKind) -> Tensor:
     """x [b, s, h] -> [b, s, h]."""
+    if c.style.projection == "latent":
+        q, k, v = latent_heads(c, c.enter(x), tables)
+        y = attend(c, q, k, v, tables, kind)
+        del q, k, v
+        return leave_row(c, y, bias=False)
     heads = _project(c, c.enter(x))
     # Falcon's code has a name for the fused projection, and so holds it until attention returns.
     fused = heads[0].alias() if c.style.family == "falcon" else None
     rotated = _rotated(c, *heads, tables, kind)
     del heads
-    y = attend(c, *rotated, tables, kind)
+    y = (_differential if c.style.family == "diffllama" else attend)(c, *rotated, tables, kind)
     del rotated, fused
+    if c.style.inner_norms:
+        y = norm(c, y)
     if c.gathers_attention:
         y = c.scatter_columns(y)
     return leave_row(c, y, bias=c.style.family == "gpt2")
+
+
+def _differential(c: Context, q: Tensor, k: Tensor, v: Tensor, tables: Tables, kind: LayerKind) -> Tensor:
+    """DiffLlama: attention to the first half of the values, less a learned share of attention to the second."""
+    a, d = c.heads, c.shape.head_dim
+    values = [cat([half, half], dim=1) for half in split(v, [v.shape[1] // 2] * 2, dim=1)]
+    both = [view(attend(c, q, k, value, tables, kind), c.b, c.s, a, d) for value in values]
+    first, second = split(cat(both), [a // 2] * 2, dim=2)
+    del both, values
+    x = norm(c, add(first, mul(second, c.parameter(1))), "rms_torch")
+    return view(times(x), c.b, c.s, -1)
 
 
 def _rotated(c: Context, q: Tensor, k: Tensor, v: Tensor, tables: Tables, kind: LayerKind) -> Heads:
     if c.style.rotary == "none" or kind == "no_rotary":
         return q, k, v
     q, k = rotate(c, q, k, tables)
+    if c.style.head_norm_behind:
+        q, k = norm(c, q, c.style.head_norm), norm(c, k, c.style.head_norm)
+    if "queries" in c.style.scales:
+        samples = c.b if c.isolates_documents else 1
+        q = mul(q, c.tape.new((samples, 1, c.s, 1), c.itemsize))
     return q, k, v
 
 
@@ -40,7 +65,10 @@ def _project(c: Context, x: Tensor) -> Heads:
         case "separate":
             return _separate(c, x)
         case "split":
-            parts = split(_columns(c, x, 3 * c.heads * c.shape.head_dim), [c.heads * c.shape.head_dim] * 3)
+            whole = _columns(c, x, 3 * c.heads * c.shape.head_dim)
+            whole = bounded(whole) if "clipped" in c.style.scales else whole
+            parts = split(whole, [c.heads * c.shape.head_dim] * 3)
+            del whole
             q, k, v = (_by_head(c, part) for part in parts)
             return q, k, v
         case "heads":
@@ -59,6 +87,8 @@ def _project(c: Context, x: Tensor) -> Heads:
             whole = view(_shared_columns(c, x, sizes), c.b, 1, c.s, sum(sizes))
             q, k, v = split(whole, sizes)
             return _by_head(c, q), k, v
+        case "latent":
+            raise AssertionError("its heads turn between the projections")
 
 
 def _columns(c: Context, x: Tensor, features: int) -> Tensor:
@@ -81,9 +111,9 @@ def _by_head(c: Context, x: Tensor) -> Tensor:
 
 
 def _separate(c: Context, x: Tensor) -> Heads:
-    d, family, heads = c.shape.head_dim, c.style.family, c.style.head_norm
+    d, family, heads = c.shape.head_dim, c.style.family, None if c.style.head_norm_behind else c.style.head_norm
     q = _columns(c, x, c.heads * d)
-    if family == "opt":
+    if family in ("opt", "xglm"):
         q = times(q)
     if heads == "rms_olmo2":
         q, k = norm(c, q, heads), norm(c, _columns(c, x, c.kv_heads * d), heads)
@@ -128,6 +158,8 @@ def _grouped(c: Context, x: Tensor) -> Heads:
         whole = view(linear(x, 3 * a * d, bias=False), c.b, c.s, a, 3, d)
         q, k, v = select(whole, 3), select(whole, 3), select(whole, 3)
     del whole
+    if c.style.family == "persimmon" and c.style.head_norm:
+        q, k = norm(c, q, c.style.head_norm), norm(c, k, c.style.head_norm)
     q, k, v = transpose(q, 1, 2), transpose(k, 1, 2), transpose(v, 1, 2)
     if c.style.family == "bloom":
         return view(q, c.b * a, c.s, d), view(k, c.b * a, c.s, d), view(v, c.b * a, c.s, d)

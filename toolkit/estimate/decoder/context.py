@@ -5,7 +5,7 @@ vocabulary, t tensor-parallel ranks.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from toolkit.estimate.sizes.operations import Gradients, Kept
@@ -34,6 +34,8 @@ class Context:
     """Samples hold documents that do not see each other: attention has a mask, whatever the kernel."""
     recomputes_scores: bool = False
     """Selective recomputation: attention between its projections is computed again in the backward pass."""
+    returned: list[Tensor] = field(default_factory=list, compare=False, repr=False)
+    """What attention returns beside its output: the layer holds it until it returns itself."""
 
     @property
     def local_s(self) -> int:
@@ -43,14 +45,12 @@ class Context:
     @property
     def gathers_attention(self) -> bool:
         """Whether every rank computes all heads, with only the matrices split."""
-        style = self.style
-        whole = style.family in ("olmo2", "phi3") or (style.family in ("stablelm", "cohere") and style.head_norm)
-        return self.tp > 1 and bool(whole)
+        return self.tp > 1 and "attention" in self.style.gathers
 
     @property
     def gathers_mlp(self) -> bool:
         """The same of the MLP."""
-        return self.tp > 1 and self.style.family == "phi3"
+        return self.tp > 1 and "mlp" in self.style.gathers
 
     @property
     def heads(self) -> int:

@@ -26,15 +26,20 @@ _INT64 = 8
 def tables(c: Context) -> Tables:
     """Rotary tables and masks: made once a micro-batch, whatever the number of layers."""
     style, d = c.style, rotated_features(c)
-    itemsize = 4 if style.rotary == "fp32_tables" else c.itemsize
-    kinds = 2 if style.family == "gemma3_text" else 1  # a rotary table for each kind of layer, all of them made
-    has_tables = style.rotary in ("half", "partial", "fp32", "fp32_tables") or style.family == "falcon"
+    itemsize = 4 if style.rotary in ("fp32_tables", "pairs_fp32_tables") else c.itemsize
+    # A rotary table for each kind of layer, all of them made.
+    kinds = len(set(style.kinds)) if style.family in ("gemma3_text", "olmo3") else 1
+    has_tables = style.rotary not in ("none", "interleaved") or style.family == "falcon"
     samples = c.b if c.isolates_documents else 1  # whose positions differ
     cos, sin = (c.shared((kinds * samples, c.s, d), itemsize) if has_tables else None for _ in range(2))
     mask, sliding = _masks(c)
     # A learned table keeps the positions itself; OPT makes a mask of ones and positions for each sample.
-    rows = 2 * c.b - 1 if style.family == "opt" else 0 if c.shape.learned_positions else samples
-    positions = c.shared((rows, c.s), _INT64)
+    none = style.family in ("mpt", "xglm") or (c.shape.learned_positions and style.family != "biogpt")
+    rows = 2 * c.b - 1 if style.family == "opt" else 0 if none else samples
+    if style.family == "mpt":  # in fp32, for as many positions as the config names
+        positions = c.shared((c.shape.heads, c.shape.positions or c.s), 4)
+    else:
+        positions = c.shared((rows, c.s), _INT64)
     return Tables(positions=positions, cos=cos, sin=sin, mask=mask, sliding_mask=sliding)
 
 
@@ -45,12 +50,14 @@ def _masks(c: Context) -> tuple[Tensor | None, Tensor | None]:
     window, with documents that do not see each other, and in Falcon always.
     """
     style = c.style
-    if c.attention == "flash":
+    if c.attention == "flash" or style.scores == "openai":
         return None, None
+    if style.scores == "mpt":
+        return c.shared((c.b, 1, c.s, c.s), 1), None
     if c.attention == "eager" or style.scores == "falcon_alibi":
         shape = c.b, (c.shape.heads if style.scores == "falcon_alibi" else 1), c.s, c.s
-        made = {kind: c.shared(shape) for kind in dict.fromkeys(style.kinds) if kind != "no_rotary"}
-        return made.get("full"), made.get("sliding")
+        whole = None if set(style.kinds) == {"sliding"} else c.shared(shape)
+        return whole, c.shared(shape) if "sliding" in style.kinds else None
     shape = (c.b if c.isolates_documents else 1), 1, c.s, c.s
     slides = style.window is not None and c.s >= style.window
     whole = c.shared(shape, 1) if c.isolates_documents or style.family == "falcon" else None
@@ -68,6 +75,8 @@ def embed(c: Context) -> Tensor:
         x = linear(x, c.shape.hidden, bias=False)
     if c.shape.learned_positions:
         x = add(x, _positions(c))
+    if style.family == "xglm":
+        x = add(x, c.tape.new((1, c.s, c.shape.hidden), c.itemsize))
     if style.embedding_norm:
         x = norm(c, x)
     x = dropout(x, style.embedding_dropout)
@@ -110,6 +119,8 @@ def head(c: Context, x: Tensor) -> Tensor:
         with c.tape.part("norm"):
             x = norm(c, x)
     with c.tape.part("logits"):
+        if "head_input" in style.scales:
+            x = times(x)
         if c.shape.embed_dim != c.shape.hidden:
             x = linear(x, c.shape.embed_dim, bias=False)
         y = linear(c.copied(x), -(-c.shape.vocab // c.tp), bias=False)

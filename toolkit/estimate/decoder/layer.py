@@ -12,8 +12,12 @@ from toolkit.estimate.sizes.tape import Tensor
 
 def layer(c: Context, x: Tensor, tables: Tables, kind: LayerKind) -> Tensor:
     """x [b, s, h] -> [b, s, h]; with sequence parallelism [b, s/t, h]."""
-    if c.style.parallel:
-        return _parallel(c, x, tables, kind)
+    x = _parallel(c, x, tables, kind) if c.style.parallel else _sequential(c, x, tables, kind)
+    c.returned.clear()
+    return x
+
+
+def _sequential(c: Context, x: Tensor, tables: Tables, kind: LayerKind) -> Tensor:
     x = _residual(c, x, _attention(c, _before(c, x), tables, kind), c.style.first_dropout)
     if not c.style.pre_norms and not c.style.post_norms:
         x = _norm(c, x)

@@ -1,10 +1,12 @@
 """The MLP: plain or gated, with the activation functions as transformers writes them."""
 
 from toolkit.estimate.decoder.context import Context
+from toolkit.estimate.decoder.norm import norm
 from toolkit.estimate.sizes.operations import (
     Gradients,
     Kept,
     add,
+    dropout,
     elementwise,
     linear,
     mul,
@@ -12,9 +14,11 @@ from toolkit.estimate.sizes.operations import (
     of_result,
     plus,
     power,
+    raised,
     times,
 )
-from toolkit.estimate.sizes.tape import Tensor
+from toolkit.estimate.sizes.selection import bounded, choose
+from toolkit.estimate.sizes.tape import Tensor, like
 from toolkit.estimate.sizes.views import split, view
 
 
@@ -26,8 +30,8 @@ def mlp(c: Context, x: Tensor) -> Tensor:
     x = c.enter(x)
     wide = c.shape.ffn // c.tp
     if not c.shape.gated:
-        x = _activated(c, linear(x, wide, bias=True))
-    elif c.style.projection == "phi3":
+        x = _activated(c, linear(x, wide, bias=c.style.mlp_bias))
+    elif c.style.fused_gate:
         both = linear(x, 2 * wide, bias=False)
         if c.gathers_mlp:
             both = c.gather_columns(both)
@@ -38,9 +42,19 @@ def mlp(c: Context, x: Tensor) -> Tensor:
         if c.gathers_mlp:
             x = c.scatter_columns(x)
     else:
-        x = mul(_activated(c, linear(x, wide, bias=False)), linear(x, wide, bias=False))
-    x = leave_row(c, x, bias=not c.shape.gated)
+        x = mul(_activated(c, _columns(c, x)), _columns(c, x))
+    if c.style.inner_norms:
+        x = norm(c, x)
+        x = c.scatter_columns(x) if c.gathers_mlp else x
+    x = dropout(x, c.style.activation_dropout)
+    x = leave_row(c, x, bias=c.style.mlp_bias)
     return view(x, *shape[:1], -1, shape[-1]) if c.style.family == "opt" else x
+
+
+def _columns(c: Context, x: Tensor) -> Tensor:
+    """A column-parallel layer's outputs on this rank; all of them where the block gathers its columns."""
+    x = linear(x, c.shape.ffn // c.tp, bias=False)
+    return c.gather_columns(x) if c.gathers_mlp else x
 
 
 def leave_row(c: Context, x: Tensor, *, bias: bool) -> Tensor:
@@ -57,6 +71,10 @@ def _activated(c: Context, x: Tensor) -> Tensor:
             return of_input(x)
         case "relu":
             return of_result(x)
+        case "relu2":
+            return power(of_result(x))
+        case "xielu":
+            return _xielu(c, x)
         case "gelu_new":
             # 0.5 * x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x^3)))
             return mul(times(x), plus(of_result(times(add(x, times(power(x)))))))
@@ -67,6 +85,15 @@ def _activated(c: Context, x: Tensor) -> Tensor:
             return mul(x, of_result(times(x)))
         case "bloom":
             return _bloom_gelu(x)
+
+
+def _xielu(c: Context, x: Tensor) -> Tensor:
+    """where(x > 0, a x x + x / 2, (expm1(min(x, -1e-6)) - x) c + x / 2), with learned a and c."""
+    slopes = c.parameter(1), c.parameter(1)
+    positive = c.tape.new(x.shape, 1, like(x))
+    rising = add(mul(mul(slopes[0], x), x), times(x))
+    falling = add(mul(add(of_result(raised(bounded(x)), temporaries=1), x), slopes[1]), times(x))
+    return choose(positive, rising, falling)
 
 
 def _bloom_gelu(x: Tensor) -> Tensor:

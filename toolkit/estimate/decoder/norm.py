@@ -19,16 +19,27 @@ def norm(c: Context, x: Tensor, kind: Norm | None = None, weight: tuple[int, ...
     match kind:
         case "layer":
             return layer_norm(x, [scale, c.parameter(*scale.shape)])
+        case "layer_bare":
+            return layer_norm(x, [scale])
+        case "layer_1p":
+            return layer_norm(x, [plus(scale), c.parameter(*scale.shape)])
         case "layer_fp32":
-            return to(layer_norm(to(x, _FP32), []), c.itemsize)
+            return to(layer_norm(to(x, _FP32), []), x.itemsize)
         case "rms":
-            return mul(scale, to(_normalised(to(x, _FP32)), c.itemsize))
+            return mul(scale, to(_normalised(to(x, _FP32)), x.itemsize))
+        case "rms_bare":
+            return to(_normalised(to(x, _FP32)), x.itemsize)
+        case "rms_torch":
+            # torch's own, without a weight: one kernel on a GPU, on a CPU the same steps as Llama's.
+            return layer_norm(x, []) if not x.tape.on_cpu else to(_normalised(to(x, _FP32)), c.itemsize)
+        case "rms_helium":
+            return to(mul(to(scale, _FP32), _normalised(to(x, _FP32))), x.itemsize)
         case "rms_fp32_weight":
-            return to(mul(_normalised(to(x, _FP32)), plus(to(scale, _FP32))), c.itemsize)
+            return to(mul(_normalised(to(x, _FP32)), plus(to(scale, _FP32))), x.itemsize)
         case "rms_olmo2":
-            return to(mul(scale, _normalised(to(x, _FP32))), c.itemsize)
+            return to(mul(scale, _normalised(to(x, _FP32))), x.itemsize)
         case "cohere":
-            return _cohere(c, to(x, _FP32), scale)
+            return to(_cohere(to(x, _FP32), scale), x.itemsize)
 
 
 def _normalised(x: Tensor) -> Tensor:
@@ -36,8 +47,8 @@ def _normalised(x: Tensor) -> Tensor:
     return mul(x, of_result(plus(variance), temporaries=2))
 
 
-def _cohere(c: Context, x: Tensor, scale: Tensor) -> Tensor:
+def _cohere(x: Tensor, scale: Tensor) -> Tensor:
     centre = mean(x)
     variance = mean(power(add(x, centre)))
     x = mul(add(x, centre), of_result(plus(variance), temporaries=2))
-    return to(mul(to(scale, _FP32), x), c.itemsize)
+    return mul(to(scale, _FP32), x)

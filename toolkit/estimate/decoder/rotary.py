@@ -10,7 +10,7 @@ from toolkit.estimate.sizes.views import cat, every_second, narrow, permute, spl
 
 @dataclass(frozen=True, kw_only=True)
 class Tables:
-    """What all layers share. cos and sin [1 or b, s, d]; masks [1 or b, 1, s, s]."""
+    """What all layers share. cos and sin [1 or b, s, d]; masks [1 or b, 1, s, s]; positions, or ALiBi's numbers."""
 
     positions: Tensor
     cos: Tensor | None
@@ -21,6 +21,8 @@ class Tables:
 
 def rotated_features(c: Context) -> int:
     """Features of a head that are rotated."""
+    if c.shape.latent is not None:
+        return c.shape.latent.rotary_dim
     return int(c.shape.head_dim * c.style.rotary_share)
 
 
@@ -39,11 +41,35 @@ def rotate(c: Context, q: Tensor, k: Tensor, tables: Tables) -> tuple[Tensor, Te
             parts = [(narrow(x, -1, size), narrow(x, -1, rest)) for x in (q, k)]
             first, second = (cat([_half(x, cos, sin), passed]) for x, passed in parts)
             return first, second
+        case "pairs" | "pairs_partial" | "pairs_fp32_tables":
+            return _repeated_pairs(c, q, k, _doubled(cos), _doubled(sin))
         case "fp32":
+            itemsize = q.itemsize
             q, k = to(q, 4), to(k, 4)
-            return to(_pairs(q, cos, sin), c.itemsize), to(_pairs(k, cos, sin), c.itemsize)
+            return to(_pairs(q, cos, sin), itemsize), to(_pairs(k, cos, sin), itemsize)
+        case "fp32_tables":
+            return to(_half(q, cos, sin), q.itemsize), to(_half(k, cos, sin), k.itemsize)
         case _:
-            return to(_half(q, cos, sin), c.itemsize), to(_half(k, cos, sin), c.itemsize)
+            return _half(q, cos, sin), _half(k, cos, sin)
+
+
+def rotate_latent(c: Context, q: Tensor, k: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
+    """The rotary parts of queries [b, heads, s, r] and of the key that all heads share [b, 1, s, r]."""
+    assert tables.cos is not None
+    assert tables.sin is not None
+    samples = c.b if c.isolates_documents else 1
+    cos, sin = (narrow(table, 0, samples) for table in (tables.cos, tables.sin))
+    if c.style.rotary == "half":
+        cos, sin = unsqueeze(cos, 1), unsqueeze(sin, 1)
+        return _half(q, cos, sin), _half(k, cos, sin)
+    cos, sin = (unsqueeze(narrow(table, -1, q.shape[-1] // 2), 1) for table in (cos, sin))
+    return _sorted_pairs(q, cos, sin), _sorted_pairs(k, cos, sin)
+
+
+def _sorted_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Neighbours as pairs; the first of all pairs come in front of the second of all."""
+    first, second = every_second(x), every_second(x)
+    return cat([add(mul(first, cos), mul(second, sin)), add(mul(second, cos), mul(first, sin))])
 
 
 def _half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -62,6 +88,28 @@ def _pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return add(mul(x, cos), mul(_rotate_pairs(x), sin))
 
 
+def _repeated_pairs(c: Context, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Neighbours as pairs, with tables that every layer makes anew of those that all share."""
+    match c.style.rotary:
+        case "pairs_partial":
+            size, rest = rotated_features(c), c.shape.head_dim - rotated_features(c)
+            (q, q_passed), (k, k_passed) = ((narrow(x, -1, size), narrow(x, -1, rest)) for x in (q, k))
+            q, k = _pairs(q, cos, sin), _pairs(k, cos, sin)
+            return cat([q, q_passed]), cat([k, k_passed])
+        case "pairs_fp32_tables":
+            itemsize = q.itemsize
+            q = add(mul(to(q, 4), cos), mul(to(_rotate_pairs(q), 4), sin))
+            k = add(mul(to(k, 4), cos), mul(to(_rotate_pairs(k), 4), sin))
+            return to(q, itemsize), to(k, itemsize)
+        case _:
+            return _pairs(q, cos, sin), _pairs(k, cos, sin)
+
+
+def _doubled(table: Tensor) -> Tensor:
+    """Half of its features, each twice in a row."""
+    return table.tape.new(table.shape, table.itemsize)
+
+
 def _rotate_pairs(x: Tensor) -> Tensor:
     """Stacked, then flattened."""
     rank = len(x.shape)
@@ -71,7 +119,7 @@ def _rotate_pairs(x: Tensor) -> Tensor:
 def _gptj(c: Context, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     """GPT-J and CodeGen look their sines up in every layer, CodeGen in fp32, and repeat them. x [b, s, heads, d]."""
     size = c.style.rotary_dim or c.shape.hidden
-    table = c.tape.new((1, c.s, size), c.itemsize if c.style.family == "gptj" else 4)
+    table = c.tape.new((1, c.s, size), k.itemsize if c.style.family == "gptj" else 4)
     results = []
     for x in (k, q):
         halves = split(table, [size // 2, size // 2])

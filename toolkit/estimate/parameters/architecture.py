@@ -11,22 +11,39 @@ from typing import Any, Self
 
 from toolkit.estimate.parameters.facts import Facts
 from toolkit.estimate.parameters.holdings import Group, Holdings
-from toolkit.estimate.parameters.layers import LAYERS, norm
+from toolkit.estimate.parameters.layers import LAYERS
+from toolkit.estimate.parameters.linear import norm
 from toolkit.estimate.parameters.tensor import Place, Tensor
 from toolkit.shape import ModelShape, text_config
 
 _GPT_LIKE = ("gpt2", "gpt_bigcode", "gpt_neo", "gptj", "codegen")
 _HEAD_BIAS = ("gptj", "codegen", "phi")
-_NORM_BIAS = (*_GPT_LIKE, "gpt_neox", "opt", "bloom", "falcon", "phi", "starcoder2", "stablelm")
+_NORM_BIAS = (
+    *(*_GPT_LIKE, "gpt_neox", "opt", "bloom", "falcon", "phi", "starcoder2", "stablelm"),
+    *("nemotron", "jais2", "persimmon", "biogpt", "xglm"),
+)
 _FINAL_NORM = {
     **dict.fromkeys((*_GPT_LIKE, "bloom", "falcon"), "ln_f"),
     "gpt_neox": "final_layer_norm",
     "opt": "final_layer_norm",
-    "phi": "final_layernorm",
+    **dict.fromkeys(("phi", "persimmon"), "final_layernorm"),
+    **dict.fromkeys(("biogpt", "xglm"), "layer_norm"),
+    "mpt": "norm_f",
 }
-_ROTARY_SHARE = {"phi": 0.5, "stablelm": 0.25, "gpt_neox": 0.25}
-_NO_ROTARY = (*_GPT_LIKE, "opt", "bloom")
-_OPT_POSITIONS_OFFSET = 2
+_NO_FINAL_NORM_WEIGHT = ("olmo", "nanochat")
+_ROTARY_SHARE = {
+    "phi": 0.5,
+    "stablelm": 0.25,
+    "gpt_neox": 0.25,
+    **dict.fromkeys(("glm", "glm4", "nemotron", "persimmon"), 0.5),
+}
+_FULL_EVERY = {"gemma3_text": 6, "olmo3": 4}
+"""Families with rotary frequencies for each kind of attention: by default every so many layers see everything."""
+_SCALES_EMBEDDING = ("gemma", "gemma2", "gemma3_text", "vaultgemma")
+_XIELU_BUFFERS = 2
+_INT64 = 8
+_NO_ROTARY = (*_GPT_LIKE, "opt", "bloom", "mpt", "biogpt", "xglm", "openai-gpt")
+_POSITIONS_OFFSET = {"opt": 2, "biogpt": 2, "xglm": 2}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -54,7 +71,7 @@ class Architecture:
         return cls(
             shape=shape,
             front=tuple(_front(facts)),
-            layer=tuple(LAYERS[shape.family](facts)),
+            layer=tuple(LAYERS[facts.family](facts)),
             back=tuple(_back(facts)),
             buffer_bytes=_buffer_bytes(facts),
             layer_buffer_bytes=_layer_buffer_bytes(facts),
@@ -149,11 +166,11 @@ def _is_shared(architecture: Architecture, tensor: Tensor) -> bool:
 
 
 def _front(f: Facts) -> Iterator[Tensor]:
-    s, family = f.shape, f.shape.family
+    s, family = f.shape, f.family
     yield Tensor(name="embedding.weight", shape=(s.vocab, s.embed_dim), dim=0, is_vocabulary=True, place="first")
     if s.learned_positions:
         assert s.positions is not None
-        rows = s.positions + (_OPT_POSITIONS_OFFSET if family == "opt" else 0)
+        rows = s.positions + _POSITIONS_OFFSET.get(family, 0)
         yield Tensor(name="positions.weight", shape=(rows, s.hidden), place="first")
     if s.embed_dim != s.hidden:
         yield Tensor(name="project_out.weight", shape=(s.embed_dim, s.hidden), place="last")
@@ -166,9 +183,9 @@ def _front(f: Facts) -> Iterator[Tensor]:
 
 
 def _back(f: Facts) -> Iterator[Tensor]:
-    s, family = f.shape, f.shape.family
-    if family != "opt":
-        yield from _final_norm(f, affine=family != "olmo")
+    s, family = f.shape, f.family
+    if family not in ("opt", "openai-gpt"):
+        yield from _final_norm(f, affine=family not in _NO_FINAL_NORM_WEIGHT)
     if not s.tied:
         yield Tensor(name="lm_head.weight", shape=(s.vocab, s.embed_dim), dim=0, is_vocabulary=True, place="last")
     if family in _HEAD_BIAS:
@@ -176,46 +193,60 @@ def _back(f: Facts) -> Iterator[Tensor]:
 
 
 def _final_norm(f: Facts, *, affine: bool) -> Iterator[Tensor]:
-    bias = f.shape.family in _NORM_BIAS
-    name = _FINAL_NORM.get(f.shape.family, "norm")
+    bias = f.family in _NORM_BIAS
+    name = _FINAL_NORM.get(f.family, "norm")
     for tensor in norm(name, f.shape.hidden, weight=affine, bias=affine and bias):
         yield Tensor(name=tensor.name, shape=tensor.shape, place="last")
 
 
 def _buffer_bytes(f: Facts) -> int:
     """Rotary frequencies, as used and as first computed, in fp32; masks in one byte; Gemma's embedding scale."""
-    s, family = f.shape, f.shape.family
+    s, family = f.shape, f.family
     if family == "gpt_bigcode":
         assert s.positions is not None
         return s.positions**2
+    if family == "xglm":
+        assert s.positions is not None
+        return 4 * (s.positions + _POSITIONS_OFFSET[family]) * s.hidden
+    if family == "openai-gpt":
+        assert s.positions is not None
+        return _INT64 * s.positions
     if family in _NO_ROTARY:
         return 0
-    features = f.rotary_features(_ROTARY_SHARE.get(family, 1.0))
-    tables = len(_gemma3_layer_types(f)) if family == "gemma3_text" else 1
-    scale = 4 if family.startswith("gemma") else 0
-    return tables * 2 * 4 * -(-features // 2) + scale
+    scale = 4 if family in _SCALES_EMBEDDING else 0
+    if family == "minicpm3":
+        scale = 4 if isinstance(f.config.get("scale_emb"), float) else _INT64
+    return _rotary_tables(f) * 2 * 4 * _rotary_frequencies(f) + scale
 
 
 def _rotary_flops(f: Facts) -> int:
     """A product of positions and frequencies, for half of the features that turn: two FLOPs each."""
-    if f.shape.family in _NO_ROTARY:
-        return 0
-    tables = len(_gemma3_layer_types(f)) if f.shape.family == "gemma3_text" else 1
-    return tables * 2 * -(-f.rotary_features(_ROTARY_SHARE.get(f.shape.family, 1.0)) // 2)
+    return 0 if f.family in _NO_ROTARY else _rotary_tables(f) * 2 * _rotary_frequencies(f)
 
 
-def _gemma3_layer_types(f: Facts) -> set[str]:
-    """Each kind of attention has rotary frequencies of its own; by default every sixth layer sees everything."""
+def _rotary_frequencies(f: Facts) -> int:
+    return -(-f.rotary_features(_ROTARY_SHARE.get(f.family, 1.0)) // 2)
+
+
+def _rotary_tables(f: Facts) -> int:
+    """Sets of rotary frequencies: one for each kind of attention, where they differ."""
+    if f.family not in _FULL_EVERY:
+        return 1
     listed = f.config.get("layer_types")
     if listed is not None:
-        return set(listed)
-    every = int(f.config.get("sliding_window_pattern", 6))
-    return {"full" if (index + 1) % every == 0 else "sliding" for index in range(f.shape.layers)}
+        return len(set(listed))
+    every = int(f.config.get("sliding_window_pattern", _FULL_EVERY[f.family]))
+    return len({(index + 1) % every == 0 for index in range(f.shape.layers)})
 
 
 def _layer_buffer_bytes(f: Facts) -> int:
-    """Buffers of each decoder layer: GPT-Neo's causal mask, GPT-J's table of sines and cosines."""
+    """Buffers of each decoder layer: numbers of xIELU, GPT-Neo's causal mask, GPT-J's table of sines and cosines."""
     s = f.shape
+    if f.family == "apertus" and f.config.get("hidden_act", "xielu") == "xielu":
+        return 4 * _XIELU_BUFFERS
+    if s.family == "openai-gpt":
+        assert s.positions is not None
+        return 4 * s.positions**2
     if s.family == "gpt_neo":
         assert s.positions is not None
         return s.positions**2

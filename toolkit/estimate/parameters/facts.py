@@ -7,7 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from toolkit.model_types import SAME_CODE
 from toolkit.shape import ModelShape
+
+_ALIASES = {"attention_bias": "qkv_bias", "mlp_bias": "bias"}
+"""What InternLM3 calls fields of Llama, whose code it runs."""
 
 
 @dataclass(frozen=True)
@@ -17,13 +21,22 @@ class Facts:
     shape: ModelShape
     config: Mapping[str, Any]
 
+    @property
+    def family(self) -> str:
+        """The model_type whose code runs."""
+        return SAME_CODE.get(self.shape.family, self.shape.family)
+
     def flag(self, name: str, default: bool = False) -> bool:
         """A switch of the config."""
+        if self.shape.family == "internlm3" and name not in self.config:
+            name = _ALIASES.get(name, name)
         value = self.config.get(name, default)
         return default if value is None else bool(value)
 
     def rotary_features(self, default_share: float = 1.0) -> int:
         """Features of a head that the rotary embedding turns."""
+        if self.shape.latent is not None:
+            return self.shape.latent.rotary_dim
         parameters = self.config.get("rope_parameters") or {}
         share = parameters.get("partial_rotary_factor") if "partial_rotary_factor" in parameters else None
         for name in ("partial_rotary_factor", "rotary_pct"):

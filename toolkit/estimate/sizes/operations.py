@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from math import prod
 
-from toolkit.estimate.sizes.tape import Shape, Tensor, like, of_order
+from toolkit.estimate.sizes.tape import Shape, Tape, Tensor, like, of_order
 from toolkit.estimate.sizes.views import make_contiguous, transpose, view
 
 Gradients = Sequence[Tensor | None]
 Kept = Sequence[Tensor]
+_LOW, _FP32 = 2, 4
 
 
 def to(x: Tensor, itemsize: int) -> Tensor:
@@ -22,6 +23,16 @@ def to(x: Tensor, itemsize: int) -> Tensor:
     before = x.itemsize
     x.tape.record([y], [x], [], lambda g, kept: [None if g[0] is None else to(g[0], before)])
     return y
+
+
+def lowered(x: Tensor) -> Tensor:
+    """x as autocast hands it to a product: in 16 bits, a copy for each product that it goes into."""
+    return to(x, _LOW) if x.tape.autocast else x
+
+
+def raised(x: Tensor) -> Tensor:
+    """x as autocast on a GPU hands it to softmax, LayerNorm, powers and the like: in fp32. On a CPU these stay."""
+    return to(x, _FP32) if x.tape.autocast and not x.tape.on_cpu else x
 
 
 def elementwise(*operands: Tensor, itemsize: int | None = None) -> Tensor:
@@ -87,14 +98,6 @@ def times_(x: Tensor) -> Tensor:
     return y
 
 
-def clamp_(x: Tensor) -> Tensor:
-    """x clamped in its own memory: keeps a copy of what it was, to know where it was cut."""
-    before = x.tape.new(x.shape, x.itemsize, like(x))
-    y = x.alias()
-    y.tape.record([y], [x], [before], lambda g, kept: [None if g[0] is None else elementwise(g[0])])
-    return y
-
-
 def plus(x: Tensor) -> Tensor:
     """x plus a number."""
     y = elementwise(x)
@@ -104,6 +107,7 @@ def plus(x: Tensor) -> Tensor:
 
 def power(x: Tensor) -> Tensor:
     """x to a number: keeps x; backward is g * (n * x^(n-1))."""
+    x = raised(x)
     y = elementwise(x)
 
     def backward(g: Gradients, kept: Kept) -> list[Tensor | None]:
@@ -157,19 +161,23 @@ def of_input(x: Tensor) -> Tensor:
 
 
 def layer_norm(x: Tensor, parameters: Sequence[Tensor]) -> Tensor:
-    """Keeps its input, and mean and 1/deviation of each position."""
-    x = make_contiguous(x)
+    """Keeps its input, and mean and 1/deviation of each position. Its kernels want the input in order."""
+    x = raised(x)
     tape = x.tape
+    with tape.no_grad():
+        ordered = make_contiguous(x)
     y = tape.new(x.shape, x.itemsize)
     # On a GPU in fp32; on a CPU in the parameters' dtype.
-    statistics_itemsize = x.itemsize if tape.on_cpu else 4
+    own = parameters[0].itemsize if parameters else x.itemsize
+    statistics_itemsize = own if tape.on_cpu else 4
     statistics = [tape.new((*x.shape[:-1], 1), statistics_itemsize) for _ in range(2)]
+    del ordered
 
     def backward(g: Gradients, kept: Kept) -> list[Tensor | None]:
         assert g[0] is not None
-        held = make_contiguous(g[0])
+        held, ordered = make_contiguous(g[0]), make_contiguous(kept[0])
         weights = [held.tape.new(p.shape, p.itemsize) for p in kept[3:]]
-        return [held.tape.new(kept[0].shape, kept[0].itemsize), *weights]
+        return [held.tape.new(ordered.shape, ordered.itemsize), *weights]
 
     tape.record([y], [x, *parameters], [x, *statistics, *parameters], backward)
     return y
@@ -193,7 +201,7 @@ def dropout(x: Tensor, probability: float) -> Tensor:
 
 def softmax(x: Tensor, itemsize: int | None = None) -> Tensor:
     """Keeps its result. With `itemsize` x is converted first."""
-    x = to(x, itemsize or x.itemsize)
+    x = to(x, itemsize) if itemsize else raised(x)
     x = make_contiguous(x)
     y = x.tape.new(x.shape, x.itemsize)
 
@@ -209,24 +217,14 @@ def softmax(x: Tensor, itemsize: int | None = None) -> Tensor:
     return y
 
 
-def where(x: Tensor, mask: Tensor) -> Tensor:
-    """x where the mask says so, else a number: keeps the mask."""
-    y = elementwise(x, itemsize=x.itemsize)
-
-    def backward(g: Gradients, kept: Kept) -> list[Tensor | None]:
-        assert g[0] is not None
-        return [elementwise(g[0])]
-
-    y.tape.record([y], [x], [mask], backward)
-    return y
-
-
 def linear(x: Tensor, outputs: int, *, bias: bool) -> Tensor:
     """x [.., i] -> [.., o]: keeps x. Backward makes the gradients of x, weight and bias together."""
+    x = lowered(x)
     rows = view(x, -1, x.shape[-1])  # [n, i], a copy where x does not lie in order
     tape, itemsize = x.tape, x.itemsize
-    weight = tape.parameter((outputs, x.shape[-1]), itemsize)
-    parameters = [weight, tape.parameter((outputs,), itemsize)] if bias else [weight]
+    parameters = [_weight(tape, (outputs, x.shape[-1]), itemsize)]
+    if bias:
+        parameters.append(_weight(tape, (outputs,), itemsize))
     y = tape.new((rows.shape[0], outputs), itemsize)
     wants_input = rows.node is not None
     inputs = rows.shape
@@ -243,15 +241,28 @@ def linear(x: Tensor, outputs: int, *, bias: bool) -> Tensor:
     return view(y, *x.shape[:-1], outputs)
 
 
+def _weight(tape: Tape, shape: Shape, itemsize: int) -> Tensor:
+    """A parameter, or autocast's copy of it, which is made once a forward pass and counted with the model states."""
+    own = tape.autocast or itemsize
+    parameter = tape.parameter(shape, own)
+    if own == itemsize:
+        return parameter
+    copy = Tensor(parameter.storage, shape, parameter.strides, itemsize)
+    tape.record([copy], [parameter], [], lambda g, kept: [None if g[0] is None else to(g[0], own)])
+    return copy
+
+
 def matmul(a: Tensor, b: Tensor) -> Tensor:
     """Batched [.., n, k] x [.., k, m]: keeps both as [batch, .., ..], copies where they do not lie so."""
     batch = a.shape[:-2]
+    a, b = lowered(a), lowered(b)
     left, right = view(a, -1, *a.shape[-2:]), view(b, -1, *b.shape[-2:])
     return view(bmm(left, right), *batch, a.shape[-2], b.shape[-1])
 
 
 def bmm(a: Tensor, b: Tensor) -> Tensor:
     """[batch, n, k] x [batch, k, m]: keeps both."""
+    a, b = lowered(a), lowered(b)
     y = a.tape.new((a.shape[0], a.shape[1], b.shape[2]), a.itemsize)
     wants = a.node is not None, b.node is not None
 
@@ -269,8 +280,9 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = No
     q [b, a, s, d], k and v [b, k, s, d] -> [b, a, s, d], whose dims lie in memory as those of q.
     """
     tape = q.tape
+    q, k, v = lowered(q), lowered(k), lowered(v)
     b, a, s, d = q.shape
-    y = tape.new(q.shape, q.itemsize, like(q))
+    y = tape.new((b, a, s, v.shape[-1]), q.itemsize, like(q) if v.shape[-1] == d else None)
     rows = tape.new((b, a, s), 4)
     masks = [] if mask is None else [mask]
     grouped, q_itemsize = k.shape[1] != a, q.itemsize

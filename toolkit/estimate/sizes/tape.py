@@ -80,11 +80,12 @@ class Tape:
     that keeps something, where checkpointing stops to compute again.
 
     `keeps_gradients`: a parameter's gradient stays; otherwise it is added to one that is there already, and freed.
+    `autocast`: bytes of a weight's element where products run in 16 bits, as under torch.autocast; 0: they do not.
     """
 
-    def __init__(self, *, on_cpu: bool = False, keeps_gradients: bool = False) -> None:
+    def __init__(self, *, on_cpu: bool = False, keeps_gradients: bool = False, autocast: int = 0) -> None:
         self.live = self.peak = self.peak_until_kept = self._peak_at_record = 0
-        self.on_cpu, self.keeps_gradients = on_cpu, keeps_gradients
+        self.on_cpu, self.keeps_gradients, self.autocast = on_cpu, keeps_gradients, autocast
         self.kinds: dict[Storage, str] = {}
         self.gradients: list[Tensor] = []
         self._nodes: list[Node] = []
@@ -122,6 +123,13 @@ class Tape:
         yield
         self._records = before
 
+    @contextmanager
+    def without_autocast(self) -> Iterator[None]:
+        """Inside, operations run in the dtype of what they are given."""
+        before, self.autocast = self.autocast, 0
+        yield
+        self.autocast = before
+
     def record(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], kept: Sequence[Tensor], backward: Backward
     ) -> None:
@@ -146,11 +154,14 @@ class Tape:
     def kept_bytes(self) -> dict[str, int]:
         """Kind -> bytes kept for backward, every storage once."""
         found: dict[str, int] = {}
-        for storage in {tensor.storage for node in self._nodes for tensor in node.kept}:
-            if storage is not self._free:
-                kind = self.kinds[storage]
-                found[kind] = found.get(kind, 0) + storage.bytes
+        for storage in self.kept_storages():
+            kind = self.kinds[storage]
+            found[kind] = found.get(kind, 0) + storage.bytes
         return found
+
+    def kept_storages(self) -> set[Storage]:
+        """What is kept for backward, but parameters."""
+        return {tensor.storage for node in self._nodes for tensor in node.kept} - {self._free}
 
     def backward(self, output: list[Tensor], gradient: list[Tensor] | None = None) -> None:
         """Run the nodes behind the one tensor in `output`; its gradient is the one in `gradient`, or a new one.

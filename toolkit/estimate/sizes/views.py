@@ -116,16 +116,21 @@ def split(x: Tensor, sizes: Sequence[int], dim: int = -1) -> list[Tensor]:
 
 
 def cat(parts: Sequence[Tensor], dim: int = -1) -> Tensor:
-    """A new tensor of all of them."""
+    """A new tensor of all of them, in the widest of their dtypes."""
     first = parts[0]
     dim %= len(first.shape)
     sizes = [part.shape[dim] for part in parts]
     shape = (*first.shape[:dim], sum(sizes), *first.shape[dim + 1 :])
-    y = first.tape.new(shape, first.itemsize)
+    itemsizes = [part.itemsize for part in parts]
+    y = first.tape.new(shape, max(itemsizes))
 
     def backward(g: Sequence[Tensor | None], kept: Sequence[Tensor]) -> list[Tensor | None]:
         assert g[0] is not None
-        return [narrow(g[0], dim, size) for size in sizes]
+        slices = [narrow(g[0], dim, size) for size in sizes]
+        return [
+            part if part.itemsize == itemsize else part.tape.new(part.shape, itemsize)
+            for part, itemsize in zip(slices, itemsizes, strict=True)
+        ]
 
     first.tape.record([y], parts, [], backward)
     return y

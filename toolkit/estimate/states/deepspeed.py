@@ -37,7 +37,7 @@ def deepspeed_states(
 
 
 def _plain(s: DeepSpeedSettings, held: Holdings, accumulation: int) -> ModelStates:
-    """A plain PyTorch optimizer over fp32 weights: 4 + 4 + 8 bytes. Autocast casts each matrix once a forward pass."""
+    """A plain PyTorch optimizer over fp32 weights: 4 + 4 + 8 bytes. What autocast casts counts with activations."""
     gradients = 4 * held.numel
     flat = min(held.numel, _FALLBACK_BUCKET + held.largest)
     return ModelStates(
@@ -49,7 +49,6 @@ def _plain(s: DeepSpeedSettings, held: Holdings, accumulation: int) -> ModelStat
         ),
         accumulated=gradients if accumulation > 1 else 0,
         fresh_layer=4 * held.layer_numel if accumulation == 1 else 0,
-        gathered=2 * held.matrices if s.autocast != "none" else 0,
         reduction=gradients + flat * (4 + (s.communication_bytes if s.communication_bytes != 4 else 0)),
         complete=gradients,
         step=gradients + (0 if s.fused else 4 * held.numel),

@@ -44,7 +44,7 @@ class ModelStates:
     buckets: int = 0
     """Communication buffers, beyond `held`, during the backward pass."""
     gathered: int = 0
-    """Weights gathered from other ranks, or cast for autocast, while layers compute."""
+    """Weights gathered from other ranks while layers compute."""
     reduction: int = 0
     """All beyond `held` while gradients are reduced behind the backward pass."""
     complete: int = 0

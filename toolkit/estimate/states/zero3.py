@@ -43,7 +43,7 @@ def zero3_states(s: DeepSpeedSettings, held: Holdings, dp: int) -> ModelStates:
         host_complete=8 * held.count if s.offload_optimizer else 0,
         buckets=_scattering(s, held),
         gathered=gathered,
-        step=0 if s.offload_optimizer else max(sub_groups) * (4 + (0 if s.fused else 4)),
+        step=0 if s.offload_optimizer else _update(s, max(sub_groups)),
     )
 
 
@@ -73,6 +73,12 @@ def _sub_groups(group: Group, dp: int, size: int) -> tuple[int, ...]:
             closed.append(local)
             local = 0
     return (*closed, local) if local else tuple(closed)
+
+
+def _update(s: DeepSpeedSettings, elements: int) -> int:
+    """A sub-group's gradients put together, and again in fp32; once that is made, the optimizer's temporaries."""
+    flat = s.accumulation_bytes if s.accumulation_bytes != 4 else 0
+    return elements * (4 + max(flat, 0 if s.fused else 4))
 
 
 def _gathered(s: DeepSpeedSettings, held: Holdings) -> int:

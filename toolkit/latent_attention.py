@@ -1,0 +1,55 @@
+"""LatentAttention: the dims of multi-head latent attention, and what it multiplies by."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from toolkit.errors import ModelError
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttention:
+    """Multi-head latent attention: queries, keys and values come out of two narrow latents."""
+
+    query_rank: int | None
+    """Width of the queries' latent; None where queries come from the hidden state."""
+    key_value_rank: int
+    plain_dim: int
+    """Features of a query or key head without rotary embedding."""
+    rotary_dim: int
+    """Features with it; of keys there is one head of them, which all share."""
+    value_dim: int
+
+    @property
+    def head_dim(self) -> int:
+        """Features of a query or key head."""
+        return self.plain_dim + self.rotary_dim
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any], defaults: Mapping[str, int | None], *, default_dim: int) -> Self:
+        """What the config says; `default_dim`: features of a value head where nobody says. Raises ModelError."""
+        given = {field: config.get(field, default) for field, default in defaults.items()}
+        given["v_head_dim"] = given["v_head_dim"] or default_dim
+        for field, value in given.items():
+            if not (type(value) is int and value >= 1) and not (field == "q_lora_rank" and value is None):
+                raise not_a_count(field, value, config)
+        return cls(
+            query_rank=given["q_lora_rank"],
+            key_value_rank=given["kv_lora_rank"],
+            plain_dim=given["qk_nope_head_dim"],
+            rotary_dim=given["qk_rope_head_dim"],
+            value_dim=given["v_head_dim"],
+        )
+
+    def matmul_parameters(self, hidden: int, heads: int) -> int:
+        """Weights of one layer's attention that multiply activations."""
+        rank = self.query_rank
+        queries = heads * self.head_dim * (hidden if rank is None else rank) + (hidden * rank if rank else 0)
+        latent = hidden * (self.key_value_rank + self.rotary_dim)
+        expanded = self.key_value_rank * heads * (self.plain_dim + self.value_dim)
+        return queries + latent + expanded + heads * self.value_dim * hidden
+
+
+def not_a_count(field: str, value: Any, config: Mapping[str, Any]) -> ModelError:
+    """The error for a size that is none."""
+    return ModelError(f"{field}={value!r} in the {config['model_type']} config: set it to a whole number from 1.")
