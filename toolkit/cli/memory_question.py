@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from toolkit import recipe_file
 from toolkit.errors import LayoutError, ModelError
 from toolkit.estimate.breakdown import MemoryBreakdown
 from toolkit.estimate.memory import Framework, MemoryModel, Workload
@@ -73,6 +72,8 @@ class Question:
 
 def from_recipe(path: str, options: Mapping[str, Any]) -> Question:
     """The question that a recipe asks; options beside it take the place of its own fields."""
+    from toolkit import recipe_file  # YAML and all its rules, which a question without a recipe does not wait for
+
     given = {
         "batch.micro_size": options["micro"],
         "data.seq_len": options["seq"],

@@ -11,36 +11,21 @@ from types import MappingProxyType
 from typing import Literal
 
 from toolkit.errors import LayoutError, ModelError
-from toolkit.estimate.decoder import ends
-from toolkit.estimate.decoder.context import Attention, Context
+from toolkit.estimate.decoder.context import Attention
 from toolkit.estimate.decoder.ends import Loss
-from toolkit.estimate.decoder.layer import layer
-from toolkit.estimate.family_rules import LayerKind
-from toolkit.estimate.sizes.tape import Tape
 from toolkit.estimate.style import LayerStyle
+from toolkit.estimate.walks import (
+    Setting,
+    table_bytes,
+    walk_embedding,
+    walk_head,
+    walk_layer,
+    walk_without_keeping,
+)
 from toolkit.shape import ModelShape
 
 Recomputation = Literal["none", "selective", "full"]
 Device = Literal["cuda", "cpu"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Part:
-    """One stretch of the model: kept for backward by kind, and the most that is live beyond it while it runs."""
-
-    kinds: Mapping[str, int]
-    shared: Mapping[str, int] = field(default_factory=dict)
-    """Of tables that other layers keep too, by name."""
-    recomputation_peak: int = 0
-    """The most in forward, up to the last operation that keeps something."""
-    outputs: int = 0
-    """Of the head: live when the logits are there."""
-    forward_peak: int
-    backward_peak: int
-
-    @property
-    def kept(self) -> int:
-        return sum(self.kinds.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +154,7 @@ def activations(
     `isolates_documents`: documents in a sample do not see each other, so attention has a mask.
     """
     _check(style, shape, seq_len, tp, sequence_parallel, attention)
-    setting = _Setting(
+    setting = Setting(
         shape=shape,
         style=style,
         samples=micro_batch_size,
@@ -185,8 +170,8 @@ def activations(
     )
     # Around the layers nothing depends on how attention is computed.
     around = replace(setting, attention="flash", recomputes_scores=False)
-    parts = {kind: _layer(setting, kind) for kind in dict.fromkeys(style.kinds)}
-    embedding, head = _embedding(around), _head(around, loss)
+    parts = {kind: walk_layer(setting, kind) for kind in dict.fromkeys(style.kinds)}
+    embedding, head = walk_embedding(around), walk_head(around, loss)
     rows = -(-shape.vocab // tp)
     boundary = micro_batch_size * seq_len * shape.hidden * dtype_bytes // (tp if sequence_parallel else 1)
     most = max(parts.values(), key=lambda part: part.kept)
@@ -195,10 +180,10 @@ def activations(
         # of the input that the recomputation's peak has in it there is one, and the gradient is as large.
         kinds: Mapping[str, int] = {"input": boundary}
         pattern: tuple[int, ...] = (boundary,) * len(style.kinds)
-        shared = _tables(setting)
+        shared = table_bytes(setting)
         extras = {
             kind: (
-                _passing(setting, kind) - boundary,
+                walk_without_keeping(setting, kind) - boundary,
                 max(part.backward_peak - part.kinds.get("input", 0), part.recomputation_peak),
             )
             for kind, part in parts.items()
@@ -225,120 +210,6 @@ def activations(
         head_extra=max(head.backward_peak, head.forward_peak) - head.kept,
         embedding_extra=max(embedding.backward_peak, embedding.forward_peak) - embedding.kept,
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Setting:
-    """What a walk depends on. Layouts that differ in nothing of it share the walk."""
-
-    shape: ModelShape
-    style: LayerStyle
-    samples: int
-    seq_len: int
-    itemsize: int
-    autocast: bool
-    attention: Attention
-    tp: int
-    sequence_parallel: bool
-    isolates_documents: bool
-    recomputes_scores: bool
-    on_cpu: bool
-
-    def context(self) -> Context:
-        return Context(
-            tape=Tape(on_cpu=self.on_cpu, autocast=self.itemsize if self.autocast else 0),
-            shape=self.shape,
-            style=self.style,
-            b=self.samples,
-            s=self.seq_len,
-            itemsize=self.itemsize,
-            attention=self.attention,
-            tp=self.tp,
-            sequence_parallel=self.sequence_parallel,
-            isolates_documents=self.isolates_documents,
-            recomputes_scores=self.recomputes_scores,
-        )
-
-
-@lru_cache(maxsize=4096)
-def _layer(setting: _Setting, kind: LayerKind) -> _Part:
-    c = setting.context()
-    tape = c.tape
-    tables = ends.tables(c)
-    x = tape.leaf((c.b, c.local_s, c.shape.hidden), c.itemsize)
-    tape.kinds[x.storage] = "input"
-    outside = tape.live - x.storage.bytes
-    tape.peak = 0
-    output = [layer(c, x, tables, kind)]
-    del x
-    kinds, kept = tape.kept_bytes(), tape.kept_storages()
-    kinds.pop("shared", None)
-    shared = {name: table.storage.bytes for name, table in vars(tables).items() if table and table.storage in kept}
-    forward_peak, recomputation_peak = tape.peak - outside, tape.peak_until_kept - outside
-    tape.peak = 0
-    tape.backward(output)
-    return _Part(
-        kinds=kinds,
-        shared=shared,
-        forward_peak=forward_peak,
-        recomputation_peak=recomputation_peak,
-        backward_peak=tape.peak - outside,
-    )
-
-
-@lru_cache(maxsize=4096)
-def _passing(setting: _Setting, kind: LayerKind) -> int:
-    """The most that lives while a layer runs and keeps nothing."""
-    c = setting.context()
-    tape = c.tape
-    tables = ends.tables(c)
-    x = tape.leaf((c.b, c.local_s, c.shape.hidden), c.itemsize)
-    outside = tape.live - x.storage.bytes
-    tape.peak = 0
-    with tape.no_grad():
-        layer(c, x, tables, kind)
-    return tape.peak - outside
-
-
-@lru_cache(maxsize=4096)
-def _embedding(setting: _Setting) -> _Part:
-    c = setting.context()
-    tape = c.tape
-    with tape.part("embedding"):
-        output = [ends.embed(c)]
-    kinds, forward_peak = tape.kept_bytes(), tape.peak
-    tape.peak = 0
-    tape.backward(output)
-    return _Part(kinds=kinds, forward_peak=forward_peak, backward_peak=tape.peak)
-
-
-@lru_cache(maxsize=4096)
-def _head(setting: _Setting, loss: Loss) -> _Part:
-    c = setting.context()
-    tape = c.tape
-    x = tape.leaf((c.b, c.local_s, c.shape.hidden), c.itemsize)
-    tape.kinds[x.storage] = "norm"
-    logits = ends.head(c, x)
-    outputs = tape.live - x.storage.bytes
-    del x
-    output = [ends.loss(c, logits)]
-    held = logits if loss == "stock" else None  # Hugging Face's output object, which the caller holds
-    del logits
-    kinds, forward_peak = tape.kept_bytes(), tape.peak
-    tape.peak = 0
-    tape.backward(output)
-    del held
-    return _Part(kinds=kinds, outputs=outputs, forward_peak=forward_peak, backward_peak=tape.peak)
-
-
-@lru_cache(maxsize=4096)
-def _tables(setting: _Setting) -> int:
-    """All of them: a recomputed layer needs them again."""
-    c = setting.context()
-    tables = ends.tables(c)
-    found = c.tape.live
-    del tables
-    return found
 
 
 def _check(
