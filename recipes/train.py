@@ -74,10 +74,10 @@ def main(argv: list[str]) -> None:
         if resumed is not None:
             checkpointer.restore(resumed.saved, resumed.state)
         show_banner(progress, recipe, layout, batch, engine, corpus, len(feed.train), run, device, resumed)
-        run.open(recipe, ds_config, device, goes_on_after=resumed.state.step if resumed else 0)
-        trackers = Trackers.start(recipe, run.path, enabled=first)
         after = None if resumed is None else resumed.state
         with Preemption() as preemption:
+            run.open(recipe, ds_config, device, goes_on_after=0 if after is None else after.step)
+            trackers = Trackers.start(recipe, run.path, enabled=first)
             history = fit(recipe, engine, feed, run, progress, trackers, checkpointer, preemption, after=after)
 
         watchdog.mark("finish")

@@ -112,7 +112,7 @@ class PreemptedError(ToolkitError):
     scope: Scope = "job"
 
 
-def nearest(name: str, allowed: Iterable[str]) -> str:
-    """' Did you mean X?' for the closest of `allowed`, or '' when nothing is close."""
-    close = difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.6)
+def nearest(name: str, allowed: Iterable[str], *, cutoff: float = 0.6) -> str:
+    """' Did you mean X?' for the closest of `allowed`, or '' when nothing is close: 1 is the same."""
+    close = difflib.get_close_matches(name, list(allowed), n=1, cutoff=cutoff)
     return f" Did you mean {close[0]}?" if close else ""

@@ -295,7 +295,11 @@ def gpu(name: str) -> Gpu:
     if found is not None:
         return found
     exact = {entry.lower(): entry for entry in gpus()}
-    close = difflib.get_close_matches(name.lower(), exact, n=3, cutoff=0.4)
+    wanted = name.lower()
+    # A part of a name is most often a chip whose boards and memories the user did not tell apart.
+    starting = [key for key in exact if key.startswith(wanted)] if wanted else []
+    close = list(dict.fromkeys([*starting, *difflib.get_close_matches(wanted, exact, n=3, cutoff=0.4)]))
+    close = close[: max(3, len(starting))]
     hint = f" Nearest: {', '.join(exact[key] for key in close)}." if close else ""
     raise RunError(f"gpu={name} is not in the catalogue.{hint} Choose one of {', '.join(gpus())}.")
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from toolkit.errors import ModelError
+from toolkit.config_fields import checked_count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,10 +29,11 @@ class LatentAttention:
     def read(cls, config: Mapping[str, Any], defaults: Mapping[str, int | None], *, default_dim: int) -> Self:
         """What the config says; `default_dim`: features of a value head where nobody says. Raises ModelError."""
         given = {field: config.get(field, default) for field, default in defaults.items()}
-        given["v_head_dim"] = given["v_head_dim"] or default_dim
+        if given["v_head_dim"] is None:
+            given["v_head_dim"] = default_dim
         for field, value in given.items():
-            if not (type(value) is int and value >= 1) and not (field == "q_lora_rank" and value is None):
-                raise not_a_count(field, value, config)
+            if field != "q_lora_rank" or value is not None:
+                checked_count(config, field, value)
         return cls(
             query_rank=given["q_lora_rank"],
             key_value_rank=given["kv_lora_rank"],
@@ -48,8 +49,3 @@ class LatentAttention:
         latent = hidden * (self.key_value_rank + self.rotary_dim)
         expanded = self.key_value_rank * heads * (self.plain_dim + self.value_dim)
         return queries + latent + expanded + heads * self.value_dim * hidden
-
-
-def not_a_count(field: str, value: Any, config: Mapping[str, Any]) -> ModelError:
-    """The error for a size that is none."""
-    return ModelError(f"{field}={value!r} in the {config['model_type']} config: set it to a whole number from 1.")

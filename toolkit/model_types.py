@@ -143,6 +143,7 @@ REFUSED = {
     "cohere_compass_text": "its rope_parameters, which say which layers have a rotary embedding, are not read",
     "ctrl": "its layers are not known",
     "doge": "its attention masks what it has learned to mask, which is not followed",
+    "gemma3n_text": "its layers pass several hidden states on, which are not followed",
     "gemma4_text": _UNLIKE,
     "gemma4_unified_text": _UNLIKE,
     "gpt_neox_japanese": _UNLIKE,
@@ -151,3 +152,23 @@ REFUSED = {
     "phi4_multimodal": "its encoders of images and sound, which train with it, are not known; its text model is a phi3",
 }
 """Dense decoders that are not read, and why: what is not counted right is not counted."""
+
+_WITH_EXPERTS = """
+afmoe aria aria_text axk1 axk2 beam cohere2_moe dbrx deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 dots1 dots3_note
+dots3_note_text ernie4_5_moe exaone_moe flex_olmo flint glm4_moe glm4_moe_lite glm_moe_dsa gpt_oss granitemoe
+granitemoe_swa granitemoeshared hunyuan_v1_moe hy_v3 hy_v4 inkling2_text inkling_text jetmoe kolibri1 laguna llama4
+llama4_text longcat_flash mellum mimo_v2_flash minimax_m2 minimax_m3_vl_text mixtral olmoe phimoe qwen2_moe qwen3_moe
+solar_open zaya
+"""
+_WITH_A_STATE = """
+bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2 lfm2_moe lfm3 mamba mamba2 minimax
+nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp qwen4_exp_text
+recurrent_gemma rwkv xlstm zamba zamba2
+"""
+NOT_DENSE = {
+    **dict.fromkeys(_WITH_EXPERTS.split(), "its layers have experts, of which a token sees a few"),
+    **dict.fromkeys(
+        _WITH_A_STATE.split(), "it carries a state along the sequence in place of attention, in all or some layers"
+    ),
+}
+"""Decoders that are no dense ones, and why: another family's name near theirs would be no answer."""

@@ -12,9 +12,17 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
+from toolkit import config_fields, config_file
+from toolkit.config_fields import LARGEST, checked_count, flag, mapping, wrong
 from toolkit.errors import ModelError, nearest
-from toolkit.latent_attention import LatentAttention, not_a_count
-from toolkit.model_types import FACT_OF, MAPPED_BY_ALL, MODEL_TYPES, REFUSED, SPELLINGS, ModelType
+from toolkit.latent_attention import LatentAttention
+from toolkit.model_types import FACT_OF, MAPPED_BY_ALL, MODEL_TYPES, NOT_DENSE, REFUSED, SPELLINGS, ModelType
+
+_MOST = {"layers": 10_000, "heads": 10_000}
+"""Beyond any model, and few enough that going through all of them takes no time."""
+
+_TYPING_ERROR = 0.8
+"""How close a name is to the one that was meant. Other models' names are closer to each other than other words are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,17 +77,18 @@ class ModelShape:
         if refusal is not None:
             raise ModelError(f"model_type={model_type} is not counted: {refusal}. {_families_known()}")
         if family is None:
-            raise ModelError(
-                f"model_type={model_type} is not a dense decoder that this toolkit reads."
-                f"{nearest(str(model_type), MODEL_TYPES)} {_families_known()}"
-            )
-        if config.get("add_cross_attention"):
+            raise _not_read(model_type)
+        if flag(config, "add_cross_attention", False):
             raise ModelError(f"{model_type} with add_cross_attention=true attends to an encoder. Set it to false.")
         hidden = _count(config, family, "hidden")
         heads = _count(config, family, "heads")
         kv_heads = _count(config, family, "kv_heads", heads)
         # Falcon's new architecture reads num_kv_heads and ignores multi_query.
-        if family.multi_query and config.get("multi_query", True) and not config.get("new_decoder_architecture"):
+        if (
+            family.multi_query
+            and flag(config, "multi_query", True)
+            and not flag(config, "new_decoder_architecture", False)
+        ):
             kv_heads = 1
         if heads % kv_heads:
             raise ModelError(f"{kv_heads} key-value heads do not divide {heads} query heads. Choose a divisor.")
@@ -106,8 +115,8 @@ class ModelShape:
             ffn=_count(config, family, "ffn", 4 * hidden),
             gated=family.gated,
             vocab=_count(config, family, "vocab"),
-            positions=_optional_count(config, family, "positions"),
-            tied=bool(_read(config, family, "tied")),
+            positions=_positions(config, family),
+            tied=_tied(config, family),
             learned_positions=family.learned_positions,
             embed_dim=_count(config, family, "embed_dim", hidden),
             latent=latent,
@@ -171,6 +180,9 @@ def hub_spelling(name: str) -> str | None:
     return next((hub for hub, entry in _catalogue()["_aliases"].items() if entry == name.lower()), None)
 
 
+_TABLES_OF_POSITIONS = ("xglm", "gptj", "codegen")
+"""Families that compute a table of sines and cosines when they are built."""
+
 DERIVED_FIELDS = {
     "head_dim": frozenset({"hidden_size", "num_attention_heads"}),
     "layer_types": frozenset({"num_hidden_layers"}),
@@ -204,9 +216,9 @@ def with_overrides(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> d
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The language model inside a multimodal config, or the config itself."""
-    text = config.get("text_config")
-    if not isinstance(text, Mapping):
+    if config.get("text_config") is None:
         return config
+    text = mapping(config, "text_config")
     outer = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
     return outer | dict(text)
 
@@ -228,11 +240,33 @@ def _read(config: Mapping[str, Any], family: ModelType, fact: str) -> Any:
     return family.default(fact)
 
 
+def _not_read(model_type: Any) -> ModelError:
+    """The error for a family that is not among the known ones; a near name only where it may be meant."""
+    reason = NOT_DENSE.get(model_type) if isinstance(model_type, str) else None
+    name = config_fields.name(model_type)
+    why = f": {reason}." if reason else f".{nearest(name, MODEL_TYPES, cutoff=_TYPING_ERROR)}"
+    return ModelError(f"model_type={name} is not a dense decoder that this toolkit reads{why} {_families_known()}")
+
+
+def _tied(config: Mapping[str, Any], family: ModelType) -> bool:
+    value = _read(config, family, "tied")
+    if value is None or isinstance(value, bool):
+        return bool(value)
+    raise wrong(family.spelling["tied"], value, config, "true or false")
+
+
+def _positions(config: Mapping[str, Any], family: ModelType) -> int | None:
+    """None where the config names no length, which a family with a table of positions cannot leave out."""
+    if family.learned_positions or config["model_type"] in _TABLES_OF_POSITIONS:
+        return _count(config, family, "positions")
+    return _optional_count(config, family, "positions")
+
+
 def _optional_count(config: Mapping[str, Any], family: ModelType, fact: str) -> int | None:
     value = _read(config, family, fact)
-    if value is None or (type(value) is int and value >= 1):
-        return value
-    raise not_a_count(family.spelling[fact], value, config)
+    if value is None:
+        return None
+    return checked_count(config, family.spelling[fact], value, most=_MOST.get(fact, LARGEST))
 
 
 def _count(config: Mapping[str, Any], family: ModelType, fact: str, default: int | None = None) -> int:
@@ -249,18 +283,10 @@ def _families_known() -> str:
 
 
 def _read_config(directory: Path) -> dict[str, Any]:
-    path = directory / "config.json"
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        return config_file.read(directory / "config.json")
     except FileNotFoundError:
         raise ModelError(f"{directory} has no config.json. Name a directory in Hugging Face format.") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ModelError(f"{path} cannot be read: {error}. Check the file and its permissions.") from None
-    except json.JSONDecodeError as error:
-        raise ModelError(f"{path} is not JSON: {error}. Correct it, or save the model again.") from None
-    if not isinstance(config, dict):
-        raise ModelError(f"{path} holds a {type(config).__name__}: a config is a JSON object. Save the model again.")
-    return config
 
 
 @cache

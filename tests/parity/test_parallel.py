@@ -66,9 +66,9 @@ def _with_split_sums(recipe: Any, parts: int) -> Trial:
 @pytest.mark.parametrize(
     "parallel",
     [
-        {"tp": 2, "zero_stage": 1},
+        pytest.param({"tp": 2, "zero_stage": 1}, marks=pytest.mark.whole),
         {"tp": 2, "zero_stage": 3},
-        {"pp": 2, "zero_stage": 1},
+        pytest.param({"pp": 2, "zero_stage": 1}, marks=pytest.mark.whole),
         {"tp": 2, "pp": 2, "zero_stage": 1, "sequence_parallel": True},
     ],
     ids=["tp2-z1", "tp2-z3", "pp2-z1", "tp2-pp2-z1-sp"],

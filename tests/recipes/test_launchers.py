@@ -122,9 +122,9 @@ def test_an_error_of_all_ranks_is_printed_once(environment: dict[str, str], smal
 
 
 def started(launcher: subprocess.Popen, run: Path) -> list[int]:
-    """The ranks of a launcher, once they train."""
-    deadline = time.monotonic() + 120
-    while not (run / "metrics.jsonl").exists() and time.monotonic() < deadline:
+    """The ranks of a launcher, once they train: a first step is through on all of them."""
+    deadline, metrics = time.monotonic() + 120, run / "metrics.jsonl"
+    while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
         time.sleep(0.2)
     return [int(child) for child in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()]
 

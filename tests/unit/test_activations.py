@@ -6,7 +6,9 @@ import pytest
 
 from toolkit.errors import LayoutError, ModelError
 from toolkit.estimate.activations import ActivationBreakdown, activations
+from toolkit.estimate.family_rules import FAMILIES
 from toolkit.estimate.pipeline import in_flight_micro_batches, pipeline_buffers, stage_peak
+from toolkit.estimate.sizes.tape import Tape
 from toolkit.estimate.style import LayerStyle
 from toolkit.shape import ModelShape, families
 
@@ -137,3 +139,54 @@ def test_a_first_stage_waits_with_more_than_the_next() -> None:
     a = estimate(GPT2, loss="stock")
     peaks = [stage_peak(a, layers=2, stage=stage, stages=3, micro_batches=6) for stage in range(3)]
     assert peaks[0] > peaks[1]
+
+
+def test_kinds_come_in_one_order_for_every_family() -> None:
+    """What a reader compares stands in the same place in each process and for each model."""
+    order = ["input", "norm", "attention", "mlp", "residual"]
+    for family in families():
+        for recompute in ("none", "selective"):
+            found = list(estimate({"model_type": family}, seq_len=8, recompute=recompute).layer_kinds)
+            assert found == [kind for kind in order if kind in found], family
+            assert {"norm", "attention", "mlp"} <= {*found}, family
+
+
+def test_what_is_kept_comes_in_the_order_of_the_operations() -> None:
+    tape = Tape()
+    x = tape.leaf((8, 8), 2)
+    kept = [tape.new((8, size), 2) for size in range(1, 200)]
+    for tensor in kept:
+        with tape.part(str(tensor.shape)):
+            tape.record([tape.new((8, 8), 2)], [x], [tensor], lambda g, kept: [None])
+    assert list(tape.kept_storages()) == [tensor.storage for tensor in kept]
+    assert list(tape.kept_bytes()) == [str(tensor.shape) for tensor in kept]
+
+
+def test_a_familys_kernels_are_those_that_its_class_in_transformers_states() -> None:
+    """Read from the class, whose `from_pretrained` refuses any other."""
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    for family, rules in FAMILIES.items():
+        model = MODEL_FOR_CAUSAL_LM_MAPPING[type(AutoConfig.for_model(family))]
+        assert (rules.sdpa, rules.flash) == (model._supports_sdpa, model._supports_flash_attn), family
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("bloom", {"attention": "flash"}, "flash: transformers has only eager attention for bloom. Choose eager."),
+        ("codegen", {"attention": "flash"}, "only eager attention for codegen"),
+        ("gptj", {"attention": "sdpa"}, "only eager and flash attention for gptj. Choose eager or flash."),
+        ("llama", {"attention": "flash", "dtype_bytes": 4}, "16 bits, and this model in fp32. Choose sdpa or eager"),
+        ("gemma2", {"attention": "flash", "dtype_bytes": 4}, "Choose eager, or"),
+    ],
+)
+def test_a_kernel_that_would_not_run_is_refused(family: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        estimate({"model_type": family}, **changes)
+
+
+def test_flash_attention_runs_where_autocast_computes_in_16_bits() -> None:
+    fp32 = {"dtype_bytes": 4, "autocast": True, "attention": "flash"}
+    assert estimate({"model_type": "llama"}, **fp32).layer > estimate({"model_type": "llama"}, attention="flash").layer

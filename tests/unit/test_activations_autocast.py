@@ -144,13 +144,13 @@ def test_the_peak_of_any_familys_pass_is_known(family: str, attention: str, reco
     check_peak(case_of(family, attention, recompute=recompute), 0.03 if recompute == "none" else 0.1)
 
 
-def run_of(engine: str, precision: str, recompute: str = "none") -> MemoryBreakdown:
+def run_of(engine: str, precision: str, recompute: str = "none", micro_size: int = 2) -> MemoryBreakdown:
     """The estimate of GPT-2 XL on four ranks, without ZeRO."""
     document = {
         "model": {"name_or_path": "gpt2-xl"},
         "data": {"seq_len": 1024},
         "parallel": {"dp": 4, "zero_stage": 0, "recompute": recompute},
-        "batch": {"global_size": 16, "micro_size": 2},
+        "batch": {"global_size": 8 * micro_size, "micro_size": micro_size},
         "precision": precision,
         "optimizer": {"lr": 1e-4},
         "train": {"steps": 1, "engine": engine},
@@ -176,4 +176,6 @@ def test_recomputed_layers_cast_their_weights_one_after_the_other() -> None:
     shape = ModelShape.from_config(config)
     layer, head = 12 * shape.hidden**2, shape.vocab * shape.hidden
     assert run_of("deepspeed", "bf16").gathered == 2 * (shape.layers * layer + head)
-    assert run_of("deepspeed", "bf16", "full").gathered == 2 * (layer + head)
+    # With few samples the worst moment is before the loss, when all casts of the forward pass live.
+    assert run_of("deepspeed", "bf16", "full").gathered == 2 * (shape.layers * layer + head)
+    assert run_of("deepspeed", "bf16", "full", micro_size=16).gathered == 2 * (layer + head)

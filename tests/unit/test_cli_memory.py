@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -76,10 +77,111 @@ def test_a_sweep_has_a_row_for_each_combination(capsys):
     assert "a DeepSpeed pipeline allows zero_stage 0 or 1" in out
 
 
+def test_a_cell_that_training_refuses_has_no_number(capsys):
+    found = json.loads(
+        dstk(capsys, "memory", "--model", "gpt2", "--layout", "u2", "--sweep", "zero,recompute", "--json")
+    )
+    assert all("total" in cell for cell in found["cells"])
+    found = json.loads(dstk(capsys, "memory", "--model", "gpt2", "--layout", "dp4-tp2", "--sweep", "zero", "--json"))
+    assert [cell["zero"] for cell in found["cells"] if "error" in cell] == [0]
+    assert "Write --layout dp4-tp2-pp1-z1" in found["cells"][0]["error"]
+
+
+def test_a_swept_length_that_ranks_cannot_share_is_refused(capsys, tmp_path):
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"model_type": "gpt2", "n_head": 6, "n_embd": 48, "n_positions": 1024}))
+    arguments = ["memory", "--model", str(config), "--layout", "u3", "--sweep", "seq", "--seq", "1023", "--json"]
+    (cell,) = json.loads(dstk(capsys, *arguments))["cells"]
+    assert "--seq 1024 with ulysses=3: each rank takes an equal part" in cell["error"]
+
+
+def test_a_sweeps_json_says_what_was_asked(capsys):
+    arguments = ["memory", "--model", "gpt2", "--layout", "dp8", "--gpu", "A100-40", "--sweep", "zero,micro", "--json"]
+    found = json.loads(dstk(capsys, *arguments))
+    assert (found["model"], found["layout"], found["gpu"]) == ("gpt2", "dp8-tp1-pp1-z0", "A100-SXM-40GB")
+    assert [(cell["zero"], cell["micro"]) for cell in found["cells"][4:6]] == [(0, 16), (1, 1)]
+
+
+def test_the_json_says_all_that_the_layouts_name_leaves_out(capsys):
+    arguments = ["--sequence-parallel", "--offload-optimizer", "--attention", "flash", "--recompute", "full", "--json"]
+    found = json.loads(dstk(capsys, "memory", "--model", "gpt2", "--layout", "dp2-tp2-z1", *arguments))
+    names = ("engine", "attention", "recompute", "sequence_parallel", "offload_optimizer", "offload_params")
+    assert [found[name] for name in names] == ["deepspeed", "flash", "full", True, "cpu", "none"]
+
+
+def ddp_recipe(folder: Path) -> str:
+    path = folder / "ddp.yaml"
+    path.write_text(
+        "{model: {name_or_path: gpt2}, data: {seq_len: 512}, batch: {global_size: 6, micro_size: 1}, precision: bf16, "
+        "optimizer: {lr: 1e-4}, train: {steps: 1, engine: ddp}}"
+    )
+    return str(path)
+
+
+def test_zero_stages_are_not_swept_where_the_engine_has_none(capsys, tmp_path):
+    arguments = ["--recipe", ddp_recipe(tmp_path), "--world-size", "2"]
+    assert "only deepspeed has ZeRO stages" in refusal(capsys, *arguments, "--sweep", "micro,zero")
+    assert "micro 16" in dstk(capsys, "memory", *arguments, "--sweep", "recompute,micro")
+
+
+def test_the_title_says_attention_accumulation_and_another_engine(capsys, tmp_path):
+    arguments = ["--recipe", ddp_recipe(tmp_path), "--world-size", "2", "--attention", "eager"]
+    title = dstk(capsys, "memory", *arguments).splitlines()[0]
+    assert title == "gpt2, ddp, dp2, bf16, micro-batch 1 x 512, accumulation 3, eager"
+
+
+def test_the_stage_that_takes_most_is_always_shown(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    arguments = ["--model", "llama-3-70b", "--layout", "pp40-z1", "--gpu", "A100-40"]
+    stages = json.loads(dstk(capsys, "memory", *arguments, "--json"))["stages"]
+    worst = max(stages, key=lambda stage: stage["total"])["stage"]
+    assert 2 < worst < 39  # neither among the first nor the last
+    out = dstk(capsys, "memory", *arguments)
+    assert out.splitlines()[2].split()[-4:] == ["stage", str(worst), "stage", "39"]
+    assert f"stages 0 to {worst - 1}, {worst + 1} to 38" in out
+
+
+@pytest.mark.parametrize(("layout", "words"), [("dp4-z3", "parameters before ZeRO"), ("dp4-z2", "parameters held")])
+def test_parameters_are_counted_before_zero_shards_them(capsys, layout, words):
+    assert words in dstk(capsys, "memory", "--model", "gpt2", "--layout", layout)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "note"),
+    [
+        (["--recipe", "recipes/gpt2/z3.yaml"], "note: for 1 rank, as neither --world-size nor parallel.dp says"),
+        (["--recipe", "recipes/gpt2/z3.yaml", "--world-size", "4"], ""),
+        (["--model", "gpt2", "--layout", "dp4", "--gpu", "T4"], "note: T4 has no bf16 units"),
+        (["--model", "gpt2", "--layout", "dp4", "--gpu", "T4", "--precision", "fp16"], ""),
+    ],
+)
+def test_a_note_says_what_was_guessed_or_will_not_train(capsys, arguments, note):
+    with pytest.raises(SystemExit):
+        main(["memory", *arguments])
+    written = capsys.readouterr().err
+    assert written.startswith(note) if note else not written
+
+
 def test_a_picture_is_written(capsys, tmp_path):
     path = tmp_path / "memory.png"
     dstk(capsys, *LLAMA, "--plot", str(path))
     assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.mark.parametrize("worst", [0, 23, 38, 63])
+def test_of_64_bars_the_first_the_last_or_the_tallest_are_labelled_and_none_touch(worst):
+    from toolkit.report.memory_plot import places_to_label
+
+    places = places_to_label([2.0 if place == worst else 1.0 for place in range(64)])
+    assert worst in places
+    assert {0, 63} & set(places)
+    assert min(after - before for before, after in pairwise(places)) >= 8
+
+
+def test_of_16_bars_each_is_labelled():
+    from toolkit.report.memory_plot import places_to_label
+
+    assert places_to_label([1.0] * 16) == list(range(16))
 
 
 def test_a_config_json_alone_is_enough(capsys, tmp_path):
@@ -108,10 +210,38 @@ def test_a_config_json_alone_is_enough(capsys, tmp_path):
         (["--model", "gpt2", "--recipe", "r.yaml"], "leave out --model and --layout"),
         (["--model", "gpt2", "--layout", "dp2", "--sweep", "colour"], "'colour' cannot be swept"),
         (["--model", "gpt2", "--layout", "dp2", "--plot", "/nowhere/a.png"], "--plot /nowhere/a.png"),
+        (["--model", "gpt2", "--layout", "dp2", "--plot", "a.png", "--sweep", "zero"], "--plot draws one layout"),
     ],
 )
 def test_bad_input_is_one_line(capsys, arguments, words):
     assert words in refusal(capsys, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["dp8-tp4"], "zero_stage=0 with tp=4 and --precision bf16: without ZeRO"),
+        (["dp8-tp4"], "Write --layout dp8-tp4-pp1-z1, or --precision fp32."),
+        (["pp2"], "Write --layout dp1-tp1-pp2-z1, or --precision fp32."),
+        (["dp4-tp2-z0"], "zero_stage=0 with tp=2"),
+        (["pp2-z1", "--precision", "fp16"], "--precision fp16 with pp=2: pipelines have no loss scaling"),
+        (["tp2-u2"], "ulysses=2 with tp=2"),
+        (["pp2-u2"], "ulysses=2 with pp=2"),
+        (["u2", "--attention", "eager"], "--attention eager with ulysses=2"),
+        (["u2", "--seq", "1023"], "--seq 1023 with ulysses=2: each rank takes an equal part of a sequence"),
+        (["tp2-z1", "--sequence-parallel", "--seq", "1023"], "Set --seq 1022 or 1024, or sequence_parallel=false."),
+        (["u2-z1", "--model", "bloom-560m"], "ulysses=2: the family bloom was not found to train the same"),
+    ],
+)
+def test_what_training_refuses_is_refused_in_the_words_of_the_options(capsys, arguments, words):
+    assert words in refusal(capsys, "--model", "llama-3-8b", "--layout", *arguments)
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp2", "dp2-tp2-pp2"])
+def test_the_advice_to_add_a_zero_stage_is_followed_by_a_number(capsys, layout):
+    line = refusal(capsys, "--model", "llama-3-8b", "--layout", layout)
+    advice = line.partition("Write --layout ")[2].partition(",")[0]
+    assert "allocated at the peak" in dstk(capsys, "memory", "--model", "llama-3-8b", "--layout", advice)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +259,7 @@ def test_a_config_that_is_no_dense_decoder_is_refused(capsys, tmp_path, config, 
     assert words in refusal(capsys, "--model", str(path), "--layout", "dp2")
 
 
-def test_the_command_imports_neither_torch_nor_transformers():
+def test_the_command_imports_neither_torch_nor_transformers_nor_yaml():
     code = f"""
 import sys
 from toolkit.cli.main import main
@@ -137,6 +267,6 @@ try:
     main({LLAMA!r})
 except SystemExit:
     pass
-sys.exit(bool({{"torch", "transformers", "matplotlib"}} & sys.modules.keys()))
+sys.exit(bool({{"torch", "transformers", "matplotlib", "yaml"}} & sys.modules.keys()))
 """
     assert subprocess.run([sys.executable, "-c", code], check=False, capture_output=True).returncode == 0

@@ -72,6 +72,18 @@ def test_a_precision_without_matrix_units_is_an_error():
         gpu("V100-SXM-32GB").peak_flops("bf16")
 
 
+@pytest.mark.parametrize(
+    ("given", "nearest"),
+    [
+        ("h100", "H100-SXM-80GB, H100-PCIe-80GB"),
+        ("A100", "A100-SXM-80GB, A100-SXM-40GB, A100-PCIe-80GB, A100-PCIe-40GB"),
+    ],
+)
+def test_a_chip_alone_is_answered_with_all_its_boards(given, nearest):
+    with pytest.raises(RunError, match=f"Nearest: {nearest}"):
+        gpu(given)
+
+
 def test_an_unknown_gpu_is_an_error_with_the_nearest_names():
     with pytest.raises(RunError, match=r"Nearest: .*H100-SXM-80GB"):
         gpu("H100-90GB")

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from toolkit.errors import ConfigError, LayoutError
-from toolkit.estimate.memory import MemoryModel, Workload
+from toolkit.estimate.memory import MemoryModel, Recomputation, Workload
 from toolkit.estimate.overhead import communicators, nccl_bytes
 from toolkit.estimate.states import Accounting, DeepSpeedSettings, deepspeed_states, fsdp2, megatron, nanotron, plain
 from toolkit.hardware import gpu
@@ -100,6 +100,7 @@ def test_the_parts_of_every_stage_add_up_to_the_larger_moment():
             + stage.buckets
             + stage.gathered
             + stage.model_buffers
+            + stage.workspace
             + sum(stage.activations.values())
             + stage.logits
             + stage.update
@@ -203,3 +204,20 @@ def test_hopper_s_communicators_of_more_than_two_gpus_take_buffers_of_the_switch
     for ranks, switch in ((2, 0), (4, 4 * 32 * 2**20), (64, 8 * 32 * 2**20)):
         older, hopper = (nccl_bytes(Layout(dp=ranks), gpu(name)) for name in ("A100-80", "H100-80"))
         assert hopper - older == switch
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_gradients_that_come_with_the_backward_pass_are_gradients(recompute: Recomputation) -> None:
+    # With one micro-batch the gradients only come to be in its backward pass.
+    work = replace(WORK, accumulation=1, recompute=recompute, activation_bytes=4, autocast=True)
+    once = LLAMA.peak(Layout(dp=8), work, plain())
+    assert min(once.activations.values()) >= 0
+    assert once.activations["working"] < 2 * GIB
+    assert once.gradients in (0, pytest.approx(4 * PARAMETERS, rel=0.05))
+    summed = LLAMA.peak(Layout(dp=8), replace(work, accumulation=2), plain())
+    assert summed.gradients == 4 * PARAMETERS
+    assert summed.activations["working"] < 2 * GIB
+
+
+def test_the_host_holds_fp32_weights_while_ddp_builds_its_model() -> None:
+    assert LLAMA.peak(Layout(dp=8), WORK, plain()).host_loading == 4 * PARAMETERS

@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from toolkit import shape
 from toolkit.errors import ModelError
-from toolkit.model_types import MODEL_TYPES, REFUSED
+from toolkit.model_types import MODEL_TYPES, NOT_DENSE, REFUSED
 from toolkit.shape import ModelShape, find_config, matmul_parameters, with_overrides
 
 TINY = {
@@ -207,3 +207,39 @@ def test_a_directory_without_a_readable_config_says_why(tmp_path, content, says)
 def test_a_path_that_is_no_directory_is_not_taken_for_a_hub_name():
     with pytest.raises(ModelError, match="is not a directory"):
         find_config("./missing")
+
+
+_STATEFUL = ("mamba", "rwkv", "xlstm", "recurrent_gemma", "lfm2", "falcon_h1", "qwen3_next", "kimi_linear")
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "deepseek_v3", "qwen3_moe", "llama4_text", *_STATEFUL])
+def test_a_model_that_is_not_dense_is_refused_for_what_it_is(name):
+    with pytest.raises(ModelError) as error:
+        ModelShape.from_config({"model_type": name})
+    assert ("carries a state" if name in _STATEFUL else "layers have experts") in str(error.value)
+    assert "Did you mean" not in str(error.value)
+
+
+def test_every_decoder_whose_config_counts_experts_is_refused_for_them_or_for_its_state():
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    counts = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    found = set()
+    for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - REFUSED.keys() - {"gemma4", "gemma4_assistant"}:
+        fields = AutoConfig.for_model(name).to_dict()
+        fields |= fields.get("text_config") or {}
+        if any(count in fields for count in counts):
+            found.add(name)
+    assert len(found) > 40
+    assert found <= NOT_DENSE.keys()
+
+
+def test_what_is_not_dense_is_no_family_that_is_read():
+    assert not NOT_DENSE.keys() & (set(shape.families()) | REFUSED.keys())
+
+
+@pytest.mark.parametrize("name", ["t5", "mt5", "qwen2_vl", "janus", "paligemma"])
+def test_another_models_name_is_not_taken_for_a_typing_error(name):
+    with pytest.raises(ModelError) as error:
+        ModelShape.from_config({"model_type": name})
+    assert "Did you mean" not in str(error.value)

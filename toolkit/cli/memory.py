@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from toolkit.errors import LayoutError, ModelError, RecipeError
+from toolkit.errors import LayoutError, ModelError, RecipeError, ReportError
 
 if TYPE_CHECKING:
     from toolkit.cli.memory_question import Question
@@ -22,7 +22,7 @@ _SWEEPS = ("zero", "micro", "recompute", "seq")
 @click.option("--micro", type=click.IntRange(min=1), help="Samples of one forward pass of one rank.  [default: 1]")
 @click.option("--seq", type=click.IntRange(min=1), help="Tokens of a sample.  [default: 2048, or what the model has]")
 @click.option("--accumulation", type=click.IntRange(min=1), help="Micro-batches of a step.  [default: 4 a stage]")
-@click.option("--precision", type=click.Choice(["fp32", "bf16", "fp16"]), help="Of weights.  [default: bf16]")
+@click.option("--precision", type=click.Choice(["fp32", "bf16", "fp16"]), help="Of products.  [default: bf16]")
 @click.option("--recompute", type=click.Choice(["none", "selective", "full"]), help="What is computed twice.")
 @click.option("--attention", type=click.Choice(["eager", "sdpa", "flash"]), help="Implementation.  [default: sdpa]")
 @click.option("--sequence-parallel", is_flag=True, help="Split along the sequence what tp replicates.")
@@ -43,17 +43,22 @@ def command(recipe: str | None, as_json: bool, plot: str | None, sweep: str | No
     dstk memory --model gpt2-xl --layout dp8 --gpu A100-40 --sweep zero,micro,recompute
     """
     from toolkit.cli.memory_sweep import grid
-    from toolkit.cli.memory_table import print_breakdowns, print_grid, to_json
+    from toolkit.cli.memory_table import grid_json, print_breakdowns, print_grid, to_json
 
     names = _sweep_names(sweep)
     question = _question(recipe, options)
+    for note in question.notes:
+        click.echo(f"note: {note}", err=True)
     if names:
+        if plot is not None:
+            raise ReportError("--plot draws one layout, and --sweep prints many. Leave one of them out.")
         cells = grid(question, names)
         if as_json:
-            click.echo(json.dumps([cell.as_json() for cell in cells], indent=2))
+            click.echo(json.dumps(grid_json(question, cells), indent=2))
         else:
             print_grid(question, names, cells)
         return
+    question.check()
     found = question.answer()
     largest = question.largest_micro_batch()
     if plot is not None:

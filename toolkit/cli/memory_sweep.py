@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from toolkit.cli.memory_question import Question, refuse_selective
+from toolkit.cli.memory_question import Question
 from toolkit.errors import LayoutError, ModelError
 from toolkit.estimate.breakdown import MemoryBreakdown
 
@@ -19,7 +19,7 @@ _VALUES: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One layout of the grid, and its stage that takes most; None where no engine runs it."""
+    """One layout of the grid, and its stage that takes most; None where it cannot be trained."""
 
     values: tuple[Any, ...]
     names: tuple[str, ...]
@@ -36,7 +36,10 @@ class Cell:
 
 
 def grid(question: Question, names: Sequence[str]) -> list[Cell]:
-    """Every combination, the first name slowest."""
+    """Every combination, the first name slowest. Raises LayoutError for `zero` where the engine has no such stages."""
+    engine = question.recipe.train.engine
+    if "zero" in names and engine != "deepspeed":
+        raise LayoutError(f"--sweep zero with train.engine={engine}: only deepspeed has ZeRO stages. Leave zero out.")
     return list(_cells(question, names))
 
 
@@ -56,15 +59,24 @@ def _cells(question: Question, names: Sequence[str]) -> Iterator[Cell]:
 def varied(question: Question, changes: dict[str, Any]) -> Question:
     """The question with other values. Raises LayoutError or ModelError for what no engine runs."""
     layout, work, recipe = question.layout, question.work, question.recipe
-    if "zero" in changes:
-        layout = replace(layout, zero_stage=changes["zero"])
+    layout = replace(
+        layout,
+        zero_stage=changes.get("zero", layout.zero_stage),
+        recompute=changes.get("recompute", layout.recompute),
+    )
     work = replace(
         work,
         micro_batch_size=changes.get("micro", work.micro_batch_size),
         recompute=changes.get("recompute", work.recompute),
         seq_len=changes.get("seq", work.seq_len),
     )
-    refuse_selective(question.config, work)
     size = work.micro_batch_size * work.accumulation * layout.dp
-    batch = recipe.batch.model_copy(update={"micro_size": work.micro_batch_size, "global_size": size})
-    return replace(question, layout=layout, work=work, recipe=recipe.model_copy(update={"batch": batch}))
+    sections = {
+        "parallel": {"zero_stage": layout.zero_stage, "recompute": work.recompute},
+        "data": {"seq_len": work.seq_len},
+        "batch": {"micro_size": work.micro_batch_size, "global_size": size},
+    }
+    updated = {name: getattr(recipe, name).model_copy(update=values) for name, values in sections.items()}
+    cell = replace(question, layout=layout, work=work, recipe=recipe.model_copy(update=updated))
+    cell.check()
+    return cell

@@ -1,6 +1,7 @@
 """The tables of `dstk memory`: a column a pipeline stage, or a grid of layouts; and the same as JSON."""
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from rich import box
@@ -23,31 +24,40 @@ _ROWS = (
     ("fp32 masters", "masters"),
     ("optimizer states", "optimizer"),
     ("buckets", "buckets"),
-    ("gathered layers", "gathered"),
+    ("weights gathered or cast", "gathered"),
     ("model buffers", "model_buffers"),
 )
 _KINDS = {"ends": "embedding, tables, norm", "working": "one layer at work"}
-_BEHIND = (("logits and loss", "logits"), ("peak of the update", "update"))
+_BEHIND = (("logits and loss", "logits"), ("peak of the update", "update"), ("cuBLAS workspaces", "workspace"))
 _BESIDE = (
-    ("CUDA context, cuBLAS", "framework"),
+    ("CUDA context", "framework"),
     ("NCCL buffers", "nccl"),
     ("allocator's margin", "margin"),
 )
 
 
 def print_breakdowns(question: "Question", found: Sequence[MemoryBreakdown], largest: int | None) -> None:
-    """A column a stage: as many first ones as there is room for, and the last."""
+    """A column a stage: where there is no room for all, the worst, the last, and as many first ones as fit."""
     console = Console(highlight=False)
     console.print(Text(question.title, style="bold"), soft_wrap=True)
     room = max(2, (console.width - _LABEL_WIDTH) // _COLUMN_WIDTH)
-    shown = found if len(found) <= room else [*found[: room - 1], found[-1]]
+    first = dict.fromkeys([_worst(found).stage, len(found) - 1, *range(len(found))])
+    shown = [found[stage] for stage in sorted(list(first)[:room])]
     console.print(_table(question, found, shown))
     if len(shown) < len(found):
-        console.print(
-            f"stages {shown[-2].stage + 1} to {len(found) - 2} are left out here; --json and --plot have all."
-        )
+        gaps = pairwise([-1, *(stage.stage for stage in shown), len(found)])
+        left_out = [_span(before + 1, after - 1) for before, after in gaps if after - before > 1]
+        console.print(f"left out here (--json and --plot have all): stages {', '.join(left_out)}", soft_wrap=True)
     for line in _verdict(question, found, largest):
         console.print(line, soft_wrap=True)
+
+
+def _worst(found: Sequence[MemoryBreakdown]) -> MemoryBreakdown:
+    return max(found, key=lambda stage: stage.total)
+
+
+def _span(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first} to {last}"
 
 
 def _table(question: "Question", found: Sequence[MemoryBreakdown], shown: Sequence[MemoryBreakdown]) -> Table:
@@ -66,7 +76,7 @@ def _table(question: "Question", found: Sequence[MemoryBreakdown], shown: Sequen
             add(label, [getattr(stage, part) for stage in shown])
 
     _add(table, "layers", [str(stage.layers) for stage in shown])
-    _add(table, "parameters held", [format_count(stage.parameter_count) for stage in shown])
+    _add(table, _held(question), [format_count(stage.parameter_count) for stage in shown])
     table.add_section()
     add_all(_ROWS)
     for kind in dict.fromkeys(kind for stage in shown for kind in stage.activations):
@@ -85,6 +95,14 @@ def _table(question: "Question", found: Sequence[MemoryBreakdown], shown: Sequen
     return table
 
 
+def _held(question: "Question") -> str:
+    """What the number of parameters counts: not a rank's shard where each one is gathered."""
+    engine = question.recipe.train.engine
+    if engine == "deepspeed" and question.layout.zero_stage == 3:
+        return "parameters before ZeRO"
+    return "parameters before sharding" if engine == "fsdp" else "parameters held"
+
+
 def _unit(largest: int) -> tuple[int, str]:
     return (_GIB, "GiB") if largest >= _GIB else (_MIB, "MiB")
 
@@ -94,7 +112,7 @@ def _number(size: int, unit: int) -> str:
 
 
 def _verdict(question: "Question", found: Sequence[MemoryBreakdown], largest: int | None) -> list[Text]:
-    worst = max(found, key=lambda stage: stage.total)
+    worst = _worst(found)
     if question.gpu is None:
         return [Text("--gpu NAME adds what PyTorch does not allocate, and says what is left.", style="dim")]
     name = question.gpu.name
@@ -150,21 +168,36 @@ def _grid_cell(cell: Cell, unit: int) -> Text:
 
 def to_json(question: "Question", found: Sequence[MemoryBreakdown], largest: int | None) -> dict[str, Any]:
     """All bytes of all stages."""
-    return {
-        "model": question.name,
-        "layout": str(question.layout),
-        "precision": question.recipe.precision,
-        "micro_batch_size": question.work.micro_batch_size,
-        "seq_len": question.work.seq_len,
-        "accumulation": question.work.accumulation,
-        "recompute": question.work.recompute,
-        "attention": question.work.attention,
-        "gpu": None if question.gpu is None else question.gpu.name,
+    return _asked(question) | {
         "stages": [_stage_json(stage) for stage in found],
         "allocated": max(stage.allocated for stage in found),
         "total": max(stage.total for stage in found),
         "fits": None if question.gpu is None else all(stage.fits for stage in found),
         "largest_micro_batch": largest,
+    }
+
+
+def grid_json(question: "Question", cells: Sequence[Cell]) -> dict[str, Any]:
+    """What was asked, and every cell with the values that it has in its place."""
+    return _asked(question) | {"cells": [cell.as_json() for cell in cells]}
+
+
+def _asked(question: "Question") -> dict[str, Any]:
+    layout, work = question.layout, question.work
+    return {
+        "model": question.name,
+        "layout": str(layout),
+        "engine": question.recipe.train.engine,
+        "precision": question.recipe.precision,
+        "micro_batch_size": work.micro_batch_size,
+        "seq_len": work.seq_len,
+        "accumulation": work.accumulation,
+        "recompute": work.recompute,
+        "attention": work.attention,
+        "sequence_parallel": layout.sequence_parallel,
+        "offload_optimizer": layout.offload_optimizer,
+        "offload_params": layout.offload_params,
+        "gpu": None if question.gpu is None else question.gpu.name,
     }
 
 

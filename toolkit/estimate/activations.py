@@ -86,23 +86,32 @@ class ActivationBreakdown:
         `in_flight`: micro-batches whose activations wait. `gradients_kept`: bytes of one layer's gradients, if they
         only come to exist during this backward pass.
         """
+        return self.worst_moment(
+            layers=layers, first=first, last=last, in_flight=in_flight, gradients_kept=gradients_kept
+        )[0]
+
+    def worst_moment(
+        self, *, layers: int | range, first: bool, last: bool, in_flight: int, gradients_kept: int
+    ) -> tuple[int, int]:
+        """The same, and the part of it that is gradients of weights (`gradients_kept` for each layer that is done)."""
         indices = _range(layers)
         count = len(indices)
         trunk = self.kept(layers=layers, first=first, last=False)
         whole = trunk + (self.head if last else 0)
         # autograd hands a tied weight's gradients over together: the head's is there until the embedding's has come.
         waiting = self.tied_gradient if first and last else 0
-        moments = [trunk + extra for extra in self._extras(indices, waiting)]
+        moments = [(trunk + extra, 0) for extra in self._extras(indices, waiting)]
         if last:
-            moments.append(whole + self.head_extra)
+            moments.append((whole + self.head_extra, 0))
         if count:
             lowest = self.kept(layers=indices[:1], first=first, last=False) + waiting
             lowest += self.pattern_extra[indices[0] % len(self.pattern)][1]
-            moments.append(lowest + (count - 1) * gradients_kept)
+            moments.append((lowest, (count - 1) * gradients_kept))
         if first:
             # The head's gradient, the embedding's and their sum, of which embedding_extra has one already.
-            moments.append(self.embedding + self.embedding_extra + 2 * waiting + count * gradients_kept)
-        return (in_flight - 1) * whole + max(moments)
+            moments.append((self.embedding + self.embedding_extra + 2 * waiting, count * gradients_kept))
+        live, gradients = max(moments, key=sum)
+        return (in_flight - 1) * whole + live + gradients, gradients
 
     def _extras(self, layers: range, waiting: int) -> list[int]:
         """What lives beyond the kept of all layers, in the last layer of each kind: layers behind it keep nothing."""
@@ -153,7 +162,8 @@ def activations(
     `loss`: the toolkit's own, or "stock" where Hugging Face's output object holds the logits meanwhile.
     `isolates_documents`: documents in a sample do not see each other, so attention has a mask.
     """
-    _check(style, shape, seq_len, tp, sequence_parallel, attention)
+    _check_attention(style, attention, in_16_bits=dtype_bytes == 2 or autocast)
+    _check(shape, seq_len, tp, sequence_parallel)
     setting = Setting(
         shape=shape,
         style=style,
@@ -212,11 +222,25 @@ def activations(
     )
 
 
-def _check(
-    style: LayerStyle, shape: ModelShape, seq_len: int, tp: int, sequence_parallel: bool, attention: Attention
-) -> None:
+def _check_attention(style: LayerStyle, attention: Attention, *, in_16_bits: bool) -> None:
+    others = "sdpa or eager" if style.sdpa else "eager"
     if attention == "sdpa" and not style.sdpa:
-        raise ModelError(f"attention=sdpa: transformers has only eager attention for {style.family}. Choose eager.")
+        others = "eager or flash" if style.flash and in_16_bits else "eager"
+        raise ModelError(f"attention=sdpa: transformers has {_only(style)} for {style.family}. Choose {others}.")
+    if attention == "flash" and not style.flash:
+        raise ModelError(f"attention=flash: transformers has {_only(style)} for {style.family}. Choose {others}.")
+    if attention == "flash" and not in_16_bits:
+        raise ModelError(
+            f"attention=flash: its kernels compute in 16 bits, and this model in fp32. Choose {others}, or bf16 for it."
+        )
+
+
+def _only(style: LayerStyle) -> str:
+    allowed = ["eager", *(["sdpa"] if style.sdpa else ()), *(["flash"] if style.flash else ())]
+    return f"only {' and '.join(allowed)} attention"
+
+
+def _check(shape: ModelShape, seq_len: int, tp: int, sequence_parallel: bool) -> None:
     if shape.heads % tp:
         raise LayoutError(f"tp={tp}: {shape.heads} attention heads do not split. Choose a divisor.")
     if sequence_parallel and seq_len % tp:

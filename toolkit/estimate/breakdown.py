@@ -37,8 +37,10 @@ class MemoryBreakdown:
     """Host memory while the model is built, before it moves to the device."""
     static: int
     """Allocated between two steps: model states and buffers that stay."""
+    workspace: int = 0
+    """cuBLAS's workspaces, which PyTorch allocates; 0 where no GPU was named."""
     framework: int = 0
-    """CUDA context, kernels, workspaces: not PyTorch's."""
+    """CUDA context and kernels: not PyTorch's."""
     nccl: int = 0
     margin: int = 0
     """For the allocator's rounding and fragmentation: stated, not computed."""
@@ -54,7 +56,7 @@ class MemoryBreakdown:
     def allocated(self) -> int:
         """The peak of PyTorch's allocations: what `torch.cuda.max_memory_allocated` reports."""
         states = self.parameters + self.gradients + self.masters + self.optimizer
-        buffers = self.buckets + self.gathered + self.model_buffers
+        buffers = self.buckets + self.gathered + self.model_buffers + self.workspace
         return states + buffers + self.activation_total + self.logits + self.update
 
     @property

@@ -97,6 +97,8 @@ class Rules:
     """Blocks of which every rank computes all heads or columns, with only the matrices split."""
     sdpa: bool = True
     """Whether transformers runs scaled_dot_product_attention for it."""
+    flash: bool = True
+    """Whether transformers runs flash attention for it."""
 
 
 _GPT2 = Rules(
@@ -135,7 +137,7 @@ FAMILIES: Mapping[str, Rules] = {
     "gptj": _GPTJ,
     "codegen": Rules(
         norm="layer", projection="codegen", scores="fp32", rotary="interleaved", parallel=True, sdpa=False,
-        activation=("activation_function", "gelu_new"), attention_dropout=("attn_pdrop", 0.0),
+        flash=False, activation=("activation_function", "gelu_new"), attention_dropout=("attn_pdrop", 0.0),
         hidden_dropout=("resid_pdrop", 0.0), embedding_dropout=("embd_pdrop", 0.0),
     ),
     "gpt_neox": Rules(
@@ -147,7 +149,7 @@ FAMILIES: Mapping[str, Rules] = {
     ),
     "bloom": Rules(
         norm="layer", projection="grouped", scores="bloom", rotary="none", activation=("", "bloom"),
-        hidden_dropout=("hidden_dropout", 0.0), embedding_norm=True, sdpa=False,
+        hidden_dropout=("hidden_dropout", 0.0), embedding_norm=True, sdpa=False, flash=False,
     ),
     "falcon": Rules(
         norm="layer", projection="grouped", scores="falcon", activation=("activation", "gelu"),
@@ -156,7 +158,7 @@ FAMILIES: Mapping[str, Rules] = {
     "mpt": Rules(
         norm="layer_bare", projection="split", scores="mpt", rotary="none", activation=("", "gelu"),
         attention_dropout=("attn_pdrop", 0.0), hidden_dropout=("attn_pdrop", 0.0), mlp_bias=("", False),
-        sdpa=False,
+        sdpa=False, flash=False,
     ),
     "persimmon": Rules(
         norm="layer", projection="grouped", rotary="partial", rotary_share=0.5, activation=("hidden_act", "relu2"),
@@ -172,8 +174,9 @@ FAMILIES: Mapping[str, Rules] = {
         norm="layer", scores="xglm", rotary="none", activation=("activation_function", "gelu"),
         scales=frozenset({"embedding"}), attention_dropout=("attention_dropout", 0.1), hidden_dropout=("dropout", 0.1),
         embedding_dropout=("dropout", 0.1), activation_dropout=("activation_dropout", 0.0), sdpa=False,
+        flash=False,
     ),
-    "openai-gpt": replace(_GPT2, scores="openai", activation=("afn", "gelu"), pre_norms=False, sdpa=False),
+    "openai-gpt": replace(_GPT2, scores="openai", activation=("afn", "gelu"), pre_norms=False, sdpa=False, flash=False),
     "phi": Rules(
         norm="layer", rotary="partial", rotary_share=0.5, activation=("hidden_act", "gelu_new"), parallel=True,
         hidden_dropout=("resid_pdrop", 0.0), embedding_dropout=("embd_pdrop", 0.0),

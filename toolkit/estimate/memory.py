@@ -13,7 +13,7 @@ from toolkit.division import misfits
 from toolkit.errors import LayoutError
 from toolkit.estimate.activations import ActivationBreakdown, activations
 from toolkit.estimate.breakdown import MemoryBreakdown
-from toolkit.estimate.overhead import ALLOCATOR_MARGIN, framework_bytes, nccl_bytes
+from toolkit.estimate.overhead import ALLOCATOR_MARGIN, CONTEXT_BYTES, nccl_bytes, workspace_bytes
 from toolkit.estimate.parameters import Architecture, Holdings
 from toolkit.estimate.pipeline import in_flight_micro_batches, stage_peak
 from toolkit.estimate.stages import balanced_bounds, uniform_bounds
@@ -151,7 +151,9 @@ class MemoryModel:
         in_flight = in_flight_micro_batches(layout.pp, stage, work.accumulation)
         layers = range(bounds[stage], bounds[stage + 1])
         fresh = states.fresh_layer
-        peak = kept.peak(layers=layers, first=first, last=last, in_flight=in_flight, gradients_kept=fresh)
+        peak, fresh_gradients = kept.worst_moment(
+            layers=layers, first=first, last=last, in_flight=in_flight, gradients_kept=fresh
+        )
         sent, between, scalars = 0, 0, 0
         if in_pipeline and deepspeed is not None:
             count = work.accumulation
@@ -169,7 +171,9 @@ class MemoryModel:
             again = self._cast_again(held, layout) if work.recompute == "full" else casts
             # Kept with the activations of each micro-batch. Where layers are computed again, the casts of the forward
             # pass are gone when the loss begins, and backward makes those of a layer anew.
-            peak = max(peak, kept.forward_peak(layers=layers, first=first, last=last) + casts - again)
+            forward = kept.forward_peak(layers=layers, first=first, last=last)
+            if forward + casts > peak + again:
+                peak, fresh_gradients, again = forward, 0, casts
             gathered += again * (in_flight if work.recompute != "full" else 1)
         return Moments(
             stage=stage,
@@ -179,7 +183,8 @@ class MemoryModel:
             states=states,
             kept=kept,
             in_flight=in_flight,
-            activations=peak,
+            activations=peak - fresh_gradients,
+            fresh_gradients=fresh_gradients,
             gathered=gathered,
             sent=sent,
             between=between,
@@ -224,6 +229,8 @@ class Moments:
     kept: ActivationBreakdown
     in_flight: int
     activations: int
+    fresh_gradients: int
+    """Of this backward pass alone, while it goes on."""
     gathered: int
     sent: int
     """What the pipeline has sent and received, beside the activations in flight."""
@@ -248,14 +255,14 @@ class Moments:
 
 def _breakdown(m: Moments, layout: Layout, framework: Framework, gpu: Gpu | None) -> MemoryBreakdown:
     by_kind, logits = _kinds(m)
-    held, allocated = m.states.held, m.allocated
+    held, workspace = m.states.held, 0 if gpu is None else workspace_bytes(gpu)
     return MemoryBreakdown(
         stage=m.stage,
         rank=layout.rank(pipe=m.stage),
         layers=m.held.layers,
         parameter_count=m.held.numel,
         parameters=held.parameters,
-        gradients=held.gradients + m.states.accumulated,
+        gradients=held.gradients + m.states.accumulated + m.fresh_gradients,
         masters=held.masters,
         optimizer=held.optimizer,
         buckets=held.buckets + m.states.buckets + m.sent,
@@ -265,11 +272,12 @@ def _breakdown(m: Moments, layout: Layout, framework: Framework, gpu: Gpu | None
         logits=logits,
         update=max(0, m.update - m.backward),
         host=m.states.host,
-        host_loading=_loading(framework, m.held),
-        static=m.static + m.between,
-        framework=0 if gpu is None else framework_bytes(gpu),
+        host_loading=_loading(framework, m.held, layout.tp),
+        static=m.static + m.between + workspace,
+        workspace=workspace,
+        framework=0 if gpu is None else CONTEXT_BYTES,
         nccl=0 if gpu is None else nccl_bytes(layout, gpu),
-        margin=0 if gpu is None else int(ALLOCATOR_MARGIN * allocated),
+        margin=0 if gpu is None else int(ALLOCATOR_MARGIN * (m.allocated + workspace)),
         device_bytes=0 if gpu is None else gpu.memory_bytes,
     )
 
@@ -286,7 +294,8 @@ def _kinds(m: Moments) -> tuple[dict[str, int], int]:
     kept, in_flight, layers = m.kept, m.in_flight, m.held.layers
     by_kind = {kind: size * layers * in_flight for kind, size in kept.layer_kinds.items()}
     whole = kept.kept(layers=layers, first=m.first, last=m.last)
-    inside = in_flight * (whole - kept.kept(layers=0, first=m.first, last=m.last))
+    # Where gradients grow as layers are done with, the worst moment may be one when most layers keep nothing any more.
+    inside = min(m.activations, in_flight * (whole - kept.kept(layers=0, first=m.first, last=m.last)))
     shown = sum(by_kind.values())
     if shown > inside:
         # Layers of several kinds: the most demanding one is shown, scaled to what all of them keep.
@@ -300,9 +309,14 @@ def _kinds(m: Moments) -> tuple[dict[str, int], int]:
     return by_kind, logits
 
 
-def _loading(framework: Framework, held: Holdings) -> int:
-    """A rank builds its own share on the host and moves it; under ZeRO-3 layer by layer."""
-    size = framework.model_bytes if isinstance(framework, DeepSpeedSettings) else 2
-    if isinstance(framework, DeepSpeedSettings) and framework.zero_stage == 3:
-        return size * max(held.layer_numel, held.largest)
-    return size * held.numel
+def _loading(framework: Framework, held: Holdings, tp: int) -> int:
+    """A rank builds its own share on the host and moves it; under ZeRO-3 a layer or an embedding at a time.
+
+    Random weights of a layer are drawn whole, in fp32, and then cut and cast; weights that are read are cut before.
+    """
+    if isinstance(framework, Accounting):
+        return 4 * held.numel
+    size, drawn = framework.model_bytes, 4 * held.layer_numel * tp
+    if framework.zero_stage == 3:
+        return max(drawn, size * held.largest)
+    return size * held.numel + (drawn if size < 4 or tp > 1 else 0)

@@ -1,7 +1,7 @@
-"""What a GPU's memory holds besides PyTorch's tensors: constants with sources, and a margin. None is fitted to runs.
+"""What a GPU's memory holds besides tensors of the model: constants with sources, and a margin. None is fitted to runs.
 
 They stand on lines of their own, so that what is computed can be compared with `torch.cuda.max_memory_allocated`, which
-sees none of this.
+sees none of this but cuBLAS's workspaces.
 """
 
 from toolkit.hardware import Gpu
@@ -14,7 +14,9 @@ CONTEXT_BYTES = 520 * _MIB
 first matrix product, less what the allocator has reserved. Known error: 300 to 700 MiB, by driver and GPU."""
 
 CUBLAS_BYTES = {"hopper": 32 * _MIB, "other": 8 * _MIB}
-"""cuBLAS workspace of one stream, which PyTorch allocates (aten/src/ATen/cuda/CUDABlas.cpp: 4096:2:16:8, or 32 MiB)."""
+"""A workspace of cuBLAS, which PyTorch allocates (aten/src/ATen/cuda/CUDABlas.cpp: 4096:2:16:8, or 32 MiB)."""
+_CUBLAS_HANDLES = 2
+"""Each thread has a handle of its own, and autograd runs backward in another thread (CublasHandlePool.cpp)."""
 
 _SIMPLE, _LL, _LL128 = 4 * _MIB, 8 * 512 * 8 * 16, 120 * 640 * 8 * 8
 NCCL_CHANNEL_BYTES = _SIMPLE + _LL + _LL128
@@ -44,9 +46,9 @@ def communicators(layout: Layout) -> list[int]:
     return [min(ranks, max(1, _GPUS_PER_NODE // stride)) for ranks, stride in groups]
 
 
-def framework_bytes(gpu: Gpu) -> int:
-    """Context and workspaces."""
-    return CONTEXT_BYTES + CUBLAS_BYTES["hopper" if _is_hopper(gpu) else "other"]
+def workspace_bytes(gpu: Gpu) -> int:
+    """Of cuBLAS, for as long as the process lives."""
+    return _CUBLAS_HANDLES * CUBLAS_BYTES["hopper" if _is_hopper(gpu) else "other"]
 
 
 def nccl_bytes(layout: Layout, gpu: Gpu) -> int:

@@ -16,6 +16,8 @@ from toolkit.estimate.sizes.tape import Tape
 from toolkit.estimate.style import LayerStyle
 from toolkit.shape import ModelShape
 
+_KINDS = ("input", "norm", "attention", "mlp", "residual")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
@@ -84,7 +86,7 @@ def walk_layer(setting: Setting, kind: LayerKind) -> Part:
     output = [layer(c, x, tables, kind)]
     del x
     kinds, kept = tape.kept_bytes(), tape.kept_storages()
-    kinds.pop("shared", None)
+    kinds = {kind: kinds[kind] for kind in _KINDS if kind in kinds}
     shared = {name: table.storage.bytes for name, table in vars(tables).items() if table and table.storage in kept}
     forward_peak, recomputation_peak = tape.peak - outside, tape.peak_until_kept - outside
     tape.peak = 0

@@ -16,6 +16,7 @@ from toolkit.recipe import Precision, Recipe
 from toolkit.shape import find_config, with_overrides
 
 Device = Literal["cuda", "cpu"]
+Implementation = Literal["eager", "sdpa", "flash_attention_2"]
 
 
 def estimate_for_run(
@@ -100,6 +101,7 @@ def recipe_of(
     seq_len: int,
     accumulation: int,
     precision: Precision,
+    attention: Implementation = "sdpa",
     optimizer: str = "adamw",
 ) -> Recipe:
     """A recipe that trains `model` in `layout`, with the toolkit's defaults for all that memory does not depend on."""
@@ -117,7 +119,7 @@ def recipe_of(
     }
     return Recipe.model_validate(
         {
-            "model": {"name_or_path": model},
+            "model": {"name_or_path": model, "attn_implementation": attention},
             "data": {"seq_len": seq_len},
             "parallel": section,
             "batch": {"global_size": global_size, "micro_size": micro_batch_size},

@@ -1,10 +1,13 @@
 """memory.png: what each pipeline stage takes, as stacked bars, under the line of what the GPU has."""
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
 
 from toolkit.errors import ReportError
 from toolkit.estimate.breakdown import MemoryBreakdown
@@ -16,7 +19,7 @@ _PARTS = (
     ("gradients", "#3b82f6"),
     ("fp32 masters", "#93c5fd"),
     ("optimizer states", "#c7d2fe"),
-    ("buckets and gathered layers", "#0f766e"),
+    ("buckets, gathered or cast weights", "#0f766e"),
     ("activations", "#d97706"),
     ("one layer at work", "#fbbf24"),
     ("logits and loss", "#be185d"),
@@ -26,6 +29,12 @@ _PARTS = (
 )
 _FEWEST_TO_LABEL = 0.035
 """Of the picture's height: thinner parts have no room for their number."""
+_MOST_TO_LABEL = 16
+"""Bars: of more than these, some go without a label."""
+_MOST_TO_NAME = 9
+"""Labels that have room for words."""
+_TITLE_WIDTH = 100
+"""Characters of a line."""
 
 
 def plot_memory(path: Path, stages: Sequence[MemoryBreakdown], *, title: str) -> None:
@@ -52,17 +61,10 @@ def plot_memory(path: Path, stages: Sequence[MemoryBreakdown], *, title: str) ->
                         place, bottom + height / 2, f"{height:.1f}", ha="center", va="center", fontsize=7, color=ink
                     )
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
-    for place, height in enumerate(bottoms):
-        axes.text(place, height + 0.008 * top, f"{height:.1f}", ha="center", va="bottom", fontsize=8, color=_INK)
-    if device:
-        axes.axhline(device, color=_LIMIT, linewidth=1.2, linestyle=(0, (5, 3)))
-        axes.text(len(stages) - 0.5, device, f"GPU {device:.1f}", ha="right", va="bottom", fontsize=8, color=_LIMIT)
-    names = ["each rank"] if len(stages) == 1 else [f"stage {stage.stage}\n{_layers(stage)}" for stage in stages]
-    axes.set_xticks(range(len(stages)), names, fontsize=8)
-    axes.set_xlim(-0.5, len(stages) - 0.5)
+    _label(axes, stages, bottoms, top)
     axes.set_ylim(0, top)
     axes.set_ylabel("GiB of a GPU's memory")
-    axes.set_title(title, loc="left", fontsize=10, color=_INK)
+    axes.set_title(textwrap.fill(title, _TITLE_WIDTH), loc="left", fontsize=10, color=_INK)
     axes.grid(axis="y", color=_FAINT, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
@@ -82,6 +84,27 @@ def plot_memory(path: Path, stages: Sequence[MemoryBreakdown], *, title: str) ->
         raise ReportError(f"--plot {path}: {error}. Name a .png, .svg or .pdf in a directory that exists.") from None
 
 
+def _label(axes: Any, stages: Sequence[MemoryBreakdown], heights: Sequence[float], top: float) -> None:
+    """The height above each bar, the stage below it, and the line of what the GPU has."""
+    margin = max(0.5, 0.02 * len(stages))
+    labelled = places_to_label(heights)
+    for place in labelled:
+        height = heights[place]
+        written = axes.text(place, height + 0.008 * top, f"{height:.1f}", ha="center", va="bottom", fontsize=8)
+        written.set(color=_INK, path_effects=[withStroke(linewidth=2, foreground="white")])  # higher bars beside it
+    device = stages[0].device_bytes / _GIB
+    if device:
+        axes.axhline(device, color=_LIMIT, linewidth=1.2, linestyle=(0, (5, 3)))
+        axes.text(
+            len(stages) - 1 + margin, device, f"GPU {device:.1f}", ha="right", va="bottom", fontsize=8, color=_LIMIT
+        )
+    short = len(labelled) > _MOST_TO_NAME
+    axes.set_xticks(labelled, [_name(stages, place, short=short) for place in labelled], fontsize=8)
+    if short:
+        axes.set_xlabel("stage, and its layers", fontsize=8)
+    axes.set_xlim(-margin, len(stages) - 1 + margin)
+
+
 def parts(stage: MemoryBreakdown) -> tuple[int, ...]:
     """The heights of a bar's parts, from the bottom; together `stage.total`."""
     working = stage.activations.get("working", 0)
@@ -90,7 +113,7 @@ def parts(stage: MemoryBreakdown) -> tuple[int, ...]:
         stage.gradients,
         stage.masters,
         stage.optimizer,
-        stage.buckets + stage.gathered + stage.model_buffers,
+        stage.buckets + stage.gathered + stage.model_buffers + stage.workspace,
         stage.activation_total - working,
         working,
         stage.logits,
@@ -100,5 +123,24 @@ def parts(stage: MemoryBreakdown) -> tuple[int, ...]:
     )
 
 
-def _layers(stage: MemoryBreakdown) -> str:
-    return f"{stage.layers} layer{'s' if stage.layers != 1 else ''}"
+def places_to_label(heights: Sequence[float]) -> list[int]:
+    """Every bar; of many the first, the last, the tallest and some at equal distances, none too near to another."""
+    count = len(heights)
+    if count <= _MOST_TO_LABEL:
+        return list(range(count))
+    step = -(-count // (_MOST_TO_LABEL // 2))
+    chosen: list[int] = []
+    for place in (heights.index(max(heights)), 0, count - 1, *range(step, count, step)):
+        if all(abs(place - other) >= step for other in chosen):
+            chosen.append(place)
+    return sorted(chosen)
+
+
+def _name(stages: Sequence[MemoryBreakdown], place: int, *, short: bool) -> str:
+    if len(stages) == 1:
+        return "each rank"
+    stage = stages[place]
+    if short:
+        return f"{stage.stage}\n{stage.layers}"
+    layers = f"{stage.layers} layer{'s' if stage.layers != 1 else ''}"
+    return f"stage {stage.stage}\n{layers}"

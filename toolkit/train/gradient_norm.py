@@ -16,7 +16,10 @@ _PIECE_ELEMENTS = 1024
 
 
 def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The L2 norm of all of them together, a scalar. Of shards (DTensor) it is that of the whole; a collective."""
+    """The L2 norm of all of these fp32 gradients together, a scalar.
+
+    Of DTensors, all of them shards over the same ranks, it is that of the whole; then a collective.
+    """
     if not gradients:
         return torch.zeros(())
     if gradients[0].device.type != "cpu":

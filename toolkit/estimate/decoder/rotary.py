@@ -118,7 +118,8 @@ def _rotate_pairs(x: Tensor) -> Tensor:
 
 def _gptj(c: Context, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     """GPT-J and CodeGen look their sines up in every layer, CodeGen in fp32, and repeat them. x [b, s, heads, d]."""
-    size = c.style.rotary_dim or c.shape.hidden
+    size = c.style.rotary_dim
+    assert size is not None
     table = c.tape.new((1, c.s, size), k.itemsize if c.style.family == "gptj" else 4)
     results = []
     for x in (k, q):

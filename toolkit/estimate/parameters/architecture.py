@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Self
 
+from toolkit.estimate.layer_fields import interleaved_features, layer_types, window_pattern
 from toolkit.estimate.parameters.facts import Facts
 from toolkit.estimate.parameters.holdings import Group, Holdings
 from toolkit.estimate.parameters.layers import LAYERS
@@ -232,10 +233,12 @@ def _rotary_tables(f: Facts) -> int:
     """Sets of rotary frequencies: one for each kind of attention, where they differ."""
     if f.family not in _FULL_EVERY:
         return 1
-    listed = f.config.get("layer_types")
+    listed = layer_types(f.config, f.shape.layers)
     if listed is not None:
         return len(set(listed))
-    every = int(f.config.get("sliding_window_pattern", _FULL_EVERY[f.family]))
+    every = _FULL_EVERY[f.family]
+    if f.family == "gemma3_text":
+        every = window_pattern(f.config, every)
     return len({(index + 1) % every == 0 for index in range(f.shape.layers)})
 
 
@@ -252,6 +255,5 @@ def _layer_buffer_bytes(f: Facts) -> int:
         return s.positions**2
     if s.family in ("gptj", "codegen"):
         assert s.positions is not None
-        rotary = f.config.get("rotary_dim", 64) or s.hidden
-        return 4 * s.positions * int(rotary)
+        return 4 * s.positions * interleaved_features(f.config, s.head_dim)
     return 0

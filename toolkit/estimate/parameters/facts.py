@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from toolkit import config_fields
+from toolkit.estimate.layer_fields import rotary_share
 from toolkit.model_types import SAME_CODE
 from toolkit.shape import ModelShape
 
@@ -30,15 +32,10 @@ class Facts:
         """A switch of the config."""
         if self.shape.family == "internlm3" and name not in self.config:
             name = _ALIASES.get(name, name)
-        value = self.config.get(name, default)
-        return default if value is None else bool(value)
+        return config_fields.flag(self.config, name, default)
 
     def rotary_features(self, default_share: float = 1.0) -> int:
         """Features of a head that the rotary embedding turns."""
         if self.shape.latent is not None:
             return self.shape.latent.rotary_dim
-        parameters = self.config.get("rope_parameters") or {}
-        share = parameters.get("partial_rotary_factor") if "partial_rotary_factor" in parameters else None
-        for name in ("partial_rotary_factor", "rotary_pct"):
-            share = self.config.get(name) if share is None else share
-        return int(self.shape.head_dim * (default_share if share is None else share))
+        return int(self.shape.head_dim * rotary_share(self.config, default_share))

@@ -159,9 +159,12 @@ class Tape:
             found[kind] = found.get(kind, 0) + storage.bytes
         return found
 
-    def kept_storages(self) -> set[Storage]:
-        """What is kept for backward, but parameters."""
-        return {tensor.storage for node in self._nodes for tensor in node.kept} - {self._free}
+    def kept_storages(self) -> dict[Storage, None]:
+        """What is kept for backward, but parameters, in the order of the operations: a set's would be another in every
+        process."""
+        found = dict.fromkeys(tensor.storage for node in self._nodes for tensor in node.kept)
+        found.pop(self._free, None)
+        return found
 
     def backward(self, output: list[Tensor], gradient: list[Tensor] | None = None) -> None:
         """Run the nodes behind the one tensor in `output`; its gradient is the one in `gradient`, or a new one.
