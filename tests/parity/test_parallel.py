@@ -67,7 +67,7 @@ def _with_split_sums(recipe: Any, parts: int) -> Trial:
     "parallel",
     [
         pytest.param({"tp": 2, "zero_stage": 1}, marks=pytest.mark.whole),
-        {"tp": 2, "zero_stage": 3},
+        pytest.param({"tp": 2, "zero_stage": 3}, marks=pytest.mark.whole),
         pytest.param({"pp": 2, "zero_stage": 1}, marks=pytest.mark.whole),
         {"tp": 2, "pp": 2, "zero_stage": 1, "sequence_parallel": True},
     ],
