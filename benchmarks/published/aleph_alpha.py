@@ -104,18 +104,11 @@ def _stage(row: Row, index: int) -> Stage:
     start = index * length + min(index, longer)
     end = start + length + (index < longer)
     kernel: Kernel = "torch" if row.attn_impl == "torch" else "fused" if row.attn_impl == "fused" else "flash"
-    return Stage(
-        hidden=row.hidden,
-        heads=row.heads,
-        ffn=row.ffn,
-        vocab=row.vocab,
-        seq_len=row.seq_len,
-        samples=row.micro_batch,
-        tp=row.tp,
+    return Stage.of(
+        row,
+        index,
         layers=min(end, row.layers + 1) - max(start, 1),
-        first=index == 0,
         norm=start <= row.layers + 1 < end,
-        last=index == row.pp - 1,
         kernel=kernel,
         norm_kernel="RMS kernel" in row.attn_impl,
         recomputes=row.recompute == "full",

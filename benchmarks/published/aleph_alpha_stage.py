@@ -12,6 +12,7 @@ from functools import lru_cache, partial
 from typing import Literal
 
 from published.fused_kernels import Gradients, flash_attention, rms_norm
+from published.llama_stage import LlamaStage
 from published.replay import Passes
 from published.traced import TracedTape, communicate
 from toolkit.estimate.sizes.operations import (
@@ -39,21 +40,11 @@ _Part = Callable[["Stage", Tensor], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stage:
+class Stage(LlamaStage):
     """What a rank runs."""
 
-    hidden: int
-    heads: int
-    ffn: int
-    vocab: int
-    seq_len: int
-    samples: int
-    tp: int
-    layers: int
-    first: bool
     norm: bool
     """Has the last norm."""
-    last: bool
     kernel: Kernel
     norm_kernel: bool
     recomputes: bool

@@ -121,18 +121,7 @@ def _measure_network(allocator: CachingAllocator, ranks: int) -> None:
 
 def _stage(row: Row, index: int) -> Stage:
     layers = _layers_by_stage(row.layers, row.pp, _layer_cost(row), row.vocab * row.hidden)
-    return Stage(
-        hidden=row.hidden,
-        heads=row.heads,
-        ffn=row.ffn,
-        vocab=row.vocab,
-        seq_len=row.seq_len,
-        samples=row.micro_batch,
-        tp=row.tp,
-        layers=layers[index],
-        first=index == 0,
-        last=index == row.pp - 1,
-    )
+    return Stage.of(row, index, layers=layers[index])
 
 
 def _layer_cost(row: Row) -> int:

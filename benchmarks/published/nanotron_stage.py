@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from published.fused_kernels import Gradients, flash_attention, rms_norm
+from published.llama_stage import LlamaStage
 from published.replay import Passes
 from published.traced import FREED, FREED_LATER, TracedTape, allocate_once, communicate, number_of
 from toolkit.estimate.overhead import CUBLAS_BYTES
@@ -25,19 +26,8 @@ parallel/utils.py has one buffer for gathering hidden states and one for their g
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stage:
+class Stage(LlamaStage):
     """What a rank runs. `tp` ranks share every sequence between blocks, and heads, MLP and vocabulary inside."""
-
-    hidden: int
-    heads: int
-    ffn: int
-    vocab: int
-    seq_len: int
-    samples: int
-    tp: int
-    layers: int
-    first: bool
-    last: bool
 
     @property
     def whole_hidden_bytes(self) -> int:

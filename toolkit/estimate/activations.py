@@ -8,13 +8,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from toolkit.errors import LayoutError, ModelError
 from toolkit.estimate.decoder.context import Attention
 from toolkit.estimate.decoder.ends import Loss
+from toolkit.estimate.family_rules import LayerKind
 from toolkit.estimate.style import LayerStyle
 from toolkit.estimate.walks import (
+    Part,
     Setting,
     table_bytes,
     walk_embedding,
@@ -138,6 +140,50 @@ def _range(layers: int | range) -> range:
     return range(layers) if isinstance(layers, int) else layers
 
 
+class _Inside(NamedTuple):
+    """What the decoder layers keep, in the order of the style's kinds, and what lives beyond it."""
+
+    kinds: Mapping[str, int]
+    """Of the most demanding layer."""
+    pattern: tuple[int, ...]
+    shared: int
+    extras: tuple[tuple[int, int], ...]
+
+
+def _kept_of_layers(setting: Setting, parts: Mapping[LayerKind, Part]) -> _Inside:
+    found = [parts[kind] for kind in setting.style.kinds]
+    # A table counts once, and layers of several kinds keep different ones.
+    tables = {name: size for part in parts.values() for name, size in part.shared.items()}
+    return _Inside(
+        kinds=max(parts.values(), key=lambda part: part.kept).kinds,
+        pattern=tuple(part.kept for part in found),
+        shared=sum(tables.values()),
+        extras=tuple((part.forward_peak - part.kept, part.backward_peak - part.kept) for part in found),
+    )
+
+
+def _kept_of_input(setting: Setting, parts: Mapping[LayerKind, Part], boundary: int) -> _Inside:
+    """Under full recomputation only the input stays.
+
+    In the backward pass the layer is computed again, beside the gradient of its output: of the input that the
+    recomputation's peak has in it there is one, and the gradient is as large.
+    """
+    extras = {
+        kind: (
+            walk_without_keeping(setting, kind) - boundary,
+            max(part.backward_peak - part.kinds.get("input", 0), part.recomputation_peak),
+        )
+        for kind, part in parts.items()
+    }
+    kinds = setting.style.kinds
+    return _Inside(
+        kinds={"input": boundary},
+        pattern=(boundary,) * len(kinds),
+        shared=table_bytes(setting),
+        extras=tuple(extras[kind] for kind in kinds),
+    )
+
+
 @lru_cache(maxsize=4096)
 def activations(
     shape: ModelShape,
@@ -184,39 +230,20 @@ def activations(
     embedding, head = walk_embedding(around), walk_head(around, loss)
     rows = -(-shape.vocab // tp)
     boundary = micro_batch_size * seq_len * shape.hidden * dtype_bytes // (tp if sequence_parallel else 1)
-    most = max(parts.values(), key=lambda part: part.kept)
-    if recompute == "full":
-        # Only the input stays. In the backward pass the layer is computed again, beside the gradient of its output:
-        # of the input that the recomputation's peak has in it there is one, and the gradient is as large.
-        kinds: Mapping[str, int] = {"input": boundary}
-        pattern: tuple[int, ...] = (boundary,) * len(style.kinds)
-        shared = table_bytes(setting)
-        extras = {
-            kind: (
-                walk_without_keeping(setting, kind) - boundary,
-                max(part.backward_peak - part.kinds.get("input", 0), part.recomputation_peak),
-            )
-            for kind, part in parts.items()
-        }
-    else:
-        kinds = most.kinds
-        pattern = tuple(parts[kind].kept for kind in style.kinds)
-        # A table counts once, and layers of several kinds keep different ones.
-        shared = sum({name: size for part in parts.values() for name, size in part.shared.items()}.values())
-        extras = {kind: (part.forward_peak - part.kept, part.backward_peak - part.kept) for kind, part in parts.items()}
+    inside = _kept_of_input(setting, parts, boundary) if recompute == "full" else _kept_of_layers(setting, parts)
     return ActivationBreakdown(
-        layer_kinds=MappingProxyType(dict(kinds)),
-        layer=sum(kinds.values()),
-        pattern=pattern,
+        layer_kinds=MappingProxyType(dict(inside.kinds)),
+        layer=sum(inside.kinds.values()),
+        pattern=inside.pattern,
         embedding=embedding.kept,
-        shared=shared,
+        shared=inside.shared,
         head=head.kept,
         outputs=head.outputs,
         logits=head.kinds.get("logits", 0) + head.backward_peak - head.kept,
         boundary=boundary,
         logits_output=micro_batch_size * seq_len * rows * (2 if autocast else dtype_bytes),
         tied_gradient=rows * shape.embed_dim * dtype_bytes if shape.tied else 0,
-        pattern_extra=tuple(extras[kind] for kind in style.kinds),
+        pattern_extra=inside.extras,
         head_extra=max(head.backward_peak, head.forward_peak) - head.kept,
         embedding_extra=max(embedding.backward_peak, embedding.forward_peak) - embedding.kept,
     )

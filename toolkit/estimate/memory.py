@@ -136,20 +136,15 @@ class MemoryModel:
         """The two moments of one stage that may be its worst."""
         first, last = stage == 0, stage == layout.pp - 1
         deepspeed = framework if isinstance(framework, DeepSpeedSettings) else None
-        held = self.architecture.holdings(
-            layers=bounds[stage + 1] - bounds[stage],
-            first=first,
-            last=last,
-            tp=layout.tp,
-            by_decay=deepspeed is None or deepspeed.by_decay,
-        )
+        layers = range(bounds[stage], bounds[stage + 1])
+        by_decay = deepspeed is None or deepspeed.by_decay
+        held = self.architecture.holdings(layers=len(layers), first=first, last=last, tp=layout.tp, by_decay=by_decay)
         states = _states(framework, held, layout, work)
         itemsize = work.activation_bytes or (2 if deepspeed is None else deepspeed.model_bytes)
         in_pipeline = layout.pp > 1 and deepspeed is not None
         autocast = work.autocast if deepspeed is None else deepspeed.autocast != "none"
         kept = self._activations(layout, work, itemsize, autocast=autocast, loss="stock" if in_pipeline else work.loss)
         in_flight = in_flight_micro_batches(layout.pp, stage, work.accumulation)
-        layers = range(bounds[stage], bounds[stage + 1])
         fresh = states.fresh_layer
         peak, fresh_gradients = kept.worst_moment(
             layers=layers, first=first, last=last, in_flight=in_flight, gradients_kept=fresh
