@@ -44,7 +44,7 @@ def main() -> int:
         rows = [row for row in read(options.file) if chosen is None or row.source_id == chosen]
         shapes = shapeless(options.file)
     except ToolkitError as error:
-        print(error, file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     found = outcomes(rows)
     sheets = [

@@ -81,7 +81,7 @@ def test_a_page_has_all_sources(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPT), str(tmp_path / "rows.csv"), "--save", "--source", "alpa_v100"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2
-    assert done.stderr.startswith("--save with --source alpa_v100")
+    assert done.stderr.startswith("error: --save with --source alpa_v100")
 
 
 def test_the_script_counts_what_it_does_not_model(tmp_path: Path) -> None:

@@ -22,9 +22,21 @@ _SWEEPS = ("zero", "micro", "recompute", "seq")
 @click.option("--micro", type=click.IntRange(min=1), help="Samples of one forward pass of one rank.  [default: 1]")
 @click.option("--seq", type=click.IntRange(min=1), help="Tokens of a sample.  [default: 2048, or what the model has]")
 @click.option("--accumulation", type=click.IntRange(min=1), help="Micro-batches of a step.  [default: 4 a stage]")
-@click.option("--precision", type=click.Choice(["fp32", "bf16", "fp16"]), help="Of products.  [default: bf16]")
-@click.option("--recompute", type=click.Choice(["none", "selective", "full"]), help="What is computed twice.")
-@click.option("--attention", type=click.Choice(["eager", "sdpa", "flash"]), help="Implementation.  [default: sdpa]")
+@click.option(
+    "--precision",
+    type=click.Choice(["fp32", "bf16", "fp16"]),
+    help="Of matrix products; without ZeRO the weights stay fp32.  [default: bf16]",
+)
+@click.option(
+    "--recompute",
+    type=click.Choice(["none", "selective", "full"]),
+    help="What the backward pass computes again: nothing, attention alone, or whole layers.",
+)
+@click.option(
+    "--attention",
+    type=click.Choice(["eager", "sdpa", "flash"]),
+    help="Of attention; eager for a family without sdpa.  [default: sdpa]",
+)
 @click.option("--sequence-parallel", is_flag=True, help="Split along the sequence what tp replicates.")
 @click.option("--offload-optimizer", is_flag=True, help="Keep optimizer states in host memory.")
 @click.option("--offload-params", is_flag=True, help="Keep ZeRO-3 shards in host memory.")
@@ -39,7 +51,7 @@ def command(recipe: str | None, as_json: bool, plot: str | None, sweep: str | No
 
     \b
     dstk memory --model llama-3-8b --layout dp8-tp4-pp2-z1 --seq 4096 --gpu H100-80
-    dstk memory --recipe recipes/gpt2/z3.yaml --gpu A100-40
+    dstk memory --recipe recipes/gpt2/z3.yaml --world-size 8 --gpu A100-40
     dstk memory --model gpt2-xl --layout dp8 --gpu A100-40 --sweep zero,micro,recompute
     """
     from toolkit.cli.memory_sweep import grid
