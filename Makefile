@@ -4,9 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 # One thread a rank, and DeepSpeed on the CPU: what the tests need, and harmless where there are GPUs.
 CPU := DS_ACCELERATOR=cpu OMP_NUM_THREADS=1
+# Processes that run tests; each forks ranks of its own. A file of tests runs in one of them, and shares its fixtures.
+JOBS ?= 2
+PYTEST := $(CPU) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-gpu test-real check format bench docs generate golden families clean
+.PHONY: help setup demo check test-fast test test-all test-gpu test-real format generate golden families durations bench clean
 
 help: ## What the targets do
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -19,14 +22,17 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-demo: setup ## Train a small GPT-2 on two ranks, and let it write
+demo: setup ## Train a small GPT-2 on two ranks, and sample from it
 	$(BIN)/dstk demo
 
+test-fast: setup ## All tests but the slow ones, in under three minutes: for daily work
+	$(PYTEST) -m "not gpu and not whole and not slow"
+
 test: check ## Lint, types, architecture, and all tests that need no GPU
-	$(CPU) $(BIN)/python -m pytest -m "not gpu and not whole"
+	$(PYTEST) -m "not gpu and not whole"
 
 test-all: check ## The same with the whole regression matrix; writes docs/parity.md
-	$(CPU) $(BIN)/python -m pytest -m "not gpu"
+	$(PYTEST) -m "not gpu"
 	$(CPU) $(BIN)/python tests/parity/whole_matrix.py run
 	$(BIN)/python tests/parity/whole_matrix.py page
 
@@ -48,7 +54,7 @@ format: setup ## Format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-generate: setup ## Write the generated files: ds_configs/, the JSON Schema, the table of fields
+generate: setup ## Write the generated files: ds_configs/, the JSON Schema, tables in docs/
 	$(BIN)/dstk schema > recipes/recipe.schema.json
 	$(BIN)/python ds_configs/generate.py
 	$(BIN)/python docs/generate_recipes.py
@@ -56,17 +62,18 @@ generate: setup ## Write the generated files: ds_configs/, the JSON Schema, the 
 	$(BIN)/python docs/generate_lint_schema.py
 	$(BIN)/python docs/generate_lint.py
 
-families: setup ## Check every Hugging Face family again; writes toolkit/families/support.json (minutes)
+families: setup ## Check every Hugging Face family again; writes support.json and override_fields.json (minutes)
 	$(CPU) $(BIN)/python docs/generate_families.py
+	$(CPU) $(BIN)/python docs/generate_override_fields.py
 
 golden: setup ## Write the golden curves of tests/parity/golden again; the commit says why they changed
 	$(CPU) $(BIN)/python tests/parity/golden_curves.py
 
+durations: setup ## Measure all tests; writes tests/slow_tests.json, which test-fast leaves out
+	$(PYTEST) -m "not gpu and not whole" --durations=50 --write-durations
+
 bench: setup ## All benchmarks that need no file of measurements, each a table of ratios
 	for b in $(filter-out %/published_memory.py,$(wildcard benchmarks/*.py)); do $(CPU) $(BIN)/python $$b || exit 1; done
-
-docs: generate ## Everything in docs/ that is generated
-	@echo "docs/parity.md is written by make test-all"
 
 clean: ## Remove what set-up and tests made
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache

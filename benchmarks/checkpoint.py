@@ -8,8 +8,8 @@ ZeRO-2 on two ranks, fp32, GPT-2 of 6 layers x 384 with its vocabulary: weights 
 safetensors under Hugging Face names, hashed, fsynced and verified; DeepSpeed's is a pickle a rank, neither hashed nor
 synced: when it returns its bytes are in the page cache. `+ sync`: each rank then fsyncs what it wrote. `+ sha256`: and
 hashes it, which is the work that ours does. `load` includes our verification of every byte. `another layout`: the
-checkpoint of two ranks is taken up by one. DeepSpeed needs `ds_to_universal` for that; ours is read as it is. `stall`:
-what training waits for where we save asynchronously: the copy, and the poll that finds the checkpoint published.
+checkpoint of two ranks is loaded by one. DeepSpeed needs `ds_to_universal` for that; ours is read as it is. `stall`:
+what training waits for where we save asynchronously: the copy, and the poll that finds the checkpoint committed.
 """
 
 import argparse
@@ -31,19 +31,21 @@ import deepspeed  # noqa: F401  # before the ranks are forked
 import torch
 import torch.distributed as dist
 from measure.our_run import make_recipe
-from measure.table import publish, verdict
+from measure.table import publish, target_met
 
-from toolkit.checkpoint.plain_file import hash_plain, sync
-from toolkit.recipe import Recipe
-from toolkit.train.checkpointing import Checkpointer
-from toolkit.train.data.tokens import prepare
-from toolkit.train.engines.base import Engine
-from toolkit.train.engines.factory import create_engine
-from toolkit.train.feed import Feed
-from toolkit.train.launch import quiet
-from toolkit.train.local_ranks import run_ranks
-from toolkit.train.preflight import check_model, deepspeed_config
-from toolkit.train.resume import resume
+from toolkit.checkpoint.names import hash_file
+from toolkit.config.job import Job
+from toolkit.config.recipe import Recipe
+from toolkit.data.loader import MicroBatchLoader
+from toolkit.data.token_cache import prepare
+from toolkit.engines.base import Engine
+from toolkit.engines.factory import create_engine
+from toolkit.files import sync
+from toolkit.launch.local_ranks import run_ranks
+from toolkit.launch.output import quiet
+from toolkit.training.checkpointing import Checkpointer
+from toolkit.training.preflight import check_model, deepspeed_config
+from toolkit.training.resume import resume
 
 CPU = torch.device("cpu")
 RANKS = 2
@@ -91,7 +93,7 @@ def main() -> None:
                 f"{statistics.median(ours[what]) * 1e3:.0f}",
                 f"{statistics.median(theirs[what]) * 1e3:.0f}",
                 *(f"{ratio:.2f}x" for ratio in (middle, ratios[0], ratios[-1])),
-                "" if target is None else verdict(middle, target, at_most=True),
+                "" if target is None else target_met(middle, target, at_most=True),
             ]
         )
     publish(
@@ -101,7 +103,7 @@ def main() -> None:
         rows=rows,
         notes=[
             "GPT-2 of 6 layers x 384, vocabulary 50,257, ZeRO-2, fp32: 360 MB of weights and moments.",
-            "The last row is held against our own synchronous save.",
+            "The last row is compared with our own synchronous save.",
             "Hashing alone keeps a core busy for 110 ms a rank: 180 MB of sha256 at 1.7 GB/s. Theirs has none.",
         ],
         save=options.save,
@@ -113,7 +115,7 @@ def small(folder: Path, layers: int, hidden: int) -> Recipe:
         folder,
         model={"name_or_path": "gpt2", "overrides": {"n_layer": layers, "n_embd": hidden, "n_head": hidden // 64}},
         seq_len=64,
-        batch={"global_size": 4, "micro_size": 1},
+        batch={"global_batch_size": 4, "micro_batch_size": 1},
         parallel={"zero_stage": 2},
         train={"steps": 3},
     )
@@ -121,17 +123,14 @@ def small(folder: Path, layers: int, hidden: int) -> Recipe:
 
 def build(recipe: Recipe, **settings: Any) -> tuple[Engine, Checkpointer]:
     """An engine that has taken a step: its optimizer has states."""
-    layout = recipe.layout(dist.get_world_size())
-    batch = recipe.resolve_batch(layout)
+    job = Job.of(recipe, dist.get_world_size())
     corpus = prepare(recipe.data, progress=False)
-    config = deepspeed_config(recipe, layout, batch, check_model(recipe, CPU), CPU)
-    engine = create_engine(recipe, layout, batch, CPU, (config or {}) | settings, eos_id=corpus.eos_id)
-    feed = Feed.open(recipe, layout, batch, corpus, rank=dist.get_rank())
-    with feed.prefetch() as ahead:
-        engine.train_step(feed.micro_batches(0, ahead), target_tokens=feed.target_tokens(0), learning_rate=1e-4)
-    keeper = Checkpointer(
-        recipe=recipe, layout=layout, batch=batch, engine=engine, tokenizer=corpus.tokenizer(), corpus=corpus
-    )
+    config = deepspeed_config(job, check_model(recipe, CPU), CPU)
+    engine = create_engine(job, CPU, (config or {}) | settings, eos_id=corpus.eos_id)
+    loader = MicroBatchLoader.open(job, corpus, rank=dist.get_rank())
+    with loader.prefetch() as ahead:
+        engine.train_step(loader.micro_batches(0, ahead), target_tokens=loader.target_tokens(0), learning_rate=1e-4)
+    keeper = Checkpointer(job=job, engine=engine, tokenizer=corpus.tokenizer(), corpus=corpus)
     return engine, keeper
 
 
@@ -154,7 +153,7 @@ def measure(recipe: Recipe, folder: Path, rounds: int) -> dict[str, Seconds]:
             found["ours"][what] = found["ours"]["save"]
         note("ours", "load", lambda: restore(keeper, recipe, folder / "ours"))
         note("theirs", "load", lambda: inner.load_checkpoint(str(folder / "theirs"), tag="step"))
-        note("ours", STALL, lambda: keeper.begin(folder / "aside", 1, tokens=1, learning_rate=1e-4))
+        note("ours", STALL, lambda: keeper.save(folder / "aside", 1, tokens=1, learning_rate=1e-4, wait=False))
         found["ours"][STALL][-1] += last_poll(keeper)
         if number == 0:  # the first round warms caches up
             found = {"ours": {}, "theirs": {}}
@@ -162,7 +161,7 @@ def measure(recipe: Recipe, folder: Path, rounds: int) -> dict[str, Seconds]:
 
 
 def last_poll(keeper: Checkpointer) -> float:
-    """Seconds of the call that finds the checkpoint published."""
+    """Seconds of the call that finds the checkpoint committed."""
     while True:
         time.sleep(0.02)
         start = time.perf_counter()
@@ -179,7 +178,7 @@ def save_theirs(engine: Any, folder: Path, *, hashed: bool) -> None:
     for path in files:
         sync(path)
         if hashed:
-            hash_plain(path)
+            hash_file(path)
 
 
 def restore(keeper: Checkpointer, recipe: Recipe, run: Path) -> None:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from measure.table import publish, verdict
+from measure.table import publish, target_met
 
 ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
@@ -58,7 +58,7 @@ def main() -> None:
                 f"{median:.3f}",
                 f"{min(seconds[name]):.3f}",
                 f"{median / medians[INTERPRETER]:.1f}x",
-                verdict(median, TARGET_SECONDS[name], at_most=True) if name in TARGET_SECONDS else "",
+                target_met(median, TARGET_SECONDS[name], at_most=True) if name in TARGET_SECONDS else "",
             ]
             for name, median in medians.items()
         ],

@@ -12,7 +12,7 @@ step and draw a live progress bar.
     Trainer   transformers.Trainer with TrainingArguments(deepspeed=…) and its default data loader, over a torch Dataset
               of tensors in memory with labels=input_ids. It shifts the labels itself, so the last position of a sample
               has no target, but counts that position when it divides: its loss is (s - 1) / s of ours, s = seq_len.
-    toolkit   the loop of recipes/train.py, with its feed from the token cache and its metrics file.
+    toolkit   the loop of recipes/train.py, with its loader from the token cache and its metrics file.
     Trainer, memory kept
               the Trainer after the toolkit's `keep_freed_memory`, which no user of it has: shows how much of the
               difference is memory that goes back to the kernel and is cleared again in every step.
@@ -40,17 +40,18 @@ import torch.distributed as dist
 from accelerate import PartialState
 from measure.our_run import CPU, Stamps, make_recipe, our_run
 from measure.rounds import Side, Times, alternate
-from measure.table import publish, verdict
+from measure.table import publish, target_met
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from toolkit.recipe import Recipe
-from toolkit.train.data.tokens import prepare
-from toolkit.train.feed import Feed
-from toolkit.train.host_memory import keep_freed_memory
-from toolkit.train.launch import quiet
-from toolkit.train.model import build_model
-from toolkit.train.preflight import check_model, deepspeed_config
+from toolkit.config.job import Job
+from toolkit.config.recipe import Recipe
+from toolkit.data.loader import MicroBatchLoader
+from toolkit.data.token_cache import prepare
+from toolkit.launch.output import quiet
+from toolkit.model_init.build_model import build_model
+from toolkit.model_init.freed_memory import keep_freed_memory
+from toolkit.training.preflight import check_model, deepspeed_config
 
 RANKS = 2
 TARGET = 1.10
@@ -60,13 +61,13 @@ SIZES: dict[str, dict[str, Any]] = {
     "small": {
         "model": {"name_or_path": "gpt2-tiny"},
         "seq_len": 128,
-        "batch": {"global_size": 16, "micro_size": 8},
+        "batch": {"global_batch_size": 16, "micro_batch_size": 8},
     },
     # Half of GPT-2's layers at half its width, with its whole vocabulary: computation dominates.
     "medium": {
         "model": {"name_or_path": "gpt2", "overrides": {"n_layer": 6, "n_embd": 384, "n_head": 6} | NO_DROPOUT},
         "seq_len": 256,
-        "batch": {"global_size": 8, "micro_size": 2},
+        "batch": {"global_batch_size": 8, "micro_batch_size": 2},
     },
 }
 STEPS = {"small": 60, "medium": 9}
@@ -78,11 +79,10 @@ class Tokens(Dataset[dict[str, torch.Tensor]]):
 
     def __init__(self, recipe: Recipe) -> None:
         # One rank whose micro-batch is the global batch reads the samples in their order.
-        whole = recipe.batch.model_copy(update={"micro_size": recipe.batch.global_size})
+        whole = recipe.batch.model_copy(update={"micro_batch_size": recipe.batch.global_batch_size})
         alone = recipe.model_copy(update={"batch": whole})
-        layout = alone.layout(1)
-        feed = Feed.open(alone, layout, alone.resolve_batch(layout), prepare(recipe.data, progress=False), rank=0)
-        with feed.prefetch() as ahead:
+        loader = MicroBatchLoader.open(Job.of(alone, 1), prepare(recipe.data, progress=False), rank=0)
+        with loader.prefetch() as ahead:
             self._rows = torch.cat([batch.input_ids for batch in ahead])
 
     def __len__(self) -> int:
@@ -148,15 +148,15 @@ def trainer_run(recipe: Recipe, tokens: Tokens, folder: Path, *, memory_kept: bo
     """Train on this rank with the Trainer."""
     if memory_kept:
         keep_freed_memory()
-    layout = recipe.layout(dist.get_world_size())
-    batch = recipe.resolve_batch(layout)
+    job = Job.of(recipe, dist.get_world_size())
+    batch = job.batch
     # Without a GPU the Trainer finds no backend and would train alone without a word: give it a configured state.
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     PartialState(backend="gloo")
     arguments = TrainingArguments(
         accelerator_config={"use_configured_state": True},
         output_dir=str(folder),
-        per_device_train_batch_size=batch.micro_size,
+        per_device_train_batch_size=batch.micro_batch_size,
         gradient_accumulation_steps=batch.accumulation,
         max_steps=recipe.train.steps,
         learning_rate=recipe.optimizer.lr,
@@ -172,7 +172,7 @@ def trainer_run(recipe: Recipe, tokens: Tokens, folder: Path, *, memory_kept: bo
         save_strategy="no",
         report_to="none",
         train_sampling_strategy="sequential",
-        deepspeed=deepspeed_config(recipe, layout, batch, check_model(recipe, CPU), CPU),
+        deepspeed=deepspeed_config(job, check_model(recipe, CPU), CPU),
     )
     callback = StampCallback()
     model = build_model(recipe, eos_id=prepare(recipe.data, progress=False).eos_id)
@@ -180,14 +180,14 @@ def trainer_run(recipe: Recipe, tokens: Tokens, folder: Path, *, memory_kept: bo
     trainer.train()
     engine = trainer.model_wrapped
     assert isinstance(engine, deepspeed.DeepSpeedEngine), type(engine)
-    assert engine.zero_optimization_stage() == layout.zero_stage
+    assert engine.zero_optimization_stage() == job.layout.zero_stage
     assert engine.dp_world_size == dist.get_world_size() == RANKS
     assert len(callback.stamps.times) == recipe.train.steps
     return callback.stamps
 
 
 def table_rows(size: str, recipe: Recipe, times: dict[str, Times]) -> list[list[str]]:
-    tokens = recipe.batch.global_size * recipe.data.seq_len
+    tokens = recipe.batch.global_batch_size * recipe.data.seq_len
     rows = []
     for side, measured in times.items():
         ratios = times["Trainer"].over(measured)
@@ -199,7 +199,7 @@ def table_rows(size: str, recipe: Recipe, times: dict[str, Times]) -> list[list[
                 f"{measured.median * 1e3:.1f}",
                 f"{tokens / measured.median:,.0f}",
                 *(f"{ratio:.2f}x" for ratio in (middle, ratios[0], ratios[-1])),
-                verdict(middle, TARGET, at_most=False) if side == "toolkit" else "",
+                target_met(middle, TARGET, at_most=False) if side == "toolkit" else "",
             ]
         )
     return rows

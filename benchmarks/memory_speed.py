@@ -8,13 +8,14 @@ import sys
 import time
 from itertools import product
 
+from toolkit.config.layout import Layout
 from toolkit.dsconfig.buckets import of_a_layer
 from toolkit.errors import LayoutError
-from toolkit.estimate.memory import MemoryModel, Recomputation, Workload
-from toolkit.estimate.states import DeepSpeedSettings
+from toolkit.estimate.activations import Recomputation
+from toolkit.estimate.deepspeed_settings import DeepSpeedSettings
+from toolkit.estimate.memory_model import MemoryModel, Workload
 from toolkit.hardware import gpu
-from toolkit.layout import Layout
-from toolkit.shape import find_config
+from toolkit.models.shape import find_config
 
 PROCESSES = 10
 LAYOUTS = 10_000

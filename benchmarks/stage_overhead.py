@@ -1,4 +1,4 @@
-"""What the cut costs: a pipeline of one stage against the same model uncut.
+"""What a stage costs: a pipeline of one stage against the same model without a pipeline.
 
     python benchmarks/stage_overhead.py                 # about three minutes
     python benchmarks/stage_overhead.py --quick         # does it run? The figures mean nothing.
@@ -19,13 +19,13 @@ from collections.abc import Callable
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
-from measure.table import publish, verdict
+from measure.table import publish, target_met
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from toolkit.families.anatomy import examine
-from toolkit.parallel.stage import PipelineStage
-from toolkit.train.host_memory import keep_freed_memory
-from toolkit.train.loss import token_loss_sum
+from toolkit.model_init.freed_memory import keep_freed_memory
+from toolkit.parallel.loss import token_loss_sum
+from toolkit.parallel.model_structure import analyze_model
+from toolkit.parallel.pipeline.stage import PipelineStage
 
 TARGET = 1.03
 SIZES = {"num_hidden_layers": 6, "hidden_size": 256, "num_attention_heads": 4, "vocab_size": 8192}
@@ -53,7 +53,7 @@ def main() -> None:
                     side,
                     f"{statistics.median(seconds) * 1e3:.1f}",
                     f"{ratio:.3f}x",
-                    verdict(ratio, TARGET, at_most=True) if side == "one stage" else "",
+                    target_met(ratio, TARGET, at_most=True) if side == "one stage" else "",
                 ]
             )
     publish(
@@ -70,12 +70,12 @@ def main() -> None:
 def measure(family: str, extra: dict[str, int], *, rounds: int) -> dict[str, list[float]]:
     """Of each side the seconds of each turn."""
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SIZES, **extra)).eval()
-    anatomy = examine(model)
-    layers = anatomy.count
+    structure = analyze_model(model)
+    layers = structure.count
 
     def stages(*bounds: int) -> list[PipelineStage]:
         return [
-            PipelineStage(copy.deepcopy(model), anatomy, bounds=bounds, stage=number).eval()
+            PipelineStage(copy.deepcopy(model), structure, bounds=bounds, stage=number).eval()
             for number in range(len(bounds) - 1)
         ]
 

@@ -13,8 +13,8 @@ accumulation and tokens:
     plain DeepSpeed   deepspeed.initialize with the toolkit's ZeRO-1 config, engine.backward and engine.step
     deepspeed         the toolkit's engine of that name, likewise in its loop
 
-The toolkit keeps freed memory on the CPU (toolkit/train/host_memory.py). The plain loops do so here as well, so that
-the ratio is the cost of the loop alone; benchmarks/hf_trainer.py shows what that setting gains.
+The toolkit keeps freed memory on the CPU (toolkit/model_init/freed_memory.py). The plain loops do so here as well, so
+that the ratio is the cost of the loop alone; benchmarks/hf_trainer.py shows what that setting gains.
 
 A round forks one rank for each side in turn. The first steps are not counted. Prints medians of all counted steps, and
 of the ratios to the plain loop in the same round the median, the smallest and the largest.
@@ -37,17 +37,18 @@ import torch
 import torch.nn.functional as F
 from measure.our_run import CPU, Stamps, make_recipe, our_run
 from measure.rounds import Side, alternate
-from measure.table import publish, verdict
+from measure.table import publish, target_met
 from transformers import PreTrainedModel
 
-from toolkit.recipe import Recipe
-from toolkit.train.data.tokens import prepare
-from toolkit.train.feed import Feed
-from toolkit.train.host_memory import keep_freed_memory
-from toolkit.train.launch import quiet
-from toolkit.train.model import build_model
-from toolkit.train.optimizer import learning_rate, parameter_groups
-from toolkit.train.preflight import check_model, deepspeed_config
+from toolkit.config.job import Job
+from toolkit.config.recipe import Recipe
+from toolkit.data.loader import MicroBatchLoader
+from toolkit.data.token_cache import prepare
+from toolkit.engines.optimizer import learning_rate, parameter_groups
+from toolkit.launch.output import quiet
+from toolkit.model_init.build_model import build_model
+from toolkit.model_init.freed_memory import keep_freed_memory
+from toolkit.training.preflight import check_model, deepspeed_config
 
 TARGET = 1.03
 STEPS, WARMUP = 40, 5
@@ -83,7 +84,7 @@ def main() -> None:
                 side,
                 f"{times[side].median * 1e3:.1f}",
                 *(f"{ratio:.3f}x" for ratio in (middle, ratios[0], ratios[-1])),
-                verdict(middle, TARGET, at_most=True) if side == "reference" else "",
+                target_met(middle, TARGET, at_most=True) if side == "reference" else "",
                 f"{times[side].losses[-1]:.5f}",
             ]
         )
@@ -103,7 +104,7 @@ def make_step_recipe(folder: Path, engine: str, steps: int) -> Recipe:
         folder,
         model={"name_or_path": "gpt2-tiny", "overrides": shape},
         seq_len=128,
-        batch={"global_size": 4, "micro_size": 2},
+        batch={"global_batch_size": 4, "micro_batch_size": 2},
         parallel={"zero_stage": 1},
         train={"steps": steps, "engine": engine},
     )
@@ -111,11 +112,10 @@ def make_step_recipe(folder: Path, engine: str, steps: int) -> Recipe:
 
 def tensors(recipe: Recipe) -> Steps:
     """All micro-batches of the run, in memory."""
-    layout = recipe.layout(1)
-    feed = Feed.open(recipe, layout, recipe.resolve_batch(layout), prepare(recipe.data, progress=False), rank=0)
-    with feed.prefetch() as ahead:
+    loader = MicroBatchLoader.open(Job.of(recipe, 1), prepare(recipe.data, progress=False), rank=0)
+    with loader.prefetch() as ahead:
         return [
-            [(micro.input_ids, micro.labels) for micro in feed.micro_batches(step, ahead)]
+            [(micro.input_ids, micro.labels) for micro in loader.micro_batches(step, ahead)]
             for step in range(recipe.train.steps)
         ]
 
@@ -142,8 +142,7 @@ def plain_pytorch(recipe: Recipe, steps: Steps) -> Stamps:
 
 
 def plain_deepspeed(recipe: Recipe, steps: Steps) -> Stamps:
-    layout = recipe.layout(1)
-    config = deepspeed_config(recipe, layout, recipe.resolve_batch(layout), check_model(recipe, CPU), CPU)
+    config = deepspeed_config(Job.of(recipe, 1), check_model(recipe, CPU), CPU)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled, for over a minute
     model = make_model(recipe)
     groups = parameter_groups(model, recipe.optimizer.weight_decay)

@@ -1,17 +1,17 @@
-"""Tokens per second from text to training samples: this toolkit against the usual `datasets` way.
+"""Tokens per second from text to training samples: this toolkit against the usual `datasets` pipeline.
 
     python benchmarks/tokenizing.py                     # the whole standard library, as many processes as cores
     python benchmarks/tokenizing.py --megabytes 8 --rounds 3 --processes 2
 
-Both sides get the same documents, the same tokenizer (a saved bpe-4096) and the same number of processes, and end with
-samples of the same length on disk:
+Both get the same documents, the same tokenizer (a saved bpe-4096) and the same number of processes, and write samples
+of the same length to disk:
 
-    datasets  Dataset.map(tokenizer, batched=True) and a second map that joins and cuts each batch, as language-model
+    datasets  Dataset.map(tokenizer, batched=True) and a second map that joins and splits each batch, as language-model
               examples do; starts from a dataset that is already in Arrow format.
-    toolkit   toolkit.train.data.tokens.prepare from a JSONL file: also splits off held-out text and syncs to disk.
+    toolkit   toolkit.data.token_cache.prepare from a JSONL file: also splits off validation text and syncs to disk.
 
-The two alternate, so that a machine that slows down slows both; the table shows medians. Starting processes is part of
-the time, training the tokenizer and writing the inputs are not.
+The two alternate, so that a machine that slows down slows both; the table shows medians. The time includes starting
+processes, but not training the tokenizer and writing the inputs.
 """
 
 import argparse
@@ -32,17 +32,17 @@ import pyarrow.compute
 from rich.console import Console
 from rich.table import Table
 
-from toolkit.recipe import DataSection
-from toolkit.train.data import tokenizer as tokenizers
-from toolkit.train.data.sources import open_source
-from toolkit.train.data.tokens import prepare
+from toolkit.config.recipe import DataSection
+from toolkit.data import tokenizer as tokenizers
+from toolkit.data.sources import open_source
+from toolkit.data.token_cache import prepare
 
 SEQ_LEN = 1024
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--megabytes", type=float, help="bound of the corpus; the default is all of it")
+    parser.add_argument("--megabytes", type=float, help="limit of the corpus; the default is all of it")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each side")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
@@ -65,7 +65,7 @@ def write_inputs(folder: Path, megabytes: float | None) -> int:
     tokenizers.load_or_train(section, source).save_pretrained(folder / "tokenizer")
     texts: list[str] = []
     text_bytes = 0
-    for text in (text for piece in source.pieces() for text in piece.documents() if text):
+    for text in (text for chunk in source.chunks() for text in chunk.documents() if text):
         if megabytes is not None and text_bytes >= megabytes * 1e6:
             break
         texts.append(text)
@@ -100,16 +100,18 @@ def datasets_side(folder: Path, work: Path, processes: int) -> int:
     def joined(batch: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
         columns = {name: list(chain.from_iterable(rows)) for name, rows in batch.items()}
         end = len(columns["input_ids"]) // SEQ_LEN * SEQ_LEN
-        cut = {name: [row[i : i + SEQ_LEN] for i in range(0, end, SEQ_LEN)] for name, row in columns.items()}
-        return {**cut, "labels": cut["input_ids"]}
+        parts = {name: [row[i : i + SEQ_LEN] for i in range(0, end, SEQ_LEN)] for name, row in columns.items()}
+        return {**parts, "labels": parts["input_ids"]}
 
-    def kept(name: str) -> dict[str, Any]:
+    def options(name: str) -> dict[str, Any]:
         return {"batched": True, "num_proc": processes, "cache_file_name": str(work / name)}
 
-    # Each call of map starts its own processes, as it does in the examples.
-    tokens = datasets.load_from_disk(folder / "arrow").map(tokenized, remove_columns=["text"], **kept("tokens.arrow"))
-    tokens.map(joined, **kept("samples.arrow"))
-    # What the last incomplete sample of each batch drops was tokenized too.
+    # Each call of map starts its own processes, as in the examples.
+    tokens = datasets.load_from_disk(folder / "arrow").map(
+        tokenized, remove_columns=["text"], **options("tokens.arrow")
+    )
+    tokens.map(joined, **options("samples.arrow"))
+    # The tokens that the last incomplete sample of each batch drops count too.
     return int(pyarrow.compute.sum(pyarrow.compute.list_value_length(tokens.data.column("input_ids"))).as_py())
 
 
@@ -124,8 +126,8 @@ def show(runs: dict[str, list[tuple[int, float]]], text_bytes: int, processes: i
     table = Table(
         title=f"{text_bytes / 1e6:.1f} MB of text, {processes} processes, medians of {len(runs['toolkit'])} runs"
     )
-    for heading in ("way", "tokens", "seconds", "tokens/s", "MB/s", "ratio"):
-        table.add_column(heading, justify="left" if heading == "way" else "right")
+    for heading in ("pipeline", "tokens", "seconds", "tokens/s", "MB/s", "ratio"):
+        table.add_column(heading, justify="left" if heading == "pipeline" else "right")
     for side, results in runs.items():
         seconds = statistics.median(seconds for _, seconds in results)
         table.add_row(

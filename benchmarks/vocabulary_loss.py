@@ -25,9 +25,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from measure.table import publish
 
-from toolkit.parallel.vocabulary import VocabularyShard, vocab_parallel_token_loss_sum
-from toolkit.train.launch import quiet
-from toolkit.train.local_ranks import run_ranks
+from toolkit.launch.local_ranks import run_ranks
+from toolkit.launch.output import quiet
+from toolkit.parallel.tensor.vocabulary import VocabularyShard, vocab_parallel_token_loss_sum
 
 SHAPES = {"GPT-2": (50_257, 2_048), "Llama 3": (128_256, 1_024)}
 """Vocabulary and tokens in a micro-batch."""

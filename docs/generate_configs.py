@@ -2,18 +2,18 @@
 
 python docs/generate_configs.py
 
-Only what stands between the markers is replaced; the rest of the page is written by hand.
+Only what is between the markers is replaced; the rest of the page is written by hand.
 """
 
 import json
 from pathlib import Path
 from typing import Any
 
+from toolkit.config.layout import Layout
 from toolkit.dsconfig.buckets import derive, link_of, of_a_layer, smallest_bytes
-from toolkit.dsconfig.explain import KEYS, Key
+from toolkit.dsconfig.build import shape_of
+from toolkit.dsconfig.explain import KEYS, has_computed_default
 from toolkit.hardware import gpu
-from toolkit.layout import Layout
-from toolkit.shape import ModelShape, find_config
 from toolkit.units import format_bytes
 
 PAGE = Path(__file__).parent / "configs.md"
@@ -36,9 +36,7 @@ def page(current: str) -> str:
 
 def buckets() -> str:
     """One row a GPU, for GPT-2 XL at dp8-z2."""
-    facts = find_config("gpt2-xl")
-    assert facts is not None
-    shape, layout = ModelShape.from_config(facts), Layout.parse("dp8-z2")
+    shape, layout = shape_of("gpt2-xl"), Layout.parse("dp8-z2")
     lines = ["| `--gpu` | a collective needs | bucket |", "|---|---|---|"]
     lines.append(f"| none given | | {of_a_layer(shape.hidden).reduce:,} |")
     for name in _GPUS:
@@ -50,14 +48,14 @@ def buckets() -> str:
 
 def keys() -> str:
     """Every key, what it does, and DeepSpeed's default."""
-    rows = [f"| `{path}` | {key.what} | {_default(path, key)} |" for path, key in KEYS.items()]
+    rows = [f"| `{path}` | {key.what} | {_default(path)} |" for path, key in KEYS.items()]
     return "\n".join(["| key | what it does | default |", "|---|---|---|", *rows])
 
 
-def _default(path: str, key: Key) -> str:
-    if callable(key.default):
+def _default(path: str) -> str:
+    if has_computed_default(path):
         return _BY_OTHERS.get(path) or _BY_OTHERS[path.partition(".")[0]]
-    return _shown(key.default)
+    return _shown(KEYS[path].default)
 
 
 def _shown(value: Any) -> str:

@@ -1,9 +1,9 @@
-"""Write toolkit/families/support.json: cut a tiny model of every family of causal LMs, and compare it with the whole.
+"""Write toolkit/models/support.json: partition a tiny model of every causal LM family; compare it with the whole one.
 
 python docs/generate_families.py [NAME...]
 
-Every check runs in a child of its own, with an end to its memory and its time, so that one bad family stops no other.
-With names, those alone are checked and printed, and nothing is written. Takes some minutes.
+Every check runs in a child process with limits of memory and time, so that one bad family does not stop the others.
+With names, only those are checked and printed, and nothing is written. Takes some minutes.
 """
 
 import os
@@ -11,20 +11,22 @@ import resource
 import sys
 import warnings
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 
 import torch.distributed as dist
 import transformers
+from family_check import check_pipeline, check_tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from toolkit.errors import ToolkitError
-from toolkit.families.support import PATH, Support, encoded
-from toolkit.families.tiny import other_choices
-from toolkit.parallel.family_check import check_pipeline, check_tensor
-from toolkit.train.local_ranks import RankFailedError, run_ranks
+from toolkit.launch.local_ranks import RankFailedError, run_ranks
+from toolkit.models.support import PATH, Support, encoded
+from toolkit.parallel.tiny_model import default_config
 
 MEMORY_BYTES = 12 * 2**30
 SECONDS = 120
@@ -32,9 +34,9 @@ TENSOR_RANKS = (2, 4)
 
 
 def check(model_type: str) -> Support:
-    """All checks of one family."""
+    """Run all checks of one family."""
     pipeline = refusal(1, check_pipeline, model_type)
-    # Starting ranks takes longer than most checks: only where one of them fails, it is asked which.
+    # Starting ranks takes longer than most checks, so both run in one start, and alone only if one of them fails.
     tensor = sequence = _first_refusal(_check_both, model_type)
     if sequence:
         tensor = _first_refusal(_check_tensor, model_type)
@@ -44,7 +46,7 @@ def check(model_type: str) -> Support:
 
 
 def check_all(names: Iterable[str] = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) -> dict[str, Support]:
-    """Every family, or those of `names`, with a line of progress for each."""
+    """Check every family, or those of `names`, and print a line of progress for each."""
     found = {}
     for name in sorted(names):
         found[name] = support = check(name)
@@ -57,7 +59,7 @@ def check_all(names: Iterable[str] = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) -> dict[
 
 
 def refusal(world_size: int, function: Callable[[str], None], model_type: str) -> str | None:
-    """Why a check on so many ranks fails; None where it does not."""
+    """Run a check on so many ranks; return why it fails, or None."""
     try:
         run_ranks(_limited, world_size, function, model_type, timeout_seconds=SECONDS, joined=world_size > 1)
     except ToolkitError as error:
@@ -85,15 +87,23 @@ def _check_both(model_type: str) -> None:
 
 
 def _check_tensor(model_type: str) -> None:
-    """With the family's defaults, and with other ties and biases."""
+    """Check the family's defaults, and other choices of ties and biases."""
     group: Any = dist.group.WORLD
     check_tensor(model_type, group)
-    check_tensor(model_type, group, changes=other_choices(model_type))
+    check_tensor(model_type, group, changes=_other_choices(model_type))
 
 
 def _check_sequence(model_type: str) -> None:
     group: Any = dist.group.WORLD
-    check_tensor(model_type, group, sequence_parallel=True, changes=other_choices(model_type))
+    check_tensor(model_type, group, sequence_parallel=True, changes=_other_choices(model_type))
+
+
+def _other_choices(model_type: str) -> dict[str, Any]:
+    """Return changes to a tiny config: tie or untie the embedding, and enable all disabled biases."""
+    given = default_config(model_type).to_dict()
+    biases = {name: True for name, value in given.items() if "bias" in name and value is False}
+    tied = {"tie_word_embeddings": not given["tie_word_embeddings"]} if "tie_word_embeddings" in given else {}
+    return biases | tied
 
 
 def _word(reason: str | None) -> str:
@@ -101,13 +111,13 @@ def _word(reason: str | None) -> str:
 
 
 def main(names: list[str]) -> None:
-    """Check, and write where nothing was left out."""
+    """Check the families; write the file if all were checked."""
     unknown = set(names) - set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     if unknown:
         sys.exit(f"{', '.join(sorted(unknown))}: no causal LM of transformers {transformers.__version__}.")
     found = check_all(names or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     pipeline, tensor, sequence = (
-        sum(getattr(support, cut) for support in found.values()) for cut in ("pipeline", "tensor", "sequence")
+        sum(support.supports(kind) for support in found.values()) for kind in ("pipeline", "tensor", "sequence")
     )
     print(f"of {len(found)} families: {pipeline} pipeline, {tensor} tensor, {sequence} sequence")
     if not names:

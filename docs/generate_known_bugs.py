@@ -1,9 +1,9 @@
-"""Write the numbers of docs/known-bugs.md: run examples/plain_deepspeed and hold it against one process.
+"""Write the numbers of docs/known-bugs.md: run examples/plain_deepspeed and compare it with one process.
 
 python docs/generate_known_bugs.py [NAME...]
 
-Only what stands between markers is replaced; the rest of the page is written by hand. With names, the numbers of those
-bugs are printed and nothing is written. Takes about a minute.
+Only the text between markers is replaced; the rest of the page is written by hand. With names, the numbers of those
+bugs are only printed. Takes about a minute.
 """
 
 import datetime
@@ -29,9 +29,9 @@ sys.path.insert(0, str(ROOT / "examples" / "plain_deepspeed"))
 
 from cases import BUGS, KnownBug, Runs  # noqa: E402
 
-from toolkit.parity import Trial, Verdict  # noqa: E402
-from toolkit.train.launch import quiet  # noqa: E402
-from toolkit.train.local_ranks import run_ranks  # noqa: E402
+from toolkit.launch.local_ranks import run_ranks  # noqa: E402
+from toolkit.launch.output import quiet  # noqa: E402
+from toolkit.parity import ParityResult, ParityRun  # noqa: E402
 
 PAGE = Path(__file__).parent / "known-bugs.md"
 END = "<!-- end of numbers -->"
@@ -40,9 +40,9 @@ END = "<!-- end of numbers -->"
 def numbers(bug: KnownBug, runs: Runs) -> str:
     """The table of one bug, and what the comparison says."""
     reference = runs.reference(bug)
-    plain = Verdict.of(runs.plain(bug), reference)
-    mended = Verdict.of(runs.plain(bug, repaired=True), reference)
-    ours = Verdict.of(runs.toolkit(bug), reference)
+    plain = ParityResult.of(runs.plain(bug), reference)
+    fixed = ParityResult.of(runs.plain(bug, repaired=True), reference)
+    ours = ParityResult.of(runs.toolkit(bug), reference)
     steps = len(reference.curve)
     headings = f"loss, step 1 | loss, step {steps} | gradient norm, step 1 | gradients, step 1 | all weights"
     lines = [
@@ -50,14 +50,14 @@ def numbers(bug: KnownBug, runs: Runs) -> str:
         "|---|---|---|---|---|---|---|",
         f"| one process | {_curve(reference)} | | | |",
         f"| this script | {_row(plain)} |",
-        f"| mended | {_row(mended)} |",
-        f"| the toolkit, `{ours.report.label}` | {_row(ours)} |",
+        f"| fixed | {_row(fixed)} |",
+        f"| the toolkit, `{ours.curves.label}` | {_row(ours)} |",
         "",
         f"> {plain.diagnosis}",
     ]
     if bug.is_hidden_by_adam:
         adamw = bug.with_adamw()
-        report = Verdict.of(runs.plain(adamw), runs.reference(adamw)).report
+        report = ParityResult.of(runs.plain(adamw), runs.reference(adamw)).curves
         gap = f"{report.max_loss_difference:.1e} at most (relative)"
         lines += [
             "",
@@ -86,28 +86,28 @@ def versions() -> str:
     )
 
 
-def _curve(trial: Trial) -> str:
-    curve = trial.curve
+def _curve(run: ParityRun) -> str:
+    curve = run.curve
     return f"{curve.losses[0]:.6f} | {curve.losses[-1]:.6f} | {curve.grad_norms[0]:.6f}"
 
 
-def _row(verdict: Verdict) -> str:
-    wrong, worst = len(verdict.wrong_gradients), verdict.rows[0]
+def _row(result: ParityResult) -> str:
+    wrong, count, worst = len(result.wrong_gradients), len(result.gradients), result.gradients[0]
     shown = (
-        f"{wrong} of {len(verdict.rows)} wrong; ratio {worst.ratio:.4f}, cosine {worst.cosine:.4f} in `{worst.name}`"
+        f"{wrong} of {count} wrong; ratio {worst.ratio:.4f}, cosine {worst.cosine:.4f} in `{worst.name}`"
         if wrong
         else "right"
     )
     first = {
-        "loss": verdict.report.first_loss_beyond,
-        "norm": verdict.report.first_norm_beyond,
+        "loss": result.curves.first_loss_beyond,
+        "norm": result.curves.first_norm_beyond,
     }
     beyond = ", ".join(f"{step} ({name})" for name, step in first.items() if step is not None) or "none"
-    return f"{_curve(verdict.case.trial)} | {shown} | {verdict.parameters:.1e} | {beyond} |".removesuffix(" |")
+    return f"{_curve(result.run)} | {shown} | {result.parameters:.1e} | {beyond} |".removesuffix(" |")
 
 
 def main(names: list[str]) -> None:
-    """Run, and write where nothing was left out."""
+    """Run, and write the page if no name was given."""
     unknown = set(names) - {bug.name for bug in BUGS}
     if unknown:
         sys.exit(f"{', '.join(sorted(unknown))}: not among {', '.join(bug.name for bug in BUGS)}.")

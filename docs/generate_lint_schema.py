@@ -1,9 +1,9 @@
-"""Write toolkit/dsconfig/lint/schema.json: every key that the installed DeepSpeed reads from a config.
+"""Write toolkit/lint/schema.json: every key that the installed DeepSpeed reads from a config.
 
 python docs/generate_lint_schema.py
 
 Sections that DeepSpeed declares (pydantic models) are read from the declarations. The others exist only as look-ups in
-a dict: DeepSpeedConfig is built from a dict that writes down which keys it is asked for, and with which defaults.
+a dict: DeepSpeedConfig is built from a dict that records which keys are read, and with which defaults.
 """
 
 import copy
@@ -32,20 +32,23 @@ from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from deepspeed.runtime import config as ds
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
+from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.model_checkpointing.constants import CHECKPOINT_DATA_PARALLEL_UNITS, CHECKPOINT_WRITER_TYPES
 from deepspeed.utils import logger
 from deepspeed.utils.logging import log_levels
+from lint_unread_keys import unread
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
+from typing_extensions import override
 
-FILE = Path(__file__).parents[1] / "toolkit" / "dsconfig" / "lint" / "schema.json"
+FILE = Path(__file__).parents[1] / "toolkit" / "lint" / "schema.json"
 Node = dict[str, Any]
 
 _PROBE = "_a_key_that_nobody_declares"
 _MINIMAL: Node = {"train_micro_batch_size_per_gpu": 1}
 _MISSING: Any = object()
 
-# What a look-up in a dict does not tell, because its default is None: which type DeepSpeed goes on to compute with.
+# Types of keys that are looked up with the default None: what DeepSpeed then computes with.
 _TYPES = {
     "train_batch_size": "int",
     "train_micro_batch_size_per_gpu": "int",
@@ -75,7 +78,7 @@ _TYPES = {
     "optimizer.params": "object",
     "scheduler.params": "object",
 }
-# Look-ups that accept one of a few words; where DeepSpeed has a list of them, it is that list.
+# Look-ups that accept one of a few words, from DeepSpeed's own list if it has one.
 _DTYPES = sorted(name for dtype in ds.DtypeEnum for name in dtype._all_values if isinstance(name, str))
 _WORDS = {
     "communication_data_type": ["bf16", "fp16", "fp32"],
@@ -100,7 +103,7 @@ _NULL_IS_FINE = {
     *("data_types.grad_accum_dtype", "data_types.param_dtype", "data_types.buffer_dtype"),
     "checkpoint.writer.data_parallel",
 }
-# What validators say in code.
+# Constraints of validators.
 _VALIDATED: dict[str, Node] = {
     "DeepSpeedFP16Config.loss_scale": {"ge": 0, "finite": True, "no_truth": True},
     "DeepSpeedFP16Config.loss_scale_window": {"no_truth": True},
@@ -122,7 +125,7 @@ _READ_ELSEWHERE: Node = {
     | {"activation_checkpoint_interval": {"types": ["int"], "default": 0, "ge": 0}},
     "optimizer": {"legacy_fusion": {"types": ["bool"], "default": False}},
 }
-# Handed on to the feature as they are.
+# Passed to the feature as they are.
 _OPEN = (
     *("data_efficiency.data_sampling", "data_efficiency.data_routing", "datastates_ckpt"),
     *("optimizer.params", "scheduler.params"),
@@ -130,31 +133,31 @@ _OPEN = (
 
 
 class Recorder(dict[str, Any]):
-    """A dict that remembers which keys it was asked for."""
+    """A dict that records which keys are read."""
 
     def __init__(self, values: Node | None = None) -> None:
         super().__init__(values or {})
-        self.asked: dict[str, Any] = {}
+        self.read: dict[str, Any] = {}
 
-    def _ask(self, key: Any, default: Any = _MISSING) -> None:
-        if isinstance(key, str) and self.asked.get(key, _MISSING) is _MISSING:
-            self.asked[key] = default
+    def _record(self, key: Any, default: Any = _MISSING) -> None:
+        if isinstance(key, str) and self.read.get(key, _MISSING) is _MISSING:
+            self.read[key] = default
 
+    @override
     def get(self, key: str, default: Any = None) -> Any:
-        """See dict."""
-        self._ask(key, default)
+        self._record(key, default)
         return super().get(key, default)
 
     def __contains__(self, key: object) -> bool:
-        self._ask(key)
+        self._record(key)
         return super().__contains__(key)
 
     def __getitem__(self, key: str) -> Any:
-        self._ask(key)
+        self._record(key)
         return super().__getitem__(key)
 
     def keys(self) -> Any:
-        """Itself: `key in d.keys()` is a question too."""
+        """Return itself: `key in d.keys()` is a look-up too."""
         return self
 
     def __copy__(self) -> "Recorder":
@@ -165,11 +168,13 @@ class Recorder(dict[str, Any]):
 
 
 def schema() -> Node:
-    """The whole file."""
+    """Return the contents of the file."""
     removed = {**ds._REMOVED_TOP_LEVEL_CONFIG_KEYS}
+    keys = dict(sorted(_top_level(removed).items()))
     return {
         "deepspeed": deepspeed.__version__,
-        "keys": dict(sorted(_top_level(removed).items())),
+        "keys": keys,
+        "unread": unread(keys),
         "removed": sorted([*removed, *(f"zero_optimization.{key}" for key in ds._REMOVED_ZERO_CONFIG_KEYS)]),
         "optimizers": _optimizers(),
         "schedulers": _schedulers(),
@@ -183,14 +188,14 @@ def _top_level(removed: Iterable[str]) -> Node:
         mock.patch.object(ds.dist, "get_world_size", return_value=1),
     ):
         ds.DeepSpeedConfig(recorder)
-    asked = recorder.asked
+    read = recorder.read
     for key in re.findall(r'"(\w+)" in config\b', inspect.getsource(deepspeed.initialize)):
-        asked.setdefault(key, _MISSING)
-    return {key: _node((key,), default) for key, default in asked.items() if key not in set(removed)}
+        read.setdefault(key, _MISSING)
+    return {key: _node((key,), default) for key, default in read.items() if key not in set(removed)}
 
 
 def _node(path: tuple[str, ...], default: Any) -> Node:
-    """What DeepSpeed does with the value at `path`: declared section, section of look-ups, or a value."""
+    """Return what the value at `path` is: a declared section, a section of look-ups, or a value."""
     name = ".".join(path)
     if name in _OPEN:
         return {"section": "open", "keys": {}}
@@ -199,15 +204,15 @@ def _node(path: tuple[str, ...], default: Any) -> Node:
         return {"section": "strict", "keys": _fields(model)}
     probe = Recorder({"enabled": True, "type": "AdamW"})
     _build(path, probe)
-    asked = {key: value for key, value in probe.asked.items() if key != _PROBE}
-    if asked or name in _READ_ELSEWHERE:
-        keys = {key: _node((*path, key), value) for key, value in sorted(asked.items())}
+    read = {key: value for key, value in probe.read.items() if key != _PROBE}
+    if read or name in _READ_ELSEWHERE:
+        keys = {key: _node((*path, key), value) for key, value in sorted(read.items())}
         return {"section": "lenient", "keys": dict(sorted((keys | _READ_ELSEWHERE.get(name, {})).items()))}
     return _value(name, default)
 
 
 def _build(path: tuple[str, ...], value: Any) -> Exception | None:
-    """Build a config with `value` at `path`; what DeepSpeed says against it."""
+    """Build a config with `value` at `path`, and return the error of DeepSpeed, if any."""
     for key in reversed(path[1:]):
         value = {"enabled": True, "type": "AdamW", key: value}
     config = copy.copy(_MINIMAL) | {path[0]: value}
@@ -271,13 +276,13 @@ def _field(field: FieldInfo) -> Node:
 
 
 def _parts(annotation: Any) -> list[Any]:
-    """The list types of an annotation."""
+    """Return the list types of an annotation."""
     parts = typing.get_args(annotation) if typing.get_origin(annotation) in (typing.Union, types.UnionType) else ()
     return [part for part in (annotation, *parts) if typing.get_origin(part) is list]
 
 
 def _kinds(annotation: Any) -> tuple[list[str], list[Any], type[DeepSpeedConfigModel] | None]:
-    """Names of the JSON types, the allowed words, and the model where it is a section."""
+    """Return the JSON types, the allowed words, and the model if it is a section."""
     origin = typing.get_origin(annotation)
     if origin in (typing.Union, types.UnionType):
         parts = [_kinds(part) for part in typing.get_args(annotation)]
@@ -311,7 +316,7 @@ def _value(name: str, default: Any) -> Node:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON has it."""
+    """Return a value as JSON."""
     if isinstance(value, enum.Enum):
         value = value.value
     if isinstance(value, bool) or value is None:
@@ -331,11 +336,10 @@ _ADAM_WORDS = {"torch_adam": False, "adam_w_mode": True, "fp32_optimizer_states"
 
 
 def _optimizers() -> Node:
-    """For each name the parameters that its classes take: DeepSpeed's (on the GPU, on the host) and PyTorch's."""
+    """Return the parameters that the classes of each name accept: DeepSpeed's (GPU and CPU) and PyTorch's."""
     cpu_adam = _parameters(DeepSpeedCPUAdam, drop=("adamw_mode", "fp32_optimizer_states"))
     adam = {"gpu": _parameters(FusedAdam, drop=("adam_w_mode",)), "cpu": cpu_adam, "own": _ADAM_WORDS}
-    engine = ds_engine()
-    muon = dict.fromkeys((*engine._MUON_HALF_KEYS, *engine._ADAM_HALF_KEYS, "muon_lr", "adam_lr"))
+    muon = dict.fromkeys((*DeepSpeedEngine._MUON_HALF_KEYS, *DeepSpeedEngine._ADAM_HALF_KEYS, "muon_lr", "adam_lr"))
     table: Node = {
         "adam": adam | {"torch": _parameters(torch.optim.Adam)},
         "adamw": adam | {"torch": _parameters(torch.optim.AdamW)},
@@ -351,15 +355,8 @@ def _optimizers() -> Node:
     return {"names": sorted(ds.DEEPSPEED_OPTIMIZERS), "types": dict(sorted(table.items())), "tested": _tested()}
 
 
-def ds_engine() -> Any:
-    """The engine's class."""
-    from deepspeed.runtime.engine import DeepSpeedEngine
-
-    return DeepSpeedEngine
-
-
 def _tested() -> list[str]:
-    """Classes that ZeRO takes without `zero_allow_untested_optimizer`."""
+    """Return the classes that ZeRO accepts without `zero_allow_untested_optimizer`."""
     from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 
     return sorted({kind.__name__ for kind in ZERO_SUPPORTED_OPTIMIZERS})
@@ -380,7 +377,7 @@ def _classes(module: types.ModuleType, base: type) -> list[tuple[str, type]]:
 
 
 def _parameters(kind: Callable[..., Any], drop: tuple[str, ...] = ()) -> Node:
-    """Name -> default of what the constructor takes besides the parameters or the optimizer; `required` has none."""
+    """Return the arguments of a constructor besides the parameters or the optimizer: name -> default, or `required`."""
     found = list(inspect.signature(kind).parameters.values())[1:]
     return {
         parameter.name: "required" if parameter.default is parameter.empty else _plain(parameter.default)
@@ -390,7 +387,7 @@ def _parameters(kind: Callable[..., Any], drop: tuple[str, ...] = ()) -> Node:
 
 
 def text() -> str:
-    """The file as it is committed."""
+    """Return the text of the file."""
     logger.setLevel("ERROR")
     return json.dumps(schema(), indent=1, sort_keys=False) + "\n"
 

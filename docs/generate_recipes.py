@@ -1,14 +1,14 @@
-"""Write the tables of recipe fields in docs/recipes.md, from the types and docstrings of toolkit/recipe.py.
+"""Write the tables of recipe fields in docs/recipes.md, from the types and docstrings of toolkit/config/recipe.py.
 
 python docs/generate_recipes.py
 
-Only what stands between the two markers is replaced; the rest of the page is written by hand.
+Only the part between the two markers is replaced; the rest of the page is written by hand.
 """
 
 import json
 from pathlib import Path
 
-from toolkit.recipe_file.schema import allowed, fields, is_section, json_schema, lookup
+from toolkit.config.recipe_schema import allowed, fields, is_section, lookup, recipe_json_schema
 
 PAGE = Path(__file__).parent / "recipes.md"
 BEGIN = "<!-- fields: written by docs/generate_recipes.py -->"
@@ -17,7 +17,7 @@ _HEAD = "| field | type | default | meaning |\n|---|---|---|---|"
 
 
 def page(current: str) -> str:
-    """`current` with the tables between the markers made new."""
+    """`current` with new tables between the markers."""
     before, _, rest = current.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n\n{tables()}\n\n{END}{after}"
@@ -35,7 +35,7 @@ def tables() -> str:
 def _section(name: str) -> str:
     schema = lookup((name,)) or {}
     rows = [_row((name, field)) for field in fields((name,))]
-    needed = "" if name in json_schema()["required"] else " The section may be left out."
+    needed = "" if name in recipe_json_schema()["required"] else " This section is optional."
     return "\n".join([f"### {name}", "", f"{_one_line(schema['description'])}{needed}", "", _HEAD, *rows])
 
 

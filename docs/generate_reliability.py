@@ -1,10 +1,10 @@
-"""Write the tables of docs/reliability.md from what the scripts under tests/ have measured.
+"""Write the tables of docs/reliability.md from the results of the scripts under tests/cluster/.
 
-python tests/faults.py --cases 20
+python tests/cluster/faults.py --cases 20
 python docs/generate_reliability.py
 
-Each file build/reliability/NAME.jsonl holds one case a line; `problem` is empty where what must hold did. Only what
-stands between the markers of NAME is replaced, so a campaign that was not run again keeps its table.
+Each file build/reliability/NAME.jsonl has one case per line; `problem` is empty for a case that passed. Only the text
+between the markers of NAME is replaced, so a campaign that was not run again keeps its table.
 """
 
 import json
@@ -21,9 +21,9 @@ Case = dict[str, Any]
 
 
 def table(cases: Sequence[Case]) -> str:
-    """Counts and delays of one campaign."""
+    """Format counts and delays of one campaign."""
     failed = [case for case in cases if case["problem"]]
-    rows = [("cases", str(len(cases))), ("what must hold did not", str(len(failed)))]
+    rows = [("cases", str(len(cases))), ("failed", str(len(failed)))]
     if any("is_named" in case for case in cases):
         rows.append(("rank and step named", f"{sum(case.get('is_named', False) for case in cases)} of {len(cases)}"))
     delays = [case["delay_seconds"] for case in cases if "delay_seconds" in case]
@@ -37,7 +37,7 @@ def table(cases: Sequence[Case]) -> str:
 
 
 def matrix(differences: Mapping[str, Mapping[str, float]]) -> str:
-    """A row for each layout that saved, a column for each that went on."""
+    """Format a row for each layout that saved, a column for each that resumed."""
     names = list(differences)
     rows = [
         f"| **{name}** | {' | '.join('0' if values[other] == 0 else f'{values[other]:.0e}' for other in names)} |"
@@ -47,7 +47,7 @@ def matrix(differences: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def page(current: str, results: Iterator[tuple[str, str]]) -> str:
-    """`current` with the tables that there are results for made new."""
+    """Replace the tables of `current` for which there are results."""
     for name, text in results:
         begin = f"<!-- results: {name} -->"
         if begin not in current:
@@ -59,7 +59,7 @@ def page(current: str, results: Iterator[tuple[str, str]]) -> str:
 
 
 def read_results() -> Iterator[tuple[str, str]]:
-    """Name and table of each campaign that was run."""
+    """Yield name and table of each campaign that was run."""
     for path in sorted(RESULTS.glob("*.jsonl")):
         cases = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         if cases:
@@ -70,7 +70,7 @@ def read_results() -> Iterator[tuple[str, str]]:
 
 
 def _drawn(cases: Sequence[Case], name: str) -> str:
-    """How often each value came, or '' where cases have none."""
+    """Count how often each value was drawn, or '' if cases have none."""
     values = [str(case[name]) for case in cases if case.get(name) is not None]
     return ", ".join(f"{value} ({values.count(value)})" for value in sorted(set(values)))
 

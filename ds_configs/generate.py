@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit import recipe_file
+from toolkit.config import load_recipe
 from toolkit.dsconfig.buckets import largest_partition
-from toolkit.dsconfig.job import ConfigJob
+from toolkit.dsconfig.build import ConfigJob, shape_of
 from toolkit.dsconfig.options import ConfigOptions
 from toolkit.dsconfig.trainer import trainer_config
-from toolkit.shape import ModelShape, find_config
 
 HERE = Path(__file__).parent
 GPUS_PER_NODE = 8
@@ -85,10 +84,8 @@ def main(folder: Path) -> None:
 
 def _job(variant: Variant) -> ConfigJob:
     ranks = variant.nodes * GPUS_PER_NODE
-    recipe = recipe_file.load(HERE.parent / "recipes" / "gpt2" / "z3.yaml", variant.overrides, world_size=ranks)
-    facts = find_config(recipe.model.name_or_path)
-    assert facts is not None
-    shape = ModelShape.from_config(facts)
+    recipe = load_recipe(HERE.parent / "recipes" / "gpt2" / "z3.yaml", variant.overrides, world_size=ranks)
+    shape = shape_of(recipe.model.name_or_path)
     layout = recipe.layout(ranks)
     options = dict(variant.options or {})
     if "nvme_path" in options:

@@ -1,7 +1,8 @@
-"""What all tests share: one warmed-up process that forks ranks, a small corpus, and a recipe to vary."""
+"""Fixtures of all tests: one process that forks ranks, a small corpus, and a recipe to vary."""
 
 import json
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,36 @@ import pytest
 
 # First: it sets the environment in which torch and DeepSpeed are imported.
 from rank_parent import become_rank_parent
+from slow_tests import Durations, mark_slow_tests
 from small_text import write_corpus
+from train_script import train_here
 
-from toolkit.recipe import Recipe
+from toolkit.config import dump_recipe
+from toolkit.config.recipe import Recipe
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--write-durations", action="store_true", help="write tests/slow_tests.json (make durations)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--write-durations"):
+        config.pluginmanager.register(Durations())
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_slow_tests(items)
+
+
+@pytest.fixture(autouse=True)
+def _no_accelerate_state() -> Iterator[None]:
+    """Ranks forked later would inherit what a test left in accelerate: one process without peers."""
+    yield
+    if "accelerate.state" in sys.modules:
+        from accelerate.state import AcceleratorState, GradientState
+
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
 
 
 @pytest.fixture(scope="session")
@@ -25,7 +53,7 @@ MakeRecipe = Callable[..., Recipe]
 
 @pytest.fixture(scope="session")
 def make_recipe(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> MakeRecipe:
-    """A small recipe; keyword arguments such as `train__steps=3` change a field, as an override would."""
+    """Make a small recipe; keyword arguments such as `train__steps=3` change a field, as an override would."""
     cache = tmp_path_factory.mktemp("cache")
 
     def make(**changes: Any) -> Recipe:
@@ -42,7 +70,7 @@ def make_recipe(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> MakeR
                 "workers": 1,
                 "cache_dir": str(cache),
             },
-            "batch": {"global_size": 16, "micro_size": 4},
+            "batch": {"global_batch_size": 16, "micro_batch_size": 4},
             "optimizer": {"name": "adamw", "lr": 1e-3, "weight_decay": 0.1},
             "schedule": {"name": "cosine", "warmup_steps": 3},
             "train": {"steps": 30, "seed": 1, "grad_clip": 0.5},
@@ -63,9 +91,25 @@ def make_recipe(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> MakeR
 
 @pytest.fixture(scope="session")
 def ranks() -> Callable[..., list[Any]]:
-    """`run_ranks`, from a process that has imported all that ranks need: forking it takes milliseconds."""
+    """`run_ranks`, in a process that has imported all that ranks need: forking it takes milliseconds."""
     become_rank_parent()
 
-    from toolkit.train.local_ranks import run_ranks
+    from toolkit.launch.local_ranks import run_ranks
 
     return run_ranks
+
+
+Train = Callable[..., str]
+
+
+@pytest.fixture
+def train(make_recipe: Callable[..., Recipe], ranks: Callable[..., list[Any]], tmp_path: Path) -> Train:
+    """Run recipes/train.py on forked ranks, with a varied small recipe in tmp_path; return what rank 0 printed."""
+
+    def run(*argv: str, world_size: int = 1, **changes: Any) -> str:
+        recipe = make_recipe(**({"train__steps": 4} | changes))
+        (tmp_path / "small.yaml").write_text(dump_recipe(recipe))
+        arguments = ["--config", "small.yaml", *argv]
+        return ranks(train_here, world_size, str(tmp_path), arguments, joined=False)[0]
+
+    return run

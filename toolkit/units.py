@@ -1,25 +1,22 @@
 """Counts, bytes and durations as people read them. Formatting happens here and nowhere else."""
 
+from collections.abc import Sequence
+
 
 def format_count(n: float) -> str:
     """1_234 -> '1.23k', 124_439_808 -> '124M': three significant digits, powers of 1000."""
-    value = float(n)
-    for suffix in ("", "k", "M", "B", "T", "P"):
-        if abs(value) < 999.5 or suffix == "P":
-            digits = f"{value:.3g}" if suffix or value != int(value) else str(int(value))
-            return f"{digits}{suffix}"
-        value /= 1000
-    raise AssertionError("unreachable")
+    value, suffixes = float(n), ["", "k", "M", "B", "T", "P"]
+    while abs(value) >= 999.5 and len(suffixes) > 1:
+        value, suffixes = value / 1000, suffixes[1:]
+    return f"{value:.3g}{suffixes[0]}" if suffixes[0] or value != int(value) else str(int(value))
 
 
 def format_bytes(n: float) -> str:
     """1536 -> '1.50 KiB': powers of 1024."""
-    value = float(n)
-    for suffix in ("B", "KiB", "MiB", "GiB", "TiB", "PiB"):
-        if abs(value) < 1024 or suffix == "PiB":
-            return f"{int(value)} B" if suffix == "B" else f"{value:.2f} {suffix}"
-        value /= 1024
-    raise AssertionError("unreachable")
+    value, suffixes = float(n), ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
+    while abs(value) >= 1024 and len(suffixes) > 1:
+        value, suffixes = value / 1024, suffixes[1:]
+    return f"{int(value)} B" if suffixes[0] == "B" else f"{value:.2f} {suffixes[0]}"
 
 
 def format_duration(seconds: float) -> str:
@@ -35,3 +32,71 @@ def format_duration(seconds: float) -> str:
         return f"{hours}h{m:02d}m"
     days, h = divmod(hours, 24)
     return f"{days}d{h:02d}h"
+
+
+def some(names: Sequence[object], limit: int = 3) -> str:
+    """Format names as 'a, b, c and 7 more'."""
+    shown = ", ".join(map(str, names[:limit]))
+    return f"{shown} and {len(names) - limit} more" if len(names) > limit else shown
+
+
+UNKNOWN = "–"
+NOT_FINITE = "not finite"
+
+
+def scientific(value: float, digits: int = 1) -> str:
+    """1.23e-07 -> '1.2e-7', 1e-3 -> '1e-3', 0 -> '0': no padding in the exponent, no trailing zeros before it."""
+    if value == 0:
+        return "0"
+    mantissa, exponent = f"{value:.{digits}e}".split("e")
+    if "." in mantissa:
+        mantissa = mantissa.rstrip("0").rstrip(".")
+    return f"{mantissa}e{int(exponent)}"
+
+
+def difference(value: float | None) -> str:
+    """A relative difference with two digits, all of them printed so that columns line up: '1.0e-7'."""
+    if value is None:
+        return NOT_FINITE
+    text = scientific(value)
+    return text if value == 0 or "." in text else text.replace("e", ".0e")
+
+
+def fixed(value: float | None, digits: int) -> str:
+    """'0.500000'; numbers too large for that in scientific form."""
+    if value is None:
+        return NOT_FINITE
+    return f"{value:.{digits}f}" if abs(value) < 1e6 else scientific(value, 2)
+
+
+def seconds(value: float | None) -> str:
+    """12.34 -> '12 s', 0.42 -> '0.4 s', 75 -> '1m15s'."""
+    if value is None:
+        return UNKNOWN
+    if value >= 60:
+        return format_duration(value)
+    return f"{value:.1f} s" if value < 10 else f"{value:.0f} s"
+
+
+def plural(count: int, noun: str, nouns: str = "") -> str:
+    """'1 strategy', '2 strategies'."""
+    return f"{count} {noun if count == 1 else nouns or noun + 's'}"
+
+
+def english_list(items: list[str], last: str = "and") -> str:
+    """'a', 'a and b', 'a, b and c'."""
+    return f" {last} ".join([", ".join(items[:-1]), items[-1]] if len(items) > 1 else items)
+
+
+def ranges(numbers: list[int]) -> str:
+    """[1, 2, 3, 7] -> '1 to 3, 7'; the numbers are ascending."""
+    runs: list[tuple[int, int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1] = (runs[-1][0], number)
+        else:
+            runs.append((number, number))
+    shown = [f"{a}" if a == b else f"{a}, {b}" if b == a + 1 else f"{a} to {b}" for a, b in runs]
+    if len(shown) > 12:
+        shown = [*shown[:8], "…", *shown[-3:]]
+    return ", ".join(shown)

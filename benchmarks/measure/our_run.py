@@ -1,5 +1,6 @@
-"""A timed run of the toolkit: what recipes/train.py does between its first and its last step, and nothing around it."""
+"""A timed run of the toolkit: the seconds of its steps, as recipes/train.py takes them."""
 
+import contextlib
 import json
 import os
 import sysconfig
@@ -11,31 +12,27 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
+from typing_extensions import override
 
-from toolkit.recipe import Recipe
-from toolkit.train.data.tokens import prepare
-from toolkit.train.engines.factory import create_engine
-from toolkit.train.feed import Feed
-from toolkit.train.loop import fit
-from toolkit.train.preflight import check_model, deepspeed_config
-from toolkit.train.progress import ProgressLine
-from toolkit.train.run_directory import RunDirectory
-from toolkit.train.trackers import Trackers
+from toolkit import Callback, Job, TrainOptions, train
+from toolkit.config.recipe import Recipe
+from toolkit.data.token_cache import prepare
+from toolkit.training.loop import TrainingRun
+from toolkit.training.metrics import StepMetrics
 
 CPU = torch.device("cpu")
 
 
 @dataclass
-class Stamps:
+class Stamps(Callback):
     """When each step ended, and its loss."""
 
     times: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
 
-    def log(self, values: dict[str, float], step: int) -> None:
-        """Among the loop's trackers: what the loop calls once a step, on every rank."""
-        self.add(values["loss"])
+    @override
+    def on_step_end(self, run: TrainingRun, metrics: StepMetrics) -> None:
+        self.add(metrics.loss)
 
     def add(self, loss: float) -> None:
         """A step has ended."""
@@ -43,7 +40,7 @@ class Stamps:
         self.losses.append(loss)
 
     def step_seconds(self, warmup: int) -> list[float]:
-        """Seconds of each step without the first `warmup` ones, from end to end: nothing of a step is left out."""
+        """Seconds of each step without the first `warmup` ones, from end to end: no part of a step is omitted."""
         kept = self.times[warmup - 1 :]
         return [after - before for before, after in pairwise(kept)]
 
@@ -72,20 +69,8 @@ def make_recipe(folder: Path, **sections: Any) -> Recipe:
 
 
 def our_run(recipe: Recipe) -> Stamps:
-    """Train on this rank with the feed, the metrics file and a live progress line; nothing is validated or saved."""
-    rank = dist.get_rank()
-    layout = recipe.layout(dist.get_world_size())
-    batch = recipe.resolve_batch(layout)
-    corpus = prepare(recipe.data, progress=False)
-    feed = Feed.open(recipe, layout, batch, corpus, rank=rank)
-    ds_config = deepspeed_config(recipe, layout, batch, check_model(recipe, CPU), CPU)
-    engine = create_engine(recipe, layout, batch, CPU, ds_config, eos_id=corpus.eos_id)
+    """Train on this rank as recipes/train.py does; nothing is validated, and what is printed goes nowhere."""
     stamps = Stamps()
-    with Path(os.devnull).open("w", encoding="utf-8") as nowhere:
-        console = Console(file=nowhere, force_terminal=True, width=160, highlight=False)
-        progress = ProgressLine(recipe.train.steps, every=1, enabled=rank == 0, console=console)
-        run = RunDirectory.choose(recipe, name="benchmark", is_writer=rank == 0, overwrite=True)
-        run.open(recipe, ds_config, CPU)
-        fit(recipe, engine, feed, run, progress, Trackers([stamps]))
-        run.close()
+    with Path(os.devnull).open("w", encoding="utf-8") as nowhere, contextlib.redirect_stdout(nowhere):
+        train(Job.of(recipe, dist.get_world_size()), [stamps], TrainOptions(overwrite=True))
     return stamps

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from measure.our_run import Stamps
-from toolkit.train.local_ranks import run_ranks
+from toolkit.launch.local_ranks import run_ranks
 
 Side = Callable[[], Stamps]
 """Runs on every rank; what it prints goes nowhere."""

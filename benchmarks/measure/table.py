@@ -66,8 +66,8 @@ def publish_all(name: str, *, sheets: Sequence[Sheet], notes: Sequence[str] = ()
         (_RESULTS / f"{name}.md").write_text(_markdown(name, sheets, notes), encoding="utf-8")
 
 
-def verdict(value: float, target: float, *, at_most: bool) -> str:
-    """The target, and whether it is reached."""
+def target_met(value: float, target: float, *, at_most: bool) -> str:
+    """Say what the target is, and whether it is reached."""
     reached = value <= target if at_most else value >= target
     return f"{'<=' if at_most else '>='} {target:g} {'reached' if reached else 'missed'}"
 

@@ -2,7 +2,7 @@
 
 The rules are those of c10/cuda/CUDACachingAllocator.cpp: sizes are rounded to 512 bytes; up to 1 MiB they come from
 segments of 2 MiB, up to 10 MiB from segments of 20 MiB, beyond that from a segment of their own, rounded to 2 MiB.
-The smallest free block that is large enough is taken, and cut where more than 1 MiB (512 bytes in small segments)
+The smallest free block that is large enough is taken, and split where more than 1 MiB (512 bytes in small segments)
 would be left. Neighbours that are free are joined. Where the GPU has nothing left, segments without a tensor are given
 back and the allocation is tried again. One stream.
 """

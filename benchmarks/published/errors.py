@@ -14,6 +14,8 @@ class ErrorSummary:
     median_absolute: float
     p95_absolute: float
     median_signed: float
+    within: float
+    """Share of errors of at most a tenth."""
 
     @classmethod
     def of(cls, pairs: Sequence[tuple[float, float]]) -> Self | None:
@@ -27,6 +29,7 @@ class ErrorSummary:
             median_absolute=median(absolute),
             p95_absolute=percentile(absolute, 0.95),
             median_signed=median(signed),
+            within=sum(error <= 0.1 for error in absolute) / len(absolute),
         )
 
 
@@ -60,6 +63,18 @@ class FitSummary:
         """Share of the runs said not to fit that did not; None where it was said of none."""
         said = self.true_positives + self.false_positives
         return self.true_positives / said if said else None
+
+    @property
+    def fit_recall(self) -> float | None:
+        """Share of the runs that fit of which it was said."""
+        fitted = self.true_negatives + self.false_positives
+        return self.true_negatives / fitted if fitted else None
+
+    @property
+    def fit_precision(self) -> float | None:
+        """Share of the runs said to fit that did."""
+        said = self.true_negatives + self.false_negatives
+        return self.true_negatives / said if said else None
 
 
 def relative_error(predicted: float, measured: float) -> float:

@@ -3,7 +3,7 @@
     accelerate launch --cpu --num_processes 2 examples/plain_deepspeed/accelerate_on_cpu.py     one process
     torchrun --nproc_per_node 2 examples/plain_deepspeed/accelerate_on_cpu.py                   DDP in the place of FSDP
 
-Whoever tries a layout on CPU ranks before renting GPUs has tried another one (docs/known-bugs.md).
+A layout tried on CPU ranks before renting GPUs is another one (docs/known-bugs.md).
 """
 
 import torch

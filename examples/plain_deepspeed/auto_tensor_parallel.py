@@ -17,10 +17,8 @@ from deepspeed.utils import safe_get_full_grad
 from probe import Probe, make_optimizer
 from torch import nn
 
-from toolkit.batch import Batch
-from toolkit.layout import Layout
-from toolkit.recipe import Recipe
-from toolkit.train.model import build_model
+from toolkit.config.job import Job
+from toolkit.model_init.build_model import build_model
 
 
 class AutoTensorParallelScript(DataParallelScript):
@@ -28,26 +26,26 @@ class AutoTensorParallelScript(DataParallelScript):
 
     def __init__(
         self,
-        recipe: Recipe,
-        layout: Layout,
-        batch: Batch,
+        job: Job,
         device: torch.device,
         ds_config: Mapping[str, Any] | None = None,
         *,
         eos_id: int | None,
+        trust_remote_code: bool = False,
         config: Mapping[str, Any],
         repaired: bool = False,
     ) -> None:
+        recipe, layout, batch = job.recipe, job.layout, job.batch
         self.device, self.dp, self.repaired, self.loss_fn = device, 1, False, F.cross_entropy
-        self.model = build_model(recipe, eos_id=eos_id)
+        self.model = build_model(recipe, eos_id=eos_id, trust_remote_code=trust_remote_code)
         shapes = {name: parameter.shape for name, parameter in self.model.named_parameters()}
         sizes = {
-            "train_micro_batch_size_per_gpu": batch.micro_size,
+            "train_micro_batch_size_per_gpu": batch.micro_batch_size,
             "tensor_parallel": {"autotp_size": layout.tp},
             **(
                 {"gradient_accumulation_steps": batch.accumulation}
                 if repaired
-                else {"train_batch_size": batch.global_size}
+                else {"train_batch_size": batch.global_batch_size}
             ),
         }
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
@@ -85,7 +83,7 @@ class AutoTensorParallelScript(DataParallelScript):
 
 
 def name_by_rank(model: Any, split: set[str]) -> None:
-    """Parameters of one name are copies of each other, for whoever compares ranks. Split ones are not."""
+    """A comparison of ranks takes parameters of one name for replicas. Sharded ones are not."""
     named = model.named_parameters
 
     def by_rank(*arguments: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:

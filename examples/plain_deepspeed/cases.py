@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import torch
 from auto_tensor_parallel import AutoTensorParallelScript
 from data_parallel import DataParallelScript
@@ -23,11 +24,14 @@ from tensor_parallel import TensorParallelScript
 from transformers import get_constant_schedule_with_warmup
 from ulysses import UlyssesScript
 
-from toolkit.parity import Trial
-from toolkit.recipe import Recipe
-from toolkit.train.engines.base import Engine
-from toolkit.train.engines.factory import create_engine
-from toolkit.train.trial import run_trial
+from toolkit.config.recipe import Recipe
+from toolkit.engines.base import Engine
+from toolkit.engines.factory import create_engine
+from toolkit.parity import ParityRun
+from toolkit.parity.run.train_in_memory import train_in_memory
+
+# DeepSpeed would compile a shared-memory collective for CPU ranks, which takes minutes; gloo's own does.
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 GPT2 = {
     "name_or_path": "gpt2-tiny",
@@ -62,7 +66,7 @@ def warmup(optimizer: torch.optim.Optimizer) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class KnownBug:
-    """One script that trains something else than the reference, and the change that mends it."""
+    """One script that trains something else than the reference, and the change that fixes it."""
 
     name: str
     script: Factory
@@ -70,11 +74,11 @@ class KnownBug:
     mathematics: Mapping[str, Any] = field(default_factory=dict)
     """What decides what is computed: the reference runs with it too. `section__field`, as in the tests."""
     parallel: Mapping[str, Any] = field(default_factory=dict)
-    micro_size: int = 4
+    micro_batch_size: int = 4
     config: Mapping[str, Any]
     """The ds_config.json of the script, beside the sizes of batches."""
     repair: Mapping[str, Any] = field(default_factory=lambda: {"repaired": True})
-    """Arguments of the script that mend it."""
+    """Arguments of the script that fix it."""
     batches: Callable[[Factory], Factory] = same
     """A change of all engines' batches."""
     is_hidden_by_adam: bool = False
@@ -123,7 +127,7 @@ BUGS = (
         script=DataParallelScript,
         mathematics={"data__packing": "padded"},
         parallel={"zero_stage": 1},
-        micro_size=2,
+        micro_batch_size=2,
         config={"zero_optimization": {"stage": 1}, "gradient_clipping": 0.0},
     ),
     KnownBug(
@@ -131,14 +135,14 @@ BUGS = (
         script=PipelineScript,
         mathematics={"data__packing": "padded"},
         parallel={"pp": 2, "zero_stage": 1},
-        micro_size=2,
+        micro_batch_size=2,
         config={"zero_optimization": {"stage": 1}, "gradient_clipping": 0.0},
     ),
     KnownBug(
         name="empty-micro-batch-zero-0",
         script=partial(DataParallelScript, loss_fn=masked_mean),
         parallel={"zero_stage": 0},
-        micro_size=1,
+        micro_batch_size=1,
         config={"zero_optimization": {"stage": 0}, "gradient_clipping": 0.0},
         batches=with_empty_sample,
     ),
@@ -146,7 +150,7 @@ BUGS = (
         name="empty-micro-batch-zero-1",
         script=partial(DataParallelScript, loss_fn=masked_mean),
         parallel={"zero_stage": 1},
-        micro_size=1,
+        micro_batch_size=1,
         config={"zero_optimization": {"stage": 1}, "gradient_clipping": 0.0},
         batches=with_empty_sample,
     ),
@@ -181,32 +185,32 @@ class Runs:
 
     def __init__(self, folder: Path, run_ranks: Callable[..., list[Any]]) -> None:
         self._folder, self._run_ranks = folder, run_ranks
-        self._references: dict[str, Trial] = {}
+        self._references: dict[str, ParityRun] = {}
 
-    def reference(self, bug: KnownBug) -> Trial:
+    def reference(self, bug: KnownBug) -> ParityRun:
         """One plain PyTorch process. Bugs with the same mathematics share it."""
         key = repr((bug.mathematics, bug.batches))
         if key not in self._references:
-            samples = bug.mathematics.get("batch__global_size", GLOBAL_BATCH)
-            recipe = self._recipe(**bug.mathematics, train__engine="reference", batch__micro_size=samples)
+            samples = bug.mathematics.get("batch__global_batch_size", GLOBAL_BATCH)
+            recipe = self._recipe(**bug.mathematics, train__engine="reference", batch__micro_batch_size=samples)
             self._references[key] = self._run(1, recipe, bug.batches(create_engine))
         return self._references[key]
 
-    def plain(self, bug: KnownBug, *, repaired: bool = False) -> Trial:
-        """The script, as a user has written it, or mended."""
+    def plain(self, bug: KnownBug, *, repaired: bool = False) -> ParityRun:
+        """The script, as a user has written it, or fixed."""
         options = {"config": bug.config} | (dict(bug.repair) if repaired else {})
         return self._run(bug.ranks, self._layout(bug), bug.batches(partial(bug.script, **options)))
 
-    def toolkit(self, bug: KnownBug) -> Trial:
+    def toolkit(self, bug: KnownBug) -> ParityRun:
         """The toolkit's own engine in the same layout."""
         return self._run(bug.ranks, self._layout(bug), bug.batches(create_engine))
 
     def _layout(self, bug: KnownBug) -> Recipe:
-        return self._recipe(**bug.mathematics, parallel=bug.parallel, batch__micro_size=bug.micro_size)
+        return self._recipe(**bug.mathematics, parallel=bug.parallel, batch__micro_batch_size=bug.micro_batch_size)
 
-    def _run(self, ranks: int, recipe: Recipe, factory: Factory) -> Trial:
-        trial: Trial = self._run_ranks(_train, ranks, recipe, factory)[0]
-        return trial
+    def _run(self, ranks: int, recipe: Recipe, factory: Factory) -> ParityRun:
+        trained: ParityRun = self._run_ranks(_train, ranks, recipe, factory)[0]
+        return trained
 
     def _recipe(self, **changes: Any) -> Recipe:
         """A small recipe of five steps; SGD, because Adam hides a gradient's length."""
@@ -220,7 +224,7 @@ class Runs:
                 "workers": 1,
                 "cache_dir": str(self._folder / "cache"),
             },
-            "batch": {"global_size": GLOBAL_BATCH, "micro_size": 4},
+            "batch": {"global_batch_size": GLOBAL_BATCH, "micro_batch_size": 4},
             "optimizer": {"name": "sgd", "lr": 0.1},
             "schedule": {"name": "constant"},
             "train": {"steps": 5, "seed": 1, "grad_clip": 0.0},
@@ -241,7 +245,7 @@ class Runs:
         return path
 
 
-def _train(recipe: Recipe, factory: Factory) -> Trial:
+def _train(recipe: Recipe, factory: Factory) -> ParityRun:
     # What PipelineModule prints about its layers is of no interest here.
     with redirect_stdout(io.StringIO()):
-        return run_trial(recipe, engine_factory=factory)
+        return train_in_memory(recipe, engine_factory=factory)

@@ -22,11 +22,10 @@ import torch.nn.functional as F
 from deepspeed.utils import safe_get_full_grad
 from probe import Probe, Script, make_optimizer, mean_over_ranks
 
-from toolkit.batch import Batch
-from toolkit.layout import Layout
-from toolkit.recipe import Recipe
-from toolkit.train.engines.base import MicroBatch, StepResult
-from toolkit.train.model import build_model
+from toolkit.config.job import Job
+from toolkit.data.micro_batch import MicroBatch
+from toolkit.engines.base import StepResult
+from toolkit.model_init.build_model import build_model
 
 
 class DataParallelScript(Script):
@@ -37,22 +36,22 @@ class DataParallelScript(Script):
 
     def __init__(
         self,
-        recipe: Recipe,
-        layout: Layout,
-        batch: Batch,
+        job: Job,
         device: torch.device,
         ds_config: Mapping[str, Any] | None = None,
         *,
         eos_id: int | None,
+        trust_remote_code: bool = False,
         config: Mapping[str, Any],
         repaired: bool = False,
         loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = F.cross_entropy,
         lr_scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
     ) -> None:
+        recipe, layout, batch = job.recipe, job.layout, job.batch
         self.device, self.dp, self.repaired, self.loss_fn = device, layout.dp, repaired, loss_fn
-        self.model = build_model(recipe, eos_id=eos_id)
+        self.model = build_model(recipe, eos_id=eos_id, trust_remote_code=trust_remote_code)
         sizes = {
-            "train_micro_batch_size_per_gpu": batch.micro_size,
+            "train_micro_batch_size_per_gpu": batch.micro_batch_size,
             "gradient_accumulation_steps": batch.accumulation,
         }
         self.engine, self.optimizer, _, _ = deepspeed.initialize(

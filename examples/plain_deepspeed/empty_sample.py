@@ -1,4 +1,4 @@
-"""A batch with a sample that has no targets: all prompt, cut off before the answer begins. In fine-tuning they happen.
+"""A batch with a sample without targets: all prompt, truncated before the answer begins. In fine-tuning they happen.
 
 The mean loss of a micro-batch without targets is 0/0. `masked_mean` is the mean as Megatron and many scripts write it:
 its gradient is NaN too. (That of PyTorch's own mean is zero.) `with_empty_sample` gives any engine the same such batch,
@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from toolkit.train.engines.base import Engine, MicroBatch, StepResult
-from toolkit.train.loss import IGNORE
+from toolkit.data.micro_batch import MicroBatch
+from toolkit.engines.base import Engine, StepResult
+from toolkit.parallel.loss import IGNORE
 
 EMPTY_IN_STEP = 3
 
@@ -30,7 +31,7 @@ def with_empty_sample(factory: Callable[..., Engine]) -> Callable[..., Engine]:
             nonlocal taken
             taken += 1
             if taken == EMPTY_IN_STEP:
-                seq_len = arguments[0].data.seq_len
+                seq_len = arguments[0].recipe.data.seq_len
                 micro_batches, target_tokens = first_sample_empty(micro_batches), target_tokens - seq_len
             return train_step(micro_batches, target_tokens=target_tokens, learning_rate=learning_rate)
 

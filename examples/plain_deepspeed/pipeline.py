@@ -1,9 +1,9 @@
-"""A GPT-2 as DeepSpeed's pipeline tutorial cuts it: a PipelineModule with tied embeddings, and train_batch.
+"""A GPT-2 as DeepSpeed's pipeline tutorial partitions it: a PipelineModule with tied embeddings, and train_batch.
 
 Two things are wrong with it (docs/known-bugs.md):
 
-    with ZeRO-0 in fp32, DeepSpeed clips by a norm that lacks what all stages but the first hold;
-    the loss is the mean over the targets of a micro-batch: wrong where their numbers differ (data_parallel.py).
+    with ZeRO-0 in fp32, DeepSpeed clips by a norm of the first stage's parameters only;
+    the loss is the mean over the targets of a micro-batch: wrong if their numbers differ (data_parallel.py).
 
 With `repaired` each parameter carries the mark that makes it count once, and the loss is weighted by targets.
 """
@@ -20,11 +20,10 @@ from deepspeed.utils import safe_get_full_grad
 from probe import Probe, Script, make_optimizer
 from torch import nn
 
-from toolkit.batch import Batch
-from toolkit.layout import Layout
-from toolkit.recipe import Recipe
-from toolkit.train.engines.base import MicroBatch, StepResult
-from toolkit.train.model import build_model
+from toolkit.config.job import Job
+from toolkit.data.micro_batch import MicroBatch
+from toolkit.engines.base import StepResult
+from toolkit.model_init.build_model import build_model
 
 
 class Tokens(nn.Module):
@@ -72,18 +71,18 @@ class PipelineScript(Script):
 
     def __init__(
         self,
-        recipe: Recipe,
-        layout: Layout,
-        batch: Batch,
+        job: Job,
         device: torch.device,
         ds_config: Mapping[str, Any] | None = None,
         *,
         eos_id: int | None,
+        trust_remote_code: bool = False,
         config: Mapping[str, Any],
         repaired: bool = False,
     ) -> None:
+        recipe, layout, batch = job.recipe, job.layout, job.batch
         self.device, self.batch, self.repaired, self.target_tokens = device, batch, repaired, 0
-        self.model = build_model(recipe, eos_id=eos_id)
+        self.model = build_model(recipe, eos_id=eos_id, trust_remote_code=trust_remote_code)
         self.names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         deepspeed.init_distributed()
         net = PipelineModule(
@@ -93,7 +92,7 @@ class PipelineScript(Script):
             for parameter in net.parameters():
                 parameter.tensor_model_parallel = not parameter.ds_pipe_replicated
         sizes = {
-            "train_micro_batch_size_per_gpu": batch.micro_size,
+            "train_micro_batch_size_per_gpu": batch.micro_batch_size,
             "gradient_accumulation_steps": batch.accumulation,
         }
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
@@ -110,7 +109,9 @@ class PipelineScript(Script):
     ) -> StepResult:
         """See Engine.train_step."""
         self.target_tokens = target_tokens
-        loss = self.engine.train_batch(data_iter=((batch.input_ids, batch.labels) for batch in micro_batches))
+        remaining = iter(micro_batches)
+        loss = self.engine.train_batch(data_iter=((batch.input_ids, batch.labels) for batch in remaining))
+        next(remaining, None)  # DeepSpeed stops before the end, which completes the fingerprint of the batch
         return StepResult(loss=float(loss), grad_norm=self.probe.norm())
 
     def _loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What the comparison needs and no user writes: a look at gradients before DeepSpeed clips them, and at its norm."""
+"""Instrumentation for the comparison: records gradients before DeepSpeed clips them, and its norm."""
 
 import math
 from collections.abc import Iterable
@@ -9,38 +9,39 @@ import torch.distributed as dist
 from deepspeed.runtime.utils import clip_grad_norm_
 from torch import nn
 
+from toolkit.config.recipe import Recipe
+from toolkit.data.micro_batch import MicroBatch
+from toolkit.engines.base import Engine
 from toolkit.errors import RunError
-from toolkit.recipe import Recipe
-from toolkit.train.engines.base import Engine, MicroBatch
 
 
 class Script(Engine):
-    """What a user's script does, in the form that `toolkit.train.trial` runs. It only trains."""
+    """A user's script in the form that `toolkit.parity.run.train_in_memory` runs. It only trains."""
 
     def evaluate(self, micro_batches: Iterable[MicroBatch]) -> float:
-        """Refused."""
+        """Raise RunError."""
         raise RunError("this script only trains: set train.eval_every=0.")
 
 
 class Probe:
-    """Put between DeepSpeed's last reduction and its update, which every kind of engine makes by `_take_model_step`."""
+    """Hook between DeepSpeed's last reduction and its update: every kind of engine calls `_take_model_step`."""
 
     def __init__(self, script: Script, engine: Any) -> None:
         self._engine = engine
         self._norm: float | None = None
         update = engine._take_model_step
 
-        def look_first(*arguments: Any, **options: Any) -> None:
+        def record_first(*arguments: Any, **options: Any) -> None:
             script.before_update()
             if not engine.zero_optimization():
                 # ZeRO-0 reports no norm. This is the function that it clips with, told not to clip.
                 self._norm = float(clip_grad_norm_(engine.module.parameters(), math.inf, mpu=engine.mpu))
             update(*arguments, **options)
 
-        engine._take_model_step = look_first
+        engine._take_model_step = record_first
 
     def norm(self) -> float:
-        """The gradient norm by which DeepSpeed has clipped in the last step."""
+        """Return the gradient norm that DeepSpeed clipped by in the last step."""
         reported = self._norm if self._norm is not None else self._engine.get_global_grad_norm()
         return math.nan if reported is None else float(reported)
 
@@ -53,7 +54,7 @@ def make_optimizer(recipe: Recipe, parameters: Iterable[nn.Parameter]) -> torch.
 
 
 def mean_over_ranks(value: torch.Tensor) -> float:
-    """What a script logs: its loss, averaged over all ranks."""
+    """Return the loss averaged over all ranks, as scripts log it."""
     total = value.detach().double().clone()
     dist.all_reduce(total)
     return float(total) / dist.get_world_size()

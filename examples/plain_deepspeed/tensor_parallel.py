@@ -19,10 +19,8 @@ from deepspeed.utils import safe_get_full_grad
 from probe import Probe, make_optimizer
 from torch import nn
 
-from toolkit.batch import Batch
-from toolkit.layout import Layout
-from toolkit.recipe import Recipe
-from toolkit.train.model import build_model
+from toolkit.config.job import Job
+from toolkit.model_init.build_model import build_model
 
 COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 ROW = ("o_proj", "down_proj")
@@ -70,7 +68,7 @@ class SplitLinear(nn.Module):
         parameter = nn.Parameter(part.clone(memory_format=torch.contiguous_format))
         if marked:
             parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
-        # Parameters of one name are copies of each other, for whoever compares ranks. These are not.
+        # A comparison of ranks takes parameters of one name for replicas. These are not.
         self.register_parameter(f"part_{dist.get_rank()}", parameter)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -118,22 +116,22 @@ class TensorParallelScript(DataParallelScript):
 
     def __init__(
         self,
-        recipe: Recipe,
-        layout: Layout,
-        batch: Batch,
+        job: Job,
         device: torch.device,
         ds_config: Mapping[str, Any] | None = None,
         *,
         eos_id: int | None,
+        trust_remote_code: bool = False,
         config: Mapping[str, Any],
         repaired: bool = False,
     ) -> None:
+        recipe, batch = job.recipe, job.batch
         self.device, self.dp, self.repaired, self.loss_fn = device, 1, False, F.cross_entropy
-        self.model = build_model(recipe, eos_id=eos_id)
+        self.model = build_model(recipe, eos_id=eos_id, trust_remote_code=trust_remote_code)
         self.names = [name for name, _ in self.model.named_parameters()]
         split_layers(self.model, marked=repaired)
         sizes = {
-            "train_micro_batch_size_per_gpu": batch.micro_size,
+            "train_micro_batch_size_per_gpu": batch.micro_batch_size,
             "gradient_accumulation_steps": batch.accumulation,
         }
         self.engine, self.optimizer, _, _ = deepspeed.initialize(

@@ -17,11 +17,10 @@ from deepspeed.utils import groups
 from probe import Probe, make_optimizer, mean_over_ranks
 from torch.distributed.nn.functional import all_gather
 
-from toolkit.batch import Batch
-from toolkit.layout import Layout
-from toolkit.recipe import Recipe
-from toolkit.train.engines.base import MicroBatch, StepResult
-from toolkit.train.model import build_model
+from toolkit.config.job import Job
+from toolkit.data.micro_batch import MicroBatch
+from toolkit.engines.base import StepResult
+from toolkit.model_init.build_model import build_model
 
 
 class UlyssesScript(DataParallelScript):
@@ -29,28 +28,28 @@ class UlyssesScript(DataParallelScript):
 
     def __init__(
         self,
-        recipe: Recipe,
-        layout: Layout,
-        batch: Batch,
+        job: Job,
         device: torch.device,
         ds_config: Mapping[str, Any] | None = None,
         *,
         eos_id: int | None,
+        trust_remote_code: bool = False,
         config: Mapping[str, Any],
         repaired: bool = False,
     ) -> None:
+        recipe, layout, batch = job.recipe, job.layout, job.batch
         self.device, self.repaired = device, repaired
-        self.model = build_model(recipe, eos_id=eos_id)
+        self.model = build_model(recipe, eos_id=eos_id, trust_remote_code=trust_remote_code)
         deepspeed.init_distributed()
         mpu = UlyssesSPAttentionHF.register_with_transformers(
             self.model,
             core_attn_implementation="sdpa",
             sequence_parallel_size=layout.ulysses,
-            micro_batch_size=batch.micro_size,
+            micro_batch_size=batch.micro_batch_size,
             seq_length_is_variable=True,
         )
         sizes = {
-            "train_micro_batch_size_per_gpu": batch.micro_size,
+            "train_micro_batch_size_per_gpu": batch.micro_batch_size,
             "gradient_accumulation_steps": batch.accumulation,
             "sequence_parallel_size": layout.ulysses,
         }

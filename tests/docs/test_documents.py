@@ -3,6 +3,7 @@
 import importlib.util
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -10,14 +11,18 @@ from types import ModuleType
 import click
 import pytest
 import yaml
+from nonempty import nonempty
 
-from toolkit import recipe_file
 from toolkit.cli.main import COMMANDS, cli, main
-from toolkit.recipe import Recipe, Section
+from toolkit.config import load_recipe
+from toolkit.config.parallel_rules import ULYSSES_FAMILIES
+from toolkit.config.recipe import Recipe, Section
+from toolkit.models.support import KINDS, all_families
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
 DOCUMENTS += sorted((ROOT / "docs").glob("*.md"))
+assert len(DOCUMENTS) > 15
 LAUNCHERS = ("deepspeed", "accelerate", "torchrun", "srun", "python", "mpirun")
 
 Case = tuple[str, str]
@@ -75,8 +80,10 @@ def slugs(document: Path) -> set[str]:
 
 def links() -> Iterator[Case]:
     for path in DOCUMENTS:
-        for target in re.findall(r"\]\(([^)\s]+)\)", prose(path)):
-            if not target.startswith(("http://", "https://", "mailto:")):
+        for in_markdown, in_html in re.findall(r"\]\(([^)\s]+)\)|(?:src|href)=\"([^\"]+)\"", prose(path)):
+            target = in_markdown or in_html
+            # A badge is relative to the repository's page on the code host, not to its files.
+            if not target.startswith(("http://", "https://", "mailto:", "../../actions/")):
                 yield str(path.relative_to(ROOT)), target
 
 
@@ -100,7 +107,7 @@ def test_a_link_leads_to_a_file_and_a_heading_that_exist(document: str, target: 
 @pytest.mark.parametrize(("document", "text"), each("yaml"))
 def test_a_recipe_in_a_document_decodes(document: str, text: str, tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(text)
-    recipe_file.load(tmp_path / "recipe.yaml")
+    load_recipe(tmp_path / "recipe.yaml")
 
 
 @pytest.mark.parametrize(("document", "text"), each("yaml section"))
@@ -110,7 +117,7 @@ def test_a_section_in_a_document_decodes_in_place_of_the_demos(document: str, te
         yaml.safe_dump({name: value for name, value in sections.items() if not re.search(rf"(?m)^{name}:", text)})
         + text
     )
-    recipe_file.load(tmp_path / "recipe.yaml")
+    load_recipe(tmp_path / "recipe.yaml")
 
 
 def test_every_make_target_in_a_document_exists() -> None:
@@ -146,21 +153,27 @@ def test_the_recipe_of_a_command_exists_and_takes_its_overrides(document: str, c
     overrides = [word for word in words[1:] if re.match(r"[a-z_]+(\.\w+)*=", word)]
     for recipe in recipes:
         if words[1] != "validate":  # its overrides may be wrong, and what it prints is compared below
-            recipe_file.load(ROOT / recipe, overrides)
-    assert all((ROOT / word).is_file() for word in words if word.endswith((".py", ".yaml")))
+            load_recipe(ROOT / recipe, overrides)
+    assert all((ROOT / word).is_file() for word in nonempty(words) if word.endswith((".py", ".yaml")))
+
+
+def test_the_documents_show_how_recipes_are_run() -> None:
+    shown = [word for path in DOCUMENTS for words in commands(path) for word in words]
+    assert sum(word.endswith(".yaml") for word in shown) > 20
+    assert sum(word == "recipes/train.py" for word in shown) > 10
 
 
 @pytest.mark.parametrize(("document", "text"), each("console"))
-def test_what_dstk_validate_prints_is_what_the_document_shows(
+def test_what_a_command_prints_is_what_the_document_shows(
     document: str, text: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
-    shown = re.findall(r"^\$ dstk (validate .*)\n((?:(?!\$ ).*\n)*)", text, re.MULTILINE)
-    assert shown
+    shown = re.findall(r"^\$ dstk (.*)\n((?:(?!\$ ).*\n)*)", text, re.MULTILINE)
+    assert len(shown) == text.count("$ ")
     for command, output in shown:
         with pytest.raises(SystemExit):
             main(shlex.split(command))
-        assert "".join(capfd.readouterr()) == output
+        assert [line.rstrip() for line in "".join(capfd.readouterr()).splitlines()] == output.splitlines()
 
 
 def test_the_tables_of_recipe_fields_are_up_to_date() -> None:
@@ -171,12 +184,30 @@ def test_the_tables_of_recipe_fields_are_up_to_date() -> None:
 
 def test_the_readme_names_every_section_of_a_recipe() -> None:
     sections = [name for name, field in Recipe.model_fields.items() if _is_section(field.annotation)]
-    assert re.findall(r"^\| `(\w+)` \| ", _part("## Recipes"), re.MULTILINE) == sections
+    listed = re.search(r"has the sections (.*?), beside", _part("## Recipes"), re.DOTALL)
+    assert listed is not None
+    assert re.findall(r"`(\w+)`", listed[1]) == sections
+
+
+def test_the_families_of_the_readme_are_those_that_the_check_found() -> None:
+    families = all_families().values()
+    rows = dict(re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", _part("## Supported models"), re.MULTILINE))
+    (tensor_parallel,) = (names.split(", ") for title, names in rows.items() if title.startswith("tp, pp, sequence"))
+    assert [name.removesuffix("\\*") for name in tensor_parallel] == [
+        family.model_type for family in families if all(family.supports(kind) for kind in KINDS)
+    ]
+    assert {name.removesuffix("\\*") for name in tensor_parallel if name.endswith("*")} == set(ULYSSES_FAMILIES)
+    pipeline_only = sum(family.supports("pipeline") and not family.supports("tensor") for family in families)
+    assert rows["pp, ZeRO"].startswith(f"{pipeline_only} more")
 
 
 def test_the_launchers_of_the_readme_are_those_that_are_tested() -> None:
-    (block,) = (body for body in blocks(ROOT / "README.md", "bash") if body.startswith("deepspeed "))
-    assert block.splitlines() == imported(ROOT / "tests" / "recipes" / "test_launchers.py").COMMANDS
+    (block,) = (body for body in blocks(ROOT / "README.md", "bash") if body.startswith("deepspeed --num_gpus 2"))
+    assert block.splitlines() == imported(ROOT / "tests" / "launch" / "test_launchers.py").COMMANDS
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().split()) < 1500
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
@@ -185,10 +216,21 @@ def test_a_file_that_a_document_names_exists(document: Path) -> None:
     assert {name for name in named if not (ROOT / name).exists()} == set()
 
 
-def test_every_folder_of_the_package_is_on_the_tour() -> None:
-    tour = (ROOT / "docs" / "tour.md").read_text()
+def test_every_folder_of_the_package_is_in_the_architecture() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
     folders = {path.parent.relative_to(ROOT) for path in (ROOT / "toolkit").rglob("*.py")}
-    assert {f"{folder}" for folder in folders if f"`{folder}/" not in tour} == set()
+    assert len(folders) > 15
+    assert {f"{folder}" for folder in folders if f"`{folder}/" not in text} == set()
+
+
+def test_every_package_of_the_import_contract_is_drawn() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (layers,) = (contract["layers"] for contract in contracts if contract["name"] == "layers")
+    modules = {module.strip().partition(".")[0] for layer in layers for module in re.split(r"[|:]", layer)}
+    packages = {module for module in modules if (ROOT / "toolkit" / module).is_dir()}
+    drawn = re.findall(r'class="name"[^>]*>([^<]+)</text>', (ROOT / "docs" / "images" / "architecture.svg").read_text())
+    assert len(packages) > 10
+    assert packages - set(drawn) == set()
 
 
 def test_every_variable_of_ours_that_a_document_names_is_read() -> None:

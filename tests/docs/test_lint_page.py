@@ -1,7 +1,7 @@
 import importlib.util
 from pathlib import Path
 
-from toolkit.dsconfig.lint.rules import RULES
+from toolkit.lint.finding import RULES
 
 ROOT = Path(__file__).parents[2]
 
@@ -14,4 +14,4 @@ def test_the_rules_in_the_documents_are_up_to_date() -> None:
     spec.loader.exec_module(generator)
     current = generator.PAGE.read_text()
     assert generator.page(current) == current, "run: python docs/generate_lint.py"
-    assert all(f"**{name}**" in current for name in RULES)
+    assert all(f"| {name} |" in current for name in RULES)

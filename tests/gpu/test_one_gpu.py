@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from toolkit import recipe_file
-from toolkit.parity import LossCurve, Tolerance, compare
-from toolkit.recipe import Recipe
+from toolkit.config import dump_recipe
+from toolkit.config.recipe import Recipe
+from toolkit.parity import LossCurve, Tolerance, compare_curves
+from toolkit.parity.finished_runs import read_runs
 
 pytestmark = pytest.mark.gpu
 SCRIPT = Path(__file__).parents[2] / "recipes" / "train.py"
@@ -31,7 +32,7 @@ def run(make_recipe: Callable[..., Recipe], tmp_path: Path) -> Run:
     def train(*overrides: str, **changes: Any) -> Path:
         folder = tmp_path / f"run{len(list(tmp_path.glob('run*')))}"
         recipe = tmp_path / "small.yaml"
-        recipe.write_text(recipe_file.dump(make_recipe(**changes)))
+        recipe.write_text(dump_recipe(make_recipe(**changes)))
         environment = {key: value for key, value in os.environ.items() if key != "DS_ACCELERATOR"}
         command = [
             sys.executable,
@@ -50,7 +51,7 @@ def run(make_recipe: Callable[..., Recipe], tmp_path: Path) -> Run:
 
 
 def curve(folder: Path) -> LossCurve:
-    return LossCurve.read(folder / "metrics.jsonl")
+    return read_runs([folder])[0].run.curve
 
 
 def last(folder: Path) -> dict[str, Any]:
@@ -61,7 +62,7 @@ def last(folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_zero_trains_what_plain_pytorch_trains(run: Run, stage: int) -> None:
     reference = curve(run("train.engine=reference"))
-    report = compare(curve(run(f"parallel.zero_stage={stage}")), reference, Tolerance.fp32())
+    report = compare_curves(curve(run(f"parallel.zero_stage={stage}")), reference, Tolerance.fp32())
     assert report.passed, str(report)
 
 
@@ -77,7 +78,9 @@ def test_low_precision_learns_what_fp32_learns(run: Run, stage: int, precision: 
 def test_a_compiled_model_trains_the_same(run: Run, stage: int) -> None:
     eager = curve(run(f"parallel.zero_stage={stage}"))
     compiled = curve(run(f"parallel.zero_stage={stage}", "train.compile=true"))
-    report = compare(compiled, eager, Tolerance(loss=(1e-5,), grad_norm=(1e-5,), source="fused kernels reorder sums"))
+    report = compare_curves(
+        compiled, eager, Tolerance(loss=(1e-5,), grad_norm=(1e-5,), source="fused kernels reorder sums")
+    )
     assert report.passed, str(report)
 
 
@@ -103,7 +106,7 @@ def test_recomputation_saves_memory(run: Run) -> None:
     wide = {
         "overrides__n_embd": 512,
         "overrides__n_layer": 8,
-        "batch__micro_size": 16,
+        "batch__micro_batch_size": 16,
         "train__steps": 3,
         "schedule": {},
     }

@@ -1,4 +1,4 @@
-"""Runs of cells: many of them one after the other in the same forked ranks, each judged against its baseline."""
+"""Run cells one after the other in the same forked ranks, and compare each with its baseline."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -9,83 +9,83 @@ import torch.distributed as dist
 from fresh_ranks import fresh_ranks
 from matrix import ACTIVE_CLIP, GLOBAL_BATCH, Cell, Mathematics, Text
 
-from toolkit.parity import Bounds, Trial, Verdict
+from toolkit.config.recipe import Recipe
+from toolkit.launch.local_ranks import run_jobs
+from toolkit.parity import Bounds, ParityResult, ParityRun
+from toolkit.parity.run.train_in_memory import train_in_memory
 from toolkit.parity.tolerance import UNIT_ROUNDOFF
-from toolkit.recipe import Recipe
-from toolkit.train.local_ranks import run_jobs
-from toolkit.train.trial import run_trial
 
 ROUNDING_SEEDS = (1, 2, 3)
 CELLS_A_FORK = 12
-"""Groups that a cell makes keep some of their sockets until the process ends."""
+"""Bounded, because process groups of a cell keep some of their sockets until the process ends."""
 SECONDS_A_CELL = 60
 
 
 @dataclass(frozen=True, kw_only=True)
 class CellRun:
-    """What is to be trained: a cell and for how many steps."""
+    """A cell to train, and for how many steps."""
 
     cell: Cell
     steps: int
 
     @property
     def baseline(self) -> tuple[Mathematics, int]:
-        """What it is held against: runs with the same share it."""
+        """Key of its baseline: runs with the same key share one."""
         return self.cell.mathematics, self.steps
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What came out of a run. Differences are relative to the baseline."""
+    """Result of a run. Differences are relative to the baseline."""
 
     loss: float = float("inf")
     norm: float = float("inf")
     parameters: float = float("inf")
     gradient: float = float("inf")
     """The largest difference of one parameter's first gradient, over the norm of the whole gradient."""
-    alarms: tuple[str, ...] = ()
+    failed_checks: tuple[str, ...] = ()
     failure: str = ""
-    """All that is known where something is wrong; empty where the cell passed."""
+    """Full description of what is wrong; empty if the cell passed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Baseline:
-    """The oracle of some cells and what they may differ by."""
+    """The baseline of some cells, and how far they may differ from it."""
 
-    trial: Trial
+    run: ParityRun
     bounds: Bounds
 
-    def judge(self, cell: Cell, trial: Trial) -> Outcome:
-        """One run of a cell against it."""
-        verdict = Verdict.of(trial, self.trial, self.bounds)
-        wrong = [] if verdict.passed else [str(verdict)]
-        if bool(trial.copies) != cell.has_copies:
-            wrong.append(f"{trial.copies} copies of parameters were compared")
-        if cell.clipped and min(self.trial.curve.grad_norms) <= ACTIVE_CLIP:
-            wrong.append(f"a step of the baseline is not clipped: {min(self.trial.curve.grad_norms)}")
+    def compare(self, cell: Cell, trained: ParityRun) -> Outcome:
+        """Compare one run of a cell with the baseline."""
+        result = ParityResult.of(trained, self.run, self.bounds)
+        wrong = [] if result.passed else [str(result)]
+        if bool(trained.replicas_compared) != cell.has_replicas:
+            wrong.append(f"{trained.replicas_compared} replicas of parameters were compared")
+        if cell.clipped and min(self.run.curve.grad_norms) <= ACTIVE_CLIP:
+            wrong.append(f"a step of the baseline is not clipped: {min(self.run.curve.grad_norms)}")
         return Outcome(
-            loss=verdict.report.max_loss_difference,
-            norm=verdict.report.max_norm_difference,
-            parameters=verdict.parameters,
-            gradient=verdict.rows[0].difference,
-            alarms=tuple(sorted(verdict.alarms)),
+            loss=result.curves.max_loss_difference,
+            norm=result.curves.max_norm_difference,
+            parameters=result.parameters,
+            gradient=result.gradients[0].difference,
+            failed_checks=tuple(sorted(result.failed_checks)),
             failure="\n".join(wrong),
         )
 
 
 class Baselines:
-    """Trained once each: a plain process in fp32; in bf16 one rank of ZeRO-1, with reruns that round differently."""
+    """Baselines, each trained once: a plain process in fp32; in bf16 one rank, with reruns that round differently."""
 
     def __init__(self, text: Text, *, cores: int) -> None:
         self._text, self._cores = text, cores
         self._known: dict[tuple[Mathematics, int], Baseline] = {}
 
     def of(self, run: CellRun) -> Baseline:
-        """The one for a run. Call `train` first."""
+        """Return the baseline of a run. Call `train` first."""
         return self._known[run.baseline]
 
     def train(self, runs: Iterable[CellRun]) -> None:
-        """All that these runs need and that are not known, some to a fork."""
+        """Train the missing baselines of these runs, several in each fork."""
         missing = [key for key in dict.fromkeys(run.baseline for run in runs) if key not in self._known]
         parts = [missing[start : start + CELLS_A_FORK // 2] for start in range(0, len(missing), CELLS_A_FORK // 2)]
         calls = [(partial(_train_baselines, part, self._text), 1) for part in parts]
@@ -102,23 +102,23 @@ def _train_baselines(keys: Sequence[tuple[Mathematics, int]], text: Text) -> lis
 
 def _baseline(mathematics: Mathematics, steps: int, text: Text) -> Baseline:
     recipe = mathematics.recipe(text, steps=steps)
-    trial = _train(recipe)
+    trained = _train(recipe)
     if mathematics.precision == "fp32":
-        return Baseline(trial=trial, bounds=Bounds.fixed())
-    split = recipe.model_copy(update={"batch": recipe.batch.model_copy(update={"micro_size": GLOBAL_BATCH // 4})})
+        return Baseline(run=trained, bounds=Bounds.fixed())
+    split = recipe.model_copy(update={"batch": recipe.batch.model_copy(update={"micro_batch_size": GLOBAL_BATCH // 4})})
     reruns = [_train(split), *(_train(recipe, rounding_seed=seed) for seed in ROUNDING_SEEDS)]
-    return Baseline(trial=trial, bounds=Bounds.measured(trial, reruns, unit=UNIT_ROUNDOFF[mathematics.precision]))
+    return Baseline(run=trained, bounds=Bounds.measured(trained, reruns, unit=UNIT_ROUNDOFF[mathematics.precision]))
 
 
-def _train(recipe: Recipe, rounding_seed: int | None = None) -> Trial:
+def _train(recipe: Recipe, rounding_seed: int | None = None) -> ParityRun:
     with fresh_ranks():
-        return run_trial(recipe, rounding_seed=rounding_seed)
+        return train_in_memory(recipe, rounding_seed=rounding_seed)
 
 
 def run_cells(
     runs: Sequence[CellRun], text: Text, baselines: Baselines, *, cores: int
 ) -> Iterator[tuple[CellRun, Outcome, float]]:
-    """Train all of them; yields (run, outcome, seconds) as forks end."""
+    """Train all runs; yield (run, outcome, seconds) as forks end."""
     baselines.train(runs)
     parts = [list(part) for part in _forks(runs)]
     calls = [
@@ -129,15 +129,15 @@ def run_cells(
         if isinstance(outcome, list):
             yield from zip(part, outcome[0], [seconds / len(part)] * len(part), strict=True)
         elif len(part) == 1:
-            yield part[0], Outcome(alarms=("error",), failure=str(outcome)), seconds
+            yield part[0], Outcome(failed_checks=("error",), failure=str(outcome)), seconds
         else:
-            # One of them failed and took the others along.
+            # One of them failed and ended the fork.
             for run in part:
                 yield from run_cells([run], text, baselines, cores=cores)
 
 
 def _forks(runs: Sequence[CellRun]) -> Iterator[list[CellRun]]:
-    """What runs in the same ranks: as many of them; the largest first, so that no core waits for them at the end."""
+    """Group runs with the same number of ranks, the largest first, so that no core is idle at the end."""
     for _, group in groupby(sorted(runs, key=lambda run: -run.cell.ranks), key=lambda run: run.cell.ranks):
         alike = list(group)
         for start in range(0, len(alike), CELLS_A_FORK):
@@ -149,7 +149,7 @@ def _train_cells(runs: Sequence[CellRun], text: Text, baselines: Sequence[Baseli
     outcomes = []
     for run, baseline in zip(runs, baselines, strict=True):
         with fresh_ranks():
-            trial = run_trial(run.cell.recipe(text, steps=run.steps))
+            trained = train_in_memory(run.cell.recipe(text, steps=run.steps))
         if dist.get_rank() == 0:
-            outcomes.append(baseline.judge(run.cell, trial))
+            outcomes.append(baseline.compare(run.cell, trained))
     return outcomes

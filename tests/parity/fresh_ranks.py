@@ -1,8 +1,8 @@
-"""One training after the other in the same ranks, each as if it were the first: what engines leave behind is undone.
+"""Train several times in the same ranks, each time with a clean state: undo what engines leave in the process.
 
-Starting ranks costs more than a few steps of a small model, so a matrix of thousands of cells starts few. What an
-engine leaves in a process was found by comparing all globals before and after; that a training is the same to the bit
-whatever ran before it is tested (test_matrix.py).
+Starting ranks costs more than a few steps of a small model, so a matrix of thousands of cells starts few. The
+globals that engines change were found by comparing all of them before and after; test_matrix.py tests that a run is
+equal to the bit whatever ran before it.
 """
 
 import gc
@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 @contextmanager
 def fresh_ranks() -> Iterator[None]:
-    """Around one training, on all ranks."""
-    # These are what a process that forks ranks has imported anyway.
+    """Wrap one training run, on all ranks."""
+    # A process that forks ranks has imported these anyway.
     from accelerate.state import AcceleratorState, GradientState
     from deepspeed.runtime.pipe import p2p
     from deepspeed.runtime.sequence_parallel import parallel_state_sp
@@ -42,8 +42,8 @@ def fresh_ranks() -> Iterator[None]:
 
 
 def _leave_groups() -> None:
-    """Their sockets and threads would add up."""
-    # A rank that tears a group down while others still use it aborts them.
+    """Destroy process groups, whose sockets and threads would accumulate."""
+    # A rank that destroys a group while others still use it aborts them.
     dist.barrier()
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:

@@ -1,11 +1,11 @@
-"""Golden curves: what small recipes trained when they were last written, kept in golden/ as YAML and JSON.
+"""Golden curves: recorded losses of small recipes, in golden/ as YAML and JSON.
 
 make golden                                                  all of them
 python tests/parity/golden_curves.py                         the same
 python tests/parity/golden_curves.py llama                   one
 
-Parity compares two runs of today; a mistake that both make is seen here only. A curve that changes is a change in what
-the toolkit computes: the commit that brings a new JSON says why.
+Parity compares two runs of the same code; a mistake that both make shows only here. A changed curve is a change in what
+the toolkit computes: the commit with a new JSON says why.
 """
 
 import json
@@ -21,9 +21,9 @@ if __name__ == "__main__":
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from toolkit import recipe_file
+from toolkit.config import load_recipe
+from toolkit.config.recipe import Recipe
 from toolkit.parity import LossCurve
-from toolkit.recipe import Recipe
 
 FOLDER = Path(__file__).parent / "golden"
 NAMES = tuple(sorted(path.stem for path in FOLDER.glob("*.yaml")))
@@ -32,7 +32,7 @@ _VERSIONS = ("torch", "transformers", "numpy", "tokenizers")
 
 def recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
     """The recipe of a golden curve, run by the reference engine unless `overrides` say otherwise."""
-    return recipe_file.load(FOLDER / f"{name}.yaml", overrides)
+    return load_recipe(FOLDER / f"{name}.yaml", overrides)
 
 
 def read(name: str) -> LossCurve:
@@ -43,15 +43,15 @@ def read(name: str) -> LossCurve:
 
 def write(name: str) -> None:
     """Train the recipe on the reference engine and keep its curve."""
-    from toolkit.train.trial import run_trial
+    from toolkit.parity.run.train_in_memory import train_in_memory
 
-    curve = run_trial(recipe(name)).curve
+    curve = train_in_memory(recipe(name)).curve
     kept = {
         "about": f"Written by `make golden` from {name}.yaml. A commit that changes it says why in its message.",
         "date": datetime.now(UTC).date().isoformat(),
         "versions": {"python": platform.python_version()} | {package: version(package) for package in _VERSIONS},
         "machine": platform.machine(),
-        # As many digits as fp32 has, and one: what follows is noise, and would differ from machine to machine.
+        # The digits of fp32 and one more: any further digit is noise that differs between machines.
         "losses": [float(f"{loss:.9g}") for loss in curve.losses],
         "grad_norms": [float(f"{norm:.9g}") for norm in curve.grad_norms],
     }

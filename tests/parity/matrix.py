@@ -1,6 +1,6 @@
-"""The regression matrix: strategy x family x optimizer x accumulation x clipping x tying x precision, what is legal.
+"""The regression matrix: legal cells of strategy x family x optimizer x accumulation x clipping x tying x precision.
 
-A cell is one way to train the same model. Which ones are legal is asked of the rules that recipes are held to.
+A cell is one way to train the same model. The rules of recipes decide which cells are legal.
 """
 
 from collections import Counter
@@ -11,9 +11,8 @@ from itertools import combinations, product
 from pathlib import Path
 from typing import Any, Literal
 
-from toolkit import recipe_file
-from toolkit.parity.strategy import Strategy
-from toolkit.recipe import (
+from toolkit.config import recipe_problems
+from toolkit.config.recipe import (
     BatchSection,
     DataSection,
     ModelSection,
@@ -25,6 +24,7 @@ from toolkit.recipe import (
     ScheduleSection,
     TrainSection,
 )
+from toolkit.parity.strategy import Strategy
 
 STRATEGIES = (
     *("dp2-z0", "dp2-z1", "dp2-z2", "dp2-z3", "dp2-z1-offload", "dp2-z2-offload", "dp2-z3-offload"),
@@ -33,7 +33,7 @@ STRATEGIES = (
     *("pp2-z0", "pp2-z1", "pp2-z1-recompute", "pp4-z1", "tp2-pp2-z0-sp", "tp2-pp2-dp2-z1-sp"),
     *("u2-z0", "u2-z1", "u2-z2", "u2-z3"),
 )
-"""Each of them with every legal combination of options."""
+"""Strategies with every legal combination of options."""
 
 
 def _layouts() -> Iterator[str]:
@@ -52,10 +52,10 @@ def _layouts() -> Iterator[str]:
 
 
 LAYOUTS = tuple(name for name in _layouts() if name not in STRATEGIES)
-"""The other strategies: each with so many combinations that every pair of options occurs."""
+"""The other strategies: each with enough combinations for every pair of options."""
 
 FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
-    # The known shape, what makes it small, and what the family calls its layers.
+    # Catalog model, overrides that make it small, and the family's name for its layers.
     "gpt2": ("gpt2-tiny", {"n_embd": 32, "n_head": 4, "n_positions": 32}, "n_layer"),
     # Fewer key-value heads than heads, and than tensor-parallel ranks.
     "llama": (
@@ -89,20 +89,21 @@ GLOBAL_BATCH = 16
 VOCABULARY = 321
 """Odd, so that every tp pads it."""
 ACTIVE_CLIP = 0.2
-"""Below every gradient norm of these runs, so that each step is clipped; a test checks that."""
+"""Below every gradient norm of these runs, so that each step is clipped; this is checked."""
 STEPS, LONG_STEPS = 6, 30
 """Of a cell, and of one that trains longer (`steps_of`)."""
 
 
 Rounding = Literal["none", "weights", "autocast", "fsdp"]
-"""What of bf16 a strategy has: `weights` in bf16, whose fp32 masters start from rounded values (ZeRO 1 to 3);
+"""How a strategy rounds to bf16: `weights` in bf16, whose fp32 masters start from rounded values (ZeRO 1 to 3);
 `autocast` over fp32 weights (ZeRO-0, DDP); `fsdp` rounds fp32 weights for each use. They differ by more than the order
 of a sum."""
+_KINDS: dict[str, Rounding] = {"reference": "none", "dp1-z1": "weights", "dp1-z0": "autocast", "fsdp-dp1": "fsdp"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Text:
-    """Where the corpus lies, and the cache of its tokens."""
+    """The corpus, and the cache of its tokens."""
 
     corpus: Path
     cache: Path
@@ -110,7 +111,7 @@ class Text:
 
 @dataclass(frozen=True, kw_only=True)
 class Mathematics:
-    """What decides what is computed: cells with the same have the same baseline."""
+    """Everything that decides what is computed: cells with equal mathematics share a baseline."""
 
     family: str
     layers: int
@@ -122,11 +123,11 @@ class Mathematics:
 
     @property
     def packing(self) -> str:
-        """`padded` gives micro-batches different numbers of targets. Half of the cells, balanced over each option."""
+        """Half of the cells are `padded`, balanced over each option: their micro-batches differ in target tokens."""
         return "padded" if (self.optimizer == "adamw") ^ self.clipped ^ self.tied else "packed"
 
     def recipe(self, text: Text, *, steps: int) -> Recipe:
-        """One rank: a plain process in fp32; in bf16 an engine that rounds alike."""
+        """Return the recipe of the baseline: a plain process in fp32; in bf16 one rank with the same rounding."""
         shape, small, layers = FAMILIES[self.family]
         overrides = small | {layers: self.layers, "vocab_size": VOCABULARY, "tie_word_embeddings": self.tied}
         # At 1e-3 AdamW amplifies rounding: the reference differs from itself by 9e-7 when only its micro-batches
@@ -145,7 +146,7 @@ class Mathematics:
             model=ModelSection(name_or_path=shape, overrides=overrides),
             data=data,
             parallel=ParallelSection(zero_stage=0 if self.rounding == "autocast" else 1),
-            batch=BatchSection(global_size=GLOBAL_BATCH, micro_size=GLOBAL_BATCH),
+            batch=BatchSection(global_batch_size=GLOBAL_BATCH, micro_batch_size=GLOBAL_BATCH),
             precision=self.precision,
             optimizer=OptimizerSection(name=self.optimizer, lr=rate, weight_decay=0.1),
             schedule=ScheduleSection(name="cosine", warmup_steps=1),
@@ -176,7 +177,7 @@ class Cell:
 
     @property
     def where(self) -> Strategy:
-        """The strategy, taken apart."""
+        """The parsed strategy."""
         return _parse(self.strategy)
 
     @property
@@ -196,28 +197,24 @@ class Cell:
         )
 
     def _rounding(self) -> Rounding:
-        if self.precision == "fp32":
-            return "none"
-        if self.where.engine == "deepspeed":
-            return "weights" if self.where.zero_stage else "autocast"
-        return "fsdp" if self.where.engine == "fsdp" else "autocast"
+        return _KINDS[self.where.baseline(self.precision)]
 
     def recipe(self, text: Text, *, steps: int) -> Recipe:
-        """What is trained, and where."""
+        """Return the recipe of the cell."""
         recipe = self.mathematics.recipe(text, steps=steps)
         replicas = self.ranks // self.where.model_size
-        micro_size = GLOBAL_BATCH // (replicas * self.accumulation)
-        batch = recipe.batch.model_copy(update={"micro_size": micro_size})
+        micro_batch_size = GLOBAL_BATCH // (replicas * self.accumulation)
+        batch = recipe.batch.model_copy(update={"micro_batch_size": micro_batch_size})
         return self.where.apply(recipe.model_copy(update={"batch": batch}), 1)
 
     def problems(self) -> list[str]:
-        """Why it is not legal, as a user would be told."""
+        """Return the errors that a user would get."""
         nowhere = Text(corpus=Path("documents.jsonl"), cache=Path("cache"))
-        return recipe_file.problems(self.recipe(nowhere, steps=STEPS), self.ranks)
+        return recipe_problems(self.recipe(nowhere, steps=STEPS), self.ranks)
 
     @property
-    def has_copies(self) -> bool:
-        """Whether ranks hold something alike whose bits can be compared."""
+    def has_replicas(self) -> bool:
+        """Whether several ranks have replicas of a parameter."""
         where = self.where
         if where.engine == "fsdp":
             return False
@@ -241,16 +238,16 @@ class Cell:
 
     @property
     def parts(self) -> tuple[object, ...]:
-        """The strategy by what it consists of."""
+        """The parts of the strategy."""
         where = self.where
-        cut = (where.tp, where.pp, where.ulysses)
+        axes = (where.tp, where.pp, where.ulysses)
         replicas = self.ranks // where.model_size
-        return (where.engine, where.zero_stage, cut, replicas, where.sp, where.recompute, where.offload)
+        return (where.engine, where.zero_stage, axes, replicas, where.sp, where.recompute, where.offload)
 
 
 @cache
 def legal_cells() -> tuple[Cell, ...]:
-    """All legal combinations of the full strategies, and of the others a subset that shows every pair of options."""
+    """All legal combinations of STRATEGIES, and a subset of those of LAYOUTS with every pair of options."""
     return tuple(
         cell
         for strategy in (*STRATEGIES, *LAYOUTS)
@@ -279,7 +276,7 @@ def _chosen(strategy: str, cells: Sequence[Cell]) -> Sequence[Cell]:
 
 @cache
 def daily_cells() -> tuple[Cell, ...]:
-    """Cells in which every strategy of the full ones occurs with every family, and every pair of options."""
+    """Cells that cover every pair of strategy and option, and every pair of options."""
     cells = legal_cells()
     full = [cell for cell in cells if cell.strategy in STRATEGIES]
     return tuple(covering_subset(full, lambda cell: (cell.strategy, *cell.options)))
@@ -287,21 +284,21 @@ def daily_cells() -> tuple[Cell, ...]:
 
 @cache
 def long_cells() -> frozenset[Cell]:
-    """Cells of the daily subset that show every pair of strategy parts and options."""
+    """Cells of the daily subset that cover every pair of strategy parts and options."""
     return frozenset(covering_subset(daily_cells(), lambda cell: (*cell.parts, *cell.options)))
 
 
 def steps_of(cell: Cell) -> int:
-    """How long a cell trains: all of GPT-2 in fp32, where every layout is held to 1e-6, and what shows each pair."""
+    """Steps of a cell: more for all of GPT-2 in fp32, and for the cells that cover each pair."""
     return LONG_STEPS if cell in long_cells() or (cell.family, cell.precision) == ("gpt2", "fp32") else STEPS
 
 
 def covering_subset(
     cells: Sequence[Cell], axes: Callable[[Cell], tuple[object, ...]], *, balanced: bool = True
 ) -> list[Cell]:
-    """Cells that together show every pair of values that two axes take, chosen greedily: the same ones every time.
+    """Choose cells that cover every pair of values of two axes, greedily and deterministically.
 
-    `balanced`: of those that show equally many new pairs, one whose options were chosen less often; else the first.
+    `balanced` breaks ties by how seldom the options were chosen; otherwise the first cell wins.
     """
     shows = {cell: set(combinations(enumerate(axes(cell)), 2)) for cell in cells}
     missing = set[object]().union(*shows.values())

@@ -1,7 +1,7 @@
-"""Results of the whole matrix: a line of JSON for each cell, in a folder of its own for each state of the code.
+"""Results of the whole matrix: a line of JSON for each cell, in one folder for each state of the code.
 
-A result counts as long as nothing changes that decides it: the toolkit, the versions, the way cells are run and judged,
-and the recipes of the cell and of its baseline.
+A result is valid as long as the toolkit, the versions, the code that runs and compares cells, and the recipes of the
+cell and its baseline are unchanged.
 """
 
 import datetime
@@ -26,24 +26,24 @@ WATCHED = (
     *(f"tests/parity/{name}.py" for name in ("cell_runs", "fresh_ranks")),
     *(f"tests/{name}.py" for name in ("rank_parent", "small_text")),
 )
-"""What decides what comes out of two recipes."""
+"""Files that decide the result of two recipes."""
 PACKAGES = ("torch", "deepspeed", "transformers", "accelerate")
 
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """What was run. Results of two codes are never put on one page."""
+    """The code that was run. A page never mixes results of two states."""
 
     commit: str
     code: str
-    """A hash of what decides what comes out, committed or not, and of the versions."""
+    """Hash of the files in WATCHED, committed or not, and of the versions."""
     has_changes: bool
-    """Whether `commit` does not have all of that code."""
+    """Whether there were uncommitted changes."""
     versions: str
 
     @classmethod
     def now(cls) -> Self:
-        """Of this checkout and this environment."""
+        """Return the state of this checkout and environment."""
         versions = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
         versions = f"Python {platform.python_version()}, {versions}"
         digest = hashlib.sha256(versions.encode())
@@ -60,7 +60,7 @@ class State:
 
     @property
     def folder(self) -> Path:
-        """Where its results are."""
+        """Folder of its results."""
         return RESULTS / self.code
 
 
@@ -79,7 +79,7 @@ class Result:
 
     @classmethod
     def of(cls, run: CellRun, outcome: Outcome, seconds: float, state: State) -> Self:
-        """What came out now."""
+        """Return the result of a run that has just ended."""
         return cls(
             cell=str(run.cell),
             steps=run.steps,
@@ -91,32 +91,32 @@ class Result:
         )
 
     def is_of(self, run: CellRun) -> bool:
-        """Whether it is what this run would give."""
+        """Whether this is a result of `run`."""
         return self.cell == str(run.cell) and self.recipes == digest_of_recipes(run)
 
     def line(self) -> str:
-        """As it is kept."""
+        """Serialize as a line of JSON."""
         return json.dumps(asdict(self)) + "\n"
 
     @classmethod
     def parse(cls, line: str) -> Self:
-        """The reverse."""
+        """Parse a line of JSON."""
         fields = json.loads(line)
-        alarms = tuple(fields["outcome"].pop("alarms"))
-        outcome = Outcome(**fields.pop("outcome"), alarms=alarms)
+        failed_checks = tuple(fields["outcome"].pop("failed_checks"))
+        outcome = Outcome(**fields.pop("outcome"), failed_checks=failed_checks)
         return cls(**fields | {"outcome": outcome, "state": State(**fields["state"])})
 
 
 @cache
 def digest_of_recipes(run: CellRun) -> str:
-    """A hash of the recipes of a cell and of its baseline, steps included."""
+    """Hash the recipes of a cell and of its baseline, steps included."""
     nowhere = Text(corpus=Path("documents.jsonl"), cache=Path("cache"))
     recipes = (run.cell.recipe(nowhere, steps=run.steps), run.cell.mathematics.recipe(nowhere, steps=run.steps))
     return hashlib.sha256("".join(recipe.model_dump_json() for recipe in recipes).encode()).hexdigest()[:12]
 
 
 def read_results(folder: Path) -> Iterator[Result]:
-    """Everything in a folder; a line that a killed run left unfinished does not count."""
+    """Read all results of a folder; skip an incomplete line of a killed run."""
     for path in sorted(folder.glob("*.jsonl")):
         yield from (Result.parse(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n"))
 

@@ -1,27 +1,29 @@
-"""Mistakes that any engine can make, planted one by one under ZeRO and DDP: each is found and named for what it is.
+"""Mistakes that any engine can make, planted one by one under ZeRO and DDP: each is found and diagnosed.
 
-Those of tensor parallelism and pipelines are in test_planted_faults.py. The runs are compared as `dstk compare` does
-it, with bounds that reruns of the baseline measured.
+Those of tensor parallelism and pipelines are in test_planted_faults.py. The runs are compared as in `dstk compare`,
+with bounds measured by reruns of the baseline.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from planted_faults import forget_moments
 
-from toolkit.parity import Bounds, Cause, Trial, Verdict
-from toolkit.train import trial as trials
-from toolkit.train.data.samples import Samples
-from toolkit.train.engines import accelerate_engine, deepspeed_engine
-from toolkit.train.engines.base import DataParallelEngine, Engine, StepResult
-from toolkit.train.engines.deepspeed_engine import DeepSpeedEngine
-from toolkit.train.feed import Feed
-from toolkit.train.loss import IGNORE
-from toolkit.train.trial import run_trial
+from toolkit.data.loader import MicroBatchLoader
+from toolkit.data.samples import Samples
+from toolkit.engines import accelerate_engine, deepspeed_engine, deepspeed_patches
+from toolkit.engines.base import DataParallelEngine, Engine, StepResult
+from toolkit.engines.deepspeed_engine import DeepSpeedEngine
+from toolkit.parallel.loss import IGNORE
+from toolkit.parity import Bounds, Cause, ParityResult, ParityRun
+from toolkit.parity.run.train_in_memory import train_in_memory
+from toolkit.training import train as training
 
 STEPS = 8
-Train = Callable[..., Verdict]
+Train = Callable[..., ParityResult]
 
 
 def changes(optimizer: str = "adamw", **more: Any) -> dict[str, Any]:
@@ -37,52 +39,52 @@ def changes(optimizer: str = "adamw", **more: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def baselines(make_recipe: Callable[..., Any], ranks: Callable[..., list[Any]]) -> dict[str, tuple[Trial, Bounds]]:
+def baselines(make_recipe: Callable[..., Any], ranks: Callable[..., list[Any]]) -> dict[str, tuple[ParityRun, Bounds]]:
     """One plain process for each optimizer, and what rounding does to it; before any fault is in."""
     found = {}
     for optimizer in ("adamw", "sgd"):
-        recipe = make_recipe(**changes(optimizer, train__engine="reference", batch__micro_size=4))
-        first = ranks(run_trial, 1, recipe)[0]
+        recipe = make_recipe(**changes(optimizer, train__engine="reference", batch__micro_batch_size=4))
+        first = ranks(train_in_memory, 1, recipe)[0]
         reruns = [ranks(_rounded, 1, recipe, seed)[0] for seed in (1, 2)]
         found[optimizer] = (first, Bounds.measured(first, reruns))
     return found
 
 
-def _rounded(recipe: Any, seed: int) -> Trial:
-    return run_trial(recipe, rounding_seed=seed)
+def _rounded(recipe: Any, seed: int) -> ParityRun:
+    return train_in_memory(recipe, rounding_seed=seed)
 
 
 @pytest.fixture
 def train(
-    baselines: dict[str, tuple[Trial, Bounds]], make_recipe: Callable[..., Any], ranks: Callable[..., list[Any]]
+    baselines: dict[str, tuple[ParityRun, Bounds]], make_recipe: Callable[..., Any], ranks: Callable[..., list[Any]]
 ) -> Train:
     """train("sgd", zero_stage=2) trains on two ranks and holds them against the baseline."""
 
-    def run(optimizer: str = "adamw", engine: str = "deepspeed", **parallel: Any) -> Verdict:
+    def run(optimizer: str = "adamw", engine: str = "deepspeed", **parallel: Any) -> ParityResult:
         recipe = make_recipe(**changes(optimizer, train__engine=engine, parallel=parallel))
-        verdict = Verdict.of(ranks(run_trial, 2, recipe)[0], *baselines[optimizer])
-        print(verdict)  # shown where a test fails
-        return verdict
+        result = ParityResult.of(ranks(train_in_memory, 2, recipe)[0], *baselines[optimizer])
+        print(result)  # shown where a test fails
+        return result
 
     return run
 
 
-def assert_cause(verdict: Verdict, cause: Cause, *words: str) -> None:
+def assert_cause(result: ParityResult, cause: Cause, *words: str) -> None:
     """The mistake was found, and the sentence says what it should."""
-    assert not verdict.passed
-    assert verdict.diagnosis is not None
-    assert verdict.diagnosis.cause == cause
+    assert not result.passed
+    assert result.diagnosis is not None
+    assert result.diagnosis.cause == cause
     for word in words:
-        assert word in str(verdict.diagnosis)
+        assert word in str(result.diagnosis)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 @pytest.mark.parametrize("how", [{"zero_stage": 0}, {"zero_stage": 2}, {"zero_stage": 3}])
-def test_nothing_is_found_where_nothing_is_wrong(train: Train, optimizer: str, how: dict[str, int]) -> None:
-    verdict = train(optimizer, **how)
-    assert verdict.passed
-    assert verdict.diagnosis is None
-    assert verdict.case.trial.copies > 0 or how == {"zero_stage": 3}
+def test_a_correct_run_has_no_diagnosis(train: Train, optimizer: str, how: dict[str, int]) -> None:
+    result = train(optimizer, **how)
+    assert result.passed
+    assert result.diagnosis is None
+    assert result.run.replicas_compared > 0 or how == {"zero_stage": 3}
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
@@ -106,44 +108,42 @@ def test_micro_batches_with_equal_weights(train: Train, monkeypatch: pytest.Monk
 
 
 def _step_of_means(engine: Any, micro_batches: Any, *, target_tokens: int, learning_rate: float) -> Any:
-    """What a training loop does that averages the mean losses of its micro-batches."""
+    """A step that averages the mean losses of its micro-batches."""
     total = torch.zeros(1, dtype=torch.float64)
     for micro_batch in micro_batches:
         mean = engine._loss_sum(engine._logits(micro_batch), micro_batch.labels) / (micro_batch.labels != IGNORE).sum()
         engine._backward(mean / engine.accumulation)
         total += mean.detach() / engine.accumulation / engine.dp
-    loss = engine._global_loss(total * target_tokens, target_tokens)
-    engine._set_learning_rate(learning_rate)
-    engine.before_update()
-    return engine._update(loss)
+    torch.distributed.all_reduce(total)
+    return engine._finish_step(float(total), total, learning_rate)
 
 
 def test_every_replica_reading_the_same_samples(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
-    positions = Feed._positions
+    positions = MicroBatchLoader._positions
 
-    def of_the_first(feed: Feed, accumulation_step: int) -> range:
-        start = feed.batch.block_start(accumulation_step=accumulation_step, data_rank=0)
-        return range(start, start + len(positions(feed, accumulation_step)))
+    def of_the_first(loader: MicroBatchLoader, accumulation_step: int) -> range:
+        start = loader.batch.block_start(accumulation_step=accumulation_step, data_rank=0)
+        return range(start, start + len(positions(loader, accumulation_step)))
 
-    monkeypatch.setattr(Feed, "_positions", of_the_first)
+    monkeypatch.setattr(MicroBatchLoader, "_positions", of_the_first)
     assert_cause(train(zero_stage=1), Cause.DATA_ORDER, "step 1")
 
 
 def test_samples_in_another_order_from_some_step_on(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = Samples.batch
-    monkeypatch.setattr(Samples, "batch", lambda samples, step, at: batch(samples, step + (step > 4), at))
+    monkeypatch.setattr(Samples, "batch", lambda own, step, at, **seed: batch(own, step + (step > 4), at, **seed))
     assert_cause(train(zero_stage=1), Cause.DATA_ORDER, "step 6")
 
 
 def test_weights_of_another_seed(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
-    create = trials.create_engine
+    create = training.create_engine
 
-    def reseeded(recipe: Any, *arguments: Any, **options: Any) -> Engine:
-        other = recipe.model_copy(update={"train": recipe.train.model_copy(update={"seed": 7})})
-        return create(other, *arguments, **options)
+    def reseeded(job: Any, *arguments: Any, **options: Any) -> Engine:
+        other = job.recipe.model_copy(update={"train": job.recipe.train.model_copy(update={"seed": 7})})
+        return create(replace(job, recipe=other), *arguments, **options)
 
-    monkeypatch.setitem(run_trial.__kwdefaults__, "engine_factory", reseeded)
-    assert_cause(train(zero_stage=1), Cause.STARTING_WEIGHTS, "seed")
+    monkeypatch.setitem(train_in_memory.__kwdefaults__, "engine_factory", reseeded)
+    assert_cause(train(zero_stage=1), Cause.INITIAL_WEIGHTS, "seed")
 
 
 def test_one_layer_that_is_frozen(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +156,7 @@ def test_one_layer_that_is_frozen(train: Train, monkeypatch: pytest.MonkeyPatch)
         return build(model, weight_decay)
 
     monkeypatch.setattr(deepspeed_engine, "parameter_groups", frozen)
-    assert_cause(train(zero_stage=0), Cause.SLICE, "only layer 1")
+    assert_cause(train(zero_stage=0), Cause.SHARD, "only layer 1")
 
 
 @pytest.mark.parametrize("engine", ["deepspeed", "ddp"])
@@ -190,19 +190,22 @@ def test_a_scheduler_of_the_engines_own(train: Train, monkeypatch: pytest.Monkey
 
 
 def test_a_gradient_that_is_not_clipped(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = trials.deepspeed_config
+    config = training.deepspeed_config
 
     def unclipped(*arguments: Any) -> Any:
         found = config(*arguments)
         return found and found | {"gradient_clipping": 0.0}
 
-    monkeypatch.setattr(trials, "deepspeed_config", unclipped)
+    monkeypatch.setattr(training, "deepspeed_config", unclipped)
     assert_cause(train("sgd", zero_stage=1), Cause.CLIPPING, "times the baseline's everywhere")
 
 
 def test_a_reported_norm_that_is_not_the_gradients(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
-    norm = deepspeed_engine.plain_norm
-    monkeypatch.setattr(deepspeed_engine, "plain_norm", lambda parameters, cut: norm(list(parameters)[:5], cut))
+    norm = deepspeed_engine.full_grad_norm
+    for module in (deepspeed_engine, deepspeed_patches):
+        monkeypatch.setattr(
+            module, "full_grad_norm", lambda parameters, partition: norm(list(parameters)[:5], partition)
+        )
     assert_cause(train(zero_stage=0), Cause.CLIPPING, "gradient norm")
 
 
@@ -217,7 +220,7 @@ def test_another_epsilon(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _optimizer_with(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
-    config = trials.deepspeed_config
+    config = training.deepspeed_config
 
     def changed(*arguments: Any) -> Any:
         found = config(*arguments)
@@ -225,31 +228,25 @@ def _optimizer_with(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
             found["optimizer"]["params"] |= settings
         return found
 
-    monkeypatch.setattr(trials, "deepspeed_config", changed)
+    monkeypatch.setattr(training, "deepspeed_config", changed)
 
 
 def test_moments_that_are_lost_between_steps(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
-    update = DeepSpeedEngine._update
-
-    def forgetful(engine: DeepSpeedEngine, loss: float) -> Any:
-        result = update(engine, loss)
-        for state in engine.engine.optimizer.optimizer.state.values():
-            state["exp_avg"].zero_()
-        return result
-
-    monkeypatch.setattr(DeepSpeedEngine, "_update", forgetful)
+    forget_moments(monkeypatch)
     assert_cause(train(zero_stage=1), Cause.OPTIMIZER, "optimizer state")
 
 
 def test_a_gradient_that_is_not_finite(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Our engines stop; one that goes on is found by its norm."""
-    monkeypatch.setattr(deepspeed_engine, "repair_norms", lambda engine, cut: None)  # DeepSpeed clips by its own norm
-    monkeypatch.setattr(deepspeed_engine, "plain_norm", _nan_norm)
+    """Our engines stop; one that continues is found by its norm."""
+    monkeypatch.setattr(
+        deepspeed_patches, "fix_gradient_norms", lambda engine, partition: None
+    )  # DeepSpeed clips by its own norm
+    monkeypatch.setattr(deepspeed_engine, "full_grad_norm", _nan_norm)
     monkeypatch.setattr(DeepSpeedEngine, "_update", _careless_update)
     assert_cause(train(zero_stage=0), Cause.NOT_FINITE, "gradient norm of step 1")
 
 
-def _nan_norm(parameters: Any, cut: Any) -> torch.Tensor:
+def _nan_norm(parameters: Any, partition: Any) -> torch.Tensor:
     return torch.tensor(float("nan"))
 
 
@@ -260,7 +257,7 @@ def _careless_update(engine: DeepSpeedEngine, loss: float) -> StepResult:
     return StepResult(loss=loss, grad_norm=norm)
 
 
-def test_replicas_that_drift_apart(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replicas_that_diverge(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     update = DeepSpeedEngine._update
 
     def drifting(engine: DeepSpeedEngine, loss: float) -> Any:
@@ -271,18 +268,18 @@ def test_replicas_that_drift_apart(train: Train, monkeypatch: pytest.MonkeyPatch
         return result
 
     monkeypatch.setattr(DeepSpeedEngine, "_update", drifting)
-    assert_cause(train(zero_stage=0), Cause.COPIES, "drift apart")
+    assert_cause(train(zero_stage=0), Cause.REPLICAS, "diverge")
 
 
 def test_a_learning_rate_that_amplifies_rounding_is_no_mistake(
     make_recipe: Callable[..., Any], ranks: Callable[..., list[Any]]
 ) -> None:
     """Against bounds of one step alone, a chaotic run differs; its own reruns show that rounding does that."""
-    optimizer = {"name": "adamw", "lr": 3e-2, "weight_decay": 0.1}
-    wild = changes() | {"optimizer": optimizer, "train__grad_clip": 0.0, "train__steps": 30}
+    optimizer = {"name": "adamw", "lr": 0.1, "weight_decay": 0.1}
+    wild = changes() | {"optimizer": optimizer, "train__grad_clip": 0.0, "train__steps": 40}
     recipe = make_recipe(**wild, train__engine="reference")
-    first = ranks(run_trial, 1, recipe)[0]
-    other = ranks(run_trial, 2, make_recipe(**wild, parallel={"zero_stage": 2}))[0]
-    assert_cause(Verdict.of(other, first), Cause.CHAOS, "rounding", "lower the learning rate")
+    first = ranks(train_in_memory, 1, recipe)[0]
+    other = ranks(train_in_memory, 2, make_recipe(**wild, parallel={"zero_stage": 2}))[0]
+    assert_cause(ParityResult.of(other, first), Cause.CHAOS, "cannot tell from rounding at this learning rate")
     reruns = [ranks(_rounded, 1, recipe, seed)[0] for seed in (1, 2, 3)]
-    assert Verdict.of(other, first, Bounds.measured(first, reruns)).passed
+    assert ParityResult.of(other, first, Bounds.measured(first, reruns)).passed

@@ -1,4 +1,4 @@
-"""No false alarm: runs that differ only in what must not matter are the same, under the bounds that `compare` measures.
+"""No false alarm: harmless changes pass within the bounds that `dstk compare` measures.
 
 Fifty of them: micro-batches, ranks, communication buckets, recomputing, attention kernels, ZeRO stages and their like.
 """
@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from toolkit.parity import Bounds, Trial, Verdict
+from toolkit.config.recipe import Recipe
+from toolkit.parity import Bounds, ParityResult, ParityRun
+from toolkit.parity.run.train_in_memory import train_in_memory
 from toolkit.parity.strategy import Strategy
-from toolkit.recipe import Recipe
-from toolkit.train import trial as trials
-from toolkit.train.trial import run_trial
+from toolkit.training import train as training
 
 STEPS = 20
 MODELS: dict[str, dict[str, Any]] = {
@@ -50,52 +50,56 @@ def changes(model: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def baseline(make_recipe: Callable[..., Any], ranks: Callable[..., list[Any]]) -> Callable[[str], tuple[Trial, Bounds]]:
+def baseline(
+    make_recipe: Callable[..., Any], ranks: Callable[..., list[Any]]
+) -> Callable[[str], tuple[ParityRun, Bounds]]:
     """As `dstk compare` makes it: the reference, three other ways to round, another micro-batch."""
-    known: dict[str, tuple[Trial, Bounds]] = {}
+    known: dict[str, tuple[ParityRun, Bounds]] = {}
 
-    def of(model: str) -> tuple[Trial, Bounds]:
+    def of(model: str) -> tuple[ParityRun, Bounds]:
         if model not in known:
             recipe = make_recipe(**changes(model), train__engine="reference")
-            first = ranks(run_trial, 1, recipe)[0]
+            first = ranks(train_in_memory, 1, recipe)[0]
             reruns = [ranks(_rounded, 1, recipe, seed)[0] for seed in (1, 2, 3)]
-            reruns.append(ranks(run_trial, 1, Strategy.parse("reference-m1").apply(recipe, 1))[0])
+            reruns.append(ranks(train_in_memory, 1, Strategy.parse("reference-m1").apply(recipe, 1))[0])
             known[model] = first, Bounds.measured(first, reruns)
         return known[model]
 
     return of
 
 
-def _rounded(recipe: Recipe, seed: int) -> Trial:
-    return run_trial(recipe, rounding_seed=seed)
+def _rounded(recipe: Recipe, seed: int) -> ParityRun:
+    return train_in_memory(recipe, rounding_seed=seed)
 
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in DAILY else [pytest.mark.whole]) for name in HARMLESS]
 )
-def test_no_alarm_for_what_must_not_matter(
+def test_a_harmless_strategy_passes(
     name: str,
     model: str,
-    baseline: Callable[[str], tuple[Trial, Bounds]],
+    baseline: Callable[[str], tuple[ParityRun, Bounds]],
     make_recipe: Callable[..., Any],
     ranks: Callable[..., list[Any]],
 ) -> None:
     strategy = Strategy.parse(name)
     recipe = strategy.apply(make_recipe(**changes(model)), 2)
-    verdict = Verdict.of(ranks(run_trial, strategy.world_size(2), recipe, timeout_seconds=300)[0], *baseline(model))
-    assert verdict.passed, str(verdict)
+    result = ParityResult.of(
+        ranks(train_in_memory, strategy.world_size(2), recipe, timeout_seconds=300)[0], *baseline(model)
+    )
+    assert result.passed, str(result)
 
 
 @pytest.mark.parametrize("size", BUCKETS)
-def test_no_alarm_for_the_size_of_buckets(
+def test_any_bucket_size_passes(
     size: int,
-    baseline: Callable[[str], tuple[Trial, Bounds]],
+    baseline: Callable[[str], tuple[ParityRun, Bounds]],
     make_recipe: Callable[..., Any],
     ranks: Callable[..., list[Any]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config = trials.deepspeed_config
+    config = training.deepspeed_config
 
     def with_buckets(*arguments: Any) -> Any:
         found = config(*arguments)
@@ -103,11 +107,11 @@ def test_no_alarm_for_the_size_of_buckets(
         return found
 
     first, bounds = baseline("gpt2")
-    monkeypatch.setattr(trials, "deepspeed_config", with_buckets)
-    verdict = Verdict.of(
-        ranks(run_trial, 2, make_recipe(**changes("gpt2"), parallel={"zero_stage": 2}))[0], first, bounds
+    monkeypatch.setattr(training, "deepspeed_config", with_buckets)
+    result = ParityResult.of(
+        ranks(train_in_memory, 2, make_recipe(**changes("gpt2"), parallel={"zero_stage": 2}))[0], first, bounds
     )
-    assert verdict.passed, str(verdict)
+    assert result.passed, str(result)
 
 
 def test_there_are_fifty_harmless_changes() -> None:

@@ -7,9 +7,9 @@ from typing import Any
 import golden_curves
 import pytest
 
-from toolkit.parity import ParityReport, Tolerance, compare
-from toolkit.recipe import Recipe
-from toolkit.train.trial import run_trial
+from toolkit.config.recipe import Recipe
+from toolkit.parity import CurveComparison, Tolerance, compare_curves
+from toolkit.parity.run.train_in_memory import train_in_memory
 
 Ranks = Callable[..., list[Any]]
 
@@ -26,10 +26,10 @@ sample. Other versions of torch were not tried. A learning rate that is 1 % high
 
 # Where a curve is trained a second time: ranks, and what changes in the recipe. Two micro-batches a step everywhere.
 PARALLEL = {
-    "gpt2": (2, ["parallel.zero_stage=2", "batch.micro_size=2"]),
+    "gpt2": (2, ["parallel.zero_stage=2", "batch.micro_batch_size=2"]),
     "llama": (2, ["parallel.pp=2"]),
     "neox": (2, ["parallel.tp=2"]),
-    "qwen3": (2, ["parallel.zero_stage=3", "batch.micro_size=2"]),
+    "qwen3": (2, ["parallel.zero_stage=3", "batch.micro_batch_size=2"]),
 }
 
 
@@ -39,9 +39,9 @@ def cache(make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("DSTK_CACHE", str(make_recipe().data.cache_dir))
 
 
-def against_golden(ranks: Ranks, name: str, world_size: int, overrides: list[str]) -> ParityReport:
-    trial = ranks(run_trial, world_size, golden_curves.recipe(name, overrides))[0]
-    return compare(trial.curve, golden_curves.read(name), TOLERANCE)
+def against_golden(ranks: Ranks, name: str, world_size: int, overrides: list[str]) -> CurveComparison:
+    run = ranks(train_in_memory, world_size, golden_curves.recipe(name, overrides))[0]
+    return compare_curves(run.curve, golden_curves.read(name), TOLERANCE)
 
 
 def test_every_golden_recipe_has_a_curve_of_its_length_and_a_layout() -> None:
@@ -71,14 +71,14 @@ def test_a_parallel_run_trains_the_golden_curve(ranks: Ranks, name: str) -> None
 
 
 @pytest.mark.parametrize("name", golden_curves.NAMES)
-def test_a_learning_rate_that_is_one_percent_higher_is_found_in_the_first_steps(ranks: Ranks, name: str) -> None:
+def test_a_one_percent_higher_learning_rate_is_found_in_the_first_steps(ranks: Ranks, name: str) -> None:
     report = against_golden(ranks, name, 1, ["optimizer.lr=3.03e-3"])
     assert not report.passed
     # The first step has the rate 0 of the warm-up, the second one still the weights of the first.
     assert report.first_diverging_step == 3
 
 
-def _explained(name: str, report: ParityReport) -> str:
+def _explained(name: str, report: CurveComparison) -> str:
     kept = json.loads((golden_curves.FOLDER / f"{name}.json").read_text())
     return (
         f"{report}. The curve is of {kept['date']}, {kept['versions']}. If the change is meant, run `make golden` and "

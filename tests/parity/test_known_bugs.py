@@ -1,6 +1,6 @@
-"""What docs/known-bugs.md says of plain DeepSpeed is so in the installed version: an upgrade that mends one is noticed.
+"""docs/known-bugs.md is true of the installed DeepSpeed: an upgrade that fixes a bug is noticed.
 
-Each bug is held against the reference; its mended script must train what the reference trains.
+Each bug is compared with the reference; its fixed script must train what the reference trains.
 """
 
 import os
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from toolkit.parity import Trial, Verdict
+from toolkit.parity import ParityResult, ParityRun
 from toolkit.parity.diagnosis import Cause
 
 ROOT = Path(__file__).parents[2]
@@ -37,43 +37,43 @@ def runs(tmp_path_factory: pytest.TempPathFactory, ranks: Ranks) -> Runs:
 
 
 @pytest.fixture(scope="module")
-def plain(runs: Runs) -> Callable[[str], Verdict]:
-    """The verdict on a script as it stands; each runs once."""
+def plain(runs: Runs) -> Callable[[str], ParityResult]:
+    """The result on a script as it stands; each runs once."""
 
     @cache
-    def of(name: str) -> Verdict:
+    def of(name: str) -> ParityResult:
         bug = BY_NAME[name]
-        return Verdict.of(runs.plain(bug), runs.reference(bug))
+        return ParityResult.of(runs.plain(bug), runs.reference(bug))
 
     return of
 
 
-def trial(verdict: Verdict) -> Trial:
-    return verdict.case.trial
+def run(result: ParityResult) -> ParityRun:
+    return result.run
 
 
-def gradients(verdict: Verdict) -> dict[str, Any]:
-    return {name: value.astype(np.float64) for name, value in trial(verdict).first_gradients.items()}
+def gradients(result: ParityResult) -> dict[str, Any]:
+    return {name: value.astype(np.float64) for name, value in result.run.first_gradients.items()}
 
 
 def norm(values: list[Any]) -> float:
     return float(np.sqrt(sum(np.sum(value**2) for value in values)))
 
 
-def at_stage(stage: int, runs: Runs) -> Verdict:
+def at_stage(stage: int, runs: Runs) -> ParityResult:
     """The Ulysses script under another stage."""
     bug = replace(
         BY_NAME["ulysses-zero-2"],
         parallel={"ulysses": 2, "zero_stage": stage},
         config={"zero_optimization": {"stage": stage}, "gradient_clipping": 0.0},
     )
-    return Verdict.of(runs.plain(bug), runs.reference(bug))
+    return ParityResult.of(runs.plain(bug), runs.reference(bug))
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
-def test_a_script_mended_as_the_page_says_trains_what_the_reference_trains(bug: KnownBug, runs: Runs) -> None:
-    verdict = Verdict.of(runs.plain(bug, repaired=True), runs.reference(bug))
-    assert verdict.passed, str(verdict)
+def test_a_script_fixed_as_the_page_says_trains_what_the_reference_trains(bug: KnownBug, runs: Runs) -> None:
+    result = ParityResult.of(runs.plain(bug, repaired=True), runs.reference(bug))
+    assert result.passed, str(result)
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
@@ -96,107 +96,111 @@ def test_the_page_has_the_numbers_of_each_bug(bug: KnownBug) -> None:
         ("empty-micro-batch-zero-1", Cause.NOT_FINITE),
     ],
 )
-def test_the_comparison_names_the_cause(name: str, cause: Cause, plain: Callable[[str], Verdict]) -> None:
+def test_the_comparison_names_the_cause(name: str, cause: Cause, plain: Callable[[str], ParityResult]) -> None:
     diagnosis = plain(name).diagnosis
     assert diagnosis is not None
     assert diagnosis.cause == cause
 
 
 class TestClipping:
-    def test_a_pipeline_with_zero_0_clips_by_the_norm_of_its_first_stage(self, plain: Callable[[str], Verdict]) -> None:
-        verdict = plain("pipeline-clipping")
+    def test_a_pipeline_with_zero_0_clips_by_the_norm_of_its_first_stage(
+        self, plain: Callable[[str], ParityResult]
+    ) -> None:
+        result = plain("pipeline-clipping")
         first_stage = [
             value
-            for name, value in gradients(verdict).items()
+            for name, value in gradients(result).items()
             if name.startswith(("transformer.wte", "transformer.wpe", "transformer.h.0."))
         ]
-        assert not verdict.wrong_gradients
-        assert verdict.report.first_loss_beyond == 2
-        assert trial(verdict).curve.grad_norms[0] == pytest.approx(norm(first_stage), rel=1e-5)
+        assert not result.wrong_gradients
+        assert result.curves.first_loss_beyond == 2
+        assert result.run.curve.grad_norms[0] == pytest.approx(norm(first_stage), rel=1e-5)
 
     def test_split_parameters_without_a_mark_count_on_the_first_rank_only(
-        self, plain: Callable[[str], Verdict]
+        self, plain: Callable[[str], ParityResult]
     ) -> None:
-        verdict = plain("tensor-parallel-marks")
+        result = plain("tensor-parallel-marks")
         counted = []
-        for name, value in gradients(verdict).items():
+        for name, value in gradients(result).items():
             leaf = name.split(".")[-2]
             dim = 0 if leaf in COLUMN else 1
             counted.append(np.split(value, 2, axis=dim)[0] if leaf in (*COLUMN, *ROW) else value)
-        assert not verdict.wrong_gradients
-        assert verdict.report.first_loss_beyond == 2
-        assert trial(verdict).curve.grad_norms[0] == pytest.approx(norm(counted), rel=1e-5)
+        assert not result.wrong_gradients
+        assert result.curves.first_loss_beyond == 2
+        assert result.run.curve.grad_norms[0] == pytest.approx(norm(counted), rel=1e-5)
 
-    def test_a_config_that_does_not_mention_clipping_clips_at_1(self, plain: Callable[[str], Verdict]) -> None:
-        verdict = plain("default-clipping")
-        ratios = [row.ratio for row in verdict.case.updates]
-        assert not verdict.wrong_gradients
-        assert ratios == pytest.approx([1 / trial(verdict).curve.grad_norms[0]] * len(ratios), rel=1e-3)
+    def test_a_config_that_does_not_mention_clipping_clips_at_1(self, plain: Callable[[str], ParityResult]) -> None:
+        result = plain("default-clipping")
+        ratios = [row.ratio for row in result.updates]
+        assert not result.wrong_gradients
+        assert ratios == pytest.approx([1 / result.run.curve.grad_norms[0]] * len(ratios), rel=1e-3)
 
 
 class TestUlysses:
     def test_gradients_of_zero_2_are_as_many_times_too_large_as_ranks_share_a_sequence(
-        self, plain: Callable[[str], Verdict]
+        self, plain: Callable[[str], ParityResult]
     ) -> None:
-        verdict = plain("ulysses-zero-2")
-        assert [row.ratio for row in verdict.rows] == pytest.approx([2.0] * len(verdict.rows), rel=1e-5)
-        assert min(row.cosine for row in verdict.rows) == pytest.approx(1.0, abs=1e-6)
+        result = plain("ulysses-zero-2")
+        assert [row.ratio for row in result.gradients] == pytest.approx([2.0] * len(result.gradients), rel=1e-5)
+        assert min(row.cosine for row in result.gradients) == pytest.approx(1.0, abs=1e-6)
 
     def test_adam_hides_it_from_the_loss_curve(self, runs: Runs) -> None:
         adamw = BY_NAME["ulysses-zero-2"].with_adamw()
-        report = Verdict.of(runs.plain(adamw), runs.reference(adamw)).report
+        report = ParityResult.of(runs.plain(adamw), runs.reference(adamw)).curves
         assert report.max_loss_difference < 1e-6
         assert report.max_norm_difference == pytest.approx(1.0, abs=1e-4)
 
     @pytest.mark.parametrize("stage", [0, 1])
     def test_those_of_zero_0_and_1_are_too_large_like_those_of_zero_2(self, stage: int, runs: Runs) -> None:
-        verdict = at_stage(stage, runs)
-        assert [row.ratio for row in verdict.rows] == pytest.approx([2.0] * len(verdict.rows), rel=1e-5)
+        result = at_stage(stage, runs)
+        assert [row.ratio for row in result.gradients] == pytest.approx([2.0] * len(result.gradients), rel=1e-5)
 
     def test_those_of_zero_3_are_right(self, runs: Runs) -> None:
-        verdict = at_stage(3, runs)
-        assert verdict.passed, str(verdict)
+        result = at_stage(3, runs)
+        assert result.passed, str(result)
 
 
 class TestBatches:
     def test_autotp_updates_once_more_for_each_rank_that_shares_the_model(
-        self, plain: Callable[[str], Verdict], runs: Runs
+        self, plain: Callable[[str], ParityResult], runs: Runs
     ) -> None:
-        bug, verdict = BY_NAME["autotp-batch"], plain("autotp-batch")
-        half = replace(bug, mathematics={**bug.mathematics, "batch__global_size": GLOBAL_BATCH // 2})
-        assert len(trial(verdict).learning_rates) == 2 * len(trial(verdict).curve)
-        assert not Verdict.of(trial(verdict), runs.reference(half)).wrong_gradients
+        bug, result = BY_NAME["autotp-batch"], plain("autotp-batch")
+        half = replace(bug, mathematics={**bug.mathematics, "batch__global_batch_size": GLOBAL_BATCH // 2})
+        assert len(result.run.learning_rates) == 2 * len(result.run.curve)
+        assert not ParityResult.of(result.run, runs.reference(half)).wrong_gradients
 
-    def test_a_mean_of_means_is_no_mean_over_tokens(self, plain: Callable[[str], Verdict]) -> None:
-        verdict = plain("mean-of-means")
-        assert not verdict.right_gradients
-        assert verdict.report.first_loss_beyond == 1
-        assert verdict.rows[0].cosine < 0.99
+    def test_a_mean_of_means_is_no_mean_over_tokens(self, plain: Callable[[str], ParityResult]) -> None:
+        result = plain("mean-of-means")
+        assert result.wrong_gradients == {row.name for row in result.gradients}
+        assert result.curves.first_loss_beyond == 1
+        assert result.gradients[0].cosine < 0.99
 
-    def test_a_pipeline_takes_the_same_mean_of_means(self, plain: Callable[[str], Verdict]) -> None:
+    def test_a_pipeline_takes_the_same_mean_of_means(self, plain: Callable[[str], ParityResult]) -> None:
         replicas, pipeline = plain("mean-of-means"), plain("mean-of-means-pipeline")
-        assert Verdict.of(trial(pipeline), trial(replicas)).parameters < 1e-6
+        assert ParityResult.of(run(pipeline), run(replicas)).parameters < 1e-6
 
     def test_zero_0_writes_a_gradient_that_is_not_a_number_into_every_weight(
-        self, plain: Callable[[str], Verdict]
+        self, plain: Callable[[str], ParityResult]
     ) -> None:
-        verdict = plain("empty-micro-batch-zero-0")
-        assert verdict.report.first_diverging_step == 3
-        assert all(np.isnan(value).all() for value in trial(verdict).parameters.values())
+        result = plain("empty-micro-batch-zero-0")
+        assert result.curves.first_diverging_step == 3
+        assert all(np.isnan(value).all() for value in result.run.parameters.values())
 
-    def test_zero_1_skips_the_step_and_goes_on(self, plain: Callable[[str], Verdict]) -> None:
-        verdict = plain("empty-micro-batch-zero-1")
-        assert np.isfinite(trial(verdict).curve.losses).tolist() == [True, True, False, True, True]
-        assert all(np.isfinite(value).all() for value in trial(verdict).parameters.values())
-        assert verdict.parameters > 1e-3
+    def test_zero_1_skips_the_step_and_goes_on(self, plain: Callable[[str], ParityResult]) -> None:
+        result = plain("empty-micro-batch-zero-1")
+        assert np.isfinite(result.run.curve.losses).tolist() == [True, True, False, True, True]
+        assert all(np.isfinite(value).all() for value in result.run.parameters.values())
+        assert result.parameters > 1e-3
 
 
-def test_warmup_lr_takes_two_steps_at_a_rate_of_zero_and_is_no_straight_line(plain: Callable[[str], Verdict]) -> None:
-    verdict = plain("warmup")
+def test_warmup_lr_takes_two_steps_at_a_rate_of_zero_and_is_no_straight_line(
+    plain: Callable[[str], ParityResult],
+) -> None:
+    result = plain("warmup")
     straight = [0.1 * step / WARMUP_STEPS for step in range(WARMUP_STEPS + 1)]
-    assert verdict.case.baseline.learning_rates[: WARMUP_STEPS + 1] == pytest.approx(straight)
+    assert result.baseline.learning_rates[: WARMUP_STEPS + 1] == pytest.approx(straight)
     late = [0.0, *(0.1 * np.log(step) / np.log(WARMUP_STEPS) for step in range(1, WARMUP_STEPS + 1))]
-    assert trial(verdict).learning_rates[: WARMUP_STEPS + 1] == pytest.approx(late)
+    assert result.run.learning_rates[: WARMUP_STEPS + 1] == pytest.approx(late)
 
 
 class TestAccelerateOnCpuRanks:

@@ -1,4 +1,4 @@
-"""Tensor parallelism and pipelines on what the regression matrix does not have: isolated documents, shared heads, text
+"""Tensor parallelism and pipelines on what the regression matrix does not have: document masking, shared heads, text
 that is held out.
 """
 
@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers.pytorch_utils import Conv1D
 
-from toolkit.parity import LossCurve, Tolerance, Trial, Verdict, compare
-from toolkit.train.trial import run_trial
+from toolkit.parity import LossCurve, ParityResult, ParityRun, Tolerance, compare_curves
+from toolkit.parity.run.train_in_memory import train_in_memory
 
 ACTIVE_CLIP = 0.2
 """Below every gradient norm of these runs, so that each step is clipped."""
@@ -30,7 +30,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_isolated_documents_train_what_one_process_trains(
+def test_masked_documents_train_what_one_process_trains(
     name: str, make_recipe: Callable[..., Any], ranks: Callable[..., list[Any]]
 ) -> None:
     shape, extra, parallel = FAMILIES[name]
@@ -38,18 +38,18 @@ def test_isolated_documents_train_what_one_process_trains(
     changes = {
         "model": {"name_or_path": shape, "overrides": small | extra},
         "optimizer": {"name": "adamw", "lr": 3e-4, "weight_decay": 0.1},
-        "data__packing": "isolated",
+        "data__document_masking": True,
         "train__grad_clip": ACTIVE_CLIP,
         "train__steps": 10,
     }
-    baseline = ranks(run_trial, 1, make_recipe(**changes, train__engine="reference"))[0]
+    baseline = ranks(train_in_memory, 1, make_recipe(**changes, train__engine="reference"))[0]
     size = parallel.get("tp", 1) * parallel.get("pp", 1)
-    trials = ranks(run_trial, size, make_recipe(**changes, parallel=parallel), timeout_seconds=300)
+    runs = ranks(train_in_memory, size, make_recipe(**changes, parallel=parallel), timeout_seconds=300)
     assert min(baseline.curve.grad_norms) > ACTIVE_CLIP
-    Verdict.of(trials[0], baseline).check()
+    ParityResult.of(runs[0], baseline).check()
 
 
-def _with_split_sums(recipe: Any, parts: int) -> Trial:
+def _with_split_sums(recipe: Any, parts: int) -> ParityRun:
     """The same training in one process, with every product of GPT-2's layers rounded to bf16 in `parts` partial sums.
 
     Another micro-batch size changes only how gradients are summed; this changes the forward pass, as tp does.
@@ -60,7 +60,7 @@ def _with_split_sums(recipe: Any, parts: int) -> Trial:
         return sum((piece @ weight for piece, weight in pieces), start=torch.zeros((), dtype=x.dtype)) + self.bias
 
     Conv1D.forward = forward
-    return run_trial(recipe)
+    return train_in_memory(recipe)
 
 
 IN_BF16 = {"precision": "bf16", "overrides__n_layer": 4, "train__steps": 20}
@@ -69,10 +69,13 @@ IN_BF16 = {"precision": "bf16", "overrides__n_layer": 4, "train__steps": 20}
 @pytest.fixture(scope="module")
 def bf16_curves(make_recipe: Callable[..., Any], ranks: Callable[..., list[Any]]) -> list[LossCurve]:
     """The uncut model with other micro-batches, and with other sums: what rounding alone does to the curve."""
-    whole = [ranks(run_trial, 1, make_recipe(**IN_BF16, batch__micro_size=size))[0].curve for size in (16, 4, 1)]
+    whole = [
+        ranks(train_in_memory, 1, make_recipe(**IN_BF16, batch__micro_batch_size=size))[0].curve for size in (16, 4, 1)
+    ]
     return whole + [ranks(_with_split_sums, 1, make_recipe(**IN_BF16), parts)[0].curve for parts in (2, 3, 4)]
 
 
+@pytest.mark.whole  # the daily cells of the matrix hold layouts to an envelope, too; this one splits sums as tp does
 @pytest.mark.parametrize(
     "parallel",
     [
@@ -90,8 +93,8 @@ def test_bf16_stays_within_the_envelope_of_its_own_rounding(
     ranks: Callable[..., list[Any]],
 ) -> None:
     size = parallel.get("tp", 1) * parallel.get("pp", 1)
-    trial = ranks(run_trial, size, make_recipe(**IN_BF16, parallel=parallel), timeout_seconds=300)[0]
-    report = compare(trial.curve, bf16_curves[0], Tolerance.envelope(bf16_curves))
+    run = ranks(train_in_memory, size, make_recipe(**IN_BF16, parallel=parallel), timeout_seconds=300)[0]
+    report = compare_curves(run.curve, bf16_curves[0], Tolerance.envelope(bf16_curves))
     assert report.passed, str(report)
 
 
@@ -99,8 +102,8 @@ def test_a_validation_loss_does_not_depend_on_the_stages(
     make_recipe: Callable[..., Any], ranks: Callable[..., list[Any]]
 ) -> None:
     changes = {"train__steps": 2, "train__eval_every": 2, "train__eval_samples": 11, "overrides__n_layer": 4}
-    alone = ranks(run_trial, 1, make_recipe(**changes, train__engine="reference"))[0].eval_loss
+    alone = ranks(train_in_memory, 1, make_recipe(**changes, train__engine="reference"))[0].eval_loss
     for parallel in ({"pp": 2}, {"tp": 2}, {"tp": 2, "pp": 2}):
         size = 2 * len(parallel)
-        split = ranks(run_trial, size, make_recipe(**changes, parallel=parallel))[0].eval_loss
+        split = ranks(train_in_memory, size, make_recipe(**changes, parallel=parallel))[0].eval_loss
         assert split == pytest.approx(alone, rel=1e-6)

@@ -18,40 +18,41 @@ from deepspeed.runtime.pipe.engine import PipelineEngine as DeepSpeedPipeline
 from deepspeed.runtime.pipe.schedule import BackwardPass
 from torch import nn
 
-from toolkit.families.plans import gpt2
-from toolkit.parallel import collectives, linear, region, tensor, vocabulary
-from toolkit.parallel.deepspeed_pipeline import StagePipeline
+from toolkit.data.loader import MicroBatchLoader
+from toolkit.engines import deepspeed_patches
+from toolkit.engines.pipeline_engine import PipelineEngine
+from toolkit.model_init import model_partition
+from toolkit.model_init import random_weights as initial
+from toolkit.models.families.registry import FAMILIES
 from toolkit.parallel.groups import ModelParallelUnit
-from toolkit.parallel.linear import RowParallelLinear
-from toolkit.parallel.region import Region
+from toolkit.parallel.loss import IGNORE
+from toolkit.parallel.pipeline.pipeline_module import StagePipeline
+from toolkit.parallel.pipeline.stage import PipelineStage
 from toolkit.parallel.shard import mark, pieces_of
-from toolkit.parallel.stage import PipelineStage
-from toolkit.parallel.tensor import TensorCut
-from toolkit.parallel.vocabulary import VocabParallelEmbedding, VocabularyShard
-from toolkit.parity import Cause, Trial, Verdict
+from toolkit.parallel.tensor import collectives, linear, region, vocabulary
+from toolkit.parallel.tensor import parallelize as tensor
+from toolkit.parallel.tensor.linear import RowParallelLinear
+from toolkit.parallel.tensor.parallelize import TensorParallelizer
+from toolkit.parallel.tensor.region import Region
+from toolkit.parallel.tensor.vocabulary import VocabParallelEmbedding, VocabularyShard
+from toolkit.parity import Cause, ParityResult, ParityRun
+from toolkit.parity.run.train_in_memory import train_in_memory
 from toolkit.parity.tolerance import FP32_RELATIVE
-from toolkit.train import cut
-from toolkit.train.engines import deepspeed_engine, pipeline_engine
-from toolkit.train.engines.pipeline_engine import PipelineEngine
-from toolkit.train.feed import Feed
-from toolkit.train.loss import IGNORE
-from toolkit.train.trial import run_trial
-from toolkit.train.weights import initial
 
 CLIP = 0.2
 """Below every gradient norm of the baselines; a test checks that."""
 SMALL = {"hidden_size": 48, "head_dim": 12, "num_hidden_layers": 2, "intermediate_size": 96, "vocab_size": 321}
 GPT2 = {"n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 321}
-ISOLATED = "llama on isolated documents"
+MASKED = "llama with document masking"
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2-tiny", GPT2),
     "qwen3": ("qwen3-tiny", SMALL),
     "llama": ("llama-tiny", SMALL | {"tie_word_embeddings": True}),
     "llama with one key-value head": ("llama-tiny", SMALL | {"num_key_value_heads": 1, "tie_word_embeddings": True}),
-    ISOLATED: ("llama-tiny", SMALL | {"tie_word_embeddings": True}),
+    MASKED: ("llama-tiny", SMALL | {"tie_word_embeddings": True}),
 }
 EVERYTHING = {"loss", "norm", "gradient", "parameters"}
-Train = Callable[..., Verdict]
+Train = Callable[..., ParityResult]
 
 
 def changes(model: str, **more: Any) -> dict[str, Any]:
@@ -63,36 +64,38 @@ def changes(model: str, **more: Any) -> dict[str, Any]:
         "schedule": {"name": "constant"},
         "train__steps": 5,
         "train__grad_clip": CLIP,
-        "data__packing": "isolated" if model == ISOLATED else "padded",
+        **({"data__document_masking": True} if model == MASKED else {"data__packing": "padded"}),
     } | more
 
 
 @pytest.fixture(scope="module")
-def baselines(make_recipe: Callable[..., Any], ranks: Callable[..., list[Any]]) -> dict[str, Trial]:
+def baselines(make_recipe: Callable[..., Any], ranks: Callable[..., list[Any]]) -> dict[str, ParityRun]:
     """One plain process for each model; all of them now, before any fault is in."""
     return {
-        model: ranks(run_trial, 1, make_recipe(**changes(model, train__engine="reference", batch__micro_size=16)))[0]
+        model: ranks(
+            train_in_memory, 1, make_recipe(**changes(model, train__engine="reference", batch__micro_batch_size=16))
+        )[0]
         for model in MODELS
     }
 
 
 @pytest.fixture
-def train(baselines: dict[str, Trial], make_recipe: Callable[..., Any], ranks: Callable[..., list[Any]]) -> Train:
+def train(baselines: dict[str, ParityRun], make_recipe: Callable[..., Any], ranks: Callable[..., list[Any]]) -> Train:
     """train("gpt2", tp=2) trains on two ranks and holds them against the baseline."""
 
-    def run(model: str = "gpt2", **parallel: Any) -> Verdict:
+    def run(model: str = "gpt2", **parallel: Any) -> ParityResult:
         recipe = make_recipe(**changes(model, parallel={"zero_stage": 0} | parallel))
-        trials = ranks(run_trial, parallel.get("tp", 1) * parallel.get("pp", 1), recipe)
-        verdict = Verdict.of(trials[0], baselines[model])
-        print(verdict)  # shown where a test fails
-        return verdict
+        runs = ranks(train_in_memory, parallel.get("tp", 1) * parallel.get("pp", 1), recipe)
+        result = ParityResult.of(runs[0], baselines[model])
+        print(result)  # shown where a test fails
+        return result
 
     return run
 
 
-def cause_of(verdict: Verdict) -> Cause | None:
+def cause_of(result: ParityResult) -> Cause | None:
     """What the diagnosis names; None where nothing is wrong."""
-    return verdict.diagnosis and verdict.diagnosis.cause
+    return result.diagnosis and result.diagnosis.cause
 
 
 def nothing(*_: Any, **__: Any) -> None:
@@ -104,14 +107,19 @@ def as_it_is(x: Any, *_: Any, **__: Any) -> Any:
     return x
 
 
-def matching(verdict: Verdict, *parts: str) -> set[str]:
+def matching(result: ParityResult, *parts: str) -> set[str]:
     """The parameters whose name has one of these parts."""
-    return {row.name for row in verdict.rows if any(part in row.name for part in parts)}
+    return {row.name for row in result.gradients if any(part in row.name for part in parts)}
 
 
-def ratios(verdict: Verdict, *parts: str) -> Any:
+def right_gradients(result: ParityResult) -> set[str]:
+    """The parameters whose first gradient is the baseline's."""
+    return {row.name for row in result.gradients} - result.wrong_gradients
+
+
+def ratios(result: ParityResult, *parts: str) -> Any:
     """How many times too long the gradients of these parameters are."""
-    return np.array([row.ratio for row in verdict.rows if any(part in row.name for part in parts)])
+    return np.array([row.ratio for row in result.gradients if any(part in row.name for part in parts)])
 
 
 class TestWithoutAFault:
@@ -125,16 +133,18 @@ class TestWithoutAFault:
     def test_no_alarm_is_raised_under_sequence_parallelism(self, train: Train) -> None:
         train(tp=2, sequence_parallel=True).check()
 
-    @pytest.mark.parametrize("model", ["gpt2", ISOLATED])
+    @pytest.mark.parametrize("model", ["gpt2", MASKED])
     def test_no_alarm_is_raised_in_a_pipeline(self, train: Train, model: str) -> None:
         train(model, pp=2).check()
 
     @pytest.mark.parametrize("model", MODELS)
-    def test_every_step_of_the_baseline_is_clipped(self, baselines: dict[str, Trial], model: str) -> None:
+    def test_every_step_of_the_baseline_is_clipped(self, baselines: dict[str, ParityRun], model: str) -> None:
         assert min(baselines[model].curve.grad_norms) > CLIP
 
     @pytest.mark.parametrize("model", MODELS)
-    def test_no_parameter_has_a_gradient_too_small_to_be_seen(self, baselines: dict[str, Trial], model: str) -> None:
+    def test_no_parameter_has_a_gradient_too_small_to_be_seen(
+        self, baselines: dict[str, ParityRun], model: str
+    ) -> None:
         norms = [float(np.linalg.norm(gradient)) for gradient in baselines[model].first_gradients.values()]
         assert min(norms) > 100 * FP32_RELATIVE * float(np.linalg.norm(norms))
 
@@ -142,89 +152,84 @@ class TestWithoutAFault:
 class TestCollectives:
     def test_norms_of_heads_whose_gradient_is_not_summed(self, train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(tensor, "sum_over_ranks", nothing)
-        verdict = train("qwen3", tp=2)
-        assert cause_of(verdict) == Cause.ALL_REDUCE
-        assert verdict.wrong_gradients == matching(verdict, "q_norm", "k_norm")
-        assert verdict.torn == verdict.wrong_gradients
+        result = train("qwen3", tp=2)
+        assert cause_of(result) == Cause.ALL_REDUCE
+        assert result.wrong_gradients == matching(result, "q_norm", "k_norm")
+        assert result.run.diverged == result.wrong_gradients
 
     def test_layer_norms_under_sequence_parallelism_whose_gradient_is_not_summed(
         self, train: Train, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(tensor, "sum_over_ranks", nothing)
-        verdict = train(tp=2, sequence_parallel=True)
-        assert cause_of(verdict) == Cause.ALL_REDUCE
+        result = train(tp=2, sequence_parallel=True)
+        assert cause_of(result) == Cause.ALL_REDUCE
         # The final norm sees the whole sequence again.
-        assert verdict.wrong_gradients == matching(verdict, "ln_1", "ln_2", "c_proj.bias")
-        assert verdict.torn == verdict.wrong_gradients
+        assert result.wrong_gradients == matching(result, "ln_1", "ln_2", "c_proj.bias")
+        assert result.run.diverged == result.wrong_gradients
 
     def test_a_missing_f(self, train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(collectives, "copy_to_tensor_ranks", as_it_is)
-        verdict = train(tp=2)
-        assert cause_of(verdict) == Cause.ALL_REDUCE
-        assert verdict.right_gradients == matching(verdict, "h.1.mlp", "ln_f")
-        assert verdict.torn
+        result = train(tp=2)
+        assert cause_of(result) == Cause.ALL_REDUCE
+        assert right_gradients(result) == matching(result, "h.1.mlp", "ln_f")
+        assert result.run.diverged
 
     def test_a_missing_f_in_front_of_the_head(self, train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(vocabulary, "copy_to_tensor_ranks", as_it_is)
-        verdict = train(tp=2)
-        assert cause_of(verdict) == Cause.BACKWARD
-        assert not verdict.right_gradients
+        result = train(tp=2)
+        assert cause_of(result) == Cause.BACKWARD
+        assert not right_gradients(result)
 
     def test_a_g_that_sums_backward_too(self, train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
-        def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-            return collectives._all_reduce(gradient, dist.group.WORLD), None
-
-        monkeypatch.setattr(collectives._Reduce, "backward", staticmethod(backward))
-        verdict = train(tp=2)
-        assert cause_of(verdict) == Cause.ALL_REDUCE
+        monkeypatch.setitem(collectives._PAIRS, "reduce", (collectives.all_reduce, collectives.all_reduce))
+        result = train(tp=2)
+        assert cause_of(result) == Cause.ALL_REDUCE
         # Each factor of two adds to those of the blocks behind it.
-        assert verdict.right_gradients == matching(verdict, "ln_f", "h.1.mlp.c_proj.bias")
+        assert right_gradients(result) == matching(result, "ln_f", "h.1.mlp.c_proj.bias")
 
     def test_a_gather_of_the_sequence_without_reduce_scatter_backward(
         self, train: Train, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-            return collectives._own_slice(gradient, ctx.group, ctx.dim), None, None
-
-        monkeypatch.setattr(collectives._GatherSequence, "backward", staticmethod(backward))
-        verdict = train(tp=2, sequence_parallel=True)
-        assert cause_of(verdict) == Cause.ALL_REDUCE
-        assert verdict.right_gradients == matching(verdict, "h.1.mlp", "ln_f")
+        without_sum = (collectives._all_gather, collectives._own_slice)
+        monkeypatch.setitem(collectives._PAIRS, "gather_sequence", without_sum)
+        result = train(tp=2, sequence_parallel=True)
+        assert cause_of(result) == Cause.ALL_REDUCE
+        assert right_gradients(result) == matching(result, "h.1.mlp", "ln_f")
 
     def test_a_gathered_sequence_whose_repeated_gradient_is_summed(
         self, train: Train, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(collectives, "gather_from_tensor_ranks", collectives.gather_sequence)
-        verdict = train(tp=2, sequence_parallel=True)
-        assert cause_of(verdict) == Cause.ALL_REDUCE
-        assert verdict.right_gradients == matching(verdict, "ln_f")
-        assert ratios(verdict, "h.") == pytest.approx(2.0)
+        result = train(tp=2, sequence_parallel=True)
+        assert cause_of(result) == Cause.ALL_REDUCE
+        assert right_gradients(result) == matching(result, "ln_f")
+        assert ratios(result, "h.") == pytest.approx(2.0)
 
     def test_layer_norms_summed_though_every_rank_has_all_of_their_gradient(
         self, train: Train, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        layer = TensorCut.layer
+        layer = TensorParallelizer.parallelize_layer
 
-        def summed(cut: TensorCut, index: int, *rest: Any) -> None:
-            layer(cut, index, *rest)
-            for name, parameter in cut.anatomy.layer_list(cut.model)[index].named_parameters():
+        def summed(parallelizer: TensorParallelizer, index: int, *rest: Any) -> None:
+            layer(parallelizer, index, *rest)
+            for name, parameter in parallelizer.structure.layer_list(parallelizer.model)[index].named_parameters():
                 if name.startswith("ln_"):
-                    linear.sum_over_ranks(parameter, cut.group)
+                    linear.sum_over_ranks(parameter, parallelizer.group)
 
-        monkeypatch.setattr(TensorCut, "layer", summed)
-        verdict = train(tp=2)
-        assert cause_of(verdict) == Cause.ALL_REDUCE
-        assert verdict.wrong_gradients == matching(verdict, "ln_1", "ln_2")
-        assert ratios(verdict, "ln_1", "ln_2") == pytest.approx(2.0)
-        assert not verdict.torn
+        monkeypatch.setattr(TensorParallelizer, "parallelize_layer", summed)
+        result = train(tp=2)
+        assert cause_of(result) == Cause.ALL_REDUCE
+        assert result.wrong_gradients == matching(result, "ln_1", "ln_2")
+        assert ratios(result, "ln_1", "ln_2") == pytest.approx(2.0)
+        assert not result.run.diverged
 
     def test_tensor_parallel_ranks_taken_for_replicas(self, train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(ModelParallelUnit, "get_data_parallel_group", lambda unit: dist.group.WORLD)
-        verdict = train(tp=2)
-        assert cause_of(verdict) == Cause.STARTING_WEIGHTS
+        result = train(tp=2)
+        assert cause_of(result) == Cause.INITIAL_WEIGHTS
         # It begins with rank 0 giving all replicas its weights.
-        assert verdict.report.first_diverging_step == 1
-        assert verdict.alarms >= EVERYTHING
+        assert result.curves.first_diverging_step == 1
+        assert result.failed_checks >= EVERYTHING
 
     def test_zero_3_that_shards_over_all_ranks(self, train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
         init = deepspeed.zero.Init
@@ -233,23 +238,25 @@ class TestCollectives:
             return init(**settings | {"data_parallel_group": dist.group.WORLD})
 
         monkeypatch.setattr(deepspeed.zero, "Init", over_all)
-        verdict = train(tp=2, zero_stage=3)
-        assert cause_of(verdict) == Cause.STARTING_WEIGHTS
-        assert verdict.report.first_diverging_step == 1
-        assert verdict.alarms >= EVERYTHING
+        result = train(tp=2, zero_stage=3)
+        assert cause_of(result) == Cause.INITIAL_WEIGHTS
+        assert result.curves.first_diverging_step == 1
+        assert result.failed_checks >= EVERYTHING
 
 
 class TestSlices:
-    def test_a_fused_projection_cut_without_regard_to_query_key_and_value(
+    def test_a_fused_projection_sharded_without_regard_to_query_key_and_value(
         self, train: Train, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(gpt2, "PLAN", replace(gpt2.PLAN, fused={}))
-        verdict = train(tp=2)
-        assert cause_of(verdict) == Cause.SLICE
-        assert verdict.report.first_diverging_step == 1
-        assert verdict.alarms == EVERYTHING
+        spec = FAMILIES["gpt2"]
+        assert spec.tensor_plan is not None
+        monkeypatch.setitem(FAMILIES, "gpt2", replace(spec, tensor_plan=replace(spec.tensor_plan, fused={})))
+        result = train(tp=2)
+        assert cause_of(result) == Cause.SHARD
+        assert result.curves.first_diverging_step == 1
+        assert result.failed_checks == EVERYTHING
 
-    def test_query_heads_paired_with_the_neighbours_key_value_head(
+    def test_query_heads_paired_with_the_neighbors_key_value_head(
         self, train: Train, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def crossed(blocks: Any, rank: int, size: int) -> Any:
@@ -257,45 +264,45 @@ class TestSlices:
             return pieces_of(blocks, size - 1 - rank if is_key_or_value else rank, size)
 
         monkeypatch.setattr(linear, "pieces_of", crossed)
-        verdict = train("llama", tp=2)
-        assert cause_of(verdict) == Cause.SLICE
-        assert verdict.report.first_diverging_step == 1
-        assert verdict.alarms == EVERYTHING
+        result = train("llama", tp=2)
+        assert cause_of(result) == Cause.SHARD
+        assert result.curves.first_diverging_step == 1
+        assert result.failed_checks == EVERYTHING
 
     def test_a_shared_key_value_head_whose_gradient_is_not_summed(
         self, train: Train, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(linear, "sum_over_sharers", nothing)
-        verdict = train("llama with one key-value head", tp=2)
-        assert cause_of(verdict) == Cause.ALL_REDUCE
-        assert verdict.wrong_gradients == matching(verdict, "k_proj", "v_proj")
-        assert verdict.torn == verdict.wrong_gradients
+        result = train("llama with one key-value head", tp=2)
+        assert cause_of(result) == Cause.ALL_REDUCE
+        assert result.wrong_gradients == matching(result, "k_proj", "v_proj")
+        assert result.run.diverged == result.wrong_gradients
 
     def test_a_row_parallel_bias_added_by_every_rank(self, train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
         def forward(layer: RowParallelLinear, x: torch.Tensor) -> torch.Tensor:
             return layer.region.leave(layer._multiply(x, layer.bias))
 
         monkeypatch.setattr(RowParallelLinear, "forward", forward)
-        verdict = train(tp=2)
-        assert cause_of(verdict) == Cause.FORWARD
+        result = train(tp=2)
+        assert cause_of(result) == Cause.FORWARD
         # Biases start at zero, and each gradient is right by itself: only a later loss can tell.
-        assert not verdict.wrong_gradients
-        assert verdict.report.first_diverging_step == 2
-        assert verdict.alarms == {"loss", "norm", "parameters"}
+        assert not result.wrong_gradients
+        assert result.curves.first_diverging_step == 2
+        assert result.failed_checks == {"loss", "norm", "parameters"}
 
     def test_weights_drawn_differently_on_each_rank(self, train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
         _seed_by_rank(monkeypatch)
-        verdict = train(tp=2)
-        assert cause_of(verdict) == Cause.STARTING_WEIGHTS
-        assert verdict.report.first_diverging_step == 1
-        assert verdict.torn >= matching(verdict, "wpe")
+        result = train(tp=2)
+        assert cause_of(result) == Cause.INITIAL_WEIGHTS
+        assert result.curves.first_diverging_step == 1
+        assert result.run.diverged >= matching(result, "wpe")
 
     def test_weights_drawn_differently_on_each_stage(self, train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
         _seed_by_rank(monkeypatch)
-        verdict = train(pp=2)
-        assert cause_of(verdict) == Cause.STARTING_WEIGHTS
-        assert verdict.report.first_diverging_step == 1
-        assert verdict.torn == matching(verdict, "wte")
+        result = train(pp=2)
+        assert cause_of(result) == Cause.INITIAL_WEIGHTS
+        assert result.curves.first_diverging_step == 1
+        assert result.run.diverged == matching(result, "wte")
 
 
 class TestVocabulary:
@@ -303,11 +310,11 @@ class TestVocabulary:
         class WithPadding(VocabularyShard):
             real_rows = property(lambda shard: shard.rows)  # type: ignore[assignment]
 
-        monkeypatch.setattr(cut, "VocabularyShard", WithPadding)
-        verdict = train(tp=2)
-        assert cause_of(verdict) == Cause.FORWARD
-        assert verdict.report.first_diverging_step == 1
-        assert verdict.alarms == EVERYTHING
+        monkeypatch.setattr(model_partition, "VocabularyShard", WithPadding)
+        result = train(tp=2)
+        assert cause_of(result) == Cause.FORWARD
+        assert result.curves.first_diverging_step == 1
+        assert result.failed_checks == EVERYTHING
 
     def test_a_softmax_in_which_each_rank_subtracts_its_own_largest_score(
         self, train: Train, monkeypatch: pytest.MonkeyPatch
@@ -317,28 +324,28 @@ class TestVocabulary:
                 dist.all_reduce(x, op=op, group=group)
 
         monkeypatch.setattr(vocabulary, "dist", SimpleNamespace(all_reduce=sums_only, ReduceOp=dist.ReduceOp))
-        verdict = train(tp=2)
-        assert cause_of(verdict) == Cause.FORWARD
-        assert verdict.report.first_diverging_step == 1
-        assert verdict.alarms >= EVERYTHING
+        result = train(tp=2)
+        assert cause_of(result) == Cause.FORWARD
+        assert result.curves.first_diverging_step == 1
+        assert result.failed_checks >= EVERYTHING
 
     def test_a_head_that_lost_its_tie(self, train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
         def untied(head: nn.Linear, name: str, group: Any, *, tied_to: nn.Parameter) -> None:
-            vocabulary.split_head(
+            vocabulary.shard_head(
                 head, name, group, tied_to=mark(nn.Parameter(tied_to.detach().clone()), tied_to.shard)
             )
 
-        monkeypatch.setattr(tensor, "split_head", untied)
-        verdict = train(tp=2)
-        assert cause_of(verdict) == Cause.TYING
-        assert verdict.wrong_gradients == matching(verdict, "wte")
+        monkeypatch.setattr(tensor, "shard_head", untied)
+        result = train(tp=2)
+        assert cause_of(result) == Cause.TYING
+        assert result.wrong_gradients == matching(result, "wte")
 
     def test_looked_up_embeddings_that_are_not_summed(self, train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(vocabulary, "reduce_from_tensor_ranks", as_it_is)
-        verdict = train(tp=2)
-        assert cause_of(verdict) == Cause.SLICE
-        assert verdict.report.first_diverging_step == 1
-        assert verdict.alarms >= EVERYTHING
+        result = train(tp=2)
+        assert cause_of(result) == Cause.SHARD
+        assert result.curves.first_diverging_step == 1
+        assert result.failed_checks >= EVERYTHING
 
     def test_embeddings_looked_up_without_masking(self, train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
         def forward(embedding: VocabParallelEmbedding, ids: torch.Tensor) -> torch.Tensor:
@@ -346,18 +353,18 @@ class TestVocabulary:
             return collectives.reduce_from_tensor_ranks(nn.Embedding.forward(embedding, local), embedding.group)
 
         monkeypatch.setattr(VocabParallelEmbedding, "forward", forward)
-        verdict = train(tp=2)
-        assert cause_of(verdict) == Cause.SLICE
-        assert verdict.report.first_diverging_step == 1
-        assert verdict.alarms == EVERYTHING
+        result = train(tp=2)
+        assert cause_of(result) == Cause.SHARD
+        assert result.curves.first_diverging_step == 1
+        assert result.failed_checks == EVERYTHING
 
     def test_a_tied_copy_whose_gradient_is_not_summed_over_the_stages(
         self, train: Train, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(StagePipeline, "get_tied_weights_and_groups", lambda pipeline: [])
-        verdict = train(pp=2)
-        assert cause_of(verdict) == Cause.TYING
-        assert verdict.wrong_gradients == verdict.torn == matching(verdict, "wte")
+        result = train(pp=2)
+        assert cause_of(result) == Cause.TYING
+        assert result.wrong_gradients == result.run.diverged == matching(result, "wte")
 
 
 class TestClipping:
@@ -366,8 +373,7 @@ class TestClipping:
     @pytest.fixture(autouse=True)
     def _clips_by_deepspeeds_norm(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The toolkit takes the norm itself where there is no ZeRO, and these faults would not reach it."""
-        for module in (deepspeed_engine, pipeline_engine):
-            monkeypatch.setattr(module, "repair_norms", lambda engine, cut: None)
+        monkeypatch.setattr(deepspeed_patches, "fix_gradient_norms", lambda engine, partition: None)
 
     @pytest.mark.parametrize("axis", ["tp", "pp"])
     def test_clipping_by_the_norm_of_what_a_rank_holds(
@@ -379,46 +385,46 @@ class TestClipping:
             return clip(parameters, max_norm, mpu=None)
 
         monkeypatch.setattr(deepspeed.runtime.engine, "clip_grad_norm_", alone)
-        verdict = train(**{axis: 2})
-        assert cause_of(verdict) == Cause.CLIPPING
-        assert not verdict.wrong_gradients
-        assert verdict.report.first_diverging_step == 2
-        assert verdict.alarms == {"loss", "norm", "parameters", "copies"}
+        result = train(**{axis: 2})
+        assert cause_of(result) == Cause.CLIPPING
+        assert not result.wrong_gradients
+        assert result.curves.first_diverging_step == 2
+        assert result.failed_checks == {"loss", "norm", "parameters", "replicas"}
 
     def test_deepspeeds_norm_of_the_first_stage_only(self, train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
         _mark_stages(monkeypatch, lambda parameter: False)
-        verdict = train(pp=2)
-        assert cause_of(verdict) == Cause.CLIPPING
-        assert not verdict.wrong_gradients
-        assert verdict.report.first_diverging_step == 2
+        result = train(pp=2)
+        assert cause_of(result) == Cause.CLIPPING
+        assert not result.wrong_gradients
+        assert result.curves.first_diverging_step == 2
 
     @pytest.mark.parametrize("zero_stage", [0, 1])
     def test_split_parameters_without_the_mark_that_counts_them(
         self, train: Train, monkeypatch: pytest.MonkeyPatch, zero_stage: int
     ) -> None:
         _mark_tensors(monkeypatch, lambda parameter: False)
-        verdict = train(tp=2, zero_stage=zero_stage)
-        assert cause_of(verdict) == Cause.CLIPPING
-        assert not verdict.wrong_gradients
+        result = train(tp=2, zero_stage=zero_stage)
+        assert cause_of(result) == Cause.CLIPPING
+        assert not result.wrong_gradients
         # ZeRO-1 reports the norm that it clips by. Without ZeRO we compute the reported one.
-        assert verdict.report.first_diverging_step == 2 - zero_stage
+        assert result.curves.first_diverging_step == 2 - zero_stage
 
     @pytest.mark.parametrize("zero_stage", [0, 1])
     def test_whole_parameters_counted_by_every_rank(
         self, train: Train, monkeypatch: pytest.MonkeyPatch, zero_stage: int
     ) -> None:
         _mark_tensors(monkeypatch, lambda parameter: True)
-        verdict = train(tp=2, zero_stage=zero_stage)
-        assert cause_of(verdict) == Cause.CLIPPING
-        assert not verdict.wrong_gradients
-        assert verdict.report.first_diverging_step == 2 - zero_stage
+        result = train(tp=2, zero_stage=zero_stage)
+        assert cause_of(result) == Cause.CLIPPING
+        assert not result.wrong_gradients
+        assert result.curves.first_diverging_step == 2 - zero_stage
 
     def test_a_tied_copy_counted_on_both_stages(self, train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
         _mark_stages(monkeypatch, lambda parameter: True)
-        verdict = train(pp=2)
-        assert cause_of(verdict) == Cause.CLIPPING
-        assert not verdict.wrong_gradients
-        assert verdict.report.first_diverging_step == 2
+        result = train(pp=2)
+        assert cause_of(result) == Cause.CLIPPING
+        assert not result.wrong_gradients
+        assert result.curves.first_diverging_step == 2
 
 
 class TestStages:
@@ -431,10 +437,10 @@ class TestStages:
             return forward(stage, (inputs[0], torch.arange(inputs[1].shape[1]).expand_as(inputs[1])))
 
         monkeypatch.setattr(PipelineStage, "forward", forgetful)
-        verdict = train(ISOLATED, pp=2)
-        assert cause_of(verdict) == Cause.SLICE
-        assert verdict.report.first_diverging_step == 1
-        assert verdict.alarms == EVERYTHING
+        result = train(MASKED, pp=2)
+        assert cause_of(result) == Cause.SHARD
+        assert result.curves.first_diverging_step == 1
+        assert result.failed_checks == EVERYTHING
 
     def test_a_gradient_that_each_stage_before_the_last_scales_again(
         self, train: Train, monkeypatch: pytest.MonkeyPatch
@@ -447,10 +453,10 @@ class TestStages:
             backward(engine, buffer_id)
 
         monkeypatch.setitem(DeepSpeedPipeline._INSTRUCTION_MAP, BackwardPass, scaled)
-        verdict = train(pp=2)
-        assert cause_of(verdict) == Cause.STAGES
-        assert verdict.wrong_gradients == matching(verdict, "h.0.", "wte", "wpe")
-        assert ratios(verdict, "h.0.", "wpe") == pytest.approx(1 / 4)
+        result = train(pp=2)
+        assert cause_of(result) == Cause.STAGES
+        assert result.wrong_gradients == matching(result, "h.0.", "wte", "wpe")
+        assert ratios(result, "h.0.", "wpe") == pytest.approx(1 / 4)
 
 
 class TestBatches:
@@ -460,10 +466,10 @@ class TestBatches:
 
         weighted = PipelineEngine._loss
         monkeypatch.setattr(PipelineEngine, "_loss", mean)
-        verdict = train(pp=2)
-        assert cause_of(verdict) == Cause.TOKEN_WEIGHTING
-        assert not verdict.right_gradients
-        assert verdict.alarms == EVERYTHING
+        result = train(pp=2)
+        assert cause_of(result) == Cause.TOKEN_WEIGHTING
+        assert not right_gradients(result)
+        assert result.failed_checks == EVERYTHING
 
     def test_a_pipeline_that_averages_micro_batches_twice(self, train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
         def twice(engine: PipelineEngine, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -471,25 +477,25 @@ class TestBatches:
 
         once = PipelineEngine._loss
         monkeypatch.setattr(PipelineEngine, "_loss", twice)
-        verdict = train(pp=2)
-        assert cause_of(verdict) == Cause.SCALING
+        result = train(pp=2)
+        assert cause_of(result) == Cause.SCALING
         # One factor everywhere and in the same direction.
-        assert ratios(verdict, "") == pytest.approx(1 / 4)
-        assert min(row.cosine for row in verdict.rows) == pytest.approx(1.0)
-        assert "norm" in verdict.alarms
+        assert ratios(result, "") == pytest.approx(1 / 4)
+        assert min(row.cosine for row in result.gradients) == pytest.approx(1.0)
+        assert "norm" in result.failed_checks
 
     def test_tensor_parallel_ranks_that_read_different_samples(
         self, train: Train, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        positions = Feed._positions
+        positions = MicroBatchLoader._positions
 
-        def by_rank(feed: Feed, accumulation_step: int) -> range:
-            return positions(feed, (accumulation_step + dist.get_rank()) % feed.batch.accumulation)
+        def by_rank(loader: MicroBatchLoader, accumulation_step: int) -> range:
+            return positions(loader, (accumulation_step + dist.get_rank()) % loader.batch.accumulation)
 
-        monkeypatch.setattr(Feed, "_positions", by_rank)
-        verdict = train(tp=2)
-        assert cause_of(verdict) == Cause.DATA_ORDER
-        assert verdict.alarms >= EVERYTHING
+        monkeypatch.setattr(MicroBatchLoader, "_positions", by_rank)
+        result = train(tp=2)
+        assert cause_of(result) == Cause.DATA_ORDER
+        assert result.failed_checks >= EVERYTHING
 
 
 class TestDropout:

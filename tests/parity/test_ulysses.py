@@ -8,14 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from toolkit.families.tiny import tiny_config
-from toolkit.layout import Layout
-from toolkit.parity import Tolerance, Trial, compare, gradient_rows, gradient_table, whole_difference
-from toolkit.recipe_file.ulysses import VERIFIED
-from toolkit.train.engines import ulysses_engine
-from toolkit.train.engines.base import Engine, MicroBatch
-from toolkit.train.loss import IGNORE
-from toolkit.train.trial import run_trial
+from toolkit.config.layout import Layout
+from toolkit.config.parallel_rules import ULYSSES_FAMILIES
+from toolkit.data.micro_batch import MicroBatch
+from toolkit.engines import deepspeed_patches, ulysses_engine
+from toolkit.engines.base import Engine
+from toolkit.parallel.loss import IGNORE
+from toolkit.parallel.tiny_model import tiny_config
+from toolkit.parity import ParityRun, Tolerance, compare_curves
+from toolkit.parity.parity_run import tensor_differences, tensor_table, whole_difference
+from toolkit.parity.run.train_in_memory import train_in_memory
 
 MakeRecipe = Callable[..., Any]
 Ranks = Callable[..., list[Any]]
@@ -45,7 +47,7 @@ class Cell:
 
     def changes(self) -> dict[str, Any]:
         return self.mathematics() | {
-            "batch": {"global_size": GLOBAL_BATCH, "micro_size": GLOBAL_BATCH // (self.dp * ACCUMULATION)},
+            "batch": {"global_batch_size": GLOBAL_BATCH, "micro_batch_size": GLOBAL_BATCH // (self.dp * ACCUMULATION)},
             "parallel": {"ulysses": self.u, "zero_stage": self.zero, **dict(self.extra)},
         }
 
@@ -78,16 +80,16 @@ CELLS = [
 
 
 @pytest.fixture(scope="module")
-def reference(make_recipe: MakeRecipe, ranks: Ranks) -> Callable[[Cell], Trial]:
+def reference(make_recipe: MakeRecipe, ranks: Ranks) -> Callable[[Cell], ParityRun]:
     """The oracle of a cell; each runs once."""
-    known: dict[str, Trial] = {}
+    known: dict[str, ParityRun] = {}
 
-    def of(cell: Cell) -> Trial:
+    def of(cell: Cell) -> ParityRun:
         key = repr(cell.mathematics())
         if key not in known:
-            batch = {"global_size": GLOBAL_BATCH, "micro_size": GLOBAL_BATCH}
+            batch = {"global_batch_size": GLOBAL_BATCH, "micro_batch_size": GLOBAL_BATCH}
             changes = cell.mathematics() | {"batch": batch, "train__engine": "reference"}
-            known[key] = ranks(run_trial, 1, make_recipe(**changes))[0]
+            known[key] = ranks(train_in_memory, 1, make_recipe(**changes))[0]
         return known[key]
 
     return of
@@ -101,25 +103,25 @@ def bits(engine: Engine) -> list[bytes]:
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_shared_sequences_train_what_one_process_trains(
-    cell: Cell, reference: Callable[[Cell], Trial], make_recipe: MakeRecipe, ranks: Ranks
+    cell: Cell, reference: Callable[[Cell], ParityRun], make_recipe: MakeRecipe, ranks: Ranks
 ) -> None:
     baseline = reference(cell)
-    trials = ranks(run_trial, cell.u * cell.dp, make_recipe(**cell.changes()), bits, timeout_seconds=300)
-    assert_the_same(trials[0], baseline)
-    assert all(trial.seen == trials[0].seen for trial in trials)
+    runs = ranks(train_in_memory, cell.u * cell.dp, make_recipe(**cell.changes()), bits, timeout_seconds=300)
+    assert_the_same(runs[0], baseline)
+    assert all(run.inspected == runs[0].inspected for run in runs)
     assert min(baseline.curve.grad_norms) > ACTIVE_CLIP
 
 
-def assert_the_same(trial: Trial, baseline: Trial) -> None:
-    rows = gradient_rows(trial.first_gradients, baseline.first_gradients)
-    report = compare(trial.curve, baseline.curve, Tolerance.fp32())
-    assert rows[0].difference <= BOUND, "\n" + gradient_table(rows)
+def assert_the_same(run: ParityRun, baseline: ParityRun) -> None:
+    rows = tensor_differences(run.first_gradients, baseline.first_gradients)
+    report = compare_curves(run.curve, baseline.curve, Tolerance.fp32())
+    assert rows[0].difference <= BOUND, "\n" + tensor_table(rows)
     assert report.passed, str(report)
-    assert whole_difference(trial.parameters, baseline.parameters) <= BOUND
-    assert trial.eval_loss == (baseline.eval_loss and pytest.approx(baseline.eval_loss, rel=BOUND))
+    assert whole_difference(run.parameters, baseline.parameters) <= BOUND
+    assert run.eval_loss == (baseline.eval_loss and pytest.approx(baseline.eval_loss, rel=BOUND))
 
 
-@pytest.mark.parametrize("family", VERIFIED)
+@pytest.mark.parametrize("family", ULYSSES_FAMILIES)
 def test_a_family_trains_what_one_process_trains(
     family: str, tmp_path: Path, make_recipe: MakeRecipe, ranks: Ranks
 ) -> None:
@@ -132,49 +134,49 @@ def test_a_family_trains_what_one_process_trains(
         "optimizer": {"name": "sgd", "lr": 0.1},
         "schedule": {"name": "constant"},
         "train": {"steps": 2, "seed": 1, "grad_clip": ACTIVE_CLIP},
-        "batch": {"global_size": 4, "micro_size": 4},
+        "batch": {"global_batch_size": 4, "micro_batch_size": 4},
     }
-    baseline = ranks(run_trial, 1, make_recipe(**changes, train__engine="reference"))[0]
+    baseline = ranks(train_in_memory, 1, make_recipe(**changes, train__engine="reference"))[0]
     shared = make_recipe(**changes, parallel={"ulysses": 2, "zero_stage": 2})
-    assert_the_same(ranks(run_trial, 2, shared, timeout_seconds=300)[0], baseline)
+    assert_the_same(ranks(train_in_memory, 2, shared, timeout_seconds=300)[0], baseline)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_bf16_gradients_have_the_size_of_those_of_one_rank(stage: int, make_recipe: MakeRecipe, ranks: Ranks) -> None:
     cell = Cell(u=2, zero=stage, optimizer="sgd", packing="padded")
     changes = cell.changes() | {"precision": "bf16", "train__steps": 3}
-    shared = ranks(run_trial, 2, make_recipe(**changes), timeout_seconds=300)[0]
-    alone = ranks(run_trial, 1, make_recipe(**changes | {"parallel": {"zero_stage": stage}}))[0]
+    shared = ranks(train_in_memory, 2, make_recipe(**changes), timeout_seconds=300)[0]
+    alone = ranks(train_in_memory, 1, make_recipe(**changes | {"parallel": {"zero_stage": stage}}))[0]
     assert shared.curve.losses == pytest.approx(alone.curve.losses, rel=1e-3)
     assert shared.curve.grad_norms == pytest.approx(alone.curve.grad_norms, rel=1e-2)
-    rows = gradient_rows(shared.first_gradients, alone.first_gradients)
-    assert rows[0].difference < 0.02, "\n" + gradient_table(rows)
+    rows = tensor_differences(shared.first_gradients, alone.first_gradients)
+    assert rows[0].difference < 0.02, "\n" + tensor_table(rows)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_wrong_divisor_is_caught(
     stage: int,
-    reference: Callable[[Cell], Trial],
+    reference: Callable[[Cell], ParityRun],
     make_recipe: MakeRecipe,
     ranks: Ranks,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """DeepSpeed's ZeRO-3 divides gradients by another number than its other stages do; Adam alone would hide it."""
-    right = ulysses_engine.gradient_divisor
+    right = deepspeed_patches.gradient_divisor
     factor = 0.5 if stage == 3 else 2.0
-    monkeypatch.setattr(ulysses_engine, "gradient_divisor", lambda layout: right(layout) * factor)
+    monkeypatch.setattr(deepspeed_patches, "gradient_divisor", lambda layout: right(layout) * factor)
     cell = Cell(u=2, zero=stage, optimizer="adamw", packing="padded")
-    trial = ranks(run_trial, 2, make_recipe(**cell.changes()), timeout_seconds=300)[0]
-    report = compare(trial.curve, reference(cell).curve, Tolerance.fp32())
-    rows = gradient_rows(trial.first_gradients, reference(cell).first_gradients)
+    run = ranks(train_in_memory, 2, make_recipe(**cell.changes()), timeout_seconds=300)[0]
+    report = compare_curves(run.curve, reference(cell).curve, Tolerance.fp32())
+    rows = tensor_differences(run.first_gradients, reference(cell).first_gradients)
     assert report.first_diverging_step == 1
     assert [row.ratio for row in rows] == pytest.approx([factor] * len(rows), rel=1e-5)
 
 
 def test_positions_of_the_slice_alone_are_caught(
-    reference: Callable[[Cell], Trial], make_recipe: MakeRecipe, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+    reference: Callable[[Cell], ParityRun], make_recipe: MakeRecipe, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    share = ulysses_engine.UlyssesEngine._own_share
+    share = ulysses_engine.UlyssesEngine._local_micro_batch
 
     def from_zero(engine: Any, micro_batch: MicroBatch) -> MicroBatch:
         own = share(engine, micro_batch)
@@ -182,14 +184,14 @@ def test_positions_of_the_slice_alone_are_caught(
         own.position_ids.sub_(own.position_ids[:, :1].clone())
         return own
 
-    monkeypatch.setattr(ulysses_engine.UlyssesEngine, "_own_share", from_zero)
+    monkeypatch.setattr(ulysses_engine.UlyssesEngine, "_local_micro_batch", from_zero)
     cell = Cell(u=2, zero=1, optimizer="adamw", packing="padded")
-    trial = ranks(run_trial, 2, make_recipe(**cell.changes()), timeout_seconds=300)[0]
-    assert compare(trial.curve, reference(cell).curve, Tolerance.fp32()).first_diverging_step == 1
+    run = ranks(train_in_memory, 2, make_recipe(**cell.changes()), timeout_seconds=300)[0]
+    assert compare_curves(run.curve, reference(cell).curve, Tolerance.fp32()).first_diverging_step == 1
 
 
 def test_the_divisor_counts_shared_sequences_under_zero_3_alone() -> None:
-    divisors = [ulysses_engine.gradient_divisor(Layout(dp=3, ulysses=2, zero_stage=stage)) for stage in range(4)]
+    divisors = [deepspeed_patches.gradient_divisor(Layout(dp=3, ulysses=2, zero_stage=stage)) for stage in range(4)]
     assert divisors == [3, 3, 3, 6]
 
 
@@ -198,14 +200,16 @@ def shares(engine: Any) -> list[MicroBatch]:
     tokens = torch.arange(64).reshape(2, 32)
     labels = tokens + 1
     labels[:, -3:] = IGNORE
-    return [engine._own_share(MicroBatch(input_ids=tokens, labels=labels, dropout_seed=seed)) for seed in (3, 4)]
+    return [
+        engine._local_micro_batch(MicroBatch(input_ids=tokens, labels=labels, dropout_seed=seed)) for seed in (3, 4)
+    ]
 
 
 def test_ranks_take_consecutive_slices_and_own_random_streams(make_recipe: MakeRecipe, ranks: Ranks) -> None:
     cell = Cell(u=2, dp=2, zero=1, optimizer="sgd", packing="packed")
-    trials = ranks(run_trial, 4, make_recipe(**cell.changes() | {"train__steps": 1}), shares, timeout_seconds=300)
-    for replica in (trials[:2], trials[2:]):
-        first, second = (trial.seen[0] for trial in replica)
+    runs = ranks(train_in_memory, 4, make_recipe(**cell.changes() | {"train__steps": 1}), shares, timeout_seconds=300)
+    for replica in (runs[:2], runs[2:]):
+        first, second = (run.inspected[0] for run in replica)
         whole = {
             name: torch.cat([getattr(first, name), getattr(second, name)], dim=1)
             for name in ("input_ids", "labels", "position_ids")
@@ -213,7 +217,7 @@ def test_ranks_take_consecutive_slices_and_own_random_streams(make_recipe: MakeR
         assert whole["input_ids"].flatten().tolist() == list(range(64))
         assert whole["position_ids"].tolist() == [list(range(32))] * 2
         assert (whole["labels"] == IGNORE).sum() == 6
-    assert len({share.dropout_seed for trial in trials[:2] for share in trial.seen}) == 4
+    assert len({share.dropout_seed for run in runs[:2] for share in run.inspected}) == 4
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
@@ -225,7 +229,7 @@ def test_dropout_is_the_same_in_a_second_run_recomputed_or_not(
     def curve(overrides: dict[str, float], recompute: str) -> Any:
         recipe = make_recipe(parallel={"ulysses": 2, "recompute": recompute}, train__steps=3)
         model = recipe.model.model_copy(update={"overrides": recipe.model.overrides | overrides})
-        return ranks(run_trial, 2, recipe.model_copy(update={"model": model}), timeout_seconds=300)[0].curve
+        return ranks(train_in_memory, 2, recipe.model_copy(update={"model": model}), timeout_seconds=300)[0].curve
 
     dropped = curve(drops, "none")
     assert curve(drops, recompute).losses == dropped.losses

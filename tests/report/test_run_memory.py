@@ -6,22 +6,22 @@ from pathlib import Path
 from toolkit import hardware
 from toolkit.planner.run_memory import estimate_for_run
 from toolkit.report.chart import Chart
+from toolkit.report.recorded_run import RecordedRun, read_runs
 from toolkit.report.run_charts import run_charts
-from toolkit.report.training_run import TrainingRun, read_runs
 
 GPU = hardware.gpu("H100-SXM-80GB")
 RECIPE = (
     "model: {name_or_path: gpt2}\n"
     "data: {seq_len: 512}\n"
     "parallel: {dp: 4, zero_stage: 2}\n"
-    "batch: {global_size: 32, micro_size: 2}\n"
+    "batch: {global_batch_size: 32, micro_batch_size: 2}\n"
     "precision: bf16\n"
     "optimizer: {lr: 1e-4}\n"
     "train: {steps: 3}\n"
 )
 
 
-def run_of(folder: Path, *, gpu: hardware.Gpu | None, recipe: str = RECIPE) -> TrainingRun:
+def run_of(folder: Path, *, gpu: hardware.Gpu | None, recipe: str = RECIPE) -> RecordedRun:
     lines = [
         {"step": step, "loss": 3.0, "seconds": 0.5, "tokens": 16384, "memory_bytes": 3 * 2**30} for step in (1, 2, 3)
     ]
@@ -32,7 +32,7 @@ def run_of(folder: Path, *, gpu: hardware.Gpu | None, recipe: str = RECIPE) -> T
     return found
 
 
-def memory_chart(*runs: TrainingRun) -> Chart:
+def memory_chart(*runs: RecordedRun) -> Chart:
     (chart,) = (chart for chart in run_charts(runs) if chart.name == "memory")
     return chart
 

@@ -1,4 +1,4 @@
-"""`dstk report`: what a run directory tells, and what is refused."""
+"""`dstk report`: what is read from a run directory, and what is refused."""
 
 import json
 import re
@@ -11,11 +11,9 @@ import pytest
 from toolkit import hardware
 from toolkit.cli.main import main
 from toolkit.errors import ReportError
+from toolkit.report.recorded_run import RecordedRun, read_log, read_runs
 from toolkit.report.run_charts import run_charts, running_mean
-from toolkit.report.run_events import run_events
-from toolkit.report.runs import figures, runs_page, write_runs
-from toolkit.report.training_log import read_log
-from toolkit.report.training_run import TrainingRun, read_runs
+from toolkit.report.runs_page import figures, run_events, runs_page, write_runs
 
 ROOT = Path(__file__).parents[2]
 MakeRun = Callable[..., Path]
@@ -43,12 +41,12 @@ def make_run(tmp_path: Path) -> MakeRun:
     return make
 
 
-def one(folder: Path, **options: Any) -> TrainingRun:
+def one(folder: Path, **options: Any) -> RecordedRun:
     (found,) = read_runs([str(folder)], **options)
     return found
 
 
-def told(folder: Path) -> dict[str, str]:
+def events_of(folder: Path) -> dict[str, str]:
     return {event.what: event.steps for event in run_events(one(folder))}
 
 
@@ -66,7 +64,7 @@ def test_the_numbers_of_a_run(make_run: MakeRun) -> None:
     assert shown["training time"] == "20s"
 
 
-def test_what_the_lines_lack_is_left_out(make_run: MakeRun) -> None:
+def test_fields_that_the_lines_lack_are_not_shown(make_run: MakeRun) -> None:
     text = page(make_run([{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0}], recipe=None))
     assert re.findall(r'<figure class="plot" id="([\w-]+)">', text) == ["loss"]
     assert "<dt>MFU</dt>" not in text
@@ -74,7 +72,7 @@ def test_what_the_lines_lack_is_left_out(make_run: MakeRun) -> None:
 
 
 def test_the_vocabulary_is_that_of_the_model_and_not_of_its_tokenizer(make_run: MakeRun) -> None:
-    from toolkit.train.model import load_config
+    from toolkit.model_init.build_model import load_config
 
     folder = make_run([line(1)])
     recipe = (folder / "recipe.yaml").read_text()
@@ -112,77 +110,79 @@ def test_the_mfu_needs_the_gpu_by_name_or_from_the_environment(make_run: MakeRun
     assert "<dt>MFU</dt>" in page(folder)
 
 
-def test_the_mfu_stays_unknown_where_the_number_of_ranks_is(make_run: MakeRun) -> None:
+def test_the_mfu_is_unknown_without_the_number_of_ranks(make_run: MakeRun) -> None:
     assert one(make_run([line(1)]), gpu=hardware.gpu("H200")).mfu(1e6) is None
 
 
-def test_a_restart_is_told_and_its_steps_count_once(make_run: MakeRun) -> None:
+def test_a_restart_is_an_event_and_its_steps_count_once(make_run: MakeRun) -> None:
     folder = make_run([line(step) for step in (1, 2, 3, 4)] + [line(step, loss=1.0) for step in (3, 4, 5)])
     log = one(folder).log
     assert [step.step for step in log.steps] == [1, 2, 3, 4, 5]
     assert [step.loss for step in log.steps][2:] == [1.0, 1.0, 1.0]
-    assert told(folder)["restart: 2 steps trained again"] == "3, after 4"
+    assert events_of(folder)["restart: 2 steps trained again"] == "3, after 4"
 
 
-def test_a_torn_last_line_is_left_out_and_told(make_run: MakeRun) -> None:
+def test_an_incomplete_last_line_is_skipped_and_is_an_event(make_run: MakeRun) -> None:
     folder = make_run([line(1), line(2)], tail='{"step": 3, "lo')
     assert one(folder).log.last.step == 2
-    assert told(folder)["the last line of metrics.jsonl is not whole, and left out"] == "after 2"
+    assert events_of(folder)["the last line of metrics.jsonl is incomplete and skipped"] == "after 2"
 
 
-def test_a_last_line_without_its_newline_counts_when_it_is_whole(make_run: MakeRun) -> None:
+def test_a_complete_last_line_without_a_newline_counts(make_run: MakeRun) -> None:
     log = one(make_run([line(1)], tail=json.dumps(line(2)))).log
-    assert (log.last.step, log.torn) == (2, False)
+    assert (log.last.step, log.is_truncated) == (2, False)
 
 
-def test_skipped_and_broken_steps_are_told(make_run: MakeRun) -> None:
+def test_skipped_and_non_finite_steps_are_events(make_run: MakeRun) -> None:
     lines = [line(1, skipped=True, grad_norm=None), line(2, skipped=True, grad_norm=None), line(3), line(4, loss=None)]
-    events = told(make_run(lines))
+    events = events_of(make_run(lines))
     assert events["update skipped (fp16 overflow)"] == "1, 2"
     assert events["loss not finite"] == "4"
     assert "gradient norm not finite" not in events
 
 
-def test_updates_skipped_for_a_loss_that_is_not_finite_are_told_apart_from_overflows(make_run: MakeRun) -> None:
-    events = told(make_run([line(1, skipped=True, grad_norm=None), line(2, skipped=True, loss=None, grad_norm=None)]))
+def test_updates_skipped_for_a_non_finite_loss_are_not_counted_as_overflows(make_run: MakeRun) -> None:
+    events = events_of(
+        make_run([line(1, skipped=True, grad_norm=None), line(2, skipped=True, loss=None, grad_norm=None)])
+    )
     assert events["update skipped (fp16 overflow)"] == "1"
     assert events["update skipped (not finite)"] == "2"
 
 
-def test_rollbacks_are_told_with_their_reason(make_run: MakeRun) -> None:
+def test_rollbacks_are_events_with_their_reason(make_run: MakeRun) -> None:
     folder = make_run([line(1), line(2), line(3)])
     rollback = {"step": 3, "kind": "rollback", "reason": "the loss is nan on rank 1", "to": 2, "left_out": 1}
     skip = {"step": 1, "kind": "skip", "reason": "the loss is nan on rank 0"}
     (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in (skip, rollback)) + '{"st')
-    assert told(folder)["rolled back to step 2: the loss is nan on rank 1"] == "3"
+    assert events_of(folder)["rolled back to step 2: the loss is nan on rank 1"] == "3"
 
 
-def test_steps_without_a_line_are_told(make_run: MakeRun) -> None:
-    assert told(make_run([line(1), line(5), line(7)]))["no line in metrics.jsonl"] == "2 to 4, 6"
+def test_steps_without_a_line_are_an_event(make_run: MakeRun) -> None:
+    assert events_of(make_run([line(1), line(5), line(7)]))["no line in metrics.jsonl"] == "2 to 4, 6"
 
 
-def test_snapshots_are_told(make_run: MakeRun) -> None:
+def test_checkpoints_are_events(make_run: MakeRun) -> None:
     folder = make_run([line(step) for step in range(1, 26)], recipe="checkpoint: {every: 10}\n")
     (folder / "step-00000020").mkdir()
-    events = told(folder)
-    assert events["snapshot every 10 steps"] == "10, 20"
-    assert events["snapshots on disk"] == "20"
+    events = events_of(folder)
+    assert events["checkpoint every 10 steps"] == "10, 20"
+    assert events["checkpoints on disk"] == "20"
 
 
 def test_a_run_says_whether_it_is_finished(make_run: MakeRun) -> None:
     steps = 600
-    assert "At step 2; the last one was reported" in page(make_run([line(1), line(2)]))
+    assert "At step 2, reported" in page(make_run([line(1), line(2)]))
     assert "Finished" in page(make_run([line(step) for step in range(1, steps + 1)], name="whole"))
 
 
-def test_a_recipe_that_cannot_be_decoded_is_shown_all_the_same(make_run: MakeRun) -> None:
+def test_a_recipe_that_cannot_be_decoded_is_still_shown(make_run: MakeRun) -> None:
     folder = make_run([line(1)], recipe="flux: 1\n")
     text = page(folder)
     assert "could not be decoded" in text
     assert "flux: 1" in text
 
 
-def test_runs_lie_over_each_other_under_their_own_names(make_run: MakeRun) -> None:
+def test_several_runs_share_plots_under_their_own_names(make_run: MakeRun) -> None:
     folders = [make_run([line(step) for step in range(1, 4)], name=name) for name in ("a", "b")]
     runs = read_runs([str(folder) for folder in folders])
     loss = run_charts(runs)[0]
@@ -191,13 +191,19 @@ def test_runs_lie_over_each_other_under_their_own_names(make_run: MakeRun) -> No
     assert "a and b" in runs_page(runs, command="")
 
 
+def test_a_held_out_curve_follows_the_training_curve_of_its_run(make_run: MakeRun) -> None:
+    lines = [line(1), line(2, eval_loss=7.5)]
+    runs = read_runs([str(make_run(lines, name=name)) for name in ("a", "b")])
+    assert [each.label for each in run_charts(runs)[0].lines] == ["a", "a, held out", "b", "b, held out"]
+
+
 def test_runs_of_the_same_name_keep_their_paths(make_run: MakeRun, tmp_path: Path) -> None:
     (tmp_path / "x").mkdir()
     first, second = make_run([line(1)], name="r"), make_run([line(1)], name="x/r")
     assert [run.label for run in read_runs([str(first), str(second)])] == [str(first), str(second)]
 
 
-def test_a_mean_starts_with_what_there_is() -> None:
+def test_a_running_mean_starts_with_fewer_values() -> None:
     assert running_mean(((1, 2.0), (2, None), (3, 4.0), (4, 8.0)), 2) == ((1, 2.0), (2, None), (3, 3.0), (4, 6.0))
 
 
@@ -218,13 +224,13 @@ BAD = [
         "",
         "run/metrics.jsonl: no finished step, it has no line yet. Wait for the first step, or give another run.",
     ),
-    ("run", '{"st', "run/metrics.jsonl: no finished step, its only line is not whole yet."),
-    ("run", '{"step": 1, "loss": 2}\n{"step": 2}\n', "run/metrics.jsonl:2: not a step (no loss)."),
-    ("run", "what\n", "run/metrics.jsonl:1: not a step (not JSON)."),
-    ("run", '{"step": 1, "loss": 2}\n\n', "run/metrics.jsonl:2: not a step (not JSON)."),
-    ("run", '{"step": 1, "loss": "2"}\n', "run/metrics.jsonl:1: not a step (loss is '2')."),
-    ("run", '{"step": 1.5, "loss": 2}\n', "run/metrics.jsonl:1: not a step (step is 1.5)."),
-    ("run", "[1]\n", "run/metrics.jsonl:1: not a step (not an object)."),
+    ("run", '{"st', "run/metrics.jsonl: no finished step, its only line is still incomplete."),
+    ("run", '{"step": 1, "loss": 2}\n{"step": 2}\n', "run/metrics.jsonl:2: not a step (loss: Field required)."),
+    ("run", "what\n", "run/metrics.jsonl:1: not a step (Invalid JSON: "),
+    ("run", '{"step": 1, "loss": 2}\n\n', "run/metrics.jsonl:2: not a step (Invalid JSON: "),
+    ("run", '{"step": 1, "loss": "2"}\n', "run/metrics.jsonl:1: not a step (loss: Input should be a valid number)."),
+    ("run", '{"step": 1.5, "loss": 2}\n', "run/metrics.jsonl:1: not a step (step: Input should be a valid integer"),
+    ("run", "[1]\n", "run/metrics.jsonl:1: not a step (Input should be an object)."),
 ]
 
 
@@ -245,7 +251,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
 
 
 def test_a_directory_without_metrics_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ReportError, match=r"no metrics.jsonl lies in this directory"):
+    with pytest.raises(ReportError, match=r"this directory has no metrics.jsonl"):
         read_runs([str(tmp_path)])
 
 
@@ -255,7 +261,7 @@ def test_the_same_run_twice_is_refused(make_run: MakeRun) -> None:
         read_runs([str(folder), str(folder / "metrics.jsonl")])
 
 
-def test_several_runs_need_a_place(capfd: pytest.CaptureFixture[str]) -> None:
+def test_several_runs_need_an_output_folder(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(["report", "a", "b"])
     assert (stopped.value.code, capfd.readouterr().err) == (
@@ -264,7 +270,7 @@ def test_several_runs_need_a_place(capfd: pytest.CaptureFixture[str]) -> None:
     )
 
 
-def test_the_page_of_a_run_goes_into_it_again_and_again(make_run: MakeRun, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_page_of_a_run_is_replaced_in_its_folder(make_run: MakeRun, capfd: pytest.CaptureFixture[str]) -> None:
     folder = make_run([line(1), line(2)])
     for _ in range(2):
         with pytest.raises(SystemExit) as stopped:
@@ -275,6 +281,6 @@ def test_the_page_of_a_run_goes_into_it_again_and_again(make_run: MakeRun, capfd
 
 def test_a_page_is_not_written_over_other_files(make_run: MakeRun, tmp_path: Path) -> None:
     folder = make_run([line(1)])
-    with pytest.raises(ReportError, match="not of a report"):
+    with pytest.raises(ReportError, match="not part of a report"):
         write_runs(folder, [one(folder)], command="")
     assert read_log(folder / "metrics.jsonl").last.step == 1

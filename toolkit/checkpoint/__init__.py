@@ -1,8 +1,8 @@
-"""Checkpoints that belong to the model: Hugging Face directories with the optimizer's states under the same names.
+"""Checkpoints that are independent of the layout: Hugging Face directories with the optimizer states beside the model.
 
-    save, AsyncSaver    write, all ranks together         save.py, async_saver.py
-    verify, choose      what is whole, and the newest     verify.py, choose.py
-    CheckpointReader    read, slice by slice              reader.py
+    save, AsyncSaver     write, all ranks together: save.py → tensor_source.py, rank_writer.py, commit.py
+    select_checkpoint    verify, and find the newest complete one: select.py, verify.py
+    CheckpointReader     read slices of tensors: reader.py
 
-names.py has the layout on disk. hf_directory.py writes a model alone.
+names.py describes the layout on disk.
 """

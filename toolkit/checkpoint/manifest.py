@@ -1,101 +1,139 @@
-"""manifest.json: what a whole checkpoint consists of.
+"""manifest.json, which defines a complete checkpoint, and the checkpoints of a run in the order of their manifests.
 
-It names every other file with its size and sha256, the step, so that files of two steps cannot be mixed, and a number
-that grows with every save into a directory: which checkpoint is the newest does not follow from steps, since a run may
-go back and save earlier steps again.
+A manifest names every other file with its size and sha256; the step, so that files of two steps cannot be mixed; and a
+sequence number that grows with every save into a run directory. The newest checkpoint has the highest sequence number,
+not the highest step: a run may go back and save earlier steps again.
 
-It carries a hash of itself, and there is only one way to write it: whatever is changed in it is found.
+The manifest contains a hash of itself, and there is only one way to encode it, so every change to it is detected.
 """
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
-from toolkit.checkpoint.names import MANIFEST, is_safe_path, shown
-from toolkit.checkpoint.plain_file import read_plain
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
+
+from toolkit.checkpoint import names
+from toolkit.files import decode_json_object, first_problem, printable, read_regular
 
 VERSION = 1
-_SHA256 = re.compile(r"[0-9a-f]{64}")
+_LATEST = re.compile(rb"(step-[0-9]{8,18})\n?")
+Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
-class ManifestError(ValueError):
-    """A manifest that no save left."""
+def _of_checkpoint(path: str) -> str:
+    if not names.is_safe_path(path) or path == names.MANIFEST:
+        raise ValueError(f"it names {printable(path)}, which no checkpoint contains")
+    return path
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileRecord:
     """A file, by its path inside the checkpoint."""
 
-    path: str
-    size: int
-    sha256: str
+    path: Annotated[str, AfterValidator(_of_checkpoint)]
+    size: Count
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """The manifest of one checkpoint. `sequence`: the how-manieth save into its run directory."""
+    """The manifest of one checkpoint. `sequence`: the number of the save into its run directory, from 1."""
 
-    step: int
-    sequence: int
+    step: Count
+    sequence: Count
     files: tuple[FileRecord, ...]
 
     @classmethod
     def of(cls, *, step: int, sequence: int, files: Iterable[FileRecord]) -> "Manifest":
-        """The files sorted by path."""
+        """A manifest with its files sorted by path."""
         return cls(step=step, sequence=sequence, files=tuple(sorted(files, key=lambda file: file.path)))
 
     def encode(self) -> bytes:
-        """The content of manifest.json."""
         content = {
             "version": VERSION,
             "step": self.step,
             "sequence": self.sequence,
-            "files": [{"path": file.path, "size": file.size, "sha256": file.sha256} for file in self.files],
+            "files": [vars(file) for file in self.files],
         }
         digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
         return (json.dumps(content | {"sha256": digest}, indent=1) + "\n").encode()
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """The manifest of a checkpoint. Raises ManifestError for one that no save left, OSError as files do."""
-    text = read_plain(checkpoint / MANIFEST)
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError):
-        raise ManifestError("it is not JSON") from None
-    if not isinstance(content, dict):
-        raise ManifestError("it is not a JSON object")
-    version = content.get("version")
+    """Read a manifest. Raises ValueError where it is not valid, OSError where it cannot be read."""
+    text = read_regular(checkpoint / names.MANIFEST)
+    version = decode_json_object(text).get("version")
     if type(version) is int and version > VERSION:
-        raise ManifestError(f"it has version {version}, this toolkit reads {VERSION}: use a newer one")
-    step: Any = content.get("step")
-    sequence: Any = content.get("sequence")
-    files = content.get("files")
-    if not _is_count(step) or not _is_count(sequence) or not isinstance(files, list):
-        raise ManifestError("it lacks step, sequence or files")
-    manifest = Manifest(step=step, sequence=sequence, files=tuple(map(_record, files)))
+        raise ValueError(f"it has version {version}, this toolkit reads {VERSION}: use a newer one")
+    try:
+        manifest = TypeAdapter(Manifest).validate_json(text, strict=True)
+    except ValidationError as error:
+        raise ValueError(first_problem(error)) from None
     paths = [file.path for file in manifest.files]
     if paths != sorted(set(paths)):
-        raise ManifestError("its files are not sorted, or one is named twice")
+        raise ValueError("its files are not sorted, or one is named twice")
     if manifest.encode() != text:
-        raise ManifestError("its hash of itself differs")
+        raise ValueError("its hash of itself differs")
     return manifest
 
 
-def _record(entry: Any) -> FileRecord:
-    if not isinstance(entry, dict) or entry.keys() != {"path", "size", "sha256"}:
-        raise ManifestError("a file in it lacks path, size or sha256")
-    path, size, sha256 = entry["path"], entry["size"], entry["sha256"]
-    if not is_safe_path(path) or path == MANIFEST:
-        raise ManifestError(f"it names {shown(path)}, which no checkpoint holds")
-    if not _is_count(size) or not isinstance(sha256, str) or not _SHA256.fullmatch(sha256):
-        raise ManifestError(f"it has no size and sha256 for {shown(path)}")
-    return FileRecord(path=path, size=size, sha256=sha256)
+@dataclass(frozen=True, kw_only=True)
+class ListedCheckpoint:
+    """A checkpoint's directory, which may be damaged. `name`: the directory's name, or the one it had before a save
+    that was interrupted moved it aside."""
+
+    path: Path
+    name: str
+    step: int
+    sequence: int
+    """From the manifest. Where that cannot be read: the highest, if `latest` names it, else that of the step before."""
 
 
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 2**63
+def list_checkpoints(run_dir: Path) -> list[ListedCheckpoint]:
+    """The checkpoints of a run in the order in which they were saved. Raises OSError where it cannot be read.
+
+    Only real directories with a checkpoint's name count; links are never followed.
+    """
+    found: dict[str, Path] = {}
+    moved_aside: dict[str, Path] = {}
+    with os.scandir(run_dir) as entries:
+        for entry in entries:
+            if not entry.is_dir(follow_symlinks=False):
+                continue
+            if names.step_of(entry.name) is not None:
+                found[entry.name] = run_dir / entry.name
+            elif (parts := names.parse_temporary_name(entry.name)) is not None and parts[1] == "old":
+                moved_aside[parts[0]] = run_dir / entry.name
+    # A process died between moving the old checkpoint aside and moving the new one in: the old one is complete.
+    found = moved_aside | found
+    known = {name: _sequence(path) for name, path in found.items()}
+    latest, newest = read_latest(run_dir), max((number for number in known.values() if number is not None), default=0)
+    listed, previous = [], 0
+    for name in sorted(found, key=lambda name: (names.step_of(name), name)):
+        previous = sequence = previous if (number := known[name]) is None else number
+        if number is None and name == latest:
+            sequence = newest + 1
+        listed.append(ListedCheckpoint(path=found[name], name=name, step=names.step_of(name) or 0, sequence=sequence))
+    return sorted(listed, key=lambda one: (one.sequence, one.step))
+
+
+def read_latest(run_dir: Path) -> str | None:
+    """The directory that `latest` names; None where there is no such file, or it contains anything else."""
+    try:
+        match = _LATEST.fullmatch(read_regular(run_dir / names.LATEST, max_bytes=64))
+    except OSError:
+        return None
+    return match[1].decode() if match else None
+
+
+def _sequence(path: Path) -> int | None:
+    try:
+        return read_manifest(path).sequence
+    except (OSError, ValueError):
+        return None

@@ -1,30 +1,43 @@
-"""Names on disk, and which of the names that somebody else wrote may be followed.
+"""Names on disk, and which names that came from a file may be trusted.
 
 RUN/latest                      one line: the name of the directory that was committed last; a hint
-RUN/step-00000120/              a checkpoint; it has this name only when it is whole
-RUN/.step-00000120.NONCE.tmp/   one that is being written, or deleted: rubbish when its saver is dead
-RUN/.step-00000120.NONCE.old/   one that is being replaced: rubbish when step-00000120 is there, else whole
+RUN/step-00000120/              a checkpoint; it gets this name only when it is complete
+RUN/.step-00000120.NONCE.tmp/   being written or deleted: garbage when its process is dead
+RUN/.step-00000120.NONCE.old/   being replaced: garbage when step-00000120 exists, else a complete checkpoint
 
 step-00000120/model.safetensors, or model-00001-of-00004.safetensors and model.safetensors.index.json
 step-00000120/optimizer/exp_avg-00001-of-00004.safetensors
-step-00000120/trainer_state.json, manifest.json, and beside them what transformers reads
+step-00000120/trainer_state.json, manifest.json, and the files that transformers reads
 """
 
+import hashlib
+import os
 import re
+import secrets
+from pathlib import Path
+from typing import TypeGuard
+
+from toolkit.errors import CheckpointError
+from toolkit.files import open_regular, printable
 
 MANIFEST, TRAINER_STATE, LATEST = "manifest.json", "trainer_state.json", "latest"
 MODEL, OPTIMIZER = "model", "optimizer"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 _STEP = re.compile(r"step-([0-9]{8,18})")
-_UNFINISHED = re.compile(r"\.(step-[0-9]{8,18})\.[0-9a-f]+\.(tmp|old)")
+_TEMPORARY = re.compile(r"\.(step-[0-9]{8,18})\.[0-9a-f]+\.(tmp|old)")
 _KIND = re.compile(r"[a-z][a-z0-9_]*")
 _FILE = re.compile(r"(?:(model)|optimizer/([a-z][a-z0-9_]*))-([0-9]{5,})-of-([0-9]{5,})\.safetensors")
-_LONGEST = 1024
+_MAX_NAME_LENGTH = 1024
+
+
+def not_a_directory(path: Path) -> str:
+    """Say why `path`, which is no directory, is none."""
+    return "a file, and not a directory" if path.exists() else "no such directory"
 
 
 def step_name(step: int) -> str:
-    """`step-00000120`, so that names sort as steps do."""
+    """`step-00000120`, so that names sort by step."""
     return f"step-{step:08d}"
 
 
@@ -34,19 +47,19 @@ def step_of(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def unfinished_name(step: int, nonce: str, suffix: str) -> str:
-    """The name of a directory that is being written or deleted (`tmp`), or replaced (`old`)."""
-    return f".{step_name(step)}.{nonce}.{suffix}"
+def temporary_name(step: int) -> str:
+    """A name for a directory that is being written or deleted, which no directory of a dead process has."""
+    return f".{step_name(step)}.{secrets.token_hex(4)}.tmp"
 
 
-def unfinished(name: str) -> tuple[str, str] | None:
-    """(name of the checkpoint, `tmp` or `old`) of such a directory; None for any other name."""
-    match = _UNFINISHED.fullmatch(name)
+def parse_temporary_name(name: str) -> tuple[str, str] | None:
+    """(name of the checkpoint, `tmp` or `old`) of a temporary directory; None for any other name."""
+    match = _TEMPORARY.fullmatch(name)
     return (match[1], match[2]) if match else None
 
 
 def is_kind(kind: str) -> bool:
-    """Whether a kind of tensors can be a part of a file's name."""
+    """Whether a kind of tensors can be part of a file name."""
     return _KIND.fullmatch(kind) is not None
 
 
@@ -59,30 +72,50 @@ def tensor_file_names(kind: str, count: int) -> list[str]:
 
 
 def kind_of(path: str) -> tuple[str, int, int] | None:
-    """(kind, number, count) of a file of tensors, the number from 1; None for any other path."""
+    """(kind, number, count) of a tensor file, the number from 1; None for any other path."""
     if path == SINGLE:
         return MODEL, 1, 1
     match = _FILE.fullmatch(path)
     return (match[1] or match[2], int(match[3]), int(match[4])) if match else None
 
 
-def is_safe_path(name: object) -> bool:
-    """Whether a path that a file gives stays inside the directory of that file, and can be printed."""
-    return (
-        isinstance(name, str)
-        and is_safe_name(name)
-        and "\\" not in name
-        and all(part not in ("", ".", "..") for part in name.split("/"))
-    )
+def is_safe_path(name: object) -> TypeGuard[str]:
+    """Whether a path that a file names stays inside that file's directory, and can be printed."""
+    return is_safe_name(name) and "\\" not in name and not {"", ".", ".."} & set(name.split("/"))
 
 
-def is_safe_name(name: object) -> bool:
+def is_safe_name(name: object) -> TypeGuard[str]:
     """Whether a tensor or file may have this name: printable, and of a sensible length."""
-    return isinstance(name, str) and 0 < len(name) <= _LONGEST and name.isprintable()
+    return isinstance(name, str) and 0 < len(name) <= _MAX_NAME_LENGTH and name.isprintable()
 
 
-def shown(name: object) -> str:
-    """A name that somebody else wrote, fit for one line of a message."""
-    text = name if isinstance(name, str) else repr(name)
-    text = text if text and text.isprintable() else ascii(text)
-    return text if len(text) <= 200 else f"{text[:200]}…"
+def is_count(value: object) -> TypeGuard[int]:
+    """Whether a value that a file contains is a non-negative integer of at most 63 bits."""
+    return type(value) is int and 0 <= value < 2**63
+
+
+def checkpoint_error(path: Path, message: str) -> CheckpointError:
+    """A CheckpointError about a path that may be untrusted."""
+    return CheckpointError(f"{printable(path)}: {message}", path=printable(path))
+
+
+def hash_file(path: Path) -> str:
+    """The sha256 of a file, in hexadecimal."""
+    with open_regular(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_synced(path: Path, content: bytes) -> None:
+    """Write and fsync a new file. Raises OSError where the path exists."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        write_all(descriptor, memoryview(content))
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_all(descriptor: int, content: memoryview) -> None:
+    """Write every byte: one system call may take fewer."""
+    while content:
+        content = content[os.write(descriptor, content) :]

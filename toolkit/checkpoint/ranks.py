@@ -1,56 +1,53 @@
-"""Ranks that act together, and agree on how it went.
+"""Ranks that act together, and agree on the result.
 
-A rank that raises while the others wait for it leaves them waiting. So whatever can fail on one rank (a full disk, a
-file that it may not write) is caught there, told to all, and raised by all as the same error.
+A rank that raises while others wait for it in a collective call leaves them waiting. So whatever can fail on one rank
+(a full disk, a file without permission) is caught there, sent to all, and raised by all as the same error.
 """
 
 import errno
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from toolkit.checkpoint.names import shown
+from toolkit.errors import ToolkitError
+from toolkit.files import printable
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Failure:
-    """What went wrong on a rank, as plain data that travels to the others."""
+class RankFailure:
+    """What went wrong on a rank, as plain data that can be sent to the others."""
 
     rank: int
     path: str
     reason: str
-    is_full: bool = False
-    """Whether it was for lack of room."""
-    is_denied: bool = False
-    """Whether it was for lack of permission."""
+    is_disk_full: bool = False
+    is_permission_denied: bool = False
 
     @classmethod
-    def of(cls, error: BaseException, *, rank: int, path: Path | str) -> "Failure":
-        """The failure that an exception stands for. `path`: where it happened, unless the exception knows better."""
-        path = shown(str(path))
-        if isinstance(error, OSError):
-            path = shown(str(error.filename)) if error.filename is not None else path
-            return cls(
-                rank=rank,
-                path=path,
-                reason=shown(error.strerror or str(error)),
-                is_full=error.errno in (errno.ENOSPC, errno.EDQUOT),
-                is_denied=error.errno in (errno.EACCES, errno.EPERM, errno.EROFS),
-            )
-        return cls(rank=rank, path=path, reason=shown(f"{type(error).__name__}: {error}"))
+    def of(cls, error: BaseException, *, rank: int, path: Path | str) -> "RankFailure":
+        """The failure that an exception means. `path`: where it happened, unless the exception names a file."""
+        if not isinstance(error, OSError):
+            kind = "" if isinstance(error, ToolkitError) else f"{type(error).__name__}: "
+            return cls(rank=rank, path=printable(path), reason=printable(f"{kind}{error}"))
+        return cls(
+            rank=rank,
+            path=printable(path if error.filename is None else str(error.filename)),
+            reason=printable(error.strerror or str(error)),
+            is_disk_full=error.errno in (errno.ENOSPC, errno.EDQUOT),
+            is_permission_denied=error.errno in (errno.EACCES, errno.EPERM, errno.EROFS),
+        )
 
 
-class Work(Protocol):
-    """A transfer on its way."""
-
-    def wait(self) -> object:
-        """Return when it is over. Raises RuntimeError when a peer is gone."""
+def first_failure(outcomes: Sequence[object]) -> RankFailure | None:
+    """The failure of the lowest rank; a full disk comes first, since other failures may follow from it."""
+    failures = [outcome for outcome in outcomes if isinstance(outcome, RankFailure)]
+    return min(failures, key=lambda failure: (not failure.is_disk_full, failure.rank), default=None)
 
 
 class Ranks:
@@ -60,21 +57,20 @@ class Ranks:
         self._group, self.rank, self.size = group, rank, size
 
     @classmethod
-    def alone(cls) -> "Ranks":
-        """No one to agree with."""
+    def single(cls) -> "Ranks":
         return cls(None, 0, 1)
 
     @classmethod
-    def joined(cls, group: dist.ProcessGroup | None = None) -> "Ranks":
-        """The ranks of `group`, of the whole job where it is None; alone where no group was initialised."""
+    def of(cls, group: dist.ProcessGroup | None = None) -> "Ranks":
+        """The ranks of `group`, by default of the whole job; this process alone where no group was initialized."""
         if not dist.is_initialized():
-            return cls.alone()
+            return cls.single()
         return cls(group, dist.get_rank(group), dist.get_world_size(group))
 
-    def apart(self) -> "Ranks":
-        """The same ranks over connections of their own through host memory, for a thread beside training.
+    def with_own_connections(self) -> "Ranks":
+        """The same ranks in a new gloo group, for a thread beside training. A collective call.
 
-        What they say there cannot cross with what training says. A collective call.
+        Its messages cannot be mixed up with those of training.
         """
         if self.size == 1:
             return self
@@ -84,15 +80,22 @@ class Ranks:
 
     @property
     def device(self) -> torch.device:
-        """Where tensors must lie to be transferred."""
+        """Where tensors must be to be transferred."""
         if self.size > 1 and dist.get_backend(self._group) == "nccl":
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
 
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
     def transfer(
         self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]
-    ) -> list[Work]:
-        """Start sending tensors to ranks, and receiving into tensors from ranks; in order between any two of them."""
+    ) -> list[dist.Work]:
+        """Start sending tensors to ranks, and receiving into tensors from ranks; in order between any two of them.
+
+        `wait()` of what is returned raises RuntimeError when a peer is gone.
+        """
         if not sends and not receives:
             return []
         group = self._group
@@ -103,13 +106,8 @@ class Ranks:
         ]
         return list(dist.batch_isend_irecv(operations))
 
-    @property
-    def is_first(self) -> bool:
-        """Whether this rank acts for all."""
-        return self.rank == 0
-
     def gather(self, value: T) -> list[T]:
-        """Every rank's value, on every rank. A collective call."""
+        """Return every rank's value, on every rank. A collective call."""
         if self.size == 1:
             return [value]
         values: list[T | None] = [None] * self.size
@@ -117,15 +115,15 @@ class Ranks:
         return values  # type: ignore[return-value]
 
     def all(self, flag: bool) -> bool:
-        """Whether every rank says so. A collective call, and a cheap one."""
+        """Whether `flag` is true on every rank. A cheap collective call."""
         if self.size == 1:
             return flag
         lowest = torch.tensor(int(flag), dtype=torch.int32, device=self.device)
         dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=self._group)
         return bool(lowest.item())
 
-    def from_first(self, function: Callable[[], T]) -> T:
-        """What `function` gives on the first rank, on every rank; what it raises, every rank raises."""
+    def run_on_first(self, function: Callable[[], T]) -> T:
+        """Call `function` on the first rank; every rank returns its result, or raises its exception."""
         if self.size == 1:
             return function()
         outcome: tuple[T | None, Exception | None] = (None, None)
@@ -138,9 +136,3 @@ class Ranks:
         if raised is not None:
             raise raised
         return value  # type: ignore[return-value]
-
-
-def first_failure(outcomes: Sequence[object]) -> Failure | None:
-    """Of the lowest rank that failed; one that ran out of room counts before others, which may follow from it."""
-    failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
-    return min(failures, key=lambda failure: (not failure.is_full, failure.rank), default=None)

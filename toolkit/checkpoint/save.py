@@ -1,56 +1,73 @@
-"""Saving a checkpoint: every rank writes its share, and all of them agree on whether it is one.
+"""Saving a checkpoint: every rank writes a part, and all agree on whether it succeeded.
 
-    start    the first rank makes the folder; all agree that it could
-    write    each rank is given the tensors that it writes, one at a time; its threads hash and write them (share.py).
-             The first rank writes what is small meanwhile
-    commit   all wait for all, agree, and the first rank publishes (publication.py)
+    start    the first rank makes the directory
+    write    each rank receives the tensors that it writes (tensor_source.py), hashes and writes them (rank_writer.py);
+             the first rank writes the small files meanwhile
+    commit   when all have finished, the first rank commits (commit.py)
 
-What fails on one rank fails on all, with the same CheckpointError, after the folder is gone; older checkpoints stay as
+`save` returns when that is done. `AsyncSaver` first copies each rank's local shards into host memory; a thread does the
+rest while training continues. Steps, agreement and bytes are the same.
+
+A failure on one rank raises the same CheckpointError on all, after the directory was removed; older checkpoints stay as
 they are. Nothing is pickled onto the disk.
 """
 
 import json
 import shutil
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from toolkit.checkpoint.host_copies import HostCopies
+from toolkit.checkpoint import names
+from toolkit.checkpoint.commit import Retention, commit, delete_old_checkpoints, open_directory, sync_and_hash
 from toolkit.checkpoint.manifest import FileRecord
-from toolkit.checkpoint.names import INDEX, MODEL, OPTIMIZER, TRAINER_STATE, shown, step_name, unfinished_name
-from toolkit.checkpoint.plain_file import write_synced
-from toolkit.checkpoint.plan import MAX_FILE_BYTES, MIN_FILE_BYTES, PlannedFile, plan_files
-from toolkit.checkpoint.publication import files_in, new_nonce, open_folder, publish, record
-from toolkit.checkpoint.ranks import Failure, Ranks, first_failure
-from toolkit.checkpoint.retention import Keep, remove_old
-from toolkit.checkpoint.share import Share
-from toolkit.checkpoint.source import Source, TensorGroup, WholeTensors
+from toolkit.checkpoint.rank_writer import RankWriter
+from toolkit.checkpoint.ranks import RankFailure, Ranks, first_failure
+from toolkit.checkpoint.save_plan import MAX_FILE_BYTES, MIN_FILE_BYTES, PlannedFile, plan_files
+from toolkit.checkpoint.tensor_source import ShardedTensorSource, Snapshot, SnapshotMemory, TensorData
 from toolkit.errors import CheckpointError
+from toolkit.files import printable
 from toolkit.units import format_bytes
 
 T = TypeVar("T")
 
-_HEARTBEAT_SECONDS = 1.0
-"""Ranks that are done wait for the others in collective calls no longer than this: a slow disk is no timeout."""
+_POLL_SECONDS = 1.0
+"""Ranks that have finished wait for the others in collective calls no longer than this: a slow disk is no timeout."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Saved:
-    """A checkpoint that was committed. `notices`: what did not succeed beside it, one line each."""
+class CheckpointContents:
+    """What is saved. `write_model_files` adds small files (config, tokenizer) to a directory, on the first rank."""
+
+    tensors: ShardedTensorSource
+    trainer_state: Mapping[str, Any]
+    write_model_files: Callable[[Path], None] = lambda directory: None
+    retention: Retention | None = None
+    """Which older checkpoints are kept; None keeps all."""
+    progress: Callable[[], None] = lambda: None
+    """Called after each tensor, however slow the disk is; not while a snapshot is written beside training."""
+    check_lock: Callable[[], None] = lambda: None
+    """Called on the first rank before it changes the run directory; raises where another job has taken that over."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedCheckpoint:
+    """A committed checkpoint. `notices`: what failed without affecting it, one line each."""
 
     path: Path
     step: int
     nbytes: int
-    """Of all its tensors."""
+    """Size of all its tensors."""
     notices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileSizes:
-    """Where files end. `min_file_bytes`: ranks share the writing of a kind only in files of at least this size."""
+    """Limits of tensor files. Ranks write a kind of tensors in parallel only in files of at least `min_file_bytes`."""
 
     max_file_bytes: int = MAX_FILE_BYTES
     min_file_bytes: int = MIN_FILE_BYTES
@@ -59,153 +76,185 @@ class FileSizes:
 def save(
     run_dir: Path,
     step: int,
+    contents: CheckpointContents,
     *,
-    groups: Sequence[TensorGroup] | Source,
-    trainer_state: Mapping[str, Any],
-    beside: Callable[[Path], None] = lambda folder: None,
-    keep: Keep | None = None,
     ranks: Ranks | None = None,
     sizes: FileSizes | None = None,
-) -> Saved:
-    """Write `run_dir/step-…` and return when it is on the disk. A collective call; every rank raises what one does.
+) -> SavedCheckpoint:
+    """Write and commit `run_dir/step-…`. A collective call of `ranks`, by default of the whole job.
 
-    `beside` adds small files (config, tokenizer) to a folder; the first rank calls it. `keep`: which older checkpoints
-    stay, all where it is None. `ranks`: who saves together, by default all of the job. Raises CheckpointError.
+    Raises CheckpointError, on every rank alike.
     """
-    saving = Saving(
-        run_dir,
-        step,
-        groups=groups,
-        trainer_state=trainer_state,
-        beside=beside,
-        keep=keep,
-        ranks=ranks or Ranks.joined(),
-        sizes=sizes or FileSizes(),
-    )
-    return saving.finish()
+    return _Save(run_dir, step, contents, ranks or Ranks.of(), sizes or FileSizes()).finish()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Aside:
-    """What saving beside training needs: memory for the snapshot, and the ranks over connections of their own."""
+class AsyncSaver:
+    """Saves while training continues, at most one checkpoint at a time. All methods are collective calls.
 
-    copies: HostCopies
-    ranks: Ranks
-
-
-class Saving:
-    """A checkpoint on its way to the disk: its folder is there when this is made, `finish` does the rest.
-
-    With `aside` the tensors are copied when this is made. `finish` is then for a thread: it looks at the copies, and
-    talks to other ranks over connections of its own.
+    It keeps its host memory (this rank's local shards) and its process group, which only its thread uses.
     """
 
-    def __init__(
-        self,
-        run_dir: Path,
-        step: int,
-        *,
-        groups: Sequence[TensorGroup] | Source,
-        trainer_state: Mapping[str, Any],
-        beside: Callable[[Path], None],
-        keep: Keep | None,
-        ranks: Ranks,
-        sizes: FileSizes,
-        aside: Aside | None = None,
-    ) -> None:
-        self._run_dir, self._step, self._keep, self._ranks = run_dir, step, keep, ranks
-        source = groups if isinstance(groups, Source) else WholeTensors(groups)
-        self._files = plan_files(
-            source.specs,
-            ranks.size,
-            max_file_bytes=sizes.max_file_bytes,
-            min_file_bytes=sizes.min_file_bytes,
-        )
-        self.nbytes = sum(file.nbytes for file in self._files)
-        self._start()
-        small = partial(self._write_small, trainer_state, beside) if ranks.is_first else None
-        self._share = Share(self._folder, self._files, ranks, small)
-        if aside is None:
-            self._tensors = partial(source.own, self._files, ranks)
-        else:
-            with self._removed_if_it_fails():
-                snapshot = source.snapshot(self._files, ranks, aside.copies)
-            self._tensors = partial(snapshot, aside.ranks)
-            self._ranks = aside.ranks
+    def __init__(self, *, ranks: Ranks | None = None, sizes: FileSizes | None = None) -> None:
+        self._ranks = ranks or Ranks.of()
+        self._sizes = sizes or FileSizes()
+        self._memory = SnapshotMemory()
+        self._thread_ranks: Ranks | None = None
+        self._running: Future[SavedCheckpoint] | None = None
 
-    def finish(self) -> Saved:
-        """Write, wait for all ranks, and publish. A collective call. Raises CheckpointError, on every rank alike."""
-        with self._removed_if_it_fails():
-            self._share.write(self._tensors())
-        while not self._ranks.all(self._share.wait(_HEARTBEAT_SECONDS)):
+    def begin(self, run_dir: Path, step: int, contents: CheckpointContents) -> SavedCheckpoint | None:
+        """Take a snapshot. Waits for the previous checkpoint, if any, and returns it. Raises CheckpointError.
+
+        `contents.write_model_files` is called in the thread.
+        """
+        previous = self.finish()
+        self._thread_ranks = self._thread_ranks or self._ranks.with_own_connections()
+        saving = _Save(run_dir, step, contents, self._ranks, self._sizes)
+        saving.take_snapshot(self._memory, self._thread_ranks)
+        self._running = _start_thread(saving.finish)
+        return previous
+
+    def poll(self) -> SavedCheckpoint | None:
+        """The checkpoint, once it is committed and every rank knows; None until then. Raises CheckpointError."""
+        if self._running is None or not self._ranks.all(self._running.done()):
+            return None
+        running, self._running = self._running, None
+        return running.result()
+
+    def finish(self) -> SavedCheckpoint | None:
+        """Wait for the checkpoint that has begun, if there is one. Raises CheckpointError."""
+        running, self._running = self._running, None
+        if running is None:
+            return None
+        while not self._ranks.all(bool(wait([running], _POLL_SECONDS).done)):
             pass
-        outcomes = self._ranks.gather(self._share.outcome)
-        failure = first_failure(outcomes)
-        if failure is not None:
-            self._fail(failure, self._share.error)
-        records = [record for outcome in outcomes if isinstance(outcome, list) for record in outcome]
-        path, notices = self._on_first_rank(lambda: self._publish(records))
-        return Saved(path=path, step=self._step, nbytes=self.nbytes, notices=tuple(notices))
+        return running.result()
 
-    def _start(self) -> None:
-        nonce = new_nonce()
 
-        def start() -> str:
-            open_folder(self._run_dir, self._step, nonce, [OPTIMIZER] if self._has_optimizer() else [])
-            return nonce
+def _start_thread(function: Callable[[], SavedCheckpoint]) -> Future[SavedCheckpoint]:
+    """Call `function` in a daemon thread, so that a process which fails need not wait for it."""
+    future: Future[SavedCheckpoint] = Future()
 
-        self._folder = self._run_dir / unfinished_name(self._step, nonce, "tmp")  # removed where the first rank fails
-        self._folder = self._run_dir / unfinished_name(self._step, self._on_first_rank(start), "tmp")
-
-    def _write_small(self, trainer_state: Mapping[str, Any], beside: Callable[[Path], None]) -> list[FileRecord]:
-        beside(self._folder)
-        write_synced(self._folder / TRAINER_STATE, (json.dumps(trainer_state, indent=1) + "\n").encode())
-        index = model_index(self._files)
-        if index is not None:
-            write_synced(self._folder / INDEX, index)
-        large = {file.path for file in self._files}
-        return [record(self._folder, path) for path in files_in(self._folder) if path not in large]
-
-    def _has_optimizer(self) -> bool:
-        return any(file.kind != MODEL for file in self._files)
-
-    @contextmanager
-    def _removed_if_it_fails(self) -> Iterator[None]:
+    def run() -> None:
         try:
-            yield
-        except BaseException:
-            self._remove_folder()
-            raise
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
 
-    def _publish(self, records: Sequence[FileRecord]) -> tuple[Path, list[str]]:
-        path, notices = publish(self._folder, self._step, records)
-        if self._keep is not None:
-            notices += remove_old(self._run_dir, self._keep)
+    threading.Thread(target=run, name="checkpoint", daemon=True).start()
+    return future
+
+
+class _Save:
+    """A checkpoint in progress. The constructor makes its directory; `finish` does the rest.
+
+    After `take_snapshot`, `finish` may run in a thread: it reads the copies, and communicates with other ranks over
+    connections of its own.
+    """
+
+    def __init__(self, run_dir: Path, step: int, contents: CheckpointContents, ranks: Ranks, sizes: FileSizes) -> None:
+        self._run_dir, self._step, self._contents, self._ranks = run_dir, step, contents, ranks
+        specs = contents.tensors.specs
+        self._files = plan_files(specs, ranks.size, **vars(sizes))
+        self._nbytes = sum(file.nbytes for file in self._files)
+        self._tensors: Snapshot = self._reported_tensors
+        self._directory = run_dir / names.temporary_name(step)
+        self._directory = run_dir / self._on_first_rank(self._make_directory)
+
+    def _reported_tensors(self, ranks: Ranks) -> Iterator[TensorData]:
+        for data in self._contents.tensors.tensors(self._files, ranks):
+            yield data
+            del data  # else it would be referenced while the next one is gathered
+            self._contents.progress()
+
+    def take_snapshot(self, memory: SnapshotMemory, ranks: Ranks) -> None:
+        """Copy the tensors into `memory`. `ranks`: the same ranks over connections that only `finish` uses."""
+        with self._directory_removed_on_error():
+            self._tensors = self._contents.tensors.snapshot(self._files, self._ranks, memory)
+        self._ranks = ranks
+
+    def finish(self) -> SavedCheckpoint:
+        """Write, wait for all ranks, and commit. A collective call. Raises CheckpointError, on every rank alike."""
+        ranks = self._ranks
+        small_files = self._write_small_files if ranks.is_first else None
+        with self._directory_removed_on_error():
+            writer = RankWriter(self._directory, self._files, rank=ranks.rank, write_small_files=small_files)
+            writer.write(self._tensors(ranks))
+        while not ranks.all(writer.wait(_POLL_SECONDS)):
+            pass
+        outcomes = ranks.gather(writer.outcome)
+        if (failure := first_failure(outcomes)) is not None:
+            self._fail(failure, writer.error)
+        records = [record for outcome in outcomes if isinstance(outcome, list) for record in outcome]
+        path, notices = self._on_first_rank(lambda: self._commit(records))
+        return SavedCheckpoint(path=path, step=self._step, nbytes=self._nbytes, notices=tuple(notices))
+
+    def _make_directory(self) -> str:
+        self._contents.check_lock()
+        has_optimizer = any(file.kind != names.MODEL for file in self._files)
+        open_directory(self._directory, [names.OPTIMIZER] if has_optimizer else [])
+        return self._directory.name
+
+    def _write_small_files(self) -> list[FileRecord]:
+        self._contents.write_model_files(self._directory)
+        state = json.dumps(self._contents.trainer_state, indent=1) + "\n"
+        names.write_synced(self._directory / names.TRAINER_STATE, state.encode())
+        if (index := model_index(self._files)) is not None:
+            names.write_synced(self._directory / names.INDEX, index)
+        return sync_and_hash(self._directory, exclude={file.path for file in self._files})
+
+    def _commit(self, records: Sequence[FileRecord]) -> tuple[Path, list[str]]:
+        self._contents.check_lock()
+        path, notices = commit(self._directory, self._step, records)
+        if self._contents.retention is not None:
+            notices += delete_old_checkpoints(self._run_dir, self._contents.retention)
         return path, notices
 
     def _on_first_rank(self, function: Callable[[], T]) -> T:
-        """What `function` gives there, on every rank; where it raises, all fail."""
-        outcome: T | Failure | None = None
+        """Call `function` on the first rank; every rank returns its result. Where it raises, all fail."""
+        outcome: T | RankFailure | None = None
         cause = None
         if self._ranks.is_first:
             try:
                 outcome = function()
             except Exception as error:
-                outcome, cause = Failure.of(error, rank=0, path=self._folder), error
-        agreed: T | Failure | None = self._ranks.gather(outcome)[0]
-        if isinstance(agreed, Failure):
+                outcome, cause = RankFailure.of(error, rank=0, path=self._directory), error
+        agreed: T | RankFailure | None = self._ranks.gather(outcome)[0]
+        if isinstance(agreed, RankFailure):
             self._fail(agreed, cause)
         return agreed  # type: ignore[return-value]
 
-    def _fail(self, failure: Failure, cause: BaseException | None) -> NoReturn:
-        self._remove_folder()
-        # Also so that nobody goes on before it is gone.
-        free_bytes = self._ranks.from_first(self._free_bytes)
-        raise self._error(failure, free_bytes) from cause
+    @contextmanager
+    def _directory_removed_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._remove_directory()
+            raise
 
-    def _remove_folder(self) -> None:
+    def _remove_directory(self) -> None:
         if self._ranks.is_first:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _fail(self, failure: RankFailure, cause: BaseException | None) -> NoReturn:
+        self._remove_directory()
+        free_bytes = self._ranks.run_on_first(self._free_bytes)  # also a barrier: no rank returns before the removal
+        path = printable(self._run_dir / names.step_name(self._step))
+        where = f" at {failure.path}" if failure.path else ""
+        if failure.is_disk_full:
+            free = "" if free_bytes is None else f", and {format_bytes(free_bytes)} are free"
+            what = f"rank {failure.rank} ran out of disk space{where}. "
+            what += f"The checkpoint needs {format_bytes(self._nbytes)}{free}"
+            advice = " Free disk space, or choose another run_dir."
+        else:
+            what = f"rank {failure.rank} failed{where} ({failure.reason})"
+            advice = " Choose a run_dir that every rank may write to." if failure.is_permission_denied else ""
+        raise CheckpointError(
+            f"{path}: {what}. Earlier checkpoints are unaffected.{advice}",
+            path=path,
+            rank=failure.rank,
+            reason=failure.reason,
+            bytes_needed=self._nbytes if failure.is_disk_full else None,
+        ) from cause
 
     def _free_bytes(self) -> int | None:
         try:
@@ -213,32 +262,12 @@ class Saving:
         except OSError:
             return None
 
-    def _error(self, failure: Failure, free_bytes: int | None) -> CheckpointError:
-        path = shown(str(self._run_dir / step_name(self._step)))
-        where = f" at {failure.path}" if failure.path else ""
-        if failure.is_full:
-            free = "" if free_bytes is None else f", and {format_bytes(free_bytes)} are free"
-            what = f"rank {failure.rank} ran out of room{where}. The checkpoint needs {format_bytes(self.nbytes)}{free}"
-            advice = " Make room, or choose another run_dir."
-        else:
-            what = f"rank {failure.rank} failed{where} ({failure.reason})"
-            advice = " Choose a run_dir that every rank may write." if failure.is_denied else ""
-        return CheckpointError(
-            f"{path}: {what}. What was saved before is whole.{advice}",
-            path=path,
-            rank=failure.rank,
-            reason=failure.reason,
-            bytes_needed=self.nbytes if failure.is_full else None,
-        )
-
 
 def model_index(files: Sequence[PlannedFile]) -> bytes | None:
     """The content of model.safetensors.index.json; None where the model is in one file."""
-    of_model = [file for file in files if file.kind == MODEL]
-    if len(of_model) <= 1:
+    model_files = [file for file in files if file.kind == names.MODEL]
+    if len(model_files) <= 1:
         return None
-    index = {
-        "metadata": {"total_size": sum(file.nbytes for file in of_model)},
-        "weight_map": {spec.name: file.path for file in of_model for spec in file.specs},
-    }
+    weight_map = {spec.name: file.path for file in model_files for spec in file.specs}
+    index = {"metadata": {"total_size": sum(file.nbytes for file in model_files)}, "weight_map": weight_map}
     return (json.dumps(index, indent=2) + "\n").encode()

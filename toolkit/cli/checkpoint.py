@@ -1,35 +1,24 @@
-"""`dstk checkpoint`: which checkpoints a run has, whether they are whole, and what is in them."""
+"""`dstk checkpoint`: list, verify and inspect the checkpoints of a run."""
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from toolkit.errors import nearest
-from toolkit.units import format_bytes, format_count, format_duration
+from toolkit.cli import CommandGroup
+from toolkit.units import format_bytes, format_count, format_duration, plural
 
 if TYPE_CHECKING:
-    from toolkit.checkpoint.overview import Overview
     from toolkit.checkpoint.reader import CheckpointReader
+    from toolkit.checkpoint.select import CheckpointSummary
 
 _DAMAGED = 2
 
 
-class _Group(click.Group):
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Refuse an unknown command with the nearest name."""
-        if args[0] not in self.commands and not args[0].startswith("-"):
-            known = f" Commands: {', '.join(self.commands)}."
-            raise click.UsageError(f"{args[0]} is not a command.{nearest(args[0], self.commands) or known}", ctx)
-        return super().resolve_command(ctx, args)
-
-
-@click.group(cls=_Group, subcommand_metavar="COMMAND ...", options_metavar="")
+@click.group(cls=CommandGroup, subcommand_metavar="COMMAND ...", options_metavar="")
 def command() -> None:
     """List, verify or inspect the checkpoints of a run.
 
@@ -45,22 +34,22 @@ _as_json: Callable[[Any], Any] = click.option("--json", "as_json", is_flag=True,
 
 @command.command("list")
 @click.argument("path", type=click.Path(path_type=Path))
-@click.option("--verify", "hashes", is_flag=True, help="Read every byte, to find what sizes do not show.")
+@click.option("--verify", "hashes", is_flag=True, help="Read every byte, to find damage that sizes do not show.")
 @_as_json
 def list_(path: Path, hashes: bool, as_json: bool) -> None:
     """Print the checkpoints of the run PATH, oldest first.
 
-    A checkpoint counts as whole when its manifest, its sizes and the headers of its tensors fit; with --verify, when
+    A checkpoint counts as complete when its manifest, sizes and tensor headers are consistent; with --verify, when
     every file has the hash that was written.
     """
-    from toolkit.checkpoint.overview import overview_of
+    from toolkit.checkpoint.select import first_of, summarize_checkpoints
 
-    found = overview_of(path, hashes=hashes)
+    found = summarize_checkpoints(path, hashes=hashes)
     if as_json:
-        click.echo(json.dumps([_plain(one) for one in found], indent=2))
+        _print_json(found)
         return
     _print_table(
-        ["step", "size", "age", "layout", "precision", "whole"],
+        ["step", "size", "age", "layout", "precision", "complete"],
         [
             [
                 str(one.step),
@@ -68,7 +57,7 @@ def list_(path: Path, hashes: bool, as_json: bool) -> None:
                 "" if one.modified is None else format_duration(max(0.0, time.time() - one.modified)),
                 _text(one.state, "layout"),
                 _text(one.state, "precision"),
-                _verdict(one),
+                "no: " + first_of(one.problems) if one.problems else "yes",
             ]
             for one in found
         ],
@@ -82,16 +71,16 @@ def list_(path: Path, hashes: bool, as_json: bool) -> None:
 def verify(path: Path, as_json: bool) -> int:
     """Read every byte of the checkpoint PATH, or of all checkpoints of a run.
 
-    Prints a line for each problem, with the file; exits with 0 if all are whole, and with 2 if one is not.
+    Prints a line for each problem, with the file; exits with 0 if all are complete, and with 2 if one is not.
     """
-    from toolkit.checkpoint.overview import overview_of
+    from toolkit.checkpoint.select import summarize_checkpoints
 
-    found = overview_of(path, hashes=True)
+    found = summarize_checkpoints(path, hashes=True)
     if as_json:
-        click.echo(json.dumps([_plain(one) for one in found], indent=2))
+        _print_json(found)
     for one in [] if as_json else found:
         if not one.problems:
-            click.echo(f"{one.path}: whole, {format_bytes(one.nbytes or 0)}")
+            click.echo(f"{one.path}: complete, {format_bytes(one.nbytes or 0)}")
         for problem in one.problems:
             click.echo(f"{one.path}: {problem}", err=True)
     return _DAMAGED if any(one.problems for one in found) else 0
@@ -102,63 +91,44 @@ def verify(path: Path, as_json: bool) -> int:
 @click.option("--tensors", is_flag=True, help="Every tensor with shape, dtype and norm, read one at a time.")
 @_as_json
 def inspect(path: Path, tensors: bool, as_json: bool) -> None:
-    """Print where the checkpoint PATH stands and what it holds; of a run, its newest whole one. Also of a model."""
-    from toolkit.checkpoint.overview import is_checkpoint, newest_whole
+    """Print the progress and content of the checkpoint PATH, or of a run's newest complete one. Also of a model."""
+    from toolkit.checkpoint.ranks import Ranks
     from toolkit.checkpoint.reader import CheckpointReader
+    from toolkit.checkpoint.select import is_checkpoint, select_checkpoint
 
-    chosen = path if is_checkpoint(path) else newest_whole(path)
+    chosen = path if is_checkpoint(path) else select_checkpoint(path, ranks=Ranks.single()).path
     saved = CheckpointReader(chosen)
     state = saved.trainer_state or {}
-    kinds = [_kind(saved, kind) for kind in saved.kinds]
-    rows = [row for kind in saved.kinds for row in _tensors(saved, kind)] if tensors else []
+    kinds = [_kind(saved, kind) for kind in saved.specs]
+    rows = [row for kind in saved.specs for row in _tensors(saved, kind)] if tensors else []
     if as_json:
         content = {"path": str(chosen), "step": saved.step, "state": state, "kinds": kinds}
         click.echo(json.dumps(content | ({"tensors": rows} if tensors else {}), indent=2))
         return
-    for name, text in [("checkpoint", str(chosen)), *_words(state)]:
+    for name, text in [("checkpoint", str(chosen)), *_progress(state)]:
         click.echo(f"{name:>10}  {text}")
     for kind in kinds:
-        files = f"{kind['files']} file{'' if kind['files'] == 1 else 's'}"
-        values = format_count(kind["values"])
+        size = f"{format_count(kind['values'])} values, {format_bytes(kind['nbytes'])}"
         click.echo(
-            f"{kind['kind']:>10}  {kind['tensors']} tensors, {values} values, {format_bytes(kind['nbytes'])}, "
-            f"{kind['dtype']}, {files}"
+            f"{kind['kind']:>10}  {kind['tensors']} tensors, {size}, {kind['dtype']}, {plural(kind['files'], 'file')}"
         )
     if tensors:
         click.echo("")
-        _print_table(
-            ["kind", "name", "shape", "dtype", "norm"],
-            [
-                [
-                    row["kind"],
-                    row["name"],
-                    " x ".join(map(str, row["shape"])) or "1",
-                    row["dtype"],
-                    f"{row['norm']:.6g}",
-                ]
-                for row in rows
-            ],
-        )
+        shown = [
+            [one["kind"], one["name"], " x ".join(map(str, one["shape"])) or "1", one["dtype"], f"{one['norm']:.6g}"]
+            for one in rows
+        ]
+        _print_table(["kind", "name", "shape", "dtype", "norm"], shown)
 
 
-def _plain(one: "Overview") -> dict[str, Any]:
-    return {
-        "path": str(one.path),
-        "step": one.step,
-        "nbytes": one.nbytes,
-        "modified": one.modified,
-        "layout": one.state.get("layout"),
-        "precision": one.state.get("precision"),
-        "whole": not one.problems,
-        "problems": list(one.problems),
-    }
-
-
-def _verdict(one: "Overview") -> str:
-    if not one.problems:
-        return "yes"
-    more = f" (and {len(one.problems) - 1} more)" if len(one.problems) > 1 else ""
-    return f"no: {one.problems[0]}{more}"
+def _print_json(found: Sequence["CheckpointSummary"]) -> None:
+    rows = [
+        {"path": str(one.path), "step": one.step, "nbytes": one.nbytes, "modified": one.modified}
+        | {key: one.state.get(key) for key in ("layout", "precision")}
+        | {"complete": not one.problems, "problems": list(one.problems)}
+        for one in found
+    ]
+    click.echo(json.dumps(rows, indent=2))
 
 
 def _text(state: dict[str, Any], key: str) -> str:
@@ -166,28 +136,28 @@ def _text(state: dict[str, Any], key: str) -> str:
     return value if isinstance(value, str) and value.isprintable() else ""
 
 
-def _words(state: dict[str, Any]) -> list[tuple[str, str]]:
-    """The trainer's state, as one would say it."""
+def _progress(state: dict[str, Any]) -> list[tuple[str, str]]:
+    """(label, text) for each line about the trainer state."""
     if not state:
         return []
-    from toolkit.checkpoint.names import shown
-    from toolkit.train.trainer_state import TrainerState
+    from toolkit.checkpoint.trainer_state import TrainerState
+    from toolkit.files import printable
 
     read = TrainerState.from_dict(state, path="trainer_state.json")
     steps = read.recipe.get("train", {}).get("steps")
     model, data = (read.recipe.get(section, {}) for section in ("model", "data"))
     scale = f", loss scale {read.loss_scale['cur_scale']:g}" if "cur_scale" in read.loss_scale else ""
     counts = f"{format_count(read.samples)} samples, {format_count(read.tokens)} tokens, {read.updates} updates"
-    split = f"micro-batches of {read.micro_size}, accumulation {read.accumulation}"
+    split = f"micro-batches of {read.micro_batch_size}, accumulation {read.accumulation}"
     versions = ", ".join(f"{name} {version}" for name, version in read.versions.items())
-    words = {
+    lines = {
         "recipe": f"{model.get('name_or_path')} on {data.get('source')}, seed {read.seed}",
         "step": f"{read.step} of {steps}, {counts}",
         "rate": f"learning rate {read.learning_rate:.3g}{scale}",
         "layout": f"{read.layout}, {read.engine}, {read.precision}, {split}",
         "written by": versions,
     }
-    return [(name, shown(text)) for name, text in words.items()]
+    return [(name, printable(text)) for name, text in lines.items()]
 
 
 def _kind(saved: "CheckpointReader", kind: str) -> dict[str, Any]:
@@ -210,24 +180,15 @@ def _tensors(saved: "CheckpointReader", kind: str) -> list[dict[str, Any]]:
     for name, spec in saved.specs[kind].items():
         values = saved.tensor(kind, name).clone()
         wide = values.double() if values.dtype in (torch.float64, torch.int64) else values.float()
-        rows.append(
-            {
-                "kind": kind,
-                "name": name,
-                "shape": list(spec.shape),
-                "dtype": str(spec.dtype).removeprefix("torch."),
-                "norm": float(torch.linalg.vector_norm(wide)),
-            }
-        )
+        norm = float(torch.linalg.vector_norm(wide))
+        dtype = str(spec.dtype).removeprefix("torch.")
+        rows.append({"kind": kind, "name": name, "shape": list(spec.shape), "dtype": dtype, "norm": norm})
     return rows
 
 
 def _print_table(headings: list[str], rows: list[list[str]], *, right: int = 0) -> None:
-    """Columns as wide as they need to be; the first `right` of them hold numbers."""
-    widths = [max(len(row[i]) for row in [headings, *rows]) for i in range(len(headings))]
+    """Print columns as wide as needed; the first `right` of them are numbers."""
+    widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
     for row in [headings, *rows]:
-        cells = (
-            cell.rjust(width) if i < right else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
+        cells = (f"{cell:{'>' if i < right else '<'}{widths[i]}}" for i, cell in enumerate(row))
         click.echo("  ".join(cells).rstrip())

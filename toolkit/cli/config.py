@@ -1,21 +1,33 @@
 """`dstk config`: the DeepSpeed JSON of a recipe or of flags, for DeepSpeed, accelerate or the Trainer, explained."""
 
+import glob
 import json
+import os
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
 import click
 
-from toolkit.cli import config_flags
-from toolkit.cli.config_job import flag_overrides, is_guess, job_of
-from toolkit.dsconfig.job import ConfigJob
-from toolkit.dsconfig.launch import Launch, Launcher
+from toolkit.cli import guess_note
+from toolkit.cli.config_options import add_options, flag_overrides, is_guess, job_of
+from toolkit.config.recipe import Recipe
+from toolkit.dsconfig.build import ConfigJob
+from toolkit.dsconfig.launch_scripts import TRAIN, Launch, Launcher, beside
 from toolkit.dsconfig.options import PLAIN
 from toolkit.errors import ConfigError
+from toolkit.hardware import variant_note
+from toolkit.models.shape import find_name
 
 _FORMAT = click.Choice(["json", "accelerate", "hf-trainer", "all"])
-_JSON, _TRAINER, _ACCELERATE = "ds_config.json", "ds_config_auto.json", "accelerate.yaml"
+_WIDTH_OF_A_FILE = 160
+_JSON, _TRAINER = "ds_config.json", "ds_config_auto.json"
+_YAML, _PREPARED = "accelerate.yaml", "ds_config_accelerate.json"
 
 
 @click.command()
@@ -23,12 +35,10 @@ _JSON, _TRAINER, _ACCELERATE = "ds_config.json", "ds_config_auto.json", "acceler
 @click.option("--recipe", metavar="RECIPE", help="The same as the argument.")
 @click.option("--format", "kind", type=_FORMAT, default="json", help="See above [json].")
 @click.option("--launcher", type=click.Choice(get_args(Launcher)), help="Print the script that starts the job instead.")
-@click.option("--script", metavar="TEXT", help="What it starts [train.py, or recipes/train.py with a recipe].")
+@click.option("--script", metavar="TEXT", help="What it starts [recipes/train.py; without a recipe train.py].")
 @click.option("--explain", is_flag=True, help="Print every key, what it does, its default and why it has its value.")
 @click.option("--output", type=click.Path(file_okay=False, path_type=Path), metavar="DIR", help="Write files there.")
-@config_flags.trained
-@config_flags.added
-@config_flags.placed
+@add_options
 def command(
     arguments: tuple[str, ...],
     recipe: str | None,
@@ -46,9 +56,9 @@ def command(
 
     \b
     Formats: json         every value that matters, written out
-             accelerate   the YAML for `accelerate launch --config_file`, which names ds_config.json
+             accelerate   the YAML for `accelerate launch --config_file`, and the JSON that it names
              hf-trainer   `auto` where the Trainer's arguments or the model decide
-             all          the three of them, into --output DIR
+             all          all of them, into --output DIR
 
     \b
     Examples:
@@ -58,30 +68,32 @@ def command(
     """
     path, overrides = _split(arguments, recipe)
     job = job_of(path, overrides, flags)
-    if is_guess(job, flags):
-        ranks = job.layout.world_size
-        many = "1 rank" if ranks == 1 else f"{ranks} ranks"
-        click.echo(f"note: for {many}, as neither --world-size nor parallel.dp says how many.", err=True)
-    if "optimizer" not in job.config:
-        click.echo("note: there is no optimizer section: the program passes its own to deepspeed.initialize.", err=True)
-    _refuse_contradictions(kind, launcher, explain=explain, output=output, hosts=flags["hosts"], job=job)
-    launch = _launch(job, path, overrides, script, kind, flags)
+    _check_flags(kind, launcher, explain=explain, output=output, hosts=flags["hosts"], job=job)
+    train: list[str] = []
+    if path is not None:
+        recipe = os.path.abspath(path) if output is None else beside(Path(path).name)
+        train = [*TRAIN, "--config", recipe, *overrides, *flag_overrides(flags), *_located_data(job.recipe)]
+    launch = _launch(job, _program(job, script, kind, train), kind, flags, output)
     if explain:
-        from toolkit.cli.config_table import show
-
-        show(_config(job, kind), job)
+        _print_table(_config(job, kind), job)
     elif output is not None:
-        _write(output, job, kind, launch, launcher)
+        _write(output, job, path, kind, launch, launcher)
     elif launcher is not None:
-        click.echo(launch.script(launcher), nl=False)
+        text = launch.script(launcher)
+        click.echo(text, nl=False)
+        if named := set(re.findall(r'"\$here"/(\S+\.(?:json|yaml))', text)):
+            files = " and ".join(sorted(named))
+            click.echo(f"note: it reads {files} beside itself; --output DIR writes script and files.", err=True)
     elif kind == "accelerate":
-        click.echo(_accelerate(launch), nl=False)
+        click.echo(launch.accelerate_yaml(_PREPARED), nl=False)
     else:
         click.echo(json.dumps(_config(job, kind), indent=2))
+    guess = guess_note(job.layout.world_size) if is_guess(job, flags) else None
+    for note in filter(None, (guess, variant_note(flags["gpu"]))):
+        click.echo(f"note: {note}", err=True)
 
 
 def _split(arguments: tuple[str, ...], recipe: str | None) -> tuple[str | None, tuple[str, ...]]:
-    """The recipe and its overrides."""
     overrides = tuple(argument for argument in arguments if "=" in argument)
     paths = [argument for argument in arguments if "=" not in argument] + ([recipe] if recipe else [])
     if len(paths) > 1:
@@ -91,75 +103,138 @@ def _split(arguments: tuple[str, ...], recipe: str | None) -> tuple[str | None, 
     return (paths[0] if paths else None), overrides
 
 
-def _refuse_contradictions(
+def _check_flags(
     kind: str, launcher: str | None, *, explain: bool, output: Path | None, hosts: tuple[str, ...], job: ConfigJob
 ) -> None:
     if kind == "all" and output is None:
-        raise ConfigError("--format all makes several files. Say where with --output DIR.")
+        raise ConfigError("--format all writes several files. Give a directory with --output DIR.")
     if explain and (output is not None or launcher is not None or kind in ("accelerate", "all")):
-        raise ConfigError("--explain prints a table of one JSON. Leave out --output and --launcher, and choose json.")
+        raise ConfigError("--explain prints a table of one JSON. Omit --output and --launcher, and choose json.")
     if hosts and len(hosts) != job.nodes:
-        raise ConfigError(f"{len(hosts)} names of hosts for {job.nodes} nodes. Give --host once for each node.")
+        raise ConfigError(f"{len(hosts)} host names for {job.nodes} nodes. Give --host once for each node.")
 
 
-def _launch(
-    job: ConfigJob, path: str | None, overrides: tuple[str, ...], script: str | None, kind: str, flags: dict[str, Any]
-) -> Launch:
-    import shlex
+def _program(job: ConfigJob, script: str | None, kind: str, train: list[str]) -> list[str]:
+    """Return what the script starts, with every file by a name that holds in any directory.
 
+    `train` is the command of this toolkit's own program; empty without a recipe.
+    """
     from toolkit.dsconfig.trainer import trainer_arguments
 
     if script is not None:
-        program = shlex.split(script)
-    elif kind == "hf-trainer":
-        program = ["train.py", "--deepspeed", _TRAINER, *trainer_arguments(job)]
-    elif path is not None:
-        program = ["recipes/train.py", "--config", path, *overrides, *flag_overrides(flags)]
-        if job.config != replace(job, options=PLAIN).config:
-            program += ["--deepspeed_config", _JSON]
-    elif kind == "accelerate":
-        program = ["train.py"]  # Accelerator reads the JSON that the YAML names
-    else:
-        program = ["train.py", "--deepspeed_config", _JSON]
-    return Launch(
-        job=job,
-        program=program,
-        name=flags["run_name"],
-        hosts=flags["hosts"],
-        port=flags["port"],
-        accelerate_config=_ACCELERATE if kind == "accelerate" else None,
-    )
+        try:
+            return [_located(word) for word in shlex.split(script)]
+        except ValueError as error:
+            raise click.UsageError(f"--script {script}: {error}. Quote it as for a shell.") from None
+    default = _located("train.py") if Path("train.py").is_file() else beside("train.py")
+    if kind == "hf-trainer":
+        return [default, "--deepspeed", beside(_TRAINER), *trainer_arguments(job)]
+    changed = replace(job.options, run_name=PLAIN.run_name, log_dir=PLAIN.log_dir) != PLAIN
+    # Under accelerate both programs read the JSON that the YAML names.
+    named = kind != "accelerate" and (changed or not train)
+    return [*(train or [default]), *(["--deepspeed_config", beside(_JSON)] if named else [])]
+
+
+def _located(word: str) -> str:
+    path = Path(word)
+    return os.path.abspath(path) if path.suffix and path.is_file() else word
+
+
+def _located_data(recipe: Recipe) -> list[str]:
+    """Return overrides that make the paths of a recipe absolute: its run may start in any directory."""
+    given = {"model.name_or_path": recipe.model.name_or_path}
+    given |= {"data.source": recipe.data.source, "data.tokenizer": recipe.data.tokenizer}
+    return [
+        f"{field}={json.dumps(os.path.abspath(os.path.expanduser(value)))}"
+        for field, value in given.items()
+        if not (Path(value).is_absolute() or value in ("stdlib", "markov") or find_name(value))
+        and (Path(value).exists() or glob.has_magic(value))
+    ]
+
+
+def _launch(job: ConfigJob, program: list[str], kind: str, flags: dict[str, Any], output: Path | None) -> Launch:
+    activate = Path(sys.prefix, "bin", "activate")
+    given = {name: flags[name] for name in ("hosts", "port", "cpus_per_gpu")} | {"name": flags["run_name"]}
+    given |= {"activate": str(activate) if activate.is_file() else None}
+    files = (_YAML, _PREPARED) if kind in ("accelerate", "all") else None
+    return Launch(job=job, program=program, folder=os.path.abspath(output or "."), accelerate_files=files, **given)
 
 
 def _config(job: ConfigJob, kind: str) -> dict[str, Any]:
     from toolkit.dsconfig.trainer import trainer_config
 
-    return trainer_config(job) if kind == "hf-trainer" else job.config
+    if kind == "hf-trainer":
+        return trainer_config(job)
+    for note in _notes(job):
+        click.echo(f"note: {note}", err=True)
+    return job.config
 
 
-def _accelerate(launch: Launch) -> str:
-    from toolkit.dsconfig.accelerate import accelerate_yaml
+def _notes(job: ConfigJob) -> Iterator[str]:
+    if "optimizer" not in job.config:
+        yield "there is no optimizer section: the program passes its own to deepspeed.initialize."
+    if job.config.get("communication_data_type") == "fp32" and (half := job.recipe.precision) != "fp32":
+        yield f"fp32 doubles the bytes of the gradients' reduction; --communication-dtype {half} halves them."
+    if "aio" in job.config:
+        yield f"ds_nvme_tune --nvme_dir {job.options.nvme_path} measures the aio values that suit this drive."
 
-    return accelerate_yaml(launch.job, config_file=_JSON, main_address=launch.nodes[0], main_port=launch.port)
 
+def _write(
+    folder: Path, job: ConfigJob, path: str | None, kind: str, launch: Launch, launcher: Launcher | None
+) -> None:
+    from toolkit.dsconfig.trainer import accelerate_config
 
-def _write(folder: Path, job: ConfigJob, kind: str, launch: Launch, launcher: Launcher | None) -> None:
     files: dict[str, str] = {}
-    if kind in ("json", "accelerate", "all"):
-        files[_JSON] = json.dumps(job.config, indent=2) + "\n"
+    if kind in ("json", "all"):
+        files[_JSON] = json.dumps(_config(job, kind), indent=2) + "\n"
     if kind in ("accelerate", "all"):
-        files[_ACCELERATE] = _accelerate(launch)
+        files[_YAML] = launch.accelerate_yaml(os.path.join(launch.folder, _PREPARED))
+        files[_PREPARED] = json.dumps(accelerate_config(job), indent=2) + "\n"
     if kind in ("hf-trainer", "all"):
         files[_TRAINER] = json.dumps(_config(job, "hf-trainer"), indent=2) + "\n"
     if launcher is not None:
         files["job.sbatch" if launcher == "slurm" else "launch.sh"] = launch.script(launcher)
         if launcher == "deepspeed" and job.nodes > 1:
             files["hostfile"] = launch.hostfile()
+        if path is not None and beside(recipe := Path(path).name) in launch.program:
+            if recipe in files:
+                raise ConfigError(f"{path}: a file of this name is written beside its copy. Rename the recipe.")
+            if os.path.abspath(path) != os.path.join(launch.folder, recipe):
+                files[recipe] = Path(path).read_text(encoding="utf-8")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
             (folder / name).write_text(text, encoding="utf-8")
+            if text.startswith("#!"):
+                (folder / name).chmod(0o755)
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be written ({error.strerror}). Choose another directory.") from error
     for name in files:
         click.echo(folder / name)
+
+
+def _print_table(config: dict[str, Any], job: ConfigJob) -> None:
+    """Print every key, its value, DeepSpeed's default, what it does and why it has its value."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from toolkit.dsconfig.explain import explain
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for name, style in (("key", ""), ("value", ""), ("default", "dim")):
+        table.add_column(name, overflow="fold", style=style)
+    table.add_column("what it does, and why it has this value", overflow="fold", ratio=1)
+    for row in explain(config, job):
+        same = row.value == row.default and isinstance(row.value, bool) == isinstance(row.default, bool)
+        why = Text(f"{row.what} ").append(f"{row.why[0].upper()}{row.why[1:]}.", style="cyan")
+        table.add_row(row.path, Text(_shown(row.value), style="" if same else "bold"), _shown(row.default), why)
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDTH_OF_A_FILE
+    console = Console(width=width, highlight=False)
+    console.print(table)
+    note = "defaults of DeepSpeed 0.19.8; bold where they differ."
+    console.print(f"\n{job.recipe.model.name_or_path}, {job.layout}, {note}", soft_wrap=True)
+
+
+def _shown(value: Any) -> str:
+    return "none" if value is None else value if isinstance(value, str) and value else json.dumps(value)

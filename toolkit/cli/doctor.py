@@ -1,34 +1,31 @@
-"""`dstk doctor`: what this machine has and lacks for training, and how to mend it."""
+"""`dstk doctor`: what this machine lacks for training, and how to fix it."""
 
 import json
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 
 import click
 
-from toolkit.doctor import Check, Facts, State, examine, gather
+from toolkit.cli import FiniteRange
+from toolkit.doctor import CheckState, MachineCheck, MachineFacts, examine
+from toolkit.doctor.collect import gather
 
-_STYLES: dict[State, str] = {"ok": "green", "note": "yellow", "problem": "bold red"}
+_STYLES: dict[CheckState, str] = {"ok": "green", "note": "yellow", "problem": "bold red"}
+_TIMEOUT = "Time limit for one program, or for the import of torch or DeepSpeed.  [default: 90]"
 
 
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@click.option("--only-problems", is_flag=True, help="Leave out what is in order.")
-@click.option(
-    "--timeout",
-    type=click.FloatRange(min=1),
-    default=90,
-    show_default=True,
-    metavar="SECONDS",
-    help="How long to wait for one program, or for the import of torch or DeepSpeed.",
-)
+@click.option("--only-problems", is_flag=True, help="Print problems and notes only.")
+@click.option("--timeout", type=FiniteRange(min=1), default=90, metavar="SECONDS", help=_TIMEOUT)
 def command(as_json: bool, only_problems: bool, timeout: float) -> int:
-    """Look at this machine: versions, GPUs and links, compilers, memory, disks, limits, environment.
+    """Check this machine: versions, GPUs and links, compilers, memory, disks, limits, environment.
 
-    Takes some seconds, most of them to import torch and DeepSpeed (in processes of their own). A `problem` is what
-    will fail; a `note` is what makes a run slower, or what only some runs need. Each comes with its mend.
+    Takes some seconds, most of them to import torch and DeepSpeed in separate processes. A `problem` makes runs fail;
+    a `note` makes them slower, or concerns only some runs. Each comes with its fix.
 
     Exits with 1 if there is a problem, else with 0.
 
@@ -39,7 +36,7 @@ def command(as_json: bool, only_problems: bool, timeout: float) -> int:
       dstk doctor --json | jq '.checks[] | select(.state == "problem")'
     """
     if not as_json and sys.stderr.isatty():
-        click.echo("looking (torch and DeepSpeed take a few seconds to import) …", err=True)
+        click.echo("checking (torch and DeepSpeed take a few seconds to import) …", err=True)
     facts = gather(timeout_seconds=timeout)
     checks = examine(facts)
     if as_json:
@@ -49,16 +46,13 @@ def command(as_json: bool, only_problems: bool, timeout: float) -> int:
     return 1 if any(check.state == "problem" for check in checks) else 0
 
 
-def _document(facts: Facts, checks: Sequence[Check]) -> dict[str, object]:
-    return {
-        "host": facts.host,
-        "problems": sum(check.state == "problem" for check in checks),
-        "notes": sum(check.state == "note" for check in checks),
-        "checks": [asdict(check) for check in checks],
-    }
+def _document(facts: MachineFacts, checks: Sequence[MachineCheck]) -> dict[str, object]:
+    states = Counter(check.state for check in checks)
+    counts = {"problems": states["problem"], "notes": states["note"]}
+    return {"host": facts.host, **counts, "checks": [asdict(check) for check in checks]}
 
 
-def _show(facts: Facts, checks: Sequence[Check]) -> None:
+def _show(facts: MachineFacts, checks: Sequence[MachineCheck]) -> None:
     from rich.console import Console
     from rich.padding import Padding
     from rich.table import Table
@@ -66,7 +60,7 @@ def _show(facts: Facts, checks: Sequence[Check]) -> None:
 
     width = min(shutil.get_terminal_size().columns, 140) if sys.stdout.isatty() else 140
     console = Console(width=width, highlight=False)
-    console.print(Text(f"{facts.host}, {facts.system}, looked at in {facts.seconds:.1f} s", style="dim"))
+    console.print(Text(f"{facts.host}, {facts.system}, checked in {facts.seconds:.1f} s", style="dim"))
     names = max((len(check.name) for check in checks), default=0)
     for topic in dict.fromkeys(check.topic for check in checks):
         console.print(Text(f"\n{topic}", style="bold"))
@@ -76,14 +70,13 @@ def _show(facts: Facts, checks: Sequence[Check]) -> None:
         table.add_column(overflow="fold")
         for check in (check for check in checks if check.topic == topic):
             found = Text(check.found)
-            if check.mend:
-                found.append(f"\n→ {check.mend}", style="cyan")
+            if check.fix:
+                found.append(f"\n→ {check.fix}", style="cyan")
             table.add_row(Text(check.state, style=_STYLES[check.state]), check.name, found)
         console.print(Padding(table, (0, 0, 0, 2)))
-    problems = sum(check.state == "problem" for check in checks)
-    notes = sum(check.state == "note" for check in checks)
-    summary = f"{_count(problems, 'problem')}, {_count(notes, 'note')}"
-    console.print(Text(f"\n{summary}", style="bold red" if problems else "bold green"))
+    states = Counter(check.state for check in checks)
+    summary = f"{_count(states['problem'], 'problem')}, {_count(states['note'], 'note')}"
+    console.print(Text(f"\n{summary}", style="bold red" if states["problem"] else "bold green"))
 
 
 def _count(number: int, what: str) -> str:

@@ -1,60 +1,68 @@
 """`dstk export`: a checkpoint as a plain Hugging Face directory."""
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from toolkit.cli.byte_size import ByteSize
+from toolkit.cli import ByteSize
 from toolkit.units import format_bytes
 
 if TYPE_CHECKING:
-    from toolkit.checkpoint.exchange.export import Exported
+    from toolkit.checkpoint.model_directory import WrittenDirectory
+    from toolkit.convert.export_model import Exported
 
 _DIFFERS = 1
+
+output_option: Callable[[Any], Any] = click.option(
+    "-o", "--output", required=True, metavar="DIR", type=click.Path(path_type=Path), help="A new directory."
+)
+max_shard_size_option: Callable[[Any], Any] = click.option(
+    "--max-shard-size", type=ByteSize(), default="5GB", show_default=True, metavar="SIZE", help="Of one file, at most."
+)
+
+
+def describe(written: "WrittenDirectory", *details: str) -> str:
+    """Path, number of tensors, size, details, number of files."""
+    size = [f"{written.tensors} tensors", format_bytes(written.nbytes)]
+    return f"{written.path}: {', '.join([*size, *details])}, {written.files} file{'' if written.files == 1 else 's'}"
 
 
 @click.command()
 @click.argument("source", metavar="RUN_OR_CHECKPOINT", type=click.Path(path_type=Path))
-@click.option("-o", "--output", required=True, metavar="DIR", type=click.Path(path_type=Path), help="A new directory.")
+@output_option
 @click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), help="Of the weights.  [default: as stored]")
-@click.option(
-    "--max-shard-size", type=ByteSize(), default="5GB", show_default=True, metavar="SIZE", help="Of one file."
-)
-@click.option("--verify", is_flag=True, help="Load both with transformers and compare logits and greedy text.")
+@max_shard_size_option
+@click.option("--verify", is_flag=True, help="Load both with transformers, and compare logits and greedy text.")
 def command(source: Path, output: Path, dtype: str | None, max_shard_size: int, verify: bool) -> int:
-    """Write the newest whole checkpoint of a run, or the one that is named, as a plain Hugging Face directory.
+    """Write the newest complete checkpoint of a run, or the one that is named, as a plain Hugging Face directory.
 
-    Weights, config, generation config and tokenizer; nothing of the optimizer. With --verify, exits with 1 if the
+    Writes weights, config, generation config and tokenizer; not the optimizer. With --verify, exits with 1 if the
     directory differs from its source by more than the rounding to --dtype.
 
     \b
     dstk export runs/demo -o demo-bf16 --dtype bf16 --verify
     dstk export runs/demo/step-00000500 -o halfway --max-shard-size 500MB
     """
-    from toolkit.checkpoint.exchange.export import DTYPES, export
+    from toolkit.convert.export_model import DTYPES, export_checkpoint
 
-    done = export(source, output, dtype=DTYPES[dtype] if dtype else None, max_shard_bytes=max_shard_size)
+    done = export_checkpoint(source, output, dtype=DTYPES[dtype] if dtype else None, max_shard_bytes=max_shard_size)
     for notice in done.notices:
         click.echo(f"note: {notice}", err=True)
-    written = done.written
-    files = f"{written.files} file{'' if written.files == 1 else 's'}"
-    stored = str(done.dtype).removeprefix("torch.")
-    click.echo(
-        f"{done.source} → {written.path}: {written.tensors} tensors, {format_bytes(written.nbytes)}, {stored}, {files}"
-    )
+    click.echo(f"{done.source} → {describe(done.written, str(done.dtype).removeprefix('torch.'))}")
     return _verify(done) if verify else 0
 
 
 def _verify(done: "Exported") -> int:
     from transformers.utils import logging
 
-    from toolkit.checkpoint.exchange.reload import same_as
+    from toolkit.convert.model_comparison import compare_models
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    found = same_as(done.source, done.written.path, dtype=done.dtype)
-    text = "the same greedy text" if found.is_same_text else "another greedy text"
+    found = compare_models(done.source, done.written.path, dtype=done.dtype)
+    text = "the same greedy text" if found.is_same_text else "a different greedy text"
     click.echo(
         f"logits differ by {found.logit_difference:.2g} at most, of {found.largest_logit:.3g}; {text}"
         + (", all of it from rounding" if found.is_explained and found.logit_difference else "")

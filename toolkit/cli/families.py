@@ -1,4 +1,4 @@
-"""`dstk families`: which Hugging Face families can be cut, and why the others cannot."""
+"""`dstk families`: which Hugging Face families are supported for pipeline, tensor and sequence parallelism."""
 
 import json
 import shutil
@@ -8,23 +8,24 @@ from collections.abc import Sequence
 import click
 
 from toolkit.errors import ModelError, nearest
-from toolkit.families.support import Support, all_families, checked_version
+from toolkit.models.families.registry import find_spec
+from toolkit.models.support import KINDS, Support, all_families, checked_version
+from toolkit.units import plural
 
-_CUTS = ("pipeline", "tensor", "sequence")
-_WIDTH_OF_A_FILE = 300
-"""Columns where the output is no terminal: enough that every row is one line."""
+_FILE_WIDTH = 300
+"""Columns where the output is not a terminal: enough that every row is one line."""
 
 
 @click.command()
 @click.argument("names", nargs=-1, metavar="[NAME]...")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(names: tuple[str, ...], as_json: bool) -> None:
-    """Print which families of Hugging Face causal LMs can be cut into pipeline stages or by tensor parallelism.
+    """Print which families of Hugging Face causal LMs are supported for pipeline and tensor parallelism.
 
-    The column sequence is for sequence parallelism on top of tensor parallelism.
+    The column sequence is for sequence parallelism on top of tensor parallelism, ulysses for DeepSpeed-Ulysses.
 
-    NAME is the model_type of a config.json; without one, all families are listed. A yes is a proof: a tiny model of
-    the family, cut, has the loss and every gradient of the whole one.
+    NAME is the model_type of a config.json; without one, all families are listed. A yes was tested: a tiny model of
+    the family has the same loss and gradients when it is partitioned as when it is whole.
 
     \b
     Examples:
@@ -40,7 +41,7 @@ def command(names: tuple[str, ...], as_json: bool) -> None:
 
 
 def select(names: Sequence[str]) -> list[Support]:
-    """The families of these names, or all. Raises ModelError for an unknown one."""
+    """Return the families of these names, or all. Raises ModelError for an unknown one."""
     known = all_families()
     for name in names:
         if name not in known:
@@ -50,53 +51,43 @@ def select(names: Sequence[str]) -> list[Support]:
 
 
 def facts(family: Support) -> dict[str, object]:
-    """What --json prints about a family."""
-    return {
-        "pipeline": family.pipeline,
-        "tensor": family.tensor,
-        "sequence": family.sequence,
-        "pipeline_refusal": family.pipeline_refusal,
-        "tensor_refusal": family.tensor_refusal,
-        "sequence_refusal": family.sequence_refusal,
-    }
+    """Return what --json prints about a family."""
+    supported: dict[str, object] = {kind: family.supports(kind) for kind in KINDS}
+    refusals = {f"{kind}_refusal": family.refusal(kind) for kind in KINDS}
+    return supported | {"ulysses": find_spec(family.model_type).ulysses_verified} | refusals
 
 
 def why_not(family: Support) -> str:
-    """The refusals of a family on one line, each with the first of the cuts that it holds for."""
+    """Return the refusals of a family on one line, each with the first kind of parallelism that it applies to."""
     reasons: dict[str, str] = {}
-    for cut, reason in (
-        ("", family.pipeline_refusal),
-        ("tensor: ", family.tensor_refusal),
-        ("sequence: ", family.sequence_refusal),
-    ):
+    for kind in KINDS:
+        reason = family.refusal(kind)
         if reason is not None:
-            reasons.setdefault(reason, cut if reasons else "")
-    return "; ".join(cut + reason for reason, cut in reasons.items())
+            reasons.setdefault(reason, f"{kind}: " if reasons else "")
+    return "; ".join(kind + reason for reason, kind in reasons.items())
 
 
 def show(families: Sequence[Support]) -> None:
-    """Print the table, and under it how many can be cut."""
+    """Print the table, and under it how many families are supported."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for heading in ("family", *_CUTS):
+    for heading in ("family", *KINDS, "ulysses"):
         table.add_column(heading, no_wrap=True)
     table.add_column("why not", style="dim", overflow="fold")
     for family in families:
-        marks = [Text("yes", style="green") if getattr(family, cut) else Text("no", style="red") for cut in _CUTS]
+        found = [*map(family.supports, KINDS), find_spec(family.model_type).ulysses_verified]
+        marks = [Text("yes", style="green") if supported else Text("no", style="red") for supported in found]
         table.add_row(family.model_type, *marks, Text(why_not(family)))
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDTH_OF_A_FILE
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _FILE_WIDTH
     console = Console(width=width, highlight=False)
     console.print(table)
-    pipeline, tensor, sequence = (sum(getattr(family, cut) for family in families) for cut in _CUTS)
+    pipeline, tensor, sequence = (sum(family.supports(kind) for family in families) for kind in KINDS)
     console.print(
-        f"\n{_count(len(families))}: {pipeline} with pipeline stages, {tensor} with tensor parallelism, "
-        f"{sequence} with sequence parallelism, proven with transformers {checked_version()}.",
+        f"\n{plural(len(families), 'family', 'families')}: {pipeline} supported for pipeline parallelism, "
+        f"{tensor} for tensor parallelism, {sequence} for sequence parallelism, tested with "
+        f"transformers {checked_version()}.",
         soft_wrap=True,
     )
-
-
-def _count(families: int) -> str:
-    return "1 family" if families == 1 else f"{families} families"

@@ -1,60 +1,45 @@
-"""`dstk lint`: what is wrong with DeepSpeed configs and accelerate's, before a run finds out."""
+"""`dstk lint`: find mistakes in configs of DeepSpeed and accelerate before a run does."""
 
 import os
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
-from toolkit.cli.byte_size import ByteSize
-from toolkit.dsconfig.lint import Facts, Linted, Linter, Runner, Severity, render
-from toolkit.dsconfig.lint.rules import GROUPS, RULES
-from toolkit.dsconfig.lint.schema import version, version_of
-from toolkit.dsconfig.lint.view import GPU_BYTES
+from toolkit.cli import ByteSize
+from toolkit.config.layout import Layout
 from toolkit.errors import ConfigError, nearest
-from toolkit.layout import Layout
+from toolkit.lint import Linter, LintResult, Runner, Severity, render
+from toolkit.lint.finding import GROUPS, RULES
+from toolkit.lint.key_schema import version, version_of
+from toolkit.lint.view import GPU_BYTES, LintContext
 
 if TYPE_CHECKING:
-    from toolkit.dsconfig.lint.beside import RecipeBeside
+    from toolkit.lint.recipe_context import RecipeContext
 
 
 @click.command()
 @click.argument("files", nargs=-1, metavar="FILE...")
 @click.option("--recipe", metavar="RECIPE", help="A recipe of this toolkit that the config is used with.")
 @click.option("--gpus", type=click.IntRange(min=1), metavar="N", help="GPUs of all machines together.")
-@click.option("--layout", metavar="LAYOUT", help="Who shares samples, such as tp2-pp2: the rest is data-parallel.")
+@click.option("--nodes", type=click.IntRange(min=1), metavar="N", help="Machines.")
+@click.option("--layout", metavar="LAYOUT", help="Ranks that share samples, such as tp2-pp2: the rest is dp.")
 @click.option("--model", metavar="NAME", help="A known shape (gpt2-xl) or a directory with a config.json.")
 @click.option("--gpu-memory", type=ByteSize(), metavar="SIZE", help="Of one GPU, such as 80GB.  [default: 24GiB]")
-@click.option(
-    "--trainer-args", multiple=True, metavar="FILE|NAME=VALUE", help="TrainingArguments of Hugging Face; repeatable."
-)
+@click.option("--trainer-args", multiple=True, metavar="FILE|NAME=VALUE", help="TrainingArguments; repeatable.")
 @click.option("--for", "runner", type=click.Choice(get_args(Runner)), help="Who reads the config; else it is guessed.")
 @click.option("--deepspeed", metavar="VERSION", help=f"The version that runs it.  [default: {version()}]")
-@click.option("--ignore", multiple=True, metavar="RULE[,RULE]", help="Rules to leave out; repeatable.")
-@click.option("--fix", is_flag=True, help="Mend what can be mended, in the files themselves.")
+@click.option("--ignore", multiple=True, metavar="RULE[,RULE]", help="Rules to switch off; repeatable.")
+@click.option("--fix", is_flag=True, help="Fix what can be fixed, in the files themselves.")
 @click.option("--format", "form", type=click.Choice(["text", "json", "github"]), default="text", show_default=True)
 @click.option("--rules", is_flag=True, help="List the rules.")
-def command(
-    files: tuple[str, ...],
-    recipe: str | None,
-    gpus: int | None,
-    layout: str | None,
-    model: str | None,
-    gpu_memory: int | None,
-    trainer_args: tuple[str, ...],
-    runner: Runner | None,
-    deepspeed: str | None,
-    ignore: tuple[str, ...],
-    fix: bool,
-    form: str,
-    rules: bool,
-) -> int:
+def command(files: tuple[str, ...], rules: bool, form: str, **flags: Any) -> int:
     """Find mistakes in DeepSpeed configs before a run does.
 
     FILE is a DeepSpeed JSON, a config of accelerate (YAML), or a directory that is searched for both.
 
-    Exits with 0 where nothing but infos is found, 1 where a file has an error or a warning, 2 where one cannot be read.
+    Exits with 0 if nothing but infos is found, 1 if a file has an error or a warning, 2 if one cannot be read.
 
     \b
     Examples:
@@ -68,37 +53,39 @@ def command(
         return 0
     if not files:
         raise click.UsageError("Name a file or a directory, or ask for --rules.")
-    facts = Facts(
-        gpus=gpus,
-        layout=Layout.parse(layout) if layout else None,
-        gpu_bytes=gpu_memory or GPU_BYTES,
-        deepspeed=_version(deepspeed),
+    context, recipe = _context(flags)
+    ignored = _ignored(flags["ignore"])
+    linter = Linter(context=context, runner=flags["runner"], recipe=recipe, ignored=ignored, fixes=flags["fix"])
+    result = linter.run(files)
+    _print(result, form, flags["deepspeed"] or version())
+    if result.problems:
+        raise ConfigError("\n".join(result.problems))
+    return 1 if any(finding.severity is not Severity.INFO for finding in result.findings) else 0
+
+
+def _context(flags: dict[str, Any]) -> tuple[LintContext, "RecipeContext | None"]:
+    """Collect what is known about the run. An option takes precedence over the recipe."""
+    context = LintContext(
+        gpus=flags["gpus"],
+        nodes=flags["nodes"],
+        layout=Layout.parse(flags["layout"]) if flags["layout"] else None,
+        gpu_bytes=flags["gpu_memory"] or GPU_BYTES,
+        deepspeed=_version(flags["deepspeed"]),
     )
-    beside = None
-    if recipe or model or trainer_args:
-        facts, beside = _beside(facts, recipe, model, trainer_args)
-    linter = Linter(facts=facts, runner=runner, recipe=beside, ignored=_ignored(ignore), mends=fix)
-    linted = linter.run(files)
-    _print(linted, form, deepspeed or version())
-    if linted.problems:
-        raise ConfigError("\n".join(linted.problems))
-    return 1 if any(finding.severity is not Severity.INFO for finding in linted.findings) else 0
+    name, model, arguments = flags["recipe"], flags["model"], flags["trainer_args"]
+    if not (name or model or arguments):
+        return context, None  # pydantic takes longer to import than a file to lint
+    from toolkit.config import load_recipe
+    from toolkit.dsconfig.build import shape_of
+    from toolkit.lint.recipe_context import recipe_context, trainer_arguments
 
-
-def _beside(
-    facts: Facts, recipe: str | None, model: str | None, trainer_args: tuple[str, ...]
-) -> tuple[Facts, "RecipeBeside | None"]:
-    """What a recipe, a model and the Trainer's arguments say. What an option says itself comes first."""
-    from toolkit import recipe_file
-    from toolkit.dsconfig.lint.beside import beside_recipe, shape_of, trainer_arguments
-
-    beside = None
-    if recipe is not None:
-        beside = beside_recipe(recipe, recipe_file.load(recipe, world_size=facts.gpus), facts.gpus)
-        facts = replace(facts, recipe=recipe, layout=facts.layout or beside.layout, shape=beside.shape)
+    recipe = None
+    if name is not None:
+        recipe = recipe_context(name, load_recipe(name, world_size=context.gpus), context.gpus)
+        context = replace(context, recipe=name, layout=context.layout or recipe.job.layout, shape=recipe.job.shape)
     if model is not None:
-        facts = replace(facts, shape=shape_of(model))
-    return replace(facts, trainer=trainer_arguments(trainer_args)), beside
+        context = replace(context, shape=shape_of(model))
+    return replace(context, trainer=trainer_arguments(arguments)), recipe
 
 
 def _version(text: str | None) -> tuple[int, ...]:
@@ -116,32 +103,29 @@ def _ignored(options: tuple[str, ...]) -> frozenset[str]:
     return frozenset(names)
 
 
-def _print(linted: Linted, form: str, deepspeed: str) -> None:
+def _print(result: LintResult, form: str, deepspeed: str) -> None:
     if form == "json":
-        click.echo(render.as_json(linted.findings, linted.files, deepspeed))
+        click.echo(render.as_json(result.findings, result.files, deepspeed))
         return
-    for name, changes in linted.changes.items():
+    for name, changes in result.changes.items():
         for change in changes:
-            click.echo(f"{name}: {click.style('mended', fg='green')} {change}", err=form == "github")
+            click.echo(f"{name}: {click.style('fixed', fg='green')} {change}", err=form == "github")
     if form == "github":
-        lines = render.github(linted.findings)
-        if lines:
-            click.echo("\n".join(lines))
+        click.echo("".join(f"{line}\n" for line in render.github(result.findings)), nl=False)
         return
-    width = _width()
-    blocks = render.text(linted.findings, click.style, width)
-    if linted.changes and blocks:
+    blocks = render.text(result.findings, click.style, _terminal_width())
+    if result.changes and blocks:
         click.echo()
-    for line in blocks:
+    for line in [*blocks, *([""] if blocks else [])]:
         click.echo(line)
-    if blocks:
-        click.echo()
-    passed = f", {linted.passed_over} other files passed over" if linted.passed_over else ""
-    click.echo(render.summary(linted.findings, linted.files) + passed)
+    if result.problems and result.files <= len(result.problems) and not result.findings:
+        return  # no file was read
+    skipped = f", {result.skipped_files} other files skipped" if result.skipped_files else ""
+    click.echo(render.summary(result.findings, result.files) + skipped)
 
 
-def _width() -> int | None:
-    """Columns of the terminal; None where the output goes elsewhere, and lines stay whole."""
+def _terminal_width() -> int | None:
+    """Return the columns of the terminal; None if the output is not a terminal, so that lines stay whole."""
     if not sys.stdout.isatty():
         return None
     try:

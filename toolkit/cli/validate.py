@@ -1,27 +1,27 @@
-"""`dstk validate`: what a recipe would run, or everything that is wrong with it."""
+"""`dstk validate`: what a recipe would run, or every problem in it; `dstk schema`: the JSON Schema of recipes."""
 
+import json
 from pathlib import Path
 
 import click
 
+from toolkit.config import load_recipe, recipe_json_schema
+from toolkit.config.job import Job
+from toolkit.config.recipe import Recipe
 from toolkit.errors import RecipeError
-from toolkit.recipe import Recipe
-from toolkit.recipe_file import load
 from toolkit.units import format_count
 
 
 @click.command
 @click.argument("arguments", nargs=-1, required=True, metavar="RECIPE... [SECTION.KEY=VALUE]...")
-@click.option(
-    "--world-size", type=click.IntRange(min=1), metavar="N", help="Also check that the recipe fits this many ranks."
-)
+@click.option("--world-size", type=click.IntRange(min=1), metavar="N", help="Also check that it fits so many ranks.")
 def command(arguments: tuple[str, ...], world_size: int | None) -> None:
     """Check recipes without running them.
 
     RECIPE is a YAML file, or a directory that is searched for *.yaml. An argument with a = is an override, applied to
-    every recipe; null goes back to the default.
+    every recipe; null restores the default.
 
-    Prints a line for each good recipe, and a line for each problem of the others; exits with 2 if there is one.
+    Prints a line for each valid recipe, and a line for each problem of the others; exits with 2 if there is one.
 
     \b
     Examples:
@@ -31,55 +31,59 @@ def command(arguments: tuple[str, ...], world_size: int | None) -> None:
     """
     overrides = [argument for argument in arguments if "=" in argument]
     problems: list[str] = []
-    for path in find([argument for argument in arguments if "=" not in argument]):
+    for path in _find([argument for argument in arguments if "=" not in argument]):
         try:
-            recipe = load(path, overrides, world_size=world_size)
+            recipe = load_recipe(path, overrides, world_size=world_size)
         except RecipeError as error:
             problems += error.problems
         else:
-            click.echo(f"{path}: {summary(recipe, world_size)}")
+            click.echo(f"{path}: {_summary(recipe, world_size)}")
     if problems:
-        # An override that is wrong is wrong for each recipe; once is enough.
+        # A wrong override is wrong for every recipe; report it once.
         raise RecipeError(dict.fromkeys(problems))
 
 
-def find(arguments: list[str]) -> list[Path]:
+@click.command
+def schema() -> None:
+    """Print the JSON Schema of recipes, for completion and checks in an editor.
+
+    A recipe names it in a comment: # yaml-language-server: $schema=../recipe.schema.json
+    """
+    click.echo(schema_text(), nl=False)
+
+
+def schema_text() -> str:
+    """The schema as recipes/recipe.schema.json holds it."""
+    return json.dumps(recipe_json_schema(), indent=2, ensure_ascii=False) + "\n"
+
+
+def _find(arguments: list[str]) -> list[Path]:
     """The recipes among files and directories, each once. Raises RecipeError where there is none."""
     if not arguments:
         raise RecipeError("no recipe is given, only overrides. Name a YAML file or a directory.")
-    found: list[Path] = []
-    empty: list[str] = []
-    for argument in arguments:
-        path = Path(argument)
-        below = sorted(path.rglob("*.yaml")) if path.is_dir() else [path]
-        found += below
-        if not below:
-            empty.append(f"{argument}: no *.yaml lies in this directory. Name a recipe, or a directory with recipes.")
-    if empty:
+    if "" in arguments:  # the current directory, to Path
+        raise RecipeError("a recipe's name is empty. Name a YAML file or a directory.")
+    paths = {argument: Path(argument) for argument in arguments}
+    found = {name: sorted(path.rglob("*.yaml")) if path.is_dir() else [path] for name, path in paths.items()}
+    why = "there is no *.yaml in this directory. Name a recipe, or a directory with recipes."
+    if empty := [f"{name}: {why}" for name, below in found.items() if not below]:
         raise RecipeError(empty)
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(path for below in found.values() for path in below))
 
 
-def summary(recipe: Recipe, world_size: int | None) -> str:
+def _summary(recipe: Recipe, world_size: int | None) -> str:
     """Model, layout, split of the batch and tokens of a step, on one line."""
-    engine = recipe.train.engine
+    section, engine, micro = recipe.parallel, recipe.train.engine, recipe.batch.micro_batch_size
     ranks = world_size or (1 if engine == "reference" else recipe.world_size)
-    tokens = f"{format_count(recipe.batch.global_size * recipe.data.seq_len)} tokens per step"
-    micro = recipe.batch.micro_size
+    tokens = f"{format_count(recipe.batch.global_batch_size * recipe.data.seq_len)} tokens per step"
     if ranks is None:
-        where = _axes(recipe) if engine == "deepspeed" else engine
-        split = f"{recipe.batch.global_size} samples = {micro} micro x accumulation x dp"
+        sizes = {"tp": section.tp, "pp": section.pp, "u": section.ulysses}
+        axes = [f"{name}{size}" for name, size in sizes.items() if size > 1]
+        where = "-".join([*axes, f"z{section.zero_stage}"]) if engine == "deepspeed" else engine
+        split = f"{micro} micro x accumulation x dp"
     else:
-        layout = recipe.layout(ranks)
-        batch = recipe.resolve_batch(layout)
-        where = str(layout) if engine == "deepspeed" else f"{engine} dp{layout.dp}"
-        split = f"{batch.global_size} samples = {micro} micro x {batch.accumulation} accumulation x {layout.dp} dp"
-    return f"{recipe.model.name_or_path}, {where}, {recipe.precision}, {split}, {tokens}"
-
-
-def _axes(recipe: Recipe) -> str:
-    """The layout as far as it is known without the number of ranks: `tp3-z1`."""
-    section = recipe.parallel
-    sizes = {"tp": section.tp, "pp": section.pp, "u": section.ulysses}
-    axes = [f"{name}{size}" for name, size in sizes.items() if size > 1]
-    return "-".join([*axes, f"z{section.zero_stage}"])
+        job = Job.of(recipe, ranks)
+        where = job.strategy
+        split = f"{micro} micro x {job.batch.accumulation} accumulation x {job.layout.dp} dp"
+    samples = f"{recipe.batch.global_batch_size} samples = {split}"
+    return f"{recipe.model.name_or_path}, {where}, {recipe.precision}, {samples}, {tokens}"

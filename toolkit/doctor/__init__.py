@@ -1,8 +1,23 @@
-"""What this machine has and lacks for training: facts are gathered, then judged; every problem comes with its mend."""
+"""Check this machine for training: gather facts, then examine them; every problem comes with a fix."""
 
-from toolkit.doctor.check import Check, State
-from toolkit.doctor.examine import examine
-from toolkit.doctor.facts import Facts
-from toolkit.doctor.gather import gather
+from dataclasses import replace
 
-__all__ = ["Check", "Facts", "State", "examine", "gather"]
+from toolkit.doctor import devices, resources, software
+from toolkit.doctor.check import CheckState, MachineCheck
+from toolkit.doctor.collect import gather
+from toolkit.doctor.facts import MachineFacts
+
+__all__ = ["CheckState", "MachineCheck", "MachineFacts", "examine", "gather"]
+_TOPICS = {
+    "versions": software.versions,
+    "GPUs and links": devices.checks,
+    "compilers and ops": software.compilers,
+    "memory, disks, limits": resources.resources,
+    "environment": resources.variables,
+}
+"""In the order of the output."""
+
+
+def examine(facts: MachineFacts) -> list[MachineCheck]:
+    """Return all checks in the order of the output."""
+    return [replace(check, topic=topic) for topic, checks in _TOPICS.items() for check in checks(facts)]

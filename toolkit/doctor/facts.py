@@ -1,16 +1,22 @@
-"""Facts: what was read from a machine, before anyone judges it."""
+"""MachineFacts: what was read from a machine, before it is examined; what is known of all, from known.json."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+KNOWN: dict[str, Any] = json.loads(Path(__file__).with_name("known.json").read_text(encoding="utf-8"))
+"""Packages with their oldest supported and newest tested version; what programs, ops, kinds of links and environment
+variables are for."""
+VARIABLES: dict[str, Any] = KNOWN["variables"]
 MARK = "dstk-doctor:"
-"""Before the line of a probe that counts: imports print too."""
+"""Prefix of a probe's result line: imports print too."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What a program said; `error` where it is missing, failed or took too long."""
+    """Output of a program; `error` if it is missing, failed or timed out."""
 
     text: str = ""
     error: str | None = None
@@ -19,7 +25,7 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """What a Python process found out about a package; `error` where the package is missing or broken."""
+    """What a Python process reports about a package; `error` if it is missing or broken."""
 
     facts: Mapping[str, Any] = field(default_factory=dict)
     error: str | None = None
@@ -27,7 +33,7 @@ class Probe:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuFacts:
-    """One GPU, as nvidia-smi sees it."""
+    """One GPU, as reported by nvidia-smi."""
 
     index: int
     name: str
@@ -37,14 +43,14 @@ class GpuFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
-    """A machine."""
+class MachineFacts:
+    """Facts of a machine."""
 
     host: str = "host"
     system: str = "Linux"
     python: str = "3.11.0"
     packages: Mapping[str, str | None] = field(default_factory=dict)
-    """Distribution -> version; None where it is not installed."""
+    """Distribution -> version; None if it is not installed."""
     torch: Probe = Probe()
     deepspeed: Probe = Probe()
     nvidia_smi: Answer = Answer(missing=True)
@@ -56,21 +62,21 @@ class Facts:
     compilers: Mapping[str, Answer] = field(default_factory=dict)
     """gcc, g++, nvcc, ninja -> what `--version` says."""
     libaio: bool = False
+    locks: Mapping[str, float] = field(default_factory=dict)
+    """Lock of an op that is being compiled, or whose compilation was killed -> its age in seconds."""
     cpus: int = 1
     cpus_of_machine: int = 1
     memory_bytes: int = 0
     shm_bytes: int | None = None
     shm_free_bytes: int | None = None
     disks: Mapping[str, int | None] = field(default_factory=dict)
-    """What for -> free bytes of the disk where it is kept; None where that cannot be told."""
+    """Purpose -> free bytes of its disk; None if unknown."""
     folders: Mapping[str, str] = field(default_factory=dict)
-    """What for -> the folder."""
     unwritable: Sequence[str] = ()
-    """Of those, the ones that cannot be written."""
+    """Purposes whose folder cannot be written."""
     limits: Mapping[str, int | None] = field(default_factory=dict)
     """memlock (bytes) and nofile; None means unlimited."""
     interfaces: Sequence[str] = ()
-    """Of the network."""
     environment: Mapping[str, str] = field(default_factory=dict)
     missing_paths: Sequence[str] = ()
     """Variables whose value is a path that does not exist."""

@@ -1,4 +1,4 @@
-"""DeepSpeed configs: built from a recipe, and held against one."""
+"""DeepSpeed configs: built from a recipe, and checked against one."""
 
 from toolkit.dsconfig.build import Device, build
 from toolkit.dsconfig.merge import merge_user_config, read_user_config

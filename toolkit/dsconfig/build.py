@@ -1,49 +1,48 @@
-"""Recipe + layout -> the DeepSpeed config, with every value that matters written out.
+"""Job -> the DeepSpeed config, with every value that matters written out.
 
 The one function behind the engine, the command line and the files in ds_configs/.
 """
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
-from toolkit.batch import Batch
+from toolkit.config.job import Job
+from toolkit.config.layout import Layout
+from toolkit.config.recipe import Recipe
 from toolkit.dsconfig.buckets import of_a_layer
+from toolkit.dsconfig.optional_sections import SECTIONS, extra_sections, offload_section
 from toolkit.dsconfig.options import PLAIN, ConfigOptions, check
-from toolkit.dsconfig.sections import extra_sections, offload_section
-from toolkit.layout import Layout
-from toolkit.recipe import Recipe
+from toolkit.errors import LayoutError
+from toolkit.models.shape import ModelShape, hidden_size_of, local_config, with_overrides
 
 Config = dict[str, Any]
 Device = Literal["cuda", "cpu"]
 
 
 def build(
-    recipe: Recipe,
-    layout: Layout,
-    batch: Batch,
-    *,
-    hidden_size: int,
-    device: Device = "cuda",
-    options: ConfigOptions = PLAIN,
-    nodes: int | None = None,
+    job: Job, *, hidden_size: int, device: Device = "cuda", options: ConfigOptions = PLAIN, nodes: int | None = None
 ) -> Config:
-    """The DeepSpeed config as a dict, ready for `deepspeed.initialize(config=…)` or `json.dump`.
+    """Return the DeepSpeed config as a dict, ready for `deepspeed.initialize(config=…)` or `json.dump`.
 
     `hidden_size` is the model's width, from which bucket sizes follow. `device` decides only what DeepSpeed can run
-    there: which implementation of the optimizer, pinned memory, overlap with communication streams. `options` are what
-    no recipe says; the engine has none. `nodes` only lets more of them be refused.
+    there: the implementation of the optimizer, pinned memory, overlap with communication streams. `options` are what no
+    recipe has; the engine uses none. `nodes` only allows more options to be checked.
 
-    Raises ConfigError for options that DeepSpeed refuses or ignores in this layout.
+    Raises ConfigError for options that DeepSpeed rejects or ignores in this layout.
     """
+    recipe, layout, batch = job.recipe, job.layout, job.batch
     check(options, recipe, layout, nodes=nodes)
     config: Config = {
-        "train_batch_size": batch.global_size,
-        "train_micro_batch_size_per_gpu": batch.micro_size,
+        "train_batch_size": batch.global_batch_size,
+        "train_micro_batch_size_per_gpu": batch.micro_batch_size,
         "gradient_accumulation_steps": batch.accumulation,
         # DeepSpeed's own default changed from 0 (off) to 1.0 in 0.19.3.
         "gradient_clipping": recipe.train.grad_clip,
         "prescale_gradients": False,
         "gradient_predivide_factor": 1.0,
-        # Gradients are summed over micro-batches and over ranks in fp32, so that a sum does not depend on its split.
+        # fp32 sums over micro-batches and ranks, so that a sum does not depend on how it is partitioned.
         "communication_data_type": options.communication_dtype,
         **_precision(recipe, layout, options),
         "zero_optimization": _zero(layout, hidden_size, device, options),
@@ -54,7 +53,7 @@ def build(
         "dump_state": False,
     }
     if layout.ulysses > 1:
-        # Takes the place of communication_data_type where ranks share sequences.
+        # Replaces communication_data_type if ranks share sequences.
         config["seq_parallel_communication_data_type"] = "fp32"
     if layout.pp > 1:
         config["pipeline"] = _pipeline(options)
@@ -79,17 +78,8 @@ def _precision(recipe: Recipe, layout: Layout, options: ConfigOptions) -> Config
 
 
 def loss_scaling() -> Config:
-    """The `fp16` section of a run whose weights are fp16: a dynamic loss scale."""
-    return {
-        "enabled": True,
-        "auto_cast": False,
-        "loss_scale": 0,  # 0 means dynamic
-        "initial_scale_power": 16,
-        "loss_scale_window": 1000,
-        "hysteresis": 2,
-        "consecutive_hysteresis": False,
-        "min_loss_scale": 1,
-    }
+    """Return the `fp16` section of a run with fp16 weights: a dynamic loss scale."""
+    return dict(SECTIONS["fp16"])
 
 
 def _zero(layout: Layout, hidden_size: int, device: Device, options: ConfigOptions) -> Config:
@@ -113,9 +103,8 @@ def _zero(layout: Layout, hidden_size: int, device: Device, options: ConfigOptio
         }
     optimizer_device = "nvme" if options.nvme_optimizer else layout.offload_optimizer
     if optimizer_device != "none":
-        zero["offload_optimizer"] = offload_section(
-            optimizer_device, options, of="optimizer", pin_memory=device == "cuda"
-        )
+        pinned = device == "cuda"
+        zero["offload_optimizer"] = offload_section(optimizer_device, options, of="optimizer", pin_memory=pinned)
     if layout.zero_stage == 3:
         zero |= {
             "stage3_prefetch_bucket_size": buckets.prefetch,
@@ -139,21 +128,21 @@ def _zero(layout: Layout, hidden_size: int, device: Device, options: ConfigOptio
 
 
 def _pipeline(options: ConfigOptions) -> Config:
-    """What the pipeline engine reads. Stages are cut by the toolkit, and recomputation is the model's own."""
+    """Return what the pipeline engine reads. The toolkit partitions the stages, and the model recomputes by itself."""
     return {
         "activation_checkpoint_interval": int(options.activation_checkpointing),
         "use_reentrant": False,
-        # Partitioned, each tensor-parallel rank would send a slice of an activation that all of them hold; under
-        # sequence parallelism they hold different ones.
+        # Partitioned, each tensor-parallel rank would send a slice of an activation that all of them have; under
+        # sequence parallelism they have different ones.
         "pipe_partitioned": False,
         "grad_partitioned": False,
     }
 
 
 def _optimizer(recipe: Recipe, layout: Layout, device: Device, options: ConfigOptions) -> Config | None:
-    """The `optimizer` section, or None where a program passes its own (ours for Lion: PyTorch has none)."""
+    """Return the `optimizer` section, or None if the program passes its own (ours for Lion: PyTorch has none)."""
     section = recipe.optimizer
-    # Host-side updates of a GPU's optimizer states need DeepSpeed's vectorised CPU kernels to be bearable.
+    # Host-side updates of a GPU's optimizer states are only fast with DeepSpeed's vectorized CPU kernels.
     ds_cpu_kernels = (layout.offload_optimizer == "cpu" or options.nvme_optimizer) and device == "cuda"
     shared = {"lr": section.lr, "weight_decay": section.weight_decay}
     betas = list(section.betas)
@@ -190,3 +179,47 @@ def _optimizer(recipe: Recipe, layout: Layout, device: Device, options: ConfigOp
             if ds_cpu_kernels:
                 return {"type": "Lion", "params": shared | {"betas": betas}}
             return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigJob(Job):
+    """A job on machines, with options. `config` raises ConfigError for options that cannot be combined.
+
+    Of the model they need its width, and only with ZeRO.
+    """
+
+    width: int | None = None
+    """None: that of the shape, or of the model's config."""
+    nodes: int = 1
+    device: Device = "cuda"
+    options: ConfigOptions = PLAIN
+
+    def __post_init__(self) -> None:
+        if self.layout.world_size % self.nodes:
+            raise LayoutError(
+                f"{self.layout.world_size} ranks on {self.nodes} nodes: every node starts the same number of ranks. "
+                "Choose a number of nodes that divides the ranks."
+            )
+
+    @property
+    def gpus_per_node(self) -> int:
+        return self.layout.world_size // self.nodes
+
+    @cached_property
+    def hidden_size(self) -> int:
+        """The model's width. Raises ModelError where nothing says it."""
+        if self.shape is not None:
+            return self.width or self.shape.hidden
+        model = self.recipe.model
+        return self.width or hidden_size_of(with_overrides(local_config(model.name_or_path), model.overrides))
+
+    @cached_property
+    def config(self) -> Config:
+        """The DeepSpeed JSON as a dict."""
+        width = self.hidden_size if self.layout.zero_stage else 0
+        return build(self, hidden_size=width, device=self.device, options=self.options, nodes=self.nodes)
+
+
+def shape_of(name: str, overrides: Mapping[str, Any] | None = None) -> ModelShape:
+    """Return the shape of a known model or of a local directory. Raises ModelError."""
+    return ModelShape.from_config(with_overrides(local_config(name), overrides or {}))

@@ -1,4 +1,4 @@
-"""A user's own DeepSpeed JSON beside a recipe: what it may tune, and what it would contradict."""
+"""Merge a user's DeepSpeed JSON with a recipe's: what it may tune, and what would contradict the recipe."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -6,67 +6,39 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from toolkit.errors import ConfigError
+from toolkit.files import decode_json_object, printable, read_text, reason_of, unique_keys
 
 Config = dict[str, Any]
 
-# What a recipe decides. Everything else (buckets, overlap, logging, profilers, …) a JSON may set.
-_DECIDED_BY_THE_RECIPE = {
-    "train_batch_size": "batch.global_size",
-    "train_micro_batch_size_per_gpu": "batch.micro_size",
-    "gradient_accumulation_steps": "batch (accumulation is derived)",
-    "gradient_clipping": "train.grad_clip",
-    "bf16.enabled": "precision",
-    "fp16.enabled": "precision",
-    "zero_optimization.stage": "parallel.zero_stage",
-    "zero_optimization.offload_optimizer.device": "parallel.offload_optimizer",
-    "zero_optimization.offload_param.device": "parallel.offload_params",
-    "pipeline.activation_checkpoint_interval": "parallel.recompute",
-    "sequence_parallel_size": "parallel.ulysses",
-    "data_parallel_size": "parallel.dp",
-    "optimizer.type": "optimizer.name",
-}
-# What changes the arithmetic (or what stages say to each other) and is no field of a recipe: it must be what we write,
-# or absent.
+# What a recipe decides. A JSON may set everything else (buckets, overlap, logging, profilers, …).
+_DECIDED_BY_THE_RECIPE: Mapping[str, str] = json.loads(
+    Path(__file__).with_name("decided_by_the_recipe.json").read_text(encoding="utf-8")
+)
+# What changes the arithmetic (or what stages send each other) and is not a field of a recipe: it must be absent or
+# equal to what we write.
 _FIXED = (
     *("pipeline", "communication_data_type", "data_types", "torch_autocast", "amp"),
     *("prescale_gradients", "gradient_predivide_factor", "managed_gradient_accumulation"),
     "seq_parallel_communication_data_type",
 )
-# Without it, ZeRO-3 divides gradients by another number where ranks share sequences.
+# Without it, ZeRO-3 divides gradients by another number if ranks share sequences.
 _FIXED_WITH_ULYSSES = "zero_optimization.reduce_scatter"
-# Which kernels compute the same update.
+# These only choose the kernels that compute the same update.
 _FREE_OPTIMIZER_PARAMS = frozenset({"torch_adam", "fused", "foreach"})
-_ABSENT_MEANS = {
-    "zero_optimization.offload_optimizer.device": "none",
-    "zero_optimization.offload_param.device": "none",
-}
+_ABSENT_MEANS = {f"zero_optimization.offload_{what}.device": "none" for what in ("optimizer", "param")}
 
 
 def read_user_config(path: str | Path) -> Config:
-    """A DeepSpeed JSON file. Raises ConfigError for a missing file, invalid JSON, duplicate keys, or no object."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
-        raise ConfigError(f"{path}: cannot be read ({reason}). Give the path of a DeepSpeed JSON file.") from error
-
-    def unique(pairs: list[tuple[str, Any]]) -> Config:
-        keys = [key for key, _ in pairs]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise ConfigError(f"{path}: the key {key!r} is given twice. Keep one of them.")
-        return dict(pairs)
+    """Read a DeepSpeed JSON file. Raises ConfigError if it is missing, invalid, not an object, or has a key twice."""
 
     def refuse(constant: str) -> float:
-        raise ConfigError(f"{path}: {constant} is not a number that JSON allows. Write a finite number.")
+        raise ValueError(f"{constant} is not a number that JSON allows")
 
     try:
-        config = json.loads(text, object_pairs_hook=unique, parse_constant=refuse)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path}:{error.lineno}:{error.colno}: not valid JSON ({error.msg}).") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"{path}: a JSON object is needed, not {type(config).__name__}.")
-    return config
+        return decode_json_object(read_text(Path(path)), object_pairs_hook=unique_keys, parse_constant=refuse)
+    except (OSError, ValueError) as error:
+        advice = "Give the path of a DeepSpeed JSON file."
+        raise ConfigError(f"{printable(path)}: cannot be read ({reason_of(error)}). {advice}") from error
 
 
 class Conflict(NamedTuple):
@@ -74,29 +46,29 @@ class Conflict(NamedTuple):
 
     key: str
     message: str
-    mend: str
+    fix: str
 
 
 def merge_user_config(built: Config, user: Config, *, name: str = "the DeepSpeed config") -> Config:
-    """`built` with the user's values laid over it; `auto` keeps ours.
+    """Return `built` with the user's values on top; `auto` keeps ours.
 
     Raises ConfigError with every value that contradicts the recipe, one line each.
     """
-    found = [f"{name}: {conflict.message}. {conflict.mend}" for conflict in conflicts(built, user)]
+    found = [f"{name}: {conflict.message}. {conflict.fix}" for conflict in conflicts(built, user)]
     if found:
         raise ConfigError("\n".join(found))
     return _overlay(built, user)
 
 
 def conflicts(built: Config, user: Config) -> Iterator[Conflict]:
-    """Every value of `user` that contradicts the recipe that `built` was made from."""
+    """Yield every value of `user` that contradicts the recipe that `built` was made from."""
     if "scheduler" in user:
         message = "scheduler is given, but the recipe's `schedule` decides the learning rate"
         yield Conflict("scheduler", message, "Remove the section from the JSON.")
     for key, value in user.items():
         if isinstance(built.get(key), dict) and not isinstance(value, dict):
             yield Conflict(key, f"{key}={json.dumps(value)} is not a section", "Write an object, or remove it.")
-    for path, value in _leaves(user):
+    for path, value in leaves(user):
         decided_by = _decided_by(path)
         if path == _FIXED_WITH_ULYSSES and "seq_parallel_communication_data_type" in built:
             decided_by = "the toolkit"
@@ -120,7 +92,7 @@ def conflicts(built: Config, user: Config) -> Iterator[Conflict]:
 
 
 def _decided_by(path: str) -> str | None:
-    """Who decides the value at `path`; None where a JSON may set it."""
+    """Return who decides the value at `path`; None if a JSON may set it."""
     if path in _DECIDED_BY_THE_RECIPE:
         return f"the recipe's {_DECIDED_BY_THE_RECIPE[path]}"
     if path.startswith("optimizer.params."):
@@ -139,13 +111,13 @@ def _overlay(built: Config, user: Config) -> Config:
     return merged
 
 
-def _leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each value that is not a section, with its path."""
     for key, value in config.items():
-        path = f"{prefix}{key}"
         if isinstance(value, dict):
-            yield from _leaves(value, f"{path}.")
+            yield from leaves(value, f"{prefix}{key}.")
         else:
-            yield path, value
+            yield f"{prefix}{key}", value
 
 
 def _at(config: Config, path: str) -> Any:

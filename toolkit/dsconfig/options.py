@@ -1,17 +1,17 @@
-"""ConfigOptions: what a DeepSpeed config can hold beyond a recipe, and which combinations DeepSpeed cannot honour.
+"""ConfigOptions: what a DeepSpeed config can have beyond a recipe, and combinations that DeepSpeed does not support.
 
-The training engine builds its config without any of these; they are for configs that go to other programs, or that are
-laid over a recipe's.
+The training engine builds its config without any of these; they are for configs of other programs, or that are merged
+with a recipe's.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from toolkit.config.layout import Layout
+from toolkit.config.recipe import Recipe
 from toolkit.dsconfig.buckets import Buckets
 from toolkit.errors import ConfigError
-from toolkit.layout import Layout
-from toolkit.recipe import Recipe
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 OtherOptimizer = Literal["adagrad", "lamb", "muon", "none"]
@@ -19,7 +19,7 @@ SchedulerName = Literal["WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle
 MonitorName = Literal["tensorboard", "wandb", "csv", "comet"]
 
 REMOVED_OPTIMIZERS = {"onebitadam": "1-bit Adam", "zerooneadam": "0/1 Adam", "onebitlamb": "1-bit LAMB"}
-"""Compressed optimizers of older versions, as a config named them."""
+"""Compressed optimizers of older versions, by their lowercase type."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,9 +32,9 @@ class ConfigOptions:
     nvme_optimizer: bool = False
     nvme_params: bool = False
     nvme_buffer_elements: int = 100_000_000
-    """At least the largest parameter's share of a rank."""
+    """At least a rank's shard of the largest parameter."""
     hpz_partition_size: int = 1
-    """ZeRO++ hpZ: ranks that hold a second copy of the parameters among them; the GPUs of a node."""
+    """ZeRO++ hpZ: size of the groups with a secondary parameter partition; usually the GPUs of a node."""
     quantized_weights: bool = False
     """ZeRO++ qwZ: parameters are gathered in 8 bits."""
     quantized_gradients: bool = False
@@ -43,17 +43,17 @@ class ConfigOptions:
     """For models that call `deepspeed.checkpointing.checkpoint`, and for plain pipeline modules."""
     cpu_checkpointing: bool = False
     gradient_dtype: Dtype = "fp32"
-    """In which gradients are accumulated."""
+    """Dtype in which gradients are accumulated."""
     communication_dtype: Dtype = "fp32"
-    """In which gradients are reduced."""
+    """Dtype in which gradients are reduced."""
     optimizer: OtherOptimizer | None = None
-    """An optimizer that no recipe has, or `none` for a program that brings its own; None: the recipe's."""
+    """An optimizer that no recipe has, or `none` for a program that passes its own; None: the recipe's."""
     scheduler: SchedulerName | None = None
     monitors: tuple[MonitorName, ...] = ()
     log_dir: str = "logs"
     run_name: str = "run"
     profile_step: int | None = None
-    """The flops profiler measures the step after so many."""
+    """Steps before the one that the flops profiler measures."""
     wall_clock_breakdown: bool = False
 
     @property
@@ -68,28 +68,21 @@ class ConfigOptions:
 
 
 PLAIN = ConfigOptions()
-"""No extras."""
 
 
 def check(options: ConfigOptions, recipe: Recipe, layout: Layout, *, nodes: int | None = None) -> None:
-    """Raise ConfigError with every combination that DeepSpeed refuses or ignores, one line each.
+    """Raise ConfigError with every combination that DeepSpeed rejects or ignores, one line each.
 
-    `nodes` is how many machines the ranks spread over, where that is known.
+    `nodes` is the number of machines, None if it is not known.
     """
-    problems = [
-        *_nvme(options, layout),
-        *_zeropp(options, layout, nodes),
-        *_dtypes(options, recipe, layout),
-        *_optimizer(options, layout),
-        *_activations(options, recipe),
-        *_rest(options),
-    ]
+    problems = [*_nvme(options, layout), *_zeropp(options, layout, nodes), *_dtypes(options, recipe, layout)]
+    problems += [*_optimizer(options, layout), *_activations(options, recipe), *_rest(options)]
     if problems:
         raise ConfigError("\n".join(problems))
 
 
 def removed_optimizer(name: str) -> ConfigError:
-    """Why a compressed optimizer of older versions is refused."""
+    """Return the error for a compressed optimizer of older versions."""
     return ConfigError(
         f"optimizer={name}: {REMOVED_OPTIMIZERS[name]} was removed from DeepSpeed, 0.19.8 has none of the compressed "
         "optimizers (https://github.com/deepspeedai/DeepSpeed/issues/8489). Use adamw, and ZeRO++ (quantized weights "
@@ -103,30 +96,28 @@ def _nvme(options: ConfigOptions, layout: Layout) -> Iterator[str]:
         yield f"parameters on NVMe with zero_stage={stage}: only ZeRO-3 shards parameters. Set zero_stage=3."
     if options.nvme_optimizer and stage != 3:
         yield (
-            f"optimizer states on NVMe with zero_stage={stage}: DeepSpeed would keep them in host memory and say "
-            "nothing. Set zero_stage=3, or offload them to cpu."
+            f"optimizer states on NVMe with zero_stage={stage}: DeepSpeed would silently keep them in host "
+            "memory. Set zero_stage=3, or offload them to cpu."
         )
     if options.nvme and not options.nvme_path:
-        yield "offload to NVMe without a path: say where the drive is mounted, for instance nvme_path=/local_nvme."
+        yield "offload to NVMe without a path. Give the mount point of the drive, for instance nvme_path=/local_nvme."
     if options.nvme_path and not options.nvme:
         yield f"nvme_path={options.nvme_path}, but nothing is offloaded to NVMe. Offload the optimizer or parameters."
 
 
 def _zeropp(options: ConfigOptions, layout: Layout, nodes: int | None) -> Iterator[str]:
     size = options.hpz_partition_size
-    asked = {
+    requested = {
         f"hpZ={size}": size != 1,
         "qwZ (quantized weights)": options.quantized_weights,
         "qgZ (quantized gradients)": options.quantized_gradients,
     }
-    for name in (name for name, wanted in asked.items() if wanted):
+    for name in (name for name, wanted in requested.items() if wanted):
         if layout.zero_stage != 3:
             yield f"{name} with zero_stage={layout.zero_stage}: ZeRO++ is a part of ZeRO-3. Set zero_stage=3."
         if layout.tp > 1 or layout.ulysses > 1:
-            yield (
-                f"{name} with {layout}: ZeRO++ groups ranks as if all of them were data-parallel. "
-                "Set tp=1 and ulysses=1."
-            )
+            why = "ZeRO++ groups ranks as if all of them were data-parallel"
+            yield f"{name} with {layout}: {why}. Set tp=1 and ulysses=1."
     if size < 1 or layout.dp % size:
         divisors = ", ".join(str(n) for n in range(2, layout.dp + 1) if layout.dp % n == 0)
         yield f"hpZ={size} with dp={layout.dp}: it must divide dp. Choose one of 1, {divisors}."
@@ -158,7 +149,7 @@ def _optimizer(options: ConfigOptions, layout: Layout) -> Iterator[str]:
     if options.optimizer == "lamb" and layout.zero_stage != 0:
         yield (
             f"optimizer=lamb with zero_stage={layout.zero_stage}: LAMB needs the norm of each whole tensor, and ZeRO "
-            "flattens and cuts them. Set zero_stage=0, or use adamw."
+            "flattens and partitions them. Set zero_stage=0, or use adamw."
         )
     if options.optimizer == "muon" and offload:
         yield (
@@ -179,6 +170,6 @@ def _activations(options: ConfigOptions, recipe: Recipe) -> Iterator[str]:
 
 def _rest(options: ConfigOptions) -> Iterator[str]:
     if options.scheduler and options.optimizer == "none":
-        yield f"scheduler={options.scheduler} with optimizer=none: a program with its own optimizer brings its own."
+        yield f"scheduler={options.scheduler} with optimizer=none: the program that passes it schedules it."
     if options.profile_step is not None and options.profile_step < 1:
-        yield f"profile_step={options.profile_step}: the first step is never typical. Let some go first, such as 10."
+        yield f"profile_step={options.profile_step}: the first step is never typical. Choose, say, 10."

@@ -1,1 +1,1 @@
-"""What a run costs, calculated."""
+"""Estimates of what a run costs: memory and FLOPs, from configs alone."""

@@ -1,33 +1,27 @@
 """Activations: what a micro-batch keeps in memory for its backward pass, and the worst moment of that pass.
 
-The operations of a decoder layer are run on a tape of paper tensors (`toolkit.estimate.sizes`), so bytes follow from
+The operations of a decoder layer are run on tensors without values (`toolkit.estimate.sizes`), so bytes follow from
 what each operation keeps; nothing is fitted. docs/memory.md has the formulas and the measured errors.
+
+Of a pipeline stage also the micro-batches in flight, and the buffers of DeepSpeed's engine. The schedule is 1F1B
+(Narayanan et al. 2019, "PipeDream"; without flushes inside a step, Narayanan et al. 2021, section 2.2): a stage runs as
+many forward passes ahead as there are stages from it to the end, then one backward for each forward.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from toolkit.errors import LayoutError, ModelError
-from toolkit.estimate.decoder.context import Attention
-from toolkit.estimate.decoder.ends import Loss
-from toolkit.estimate.family_rules import LayerKind
+from toolkit.estimate.decoder import sections
+from toolkit.estimate.decoder.context import WalkSettings
+from toolkit.estimate.parameters import RankParameters
 from toolkit.estimate.style import LayerStyle
-from toolkit.estimate.walks import (
-    Part,
-    Setting,
-    table_bytes,
-    walk_embedding,
-    walk_head,
-    walk_layer,
-    walk_without_keeping,
-)
-from toolkit.shape import ModelShape
+from toolkit.models.families.layer_rules import LayerKind
 
 Recomputation = Literal["none", "selective", "full"]
-Device = Literal["cuda", "cpu"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,30 +29,32 @@ class ActivationBreakdown:
     """Bytes of one micro-batch on one rank."""
 
     layer_kinds: Mapping[str, int]
-    """What the most demanding layer keeps: input, norm, attention, mlp, residual."""
-    layer: int
-    """Their sum."""
+    """Kept by the layer that keeps most: input, norm, attention, mlp, residual."""
     pattern: tuple[int, ...] = field(repr=False)
-    """What each kind of layer keeps, in the order in which they repeat."""
+    """Kept by each kind of layer, in the order in which they repeat."""
     embedding: int
     shared: int
-    """Rotary tables and masks, once for all layers."""
+    """Rotary tables and masks, which all layers share."""
     head: int
     """Final norm, logits, loss."""
     outputs: int
-    """Of the head, when the model returns its logits and the loss has not begun."""
+    """Live at the head when the model returns its logits and the loss has not begun."""
     logits: int
     """The part of `head` and `head_extra` that is logits and loss."""
     boundary: int
     """The hidden state between two layers, and between two stages."""
     logits_output: int
-    """The logits as the model returns them, in its dtype: a pipeline's last stage holds on to them."""
+    """The logits as the model returns them, in its dtype: a pipeline's last stage keeps them."""
     tied_gradient: int
-    """The embedding's gradient if the LM head is tied to it: the head's share of it waits for the embedding's."""
+    """The embedding's gradient if the LM head is tied to it: the head's part of it waits for the embedding's."""
     pattern_extra: tuple[tuple[int, int], ...] = field(repr=False)
-    """The most that lives beyond that in a layer of each kind, in its forward and its backward pass."""
+    """The most that is live beyond that in a layer of each kind, in its forward and its backward pass."""
     head_extra: int
     embedding_extra: int
+
+    @property
+    def layer(self) -> int:
+        return sum(self.layer_kinds.values())
 
     def kept(self, *, layers: int | range, first: bool = True, last: bool = True) -> int:
         """Bytes that one micro-batch keeps on a stage with these layers."""
@@ -70,37 +66,23 @@ class ActivationBreakdown:
         return inside + self.shared + (self.embedding if first else self.boundary) + (self.head if last else 0)
 
     def forward_peak(self, *, layers: int | range, first: bool = True, last: bool = True) -> int:
-        """The most that is live before the loss, of one micro-batch."""
+        """The most of one micro-batch that is live before the loss."""
         trunk = self.kept(layers=layers, first=first, last=False)
         return trunk + max(*(forward for forward, _ in self.pattern_extra), self.outputs if last else 0)
 
-    def peak(
-        self,
-        *,
-        layers: int | range,
-        first: bool = True,
-        last: bool = True,
-        in_flight: int = 1,
-        gradients_kept: int = 0,
-    ) -> int:
-        """The most that is live at once on a stage.
-
-        `in_flight`: micro-batches whose activations wait. `gradients_kept`: bytes of one layer's gradients, if they
-        only come to exist during this backward pass.
-        """
-        return self.worst_moment(
-            layers=layers, first=first, last=last, in_flight=in_flight, gradients_kept=gradients_kept
-        )[0]
-
     def worst_moment(
-        self, *, layers: int | range, first: bool, last: bool, in_flight: int, gradients_kept: int
+        self, *, layers: int | range, first: bool = True, last: bool = True, in_flight: int = 1, gradients_kept: int = 0
     ) -> tuple[int, int]:
-        """The same, and the part of it that is gradients of weights (`gradients_kept` for each layer that is done)."""
+        """The most that is live at once on a stage, and its part that is gradients of weights.
+
+        `in_flight`: micro-batches whose activations are kept. `gradients_kept`: bytes of one layer's gradients, if
+        this backward pass allocates them; each finished layer adds them.
+        """
         indices = _range(layers)
         count = len(indices)
         trunk = self.kept(layers=layers, first=first, last=False)
         whole = trunk + (self.head if last else 0)
-        # autograd hands a tied weight's gradients over together: the head's is there until the embedding's has come.
+        # autograd accumulates a tied weight's gradients together: the head's is live until the embedding's exists.
         waiting = self.tied_gradient if first and last else 0
         moments = [(trunk + extra, 0) for extra in self._extras(indices, waiting)]
         if last:
@@ -110,13 +92,13 @@ class ActivationBreakdown:
             lowest += self.pattern_extra[indices[0] % len(self.pattern)][1]
             moments.append((lowest, (count - 1) * gradients_kept))
         if first:
-            # The head's gradient, the embedding's and their sum, of which embedding_extra has one already.
+            # The head's gradient, the embedding's and their sum; embedding_extra contains one of them.
             moments.append((self.embedding + self.embedding_extra + 2 * waiting, count * gradients_kept))
         live, gradients = max(moments, key=sum)
         return (in_flight - 1) * whole + live + gradients, gradients
 
     def _extras(self, layers: range, waiting: int) -> list[int]:
-        """What lives beyond the kept of all layers, in the last layer of each kind: layers behind it keep nothing."""
+        """What is live beyond all kept bytes, in the last layer of each kind: layers behind it keep nothing."""
         if len(self.pattern_extra) == 1:
             forward, backward = self.pattern_extra[0]
             return [max(forward, backward + waiting)]
@@ -140,135 +122,136 @@ def _range(layers: int | range) -> range:
     return range(layers) if isinstance(layers, int) else layers
 
 
-class _Inside(NamedTuple):
-    """What the decoder layers keep, in the order of the style's kinds, and what lives beyond it."""
+def _recomputed(
+    found: ActivationBreakdown, settings: WalkSettings, parts: Mapping[LayerKind, sections.SectionMemory]
+) -> ActivationBreakdown:
+    """Return `found` under full recomputation, where a layer keeps only its input.
 
-    kinds: Mapping[str, int]
-    """Of the most demanding layer."""
-    pattern: tuple[int, ...]
-    shared: int
-    extras: tuple[tuple[int, int], ...]
-
-
-def _kept_of_layers(setting: Setting, parts: Mapping[LayerKind, Part]) -> _Inside:
-    found = [parts[kind] for kind in setting.style.kinds]
-    # A table counts once, and layers of several kinds keep different ones.
-    tables = {name: size for part in parts.values() for name, size in part.shared.items()}
-    return _Inside(
-        kinds=max(parts.values(), key=lambda part: part.kept).kinds,
-        pattern=tuple(part.kept for part in found),
-        shared=sum(tables.values()),
-        extras=tuple((part.forward_peak - part.kept, part.backward_peak - part.kept) for part in found),
-    )
-
-
-def _kept_of_input(setting: Setting, parts: Mapping[LayerKind, Part], boundary: int) -> _Inside:
-    """Under full recomputation only the input stays.
-
-    In the backward pass the layer is computed again, beside the gradient of its output: of the input that the
-    recomputation's peak has in it there is one, and the gradient is as large.
+    The backward pass runs the layer again, beside the gradient of its output, which is as large as the input that the
+    recomputation's peak includes.
     """
     extras = {
         kind: (
-            walk_without_keeping(setting, kind) - boundary,
+            sections.walk_without_keeping(settings, kind) - found.boundary,
             max(part.backward_peak - part.kinds.get("input", 0), part.recomputation_peak),
         )
         for kind, part in parts.items()
     }
-    kinds = setting.style.kinds
-    return _Inside(
-        kinds={"input": boundary},
-        pattern=(boundary,) * len(kinds),
-        shared=table_bytes(setting),
-        extras=tuple(extras[kind] for kind in kinds),
+    return replace(
+        found,
+        layer_kinds=MappingProxyType({"input": found.boundary}),
+        pattern=(found.boundary,) * len(settings.style.kinds),
+        shared=sections.table_bytes(settings),
+        pattern_extra=tuple(extras[kind] for kind in settings.style.kinds),
     )
 
 
 @lru_cache(maxsize=4096)
 def activations(
-    shape: ModelShape,
-    style: LayerStyle,
-    *,
-    micro_batch_size: int,
-    seq_len: int,
-    tp: int = 1,
-    sequence_parallel: bool = False,
-    attention: Attention = "sdpa",
-    recompute: Recomputation = "none",
-    dtype_bytes: int = 2,
-    autocast: bool = False,
-    loss: Loss = "toolkit",
-    isolates_documents: bool = False,
-    device: Device = "cuda",
+    settings: WalkSettings, *, recompute: Recomputation = "none", loss: sections.Loss = "toolkit"
 ) -> ActivationBreakdown:
-    """Bytes of one micro-batch of `micro_batch_size` samples of `seq_len` tokens. Raises ModelError, LayoutError.
+    """Return the bytes of a micro-batch. Raises ModelError or LayoutError for what cannot be computed.
 
-    `autocast`: of a model in `dtype_bytes` (4, as a rule) whose products run in 16 bits, under torch.autocast; what it
-    casts of the weights is counted with the model states.
-    `loss`: the toolkit's own, or "stock" where Hugging Face's output object holds the logits meanwhile.
-    `isolates_documents`: documents in a sample do not see each other, so attention has a mask.
+    `loss`: the toolkit's own, or "stock", where Hugging Face's output object keeps the logits meanwhile.
     """
-    _check_attention(style, attention, in_16_bits=dtype_bytes == 2 or autocast)
-    _check(shape, seq_len, tp, sequence_parallel)
-    setting = Setting(
-        shape=shape,
-        style=style,
-        samples=micro_batch_size,
-        seq_len=seq_len,
-        itemsize=dtype_bytes,
-        autocast=autocast,
-        attention=attention,
-        tp=tp,
-        sequence_parallel=sequence_parallel,
-        isolates_documents=isolates_documents,
-        recomputes_scores=recompute == "selective",
-        on_cpu=device == "cpu",
-    )
-    # Around the layers nothing depends on how attention is computed.
-    around = replace(setting, attention="flash", recomputes_scores=False)
-    parts = {kind: walk_layer(setting, kind) for kind in dict.fromkeys(style.kinds)}
-    embedding, head = walk_embedding(around), walk_head(around, loss)
-    rows = -(-shape.vocab // tp)
-    boundary = micro_batch_size * seq_len * shape.hidden * dtype_bytes // (tp if sequence_parallel else 1)
-    inside = _kept_of_input(setting, parts, boundary) if recompute == "full" else _kept_of_layers(setting, parts)
-    return ActivationBreakdown(
-        layer_kinds=MappingProxyType(dict(inside.kinds)),
-        layer=sum(inside.kinds.values()),
-        pattern=inside.pattern,
+    _check(settings)
+    settings = replace(settings, recomputes_scores=recompute == "selective")
+    shape, style, tp = settings.shape, settings.style, settings.tp
+    # Outside the layers nothing depends on how attention is computed.
+    outside = replace(settings, attention="flash", recomputes_scores=False)
+    parts = {kind: sections.walk_layer(settings, kind) for kind in dict.fromkeys(style.kinds)}
+    embedding, head = sections.walk_embedding(outside), sections.walk_head(outside, loss)
+    tokens, rows = settings.b * settings.s, -(-shape.vocab // tp)
+    layers = [parts[kind] for kind in style.kinds]
+    # A table counts once, and layers of several kinds keep different ones.
+    tables = {name: size for part in parts.values() for name, size in part.shared.items()}
+    found = ActivationBreakdown(
+        layer_kinds=MappingProxyType(dict(max(layers, key=lambda part: part.kept).kinds)),
+        pattern=tuple(part.kept for part in layers),
         embedding=embedding.kept,
-        shared=inside.shared,
+        shared=sum(tables.values()),
         head=head.kept,
         outputs=head.outputs,
         logits=head.kinds.get("logits", 0) + head.backward_peak - head.kept,
-        boundary=boundary,
-        logits_output=micro_batch_size * seq_len * rows * (2 if autocast else dtype_bytes),
-        tied_gradient=rows * shape.embed_dim * dtype_bytes if shape.tied else 0,
-        pattern_extra=inside.extras,
+        boundary=tokens * shape.hidden * settings.itemsize // (tp if settings.sequence_parallel else 1),
+        logits_output=tokens * rows * (2 if settings.autocast else settings.itemsize),
+        tied_gradient=rows * shape.embed_dim * settings.itemsize if shape.tied else 0,
+        pattern_extra=tuple((part.forward_peak - part.kept, part.backward_peak - part.kept) for part in layers),
         head_extra=max(head.backward_peak, head.forward_peak) - head.kept,
         embedding_extra=max(embedding.backward_peak, embedding.forward_peak) - embedding.kept,
     )
+    return _recomputed(found, settings, parts) if recompute == "full" else found
 
 
-def _check_attention(style: LayerStyle, attention: Attention, *, in_16_bits: bool) -> None:
-    others = "sdpa or eager" if style.sdpa else "eager"
-    if attention == "sdpa" and not style.sdpa:
-        others = "eager or flash" if style.flash and in_16_bits else "eager"
+def _check(settings: WalkSettings) -> None:
+    style, attention = settings.style, settings.attention
+    in_16_bits = settings.itemsize == 2 or settings.autocast
+    others = "sdpa or eager" if style.rules.sdpa else "eager"
+    if attention == "sdpa" and not style.rules.sdpa:
+        others = "eager or flash" if style.rules.flash and in_16_bits else "eager"
         raise ModelError(f"attention=sdpa: transformers has {_only(style)} for {style.family}. Choose {others}.")
-    if attention == "flash" and not style.flash:
+    if attention == "flash" and not style.rules.flash:
         raise ModelError(f"attention=flash: transformers has {_only(style)} for {style.family}. Choose {others}.")
     if attention == "flash" and not in_16_bits:
         raise ModelError(
             f"attention=flash: its kernels compute in 16 bits, and this model in fp32. Choose {others}, or bf16 for it."
         )
+    heads, tp = settings.shape.heads, settings.tp
+    if heads % tp:
+        raise LayoutError(f"tp={tp}: {heads} attention heads do not split. Choose a divisor.")
+    if settings.sequence_parallel and settings.s % tp:
+        raise LayoutError(f"seq_len={settings.s} with tp={tp} and sequence_parallel: choose a multiple of {tp}.")
 
 
 def _only(style: LayerStyle) -> str:
-    allowed = ["eager", *(["sdpa"] if style.sdpa else ()), *(["flash"] if style.flash else ())]
+    allowed = ["eager", *(["sdpa"] if style.rules.sdpa else ()), *(["flash"] if style.rules.flash else ())]
     return f"only {' and '.join(allowed)} attention"
 
 
-def _check(shape: ModelShape, seq_len: int, tp: int, sequence_parallel: bool) -> None:
-    if shape.heads % tp:
-        raise LayoutError(f"tp={tp}: {shape.heads} attention heads do not split. Choose a divisor.")
-    if sequence_parallel and seq_len % tp:
-        raise LayoutError(f"seq_len={seq_len} with tp={tp} and sequence_parallel: choose a multiple of {tp}.")
+_LOSSES = 3
+"""fp32 scalars that every stage keeps: its loss, the sum over micro-batches, the mean over replicas."""
+
+
+def in_flight_micro_batches(stages: int, stage: int, micro_batches: int) -> int:
+    """Micro-batches whose activations are live at once on a stage: min(stages - stage, micro-batches).
+
+    DeepSpeed keeps at least two slots for inputs and outputs (TrainSchedule.num_pipe_buffers of 0.19.8). A slot without
+    a micro-batch in flight is empty, but for the logits of the last stage, which stay until the slot is used again.
+    """
+    return min(stages - stage, micro_batches)
+
+
+def stage_buffers(activations: ActivationBreakdown, *, stage: int, stages: int, micro_batches: int) -> int:
+    """What the engine's buffers add to a stage's worst moment, of `activations` with loss="stock".
+
+    Beside what a micro-batch keeps for backward, DeepSpeed holds
+
+    - its received hidden state (`ActivationBreakdown.kept` has that) and the one it sent, until its backward has run;
+    - one buffer for what is received, hidden states and gradients alike, from the first use on;
+    - on the last stage the logits in the model's dtype: of this micro-batch, as with loss="stock", and of the one
+      before, whose graph also holds the hidden state that it received and its gradient.
+    """
+    if stage == stages - 1:
+        before = activations.logits_output + 2 * activations.boundary if micro_batches > 1 else 0
+        return activations.boundary + before
+    return (in_flight_micro_batches(stages, stage, micro_batches) + 1) * activations.boundary
+
+
+def channels_between(*, boundary: int, logits: int, last: bool, micro_batches: int) -> int:
+    """Bytes of buffers between two steps; `boundary` of a hidden state between stages, `logits` of a micro-batch's.
+
+    Every stage keeps one buffer, for the hidden state that comes or the gradient that comes back: both are the same
+    (pipe/engine.py, `_allocate_or_extend_buffers`). The last stage has two slots, and a slot keeps its micro-batch's
+    output, the logits, with the input that they came from and its gradient, until the next one takes its place.
+    """
+    if not last:
+        return boundary
+    return boundary + min(2, micro_batches) * (logits + 2 * boundary)
+
+
+def pipeline_counters(params: RankParameters, *, weight_bytes: int, last: bool, micro_batches: int) -> int:
+    """Scalars of the engine, and the numbers that stand for other stages' parameters."""
+    totals = 16  # the toolkit's sums of losses and of target tokens, fp64
+    own = 4 * _LOSSES + totals + weight_bytes * params.placeholders
+    # The last stage also has the total, and each micro-batch's loss, of which the newest is counted above.
+    return own + (4 + 4 * (micro_batches - 1) if last else 0)

@@ -3,7 +3,7 @@
 Legend: N = weights that multiply activations, L = layers, h = width of all query heads, s = tokens in a sample.
 """
 
-from toolkit.shape import ModelShape, layer_matmul_parameters, matmul_parameters
+from toolkit.models.shape import ModelShape, layer_matmul_parameters, matmul_parameters
 
 
 def train_flops_per_token(shape: ModelShape, seq_len: int, *, recompute: bool = False) -> int:
@@ -18,7 +18,7 @@ def train_flops_per_token(shape: ModelShape, seq_len: int, *, recompute: bool = 
     up do not count. Narayanan et al. 2021 (SC21), section 3, is the `recompute` form: 96BsLh²(1 + s/6h + V/16Lh).
 
     Known error. Attention is counted full, as both papers do: a causal kernel does about half of 12Lhs, one with a
-    sliding window less. Norms, activations, softmax, rotary embeddings, the loss and the optimizer are left out, under
+    sliding window less. Norms, activations, softmax, rotary embeddings, the loss and the optimizer are neglected, under
     1 % at h ≥ 1024. PyTorch's non-reentrant checkpointing stops before the last product of a layer: its recomputation
     costs 2·hidden·ffn a layer less.
     """

@@ -1,11 +1,13 @@
-"""What a GPU's memory holds besides tensors of the model: constants with sources, and a margin. None is fitted to runs.
+"""GPU memory beside the model's tensors: constants with sources, and a margin. None is fitted to runs.
 
-They stand on lines of their own, so that what is computed can be compared with `torch.cuda.max_memory_allocated`, which
-sees none of this but cuBLAS's workspaces.
+The table has separate lines for them, so that the computed part can be compared with
+`torch.cuda.max_memory_allocated`, which includes none of them but cuBLAS's workspaces.
 """
 
+from typing import Any
+
+from toolkit.config.layout import Layout
 from toolkit.hardware import Gpu
-from toolkit.layout import Layout
 
 _MIB = 2**20
 
@@ -25,20 +27,20 @@ NCCL_CHANNELS = {"nvlink": 16, "xgmi": 16, "pcie": 2}
 """Channels of a ring. Known error: NCCL chooses them by topology, 2 to 32."""
 _GPUS_PER_NODE = 8
 _NVLS_BYTES = 16 * 2 * 8 * 128 * 1024
-"""For each GPU that a communicator has in one machine, where a switch can add (Hopper and later, more than two GPUs):
-16 channels, two directions, 8 steps of 128 KiB (NCCL 2.22 to 2.30, src/transport/nvls.cc, ncclNvlsBufferSetup). Made
-when it is first used, that is by all-reduce. NCCL 2.18 to 2.20 took six times as much."""
+"""Per GPU of a communicator in one machine, if a switch can reduce (Hopper and later, more than two GPUs):
+16 channels, two directions, 8 steps of 128 KiB (NCCL 2.22 to 2.30, src/transport/nvls.cc, ncclNvlsBufferSetup).
+Allocated at the first all-reduce. NCCL 2.18 to 2.20 took six times as much."""
 
 ALLOCATOR_MARGIN = 0.03
-"""Of what is allocated: what PyTorch's allocator reserves beyond it, by rounding and fragmentation. The median in logs
-of 2025; stacks of 2021 had 0.21."""
+"""What PyTorch's allocator reserves beyond what is allocated, as a share of that: rounding and fragmentation. The
+median in logs of 2025; software of 2021 had 0.21."""
 
 
 def communicators(layout: Layout) -> list[int]:
-    """How many ranks of this rank's machine are in each of its NCCL communicators, itself included.
+    """For each NCCL communicator of a rank, count its ranks on the same machine, this rank included.
 
-    The world's is one, and each axis of several ranks that is not the world has one. Neighbours in a tensor- or
-    sequence-parallel group are next to each other, those of other axes as far apart as `Layout.rank` has them.
+    There is one for the world, and one for each axis of several ranks that is not the whole world. Ranks of a tensor-
+    or sequence-parallel group are adjacent; those of other axes have the strides of `Layout.rank`.
     """
     axes = [(layout.dp, layout.model_size // layout.pp), (layout.tp, 1), (layout.ulysses, 1)]
     axes = [(ranks, stride) for ranks, stride in [*axes, (layout.pp, layout.world_size // layout.pp)] if ranks > 1]
@@ -47,19 +49,36 @@ def communicators(layout: Layout) -> list[int]:
 
 
 def workspace_bytes(gpu: Gpu) -> int:
-    """Of cuBLAS, for as long as the process lives."""
-    return _CUBLAS_HANDLES * CUBLAS_BYTES["hopper" if _is_hopper(gpu) else "other"]
+    """Bytes of cuBLAS's workspaces, which stay allocated."""
+    return _CUBLAS_HANDLES * CUBLAS_BYTES["hopper" if is_hopper(gpu) else "other"]
 
 
 def nccl_bytes(layout: Layout, gpu: Gpu) -> int:
-    """Buffers of all of a rank's communicators."""
+    """Bytes of the buffers of all communicators of a rank."""
     return sum(
         NCCL_CHANNELS[gpu.link] * NCCL_CHANNEL_BYTES
-        + (_NVLS_BYTES * local_ranks if _is_hopper(gpu) and gpu.link == "nvlink" and local_ranks > 2 else 0)
+        + (_NVLS_BYTES * local_ranks if is_hopper(gpu) and gpu.link == "nvlink" and local_ranks > 2 else 0)
         for local_ranks in communicators(layout)
     )
 
 
-def _is_hopper(gpu: Gpu) -> bool:
-    """Or later."""
+def is_hopper(gpu: Gpu) -> bool:
+    """Hopper or later."""
     return gpu.name.startswith(("H100", "H200", "B200"))
+
+
+def beside(
+    layout: Layout, gpu: Gpu | None, allocated: int, *, margin: float | None = None, context: int | None = None
+) -> dict[str, Any]:
+    """What PyTorch does not allocate, where a GPU was named: fields of a MemoryBreakdown.
+
+    `margin` and `context` (MiB) take the place of ALLOCATOR_MARGIN and CONTEXT_BYTES for older software.
+    """
+    if gpu is None:
+        return {}
+    return {
+        "framework": CONTEXT_BYTES if context is None else context * _MIB,
+        "nccl": nccl_bytes(layout, gpu),
+        "margin": int((ALLOCATOR_MARGIN if margin is None else margin) * allocated),
+        "device_bytes": gpu.memory_bytes,
+    }

@@ -1,4 +1,4 @@
-"""LayerStyle: how a family's decoder layer computes, as far as memory can tell; read from a config, without torch.
+"""LayerStyle: how a model's decoder layer computes, as far as it affects memory; read from a config, without torch.
 
 ModelShape says how wide a layer is. This says which norm, which rotary embedding, which form of attention and which
 activation function its Hugging Face code runs, and what it drops. Fields that a config leaves out have the defaults of
@@ -7,25 +7,23 @@ transformers 5.23.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, cast
 
-from toolkit import config_fields
 from toolkit.errors import ModelError, nearest
-from toolkit.estimate import layer_fields
-from toolkit.estimate.family_rules import (
-    ACTIVATIONS,
-    FAMILIES,
-    Activation,
-    Block,
-    LayerKind,
-    Norm,
-    Projection,
-    Rotary,
-    Rules,
-    Scores,
-)
-from toolkit.model_types import SAME_CODE
-from toolkit.shape import ModelShape
+from toolkit.estimate.parameters.model_config import ModelConfig
+from toolkit.models import config_fields
+from toolkit.models.families import layer_rules
+
+_ACTIVATIONS: Mapping[str, layer_rules.Activation] = {
+    **dict.fromkeys(("gelu", "gelu_pytorch_tanh", "silu", "swish"), "kernel"),
+    "relu": "relu",
+    "relu2": "relu2",
+    "xielu": "xielu",
+    "gelu_new": "gelu_new",
+    "gelu_fast": "gelu_fast",
+    "quick_gelu": "quick_gelu",
+}
+"""Hugging Face's name -> how it is computed: `kernel` is one kernel, the others are Python."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,28 +31,24 @@ class LayerStyle:
     """What a decoder layer, the embedding and the head of a model do. Build it with `from_config`."""
 
     family: str
-    norm: Norm
-    head_norm: Norm | None
+    rules: layer_rules.LayerRules
+    """What every model of the family has in common."""
+    head_norm: layer_rules.Norm | None
     """Norm of queries and keys."""
-    head_norm_behind: bool
-    inner_norms: bool
     mlp_bias: bool
     """Its layers add a bias."""
-    fused_gate: bool
-    gathers: frozenset[Block]
+    gathers: frozenset[layer_rules.Block]
     """Blocks of which every tensor-parallel rank computes all heads or columns."""
-    projection: Projection
-    scores: Scores
-    rotary: Rotary
-    rotary_share: float
-    """Share of a head's features that is rotated."""
-    rotary_dim: int | None
-    """GPT-J's and CodeGen's number of them; None in other families."""
-    activation: Activation
+    projection: layer_rules.Projection
+    scores: layer_rules.Scores
+    rotary: layer_rules.Rotary
+    rotated_features: int
+    """Of a head."""
+    activation: layer_rules.Activation
     attention_dropout: float
     hidden_dropout: float
     first_dropout: float
-    """Of what attention adds to the hidden state, where the MLP follows it."""
+    """Of attention's output."""
     embedding_dropout: float
     activation_dropout: float
     """Behind the activation function."""
@@ -64,230 +58,177 @@ class LayerStyle:
     pre_norms: bool
     post_norms: bool
     scales: frozenset[str]
-    """What is multiplied by a number (`embedding`, `residual`, `head_input`, `logits`; `queries`, by one for each
-    position) or capped (`scores_softcap`, `logits_softcap`, `clipped` queries, keys and values)."""
-    embedding_norm: bool
+    """What is multiplied by a number (`embedding`, `residual`, `head_input`, `logits`, `projected_queries`; `queries`,
+    by one for each position) or capped (`scores_softcap`, `logits_softcap`, `clipped` queries, keys and values)."""
     is_final_norm: bool
     window: int | None
-    kinds: tuple[LayerKind, ...]
+    kinds: tuple[layer_rules.LayerKind, ...]
     """One a layer."""
-    sdpa: bool
-    flash: bool
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
-        """The style of the model that Hugging Face would build. Raises ModelError for a config it cannot read."""
-        shape = ModelShape.from_config(config)
-        text = config.get("text_config")
-        for part in (config, text):
-            if isinstance(part, Mapping):
-                _refuse_quantised(part)
-        config = text if isinstance(text, Mapping) else config
-        family = SAME_CODE.get(shape.family, shape.family)
-        rules = FAMILIES[family]
-        config = {**config, **config_fields.mapping(config, "attn_config")} if family == "mpt" else config
-        parallel, norms = _parallel(family, config, rules)
-        is_old_opt = family == "opt" and not config_fields.flag(config, "do_layer_norm_before", True)
-        window = _window(family, config, rules)
-        head_norm = _head_norm(family, config, rules)
+        """Return the style of the model that Hugging Face would build. Raises ModelError for what cannot be read."""
+        m = ModelConfig.read(config)
+        for part in (config, m.config):
+            _refuse_quantized(part)
+        rules = m.rules
+        pre_norms = m.flag(rules.pre_norms_field)
+        parallel, norms_when_parallel = _parallel(m)
+        window = _window(m)
+        with_alibi = rules.scores == "falcon" and m.flag(("alibi", False))
         style = cls(
-            family=family,
-            norm=rules.norm,
-            head_norm=head_norm,
-            head_norm_behind=rules.head_norm_behind,
-            inner_norms=rules.inner_norms,
-            mlp_bias=not shape.gated and _mlp_bias(config, rules),
-            fused_gate=rules.fused_gate,
-            gathers=frozenset({"attention"} if family in ("stablelm", "cohere") and head_norm else rules.gathers),
-            projection=_projection(family, config, rules),
-            scores="falcon_alibi" if _falcon_alibi(family, config) else rules.scores,
-            rotary=_rotary(family, config, rules),
-            rotary_share=layer_fields.rotary_share(config, rules.rotary_share),
-            rotary_dim=_rotary_dim(config, shape, rules),
-            activation=_activation(family, config, rules),
-            attention_dropout=_dropout(config, rules.attention_dropout),
-            hidden_dropout=_dropout(config, rules.hidden_dropout),
-            first_dropout=_first_dropout(family, config, rules),
-            embedding_dropout=_dropout(config, rules.embedding_dropout),
-            activation_dropout=_dropout(config, rules.activation_dropout),
+            family=m.shape.family,
+            rules=rules,
+            head_norm=m.head_norm,
+            mlp_bias=not m.shape.gated and m.flag(rules.mlp_bias),
+            gathers=m.gathers,
+            projection="heads"
+            if rules.projection == "multi_query" and not m.flag(("multi_query", True))
+            else rules.projection,
+            scores="falcon_alibi" if with_alibi else rules.scores,
+            rotary="none" if with_alibi else _rotary(m),
+            rotated_features=m.rotary_features() if rules.rotary != "interleaved" else m.interleaved_features(),
+            activation=_activation(m),
+            attention_dropout=_dropout(m, rules.attention_dropout),
+            hidden_dropout=_dropout(m, rules.hidden_dropout),
+            first_dropout=_dropout(m, rules.hidden_dropout if rules.first_dropout is None else rules.first_dropout),
+            embedding_dropout=_dropout(m, rules.embedding_dropout),
+            activation_dropout=_dropout(m, rules.activation_dropout),
             parallel=parallel,
-            norms_when_parallel=norms,
-            pre_norms=rules.pre_norms and not is_old_opt,
-            post_norms=rules.post_norms and config_fields.flag(config, "use_post_norm", True),
-            scales=_scales(family, config, rules),
-            embedding_norm=rules.embedding_norm,
-            is_final_norm=not is_old_opt
-            and family != "openai-gpt"
-            and not config_fields.flag(config, "_remove_final_layer_norm", False),
+            norms_when_parallel=norms_when_parallel,
+            pre_norms=rules.pre_norms and pre_norms,
+            post_norms=rules.post_norms and m.flag(("use_post_norm", True)),
+            scales=_scales(m),
+            is_final_norm=bool(m.parameter_rules.final_norm)
+            and pre_norms
+            and not m.flag(("_remove_final_layer_norm", False)),
             window=window,
-            kinds=_kinds(family, config, rules, window, shape.layers),
-            sdpa=rules.sdpa,
-            flash=rules.flash,
+            kinds=_kinds(m, window),
         )
-        _check_heads(style, shape)
+        _check_heads(style, m)
         return style
 
 
-def _refuse_quantised(config: Mapping[str, Any]) -> None:
-    """Quantised weights train as adapters beside them, if at all: nothing here would be theirs."""
+def _refuse_quantized(config: Mapping[str, Any]) -> None:
+    """Quantized weights train as adapters beside them, if at all, which the estimate does not cover."""
     if config.get("quantization_config"):
         raise ModelError(
-            "The config has a quantization_config: quantised weights are not modelled. "
+            "The config has a quantization_config: quantized weights are not modeled. "
             "Take quantization_config out, to estimate the same model in 16 or 32 bits."
         )
 
 
-def _dropout(config: Mapping[str, Any], field: tuple[str, float]) -> float:
+def _dropout(m: ModelConfig, field: tuple[str, float]) -> float:
     name, default = field
-    return config_fields.number(config, name, default, least=0, most=1) if name else default
+    return config_fields.number(m.config, name, default, least=0, most=1) if name else default
 
 
-def _mlp_bias(config: Mapping[str, Any], rules: Rules) -> bool:
-    field, default = rules.mlp_bias
-    return config_fields.flag(config, field, default) if field else default
-
-
-def _check_heads(style: LayerStyle, shape: ModelShape) -> None:
+def _check_heads(style: LayerStyle, m: ModelConfig) -> None:
     """Raise ModelError for heads that the family's code cannot compute with."""
-    if style.family == "diffllama" and (shape.heads % 2 or shape.kv_heads % 2):
+    shape = m.shape
+    if m.rules.differential and (shape.heads % 2 or shape.kv_heads % 2):
         raise ModelError(
-            f"diffllama subtracts half of its heads from the others, of {shape.heads} query and {shape.kv_heads} "
-            "key-value heads. Choose even numbers."
+            f"{style.family} subtracts half of its heads from the others, of {shape.heads} query and "
+            f"{shape.kv_heads} key-value heads. Choose even numbers."
         )
     if style.rotary in ("none", "interleaved"):
         return
-    turned = int(shape.head_dim * style.rotary_share) if shape.latent is None else shape.latent.rotary_dim
-    if turned < 2 or turned % 2:
+    rotated = m.rotary_features()
+    if rotated < 2 or rotated % 2:
         raise ModelError(
-            f"{turned} of a head's {shape.head_dim} features have a rotary embedding, which turns them in pairs. "
-            "Choose a head_dim (hidden size over heads) of which an even number turns."
+            f"{rotated} of a head's {shape.head_dim} features have a rotary embedding, which rotates them in pairs. "
+            "Choose a head_dim (hidden size over heads) of which an even number is rotated."
         )
 
 
-def _window(family: str, config: Mapping[str, Any], rules: Rules) -> int | None:
-    if family in ("qwen2", "qwen3") and not config_fields.flag(config, "use_sliding_window", False):
+def _window(m: ModelConfig) -> int | None:
+    if m.rules.window_field and not m.flag((m.rules.window_field, False)):
         return None
-    return config_fields.optional_count(config, "sliding_window", rules.window)
+    return config_fields.optional_count(m.config, "sliding_window", m.rules.window)
 
 
-def _first_dropout(family: str, config: Mapping[str, Any], rules: Rules) -> float:
-    if family in ("stablelm", "persimmon"):
-        return 0.0
-    return _dropout(config, rules.attention_dropout if family == "falcon" else rules.hidden_dropout)
-
-
-def _activation(family: str, config: Mapping[str, Any], rules: Rules) -> Activation:
-    field, default = rules.activation
-    if family == "bloom":
-        return "bloom"
-    name = config_fields.name(config.get(field) or default) if field else default
-    if name not in ACTIVATIONS:
+def _activation(m: ModelConfig) -> layer_rules.Activation:
+    field, default = m.rules.activation
+    if not field:
+        return cast("layer_rules.Activation", default)
+    name = config_fields.name(m.config.get(field) or default)
+    if name not in _ACTIVATIONS:
         raise ModelError(
-            f"{field}={name}: the memory of this activation function is not modelled.{nearest(name, ACTIVATIONS)} "
-            f"Known: {', '.join(ACTIVATIONS)}."
+            f"{field}={name}: the memory of this activation function is not modeled.{nearest(name, _ACTIVATIONS)} "
+            f"Known: {', '.join(_ACTIVATIONS)}."
         )
-    if family == "openai-gpt" and name == "gelu":
-        return "gelu_new"
-    return ACTIVATIONS[name]
+    return _ACTIVATIONS[m.rules.activation_aliases.get(name, name)]
 
 
-def _projection(family: str, config: Mapping[str, Any], rules: Rules) -> Projection:
-    if family == "gpt_bigcode" and not config_fields.flag(config, "multi_query", True):
-        return "heads"
-    return rules.projection
-
-
-def _head_norm(family: str, config: Mapping[str, Any], rules: Rules) -> Norm | None:
-    if family in ("phi", "stablelm", "persimmon") and config_fields.flag(config, "qk_layernorm", family == "persimmon"):
-        return "layer"
-    if family == "cohere" and config_fields.flag(config, "use_qk_norm", False):
-        return "cohere"
-    return rules.head_norm
-
-
-def _rotary(family: str, config: Mapping[str, Any], rules: Rules) -> Rotary:
-    if family == "youtu" and not config_fields.flag(config, "rope_interleave", True):
+def _rotary(m: ModelConfig) -> layer_rules.Rotary:
+    if m.rules.rotary == "sorted_pairs" and not m.flag(("rope_interleave", True)):
         return "half"
-    return "none" if _falcon_alibi(family, config) else rules.rotary
+    return m.rules.rotary
 
 
-def _falcon_alibi(family: str, config: Mapping[str, Any]) -> bool:
-    return family == "falcon" and config_fields.flag(config, "alibi", False)
-
-
-def _rotary_dim(config: Mapping[str, Any], shape: ModelShape, rules: Rules) -> int | None:
-    return layer_fields.interleaved_features(config, shape.head_dim) if rules.rotary == "interleaved" else None
-
-
-def _parallel(family: str, config: Mapping[str, Any], rules: Rules) -> tuple[bool, int]:
+def _parallel(m: ModelConfig) -> tuple[bool, int]:
     """Whether attention and MLP run side by side, and how many norms feed them."""
-    if family == "gpt_neox":
-        return config_fields.flag(config, "use_parallel_residual", True), 2
-    if family == "stablelm":
-        return config_fields.flag(config, "use_parallel_residual", False), 1
-    if family == "falcon":
-        new = config_fields.flag(config, "new_decoder_architecture", False)
-        norms = config_fields.optional_count(config, "num_ln_in_parallel_attn", most=2) or (2 if new else 1)
-        return new or config_fields.flag(config, "parallel_attn", True), norms if new else 1
+    rules = m.rules
+    if rules.projection == "interleaved_groups":
+        new = m.flag(("new_decoder_architecture", False))
+        norms = config_fields.optional_count(m.config, "num_ln_in_parallel_attn", most=2) or (2 if new else 1)
+        return new or m.flag(("parallel_attn", True)), norms if new else 1
+    if rules.parallel_field is not None:
+        return m.flag(rules.parallel_field), rules.norms_when_parallel
     return rules.parallel, 1
 
 
-def _scales(family: str, config: Mapping[str, Any], rules: Rules) -> frozenset[str]:
-    found = set(rules.scales)
-    for field, default in rules.softcaps:
-        if config_fields.number(config, field, default or 0.0):
+def _scales(m: ModelConfig) -> frozenset[str]:
+    found = set(m.rules.scales)
+    for field, default in m.rules.softcaps.items():
+        if config_fields.number(m.config, field, default or 0.0):
             found.add("logits_softcap" if field.startswith("final") else "scores_softcap")
-    if family in ("olmo", "mpt"):
-        limit = config_fields.number(config, "clip_qkv", 0.0)
-        if limit or (family == "olmo" and config.get("clip_qkv") is not None):
+    if m.rules.clips != "never":
+        limit = config_fields.number(m.config, "clip_qkv", 0.0)
+        if limit or (m.rules.clips == "given" and m.config.get("clip_qkv") is not None):
             found.add("clipped")
     return frozenset(found)
 
 
-def _kinds(
-    family: str, config: Mapping[str, Any], rules: Rules, window: int | None, layers: int
-) -> tuple[LayerKind, ...]:
-    """One where all layers are alike."""
-    if family == "smollm3":
-        return _smollm3_kinds(config, layers)
-    if rules.slides:
+def _kinds(m: ModelConfig, window: int | None) -> tuple[layer_rules.LayerKind, ...]:
+    """One kind a layer, or one alone where all layers are alike."""
+    rules = m.rules
+    if rules.no_rotary == "listed":
+        return _listed_rotary(m)
+    if rules.slides == "always":
         return ("full",) if window is None else ("sliding",)
-    kinds = _listed(config, layers) or _default_kinds(family, config, rules, window, layers)
-    if family == "cohere2" or (family == "exaone4" and window is not None):
-        # Only layers with a window turn their queries and keys.
+    listed = m.layer_types()
+    if listed:
+        kinds: tuple[layer_rules.LayerKind, ...] = tuple(
+            "sliding" if kind == "sliding_attention" else "full" for kind in listed
+        )
+    else:
+        kinds = _default_kinds(m, window)
+    if rules.no_rotary == "full" or (rules.no_rotary == "full_beside_window" and window is not None):
         return tuple("no_rotary" if kind == "full" else kind for kind in kinds)
     return kinds
 
 
-def _listed(config: Mapping[str, Any], layers: int) -> tuple[LayerKind, ...]:
-    found = layer_fields.layer_types(config, layers) or ()
-    return tuple("sliding" if kind == "sliding_attention" else "full" for kind in found)
-
-
-def _default_kinds(
-    family: str, config: Mapping[str, Any], rules: Rules, window: int | None, layers: int
-) -> tuple[LayerKind, ...]:
-    """Where the config does not list them."""
-    if family == "ministral":
+def _default_kinds(m: ModelConfig, window: int | None) -> tuple[layer_rules.LayerKind, ...]:
+    """The kinds where the config does not list them."""
+    rules, layers = m.rules, m.shape.layers
+    if rules.slides == "unless_listed":
         return ("full",) if window is None else ("sliding",)
-    if family == "cwm":
-        return tuple("sliding" if i % rules.full_every else "full" for i in range(layers))
-    if family in ("qwen2", "qwen3") and window is not None:
-        first = config_fields.count(config, "max_window_layers", 28, least=0)
+    if rules.window_field and window is not None:
+        first = config_fields.count(m.config, "max_window_layers", 28, least=0)
         return tuple("sliding" if i >= first else "full" for i in range(layers))
-    if not rules.full_every or (family == "exaone4" and window is None):
+    if not rules.full_every or (rules.no_rotary == "full_beside_window" and window is None):
         return ("full",)
-    every = rules.full_every
-    if family in ("gemma3_text", "cohere2", "exaone4"):
-        every = layer_fields.window_pattern(config, every)
-    return tuple("sliding" if (i + 1) % every else "full" for i in range(layers))
+    every, offset = m.full_every(), 0 if rules.full_first else 1
+    return tuple("sliding" if (i + offset) % every else "full" for i in range(layers))
 
 
-def _smollm3_kinds(config: Mapping[str, Any], layers: int) -> tuple[LayerKind, ...]:
-    interval = config_fields.count(config, "no_rope_layer_interval", 4)
-    given = config_fields.sequence(config, "no_rope_layers")
+def _listed_rotary(m: ModelConfig) -> tuple[layer_rules.LayerKind, ...]:
+    layers = m.shape.layers
+    interval = config_fields.count(m.config, "no_rope_layer_interval", 4)
+    given = config_fields.sequence(m.config, "no_rope_layers")
     if given is None:
         given = [(i + 1) % interval != 0 for i in range(layers)]
     if len(given) < layers or any(rotates not in (0, 1) for rotates in given):
-        raise config_fields.wrong("no_rope_layers", given, config, f"a list of 0 or 1 for each of {layers} layers")
+        raise config_fields.wrong("no_rope_layers", given, m.config, f"a list of 0 or 1 for each of {layers} layers")
     return tuple("full" if rotates else "no_rotary" for rotates in given[:layers])

@@ -1,4 +1,4 @@
-"""Whole parameters out of the shards of all ranks, one at a time, under Hugging Face names."""
+"""Gather full parameters from the shards of all ranks, one at a time, under Hugging Face names."""
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -11,23 +11,31 @@ from toolkit.parallel.groups import ParallelGroups
 from toolkit.parallel.shard import shard_of
 
 Names = Sequence[tuple[str, torch.Size]]
-"""Every parameter of the whole model with its shape, in the model's order, tied ones once."""
+"""Every parameter of the full model with its shape, in model order, tied ones once."""
+
+Opened = Callable[[list[nn.Parameter]], AbstractContextManager[object]]
+"""A context in which these local parameters are readable."""
 
 
-def whole_parameters(
+def open_local(parameters: list[nn.Parameter]) -> AbstractContextManager[object]:
+    """Do nothing: the values are on this rank."""
+    return nullcontext()
+
+
+def gather_parameters(
     names: Names,
     parameters: Iterable[nn.Parameter],
     groups: ParallelGroups,
     *,
-    opened: Callable[[list[nn.Parameter]], AbstractContextManager[object]] = lambda parameters: nullcontext(),
+    opened: Opened = open_local,
     values: Callable[[nn.Parameter], torch.Tensor | None] = lambda parameter: parameter.detach(),
     dtype: torch.dtype | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, whole value) on every rank, in the order of `names`. A collective call; a rank holds one at a time.
+    """Yield (name, full value) on every rank, in the order of `names`. A collective call; one value at a time.
 
-    `opened`: a context in which the local parameters are readable (ZeRO-3). `values`: what to gather of a parameter:
-    its value, or something of its shape such as its gradient; None gathers as zeros. `dtype`: of what is
-    gathered, where it is not the parameters' own.
+    `opened`: what ZeRO-3 needs to read parameters. `values`: what to gather of a parameter,
+    its value or a tensor of its shape such as its gradient; None gathers as zeros. `dtype`: of the result, if not the
+    parameters' own.
     """
     local: dict[str, list[nn.Parameter]] = {}
     every = list(parameters)
@@ -46,10 +54,10 @@ def whole_parameters(
         yield name, _from_stage(whole, stage, shape, groups, like)
 
 
-def whole_buffers(
+def gather_buffers(
     names: Sequence[tuple[str, torch.Tensor]], buffers: Mapping[str, torch.Tensor], groups: ParallelGroups
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, value) of the buffers of all stages, on every rank. `names`: each with a tensor of its shape and dtype."""
+    """Yield (name, value) of the buffers of all stages, on every rank. `names`: each with a tensor like it."""
     device = next(iter(buffers.values())).device if buffers else torch.device("cpu")
     stages = _first_stage_with([name for name, _ in names], buffers, groups, device)
     for (name, like), stage in zip(names, stages, strict=True):
@@ -63,7 +71,7 @@ def _over_tensor_ranks(
     groups: ParallelGroups,
     values: Callable[[nn.Parameter], torch.Tensor | None],
 ) -> torch.Tensor:
-    """Fill `whole`, which is zero, with what the ranks hold of it."""
+    """Fill `whole`, which is zero, from the shards of the tensor-parallel ranks."""
     found = [values(parameter) for parameter in held]
     shards = [shard_of(parameter) for parameter in held]
     if not shards[0].is_split:
@@ -78,7 +86,6 @@ def _over_tensor_ranks(
 def _first_stage_with(
     names: Sequence[str], local: Container[str], groups: ParallelGroups, device: torch.device
 ) -> list[int]:
-    """For each name the first pipeline stage that holds it."""
     if groups.layout.pp == 1:
         return [0] * len(names)
     here = [groups.coordinate.pipe if name in local else groups.layout.pp for name in names]

@@ -1,7 +1,7 @@
-"""Shard: where a local parameter lies in the whole Hugging Face parameter.
+"""Shard: which part of a full Hugging Face parameter a local parameter is.
 
-Every parameter of a cut model carries one (`shard_of`), so that whoever reads, writes, compares or counts parameters
-needs no knowledge of layers: a whole tensor is `take`n apart and `put` together by these numbers alone.
+Every parameter of a partitioned model has one (`shard_of`), so that code that reads, writes, compares or counts
+parameters needs no knowledge of layers: `take` slices a full tensor and `put` assembles it, by these numbers alone.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,42 +11,42 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from toolkit.errors import LayoutError
+from toolkit.errors import LayoutError, Refusal
 
 RUN = 4096
-"""Rows, or columns, of a whole parameter that are drawn, read or copied at once. Initial weights depend on it."""
+"""Rows or columns of a full parameter that are drawn, read or copied at once. Initial weights depend on it."""
 
 
 def runs(start: int, length: int) -> Iterator[tuple[int, int]]:
-    """[start, start + length) as (first, count) of each run in it, so that no more than one needs to be in memory."""
+    """Divide [start, start + length) into (first, count) of each run, so that only one needs to be in memory."""
     for boundary in range(start // RUN * RUN, start + length, RUN):
         first = max(start, boundary)
         yield first, min(start + length, boundary + RUN) - first
 
 
-class Whole(Protocol):
-    """A whole parameter, or something that makes parts of one when asked: drawn, or read from a file."""
+class FullTensor(Protocol):
+    """A full parameter, or a source that produces parts of one on demand: drawn, or read from a file."""
 
     def narrow(self, dim: int, start: int, length: int) -> torch.Tensor:
-        """A part along one dimension."""
+        """Return a slice along one dimension."""
 
     def new_zeros(self, shape: Sequence[int]) -> torch.Tensor:
-        """Zeros of the same dtype."""
+        """Return zeros of the same dtype."""
 
     def clone(self, *, memory_format: torch.memory_format = ...) -> torch.Tensor:
-        """All of it."""
+        """Return the full tensor."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """A run of features that split over ranks in units: heads of `width` features, or single columns of an MLP."""
+    """Consecutive features that are sharded in units: heads of `width` features, or single columns of an MLP."""
 
     units: int
     width: int = 1
 
     @property
     def features(self) -> int:
-        """Features of the whole block."""
+        """Features of the full block."""
         return self.units * self.width
 
     def is_shared(self, size: int) -> bool:
@@ -54,42 +54,40 @@ class Block:
         return self.units % size != 0 and size % self.units == 0
 
     def share(self, rank: int, size: int) -> tuple[int, int]:
-        """(first feature, features) of rank `rank` of `size`. Raises LayoutError where they do not divide."""
+        """Return (first feature, features) of rank `rank` of `size`. Raises LayoutError if they are not divisible."""
         if self.units % size == 0:
             each = self.features // size
             return rank * each, each
         if size % self.units:
-            raise LayoutError(
-                f"tp={size}: {self.units} heads or columns do not split into {size} shares. "
-                f"Set tp to a divisor of {self.units}."
-            )
+            reason, remedy = f"{self.units} heads or columns are not divisible by it", f"a divisor of {self.units}"
+            raise LayoutError(Refusal.of("tp", size, reason, ("tp", remedy)))
         return rank * self.units // size * self.width, self.width
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """The part of a whole parameter that a rank holds."""
+    """The part of a full parameter on this rank."""
 
     name: str
-    """Hugging Face's name of the whole parameter."""
+    """Hugging Face's name of the parameter."""
     shape: tuple[int, ...]
-    """Shape of the whole parameter."""
+    """Shape of the full parameter."""
     dim: int | None = None
-    """The dimension that is split; None where the rank holds the whole."""
+    """The sharded dimension; None if the parameter is replicated."""
     pieces: tuple[tuple[int, int], ...] = ()
-    """(start, length) along `dim`, in the order in which the local parameter holds them."""
+    """(start, length) along `dim`, in the order of the local parameter."""
     padding: int = 0
-    """Rows behind the pieces that are no part of the whole; they stay zero."""
+    """Rows after the pieces that are not part of the full parameter; they stay zero."""
     owner: bool = True
-    """Whether this rank is the first one that holds these pieces: it counts in norms and writes checkpoints."""
+    """Whether this rank is the first with these pieces: it counts them in norms and writes them to checkpoints."""
 
     @property
     def is_split(self) -> bool:
-        """Whether ranks hold different parts."""
+        """Whether ranks hold different parts of the parameter."""
         return self.dim is not None
 
-    def take(self, whole: Whole) -> torch.Tensor:
-        """The local values, out of a whole tensor. A tensor of its own, contiguous."""
+    def take(self, whole: FullTensor) -> torch.Tensor:
+        """Slice the local values out of a full tensor, as a new contiguous tensor."""
         if self.dim is None:
             return whole.clone(memory_format=torch.contiguous_format)
         width = sum(length for _, length in self.pieces) + self.padding
@@ -102,7 +100,7 @@ class Shard:
         return local
 
     def put(self, local: torch.Tensor, whole: torch.Tensor) -> None:
-        """Write the local values to their places in a whole tensor."""
+        """Write the local values to their positions in a full tensor."""
         if self.dim is None:
             whole.copy_(local)
             return
@@ -113,7 +111,7 @@ class Shard:
 
 
 def pieces_of(blocks: Sequence[Block], rank: int, size: int) -> tuple[tuple[int, int], ...]:
-    """The pieces of rank `rank` where `blocks` follow each other in the whole parameter."""
+    """Return the pieces of rank `rank` of consecutive `blocks`."""
     pieces = []
     offset = 0
     for block in blocks:
@@ -124,24 +122,24 @@ def pieces_of(blocks: Sequence[Block], rank: int, size: int) -> tuple[tuple[int,
 
 
 def mark(parameter: nn.Parameter, shard: Shard) -> nn.Parameter:
-    """Give a parameter its shard, and the marks by which DeepSpeed counts tensor-parallel parameters in norms."""
+    """Attach a shard to a parameter, and the attributes by which DeepSpeed counts it in norms."""
     parameter.shard = shard  # type: ignore[attr-defined]
-    # DeepSpeed counts a parameter on every model-parallel rank where it is marked, and on rank 0 in any case.
+    # DeepSpeed counts a parameter on every model-parallel rank on which it is marked, and always on rank 0.
     counted = shard.is_split and shard.owner
     parameter.tensor_model_parallel = parameter.model_parallel = counted  # type: ignore[attr-defined]
     return parameter
 
 
 def shard_of(parameter: nn.Parameter) -> Shard:
-    """The shard of a parameter of a cut model."""
+    """Return the shard of a parameter of a partitioned model."""
     shard: Shard = parameter.shard  # type: ignore[attr-defined]
     return shard
 
 
 def is_counted(parameter: nn.Parameter, *, on_first_tensor_rank: bool) -> bool:
-    """Whether this rank counts the parameter in a sum over the model's parameters: of each value exactly one rank does.
+    """Whether this rank counts the parameter in sums over all parameters: of each value exactly one rank does.
 
-    A split one counts on its owners, any other on the first tensor-parallel rank, and a tied copy not at all.
+    A sharded one counts on its owners, any other on the first tensor-parallel rank, and a tied copy not at all.
     """
     if getattr(parameter, "ds_pipe_replicated", False):
         return False
@@ -150,16 +148,16 @@ def is_counted(parameter: nn.Parameter, *, on_first_tensor_rank: bool) -> bool:
 
 
 def is_marked(parameter: nn.Parameter) -> bool:
-    """Whether the parameter has its shard already."""
+    """Whether the parameter has a shard."""
     return hasattr(parameter, "shard")
 
 
-def set_source(parameter: nn.Parameter, source: Whole) -> None:
-    """Say where the values of a meta parameter come from; who cuts it then asks for no more than it keeps."""
+def set_source(parameter: nn.Parameter, source: FullTensor) -> None:
+    """Set the source of a meta parameter's values, from which a rank reads only its shard."""
     parameter.source = source  # type: ignore[attr-defined]
 
 
-def source_of(parameter: nn.Parameter) -> Whole:
-    """The parameter's values: itself, or the source that it was given."""
-    source: Whole | None = getattr(parameter, "source", None)
+def source_of(parameter: nn.Parameter) -> FullTensor:
+    """Return the source of the parameter's values, or the parameter itself."""
+    source: FullTensor | None = getattr(parameter, "source", None)
     return parameter.detach() if source is None else source

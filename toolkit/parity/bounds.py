@@ -1,4 +1,4 @@
-"""Bounds: what a trial may differ by from the baseline, in everything that is compared, and where that comes from."""
+"""Bounds: how far a parity run may differ from the baseline in everything that is compared, and why that far."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,61 +6,54 @@ from typing import Self
 
 import numpy as np
 
-from toolkit.parity.compare import whole_difference
-from toolkit.parity.gradients import gradient_rows
-from toolkit.parity.tolerance import (
-    ENVELOPE_FACTOR,
-    FP32_RELATIVE,
-    FP32_UNIT,
-    Extent,
-    Tolerance,
-    relative,
-    rounding_bound,
-)
-from toolkit.parity.trial import Tensors, Trial
+from toolkit.parity import tolerance
+from toolkit.parity.parity_run import ParityRun, Tensors, tensor_differences, whole_difference
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """All relative. `unit` is the unit roundoff of the precision that is trained in."""
+    """Relative bounds. `unit` is the unit roundoff of the training precision."""
 
-    curve: Tolerance
+    curve: tolerance.Tolerance
     gradient: float
     """Of one parameter's gradient in the first step, over the norm of the whole gradient."""
     update: float
-    """The same of the first update."""
+    """Of one parameter's first update, over the norm of the whole update."""
     parameters: float
     """Of all parameters as one vector, after the last step."""
     output: float
     """Of the root mean square of a layer's output in the first step."""
-    unit: float = FP32_UNIT
+    unit: float = tolerance.FP32_UNIT
 
     @classmethod
-    def fixed(cls, bound: float = FP32_RELATIVE) -> Self:
-        """The same for everything: what our own engines are held to on small models in fp32."""
-        curve = Tolerance(loss=(bound,), grad_norm=(bound,), source=f"fp32 summation order: {bound:g}")
-        return cls(curve=curve, gradient=bound, update=bound, parameters=bound, output=bound)
+    def fixed(cls, bound: float = tolerance.FP32_RELATIVE) -> Self:
+        """Return one bound for everything: what our own engines must meet on small models in fp32."""
+        return cls(curve=tolerance.Tolerance.fp32(bound), gradient=bound, update=bound, parameters=bound, output=bound)
 
     @classmethod
-    def measured(cls, baseline: Trial, reruns: Sequence[Trial], *, unit: float = FP32_UNIT) -> Self:
-        """From reruns of the baseline that round differently; in fp32 never less than `rounding_bound`.
+    def measured(cls, baseline: ParityRun, reruns: Sequence[ParityRun], *, unit: float = tolerance.FP32_UNIT) -> Self:
+        """Measure bounds from reruns of the baseline that round differently; in fp32 at least `rounding_bound`.
 
-        A low precision has no bound that would be of use (products in series of 2^-8 each): there the reruns decide.
+        A low precision has no useful a-priori bound (products in series of 2^-8 each): there the reruns decide.
         """
-        factor = ENVELOPE_FACTOR
-        curve = Tolerance.envelope([baseline.curve, *(rerun.curve for rerun in reruns)], factor=factor)
-        gradient = factor * max(_worst_row(rerun.first_gradients, baseline.first_gradients) for rerun in reruns)
-        update = factor * max(_worst_row(rerun.first_updates, baseline.first_updates) for rerun in reruns)
+        factor = tolerance.ENVELOPE_FACTOR
+        curve = tolerance.Tolerance.envelope([baseline.curve, *(rerun.curve for rerun in reruns)], factor=factor)
+        gradient = factor * max(_largest(rerun.first_gradients, baseline.first_gradients) for rerun in reruns)
+        update = factor * max(_largest(rerun.first_updates, baseline.first_updates) for rerun in reruns)
         parameters = factor * max(whole_difference(rerun.parameters, baseline.parameters) for rerun in reruns)
         output = factor * max(
-            (relative(rerun.outputs[name], value) for rerun in reruns for name, value in baseline.outputs.items()),
+            (
+                tolerance.relative(rerun.outputs[name], value)
+                for rerun in reruns
+                for name, value in baseline.outputs.items()
+            ),
             default=0.0,
         )
-        if unit > FP32_UNIT:
-            # One strategy shows its rounded copy of the weights that another one keeps in fp32.
+        if unit > tolerance.FP32_UNIT:
+            # Some strategies report their rounded copy of the weights, others the fp32 master weights.
             parameters = max(parameters, 2 * unit)
             return cls(curve=curve, gradient=gradient, update=update, parameters=parameters, output=output, unit=unit)
-        least = rounding_bound(extent_of(baseline))
+        least = tolerance.rounding_bound(extent_of(baseline))
         return cls(
             curve=curve.at_least(least),
             gradient=max(gradient, least.gradient),
@@ -70,16 +63,15 @@ class Bounds:
         )
 
 
-def extent_of(trial: Trial) -> Extent:
-    """The sizes that rounding depends on, from the parameters of a trial."""
-    shapes = [value.shape for value in trial.initial.values()]
-    return Extent(
-        layers=max(1, len(trial.outputs) - 1),
+def extent_of(run: ParityRun) -> tolerance.ModelExtent:
+    """Return the model sizes that rounding depends on, from the parameters of a run."""
+    shapes = [value.shape for value in run.initial.values()]
+    return tolerance.ModelExtent(
+        layers=max(1, len(run.outputs) - 1),
         longest_sum=max(max(shape, default=1) for shape in shapes),
         largest_tensor=max(int(np.prod(shape)) for shape in shapes),
     )
 
 
-def _worst_row(values: Tensors, baseline: Tensors) -> float:
-    rows = gradient_rows(values, baseline)
-    return rows[0].difference if rows else 0.0
+def _largest(tensors: Tensors, baseline: Tensors) -> float:
+    return max((row.difference for row in tensor_differences(tensors, baseline)), default=0.0)

@@ -1,4 +1,4 @@
-"""Comparison: the verdicts on several strategies against one baseline, as data that prints and serialises."""
+"""Comparison: the results of several strategies against one baseline, as data that prints and serializes."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -6,56 +6,72 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from toolkit.parity.bounds import Bounds
-from toolkit.parity.curve import LossCurve
-from toolkit.parity.diagnosis import Diagnosis
-from toolkit.parity.gradients import GradientRow
-from toolkit.parity.trial import Trial
-from toolkit.parity.verdict import Verdict
+from toolkit.parity.diagnosis import Cause, Diagnosis
+from toolkit.parity.parity_run import LossCurve, ParityRun, TensorDifference
+from toolkit.parity.result import ParityResult
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
-    """One strategy: its verdict, or what kept it from one."""
+class StrategyResult:
+    """One strategy: its result, or the error that prevented one."""
 
-    asked: str
-    """As it was named on the command line."""
+    name: str
+    """As given on the command line."""
     command: str = ""
-    """What runs this strategy alone."""
+    """Runs this strategy alone."""
     seconds: float = 0.0
-    verdict: Verdict | None = None
+    result: ParityResult | None = None
     error: str = ""
-    """Where its ranks failed."""
+    """The error of its ranks."""
+    found: Diagnosis | None = None
+    """What more than its curve shows, for instance a replay of its steps (toolkit/parity/replay.py)."""
 
     @property
     def passed(self) -> bool:
         """Whether it trains what the baseline trains."""
-        return self.verdict is not None and self.verdict.passed
+        return self.result is not None and self.result.passed
 
     @property
     def label(self) -> str:
-        """The strategy in full."""
-        return self.asked if self.verdict is None else self.verdict.report.label
+        """The full name of the strategy."""
+        return self.name if self.result is None else self.result.curves.label
 
     @property
-    def word(self) -> str:
-        """`same`, `differs` or `failed`."""
-        return "failed" if self.verdict is None else "same" if self.passed else "differs"
+    def outcome(self) -> str:
+        """`same`, `differs`, `cannot tell` (growth of rounding explains what differs) or `failed`."""
+        if self.result is None or self.passed:
+            return "failed" if self.result is None else "same"
+        return "cannot tell" if self.diagnosis and self.diagnosis.cause == Cause.CHAOS else "differs"
 
     @property
     def diagnosis(self) -> Diagnosis | None:
         """Why it differs."""
-        return None if self.verdict is None else self.verdict.diagnosis
+        return self.found or (None if self.result is None else self.result.diagnosis)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Baseline:
+    """What strategies are compared with, and how far they may differ."""
+
+    run: ParityRun
+    bounds: Bounds
+    reruns: Sequence[LossCurve] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        return _curve(self.run.curve) | {
+            "learning_rates": _numbers(self.run.learning_rates),
+            "reruns": [_curve(curve) for curve in self.reruns],
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Everything that was compared with one baseline."""
+    """Everything that was compared. In low precision, each kind of rounding has a baseline of its own."""
 
     title: str
-    baseline: Trial
-    bounds: Bounds
-    entries: Sequence[Entry]
-    reruns: Sequence[LossCurve] = ()
+    baselines: Sequence[Baseline]
+    results: Sequence[StrategyResult]
     recipe: str = ""
     """YAML."""
     notes: Sequence[str] = ()
@@ -67,62 +83,68 @@ class Comparison:
     @property
     def passed(self) -> bool:
         """Whether every strategy trains what the baseline trains."""
-        return all(entry.passed for entry in self.entries)
+        return all(result.passed for result in self.results)
+
+    @property
+    def outcome(self) -> str:
+        """That of the worst result: `same`, `cannot tell` or `differs`, which includes what failed."""
+        outcomes = {result.outcome for result in self.results} - {"same"}
+        return "same" if not outcomes else "cannot tell" if outcomes == {"cannot tell"} else "differs"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON and for the report. What is not finite becomes None."""
+        """Return plain data for JSON and for the report. Numbers that are not finite become None."""
         return {
             "title": self.title,
             "created": self.created,
             "command": self.command,
             "passed": self.passed,
+            "outcome": self.outcome,
             "environment": dict(self.environment),
             "recipe": self.recipe,
             "notes": list(self.notes),
-            "baseline": _curve(self.baseline.curve) | {"learning_rates": _numbers(self.baseline.learning_rates)},
-            "reruns": [_curve(curve) for curve in self.reruns],
-            "strategies": [self._strategy(entry) for entry in self.entries],
+            "steps": list(self.baselines[0].run.curve.steps),
+            "baselines": [baseline.to_dict() for baseline in self.baselines],
+            "strategies": [self._strategy(result) for result in self.results],
         }
 
-    def _strategy(self, entry: Entry) -> dict[str, Any]:
-        diagnosis = entry.diagnosis
-        found: dict[str, Any] = {
-            "label": entry.asked,
-            "layout": entry.label,
-            "asked": entry.asked,
-            "verdict": entry.word,
+    def _strategy(self, strategy: StrategyResult) -> dict[str, Any]:
+        diagnosis, result, baseline = strategy.diagnosis, strategy.result, self.baselines[0].run
+        steps = len(baseline.curve)
+        bounds = self.baselines[0].bounds if result is None else result.bounds  # finished runs have bounds of their own
+        limits = [bounds.curve.at(step) for step in range(steps)]
+        curve = LossCurve(label="", losses=(), grad_norms=()) if result is None else result.run.curve
+        curves = None if result is None else result.curves
+        parameters = None if result is None or not baseline.initial else _number(result.parameters)
+        return {
+            "label": strategy.name,
+            "layout": strategy.label,
+            "baseline": (baseline if result is None else result.baseline).curve.label,
+            "result": strategy.outcome,
             "cause": str(diagnosis.cause) if diagnosis else "",
             "sentence": diagnosis.sentence if diagnosis else "",
             "evidence": diagnosis.evidence if diagnosis else "",
-            "error": entry.error,
-            "command": entry.command,
-            "seconds": round(entry.seconds, 1),
-        }
-        steps, verdict = len(self.baseline.curve), entry.verdict
-        bounds = self.bounds if verdict is None else verdict.case.bounds  # of finished runs each has its own
-        tolerance = bounds.curve
-        found["tolerance"] = {
-            "loss": _numbers([tolerance.at(step)[0] for step in range(steps)]),
-            "grad_norm": _numbers([tolerance.at(step)[1] for step in range(steps)]),
-            "parameters": _number(bounds.parameters),
-            "gradient": _number(bounds.gradient),
-            "source": tolerance.source,
-        }
-        if verdict is None:
-            lists = ("losses", "grad_norms", "gradients", "updates", "copies_differ")
-            numbers = ("loss_difference", "norm_difference", "parameter_difference", "first_diverging_step")
-            return found | {"rung": "none"} | {name: [] for name in lists} | dict.fromkeys(numbers)
-        return found | {
-            "rung": verdict.rung,
-            "losses": _numbers(verdict.case.trial.curve.losses),
-            "grad_norms": _numbers(verdict.case.trial.curve.grad_norms),
-            "loss_difference": _number(verdict.report.max_loss_difference),
-            "norm_difference": _number(verdict.report.max_norm_difference),
-            "parameter_difference": _number(verdict.parameters if self.baseline.initial else math.nan),
-            "first_diverging_step": verdict.report.first_diverging_step,
-            "gradients": _rows(verdict.case.gradients, self.baseline),
-            "updates": _rows(verdict.case.updates, self.baseline),
-            "copies_differ": sorted(verdict.torn),
+            "error": strategy.error,
+            "command": strategy.command,
+            "seconds": round(strategy.seconds, 1),
+            "tolerance": {
+                "loss": _numbers([loss for loss, _ in limits]),
+                "grad_norm": _numbers([norm for _, norm in limits]),
+                "parameters": _number(bounds.parameters),
+                "gradient": _number(bounds.gradient),
+                "source": bounds.curve.source,
+            },
+            "agreement": "none" if result is None else result.agreement,
+            "losses": _numbers(curve.losses),
+            "grad_norms": _numbers(curve.grad_norms),
+            "loss_difference": curves and _number(curves.max_loss_difference),
+            "norm_difference": curves and _number(curves.max_norm_difference),
+            "parameter_difference": parameters,
+            "first_diverging_step": curves
+            and curves.first_diverging_step
+            and baseline.curve.step(curves.first_diverging_step),
+            "gradients": [] if result is None else _rows(result.gradients, baseline),
+            "updates": [] if result is None else _rows(result.updates, baseline),
+            "diverged_replicas": [] if result is None else sorted(result.run.diverged),
         }
 
 
@@ -130,16 +152,10 @@ def _curve(curve: LossCurve) -> dict[str, Any]:
     return {"label": curve.label, "losses": _numbers(curve.losses), "grad_norms": _numbers(curve.grad_norms)}
 
 
-def _rows(rows: Sequence[GradientRow], baseline: Trial) -> list[dict[str, Any]]:
-    """In the order of the model."""
+def _rows(rows: Sequence[TensorDifference], baseline: ParityRun) -> list[dict[str, Any]]:
     places = {name: place for place, name in enumerate(baseline.initial)}
     return [
-        {
-            "name": row.name,
-            "ratio": _number(row.ratio),
-            "cosine": _number(row.cosine),
-            "difference": _number(row.difference),
-        }
+        {"name": row.name} | {key: _number(getattr(row, key)) for key in ("ratio", "cosine", "difference")}
         for row in sorted(rows, key=lambda row: places.get(row.name, len(places)))
     ]
 

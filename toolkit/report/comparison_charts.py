@@ -1,140 +1,126 @@
-"""The four plots of a comparison: loss and gradient norm, and how far each lies from the baseline's."""
+"""The plots of a comparison: loss, gradient norm, their differences from the baseline, and a heat map of gradients.
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+The heat map has each parameter's gradient in each strategy, by layer, colored by its difference / tolerance.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 from toolkit.parity.tolerance import relative
-from toolkit.report.chart import Band, Chart, Line, Mark, Point, line_points
-from toolkit.report.numerals import difference, english_list, plural, scientific
-from toolkit.report.palette import COOL, WARM
+from toolkit.report.chart import COOL, DASHES, WARM, Band, Chart, Line, Point, Ring, line_points
+from toolkit.units import difference, english_list, plural, scientific
 
 Curve = Mapping[str, Any]
 
-_DASHES: tuple[tuple[float, ...], ...] = ((), (6, 3), (2, 2.5), (9, 3, 2, 3))
 _STRIPE = 7.0
 _MOST_TOLERANCES = 3
 _MANY = 12
+_FALLBACK_TOLERANCE = 1e-6
+_DECADES_WITHIN = _DECADES_BEYOND = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Look:
-    """How one strategy is drawn wherever it appears."""
+    """How one strategy is drawn everywhere in the report."""
 
     key: str
     tone: str
     dash: tuple[float, ...]
     differs: bool
 
+    def line(self, strategy: Curve, points: tuple[Point, ...], **options: Any) -> Line:
+        """Return a curve of the strategy; it has its label if the strategy differs."""
+        labelled = self.differs
+        return Line(label=strategy["label"], points=points, tone=self.tone, key=self.key, labelled=labelled, **options)
+
 
 def looks(strategies: Sequence[Curve]) -> list[Look]:
-    """Cool colours for strategies that are the same, warm ones for those that are not."""
+    """Assign cool colors to strategies that are the same and warm colors to the others."""
     found: list[Look] = []
     counts = {True: 0, False: 0}
     for index, strategy in enumerate(strategies):
-        differs = strategy["verdict"] != "same"
+        differs = strategy["result"] != "same"
         tones = WARM if differs else COOL
         round_, place = divmod(counts[differs], len(tones))
         counts[differs] += 1
-        found.append(Look(key=f"k{index}", tone=tones[place], dash=_DASHES[round_ % len(_DASHES)], differs=differs))
+        found.append(Look(key=f"k{index}", tone=tones[place], dash=DASHES[round_ % len(DASHES)], differs=differs))
     return found
 
 
 def comparison_charts(comparison: Mapping[str, Any]) -> list[Chart]:
-    """Loss, its difference, gradient norm, its difference."""
-    charts = []
-    for field, bound, name, noun, unit in (
-        ("losses", "loss", "loss", "loss", "nats per token"),
-        ("grad_norms", "grad_norm", "grad-norm", "gradient norm", "norm of the whole gradient, before clipping"),
-    ):
-        charts.append(_overlay(comparison, field, files=field.replace("_", "-"), noun=noun, unit=unit))
-        charts.append(_differences(comparison, field, bound, files=f"{name}-difference", noun=noun))
-    return charts
+    """Return the plots of loss, its difference, gradient norm, and its difference."""
+    norm = "norm of the whole gradient, before clipping"
+    charts = [
+        _overlay(comparison, "losses", files="losses", noun="loss", unit="nats per token"),
+        _differences(comparison, "losses", "loss", files="loss-difference", noun="loss"),
+        _overlay(comparison, "grad_norms", files="grad-norms", noun="gradient norm", unit=norm),
+        _differences(comparison, "grad_norms", "grad_norm", files="grad-norm-difference", noun="gradient norm"),
+    ]
+    return charts if comparison["baselines"][0]["grad_norms"] else charts[:2]
 
 
 def _overlay(comparison: Curve, field: str, *, files: str, noun: str, unit: str) -> Chart:
-    baseline, strategies = comparison["baseline"], comparison["strategies"]
+    baselines, strategies, steps = comparison["baselines"], comparison["strategies"], comparison.get("steps")
     equal = [look for strategy, look in _looked(strategies) if not look.differs]
-    lines = [
-        Line(label=baseline["label"], points=line_points(baseline[field]), tone="reference", key="reference", width=8)
-    ]
-    # What differs is drawn first: it shows from where it leaves the others.
+    bands = [(line_points(one[field], steps), one["label"], f"reference{index}") for index, one in enumerate(baselines)]
+    lines = [Line(label=label, points=points, tone="reference", key=key, width=8) for points, label, key in bands]
+    # Strategies that differ are drawn first: the others show where they leave.
     for strategy, look in sorted(_looked(strategies), key=lambda pair: not pair[1].differs):
-        # Equal curves lie on each other: their dashes alternate, so that each of them shows.
+        # Equal curves overlap: their dashes alternate so that each is visible.
         striped = not look.differs and len(equal) > 1
         place = equal.index(look) if striped else 0
-        lines.append(
-            Line(
-                label=strategy["label"],
-                points=line_points(strategy[field]),
-                tone=look.tone,
-                key=look.key,
-                dash=(_STRIPE, _STRIPE * (len(equal) - 1)) if striped else (),
-                offset=-_STRIPE * place,
-                width=2.6,
-                labelled=look.differs,
-            )
-        )
-    values = [value for value in baseline[field] if value is not None]
-    course = f"That of {baseline['label']} goes from {values[0]:.4f} to {values[-1]:.4f}. " if values else ""
-    caption = f"The grey band is {baseline['label']}."
+        dash = (_STRIPE, _STRIPE * (len(equal) - 1)) if striped else ()
+        points = line_points(strategy[field], steps)
+        lines.append(look.line(strategy, points, dash=dash, offset=-_STRIPE * place, width=2.6))
+    values = [value for value in baselines[0][field] if value is not None]
+    course = f"That of {baselines[0]['label']} goes from {values[0]:.4f} to {values[-1]:.4f}. " if values else ""
+    names = english_list([one["label"] for one in baselines])
+    caption = f"The gray band is {names}." if len(baselines) == 1 else f"The gray bands are {names}."
     if len(equal) > 1:
-        caption += " Equal curves lie on each other, so their colours alternate."
+        caption += " Equal curves overlap, so their colors alternate."
     return Chart(
         name=files,
         title=noun.capitalize(),
         unit=unit,
         caption=caption,
         description=f"{noun.capitalize()} of each step of {plural(len(strategies), 'strategy', 'strategies')}. "
-        f"{course}{_verdicts(strategies)}",
+        f"{course}{_outcomes(strategies)}",
         lines=tuple(lines),
     )
 
 
 def _differences(comparison: Curve, field: str, bound: str, *, files: str, noun: str) -> Chart:
-    baseline, strategies = comparison["baseline"], comparison["strategies"]
-    reruns = comparison.get("reruns") or []
-    lines = [
-        Line(
-            label=f"rerun: {rerun['label']}",
-            points=relative_points(rerun[field], baseline[field]),
-            tone="rerun",
-            key=f"rerun{index}",
-            width=1.2,
-        )
-        for index, rerun in enumerate(reruns)
-    ]
-    marks, spans = [], []
+    strategies, steps = comparison["strategies"], comparison.get("steps")
+    baselines = {one["label"]: one for one in comparison["baselines"]}
+    reruns = [(rerun, one) for one in baselines.values() for rerun in one["reruns"]]
+    lines, marks, spans = [], [], []
+    for index, (rerun, baseline) in enumerate(reruns):
+        points, label = relative_points(rerun[field], baseline[field], steps), f"rerun: {rerun['label']}"
+        lines.append(Line(label=label, points=points, tone="rerun", key=f"rerun{index}", width=1.2))
     for strategy, look in _looked(strategies):
-        points = relative_points(strategy[field], baseline[field])
-        lines.append(
-            Line(
-                label=strategy["label"],
-                points=points,
-                tone=look.tone,
-                key=look.key,
-                dash=look.dash,
-                width=2.2 if look.differs else 1.5 if len(strategies) <= _MANY else 0.9,
-                labelled=look.differs,
-            )
-        )
+        points = relative_points(strategy[field], baselines[strategy["baseline"]][field], steps)
+        width = 2.2 if look.differs else 1.5 if len(strategies) <= _MANY else 0.9
+        lines.append(look.line(strategy, points, dash=look.dash, width=width))
         known = [value for _, value in points if value is not None]
         if known and not look.differs:
             spans.append(max(known))
         limits = (strategy.get("tolerance") or {}).get(bound) or []
         beyond = first_beyond(points, limits)
         if beyond is not None:
-            marks.append(Mark(step=beyond[0], value=beyond[1], tone=look.tone, key=look.key))
-    bands = tuple(_bands(strategies, bound, len(baseline[field])))
+            marks.append(Ring(step=beyond[0], value=beyond[1], tone=look.tone, key=look.key))
+    names = english_list([*baselines])
+    longest = max(len(one[field]) for one in baselines.values())
+    bands = tuple(_bands(strategies, bound, steps or range(1, longest + 1)))
     caption = f"|{noun} − baseline| / baseline, on a logarithmic axis."
     if bands:
-        caption += " What lies below the dashed line is within the tolerance."
+        caption += " Everything below the dashed line is within the tolerance."
     if marks:
         caption += " A ring marks the first step beyond it."
     if reruns:
         caption += (
-            f" Grey: {baseline['label']} again, rounding differently ({english_list([r['label'] for r in reruns])})."
+            f" Gray: {names} again, rounding differently ({english_list([*{r['label']: 0 for r, _ in reruns}])})."
         )
     largest = f" Strategies that are the same differ by {difference(max(spans))} at most." if spans else ""
     return Chart(
@@ -142,8 +128,7 @@ def _differences(comparison: Curve, field: str, bound: str, *, files: str, noun:
         title=f"Difference of the {noun}",
         unit="relative difference",
         caption=caption,
-        description=f"Relative difference of the {noun} from {baseline['label']} at each step.{largest} "
-        f"{_verdicts(strategies)}",
+        description=f"Relative difference of the {noun} from {names} at each step.{largest} {_outcomes(strategies)}",
         lines=tuple(lines),
         bands=bands,
         marks=tuple(marks),
@@ -151,54 +136,178 @@ def _differences(comparison: Curve, field: str, bound: str, *, files: str, noun:
     )
 
 
-def relative_points(values: Sequence[float | None], baseline: Sequence[float | None]) -> tuple[Point, ...]:
-    """|value - baseline| / |baseline| of the steps that both have; a gap where one of them was not finite."""
-    return line_points(
-        [
-            None if value is None or wanted is None else relative(value, wanted)
-            for value, wanted in zip(values, baseline, strict=False)
-        ]
-    )
+def relative_points(
+    values: Sequence[float | None], baseline: Sequence[float | None], steps: Sequence[int] | None = None
+) -> tuple[Point, ...]:
+    """Return |value - baseline| / |baseline| of the steps that both have; a gap if one of them was not finite."""
+    pairs = zip(values, baseline, strict=False)
+    gaps = [None if value is None or wanted is None else relative(value, wanted) for value, wanted in pairs]
+    return line_points(gaps, steps)
 
 
 def first_beyond(points: Sequence[Point], limits: Sequence[float | None]) -> tuple[int, float] | None:
-    """The first step whose difference is larger than its bound; the last bound holds for all later steps."""
+    """Return the first step whose difference exceeds its bound; the last bound applies to all later steps."""
     known = [limit for limit in limits if limit is not None]
     if not known:
         return None
-    for step, value in points:
-        if value is not None and value > known[min(step, len(known)) - 1]:
+    for place, (step, value) in enumerate(points):
+        if value is not None and value > known[min(place, len(known) - 1)]:
             return step, value
     return None
 
 
-def _bands(strategies: Sequence[Curve], bound: str, steps: int) -> Iterator[Band]:
-    """The tolerances: each one, or where there are many, the tightest and the loosest."""
+def _bands(strategies: Sequence[Curve], bound: str, steps: Sequence[int]) -> Iterator[Band]:
+    """Yield each tolerance, or the tightest and the loosest of many."""
     found: dict[tuple[float, ...], None] = {}
     for strategy in strategies:
         limits = [limit for limit in (strategy.get("tolerance") or {}).get(bound) or [] if limit is not None]
         if limits and steps:
-            found[tuple(limits[min(step, len(limits) - 1)] for step in range(steps))] = None
-    tolerances = sorted(found)
-    if len(tolerances) > _MOST_TOLERANCES:
-        ends: list[tuple[Callable[..., float], str]] = [(max, "loosest tolerance"), (min, "tightest tolerance")]
-        for index, (choose, label) in enumerate(ends):
-            limits = [choose(column) for column in zip(*tolerances, strict=True)]
-            yield Band(label=label, points=tuple(enumerate(limits, start=1)), filled=index == 0)
-        return
-    for index, tolerance in enumerate(reversed(tolerances)):
-        constant = all(a == b for a, b in pairwise(tolerance))
-        label = f"tolerance {scientific(tolerance[0])}" if constant else "tolerance"
-        yield Band(label=label, points=tuple(enumerate(tolerance, start=1)), filled=index == 0)
+            found[tuple(limits[min(place, len(limits) - 1)] for place in range(len(steps)))] = None
+    shown = [
+        (f"tolerance {scientific(one[0])}" if len(set(one)) == 1 else "tolerance", one)
+        for one in sorted(found, reverse=True)
+    ]
+    if len(shown) > _MOST_TOLERANCES:
+        columns = list(zip(*found, strict=True))
+        shown = [("loosest tolerance", tuple(map(max, columns))), ("tightest tolerance", tuple(map(min, columns)))]
+    for index, (label, bounds) in enumerate(shown):
+        yield Band(label=label, points=tuple(zip(steps, bounds, strict=True)), filled=index == 0)
 
 
 def _looked(strategies: Sequence[Curve]) -> Iterator[tuple[Curve, Look]]:
     yield from zip(strategies, looks(strategies), strict=True)
 
 
-def _verdicts(strategies: Sequence[Curve]) -> str:
-    differing = [strategy["label"] for strategy in strategies if strategy["verdict"] == "differs"]
-    failed = [strategy["label"] for strategy in strategies if strategy["verdict"] == "failed"]
+def _outcomes(strategies: Sequence[Curve]) -> str:
+    differing = [strategy["label"] for strategy in strategies if strategy["result"] == "differs"]
+    failed = [strategy["label"] for strategy in strategies if strategy["result"] == "failed"]
+    unclear = [strategy["label"] for strategy in strategies if strategy["result"] == "cannot tell"]
     parts = [f"{english_list(differing)} {'differs' if len(differing) == 1 else 'differ'}."] if differing else []
     parts += [f"{english_list(failed)} failed and has no curve."] if failed else []
+    parts += [f"{english_list(unclear)} cannot be told from rounding."] if unclear else []
     return " ".join(parts) or "All of them stay within their tolerance."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One parameter of one strategy."""
+
+    tone: str
+    """heat0 (equal) to heat4 are within the tolerance, heat5 to heat8 beyond it; or missing."""
+    text: str
+    numbers: tuple[float | None, ...]
+    """Difference, ratio and cosine with the displayed number of digits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeatMapRow:
+    """One row: a cell for each column; None if a strategy lacks the parameter."""
+
+    name: str
+    short_name: str
+    cells: tuple[Cell | None, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """The parameters of one layer, or those before or after all layers."""
+
+    title: str
+    parameters: tuple[HeatMapRow, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeatMap:
+    """Groups in model order. `columns` are indices into the list of strategies."""
+
+    columns: tuple[int, ...]
+    groups: tuple[Group, ...]
+
+    def parameters(self) -> list[HeatMapRow]:
+        return [parameter for group in self.groups for parameter in group.parameters]
+
+    def data(self) -> list[dict[str, Any]]:
+        """Return the values that page.js shows under the pointer."""
+        return [
+            {"name": parameter.name, "cells": [None if cell is None else cell.numbers for cell in parameter.cells]}
+            for parameter in self.parameters()
+        ]
+
+
+def heat_map(strategies: Sequence[Curve]) -> HeatMap:
+    """Build the map of all strategies with gradients. Parameters are in the order of the first strategy."""
+    columns = tuple(index for index, strategy in enumerate(strategies) if strategy.get("gradients"))
+    rows = [{str(row["name"]): row for row in strategies[index]["gradients"]} for index in columns]
+    bounds = [gradient_tolerance(strategies[index]) for index in columns]
+    names = list(dict.fromkeys(name for column in rows for name in column))
+
+    def row(name: str, short_name: str) -> HeatMapRow:
+        pairs = zip(rows, bounds, strict=True)
+        cells = tuple(_cell(column[name], bound) if name in column else None for column, bound in pairs)
+        return HeatMapRow(name=name, short_name=short_name, cells=cells)
+
+    groups = (
+        Group(title=title, parameters=tuple(row(*member) for member in members)) for title, members in grouped(names)
+    )
+    return HeatMap(columns=columns, groups=tuple(groups))
+
+
+def gradient_tolerance(strategy: Curve) -> float:
+    """Return the strategy's bound on a parameter's gradient."""
+    return (strategy.get("tolerance") or {}).get("gradient") or _FALLBACK_TOLERANCE
+
+
+def grouped(names: Sequence[str]) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Group names by layer, each with its name inside the layer; layers ascend between the other parameters."""
+    before: list[tuple[str, str]] = []
+    after: list[tuple[str, str]] = []
+    layers: dict[int, list[tuple[str, str]]] = {}
+    for name in names:
+        parts = name.split(".")
+        place = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
+        if place is None or place == len(parts) - 1:
+            (after if layers else before).append((name, _outer(name)))
+        else:
+            layers.setdefault(int(parts[place]), []).append((name, ".".join(parts[place + 1 :])))
+    found = [(f"layer {layer}", layers[layer]) for layer in sorted(layers)]
+    first = "before the layers" if layers else "parameters"
+    return [group for group in ((first, before), *found, ("after the layers", after)) if group[1]]
+
+
+def tone_of(value: float | None, tolerance: float) -> str:
+    """Return the color of a difference: one shade for each power of ten from its tolerance."""
+    if value is None or not math.isfinite(value):
+        return "missing"
+    if value == 0:
+        return "heat0"
+    if value <= tolerance:
+        decades = math.floor(math.log10(tolerance / value) + 1e-9)
+        return f"heat{max(1, _DECADES_WITHIN - decades)}"
+    decades = math.ceil(math.log10(value / tolerance) - 1e-9)
+    return f"heat{_DECADES_WITHIN + max(1, min(_DECADES_BEYOND, decades))}"
+
+
+def legend(tolerances: Sequence[float]) -> list[tuple[str, str]]:
+    """Return (tone, label) of each color: absolute numbers if all strategies share a tolerance."""
+    if len(set(tolerances)) == 1:
+        tolerance = tolerances[0]
+        bounds = [scientific(tolerance * 10.0**power) for power in range(-3, 4)]
+    else:
+        bounds = ["1/1000", "1/100", "1/10", "tolerance", "x 10", "x 100", "x 1000"]
+    shades = [(f"heat{i}", f"≤ {bound}") for i, bound in enumerate(bounds, start=1)]
+    return [("heat0", "equal"), *shades, ("heat8", f"> {bounds[-1]}"), ("missing", "missing or not finite")]
+
+
+def _cell(row: Curve, tolerance: float) -> Cell:
+    value = row.get("difference")
+    numbers = (_short(value, 2), _short(row.get("ratio"), 7), _short(row.get("cosine"), 8))
+    return Cell(tone=tone_of(value, tolerance), text=difference(value), numbers=numbers)
+
+
+def _outer(name: str) -> str:
+    head, _, rest = name.partition(".")
+    return rest if head in ("transformer", "model", "gpt_neox") and rest else name
+
+
+def _short(value: float | None, digits: int) -> float | None:
+    return None if value is None or not math.isfinite(value) else float(f"{value:.{digits}g}")

@@ -1,129 +1,204 @@
-"""Plots as files, PNG and SVG, for slides and documents: the charts of a page and its heat map, in light colours."""
+"""Image files, drawn with matplotlib in light colors: charts, heat maps, loss.png, and the memory of each stage."""
 
+import json
+import textwrap
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import ListedColormap
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure, FigureBase
+from matplotlib.patheffects import withStroke
 
-from toolkit.report.chart import Chart
-from toolkit.report.heat_map import HeatMap
-from toolkit.report.palette import LIGHT
-from toolkit.report.scale import Axis
+from toolkit.errors import ReportError
+from toolkit.estimate.breakdown import MemoryBreakdown
+from toolkit.report.chart import LIGHT, Chart, Line, line_points, running_mean
+from toolkit.report.comparison_charts import HeatMap
+from toolkit.report.drawing import Drawing
 
-_PNG_DPI = 200
 _LARGEST_PNG = 20_000
-"""Pixels: a heat map of thousands of parameters would pass 65536, which cannot be drawn."""
-_MOST_IN_LEGEND = 12
+"""Pixels: a heat map of thousands of parameters would exceed matplotlib's limit of 65536."""
 _HEAT = [*(f"heat{i}" for i in range(9)), "missing", "ground"]
 
-
-def write_chart(folder: Path, chart: Chart) -> None:
-    """NAME.png (1600 pixels wide) and NAME.svg."""
-    figure = Figure(figsize=(8, 4.8), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    y = chart.y_axis()
-    x = chart.x_axis(8)
-    for band in chart.bands:
-        steps, bounds = [step for step, _ in band.points], [y.fraction(bound) for _, bound in band.points]
-        if band.filled:
-            axes.fill_between(steps, 0, bounds, color=LIGHT["tolerance-ground"], zorder=0)
-        axes.plot(steps, bounds, color=LIGHT["tolerance"], linewidth=1, linestyle=(0, (4, 3)), label=band.label)
-    for line in chart.lines:
-        label = line.label if line.in_legend else None
-        for run in line.runs():
-            axes.plot(
-                [step for step, _ in run],
-                [y.fraction(value) for _, value in run],
-                color=LIGHT[line.tone],
-                linewidth=line.width * 0.9,
-                linestyle=(line.offset, line.dash) if line.dash else "-",
-                marker="o" if line.dots or len(run) == 1 else None,
-                markersize=3,
-                solid_capstyle="round",
-                label=label,
-                clip_on=False,
-                zorder=3 if line.tone == "reference" else 4,
-            )
-            label = None
-    for mark in chart.marks:
-        place = [mark.step], [y.fraction(mark.value)]
-        axes.plot(*place, "o", markersize=8, markerfacecolor="none", markeredgecolor=LIGHT[mark.tone])
-    for event in chart.events:
-        axes.plot([event.step] * 2, [0, 0.02], color=LIGHT[event.kind], linewidth=1)
-    _dress(axes, chart, x, y)
-    _save(figure, folder / chart.name)
+_INK, _LIMIT = LIGHT["ink"], LIGHT["differs"]
+_GIB = 2**30
+_PARTS = json.loads((Path(__file__).parent / "templates" / "memory_parts.json").read_text(encoding="utf-8"))
+"""The parts of a bar from the bottom, each a sum of fields; all of them are `MemoryBreakdown.total`."""
+_FEWEST_TO_LABEL = 0.035
+"""Fraction of the picture's height: thinner parts have no room for a number."""
+_MOST_TO_LABEL = 16
+"""Number of bars above which some have no label."""
+_MOST_TO_NAME = 9
+"""Number of labels that have room for words."""
+_TITLE_WIDTH = 100
+"""Characters of a line."""
 
 
-def write_heat_map(folder: Path, heat: HeatMap, labels: Sequence[str]) -> None:
-    """gradients.png and gradients.svg: a row for each parameter, a column for each strategy."""
+def plot_loss(
+    path: Path,
+    losses: Sequence[float | None],
+    *,
+    title: str,
+    held_out: Sequence[tuple[int, float]] = (),
+    unigram_entropy: float | None = None,
+    entropy_rate: float | None = None,
+) -> None:
+    """Write loss.png, 1600 x 900 pixels: training and validation loss, with entropies of the text as bounds.
+
+    `losses` are nats per token of steps 1, 2, …, None if not finite; `held_out` are (step, loss).
+    """
+    points, window = line_points(losses), max(1, len(losses) // 30)
+    if window > 1:
+        mean = running_mean(points, window)
+        lines = [
+            Line(label="loss of a step", points=points, tone="reference", width=1.1),
+            Line(label=f"mean of the last {window} steps", points=mean, tone="cool0", width=2.2),
+        ]
+    else:
+        lines = [Line(label="loss", points=points, tone="cool0", width=2.2, dots=len(losses) < 20)]
+    if held_out:
+        lines.append(Line(label="held out", points=tuple(held_out), tone="warm0", dots=True))
+    for label, nats, dash in (("unigram entropy", unigram_entropy, (4, 3)), ("entropy rate", entropy_rate, (1, 2))):
+        if nats is not None:
+            level = ((1, nats), (max(2, len(losses)), nats))
+            lines.append(Line(label=label, points=level, tone="ink", width=1.1, dash=dash))
+    chart = Chart(name="loss", title=title, unit="loss (nats per token)", lines=tuple(lines))
+    write_chart(chart, path, height=405)
+
+
+def write_chart(chart: Chart, *paths: Path, height: int = 432) -> None:
+    """Write the chart to each of `paths`: as PNG, 720 x `height` pixels scaled up to 1600 pixels wide."""
+    _save(Drawing(chart, 720, height, is_file=True).figure, *paths, dpi=160)
+
+
+def write_heat_map(heat: HeatMap, labels: Sequence[str], *paths: Path) -> None:
+    """Write the map to each of `paths`: a row for each parameter, a column for each strategy."""
     parameters = heat.parameters()
-    rows, columns = max(1, len(parameters)), max(1, len(heat.columns))
-    figure = Figure(figsize=(3.0 + 0.24 * columns, 1.6 + 0.15 * rows), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    tones = [
-        [_HEAT.index(cell.tone if cell is not None else "ground") for cell in parameter.cells]
-        for parameter in parameters
-    ] or [[_HEAT.index("ground")]]
-    colours = ListedColormap([LIGHT[name] for name in _HEAT])
-    axes.pcolormesh(tones, cmap=colours, vmin=0, vmax=len(_HEAT) - 1, edgecolor="white", linewidth=0.6)
+    columns = max(1, len(heat.columns))
+    axes = _new_axes(3.0 + 0.24 * columns, 1.6 + 0.15 * max(1, len(parameters)))
+    ground = _HEAT.index("ground")
+    tones = [[_HEAT.index(cell.tone) if cell else ground for cell in row.cells] for row in parameters] or [[ground]]
+    colors = ListedColormap([LIGHT[name] for name in _HEAT])
+    axes.pcolormesh(tones, cmap=colors, vmin=0, vmax=len(_HEAT) - 1, edgecolor="white", linewidth=0.6)
+    axes.grid(visible=False)
     axes.invert_yaxis()
     axes.set_yticks([i + 0.5 for i in range(len(parameters))], [p.name for p in parameters], fontsize=6.5)
     names = [labels[index] for index in heat.columns]
     axes.set_xticks([i + 0.5 for i in range(len(names))], names, fontsize=7, rotation=90)
     axes.xaxis.tick_top()
-    axes.tick_params(length=0, colors=LIGHT["ink"])
+    axes.tick_params(labelcolor=LIGHT["ink"])
     axes.spines[:].set_visible(False)
     axes.set_xlabel(
         "difference of the first gradient: blue within the tolerance, orange beyond it\n"
         "(each shade a power of ten), dark: missing or not finite",
         fontsize=7,
-        color=LIGHT["muted"],
     )
-    boundary = 0
-    for group in heat.groups[:-1]:
-        boundary += len(group.parameters)
+    for boundary in accumulate(len(group.parameters) for group in heat.groups[:-1]):
         axes.axhline(boundary, color=LIGHT["muted"], linewidth=0.8)
-    _save(figure, folder / "gradients")
+    _save(axes.figure, *paths)
 
 
-def _dress(axes: Axes, chart: Chart, x: Axis, y: Axis) -> None:
-    """Title, ticks, grid and legend. Values are drawn as fractions of the axis, as the page does."""
-    axes.set_title(chart.title, loc="left", fontsize=12, color=LIGHT["ink"], pad=12)
-    axes.set_xlabel("step", color=LIGHT["muted"])
-    axes.set_ylabel(chart.unit, color=LIGHT["muted"])
-    axes.set_xlim(x.low, x.high)
-    axes.set_ylim(0, 1)
-    axes.set_xticks([tick.value for tick in x.ticks], [tick.label for tick in x.ticks])
-    axes.set_yticks([y.fraction(tick.value) for tick in y.ticks], [tick.label for tick in y.ticks])
+def _new_axes(width: float, height: float) -> Axes:
+    """Return empty axes in the style of all plots, on a figure of this size in inches."""
+    axes = Figure(figsize=(width, height), layout="constrained").add_subplot()
+    axes.xaxis.label.set_color(LIGHT["muted"])
+    axes.yaxis.label.set_color(LIGHT["muted"])
     axes.tick_params(length=0, colors=LIGHT["muted"], labelsize=9)
     axes.grid(axis="y", color=LIGHT["rule"], linewidth=0.7)
     axes.set_axisbelow(True)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_color(LIGHT["muted"])
-    handles, labels = axes.get_legend_handles_labels()
-    if len(handles) > _MOST_IN_LEGEND:
-        kept = [i for i, label in enumerate(labels) if label in _telling(chart)]
-        handles, labels = [handles[i] for i in kept], [labels[i] for i in kept]
-    if handles:
-        axes.figure.legend(handles, labels, loc="outside lower left", ncols=3, frameon=False, fontsize=8)
+    return axes
 
 
-def _telling(chart: Chart) -> set[str]:
-    """Of a chart with many curves, the ones whose names matter."""
-    return {line.label for line in chart.lines if line.labelled or line.key == "reference"} | {
-        band.label for band in chart.bands
-    }
+def _save(figure: FigureBase, *paths: Path, dpi: float = 200) -> None:
+    assert isinstance(figure, Figure)
+    dpi = min(dpi, _LARGEST_PNG / max(figure.get_size_inches()))
+    for path in paths:
+        # Keep text as text, and give the same bytes for the same data.
+        with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "dstk"}):
+            figure.savefig(path, dpi=dpi, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
-def _save(figure: Figure, path: Path) -> None:
-    # Text stays text, and the same data gives the same bytes.
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "dstk"}):
-        figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
-    longest = max(figure.get_size_inches())
-    figure.savefig(path.with_suffix(".png"), dpi=min(_PNG_DPI, _LARGEST_PNG / longest))
+def plot_memory(path: Path, stages: Sequence[MemoryBreakdown], *, title: str) -> None:
+    """Write a plot (1600 x 1000 pixels as PNG). Raises ReportError if the file cannot be written."""
+    axes = _new_axes(8, 5)
+    axes.set_title(textwrap.fill(title, _TITLE_WIDTH), loc="left", fontsize=10, color=_INK, pad=12)
+    axes.set_ylabel("GiB of a GPU's memory")
+    device = stages[0].device_bytes / _GIB
+    tallest = max(stage.total for stage in stages) / _GIB
+    top = max(tallest, device) * 1.06
+    width = min(0.72, 0.12 * len(stages) + 0.12)
+    bottoms = [0.0] * len(stages)
+    for part in _PARTS:
+        heights = [sum(_part_bytes(stage, field) for field in part["fields"]) / _GIB for stage in stages]
+        if not any(heights):
+            continue
+        axes.bar(
+            range(len(stages)), heights, width, bottom=bottoms, color=part["color"], label=part["label"], linewidth=0
+        )
+        if len(stages) <= 8:
+            for place, (height, bottom) in enumerate(zip(heights, bottoms, strict=True)):
+                if height > _FEWEST_TO_LABEL * top:
+                    ink = part.get("ink", _INK)
+                    middle = bottom + height / 2
+                    axes.text(place, middle, f"{height:.1f}", ha="center", va="center", fontsize=7, color=ink)
+        bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
+    _label_bars(axes, stages, bottoms, top)
+    axes.set_ylim(0, top)
+    axes.legend(reverse=True, frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1), borderaxespad=0)
+    try:
+        _save(axes.figure, path)
+    except (OSError, ValueError) as error:
+        raise ReportError(f"--plot {path}: {error}. Name a .png, .svg or .pdf in a directory that exists.") from None
+
+
+def _part_bytes(stage: MemoryBreakdown, field: str) -> int:
+    working = stage.activations.get("working", 0)
+    fields: dict[str, int] = vars(stage) | {"working": working, "kept": stage.activation_total - working}
+    return fields[field]
+
+
+def _label_bars(axes: Axes, stages: Sequence[MemoryBreakdown], heights: Sequence[float], top: float) -> None:
+    """Label each bar with its height and its stage, and draw the line of the GPU's capacity."""
+    margin = max(0.5, 0.02 * len(stages))
+    labelled = places_to_label(heights)
+    for place in labelled:
+        height = heights[place]
+        written = axes.text(place, height + 0.008 * top, f"{height:.1f}", ha="center", va="bottom", fontsize=8)
+        written.set(color=_INK, path_effects=[withStroke(linewidth=2, foreground="white")])  # higher bars beside it
+    device = stages[0].device_bytes / _GIB
+    if device:
+        axes.axhline(device, color=_LIMIT, linewidth=1.2, linestyle=(0, (5, 3)))
+        right = len(stages) - 1 + margin
+        axes.text(right, device, f"GPU {device:.1f}", ha="right", va="bottom", fontsize=8, color=_LIMIT)
+    short = len(labelled) > _MOST_TO_NAME
+    axes.set_xticks(labelled, [_stage_name(stages, place, short=short) for place in labelled], fontsize=8)
+    if short:
+        axes.set_xlabel("stage, and its layers", fontsize=8)
+    axes.set_xlim(-margin, len(stages) - 1 + margin)
+
+
+def places_to_label(heights: Sequence[float]) -> list[int]:
+    """Choose the bars to label: all; of many the first, last and tallest, and some at equal distances."""
+    count = len(heights)
+    if count <= _MOST_TO_LABEL:
+        return list(range(count))
+    step = -(-count // (_MOST_TO_LABEL // 2))
+    chosen: list[int] = []
+    for place in (heights.index(max(heights)), 0, count - 1, *range(step, count, step)):
+        if all(abs(place - other) >= step for other in chosen):
+            chosen.append(place)
+    return sorted(chosen)
+
+
+def _stage_name(stages: Sequence[MemoryBreakdown], place: int, *, short: bool) -> str:
+    if len(stages) == 1:
+        return "each rank"
+    stage = stages[place]
+    if short:
+        return f"{stage.stage}\n{stage.layers}"
+    layers = f"{stage.layers} layer{'s' if stage.layers != 1 else ''}"
+    return f"stage {stage.stage}\n{layers}"

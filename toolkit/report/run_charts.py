@@ -1,233 +1,174 @@
 """The plots of training runs: loss, learning rate, gradient norm, throughput, MFU, memory."""
 
+import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
-from toolkit.report.chart import Band, Chart, Event, Line, Point
-from toolkit.report.memory_estimate import estimated_bytes
-from toolkit.report.training_log import Step
-from toolkit.report.training_run import TrainingRun
+from toolkit.errors import ToolkitError
+from toolkit.planner.run_memory import estimate_for_run
+from toolkit.report.chart import DASHES, Band, Chart, Event, Line, Point, running_mean
+from toolkit.report.recorded_run import RecordedRun, Step
 
 TONES = ("cool0", "warm0", "cool1", "warm1", "warm2", "cool2", "cool3", "warm3", "cool4")
 _SPEED_WINDOW = 20
 """Steps, as in the progress line of a run."""
+_TEXTS: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "templates" / "run_charts.json").read_text())
 _GIB, _MIB = 2**30, 2**20
 
 Value = Callable[[Step], float | None]
 
 
 def tone(index: int) -> str:
-    """The colour of a run."""
+    """Return the color of a run."""
     return TONES[index % len(TONES)]
 
 
 def dash(index: int) -> tuple[float, ...]:
-    """The dashes of a run: colours come again after nine of them."""
-    return ((), (6, 3), (2, 2.5), (9, 3, 2, 3))[index // len(TONES) % 4]
+    """Return the dash pattern of a run: colors repeat after nine runs."""
+    return DASHES[index // len(TONES) % len(DASHES)]
 
 
-def run_charts(runs: Sequence[TrainingRun]) -> list[Chart]:
-    """The charts that have anything to show."""
+def run_charts(runs: Sequence[RecordedRun]) -> list[Chart]:
+    """Return all charts that have data."""
     charts = [_loss(runs), _learning_rate(runs), _gradient_norm(runs), _throughput(runs), _mfu(runs), _memory(runs)]
     return [chart for chart in charts if any(value is not None for line in chart.lines for _, value in line.points)]
 
 
-def running_mean(points: Sequence[Point], window: int) -> tuple[Point, ...]:
-    """The mean of the last `window` values at each step; a step without a value stays without."""
-    known: list[float] = []
-    means: list[Point] = []
-    for step, value in points:
-        if value is None:
-            means.append((step, None))
-            continue
-        known.append(value)
-        recent = known[-window:]
-        means.append((step, sum(recent) / len(recent)))
-    return tuple(means)
-
-
-def _points(run: TrainingRun, value: Value) -> tuple[Point, ...]:
+def _points(run: RecordedRun, value: Value) -> tuple[Point, ...]:
     return tuple((step.step, value(step)) for step in run.log.steps)
 
 
-def _known(run: TrainingRun, value: Value) -> tuple[Point, ...]:
-    """Without the steps that have no value: a field that is only sometimes there leaves no gaps."""
+def _known(run: RecordedRun, value: Value) -> tuple[tuple[int, float], ...]:
+    """Return the points without missing values, for fields that only some steps have."""
     return tuple((step, found) for step, found in _points(run, value) if found is not None)
 
 
-def _loss(runs: Sequence[TrainingRun]) -> Chart:
-    lines: list[Line] = []
+def _loss(runs: Sequence[RecordedRun]) -> Chart:
+    trained = _smoothed(runs, [_points(run, lambda step: step.loss) for run in runs], _window(runs), what="loss")
+    held_out = {}
     for index, run in enumerate(runs):
-        points = _points(run, lambda step: step.loss)
-        lines += _smoothed(index, run, points, _window(runs), alone=len(runs) == 1, what="loss")
-        held_out = _known(run, lambda step: step.eval_loss)
-        if held_out:
-            lines.append(
-                Line(
-                    label="held out" if len(runs) == 1 else f"{run.label}, held out",
-                    points=held_out,
-                    tone="warm0" if len(runs) == 1 else tone(index),
-                    key=f"k{index}",
-                    dash=() if len(runs) == 1 else (2, 2.5),
-                    dots=True,
-                )
-            )
-    return Chart(
-        name="loss",
-        title="Loss",
-        unit="nats per token",
-        caption=_caption(lines, "Dots are the validation loss on held-out text."),
-        description="Training and validation loss over steps. " + _ends(runs, lambda step: step.loss),
-        lines=tuple(lines),
-        events=_events(runs),
-    )
+        line = _line(index, f"{run.label}, held out", _known(run, lambda step: step.eval_loss))
+        if len(runs) == 1:
+            line = replace(line, label="held out", tone="warm0")
+        held_out[line.key] = replace(line, dots=True, dash=(2, 2.5) if len(runs) > 1 else ())
+    # In the legend, a run's held-out curve follows its training curve.
+    lines = [one for line in trained for one in (line, held_out.get(line.key)) if one is not None and one.points]
+    ends = _ends(runs, lambda step: step.loss)
+    return _chart("loss", lines, ends, caption=_caption(lines, "loss"), events=_events(runs))
 
 
-def _learning_rate(runs: Sequence[TrainingRun]) -> Chart:
-    return Chart(
-        name="learning-rate",
-        title="Learning rate",
-        unit="per update",
-        caption="As the schedule set it for each step.",
-        description="Learning rate over steps. " + _ends(runs, lambda step: step.lr),
-        lines=_plain(runs, lambda step: step.lr),
-        numbers="scientific",
-        from_zero=True,
-    )
+def _learning_rate(runs: Sequence[RecordedRun]) -> Chart:
+    return _chart("learning-rate", _plain(runs, lambda step: step.lr), _ends(runs, lambda step: step.lr))
 
 
-def _gradient_norm(runs: Sequence[TrainingRun]) -> Chart:
-    lines: list[Line] = []
-    for index, run in enumerate(runs):
-        points = _points(run, lambda step: None if step.skipped else step.grad_norm)
-        lines += _smoothed(index, run, points, _window(runs), alone=len(runs) == 1, what="norm")
-    return Chart(
-        name="grad-norm",
-        title="Gradient norm",
-        unit="norm of the whole gradient, before clipping",
-        caption=_caption(lines, "Steps whose update was skipped have none."),
-        description="Gradient norm over steps. " + _ends(runs, lambda step: step.grad_norm),
-        lines=tuple(lines),
-        events=_events(runs),
-        from_zero=True,
-        log=_has_spikes(lines),
-    )
+def _gradient_norm(runs: Sequence[RecordedRun]) -> Chart:
+    points = [_points(run, lambda step: None if step.skipped else step.grad_norm) for run in runs]
+    lines = _smoothed(runs, points, _window(runs), what="norm")
+    ends = _ends(runs, lambda step: step.grad_norm)
+    caption, log = _caption(lines, "grad-norm"), _has_spikes(lines)
+    return _chart("grad-norm", lines, ends, caption=caption, events=_events(runs), log=log)
 
 
-def _throughput(runs: Sequence[TrainingRun]) -> Chart:
-    lines: list[Line] = []
-    for index, run in enumerate(runs):
-        points = _known(run, lambda step: step.tokens_per_second)
-        lines += _smoothed(index, run, points, _SPEED_WINDOW, alone=len(runs) == 1, what="speed")
-    return Chart(
-        name="throughput",
-        title="Throughput",
-        unit="tokens per second, all ranks",
-        caption="Without validation and snapshots, which are not part of a step.",
-        description="Tokens per second over steps. " + _ends(runs, lambda step: step.tokens_per_second),
-        lines=tuple(lines),
-        numbers="count",
-        from_zero=True,
-    )
+def _throughput(runs: Sequence[RecordedRun]) -> Chart:
+    points = [_known(run, lambda step: step.tokens_per_second) for run in runs]
+    lines = _smoothed(runs, points, _SPEED_WINDOW, what="speed")
+    return _chart("throughput", lines, _ends(runs, lambda step: step.tokens_per_second))
 
 
-def _mfu(runs: Sequence[TrainingRun]) -> Chart:
+def _mfu(runs: Sequence[RecordedRun]) -> Chart:
     lines = []
     for index, run in enumerate(runs):
         speed = running_mean(_known(run, lambda step: step.tokens_per_second), _SPEED_WINDOW)
         shares = [(step, run.mfu(value)) for step, value in speed if value is not None]
-        points = tuple((step, 100 * share) for step, share in shares if share is not None)
-        if points:
-            lines.append(Line(label=run.label, points=points, tone=tone(index), key=f"k{index}", dash=dash(index)))
+        if points := tuple((step, 100 * share) for step, share in shares if share is not None):
+            lines.append(_line(index, run.label, points))
     gpus = sorted({run.gpu.name for run in runs if run.gpu is not None})
-    return Chart(
-        name="mfu",
-        title="Model FLOPs utilization",
-        unit="% of the peak",
-        caption=f"Mean of {_SPEED_WINDOW} steps, of the dense peak of {', '.join(gpus)}.",
-        description="MFU over steps.",
-        lines=tuple(lines),
-        from_zero=True,
-    )
+    caption = _TEXTS["mfu"]["caption"].format(window=_SPEED_WINDOW, gpus=", ".join(gpus))
+    return _chart("mfu", lines, caption=caption)
 
 
-def _memory(runs: Sequence[TrainingRun]) -> Chart:
-    """Peak memory, and of a run alone the estimate, where there is one."""
+def _memory(runs: Sequence[RecordedRun]) -> Chart:
+    """Plot peak memory, and the estimate of a single run."""
     peak = max((step.memory_bytes or 0 for run in runs for step in run.log.steps), default=0)
     unit, name = (_GIB, "GiB") if peak >= _GIB else (_MIB, "MiB")
     estimate = estimated_bytes(runs[0]) if len(runs) == 1 else None
     steps = [step.step for run in runs for step in run.log.steps]
-    bands = (
-        ()
-        if estimate is None
-        else (Band(label="estimate", points=tuple((step, estimate / unit) for step in steps), filled=False),)
-    )
-    return Chart(
-        name="memory",
-        title="Peak memory",
-        unit=f"{name} on rank 0",
-        caption="The most that was held up to each step: allocated on a GPU, or resident where there is none.",
-        description="Peak memory over steps. ",
-        lines=_plain(runs, lambda step: None if step.memory_bytes is None else step.memory_bytes / unit),
-        bands=bands,
-        from_zero=True,
-    )
+    level = () if estimate is None else tuple((step, estimate / unit) for step in steps)
+    lines = _plain(runs, lambda step: None if step.memory_bytes is None else step.memory_bytes / unit)
+    bands = (Band(label="estimate", points=level, filled=False),) if level else ()
+    return _chart("memory", lines, unit=_TEXTS["memory"]["unit"].format(unit=name), bands=bands)
 
 
-def _plain(runs: Sequence[TrainingRun], value: Value) -> tuple[Line, ...]:
-    return tuple(
-        Line(label=run.label, points=_known(run, value), tone=tone(index), key=f"k{index}", dash=dash(index))
-        for index, run in enumerate(runs)
-    )
+def estimated_bytes(run: RecordedRun) -> int | None:
+    """Return the estimated peak of PyTorch's allocations on rank 0, which the metrics record; None if unknown."""
+    if run.recipe is None or run.layout is None or run.shape is None or run.gpu is None:
+        return None
+    try:
+        return estimate_for_run(run.recipe, run.layout, run.recipe.resolve_batch(run.layout))[0].allocated
+    except ToolkitError:
+        return None  # the estimate does not cover this model or recipe
+
+
+def _plain(runs: Sequence[RecordedRun], value: Value) -> tuple[Line, ...]:
+    return tuple(_line(index, run.label, _known(run, value)) for index, run in enumerate(runs))
+
+
+def _line(index: int, label: str, points: tuple[Point, ...], *, width: float = 1.6) -> Line:
+    return Line(label=label, points=points, tone=tone(index), key=f"k{index}", dash=dash(index), width=width)
 
 
 def _smoothed(
-    index: int, run: TrainingRun, points: tuple[Point, ...], window: int, *, alone: bool, what: str
+    runs: Sequence[RecordedRun], points_of: Sequence[tuple[Point, ...]], window: int, *, what: str
 ) -> list[Line]:
-    """The values, and over them their running mean; of several runs the mean alone, where there is one."""
-    name = tone(index)
-    if window < 2 or len(points) < 2 * window:
-        return [Line(label=what if alone else run.label, points=points, tone=name, key=f"k{index}", dash=dash(index))]
-    label = f"mean of {window} steps" if alone else run.label
-    mean = Line(
-        label=label, points=running_mean(points, window), tone=name, key=f"k{index}", dash=dash(index), width=2.2
-    )
-    if not alone:
-        return [mean]
-    return [Line(label=f"{what} of a step", points=points, tone="rerun", key="raw", width=1), mean]
+    """Return the values and their running mean; only the mean for several runs, if they are long enough."""
+    lines, alone = [], len(runs) == 1
+    for index, (run, points) in enumerate(zip(runs, points_of, strict=True)):
+        is_long = window >= 2 and len(points) >= 2 * window
+        if alone and is_long:
+            lines.append(Line(label=f"{what} of a step", points=points, tone="rerun", key="raw", width=1))
+        label = run.label if not alone else f"mean of {window} steps" if is_long else what
+        shown, width = (running_mean(points, window), 2.2) if is_long else (points, 1.6)
+        lines.append(_line(index, label, shown, width=width))
+    return lines
 
 
-def _events(runs: Sequence[TrainingRun]) -> tuple[Event, ...]:
-    """Ticks on the step axis, of a run that stands alone: of several one could not tell whose they are."""
+def _events(runs: Sequence[RecordedRun]) -> tuple[Event, ...]:
+    """Return ticks on the step axis for a single run; for several, one could not tell which run they belong to."""
     if len(runs) != 1:
         return ()
     run = runs[0]
-    skipped = [Event(step=step.step, kind="failed") for step in run.log.steps if step.skipped]
+    skipped = [Event(step=step.step, kind="warning") for step in run.log.steps if step.skipped]
     return tuple(skipped + [Event(step=restart.at, kind="differs") for restart in run.log.restarts])[:400]
 
 
-def _caption(lines: Sequence[Line], more: str) -> str:
+def _chart(name: str, lines: Sequence[Line], ends: str = "", **more: Any) -> Chart:
+    texts = _TEXTS[name] | {"description": _TEXTS[name]["description"] + ends} | more
+    return Chart(name=name, lines=tuple(lines), **texts)
+
+
+def _caption(lines: Sequence[Line], name: str) -> str:
     means = sorted({line.label for line in lines if line.label.startswith("mean of")})
-    return f"{'Faint: each step. Strong: the ' + means[0] + '. ' if means else ''}{more}"
+    return f"{'Faint: each step. Strong: the ' + means[0] + '. ' if means else ''}{_TEXTS[name]['caption']}"
 
 
-def _window(runs: Sequence[TrainingRun]) -> int:
-    """Steps in a mean: the same for all runs, so that they compare."""
+def _window(runs: Sequence[RecordedRun]) -> int:
+    """Return the number of steps in a running mean: the same for all runs."""
     return max(1, max(len(run.log.steps) for run in runs) // 30)
 
 
 def _has_spikes(lines: Sequence[Line]) -> bool:
-    """Whether a few values would press all others to the ground of a linear axis."""
+    """Whether a few values would flatten all others on a linear axis."""
     values = sorted(value for line in lines for _, value in line.points if value is not None)
     return bool(values) and values[0] > 0 and values[-1] > 8 * values[len(values) // 2]
 
 
-def _ends(runs: Sequence[TrainingRun], value: Value) -> str:
-    told = []
+def _ends(runs: Sequence[RecordedRun], value: Value) -> str:
+    found = []
     for run in runs:
         known = _known(run, value)
         if known:
-            told.append(
-                f"{run.label}: from {known[0][1]:.4g} at step {known[0][0]} to {known[-1][1]:.4g} "
-                f"at step {known[-1][0]}."
-            )
-    return " ".join(told)
+            (first, start), (last, end) = known[0], known[-1]
+            found.append(f"{run.label}: from {start:.4g} at step {first} to {end:.4g} at step {last}.")
+    return " ".join(found)

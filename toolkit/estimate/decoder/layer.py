@@ -2,12 +2,11 @@
 
 from toolkit.estimate.decoder.attention import attention
 from toolkit.estimate.decoder.context import Context
-from toolkit.estimate.decoder.mlp import mlp
-from toolkit.estimate.decoder.norm import norm
+from toolkit.estimate.decoder.mlp import mlp, norm
 from toolkit.estimate.decoder.rotary import Tables
-from toolkit.estimate.family_rules import LayerKind
 from toolkit.estimate.sizes.operations import add, add_, dropout, times
 from toolkit.estimate.sizes.tape import Tensor
+from toolkit.models.families.layer_rules import LayerKind
 
 
 def layer(c: Context, x: Tensor, tables: Tables, kind: LayerKind) -> Tensor:
@@ -58,18 +57,18 @@ def _parallel(c: Context, x: Tensor, tables: Tables, kind: LayerKind) -> Tensor:
     style = c.style
     normed = _norm(c, x)
     second = normed if style.norms_when_parallel == 1 else None
-    if second is None and style.family == "falcon":
+    if second is None and style.rules.sums_branches:
         second = _norm(c, x)  # before attention runs
     attended = _attention(c, normed, tables, kind)
     del normed
-    with c.tape.part("residual"):
-        if style.family not in ("falcon", "stablelm"):
-            attended = dropout(attended, style.hidden_dropout)
+    if not style.rules.sums_branches:
+        with c.tape.part("residual"):
+            attended = dropout(attended, style.first_dropout)
     if second is None:
         second = _norm(c, x)
     widened = _mlp(c, second)
     del second
     with c.tape.part("residual"):
-        if style.family == "falcon":
+        if style.rules.sums_branches:
             return add(x, dropout(add_(widened, attended), style.hidden_dropout))
         return add(add(dropout(widened, style.hidden_dropout), attended), x)

@@ -10,7 +10,7 @@ from toolkit.estimate.sizes.views import cat, every_second, narrow, permute, spl
 
 @dataclass(frozen=True, kw_only=True)
 class Tables:
-    """What all layers share. cos and sin [1 or b, s, d]; masks [1 or b, 1, s, s]; positions, or ALiBi's numbers."""
+    """Tables that layers share. cos and sin [1 or b, s, d]; masks [1 or b, 1, s, s]; positions, or ALiBi's numbers."""
 
     positions: Tensor
     cos: Tensor | None
@@ -19,24 +19,14 @@ class Tables:
     sliding_mask: Tensor | None
 
 
-def rotated_features(c: Context) -> int:
-    """Features of a head that are rotated."""
-    if c.shape.latent is not None:
-        return c.shape.latent.rotary_dim
-    return int(c.shape.head_dim * c.style.rotary_share)
-
-
 def rotate(c: Context, q: Tensor, k: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
-    """Queries and keys [b, heads, s, d] with their positions in them."""
+    """Rotate queries and keys [b, heads, s, d]."""
     if c.style.rotary == "interleaved":
         return _gptj(c, q, k)
-    assert tables.cos is not None
-    assert tables.sin is not None
-    samples = c.b if c.isolates_documents else 1
-    cos, sin = (unsqueeze(narrow(table, 0, samples), 1) for table in (tables.cos, tables.sin))
+    cos, sin = (unsqueeze(table, 1) for table in _own_tables(c, tables))
     match c.style.rotary:
         case "partial":
-            size = rotated_features(c)
+            size = c.style.rotated_features
             rest = c.shape.head_dim - size
             parts = [(narrow(x, -1, size), narrow(x, -1, rest)) for x in (q, k)]
             first, second = (cat([_half(x, cos, sin), passed]) for x, passed in parts)
@@ -55,10 +45,7 @@ def rotate(c: Context, q: Tensor, k: Tensor, tables: Tables) -> tuple[Tensor, Te
 
 def rotate_latent(c: Context, q: Tensor, k: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
     """The rotary parts of queries [b, heads, s, r] and of the key that all heads share [b, 1, s, r]."""
-    assert tables.cos is not None
-    assert tables.sin is not None
-    samples = c.b if c.isolates_documents else 1
-    cos, sin = (narrow(table, 0, samples) for table in (tables.cos, tables.sin))
+    cos, sin = _own_tables(c, tables)
     if c.style.rotary == "half":
         cos, sin = unsqueeze(cos, 1), unsqueeze(sin, 1)
         return _half(q, cos, sin), _half(k, cos, sin)
@@ -66,8 +53,16 @@ def rotate_latent(c: Context, q: Tensor, k: Tensor, tables: Tables) -> tuple[Ten
     return _sorted_pairs(q, cos, sin), _sorted_pairs(k, cos, sin)
 
 
+def _own_tables(c: Context, tables: Tables) -> tuple[Tensor, Tensor]:
+    """The rows of cos and sin for one kind of layer, [1 or b, s, d]."""
+    assert tables.cos is not None
+    assert tables.sin is not None
+    samples = c.b if c.isolates_documents else 1
+    return narrow(tables.cos, 0, samples), narrow(tables.sin, 0, samples)
+
+
 def _sorted_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Neighbours as pairs; the first of all pairs come in front of the second of all."""
+    """Rotate pairs of neighboring features; the result has the first of all pairs in front of the second of all."""
     first, second = every_second(x), every_second(x)
     return cat([add(mul(first, cos), mul(second, sin)), add(mul(second, cos), mul(first, sin))])
 
@@ -78,21 +73,21 @@ def _half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _rotate_half(x: Tensor) -> Tensor:
-    """One half negated, and both in the other order."""
+    """One half negated, and both halves swapped."""
     half = x.shape[-1] // 2
     return cat([times(narrow(x, -1, half)), narrow(x, -1, half)])
 
 
 def _pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The same with neighbours as pairs."""
+    """Rotate pairs of neighboring features."""
     return add(mul(x, cos), mul(_rotate_pairs(x), sin))
 
 
 def _repeated_pairs(c: Context, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Neighbours as pairs, with tables that every layer makes anew of those that all share."""
+    """Rotate pairs of neighboring features, with tables that every layer makes from the shared ones."""
     match c.style.rotary:
         case "pairs_partial":
-            size, rest = rotated_features(c), c.shape.head_dim - rotated_features(c)
+            size, rest = c.style.rotated_features, c.shape.head_dim - c.style.rotated_features
             (q, q_passed), (k, k_passed) = ((narrow(x, -1, size), narrow(x, -1, rest)) for x in (q, k))
             q, k = _pairs(q, cos, sin), _pairs(k, cos, sin)
             return cat([q, q_passed]), cat([k, k_passed])
@@ -106,7 +101,7 @@ def _repeated_pairs(c: Context, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) 
 
 
 def _doubled(table: Tensor) -> Tensor:
-    """Half of its features, each twice in a row."""
+    """Half of the table's features, each repeated."""
     return table.tape.new(table.shape, table.itemsize)
 
 
@@ -117,17 +112,18 @@ def _rotate_pairs(x: Tensor) -> Tensor:
 
 
 def _gptj(c: Context, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """GPT-J and CodeGen look their sines up in every layer, CodeGen in fp32, and repeat them. x [b, s, heads, d]."""
-    size = c.style.rotary_dim
-    assert size is not None
-    table = c.tape.new((1, c.s, size), k.itemsize if c.style.family == "gptj" else 4)
+    """GPT-J and CodeGen (in fp32) look up sines in every layer and repeat them. x [b, s, heads, d]."""
+    size = c.style.rotated_features
+    table = c.tape.new((1, c.s, size), 4 if c.style.projection == "chunks" else k.itemsize)
     results = []
     for x in (k, q):
         halves = split(table, [size // 2, size // 2])
         sin, cos = (_twice(half) for half in halves)
-        turned = _pairs(narrow(x, -1, size), cos, sin)
+        rotated = _pairs(narrow(x, -1, size), cos, sin)
         rest = narrow(x, -1, c.shape.head_dim - size)
-        results.append(cat([to(turned, max(turned.itemsize, x.itemsize)), to(rest, max(turned.itemsize, x.itemsize))]))
+        results.append(
+            cat([to(rotated, max(rotated.itemsize, x.itemsize)), to(rest, max(rotated.itemsize, x.itemsize))])
+        )
     key, query = results
     return permute(query, 0, 2, 1, 3), permute(key, 0, 2, 1, 3)
 

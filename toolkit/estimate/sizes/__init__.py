@@ -1,1 +1,1 @@
-"""Autograd on paper: tensors that have a shape, strides and a storage, and no values; no torch."""
+"""A model of autograd without torch: tensors with a shape, strides and a storage, but no values."""

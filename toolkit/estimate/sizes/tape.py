@@ -1,9 +1,9 @@
-"""Tape: a forward and a backward pass on tensors without values, and what they keep in memory at every moment.
+"""Tape: a forward and a backward pass on tensors without values, and the memory they use at every moment.
 
 The rules are those of PyTorch's autograd. An operation allocates its result and keeps for backward what its derivative
-needs; a view shares its base's storage; the engine runs nodes in the reverse order of their creation, adds gradients up
-in place where nobody else holds them, and releases what a node had kept once it has run.
-A storage is freed with the last tensor that names it, which CPython does at once.
+needs; a view shares its base's storage; the engine runs nodes in the reverse order of their creation, accumulates
+gradients in place if nothing else refers to them, and releases what a node had kept once it has run.
+A storage is freed with the last tensor that refers to it, which CPython does immediately.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +14,7 @@ Shape = tuple[int, ...]
 
 
 class Storage:
-    """A block of memory. `users`: tensors that name it."""
+    """A block of memory. `users`: tensors that refer to it."""
 
     __slots__ = ("bytes", "tape", "users")
 
@@ -25,7 +25,7 @@ class Storage:
 
 
 class Tensor:
-    """A view of a storage. `node` made it, as its output number `output`; None where no gradient is wanted."""
+    """A view of a storage. `node` made it, as its output number `output`; None if it needs no gradient."""
 
     __slots__ = ("itemsize", "node", "output", "shape", "storage", "strides")
 
@@ -44,31 +44,32 @@ class Tensor:
 
     @property
     def elements(self) -> int:
-        """Number of elements."""
         return prod(self.shape)
 
     @property
     def tape(self) -> "Tape":
-        """The tape that it is on."""
         return self.storage.tape
 
     def alias(self, shape: Shape | None = None, strides: Shape | None = None) -> "Tensor":
-        """Another tensor of the same storage, unknown to autograd."""
+        """Return another tensor of the same storage, without a node."""
         own = shape is None or strides is None
         return Tensor(self.storage, *((self.shape, self.strides) if own else (shape, strides)), self.itemsize)  # type: ignore[arg-type]
 
 
-Backward = Callable[[Sequence[Tensor | None], Sequence[Tensor]], Sequence[Tensor | None]]
-"""(gradients of the outputs, what was kept) -> gradients of the inputs."""
+Gradients = Sequence[Tensor | None]
+Kept = Sequence[Tensor]
+Backward = Callable[[Tensor, Kept], Gradients]
+"""(gradient of the output, what was kept) -> gradients of the inputs."""
+_NodeBackward = Callable[[Gradients, Kept], Gradients]
 
 
 class Node:
-    """One operation of the graph. `inputs`: node, output number and shape behind each input that wants a gradient."""
+    """One operation of the graph. `inputs`: node, output number and shape of each input that needs a gradient."""
 
     __slots__ = ("backward", "gradients", "inputs", "is_parameter", "kept")
 
     def __init__(
-        self, inputs: list[tuple["Node", int, Shape] | None], kept: list[Tensor], backward: Backward, outputs: int
+        self, inputs: list[tuple["Node", int, Shape] | None], kept: list[Tensor], backward: _NodeBackward, outputs: int
     ) -> None:
         self.inputs, self.kept, self.backward = inputs, kept, backward
         self.gradients: list[Tensor | None] = [None] * outputs
@@ -76,11 +77,11 @@ class Node:
 
 
 class Tape:
-    """One pass. `live` and `peak` are bytes, of everything but parameters. `peak_until_kept`: up to the last operation
-    that keeps something, where checkpointing stops to compute again.
+    """One pass. `live` and `peak` are bytes of everything but parameters. `peak_until_kept`: up to the last operation
+    that keeps something, where checkpointing stops its recomputation.
 
-    `keeps_gradients`: a parameter's gradient stays; otherwise it is added to one that is there already, and freed.
-    `autocast`: bytes of a weight's element where products run in 16 bits, as under torch.autocast; 0: they do not.
+    `keeps_gradients`: a parameter's gradient stays; otherwise it is accumulated into an existing one, and freed.
+    `autocast`: bytes of a weight's element if products run in 16 bits, as under torch.autocast; 0: no autocast.
     """
 
     def __init__(self, *, on_cpu: bool = False, keeps_gradients: bool = False, autocast: int = 0) -> None:
@@ -98,20 +99,20 @@ class Tape:
         return Tensor(Storage(self, prod(shape) * itemsize), shape, strides or contiguous(shape), itemsize)
 
     def parameter(self, shape: Shape, itemsize: int) -> Tensor:
-        """A weight. Its memory is counted elsewhere."""
+        """Make a weight. Its memory is counted elsewhere."""
         node = Node([], [], _no_backward, 1)
         node.is_parameter = True
         return Tensor(self._free, shape, contiguous(shape), itemsize, node)
 
     def leaf(self, shape: Shape, itemsize: int) -> Tensor:
-        """What comes from outside and wants a gradient: the hidden state in front of a layer."""
+        """Make a tensor from outside that needs a gradient: the hidden state in front of a layer."""
         tensor = self.new(shape, itemsize)
         tensor.node = Node([], [], _no_backward, 1)
         return tensor
 
     @contextmanager
     def part(self, kind: str) -> Iterator[None]:
-        """What is kept inside belongs to this kind."""
+        """Attribute what is kept inside to this kind."""
         before, self._kind = self._kind, kind
         yield
         self._kind = before
@@ -125,15 +126,25 @@ class Tape:
 
     @contextmanager
     def without_autocast(self) -> Iterator[None]:
-        """Inside, operations run in the dtype of what they are given."""
+        """Inside, operations run in the dtype of their inputs."""
         before, self.autocast = self.autocast, 0
         yield
         self.autocast = before
 
-    def record(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], kept: Sequence[Tensor], backward: Backward
+    def record(self, output: Tensor, inputs: Sequence[Tensor], kept: Sequence[Tensor], backward: Backward) -> Tensor:
+        """Record an operation with one output, and return that. Backward runs it only if its output has a gradient."""
+
+        def from_outputs(gradients: Gradients, kept: Kept) -> Gradients:
+            assert gradients[0] is not None
+            return backward(gradients[0], kept)
+
+        self.record_outputs([output], inputs, kept, from_outputs)
+        return output
+
+    def record_outputs(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], kept: Sequence[Tensor], backward: _NodeBackward
     ) -> None:
-        """Make a node of an operation, if one of its inputs wants a gradient."""
+        """Record an operation, some of whose outputs' gradients may be missing, if an input of it needs a gradient."""
         if not self._records or all(tensor.node is None for tensor in inputs):
             return
         edges = [None if x.node is None else (x.node, x.output, x.shape) for x in inputs]
@@ -141,9 +152,9 @@ class Tape:
         for tensor in aliases:
             self.kinds.setdefault(tensor.storage, self._kind)
         if aliases:
-            # What is kept is laid aside before the operation makes its result, unless it is the result.
-            held = {tensor.storage for tensor in aliases}
-            results = sum(storage.bytes for storage in {x.storage for x in outputs} - held)
+            # What is kept is saved before the operation makes its result, unless it is the result.
+            saved = {tensor.storage for tensor in aliases}
+            results = sum(storage.bytes for storage in {x.storage for x in outputs} - saved)
             self.peak_until_kept = max(self._peak_at_record, self.live - results)
         self._peak_at_record = self.peak
         node = Node(edges, aliases, backward, len(outputs))
@@ -152,7 +163,7 @@ class Tape:
         self._nodes.append(node)
 
     def kept_bytes(self) -> dict[str, int]:
-        """Kind -> bytes kept for backward, every storage once."""
+        """Return kind -> bytes kept for backward, counting every storage once."""
         found: dict[str, int] = {}
         for storage in self.kept_storages():
             kind = self.kinds[storage]
@@ -160,16 +171,15 @@ class Tape:
         return found
 
     def kept_storages(self) -> dict[Storage, None]:
-        """What is kept for backward, but parameters, in the order of the operations: a set's would be another in every
-        process."""
+        """Return what is kept for backward, except parameters, in the order of the operations (a set has no order)."""
         found = dict.fromkeys(tensor.storage for node in self._nodes for tensor in node.kept)
         found.pop(self._free, None)
         return found
 
     def backward(self, output: list[Tensor], gradient: list[Tensor] | None = None) -> None:
-        """Run the nodes behind the one tensor in `output`; its gradient is the one in `gradient`, or a new one.
+        """Run the backward pass from the one tensor in `output`; its gradient is the one in `gradient`, or a new one.
 
-        Both lists are emptied, so that nobody holds what is used up.
+        Both lists are emptied, so that no reference keeps used tensors alive.
         """
         tensor = output.pop()
         own = gradient.pop() if gradient else self.new(tensor.shape, tensor.itemsize)
@@ -184,7 +194,7 @@ class Tape:
                     self._run(last)
 
     def replay(self, run: Callable[..., Tensor], inputs: Sequence[Tensor], gradient: Tensor) -> list[Tensor | None]:
-        """Forward and backward of `run` inside a backward pass; the gradients of its inputs."""
+        """Run forward and backward of `run` inside a backward pass; return the gradients of its inputs."""
         outer, self._nodes = self._nodes, []
         before, self._records = self._records, True
         nodes = [Node([], [], _no_backward, 1) for _ in inputs]
@@ -204,7 +214,7 @@ class Tape:
         for number, edge in enumerate(node.inputs):
             gradient = results[number]
             if edge is not None and gradient is not None and gradient.shape != edge[2]:
-                results[number] = self.new(edge[2], gradient.itemsize)  # summed over what was broadcast
+                results[number] = self.new(edge[2], gradient.itemsize)  # summed over broadcast dims
         gradient = None
         incoming, node.kept = [], []
         for number, edge in enumerate(node.inputs):
@@ -223,11 +233,11 @@ class Tape:
             node.gradients[output] = gradient
         elif there.storage.users > 1 or not _is_dense(there):
             node.gradients[output] = self.new(there.shape, there.itemsize, like(there))
-        # else it is added in place
+        # else it is accumulated in place
 
 
 def contiguous(shape: Shape) -> Shape:
-    """Strides of a tensor in the order of its dims."""
+    """Strides of a contiguous tensor."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
@@ -236,14 +246,14 @@ def contiguous(shape: Shape) -> Shape:
 
 
 def like(tensor: Tensor) -> Shape:
-    """Strides of a new tensor whose dims lie in memory as those of `tensor` do."""
+    """Strides of a new tensor with the memory order of `tensor`."""
     return of_order(tensor.shape, [tensor.strides], [tensor.shape])
 
 
 def of_order(shape: Shape, strides: Sequence[Shape], shapes: Sequence[Shape]) -> Shape:
     """Strides that an elementwise operation gives its result: the order of the dims of its operands, the first decides.
 
-    As PyTorch's TensorIterator::reorder_dimensions: an insertion sort that looks at one operand after the other.
+    As PyTorch's TensorIterator::reorder_dimensions: an insertion sort that compares one operand after the other.
     """
     dims = len(shape)
     if all(s == contiguous(shape) for s in strides):
@@ -287,7 +297,7 @@ def _broadcast_strides(strides: Shape, own: Shape, shape: Shape) -> Shape:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether its elements fill a block of memory, without gaps or overlaps."""
+    """Whether its elements fill a block of memory without gaps or overlaps."""
     step = 1
     for stride, size in sorted((s, n) for s, n in zip(tensor.strides, tensor.shape, strict=True) if n != 1):
         if stride != step:

@@ -1,8 +1,8 @@
-"""Operations that share their operand's storage, and the copies where they cannot."""
+"""Operations that share their operand's storage, and copies if they cannot."""
 
 from collections.abc import Sequence
 
-from toolkit.estimate.sizes.tape import Shape, Tensor, contiguous
+from toolkit.estimate.sizes.tape import Gradients, Kept, Shape, Tensor, contiguous
 
 
 def view(x: Tensor, *shape: int) -> Tensor:
@@ -16,24 +16,21 @@ def view(x: Tensor, *shape: int) -> Tensor:
         strides = contiguous(shape)
     y = x.alias(shape, strides)
     old = x.shape
-    x.tape.record([y], [x], [], lambda g, kept: [_view_gradient(g[0], old)])
-    return y
+    return x.tape.record(y, [x], [], lambda g, kept: [view(g, *old).alias()])
 
 
 def clone(x: Tensor, strides: Shape | None = None) -> Tensor:
     """A copy, contiguous or with `strides`."""
-    y = x.tape.new(x.shape, x.itemsize, strides)
-    x.tape.record([y], [x], [], lambda g, kept: [_passed(g[0])])
-    return y
+    return x.tape.record(x.tape.new(x.shape, x.itemsize, strides), [x], [], lambda g, kept: [g.alias()])
 
 
 def make_contiguous(x: Tensor) -> Tensor:
-    """x itself where its dims lie in order already."""
+    """x itself if it is contiguous, else a copy."""
     return x if is_contiguous(x) else clone(x)
 
 
 def is_contiguous(x: Tensor) -> bool:
-    """Whether its dims lie in order, without gaps."""
+    """Whether it is contiguous."""
     step = 1
     for size, stride in zip(reversed(x.shape), reversed(x.strides), strict=True):
         if size != 1:
@@ -44,18 +41,17 @@ def is_contiguous(x: Tensor) -> bool:
 
 
 def transpose(x: Tensor, a: int, b: int) -> Tensor:
-    """Two dims exchanged."""
+    """Swap two dims."""
     order = list(range(len(x.shape)))
     order[a], order[b] = order[b], order[a]
     return permute(x, *order)
 
 
 def permute(x: Tensor, *order: int) -> Tensor:
-    """Dims in another order."""
+    """Reorder dims."""
     y = x.alias(tuple(x.shape[i] for i in order), tuple(x.strides[i] for i in order))
     back = sorted(range(len(order)), key=order.__getitem__)
-    x.tape.record([y], [x], [], lambda g, kept: [None if g[0] is None else permute(g[0], *back)])
-    return y
+    return x.tape.record(y, [x], [], lambda g, kept: [permute(g, *back)])
 
 
 def unsqueeze(x: Tensor, dim: int) -> Tensor:
@@ -64,38 +60,34 @@ def unsqueeze(x: Tensor, dim: int) -> Tensor:
 
 
 def expand(x: Tensor, *shape: int) -> Tensor:
-    """Dims of size 1 repeated without memory."""
+    """Repeat dims of size 1 without memory."""
     strides = tuple(0 if a != b else s for a, b, s in zip(x.shape, shape, x.strides, strict=True))
     y = x.alias(shape, strides)
     # The tape itself sums the gradient of what was broadcast.
-    x.tape.record([y], [x], [], lambda g, kept: [_passed(g[0])])
-    return y
+    return x.tape.record(y, [x], [], lambda g, kept: [g.alias()])
+
+
+def _slice(x: Tensor, shape: Shape, strides: Shape) -> Tensor:
+    """A view of some elements. Backward: zeros of the whole, into which the gradient goes."""
+    whole, itemsize = x.shape, x.itemsize
+    return x.tape.record(x.alias(shape, strides), [x], [], lambda g, kept: [g.tape.new(whole, itemsize)])
 
 
 def narrow(x: Tensor, dim: int, size: int) -> Tensor:
-    """`x[.., :size]` or any other slice of that size. Backward: zeros of the whole, into which the gradient goes."""
+    """`x[.., :size]` or any other slice of that size."""
     dim %= len(x.shape)
-    y = x.alias((*x.shape[:dim], size, *x.shape[dim + 1 :]), x.strides)
-    whole, itemsize = x.shape, x.itemsize
-    x.tape.record([y], [x], [], lambda g, kept: [None if g[0] is None else g[0].tape.new(whole, itemsize)])
-    return y
+    return _slice(x, (*x.shape[:dim], size, *x.shape[dim + 1 :]), x.strides)
 
 
 def every_second(x: Tensor) -> Tensor:
     """`x[..., ::2]`."""
-    y = x.alias((*x.shape[:-1], x.shape[-1] // 2), (*x.strides[:-1], 2 * x.strides[-1]))
-    whole, itemsize = x.shape, x.itemsize
-    x.tape.record([y], [x], [], lambda g, kept: [None if g[0] is None else g[0].tape.new(whole, itemsize)])
-    return y
+    return _slice(x, (*x.shape[:-1], x.shape[-1] // 2), (*x.strides[:-1], 2 * x.strides[-1]))
 
 
 def select(x: Tensor, dim: int) -> Tensor:
     """`x[.., 0, ..]`."""
     dim %= len(x.shape)
-    y = x.alias(x.shape[:dim] + x.shape[dim + 1 :], x.strides[:dim] + x.strides[dim + 1 :])
-    whole, itemsize = x.shape, x.itemsize
-    x.tape.record([y], [x], [], lambda g, kept: [None if g[0] is None else g[0].tape.new(whole, itemsize)])
-    return y
+    return _slice(x, x.shape[:dim] + x.shape[dim + 1 :], x.strides[:dim] + x.strides[dim + 1 :])
 
 
 def split(x: Tensor, sizes: Sequence[int], dim: int = -1) -> list[Tensor]:
@@ -105,18 +97,18 @@ def split(x: Tensor, sizes: Sequence[int], dim: int = -1) -> list[Tensor]:
     tape, whole, itemsize = x.tape, x.shape, x.itemsize
     shapes = [part.shape for part in parts]
 
-    def backward(g: Sequence[Tensor | None], kept: Sequence[Tensor]) -> list[Tensor | None]:
+    def backward(g: Gradients, kept: Kept) -> Gradients:
         zeros = [tape.new(shape, itemsize) for shape, own in zip(shapes, g, strict=True) if own is None]
         result = tape.new(whole, itemsize)
         del zeros
         return [result]
 
-    tape.record(parts, [x], [], backward)
+    tape.record_outputs(parts, [x], [], backward)
     return parts
 
 
 def cat(parts: Sequence[Tensor], dim: int = -1) -> Tensor:
-    """A new tensor of all of them, in the widest of their dtypes."""
+    """Concatenate into a new tensor, in the widest of their dtypes."""
     first = parts[0]
     dim %= len(first.shape)
     sizes = [part.shape[dim] for part in parts]
@@ -124,26 +116,14 @@ def cat(parts: Sequence[Tensor], dim: int = -1) -> Tensor:
     itemsizes = [part.itemsize for part in parts]
     y = first.tape.new(shape, max(itemsizes))
 
-    def backward(g: Sequence[Tensor | None], kept: Sequence[Tensor]) -> list[Tensor | None]:
-        assert g[0] is not None
-        slices = [narrow(g[0], dim, size) for size in sizes]
+    def backward(g: Tensor, kept: Kept) -> Gradients:
+        slices = [narrow(g, dim, size) for size in sizes]
         return [
             part if part.itemsize == itemsize else part.tape.new(part.shape, itemsize)
             for part, itemsize in zip(slices, itemsizes, strict=True)
         ]
 
-    first.tape.record([y], parts, [], backward)
-    return y
-
-
-def _view_gradient(gradient: Tensor | None, shape: Shape) -> Tensor | None:
-    if gradient is None:
-        return None
-    return view(gradient, *shape).alias()
-
-
-def _passed(gradient: Tensor | None) -> Tensor | None:
-    return None if gradient is None else gradient.alias()
+    return first.tape.record(y, parts, [], backward)
 
 
 def _resolved(x: Tensor, shape: Sequence[int]) -> Shape:
@@ -154,9 +134,9 @@ def _resolved(x: Tensor, shape: Sequence[int]) -> Shape:
 
 
 def _view_strides(x: Tensor, shape: Shape) -> Shape | None:
-    """Strides of a view, or None where dims must be merged that do not lie one behind the other.
+    """Strides of a view, or None if dims must be merged that are not adjacent in memory.
 
-    As PyTorch's computeStride: walk the old dims from the last, gather those that lie contiguously, and cut each such
+    As PyTorch's computeStride: walk the old dims from the last, merge those that are contiguous, and split each such
     run into the new dims.
     """
     if is_contiguous(x):

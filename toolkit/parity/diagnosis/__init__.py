@@ -1,57 +1,42 @@
-"""The diagnosis: from the pattern of what differs to its likely cause, in words.
+"""The diagnosis: find the likely cause of a difference from its pattern.
 
-The rules run from the first thing that can go wrong in a step to the last: samples, starting weights, forward pass,
-gradients, clipping, update, copies, and only then the steps that follow. The first that holds is the diagnosis:
-whatever lies behind it differs as a consequence.
+The rules run in the order in which things can go wrong in a step: samples, initial weights, forward pass, gradients,
+clipping, update, replicas, and only then the following steps. The first rule that matches is the diagnosis: whatever
+comes later differs as a consequence.
 """
 
 from collections.abc import Callable
 
-from toolkit.parity.diagnosis.case import Case
-from toolkit.parity.diagnosis.cause import Cause, Diagnosis
-from toolkit.parity.diagnosis.forward import (
-    forward_pass,
-    not_finite,
-    number_of_updates,
-    samples,
-    starting_weights,
-    token_weighting,
-)
-from toolkit.parity.diagnosis.gradient import (
-    constant_factor,
-    first_norm,
-    reported_norm,
-    unequal_weights,
-    wrong_gradients,
-)
-from toolkit.parity.diagnosis.update import copies, first_update, growth, schedule, second_forward_pass
+from toolkit.parity.diagnosis import forward, gradient, update
+from toolkit.parity.diagnosis.cause import Cause, Diagnosis, diagnosis
+from toolkit.parity.result import ParityResult
 
-__all__ = ["RULES", "Case", "Cause", "Diagnosis", "diagnose"]
+__all__ = ["RULES", "Cause", "Diagnosis", "diagnose"]
 
-RULES: tuple[Callable[[Case], Diagnosis | None], ...] = (
-    samples,
-    starting_weights,
-    number_of_updates,
-    not_finite,
-    token_weighting,
-    constant_factor,
-    forward_pass,
-    unequal_weights,
-    wrong_gradients,
-    reported_norm,
-    first_norm,
-    schedule,
-    first_update,
-    copies,
-    second_forward_pass,
-    growth,
+RULES: tuple[Callable[[ParityResult], Diagnosis | None], ...] = (
+    forward.samples,
+    forward.initial_weights,
+    forward.number_of_updates,
+    forward.not_finite,
+    forward.token_weighting,
+    gradient.constant_factor,
+    forward.forward_pass,
+    gradient.unequal_weights,
+    gradient.wrong_gradients,
+    gradient.reported_norm,
+    gradient.first_norm,
+    update.schedule,
+    update.first_update,
+    update.diverged_replicas,
+    update.second_forward_pass,
+    update.growth,
 )
 
 
-def diagnose(case: Case) -> Diagnosis:
-    """What the first rule says that explains the case."""
+def diagnose(diff: ParityResult) -> Diagnosis:
+    """Return what the first matching rule says."""
     for rule in RULES:
-        found = rule(case)
+        found = rule(diff)
         if found is not None:
             return found
-    return Diagnosis(cause=Cause.UNKNOWN, sentence="what differs has no pattern that is known here.")
+    return diagnosis("pattern")

@@ -1,59 +1,72 @@
-"""What a diagnosis can name, and how it is said."""
+"""The causes that a diagnosis can name, and the wording of its rules, whose texts are in diagnoses.json."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from toolkit.parity.gradients import GradientRow
+from toolkit.parity.parity_run import TensorDifference
 
 SAME_RATIO = 1e-3
-"""Within which a factor is the same everywhere, or is the number it seems to be."""
+"""Relative bound within which factors count as equal, or as a whole number or fraction."""
 SAME_DIRECTION = 1e-4
 """1 - cosine below which two gradients point the same way."""
+_TEXTS = json.loads(Path(__file__).with_name("diagnoses.json").read_text(encoding="utf-8"))
 
 
 class Cause(StrEnum):
     """The likely cause of a difference."""
 
     DATA_ORDER = "data order"
-    STARTING_WEIGHTS = "starting weights"
+    INITIAL_WEIGHTS = "initial weights"
     BATCH_SIZE = "batch size"
     NOT_FINITE = "not finite"
     TOKEN_WEIGHTING = "token weighting"
     SCALING = "loss scaling"
     FORWARD = "forward pass"
-    SLICE = "wrong slice"
+    SHARD = "wrong shard"
     ALL_REDUCE = "missing all-reduce"
-    TYING = "tying"
+    TYING = "weight tying"
     STAGES = "scaled stages"
     BACKWARD = "backward pass"
     CLIPPING = "clipping"
     SCHEDULE = "schedule"
     WEIGHT_DECAY = "weight decay"
     OPTIMIZER = "optimizer state"
-    COPIES = "copies"
+    REPLICAS = "diverged replicas"
     CHAOS = "chaos"
     UNKNOWN = "unknown"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Diagnosis:
-    """The likely cause, why in one sentence, and the numbers behind it."""
+    """The likely cause, the reason in one sentence, and the numbers behind it."""
 
     cause: Cause
     sentence: str
     evidence: str = ""
+    is_late: bool = False
+    """Whether the first step is right, so that growth of rounding may explain what differs later."""
 
     def __str__(self) -> str:
         return f"{self.cause}: {self.sentence}{f' ({self.evidence})' if self.evidence else ''}"
 
 
-def common_ratio(rows: Sequence[GradientRow]) -> float | None:
-    """The ratio that all of these share while they point the same way as the baseline's; None where they don't."""
+def diagnosis(name: str, /, **values: Any) -> Diagnosis:
+    """Return the diagnosis of this name in diagnoses.json, filled in."""
+    row = _TEXTS[name]
+    sentence, evidence = (row.get(key, "").format(**values) for key in ("sentence", "evidence"))
+    return Diagnosis(Cause(row["cause"]), sentence, evidence, row.get("is_late", False))
+
+
+def common_ratio(rows: Sequence[TensorDifference]) -> float | None:
+    """Return the ratio that all rows share while pointing the same way as the baseline's; else None."""
     largest = max((row.difference for row in rows), default=0.0)
-    # What is noise beside the others has a direction of its own.
+    # A gradient that is rounding noise beside the others has a direction of its own.
     telling = [row for row in rows if row.difference > 1e-4 * largest]
     if not telling or not np.isfinite([row.ratio for row in telling]).all():
         return None
@@ -65,7 +78,7 @@ def common_ratio(rows: Sequence[GradientRow]) -> float | None:
 
 
 def fraction(factor: float) -> str:
-    """`4`, `1/4`, or the number itself."""
+    """Format a factor as `4`, `1/4`, or the number itself."""
     for whole in range(2, 4097):
         if abs(factor - whole) < whole * SAME_RATIO:
             return str(whole)
@@ -74,13 +87,7 @@ def fraction(factor: float) -> str:
     return f"{factor:.4g}"
 
 
-def some(names: Sequence[str], limit: int = 3) -> str:
-    """`a, b, c and 7 more`."""
-    shown = ", ".join(names[:limit])
-    return f"{shown} and {len(names) - limit} more" if len(names) > limit else shown
-
-
-def largest(rows: Sequence[GradientRow], count: int, kind: str) -> str:
-    """The evidence of rows that differ: how many, and the worst."""
+def worst_of(rows: Sequence[TensorDifference], count: int, kind: str) -> str:
+    """Format the evidence of rows that differ: how many of `count`, and the worst."""
     worst = rows[0]
     return f"{len(rows)} of {count} {kind}; {worst.name}: ratio {worst.ratio:.4g}, cosine {worst.cosine:.6f}"

@@ -51,7 +51,7 @@
     const data = readouts.charts[svg.dataset.chart];
     const box = svg.parentElement.querySelector(".readout");
     const cursor = svg.querySelector(".cursor");
-    const [left, , right] = svg.dataset.frame.split(" ").map(Number);
+    const [left, right] = svg.dataset.frame.split(" ").map(Number);
     const [first, last] = svg.dataset.steps.split(" ").map(Number);
     const wanted = first + (Math.min(1, Math.max(0, (x - left) / (right - left)))) * (last - first);
     const longest = data.lines.reduce((a, b) => (b.x.length > a.length ? b.x : a), []);
@@ -59,8 +59,7 @@
     const step = longest[nearest(longest, wanted)];
     const reach = Math.max(1, (last - first) / 100);
     const place = left + ((step - first) / (last - first)) * (right - left);
-    cursor.setAttribute("x1", place);
-    cursor.setAttribute("x2", place);
+    cursor.setAttribute("transform", `translate(${place})`);
     cursor.removeAttribute("hidden");
     const rows = data.lines.flatMap((line) => {
       const at = nearest(line.x, step);
@@ -71,9 +70,9 @@
     rows.slice(0, 14).forEach(([line, value]) => {
       const row = table.insertRow();
       const name = element("th");
-      const colour = element("i");
-      colour.style.background = `var(--${line.tone})`;
-      name.append(colour, line.label);
+      const color = element("i");
+      color.style.background = `var(--${line.tone})`;
+      name.append(color, line.label);
       row.append(name, element("td", print[data.numbers](value)));
     });
     box.replaceChildren(element("strong", `step ${step}`), table);
@@ -107,7 +106,7 @@
     svg.addEventListener("keydown", (event) => {
       if (event.key !== "ArrowLeft" && event.key !== "ArrowRight") return;
       event.preventDefault();
-      const [left, , right] = svg.dataset.frame.split(" ").map(Number);
+      const [left, right] = svg.dataset.frame.split(" ").map(Number);
       const [first, last] = svg.dataset.steps.split(" ").map(Number);
       const move = Math.max(1, Math.round((last - first) / 100)) * (event.key === "ArrowLeft" ? -1 : 1);
       const step = Number(svg.dataset.at ?? first - move) + move;

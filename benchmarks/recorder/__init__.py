@@ -1,0 +1,1 @@
+"""Recordings of activation memory: a model's own forward and backward pass on tensors without memory."""

@@ -1,0 +1,229 @@
+"""A rank's part of a model on fake tensors: parameters of any size that take no memory.
+
+The model is built, sharded and recomputed by the code that trains it. Of decoder layers that are alike only a few are
+kept; the others are skipped, as on a pipeline stage that does not have them.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from recorder.gpu_kernels import attend
+from recorder.recording import Setup
+from toolkit.model_init.selective_recompute import recompute_attention
+from toolkit.models.families.spec import SPELLINGS
+from toolkit.parallel.loss import token_loss_sum
+from toolkit.parallel.model_structure import ModelStructure, analyze_model
+from toolkit.parallel.pipeline.stage import NonLocalLayer, PipelineStage
+from toolkit.parallel.tensor.parallelize import TensorParallelizer
+from toolkit.parallel.tensor.vocabulary import VocabularyShard, vocab_parallel_token_loss_sum
+
+_MOST_POSITIONS = 2048
+_FLASH = "fused_without_mask"  # "flash" in a name would make transformers look for a package
+
+
+@dataclass(frozen=True, kw_only=True)
+class FakeModel:
+    """A model, or a stage of it, in training mode. `kept`: indices of the decoder layers that run."""
+
+    model: PreTrainedModel
+    stage: PipelineStage | None
+    structure: ModelStructure
+    kept: tuple[int, ...]
+    pattern: tuple[int, ...]
+    """The kind of every layer."""
+    loss_sum: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    hidden: int
+    window: int | None
+    """Positions that a layer with a sliding window, or with chunks, attends to."""
+
+    @property
+    def positions(self) -> int:
+        """Positions of the longest sample."""
+        found = (getattr(_text(self.model), name, None) for name in SPELLINGS["positions"])
+        return int(next(filter(None, found), _MOST_POSITIONS))
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        return self.structure.layer_list(self.model)
+
+
+Mode = FakeTensorMode | torch.device
+
+
+def tensors_without_memory(setup: Setup) -> Mode:
+    """A context whose tensors take no memory: fake ones, or the meta device's.
+
+    The meta device gives the same events in a third of the time, but has no kernels of a CPU and no autocast.
+    """
+    is_plain = setup.device == "cuda" and setup.precision != "autocast"
+    return torch.device("meta") if is_plain else FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def build(setup: Setup, mode: Mode) -> FakeModel:
+    """Build the model of `setup`. The process group is that of its tensor-parallel ranks."""
+    facts = json.loads(setup.config)
+    dtype = torch.bfloat16 if setup.precision == "bf16" else torch.float32
+    config = AutoConfig.for_model(facts.pop("model_type"), **facts)
+    attention = {"flash": _FLASH}.get(setup.attention, setup.attention)
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
+    model.tie_weights()
+    structure = analyze_model(model)
+    layers = structure.layer_list(model)
+    pattern = kinds_of(model, layers)
+    group = dist.group.WORLD
+    assert group is not None
+    vocabulary = int(model.get_output_embeddings().weight.shape[0])
+    parallelizer = None
+    if setup.tp > 1:
+        parallelizer = TensorParallelizer(model, structure, group, sequence_parallel=setup.sequence_parallel)
+    stage = _stage(setup, model, structure)
+    kept = _keep_few(layers, pattern, structure, splits_sequence=setup.sequence_parallel)
+    with mode:
+        _make_fake(model)
+        if stage is not None:
+            stage.cast_nonlocal(dtype)
+        if parallelizer is not None:
+            for index in kept:
+                parallelizer.parallelize_layer(index)
+            parallelizer.parallelize_vocabulary(embeds=stage is None or stage.is_first)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+    model.config.dtype = dtype
+    if setup.recompute == "full":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    elif setup.recompute == "selective":
+        recompute_attention(model)
+    (model if stage is None else stage).train()
+
+    def loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        if parallelizer is None:
+            return token_loss_sum(logits, labels)
+        return vocab_parallel_token_loss_sum(logits, labels, VocabularyShard.of(vocabulary, group), group)
+
+    text = _text(model)
+    return FakeModel(
+        model=model,
+        stage=stage,
+        structure=structure,
+        kept=kept,
+        pattern=pattern,
+        loss_sum=loss_sum,
+        hidden=int(text.hidden_size),
+        window=getattr(text, "sliding_window", None) or getattr(text, "attention_chunk_size", None),
+    )
+
+
+def _text(model: PreTrainedModel) -> Any:
+    """The language model's config."""
+    return model.config.get_text_config(decoder=True)
+
+
+def kinds_of(model: PreTrainedModel, layers: nn.ModuleList) -> tuple[int, ...]:
+    """Number the kinds of decoder layers: alike are those with equal modules, shapes and flags."""
+    config = _text(model).to_dict()
+    lists = [value for value in config.values() if isinstance(value, list | tuple) and len(value) == len(layers)]
+    found: dict[Any, int] = {}
+    return tuple(
+        found.setdefault((_signature(layer), *(str(each[index]) for each in lists)), len(found))
+        for index, layer in enumerate(layers)
+    )
+
+
+def _signature(layer: nn.Module) -> Any:
+    parts = []
+    for name, module in layer.named_modules():
+        flags = {
+            key: value if not isinstance(value, float) else bool(value)
+            for key, value in vars(module).items()
+            if isinstance(value, str | bool | int | float | None) and "idx" not in key and "index" not in key
+        }
+        shapes = [(key, value.shape) for key, value in module._parameters.items() if value is not None]
+        parts.append((name, type(module).__name__, tuple(sorted(map(str, flags.items()))), tuple(shapes)))
+    return tuple(parts)
+
+
+def _keep_few(
+    layers: nn.ModuleList, pattern: tuple[int, ...], structure: ModelStructure, *, splits_sequence: bool
+) -> tuple[int, ...]:
+    """Skip all layers but the last two, and one of each kind with its neighbors; return those that are kept.
+
+    The neighbors matter: a variable of the model may hold what a layer returned until the next one returns. With
+    sequence parallelism the first layer splits the sequence, and the last one gathers it.
+    """
+    own = [index for index, layer in enumerate(layers) if not isinstance(layer, NonLocalLayer)]
+    kept = set(own[-2:] + own[: 2 if splits_sequence else 0])
+    for kind in dict.fromkeys(pattern[index] for index in own):
+        alike = [index for index in own if pattern[index] == kind]
+        center = max((index for index in alike if index != own[-1]), default=alike[-1])
+        kept |= {center - 1, center, center + 1} & {*own}
+    for index in own:
+        if index not in kept:
+            layers[index] = NonLocalLayer(layers[index], structure.tuple_length)
+    return tuple(sorted(kept))
+
+
+def _stage(setup: Setup, model: PreTrainedModel, structure: ModelStructure) -> PipelineStage | None:
+    """The stage that `setup` names, with all layers but those of another stage before and behind it."""
+    count = structure.count
+    bounds, stage = {
+        "whole": ((0, count), 0),
+        "first": ((0, count - 1, count), 0),
+        "middle": ((0, 1, count - 1, count), 1),
+        "last": ((0, 1, count), 1),
+    }[setup.part]
+    if setup.part == "whole":
+        return None
+    shards = setup.tp if setup.sequence_parallel else 1
+    return PipelineStage(model, structure, bounds=bounds, stage=stage, sequence_shards=shards)
+
+
+def _make_fake(model: nn.Module) -> None:
+    """Replace every tensor by a fake one. Tied parameters stay one object."""
+    made: dict[int, Any] = {}
+
+    def fake(tensor: torch.Tensor) -> Any:
+        if id(tensor) not in made:
+            empty = torch.empty(tensor.shape, dtype=tensor.dtype)
+            if isinstance(tensor, nn.Parameter):
+                empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+            made[id(tensor)] = (empty, tensor)
+        return made[id(tensor)][0]
+
+    for module in model.modules():
+        for values in (module._parameters, module._buffers, module.__dict__):
+            for name, value in list(values.items()):
+                if isinstance(value, torch.Tensor):
+                    values[name] = fake(value)
+
+
+def _flash(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Flash attention, whose package has its kernels for GPUs alone."""
+    if query.dtype == torch.float32:  # as transformers does under autocast
+        query, key, value = (x.to(torch.bfloat16) for x in (query, key, value))
+    attended = attend(query, key, value, dropout_p=dropout, is_causal=True, scale=scaling)
+    return attended.transpose(1, 2).contiguous(), None
+
+
+ALL_ATTENTION_FUNCTIONS.register(_FLASH, _flash)
+ALL_MASK_ATTENTION_FUNCTIONS.register(_FLASH, lambda *arguments, **options: None)

@@ -1,0 +1,107 @@
+"""GpuKernels: the kernels that a GPU runs, in a pass on fake tensors of a CPU.
+
+Which kernel runs decides what is kept for the backward pass. Machines without a GPU have no fake tensors of one whose
+backward pass runs, so the few functions whose kernels differ are replaced.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+aten = torch.ops.aten
+
+_LARGEST_FLASH_HEAD = 256
+_RAISED_NAMES = (
+    "acos asin cosh cumprod cumsum erfinv exp expm1 log log10 log1p log2 logsumexp pow prod reciprocal rsqrt sinh "
+    "softplus sum tan"
+)
+"""What autocast runs in fp32 on a GPU (ATen/autocast_mode.h), and on a CPU in the input's dtype."""
+_RAISED: set[Any] = {
+    function
+    for name in _RAISED_NAMES.split()
+    for function in (getattr(torch, name, None), getattr(torch.Tensor, name, None), getattr(F, name, None))
+    if function is not None
+} | {
+    torch.Tensor.__pow__,
+    torch.square,
+    torch.Tensor.square,
+    F.layer_norm,
+    torch.layer_norm,
+    F.softmax,
+    torch.softmax,
+    torch.Tensor.softmax,
+    F.log_softmax,
+    torch.log_softmax,
+}
+
+
+class GpuKernels(TorchFunctionMode):
+    """Inside, attention, dropout and autocast are those of a GPU."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return attend(*args, **kwargs)
+        if func in (F.dropout, torch.dropout):
+            return _dropout(*args, **kwargs)
+        if func is F.rms_norm:
+            return _rms_norm(*args, **kwargs)
+        if func in _RAISED and torch.is_autocast_enabled("cpu") and kwargs.get("dtype") is None:
+            args = tuple(_raised(each) for each in args)
+        return func(*args, **kwargs)
+
+
+def _raised(value: Any) -> Any:
+    is_low = isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+    return value.float() if is_low else value
+
+
+def _dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    """One kernel, which keeps a mask of one byte an element."""
+    dropped: torch.Tensor = torch.native_dropout(x, p, True)[0] if p and training else x
+    return dropped
+
+
+def _rms_norm(x: torch.Tensor, shape: list[int], weight: Any = None, eps: float | None = None) -> torch.Tensor:
+    normed: torch.Tensor = aten._fused_rms_norm(x, shape, weight, eps)[0]
+    return normed
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """scaled_dot_product_attention by the first kernel that takes the inputs: flash, memory-efficient, unfused.
+
+    Source: ATen/native/transformers/cuda/sdp_utils.cpp.
+    """
+    if torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        numbers = torch.zeros(attn_mask.shape, dtype=q.dtype, device=q.device)
+        attn_mask = numbers.masked_fill_(attn_mask.logical_not(), float("-inf"))
+    if attn_mask is None and q.dtype != torch.float32 and q.shape[-1] == v.shape[-1] <= _LARGEST_FLASH_HEAD:
+        result: torch.Tensor = aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[0]
+    elif k.shape[1] == q.shape[1]:
+        bias = None if attn_mask is None else attn_mask.expand(*q.shape[:2], q.shape[2], k.shape[2])
+        keeps = q.requires_grad or k.requires_grad or v.requires_grad
+        result = aten._scaled_dot_product_efficient_attention(q, k, v, bias, keeps, dropout_p, is_causal, scale=scale)[
+            0
+        ]
+    else:
+        result = aten._scaled_dot_product_attention_math(
+            q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )[0]
+    return result

@@ -1,0 +1,77 @@
+"""Record one setup: a few passes of different sizes, and one more that checks what was found."""
+
+from collections.abc import Callable
+
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from recorder.fake_model import FakeModel, build, tensors_without_memory
+from recorder.fit import Size, allocated, assemble, fits, has_same_events, solve
+from recorder.recording import Polynomial, Recording, Setup
+from recorder.run_pass import trace_pass
+from recorder.trace import Section
+from toolkit.errors import ModelError
+
+_UNITS = (256, 128, 64, 32, 16, 8, 4, 2, 1)
+"""Positions are multiples of one of these: kernels round up what is none."""
+
+
+def record(setup: Setup, s: int) -> Recording:
+    """Record a setup for samples of `s` positions. Raises ModelError. There must be no process group."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=setup.tp)
+    try:
+        return _recorded(setup, s)
+    finally:
+        dist.destroy_process_group()
+
+
+def _recorded(setup: Setup, s: int) -> Recording:
+    mode = tensors_without_memory(setup)
+    fake = build(setup, mode)
+    span = _span(fake, s)
+    unit = setup.tp if setup.sequence_parallel else 1
+    lengths = _lengths(fake, span, unit)
+    samples = (1,) if setup.samples == "one" else (2, 3)
+
+    traces: dict[Size, list[Section]] = {}
+
+    def run(at: Size, *, again: bool = False) -> list[Section]:
+        if again or at not in traces:
+            traces[at] = trace_pass(setup, fake, mode, *at)
+        return traces[at]
+
+    few = [(samples[0], lengths[0]), (samples[0], lengths[2]), (samples[-1], lengths[0])]
+    sizes = _solved(few, run, unit) or _solved([(b, at) for b in samples for at in lengths], run, unit)
+    beyond = (samples[-1], lengths[1])
+    if sizes is None or not fits(sizes, allocated(run(beyond), unit), beyond):
+        raise ModelError(f"the sizes of its tensors are no polynomials in samples and positions ({setup.key})")
+    return assemble(run(few[0]), sizes, fake.kept, fake.pattern, span, unit)
+
+
+def _solved(points: list[Size], run: Callable[..., list[Section]], unit: int) -> list[Polynomial] | None:
+    traces = [run(point) for point in points]
+    if not has_same_events(traces[0], traces[1]):
+        traces[0] = run(points[0], again=True)  # some models convert a table in their first pass
+    if not all(has_same_events(traces[0], other) for other in traces[1:]):
+        raise ModelError("which operations it runs depends on samples or positions")
+    found = [solve(points, values) for values in zip(*(allocated(trace, unit) for trace in traces), strict=True)]
+    solved = [one for one in found if one is not None]
+    return solved if len(solved) == len(found) else None
+
+
+def _span(fake: FakeModel, s: int) -> tuple[int, int | None]:
+    """The lengths that make the same masks as `s`: up to a sliding window, or from it on."""
+    if fake.window is None:
+        return 1, None
+    return (1, fake.window) if s < fake.window else (fake.window, None)
+
+
+def _lengths(fake: FakeModel, span: tuple[int, int | None], ranks: int) -> tuple[int, int, int]:
+    """Three lengths in a span, which the model has positions for."""
+    most = fake.positions if span[1] is None else min(span[1] - 1, fake.positions)
+    for unit in _UNITS:
+        step = unit * ranks
+        first = -(-span[0] // step) * step
+        if first + 2 * step <= most:
+            return first, first + step, first + 2 * step
+    raise ModelError(f"{most} positions are too few")

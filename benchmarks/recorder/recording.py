@@ -1,0 +1,302 @@
+"""Recording: the activation memory of one model as its own code allocated it, as polynomials in samples and positions.
+
+`recorder` runs a model forward and backward on fake tensors and writes down every storage that is allocated or
+freed. What is read here needs no torch. Decoder layers that are alike are recorded once and repeated.
+
+Dims: b samples, s positions of a rank's micro-batch.
+"""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, Literal, Self
+
+Recomputation = Literal["none", "selective", "full"]
+Attention = Literal["eager", "sdpa", "flash"]
+Device = Literal["cuda", "cpu"]
+Part = Literal["whole", "first", "middle", "last"]
+SAMPLES: tuple[Literal["one", "many"], ...] = ("one", "many")
+Polynomial = tuple[int, ...]
+"""Coefficients of 1, b, s, bs, s^2, bs^2, in bytes over the recording's unit."""
+MONOMIALS: tuple[tuple[int, int], ...] = ((0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2))
+"""Exponents of b and s."""
+ZERO: Polynomial = (0,) * len(MONOMIALS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What a recording depends on."""
+
+    config: str
+    """config.json, as text with sorted keys: `config_text`."""
+    tp: int = 1
+    sequence_parallel: bool = False
+    recompute: Recomputation = "none"
+    attention: Attention = "sdpa"
+    precision: Literal["fp32", "bf16", "autocast"] = "bf16"
+    """`bf16`: any 16 bits; `autocast`: fp32 weights and products in 16 bits."""
+    documents: bool = False
+    """Positions restart inside a sample, and documents do not see each other."""
+    device: Device = "cuda"
+    """Whose kernels run."""
+    part: Part = "whole"
+    """The model, or the first, an inner or the last stage of a pipeline."""
+    samples: Literal["one", "many"] = "many"
+    """A single sample's tensors may be contiguous where those of several are not."""
+
+    @property
+    def key(self) -> str:
+        """Name of the setup, without the model."""
+        words = [self.part, f"tp{self.tp}", self.precision, self.attention, self.recompute, self.device, self.samples]
+        flags = {"sp": self.sequence_parallel, "documents": self.documents}
+        return "-".join([*words, *(name for name, wanted in flags.items() if wanted)])
+
+    @property
+    def model_key(self) -> str:
+        """Hash of the config."""
+        return hashlib.sha256(self.config.encode()).hexdigest()[:16]
+
+
+_UNREAD = ("_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "use_cache")
+"""Fields of a config.json without which the same model is built."""
+
+
+def config_text(config: Mapping[str, Any]) -> str:
+    """A config as the text that a Setup has."""
+    return json.dumps({name: value for name, value in config.items() if name not in _UNREAD}, sort_keys=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """A part of a pass. `events`: (polynomial, 0 where it is allocated, else which storage is freed).
+
+    A storage is 1 + 8 * its number among those that its section allocates + the section (`WHERE`).
+    """
+
+    events: tuple[tuple[Polynomial, int], ...]
+
+    @cached_property
+    def delta(self) -> Polynomial:
+        """What is live at the end, beyond the start."""
+        return total(_signed(event) for event in self.events)
+
+    @cached_property
+    def peaks(self) -> tuple[Polynomial, ...]:
+        """What is live beyond the start, at the moments that may be the worst for some b and s."""
+        moments = dict.fromkeys(accumulate(map(_signed, self.events), _add, initial=ZERO))
+        return tuple(one for one in moments if not any(one != other and _exceeds(other, one) for other in moments))
+
+
+WHERE = ("here", "before", "own forward", "previous forward", "previous backward", "head", "loss", "turn")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recording:
+    """All sections of a pass.
+
+    `head` ends with the logits, `loss` with the forward pass, `turn` with the gradient of the last layer's output;
+    `after` is the backward pass in front of the first layer.
+    """
+
+    positions: tuple[int, int | None]
+    """Holds for samples of at least so many positions and less than so many: at a sliding window masks appear."""
+    unit: int
+    """Parts of a byte that polynomials count: with sequence parallelism a rank has s/t positions."""
+    pattern: tuple[int, ...]
+    """The kind of every decoder layer of the model."""
+    before: Section
+    forward: tuple[Section, ...]
+    """Of a layer of each kind."""
+    backward: tuple[Section, ...]
+    head: Section
+    loss: Section
+    turn: Section
+    after: Section
+    kinds: tuple[Mapping[str, Polynomial], ...]
+    """Kept by a layer of each kind, by the part of the layer that allocates it."""
+    edges: tuple[Polynomial, Polynomial, Polynomial]
+    """What the forward pass of a stage's first layer leaves beyond that of an inner one, and of its last layer; and the
+    backward pass of the last layer."""
+
+    def at(self, b: int, s: int) -> "Activations":
+        """The recording for micro-batches of b samples of s positions."""
+        values = tuple(b**i * s**j for i, j in MONOMIALS)
+
+        def of(polynomial: Polynomial) -> int:
+            return sum(map(int.__mul__, polynomial, values)) // self.unit
+
+        def step(section: Section) -> Step:
+            return Step(delta=of(section.delta), peak=max(map(of, section.peaks)))
+
+        return Activations(
+            pattern=self.pattern,
+            before=step(self.before),
+            forward=tuple(map(step, self.forward)),
+            backward=tuple(map(step, self.backward)),
+            head=step(self.head),
+            loss=step(self.loss),
+            turn=step(self.turn),
+            after=step(self.after),
+            kinds=tuple({kind: of(size) for kind, size in each.items()} for each in self.kinds),
+            edges=tuple(map(of, self.edges)),
+        )
+
+    def encoded(self) -> dict[str, Any]:
+        """As JSON."""
+        table: dict[Polynomial, int] = {}
+
+        def number(polynomial: Polynomial) -> int:
+            return table.setdefault(polynomial, len(table))
+
+        def listed(section: Section) -> list[int]:
+            return [each for polynomial, freed in section.events for each in (number(polynomial), freed)]
+
+        return {
+            "positions": self.positions,
+            "unit": self.unit,
+            "pattern": "".join(map(chr, (ord("0") + kind for kind in self.pattern))),
+            **{name: listed(getattr(self, name)) for name in _ONCE},
+            "forward": [listed(section) for section in self.forward],
+            "backward": [listed(section) for section in self.backward],
+            "kinds": [{kind: number(size) for kind, size in each.items()} for each in self.kinds],
+            "edges": [number(size) for size in self.edges],
+            "sizes": [list(polynomial) for polynomial in table],
+        }
+
+    @classmethod
+    def decoded(cls, content: Mapping[str, Any]) -> Self:
+        """Read what `encoded` returns."""
+        table = [tuple(size) for size in content["sizes"]]
+
+        def section(numbers: Sequence[int]) -> Section:
+            pairs = zip(numbers[::2], numbers[1::2], strict=True)
+            return Section(events=tuple((table[number], freed) for number, freed in pairs))
+
+        first, last, back = (table[number] for number in content["edges"])
+        least, most = content["positions"]
+        return cls(
+            positions=(least, most),
+            unit=content["unit"],
+            pattern=tuple(ord(kind) - ord("0") for kind in content["pattern"]),
+            **{name: section(content[name]) for name in _ONCE},
+            forward=tuple(map(section, content["forward"])),
+            backward=tuple(map(section, content["backward"])),
+            kinds=tuple({kind: table[number] for kind, number in each.items()} for each in content["kinds"]),
+            edges=(first, last, back),
+        )
+
+
+_ONCE = ("before", "head", "loss", "turn", "after")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A section in bytes, beyond what is live when it begins: at its end, and at its worst moment."""
+
+    delta: int
+    peak: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Activations:
+    """Bytes of one micro-batch on one rank. Fields as of Recording."""
+
+    _kept: dict[range, tuple[dict[str, int], int]] = field(default_factory=dict, init=False, repr=False)
+
+    pattern: tuple[int, ...]
+    before: Step
+    forward: tuple[Step, ...]
+    backward: tuple[Step, ...]
+    head: Step
+    loss: Step
+    turn: Step
+    after: Step
+    kinds: tuple[Mapping[str, int], ...] = field(repr=False)
+    edges: tuple[int, ...]
+
+    def kept(self, layers: range) -> int:
+        """Live when the forward pass ends: what its backward pass needs, and what is returned."""
+        return self.trunk(layers) + self.head.delta + self.loss.delta
+
+    def layer_kinds(self, layers: range) -> Mapping[str, int]:
+        """Kept by these layers, by part."""
+        return self._of_layers(layers)[0]
+
+    def forward_peak(self, layers: range) -> int:
+        """The most that is live before the loss."""
+        return max(self._forward_moments(layers))
+
+    def worst_moment(self, layers: range, *, in_flight: int = 1, gradients_kept: int = 0) -> tuple[int, int]:
+        """The most that is live at once on a stage with these layers, and its part that is gradients of weights.
+
+        `in_flight`: micro-batches whose activations are kept. `gradients_kept`: bytes of one layer's gradients, if this
+        backward pass allocates them; each finished layer adds them.
+        """
+        moments = [(moment, 0) for moment in self._forward_moments(layers)]
+        level = self.trunk(layers) + self.head.delta
+        moments.append((level + self.loss.peak, 0))
+        level += self.loss.delta
+        moments.append((level + self.turn.peak, 0))
+        level += self.turn.delta
+        kinds = self._kinds(layers)
+        for done, kind in enumerate(reversed(kinds)):
+            step = self.backward[kind]
+            moments.append((level + step.peak, done * gradients_kept))
+            level += step.delta + (0 if done else self.edges[2])
+        moments.append((level + self.after.peak, len(kinds) * gradients_kept))
+        live, gradients = max(moments, key=sum)
+        return (in_flight - 1) * self.kept(layers) + live + gradients, gradients
+
+    def at_head(self, layers: range) -> int:
+        """The most that is live from the head's forward pass to the end of its backward pass."""
+        level = self.trunk(layers)
+        loss = level + self.head.delta
+        return max(level + self.head.peak, loss + self.loss.peak, loss + self.loss.delta + self.turn.peak)
+
+    def _kinds(self, layers: range) -> list[int]:
+        return [self.pattern[index] for index in layers]
+
+    def trunk(self, layers: range) -> int:
+        """Live behind the layers, of one micro-batch."""
+        return self.before.delta + self._of_layers(layers)[1]
+
+    def _of_layers(self, layers: range) -> tuple[dict[str, int], int]:
+        """What layers keep, by part, and what is live behind them beyond what is before them."""
+        if layers not in self._kept:
+            counts = Counter(self._kinds(layers))
+            parts = dict.fromkeys(part for kind in counts for part in self.kinds[kind])
+            by_part = {part: sum(self.kinds[kind].get(part, 0) * n for kind, n in counts.items()) for part in parts}
+            live = sum(self.forward[kind].delta * n for kind, n in counts.items())
+            self._kept[layers] = by_part, live + (self.edges[0] + self.edges[1] if layers else 0)
+        return self._kept[layers]
+
+    def _forward_moments(self, layers: range) -> list[int]:
+        level, moments = self.before.delta, [self.before.peak]
+        for number, kind in enumerate(self._kinds(layers)):
+            step = self.forward[kind]
+            moments.append(level + step.peak)
+            level += step.delta + (0 if number else self.edges[0])
+        return [*moments, self.trunk(layers) + self.head.peak]
+
+
+def total(sizes: Iterable[Polynomial]) -> Polynomial:
+    """The sum of polynomials."""
+    return tuple(map(sum, zip(ZERO, *sizes, strict=True)))
+
+
+def _signed(event: tuple[Polynomial, int]) -> Polynomial:
+    size, freed = event
+    return tuple(-each for each in size) if freed else size
+
+
+def _add(a: Polynomial, b: Polynomial) -> Polynomial:
+    return tuple(map(int.__add__, a, b))
+
+
+def _exceeds(a: Polynomial, b: Polynomial) -> bool:
+    """Whether a is at least b for all b and s."""
+    return all(map(int.__ge__, a, b))

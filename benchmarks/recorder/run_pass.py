@@ -1,0 +1,160 @@
+"""Run one forward and backward pass of a fake model, and trace it section by section."""
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import _engine_run_backward
+from transformers import masking_utils
+
+from recorder.fake_model import FakeModel, Mode
+from recorder.gpu_kernels import GpuKernels
+from recorder.recording import Setup
+from recorder.trace import Section, Trace
+from toolkit.parallel.model_structure import hidden_argument
+
+_KINDS = (("norm", ("norm", "ln_", "ln")), ("attention", ("attn", "attention")), ("mlp", ("mlp", "ffn", "feed", "moe")))
+
+
+def trace_pass(setup: Setup, fake: FakeModel, mode: Mode, b: int, s: int) -> list[Section]:
+    """Trace a pass over `b` samples of `s` positions."""
+    own = [*fake.model.parameters(), *fake.model.buffers()]
+    trace = Trace(on_gpu=setup.device == "cuda", parameters=own, answer=not setup.documents)
+    handles = _mark_sections(fake, trace)
+    gc.freeze()  # so that collecting takes no time
+    gc.disable()
+    try:
+        with ExitStack() as stack:
+            if setup.device == "cuda":
+                stack.enter_context(GpuKernels())
+            stack.enter_context(_as_with_values())
+            stack.enter_context(mode)
+            step = _whole if fake.stage is None else _of_stage
+            step(setup, fake, trace, b, s)
+    finally:
+        gc.enable()
+        gc.unfreeze()
+        for handle in handles:
+            handle.remove()
+    return trace.sections
+
+
+@contextmanager
+def _as_with_values() -> Iterator[None]:
+    """transformers looks at masks and positions, and not if tensors are fake; here Trace answers for their values."""
+    found = masking_utils.is_tracing
+    masking_utils.is_tracing = lambda *tensors: False
+    try:
+        yield
+    finally:
+        masking_utils.is_tracing = found
+
+
+def _ids(b: int, s: int) -> torch.Tensor:
+    return torch.zeros(b, s, dtype=torch.long)
+
+
+def _whole(setup: Setup, fake: FakeModel, trace: Trace, b: int, s: int) -> None:
+    with trace:
+        trace.begin("before")
+        ids, labels = _ids(b, s), _ids(b, s)
+        positions = {"position_ids": _ids(b, s)} if setup.documents else {}
+        with _autocast(setup):
+            logits = fake.model(input_ids=ids, use_cache=False, **positions).logits
+        trace.begin("loss")
+        loss = [fake.loss_sum(logits, labels)]
+        del logits
+        trace.begin("turn")
+        _backward(loss)
+
+
+def _of_stage(setup: Setup, fake: FakeModel, trace: Trace, b: int, s: int) -> None:
+    """A stage's part. What it received, sent and returned stays until its backward pass is over.
+
+    DeepSpeed's engine hands the stage copies of what it received (pipe/engine.py, `_exec_forward_pass`).
+    """
+    assert fake.stage is not None
+    with trace:
+        trace.begin("before")
+        if setup.part == "first":
+            first = _ids(b, s)
+        else:
+            shards = setup.tp if setup.sequence_parallel else 1
+            dtype = torch.bfloat16 if setup.precision == "bf16" else torch.float32
+            first = torch.zeros(b, s // shards, fake.hidden, dtype=dtype).requires_grad_()
+        rest = (_ids(b, s),) if setup.documents else ()
+        labels = _ids(b, s) if setup.part == "last" else None
+        with _autocast(setup):
+            output = fake.stage(tuple(each.clone() for each in (first, *rest)))
+        trace.begin("loss")
+        if labels is not None:
+            backward = [fake.loss_sum(output, labels)]
+            trace.begin("turn")
+            _backward(backward)
+        else:
+            trace.begin("turn")
+            _backward([output[0]], torch.zeros_like(output[0]))
+
+
+def _autocast(setup: Setup) -> torch.autocast:
+    return torch.autocast("cpu", torch.bfloat16, enabled=setup.precision == "autocast")
+
+
+def _backward(output: list[torch.Tensor], gradient: torch.Tensor | None = None) -> None:
+    """Run the backward pass from the tensor in `output`, which is emptied.
+
+    Not by torch.autograd.backward, inside which GpuKernels would not see what is recomputed.
+    """
+    tensor = output.pop()
+    gradient = torch.ones_like(tensor) if gradient is None else gradient
+    _engine_run_backward((tensor,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def _mark_sections(fake: FakeModel, trace: Trace) -> list[Any]:
+    """Begin a section with every layer, forward and backward; name the part of a layer that runs."""
+    handles: list[Any] = []
+    layers = fake.layers
+    reached: list[int] = []
+
+    def enter(index: int) -> Callable[..., None]:
+        def hook(layer: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+            if index in reached:
+                return  # recomputation
+            reached.append(index)
+            hidden = hidden_argument(arguments, keywords)
+            before = fake.kept[fake.kept.index(index) - 1] if index != fake.kept[0] else None
+            name = "after" if before is None else f"backward {before}"
+            if hidden.requires_grad:
+                hidden.register_hook(lambda gradient: trace.begin(name))
+            trace.begin(f"forward {index}")
+
+        return hook
+
+    def leave(layer: nn.Module, arguments: Any, result: Any) -> None:
+        if trace.sections[-1].name == f"forward {fake.kept[-1]}":
+            hidden = result[0] if isinstance(result, tuple | list) else result
+            hidden.register_hook(lambda gradient: trace.begin(f"backward {fake.kept[-1]}"))
+            trace.begin("head")
+
+    for index in fake.kept:
+        handles.append(layers[index].register_forward_pre_hook(enter(index), with_kwargs=True))
+        for name, child in layers[index].named_children():
+            handles.append(child.register_forward_pre_hook(_set_kind(trace, _kind_of(name))))
+            handles.append(child.register_forward_hook(_set_kind(trace, "residual")))
+    handles.append(layers[fake.kept[-1]].register_forward_hook(leave))
+    return handles
+
+
+def _kind_of(name: str) -> str:
+    lower = name.lower()
+    return next((kind for kind, words in _KINDS if any(word in lower for word in words)), "residual")
+
+
+def _set_kind(trace: Trace, kind: str) -> Callable[..., None]:
+    def hook(*_: Any) -> None:
+        trace.kind = kind
+
+    return hook

@@ -1,0 +1,113 @@
+"""Trace: every storage that is allocated or freed while a model runs on fake tensors, section by section."""
+
+import gc
+import weakref
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+aten = torch.ops.aten
+
+
+@dataclass
+class Section:
+    """What happens while one part of a pass runs, for instance a decoder layer's forward pass."""
+
+    name: str
+    events: list[tuple[int, int]] = field(default_factory=list)
+    """(number of a storage, its bytes): bytes are negative where it is freed."""
+    kinds: dict[int, str] = field(default_factory=dict)
+    """Number of a storage that is allocated here -> the part of the layer that allocates it."""
+
+
+class Trace(TorchDispatchMode):
+    """Sees what operations return, not what a kernel allocates and frees within, except `workspace` on a GPU.
+
+    Storages that were made before, or are handed in, do not count; nor do autocast's copies of weights, which are
+    counted with the model states. Views and results in place allocate nothing.
+    """
+
+    def __init__(self, *, on_gpu: bool, parameters: list[torch.Tensor], answer: bool) -> None:
+        super().__init__()
+        self.on_gpu, self.answer = on_gpu, answer
+        self.sections: list[Section] = []
+        self.kind = ""
+        self._weights = {tensor.untyped_storage()._cdata for tensor in parameters}
+        self._numbers: dict[int, int] = {}
+        self._count = 0
+        self.begin("")
+
+    def begin(self, name: str) -> None:
+        """Begin a section. What cyclic garbage keeps alive counts to the section that made it."""
+        gc.collect(1)
+        self.sections.append(Section(name))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is aten._local_scalar_dense.default:
+            # "Are all positions consecutive?" and the like: there are no values.
+            return self.answer if args[0].dtype == torch.bool else 1
+        if func is aten.index.Tensor:
+            args = (args[0], [None if index is None else _chosen(index) for index in args[1]])
+        for tensor in tree_iter((args, kwargs)):
+            if isinstance(tensor, torch.Tensor):
+                self._watch(tensor, counts=False)
+        result = func(*args, **(kwargs or {}))
+        counts = not (func is aten._to_copy.default and args[0].untyped_storage()._cdata in self._weights)
+        # A GPU keeps the mean and deviation of 16-bit rows in fp32, a CPU in 16 bits.
+        small = result[1:] if self.on_gpu and func is aten.native_layer_norm.default else ()
+        for tensor in tree_iter(result):
+            if isinstance(tensor, torch.Tensor):
+                widened = any(tensor is each for each in small) and tensor.itemsize == 2
+                self._watch(tensor, counts=counts, scale=2 if widened else 1)
+        size = workspace(func, args, result) if self.on_gpu else 0
+        if size:
+            self._count += 1
+            self._now.events += [(self._count, size), (self._count, -size)]
+        return result
+
+    @property
+    def _now(self) -> Section:
+        return self.sections[-1]
+
+    def _watch(self, tensor: torch.Tensor, *, counts: bool, scale: int = 1) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._numbers:
+            return
+        size = scale * storage.nbytes() if counts else 0
+        self._count += 1
+        self._numbers[key] = self._count
+        if size:
+            self._now.events.append((self._count, size))
+            self._now.kinds[self._count] = self.kind
+        weakref.finalize(storage, self._forget, key, size)
+
+    def _forget(self, key: int, size: int) -> None:
+        number = self._numbers.pop(key)
+        if size:
+            self._now.events.append((number, -size))
+
+
+def _chosen(index: torch.Tensor) -> torch.Tensor:
+    """Numbers in the place of flags, as if all were set: any target may be in a rank's part of the vocabulary."""
+    if index.dtype != torch.bool:
+        return index
+    return torch.zeros(index.numel(), dtype=torch.long, device=index.device)
+
+
+def workspace(func: Any, args: Any, result: Any) -> int:
+    """Bytes that a GPU's kernel allocates beside its result and frees before it returns."""
+    if func is aten._softmax_backward_data.default:
+        # The product of gradient and result (ATen/native/cuda/SoftMax.cu).
+        return int(args[1].nbytes)
+    if func is aten._scaled_dot_product_flash_attention_backward.default:
+        # The query's gradient in fp32, and for grouped queries each query head's own gradient of key and value, which
+        # are summed at the end (ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd).
+        query, key = args[1], args[2]
+        expanded = 2 * query.nbytes if key.shape[1] != query.shape[1] else 0
+        return int(4 * prod(query.shape) + expanded)
+    return 0

@@ -1,0 +1,520 @@
+"""Bad inputs as data: a command line, the kernel of the one line that it must print, and the files that make it bad.
+
+Every row starts from the same small folder (`test_bad_inputs.py` makes it): `r.yaml` trains `text.txt`, `hf/` is a tiny
+GPT-2 in Hugging Face format, `run/` a run with a checkpoint, `ds.json` a DeepSpeed config. The first word of a command
+line is a command of `dstk`, or `train.py` for recipes/train.py.
+"""
+# ruff: noqa: E501 - a table reads in rows
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+
+@dataclass(frozen=True)
+class Special:
+    """A link to `target`, a named pipe, a socket, a directory, an empty file of `size` bytes, or nothing."""
+
+    kind: str
+    target: str = ""
+    size: int = 0
+
+
+Content = bytes | str | Callable[[bytes], bytes] | Special
+"""What a path holds instead: new content, a change of the old content, or something that is no regular file."""
+PIPE, SOCKET, FOLDER, GONE = Special("pipe"), Special("socket"), Special("folder"), Special("gone")
+
+
+def link(target: str) -> Special:
+    return Special("link", target=target)
+
+
+def sparse(size: int) -> Special:
+    return Special("sparse", size=size)
+
+
+def fields(**changes: Any) -> Callable[[bytes], bytes]:
+    """A JSON object with other fields."""
+    return lambda old: json.dumps(json.loads(old) | changes).encode()
+
+
+def text(old: str, new: str) -> Callable[[bytes], bytes]:
+    """A text with one place replaced."""
+
+    def change(content: bytes) -> bytes:
+        assert content.decode().count(old) == 1, old
+        return content.decode().replace(old, new).encode()
+
+    return change
+
+
+def begun(count: int) -> Callable[[bytes], bytes]:
+    """Only the first bytes: a copy that broke off."""
+    return lambda old: old[:count]
+
+
+def header(**tensors: Any) -> bytes:
+    """A safetensors file of this header and nothing else."""
+    encoded = json.dumps(tensors).encode()
+    return len(encoded).to_bytes(8, "little") + encoded
+
+
+def weight(name: str, value: float) -> Callable[[bytes], bytes]:
+    """A safetensors file in which the last value of a tensor is another."""
+
+    def change(old: bytes) -> bytes:
+        from safetensors.torch import load, save
+
+        tensors = load(old)
+        tensors[name].view(-1)[-1] = value
+        return save(tensors, metadata={"format": "pt"})
+
+    return change
+
+
+class Bad(NamedTuple):
+    """A command line, a part of what it says, and the files it meets."""
+
+    command: str
+    says: str
+    files: Mapping[str, Content] = {}
+
+
+LLAMA = text(
+    "name_or_path: gpt2-tiny\n  overrides: {n_embd: 8, n_layer: 1, n_head: 2, n_positions: 64, vocab_size: 257}",
+    "name_or_path: llama-tiny",
+)
+DEEP_JSON = '{"a": ' * 100_000 + "1" + "}" * 100_000
+DEEP_LIST = "[" * 100_000 + "]" * 100_000
+LONG = "n" * 5000
+MARK = "open('executed', 'w').close()\n"
+EVIL = {
+    "hf/config.json": fields(auto_map={"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}),
+    "hf/evil.py": MARK,
+}
+TRUSTED = {
+    "hf/config.json": fields(
+        model_type="mine", auto_map={"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+    ),
+}
+PRETRAINED = (
+    "train.py --config r.yaml model.init=pretrained model.name_or_path=./hf model.overrides={} data.tokenizer=./hf"
+)
+PICKLE = b"\x80\x04\x8c\x02os\x8c\x06system\x93\x8c\x0etouch executed\x85R."
+
+# fmt: off
+RECIPES = [
+    Bad("validate", "Missing argument"),
+    Bad("validate gone.yaml", "gone.yaml: there is no such file"),
+    Bad("validate ''", "name is empty"),
+    Bad("validate empty.yaml", "the file is empty", {"empty.yaml": ""}),
+    Bad("validate folder", "no *.yaml", {"folder": FOLDER}),
+    Bad("validate zero.yaml", "not a regular file", {"zero.yaml": link("/dev/zero")}),
+    Bad("validate /dev/zero", "not a regular file"),
+    Bad("validate /dev/null", "not a regular file"),
+    Bad("validate pipe.yaml", "not a regular file", {"pipe.yaml": PIPE}),
+    Bad("validate socket.yaml", "cannot be read", {"socket.yaml": SOCKET}),
+    Bad("validate loop.yaml", "symbolic links", {"loop.yaml": link("loop.yaml")}),
+    Bad("validate big.yaml", "larger than 1 MiB", {"big.yaml": sparse(1 << 33)}),
+    Bad("validate binary.yaml", "is not allowed in YAML", {"binary.yaml": bytes(range(32)) * 8}),
+    Bad("validate latin.yaml", "not UTF-8", {"latin.yaml": "precision: é".encode("latin-1")}),
+    Bad("validate deep.yaml", "nested deeper than 32", {"deep.yaml": DEEP_LIST}),
+    Bad("validate deep.yaml", "nested deeper than 32", {"deep.yaml": DEEP_JSON}),
+    Bad("validate deep.yaml", "nested deeper than 32", {"deep.yaml": "- " * 100_000}),
+    Bad("validate bomb.yaml", "anchors", {"bomb.yaml": "a: &a [x, x]\nb: &b [*a, *a]\nc: &c [*b, *b]\n"}),
+    Bad("validate tag.yaml", "!!python/object/apply:os.system", {"tag.yaml": "!!python/object/apply:os.system ['touch executed']\n"}),
+    Bad("validate tag.yaml", "!!python/name:os.system", {"tag.yaml": "!!python/name:os.system 1\n"}),
+    Bad("validate merge.yaml", "merge keys", {"merge.yaml": "<<: {model: {name_or_path: gpt2}}\n"}),
+    Bad("validate two.yaml", "second document", {"two.yaml": "a: 1\n---\nb: 2\n"}),
+    Bad(f"validate {LONG}.yaml", "File name too long"),
+    Bad("validate 'new\nline.yaml'", "there is no such file"),
+    Bad("validate r.yaml --world-size 0", "0 is not in the range"),
+    Bad("validate d.yaml --world-size 3", "batch.global_batch_size"),
+    Bad("validate r.yaml --world-size 1e3", "not a valid integer"),
+    Bad("validate d.yaml --world-size 99999999999999999999", "batch.global_batch_size"),
+    Bad("validate train.steps=3", "no recipe is given"),
+]
+OVERRIDES = [
+    Bad("validate gone.yaml train.steps=3", "there is no such file"),
+    Bad("validate r.yaml train.steps=", "nothing follows the ="),
+    Bad("validate r.yaml =3", "section.key=value"),
+    Bad("validate r.yaml train..steps=3", "section.key=value"),
+    Bad("validate r.yaml train.steps=abc", 'train.steps: "abc" is a string'),
+    Bad("validate r.yaml train.steps=-0", "train.steps: -0 is out of range"),
+    Bad("validate r.yaml train.steps=1e400", "train.steps: 1e400"),
+    Bad("validate r.yaml train.steps=1e3", "Write 1000"),
+    Bad("validate r.yaml train.steps=nan", 'train.steps: "nan" is a string'),
+    Bad("validate r.yaml train.steps=.nan", "train.steps: .nan is a number"),
+    Bad(f"validate r.yaml train.steps={'9' * 6000}", "does not fit into 64 bits"),
+    Bad("validate r.yaml train.steps=0x10", 'train.steps: "0x10" is a string'),
+    Bad("validate r.yaml train.steps=1_0.5", "train.steps: 1_0.5 is a number"),
+    Bad("validate r.yaml train.steps=[3]", "train.steps: a list is given"),
+    Bad("validate r.yaml train.seed=-1", "train.seed: -1 is out of range"),
+    Bad("validate r.yaml train.stepz=3", "Did you mean steps?"),
+    Bad("validate r.yaml trian.steps=3", "trian is not a field. Did you mean train?"),
+    Bad("validate r.yaml optimizer.lr=0", "optimizer.lr: 0 is out of range"),
+    Bad("validate r.yaml optimizer.lr=-0.0", "optimizer.lr: -0.0 is out of range"),
+    Bad("validate r.yaml optimizer.lr=1e400", "optimizer.lr: 1e400 is not a finite number"),
+    Bad("validate r.yaml optimizer.lr=inf", 'optimizer.lr: "inf" is a string'),
+    Bad("validate r.yaml optimizer.betas=[0.9]", "a list of 2 numbers"),
+    Bad("validate r.yaml optimizer.betas=[0.9,1.0]", "optimizer.betas[1]"),
+    Bad("validate r.yaml precision=FP16", "Did you mean fp16?"),
+    Bad("validate r.yaml precision=fp16", "precision=fp16 with train.engine=reference"),
+    Bad("validate r.yaml 'precision=$(touch executed)'", "precision"),
+    Bad("validate r.yaml 'precision=`touch executed`'", "precision"),
+    Bad("validate r.yaml 'precision={0.__class__}'", "precision"),
+    Bad("validate r.yaml 'precision=%s%n%x'", "not YAML"),
+    Bad("validate r.yaml 'train.steps=!!python/object/apply:os.system [touch executed]'", "is not allowed"),
+    Bad("validate r.yaml 'train.steps=*a'", "anchors"),
+    Bad("validate r.yaml 'train.steps=3\n---\n4'", "second document"),
+    Bad("validate r.yaml 'model.name_or_path=\"a\\nb\"'", "model.name_or_path"),
+    Bad("validate r.yaml 'run_dir=\"\\e[31mred\"'", "run_dir"),
+    Bad(f"validate r.yaml run_dir={LONG}", "run_dir="),
+    Bad(f"validate r.yaml data.source={LONG}", "data.source="),
+    Bad(f"validate r.yaml data.cache_dir={LONG}", "data.cache_dir="),
+    Bad(f"validate r.yaml data.tokenizer={LONG}", "data.tokenizer="),
+    Bad(f"validate r.yaml model.name_or_path=./{LONG}", "model.name_or_path="),
+    Bad("validate r.yaml run_dir=loop/x", "run_dir=", {"loop": link("loop")}),
+    Bad("validate r.yaml model.trust_remote_code=true", "--trust-remote-code"),
+    Bad("validate r.yaml log.report_to=wandb", "Write [wandb]"),
+    Bad("validate r.yaml parallel.zero_stage=4", "from 0 to 3"),
+    Bad("validate d.yaml parallel.zero_stage=0 parallel.offload_optimizer=cpu", "only a sharded optimizer"),
+    Bad("validate r.yaml parallel.tp=2", "parallel.tp=2 with train.engine=reference"),
+    Bad("validate r.yaml data.seq_len=65", "64 positions"),
+    Bad("validate r.yaml data.tokenizer=bpe-400", "vocabulary of 257"),
+    Bad("validate r.yaml train.steps=2 schedule.warmup_steps=3", "the schedule is longer than the run"),
+]
+CONTRADICTIONS = [
+    Bad("validate r.yaml train.eval_every=0", "Set train.eval_samples=null", {"r.yaml": text("steps: 2", "steps: 2\n  eval_every: 1\n  eval_samples: 4")}),
+    Bad("validate r.yaml train.spike_sigmas=0", "Set train.spike_window=null", {"r.yaml": text("run_dir: out", "  spike_sigmas: 6\n  spike_window: 32\ncheckpoint:\n  every: 1\nrun_dir: out")}),
+    Bad("validate r.yaml checkpoint.every=0", "Set checkpoint.keep=null", {"r.yaml": text("run_dir: out", "checkpoint:\n  every: 1\n  keep: 4\nrun_dir: out")}),
+    Bad("validate r.yaml optimizer.name=sgd", "Set optimizer.betas=null", {"r.yaml": text("lr: 1e-3", "lr: 1e-3\n  betas: [0.8, 0.9]")}),
+    Bad("validate r.yaml schedule.name=constant", "Set schedule.warmup_steps=null", {"r.yaml": text("run_dir: out", "schedule:\n  warmup_steps: 1\nrun_dir: out")}),
+    Bad("validate r.yaml data.source=stdlib", "Set data.text_field=null", {"r.yaml": text("source: text.txt", "source: a.jsonl\n  text_field: body")}),
+    Bad("validate r.yaml data.packing=padded", "Set data.document_masking=null", {"r.yaml": text("seq_len: 32", "seq_len: 32\n  document_masking: true")}),
+    Bad("validate r.yaml data.eval_fraction=0", "or train.eval_every=0", {"r.yaml": text("steps: 2", "steps: 2\n  eval_every: 1")}),
+    Bad("validate r.yaml train.on_nonfinite=stop", "Set train.max_incidents=null", {"r.yaml": text("steps: 2", "steps: 2\n  on_nonfinite: skip\n  max_incidents: 9")}),
+]
+MODEL_OVERRIDES = [
+    Bad("validate r.yaml model.overrides.n_layr=1", "Did you mean n_layer?"),
+    Bad("validate r.yaml model.overrides.num_hidden_layer=1", "Did you mean num_hidden_layers?"),
+    Bad("validate r.yaml model.overrides.hidden_sise=1", "Did you mean hidden_size?"),
+    Bad("validate r.yaml model.overrides.n_layer=two", "n_layer='two'"),
+    Bad("validate r.yaml model.overrides.n_layer=-1", "n_layer=-1"),
+    Bad("validate r.yaml model.overrides.n_head=3", "heads"),
+    Bad("validate r.yaml model.overrides=3", "a mapping is allowed"),
+    Bad("validate r.yaml model.overrides.rope_parameters.rope_thet=1e6", "Did you mean rope_theta?", {"r.yaml": LLAMA}),
+    Bad("validate r.yaml model.overrides.rope_theta=1e6", "Did you mean rope_parameters?", {"r.yaml": LLAMA}),
+    Bad("validate r.yaml model.overrides.rope_parameters=1e6", "not a mapping", {"r.yaml": LLAMA}),
+    Bad("validate r.yaml 'model.overrides.rope_parameters={rope_type: lineer, factor: 2}'", "Did you mean linear?", {"r.yaml": LLAMA}),
+    Bad("validate r.yaml 'model.overrides.rope_parameters={rope_type: linear, factor: 2, low_freq_factor: 1}'", "rope_type linear has no such key", {"r.yaml": LLAMA}),
+    Bad("validate r.yaml 'model.overrides.rope_parameters={rope_type: [1]}'", "rope_type", {"r.yaml": LLAMA}),
+    Bad("validate r.yaml 'model.overrides.rope_parameters={sliding: {rope_theta: 1e4}}'", "no layer of this model has such a type", {"r.yaml": LLAMA}),
+    Bad("train.py --config r.yaml model.overrides.activation_function=nope", "transformers cannot build it"),
+    Bad("train.py --config r.yaml model.overrides.resid_pdrop=high", "cannot take them"),
+    Bad("train.py --config r.yaml model.overrides.initializer_range=[1]", "cannot take them"),
+]
+MODELS = [
+    Bad("validate r.yaml model.name_or_path=gpt3", "Did you mean"),
+    Bad("validate r.yaml model.name_or_path=text.txt", "is not a directory"),
+    Bad("validate r.yaml model.name_or_path=/dev/zero", "is not a directory"),
+    Bad("validate r.yaml model.name_or_path=./gone", "is not a directory"),
+    Bad("validate r.yaml model.name_or_path=./folder", "has no config.json", {"folder": FOLDER}),
+    Bad("validate r.yaml model.name_or_path=./hf", "JSON", {"hf/config.json": "{"}),
+    Bad("validate r.yaml model.name_or_path=./hf", "not a JSON object", {"hf/config.json": "[1]"}),
+    Bad("validate r.yaml model.name_or_path=./hf", "JSON", {"hf/config.json": ""}),
+    Bad("validate r.yaml model.name_or_path=./hf", "nested too deeply", {"hf/config.json": DEEP_JSON}),
+    Bad("validate r.yaml model.name_or_path=./hf", "thousands of digits", {"hf/config.json": '{"n_layer": ' + "9" * 6000 + "}"}),
+    Bad("validate r.yaml model.name_or_path=./hf", "not UTF-8", {"hf/config.json": b"\xff\xfe\x00"}),
+    Bad("validate r.yaml model.name_or_path=./hf", "not a regular file", {"hf/config.json": link("/dev/zero")}),
+    Bad("validate r.yaml model.name_or_path=./hf", "not a regular file", {"hf/config.json": PIPE}),
+    Bad("validate r.yaml model.name_or_path=./hf", "config.json", {"hf/config.json": FOLDER}),
+    Bad("validate r.yaml model.name_or_path=./hf", "larger than", {"hf/config.json": sparse(1 << 33)}),
+    Bad("validate r.yaml model.name_or_path=./hf", "symbolic links", {"hf/config.json": link("config.json")}),
+    Bad("validate r.yaml model.name_or_path=./hf model.overrides={}", "n_layer", {"hf/config.json": fields(n_layer="x")}),
+    Bad("validate r.yaml model.name_or_path=./hf model.overrides={}", "n_embd", {"hf/config.json": fields(n_embd=0)}),
+    Bad("validate r.yaml model.name_or_path=./hf model.overrides={}", "n_head", {"hf/config.json": fields(n_head=True)}),
+    Bad("train.py --config r.yaml model.name_or_path=./hf model.overrides={}", "model_type", {"hf/config.json": fields(model_type=["gpt2"])}),
+    Bad("train.py --config r.yaml model.name_or_path=./hf model.overrides={}", "model_type", {"hf/config.json": fields(model_type=None)}),
+    Bad("train.py --config r.yaml model.name_or_path=./hf model.overrides={}", "initializer_range", {"hf/config.json": fields(initializer_range="x")}),
+    Bad("train.py --config r.yaml model.name_or_path=./hf model.overrides={}", "--trust-remote-code", EVIL),
+    Bad("train.py --config r.yaml model.name_or_path=./hf model.overrides={} --trust-remote-code", "evil.py", TRUSTED),
+    Bad("train.py --config r.yaml model.name_or_path=./hf model.overrides={} --trust-remote-code", "invalid syntax", TRUSTED | {"hf/evil.py": "def Config(:\n"}),
+    Bad("train.py --config r.yaml model.name_or_path=./hf model.overrides={} --trust-remote-code", "has no attribute 'Config'", TRUSTED | {"hf/evil.py": ""}),
+    Bad("train.py --config r.yaml model.name_or_path=./hf model.overrides={} --trust-remote-code", "broken on import", TRUSTED | {"hf/evil.py": "raise RuntimeError('broken on import')\n"}),
+    Bad("train.py --config r.yaml model.name_or_path=./hf model.overrides={} --trust-remote-code", "division by zero", TRUSTED | {"hf/evil.py": "1 / 0\n"}),
+    Bad("train.py --config r.yaml model.name_or_path=./hf model.overrides={} --trust-remote-code", "no_such_module", TRUSTED | {"hf/evil.py": "import no_such_module\n"}),
+    Bad("train.py --config r.yaml model.name_or_path=./hf model.overrides={} --trust-remote-code", "UnicodeDecodeError", TRUSTED | {"hf/evil.py": b"\xff\xfe\x00"}),
+    Bad("train.py --config r.yaml model.name_or_path=./hf model.overrides={} --trust-remote-code", "__init__ fails", TRUSTED | {"hf/evil.py": "from transformers import GPT2Config, GPT2LMHeadModel\nclass Config(GPT2Config):\n    model_type = 'mine'\nclass Model(GPT2LMHeadModel):\n    config_class = Config\n    def __init__(self, config):\n        raise AttributeError('__init__ fails\\nin two lines')\n"}),
+]
+WEIGHTS = [
+    Bad(PRETRAINED, "transformer.wte.weight has values that are not finite", {"hf/model.safetensors": weight("transformer.wte.weight", float("nan"))}),
+    Bad(PRETRAINED, "transformer.ln_f.bias has values that are not finite", {"hf/model.safetensors": weight("transformer.ln_f.bias", float("inf"))}),
+    Bad(PRETRAINED, "transformer.h.0.mlp.c_fc.weight has values that are not finite", {"hf/model.safetensors": weight("transformer.h.0.mlp.c_fc.weight", float("-inf"))}),
+    Bad(PRETRAINED, "no safetensors weights", {"hf/model.safetensors": GONE}),
+    Bad(PRETRAINED, "model.safetensors", {"hf/model.safetensors": ""}),
+    Bad(PRETRAINED, "model.safetensors", {"hf/model.safetensors": begun(200)}),
+    Bad(PRETRAINED, "model.safetensors", {"hf/model.safetensors": b"\xff" * 64}),
+    Bad(PRETRAINED, "model.safetensors", {"hf/model.safetensors": (200_000).to_bytes(8, "little") + DEEP_LIST.encode()}),
+    Bad(PRETRAINED, "no stored weights", {"hf/model.safetensors": header()}),
+    Bad(PRETRAINED, "model.safetensors", {"hf/model.safetensors": header(a={"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 1 << 42]})}),
+    Bad(PRETRAINED, "safetensors", {"hf/model.safetensors": link("/dev/zero")}),
+    Bad(PRETRAINED, "safetensors", {"hf/model.safetensors": PIPE}),
+    Bad(PRETRAINED, "safetensors", {"hf/model.safetensors": FOLDER}),
+    Bad(PRETRAINED, "index.json", {"hf/model.safetensors": GONE, "hf/model.safetensors.index.json": "{"}),
+    Bad(PRETRAINED, "weight_map", {"hf/model.safetensors": GONE, "hf/model.safetensors.index.json": "{}"}),
+    Bad(PRETRAINED, "nested too deeply", {"hf/model.safetensors": GONE, "hf/model.safetensors.index.json": DEEP_JSON}),
+    Bad(PRETRAINED, "not a safetensors file beside it", {"hf/model.safetensors": GONE, "hf/model.safetensors.index.json": json.dumps({"weight_map": {"a": "../../etc/passwd"}})}),
+    Bad(PRETRAINED, "is missing", {"hf/model.safetensors": GONE, "hf/model.safetensors.index.json": json.dumps({"weight_map": {"a": "part.safetensors"}})}),
+    Bad(PRETRAINED + " model.overrides.n_embd=16", "but the config makes it"),
+    Bad("validate r.yaml model.init=pretrained data.tokenizer=./hf", "a shape has no weights"),
+    Bad("validate r.yaml model.init=pretrained model.name_or_path=./hf", "the ids of another tokenizer"),
+]
+TEXTS = [
+    Bad("train.py --config r.yaml data.source=gone.txt", "gone.txt"),
+    Bad("train.py --config r.yaml data.source=/dev/zero", "not a regular file"),
+    Bad("train.py --config r.yaml data.source=pipe.txt", "not a regular file", {"pipe.txt": PIPE}),
+    Bad("train.py --config r.yaml data.source=socket.txt", "not a regular file", {"socket.txt": SOCKET}),
+    Bad("train.py --config r.yaml data.source=folder", "no text, JSONL or Parquet file", {"folder": FOLDER}),
+    Bad("train.py --config r.yaml 'data.source=\"*.nothing\"'", "no file matches"),
+    Bad("train.py --config r.yaml data.source=loop.txt", "loop.txt", {"loop.txt": link("loop.txt")}),
+    Bad("train.py --config r.yaml data.source=text.txt", "text.txt", {"text.txt": ""}),
+    Bad("train.py --config r.yaml data.source=text.txt", "not UTF-8", {"text.txt": b"abc\xff" * 999}),
+    Bad("train.py --config r.yaml data.source=a.jsonl", "a.jsonl:1", {"a.jsonl": "{\n"}),
+    Bad("train.py --config r.yaml data.source=a.jsonl", "a.jsonl:2", {"a.jsonl": '{"text": "a"}\n[1]\n'}),
+    Bad("train.py --config r.yaml data.source=a.jsonl", "no 'text'", {"a.jsonl": '{"body": "a"}\n'}),
+    Bad("train.py --config r.yaml data.source=a.jsonl", "text is a int", {"a.jsonl": '{"text": 3}\n'}),
+    Bad("train.py --config r.yaml data.source=a.jsonl", "nested too deeply", {"a.jsonl": DEEP_JSON + "\n"}),
+    Bad("train.py --config r.yaml data.source=a.jsonl", "a number too long", {"a.jsonl": '{"text": ' + "9" * 6000 + "}\n"}),
+    Bad("train.py --config r.yaml data.source=a.jsonl.gz", "a.jsonl.gz", {"a.jsonl.gz": "not gzip"}),
+    Bad("train.py --config r.yaml data.source=a.jsonl.zst", "a.jsonl.zst", {"a.jsonl.zst": "not zstandard"}),
+    Bad("train.py --config r.yaml data.source=a.parquet", "not a readable Parquet file", {"a.parquet": "not Parquet"}),
+    Bad("train.py --config r.yaml data.source=saved", "load_from_disk failed", {"saved/state.json": "{", "saved/dataset_info.json": "{"}),
+    Bad("train.py --config r.yaml data.tokenizer=bpe-256", "at least 257 entries"),
+    Bad("train.py --config r.yaml data.tokenizer=./folder", "a directory without tokenizer files", {"folder": FOLDER}),
+    Bad("train.py --config r.yaml data.tokenizer=./hf", "could not be loaded", {"hf/tokenizer.json": "{"}),
+    Bad("train.py --config r.yaml data.tokenizer=./hf", "could not be loaded", {"hf/tokenizer.json": DEEP_JSON}),
+    Bad("train.py --config r.yaml data.tokenizer=./hf", "data.tokenizer=./hf", {"hf/tokenizer.json": PIPE}),
+    Bad("train.py --config r.yaml data.tokenizer=./hf", "data.tokenizer=./hf", {"hf/tokenizer.json": link("/dev/zero")}),
+]
+TRAIN = [
+    Bad("train.py", "--config"),
+    Bad("train.py --config", "--config"),
+    Bad("train.py --config r.yaml --nonsense", "--nonsense"),
+    Bad("train.py --config r.yaml --local_rank x", "--local_rank"),
+    Bad("train.py --config r.yaml surplus", "section.key=value"),
+    Bad("train.py --config r.yaml parallel.dp=2", "Set train.engine=null, or parallel.dp=1"),
+    Bad("train.py --config d.yaml parallel.dp=2", "needs 2 ranks"),
+    Bad("train.py --config r.yaml train.engine=deepspeed batch.micro_batch_size=3", "batch.global_batch_size"),
+    Bad("train.py --config r.yaml run_dir=text.txt", "not a directory"),
+    Bad("train.py --config r.yaml run_dir=text.txt/below", "run_dir=text.txt/below"),
+    Bad("train.py --config r.yaml run_dir=/dev/null", "not a directory"),
+    Bad("train.py --config r.yaml run_dir=/proc/nothing", "run_dir=/proc/nothing"),
+    Bad("train.py --config r.yaml run_dir=run", "already holds a run"),
+    Bad("train.py --config r.yaml run_dir=hf", "holds model", {"hf/model/config.json": "{}"}),
+    Bad(f"train.py --config r.yaml run_dir={LONG}", "File name too long"),
+    Bad("train.py --config r.yaml log.report_to=[tensorbord]", "Did you mean tensorboard"),
+    Bad("train.py --config r.yaml --deepspeed_config ds.json", "takes no DeepSpeed config"),
+    Bad("train.py --config d.yaml --deepspeed_config gone.json", "gone.json: cannot be read"),
+    Bad("train.py --config d.yaml --deepspeed_config ds.json", "JSON", {"ds.json": "{"}),
+    Bad("train.py --config d.yaml --deepspeed_config ds.json", "nested too deeply", {"ds.json": DEEP_JSON}),
+    Bad("train.py --config d.yaml --deepspeed_config ds.json", "thousands of digits", {"ds.json": '{"a": ' + "9" * 6000 + "}"}),
+    Bad("train.py --config d.yaml --deepspeed_config ds.json", "not a JSON object", {"ds.json": "[]"}),
+    Bad("train.py --config d.yaml --deepspeed_config ds.json", "given twice", {"ds.json": '{"a": 1, "a": 2}'}),
+    Bad("train.py --config d.yaml --deepspeed_config ds.json", "NaN", {"ds.json": '{"a": NaN}'}),
+    Bad("train.py --config d.yaml --deepspeed_config ds.json", "not a regular file", {"ds.json": PIPE}),
+    Bad("train.py --config d.yaml --deepspeed_config ds.json", "not a regular file", {"ds.json": link("/dev/zero")}),
+    Bad("train.py --config d.yaml --deepspeed_config ds.json", "train_batch_size", {"ds.json": '{"train_batch_size": 3}'}),
+    Bad("train.py --config d.yaml --deepspeed_config ds.json", "zero_optimization", {"ds.json": '{"zero_optimization": 3}'}),
+    Bad("train.py --config r.yaml --resume gone", "gone"),
+    Bad("train.py --config r.yaml --resume text.txt", "text.txt"),
+    Bad("train.py --config r.yaml --resume hf", "hf"),
+    Bad(f"train.py --config r.yaml --resume {LONG}", "File name too long"),
+    Bad("train.py --config r.yaml --resume run", "damaged", {"run/step-00000002/manifest.json": "{"}),
+    Bad("train.py --config r.yaml --resume run", "damaged", {"run/step-00000002/manifest.json": DEEP_JSON}),
+    Bad("train.py --config r.yaml --resume run", "damaged", {"run/step-00000002/trainer_state.json": DEEP_JSON}),
+    Bad("train", "Missing argument"),
+    Bad("train gone.yaml", "there is no such file"),
+    Bad("train r.yaml --nproc 0", "0 is not in the range"),
+    Bad("train r.yaml --nproc many", "not a valid integer"),
+    Bad("train r.yaml --nproc 3", "train.engine=reference"),
+    Bad("train r.yaml --strict", "--strict without --resume"),
+    Bad("train r.yaml run_dir=null --resume auto", "--resume auto without a run_dir"),
+    Bad("train r.yaml --restarts -1", "-1 is not in the range"),
+    Bad("train r.yaml --resum auto", "Did you mean '--resume'"),
+    Bad("demo --nproc 0", "0 is not in the range"),
+]
+SAMPLE = [
+    Bad("sample", "Missing argument"),
+    Bad("sample gone", "gone"),
+    Bad("sample text.txt", "text.txt"),
+    Bad("sample hf --tokens 0", "0 is not in the range"),
+    Bad("sample hf --temperature -1", "-1"),
+    Bad("sample hf --temperature nan", "nan"),
+    Bad("sample hf --temperature inf", "inf"),
+    Bad("sample hf --seed -1", "-1 is not in the range"),
+    Bad("sample hf --seed 99999999999999999999", "99999999999999999999"),
+    Bad("sample hf", "hf", {"hf/model.safetensors": begun(100)}),
+    Bad("sample hf", "hf", {"hf/config.json": DEEP_JSON}),
+    Bad("sample hf", "transformers cannot load it", TRUSTED | {"hf/evil.py": MARK}),
+    Bad("sample hf", "transformers cannot load it", {"hf/tokenizer.json": "{"}),
+    Bad(f"sample {LONG}", "File name too long"),
+]
+CHECKPOINTS = [
+    Bad("checkpoint lst", "Did you mean list?"),
+    Bad("checkpoint list", "Missing argument"),
+    Bad("checkpoint list gone", "gone"),
+    Bad("checkpoint list text.txt", "text.txt"),
+    Bad("checkpoint list hf", "hf"),
+    Bad(f"checkpoint list {LONG}", "File name too long"),
+    Bad("checkpoint list 'a\nb'", "a\\nb"),
+    Bad("checkpoint verify gone", "gone"),
+    Bad("checkpoint verify /dev/null", "/dev/null"),
+    Bad("checkpoint verify run", "manifest.json", {"run/step-00000002/manifest.json": "{"}),
+    Bad("checkpoint verify run", "manifest.json", {"run/step-00000002/manifest.json": DEEP_JSON}),
+    Bad("checkpoint verify run", "manifest.json", {"run/step-00000002/manifest.json": PIPE}),
+    Bad("checkpoint verify run", "config.json", {"run/step-00000002/config.json": "{} "}),
+    Bad("checkpoint verify run", "trainer_state.json", {"run/step-00000002/trainer_state.json": GONE}),
+    Bad("checkpoint inspect gone", "gone"),
+    Bad("checkpoint inspect run", "damaged", {"run/step-00000002/manifest.json": "[]"}),
+    Bad("checkpoint inspect hf", "hf", {"hf/model.safetensors": begun(100)}),
+    Bad("checkpoint inspect hf", "hf", {"hf/model.safetensors": (200_000).to_bytes(8, "little") + DEEP_LIST.encode()}),
+    Bad("export gone -o out", "gone"),
+    Bad("export run", "Missing option"),
+    Bad("export run -o hf", "not empty"),
+    Bad("export run -o text.txt", "not a directory"),
+    Bad("export run -o text.txt/below", "text.txt/below"),
+    Bad(f"export hf -o {LONG}", "File name too long"),
+    Bad("export run -o out --dtype int8", "int8"),
+    Bad("export hf -o out --max-shard-size 0", "0"),
+    Bad("export hf -o out --max-shard-size nan", "nan"),
+    Bad("export hf -o out --max-shard-size 5XB", "5XB"),
+    Bad("export hf -o out", "config.json", {"hf/config.json": DEEP_JSON}),
+    Bad("import gone -o out", "gone"),
+    Bad("import text.txt -o out", "text.txt"),
+    Bad("import folder -o out", "folder", {"folder": FOLDER}),
+    Bad("import hf -o run", "not empty"),
+    Bad("import hf -o out train.steps=3", "without --recipe"),
+    Bad("import hf -o out --recipe r.yaml --model hf", "--model with --recipe"),
+    Bad("import hf -o out --recipe gone.yaml", "gone.yaml"),
+    Bad("import hf -o out", "hf", {"hf/model.safetensors": begun(100)}),
+    Bad("import hf -o out", "config.json", {"hf/config.json": DEEP_JSON}),
+    Bad("import m.gguf -o out", "m.gguf", {"m.gguf": "not GGUF"}),
+    Bad("import m.gguf -o out", "m.gguf", {"m.gguf": PIPE}),
+    Bad("import old -o out", "old", {"old/pytorch_model.bin": PICKLE, "old/config.json": "{}"}),
+    Bad("import old -o out --model hf", "old", {"old/latest": "global_step1", "old/global_step1/mp_rank_00_model_states.pt": PICKLE}),
+    Bad("import old -o out", "old", {"old/latest": "../../etc"}),
+    Bad("import hf -o out", "auto_map", EVIL),
+]
+CONFIGS = [
+    Bad("memory", "--model"),
+    Bad("memory --model gpt3 --layout dp1", "gpt3"),
+    Bad("memory --model gpt2 --layout dp0", "dp"),
+    Bad("memory --model gpt2 --layout tp99999999", "tp99999999"),
+    Bad("memory --model gpt2 --layout tp5", "tp=5"),
+    Bad("memory --model gpt2 --layout dp1-dp2", "given twice"),
+    Bad("memory --model gpt2 --layout '$(touch executed)'", "is not a part of a layout"),
+    Bad("memory --model gpt2 --layout dp1 --seq 0", "0 is not in the range"),
+    Bad("memory --model gpt2 --layout dp1 --seq 2000", "1024 positions"),
+    Bad("memory --model gpt2 --layout dp1 --gpu H1000", "H1000"),
+    Bad("memory --model gpt2 --layout dp1 --sweep zero,zero", "named twice"),
+    Bad("memory --model gpt2 --layout dp1 --plot text.txt/below.png", "below.png"),
+    Bad("memory --model gpt2 --layout dp1 --plot out.exe", "out.exe"),
+    Bad("memory --model config.json --layout dp1", "nested too deeply", {"config.json": DEEP_JSON}),
+    Bad("memory --model config.json --layout dp1", "is not a directory", {"config.json": link("/dev/zero")}),
+    Bad("memory --model pipe --layout dp1", "pipe", {"pipe": PIPE}),
+    Bad(f"memory --model {LONG} --layout dp1", "File name too long"),
+    Bad("memory --recipe r.yaml --model gpt2", "--model"),
+    Bad("memory --recipe gone.yaml", "gone.yaml"),
+    Bad("config", "must be given"),
+    Bad("config gone.yaml", "gone.yaml"),
+    Bad("config d.yaml --lr nan", "nan"),
+    Bad("config d.yaml --lr inf", "inf"),
+    Bad("config d.yaml --weight-decay nan", "nan"),
+    Bad("config d.yaml --betas 0.9 1", "1"),
+    Bad("config d.yaml --format all", "--output DIR"),
+    Bad("config d.yaml --explain --format accelerate", "--explain"),
+    Bad("config d.yaml --output text.txt", "text.txt"),
+    Bad("config d.yaml --output text.txt/below", "text.txt/below"),
+    Bad(f"config d.yaml --output {LONG}", "File name too long"),
+    Bad("config d.yaml --world-size 3 --nodes 2 --gpus-per-node 2", "world-size=3"),
+    Bad("config d.yaml --host a --host b", "2 host names for 1 nodes"),
+    Bad("config d.yaml --launcher slurm --host '$(touch executed)' --world-size 2 --nodes 2", "1 host names for 2 nodes"),
+    Bad("config d.yaml --port 80", "80 is not in the range"),
+    Bad("config d.yaml --script \"'unclosed\"", "--script"),
+    Bad("config d.yaml --network-gbit nan --gpu H100-SXM-80GB", "nan"),
+    Bad("config d.yaml gone.yaml", "are 2 recipes"),
+    Bad("config train.steps=3", "overrides a recipe"),
+    Bad("config --model gpt2 --layout dp2 --global-batch 3 --micro 1", "batch.global_batch_size"),
+    Bad("config r.yaml", "takes no DeepSpeed config"),
+    Bad("config --model gpt2 --layout dp1 --global-batch 8 --micro 1 --lr nan", "nan"),
+    Bad("lint", "Name a file"),
+    Bad("lint gone.json", "gone.json"),
+    Bad("lint ds.json", "cannot be read", {"ds.json": PIPE}),
+    Bad("lint ds.json", "cannot be read", {"ds.json": link("/dev/zero")}),
+    Bad("lint ds.json", "ds.json", {"ds.json": DEEP_JSON}),
+    Bad("lint ds.json", "ds.json", {"ds.json": "{"}),
+    Bad("lint ds.json", "ds.json", {"ds.json": ""}),
+    Bad("lint ds.json", "ds.json", {"ds.json": b"\xff\xff"}),
+    Bad("lint acc.yaml", "acc.yaml", {"acc.yaml": "!!python/object/apply:os.system ['touch executed']\n"}),
+    Bad("lint folder", "no *.json", {"folder": FOLDER}),
+    Bad("lint ds.json --gpus 0", "0 is not in the range"),
+    Bad("lint ds.json --layout xx", "xx"),
+    Bad("lint ds.json --model gpt3", "gpt3"),
+    Bad("lint ds.json --gpu-memory -5GB", "-5GB"),
+    Bad("lint ds.json --deepspeed abc", "abc"),
+    Bad("lint ds.json --ignore no-such-rule", "NO-SUCH-RULE"),
+    Bad("lint ds.json --recipe gone.yaml", "gone.yaml"),
+    Bad("lint ds.json --trainer-args gone.json", "gone.json"),
+    Bad(f"lint {LONG}.json", "File name too long"),
+]
+REPORTS = [
+    Bad("compare", "nothing to compare"),
+    Bad("compare run", "only one run"),
+    Bad("compare run gone", "gone"),
+    Bad("compare run text.txt", "text.txt"),
+    Bad("compare run hf", "hf"),
+    Bad("compare run bad.jsonl", "bad.jsonl", {"bad.jsonl": DEEP_JSON + "\n"}),
+    Bad("compare run bad.jsonl", "bad.jsonl", {"bad.jsonl": '{"step": "x"}\n'}),
+    Bad("compare run bad.jsonl", "bad.jsonl", {"bad.jsonl": ""}),
+    Bad("compare run bad.jsonl", "bad.jsonl", {"bad.jsonl": PIPE}),
+    Bad("compare run bad.jsonl", "bad.jsonl", {"bad.jsonl": link("/dev/zero")}),
+    Bad("compare run bad.jsonl", "bad.jsonl", {"bad.jsonl": b"\xff\xfe\n"}),
+    Bad("compare run run --tolerance nan", "nan"),
+    Bad("compare run run --tolerance -1", "-1"),
+    Bad("compare run run --steps 5", "--steps"),
+    Bad("compare run run --report text.txt", "text.txt"),
+    Bad("compare --recipe r.yaml", "--against"),
+    Bad("compare --recipe r.yaml --against z9", "z9"),
+    Bad("compare --recipe r.yaml --against ''", "strateg"),
+    Bad("compare --recipe r.yaml --against tp2-tp4", "given twice"),
+    Bad("compare --recipe r.yaml --against '$(touch executed)'", "strateg"),
+    Bad("compare --recipe gone.yaml --against z1", "gone.yaml"),
+    Bad("compare --against z1", "--recipe"),
+    Bad("compare --recipe r.yaml --against z1 --steps 1", "1 is not in the range"),
+    Bad("report", "Missing argument"),
+    Bad("report gone", "gone"),
+    Bad("report text.txt", "text.txt:1"),
+    Bad("report hf", "no metrics.jsonl"),
+    Bad("report run run", "-o DIR"),
+    Bad("report run -o text.txt", "text.txt"),
+    Bad("report run -o hf", "hf"),
+    Bad("report run --gpu H1000", "H1000"),
+    Bad("report bad.jsonl", "bad.jsonl", {"bad.jsonl": DEEP_JSON + "\n"}),
+    Bad("report bad.jsonl", "bad.jsonl", {"bad.jsonl": PIPE}),
+    Bad("report bad.jsonl", "bad.jsonl", {"bad.jsonl": link("/dev/zero")}),
+    Bad("report bad.jsonl", "bad.jsonl", {"bad.jsonl": '{"step": 1, "loss": "x"}\n'}),
+    Bad(f"report {LONG}", "File name too long"),
+    Bad("doctor --timeout 0", "0 is not in the range"),
+    Bad("doctor surplus", "surplus"),
+    Bad("families gpt3", "gpt3"),
+    Bad("schema surplus", "surplus"),
+    Bad("trian r.yaml", "Did you mean train?"),
+    Bad("--nonsense", "--nonsense"),
+]
+# fmt: on
+BAD_INPUTS = [
+    *(*RECIPES, *OVERRIDES, *CONTRADICTIONS, *MODEL_OVERRIDES, *MODELS, *WEIGHTS, *TEXTS, *TRAIN, *SAMPLE),
+    *(*CHECKPOINTS, *CONFIGS, *REPORTS),
+]

@@ -1,0 +1,335 @@
+"""tp, pp and sequence parallelism against the rest of a recipe and against the model."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolkit.cli.main import main
+from toolkit.config import parallel_rules as parallelism
+from toolkit.config import recipe_conflicts, recipe_problems
+from toolkit.config.layout import Layout
+from toolkit.config.recipe import Recipe
+from toolkit.errors import RecipeError
+from toolkit.models.support import Support
+
+ROOT = Path(__file__).parents[2]
+
+
+def recipe(**changes: object) -> Recipe:
+    """A recipe on GPT-2 with fields changed: `parallel__tp=2`, `precision="bf16"`."""
+    values: dict[str, Any] = {
+        "model": {"name_or_path": "gpt2"},
+        "data": {"seq_len": 128},
+        "batch": {"global_batch_size": 8, "micro_batch_size": 2},
+        "optimizer": {"lr": 1.0},
+        "train": {"steps": 10},
+    }
+    for key, value in changes.items():
+        section, _, field = key.partition("__")
+        if field:
+            values.setdefault(section, {})[field] = value
+        else:
+            values[section] = value
+    return Recipe.model_validate_json(json.dumps(values))
+
+
+REFUSED: list[tuple[dict[str, object], str, str]] = [
+    (
+        {"parallel__tp": 5},
+        "parallel.tp=5 with model.name_or_path=gpt2: 12 attention heads cannot be shared equally by 5 ranks",
+        "Set parallel.tp to 1, 2, 3, 4, 6 or 12.",
+    ),
+    (
+        {"parallel__tp": 2, "model__name_or_path": "gpt2-xl"},
+        "parallel.tp=2 with model.name_or_path=gpt2-xl: 25 attention heads cannot be shared equally by 2 ranks",
+        "Set parallel.tp to 1, 5 or 25.",
+    ),
+    (
+        {"parallel__tp": 2, "model__overrides": {"n_head": 3}},
+        "parallel.tp=2 with model.name_or_path=gpt2: 3 attention heads cannot be",
+        "Set parallel.tp to 1 or 3.",
+    ),
+    (
+        {"parallel__pp": 13},
+        "parallel.pp=13 with model.name_or_path=gpt2: 12 decoder layers cannot fill 13 stages",
+        "Set parallel.pp to 12 or less.",
+    ),
+    (
+        {"parallel__pp": 2, "parallel__zero_stage": 2},
+        "parallel.zero_stage=2 with pp=2: a DeepSpeed pipeline allows zero_stage",
+        "Set parallel.zero_stage to 0 or 1, or pp=1.",
+    ),
+    (
+        {"parallel__pp": 2, "parallel__offload_optimizer": "cpu"},
+        "parallel.offload_optimizer=cpu with pp=2: a pipeline's optimizer",
+        "Set parallel.offload_optimizer=none, or pp=1.",
+    ),
+    (
+        {"parallel__sequence_parallel": True},
+        "parallel.sequence_parallel=true with tp=1: sequence parallelism splits what tp",
+        "Set parallel.tp to 2 or more, or sequence_parallel=false.",
+    ),
+    (
+        {"parallel__sequence_parallel": True, "parallel__tp": 2, "data__seq_len": 127},
+        "data.seq_len=127 with parallel.sequence_parallel=true and tp=2: each rank takes an equal part of a sequence",
+        "Set data.seq_len to 126 or 128, or parallel.sequence_parallel=false.",
+    ),
+    (
+        {
+            "parallel__sequence_parallel": True,
+            "parallel__tp": 2,
+            "data__seq_len": 127,
+            "model__name_or_path": "org/unknown",
+        },
+        "data.seq_len=127 with parallel.sequence_parallel=true and tp=2:",
+        "Set data.seq_len to 126 or 128, or parallel.sequence_parallel=false.",
+    ),
+    (
+        {"parallel__tp": 2, "parallel__zero_stage": 0, "precision": "bf16"},
+        "parallel.zero_stage=0 with tp=2 and precision=bf16: without ZeRO, DeepSpeed's 16-bit path forgets",
+        "Set parallel.zero_stage=1, or precision=fp32.",
+    ),
+    (
+        {"parallel__tp": 2, "parallel__pp": 2, "parallel__zero_stage": 0, "precision": "bf16"},
+        "parallel.zero_stage=0 with tp=2, pp=2 and precision=bf16:",
+        "Set parallel.zero_stage=1, or precision=fp32.",
+    ),
+    (
+        {"parallel__tp": 2, "parallel__zero_stage": 0, "precision": "fp16"},
+        "parallel.zero_stage=0 with tp=2 and precision=fp16:",
+        "Set parallel.zero_stage=1, or precision=fp32.",
+    ),
+    (
+        {"parallel__pp": 2, "precision": "fp16"},
+        "precision=fp16 with parallel.pp=2: pipelines have no loss scaling in this version",
+        "Set precision to bf16 or fp32, or parallel.pp=1.",
+    ),
+    (
+        {"parallel__pp": 2, "parallel__zero_stage": 0, "precision": "fp16"},
+        "precision=fp16 with parallel.pp=2:",
+        "Set precision to bf16 or fp32, or parallel.pp=1.",
+    ),
+    (
+        {"parallel__tp": 2, "train__compile": True},
+        "train.compile=true with parallel.tp=2: a parallelized model is not compiled in this version",
+        "Set train.compile=false.",
+    ),
+    ({"parallel__pp": 2, "train__compile": True}, "train.compile=true with parallel.pp=2:", "Set train.compile=false."),
+    (
+        {"parallel__tp": 5, "train__engine": "ddp"},
+        "parallel.tp=5 with train.engine=ddp: only the engine deepspeed parallelizes a",
+        "Set parallel.tp=1, or train.engine=deepspeed.",
+    ),
+    (
+        {"parallel__pp": 13, "train__engine": "ddp"},
+        "parallel.pp=13 with train.engine=ddp: only the engine deepspeed parallelizes a",
+        "Set parallel.pp=1, or train.engine=deepspeed.",
+    ),
+    (
+        {"parallel__sequence_parallel": True, "train__engine": "ddp"},
+        "parallel.sequence_parallel=true with train.engine=ddp: only the engine deepspeed splits sequences",
+        "Set parallel.sequence_parallel=false, or train.engine=deepspeed.",
+    ),
+    (
+        {"parallel__tp": 5, "train__engine": "fsdp"},
+        "parallel.tp=5 with train.engine=fsdp: only the engine deepspeed parallelizes a",
+        "Set parallel.tp=1, or train.engine=deepspeed.",
+    ),
+    (
+        {"parallel__pp": 13, "train__engine": "fsdp"},
+        "parallel.pp=13 with train.engine=fsdp: only the engine deepspeed parallelizes a",
+        "Set parallel.pp=1, or train.engine=deepspeed.",
+    ),
+    (
+        {"parallel__sequence_parallel": True, "train__engine": "fsdp"},
+        "parallel.sequence_parallel=true with train.engine=fsdp: only the engine deepspeed splits sequences",
+        "Set parallel.sequence_parallel=false, or train.engine=deepspeed.",
+    ),
+    (
+        {"parallel__tp": 5, "train__engine": "reference"},
+        "parallel.tp=5 with train.engine=reference: only the engine deepspeed parallelizes a",
+        "Set parallel.tp=1, or train.engine=deepspeed.",
+    ),
+    (
+        {"parallel__pp": 13, "train__engine": "reference"},
+        "parallel.pp=13 with train.engine=reference: only the engine deepspeed parallelizes a",
+        "Set parallel.pp=1, or train.engine=deepspeed.",
+    ),
+    (
+        {"parallel__sequence_parallel": True, "train__engine": "reference"},
+        "parallel.sequence_parallel=true with train.engine=reference: only the engine deepspeed splits sequences",
+        "Set parallel.sequence_parallel=false, or train.engine=deepspeed.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "given", "remedy"), REFUSED)
+def test_what_cannot_run_is_one_conflict(changes: dict[str, object], given: str, remedy: str) -> None:
+    (refusal,) = recipe_conflicts(recipe(**changes))
+    assert str(refusal).startswith(given)
+    assert remedy in str(refusal)
+
+
+RUNS: list[dict[str, object]] = [
+    {"parallel__tp": 12},
+    {"parallel__pp": 5},
+    {"parallel__tp": 2, "parallel__zero_stage": 3},
+    {"parallel__tp": 2, "parallel__zero_stage": 2, "parallel__offload_optimizer": "cpu"},
+    {"parallel__tp": 2, "parallel__pp": 2, "parallel__sequence_parallel": True},
+    {"parallel__tp": 2, "parallel__pp": 2, "parallel__zero_stage": 0},
+    {"parallel__tp": 2, "parallel__pp": 2, "precision": "bf16"},
+    {"parallel__tp": 2, "precision": "fp16"},
+    {"parallel__pp": 2, "parallel__dp": 4},
+    {"parallel__tp": 64, "parallel__pp": 500, "model__name_or_path": "org/unknown"},
+]
+
+
+@pytest.mark.parametrize("changes", RUNS)
+def test_what_runs_has_no_conflict(changes: dict[str, object]) -> None:
+    assert recipe_problems(recipe(**changes)) == []
+
+
+def test_a_sequence_is_not_made_longer_than_the_models_positions() -> None:
+    (given,) = recipe_problems(recipe(parallel__sequence_parallel=True, parallel__tp=3, data__seq_len=1024))
+    assert "Set data.seq_len=1023, or parallel.sequence_parallel=false." in given
+
+
+@pytest.mark.parametrize(
+    ("world_size", "axes", "problem"),
+    [
+        (6, {"tp": 2, "pp": 2}, "6 ranks with parallel.tp=2 and pp=2: the world size must be a multiple"),
+        (4, {"tp": 2, "dp": 4}, "4 ranks with parallel.dp=4, tp=2 and pp=1: this layout needs 8 ranks."),
+        (2, {"tp": 2, "pp": 1, "dp": 2}, "2 ranks with parallel.dp=2, tp=2 and pp=1: this layout needs 4 ranks."),
+        (40, {"pp": 4}, "batch.global_batch_size=8 with micro_batch_size=2 and parallel.dp=10"),
+    ],
+)
+def test_what_does_not_fit_the_world_size_gives_one_line(world_size: int, axes: dict[str, int], problem: str) -> None:
+    assert recipe_problems(recipe(parallel=axes)) == [] or "dp" in axes
+    (given,) = recipe_problems(recipe(parallel=axes), world_size)
+    assert given.startswith(problem)
+
+
+@pytest.mark.parametrize(
+    ("axes", "reported"),
+    [
+        ({"tp": 2}, ["parallel.tp=2"]),
+        ({"pp": 2}, ["parallel.pp=2"]),
+        ({"tp": 2, "pp": 2}, ["parallel.tp=2", "parallel.pp=2"]),
+        ({"tp": 2, "sequence_parallel": True}, ["parallel.tp=2"]),
+        ({"dp": 2}, []),
+    ],
+)
+def test_an_unsupported_family_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, axes: dict[str, int], reported: list[str]
+) -> None:
+    refused = Support(
+        model_type="odd",
+        pipeline_refusal="its layers carry state",
+        tensor_refusal="it has no plan",
+        sequence_refusal="it has no plan",
+    )
+    monkeypatch.setattr(parallelism, "find", {"odd": refused}.get)
+    (tmp_path / "config.json").write_text('{"model_type": "odd"}')
+    given = recipe_problems(recipe(model__name_or_path=str(tmp_path), parallel=axes))
+    assert [line.split()[0] for line in given] == reported
+    assert all(": the family odd does not support it (it" in line for line in given)
+
+
+@pytest.mark.parametrize(
+    ("axis", "refusal"), [("tp", "pipeline_refusal"), ("pp", "tensor_refusal"), ("tp", "sequence_refusal")]
+)
+def test_a_family_is_refused_only_for_the_axis_that_fails(
+    monkeypatch: pytest.MonkeyPatch, axis: str, refusal: str
+) -> None:
+    reasons = {"pipeline_refusal": None, "tensor_refusal": None, "sequence_refusal": None, refusal: "reasons"}
+    monkeypatch.setattr(parallelism, "find", lambda name: Support(model_type=name, **reasons))
+    assert recipe_problems(recipe(parallel={axis: 2})) == []
+
+
+@pytest.mark.parametrize(("wanted", "reported"), [(True, ["parallel.sequence_parallel=true"]), (False, [])])
+def test_a_family_without_sequence_parallelism_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, wanted: bool, reported: list[str]
+) -> None:
+    reasons = {"pipeline_refusal": None, "tensor_refusal": None, "sequence_refusal": "its layers mix positions"}
+    monkeypatch.setattr(parallelism, "find", lambda name: Support(model_type=name, **reasons))
+    given = recipe_problems(recipe(parallel={"tp": 2, "sequence_parallel": wanted}))
+    assert [line.split()[0] for line in given] == reported
+    assert all(
+        line.endswith(
+            "does not support it (its layers mix positions). Set parallel.sequence_parallel=false, or see "
+            "`dstk families`."
+        )
+        for line in given
+    )
+
+
+def test_the_numbers_of_an_unsupported_family_are_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    reasons = {"pipeline_refusal": "no", "tensor_refusal": "no", "sequence_refusal": "no"}
+    monkeypatch.setattr(parallelism, "find", lambda name: Support(model_type=name, **reasons))
+    assert len(recipe_problems(recipe(parallel={"tp": 5}))) == 1
+
+
+@pytest.mark.parametrize("axes", [{"tp": 5}, {"pp": 13}])
+def test_the_model_is_reported_before_the_world_size(axes: dict[str, int]) -> None:
+    assert recipe_problems(recipe(parallel=axes), 8) == recipe_problems(recipe(parallel=axes))
+
+
+@pytest.mark.parametrize("name", ["tp2", "pp2", "3d"])
+def test_the_recipes_with_tp_and_pp_train_what_z1_trains(name: str) -> None:
+    from toolkit.config import load_recipe
+
+    folder = ROOT / "recipes" / "gpt2"
+    parallel, plain = load_recipe(folder / f"{name}.yaml", world_size=8), load_recipe(folder / "z1.yaml", world_size=8)
+    assert parallel.model_copy(update={"parallel": plain.parallel}) == plain
+
+
+def test_dstk_validate_exits_with_2(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["validate", str(ROOT / "recipes" / "gpt2" / "z1.yaml"), "parallel.tp=5"])
+    assert stopped.value.code == 2
+    assert "Set parallel.tp to 1, 2, 3, 4, 6 or 12." in capfd.readouterr().err
+
+
+def test_dstk_config_is_for_one_replica_where_nothing_says_how_many(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["config", str(ROOT / "recipes" / "gpt2" / "3d.yaml")])
+    out, err = capfd.readouterr()
+    assert stopped.value.code == 0
+    assert json.loads(out)["gradient_accumulation_steps"] == 32
+    assert "note: for 4 ranks," in err
+
+
+def test_dstk_config_multiplies_the_axes_of_the_recipe(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["config", str(ROOT / "recipes" / "gpt2" / "3d.yaml"), "parallel.dp=2"])
+    out, err = capfd.readouterr()
+    assert (stopped.value.code, json.loads(out)["gradient_accumulation_steps"]) == (0, 16)
+    assert "note: for" not in err
+
+
+def test_a_model_known_only_at_launch_is_refused_before_it_is_built(
+    make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for a model of the hub: validating cannot see its config, training does."""
+    import torch
+    from transformers import LlamaConfig
+
+    from toolkit.training import preflight
+
+    config = LlamaConfig(num_attention_heads=9, num_key_value_heads=3, hidden_size=36, intermediate_size=72)
+    monkeypatch.setattr(preflight, "load_config", lambda *_, **__: config)
+    unseen = make_recipe(model={"name_or_path": "org/unknown"}, parallel={"tp": 2}, data__tokenizer="org/unknown")
+    assert recipe_problems(unseen) == []
+    with pytest.raises(RecipeError) as caught:
+        preflight.check_model(unseen, torch.device("cpu"))
+    (refusal,) = caught.value.refusals
+    assert (refusal.field, refusal.remedy) == ("parallel.tp", (("parallel.tp", "1, 3 or 9"),))
+
+
+@pytest.mark.parametrize("text", ["tp2-pp2-z1", "tp3", "pp12"])
+def test_a_layout_that_gpt2_allows_is_one_that_layout_allows(text: str) -> None:
+    layout = Layout.parse(text)
+    assert recipe_problems(recipe(parallel={"tp": layout.tp, "pp": layout.pp, "zero_stage": layout.zero_stage})) == []

@@ -1,0 +1,233 @@
+"""parallel.ulysses against the rest of a recipe and against the model."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolkit.config import recipe_conflicts, recipe_problems
+from toolkit.config.job import Job
+from toolkit.config.layout import Layout
+from toolkit.config.parallel_rules import ULYSSES_FAMILIES
+from toolkit.config.recipe import Recipe
+from toolkit.dsconfig import build, merge_user_config
+from toolkit.errors import ConfigError, RecipeError
+
+
+def recipe(**changes: object) -> Recipe:
+    """A recipe on Llama with ulysses=2 and fields changed: `data__seq_len=127`."""
+    values: dict[str, Any] = {
+        "model": {"name_or_path": "llama-tiny"},
+        "data": {"seq_len": 128},
+        "parallel": {"ulysses": 2},
+        "batch": {"global_batch_size": 8, "micro_batch_size": 2},
+        "optimizer": {"lr": 1.0},
+        "train": {"steps": 10},
+    }
+    for key, value in changes.items():
+        section, _, field = key.partition("__")
+        values[section][field] = value
+    return Recipe.model_validate_json(json.dumps(values))
+
+
+REFUSED: list[tuple[dict[str, object], str, str]] = [
+    (
+        {"parallel__tp": 2},
+        "parallel.ulysses=2 with tp=2: DeepSpeed-Ulysses supports dp and any zero_stage, without tp and pp",
+        "Set parallel.ulysses=1, or set parallel.tp=1.",
+    ),
+    ({"parallel__pp": 2}, "parallel.ulysses=2 with pp=2:", "Set parallel.ulysses=1, or set parallel.pp=1."),
+    (
+        {"parallel__tp": 2, "parallel__pp": 2},
+        "parallel.ulysses=2 with tp=2 and pp=2:",
+        "Set parallel.ulysses=1, or set parallel.tp=1 and parallel.pp=1.",
+    ),
+    (
+        {"parallel__tp": 2, "parallel__sequence_parallel": True},
+        "parallel.ulysses=2 with tp=2:",
+        "Set parallel.ulysses=1, or set parallel.tp=1.",
+    ),
+    (
+        {"parallel__sequence_parallel": True},
+        "parallel.sequence_parallel=true with tp=1:",
+        "Set parallel.tp to 2 or more, or sequence_parallel=false.",
+    ),
+    (
+        {"parallel__ulysses": 3, "data__seq_len": 126},
+        "parallel.ulysses=3 with model.name_or_path=llama-tiny: 4 attention heads cannot be shared equally by 3 ranks",
+        "Set parallel.ulysses to 1, 2 or 4.",
+    ),
+    (
+        {
+            "parallel__ulysses": 4,
+            "model__overrides": {"num_attention_heads": 12, "num_key_value_heads": 6, "hidden_size": 96},
+        },
+        "parallel.ulysses=4 with model.name_or_path=llama-tiny: 6 key-value heads can neither be shared equally",
+        "Set parallel.ulysses to 1, 2, 3, 6 or 12.",
+    ),
+    (
+        {"data__seq_len": 127},
+        "data.seq_len=127 with parallel.ulysses=2: each rank takes an equal part of a sequence",
+        "Set data.seq_len to 126 or 128, or parallel.ulysses=1.",
+    ),
+    (
+        {"data__document_masking": True},
+        "data.document_masking=true with parallel.ulysses=2: DeepSpeed-Ulysses drops the mask that keeps",
+        "Set data.document_masking=false, or parallel.ulysses=1.",
+    ),
+    (
+        {"model__attn_implementation": "eager"},
+        "model.attn_implementation=eager with parallel.ulysses=2: eager attention needs the mask that",
+        "Set model.attn_implementation to sdpa or flash_attention_2, or parallel.ulysses=1.",
+    ),
+    ({"train__compile": True}, "train.compile=true with parallel.ulysses=2:", "Set train.compile=false."),
+    (
+        {"model__name_or_path": "bloom-560m"},
+        "parallel.ulysses=2 with model.name_or_path=bloom-560m: the family bloom was not found to train the same under",
+        "Set parallel.ulysses=1, or take",
+    ),
+    (
+        {"model__name_or_path": "mistral-7b", "model__overrides": {"sliding_window": 64}},
+        "parallel.ulysses=2 with model.name_or_path=mistral-7b: DeepSpeed-Ulysses drops the mask of its sliding",
+        "Set parallel.ulysses=1, or data.seq_len to 64 or less.",
+    ),
+    (
+        {
+            "model__name_or_path": "qwen3-tiny",
+            "model__overrides": {
+                "layer_types": ["chunked_attention", "full_attention", "full_attention", "full_attention"]
+            },
+        },
+        "parallel.ulysses=2 with model.name_or_path=qwen3-tiny: DeepSpeed-Ulysses drops the masks of its layers",
+        "Set parallel.ulysses=1, or take",
+    ),
+    (
+        {"model__overrides": {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}}},
+        "parallel.ulysses=2 with model.name_or_path=llama-tiny: its rotary embedding (dynamic) depends on the",
+        "Set parallel.ulysses=1, or take a model with another one.",
+    ),
+    (
+        {"model__overrides": {"rope_parameters": {"rope_type": "longrope", "factor": 2.0, "rope_theta": 10000.0}}},
+        "parallel.ulysses=2 with model.name_or_path=llama-tiny: its rotary embedding (longrope) depends on the",
+        "Set parallel.ulysses=1, or take a model with another one.",
+    ),
+    (
+        {"train__engine": "ddp"},
+        "parallel.ulysses=2 with train.engine=ddp: only the engine deepspeed splits sequences",
+        "Set parallel.ulysses=1, or train.engine=deepspeed.",
+    ),
+    (
+        {"train__engine": "fsdp"},
+        "parallel.ulysses=2 with train.engine=fsdp: only the engine deepspeed splits sequences",
+        "Set parallel.ulysses=1, or train.engine=deepspeed.",
+    ),
+    (
+        {"train__engine": "reference"},
+        "parallel.ulysses=2 with train.engine=reference: only the engine deepspeed splits sequences",
+        "Set parallel.ulysses=1, or train.engine=deepspeed.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "given", "remedy"), REFUSED)
+def test_what_cannot_run_is_one_conflict(changes: dict[str, object], given: str, remedy: str) -> None:
+    (refusal,) = recipe_conflicts(recipe(**changes))
+    assert str(refusal).startswith(given)
+    assert remedy in str(refusal)
+
+
+RUNS: list[dict[str, object]] = [
+    {},
+    {"parallel__ulysses": 4},
+    {"parallel__zero_stage": 0},
+    {"parallel__zero_stage": 3, "parallel__offload_optimizer": "cpu", "parallel__offload_params": "cpu"},
+    {"parallel__recompute": "full"},
+    {"data__packing": "padded"},
+    {"model__attn_implementation": "flash_attention_2"},
+    {"model__name_or_path": "gpt2"},
+    {"model__name_or_path": "mistral-7b", "model__overrides": {"sliding_window": 128}},
+    {"model__name_or_path": "mistral-7b", "model__overrides": {"sliding_window": None}},
+    {"model__name_or_path": "qwen2.5-0.5b"},
+    {"model__name_or_path": "org/unknown"},
+]
+
+
+@pytest.mark.parametrize("changes", RUNS)
+def test_what_runs_has_no_conflict(changes: dict[str, object]) -> None:
+    assert recipe_problems(recipe(**changes), 8) == []
+
+
+def test_code_of_a_models_own_is_refused_under_any_name(tmp_path: Path) -> None:
+    config = {"model_type": "llama", "auto_map": {"AutoConfig": "own.Config"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (given,) = recipe_problems(recipe(model__name_or_path=str(tmp_path)))
+    assert "brings its own code" in given
+
+
+def test_a_model_known_only_at_launch_is_refused_before_it_is_built(
+    make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for a model of the hub: validating cannot see its config, training does."""
+    import torch
+    from transformers import BloomConfig, MistralConfig
+
+    from toolkit.training import preflight
+
+    unseen = make_recipe(model={"name_or_path": "org/unknown"}, parallel={"ulysses": 2}, data__tokenizer="org/unknown")
+    assert recipe_problems(unseen) == []
+    for config, message in (
+        (BloomConfig(n_head=4, hidden_size=64), "the family bloom"),
+        (MistralConfig(sliding_window=8), "sliding window of 8 tokens"),
+    ):
+        monkeypatch.setattr(preflight, "load_config", lambda *_, _config=config, **__: _config)
+        with pytest.raises(RecipeError, match=message):
+            preflight.check_model(unseen, torch.device("cpu"))
+
+
+def test_the_default_window_of_a_family_counts(
+    make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the verified families only Mistral has one unless its config says so."""
+    import torch
+
+    from toolkit.parallel.tiny_model import default_config
+    from toolkit.training import preflight
+
+    windows = {name for name in ULYSSES_FAMILIES if getattr(default_config(name), "sliding_window", None)}
+    assert windows == {"mistral"}
+    monkeypatch.setattr(preflight, "load_config", lambda *_, **__: default_config("mistral"))
+    long = make_recipe(
+        model={"name_or_path": "org/unknown"}, parallel={"ulysses": 2}, data__seq_len=4098, data__tokenizer="org/x"
+    )
+    with pytest.raises(RecipeError, match="sliding window of 4096 tokens"):
+        preflight.check_model(long, torch.device("cpu"))
+
+
+class TestUserConfig:
+    """A DeepSpeed JSON beside a recipe with ulysses."""
+
+    @pytest.mark.parametrize(
+        ("user", "message"),
+        [
+            ({"seq_parallel_communication_data_type": "bf16"}, "the toolkit makes it"),
+            ({"zero_optimization": {"reduce_scatter": False}}, "the toolkit makes it true"),
+            ({"sequence_parallel_size": 4}, "parallel.ulysses leaves it out"),
+            ({"data_parallel_size": 2}, "parallel.dp leaves it out"),
+        ],
+    )
+    def test_what_changes_the_gradients_is_refused(self, user: dict[str, Any], message: str) -> None:
+        with pytest.raises(ConfigError, match=message):
+            merge_user_config(self.built(recipe(parallel__zero_stage=3)), user)
+
+    def test_without_ulysses_gradients_may_be_reduced_either_way(self) -> None:
+        built = self.built(recipe(parallel__zero_stage=3, parallel__ulysses=1))
+        user = {"zero_optimization": {"reduce_scatter": False}}
+        assert not merge_user_config(built, user)["zero_optimization"]["reduce_scatter"]
+
+    @staticmethod
+    def built(given: Recipe) -> dict[str, Any]:
+        layout = Layout(dp=1, **given.parallel.model_dump(exclude={"dp"}))
+        job = Job(recipe=given, layout=layout, batch=given.resolve_batch(layout))
+        return build(job, hidden_size=64)

@@ -1,0 +1,78 @@
+"""The fingerprint of a batch: independent of the layout, different if anything in the batch differs."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from toolkit.data.fingerprint import format_fingerprint, hash_samples
+
+SIZE, LENGTH = 12, 16
+CHANCE = np.random.default_rng(3)
+IDS = CHANCE.integers(0, 50_000, (SIZE, LENGTH))
+LABELS = np.where(CHANCE.random((SIZE, LENGTH)) < 0.2, -100, np.roll(IDS, -1, axis=1))
+
+
+def fingerprint(ids: np.ndarray = IDS, labels: np.ndarray = LABELS, positions: np.ndarray | None = None) -> int:
+    return hash_samples(ids, labels, np.arange(len(ids)) if positions is None else positions)
+
+
+@pytest.mark.parametrize("bounds", [(0, 12), (0, 6, 12), (0, 1, 2, 5, 12), tuple(range(13))])
+def test_it_is_the_sum_of_what_ranks_read(bounds: tuple[int, ...]) -> None:
+    shares = (hash_samples(IDS[a:b], LABELS[a:b], range(a, b)) for a, b in pairwise(bounds))
+    assert sum(shares) == fingerprint()
+
+
+def test_it_does_not_depend_on_who_reads_which_micro_batch() -> None:
+    order = CHANCE.permutation(SIZE)
+    assert fingerprint(IDS[order], LABELS[order], order) == fingerprint()
+
+
+def test_it_differs_when_two_samples_swap_positions() -> None:
+    order = np.arange(SIZE)
+    order[[2, 7]] = order[[7, 2]]
+    assert fingerprint(IDS[order], LABELS[order]) != fingerprint()
+
+
+def test_it_differs_when_a_sample_is_read_twice() -> None:
+    order = np.arange(SIZE)
+    order[7] = 2
+    assert fingerprint(IDS[order], LABELS[order]) != fingerprint()
+
+
+def test_every_token_counts() -> None:
+    seen = {fingerprint()}
+    for place in np.ndindex(SIZE, LENGTH):
+        other = IDS.copy()
+        other[place] += 1
+        seen.add(fingerprint(other))
+    assert len(seen) == 1 + SIZE * LENGTH
+
+
+def test_labels_count_for_themselves() -> None:
+    labels = LABELS.copy()
+    labels[0, 0] = 7
+    assert fingerprint(labels=labels) != fingerprint()
+
+
+def test_tokens_and_labels_are_not_interchangeable() -> None:
+    assert fingerprint(LABELS, IDS) != fingerprint()
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_it_does_not_depend_on_the_dtype(dtype: type) -> None:
+    assert fingerprint(IDS.astype(dtype), LABELS.astype(dtype)) == fingerprint()
+
+
+def test_tensors_are_read_as_arrays_are() -> None:
+    import torch
+
+    assert hash_samples(torch.from_numpy(IDS), torch.from_numpy(LABELS), torch.arange(SIZE)) == fingerprint()
+
+
+def test_a_million_samples_fit_63_bits() -> None:
+    assert fingerprint() < SIZE * 2**40
+
+
+def test_it_is_written_with_sixteen_digits() -> None:
+    assert format_fingerprint(255) == "00000000000000ff"

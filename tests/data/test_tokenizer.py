@@ -1,0 +1,114 @@
+"""Training a tokenizer is deterministic, saving preserves it, and errors are one line."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from toolkit.config.recipe import DataSection
+from toolkit.data.sources import open_source
+from toolkit.data.tokenizer import identity, load_or_train, sample_texts, vocab_size
+from toolkit.errors import DataError
+
+TEXT = "the quick brown fox, the lazy dog: ünïcode 漢字 \x00\x01\r\n\t  two  spaces ' .\n"
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    (tmp_path / "text").mkdir()
+    for number in range(5):
+        (tmp_path / "text" / f"{number}.txt").write_text(f"{number} {TEXT}" * 20)
+    return tmp_path / "text"
+
+
+def made(corpus: object, tokenizer: object = "bpe-300") -> PreTrainedTokenizerFast:
+    section = DataSection(source=str(corpus), tokenizer=str(tokenizer), seq_len=8)
+    return load_or_train(section, open_source(section))
+
+
+def message(corpus: object, tokenizer: object) -> str:
+    with pytest.raises(DataError) as caught:
+        made(corpus, tokenizer)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_bpe_n_has_n_entries(corpus):
+    assert len(made(corpus)) == vocab_size(made(corpus)) == 300
+
+
+def test_decoding_restores_every_byte(corpus):
+    text = TEXT + "".join(map(chr, range(0x300))) + " \U0001f600 don 't , . !"
+    tokenizer = made(corpus)
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_a_saved_bpe_loads_as_the_same_tokenizer(corpus, tmp_path):
+    tokenizer = made(corpus)
+    tokenizer.save_pretrained(tmp_path / "saved")
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    assert (loaded(TEXT)["input_ids"], loaded.eos_token) == (tokenizer(TEXT)["input_ids"], "<|endoftext|>")
+
+
+def test_training_in_another_process_gives_the_same_bpe(corpus):
+    code = (
+        "import sys; from toolkit.config.recipe import DataSection; from toolkit.data import tokenizer, sources\n"
+        "section = DataSection(source=sys.argv[1], tokenizer='bpe-300', seq_len=8)\n"
+        "made = tokenizer.load_or_train(section, sources.open_source(section))\n"
+        "sys.stdout.write(made.backend_tokenizer.to_str())"
+    )
+    other = subprocess.run([sys.executable, "-c", code, str(corpus)], capture_output=True, text=True, check=True)
+    assert other.stdout == made(corpus).backend_tokenizer.to_str()
+
+
+def test_training_text_is_bounded_and_spread_over_the_corpus(tmp_path):
+    for number in range(10):
+        (tmp_path / f"{number}.txt").write_text(str(number) * (1 << 20))
+    source = open_source(DataSection(source=str(tmp_path), seq_len=8))
+    assert [text[0] for text in sample_texts(source, limit_bytes=5 << 20)] == ["0", "2", "4", "6", "8"]
+
+
+def test_the_identity_of_a_tokenizer_is_its_content_not_its_path(corpus, tmp_path):
+    tokenizer = made(corpus)
+    tokenizer.save_pretrained(tmp_path / "a")
+    section = DataSection(source=str(corpus), tokenizer=str(tmp_path / "a"), seq_len=8)
+    assert identity(section, made(corpus, tmp_path / "a")) == identity(section, tokenizer)
+
+
+def test_the_identity_follows_the_end_of_text_token(corpus):
+    section = DataSection(source=str(corpus), seq_len=8)
+    tokenizer = made(corpus)
+    before = identity(section, tokenizer)
+    tokenizer.eos_token = "!"
+    assert identity(section, tokenizer) != before
+
+
+@pytest.mark.parametrize("entries", [0, 256])
+def test_a_bpe_smaller_than_its_bytes_is_refused(entries, corpus):
+    assert "Set it to bpe-257 or more" in message(corpus, f"bpe-{entries}")
+
+
+def test_a_directory_without_tokenizer_files_is_named(corpus, tmp_path):
+    assert "a directory without tokenizer files" in message(corpus, tmp_path)
+
+
+def test_a_tokenizer_without_end_of_text_is_named(corpus, tmp_path):
+    backend = made(corpus).backend_tokenizer
+    PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(tmp_path / "saved")
+    assert "has no end-of-text token (eos_token)" in message(corpus, tmp_path / "saved")
+
+
+def test_a_tokenizer_that_cannot_be_loaded_is_one_line(corpus, monkeypatch):
+    def fail(*args: object, **kwargs: object) -> None:
+        assert kwargs["trust_remote_code"] is False
+        raise OSError("no route\nto host")
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", fail)
+    assert "data.tokenizer=org/name could not be loaded: no route to host." in message(corpus, "org/name")
+
+
+def test_broken_tokenizer_files_are_one_line(corpus, tmp_path):
+    Path(tmp_path / "tokenizer.json").write_text("{")
+    assert "could not be loaded" in message(corpus, tmp_path)

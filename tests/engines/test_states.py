@@ -1,0 +1,100 @@
+"""Optimizer states and master weights: read under Hugging Face names in one layout, written in another, bit for bit."""
+
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+from engine_states import AFTER, BEFORE, Outcome, Saved, assert_same_bits, build, cell, changes, everything, train
+
+from toolkit.config.recipe import Recipe
+from toolkit.engines.optimizer_states import MASTER
+from toolkit.parity.strategy import Strategy
+
+
+def whole_run(recipe: Recipe) -> Outcome:
+    engine, loader, rate = build(recipe)
+    train(engine, loader, rate, 0, BEFORE)
+    saved = everything(engine), engine.states.updates
+    curve = train(engine, loader, rate, BEFORE, BEFORE + AFTER)
+    return saved, curve, everything(engine)
+
+
+def resumed_run(recipe: Recipe, saved: Saved) -> Outcome:
+    engine, loader, rate = build(recipe.model_copy(update={"train": recipe.train.model_copy(update={"seed": 1})}))
+    values, updates = saved
+    for kind in (MASTER, *engine.states.kinds):
+        engine.load_states(kind, values[kind].__getitem__)
+    engine.states.updates = updates
+    found = everything(engine), engine.states.updates
+    return found, train(engine, loader, rate, BEFORE, BEFORE + AFTER), everything(engine)
+
+
+@pytest.fixture(scope="module")
+def saved(make_recipe: Callable[..., Any], ranks: Callable[..., list[Any]]) -> Callable[..., Outcome]:
+    """A run in some layout, once."""
+    known: dict[tuple[str, ...], Outcome] = {}
+
+    def of(name: str, optimizer: str = "adamw", precision: str = "fp32") -> Outcome:
+        key = (name, optimizer, precision)
+        if key not in known:
+            strategy = Strategy.parse(name)
+            recipe = strategy.apply(make_recipe(**changes(optimizer), precision=precision), 2)
+            known[key] = ranks(whole_run, strategy.world_size(2), recipe)[0]
+        return known[key]
+
+    return of
+
+
+LAYOUTS = (
+    *("reference", "z0", "z1", "z2", "z3", "ddp", "fsdp", "z1-offload", "z3-offload"),
+    *("tp2-z1", "tp2-z3", "tp2-sp-z2", "pp2-z0", "pp2-z1", "tp2-pp2-z1"),
+)
+PAIRS = [("z3", other) for other in LAYOUTS] + [(other, "tp2-pp2-z1") for other in LAYOUTS]
+
+
+DAILY_PAIRS = {("z3", "tp2-pp2-z1"), ("z3", "reference"), ("fsdp", "tp2-pp2-z1"), ("z3", "tp2-sp-z2")}
+DAILY = {("z1", "sgd", "fp32"), ("z3-offload", "adamw", "bf16"), ("tp2-z3", "lion", "fp32")}
+
+
+@pytest.mark.parametrize(("one", "other"), [cell(*pair, daily=pair in DAILY_PAIRS) for pair in sorted(set(PAIRS))])
+def test_states_of_one_layout_continue_in_another(
+    one: str,
+    other: str,
+    saved: Callable[..., Outcome],
+    make_recipe: Callable[..., Any],
+    ranks: Callable[..., list[Any]],
+) -> None:
+    strategy = Strategy.parse(other)
+    recipe = strategy.apply(make_recipe(**changes("adamw")), 2)
+    before, curve, _ = saved(one)
+    found, continued, _ = ranks(resumed_run, strategy.world_size(2), recipe, before)[0]
+    assert_same_bits(found[0], before[0])
+    assert found[1] == before[1] == BEFORE
+    for (loss, norm), (wanted_loss, wanted_norm) in zip(continued, curve, strict=True):
+        assert loss == pytest.approx(wanted_loss, rel=1e-6)
+        assert norm == pytest.approx(wanted_norm, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "optimizer", "precision"),
+    [
+        cell(*case, daily=case in DAILY)
+        for case in product(LAYOUTS, ("adamw", "sgd", "lion"), ("fp32", "bf16"))
+        if case[2] == "fp32" or case[0] not in ("reference", "pp2-z0")  # which have no bf16
+    ],
+)
+def test_a_layout_continues_its_own_states_bit_for_bit(
+    name: str,
+    optimizer: str,
+    precision: str,
+    saved: Callable[..., Outcome],
+    make_recipe: Callable[..., Any],
+    ranks: Callable[..., list[Any]],
+) -> None:
+    strategy = Strategy.parse(name)
+    recipe = strategy.apply(make_recipe(**changes(optimizer), precision=precision), 2)
+    before, curve, after = saved(name, optimizer, precision)
+    _, continued, end = ranks(resumed_run, strategy.world_size(2), recipe, before)[0]
+    assert continued == curve
+    assert_same_bits(end, after)

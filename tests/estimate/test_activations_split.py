@@ -1,0 +1,195 @@
+"""The estimate of activations against models that are split over tensor-parallel ranks, and over pipeline stages."""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from measured_activations import EAGER_ONLY, NEVER_RECOMPUTED, Case, kept_bytes
+from nonempty import nonempty
+
+from toolkit.models.shape import families
+
+DAILY = ("gpt2", "gpt_neox", "opt", "falcon", "bloom", "llama", "qwen3", "gemma3_text", "phi3", "olmo2", "cohere")
+_OWN_BLOCKS = ("glm", "bitnet", "olmo3", "diffllama", "minicpm3", "xglm", "persimmon", "mpt")
+"""Gathered columns, norms inside, latents, fused projections."""
+_VARIANTS = (
+    ("stablelm", {"qk_layernorm": True}),
+    ("cohere", {"use_qk_norm": True}),
+    ("gpt_bigcode", {"multi_query": False}),
+    ("falcon", {"new_decoder_architecture": True, "num_attention_heads": 8, "num_kv_heads": 4}),
+)
+
+
+def _measure(cases: Sequence[Case]) -> list[int]:
+    """On a rank: what its part of each model keeps."""
+    from family_check import parallelize
+    from torch import distributed as dist
+
+    from toolkit.parallel.model_structure import analyze_model
+    from toolkit.parallel.tensor.vocabulary import VocabularyShard, vocab_parallel_token_loss_sum
+
+    group = dist.group.WORLD
+    assert group is not None
+    found = []
+    for case in cases:
+        model = case.model()
+        with torch.device("meta"):
+            twin = type(model)(copy.deepcopy(model.config))
+        parallelize(model, analyze_model(twin), group, sequence_parallel=case.sequence_parallel)
+        shard = VocabularyShard.of(model.config.get_text_config().vocab_size, group)
+
+        def loss_sum(logits: torch.Tensor, labels: torch.Tensor, own: VocabularyShard = shard) -> torch.Tensor:
+            return vocab_parallel_token_loss_sum(logits, labels, own, group)
+
+        torch.manual_seed(0)  # ranks of one group see the same tokens
+        found.append(kept_bytes(case, case.prepared(model), loss_sum))
+    return found
+
+
+def _check(ranks: Callable[..., list[Any]], cases: Sequence[Case]) -> None:
+    for measured in ranks(_measure, 2, cases):
+        errors = {
+            str(case): case.estimate(tp=2).kept(layers=case.layers()) / own - 1
+            for case, own in zip(cases, measured, strict=True)
+        }
+        assert max(errors.values(), key=abs) == pytest.approx(0, abs=0.01), errors
+
+
+def _cases(family: str, **settings: Any) -> list[Case]:
+    return [
+        Case(family=family, attention=attention, sequence_parallel=sequence_parallel, recompute=recompute, **settings)
+        for attention in ("eager", "sdpa")
+        for sequence_parallel in (False, True)
+        for recompute in (("none",) if family in NEVER_RECOMPUTED else ("none", "full"))
+        if attention == "eager" or family not in EAGER_ONLY
+    ]
+
+
+@pytest.mark.parametrize("family", DAILY)
+def test_what_a_rank_keeps_is_known_within_a_percent(ranks: Callable[..., list[Any]], family: str) -> None:
+    _check(ranks, [case for case in _cases(family) if case.recompute == "none" or case.sequence_parallel])
+
+
+def test_a_rank_of_a_family_with_special_blocks_is_known_within_a_percent(ranks: Callable[..., list[Any]]) -> None:
+    _check(
+        ranks,
+        [Case(family=family, attention="eager", sequence_parallel=i % 2 == 0) for i, family in enumerate(_OWN_BLOCKS)],
+    )
+
+
+@pytest.mark.parametrize(("family", "changes"), _VARIANTS)
+def test_blocks_that_gather_their_columns_are_counted_whole(
+    ranks: Callable[..., list[Any]], family: str, changes: dict[str, Any]
+) -> None:
+    cases = [
+        Case(family=family, attention="eager", sequence_parallel=sequence_parallel, changes=changes)
+        for sequence_parallel in (False, True)
+    ]
+    _check(ranks, cases)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_rank_that_recomputes_attention_keeps_its_inputs(ranks: Callable[..., list[Any]], family: str) -> None:
+    cases = [
+        Case(family=family, attention="eager", recompute="selective", sequence_parallel=sp) for sp in (False, True)
+    ]
+    _check(ranks, cases)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("family", families())
+@pytest.mark.parametrize("samples", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_any_familys_rank_keeps_is_known_within_a_percent(
+    ranks: Callable[..., list[Any]], family: str, samples: int, dtype: torch.dtype
+) -> None:
+    _check(ranks, _cases(family, samples=samples, dtype=dtype))
+
+
+_MICRO_BATCHES, _SAMPLES = 8, 4
+
+
+def _run_pipeline(recipe: Any) -> dict[str, Any]:
+    """On a rank: the most that lived in one more step, beside what was there, and what the estimate is made from."""
+    from allocations import LiveBytes
+
+    from toolkit.data.micro_batch import MicroBatch
+    from toolkit.parallel.pipeline.pipeline_module import StepWithoutUpdate
+    from toolkit.parity.run.train_in_memory import train_in_memory
+
+    found: dict[str, Any] = {}
+
+    def one_more_step(engine: Any) -> None:
+        tokens = torch.randint(0, recipe.model.overrides["vocab_size"], (_SAMPLES, recipe.data.seq_len))
+        batches = [MicroBatch(input_ids=tokens, labels=tokens, dropout_seed=i) for i in range(_MICRO_BATCHES)]
+        engine.engine.module.train()
+        engine.engine.reset_activation_shape()  # the buffers for receiving are made again, where they are counted
+        with LiveBytes() as live:
+            engine._run(StepWithoutUpdate, batches)
+        found["stage"] = engine.engine.stage_id
+        found["peak"] = live.peak_bytes
+        found["gradients"] = sum(p.grad.nbytes for p in engine.model.parameters() if p.grad is not None)
+        found["config"] = engine.model.config.to_dict()
+        found["layers"] = engine.stage_layers[engine.engine.stage_id]
+
+    train_in_memory(recipe, one_more_step)
+    return found
+
+
+@pytest.mark.parametrize(("stages", "recompute"), [(2, "none"), (3, "selective"), (4, "none")])
+def test_the_peak_of_a_live_pipeline_stage_is_known_within_a_percent(
+    make_recipe: Callable[..., Any], ranks: Callable[..., list[Any]], stages: int, recompute: str
+) -> None:
+    from toolkit.estimate.activations import activations, in_flight_micro_batches, stage_buffers
+    from toolkit.estimate.decoder.context import WalkSettings
+    from toolkit.estimate.style import LayerStyle
+    from toolkit.models.shape import ModelShape
+
+    recipe = make_recipe(
+        parallel={"pp": stages, "zero_stage": 0, "recompute": recompute},
+        train__steps=1,
+        overrides__n_layer=8,
+        overrides__attn_pdrop=0.0,
+    )
+    errors = {}
+    for rank in ranks(_run_pipeline, stages, recipe):
+        settings = WalkSettings(
+            shape=ModelShape.from_config(rank["config"]),
+            style=LayerStyle.from_config(rank["config"]),
+            b=_SAMPLES,
+            s=recipe.data.seq_len,
+            itemsize=4,
+            on_cpu=True,
+        )
+        a = activations(settings, recompute=recompute, loss="stock")
+        stage = rank["stage"]
+        peak, _ = a.worst_moment(
+            layers=rank["layers"],
+            first=stage == 0,
+            last=stage == stages - 1,
+            in_flight=in_flight_micro_batches(stages, stage, _MICRO_BATCHES),
+        )
+        predicted = peak + stage_buffers(a, stage=stage, stages=stages, micro_batches=_MICRO_BATCHES)
+        errors[stage] = (predicted + rank["gradients"]) / rank["peak"] - 1
+    assert max(errors.values(), key=abs) == pytest.approx(0, abs=0.01), errors
+
+
+def test_micro_batches_in_flight_are_those_of_deepspeeds_schedule() -> None:
+    """Forward passes that have not had their backward, over the instructions of every stage."""
+    from deepspeed.runtime.pipe import schedule
+
+    from toolkit.estimate.activations import in_flight_micro_batches
+
+    for stages in range(1, 6):
+        for micro_batches in range(1, 9):
+            for stage in nonempty(range(stages)):
+                made = schedule.TrainSchedule(micro_batches=micro_batches, stages=stages, stage_id=stage)
+                live = most = 0
+                for instructions in made.steps():
+                    for one in instructions:
+                        live += isinstance(one, schedule.ForwardPass) - isinstance(one, schedule.BackwardPass)
+                        most = max(most, live)
+                assert most == in_flight_micro_batches(stages, stage, micro_batches), (stages, stage, micro_batches)
+                assert made.num_pipe_buffers() == max(2, in_flight_micro_batches(stages, stage, micro_batches))

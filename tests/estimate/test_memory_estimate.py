@@ -1,0 +1,225 @@
+"""The memory estimate as a whole: published closed forms, what adds up, and which way it moves."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from toolkit.config.layout import Layout
+from toolkit.errors import ConfigError, LayoutError
+from toolkit.estimate.activations import Recomputation
+from toolkit.estimate.deepspeed_settings import DeepSpeedSettings
+from toolkit.estimate.deepspeed_states import deepspeed_states
+from toolkit.estimate.memory_model import MemoryModel, Workload
+from toolkit.estimate.overhead import communicators, nccl_bytes
+from toolkit.estimate.states import TorchStates
+from toolkit.hardware import gpu
+from toolkit.models.shape import find_config
+
+GIB = 2**30
+GPT3 = MemoryModel.from_config(find_config("gpt3-175b") or {})
+LLAMA = MemoryModel.from_config(find_config("llama-2-7b") or {})
+WORK = Workload(micro_batch_size=1, seq_len=2048, accumulation=8)
+PARAMETERS = LLAMA.architecture.numel
+
+
+def settings(stage: int, **more: Any) -> DeepSpeedSettings:
+    fields: dict[str, Any] = {"zero_stage": stage, "precision": "bf16", "by_decay": False, "reduce_bucket_size": 10**6}
+    return DeepSpeedSettings(**fields | more)
+
+
+def held(states: DeepSpeedSettings | TorchStates, dp: int) -> int:
+    whole = LLAMA.architecture.rank_parameters(layers=32, by_decay=False)
+    if isinstance(states, DeepSpeedSettings):
+        found = deepspeed_states(states, whole, dp=dp)
+    else:
+        found = states.states(whole, shards=dp)
+    return found.resident.total + found.complete - found.resident.buckets
+
+
+@pytest.mark.parametrize("dp", [1, 8, 64])
+@pytest.mark.parametrize(
+    ("kept", "bytes_whole", "bytes_sharded"),
+    [
+        # Rajbhandari et al. 2020 (ZeRO), section 3.1 and figure 1: 16 bytes a parameter, (2 + 2) + 12 / D, 2 + 14 / D,
+        # 16 / D. Their gradients are in 16 bits.
+        (settings(2, accumulation_bytes=2), 2, 14),
+        (settings(3, accumulation_bytes=2, persistence_threshold=0), 0, 16),
+        # The fp32 gradients of BF16_Optimizer, beside those of the weights.
+        (settings(1), 2 + 4 + 2, 12),
+        (TorchStates(gathered_bytes=2), 0, 16),
+        (TorchStates(), 16, 0),
+    ],
+)
+def test_model_states_follow_the_published_sums(kept, bytes_whole, bytes_sharded, dp):
+    expected = (bytes_whole + bytes_sharded / dp) * PARAMETERS
+    assert held(kept, dp) == pytest.approx(expected, rel=4e-3)  # ZeRO-2 keeps whole parameters at the ends of a part
+
+
+def test_the_parts_of_every_stage_add_up_to_the_larger_moment():
+    layout = Layout(dp=8, tp=8, pp=8, zero_stage=1)
+    stages = GPT3.breakdowns(layout, WORK, settings(1), gpu("H100-80"))
+    assert len(stages) == 8
+    for stage in stages:
+        parts = (
+            stage.parameters
+            + stage.gradients
+            + stage.masters
+            + stage.optimizer
+            + stage.buckets
+            + stage.gathered
+            + stage.model_buffers
+            + stage.workspace
+            + sum(stage.activations.values())
+            + stage.logits
+            + stage.update
+        )
+        assert parts == stage.allocated
+        assert min(stage.activations.values()) >= 0
+        assert stage.allocated + stage.framework + stage.nccl + stage.margin == stage.total
+
+
+@pytest.mark.parametrize("layout", [Layout(dp=4, tp=8, pp=16, zero_stage=1), Layout(dp=2, tp=8, pp=5, zero_stage=0)])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_the_peak_is_that_of_the_stage_that_needs_most(layout, recompute):
+    work = replace(WORK, recompute=recompute)
+    found = GPT3.breakdowns(layout, work, settings(layout.zero_stage), gpu("H100-80"))
+    assert GPT3.peak(layout, work, settings(layout.zero_stage), gpu("H100-80")).total == max(s.total for s in found)
+
+
+def test_every_parameter_is_on_one_stage_and_a_tied_embedding_on_two():
+    layout = Layout(pp=8)
+    found = GPT3.breakdowns(layout, WORK, settings(1))
+    embedding = GPT3.architecture.shape.vocab * GPT3.architecture.shape.hidden
+    assert sum(stage.parameter_count for stage in found) == GPT3.architecture.numel + embedding
+
+
+def test_the_largest_micro_batch_fits_and_one_more_does_not():
+    layout, device = Layout(dp=8, zero_stage=2), gpu("H100-80")
+    largest = LLAMA.largest_micro_batch(layout, WORK, settings(2), device)
+    assert largest >= 1
+
+    def fits(size: int) -> bool:
+        return LLAMA.peak(layout, replace(WORK, micro_batch_size=size), settings(2), device).fits
+
+    assert fits(largest)
+    assert not fits(largest + 1)
+
+
+def test_a_model_that_does_not_fit_has_no_micro_batch():
+    assert GPT3.largest_micro_batch(Layout(), WORK, settings(1), gpu("H100-80")) == 0
+
+
+def test_offload_moves_masters_and_moments_to_the_host():
+    layout = Layout(dp=8, zero_stage=2, offload_optimizer="cpu")
+    (on_gpu,) = LLAMA.breakdowns(replace(layout, offload_optimizer="none"), WORK, settings(2))
+    (offloaded,) = LLAMA.breakdowns(layout, WORK, settings(2, offload_optimizer=True))
+    assert (offloaded.masters, offloaded.optimizer) == (0, 0)
+    assert offloaded.host.masters == on_gpu.masters
+    assert offloaded.host.optimizer == on_gpu.optimizer
+
+
+def test_a_layout_that_the_shape_does_not_allow_is_refused():
+    with pytest.raises(LayoutError, match=r"tp=5: 32 attention heads cannot be shared equally by 5 ranks. Set tp to"):
+        LLAMA.breakdowns(Layout(tp=5), WORK, settings(1))
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        # Defaults of DeepSpeed 0.19.8 where the config is silent.
+        ({"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}, ("zero12", 2, 2, 500_000_000, False)),
+        ({"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}, ("zero3", 2, 2, 500_000_000, True)),
+        (
+            {
+                "bf16": {"enabled": True},
+                "data_types": {"grad_accum_dtype": "fp32"},
+                "zero_optimization": {"stage": 1, "reduce_bucket_size": 2e8},
+            },
+            ("bf16", 4, 2, 200_000_000, False),
+        ),
+        ({"fp16": {"enabled": True}}, ("unfused", 2, 2, 500_000_000, False)),
+        ({}, ("none", 4, 4, 500_000_000, False)),
+    ],
+)
+def test_a_users_deepspeed_config_is_read_with_deepspeeds_defaults(config, expected):
+    s = DeepSpeedSettings.from_config(config)
+    found = (s.wrapper, s.accumulation_bytes, s.communication_bytes, s.reduce_bucket_size, s.overlap_comm)
+    assert found == expected
+
+
+def test_settings_that_are_not_modeled_are_refused():
+    config = {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/nvme"}}}
+    with pytest.raises(ConfigError, match=r"offload_param\.device=nvme"):
+        DeepSpeedSettings.from_config(config)
+
+
+@pytest.mark.parametrize(
+    ("layout", "local"),
+    [
+        (Layout(), []),
+        (Layout(dp=2), [2]),
+        (Layout(dp=64), [8]),
+        # 8 GPUs a machine: ranks of a tensor-parallel group are adjacent, those of dp 4 apart, those of pp 32.
+        (Layout(dp=8, tp=4, pp=2, zero_stage=1), [2, 4, 1, 8]),
+        (Layout(dp=4, ulysses=2), [4, 2, 8]),
+    ],
+)
+def test_ranks_of_a_communicator_on_one_machine(layout: Layout, local: list[int]) -> None:
+    assert communicators(layout) == local
+
+
+def test_hopper_communicators_of_more_than_two_gpus_need_nvls_buffers() -> None:
+    for ranks, switch in ((2, 0), (4, 4 * 32 * 2**20), (64, 8 * 32 * 2**20)):
+        older, hopper = (nccl_bytes(Layout(dp=ranks), gpu(name)) for name in ("A100-80", "H100-80"))
+        assert hopper - older == switch
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_gradients_allocated_by_the_backward_pass_count_as_gradients(recompute: Recomputation) -> None:
+    # With one micro-batch the gradients only come to be in its backward pass. Its worst moment is when all layers are
+    # done with, and the embedding's turn has come.
+    layers = LLAMA.architecture.rank_parameters(layers=32, first=False, last=False, by_decay=False).numel
+    work = replace(WORK, accumulation=1, recompute=recompute, activation_bytes=4, autocast=True)
+    once = LLAMA.peak(Layout(dp=8), work, TorchStates())
+    assert min(once.activations.values()) >= 0
+    assert once.activations["working"] < 2 * GIB
+    assert once.gradients == 4 * layers
+    summed = LLAMA.peak(Layout(dp=8), replace(work, accumulation=2), TorchStates())
+    assert summed.gradients == 4 * PARAMETERS
+    assert summed.activations["working"] < 2 * GIB
+
+
+def test_ddp_needs_fp32_weights_on_the_host_while_loading() -> None:
+    assert LLAMA.peak(Layout(dp=8), WORK, TorchStates()).host_loading == 4 * PARAMETERS
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("optimizer", "moments"),
+    [(torch.optim.AdamW, 2), (torch.optim.SGD, 0), (partial(torch.optim.SGD, momentum=0.9), 1)],
+)
+def test_torch_keeps_moments_in_the_dtype_of_the_weights(optimizer: Any, moments: int, dtype: torch.dtype) -> None:
+    weight = torch.nn.Parameter(torch.ones(64, 64, dtype=dtype))
+    stepped = optimizer([weight], lr=0.1)
+    weight.grad = torch.ones_like(weight)
+    stepped.step()
+    kept = [value for value in stepped.state[weight].values() if isinstance(value, torch.Tensor) and value.numel() > 1]
+    states = TorchStates(weight_bytes=weight.element_size(), moments=moments)
+    params = LLAMA.architecture.rank_parameters(layers=32, by_decay=False)
+    found = states.states(params, shards=8)
+    assert sum(value.nbytes for value in kept) / weight.numel() == found.resident.optimizer / params.numel
+    assert weight.grad.nbytes / weight.numel() == found.complete / params.numel
+
+
+@pytest.mark.parametrize(
+    ("device_bytes", "verdict"), [(1.031, "fits"), (1.029, "tight"), (0.971, "tight"), (0.969, "does not fit")]
+)
+def test_a_verdict_is_tight_within_the_measured_band(device_bytes: float, verdict: str) -> None:
+    found = LLAMA.peak(Layout(dp=8, zero_stage=2), WORK, settings(2), gpu("H100-80"))
+    assert found.band == (-0.03, 0.03)
+    other = replace(found, device_bytes=round(device_bytes * found.total))
+    assert other.verdict == verdict
+    assert other.fits == (verdict == "fits")

@@ -1,0 +1,51 @@
+"""Bounds of pipeline stages: the calculation against the count on the meta device that training makes."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from test_memory_parameters import tiny
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from toolkit.errors import LayoutError
+from toolkit.estimate.parameters import Architecture
+from toolkit.estimate.stage_bounds import balance, balanced_bounds
+from toolkit.models import shape
+from toolkit.models.shape import find_config
+from toolkit.parallel.model_structure import analyze_model
+from toolkit.parallel.pipeline.balance import count_costs
+
+
+def trained_bounds(config: dict[str, Any], stages: int, **step: Any) -> tuple[int, ...]:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**copy.deepcopy(config)))
+        model.tie_weights()
+    return balance(count_costs(model, analyze_model(model), flops_per_byte=120.0, **step), stages)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(name, marks=[pytest.mark.whole] if i % 4 else []) for i, name in enumerate(shape.families())],
+)
+def test_a_family_is_partitioned_as_in_training(family):
+    config = tiny(family, num_hidden_layers=7)
+    if family == "gpt_neo":
+        config["attention_types"] = [[["global"], 7]]
+    architecture = Architecture.from_config(config)
+    for recompute in ("none", "selective", "full"):
+        bounds = balanced_bounds(architecture, 3, micro_batch_size=2, seq_len=32, recompute=recompute)
+        assert bounds == trained_bounds(config, 3, micro_batch_size=2, seq_len=32, recompute=recompute)
+
+
+@pytest.mark.parametrize(("name", "stages"), [("gpt2-xl", 4), ("llama-2-7b", 8), ("gemma-2-2b", 2), ("opt-350m", 4)])
+def test_a_catalogue_model_is_partitioned_as_in_training(name, stages):
+    config = find_config(name)
+    assert config is not None
+    bounds = balanced_bounds(Architecture.from_config(config), stages, micro_batch_size=1, seq_len=1024)
+    assert bounds == trained_bounds(config, stages, micro_batch_size=1, seq_len=1024)
+
+
+def test_more_stages_than_layers_are_refused():
+    with pytest.raises(LayoutError, match=r"pp=13 with 12 decoder layers: .* Set pp to 1 … 12\."):
+        balanced_bounds(Architecture.from_config({"model_type": "gpt2"}), 13, micro_batch_size=1, seq_len=8)

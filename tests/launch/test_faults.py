@@ -1,0 +1,33 @@
+"""One rank of a run fails; the others exit, name it, and leave a valid checkpoint.
+
+tests/cluster/faults.py runs many random cases.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faults import run_fault, write_recipe
+from faulty_ranks import Fault
+
+
+@pytest.mark.parametrize(
+    ("fault", "layout", "words"),
+    [
+        # Rank 0 hosts the heartbeat store.
+        (Fault(kind="stop", victim=0, step=4, phase="backward"), "dp2-z1", "no longer responds"),
+        (Fault(kind="stall", victim=1, step=5, phase="data"), "dp2-z2", "(data) hangs, and the others wait in step 5"),
+        (Fault(kind="segfault", victim=0, step=3, phase="evaluate"), "pp2-z1", "killed or crashed in native code"),
+        (Fault(kind="exception", victim=1, step=4, phase="checkpoint"), "dp2-z3", "ZeroDivisionError: a bug of mine"),
+    ],
+    ids=lambda value: value.kind if isinstance(value, Fault) else "",
+)
+def test_a_rank_that_fails_is_named_with_its_step(
+    ranks: Callable[..., list[Any]], tmp_path: Path, fault: Fault, layout: str, words: str
+) -> None:
+    write_recipe(tmp_path)
+    found = run_fault(fault, layout, tmp_path)
+    assert found["problem"] == ""
+    assert found["phase"] == fault.phase
+    assert words in found["line"]

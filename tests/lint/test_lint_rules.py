@@ -1,0 +1,124 @@
+import re
+
+import pytest
+from lint_cases import ids, kinds, lint, lint_example, planted, valid
+
+from toolkit.config.layout import Layout
+from toolkit.lint import Rule, Severity
+from toolkit.lint.finding import GROUPS, RULES
+from toolkit.lint.key_schema import lookup
+from toolkit.lint.rules.stated_conditions import CONDITIONS
+
+every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=list(RULES))
+
+
+def test_every_group_has_rules_and_ids_are_unique() -> None:
+    assert len(RULES) == sum(len(rules) for _, rules in GROUPS) >= 100
+
+
+@every_rule
+def test_a_rule_finds_its_example_with_its_severity(rule: Rule) -> None:
+    found = [finding for finding in lint_example(rule) if finding.rule is rule]
+    assert [finding.severity for finding in found[:1]] == [rule.severity]
+
+
+@every_rule
+def test_a_rule_has_an_id_a_title_an_effect_a_fix_and_sources(rule: Rule) -> None:
+    assert re.fullmatch(r"(DS|HF|AC|RC)\d{3}", rule.id)
+    assert rule.effect.endswith(".")
+    assert rule.fix.endswith((".", "'."))
+    assert not rule.title.endswith(".")
+    assert all(
+        re.fullmatch(r"https://github\.com/[\w.-]+/[\w.-]+/(issues|pull)/\d+", source) for source in rule.sources
+    )
+
+
+def test_every_condition_in_the_table_is_about_a_key_of_deepspeed() -> None:
+    keys = [key for _, condition in CONDITIONS for key in condition.keys]
+    assert len(keys) > 20
+    known = [key for key in keys if lookup(tuple(key.split("."))) is not None or key.startswith("optimizer.params.")]
+    assert known == keys
+
+
+@pytest.mark.parametrize("name", valid())
+def test_a_valid_config_has_no_error_and_no_warning(name: str) -> None:
+    assert ids(lint(valid()[name], gpus=8), "error", "warning") == []
+
+
+@pytest.mark.parametrize("name", valid())
+def test_each_value_of_a_valid_config_is_accepted_without_the_number_of_gpus(name: str) -> None:
+    assert ids(lint(valid()[name]), "error", "warning") == []
+
+
+def test_300_planted_mistakes_are_all_found_by_the_right_rule() -> None:
+    missed = [
+        (case.rule, case.base, case.config)
+        for case in planted(300, seed=20)
+        if case.rule not in ids(lint(case.config, **{"gpus": 8} | case.context))
+    ]
+    assert missed == []
+
+
+def test_the_planted_mistakes_cover_every_kind() -> None:
+    assert {case.rule for case in planted(300, seed=20)} == set(kinds())
+    assert len(set(kinds())) >= 45
+
+
+def test_a_planted_mistake_causes_no_errors_of_other_rules() -> None:
+    """One mistake is one error, unless the value breaks two rules by itself."""
+    follows = {
+        "DS204": {"DS301"},  # 2.5 micro-batches do not multiply to the total
+        "DS205": {"DS403"},  # a stage that does not exist counts as 0
+        "DS208": {"DS403"},
+        "DS206": {"DS513"},  # "false" counts as true, and true is rejected
+        "HF107": {"DS201"},
+    }
+    cases = planted(120, seed=21)
+    assert len(cases) == 120
+    for case in cases:
+        others = set(ids(lint(case.config, **{"gpus": 8} | case.context), "error")) - {case.rule}
+        assert others <= follows.get(case.rule, set()), (case, others)
+
+
+def test_data_parallel_ranks_exclude_tensor_pipeline_and_sequence_parallel_ones() -> None:
+    config = valid()["zero1"]
+    for layout, gpus in ((Layout(tp=2), 16), (Layout(pp=2), 16), (Layout(tp=2, pp=2), 32), (Layout(ulysses=4), 32)):
+        assert "DS301" not in ids(lint(config, gpus=gpus, layout=layout))
+        assert "DS301" in ids(lint(config, gpus=2 * gpus, layout=layout))
+
+
+def test_a_total_for_all_ranks_is_distinguished_from_a_wrong_total() -> None:
+    config = valid()["zero1"]
+    assert "DS307" in ids(lint(config, gpus=8, layout=Layout(tp=2)))
+    assert "DS307" not in ids(lint(config, gpus=16, layout=Layout(tp=4)))
+
+
+def test_the_nearest_key_is_suggested() -> None:
+    (finding,) = [one for one in lint({"gradient_acumulation_steps": 2, **valid()["zero1"]}) if one.rule.id == "DS101"]
+    assert "gradient_accumulation_steps?" in finding.message
+
+
+def test_auto_depends_on_the_runner_that_replaces_it() -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "zero_optimization": {"stage": 2, "allgather_bucket_size": "auto"},
+    }
+    assert "HF102" in ids(lint(config, runner="deepspeed"), "error")
+    assert ids(lint(config, runner="trainer"), "error") == ["HF101"]
+    assert not {"HF101", "HF102", "HF103"} & set(ids(lint(config, runner="toolkit")))
+
+
+def test_auto_betas_are_replaced_by_the_trainer_and_not_by_accelerator() -> None:
+    config = {"optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}}}
+    assert "HF101" not in ids(lint(config, runner="trainer"))
+    assert "HF101" in ids(lint(config, runner="accelerate"))
+
+
+def test_a_bug_is_reported_for_the_versions_that_have_it() -> None:
+    config = valid()["zero0"]
+    assert "DS902" in ids(lint(config, deepspeed=(0, 18, 5)))
+    assert "DS902" not in ids(lint(config, deepspeed=(0, 18, 6)))
+
+
+def test_infos_never_stop_a_build() -> None:
+    assert {rule.severity for rule in RULES.values()} == set(Severity)

@@ -1,0 +1,161 @@
+"""Whatever stands in a config's field, the estimate answers or says in one line what the field may be."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolkit.cli.memory.options import read_config
+from toolkit.config.layout import Layout
+from toolkit.errors import ModelError, ToolkitError
+from toolkit.estimate.memory_model import MemoryModel, Workload
+from toolkit.estimate.states import TorchStates
+from toolkit.estimate.style import LayerStyle
+from toolkit.models.config_fields import read_config_json
+from toolkit.models.shape import families, find_config
+
+HOSTILE = ["x", [0], {}, -1, None, True, 10**9, float("nan"), 3]
+MORE = {
+    "falcon": {"new_decoder_architecture": True},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 64},
+    "qwen3": {"use_sliding_window": True, "sliding_window": 64},
+}
+"""What makes a family's code read all of its fields."""
+NESTED = {"rope_parameters": ("partial_rotary_factor", "rope_theta"), "attn_config": ("attn_pdrop", "clip_qkv")}
+ALWAYS = ("model_type", "text_config", "quantization_config", "attn_config", "rope_parameters", "layer_types")
+QUICK = ("gpt2", "gptj", "falcon", "mpt", "bloom", "llama", "qwen2", "gemma3_text", "smollm3", "youtu")
+
+
+class Watched(Mapping[str, Any]):
+    """A config that remembers which fields it was asked for."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.config, self.asked = config, dict.fromkeys(ALWAYS)
+
+    def __getitem__(self, field: str) -> Any:
+        self.asked[field] = None
+        return self.config[field]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.config)
+
+    def __len__(self) -> int:
+        return len(self.config)
+
+
+def estimate(config: Mapping[str, Any]) -> None:
+    model = MemoryModel.from_config(config)
+    work = Workload(micro_batch_size=1, seq_len=8, attention="eager")
+    for stage in model.breakdowns(Layout(dp=1), work, TorchStates()):
+        assert stage.total >= 0
+
+
+def hostile_configs(family: str) -> Iterator[dict[str, Any]]:
+    base = {"model_type": family, **MORE.get(family, {})}
+    watched = Watched(base)
+    estimate(watched)
+    for field in watched.asked:
+        yield from (base | {field: value} for value in HOSTILE)
+        for inner in NESTED.get(field, ()):
+            yield from (base | {field: {inner: value}} for value in HOSTILE)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(family, marks=() if family in QUICK else pytest.mark.whole) for family in families()],
+)
+def test_any_value_of_any_field_is_answered_or_refused_in_one_line(family: str) -> None:
+    configs = list(hostile_configs(family))
+    assert len(configs) > 100
+    for config in configs:
+        assert "\n" not in answer(config), config
+
+
+def answer(config: Mapping[str, Any]) -> str:
+    try:
+        estimate(config)
+    except ToolkitError as error:
+        return str(error)
+    except Exception as error:
+        raise AssertionError(f"{config}: {error!r}") from error
+    return ""
+
+
+LLAMA = {"model_type": "llama", "num_hidden_layers": 4}
+SMOLLM3 = {"model_type": "smollm3", "num_hidden_layers": 4}
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (LLAMA | {"attention_dropout": "0.1"}, "attention_dropout='0.1' in the llama config: set it to a number from"),
+        (LLAMA | {"attention_dropout": float("nan")}, "attention_dropout=nan"),
+        (LLAMA | {"attention_dropout": 10**400}, "attention_dropout=1"),
+        (LLAMA | {"rope_parameters": [1]}, "rope_parameters=.* set it to an object"),
+        (LLAMA | {"rope_parameters": {"partial_rotary_factor": 1.5}}, "partial_rotary_factor=1.5 in the llama config"),
+        (LLAMA | {"head_dim": 127}, "127 of a head's 127 features have a rotary embedding"),
+        (LLAMA | {"layer_types": "full_attention"}, "layer_types='full_attention' .* set it to a list"),
+        (LLAMA | {"layer_types": ["full_attention"]}, "layer_types lists 1 layers, and the model has 4"),
+        (LLAMA | {"layer_types": ["full_attention", "conv"] * 2}, "layer_types has 'conv'"),
+        (LLAMA | {"tie_word_embeddings": "false"}, "tie_word_embeddings='false' .* true or false"),
+        (LLAMA | {"attention_bias": "false"}, "attention_bias='false'"),
+        (LLAMA | {"quantization_config": {"quant_method": "gptq"}}, "quantized weights are not modeled"),
+        (LLAMA | {"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000 .* from 1 to 10000"),
+        (LLAMA | {"num_attention_heads": 10**9}, "num_attention_heads=1000000000 .* from 1 to 10000"),
+        (LLAMA | {"hidden_size": 2**70}, "hidden_size=.* from 1 to 2147483647"),
+        ({"model_type": "gemma3", "text_config": [1]}, "text_config=.* set it to an object"),
+        ({"model_type": "gpt2", "n_positions": None}, "n_positions is missing"),
+        ({"model_type": "mistral", "sliding_window": 0}, "sliding_window=0 .* from 1, or to null for none"),
+        ({"model_type": "mistral", "sliding_window": "4096"}, "sliding_window='4096'"),
+        ({"model_type": "gemma3_text", "sliding_window_pattern": 0}, "sliding_window_pattern=0"),
+        (SMOLLM3 | {"no_rope_layers": [1, 0]}, "no_rope_layers=.* a list of 0 or 1 for each of 4 layers"),
+        (SMOLLM3 | {"no_rope_layer_interval": 0}, "no_rope_layer_interval=0"),
+        ({"model_type": "mpt", "attn_config": "x"}, "attn_config='x'"),
+        ({"model_type": "gptj", "rotary_dim": -4}, "rotary_dim=-4"),
+        ({"model_type": "gptj", "rotary_dim": 258}, "an even number up to a head's 256 features"),
+        ({"model_type": "falcon", "new_decoder_architecture": True, "num_ln_in_parallel_attn": "x"}, "from 1 to 2"),
+        ({"model_type": "diffllama", "num_attention_heads": 1}, "diffllama subtracts half of its heads"),
+    ],
+)
+def test_a_value_that_a_model_cannot_be_built_with_is_refused(config: dict[str, Any], says: str) -> None:
+    with pytest.raises(ModelError, match=says):
+        estimate(config)
+
+
+def test_a_window_that_is_off_may_have_any_value() -> None:
+    """Qwen's config class clears it before anybody looks."""
+    config = {"model_type": "qwen2", "use_sliding_window": False, "sliding_window": -1}
+    assert LayerStyle.from_config(config) == LayerStyle.from_config({"model_type": "qwen2"})
+
+
+def test_rope_layers_beyond_the_models_own_are_not_read() -> None:
+    """As after an override of the number of layers."""
+    style = LayerStyle.from_config({"model_type": "smollm3", "num_hidden_layers": 2, "no_rope_layers": [0, 1, 0, 1]})
+    assert style.kinds == ("no_rotary", "full")
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"[" * 100_000, "nested too deep"),
+        (b'{"hidden_size": ' + b"9" * 5000 + b"}", "a number of thousands of digits"),
+        (b"{", "is not JSON"),
+        (b"[1]", "not a JSON object but a list"),
+        (b"\xff\xfe", "cannot be read"),
+    ],
+)
+def test_a_file_that_is_not_a_config_is_refused_in_one_line(tmp_path: Path, content: bytes, says: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_bytes(content)
+    for read in (lambda: read_config_json(path), lambda: read_config(str(path)), lambda: find_config(str(tmp_path))):
+        with pytest.raises(ModelError, match=says) as error:
+            read()
+        assert "\n" not in str(error.value)
+
+
+def test_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_bytes(b"\xef\xbb\xbf" + json.dumps(LLAMA).encode())
+    assert read_config(str(path)) == find_config(str(tmp_path)) == LLAMA

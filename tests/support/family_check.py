@@ -1,0 +1,241 @@
+"""Check that a family supports a parallelism: a tiny partitioned model has the loss and gradients of the full one.
+
+All stages run in this process, one after the other; what a pipeline sends between ranks is detached and handed on.
+Every parameter is random, norms and biases too, so that no part is hidden behind a zero or a one.
+"""
+
+import copy
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import transformers
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from toolkit.errors import LayoutError, ModelError
+from toolkit.parallel.model_structure import ModelStructure, analyze_model, check_model_kind
+from toolkit.parallel.pipeline.stage import PipelineStage
+from toolkit.parallel.shard import shard_of
+from toolkit.parallel.tensor.parallelize import TensorParallelizer
+from toolkit.parallel.tensor.vocabulary import VocabParallelHead, VocabularyShard, vocab_parallel_token_loss_sum
+from toolkit.parallel.tiny_model import VOCABULARY, brief, default_config, tiny_config
+
+LOSS_TOLERANCE = 1e-6
+GRADIENT_TOLERANCE = 1e-4
+MOST_PARAMETERS = 30_000_000
+BOUNDS = (0, 1, 3, 4)
+"""The stages of the four layers: embeddings and a layer, two layers, a layer and the head."""
+_RESTARTS = (*range(5), *range(7))
+"""Positions of a sample that holds two documents."""
+_SAMPLES = 2
+
+
+class InexactError(ModelError):
+    """A partitioned model whose loss or gradients differ from the full model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passed:
+    """Loss and gradients of one forward and backward pass."""
+
+    loss: float
+    gradients: Mapping[str, torch.Tensor]
+
+    def check(self, gradients: Mapping[str, torch.Tensor], loss: float, situation: str) -> None:
+        """Raise InexactError where this differs from what the whole model gives."""
+        if not abs(self.loss - loss) <= LOSS_TOLERANCE * max(1.0, abs(loss)):
+            raise InexactError(f"{situation}the loss is {self.loss:.7f} and should be {loss:.7f}")
+        for name, wanted in gradients.items():
+            got = self.gradients.get(name)
+            if got is None:
+                raise InexactError(f"{situation}{name} gets no gradient")
+            scale = float(wanted.norm())
+            error = float((got - wanted).norm())
+            if not error <= GRADIENT_TOLERANCE * scale + 1e-9:
+                raise InexactError(f"{situation}the gradient of {name} is off by {error / (scale + 1e-12):.0e}")
+
+
+def check_pipeline(model_type: str) -> None:
+    """Partition a tiny model into three stages. Raises ModelError with the reason where that fails or is not exact."""
+    model = tiny_model(model_type)
+    # On the meta device, as a model that is too large for one rank is examined.
+    structure = analyze_model(_on_meta(model))
+    if structure.count != BOUNDS[-1]:
+        raise ModelError(f"the tiny model has {structure.count} layers instead of {BOUNDS[-1]}")
+    for situation, inputs, labels in situations(model):
+        whole = pass_whole(model, inputs, labels)
+        pass_stages(model, structure, inputs, labels).check(whole.gradients, whole.loss, situation)
+
+
+def parallelize(
+    model: PreTrainedModel, structure: ModelStructure, group: dist.ProcessGroup, *, sequence_parallel: bool
+) -> None:
+    """Shard a whole model in place."""
+    parallelizer = TensorParallelizer(model, structure, group, sequence_parallel=sequence_parallel)
+    for index in range(structure.count):
+        parallelizer.parallelize_layer(index)
+    parallelizer.parallelize_vocabulary()
+
+
+def check_tensor(
+    model_type: str,
+    group: dist.ProcessGroup,
+    *,
+    sequence_parallel: bool = False,
+    changes: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
+    """Split a tiny model over `group`; to be called on each of its ranks. Raises ModelError as check_pipeline does.
+
+    `changes`: fields of its config, instead of the family's defaults.
+    """
+    model = _reference(model_type, chosen := tuple(changes.items()))
+    with _double_by_default():
+        structure, sharded = analyze_model(_on_meta(model)), copy.deepcopy(model)
+        try:
+            parallelize(sharded, structure, group, sequence_parallel=sequence_parallel)
+        except (ModelError, LayoutError) as error:
+            # Ours say what was given, the reason, and what to do; the reason alone is wanted.
+            raise ModelError(str(error).partition(": ")[2].rpartition(". ")[0] or str(error)) from error
+        for situation, inputs, labels, whole in _reference_passes(model_type, chosen):
+            shards = {name: shard_of(parameter) for name, parameter in sharded.named_parameters()}
+            lost = whole.gradients.keys() - {shard.name for shard in shards.values()}
+            if lost:
+                raise InexactError(f"{situation}no rank holds {min(lost)}")
+            wanted = {
+                name: shard.take(whole.gradients[shard.name])
+                for name, shard in shards.items()
+                if shard.name in whole.gradients
+            }
+            pass_tensor_rank(sharded, inputs, labels, group).check(wanted, whole.loss, situation)
+
+
+@lru_cache(maxsize=1)
+def _reference(model_type: str, changes: tuple[tuple[str, Any], ...]) -> PreTrainedModel:
+    """Return the full model. Ranks add up in another order than one; in fp64 that stays far below the tolerance."""
+    return tiny_model(model_type, dict(changes)).double()
+
+
+@lru_cache(maxsize=1)
+def _reference_passes(
+    model_type: str, changes: tuple[tuple[str, Any], ...]
+) -> list[tuple[str, tuple[torch.Tensor, ...], torch.Tensor, Passed]]:
+    """Return (name, inputs, labels, pass) of the full model, which a rank compares with those of several groups."""
+    model = _reference(model_type, changes)
+    return [(name, inputs, labels, pass_whole(model, inputs, labels)) for name, inputs, labels in situations(model)]
+
+
+def situations(model: PreTrainedModel) -> Iterator[tuple[str, tuple[torch.Tensor, ...], torch.Tensor]]:
+    """(name, inputs, labels): one document a sample, and several where the model takes positions."""
+    chance = torch.Generator().manual_seed(1)
+    shape = (_SAMPLES, len(_RESTARTS))
+    ids, labels = (torch.randint(3, VOCABULARY, shape, generator=chance) for _ in range(2))
+    yield "", (ids,), labels
+    if "position_ids" in inspect.signature(model.forward).parameters:
+        yield "with packed documents ", (ids, torch.tensor(_RESTARTS).expand(shape)), labels
+
+
+def tiny_model(model_type: str, changes: Mapping[str, Any] = MappingProxyType({})) -> PreTrainedModel:
+    """A small model of this type in which every parameter is random, ready to be compared. Raises ModelError."""
+    check_model_kind(getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]), default_config(model_type))
+    config = tiny_config(model_type, **changes)
+    try:
+        with torch.device("meta"):
+            count = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32).num_parameters()
+        if count > MOST_PARAMETERS:
+            raise ModelError(f"no tiny config: it has {count / 1e6:.0f} million parameters")
+        torch.manual_seed(0)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(f"no tiny model: {brief(error)}") from error
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                # What starts at a constant (a norm, a bias, a gate) is moved off it; weights keep their scale.
+                spread = float(parameter.std()) if parameter.numel() > 1 else 0.0
+                parameter.add_(torch.randn_like(parameter) * (0.1 if spread == 0.0 else spread / 2))
+    return model.eval()
+
+
+def pass_whole(model: PreTrainedModel, inputs: tuple[torch.Tensor, ...], labels: torch.Tensor) -> Passed:
+    """One pass through a copy of the model."""
+    model = copy.deepcopy(model)
+    names = dict(zip(("input_ids", "position_ids"), inputs, strict=False))
+    loss = _loss(model(**names, use_cache=False).logits, labels)
+    loss.backward()
+    gradients = {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
+    return Passed(loss=loss.item(), gradients=gradients)
+
+
+def pass_stages(
+    model: PreTrainedModel, structure: ModelStructure, inputs: tuple[torch.Tensor, ...], labels: torch.Tensor
+) -> Passed:
+    """One pass through the stages of copies of the model, forward in order and backward in reverse."""
+    stages = [
+        PipelineStage(copy.deepcopy(model), structure, bounds=BOUNDS, stage=stage) for stage in range(len(BOUNDS) - 1)
+    ]
+    received, sent = [], []
+    for stage in stages[:-1]:
+        received.append(inputs[0])
+        hidden, *rest = stage(inputs)
+        sent.append(hidden)
+        inputs = (hidden.detach().requires_grad_(), *rest)
+    received.append(inputs[0])
+    loss = _loss(stages[-1](inputs), labels)
+    loss.backward()
+    for hidden, arrived in zip(reversed(sent), reversed(received), strict=False):
+        if arrived.grad is not None:  # None where a stage is broken: its parameters then miss their gradients
+            hidden.backward(arrived.grad)
+    gradients: dict[str, torch.Tensor] = {}
+    for stage in stages:
+        for name, value in stage.model.named_parameters():
+            if value.grad is not None:
+                name = structure.tied.get(name, name)
+                gradients[name] = gradients[name] + value.grad if name in gradients else value.grad
+    return Passed(loss=loss.item(), gradients=gradients)
+
+
+def pass_tensor_rank(
+    sharded: PreTrainedModel, inputs: tuple[torch.Tensor, ...], labels: torch.Tensor, group: dist.ProcessGroup
+) -> Passed:
+    """One pass through this rank's part of a split model; gradients under the names that they have here."""
+    sharded.zero_grad()
+    names = dict(zip(("input_ids", "position_ids"), inputs, strict=False))
+    logits = sharded(**names, use_cache=False).logits
+    if isinstance(sharded.get_output_embeddings(), VocabParallelHead):
+        vocabulary = VocabularyShard.of(VOCABULARY, group)
+        loss = vocab_parallel_token_loss_sum(logits, labels, vocabulary, group) / labels.numel()
+    else:
+        loss = _loss(logits, labels)
+    loss.backward()
+    gradients = {name: value.grad for name, value in sharded.named_parameters() if value.grad is not None}
+    return Passed(loss=loss.item(), gradients=gradients)
+
+
+@contextmanager
+def _double_by_default() -> Iterator[None]:
+    """For families that make tensors of their own without asking which dtype the hidden state has."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _on_meta(model: PreTrainedModel) -> PreTrainedModel:
+    with torch.device("meta"):
+        return type(model)(copy.deepcopy(model.config))
+
+
+def _loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())

@@ -1,0 +1,166 @@
+"""What a tiny Hugging Face model keeps and allocates in one pass, and what the estimate says of it."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from allocations import LiveBytes, SavedForBackward
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from toolkit.estimate.activations import ActivationBreakdown, activations
+from toolkit.estimate.decoder.context import WalkSettings
+from toolkit.estimate.style import LayerStyle
+from toolkit.model_init.selective_recompute import recompute_attention
+from toolkit.models.shape import ModelShape
+from toolkit.parallel.loss import token_loss_sum
+from toolkit.parallel.tiny_model import tiny_config
+
+SEQ_LEN = 48
+EAGER_ONLY = ("gptj", "gpt_neo", "codegen", "bloom", "gemma2", "vaultgemma", "mpt", "xglm", "openai-gpt")
+NEVER_RECOMPUTED = ("openai-gpt",)
+_POSITIONS = ("n_positions", "max_position_embeddings", "seq_length", "max_seq_len")
+_NOT_OF_THE_DECODER = ("classifier_dropout", "layerdrop")
+_NO_DROPOUT = ("diffllama",)
+"""Families that refuse dropout of scores."""
+_OF_THE_SCORES = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One model and one way to run it."""
+
+    family: str
+    attention: str = "sdpa"
+    dtype: torch.dtype = torch.bfloat16
+    samples: int = 2
+    recompute: str = "none"
+    sequence_parallel: bool = False
+    documents: int = 1
+    """In a sample; more than one do not see each other."""
+    autocast: bool = False
+    """The forward pass runs under torch.autocast in bf16."""
+    drops: bool = True
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Of the estimate: a GPU's rules where a test follows them on this CPU."""
+    changes: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        parts = [
+            self.family,
+            self.attention,
+            str(self.dtype).removeprefix("torch."),
+            f"b{self.samples}",
+            self.recompute,
+        ]
+        if self.sequence_parallel:
+            parts.append("sp")
+        if self.autocast:
+            parts.append("autocast")
+        if self.documents > 1:
+            parts.append(f"{self.documents}-documents")
+        return "-".join([*parts, *(f"{key}={value}" for key, value in self.changes.items())])
+
+    def config(self) -> Any:
+        """Enable every dropout, except that of scores in a fused kernel, which a CPU does not have."""
+        given = tiny_config(self.family).to_dict()
+        dropouts = {
+            name: 0.1 if self._drops(name) else 0.0
+            for name, value in given.items()
+            if isinstance(value, float) and "drop" in name and name not in _NOT_OF_THE_DECODER
+        }
+        positions = {name: 2 * SEQ_LEN for name in _POSITIONS if name in given}
+        return tiny_config(self.family, **dropouts | positions | self.changes)
+
+    def _drops(self, name: str) -> bool:
+        fused = self.attention != "eager" or self.family in _NO_DROPOUT
+        return self.drops and not (fused and name in _OF_THE_SCORES)
+
+    def model(self) -> PreTrainedModel:
+        """In training mode."""
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            self.config(), attn_implementation=self.attention, dtype=self.dtype
+        )
+        return self.prepared(model)
+
+    def prepared(self, model: PreTrainedModel) -> PreTrainedModel:
+        """In training mode, and with its layers recomputed where the case says so."""
+        model.train()
+        if self.recompute == "full":
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        elif self.recompute == "selective":
+            recompute_attention(model)
+        return model
+
+    def estimate(self, *, tp: int = 1) -> ActivationBreakdown:
+        """What the toolkit says, of kernels on a CPU."""
+        config = self.config().to_dict()
+        settings = WalkSettings(
+            shape=ModelShape.from_config(config),
+            style=LayerStyle.from_config(config),
+            b=self.samples,
+            s=SEQ_LEN,
+            itemsize=self.dtype.itemsize,
+            attention=self.attention,  # type: ignore[arg-type]
+            tp=tp,
+            sequence_parallel=self.sequence_parallel,
+            autocast=self.autocast,
+            isolates_documents=self.documents > 1,
+            on_cpu=self.device == "cpu",
+        )
+        return activations(settings, recompute=self.recompute)  # type: ignore[arg-type]
+
+    def layers(self) -> int:
+        """Decoder layers."""
+        return int(self.config().get_text_config().num_hidden_layers)
+
+    def inputs(self, model: PreTrainedModel) -> tuple[dict[str, Any], torch.Tensor]:
+        """What the model is given, and labels."""
+        ids, labels = self._tokens(model)
+        inputs = {"input_ids": ids, "use_cache": False}
+        if self.documents > 1:
+            positions = torch.arange(SEQ_LEN // self.documents).repeat(self.documents)
+            inputs["position_ids"] = positions.expand(self.samples, -1).contiguous()
+        return inputs, labels
+
+    def logits(self, model: PreTrainedModel, inputs: dict[str, Any]) -> torch.Tensor:
+        """What the model makes of the inputs. The loss is computed outside autocast."""
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+            found: torch.Tensor = model(**inputs).logits
+        return found
+
+    def _tokens(self, model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs and labels."""
+        vocabulary = model.config.get_text_config().vocab_size
+        return tuple(torch.randint(0, vocabulary, (self.samples, SEQ_LEN)) for _ in range(2))  # type: ignore[return-value]
+
+
+def kept_bytes(case: Case, model: PreTrainedModel, loss_sum: Callable[..., torch.Tensor] = token_loss_sum) -> int:
+    """What a forward pass keeps for backward.
+
+    Checkpointing holds inputs of its layers without telling autograd's hooks: there what lives is counted, and the
+    ids and labels that a whole model keeps; a split one keeps what it makes of them.
+    """
+    inputs, labels = case.inputs(model)
+    if case.recompute == "full":
+        with LiveBytes() as live:
+            loss = loss_sum(case.logits(model, inputs), labels)
+            time.sleep(0.02)  # the thread of a collective lets go of its tensors a moment after it is done
+            found = live.live_bytes + (2 * labels.nbytes if loss_sum is token_loss_sum else 0)
+        del loss
+        return found
+    with SavedForBackward(model) as saved:
+        loss = loss_sum(case.logits(model, inputs), labels)
+    del loss
+    return saved.bytes
+
+
+def peak_bytes(case: Case, model: PreTrainedModel) -> int:
+    """The most that lives at once in a forward and backward pass, beside parameters and their gradients."""
+    inputs, labels = case.inputs(model)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    with LiveBytes() as live:
+        token_loss_sum(case.logits(model, inputs), labels).backward()
+    return live.peak_bytes + 2 * labels.nbytes

@@ -1,0 +1,380 @@
+"""The pattern of each mistake that the diagnosis knows, planted in a synthetic run."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+from synthetic_run import (
+    Array,
+    baseline,
+    changed,
+    with_gradients,
+    with_losses,
+    with_norms,
+    without_tensors,
+)
+
+from toolkit.parity import Cause, ParityRun
+
+BASELINE = baseline()
+Change = Callable[[ParityRun], ParityRun]
+
+
+def turned(value: Array) -> Array:
+    """A little longer, and pointing slightly elsewhere."""
+    noise = np.random.default_rng(7).normal(size=value.shape)
+    return (value + 0.1 * noise * np.abs(value).mean()).astype(value.dtype)
+
+
+def unweighted(run: ParityRun) -> float:
+    parts = run.micro_losses
+    blocks = [parts[start : start + run.micro_batch_size] for start in range(0, len(parts), run.micro_batch_size)]
+    means = [sum(loss for loss, _ in block) / sum(count for _, count in block) for block in blocks]
+    return sum(means) / len(means)
+
+
+def times(factor: float) -> Callable[[Array], Array]:
+    return lambda value: value * np.float32(factor)
+
+
+def other_loss(run: ParityRun) -> ParityRun:
+    return with_losses(run, lambda step, loss: loss * 1.01)
+
+
+def other_weights(run: ParityRun) -> ParityRun:
+    """Other weights in the end."""
+    return replace(run, parameters=changed(run.parameters, times(1.01), "embed"))
+
+
+def other_outputs(first: str) -> Change:
+    """Outputs that differ from the layer `first` on."""
+
+    def change(run: ParityRun) -> ParityRun:
+        names = list(run.outputs)
+        late = names[names.index(first) :]
+        return replace(
+            other_loss(run),
+            outputs={name: value * (1.1 if name in late else 1) for name, value in run.outputs.items()},
+        )
+
+    return change
+
+
+def gradients(factor: float, *parts: str) -> Change:
+    return lambda run: with_gradients(run, times(factor), *parts)
+
+
+def updates(change: Callable[[str, Array], Array], **more: object) -> Change:
+    return lambda run: replace(
+        run, first_updates={name: change(name, value) for name, value in run.first_updates.items()}, **more
+    )
+
+
+def grown(factor: float, *, until: int = 99) -> Change:
+    return lambda run: with_losses(run, lambda step, loss: loss * (1 + 2e-8 * factor ** min(step, until)))
+
+
+def set_in(step: int) -> Change:
+    return lambda run: with_losses(run, lambda place, loss: loss * (1.01 if place >= step else 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pattern:
+    """What a mistake leaves behind, and what must be said about it."""
+
+    name: str
+    plant: Change
+    rule: str
+    cause: Cause
+    says: str = ""
+    baseline: ParityRun = BASELINE
+
+
+BARE = without_tensors(BASELINE)
+EQUAL = replace(BASELINE, micro_losses=tuple((4.6 * 20, 20) for _ in range(8)))
+BY_LAYER = ("layers.0", "layers.1", "embed")
+
+PATTERNS = (
+    Pattern(
+        name="another order of samples",
+        plant=lambda run: replace(run, batches=("f" * 16, *run.batches[1:])),
+        rule="samples",
+        cause=Cause.DATA_ORDER,
+        says="samples of step 1",
+    ),
+    Pattern(
+        name="ranks of one model that read different samples",
+        plant=lambda run: replace(run, batches=(*run.batches[:2], "a!=b", *run.batches[3:])),
+        rule="samples",
+        cause=Cause.DATA_ORDER,
+        says="ranks that share a model read different samples in step 3",
+    ),
+    Pattern(
+        name="other initial weights",
+        plant=lambda run: replace(other_weights(run), initial=changed(run.initial, times(1.001), "layers.2.mlp")),
+        rule="initial_weights",
+        cause=Cause.INITIAL_WEIGHTS,
+        says="model.layers.2.mlp.weight",
+    ),
+    Pattern(
+        name="replicas that differ before the first step",
+        plant=lambda run: replace(
+            run, diverged_at_start=frozenset({"model.norm.weight"}), diverged=frozenset({"model.norm.weight"})
+        ),
+        rule="initial_weights",
+        cause=Cause.INITIAL_WEIGHTS,
+        says="start with different ones: model.norm.weight",
+    ),
+    Pattern(
+        name="two updates for a global batch",
+        plant=lambda run: replace(
+            other_weights(run), learning_rates=tuple(rate for rate in run.learning_rates for _ in "ab")
+        ),
+        rule="number_of_updates",
+        cause=Cause.BATCH_SIZE,
+        says="24 updates of 12 global batches",
+    ),
+    Pattern(
+        name="a loss that is not a number",
+        plant=lambda run: with_losses(run, lambda step, loss: np.nan if step == 3 else loss),
+        rule="not_finite",
+        cause=Cause.NOT_FINITE,
+        says="loss of step 3",
+    ),
+    Pattern(
+        name="a loss that is not a number in a finished run",
+        plant=lambda run: with_losses(run, lambda step, loss: np.nan if step == 3 else loss),
+        baseline=BARE,
+        rule="not_finite",
+        cause=Cause.NOT_FINITE,
+        says="the baseline's is not. Check",
+    ),
+    Pattern(
+        name="a gradient that is not a number in every weight",
+        plant=lambda run: replace(
+            with_losses(run, lambda step, loss: np.nan if step == 3 else loss),
+            parameters=changed(run.parameters, times(np.nan), "norm"),
+        ),
+        rule="not_finite",
+        cause=Cause.NOT_FINITE,
+        says="The update was applied: model.layers.0.norm.weight, ",
+    ),
+    Pattern(
+        name="an infinite norm",
+        plant=lambda run: with_norms(run, lambda step, norm: np.inf if step == 4 else norm),
+        rule="not_finite",
+        cause=Cause.NOT_FINITE,
+        says="gradient norm of step 4",
+    ),
+    Pattern(
+        name="a mean of the micro-batches' means",
+        plant=lambda run: with_losses(run, lambda step, loss: unweighted(run) if step == 1 else loss),
+        rule="token_weighting",
+        cause=Cause.TOKEN_WEIGHTING,
+        says="mean losses",
+    ),
+    Pattern(
+        name="gradients twice as long", plant=gradients(2), rule="constant_factor", cause=Cause.SCALING, says="(2)"
+    ),
+    Pattern(
+        name="loss and gradients of a quarter",
+        plant=lambda run: with_losses(gradients(0.25)(run), lambda step, loss: loss / 4),
+        rule="constant_factor",
+        cause=Cause.SCALING,
+        says="reported loss is off too",
+    ),
+    Pattern(
+        name="embeddings with a wrong shard",
+        plant=other_outputs("embeddings"),
+        rule="forward_pass",
+        cause=Cause.SHARD,
+        says="input of the first layer",
+    ),
+    Pattern(
+        name="a layer with a wrong shard",
+        plant=other_outputs("model.layers.2"),
+        rule="forward_pass",
+        cause=Cause.SHARD,
+        says="model.layers.2 returns something else, while model.layers.1 agrees",
+    ),
+    Pattern(name="a wrong softmax", plant=other_loss, rule="forward_pass", cause=Cause.FORWARD, says="softmax"),
+    Pattern(
+        name="another forward pass of a family without layer outputs",
+        plant=lambda run: replace(other_loss(run), outputs={}),
+        rule="forward_pass",
+        cause=Cause.FORWARD,
+        says="computes something else",
+    ),
+    Pattern(
+        name="gradients of unequal micro-batches that are averaged",
+        plant=lambda run: with_gradients(run, turned),
+        rule="unequal_weights",
+        cause=Cause.TOKEN_WEIGHTING,
+        says="between 11 and 71 target tokens",
+    ),
+    Pattern(
+        name="the same where micro-batches are equal",
+        plant=lambda run: with_gradients(run, turned),
+        baseline=with_losses(EQUAL, lambda step, loss: loss),
+        rule="wrong_gradients",
+        cause=Cause.BACKWARD,
+    ),
+    Pattern(
+        name="an embedding that is not tied",
+        plant=gradients(0.5, "embed"),
+        rule="wrong_gradients",
+        cause=Cause.TYING,
+        says="lookup and from the head",
+    ),
+    Pattern(
+        name="a scaled gradient between stages",
+        plant=gradients(0.5, *BY_LAYER),
+        rule="wrong_gradients",
+        cause=Cause.STAGES,
+        says="up to layer 1 is 0.5 times",
+    ),
+    Pattern(
+        name="norms and biases that are not summed",
+        plant=gradients(0.5, "norm.weight", "bias"),
+        rule="wrong_gradients",
+        cause=Cause.ALL_REDUCE,
+        says="only norms and biases",
+    ),
+    Pattern(
+        name="one layer",
+        plant=lambda run: with_gradients(run, turned, "layers.2."),
+        rule="wrong_gradients",
+        cause=Cause.SHARD,
+        says="only layer 2",
+    ),
+    Pattern(
+        name="one matrix of every layer",
+        plant=gradients(0.5, "mlp.weight"),
+        rule="wrong_gradients",
+        cause=Cause.ALL_REDUCE,
+        says="only mlp.weight, in every layer",
+    ),
+    Pattern(
+        name="wrong before a place and right after it",
+        plant=lambda run: with_gradients(run, turned, "embed", "layers.0", "layers.1", "layers.2.norm"),
+        rule="wrong_gradients",
+        cause=Cause.ALL_REDUCE,
+        says="right after model.layers.2.norm.weight",
+    ),
+    Pattern(
+        name="gradients that follow no rule",
+        plant=lambda run: with_gradients(run, turned, "layers.1.mlp", "layers.3.attn.weight"),
+        rule="wrong_gradients",
+        cause=Cause.BACKWARD,
+        says="model.layers.1.mlp.weight, model.layers.3.attn.weight",
+    ),
+    Pattern(
+        name="a norm of half the parameters",
+        plant=lambda run: with_norms(run, lambda step, norm: norm * 0.5),
+        rule="reported_norm",
+        cause=Cause.CLIPPING,
+        says="0.5 times that of its own gradient",
+    ),
+    Pattern(
+        name="another norm in a finished run",
+        plant=lambda run: with_norms(run, lambda step, norm: norm * 2),
+        baseline=BARE,
+        rule="first_norm",
+        cause=Cause.BACKWARD,
+        says="2 times the baseline's",
+    ),
+    Pattern(
+        name="another learning rate from step 4 on",
+        plant=lambda run: replace(set_in(5)(run), learning_rates=(0.1, 0.1, 0.1, *[0.05] * 9)),
+        rule="schedule",
+        cause=Cause.SCHEDULE,
+        says="learning rate of step 4",
+    ),
+    Pattern(
+        name="decay of all parameters",
+        plant=lambda run: updates(lambda name, value: value - np.float32(0.01) * run.initial[name])(set_in(4)(run)),
+        rule="first_update",
+        cause=Cause.WEIGHT_DECAY,
+        says="multiple of the weights",
+    ),
+    Pattern(
+        name="decay of norms and biases",
+        plant=lambda run: updates(
+            lambda name, value: value - np.float32(0.01) * run.initial[name] if value.ndim < 2 else value
+        )(set_in(4)(run)),
+        rule="first_update",
+        cause=Cause.WEIGHT_DECAY,
+        says="in norms and biases",
+    ),
+    Pattern(
+        name="a gradient that is not clipped",
+        plant=lambda run: updates(lambda name, value: value * np.float32(3))(set_in(4)(run)),
+        rule="first_update",
+        cause=Cause.CLIPPING,
+        says="3 times the baseline's everywhere",
+    ),
+    Pattern(
+        name="ranks that clip by norms of their own",
+        plant=lambda run: updates(
+            lambda name, value: value * np.float32(1.5 if "mlp" in name else 2),
+            diverged=frozenset({"model.norm.weight"}),
+        )(set_in(4)(run)),
+        rule="first_update",
+        cause=Cause.CLIPPING,
+        says="each rank clips by the norm of its own shard",
+    ),
+    Pattern(
+        name="another optimizer",
+        plant=lambda run: updates(lambda name, value: np.sign(value))(set_in(4)(run)),
+        rule="first_update",
+        cause=Cause.OPTIMIZER,
+        says="another optimizer",
+    ),
+    Pattern(
+        name="replicas that diverge",
+        plant=lambda run: replace(run, diverged=frozenset({"model.norm.weight"})),
+        rule="diverged_replicas",
+        cause=Cause.REPLICAS,
+        says="model.norm.weight",
+    ),
+    Pattern(
+        name="biases that are added twice",
+        plant=set_in(2),
+        rule="second_forward_pass",
+        cause=Cause.FORWARD,
+        says="weights after step 1 are right",
+    ),
+    Pattern(name="chaos", plant=grown(3), rule="growth", cause=Cause.CHAOS, says="cannot tell from rounding"),
+    Pattern(
+        name="a difference that sets in at once",
+        plant=set_in(6),
+        rule="growth",
+        cause=Cause.OPTIMIZER,
+        says="step 6 is not",
+    ),
+    Pattern(
+        name="a norm that jumps while the loss is right",
+        plant=lambda run: with_norms(run, lambda step, norm: norm * (1.5 if step > 6 else 1)),
+        rule="growth",
+        cause=Cause.OPTIMIZER,
+        says="step 7 is not",
+    ),
+    Pattern(
+        name="other weights after equal curves",
+        plant=other_weights,
+        rule="growth",
+        cause=Cause.OPTIMIZER,
+        says="trained weights do not",
+    ),
+    Pattern(
+        name="a run that ends early",
+        plant=lambda run: replace(
+            run,
+            curve=replace(run.curve, losses=run.curve.losses[:5], grad_norms=run.curve.grad_norms[:5]),
+            learning_rates=run.learning_rates[:5],
+        ),
+        rule="growth",
+        cause=Cause.UNKNOWN,
+        says="ends at step 5",
+    ),
+)

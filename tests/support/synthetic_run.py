@@ -1,0 +1,92 @@
+"""Synthetic parity runs: a consistent baseline of a small model to plant one mistake in.
+
+Four layers of a norm, an attention with bias and an MLP, between an embedding and a final norm. Updates are those of
+plain SGD, and every number follows from one seed.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from toolkit.parity import LossCurve, ParityRun, Tensors
+
+LAYERS, WIDTH, VOCABULARY, STEPS = 4, 8, 31, 12
+RATE = 0.1
+
+Array = NDArray[np.floating]
+
+
+def shapes() -> dict[str, tuple[int, ...]]:
+    found: dict[str, tuple[int, ...]] = {"model.embed.weight": (VOCABULARY, WIDTH)}
+    for layer in range(LAYERS):
+        parts = {"norm.weight": (WIDTH,), "attn.weight": (WIDTH, WIDTH), "attn.bias": (WIDTH,)}
+        parts |= {"mlp.weight": (WIDTH, WIDTH)}
+        found |= {f"model.layers.{layer}.{name}": shape for name, shape in parts.items()}
+    return found | {"model.norm.weight": (WIDTH,)}
+
+
+def draw(seed: int) -> dict[str, Array]:
+    chance = np.random.default_rng(seed)
+    return {name: chance.normal(size=shape).astype(np.float32) for name, shape in shapes().items()}
+
+
+def norm_of(tensors: Tensors) -> float:
+    return float(np.sqrt(sum(float(np.sum(value.astype(np.float64) ** 2)) for value in tensors.values())))
+
+
+def baseline() -> ParityRun:
+    initial, gradients = draw(1), draw(2)
+    updates = {name: -RATE * value for name, value in gradients.items()}
+    micro_losses = tuple((4.0 * (3 + 5 * place), 3 + 5 * place) for place in range(8))
+    micro_losses = tuple((loss * (1 + 0.1 * place), count) for place, (loss, count) in enumerate(micro_losses))
+    first = sum(loss for loss, _ in micro_losses) / sum(count for _, count in micro_losses)
+    return ParityRun(
+        curve=LossCurve(
+            label="reference",
+            losses=tuple(first - 0.1 * step for step in range(STEPS)),
+            grad_norms=(norm_of(gradients), *(2.0 + 0.01 * step for step in range(1, STEPS))),
+        ),
+        initial=initial,
+        first_gradients=gradients,
+        first_updates=updates,
+        parameters={name: value + 5 * updates[name] for name, value in initial.items()},
+        outputs={"embeddings": 1.0, **{f"model.layers.{layer}": 2.0 + layer for layer in range(LAYERS)}},
+        batches=tuple(f"{step:016x}" for step in range(STEPS)),
+        learning_rates=(RATE,) * STEPS,
+        micro_losses=micro_losses,
+        micro_batch_size=2,
+    )
+
+
+def changed(tensors: Tensors, change: Callable[[Array], Array], *parts: str) -> dict[str, Array]:
+    """The tensors, with `change` done to those whose name has one of `parts` (to all where none is given)."""
+    return {
+        name: change(value) if not parts or any(part in name for part in parts) else value
+        for name, value in tensors.items()
+    }
+
+
+def with_losses(run: ParityRun, change: Callable[[int, float], float]) -> ParityRun:
+    """The loss of each step (from 1) changed."""
+    losses = tuple(change(step, loss) for step, loss in enumerate(run.curve.losses, start=1))
+    return replace(run, curve=replace(run.curve, losses=losses))
+
+
+def with_norms(run: ParityRun, change: Callable[[int, float], float]) -> ParityRun:
+    norms = tuple(change(step, norm) for step, norm in enumerate(run.curve.grad_norms, start=1))
+    return replace(run, curve=replace(run.curve, grad_norms=norms))
+
+
+def with_gradients(run: ParityRun, change: Callable[[Array], Array], *parts: str) -> ParityRun:
+    """Gradients changed, and the first norm with them."""
+    gradients = changed(run.first_gradients, change, *parts)
+    ratio = norm_of(gradients) / norm_of(run.first_gradients)
+    found = with_norms(run, lambda step, norm: norm * ratio if step == 1 else norm)
+    return replace(found, first_gradients=gradients)
+
+
+def without_tensors(run: ParityRun) -> ParityRun:
+    """As a finished run is known: by what it wrote down."""
+    return replace(run, parameters={}, initial={}, first_gradients={}, first_updates={}, outputs={}, micro_losses=())

@@ -1,0 +1,175 @@
+"""Which checkpoints a path names, and which of them to resume from: the newest complete one.
+
+A user's path is trusted as a place; its content is not. `latest` is not used: it may be out of date when a process
+died while saving, and its content could be anything.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit.checkpoint import names
+from toolkit.checkpoint.manifest import ListedCheckpoint, list_checkpoints, read_latest, read_manifest
+from toolkit.checkpoint.ranks import Ranks
+from toolkit.checkpoint.reader import CheckpointReader, model_files
+from toolkit.checkpoint.safetensors_header import HeaderError, read_header
+from toolkit.checkpoint.verify import index_problems, verify
+from toolkit.errors import CheckpointError
+from toolkit.files import printable, reason_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelectedCheckpoint:
+    """A directory to read. `is_weights_only`: a Hugging Face model, without optimizer and trainer state.
+
+    `notices`: newer checkpoints that are damaged, one line each with the file.
+    """
+
+    path: Path
+    is_weights_only: bool = False
+    notices: tuple[str, ...] = ()
+
+
+def select_checkpoint(path: Path, *, strict: bool = False, ranks: Ranks | None = None) -> SelectedCheckpoint:
+    """The newest complete checkpoint of a run directory; or `path` itself, if it is a checkpoint or a model.
+
+    A collective call of `ranks`, by default of the whole job, which divide the verification among them. Raises
+    CheckpointError where nothing is complete, and with `strict` where the newest checkpoint is not.
+    """
+    ranks = ranks or Ranks.of()
+    what, listed = ranks.run_on_first(lambda: _classify(path))
+    if what == "nothing":
+        raise names.checkpoint_error(path, _why_nothing(path))
+    if what == "model":
+        problems = ranks.run_on_first(lambda: _model_problems(path))
+        if problems:
+            raise names.checkpoint_error(path, f"{first_of(problems)}. Choose another model.")
+        return SelectedCheckpoint(path=path, is_weights_only=True)
+    if what == "checkpoint":
+        problems = verify(path, ranks=ranks)
+        if problems:
+            advice = "Name another checkpoint, or the run directory to use its newest complete one."
+            raise CheckpointError(f"{printable(path)} is damaged: {first_of(problems)}. {advice}", path=printable(path))
+        return SelectedCheckpoint(path=path)
+    return _newest_complete(path, listed, strict, ranks)
+
+
+def _newest_complete(run_dir: Path, listed: list[ListedCheckpoint], strict: bool, ranks: Ranks) -> SelectedCheckpoint:
+    notices: list[str] = []
+    for one in reversed(listed):
+        problems = verify(one.path, ranks=ranks)
+        if not problems:
+            latest = ranks.run_on_first(lambda: read_latest(run_dir))
+            if notices:
+                notices[-1] += f"; {one.name} is used"
+            elif latest is not None and latest not in {other.name for other in listed}:
+                notices.append(f"{names.LATEST} names {latest}, which does not exist; {one.name} is used")
+            return SelectedCheckpoint(path=one.path, notices=tuple(notices))
+        notices.append(f"{one.name} is damaged: {first_of(problems)}")
+        if strict:
+            raise names.checkpoint_error(
+                run_dir, f"{notices[0]}. Without --strict, the newest complete checkpoint is used."
+            )
+    raise names.checkpoint_error(run_dir, f"no checkpoint is complete. {notices[0]}. Start again in another run_dir.")
+
+
+def _classify(path: Path) -> tuple[str, list[ListedCheckpoint]]:
+    """What this is: nothing, checkpoint, model, or a run with the checkpoints in it."""
+    if not path.is_dir():
+        return "nothing", []
+    if os.path.lexists(path / names.MANIFEST):
+        return "checkpoint", []
+    try:
+        listed = list_checkpoints(path)
+    except OSError:
+        return "nothing", []
+    if listed:
+        return "run", listed
+    if os.path.lexists(path / names.SINGLE) or os.path.lexists(path / names.INDEX):
+        return "checkpoint" if os.path.lexists(path / names.TRAINER_STATE) else "model", []
+    return "nothing", []
+
+
+def _why_nothing(path: Path) -> str:
+    if not path.is_dir():
+        return f"{names.not_a_directory(path)}."
+    if any(path.glob("pytorch_model*.bin")):
+        return "its weights are pickled, and pickles are not read. Save the model as safetensors."
+    return "there is no checkpoint in it. Name a run directory, a step-… directory, or a Hugging Face model."
+
+
+def _model_problems(directory: Path) -> list[str]:
+    # Links are followed here, because the cache of the Hugging Face hub consists of links.
+    try:
+        files = {file: read_header(directory / file, follow=True) for file in model_files(directory)}
+    except (OSError, HeaderError, ValueError) as error:
+        return [printable(str(error))]
+    return list(index_problems(directory, files, follow=True))
+
+
+def first_of(problems: Sequence[str]) -> str:
+    """The first of several problems, and how many more there are."""
+    return problems[0] + (f" (and {len(problems) - 1} more)" if len(problems) > 1 else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSummary:
+    """A checkpoint, without its tensors. `problems`: what is wrong with it; if so, other fields may be missing."""
+
+    path: Path
+    step: int
+    nbytes: int | None
+    modified: float | None
+    """When it was written, in seconds since 1970."""
+    state: dict[str, Any]
+    """trainer_state.json."""
+    problems: tuple[str, ...]
+
+
+def summarize_checkpoints(path: Path, *, hashes: bool) -> list[CheckpointSummary]:
+    """The checkpoints of a run, oldest first, or the one at `path`.
+
+    Checks manifests, headers and sizes; with `hashes`, every byte. Raises CheckpointError where there is none.
+    """
+    if not path.is_dir():
+        raise names.checkpoint_error(path, f"{names.not_a_directory(path)}. Name a run or a checkpoint.")
+    if is_checkpoint(path):
+        return [_summary(path, path.resolve().name, hashes)]
+    try:
+        listed = list_checkpoints(path)
+    except OSError as error:
+        raise names.checkpoint_error(path, f"cannot be read ({reason_of(error)}).") from None
+    if not listed:
+        message = "there is no checkpoint in it. Name a run that saved one (checkpoint.every), or a step-… directory."
+        raise names.checkpoint_error(path, message)
+    return [_summary(one.path, one.name, hashes) for one in listed]
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether this is the directory of a checkpoint, rather than of a run."""
+    name = path.resolve().name
+    return (
+        (path / names.MANIFEST).exists()
+        or names.step_of(name) is not None
+        or names.parse_temporary_name(name) is not None
+    )
+
+
+def _summary(path: Path, name: str, hashes: bool) -> CheckpointSummary:
+    problems = tuple(verify(path, ranks=Ranks.single())) if hashes else ()
+    try:
+        manifest = read_manifest(path)
+        modified = (path / names.MANIFEST).stat().st_mtime
+        saved = CheckpointReader(path)
+        step, nbytes, state = manifest.step, sum(file.size for file in manifest.files), saved.trainer_state or {}
+        problems = problems or tuple(
+            f"{file.path}: its size differs from what was written"
+            for file in manifest.files
+            if (path / file.path).lstat().st_size != file.size
+        )
+    except (OSError, ValueError, CheckpointError) as error:
+        step, nbytes, modified, state = names.step_of(name) or 0, None, None, {}
+        problems = problems or (printable(str(error)),)
+    return CheckpointSummary(path=path, step=step, nbytes=nbytes, modified=modified, state=state, problems=problems)

@@ -1,0 +1,125 @@
+"""TrainerState: the progress of a run, stored beside the weights and optimizer states of its checkpoint as JSON.
+
+Samples, learning rate, dropout and loss weights are functions of the recipe and the step, so of these only the step is
+needed to resume. The rest records where the checkpoint came from, and prevents resuming with something else.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+from pydantic import NonNegativeInt, TypeAdapter, ValidationError
+
+from toolkit.config.layout import Batch, Layout
+from toolkit.config.recipe import Recipe
+from toolkit.config.recipe_schema import flat_fields, upgrade_recipe
+from toolkit.errors import CheckpointError, LayoutError
+from toolkit.files import first_problem
+
+_MATHEMATICS = ("model.overrides", "data", "batch.global_batch_size", "train.seed", "optimizer.name")
+"""Fields that determine which samples come next and what the optimizer states mean."""
+_MAY_DIFFER = ("data.workers", "data.cache_dir", "data.eval_fraction")
+_MAY_CHANGE = ("optimizer.", "schedule.", "train.")
+_OLD_KEYS = {"micro_size": "micro_batch_size", "left_out": "skipped_batches"}
+"""Keys as older versions wrote them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerState:
+    """After `step` steps. `updates` counts those in which the weights were updated (fp16 skips some)."""
+
+    step: NonNegativeInt
+    samples: int
+    """Trained on so far."""
+    tokens: int
+    """Target tokens trained on so far."""
+    updates: int
+    """As the optimizer counts them; 0 for optimizers that do not."""
+    learning_rate: float
+    """Of the last step."""
+    loss_scale: dict[str, float]
+    layout: str
+    micro_batch_size: int
+    accumulation: int
+    precision: str
+    engine: str
+    seed: int
+    states: list[str]
+    """Kinds of optimizer states in the checkpoint."""
+    contents: str
+    """Fingerprint of the tokenized text."""
+    versions: dict[str, str]
+    recipe: dict[str, Any]
+    skipped_batches: NonNegativeInt = 0
+    """Global batches that rollbacks have skipped: the next step reads the batch `step` + `skipped_batches`."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], *, path: str) -> Self:
+        """Decode trainer_state.json, also of older versions. Raises CheckpointError where it is not valid."""
+        data = {_OLD_KEYS.get(key, key): value for key, value in data.items()}
+        if isinstance(data.get("recipe"), Mapping):
+            data["recipe"] = upgrade_recipe(data["recipe"])
+        try:
+            return TypeAdapter(cls).validate_json(json.dumps(data), strict=True)
+        except ValidationError as error:
+            raise CheckpointError(f"{path}: {first_problem(error)}. Choose another checkpoint.", path=path) from None
+
+    def check(self, recipe: Recipe, contents: str, *, path: str, may_be_complete: bool = False) -> None:
+        """Raise CheckpointError where `recipe` would continue with other samples, another model or optimizer.
+
+        Unless `may_be_complete`, also where it has no step left to train.
+        """
+        if changed := changed_fields(recipe, self.recipe):
+            more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
+            raise CheckpointError(
+                f"{path}: {changed[0]}{more}. Set it back to resume; to start a new run with these weights, set "
+                f"model.name_or_path={path} and model.init=pretrained."
+            )
+        if contents != self.contents:
+            raise CheckpointError(
+                f"{path}: the text or tokenizer of data.source={recipe.data.source} is not that of the checkpoint, so "
+                "samples would repeat or be skipped. Restore the same files, or start a new run with these weights."
+            )
+        if self.step >= recipe.train.steps and not may_be_complete:
+            raise CheckpointError(
+                f"{path}: it has {self.step} of train.steps={recipe.train.steps}, nothing is left to train. "
+                f"Set train.steps to more than {self.step}."
+            )
+
+    def describe(self, recipe: Recipe, layout: Layout, batch: Batch) -> str:
+        """One line: what is resumed, and what is different from before."""
+        now = recipe.strategy(layout)
+        layouts = ", same layout" if now == self.layout else f" → {short(now)}"
+        own, other = flat_fields(recipe.model_dump(mode="json")), flat_fields(self.recipe)
+        settings = [
+            ("accumulation", self.accumulation, batch.accumulation),
+            ("micro-batch", self.micro_batch_size, batch.micro_batch_size),
+            ("precision", self.precision, recipe.precision),
+            *((key, other.get(key), own[key]) for key in sorted(own) if key.startswith(_MAY_CHANGE)),
+        ]
+        changes = [f"{name} {before}→{after}" for name, before, after in settings if before != after]
+        first = f"checkpoint {short(self.layout)} step {self.step}{layouts}"
+        return ", ".join([first, *changes, f"global batch {batch.global_batch_size} kept"])
+
+
+def changed_fields(recipe: Recipe, trained: Mapping[str, Any]) -> list[str]:
+    """How a recipe differs from one that was trained, in fields that the mathematics depend on."""
+    own, other = flat_fields(recipe.model_dump(mode="json")), flat_fields(trained)
+    return [
+        f"{key}={own.get(key)!r}, and the checkpoint was trained with {other.get(key)!r}"
+        for key in sorted(own.keys() | other.keys())
+        if key.startswith(_MATHEMATICS) and key not in _MAY_DIFFER and own.get(key) != other.get(key)
+    ]
+
+
+def short(layout: str) -> str:
+    """A layout without the axes that are 1: `dp8-z3`."""
+    try:
+        Layout.parse(layout)
+    except LayoutError:
+        return layout
+    return "-".join(part for part in layout.split("-") if part not in ("dp1", "tp1", "pp1")) or layout

@@ -1,0 +1,226 @@
+"""The options of `dstk config`, and the ConfigJob that they describe: a recipe with overrides, or options alone."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_args
+
+import click
+from pydantic import ValidationError
+
+from toolkit.cli import FiniteRange
+from toolkit.config import load_rounded
+from toolkit.config.field_errors import explain
+from toolkit.config.layout import Layout
+from toolkit.config.recipe import OptimizerName, Precision, Recipe, ScheduleName
+from toolkit.dsconfig import options as extras
+from toolkit.dsconfig.buckets import Buckets, derive, largest_partition, link_of
+from toolkit.dsconfig.build import ConfigJob, shape_of
+from toolkit.dsconfig.options import PLAIN, REMOVED_OPTIMIZERS, ConfigOptions, check, removed_optimizer
+from toolkit.errors import ConfigError, LayoutError, RecipeError, Refusal
+from toolkit.hardware import gpu
+
+Flags = dict[str, Any]
+"""The values of the options, by their Python names."""
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+OPTIMIZERS = (*get_args(OptimizerName), *get_args(extras.OtherOptimizer), *REMOVED_OPTIMIZERS)
+_POSITIVE = click.IntRange(min=1)
+_FROM_0, _ABOVE_0 = FiniteRange(min=0), FiniteRange(min=0, min_open=True)
+_FRACTION = FiniteRange(min=0, max=1, max_open=True)
+_MONITOR = click.Choice(get_args(extras.MonitorName))
+_PORT = click.IntRange(1024, 65535)
+_DTYPE = click.Choice(["fp32", "bf16", "fp16"])
+
+_OPTIONS: list[Decorator] = [
+    # The fields of a recipe.
+    click.option("--model", metavar="NAME", help="A known shape (gpt2-xl), or a directory with a config.json."),
+    click.option("--layout", metavar="LAYOUT", help="For instance dp8-tp2-z1; an omitted axis is 1, dp what remains."),
+    click.option("--global-batch", type=_POSITIVE, metavar="N", help="Samples in one optimizer step, over all ranks."),
+    click.option("--micro", type=_POSITIVE, metavar="N", help="Samples in one forward pass of a rank."),
+    click.option("--precision", type=click.Choice(get_args(Precision)), help="Of weights and activations."),
+    click.option("--optimizer", type=click.Choice(OPTIMIZERS), metavar="NAME", help=f"{', '.join(OPTIMIZERS[:8])}."),
+    click.option("--lr", type=_ABOVE_0, metavar="X", help="Peak learning rate."),
+    click.option("--betas", type=(_FRACTION, _FRACTION), metavar="B1 B2", help="Decay rates of the moments."),
+    click.option("--weight-decay", type=_FROM_0, metavar="X", help="Weight decay."),
+    click.option("--grad-clip", type=_FROM_0, metavar="X", help="Largest gradient norm; 0: no clipping."),
+    click.option("--schedule", type=click.Choice(get_args(ScheduleName)), metavar="NAME", help="Of the learning rate."),
+    click.option("--steps", type=_POSITIVE, metavar="N", help="Optimizer steps of the run."),
+    click.option("--warmup-steps", type=click.IntRange(min=0), metavar="N", help="Steps of linear warm-up."),
+    click.option(
+        "--recompute",
+        type=click.Choice(["none", "selective", "full"]),
+        help="The model's own activation checkpointing; selective: of attention alone, by this toolkit.",
+    ),
+    click.option("--offload-optimizer", type=click.Choice(["none", "cpu", "nvme"]), help="Where its states are kept."),
+    click.option("--offload-params", type=click.Choice(["none", "cpu", "nvme"]), help="Where parameters are kept."),
+    # What no recipe has.
+    click.option("--nvme-path", metavar="DIR", help="Where the NVMe drive is mounted."),
+    click.option("--hpz", type=_POSITIVE, default=1, metavar="N", help="ZeRO++ hpZ: secondary partition over N ranks."),
+    click.option("--quantized-weights", is_flag=True, help="ZeRO++ qwZ: gather parameters in 8 bits."),
+    click.option("--quantized-gradients", is_flag=True, help="ZeRO++ qgZ: send gradients between nodes in 4 bits."),
+    click.option("--grad-accum-dtype", type=_DTYPE, default="fp32", help="Dtype of gradient accumulation [fp32]."),
+    click.option("--communication-dtype", type=_DTYPE, default="fp32", help="Dtype of gradient reduction [fp32]."),
+    click.option("--activation-checkpointing", is_flag=True, help="DeepSpeed's own, for models that call it."),
+    click.option("--cpu-checkpointing", is_flag=True, help="Keep those activations in host memory."),
+    click.option("--scheduler", type=click.Choice(get_args(extras.SchedulerName)), help="DeepSpeed's own schedule."),
+    click.option("--monitor", "monitors", type=_MONITOR, multiple=True, help="Log there."),
+    click.option("--log-dir", metavar="DIR", default="logs", help="Of tensorboard and csv [logs]."),
+    click.option("--run-name", metavar="NAME", default="run", help="Job or project of a monitor, and of Slurm [run]."),
+    click.option("--profile-step", type=_POSITIVE, metavar="N", help="Let DeepSpeed count FLOPs after N steps."),
+    click.option("--wall-clock-breakdown", is_flag=True, help="Let DeepSpeed time the parts of a step."),
+    # Machines and ranks.
+    click.option("--world-size", type=_POSITIVE, metavar="N", help="Ranks of the job; default: those of the layout."),
+    click.option("--nodes", type=_POSITIVE, metavar="N", help="Machines [1]."),
+    click.option("--gpus-per-node", type=_POSITIVE, metavar="N", help="Ranks of each."),
+    click.option("--host", "hosts", multiple=True, metavar="NAME", help="A node's name, one for each [node1 …]."),
+    click.option("--gpu", metavar="NAME", help="Size buckets for its links, for instance H100-SXM-80GB."),
+    click.option("--network-gbit", type=_ABOVE_0, default=100.0, metavar="X", help="Of one GPU's network [100]."),
+    click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", help="Where it runs [cuda]."),
+    click.option("--cpus-per-gpu", type=_POSITIVE, default=8, metavar="N", help="CPU cores of a rank, for Slurm [8]."),
+    click.option("--port", type=_PORT, default=29501, metavar="N", help="Where ranks meet [29501]."),
+]
+
+
+def add_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add every option."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+_FIELDS: dict[str, str] = json.loads(Path(__file__).with_name("config_flags.json").read_text(encoding="utf-8"))
+"""Flag -> field of a recipe."""
+_NEEDED = ("model", "layout", "global_batch", "micro")
+_STEPS = 1000
+"""Default length of the run: it shows only in a scheduler's JSON."""
+_LEARNING_RATE = 3e-4
+_SAME_NAMES = (
+    *("nvme_path", "quantized_weights", "quantized_gradients", "activation_checkpointing", "cpu_checkpointing"),
+    *("scheduler", "monitors", "log_dir", "run_name", "profile_step", "wall_clock_breakdown"),
+)
+"""Flags that are fields of ConfigOptions."""
+
+
+def job_of(recipe: str | None, overrides: tuple[str, ...], flags: Flags) -> ConfigJob:
+    """Build the job that the command line describes. Raises a ToolkitError if it is not possible."""
+    nodes, per_node = flags["nodes"], flags["gpus_per_node"]
+    world_size = _world_size(flags["world_size"], nodes, per_node)
+    if recipe is None:
+        loaded = _recipe_from_flags(flags, _fields(flags))
+    else:
+        given, rounds = (
+            (*overrides, *flag_overrides(flags)),
+            flags["micro"] is not None and flags["global_batch"] is None,
+        )
+        loaded, note = load_rounded(recipe, given, world_size=world_size, rounds=rounds)
+        if note is not None:  # what starts the run has to say so too
+            flags["global_batch"] = loaded.batch.global_batch_size
+            click.echo(f"note: {note}", err=True)
+    if loaded.train.engine != "deepspeed":
+        engine = f"train.engine={loaded.train.engine}"
+        raise ConfigError(f"{recipe}: {engine} takes no DeepSpeed config. Add train.engine=deepspeed.")
+    section = loaded.parallel
+    ranks = world_size or loaded.world_size or section.tp * section.pp * section.ulysses
+    layout = loaded.layout(ranks)
+    job = ConfigJob(
+        recipe=loaded,
+        layout=layout,
+        batch=loaded.resolve_batch(layout),
+        nodes=nodes or (ranks // per_node if per_node and ranks % per_node == 0 else 1),
+        device=flags["device"],
+        options=_options(flags, loaded, layout, gpus_per_node=per_node or ranks // (nodes or 1)),
+    )
+    check(job.options, loaded, layout, nodes=job.nodes)
+    return job
+
+
+def flag_overrides(flags: Flags) -> list[str]:
+    """Return the flags that set fields of a recipe, as overrides."""
+    return [f"{name}={json.dumps(value)}" for name, value in _fields(flags).items()]
+
+
+def is_guess(job: ConfigJob, flags: Flags) -> bool:
+    """Return whether the number of ranks was not given."""
+    return not (flags["world_size"] or (flags["nodes"] and flags["gpus_per_node"]) or job.recipe.world_size)
+
+
+def _world_size(given: int | None, nodes: int | None, per_node: int | None) -> int | None:
+    ranks = nodes * per_node if nodes and per_node else None
+    if given and ranks and given != ranks:
+        reason = f"{nodes} nodes of {per_node} GPUs are {ranks} ranks"
+        raise LayoutError(Refusal.of("world-size", given, reason, "omit one of them"))
+    return given or ranks
+
+
+def _fields(flags: Flags) -> dict[str, Any]:
+    given = {name: flags[name] for name in _FIELDS if flags[name] is not None}
+    if given.get("optimizer") in REMOVED_OPTIMIZERS:
+        raise removed_optimizer(given["optimizer"])
+    if _other_optimizer(flags):
+        given.pop("optimizer")
+    for place in ("offload_optimizer", "offload_params"):
+        if given.get(place) == "nvme":  # not a value of recipes
+            given[place] = "none"
+    fields = {_FIELDS[name]: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
+    if flags["layout"] is not None:
+        layout = Layout.parse(flags["layout"])
+        axes = {name: getattr(layout, name) for name in ("tp", "pp", "ulysses", "zero_stage")}
+        dp = layout.dp if re.search(r"(^|-)dp", flags["layout"]) else None
+        fields |= {f"parallel.{name}": value for name, value in (axes | {"dp": dp}).items()}
+    return fields
+
+
+def _recipe_from_flags(flags: Flags, fields: dict[str, Any]) -> Recipe:
+    missing = [f"--{name.replace('_', '-')}" for name in _NEEDED if flags[name] is None]
+    if missing:
+        raise ConfigError(f"without a recipe, {' and '.join(missing)} must be given. Or name a recipe.")
+    # What no flag decides: neither data nor length shows in the config, unless a scheduler is requested.
+    document: dict[str, Any] = {
+        "data": {"seq_len": 1},
+        "optimizer": {"lr": _LEARNING_RATE},
+        "schedule": {"name": "constant"},
+        "train": {"steps": _STEPS},
+    }
+    for path, value in fields.items():
+        section, _, name = path.partition(".")
+        if value is not None and name:
+            document.setdefault(section, {})[name] = value
+        elif value is not None:
+            document[section] = value
+    try:
+        return Recipe.model_validate_json(json.dumps(document))
+    except ValidationError as error:
+        raise RecipeError(explain(problem, {})[1] for problem in error.errors()) from None
+
+
+def _other_optimizer(flags: Flags) -> str | None:
+    name: str | None = flags["optimizer"]
+    return name if name in get_args(extras.OtherOptimizer) else None
+
+
+def _options(flags: Flags, recipe: Recipe, layout: Layout, *, gpus_per_node: int) -> ConfigOptions:
+    """Return the options. Only bucket sizes for a link and buffers for NVMe follow from the shape of the model."""
+    buckets: Buckets | None = None
+    buffer = PLAIN.nvme_buffer_elements
+    model = (recipe.model.name_or_path, recipe.model.overrides)
+    if flags["offload_params"] == "nvme":
+        buffer = largest_partition(shape_of(*model), layout.dp)
+    if flags["gpu"] is not None:
+        network = flags["network_gbit"] * 1e9 / 8
+        link = link_of(gpu(flags["gpu"]), layout, gpus_per_node=gpus_per_node, network_bytes_per_second=network)
+        gradient_bytes = 4 if flags["communication_dtype"] == "fp32" else 2
+        parameter_bytes = 4 if recipe.precision == "fp32" else 2
+        buckets = derive(shape_of(*model), layout, link, gradient_bytes=gradient_bytes, parameter_bytes=parameter_bytes)
+    return ConfigOptions(
+        buckets=buckets,
+        nvme_optimizer=flags["offload_optimizer"] == "nvme",
+        nvme_params=flags["offload_params"] == "nvme",
+        nvme_buffer_elements=buffer,
+        hpz_partition_size=flags["hpz"],
+        gradient_dtype=flags["grad_accum_dtype"],
+        communication_dtype=flags["communication_dtype"],
+        optimizer=_other_optimizer(flags),  # type: ignore[arg-type]
+        **{name: flags[name] for name in _SAME_NAMES},
+    )

@@ -1,0 +1,115 @@
+"""`dstk memory`: what every rank of a layout takes on its GPU, calculated from the model's config.json."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from toolkit.errors import LayoutError, ModelError, RecipeError, Refusal, ReportError
+
+if TYPE_CHECKING:
+    from toolkit.cli.memory.options import MemoryQuery
+
+_SWEEPS = ("zero", "micro", "recompute", "seq")
+
+
+@click.command()
+@click.option("--model", help="A shape that the toolkit knows, a directory with a config.json, or the file itself.")
+@click.option("--layout", help="dp8-tp4-pp2-z1, or a part of it; what is left out is 1 (z: 0).")
+@click.option("--recipe", type=click.Path(), help="Take model, layout and batch from a recipe.")
+@click.option("--world-size", type=click.IntRange(min=1), help="Ranks, where neither layout nor recipe says how many.")
+@click.option("--micro", type=click.IntRange(min=1), help="Samples of one forward pass of one rank.  [default: 1]")
+@click.option("--seq", type=click.IntRange(min=1), help="Tokens of a sample.  [default: 2048, or what the model has]")
+@click.option("--accumulation", type=click.IntRange(min=1), help="Micro-batches of a step.  [default: 4 a stage]")
+@click.option(
+    "--precision",
+    type=click.Choice(["fp32", "bf16", "fp16"]),
+    help="Of matrix products; without ZeRO the weights stay fp32.  [default: bf16]",
+)
+@click.option(
+    "--recompute",
+    type=click.Choice(["none", "selective", "full"]),
+    help="What the backward pass computes again: nothing, attention alone, or whole layers.",
+)
+@click.option(
+    "--attention",
+    type=click.Choice(["eager", "sdpa", "flash"]),
+    help="Of attention; eager for a family without sdpa.  [default: sdpa]",
+)
+@click.option("--sequence-parallel", is_flag=True, help="Split along the sequence what tp replicates.")
+@click.option("--offload-optimizer", is_flag=True, help="Keep optimizer states in host memory.")
+@click.option("--offload-params", is_flag=True, help="Keep ZeRO-3 shards in host memory.")
+@click.option(
+    "--engine", type=click.Choice(["deepspeed", "ddp", "fsdp"]), help="Data parallelism.  [default: deepspeed]"
+)
+@click.option("--optimizer", type=click.Choice(["adamw", "adam", "sgd", "lion"]), help="[default: adamw]")
+@click.option("--deepspeed", metavar="FILE", help="Your own DeepSpeed config, with DeepSpeed's defaults.")
+@click.option("--trainer", is_flag=True, help="The Hugging Face Trainer, with its defaults and its `auto`.")
+@click.option("--pure-bf16", is_flag=True, help="DDP or FSDP over bf16 weights, gradients and moments.")
+@click.option("--framework", metavar="NAME[:OPTIONS]", help="Megatron and others, instead of this toolkit's engines.")
+@click.option("--gpu", "gpu_name", help="H100-80, A100-40, L40S, …: what is left on it, and which micro-batch fits.")
+@click.option("--json", "as_json", is_flag=True, help="Bytes of every stage as JSON.")
+@click.option("--plot", type=click.Path(dir_okay=False), metavar="FILE", help="Draw stacked bars, one a stage.")
+@click.option(
+    "--sweep", metavar="NAMES", help="Print a grid over some of zero, micro, recompute, seq: --sweep zero,micro."
+)
+def command(recipe: str | None, as_json: bool, plot: str | None, sweep: str | None, **options: Any) -> None:
+    """Print what each pipeline stage of a model in a layout takes on its GPUs. Nothing is run, loaded or fetched.
+
+    \b
+    dstk memory --model llama-3-8b --layout dp8-tp4-pp2-z1 --seq 4096 --gpu H100-80
+    dstk memory --recipe recipes/gpt2/z3.yaml --world-size 8 --gpu A100-40
+    dstk memory --model gpt2-xl --layout dp8 --gpu A100-40 --sweep zero,micro,recompute
+    dstk memory --model llama-3-8b --layout dp8 --deepspeed ds_config.json --seq 4096 --gpu A100-80
+    dstk memory --model llama-3-8b --layout dp8-tp4-pp2-z1 --framework megatron:virtual_stages=2
+    """
+    from toolkit.cli.memory.table import grid, grid_json, print_breakdowns, print_grid, to_json
+
+    names = _sweep_names(sweep)
+    query = _query(recipe, options)
+    for note in query.notes:
+        click.echo(f"note: {note}", err=True)
+    if names:
+        if plot is not None:
+            raise ReportError("--plot draws one layout, and --sweep prints many. Leave one of them out.")
+        cells = grid(query, names)
+        if as_json:
+            click.echo(json.dumps(grid_json(query, cells), indent=2))
+        else:
+            print_grid(query, names, cells)
+        return
+    query.check()
+    found = query.answer()
+    largest = query.largest_micro_batch()
+    if plot is not None:
+        from toolkit.report.images import plot_memory
+
+        plot_memory(Path(plot), found, title=query.title)
+    if as_json:
+        click.echo(json.dumps(to_json(query, found, largest), indent=2))
+    else:
+        print_breakdowns(query, found, largest)
+
+
+def _sweep_names(sweep: str | None) -> list[str]:
+    names = [] if sweep is None else [name.strip() for name in sweep.split(",")]
+    for name in names:
+        if name not in _SWEEPS or names.count(name) > 1:
+            problem = "is named twice" if name in _SWEEPS else "cannot be swept"
+            advice = f"name some of {', '.join(_SWEEPS)}, each once"
+            raise LayoutError(Refusal.of("--sweep", sweep, f"{name!r} {problem}", advice))
+    return names
+
+
+def _query(recipe: str | None, options: dict[str, Any]) -> "MemoryQuery":
+    from toolkit.cli.memory.options import from_model, from_recipe
+
+    if recipe is not None:
+        for name in ("model", "layout", "engine", "optimizer", "deepspeed", "trainer", "pure_bf16", "framework"):
+            if options[name]:
+                raise RecipeError(f"--recipe has model, layout and engine: leave out --{name.replace('_', '-')}.")
+        return from_recipe(recipe, options)
+    if not options["model"] or not options["layout"]:
+        raise ModelError("what is to be estimated? Name --model and --layout, or a --recipe.")
+    return from_model(options)

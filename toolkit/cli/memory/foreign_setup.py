@@ -1,0 +1,188 @@
+"""Programs other than this toolkit that `dstk memory` is asked about: how they keep states, what a step computes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from toolkit.config.layout import Layout
+from toolkit.config.recipe import Precision
+from toolkit.errors import ConfigError, LayoutError
+from toolkit.estimate.deepspeed_settings import DeepSpeedSettings
+from toolkit.estimate.framework_profile import profile
+from toolkit.estimate.memory_model import Framework
+from toolkit.estimate.states import TorchStates
+from toolkit.files import expanded, printable, read_json_object, reason_of
+
+_TRAINER_BATCH = 8
+"""`per_device_train_batch_size` of the Trainer."""
+_PRECISIONS: dict[int, str] = {2: "16 bits", 4: "fp32"}
+_DEFAULTS = {"reduce_bucket_size": 1, "overlap_comm": 1, "stage3_prefetch_bucket_size": 3, "sub_group_size": 3}
+"""Keys of zero_optimization that take memory where a config leaves them out, and the stage from which on."""
+_OFFLOAD = ("offload_optimizer", "offload_params")
+_EXCLUDES = {
+    "framework": ("deepspeed", "trainer", "engine", "optimizer", "pure_bf16", *_OFFLOAD),
+    "deepspeed": ("engine", "pure_bf16", *_OFFLOAD),
+    "trainer": _OFFLOAD,
+    "pure_bf16": _OFFLOAD,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForeignSetup:
+    """What differs from training with this toolkit."""
+
+    name: str
+    framework: Framework
+    precision: Precision
+    computed: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the Workload."""
+    layout: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the Layout that the setup decides."""
+    micro_batch_size: int = 1
+    accumulation: int | None = None
+    notes: tuple[str, ...] = ()
+    """Whose the defaults are."""
+
+
+def foreign_setup(options: Mapping[str, Any], layout: Layout, hidden: int) -> ForeignSetup | None:
+    """The setup that the options name; None where it is this toolkit's own. Raises ConfigError or LayoutError."""
+    for name, others in _EXCLUDES.items():
+        for other in others:
+            if options[name] and options[other] and options[other] != "deepspeed":
+                spelled = f"--{name} with --{other}".replace("_", "-")
+                raise ConfigError(f"{spelled}: the first decides what the second asks. Leave one of them out.")
+    whole = next((f"--{name}" for name in ("deepspeed", "trainer", "pure_bf16") if options[name]), "")
+    if whole and layout.tp * layout.pp > 1:
+        raise LayoutError(f"{whole} with {layout}: Hugging Face's own layers run in whole. Leave tp and pp out.")
+    if options["deepspeed"]:
+        return _deepspeed(options, layout, hidden)
+    if options["framework"]:
+        return _profile(options)
+    return _torch(options, layout) if options["trainer"] or options["pure_bf16"] else None
+
+
+def _profile(options: Mapping[str, Any]) -> ForeignSetup:
+    """A framework's profile. Its kind of attention is the default."""
+    found = profile(options["framework"])
+    if options["precision"] is not None:
+        found = replace(found, precision=options["precision"])
+    attention = options["attention"] or next(iter(found.facts["attention"]))
+    computed = {"attention": attention}
+    return ForeignSetup(name=found.name, framework=found, precision=found.precision, computed=computed)
+
+
+def _torch(options: Mapping[str, Any], layout: Layout) -> ForeignSetup:
+    """DDP or FSDP2 by the Trainer or a script: bf16 is autocast over fp32 weights, or everything with --pure-bf16."""
+    engine, pure = options["engine"] or "ddp", options["pure_bf16"]
+    precision: Precision = options["precision"] or "bf16"
+    if engine == "deepspeed" or layout.zero_stage or layout.ulysses > 1:
+        raise ConfigError(f"{layout} without DeepSpeed has no ZeRO and no Ulysses. Name the config: --deepspeed FILE.")
+    if pure and precision != "bf16":
+        raise ConfigError(f"--pure-bf16 with --precision {precision}: leave one of them out.")
+    in_16_bits, sharded = precision != "fp32", engine == "fsdp"
+    states = TorchStates(
+        gathered_bytes=(2 if in_16_bits else 4) if sharded else 0,
+        has_buckets=not sharded and layout.dp > 1,
+        weight_bytes=2 if pure else 4,
+        moments=_moments(options),
+    )
+    return ForeignSetup(
+        name=f"Trainer, {engine}" if options["trainer"] else engine,
+        framework=states,
+        precision=precision,
+        computed={
+            "activation_bytes": 2 if pure or (sharded and in_16_bits) else 4,
+            "autocast": in_16_bits and not pure,
+        },
+        micro_batch_size=_TRAINER_BATCH if options["trainer"] else 1,
+        accumulation=1 if options["trainer"] else None,
+    )
+
+
+def _moments(options: Mapping[str, Any]) -> int:
+    return {"sgd": 0, "lion": 1}.get(options["optimizer"], 2)
+
+
+def _deepspeed(options: Mapping[str, Any], layout: Layout, hidden: int) -> ForeignSetup:
+    """The user's own DeepSpeed config. What it does not say has DeepSpeed's defaults, not this toolkit's."""
+    path = options["deepspeed"]
+    try:
+        config = read_json_object(expanded(path), follow=True)
+        zero = dict(config.get("zero_optimization") or {})
+        if options["trainer"]:
+            config = _as_trainer(config, zero, hidden, options["precision"] or "bf16")
+        said = _autos(config)
+        if said:
+            raise ConfigError(f"{path}: {said[0]} is auto, which DeepSpeed does not replace. Add --trainer.")
+        settings = DeepSpeedSettings.from_config(config)
+    except OSError as error:
+        raise ConfigError(f"{path}: {reason_of(error)}. Give a DeepSpeed config.") from error
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{path}: {reason_of(error)}. `dstk lint {path}` names what is wrong.") from error
+    whole, micro = _count(config, "train_batch_size"), _count(config, "train_micro_batch_size_per_gpu")
+    micro = micro or (_TRAINER_BATCH if options["trainer"] else 1)
+    if "optimizer" not in config:
+        settings = replace(settings, moments=_moments(options), counts_in_tensors=bool(options["trainer"]))
+    elif options["optimizer"]:
+        raise ConfigError(f"--optimizer with {path}: the file has an optimizer. Leave one of them out.")
+    if layout.zero_stage not in (0, settings.zero_stage):
+        raise LayoutError(f"{layout}: {path} says ZeRO stage {settings.zero_stage}. Leave z out of the layout.")
+    gradients = f"gradients accumulate in {_PRECISIONS[settings.accumulation_bytes]} (this toolkit's configs: fp32)"
+    precision = settings.precision if settings.autocast == "none" else settings.autocast
+    if options["precision"] not in (None, precision):
+        raise ConfigError(f"--precision {options['precision']}: {path} says {precision}. Leave one of them out.")
+    told = settings.model_bytes == 4 or (config.get("data_types") or {}).get("grad_accum_dtype")
+    left = [] if told else [gradients]
+    left += [
+        f"{k} {_default(settings, k)}"
+        for k, least in _DEFAULTS.items()
+        if settings.zero_stage >= least and k not in zero
+    ]
+    return ForeignSetup(
+        name="Trainer, DeepSpeed" if options["trainer"] else "DeepSpeed",
+        framework=settings,
+        precision=precision,
+        layout={
+            "zero_stage": settings.zero_stage,
+            "offload_optimizer": "cpu" if settings.offload_optimizer else "none",
+            "offload_params": "cpu" if settings.offload_params else "none",
+        },
+        micro_batch_size=micro,
+        accumulation=_count(config, "gradient_accumulation_steps") or max(1, (whole or micro) // (micro * layout.dp)),
+        notes=(f"{path} leaves to DeepSpeed's defaults: {', '.join(left)}",) if left else (),
+    )
+
+
+def _count(config: Mapping[str, Any], key: str) -> int | None:
+    """A batch size of the config. Raises ConfigError where it is none."""
+    value = config.get(key)
+    if value is not None and (not isinstance(value, int) or value < 1):
+        raise ConfigError(f"{key}={printable(value)} is not a number of samples. Write a whole number.")
+    return value
+
+
+def _default(settings: DeepSpeedSettings, key: str) -> str:
+    value = getattr(settings, key.removeprefix("stage3_"))
+    return str(value).lower() if isinstance(value, bool) else f"{value:,}"
+
+
+def _as_trainer(config: dict[str, Any], zero: dict[str, Any], hidden: int, precision: str) -> dict[str, Any]:
+    """What the Trainer makes of `auto` (transformers, integrations/deepspeed.py: trainer_config_process, _finalize)."""
+    sizes = {
+        "reduce_bucket_size": hidden**2,
+        "stage3_prefetch_bucket_size": int(0.9 * hidden**2),
+        "stage3_param_persistence_threshold": 10 * hidden,
+    }
+    zero |= {key: size for key, size in sizes.items() if zero.get(key) == "auto"}
+    found = {key: value for key, value in config.items() if value != "auto"} | {"zero_optimization": zero}
+    for name in ("bf16", "fp16"):
+        if (config.get(name) or {}).get("enabled") == "auto":
+            found[name] = {"enabled": name == precision}
+    return found
+
+
+def _autos(value: Any, name: str = "") -> list[str]:
+    """Names of the keys that say auto, where it is memory's."""
+    if isinstance(value, Mapping) and name not in ("scheduler", "optimizer"):
+        return [found for key, inner in value.items() for found in _autos(inner, f"{name}.{key}".lstrip("."))]
+    return [name] if value == "auto" else []

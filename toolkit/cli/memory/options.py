@@ -1,0 +1,252 @@
+"""What `dstk memory` is asked: a model, a layout, a step's work and a GPU, from options or from a recipe."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from toolkit.cli import guess_note
+from toolkit.cli.memory.foreign_setup import ForeignSetup, foreign_setup
+from toolkit.config.layout import Layout
+from toolkit.config.parallel_rules import model_conflicts, setting_conflicts
+from toolkit.config.recipe import Recipe
+from toolkit.errors import LayoutError, Refusal, spell_setting
+from toolkit.estimate.breakdown import MemoryBreakdown
+from toolkit.estimate.memory_model import Framework, MemoryModel, Workload
+from toolkit.estimate.states import TorchStates
+from toolkit.files import expanded
+from toolkit.hardware import Gpu, variant_note
+from toolkit.hardware import gpu as find_gpu
+from toolkit.models.config_fields import read_config_json
+from toolkit.models.shape import local_config
+from toolkit.planner.run_memory import Implementation, framework_of, model_config, recipe_of, workload_of
+
+_SEQ_LEN = 2048
+_IMPLEMENTATIONS: dict[str | None, Implementation] = {"eager": "eager", "sdpa": "sdpa", "flash": "flash_attention_2"}
+"""The options' names of attention, and a recipe's."""
+_OPTIONS: dict[str, str] = json.loads(Path(__file__).with_name("flags.json").read_text(encoding="utf-8"))
+"""Fields of a recipe -> options of this command."""
+
+_SWEPT = {"zero": "zero_stage", "recompute": "recompute"}
+"""Names of --sweep -> fields of `parallel`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryQuery:
+    """One layout of one model. `recipe` is what would be trained."""
+
+    name: str
+    config: Mapping[str, Any]
+    model: MemoryModel
+    recipe: Recipe
+    ranks: int
+    gpu: Gpu | None
+    from_options: bool
+    """Whether the recipe was made from options: then errors name them."""
+    foreign: ForeignSetup | None = None
+    """Another program's way with states and layers, instead of that of the recipe's engine."""
+    is_guess: bool = False
+    """Whether nothing says the number of ranks."""
+    remarks: tuple[str | None, ...] = ()
+    """What was taken differently from how it was given."""
+
+    @cached_property
+    def layout(self) -> Layout:
+        """The recipe's. Raises LayoutError where that cannot run."""
+        return self.recipe.layout(self.ranks)
+
+    @cached_property
+    def work(self) -> Workload:
+        """What a step computes."""
+        work = workload_of(self.recipe, self.recipe.resolve_batch(self.layout), self.model)
+        return work if self.foreign is None else replace(work, **self.foreign.computed)
+
+    @property
+    def notes(self) -> list[str]:
+        """What the user should know beside the answer."""
+        notes = [guess_note(self.layout.world_size)] if self.is_guess else []
+        notes += filter(None, self.remarks)
+        if self.gpu is not None and self.gpu.bf16_flops is None and self.recipe.precision == "bf16":
+            what = f"{self.gpu.name} has no bf16 units, and training refuses bf16 there"
+            notes.append(f"{what}: --precision fp16 or fp32.")
+        return notes
+
+    @property
+    def title(self) -> str:
+        """Model, layout and batch on one line."""
+        w, engine = self.work, self.recipe.train.engine if self.foreign is None else self.foreign.name
+        shards = f"dp{self.layout.dp}" if isinstance(self.framework(), TorchStates) else str(self.layout)
+        ranks = shards if engine == "deepspeed" else f"{engine}, {shards}"
+        parts = [self.name, ranks, self.recipe.precision, f"micro-batch {w.micro_batch_size} x {w.seq_len}"]
+        if w.accumulation > 1:
+            parts.append(f"accumulation {w.accumulation}")
+        parts.append(w.attention)
+        if w.recompute != "none":
+            parts.append(f"recompute {w.recompute}")
+        if self.layout.sequence_parallel:
+            parts.append("sequence parallel")
+        offloaded = [
+            what
+            for what, device in (("optimizer", self.layout.offload_optimizer), ("params", self.layout.offload_params))
+            if device != "none"
+        ]
+        if offloaded:
+            parts.append(f"{' and '.join(offloaded)} on the host")
+        return ", ".join(parts)
+
+    def check(self) -> None:
+        """Raise LayoutError for what training refuses, in terms of the recipe or of the options."""
+        refusal = self._first_conflict() if self.foreign is None else None
+        if refusal is None:
+            return
+        if not self.from_options:
+            raise LayoutError(refusal)
+        given = tuple(item for item in refusal.given if item[0] != "model.name_or_path")
+        raise LayoutError(replace(refusal, given=given).render(self._spell_option, verb="use"))
+
+    def _first_conflict(self) -> Refusal | None:
+        """Return a conflict with the model if there is one: no other stage or precision resolves it."""
+        for refusal in model_conflicts(self.recipe, self.config, self.model.architecture.shape):
+            return refusal
+        for refusal in reversed(setting_conflicts(self.recipe, None)):  # the axes before the stages and precisions
+            return refusal
+        return None
+
+    def _spell_option(self, field: str, value: Any) -> str:
+        """Write a recipe's setting as an option of this command."""
+        name = field.rpartition(".")[2]
+        if name == "zero_stage" and value != self.layout.zero_stage:
+            return f"--layout {replace(self.layout, zero_stage=value)}"
+        if name not in _OPTIONS:
+            return spell_setting(name, value)
+        option = _OPTIONS[name]
+        if isinstance(value, bool):
+            return option if value else f"no {option}"
+        return f"{option} {str(value).replace('flash_attention_2', 'flash')}"
+
+    def framework(self) -> Framework:
+        """How states are kept in this layout: by the recipe's engine, or by another framework."""
+        if self.foreign is not None:
+            return self.foreign.framework
+        batch = self.recipe.resolve_batch(self.layout)
+        return framework_of(self.recipe, self.layout, batch, hidden_size=self.model.architecture.shape.hidden)
+
+    def answer(self) -> tuple[MemoryBreakdown, ...]:
+        """Every stage."""
+        return self.model.breakdowns(self.layout, self.work, self.framework(), self.gpu)
+
+    def peak(self) -> MemoryBreakdown:
+        """The stage that takes most."""
+        return self.model.peak(self.layout, self.work, self.framework(), self.gpu)
+
+    def largest_micro_batch(self) -> int | None:
+        """Samples; None where no GPU is named."""
+        if self.gpu is None:
+            return None
+        return self.model.largest_micro_batch(self.layout, self.work, self.framework(), self.gpu)
+
+
+def from_recipe(path: str, options: Mapping[str, Any]) -> MemoryQuery:
+    """The query that a recipe asks; options beside it take the place of its own fields."""
+    from toolkit.config import load_rounded  # and with it YAML, which a query without a recipe does not wait for
+
+    given = {
+        "batch.micro_batch_size": options["micro"],
+        "data.seq_len": options["seq"],
+        "precision": options["precision"],
+        "model.attn_implementation": _IMPLEMENTATIONS.get(options["attention"]),
+        "parallel.recompute": options["recompute"],
+        "parallel.sequence_parallel": "true" if options["sequence_parallel"] else None,
+        "parallel.offload_optimizer": "cpu" if options["offload_optimizer"] else None,
+        "parallel.offload_params": "cpu" if options["offload_params"] else None,
+    }
+    overrides = [f"{field}={value}" for field, value in given.items() if value is not None]
+    world_size = options["world_size"]
+    recipe, remark = load_rounded(path, overrides, world_size=world_size, rounds=options["micro"] is not None)
+    section = recipe.parallel
+    ranks = world_size or recipe.world_size or section.tp * section.pp * section.ulysses
+    if options["accumulation"] is not None:
+        size = recipe.batch.micro_batch_size * options["accumulation"] * recipe.layout(ranks).dp
+        recipe = recipe.changed({"batch": {"global_batch_size": size}})
+    config = model_config(recipe)
+    return MemoryQuery(
+        name=recipe.model.name_or_path,
+        config=config,
+        model=MemoryModel.from_config(config),
+        recipe=recipe,
+        ranks=ranks,
+        gpu=_gpu(options),
+        from_options=False,
+        is_guess=not (world_size or recipe.world_size),
+        remarks=(remark if options["accumulation"] is None else None, variant_note(options["gpu_name"])),
+    )
+
+
+def from_model(options: Mapping[str, Any]) -> MemoryQuery:
+    """A model and a layout, with the toolkit's own DeepSpeed config for them."""
+    config = read_config(options["model"])
+    name, model = _name_of(options["model"]), MemoryModel.from_config(config)
+    shape = model.architecture.shape
+    layout = Layout.parse(options["layout"], world_size=options["world_size"])
+    foreign = foreign_setup(options, layout, shape.hidden)
+    chosen: dict[str, Any] = {
+        "offload_optimizer": "cpu" if options["offload_optimizer"] else "none",
+        "offload_params": "cpu" if options["offload_params"] else "none",
+        "recompute": options["recompute"] or "none",
+    }
+    chosen |= {} if foreign is None else foreign.layout
+    layout = replace(layout, sequence_parallel=options["sequence_parallel"], **chosen)
+    seq_len = options["seq"] or min(_SEQ_LEN, shape.positions or _SEQ_LEN)
+    recipe = recipe_of(
+        options["model"],
+        layout,
+        micro_batch_size=options["micro"] or (1 if foreign is None else foreign.micro_batch_size),
+        seq_len=seq_len,
+        accumulation=options["accumulation"] or (foreign and foreign.accumulation) or 4 * layout.pp,
+        precision=options["precision"] or "bf16" if foreign is None else foreign.precision,
+        engine=options["engine"] or "deepspeed",
+        optimizer=options["optimizer"] or "adamw",
+        attention=_IMPLEMENTATIONS.get(options["attention"]),
+    )
+    if shape.learned_positions and shape.positions is not None and seq_len > shape.positions:
+        raise LayoutError(Refusal.of("--seq", seq_len, f"{name} has {shape.positions} positions", "lower --seq"))
+    return MemoryQuery(
+        name=name,
+        config=config,
+        model=model,
+        recipe=recipe,
+        ranks=layout.world_size,
+        gpu=_gpu(options),
+        from_options=True,
+        remarks=(variant_note(options["gpu_name"]), *(() if foreign is None else foreign.notes)),
+        foreign=foreign,
+    )
+
+
+def _gpu(options: Mapping[str, Any]) -> Gpu | None:
+    return None if options["gpu_name"] is None else find_gpu(options["gpu_name"])
+
+
+def _name_of(model: str) -> str:
+    path = Path(model)
+    return path.resolve().parent.name if path.name == "config.json" else path.name
+
+
+def read_config(name: str) -> dict[str, Any]:
+    """The config of a known shape, of a directory, or of a config.json. Raises ModelError where there is none."""
+    path = expanded(name)
+    return read_config_json(path) if path.is_file() else local_config(name)
+
+
+def varied(query: MemoryQuery, changes: dict[str, Any]) -> MemoryQuery:
+    """The query with other values. Raises LayoutError or ModelError for what no engine runs."""
+    work = query.work
+    micro = changes.get("micro", work.micro_batch_size)
+    size = micro * work.accumulation * query.layout.dp
+    parallel = {_SWEPT[name]: value for name, value in changes.items() if name in _SWEPT}
+    data, batch = {"seq_len": changes.get("seq", work.seq_len)}, {"micro_batch_size": micro, "global_batch_size": size}
+    cell = replace(query, recipe=query.recipe.changed({"parallel": parallel, "data": data, "batch": batch}))
+    cell.check()
+    return cell

@@ -1,0 +1,239 @@
+"""The tables of `dstk memory`: a column a pipeline stage, or a grid of layouts; and the same as JSON."""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from toolkit.cli.memory.options import MemoryQuery, varied
+from toolkit.errors import LayoutError, ModelError, Refusal
+from toolkit.estimate.breakdown import MemoryBreakdown
+from toolkit.estimate.framework_profile import FrameworkProfile
+from toolkit.units import format_bytes, format_count
+
+_GIB, _MIB = 2**30, 2**20
+_LABEL_WIDTH, _COLUMN_WIDTH = 38, 10
+_ROWS = json.loads(Path(__file__).with_name("rows.json").read_text(encoding="utf-8"))
+"""Label and field of each part of a stage's memory, by where it stands."""
+_STYLES = {"fits": "bold green", "tight": "bold yellow", "does not fit": "bold red"}
+_OF_WORK = ("micro_batch_size", "seq_len", "accumulation", "recompute", "attention")
+_OF_LAYOUT = ("sequence_parallel", "offload_optimizer", "offload_params")
+_SWEEP_VALUES: dict[str, tuple[Any, ...]] = {
+    "zero": (0, 1, 2, 3),
+    "micro": (1, 2, 4, 8, 16),
+    "recompute": ("none", "selective", "full"),
+    "seq": (1024, 2048, 4096, 8192, 16384, 32768),
+}
+
+
+def print_breakdowns(query: MemoryQuery, found: Sequence[MemoryBreakdown], largest: int | None) -> None:
+    """A column a stage: where there is no room for all, the worst, the last, and as many first ones as fit."""
+    console = Console(highlight=False)
+    console.print(Text(query.title, style="bold"), soft_wrap=True)
+    room = max(2, (console.width - _LABEL_WIDTH) // _COLUMN_WIDTH)
+    first = dict.fromkeys([_worst(found).stage, len(found) - 1, *range(len(found))])
+    shown = [found[stage] for stage in sorted(list(first)[:room])]
+    console.print(_table(query, found, shown))
+    if len(shown) < len(found):
+        gaps = pairwise([-1, *(stage.stage for stage in shown), len(found)])
+        spans = [(before + 1, after - 1) for before, after in gaps if after - before > 1]
+        omitted = [str(first) if first == last else f"{first} to {last}" for first, last in spans]
+        console.print(f"not shown (--json and --plot have all): stages {', '.join(omitted)}", soft_wrap=True)
+    for line in _summary(query, found, largest):
+        console.print(line, soft_wrap=True)
+
+
+def _worst(found: Sequence[MemoryBreakdown]) -> MemoryBreakdown:
+    return max(found, key=lambda stage: stage.total)
+
+
+def _table(query: MemoryQuery, found: Sequence[MemoryBreakdown], shown: Sequence[MemoryBreakdown]) -> Table:
+    unit, name = _unit(max(stage.total for stage in found))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    table.add_column(f"{name} of each GPU", no_wrap=True)
+    for stage in shown:
+        table.add_column("each rank" if len(found) == 1 else f"stage {stage.stage}", justify="right", no_wrap=True)
+
+    def add(label: str, values: list[int], *, style: str = "", always: bool = False) -> None:
+        if always or any(values):
+            _add(table, label, [_number(value, unit) for value in values], style)
+
+    def add_all(rows: Iterable[tuple[str, str]]) -> None:
+        for label, part in rows:
+            add(label, [getattr(stage, part) for stage in shown])
+
+    _add(table, "layers", [str(stage.layers) for stage in shown])
+    _add(table, _parameter_label(query), [format_count(stage.parameter_count) for stage in shown])
+    table.add_section()
+    add_all(_ROWS["states"])
+    for kind in dict.fromkeys(kind for stage in shown for kind in stage.activations):
+        add(f"activations: {_ROWS['activations'].get(kind, kind)}", [stage.activations.get(kind, 0) for stage in shown])
+    add_all(_ROWS["behind"])
+    table.add_section()
+    add("allocated at the peak", [stage.allocated for stage in shown], style="bold", always=True)
+    add("between two steps", [stage.static for stage in shown], style="dim", always=True)
+    if query.gpu is not None:
+        add_all(_ROWS["beside"])
+        add("total", [stage.total for stage in shown], style="bold", always=True)
+        cells = [Text(_number(stage.left, unit), style=_STYLES[stage.verdict]) for stage in shown]
+        table.add_row(Text(f"left of {_number(query.gpu.memory_bytes, unit)}"), *cells)
+    add("on the host", [stage.host.total for stage in shown])
+    add("on the host while loading", [stage.host_loading for stage in shown], style="dim")
+    return table
+
+
+def _parameter_label(query: MemoryQuery) -> str:
+    """What the number of parameters counts: not a rank's shard where each one is gathered."""
+    engine = query.recipe.train.engine
+    if engine == "deepspeed" and query.layout.zero_stage == 3:
+        return "parameters before ZeRO"
+    return "parameters before sharding" if engine == "fsdp" else "parameters per rank"
+
+
+def _unit(largest: int) -> tuple[int, str]:
+    return (_GIB, "GiB") if largest >= _GIB else (_MIB, "MiB")
+
+
+def _number(size: int, unit: int) -> str:
+    return f"{size / unit:.2f}" if size else "-"
+
+
+def _summary(query: MemoryQuery, found: Sequence[MemoryBreakdown], largest: int | None) -> list[Text]:
+    worst = _worst(found)
+    own = query.foreign is None and query.recipe.train.engine == "deepspeed" and query.layout.zero_stage > 0
+    whose = "Gradients accumulate in fp32: this toolkit's default, not DeepSpeed's. --deepspeed FILE asks about yours."
+    notes = [Text(whose, style="dim")] if own and query.recipe.precision != "fp32" else []
+    if query.gpu is None:
+        return [*notes, Text("--gpu NAME adds what PyTorch does not allocate, and says what is left.", style="dim")]
+    name = query.gpu.name
+    rest = f"{format_bytes(worst.left)} left" if worst.left >= 0 else f"{format_bytes(-worst.left)} too much"
+    first = Text(f"{worst.verdict} on {name}: {rest} on stage {worst.stage}", style=_STYLES[worst.verdict])
+    if worst.verdict == "tight":
+        least, most = worst.band
+        first.append(f"; runs of this kind needed {100 * least:+.0f} % to {100 * most:+.0f} % of the estimate")
+    second = f"largest micro-batch that fits: {largest}" if largest else "no micro-batch fits"
+    return [*notes, first, Text(second)]
+
+
+def _add(table: Table, label: str, cells: list[str], style: str = "") -> None:
+    table.add_row(Text(label, style=style), *(Text(cell, style=style) for cell in cells))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepCell:
+    """One layout of the grid, and its stage that takes most; None where it cannot be trained."""
+
+    values: tuple[Any, ...]
+    names: tuple[str, ...]
+    peak: MemoryBreakdown | None
+    reason: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        """For --json."""
+        found = dict(zip(self.names, self.values, strict=True))
+        if self.peak is None:
+            return found | {"error": self.reason}
+        fits = {"fits": self.peak.fits, "verdict": self.peak.verdict} if self.peak.device_bytes else {}
+        return found | {"allocated": self.peak.allocated, "total": self.peak.total, "stage": self.peak.stage} | fits
+
+
+def grid(query: MemoryQuery, names: Sequence[str]) -> list[SweepCell]:
+    """Every combination, the first name slowest. Raises LayoutError for `zero` where the engine has no such stages."""
+    foreign = query.foreign
+    is_fixed = foreign is not None and not isinstance(foreign.framework, FrameworkProfile)
+    engine = foreign.name if foreign is not None and is_fixed else query.recipe.train.engine
+    if "zero" in names and engine != "deepspeed":
+        given, reason = (
+            (("--sweep", "zero"), ("train.engine", engine)),
+            "only deepspeed has ZeRO stages, where no config names one",
+        )
+        raise LayoutError(Refusal(field="--sweep", given=given, reason=reason, remedy=("leave zero out",)))
+    positions = query.model.architecture.shape.positions
+    values = {name: _SWEEP_VALUES[name] for name in names}
+    if "seq" in values and positions is not None:
+        values["seq"] = tuple(length for length in values["seq"] if length <= positions) or (positions,)
+    cells = []
+    for combination in product(*values.values()):
+        try:
+            peak, reason = varied(query, dict(zip(names, combination, strict=True))).peak(), ""
+        except (LayoutError, ModelError) as error:
+            peak, reason = None, str(error)
+        cells.append(SweepCell(values=combination, names=tuple(names), peak=peak, reason=reason))
+    return cells
+
+
+def print_grid(query: MemoryQuery, names: Sequence[str], cells: Sequence[SweepCell]) -> None:
+    """Rows are all names but the last, columns the values of the last one."""
+    console = Console(highlight=False)
+    console.print(Text(query.title, style="bold"), soft_wrap=True)
+    *row_names, column_name = names
+    columns = list(dict.fromkeys(cell.values[-1] for cell in cells))
+    unit, unit_name = _unit(max((cell.peak.total for cell in cells if cell.peak is not None), default=0))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    for name in row_names:
+        table.add_column(name, no_wrap=True)
+    for value in columns:
+        table.add_column(f"{column_name} {value}", justify="right", no_wrap=True)
+    rows: dict[tuple[Any, ...], list[SweepCell]] = {}
+    for cell in cells:
+        rows.setdefault(cell.values[:-1], []).append(cell)
+    for values, row in rows.items():
+        table.add_row(*map(str, values), *(_grid_cell(cell, unit) for cell in row))
+    console.print(table)
+    reasons = dict.fromkeys(cell.reason for cell in cells if cell.reason)
+    for reason in reasons:
+        console.print(Text(f"-: {reason}", style="dim"), soft_wrap=True)
+    what = f"{unit_name} allocated at the peak of the stage that takes most"
+    if query.gpu is not None:
+        limit = _number(query.gpu.memory_bytes, unit)
+        what = f"{unit_name} in all on the stage that takes most; ? tight, ! more than the {limit} of {query.gpu.name}"
+    console.print(Text(what, style="dim"), soft_wrap=True)
+
+
+def _grid_cell(cell: SweepCell, unit: int) -> Text:
+    if cell.peak is None:
+        return Text("-", style="dim")
+    if not cell.peak.device_bytes:
+        return Text(_number(cell.peak.allocated, unit))
+    mark = {"fits": "", "tight": " ?", "does not fit": " !"}[cell.peak.verdict]
+    return Text(_number(cell.peak.total, unit) + mark, style=_STYLES[cell.peak.verdict].removeprefix("bold "))
+
+
+def to_json(query: MemoryQuery, found: Sequence[MemoryBreakdown], largest: int | None) -> dict[str, Any]:
+    """All bytes of all stages."""
+    return _asked(query) | {
+        "stages": [_stage_json(stage) for stage in found],
+        "allocated": max(stage.allocated for stage in found),
+        "total": max(stage.total for stage in found),
+        "reserved": max(stage.reserved for stage in found),
+        "fits": None if query.gpu is None else all(stage.fits for stage in found),
+        "verdict": None if query.gpu is None else max(found, key=lambda stage: stage.total).verdict,
+        "largest_micro_batch": largest,
+    }
+
+
+def grid_json(query: MemoryQuery, cells: Sequence[SweepCell]) -> dict[str, Any]:
+    """What was asked, and every cell with the values that it has in its place."""
+    return _asked(query) | {"cells": [cell.as_json() for cell in cells]}
+
+
+def _asked(query: MemoryQuery) -> dict[str, Any]:
+    recipe = query.recipe
+    asked = {"model": query.name, "layout": str(query.layout), "engine": recipe.train.engine}
+    asked |= {} if query.foreign is None else {"engine": query.foreign.name}
+    asked |= {"precision": recipe.precision} | {name: getattr(query.work, name) for name in _OF_WORK}
+    asked |= {name: getattr(query.layout, name) for name in _OF_LAYOUT}
+    return asked | {"gpu": None if query.gpu is None else query.gpu.name}
+
+
+def _stage_json(stage: MemoryBreakdown) -> dict[str, Any]:
+    fields = vars(stage) | {"activations": dict(stage.activations), "host": vars(stage.host)}
+    fields |= {"allocated": stage.allocated, "total": stage.total}
+    return fields | ({"left": stage.left} if stage.device_bytes else {})

@@ -1,0 +1,201 @@
+"""Layout: how one training job is spread over ranks, and the rules that DeepSpeed would enforce too late.
+
+A layout prints as `dp4-tp2-pp1-z2` (and `-u2` where Ulysses is on) and parses from that form or any part of it.
+Rank order is DeepSpeed's `PipeModelDataParallelTopology`: axes pipe, data, model, with model fastest.
+"""
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, Self
+
+from toolkit.errors import BatchError, LayoutError, Refusal, Setting, spell_setting
+
+OffloadDevice = Literal["none", "cpu"]
+Recompute = Literal["none", "selective", "full"]
+
+_AXES = {"dp": "dp", "tp": "tp", "pp": "pp", "u": "ulysses", "z": "zero_stage"}
+
+
+class Coordinate(NamedTuple):
+    """The position of a rank on each axis."""
+
+    pipe: int
+    data: int
+    model: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Sizes of the parallel axes, the ZeRO stage, offload and recompute. Raises LayoutError for what cannot run.
+
+    `dp` counts data-parallel replicas; `tp` Megatron tensor-parallel ranks, `pp` pipeline stages, `ulysses` ranks that
+    share one sequence. `sequence_parallel` is Megatron's flag that rides on `tp`.
+    """
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    ulysses: int = 1
+    zero_stage: int = 0
+    sequence_parallel: bool = False
+    offload_optimizer: OffloadDevice = "none"
+    offload_params: OffloadDevice = "none"
+    recompute: Recompute = "none"
+
+    def __post_init__(self) -> None:
+        """Refuse what DeepSpeed cannot run in this layout, whatever the model is."""
+        axes = {axis: getattr(self, axis) for axis in ("dp", "tp", "pp", "ulysses")}
+        empty = next((axis for axis, size in axes.items() if size < 1), "")
+        in_pipeline, offloads = self.pp > 1, self.offload_optimizer != "none"
+        # fmt: off
+        rules: tuple[tuple[bool, tuple[str, ...], str, tuple[Setting | str, ...]], ...] = (
+            (bool(empty), (empty,), "an axis has at least one rank", ((empty, "1 or more"),)),
+            (self.zero_stage not in (0, 1, 2, 3), ("zero_stage",),
+             "ZeRO has the stages 0, 1, 2 and 3", ("choose one of them",)),
+            (in_pipeline and self.zero_stage > 1, ("zero_stage", "pp"),
+             "a DeepSpeed pipeline allows zero_stage 0 or 1", (("zero_stage", "0 or 1"), ("pp", 1))),
+            (self.sequence_parallel and self.tp == 1, ("sequence_parallel", "tp"),
+             "sequence parallelism splits what tp replicates", (("tp", "2 or more"), ("sequence_parallel", False))),
+            (offloads and in_pipeline, ("offload_optimizer", "pp"),
+             "a pipeline's optimizer stays on its device in this version", (("offload_optimizer", "none"), ("pp", 1))),
+            (offloads and self.zero_stage == 0, ("offload_optimizer", "zero_stage"),
+             "only a sharded optimizer can be offloaded", (("zero_stage", "1, 2 or 3"), ("offload_optimizer", "none"))),
+            (self.offload_params != "none" and self.zero_stage != 3, ("offload_params", "zero_stage"),
+             "only ZeRO-3 shards parameters", (("zero_stage", 3), ("offload_params", "none"))),
+        )
+        # fmt: on
+        for refused, fields, reason, remedy in rules:
+            if refused:
+                given = tuple((field, getattr(self, field)) for field in fields)
+                raise LayoutError(Refusal(field=fields[0], given=given, reason=reason, remedy=remedy))
+
+    def __str__(self) -> str:
+        ulysses = f"-u{self.ulysses}" if self.ulysses > 1 else ""
+        return f"dp{self.dp}-tp{self.tp}-pp{self.pp}{ulysses}-z{self.zero_stage}"
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.dp * self.model_size
+
+    @property
+    def model_size(self) -> int:
+        """Ranks that together hold one replica and read the same samples."""
+        return self.tp * self.pp * self.ulysses
+
+    @classmethod
+    def parse(cls, text: str, *, world_size: int | None = None) -> Self:
+        """Read `dp4-tp2-pp1-z2` or a part of it; a missing part is 1 (z: 0), and dp follows from `world_size`.
+
+        Raises LayoutError when a part is unknown or given twice, or when the world size does not fit.
+        """
+        sizes: dict[str, int] = {}
+        for part in text.split("-"):
+            match = re.fullmatch(r"(dp|tp|pp|u|z)(\d{1,7})", part)
+            if match is None or _AXES[match[1]] in sizes:
+                problem = "is not a part of a layout" if match is None else "is given twice"
+                advice = "write parts such as dp4-tp2-pp1-z2, each at most once"
+                raise LayoutError(Refusal.of("layout", text, f"{part!r} {problem}", advice))
+            sizes[_AXES[match[1]]] = int(match[2])
+        if world_size is not None:
+            return cls.resolve(world_size, dp=sizes.pop("dp", None), **sizes)
+        return cls(**sizes)  # type: ignore[arg-type]
+
+    @classmethod
+    def resolve(cls, world_size: int, *, dp: int | None = None, **fields: Any) -> Self:
+        """The layout on `world_size` ranks, with dp derived when it is None. `fields` are the other ones of Layout.
+
+        Raises LayoutError when the axes do not multiply to the world size, and says which launch would be right.
+        """
+        layout = cls(dp=1 if dp is None else dp, **fields)
+        model = layout.model_size
+        if dp is None:
+            if world_size % model:
+                raise LayoutError(layout._no_multiple(world_size))
+            layout = replace(layout, dp=world_size // model)
+        if layout.world_size != world_size:
+            needed = layout.world_size
+            launch = f"launch {spell_setting('world_size', needed)} (for instance `deepspeed --num_gpus {needed} …`)"
+            raise LayoutError(
+                Refusal(
+                    field="",
+                    given=(("world_size", world_size), *layout._sizes("dp", "tp", "pp", "ulysses")),
+                    reason=f"this layout needs {spell_setting('world_size', needed)}",
+                    remedy=(launch, *((("dp", world_size // model),) if world_size % model == 0 else ())),
+                )
+            )
+        return layout
+
+    def coordinate(self, rank: int) -> Coordinate:
+        """The position of global rank `rank`: pipe, data, model, with model fastest (Ulysses counts within model)."""
+        width = self.tp * self.ulysses
+        rest, model = divmod(rank, width)
+        pipe, data = divmod(rest, self.dp)
+        return Coordinate(pipe, data, model)
+
+    def rank(self, *, pipe: int = 0, data: int = 0, model: int = 0) -> int:
+        """The global rank at a coordinate; the inverse of `coordinate`."""
+        return (pipe * self.dp + data) * self.tp * self.ulysses + model
+
+    def ranks_along(self, axis: Literal["pipe", "data", "model"]) -> list[list[int]]:
+        """Every group of ranks that differ in one axis alone, in the order of their first ranks."""
+        groups: dict[Coordinate, list[int]] = {}
+        for rank in range(self.world_size):
+            groups.setdefault(self.coordinate(rank)._replace(**{axis: 0}), []).append(rank)
+        return list(groups.values())
+
+    def _no_multiple(self, world_size: int) -> Refusal:
+        model, sizes = self.model_size, self._sizes("tp", "pp", "ulysses")
+        lower = world_size // model * model
+        choices = f"{lower} or {lower + model}" if lower else f"{model}"
+        large = " or ".join(name for name, size in sizes if size > 1)
+        return Refusal(
+            field="",
+            given=(("world_size", world_size), *sizes),
+            reason=f"the world size must be a multiple of {' x '.join(name for name, _ in sizes)} = {model}",
+            remedy=(f"launch {choices} ranks", f"lower {large}"),
+        )
+
+    def _sizes(self, *axes: str) -> tuple[tuple[str, int], ...]:
+        return tuple((axis, getattr(self, axis)) for axis in axes if axis != "ulysses" or self.ulysses > 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Sizes in samples. Raises BatchError through `resolve` when they do not divide."""
+
+    global_batch_size: int
+    micro_batch_size: int
+    dp: int
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches that each rank computes for one optimizer step."""
+        return self.global_batch_size // (self.micro_batch_size * self.dp)
+
+    @classmethod
+    def resolve(cls, *, global_batch_size: int, micro_batch_size: int, dp: int) -> Self:
+        """Derive the accumulation. Raises BatchError that names the nearest sizes which work."""
+        per_step = micro_batch_size * dp
+        if global_batch_size % per_step:
+            lower = global_batch_size // per_step * per_step
+            near = f"{lower} or {lower + per_step}" if lower else str(per_step)
+            micro = [m for m in range(1, global_batch_size // dp + 1) if global_batch_size % (m * dp) == 0]
+            some = ", ".join(map(str, micro if len(micro) <= 6 else [*micro[:3], *micro[-2:]]))
+            given = (("batch.global_batch_size", global_batch_size), ("batch.micro_batch_size", micro_batch_size))
+            raise BatchError(
+                Refusal(
+                    field="batch.global_batch_size",
+                    given=(*given, ("parallel.dp", dp)),
+                    reason=f"{global_batch_size} is not a multiple of {micro_batch_size} x {dp} = {per_step}",
+                    remedy=(
+                        ("batch.global_batch_size", near),
+                        *((("batch.micro_batch_size", f"one of {some}"),) if micro else ()),
+                    ),
+                )
+            )
+        return cls(global_batch_size=global_batch_size, micro_batch_size=micro_batch_size, dp=dp)
+
+    def block_start(self, *, accumulation_step: int, data_rank: int) -> int:
+        """Position in the global batch of the first sample of a rank's micro-batch."""
+        return (accumulation_step * self.dp + data_rank) * self.micro_batch_size

@@ -1,0 +1,215 @@
+"""What `parallel` must agree on with the rest of a recipe, and with the model's config."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from toolkit.config.layout import Batch, Layout
+from toolkit.config.recipe import Recipe
+from toolkit.errors import BatchError, LayoutError, Refusal, Setting
+from toolkit.models.families.registry import FAMILIES, own_attention
+from toolkit.models.shape import ModelShape
+from toolkit.models.support import find, misfits
+
+ULYSSES_FAMILIES = tuple(model_type for model_type, spec in FAMILIES.items() if spec.ulysses_verified)
+"""Families that train the same with and without DeepSpeed-Ulysses (tests/parity/test_ulysses.py)."""
+
+_MODEL, _ULYSSES = "model.name_or_path", "parallel.ulysses"
+_ROTARY_BY_LENGTH = ("dynamic", "longrope")
+"""Rotary embeddings whose frequencies depend on the largest position that a rank sees."""
+_DEEPSPEED_ONLY = {
+    "tp": (1, "parallelizes a model"),
+    "pp": (1, "parallelizes a model"),
+    "ulysses": (1, "splits sequences"),
+    "sequence_parallel": (False, "splits sequences"),
+    "offload_optimizer": ("none", "offloads"),
+    "offload_params": ("none", "offloads"),
+}
+"""Fields of `parallel` that other engines would silently ignore: the value that is off, and what DeepSpeed does."""
+
+
+def setting_conflicts(recipe: Recipe, world_size: int | None) -> list[Refusal]:
+    """What cannot run whatever the model is; with `world_size` also what does not fit that many ranks."""
+    return [*_other_engines(recipe, world_size)] or [
+        *_layout_and_batch(recipe, world_size),
+        *_model_parallel_settings(recipe),
+        *_ulysses_settings(recipe),
+    ]
+
+
+def model_conflicts(recipe: Recipe, config: Mapping[str, Any] | None, shape: ModelShape | None) -> Iterator[Refusal]:
+    """What a model's config does not allow: parallelism, recomputation. Fewer rules apply where less is known."""
+    yield from _recomputation(recipe, config)
+    if recipe.train.engine != "deepspeed":
+        return
+    refused = [*_family(recipe, (config or {}).get("model_type")), *_ulysses_model(recipe, config)]
+    yield from refused
+    if shape is not None and not refused:
+        section = recipe.parallel
+        for axis, reason, allowed in misfits(shape, tp=section.tp, pp=section.pp, ulysses=section.ulysses):
+            field = f"parallel.{axis}"
+            yield recipe.conflict(field, _MODEL, reason=reason, remedy=((field, allowed),))
+    yield from _sequence_length(recipe, shape)
+
+
+def _family(recipe: Recipe, model_type: str | None) -> Iterator[Refusal]:
+    """A family that was checked and cannot be parallelized. One that was not is examined when the model is built."""
+    section = recipe.parallel
+    support = find(model_type) if model_type is not None and section.tp * section.pp > 1 else None
+    if support is None:
+        return
+    for name, off, refusal in (
+        ("tp", 1, support.tensor_refusal),
+        ("pp", 1, support.pipeline_refusal),
+        # Where tp is refused, sequence parallelism is too, and the line about tp says why.
+        ("sequence_parallel", False, None if support.tensor_refusal else support.sequence_refusal),
+    ):
+        field = f"parallel.{name}"
+        if recipe.value_of(field) != off and refusal is not None:
+            reason = f"the family {model_type} does not support it ({refusal})"
+            yield recipe.conflict(field, _MODEL, reason=reason, remedy=((field, off), "see `dstk families`"))
+
+
+def _recomputation(recipe: Recipe, config: Mapping[str, Any] | None) -> Iterator[Refusal]:
+    """Attention that cannot be recomputed by itself. Unknown families are examined when the model is built."""
+    if config is None or recipe.parallel.recompute != "selective":
+        return
+    reason = own_attention(config, recipe.model.attn_implementation)
+    if reason is not None:
+        field = "parallel.recompute"
+        yield recipe.conflict(field, _MODEL, reason=reason, remedy=((field, "full or none"),))
+
+
+def _other_engines(recipe: Recipe, world_size: int | None) -> Iterator[Refusal]:
+    """Settings of DeepSpeed that another engine would silently ignore. The ZeRO stage has no meaning there."""
+    engine = recipe.train.engine
+    if engine == "deepspeed":
+        return
+    for name, (off, does) in _DEEPSPEED_ONLY.items():
+        field = f"parallel.{name}"
+        if recipe.value_of(field) != off:
+            reason = f"only the engine deepspeed {does}"
+            remedy = ((field, off), ("train.engine", "deepspeed"))
+            yield recipe.conflict(field, "train.engine", reason=reason, remedy=remedy)
+    if engine == "reference":
+        yield from _reference(recipe, world_size)
+
+
+def _reference(recipe: Recipe, world_size: int | None) -> Iterator[Refusal]:
+    field, one_process = "train.engine", "the reference is one plain PyTorch process"
+    if recipe.train.compile:
+        reason = "the reference stays plain PyTorch"
+        yield recipe.conflict("train.compile", field, reason=reason, remedy=(("train.compile", False),))
+    if (recipe.parallel.dp or 1) > 1:
+        yield recipe.conflict("parallel.dp", field, reason=one_process, remedy=(("parallel.dp", 1),))
+    if world_size is not None and world_size > 1:
+        given, remedy = (("world_size", world_size), (field, "reference")), "launch 1 rank, for instance with `python`"
+        yield Refusal(field=field, given=given, reason=one_process, remedy=(remedy,))
+
+
+def _layout_and_batch(recipe: Recipe, world_size: int | None) -> Iterator[Refusal]:
+    """The rules of Layout and Batch; without a world size, as far as they hold for every one."""
+    fields = recipe.parallel.model_dump()
+    try:
+        if world_size is None:
+            layout = Layout(**{**fields, "dp": recipe.parallel.dp or 1})
+        else:
+            layout = Layout.resolve(world_size, **fields)
+        Batch.resolve(**recipe.batch.model_dump(), dp=layout.dp)
+    except (LayoutError, BatchError) as error:
+        refusal = error.refusal or Refusal(field="", reason=str(error))
+        yield refusal.in_section("parallel") if isinstance(error, LayoutError) else refusal
+
+
+def _model_parallel_settings(recipe: Recipe) -> Iterator[Refusal]:
+    """What DeepSpeed does not do, or does wrongly, with tensor parallelism or a pipeline."""
+    section, precision = recipe.parallel, recipe.precision
+    axes = [f"parallel.{axis}" for axis in ("tp", "pp") if getattr(section, axis) > 1]
+    if not axes:
+        return
+    if precision == "fp16" and section.pp > 1:
+        reason = "pipelines have no loss scaling in this version"
+        remedy = (("precision", "bf16 or fp32"), ("parallel.pp", 1))
+        yield recipe.conflict("precision", "parallel.pp", reason=reason, remedy=remedy)
+    elif precision != "fp32" and section.zero_stage == 0:
+        # Its 16-bit optimizers copy the parameters and lose the marks of tensor-parallel ones: the norm is wrong.
+        field = "parallel.zero_stage"
+        reason = "without ZeRO, DeepSpeed's 16-bit path forgets which parameters are tensor-parallel shards"
+        yield recipe.conflict(field, *axes, "precision", reason=reason, remedy=((field, 1), ("precision", "fp32")))
+    if recipe.train.compile:
+        reason = "a parallelized model is not compiled in this version"
+        yield recipe.conflict("train.compile", *axes, reason=reason, remedy=(("train.compile", False),))
+
+
+def _sequence_length(recipe: Recipe, shape: ModelShape | None) -> Iterator[Refusal]:
+    """Where ranks hold equal parts of a sequence, their number must divide its length."""
+    section, seq_len = recipe.parallel, recipe.data.seq_len
+    for ranks, names, off in (
+        (section.tp if section.sequence_parallel else 1, ("sequence_parallel", "tp"), False),
+        (section.ulysses, ("ulysses",), 1),
+    ):
+        if seq_len % ranks == 0:
+            continue
+        lower, upper = seq_len // ranks * ranks, (seq_len // ranks + 1) * ranks
+        longest = None if shape is None else shape.positions
+        near = [str(length) for length in (lower, upper) if length and (longest is None or length <= longest)]
+        fields = [f"parallel.{name}" for name in names]
+        shorter = (("data.seq_len", " or ".join(near)),) if near else ()
+        reason = "each rank takes an equal part of a sequence"
+        yield recipe.conflict("data.seq_len", *fields, reason=reason, remedy=(*shorter, (fields[0], off)))
+
+
+def _ulysses_settings(recipe: Recipe) -> Iterator[Refusal]:
+    """Settings that DeepSpeed-Ulysses would ignore or train wrongly, whatever the model is.
+
+    Its attention accepts almost any model and drops every mask but the causal one, so whatever depends on a mask is
+    refused by name.
+    """
+    if recipe.parallel.ulysses == 1:
+        return
+    off: Setting = (_ULYSSES, 1)
+    axes = [f"parallel.{axis}" for axis in ("tp", "pp") if getattr(recipe.parallel, axis) > 1]
+    if axes:
+        reason = "DeepSpeed-Ulysses supports dp and any zero_stage, without tp and pp"
+        remedy = f"set {' and '.join(f'{axis}=1' for axis in axes)}"
+        yield recipe.conflict(_ULYSSES, *axes, reason=reason, remedy=(off, remedy))
+    if recipe.data.document_masking:
+        field, reason = "data.document_masking", "DeepSpeed-Ulysses drops the mask that keeps documents apart"
+        yield recipe.conflict(field, _ULYSSES, reason=reason, remedy=((field, False), off))
+    if recipe.model.attn_implementation == "eager":
+        field, reason = "model.attn_implementation", "eager attention needs the mask that DeepSpeed-Ulysses drops"
+        yield recipe.conflict(field, _ULYSSES, reason=reason, remedy=((field, "sdpa or flash_attention_2"), off))
+    if recipe.train.compile:
+        reason = "attention that communicates with other ranks is not compiled in this version"
+        yield recipe.conflict("train.compile", _ULYSSES, reason=reason, remedy=(("train.compile", False),))
+
+
+def _ulysses_model(recipe: Recipe, config: Mapping[str, Any] | None) -> Iterator[Refusal]:
+    """What in a model's config DeepSpeed-Ulysses cannot train; nothing while the config is not known."""
+    obstacle = _ulysses_obstacle(config, recipe.data.seq_len) if config and recipe.parallel.ulysses > 1 else None
+    if obstacle is not None:
+        reason, remedy = obstacle
+        yield recipe.conflict(_ULYSSES, _MODEL, reason=reason, remedy=((_ULYSSES, 1), remedy))
+
+
+def _ulysses_obstacle(config: Mapping[str, Any], seq_len: int) -> tuple[str, Setting | str] | None:
+    """Why the model cannot be trained so, and a remedy."""
+    family = config.get("model_type")
+    others = "take a model of another family, such as llama or qwen3 (dstk families lists them)"
+    if "auto_map" in config:
+        return "it brings its own code, which may bypass DeepSpeed-Ulysses", others
+    if family not in ULYSSES_FAMILIES:
+        return f"the family {family} was not found to train the same under DeepSpeed-Ulysses", others
+    window = config.get("sliding_window")
+    if window and config.get("use_sliding_window", True) and seq_len > window:
+        reason = f"DeepSpeed-Ulysses drops the mask of its sliding window of {window} tokens"
+        return reason, ("data.seq_len", f"{window} or less")
+    kinds = {str(layer) for layer in config.get("layer_types") or ()} - {"full_attention", "sliding_attention"}
+    if kinds:
+        return f"DeepSpeed-Ulysses drops the masks of its layers of type {', '.join(sorted(kinds))}", others
+    # transformers 5 writes the first, older versions the second.
+    rotary = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = rotary.get("rope_type", rotary.get("type")) if isinstance(rotary, Mapping) else None
+    if kind in _ROTARY_BY_LENGTH:
+        reason = f"its rotary embedding ({kind}) depends on the length of a sequence, of which a rank sees a part"
+        return reason, "take a model with another one"
+    return None

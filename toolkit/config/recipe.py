@@ -1,0 +1,278 @@
+"""Recipe: everything that decides what a run computes, as sections of frozen fields.
+
+A recipe is a YAML file, decoded strictly (`toolkit.config`): unknown keys, wrong types, duplicate keys and numbers
+that are not finite are errors. Nothing in `model`, `data`, `batch.global_batch_size`, `optimizer`, `schedule` and
+`train` depends on the number of ranks; `parallel`, `batch.micro_batch_size` and `precision` only say where and in which
+precision the same computation happens. One exception: dropout masks are drawn per micro-batch, so
+`batch.micro_batch_size` changes them.
+"""
+
+from collections.abc import Mapping
+from functools import reduce
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from toolkit.config.layout import Batch, Layout, OffloadDevice, Recompute
+from toolkit.errors import Refusal, Setting
+
+Precision = Literal["fp32", "bf16", "fp16"]
+EngineName = Literal["deepspeed", "reference", "ddp", "fsdp"]
+OptimizerName = Literal["adamw", "adam", "sgd", "lion"]
+ScheduleName = Literal[
+    "constant",
+    "constant_with_warmup",
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "cosine_with_min_lr",
+    "polynomial",
+    "inverse_sqrt",
+    "warmup_stable_decay",
+]
+
+PositiveInt = Annotated[int, Field(ge=1)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+Text = Annotated[str, Field(min_length=1)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Section(BaseModel):
+    """Base of every section: frozen, no unknown keys, no coercion, no NaN or infinity."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        defer_build=True,  # one validator for the whole recipe instead of one per section
+        protected_namespaces=(),
+    )
+
+
+class ModelSection(Section):
+    """Which model, and where its weights come from."""
+
+    name_or_path: Text
+    """A named shape (`gpt2`), a local directory in Hugging Face format, or a hub name (`org/name`)."""
+    init: Literal["random", "pretrained"] = "random"
+    """`random`: seeded by train.seed, the same values in every layout. `pretrained`: read from the directory or hub."""
+    overrides: dict[str, Any] = {}
+    """Fields of the Hugging Face config to change, for instance `{n_layer: 4, resid_pdrop: 0.0}`."""
+    attn_implementation: Literal["eager", "sdpa", "flash_attention_2"] | None = None
+    """The attention kernel of transformers; null: `sdpa`, or `eager` for families without it (Gemma 2, BLOOM, …)."""
+
+
+class DataSection(Section):
+    """Which text, how it becomes tokens, and how tokens become samples."""
+
+    source: Text = "stdlib"
+    """`stdlib` (the source code of the running Python's standard library), `markov` (letters of a Markov chain of known
+    entropy rate, for `bpe-257`), a file, directory or glob of text, JSONL (plain, .gz, .zst) or Parquet, a saved
+    dataset, or the name of a dataset for `datasets.load_dataset`."""
+    subset: Text | None = None
+    """Configuration name of a `datasets` dataset."""
+    split: Text = "train"
+    """Split of a `datasets` dataset."""
+    text_field: Text = "text"
+    """The column or key that holds the text of a document."""
+    tokenizer: Text = "bpe-4096"
+    """A Hugging Face tokenizer directory or hub name; `bpe-N` trains a byte-level BPE of N entries on the corpus;
+    `bpe-257` has no merges, and so a token for each byte."""
+    seq_len: PositiveInt
+    """Tokens in a sample."""
+    packing: Literal["packed", "padded"] = "packed"
+    """`packed`: documents follow each other, separated by the end-of-text token. `padded`: a sample holds one document
+    or a part of a longer one; the rest of the sample is padding and not trained on."""
+    document_masking: bool = False
+    """Packed documents do not attend to each other: each starts at position 0 and sees only itself."""
+    eval_fraction: Fraction = 0.01
+    """Share of the corpus held out for the validation loss."""
+    workers: PositiveInt | None = None
+    """Processes that tokenize; the default is the number of cores of this machine."""
+    cache_dir: Text | None = None
+    """Directory for the token cache; the default is $DSTK_CACHE or ~/.cache/dstk."""
+
+
+class ParallelSection(Section):
+    """Where the computation happens. Never changes what is computed."""
+
+    dp: PositiveInt | None = None
+    """Data-parallel replicas; the default follows from the number of ranks."""
+    tp: PositiveInt = 1
+    """Megatron tensor-parallel ranks: each holds a shard of every layer. A divisor of the attention heads."""
+    pp: PositiveInt = 1
+    """Pipeline stages: each holds some of the decoder layers. With zero_stage 0 or 1."""
+    ulysses: PositiveInt = 1
+    """DeepSpeed-Ulysses ranks that split each sequence, for long ones: a divisor of seq_len and of the attention heads.
+    With any zero_stage, without tp and pp."""
+    sequence_parallel: bool = False
+    """Megatron sequence parallelism: what tp replicates is split along the sequence. Needs tp=2 or more."""
+    zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
+    """0: nothing sharded over dp; 1: optimizer states; 2: and gradients; 3: and parameters."""
+    offload_optimizer: OffloadDevice = "none"
+    """`cpu`: keep and update optimizer states in host memory."""
+    offload_params: OffloadDevice = "none"
+    """`cpu`: keep ZeRO-3 parameter shards in host memory."""
+    recompute: Recompute = "none"
+    """`full`: keep only each decoder layer's input and recompute the rest in the backward pass. `selective`: recompute
+    only the core attention, which needs much memory and little time."""
+
+
+class BatchSection(Section):
+    """Samples per optimizer step."""
+
+    global_batch_size: PositiveInt
+    """Samples in one optimizer step, over all ranks. Part of the mathematics."""
+    micro_batch_size: PositiveInt
+    """Samples in one forward pass of one rank. Affects memory and speed; with dropout, also which activations are
+    dropped."""
+
+
+class OptimizerSection(Section):
+    """The optimizer. Weight decay skips biases and norms (parameters with fewer than two dimensions)."""
+
+    name: OptimizerName = "adamw"
+    """adamw (decoupled decay), adam (L2), sgd or lion."""
+    lr: Annotated[float, Field(gt=0)]
+    """Peak learning rate."""
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
+    """Decay rates of the moments (adamw, adam, lion; Lion's authors use 0.9 and 0.99)."""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to the square root of the second moment (adamw, adam)."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decay of parameters with two or more dimensions."""
+    momentum: Beta = 0.0
+    """Momentum (sgd)."""
+
+
+class ScheduleSection(Section):
+    """The learning rate over steps, as `transformers.get_scheduler` computes it. A function of the step alone."""
+
+    name: ScheduleName = "cosine"
+    """A schedule of `transformers.get_scheduler`."""
+    warmup_steps: NonNegativeInt = 0
+    """Steps of linear warm-up from 0."""
+    decay_steps: PositiveInt | None = None
+    """Steps of the final decay (warmup_stable_decay); the default is a tenth of train.steps."""
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Final learning rate / peak (cosine_with_min_lr, polynomial, warmup_stable_decay)."""
+
+
+class TrainSection(Section):
+    """Length, seed and engine of the run."""
+
+    steps: PositiveInt
+    """Optimizer steps."""
+    seed: NonNegativeInt = 0
+    """Seeds the initial weights, the order of samples and dropout."""
+    grad_clip: Annotated[float, Field(ge=0)] = 1.0
+    """Maximum norm of the whole model's gradient; 0 turns clipping off."""
+    eval_every: NonNegativeInt = 0
+    """Steps between validations on held-out text; 0 means never."""
+    eval_samples: PositiveInt = 64
+    """Samples in one validation."""
+    engine: EngineName = "deepspeed"
+    """`deepspeed`; `reference` is plain PyTorch in one process; `ddp` and `fsdp` are PyTorch's, through accelerate."""
+    compile: bool = False
+    """Compile the model with torch.compile."""
+    on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
+    """Reaction to a loss or gradient that is not finite, which never reaches the weights: `stop` the run with a
+    checkpoint, `skip` the step, or `rollback` to the last checkpoint and continue with later samples."""
+    spike_sigmas: Annotated[float, Field(ge=0)] = 0.0
+    """Roll back as well when the loss exceeds the mean of the last steps by this many standard deviations; 6 is usual,
+    0 means never."""
+    spike_window: Annotated[int, Field(ge=8)] = 64
+    """Number of last steps for that mean and deviation."""
+    max_incidents: PositiveInt = 3
+    """Steps skipped in a row, or rollbacks to the same checkpoint, after which the run stops."""
+    hang_timeout: NonNegativeInt = 600
+    """Seconds without progress after which a run counts as hung: the rank that blocks it is named, and all ranks exit.
+    Three times as long in validations and checkpoints, at least half an hour until the first step is done. 0 means
+    never."""
+
+
+class CheckpointSection(Section):
+    """Checkpoints while training: each is a Hugging Face model, with the optimizer's states beside it."""
+
+    every: NonNegativeInt = 0
+    """Steps between checkpoints; 0 means only the trained model at the end."""
+    keep: PositiveInt = 2
+    """Newest checkpoints kept; older ones are deleted."""
+    keep_every: NonNegativeInt = 0
+    """Checkpoints at multiples of this many steps are never deleted; 0 means no such exception."""
+    asynchronous: bool = False
+    """Continue training while a checkpoint is written, from a snapshot of each rank's shards in host memory."""
+
+
+class LogSection(Section):
+    """Console output and trackers."""
+
+    every: PositiveInt = 1
+    """Steps between progress lines when the output is not a terminal. metrics.jsonl has every step."""
+    report_to: tuple[Text, ...] = ()
+    """Trackers of accelerate, on rank 0: tensorboard, wandb, mlflow, trackio, …"""
+    level: Literal["debug", "info", "warning"] = "info"
+    """`debug` also shows DeepSpeed's messages; `warning` hides the banner and the progress."""
+
+
+class Recipe(Section):
+    """One training run. Build it with `toolkit.load_recipe`, which reports every problem with its line."""
+
+    model: ModelSection
+    """Which model."""
+    data: DataSection
+    """Which text."""
+    parallel: ParallelSection = ParallelSection()
+    """Where the computation happens."""
+    batch: BatchSection
+    """Samples per step."""
+    precision: Precision = "fp32"
+    """Data type of parameters and activations in training; bf16 and fp16 keep fp32 master weights."""
+    optimizer: OptimizerSection
+    """The optimizer."""
+    schedule: ScheduleSection = ScheduleSection()
+    """The learning rate over steps."""
+    train: TrainSection
+    """Length, seed and engine."""
+    checkpoint: CheckpointSection = CheckpointSection()
+    """Snapshots."""
+    log: LogSection = LogSection()
+    """Output."""
+    run_dir: Text | None = None
+    """Directory for the results; the default is a new one under runs/."""
+
+    @property
+    def world_size(self) -> int | None:
+        """The number of ranks where the recipe fixes it with parallel.dp, else None: the launch decides."""
+        section = self.parallel
+        return section.dp and section.dp * section.tp * section.pp * section.ulysses
+
+    def layout(self, world_size: int) -> Layout:
+        """The layout on `world_size` ranks. Raises LayoutError when it does not fit."""
+        return Layout.resolve(world_size, **self.parallel.model_dump())
+
+    def strategy(self, layout: Layout) -> str:
+        """How a run spreads over ranks, in a few words: the layout, or for engines without ZeRO their name."""
+        return str(layout) if self.train.engine == "deepspeed" else f"{self.train.engine} dp{layout.dp}"
+
+    def resolve_batch(self, layout: Layout) -> Batch:
+        """The split of the global batch under `layout`. Raises BatchError when it does not divide."""
+        return Batch.resolve(**self.batch.model_dump(), dp=layout.dp)
+
+    def changed(self, sections: Mapping[str, Mapping[str, Any]]) -> Self:
+        """A copy with other values of fields (section -> field -> value), which are not checked again."""
+        copies = {name: getattr(self, name).model_copy(update=values) for name, values in sections.items()}
+        return self.model_copy(update=copies)
+
+    def value_of(self, field: str) -> Any:
+        """The value of `section.key`."""
+        return reduce(getattr, field.split("."), self)
+
+    def conflict(
+        self, *fields: str, reason: str, remedy: tuple[Setting | str, ...] = (), field: str | None = None
+    ) -> Refusal:
+        """Refuse the values of `fields`. `field` is the one to look at, by default the first."""
+        given = tuple((name, self.value_of(name)) for name in fields)
+        return Refusal(field=field or fields[0], given=given, reason=reason, remedy=remedy)

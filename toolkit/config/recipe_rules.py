@@ -1,0 +1,264 @@
+"""What the fields of a recipe must agree on beyond the bounds of each, and what its model allows."""
+
+import errno
+import glob
+import os
+import re
+from collections.abc import Iterator, Mapping
+from itertools import chain, islice
+from typing import Any, NamedTuple
+
+from toolkit.config.parallel_rules import model_conflicts, setting_conflicts
+from toolkit.config.recipe import Recipe
+from toolkit.errors import Refusal, Setting, ToolkitError
+from toolkit.models.families.registry import find_spec
+from toolkit.models.override_fields import unknown_overrides
+from toolkit.models.shape import (
+    ModelShape,
+    families,
+    find_config,
+    find_name,
+    hub_spelling,
+    nearest_names,
+    with_overrides,
+)
+
+_MODEL, _TOKENIZER = "model.name_or_path", "data.tokenizer"
+_LOW = ("fp32", "bf16")
+_PRECISIONS = {"deepspeed": (*_LOW, "fp16"), "reference": ("fp32",), "ddp": _LOW, "fsdp": _LOW}
+_BYTES = "bpe-257"
+"""The byte-level BPE without merges: 256 bytes and the end-of-text token."""
+_OPTIMIZER_FIELDS = {"adamw": ("betas", "eps"), "adam": ("betas", "eps"), "sgd": ("momentum",), "lion": ("betas",)}
+_SCHEDULE_FIELDS = {
+    "constant": (),
+    "cosine_with_min_lr": ("warmup_steps", "min_lr_ratio"),
+    "polynomial": ("warmup_steps", "min_lr_ratio"),
+    "warmup_stable_decay": ("warmup_steps", "decay_steps", "min_lr_ratio"),
+}
+JSON_SUFFIXES, PARQUET_SUFFIXES = (".jsonl", ".json-lines", ".jsonlines", ".ndjson", ".json"), (".parquet", ".pq")
+"""Files of records with named fields; any other file is text. Compressed JSON has a further .gz or .zst."""
+_MOST_OVERRIDES = 100
+"""Unknown ones that are listed."""
+_SWITCHES = {
+    "train.eval_samples": "train.eval_every",
+    "train.spike_window": "train.spike_sigmas",
+    "checkpoint.keep": "checkpoint.every",
+    "checkpoint.keep_every": "checkpoint.every",
+    "checkpoint.asynchronous": "checkpoint.every",
+}
+"""Fields that do nothing while the other field is 0."""
+_RECORDS_NEEDED: dict[str, str] = {
+    "subset": "name a dataset in data.source",
+    "split": "name a dataset in data.source",
+    "text_field": "name JSONL, Parquet or a dataset in data.source",
+}
+
+
+def recipe_problems(recipe: Recipe, world_size: int | None = None) -> list[str]:
+    """Every conflict between fields, one line each; with `world_size` also what does not fit that many ranks."""
+    return [str(refusal) for refusal in recipe_conflicts(recipe, world_size)]
+
+
+def parallelism_conflicts(recipe: Recipe, config: Mapping[str, Any], shape: ModelShape | None) -> list[Refusal]:
+    """What keeps a model from being parallelized as the recipe says, once its config is known."""
+    return list(model_conflicts(recipe, config, shape))
+
+
+def recipe_conflicts(recipe: Recipe, world_size: int | None = None) -> list[Refusal]:
+    """Every conflict between fields; with `world_size` also what does not fit that many ranks."""
+    if impossible := [*_impossible_names(recipe)]:
+        return impossible
+    model = _read_model(recipe)
+    config = model.config and with_overrides(model.config, recipe.model.overrides)
+    of_model = [*model_conflicts(recipe, config, model.shape)]
+    return [
+        # How many ranks to launch for tp and pp is no advice where the model does not allow them.
+        *setting_conflicts(recipe, None if of_model else world_size),
+        *of_model,
+        *_precision(recipe),
+        *_without_effect(recipe),
+        *_schedule(recipe),
+        *_validation_and_rollback(recipe),
+        *_tokenizer(recipe),
+        *_model(recipe, model),
+        *islice(unknown_overrides(model.config or {}, recipe.model.overrides), _MOST_OVERRIDES),
+        *_shape(recipe, model.shape),
+    ]
+
+
+def _impossible_names(recipe: Recipe) -> Iterator[Refusal]:
+    """Names that no file can have, before anything looks for one."""
+    for field in (_MODEL, _TOKENIZER, "data.source", "data.cache_dir", "run_dir"):
+        name = recipe.value_of(field) or ""
+        path, reason = os.path.expanduser(name), ""
+        try:
+            os.lstat(path)
+        except OSError as error:
+            reason = os.strerror(error.errno) if error.errno in (errno.ENAMETOOLONG, errno.ELOOP) else ""
+        if not name.isprintable():
+            reason = "a name is one line of printable text"
+        elif path.startswith("~"):
+            reason = "there is no such user"
+        if reason:
+            yield recipe.conflict(field, reason=reason, remedy=("write another name",))
+
+
+def _precision(recipe: Recipe) -> Iterator[Refusal]:
+    choices = _PRECISIONS[recipe.train.engine]
+    if recipe.precision not in choices:
+        reason = f"this engine allows {' or '.join(choices)}"
+        remedy = (("precision", choices[-1]), ("train.engine", "deepspeed"))
+        yield recipe.conflict("precision", "train.engine", reason=reason, remedy=remedy)
+
+
+def _schedule(recipe: Recipe) -> Iterator[Refusal]:
+    section, steps = recipe.schedule, recipe.train.steps
+    used = _SCHEDULE_FIELDS.get(section.name, ("warmup_steps",))
+    decay = 0
+    if "decay_steps" in used:
+        decay = max(1, steps // 10) if section.decay_steps is None else section.decay_steps
+    least = section.warmup_steps + decay
+    if "warmup_steps" in used and least > steps:
+        warmup = ("schedule.warmup_steps", section.warmup_steps)
+        yield Refusal(
+            field="schedule.warmup_steps" if section.decay_steps is None else "schedule.decay_steps",
+            given=(warmup, *((("schedule.decay_steps", decay),) if decay else ()), ("train.steps", steps)),
+            reason="the schedule is longer than the run",
+            remedy=("lower schedule.warmup_steps", ("train.steps", f"{least} or more")),
+        )
+
+
+def _validation_and_rollback(recipe: Recipe) -> Iterator[Refusal]:
+    if recipe.train.eval_every and not recipe.data.eval_fraction:
+        fields, reason = ("train.eval_every", "data.eval_fraction"), "no text is held out for the validation"
+        yield recipe.conflict(*fields, reason=reason, remedy=((fields[1], 0.01), (fields[0], 0)))
+    if recipe.checkpoint.every:
+        return
+    for field, refused, off in (
+        ("train.on_nonfinite", recipe.train.on_nonfinite == "rollback", "stop or skip"),
+        ("train.spike_sigmas", recipe.train.spike_sigmas > 0, 0),
+    ):
+        if refused:
+            reason, remedy = "there is no checkpoint to roll back to", (("checkpoint.every", "1 or more"), (field, off))
+            yield recipe.conflict(field, "checkpoint.every", reason=reason, remedy=remedy)
+
+
+def _tokenizer(recipe: Recipe) -> Iterator[Refusal]:
+    name, own = recipe.data.tokenizer, recipe.model.name_or_path
+    if recipe.data.source == "markov" and re.fullmatch(r"bpe-\d+", name) and name != _BYTES:
+        # The entropy rate of a Markov chain is known for its letters, not for what a BPE would merge them into.
+        reason = "a token must be one letter, or the entropy rate of the tokens is not known"
+        yield recipe.conflict(_TOKENIZER, "data.source", reason=reason, remedy=((_TOKENIZER, _BYTES),))
+    if recipe.model.init == "pretrained" and name.startswith("bpe-"):
+        reason = "the weights were trained with the ids of another tokenizer"
+        remedy = ((_TOKENIZER, f"that of the model, for instance {own}"),)
+        yield recipe.conflict(_TOKENIZER, "model.init", reason=reason, remedy=remedy)
+
+
+class _Model(NamedTuple):
+    """What is known of the recipe's model without a network."""
+
+    config: dict[str, Any] | None = None
+    shape: ModelShape | None = None
+    """None also for families that we cannot read."""
+    trouble: Refusal | None = None
+
+
+def _read_model(recipe: Recipe) -> _Model:
+    try:
+        config = find_config(recipe.model.name_or_path)
+    except ToolkitError as error:
+        return _Model(trouble=Refusal(field=_MODEL, reason=str(error)))
+    if config is None or config.get("model_type") not in families():
+        return _Model(config)
+    try:
+        return _Model(config, ModelShape.from_config(with_overrides(config, recipe.model.overrides)))
+    except ToolkitError as error:
+        return _Model(config, trouble=Refusal(field="model.overrides", reason=str(error)))
+
+
+def _model(recipe: Recipe, model: _Model) -> Iterator[Refusal]:
+    """A model that does not exist, or has no weights."""
+    name = recipe.model.name_or_path
+    if model.trouble is not None:
+        yield model.trouble
+    elif model.config is None and "/" not in name:
+        reason = "neither a known shape nor a directory, and hub names have the form org/name"
+        hint = nearest_names(name).strip()
+        yield recipe.conflict(_MODEL, reason=reason, remedy=(hint,) if hint else ())
+    family = (model.config or {}).get("model_type")
+    layer = find_spec(family).layer
+    kernels = ["eager", *(["sdpa"] if layer.sdpa else ()), *(["flash_attention_2"] if layer.flash else ())]
+    if recipe.model.attn_implementation not in (None, *kernels):
+        field, reason = "model.attn_implementation", f"transformers has {' and '.join(kernels)} only for {family}"
+        yield recipe.conflict(field, _MODEL, reason=reason, remedy=((field, " or ".join(kernels)),))
+    entry = find_name(name)
+    if entry is not None and "/" not in name and recipe.model.init == "pretrained":
+        hub = hub_spelling(entry)
+        remedy = (f"name a directory or a hub name{f' such as {hub}' if hub else ''}", ("model.init", "random"))
+        yield recipe.conflict("model.init", _MODEL, reason="a shape has no weights", remedy=remedy, field=_MODEL)
+
+
+def _shape(recipe: Recipe, shape: ModelShape | None) -> Iterator[Refusal]:
+    """The model's vocabulary and positions against the tokenizer and the samples."""
+    if shape is None:
+        return
+    entries = re.fullmatch(r"bpe-(\d{1,9})", recipe.data.tokenizer)
+    if entries is not None and int(entries[1]) > shape.vocab:
+        smaller: Setting = (_TOKENIZER, f"bpe-{shape.vocab} or less")
+        reason = f"the model has a vocabulary of {shape.vocab}"
+        remedy = (smaller, ("model.overrides.vocab_size", entries[1]))
+        yield recipe.conflict(_TOKENIZER, _MODEL, reason=reason, remedy=remedy)
+    if shape.positions is not None and recipe.data.seq_len > shape.positions:
+        # A table of positions ends; rotary and ALiBi positions do not, and there the config's number is the user's.
+        longer = ("model.overrides.max_position_embeddings", recipe.data.seq_len)
+        remedy = (("data.seq_len", f"{shape.positions} or less"), *(() if shape.learned_positions else (longer,)))
+        reason = f"the model has {shape.positions} positions"
+        yield recipe.conflict("data.seq_len", _MODEL, reason=reason, remedy=remedy)
+
+
+def _without_effect(recipe: Recipe) -> Iterator[Refusal]:
+    """Every field that is set and does nothing."""
+
+    def unused(field: str, *because: str, remedy: Setting | str) -> Iterator[Refusal]:
+        section, _, name = field.partition(".")
+        default = type(getattr(recipe, section)).model_fields[name].default
+        if recipe.value_of(field) != default:
+            reason = f"{name} has no effect"
+            yield recipe.conflict(field, *because, reason=reason, remedy=("remove it", remedy))
+
+    for section, table in (("optimizer", _OPTIMIZER_FIELDS), ("schedule", _SCHEDULE_FIELDS)):
+        choice = recipe.value_of(f"{section}.name")
+        for field in dict.fromkeys(chain(*table.values())):
+            if field not in table.get(choice, ("warmup_steps",)):
+                users = [name for name, used in table.items() if field in used]
+                users = ["constant_with_warmup"] if field == "warmup_steps" else users
+                chosen = f"{section}.name"
+                yield from unused(f"{section}.{field}", chosen, remedy=(chosen, " or ".join(users)))
+    for field in _ignored_by_source(recipe.data.source):
+        yield from unused(f"data.{field}", "data.source", remedy=_RECORDS_NEEDED[field])
+    if recipe.data.packing == "padded":
+        yield from unused("data.document_masking", "data.packing", remedy=("data.packing", "packed"))
+    for field, switch in _SWITCHES.items():
+        if not recipe.value_of(switch):
+            yield from unused(field, switch, remedy=(switch, "1 or more"))
+    if recipe.train.on_nonfinite == "stop" and not recipe.train.spike_sigmas:
+        because = ("train.on_nonfinite", "train.spike_sigmas")
+        yield from unused("train.max_incidents", *because, remedy=("train.on_nonfinite", "skip or rollback"))
+
+
+def _ignored_by_source(source: str) -> tuple[str, ...]:
+    """The fields of `data` that have no meaning for a source, as far as the file system tells."""
+    path = os.path.expanduser(source)
+    if source in ("stdlib", "markov"):
+        return ("subset", "split", "text_field")
+    if os.path.isdir(path):
+        has_splits = os.path.isfile(os.path.join(path, "dataset_dict.json"))
+        return ("subset",) if has_splits else ("subset", "split")
+    is_file = os.path.exists(path)
+    if not is_file and not glob.has_magic(source):
+        return ()
+    suffix = os.path.splitext(source.lower().removesuffix(".gz").removesuffix(".zst"))[1]
+    has_fields = suffix in (*JSON_SUFFIXES, *PARQUET_SUFFIXES)
+    is_text = not has_fields and (is_file or (suffix != "" and not glob.has_magic(suffix)))
+    return ("subset", "split", "text_field") if is_text else ("subset", "split")

@@ -1,0 +1,255 @@
+"""Reading checkpoints of Hugging Face models that DeepSpeed, accelerate or the Trainer wrote, by parameter name.
+
+Reads ZeRO 1, 2 and 3 on any number of ranks, and universal checkpoints; of ZeRO 0, weights only. DeepSpeed is not
+needed: files are read and assembled by deepspeed_partitions.py. Models that are sharded by tensor,
+pipeline or expert parallelism are rejected: the program that sharded them must assemble them.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from toolkit.checkpoint.names import checkpoint_error, is_safe_path
+from toolkit.convert import deepspeed_partitions as partitions
+from toolkit.files import printable, read_regular, reason_of
+from toolkit.units import plural
+
+_TAG_FILES = ("latest", "latest_universal")
+_MODEL = re.compile(r"(?:zero_pp_rank_([0-9]+)_)?mp_rank_([0-9]+)(?:_[0-9]+)?_model_states\.pt")
+_OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_([0-9]+)_mp_rank_([0-9]+)(?:_[0-9]+)?_optim_states\.pt")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepSpeedCheckpoint:
+    """A checkpoint that was opened. `shapes` and `buffers`: in the model's order, tied parameters once.
+
+    `read(kind, name)` returns a full parameter in fp32, for the kind MASTER or one of `kinds`.
+    """
+
+    tag: Path
+    stage: int
+    ranks: int
+    is_universal: bool = False
+    step: int
+    updates: int
+    shapes: partitions.Shapes
+    tied: Mapping[str, str]
+    """The second names of tied parameters, and the names under which they are stored."""
+    buffers: Mapping[str, torch.Tensor]
+    kinds: tuple[str, ...]
+    read: Callable[[str, str], torch.Tensor]
+    frozen: tuple[str, ...]
+    """Parameters that were not trained, and have no optimizer states."""
+    loss_scale: float | None
+    config: Mapping[str, Any]
+    version: str
+
+    @property
+    def title(self) -> str:
+        """`ZeRO-2 of 4 ranks, step 120`."""
+        universal = "universal, " if self.is_universal else ""
+        return f"{universal}ZeRO-{self.stage} of {plural(self.ranks, 'rank')}, step {self.step}"
+
+
+def find_tag(place: Path) -> Path | None:
+    """The directory in `place` that contains DeepSpeed's files; None where there is none. Raises CheckpointError."""
+    if not place.is_dir():
+        return None
+    try:
+        if _has_files(place):
+            return place
+        named_by = next((place / name for name in _TAG_FILES if (place / name).exists()), None)
+        return None if named_by is None else _read_tag(named_by)
+    except OSError as error:
+        raise checkpoint_error(place, f"cannot be read ({reason_of(error)}).") from None
+
+
+def _read_tag(file: Path) -> Path:
+    try:
+        tag = read_regular(file, max_bytes=256).decode().strip()
+    except (OSError, UnicodeDecodeError):
+        raise checkpoint_error(file, "cannot be read. Name the directory of a step itself.") from None
+    if not is_safe_path(tag) or "/" in tag:
+        raise checkpoint_error(file, f"it names {printable(tag)}, which leads elsewhere. Name the step's directory.")
+    if not _has_files(file.parent / tag):
+        problem = f"it names {tag}, which contains no files of DeepSpeed"
+        raise checkpoint_error(file, f"{problem}. Name the step's directory.")
+    return file.parent / tag
+
+
+def open_deepspeed(tag: Path) -> DeepSpeedCheckpoint:
+    """Open the checkpoint in a step's directory, and scan all of its files. Raises CheckpointError."""
+    try:
+        return _open(tag)
+    except partitions.PartitionError as error:
+        message = f"{printable(str(error))}. Name a complete checkpoint of ZeRO 1, 2 or 3, or a universal one."
+        raise checkpoint_error(tag, message) from None
+    except OSError as error:
+        raise checkpoint_error(tag, f"cannot be read ({reason_of(error)}).") from None
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        what = f"{type(error).__name__}: {printable(str(error))}"
+        raise checkpoint_error(tag, f"not in the format of DeepSpeed ({what}).") from error
+
+
+def _has_files(folder: Path) -> bool:
+    return folder.is_dir() and any(_MODEL.fullmatch(entry.name) for entry in folder.iterdir())
+
+
+def _open(tag: Path) -> DeepSpeedCheckpoint:
+    names = sorted(entry.name for entry in tag.iterdir())
+    _reject_model_parallel(tag, names)
+    ranks = {int(match[1] or 0): name for name in names if (match := _MODEL.fullmatch(name))}
+    if sorted(ranks) != list(range(len(ranks))):
+        raise partitions.PartitionError(f"there are files of {len(ranks)} ranks, not of ranks 0 to {max(ranks)}")
+    model = _mapping(partitions.read_scanned(tag / ranks[0]), ranks[0])
+    if (tag / partitions.UNIVERSAL_DIRECTORY).is_dir():
+        return _universal(tag, model)
+    optimizers = {int(match[1]): name for name in names if (match := _OPTIMIZER.fullmatch(name))}
+    if not optimizers:
+        return _without_zero(tag, model)
+    return _zero(tag, model, {rank: tag / name for rank, name in ranks.items()}, optimizers)
+
+
+def _reject_model_parallel(tag: Path, names: list[str]) -> None:
+    for name in names:
+        match = _MODEL.fullmatch(name) or _OPTIMIZER.fullmatch(name)
+        if name.startswith("layer_") or (match is not None and int(match[2]) > 0):
+            raise checkpoint_error(
+                tag,
+                f"{printable(name)} is of a model sharded by tensor, pipeline or expert parallelism, which cannot be "
+                "assembled here. Let the program that sharded it write a Hugging Face directory, and import that.",
+            )
+
+
+def _zero(
+    tag: Path, model: Mapping[str, Any], models: dict[int, Path], optimizers: dict[int, str]
+) -> DeepSpeedCheckpoint:
+    groups = partitions.shapes_of(model.get("param_shapes"))
+    files = [_mapping(partitions.read_scanned(tag / optimizers[rank]), optimizers[rank]) for rank in sorted(optimizers)]
+    found = [_mapping(file["optimizer_state_dict"], "optimizer_state_dict") for file in files]
+    stage = int(found[0].get("zero_stage", 1))
+    counts = found[0].get("partition_count", len(files))
+    expected = max(counts) if isinstance(counts, list) else counts
+    if sorted(optimizers) != list(range(expected)):
+        raise partitions.PartitionError(
+            f"there are optimizer files of {len(files)} ranks, where {expected} ranks wrote them"
+        )
+    if stage not in (1, 2, 3):
+        raise partitions.PartitionError(f"it has the ZeRO stage {stage}")
+    trained = (partitions.by_parameters if stage == 3 else partitions.by_slices)(found, groups)
+    states = found[0]["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]
+    frozen = _frozen(model, models, stage)
+    scale = getattr(found[0].get("loss_scaler"), "cur_scale", None)
+    return _found(
+        tag, model, trained, stage=stage, frozen=frozen, updates=partitions.updates_of(states), loss_scale=scale
+    )
+
+
+def _universal(tag: Path, model: Mapping[str, Any]) -> DeepSpeedCheckpoint:
+    found = partitions.open_universal(tag, partitions.shapes_of(model.get("param_shapes")))
+    zero = _mapping(model.get("ds_config") or {}, "ds_config").get("zero_optimization")
+    stage = zero["stage"] if isinstance(zero, Mapping) and zero.get("stage") in (1, 2, 3) else 0
+    return _found(
+        tag, model, found, stage=stage, is_universal=True, updates=partitions.updates_of_universal(tag, found.shapes)
+    )
+
+
+def _found(
+    tag: Path,
+    model: Mapping[str, Any],
+    trained: partitions.StoredParameters,
+    *,
+    stage: int,
+    is_universal: bool = False,
+    frozen: Mapping[str, torch.Tensor] | None = None,
+    updates: int | None = None,
+    loss_scale: Any = None,
+) -> DeepSpeedCheckpoint:
+    module = _mapping(model.get("module"), "module")
+    frozen = frozen or {}
+    shapes: partitions.Shapes = trained.shapes | {name: tuple(value.shape) for name, value in frozen.items()}
+    order = {name: i for i, name in enumerate(module)}
+    if not shapes.keys() <= order.keys():
+        raise partitions.PartitionError(f"{min(shapes.keys() - order.keys())} is not a parameter of its module")
+    buffers = {name: module[name] for name in model.get("buffer_names") or ()}
+    if not all(isinstance(value, torch.Tensor) and value.layout == torch.strided for value in buffers.values()):
+        raise partitions.PartitionError("its buffers are not tensors")
+
+    def read(kind: str, name: str) -> torch.Tensor:
+        if name in frozen:
+            assert kind == partitions.MASTER, kind
+            return frozen[name].float()
+        return trained.read(kind, name)
+
+    step = _number(model, "global_steps")
+    return DeepSpeedCheckpoint(
+        tag=tag,
+        stage=stage,
+        ranks=_number(model, "dp_world_size") or 1,
+        is_universal=is_universal,
+        step=step,
+        updates=step - _number(model, "skipped_steps") if updates is None else updates,
+        shapes={name: shapes[name] for name in sorted(shapes, key=order.__getitem__)},
+        tied={str(name): str(other) for name, other in (model.get("shared_params") or {}).items()},
+        buffers=buffers,
+        kinds=trained.kinds,
+        read=read,
+        frozen=tuple(frozen),
+        loss_scale=loss_scale if isinstance(loss_scale, float | int) else None,
+        config=_mapping(model.get("ds_config") or {}, "ds_config"),
+        version=str(model.get("ds_version", "unknown")),
+    )
+
+
+def _without_zero(tag: Path, model: Mapping[str, Any]) -> DeepSpeedCheckpoint:
+    """ZeRO 0: a plain state dict. The file does not say which optimizer state belongs to which name."""
+    module = _mapping(model.get("module"), "module")
+    buffers = set(model.get("buffer_names") or ())
+    kept: dict[str, torch.Tensor] = {}
+    places: dict[tuple[int, int], str] = {}
+    tied: dict[str, str] = {}
+    for name, value in module.items():
+        if not isinstance(value, torch.Tensor) or name in buffers:
+            continue
+        place = (value.untyped_storage().data_ptr(), int(value.storage_offset()))
+        if value.numel() and place in places and kept[places[place]].shape == value.shape:
+            tied[name] = places[place]
+        else:
+            places[place], kept[name] = name, value
+    shapes = {name: partitions.shape_of(name, tuple(value.shape)) for name, value in kept.items()}
+    found = partitions.StoredParameters(
+        shapes=shapes, kinds=(), read=lambda kind, name: kept[name].to(torch.float32, copy=True)
+    )
+    return _found(tag, {**model, "shared_params": tied}, found, stage=0)
+
+
+def _frozen(model: Mapping[str, Any], models: dict[int, Path], stage: int) -> dict[str, torch.Tensor]:
+    shapes = model.get("frozen_param_shapes")
+    if not shapes:
+        return {}
+    pieces = [model["frozen_param_fragments"]]
+    if stage == 3:
+        pieces += [partitions.read_scanned(models[rank])["frozen_param_fragments"] for rank in sorted(models)[1:]]
+    found = {}
+    for name, shape in shapes.items():
+        size = torch.Size(partitions.shape_of(name, shape))
+        values = torch.cat([piece[name].flatten() for piece in pieces])
+        if values.numel() < size.numel():
+            raise partitions.PartitionError(f"{name} {list(size)} has {values.numel()} values")
+        found[name] = values[: size.numel()].view(size)
+    return found
+
+
+def _mapping(value: Any, name: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise partitions.PartitionError(f"{name} is not as DeepSpeed writes it")
+    return value
+
+
+def _number(model: Mapping[str, Any], key: str) -> int:
+    value = model.get(key, 0)
+    return value if type(value) is int and value >= 0 else 0

@@ -1,0 +1,126 @@
+"""Importing a run: a DeepSpeed checkpoint with its optimizer becomes one of ours, which a recipe can resume from."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from toolkit.checkpoint.model_directory import WrittenDirectory, check_unused, new_directory
+from toolkit.checkpoint.names import checkpoint_error
+from toolkit.checkpoint.ranks import Ranks
+from toolkit.checkpoint.save import CheckpointContents, save
+from toolkit.checkpoint.tensor_source import ShardedTensorSource
+from toolkit.checkpoint.trainer_state import TrainerState
+from toolkit.config.job import Job
+from toolkit.config.layout import Batch, Layout
+from toolkit.config.recipe import Recipe
+from toolkit.convert.deepspeed_checkpoint import DeepSpeedCheckpoint, find_tag, open_deepspeed
+from toolkit.convert.deepspeed_partitions import MASTER
+from toolkit.convert.import_weights import Imported, check_fits, tensor_group
+from toolkit.data.loader import MicroBatchLoader
+from toolkit.data.token_cache import TokenCorpus, prepare
+from toolkit.engines.optimizer import learning_rate
+from toolkit.engines.optimizer_states import state_kinds
+from toolkit.files import printable
+from toolkit.launch.environment import describe_environment
+from toolkit.training.preflight import check_model, check_vocabulary
+
+
+def import_run(source: Path, destination: Path, recipe: Recipe) -> Imported:
+    """Write `source` with its optimizer states as a run directory, from which `recipe` can resume.
+
+    Raises CheckpointError where it is not a DeepSpeed checkpoint, or not of the recipe's model and optimizer.
+    """
+    check_unused(destination)
+    tag = find_tag(source)
+    if tag is None:
+        message = "not a DeepSpeed checkpoint, hence no optimizer to resume with. Omit --recipe to import the weights."
+        raise checkpoint_error(source, message)
+    found = open_deepspeed(tag)
+    config = check_model(recipe, torch.device("cpu"))
+    check_fits(found, config)
+    kinds = state_kinds(recipe.optimizer.name, recipe.optimizer.momentum)
+    _check_states(found, kinds, recipe)
+    corpus = prepare(recipe.data, progress=False)
+    check_vocabulary(recipe, config, corpus)
+    state = _state(found, kinds, recipe, corpus)
+    state.check(recipe, corpus.contents, path=printable(source))
+
+    def write_model_files(folder: Path) -> None:
+        config.dtype = torch.float32
+        config.save_pretrained(folder)
+        corpus.tokenizer().save_pretrained(folder)
+
+    groups = [tensor_group(found, kind) for kind in (MASTER, *kinds)]
+    nbytes = sum(spec.nbytes for group in groups for spec in group.specs)
+    with new_directory(destination, nbytes=nbytes) as folder:
+        saved = save(
+            folder,
+            found.step,
+            CheckpointContents(
+                tensors=ShardedTensorSource(groups=groups),
+                trainer_state=state.to_dict(),
+                write_model_files=write_model_files,
+            ),
+            ranks=Ranks.single(),
+        )
+        files = sum(path.suffix == ".safetensors" for path in saved.path.rglob("*"))
+    tensors = sum(len(group.specs) for group in groups)
+    return Imported(
+        title=f"DeepSpeed {found.title}",
+        written=WrittenDirectory(path=destination, files=files, tensors=tensors, nbytes=nbytes),
+        notices=tuple(_notices(found, recipe)),
+    )
+
+
+def _check_states(found: DeepSpeedCheckpoint, kinds: tuple[str, ...], recipe: Recipe) -> None:
+    missing = [kind for kind in kinds if kind not in found.kinds]
+    if missing or found.frozen:
+        what = f"no {missing[0]}" if missing else f"no states of {found.frozen[0]}, which was frozen"
+        raise checkpoint_error(
+            found.tag,
+            f"it has {what}, and optimizer.name={recipe.optimizer.name} needs them. Name the optimizer that it was "
+            "trained with, or omit --recipe to import the weights.",
+        )
+
+
+def _state(found: DeepSpeedCheckpoint, kinds: tuple[str, ...], recipe: Recipe, corpus: TokenCorpus) -> TrainerState:
+    """The state as if the recipe had trained so far: its samples and learning rate continue after this step."""
+    size = recipe.batch.global_batch_size
+    batch = Batch(global_batch_size=size, micro_batch_size=size, dp=1)
+    loader = MicroBatchLoader.open(Job(recipe=recipe, layout=Layout(), batch=batch), corpus, rank=0)
+    return TrainerState(
+        step=found.step,
+        samples=found.step * size,
+        tokens=sum(loader.target_tokens(step) for step in range(min(found.step, recipe.train.steps))),
+        updates=found.updates,
+        learning_rate=learning_rate(recipe)(max(0, found.step - 1)),
+        loss_scale={} if found.loss_scale is None or recipe.precision != "fp16" else {"cur_scale": found.loss_scale},
+        layout=str(Layout(dp=found.ranks, zero_stage=found.stage)),
+        micro_batch_size=_setting(found, "train_micro_batch_size_per_gpu") or recipe.batch.micro_batch_size,
+        accumulation=_setting(found, "gradient_accumulation_steps") or 1,
+        precision=recipe.precision,
+        engine="deepspeed",
+        seed=recipe.train.seed,
+        states=list(kinds),
+        contents=corpus.contents,
+        versions=describe_environment(torch.device("cpu")) | {"deepspeed": found.version},
+        recipe=recipe.model_dump(mode="json"),
+    )
+
+
+def _notices(found: DeepSpeedCheckpoint, recipe: Recipe) -> Iterator[str]:
+    yield (
+        f"the data of the recipe continues at step {found.step}, as if its first {found.step} steps had been trained "
+        "on; which samples DeepSpeed used is not known"
+    )
+    micro = _setting(found, "train_micro_batch_size_per_gpu") or 0
+    accumulation = _setting(found, "gradient_accumulation_steps") or 1
+    before = _setting(found, "train_batch_size") or micro * accumulation * found.ranks
+    if before and before != recipe.batch.global_batch_size:
+        yield f"its global batch was {before} samples, that of the recipe is {recipe.batch.global_batch_size}"
+
+
+def _setting(found: DeepSpeedCheckpoint, name: str) -> int | None:
+    value = found.config.get(name)
+    return value if type(value) is int and value > 0 else None

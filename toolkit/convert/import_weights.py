@@ -1,0 +1,196 @@
+"""Importing weights: models and checkpoints of other programs become Hugging Face directories to train from."""
+
+import importlib.util
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
+
+from toolkit.checkpoint.model_directory import NamedWeights, WrittenDirectory, check_unused, write_weights
+from toolkit.checkpoint.names import INDEX, MODEL, SINGLE, checkpoint_error, not_a_directory
+from toolkit.checkpoint.reader import CheckpointReader
+from toolkit.checkpoint.safetensors_header import TensorSpec
+from toolkit.checkpoint.save_plan import MAX_FILE_BYTES, LocalShard
+from toolkit.checkpoint.tensor_source import ShardedTensorGroup
+from toolkit.convert.deepspeed_checkpoint import DeepSpeedCheckpoint, find_tag, open_deepspeed
+from toolkit.convert.deepspeed_partitions import MASTER
+from toolkit.convert.export_model import cast_weights, copy_small_files, read_config, write_config
+from toolkit.errors import CheckpointError
+from toolkit.files import open_regular, printable, reason_of
+from toolkit.model_init.model_modules import parameters_on_meta
+from toolkit.parallel.shard import Shard
+
+_PICKLES = ("pytorch_model*.bin", "*.bin", "*.pt", "*.pth", "*.ckpt")
+
+GGUF_SUFFIX = ".gguf"
+_GGUF_MAGIC = b"GGUF"
+_SOURCES = f"Name a directory in Hugging Face format, a checkpoint of DeepSpeed, or a {GGUF_SUFFIX} file."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Imported:
+    """What was written, and from what. `notices`: what the user should know, one line each."""
+
+    title: str
+    written: WrittenDirectory
+    notices: tuple[str, ...] = ()
+
+
+def import_weights(
+    source: Path, destination: Path, *, model: Path | None = None, max_shard_bytes: int = MAX_FILE_BYTES
+) -> Imported:
+    """Write the weights of `source` as a new Hugging Face directory. Raises CheckpointError.
+
+    `model`: the directory with config and tokenizer, if they are not beside the weights.
+    """
+    check_unused(destination)
+    notices: tuple[str, ...] = ()
+    if source.suffix == GGUF_SUFFIX:
+        title = "GGUF"
+        weights, write_small_files = open_gguf(source)
+    else:
+        tag = find_tag(source)
+        if tag is None:
+            title, weights, home, dtype = "Hugging Face", open_hugging_face(source), source, None
+        else:
+            found = open_deepspeed(tag)
+            home, dtype = _model_directory(source, tag, model), "float32"
+            title, notices = f"DeepSpeed {found.title}", tuple(_notices(found))
+            weights = NamedWeights(
+                specs=tensor_group(found, MASTER).specs,
+                read=lambda name: found.buffers[name] if name in found.buffers else found.read(MASTER, name),
+            )
+        config = read_config(home, follow=True)
+        described = _auto_config(home)
+        if tag is not None:
+            check_fits(found, described)
+
+        def write_small_files(directory: Path) -> None:
+            write_config(directory, config, dtype)
+            copy_small_files(home, directory, follow=True)
+
+    written = write_weights(destination, weights, write_small_files=write_small_files, max_shard_bytes=max_shard_bytes)
+    return Imported(title=title, written=written, notices=notices)
+
+
+def open_hugging_face(directory: Path) -> NamedWeights:
+    """The weights of a directory, as they are stored. Raises CheckpointError where they are not safetensors."""
+    if not directory.is_dir():
+        raise checkpoint_error(directory, f"{not_a_directory(directory)}. {_SOURCES}")
+    if not any((directory / name).exists() for name in (SINGLE, INDEX)):
+        pickled = next((path.name for pattern in _PICKLES for path in sorted(directory.glob(pattern))), None)
+        if pickled is not None:
+            raise checkpoint_error(
+                directory,
+                f"its weights are pickled ({printable(pickled)}), and a pickle can run any program. If you trust it, "
+                "load it with transformers and call save_pretrained; then import what that wrote.",
+            )
+        raise checkpoint_error(directory, f"it contains neither safetensors nor a checkpoint of DeepSpeed. {_SOURCES}")
+    return cast_weights(CheckpointReader(directory), None)
+
+
+def check_fits(found: DeepSpeedCheckpoint, config: PretrainedConfig) -> None:
+    """Raise CheckpointError where the parameters are not those of the model that `config` describes."""
+    try:
+        with parameters_on_meta():
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model.tie_weights()  # on the meta device a tie does not survive registration
+    except (ValueError, ImportError, KeyError) as error:
+        message = f"model_type {config.model_type}: transformers cannot build it ({reason_of(error)})."
+        raise CheckpointError(message) from error
+    expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    for name in [*expected, *found.shapes]:
+        if name not in found.shapes:
+            tied = f", because it is {found.tied[name]} there" if name in found.tied else ""
+            problem = f"it has no {name}{tied}"
+        elif name not in expected:
+            problem = f"it has {name}, which a {config.model_type} does not have"
+        elif expected[name] != found.shapes[name]:
+            problem = f"{name} is {list(found.shapes[name])} there, and {list(expected[name])} by its config"
+        else:
+            continue
+        raise checkpoint_error(found.tag, f"not of this model: {problem}. Use the config that it was trained with.")
+
+
+def tensor_group(found: DeepSpeedCheckpoint, kind: str) -> ShardedTensorGroup:
+    """All tensors of MASTER, with the model's buffers, or of an optimizer state, in the model's order."""
+    specs = [TensorSpec(name=name, shape=shape, dtype=torch.float32) for name, shape in found.shapes.items()]
+    buffers = found.buffers if kind == MASTER else {}
+    specs += [TensorSpec.of(name, value) for name, value in buffers.items()]
+    shards = [Shard(name=spec.name, shape=spec.shape) for spec in specs]
+
+    @lru_cache(maxsize=1)  # a large tensor is saved in several parts
+    def values(index: int) -> torch.Tensor:
+        name = specs[index].name
+        return (buffers[name] if name in buffers else found.read(kind, name)).reshape(-1)
+
+    return ShardedTensorGroup(
+        kind=MODEL if kind == MASTER else kind,
+        specs=specs,
+        local_shards=[LocalShard(shard=shard, start=0, length=math.prod(shard.shape)) for shard in shards],
+        values=values,
+    )
+
+
+def _notices(found: DeepSpeedCheckpoint) -> Iterator[str]:
+    if found.kinds:
+        yield "the optimizer states are not imported; --recipe RECIPE imports them too"
+    if found.stage == 0 and not found.is_universal:
+        yield "ZeRO-0 stores no names of its optimizer states: these are the weights of the forward pass"
+
+
+def _model_directory(source: Path, tag: Path, model: Path | None) -> Path:
+    home = model or next((place for place in (source, tag.parent) if (place / "config.json").exists()), None)
+    if home is None:
+        options = "Name the Hugging Face directory of the model by --model, or the recipe to resume with by --recipe."
+        raise checkpoint_error(source, f"DeepSpeed saves no config.json. {options}")
+    return home
+
+
+def _auto_config(directory: Path) -> PretrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(directory)
+    except Exception as error:
+        message = f"transformers cannot read it ({reason_of(error)}). Choose a model that it supports."
+        raise checkpoint_error(directory / "config.json", message) from error
+
+
+def open_gguf(path: Path) -> tuple[NamedWeights, Callable[[Path], None]]:
+    """Read a file of llama.cpp's format, of a family whose GGUF transformers reads. Quantized weights become fp32.
+
+    Returns them, and a function that writes config and tokenizer into a directory. transformers dequantizes the
+    complete model at once, so it has to fit into memory. Raises CheckpointError where it is not GGUF, or transformers
+    cannot read it.
+    """
+    try:
+        with open_regular(path, follow=True) as file:
+            magic = file.read(len(_GGUF_MAGIC))
+    except OSError as error:
+        raise checkpoint_error(path, f"cannot be read ({reason_of(error)}).") from None
+    if magic != _GGUF_MAGIC:
+        raise checkpoint_error(path, "not a GGUF file: it does not begin with GGUF. Name another file.")
+    if importlib.util.find_spec("gguf") is None:
+        raise checkpoint_error(path, "reading GGUF needs the package gguf. Install it: pip install 'gguf>=0.19'.")
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    except Exception as error:  # a malformed file can make the readers raise anything
+        raise checkpoint_error(path, f"transformers cannot read it ({reason_of(error)}).") from error
+    # The weights are not quantized anymore, and local paths are not exported.
+    hidden = ("quantization_config", "_name_or_path", "_model_name_or_path")
+    config = {key: value for key, value in model.config.to_diff_dict().items() if key not in hidden}
+    config |= {"architectures": [type(model).__name__], "model_type": model.config.model_type}
+    values = dict(model.named_parameters())
+
+    def write_small_files(directory: Path) -> None:
+        write_config(directory, config, "float32")
+        tokenizer.save_pretrained(directory)
+        if model.generation_config is not None:
+            model.generation_config.save_pretrained(directory)
+
+    specs = [TensorSpec.of(name, value) for name, value in values.items()]
+    return NamedWeights(specs=specs, read=lambda name: values[name].detach()), write_small_files

@@ -1,0 +1,86 @@
+"""A fingerprint of each global batch: equal if the same samples are at the same positions, for any layout.
+
+The hash of a sample is a random linear form of its tokens and labels modulo 2^64 (Carter and Wegman, Universal Classes
+of Hash Functions, 1979), mixed with the sample's position in the global batch. Each rank hashes the samples it reads;
+the sum over the samples, and so over the ranks, is the fingerprint of the batch.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import ArrayLike, NDArray
+
+from toolkit.data.loader import MicroBatchLoader
+from toolkit.data.micro_batch import MicroBatch
+from toolkit.data.permutation import mix
+
+_BITS = np.uint64(40)
+"""Bits of a sample's hash: sums over millions of samples still fit in 63 bits."""
+
+
+def hash_samples(input_ids: ArrayLike, labels: ArrayLike, positions: ArrayLike) -> int:
+    """Sum the hashes of samples. input_ids and labels [b, s]; positions [b] in the global batch."""
+    tokens = np.concatenate([np.asarray(input_ids), np.asarray(labels)], axis=1).astype(np.uint64)  # [b, 2s]
+    weights = mix(np.arange(tokens.shape[1], dtype=np.uint64)) | np.uint64(1)
+    samples = mix((tokens * weights).sum(axis=1, dtype=np.uint64))
+    hashes: NDArray[np.uint64] = mix(samples ^ mix(np.asarray(positions).astype(np.uint64)))
+    return int((hashes >> (np.uint64(64) - _BITS)).sum())
+
+
+def format_fingerprint(total: int) -> str:
+    """Write the sum over all ranks as sixteen hexadecimal digits."""
+    return f"{total:016x}"
+
+
+class BatchFingerprints:
+    """Hashes micro-batches on their way into an engine."""
+
+    def __init__(self, loader: MicroBatchLoader) -> None:
+        self._loader = loader
+        # From the layout and not from the loader: a loader that reads another rank's samples must be noticed.
+        self._coordinate = loader.layout.coordinate(dist.get_rank() if dist.is_initialized() else 0)
+        self.local_sums: list[int] = []
+        """This rank's sum of hashes for each completed step."""
+
+    def watch(self, micro_batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
+        """Hash the micro-batches of one step while passing them on."""
+        total = 0
+        for accumulation_step, micro_batch in enumerate(micro_batches):
+            if self._loader.reads:
+                start = self._loader.batch.block_start(
+                    accumulation_step=accumulation_step, data_rank=self._coordinate.data
+                )
+                positions = range(start, start + len(micro_batch.input_ids))
+                total += hash_samples(micro_batch.input_ids, micro_batch.labels, positions)
+            yield micro_batch
+        self.local_sums.append(total)
+
+    def last(self, device: torch.device, *, stop: bool = False) -> tuple[str, bool]:
+        """Return the fingerprint of the last step's global batch, as the first rank of each replica read it, and
+        whether any rank wants to `stop`, which travels in the same all-reduce. A collective call.
+        """
+        self._loader.report_phase("fingerprint")
+        is_first = self._coordinate.pipe == 0 and self._coordinate.model == 0
+        sums = torch.tensor([self.local_sums[-1] if is_first else 0, int(stop)], dtype=torch.int64, device=device)
+        if dist.is_initialized():
+            dist.all_reduce(sums)
+        total, stops = sums.tolist()
+        return format_fingerprint(total), stops > 0
+
+
+def merge_fingerprints(loader: MicroBatchLoader, ranks: list[list[int]]) -> tuple[str, ...]:
+    """Merge every rank's `local_sums` to the fingerprint of each step; `a!=b` if ranks of one replica read different
+    samples."""
+    layout = loader.layout
+    replicas: dict[tuple[int, int], list[list[int]]] = defaultdict(list)
+    for rank, sums in enumerate(ranks):
+        coordinate = layout.coordinate(rank)
+        if coordinate.pipe in (0, layout.pp - 1):
+            replicas[coordinate.pipe, coordinate.model].append(sums)
+    totals = [[sum(step) for step in zip(*sums, strict=True)] for sums in replicas.values()]
+    return tuple(
+        "!=".join(dict.fromkeys(format_fingerprint(total) for total in step)) for step in zip(*totals, strict=True)
+    )

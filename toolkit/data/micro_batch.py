@@ -1,0 +1,41 @@
+"""MicroBatch: the samples that go through the model together. Dims: b samples, s positions."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """input_ids and labels, int64 [b, s]; labels are shifted: labels[:, i] is the token after input_ids[:, i].
+
+    position_ids [b, s] start at 0 with each document where documents do not attend to each other; otherwise None.
+    dropout_seed seeds the dropout of this forward pass.
+    """
+
+    input_ids: torch.Tensor
+    labels: torch.Tensor
+    position_ids: torch.Tensor | None = None
+    dropout_seed: int = 0
+
+    def inputs(self) -> dict[str, torch.Tensor]:
+        """Return the keyword arguments of the model's forward pass."""
+        if self.position_ids is None:
+            return {"input_ids": self.input_ids}
+        return {"input_ids": self.input_ids, "position_ids": self.position_ids}
+
+    def to(self, device: torch.device) -> "MicroBatch":
+        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pin_memory(self) -> "MicroBatch":
+        """Copy it to page-locked memory, from which copies to CUDA are asynchronous."""
+        return self._map(torch.Tensor.pin_memory)
+
+    def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "MicroBatch":
+        return replace(
+            self,
+            input_ids=function(self.input_ids),
+            labels=function(self.labels),
+            position_ids=None if self.position_ids is None else function(self.position_ids),
+        )

@@ -1,0 +1,143 @@
+"""Samples: which tokens make a sample, and which samples make a global batch.
+
+b = samples asked for, s = seq_len. Labels are the next token of each position, already shifted: the loss compares
+logits[:, i] with labels[:, i], and ignores positions whose label is IGNORE.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+
+from toolkit.data.micro_batch import MicroBatch
+from toolkit.data.permutation import permute
+from toolkit.data.token_cache import Split, TokenCorpus
+from toolkit.errors import DataError
+from toolkit.parallel.loss import IGNORE
+
+
+class Samples:
+    """The samples of one split.
+
+    `packed`: sample i is the window of tokens [i*s, i*s + s], so that each token but the first is a target exactly once
+    an epoch. What is left after the last whole window (fewer than s + 1 tokens) is not used.
+    `packed` with `document_masking`: the same windows; positions start at 0 with each document (and with the window,
+    where it begins inside a document), and the first token of a document is no target, because another document
+    precedes it.
+    `padded`: a sample has one document, or one window of a document that is longer than s + 1 tokens. Padding is on the
+    right, where causal attention cannot see it, and its labels are ignored: no attention mask is needed.
+    """
+
+    def __init__(
+        self,
+        corpus: TokenCorpus,
+        *,
+        seq_len: int,
+        packing: Literal["packed", "padded"],
+        document_masking: bool = False,
+        split: Split,
+        seed: int,
+        global_batch_size: int,
+    ) -> None:
+        self.seq_len = seq_len
+        self.global_batch_size = global_batch_size
+        self._shuffled = split == "train"
+        self._seed = seed
+        self._pad_id = corpus.eos_id
+        self._tokens = corpus.tokens(split)
+        self._packed = packing != "padded"
+        self._document_masking = self._packed and document_masking
+        self._offsets = corpus.document_offsets(split)
+        if self._packed:
+            self._count = max(0, len(self._tokens) - 1) // seq_len
+        else:
+            # A document of n tokens has n - 1 targets, in samples of at most seq_len.
+            counts = -(-np.maximum(np.diff(self._offsets) - 1, 0) // seq_len)
+            self._first_sample = np.concatenate([[0], np.cumsum(counts)])
+            self._count = int(self._first_sample[-1])
+        if not self._count:
+            fix = "data.eval_fraction" if split == "eval" else "the corpus"
+            raise DataError(
+                f"data.seq_len={seq_len}: the {split} split has {len(self._tokens):,} tokens, too few for one sample "
+                f"({seq_len + 1:,}). Lower data.seq_len or raise {fix}."
+            )
+
+    def __len__(self) -> int:
+        return self._count
+
+    def tokens(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Read input_ids and labels of one sample, [s] each."""
+        if not 0 <= index < self._count:
+            raise IndexError(f"sample {index} of {self._count}")
+        start, targets = (int(array[0]) for array in self._locate(np.array([index])))
+        window = self._tokens[start : start + targets + 1].astype(np.int64)
+        input_ids = np.full(self.seq_len, self._pad_id, dtype=np.int64)
+        labels = np.full(self.seq_len, IGNORE, dtype=np.int64)
+        input_ids[:targets], labels[:targets] = window[:-1], window[1:]
+        if self._document_masking:
+            labels[self._document_starts(start) - 1] = IGNORE
+        return input_ids, labels
+
+    def position_ids(self, index: int) -> NDArray[np.int64]:
+        """Return the position of each token in its document, or in the sample if the document began earlier, [s]."""
+        positions = np.arange(self.seq_len, dtype=np.int64)
+        if not self._document_masking:
+            return positions
+        starts = self._document_starts(index * self.seq_len)
+        starts = starts[starts < self.seq_len]
+        first = np.zeros_like(positions)
+        first[starts] = starts
+        return positions - np.maximum.accumulate(first)
+
+    def sample_ids(self, step: int, positions: ArrayLike) -> NDArray[np.int64]:
+        """Return the samples at `positions` of the global batch of `step`: the same on every rank of every layout.
+
+        Steps read the samples epoch by epoch, each epoch in its own order; the validation split is not shuffled.
+        """
+        flat = np.int64(step) * self.global_batch_size + np.asarray(positions, dtype=np.int64)
+        epoch, index = np.divmod(flat, self._count)
+        return permute(index, epoch, size=self._count, seed=self._seed) if self._shuffled else index
+
+    def batch(self, step: int, places: Sequence[int] | NDArray[np.int64], *, dropout_seed: int = 0) -> MicroBatch:
+        """Read the samples at `places` of the global batch of `step`, [b, s]."""
+        indices = self.sample_ids(step, places).tolist()
+        input_ids, labels = zip(*map(self.tokens, indices), strict=True)
+        positions = [*map(self.position_ids, indices)] if self._document_masking else None
+        return MicroBatch(
+            input_ids=torch.from_numpy(np.stack(input_ids)),
+            labels=torch.from_numpy(np.stack(labels)),
+            position_ids=torch.from_numpy(np.stack(positions)) if positions else None,
+            dropout_seed=dropout_seed,
+        )
+
+    def target_count(self, step: int, positions: ArrayLike) -> int:
+        """Count the labels at `positions` that are not ignored, without reading tokens: any rank can do it for all."""
+        whole = np.size(positions) * self.seq_len
+        if self._document_masking:
+            first, last = self._document_range(self.sample_ids(step, positions) * self.seq_len)
+            return whole - int((last - first).sum())
+        if self._packed:
+            return whole
+        return int(self._locate(self.sample_ids(step, positions))[1].sum())
+
+    def _document_starts(self, start: int) -> NDArray[np.int64]:
+        """Where documents begin among the targets of the window at `start`, relative to it: 1 to s."""
+        first, last = self._document_range(np.int64(start))
+        return np.asarray(self._offsets[first:last]) - start
+
+    def _document_range(self, start: NDArray[np.int64] | np.int64) -> tuple[Any, Any]:
+        """Which documents begin in (start, start + s]. End-of-text tokens cannot tell: a validation block leaves a
+        boundary without one, and a text may contain one.
+        """
+        first, last = (np.searchsorted(self._offsets, end, side="right") for end in (start, start + self.seq_len))
+        return first, last
+
+    def _locate(self, index: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Where each sample begins in the stream, and how many targets it has."""
+        if self._packed:
+            return index * self.seq_len, np.full(index.shape, self.seq_len, dtype=np.int64)
+        document = np.searchsorted(self._first_sample, index, side="right") - 1
+        start = self._offsets[document] + (index - self._first_sample[document]) * self.seq_len
+        return start, np.minimum(self.seq_len, self._offsets[document + 1] - 1 - start)

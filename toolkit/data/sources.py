@@ -1,0 +1,290 @@
+"""Sources: where documents come from, in a fixed order, as chunks for tokenizer workers.
+
+data.source                                       meaning
+stdlib                                            the running Python's standard library, one document per .py file
+markov                                            a Markov chain over letters, whose entropy rate is known
+corpus.txt, notes.md, …                           text: one document per file
+crawl.jsonl, crawl.jsonl.gz, crawl.jsonl.zst      one JSON object per line, its text in data.text_field
+crawl.parquet                                     one document per row
+a directory                                       all such files below it (text only if there is no JSONL or Parquet)
+crawl/*.jsonl, **/*.txt                           a glob
+a directory of Dataset.save_to_disk              its rows
+anything else                                     datasets.load_dataset(source, subset, split=split)
+"""
+
+import glob
+import hashlib
+import itertools
+import os
+import platform
+import re
+import stat
+import sysconfig
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from toolkit.config.recipe import DataSection
+from toolkit.config.recipe_rules import JSON_SUFFIXES, PARQUET_SUFFIXES
+from toolkit.data import text_chunks
+from toolkit.data.markov import EntropyRate, MarkovSource
+from toolkit.errors import DataError
+from toolkit.files import expanded, reason_of
+
+# Longer text files are tokenized in parts, so that a worker's memory does not depend on the length of a file.
+PART_BYTES = 2 << 20
+
+_TEXT = """
+.txt .text .md .markdown .rst .tex .html .css .xml .csv .tsv .yaml .yml .toml .ini .cfg
+.py .pyi .c .h .cc .cpp .hpp .rs .go .java .js .ts .sh .sql .jl .r .rb .lua .hs .scala .kt .swift
+"""
+TEXT_SUFFIXES = frozenset(_TEXT.split())
+_SKIPPED_FOLDERS = (
+    *("site-packages", "dist-packages", "test", "tests", "idle_test"),
+    *("encodings", "pydoc_data", "__pycache__"),
+)
+
+
+class Source(Protocol):
+    """Documents in a fixed order."""
+
+    fingerprint: str
+    """Changes when the documents may have changed."""
+    size_bytes: int
+    """The approximate size, in the unit of `TextChunk.size_bytes`."""
+    entropy_rate: EntropyRate | None
+    """The entropy rate of the tokens, if known."""
+
+    def chunks(self) -> Iterator[text_chunks.TextChunk]:
+        """Yield all documents, in order. Raises DataError for what cannot be read."""
+
+
+def open_source(section: DataSection) -> Source:
+    """Open the source that `section.source` names. Raises DataError if there is none or it is empty."""
+    name = section.source
+    if name == "stdlib":
+        return FileSource.stdlib()
+    if name == "markov":
+        return MarkovSource()
+    path = expanded(name)
+    if path.is_dir():
+        if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+            return DatasetSource.on_disk(path, section)
+        return FileSource.directory(path, section)
+    if path.exists():
+        return FileSource(path.parent, [path], text_field=section.text_field)
+    if glob.has_magic(name):
+        return FileSource.matching(name, section)
+    if name.startswith((".", "/", "~")) or _kind(path) != "other":
+        raise DataError(
+            f"data.source={name}: no such file or directory. Check the path (it is relative to {os.getcwd()})."
+        )
+    return DatasetSource.by_name(section)
+
+
+class FileSource:
+    """Files below a root, in sorted order."""
+
+    entropy_rate: EntropyRate | None = None
+
+    def __init__(
+        self, root: Path, paths: list[Path], *, text_field: str, skip_undecodable: bool = False, version: str = ""
+    ) -> None:
+        self._files: list[tuple[Path, int]] = []
+        digest = hashlib.sha256(version.encode())
+        for path in paths:
+            try:
+                facts = path.stat()
+            except OSError as error:
+                raise text_chunks.unreadable(path, error) from None
+            if not stat.S_ISREG(facts.st_mode):
+                raise DataError(f"data.source={path}: not a regular file. Name a file, a directory or a glob.")
+            digest.update(f"{path.relative_to(root).as_posix()}\0{facts.st_size}\0{facts.st_mtime_ns}\n".encode())
+            self._files.append((path, facts.st_size))
+        self.fingerprint = digest.hexdigest()
+        self.size_bytes = sum(size for _, size in self._files)
+        self._text_field = text_field
+        self._skip_undecodable = skip_undecodable
+
+    @classmethod
+    def stdlib(cls) -> "FileSource":
+        """The .py files of the running Python's standard library.
+
+        Without its tests (which not every installation has) and without generated tables.
+        """
+        root = Path(sysconfig.get_paths()["stdlib"])
+        paths = [path for path in _walk(root, skip=_SKIPPED_FOLDERS) if path.suffix == ".py"]
+        if not paths:
+            raise DataError(f"data.source=stdlib: no .py files under {root}. Set data.source to a file or directory.")
+        version = f"{platform.python_implementation()} {platform.python_version()}"
+        return cls(root, paths, text_field="", skip_undecodable=True, version=version)
+
+    @classmethod
+    def directory(cls, root: Path, section: DataSection) -> "FileSource":
+        """All files below `root`; text files beside JSONL or Parquet (a README) are not part of the corpus."""
+        paths = [path for path in _walk(root) if _kind(path) != "other" and path.suffix != ".json"]
+        structured = [path for path in paths if _kind(path) != "text"]
+        if not paths:
+            raise DataError(
+                f"data.source={section.source}: no text, JSONL or Parquet file below it. "
+                "Name files with .txt, .md, .py, .jsonl[.gz|.zst] or .parquet, or name them by a glob."
+            )
+        return cls(root, structured or paths, text_field=section.text_field)
+
+    @classmethod
+    def matching(cls, pattern: str, section: DataSection) -> "FileSource":
+        """The files that a glob matches; `**` spans directories."""
+        found = map(Path, glob.glob(os.path.expanduser(pattern), recursive=True))
+        paths = sorted(path for path in found if path.is_file())
+        if not paths:
+            raise DataError(
+                f"data.source={pattern}: no file matches. Check the pattern (it is relative to {os.getcwd()})."
+            )
+        root = Path(os.path.commonpath([path.parent for path in paths]))
+        return cls(root, paths, text_field=section.text_field)
+
+    def chunks(self) -> Iterator[text_chunks.TextChunk]:
+        """Group small text files, split long files."""
+        group: list[str] = []
+        group_bytes = 0
+        files = partial(text_chunks.TextFiles, skip_undecodable=self._skip_undecodable)
+        for path, size in self._files:
+            grouped = _kind(path) in ("text", "other") and size <= PART_BYTES
+            if group and (not grouped or group_bytes + size > text_chunks.CHUNK_BYTES):
+                yield files(paths=tuple(group), size_bytes=group_bytes)
+                group, group_bytes = [], 0
+            if grouped:
+                group.append(str(path))
+                group_bytes += size
+            else:
+                yield from self._long_file(path, size)
+        if group:
+            yield files(paths=tuple(group), size_bytes=group_bytes)
+
+    def _long_file(self, path: Path, size: int) -> Iterator[text_chunks.TextChunk]:
+        name, field = str(path), self._text_field
+        match _kind(path):
+            case "json":
+                for start in range(0, size, text_chunks.CHUNK_BYTES):
+                    length = min(text_chunks.CHUNK_BYTES, size - start)
+                    yield text_chunks.JsonlRange(path=name, start=start, size_bytes=length, text_field=field)
+            case "compressed json":
+                for first_line, data, read_bytes in text_chunks.line_blocks(path, text_chunks.CHUNK_BYTES):
+                    yield text_chunks.JsonlBlock(
+                        path=name, first_line=first_line, data=data, text_field=field, size_bytes=read_bytes
+                    )
+            case "parquet":
+                yield from _parquet_chunks(path, size, field)
+            case _:
+                offsets = text_chunks.split_offsets(name, size, PART_BYTES)
+                for start, end in itertools.pairwise(offsets):
+                    more = end != offsets[-1]
+                    yield text_chunks.TextRange(path=name, start=start, size_bytes=end - start, continues=more)
+
+
+class DatasetSource:
+    """Rows of a `datasets.Dataset`."""
+
+    entropy_rate: EntropyRate | None = None
+
+    def __init__(self, dataset: Any, section: DataSection) -> None:
+        if section.text_field not in dataset.column_names:
+            at = f"data.source={section.source}"
+            raise text_chunks.missing_text_field(at, section.text_field, dataset.column_names)
+        self._dataset = dataset.select_columns([section.text_field])
+        self._name = section.source
+        self._text_field = section.text_field
+        self.fingerprint: str = dataset._fingerprint
+        self.size_bytes: int = dataset.data.nbytes
+
+    @classmethod
+    def on_disk(cls, path: Path, section: DataSection) -> "DatasetSource":
+        """Open a directory of `Dataset.save_to_disk` or `DatasetDict.save_to_disk`."""
+        import datasets
+
+        try:
+            loaded = datasets.load_from_disk(str(path))
+        except Exception as error:
+            raise DataError(
+                f"data.source={section.source}: datasets.load_from_disk failed: {reason_of(error)}."
+            ) from None
+        if isinstance(loaded, datasets.DatasetDict):
+            if section.split not in loaded:
+                raise DataError(
+                    f"data.split={section.split}: {section.source} has the splits {', '.join(loaded)}. "
+                    "Set data.split to one of them."
+                )
+            loaded = loaded[section.split]
+        return cls(loaded, section)
+
+    @classmethod
+    def by_name(cls, section: DataSection) -> "DatasetSource":
+        """Load a dataset from the hub, or with a loader of `datasets`."""
+        import datasets
+
+        try:
+            loaded = datasets.load_dataset(section.source, section.subset, split=section.split)
+        except Exception as error:
+            raise DataError(
+                f"data.source={section.source} is neither a path here nor a dataset that could be loaded: "
+                f"{reason_of(error)}. Give a file, a directory, a glob, stdlib, markov, or the name of a dataset."
+            ) from None
+        return cls(loaded, section)
+
+    def chunks(self) -> Iterator[text_chunks.TextChunk]:
+        """Yield rows in order, grouped to about a mebibyte."""
+        rows = self._dataset.num_rows
+        row_bytes = self.size_bytes / max(rows, 1)
+        step = max(1, min(10_000, int(text_chunks.CHUNK_BYTES / max(row_bytes, 1))))
+        for start in range(0, rows, step):
+            column = self._dataset[start : start + step][self._text_field]
+            yield _texts(column, self._text_field, int(row_bytes * len(column)), at=self._name, first_row=start)
+
+
+def _parquet_chunks(path: Path, size: int, text_field: str) -> Iterator[text_chunks.TextChunk]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            if text_field not in file.schema_arrow.names:
+                raise text_chunks.missing_text_field(str(path), text_field, file.schema_arrow.names)
+            rows, row_bytes = file.metadata.num_rows, size / max(file.metadata.num_rows, 1)
+            # Rows per batch from the uncompressed size of the column, so that a batch is about one chunk.
+            text_bytes = sum(file.metadata.row_group(group).total_byte_size for group in range(file.num_row_groups))
+            step = max(1, min(10_000, int(text_chunks.CHUNK_BYTES * rows / max(text_bytes, 1))))
+            first_row = 0
+            for batch in file.iter_batches(batch_size=step, columns=[text_field]):
+                column = batch.column(0).to_pylist()
+                yield _texts(column, text_field, int(row_bytes * len(column)), at=str(path), first_row=first_row)
+                first_row += len(column)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{path}: not a readable Parquet file: {reason_of(error)}. Write it again.") from None
+
+
+def _texts(column: list[Any], text_field: str, size_bytes: int, *, at: str, first_row: int) -> text_chunks.LoadedTexts:
+    checked = (
+        text_chunks.check_text(value, text_field, at=partial("{}, row {}".format, at, row))
+        for row, value in enumerate(column, first_row)
+    )
+    return text_chunks.LoadedTexts(texts=tuple(text for text in checked if text), size_bytes=size_bytes)
+
+
+def _kind(path: Path) -> str:
+    name = path.name.lower()
+    plain = re.sub(r"\.(gz|zst)$", "", name)
+    if plain.endswith(JSON_SUFFIXES):
+        return "json" if plain == name else "compressed json"
+    if name.endswith(PARQUET_SUFFIXES):
+        return "parquet"
+    return "text" if path.suffix.lower() in TEXT_SUFFIXES else "other"
+
+
+def _walk(root: Path, skip: tuple[str, ...] = ()) -> list[Path]:
+    """List all files below `root` that are not hidden, sorted by relative path."""
+    found = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if name not in skip and not name.startswith(".")]
+        found += [Path(folder, name) for name in files if not name.startswith(".")]
+    return sorted(path for path in found if path.is_file())

@@ -1,0 +1,261 @@
+"""Text chunks: what one worker reads and tokenizes at a time, about a mebibyte of text, independent of all others.
+
+A chunk is small enough to be sent to a worker: either a range of a file (the worker reads it) or, where one reader has
+to go through a file in order (compressed files, Parquet, datasets), the text itself.
+"""
+
+import gzip
+import json
+import re
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO
+
+import zstandard
+from typing_extensions import override
+
+from toolkit.errors import DataError
+
+CHUNK_BYTES = 1 << 20
+_READ_BYTES = 1 << 18
+_VISIBLE_LINE = re.compile(rb"[!-~]\n(?=[!-~])")
+_LINE = re.compile(rb"\n(?=.)", re.DOTALL)
+# The first byte of a UTF-8 character: any byte that is not a continuation byte.
+_CHARACTER = re.compile(rb"(?=[^\x80-\xbf])", re.DOTALL)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextChunk(ABC):
+    """One unit of work."""
+
+    size_bytes: int
+    """Its share of the source's `size_bytes`, for progress and sampling."""
+    continues: bool = False
+    """Whether the last document continues in the next chunk."""
+
+    @abstractmethod
+    def documents(self) -> Iterator[str]:
+        """Read the documents, in order. Raises DataError for text that cannot be read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextFiles(TextChunk):
+    """Whole files, one document each, with their line ends."""
+
+    paths: tuple[str, ...]
+    skip_undecodable: bool = False
+
+    @override
+    def documents(self) -> Iterator[str]:
+        for path in self.paths:
+            try:
+                yield _decode(_read(path, 0, None), path=path)
+            except DataError:
+                if not self.skip_undecodable:
+                    raise
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextRange(TextChunk):
+    """`size_bytes` of a document that is too long to be read at once, from an offset of `split_offsets`."""
+
+    path: str
+    start: int
+
+    @override
+    def documents(self) -> Iterator[str]:
+        yield _decode(_read(self.path, self.start, self.size_bytes), path=self.path, offset=self.start)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JsonlRange(TextChunk):
+    """The lines of an uncompressed JSONL file that begin in the `size_bytes` from `start`."""
+
+    path: str
+    start: int
+    text_field: str
+
+    @override
+    def documents(self) -> Iterator[str]:
+        with _open(self.path) as file:
+            if self.start:
+                # The line with the byte before `start` belongs to the previous range.
+                file.seek(self.start - 1)
+                file.readline()
+            position = file.tell()
+            while position < self.start + self.size_bytes and (line := file.readline()):
+                text = _json_text(line, self.text_field, at=partial(self._line, position))
+                position += len(line)
+                if text:
+                    yield text
+
+    def _line(self, position: int) -> str:
+        number = 1
+        with _open(self.path) as file:
+            while position > 0 and (block := file.read(min(position, CHUNK_BYTES))):
+                number += block.count(b"\n")
+                position -= len(block)
+        return f"{self.path}:{number}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class JsonlBlock(TextChunk):
+    """Whole lines of a compressed JSONL file, already decompressed."""
+
+    path: str
+    first_line: int
+    data: bytes
+    text_field: str
+
+    @override
+    def documents(self) -> Iterator[str]:
+        for number, line in enumerate(self.data.split(b"\n"), start=self.first_line):
+            if text := _json_text(line, self.text_field, at=partial("{}:{}".format, self.path, number)):
+                yield text
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedTexts(TextChunk):
+    """Documents that were already read, from Parquet or a dataset."""
+
+    texts: tuple[str, ...]
+
+    @override
+    def documents(self) -> Iterator[str]:
+        yield from self.texts
+
+
+def _open(path: str) -> BinaryIO:
+    try:
+        return open(path, "rb")
+    except OSError as error:
+        raise unreadable(path, error) from None
+
+
+def unreadable(path: str | Path, error: OSError) -> DataError:
+    """Return the error for a file that the operating system does not let us read."""
+    return DataError(f"{path}: {error.strerror}. Check data.source and the file's permissions.")
+
+
+def _read(path: str, start: int, count: int | None) -> bytes:
+    with _open(path) as file:
+        file.seek(start)
+        return file.read(-1 if count is None else count)
+
+
+def _decode(data: bytes, *, path: str, offset: int = 0) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        at = offset + error.start
+        raise DataError(
+            f"{path}: byte {at} is not UTF-8. Convert the file to UTF-8 or remove it from data.source."
+        ) from None
+
+
+def _json_text(line: bytes, text_field: str, *, at: Callable[[], str]) -> str | None:
+    if not line.strip():
+        return None
+    try:
+        record = json.loads(line)
+    except UnicodeDecodeError:
+        raise DataError(f"{at()}: not UTF-8. Convert the file to UTF-8.") from None
+    except (ValueError, RecursionError) as error:
+        reason = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deeply, or a number too long"
+        raise DataError(f"{at()}: not a JSON object ({reason}). Each line must be one JSON object.") from None
+    if not isinstance(record, dict):
+        raise DataError(f"{at()}: a JSON {type(record).__name__}. Each line must be one JSON object.")
+    if text_field not in record:
+        raise missing_text_field(at(), text_field, record)
+    return check_text(record[text_field], text_field, at=at)
+
+
+def check_text(value: object, text_field: str, *, at: Callable[[], str]) -> str | None:
+    """Return `value` if it can be tokenized; null is an empty document. Raises DataError for anything else."""
+    if value is None:
+        return None
+    if not isinstance(value, str):
+        raise DataError(
+            f"{at()}: {text_field} is a {type(value).__name__}, not a text. Set data.text_field to a column of texts."
+        )
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise DataError(
+                f"{at()}: {text_field} has half a surrogate pair, which is not text. Repair that line."
+            ) from None
+    return value
+
+
+def missing_text_field(at: str, text_field: str, columns: Iterable[str]) -> DataError:
+    """Return the error for a missing text column."""
+    there = ", ".join(map(str, columns)) or "nothing"
+    return DataError(f"{at}: no {text_field!r}; there is {there}. Set data.text_field to one of them.")
+
+
+def split_offsets(path: str, size_bytes: int, part_bytes: int) -> list[int]:
+    """Return offsets that split a long text into parts of about `part_bytes`, after a newline where possible.
+
+    A single newline between visible characters ends a word in the byte-level BPEs in use, so splitting there changes
+    no token. Tokenizers that mark the beginning of a text (SentencePiece) treat each part as a new text. The offsets
+    depend on the file alone.
+    """
+    offsets = [0]
+    with _open(path) as file:
+        while offsets[-1] + part_bytes < size_bytes:
+            at = offsets[-1] + part_bytes
+            file.seek(at)
+            window = file.read(CHUNK_BYTES)
+            found = _VISIBLE_LINE.search(window) or _LINE.search(window) or _CHARACTER.search(window)
+            offsets.append(at + (found.end() if found else 0))
+    if offsets[-1] < size_bytes:
+        offsets.append(size_bytes)
+    return offsets
+
+
+def line_blocks(path: Path, block_bytes: int) -> Iterator[tuple[int, bytes, int]]:
+    """Read a .gz or .zst file in blocks. Raises DataError if it is truncated.
+
+    Yields (number of the first line, whole lines of about `block_bytes`, compressed bytes read for them).
+    """
+    first_line, pending, accounted = 1, bytearray(), 0
+    try:
+        for data, read_bytes in _gzip(path) if path.suffix.lower() == ".gz" else _zstandard(path):
+            pending += data
+            if len(pending) >= block_bytes and (end := pending.rfind(b"\n") + 1):
+                block = bytes(pending[:end])
+                del pending[:end]
+                yield first_line, block, read_bytes - accounted
+                first_line, accounted = first_line + block.count(b"\n"), read_bytes
+        if pending:
+            yield first_line, bytes(pending), path.stat().st_size - accounted
+    except (EOFError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError) as error:
+        raise DataError(f"{path}: damaged or truncated ({error}). Copy or compress the file again.") from None
+    except OSError as error:
+        raise unreadable(path, error) from None
+
+
+def _gzip(path: Path) -> Iterator[tuple[bytes, int]]:
+    with path.open("rb") as raw, gzip.open(raw) as file:
+        while data := file.read(4 * _READ_BYTES):
+            yield data, raw.tell()
+
+
+def _zstandard(path: Path) -> Iterator[tuple[bytes, int]]:
+    # One decompressor per frame: only then does `eof` distinguish a complete file from a truncated one.
+    frame = None
+    with path.open("rb") as raw:
+        while chunk := raw.read(_READ_BYTES):
+            while chunk:
+                frame = frame or zstandard.ZstdDecompressor().decompressobj()
+                yield frame.decompress(chunk), raw.tell()
+                chunk = frame.unused_data if frame.eof else b""
+                if frame.eof:
+                    frame = None
+    if frame is not None:
+        raise EOFError("the last frame is incomplete")

@@ -1,0 +1,143 @@
+"""The tokenizer: an existing one, or a byte-level BPE trained on the corpus (`bpe-N`)."""
+
+import hashlib
+import json
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from toolkit.config.recipe import DataSection
+from toolkit.data.sources import Source
+from toolkit.data.tokenizer_pool import tokenizers_parallelism_off
+from toolkit.errors import DataError
+from toolkit.files import expanded, reason_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+END_OF_TEXT = "<|endoftext|>"
+# Text that a bpe-N is trained on, spread over the corpus: more changes few merges, and costs seconds per mebibyte.
+TRAINING_BYTES = 16 << 20
+# 256 bytes and the end-of-text token.
+_MIN_ENTRIES = 257
+_TRAINER_VERSION = 1
+
+_TOKENIZER_FILES = ("tokenizer*.json", "vocab*", "merges.txt", "*.model", "*.tiktoken", "*.bpe", "tekken.json")
+# What save_pretrained writes about where the tokenizer came from.
+_PROVENANCE = ("is_local", "local_files_only", "name_or_path")
+
+
+def load_or_train(section: DataSection, source: Source) -> "PreTrainedTokenizerBase":
+    """Load or train the tokenizer of `section`. Raises DataError if there is none, or it has no end-of-text token."""
+    entries = bpe_entries(section)
+    return load(section) if entries is None else train(entries, source)
+
+
+def bpe_entries(section: DataSection) -> int | None:
+    """Return N of `bpe-N`, None for other tokenizers. Raises DataError if N is too small."""
+    match = re.fullmatch(r"bpe-(\d+)", section.tokenizer)
+    if match is None:
+        return None
+    if (entries := int(match[1])) < _MIN_ENTRIES:
+        raise DataError(
+            f"data.tokenizer={section.tokenizer}: a byte-level BPE has at least {_MIN_ENTRIES} entries "
+            f"(256 bytes and {END_OF_TEXT}). Set it to bpe-{_MIN_ENTRIES} or more."
+        )
+    return entries
+
+
+def load(section: DataSection) -> "PreTrainedTokenizerBase":
+    """Load a tokenizer directory or hub name through AutoTokenizer, without running code that comes with it."""
+    from transformers import AutoTokenizer
+
+    name = section.tokenizer
+    path = expanded(name)
+    if path.is_dir() and not any(next(path.glob(pattern), None) for pattern in _TOKENIZER_FILES):
+        raise DataError(
+            f"data.tokenizer={name}: a directory without tokenizer files. "
+            "Give one made by tokenizer.save_pretrained, or bpe-N."
+        )
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            str(path) if path.is_dir() else name, trust_remote_code=False
+        )
+    except Exception as error:
+        raise DataError(
+            f"data.tokenizer={name} could not be loaded: {reason_of(error)}. "
+            "Give a tokenizer directory, a hub name, or bpe-N."
+        ) from None
+    if tokenizer.eos_token_id is None:
+        raise DataError(
+            f"data.tokenizer={name} has no end-of-text token (eos_token), which separates documents. "
+            "Set tokenizer.eos_token and save it again, or use bpe-N."
+        )
+    return tokenizer
+
+
+def train(entries: int, source: Source) -> "PreTrainedTokenizerBase":
+    """Train a byte-level BPE of `entries` entries, fewer if the text has too few pairs. Deterministic."""
+    from transformers import PreTrainedTokenizerFast
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=entries,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    with tokenizers_parallelism_off():
+        bpe.train_from_iterator(sample_texts(source), trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        eos_token=END_OF_TEXT,
+        bos_token=END_OF_TEXT,
+        pad_token=END_OF_TEXT,
+        # Decoding restores every byte.
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def sample_texts(source: Source, limit_bytes: int = TRAINING_BYTES) -> Iterator[str]:
+    """Yield every k-th chunk of the corpus, with k such that the sum is about `limit_bytes`."""
+    every = max(1, -(-source.size_bytes // limit_bytes))
+    remaining = limit_bytes
+    for number, chunk in enumerate(source.chunks()):
+        if number % every:
+            continue
+        for text in chunk.documents():
+            if remaining <= 0:
+                return
+            remaining -= len(text)
+            yield text
+
+
+def identity(section: DataSection, tokenizer: "PreTrainedTokenizerBase | None") -> str:
+    """Identify what the ids depend on besides the corpus: the files of a loaded tokenizer, the training of a BPE."""
+    if tokenizer is None:
+        return f"{section.tokenizer} trainer {_TRAINER_VERSION} tokenizers {tokenizers.__version__}"
+    digest = hashlib.sha256()
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        for path in sorted(Path(folder).rglob("*")):
+            if path.is_file():
+                digest.update(f"{path.name}\0".encode() + _content(path) + b"\0")
+    return digest.hexdigest()
+
+
+def vocab_size(tokenizer: "PreTrainedTokenizerBase") -> int:
+    """Return the largest id + 1, which is more than the number of entries if ids have gaps."""
+    return int(max(tokenizer.get_vocab().values())) + 1
+
+
+def _content(path: Path) -> bytes:
+    if path.name != "tokenizer_config.json":
+        return path.read_bytes()
+    config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return json.dumps({key: config[key] for key in sorted(config) if key not in _PROVENANCE}).encode()

@@ -1,0 +1,204 @@
+"""TokenizerPool: tokenize chunks in several processes, and return the results in the order of the chunks.
+
+A worker is a new interpreter on one pipe: it inherits nothing from a process in which torch, CUDA or threads are
+running, does not import the caller's main module again, and exits when the parent dies, because the pipe closes.
+"""
+
+import contextlib
+import itertools
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from toolkit.data.encoder import Encoder, load_encoder
+from toolkit.data.text_chunks import TextChunk
+from toolkit.errors import DataError, RunError
+from toolkit.parent_process import end_with
+
+# Results per worker that may wait for a slower one before them: bounds the memory of the parent.
+_AHEAD = 4
+_WORKER = "from toolkit.data.tokenizer_pool import run_worker; run_worker()"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodedChunk:
+    """The tokens of a chunk, without empty documents."""
+
+    ids: bytes
+    """Raw ids, with an end-of-text token after each document."""
+    lengths: NDArray[np.int64]
+    """Tokens of each document, its end-of-text token included."""
+    text_bytes: int
+    """UTF-8 bytes of the text."""
+    continues: bool
+    """The last document continues in the next chunk, and has no end-of-text token yet."""
+    size_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerJob:
+    """The configuration of a worker."""
+
+    tokenizer_dir: str
+    split_special_tokens: bool
+    eos_id: int
+    dtype: str
+
+    def open(self) -> Callable[[TextChunk], EncodedChunk]:
+        """Load the tokenizer; return a function that reads and tokenizes a chunk, and raises DataError."""
+        encoder = load_encoder(Path(self.tokenizer_dir), self.dtype, split_special_tokens=self.split_special_tokens)
+        return partial(_encode_chunk, encoder, np.array([self.eos_id], dtype=self.dtype).tobytes())
+
+
+def _encode_chunk(encoder: Encoder, eos: bytes, chunk: TextChunk) -> EncodedChunk:
+    texts = [text for text in chunk.documents() if text]
+    encoded = encoder.encode(texts) if texts else []
+    parts = [part + eos for part in encoded]
+    if chunk.continues:
+        parts[-1] = encoded[-1]
+    return EncodedChunk(
+        ids=b"".join(parts),
+        lengths=np.array([len(part) // len(eos) for part in parts], dtype=np.int64),
+        text_bytes=sum(len(text) if text.isascii() else len(text.encode()) for text in texts),
+        continues=chunk.continues,
+        size_bytes=chunk.size_bytes,
+    )
+
+
+def encode_chunks(chunks: Iterator[TextChunk], job: TokenizerJob, workers: int) -> Iterator[EncodedChunk]:
+    """Encode chunks in order, with any number of workers. Raises what reading or tokenizing raised."""
+    first = list(itertools.islice(chunks, 2))
+    chunks = itertools.chain(first, chunks)
+    if workers > 1 and len(first) == 2:
+        with TokenizerPool(job, workers) as pool:
+            yield from pool.encode(chunks)
+    elif first:
+        with tokenizers_parallelism_off():
+            yield from map(job.open(), chunks)
+
+
+@contextlib.contextmanager
+def tokenizers_parallelism_off() -> Iterator[None]:
+    """Keep `tokenizers` from starting threads, which would make it warn in every process forked later."""
+    before = os.environ.get("TOKENIZERS_PARALLELISM")
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["TOKENIZERS_PARALLELISM"]
+        else:
+            os.environ["TOKENIZERS_PARALLELISM"] = before
+
+
+class TokenizerPool:
+    """Processes that run `run_worker`, each with one chunk at a time."""
+
+    def __init__(self, job: TokenizerJob, workers: int) -> None:
+        self._job = job
+        self._count = workers
+        self._workers: dict[Connection, subprocess.Popen[bytes]] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for pipe, process in self._workers.items():
+            pipe.close()
+            process.kill()  # workers have no state
+        for process in self._workers.values():
+            process.wait()
+
+    def encode(self, chunks: Iterator[TextChunk]) -> Iterator[EncodedChunk]:
+        """Tokenize. A worker gets its next chunk after it has answered, so that neither side blocks the other."""
+        idle: list[Connection] = []
+        working: dict[Connection, int] = {}
+        done: dict[int, EncodedChunk] = {}
+        sent = returned = 0
+        more = True
+        while True:
+            while more and sent - returned < _AHEAD * self._count and (idle or len(self._workers) < self._count):
+                chunk = next(chunks, None)
+                if chunk is None:
+                    more = False
+                    break
+                pipe = idle.pop() if idle else self._start()
+                self._send(pipe, chunk)
+                working[pipe] = sent
+                sent += 1
+            if returned in done:
+                yield done.pop(returned)
+                returned += 1
+            elif working:
+                for ready in wait(list(working)):
+                    assert isinstance(ready, Connection)
+                    done[working.pop(ready)] = self._receive(ready)
+                    idle.append(ready)
+            else:
+                return
+
+    def _start(self) -> Connection:
+        ours, theirs = Pipe()
+        # The same import path as the caller, however it was set.
+        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": path}
+        command = [sys.executable, "-P", "-c", _WORKER, str(theirs.fileno()), str(os.getpid())]
+        # They may reach every process of a job; the parent handles them. A worker inherits that they are blocked.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1))
+        try:
+            with theirs:
+                unused = subprocess.DEVNULL
+                self._workers[ours] = subprocess.Popen(
+                    command, env=environment, pass_fds=[theirs.fileno()], stdin=unused, stdout=unused
+                )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        self._send(ours, self._job)
+        return ours
+
+    def _send(self, pipe: Connection, message: TextChunk | TokenizerJob) -> None:
+        try:
+            pipe.send(message)
+        except (BrokenPipeError, ConnectionResetError):
+            raise self._died(pipe) from None
+
+    def _receive(self, pipe: Connection) -> EncodedChunk:
+        try:
+            answer: EncodedChunk | DataError = pipe.recv()
+        except (EOFError, ConnectionResetError):
+            raise self._died(pipe) from None
+        if isinstance(answer, DataError):
+            raise answer
+        return answer
+
+    def _died(self, pipe: Connection) -> RunError:
+        code = self._workers[pipe].wait()
+        killed = f"was killed by signal {-code}, perhaps for lack of memory"
+        reason = killed if code < 0 else f"ended with exit code {code}"
+        return RunError(f"a process that tokenizes {reason}. Lower data.workers, or see its output above.")
+
+
+def run_worker() -> None:
+    """Encode chunks until the pipe closes; the arguments are its file descriptor and the process id of the parent."""
+    end_with(int(sys.argv[2]))
+    try:
+        with Connection(int(sys.argv[1])) as pipe:
+            encode = pipe.recv().open()
+            while True:
+                chunk = pipe.recv()
+                try:
+                    pipe.send(encode(chunk))
+                except DataError as error:
+                    pipe.send(error)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return

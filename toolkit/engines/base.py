@@ -1,0 +1,268 @@
+"""The interface of every engine, and the training step that all engines except the reference share."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import PreTrainedModel
+from typing_extensions import override
+
+from toolkit.data.micro_batch import MicroBatch
+from toolkit.engines.dropout import DropoutStream
+from toolkit.engines.optimizer_states import OptimizerStates
+from toolkit.errors import NonFiniteError
+from toolkit.model_init.model_modules import persistent_buffers
+from toolkit.model_init.model_partition import ModelPartition
+from toolkit.parallel.gather import Names, Opened, gather_parameters, open_local
+from toolkit.parallel.loss import IGNORE, token_loss_sum
+from toolkit.parallel.shard import FullTensor, shard_of
+from toolkit.phases import PhaseReporter, ignore_phase
+from toolkit.units import some
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """The token-weighted loss of one global batch (nats) and the norm of its gradient.
+
+    `skipped`: an fp16 step that overflowed; the loss scale was lowered and no weight changed.
+    """
+
+    loss: float
+    grad_norm: float
+    skipped: bool = False
+
+
+class Engine(ABC):
+    """One strategy on this rank: `model` is the module itself, on `device`."""
+
+    model: PreTrainedModel
+    device: torch.device
+    optimizer: Any
+    partition: ModelPartition | None = None
+    """The part of the model on this rank; None where that is the full model."""
+    before_update: Callable[[], None] = staticmethod(lambda: None)
+    """Called in every step once the learning rate is set and the gradients are complete, before clipping."""
+
+    report_phase: PhaseReporter = staticmethod(ignore_phase)
+    """Called where the phases of a step begin."""
+
+    @abstractmethod
+    def train_step(
+        self, micro_batches: Iterable[MicroBatch], *, target_tokens: int, learning_rate: float
+    ) -> StepResult:
+        """Take one optimizer step. `target_tokens` counts the global batch.
+
+        Raises NonFiniteError, on every rank, if the loss or the gradient norm is not finite. Then no weight and no
+        optimizer state has changed, the gradients are discarded, and training may continue with the next step.
+        """
+
+    stage_layers: tuple[int, ...] = ()
+    """Decoder layers of each pipeline stage; empty where there is no pipeline."""
+
+    def parameter_count(self) -> int:
+        """Count the parameters of the full model, tied ones once."""
+        if self.partition is not None:
+            return self.partition.parameter_count
+        return sum(getattr(p, "ds_numel", p.numel()) for p in self.model.parameters())
+
+    states: OptimizerStates
+    """The optimizer states of the local parameters."""
+
+    def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield Hugging Face name and full value of each parameter, tied ones once. A collective call."""
+        return self._full(lambda parameter: parameter.detach())
+
+    def full_states(self, kind: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield an optimizer state or the fp32 master weights, in fp32, like `full_parameters`. A collective call."""
+        return self._full(lambda parameter: self.states.read(parameter, kind), dtype=torch.float32)
+
+    def full_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the gradients, like `full_parameters`, for use in `before_update`. Zeros where there is none."""
+        return self._full(lambda parameter: parameter.grad)
+
+    def _full(
+        self,
+        read: Callable[[nn.Parameter], torch.Tensor | None],
+        *,
+        dtype: torch.dtype | None = None,
+        opened: Opened = open_local,
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield name and full value of what `read` returns for each parameter; arguments as of `gather_parameters`."""
+        if self.partition is not None:
+            yield from gather_parameters(
+                self.partition.names,
+                self.model.parameters(),
+                self.partition.groups,
+                opened=opened,
+                values=read,
+                dtype=dtype,
+            )
+            return
+        for name, parameter in self.model.named_parameters():
+            with opened([parameter]):
+                value = read(parameter)
+                yield name, torch.zeros_like(parameter) if value is None else value
+
+    def load_states(self, kind: str, source: Callable[[str], FullTensor]) -> None:
+        """Set an optimizer state or the master weights; `source` returns the full tensor of a Hugging Face name, of
+        which only the local shard is read. A collective call."""
+        for name, parameter in self.model.named_parameters():
+            if self.partition is None:
+                value = source(name).clone(memory_format=torch.contiguous_format)
+            else:
+                shard = shard_of(parameter)
+                value = shard.take(source(shard.name))
+            self.states.write(parameter, kind, value.to(self.device, torch.float32))
+
+    def loss_scale(self) -> dict[str, float]:
+        """Return the state of the fp16 loss scaler; empty if there is none."""
+        return {}
+
+    def load_loss_scale(self, state: Mapping[str, float]) -> None:
+        """Set it, if there is a scaler: the checkpoint of an fp16 run may resume without one."""
+        return
+
+    @abstractmethod
+    def evaluate(self, micro_batches: Iterable[MicroBatch]) -> float:
+        """Return the mean token loss (nats) of all ranks' micro-batches. All ranks must pass equally many."""
+
+    def parameter_names(self) -> Names:
+        """Return name and shape of every parameter of the full model, in model order, tied ones once."""
+        if self.partition is not None:
+            return self.partition.names
+        return [(name, getattr(p, "ds_shape", p.shape)) for name, p in self.model.named_parameters()]
+
+    def buffer_specs(self) -> Sequence[tuple[str, torch.Tensor]]:
+        """Return the name of each buffer that `buffers` yields, with a tensor of its shape and dtype."""
+        return list(persistent_buffers(self.model)) if self.partition is None else self.partition.buffers
+
+    def local_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the buffers on this rank, to be written in place."""
+        yield from persistent_buffers(self.model)
+
+    def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the buffers in a state dict of the full model. A collective call."""
+        yield from self.local_buffers()
+
+    def _finish_step(self, loss: float, local: torch.Tensor, learning_rate: float) -> StepResult:
+        """Take the update, unless the loss of the global batch is not finite; `local` is this rank's part of it."""
+        self._set_learning_rate(learning_rate)
+        if not math.isfinite(loss):
+            error = loss_error(loss, local)
+            with suppress(NonFiniteError):
+                self._update(loss)  # its gradient is NaN too, so the engine skips the update itself
+            raise error
+        self.before_update()
+        return self._update(loss)
+
+    def _update(self, loss: float) -> StepResult:
+        """Clip, take the optimizer step, and clear the gradients."""
+        raise NotImplementedError
+
+    def _set_learning_rate(self, learning_rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+
+
+class FullForwardEngine(Engine):
+    """An engine that runs the model from ids to logits on this rank."""
+
+    @override
+    def evaluate(self, micro_batches: Iterable[MicroBatch]) -> float:
+        totals = torch.zeros(2, dtype=torch.float64, device=self.device)
+        self.model.eval()
+        with torch.no_grad():
+            for micro_batch in micro_batches:
+                batch = self._local_micro_batch(micro_batch).to(self.device)
+                totals[0] += self._loss_sum(self._logits(batch), batch.labels)
+                totals[1] += (batch.labels != IGNORE).sum()
+        self.model.train()
+        self._sum_over_replicas(totals)
+        return float(totals[0] / totals[1])
+
+    @abstractmethod
+    def _logits(self, batch: MicroBatch) -> torch.Tensor:
+        """Run the forward pass and return logits [b, s, v]."""
+
+    def _local_micro_batch(self, micro_batch: MicroBatch) -> MicroBatch:
+        """Return this rank's part of a micro-batch: all of it unless ranks share sequences."""
+        return micro_batch
+
+    def _loss_sum(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Sum the token losses of one micro-batch."""
+        return token_loss_sum(logits, labels)
+
+    def _sum_over_replicas(self, values: torch.Tensor) -> None:
+        """Sum over the data-parallel ranks, in place."""
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(values)
+
+
+class DataParallelEngine(FullForwardEngine):
+    """The training step of engines whose ranks each compute a part of the global batch and average gradients."""
+
+    dp: int
+    """Ranks over which the engine averages gradients."""
+    accumulation: int
+    grad_clip: float
+    dropout: DropoutStream
+
+    @override
+    def train_step(
+        self, micro_batches: Iterable[MicroBatch], *, target_tokens: int, learning_rate: float
+    ) -> StepResult:
+        loss_sum = torch.zeros(1, dtype=torch.float64, device=self.device)
+        # The engine averages over dp ranks and we sum over micro-batches: this factor turns both into
+        # sum of token losses / target tokens of the global batch.
+        scale = self.dp / target_tokens
+        for i, micro_batch in enumerate(micro_batches):
+            batch = self._local_micro_batch(micro_batch).to(self.device)
+            self.dropout.start(batch.dropout_seed)
+            with self._accumulating(last=i == self.accumulation - 1):
+                micro_loss = self._loss_sum(self._logits(batch), batch.labels)
+                self.report_phase("backward")
+                self._backward(micro_loss * (scale * nan_unless_finite(micro_loss)))
+            loss_sum += micro_loss.detach()
+        self.report_phase("update")
+        total = loss_sum.clone()
+        self._sum_over_replicas(total)
+        return self._finish_step(float(total) / target_tokens, loss_sum, learning_rate)
+
+    def _accumulating(self, *, last: bool) -> AbstractContextManager[None]:
+        """Return a context for forward and backward of one micro-batch; the `last` of a step synchronizes gradients."""
+        return nullcontext()
+
+    @abstractmethod
+    def _backward(self, loss: torch.Tensor) -> None:
+        """Accumulate gradients of a scaled micro-batch loss."""
+
+
+def nan_unless_finite(loss: torch.Tensor) -> torch.Tensor:
+    """Return 1, or NaN if `loss` is not finite: as a factor it makes all gradients NaN.
+
+    So one criterion decides on every rank whether a step is taken, the gradient norm, and no rank waits for its device.
+    """
+    return torch.where(torch.isfinite(loss.detach()), 1.0, math.nan)
+
+
+def loss_error(loss: float, local: torch.Tensor) -> NonFiniteError:
+    """Build the error for a loss that is not finite; `local` is this rank's part of it. A collective call."""
+    ranks = [0]
+    if dist.is_initialized():
+        flag = (~torch.isfinite(local)).to(torch.int32)
+        flags = [torch.zeros_like(flag) for _ in range(dist.get_world_size())]
+        dist.all_gather(flags, flag)
+        ranks = [rank for rank, value in enumerate(flags) if int(value)]
+    noun = "ranks" if len(ranks) > 1 else "rank"
+    return NonFiniteError(f"the loss is {loss} on {noun} {some(ranks, 8)}")
+
+
+def gradient_error(norm: float) -> NonFiniteError:
+    """Build the error for a gradient that is not finite although the loss is."""
+    return NonFiniteError(f"the gradient norm is {norm} while the loss is finite")

@@ -1,0 +1,201 @@
+"""DeepSpeed ZeRO 0-3, and what every engine around `deepspeed.initialize` shares."""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.utils import safe_get_full_grad
+from torch import nn
+from transformers import PreTrainedModel
+from typing_extensions import override
+
+from toolkit.config.job import Job
+from toolkit.data.micro_batch import MicroBatch
+from toolkit.engines import deepspeed_patches
+from toolkit.engines.base import DataParallelEngine, Engine, StepResult, gradient_error
+from toolkit.engines.dropout import DropoutStream
+from toolkit.engines.gradient_norm import full_grad_norm
+from toolkit.engines.optimizer import parameter_groups, torch_optimizer
+from toolkit.engines.optimizer_states import deepspeed_states, state_kinds
+from toolkit.model_init.model_partition import ModelPartition
+from toolkit.parallel.groups import ModelParallelUnit
+
+deepspeed_patches.skip_shared_memory_op()
+
+_SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+"""The state of DeepSpeed's loss scaler."""
+
+
+class DeepSpeedBase(Engine):
+    """An engine around `deepspeed.initialize`; `engine` is what that returns."""
+
+    engine: Any
+    dropout: DropoutStream
+
+    def _initialize(self, job: Job, config: Mapping[str, Any], module: Any, mpu: Any = None) -> None:
+        """Build the DeepSpeed engine of `module`, which contains `self.model`; sets `engine`, `optimizer`, `states`."""
+        recipe = job.recipe
+        self._zero_stage = job.layout.zero_stage
+        groups = parameter_groups(self.model, recipe.optimizer.weight_decay)
+        client = None if "optimizer" in config else torch_optimizer(recipe.optimizer, groups)
+        with deepspeed_patches.quiet_stdout(unless=recipe.log.level == "debug"):
+            self.engine, self.optimizer, _, _ = deepspeed.initialize(
+                model=module,
+                model_parameters=None if client else groups,
+                optimizer=client,
+                config=dict(config),
+                mpu=mpu,
+            )
+        # zero.Init has moved the parameters only.
+        for part in self.model.modules():
+            part._buffers.update({k: None if v is None else v.to(self.device) for k, v in part._buffers.items()})
+        deepspeed_patches.fix_gradient_norms(self.engine, self.partition)
+        kinds = state_kinds(recipe.optimizer.name, recipe.optimizer.momentum)
+        self.states = deepspeed_states(self.optimizer, self._zero_stage, kinds)
+
+    @override
+    def full_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self._full(safe_get_full_grad, dtype=torch.float32)
+
+    @override
+    def loss_scale(self) -> dict[str, float]:
+        autocast, scaler = self._scalers()
+        if autocast:
+            state = autocast.state_dict()
+            return {"scale": float(state["scale"]), "growth_tracker": float(state["_growth_tracker"])}
+        return {name: float(getattr(scaler, name)) for name in _SCALER_FIELDS if hasattr(scaler, name)}
+
+    @override
+    def load_loss_scale(self, state: Mapping[str, float]) -> None:
+        # From a scaler of the other kind only the scale is used.
+        scale = state.get("scale", state.get("cur_scale"))
+        if scale is None:
+            return
+        autocast, scaler = self._scalers()
+        if autocast:
+            tracker = int(state.get("growth_tracker", 0))
+            autocast.load_state_dict(autocast.state_dict() | {"scale": scale, "_growth_tracker": tracker})
+        elif scaler is not None:
+            scaler.cur_scale = scale
+            for name in _SCALER_FIELDS[1:]:
+                if name in state:
+                    setattr(scaler, name, int(state[name]))
+
+    def _scalers(self) -> tuple[Any, Any]:
+        """Return PyTorch's GradScaler under autocast and DeepSpeed's own loss scaler, either or both None."""
+        own = getattr(self.engine.optimizer, "loss_scaler", None) if self.engine.fp16_enabled() else None
+        return self.engine.torch_autocast_z0_gradscaler, own
+
+
+class DeepSpeedEngine(DeepSpeedBase, DataParallelEngine):
+    """A DeepSpeed engine with our training step; with `partition`, on this rank's tensor-parallel shard."""
+
+    def __init__(
+        self,
+        job: Job,
+        config: Mapping[str, Any],
+        model: PreTrainedModel,
+        device: torch.device,
+        partition: ModelPartition | None = None,
+    ) -> None:
+        self.model, self.device, self.partition = model, device, partition
+        sequence_group = partition.groups.tensor if partition is not None and job.layout.sequence_parallel else None
+        self.dropout = DropoutStream(model, device, sequence_group=sequence_group)
+        self.dp = job.layout.dp
+        self.accumulation = job.batch.accumulation
+        self.grad_clip = job.recipe.train.grad_clip
+        self._fp16 = job.recipe.precision == "fp16"
+        self._initialize(job, config, model, mpu=self._parallel_unit())
+        if job.recipe.train.compile:
+            self.engine.compile()
+        self.engine.train()
+
+    @override
+    def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if self._zero_stage < 3:
+            return super().full_parameters()
+        return self._full(lambda parameter: parameter.detach().clone(), opened=deepspeed.zero.GatheredParameters)
+
+    def _parallel_unit(self) -> Any:
+        """Return DeepSpeed's `mpu`; None if all ranks are replicas."""
+        return None if self.partition is None else ModelParallelUnit(self.partition.groups)
+
+    @override
+    def _logits(self, batch: MicroBatch) -> torch.Tensor:
+        logits: torch.Tensor = self.engine(**batch.inputs(), use_cache=False).logits
+        return logits
+
+    @override
+    def _backward(self, loss: torch.Tensor) -> None:
+        # The loss is already a share of the global batch's: DeepSpeed must not divide by the accumulation again.
+        self.engine.backward(loss, scale_wrt_gas=False)
+        if not self.engine.is_gradient_accumulation_boundary():
+            self.engine.step()
+
+    @override
+    def _update(self, loss: float) -> StepResult:
+        norm = self._plain_norm()
+        if norm is None:
+            self.engine.step()
+            reported = self.engine.get_global_grad_norm()
+            norm = math.nan if reported is None else float(reported)
+            skipped = not self.engine.was_step_applied()
+        else:
+            skipped = not math.isfinite(norm)
+            if self._fp16 or not skipped:
+                self.engine.step()  # a loss scaler skips by itself; otherwise DeepSpeed would apply a NaN
+        if skipped:
+            deepspeed_patches.clear_skipped_gradients(self.optimizer)
+        if skipped and not self._fp16:
+            deepspeed_patches.discard_gradients(self.engine, zero_stage=self._zero_stage)
+            raise gradient_error(norm)
+        return StepResult(loss=loss, grad_norm=norm, skipped=skipped)
+
+    def _plain_norm(self) -> float | None:
+        """Return the gradient norm under ZeRO-0, where DeepSpeed reports none: gradients are plain fp32 averages."""
+        if self._zero_stage > 0:
+            return None
+        norm = full_grad_norm(self.model.parameters(), self.partition)
+        scaler = self.engine.torch_autocast_z0_gradscaler
+        return float(norm / scaler.get_scale() if scaler else norm)
+
+    @override
+    def _loss_sum(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return super()._loss_sum(logits, labels) if self.partition is None else self.partition.loss_sum(logits, labels)
+
+    @override
+    def _sum_over_replicas(self, values: torch.Tensor) -> None:
+        # Tensor-parallel ranks count the same samples.
+        dist.all_reduce(values, group=None if self.partition is None else self.partition.groups.data)
+
+
+def zero3_sharder(
+    config: Mapping[str, Any], dtype: torch.dtype, partition: ModelPartition | None = None, *, ulysses: int = 1
+) -> Any:
+    """Return a function that shards a module's parameters over the replicas as soon as they have their values.
+
+    Ranks that share sequences (`ulysses`) hold different shards, like replicas.
+    """
+    unit = None if partition is None else ModelParallelUnit(partition.groups)
+    settings = deepspeed_patches.zero_init_config(config, ulysses=ulysses)
+
+    def shard(module: nn.Module) -> None:
+        deepspeed.zero.Init(
+            module=module,
+            config_dict_or_path=settings,
+            dtype=dtype,
+            mpu=unit,
+            data_parallel_group=None if partition is None else partition.groups.data,
+        )
+
+    return shard
+
+
+def model_dtype(config: Mapping[str, Any]) -> torch.dtype:
+    """Return the dtype of the parameters under a DeepSpeed config."""
+    if config["bf16"]["enabled"]:
+        return torch.bfloat16
+    return torch.float16 if config["fp16"]["enabled"] else torch.float32

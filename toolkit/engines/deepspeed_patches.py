@@ -1,0 +1,177 @@
+"""Every patch of DeepSpeed, one function each: what is wrong, the version it was seen in, and the upstream issue.
+
+tests/engines/test_deepspeed_patches.py runs DeepSpeed without each patch and fails when the fault is gone: then delete
+the patch. What a pipeline stage tells DeepSpeed about its parameters is in parallel/pipeline/pipeline_module.py.
+"""
+
+import copy
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from torch import nn
+from transformers import PretrainedConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from toolkit.config.layout import Layout
+from toolkit.engines.gradient_norm import full_grad_norm, total_norm
+from toolkit.model_init.model_partition import ModelPartition
+
+
+def skip_shared_memory_op() -> None:
+    """Do not compile the shared-memory collective for CPU ranks.
+
+    DeepSpeed 0.19.8 builds it whenever ranks start on a CPU (deepspeed/comm/torch.py `build_shm_op`): over a minute,
+    and it needs a compiler. The collectives of gloo work. No issue is known.
+    """
+    if os.environ.get("DS_ACCELERATOR") == "cpu":
+        # Written before it is read: reading it first probes every op, a second per rank with a compiler.
+        vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
+
+
+@contextmanager
+def quiet_stdout(*, unless: bool) -> Iterator[None]:
+    """Suppress stdout inside, unless `unless`.
+
+    DeepSpeed 0.19.8 writes some of its start-up reports with print (deepspeed/runtime/pipe/module.py,
+    deepspeed/runtime/pipe/topology.py), which no log level suppresses. No issue is known.
+    """
+    if unless:
+        yield
+        return
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        yield
+
+
+def fix_gradient_norms(engine: Any, partition: ModelPartition | None) -> None:
+    """Compute the gradient norms with the precision of fp32, and over all ranks.
+
+    - On CPUs torch.linalg.vector_norm, and so DeepSpeed 0.19.8's `clip_grad_norm_` (deepspeed/runtime/utils.py) and
+      BF16_Optimizer, sum squares in long fp32 chains: 0.5 % too small for a vocabulary of 50,257 x 768.
+      https://github.com/pytorch/pytorch/issues/169237
+    - `clip_grad_norm_` averages the norms of the data-parallel ranks instead of reducing the parts of the model.
+      https://github.com/deepspeedai/DeepSpeed/issues/8475 (there for experts)
+    - BF16_Optimizer.get_grads_for_norm fails on a rank that counts no tensor, such as the second tensor-parallel rank
+      of a stage with only tied copies. Fixed for ZeRO 1 and 2 only: https://github.com/deepspeedai/DeepSpeed/pull/5148
+    """
+    engine.clip_fp32_gradients = lambda: nn.utils.clip_grads_with_norm_(
+        engine.module.parameters(), engine.gradient_clipping(), full_grad_norm(engine.module.parameters(), partition)
+    )
+    optimizer = engine.optimizer
+    if not isinstance(optimizer, BF16_Optimizer):
+        return
+    gradients = optimizer.get_grads_for_norm
+
+    def exact_norms(for_clipping: bool = False) -> Any:
+        found = gradients(for_clipping=for_clipping)
+        if for_clipping:
+            return found
+        counted, experts = found
+        if not counted:
+            return [torch.zeros(1, device=optimizer.fp32_groups_flat_partition[0].device)], experts
+        return [total_norm([tensor]) for tensor in counted], experts
+
+    optimizer.get_grads_for_norm = exact_norms
+
+
+def clear_skipped_gradients(optimizer: Any) -> None:
+    """Drop the gradients of a skipped step, to which DeepSpeed would add those of the next one.
+
+    DeepSpeed 0.19.8, ZeRO 1 and 2 in 16 bits with an offloaded optimizer: `step` returns on overflow without clearing
+    `averaged_gradients` (deepspeed/runtime/zero/stage_1_and_2.py), so after one overflow every later step is skipped
+    too. No issue is known; https://github.com/deepspeedai/DeepSpeed/issues/8415 is about the same branch.
+    """
+    if getattr(optimizer, "cpu_offload", False):
+        for group in optimizer.averaged_gradients:
+            optimizer.averaged_gradients[group] = None
+
+
+def discard_gradients(engine: Any, *, zero_stage: int) -> None:
+    """Discard the gradients of a step that is not taken.
+
+    DeepSpeed 0.19.8 counts micro-batches in `step` alone (deepspeed/runtime/engine.py): without it, which ZeRO-0 needs
+    because it would apply a NaN, the accumulation would end one micro-batch late ever after. No issue is known.
+    """
+    engine.zero_grad()
+    if zero_stage == 0:
+        engine.micro_steps += 1
+
+
+def link_optimizer_states(wrapper: Any, partitions: Iterable[torch.Tensor], state: Any) -> None:
+    """Link the parameters of all groups to their fragments of the optimizer states (ZeRO 1 and 2, BF16_Optimizer).
+
+    DeepSpeed 0.19.8 does so once, after the update of the first parameter group, when the others have no states yet
+    (`_lazy_init_hp_params_optimizer_state` in deepspeed/runtime/zero/stage_1_and_2.py): safe_get_full_optimizer_state
+    then fails for every other group. No issue is known.
+    """
+    parameters = getattr(wrapper, "bit16_groups", None) or wrapper.bf16_groups
+    for group, partition in zip(parameters, partitions, strict=True):
+        deepspeed.utils.lazy_init_hp_params_optimizer_state(group, partition, state)
+    wrapper._hp_optimizer_states_linked = True
+
+
+def zero_init_config(config: Mapping[str, Any], *, ulysses: int) -> dict[str, Any]:
+    """Prepare `deepspeed.zero.Init`: start DeepSpeed's communication, and complete the config for Ulysses.
+
+    DeepSpeed 0.19.8: zero.Init (deepspeed/runtime/zero/partition_parameters.py) assumes a single rank if only torch's
+    process group exists, and checks the batch sizes of the config before it knows that ranks share sequences. No issue
+    is known.
+    """
+    deepspeed.init_distributed()
+    return dict(config) | ({"sequence_parallel_size": ulysses} if ulysses > 1 else {})
+
+
+def complete_attention_config(config: PretrainedConfig) -> PretrainedConfig:
+    """Return a copy with the key-value heads and the head size, which some families' configs omit.
+
+    DeepSpeed 0.19.8 reads both unconditionally (deepspeed/runtime/sequence_parallel/ulysses_sp.py): GPT-2 fails. No
+    issue is known.
+    """
+    config = copy.deepcopy(config)
+    if getattr(config, "num_key_value_heads", None) is None:
+        config.num_key_value_heads = config.num_attention_heads
+    if getattr(config, "head_dim", None) is None:
+        config.head_dim = config.hidden_size // config.num_attention_heads
+    return config
+
+
+def keep_heads_separate(attn_implementation: str) -> None:
+    """Return the output of Ulysses attention as [b, s/u, heads, size].
+
+    DeepSpeed 0.19.8 returns [b, s/u, heads * size] (deepspeed/runtime/sequence_parallel/ulysses_sp.py); an attention
+    function of transformers keeps the heads in a dimension, which GPT-2 relies on. No issue is known.
+    """
+    exchange = ALL_ATTENTION_FUNCTIONS[attn_implementation]
+
+    def attend(module: nn.Module, query: torch.Tensor, *arguments: Any, **options: Any) -> tuple[torch.Tensor, Any]:
+        output, weights = exchange(module, query, *arguments, **options)  # query [b, heads, s/u, size]
+        return output.reshape(*output.shape[:2], query.shape[1], -1), weights
+
+    ALL_ATTENTION_FUNCTIONS[attn_implementation] = attend
+
+
+def gradient_divisor(layout: Layout) -> int:
+    """Return what DeepSpeed divides the sum of all ranks' gradients by under Ulysses.
+
+    DeepSpeed 0.19.8 divides by dp under ZeRO 0, 1 and 2, and by dp * u under ZeRO 3. The former use `world size /
+    sequence_parallel_size` (engine.py `_reduce_non_expert_gradients`, stage_1_and_2.py `average_tensor`). ZeRO-3
+    reduces with `reduce_scatter_coalesced` (stage3.py `__avg_scatter_grads`), which divides by the size of its group,
+    all ranks; with reduce_scatter=false it divides as the others do, but only buckets that are not too full, so the
+    DeepSpeed config must not disable it. Adam hides such a factor; norms and SGD do not. No issue is known.
+    """
+    return layout.world_size if layout.zero_stage == 3 else layout.dp
+
+
+def count_norms_on_all_ranks(optimizer: Any) -> None:
+    """Let BF16_Optimizer (ZeRO-1 in bf16) take the norm on every Ulysses rank.
+
+    DeepSpeed 0.19.8 treats the sequence group as a tensor-parallel one (deepspeed/runtime/bf16_optimizer.py): only its
+    first rank counts the norm, and the others fail because they count nothing. But every rank holds the whole gradient.
+    No issue is known.
+    """
+    if isinstance(optimizer, BF16_Optimizer):
+        optimizer.mpu = None

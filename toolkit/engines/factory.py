@@ -1,0 +1,90 @@
+"""Create the engine that a recipe selects."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from toolkit.config.job import Job
+from toolkit.config.recipe import Recipe
+from toolkit.engines.base import Engine
+from toolkit.errors import RunError
+from toolkit.model_init.build_model import build_model
+from toolkit.model_init.freed_memory import keep_freed_memory
+
+
+def create_engine(
+    job: Job,
+    device: torch.device,
+    ds_config: Mapping[str, Any] | None = None,
+    *,
+    eos_id: int | None = None,
+    trust_remote_code: bool = False,
+) -> Engine:
+    """Build the model and the recipe's engine around it. train.engine=deepspeed requires `ds_config`.
+
+    Raises ModelError for a model that cannot be built and RunError for a precision that the device does not have.
+    """
+    check_precision(job.recipe, device)
+    if device.type == "cpu":
+        keep_freed_memory()
+    build = partial(build_model, job.recipe, eos_id=eos_id, trust_remote_code=trust_remote_code)
+    # Imported here, because each engine's library is slow to import and only one is used.
+    match job.recipe.train.engine:
+        case "deepspeed":
+            assert ds_config is not None
+            return _deepspeed(job, device, ds_config, build)
+        case "reference":
+            from toolkit.engines.reference_engine import ReferenceEngine
+
+            return ReferenceEngine(job, build(), device)
+        case "ddp" | "fsdp":
+            from toolkit.engines.accelerate_engine import AccelerateEngine
+
+            return AccelerateEngine(job, build(), device)
+
+
+def _deepspeed(
+    job: Job, device: torch.device, ds_config: Mapping[str, Any], build: Callable[..., PreTrainedModel]
+) -> Engine:
+    from toolkit.engines import deepspeed_engine as ds
+
+    layout = job.layout
+    dtype = ds.model_dtype(ds_config)
+    partition = None
+    if layout.tp > 1 or layout.pp > 1:
+        from toolkit.model_init.model_partition import ModelPartition
+        from toolkit.parallel.groups import ParallelGroups
+
+        partition = ModelPartition(job, ParallelGroups.create(layout), device)
+    sharder = ds.zero3_sharder(ds_config, dtype, partition, ulysses=layout.ulysses) if layout.zero_stage == 3 else None
+    model = build(dtype=dtype, partition=partition, on_layer=sharder)
+    if partition is not None and partition.stage is not None:
+        from toolkit.engines.pipeline_engine import PipelineEngine
+
+        return PipelineEngine(job, ds_config, model, device, partition)
+    if layout.ulysses > 1:
+        from toolkit.engines.ulysses_engine import UlyssesEngine
+
+        return UlyssesEngine(job, ds_config, model, device)
+    return ds.DeepSpeedEngine(job, ds_config, model, device, partition)
+
+
+def check_precision(recipe: Recipe, device: torch.device) -> None:
+    """Raise RunError if the device does not support the recipe's precision."""
+    if recipe.precision == "fp16" and device.type == "cpu":
+        from deepspeed.accelerator import get_accelerator
+
+        if not get_accelerator().is_fp16_supported():
+            raise RunError("precision=fp16 on a CPU: DeepSpeed has fp16 on GPUs only. Set precision to bf16 or fp32.")
+    if (
+        recipe.precision == "bf16"
+        and device.type == "cuda"
+        and not torch.cuda.is_bf16_supported(including_emulation=False)
+    ):
+        raise RunError(
+            f"precision=bf16 on {torch.cuda.get_device_name(device)}: this GPU has no bf16. "
+            "Set precision to fp16 or fp32."
+        )

@@ -1,0 +1,82 @@
+"""The local shards of a model and its optimizer states, as a checkpoint saves them without gathering tensors."""
+
+from collections.abc import Callable
+
+import torch
+
+from toolkit.checkpoint.names import MODEL
+from toolkit.checkpoint.safetensors_header import TensorSpec
+from toolkit.checkpoint.save_plan import LocalShard
+from toolkit.checkpoint.tensor_source import ShardedTensorGroup, ShardedTensorSource
+from toolkit.engines.base import Engine
+from toolkit.engines.optimizer_states import MASTER
+from toolkit.parallel.shard import Shard, shard_of
+
+_Read = Callable[[str], torch.Tensor]
+
+
+def local_tensors(engine: Engine) -> ShardedTensorSource:
+    """Return the fp32 weights with the buffers, and the optimizer states, each kind in model order."""
+    parameters = _parameters(engine)
+    buffers = _buffers(engine)
+    specs, of_buffers = parameter_specs(engine, torch.float32), buffer_specs(engine)
+
+    def group(
+        kind: str, of_engine: str, specs: list[TensorSpec], shards: list[tuple[LocalShard, _Read]]
+    ) -> ShardedTensorGroup:
+        return ShardedTensorGroup(
+            kind=kind,
+            specs=specs,
+            local_shards=[shard for shard, _ in shards],
+            values=lambda index: shards[index][1](of_engine),
+        )
+
+    return ShardedTensorSource(
+        groups=[
+            group(MODEL, MASTER, specs + of_buffers, parameters + buffers),
+            *(group(kind, kind, specs, parameters) for kind in engine.states.kinds),
+        ]
+    )
+
+
+def parameter_specs(engine: Engine, dtype: torch.dtype) -> list[TensorSpec]:
+    """Return name and shape of every parameter of the full model, in model order, in `dtype`."""
+    return [TensorSpec(name=name, shape=tuple(shape), dtype=dtype) for name, shape in engine.parameter_names()]
+
+
+def buffer_specs(engine: Engine) -> list[TensorSpec]:
+    """Return name, shape and dtype of each buffer of the full model that a state dict contains."""
+    return [TensorSpec.of(name, like) for name, like in engine.buffer_specs()]
+
+
+def _parameters(engine: Engine) -> list[tuple[LocalShard, _Read]]:
+    found: list[tuple[LocalShard, _Read]] = []
+    states = engine.states
+    for name, parameter in engine.model.named_parameters():
+        if engine.partition is None:
+            shard = Shard(name=name, shape=tuple(getattr(parameter, "ds_shape", parameter.shape)))
+        else:
+            shard = shard_of(parameter)
+        start, length = states.extent(parameter)
+        if length and shard.owner:
+            local = LocalShard(shard=shard, start=start, length=length, pipeline_stage=_stage(engine))
+            found.append((local, lambda kind, parameter=parameter: states.local(parameter, kind)))  # type: ignore[misc]
+    return found
+
+
+def _buffers(engine: Engine) -> list[tuple[LocalShard, _Read]]:
+    wanted = {name for name, _ in engine.buffer_specs()}
+    found: list[tuple[LocalShard, _Read]] = []
+    for name, buffer in engine.local_buffers():
+        if name in wanted:
+            shard = Shard(name=name, shape=tuple(buffer.shape))
+            local = LocalShard(shard=shard, start=0, length=buffer.numel(), pipeline_stage=_stage(engine))
+            # Looked up on each call: a module may replace the tensor of its buffer.
+            read = lambda kind, name=name: dict(engine.local_buffers())[name].reshape(-1)  # noqa: E731
+            found.append((local, read))
+    return found
+
+
+def _stage(engine: Engine) -> int:
+    """Of the replicas of tied parameters, the first stage's are saved."""
+    return 0 if engine.partition is None else engine.partition.groups.coordinate.pipe

@@ -1,0 +1,241 @@
+"""Optimizer states of each parameter, read and written the same way however they are sharded.
+
+A kind is a name of PyTorch's optimizers (`exp_avg`, `exp_avg_sq`, `momentum_buffer`) or MASTER: the fp32 weight that is
+updated. Values are gathered over the replicas, but remain this rank's shard under tensor and pipeline parallelism.
+Reading and writing are collective over the replicas: all must access the same parameters in the same order.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from typing_extensions import override
+
+MASTER = "master"
+
+KINDS = {
+    "adamw": ("exp_avg", "exp_avg_sq"),
+    "adam": ("exp_avg", "exp_avg_sq"),
+    "lion": ("exp_avg",),
+    "sgd": ("momentum_buffer",),
+}
+
+
+class OptimizerStates(ABC):
+    """The states of one engine's optimizer. `base` is the optimizer that holds them, torch's or DeepSpeed's."""
+
+    def __init__(self, base: Any, kinds: Iterable[str]) -> None:
+        self.base = base
+        self.kinds = tuple(kinds)
+
+    @abstractmethod
+    def read(self, parameter: nn.Parameter, kind: str) -> torch.Tensor:
+        """Return the value in fp32, in the parameter's shape."""
+
+    @abstractmethod
+    def extent(self, parameter: nn.Parameter) -> tuple[int, int]:
+        """Return (first element, elements) of the flattened value on this rank. It never changes."""
+
+    @abstractmethod
+    def local(self, parameter: nn.Parameter, kind: str) -> torch.Tensor:
+        """Return those elements, flat and in fp32, valid until training continues. Not a collective call."""
+
+    @abstractmethod
+    def write(self, parameter: nn.Parameter, kind: str, value: torch.Tensor) -> None:
+        """Set the value. MASTER also sets the weight that the forward pass uses."""
+
+    @property
+    def updates(self) -> int:
+        """The number of updates so far, for Adam's bias correction. 0 if the optimizer does not count."""
+        return next((int(state["step"]) for state in self.base.state.values() if "step" in state), 0)
+
+    @updates.setter
+    def updates(self, count: int) -> None:
+        self.create()
+        for tensor, state in self.base.state.items():
+            if "step" in state:
+                state["step"] = _count(self.base, tensor, count)
+
+    def create(self) -> None:
+        """Create the states that the first update would create: zeros."""
+        for group in self.base.param_groups:
+            for tensor in self.held(group["params"]):
+                self._create_for(tensor)
+
+    def held(self, parameters: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Yield the tensors of a group that are the keys of the states."""
+        yield from parameters
+
+    def _create_for(self, tensor: torch.Tensor) -> None:
+        state = self.base.state[tensor]
+        for kind in self.kinds:
+            if kind not in state or state[kind] is None:
+                state[kind] = torch.zeros_like(tensor, memory_format=torch.preserve_format)
+        if "exp_avg_sq" in self.kinds and "step" not in state:
+            state["step"] = _count(self.base, tensor, 0)
+
+
+class PlainStates(OptimizerStates):
+    """A torch optimizer over the parameters themselves, which may be DTensors (FSDP2)."""
+
+    @override
+    def read(self, parameter: nn.Parameter, kind: str) -> torch.Tensor:
+        value = self._value(parameter, kind)
+        return (value.full_tensor() if isinstance(value, DTensor) else value).float()
+
+    @override
+    def extent(self, parameter: nn.Parameter) -> tuple[int, int]:
+        value = parameter.detach()
+        if not isinstance(value, DTensor):
+            return 0, value.numel()
+        shape, offset = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+        # Sharded along the first dimension alone, so a rank's rows are contiguous.
+        assert shape[1:] == value.shape[1:], value.placements
+        width = math.prod(shape[1:])
+        return offset[0] * width, shape[0] * width
+
+    @override
+    def local(self, parameter: nn.Parameter, kind: str) -> torch.Tensor:
+        value = self._value(parameter, kind)
+        return (value.to_local() if isinstance(value, DTensor) else value).float().reshape(-1)
+
+    @override
+    def write(self, parameter: nn.Parameter, kind: str, value: torch.Tensor) -> None:
+        held = self._value(parameter, kind)
+        if isinstance(held, DTensor):
+            value = value.to(held.device, held.dtype)
+            # Every rank has the full value: each keeps its part, and nothing is sent.
+            part = distribute_tensor(value, held.device_mesh, held.placements, src_data_rank=None)
+            held.to_local().copy_(part.to_local())
+        else:
+            held.copy_(value)
+
+    def _value(self, parameter: nn.Parameter, kind: str) -> torch.Tensor:
+        self._create_for(parameter)
+        value: torch.Tensor = parameter.detach() if kind == MASTER else self.base.state[parameter][kind]
+        return value
+
+
+class _WrappedStates(OptimizerStates):
+    """The states of an optimizer inside DeepSpeed's `wrapper`."""
+
+    def __init__(self, wrapper: Any, kinds: Iterable[str]) -> None:
+        super().__init__(wrapper.optimizer, kinds)
+        self._wrapper = wrapper
+
+
+class ZeroStates(_WrappedStates):
+    """DeepSpeed's ZeRO 1 and 2 and BF16_Optimizer: each rank has a partition of the flat fp32 weights and states."""
+
+    @override
+    def create(self) -> None:
+        # Imported here, because other engines do not need DeepSpeed.
+        from toolkit.engines.deepspeed_patches import link_optimizer_states
+
+        super().create()
+        link_optimizer_states(self._wrapper, self.held([]), self.base.state)
+
+    def held(self, parameters: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Yield the flat partitions of all groups."""
+        partitions = getattr(self._wrapper, "single_partition_of_fp32_groups", None)
+        partitions = self._wrapper.fp32_groups_flat_partition if partitions is None else partitions
+        # Called once per group, it yields all each time: creating a state twice changes nothing.
+        yield from partitions
+
+    @override
+    def read(self, parameter: nn.Parameter, kind: str) -> torch.Tensor:
+        value: torch.Tensor = parameter.get_full_hp_param(self._key(parameter, kind))  # type: ignore[attr-defined]
+        return value
+
+    @override
+    def extent(self, parameter: nn.Parameter) -> tuple[int, int]:
+        mapping: Any = parameter._hp_mapping  # type: ignore[attr-defined]
+        return (0, 0) if mapping is None else (mapping.lp_fragment_address.start, mapping.lp_fragment_address.numel)
+
+    @override
+    def local(self, parameter: nn.Parameter, kind: str) -> torch.Tensor:
+        key = self._key(parameter, kind)
+        fragment: torch.Tensor = parameter._hp_mapping.get_hp_fragment(key)  # type: ignore[attr-defined]
+        return fragment.detach().float()
+
+    @override
+    def write(self, parameter: nn.Parameter, kind: str, value: torch.Tensor) -> None:
+        parameter.set_full_hp_param(value, self._key(parameter, kind))  # type: ignore[attr-defined]
+        if kind == MASTER:
+            parameter.detach().copy_(value)
+
+    def _key(self, parameter: nn.Parameter, kind: str) -> str | None:
+        """Return DeepSpeed's name of a kind, after linking the parameter to its states."""
+        if kind == MASTER:
+            return None
+        mapping: Any = parameter._hp_mapping  # type: ignore[attr-defined]  # None where other ranks hold all of it
+        if mapping is not None and kind not in (mapping.optim_fragment or ()):
+            self.create()
+        return kind
+
+
+class Zero3States(_WrappedStates):
+    """DeepSpeed's ZeRO 3: each rank has a partition of every parameter."""
+
+    def held(self, parameters: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Yield the flat sub-groups: the optimizer's own groups contain one of them at a time."""
+        yield from self._wrapper.fp32_partitioned_groups_flat
+
+    @override
+    def read(self, parameter: nn.Parameter, kind: str) -> torch.Tensor:
+        self.create()
+        whole: torch.Tensor = self._wrapper.get_full_hp_param(parameter, None if kind == MASTER else kind)
+        return whole.view(parameter.ds_shape)  # type: ignore[attr-defined]
+
+    @override
+    def extent(self, parameter: nn.Parameter) -> tuple[int, int]:
+        each, count = parameter.ds_tensor.numel(), parameter.ds_numel  # type: ignore[attr-defined]
+        start = min(self._wrapper._get_param_partition_rank(parameter) * each, count)
+        return start, min(each, count - start)  # the last ranks' partitions are padded
+
+    @override
+    def local(self, parameter: nn.Parameter, kind: str) -> torch.Tensor:
+        self.create()
+        part: torch.Tensor = self._wrapper.get_local_fp32_param(parameter, None if kind == MASTER else kind)
+        if getattr(self._wrapper, "swap_optimizer", False):
+            part = part.clone()  # its buffer is reused for the next one
+        return part.detach().float().reshape(-1)[: self.extent(parameter)[1]]
+
+    @override
+    def write(self, parameter: nn.Parameter, kind: str, value: torch.Tensor) -> None:
+        self.create()
+        shard: torch.Tensor = parameter.ds_tensor  # type: ignore[attr-defined]
+        start, length = self.extent(parameter)
+        part = value.new_zeros(shard.numel())  # the last ranks' partitions are padded
+        part[:length] = value.flatten()[start : start + length]
+        self._wrapper.set_local_hp_param(part, parameter, None if kind == MASTER else kind)
+        if kind == MASTER:
+            shard.data.copy_(part)
+            if parameter.numel() == value.numel():  # small ones are replicated
+                parameter.data.copy_(value)
+
+
+def deepspeed_states(optimizer: Any, zero_stage: int, kinds: Iterable[str]) -> OptimizerStates:
+    """Return the states of the optimizer that `deepspeed.initialize` returned."""
+    if zero_stage == 3:
+        return Zero3States(optimizer, kinds)
+    if zero_stage == 0:
+        return PlainStates(getattr(optimizer, "optimizer", optimizer), kinds)
+    return ZeroStates(optimizer, kinds)
+
+
+def state_kinds(name: str, momentum: float) -> tuple[str, ...]:
+    """Return the kinds of state that the optimizer `name` keeps per parameter."""
+    return () if name == "sgd" and not momentum else KINDS[name]
+
+
+def _count(base: Any, tensor: torch.Tensor, count: int) -> Any:
+    if not isinstance(base, torch.optim.Optimizer) or not type(base).__module__.startswith("torch."):
+        return count  # DeepSpeed's own Adam counts in plain integers
+    on_device = any(group.get("fused") or group.get("capturable") for group in base.param_groups)
+    return torch.tensor(float(count), device=tensor.device if on_device else "cpu")

@@ -1,0 +1,134 @@
+"""DeepSpeed's pipeline engine with ZeRO 0 or 1, alone or with tensor parallelism, with our loss and our checks."""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import pairwise
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.pipe import schedule
+from transformers import PreTrainedModel
+from typing_extensions import override
+
+from toolkit.config.job import Job
+from toolkit.data.micro_batch import MicroBatch
+from toolkit.engines.base import StepResult, gradient_error, nan_unless_finite
+from toolkit.engines.deepspeed_engine import DeepSpeedBase, model_dtype
+from toolkit.engines.deepspeed_patches import quiet_stdout
+from toolkit.engines.dropout import DropoutStream
+from toolkit.engines.gradient_norm import full_grad_norm
+from toolkit.model_init.model_partition import ModelPartition
+from toolkit.parallel.gather import gather_buffers
+from toolkit.parallel.loss import IGNORE
+from toolkit.parallel.pipeline.pipeline_module import StagePipeline, StepWithoutUpdate
+
+
+class PipelineEngine(DeepSpeedBase):
+    """This rank's stage of a model. Only the first and the last stage read the micro-batches' tokens."""
+
+    partition: ModelPartition
+
+    def __init__(
+        self,
+        job: Job,
+        config: Mapping[str, Any],
+        model: PreTrainedModel,
+        device: torch.device,
+        partition: ModelPartition,
+    ) -> None:
+        assert partition.stage is not None
+        self.model, self.device, self.partition, self.batch = model, device, partition, job.batch
+        self.dropout = DropoutStream(
+            model, device, sequence_group=partition.groups.tensor if job.layout.sequence_parallel else None
+        )
+        self.stage_layers = tuple(stop - start for start, stop in pairwise(partition.bounds))
+        self._scale = 0.0
+        self._totals = torch.zeros(2, dtype=torch.float64, device=device)
+        self._seeds: Iterator[int] = iter(())
+        partition.stage.register_forward_pre_hook(lambda *_: self._begin_forward())
+        deepspeed.init_distributed()  # PipelineModule reads the ranks before `initialize` sets them
+        with quiet_stdout(unless=job.recipe.log.level == "debug"):
+            pipeline = StagePipeline(partition.stage, partition.groups, partition.shared, self._loss)
+        self._initialize(job, config, pipeline)
+        partition.stage.cast_nonlocal(model_dtype(config))
+
+    @override
+    def train_step(
+        self, micro_batches: Iterable[MicroBatch], *, target_tokens: int, learning_rate: float
+    ) -> StepResult:
+        # DeepSpeed averages over micro-batches and replicas: this factor turns that into
+        # sum of token losses / target tokens of the global batch.
+        self._scale = self.batch.dp * self.batch.accumulation / target_tokens
+        self.engine.module.train()
+        self._run(StepWithoutUpdate, list(micro_batches))
+        self.report_phase("update")
+        local = self._totals[0].clone()
+        self._sum_over_ranks()
+        return self._finish_step(float(self._totals[0]) / target_tokens, local, learning_rate)
+
+    @override
+    def evaluate(self, micro_batches: Iterable[MicroBatch]) -> float:
+        self.engine.module.eval()
+        with torch.no_grad():
+            self._run(schedule.InferenceSchedule, list(micro_batches))
+        self.engine.module.train()
+        self._sum_over_ranks()
+        return float(self._totals[0] / self._totals[1])
+
+    @override
+    def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        # Each stage has those of its own layers.
+        yield from gather_buffers(self.partition.buffers, dict(self.local_buffers()), self.partition.groups)
+
+    def _run(self, kind: type[Any], micro_batches: list[MicroBatch]) -> None:
+        """Run micro-batches through the pipeline and sum losses and target tokens in `_totals`."""
+        engine = self.engine
+        self._totals.zero_()
+        self._seeds = iter([micro_batch.dropout_seed for micro_batch in micro_batches])
+        engine.set_dataiterator(_tensors(micro_batch, self.device) for micro_batch in micro_batches)
+        engine.total_loss = None
+        engine._compute_loss = True
+        engine._exec_schedule(
+            kind(micro_batches=len(micro_batches), stages=engine.num_stages, stage_id=engine.stage_id)
+        )
+
+    def _begin_forward(self) -> None:
+        self.dropout.start(next(self._seeds))
+        if self.model.training:
+            self.report_phase("forward")  # of the whole pipeline: which pass a stage is in differs
+
+    def _loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        loss = self.partition.loss_sum(logits, labels)
+        self._totals[0] += loss.detach()
+        self._totals[1] += (labels != IGNORE).sum()
+        return loss * (self._scale * nan_unless_finite(loss))
+
+    def _sum_over_ranks(self) -> None:
+        """Sum `_totals`. Only last stages have counted; tensor-parallel ranks have counted the same."""
+        if not self.partition.groups.is_first_of_tensor:
+            self._totals.zero_()
+        dist.all_reduce(self._totals)
+
+    @override
+    def _update(self, loss: float) -> StepResult:
+        norm: float | None = None
+        if self._zero_stage == 0:
+            norm = float(full_grad_norm(self.model.parameters(), self.partition))
+            if not math.isfinite(norm):
+                self.engine.zero_grad()
+                raise gradient_error(norm)
+        self.engine._exec_optimizer_step()
+        if norm is None:
+            reported = self.engine.get_global_grad_norm()
+            norm = math.nan if reported is None else float(reported)
+            if not math.isfinite(norm) or not self.engine.was_step_applied():
+                raise gradient_error(norm)
+        return StepResult(loss=loss, grad_norm=norm)
+
+
+def _tensors(micro_batch: MicroBatch, device: torch.device) -> tuple[Any, torch.Tensor]:
+    batch = micro_batch.to(device)
+    inputs = (batch.input_ids,) if batch.position_ids is None else (batch.input_ids, batch.position_ids)
+    return (inputs[0] if len(inputs) == 1 else inputs), batch.labels

@@ -1,0 +1,68 @@
+"""The reference: one process, plain PyTorch, fp32, no DeepSpeed. Every strategy is compared with this file.
+
+It shares only the model, the loss function and the parameter groups with the other engines.
+"""
+
+import math
+from collections.abc import Iterable
+
+import torch
+from transformers import PreTrainedModel
+from typing_extensions import override
+
+from toolkit.config.job import Job
+from toolkit.data.micro_batch import MicroBatch
+from toolkit.engines.base import FullForwardEngine, StepResult, gradient_error
+from toolkit.engines.dropout import DropoutStream
+from toolkit.engines.gradient_norm import clip_gradients
+from toolkit.engines.optimizer import parameter_groups, torch_optimizer
+from toolkit.engines.optimizer_states import PlainStates, state_kinds
+from toolkit.errors import NonFiniteError
+from toolkit.parallel.loss import token_loss_sum
+
+
+class ReferenceEngine(FullForwardEngine):
+    """Forward, backward, clip, step."""
+
+    def __init__(self, job: Job, model: PreTrainedModel, device: torch.device) -> None:
+        recipe = job.recipe
+        self.model = model.to(device).train()
+        self.device = device
+        self.dropout = DropoutStream(model, device)
+        self.optimizer = torch_optimizer(recipe.optimizer, parameter_groups(model, recipe.optimizer.weight_decay))
+        self.states = PlainStates(self.optimizer, state_kinds(recipe.optimizer.name, recipe.optimizer.momentum))
+        self.grad_clip = recipe.train.grad_clip
+
+    @override
+    def train_step(
+        self, micro_batches: Iterable[MicroBatch], *, target_tokens: int, learning_rate: float
+    ) -> StepResult:
+        loss_sum = 0.0
+        for micro_batch in micro_batches:
+            batch = micro_batch.to(self.device)
+            self.dropout.start(batch.dropout_seed)
+            micro_loss = token_loss_sum(self._logits(batch), batch.labels)
+            self.report_phase("backward")
+            (micro_loss / target_tokens).backward()  # type: ignore[no-untyped-call]
+            loss_sum += micro_loss.item()
+        self.report_phase("update")
+        loss = loss_sum / target_tokens
+        if not math.isfinite(loss):
+            self.optimizer.zero_grad()
+            raise NonFiniteError(f"the loss is {loss} on rank 0")
+
+        self._set_learning_rate(learning_rate)
+        self.before_update()
+        norm = clip_gradients(self.model.parameters(), self.grad_clip)
+        if not math.isfinite(norm):
+            self.optimizer.zero_grad()
+            raise gradient_error(norm)
+
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return StepResult(loss=loss, grad_norm=norm)
+
+    @override
+    def _logits(self, batch: MicroBatch) -> torch.Tensor:
+        logits: torch.Tensor = self.model(**batch.inputs(), use_cache=False).logits
+        return logits

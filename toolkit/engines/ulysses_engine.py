@@ -1,0 +1,60 @@
+"""DeepSpeed-Ulysses with ZeRO: ranks that share each sequence (toolkit/parallel/sequence/ulysses.py).
+
+Each rank runs the model on its slice of the positions. This file adds the slicing, the scale of the gradients and the
+random streams. Dims: b samples, s positions, u ranks that share a sequence.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import deepspeed
+import torch
+from transformers import PreTrainedModel
+from typing_extensions import override
+
+from toolkit.config.job import Job
+from toolkit.data.micro_batch import MicroBatch
+from toolkit.engines import deepspeed_patches
+from toolkit.engines.deepspeed_engine import DeepSpeedEngine
+from toolkit.parallel.sequence.ulysses import local_positions, register_attention
+from toolkit.seeds import derive_seed
+
+
+class UlyssesEngine(DeepSpeedEngine):
+    """A DeepSpeed engine whose ranks train on slices of sequences. One per process: it replaces the attention.
+
+    Every rank has its own dropout stream, so the masks differ from those of one process; their distribution does not,
+    and a second run has the same ones.
+    """
+
+    def __init__(self, job: Job, config: Mapping[str, Any], model: PreTrainedModel, device: torch.device) -> None:
+        deepspeed.init_distributed()
+        attention, self.size = job.recipe.model.attn_implementation or "sdpa", job.layout.ulysses
+        self._unit = register_attention(
+            deepspeed_patches.complete_attention_config(model.config),
+            attention,
+            ranks=self.size,
+            micro_batch_size=job.batch.micro_batch_size,
+            seq_len=job.recipe.data.seq_len,
+        )
+        deepspeed_patches.keep_heads_separate(attention)
+        self.sequence_rank = int(self._unit.get_sequence_parallel_rank())
+        super().__init__(job, config, model, device)
+        self.dp = deepspeed_patches.gradient_divisor(job.layout)
+        deepspeed_patches.count_norms_on_all_ranks(self.optimizer)
+
+    @override
+    def _local_micro_batch(self, micro_batch: MicroBatch) -> MicroBatch:
+        local, positions = local_positions(micro_batch.input_ids, self.sequence_rank, self.size)
+        return replace(
+            micro_batch,
+            input_ids=micro_batch.input_ids[:, local].contiguous(),  # [b, s] -> [b, s/u]
+            labels=micro_batch.labels[:, local].contiguous(),
+            position_ids=positions,
+            dropout_seed=derive_seed("slice", micro_batch.dropout_seed, self.sequence_rank),
+        )
+
+    @override
+    def _parallel_unit(self) -> Any:
+        return self._unit

@@ -1,0 +1,153 @@
+"""DeepSpeedSettings: the fields of a DeepSpeed config that affect memory, with DeepSpeed's defaults."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+from toolkit.errors import ConfigError
+
+Wrapper = Literal["none", "bf16", "zero12", "zero3", "unfused"]
+"""Which of DeepSpeed's optimizers keeps the states."""
+
+BYTES = {"fp32": 4, "float32": 4, "float": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2, "half": 2}
+_MOMENTS = {"adam": 2, "adamw": 2, "fusedadam": 2, "lamb": 2, "adagrad": 1, "lion": 1}
+_FUSED = ("adam", "adamw")
+_NOT_MODELED = {
+    "zero_optimization": (
+        *("zenflow", "super_offload", "mics_shard_size", "zero_hpz_partition_size"),
+        *("zero_quantized_weights", "zero_quantized_gradients"),
+    ),
+    "bf16": ("bf16_master_weights_and_grads",),
+    "fp16": ("fp16_master_weights_and_grads",),
+    "tensor_parallel": ("autotp_size",),
+    "compile": ("deepcompile",),
+}
+"""Settings that take or save memory which the estimate does not know."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepSpeedSettings:
+    """Settings of one engine. `from_config` reads any DeepSpeed config."""
+
+    zero_stage: int = 0
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Of the weights; under autocast they are fp32."""
+    autocast: Literal["none", "bf16", "fp16"] = "none"
+    accumulation_bytes: int = 4
+    """Bytes of an accumulated gradient's element."""
+    communication_bytes: int = 4
+    reduce_bucket_size: int = 500_000_000
+    """Elements."""
+    prefetch_bucket_size: int = 50_000_000
+    overlap_comm: bool = False
+    contiguous_gradients: bool = True
+    persistence_threshold: int = 100_000
+    """ZeRO-3 replicates parameters of at most so many elements."""
+    max_live_parameters: int = 1_000_000_000
+    sub_group_size: int = 1_000_000_000
+    offload_optimizer: bool = False
+    offload_params: bool = False
+    moments: int = 2
+    """fp32 states that the optimizer keeps per element."""
+    counts_in_tensors: bool = True
+    """PyTorch's Adam keeps a step counter beside each tensor; DeepSpeed's counts in plain numbers."""
+    fused: bool = True
+    """Whether the update runs in one kernel, without temporaries."""
+    by_decay: bool = True
+    """Whether parameters with and without weight decay are separate groups."""
+    device: Literal["cuda", "cpu"] = "cuda"
+
+    @property
+    def model_bytes(self) -> int:
+        return BYTES[self.precision]
+
+    @property
+    def wrapper(self) -> Wrapper:
+        """Which optimizer DeepSpeed wraps around the one that updates (engine.py, `_do_optimizer_sanity_check`)."""
+        if self.zero_stage == 3:
+            return "zero3"
+        if self.zero_stage:
+            flat = self.precision == "bf16" and self.accumulation_bytes == 4
+            return "bf16" if self.zero_stage == 1 and flat and not self.offload_optimizer else "zero12"
+        return "none" if self.precision == "fp32" else "unfused"
+
+    def optimizer_bytes(self, elements: int, tensors: int) -> int:
+        """Moments in fp32, and a counter of four bytes beside each of the tensors that are updated."""
+        return 4 * self.moments * elements + (4 * tensors if self.counts_in_tensors else 0)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], *, device: Literal["cuda", "cpu"] = "cuda") -> Self:
+        """Read a DeepSpeed config. Raises ConfigError for settings that are not modeled."""
+        zero = config.get("zero_optimization") or {}
+        stage = int(zero.get("stage", 0))
+        _refuse(config, zero)
+        precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+        if _enabled(config.get("bf16") or config.get("bfloat16")):
+            precision = "bf16"
+        elif _enabled(config.get("fp16")):
+            precision = "fp16"
+        gradient = (config.get("data_types") or {}).get("grad_accum_dtype") or precision
+        optimizer = config.get("optimizer") or {}
+        name = str(optimizer.get("type", "adamw")).lower()
+        params = optimizer.get("params") or {}
+        offload = _is_offloaded(zero, "offload_optimizer", "cpu_offload")
+        # DeepSpeed overlaps by default with ZeRO-3 alone (zero/config.py).
+        overlap = zero.get("overlap_comm")
+        torch_adam = bool(params.get("torch_adam")) or (not optimizer and device == "cpu")
+        return cls(
+            zero_stage=stage,
+            precision=precision,
+            autocast=_autocast(config),
+            accumulation_bytes=_bytes(gradient),
+            communication_bytes=_bytes(config.get("communication_data_type") or precision),
+            reduce_bucket_size=int(zero.get("reduce_bucket_size", 500_000_000)),
+            prefetch_bucket_size=int(zero.get("stage3_prefetch_bucket_size", 50_000_000)),
+            overlap_comm=stage == 3 if overlap is None else bool(overlap),
+            contiguous_gradients=bool(zero.get("contiguous_gradients", True)),
+            persistence_threshold=int(zero.get("stage3_param_persistence_threshold", 100_000)),
+            max_live_parameters=int(zero.get("stage3_max_live_parameters", 1_000_000_000)),
+            sub_group_size=int(zero.get("sub_group_size", 1_000_000_000)),
+            offload_optimizer=offload,
+            offload_params=_is_offloaded(zero, "offload_param", "cpu_offload_params"),
+            moments=int(bool(params.get("momentum"))) if name == "sgd" else _MOMENTS[name],
+            counts_in_tensors=torch_adam and name in _FUSED,
+            fused=not torch_adam or bool(params.get("fused")),
+            device=device,
+        )
+
+
+def _refuse(config: Mapping[str, Any], zero: Mapping[str, Any]) -> None:
+    for key in ("offload_optimizer", "offload_param"):
+        if (zero.get(key) or {}).get("device") == "nvme":
+            raise ConfigError(f"zero_optimization.{key}.device=nvme: the estimate covers cpu and none. Choose one.")
+    for section, keys in _NOT_MODELED.items():
+        for key in keys:
+            value = (config.get(section) or {}).get(key)
+            if value is True or (value not in (None, False, 0, 1, -1, "auto") and value != {}):
+                raise ConfigError(f"{section}.{key}={value}: the estimate does not know what it takes. Leave it out.")
+    if float((zero.get("offload_optimizer") or {}).get("ratio", 1)) != 1:
+        raise ConfigError("zero_optimization.offload_optimizer.ratio: the estimate has all or nothing. Leave it out.")
+    optimizer = str((config.get("optimizer") or {}).get("type", "adamw")).lower()
+    if optimizer not in (*_MOMENTS, "sgd"):
+        raise ConfigError(f"optimizer.type={optimizer}: the estimate has {', '.join(_MOMENTS)} and sgd. Choose one.")
+
+
+def _autocast(config: Mapping[str, Any]) -> Literal["none", "bf16", "fp16"]:
+    section = config.get("torch_autocast") or {}
+    if not _enabled(section):
+        return "none"
+    return "fp16" if section.get("dtype") in ("float16", "fp16") else "bf16"
+
+
+def _enabled(section: object) -> bool:
+    return isinstance(section, Mapping) and section.get("enabled") is True
+
+
+def _is_offloaded(zero: Mapping[str, Any], key: str, legacy: str) -> bool:
+    return (zero.get(key) or {}).get("device", "none") == "cpu" or zero.get(legacy) is True
+
+
+def _bytes(name: str) -> int:
+    if name not in BYTES:
+        raise ConfigError(f"{name} is not a dtype that DeepSpeed names. Choose fp32, bf16 or fp16.")
+    return BYTES[name]

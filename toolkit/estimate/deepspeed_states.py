@@ -1,0 +1,248 @@
+"""Model states of DeepSpeed's engines, to the byte. Derived from the sources of DeepSpeed 0.19.8.
+
+Letters in the formulas: N elements of a rank's parameters after tensor and pipeline parallelism, D data-parallel ranks,
+F = N padded, group by group, to a multiple of 2D, P = F / D, S = the sum over parameters of ceil(n / D); w, a, c bytes
+of a weight, of an accumulated gradient and of a gradient in transit.
+"""
+
+from functools import lru_cache
+
+from toolkit.estimate.deepspeed_settings import DeepSpeedSettings
+from toolkit.estimate.parameters import ParameterGroup, RankParameters
+from toolkit.estimate.states import ModelStates, StateBytes
+
+_FALLBACK_BUCKET = 500_000_000
+"""Elements that `allreduce_gradients` flattens at once (engine.py, MEMORY_OPT_ALLREDUCE_SIZE)."""
+
+
+@lru_cache(maxsize=8192)
+def deepspeed_states(
+    settings: DeepSpeedSettings, params: RankParameters, *, dp: int, data_rank: int = 0, accumulation: int = 2
+) -> ModelStates:
+    """Return the states of data-parallel rank `data_rank` of `dp`, with `accumulation` micro-batches a step."""
+    match settings.wrapper:
+        case "none" | "unfused":
+            return _without_zero(settings, params, accumulation)
+        case "bf16":
+            return _bf16(settings, params, dp)
+        case "zero12":
+            return zero12_states(settings, params, dp, data_rank, accumulation)
+        case "zero3":
+            return zero3_states(settings, params, dp)
+
+
+def _without_zero(s: DeepSpeedSettings, params: RankParameters, accumulation: int) -> ModelStates:
+    """A plain PyTorch optimizer over fp32 weights, 4 + 4 + 8 bytes; what autocast casts counts with activations.
+
+    Or FP16_UnfusedOptimizer: 16-bit weights and gradients, fp32 masters, and at the step fp32 gradients of all.
+    """
+    w, is_plain = s.model_bytes, s.wrapper == "none"
+    gradients, masters = w * params.numel, 0 if is_plain else 4 * params.numel
+    flat = min(params.numel, _FALLBACK_BUCKET + params.largest)
+    return ModelStates(
+        resident=StateBytes(
+            parameters=w * params.numel,
+            masters=masters,
+            optimizer=s.optimizer_bytes(params.numel, params.count),
+            model_buffers=params.buffer_bytes,
+            counters=(8 if s.autocast == "fp16" else 0) if is_plain else 4,
+        ),
+        accumulated=gradients if accumulation > 1 else 0,
+        fresh_layer=w * params.layer_numel if accumulation == 1 else 0,
+        reduction=gradients + flat * (w + (s.communication_bytes if s.communication_bytes != w else 0)),
+        complete=gradients,
+        step=gradients + masters + (0 if s.fused else 4 * params.numel),
+    )
+
+
+def _bf16(s: DeepSpeedSettings, params: RankParameters, dp: int) -> ModelStates:
+    """BF16_Optimizer: replicated flat gradients in the accumulation dtype; masters and moments over D.
+
+    The weights' own bf16 gradients live from the first backward pass to the step: between micro-batches they are
+    zeroed, not freed.
+    """
+    flats = [group.padded(dp) for group in params.groups]
+    flat = sum(flats)
+    part = flat // dp
+    # A single tensor is reduced in place; the flat gradients of several groups are copied together.
+    largest = max(flats)
+    copied = 0 if largest > _FALLBACK_BUCKET or len(flats) == 1 else flat
+    cast = 0 if s.communication_bytes == s.accumulation_bytes else (copied or largest)
+    own = s.model_bytes * params.numel
+    return ModelStates(
+        resident=StateBytes(
+            parameters=s.model_bytes * flat,
+            gradients=s.accumulation_bytes * flat,
+            masters=4 * part,
+            optimizer=s.optimizer_bytes(part, len(flats)),
+            model_buffers=params.buffer_bytes,
+            counters=4,
+        ),
+        accumulated=own,
+        reduction=own + s.accumulation_bytes * copied + s.communication_bytes * cast,
+        complete=own,
+        step=own + (0 if s.fused else 4 * largest // dp),
+    )
+
+
+def zero12_states(
+    s: DeepSpeedSettings, params: RankParameters, dp: int, data_rank: int, accumulation: int
+) -> ModelStates:
+    """DeepSpeedZeroOptimizer, stages 1 and 2."""
+    parts = [group.padded(dp) // dp for group in params.groups]
+    part = sum(parts)
+    w, a = s.model_bytes, s.accumulation_bytes
+    compact = w != a and a == 4
+    owned = [
+        (group, data_rank * size, (data_rank + 1) * size) for group, size in zip(params.groups, parts, strict=True)
+    ]
+    touched = sum(group.touching(start, stop) for group, start, stop in owned)
+    # A norm in fp64 of each parameter that this rank updates a part of.
+    norms = 8 * sum(group.count_touching(start, stop) for group, start, stop in owned) if s.offload_optimizer else 0
+    # One buffer of whole parameters, and zeros that pad the partition behind the last of them.
+    padding = sum(min(max(stop - group.numel, 0), stop - start) for group, start, stop in owned)
+    averaged = a * part if compact else w * (touched + padding)
+    complete = 0 if s.offload_optimizer and not compact else averaged
+    whole = max(a, w) * params.numel if s.zero_stage == 1 else 0
+    one_bucket = _staged_bytes(s) * s.reduce_bucket_size if s.contiguous_gradients else 0
+    buckets = one_bucket * (2 if s.overlap_comm else 1) + _reducing(s, params)
+    keeps = s.zero_stage == 1 and w != a and touched < params.numel
+    fp32, moments = 4 * part, s.optimizer_bytes(part, len(parts))
+    # Stage 1 accumulates whole gradients and reduces once; stage 2 reduces each micro-batch's, beside the sum.
+    if s.zero_stage == 1:
+        accumulated = whole if accumulation > 1 else 0
+    else:
+        accumulated = complete if compact or accumulation == 1 else 2 * complete
+    offload = s.offload_optimizer
+    staging = w * params.largest if offload else 0
+    host = StateBytes(
+        parameters=w * part,
+        # Stage 2 reduces every micro-batch and sums on the host; stage 1 reduces once.
+        gradients=4 * part + (w * touched if s.zero_stage == 2 and accumulation > 1 and not compact else 0),
+        masters=fp32,
+        optimizer=moments,
+        buckets=staging,
+    )
+    return ModelStates(
+        resident=StateBytes(
+            parameters=w * part * dp,
+            masters=0 if offload else fp32,
+            optimizer=0 if offload else moments,
+            buckets=staging,
+            model_buffers=params.buffer_bytes,
+            counters=4,
+        ),
+        host=host if offload else StateBytes(),
+        accumulated=accumulated,
+        fresh_layer=max(a, w) * params.layer_numel if s.zero_stage == 1 and accumulation == 1 else 0,
+        # Without overlap, stage 1 reduces when the backward pass is over.
+        buckets=buckets if s.zero_stage == 2 or s.overlap_comm else one_bucket,
+        reduction=(whole or complete) + buckets,
+        complete=complete,
+        complete_buckets=one_bucket if keeps else 0,
+        host_complete=norms,
+        step=complete + (one_bucket if keeps else 0) + (0 if offload else _zero12_update(s, parts, compact=compact)),
+    )
+
+
+def _staged_bytes(s: DeepSpeedSettings) -> int:
+    """Bytes of an element in a bucket: stage 1 stages the accumulator, stage 2 the gradient itself."""
+    return max(s.accumulation_bytes, s.model_bytes) if s.zero_stage == 1 else s.model_bytes
+
+
+def _reducing(s: DeepSpeedSettings, params: RankParameters) -> int:
+    """Copies of a bucket: the slices for each rank concatenated, and again in the dtype of communication."""
+    staged = _staged_bytes(s)
+    copies = staged + (s.communication_bytes if s.communication_bytes != staged else 0)
+    return min(max(s.reduce_bucket_size, params.largest), params.numel) * copies
+
+
+def _zero12_update(s: DeepSpeedSettings, parts: list[int], *, compact: bool) -> int:
+    """The group's flat fp32 gradient if it does not exist yet, and the optimizer's temporaries."""
+    flat = 0 if compact else 4 + (s.model_bytes if s.model_bytes < 4 else 0)
+    return max(parts) * (flat + (0 if s.fused else 4))
+
+
+def zero3_states(s: DeepSpeedSettings, params: RankParameters, dp: int) -> ModelStates:
+    """DeepSpeedZeroOptimizer_Stage3: sharded weights, gradients, masters and moments; small weights replicated."""
+    w, a = s.model_bytes, s.accumulation_bytes
+    shards = _shards(params, dp)
+    # A single rank uses its shard as the parameter, if both are on the same device.
+    gathers = dp > 1 or (s.offload_params and s.device != "cpu")
+    whole = _persistent(params, s.persistence_threshold, dp) if gathers else 0
+    sub_groups = [size for group in params.groups for size in _sub_groups(group, dp, s.sub_group_size)]
+    counters = 4 * len(sub_groups) if s.counts_in_tensors else 0
+    bucket = s.communication_bytes * s.reduce_bucket_size if s.contiguous_gradients else 0
+    gathered = w * _gathered(s, params) if gathers else 0
+    offload, updated = s.offload_optimizer, {"masters": 4 * shards, "optimizer": 4 * s.moments * shards + counters}
+    return ModelStates(
+        resident=StateBytes(
+            parameters=w * (whole + (0 if s.offload_params else shards)),
+            gradients=0 if offload else a * shards,
+            buckets=bucket,
+            model_buffers=params.buffer_bytes,
+            counters=1 + (4 if offload else 8),
+            **({} if offload else updated),
+        ),
+        host=StateBytes(
+            parameters=w * shards if s.offload_params else 0,
+            gradients=(a + 4) * shards if offload else 0,
+            **(updated if offload else {}),
+        ),
+        host_complete=8 * params.count if offload else 0,
+        buckets=_scattering(s, params),
+        gathered=gathered,
+        step=0 if offload else _zero3_update(s, max(sub_groups)),
+    )
+
+
+@lru_cache(maxsize=8192)
+def _shards(params: RankParameters, dp: int) -> int:
+    """S: each parameter is padded to a multiple of D by itself."""
+    return sum(-(-numel // dp) * count for group in params.groups for numel, count in group.counted)
+
+
+@lru_cache(maxsize=4096)
+def _persistent(params: RankParameters, threshold: int, dp: int) -> int:
+    """Elements of the replicated parameters, each with the padding of its shards."""
+    small = ((numel, count) for group in params.groups for numel, count in group.counted if numel <= threshold)
+    return sum(-(-numel // dp) * dp * count for numel, count in small)
+
+
+@lru_cache(maxsize=8192)
+def _sub_groups(group: ParameterGroup, dp: int, size: int) -> tuple[int, ...]:
+    """Elements of the sub-groups that are updated at once: each ends with the parameter that fills it."""
+    total = sum(-(-numel // dp) * count for numel, count in group.counted)
+    if size >= total:
+        return (total,)
+    closed, local = [], 0
+    for numel in group:
+        local += -(-numel // dp)
+        if local >= size:
+            closed.append(local)
+            local = 0
+    return (*closed, local) if local else tuple(closed)
+
+
+def _zero3_update(s: DeepSpeedSettings, elements: int) -> int:
+    """A sub-group's gradients flattened, and again in fp32; then the optimizer's temporaries."""
+    flat = s.accumulation_bytes if s.accumulation_bytes != 4 else 0
+    return elements * (4 + max(flat, 0 if s.fused else 4))
+
+
+def _gathered(s: DeepSpeedSettings, params: RankParameters) -> int:
+    """Elements of gathered weights, at most.
+
+    The current layer, and prefetched parameters until the prefetch bucket is full. Never more than
+    `stage3_max_live_parameters`, except for the current module itself.
+    """
+    outside = max(sum(group.front) + sum(group.back) for group in params.groups)
+    largest = max(params.layer_numel, min(outside, params.largest))
+    return min(largest + s.prefetch_bucket_size, max(s.max_live_parameters, largest), params.numel)
+
+
+def _scattering(s: DeepSpeedSettings, params: RankParameters) -> int:
+    """Copies while a bucket is scattered: in the dtype of communication, and again with each rank's parts together."""
+    elements = min(max(s.reduce_bucket_size, params.largest), params.numel)
+    casts = s.communication_bytes if s.communication_bytes != s.model_bytes else 0
+    return elements * (casts + s.communication_bytes)

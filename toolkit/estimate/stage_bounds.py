@@ -1,0 +1,113 @@
+"""Bounds of pipeline stages: the partition whose slowest stage is fastest, and the costs that it balances.
+
+A pipeline runs at the speed of its slowest stage. Equal numbers of layers or parameters do not give equal times: the
+token embedding has many parameters and takes almost no time, and the LM head with the loss over a large vocabulary
+takes as long as several layers.
+
+Training counts every part's FLOPs on the meta device (`toolkit.parallel.pipeline.balance`); here they are sums over the
+parameters, so that the same bounds are known without building the model.
+"""
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+
+from toolkit.config.layout import Recompute
+from toolkit.errors import LayoutError
+from toolkit.estimate.parameters import Architecture
+
+GPU_FLOPS_PER_BYTE = 120.0
+"""What training assumes on a GPU: an H100 at 40 % of its bf16 peak of 989 TFLOP/s, over its memory's 3.35 TB/s."""
+_LOSS_BYTES = 24
+"""Memory traffic of one token's loss and its gradient per vocabulary entry: six passes over fp32."""
+_GRADIENT_BYTES = 16
+"""Memory traffic per parameter in each micro-batch: two reads and two writes of fp32."""
+_STEPS = 2**40
+"""The search for the fastest partition distinguishes stages that differ by 1e-12 of the whole model's time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """The cost of one token's forward and backward pass in each part of a model, in FLOPs or any other unit."""
+
+    before: float
+    """The embeddings."""
+    layers: tuple[float, ...]
+    after: float
+    """Final norm, LM head and loss."""
+
+
+@lru_cache(maxsize=4096)
+def balanced_bounds(
+    architecture: Architecture, stages: int, *, micro_batch_size: int, seq_len: int, recompute: Recompute = "none"
+) -> tuple[int, ...]:
+    """Return training's bounds: stage k has layers [bounds[k], bounds[k + 1]). Raises LayoutError for too many."""
+    layers = architecture.shape.layers
+    if stages == 1:
+        return (0, layers)
+    return balance(_costs(architecture, micro_batch_size, seq_len, recompute), stages)
+
+
+def balance(costs: Costs, stages: int) -> tuple[int, ...]:
+    """Partition the layers so that the slowest stage is fastest: stage k gets layers [bounds[k], bounds[k + 1]).
+
+    The first stage also has the embeddings. The last one has the head and may have nothing else; every other stage has
+    at least one layer. (Embeddings alone would never be faster: they cost less than the head at the other end.)
+
+    Often several partitions are equally fast. Under 1F1B stage k keeps the activations of `stages - k` micro-batches,
+    the first stage the most. Of the fastest partitions this returns the one with the smallest maximum of layers times
+    micro-batches kept, and of those the one with the fewest layers on the earliest stages.
+    """
+    count = len(costs.layers)
+    if not 1 <= stages <= count:
+        raise LayoutError(
+            f"pp={stages} with {count} decoder layers: a pipeline has at least one stage and at most as many as "
+            f"layers. Set pp to 1 … {count}."
+        )
+    totals = list(accumulate(costs.layers, initial=0.0))
+    whole = costs.before + totals[-1] + costs.after
+
+    def bounds(limit: float, most_kept: int) -> tuple[int, ...] | None:
+        """From the last stage to the first, begin each as early as both limits allow; None if layer 0 is out of reach.
+
+        The result has the fewest layers on the earliest stages: no partition within the limits has a smaller bound.
+        """
+        found = [count]
+        for stage in reversed(range(stages)):
+            is_last, stop = stage == stages - 1, found[0]
+            time = totals[stop] + (costs.after if is_last else 0.0) + (0.0 if stage else costs.before)
+            start = max(stage, stop - most_kept // (stages - stage), bisect_left(totals, time - limit))
+            if start > (stop if is_last else stop - 1):
+                return None
+            found.insert(0, start)
+        return tuple(found) if found[0] == 0 else None
+
+    any_kept = stages * count
+    step = bisect_left(range(_STEPS), True, key=lambda step: bounds(step / _STEPS * whole, any_kept) is not None)
+    # Sums of the same layers in another order differ in their last digits.
+    limit = (step / _STEPS + 1e-9) * whole
+    most_kept = bisect_left(range(any_kept), True, key=lambda kept: bounds(limit, kept) is not None)
+    fastest = bounds(limit, most_kept)
+    assert fastest is not None
+    return fastest
+
+
+def _costs(a: Architecture, micro_batch_size: int, seq_len: int, recompute: Recompute) -> Costs:
+    """FLOPs a token, as `toolkit.parallel.pipeline.balance.count_costs` counts them."""
+    shape = a.shape
+    traffic = GPU_FLOPS_PER_BYTE * _GRADIENT_BYTES / (micro_batch_size * seq_len)
+    attention = 4 * shape.attention_dim * seq_len
+    forward = 2 * sum(t.numel for t in a.layer if t.dim is not None and t.decays) + attention
+    again = {"none": 0, "selective": attention, "full": forward}[recompute]
+    outside = (*a.front, *a.back)
+    head = [t for t in outside if t.is_vocabulary and t.decays][-1:]  # the embedding itself where they are tied
+    first = [t for t in outside if t.place == "first"]
+    last = [t for t in outside if t.place == "last" and t not in head]
+    into = sum(t.numel for t in first if t.name.startswith("project"))
+    out = sum(t.numel for t in last if t.name.startswith("project")) + head[0].numel
+    before = 3 * (2 * into + a.rotary_flops) + traffic * sum(t.numel for t in first)
+    after = 3 * 2 * out + traffic * (sum(t.numel for t in last) + head[0].numel)
+    layer = 3 * forward + again + traffic * sum(t.numel for t in a.layer)
+    loss = GPU_FLOPS_PER_BYTE * _LOSS_BYTES * shape.vocab
+    return Costs(before=before, layers=(layer,) * shape.layers, after=after + loss)

@@ -1,0 +1,107 @@
+"""Model states of a rank: weights, gradients, master weights, moments and buffers, and what a framework keeps of each.
+
+DeepSpeed's engines are modeled to the byte (`deepspeed_states`). Those of accelerate shard more simply: `TorchStates`.
+"""
+
+from dataclasses import dataclass
+
+from toolkit.estimate.parameters import RankParameters
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateBytes:
+    """Bytes in one memory between two steps."""
+
+    parameters: int = 0
+    """The weights that the forward pass uses; under ZeRO-3 this rank's shards and small replicated ones."""
+    gradients: int = 0
+    """Gradient buffers that stay allocated between steps."""
+    masters: int = 0
+    """fp32 weights, where the model's own are in 16 bits or flat copies are updated."""
+    optimizer: int = 0
+    """Moments, and the optimizer's step counters."""
+    buckets: int = 0
+    """Communication and staging buffers that stay allocated."""
+    model_buffers: int = 0
+    """Rotary tables, masks."""
+    counters: int = 0
+    """Norms, loss scales and the like: a few bytes."""
+
+    @property
+    def total(self) -> int:
+        states = self.parameters + self.gradients + self.masters + self.optimizer
+        return states + self.buckets + self.model_buffers + self.counters
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelStates:
+    """A rank's states between steps, and what is allocated within one; all but `host` is on the device."""
+
+    resident: StateBytes
+    """Between two steps, on the device."""
+    host: StateBytes = StateBytes()
+    """Between two steps, in host memory."""
+    accumulated: int = 0
+    """Gradients, beyond `resident`, that exist while the last micro-batch computes."""
+    fresh_layer: int = 0
+    """Gradients of one decoder layer, if this backward pass allocates them; 0 if they exist before."""
+    buckets: int = 0
+    """Communication buffers, beyond `resident`, during the backward pass."""
+    gathered: int = 0
+    """Weights gathered from other ranks while layers compute."""
+    reduction: int = 0
+    """All beyond `resident` while gradients are reduced after the backward pass."""
+    complete: int = 0
+    """Gradients, beyond `resident`, when they are reduced and the update has not begun."""
+    complete_buckets: int = 0
+    """Communication buffers that those gradients keep alive."""
+    host_complete: int = 0
+    """Gradients and their norms in host memory then, beyond `host`."""
+    step: int = 0
+    """All beyond `resident` during the update, at most."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchStates:
+    """A PyTorch optimizer over the weights: AdamW over fp32 takes 4 + 4 + 8 bytes a parameter.
+
+    On every rank, or sharded by FSDP2.
+    """
+
+    weight_bytes: int = 4
+    """Of an element of weights, gradients and moments, which all have one dtype."""
+    moments: int = 2
+    """That the optimizer keeps of an element: AdamW 2, Lion 1, SGD 0 or, with momentum, 1."""
+
+    gathered_bytes: int = 0
+    """Of an element of the weights that FSDP2 gathers; 0 where every rank has all of them.
+
+    One layer is gathered ahead. The root group (embedding, final norm, head) stays gathered from the first layer to the
+    last: fully_shard does not shard it again behind the forward pass. Source: PyTorch, torch/distributed/fsdp/
+    _fully_shard: _fsdp_state.py (_lazy_init), _fsdp_param_group.py.
+    """
+    has_buckets: bool = False
+    """DDP has buckets of the gradients' whole size besides: gradient_as_bucket_view is off by default."""
+
+    def states(self, params: RankParameters, *, shards: int, accumulation: int = 2) -> ModelStates:
+        """The states of one rank whose replicas are `shards` ranks, with `accumulation` micro-batches a step."""
+        sharded, elements = self.gathered_bytes > 0, params.numel
+        held = -(-elements // shards) if sharded else elements
+        w = self.weight_bytes
+        gradients, root = w * held, elements - params.layers * params.layer_numel
+        unit = min(max(params.layer_numel, params.largest), elements)
+        return ModelStates(
+            resident=StateBytes(
+                parameters=w * held,
+                optimizer=w * self.moments * held,
+                buckets=w * elements if self.has_buckets else 0,
+                model_buffers=params.buffer_bytes,
+            ),
+            accumulated=gradients if accumulation > 1 else 0,
+            fresh_layer=0 if sharded or accumulation > 1 else w * params.layer_numel,
+            # A layer's gradients while they are reduce-scattered, as they come and in the weights' dtype.
+            buckets=(self.gathered_bytes + w) * unit if sharded else 0,
+            gathered=self.gathered_bytes * min(root + 2 * params.layer_numel, elements),
+            complete=gradients,
+            step=gradients,
+        )

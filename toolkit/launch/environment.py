@@ -1,0 +1,54 @@
+"""The software versions and the device of a run, recorded with its results."""
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from toolkit import __version__
+
+_PACKAGES = ("torch", "deepspeed", "transformers", "accelerate")
+
+
+def describe_environment(device: torch.device) -> dict[str, str]:
+    """Return the versions of the toolkit, Python and the packages that compute, and the device, by name."""
+    return {
+        "toolkit": __version__,
+        "python": platform.python_version(),
+        **{name: _version(name) for name in _PACKAGES},
+        "device": describe_device(device),
+    }
+
+
+def local_device() -> torch.device:
+    """Return the kind of device that ranks on this machine use, without initializing CUDA for forked ranks."""
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    if os.environ.get("DS_ACCELERATOR") == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda")
+
+
+def describe_device(device: torch.device) -> str:
+    """Return such as `NVIDIA H100 80GB HBM3 x 8` or `AMD EPYC 7763, 2 cores`."""
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)} x {torch.cuda.device_count()}"
+    cores = len(os.sched_getaffinity(0))
+    return f"{_cpu_name()}, {cores} core{'s' if cores > 1 else ''}"
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.machine()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"

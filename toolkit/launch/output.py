@@ -1,0 +1,72 @@
+"""What a rank prints: each error once in one line, and no start-up noise of libraries. Imports no torch."""
+
+import errno
+import logging
+import os
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from toolkit.errors import FinishedError, PreemptedError, ToolkitError, printed_lines, unusable
+from toolkit.launch.stop_requests import end_if_waiting, listen
+
+_REPORTER_SECONDS = 5
+_NOISY = ("DeepSpeed", "deepspeed", "torch.distributed", "transformers", "accelerate", "datasets", "huggingface_hub")
+exit_hooks: list[Callable[[], None]] = []
+"""Called after an error was printed, before the process exits."""
+
+
+def quiet(*, debug: bool) -> None:
+    """Silence the start-up messages of DeepSpeed and other libraries; with `debug`, show all."""
+    level = logging.INFO if debug else logging.ERROR
+    for name in _NOISY:
+        logging.getLogger(name).setLevel(level)
+    if debug:
+        return
+    warnings.filterwarnings("ignore")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
+@contextmanager
+def reported_errors() -> Iterator[None]:
+    """Turn an error, or a request to stop, into one line on stderr (by one of the ranks) and an exit code.
+
+    A failing rank exits at once: destroying a process group while others use it aborts or hangs.
+    """
+    try:
+        listen()
+        yield
+        return
+    except ToolkitError as error:
+        if os.environ.get("DSTK_TRACEBACK") == "1":
+            raise
+        end_if_waiting()
+        code = error.exit_code
+        if not (is_reporter := error.is_reported_by(os.environ)) and code:
+            # The rank that reports it exits first, and the launcher then ends this one. If not, none has reported it.
+            time.sleep(_REPORTER_SECONDS)
+        if is_reporter or not isinstance(error, PreemptedError | FinishedError):  # which rank 0 is sure to report
+            _print_error(str(error), code)
+    except SystemExit:
+        raise
+    except BaseException as error:
+        end_if_waiting()
+        code = 1
+        if isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.ELOOP):  # nothing to retry
+            _print_error(unusable(error), ToolkitError.exit_code)
+            code = ToolkitError.exit_code
+        else:
+            traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    for hook in exit_hooks:
+        hook()
+    os._exit(code)
+
+
+def _print_error(message: str, code: int) -> None:
+    for line in printed_lines(message, sys.argv[1:]):
+        print(f"error: {line}" if code else line, file=sys.stderr if code else sys.stdout)

@@ -1,0 +1,81 @@
+"""The default process group of a job, under a watchdog; the check that ranks train on the same inputs."""
+
+import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
+
+from toolkit.errors import RunError
+from toolkit.launch.health.heartbeat_store import HeartbeatStore
+from toolkit.launch.health.stalled_ranks import limit_seconds
+from toolkit.launch.health.watchdog import Watchdog
+from toolkit.launch.output import exit_hooks
+from toolkit.launch.rank_environment import RankEnvironment, read_integer
+from toolkit.launch.spawn import free_port
+
+
+@contextmanager
+def process_group(
+    environment: RankEnvironment, device: torch.device, *, hang_timeout_seconds: float = 0
+) -> Iterator[Watchdog]:
+    """Create the default process group, and destroy it at the end.
+
+    Meanwhile a watchdog ends this rank when another one dies, or makes no progress for `hang_timeout_seconds` (if that
+    is not 0): then the caller has to report its phases (`Watchdog.report_phase`).
+    """
+    os.environ.update(environment.variables)
+    if environment.world_size == 1 and environment.master_port == 0:
+        os.environ["MASTER_PORT"] = str(free_port())
+    minutes = read_integer(os.environ, "DEEPSPEED_TIMEOUT", "30")
+    # The watchdog must find the rank that hangs before the backend gives up without naming it.
+    timeout = timedelta(seconds=max(60 * minutes, 2 * limit_seconds(hang_timeout_seconds)))
+    store, rank, world_size = next(iter(rendezvous("env://", timeout=timedelta(minutes=minutes))))
+    watchdog = Watchdog(
+        HeartbeatStore(store, rank=rank, world_size=world_size),
+        local_rank=environment.local_rank,
+        timeout_seconds=hang_timeout_seconds,
+        # torchrun hosts the store in a process of its own.
+        store_rank=None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0,
+    )
+    watchdog.start()
+    try:
+        dist.init_process_group(
+            backend="nccl" if device.type == "cuda" else "gloo",
+            store=PrefixStore("group", store),
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout,
+            device_id=device if device.type == "cuda" else None,
+        )
+        yield watchdog
+    except BaseException as error:
+        watchdog.report_error(error)
+        exit_hooks.append(watchdog.announce_exit)
+        raise
+    watchdog.stop()
+    # A rank that destroys the group while others still use it aborts them (gloo) or hangs (NCCL): so all ranks do it
+    # together, and none after an error.
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def check_same_everywhere(fingerprint: str, device: torch.device) -> None:
+    """Raise RunError if ranks differ in `fingerprint`: they would silently train on different data."""
+    digest = hashlib.blake2b(fingerprint.encode(), digest_size=8).digest()
+    own = torch.tensor([int.from_bytes(digest, "big", signed=True)], device=device)
+    all_ranks = [torch.zeros_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(all_ranks, own)
+    others = [rank for rank, value in enumerate(all_ranks) if not torch.equal(value, all_ranks[0])]
+    if others:
+        shown = ", ".join(map(str, others[:8])) + (", …" if len(others) > 8 else "")
+        raise RunError(
+            f"the recipe or the text of rank {shown} is not that of rank 0. "
+            "Give every machine the same recipe, files and data.source.",
+            scope="job",
+        )

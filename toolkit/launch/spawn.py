@@ -1,0 +1,233 @@
+"""Start the ranks of one machine as processes, and end all of them when one fails. Imports no torch."""
+
+import contextlib
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+
+from toolkit.checkpoint.manifest import ListedCheckpoint, list_checkpoints
+from toolkit.checkpoint.names import MANIFEST
+from toolkit.errors import PreemptedError, RunError
+from toolkit.launch.health.heartbeat import PEER_FAILED
+from toolkit.launch.rank_environment import RankEnvironment
+from toolkit.launch.stop_requests import REPEAT_SECONDS, SAVE_SECONDS, STOP_SIGNALS
+from toolkit.parent_process import end_with
+
+AUTO = "auto"
+_POLL_SECONDS = 0.1
+_MESSAGE_SECONDS = 3
+"""The other ranks notice by themselves that one has died or hangs, and print where it was."""
+_NO_CRASH = (2, PreemptedError.exit_code)
+"""Exit codes for bad input, and for a request to stop."""
+Ranks = Sequence[subprocess.Popen[bytes]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _RunExit:
+    """How a run ended. `is_crash`: a rank died, by a signal or an error other than bad input, and was not asked to."""
+
+    code: int
+    is_crash: bool = False
+
+
+def run_with_restarts(
+    script: Path, arguments: Callable[[int], tuple[Sequence[str], str]], nproc: int, restarts: int
+) -> int:
+    """Like `run_local_ranks`, but start again after a crash, up to `restarts` times.
+
+    `arguments` maps an attempt (0: the first start) to the script's arguments and a description of where it resumes.
+    """
+    received: list[int] = []  # signals to this process are meant for its ranks as well
+    for number in STOP_SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as it is in the background jobs of a script
+            signal.signal(number, lambda number, frame: received.append(number))
+    for attempt in range(restarts + 1):
+        given, origin = arguments(attempt)
+        if received:
+            before = f"restart {attempt}, {origin}" if attempt else "the ranks started; nothing was saved yet"
+            print(f"error: stopped by {signal.Signals(received[0]).name} before {before}.", file=sys.stderr)
+            return 128 + received[0]
+        if attempt:
+            print(f"restart {attempt} of {restarts}: {origin}", file=sys.stderr, flush=True)
+        ended = _run(script, given, nproc, received)
+        if not ended.is_crash:
+            break
+    return ended.code
+
+
+def run_local_ranks(script: Path, arguments: Sequence[str], nproc: int) -> int:
+    """Run `python script arguments…` as `nproc` ranks; return the exit code of the first rank that failed, or 0.
+
+    The ranks start with STOP_SIGNALS blocked, until they can handle them. When one fails, the others have three seconds
+    to report what they know about it, and are killed: without their peer they would wait in a collective. STOP_SIGNALS
+    are passed on to the ranks, which have two minutes to save a checkpoint and exit with 75. However this process ends,
+    its ranks end.
+    """
+    return run_with_restarts(script, lambda attempt: (arguments, ""), nproc, 0)
+
+
+def _run(script: Path, arguments: Sequence[str], nproc: int, received: Sequence[int]) -> _RunExit:
+    port = free_port()
+    ranks: list[subprocess.Popen[bytes]] = []
+    try:
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        ranks += [_start(script, arguments, rank, nproc, port) for rank in range(nproc)]
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        while (ended := _poll(ranks)) is None and not received:
+            time.sleep(_POLL_SECONDS)
+        if ended is None or received or ended.code == PreemptedError.exit_code:
+            return _RunExit(code=_stop(ranks, received))
+        return ended
+    finally:
+        for rank in _running(ranks):
+            rank.kill()
+            rank.wait()
+
+
+def _poll(ranks: Ranks) -> _RunExit | None:
+    """Return how the run ended, or None while all ranks that have exited were successful."""
+    codes = [rank.poll() for rank in ranks]
+    # A killed rank comes first: the others failed because of it.
+    for rank, code in enumerate(codes):
+        if code is not None and code < 0:
+            print(f"error: rank {rank} was ended by {signal.Signals(-code).name}.", file=sys.stderr, flush=True)
+            _wait_for_messages(ranks)
+            return _RunExit(code=128 - code, is_crash=True)
+    if not any(codes):
+        return _RunExit(code=0) if all(code == 0 for code in codes) else None
+    # The first rank that fails makes others fail too; the one that reports the reason exits with 2.
+    time.sleep(5 * _POLL_SECONDS)
+    failed = {code for code in (rank.poll() for rank in ranks) if code}
+    if failed.isdisjoint(_NO_CRASH):
+        _wait_for_messages(ranks)
+    for code in _NO_CRASH:
+        if code in [rank.poll() for rank in ranks]:
+            return _RunExit(code=code)
+    return _RunExit(code=next(iter(failed - {PEER_FAILED}), PEER_FAILED), is_crash=True)
+
+
+def _wait_for_messages(ranks: Ranks) -> None:
+    """Let ranks report and exit by themselves."""
+    deadline = time.monotonic() + _MESSAGE_SECONDS
+    while time.monotonic() < deadline and _running(ranks):
+        time.sleep(_POLL_SECONDS)
+
+
+def _running(ranks: Ranks) -> Ranks:
+    return [rank for rank in ranks if rank.poll() is None]
+
+
+def _stop(ranks: Ranks, received: Sequence[int]) -> int:
+    """Pass signals on and wait for the checkpoint; return the exit code that the ranks agree on, or the signal's."""
+    passed_on, start = 0, time.monotonic()
+    deadline = start + SAVE_SECONDS
+    while (running := _running(ranks)) and time.monotonic() < deadline:
+        if ranks[0].poll() == PreemptedError.exit_code:
+            return PreemptedError.exit_code  # the checkpoint is complete, and this rank has said so
+        if len(received) > passed_on:
+            passed_on = len(received)
+            insists = received[-1] != signal.SIGUSR1 and time.monotonic() - start > REPEAT_SECONDS
+            deadline = time.monotonic() + _MESSAGE_SECONDS if insists else deadline
+            for rank in running:  # SIGUSR1 never ends a rank that is about to save, however often it comes
+                rank.send_signal(signal.SIGTERM if insists else signal.SIGUSR1)
+        time.sleep(_POLL_SECONDS)
+    codes = [rank.poll() for rank in ranks]
+    if late := [str(rank) for rank, code in enumerate(codes) if code is None]:
+        print(f"error: rank {', '.join(late)} did not stop in time and is killed.", file=sys.stderr, flush=True)
+    if agreed := [code for code in _NO_CRASH if code in codes]:
+        return agreed[0]
+    return 128 + received[0] if any(codes) or late else 0
+
+
+class Restart:
+    """The arguments of recipes/train.py for each attempt of one run. Create it before the first attempt.
+
+    A restart resumes from the newest checkpoint that the run has saved. Without one it repeats the first attempt and
+    overwrites what that left; a run that was in the directory before is kept, unless `overwrite`.
+    """
+
+    def __init__(self, *, run_dir: Path, given: Sequence[str], resume: str | None, overwrite: bool) -> None:
+        self.run_dir, self._given, self._resume, self._overwrite = run_dir, given, resume, overwrite
+        self._earlier = {_identity(one) for one in self._checkpoints()}
+        self._had_run = (run_dir / "metrics.jsonl").exists()
+
+    def arguments(self, attempt: int) -> tuple[list[str], str]:
+        """Return the arguments of an attempt (0: the first start), and a description of where it resumes."""
+        # Quoted, because a name such as 2024 would be read as a number.
+        given = [*self._given, f"run_dir={json.dumps(str(self.run_dir), ensure_ascii=False)}"]
+        first = ["--resume", self._resume] if self._resume else []
+        if attempt == 0:
+            return [*given, *first, *["--overwrite"] * self._overwrite], ""
+        saved = [one for one in self._checkpoints() if _identity(one) not in self._earlier]
+        if saved:
+            return [*given, "--resume", AUTO], f"resuming from {saved[-1].name} in {self.run_dir}"
+        origin = f"from {self._resume} again" if self._resume else "from the beginning, as no checkpoint was saved yet"
+        return [*given, *first, *["--overwrite"] * (self._overwrite or not self._had_run)], origin
+
+    def _checkpoints(self) -> list[ListedCheckpoint]:
+        try:
+            return list_checkpoints(self.run_dir)
+        except OSError:
+            return []
+
+
+def _identity(listed: ListedCheckpoint) -> tuple[str, int, int]:
+    """Identify a checkpoint, as another one may get its name later."""
+    try:
+        status = (listed.path / MANIFEST).stat()
+    except OSError:
+        return listed.name, 0, 0
+    return listed.name, status.st_ino, status.st_mtime_ns
+
+
+def find_recipes() -> Path:
+    """Return the directory of recipes and train.py: beside the package in a checkout, under share/ when installed.
+
+    Raises RunError if neither exists.
+    """
+    parent = Path(__file__).resolve().parents[2]
+    # A checkout, or pip --target.
+    found = [parent / "recipes", parent / "share" / "deepspeed-megatron-toolkit" / "recipes"]
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        # pip knows where its scheme puts share/: not below sys.prefix with --user, or in Debian's own Python.
+        files = metadata.files("deepspeed-megatron-toolkit") or []
+        found += [Path(str(file.locate())).parent for file in files if file.match("recipes/train.py")]
+    for folder in found:
+        if (folder / "train.py").is_file():
+            return folder.resolve()
+    raise RunError(f"recipes/train.py is neither in {found[0]} nor installed. Install the toolkit again.")
+
+
+def _start(script: Path, arguments: Sequence[str], rank: int, nproc: int, port: int) -> subprocess.Popen[bytes]:
+    environment = os.environ | rank_variables(rank, nproc, port)
+    # By default each rank would start one thread per core, and all ranks would compete for the same cores.
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc)))
+    # PyTorch reads this at import; it would print a C++ stack for each connection to a dead rank.
+    environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    command = [sys.executable, str(script), *arguments]
+    return subprocess.Popen(command, env=environment, preexec_fn=partial(end_with, os.getpid()))
+
+
+def rank_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """Return the environment variables of one of `world_size` ranks on this machine."""
+    environment = RankEnvironment(rank=rank, world_size=world_size, local_rank=rank, master_port=port)
+    return environment.variables | {"LOCAL_WORLD_SIZE": str(world_size)}
+
+
+def free_port() -> int:
+    """A TCP port that is free now, below those that the kernel assigns: one of these could be taken before its use."""
+    for port in random.SystemRandom().sample(range(15_000, 32_000), 100):
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
+    raise RunError("no free TCP port from 15000 to 31999 was found. Set MASTER_PORT.")

@@ -1,0 +1,88 @@
+"""HF: `auto`, and conflicts with the arguments of the Hugging Face Trainer."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from toolkit.config.source_text import Path
+from toolkit.lint.finding import Violation, dotted, set_to, shown
+from toolkit.lint.key_schema import FACTS, lookup
+from toolkit.lint.values import is_number
+from toolkit.lint.view import View
+
+_ACCELERATE, _TRAINER = FACTS["accelerate"], FACTS["trainer"]
+REPLACED: Mapping[str, set[str]] = {
+    "accelerate": {*_ACCELERATE["auto"]},
+    "trainer": {*_ACCELERATE["auto"], *_TRAINER["auto"]},
+}
+"""Runner -> the keys whose `auto` it replaces."""
+_MEANS_AUTO = ("data_types.keep_in_fp32_modules",)
+
+
+def check(view: View) -> Iterator[Violation]:
+    """Check every `auto`, then every value against the arguments."""
+    for path, value in view.walk():
+        if isinstance(value, str) and value.lower() == "auto":
+            yield from _auto(path, value, view)
+    if view.context.trainer:
+        yield from _arguments(view)
+        yield from _sections(view)
+
+
+def _auto(path: Path, value: str, view: View) -> Iterator[Violation]:
+    name, runner = ".".join(map(str, path)), view.context.runner
+    node = lookup(path)
+    if value != "auto":
+        if (node is not None and "words" not in node) or name in REPLACED["trainer"]:
+            message = f"{dotted(path)}: {shown(value)} is not auto"
+            yield Violation("HF107", path, message, edits=set_to(path, "auto"))
+        return
+    if name in _MEANS_AUTO or (node and (node.get("default") == "auto" or "auto" in node.get("words", ()))):
+        return
+    if runner in REPLACED:
+        if name not in {*REPLACED[runner], "steps_per_print"}:  # which accelerate overwrites
+            reader = "the Trainer" if runner == "trainer" else "Accelerator"
+            yield Violation("HF101", path, f"{dotted(path)}=auto, which {reader} does not replace")
+        elif name in _ACCELERATE["auto_from_its_own_settings"] and not view.context.mixed_precision:
+            yield Violation("HF108", path, f"{dotted(path)}=auto, which only a config of accelerate replaces")
+    elif runner == "deepspeed":
+        in_params = path[:2] in (("optimizer", "params"), ("scheduler", "params"))
+        fails = in_params or name in FACTS["deepspeed"]["checked_in_use"]
+        rule = "HF102" if fails else "HF103"
+        yield Violation(rule, path, f"{dotted(path)}=auto, and DeepSpeed does not replace it")
+
+
+def _arguments(view: View) -> Iterator[Violation]:
+    given = view.context.trainer
+    expected: dict[str, tuple[str, Any]] = {
+        key: (argument, given[argument]) for key, argument in _TRAINER["arguments"].items() if argument in given
+    }
+    if "adam_beta1" in given and "adam_beta2" in given:
+        expected["optimizer.params.betas"] = ("adam_beta1, adam_beta2", [given["adam_beta1"], given["adam_beta2"]])
+    for one, other in (("bf16", "fp16"), ("fp16", "bf16")):
+        if given.get(one) is True:  # then the other is off
+            expected.setdefault(f"{other}.enabled", (other, False))
+    micro, steps = given.get("per_device_train_batch_size"), given.get("gradient_accumulation_steps", 1)
+    if is_number(micro) and is_number(steps) and view.context.gpus:
+        expected["train_batch_size"] = ("the product", micro * steps * view.context.gpus)
+    for key, (argument, wanted) in expected.items():
+        value = view.get(key, "auto")
+        if key == "scheduler.params.warmup_num_steps" and is_number(wanted):
+            wanted = max(1, wanted)
+        unset = key.startswith("scheduler.params.t") and wanted == -1
+        if value in ("auto", None) or value == wanted or unset or isinstance(value, str):
+            continue
+        path: Path = tuple(key.split("."))
+        message = f"{key}={shown(value)}, but {argument}={shown(wanted)}"
+        yield Violation("HF104", path, message, edits=set_to(path, "auto"))
+
+
+def _sections(view: View) -> Iterator[Violation]:
+    given = view.context.trainer
+    schedule, kind = given.get("lr_scheduler_type"), view.get("scheduler.type")
+    if schedule is not None and isinstance(kind, str) and _TRAINER["schedules"].get(kind) != schedule:
+        message = f"scheduler.type={kind}, but lr_scheduler_type={schedule}"
+        yield Violation("HF105", ("scheduler",), message)
+    optim, kind = given.get("optim"), view.get("optimizer.type")
+    if isinstance(optim, str) and isinstance(kind, str) and not optim.startswith(("adamw_torch", kind.lower())):
+        message = f"optimizer.type={kind}, but optim={optim}"
+        yield Violation("HF106", ("optimizer",), message)

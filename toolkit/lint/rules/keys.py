@@ -1,0 +1,156 @@
+"""DS1: unknown, removed, renamed and misplaced keys."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from toolkit.config.source_text import Path
+from toolkit.lint.finding import ERROR, INFO, WARNING, Edit, Severity, Violation, dotted, remove, rename
+from toolkit.lint.key_schema import FACTS, Node, homes, lookup, members, misspelled, schema
+from toolkit.lint.values import problem
+from toolkit.lint.view import View
+
+_FACTS = FACTS["deepspeed"]
+
+
+def check(view: View) -> Iterator[Violation]:
+    """Check every key against the schema."""
+    yield from _section((), view.config, {"section": "lenient", "keys": schema()["keys"]}, view)
+    yield from _without_effect(view)
+
+
+def _section(path: Path, config: Mapping[str, Any], node: Node, view: View) -> Iterator[Violation]:
+    known, removed = members(node), schema()["removed"]
+    for key, value in config.items():
+        here = (*path, key)
+        if ".".join(map(str, here)) in removed:
+            off = not value or (isinstance(value, dict) and not value.get("enabled", True))
+            message = f"{dotted(here)} belongs to a feature that was removed"
+            yield Violation("DS104", here, message, edits=remove(here) if off else ())
+            continue
+        if key in _FACTS["old_names"] and not path:
+            yield from _old(here, value, view)
+            if key not in known or view.get(_FACTS["old_names"][key]) is not None:
+                continue  # it is not read
+        if key in known:
+            yield from _known(here, key, config, known[key])
+            if ".".join(map(str, here)) in schema()["unread"] and value != known[key].get("default"):
+                yield Violation("DS114", here, f"{dotted(here)} has no effect").removing()
+            child = known[key]
+            if child.get("section") in ("strict", "lenient") and isinstance(value, Mapping):
+                yield from _section(here, value, child, view)
+        else:
+            yield _unknown(here, value, node, view)
+
+
+def _old(path: Path, value: Any, view: View) -> Iterator[Violation]:
+    new = _FACTS["old_names"][path[0]]
+    can_rename = path[0] == "bfloat16" and not view.has("bf16")
+    ignored = "; bf16 is given too, and is used" if path[0] == "bfloat16" and not can_rename else ""
+    message = f"{path[0]} is the old name of {new}{ignored}"
+    yield Violation("DS108", path, message, edits=rename(path, "bf16") if can_rename else ())
+
+
+def _known(path: Path, key: str, config: Mapping[str, Any], node: Node) -> Iterator[Violation]:
+    name = node.get("name")
+    if name and name != key and name in config:
+        yield Violation("DS107", (*path[:-1], name), f"{dotted(path)} is given as {name} too")
+    old = node.get("deprecated")
+    if not old:
+        return
+    by = old["by"]
+    replacement = next((other for other in config if other in (by, f"stage3_{by}") and old["moved"]), None)
+    if replacement is not None and config[key] != "auto":
+        yield Violation("DS106", path, f"{dotted(path)} is given together with {replacement}").removing()
+        return
+    message = f"{dotted(path)} is deprecated: {by.replace('gather_16bit', 'stage3_gather_16bit')} replaces it"
+    yield Violation("DS105", path, message, edits=_replacement(path, config[key], by))
+
+
+def _replacement(path: Path, value: Any, by: str) -> tuple[Edit, ...]:
+    """Return what --fix writes for a deprecated key."""
+    if not isinstance(value, bool):
+        return ()
+    if not value:
+        return remove(path)
+    if by in ("offload_optimizer", "offload_param"):
+        return (Edit("remove", path), Edit("set", (*path[:-1], by), {"device": "cpu"}))
+    if by == "gather_16bit_weights_on_model_save":
+        return rename(path, f"stage3_{by}")
+    return ()
+
+
+def _unknown(path: Path, value: Any, node: Node, view: View) -> Violation:
+    key, strict = str(path[-1]), node["section"] == "strict"
+    severity = ERROR if strict and value != "auto" else WARNING
+    if key.startswith(("_", "//", "#")) or key.lower() in ("comment", "comments", "note", "notes", "description"):
+        return _found("DS113", path, f"{dotted(path)} is read as a key", severity if strict else INFO)
+    if not path[:-1] and (own := _FACTS["foreign_names"].get(key)):
+        return _found("DS109", path, f"{key} is not a key of DeepSpeed; its name there is {own}", severity)
+    if path[0] == "pipeline" and key in _FACTS["unused_by_pipelines"]:
+        return Violation("DS112", path, f"{dotted(path)} has no effect").removing()
+    near = get_close_matches(key, members(node), n=1, cutoff=0.75)
+    home = None if near and not path[:-1] else _home(path, value)
+    if home is not None:
+        target = (*home, key)
+        section = view.get(".".join(home)) if home else {}
+        fits = isinstance(section, Mapping) and not view.has(".".join(target))
+        edits: tuple[Edit, ...] = (Edit("remove", path), Edit("set", target, value)) if fits else ()
+        where = dotted(home) if home else "the top level"
+        return _found("DS110", path, f"{dotted(path)} belongs in {where}", severity, edits)
+    rule = "DS102" if strict else "DS103" if path[:-1] else "DS101"
+    section = view.get(".".join(map(str, path[:-1]))) if path[:-1] else view.config
+    sure = misspelled(key, members(node), section)
+    guess = sure or _FACTS["other_spellings"].get(key) or next(iter(near or _close(key, members(node))), None)
+    hint = f". Did you mean {guess}?" if guess else ""
+    edits = rename(path, sure) if sure else ()
+    return _found(rule, path, f"{dotted(path)} is not a key of DeepSpeed{hint}", severity, edits)
+
+
+def _close(key: str, known: Iterable[str]) -> list[str]:
+    return get_close_matches(key, known, n=1, cutoff=0.6)
+
+
+def _found(rule: str, path: Path, message: str, severity: Severity, edits: tuple[Edit, ...] = ()) -> Violation:
+    effect = None
+    if severity is ERROR and rule != "DS102":
+        effect = "DeepSpeed raises ValidationError: this section takes no other keys."
+    elif rule == "DS102" and severity is WARNING:
+        effect = 'DeepSpeed drops it, because its value is "auto".'
+    return Violation(rule, path, message, effect=effect, severity=severity, edits=edits)
+
+
+def _home(path: Path, value: Any) -> tuple[str, ...] | None:
+    """Return the section that a misplaced key belongs to, if there is only one."""
+    key = str(path[-1])
+    section = str(path[0]) if len(path) == 2 else ""
+    if key in _FACTS["inside_params"].get(section, ()):
+        return (section, "params")
+    found = [home for home in homes().get(key, []) if home != ".".join(map(str, path[:-1]))]
+    home = tuple(part for part in found[0].split(".") if part) if len(found) == 1 else ()
+    node = lookup((*home, key)) or {}
+    fits = isinstance(value, Mapping) if "section" in node else problem(node, value) is None
+    return home if len(found) == 1 and key not in path[:-1] and fits else None
+
+
+def _without_effect(view: View) -> Iterator[Violation]:
+    """Report the keys of zero_optimization that the stage does not use, as one finding."""
+    zero, stage = view.section("zero_optimization"), view.stage
+    nodes = members(schema()["keys"]["zero_optimization"])
+    idle = []
+    for key, value in zero.items():
+        node = nodes.get(key, {})
+        stage_3 = key.startswith("stage3_") or "name" in node or key in _FACTS["only_stage_3"]
+        if view.is_tensor_parallel and "gather_" in key:
+            continue  # accelerate saves by it
+        unread = stage == 0 or (stage < 3 and stage_3) or (stage == 3 and key in _FACTS["only_stages_1_and_2"])
+        has_rules = key in _FACTS["with_rules_of_their_own"] or key.startswith("zero_")
+        if unread and node and not has_rules and (value != node.get("default") or key.startswith("stage3_")):
+            idle.append(key)
+    if idle and isinstance(zero.get("stage", 0), int):
+        rest = f" and {len(idle) - 1} more" if len(idle) > 1 else ""
+        verb = "has" if len(idle) == 1 else "have"
+        where = {0: "without ZeRO", 3: "under ZeRO-3"}.get(stage, f"under ZeRO-{stage}")
+        edits = tuple(Edit("remove", ("zero_optimization", key)) for key in idle)
+        path = ("zero_optimization", idle[0])
+        yield Violation("DS111", path, f"{dotted(path)}{rest} {verb} no effect {where}", edits=edits)

@@ -1,0 +1,122 @@
+"""The model: a Hugging Face causal LM whose weights are the same in every layout.
+
+The model is constructed on the meta device. A `ModelPartition` removes what other ranks own, and the rest is filled one
+decoder layer at a time: drawn at random with one seed per module name, so that a rank which builds a part of the model
+draws the same numbers, or read from safetensors, local shards only. Each finished layer is sharded at once (tensor
+parallelism, ZeRO-3), so a rank never holds more than its shard and one layer.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from toolkit.config.recipe import ModelSection, Recipe
+from toolkit.errors import ModelError
+from toolkit.files import reason_of
+from toolkit.model_init.model_modules import OnLayer, parameters_on_meta
+from toolkit.model_init.model_partition import ModelPartition
+from toolkit.model_init.pretrained_weights import read_weights
+from toolkit.model_init.random_weights import initialize
+from toolkit.model_init.selective_recompute import recompute_attention
+from toolkit.models import shape
+from toolkit.models.override_fields import unknown_overrides
+
+
+def load_config(section: ModelSection, *, trust_remote_code: bool = False) -> PretrainedConfig:
+    """Load the Hugging Face config and apply the recipe's overrides. Raises ModelError for an unknown name or field."""
+    # Published weights come with a config of their own, which also knows the tokenizer's ids.
+    published = section.init == "pretrained" and shape.find_name(section.name_or_path)
+    found = None if published else shape.find_config(section.name_or_path)
+    if found is not None and "auto_map" in found and not trust_remote_code:
+        raise ModelError(
+            f"model {section.name_or_path!r} brings its own code (auto_map in config.json). "
+            "If you trust it, pass --trust-remote-code; a recipe cannot allow it."
+        )
+    if found is not None and not isinstance(found.get("model_type"), str):
+        raise ModelError(f"{section.name_or_path}: config.json has no model_type, the name of its family. Add it.")
+    try:
+        if found is None and "/" not in section.name_or_path:
+            raise ValueError("hub names have the form org/name")
+        if found is None or "auto_map" in found:
+            config = AutoConfig.from_pretrained(section.name_or_path, trust_remote_code=trust_remote_code)
+        else:
+            config = AutoConfig.for_model(found.pop("model_type"), **found)
+    except Exception as error:  # of a model's own code, whatever it raises
+        problem = "its own code or config fails" if found else "not a known shape, directory or readable hub name"
+        raise ModelError(
+            f"model.name_or_path={section.name_or_path!r}: {problem} ({type(error).__name__}: {reason_of(error)})."
+            f"{'' if found or published else shape.nearest_names(section.name_or_path)}"
+        ) from error
+    return _overridden(config, section.overrides) if section.overrides else config
+
+
+def _overridden(config: PretrainedConfig, overrides: Mapping[str, Any]) -> PretrainedConfig:
+    """Rebuild the config from the changed fields, so that fields which the class derives from them follow."""
+    facts = config.to_dict()
+    for refusal in unknown_overrides(facts, overrides, [*facts, *config.attribute_map]):
+        raise ModelError(refusal)
+    changes = {config.attribute_map.get(key, key): value for key, value in overrides.items()}
+    for derived, sources in shape.DERIVED_FIELDS.items():
+        if derived not in changes and sources & changes.keys():
+            facts.pop(derived, None)
+    try:
+        changed: PretrainedConfig = type(config).from_dict(facts | changes)
+    except Exception as error:
+        raise ModelError(f"model.overrides: {config.model_type} cannot take them ({reason_of(error)}).") from error
+    return changed
+
+
+def _not_built(recipe: Recipe, error: Exception) -> ModelError:
+    return ModelError(
+        f"model.name_or_path={recipe.model.name_or_path}: transformers cannot build it ({type(error).__name__}: "
+        f"{reason_of(error)}). Check model.overrides and model.attn_implementation."
+    )
+
+
+def build_model(
+    recipe: Recipe,
+    *,
+    dtype: torch.dtype = torch.float32,
+    partition: ModelPartition | None = None,
+    on_layer: OnLayer | None = None,
+    eos_id: int | None = None,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """Build the recipe's model on the CPU, in `dtype`; with `partition`, only what this rank keeps of it.
+
+    `on_layer` is called with every decoder layer, with every other module that owns parameters, and finally with the
+    model, each when it is initialized. A new model uses `eos_id`, the tokenizer's end of text, as its special tokens.
+    """
+    config = load_config(recipe.model, trust_remote_code=trust_remote_code)
+    if recipe.model.init == "random":
+        config.bos_token_id = config.eos_token_id = eos_id
+        # torch masks the gradient of a padding token's embedding, so whichever token has that id would never learn.
+        config.pad_token_id = None
+    # Ulysses replaces sdpa; eager would attend within a rank's own positions.
+    attention = recipe.model.attn_implementation or ("sdpa" if recipe.parallel.ulysses > 1 else None)
+    try:
+        with parameters_on_meta():
+            model = AutoModelForCausalLM.from_config(
+                config, attn_implementation=attention, dtype=torch.float32, trust_remote_code=trust_remote_code
+            )
+    except Exception as error:
+        raise _not_built(recipe, error) from error
+    try:
+        model.tie_weights()  # `parameters_on_meta` replaced parameters one by one, which unties them
+        if partition is not None:
+            partition.prepare(model)
+        if recipe.model.init == "pretrained":
+            read_weights(model, recipe.model.name_or_path, dtype=dtype, partition=partition, on_layer=on_layer)
+        else:
+            initialize(model, seed=recipe.train.seed, dtype=dtype, partition=partition, on_layer=on_layer)
+    except (ValueError, ImportError, KeyError) as error:
+        raise _not_built(recipe, error) from error
+    model.config.dtype = dtype
+    if recipe.parallel.recompute == "full":
+        # The reentrant variant fails where the first input requires no gradient, and drops keyword arguments.
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    elif recipe.parallel.recompute == "selective":
+        recompute_attention(model)
+    return model

@@ -1,0 +1,82 @@
+"""Document masking (data.document_masking=true): can this model keep packed documents apart?
+
+transformers masks other documents where position_ids restart inside a row, but only if a family passes them to the
+function that creates its masks. Some accept position_ids and do not (OPT, Falcon, GPT-OSS): they would silently attend
+across documents. So the forward pass is traced, on the meta device, to where the masks are created.
+"""
+
+import copy
+import inspect
+import threading
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, masking_utils
+
+from toolkit.config.recipe import ModelSection
+from toolkit.errors import ModelError
+
+_ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
+_PATCHING = threading.Lock()
+
+
+def check_document_masking(section: ModelSection, config: PretrainedConfig, *, trust_remote_code: bool = False) -> None:
+    """Raise ModelError where documents of one row would see each other."""
+    if section.attn_implementation not in ("eager", "sdpa", None):
+        raise ModelError(
+            f"data.document_masking=true with model.attn_implementation={section.attn_implementation}: only sdpa and "
+            "eager keep documents apart in every micro-batch. Set model.attn_implementation=sdpa, or "
+            "data.document_masking=false."
+        )
+    reason = _obstacle(config, trust_remote_code)
+    if reason:
+        raise ModelError(
+            f"data.document_masking=true: {section.name_or_path} ({config.model_type}) {reason}, so documents would "
+            "see each other. Families such as llama and gpt2 can. Set data.document_masking=false, or "
+            "data.packing=padded without it."
+        )
+
+
+def _obstacle(config: PretrainedConfig, trust_remote_code: bool) -> str | None:
+    layer_types = set(getattr(config.get_text_config(), "layer_types", None) or ())
+    if layer_types - _ATTENTION:
+        return f"has layers of type {', '.join(sorted(layer_types - _ATTENTION))}, which carry state along the row"
+    config = copy.deepcopy(config)
+    config.pad_token_id = None  # GPT-2 would search the ids for it, and meta tensors have no values
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                config, attn_implementation="eager", trust_remote_code=trust_remote_code
+            )
+    except (ValueError, ImportError, KeyError):
+        return None  # build_model reports what is wrong with it
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return "takes no position_ids"
+    if not _masks_by_position(model):
+        return "does not pass position_ids to its attention mask"
+    return None
+
+
+def _masks_by_position(model: PreTrainedModel) -> bool:
+    """Whether transformers searches the position_ids passed to `model` for packed documents."""
+
+    def detect(position_ids: Any) -> None:
+        raise _DetectedError  # leaves the forward pass: meta tensors have no values to search
+
+    position_ids = torch.zeros(1, 2, dtype=torch.long, device="meta")
+    with _PATCHING, torch.no_grad():
+        original = masking_utils.find_packed_sequence_indices
+        masking_utils.find_packed_sequence_indices = detect
+        try:
+            model(input_ids=position_ids, position_ids=position_ids, use_cache=False)
+        except _DetectedError:
+            return True
+        except Exception:  # something that meta tensors do not support, before any mask was created
+            return False
+        finally:
+            masking_utils.find_packed_sequence_indices = original
+    return False
+
+
+class _DetectedError(Exception):
+    """transformers searched for packed documents."""

@@ -1,0 +1,135 @@
+"""ModelPartition: what this rank keeps of a model, its pipeline stage and of that its tensor-parallel shard."""
+
+import copy
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from toolkit.config.job import Job
+from toolkit.config.layout import Layout
+from toolkit.estimate.stage_bounds import GPU_FLOPS_PER_BYTE, balance
+from toolkit.model_init.model_modules import Materializer, OnLayer, outside_layers, persistent_buffers
+from toolkit.parallel.groups import ParallelGroups
+from toolkit.parallel.loss import IGNORE, token_loss_sum
+from toolkit.parallel.model_structure import ModelStructure, analyze_model
+from toolkit.parallel.pipeline.balance import CPU_FLOPS_PER_BYTE, count_costs
+from toolkit.parallel.pipeline.stage import PipelineStage
+from toolkit.parallel.shard import is_counted
+from toolkit.parallel.tensor.parallelize import TensorParallelizer, mark_replicated
+from toolkit.parallel.tensor.vocabulary import VocabularyShard, vocab_parallel_token_loss_sum
+
+
+class ModelPartition:
+    """The part of a model on this rank. `build_model` applies it, which sets the attributes below."""
+
+    structure: ModelStructure
+    names: list[tuple[str, torch.Size]]
+    """Every parameter of the full model, tied ones once."""
+    buffers: list[tuple[str, torch.Tensor]]
+    """The buffers in a state dict of the full model."""
+    stage: PipelineStage | None = None
+    vocabulary: int
+    """Output features of the LM head."""
+    bounds: tuple[int, ...]
+    """Stage k has decoder layers [bounds[k], bounds[k + 1])."""
+
+    def __init__(self, job: Job, groups: ParallelGroups, device: torch.device) -> None:
+        self.job, self.groups, self.device = job, groups, device
+        self._parallelizer: TensorParallelizer | None = None
+        self._layer_index: dict[int, int] = {}
+
+    @property
+    def layout(self) -> Layout:
+        """The layout that defines the partition."""
+        return self.groups.layout
+
+    def prepare(self, model: PreTrainedModel) -> None:
+        """Analyze `model`, which is on the meta device, and remove what other pipeline stages own."""
+        self.names = [(name, parameter.shape) for name, parameter in model.named_parameters()]
+        self.buffers = list(persistent_buffers(model))
+        # A copy with its buffers on the meta device as well: a forward pass cannot mix devices.
+        with torch.device("meta"):
+            meta_model = type(model)(copy.deepcopy(model.config))
+        meta_model.tie_weights()
+        self.structure = analyze_model(meta_model)
+        head = model.get_output_embeddings()
+        self.vocabulary = int(head.weight.shape[0])
+        self._layer_index = {id(layer): index for index, layer in enumerate(self.structure.layer_list(model))}
+        if self.layout.tp > 1:
+            self._parallelizer = TensorParallelizer(
+                model, self.structure, self.groups.tensor, sequence_parallel=self.layout.sequence_parallel
+            )
+        self.bounds = self._bounds(meta_model)
+        if self.layout.pp > 1:
+            self.stage = PipelineStage(
+                model,
+                self.structure,
+                bounds=self.bounds,
+                stage=self.groups.coordinate.pipe,
+                sequence_shards=self.layout.tp if self.layout.sequence_parallel else 1,
+            )
+
+    @property
+    def parameter_count(self) -> int:
+        """Parameters of the full model, tied ones once."""
+        return sum(shape.numel() for _, shape in self.names)
+
+    @property
+    def shared(self) -> list[str]:
+        """Names of the parameters that both the first and the last stage hold: tied embeddings."""
+        if self.layout.pp == 1:
+            return []
+        owners = {name: {name.rpartition(".")[0]} for name, _ in self.names}
+        for other, name in self.structure.tied.items():
+            owners[name].add(other.rpartition(".")[0])
+        return [name for name, at in owners.items() if at & self.structure.before and at & self.structure.after]
+
+    def shard_layer(self, layer: nn.Module, fill: Callable[[nn.Module], None]) -> None:
+        """Shard a decoder layer over the tensor-parallel ranks; `fill` sets the values of what stays replicated."""
+        if self._parallelizer is not None and id(layer) in self._layer_index:
+            self._parallelizer.parallelize_layer(self._layer_index[id(layer)], fill)
+
+    def shard_outside_layers(self, model: PreTrainedModel, fill: Callable[[nn.Module], None], done: OnLayer) -> None:
+        """Shard embedding and LM head and call `done` with each; `fill` sets the values of what stays replicated."""
+        if self._parallelizer is not None:
+            self._parallelizer.parallelize_vocabulary(embeds=self.stage is None or self.stage.is_first, done=done)
+        fill(model)
+        mark_replicated(model, self.structure.tied)
+
+    def loss_sum(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Sum the token losses, given this rank's logits [b, s, v/tp]. The same on every tensor-parallel rank."""
+        if self._parallelizer is None:
+            return token_loss_sum(logits, labels)
+        shard = VocabularyShard.of(self.vocabulary, self.groups.tensor)
+        return vocab_parallel_token_loss_sum(logits, labels, shard, self.groups.tensor, ignore=IGNORE)
+
+    def counts(self, parameter: nn.Parameter) -> bool:
+        """Whether this rank counts `parameter` in sums over all parameters: exactly one rank does."""
+        return is_counted(parameter, on_first_tensor_rank=self.groups.is_first_of_tensor)
+
+    def _bounds(self, meta_model: PreTrainedModel) -> tuple[int, ...]:
+        if self.layout.pp == 1:
+            return (0, self.structure.count)
+        costs = count_costs(
+            meta_model,
+            self.structure,
+            seq_len=self.job.recipe.data.seq_len,
+            micro_batch_size=self.job.batch.micro_batch_size,
+            recompute=self.job.recipe.parallel.recompute,
+            flops_per_byte=GPU_FLOPS_PER_BYTE if self.device.type == "cuda" else CPU_FLOPS_PER_BYTE,
+        )
+        return balance(costs, self.layout.pp)
+
+
+def finish_outside_layers(
+    model: PreTrainedModel, materializer: Materializer, partition: ModelPartition | None, done: OnLayer
+) -> None:
+    """Shard and fill what is outside the decoder layers; call `done` with each module of it, and with the model."""
+    if partition is not None:
+        partition.shard_outside_layers(model, materializer.fill, done)
+    for module in outside_layers(model):
+        materializer.fill(module)
+        done(module)
+    done(model)

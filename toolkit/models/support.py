@@ -1,0 +1,124 @@
+"""Support: which families of Hugging Face's causal LMs support which parallelism, and why the others do not.
+
+`support.json` has what docs/generate_families.py found when it partitioned a tiny model of every family and compared
+loss and gradients with the whole model (tests/support/family_check.py). It is read without torch.
+"""
+
+import functools
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from toolkit.models.shape import ModelShape
+from toolkit.units import english_list, plural
+
+PATH = Path(__file__).parent / "support.json"
+KINDS = ("pipeline", "tensor", "sequence")
+"""Kinds of parallelism; `sequence` is sequence parallelism on top of tensor parallelism."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Support:
+    """What was found about one family. A refusal says why not; None means that the result is exact."""
+
+    model_type: str
+    pipeline_refusal: str | None
+    tensor_refusal: str | None
+    sequence_refusal: str | None
+
+    def refusal(self, kind: str) -> str | None:
+        """Return why it does not support a kind of parallelism (one of KINDS); None if it does."""
+        reason: str | None = getattr(self, f"{kind}_refusal")
+        return reason
+
+    def supports(self, kind: str) -> bool:
+        """Whether it supports a kind of parallelism (one of KINDS)."""
+        return self.refusal(kind) is None
+
+
+def find(model_type: str) -> Support | None:
+    """Return what was found about `model_type`; None if the checked transformers has no such causal LM."""
+    return all_families().get(model_type)
+
+
+def all_families() -> Mapping[str, Support]:
+    """Return every family by its model type, in alphabetical order."""
+    return _stored()[1]
+
+
+def checked_version() -> str:
+    """Return the version of transformers whose families were checked."""
+    return _stored()[0]
+
+
+def encoded(families: Mapping[str, Support], version: str) -> str:
+    """Return the text of support.json."""
+    rows = {name: {kind: support.refusal(kind) or True for kind in KINDS} for name, support in sorted(families.items())}
+    lines = ",\n".join(f"    {json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items())
+    return f'{{\n  "transformers": {json.dumps(version)},\n  "families": {{\n{lines}\n  }}\n}}\n'
+
+
+@functools.cache
+def _stored() -> tuple[str, Mapping[str, Support]]:
+    content = json.loads(PATH.read_text(encoding="utf-8"))
+    return content["transformers"], {
+        name: Support(
+            model_type=name, **{f"{kind}_refusal": None if row[kind] is True else str(row[kind]) for kind in KINDS}
+        )
+        for name, row in content["families"].items()
+    }
+
+
+_SHOWN = 6
+
+
+class Misfit(NamedTuple):
+    """A number of ranks that a model does not allow."""
+
+    axis: Literal["tp", "pp", "ulysses"]
+    reason: str
+    allowed: str
+    """The numbers that are allowed, in words."""
+
+
+def misfits(shape: ModelShape, *, tp: int = 1, pp: int = 1, ulysses: int = 1) -> Iterator[Misfit]:
+    """Yield why `shape` does not allow these numbers of ranks: at most one misfit per axis."""
+    reason = _tensor_misfit(shape, tp)
+    if reason is not None:
+        yield Misfit("tp", reason, _nearest(tensor_parallel_sizes(shape), tp))
+    if pp > shape.layers:
+        allowed = f"{shape.layers} or less" if shape.layers > 1 else "1"
+        yield Misfit("pp", f"{plural(shape.layers, 'decoder layer')} cannot fill {pp} stages", allowed)
+    reason = _heads_misfit(shape, ulysses)
+    if reason is not None:
+        sizes = [size for size in range(1, shape.heads + 1) if _heads_misfit(shape, size) is None]
+        yield Misfit("ulysses", reason, _nearest(sizes, ulysses))
+
+
+def tensor_parallel_sizes(shape: ModelShape) -> list[int]:
+    """Return every tp that the model allows, from 1."""
+    return [tp for tp in range(1, shape.heads + 1) if _tensor_misfit(shape, tp) is None]
+
+
+def _tensor_misfit(shape: ModelShape, tp: int) -> str | None:
+    reason = _heads_misfit(shape, tp)
+    if reason is None and shape.ffn % tp:
+        return f"an MLP of width {shape.ffn} cannot be shared equally by {tp} ranks"
+    return reason
+
+
+def _heads_misfit(shape: ModelShape, ranks: int) -> str | None:
+    if shape.heads % ranks:
+        return f"{plural(shape.heads, 'attention head')} cannot be shared equally by {ranks} ranks"
+    if shape.kv_heads % ranks and ranks % shape.kv_heads:
+        heads = plural(shape.kv_heads, "key-value head")
+        return f"{heads} can neither be shared equally by {ranks} ranks nor be repeated equally often on them"
+    return None
+
+
+def _nearest(sizes: list[int], given: int) -> str:
+    """Write sizes as `1, 2 or 4`; of many, those nearest to the given one."""
+    nearest = sorted(sorted(sizes, key=lambda size: abs(size - given))[:_SHOWN])
+    return english_list([*map(str, nearest)], "or")

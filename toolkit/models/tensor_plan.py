@@ -1,0 +1,71 @@
+"""TensorPlan: which layers of a family are column-parallel, which row-parallel, and what else depends on the heads.
+
+The vocabulary is Hugging Face's `base_model_tp_plan`, which is used where a family publishes one. The others have a
+hand-made plan in their FamilySpec (toolkit/models/families/).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+COLUMN, ROW = "colwise", "rowwise"
+GATHERED_COLUMN, SPLIT_ROW = "colwise_gather_output", "rowwise_split_input"
+PACKED_COLUMN = "packed_colwise"
+_IMPLIED = ("replicated_with_grad_allreduce", "replicate", "mla_kv_a_proj", "embedding_rowwise", "embedding_colwise")
+"""Styles that follow from the others here: parameters in a region are always summed, vocabularies always sharded."""
+STYLES = (COLUMN, ROW, GATHERED_COLUMN, SPLIT_ROW, PACKED_COLUMN, *_IMPLIED)
+GATHERING = {COLUMN: GATHERED_COLUMN, ROW: SPLIT_ROW}
+"""A style -> its form in a block that gathers its columns."""
+
+_STYLE_OF_ROLE = dict.fromkeys(("q", "k", "v", "qkv", "gate", "up", "gate_up"), COLUMN) | {"out": ROW, "down": ROW}
+
+
+def styles_of(modules: Mapping[str, str]) -> dict[str, str]:
+    """Return the styles of a decoder layer's linear layers; `modules`: see ParameterRules."""
+    return {path: _STYLE_OF_ROLE[role] for path, role in modules.items() if role in _STYLE_OF_ROLE}
+
+
+Blocks = tuple[tuple[int, int], ...]
+"""Runs of features, one after the other: (units, features of each). A rank holds an equal share of each run."""
+FusedBlocks = Callable[[Any], Blocks]
+"""config -> the blocks of a fused layer's features in their order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorPlan:
+    """How the decoder layers of one family are sharded. Keys are module names inside a decoder layer."""
+
+    styles: Mapping[str, str] = field(default_factory=dict)
+    """`attn.c_attn` -> one of STYLES; empty: as the roles of the family's ParameterRules.modules say."""
+    fused: Mapping[str, FusedBlocks] = field(default_factory=dict)
+    """Features of a layer that are not one run of columns: `attn.c_attn` -> query, key and value."""
+    divided: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Attributes of a block that count heads or features and must count local ones: `attn` -> (num_heads, …)."""
+    per_head: tuple[str, ...] = ()
+    """Keyword arguments of attention that have one entry per head (ALiBi), [.., heads, .., ..]."""
+    gathered: tuple[str, ...] = ()
+    """Blocks of which every rank computes all heads or columns, because what lies between them needs all.
+
+    Only their matrices are sharded: columns are gathered at once, and the row-parallel layer takes its part of them.
+    """
+    gathered_with: str = ""
+    """The config's switch that makes that so; "" where it always is."""
+    behind: tuple[str, ...] = ()
+    """Parameters of a block that act behind its row-parallel layer, where every rank has the whole hidden state."""
+    needs: Callable[[Any, int], str | None] = lambda config, tp: None
+    """Why this config does not support this tp; None where it does."""
+
+
+def heads(config: Any) -> int:
+    """Query heads."""
+    return int(config.num_attention_heads)
+
+
+def kv_heads(config: Any) -> int:
+    """Key-value heads."""
+    return int(getattr(config, "num_key_value_heads", None) or heads(config))
+
+
+def head_dim(config: Any) -> int:
+    """Features of a head."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // heads(config))

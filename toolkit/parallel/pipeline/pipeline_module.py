@@ -1,0 +1,88 @@
+"""A pipeline stage as DeepSpeed's PipelineModule: one layer per stage, tied parameters by name, a step without update.
+
+DeepSpeed sees a pipeline with as many layers as stages, so its partitioning, activation checkpointing and layer seeding
+have no effect. It provides the 1F1B schedule, the communication between stages, and ZeRO-1.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.runtime.pipe import schedule
+from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology
+from torch import nn
+
+from toolkit.config.layout import Layout
+from toolkit.parallel.groups import ParallelGroups
+from toolkit.parallel.pipeline.stage import PipelineStage
+from toolkit.parallel.shard import is_counted, shard_of
+
+
+class BuiltStage(LayerSpec):  # type: ignore[misc]
+    """The layer spec of a stage that is already built; on other ranks it only takes its place."""
+
+    def __init__(self, stage: PipelineStage) -> None:
+        super().__init__(PipelineStage)
+        self.stage = stage
+
+    def build(self, log: bool = False) -> PipelineStage:
+        """Return the stage."""
+        return self.stage
+
+
+class StagePipeline(PipelineModule):  # type: ignore[misc]
+    """One BuiltStage per pipeline rank. `shared`: names of the parameters that both the first and last stage hold."""
+
+    def __init__(self, stage: PipelineStage, groups: ParallelGroups, shared: list[str], loss_fn: Any) -> None:
+        self._groups, self._shared = groups, shared
+        self._shared_here: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
+        layout = groups.layout
+        super().__init__(
+            layers=[BuiltStage(stage)] * layout.pp,
+            topology=_topology(layout),
+            loss_fn=loss_fn,
+            partition_method="uniform",
+        )
+
+    def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, dist.ProcessGroup]]:
+        """Return the shared parameters of this stage, each with the group that sums its gradient."""
+        return self._shared_here
+
+    def _index_tied_modules(self) -> dict[str, Any]:
+        layout, place = self._groups.layout, self._groups.coordinate
+        if self._shared:
+            ends = [[ranks[0], ranks[-1]] for ranks in layout.ranks_along("pipe")]
+            group, _ = dist.new_subgroups_by_enumeration(ends)
+            if place.pipe in (0, layout.pp - 1):
+                held = {shard_of(parameter).name: parameter for parameter in self.parameters()}
+                self._shared_here = [(held[name], group) for name in self._shared]
+        for parameter in self.parameters():
+            self._mark(parameter)
+        return {}  # DeepSpeed uses it to count parameters, for a log line
+
+    def _mark(self, parameter: Any) -> None:
+        """Tell DeepSpeed how to count a parameter in norms.
+
+        Without these marks DeepSpeed 0.19.8 counts the first model-parallel rank only, which spans stages: ZeRO-0 drops
+        later stages and counts tied copies twice (deepspeed/runtime/utils.py `clip_grad_norm_`). No issue is known;
+        the tests of planted faults train without them.
+        """
+        parameter.ds_pipe_replicated = shard_of(parameter).name in self._shared and self._groups.coordinate.pipe != 0
+        counted = is_counted(parameter, on_first_tensor_rank=self._groups.is_first_of_tensor)
+        parameter.model_parallel = parameter.tensor_model_parallel = counted
+
+
+class StepWithoutUpdate(schedule.TrainSchedule):  # type: ignore[misc]
+    """Forward, backward and reductions of one step; the update waits until loss and gradient norm are checked."""
+
+    def steps(self) -> Iterator[list[Any]]:
+        """Yield the instructions of each clock tick, without the optimizer step."""
+        for instructions in super().steps():
+            yield [one for one in instructions if not isinstance(one, schedule.OptimizerStep)]
+
+
+def _topology(layout: Layout) -> Any:
+    if layout.tp > 1:
+        return PipeModelDataParallelTopology(num_pp=layout.pp, num_mp=layout.tp, num_dp=layout.dp)
+    return PipeDataParallelTopology(num_pp=layout.pp, num_dp=layout.dp)

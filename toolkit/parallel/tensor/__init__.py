@@ -1,0 +1,1 @@
+"""Megatron tensor parallelism for Hugging Face models."""

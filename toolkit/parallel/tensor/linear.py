@@ -1,0 +1,151 @@
+"""Column- and row-parallel linear layers (Shoeybi et al. 2019, sec. 3), for `nn.Linear` and GPT-2's `Conv1D`.
+
+Dims: i input features, o output features, t tensor-parallel ranks. A column layer holds o/t of the outputs, a row layer
+i/t of the inputs. Weights keep the orientation of the layer they replace: Linear [o, i], Conv1D [i, o].
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from toolkit.parallel.shard import Block, Shard, mark, pieces_of, source_of
+from toolkit.parallel.tensor import collectives as c
+from toolkit.parallel.tensor.region import Region
+
+
+class _ParallelLinear(nn.Module):
+    """A shard of a linear layer. Weight and bias have a `Shard`."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(self, whole: nn.Module, region: Region) -> None:
+        super().__init__()
+        self.region = region
+        self.input_major = isinstance(whole, Conv1D)
+        self.register_parameter("bias", None)
+
+    def _keep(self, key: str, whole: nn.Parameter, shard: Shard) -> None:
+        parameter = nn.Parameter(shard.take(source_of(whole)), requires_grad=whole.requires_grad)
+        setattr(self, key, mark(parameter, shard))
+
+    def _multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return F.linear(x, self.weight.t() if self.input_major else self.weight, bias)
+
+
+class ColumnParallelLinear(_ParallelLinear):
+    """y = x W + b for this rank's outputs. x [.., i] -> [.., o/t], or [.., o] with `gather_output`.
+
+    `enters`: whether the layer itself enters the region, because no block around it does.
+    """
+
+    def __init__(
+        self,
+        whole: nn.Module,
+        blocks: Sequence[Block],
+        *,
+        name: str,
+        region: Region,
+        offset: int = 0,
+        gather_output: bool = False,
+        enters: bool = False,
+    ) -> None:
+        super().__init__(whole, region)
+        self.gather_output, self.enters = gather_output, enters
+        group = region.group
+        rank, size = group.rank(), group.size()
+        pieces = tuple((offset + start, length) for start, length in pieces_of(blocks, rank, size))
+        shared = blocks[0].is_shared(size)
+        units = blocks[0].units
+        owner = not shared or rank % (size // units) == 0
+        self.out_features = sum(length for _, length in pieces)
+        for key, dim in (("weight", 1 if self.input_major else 0), ("bias", 0)):
+            parameter = getattr(whole, key)
+            if parameter is not None:
+                shape = tuple(parameter.shape)
+                self._keep(
+                    key, parameter, Shard(name=f"{name}.{key}", shape=shape, dim=dim, pieces=pieces, owner=owner)
+                )
+                if shared:
+                    sum_over_sharers(getattr(self, key), group, units)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.enters:
+            x = self.region.enter(x, self)
+        y = self._multiply(x, self.bias)
+        return c.gather_from_tensor_ranks(y, self.region.group) if self.gather_output else y
+
+
+class FusedColumnParallelLinear(nn.Module):
+    """A fused projection in which some blocks are sharded and others shared by ranks (multi-query attention).
+
+    Shared and sharded blocks are separate parameters, because their gradients are reduced and counted differently.
+    """
+
+    def __init__(self, whole: nn.Module, blocks: Sequence[Block], *, name: str, region: Region, enters: bool) -> None:
+        super().__init__()
+        self.region, self.enters = region, enters
+        size = region.group.size()
+        self.parts = nn.ModuleList()
+        offset = 0
+        while blocks:
+            kind = [block for block in blocks if block.is_shared(size) == blocks[0].is_shared(size)]
+            run = list(blocks[: len(kind)])
+            assert run == kind, "sharded and shared blocks alternate"
+            self.parts.append(ColumnParallelLinear(whole, run, name=name, region=region, offset=offset))
+            offset += sum(block.features for block in run)
+            blocks = blocks[len(run) :]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [.., i] -> [.., this rank's features of every block]."""
+        if self.enters:
+            x = self.region.enter(x, self)
+        return torch.cat([part(x) for part in self.parts], dim=-1)
+
+
+class RowParallelLinear(_ParallelLinear):
+    """y = sum over ranks of x_r W_r, then + b once. x [.., i/t] (or [.., i] with `split_input`) -> [.., o]."""
+
+    def __init__(
+        self, whole: nn.Module, blocks: Sequence[Block], *, name: str, region: Region, split_input: bool = False
+    ) -> None:
+        super().__init__(whole, region)
+        self.split_input = split_input
+        pieces = pieces_of(blocks, region.group.rank(), region.group.size())
+        weight = whole.weight
+        assert isinstance(weight, nn.Parameter)
+        dim = 0 if self.input_major else 1
+        self._keep("weight", weight, Shard(name=f"{name}.weight", shape=tuple(weight.shape), dim=dim, pieces=pieces))
+        bias = whole.bias
+        if isinstance(bias, nn.Parameter):
+            self._keep("bias", bias, Shard(name=f"{name}.bias", shape=tuple(bias.shape)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.split_input:
+            x = c.scatter_to_tensor_ranks(x, self.region.group)
+        y = self.region.leave(self._multiply(x, None))
+        return y if self.bias is None else y + self.bias
+
+
+def sum_over_ranks(parameter: nn.Parameter, group: dist.ProcessGroup) -> None:
+    """All-reduce a replicated parameter's gradient: each rank computed it from its part of the activations."""
+    if parameter.requires_grad:
+        parameter.register_hook(lambda gradient: c.all_reduce(gradient, group))
+
+
+def sum_over_sharers(parameter: nn.Parameter, group: dist.ProcessGroup, units: int) -> None:
+    """Sum the gradient over the t/units neighboring ranks that share one of `units` units."""
+    unit = group.rank() * units // group.size()
+
+    def reduce(gradient: torch.Tensor) -> torch.Tensor:
+        every = gradient.new_zeros(units, *gradient.shape)
+        every[unit] = gradient
+        dist.all_reduce(every, group=group)
+        return every[unit]
+
+    if parameter.requires_grad:
+        parameter.register_hook(reduce)

@@ -1,0 +1,233 @@
+"""TensorParallelizer: replaces a Hugging Face model's linear layers, embedding and LM head by this rank's shards.
+
+It works in place, layer by layer, on real weights and on the meta device, so that a rank never holds more than one full
+layer. The forward pass stays the family's own; its TensorPlan says how each linear layer is sharded.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import PreTrainedModel
+
+from toolkit.errors import LayoutError, ModelError, Refusal
+from toolkit.models import tensor_plan as tp
+from toolkit.models.families.registry import find_plan
+from toolkit.parallel.model_structure import ModelStructure
+from toolkit.parallel.pipeline.stage import NonLocalLayer
+from toolkit.parallel.shard import Block, Shard, is_marked, mark, shard_of
+from toolkit.parallel.tensor import collectives as c
+from toolkit.parallel.tensor.linear import (
+    ColumnParallelLinear,
+    FusedColumnParallelLinear,
+    RowParallelLinear,
+    sum_over_ranks,
+)
+from toolkit.parallel.tensor.region import Region, drops_activations
+from toolkit.parallel.tensor.vocabulary import shard_embedding, shard_head
+
+_LINEAR = ("Linear", "Conv1D", "FalconLinear")
+_SPLIT_HEADS = {"q_proj": tp.heads, "k_proj": tp.kv_heads, "v_proj": tp.kv_heads}
+
+
+class TensorParallelizer:
+    """Shards one model over the ranks of `group`. Raises ModelError or LayoutError before anything is changed."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        structure: ModelStructure,
+        group: dist.ProcessGroup,
+        *,
+        sequence_parallel: bool = False,
+    ) -> None:
+        self.model, self.structure, self.group = model, structure, group
+        self.config = model.config.get_text_config(decoder=True)
+        self.plan = find_plan(model.config.model_type, self.config)
+        self.sequence_parallel = sequence_parallel
+        self.dropout = drops_activations(model.config)
+        self._check()
+
+    def _check(self) -> None:
+        size, family = self.group.size(), self.model.config.model_type
+        reason = self.plan.needs(self.config, size)
+        if reason is None and tp.heads(self.config) % size:
+            reason = f"{tp.heads(self.config)} heads are not divisible by it"
+        if reason is not None:
+            given = (("parallel.tp", size), family)
+            raise LayoutError(Refusal(field="parallel.tp", given=given, reason=reason, remedy=("choose another one",)))
+
+    def parallelize_layer(self, index: int, fill: Callable[[nn.Module], None] = lambda layer: None) -> None:
+        """Shard decoder layer `index`; `fill` then sets the values of replicated meta parameters.
+
+        Gradient hooks belong to a parameter object, so the parameters must be real before hooks are set.
+        """
+        prefix = f"{self.structure.layers}.{index}"
+        layer = self.structure.layer_list(self.model)[index]
+        if isinstance(layer, NonLocalLayer):
+            return
+        regions: dict[str, Region] = {}
+        for path, style in self.plan.styles.items():
+            if style in tp.STYLES[:5] and _has(layer, path):
+                parent = path.rpartition(".")[0]
+                region = regions.setdefault(parent, self._region(gathers=style in (tp.GATHERED_COLUMN, tp.SPLIT_ROW)))
+                self._replace(layer, path, f"{prefix}.{path}", style, region)
+        fill(layer)
+        for parent, region in regions.items():
+            if parent:
+                self._adapt_block(layer.get_submodule(parent), parent, region, self._behind(layer))
+        if self.sequence_parallel:
+            for parameter in self._outside(layer, regions):
+                sum_over_ranks(parameter, self.group)
+            self._split_sequence(index, layer)
+        # Now, because ZeRO-3 discards the shapes when it shards the layer.
+        mark_replicated(layer, self.structure.tied, prefix=f"{prefix}.")
+
+    def parallelize_vocabulary(
+        self, *, embeds: bool = True, done: Callable[[nn.Module], None] = lambda module: None
+    ) -> None:
+        """Shard embedding and LM head, where this stage has them, and mark all other parameters as replicated.
+
+        `embeds`: whether this pipeline stage looks tokens up, or has the embedding only for a tied head. `done` is
+        called with each of the two once it is sharded.
+        """
+        embedding, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
+        names = {id(module): name for name, module in self.model.named_modules()}
+        tied = head is not None and getattr(embedding, "weight", None) is head.weight
+        if isinstance(embedding, nn.Embedding) and "weight" in embedding._parameters:
+            shard_embedding(embedding, names[id(embedding)], self.group, is_idle=not embeds)
+            done(embedding)
+        if isinstance(head, nn.Linear) and "weight" in head._parameters:
+            shard_head(head, names[id(head)], self.group, tied_to=embedding.weight if tied else None)
+            done(head)
+        mark_replicated(self.model, self.structure.tied)
+
+    def _region(self, *, gathers: bool) -> Region:
+        return Region(self.group, sequence_parallel=self.sequence_parallel, dropout=self.dropout, gathers=gathers)
+
+    def _replace(self, layer: nn.Module, path: str, name: str, style: str, region: Region) -> None:
+        parent_path, _, leaf = path.rpartition(".")
+        parent = layer.get_submodule(parent_path)
+        whole = getattr(parent, leaf)
+        if type(whole).__name__ not in _LINEAR:
+            raise ModelError(
+                f"{self.model.config.model_type}: {name} is a {type(whole).__name__}, which tensor parallelism cannot "
+                "shard. Set parallel.tp=1."
+            )
+        features = whole.weight.shape[_dim(whole, outputs=style in (tp.COLUMN, tp.GATHERED_COLUMN, tp.PACKED_COLUMN))]
+        blocks = self._blocks(path, leaf, style, features)
+        setattr(parent, leaf, self._parallel(whole, blocks, name, style, region, enters=not parent_path))
+
+    def _parallel(
+        self, whole: nn.Module, blocks: list[Block], name: str, style: str, region: Region, *, enters: bool
+    ) -> nn.Module:
+        if style in (tp.ROW, tp.SPLIT_ROW):
+            return RowParallelLinear(whole, blocks, name=name, region=region, split_input=style == tp.SPLIT_ROW)
+        if len({block.is_shared(self.group.size()) for block in blocks}) > 1:
+            return FusedColumnParallelLinear(whole, blocks, name=name, region=region, enters=enters)
+        gather = style == tp.GATHERED_COLUMN
+        return ColumnParallelLinear(whole, blocks, name=name, region=region, gather_output=gather, enters=enters)
+
+    def _blocks(self, path: str, leaf: str, style: str, features: int) -> list[Block]:
+        if path in self.plan.fused:
+            return [Block(units=units, width=width) for units, width in self.plan.fused[path](self.config)]
+        if style == tp.PACKED_COLUMN:
+            return [Block(units=features // 2)] * 2
+        units = _SPLIT_HEADS[leaf](self.config) if leaf in _SPLIT_HEADS and style == tp.COLUMN else features
+        return [Block(units=units, width=features // units)]
+
+    def _outside(self, layer: nn.Module, regions: Mapping[str, Region]) -> Iterator[nn.Parameter]:
+        """Norms around the regions and biases after them: with a sharded sequence, each rank sees only its part."""
+        inside = {id(p) for parent in regions if parent for p in layer.get_submodule(parent).parameters()}
+        behind = self._behind(layer)
+        for parameter in layer.parameters():
+            if is_marked(parameter):
+                if not shard_of(parameter).is_split:
+                    yield parameter
+            elif id(parameter) not in inside or id(parameter) in behind:
+                yield parameter
+
+    def _behind(self, layer: nn.Module) -> set[int]:
+        """The parameters of `layer` that act after a region, by the plan."""
+        return {id(parameter) for name, parameter in layer.named_parameters() if name in self.plan.behind}
+
+    def _adapt_block(self, block: nn.Module, path: str, region: Region, behind: set[int]) -> None:
+        """Let a block enter its region, and set its number of local heads. `behind`: parameters that act outside it."""
+        block.register_forward_pre_hook(_enter(region, self.config, self.plan.per_head), with_kwargs=True)
+        if region.gathers:
+            return
+        size = self.group.size()
+        for attribute in self.plan.divided.get(path, ()):
+            setattr(block, attribute, max(1, getattr(block, attribute) // size))
+        if "num_key_value_groups" not in self.plan.divided.get(path, ()) and hasattr(block, "num_key_value_groups"):
+            local_kv = max(1, tp.kv_heads(self.config) // size)
+            block.__dict__["num_key_value_groups"] = tp.heads(self.config) // size // local_kv
+        for parameter in block.parameters():
+            if not is_marked(parameter) and id(parameter) not in behind:
+                # Norms of single heads: each rank sees only its own heads.
+                sum_over_ranks(parameter, self.group)
+
+    def _split_sequence(self, index: int, layer: nn.Module) -> None:
+        def scatter(layer: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+            return _with_hidden(
+                arguments, keywords, lambda hidden: c.scatter_to_tensor_ranks(hidden, self.group, dim=1)
+            )
+
+        def gather(layer: nn.Module, arguments: tuple[Any, ...], result: Any) -> Any:
+            if isinstance(result, tuple | list):
+                return (c.gather_from_tensor_ranks(result[0], self.group, dim=1), *result[1:])
+            return c.gather_from_tensor_ranks(result, self.group, dim=1)
+
+        if index == 0:
+            layer.register_forward_pre_hook(scatter, with_kwargs=True)
+        if index == self.structure.count - 1:
+            layer.register_forward_hook(gather)
+
+
+def mark_replicated(module: nn.Module, tied: Mapping[str, str], *, prefix: str = "") -> None:
+    """Mark every parameter without a shard as replicated. `prefix`: of the module's parameter names."""
+    for local_name, parameter in module.named_parameters():
+        name = prefix + local_name
+        if not is_marked(parameter):
+            mark(parameter, Shard(name=tied.get(name, name), shape=tuple(parameter.shape)))
+
+
+def _enter(region: Region, config: Any, per_head: tuple[str, ...]) -> Any:
+    def hook(block: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        for name in per_head:
+            if isinstance(keywords.get(name), torch.Tensor):
+                keywords[name] = _own_heads(keywords[name], tp.heads(config), region.group)
+        return _with_hidden(arguments, keywords, lambda hidden: region.enter(hidden, block))
+
+    return hook
+
+
+def _with_hidden(arguments: tuple[Any, ...], keywords: dict[str, Any], change: Any) -> Any:
+    if arguments:
+        return (change(arguments[0]), *arguments[1:]), keywords
+    return arguments, keywords | {"hidden_states": change(keywords["hidden_states"])}
+
+
+def _own_heads(x: torch.Tensor, heads: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """[b, heads, .., ..] or [b * heads, .., ..] -> this rank's heads. A mask shared by all heads is unchanged."""
+    each = heads // group.size()
+    start = group.rank() * each
+    if x.dim() == 4:
+        return x[:, start : start + each] if x.shape[1] == heads else x
+    own: torch.Tensor = x.unflatten(0, (-1, heads))[:, start : start + each].flatten(0, 1)
+    return own
+
+
+def _dim(linear: nn.Module, *, outputs: bool) -> int:
+    """The weight dimension of the outputs (or inputs): Linear is [o, i], Conv1D [i, o]."""
+    return int(outputs == (type(linear).__name__ == "Conv1D"))
+
+
+def _has(layer: nn.Module, path: str) -> bool:
+    """Whether this layer has the module: some layers and configs omit modules of the plan."""
+    try:
+        return isinstance(layer.get_submodule(path), nn.Module)
+    except AttributeError:
+        return False

@@ -1,0 +1,163 @@
+"""Vocabulary-parallel embedding, LM head and loss: no rank ever holds the full logits.
+
+Dims: b samples, s positions, h hidden, v vocabulary, t ranks. Rank r holds rows [r*V/t, (r+1)*V/t), where V is v
+rounded up to a multiple of t; the rows from v on are padding. They are never looked up and excluded from the softmax,
+so their gradient is exactly zero and they never change. Shoeybi et al. 2019, sec. 3.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from toolkit.parallel.shard import Shard, is_marked, mark, source_of
+from toolkit.parallel.tensor.collectives import Group, copy_to_tensor_ranks, reduce_from_tensor_ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class VocabularyShard:
+    """The vocabulary rows of one rank."""
+
+    size: int
+    """Entries of the full vocabulary, without padding."""
+    start: int
+    rows: int
+    """Rows of this rank, padding included: the same on every rank."""
+
+    @classmethod
+    def of(cls, size: int, group: Group) -> "VocabularyShard":
+        """The shard of this process in `group`."""
+        rows = -(-size // group.size())
+        return cls(size=size, start=group.rank() * rows, rows=rows)
+
+    @property
+    def real_rows(self) -> int:
+        """Rows that are not padding."""
+        return max(0, min(self.rows, self.size - self.start))
+
+
+class VocabParallelEmbedding(nn.Embedding):
+    """An embedding with its rows sharded. weight [V/t, h]; ids [b, s] -> [b, s, h], the same on all ranks.
+
+    `shard_embedding` converts a model's own embedding, whose class stays a base: a family may scale the output.
+    """
+
+    vocabulary: VocabularyShard
+    group: Group
+    is_idle: bool
+    """On a pipeline's last stage, which has the rows for a tied head and ignores what is looked up."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Look up the local rows, zeros for others, and sum over the ranks."""
+        if self.is_idle:
+            return self.weight.new_zeros(()).expand(*ids.shape, self.embedding_dim)
+        local = ids - self.vocabulary.start
+        elsewhere = (local < 0) | (local >= self.vocabulary.rows)
+        found = super().forward(local.masked_fill(elsewhere, 0))  # [b, s] -> [b, s, h]
+        return reduce_from_tensor_ranks(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.group)
+
+
+class VocabParallelHead(nn.Linear):
+    """The LM head with its outputs sharded. weight [V/t, h]; hidden [b, s, h] -> this rank's logits [b, s, V/t]."""
+
+    group: Group
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return this rank's logits."""
+        return super().forward(copy_to_tensor_ranks(hidden, self.group))
+
+
+def shard_embedding(embedding: nn.Embedding, name: str, group: Group, *, is_idle: bool = False) -> None:
+    """Convert `embedding` in place, keeping this rank's rows. `is_idle`: see VocabParallelEmbedding."""
+    vocabulary = VocabularyShard.of(embedding.num_embeddings, group)
+    _shard_rows(embedding, name, vocabulary)
+    family = type(embedding)
+    embedding.__class__ = type(f"VocabParallel{family.__name__}", (VocabParallelEmbedding, family), {})
+    assert isinstance(embedding, VocabParallelEmbedding)
+    embedding.vocabulary, embedding.group, embedding.is_idle = vocabulary, group, is_idle
+    embedding.num_embeddings = vocabulary.rows
+    padding = embedding.padding_idx
+    if padding is not None:
+        local = padding - vocabulary.start
+        embedding.padding_idx = local if 0 <= local < vocabulary.real_rows else None
+
+
+def shard_head(head: nn.Linear, name: str, group: Group, *, tied_to: nn.Parameter | None = None) -> None:
+    """Convert the LM head in place, keeping this rank's outputs; with `tied_to`, its weight is the embedding's rows."""
+    vocabulary = VocabularyShard.of(head.out_features, group)
+    if tied_to is not None:
+        head.weight = tied_to
+    _shard_rows(head, name, vocabulary)
+    head.__class__ = VocabParallelHead
+    assert isinstance(head, VocabParallelHead)
+    head.group = group
+    head.out_features = vocabulary.rows
+
+
+def _shard_rows(module: nn.Module, name: str, vocabulary: VocabularyShard) -> None:
+    for key, parameter in list(module.named_parameters(recurse=False)):
+        if is_marked(parameter):
+            continue  # tied, and sharded already
+        shard = Shard(
+            name=f"{name}.{key}",
+            shape=tuple(parameter.shape),
+            dim=0,
+            pieces=((vocabulary.start, vocabulary.real_rows),) if vocabulary.real_rows else (),
+            padding=vocabulary.rows - vocabulary.real_rows,
+        )
+        local = nn.Parameter(shard.take(source_of(parameter)), requires_grad=parameter.requires_grad)
+        setattr(module, key, mark(local, shard))
+
+
+def vocab_parallel_token_loss_sum(
+    logits: torch.Tensor, labels: torch.Tensor, shard: VocabularyShard, group: Group, *, ignore: int = -100
+) -> torch.Tensor:
+    """Sum the token losses in nats, fp32, the same on every rank and equal to `token_loss_sum` of the full logits.
+
+    logits [b, s, V/t] of this rank in any floating dtype; labels [b, s] of the full vocabulary, or `ignore`.
+    """
+    flat, targets = logits.flatten(0, -2), labels.flatten()
+    loss: torch.Tensor = _TokenLossSum.apply(flat, targets, shard, group, ignore)
+    return loss
+
+
+class _TokenLossSum(torch.autograd.Function):
+    """Log-sum-exp and target logit from local parts: ranks exchange three numbers per token, never the logits."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, shard: VocabularyShard, group: Group, ignore: int
+    ) -> torch.Tensor:
+        scores = logits.float()  # [n, V/t], n = b*s
+        if shard.real_rows < shard.rows:
+            scores = scores.clone() if scores is logits else scores
+            scores[:, shard.real_rows :] = float("-inf")
+        # The largest score keeps exp() in range; it cancels in the loss, so it needs no gradient.
+        largest = scores.amax(dim=-1) if shard.real_rows else scores.new_full((scores.shape[0],), float("-inf"))
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        exponentials = (scores - largest.unsqueeze(-1)).exp_()
+
+        local = targets - shard.start
+        here = (local >= 0) & (local < shard.real_rows)
+        rows = torch.arange(targets.shape[0], device=targets.device)[here]
+        columns = local[here]
+        parts = scores.new_zeros(2, targets.shape[0])
+        parts[0] = exponentials.sum(dim=-1)
+        parts[1, rows] = scores[rows, columns] - largest[rows]
+        dist.all_reduce(parts, group=group)
+        normalizer, target_score = parts
+
+        counted = targets != ignore
+        ctx.save_for_backward(exponentials.div_(normalizer.unsqueeze(-1)), rows, columns, counted)
+        ctx.dtype = logits.dtype
+        return torch.where(counted, normalizer.log() - target_score, 0.0).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        softmax, rows, columns, counted = ctx.saved_tensors
+        gradient = softmax.clone()
+        gradient[rows, columns] -= 1.0
+        gradient *= (counted * gradients[0]).unsqueeze(-1)
+        return gradient.to(ctx.dtype), None, None, None, None

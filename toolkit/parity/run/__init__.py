@@ -1,0 +1,1 @@
+"""Parity runs: train a recipe under several strategies on local ranks, and record what a comparison needs."""

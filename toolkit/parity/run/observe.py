@@ -1,0 +1,127 @@
+"""What a parity run observes of an engine: sample losses, layer outputs, learning rates, and hashes of replicas.
+
+Nothing here changes what is computed. Each observer sees its own rank.
+"""
+
+import hashlib
+import math
+from collections.abc import Hashable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from toolkit.data.loader import MicroBatchLoader
+from toolkit.engines.base import Engine
+from toolkit.parallel.loss import IGNORE, token_loss_sum
+from toolkit.parallel.model_structure import decoder_layer_list, hidden_argument
+from toolkit.parallel.pipeline.stage import NonLocalLayer
+from toolkit.parallel.shard import shard_of
+from toolkit.parity.parity_run import EMBEDDINGS
+
+
+class LayerOutputs:
+    """Root mean squares of the input of the first decoder layer and of the output of each layer.
+
+    A mean over elements does not depend on how ranks share samples, positions or replicas.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._device = engine.device
+        name, layers = decoder_layer_list(engine.model)
+        self._names = [EMBEDDINGS, *(f"{name}.{index}" for index in range(len(layers)))]
+        self._sums = torch.zeros(len(self._names), 2, dtype=torch.float64, device=engine.device)  # squares, elements
+        self._hooks = []
+        for index, layer in enumerate(layers):
+            if isinstance(layer, NonLocalLayer):
+                continue
+            if index == 0:
+                self._hooks.append(layer.register_forward_pre_hook(self._enter, with_kwargs=True))
+            self._hooks.append(layer.register_forward_hook(self._after(index + 1)))
+
+    def read(self) -> dict[str, float]:
+        """Root mean squares over all ranks; removes the hooks. A collective call."""
+        for hook in self._hooks:
+            hook.remove()
+        if dist.is_initialized():
+            dist.all_reduce(self._sums)
+        squares, elements = self._sums.unbind(1)
+        means = (squares / elements).sqrt().tolist()
+        return {name: value for name, value in zip(self._names, means, strict=True) if not math.isnan(value)}
+
+    def _enter(self, module: nn.Module, arguments: Any, keywords: Any) -> None:
+        self._add(0, hidden_argument(arguments, keywords))
+
+    def _after(self, row: int) -> Any:
+        def add(module: nn.Module, arguments: Any, result: Any) -> None:
+            self._add(row, result[0] if isinstance(result, tuple | list) else result)
+
+        return add
+
+    def _add(self, row: int, hidden: torch.Tensor) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            return  # recomputed in the backward pass
+        self._sums[row, 0] += hidden.detach().double().square().sum()
+        self._sums[row, 1] += hidden.numel()
+
+
+def learning_rate_of(engine: Engine) -> float:
+    """The learning rate of the optimizer's groups; NaN where they differ or there are none."""
+    groups = getattr(getattr(engine, "optimizer", None), "param_groups", [])
+    rates = {float(group["lr"]) for group in groups}
+    return rates.pop() if len(rates) == 1 else math.nan
+
+
+def replica_hashes(engine: Engine) -> dict[Hashable, bytes]:
+    """Hashes of the local values of each parameter: ranks with the same key hold replicas of the same values."""
+    hashes: dict[Hashable, bytes] = {}
+    for name, parameter in engine.model.named_parameters():
+        is_sharded = hasattr(parameter, "ds_tensor")
+        if isinstance(parameter, DTensor) or (is_sharded and engine.partition is None):
+            continue  # every rank has another shard
+        key: Hashable = name
+        if engine.partition is not None:
+            coordinate, shard = engine.partition.groups.coordinate, shard_of(parameter)
+            # Sharded over data-parallel ranks by ZeRO-3, split over tensor-parallel ranks, or replicated.
+            model = coordinate.model if shard.is_split and not shard.pieces else "any"
+            key = (shard.name, shard.pieces, model, coordinate.data if is_sharded else "any")
+        local = getattr(parameter, "ds_tensor", parameter).detach().contiguous().cpu().view(torch.uint8).numpy()
+        hashes[key] = hashlib.blake2b(local.tobytes(), digest_size=16).digest()
+    return hashes
+
+
+def gather_on_rank_0(value: Any) -> list[Any]:
+    """Every rank's value, on rank 0; an empty list on the others."""
+    if not dist.is_initialized():
+        return [value]
+    found: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(value, found)
+    return found or []
+
+
+def compare_replicas(ranks: Iterable[dict[Hashable, bytes]]) -> tuple[frozenset[str], int]:
+    """The parameters whose replicas differ, and the number of comparisons."""
+    first: dict[Hashable, bytes] = {}
+    diverged: set[str] = set()
+    compared = 0
+    for hashes in ranks:
+        for key, bits in hashes.items():
+            compared += key in first
+            if first.setdefault(key, bits) != bits:
+                diverged.add(str(key[0] if isinstance(key, tuple) else key))
+    return frozenset(diverged), compared
+
+
+def sample_losses(engine: Engine, loader: MicroBatchLoader) -> tuple[tuple[float, int], ...]:
+    """Sum of token losses and number of targets of each sample of the first global batch, one after the other."""
+    found = []
+    engine.model.eval()
+    with torch.no_grad():
+        for sample in loader.first_batch():
+            one = sample.to(engine.device)
+            logits = engine.model(**one.inputs(), use_cache=False).logits
+            found.append((float(token_loss_sum(logits, one.labels)), int((one.labels != IGNORE).sum())))
+    engine.model.train()
+    return tuple(found)

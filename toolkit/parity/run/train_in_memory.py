@@ -1,0 +1,146 @@
+"""A parity run: train a recipe on the ranks that are here, in memory, and record what a comparison looks at.
+
+Recording changes nothing of what is computed. Each rank sees its own part; what all of them saw meets on rank 0.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from typing_extensions import override
+
+from toolkit.config.job import Job
+from toolkit.config.recipe import Recipe
+from toolkit.data.fingerprint import merge_fingerprints
+from toolkit.engines.base import Engine
+from toolkit.engines.factory import create_engine
+from toolkit.engines.reference_engine import ReferenceEngine
+from toolkit.launch.rank_environment import RankEnvironment
+from toolkit.parity import LossCurve, ParityRun, SavedTensors, Tensors
+from toolkit.parity.run import observe
+from toolkit.parity.run.rounding import round_differently
+from toolkit.training.callback import Callback
+from toolkit.training.loop import TrainingRun
+from toolkit.training.metrics import StepMetrics
+from toolkit.training.train import EngineFactory, train
+
+
+def train_in_memory(
+    recipe: Recipe,
+    inspect: Callable[[Engine], Any] | None = None,
+    *,
+    engine_factory: EngineFactory = create_engine,
+    rounding_seed: int | None = None,
+    folder: Path | None = None,
+) -> ParityRun:
+    """Train `recipe` on the ranks of this launch, with the loop that every run has.
+
+    `engine_factory` builds the engine in place of the toolkit's own; the other arguments are those of ParityRecorder.
+    """
+    recorder = ParityRecorder(rounding_seed=rounding_seed, folder=folder, inspect=inspect)
+    job = Job.of(recipe, RankEnvironment.detect().world_size)
+    train(job, [recorder], in_memory=True, engine_factory=engine_factory)
+    return recorder.result
+
+
+class ParityRecorder(Callback):
+    """Records the run; `result` has it at the end.
+
+    With `rounding_seed`, every module rounds differently (toolkit/parity/run/rounding.py). Tensors are kept in memory,
+    or in `folder`, from where they are read one at a time. `inspect` may look at the engine after the last step.
+    """
+
+    result: ParityRun
+
+    def __init__(
+        self,
+        *,
+        rounding_seed: int | None = None,
+        folder: Path | None = None,
+        inspect: Callable[[Engine], Any] | None = None,
+    ) -> None:
+        self._rounding_seed, self._folder, self._inspect = rounding_seed, folder, inspect
+        self._tensors: dict[str, Tensors] = {}
+        self._rates: list[float] = []
+        self._micro_losses: tuple[tuple[float, int], ...] = ()
+        self._layer_outputs: dict[str, float] = {}
+
+    @override
+    def on_run_begin(self, run: TrainingRun) -> None:
+        engine = run.engine
+        self._tensors["initial"] = self._keep("initial", engine.full_parameters())
+        self._diverged_at_start, _ = observe.compare_replicas(observe.gather_on_rank_0(observe.replica_hashes(engine)))
+        if isinstance(engine, ReferenceEngine):
+            self._micro_losses = observe.sample_losses(engine, run.loader)
+        if self._rounding_seed is not None:
+            round_differently(engine.model, precision=run.recipe.precision, seed=self._rounding_seed)
+        self._outputs = observe.LayerOutputs(engine)
+        steps = range(run.recipe.train.steps)
+        self._update_step = next((step for step in steps if run.learning_rate(step) > 0), 0)
+
+    @override
+    def on_before_update(self, run: TrainingRun) -> None:
+        self._rates.append(observe.learning_rate_of(run.engine))
+        if "gradients" not in self._tensors:
+            self._tensors["gradients"] = self._keep("gradients", run.engine.full_gradients())
+
+    @override
+    def on_step_end(self, run: TrainingRun, metrics: StepMetrics) -> None:
+        if run.step == 1:
+            self._layer_outputs = self._outputs.read()
+        if run.step == self._update_step + 1:
+            values = run.engine.full_parameters()
+            self._tensors["updates"] = self._keep("updates", values, since=self._tensors["initial"])
+
+    @override
+    def on_run_end(self, run: TrainingRun) -> None:
+        if not run.is_complete:
+            return
+        engine = run.engine
+        diverged, compared = observe.compare_replicas(observe.gather_on_rank_0(observe.replica_hashes(engine)))
+        curve = [(metrics.loss, metrics.grad_norm) for metrics in run.history]
+        self.result = ParityRun(
+            curve=LossCurve.from_steps(run.job.strategy, curve),
+            parameters=self._keep("parameters", engine.full_parameters()),
+            initial=self._tensors["initial"],
+            first_gradients=self._tensors.get("gradients", {}),
+            first_updates=self._tensors["updates"],
+            update_step=self._update_step + 1,
+            outputs=self._layer_outputs,
+            batches=merge_fingerprints(run.loader, observe.gather_on_rank_0(run.fingerprints.local_sums)),
+            learning_rates=tuple(self._rates),
+            micro_losses=self._micro_losses,
+            micro_batch_size=run.job.batch.micro_batch_size,
+            diverged_at_start=self._diverged_at_start,
+            diverged=diverged,
+            replicas_compared=compared,
+            eval_loss=run.history[-1].eval_loss,
+            inspected=None if self._inspect is None else self._inspect(engine),
+        )
+
+    def _keep(self, kind: str, tensors: Iterator[tuple[str, torch.Tensor]], *, since: Tensors | None = None) -> Tensors:
+        return keep(tensors, None if self._folder is None else self._folder / kind, since=since)
+
+
+def keep(
+    tensors: Iterator[tuple[str, torch.Tensor]], folder: Path | None = None, *, since: Tensors | None = None
+) -> Tensors:
+    """Keep whole tensors on rank 0 in fp32, or how they differ from `since`, one at a time. A collective call."""
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    saved = SavedTensors(folder) if folder is not None and is_first else None
+    in_memory: dict[str, NDArray[np.floating]] = {}
+    for name, tensor in tensors:
+        if not is_first:
+            continue  # this rank took part in gathering it
+        value: NDArray[np.floating] = tensor.detach().float().cpu().numpy().copy()
+        if since is not None:
+            value -= since[name]
+        if saved is None:
+            in_memory[name] = value
+        else:
+            saved.add(name, value)
+    return in_memory if saved is None else saved

@@ -1,0 +1,114 @@
+"""The table of a comparison in a terminal, with a diagnosis for what differs."""
+
+import math
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from toolkit.parity.comparison import Comparison
+from toolkit.parity.result import ParityResult
+from toolkit.units import english_list
+
+_STYLE = {"same": "green", "cannot tell": "bold yellow", "differs": "bold red", "failed": "bold red"}
+_NUMBERS = ("loss", "grad norm", "weights", "gradient")
+
+
+def print_comparison(comparison: Comparison, *, seconds: float) -> None:
+    """Print title, table, tolerances, diagnoses, and a one-line summary."""
+    console = Console(highlight=False)
+    baselines = comparison.baselines
+    labels = english_list([baseline.run.curve.label for baseline in baselines])
+    console.print(Text(comparison.title, style="bold"), Text(f"against {labels}"))
+    console.print(_table(comparison))
+    for baseline in baselines:
+        bounds, curve = baseline.bounds, baseline.run.curve
+        last = len(curve) - 1
+        (loss, norm), (last_loss, last_norm) = bounds.curve.at(0), bounds.curve.at(last)
+        allowed = f"loss {loss:.1e} in step {curve.step(1)} to {last_loss:.1e} in step {curve.step(last + 1)}"
+        if curve.grad_norms:
+            allowed += f", grad norm {norm:.1e} to {last_norm:.1e}"
+        if baseline.run.initial:  # finished runs keep no tensors
+            allowed += f", weights {bounds.parameters:.1e}, one gradient {bounds.gradient:.1e}"
+        _wrapped(console, "allowed", allowed + f" ({curve.label})" * (len(baselines) > 1))
+    _wrapped(console, "from", baselines[0].bounds.curve.source)
+    for note in comparison.notes:
+        _wrapped(console, "note", note)
+    for strategy in comparison.results:
+        if strategy.error:
+            _wrapped(console, strategy.name, f"failed: {strategy.error}", style="bold red")
+            if strategy.command:
+                _wrapped(console, "", f"alone: {strategy.command}")
+        elif strategy.diagnosis is not None:
+            diagnosis = strategy.diagnosis
+            said = (
+                diagnosis.sentence if strategy.outcome == "cannot tell" else f"{diagnosis.cause}: {diagnosis.sentence}"
+            )
+            _wrapped(console, strategy.name, said, style=_STYLE[strategy.outcome])
+            if diagnosis.evidence:
+                _wrapped(console, "", diagnosis.evidence)
+    console.print(
+        Text(_summary(comparison), style=f"bold {_STYLE[comparison.outcome]}"),
+        Text(f"({seconds:.0f} s)", style="dim"),
+        soft_wrap=True,
+    )
+
+
+def _summary(comparison: Comparison) -> str:
+    wrong = [strategy for strategy in comparison.results if not strategy.passed]
+    count = len(comparison.results)
+    if not wrong:
+        return f"all {count} train the same" if count > 1 else "it trains the same"
+    if comparison.outcome == "cannot tell":
+        names = ", ".join(strategy.name for strategy in wrong)
+        return f"cannot tell from rounding at this learning rate: {names} ({len(wrong)} of {count})"
+    verbs = {"differs": "differ", "failed": "failed", "cannot tell": "cannot be told from rounding"}
+    words = " or ".join(dict.fromkeys(verbs[strategy.outcome] for strategy in wrong))
+    return f"{len(wrong)} of {count} {words}: {', '.join(strategy.name for strategy in wrong)}"
+
+
+def _table(comparison: Comparison) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    headings = _NUMBERS if comparison.baselines[0].run.initial else _NUMBERS[:2]  # finished runs keep no tensors
+    table.add_column("strategy" if comparison.baselines[0].run.initial else "run", overflow="fold")
+    for heading in (*headings, "agrees", "result"):
+        table.add_column(heading, justify="right" if heading in _NUMBERS else "left", no_wrap=True)
+    for strategy in comparison.results:
+        cells, result = [""] * (len(headings) + 1), strategy.result
+        if result is not None:
+            weights = result.parameters if result.baseline.initial else math.nan
+            gradient = result.gradients[0].difference if result.gradients else math.nan
+            numbers = (result.curves.max_loss_difference, result.curves.max_norm_difference, weights, gradient)
+            cells = [*map(number, numbers[: len(headings)]), agreement(result)]
+        table.add_row(strategy.name, *cells, Text(strategy.outcome, style=_STYLE[strategy.outcome]))
+    return table
+
+
+def agreement(result: ParityResult) -> str:
+    """Say how far a strategy agrees with the baseline."""
+    step = result.curves.first_diverging_step
+    if result.agreement == "bitwise":
+        return "every bit"
+    if result.passed:
+        return "every step"
+    if result.agreement == "none":
+        return "nowhere"
+    return "in every loss" if step is None else f"until step {result.run.curve.step(step - 1)}"
+
+
+def number(value: float) -> str:
+    """Format as `1.2e-07`; `0` for exactly zero, `not finite` for an infinity, nothing for NaN."""
+    if math.isnan(value):
+        return ""
+    if math.isinf(value):
+        return "not finite"
+    return "0" if value == 0 else f"{value:.1e}"
+
+
+def _wrapped(console: Console, name: str, text: str, *, style: str = "dim") -> None:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(min_width=9, max_width=32, style=style, overflow="fold")
+    grid.add_column()
+    grid.add_row(name, text)
+    console.print(grid)

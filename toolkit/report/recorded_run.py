@@ -1,0 +1,290 @@
+"""A training run as read from its directory: steps (metrics.jsonl), recipe, layout, checkpoints and environment.
+
+environment.json is a flat object of names and values (`device`, versions); without it the device is unknown, and so is
+the MFU unless the GPU is given.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, NonNegativeInt, ValidationError
+
+from toolkit import hardware
+from toolkit.config import load_recipe
+from toolkit.config.layout import Layout
+from toolkit.config.recipe import Recipe
+from toolkit.errors import ReportError, ToolkitError
+from toolkit.estimate.flops import mfu
+from toolkit.files import (
+    MAX_LOG_BYTES,
+    decode_json,
+    expanded,
+    first_problem,
+    read_json_object,
+    read_regular,
+    reason_of,
+)
+from toolkit.models.shape import ModelShape, families, find_config, with_overrides
+
+_LOST_AS_NULL = ("loss", "grad_norm", "eval_loss")
+
+
+def _if_finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+Number = Annotated[float | None, BeforeValidator(_if_finite)]
+"""None means missing or not finite."""
+
+
+class Step(BaseModel):
+    """One line of metrics.jsonl."""
+
+    model_config = ConfigDict(frozen=True, strict=True)
+
+    step: NonNegativeInt
+    loss: Number
+    lr: Number = None
+    grad_norm: Number = None
+    tokens: NonNegativeInt = 0
+    seconds: Number = None
+    memory_bytes: NonNegativeInt | None = None
+    eval_loss: Number = None
+    skipped: bool = False
+
+    @property
+    def not_finite(self) -> tuple[str, ...]:
+        """Fields that are null in the line."""
+        return tuple(name for name in _LOST_AS_NULL if name in self.model_fields_set and getattr(self, name) is None)
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Of all ranks together."""
+        return self.tokens / self.seconds if self.tokens and self.seconds else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumePoint:
+    """A point at which step numbers go back: the run resumed from an earlier step."""
+
+    after: int
+    at: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingLog:
+    """The effective steps: of a step that was trained twice, the later one."""
+
+    steps: tuple[Step, ...]
+    restarts: tuple[ResumePoint, ...]
+    is_truncated: bool
+    """The last line is incomplete: it is being written, or the run ended while writing it."""
+
+    @property
+    def last(self) -> Step:
+        return self.steps[-1]
+
+
+def read_log(path: Path) -> TrainingLog:
+    """Read a metrics.jsonl. Raises ReportError with the number of a line that is not a step."""
+    try:
+        text = read_regular(path, max_bytes=MAX_LOG_BYTES, follow=True).decode("utf-8", errors="replace")
+    except OSError as error:
+        advice = "Give a run directory or a metrics.jsonl."
+        raise ReportError(f"{path}: cannot be read ({reason_of(error)}). {advice}") from error
+    lines = text.split("\n")
+    unfinished = lines.pop()  # '' if the last line is complete
+    steps = [_step(path, number, line) for number, line in enumerate(lines, start=1)]
+    is_truncated = False
+    if unfinished.strip():
+        try:
+            steps.append(_step(path, len(lines) + 1, unfinished))
+        except ReportError:
+            is_truncated = True
+    if not steps:
+        what = "its only line is still incomplete" if is_truncated else "it has no line yet"
+        raise ReportError(f"{path}: no finished step, {what}. Wait for the first step, or give another run.")
+    kept: dict[int, Step] = {}
+    restarts = []
+    previous = None
+    for step in steps:
+        if previous is not None and step.step <= previous:
+            restarts.append(ResumePoint(after=previous, at=step.step))
+            kept = {number: old for number, old in kept.items() if number < step.step}
+        kept[step.step] = step
+        previous = step.step
+    return TrainingLog(steps=tuple(kept.values()), restarts=tuple(restarts), is_truncated=is_truncated)
+
+
+def _step(path: Path, number: int, line: str) -> Step:
+    try:
+        return Step.model_validate_json(line)
+    except ValidationError as error:
+        raise ReportError(
+            f"{path}:{number}: not a step ({first_problem(error)}). A line of metrics.jsonl is an object with step and "
+            "loss; remove or repair the line."
+        ) from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Incident:
+    """A handled failure of a step. `to` is the step that training rolled back to, None if it only skipped the batch."""
+
+    step: int
+    reason: str
+    to: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedRun:
+    """One run. None means unknown."""
+
+    label: str
+    folder: Path
+    log: TrainingLog
+    recipe: Recipe | None
+    recipe_text: str
+    recipe_trouble: str
+    """Why an existing recipe.yaml could not be decoded."""
+    layout: Layout | None
+    environment: dict[str, str]
+    checkpoints: tuple[int, ...]
+    """Steps whose checkpoints are on disk."""
+    has_model: bool
+    written: datetime
+    """Time of the last reported step."""
+    gpu: hardware.Gpu | None
+    shape: ModelShape | None
+    incidents: tuple[Incident, ...] = ()
+    """From events.jsonl."""
+
+    @property
+    def finished(self) -> bool:
+        return self.recipe is not None and self.log.last.step >= self.recipe.train.steps
+
+    def mfu(self, tokens_per_second: float) -> float | None:
+        """Return the model FLOPs utilization at this speed; None if GPU, model or number of ranks is unknown."""
+        if self.gpu is None or self.shape is None or self.recipe is None or self.layout is None:
+            return None
+        peak = self.gpu.peak_flops(self.recipe.precision)
+        rate = tokens_per_second / self.layout.world_size
+        return None if peak is None else mfu(rate, self.shape, self.recipe.data.seq_len, peak)
+
+
+def read_runs(names: Sequence[str], *, gpu: hardware.Gpu | None = None) -> list[RecordedRun]:
+    """Read runs under distinct labels. Raises ReportError if one of them cannot be read."""
+    paths = [_metrics(name) for name in names]
+    twice = [names[i] for i, path in enumerate(paths) if path.resolve() in {other.resolve() for other in paths[:i]}]
+    if twice:
+        raise ReportError(f"{twice[0]}: this run is given twice. Give each run once.")
+    short = [path.resolve().parent.name if path.name == "metrics.jsonl" else path.stem for path in paths]
+    unique = len(set(short)) == len(short)
+    return [
+        _read(path, label=label if unique else name.rstrip("/"), gpu=gpu)
+        for path, label, name in zip(paths, short, names, strict=True)
+    ]
+
+
+def _metrics(name: str) -> Path:
+    path = expanded(name)
+    if path.is_dir():
+        if not (path / "metrics.jsonl").is_file():
+            raise ReportError(
+                f"{name}: this directory has no metrics.jsonl. Give the run_dir of a run that has started."
+            )
+        return path / "metrics.jsonl"
+    if not path.exists():
+        raise ReportError(f"{name}: there is no such run. Give a run directory or a metrics.jsonl.")
+    return path
+
+
+def _read(path: Path, *, label: str, gpu: hardware.Gpu | None) -> RecordedRun:
+    log = read_log(path)
+    folder = path.parent
+    recipe, trouble, text = None, "", ""
+    file = folder / "recipe.yaml"
+    if file.is_file():
+        text = file.read_text(encoding="utf-8", errors="replace")
+        try:
+            recipe = load_recipe(file, stored=True)
+        except ToolkitError as error:
+            trouble = str(error).split("\n")[0]
+    known = _object(folder / "environment.json").items()
+    environment = {str(name): str(value) for name, value in known if not isinstance(value, (dict, list))}
+    if gpu is None and "device" in environment:
+        gpu = hardware.find_gpu(environment["device"])
+    names = (re.fullmatch(r"step-(\d{8,})", path.name) for path in folder.glob("step-*"))
+    checkpoints = sorted(int(name[1]) for name in names if name)
+    return RecordedRun(
+        label=label,
+        folder=folder,
+        log=log,
+        recipe=recipe,
+        recipe_text=text,
+        recipe_trouble=trouble,
+        layout=None if recipe is None else _layout(recipe, folder),
+        environment=environment,
+        checkpoints=tuple(checkpoints),
+        has_model=(folder / "model" / "config.json").is_file(),
+        written=datetime.fromtimestamp(path.stat().st_mtime, tz=UTC),
+        gpu=gpu,
+        incidents=tuple(_incidents(folder / "events.jsonl")),
+        shape=None if recipe is None else _shape(recipe, folder, checkpoints),
+    )
+
+
+def _layout(recipe: Recipe, folder: Path) -> Layout | None:
+    """Return the layout of the recipe, or of the run's DeepSpeed config: dp = batch / (micro x accumulation)."""
+    ranks = 1 if recipe.train.engine == "reference" else recipe.world_size
+    config = _object(folder / "ds_config.json")
+    if ranks is None and config:
+        names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+        sizes = [config.get(name) for name in names]
+        whole, micro, accumulation = (size if isinstance(size, int) and size > 0 else 0 for size in sizes)
+        if micro and accumulation and whole and whole % (micro * accumulation) == 0:
+            section = recipe.parallel
+            ranks = whole // (micro * accumulation) * section.tp * section.pp * section.ulysses
+    try:
+        return None if ranks is None else recipe.layout(ranks)
+    except ToolkitError:
+        return None
+
+
+def _shape(recipe: Recipe, folder: Path, checkpoints: Sequence[int]) -> ModelShape | None:
+    """Return the shape of the model that the run saved, else of the recipe's model."""
+    saved = [folder / "model", *(folder / f"step-{step:08d}" for step in checkpoints)]
+    name = next((str(path.resolve()) for path in saved if (path / "config.json").is_file()), None)
+    try:
+        config = find_config(name or recipe.model.name_or_path)
+        if name is None and config:
+            config = with_overrides(config, recipe.model.overrides)
+        return ModelShape.from_config(config) if config and config.get("model_type") in families() else None
+    except ToolkitError:
+        return None
+
+
+def _incidents(path: Path) -> Iterator[Incident]:
+    """Read events.jsonl, skipping malformed lines: the page does not validate the files of a run."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        try:
+            event = decode_json(line)
+            to = int(event["to"]) if event["kind"] == "rollback" else None
+            yield Incident(step=int(event["step"]), reason=str(event["reason"]), to=to)
+        except (ValueError, KeyError, TypeError):
+            continue
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        return read_json_object(path, follow=True)
+    except (OSError, ValueError):
+        return {}

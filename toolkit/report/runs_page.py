@@ -1,0 +1,181 @@
+"""The report of one or several training runs: index.html.
+
+write_runs(Path("report"), read_runs(["runs/demo"]), command="dstk report runs/demo")
+"""
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from toolkit.report.page import figure, readouts, render, replace_folder
+from toolkit.report.recorded_run import RecordedRun
+from toolkit.report.run_charts import dash, run_charts, tone
+from toolkit.units import NOT_FINITE, UNKNOWN, english_list, format_bytes, format_count, format_duration, plural, ranges
+
+FILES = ("index.html",)
+_WARM_UP = 2
+"""First steps that the speed of a longer run excludes: they compile, allocate and warm caches."""
+
+
+def write_runs(folder: Path, runs: Sequence[RecordedRun], *, command: str) -> Path:
+    """Write the report into `folder` and return the path of its page. Raises ReportError if that is not allowed."""
+    page = runs_page(runs, command=command)
+
+    def write(place: Path) -> None:
+        (place / "index.html").write_text(page, encoding="utf-8")
+
+    return replace_folder(folder, FILES, write)
+
+
+def runs_page(runs: Sequence[RecordedRun], *, command: str) -> str:
+    """Render the page as HTML."""
+    charts = run_charts(runs)
+    return render(
+        "runs.html",
+        title=english_list([run.label for run in runs]) if len(runs) <= 4 else plural(len(runs), "run"),
+        state=_state(runs),
+        runs=[
+            {
+                "run": run,
+                "key": f"k{index}",
+                "tone": tone(index),
+                "dash": dash(index),
+                "figures": figures(run),
+                "facts": facts(run),
+                "events": run_events(run),
+                "train": _train_command(run),
+            }
+            for index, run in enumerate(runs)
+        ],
+        drawings=[figure(chart) for chart in charts],
+        command=command,
+        readouts={"charts": readouts(charts)},
+    )
+
+
+def figures(run: RecordedRun) -> dict[str, tuple[str, str]]:
+    """Return the key numbers, each with a qualifier."""
+    steps = run.log.steps
+    held_out = [(step.eval_loss, step.step) for step in steps if step.eval_loss is not None]
+    best = min(held_out, default=None)
+    speed = _tokens_per_second(run)
+    share = None if speed is None else run.mfu(speed)
+    peak = max((step.memory_bytes for step in steps if step.memory_bytes is not None), default=None)
+    seconds = sum(step.seconds or 0.0 for step in steps)
+    last = run.log.last
+    total = f" of {run.recipe.train.steps}" if run.recipe is not None else ""
+    return {
+        "steps": (f"{last.step}{total}", "finished" if run.finished else ""),
+        "loss": (NOT_FINITE if last.loss is None else f"{last.loss:.4f}", f"at step {last.step}"),
+        "held-out loss": (f"{best[0]:.4f}", f"best, at step {best[1]}") if best else (UNKNOWN, ""),
+        "tokens/s": (UNKNOWN, "") if speed is None else (format_count(speed), "all ranks"),
+        "MFU": (UNKNOWN, "")
+        if share is None or run.gpu is None
+        else (f"{share:.1%}" if share >= 0.0995 else f"{share:.2%}", f"of {run.gpu.name}"),
+        "peak memory": (UNKNOWN, "") if peak is None else (format_bytes(peak), "on rank 0"),
+        "training time": (format_duration(seconds), f"{format_count(sum(step.tokens for step in steps))} tokens"),
+    }
+
+
+def _tokens_per_second(run: RecordedRun) -> float | None:
+    """Return the throughput of the run without its first steps."""
+    timed = [step for step in run.log.steps if step.seconds and step.tokens]
+    timed = timed[_WARM_UP:] if len(timed) > 5 * _WARM_UP else timed
+    seconds = sum(step.seconds or 0.0 for step in timed)
+    return sum(step.tokens for step in timed) / seconds if seconds else None
+
+
+def facts(run: RecordedRun) -> list[tuple[str, str]]:
+    """Return what was trained, and on what."""
+    found: list[tuple[str, str]] = []
+    recipe = run.recipe
+    if recipe is not None:
+        parallel = f"{recipe.train.engine}, number of ranks unknown"
+        if run.layout is not None:
+            parallel = f"{recipe.strategy(run.layout)}, {plural(run.layout.world_size, 'rank')}"
+        found += [
+            ("model", f"{recipe.model.name_or_path}, {recipe.model.init} weights"),
+            ("data", f"{recipe.data.source}, samples of {recipe.data.seq_len} tokens"),
+            ("parallel", parallel),
+            ("precision", recipe.precision),
+            ("batch", f"{recipe.batch.global_batch_size} samples a step"),
+            ("optimizer", f"{recipe.optimizer.name}, lr {recipe.optimizer.lr:g}, {recipe.schedule.name}"),
+        ]
+    return [*found, *run.environment.items(), ("run directory", str(run.folder))]
+
+
+def _state(runs: Sequence[RecordedRun]) -> str:
+    if len(runs) == 1:
+        when = f"{runs[0].written:%Y-%m-%d %H:%M} UTC"
+        return f"Finished {when}." if runs[0].finished else f"At step {runs[0].log.last.step}, reported {when}."
+    done = sum(run.finished for run in runs)
+    return "All runs have finished." if done == len(runs) else f"{done} of {len(runs)} finished."
+
+
+def _train_command(run: RecordedRun) -> str:
+    if not run.recipe_text:
+        return ""
+    command = f"dstk train {shlex.quote(str(run.folder / 'recipe.yaml'))}"
+    if run.layout is not None and run.layout.world_size > 1:
+        command += f" --nproc {run.layout.world_size}"
+    return f"{command} run_dir=null"
+
+
+_NAMES = {"loss": "loss", "grad_norm": "gradient norm", "eval_loss": "validation loss"}
+
+
+@dataclass(frozen=True)
+class RunEvent:
+    """What happened at which steps: checkpoints, skipped and non-finite steps, restarts, an incomplete last line."""
+
+    kind: str
+    """Severity: plain, warning or differs."""
+    what: str
+    steps: str
+
+
+def run_events(run: RecordedRun) -> list[RunEvent]:
+    """Return all events of one run, the most severe first."""
+    found = [
+        RunEvent("differs", f"{name} not finite", ranges(steps))
+        for field, name in _NAMES.items()
+        if (steps := [step.step for step in run.log.steps if field in step.not_finite and not step.skipped])
+    ]
+    for what, steps in (
+        ("fp16 overflow", [step.step for step in run.log.steps if step.skipped and "loss" not in step.not_finite]),
+        ("not finite", [step.step for step in run.log.steps if step.skipped and "loss" in step.not_finite]),
+    ):
+        if steps:
+            found.append(RunEvent("warning", f"update skipped ({what})", ranges(steps)))
+    for incident in run.incidents:
+        if incident.to is not None:
+            what = f"rolled back to step {incident.to}: {incident.reason}"
+            found.append(RunEvent("warning", what, str(incident.step)))
+    for restart in run.log.restarts:
+        again = plural(restart.after - restart.at + 1, "step")
+        found.append(RunEvent("warning", f"restart: {again} trained again", f"{restart.at}, after {restart.after}"))
+    numbers = [step.step for step in run.log.steps]
+    holes = [(a + 1, b - 1) for a, b in pairwise(numbers) if b > a + 1]
+    if holes:
+        missing = ", ".join(f"{a}" if a == b else f"{a} to {b}" for a, b in holes[:8]) + (", …" if holes[8:] else "")
+        found.append(RunEvent("warning", "no line in metrics.jsonl", missing))
+    if run.log.is_truncated:
+        what = "the last line of metrics.jsonl is incomplete and skipped"
+        found.append(RunEvent("plain", what, f"after {run.log.last.step}"))
+    return found + _checkpoints(run)
+
+
+def _checkpoints(run: RecordedRun) -> list[RunEvent]:
+    found = []
+    every = run.recipe.checkpoint.every if run.recipe is not None else 0
+    due = list(range(every, run.log.last.step + 1, every)) if every else []
+    if due:
+        shown = f"{', '.join(map(str, due))}" if len(due) <= 6 else f"{due[0]}, {due[1]}, … {due[-1]}"
+        found.append(RunEvent("plain", f"checkpoint every {every} steps", shown))
+    if run.checkpoints:
+        found.append(RunEvent("plain", "checkpoints on disk", ranges(list(run.checkpoints))))
+    if run.has_model:
+        found.append(RunEvent("plain", "trained model on disk", ""))
+    return found

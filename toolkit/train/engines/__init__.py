@@ -1,1 +1,0 @@
-"""Engines: who does the arithmetic. `create` builds the one that a recipe names."""

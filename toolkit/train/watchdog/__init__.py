@@ -1,1 +1,0 @@
-"""Watchdog: ends a job whose ranks wait for one that hangs or is dead, and names that rank."""

@@ -1,0 +1,142 @@
+"""Checkpointer: what a training run puts into a checkpoint, and how it resumes from one in any layout."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from toolkit.checkpoint.commit import Retention
+from toolkit.checkpoint.names import MODEL
+from toolkit.checkpoint.reader import CheckpointReader
+from toolkit.checkpoint.save import AsyncSaver, CheckpointContents, SavedCheckpoint, save
+from toolkit.checkpoint.tensor_source import ShardedTensorSource
+from toolkit.checkpoint.trainer_state import TrainerState
+from toolkit.config.job import Job
+from toolkit.data.token_cache import TokenCorpus
+from toolkit.engines.base import Engine
+from toolkit.engines.local_tensors import local_tensors
+from toolkit.engines.optimizer_states import MASTER
+from toolkit.errors import CheckpointError
+from toolkit.launch.environment import describe_environment
+
+
+def save_small_files(folder: Path, *parts: Any) -> None:
+    """Write what transformers reads beside the weights: config, generation config, tokenizer, each unless None."""
+    for part in parts:
+        if part is not None:
+            part.save_pretrained(folder)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpointer:
+    """Saves a run, and restores its engine. Every method is a collective call."""
+
+    job: Job
+    engine: Engine
+    tokenizer: PreTrainedTokenizerBase
+    corpus: TokenCorpus
+    check_lock: Callable[[], None] = lambda: None
+    """As in CheckpointContents."""
+    _saver: AsyncSaver = field(default_factory=AsyncSaver, init=False)
+
+    def save(
+        self,
+        run_dir: Path,
+        step: int,
+        *,
+        tokens: int,
+        learning_rate: float,
+        skipped_batches: int = 0,
+        wait: bool = True,
+    ) -> SavedCheckpoint | None:
+        """Write `run_dir/step-…` after `step` steps, in which `tokens` target tokens were trained on.
+
+        `skipped_batches`: global batches that rollbacks have passed over. With `wait` false it is written from a
+        snapshot in host memory while training continues, and `poll` or `finish` returns it. Raises CheckpointError, the
+        same on every rank; older checkpoints stay as they are.
+        """
+        if wait:
+            self.finish()
+        self.engine.report_phase("checkpoint")
+        contents = self._contents(step, tokens, learning_rate, skipped_batches)
+        return save(run_dir, step, contents) if wait else self._saver.begin(run_dir, step, contents)
+
+    def poll(self) -> SavedCheckpoint | None:
+        """The checkpoint that was begun, once all ranks have written it. Call it at a step boundary."""
+        return self._saver.poll()
+
+    def finish(self) -> SavedCheckpoint | None:
+        """Wait for the checkpoint that was begun, if there is one."""
+        self.engine.report_phase("checkpoint")
+        return self._saver.finish()
+
+    def _contents(self, step: int, tokens: int, learning_rate: float, skipped_batches: int) -> CheckpointContents:
+        section = self.job.recipe.checkpoint
+        return CheckpointContents(
+            tensors=self._tensors,
+            trainer_state=self._state(step, tokens, learning_rate, skipped_batches).to_dict(),
+            write_model_files=self._write_model_files,
+            retention=Retention(newest=section.keep, every=section.keep_every or None),
+            progress=lambda: self.engine.report_phase("checkpoint"),
+            check_lock=self.check_lock,
+        )
+
+    def restore(self, saved: CheckpointReader, state: TrainerState) -> None:
+        """Load weights, optimizer states and counts into the engine. Every rank reads its own shards."""
+        engine = self.engine
+        missing = sorted(set(engine.states.kinds) - set(state.states))
+        if missing:
+            raise CheckpointError(
+                f"{saved.path}: it has no {', '.join(missing)}, which optimizer.name={self.job.recipe.optimizer.name} "
+                "needs. Use the optimizer that it was trained with, or start a new run from its weights."
+            )
+        engine.load_states(MASTER, lambda name: saved.tensor(MODEL, name))
+        for kind in engine.states.kinds:
+            engine.load_states(kind, lambda name, kind=kind: saved.tensor(kind, name))  # type: ignore[misc]
+        for name, buffer in engine.local_buffers():
+            if saved.has(MODEL, name):
+                buffer.copy_(saved.tensor(MODEL, name).clone())
+        engine.states.updates = state.updates
+        engine.load_loss_scale(state.loss_scale)
+
+    @cached_property
+    def _tensors(self) -> ShardedTensorSource:
+        return local_tensors(self.engine)
+
+    @cached_property
+    def _versions(self) -> dict[str, str]:
+        return describe_environment(self.engine.device)
+
+    def _write_model_files(self, folder: Path) -> None:
+        model = self.engine.model
+        config = copy.deepcopy(model.config)
+        config.dtype = torch.float32  # of the weights that are saved
+        config.architectures = [type(model).__name__.removeprefix("FSDP")]
+        save_small_files(folder, config, model.generation_config, self.tokenizer)
+
+    def _state(self, step: int, tokens: int, learning_rate: float, skipped_batches: int) -> TrainerState:
+        recipe, batch = self.job.recipe, self.job.batch
+        return TrainerState(
+            step=step,
+            samples=step * batch.global_batch_size,
+            tokens=tokens,
+            skipped_batches=skipped_batches,
+            updates=self.engine.states.updates,
+            learning_rate=learning_rate,
+            loss_scale=self.engine.loss_scale(),
+            layout=self.job.strategy,
+            micro_batch_size=batch.micro_batch_size,
+            accumulation=batch.accumulation,
+            precision=recipe.precision,
+            engine=recipe.train.engine,
+            seed=recipe.train.seed,
+            states=list(self.engine.states.kinds),
+            contents=self.corpus.contents,
+            versions=self._versions,
+            recipe=recipe.model_dump(mode="json"),
+        )

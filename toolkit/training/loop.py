@@ -1,0 +1,218 @@
+"""The training loop: the one that recipes/train.py, `dstk compare`, the tests and a user's own script run.
+
+It takes micro-batches from the loader and gives them to the engine. What is printed, written, saved or decided
+is done by callbacks (toolkit/training/callback.py).
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from functools import partial
+from pathlib import Path
+
+from toolkit.config.job import Job
+from toolkit.data.fingerprint import BatchFingerprints
+from toolkit.data.loader import MicroBatchLoader
+from toolkit.data.micro_batch import MicroBatch
+from toolkit.data.token_cache import TokenCorpus
+from toolkit.engines.base import Engine, StepResult
+from toolkit.engines.optimizer import learning_rate
+from toolkit.errors import NonFiniteError, PreemptedError
+from toolkit.training.callback import Action, Callback
+from toolkit.training.checkpointing import Checkpointer
+from toolkit.training.metrics import StepMetrics, peak_memory_bytes
+from toolkit.training.progress import ProgressLine, Stopwatch
+from toolkit.training.resume import Resumed
+from toolkit.training.run_directory import RunDirectory
+
+_NO_UPDATE = StepResult(loss=math.nan, grad_norm=math.nan, skipped=True)
+
+
+class TrainingRun:
+    """A run in progress. `step` steps are done; the next one reads the global batch `step` + `skipped_batches`."""
+
+    step = 0
+    skipped_batches = 0
+    """Global batches that rollbacks have skipped."""
+    tokens = 0
+    """Target tokens trained on."""
+    is_stopping = False
+    """Whether some rank requested a stop; the same on every rank."""
+    is_complete = False
+    """Whether all steps are done."""
+    last_checkpoint: Path | None = None
+
+    def __init__(
+        self,
+        job: Job,
+        engine: Engine,
+        loader: MicroBatchLoader,
+        corpus: TokenCorpus,
+        callbacks: Iterable[Callback] = (),
+        *,
+        console: ProgressLine | None = None,
+        directory: RunDirectory | None = None,
+        checkpointer: Checkpointer | None = None,
+        resumed: Resumed | None = None,
+    ) -> None:
+        self.job, self.engine, self.loader, self.corpus = job, engine, loader, corpus
+        self.recipe = job.recipe
+        self.callbacks = tuple(callbacks)
+        self.console = console or ProgressLine(self.recipe.train.steps, every=1, enabled=False)
+        self.directory, self.checkpointer, self.resumed = directory, checkpointer, resumed
+        self.history: list[StepMetrics] = []
+        self.fingerprints = BatchFingerprints(loader)
+        self.learning_rate = learning_rate(self.recipe)
+        """Step from 0 -> learning rate."""
+        self._stopwatch = Stopwatch()
+        self._stop_cause = ""
+
+    def fit(self) -> None:
+        """Train to recipe.train.steps, from the beginning or from `resumed`.
+
+        Raises PreemptedError after a requested stop, and NonFiniteError where the loss or a gradient is not finite and
+        no callback handles it.
+        """
+        if self.resumed is not None:
+            self._load(self.resumed)
+        self.engine.before_update = partial(self._notify, "on_before_update")
+        with self.console:
+            self._notify("on_run_begin")
+            try:
+                self._take_steps()
+            except (PreemptedError, NonFiniteError):
+                self._notify("on_run_end")
+                raise
+            self.is_complete = True
+            self._notify("on_run_end")
+
+    def request_stop(self, cause: str = "a request") -> None:
+        """End the run after the present step, with a checkpoint where it keeps some. One rank's request is enough."""
+        self._stop_cause = cause
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether this start has completed a step."""
+        return bool(self.history)
+
+    def describe_saved(self) -> str:
+        """What this start has saved, and how to resume from it."""
+        saved = self.last_checkpoint
+        return "nothing was saved yet" if saved is None else f"saved {saved}. Resume with --resume {saved.parent}"
+
+    def save_checkpoint(self, *, wait: bool = True) -> Path | None:
+        """Save a checkpoint of the present step; None where the run keeps none. A collective call.
+
+        With `wait` false it is written while training continues, and complete when `on_checkpoint` is called.
+        """
+        if self.checkpointer is None or self.directory is None:
+            return None
+        saved = self.checkpointer.save(
+            self.directory.path,
+            self.step,
+            tokens=self.tokens,
+            learning_rate=self.learning_rate(max(0, self.step - 1)),
+            skipped_batches=self.skipped_batches,
+            wait=wait,
+        )
+        if saved is not None:
+            self.checkpoint_is_complete(saved.path)
+        return None if saved is None else saved.path
+
+    def checkpoint_is_complete(self, path: Path) -> None:
+        """Tell the callbacks of a checkpoint that is complete on disk."""
+        self.last_checkpoint = path
+        self._notify("on_checkpoint", path)
+
+    def roll_back(self, earlier: Resumed, reason: str) -> None:
+        """Restore a checkpoint of this run and skip the global batches up to the present one. A collective call."""
+        failed, passed = self.step + 1, self.step + self.skipped_batches + 1
+        first = earlier.state.step + earlier.state.skipped_batches + 1
+        del self.history[len(self.history) - (self.step - earlier.state.step) :]
+        self._load(earlier)
+        self.skipped_batches = passed - self.step
+        count = passed - first + 1
+        if self.directory is not None:
+            self.directory.go_back_to(self.step, at=failed, reason=reason, skipped_batches=count)
+        self.console.say(
+            f"step {failed}: {reason}. Rolled back to {earlier.saved.path.name}; "
+            f"the global batches of {count} steps are skipped"
+        )
+        self._stopwatch.lap()
+
+    def _load(self, resumed: Resumed) -> None:
+        assert self.checkpointer is not None
+        self.checkpointer.restore(resumed.saved, resumed.state)
+        state = resumed.state
+        self.step, self.skipped_batches, self.tokens = state.step, state.skipped_batches, state.tokens
+
+    def _take_steps(self) -> None:
+        while self.step < self.recipe.train.steps:
+            with self.loader.prefetch(self.step, skipped_batches=self.skipped_batches) as batches:
+                while self.step < self.recipe.train.steps and self._take_step(batches):
+                    pass
+
+    def _take_step(self, batches: Iterator[MicroBatch]) -> bool:
+        """Take one step; False where the run was rolled back, so that other samples come next."""
+        self._notify("on_step_begin")
+        tokens = self.loader.target_tokens(self.step + self.skipped_batches)
+        micro_batches = self.loader.micro_batches(self.step, batches)
+        try:
+            result = self.engine.train_step(
+                self.fingerprints.watch(micro_batches),
+                target_tokens=tokens,
+                learning_rate=self.learning_rate(self.step),
+            )
+        except NonFiniteError as error:
+            result = _NO_UPDATE
+            action = self._first_action(callback.on_nonfinite(self, error) for callback in self.callbacks)
+            if action is None:
+                raise
+        else:
+            action = self._first_action(callback.on_after_update(self, result) for callback in self.callbacks)
+        if action is Action.RETRY:
+            return False
+        self._finish_step(result, tokens)
+        return True
+
+    @staticmethod
+    def _first_action(actions: Iterable[Action | None]) -> Action | None:
+        return next((action for action in actions if action is not None), None)
+
+    def _finish_step(self, result: StepResult, tokens: int) -> None:
+        digest, self.is_stopping = self.fingerprints.last(self.engine.device, stop=bool(self._stop_cause))
+        rate = self.learning_rate(self.step)
+        self.step += 1
+        self.tokens += tokens
+        metrics = StepMetrics(
+            step=self.step,
+            loss=result.loss,
+            lr=rate,
+            grad_norm=result.grad_norm,
+            tokens=tokens,
+            seconds=self._stopwatch.lap(),
+            memory_bytes=peak_memory_bytes(self.engine.device),
+            skipped=result.skipped,
+            eval_loss=self._evaluate(),
+            batch=digest,
+        )
+        self.history.append(metrics)
+        self._notify("on_step_end", metrics)
+        if self.is_stopping:
+            # The request may have come to another rank.
+            place = f"{self._stop_cause or 'a signal'} after step {self.step} of {self.recipe.train.steps}"
+            raise PreemptedError(f"stopped by {place}; {self.describe_saved()}.")
+        self._stopwatch.lap()  # validation and checkpoints are not part of a step's time
+
+    def _evaluate(self) -> float | None:
+        every = self.recipe.train.eval_every
+        if not every or self.loader.validation is None:
+            return None
+        if self.step % every and self.step != self.recipe.train.steps:
+            return None
+        eval_loss = self.engine.evaluate(self.loader.validation_batches())
+        self._notify("on_evaluate", eval_loss)
+        return eval_loss
+
+    def _notify(self, hook: str, *arguments: object) -> None:
+        for callback in self.callbacks:
+            getattr(callback, hook)(self, *arguments)

@@ -1,0 +1,63 @@
+"""Metrics of a step, one JSON object per line."""
+
+import json
+import math
+import resource
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMetrics:
+    """One optimizer step. `step` counts from 1; losses in nats per token; `tokens` are the step's target tokens."""
+
+    step: int
+    loss: float
+    lr: float
+    grad_norm: float
+    tokens: int
+    seconds: float
+    memory_bytes: int
+    """Peak so far: allocated on the GPU, or resident where there is none."""
+    skipped: bool = False
+    eval_loss: float | None = None
+    batch: str | None = None
+    """A hash of the step's samples and their order, the same in every layout."""
+
+    def to_json(self) -> str:
+        """One line of metrics.jsonl; values that are not finite become null, and absent ones are omitted."""
+        record: dict[str, Any] = {key: value for key, value in asdict(self).items() if value is not None}
+        if not self.skipped:
+            del record["skipped"]
+        for key, value in record.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                record[key] = None
+        return json.dumps(record)
+
+
+class MetricsFile:
+    """metrics.jsonl, written line by line so that a crash loses nothing that was reported."""
+
+    def __init__(self, path: Path, kept: Sequence[str] = ()) -> None:
+        """Start the file with the lines `kept` of an earlier part of the run."""
+        beginning = path.with_name(f".{path.name}.tmp")
+        beginning.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        beginning.replace(path)  # a crash here loses no line
+        self._file: IO[str] = path.open("a", encoding="utf-8", buffering=1)
+
+    def write(self, metrics: StepMetrics) -> None:
+        self._file.write(metrics.to_json() + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The peak memory of this rank so far."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,85 @@
+"""What is checked before the ranks meet: the DeepSpeed config, the model's config, the tokenizer, the trackers."""
+
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+
+from toolkit.config import parallelism_conflicts
+from toolkit.config.job import Job
+from toolkit.config.recipe import Recipe
+from toolkit.data.token_cache import TokenCorpus
+from toolkit.dsconfig import Device, build, merge_user_config, read_user_config
+from toolkit.engines.factory import check_precision
+from toolkit.engines.optimizer import learning_rate
+from toolkit.errors import ConfigError, DataError, ModelError, RecipeError
+from toolkit.model_init.build_model import load_config
+from toolkit.model_init.document_masking import check_document_masking
+from toolkit.models.shape import ModelShape
+from toolkit.training.trackers import Trackers
+
+
+def check_model(recipe: Recipe, device: torch.device, *, trust_remote_code: bool = False) -> PretrainedConfig:
+    """The model's config.
+
+    Raises a ToolkitError for a model, sequence length, packing, precision or tracker that cannot be.
+    """
+    config = load_config(recipe.model, trust_remote_code=trust_remote_code)
+    conflicts = parallelism_conflicts(recipe, config.to_dict(), find_shape(config))
+    if conflicts:
+        raise RecipeError(conflicts)
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None and recipe.data.seq_len > positions:
+        remedy = (("data.seq_len", f"{positions} or less"),)
+        reason = f"the model has {positions} positions"
+        raise ModelError(recipe.conflict("data.seq_len", "model.name_or_path", reason=reason, remedy=remedy))
+    if recipe.data.document_masking:
+        check_document_masking(recipe.model, config, trust_remote_code=trust_remote_code)
+    check_precision(recipe, device)
+    try:
+        learning_rate(recipe)
+    except ValueError as error:
+        raise RecipeError(f"schedule.name={recipe.schedule.name}: {str(error).splitlines()[0]}") from error
+    Trackers.check(recipe)
+    return config
+
+
+def deepspeed_config(
+    job: Job, config: PretrainedConfig, device: torch.device, user_config: str | None = None
+) -> dict[str, Any] | None:
+    """The config for DeepSpeed, with a user's JSON laid over it; None for other engines.
+
+    Raises ConfigError with every conflict between the JSON and the recipe.
+    """
+    recipe = job.recipe
+    if recipe.train.engine != "deepspeed":
+        if user_config is not None:
+            raise ConfigError(
+                f"{user_config}: train.engine={recipe.train.engine} takes no DeepSpeed config. "
+                "Leave it out, or set train.engine=deepspeed."
+            )
+        return None
+    kind: Device = "cuda" if device.type == "cuda" else "cpu"
+    built = build(job, hidden_size=config.get_text_config().hidden_size, device=kind)
+    if user_config is None:
+        return built
+    return merge_user_config(built, read_user_config(user_config), name=user_config)
+
+
+def check_vocabulary(recipe: Recipe, config: PretrainedConfig, corpus: TokenCorpus) -> None:
+    """Raise DataError where the tokenizer has ids for which the model has no embedding."""
+    vocabulary = config.get_text_config().vocab_size
+    if corpus.tokenizer_vocab_size > vocabulary:
+        raise DataError(
+            f"data.tokenizer={recipe.data.tokenizer}: its ids go up to {corpus.tokenizer_vocab_size - 1}, but the "
+            f"model has a vocabulary of {vocabulary}. "
+            f"Choose another tokenizer, or set model.overrides.vocab_size={corpus.tokenizer_vocab_size}."
+        )
+
+
+def find_shape(config: PretrainedConfig) -> ModelShape | None:
+    """The shape of a model of a known family; None for others, of which no FLOPs are known."""
+    try:
+        return ModelShape.from_config(config.to_dict())
+    except ModelError:
+        return None

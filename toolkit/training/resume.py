@@ -1,0 +1,74 @@
+"""Resume: which checkpoint `--resume` means, whether it is complete, and whether it fits the recipe."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from toolkit.checkpoint.names import TRAINER_STATE, not_a_directory, step_of
+from toolkit.checkpoint.ranks import Ranks
+from toolkit.checkpoint.reader import CheckpointReader
+from toolkit.checkpoint.select import SelectedCheckpoint, select_checkpoint
+from toolkit.checkpoint.trainer_state import TrainerState
+from toolkit.config.recipe import Recipe
+from toolkit.errors import CheckpointError
+from toolkit.files import expanded
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumed:
+    """A complete checkpoint to resume from."""
+
+    saved: CheckpointReader
+    state: TrainerState
+    notices: tuple[str, ...] = ()
+    """Damaged checkpoints that were passed over, one line each."""
+
+
+def run_of(asked: str, recipe: Recipe) -> Path | None:
+    """The run directory that `--resume` names, or for `auto` that of the recipe; None where `auto` finds no run.
+
+    Raises CheckpointError where there is nothing to resume from.
+    """
+    if asked == AUTO:
+        if recipe.run_dir is None:
+            raise CheckpointError("--resume auto without a run_dir: there is no run to look for. Set run_dir=….")
+        path = expanded(recipe.run_dir)
+        return path if path.is_dir() and any(step_of(entry.name) is not None for entry in path.iterdir()) else None
+    path = expanded(asked)
+    if not path.is_dir():
+        raise CheckpointError(f"--resume {asked}: {not_a_directory(path)}. Name a run, a checkpoint, or auto.")
+    return path.parent if step_of(path.resolve().name) is not None else path
+
+
+def newest_checkpoint(run_dir: Path) -> Resumed | None:
+    """The newest complete checkpoint of a run; None where there is none. A collective call."""
+    try:
+        chosen = select_checkpoint(run_dir, ranks=Ranks.of())
+    except CheckpointError:
+        return None
+    return None if chosen.is_weights_only else _open(chosen)
+
+
+def resume(asked: str, recipe: Recipe, *, strict: bool) -> Resumed | None:
+    """The checkpoint that `--resume` means, verified file by file; None where `auto` finds none.
+
+    Ranks share the reading: a collective call. Raises CheckpointError, the same on every rank.
+    """
+    # The first rank looks: another machine might still see the directory as it was.
+    if Ranks.of().run_on_first(lambda: run_of(asked, recipe)) is None:
+        return None
+    path = expanded(recipe.run_dir or "") if asked == AUTO else expanded(asked)
+    chosen = select_checkpoint(path, strict=strict, ranks=Ranks.of())
+    if chosen.is_weights_only:
+        raise CheckpointError(
+            f"--resume {asked}: weights alone, without the state of a run. To begin with them, set "
+            f"model.name_or_path={asked} and model.init=pretrained."
+        )
+    return _open(chosen)
+
+
+def _open(chosen: SelectedCheckpoint) -> Resumed:
+    saved = CheckpointReader(chosen.path)
+    state = TrainerState.from_dict(saved.trainer_state or {}, path=str(chosen.path / TRAINER_STATE))
+    return Resumed(saved=saved, state=state, notices=chosen.notices)

@@ -1,0 +1,260 @@
+"""The run directory: the files of a run. Rank 0 writes them, under a lock; the other ranks only take part in gathering.
+
+recipe.yaml      as resolved: running it again gives the same run
+ds_config.json   what DeepSpeed was given
+environment.json versions and the machine
+metrics.jsonl    one object per step
+events.jsonl     skipped steps and rollbacks; only where there were some
+loss.png         the loss curve; written last, so it says that the run is finished
+step-00000100/   checkpoints (toolkit/checkpoint/), each a Hugging Face directory
+latest           the newest of them
+model/           the trained model, in the same format
+.lock-1          who trains here now (toolkit/training/run_lock.py)
+"""
+
+import contextlib
+import json
+import shutil
+from collections.abc import Mapping
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedTokenizerBase
+
+from toolkit.checkpoint.model_directory import write_model
+from toolkit.checkpoint.names import step_of
+from toolkit.checkpoint.ranks import Ranks
+from toolkit.checkpoint.trainer_state import changed_fields
+from toolkit.config import dump_recipe, load_recipe
+from toolkit.config.recipe import Recipe
+from toolkit.engines.base import Engine
+from toolkit.engines.local_tensors import buffer_specs, parameter_specs
+from toolkit.errors import FinishedError, RunDirectoryError
+from toolkit.files import expanded
+from toolkit.launch.environment import describe_environment
+from toolkit.launch.health.local_process import exit_calls
+from toolkit.training.arguments import TrainOptions, unused_run_directory
+from toolkit.training.checkpointing import save_small_files
+from toolkit.training.metrics import MetricsFile
+from toolkit.training.resume import AUTO, run_of
+from toolkit.training.run_lock import RunLock, is_locked
+
+EVENTS, CURVE = "events.jsonl", "loss.png"
+
+
+class RunDirectory:
+    """One run's files. Nothing is written before `claim`, and nothing by ranks other than 0."""
+
+    def __init__(self, path: Path, *, is_writer: bool, automatic_name: str | None = None) -> None:
+        self.path = path
+        self.is_writer = is_writer
+        self.metrics: MetricsFile | None = None
+        self._automatic_name = automatic_name
+        self._lock: RunLock | None = None
+        self._is_new = False
+
+    @classmethod
+    def choose(
+        cls, recipe: Recipe, options: TrainOptions, *, is_writer: bool, has_lock: bool = False
+    ) -> "RunDirectory":
+        """The recipe's run_dir, or the first unused runs/NAME, runs/NAME-2, … where it has none.
+
+        A resumed run stays in its directory unless the recipe names another run_dir. Every rank makes the same choice
+        before rank 0 claims it. Raises RunDirectoryError if run_dir holds another run that may not be replaced, or if
+        it holds models that no run left. A run in progress, or a finished one, is left to `claim`, which says more.
+        """
+        resume_dir = run_of(options.resume, recipe) if options.resume else None
+        if resume_dir is not None and (
+            recipe.run_dir is None or expanded(recipe.run_dir).resolve() == resume_dir.resolve()
+        ):
+            return cls(resume_dir, is_writer=is_writer)
+        if recipe.run_dir is None:
+            return cls(unused_run_directory(options.name), is_writer=is_writer, automatic_name=options.name)
+        path = expanded(recipe.run_dir)
+        if path.exists() and not path.is_dir():
+            raise RunDirectoryError(f"run_dir={recipe.run_dir}: not a directory. Choose another run_dir.")
+        is_run = (path / "metrics.jsonl").exists()
+        # A run that ended before its first checkpoint left nothing but its metrics: a job script starts it again.
+        may_replace = options.overwrite or (options.resume == AUTO and not (path / "model").exists())
+        if is_run and not may_replace and (has_lock or not (options.resume == AUTO or is_locked(path))):
+            raise RunDirectoryError(
+                f"run_dir={recipe.run_dir}: it already holds a run. "
+                "Choose another run_dir, or add --overwrite to replace it."
+            )
+        if not is_run and ((path / "model").exists() or any(path.glob("step-*"))):
+            raise RunDirectoryError(
+                f"run_dir={recipe.run_dir}: it holds model or step-… folders that no run of this toolkit left, and a "
+                "run would replace them. Choose another run_dir."
+            )
+        if is_run and expanded(recipe.model.name_or_path).resolve().is_relative_to(path.resolve()):
+            raise RunDirectoryError(
+                f"run_dir={recipe.run_dir}: it holds the model that this run starts from, and --overwrite would delete "
+                "it. Choose another run_dir."
+            )
+        return cls(path, is_writer=is_writer)
+
+    def claim(self, recipe: Recipe, options: TrainOptions) -> None:
+        """Create and lock the directory, so that no other job writes there until `release`. A collective call.
+
+        Raises, the same on every rank, RunDirectoryError where another job trains there or has left a run since
+        `choose`, and FinishedError where `--resume auto` finds nothing left to train.
+        """
+        # The writer may have to take another name, and every rank writes its shards of a checkpoint.
+        self.path = Ranks.of().run_on_first(lambda: self._claim(recipe, options))
+
+    def _claim(self, recipe: Recipe, options: TrainOptions) -> Path:
+        try:
+            self._is_new = self._create()
+            self._lock = RunLock(self.path)
+            self._lock.acquire()
+            exit_calls.append(self.release)  # also where a watchdog or a signal ends this process
+            if options.resume == AUTO:
+                self._check_unfinished(recipe)
+            if self._automatic_name is None:
+                RunDirectory.choose(recipe, options, is_writer=True, has_lock=True)
+            return self.path
+        except (OSError, RunDirectoryError) as error:
+            problem = self._cannot_write(error) if isinstance(error, OSError) else error
+        problem.scope = "job"
+        raise problem
+
+    def _check_unfinished(self, recipe: Recipe) -> None:
+        """Raise FinishedError where the run that this recipe describes is here, with all its steps."""
+        if not (self.path / CURVE).exists():
+            return
+        done = load_recipe(self.path / "recipe.yaml", stored=True)
+        if done.train.steps < recipe.train.steps or changed_fields(recipe, done.model_dump(mode="json")):
+            return
+        model, has_checkpoint = self.path / "model", run_of(AUTO, recipe) is not None
+        more = f"set train.steps to more than {done.train.steps}"
+        raise FinishedError(
+            f"{self.path} is finished: {done.model.name_or_path}, {done.train.steps} steps. Its model is {model}. "
+            f"To train longer, {more if has_checkpoint else f'start a new run with model.name_or_path={model}'}."
+        )
+
+    def release(self) -> None:
+        """Let other jobs write there. A directory in which nothing was written is removed."""
+        if self._lock is not None:
+            self._lock.release()
+            if self._is_new:
+                with contextlib.suppress(OSError):
+                    self.path.rmdir()
+
+    def check_lock(self, *, quickly: bool = False) -> None:
+        """Raise RunDirectoryError where another job has taken the directory over; on the writer."""
+        if self._lock is not None:
+            self._lock.check(quickly=quickly)
+
+    def open(
+        self, recipe: Recipe, ds_config: Mapping[str, Any] | None, device: torch.device, *, resumed_step: int = 0
+    ) -> None:
+        """Write the resolved recipe, the DeepSpeed config and the environment, on the writer.
+
+        The steps of an earlier run after `resumed_step` are removed, and all of its files if that is 0. Raises
+        RunDirectoryError if the directory cannot be written.
+        """
+        if not self.is_writer:
+            return
+        self.check_lock()
+        try:
+            kept = self._steps_until(resumed_step)
+            if not resumed_step:
+                self._remove_old_run()
+            (self.path / CURVE).unlink(missing_ok=True)
+            (self.path / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
+            environment = describe_environment(device)
+            (self.path / "environment.json").write_text(json.dumps(environment, indent=2) + "\n", encoding="utf-8")
+            if ds_config is not None:
+                (self.path / "ds_config.json").write_text(json.dumps(ds_config, indent=2) + "\n", encoding="utf-8")
+            self.metrics = MetricsFile(self.path / "metrics.jsonl", kept)
+        except OSError as error:
+            raise self._cannot_write(error) from error
+
+    def _cannot_write(self, error: OSError) -> RunDirectoryError:
+        reason, advice = error.strerror or error, "Choose a directory that you may write."
+        return RunDirectoryError(f"run_dir={self.path}: cannot be written ({reason}). {advice}")
+
+    def _create(self) -> bool:
+        """Create the directory; whether it is new."""
+        if self._automatic_name is None:
+            is_new = not self.path.exists()
+            self.path.mkdir(parents=True, exist_ok=True)
+            return is_new
+        while True:
+            try:
+                self.path.mkdir(parents=True)
+                return True
+            except FileExistsError:  # another job chose the same name in the meantime
+                self.path = unused_run_directory(self._automatic_name)
+
+    def _remove_old_run(self) -> None:
+        """Remove the files of an earlier run; `choose` made sure that they are of a run."""
+        for unfinished in (*self.path.glob(".*.tmp"), *self.path.glob(".*.old")):
+            shutil.rmtree(unfinished, ignore_errors=True)
+        for file in ("metrics.jsonl", EVENTS, "ds_config.json", "environment.json"):
+            (self.path / file).unlink(missing_ok=True)
+        for folder in self.path.iterdir():
+            if folder.name == "model" or step_of(folder.name) is not None:
+                shutil.rmtree(folder)
+
+    def _steps_until(self, step: int) -> list[str]:
+        """The lines of metrics.jsonl up to a step, or up to a line that a crash truncated."""
+        file = self.path / "metrics.jsonl"
+        if not step or not file.exists():
+            return []
+        kept = []
+        for line in file.read_text(encoding="utf-8").splitlines():
+            try:
+                number = json.loads(line)["step"]
+            except (json.JSONDecodeError, KeyError, TypeError):
+                break
+            if number <= step:
+                kept.append(line)
+        return kept
+
+    def go_back_to(self, step: int, *, at: int, reason: str, skipped_batches: int) -> None:
+        """Remove the metrics after `step`, and note a rollback in step `at` that skipped some global batches."""
+        if self.metrics is None:
+            return
+        self.check_lock()
+        self.metrics.close()
+        self.metrics = MetricsFile(self.path / "metrics.jsonl", self._steps_until(step))
+        self.note(step=at, kind="rollback", reason=reason, to=step, skipped_batches=skipped_batches)
+
+    def note(self, **event: Any) -> None:
+        """Append an event to events.jsonl: `step`, `kind`, `reason` and other fields."""
+        if self.is_writer:
+            self.check_lock(quickly=True)
+            with (self.path / EVENTS).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(event) + "\n")
+
+    def save_model(self, name: str, engine: Engine, tokenizer: PreTrainedTokenizerBase) -> Path:
+        """Write the current weights as the Hugging Face directory `name`. A collective call."""
+        model = engine.model
+
+        def write_small_files(folder: Path) -> None:
+            save_small_files(folder, model.config, model.generation_config, tokenizer)
+            self.check_lock()  # the last moment before an earlier model is replaced
+
+        specs = parameter_specs(engine, next(model.parameters()).dtype) + buffer_specs(engine)
+        tensors = chain(engine.full_parameters(), engine.buffers())
+        options: dict[str, Any] = {"is_writer": self.is_writer, "write_small_files": write_small_files}
+        try:
+            write_model(self.path / name, specs, tensors, **options)
+        except OSError as error:
+            raise RunDirectoryError(
+                f"{self.path / name}: cannot be written ({error.strerror or error}). An earlier model there is intact. "
+                "Make room, or choose another run_dir.",
+                scope="rank",
+            ) from error
+        if dist.is_initialized():
+            # A rank that continues or ends while the writer works could take the writer down with it.
+            dist.barrier()
+        return self.path / name
+
+    def close(self) -> None:
+        if self.metrics is not None:
+            self.metrics.close()

@@ -1,0 +1,240 @@
+"""RunLock: one job at a time trains in a run directory, on this machine or on another one that shares the file system.
+
+RUN/.lock-1, .lock-2, …  one file for each process that holds the directory, or died holding it; the highest one counts.
+Its first line is a number that the holder increments (its heartbeat), or `released`; its second says who that is.
+
+A process takes the directory by creating the next file with O_EXCL, which one process of all machines can do. It may
+when the holder has released it; has ended (on this machine: its pid is free, or belongs to a process that started at
+another time); or has lost its lease (on another machine: its heartbeat has not changed while this process watched for
+that long. The clocks of two machines are never compared).
+
+A holder that was suspended may come back at any time. So it increments its number and then looks for a higher file; who
+takes over creates the higher file and then looks whether the number is still the same. One of the two notices: the
+holder stops before it writes, or the other one steps back. As long as a process lives, only itself removes its file: so
+none is ever removed in place of a newer one of that name.
+"""
+
+import contextlib
+import json
+import os
+import re
+import socket
+import sys
+import threading
+import time
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+
+from toolkit.checkpoint.names import write_all
+from toolkit.errors import Refusal, RunDirectoryError, Scope
+from toolkit.files import printable, read_regular
+from toolkit.launch.health.local_process import machine_id
+
+_FILE = re.compile(r"\.lock-([1-9][0-9]{0,8})")
+_RELEASED = b"released"
+_HEARTBEATS, _POLLS = 6, 60
+"""In the time of a lease."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holder:
+    """A process that holds a run directory. `machine_id`: of the machine since its start, and of the container."""
+
+    host: str
+    pid: int
+    start_ticks: int
+    """When it started, as its machine counts: later, another process may have the same pid."""
+    machine_id: str
+    since: str
+    job: str = ""
+
+    @classmethod
+    def here(cls) -> "Holder":
+        slurm_job = os.environ.get("SLURM_JOB_ID")
+        return cls(
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            start_ticks=int(_process_fields(os.getpid())[19]),
+            machine_id=machine_id(),
+            since=datetime.now().astimezone().isoformat(sep=" ", timespec="seconds"),
+            job=f" (Slurm job {slurm_job})" if slurm_job else "",
+        )
+
+    @classmethod
+    def decode(cls, content: bytes) -> "Holder | None":
+        """Who wrote a lock file; None where that is not complete yet, or no lock file."""
+        try:
+            holder = cls(**json.loads(content.split(b"\n")[1]))
+        except (ValueError, IndexError, TypeError):
+            return None
+        return holder if type(holder.pid) is int and 0 < holder.pid < 2**31 else None
+
+    def __str__(self) -> str:
+        return printable(f"process {self.pid} on {self.host}{self.job}")
+
+
+def _process_fields(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat from the third one on: 0 is its state, 19 when it started (man 5 proc)."""
+    return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+
+
+def _has_ended(content: bytes, machine: str) -> bool | None:
+    """Whether the process that wrote a lock file has released it or ended; None where that cannot be told."""
+    if content.startswith(_RELEASED):
+        return True
+    holder = Holder.decode(content)
+    if holder is None or not machine or holder.machine_id != machine:
+        return None
+    try:
+        os.kill(holder.pid, 0)
+        fields = _process_fields(holder.pid)
+    except ProcessLookupError:
+        return True
+    except OSError:  # a process of another user, or hidden in /proc
+        return None
+    return fields[0] in "ZX" or int(fields[19]) != holder.start_ticks
+
+
+def _files(run_dir: Path) -> dict[int, bytes]:
+    """The lock files of a directory: number -> content."""
+    found = {}
+    for name in os.listdir(run_dir):
+        if match := _FILE.fullmatch(name):
+            with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                found[int(match[1])] = read_regular(run_dir / name, max_bytes=4096)
+    return found
+
+
+def _newest(files: dict[int, bytes]) -> tuple[int, bytes]:
+    return max(files.items(), default=(0, b""))
+
+
+def is_locked(run_dir: Path) -> bool:
+    """Whether a process holds an existing directory, or died holding it."""
+    try:
+        number, content = _newest(_files(run_dir))
+    except OSError:
+        return True  # `acquire` says why
+    return number > 0 and not content.startswith(_RELEASED)
+
+
+class RunLock:
+    """This process's hold on a run directory, which a thread renews from `acquire` to `release`."""
+
+    lease_seconds = 60.0
+
+    def __init__(self, run_dir: Path, own: Holder | None = None) -> None:
+        self._run_dir, self._own = run_dir, own or Holder.here()
+        self._line = json.dumps(asdict(self._own)).encode() + b"\n"
+        self._number = self._beats = 0
+        self._file, self._renewed = -1, 0.0
+        self._mutex, self._is_over = threading.Lock(), threading.Event()
+        self._lost: RunDirectoryError | None = None
+
+    def acquire(self) -> None:
+        """Take the directory; may wait for a lease. Raises RunDirectoryError where another process holds it."""
+        watched, deadline = None, 0.0
+        while True:
+            found = number, content = _newest(_files(self._run_dir))
+            has_ended = number == 0 or _has_ended(content, self._own.machine_id)
+            if has_ended or (found == watched and time.monotonic() >= deadline):
+                if self._create(number, content):
+                    break
+            elif found != watched:
+                holder = Holder.decode(content)
+                if holder is not None and (has_ended is False or watched is not None):
+                    reason = f"{holder} has trained there since {printable(holder.since)}"
+                    raise self._error(reason, "wait until it has ended", "end it", ("run_dir", "another directory"))
+                if watched is None:
+                    patience = f"If it gives no sign of life for {self.lease_seconds:g} s, this run takes its place."
+                    who = holder or "another process"
+                    print(f"{self._run_dir}: {who} may still train there. {patience}", file=sys.stderr, flush=True)
+                watched, deadline = found, time.monotonic() + self.lease_seconds
+            time.sleep(self.lease_seconds / _POLLS)
+        threading.Thread(target=self._renew, name="run-lock", daemon=True).start()
+
+    def _create(self, number: int, content: bytes) -> bool:
+        """Take the place of a holder that is gone; False where another process was faster, or the holder is back."""
+        path, began = self._path(number + 1), _now()
+        try:
+            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        except FileExistsError:
+            return False
+        try:
+            files = _files(self._run_dir)
+            if max(files, default=0) != number + 1 or (number and files.get(number) != content):
+                return False
+            write_all(file, memoryview(b"%012d\n%s" % (0, self._line)))
+            os.fsync(file)
+            self._number, self._file, self._renewed = number + 1, file, began
+        finally:
+            if self._file < 0:
+                os.close(file)
+                path.unlink()
+        for lower in files.keys() - {self._number}:
+            if _has_ended(files[lower], self._own.machine_id):
+                self._path(lower).unlink(missing_ok=True)
+        return True
+
+    def _renew(self) -> None:
+        while not self._is_over.wait(self.lease_seconds / _HEARTBEATS):
+            with contextlib.suppress(RunDirectoryError):  # `check` raises it again, in the thread that is to write
+                self.check()
+
+    def check(self, *, quickly: bool = False) -> None:
+        """Call this before a write. Raises RunDirectoryError where another process has taken the directory over.
+
+        `quickly`: without a look at the disk, if the last one is so recent that nobody can have taken it over since.
+        """
+        if quickly and self._lost is None and self._is_recent():
+            return  # without waiting for the thread, which may be waiting for a slow disk
+        with self._mutex:
+            if self._lost is None:
+                began, content = _now(), b""
+                try:
+                    self._beats += 1
+                    os.pwrite(self._file, b"%012d" % self._beats, 0)
+                    os.fsync(self._file)
+                    content = _newest(_files(self._run_dir))[1]
+                except OSError:
+                    if self._is_recent():
+                        return
+                if content.endswith(self._line):
+                    self._renewed = began
+                    return
+                who = Holder.decode(content) or "another process"
+                reason = f"{who} may train there now, as this one was suspended or could not reach its disk"
+                remedy = ("let it train", "end it, and start again with --resume auto")
+                self._lost = self._error(reason, *remedy, scope="rank")
+                self._is_over.set()
+            raise self._lost
+
+    def _is_recent(self) -> bool:
+        return self._file >= 0 and _now() - self._renewed < self.lease_seconds / 2
+
+    def release(self) -> None:
+        """Let other processes take the directory. Nothing may be written after this."""
+        self._is_over.set()
+        with self._mutex, contextlib.suppress(OSError):
+            if self._file < 0:
+                return
+            file, self._file = self._file, -1
+            files = _files(self._run_dir)
+            if min(files, default=self._number) < self._number:  # of another machine: it would count again
+                os.pwrite(file, _RELEASED.ljust(12), 0)
+                os.fsync(file)
+            elif files.get(self._number, b"").endswith(self._line):
+                self._path(self._number).unlink()
+            os.close(file)
+
+    def _path(self, number: int) -> Path:
+        return self._run_dir / f".lock-{number}"
+
+    def _error(self, reason: str, *remedy: tuple[str, str] | str, scope: Scope = "job") -> RunDirectoryError:
+        return RunDirectoryError(Refusal.of("run_dir", str(self._run_dir), reason, *remedy), scope=scope)
+
+
+def _now() -> float:
+    """Seconds of a clock that goes on while the machine sleeps."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)

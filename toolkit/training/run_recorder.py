@@ -1,0 +1,80 @@
+"""Callbacks that write what a run leaves: RunRecorder its files, PeriodicCheckpoints its checkpoints."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+from typing_extensions import override
+
+from toolkit.checkpoint.save import SavedCheckpoint
+from toolkit.report.images import plot_loss
+from toolkit.report.recorded_run import read_log
+from toolkit.training.callback import Callback
+from toolkit.training.checkpointing import Checkpointer
+from toolkit.training.loop import TrainingRun
+from toolkit.training.metrics import StepMetrics
+from toolkit.training.run_directory import CURVE, RunDirectory
+
+
+class RunRecorder(Callback):
+    """Opens the run directory, writes metrics.jsonl, and at the end the trained model and loss.png."""
+
+    def __init__(
+        self, directory: RunDirectory, ds_config: Mapping[str, Any] | None, tokenizer: PreTrainedTokenizerBase
+    ) -> None:
+        self._directory, self._ds_config, self._tokenizer = directory, ds_config, tokenizer
+
+    @override
+    def on_run_begin(self, run: TrainingRun) -> None:
+        self._directory.open(run.recipe, self._ds_config, run.engine.device, resumed_step=run.step)
+
+    @override
+    def on_step_end(self, run: TrainingRun, metrics: StepMetrics) -> None:
+        if self._directory.metrics is not None:
+            self._directory.check_lock(quickly=True)
+            self._directory.metrics.write(metrics)
+
+    @override
+    def on_run_end(self, run: TrainingRun) -> None:
+        if run.is_complete:
+            run.engine.report_phase("finish")
+            self._directory.save_model("model", run.engine, self._tokenizer)
+            if self._directory.is_writer:
+                self._plot(run)
+        self._directory.close()
+
+    def _plot(self, run: TrainingRun) -> None:
+        steps = read_log(self._directory.path / "metrics.jsonl").steps
+        plot_loss(
+            self._directory.path / CURVE,
+            [step.loss for step in steps],
+            title=f"{run.recipe.model.name_or_path}, {run.job.strategy}",
+            held_out=[(step.step, step.eval_loss) for step in steps if step.eval_loss is not None],
+            unigram_entropy=run.corpus.unigram_entropy,
+            entropy_rate=run.corpus.loss_floor(run.recipe.data),
+        )
+
+
+class PeriodicCheckpoints(Callback):
+    """checkpoint.every and checkpoint.asynchronous of a recipe, and a checkpoint where the run is asked to stop."""
+
+    def __init__(self, checkpointer: Checkpointer) -> None:
+        self._checkpointer = checkpointer
+
+    @override
+    def on_step_end(self, run: TrainingRun, metrics: StepMetrics) -> None:
+        section = run.recipe.checkpoint
+        _tell(run, self._checkpointer.poll())
+        if run.is_stopping:
+            run.save_checkpoint()
+        elif section.every and (run.step % section.every == 0 or run.step == run.recipe.train.steps):
+            run.save_checkpoint(wait=not section.asynchronous)
+
+    @override
+    def on_run_end(self, run: TrainingRun) -> None:
+        _tell(run, self._checkpointer.finish())
+
+
+def _tell(run: TrainingRun, saved: SavedCheckpoint | None) -> None:
+    if saved is not None:
+        run.checkpoint_is_complete(saved.path)

@@ -1,0 +1,160 @@
+"""train: one function for every run. It checks everything before the ranks meet and before anything is written."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from os import PathLike
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from toolkit.config import dump_recipe, load_recipe
+from toolkit.config.job import Job
+from toolkit.data.loader import MicroBatchLoader
+from toolkit.data.token_cache import TokenCorpus, prepare
+from toolkit.engines.base import Engine
+from toolkit.engines.factory import create_engine
+from toolkit.errors import RunError
+from toolkit.launch.process_group import check_same_everywhere, process_group
+from toolkit.launch.rank_environment import RankEnvironment, pick_device
+from toolkit.launch.stop_requests import stoppable
+from toolkit.phases import PhaseReporter, ignore_phase
+from toolkit.training.arguments import TrainOptions
+from toolkit.training.callback import Callback
+from toolkit.training.checkpointing import Checkpointer
+from toolkit.training.console import Console, make_progress, show_summary
+from toolkit.training.incidents import Incidents
+from toolkit.training.loop import TrainingRun
+from toolkit.training.preflight import check_model, check_vocabulary, deepspeed_config, find_shape
+from toolkit.training.resume import AUTO, resume
+from toolkit.training.run_directory import RunDirectory
+from toolkit.training.run_recorder import PeriodicCheckpoints, RunRecorder
+from toolkit.training.trackers import Trackers
+
+EngineFactory = Callable[..., Engine]
+"""Builds the engine of a run, with the arguments of `create_engine`."""
+
+
+def load_job(path: str | PathLike[str], overrides: Sequence[str] = ()) -> Job:
+    """The job of a recipe on the ranks of this launch. `overrides` are `section.key=value`, as on the command line."""
+    world_size = RankEnvironment.detect().world_size
+    return Job.of(load_recipe(path, overrides, world_size=world_size), world_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Prepared:
+    """What is known and checked before the ranks meet."""
+
+    job: Job
+    device: torch.device
+    ds_config: dict[str, Any] | None
+    directory: RunDirectory | None
+    corpus: TokenCorpus
+    loader: MicroBatchLoader
+
+
+def train(
+    job: Job,
+    callbacks: Sequence[Callback] = (),
+    options: TrainOptions | None = None,
+    *,
+    in_memory: bool = False,
+    engine_factory: EngineFactory = create_engine,
+) -> TrainingRun:
+    """Train a job on the ranks of this launch, or of the process group that they have joined already.
+
+    `callbacks` come after the toolkit's own: run directory, console, trackers, incidents, checkpoints. With `in_memory`
+    a run has none of these: it prints and writes nothing. Raises a ToolkitError for everything that a user can cause,
+    before anything is written where that is possible, and FinishedError where `--resume auto` finds nothing to do.
+    """
+    options = options or TrainOptions()
+    here = RankEnvironment.detect()
+    prepared = _prepare(job, options, here, in_memory=in_memory)
+    with _joined(here, prepared.device, job.recipe.train.hang_timeout) as report_phase:
+        try:
+            run = _build(prepared, callbacks, options, engine_factory, report_phase)
+            with nullcontext() if in_memory else stoppable(run):
+                run.fit()
+        finally:
+            if prepared.directory is not None:
+                prepared.directory.release()
+    show_summary(run)
+    return run
+
+
+def _prepare(job: Job, options: TrainOptions, here: RankEnvironment, *, in_memory: bool) -> _Prepared:
+    """Check what can be checked without the other ranks; nothing is written but the token cache."""
+    recipe = job.recipe
+    if job.layout.world_size != here.world_size:
+        raise RunError(
+            f"the job is for {job.layout.world_size} ranks, and {here.world_size} were started. "
+            f"Start {job.layout.world_size} ranks, or make the job for {here.world_size}."
+        )
+    device = pick_device(here)
+    config = check_model(recipe, device, trust_remote_code=options.trust_remote_code)
+    job = replace(job, shape=find_shape(config))
+    ds_config = deepspeed_config(job, config, device, options.deepspeed_config)
+    directory = None if in_memory else RunDirectory.choose(recipe, options, is_writer=here.rank == 0)
+    shows_progress = here.rank == 0 and not in_memory and recipe.log.level != "warning"
+    corpus = prepare(recipe.data, progress=shows_progress)
+    check_vocabulary(recipe, config, corpus)
+    loader = MicroBatchLoader.open(job, corpus, rank=here.rank)
+    return _Prepared(job=job, device=device, ds_config=ds_config, directory=directory, corpus=corpus, loader=loader)
+
+
+def _build(
+    prepared: _Prepared,
+    callbacks: Sequence[Callback],
+    options: TrainOptions,
+    engine_factory: EngineFactory,
+    report_phase: PhaseReporter,
+) -> TrainingRun:
+    """Build the engine, and the run around it. A collective call."""
+    job, device, corpus, directory = prepared.job, prepared.device, prepared.corpus, prepared.directory
+    check_same_everywhere(dump_recipe(job.recipe) + corpus.contents, device)
+    if directory is not None:
+        directory.claim(job.recipe, options)
+    resumed = resume(options.resume, job.recipe, strict=options.strict) if options.resume is not None else None
+    if resumed is not None:
+        path = str(resumed.saved.path)
+        resumed.state.check(job.recipe, corpus.contents, path=path, may_be_complete=options.resume == AUTO)
+    engine = engine_factory(
+        job, device, prepared.ds_config, eos_id=corpus.eos_id, trust_remote_code=options.trust_remote_code
+    )
+    engine.report_phase = report_phase
+    loader = replace(prepared.loader, report_phase=report_phase)
+    if directory is None:
+        return TrainingRun(job, engine, loader, corpus, callbacks)
+    tokenizer = corpus.tokenizer()
+    checkpointer = Checkpointer(
+        job=job, engine=engine, tokenizer=tokenizer, corpus=corpus, check_lock=directory.check_lock
+    )
+    own = (
+        RunRecorder(directory, prepared.ds_config, tokenizer),
+        Console(options.resume),
+        Trackers(),
+        Incidents(job.recipe.train),
+        PeriodicCheckpoints(checkpointer),
+    )
+    return TrainingRun(
+        job,
+        engine,
+        loader,
+        corpus,
+        (*own, *callbacks),
+        console=make_progress(job, device, first=directory.is_writer),
+        directory=directory,
+        checkpointer=checkpointer,
+        resumed=resumed,
+    )
+
+
+@contextmanager
+def _joined(here: RankEnvironment, device: torch.device, hang_timeout: float) -> Iterator[PhaseReporter]:
+    """Join the ranks of this launch, with a watchdog; nothing where the process group exists already."""
+    if dist.is_initialized():
+        yield ignore_phase
+        return
+    with process_group(here, device, hang_timeout_seconds=hang_timeout) as watchdog:
+        yield watchdog.report_phase
