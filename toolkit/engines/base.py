@@ -150,6 +150,14 @@ class Engine(ABC):
         """Yield the buffers in a state dict of the full model. A collective call."""
         yield from self.local_buffers()
 
+    def _set_learning_rate(self, learning_rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+
+
+class DistributedEngine(Engine):
+    """An engine whose ranks take one update together, or skip it together."""
+
     def _finish_step(self, loss: float, local: torch.Tensor, learning_rate: float) -> StepResult:
         """Take the update, unless the loss of the global batch is not finite; `local` is this rank's part of it."""
         self._set_learning_rate(learning_rate)
@@ -161,13 +169,9 @@ class Engine(ABC):
         self.before_update()
         return self._update(loss)
 
+    @abstractmethod
     def _update(self, loss: float) -> StepResult:
         """Clip, take the optimizer step, and clear the gradients."""
-        raise NotImplementedError
-
-    def _set_learning_rate(self, learning_rate: float) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
 
 
 class FullForwardEngine(Engine):
@@ -204,7 +208,7 @@ class FullForwardEngine(Engine):
             dist.all_reduce(values)
 
 
-class DataParallelEngine(FullForwardEngine):
+class DataParallelEngine(FullForwardEngine, DistributedEngine):
     """The training step of engines whose ranks each compute a part of the global batch and average gradients."""
 
     dp: int

@@ -15,7 +15,7 @@ from typing_extensions import override
 from toolkit.config.job import Job
 from toolkit.data.micro_batch import MicroBatch
 from toolkit.engines import deepspeed_patches
-from toolkit.engines.base import DataParallelEngine, Engine, StepResult, gradient_error
+from toolkit.engines.base import DataParallelEngine, DistributedEngine, StepResult, gradient_error
 from toolkit.engines.dropout import DropoutStream
 from toolkit.engines.gradient_norm import full_grad_norm
 from toolkit.engines.optimizer import parameter_groups, torch_optimizer
@@ -29,7 +29,7 @@ _SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis
 """The state of DeepSpeed's loss scaler."""
 
 
-class DeepSpeedBase(Engine):
+class DeepSpeedBase(DistributedEngine):
     """An engine around `deepspeed.initialize`; `engine` is what that returns."""
 
     engine: Any
