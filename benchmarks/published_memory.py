@@ -44,7 +44,7 @@ def main() -> int:
     sheets = [
         tables.errors_sheet(found),
         tables.setups_sheet(found),
-        tables.verdicts_sheet(found),
+        tables.results_sheet(found),
         tables.refusals_sheet(found),
     ]
     if options.worst:

@@ -7,7 +7,7 @@ from published import formulas, reader
 from published.rows import GIB, Row, configuration
 from toolkit.errors import ToolkitError
 
-_VERDICTS = ("fits", "tight", "does not fit")
+_RESULTS = ("fits", "tight", "does not fit")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class Outcome:
     static: int | None = None
     plain_peak: float | None = None
     plain_static: float | None = None
-    verdict: str = ""
+    result: str = ""
     """Of all stages: fits, tight, does not fit."""
 
     @property
@@ -67,7 +67,7 @@ def _outcome(row: Row) -> Outcome:
         static=seen[-1].static,
         plain_peak=formulas.peak(asked),
         plain_static=formulas.states(asked),
-        verdict=_VERDICTS[max(_VERDICTS.index(stage.verdict) for stage in stages)],
+        result=_RESULTS[max(_RESULTS.index(stage.verdict) for stage in stages)],
     )
 
 

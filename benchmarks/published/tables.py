@@ -1,4 +1,4 @@
-"""Outcomes as tables: errors by source and by kind of setup, verdicts, and what was refused."""
+"""Outcomes as tables: errors by source and by kind of setup, results, and what was refused."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -84,21 +84,21 @@ def _summary(errors: ErrorSummary | None, *, signed: bool = False) -> list[str]:
     return figures + ([f"{100 * errors.median_signed:+.1f}"] if signed else []) + [f"{100 * errors.within:.0f}"]
 
 
-def verdicts_sheet(found: Sequence[Outcome]) -> Sheet:
-    """Sources that list runs without room. Recall and precision of both verdicts, in percent."""
+def results_sheet(found: Sequence[Outcome]) -> Sheet:
+    """Sources that list runs without room. Recall and precision of both results, in percent."""
     told = {outcome.row["source_id"] for outcome in found if not outcome.did_fit}
     rows = []
     for source in sorted(told):
         mine = [outcome for outcome in found if outcome.row["source_id"] == source]
-        judged = [outcome for outcome in mine if outcome.verdict]
-        fits = FitSummary.of([(outcome.verdict == "fits", outcome.did_fit) for outcome in judged])
-        lacks = FitSummary.of([(outcome.verdict != "does not fit", outcome.did_fit) for outcome in judged])
+        judged = [outcome for outcome in mine if outcome.result]
+        fits = FitSummary.of([(outcome.result == "fits", outcome.did_fit) for outcome in judged])
+        lacks = FitSummary.of([(outcome.result != "does not fit", outcome.did_fit) for outcome in judged])
         counts = [len(mine), sum(not o.did_fit for o in mine), len(mine) - len(judged)]
-        tight = sum(outcome.verdict == "tight" for outcome in judged)
+        tight = sum(outcome.result == "tight" for outcome in judged)
         rates = [_percent(x) for x in (fits.fit_recall, fits.fit_precision, lacks.recall, lacks.precision)]
         rows.append([source, *map(str, counts), str(tight), *rates])
     return Sheet(
-        title="Does it fit? In percent; `tight` counts as neither verdict",
+        title="Does it fit? In percent; `tight` counts as neither result",
         headings=["source", "rows", "did not fit", "refused", "tight", "`fits`: recall", "precision",
                   "`does not fit`: recall", "precision"],
         rows=rows,

@@ -147,7 +147,7 @@ def test_rotary_embeddings_have_no_table_of_positions() -> None:
     assert rotary.model.architecture.numel == PARAMETERS - 32 * 64
 
 
-def test_the_script_prints_errors_verdicts_and_refusals(tmp_path: Path) -> None:
+def test_the_script_prints_errors_results_and_refusals(tmp_path: Path) -> None:
     (outcome,) = outcomes([ROW])
     assert outcome.peak is not None
     near = CELLS | {"peak_mem_gib": str(outcome.peak / GIB / 1.05)}
@@ -172,7 +172,7 @@ def test_errors_are_relative_to_what_was_measured() -> None:
     assert percentile([0.0, 1.0, 2.0, 3.0, 4.0], 0.95) == pytest.approx(3.8)
 
 
-def test_recall_and_precision_of_both_verdicts() -> None:
+def test_recall_and_precision_of_both_results() -> None:
     pairs = [(False, False)] * 6 + [(True, False)] * 2 + [(False, True)] + [(True, True)] * 5
     found = FitSummary.of(pairs)
     assert (found.recall, found.precision) == (6 / 8, 6 / 7)
