@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 from tiny_checkpoint import forge_header, forge_manifest, save_tiny
 
-from toolkit.checkpoint.manifest import FileRecord
+from toolkit.checkpoint.manifest import FileRecord, read_manifest
 from toolkit.checkpoint.reader import CheckpointReader
 from toolkit.checkpoint.select import select_checkpoint
 from toolkit.errors import CheckpointError
@@ -299,6 +299,13 @@ def test_links_and_files_named_like_a_checkpoint_are_ignored(undamaged: Path, tm
     {"link": lambda: path.symlink_to(undamaged), "fifo": lambda: os.mkfifo(path), "file": lambda: path.touch()}[kind]()
     chosen = select_checkpoint(tmp_path / "run")
     assert (chosen.path.name, chosen.notices) == ("step-00000001", ())
+
+
+def test_a_key_that_no_file_of_a_manifest_has_is_refused_by_name(tmp_path: Path) -> None:
+    checkpoint = save_tiny(tmp_path, 1).path
+    manifest_entry({"mode": "0777"}, checkpoint)
+    with pytest.raises(ValueError, match=r"files\.0\.mode"):
+        read_manifest(checkpoint)
 
 
 @pytest.mark.timeout(60)

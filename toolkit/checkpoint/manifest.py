@@ -14,9 +14,9 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
-from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from toolkit.checkpoint import names
 from toolkit.files import decode_json_object, first_problem, printable, read_regular
@@ -35,6 +35,8 @@ def _of_checkpoint(path: str) -> str:
 @dataclass(frozen=True, kw_only=True)
 class FileRecord:
     """A file, by its path inside the checkpoint."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     path: Annotated[str, AfterValidator(_of_checkpoint)]
     size: Count
