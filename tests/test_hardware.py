@@ -1,3 +1,5 @@
+import re
+
 import pytest
 
 from toolkit.errors import RunError
@@ -106,8 +108,11 @@ def test_exported_chips_compute_as_the_original_and_link_slower():
 
 
 def test_an_unknown_gpu_is_an_error_with_the_nearest_names():
-    with pytest.raises(RunError, match=r"Nearest: .*H100-SXM-80GB"):
-        gpu("H100-90GB")
+    for name, near in (("H100-90GB", "H100-SXM-80GB"), ("H10", "H100"), ("MI300", "MI300X"), ("A600", "A6000")):
+        with pytest.raises(RunError) as caught:
+            gpu(name)
+        assert caught.value.refusal.given == (("gpu", name),)
+        assert near in re.split("[ ,?]+", caught.value.refusal.remedy[0])
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from toolkit.files import printable
 
@@ -14,11 +14,13 @@ Setting = tuple[str, Any]
 
 
 def spell_setting(field: str, value: Any) -> str:
-    """A setting in the spelling of recipes: `parallel.tp=2`, `parallel.tp to 1, 2 or 4`, `6 ranks`."""
+    """A setting in the spelling of recipes (`parallel.tp=2`, `parallel.tp to 1, 2 or 4`) or options (`--micro 2`)."""
     if field == "world_size":
         return f"{value} rank{'s' * (value != 1)}"
     if isinstance(value, bool):
-        return f"{field}={str(value).lower()}"
+        return field if value and field.startswith("--") else f"{field}={str(value).lower()}"
+    if field.startswith("--"):
+        return f"{field} {printable(value)}"
     value = list(value) if isinstance(value, tuple) else printable(value) if isinstance(value, str) else value
     return f"{field} to {value}" if isinstance(value, str) and " " in value else f"{field}={value}"
 
@@ -40,7 +42,12 @@ class Refusal:
     @classmethod
     def of(cls, field: str, value: Any, reason: str, *remedy: Setting | str) -> "Refusal":
         """Refuse one value of a field."""
-        return cls(field=field, given=((field, value),), reason=reason, remedy=remedy)
+        return cls.between(((field, value),), reason, *remedy)
+
+    @classmethod
+    def between(cls, given: tuple[Setting, ...], reason: str, *remedy: Setting | str) -> "Refusal":
+        """Refuse values that do not go together; the field to look at is the first."""
+        return cls(field=given[0][0], given=given, reason=reason, remedy=remedy)
 
     def __str__(self) -> str:
         return self.render()
@@ -99,6 +106,16 @@ class ToolkitError(Exception):
             self.refusal = problem
         self.scope = scope or self.scope
         super().__init__(str(problem))
+
+    @classmethod
+    def of(cls, field: str, value: Any, reason: str, *remedy: Setting | str) -> Self:
+        """The error that refuses one value of a field."""
+        return cls(Refusal.between(((field, value),), reason, *remedy))
+
+    @classmethod
+    def between(cls, given: tuple[Setting, ...], reason: str, *remedy: Setting | str) -> Self:
+        """The error that refuses values that do not go together."""
+        return cls(Refusal.between(given, reason, *remedy))
 
     def __init_subclass__(cls, scope: Scope | None = None) -> None:
         cls.scope = scope or cls.scope

@@ -4,7 +4,6 @@ Peaks are dense, that is half of what data sheets print "with sparsity", and for
 fp32, as PyTorch's do; bandwidths are decimal.
 """
 
-import difflib
 import functools
 import json
 import re
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from toolkit.errors import RunError
+from toolkit.errors import RunError, nearest
 
 MatmulPrecision = Literal["bf16", "fp16", "tf32", "fp32"]
 Link = Literal["nvlink", "xgmi", "pcie"]
@@ -104,10 +103,10 @@ def gpu(name: str) -> Gpu:
     found = variants(name)
     if found:
         return found[0]
-    exact = {entry.lower(): entry for entry in gpus()}
-    close = difflib.get_close_matches(name.lower(), exact, n=3, cutoff=0.4)
-    nearest = f"Nearest: {', '.join(exact[key] for key in close)}" if close else "Name a chip, such as H100 or MI300X"
-    raise RunError(f"gpu={name} is not in the catalogue. {nearest}.")
+    chips = [_words(entry)[0].upper() for entry in gpus()]
+    close = nearest(name, [*gpus(), *chips], cutoff=0.4, most=3).strip()
+    advice = close or "name a chip, such as H100 or MI300X"
+    raise RunError.of("gpu", name, "it is not in the catalogue", advice)
 
 
 def variant_note(name: str | None) -> str | None:

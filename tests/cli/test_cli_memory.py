@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.cli.main import main
+from toolkit.cli.main import cli, main
+from toolkit.errors import Refusal, ToolkitError
+from toolkit.estimate import framework_profile
 
 LLAMA = ["memory", "--model", "llama-3-8b", "--layout", "dp8-tp4-pp2-z1", "--seq", "4096"]
 
@@ -27,6 +29,13 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     text = capsys.readouterr().err
     assert text.count("\n") == 1
     return text
+
+
+def refused(*arguments: str) -> Refusal:
+    with pytest.raises(ToolkitError) as caught:
+        cli.main(["memory", *arguments], standalone_mode=False)
+    assert caught.value.refusal is not None
+    return caught.value.refusal
 
 
 def test_the_table_has_a_column_a_stage_and_says_what_fits(capsys):
@@ -86,35 +95,61 @@ def test_the_trainer_replaces_auto(capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("config", "options", "said"),
+    ("config", "options", "given"),
     [
-        ({"train_micro_batch_size_per_gpu": "auto"}, [], "is auto, which DeepSpeed does not replace. Add --trainer."),
-        ({"train_micro_batch_size_per_gpu": "four"}, [], "=four is not a number of samples"),
-        ({"zero_optimization": {"stage": "x"}}, [], "dstk lint"),
-        ({"zero_optimization": []}, ["--trainer"], ""),
-        ([], [], "not a JSON object"),
-        ({"optimizer": {"type": "OneBitAdam"}}, [], "optimizer.type=onebitadam"),
-        ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}, [], "zero_hpz_partition_size=8"),
-        ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, [], "bf16_master_weights_and_grads"),
-        (ZERO_2, ["--layout", "dp2-tp4"], "Leave tp and pp out"),
-        (ZERO_2, ["--layout", "dp8-z3"], "says ZeRO stage 2"),
-        (ZERO_2 | {"optimizer": {"type": "AdamW"}}, ["--optimizer", "sgd"], "the file has an optimizer"),
-        (ZERO_2, ["--framework", "megatron"], "--framework with --deepspeed"),
-        (ZERO_2, ["--engine", "ddp"], "--deepspeed with --engine"),
-        (ZERO_2, ["--offload-optimizer"], "--deepspeed with --offload-optimizer"),
-        (ZERO_2, ["--pure-bf16"], "--deepspeed with --pure-bf16"),
-        (ZERO_2, ["--precision", "fp16"], "says bf16"),
-        ({}, ["--sweep", "zero"], "where no config names one"),
+        ({"train_micro_batch_size_per_gpu": "auto"}, [], ["--deepspeed"]),
+        ({"train_micro_batch_size_per_gpu": "four"}, [], ["train_micro_batch_size_per_gpu"]),
+        ({"optimizer": {"type": "OneBitAdam"}}, [], ["optimizer.type"]),
+        ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}, [],
+         ["zero_optimization.zero_hpz_partition_size"]),
+        ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, [],
+         ["bf16.bf16_master_weights_and_grads"]),
+        (ZERO_2, ["--layout", "dp2-tp4"], ["--deepspeed", "--layout"]),
+        (ZERO_2, ["--layout", "dp8-z3"], ["--layout"]),
+        (ZERO_2 | {"optimizer": {"type": "AdamW"}}, ["--optimizer", "sgd"], ["--optimizer"]),
+        (ZERO_2, ["--framework", "megatron"], ["--framework", "--deepspeed"]),
+        (ZERO_2, ["--engine", "ddp"], ["--deepspeed", "--engine"]),
+        (ZERO_2, ["--offload-optimizer"], ["--deepspeed", "--offload-optimizer"]),
+        (ZERO_2, ["--pure-bf16"], ["--deepspeed", "--pure-bf16"]),
+        (ZERO_2, ["--precision", "fp16"], ["--precision"]),
+        ({}, ["--sweep", "zero"], ["--sweep", "train.engine"]),
     ],
 )  # fmt: skip
-def test_a_config_that_the_estimate_cannot_answer_is_refused(capsys, tmp_path, config, options, said):
+def test_a_config_that_the_estimate_cannot_answer_is_refused(tmp_path, config, options, given):
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(config))
     arguments = ["--model", "gpt2", "--layout", "dp8", "--deepspeed", str(path), *options]
-    if not said:
-        assert dstk(capsys, "memory", *arguments)
-    else:
-        assert said in refusal(capsys, *arguments)
+    assert [field for field, _ in refused(*arguments).given] == given
+
+
+@pytest.mark.parametrize(
+    ("content", "said"), [([], "not a JSON object"), ({"zero_optimization": {"stage": "x"}}, "dstk lint")]
+)
+def test_a_file_that_is_no_config_is_refused_with_its_path(capsys, tmp_path, content, said):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(content))
+    line = refusal(capsys, "--model", "gpt2", "--layout", "dp8", "--deepspeed", str(path))
+    assert said in line
+    assert str(path) in line
+
+
+def test_options_that_agree_may_be_given_twice(capsys, tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"zero_optimization": []}))
+    given = ["memory", "--model", "gpt2", "--layout", "dp8", "--deepspeed", str(path)]
+    assert dstk(capsys, *given, "--trainer") == dstk(capsys, *given, "--trainer", "--engine", "deepspeed")
+
+
+def test_a_framework_has_no_engine_of_this_toolkit():
+    for engine in ("deepspeed", "fsdp"):
+        found = refused("--model", "gpt2", "--layout", "dp8", "--framework", "megatron", "--engine", engine)
+        assert found.given == (("--framework", "megatron"), ("--engine", engine))
+
+
+def test_the_help_names_every_framework(capsys):
+    profiles = Path(framework_profile.__file__).with_name("framework_profiles.json")
+    text = dstk(capsys, "memory", "--help")
+    assert [name for name in json.loads(profiles.read_text()) if name not in text] == []
 
 
 def test_engines_and_optimizers_of_other_programs(capsys):
@@ -129,7 +164,7 @@ def test_engines_and_optimizers_of_other_programs(capsys):
     assert states("--engine", "fsdp", "--optimizer", "sgd")[:3] == (0.5, 0.5, 0)
     assert states("--engine", "ddp", "--pure-bf16") == (2, 2, 4, 2)
     assert states("--trainer", "--accumulation", "2", "--micro", "1") == (4, 4, 8, 4)
-    assert "Name the config: --deepspeed FILE" in refusal(capsys, "--model", "gpt2", "--layout", "dp8-z2", "--trainer")
+    assert refused("--model", "gpt2", "--layout", "dp8-z2", "--trainer").field == "--layout"
 
 
 def test_near_the_limit_the_answer_is_tight(capsys):
@@ -233,7 +268,7 @@ def ddp_recipe(folder: Path) -> str:
 
 def test_zero_stages_are_not_swept_where_the_engine_has_none(capsys, tmp_path):
     arguments = ["--recipe", ddp_recipe(tmp_path), "--world-size", "2"]
-    assert "only deepspeed has ZeRO stages" in refusal(capsys, *arguments, "--sweep", "micro,zero")
+    assert refused(*arguments, "--sweep", "micro,zero").given[0] == ("--sweep", "zero")
     assert "micro 16" in dstk(capsys, "memory", *arguments, "--sweep", "recompute,micro")
 
 
@@ -341,17 +376,23 @@ def test_a_recipe_without_attention_is_estimated_with_what_the_family_has(capsys
         (["--model", "gpt2", "--layout", "pp13"], "pp=13: 12 decoder layers cannot fill 13 stages"),
         (["--model", "gpt2", "--layout", "dp2-q3"], "'q3' is not a part of a layout"),
         (["--model", "gpt2", "--layout", "dp2-pp2-z3"], "a DeepSpeed pipeline allows zero_stage 0 or 1"),
-        (["--model", "gpt2", "--layout", "dp2", "--gpu", "H1000"], "gpu=H1000 is not in the catalogue. Nearest:"),
+        (
+            ["--model", "gpt2", "--layout", "dp2", "--gpu", "H1000"],
+            "gpu=H1000: it is not in the catalogue. Did you mean H100",
+        ),
         (["--model", "gpt2", "--layout", "dp2", "--seq", "5000"], "gpt2 has 1024 positions"),
         (
             ["--model", "bloom-560m", "--layout", "dp2", "--recompute", "selective"],
             "recompute selective: bloom computes attention in its own layers",
         ),
         (["--model", "gpt2"], "Name --model and --layout, or a --recipe"),
-        (["--model", "gpt2", "--recipe", "r.yaml"], "leave out --model"),
+        (["--model", "gpt2", "--recipe", "r.yaml"], "Omit --model."),
         (["--model", "gpt2", "--layout", "dp2", "--sweep", "colour"], "'colour' cannot be swept"),
         (["--model", "gpt2", "--layout", "dp2", "--plot", "/nowhere/a.png"], "--plot /nowhere/a.png"),
-        (["--model", "gpt2", "--layout", "dp2", "--plot", "a.png", "--sweep", "zero"], "--plot draws one layout"),
+        (
+            ["--model", "gpt2", "--layout", "dp2", "--plot", "a.png", "--sweep", "zero"],
+            "--plot a.png with --sweep zero: a plot shows one layout",
+        ),
     ],
 )
 def test_bad_input_is_one_line(capsys, arguments, words):

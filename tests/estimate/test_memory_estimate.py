@@ -122,8 +122,10 @@ def test_offload_moves_masters_and_moments_to_the_host():
 
 
 def test_a_layout_that_the_shape_does_not_allow_is_refused():
-    with pytest.raises(LayoutError, match=r"tp=5: 32 attention heads cannot be shared equally by 5 ranks. Set tp to"):
+    with pytest.raises(LayoutError) as caught:
         LLAMA.breakdowns(Layout(tp=5), WORK, settings(1))
+    refusal = caught.value.refusal
+    assert (refusal.given, refusal.remedy) == ((("tp", 5),), (("tp", "1, 2, 4, 8, 16 or 32"),))
 
 
 @pytest.mark.parametrize(
@@ -152,8 +154,9 @@ def test_a_users_deepspeed_config_is_read_with_deepspeeds_defaults(config, expec
 
 def test_settings_that_are_not_modeled_are_refused():
     config = {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/nvme"}}}
-    with pytest.raises(ConfigError, match=r"offload_param\.device=nvme"):
+    with pytest.raises(ConfigError) as caught:
         DeepSpeedSettings.from_config(config)
+    assert caught.value.refusal.given == (("zero_optimization.offload_param.device", "nvme"),)
 
 
 @pytest.mark.parametrize(

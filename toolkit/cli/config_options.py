@@ -18,7 +18,7 @@ from toolkit.dsconfig import options as extras
 from toolkit.dsconfig.buckets import Buckets, derive, largest_partition, link_of
 from toolkit.dsconfig.build import ConfigJob, shape_of
 from toolkit.dsconfig.options import PLAIN, REMOVED_OPTIMIZERS, ConfigOptions, check, removed_optimizer
-from toolkit.errors import ConfigError, LayoutError, RecipeError, Refusal
+from toolkit.errors import ConfigError, LayoutError, RecipeError
 from toolkit.hardware import gpu
 
 Flags = dict[str, Any]
@@ -39,13 +39,15 @@ _OPTIONS: list[Decorator] = [
     click.option("--layout", metavar="LAYOUT", help="For instance dp8-tp2-z1; an omitted axis is 1, dp what remains."),
     click.option("--global-batch", type=_POSITIVE, metavar="N", help="Samples in one optimizer step, over all ranks."),
     click.option("--micro", type=_POSITIVE, metavar="N", help="Samples in one forward pass of a rank."),
-    click.option("--precision", type=click.Choice(get_args(Precision)), help="Of weights and activations."),
+    click.option("--precision", type=click.Choice(get_args(Precision)), help="Precision of weights and activations."),
     click.option("--optimizer", type=click.Choice(OPTIMIZERS), metavar="NAME", help=f"{', '.join(OPTIMIZERS[:8])}."),
     click.option("--lr", type=_ABOVE_0, metavar="X", help="Peak learning rate."),
     click.option("--betas", type=(_FRACTION, _FRACTION), metavar="B1 B2", help="Decay rates of the moments."),
     click.option("--weight-decay", type=_FROM_0, metavar="X", help="Weight decay."),
     click.option("--grad-clip", type=_FROM_0, metavar="X", help="Largest gradient norm; 0: no clipping."),
-    click.option("--schedule", type=click.Choice(get_args(ScheduleName)), metavar="NAME", help="Of the learning rate."),
+    click.option(
+        "--schedule", type=click.Choice(get_args(ScheduleName)), metavar="NAME", help="Learning-rate schedule."
+    ),
     click.option("--steps", type=_POSITIVE, metavar="N", help="Optimizer steps of the run."),
     click.option("--warmup-steps", type=click.IntRange(min=0), metavar="N", help="Steps of linear warm-up."),
     click.option(
@@ -66,17 +68,19 @@ _OPTIONS: list[Decorator] = [
     click.option("--cpu-checkpointing", is_flag=True, help="Keep those activations in host memory."),
     click.option("--scheduler", type=click.Choice(get_args(extras.SchedulerName)), help="DeepSpeed's own schedule."),
     click.option("--monitor", "monitors", type=_MONITOR, multiple=True, help="Log there."),
-    click.option("--log-dir", metavar="DIR", default="logs", help="Of tensorboard and csv [logs]."),
+    click.option("--log-dir", metavar="DIR", default="logs", help="Directory of TensorBoard and CSV logs [logs]."),
     click.option("--run-name", metavar="NAME", default="run", help="Job or project of a monitor, and of Slurm [run]."),
     click.option("--profile-step", type=_POSITIVE, metavar="N", help="Let DeepSpeed count FLOPs after N steps."),
     click.option("--wall-clock-breakdown", is_flag=True, help="Let DeepSpeed time the parts of a step."),
     # Machines and ranks.
     click.option("--world-size", type=_POSITIVE, metavar="N", help="Ranks of the job; default: those of the layout."),
     click.option("--nodes", type=_POSITIVE, metavar="N", help="Machines [1]."),
-    click.option("--gpus-per-node", type=_POSITIVE, metavar="N", help="Ranks of each."),
+    click.option("--gpus-per-node", type=_POSITIVE, metavar="N", help="Ranks of each machine."),
     click.option("--host", "hosts", multiple=True, metavar="NAME", help="A node's name, one for each [node1 …]."),
     click.option("--gpu", metavar="NAME", help="Size buckets for its links, for instance H100-SXM-80GB."),
-    click.option("--network-gbit", type=_ABOVE_0, default=100.0, metavar="X", help="Of one GPU's network [100]."),
+    click.option(
+        "--network-gbit", type=_ABOVE_0, default=100.0, metavar="X", help="Network bandwidth of one GPU [100]."
+    ),
     click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", help="Where it runs [cuda]."),
     click.option("--cpus-per-gpu", type=_POSITIVE, default=8, metavar="N", help="CPU cores of a rank, for Slurm [8]."),
     click.option("--port", type=_PORT, default=29501, metavar="N", help="Where ranks meet [29501]."),
@@ -110,10 +114,8 @@ def job_of(recipe: str | None, overrides: tuple[str, ...], flags: Flags) -> Conf
     if recipe is None:
         loaded = _recipe_from_flags(flags, _fields(flags))
     else:
-        given, rounds = (
-            (*overrides, *flag_overrides(flags)),
-            flags["micro"] is not None and flags["global_batch"] is None,
-        )
+        given = (*overrides, *flag_overrides(flags))
+        rounds = flags["micro"] is not None and flags["global_batch"] is None
         loaded, note = load_rounded(recipe, given, world_size=world_size, rounds=rounds)
         if note is not None:  # what starts the run has to say so too
             flags["global_batch"] = loaded.batch.global_batch_size
@@ -150,7 +152,7 @@ def _world_size(given: int | None, nodes: int | None, per_node: int | None) -> i
     ranks = nodes * per_node if nodes and per_node else None
     if given and ranks and given != ranks:
         reason = f"{nodes} nodes of {per_node} GPUs are {ranks} ranks"
-        raise LayoutError(Refusal.of("world-size", given, reason, "omit one of them"))
+        raise LayoutError.of("world-size", given, reason, "omit one of them")
     return given or ranks
 
 

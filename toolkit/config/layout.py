@@ -95,7 +95,7 @@ class Layout:
             if match is None or _AXES[match[1]] in sizes:
                 problem = "is not a part of a layout" if match is None else "is given twice"
                 advice = "write parts such as dp4-tp2-pp1-z2, each at most once"
-                raise LayoutError(Refusal.of("layout", text, f"{part!r} {problem}", advice))
+                raise LayoutError.of("layout", text, f"{part!r} {problem}", advice)
             sizes[_AXES[match[1]]] = int(match[2])
         if world_size is not None:
             return cls.resolve(world_size, dp=sizes.pop("dp", None), **sizes)

@@ -119,17 +119,25 @@ class DeepSpeedSettings:
 def _refuse(config: Mapping[str, Any], zero: Mapping[str, Any]) -> None:
     for key in ("offload_optimizer", "offload_param"):
         if (zero.get(key) or {}).get("device") == "nvme":
-            raise ConfigError(f"zero_optimization.{key}.device=nvme: the estimate covers cpu and none. Choose one.")
+            raise ConfigError.of(
+                f"zero_optimization.{key}.device", "nvme", "the estimate covers cpu and none", "choose one"
+            )
     for section, keys in _NOT_MODELED.items():
         for key in keys:
             value = (config.get(section) or {}).get(key)
             if value is True or (value not in (None, False, 0, 1, -1, "auto") and value != {}):
-                raise ConfigError(f"{section}.{key}={value}: the estimate does not know what it takes. Leave it out.")
-    if float((zero.get("offload_optimizer") or {}).get("ratio", 1)) != 1:
-        raise ConfigError("zero_optimization.offload_optimizer.ratio: the estimate has all or nothing. Leave it out.")
+                raise ConfigError.of(
+                    f"{section}.{key}", value, "the estimate does not know what it takes", "leave it out"
+                )
+    ratio = (zero.get("offload_optimizer") or {}).get("ratio", 1)
+    if float(ratio) != 1:
+        key = "zero_optimization.offload_optimizer.ratio"
+        raise ConfigError.of(key, ratio, "the estimate has all or nothing", "leave it out")
     optimizer = str((config.get("optimizer") or {}).get("type", "adamw")).lower()
     if optimizer not in (*_MOMENTS, "sgd"):
-        raise ConfigError(f"optimizer.type={optimizer}: the estimate has {', '.join(_MOMENTS)} and sgd. Choose one.")
+        raise ConfigError.of(
+            "optimizer.type", optimizer, f"the estimate has {', '.join(_MOMENTS)} and sgd", "choose one"
+        )
 
 
 def _autocast(config: Mapping[str, Any]) -> Literal["none", "bf16", "fp16"]:
@@ -149,5 +157,5 @@ def _is_offloaded(zero: Mapping[str, Any], key: str, legacy: str) -> bool:
 
 def _bytes(name: str) -> int:
     if name not in BYTES:
-        raise ConfigError(f"{name} is not a dtype that DeepSpeed names. Choose fp32, bf16 or fp16.")
+        raise ConfigError.of("data_types", name, "DeepSpeed names no such dtype", "choose fp32, bf16 or fp16")
     return BYTES[name]

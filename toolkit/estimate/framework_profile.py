@@ -6,19 +6,19 @@ keeps of a parameter, and bytes that its layers keep of an activation's element.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from toolkit.errors import ConfigError
+from toolkit.errors import ConfigError, nearest
 from toolkit.estimate.deepspeed_settings import DeepSpeedSettings
 from toolkit.estimate.deepspeed_states import deepspeed_states
 from toolkit.estimate.parameters import RankParameters
 from toolkit.estimate.states import ModelStates, StateBytes, TorchStates
-from toolkit.files import first_problem
+from toolkit.files import first_problem, printable
 
 _BUCKET = 500_000_000
 """Elements of a flat bucket of gradients in the update."""
@@ -60,18 +60,21 @@ class FrameworkProfile:
         facts = self.facts
         allowed = facts.get("precisions", ("bf16", "fp16"))
         if self.precision not in allowed:
-            raise _not_offered(self.name, f"precision={self.precision}", f"Choose {' or '.join(allowed)}.")
+            raise self._not_offered("precision", f"choose {' or '.join(allowed)}")
         if self.loss not in facts["loss"]:
-            raise _not_offered(self.name, f"loss={self.loss}", f"Choose {' or '.join(facts['loss'])}.")
+            raise self._not_offered("loss", f"choose {' or '.join(facts['loss'])}")
         if self.drops_out and "dropout" not in facts:
-            raise _not_offered(self.name, "dropout=true", "Leave it out.")
+            raise self._not_offered("dropout")
         if not self.fused_norm and "unfused_norm" not in facts:
-            raise _not_offered(self.name, "fused_norm=false", "Leave it out.")
+            raise self._not_offered("fused_norm")
         owners = {"virtual_stages": "megatron", "context_parallel": "megatron", "compiled": "torchtitan"}
         for option, owner in owners.items():
-            value = getattr(self, option)
-            if self.name != owner and str(value) not in ("1", "False"):
-                raise _not_offered(self.name, f"{option}={value}", "Leave it out.")
+            if self.name != owner and getattr(self, option) != getattr(FrameworkProfile, option):
+                raise self._not_offered(option)
+
+    def _not_offered(self, option: str, advice: str = "leave it out") -> ConfigError:
+        given = ((option, getattr(self, option)), ("framework", self.name))
+        return ConfigError.between(given, "the profile has no such fact", advice)
 
     @property
     def drops_out(self) -> bool:
@@ -83,7 +86,7 @@ class FrameworkProfile:
         """The framework's row of the table."""
         rows = _profiles()
         if self.name not in rows:
-            raise ConfigError(f"framework={self.name} has no profile. Choose {', '.join(rows)}.")
+            raise ConfigError.of("framework", self.name, "it has no profile", f"choose {', '.join(rows)}")
         return rows[self.name]
 
     def states(self, params: RankParameters, *, shards: int, accumulation: int = 2, zero_stage: int) -> ModelStates:
@@ -141,12 +144,12 @@ def _profiles() -> dict[str, dict[str, Any]]:
 def profile(text: str) -> FrameworkProfile:
     """Read `megatron:virtual_stages=2,dropout=false`. Raises ConfigError."""
     name, _, options = text.partition(":")
-    pairs = [option.partition("=") for option in filter(None, options.split(","))]
+    given = {key: value for key, _, value in (option.partition("=") for option in filter(None, options.split(",")))}
+    known = [one.name for one in fields(FrameworkProfile) if one.name != "name"]
+    for key in given.keys() - known:
+        advice = nearest(key, known).strip() or f"choose {', '.join(known)}"
+        raise ConfigError.of("--framework", text, f"{printable(key)} is not an option of a profile", advice)
     try:
-        return TypeAdapter(FrameworkProfile).validate_python({key: value for key, _, value in pairs} | {"name": name})
+        return TypeAdapter(FrameworkProfile).validate_python(given | {"name": name})
     except ValidationError as error:
-        raise ConfigError(f"--framework {text}: {first_problem(error)}.") from error
-
-
-def _not_offered(name: str, option: str, advice: str) -> ConfigError:
-    return ConfigError(f"framework={name} with {option}: its profile has no such fact. {advice}")
+        raise ConfigError.of("--framework", text, first_problem(error)) from error

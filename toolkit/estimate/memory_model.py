@@ -100,8 +100,8 @@ class MemoryModel:
 
     def _stages(self, layout: Layout, work: Workload, framework: Framework) -> list[range]:
         for misfit in misfits(self.architecture.shape, tp=layout.tp, pp=layout.pp, ulysses=layout.ulysses):
-            size = getattr(layout, misfit.axis)
-            raise LayoutError(f"{misfit.axis}={size}: {misfit.reason}. Set {misfit.axis} to {misfit.allowed}.")
+            remedy = (misfit.axis, misfit.allowed)
+            raise LayoutError.of(misfit.axis, getattr(layout, misfit.axis), misfit.reason, remedy)
         if isinstance(framework, FrameworkProfile):
             return stage_layers(framework, self.architecture, layout.pp)
         step = {"micro_batch_size": work.micro_batch_size, "seq_len": work.seq_len}

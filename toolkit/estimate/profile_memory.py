@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from toolkit.config.layout import Layout
-from toolkit.errors import LayoutError
+from toolkit.errors import LayoutError, Setting
 from toolkit.estimate.breakdown import MemoryBreakdown
 from toolkit.estimate.framework_profile import FrameworkProfile
 from toolkit.estimate.overhead import beside, is_hopper, workspace_bytes
@@ -50,15 +50,20 @@ def check(profile: FrameworkProfile, layout: Layout, work: "Workload") -> None:
     """Raise LayoutError for what the framework's profile does not say."""
     kinds = profile.facts["attention"]
     if work.attention not in kinds:
-        given = f"framework={profile.name} with attention={work.attention}"
-        raise LayoutError(f"{given}: its profile has {', '.join(kinds)}. Choose one of them.")
+        given: tuple[Setting, ...] = (("attention", work.attention), ("framework", profile.name))
+        raise LayoutError.between(given, f"its profile has {', '.join(kinds)}", "choose one of them")
     sharded, offloads = profile.facts["states"] == "fsdp2", layout.offload_optimizer != "none"
     if sharded and (layout.zero_stage != 3 or layout.tp * layout.pp > 1 or work.recompute != "selective"):
-        raise LayoutError(f"framework={profile.name}: its profile has z3 without tp and pp, and --recompute selective.")
+        raise _outside(profile, "z3 without tp and pp, and selective recomputation")
     if (layout.zero_stage > 1 and not sharded) or layout.ulysses > 1 or offloads:
-        raise LayoutError(f"framework={profile.name}: its profile has ZeRO-0 and 1, without offload or Ulysses.")
+        raise _outside(profile, "ZeRO-0 and 1, without offload or Ulysses")
     if work.recompute == "selective" and work.attention != "eager" and not sharded:
-        raise LayoutError(f"framework={profile.name}: flash attention keeps no scores. Choose recompute none or full.")
+        given = (("recompute", work.recompute), ("framework", profile.name))
+        raise LayoutError.between(given, "flash attention keeps no scores", ("recompute", "none or full"))
+
+
+def _outside(profile: FrameworkProfile, covered: str) -> LayoutError:
+    return LayoutError.of("framework", profile.name, f"its profile has {covered}", "choose that")
 
 
 def stage_layers(profile: FrameworkProfile, architecture: Architecture, stages: int) -> list[range]:

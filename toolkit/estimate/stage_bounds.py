@@ -61,10 +61,8 @@ def balance(costs: Costs, stages: int) -> tuple[int, ...]:
     """
     count = len(costs.layers)
     if not 1 <= stages <= count:
-        raise LayoutError(
-            f"pp={stages} with {count} decoder layers: a pipeline has at least one stage and at most as many as "
-            f"layers. Set pp to 1 … {count}."
-        )
+        reason = f"a pipeline of {count} decoder layers has from 1 to {count} stages"
+        raise LayoutError.of("pp", stages, reason, ("pp", f"1 to {count}"))
     totals = list(accumulate(costs.layers, initial=0.0))
     whole = costs.before + totals[-1] + costs.after
 

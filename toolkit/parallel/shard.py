@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from toolkit.errors import LayoutError, Refusal
+from toolkit.errors import LayoutError
 
 RUN = 4096
 """Rows or columns of a full parameter that are drawn, read or copied at once. Initial weights depend on it."""
@@ -60,7 +60,7 @@ class Block:
             return rank * each, each
         if size % self.units:
             reason, remedy = f"{self.units} heads or columns are not divisible by it", f"a divisor of {self.units}"
-            raise LayoutError(Refusal.of("tp", size, reason, ("tp", remedy)))
+            raise LayoutError.of("tp", size, reason, ("tp", remedy))
         return rank * self.units // size * self.width, self.width
 
 

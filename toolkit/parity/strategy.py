@@ -136,4 +136,4 @@ class Strategy:
 
 
 def _refused(text: str, reason: str, *remedy: str) -> LayoutError:
-    return LayoutError(Refusal.of("strategy", text, reason, *remedy))
+    return LayoutError.of("strategy", text, reason, *remedy)

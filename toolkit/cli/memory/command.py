@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from toolkit.errors import LayoutError, ModelError, RecipeError, Refusal, ReportError
+from toolkit.errors import LayoutError, ModelError, RecipeError, ReportError
 
 if TYPE_CHECKING:
     from toolkit.cli.memory.options import MemoryQuery
 
+_PROFILES = "megatron, megatron-2021, megatron-deepspeed, nanotron, torchtitan, aleph-alpha-scaling"
 _SWEEPS = ("zero", "micro", "recompute", "seq")
 
 
@@ -25,7 +26,7 @@ _SWEEPS = ("zero", "micro", "recompute", "seq")
 @click.option(
     "--precision",
     type=click.Choice(["fp32", "bf16", "fp16"]),
-    help="Of matrix products; without ZeRO the weights stay fp32.  [default: bf16]",
+    help="Precision of matrix products; without ZeRO the weights stay fp32.  [default: bf16]",
 )
 @click.option(
     "--recompute",
@@ -35,7 +36,7 @@ _SWEEPS = ("zero", "micro", "recompute", "seq")
 @click.option(
     "--attention",
     type=click.Choice(["eager", "sdpa", "flash"]),
-    help="Of attention; eager for a family without sdpa.  [default: sdpa]",
+    help="Implementation of attention; a family without sdpa needs eager.  [default: sdpa]",
 )
 @click.option("--sequence-parallel", is_flag=True, help="Split along the sequence what tp replicates.")
 @click.option("--offload-optimizer", is_flag=True, help="Keep optimizer states in host memory.")
@@ -47,7 +48,11 @@ _SWEEPS = ("zero", "micro", "recompute", "seq")
 @click.option("--deepspeed", metavar="FILE", help="Your own DeepSpeed config, with DeepSpeed's defaults.")
 @click.option("--trainer", is_flag=True, help="The Hugging Face Trainer, with its defaults and its `auto`.")
 @click.option("--pure-bf16", is_flag=True, help="DDP or FSDP over bf16 weights, gradients and moments.")
-@click.option("--framework", metavar="NAME[:OPTIONS]", help="Megatron and others, instead of this toolkit's engines.")
+@click.option(
+    "--framework",
+    metavar="NAME[:OPTIONS]",
+    help=f"Another framework: {_PROFILES}. Options: docs/memory.md, Other frameworks.",
+)
 @click.option("--gpu", "gpu_name", help="H100-80, A100-40, L40S, …: what is left on it, and which micro-batch fits.")
 @click.option("--json", "as_json", is_flag=True, help="Bytes of every stage as JSON.")
 @click.option("--plot", type=click.Path(dir_okay=False), metavar="FILE", help="Draw stacked bars, one a stage.")
@@ -72,7 +77,8 @@ def command(recipe: str | None, as_json: bool, plot: str | None, sweep: str | No
         click.echo(f"note: {note}", err=True)
     if names:
         if plot is not None:
-            raise ReportError("--plot draws one layout, and --sweep prints many. Leave one of them out.")
+            given = (("--plot", plot), ("--sweep", sweep))
+            raise ReportError.between(given, "a plot shows one layout, and a grid many", "leave one of them out")
         cells = grid(query, names)
         if as_json:
             click.echo(json.dumps(grid_json(query, cells), indent=2))
@@ -98,7 +104,7 @@ def _sweep_names(sweep: str | None) -> list[str]:
         if name not in _SWEEPS or names.count(name) > 1:
             problem = "is named twice" if name in _SWEEPS else "cannot be swept"
             advice = f"name some of {', '.join(_SWEEPS)}, each once"
-            raise LayoutError(Refusal.of("--sweep", sweep, f"{name!r} {problem}", advice))
+            raise LayoutError.of("--sweep", sweep, f"{name!r} {problem}", advice)
     return names
 
 
@@ -108,7 +114,9 @@ def _query(recipe: str | None, options: dict[str, Any]) -> "MemoryQuery":
     if recipe is not None:
         for name in ("model", "layout", "engine", "optimizer", "deepspeed", "trainer", "pure_bf16", "framework"):
             if options[name]:
-                raise RecipeError(f"--recipe has model, layout and engine: leave out --{name.replace('_', '-')}.")
+                option = f"--{name.replace('_', '-')}"
+                given = ((option, options[name]), ("--recipe", recipe))
+                raise RecipeError.between(given, "the recipe has model, layout and engine", f"omit {option}")
         return from_recipe(recipe, options)
     if not options["model"] or not options["layout"]:
         raise ModelError("what is to be estimated? Name --model and --layout, or a --recipe.")

@@ -11,7 +11,7 @@ from toolkit.estimate.deepspeed_settings import DeepSpeedSettings
 from toolkit.estimate.framework_profile import profile
 from toolkit.estimate.memory_model import Framework
 from toolkit.estimate.states import TorchStates
-from toolkit.files import expanded, printable, read_json_object, reason_of
+from toolkit.files import expanded, read_json_object, reason_of
 
 _TRAINER_BATCH = 8
 """`per_device_train_batch_size` of the Trainer."""
@@ -19,6 +19,7 @@ _PRECISIONS: dict[int, str] = {2: "16 bits", 4: "fp32"}
 _DEFAULTS = {"reduce_bucket_size": 1, "overlap_comm": 1, "stage3_prefetch_bucket_size": 3, "sub_group_size": 3}
 """Keys of zero_optimization that take memory where a config leaves them out, and the stage from which on."""
 _OFFLOAD = ("offload_optimizer", "offload_params")
+_OMIT = "leave one of them out"
 _EXCLUDES = {
     "framework": ("deepspeed", "trainer", "engine", "optimizer", "pure_bf16", *_OFFLOAD),
     "deepspeed": ("engine", "pure_bf16", *_OFFLOAD),
@@ -48,12 +49,14 @@ def foreign_setup(options: Mapping[str, Any], layout: Layout, hidden: int) -> Fo
     """The setup that the options name; None where it is this toolkit's own. Raises ConfigError or LayoutError."""
     for name, others in _EXCLUDES.items():
         for other in others:
-            if options[name] and options[other] and options[other] != "deepspeed":
-                spelled = f"--{name} with --{other}".replace("_", "-")
-                raise ConfigError(f"{spelled}: the first decides what the second asks. Leave one of them out.")
+            agrees = name == options[other] == "deepspeed"  # the engine that --deepspeed FILE is for
+            if options[name] and options[other] and not agrees:
+                given = tuple((f"--{key}".replace("_", "-"), options[key]) for key in (name, other))
+                raise ConfigError.between(given, "the first decides what the second asks", _OMIT)
     whole = next((f"--{name}" for name in ("deepspeed", "trainer", "pure_bf16") if options[name]), "")
     if whole and layout.tp * layout.pp > 1:
-        raise LayoutError(f"{whole} with {layout}: Hugging Face's own layers run in whole. Leave tp and pp out.")
+        given = ((whole, options["deepspeed"] or True), ("--layout", layout))
+        raise LayoutError.between(given, "Hugging Face's own layers run in whole", "leave tp and pp out")
     if options["deepspeed"]:
         return _deepspeed(options, layout, hidden)
     if options["framework"]:
@@ -76,9 +79,11 @@ def _torch(options: Mapping[str, Any], layout: Layout) -> ForeignSetup:
     engine, pure = options["engine"] or "ddp", options["pure_bf16"]
     precision: Precision = options["precision"] or "bf16"
     if engine == "deepspeed" or layout.zero_stage or layout.ulysses > 1:
-        raise ConfigError(f"{layout} without DeepSpeed has no ZeRO and no Ulysses. Name the config: --deepspeed FILE.")
+        reason = "there is no ZeRO and no Ulysses without DeepSpeed"
+        raise ConfigError.of("--layout", layout, reason, "name the config: --deepspeed FILE")
     if pure and precision != "bf16":
-        raise ConfigError(f"--pure-bf16 with --precision {precision}: leave one of them out.")
+        given = (("--pure-bf16", True), ("--precision", precision))
+        raise ConfigError.between(given, "the weights have one precision", _OMIT)
     in_16_bits, sharded = precision != "fp32", engine == "fsdp"
     states = TorchStates(
         gathered_bytes=(2 if in_16_bits else 4) if sharded else 0,
@@ -113,7 +118,8 @@ def _deepspeed(options: Mapping[str, Any], layout: Layout, hidden: int) -> Forei
             config = _as_trainer(config, zero, hidden, options["precision"] or "bf16")
         said = _autos(config)
         if said:
-            raise ConfigError(f"{path}: {said[0]} is auto, which DeepSpeed does not replace. Add --trainer.")
+            reason = f"{said[0]} is auto, which DeepSpeed does not replace"
+            raise ConfigError.of("--deepspeed", path, reason, "add --trainer")
         settings = DeepSpeedSettings.from_config(config)
     except OSError as error:
         raise ConfigError(f"{path}: {reason_of(error)}. Give a DeepSpeed config.") from error
@@ -124,13 +130,16 @@ def _deepspeed(options: Mapping[str, Any], layout: Layout, hidden: int) -> Forei
     if "optimizer" not in config:
         settings = replace(settings, moments=_moments(options), counts_in_tensors=bool(options["trainer"]))
     elif options["optimizer"]:
-        raise ConfigError(f"--optimizer with {path}: the file has an optimizer. Leave one of them out.")
+        reason = f"{path} has an optimizer"
+        raise ConfigError.of("--optimizer", options["optimizer"], reason, _OMIT)
     if layout.zero_stage not in (0, settings.zero_stage):
-        raise LayoutError(f"{layout}: {path} says ZeRO stage {settings.zero_stage}. Leave z out of the layout.")
+        reason = f"{path} says ZeRO stage {settings.zero_stage}"
+        raise LayoutError.of("--layout", layout, reason, "leave z out of the layout")
     gradients = f"gradients accumulate in {_PRECISIONS[settings.accumulation_bytes]} (this toolkit's configs: fp32)"
     precision = settings.precision if settings.autocast == "none" else settings.autocast
     if options["precision"] not in (None, precision):
-        raise ConfigError(f"--precision {options['precision']}: {path} says {precision}. Leave one of them out.")
+        reason = f"{path} says {precision}"
+        raise ConfigError.of("--precision", options["precision"], reason, _OMIT)
     told = settings.model_bytes == 4 or (config.get("data_types") or {}).get("grad_accum_dtype")
     left = [] if told else [gradients]
     left += [
@@ -157,7 +166,7 @@ def _count(config: Mapping[str, Any], key: str) -> int | None:
     """A batch size of the config. Raises ConfigError where it is none."""
     value = config.get(key)
     if value is not None and (not isinstance(value, int) or value < 1):
-        raise ConfigError(f"{key}={printable(value)} is not a number of samples. Write a whole number.")
+        raise ConfigError.of(key, value, "it is not a number of samples", "write a whole number")
     return value
 
 

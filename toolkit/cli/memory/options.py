@@ -211,7 +211,7 @@ def from_model(options: Mapping[str, Any]) -> MemoryQuery:
         attention=_IMPLEMENTATIONS.get(options["attention"]),
     )
     if shape.learned_positions and shape.positions is not None and seq_len > shape.positions:
-        raise LayoutError(Refusal.of("--seq", seq_len, f"{name} has {shape.positions} positions", "lower --seq"))
+        raise LayoutError.of("--seq", seq_len, f"{name} has {shape.positions} positions", "lower --seq")
     return MemoryQuery(
         name=name,
         config=config,

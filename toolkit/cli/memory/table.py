@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from toolkit.cli.memory.options import MemoryQuery, varied
-from toolkit.errors import LayoutError, ModelError, Refusal
+from toolkit.errors import LayoutError, ModelError
 from toolkit.estimate.breakdown import MemoryBreakdown
 from toolkit.estimate.framework_profile import FrameworkProfile
 from toolkit.units import format_bytes, format_count
@@ -150,11 +150,9 @@ def grid(query: MemoryQuery, names: Sequence[str]) -> list[SweepCell]:
     is_fixed = foreign is not None and not isinstance(foreign.framework, FrameworkProfile)
     engine = foreign.name if foreign is not None and is_fixed else query.recipe.train.engine
     if "zero" in names and engine != "deepspeed":
-        given, reason = (
-            (("--sweep", "zero"), ("train.engine", engine)),
-            "only deepspeed has ZeRO stages, where no config names one",
-        )
-        raise LayoutError(Refusal(field="--sweep", given=given, reason=reason, remedy=("leave zero out",)))
+        given = (("--sweep", "zero"), ("train.engine", engine))
+        reason = "only deepspeed has ZeRO stages, where no config names one"
+        raise LayoutError.between(given, reason, "leave zero out")
     positions = query.model.architecture.shape.positions
     values = {name: _SWEEP_VALUES[name] for name in names}
     if "seq" in values and positions is not None:
