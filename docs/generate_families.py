@@ -63,7 +63,7 @@ def refusal(world_size: int, function: Callable[[str], None], model_type: str) -
     try:
         run_ranks(_limited, world_size, function, model_type, timeout_seconds=SECONDS, joined=world_size > 1)
     except ToolkitError as error:
-        return getattr(error, "reason", None) or str(error) or "refused without a reason"
+        return error.as_refusal().reason or "refused without a reason"
     except RankFailedError as error:
         lines = str(error).strip().splitlines()
         return f"the check fails: {lines[-1].strip()}"[:120]

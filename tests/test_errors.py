@@ -1,3 +1,5 @@
+import pickle
+
 import pytest
 
 from toolkit import errors
@@ -54,6 +56,25 @@ def test_an_error_keeps_the_refusal_behind_its_message() -> None:
     error = LayoutError(REFUSAL)
     assert (error.refusal, str(error)) == (REFUSAL, str(REFUSAL))
     assert RecipeError([REFUSAL, "other"]).refusals == [REFUSAL]
+
+
+def test_what_was_given_is_spelled_as_it_was_given_and_words_are_a_remedy_alone() -> None:
+    refusal = Refusal.between(
+        (("data.source", "my text"), ("--micro", 2), ("--trainer", True)), "no", ("tp", "1 or 2"), ""
+    )
+    assert str(refusal) == "data.source=my text with --micro 2 and --trainer: no. Set tp to 1 or 2."
+    assert (refusal.field, refusal.remedy) == ("data.source", (("tp", "1 or 2"),))
+
+
+def test_an_error_without_fields_is_a_refusal_by_its_message() -> None:
+    assert ToolkitError("ds.json: not JSON.").as_refusal("model") == Refusal(field="model", reason="ds.json: not JSON.")
+    assert LayoutError(REFUSAL).as_refusal() == REFUSAL
+    assert LayoutError(REFUSAL).as_refusal("parallel").field == "parallel"
+
+
+def test_an_error_that_crosses_processes_keeps_its_fields() -> None:
+    sent = pickle.loads(pickle.dumps(LayoutError.of("tp", 3, "no", ("tp", 1))))
+    assert sent.refusal == Refusal.of("tp", 3, "no", ("tp", 1))
 
 
 def test_nearest_names_a_typo():

@@ -3,7 +3,7 @@
 import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
 from toolkit.files import printable
@@ -14,15 +14,20 @@ Setting = tuple[str, Any]
 
 
 def spell_setting(field: str, value: Any) -> str:
-    """A setting in the spelling of recipes (`parallel.tp=2`, `parallel.tp to 1, 2 or 4`) or options (`--micro 2`)."""
+    """A setting in the spelling of recipes (`parallel.tp=2`) or options (`--micro 2`)."""
     if field == "world_size":
         return f"{value} rank{'s' * (value != 1)}"
-    if isinstance(value, bool):
-        return field if value and field.startswith("--") else f"{field}={str(value).lower()}"
     if field.startswith("--"):
-        return f"{field} {printable(value)}"
+        return field if value is True else f"{field} {printable(value)}"
+    if value is None or isinstance(value, bool):
+        return f"{field}={'null' if value is None else str(value).lower()}"
     value = list(value) if isinstance(value, tuple) else printable(value) if isinstance(value, str) else value
-    return f"{field} to {value}" if isinstance(value, str) and " " in value else f"{field}={value}"
+    return f"{field}={value}"
+
+
+def _spell_remedy(field: str, value: Any) -> str:
+    """A setting to make, which may be words: `parallel.tp to 1, 2 or 4`."""
+    return f"{field} to {value}" if isinstance(value, str) and " " in value else spell_setting(field, value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +51,8 @@ class Refusal:
 
     @classmethod
     def between(cls, given: tuple[Setting, ...], reason: str, *remedy: Setting | str) -> "Refusal":
-        """Refuse values that do not go together; the field to look at is the first."""
-        return cls(field=given[0][0], given=given, reason=reason, remedy=remedy)
+        """Refuse values that do not go together; the field to look at is the first. Empty remedies are left out."""
+        return cls(field=given[0][0], given=given, reason=reason, remedy=tuple(filter(None, remedy)))
 
     def __str__(self) -> str:
         return self.render()
@@ -58,7 +63,7 @@ class Refusal:
         *most, last = others or [""]
         given = f"{first}{' with ' * bool(others)}{', '.join(most)}{' and ' * bool(most)}{last}"
         text = f"{given}: {self.reason}." if given else self.reason
-        remedies = _spelled(self.remedy, spell)
+        remedies = _spelled(self.remedy, _spell_remedy if spell is spell_setting else spell)
         for index, item in enumerate(self.remedy):
             if not isinstance(item, str) and (index == 0 or isinstance(self.remedy[index - 1], str)):
                 remedies[index] = f"{verb} {remedies[index]}"
@@ -93,19 +98,39 @@ def _spelled(items: Sequence[Setting | str], spell: Callable[[str, Any], str]) -
 
 
 class ToolkitError(Exception):
-    """Base of every error that bad input can cause; the command line prints it as one line and exits with 2."""
+    """Base of every error that bad input can cause; the command line prints a line a problem and exits with 2.
+
+    An error about settings carries a Refusal for each problem; one about a file's content or the operating system is a
+    sentence with the path.
+    """
 
     exit_code = 2
     scope: Scope = "rank"
     """Who meets the same error: every rank of the job, every rank of a machine, or this rank alone."""
-    refusal: Refusal | None = None
-    """The fields behind the message, where the error is about settings."""
 
-    def __init__(self, problem: str | Refusal = "", *, scope: Scope | None = None) -> None:
-        if isinstance(problem, Refusal):
-            self.refusal = problem
+    def __init__(
+        self,
+        problems: str | Refusal | Iterable[str | Refusal] = "",
+        refusals: Iterable[Refusal] = (),
+        *,
+        scope: Scope | None = None,
+    ) -> None:
+        """Take every problem; `refusals` are those whose lines are among them."""
+        found = [problems] if isinstance(problems, str | Refusal) else list(problems)
+        self.problems = [str(problem) for problem in found]
+        self.refusals = [*refusals, *(problem for problem in found if isinstance(problem, Refusal))]
         self.scope = scope or self.scope
-        super().__init__(str(problem))
+        super().__init__("\n".join(self.problems))
+
+    @property
+    def refusal(self) -> Refusal | None:
+        """The first problem as a value; None where the error is not about settings."""
+        return next(iter(self.refusals), None)
+
+    def as_refusal(self, field: str = "") -> Refusal:
+        """The first problem as a value, with the message for its reason where there is none; `field`: to look at."""
+        found = self.refusal or Refusal(field="", reason=str(self))
+        return replace(found, field=field or found.field)
 
     @classmethod
     def of(cls, field: str, value: Any, reason: str, *remedy: Setting | str) -> Self:
@@ -128,16 +153,7 @@ class ToolkitError(Exception):
 
 
 class RecipeError(ToolkitError, scope="job"):
-    """A recipe (or an override) that cannot be decoded. Holds every problem found, one line each.
-
-    `refusals` are the conflicts between fields among them, as values.
-    """
-
-    def __init__(self, problems: str | Refusal | Iterable[str | Refusal], refusals: Iterable[Refusal] = ()) -> None:
-        found = [problems] if isinstance(problems, str | Refusal) else list(problems)
-        self.problems = [str(problem) for problem in found]
-        self.refusals = [*refusals, *(problem for problem in found if isinstance(problem, Refusal))]
-        super().__init__("\n".join(self.problems))
+    """A recipe (or an override) that cannot be decoded. Holds every problem found."""
 
 
 class LayoutError(ToolkitError, scope="job"):
@@ -149,7 +165,7 @@ class BatchError(ToolkitError, scope="job"):
 
 
 class ConfigError(ToolkitError, scope="job"):
-    """A DeepSpeed JSON that cannot be read or that contradicts the recipe. Holds every conflict, one line each."""
+    """A DeepSpeed JSON that cannot be read or that contradicts the recipe. Holds every conflict."""
 
 
 class ModelError(ToolkitError, scope="node"):
@@ -181,7 +197,7 @@ class CheckpointError(ToolkitError, scope="job"):
 
     def __init__(
         self,
-        message: str,
+        message: str | Refusal,
         *,
         path: str | None = None,
         rank: int | None = None,

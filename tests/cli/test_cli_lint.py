@@ -125,7 +125,7 @@ def test_a_recipe_decides_layout_batch_and_values(config: Path, capsys: pytest.C
     change(config, gradient_clipping=0.25)
     code, out, _ = run(capsys, "ds.json", "--recipe", recipe, "--gpus", "8")
     assert code == 1
-    assert "RC101: gradient_clipping=0.25, but the recipe's train.grad_clip makes it 1.0" in out
+    assert "RC101: gradient_clipping=0.25: the recipe's train.grad_clip makes it 1.0" in out
 
 
 @pytest.mark.parametrize("words", [("--model", "gpt9"), ("--layout", "x3"), ("--deepspeed", "new"), ("--gpus", "0")])

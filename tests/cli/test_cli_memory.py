@@ -367,7 +367,7 @@ def test_a_recipe_without_attention_is_estimated_with_what_the_family_has(capsys
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--model", "nope", "--layout", "dp2"], "model nope: not a known shape"),
+        (["--model", "nope", "--layout", "dp2"], "model=nope: it is no known shape"),
         (["--model", "llama3-70", "--layout", "dp2"], "nothing is fetched from a hub. Did you mean llama-3-70b,"),
         (["--model", "someone/Llama3-70B", "--layout", "dp2"], "from a hub. Did you mean llama-3-70b?"),
         (["--model", "mixtral-8x7b", "--layout", "dp2"], "of which a token sees a few. See dstk families mixtral."),
@@ -427,18 +427,23 @@ def test_the_advised_zero_stage_works(capsys, layout):
 
 
 @pytest.mark.parametrize(
-    ("config", "words"),
+    ("config", "given"),
     [
-        ({"model_type": "mixtral"}, "model_type=mixtral is not a dense decoder"),
-        ({"model_type": "gpt_neox", "n_layer": 12}, "n_layer is not a field of a gpt_neox config"),
-        ({"hidden_size": 64}, "The config has no model_type"),
-        ([1], "not a JSON object but a list"),
+        ({"model_type": "mixtral"}, ("model_type", "mixtral")),
+        ({"model_type": "gpt_neox", "n_layer": 12}, ("n_layer", 12)),
+        ({"hidden_size": 64}, ("model_type", None)),
     ],
 )
-def test_a_config_that_is_not_a_dense_decoder_is_refused(capsys, tmp_path, config, words):
+def test_a_config_that_is_not_a_dense_decoder_is_refused(tmp_path, config, given):
     path: Path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
-    assert words in refusal(capsys, "--model", str(path), "--layout", "dp2")
+    assert refused("--model", str(path), "--layout", "dp2").given == (given,)
+
+
+def test_a_model_file_that_is_no_config_is_refused(capsys, tmp_path):
+    path: Path = tmp_path / "config.json"
+    path.write_text("[1]")
+    assert "not a JSON object but a list" in refusal(capsys, "--model", str(path), "--layout", "dp2")
 
 
 def test_the_command_imports_neither_torch_nor_transformers_nor_yaml():

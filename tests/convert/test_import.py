@@ -87,7 +87,7 @@ def theirs(make_recipe: Callable[..., Recipe], ranks: Callable[..., list[Any]], 
             {"optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9}},
             r"it has no momentum_buffer, and optimizer\.name=sgd",
         ),
-        ({"train__steps": SAVED_STEP}, "nothing is left to train"),
+        ({"train__steps": SAVED_STEP}, r"^train\.steps="),
     ],
 )
 def test_a_recipe_that_does_not_fit_is_rejected_before_anything_is_written(

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from refusals import refused
 
 from toolkit.config.layout import Batch
 from toolkit.data.loader import prefetched
@@ -202,7 +203,7 @@ def test_an_index_out_of_range_is_an_index_error(index):
 
 @pytest.mark.parametrize("data", [{}, {"document_masking": True}, {"packing": "padded"}])
 def test_a_split_without_a_sample_says_what_to_do(data):
-    with pytest.raises(DataError, match=r"data.seq_len=4: the eval split has 1 tokens, .*raise data.eval_fraction"):
+    with refused(DataError, "data.seq_len", remedy="raise data.eval_fraction"):
         samples([1], **data, split="eval")
 
 

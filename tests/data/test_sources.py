@@ -10,6 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
+from refusals import refused
 
 from toolkit.config.recipe import DataSection
 from toolkit.data import sources, text_chunks
@@ -100,8 +101,8 @@ def test_an_unknown_split_of_a_saved_dataset_names_the_splits(tmp_path):
     import datasets
 
     datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": ["x"]})}).save_to_disk(tmp_path / "saved")
-    assert "data.split=dev" in (text := message(tmp_path / "saved", split="dev"))
-    assert "has the splits train" in text
+    with refused(DataError, "data.split", "data.source", remedy=("data.split", "train")):
+        read(tmp_path / "saved", split="dev")
 
 
 def test_a_dataset_name_goes_to_load_dataset_with_subset_and_split(monkeypatch):
@@ -121,7 +122,8 @@ def test_a_dataset_that_cannot_be_loaded_is_one_line(monkeypatch):
         raise ConnectionError("no route\nto host")
 
     monkeypatch.setattr(datasets, "load_dataset", fail)
-    assert "data.source=org/name is neither a path here nor a dataset" in message("org/name")
+    with refused(DataError, "data.source"):
+        read("org/name")
 
 
 def test_the_standard_library_is_read_without_installed_packages():
@@ -190,30 +192,38 @@ def test_blocks_of_a_compressed_file_count_their_lines(block_bytes, tmp_path, mo
 
 @pytest.mark.parametrize("source", ["./nowhere", "/nowhere/at/all", "nowhere.jsonl"])
 def test_a_missing_path_is_named(source):
-    assert f"data.source={source}: no such file or directory" in message(source)
+    with refused(DataError, "data.source") as found:
+        read(source)
+    assert found[0].given == (("data.source", source),)
 
 
 def test_a_glob_without_matches_is_named(tmp_path):
-    assert "no file matches" in message(tmp_path / "*.txt")
+    with refused(DataError, "data.source"):
+        read(tmp_path / "*.txt")
 
 
 def test_a_directory_without_text_names_the_accepted_files(tmp_path):
     (tmp_path / "weights.bin").write_bytes(b"\0")
-    assert "no text, JSONL or Parquet file below it" in message(tmp_path)
+    with refused(DataError, "data.source") as found:
+        read(tmp_path)
+    assert ".jsonl[.gz|.zst]" in found[0].remedy[0]
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet"])
 def test_a_missing_text_column_names_the_columns(name, tmp_path):
     WRITERS[name](tmp_path / name)
-    assert "no 'body'; there is " in (text := message(tmp_path / name, text_field="body"))
-    assert "text. Set data.text_field" in text
+    with refused(DataError, "data.text_field") as found:
+        read(tmp_path / name, text_field="body")
+    ((field, columns),) = found[0].remedy
+    assert (field, columns.split(" or ")[-1]) == ("data.text_field", "text")
 
 
 def test_a_missing_column_of_a_saved_dataset_names_the_columns(tmp_path):
     import datasets
 
     datasets.Dataset.from_dict({"body": ["x"]}).save_to_disk(tmp_path / "saved")
-    assert "no 'text'; there is body" in message(tmp_path / "saved")
+    with refused(DataError, "data.text_field", remedy=("data.text_field", "body")):
+        read(tmp_path / "saved")
 
 
 @pytest.mark.parametrize(
@@ -221,7 +231,7 @@ def test_a_missing_column_of_a_saved_dataset_names_the_columns(tmp_path):
     [
         (b"{broken", "a.jsonl:3: not a JSON object ("),
         (b"[1]", "a.jsonl:3: a JSON list"),
-        (b'{"text": 5}', "a.jsonl:3: text is a int, not a text"),
+        (b'{"text": 5}', "data.text_field=text: it is a int at "),
         (b'{"text": "\xff"}', "a.jsonl:3: not UTF-8"),
         (b'{"text": "\\ud800"}', "a.jsonl:3: text has half a surrogate pair"),
     ],

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from refusals import refused
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from toolkit.config.recipe import DataSection
@@ -26,13 +27,6 @@ def corpus(tmp_path):
 def made(corpus: object, tokenizer: object = "bpe-300") -> PreTrainedTokenizerFast:
     section = DataSection(source=str(corpus), tokenizer=str(tokenizer), seq_len=8)
     return load_or_train(section, open_source(section))
-
-
-def message(corpus: object, tokenizer: object) -> str:
-    with pytest.raises(DataError) as caught:
-        made(corpus, tokenizer)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def test_bpe_n_has_n_entries(corpus):
@@ -87,17 +81,21 @@ def test_the_identity_follows_the_end_of_text_token(corpus):
 
 @pytest.mark.parametrize("entries", [0, 256])
 def test_a_bpe_smaller_than_its_bytes_is_refused(entries, corpus):
-    assert "Set it to bpe-257 or more" in message(corpus, f"bpe-{entries}")
+    with refused(DataError, "data.tokenizer", remedy=("data.tokenizer", "bpe-257 or more")):
+        made(corpus, f"bpe-{entries}")
 
 
 def test_a_directory_without_tokenizer_files_is_named(corpus, tmp_path):
-    assert "a directory without tokenizer files" in message(corpus, tmp_path)
+    with refused(DataError, "data.tokenizer"):
+        made(corpus, tmp_path)
 
 
 def test_a_tokenizer_without_end_of_text_is_named(corpus, tmp_path):
     backend = made(corpus).backend_tokenizer
     PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(tmp_path / "saved")
-    assert "has no end-of-text token (eos_token)" in message(corpus, tmp_path / "saved")
+    with refused(DataError, "data.tokenizer") as found:
+        made(corpus, tmp_path / "saved")
+    assert "eos_token" in found[0].reason
 
 
 def test_a_tokenizer_that_cannot_be_loaded_is_one_line(corpus, monkeypatch):
@@ -106,9 +104,12 @@ def test_a_tokenizer_that_cannot_be_loaded_is_one_line(corpus, monkeypatch):
         raise OSError("no route\nto host")
 
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", fail)
-    assert "data.tokenizer=org/name could not be loaded: no route to host." in message(corpus, "org/name")
+    with refused(DataError, "data.tokenizer") as found:
+        made(corpus, "org/name")
+    assert "no route to host" in found[0].reason
 
 
 def test_broken_tokenizer_files_are_one_line(corpus, tmp_path):
     Path(tmp_path / "tokenizer.json").write_text("{")
-    assert "could not be loaded" in message(corpus, tmp_path)
+    with refused(DataError, "data.tokenizer"):
+        made(corpus, tmp_path)

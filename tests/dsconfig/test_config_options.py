@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from config_jobs import job, shape
 from nonempty import nonempty
+from refusals import refused
 from slow_tests import ROOT
 from stub_launchers import recorded
 
@@ -75,39 +76,42 @@ class TestBuckets:
         assert zero["stage3_prefetch_bucket_size"] == buckets.prefetch
 
 
+ZERO_3 = ("zero_stage", 3)
+
+
 @pytest.mark.parametrize(
-    ("layout", "options", "message"),
+    ("layout", "options", "fields", "remedy"),
     [
-        ("dp8-z2", {"nvme_params": True, "nvme_path": "/n"}, "only ZeRO-3 shards parameters"),
-        ("dp8-z2", {"nvme_optimizer": True, "nvme_path": "/n"}, "silently keep them in host memory"),
-        ("dp8-z3", {"nvme_optimizer": True}, "without a path"),
-        ("dp8-z3", {"nvme_path": "/n"}, "nothing is offloaded"),
-        ("dp8-z2", {"hpz_partition_size": 8}, "hpZ=8 with zero_stage=2"),
-        ("dp8-z2", {"quantized_weights": True}, "qwZ"),
-        ("dp8-z2", {"quantized_gradients": True}, "qgZ"),
-        ("dp8-z3", {"quantized_gradients": True}, "only between nodes"),
-        ("dp8-z3", {"hpz_partition_size": 3}, "Choose one of 1, 2, 4, 8"),
-        ("dp4-tp2-z3", {"hpz_partition_size": 2}, "as if all of them were data-parallel"),
-        ("dp8-z1", {"gradient_dtype": "fp16"}, "gradient_dtype=fp16 with precision=bf16"),
-        ("dp8-z0", {"communication_dtype": "bf16"}, "communication_dtype=bf16 with zero_stage=0"),
-        ("dp8-z1", {"optimizer": "lamb"}, "ZeRO flattens"),
-        ("dp8-z3", {"optimizer": "muon", "nvme_optimizer": True, "nvme_path": "/n"}, "would run on the CPU"),
-        ("dp8-z1", {"cpu_checkpointing": True}, "nothing would be moved"),
+        ("dp8-z2", {"nvme_params": True, "nvme_path": "/n"}, "nvme_params zero_stage", ZERO_3),
+        ("dp8-z2", {"nvme_optimizer": True, "nvme_path": "/n"}, "nvme_optimizer zero_stage", ZERO_3),
+        ("dp8-z3", {"nvme_optimizer": True}, "nvme_path", ("nvme_path", "its mount point")),
+        ("dp8-z3", {"nvme_path": "/n"}, "nvme_path", None),
+        ("dp8-z2", {"hpz_partition_size": 8}, "hpz_partition_size zero_stage", ZERO_3),
+        ("dp8-z2", {"quantized_weights": True}, "quantized_weights zero_stage", ZERO_3),
+        ("dp8-z2", {"quantized_gradients": True}, "quantized_gradients zero_stage", ZERO_3),
+        ("dp8-z3", {"quantized_gradients": True}, "quantized_gradients nodes", None),
+        ("dp8-z3", {"hpz_partition_size": 3}, "hpz_partition_size dp", ("hpz_partition_size", "1, 2, 4 or 8")),
+        ("dp4-tp2-z3", {"hpz_partition_size": 2}, "hpz_partition_size tp ulysses", None),
+        ("dp8-z1", {"gradient_dtype": "fp16"}, "gradient_dtype precision", ("gradient_dtype", "fp32 or bf16")),
+        ("dp8-z0", {"communication_dtype": "bf16"}, "communication_dtype zero_stage", ("zero_stage", 1)),
+        ("dp8-z1", {"optimizer": "lamb"}, "optimizer zero_stage", ("zero_stage", 0)),
+        ("dp8-z3", {"optimizer": "muon", "nvme_optimizer": True, "nvme_path": "/n"}, "optimizer nvme_optimizer", None),
+        ("dp8-z1", {"cpu_checkpointing": True}, "cpu_checkpointing activation_checkpointing", None),
         (
             "dp8-z1",
             {"activation_checkpointing": True, "parallel": {"recompute": "full"}},
-            "layers would be recomputed twice",
+            "activation_checkpointing recompute",
+            None,
         ),
-        ("dp8-z1", {"scheduler": "WarmupLR", "optimizer": "none"}, "the program that passes it schedules it"),
-        ("dp8-z1", {"profile_step": 0}, "never typical"),
+        ("dp8-z1", {"scheduler": "WarmupLR", "optimizer": "none"}, "scheduler optimizer", None),
+        ("dp8-z1", {"profile_step": 0}, "profile_step", ("profile_step", 10)),
     ],
 )
 def test_options_that_deepspeed_rejects_or_ignores_are_a_one_line_error(
-    layout: str, options: dict[str, Any], message: str
+    layout: str, options: dict[str, Any], fields: str, remedy: object
 ) -> None:
-    with pytest.raises(ConfigError, match=message) as error:
+    with refused(ConfigError, *fields.split(), remedy=remedy):
         _ = job(layout, **options).config
-    assert "\n" not in str(error.value)
 
 
 def test_all_problems_are_reported_together() -> None:
@@ -133,7 +137,7 @@ def test_zeropp_writes_all_of_its_keys() -> None:
 
 
 def test_nodes_divide_the_ranks() -> None:
-    with pytest.raises(LayoutError, match="8 ranks on 3 nodes"):
+    with refused(LayoutError, "nodes", "world_size"):
         job(nodes=3)
 
 
@@ -165,7 +169,7 @@ class TestScheduler:
 
 class TestTrainer:
     def test_a_pipeline_is_refused(self) -> None:
-        with pytest.raises(ConfigError, match="no pipeline"):
+        with refused(ConfigError, "layout"):
             trainer_config(job("dp4-pp2-z1"))
 
     def test_there_is_no_optimizer_section(self) -> None:

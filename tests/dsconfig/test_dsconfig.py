@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from refusals import refused
 
 from toolkit.config.job import Job
 from toolkit.config.recipe import Recipe
 from toolkit.dsconfig import build, merge_user_config, read_user_config
+from toolkit.dsconfig.merge import leaves
 from toolkit.errors import ConfigError
 
 Make = Callable[..., Recipe]
@@ -94,7 +96,7 @@ class TestUserConfig:
         assert merge_user_config(built, user) == built
 
     @pytest.mark.parametrize(
-        ("user", "field"),
+        ("user", "decides"),
         [
             ({"train_batch_size": 17}, "batch.global_batch_size"),
             ({"train_micro_batch_size_per_gpu": 3}, "batch.micro_batch_size"),
@@ -106,35 +108,44 @@ class TestUserConfig:
             ({"zero_optimization": {"stage": True}}, "parallel.zero_stage"),
             ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "parallel.offload_optimizer"),
             ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, "parallel.offload_params"),
-            ({"pipeline": {"use_reentrant": True}}, "the toolkit leaves it out"),
+            ({"pipeline": {"use_reentrant": True}}, "the toolkit"),
             ({"optimizer": {"type": "Lamb"}}, "optimizer.name"),
             ({"optimizer": {"params": {"lr": 0.5}}}, "optimizer.lr"),
             ({"optimizer": {"params": {"weight_decay": 0.5}}}, "optimizer.weight_decay"),
-            ({"scheduler": {"type": "WarmupLR"}}, "schedule"),
+            ({"scheduler": {"type": "WarmupLR"}}, "`schedule`"),
             ({"optimizer": {"params": {"adam_w_mode": False}}}, "optimizer.adam_w_mode"),
             ({"optimizer": {"params": {"amsgrad": True}}}, "optimizer.amsgrad"),
-            ({"torch_autocast": {"enabled": True}}, "the toolkit makes it false"),
-            ({"communication_data_type": "bf16"}, "the toolkit makes it"),
-            ({"managed_gradient_accumulation": False}, "the toolkit leaves it out"),
-            ({"gradient_predivide_factor": 4}, "the toolkit makes it"),
+            ({"torch_autocast": {"enabled": True}}, "the toolkit"),
+            ({"communication_data_type": "bf16"}, "the toolkit"),
+            ({"managed_gradient_accumulation": False}, "the toolkit"),
+            ({"gradient_predivide_factor": 4}, "the toolkit"),
             ({"bf16": True}, "not a section"),
             ({"zero_optimization": None}, "not a section"),
         ],
     )
-    def test_a_contradiction_names_the_recipes_field(self, make_recipe: Make, user: dict[str, Any], field: str) -> None:
-        with pytest.raises(ConfigError, match=re.escape(field)):
+    def test_a_contradiction_names_what_decides(self, make_recipe: Make, user: dict[str, Any], decides: str) -> None:
+        (key,) = [name for name, _ in leaves(user)] if "scheduler" not in user else ["scheduler"]
+        with refused(ConfigError, key) as found:
             merge_user_config(config(make_recipe()), user)
+        assert decides in found[0].reason
+
+    def test_every_contradiction_is_a_line_that_begins_with_the_file(self, make_recipe: Make) -> None:
+        with pytest.raises(ConfigError) as caught:
+            merge_user_config(config(make_recipe()), {"gradient_clipping": 9.0, "bf16": True}, name="ds.json")
+        assert [refusal.field for refusal in caught.value.refusals] == ["bf16", "gradient_clipping"]
+        assert all(
+            line.startswith(f"ds.json: {refusal.field}=")
+            for line, refusal in zip(caught.value.problems, caught.value.refusals, strict=True)
+        )
 
     @pytest.mark.parametrize(
-        ("user", "field"),
-        [
-            ({"activation_checkpoint_interval": 1}, "the recipe's parallel.recompute makes it 0"),
-            ({"pipe_partitioned": True}, "the toolkit makes it false"),
-        ],
+        ("key", "value", "decides"),
+        [("activation_checkpoint_interval", 1, "parallel.recompute"), ("pipe_partitioned", True, "the toolkit")],
     )
-    def test_what_stages_do_is_decided(self, make_recipe: Make, user: dict[str, Any], field: str) -> None:
-        with pytest.raises(ConfigError, match=re.escape(field)):
-            merge_user_config(config(make_recipe(parallel={"pp": 2})), {"pipeline": user})
+    def test_what_stages_do_is_decided(self, make_recipe: Make, key: str, value: object, decides: str) -> None:
+        with refused(ConfigError, f"pipeline.{key}") as found:
+            merge_user_config(config(make_recipe(parallel={"pp": 2})), {"pipeline": {key: value}})
+        assert decides in found[0].reason
 
     def test_the_same_value_is_no_contradiction(self, make_recipe: Make) -> None:
         built = config(make_recipe())

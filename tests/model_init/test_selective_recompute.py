@@ -10,6 +10,7 @@ import transformers
 from allocations import SavedForBackward
 from config_jobs import job
 from family_check import situations, tiny_model
+from refusals import refused
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -99,14 +100,15 @@ def test_the_families_that_are_refused_are_those_without_the_interface() -> None
 @pytest.mark.parametrize("family", ["bloom", "falcon", "gpt_neo", "gptj"])
 def test_a_model_that_cannot_be_reached_is_refused_even_where_nobody_looked_before(family: str) -> None:
     model = AutoModelForCausalLM.from_config(tiny_config(family))
-    with pytest.raises(ModelError, match=rf"selective with a model of type {family}: .* Set parallel.recompute="):
+    remedy = ("parallel.recompute", "full or none")
+    with refused(ModelError, "parallel.recompute", "model_type", remedy=remedy):
         recompute_attention(model)
 
 
 def test_a_family_that_nobody_listed_is_refused_when_it_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(FAMILIES, "gptj")
     model = AutoModelForCausalLM.from_config(tiny_config("gptj"))
-    with pytest.raises(ModelError, match="its attention does not go through the attention interface of transformers"):
+    with refused(ModelError, "parallel.recompute", "model_type"):
         recompute_attention(model)
 
 
@@ -163,7 +165,7 @@ def test_a_recipe_that_names_it_trains_with_it(make_recipe: Make, attention: str
 
 
 def test_the_trainer_is_not_told_to_recompute_something_else() -> None:
-    with pytest.raises(ConfigError, match=r"recompute=selective for the Hugging Face Trainer: .* Set recompute to"):
+    with refused(ConfigError, "parallel.recompute", remedy=("parallel.recompute", "full or none")):
         trainer_config(job(parallel={"recompute": "selective"}))
 
 

@@ -103,7 +103,7 @@ def check_tensor(
             parallelize(sharded, structure, group, sequence_parallel=sequence_parallel)
         except (ModelError, LayoutError) as error:
             # Ours say what was given, the reason, and what to do; the reason alone is wanted.
-            raise ModelError(str(error).partition(": ")[2].rpartition(". ")[0] or str(error)) from error
+            raise ModelError(error.refusal.reason if error.refusal else str(error)) from error
         for situation, inputs, labels, whole in _reference_passes(model_type, chosen):
             shards = {name: shard_of(parameter) for name, parameter in sharded.named_parameters()}
             lost = whole.gradients.keys() - {shard.name for shard in shards.values()}

@@ -14,7 +14,7 @@ from pydantic import NonNegativeInt, TypeAdapter, ValidationError
 from toolkit.config.layout import Batch, Layout
 from toolkit.config.recipe import Recipe
 from toolkit.config.recipe_schema import flat_fields, upgrade_recipe
-from toolkit.errors import CheckpointError, LayoutError
+from toolkit.errors import CheckpointError, LayoutError, spell_setting
 from toolkit.files import first_problem
 
 _MATHEMATICS = ("model.overrides", "data", "batch.global_batch_size", "train.seed", "optimizer.name")
@@ -73,22 +73,18 @@ class TrainerState:
 
         Unless `may_be_complete`, also where it has no step left to train.
         """
+        anew = f"start a new run with its weights: model.name_or_path={path} model.init=pretrained"
         if changed := changed_fields(recipe, self.recipe):
-            more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
-            raise CheckpointError(
-                f"{path}: {changed[0]}{more}. Set it back to resume; to start a new run with these weights, set "
-                f"model.name_or_path={path} and model.init=pretrained."
-            )
+            (field, own, trained), *others = changed
+            more = f" (and {len(others)} more fields)" if others else ""
+            reason = f"{path} was trained with {spell_setting(field, trained)}{more}"
+            raise CheckpointError.of(field, own, reason, (field, trained), anew)
         if contents != self.contents:
-            raise CheckpointError(
-                f"{path}: the text or tokenizer of data.source={recipe.data.source} is not that of the checkpoint, so "
-                "samples would repeat or be skipped. Restore the same files, or start a new run with these weights."
-            )
+            reason = f"the text or tokenizer is not that of {path}, so samples would repeat or be skipped"
+            raise CheckpointError.of("data.source", recipe.data.source, reason, "restore the same files", anew)
         if self.step >= recipe.train.steps and not may_be_complete:
-            raise CheckpointError(
-                f"{path}: it has {self.step} of train.steps={recipe.train.steps}, nothing is left to train. "
-                f"Set train.steps to more than {self.step}."
-            )
+            remedy = ("train.steps", f"more than {self.step}")
+            raise CheckpointError.of("train.steps", recipe.train.steps, f"{path} has {self.step} steps", remedy)
 
     def describe(self, recipe: Recipe, layout: Layout, batch: Batch) -> str:
         """One line: what is resumed, and what is different from before."""
@@ -106,11 +102,11 @@ class TrainerState:
         return ", ".join([first, *changes, f"global batch {batch.global_batch_size} kept"])
 
 
-def changed_fields(recipe: Recipe, trained: Mapping[str, Any]) -> list[str]:
-    """How a recipe differs from one that was trained, in fields that the mathematics depend on."""
+def changed_fields(recipe: Recipe, trained: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """How a recipe differs from one that was trained: fields that the mathematics depend on, with both values."""
     own, other = flat_fields(recipe.model_dump(mode="json")), flat_fields(trained)
     return [
-        f"{key}={own.get(key)!r}, and the checkpoint was trained with {other.get(key)!r}"
+        (key, own.get(key), other.get(key))
         for key in sorted(own.keys() | other.keys())
         if key.startswith(_MATHEMATICS) and key not in _MAY_DIFFER and own.get(key) != other.get(key)
     ]

@@ -107,11 +107,13 @@ def _check_flags(
     kind: str, launcher: str | None, *, explain: bool, output: Path | None, hosts: tuple[str, ...], job: ConfigJob
 ) -> None:
     if kind == "all" and output is None:
-        raise ConfigError("--format all writes several files. Give a directory with --output DIR.")
+        raise ConfigError.of("--format", "all", "it writes several files", "give a directory with --output DIR")
     if explain and (output is not None or launcher is not None or kind in ("accelerate", "all")):
-        raise ConfigError("--explain prints a table of one JSON. Omit --output and --launcher, and choose json.")
+        advice = "omit --output and --launcher, and choose json"
+        raise ConfigError.of("--explain", True, "it prints a table of one JSON", advice)
     if hosts and len(hosts) != job.nodes:
-        raise ConfigError(f"{len(hosts)} host names for {job.nodes} nodes. Give --host once for each node.")
+        reason = f"{len(hosts)} host names for {job.nodes} nodes"
+        raise ConfigError.of("--host", " ".join(hosts), reason, "give --host once for each node")
 
 
 def _program(job: ConfigJob, script: str | None, kind: str, train: list[str]) -> list[str]:

@@ -121,8 +121,8 @@ def job_of(recipe: str | None, overrides: tuple[str, ...], flags: Flags) -> Conf
             flags["global_batch"] = loaded.batch.global_batch_size
             click.echo(f"note: {note}", err=True)
     if loaded.train.engine != "deepspeed":
-        engine = f"train.engine={loaded.train.engine}"
-        raise ConfigError(f"{recipe}: {engine} takes no DeepSpeed config. Add train.engine=deepspeed.")
+        reason = "this engine takes no DeepSpeed config"
+        raise ConfigError.of("train.engine", loaded.train.engine, reason, ("train.engine", "deepspeed"))
     section = loaded.parallel
     ranks = world_size or loaded.world_size or section.tp * section.pp * section.ulysses
     layout = loaded.layout(ranks)
@@ -152,7 +152,7 @@ def _world_size(given: int | None, nodes: int | None, per_node: int | None) -> i
     ranks = nodes * per_node if nodes and per_node else None
     if given and ranks and given != ranks:
         reason = f"{nodes} nodes of {per_node} GPUs are {ranks} ranks"
-        raise LayoutError.of("world-size", given, reason, "omit one of them")
+        raise LayoutError.of("--world-size", given, reason, "omit one of them")
     return given or ranks
 
 

@@ -67,7 +67,7 @@ class Layout:
         for refused, fields, reason, remedy in rules:
             if refused:
                 given = tuple((field, getattr(self, field)) for field in fields)
-                raise LayoutError(Refusal(field=fields[0], given=given, reason=reason, remedy=remedy))
+                raise LayoutError.between(given, reason, *remedy)
 
     def __str__(self) -> str:
         ulysses = f"-u{self.ulysses}" if self.ulysses > 1 else ""

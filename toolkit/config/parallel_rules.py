@@ -116,7 +116,7 @@ def _layout_and_batch(recipe: Recipe, world_size: int | None) -> Iterator[Refusa
             layout = Layout.resolve(world_size, **fields)
         Batch.resolve(**recipe.batch.model_dump(), dp=layout.dp)
     except (LayoutError, BatchError) as error:
-        refusal = error.refusal or Refusal(field="", reason=str(error))
+        refusal = error.as_refusal()
         yield refusal.in_section("parallel") if isinstance(error, LayoutError) else refusal
 
 

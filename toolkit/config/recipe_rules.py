@@ -168,13 +168,13 @@ def _read_model(recipe: Recipe) -> _Model:
     try:
         config = find_config(recipe.model.name_or_path)
     except ToolkitError as error:
-        return _Model(trouble=Refusal(field=_MODEL, reason=str(error)))
+        return _Model(trouble=error.as_refusal(_MODEL))
     if config is None or config.get("model_type") not in families():
         return _Model(config)
     try:
         return _Model(config, ModelShape.from_config(with_overrides(config, recipe.model.overrides)))
     except ToolkitError as error:
-        return _Model(config, trouble=Refusal(field="model.overrides", reason=str(error)))
+        return _Model(config, trouble=error.as_refusal("model.overrides"))
 
 
 def _model(recipe: Recipe, model: _Model) -> Iterator[Refusal]:

@@ -56,7 +56,7 @@ def build(
     with _progress_bar(encoded, source.size_bytes, progress=progress) as chunks:
         ends, text_bytes = _write(chunks, all_tokens)
     if not len(ends):
-        raise DataError(f"data.source={section.source} has no text: every document is empty. Check data.source.")
+        raise DataError.of("data.source", section.source, "every document is empty", "check data.source")
     segment_ends, is_eval = choose_validation(ends, section.eval_fraction, name=section.source)
     stream = np.memmap(all_tokens, dtype=job.dtype, mode="r")
     if source.entropy_rate is not None:
@@ -87,10 +87,9 @@ def build(
 def _check_symbols(section: DataSection, rate: EntropyRate, stream: NDArray[np.uint16], *, symbols: int) -> None:
     """Raise DataError unless each token is one symbol of the source, to whose symbols its entropy rate refers."""
     if len(stream) != symbols or len(np.unique(stream)) != rate.states:
-        raise DataError(
-            f"data.tokenizer={section.tokenizer} with data.source={section.source}: a token must be one letter, else "
-            "the entropy rate of the tokens is not known. Set data.tokenizer=bpe-257: a token is a byte."
-        )
+        given = (("data.tokenizer", section.tokenizer), ("data.source", section.source))
+        reason = "a token must be one letter, or the entropy rate of the tokens is not known"
+        raise DataError.between(given, reason, ("data.tokenizer", "bpe-257"))
 
 
 def _write(chunks: Iterator[EncodedChunk], path: Path) -> tuple[NDArray[np.int64], int]:
@@ -121,10 +120,9 @@ def choose_validation(ends: NDArray[np.int64], fraction: float, *, name: str) ->
     if fraction == 0:
         return ends, np.zeros(len(ends), dtype=np.bool_)
     if total < 2 * BLOCK_TOKENS:
-        raise DataError(
-            f"data.source={name} has {total:,} tokens: too few to hold out data.eval_fraction={fraction}, "
-            f"which takes at least {2 * BLOCK_TOKENS:,}. Use more text, or set data.eval_fraction=0."
-        )
+        given = (("data.eval_fraction", fraction), ("data.source", name))
+        reason = f"it has {total:,} tokens, and {2 * BLOCK_TOKENS:,} are needed to hold out a part"
+        raise DataError.between(given, reason, "use more text", ("data.eval_fraction", 0))
     by_document = fraction * len(ends) >= MIN_VALIDATION_DOCUMENTS
     return _documents(ends, fraction) if by_document else _blocks(ends, fraction)
 

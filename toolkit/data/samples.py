@@ -58,11 +58,9 @@ class Samples:
             self._first_sample = np.concatenate([[0], np.cumsum(counts)])
             self._count = int(self._first_sample[-1])
         if not self._count:
-            fix = "data.eval_fraction" if split == "eval" else "the corpus"
-            raise DataError(
-                f"data.seq_len={seq_len}: the {split} split has {len(self._tokens):,} tokens, too few for one sample "
-                f"({seq_len + 1:,}). Lower data.seq_len or raise {fix}."
-            )
+            advice = "raise data.eval_fraction" if split == "eval" else "use more text"
+            reason = f"the {split} split has {len(self._tokens):,} tokens, too few for one sample of {seq_len + 1:,}"
+            raise DataError.of("data.seq_len", seq_len, reason, "lower data.seq_len", advice)
 
     def __len__(self) -> int:
         return self._count

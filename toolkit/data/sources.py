@@ -32,6 +32,7 @@ from toolkit.data.markov import EntropyRate, MarkovSource
 from toolkit.errors import DataError
 from toolkit.files import expanded, reason_of
 
+_SOURCE = "data.source"
 # Longer text files are tokenized in parts, so that a worker's memory does not depend on the length of a file.
 PART_BYTES = 2 << 20
 
@@ -77,9 +78,8 @@ def open_source(section: DataSection) -> Source:
     if glob.has_magic(name):
         return FileSource.matching(name, section)
     if name.startswith((".", "/", "~")) or _kind(path) != "other":
-        raise DataError(
-            f"data.source={name}: no such file or directory. Check the path (it is relative to {os.getcwd()})."
-        )
+        advice = f"check the path (it is relative to {os.getcwd()})"
+        raise DataError.of(_SOURCE, name, "there is no such file or directory", advice)
     return DatasetSource.by_name(section)
 
 
@@ -99,7 +99,7 @@ class FileSource:
             except OSError as error:
                 raise text_chunks.unreadable(path, error) from None
             if not stat.S_ISREG(facts.st_mode):
-                raise DataError(f"data.source={path}: not a regular file. Name a file, a directory or a glob.")
+                raise DataError.of(_SOURCE, str(path), "it is not a regular file", "name a file, a directory or a glob")
             digest.update(f"{path.relative_to(root).as_posix()}\0{facts.st_size}\0{facts.st_mtime_ns}\n".encode())
             self._files.append((path, facts.st_size))
         self.fingerprint = digest.hexdigest()
@@ -116,7 +116,8 @@ class FileSource:
         root = Path(sysconfig.get_paths()["stdlib"])
         paths = [path for path in _walk(root, skip=_SKIPPED_FOLDERS) if path.suffix == ".py"]
         if not paths:
-            raise DataError(f"data.source=stdlib: no .py files under {root}. Set data.source to a file or directory.")
+            remedy = (_SOURCE, "a file or directory")
+            raise DataError.of(_SOURCE, "stdlib", f"there are no .py files under {root}", remedy)
         version = f"{platform.python_implementation()} {platform.python_version()}"
         return cls(root, paths, text_field="", skip_undecodable=True, version=version)
 
@@ -126,10 +127,8 @@ class FileSource:
         paths = [path for path in _walk(root) if _kind(path) != "other" and path.suffix != ".json"]
         structured = [path for path in paths if _kind(path) != "text"]
         if not paths:
-            raise DataError(
-                f"data.source={section.source}: no text, JSONL or Parquet file below it. "
-                "Name files with .txt, .md, .py, .jsonl[.gz|.zst] or .parquet, or name them by a glob."
-            )
+            advice = "name files with .txt, .md, .py, .jsonl[.gz|.zst] or .parquet, or name them by a glob"
+            raise DataError.of(_SOURCE, section.source, "there is no text, JSONL or Parquet file below it", advice)
         return cls(root, structured or paths, text_field=section.text_field)
 
     @classmethod
@@ -138,9 +137,8 @@ class FileSource:
         found = map(Path, glob.glob(os.path.expanduser(pattern), recursive=True))
         paths = sorted(path for path in found if path.is_file())
         if not paths:
-            raise DataError(
-                f"data.source={pattern}: no file matches. Check the pattern (it is relative to {os.getcwd()})."
-            )
+            advice = f"check the pattern (it is relative to {os.getcwd()})"
+            raise DataError.of(_SOURCE, pattern, "no file matches", advice)
         root = Path(os.path.commonpath([path.parent for path in paths]))
         return cls(root, paths, text_field=section.text_field)
 
@@ -206,15 +204,12 @@ class DatasetSource:
         try:
             loaded = datasets.load_from_disk(str(path))
         except Exception as error:
-            raise DataError(
-                f"data.source={section.source}: datasets.load_from_disk failed: {reason_of(error)}."
-            ) from None
+            reason = f"datasets.load_from_disk failed: {reason_of(error)}"
+            raise DataError.of(_SOURCE, section.source, reason) from None
         if isinstance(loaded, datasets.DatasetDict):
             if section.split not in loaded:
-                raise DataError(
-                    f"data.split={section.split}: {section.source} has the splits {', '.join(loaded)}. "
-                    "Set data.split to one of them."
-                )
+                given = (("data.split", section.split), (_SOURCE, section.source))
+                raise DataError.between(given, "there is no such split", ("data.split", " or ".join(loaded)))
             loaded = loaded[section.split]
         return cls(loaded, section)
 
@@ -226,10 +221,9 @@ class DatasetSource:
         try:
             loaded = datasets.load_dataset(section.source, section.subset, split=section.split)
         except Exception as error:
-            raise DataError(
-                f"data.source={section.source} is neither a path here nor a dataset that could be loaded: "
-                f"{reason_of(error)}. Give a file, a directory, a glob, stdlib, markov, or the name of a dataset."
-            ) from None
+            reason = f"it is neither a path here nor a dataset that could be loaded ({reason_of(error)})"
+            advice = "give a file, a directory, a glob, stdlib, markov, or the name of a dataset"
+            raise DataError.of(_SOURCE, section.source, reason, advice) from None
         return cls(loaded, section)
 
     def chunks(self) -> Iterator[text_chunks.TextChunk]:

@@ -179,9 +179,8 @@ def check_text(value: object, text_field: str, *, at: Callable[[], str]) -> str 
     if value is None:
         return None
     if not isinstance(value, str):
-        raise DataError(
-            f"{at()}: {text_field} is a {type(value).__name__}, not a text. Set data.text_field to a column of texts."
-        )
+        reason = f"it is a {type(value).__name__} at {at()}, not a text"
+        raise DataError.of("data.text_field", text_field, reason, ("data.text_field", "a column of texts"))
     if not value.isascii():
         try:
             value.encode()
@@ -194,8 +193,10 @@ def check_text(value: object, text_field: str, *, at: Callable[[], str]) -> str 
 
 def missing_text_field(at: str, text_field: str, columns: Iterable[str]) -> DataError:
     """Return the error for a missing text column."""
-    there = ", ".join(map(str, columns)) or "nothing"
-    return DataError(f"{at}: no {text_field!r}; there is {there}. Set data.text_field to one of them.")
+    there = " or ".join(map(str, columns))
+    return DataError.of(
+        "data.text_field", text_field, f"{at} has no such field", ("data.text_field", there or "another")
+    )
 
 
 def split_offsets(path: str, size_bytes: int, part_bytes: int) -> list[int]:

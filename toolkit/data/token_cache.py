@@ -130,10 +130,9 @@ def prepare(section: DataSection, *, progress: bool) -> TokenCorpus:
                 raise
             failure.unlink(missing_ok=True)
     except OSError as error:
-        raise DataError(
-            f"data.cache_dir: cannot write {error.filename or folder}: {error.strerror}. "
-            "Set data.cache_dir or $DSTK_CACHE to a writable directory with enough space."
-        ) from None
+        reason = f"{error.filename or folder} cannot be written ({error.strerror})"
+        advice = "set it or $DSTK_CACHE to a writable directory with enough space"
+        raise DataError.of("data.cache_dir", section.cache_dir, reason, advice) from None
     return _open(folder)
 
 
@@ -181,9 +180,8 @@ def _build_atomically(
     with published(folder) as temporary:
         build(temporary, section, source, loaded, progress=progress)
         if open_source(section).fingerprint != source.fingerprint:
-            raise DataError(
-                f"data.source={section.source} changed while it was tokenized. Run again when it is complete."
-            )
+            advice = "run again when it is complete"
+            raise DataError.of("data.source", section.source, "it changed while it was tokenized", advice)
 
 
 def _open(folder: Path) -> TokenCorpus:

@@ -24,7 +24,7 @@ END_OF_TEXT = "<|endoftext|>"
 # Text that a bpe-N is trained on, spread over the corpus: more changes few merges, and costs seconds per mebibyte.
 TRAINING_BYTES = 16 << 20
 # 256 bytes and the end-of-text token.
-_MIN_ENTRIES = 257
+_FIELD, _MIN_ENTRIES = "data.tokenizer", 257
 _TRAINER_VERSION = 1
 
 _TOKENIZER_FILES = ("tokenizer*.json", "vocab*", "merges.txt", "*.model", "*.tiktoken", "*.bpe", "tekken.json")
@@ -44,10 +44,8 @@ def bpe_entries(section: DataSection) -> int | None:
     if match is None:
         return None
     if (entries := int(match[1])) < _MIN_ENTRIES:
-        raise DataError(
-            f"data.tokenizer={section.tokenizer}: a byte-level BPE has at least {_MIN_ENTRIES} entries "
-            f"(256 bytes and {END_OF_TEXT}). Set it to bpe-{_MIN_ENTRIES} or more."
-        )
+        reason = f"a byte-level BPE has at least {_MIN_ENTRIES} entries (256 bytes and {END_OF_TEXT})"
+        raise DataError.of(_FIELD, section.tokenizer, reason, (_FIELD, f"bpe-{_MIN_ENTRIES} or more"))
     return entries
 
 
@@ -58,24 +56,18 @@ def load(section: DataSection) -> "PreTrainedTokenizerBase":
     name = section.tokenizer
     path = expanded(name)
     if path.is_dir() and not any(next(path.glob(pattern), None) for pattern in _TOKENIZER_FILES):
-        raise DataError(
-            f"data.tokenizer={name}: a directory without tokenizer files. "
-            "Give one made by tokenizer.save_pretrained, or bpe-N."
-        )
+        advice = "give one made by tokenizer.save_pretrained, or bpe-N"
+        raise DataError.of(_FIELD, name, "the directory has no tokenizer files", advice)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             str(path) if path.is_dir() else name, trust_remote_code=False
         )
     except Exception as error:
-        raise DataError(
-            f"data.tokenizer={name} could not be loaded: {reason_of(error)}. "
-            "Give a tokenizer directory, a hub name, or bpe-N."
-        ) from None
+        advice = "give a tokenizer directory, a hub name, or bpe-N"
+        raise DataError.of(_FIELD, name, f"it could not be loaded ({reason_of(error)})", advice) from None
     if tokenizer.eos_token_id is None:
-        raise DataError(
-            f"data.tokenizer={name} has no end-of-text token (eos_token), which separates documents. "
-            "Set tokenizer.eos_token and save it again, or use bpe-N."
-        )
+        reason = "it has no end-of-text token (eos_token), which separates documents"
+        raise DataError.of(_FIELD, name, reason, "set tokenizer.eos_token and save it again, or use bpe-N")
     return tokenizer
 
 

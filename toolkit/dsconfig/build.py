@@ -196,10 +196,9 @@ class ConfigJob(Job):
 
     def __post_init__(self) -> None:
         if self.layout.world_size % self.nodes:
-            raise LayoutError(
-                f"{self.layout.world_size} ranks on {self.nodes} nodes: every node starts the same number of ranks. "
-                "Choose a number of nodes that divides the ranks."
-            )
+            given = (("nodes", self.nodes), ("world_size", self.layout.world_size))
+            advice = "choose a number of nodes that divides the ranks"
+            raise LayoutError.between(given, "every node starts the same number of ranks", advice)
 
     @property
     def gpus_per_node(self) -> int:

@@ -146,9 +146,8 @@ class Launch:
         """
         job = self.job
         if job.layout.pp > 1:
-            raise ConfigError(
-                f"layout {job.layout} for accelerate: no pipeline parallelism. Set pp=1, or start recipes/train.py."
-            )
+            reason = "accelerate has no pipeline parallelism"
+            raise ConfigError.of("parallel.pp", job.layout.pp, reason, ("parallel.pp", 1), "start recipes/train.py")
         config: dict[str, Any] = {
             "compute_environment": "LOCAL_MACHINE",
             "deepspeed_config": {

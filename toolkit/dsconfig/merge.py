@@ -3,9 +3,9 @@
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from toolkit.errors import ConfigError
+from toolkit.errors import ConfigError, Refusal
 from toolkit.files import decode_json_object, printable, read_text, reason_of, unique_keys
 
 Config = dict[str, Any]
@@ -41,33 +41,30 @@ def read_user_config(path: str | Path) -> Config:
         raise ConfigError(f"{printable(path)}: cannot be read ({reason_of(error)}). {advice}") from error
 
 
-class Conflict(NamedTuple):
-    """A value that contradicts a recipe: its key (`optimizer.params.lr`), what is wrong, and what to do."""
-
-    key: str
-    message: str
-    fix: str
-
-
 def merge_user_config(built: Config, user: Config, *, name: str = "the DeepSpeed config") -> Config:
     """Return `built` with the user's values on top; `auto` keeps ours.
 
     Raises ConfigError with every value that contradicts the recipe, one line each.
     """
-    found = [f"{name}: {conflict.message}. {conflict.fix}" for conflict in conflicts(built, user)]
+    found = list(conflicts(built, user))
     if found:
-        raise ConfigError("\n".join(found))
+        raise ConfigError((f"{name}: {conflict.render(spell_json)}" for conflict in found), found)
     return _overlay(built, user)
 
 
-def conflicts(built: Config, user: Config) -> Iterator[Conflict]:
+def spell_json(key: str, value: Any) -> str:
+    """A setting in the spelling of JSON; a section is its name alone."""
+    return key if isinstance(value, dict) else f"{key}={json.dumps(value)}"
+
+
+def conflicts(built: Config, user: Config) -> Iterator[Refusal]:
     """Yield every value of `user` that contradicts the recipe that `built` was made from."""
     if "scheduler" in user:
-        message = "scheduler is given, but the recipe's `schedule` decides the learning rate"
-        yield Conflict("scheduler", message, "Remove the section from the JSON.")
+        reason = "the recipe's `schedule` decides the learning rate"
+        yield Refusal.of("scheduler", user["scheduler"], reason, "remove the section from the JSON")
     for key, value in user.items():
         if isinstance(built.get(key), dict) and not isinstance(value, dict):
-            yield Conflict(key, f"{key}={json.dumps(value)} is not a section", "Write an object, or remove it.")
+            yield Refusal.of(key, value, "it is not a section", "write an object", "remove it")
     for path, value in leaves(user):
         decided_by = _decided_by(path)
         if path == _FIXED_WITH_ULYSSES and "seq_parallel_communication_data_type" in built:
@@ -83,12 +80,10 @@ def conflicts(built: Config, user: Config) -> Iterator[Conflict]:
         if same:
             continue
         if path in ("bf16.enabled", "fp16.enabled") and value is True and _at(built, "torch_autocast.enabled"):
-            message = f"{path}=true, but without ZeRO the toolkit uses torch_autocast"
-            yield Conflict(path, message, "Remove the section.")
+            yield Refusal.of(path, True, "without ZeRO the toolkit uses torch_autocast", "remove the section")
             continue
-        makes = "leaves it out" if ours is None else f"makes it {json.dumps(ours)}"
-        message = f"{path}={json.dumps(value)}, but {decided_by} {makes}"
-        yield Conflict(path, message, 'Change one of them, or write "auto" in the JSON.')
+        reason = f"{decided_by} {'leaves it out' if ours is None else f'makes it {json.dumps(ours)}'}"
+        yield Refusal.of(path, value, reason, "change one of them", 'write "auto" in the JSON')
 
 
 def _decided_by(path: str) -> str | None:

@@ -6,12 +6,13 @@ with a recipe's.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from toolkit.config.layout import Layout
 from toolkit.config.recipe import Recipe
 from toolkit.dsconfig.buckets import Buckets
-from toolkit.errors import ConfigError
+from toolkit.errors import ConfigError, Refusal
+from toolkit.units import english_list
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 OtherOptimizer = Literal["adagrad", "lamb", "muon", "none"]
@@ -71,105 +72,109 @@ PLAIN = ConfigOptions()
 
 
 def check(options: ConfigOptions, recipe: Recipe, layout: Layout, *, nodes: int | None = None) -> None:
-    """Raise ConfigError with every combination that DeepSpeed rejects or ignores, one line each.
+    """Raise ConfigError with every combination that DeepSpeed rejects or ignores.
 
     `nodes` is the number of machines, None if it is not known.
     """
-    problems = [*_nvme(options, layout), *_zeropp(options, layout, nodes), *_dtypes(options, recipe, layout)]
-    problems += [*_optimizer(options, layout), *_activations(options, recipe), *_rest(options)]
+    facts = {**vars(options), **vars(layout), "precision": recipe.precision, "nodes": nodes}
+    facts["recompute"] = recipe.parallel.recompute
+    problems = [
+        Refusal.between(tuple((field, facts[field]) for field in fields.split()), reason, *remedy)
+        for fields, reason, *remedy in (
+            *_nvme(options, layout),
+            *_zeropp(options, layout, nodes),
+            *_dtypes(options, recipe, layout),
+            *_optimizer(options, layout),
+            *_activations(options, recipe),
+            *_rest(options),
+        )
+    ]
     if problems:
-        raise ConfigError("\n".join(problems))
+        raise ConfigError(problems)
 
 
 def removed_optimizer(name: str) -> ConfigError:
     """Return the error for a compressed optimizer of older versions."""
-    return ConfigError(
-        f"optimizer={name}: {REMOVED_OPTIMIZERS[name]} was removed from DeepSpeed, 0.19.8 has none of the compressed "
-        "optimizers (https://github.com/deepspeedai/DeepSpeed/issues/8489). Use adamw, and ZeRO++ (quantized weights "
-        "and gradients) to send less."
+    reason = (
+        f"{REMOVED_OPTIMIZERS[name]} was removed from DeepSpeed, 0.19.8 has none of the compressed optimizers "
+        "(https://github.com/deepspeedai/DeepSpeed/issues/8489)"
+    )
+    return ConfigError.of(
+        "optimizer", name, reason, "use adamw, and ZeRO++ (quantized weights and gradients) to send less"
     )
 
 
-def _nvme(options: ConfigOptions, layout: Layout) -> Iterator[str]:
-    stage = layout.zero_stage
-    if options.nvme_params and stage != 3:
-        yield f"parameters on NVMe with zero_stage={stage}: only ZeRO-3 shards parameters. Set zero_stage=3."
-    if options.nvme_optimizer and stage != 3:
-        yield (
-            f"optimizer states on NVMe with zero_stage={stage}: DeepSpeed would silently keep them in host "
-            "memory. Set zero_stage=3, or offload them to cpu."
-        )
+_Problem = tuple[str, *tuple[Any, ...]]
+"""The fields that do not go together, the reason, and remedies."""
+_ZERO_3 = ("zero_stage", 3)
+
+
+def _nvme(options: ConfigOptions, layout: Layout) -> Iterator[_Problem]:
+    if options.nvme_params and layout.zero_stage != 3:
+        yield "nvme_params zero_stage", "only ZeRO-3 shards parameters", _ZERO_3
+    if options.nvme_optimizer and layout.zero_stage != 3:
+        reason = "DeepSpeed would silently keep optimizer states in host memory"
+        yield "nvme_optimizer zero_stage", reason, _ZERO_3, "offload them to cpu"
     if options.nvme and not options.nvme_path:
-        yield "offload to NVMe without a path. Give the mount point of the drive, for instance nvme_path=/local_nvme."
+        yield "nvme_path", "nothing says where the drive is mounted", ("nvme_path", "its mount point")
     if options.nvme_path and not options.nvme:
-        yield f"nvme_path={options.nvme_path}, but nothing is offloaded to NVMe. Offload the optimizer or parameters."
+        yield "nvme_path", "nothing is offloaded to NVMe", "offload the optimizer or parameters"
 
 
-def _zeropp(options: ConfigOptions, layout: Layout, nodes: int | None) -> Iterator[str]:
+def _zeropp(options: ConfigOptions, layout: Layout, nodes: int | None) -> Iterator[_Problem]:
     size = options.hpz_partition_size
-    requested = {
-        f"hpZ={size}": size != 1,
-        "qwZ (quantized weights)": options.quantized_weights,
-        "qgZ (quantized gradients)": options.quantized_gradients,
+    wanted = {
+        "hpz_partition_size": size != 1,
+        "quantized_weights": options.quantized_weights,
+        "quantized_gradients": options.quantized_gradients,
     }
-    for name in (name for name, wanted in requested.items() if wanted):
+    for field in (field for field, is_on in wanted.items() if is_on):
         if layout.zero_stage != 3:
-            yield f"{name} with zero_stage={layout.zero_stage}: ZeRO++ is a part of ZeRO-3. Set zero_stage=3."
+            yield f"{field} zero_stage", "ZeRO++ is a part of ZeRO-3", _ZERO_3
         if layout.tp > 1 or layout.ulysses > 1:
-            why = "ZeRO++ groups ranks as if all of them were data-parallel"
-            yield f"{name} with {layout}: {why}. Set tp=1 and ulysses=1."
+            reason = "ZeRO++ groups ranks as if all of them were data-parallel"
+            yield f"{field} tp ulysses", reason, "set tp=1 and ulysses=1"
     if size < 1 or layout.dp % size:
-        divisors = ", ".join(str(n) for n in range(2, layout.dp + 1) if layout.dp % n == 0)
-        yield f"hpZ={size} with dp={layout.dp}: it must divide dp. Choose one of 1, {divisors}."
+        divisors = [str(n) for n in range(1, layout.dp + 1) if layout.dp % n == 0]
+        yield "hpz_partition_size dp", "it must divide dp", ("hpz_partition_size", english_list(divisors, "or"))
     if options.quantized_gradients and layout.zero_stage == 3 and nodes == 1:
-        yield (
-            "qgZ (quantized gradients) on one node: DeepSpeed quantizes gradients only between nodes and would ignore "
-            "it. Give the number of nodes, or leave it out."
-        )
+        reason = "DeepSpeed quantizes gradients only between nodes and would ignore it"
+        yield "quantized_gradients nodes", reason, "give the number of nodes", "leave it out"
 
 
-def _dtypes(options: ConfigOptions, recipe: Recipe, layout: Layout) -> Iterator[str]:
-    for name, dtype in (("gradient", options.gradient_dtype), ("communication", options.communication_dtype)):
+def _dtypes(options: ConfigOptions, recipe: Recipe, layout: Layout) -> Iterator[_Problem]:
+    for field in ("gradient_dtype", "communication_dtype"):
+        dtype = getattr(options, field)
         if dtype == "fp32":
             continue
         if dtype != recipe.precision:
-            yield (
-                f"{name}_dtype={dtype} with precision={recipe.precision}: gradients are fp32 or have the precision of "
-                f"the weights. Set {name}_dtype=fp32{'' if recipe.precision == 'fp32' else f' or {recipe.precision}'}."
-            )
+            allowed = "fp32" if recipe.precision == "fp32" else f"fp32 or {recipe.precision}"
+            yield f"{field} precision", "gradients are fp32 or have the precision of the weights", (field, allowed)
         elif layout.zero_stage == 0:
-            yield (
-                f"{name}_dtype={dtype} with zero_stage=0: weights and gradients are fp32 there, and the forward pass "
-                f"runs under autocast. Set {name}_dtype=fp32, or zero_stage=1."
-            )
+            reason = "weights and gradients are fp32 there, and the forward pass runs under autocast"
+            yield f"{field} zero_stage", reason, (field, "fp32"), ("zero_stage", 1)
 
 
-def _optimizer(options: ConfigOptions, layout: Layout) -> Iterator[str]:
-    offload = layout.offload_optimizer != "none" or options.nvme_optimizer
+def _optimizer(options: ConfigOptions, layout: Layout) -> Iterator[_Problem]:
     if options.optimizer == "lamb" and layout.zero_stage != 0:
-        yield (
-            f"optimizer=lamb with zero_stage={layout.zero_stage}: LAMB needs the norm of each whole tensor, and ZeRO "
-            "flattens and partitions them. Set zero_stage=0, or use adamw."
-        )
-    if options.optimizer == "muon" and offload:
-        yield (
-            "optimizer=muon with offloaded optimizer states: its matrix products would run on the CPU. "
-            "Keep the optimizer on the GPU, or use adamw."
-        )
+        reason = "LAMB needs the norm of each whole tensor, and ZeRO flattens and partitions them"
+        yield "optimizer zero_stage", reason, ("zero_stage", 0), "use adamw"
+    offload = "nvme_optimizer" if options.nvme_optimizer else "offload_optimizer"
+    if options.optimizer == "muon" and (options.nvme_optimizer or layout.offload_optimizer != "none"):
+        reason = "the matrix products of Muon would run on the CPU"
+        yield f"optimizer {offload}", reason, "keep the optimizer on the GPU", "use adamw"
 
 
-def _activations(options: ConfigOptions, recipe: Recipe) -> Iterator[str]:
+def _activations(options: ConfigOptions, recipe: Recipe) -> Iterator[_Problem]:
     if options.cpu_checkpointing and not options.activation_checkpointing:
-        yield "cpu_checkpointing without activation_checkpointing: nothing would be moved. Switch both on."
+        yield "cpu_checkpointing activation_checkpointing", "nothing would be moved", "switch both on"
     if options.activation_checkpointing and recipe.parallel.recompute != "none":
-        yield (
-            f"activation_checkpointing with recompute={recipe.parallel.recompute}: layers would be recomputed twice. "
-            "Choose one: recompute is the model's own, activation_checkpointing is DeepSpeed's."
-        )
+        reason = "layers would be recomputed twice, by the model's own checkpointing and by DeepSpeed's"
+        yield "activation_checkpointing recompute", reason, "choose one"
 
 
-def _rest(options: ConfigOptions) -> Iterator[str]:
+def _rest(options: ConfigOptions) -> Iterator[_Problem]:
     if options.scheduler and options.optimizer == "none":
-        yield f"scheduler={options.scheduler} with optimizer=none: the program that passes it schedules it."
+        yield "scheduler optimizer", "the program that passes the optimizer schedules it", "leave the scheduler out"
     if options.profile_step is not None and options.profile_step < 1:
-        yield f"profile_step={options.profile_step}: the first step is never typical. Choose, say, 10."
+        yield "profile_step", "the first step is never typical", ("profile_step", 10)

@@ -21,15 +21,13 @@ def trainer_config(job: ConfigJob) -> Config:
     """
     layout = job.layout
     if job.recipe.parallel.recompute == "selective":
-        raise ConfigError(
-            "recompute=selective for the Hugging Face Trainer: its gradient_checkpointing recomputes whole layers, "
-            "never attention alone. Set recompute to full or none, or train with this toolkit."
-        )
+        reason = "gradient_checkpointing of the Hugging Face Trainer recomputes whole layers, never attention alone"
+        remedy = ("parallel.recompute", "full or none")
+        raise ConfigError.of("parallel.recompute", "selective", reason, remedy, "train with this toolkit")
     if layout.tp > 1 or layout.pp > 1 or layout.ulysses > 1:
-        raise ConfigError(
-            f"layout {layout} for the Hugging Face Trainer: it has no pipeline, and shards no layers of these models. "
-            "Choose tp=1, pp=1 and ulysses=1, or train with this toolkit."
-        )
+        reason = "the Hugging Face Trainer has no pipeline, and shards no layers of these models"
+        advice = "choose tp=1, pp=1 and ulysses=1", "train with this toolkit"
+        raise ConfigError.of("layout", str(layout), reason, *advice)
     if layout.zero_stage == 3:
         job = replace(job, width=1)  # everything that follows from it becomes `auto`
     config = accelerate_config(job) | {"fp16": loss_scaling()}

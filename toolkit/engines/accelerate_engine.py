@@ -72,10 +72,8 @@ class AccelerateEngine(DataParallelEngine):
         self._wrapped.train()
         is_sharded = any(isinstance(parameter, DTensor) for parameter in self.model.parameters())
         if is_sharded != sharded:
-            raise RunError(
-                f"train.engine={recipe.train.engine}: accelerate built {'FSDP' if is_sharded else 'DDP'} instead. "
-                "Unset ACCELERATE_* in the environment."
-            )
+            reason = f"accelerate built {'FSDP' if is_sharded else 'DDP'} instead"
+            raise RunError.of("train.engine", recipe.train.engine, reason, "unset ACCELERATE_* in the environment")
 
     @override
     def _full(self, *arguments: Any, **options: Any) -> Iterator[tuple[str, torch.Tensor]]:

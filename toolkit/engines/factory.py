@@ -78,13 +78,12 @@ def check_precision(recipe: Recipe, device: torch.device) -> None:
         from deepspeed.accelerator import get_accelerator
 
         if not get_accelerator().is_fp16_supported():
-            raise RunError("precision=fp16 on a CPU: DeepSpeed has fp16 on GPUs only. Set precision to bf16 or fp32.")
+            reason, remedy = "on a CPU DeepSpeed has no fp16", ("precision", "bf16 or fp32")
+            raise RunError.of("precision", "fp16", reason, remedy)
     if (
         recipe.precision == "bf16"
         and device.type == "cuda"
         and not torch.cuda.is_bf16_supported(including_emulation=False)
     ):
-        raise RunError(
-            f"precision=bf16 on {torch.cuda.get_device_name(device)}: this GPU has no bf16. "
-            "Set precision to fp16 or fp32."
-        )
+        reason = f"a {torch.cuda.get_device_name(device)} has no bf16"
+        raise RunError.of("precision", "bf16", reason, ("precision", "fp16 or fp32"))

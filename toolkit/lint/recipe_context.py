@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ from toolkit.config.recipe import Recipe
 from toolkit.config.source_text import Path as ConfigPath
 from toolkit.config.strict_yaml import resolve
 from toolkit.dsconfig.build import ConfigJob, shape_of
-from toolkit.dsconfig.merge import conflicts
+from toolkit.dsconfig.merge import conflicts, spell_json
 from toolkit.errors import ModelError
 from toolkit.lint.document import NotAConfigError
 from toolkit.lint.linter import parse, read_config_text
@@ -25,8 +25,8 @@ class RecipeContext:
 
     def conflicts(self, config: Mapping[str, Any]) -> tuple[tuple[ConfigPath, str], ...]:
         """Return every value that contradicts the recipe: path and message."""
-        found = conflicts(self.job.config, dict(config))
-        return tuple((tuple(conflict.key.split(".")), conflict.message) for conflict in found)
+        found = [replace(conflict, remedy=()) for conflict in conflicts(self.job.config, dict(config))]
+        return tuple((tuple(one.field.split(".")), one.render(spell_json).rstrip(".")) for one in found)
 
 
 def recipe_context(name: str, recipe: Recipe, gpus: int | None) -> RecipeContext:

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from toolkit.config.recipe import ModelSection, Recipe
-from toolkit.errors import ModelError
+from toolkit.errors import ModelError, Refusal
 from toolkit.files import reason_of
 from toolkit.model_init.model_modules import OnLayer, parameters_on_meta
 from toolkit.model_init.model_partition import ModelPartition
@@ -23,6 +23,8 @@ from toolkit.model_init.selective_recompute import recompute_attention
 from toolkit.models import shape
 from toolkit.models.override_fields import unknown_overrides
 
+_NAME = "model.name_or_path"
+
 
 def load_config(section: ModelSection, *, trust_remote_code: bool = False) -> PretrainedConfig:
     """Load the Hugging Face config and apply the recipe's overrides. Raises ModelError for an unknown name or field."""
@@ -30,12 +32,11 @@ def load_config(section: ModelSection, *, trust_remote_code: bool = False) -> Pr
     published = section.init == "pretrained" and shape.find_name(section.name_or_path)
     found = None if published else shape.find_config(section.name_or_path)
     if found is not None and "auto_map" in found and not trust_remote_code:
-        raise ModelError(
-            f"model {section.name_or_path!r} brings its own code (auto_map in config.json). "
-            "If you trust it, pass --trust-remote-code; a recipe cannot allow it."
-        )
+        reason = "the model brings its own code (auto_map in config.json), which a recipe cannot allow"
+        raise ModelError.of(_NAME, section.name_or_path, reason, "pass --trust-remote-code if you trust it")
     if found is not None and not isinstance(found.get("model_type"), str):
-        raise ModelError(f"{section.name_or_path}: config.json has no model_type, the name of its family. Add it.")
+        reason = "its config.json has no model_type, the name of its family"
+        raise ModelError.of(_NAME, section.name_or_path, reason, "add it")
     try:
         if found is None and "/" not in section.name_or_path:
             raise ValueError("hub names have the form org/name")
@@ -45,10 +46,9 @@ def load_config(section: ModelSection, *, trust_remote_code: bool = False) -> Pr
             config = AutoConfig.for_model(found.pop("model_type"), **found)
     except Exception as error:  # of a model's own code, whatever it raises
         problem = "its own code or config fails" if found else "not a known shape, directory or readable hub name"
-        raise ModelError(
-            f"model.name_or_path={section.name_or_path!r}: {problem} ({type(error).__name__}: {reason_of(error)})."
-            f"{'' if found or published else shape.nearest_names(section.name_or_path)}"
-        ) from error
+        reason = f"{problem} ({type(error).__name__}: {reason_of(error)})"
+        advice = "" if found or published else shape.nearest_names(section.name_or_path).strip()
+        raise ModelError.of(_NAME, section.name_or_path, reason, advice) from error
     return _overridden(config, section.overrides) if section.overrides else config
 
 
@@ -64,15 +64,15 @@ def _overridden(config: PretrainedConfig, overrides: Mapping[str, Any]) -> Pretr
     try:
         changed: PretrainedConfig = type(config).from_dict(facts | changes)
     except Exception as error:
-        raise ModelError(f"model.overrides: {config.model_type} cannot take them ({reason_of(error)}).") from error
+        reason = f"{config.model_type} cannot take them ({reason_of(error)})"
+        raise ModelError(Refusal(field="model.overrides", given=("model.overrides",), reason=reason)) from error
     return changed
 
 
 def _not_built(recipe: Recipe, error: Exception) -> ModelError:
-    return ModelError(
-        f"model.name_or_path={recipe.model.name_or_path}: transformers cannot build it ({type(error).__name__}: "
-        f"{reason_of(error)}). Check model.overrides and model.attn_implementation."
-    )
+    reason = f"transformers cannot build it ({type(error).__name__}: {reason_of(error)})"
+    advice = "check model.overrides and model.attn_implementation"
+    return ModelError.of(_NAME, recipe.model.name_or_path, reason, advice)
 
 
 def build_model(

@@ -17,24 +17,21 @@ from toolkit.config.recipe import ModelSection
 from toolkit.errors import ModelError
 
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
+_ATTENTION_FIELD = "model.attn_implementation"
 _PATCHING = threading.Lock()
 
 
 def check_document_masking(section: ModelSection, config: PretrainedConfig, *, trust_remote_code: bool = False) -> None:
     """Raise ModelError where documents of one row would see each other."""
+    masking, off = ("data.document_masking", True), ("data.document_masking", False)
     if section.attn_implementation not in ("eager", "sdpa", None):
-        raise ModelError(
-            f"data.document_masking=true with model.attn_implementation={section.attn_implementation}: only sdpa and "
-            "eager keep documents apart in every micro-batch. Set model.attn_implementation=sdpa, or "
-            "data.document_masking=false."
-        )
-    reason = _obstacle(config, trust_remote_code)
-    if reason:
-        raise ModelError(
-            f"data.document_masking=true: {section.name_or_path} ({config.model_type}) {reason}, so documents would "
-            "see each other. Families such as llama and gpt2 can. Set data.document_masking=false, or "
-            "data.packing=padded without it."
-        )
+        given = (masking, (_ATTENTION_FIELD, section.attn_implementation))
+        reason = "only sdpa and eager keep documents apart in every micro-batch"
+        raise ModelError.between(given, reason, (_ATTENTION_FIELD, "sdpa"), off)
+    if obstacle := _obstacle(config, trust_remote_code):
+        reason = f"{config.model_type} {obstacle}, so documents would see each other (llama and gpt2 can)"
+        named = (masking, ("model.name_or_path", section.name_or_path))
+        raise ModelError.between(named, reason, off, "data.packing=padded without it")
 
 
 def _obstacle(config: PretrainedConfig, trust_remote_code: bool) -> str | None:

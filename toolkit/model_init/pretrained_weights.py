@@ -31,6 +31,7 @@ from toolkit.parallel.shard import FullTensor, runs, set_source
 from toolkit.units import some
 
 _LAYER = re.compile(r"\.(\d+)\.")
+_NAME, _RANDOM = "model.name_or_path", ("model.init", "random")
 
 
 def read_weights(
@@ -65,10 +66,9 @@ def read_weights(
     # A rank that raised alone would leave the others waiting for it.
     found = sorted(set().union(*Ranks.of().gather(not_finite)))
     if found:
-        raise ModelError(
-            f"{name_or_path}: {some(found)} {'have' if len(found) > 1 else 'has'} values that are not finite in "
-            f"{str(dtype).removeprefix('torch.')}. Choose weights without NaN and infinity, or set model.init=random."
-        )
+        verb, kind = "have" if len(found) > 1 else "has", str(dtype).removeprefix("torch.")
+        reason = f"{some(found)} {verb} values that are not finite in {kind}"
+        raise ModelError.of(_NAME, name_or_path, reason, "choose weights without NaN and infinity", _RANDOM)
 
 
 class _Files:
@@ -202,10 +202,9 @@ def _paths(name_or_path: str) -> Iterator[Path]:
     if index is None:
         single = _find(name_or_path, SINGLE)
         if single is None:
-            raise ModelError(
-                f"model.init=pretrained with model.name_or_path={name_or_path!r}: no safetensors weights could be "
-                "read. Give a directory with weights, or set model.init=random."
-            )
+            given = (("model.init", "pretrained"), (_NAME, name_or_path))
+            reason = "no safetensors weights could be read"
+            raise ModelError.between(given, reason, "give a directory with weights", _RANDOM)
         yield single
         return
     try:
@@ -241,10 +240,10 @@ def _set_sources(
             missing.append(name)
     if missing:
         stored, added = ({int(m[1]) for m in map(_LAYER.search, names) if m} for names in (sources, missing))
-        advice = "Save the model with the transformers version in use, remove model.overrides that add parameters"
+        advice = "save the model with the transformers version in use, remove model.overrides that add parameters"
         if added - stored:
-            advice = f"It stores {len(stored)} layers: remove the model.overrides that add some"
-        raise ModelError(f"{name_or_path}: no stored weights for {some(missing)}. {advice}, or set model.init=random.")
+            advice = f"it stores {len(stored)} layers: remove the model.overrides that add some"
+        raise ModelError.of(_NAME, name_or_path, f"it has no weights for {some(missing)}", advice, _RANDOM)
     saved = model.state_dict(keep_vars=True)
     for name, buffer in model.named_buffers():
         if name in sources and name in saved:
@@ -258,10 +257,8 @@ def _checked(
 ) -> FullTensor:
     source, shape = sources[name]
     if shape != value.shape:
-        raise ModelError(
-            f"{name_or_path}: {name} is stored as {list(shape)}, but the config makes it {list(value.shape)}. "
-            "Remove the model.overrides that change sizes."
-        )
+        reason = f"{name} is stored as {list(shape)}, but the config makes it {list(value.shape)}"
+        raise ModelError.of(_NAME, name_or_path, reason, "remove the model.overrides that change sizes")
     return source
 
 
@@ -270,10 +267,9 @@ def _fix_ties(model: PreTrainedModel, sources: dict[str, tuple[FullTensor, torch
     for name, other in model.all_tied_weights_keys.items():
         here, there = sources.get(name), sources.get(other)
         if here is not None and there is not None and not _equal(here, there):
-            raise ModelError(
-                f"{name_or_path}: its config ties {name} to {other}, but their stored weights differ. "
-                "Set model.overrides.tie_word_embeddings=false to train them separately."
-            )
+            reason = f"its config ties {name} to {other}, but their stored weights differ"
+            separately = ("model.overrides.tie_word_embeddings", False)
+            raise ModelError.of(_NAME, name_or_path, reason, separately)
         if here is not None:
             sources.setdefault(other, here)
         if there is not None:

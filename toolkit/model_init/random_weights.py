@@ -83,10 +83,9 @@ class _Draw:
     def _refuse_unset(self, module: nn.Module, prefix: str) -> None:
         names = [f"{prefix}.{name}".strip(".") for name, value in module.named_parameters() if _is_unset(value)]
         if names:
-            raise ModelError(
-                f"{self.model.config.model_type}: transformers does not initialize {names[0]}. "
-                "Set model.init=pretrained, or use another model."
-            )
+            given = (("model.init", "random"), ("model_type", self.model.config.model_type))
+            reason = f"transformers does not initialize {names[0]}"
+            raise ModelError.between(given, reason, ("model.init", "pretrained"), "use another model")
 
     def _draw(self, module: nn.Module, name: str, owner: PreTrainedModel) -> None:
         direct = list(module.named_parameters(recurse=False, remove_duplicate=False))

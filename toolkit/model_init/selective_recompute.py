@@ -38,7 +38,8 @@ def recompute_attention(model: PreTrainedModel) -> None:
     if reason is None and not interfaces:
         reason = "its attention does not go through the attention interface of transformers"
     if reason is not None:
-        raise ModelError(f"parallel.recompute=selective with a model of type {family}: {reason}. {RECOMPUTE_REMEDY}.")
+        given = (("parallel.recompute", "selective"), ("model_type", family))
+        raise ModelError.between(given, reason, RECOMPUTE_REMEDY)
     for names in interfaces:
         for name in chosen & names[_FUNCTIONS].keys():
             _wrap(names[_FUNCTIONS], name)

@@ -99,7 +99,8 @@ def mapping(config: Mapping[str, Any], field: str) -> Mapping[str, Any]:
 
 def wrong(field: str, value: Any, config: Mapping[str, Any], allowed: str) -> ModelError:
     """Return the error for a value that the field cannot have."""
-    return ModelError(f"{field}={shown(value)} in the {config.get('model_type')} config: set it to {allowed}.")
+    given = ((field, None if value is None else shown(value)), ("model_type", config.get("model_type")))
+    return ModelError.between(given, f"{field} is {allowed}")
 
 
 def shown(value: Any) -> str:

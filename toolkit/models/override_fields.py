@@ -40,7 +40,7 @@ def unknown_overrides(
             family = CONFIG_SCHEMAS.get(model_type)
             own = family.spelling.get(FACT_OF.get(name, "")) if family else None
             own = "rope_parameters" if name in _ROPE_SPELLINGS and "rope_parameters" in fields else own
-            hint = f" Did you mean {own}?" if own else nearest(name, fields)
+            hint = f"Did you mean {own}?" if own else nearest(name, fields)
             yield _refusal(f"{path}.{name}", f"the config of {model_type} has no such field", hint)
         elif name == "rope_parameters" and entry and value is not None:
             yield from _unknown_rope_keys(f"{path}.{name}", value, entry, {**config, **overrides})
@@ -51,7 +51,7 @@ def unknown_overrides(
 def _unknown_rope_keys(path: str, rope: Any, entry: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[Refusal]:
     """Refuse keys that the rotary embedding of this type does not read: transformers would use its default instead."""
     if not isinstance(rope, Mapping):
-        yield _refusal(path, "it is not a mapping", " Write {rope_theta: 10000.0}, for instance.")
+        yield _refusal(path, "it is not a mapping", "Write {rope_theta: 10000.0}, for instance")
         return
     if any(isinstance(value, Mapping) for value in rope.values()):  # by type of layer
         labels = [*entry.get("rope_labels", "").split(), *(config.get("layer_types") or ())]
@@ -63,7 +63,7 @@ def _unknown_rope_keys(path: str, rope: Any, entry: Mapping[str, Any], config: M
     types = _table()["rope_types"]
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if not isinstance(rope_type, str) or rope_type not in types:
-        hint = nearest(str(rope_type), types) or f" Types: {', '.join(types)}."
+        hint = nearest(str(rope_type), types) or f"Types: {', '.join(types)}"
         yield _refusal(f"{path}.rope_type", f"{shown(rope_type)} is not a type of rotary embedding", hint)
         return
     allowed = [*types[rope_type].split(), *entry.get("rope_keys", "").split()]
@@ -73,12 +73,12 @@ def _unknown_rope_keys(path: str, rope: Any, entry: Mapping[str, Any], config: M
 def _unknown_keys(path: str, given: Iterable[str], allowed: list[str], reason: str) -> Iterator[Refusal]:
     for key in given:
         if key not in allowed:
-            hint = nearest(key, allowed) or f" It has {', '.join(dict.fromkeys(allowed)) or 'none'}."
+            hint = nearest(key, allowed) or f"It has {', '.join(dict.fromkeys(allowed)) or 'none'}"
             yield _refusal(f"{path}.{key}", reason, hint)
 
 
 def _refusal(path: str, reason: str, hint: str) -> Refusal:
-    return Refusal(field=path, reason=f"{printable(path)}: {reason}.{hint}")
+    return Refusal(field=path, given=(printable(path),), reason=reason, remedy=(hint.strip(),) if hint else ())
 
 
 @functools.cache

@@ -123,13 +123,14 @@ class ModelShape:
         config = text_config(config)
         model_type = config.get("model_type")
         if model_type is None:
-            raise ModelError("The config has no model_type. Add it: dstk families lists those that train.")
+            raise ModelError.of("model_type", None, "the config names no family", "choose one of dstk families")
         spec = find_spec(model_type)
         family = spec.config
         if family is None:
             raise _not_read(model_type, spec.not_read_because, is_dense=spec.is_dense)
         if flag(config, "add_cross_attention", False):
-            raise ModelError(f"{model_type} with add_cross_attention=true attends to an encoder. Set it to false.")
+            field = "add_cross_attention"
+            raise ModelError.of(field, True, f"such a {model_type} attends to an encoder", (field, False))
         hidden = _count(config, family, "hidden")
         heads = _count(config, family, "heads")
         kv_heads = _count(config, family, "kv_heads", heads)
@@ -141,20 +142,20 @@ class ModelShape:
         ):
             kv_heads = 1
         if heads % kv_heads:
-            raise ModelError(f"{kv_heads} key-value heads do not divide {heads} query heads. Choose a divisor.")
+            given = ((family.spelling.get("kv_heads", "kv_heads"), kv_heads), (family.spelling["heads"], heads))
+            raise ModelError.between(given, "query heads share key-value heads equally", "choose a divisor")
         latent = None
         if family.latent is not None:
             latent = LatentAttention.read(config, family.latent, default_dim=hidden // heads)
         head_dim = _optional_count(config, family, "head_dim") if latent is None else latent.head_dim
         if head_dim is None:
             if hidden % heads:
-                raise ModelError(f"{heads} heads do not divide a hidden size of {hidden}. Choose a divisor.")
+                given = ((family.spelling["heads"], heads), (family.spelling["hidden"], hidden))
+                raise ModelError.between(given, "heads share the hidden size equally", "choose a divisor")
             head_dim = hidden // heads
         if family.heads_fill_hidden and heads * head_dim != hidden:
-            raise ModelError(
-                f"{model_type} cannot compute with {heads} heads of {head_dim} beside a hidden_size of {hidden}. "
-                f"Set head_dim={hidden // heads}."
-            )
+            reason = f"the {heads} heads of a {model_type} fill its hidden_size of {hidden}"
+            raise ModelError.of("head_dim", head_dim, reason, ("head_dim", hidden // heads))
         return cls(
             family=str(model_type),
             hidden=hidden,
@@ -229,10 +230,8 @@ def find_config(name_or_path: str, *, tuned: bool = False) -> dict[str, Any] | N
     if path.is_dir():
         return _read_config(path)
     if name_or_path.startswith((".", "/", "~")) or path.exists():
-        raise ModelError(
-            f"{name_or_path} is not a directory. Name a directory with a config.json, a hub name, or one of the "
-            "catalogue, for instance gpt2."
-        )
+        advice = "name a directory with a config.json, a hub name, or a shape of the catalogue such as gpt2"
+        raise ModelError.of("model.name_or_path", name_or_path, "it is not a directory", advice)
     return None
 
 
@@ -240,11 +239,9 @@ def local_config(name_or_path: str) -> dict[str, Any]:
     """Return the config that `find_config` finds, also of tuned weights. Raises ModelError where it finds none."""
     config = find_config(name_or_path, tuned=True)
     if config is None:
-        advice = nearest_names(name_or_path)
-        advice = advice or " Name a directory with a config.json, or one of the catalogue, for instance gpt2."
-        raise ModelError(
-            f"model {name_or_path}: not a known shape or local directory, and nothing is fetched from a hub.{advice}"
-        )
+        advice = "name a directory with a config.json, or a shape of the catalogue such as gpt2"
+        reason = "it is no known shape and no directory, and nothing is fetched from a hub"
+        raise ModelError.of("model", name_or_path, reason, nearest_names(name_or_path).strip() or advice)
     return config
 
 
@@ -341,18 +338,19 @@ def _read(config: Mapping[str, Any], family: ConfigSchema, fact: str) -> Any:
             return config[spelling]
     for spelling in SPELLINGS[fact]:
         if spelling in config:  # Hugging Face would ignore it and take its default: a model nobody asked for
-            raise ModelError(f"{spelling} is not a field of a {config['model_type']} config. Write {own}.")
+            reason = f"it is no field of a {config['model_type']} config"
+            raise ModelError.of(spelling, config[spelling], reason, f"write {own}")
     return family.fields[own]
 
 
 def _not_read(model_type: Any, reason: str | None, *, is_dense: bool) -> ModelError:
     """Return the error for a family whose shape is not read; it names a similar family only where that may be meant."""
     name = config_fields.name(model_type)
-    what = "counted" if reason and is_dense else "a dense decoder that this toolkit reads"
+    what = "it is not counted" if reason and is_dense else "it is not a dense decoder that this toolkit reads"
     if reason:
-        return ModelError(f"model_type={name} is not {what}: {reason}. See dstk families {name}.")
-    hint = nearest(name, CONFIG_SCHEMAS, cutoff=_SIMILARITY)
-    return ModelError(f"model_type={name} is not {what}.{hint} See dstk families for all.")
+        return ModelError.of("model_type", name, f"{what}: {reason}", f"see dstk families {name}")
+    hint = nearest(name, CONFIG_SCHEMAS, cutoff=_SIMILARITY).strip()
+    return ModelError.of("model_type", name, what, hint or "see dstk families")
 
 
 def _tied(config: Mapping[str, Any], family: ConfigSchema) -> bool:
@@ -381,7 +379,7 @@ def _count(config: Mapping[str, Any], family: ConfigSchema, fact: str, default: 
     value = default if value is None else value
     if value is None:
         field = family.spelling[fact]
-        raise ModelError(f"{field} is missing from the {config['model_type']} config: set it to a whole number from 1.")
+        raise wrong(field, None, config, "a whole number from 1")
     return value
 
 
@@ -389,7 +387,8 @@ def _read_config(directory: Path) -> dict[str, Any]:
     try:
         return read_config_json(directory / "config.json")
     except FileNotFoundError:
-        raise ModelError(f"{directory} has no config.json. Name a directory in Hugging Face format.") from None
+        advice = "name a directory in Hugging Face format"
+        raise ModelError.of("model.name_or_path", str(directory), "it has no config.json", advice) from None
 
 
 @cache

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from toolkit.errors import ModelError
+from toolkit.errors import ModelError, Refusal
 from toolkit.files import reason_of
 
 
@@ -240,7 +240,8 @@ class UnsupportedPipelineError(ModelError):
 
     def __init__(self, family: str, reason: str) -> None:
         self.family, self.reason = family, reason
-        super().__init__(f"{family} does not support pipeline parallelism: {reason}. Set parallel.pp=1.")
+        given = ("pipeline parallelism", ("model_type", family))
+        super().__init__(Refusal(field="parallel.pp", given=given, reason=reason, remedy=(("parallel.pp", 1),)))
 
     def __reduce__(self) -> tuple[type["UnsupportedPipelineError"], tuple[str, str]]:
         return type(self), (self.family, self.reason)

@@ -25,7 +25,7 @@ def default_config(model_type: str) -> Any:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     if model_type not in CONFIG_MAPPING:
-        raise ModelError(f"{model_type} is not a model type of transformers. Choose one of `dstk families`.")
+        raise ModelError.of("model_type", model_type, "transformers has no such model type", "see dstk families")
     try:
         return CONFIG_MAPPING[model_type]()
     except Exception as error:

@@ -91,7 +91,8 @@ def read_runs(paths: Sequence[Path], loss_names: Sequence[str] = ()) -> list[Fin
     logs = [read_log(path, loss_names) for path in paths]
     unused = sorted({*loss_names} - {log.loss_name for log in logs})
     if unused:
-        raise DataError(f"--loss {unused[0]}: no run calls its loss that. Give the name of a tag, column or key.")
+        advice = "give the name of a tag, column or key"
+        raise DataError.of("--loss", unused[0], "no run calls its loss that", advice)
     losses = _common_losses(logs)
     has_norms, has_batches = (
         all(step in log for log, own in zip(columns, losses, strict=True) for step in own)

@@ -12,7 +12,7 @@ from typing import Any, Self, get_args
 
 from toolkit.config.layout import Layout
 from toolkit.config.recipe import EngineName, Precision, Recipe
-from toolkit.errors import LayoutError, Refusal, nearest
+from toolkit.errors import LayoutError, nearest
 
 _ENGINES = get_args(EngineName)
 _FLAGS = ("sp", "recompute", "selective", "offload")
@@ -131,7 +131,7 @@ class Strategy:
         try:
             Layout(**self._layout_fields(1 if self.dp is None else self.dp))
         except LayoutError as error:
-            refusal = error.refusal or Refusal(field="", reason=str(error))
+            refusal = error.as_refusal()
             raise LayoutError(replace(refusal, given=(("strategy", self.text), *refusal.given))) from None
 
 

@@ -91,10 +91,9 @@ class Checkpointer:
         engine = self.engine
         missing = sorted(set(engine.states.kinds) - set(state.states))
         if missing:
-            raise CheckpointError(
-                f"{saved.path}: it has no {', '.join(missing)}, which optimizer.name={self.job.recipe.optimizer.name} "
-                "needs. Use the optimizer that it was trained with, or start a new run from its weights."
-            )
+            reason = f"{saved.path} has no {', '.join(missing)}, which this optimizer needs"
+            advice = "use the optimizer that it was trained with", "start a new run from its weights"
+            raise CheckpointError.of("optimizer.name", self.job.recipe.optimizer.name, reason, *advice)
         engine.load_states(MASTER, lambda name: saved.tensor(MODEL, name))
         for kind in engine.states.kinds:
             engine.load_states(kind, lambda name, kind=kind: saved.tensor(kind, name))  # type: ignore[misc]

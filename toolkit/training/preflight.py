@@ -13,6 +13,7 @@ from toolkit.dsconfig import Device, build, merge_user_config, read_user_config
 from toolkit.engines.factory import check_precision
 from toolkit.engines.optimizer import learning_rate
 from toolkit.errors import ConfigError, DataError, ModelError, RecipeError
+from toolkit.files import reason_of
 from toolkit.model_init.build_model import load_config
 from toolkit.model_init.document_masking import check_document_masking
 from toolkit.models.shape import ModelShape
@@ -39,7 +40,7 @@ def check_model(recipe: Recipe, device: torch.device, *, trust_remote_code: bool
     try:
         learning_rate(recipe)
     except ValueError as error:
-        raise RecipeError(f"schedule.name={recipe.schedule.name}: {str(error).splitlines()[0]}") from error
+        raise RecipeError.of("schedule.name", recipe.schedule.name, reason_of(error)) from error
     Trackers.check(recipe)
     return config
 
@@ -54,10 +55,8 @@ def deepspeed_config(
     recipe = job.recipe
     if recipe.train.engine != "deepspeed":
         if user_config is not None:
-            raise ConfigError(
-                f"{user_config}: train.engine={recipe.train.engine} takes no DeepSpeed config. "
-                "Leave it out, or set train.engine=deepspeed."
-            )
+            reason, remedy = f"it takes no DeepSpeed config, and {user_config} is given", ("train.engine", "deepspeed")
+            raise ConfigError.of("train.engine", recipe.train.engine, reason, "leave the file out", remedy)
         return None
     kind: Device = "cuda" if device.type == "cuda" else "cpu"
     built = build(job, hidden_size=config.get_text_config().hidden_size, device=kind)
@@ -70,11 +69,10 @@ def check_vocabulary(recipe: Recipe, config: PretrainedConfig, corpus: TokenCorp
     """Raise DataError where the tokenizer has ids for which the model has no embedding."""
     vocabulary = config.get_text_config().vocab_size
     if corpus.tokenizer_vocab_size > vocabulary:
-        raise DataError(
-            f"data.tokenizer={recipe.data.tokenizer}: its ids go up to {corpus.tokenizer_vocab_size - 1}, but the "
-            f"model has a vocabulary of {vocabulary}. "
-            f"Choose another tokenizer, or set model.overrides.vocab_size={corpus.tokenizer_vocab_size}."
-        )
+        size = corpus.tokenizer_vocab_size
+        reason = f"its ids go up to {size - 1}, and the model has a vocabulary of {vocabulary}"
+        remedy = "choose another tokenizer", ("model.overrides.vocab_size", size)
+        raise DataError.of("data.tokenizer", recipe.data.tokenizer, reason, *remedy)
 
 
 def find_shape(config: PretrainedConfig) -> ModelShape | None:

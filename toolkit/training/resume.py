@@ -32,12 +32,13 @@ def run_of(asked: str, recipe: Recipe) -> Path | None:
     """
     if asked == AUTO:
         if recipe.run_dir is None:
-            raise CheckpointError("--resume auto without a run_dir: there is no run to look for. Set run_dir=….")
+            given, reason = (("--resume", AUTO), ("run_dir", None)), "there is no run to look for"
+            raise CheckpointError.between(given, reason, "set run_dir=…")
         path = expanded(recipe.run_dir)
         return path if path.is_dir() and any(step_of(entry.name) is not None for entry in path.iterdir()) else None
     path = expanded(asked)
     if not path.is_dir():
-        raise CheckpointError(f"--resume {asked}: {not_a_directory(path)}. Name a run, a checkpoint, or auto.")
+        raise CheckpointError.of("--resume", asked, not_a_directory(path), "name a run, a checkpoint, or auto")
     return path.parent if step_of(path.resolve().name) is not None else path
 
 
@@ -61,10 +62,8 @@ def resume(asked: str, recipe: Recipe, *, strict: bool) -> Resumed | None:
     path = expanded(recipe.run_dir or "") if asked == AUTO else expanded(asked)
     chosen = select_checkpoint(path, strict=strict, ranks=Ranks.of())
     if chosen.is_weights_only:
-        raise CheckpointError(
-            f"--resume {asked}: weights alone, without the state of a run. To begin with them, set "
-            f"model.name_or_path={asked} and model.init=pretrained."
-        )
+        advice = f"begin with them: model.name_or_path={asked} model.init=pretrained"
+        raise CheckpointError.of("--resume", asked, "these are weights without the state of a run", advice)
     return _open(chosen)
 
 

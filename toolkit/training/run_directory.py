@@ -43,6 +43,7 @@ from toolkit.training.resume import AUTO, run_of
 from toolkit.training.run_lock import RunLock, is_locked
 
 EVENTS, CURVE = "events.jsonl", "loss.png"
+_ANOTHER = "choose another run_dir"
 
 
 class RunDirectory:
@@ -75,25 +76,19 @@ class RunDirectory:
             return cls(unused_run_directory(options.name), is_writer=is_writer, automatic_name=options.name)
         path = expanded(recipe.run_dir)
         if path.exists() and not path.is_dir():
-            raise RunDirectoryError(f"run_dir={recipe.run_dir}: not a directory. Choose another run_dir.")
+            raise RunDirectoryError.of("run_dir", recipe.run_dir, "it is not a directory", _ANOTHER)
         is_run = (path / "metrics.jsonl").exists()
         # A run that ended before its first checkpoint left nothing but its metrics: a job script starts it again.
         may_replace = options.overwrite or (options.resume == AUTO and not (path / "model").exists())
         if is_run and not may_replace and (has_lock or not (options.resume == AUTO or is_locked(path))):
-            raise RunDirectoryError(
-                f"run_dir={recipe.run_dir}: it already holds a run. "
-                "Choose another run_dir, or add --overwrite to replace it."
-            )
+            advice = "add --overwrite to replace it"
+            raise RunDirectoryError.of("run_dir", recipe.run_dir, "it already holds a run", _ANOTHER, advice)
         if not is_run and ((path / "model").exists() or any(path.glob("step-*"))):
-            raise RunDirectoryError(
-                f"run_dir={recipe.run_dir}: it holds model or step-… folders that no run of this toolkit left, and a "
-                "run would replace them. Choose another run_dir."
-            )
+            reason = "it holds model or step-… folders that no run of this toolkit left, and a run would replace them"
+            raise RunDirectoryError.of("run_dir", recipe.run_dir, reason, _ANOTHER)
         if is_run and expanded(recipe.model.name_or_path).resolve().is_relative_to(path.resolve()):
-            raise RunDirectoryError(
-                f"run_dir={recipe.run_dir}: it holds the model that this run starts from, and --overwrite would delete "
-                "it. Choose another run_dir."
-            )
+            reason = "it holds the model that this run starts from, and --overwrite would delete it"
+            raise RunDirectoryError.of("run_dir", recipe.run_dir, reason, _ANOTHER)
         return cls(path, is_writer=is_writer)
 
     def claim(self, recipe: Recipe, options: TrainOptions) -> None:
@@ -174,8 +169,8 @@ class RunDirectory:
             raise self._cannot_write(error) from error
 
     def _cannot_write(self, error: OSError) -> RunDirectoryError:
-        reason, advice = error.strerror or error, "Choose a directory that you may write."
-        return RunDirectoryError(f"run_dir={self.path}: cannot be written ({reason}). {advice}")
+        reason = f"it cannot be written ({error.strerror or error})"
+        return RunDirectoryError.of("run_dir", str(self.path), reason, "choose a directory that you may write")
 
     def _create(self) -> bool:
         """Create the directory; whether it is new."""

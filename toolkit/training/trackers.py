@@ -25,12 +25,10 @@ class Trackers(Callback):
         known = _known()
         for name in recipe.log.report_to:
             if name not in known:
-                raise RunError(
-                    f"log.report_to: {name!r} is not a tracker; accelerate has {', '.join(sorted(known))}."
-                    f"{nearest(name, known)}"
-                )
+                reason = f"accelerate has {', '.join(sorted(known))}"
+                raise RunError.of("log.report_to", name, reason, nearest(name, known).strip())
             if importlib.util.find_spec(name) is None:
-                raise RunError(f"log.report_to: the tracker {name!r} is not installed. Run `pip install {name}`.")
+                raise RunError.of("log.report_to", name, "it is not installed", f"run `pip install {name}`")
 
     @override
     def on_run_begin(self, run: TrainingRun) -> None:

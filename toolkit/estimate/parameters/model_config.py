@@ -106,14 +106,11 @@ class ModelConfig:
             return None
         for kind in found:
             if kind not in _LAYER_TYPES:
-                raise ModelError(
-                    f"layer_types has {config_fields.shown(kind)}: known are {' and '.join(_LAYER_TYPES)}. "
-                    "Correct it, or leave layer_types out."
-                )
+                reason, shown = f"known are {' and '.join(_LAYER_TYPES)}", config_fields.shown(kind)
+                raise ModelError.of("layer_types", shown, reason, "correct it", "leave layer_types out")
         if len(found) != layers:
-            raise ModelError(
-                f"layer_types lists {len(found)} layers, and the model has {layers}. List every layer once."
-            )
+            reason = f"it lists {len(found)} layers, and the model has {layers}"
+            raise ModelError.of("layer_types", config_fields.shown(found), reason, "list every layer once")
         return found
 
     def full_every(self) -> int:

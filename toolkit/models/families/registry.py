@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from toolkit.errors import ModelError
+from toolkit.errors import ModelError, Refusal
 from toolkit.models.families.layer_rules import CONFIG_FIELDS, LayerRules, ParameterRules
 from toolkit.models.families.plan_functions import FUSED, NEEDS
 from toolkit.models.families.spec import ConfigSchema, FamilySpec
@@ -67,7 +67,7 @@ CONFIG_SCHEMAS: Mapping[str, ConfigSchema] = {
 }
 """The families whose shape is read."""
 
-RECOMPUTE_REMEDY = "Set parallel.recompute=full or none"
+RECOMPUTE_REMEDY = ("parallel.recompute", "full or none")
 
 _UNSUPPORTED = {"local_params": "its attention sinks"}
 """What Hugging Face's styles stand for that are not among ours."""
@@ -131,4 +131,5 @@ def _inside_layers(model_type: str, published: Mapping[str, str]) -> dict[str, s
 
 
 def _unsupported(model_type: str, reason: str) -> ModelError:
-    return ModelError(f"{model_type} does not support tensor parallelism: {reason}. Set parallel.tp=1.")
+    given = ("tensor parallelism", ("model_type", model_type))
+    return ModelError(Refusal(field="parallel.tp", given=given, reason=reason, remedy=(("parallel.tp", 1),)))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
-from toolkit.errors import LayoutError, ModelError, Refusal
+from toolkit.errors import LayoutError, ModelError
 from toolkit.models import tensor_plan as tp
 from toolkit.models.families.registry import find_plan
 from toolkit.parallel.model_structure import ModelStructure
@@ -56,8 +56,8 @@ class TensorParallelizer:
         if reason is None and tp.heads(self.config) % size:
             reason = f"{tp.heads(self.config)} heads are not divisible by it"
         if reason is not None:
-            given = (("parallel.tp", size), family)
-            raise LayoutError(Refusal(field="parallel.tp", given=given, reason=reason, remedy=("choose another one",)))
+            given = (("parallel.tp", size), ("model_type", family))
+            raise LayoutError.between(given, reason, "choose another one")
 
     def parallelize_layer(self, index: int, fill: Callable[[nn.Module], None] = lambda layer: None) -> None:
         """Shard decoder layer `index`; `fill` then sets the values of replicated meta parameters.
@@ -112,10 +112,8 @@ class TensorParallelizer:
         parent = layer.get_submodule(parent_path)
         whole = getattr(parent, leaf)
         if type(whole).__name__ not in _LINEAR:
-            raise ModelError(
-                f"{self.model.config.model_type}: {name} is a {type(whole).__name__}, which tensor parallelism cannot "
-                "shard. Set parallel.tp=1."
-            )
+            reason = f"{name} is a {type(whole).__name__}, which tensor parallelism cannot shard"
+            raise ModelError.of("model_type", self.model.config.model_type, reason, ("parallel.tp", 1))
         features = whole.weight.shape[_dim(whole, outputs=style in (tp.COLUMN, tp.GATHERED_COLUMN, tp.PACKED_COLUMN))]
         blocks = self._blocks(path, leaf, style, features)
         setattr(parent, leaf, self._parallel(whole, blocks, name, style, region, enters=not parent_path))

@@ -20,10 +20,9 @@ def shrink(recipe: Recipe) -> Recipe:
     model cannot take.
     """
     if recipe.model.init == "pretrained":
-        raise RecipeError(
-            "--shrink with model.init=pretrained: a tiny model has no pretrained weights. Add the override "
-            "model.init=random, or leave --shrink out."
-        )
+        given = (("--shrink", True), ("model.init", "pretrained"))
+        reason, advice = "a tiny model has no pretrained weights", "leave --shrink out"
+        raise RecipeError.between(given, reason, ("model.init", "random"), advice)
     config = load_config(recipe.model)
     tied = {key: value for key in ("tie_word_embeddings",) if (value := getattr(config, key, None)) is not None}
     tiny = tiny_config(config.model_type, vocab_size=VOCABULARY, **tied).to_dict()
