@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 CPU := DS_ACCELERATOR=cpu OMP_NUM_THREADS=1
 # Processes that run tests; each forks ranks of its own. A file of tests runs in one of them, and shares its fixtures.
 JOBS ?= 2
-PYTEST := $(CPU) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+PYTEST := $(CPU) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo check test-fast test test-all test-gpu test-real format generate golden families durations bench clean

@@ -10,7 +10,7 @@ import pytest
 
 # First: it sets the environment in which torch and DeepSpeed are imported.
 from rank_parent import become_rank_parent
-from slow_tests import Durations, mark_slow_tests
+from slow_tests import Durations, mark_slow_tests, slowest_files_first
 from small_text import write_corpus
 from train_script import train_here
 
@@ -29,6 +29,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mark_slow_tests(items)
+    slowest_files_first(items)
 
 
 @pytest.fixture(autouse=True)

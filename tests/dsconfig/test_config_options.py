@@ -2,7 +2,7 @@
 
 import re
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -180,15 +180,6 @@ class TestTrainer:
         assert trainer_config(offloaded)["zero_force_ds_cpu_optimizer"] is True
         assert trainer_config(job("dp8-z2"))["zero_force_ds_cpu_optimizer"] is False
 
-    @pytest.fixture
-    def _accelerator_state(self) -> Iterator[None]:
-        """Forget the process state that TrainingArguments set up: ranks of later tests are forked from here."""
-        yield
-        from accelerate.state import AcceleratorState
-
-        AcceleratorState._reset_state(reset_partial_state=True)
-
-    @pytest.mark.usefixtures("_accelerator_state")
     def test_the_training_arguments_are_the_recipes(self) -> None:
         from transformers import HfArgumentParser, TrainingArguments
 

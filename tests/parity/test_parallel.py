@@ -75,7 +75,6 @@ def bf16_curves(make_recipe: Callable[..., Any], ranks: Callable[..., list[Any]]
     return whole + [ranks(_with_split_sums, 1, make_recipe(**IN_BF16), parts)[0].curve for parts in (2, 3, 4)]
 
 
-@pytest.mark.whole  # the daily cells of the matrix hold layouts to an envelope, too; this one splits sums as tp does
 @pytest.mark.parametrize(
     "parallel",
     [

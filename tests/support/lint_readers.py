@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import gc
 import io
 import json
 import os
@@ -56,8 +57,11 @@ def completed(config: Config, runner: str) -> Config:
 
 def outcomes(cases: list[tuple[Config | str, str, Mapping[str, Any]]]) -> list[Outcome]:
     """On each rank: what becomes of configs (or texts), each with its runner and what is given beside it."""
+    import accelerate.commands.launch  # noqa: F401
     import deepspeed
+    import transformers.trainer  # noqa: F401
 
+    gc.freeze()  # the readers collect garbage at every start
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.ops.op_builder.builder.OpBuilder.jit_load = _refuse_to_compile
     # DeepSpeed refuses fp16 on a CPU for its speed: PyTorch computes with it.

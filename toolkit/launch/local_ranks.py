@@ -178,6 +178,9 @@ def _rank_main(
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ.update(variables)
     torch.set_num_threads(1)
+    # DeepSpeed collects garbage when it starts, and in every step of bf16: over all that was imported before the fork
+    # that takes a third of a second, and copies the pages that the ranks share.
+    gc.freeze()
     try:
         if store is not None:
             rank, world_size = int(variables["RANK"]), int(variables["WORLD_SIZE"])
@@ -224,7 +227,3 @@ def preload(*families: str) -> None:
     for name in ("accelerate", "deepspeed", *_LATE_IMPORTS, *modeling):
         with suppress(ImportError):  # a rank that needs it reports it
             importlib.import_module(name)
-    # DeepSpeed's bf16 optimizer collects garbage in every step: a third of a second over all these modules, unless they
-    # are frozen.
-    gc.collect()
-    gc.freeze()
