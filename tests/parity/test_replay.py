@@ -180,8 +180,10 @@ def test_where_rounding_grows_right_strategies_cannot_be_told_and_wrong_ones_dif
         return replace(bounds, curve=Tolerance(loss=(loss,), grad_norm=(norm,), source="step 1"))
 
     monkeypatch.setattr(Bounds, "measured", of_the_first_step)
-    optimizer = {"name": "adamw", "lr": 3e-2, "weight_decay": 0.1}
-    recipe = make_recipe(optimizer=optimizer, train__steps=8, precision=precision, overrides__vocab_size=321)
+    # fp32 rounds so little that it takes a higher rate and more steps until the curve shows it.
+    rate, steps = {"fp32": (0.3, 24), "bf16": (3e-2, 8)}[precision]
+    optimizer = {"name": "adamw", "lr": rate, "weight_decay": 0.1}
+    recipe = make_recipe(optimizer=optimizer, train__steps=steps, precision=precision, overrides__vocab_size=321)
     *right, wrong = plan(recipe, Strategy.parse_list("tp2-sp,z1"), 2)
     faulty = [replace(wrong, name=fault.__name__, engine_factory=partial(_faulty_engine, fault)) for fault in FAULTS]
     jobs = [*right, *faulty]
@@ -189,6 +191,5 @@ def test_where_rounding_grows_right_strategies_cannot_be_told_and_wrong_ones_dif
     found = compare_strategies(recipe, jobs, baselines, title="t", rounding_seeds=1)
     print([f"{result.name}: {result.diagnosis}" for result in found.results])  # shown where the test fails
     outcomes = [result.outcome for result in found.results]
-    # In fp32 rounding may also grow too little to be seen.
-    assert set(outcomes[: len(right)]) <= ({"cannot tell"} if precision == "bf16" else {"cannot tell", "same"})
+    assert outcomes[: len(right)] == ["cannot tell"] * len(right)
     assert outcomes[len(right) :] == ["differs"] * len(FAULTS)
