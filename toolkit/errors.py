@@ -18,7 +18,8 @@ def spell_setting(field: str, value: Any) -> str:
     if field == "world_size":
         return f"{value} rank{'s' * (value != 1)}"
     if field.startswith("--"):
-        return field if value is True else f"{field} {printable(value)}"
+        bare = "no " * (value is False) + field
+        return bare if value is None or isinstance(value, bool) else f"{field} {printable(value)}"
     if value is None or isinstance(value, bool):
         return f"{field}={'null' if value is None else str(value).lower()}"
     value = list(value) if isinstance(value, tuple) else printable(value) if isinstance(value, str) else value
@@ -97,6 +98,9 @@ def _spelled(items: Sequence[Setting | str], spell: Callable[[str, Any], str]) -
     return texts
 
 
+Problems = str | Refusal | Iterable[str | Refusal]
+
+
 class ToolkitError(Exception):
     """Base of every error that bad input can cause; the command line prints a line a problem and exits with 2.
 
@@ -108,17 +112,11 @@ class ToolkitError(Exception):
     scope: Scope = "rank"
     """Who meets the same error: every rank of the job, every rank of a machine, or this rank alone."""
 
-    def __init__(
-        self,
-        problems: str | Refusal | Iterable[str | Refusal] = "",
-        refusals: Iterable[Refusal] = (),
-        *,
-        scope: Scope | None = None,
-    ) -> None:
-        """Take every problem; `refusals` are those whose lines are among them."""
-        found = [problems] if isinstance(problems, str | Refusal) else list(problems)
-        self.problems = [str(problem) for problem in found]
-        self.refusals = [*refusals, *(problem for problem in found if isinstance(problem, Refusal))]
+    def __init__(self, found: Problems = "", refusals: Iterable[Refusal] = (), *, scope: Scope | None = None) -> None:
+        """Take every problem found; `refusals` are those whose lines are among them."""
+        problems = [found] if isinstance(found, str | Refusal) else list(found)
+        self.problems = [str(problem) for problem in problems]
+        self.refusals = [*refusals, *(problem for problem in problems if isinstance(problem, Refusal))]
         self.scope = scope or self.scope
         super().__init__("\n".join(self.problems))
 

@@ -438,7 +438,7 @@ CONFIGS = [
     Bad("config d.yaml --output text.txt", "text.txt"),
     Bad("config d.yaml --output text.txt/below", "text.txt/below"),
     Bad(f"config d.yaml --output {LONG}", "File name too long"),
-    Bad("config d.yaml --world-size 3 --nodes 2 --gpus-per-node 2", "world-size=3"),
+    Bad("config d.yaml --world-size 3 --nodes 2 --gpus-per-node 2", "--world-size 3: "),
     Bad("config d.yaml --host a --host b", "2 host names for 1 nodes"),
     Bad("config d.yaml --launcher slurm --host '$(touch executed)' --world-size 2 --nodes 2", "1 host names for 2 nodes"),
     Bad("config d.yaml --port 80", "80 is not in the range"),

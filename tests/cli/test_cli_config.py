@@ -110,6 +110,14 @@ def test_a_mistake_is_one_line(capsys: Output, words: tuple[str, ...], message: 
     assert len(printed.splitlines()) == 1
 
 
+def test_conflicts_of_options_are_lines_that_name_the_options(capsys: Output) -> None:
+    words = ("--layout", "dp8-z2", "--offload-params", "nvme", "--nvme-path", "/n", "--hpz", "3")
+    first, *others = refusal(capsys, *FLAGS, *words).splitlines()
+    assert first == "error: --offload-params nvme with zero_stage=2: only ZeRO-3 shards parameters. Use zero_stage=3."
+    assert [line.split(":")[1] for line in others] == [" --hpz 3 with zero_stage=2", " --hpz 3 with dp=8"]
+    assert "--grad-accum-dtype fp16 with precision=" in refusal(capsys, *FLAGS, "--grad-accum-dtype", "fp16")
+
+
 def test_all_writes_every_format(capsys: Output, tmp_path: Path) -> None:
     folder = tmp_path / "made"
     words = (*FLAGS[:2], "--layout", "z3", *FLAGS[4:], "--nodes", "2", "--gpus-per-node", "8")

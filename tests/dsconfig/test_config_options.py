@@ -84,7 +84,7 @@ ZERO_3 = ("zero_stage", 3)
     [
         ("dp8-z2", {"nvme_params": True, "nvme_path": "/n"}, "nvme_params zero_stage", ZERO_3),
         ("dp8-z2", {"nvme_optimizer": True, "nvme_path": "/n"}, "nvme_optimizer zero_stage", ZERO_3),
-        ("dp8-z3", {"nvme_optimizer": True}, "nvme_path", ("nvme_path", "its mount point")),
+        ("dp8-z3", {"nvme_optimizer": True}, "nvme_path", "give its mount point"),
         ("dp8-z3", {"nvme_path": "/n"}, "nvme_path", None),
         ("dp8-z2", {"hpz_partition_size": 8}, "hpz_partition_size zero_stage", ZERO_3),
         ("dp8-z2", {"quantized_weights": True}, "quantized_weights zero_stage", ZERO_3),

@@ -18,7 +18,7 @@ from toolkit.dsconfig import options as extras
 from toolkit.dsconfig.buckets import Buckets, derive, largest_partition, link_of
 from toolkit.dsconfig.build import ConfigJob, shape_of
 from toolkit.dsconfig.options import PLAIN, REMOVED_OPTIMIZERS, ConfigOptions, check, removed_optimizer
-from toolkit.errors import ConfigError, LayoutError, RecipeError
+from toolkit.errors import ConfigError, LayoutError, RecipeError, spell_setting
 from toolkit.hardware import gpu
 
 Flags = dict[str, Any]
@@ -45,9 +45,7 @@ _OPTIONS: list[Decorator] = [
     click.option("--betas", type=(_FRACTION, _FRACTION), metavar="B1 B2", help="Decay rates of the moments."),
     click.option("--weight-decay", type=_FROM_0, metavar="X", help="Weight decay."),
     click.option("--grad-clip", type=_FROM_0, metavar="X", help="Largest gradient norm; 0: no clipping."),
-    click.option(
-        "--schedule", type=click.Choice(get_args(ScheduleName)), metavar="NAME", help="Learning-rate schedule."
-    ),
+    click.option("--schedule", type=click.Choice(get_args(ScheduleName)), metavar="NAME", help="LR schedule."),
     click.option("--steps", type=_POSITIVE, metavar="N", help="Optimizer steps of the run."),
     click.option("--warmup-steps", type=click.IntRange(min=0), metavar="N", help="Steps of linear warm-up."),
     click.option(
@@ -78,9 +76,7 @@ _OPTIONS: list[Decorator] = [
     click.option("--gpus-per-node", type=_POSITIVE, metavar="N", help="Ranks of each machine."),
     click.option("--host", "hosts", multiple=True, metavar="NAME", help="A node's name, one for each [node1 …]."),
     click.option("--gpu", metavar="NAME", help="Size buckets for its links, for instance H100-SXM-80GB."),
-    click.option(
-        "--network-gbit", type=_ABOVE_0, default=100.0, metavar="X", help="Network bandwidth of one GPU [100]."
-    ),
+    click.option("--network-gbit", type=_ABOVE_0, default=100.0, metavar="X", help="Network of one GPU [100]."),
     click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", help="Where it runs [cuda]."),
     click.option("--cpus-per-gpu", type=_POSITIVE, default=8, metavar="N", help="CPU cores of a rank, for Slurm [8]."),
     click.option("--port", type=_PORT, default=29501, metavar="N", help="Where ranks meet [29501]."),
@@ -97,6 +93,7 @@ def add_options(command: Callable[..., Any]) -> Callable[..., Any]:
 _FIELDS: dict[str, str] = json.loads(Path(__file__).with_name("config_flags.json").read_text(encoding="utf-8"))
 """Flag -> field of a recipe."""
 _NEEDED = ("model", "layout", "global_batch", "micro")
+_SHORT = {"hpz_partition_size": "--hpz", "gradient_dtype": "--grad-accum-dtype"}
 _STEPS = 1000
 """Default length of the run: it shows only in a scheduler's JSON."""
 _LEARNING_RATE = 3e-4
@@ -134,8 +131,20 @@ def job_of(recipe: str | None, overrides: tuple[str, ...], flags: Flags) -> Conf
         device=flags["device"],
         options=_options(flags, loaded, layout, gpus_per_node=per_node or ranks // (nodes or 1)),
     )
-    check(job.options, loaded, layout, nodes=job.nodes)
+    try:
+        check(job.options, loaded, layout, nodes=job.nodes)
+    except ConfigError as error:
+        found = error.refusals
+        raise ConfigError((one.render(_spell_option, verb="use") for one in found), found) from None
     return job
+
+
+def _spell_option(field: str, value: Any) -> str:
+    """A setting as this command spells it."""
+    if field in ("nvme_optimizer", "nvme_params"):
+        return f"--offload-{field.removeprefix('nvme_')} nvme"
+    option = _SHORT.get(field, f"--{field}".replace("_", "-"))
+    return spell_setting(option if field in vars(PLAIN) else field, value)
 
 
 def flag_overrides(flags: Flags) -> list[str]:

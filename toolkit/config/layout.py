@@ -66,8 +66,7 @@ class Layout:
         # fmt: on
         for refused, fields, reason, remedy in rules:
             if refused:
-                given = tuple((field, getattr(self, field)) for field in fields)
-                raise LayoutError.between(given, reason, *remedy)
+                raise LayoutError.between(tuple((field, getattr(self, field)) for field in fields), reason, *remedy)
 
     def __str__(self) -> str:
         ulysses = f"-u{self.ulysses}" if self.ulysses > 1 else ""

@@ -76,21 +76,13 @@ def check(options: ConfigOptions, recipe: Recipe, layout: Layout, *, nodes: int 
 
     `nodes` is the number of machines, None if it is not known.
     """
-    facts = {**vars(options), **vars(layout), "precision": recipe.precision, "nodes": nodes}
-    facts["recompute"] = recipe.parallel.recompute
-    problems = [
-        Refusal.between(tuple((field, facts[field]) for field in fields.split()), reason, *remedy)
-        for fields, reason, *remedy in (
-            *_nvme(options, layout),
-            *_zeropp(options, layout, nodes),
-            *_dtypes(options, recipe, layout),
-            *_optimizer(options, layout),
-            *_activations(options, recipe),
-            *_rest(options),
-        )
-    ]
-    if problems:
-        raise ConfigError(problems)
+    values = {**vars(options), **vars(layout), "precision": recipe.precision, "nodes": nodes}
+    values["recompute"] = recipe.parallel.recompute
+    found = [*_nvme(options, layout), *_zeropp(options, layout, nodes), *_dtypes(options, recipe, layout)]
+    found += [*_optimizer(options, layout), *_activations(options, recipe), *_rest(options)]
+    if found:
+        given = [tuple((field, values[field]) for field in fields.split()) for fields, *_ in found]
+        raise ConfigError(Refusal.between(one, *rest) for one, (_, *rest) in zip(given, found, strict=True))
 
 
 def removed_optimizer(name: str) -> ConfigError:
@@ -99,9 +91,7 @@ def removed_optimizer(name: str) -> ConfigError:
         f"{REMOVED_OPTIMIZERS[name]} was removed from DeepSpeed, 0.19.8 has none of the compressed optimizers "
         "(https://github.com/deepspeedai/DeepSpeed/issues/8489)"
     )
-    return ConfigError.of(
-        "optimizer", name, reason, "use adamw, and ZeRO++ (quantized weights and gradients) to send less"
-    )
+    return ConfigError.of("optimizer", name, reason, "use adamw, and ZeRO++'s quantization to send less")
 
 
 _Problem = tuple[str, *tuple[Any, ...]]
@@ -116,7 +106,7 @@ def _nvme(options: ConfigOptions, layout: Layout) -> Iterator[_Problem]:
         reason = "DeepSpeed would silently keep optimizer states in host memory"
         yield "nvme_optimizer zero_stage", reason, _ZERO_3, "offload them to cpu"
     if options.nvme and not options.nvme_path:
-        yield "nvme_path", "nothing says where the drive is mounted", ("nvme_path", "its mount point")
+        yield "nvme_path", "nothing says where the drive is mounted", "give its mount point"
     if options.nvme_path and not options.nvme:
         yield "nvme_path", "nothing is offloaded to NVMe", "offload the optimizer or parameters"
 

@@ -119,25 +119,20 @@ class DeepSpeedSettings:
 def _refuse(config: Mapping[str, Any], zero: Mapping[str, Any]) -> None:
     for key in ("offload_optimizer", "offload_param"):
         if (zero.get(key) or {}).get("device") == "nvme":
-            raise ConfigError.of(
-                f"zero_optimization.{key}.device", "nvme", "the estimate covers cpu and none", "choose one"
-            )
+            field = f"zero_optimization.{key}.device"
+            raise ConfigError.of(field, "nvme", "it is not estimated", (field, "cpu or none"))
     for section, keys in _NOT_MODELED.items():
         for key in keys:
             value = (config.get(section) or {}).get(key)
             if value is True or (value not in (None, False, 0, 1, -1, "auto") and value != {}):
-                raise ConfigError.of(
-                    f"{section}.{key}", value, "the estimate does not know what it takes", "leave it out"
-                )
+                raise ConfigError.of(f"{section}.{key}", value, "the estimate does not know it", "leave it out")
     ratio = (zero.get("offload_optimizer") or {}).get("ratio", 1)
     if float(ratio) != 1:
         key = "zero_optimization.offload_optimizer.ratio"
         raise ConfigError.of(key, ratio, "the estimate has all or nothing", "leave it out")
     optimizer = str((config.get("optimizer") or {}).get("type", "adamw")).lower()
     if optimizer not in (*_MOMENTS, "sgd"):
-        raise ConfigError.of(
-            "optimizer.type", optimizer, f"the estimate has {', '.join(_MOMENTS)} and sgd", "choose one"
-        )
+        raise ConfigError.of("optimizer.type", optimizer, "it is not estimated", f"choose {', '.join(_MOMENTS)} or sgd")
 
 
 def _autocast(config: Mapping[str, Any]) -> Literal["none", "bf16", "fp16"]:

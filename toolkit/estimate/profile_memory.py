@@ -54,16 +54,14 @@ def check(profile: FrameworkProfile, layout: Layout, work: "Workload") -> None:
         raise LayoutError.between(given, f"its profile has {', '.join(kinds)}", "choose one of them")
     sharded, offloads = profile.facts["states"] == "fsdp2", layout.offload_optimizer != "none"
     if sharded and (layout.zero_stage != 3 or layout.tp * layout.pp > 1 or work.recompute != "selective"):
-        raise _outside(profile, "z3 without tp and pp, and selective recomputation")
+        reason = "its profile has z3 without tp and pp, and selective recomputation"
+        raise LayoutError.of("framework", profile.name, reason, "choose that")
     if (layout.zero_stage > 1 and not sharded) or layout.ulysses > 1 or offloads:
-        raise _outside(profile, "ZeRO-0 and 1, without offload or Ulysses")
+        reason = "its profile has ZeRO-0 and 1, without offload or Ulysses"
+        raise LayoutError.of("framework", profile.name, reason, "choose that")
     if work.recompute == "selective" and work.attention != "eager" and not sharded:
         given = (("recompute", work.recompute), ("framework", profile.name))
         raise LayoutError.between(given, "flash attention keeps no scores", ("recompute", "none or full"))
-
-
-def _outside(profile: FrameworkProfile, covered: str) -> LayoutError:
-    return LayoutError.of("framework", profile.name, f"its profile has {covered}", "choose that")
 
 
 def stage_layers(profile: FrameworkProfile, architecture: Architecture, stages: int) -> list[range]:

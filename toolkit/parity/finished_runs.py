@@ -91,8 +91,7 @@ def read_runs(paths: Sequence[Path], loss_names: Sequence[str] = ()) -> list[Fin
     logs = [read_log(path, loss_names) for path in paths]
     unused = sorted({*loss_names} - {log.loss_name for log in logs})
     if unused:
-        advice = "give the name of a tag, column or key"
-        raise DataError.of("--loss", unused[0], "no run calls its loss that", advice)
+        raise DataError.of("--loss", unused[0], "no run calls its loss that", "give the name of a tag, column or key")
     losses = _common_losses(logs)
     has_norms, has_batches = (
         all(step in log for log, own in zip(columns, losses, strict=True) for step in own)

@@ -213,7 +213,7 @@ def _read(path: Path, *, label: str, gpu: hardware.Gpu | None) -> RecordedRun:
         try:
             recipe = load_recipe(file, stored=True)
         except ToolkitError as error:
-            trouble = str(error).split("\n")[0]
+            trouble = error.problems[0]
     known = _object(folder / "environment.json").items()
     environment = {str(name): str(value) for name, value in known if not isinstance(value, (dict, list))}
     if gpu is None and "device" in environment:

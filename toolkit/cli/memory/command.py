@@ -11,7 +11,7 @@ from toolkit.errors import LayoutError, ModelError, RecipeError, ReportError
 if TYPE_CHECKING:
     from toolkit.cli.memory.options import MemoryQuery
 
-_PROFILES = "megatron, megatron-2021, megatron-deepspeed, nanotron, torchtitan, aleph-alpha-scaling"
+_PROFILES = "Another framework: megatron, megatron-2021, megatron-deepspeed, nanotron, torchtitan, aleph-alpha-scaling"
 _SWEEPS = ("zero", "micro", "recompute", "seq")
 
 
@@ -48,11 +48,7 @@ _SWEEPS = ("zero", "micro", "recompute", "seq")
 @click.option("--deepspeed", metavar="FILE", help="Your own DeepSpeed config, with DeepSpeed's defaults.")
 @click.option("--trainer", is_flag=True, help="The Hugging Face Trainer, with its defaults and its `auto`.")
 @click.option("--pure-bf16", is_flag=True, help="DDP or FSDP over bf16 weights, gradients and moments.")
-@click.option(
-    "--framework",
-    metavar="NAME[:OPTIONS]",
-    help=f"Another framework: {_PROFILES}. Options: docs/memory.md, Other frameworks.",
-)
+@click.option("--framework", metavar="NAME[:OPTIONS]", help=f"{_PROFILES} (docs/memory.md, Other frameworks).")
 @click.option("--gpu", "gpu_name", help="H100-80, A100-40, L40S, …: what is left on it, and which micro-batch fits.")
 @click.option("--json", "as_json", is_flag=True, help="Bytes of every stage as JSON.")
 @click.option("--plot", type=click.Path(dir_okay=False), metavar="FILE", help="Draw stacked bars, one a stage.")

@@ -130,16 +130,14 @@ def _deepspeed(options: Mapping[str, Any], layout: Layout, hidden: int) -> Forei
     if "optimizer" not in config:
         settings = replace(settings, moments=_moments(options), counts_in_tensors=bool(options["trainer"]))
     elif options["optimizer"]:
-        reason = f"{path} has an optimizer"
-        raise ConfigError.of("--optimizer", options["optimizer"], reason, _OMIT)
+        raise ConfigError.of("--optimizer", options["optimizer"], f"{path} has an optimizer", _OMIT)
     if layout.zero_stage not in (0, settings.zero_stage):
         reason = f"{path} says ZeRO stage {settings.zero_stage}"
         raise LayoutError.of("--layout", layout, reason, "leave z out of the layout")
     gradients = f"gradients accumulate in {_PRECISIONS[settings.accumulation_bytes]} (this toolkit's configs: fp32)"
     precision = settings.precision if settings.autocast == "none" else settings.autocast
     if options["precision"] not in (None, precision):
-        reason = f"{path} says {precision}"
-        raise ConfigError.of("--precision", options["precision"], reason, _OMIT)
+        raise ConfigError.of("--precision", options["precision"], f"{path} says {precision}", _OMIT)
     told = settings.model_bytes == 4 or (config.get("data_types") or {}).get("grad_accum_dtype")
     left = [] if told else [gradients]
     left += [

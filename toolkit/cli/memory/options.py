@@ -103,8 +103,8 @@ class MemoryQuery:
             return
         if not self.from_options:
             raise LayoutError(refusal)
-        given = tuple(item for item in refusal.given if item[0] != "model.name_or_path")
-        raise LayoutError(replace(refusal, given=given).render(self._spell_option, verb="use"))
+        refusal = replace(refusal, given=tuple(item for item in refusal.given if item[0] != "model.name_or_path"))
+        raise LayoutError(refusal.render(self._spell_option, verb="use"), [refusal])
 
     def _first_conflict(self) -> Refusal | None:
         """Return a conflict with the model if there is one: no other stage or precision resolves it."""
@@ -121,10 +121,8 @@ class MemoryQuery:
             return f"--layout {replace(self.layout, zero_stage=value)}"
         if name not in _OPTIONS:
             return spell_setting(name, value)
-        option = _OPTIONS[name]
-        if isinstance(value, bool):
-            return option if value else f"no {option}"
-        return f"{option} {str(value).replace('flash_attention_2', 'flash')}"
+        words = value.replace("flash_attention_2", "flash") if isinstance(value, str) else value
+        return spell_setting(_OPTIONS[name], words)
 
     def framework(self) -> Framework:
         """How states are kept in this layout: by the recipe's engine, or by another framework."""

@@ -150,9 +150,8 @@ def grid(query: MemoryQuery, names: Sequence[str]) -> list[SweepCell]:
     is_fixed = foreign is not None and not isinstance(foreign.framework, FrameworkProfile)
     engine = foreign.name if foreign is not None and is_fixed else query.recipe.train.engine
     if "zero" in names and engine != "deepspeed":
-        given = (("--sweep", "zero"), ("train.engine", engine))
         reason = "only deepspeed has ZeRO stages, where no config names one"
-        raise LayoutError.between(given, reason, "leave zero out")
+        raise LayoutError.between((("--sweep", "zero"), ("train.engine", engine)), reason, "leave zero out")
     positions = query.model.architecture.shape.positions
     values = {name: _SWEEP_VALUES[name] for name in names}
     if "seq" in values and positions is not None:

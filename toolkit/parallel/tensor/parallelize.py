@@ -56,8 +56,7 @@ class TensorParallelizer:
         if reason is None and tp.heads(self.config) % size:
             reason = f"{tp.heads(self.config)} heads are not divisible by it"
         if reason is not None:
-            given = (("parallel.tp", size), ("model_type", family))
-            raise LayoutError.between(given, reason, "choose another one")
+            raise LayoutError.between((("parallel.tp", size), ("model_type", family)), reason, "choose another one")
 
     def parallelize_layer(self, index: int, fill: Callable[[nn.Module], None] = lambda layer: None) -> None:
         """Shard decoder layer `index`; `fill` then sets the values of replicated meta parameters.
