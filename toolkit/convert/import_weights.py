@@ -100,8 +100,8 @@ def check_fits(found: DeepSpeedCheckpoint, config: PretrainedConfig) -> None:
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         model.tie_weights()  # on the meta device a tie does not survive registration
     except (ValueError, ImportError, KeyError) as error:
-        message = f"model_type {config.model_type}: transformers cannot build it ({reason_of(error)})."
-        raise CheckpointError(message) from error
+        reason = f"transformers cannot build it ({reason_of(error)})"
+        raise CheckpointError.of("model_type", config.model_type, reason) from error
     expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     for name in [*expected, *found.shapes]:
         if name not in found.shapes:

@@ -165,10 +165,9 @@ def _bounds(
         curve = curve if least is None else curve.at_least(least)
     elif least is None:
         if any(other.run.curve.losses != first.run.curve.losses for other in others):
-            raise DataError(
-                f"runs in {coarsest} differ by their rounding, and only reruns show how far. Give one with --rerun RUN "
-                "(the same recipe with another batch.micro_batch_size), or a bound of your own with --tolerance 1e-2."
-            )
+            reason = "such runs differ by their rounding, and only reruns show how far"
+            rerun = "give one with --rerun RUN (the same recipe with another batch.micro_batch_size)"
+            raise DataError.of("precision", coarsest, reason, rerun, "give a bound of your own with --tolerance 1e-2")
         curve = Tolerance.constant(0.0, "the same bits")
     else:
         source += f", and then no step in which the difference grows {JUMP:g} times, up to {_LIMIT:g}"

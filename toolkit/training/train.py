@@ -87,10 +87,9 @@ def _prepare(job: Job, options: TrainOptions, here: RankEnvironment, *, in_memor
     """Check what can be checked without the other ranks; nothing is written but the token cache."""
     recipe = job.recipe
     if job.layout.world_size != here.world_size:
-        raise RunError(
-            f"the job is for {job.layout.world_size} ranks, and {here.world_size} were started. "
-            f"Start {job.layout.world_size} ranks, or make the job for {here.world_size}."
-        )
+        needed, started = job.layout.world_size, here.world_size
+        remedies = f"start {needed} ranks", f"make the job for {started}"
+        raise RunError.of("world_size", started, f"the job is for {needed}", *remedies)
     device = pick_device(here)
     config = check_model(recipe, device, trust_remote_code=options.trust_remote_code)
     job = replace(job, shape=find_shape(config))
