@@ -64,7 +64,7 @@ def checked_count(
         return value
     is_above = type(value) is int and value > most
     bounds = f"from {least} to {most}" if most != LARGEST or is_above else f"from {least}"
-    raise wrong(field, value, config, f"a whole number {bounds}{', or to null for none' if or_null else ''}")
+    raise wrong(field, value, config, f"a whole number {bounds}{', or null for none' if or_null else ''}")
 
 
 def flag(config: Mapping[str, Any], field: str, default: bool) -> bool:
