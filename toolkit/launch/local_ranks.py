@@ -227,3 +227,4 @@ def preload(*families: str) -> None:
     for name in ("accelerate", "deepspeed", *_LATE_IMPORTS, *modeling):
         with suppress(ImportError):  # a rank that needs it reports it
             importlib.import_module(name)
+    gc.freeze()  # Python's own collections, too, would go through all of these modules
