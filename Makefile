@@ -9,7 +9,7 @@ JOBS ?= 2
 PYTEST := $(CPU) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test-fast test test-all test-gpu test-real format generate golden families durations bench clean
+.PHONY: help setup demo check test-fast test test-all test-gpu test-real format generate golden families recordings durations bench clean
 
 help: ## What the targets do
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -65,6 +65,9 @@ generate: setup ## Write the generated files: ds_configs/, the JSON Schema, tabl
 families: setup ## Check every Hugging Face family again; writes support.json and override_fields.json (minutes)
 	$(CPU) $(BIN)/python docs/generate_families.py
 	$(CPU) $(BIN)/python docs/generate_override_fields.py
+
+recordings: setup ## Record the activations of the catalogue's models; writes recordings.zip (an hour; goes on where it ended)
+	$(CPU) $(BIN)/python docs/generate_recordings.py
 
 golden: setup ## Write the golden curves of tests/parity/golden again; the commit says why they changed
 	$(CPU) $(BIN)/python tests/parity/golden_curves.py

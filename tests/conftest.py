@@ -1,6 +1,7 @@
 """Fixtures of all tests: one process that forks ranks, a small corpus, and a recipe to vary."""
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +24,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Recordings of activations stay from run to run: they name the code that made them.
+    os.environ.setdefault("DSTK_CACHE", str(Path(__file__).parents[1] / "build" / "cache"))
     if config.getoption("--write-durations"):
         config.pluginmanager.register(Durations())
 

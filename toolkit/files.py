@@ -37,6 +37,11 @@ def expanded(name: str) -> Path:
     return Path(os.path.expanduser(name))
 
 
+def cache_folder() -> Path:
+    """Where caches are, unless a recipe says otherwise: $DSTK_CACHE or ~/.cache/dstk."""
+    return expanded(os.environ.get("DSTK_CACHE") or "~/.cache/dstk")
+
+
 def open_regular(path: Path, *, follow: bool = False) -> BufferedReader:
     """Open a file for reading. Raises OSError for a link (unless `follow`), a FIFO, a device or a directory."""
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)

@@ -12,9 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, PreTrainedModel, masking_utils
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from toolkit.estimate.activations import ActivationBreakdown, activations
-from toolkit.estimate.decoder.context import WalkSettings
-from toolkit.estimate.style import LayerStyle
+from toolkit.estimate.recording import Activations, Setup, config_text
+from toolkit.estimate.recordings import activations
 from toolkit.models.shape import ModelShape
 from toolkit.parallel.loss import token_loss_sum
 
@@ -96,23 +95,22 @@ def _not_packed() -> Iterator[None]:
 
 def predict(
     fields: dict[str, Any], attention: str, recompute: str, samples: int, seq_len: int, device: str = "cpu"
-) -> ActivationBreakdown:
+) -> Activations:
     """What the toolkit says."""
-    settings = WalkSettings(
-        shape=ModelShape.from_config(fields),
-        style=LayerStyle.from_config(fields),
-        b=samples,
-        s=seq_len,
+    setup = Setup(
+        config=config_text(fields),
+        recompute=recompute,  # type: ignore[arg-type]
         attention=attention,  # type: ignore[arg-type]
-        on_cpu=device == "cpu",
+        device=device,  # type: ignore[arg-type]
+        samples="one" if samples == 1 else "many",
     )
-    return activations(settings, recompute=recompute)  # type: ignore[arg-type]
+    return activations(setup, samples, seq_len)
 
 
 def _check(fields: dict[str, Any], attention: str, recompute: str, samples: int, seq_len: int) -> None:
     measured = measure(fields, attention, recompute, samples, seq_len)
     estimate = predict(fields, attention, recompute, samples, seq_len)
-    predicted = estimate.worst_moment(layers=ModelShape.from_config(fields).layers)[0]
+    predicted = estimate.worst_moment(range(ModelShape.from_config(fields).layers))[0]
     error = f"{predicted / measured - 1:+.2%} of {measured / 2**30:.2f} GiB"
     assert predicted == pytest.approx(measured, rel=0.03), error
 
@@ -165,7 +163,7 @@ def test_what_the_kernels_of_a_gpu_keep_is_known_within_a_percent(name: str, dro
         with SavedForBackward(model) as saved, _not_packed(), _kernels_of_a_gpu():
             loss = token_loss_sum(model(input_ids=ids, use_cache=False).logits, ids)
         del loss
-    predicted = predict(fields, "sdpa", "none", 2, 1024, device="cuda").kept(layers=_FEW_LAYERS)
+    predicted = predict(fields, "sdpa", "none", 2, 1024, device="cuda").kept(range(_FEW_LAYERS))
     assert predicted == pytest.approx(saved.bytes, rel=0.01)
 
 

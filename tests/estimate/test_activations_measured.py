@@ -97,7 +97,7 @@ def _check(case: Case, measured: int, predicted: int, tolerance: float) -> None:
 
 
 def _check_kept(case: Case) -> None:
-    _check(case, kept_bytes(case, case.model()), case.estimate().kept(layers=case.layers()), 0.01)
+    _check(case, kept_bytes(case, case.model()), case.predicted_kept(), 0.01)
 
 
 @pytest.mark.parametrize("case", _daily(), ids=str)
@@ -135,7 +135,7 @@ def test_document_masking_costs_a_mask(family: str, attention: str, recompute: s
 
 
 def _check_peak(case: Case) -> None:
-    _check(case, peak_bytes(case, case.model()), case.estimate().worst_moment(layers=case.layers())[0], 0.03)
+    _check(case, peak_bytes(case, case.model()), case.predicted_peak(), 0.03)
 
 
 @pytest.mark.parametrize("vocabulary", [99, 2000])

@@ -50,10 +50,7 @@ def _measure(cases: Sequence[Case]) -> list[int]:
 
 def _check(ranks: Callable[..., list[Any]], cases: Sequence[Case]) -> None:
     for measured in ranks(_measure, 2, cases):
-        errors = {
-            str(case): case.estimate(tp=2).kept(layers=case.layers()) / own - 1
-            for case, own in zip(cases, measured, strict=True)
-        }
+        errors = {str(case): case.predicted_kept(tp=2) / own - 1 for case, own in zip(cases, measured, strict=True)}
         assert max(errors.values(), key=abs) == pytest.approx(0, abs=0.01), errors
 
 
@@ -132,7 +129,7 @@ def _run_pipeline(recipe: Any) -> dict[str, Any]:
         found["peak"] = live.peak_bytes
         found["gradients"] = sum(p.grad.nbytes for p in engine.model.parameters() if p.grad is not None)
         found["config"] = engine.model.config.to_dict()
-        found["layers"] = engine.stage_layers[engine.engine.stage_id]
+        found["counts"] = engine.stage_layers
 
     train_in_memory(recipe, one_more_step)
     return found
@@ -142,10 +139,9 @@ def _run_pipeline(recipe: Any) -> dict[str, Any]:
 def test_the_peak_of_a_live_pipeline_stage_is_known_within_a_percent(
     make_recipe: Callable[..., Any], ranks: Callable[..., list[Any]], stages: int, recompute: str
 ) -> None:
-    from toolkit.estimate.activations import activations, in_flight_micro_batches, stage_buffers
-    from toolkit.estimate.decoder.context import WalkSettings
-    from toolkit.estimate.style import LayerStyle
-    from toolkit.models.shape import ModelShape
+    from toolkit.estimate.pipeline_buffers import PipelineBuffers, in_flight_micro_batches
+    from toolkit.estimate.recording import Part, Setup, config_text
+    from toolkit.estimate.recordings import activations
 
     recipe = make_recipe(
         parallel={"pp": stages, "zero_stage": 0, "recompute": recompute},
@@ -155,23 +151,24 @@ def test_the_peak_of_a_live_pipeline_stage_is_known_within_a_percent(
     )
     errors = {}
     for rank in ranks(_run_pipeline, stages, recipe):
-        settings = WalkSettings(
-            shape=ModelShape.from_config(rank["config"]),
-            style=LayerStyle.from_config(rank["config"]),
-            b=_SAMPLES,
-            s=recipe.data.seq_len,
-            itemsize=4,
-            on_cpu=True,
+        stage, tokens = rank["stage"], _SAMPLES * recipe.data.seq_len
+        part: Part = "first" if stage == 0 else "last" if stage == stages - 1 else "middle"
+        setup = Setup(
+            config=config_text(rank["config"]), recompute=recompute, precision="fp32", device="cpu", part=part
         )
-        a = activations(settings, recompute=recompute, loss="stock")
-        stage = rank["stage"]
-        peak, _ = a.worst_moment(
-            layers=rank["layers"],
-            first=stage == 0,
-            last=stage == stages - 1,
+        first = sum(rank["counts"][:stage])
+        peak, _ = activations(setup, _SAMPLES, recipe.data.seq_len).worst_moment(
+            range(first, first + rank["counts"][stage]),
             in_flight=in_flight_micro_batches(stages, stage, _MICRO_BATCHES),
         )
-        predicted = peak + stage_buffers(a, stage=stage, stages=stages, micro_batches=_MICRO_BATCHES)
+        buffers = PipelineBuffers(
+            hidden=4 * tokens * rank["config"]["n_embd"],
+            logits=4 * tokens * rank["config"]["vocab_size"],
+            weight_bytes=4,
+            is_last=stage == stages - 1,
+            micro_batches=_MICRO_BATCHES,
+        )
+        predicted = peak + buffers.at_peak
         errors[stage] = (predicted + rank["gradients"]) / rank["peak"] - 1
     assert max(errors.values(), key=abs) == pytest.approx(0, abs=0.01), errors
 
@@ -180,7 +177,7 @@ def test_micro_batches_in_flight_are_those_of_deepspeeds_schedule() -> None:
     """Forward passes that have not had their backward, over the instructions of every stage."""
     from deepspeed.runtime.pipe import schedule
 
-    from toolkit.estimate.activations import in_flight_micro_batches
+    from toolkit.estimate.pipeline_buffers import in_flight_micro_batches
 
     for stages in range(1, 6):
         for micro_batches in range(1, 9):

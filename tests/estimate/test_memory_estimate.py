@@ -9,11 +9,11 @@ import torch
 
 from toolkit.config.layout import Layout
 from toolkit.errors import ConfigError, LayoutError
-from toolkit.estimate.activations import Recomputation
 from toolkit.estimate.deepspeed_settings import DeepSpeedSettings
 from toolkit.estimate.deepspeed_states import deepspeed_states
 from toolkit.estimate.memory_model import MemoryModel, Workload
 from toolkit.estimate.overhead import communicators, nccl_bytes
+from toolkit.estimate.recording import Recomputation
 from toolkit.estimate.states import TorchStates
 from toolkit.hardware import gpu
 from toolkit.models.shape import find_config

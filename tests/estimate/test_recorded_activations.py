@@ -1,23 +1,21 @@
 """Activations recorded from a model's own code: sizes that are exact polynomials or refused, and equal to live runs."""
 
 import json
-import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-
-from measured_activations import SEQ_LEN, Case
-from recorded_activations import errors, kept_bytes, recorded
-from recorder import record as recorder
-from recorder.fit import solve, value
-from recorder.record import record
-from recorder.recording import Polynomial, Recording, Setup, config_text
+from measured_activations import SEQ_LEN, Case, kept_bytes, peak_bytes
 
 from toolkit.errors import ModelError
+from toolkit.estimate import recordings
+from toolkit.estimate.recording import Polynomial, Recording, Setup, config_text
+from toolkit.models.shape import find_config
+from toolkit.recorder import record as recorder
+from toolkit.recorder.fit import solve, value
+from toolkit.recorder.record import record
 
 TINY = config_text({"model_type": "gpt2", "n_embd": 32, "n_head": 4, "n_layer": 4, "vocab_size": 99})
 POINTS = [(2, 64), (2, 192), (3, 64)]
@@ -39,13 +37,10 @@ def tiny() -> Recording:
     ],
 )
 def test_a_recording_is_what_a_live_run_keeps_and_allocates(family: str, attention: str, recompute: str) -> None:
-    from measured_activations import peak_bytes
-
     case = Case(family=family, attention=attention, recompute=recompute, drops=False)
     model = case.model()
     live = kept_bytes(case, model), peak_bytes(case, model)
-    assert recorded(case) == pytest.approx(live, rel=1e-4)
-    assert errors(recorded, case, (2 * live[0], live[1]))[0] == "-50.00"
+    assert (case.predicted_kept(), case.predicted_peak()) == pytest.approx(live, rel=1e-4)
 
 
 def test_a_recording_is_the_same_after_it_was_stored(tiny: Recording) -> None:
@@ -57,9 +52,14 @@ def test_a_size_of_one_term_is_found_from_three_passes(size: Polynomial) -> None
     assert solve(POINTS, [value(size, at) for at in POINTS]) == size
 
 
+@pytest.mark.parametrize("size", [(24, 0, 0, 4, 0, 0), (0, 0, 2, 0, 0, 8)])
+def test_a_size_of_two_terms_is_found_from_four_passes(size: Polynomial) -> None:
+    assert solve([*POINTS, (3, 128)], [value(size, at) for at in [*POINTS, (3, 128)]]) == size
+
+
 def test_a_size_of_several_terms_needs_six_passes() -> None:
     size = (8, 1, 0, 6, 0, 2)
-    assert solve(POINTS, [value(size, at) for at in POINTS]) is None
+    assert solve([*POINTS, (3, 128)], [value(size, at) for at in [*POINTS, (3, 128)]]) is None
     assert solve(ALL_POINTS, [value(size, at) for at in ALL_POINTS]) == size
 
 
@@ -98,3 +98,63 @@ def test_every_storage_is_freed(tiny: Recording) -> None:
     backward = sum(a.backward[kind].delta for kind in a.pattern) + a.edges[2]
     left = a.kept(layers) + a.turn.delta + backward + a.after.delta
     assert left == pytest.approx(0, abs=a.before.delta)
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("DSTK_CACHE", str(tmp_path))
+    return tmp_path
+
+
+def test_a_config_is_recorded_once_by_another_process_and_then_read(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup = Setup(config=TINY, recompute="full")
+    found = recordings.recording(setup, 64)
+    assert found == record(setup, 64)
+    monkeypatch.setattr(recordings, "_recorded", lambda setup, s: pytest.fail("it is recorded again"))
+    assert recordings.recording(setup, 128) == found
+
+
+def test_what_other_code_recorded_is_recorded_again(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = Setup(config=TINY)
+    recordings.recording(setup, 64)
+    monkeypatch.setattr(recordings, "versions", lambda: {"transformers": "0"})
+    monkeypatch.setattr(recordings, "_recorded", lambda setup, s: {})
+    with pytest.raises(KeyError):
+        recordings.recording(setup, 64)
+
+
+def test_a_window_has_a_recording_on_each_side_of_it(empty_cache: Path) -> None:
+    config = {"model_type": "mistral", "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4}
+    config |= {"intermediate_size": 64, "num_hidden_layers": 4, "sliding_window": 256, "vocab_size": 99}
+    setup = Setup(config=config_text(config))
+    inside, beyond = (recordings.recording(setup, s).positions for s in (128, 512))
+    assert (inside, beyond) == ((1, 256), (256, None))
+    (cached,) = (empty_cache / "recordings").iterdir()
+    assert len(json.loads(cached.read_text())["recordings"]) == 2
+
+
+def shipped() -> dict[str, Any]:
+    with zipfile.ZipFile(recordings.SHIPPED) as archive:
+        return {name.removesuffix(".json"): json.loads(archive.read(name)) for name in archive.namelist()}
+
+
+def test_shipped_recordings_are_of_the_pinned_versions() -> None:
+    pinned = dict(
+        line.split("==") for line in Path("constraints.txt").read_text().splitlines() if line.count("==") == 1
+    )
+    assert len(shipped()) > 50
+    for content in shipped().values():
+        for name in ("torch", "transformers"):
+            assert content["versions"][name].partition("+")[0] == pinned[name].partition("+")[0]
+
+
+@pytest.mark.parametrize(
+    ("model", "changes"),
+    [("gpt2", {}), ("llama-3-8b", {"tp": 4, "recompute": "full"}), ("gemma-3-1b", {"samples": "one"})],
+)
+def test_shipped_recordings_are_what_is_recorded_now(model: str, changes: dict[str, Any]) -> None:
+    setup = Setup(config=config_text(find_config(model) or {}), **changes)
+    for stored in shipped()[setup.model_key]["recordings"][setup.key]:
+        assert Recording.decoded(stored) == record(setup, stored["positions"][0])

@@ -10,9 +10,9 @@ import pytest
 from toolkit.cli.memory.options import read_config
 from toolkit.config.layout import Layout
 from toolkit.errors import ModelError, ToolkitError
-from toolkit.estimate.memory_model import MemoryModel, Workload
+from toolkit.estimate.framework_profile import FrameworkProfile
+from toolkit.estimate.memory_model import Framework, MemoryModel, Workload
 from toolkit.estimate.states import TorchStates
-from toolkit.estimate.style import LayerStyle
 from toolkit.models.config_fields import read_config_json
 from toolkit.models.shape import families, find_config
 
@@ -45,10 +45,11 @@ class Watched(Mapping[str, Any]):
         return len(self.config)
 
 
-def estimate(config: Mapping[str, Any]) -> None:
+def estimate(config: Mapping[str, Any], framework: Framework | None = None) -> None:
+    """By a framework's profile, unless another is given: it needs no recording, and reads the config alone."""
     model = MemoryModel.from_config(config)
-    work = Workload(micro_batch_size=1, seq_len=8, attention="eager")
-    for stage in model.breakdowns(Layout(dp=1), work, TorchStates()):
+    work = Workload(micro_batch_size=1, seq_len=8, attention="eager", activation_bytes=2)
+    for stage in model.breakdowns(Layout(dp=1), work, framework or FrameworkProfile(name="megatron-2021")):
         assert stage.total >= 0
 
 
@@ -85,19 +86,17 @@ def answer(config: Mapping[str, Any]) -> str:
 
 LLAMA = {"model_type": "llama", "num_hidden_layers": 4}
 SMOLLM3 = {"model_type": "smollm3", "num_hidden_layers": 4}
+GEMMA = {"model_type": "gemma3_text", "num_hidden_layers": 4}
 
 
 @pytest.mark.parametrize(
     ("config", "field", "allowed"),
     [
-        (LLAMA | {"attention_dropout": "0.1"}, "attention_dropout", "a number from"),
-        (LLAMA | {"attention_dropout": float("nan")}, "attention_dropout", "a number from"),
-        (LLAMA | {"attention_dropout": 10**400}, "attention_dropout", "a number from"),
         (LLAMA | {"rope_parameters": [1]}, "rope_parameters", "an object"),
         (LLAMA | {"rope_parameters": {"partial_rotary_factor": 1.5}}, "partial_rotary_factor", "from 0 to 1"),
-        (LLAMA | {"layer_types": "full_attention"}, "layer_types", "a list"),
-        (LLAMA | {"layer_types": ["full_attention"]}, "layer_types", "1 layers, and the model has 4"),
-        (LLAMA | {"layer_types": ["full_attention", "conv"] * 2}, "layer_types", "known are"),
+        (GEMMA | {"layer_types": "full_attention"}, "layer_types", "a list"),
+        (GEMMA | {"layer_types": ["full_attention"]}, "layer_types", "1 layers, and the model has 4"),
+        (GEMMA | {"layer_types": ["full_attention", "conv"] * 2}, "layer_types", "known are"),
         (LLAMA | {"tie_word_embeddings": "false"}, "tie_word_embeddings", "true or false"),
         (LLAMA | {"attention_bias": "false"}, "attention_bias", "true or false"),
         (LLAMA | {"num_hidden_layers": 10**9}, "num_hidden_layers", "from 1 to 10000"),
@@ -105,19 +104,10 @@ SMOLLM3 = {"model_type": "smollm3", "num_hidden_layers": 4}
         (LLAMA | {"hidden_size": 2**70}, "hidden_size", "from 1 to 2147483647"),
         ({"model_type": "gemma3", "text_config": [1]}, "text_config", "an object"),
         ({"model_type": "gpt2", "n_positions": None}, "n_positions", "from 1"),
-        ({"model_type": "mistral", "sliding_window": 0}, "sliding_window", "from 1, or null for none"),
-        ({"model_type": "mistral", "sliding_window": "4096"}, "sliding_window", "from 1, or null for none"),
         ({"model_type": "gemma3_text", "sliding_window_pattern": 0}, "sliding_window_pattern", "from 1"),
-        (SMOLLM3 | {"no_rope_layers": [1, 0]}, "no_rope_layers", "a list of 0 or 1 for each of 4 layers"),
-        (SMOLLM3 | {"no_rope_layer_interval": 0}, "no_rope_layer_interval", "from 1"),
         ({"model_type": "mpt", "attn_config": "x"}, "attn_config", "an object"),
         ({"model_type": "gptj", "rotary_dim": -4}, "rotary_dim", "from 2"),
         ({"model_type": "gptj", "rotary_dim": 258}, "rotary_dim", "an even number up to a head's 256 features"),
-        (
-            {"model_type": "falcon", "new_decoder_architecture": True, "num_ln_in_parallel_attn": "x"},
-            "num_ln_in_parallel_attn",
-            "from 1 to 2",
-        ),
     ],
 )
 def test_a_value_that_a_model_cannot_be_built_with_is_refused(config: dict[str, Any], field: str, allowed: str) -> None:
@@ -130,26 +120,24 @@ def test_a_value_that_a_model_cannot_be_built_with_is_refused(config: dict[str, 
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        (LLAMA | {"head_dim": 127}, "127 of a head's 127 features have a rotary embedding"),
+        (LLAMA | {"attention_dropout": "0.1"}, "field 'attention_dropout'"),
+        (LLAMA | {"attention_dropout": 10**400}, "too large to convert to float"),
+        (LLAMA | {"head_dim": 127}, "an even rotary dimension"),
+        (LLAMA | {"layer_types": "full_attention"}, "`layer_types` entries"),
         (LLAMA | {"quantization_config": {"quant_method": "gptq"}}, "quantized weights are not modeled"),
-        ({"model_type": "diffllama", "num_attention_heads": 1}, "diffllama subtracts half of its heads"),
+        ({"model_type": "mistral", "sliding_window": "4096"}, "field 'sliding_window'"),
+        (SMOLLM3 | {"no_rope_layers": [1, 0]}, "cannot be recorded: list index out of range"),
+        (SMOLLM3 | {"no_rope_layer_interval": 0}, "cannot be recorded: integer modulo by zero"),
+        (
+            {"model_type": "falcon", "new_decoder_architecture": True, "num_ln_in_parallel_attn": "x"},
+            "field 'num_ln_in_parallel_attn'",
+        ),
+        ({"model_type": "diffllama", "num_attention_heads": 1}, "requires `num_key_value_heads` to be even"),
     ],
 )
-def test_what_the_estimate_does_not_model_is_refused(config: dict[str, Any], says: str) -> None:
+def test_what_cannot_be_recorded_is_refused(config: dict[str, Any], says: str) -> None:
     with pytest.raises(ModelError, match=says):
-        estimate(config)
-
-
-def test_a_window_that_is_off_may_have_any_value() -> None:
-    """Qwen's config class clears it before anybody looks."""
-    config = {"model_type": "qwen2", "use_sliding_window": False, "sliding_window": -1}
-    assert LayerStyle.from_config(config) == LayerStyle.from_config({"model_type": "qwen2"})
-
-
-def test_rope_layers_beyond_the_models_own_are_not_read() -> None:
-    """As after an override of the number of layers."""
-    style = LayerStyle.from_config({"model_type": "smollm3", "num_hidden_layers": 2, "no_rope_layers": [0, 1, 0, 1]})
-    assert style.kinds == ("no_rotary", "full")
+        estimate(config, TorchStates())
 
 
 @pytest.mark.parametrize(

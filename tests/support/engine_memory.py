@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from toolkit.config.job import Job
 from toolkit.config.recipe import Recipe
-from toolkit.estimate.activations import channels_between, pipeline_counters
 from toolkit.estimate.deepspeed_states import deepspeed_states
 from toolkit.estimate.parameters import Architecture
+from toolkit.estimate.pipeline_buffers import PipelineBuffers
 from toolkit.planner.run_memory import model_config, settings_of
 
 CPU = torch.device("cpu")
@@ -220,15 +220,15 @@ def estimated(recipe: Recipe, config: dict[str, Any], engine: Any) -> tuple[Coun
         tokens = recipe.batch.micro_batch_size * recipe.data.seq_len
         # Under autocast hidden states are fp32, like the weights, and logits are what a cast matrix gives.
         logit_bytes = 2 if settings.autocast != "none" else settings.model_bytes
-        between["channels"] = channels_between(
-            boundary=tokens * shape.hidden * settings.model_bytes // (layout.tp if layout.sequence_parallel else 1),
+        buffers = PipelineBuffers(
+            hidden=tokens * shape.hidden * settings.model_bytes // (layout.tp if layout.sequence_parallel else 1),
             logits=tokens * -(-shape.vocab // layout.tp) * logit_bytes,
-            last=last,
+            weight_bytes=settings.model_bytes,
+            is_last=last,
             micro_batches=batch.accumulation,
         )
-        between["counters"] += pipeline_counters(
-            held, weight_bytes=settings.model_bytes, last=last, micro_batches=batch.accumulation
-        )
+        between["channels"] = buffers.between
+        between["counters"] += buffers.counters(held)
     update = dict(between)
     del update["counters"]  # the step's own sums of losses are there too
     update["gradients"] += states.complete + states.host_complete

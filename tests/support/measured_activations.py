@@ -1,19 +1,18 @@
-"""What a tiny Hugging Face model keeps and allocates in one pass, and what the estimate says of it."""
+"""What a tiny Hugging Face model keeps and allocates in one pass, and what its recording says."""
 
+import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from allocations import LiveBytes, SavedForBackward
+from allocations import LiveBytes
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from toolkit.estimate.activations import ActivationBreakdown, activations
-from toolkit.estimate.decoder.context import WalkSettings
-from toolkit.estimate.style import LayerStyle
+from toolkit.estimate.recording import Activations, Setup, config_text
+from toolkit.estimate.recordings import activations
 from toolkit.model_init.selective_recompute import recompute_attention
-from toolkit.models.shape import ModelShape
 from toolkit.parallel.loss import token_loss_sum
 from toolkit.parallel.tiny_model import tiny_config
 
@@ -93,23 +92,29 @@ class Case:
             recompute_attention(model)
         return model
 
-    def estimate(self, *, tp: int = 1) -> ActivationBreakdown:
+    def estimate(self, *, tp: int = 1) -> Activations:
         """What the toolkit says, of kernels on a CPU."""
-        config = self.config().to_dict()
-        settings = WalkSettings(
-            shape=ModelShape.from_config(config),
-            style=LayerStyle.from_config(config),
-            b=self.samples,
-            s=SEQ_LEN,
-            itemsize=self.dtype.itemsize,
-            attention=self.attention,  # type: ignore[arg-type]
+        precision = "autocast" if self.autocast else {4: "fp32", 2: "bf16"}[self.dtype.itemsize]
+        setup = Setup(
+            config=config_text(self.config().to_dict()),
             tp=tp,
             sequence_parallel=self.sequence_parallel,
-            autocast=self.autocast,
-            isolates_documents=self.documents > 1,
-            on_cpu=self.device == "cpu",
+            recompute=self.recompute,  # type: ignore[arg-type]
+            attention=self.attention,  # type: ignore[arg-type]
+            precision=precision,  # type: ignore[arg-type]
+            documents=self.documents > 1,
+            device=self.device,
+            samples="one" if self.samples == 1 else "many",
         )
-        return activations(settings, recompute=self.recompute)  # type: ignore[arg-type]
+        return activations(setup, self.samples, SEQ_LEN)
+
+    def predicted_kept(self, *, tp: int = 1) -> int:
+        """What the toolkit says that lives when the forward pass is over."""
+        return self.estimate(tp=tp).kept(range(self.layers()))
+
+    def predicted_peak(self) -> int:
+        """What the toolkit says that lives at the worst moment."""
+        return self.estimate().worst_moment(range(self.layers()))[0]
 
     def layers(self) -> int:
         """Decoder layers."""
@@ -137,23 +142,15 @@ class Case:
 
 
 def kept_bytes(case: Case, model: PreTrainedModel, loss_sum: Callable[..., torch.Tensor] = token_loss_sum) -> int:
-    """What a forward pass keeps for backward.
-
-    Checkpointing holds inputs of its layers without telling autograd's hooks: there what lives is counted, and the
-    ids and labels that a whole model keeps; a split one keeps what it makes of them.
-    """
+    """What lives when the forward pass is over, with what the model was given."""
     inputs, labels = case.inputs(model)
-    if case.recompute == "full":
-        with LiveBytes() as live:
-            loss = loss_sum(case.logits(model, inputs), labels)
-            time.sleep(0.02)  # the thread of a collective lets go of its tensors a moment after it is done
-            found = live.live_bytes + (2 * labels.nbytes if loss_sum is token_loss_sum else 0)
-        del loss
-        return found
-    with SavedForBackward(model) as saved:
+    with LiveBytes() as live:
         loss = loss_sum(case.logits(model, inputs), labels)
+        time.sleep(0.02)  # the thread of a collective lets go of its tensors a moment after it is done
+        gc.collect()
+        found = live.live_bytes
     del loss
-    return saved.bytes
+    return found + labels.nbytes + sum(one.nbytes for one in inputs.values() if isinstance(one, torch.Tensor))
 
 
 def peak_bytes(case: Case, model: PreTrainedModel) -> int:

@@ -15,7 +15,6 @@ from a builder that was killed; its files have a temporary name and are deleted.
 import contextlib
 import hashlib
 import json
-import os
 import re
 import shutil
 import time
@@ -33,7 +32,7 @@ from toolkit.data import tokenizer as tokenizers
 from toolkit.data.build_cache import build
 from toolkit.data.sources import Source, open_source
 from toolkit.errors import DataError
-from toolkit.files import published
+from toolkit.files import cache_folder, expanded, published
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -111,7 +110,7 @@ def prepare(section: DataSection, *, progress: bool) -> TokenCorpus:
     """Open the token cache of `section`; build it first if it is missing. Raises DataError or RunError."""
     source = open_source(section)
     loaded = tokenizers.load(section) if tokenizers.bpe_entries(section) is None else None
-    cache_dir = Path(section.cache_dir or os.environ.get("DSTK_CACHE") or "~/.cache/dstk").expanduser()
+    cache_dir = expanded(section.cache_dir) if section.cache_dir else cache_folder()
     folder = cache_dir / _name(section, source, loaded)
     if folder.is_dir():
         return _open(folder)

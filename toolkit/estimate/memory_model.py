@@ -11,21 +11,30 @@ from itertools import pairwise
 from typing import Any, Self
 
 from toolkit.config.layout import Layout
-from toolkit.errors import LayoutError
-from toolkit.estimate import activations as activation_memory
+from toolkit.errors import LayoutError, ModelError
 from toolkit.estimate.breakdown import MemoryBreakdown
-from toolkit.estimate.decoder.context import Attention, WalkSettings
-from toolkit.estimate.decoder.sections import Loss
 from toolkit.estimate.deepspeed_settings import DeepSpeedSettings
 from toolkit.estimate.deepspeed_states import deepspeed_states
 from toolkit.estimate.framework_profile import FrameworkProfile
 from toolkit.estimate.overhead import beside, workspace_bytes
 from toolkit.estimate.parameters import Architecture, RankParameters
+from toolkit.estimate.pipeline_buffers import PipelineBuffers, in_flight_micro_batches
 from toolkit.estimate.profile_memory import stage_breakdown, stage_layers
+from toolkit.estimate.recording import (
+    Activations,
+    Attention,
+    Device,
+    Part,
+    Precision,
+    Recomputation,
+    Setup,
+    config_text,
+)
+from toolkit.estimate.recordings import activations
 from toolkit.estimate.stage_bounds import balanced_bounds
 from toolkit.estimate.states import ModelStates, TorchStates
-from toolkit.estimate.style import LayerStyle
 from toolkit.hardware import Gpu
+from toolkit.models.families.registry import find_spec
 from toolkit.models.support import misfits
 
 Framework = DeepSpeedSettings | TorchStates | FrameworkProfile
@@ -40,13 +49,13 @@ class Workload:
     accumulation: int = 2
     """Micro-batches that a rank computes for one step; in a pipeline, those that pass through it."""
     attention: Attention = "sdpa"
-    recompute: activation_memory.Recomputation = "none"
-    loss: Loss = "toolkit"
-    """`stock`: Hugging Face's loss inside the model, whose output object keeps the logits."""
+    recompute: Recomputation = "none"
     activation_bytes: int | None = None
     """Bytes of an activation's element; None: those of the framework's weights."""
     autocast: bool = False
     """Whether products run in 16 bits under torch.autocast. DeepSpeed's settings override it."""
+    device: Device = "cuda"
+    """Whose kernels run."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -54,12 +63,13 @@ class MemoryModel:
     """One model, to be estimated in any layout. Compared by identity."""
 
     architecture: Architecture
-    style: LayerStyle
+    config: str
+    """As recordings know it."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
         """Read a Hugging Face config. Raises ModelError for what it cannot read."""
-        return cls(architecture=Architecture.from_config(config), style=LayerStyle.from_config(config))
+        return cls(architecture=Architecture.from_config(config), config=config_text(config))
 
     def breakdowns(
         self, layout: Layout, work: Workload, framework: Framework, gpu: Gpu | None = None
@@ -121,30 +131,30 @@ class MemoryModel:
             layers=len(layers), first=first, last=last, tp=layout.tp, by_decay=by_decay
         )
         states = _states(framework, params, layout, work)
-        resident, ends = states.resident, {"first": first, "last": last}
+        resident = states.resident
         itemsize = work.activation_bytes or (2 if deepspeed is None else deepspeed.model_bytes)
         autocast = work.autocast if deepspeed is None else deepspeed.autocast != "none"
-        loss: Loss = "stock" if layout.pp > 1 and deepspeed is not None else work.loss
-        kept = self._activations(layout, work, itemsize, autocast=autocast, loss=loss)
-        in_flight = activation_memory.in_flight_micro_batches(layout.pp, stage, work.accumulation)
-        peak, fresh = kept.worst_moment(layers=layers, in_flight=in_flight, gradients_kept=states.fresh_layer, **ends)
+        part: Part = "whole" if layout.pp == 1 else "first" if first else "last" if last else "middle"
+        kept = self._activations(layout, work, part, "autocast" if autocast else "fp32" if itemsize == 4 else "bf16")
+        in_flight = in_flight_micro_batches(layout.pp, stage, work.accumulation)
+        peak, fresh = kept.worst_moment(layers, in_flight=in_flight, gradients_kept=states.fresh_layer)
         gathered = states.gathered
         if autocast and itemsize == 4:
-            casts = 2 * params.matrices
-            again = self._cast_again(params, layout) if work.recompute == "full" else casts
+            casts, cast = 2 * params.matrices, 2 * self._layer_matrices(layout.tp)
+            again = casts - max(0, params.layers - 1) * cast if work.recompute == "full" else casts
             # Kept with the activations of each micro-batch. Under recomputation the casts of the forward pass are freed
             # when the loss begins, and backward makes those of a layer again.
-            forward = kept.forward_peak(layers=layers, **ends)
-            if forward + casts > peak + again:
-                peak, fresh, again = forward, 0, casts
+            forward = kept.forward_peak(layers, cast=cast)
+            if work.recompute == "full" and forward > peak + again:
+                peak, fresh, again = forward - casts, 0, casts
             gathered += again * (in_flight if work.recompute != "full" else 1)
-        sent, between, scalars = _pipeline_bytes(layout, work, deepspeed, stage, kept, params)
-        by_kind, logits = _activations_by_kind(kept, in_flight, peak - fresh, len(layers), **ends)
+        buffers = self._pipeline_buffers(layout, work, deepspeed, stage, 2 if autocast else itemsize)
+        by_kind, logits = _activations_by_kind(kept, layers, in_flight, peak - fresh, has_head=last)
         # Both beyond the resident bytes: while the last micro-batch computes, and while gradients are reduced and
         # weights updated.
-        backward = states.accumulated + states.buckets + gathered + sent + peak
-        update = max(states.reduction, states.step) + between
-        static = resident.total + scalars
+        backward = states.accumulated + states.buckets + gathered + buffers.at_peak + peak
+        update = max(states.reduction, states.step) + buffers.between
+        static = resident.total + buffers.counters(params)
         workspace = 0 if gpu is None else workspace_bytes(gpu)
         allocated = static + max(backward, update) + workspace
         return MemoryBreakdown(
@@ -156,63 +166,69 @@ class MemoryModel:
             gradients=resident.gradients + states.accumulated + fresh,
             masters=resident.masters,
             optimizer=resident.optimizer,
-            buckets=resident.buckets + states.buckets + sent,
+            buckets=resident.buckets + states.buckets + buffers.at_peak,
             gathered=gathered,
-            model_buffers=resident.model_buffers + resident.counters + scalars,
+            model_buffers=resident.model_buffers + resident.counters + buffers.counters(params),
             activations=by_kind,
             logits=logits,
             update=max(0, update - backward),
             host=states.host,
             host_loading=_loading(framework, params, layout.tp),
-            static=static + between + workspace,
+            static=static + buffers.between + workspace,
             workspace=workspace,
             **beside(layout, gpu, allocated),
         )
 
-    def _cast_again(self, params: RankParameters, layout: Layout) -> int:
-        """Bytes of autocast's copies of one layer's weights and of the head's."""
-        one = self.architecture.rank_parameters(
-            layers=1, first=False, last=False, tp=layout.tp, by_decay=False
-        ).matrices
-        return 2 * (params.matrices - max(0, params.layers - 1) * one)
+    def _layer_matrices(self, tp: int) -> int:
+        """Elements of one layer's weights on a rank."""
+        held = self.architecture.rank_parameters(layers=1, first=False, last=False, tp=tp, by_decay=False)
+        return held.matrices
 
-    def _activations(
-        self, layout: Layout, work: Workload, itemsize: int, *, autocast: bool, loss: Loss
-    ) -> activation_memory.ActivationBreakdown:
-        """Activations of one micro-batch. In a pipeline `loss` is stock: its buffers keep the logits."""
-        settings = WalkSettings(
-            shape=self.architecture.shape,
-            style=self.style,
-            b=work.micro_batch_size,
-            s=work.seq_len // layout.ulysses,
-            itemsize=itemsize,
-            attention=work.attention,
+    def _activations(self, layout: Layout, work: Workload, part: Part, precision: Precision) -> Activations:
+        """Activations of one micro-batch on a rank of a stage."""
+        s = work.seq_len // layout.ulysses
+        _check_attention(self.architecture.shape.family, work.attention, precision)
+        if layout.sequence_parallel and s % layout.tp:
+            given = (("seq_len", s), ("tp", layout.tp), ("sequence_parallel", True))
+            raise LayoutError.between(given, "ranks get equal parts", f"choose a multiple of {layout.tp}")
+        setup = Setup(
+            config=self.config,
             tp=layout.tp,
-            sequence_parallel=layout.sequence_parallel,
-            autocast=autocast,
+            sequence_parallel=layout.sequence_parallel and layout.tp > 1,
+            recompute=work.recompute,
+            attention=work.attention,
+            precision=precision,
+            device=work.device,
+            part=part,
+            samples="one" if work.micro_batch_size == 1 else "many",
         )
-        return activation_memory.activations(settings, recompute=work.recompute, loss=loss)
+        return activations(setup, work.micro_batch_size, s)
+
+    def _pipeline_buffers(
+        self, layout: Layout, work: Workload, deepspeed: DeepSpeedSettings | None, stage: int, logit_bytes: int
+    ) -> PipelineBuffers:
+        shape, tokens = self.architecture.shape, work.micro_batch_size * work.seq_len // layout.ulysses
+        size = 0 if layout.pp == 1 or deepspeed is None else deepspeed.model_bytes
+        return PipelineBuffers(
+            hidden=tokens * shape.hidden * size // (layout.tp if layout.sequence_parallel else 1),
+            logits=tokens * -(-shape.vocab // layout.tp) * logit_bytes,
+            weight_bytes=size,
+            is_last=stage == layout.pp - 1,
+            micro_batches=work.accumulation,
+        )
 
 
-def _pipeline_bytes(
-    layout: Layout,
-    work: Workload,
-    deepspeed: DeepSpeedSettings | None,
-    stage: int,
-    kept: activation_memory.ActivationBreakdown,
-    params: RankParameters,
-) -> tuple[int, int, int]:
-    """Buffers of sent and received tensors beside the activations in flight; of them those between steps; scalars."""
-    if layout.pp == 1 or deepspeed is None:
-        return 0, 0, 0
-    last, count, size = stage == layout.pp - 1, work.accumulation, deepspeed.model_bytes
-    return (
-        activation_memory.stage_buffers(kept, stage=stage, stages=layout.pp, micro_batches=count),
-        activation_memory.channels_between(
-            boundary=kept.boundary, logits=kept.logits_output, last=last, micro_batches=count
-        ),
-        activation_memory.pipeline_counters(params, weight_bytes=size, last=last, micro_batches=count),
-    )
+def _check_attention(family: str, attention: Attention, precision: Precision) -> None:
+    """Raise ModelError for attention that transformers does not have for the family."""
+    rules, in_fp32 = find_spec(family).layer, precision == "fp32"
+    kinds = ["eager", *(["sdpa"] if rules.sdpa else ()), *(["flash"] if rules.flash else ())]
+    others = " or ".join(kind for kind in kinds if not (in_fp32 and kind == "flash"))
+    if attention not in kinds:
+        only = f"transformers has only {' and '.join(kinds)} attention for {family}"
+        raise ModelError.of("attention", attention, only, f"choose {others}")
+    if attention == "flash" and in_fp32:
+        why = "its kernels compute in 16 bits, and this model in fp32"
+        raise ModelError.of("attention", attention, why, f"choose {others}", "bf16 for it")
 
 
 def _states(
@@ -225,23 +241,20 @@ def _states(
 
 
 def _activations_by_kind(
-    kept: activation_memory.ActivationBreakdown, in_flight: int, peak: int, layers: int, *, first: bool, last: bool
+    kept: Activations, layers: range, in_flight: int, peak: int, *, has_head: bool
 ) -> tuple[dict[str, int], int]:
     """Return (activations by kind, logits and loss), which add up to the activations' peak."""
-    by_kind = {kind: size * layers * in_flight for kind, size in kept.layer_kinds.items()}
-    whole = kept.kept(layers=layers, first=first, last=last)
-    # If gradients grow as layers finish their backward pass, most layers may keep nothing at the worst moment.
-    inside = min(peak, in_flight * (whole - kept.kept(layers=0, first=first, last=last)))
+    by_kind = {kind: max(0, size) * in_flight for kind, size in kept.layer_kinds(layers).items()}
     shown = sum(by_kind.values())
-    if shown > inside:
-        # Layers of several kinds: the one that keeps most is shown, scaled to what all of them keep.
-        by_kind = {kind: size * inside // shown for kind, size in by_kind.items()}
+    if shown > peak:
+        # Gradients grow as layers finish their backward pass: then most layers may keep nothing at the worst moment.
+        by_kind = {kind: size * peak // shown for kind, size in by_kind.items()}
     rest = peak - sum(by_kind.values())
-    working = max(0, peak - in_flight * whole)
-    at_head = last and in_flight * whole + kept.head_extra == peak
-    logits = min(kept.logits, rest) if at_head else 0
-    by_kind["working"] = max(0, working - logits)
-    by_kind["ends"] = rest - logits - by_kind["working"]
+    before = (in_flight - 1) * kept.kept(layers)
+    at_head = has_head and before + kept.at_head(layers) == peak
+    logits = min(rest, kept.at_head(layers) - kept.trunk(layers)) if at_head else 0
+    working = 0 if logits else min(rest, max(0, peak - before - kept.kept(layers)))
+    by_kind["working"], by_kind["ends"] = working, rest - logits - working
     return by_kind, logits
 
 

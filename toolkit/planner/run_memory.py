@@ -9,13 +9,13 @@ from toolkit.config.layout import Batch, Layout
 from toolkit.config.recipe import EngineName, OptimizerName, Precision, Recipe
 from toolkit.dsconfig import build
 from toolkit.estimate.breakdown import MemoryBreakdown
-from toolkit.estimate.decoder.context import Attention
 from toolkit.estimate.deepspeed_settings import DeepSpeedSettings
 from toolkit.estimate.memory_model import Framework, MemoryModel, Workload
+from toolkit.estimate.recording import Attention, Device
 from toolkit.estimate.states import TorchStates
+from toolkit.models.families.registry import find_spec
 from toolkit.models.shape import local_config, with_overrides
 
-Device = Literal["cuda", "cpu"]
 Implementation = Literal["eager", "sdpa", "flash_attention_2"]
 
 
@@ -36,7 +36,7 @@ def model_config(recipe: Recipe) -> dict[str, Any]:
 
 def workload_of(recipe: Recipe, batch: Batch, model: MemoryModel) -> Workload:
     """What one step of the recipe computes."""
-    default: Attention = "sdpa" if model.style.rules.sdpa else "eager"
+    default: Attention = "sdpa" if find_spec(model.architecture.shape.family).layer.sdpa else "eager"
     attention: Mapping[str | None, Attention] = {"eager": "eager", "sdpa": "sdpa", "flash_attention_2": "flash"}
     return Workload(
         micro_batch_size=batch.micro_batch_size,

@@ -56,7 +56,7 @@ _SWEEPS = ("zero", "micro", "recompute", "seq")
     "--sweep", metavar="NAMES", help="Print a grid over some of zero, micro, recompute, seq: --sweep zero,micro."
 )
 def command(recipe: str | None, as_json: bool, plot: str | None, sweep: str | None, **options: Any) -> None:
-    """Print what each pipeline stage of a model in a layout takes on its GPUs. Nothing is run, loaded or fetched.
+    """Print what each pipeline stage of a model in a layout takes on its GPUs. No weights are loaded or fetched.
 
     \b
     dstk memory --model llama-3-8b --layout dp8-tp4-pp2-z1 --seq 4096 --gpu H100-80

@@ -27,6 +27,12 @@ class ModelConfig:
     def read(cls, config: Mapping[str, Any]) -> Self:
         """Read a Hugging Face config. Raises ModelError for what cannot be read."""
         shape, text = ModelShape.from_config(config), text_config(config)
+        for part in (config, text):
+            if part.get("quantization_config"):
+                raise ModelError(
+                    "The config has a quantization_config: quantized weights are not modeled. "
+                    "Take quantization_config out, to estimate the same model in 16 or 32 bits."
+                )
         spec = FAMILIES[shape.family]
         section = spec.layer.nested_config
         text = {**text, **config_fields.mapping(text, section)} if section else text

@@ -17,8 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from recorder.gpu_kernels import attend
-from recorder.recording import Setup
+from toolkit.estimate.recording import Setup
 from toolkit.model_init.selective_recompute import recompute_attention
 from toolkit.models.families.spec import SPELLINGS
 from toolkit.parallel.loss import token_loss_sum
@@ -26,6 +25,7 @@ from toolkit.parallel.model_structure import ModelStructure, analyze_model
 from toolkit.parallel.pipeline.stage import NonLocalLayer, PipelineStage
 from toolkit.parallel.tensor.parallelize import TensorParallelizer
 from toolkit.parallel.tensor.vocabulary import VocabularyShard, vocab_parallel_token_loss_sum
+from toolkit.recorder.gpu_kernels import attend
 
 _MOST_POSITIONS = 2048
 _FLASH = "fused_without_mask"  # "flash" in a name would make transformers look for a package
@@ -78,7 +78,7 @@ def build(setup: Setup, mode: Mode) -> FakeModel:
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
     model.tie_weights()
-    structure = analyze_model(model)
+    structure = _structure(setup.config, model)
     layers = structure.layer_list(model)
     pattern = kinds_of(model, layers)
     group = dist.group.WORLD
@@ -123,6 +123,17 @@ def build(setup: Setup, mode: Mode) -> FakeModel:
         hidden=int(text.hidden_size),
         window=getattr(text, "sliding_window", None) or getattr(text, "attention_chunk_size", None),
     )
+
+
+_STRUCTURES: dict[str, ModelStructure] = {}
+
+
+def _structure(config: str, model: PreTrainedModel) -> ModelStructure:
+    """Its layers and what is around them: found by a pass through all of them, once for all setups of a config."""
+    if config not in _STRUCTURES:
+        _STRUCTURES.clear()
+        _STRUCTURES[config] = analyze_model(model)
+    return _STRUCTURES[config]
 
 
 def _text(model: PreTrainedModel) -> Any:

@@ -22,13 +22,14 @@ class Section:
     """(number of a storage, its bytes): bytes are negative where it is freed."""
     kinds: dict[int, str] = field(default_factory=dict)
     """Number of a storage that is allocated here -> the part of the layer that allocates it."""
+    casts: set[int] = field(default_factory=set)
+    """Storages that are allocated here and are autocast's copies of weights."""
 
 
 class Trace(TorchDispatchMode):
     """Sees what operations return, not what a kernel allocates and frees within, except `workspace` on a GPU.
 
-    Storages that were made before, or are handed in, do not count; nor do autocast's copies of weights, which are
-    counted with the model states. Views and results in place allocate nothing.
+    Storages that were made before, or are handed in, do not count. Views and results in place allocate nothing.
     """
 
     def __init__(self, *, on_gpu: bool, parameters: list[torch.Tensor], answer: bool) -> None:
@@ -56,13 +57,13 @@ class Trace(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor):
                 self._watch(tensor, counts=False)
         result = func(*args, **(kwargs or {}))
-        counts = not (func is aten._to_copy.default and args[0].untyped_storage()._cdata in self._weights)
+        is_cast = func is aten._to_copy.default and args[0].untyped_storage()._cdata in self._weights
         # A GPU keeps the mean and deviation of 16-bit rows in fp32, a CPU in 16 bits.
         small = result[1:] if self.on_gpu and func is aten.native_layer_norm.default else ()
         for tensor in tree_iter(result):
             if isinstance(tensor, torch.Tensor):
                 widened = any(tensor is each for each in small) and tensor.itemsize == 2
-                self._watch(tensor, counts=counts, scale=2 if widened else 1)
+                self._watch(tensor, is_cast=is_cast, scale=2 if widened else 1)
         size = workspace(func, args, result) if self.on_gpu else 0
         if size:
             self._count += 1
@@ -73,7 +74,7 @@ class Trace(TorchDispatchMode):
     def _now(self) -> Section:
         return self.sections[-1]
 
-    def _watch(self, tensor: torch.Tensor, *, counts: bool, scale: int = 1) -> None:
+    def _watch(self, tensor: torch.Tensor, *, counts: bool = True, is_cast: bool = False, scale: int = 1) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._numbers:
@@ -84,6 +85,8 @@ class Trace(TorchDispatchMode):
         if size:
             self._now.events.append((self._count, size))
             self._now.kinds[self._count] = self.kind
+            if is_cast:
+                self._now.casts.add(self._count)
         weakref.finalize(storage, self._forget, key, size)
 
     def _forget(self, key: int, size: int) -> None:

@@ -2,10 +2,11 @@
 
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
+from itertools import combinations
 from typing import Any
 
-from recorder.recording import MONOMIALS, WHERE, Polynomial, Recording, Section, total
-from recorder.trace import Section as Traced
+from toolkit.estimate.recording import MONOMIALS, Polynomial, Recording, Section, total
+from toolkit.recorder.trace import Section as Traced
 
 Size = tuple[int, int]
 """Samples and positions."""
@@ -31,24 +32,36 @@ def value(polynomial: Polynomial, at: Size) -> int:
 
 
 def solve(points: Sequence[Size], values: Sequence[int]) -> Polynomial | None:
-    """The polynomial with integer coefficients through these values; a single term if there is one. None if none is."""
-    for index, (i, j) in enumerate(MONOMIALS):
-        factor = Fraction(values[0], points[0][0] ** i * points[0][1] ** j)
-        if factor.denominator == 1 and all(
-            factor * b**i * s**j == found for (b, s), found in zip(points, values, strict=True)
-        ):
-            return tuple(int(factor) if at == index else 0 for at in range(len(MONOMIALS)))
-    used = [at for at, (i, j) in enumerate(MONOMIALS) if not i or len({b for b, _ in points}) > 1]
-    if len(points) < len(used):
-        return None
+    """The polynomial with integer coefficients through these values, of one term, of two, or of all; None if none is.
+
+    One or two terms are accepted only if they meet all values, which are more.
+    """
+    every = range(len(MONOMIALS))
+    full = tuple(at for at in every if not MONOMIALS[at][0] or len({b for b, _ in points}) > 1)
+    for terms in (*combinations(every, 1), *combinations(every, 2), full):
+        if len(terms) <= 2 < len(points) or (len(terms) <= len(points) and terms == full):
+            found = _through(points, values, terms)
+            if found is not None:
+                return found
+    return None
+
+
+def _through(points: Sequence[Size], values: Sequence[int], terms: Sequence[int]) -> Polynomial | None:
+    if len(terms) == 1:  # most are
+        (at,) = terms
+        powers = [b ** MONOMIALS[at][0] * s ** MONOMIALS[at][1] for b, s in points]
+        factor, rest = divmod(values[0], powers[0])
+        if rest or any(factor * power != found for power, found in zip(powers, values, strict=True)):
+            return None
+        return tuple(factor if one == at else 0 for one in range(len(MONOMIALS)))
     rows = [
-        [Fraction(b ** MONOMIALS[at][0] * s ** MONOMIALS[at][1]) for at in used] + [Fraction(found)]
+        [Fraction(b ** MONOMIALS[at][0] * s ** MONOMIALS[at][1]) for at in terms] + [Fraction(found)]
         for (b, s), found in zip(points, values, strict=True)
     ]
-    solved = _eliminated(rows, len(used))
+    solved = _eliminated(rows, len(terms))
     if solved is None or any(each.denominator != 1 for each in solved):
         return None
-    found = dict(zip(used, solved, strict=True))
+    found = dict(zip(terms, solved, strict=True))
     return tuple(int(found.get(at, 0)) for at in range(len(MONOMIALS)))
 
 
@@ -82,25 +95,25 @@ def assemble(
     unit: int,
 ) -> Recording:
     """A Recording of one trace, with the polynomials of its storages in the order of `allocated`."""
-    size_of: dict[int, Polynomial] = {}
-    place: dict[int, tuple[str, int]] = {}
     remaining = iter(sizes)
-    for section in trace:
-        count = 0
-        for number, size in section.events:
-            if size > 0:
-                size_of[number], place[number] = next(remaining), (section.name, count)
-                count += 1
+    size_of = {number: next(remaining) for section in trace for number, size in section.events if size > 0}
     named = {section.name: section for section in trace}
 
+    casts = set[int]().union(*(section.casts for section in trace))
+
     def made(name: str) -> Section:
+        """Copies of weights count at the moments of the part of the forward pass that makes them, and nowhere else."""
         section = named.get(name, Traced(name))
-        return Section(
-            events=tuple(
-                (size_of[number], 0 if size > 0 else _freed(name, *place[number], kept))
+        own = section.casts if name.startswith(("forward", "head")) else set[int]()
+        signed = {
+            is_cast: [
+                size_of[number] if size > 0 else _freed(size_of[number])
                 for number, size in section.events
-            )
-        )
+                if number not in casts or (is_cast and number in own)
+            ]
+            for is_cast in (False, True)
+        }
+        return Section(delta=total(signed[False]), peaks=Section.of(signed[True]).peaks)
 
     representatives = (_inner(kind, kept, pattern) for kind in dict.fromkeys(pattern))
     inner = [index for index in representatives if index is not None]
@@ -114,7 +127,6 @@ def assemble(
         own, other = made(f"{direction} {index}").delta, usual[numbers[pattern[index]]].delta
         return tuple(map(int.__sub__, own, other))
 
-    ends = (kept[0], kept[-1]) if kept else None
     none = total(())
     return Recording(
         positions=positions,
@@ -123,14 +135,14 @@ def assemble(
         **{name: made(name) for name in ("before", "head", "loss", "turn", "after")},
         forward=tuple(forward),
         backward=tuple(backward),
-        kinds=tuple(_kinds(named[f"forward {index}"], size_of, place) for index in inner),
+        kinds=tuple(_kinds(named[f"forward {index}"], size_of, casts) for index in inner),
         edges=(
             (
-                beyond("forward", ends[0], forward),
-                beyond("forward", ends[1], forward),
-                beyond("backward", ends[1], backward),
+                beyond("forward", kept[0], forward),
+                beyond("forward", kept[-1], forward),
+                beyond("backward", kept[-1], backward),
             )
-            if ends and len(kept) > 1
+            if len(kept) > 1
             else (none, none, none)
         ),
     )
@@ -143,22 +155,15 @@ def _inner(kind: int, kept: Sequence[int], pattern: Sequence[int]) -> int | None
     return next(iter([*inside, *alike]), None)
 
 
-def _freed(name: str, owner: str, number: int, kept: Sequence[int]) -> int:
-    """What a section frees, as Section.events has it."""
-    where = WHERE[0] if owner == name else owner
-    if owner != name and " " in owner:
-        direction, index = owner.split()
-        where = "own forward" if name == f"backward {index}" else f"previous {direction}"
-    return 1 + 8 * number + WHERE.index(where)
+def _freed(size: Polynomial) -> Polynomial:
+    return tuple(-each for each in size)
 
 
-def _kinds(section: Traced, size_of: dict[int, Polynomial], place: dict[int, tuple[str, int]]) -> dict[str, Polynomial]:
+def _kinds(section: Traced, size_of: dict[int, Polynomial], casts: set[int]) -> dict[str, Polynomial]:
     """What a layer keeps, by the part that allocates it. What it frees of the layer before is its residual stream."""
     found: dict[str, list[Polynomial]] = {}
     for number, size in section.events:
-        own = place[number][0] == section.name
-        kind = section.kinds.get(number) if own else "residual"
-        found.setdefault(kind or "residual", []).append(
-            size_of[number] if size > 0 else tuple(-each for each in size_of[number])
-        )
+        if number not in casts:
+            kind = section.kinds.get(number) or "residual"
+            found.setdefault(kind, []).append(size_of[number] if size > 0 else _freed(size_of[number]))
     return {kind: summed for kind, each in found.items() if any(summed := total(each))}

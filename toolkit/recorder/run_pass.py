@@ -10,11 +10,11 @@ from torch import nn
 from torch.autograd.graph import _engine_run_backward
 from transformers import masking_utils
 
-from recorder.fake_model import FakeModel, Mode
-from recorder.gpu_kernels import GpuKernels
-from recorder.recording import Setup
-from recorder.trace import Section, Trace
+from toolkit.estimate.recording import Setup
 from toolkit.parallel.model_structure import hidden_argument
+from toolkit.recorder.fake_model import FakeModel, Mode
+from toolkit.recorder.gpu_kernels import GpuKernels
+from toolkit.recorder.trace import Section, Trace
 
 _KINDS = (("norm", ("norm", "ln_", "ln")), ("attention", ("attn", "attention")), ("mlp", ("mlp", "ffn", "feed", "moe")))
 

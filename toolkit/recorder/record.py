@@ -5,12 +5,13 @@ from collections.abc import Callable
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from recorder.fake_model import FakeModel, build, tensors_without_memory
-from recorder.fit import Size, allocated, assemble, fits, has_same_events, solve
-from recorder.recording import Polynomial, Recording, Setup
-from recorder.run_pass import trace_pass
-from recorder.trace import Section
-from toolkit.errors import ModelError
+from toolkit.errors import ModelError, ToolkitError
+from toolkit.estimate.recording import Polynomial, Recording, Setup
+from toolkit.files import reason_of
+from toolkit.recorder.fake_model import FakeModel, build, tensors_without_memory
+from toolkit.recorder.fit import Size, allocated, assemble, fits, has_same_events, solve
+from toolkit.recorder.run_pass import trace_pass
+from toolkit.recorder.trace import Section
 
 _UNITS = (256, 128, 64, 32, 16, 8, 4, 2, 1)
 """Positions are multiples of one of these: kernels round up what is none."""
@@ -21,6 +22,12 @@ def record(setup: Setup, s: int) -> Recording:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=setup.tp)
     try:
         return _recorded(setup, s)
+    except ToolkitError:
+        raise
+    except KeyError as error:  # an activation function, for instance
+        raise ModelError(f"transformers does not know {reason_of(error)}") from error
+    except Exception as error:  # of transformers' classes, for a config that they do not take
+        raise ModelError(reason_of(error)) from error
     finally:
         dist.destroy_process_group()
 
@@ -40,11 +47,14 @@ def _recorded(setup: Setup, s: int) -> Recording:
             traces[at] = trace_pass(setup, fake, mode, *at)
         return traces[at]
 
-    few = [(samples[0], lengths[0]), (samples[0], lengths[2]), (samples[-1], lengths[0])]
-    sizes = _solved(few, run, unit) or _solved([(b, at) for b in samples for at in lengths], run, unit)
-    beyond = (samples[-1], lengths[1])
-    if sizes is None or not fits(sizes, allocated(run(beyond), unit), beyond):
-        raise ModelError(f"the sizes of its tensors are no polynomials in samples and positions ({setup.key})")
+    least, most = samples[0], samples[-1]
+    few = [(least, lengths[0]), (least, lengths[2]), (most, lengths[0]), (most, lengths[1])]
+    beyond = (most + 1, lengths[2]) if most > 1 else few[0]
+    sizes = _solved([*dict.fromkeys(few)], run, unit)
+    if sizes is None:
+        sizes = _solved([(b, at) for b in samples for at in lengths], run, unit)
+        if sizes is None or not fits(sizes, allocated(run(beyond), unit), beyond):
+            raise ModelError("the sizes of its tensors are no polynomials in samples and positions")
     return assemble(run(few[0]), sizes, fake.kept, fake.pattern, span, unit)
 
 

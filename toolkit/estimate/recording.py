@@ -1,7 +1,7 @@
 """Recording: the activation memory of one model as its own code allocated it, as polynomials in samples and positions.
 
-`recorder` runs a model forward and backward on fake tensors and writes down every storage that is allocated or
-freed. What is read here needs no torch. Decoder layers that are alike are recorded once and repeated.
+`toolkit.recorder` runs a model forward and backward on fake tensors and sees every storage that is allocated or freed.
+What is read here needs no torch. Decoder layers that are alike are recorded once and repeated.
 
 Dims: b samples, s positions of a rank's micro-batch.
 """
@@ -11,12 +11,12 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import accumulate
 from typing import Any, Literal, Self
 
 Recomputation = Literal["none", "selective", "full"]
 Attention = Literal["eager", "sdpa", "flash"]
+Precision = Literal["fp32", "bf16", "autocast"]
 Device = Literal["cuda", "cpu"]
 Part = Literal["whole", "first", "middle", "last"]
 SAMPLES: tuple[Literal["one", "many"], ...] = ("one", "many")
@@ -37,7 +37,7 @@ class Setup:
     sequence_parallel: bool = False
     recompute: Recomputation = "none"
     attention: Attention = "sdpa"
-    precision: Literal["fp32", "bf16", "autocast"] = "bf16"
+    precision: Precision = "bf16"
     """`bf16`: any 16 bits; `autocast`: fp32 weights and products in 16 bits."""
     documents: bool = False
     """Positions restart inside a sample, and documents do not see each other."""
@@ -72,26 +72,20 @@ def config_text(config: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """A part of a pass. `events`: (polynomial, 0 where it is allocated, else which storage is freed).
+    """A part of a pass, in bytes beyond what is live when it begins."""
 
-    A storage is 1 + 8 * its number among those that its section allocates + the section (`WHERE`).
-    """
+    delta: Polynomial
+    """What is live at the end."""
+    peaks: tuple[Polynomial, ...]
+    """What is live at the moments that may be the worst for some b and s."""
 
-    events: tuple[tuple[Polynomial, int], ...]
-
-    @cached_property
-    def delta(self) -> Polynomial:
-        """What is live at the end, beyond the start."""
-        return total(_signed(event) for event in self.events)
-
-    @cached_property
-    def peaks(self) -> tuple[Polynomial, ...]:
-        """What is live beyond the start, at the moments that may be the worst for some b and s."""
-        moments = dict.fromkeys(accumulate(map(_signed, self.events), _add, initial=ZERO))
-        return tuple(one for one in moments if not any(one != other and _exceeds(other, one) for other in moments))
-
-
-WHERE = ("here", "before", "own forward", "previous forward", "previous backward", "head", "loss", "turn")
+    @classmethod
+    def of(cls, events: Iterable[Polynomial]) -> Self:
+        """From what is allocated, in order, and freed, which is negative."""
+        levels = list(accumulate(events, _add, initial=ZERO))
+        moments = dict.fromkeys(levels)
+        peaks = (one for one in moments if not any(one != other and _exceeds(other, one) for other in moments))
+        return cls(delta=levels[-1], peaks=tuple(peaks))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +147,7 @@ class Recording:
             return table.setdefault(polynomial, len(table))
 
         def listed(section: Section) -> list[int]:
-            return [each for polynomial, freed in section.events for each in (number(polynomial), freed)]
+            return [number(section.delta), *map(number, section.peaks)]
 
         return {
             "positions": self.positions,
@@ -173,8 +167,8 @@ class Recording:
         table = [tuple(size) for size in content["sizes"]]
 
         def section(numbers: Sequence[int]) -> Section:
-            pairs = zip(numbers[::2], numbers[1::2], strict=True)
-            return Section(events=tuple((table[number], freed) for number, freed in pairs))
+            delta, *peaks = (table[number] for number in numbers)
+            return Section(delta=delta, peaks=tuple(peaks))
 
         first, last, back = (table[number] for number in content["edges"])
         least, most = content["positions"]
@@ -226,9 +220,10 @@ class Activations:
         """Kept by these layers, by part."""
         return self._of_layers(layers)[0]
 
-    def forward_peak(self, layers: range) -> int:
-        """The most that is live before the loss."""
-        return max(self._forward_moments(layers))
+    def forward_peak(self, layers: range, *, cast: int = 0) -> int:
+        """The most that is live before the loss, with autocast's copies of weights, which are `cast` bytes a layer."""
+        moments = self._forward_moments(layers)
+        return max(moment + max(0, done - 1) * cast for done, moment in enumerate(moments))
 
     def worst_moment(self, layers: range, *, in_flight: int = 1, gradients_kept: int = 0) -> tuple[int, int]:
         """The most that is live at once on a stage with these layers, and its part that is gradients of weights.
@@ -286,11 +281,6 @@ class Activations:
 def total(sizes: Iterable[Polynomial]) -> Polynomial:
     """The sum of polynomials."""
     return tuple(map(sum, zip(ZERO, *sizes, strict=True)))
-
-
-def _signed(event: tuple[Polynomial, int]) -> Polynomial:
-    size, freed = event
-    return tuple(-each for each in size) if freed else size
 
 
 def _add(a: Polynomial, b: Polynomial) -> Polynomial:

@@ -1,0 +1,109 @@
+"""Writes toolkit/estimate/recordings.zip: what the models of the catalogue keep in memory, recorded from their code.
+
+    make recordings                                   # an hour on one core; what is there already is not made again
+    python docs/generate_recordings.py llama-3-8b     # some models: several of these can run side by side
+    python docs/generate_recordings.py --zip          # write the file from what is there
+
+Each model has a file in build/recordings. The settings are those that are asked for most: kernels of a GPU in bf16, by
+sdpa where the family has it. All others are recorded on first use.
+"""
+
+import argparse
+import json
+import sys
+import time
+import warnings
+import zipfile
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Literal
+
+import transformers
+
+from toolkit.errors import ToolkitError
+from toolkit.estimate.recording import SAMPLES, Attention, Part, Recomputation, Setup, config_text
+from toolkit.estimate.recordings import SHIPPED, versions
+from toolkit.models.families.registry import find_spec
+from toolkit.models.shape import find_config, names
+from toolkit.recorder.record import record
+
+FOLDER = Path(__file__).parents[1] / "build" / "recordings"
+RANKS = (1, 2, 4, 8)
+Kind = Literal["whole", "sequence parallel", "stages"]
+KINDS: tuple[Kind, ...] = ("whole", "sequence parallel", "stages")
+"""The settings that are asked for most come first."""
+
+
+def main() -> None:
+    """Record what is not there yet, and write the file."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("models", nargs="*", metavar="MODEL")
+    parser.add_argument("--zip", action="store_true", help="record nothing")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    if not options.zip:
+        for kind in KINDS:
+            for name in options.models or names():
+                add(name, kind)
+    if not options.models:
+        pack()
+
+
+def add(name: str, kind: Kind) -> None:
+    """Record the settings of one kind that the model's file lacks."""
+    config = find_config(name) or {}
+    text = config_text(config)
+    path = FOLDER / f"{Setup(config=text).model_key}.json"
+    content = json.loads(path.read_text()) if path.exists() else {"recordings": {}, "versions": versions()}
+    known, window = content["recordings"], config.get("sliding_window") or config.get("attention_chunk_size")
+    started, added = time.monotonic(), 0
+    for setup in setups(text, "sdpa" if find_spec(config["model_type"]).layer.sdpa else "eager", kind):
+        if setup.key in known:
+            continue
+        try:
+            known[setup.key] = [record(setup, s).encoded() for s in ((1, window) if window else (1,))]
+        except ToolkitError as error:
+            known[setup.key] = []  # for instance more ranks than heads
+            print(f"{name}, {setup.key}: {error}", file=sys.stderr)
+        added += 1
+    if added:
+        temporary = path.with_suffix(".part")
+        temporary.write_text(json.dumps(content, separators=(",", ":")))
+        temporary.replace(path)
+        print(f"{name}, {kind}: {added} in {time.monotonic() - started:.0f} s", flush=True)
+
+
+def setups(config: str, attention: Attention, kind: Kind) -> Iterator[Setup]:
+    """The settings of one kind."""
+    parallel = kind == "sequence parallel"
+    parts: tuple[Part, ...] = ("first", "middle", "last") if kind == "stages" else ("whole",)
+    recomputations: tuple[Recomputation, ...] = ("none", "full", "selective") if kind == "whole" else ("none", "full")
+    for tp, recompute, part, samples in product(RANKS[parallel:], recomputations, parts, SAMPLES):
+        yield Setup(
+            config=config,
+            tp=tp,
+            sequence_parallel=parallel,
+            recompute=recompute,
+            attention=attention,
+            part=part,
+            samples=samples,
+        )
+
+
+def pack() -> None:
+    """Write the file from what is there, the same bytes for the same content."""
+    with zipfile.ZipFile(SHIPPED, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
+        for path in sorted(FOLDER.glob("*.json")):
+            content = json.loads(path.read_text())
+            content["recordings"] = {key: known for key, known in content["recordings"].items() if known}
+            archive.writestr(
+                zipfile.ZipInfo(path.name), json.dumps(content, separators=(",", ":")), zipfile.ZIP_DEFLATED
+            )
+    print(f"{SHIPPED.name}: {SHIPPED.stat().st_size / 2**20:.2f} MiB")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""What DeepSpeed's pipeline engine keeps beside the activations that a recording of a stage has.
+
+The schedule is 1F1B (Narayanan et al. 2019, "PipeDream"; without flushes inside a step, Narayanan et al. 2021, section
+2.2): a stage runs as many forward passes ahead as there are stages from it to the end, then one backward for each
+forward. A recording has what a micro-batch received, until its backward pass is over, what it sent, and the gradient
+that comes back.
+"""
+
+from dataclasses import dataclass
+
+from toolkit.estimate.parameters import RankParameters
+
+_LOSSES = 3
+"""fp32 scalars that every stage keeps: its loss, the sum over micro-batches, the mean over replicas."""
+
+
+def in_flight_micro_batches(stages: int, stage: int, micro_batches: int) -> int:
+    """Micro-batches whose activations are live at once on a stage: min(stages - stage, micro-batches).
+
+    DeepSpeed keeps at least two slots for inputs and outputs (TrainSchedule.num_pipe_buffers of 0.19.8). A slot without
+    a micro-batch in flight is empty, but for the logits of the last stage, which stay until the slot is used again.
+    """
+    return min(stages - stage, micro_batches)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineBuffers:
+    """Of one stage. Without a pipeline `weight_bytes` is 0, and there are none."""
+
+    hidden: int
+    """Bytes of the hidden state between two stages."""
+    logits: int
+    """Bytes of a micro-batch's logits, in the model's dtype."""
+    weight_bytes: int
+    is_last: bool
+    micro_batches: int
+
+    @property
+    def at_peak(self) -> int:
+        """Beside the recording. The gradient that others receive is in their recordings.
+
+        The last stage has one buffer for receiving, and the slot of the micro-batch before: logits, the hidden state
+        that it received, and its gradient.
+        """
+        if not self.weight_bytes or not self.is_last:
+            return 0
+        return self.hidden + (self.logits + 2 * self.hidden if self.micro_batches > 1 else 0)
+
+    @property
+    def between(self) -> int:
+        """Between two steps.
+
+        Every stage keeps one buffer, for the hidden state that comes or the gradient that comes back: both are the same
+        (pipe/engine.py, `_allocate_or_extend_buffers`). The last stage has two slots, and a slot keeps its
+        micro-batch's output, the logits, with the input that they came from and its gradient, until the next one takes
+        its place.
+        """
+        if not self.weight_bytes:
+            return 0
+        slots = min(2, self.micro_batches) if self.is_last else 0
+        return self.hidden + slots * (self.logits + 2 * self.hidden)
+
+    def counters(self, params: RankParameters) -> int:
+        """Scalars of the engine, and the numbers that stand for other stages' parameters."""
+        if not self.weight_bytes:
+            return 0
+        totals = 16  # the toolkit's sums of losses and of target tokens, fp64
+        own = 4 * _LOSSES + totals + self.weight_bytes * params.placeholders
+        # The last stage also has the total, and each micro-batch's loss, of which the newest is counted above.
+        return own + (4 + 4 * (self.micro_batches - 1) if self.is_last else 0)
