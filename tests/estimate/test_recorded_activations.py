@@ -152,7 +152,11 @@ def test_shipped_recordings_are_of_the_pinned_versions() -> None:
 
 @pytest.mark.parametrize(
     ("model", "changes"),
-    [("gpt2", {}), ("llama-3-8b", {"tp": 4, "recompute": "full"}), ("gemma-3-1b", {"samples": "one"})],
+    [
+        ("gpt2", {}),
+        ("llama-3-8b", {"tp": 4, "recompute": "full"}),
+        ("gemma-2-2b", {"samples": "one", "attention": "eager"}),
+    ],
 )
 def test_shipped_recordings_are_what_is_recorded_now(model: str, changes: dict[str, Any]) -> None:
     setup = Setup(config=config_text(find_config(model) or {}), **changes)

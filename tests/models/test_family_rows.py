@@ -35,10 +35,10 @@ def test_a_word_that_no_field_declares_is_found() -> None:
 
 
 def test_a_row_like_another_has_the_fields_of_both_in_each_section() -> None:
-    base, own = FAMILIES["mistral"], FAMILIES["ministral"]
-    assert ROWS["ministral"] == {"like": "mistral", "layer": {"slides": "unless_listed"}}
-    assert (base.layer.slides, own.layer.slides) == ("always", "unless_listed")
-    assert (own.layer.window, own.parameters, own.config) == (base.layer.window, base.parameters, base.config)
+    base, own = FAMILIES["olmo2"], FAMILIES["olmo3"]
+    assert ROWS["olmo3"] == {"like": "olmo2", "layer": {"rotary_per_kind": True, "full_every": 4}}
+    assert (base.layer.full_every, own.layer.full_every) == (0, 4)
+    assert (own.layer.head_norm, own.parameters, own.config) == (base.layer.head_norm, base.parameters, base.config)
 
 
 def test_that_ulysses_was_verified_is_not_taken_from_another_row() -> None:

@@ -57,7 +57,8 @@ class Trace(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor):
                 self._watch(tensor, counts=False)
         result = func(*args, **(kwargs or {}))
-        is_cast = func is aten._to_copy.default and args[0].untyped_storage()._cdata in self._weights
+        from_weight = func is aten._to_copy.default and args[0].untyped_storage()._cdata in self._weights
+        is_cast = from_weight and result.itemsize < args[0].itemsize
         # A GPU keeps the mean and deviation of 16-bit rows in fp32, a CPU in 16 bits.
         small = result[1:] if self.on_gpu and func is aten.native_layer_norm.default else ()
         for tensor in tree_iter(result):

@@ -29,10 +29,8 @@ class ModelConfig:
         shape, text = ModelShape.from_config(config), text_config(config)
         for part in (config, text):
             if part.get("quantization_config"):
-                raise ModelError(
-                    "The config has a quantization_config: quantized weights are not modeled. "
-                    "Take quantization_config out, to estimate the same model in 16 or 32 bits."
-                )
+                remedy = "take it out, to estimate the same model in 16 or 32 bits"
+                raise ModelError.of("quantization_config", "…", "quantized weights are not modeled", remedy)
         spec = FAMILIES[shape.family]
         section = spec.layer.nested_config
         text = {**text, **config_fields.mapping(text, section)} if section else text
