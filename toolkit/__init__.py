@@ -3,8 +3,11 @@
 The Python API (docs/python-api.md) is what this module exports; each name is imported at its first use.
 """
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from toolkit.imports import uncollected
 
 if TYPE_CHECKING:
     from toolkit.config import load_recipe
@@ -30,4 +33,7 @@ _MODULES = {
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_MODULES[name]), name)
+    if _MODULES[name] not in sys.modules:
+        with uncollected():
+            import_module(_MODULES[name])
+    return getattr(sys.modules[_MODULES[name]], name)

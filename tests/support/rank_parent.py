@@ -9,16 +9,19 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import importlib
 import pkgutil
 
+from toolkit.imports import uncollected
+
 
 def become_rank_parent() -> None:
     """Import slow modules once, and silence them."""
-    from toolkit import checkpoint, convert, data, engines, training
-    from toolkit.launch.local_ranks import preload
-    from toolkit.launch.output import quiet
+    with uncollected():
+        from toolkit import checkpoint, convert, data, engines, training
+        from toolkit.launch.local_ranks import preload
+        from toolkit.launch.output import quiet
 
-    for package in (checkpoint, convert, data, engines, training):
-        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-            importlib.import_module(module.name)
-    importlib.import_module("matplotlib.backends.backend_agg")  # the plots of a run
+        for package in (checkpoint, convert, data, engines, training):
+            for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+                importlib.import_module(module.name)
+        importlib.import_module("matplotlib.backends.backend_agg")  # the plots of a run
     preload("gpt2", "llama", "qwen3", "gpt_neox")
     quiet(debug=False)

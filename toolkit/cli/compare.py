@@ -13,6 +13,7 @@ import click
 from click.core import ParameterSource
 
 from toolkit.config import load_recipe, overrides_between
+from toolkit.imports import uncollected
 from toolkit.parity.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -138,12 +139,12 @@ def _strategies(overrides: tuple[str, ...], path: str, against: str, options: di
     strategies = Strategy.parse_list(against)
     requested = None if options["baseline"] is None else Strategy.parse(options["baseline"])
     recipe = load_recipe(path, overrides)
-    # These import torch, which takes seconds.
-    from toolkit.launch.local_ranks import preload
-    from toolkit.launch.output import quiet
-    from toolkit.model_init.build_model import load_config
-    from toolkit.parity.run import compare_strategies as runner
-    from toolkit.parity.run.shrink import shrink
+    with uncollected():  # these import torch, which takes seconds
+        from toolkit.launch.local_ranks import preload
+        from toolkit.launch.output import quiet
+        from toolkit.model_init.build_model import load_config
+        from toolkit.parity.run import compare_strategies as runner
+        from toolkit.parity.run.shrink import shrink
 
     quiet(debug=False)
     small, name = recipe, recipe.model.name_or_path

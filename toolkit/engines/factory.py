@@ -11,6 +11,7 @@ from toolkit.config.job import Job
 from toolkit.config.recipe import Recipe
 from toolkit.engines.base import Engine
 from toolkit.errors import RunError
+from toolkit.imports import uncollected
 from toolkit.model_init.build_model import build_model
 from toolkit.model_init.freed_memory import keep_freed_memory
 
@@ -49,7 +50,8 @@ def create_engine(
 def _deepspeed(
     job: Job, device: torch.device, ds_config: Mapping[str, Any], build: Callable[..., PreTrainedModel]
 ) -> Engine:
-    from toolkit.engines import deepspeed_engine as ds
+    with uncollected():
+        from toolkit.engines import deepspeed_engine as ds
 
     layout = job.layout
     dtype = ds.model_dtype(ds_config)

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from toolkit.errors import ToolkitError
+from toolkit.imports import uncollected
 from toolkit.launch.environment import local_device
 from toolkit.launch.spawn import free_port, rank_variables
 from toolkit.parent_process import end_with
@@ -224,7 +225,7 @@ def preload(*families: str) -> None:
     if local_device().type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
     modeling = (f"transformers.models.{family}.modeling_{family}" for family in families)
-    for name in ("accelerate", "deepspeed", *_LATE_IMPORTS, *modeling):
-        with suppress(ImportError):  # a rank that needs it reports it
-            importlib.import_module(name)
-    gc.freeze()  # Python's own collections, too, would go through all of these modules
+    with uncollected():
+        for name in ("accelerate", "deepspeed", *_LATE_IMPORTS, *modeling):
+            with suppress(ImportError):  # a rank that needs it reports it
+                importlib.import_module(name)
