@@ -21,7 +21,8 @@ from typing import Literal
 
 import transformers
 
-from toolkit.errors import ToolkitError
+from toolkit.errors import ModelError, ToolkitError
+from toolkit.estimate.memory_model import MemoryModel
 from toolkit.estimate.recording import SAMPLES, Attention, Part, Recomputation, Setup, config_text
 from toolkit.estimate.recordings import SHIPPED, versions
 from toolkit.models.families.registry import find_spec
@@ -31,7 +32,7 @@ from toolkit.recorder.record import record
 FOLDER = Path(__file__).parents[1] / "build" / "recordings"
 RANKS = (1, 2, 4, 8)
 Kind = Literal["whole", "sequence parallel", "stages"]
-KINDS: tuple[Kind, ...] = ("whole", "sequence parallel", "stages")
+KINDS: tuple[Kind, ...] = ("whole", "stages", "sequence parallel")
 """The settings that are asked for most come first."""
 
 
@@ -46,10 +47,19 @@ def main() -> None:
     FOLDER.mkdir(parents=True, exist_ok=True)
     if not options.zip:
         for kind in KINDS:
-            for name in options.models or names():
+            for name in options.models or filter(has_an_estimate, names()):
                 add(name, kind)
     if not options.models:
         pack()
+
+
+def has_an_estimate(name: str) -> bool:
+    """Whether `dstk memory` knows its parameters."""
+    try:
+        MemoryModel.from_config(find_config(name) or {})
+    except ModelError:
+        return False
+    return True
 
 
 def add(name: str, kind: Kind) -> None:

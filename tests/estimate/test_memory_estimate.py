@@ -17,6 +17,7 @@ from toolkit.estimate.recording import Recomputation
 from toolkit.estimate.states import TorchStates
 from toolkit.hardware import gpu
 from toolkit.models.shape import find_config
+from toolkit.planner.run_memory import estimate_for_run, recipe_of
 
 GIB = 2**30
 GPT3 = MemoryModel.from_config(find_config("gpt3-175b") or {})
@@ -226,3 +227,14 @@ def test_a_verdict_is_tight_within_the_measured_band(device_bytes: float, verdic
     other = replace(found, device_bytes=round(device_bytes * found.total))
     assert other.verdict == verdict
     assert other.fits == (verdict == "fits")
+
+
+def test_documents_that_do_not_see_each_other_cost_masks() -> None:
+    sizes = {"micro_batch_size": 2, "seq_len": 512, "accumulation": 1, "precision": "bf16"}
+    recipe = recipe_of("gpt2", Layout(zero_stage=1), **sizes)  # type: ignore[arg-type]
+    masked = recipe.changed({"data": {"document_masking": True}})
+    without, with_masks = (
+        estimate_for_run(one, one.layout(1), one.resolve_batch(one.layout(1)))[0].activation_total
+        for one in (recipe, masked)
+    )
+    assert with_masks - without >= 2 * 2 * 512**2

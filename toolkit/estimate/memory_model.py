@@ -54,6 +54,8 @@ class Workload:
     """Bytes of an activation's element; None: those of the framework's weights."""
     autocast: bool = False
     """Whether products run in 16 bits under torch.autocast. DeepSpeed's settings override it."""
+    documents: bool = False
+    """Documents of a sample do not see each other."""
     device: Device = "cuda"
     """Whose kernels run."""
 
@@ -198,6 +200,7 @@ class MemoryModel:
             recompute=work.recompute,
             attention=work.attention,
             precision=precision,
+            documents=work.documents,
             device=work.device,
             part=part,
             samples="one" if work.micro_batch_size == 1 else "many",
