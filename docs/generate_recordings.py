@@ -89,7 +89,8 @@ def add(name: str, kind: Kind) -> None:
 def setups(config: str, attention: Attention, kind: Kind) -> Iterator[Setup]:
     """The settings of one kind."""
     parallel = kind == "sequence parallel"
-    parts: tuple[Part, ...] = ("first", "middle", "last") if kind == "stages" else ("whole",)
+    stages: tuple[Part, ...] = () if kind == "whole" else ("first", "middle", "last")
+    parts: tuple[Part, ...] = stages if kind == "stages" else ("whole", *stages)
     recomputations: tuple[Recomputation, ...] = ("none", "full", "selective") if kind == "whole" else ("none", "full")
     for tp, recompute, part, samples in product(RANKS[parallel:], recomputations, parts, SAMPLES):
         yield Setup(

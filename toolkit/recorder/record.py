@@ -26,6 +26,8 @@ def record(setup: Setup, s: int) -> Recording:
         raise
     except KeyError as error:  # an activation function, for instance
         raise ModelError(f"transformers does not know {reason_of(error)}") from error
+    except NotImplementedError as error:  # of tensors without memory, whose values are asked for
+        raise ModelError("the sizes of its tensors depend on their values") from error
     except Exception as error:  # of transformers' classes, for a config that they do not take
         raise ModelError(reason_of(error)) from error
     finally:
