@@ -7,6 +7,7 @@ srun --ntasks-per-node 8 python recipes/train.py --config recipes/gpt2/z1.yaml
 python recipes/train.py --config recipes/demo.yaml train.engine=reference train.steps=20
 """
 
+import gc
 import sys
 
 import toolkit  # which imports torch later, when requests to stop are handled
@@ -18,6 +19,7 @@ def main(argv: list[str]) -> None:
     """Read the recipe for the ranks of this launch, and train it."""
     arguments = parse_arguments(argv, description=__doc__ or "")
     job = toolkit.load_job(arguments.config, arguments.overrides)
+    gc.freeze()  # collections, which DeepSpeed asks for as well, skip all that was imported
     quiet(debug=job.recipe.log.level == "debug")
     toolkit.train(job, options=arguments.options)
 

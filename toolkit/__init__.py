@@ -7,7 +7,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from toolkit.imports import uncollected
+from toolkit.imports import no_garbage_collection
 
 if TYPE_CHECKING:
     from toolkit.config import load_recipe
@@ -34,6 +34,6 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if _MODULES[name] not in sys.modules:
-        with uncollected():
+        with no_garbage_collection():
             import_module(_MODULES[name])
     return getattr(sys.modules[_MODULES[name]], name)

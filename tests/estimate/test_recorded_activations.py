@@ -1,6 +1,7 @@
 """Activations recorded from a model's own code: sizes that are exact polynomials or refused, and equal to live runs."""
 
 import json
+import os
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 import torch
 from measured_activations import SEQ_LEN, Case, kept_bytes, peak_bytes
 
-from toolkit.errors import ModelError
+from toolkit.errors import ModelError, RunError
 from toolkit.estimate import recordings
 from toolkit.estimate.recording import Polynomial, Recording, Setup, config_text
 from toolkit.models.shape import find_config
@@ -123,6 +124,59 @@ def test_what_other_code_recorded_is_recorded_again(empty_cache: Path, monkeypat
     monkeypatch.setattr(recordings, "_recorded", lambda setup, s: {})
     with pytest.raises(KeyError):
         recordings.recording(setup, 64)
+
+
+def test_an_answer_that_was_not_read_is_not_taken_for_the_next(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted() -> str:
+        raise KeyboardInterrupt
+
+    process, _ = recordings._recorder(os.getpid())
+    monkeypatch.setattr(process.stdout, "readline", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        recordings.recording(Setup(config=TINY, recompute="full"), 32)
+    monkeypatch.undo()
+    monkeypatch.setenv("DSTK_CACHE", str(empty_cache))
+    other = Setup(config=TINY, precision="fp32")
+    assert recordings.recording(other, 32) == record(other, 32)
+
+
+def test_a_file_in_the_current_directory_is_not_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "transformers.py").write_text("raise SystemExit('this is not transformers')")
+    monkeypatch.chdir(tmp_path)
+    recordings._recorder.cache_clear()
+    process, _ = recordings._recorder(os.getpid())
+    assert process.stdin is not None
+    process.stdin.close()
+    assert process.wait(timeout=120) == 0
+    recordings._recorder.cache_clear()
+
+
+def test_a_recorder_that_died_is_named_and_started_again(empty_cache: Path) -> None:
+    process, _ = recordings._recorder(os.getpid())
+    process.kill()
+    setup = Setup(config=TINY, attention="eager")
+    with pytest.raises(RunError, match="code -9"):
+        recordings.recording(setup, 48)
+    assert recordings.recording(setup, 48) == record(setup, 48)
+
+
+def test_a_cache_that_cannot_be_written_costs_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("DSTK_CACHE", str(tmp_path / "file"))
+    setup = Setup(config=TINY)
+    assert recordings.recording(setup, 64) == record(setup, 64)
+
+
+def test_other_releases_than_those_that_recorded_do_not_use_what_is_shipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    (key, *_) = shipped()
+    recordings._shipped.cache_clear()
+    assert recordings._shipped(key) != {}
+    recordings._shipped.cache_clear()
+    monkeypatch.setattr(recordings, "_installed", lambda: {"torch": "2.13", "transformers": "5.24"})
+    assert recordings._shipped(key) == {}
+    recordings._shipped.cache_clear()
 
 
 def test_a_window_has_a_recording_on_each_side_of_it(empty_cache: Path) -> None:

@@ -9,12 +9,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import importlib
 import pkgutil
 
-from toolkit.imports import uncollected
+from toolkit.imports import no_garbage_collection
 
 
 def become_rank_parent() -> None:
     """Import slow modules once, and silence them."""
-    with uncollected():
+    with no_garbage_collection():
         from toolkit import checkpoint, convert, data, engines, training
         from toolkit.launch.local_ranks import preload
         from toolkit.launch.output import quiet

@@ -57,8 +57,8 @@ class Durations:
         if report.when == "setup" and report.duration > SECONDS_OF_A_FAST_SETUP:
             self._slow_modules.add(report.nodeid.partition("::")[0])
 
-    def pytest_sessionfinish(self, session: Any) -> None:
-        if hasattr(session.config, "workerinput"):
+    def pytest_sessionfinish(self, session: Any, exitstatus: int) -> None:
+        if hasattr(session.config, "workerinput") or exitstatus > pytest.ExitCode.TESTS_FAILED:
             return
         found: dict[str, float] = defaultdict(float)
         for name, seconds in self._seconds.items():

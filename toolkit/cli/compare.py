@@ -13,7 +13,7 @@ import click
 from click.core import ParameterSource
 
 from toolkit.config import load_recipe, overrides_between
-from toolkit.imports import uncollected
+from toolkit.imports import no_garbage_collection
 from toolkit.parity.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def _strategies(overrides: tuple[str, ...], path: str, against: str, options: di
     strategies = Strategy.parse_list(against)
     requested = None if options["baseline"] is None else Strategy.parse(options["baseline"])
     recipe = load_recipe(path, overrides)
-    with uncollected():  # these import torch, which takes seconds
+    with no_garbage_collection():  # these import torch, which takes seconds
         from toolkit.launch.local_ranks import preload
         from toolkit.launch.output import quiet
         from toolkit.model_init.build_model import load_config

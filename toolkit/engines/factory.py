@@ -11,7 +11,7 @@ from toolkit.config.job import Job
 from toolkit.config.recipe import Recipe
 from toolkit.engines.base import Engine
 from toolkit.errors import RunError
-from toolkit.imports import uncollected
+from toolkit.imports import no_garbage_collection
 from toolkit.model_init.build_model import build_model
 from toolkit.model_init.freed_memory import keep_freed_memory
 
@@ -50,7 +50,7 @@ def create_engine(
 def _deepspeed(
     job: Job, device: torch.device, ds_config: Mapping[str, Any], build: Callable[..., PreTrainedModel]
 ) -> Engine:
-    with uncollected():
+    with no_garbage_collection():
         from toolkit.engines import deepspeed_engine as ds
 
     layout = job.layout

@@ -3,30 +3,34 @@
 Nothing here imports torch. `recordings.zip` has a file for each model of the catalogue (docs/generate_recordings.py).
 """
 
-import atexit
 import json
 import os
 import subprocess
 import sys
+import tempfile
+import threading
 import zipfile
 import zlib
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict
-from functools import cache, lru_cache
-from importlib.metadata import version
+from functools import cache, lru_cache, partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from toolkit.errors import ModelError
+from toolkit.errors import ModelError, RunError
 from toolkit.estimate.recording import Activations, Recording, Setup
-from toolkit.files import cache_folder
+from toolkit.files import cache_folder, reason_of
+from toolkit.parent_process import end_with
 
 SHIPPED = Path(__file__).with_name("recordings.zip")
 _PACKAGE = Path(__file__).parents[1]
-_SOURCES = ("recorder", "parallel", "model_init/selective_recompute.py", "estimate/recording.py")
+_SOURCES = (
+    *("recorder", "parallel", "model_init/selective_recompute.py", "estimate/recording.py"),
+    *("models/tensor_plan.py", "models/families", "models/families.json"),
+)
 """What decides, beside torch and transformers, what is recorded."""
-Stored = dict[str, list[dict[str, Any]]]
-"""Keys of setups -> encoded recordings, one for each span of positions that was asked for."""
 
 
 @lru_cache(maxsize=8192)
@@ -36,101 +40,151 @@ def activations(setup: Setup, b: int, s: int) -> Activations:
 
 
 def recording(setup: Setup, s: int) -> Recording:
-    """The recording of a setup that holds for s positions. Raises ModelError where there can be none."""
-    known = _shipped(setup.model_key).get(setup.key, [])
+    """The recording of a setup that holds for s positions.
+
+    Raises ModelError for a model that cannot be recorded, and RunError where the process that records fails.
+    """
     path = cache_folder() / "recordings" / f"{setup.model_key}-{setup.key}.json"
-    found = _holding(known, s) or _holding(_read(path), s)
+    shipped = map(Recording.decoded, _shipped(setup.model_key).get(setup.key, []))
+    found = _holding(shipped, s) or _holding(_read(path), s)
     if found is None:
-        found = _recorded(setup, s)
-        _write(path, [*(one for one in _read(path) if one["positions"] != found["positions"]), found])
-    return Recording.decoded(found)
+        encoded = _recorded(setup, s)
+        found = Recording.decoded(encoded)
+        _write(path, [*(one.encoded() for one in _read(path) if one.positions != found.positions), encoded])
+    return found
 
 
-def _holding(known: Iterable[dict[str, Any]], s: int) -> dict[str, Any] | None:
-    spans = ((one, *one["positions"]) for one in known)
+def _holding(known: Iterable[Recording], s: int) -> Recording | None:
+    spans = ((one, *one.positions) for one in known)
     return next((one for one, least, most in spans if least <= s and (most is None or s < most)), None)
 
 
 @cache
-def _shipped(model_key: str) -> Stored:
-    if not SHIPPED.exists():
+def _shipped(model_key: str) -> dict[str, list[dict[str, Any]]]:
+    """Encoded recordings that are shipped for a model, by keys of setups, if the same releases are installed here."""
+    try:
+        with zipfile.ZipFile(SHIPPED) as archive:
+            content = json.loads(archive.read(f"{model_key}.json"))
+    except (OSError, KeyError, zipfile.BadZipFile):
         return {}
-    with zipfile.ZipFile(SHIPPED) as archive:
-        names = {*archive.namelist()}
-        name = f"{model_key}.json"
-        found: Stored = json.loads(archive.read(name))["recordings"] if name in names else {}
-    return found
+    if any(installed not in (None, _release(content["versions"][name])) for name, installed in _installed().items()):
+        return {}
+    recordings: dict[str, list[dict[str, Any]]] = content["recordings"]
+    return recordings
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
+def _read(path: Path) -> list[Recording]:
     """What the cache has, if the same versions recorded it."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        return list(content["recordings"]) if content["versions"] == versions() else []
-    except (OSError, ValueError, KeyError, TypeError):
+        return list(map(Recording.decoded, content["recordings"])) if content["versions"] == versions() else []
+    except (OSError, ValueError, LookupError, TypeError):
         return []
 
 
 def _write(path: Path, recordings: list[dict[str, Any]]) -> None:
-    """Replace the file at once. Without room for it the next process records again."""
+    """Replace the file at once. Where that cannot be done, the next process records again."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_text(json.dumps({"versions": versions(), "recordings": recordings}), encoding="utf-8")
         temporary.replace(path)
     except OSError:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
 
 
 @cache
 def versions() -> dict[str, str]:
     """What decides what is recorded: versions of the libraries, and a checksum of the code that records."""
-    sum_ = 0
+    checksum = 0
     for name in _SOURCES:
-        for path in sorted((_PACKAGE / name).rglob("*.py")) or [_PACKAGE / name]:
-            sum_ = zlib.crc32(path.read_bytes(), sum_)
-    return {name: version(name) for name in ("torch", "transformers")} | {"code": f"{sum_:08x}"}
+        inside = (path for path in (_PACKAGE / name).rglob("*") if path.suffix in (".py", ".json"))
+        for path in sorted(inside) or [_PACKAGE / name]:
+            checksum = zlib.crc32(path.read_bytes(), checksum)
+    libraries = {name: str(_version(name)) for name in _LIBRARIES}
+    return libraries | {"code": f"{checksum:08x}"}
+
+
+_LIBRARIES = ("torch", "transformers")
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _release(version: str) -> str:
+    """2.13 of 2.13.0+cu130."""
+    return ".".join(version.split(".")[:2])
+
+
+@cache
+def _installed() -> dict[str, str | None]:
+    """The installed releases; None for a library that is not there."""
+    found = {name: _version(name) for name in _LIBRARIES}
+    return {name: found and _release(found) for name, found in found.items()}
 
 
 def _recorded(setup: Setup, s: int) -> dict[str, Any]:
-    question = {"setup": asdict(setup), "s": s}
     family = json.loads(setup.config).get("model_type")
     if sys.stderr.isatty():
-        print(f"recording the activations of this {family} model ({setup.key}), once …", file=sys.stderr)
-    answer = _ask(os.getpid(), json.dumps(question))
+        print(f"recording the activations of {family} ({setup.key}); cached afterwards", file=sys.stderr)
+    answer = _ask(os.getpid(), json.dumps({"setup": asdict(setup), "s": s}))
     if "error" in answer:
         reason = str(answer["error"]).rstrip(".")
         raise ModelError.of("model_type", family, f"its activations cannot be recorded: {reason}")
     return answer
 
 
+_LOCK = threading.Lock()
+
+
 @lru_cache(maxsize=1024)
 def _ask(pid: int, question: str) -> dict[str, Any]:
-    """Answers are remembered, refusals too. `pid`: a forked process must not share its parent's recorder."""
-    process = _recorder(pid)
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        print(question, file=process.stdin, flush=True)
-        answer: dict[str, Any] = json.loads(process.stdout.readline())
-    except (OSError, ValueError):
-        _recorder.cache_clear()
-        return {"error": "the process that records ended. Run python -m toolkit.recorder, which says why."}
-    return answer
+    """Answers are remembered, refusals too. `pid`: a forked process must not share its parent's recorder.
+
+    An answer that was not read would be taken for that of the next question: an interrupted recorder ends.
+    """
+    with _LOCK:
+        process, errors = _recorder(pid)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            print(question, file=process.stdin, flush=True)
+            answer: dict[str, Any] = json.loads(process.stdout.readline())
+        except BaseException as error:
+            process.kill()
+            _recorder.cache_clear()
+            if isinstance(error, OSError | ValueError):
+                code = process.wait()
+                errors.seek(0)
+                said = next((line for line in reversed(errors.read().splitlines()) if line.strip()), "no message")
+                reason = f"the process that records activations ended with code {code} ({reason_of(ValueError(said))})"
+                raise RunError(f"{reason}. Try again, with more memory or another environment.") from None
+            raise
+        return answer
 
 
 @cache
-def _recorder(pid: int) -> "subprocess.Popen[str]":
-    """The process that has torch. It ends with this one: then its stdin does."""
-    path = os.pathsep.join(filter(None, (str(_PACKAGE.parent), os.environ.get("PYTHONPATH"))))
-    chosen = {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+def _recorder(pid: int) -> "tuple[subprocess.Popen[str], IO[str]]":
+    """The process that has torch, and what it prints to stderr. It ends with this one."""
+    errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
+    # -P: a transformers.py in the current directory is not the library. The toolkit comes last on the path: its folder
+    # may have all that is installed.
+    run = (
+        "import runpy, sys; sys.path.append(sys.argv.pop()); runpy.run_module('toolkit.recorder', run_name='__main__')"
+    )
     process = subprocess.Popen(
-        [sys.executable, "-m", "toolkit.recorder"],
+        [sys.executable, "-P", "-c", run, str(_PACKAGE.parent)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+        stderr=errors,
         text=True,
-        env=os.environ | chosen | {"DS_ACCELERATOR": "cpu"},
+        env=os.environ
+        | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
+        preexec_fn=partial(end_with, pid),
     )
-    atexit.register(process.kill)
-    return process
+    return process, errors

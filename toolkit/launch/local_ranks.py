@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from toolkit.errors import ToolkitError
-from toolkit.imports import uncollected
+from toolkit.imports import no_garbage_collection
 from toolkit.launch.environment import local_device
 from toolkit.launch.spawn import free_port, rank_variables
 from toolkit.parent_process import end_with
@@ -225,7 +225,8 @@ def preload(*families: str) -> None:
     if local_device().type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
     modeling = (f"transformers.models.{family}.modeling_{family}" for family in families)
-    with uncollected():
+    with no_garbage_collection():
         for name in ("accelerate", "deepspeed", *_LATE_IMPORTS, *modeling):
             with suppress(ImportError):  # a rank that needs it reports it
                 importlib.import_module(name)
+    gc.freeze()  # later collections skip what was imported
