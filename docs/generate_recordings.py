@@ -10,6 +10,7 @@ sdpa where the family has it. All others are recorded on first use.
 
 import argparse
 import json
+import os
 import sys
 import time
 import warnings
@@ -17,7 +18,7 @@ import zipfile
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import transformers
 
@@ -67,20 +68,23 @@ def add(name: str, kind: Kind) -> None:
     config = find_config(name) or {}
     text = config_text(config)
     path = FOLDER / f"{Setup(config=text).model_key}.json"
-    content = json.loads(path.read_text()) if path.exists() else {"recordings": {}, "versions": versions()}
+    content = json.loads(path.read_text()) if path.exists() else shipped(path.name)
+    if content.get("versions") != versions():
+        content = {"recordings": {}, "versions": versions()}
     known, window = content["recordings"], config.get("sliding_window") or config.get("attention_chunk_size")
+    lengths = (1, window) if window and window <= config.get("max_position_embeddings", window) else (1,)
     started, added = time.monotonic(), 0
     for setup in setups(text, "sdpa" if find_spec(config["model_type"]).layer.sdpa else "eager", kind):
         if setup.key in known:
             continue
         try:
-            known[setup.key] = [record(setup, s).encoded() for s in ((1, window) if window else (1,))]
+            known[setup.key] = [record(setup, s).encoded() for s in lengths]
         except ToolkitError as error:
             known[setup.key] = []  # for instance more ranks than heads
             print(f"{name}, {setup.key}: {error}", file=sys.stderr)
         added += 1
     if added:
-        temporary = path.with_suffix(".part")
+        temporary = path.with_suffix(f".{os.getpid()}.part")
         temporary.write_text(json.dumps(content, separators=(",", ":")))
         temporary.replace(path)
         print(f"{name}, {kind}: {added} in {time.monotonic() - started:.0f} s", flush=True)
@@ -104,15 +108,27 @@ def setups(config: str, attention: Attention, kind: Kind) -> Iterator[Setup]:
         )
 
 
+def shipped(name: str) -> dict[str, Any]:
+    """What is shipped for a model; empty where nothing is."""
+    try:
+        with zipfile.ZipFile(SHIPPED) as archive:
+            content: dict[str, Any] = json.loads(archive.read(name))
+    except (FileNotFoundError, KeyError):
+        return {}
+    return content
+
+
 def pack() -> None:
-    """Write the file from what is there, the same bytes for the same content."""
+    """Write the file, the same bytes for the same content. What was not recorded here stays as it was shipped."""
+    with zipfile.ZipFile(SHIPPED) as archive:
+        texts = {name: archive.read(name).decode() for name in archive.namelist()}
+    for path in FOLDER.glob("*.json"):
+        content = json.loads(path.read_text())
+        content["recordings"] = {key: known for key, known in content["recordings"].items() if known}
+        texts[path.name] = json.dumps(content, separators=(",", ":"))
     with zipfile.ZipFile(SHIPPED, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
-        for path in sorted(FOLDER.glob("*.json")):
-            content = json.loads(path.read_text())
-            content["recordings"] = {key: known for key, known in content["recordings"].items() if known}
-            archive.writestr(
-                zipfile.ZipInfo(path.name), json.dumps(content, separators=(",", ":")), zipfile.ZIP_DEFLATED
-            )
+        for name, text in sorted(texts.items()):
+            archive.writestr(zipfile.ZipInfo(name), text, zipfile.ZIP_DEFLATED)
     print(f"{SHIPPED.name}: {SHIPPED.stat().st_size / 2**20:.2f} MiB")
 
 

@@ -191,8 +191,9 @@ class MemoryModel:
         s = work.seq_len // layout.ulysses
         _check_attention(self.architecture.shape.family, work.attention, precision)
         if layout.sequence_parallel and s % layout.tp:
-            given = (("seq_len", s), ("tp", layout.tp), ("sequence_parallel", True))
-            raise LayoutError.between(given, "ranks get equal parts", f"choose a multiple of {layout.tp}")
+            given = (("seq_len", work.seq_len), ("tp", layout.tp), ("sequence_parallel", True))
+            multiple = layout.tp * layout.ulysses
+            raise LayoutError.between(given, "ranks get equal parts", f"choose a multiple of {multiple}")
         setup = Setup(
             config=self.config,
             tp=layout.tp,

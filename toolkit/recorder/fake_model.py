@@ -53,6 +53,12 @@ class FakeModel:
         return int(next(filter(None, found), _MOST_POSITIONS))
 
     @property
+    def has_learned_positions(self) -> bool:
+        """Whether an embedding may be one of positions: by its number of rows, some of which may be for padding."""
+        tables = (module for module in self.model.modules() if isinstance(module, nn.Embedding))
+        return any(0 <= table.num_embeddings - self.positions <= 4 for table in tables)
+
+    @property
     def layers(self) -> nn.ModuleList:
         return self.structure.layer_list(self.model)
 

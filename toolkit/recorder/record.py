@@ -1,5 +1,6 @@
 """Record one setup: a few passes of different sizes, and one more that checks what was found."""
 
+import json
 from collections.abc import Callable
 
 import torch.distributed as dist
@@ -24,8 +25,9 @@ def record(setup: Setup, s: int) -> Recording:
         return _recorded(setup, s)
     except ToolkitError:
         raise
-    except KeyError as error:  # an activation function, for instance
-        raise ModelError(f"transformers does not know {reason_of(error)}") from error
+    except KeyError as error:
+        unknown = error.args[:1] == (json.loads(setup.config).get("hidden_act"),)
+        raise ModelError(f"transformers does not know {reason_of(error)}" if unknown else reason_of(error)) from error
     except NotImplementedError as error:  # of tensors without memory, whose values are asked for
         raise ModelError("the sizes of its tensors depend on their values") from error
     except Exception as error:  # of transformers' classes, for a config that they do not take
@@ -73,14 +75,16 @@ def _solved(points: list[Size], run: Callable[..., list[Section]], unit: int) ->
 
 def _span(fake: FakeModel, s: int) -> tuple[int, int | None]:
     """The lengths that make the same masks as `s`: up to a sliding window, or from it on."""
-    if fake.window is None:
+    if fake.window is None or fake.window > fake.positions:
         return 1, None
     return (1, fake.window) if s < fake.window else (fake.window, None)
 
 
 def _lengths(fake: FakeModel, span: tuple[int, int | None], ranks: int) -> tuple[int, int, int]:
-    """Three lengths in a span, which the model has positions for."""
+    """Three lengths in a span, which the model has positions for. Rotary positions have no end."""
     most = fake.positions if span[1] is None else min(span[1] - 1, fake.positions)
+    if span[0] == fake.positions and not fake.has_learned_positions:
+        most = 2 * span[0] + 2 * ranks
     for unit in _UNITS:
         step = unit * ranks
         first = -(-span[0] // step) * step

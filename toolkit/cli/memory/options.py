@@ -68,6 +68,9 @@ class MemoryQuery:
         """What the user should know beside the answer."""
         notes = [guess_note(self.layout.world_size)] if self.is_guess else []
         notes += filter(None, self.remarks)
+        if "auto_map" in self.config:
+            own = f"transformers' own {self.config['model_type']}"
+            notes.append(f"config.json names code of its own (auto_map), which does not run here: this is {own}.")
         if self.gpu is not None and self.gpu.bf16_flops is None and self.recipe.precision == "bf16":
             what = f"{self.gpu.name} has no bf16 units, and training refuses bf16 there"
             notes.append(f"{what}: --precision fp16 or fp32.")
