@@ -136,6 +136,12 @@ def test_zeropp_writes_all_of_its_keys() -> None:
     }
 
 
+def test_a_timed_pipeline_has_the_steps_that_its_engine_divides_by() -> None:
+    assert job("dp4-pp2-z1", wall_clock_breakdown=True).config["steps_per_print"] == 10
+    assert job("dp8-z1", wall_clock_breakdown=True).config["steps_per_print"] is None
+    assert job("dp4-pp2-z1").config["steps_per_print"] is None
+
+
 def test_nodes_divide_the_ranks() -> None:
     with refused(LayoutError, "nodes", "world_size"):
         job(nodes=3)

@@ -3,13 +3,23 @@
 from typing import Any
 
 import pytest
-from lint_cases import Config, ids, lint
+from lint_cases import ADAMW, Config, ids, lint
 
 Z = "zero_optimization"
 SIZE: Config = {"train_batch_size": 8, "gradient_clipping": 1.0}
 AUTO: Config = {"train_batch_size": "auto", "gradient_clipping": "auto"}
 SP: Config = SIZE | {"sequence_parallel_size": 2}
 OFFLOADED = {"device": "cpu"}
+OFFLOADS: Config = AUTO | {Z: {"stage": 2, "offload_optimizer": OFFLOADED}}
+MACHINES = """distributed_type: DEEPSPEED
+num_processes: 16
+num_machines: 2
+machine_rank: 1
+main_process_ip: {}
+deepspeed_config:
+  zero_stage: 2
+  deepspeed_multinode_launcher: standard
+"""
 
 Said = tuple[str, str, Config, Config, dict[str, Any]]
 PAIRS: tuple[Said, ...] = (
@@ -83,7 +93,37 @@ FOUND: tuple[Said, ...] = (
         | {Z: {"stage": 2, "stage3_gather_16bit_weights_on_model_save": True}, "tensor_parallel": {"autotp_size": 2}},
         {},
     ),
+    ("HF109", "warning", OFFLOADS, AUTO | {Z: {"stage": 2}}, {"trainer": {"optim": "sgd"}}),
+    ("HF109", "warning", OFFLOADS, OFFLOADS | {"optimizer": ADAMW}, {"trainer": {"optim": "adafactor"}}),
+    ("HF110", "error", AUTO | {Z: False}, AUTO | {Z: {"stage": 0}}, {"trainer": {"seed": 1}}),
+    ("AC113", "warning", MACHINES.format("localhost"), MACHINES.format("node-1"), {}),
+    ("AC113", "warning", MACHINES.format("0.0.0.0"), MACHINES.format("0.0.0.0").replace("es: 2", "es: 1"), {}),
+    (
+        "DS816",
+        "warning",
+        SIZE | {"activation_checkpointing": {"contiguous_memory_optimization": True, "number_checkpoints": 4}},
+        SIZE | {"activation_checkpointing": {"contiguous_memory_optimization": False, "number_checkpoints": 4}},
+        {},
+    ),
 )
+
+
+def test_accelerate_offloads_adam_in_place_of_an_optimizer_that_it_does_not_know(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import deepspeed.ops.adam
+    import torch
+    from accelerate.utils.deepspeed import map_pytorch_optim_to_deepspeed
+
+    made: list[Any] = []
+    monkeypatch.setattr(deepspeed.ops.adam, "DeepSpeedCPUAdam", lambda _, **values: made.append(values))
+    map_pytorch_optim_to_deepspeed(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.9))
+    assert made == [{"lr": 0.1, "weight_decay": 0, "adamw_mode": False}]
+
+
+def test_an_optimizer_that_accelerate_offloads_as_it_is_has_no_finding() -> None:
+    for optim in ("adamw_torch", "adamw_torch_fused", "adagrad", "lion_32bit"):
+        assert "HF109" not in ids(lint(OFFLOADS, trainer={"optim": optim}))
 
 
 @pytest.mark.parametrize(("rule", "severity", "wrong", "near", "context"), [*PAIRS, *FOUND])
@@ -99,6 +139,7 @@ def test_a_rule_reports_the_mistake_and_not_what_is_close_to_it(
     [
         ({"BF16": {"enabled": True}}, "bf16"),
         ({"aio": {"thread_count": 1}}, "intra_op_parallelism"),
+        ({"optimizer": {"type": "cpu_adam", "params": {"lr": 1e-3}}}, "AdamW"),
         ({"optimizer": {"type": "DeepSpeedCPUAdam", "params": {"lr": 1e-3}}}, "AdamW"),
     ],
 )

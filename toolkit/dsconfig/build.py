@@ -48,7 +48,8 @@ def build(
         "zero_optimization": _zero(layout, hidden_size, device, options),
         "zero_allow_untested_optimizer": options.optimizer is None and recipe.optimizer.name in ("sgd", "lion"),
         "zero_force_ds_cpu_optimizer": False,
-        "steps_per_print": None,
+        # The pipeline engine divides by it when it has timed a step.
+        "steps_per_print": 10 if options.wall_clock_breakdown and layout.pp > 1 else None,
         "wall_clock_breakdown": options.wall_clock_breakdown,
         "dump_state": False,
     }

@@ -18,6 +18,7 @@ _FACTS = FACTS["accelerate"]
 deepspeed_config that become keys of DeepSpeed."""
 _YAML_11 = re.compile(r"(?i:no|off|on|yes|y|n)")
 _TRUTHS = ("y", "yes", "t", "true", "on", "1", "n", "no", "f", "false", "off", "0")
+_OWN_ADDRESSES = ("0.0.0.0", "127.0.0.1", "localhost", "::1")  # noqa: S104 - nothing listens here
 _WORDS: dict[str, type | tuple[type, ...]]
 _WORDS = {"distributed_type": str, "mixed_precision": str, "downcast_bf16": (str, bool), "rdzv_backend": str}
 
@@ -115,6 +116,8 @@ def _machines(value: Mapping[str, Any], section: Mapping[str, Any], gpus: int | 
     if is_number(machines) and machines > 1:
         if missing:
             yield Violation("AC113", ("num_machines",), f"num_machines: {machines} without {' and '.join(missing)}")
+        if (address := value.get("main_process_ip")) in _OWN_ADDRESSES:
+            yield Violation("AC113", ("main_process_ip",), f"main_process_ip: {address} on num_machines: {machines}")
         if is_number(ranks) and ranks > 0 and ranks % machines:
             yield Violation("AC115", ("num_processes",), f"num_processes: {ranks} on num_machines: {machines}")
         if is_number(machine) and machine >= machines:

@@ -36,19 +36,20 @@ def _section(path: Path, config: Mapping[str, Any], node: Node, view: View) -> I
             if isinstance(value, Mapping):
                 yield from _section(here, value, child, view)
             else:
-                yield from _no_section(here, value, child)
+                yield from _no_section(here, value, child, view)
         elif (wrong := problem(child, value)) is not None:
             yield _report(here, wrong, child, node["section"] == "strict", view)
 
 
-def _no_section(path: Path, value: Any, node: Node) -> Iterator[Violation]:
+def _no_section(path: Path, value: Any, node: Node, view: View) -> Iterator[Violation]:
     name = ".".join(map(str, path))
     if value is None and (name in _FACTS["null_is_a_section"] or "null" in node.get("types", [])):
         return
     if name == "datastates_ckpt" and value is False:
         return
     if name == "zero_optimization" and isinstance(value, bool):
-        found = Violation("DS209", path, f"zero_optimization={shown(value)} is an old form")
+        rule = "HF110" if view.context.runner in ("trainer", "accelerate") else "DS209"
+        found = Violation(rule, path, f"zero_optimization={shown(value)} is an old form")
         yield found.setting({"stage": int(value)})
         return
     found = Violation("DS208", path, f"{dotted(path)}={shown(value)} is not a section")
