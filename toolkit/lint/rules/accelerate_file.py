@@ -18,7 +18,7 @@ _FACTS = FACTS["accelerate"]
 deepspeed_config that become keys of DeepSpeed."""
 _YAML_11 = re.compile(r"(?i:no|off|on|yes|y|n)")
 _TRUTHS = ("y", "yes", "t", "true", "on", "1", "n", "no", "f", "false", "off", "0")
-_OWN_ADDRESSES = ("0.0.0.0", "127.0.0.1", "localhost", "::1")  # noqa: S104 - nothing listens here
+_OWN_ADDRESSES = ("0.0.0.0", "127.0.0.1", "localhost", "::1")
 _WORDS: dict[str, type | tuple[type, ...]]
 _WORDS = {"distributed_type": str, "mixed_precision": str, "downcast_bf16": (str, bool), "rdzv_backend": str}
 
