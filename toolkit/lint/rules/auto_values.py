@@ -86,7 +86,7 @@ def _sections(view: View) -> Iterator[Violation]:
     if isinstance(optim, str) and isinstance(kind, str) and not optim.startswith(("adamw_torch", kind.lower())):
         message = f"optimizer.type={kind}, but optim={optim}"
         yield Violation("HF106", ("optimizer",), message)
-    path: Path = ("zero_optimization", "offload_optimizer")
+    path = ("zero_optimization", "offload_optimizer")
     device, forces = view.get(".".join((*path, "device"))), view.get("zero_force_ds_cpu_optimizer", True)
     replaced = isinstance(optim, str) and not optim.startswith(("adamw", "adagrad")) and "lion" not in optim
     if replaced and kind is None and device in ("cpu", "nvme") and forces:
