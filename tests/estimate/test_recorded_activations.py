@@ -96,9 +96,9 @@ def test_the_meta_device_and_fake_tensors_give_the_same_recording(
 def test_every_storage_is_freed(tiny: Recording) -> None:
     """Over a whole pass nothing stays: what a layer keeps, its backward pass frees."""
     a, layers = tiny.at(2, SEQ_LEN), range(4)
-    backward = sum(a.backward[kind].delta for kind in a.pattern) + a.edges[2]
-    left = a.kept(layers) + a.turn.delta + backward + a.after.delta
-    assert left == pytest.approx(0, abs=a.before.delta)
+    backward = sum(a.backward[kind].delta for kind in a.pattern) + a.end_layers[2]
+    left = a.kept(layers) + a.head_backward.delta + backward + a.embedding_backward.delta
+    assert left == pytest.approx(0, abs=a.embedding.delta)
 
 
 @pytest.fixture

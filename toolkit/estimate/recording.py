@@ -71,7 +71,7 @@ def config_text(config: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Section:
+class PassSection:
     """A part of a pass, in bytes beyond what is live when it begins."""
 
     delta: Polynomial
@@ -92,27 +92,27 @@ class Section:
 class Recording:
     """All sections of a pass.
 
-    `head` ends with the logits, `loss` with the forward pass, `turn` with the gradient of the last layer's output;
-    `after` is the backward pass in front of the first layer.
+    `head` ends with the logits, `loss` with the forward pass, `head_backward` with the gradient of the last
+    layer's output; `embedding` is what runs before the first layer, and `embedding_backward` its backward pass.
     """
 
     positions: tuple[int, int | None]
-    """Holds for samples of at least so many positions and less than so many: at a sliding window masks appear."""
+    """Valid for sequence lengths in [first, second): at a sliding window masks appear."""
     unit: int
     """Parts of a byte that polynomials count: with sequence parallelism a rank has s/t positions."""
     pattern: tuple[int, ...]
     """The kind of every decoder layer of the model."""
-    before: Section
-    forward: tuple[Section, ...]
+    embedding: PassSection
+    forward: tuple[PassSection, ...]
     """Of a layer of each kind."""
-    backward: tuple[Section, ...]
-    head: Section
-    loss: Section
-    turn: Section
-    after: Section
+    backward: tuple[PassSection, ...]
+    head: PassSection
+    loss: PassSection
+    head_backward: PassSection
+    embedding_backward: PassSection
     kinds: tuple[Mapping[str, Polynomial], ...]
     """Kept by a layer of each kind, by the part of the layer that allocates it."""
-    edges: tuple[Polynomial, Polynomial, Polynomial]
+    end_layers: tuple[Polynomial, Polynomial, Polynomial]
     """What the forward pass of a stage's first layer leaves beyond that of an inner one, and of its last layer; and the
     backward pass of the last layer."""
 
@@ -123,20 +123,20 @@ class Recording:
         def of(polynomial: Polynomial) -> int:
             return sum(map(int.__mul__, polynomial, values)) // self.unit
 
-        def step(section: Section) -> Step:
-            return Step(delta=of(section.delta), peak=max(map(of, section.peaks)))
+        def step(section: PassSection) -> SectionBytes:
+            return SectionBytes(delta=of(section.delta), peak=max(map(of, section.peaks)))
 
         return Activations(
             pattern=self.pattern,
-            before=step(self.before),
+            embedding=step(self.embedding),
             forward=tuple(map(step, self.forward)),
             backward=tuple(map(step, self.backward)),
             head=step(self.head),
             loss=step(self.loss),
-            turn=step(self.turn),
-            after=step(self.after),
+            head_backward=step(self.head_backward),
+            embedding_backward=step(self.embedding_backward),
             kinds=tuple({kind: of(size) for kind, size in each.items()} for each in self.kinds),
-            edges=tuple(map(of, self.edges)),
+            end_layers=tuple(map(of, self.end_layers)),
         )
 
     def encoded(self) -> dict[str, Any]:
@@ -146,7 +146,7 @@ class Recording:
         def number(polynomial: Polynomial) -> int:
             return table.setdefault(polynomial, len(table))
 
-        def listed(section: Section) -> list[int]:
+        def listed(section: PassSection) -> list[int]:
             return [number(section.delta), *map(number, section.peaks)]
 
         return {
@@ -157,7 +157,7 @@ class Recording:
             "forward": [listed(section) for section in self.forward],
             "backward": [listed(section) for section in self.backward],
             "kinds": [{kind: number(size) for kind, size in each.items()} for each in self.kinds],
-            "edges": [number(size) for size in self.edges],
+            "end_layers": [number(size) for size in self.end_layers],
             "sizes": [list(polynomial) for polynomial in table],
         }
 
@@ -166,11 +166,11 @@ class Recording:
         """Read what `encoded` returns."""
         table = [tuple(size) for size in content["sizes"]]
 
-        def section(numbers: Sequence[int]) -> Section:
+        def section(numbers: Sequence[int]) -> PassSection:
             delta, *peaks = (table[number] for number in numbers)
-            return Section(delta=delta, peaks=tuple(peaks))
+            return PassSection(delta=delta, peaks=tuple(peaks))
 
-        first, last, back = (table[number] for number in content["edges"])
+        first, last, back = (table[number] for number in content["end_layers"])
         least, most = content["positions"]
         return cls(
             positions=(least, most),
@@ -180,15 +180,15 @@ class Recording:
             forward=tuple(map(section, content["forward"])),
             backward=tuple(map(section, content["backward"])),
             kinds=tuple({kind: table[number] for kind, number in each.items()} for each in content["kinds"]),
-            edges=(first, last, back),
+            end_layers=(first, last, back),
         )
 
 
-_ONCE = ("before", "head", "loss", "turn", "after")
+_ONCE = ("embedding", "head", "loss", "head_backward", "embedding_backward")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class SectionBytes:
     """A section in bytes, beyond what is live when it begins: at its end, and at its worst moment."""
 
     delta: int
@@ -202,15 +202,15 @@ class Activations:
     _kept: dict[range, tuple[dict[str, int], int]] = field(default_factory=dict, init=False, repr=False)
 
     pattern: tuple[int, ...]
-    before: Step
-    forward: tuple[Step, ...]
-    backward: tuple[Step, ...]
-    head: Step
-    loss: Step
-    turn: Step
-    after: Step
+    embedding: SectionBytes
+    forward: tuple[SectionBytes, ...]
+    backward: tuple[SectionBytes, ...]
+    head: SectionBytes
+    loss: SectionBytes
+    head_backward: SectionBytes
+    embedding_backward: SectionBytes
     kinds: tuple[Mapping[str, int], ...] = field(repr=False)
-    edges: tuple[int, ...]
+    end_layers: tuple[int, ...]
 
     def kept(self, layers: range) -> int:
         """Live when the forward pass ends: what its backward pass needs, and what is returned."""
@@ -235,14 +235,14 @@ class Activations:
         level = self.trunk(layers) + self.head.delta
         moments.append((level + self.loss.peak, 0))
         level += self.loss.delta
-        moments.append((level + self.turn.peak, 0))
-        level += self.turn.delta
+        moments.append((level + self.head_backward.peak, 0))
+        level += self.head_backward.delta
         kinds = self._kinds(layers)
         for done, kind in enumerate(reversed(kinds)):
             step = self.backward[kind]
             moments.append((level + step.peak, done * gradients_kept))
-            level += step.delta + (0 if done else self.edges[2])
-        moments.append((level + self.after.peak, len(kinds) * gradients_kept))
+            level += step.delta + (0 if done else self.end_layers[2])
+        moments.append((level + self.embedding_backward.peak, len(kinds) * gradients_kept))
         live, gradients = max(moments, key=sum)
         return (in_flight - 1) * self.kept(layers) + live + gradients, gradients
 
@@ -250,31 +250,31 @@ class Activations:
         """The most that is live from the head's forward pass to the end of its backward pass."""
         level = self.trunk(layers)
         loss = level + self.head.delta
-        return max(level + self.head.peak, loss + self.loss.peak, loss + self.loss.delta + self.turn.peak)
+        return max(level + self.head.peak, loss + self.loss.peak, loss + self.loss.delta + self.head_backward.peak)
 
     def _kinds(self, layers: range) -> list[int]:
         return [self.pattern[index] for index in layers]
 
     def trunk(self, layers: range) -> int:
         """Live behind the layers, of one micro-batch."""
-        return self.before.delta + self._of_layers(layers)[1]
+        return self.embedding.delta + self._of_layers(layers)[1]
 
     def _of_layers(self, layers: range) -> tuple[dict[str, int], int]:
-        """What layers keep, by part, and what is live behind them beyond what is before them."""
+        """What layers keep, by part, and what their forward pass leaves live beyond what was when it began."""
         if layers not in self._kept:
             counts = Counter(self._kinds(layers))
             parts = dict.fromkeys(part for kind in counts for part in self.kinds[kind])
             by_part = {part: sum(self.kinds[kind].get(part, 0) * n for kind, n in counts.items()) for part in parts}
             live = sum(self.forward[kind].delta * n for kind, n in counts.items())
-            self._kept[layers] = by_part, live + (self.edges[0] + self.edges[1] if layers else 0)
+            self._kept[layers] = by_part, live + (self.end_layers[0] + self.end_layers[1] if layers else 0)
         return self._kept[layers]
 
     def _forward_moments(self, layers: range) -> list[int]:
-        level, moments = self.before.delta, [self.before.peak]
+        level, moments = self.embedding.delta, [self.embedding.peak]
         for number, kind in enumerate(self._kinds(layers)):
             step = self.forward[kind]
             moments.append(level + step.peak)
-            level += step.delta + (0 if number else self.edges[0])
+            level += step.delta + (0 if number else self.end_layers[0])
         return [*moments, self.trunk(layers) + self.head.peak]
 
 

@@ -5,19 +5,19 @@ from fractions import Fraction
 from itertools import combinations
 from typing import Any
 
-from toolkit.estimate.recording import MONOMIALS, Polynomial, Recording, Section, total
-from toolkit.recorder.trace import Section as Traced
+from toolkit.estimate.recording import MONOMIALS, PassSection, Polynomial, Recording, total
+from toolkit.recorder.trace import TracedSection
 
 Size = tuple[int, int]
 """Samples and positions."""
 
 
-def has_same_events(one: Sequence[Traced], other: Sequence[Traced]) -> bool:
+def has_same_events(one: Sequence[TracedSection], other: Sequence[TracedSection]) -> bool:
     """Whether two traces allocate and free the same storages in the same order, whatever their sizes."""
     return [_shape(section) for section in one] == [_shape(section) for section in other]
 
 
-def _shape(section: Traced) -> Any:
+def _shape(section: TracedSection) -> Any:
     return section.name, [(number, size > 0) for number, size in section.events]
 
 
@@ -81,13 +81,13 @@ def _eliminated(rows: list[list[Fraction]], unknowns: int) -> list[Fraction] | N
     return [row[unknowns] for row in rows[:unknowns]]
 
 
-def allocated(trace: Iterable[Traced], unit: int) -> list[int]:
+def allocated(trace: Iterable[TracedSection], unit: int) -> list[int]:
     """The size of every storage in parts of a byte, in the order of allocation."""
     return [unit * size for section in trace for _, size in section.events if size > 0]
 
 
 def assemble(
-    trace: Sequence[Traced],
+    trace: Sequence[TracedSection],
     sizes: Sequence[Polynomial],
     kept: Sequence[int],
     pattern: Sequence[int],
@@ -101,9 +101,9 @@ def assemble(
 
     casts = set[int]().union(*(section.casts for section in trace))
 
-    def made(name: str) -> Section:
+    def made(name: str) -> PassSection:
         """Copies of weights count at the moments of the part of the forward pass that makes them, and nowhere else."""
-        section = named.get(name, Traced(name))
+        section = named.get(name, TracedSection(name))
         own = section.casts if name.startswith(("forward", "head")) else set[int]()
         signed = {
             is_cast: [
@@ -113,7 +113,7 @@ def assemble(
             ]
             for is_cast in (False, True)
         }
-        return Section(delta=total(signed[False]), peaks=Section.of(signed[True]).peaks)
+        return PassSection(delta=total(signed[False]), peaks=PassSection.of(signed[True]).peaks)
 
     representatives = (_inner(kind, kept, pattern) for kind in dict.fromkeys(pattern))
     inner = [index for index in representatives if index is not None]
@@ -121,7 +121,7 @@ def assemble(
     forward = [made(f"forward {index}") for index in inner]
     backward = [made(f"backward {index}") for index in inner]
 
-    def beyond(direction: str, index: int, usual: Sequence[Section]) -> Polynomial:
+    def beyond(direction: str, index: int, usual: Sequence[PassSection]) -> Polynomial:
         if len(inner) == 0:
             return total(())
         own, other = made(f"{direction} {index}").delta, usual[numbers[pattern[index]]].delta
@@ -132,11 +132,11 @@ def assemble(
         positions=positions,
         unit=unit,
         pattern=tuple(numbers.get(kind, 0) for kind in pattern),
-        **{name: made(name) for name in ("before", "head", "loss", "turn", "after")},
+        **{name: made(name) for name in ("embedding", "head", "loss", "head_backward", "embedding_backward")},
         forward=tuple(forward),
         backward=tuple(backward),
         kinds=tuple(_kinds(named[f"forward {index}"], size_of, casts) for index in inner),
-        edges=(
+        end_layers=(
             (
                 beyond("forward", kept[0], forward),
                 beyond("forward", kept[-1], forward),
@@ -159,7 +159,7 @@ def _freed(size: Polynomial) -> Polynomial:
     return tuple(-each for each in size)
 
 
-def _kinds(section: Traced, size_of: dict[int, Polynomial], casts: set[int]) -> dict[str, Polynomial]:
+def _kinds(section: TracedSection, size_of: dict[int, Polynomial], casts: set[int]) -> dict[str, Polynomial]:
     """What a layer keeps, by the part that allocates it. What it frees of the layer before is its residual stream."""
     found: dict[str, list[Polynomial]] = {}
     for number, size in section.events:

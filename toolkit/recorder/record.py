@@ -12,7 +12,7 @@ from toolkit.files import reason_of
 from toolkit.recorder.fake_model import FakeModel, build, tensors_without_memory
 from toolkit.recorder.fit import Size, allocated, assemble, fits, has_same_events, solve
 from toolkit.recorder.run_pass import trace_pass
-from toolkit.recorder.trace import Section
+from toolkit.recorder.trace import TracedSection
 
 _UNITS = (256, 128, 64, 32, 16, 8, 4, 2, 1)
 """Positions are multiples of one of these: kernels round up what is none."""
@@ -44,9 +44,9 @@ def _recorded(setup: Setup, s: int) -> Recording:
     lengths = _lengths(fake, span, unit)
     samples = (1,) if setup.samples == "one" else (2, 3)
 
-    traces: dict[Size, list[Section]] = {}
+    traces: dict[Size, list[TracedSection]] = {}
 
-    def run(at: Size, *, again: bool = False) -> list[Section]:
+    def run(at: Size, *, again: bool = False) -> list[TracedSection]:
         if again or at not in traces:
             traces[at] = trace_pass(setup, fake, mode, *at)
         return traces[at]
@@ -62,7 +62,7 @@ def _recorded(setup: Setup, s: int) -> Recording:
     return assemble(run(few[0]), sizes, fake.kept, fake.pattern, span, unit)
 
 
-def _solved(points: list[Size], run: Callable[..., list[Section]], unit: int) -> list[Polynomial] | None:
+def _solved(points: list[Size], run: Callable[..., list[TracedSection]], unit: int) -> list[Polynomial] | None:
     traces = [run(point) for point in points]
     if not has_same_events(traces[0], traces[1]):
         traces[0] = run(points[0], again=True)  # some models convert a table in their first pass

@@ -14,12 +14,12 @@ from toolkit.estimate.recording import Setup
 from toolkit.parallel.model_structure import hidden_argument
 from toolkit.recorder.fake_model import FakeModel, Mode
 from toolkit.recorder.gpu_kernels import GpuKernels
-from toolkit.recorder.trace import Section, Trace
+from toolkit.recorder.trace import Trace, TracedSection
 
 _KINDS = (("norm", ("norm", "ln_", "ln")), ("attention", ("attn", "attention")), ("mlp", ("mlp", "ffn", "feed", "moe")))
 
 
-def trace_pass(setup: Setup, fake: FakeModel, mode: Mode, b: int, s: int) -> list[Section]:
+def trace_pass(setup: Setup, fake: FakeModel, mode: Mode, b: int, s: int) -> list[TracedSection]:
     """Trace a pass over `b` samples of `s` positions."""
     own = [*fake.model.parameters(), *fake.model.buffers()]
     trace = Trace(on_gpu=setup.device == "cuda", parameters=own, answer=not setup.documents)
@@ -59,7 +59,7 @@ def _ids(b: int, s: int) -> torch.Tensor:
 
 def _whole(setup: Setup, fake: FakeModel, trace: Trace, b: int, s: int) -> None:
     with trace:
-        trace.begin("before")
+        trace.begin("embedding")
         ids, labels = _ids(b, s), _ids(b, s)
         positions = {"position_ids": _ids(b, s)} if setup.documents else {}
         with _autocast(setup):
@@ -67,7 +67,7 @@ def _whole(setup: Setup, fake: FakeModel, trace: Trace, b: int, s: int) -> None:
         trace.begin("loss")
         loss = [fake.loss_sum(logits, labels)]
         del logits
-        trace.begin("turn")
+        trace.begin("head_backward")
         _backward(loss)
 
 
@@ -78,7 +78,7 @@ def _of_stage(setup: Setup, fake: FakeModel, trace: Trace, b: int, s: int) -> No
     """
     assert fake.stage is not None
     with trace:
-        trace.begin("before")
+        trace.begin("embedding")
         if setup.part == "first":
             first = _ids(b, s)
         else:
@@ -92,10 +92,10 @@ def _of_stage(setup: Setup, fake: FakeModel, trace: Trace, b: int, s: int) -> No
         trace.begin("loss")
         if labels is not None:
             backward = [fake.loss_sum(output, labels)]
-            trace.begin("turn")
+            trace.begin("head_backward")
             _backward(backward)
         else:
-            trace.begin("turn")
+            trace.begin("head_backward")
             _backward([output[0]], torch.zeros_like(output[0]))
 
 
@@ -126,7 +126,7 @@ def _mark_sections(fake: FakeModel, trace: Trace) -> list[Any]:
             reached.append(index)
             hidden = hidden_argument(arguments, keywords)
             before = fake.kept[fake.kept.index(index) - 1] if index != fake.kept[0] else None
-            name = "after" if before is None else f"backward {before}"
+            name = "embedding_backward" if before is None else f"backward {before}"
             if hidden.requires_grad:
                 hidden.register_hook(lambda gradient: trace.begin(name))
             trace.begin(f"forward {index}")

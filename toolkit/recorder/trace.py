@@ -14,7 +14,7 @@ aten = torch.ops.aten
 
 
 @dataclass
-class Section:
+class TracedSection:
     """What happens while one part of a pass runs, for instance a decoder layer's forward pass."""
 
     name: str
@@ -35,7 +35,7 @@ class Trace(TorchDispatchMode):
     def __init__(self, *, on_gpu: bool, parameters: list[torch.Tensor], answer: bool) -> None:
         super().__init__()
         self.on_gpu, self.answer = on_gpu, answer
-        self.sections: list[Section] = []
+        self.sections: list[TracedSection] = []
         self.kind = ""
         self._weights = {tensor.untyped_storage()._cdata for tensor in parameters}
         self._numbers: dict[int, int] = {}
@@ -45,7 +45,7 @@ class Trace(TorchDispatchMode):
     def begin(self, name: str) -> None:
         """Begin a section. What cyclic garbage keeps alive counts to the section that made it."""
         gc.collect(1)
-        self.sections.append(Section(name))
+        self.sections.append(TracedSection(name))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten._local_scalar_dense.default:
@@ -72,7 +72,7 @@ class Trace(TorchDispatchMode):
         return result
 
     @property
-    def _now(self) -> Section:
+    def _now(self) -> TracedSection:
         return self.sections[-1]
 
     def _watch(self, tensor: torch.Tensor, *, counts: bool = True, is_cast: bool = False, scale: int = 1) -> None:
