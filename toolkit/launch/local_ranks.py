@@ -80,7 +80,7 @@ class LocalRanks:
     def wait_for_the_same_error(self) -> None:
         """Let the other ranks meet a user's error too: one of them may have a lock to release."""
         end = time.monotonic() + _SAME_ERROR_SECONDS
-        while ready := wait(self.pipes, max(0.0, end - time.monotonic())):
+        while self._waiting and (ready := wait(self.pipes, max(0.0, end - time.monotonic()))):
             self._waiting = {pipe: rank for pipe, rank in self._waiting.items() if pipe not in ready}
 
     def _signal_of(self, rank: int) -> str:
