@@ -17,6 +17,7 @@ from typing import Any
 
 MAX_JSON_BYTES = 256 * 2**20
 MAX_LOG_BYTES = 2**32
+_PART_BYTES = 2**20
 
 
 def printable(name: object) -> str:
@@ -65,11 +66,14 @@ def open_regular(path: Path, *, follow: bool = False) -> BufferedReader:
 
 def read_regular(path: Path, *, max_bytes: int = MAX_JSON_BYTES, follow: bool = False) -> bytes:
     """Read a small file. Raises OSError, also where it exceeds `max_bytes`."""
+    content = bytearray()
     with open_regular(path, follow=follow) as file:
-        content = file.read(max_bytes + 1)
+        # In parts: Python reserves as many bytes as it is asked for, of a log 4 GiB, which a busy machine refuses.
+        while len(content) <= max_bytes and (part := file.read(min(_PART_BYTES, max_bytes + 1 - len(content)))):
+            content += part
     if len(content) > max_bytes:
         raise OSError(f"{printable(path.name)} is larger than {max_bytes} bytes")
-    return content
+    return bytes(content)
 
 
 def read_text(path: Path, *, max_bytes: int = MAX_JSON_BYTES, encoding: str = "utf-8-sig") -> str:

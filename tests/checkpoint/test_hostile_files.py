@@ -8,6 +8,7 @@ import os
 import pickle
 import shutil
 import socket
+import tracemalloc
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -339,6 +340,19 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
     assert read_regular(tmp_path / "file") == read_regular(tmp_path / "link", follow=True) == b"text"
     with pytest.raises(OSError, match="link is a symbolic link"):
         read_regular(tmp_path / "link")
+
+
+def test_a_small_file_takes_no_more_memory_for_a_large_limit(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"text" * 2**19)
+    tracemalloc.start()
+    try:
+        assert len(read_regular(tmp_path / "file", max_bytes=2**32)) == 2**21
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 2**24
+    with pytest.raises(OSError, match="larger than 100 bytes"):
+        read_regular(tmp_path / "file", max_bytes=100)
 
 
 @pytest.mark.timeout(60)
