@@ -109,6 +109,9 @@ def test_the_trainer_replaces_auto(capsys, tmp_path):
         (ZERO_2 | {"optimizer": {"type": "AdamW"}}, ["--optimizer", "sgd"], ["--optimizer"]),
         (ZERO_2, ["--framework", "megatron"], ["--framework", "--deepspeed"]),
         (ZERO_2, ["--engine", "ddp"], ["--deepspeed", "--engine"]),
+        (ZERO_2, ["--optimizer", "muon"], ["--optimizer"]),
+        ({"zero_optimization": {"stage": 2, "cpu_offload": True}}, ["--optimizer", "adamw-8bit"], ["--optimizer"]),
+        ({"optimizer": {"type": "Muon"}}, [], ["optimizer.type"]),
         (ZERO_2, ["--offload-optimizer"], ["--deepspeed", "--offload-optimizer"]),
         (ZERO_2, ["--pure-bf16"], ["--deepspeed", "--pure-bf16"]),
         (ZERO_2, ["--precision", "fp16"], ["--precision"]),
@@ -162,6 +165,10 @@ def test_engines_and_optimizers_of_other_programs(capsys):
     assert states("--engine", "ddp") == (4, 4, 8, 4)
     assert states("--engine", "ddp", "--optimizer", "lion") == (4, 4, 4, 4)
     assert states("--engine", "fsdp", "--optimizer", "sgd")[:3] == (0.5, 0.5, 0)
+    assert states("--engine", "ddp", "--optimizer", "adamw-8bit") == (4, 4, 2.04, 4)
+    assert states("--trainer", "--engine", "fsdp", "--optimizer", "adamw-8bit")[2] == 0.25
+    of_matrices = 12 * 12 * 768**2 / 124_439_808  # of these Muon keeps one momentum
+    assert states("--engine", "ddp", "--optimizer", "muon") == (4, 4, round(8 - 4 * of_matrices, 2), 4)
     assert states("--engine", "ddp", "--pure-bf16") == (2, 2, 4, 2)
     assert states("--trainer", "--accumulation", "2", "--micro", "1") == (4, 4, 8, 4)
     assert refused("--model", "gpt2", "--layout", "dp8-z2", "--trainer").field == "--layout"
@@ -373,6 +380,8 @@ def test_a_recipe_without_attention_is_estimated_with_what_the_family_has(capsys
         (["--model", "mixtral-8x7b", "--layout", "dp2"], "of which a token sees a few. See dstk families mixtral."),
         (["--recipe", "recipes/gpt2/z3.yaml", "--world-size", "7"], "512 is not a multiple of 8 x 7 = 56."),
         (["--model", "gpt2", "--layout", "dp2-tp5"], "tp=5: 12 attention heads cannot be shared equally by 5 ranks"),
+        (["--model", "gpt2", "--layout", "dp2", "--optimizer", "muon"], "--optimizer muon: this toolkit's recipes do"),
+        (["--model", "gpt2", "--layout", "tp2", "--engine", "ddp", "--optimizer", "muon"], "Leave tp and pp out"),
         (["--model", "gpt2", "--layout", "pp13"], "pp=13: 12 decoder layers cannot fill 13 stages"),
         (["--model", "gpt2", "--layout", "dp2-q3"], "'q3' is not a part of a layout"),
         (["--model", "gpt2", "--layout", "dp2-pp2-z3"], "a DeepSpeed pipeline allows zero_stage 0 or 1"),

@@ -1,10 +1,11 @@
 """DeepSpeedSettings: the fields of a DeepSpeed config that affect memory, with DeepSpeed's defaults."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 from toolkit.errors import ConfigError
+from toolkit.estimate.states import moments_8bit
 
 Wrapper = Literal["none", "bf16", "zero12", "zero3", "unfused"]
 """Which of DeepSpeed's optimizers keeps the states."""
@@ -49,6 +50,8 @@ class DeepSpeedSettings:
     offload_params: bool = False
     moments: int = 2
     """fp32 states that the optimizer keeps per element."""
+    in_8_bits: bool = False
+    """Moments of one byte, by bitsandbytes."""
     counts_in_tensors: bool = True
     """PyTorch's Adam keeps a step counter beside each tensor; DeepSpeed's counts in plain numbers."""
     fused: bool = True
@@ -71,9 +74,12 @@ class DeepSpeedSettings:
             return "bf16" if self.zero_stage == 1 and flat and not self.offload_optimizer else "zero12"
         return "none" if self.precision == "fp32" else "unfused"
 
-    def optimizer_bytes(self, elements: int, tensors: int) -> int:
-        """Moments in fp32, and a counter of four bytes beside each of the tensors that are updated."""
-        return 4 * self.moments * elements + (4 * tensors if self.counts_in_tensors else 0)
+    def optimizer_bytes(self, tensors: Iterable[tuple[int, int]]) -> int:
+        """Moments of the tensors that are updated, given as (elements, how many), and counters of four bytes."""
+        if self.in_8_bits:
+            return moments_8bit(tensors)
+        counter = 4 if self.counts_in_tensors else 0
+        return sum((4 * self.moments * elements + counter) * count for elements, count in tensors)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], *, device: Literal["cuda", "cpu"] = "cuda") -> Self:

@@ -43,7 +43,7 @@ def _without_zero(s: DeepSpeedSettings, params: RankParameters, accumulation: in
         resident=StateBytes(
             parameters=w * params.numel,
             masters=masters,
-            optimizer=s.optimizer_bytes(params.numel, params.count),
+            optimizer=s.optimizer_bytes(one for group in params.groups for one in group.counted),
             model_buffers=params.buffer_bytes,
             counters=(8 if s.autocast == "fp16" else 0) if is_plain else 4,
         ),
@@ -74,7 +74,7 @@ def _bf16(s: DeepSpeedSettings, params: RankParameters, dp: int) -> ModelStates:
             parameters=s.model_bytes * flat,
             gradients=s.accumulation_bytes * flat,
             masters=4 * part,
-            optimizer=s.optimizer_bytes(part, len(flats)),
+            optimizer=s.optimizer_bytes((size // dp, 1) for size in flats),
             model_buffers=params.buffer_bytes,
             counters=4,
         ),
@@ -107,7 +107,7 @@ def zero12_states(
     one_bucket = _staged_bytes(s) * s.reduce_bucket_size if s.contiguous_gradients else 0
     buckets = one_bucket * (2 if s.overlap_comm else 1) + _reducing(s, params)
     keeps = s.zero_stage == 1 and w != a and touched < params.numel
-    fp32, moments = 4 * part, s.optimizer_bytes(part, len(parts))
+    fp32, moments = 4 * part, s.optimizer_bytes((size, 1) for size in parts)
     # Stage 1 accumulates whole gradients and reduces once; stage 2 reduces each micro-batch's, beside the sum.
     if s.zero_stage == 1:
         accumulated = whole if accumulation > 1 else 0
@@ -171,10 +171,10 @@ def zero3_states(s: DeepSpeedSettings, params: RankParameters, dp: int) -> Model
     gathers = dp > 1 or (s.offload_params and s.device != "cpu")
     whole = _persistent(params, s.persistence_threshold, dp) if gathers else 0
     sub_groups = [size for group in params.groups for size in _sub_groups(group, dp, s.sub_group_size)]
-    counters = 4 * len(sub_groups) if s.counts_in_tensors else 0
     bucket = s.communication_bytes * s.reduce_bucket_size if s.contiguous_gradients else 0
     gathered = w * _gathered(s, params) if gathers else 0
-    offload, updated = s.offload_optimizer, {"masters": 4 * shards, "optimizer": 4 * s.moments * shards + counters}
+    moments = s.optimizer_bytes((size, 1) for size in sub_groups)
+    offload, updated = s.offload_optimizer, {"masters": 4 * shards, "optimizer": moments}
     return ModelStates(
         resident=StateBytes(
             parameters=w * (whole + (0 if s.offload_params else shards)),

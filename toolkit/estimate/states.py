@@ -3,9 +3,23 @@
 DeepSpeed's engines are modeled to the byte (`deepspeed_states`). Those of accelerate shard more simply: `TorchStates`.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from toolkit.estimate.parameters import RankParameters
+
+_LEAST_8BIT, _BLOCK, _CODES = 4096, 256, 256
+
+
+def moments_8bit(tensors: Iterable[tuple[int, int]]) -> int:
+    """Bytes of an 8-bit AdamW's moments, of (elements, how many tensors of that size).
+
+    Two of one byte an element, and for each a scale in fp32 per block; small tensors keep fp32; besides, one table of
+    codes for each moment. Source: bitsandbytes 0.50, optim/optimizer.py, Optimizer2State.init_state. torchao 0.18
+    (optim/adam.py, _new_buffer) has a table for every tensor, and keeps what is no multiple of a block as it is.
+    """
+    sizes = ((8 * n if n < _LEAST_8BIT else 2 * n + 8 * -(-n // _BLOCK)) * count for n, count in tensors)
+    return sum(sizes) + 2 * 4 * _CODES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +86,14 @@ class TorchStates:
     """Of an element of weights, gradients and moments, which all have one dtype."""
     moments: int = 2
     """That the optimizer keeps of an element: AdamW 2, Lion 1, SGD 0 or, with momentum, 1."""
+    in_8_bits: bool = False
+    """Moments of one byte, see `moments_8bit`."""
+    muon: bool = False
+    """torch.optim.Muon for the matrices of decoder layers, which keeps one momentum; `moments` are of all the rest.
+
+    Its update orthogonalizes one matrix at a time: the momentum's step in the weights' dtype, two copies in bf16 and
+    two products of its shorter side (torch/optim/_muon.py of 2.13). FSDP2 gathers them: all temporaries are whole.
+    """
 
     gathered_bytes: int = 0
     """Of an element of the weights that FSDP2 gathers; 0 where every rank has all of them.
@@ -90,10 +112,18 @@ class TorchStates:
         w = self.weight_bytes
         gradients, root = w * held, elements - params.layers * params.layer_numel
         unit = min(max(params.layer_numel, params.largest), elements)
+        if self.in_8_bits:
+            sizes = ((-(-n // shards) if sharded else n, k) for group in params.groups for n, k in group.counted)
+            moments = moments_8bit(sizes)
+        else:
+            matrices = params.layers * sum(n for n, _ in params.layer_matrices) if self.muon else 0
+            alone = -(-matrices // shards) if sharded else matrices
+            moments = w * (self.moments * (held - alone) + alone)
+        update = max(((w + 4) * n + 4 * side**2 for n, side in params.layer_matrices), default=0) if self.muon else 0
         return ModelStates(
             resident=StateBytes(
                 parameters=w * held,
-                optimizer=w * self.moments * held,
+                optimizer=moments,
                 buckets=w * elements if self.has_buckets else 0,
                 model_buffers=params.buffer_bytes,
             ),
@@ -103,5 +133,5 @@ class TorchStates:
             buckets=(self.gathered_bytes + w) * unit if sharded else 0,
             gathered=self.gathered_bytes * min(root + 2 * params.layer_numel, elements),
             complete=gradients,
-            step=gradients,
+            step=gradients + update,
         )

@@ -44,7 +44,11 @@ _SWEEPS = ("zero", "micro", "recompute", "seq")
 @click.option(
     "--engine", type=click.Choice(["deepspeed", "ddp", "fsdp"]), help="Data parallelism.  [default: deepspeed]"
 )
-@click.option("--optimizer", type=click.Choice(["adamw", "adam", "sgd", "lion"]), help="[default: adamw]")
+@click.option(
+    "--optimizer",
+    type=click.Choice(["adamw", "adam", "sgd", "lion", "muon", "adamw-8bit"]),
+    help="muon, adamw-8bit: for --trainer, --engine ddp or fsdp; the latter also for --deepspeed.  [default: adamw]",
+)
 @click.option("--deepspeed", metavar="FILE", help="Your own DeepSpeed config, with DeepSpeed's defaults.")
 @click.option("--trainer", is_flag=True, help="The Hugging Face Trainer, with its defaults and its `auto`.")
 @click.option("--pure-bf16", is_flag=True, help="DDP or FSDP over bf16 weights, gradients and moments.")

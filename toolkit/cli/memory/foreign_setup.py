@@ -19,6 +19,8 @@ _PRECISIONS: dict[int, str] = {2: "16 bits", 4: "fp32"}
 _DEFAULTS = {"reduce_bucket_size": 1, "overlap_comm": 1, "stage3_prefetch_bucket_size": 3, "sub_group_size": 3}
 """Keys of zero_optimization that take memory where a config leaves them out, and the stage from which on."""
 _OFFLOAD = ("offload_optimizer", "offload_params")
+_ONLY_FOREIGN = ("muon", "adamw-8bit")
+"""Optimizers that no recipe has."""
 _OMIT = "leave one of them out"
 _EXCLUDES = {
     "framework": ("deepspeed", "trainer", "engine", "optimizer", "pure_bf16", *_OFFLOAD),
@@ -53,15 +55,19 @@ def foreign_setup(options: Mapping[str, Any], layout: Layout, hidden: int) -> Fo
             if options[name] and options[other] and not agrees:
                 given = tuple((f"--{key}".replace("_", "-"), options[key]) for key in (name, other))
                 raise ConfigError.between(given, "the first decides what the second asks", _OMIT)
-    whole = next((f"--{name}" for name in ("deepspeed", "trainer", "pure_bf16") if options[name]), "")
+    names = ("deepspeed", "trainer", "pure_bf16", *(("optimizer",) if options["optimizer"] in _ONLY_FOREIGN else ()))
+    whole = next((name for name in names if options[name]), "")
     if whole and layout.tp * layout.pp > 1:
-        given = ((whole, options["deepspeed"] or True), ("--layout", layout))
+        given = ((f"--{whole}".replace("_", "-"), options[whole]), ("--layout", str(layout)))
         raise LayoutError.between(given, "Hugging Face's own layers run in whole", "leave tp and pp out")
     if options["deepspeed"]:
         return _deepspeed(options, layout, hidden)
     if options["framework"]:
         return _profile(options)
-    return _torch(options, layout) if options["trainer"] or options["pure_bf16"] else None
+    if whole == "optimizer" and options["engine"] in (None, "deepspeed"):
+        reason = "this toolkit's recipes do not have it"
+        raise ConfigError.of("--optimizer", options["optimizer"], reason, "add --trainer, or --engine ddp or fsdp")
+    return _torch(options, layout) if whole else None
 
 
 def _profile(options: Mapping[str, Any]) -> ForeignSetup:
@@ -90,6 +96,8 @@ def _torch(options: Mapping[str, Any], layout: Layout) -> ForeignSetup:
         has_buckets=not sharded and layout.dp > 1,
         weight_bytes=2 if pure else 4,
         moments=_moments(options),
+        in_8_bits=options["optimizer"] == "adamw-8bit",
+        muon=options["optimizer"] == "muon",
     )
     return ForeignSetup(
         name=f"Trainer, {engine}" if options["trainer"] else engine,
@@ -128,7 +136,10 @@ def _deepspeed(options: Mapping[str, Any], layout: Layout, hidden: int) -> Forei
     whole, micro = _count(config, "train_batch_size"), _count(config, "train_micro_batch_size_per_gpu")
     micro = micro or (_TRAINER_BATCH if options["trainer"] else 1)
     if "optimizer" not in config:
-        settings = replace(settings, moments=_moments(options), counts_in_tensors=bool(options["trainer"]))
+        _check_optimizer(options["optimizer"], settings)
+        in_8_bits = options["optimizer"] == "adamw-8bit"
+        counts = bool(options["trainer"]) and not in_8_bits
+        settings = replace(settings, moments=_moments(options), in_8_bits=in_8_bits, counts_in_tensors=counts)
     elif options["optimizer"]:
         raise ConfigError.of("--optimizer", options["optimizer"], f"{path} has an optimizer", _OMIT)
     if layout.zero_stage not in (0, settings.zero_stage):
@@ -158,6 +169,16 @@ def _deepspeed(options: Mapping[str, Any], layout: Layout, hidden: int) -> Forei
         accumulation=_count(config, "gradient_accumulation_steps") or max(1, (whole or micro) // (micro * layout.dp)),
         notes=(f"{path} leaves to DeepSpeed's defaults: {', '.join(left)}",) if left else (),
     )
+
+
+def _check_optimizer(name: str | None, settings: DeepSpeedSettings) -> None:
+    """Raise ConfigError for an optimizer of the script that DeepSpeed's flat partitions do not suit."""
+    if name == "muon":
+        reason = "torch.optim.Muon updates matrices, and DeepSpeed hands it flat partitions"
+        raise ConfigError.of("--optimizer", name, reason, "choose --engine fsdp, or another optimizer")
+    if name == "adamw-8bit" and settings.offload_optimizer:
+        reason = "bitsandbytes has no such update for host memory"
+        raise ConfigError.of("--optimizer", name, reason, "leave offload_optimizer out of the config")
 
 
 def _count(config: Mapping[str, Any], key: str) -> int | None:

@@ -208,7 +208,7 @@ def from_model(options: Mapping[str, Any]) -> MemoryQuery:
         accumulation=options["accumulation"] or (foreign and foreign.accumulation) or 4 * layout.pp,
         precision=options["precision"] or "bf16" if foreign is None else foreign.precision,
         engine=options["engine"] or "deepspeed",
-        optimizer=options["optimizer"] or "adamw",
+        optimizer="adamw" if foreign is not None else options["optimizer"] or "adamw",
         attention=_IMPLEMENTATIONS.get(options["attention"]),
     )
     if shape.learned_positions and shape.positions is not None and seq_len > shape.positions:
