@@ -116,10 +116,10 @@ class TorchStates:
             sizes = ((-(-n // shards) if sharded else n, k) for group in params.groups for n, k in group.counted)
             moments = moments_8bit(sizes)
         else:
-            matrices = params.layers * sum(n for n, _ in params.layer_matrices) if self.muon else 0
+            matrices = params.layers * sum(n for n, _ in params.hidden_matrices) if self.muon else 0
             alone = -(-matrices // shards) if sharded else matrices
             moments = w * (self.moments * (held - alone) + alone)
-        update = max(((w + 4) * n + 4 * side**2 for n, side in params.layer_matrices), default=0) if self.muon else 0
+        update = max(((w + 4) * n + 4 * side**2 for n, side in params.hidden_matrices), default=0) if self.muon else 0
         return ModelStates(
             resident=StateBytes(
                 parameters=w * held,

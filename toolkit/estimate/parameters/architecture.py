@@ -102,7 +102,7 @@ def _rank_parameters(
         buffer_bytes=architecture.buffer_bytes + layers * architecture.layer_buffer_bytes,
         matrices=sum(numels(architecture.layer, True)) * layers
         + sum(numels(_head(architecture), True) if last else ()),
-        layer_matrices=tuple((one.numel, min(one.shape)) for one in architecture.layer if one.decays),
+        hidden_matrices=tuple((one.numel, min(one.shape)) for one in architecture.layer if one.decays),
         placeholders=_placeholders(architecture, first=first, last=last),
     )
 

@@ -156,7 +156,7 @@ class RankParameters:
     """Rotary tables, masks and the like; they keep their own dtype."""
     matrices: int
     """Elements of matrices that multiply activations: all but the token embedding, unless that is the head too."""
-    layer_matrices: tuple[tuple[int, int], ...] = ()
+    hidden_matrices: tuple[tuple[int, int], ...] = ()
     """(elements, shorter side) of every matrix of one decoder layer, before tensor parallelism."""
     placeholders: int = 0
     """Modules whose parameters are on another pipeline stage; a scalar stands for each."""
