@@ -142,7 +142,7 @@ class MemoryModel:
         peak, fresh = kept.worst_moment(layers, in_flight=in_flight, gradients_kept=states.fresh_layer)
         gathered = states.gathered
         if autocast and itemsize == 4:
-            casts, cast = 2 * params.matrices, 2 * self._hidden_matrices(layout.tp)
+            casts, cast = 2 * params.matrices, 2 * self._layer_matrices(layout.tp)
             again = casts - max(0, params.layers - 1) * cast if work.recompute == "full" else casts
             # Kept with the activations of each micro-batch. Under recomputation the casts of the forward pass are freed
             # when the loss begins, and backward makes those of a layer again.
@@ -181,7 +181,7 @@ class MemoryModel:
             **beside(layout, gpu, allocated),
         )
 
-    def _hidden_matrices(self, tp: int) -> int:
+    def _layer_matrices(self, tp: int) -> int:
         """Elements of one layer's weights on a rank."""
         held = self.architecture.rank_parameters(layers=1, first=False, last=False, tp=tp, by_decay=False)
         return held.matrices
