@@ -19,7 +19,7 @@ setup: $(VENV)/.installed ## A virtual environment with the pinned stack
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch setuptools wheel
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,lora]'
 	@touch $@
 
 demo: setup ## Train a small GPT-2 on two ranks, and sample from it

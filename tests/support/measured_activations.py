@@ -44,6 +44,8 @@ class Case:
     device: Literal["cpu", "cuda"] = "cpu"
     """Of the estimate: a GPU's rules where a test follows them on this CPU."""
     changes: dict[str, Any] = field(default_factory=dict)
+    trainable: str = ""
+    """As `dstk memory --trainable` says it."""
 
     def __str__(self) -> str:
         parts = [
@@ -59,6 +61,7 @@ class Case:
             parts.append("autocast")
         if self.documents > 1:
             parts.append(f"{self.documents}-documents")
+        parts += [self.trainable] if self.trainable else []
         return "-".join([*parts, *(f"{key}={value}" for key, value in self.changes.items())])
 
     def config(self) -> Any:
@@ -105,6 +108,7 @@ class Case:
             documents=self.documents > 1,
             device=self.device,
             samples="one" if self.samples == 1 else "many",
+            trainable=self.trainable,
         )
         return activations(setup, self.samples, SEQ_LEN)
 
@@ -164,7 +168,8 @@ def peak_bytes(case: Case, model: PreTrainedModel) -> int:
     """The most that lives at once in a forward and backward pass, beside parameters and their gradients."""
     inputs, labels = case.inputs(model)
     for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
     with LiveBytes() as live:
         token_loss_sum(case.logits(model, inputs), labels).backward()
     return live.peak_bytes + 2 * labels.nbytes

@@ -47,18 +47,25 @@ class Setup:
     """The model, or the first, an inner or the last stage of a pipeline."""
     samples: Literal["one", "many"] = "many"
     """A single sample's tensors may be contiguous where those of several are not."""
+    trainable: str = ""
+    """Which parameters train, as `Trainable.text` writes it; empty: all."""
 
     @property
     def key(self) -> str:
         """Name of the setup, without the model."""
         words = [self.part, f"tp{self.tp}", self.precision, self.attention, self.recompute, self.device, self.samples]
         flags = {"sp": self.sequence_parallel, "documents": self.documents}
+        flags |= {f"trainable-{_hash(self.trainable)}": bool(self.trainable)}
         return "-".join([*words, *(name for name, wanted in flags.items() if wanted)])
 
     @property
     def model_key(self) -> str:
         """Hash of the config."""
-        return hashlib.sha256(self.config.encode()).hexdigest()[:16]
+        return _hash(self.config)
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 _UNREAD = ("_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "use_cache")

@@ -28,6 +28,7 @@ SHIPPED = Path(__file__).with_name("recordings.zip")
 _PACKAGE = Path(__file__).parents[1]
 _SOURCES = (
     *("recorder", "parallel", "model_init/selective_recompute.py", "estimate/recording.py"),
+    "estimate/trainable.py",
     *("models/tensor_plan.py", "models/families", "models/families.json"),
 )
 """What decides, beside torch and transformers, what is recorded."""

@@ -5,7 +5,7 @@ kept; the others are skipped, as on a pipeline stage that does not have them.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from toolkit.estimate.recording import Setup
+from toolkit.estimate.trainable import Trainable
 from toolkit.model_init.selective_recompute import recompute_attention
 from toolkit.models.families.spec import SPELLINGS
 from toolkit.parallel.loss import token_loss_sum
@@ -25,6 +26,7 @@ from toolkit.parallel.model_structure import ModelStructure, analyze_model
 from toolkit.parallel.pipeline.stage import NonLocalLayer, PipelineStage
 from toolkit.parallel.tensor.parallelize import TensorParallelizer
 from toolkit.parallel.tensor.vocabulary import VocabularyShard, vocab_parallel_token_loss_sum
+from toolkit.recorder.frozen import freeze, receives_gradients
 from toolkit.recorder.gpu_kernels import attend
 
 _MOST_POSITIONS = 2048
@@ -86,7 +88,8 @@ def build(setup: Setup, mode: Mode) -> FakeModel:
     model.tie_weights()
     structure = _structure(setup.config, model)
     layers = structure.layer_list(model)
-    pattern = kinds_of(model, layers)
+    freeze(model, Trainable.parse(setup.trainable))
+    pattern = kinds_of(model, layers, receives_gradients(model, layers, recomputes=setup.recompute == "full"))
     group = dist.group.WORLD
     assert group is not None
     vocabulary = int(model.get_output_embeddings().weight.shape[0])
@@ -147,13 +150,15 @@ def _text(model: PreTrainedModel) -> Any:
     return model.config.get_text_config(decoder=True)
 
 
-def kinds_of(model: PreTrainedModel, layers: nn.ModuleList) -> tuple[int, ...]:
-    """Number the kinds of decoder layers: alike are those with equal modules, shapes and flags."""
+def kinds_of(model: PreTrainedModel, layers: nn.ModuleList, reached: Sequence[bool]) -> tuple[int, ...]:
+    """Number the kinds of decoder layers: alike are those with equal modules, shapes and flags, if gradients have all
+    `reached` their inputs, or none.
+    """
     config = _text(model).to_dict()
     lists = [value for value in config.values() if isinstance(value, list | tuple) and len(value) == len(layers)]
     found: dict[Any, int] = {}
     return tuple(
-        found.setdefault((_signature(layer), *(str(each[index]) for each in lists)), len(found))
+        found.setdefault((_signature(layer), reached[index], *(str(each[index]) for each in lists)), len(found))
         for index, layer in enumerate(layers)
     )
 
@@ -166,7 +171,8 @@ def _signature(layer: nn.Module) -> Any:
             for key, value in vars(module).items()
             if isinstance(value, str | bool | int | float | None) and "idx" not in key and "index" not in key
         }
-        shapes = [(key, value.shape) for key, value in module._parameters.items() if value is not None]
+        own = ((key, value) for key, value in module._parameters.items() if value is not None)
+        shapes = [(key, value.shape, value.requires_grad) for key, value in own]
         parts.append((name, type(module).__name__, tuple(sorted(map(str, flags.items()))), tuple(shapes)))
     return tuple(parts)
 

@@ -136,7 +136,8 @@ def _mark_sections(fake: FakeModel, trace: Trace) -> list[Any]:
     def leave(layer: nn.Module, arguments: Any, result: Any) -> None:
         if trace.sections[-1].name == f"forward {fake.kept[-1]}":
             hidden = result[0] if isinstance(result, tuple | list) else result
-            hidden.register_hook(lambda gradient: trace.begin(f"backward {fake.kept[-1]}"))
+            if hidden.requires_grad:
+                hidden.register_hook(lambda gradient: trace.begin(f"backward {fake.kept[-1]}"))
             trace.begin("head")
 
     for index in fake.kept:
