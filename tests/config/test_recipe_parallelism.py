@@ -3,38 +3,19 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from checked_recipes import check_conflict, recipe
 
 from toolkit.cli.main import main
 from toolkit.config import parallel_rules as parallelism
-from toolkit.config import recipe_conflicts, recipe_problems
+from toolkit.config import recipe_problems
 from toolkit.config.layout import Layout
 from toolkit.config.recipe import Recipe
 from toolkit.errors import RecipeError
 from toolkit.models.support import Support
 
 ROOT = Path(__file__).parents[2]
-
-
-def recipe(**changes: object) -> Recipe:
-    """A recipe on GPT-2 with fields changed: `parallel__tp=2`, `precision="bf16"`."""
-    values: dict[str, Any] = {
-        "model": {"name_or_path": "gpt2"},
-        "data": {"seq_len": 128},
-        "batch": {"global_batch_size": 8, "micro_batch_size": 2},
-        "optimizer": {"lr": 1.0},
-        "train": {"steps": 10},
-    }
-    for key, value in changes.items():
-        section, _, field = key.partition("__")
-        if field:
-            values.setdefault(section, {})[field] = value
-        else:
-            values[section] = value
-    return Recipe.model_validate_json(json.dumps(values))
-
 
 REFUSED: list[tuple[dict[str, object], list[str], list[object]]] = [
     (
@@ -168,9 +149,7 @@ REFUSED: list[tuple[dict[str, object], list[str], list[object]]] = [
 
 @pytest.mark.parametrize(("changes", "fields", "remedy"), REFUSED)
 def test_what_cannot_run_is_one_conflict(changes: dict[str, object], fields: list[str], remedy: list[object]) -> None:
-    (refusal,) = recipe_conflicts(recipe(**changes))
-    assert [field for field, _ in refusal.given] == fields
-    assert list(refusal.remedy) == remedy
+    check_conflict(recipe(**changes), fields, remedy)
 
 
 RUNS: list[dict[str, object]] = [

@@ -2,13 +2,16 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from checked_recipes import check_conflict
+from checked_recipes import recipe as any_recipe
 from refusals import refused
 
-from toolkit.config import recipe_conflicts, recipe_problems
+from toolkit.config import recipe_problems
 from toolkit.config.job import Job
 from toolkit.config.layout import Layout
 from toolkit.config.parallel_rules import ULYSSES_FAMILIES
@@ -16,22 +19,7 @@ from toolkit.config.recipe import Recipe
 from toolkit.dsconfig import build, merge_user_config
 from toolkit.errors import ConfigError, RecipeError
 
-
-def recipe(**changes: object) -> Recipe:
-    """A recipe on Llama with ulysses=2 and fields changed: `data__seq_len=127`."""
-    values: dict[str, Any] = {
-        "model": {"name_or_path": "llama-tiny"},
-        "data": {"seq_len": 128},
-        "parallel": {"ulysses": 2},
-        "batch": {"global_batch_size": 8, "micro_batch_size": 2},
-        "optimizer": {"lr": 1.0},
-        "train": {"steps": 10},
-    }
-    for key, value in changes.items():
-        section, _, field = key.partition("__")
-        values[section][field] = value
-    return Recipe.model_validate_json(json.dumps(values))
-
+recipe = partial(any_recipe, model__name_or_path="llama-tiny", parallel__ulysses=2)
 
 REFUSED: list[tuple[dict[str, object], list[str], list[object]]] = [
     (
@@ -134,9 +122,7 @@ REFUSED: list[tuple[dict[str, object], list[str], list[object]]] = [
 
 @pytest.mark.parametrize(("changes", "fields", "remedy"), REFUSED)
 def test_what_cannot_run_is_one_conflict(changes: dict[str, object], fields: list[str], remedy: list[object]) -> None:
-    (refusal,) = recipe_conflicts(recipe(**changes))
-    assert [field for field, _ in refusal.given] == fields
-    assert list(refusal.remedy) == remedy
+    check_conflict(recipe(**changes), fields, remedy)
 
 
 RUNS: list[dict[str, object]] = [
