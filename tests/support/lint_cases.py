@@ -334,7 +334,7 @@ class Reported(NamedTuple):
 def reported(path: Path, group: str = "mistakes", *, mistaken: bool = True) -> list[Reported]:
     """Read mistakes: each row changes (`put`) or shortens (`drop`) one of the file's base configs, or is a text.
 
-    `expect` says what goes wrong and how to mend it. The rows with it, and those of `written_unseen`, were written
+    `expect` says what goes wrong and how to fix it. The rows with it, and those of `written_unseen`, were written
     before lint was held against them. Not `mistaken`: the base configs themselves, without the context.
     """
     data = json.loads(path.read_text())
