@@ -145,16 +145,9 @@ class Case:
         return tuple(torch.randint(0, vocabulary, (self.samples, SEQ_LEN)) for _ in range(2))  # type: ignore[return-value]
 
 
-def kept_bytes(
-    case: Case,
-    model: PreTrainedModel,
-    loss_sum: Callable[..., torch.Tensor] = token_loss_sum,
-    words: range | None = None,
-) -> int:
-    """What lives when the forward pass is over, with what the model was given; all labels are among `words`."""
+def kept_bytes(case: Case, model: PreTrainedModel, loss_sum: Callable[..., torch.Tensor] = token_loss_sum) -> int:
+    """What lives when the forward pass is over, with what the model was given."""
     inputs, labels = case.inputs(model)
-    if words is not None:
-        labels = words.start + labels % len(words)
     with LiveBytes() as live:
         loss = loss_sum(case.logits(model, inputs), labels)
         time.sleep(0.02)  # the thread of a collective lets go of its tensors a moment after it is done

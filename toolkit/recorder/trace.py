@@ -51,8 +51,6 @@ class Trace(TorchDispatchMode):
         if func is aten._local_scalar_dense.default:
             # "Are all positions consecutive?" and the like: there are no values.
             return self.answer if args[0].dtype == torch.bool else 1
-        if func is aten.index.Tensor:
-            args = (args[0], [None if index is None else _chosen(index) for index in args[1]])
         for tensor in tree_iter((args, kwargs)):
             if isinstance(tensor, torch.Tensor):
                 self._watch(tensor, counts=False)
@@ -94,13 +92,6 @@ class Trace(TorchDispatchMode):
         number = self._numbers.pop(key)
         if size:
             self._now.events.append((number, -size))
-
-
-def _chosen(index: torch.Tensor) -> torch.Tensor:
-    """Numbers in the place of flags, as if all were set: any target may be in a rank's part of the vocabulary."""
-    if index.dtype != torch.bool:
-        return index
-    return torch.zeros(index.numel(), dtype=torch.long, device=index.device)
 
 
 def workspace(func: Any, args: Any, result: Any) -> int:

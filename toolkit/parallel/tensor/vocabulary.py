@@ -139,25 +139,29 @@ class _TokenLossSum(torch.autograd.Function):
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
         exponentials = (scores - largest.unsqueeze(-1)).exp_()
 
-        local = targets - shard.start
-        here = (local >= 0) & (local < shard.real_rows)
-        rows = torch.arange(targets.shape[0], device=targets.device)[here]
-        columns = local[here]
-        parts = scores.new_zeros(2, targets.shape[0])
-        parts[0] = exponentials.sum(dim=-1)
-        parts[1, rows] = scores[rows, columns] - largest[rows]
+        columns, here = _columns_of(targets, shard)
+        own = scores.gather(-1, columns.unsqueeze(-1)).squeeze(-1)  # [n, V/t] -> [n]
+        parts = torch.stack([exponentials.sum(dim=-1), torch.where(here, own - largest, 0.0)])
         dist.all_reduce(parts, group=group)
         normalizer, target_score = parts
 
-        counted = targets != ignore
-        ctx.save_for_backward(exponentials.div_(normalizer.unsqueeze(-1)), rows, columns, counted)
-        ctx.dtype = logits.dtype
-        return torch.where(counted, normalizer.log() - target_score, 0.0).sum()
+        # Columns are found again in the backward pass: what is kept does not depend on whose targets these are.
+        ctx.save_for_backward(exponentials.div_(normalizer.unsqueeze(-1)), targets)
+        ctx.shard, ctx.ignore, ctx.dtype = shard, ignore, logits.dtype
+        return torch.where(targets != ignore, normalizer.log() - target_score, 0.0).sum()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        softmax, rows, columns, counted = ctx.saved_tensors
+        softmax, targets = ctx.saved_tensors
+        columns, here = _columns_of(targets, ctx.shard)
         gradient = softmax.clone()
-        gradient[rows, columns] -= 1.0
-        gradient *= (counted * gradients[0]).unsqueeze(-1)
+        gradient[torch.arange(targets.shape[0], device=targets.device), columns] -= here.to(gradient.dtype)
+        gradient *= ((targets != ctx.ignore) * gradients[0]).unsqueeze(-1)
         return gradient.to(ctx.dtype), None, None, None, None
+
+
+def _columns_of(targets: torch.Tensor, shard: VocabularyShard) -> tuple[torch.Tensor, torch.Tensor]:
+    """Column of each target in this rank's logits, 0 where another rank has it, and whether it is here: [n] each."""
+    local = targets - shard.start
+    here = (local >= 0) & (local < shard.real_rows)
+    return local.masked_fill_(~here, 0), here
