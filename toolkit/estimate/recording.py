@@ -96,6 +96,22 @@ class PassSection:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Events:
+    """What a pass allocates and frees, in order, section by section.
+
+    Layers have the sections `forward k` and `backward k` of kind k, and of the `first` and the `last` layer. An event
+    is the index of a size that is allocated; or -1 - n, which frees what the same section allocated as its nth; or
+    names what another section allocated: `forward -1:0` is, of the storages that outlived the forward pass of the layer
+    before, the last. The ends name layers by kind, which stands for all of that kind, or as `first` and `last`.
+    """
+
+    sizes: tuple[Polynomial, ...]
+    ends: tuple[int, int]
+    """The kinds of the first and the last layer."""
+    sections: Mapping[str, tuple[int | str, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Recording:
     """All sections of a pass.
 
@@ -122,6 +138,7 @@ class Recording:
     end_layers: tuple[Polynomial, Polynomial, Polynomial]
     """What the forward pass of a stage's first layer leaves beyond that of an inner one, and of its last layer; and the
     backward pass of the last layer."""
+    events: Events | None = field(default=None, repr=False)
 
     def at(self, b: int, s: int) -> "Activations":
         """The recording for micro-batches of b samples of s positions."""
@@ -166,6 +183,7 @@ class Recording:
             "kinds": [{kind: number(size) for kind, size in each.items()} for each in self.kinds],
             "end_layers": [number(size) for size in self.end_layers],
             "sizes": [list(polynomial) for polynomial in table],
+            **({"events": vars(self.events)} if self.events else {}),
         }
 
     @classmethod
@@ -179,6 +197,7 @@ class Recording:
 
         first, last, back = (table[number] for number in content["end_layers"])
         least, most = content["positions"]
+        events = content.get("events")
         return cls(
             positions=(least, most),
             unit=content["unit"],
@@ -188,6 +207,12 @@ class Recording:
             backward=tuple(map(section, content["backward"])),
             kinds=tuple({kind: table[number] for kind, number in each.items()} for each in content["kinds"]),
             end_layers=(first, last, back),
+            events=events
+            and Events(
+                sizes=tuple(map(tuple, events["sizes"])),
+                ends=tuple(events["ends"]),
+                sections={name: tuple(each) for name, each in events["sections"].items()},
+            ),
         )
 
 

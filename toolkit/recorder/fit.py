@@ -6,6 +6,7 @@ from itertools import combinations
 from typing import Any
 
 from toolkit.estimate.recording import MONOMIALS, PassSection, Polynomial, Recording, total
+from toolkit.recorder.events import events_of
 from toolkit.recorder.trace import TracedSection
 
 Size = tuple[int, int]
@@ -144,6 +145,9 @@ def assemble(
             )
             if len(kept) > 1
             else (none, none, none)
+        ),
+        events=events_of(
+            trace, size_of, kept, inner, (numbers.get(pattern[kept[0]], 0), numbers.get(pattern[kept[-1]], 0))
         ),
     )
 

@@ -1,0 +1,85 @@
+"""A recording's events, replayed with all layers, against the sums that the estimate makes of its sections."""
+
+from typing import Any
+
+import pytest
+
+from toolkit.estimate.caching_allocator import Block, CachingAllocator
+from toolkit.estimate.recording import Recording, Setup, config_text
+from toolkit.estimate.replay import Live, PassReplay
+from toolkit.recorder.record import record
+
+SMALL: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 99}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt2": {"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 7, "vocab_size": 99},
+    "llama": {"model_type": "llama", "intermediate_size": 96, "num_hidden_layers": 7, **SMALL},
+    # Two kinds of layers, in an order that repeats.
+    "gemma3": {"model_type": "gemma3_text", "intermediate_size": 96, "num_hidden_layers": 12, "head_dim": 16, **SMALL},
+    "bloom": {"model_type": "bloom", "hidden_size": 64, "n_head": 4, "n_layer": 7, "vocab_size": 99},
+}
+
+
+class Counter(CachingAllocator):
+    """Counts what is asked for, without rounding."""
+
+    def allocate(self, size: int) -> Block:
+        self.allocated += size
+        self.peak_allocated = max(self.peak_allocated, self.allocated)
+        return Block(0, size, is_small=True)
+
+    def free(self, block: Block) -> None:
+        self.allocated -= block.size
+
+
+def recorded(family: str, **changes: Any) -> Recording:
+    attention = "eager" if family == "bloom" else "sdpa"
+    return record(Setup(config=config_text(FAMILIES[family]), attention=attention, **changes), 256)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"recompute": "full"}, {"part": "middle"}, {"part": "last", "tp": 2, "sequence_parallel": True}],
+    ids=lambda changes: "-".join(map(str, changes.values())) or "whole",
+)
+def test_a_replay_allocates_what_the_estimate_adds_up(family: str, changes: dict[str, Any]) -> None:
+    recording = recorded(family, **changes)
+    count = len(recording.pattern)
+    layers = {"middle": range(1, count - 1), "last": range(2, count)}.get(changes.get("part", ""), range(count))
+    expected, counter = recording.at(2, 512), Counter()
+    replay, live = PassReplay(recording, layers, 2, 512, counter), Live()
+    sections = [*replay.forward(live)]
+    assert len(sections) == 3 + len(layers)
+    assert counter.allocated == pytest.approx(expected.kept(layers), rel=1e-3)
+    for _ in replay.backward(live):
+        left = counter.allocated
+    assert counter.peak_allocated == pytest.approx(expected.worst_moment(layers)[0], rel=3e-3)
+    # What the pass was given, and what it returned, go with the micro-batch.
+    assert left < 0.05 * counter.peak_allocated
+    assert counter.allocated == 0
+
+
+def test_a_replay_in_autocast_has_the_copies_of_weights() -> None:
+    recording = recorded("llama", precision="autocast")
+    counter = Counter()
+    replay, live = PassReplay(recording, range(7), 2, 512, counter), Live()
+    for _ in replay.forward(live):
+        pass
+    copies = counter.allocated - recording.at(2, 512).kept(range(7))
+    layer, head = 64 * (64 + 32 + 32 + 64 + 3 * 96), 99 * 64
+    assert copies == 2 * (7 * layer + head)
+
+
+def test_micro_batches_do_not_free_each_others_tensors() -> None:
+    counter = Counter()
+    replay = PassReplay(recorded("llama"), range(7), 2, 512, counter)
+    first, second = Live(), Live()
+    for _ in replay.forward(first):
+        pass
+    kept = counter.allocated
+    for _ in replay.forward(second):
+        pass
+    assert counter.allocated == 2 * kept
+    for _ in replay.backward(first):
+        pass
+    assert counter.allocated == kept

@@ -1,0 +1,61 @@
+"""The events of a traced pass, with storages named by where they were allocated, so that layers can be repeated."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from toolkit.estimate.recording import Events, Polynomial
+from toolkit.recorder.trace import TracedSection
+
+_LAYER = ("forward ", "backward ")
+
+
+def events_of(
+    trace: Sequence[TracedSection],
+    size_of: Mapping[int, Polynomial],
+    kept: Sequence[int],
+    inner: Sequence[int],
+    ends: tuple[int, int],
+) -> Events:
+    """Events of the ends and of the layers that stand for others: `inner`, one of each kind, the first and the last.
+
+    `size_of`: of a storage, by its number. `kept`: the layers that ran. `ends`: kinds of the first and the last.
+    """
+    table: dict[Polynomial, int] = {}
+    places: dict[int, tuple[str, int]] = {}
+    for section in trace:
+        freed = {number for number, size in section.events if size < 0}
+        outlive = [number for number, size in section.events if size > 0 and number not in freed]
+        places |= {number: (section.name, at) for at, number in enumerate(reversed(outlive))}
+
+    def named(index: int) -> list[str]:
+        """What the layer stands for."""
+        roles = [str(inner.index(index))] if index in inner else []
+        return roles + [role for role, at in (("first", kept[0]), ("last", kept[-1])) if at == index]
+
+    def reference(name: str, number: int) -> str | None:
+        found, at = places.get(number, ("", 0))
+        if not found.startswith(_LAYER):
+            return f"{found}:{at}" if found else None
+        direction, layer = found.split()
+        if name.startswith(_LAYER):
+            return f"{direction} {kept.index(int(layer)) - kept.index(int(name.split()[1])):+d}:{at}"
+        role = named(int(layer))
+        return f"{direction} {role[-1]}:{at}" if role else None
+
+    def events(section: TracedSection) -> Iterator[int | str]:
+        own: dict[int, int] = {}
+        for number, size in section.events:
+            if size > 0:
+                own[number] = len(own)
+                yield table.setdefault(size_of[number], len(table))
+            elif number in own:
+                yield -1 - own[number]
+            elif (name := reference(section.name, number)) is not None:
+                yield name
+
+    sections = {}
+    for section in trace:
+        direction, _, layer = section.name.partition(" ")
+        roles = [f"{direction} {role}" for role in named(int(layer))] if layer else [section.name]
+        for role in roles if section.name else ():
+            sections[role] = tuple(events(section))
+    return Events(sizes=tuple(table), ends=ends, sections=sections)
