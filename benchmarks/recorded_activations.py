@@ -12,8 +12,8 @@ every size is a polynomial in samples and positions). Takes some minutes.
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -26,58 +26,67 @@ from measured_activations import Case, kept_bytes, peak_bytes  # type: ignore[im
 from toolkit.errors import ToolkitError
 from toolkit.models.support import all_families
 
-SETTINGS = (("eager", "none"), ("sdpa", "none"), ("eager", "full"))
-Bytes = tuple[int, int]
-"""Kept, and the peak."""
+SETTINGS = (("eager", "none"), ("sdpa", "none"), ("eager", "full"), ("sdpa", "full"))
+"""Attention, and what is recomputed."""
+Errors = tuple[float, float] | None
+"""Of what is kept and of the peak, in percent; none where there is nothing to compare."""
 
 
 def main() -> None:
-    """Print the table, and save it."""
+    """Print the tables, and save them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("families", nargs="*", metavar="FAMILY")
     parser.add_argument("--save", action="store_true", help="write results/recorded_activations.md")
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
     known = [name for name, support in all_families().items() if support.supports("pipeline")]
-    rows = [row(family, *setting) for family in options.families or known for setting in SETTINGS]
+    families = options.families or known
+    found = {(family, *setting): errors(family, *setting) for setting in SETTINGS for family in families}
     publish_all(
         "recorded_activations",
         sheets=[
             Sheet(
-                title="Recorded activation memory against live runs: errors in percent",
-                headings=["family", "attention", "recompute", "kept", "peak"],
-                rows=rows,
-                text_columns=3,
-            )
+                title="Recorded activation memory against live runs",
+                headings=["attention", "recompute", "families", "largest error of kept, %", "of the peak, %"],
+                rows=[summary(setting, [found[family, *setting] for family in families]) for setting in SETTINGS],
+                text_columns=2,
+            ),
+            Sheet(
+                title="Errors of what is kept and of the peak, in percent",
+                headings=["family", *(f"{attention}, {recompute}" for attention, recompute in SETTINGS)],
+                rows=[[family, *(cell(found[family, *setting]) for setting in SETTINGS)] for family in families],
+            ),
         ],
         notes=["-: transformers has no such attention or recomputation for the family, or it cannot be recorded"],
         save=options.save,
     )
 
 
-def row(family: str, attention: str, recompute: str) -> list[str]:
-    """Errors of what is kept and of the peak, or why there are none."""
+def errors(family: str, attention: str, recompute: str) -> Errors:
+    """Of the recording of a tiny config, against the run of its model."""
     case = Case(family=family, attention=attention, recompute=recompute, drops=False)
-    cells = [family, attention, recompute]
     try:
         model = case.model()
     except Exception:  # transformers has no such attention, or no such recomputation, for it
-        return [*cells, *"--"]
-    live = kept_bytes(case, model), peak_bytes(case, model)
-    return [*cells, *errors(recorded, case, live)]
-
-
-def errors(predict: Any, case: Any, live: Bytes) -> list[str]:
-    """Of a prediction, in percent."""
+        return None
+    case.logits(model, case.inputs(model)[0])  # the first pass may convert buffers, which then stay with the model
+    kept, peak = kept_bytes(case, model), peak_bytes(case, model)
     try:
-        return [f"{100 * (own / true - 1):+.2f}" for own, true in zip(predict(case), live, strict=True)]
+        return 100 * (case.predicted_kept() / kept - 1), 100 * (case.predicted_peak() / peak - 1)
     except ToolkitError:  # which names what it does not know
-        return ["-", "-"]
+        return None
 
 
-def recorded(case: Any) -> Bytes:
-    """By the recording of the config."""
-    return case.predicted_kept(), case.predicted_peak()
+def summary(setting: tuple[str, str], found: Sequence[Errors]) -> list[str]:
+    """How many families there are, and the largest errors."""
+    given = [one for one in found if one is not None]
+    largest = (max((one[i] for one in given), key=abs, default=0.0) for i in range(2))
+    return [*setting, str(len(given)), *(f"{error:+.2f}" for error in largest)]
+
+
+def cell(found: Errors) -> str:
+    """Both errors."""
+    return "-" if found is None else " ".join(f"{error:+.2f}" for error in found)
 
 
 if __name__ == "__main__":

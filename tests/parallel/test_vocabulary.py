@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from allocations import SavedForBackward
 from nonempty import nonempty
 from torch import nn
 from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
@@ -233,3 +234,18 @@ def test_head_and_loss_together_learn_what_the_whole_head_does(ranks: Ranks) -> 
         return True
 
     assert all(nonempty(ranks(check, 4)))
+
+
+def test_what_is_kept_does_not_depend_on_where_the_targets_are(ranks: Ranks) -> None:
+    def kept() -> list[int]:
+        shard = VocabularyShard.of(99, dist.group.WORLD)
+        logits = own_logits(draw(2, 6, 99, dtype=torch.float32), shard).requires_grad_()
+        found = []
+        for labels in (torch.zeros(2, 6, dtype=torch.long), tokens(99), torch.full((2, 6), 98)):
+            with SavedForBackward(nn.Identity()) as saved:
+                vocab_parallel_token_loss_sum(logits, labels, shard, dist.group.WORLD)
+            found.append(saved.bytes)
+        return found
+
+    for found in nonempty(ranks(kept, 2)):
+        assert found == [4 * 12 * 50 + 8 * 12] * 3, "the softmax, and the labels, which are not copied"
