@@ -174,6 +174,19 @@ def test_engines_and_optimizers_of_other_programs(capsys):
     assert refused("--model", "gpt2", "--layout", "dp8-z2", "--trainer").field == "--layout"
 
 
+def test_a_chunked_loss_has_no_whole_logits(capsys, tmp_path):
+    def logits(*options):
+        (stage,) = json.loads(dstk(capsys, "memory", "--model", "gpt2", "--layout", "dp8", "--json", *options))[
+            "stages"
+        ]
+        return stage["logits"]
+
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(ZERO_2))
+    for setup in (["--trainer"], ["--engine", "fsdp", "--micro", "8"], ["--deepspeed", str(path), "--micro", "8"]):
+        assert logits(*setup, "--chunked-loss", "512") < logits(*setup) / 8
+
+
 def test_near_the_limit_the_answer_is_tight(capsys):
     arguments = ["memory", "--model", "llama-3-8b", "--layout", "dp8-z1", "--seq", "4096", "--recompute", "full"]
     near = [*arguments, "--gpu", "H100-80"]
@@ -381,6 +394,11 @@ def test_a_recipe_without_attention_is_estimated_with_what_the_family_has(capsys
         (["--recipe", "recipes/gpt2/z3.yaml", "--world-size", "7"], "512 is not a multiple of 8 x 7 = 56."),
         (["--model", "gpt2", "--layout", "dp2-tp5"], "tp=5: 12 attention heads cannot be shared equally by 5 ranks"),
         (["--model", "gpt2", "--layout", "dp2", "--optimizer", "muon"], "--optimizer muon: this toolkit's recipes do"),
+        (
+            ["--model", "gpt2", "--layout", "dp2", "--chunked-loss", "64"],
+            "--chunked-loss 64: this toolkit's recipes do",
+        ),
+        (["--recipe", "recipes/gpt2/z3.yaml", "--chunked-loss", "64"], "Omit --chunked-loss."),
         (["--model", "gpt2", "--layout", "tp2", "--engine", "ddp", "--optimizer", "muon"], "Leave tp and pp out"),
         (["--model", "gpt2", "--layout", "pp13"], "pp=13: 12 decoder layers cannot fill 13 stages"),
         (["--model", "gpt2", "--layout", "dp2-q3"], "'q3' is not a part of a layout"),

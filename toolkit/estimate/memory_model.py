@@ -58,6 +58,8 @@ class Workload:
     """Documents of a sample do not see each other."""
     device: Device = "cuda"
     """Whose kernels run."""
+    loss_chunk: int = 0
+    """Tokens whose logits exist at once; 0: those of all."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -205,6 +207,7 @@ class MemoryModel:
             device=work.device,
             part=part,
             samples="one" if work.micro_batch_size == 1 else "many",
+            loss_chunk=min(work.loss_chunk, work.micro_batch_size * s),
         )
         return activations(setup, work.micro_batch_size, s)
 

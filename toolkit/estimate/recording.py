@@ -49,6 +49,8 @@ class Setup:
     """A single sample's tensors may be contiguous where those of several are not."""
     trainable: str = ""
     """Which parameters train, as `Trainable.text` writes it; empty: all."""
+    loss_chunk: int = 0
+    """Tokens whose logits exist at once; 0: those of all."""
 
     @property
     def key(self) -> str:
@@ -56,6 +58,7 @@ class Setup:
         words = [self.part, f"tp{self.tp}", self.precision, self.attention, self.recompute, self.device, self.samples]
         flags = {"sp": self.sequence_parallel, "documents": self.documents}
         flags |= {f"trainable-{_hash(self.trainable)}": bool(self.trainable)}
+        flags |= {f"chunk{self.loss_chunk}": self.loss_chunk > 0}
         return "-".join([*words, *(name for name, wanted in flags.items() if wanted)])
 
     @property

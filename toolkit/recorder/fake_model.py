@@ -26,6 +26,7 @@ from toolkit.parallel.model_structure import ModelStructure, analyze_model
 from toolkit.parallel.pipeline.stage import NonLocalLayer, PipelineStage
 from toolkit.parallel.tensor.parallelize import TensorParallelizer
 from toolkit.parallel.tensor.vocabulary import VocabularyShard, vocab_parallel_token_loss_sum
+from toolkit.recorder.chunked_loss import ChunkedLoss, HiddenStates
 from toolkit.recorder.frozen import freeze, receives_gradients
 from toolkit.recorder.gpu_kernels import attend
 
@@ -77,6 +78,11 @@ def tensors_without_memory(setup: Setup) -> Mode:
     return torch.device("meta") if is_plain else FakeTensorMode(allow_non_fake_inputs=True)
 
 
+def autocast(setup: Setup) -> torch.autocast:
+    """The context of products."""
+    return torch.autocast("cpu", torch.bfloat16, enabled=setup.precision == "autocast")
+
+
 def build(setup: Setup, mode: Mode) -> FakeModel:
     """Build the model of `setup`. The process group is that of its tensor-parallel ranks."""
     facts = json.loads(setup.config)
@@ -115,8 +121,15 @@ def build(setup: Setup, mode: Mode) -> FakeModel:
     elif setup.recompute == "selective":
         recompute_attention(model)
     (model if stage is None else stage).train()
+    head = model.get_output_embeddings()
+    if setup.loss_chunk:
+        model.set_output_embeddings(HiddenStates(head))
 
     def loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        if setup.loss_chunk:
+            with autocast(setup):
+                loss: torch.Tensor = ChunkedLoss.apply(logits.flatten(0, 1), head.weight, setup.loss_chunk)
+                return loss
         if parallelizer is None:
             return token_loss_sum(logits, labels)
         return vocab_parallel_token_loss_sum(logits, labels, VocabularyShard.of(vocabulary, group), group)

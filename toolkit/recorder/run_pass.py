@@ -12,7 +12,7 @@ from transformers import masking_utils
 
 from toolkit.estimate.recording import Setup
 from toolkit.parallel.model_structure import hidden_argument
-from toolkit.recorder.fake_model import FakeModel, Mode
+from toolkit.recorder.fake_model import FakeModel, Mode, autocast
 from toolkit.recorder.gpu_kernels import GpuKernels
 from toolkit.recorder.trace import Trace, TracedSection
 
@@ -62,7 +62,7 @@ def _whole(setup: Setup, fake: FakeModel, trace: Trace, b: int, s: int) -> None:
         trace.begin("embedding")
         ids, labels = _ids(b, s), _ids(b, s)
         positions = {"position_ids": _ids(b, s)} if setup.documents else {}
-        with _autocast(setup):
+        with autocast(setup):
             logits = fake.model(input_ids=ids, use_cache=False, **positions).logits
         trace.begin("loss")
         loss = [fake.loss_sum(logits, labels)]
@@ -87,7 +87,7 @@ def _of_stage(setup: Setup, fake: FakeModel, trace: Trace, b: int, s: int) -> No
             first = torch.zeros(b, s // shards, fake.hidden, dtype=dtype).requires_grad_()
         rest = (_ids(b, s),) if setup.documents else ()
         labels = _ids(b, s) if setup.part == "last" else None
-        with _autocast(setup):
+        with autocast(setup):
             output = fake.stage(tuple(each.clone() for each in (first, *rest)))
         trace.begin("loss")
         if labels is not None:
@@ -97,10 +97,6 @@ def _of_stage(setup: Setup, fake: FakeModel, trace: Trace, b: int, s: int) -> No
         else:
             trace.begin("head_backward")
             _backward([output[0]], torch.zeros_like(output[0]))
-
-
-def _autocast(setup: Setup) -> torch.autocast:
-    return torch.autocast("cpu", torch.bfloat16, enabled=setup.precision == "autocast")
 
 
 def _backward(output: list[torch.Tensor], gradient: torch.Tensor | None = None) -> None:

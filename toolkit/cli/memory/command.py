@@ -52,6 +52,12 @@ _SWEEPS = ("zero", "micro", "recompute", "seq")
 @click.option("--deepspeed", metavar="FILE", help="Your own DeepSpeed config, with DeepSpeed's defaults.")
 @click.option("--trainer", is_flag=True, help="The Hugging Face Trainer, with its defaults and its `auto`.")
 @click.option("--pure-bf16", is_flag=True, help="DDP or FSDP over bf16 weights, gradients and moments.")
+@click.option(
+    "--chunked-loss",
+    type=click.IntRange(min=1),
+    metavar="TOKENS",
+    help="Logits of so many tokens at once, as Liger's fused loss; for --trainer, --engine ddp or fsdp, --deepspeed.",
+)
 @click.option("--framework", metavar="NAME[:OPTIONS]", help=f"{_PROFILES} (docs/memory.md, Other frameworks).")
 @click.option("--gpu", "gpu_name", help="H100-80, A100-40, L40S, …: what is left on it, and which micro-batch fits.")
 @click.option("--json", "as_json", is_flag=True, help="Bytes of every stage as JSON.")
@@ -112,7 +118,17 @@ def _query(recipe: str | None, options: dict[str, Any]) -> "MemoryQuery":
     from toolkit.cli.memory.options import from_model, from_recipe
 
     if recipe is not None:
-        for name in ("model", "layout", "engine", "optimizer", "deepspeed", "trainer", "pure_bf16", "framework"):
+        for name in (
+            "model",
+            "layout",
+            "engine",
+            "optimizer",
+            "deepspeed",
+            "trainer",
+            "pure_bf16",
+            "framework",
+            "chunked_loss",
+        ):
             if options[name]:
                 option = f"--{name.replace('_', '-')}"
                 given = ((option, options[name]), ("--recipe", recipe))

@@ -23,7 +23,7 @@ _ONLY_FOREIGN = ("muon", "adamw-8bit")
 """Optimizers that no recipe has."""
 _OMIT = "leave one of them out"
 _EXCLUDES = {
-    "framework": ("deepspeed", "trainer", "engine", "optimizer", "pure_bf16", *_OFFLOAD),
+    "framework": ("deepspeed", "trainer", "engine", "optimizer", "pure_bf16", "chunked_loss", *_OFFLOAD),
     "deepspeed": ("engine", "pure_bf16", *_OFFLOAD),
     "trainer": _OFFLOAD,
     "pure_bf16": _OFFLOAD,
@@ -55,8 +55,8 @@ def foreign_setup(options: Mapping[str, Any], layout: Layout, hidden: int) -> Fo
             if options[name] and options[other] and not agrees:
                 given = tuple((f"--{key}".replace("_", "-"), options[key]) for key in (name, other))
                 raise ConfigError.between(given, "the first decides what the second asks", _OMIT)
-    names = ("deepspeed", "trainer", "pure_bf16", *(("optimizer",) if options["optimizer"] in _ONLY_FOREIGN else ()))
-    whole = next((name for name in names if options[name]), "")
+    foreign = ["chunked_loss"] + ["optimizer"] * (options["optimizer"] in _ONLY_FOREIGN)
+    whole = next((name for name in ("deepspeed", "trainer", "pure_bf16", *foreign) if options[name]), "")
     if whole and layout.tp * layout.pp > 1:
         given = ((f"--{whole}".replace("_", "-"), options[whole]), ("--layout", str(layout)))
         raise LayoutError.between(given, "Hugging Face's own layers run in whole", "leave tp and pp out")
@@ -64,9 +64,9 @@ def foreign_setup(options: Mapping[str, Any], layout: Layout, hidden: int) -> Fo
         return _deepspeed(options, layout, hidden)
     if options["framework"]:
         return _profile(options)
-    if whole == "optimizer" and options["engine"] in (None, "deepspeed"):
-        reason = "this toolkit's recipes do not have it"
-        raise ConfigError.of("--optimizer", options["optimizer"], reason, "add --trainer, or --engine ddp or fsdp")
+    if whole in foreign and options["engine"] in (None, "deepspeed"):
+        reason, option = "this toolkit's recipes do not have it", f"--{whole}".replace("_", "-")
+        raise ConfigError.of(option, options[whole], reason, "add --trainer, or --engine ddp or fsdp")
     return _torch(options, layout) if whole else None
 
 
@@ -106,6 +106,7 @@ def _torch(options: Mapping[str, Any], layout: Layout) -> ForeignSetup:
         computed={
             "activation_bytes": 2 if pure or (sharded and in_16_bits) else 4,
             "autocast": in_16_bits and not pure,
+            "loss_chunk": options["chunked_loss"] or 0,
         },
         micro_batch_size=_TRAINER_BATCH if options["trainer"] else 1,
         accumulation=1 if options["trainer"] else None,
@@ -160,6 +161,7 @@ def _deepspeed(options: Mapping[str, Any], layout: Layout, hidden: int) -> Forei
         name="Trainer, DeepSpeed" if options["trainer"] else "DeepSpeed",
         framework=settings,
         precision=precision,
+        computed={"loss_chunk": options["chunked_loss"] or 0},
         layout={
             "zero_stage": settings.zero_stage,
             "offload_optimizer": "cpu" if settings.offload_optimizer else "none",
