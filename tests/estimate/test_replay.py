@@ -61,13 +61,19 @@ def test_a_replay_allocates_what_the_estimate_adds_up(family: str, changes: dict
 
 def test_a_replay_in_autocast_has_the_copies_of_weights() -> None:
     recording = recorded("llama", precision="autocast")
-    counter = Counter()
-    replay, live = PassReplay(recording, range(7), 2, 512, counter), Live()
-    for _ in replay.forward(live):
-        pass
-    copies = counter.allocated - recording.at(2, 512).kept(range(7))
+    kept = {}
+    for casts in (True, False):
+        counter = Counter()
+        replay, live = PassReplay(recording, range(7), 2, 512, counter, casts=casts), Live()
+        for _ in replay.forward(live):
+            pass
+        kept[casts] = counter.allocated
+        for _ in replay.backward(live):
+            left = counter.allocated
+        assert left < 0.05 * counter.peak_allocated
     layer, head = 64 * (64 + 32 + 32 + 64 + 3 * 96), 99 * 64
-    assert copies == 2 * (7 * layer + head)
+    assert kept[True] - kept[False] == 2 * (7 * layer + head)
+    assert kept[False] == recording.at(2, 512).kept(range(7))
 
 
 def test_micro_batches_do_not_free_each_others_tensors() -> None:

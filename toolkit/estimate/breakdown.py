@@ -1,10 +1,11 @@
 """MemoryBreakdown: one rank's memory at its peak, part by part, in bytes."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from toolkit.estimate.states import StateBytes
+from toolkit.estimate.training_step import TrainingStep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +45,9 @@ class MemoryBreakdown:
     """CUDA context and kernels, which PyTorch does not allocate."""
     nccl: int = 0
     margin: int = 0
-    """For the allocator's rounding and fragmentation: a constant share."""
+    """For the allocator's rounding and fragmentation: a constant share, or what a replay of the step found."""
     cached: int = 0
-    """Freed blocks that the allocator keeps while there is room, for later ones are larger: not needed to fit."""
+    """Freed blocks that the allocator keeps while there is room: not needed to fit."""
     device_bytes: int = 0
     """The GPU's memory; 0 where no GPU was named."""
 
@@ -57,6 +58,16 @@ class MemoryBreakdown:
     compare peaks with PyTorch's. Of a framework's profile: benchmarks/published_memory.py, 10th and 90th percentile;
     set by hand for `torchtitan` (few runs) and `aleph-alpha-scaling` (known only whether they fit).
     """
+    step: TrainingStep | None = field(default=None, repr=False, compare=False)
+    """What a replay needs; None for other frameworks, of whose activations no events are known."""
+
+    def replayed(self) -> "MemoryBreakdown":
+        """This, with what PyTorch's allocator adds in a replay of the step, where its events are known."""
+        found = None if self.step is None else self.step.footprint()
+        if found is None:
+            return self
+        enough, reserved = (max(self.allocated, size) for size in found)
+        return replace(self, margin=enough - self.allocated, cached=reserved - enough)
 
     @property
     def activation_total(self) -> int:

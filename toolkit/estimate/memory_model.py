@@ -33,11 +33,15 @@ from toolkit.estimate.recording import (
 from toolkit.estimate.recordings import activations
 from toolkit.estimate.stage_bounds import balanced_bounds
 from toolkit.estimate.states import ModelStates, TorchStates
+from toolkit.estimate.training_step import TrainingStep
 from toolkit.hardware import Gpu
 from toolkit.models.families.registry import find_spec
 from toolkit.models.support import misfits
 
 Framework = DeepSpeedSettings | TorchStates | FrameworkProfile
+
+_NEAR = 5
+"""Within a fifth of the GPU's memory, what PyTorch's allocator adds may decide what fits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +103,8 @@ class MemoryModel:
         """Return the largest micro-batch size that fits on every stage; 0 if not even one sample fits."""
 
         def fits(size: int) -> bool:
-            return self.peak(layout, replace(work, micro_batch_size=size), framework, gpu).fits
+            found = self.peak(layout, replace(work, micro_batch_size=size), framework, gpu)
+            return (found.replayed() if abs(found.left) < gpu.memory_bytes // _NEAR else found).fits
 
         if not fits(1):
             return 0
@@ -139,7 +144,8 @@ class MemoryModel:
         itemsize = work.activation_bytes or (2 if deepspeed is None else deepspeed.model_bytes)
         autocast = work.autocast if deepspeed is None else deepspeed.autocast != "none"
         part: Part = "whole" if layout.pp == 1 else "first" if first else "last" if last else "middle"
-        kept = self._activations(layout, work, part, "autocast" if autocast else "fp32" if itemsize == 4 else "bf16")
+        recorded = self._recorded(layout, work, part, "autocast" if autocast else "fp32" if itemsize == 4 else "bf16")
+        kept = activations(*recorded)
         in_flight = in_flight_micro_batches(layout.pp, stage, work.accumulation)
         peak, fresh = kept.worst_moment(layers, in_flight=in_flight, gradients_kept=states.fresh_layer)
         gathered = states.gathered
@@ -154,13 +160,11 @@ class MemoryModel:
             gathered += again * (in_flight if work.recompute != "full" else 1)
         buffers = self._pipeline_buffers(layout, work, deepspeed, stage, 2 if autocast else itemsize)
         by_kind, logits = _activations_by_kind(kept, layers, in_flight, peak - fresh, has_head=last)
-        # Both beyond the resident bytes: while the last micro-batch computes, and while gradients are reduced and
-        # weights updated.
+        # Both beyond the resident bytes: while the last micro-batch computes, and at the end of the step.
         backward = states.accumulated + states.buckets + gathered + buffers.at_peak + peak
         update = max(states.reduction, states.step) + buffers.between
         static = resident.total + buffers.counters(params)
         workspace = 0 if gpu is None else workspace_bytes(gpu)
-        allocated = static + max(backward, update) + workspace
         return MemoryBreakdown(
             stage=stage,
             rank=layout.rank(pipe=stage),
@@ -180,7 +184,8 @@ class MemoryModel:
             host_loading=_loading(framework, params, layout.tp),
             static=static + buffers.between + workspace,
             workspace=workspace,
-            **beside(layout, gpu, allocated),
+            step=TrainingStep(framework, work, recorded, layers, in_flight, states, params, buffers, workspace),
+            **beside(layout, gpu, static + max(backward, update) + workspace),
         )
 
     def _layer_matrices(self, tp: int) -> int:
@@ -188,8 +193,8 @@ class MemoryModel:
         held = self.architecture.rank_parameters(layers=1, first=False, last=False, tp=tp, by_decay=False)
         return held.matrices
 
-    def _activations(self, layout: Layout, work: Workload, part: Part, precision: Precision) -> Activations:
-        """Activations of one micro-batch on a rank of a stage."""
+    def _recorded(self, layout: Layout, work: Workload, part: Part, precision: Precision) -> tuple[Setup, int, int]:
+        """What runs for a micro-batch on a rank of a stage, its samples and their positions."""
         s = work.seq_len // layout.ulysses
         _check_attention(self.architecture.shape.family, work.attention, precision)
         if layout.sequence_parallel and s % layout.tp:
@@ -209,7 +214,7 @@ class MemoryModel:
             samples="one" if work.micro_batch_size == 1 else "many",
             loss_chunk=min(work.loss_chunk, work.micro_batch_size * s),
         )
-        return activations(setup, work.micro_batch_size, s)
+        return setup, work.micro_batch_size, s
 
     def _pipeline_buffers(
         self, layout: Layout, work: Workload, deepspeed: DeepSpeedSettings | None, stage: int, logit_bytes: int

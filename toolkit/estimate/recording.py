@@ -109,6 +109,8 @@ class Events:
     """
 
     sizes: tuple[Polynomial, ...]
+    casts: tuple[int, ...]
+    """Sizes of autocast's copies of weights."""
     ends: tuple[int, int]
     """The kinds of the first and the last layer."""
     sections: Mapping[str, tuple[int | str, ...]]
@@ -213,6 +215,7 @@ class Recording:
             events=events
             and Events(
                 sizes=tuple(map(tuple, events["sizes"])),
+                casts=tuple(events.get("casts", ())),
                 ends=tuple(events["ends"]),
                 sections={name: tuple(each) for name, each in events["sections"].items()},
             ),

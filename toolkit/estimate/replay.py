@@ -9,17 +9,26 @@ Place = tuple[str, int | None]
 """A section: `forward` or `backward` with a layer's number on the stage, or the name of an end."""
 Live = dict[Place, list[Block | None]]
 """What outlived the sections of a micro-batch's pass, latest first; None for what was freed since."""
+_NOTHING = Block(0, 0, is_small=True)
+"""In the place of a copy of a weight that is not made."""
 
 
 class PassReplay:
-    """Passes of micro-batches of b samples of s positions. `layers`: those of the stage."""
+    """Passes of micro-batches of b samples of s positions.
 
-    def __init__(self, recording: Recording, layers: range, b: int, s: int, allocator: CachingAllocator) -> None:
+    `layers`: those of the stage. `casts`: whether autocast finds weights that it must copy, in fp32.
+    """
+
+    def __init__(
+        self, recording: Recording, layers: range, b: int, s: int, allocator: CachingAllocator, *, casts: bool = True
+    ) -> None:
         assert recording.events is not None
         self._allocator, self._ends = allocator, recording.events.ends
         self._kinds = [recording.pattern[index] for index in layers]
         values = tuple(b**i * s**j for i, j in MONOMIALS)
         sizes = [sum(map(int.__mul__, size, values)) // recording.unit for size in recording.events.sizes]
+        for index in () if casts else recording.events.casts:
+            sizes[index] = 0
         self._sections = {
             name: [
                 _parsed(event) if isinstance(event, str) else sizes[event] if event >= 0 else event for event in each
@@ -43,7 +52,7 @@ class PassReplay:
         yield self._run(live, "embedding_backward")
         for blocks in live.values():
             for block in blocks:
-                if block is not None:
+                if block is not None and block is not _NOTHING:
                     self._allocator.free(block)
 
     def _run(self, live: Live, name: str, layer: int | None = None) -> Place:
@@ -51,14 +60,15 @@ class PassReplay:
         own: list[Block | None] = []
         for event in self._sections.get(name if layer is None else self._section(name, layer), ()):
             if isinstance(event, int) and event >= 0:
-                own.append(allocate(event))
+                own.append(allocate(event) if event else _NOTHING)
                 continue
             found = [(own, ~event)] if isinstance(event, int) else self._named(live, event, layer)
             for blocks, at in found:
                 block = blocks[at] if at < len(blocks) else None
                 if block is not None:
                     blocks[at] = None
-                    free(block)
+                    if block is not _NOTHING:
+                        free(block)
         live[name, layer] = [block for block in reversed(own) if block is not None]
         return name, layer
 

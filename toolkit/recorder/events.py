@@ -19,7 +19,8 @@ def events_of(
 
     `size_of`: of a storage, by its number. `kept`: the layers that ran. `ends`: kinds of the first and the last.
     """
-    table: dict[Polynomial, int] = {}
+    casts = set[int]().union(*(section.casts for section in trace))
+    table: dict[tuple[Polynomial, bool], int] = {}
     places: dict[int, tuple[str, int]] = {}
     for section in trace:
         freed = {number for number, size in section.events if size < 0}
@@ -46,7 +47,7 @@ def events_of(
         for number, size in section.events:
             if size > 0:
                 own[number] = len(own)
-                yield table.setdefault(size_of[number], len(table))
+                yield table.setdefault((size_of[number], number in casts), len(table))
             elif number in own:
                 yield -1 - own[number]
             elif (name := reference(section.name, number)) is not None:
@@ -58,4 +59,5 @@ def events_of(
         roles = [f"{direction} {role}" for role in named(int(layer))] if layer else [section.name]
         for role in roles if section.name else ():
             sections[role] = tuple(events(section))
-    return Events(sizes=tuple(table), ends=ends, sections=sections)
+    copies = tuple(index for (_, is_cast), index in table.items() if is_cast)
+    return Events(sizes=tuple(size for size, _ in table), casts=copies, ends=ends, sections=sections)

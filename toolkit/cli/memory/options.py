@@ -135,8 +135,9 @@ class MemoryQuery:
         return framework_of(self.recipe, self.layout, batch, hidden_size=self.model.architecture.shape.hidden)
 
     def answer(self) -> tuple[MemoryBreakdown, ...]:
-        """Every stage."""
-        return self.model.breakdowns(self.layout, self.work, self.framework(), self.gpu)
+        """Every stage; with what PyTorch's allocator adds if a GPU is named, whose memory it takes."""
+        stages = self.model.breakdowns(self.layout, self.work, self.framework(), self.gpu)
+        return stages if self.gpu is None else tuple(stage.replayed() for stage in stages)
 
     def peak(self) -> MemoryBreakdown:
         """The stage that takes most."""

@@ -82,6 +82,7 @@ def _table(query: MemoryQuery, found: Sequence[MemoryBreakdown], shown: Sequence
     if query.gpu is not None:
         add_all(_ROWS["beside"])
         add("total", [stage.total for stage in shown], style="bold", always=True)
+        add("reserved by PyTorch's allocator", [stage.reserved for stage in shown], style="dim")
         cells = [Text(_number(stage.left, unit), style=_STYLES[stage.verdict]) for stage in shown]
         table.add_row(Text(f"left of {_number(query.gpu.memory_bytes, unit)}"), *cells)
     add("on the host", [stage.host.total for stage in shown])
@@ -231,6 +232,7 @@ def _asked(query: MemoryQuery) -> dict[str, Any]:
 
 
 def _stage_json(stage: MemoryBreakdown) -> dict[str, Any]:
-    fields = vars(stage) | {"activations": dict(stage.activations), "host": vars(stage.host)}
-    fields |= {"allocated": stage.allocated, "total": stage.total}
+    fields = {name: value for name, value in vars(stage).items() if name != "step"}
+    fields |= {"activations": dict(stage.activations), "host": vars(stage.host)}
+    fields |= {"allocated": stage.allocated, "reserved": stage.reserved, "total": stage.total}
     return fields | ({"left": stage.left} if stage.device_bytes else {})

@@ -1,0 +1,86 @@
+"""Two steps replayed on PyTorch's allocator: the tensors are those of the estimate, and what suffices does."""
+
+from typing import Any
+
+import pytest
+
+from toolkit.config.layout import Layout
+from toolkit.estimate.breakdown import MemoryBreakdown
+from toolkit.estimate.caching_allocator import OutOfMemoryError
+from toolkit.estimate.deepspeed_settings import DeepSpeedSettings
+from toolkit.estimate.framework_profile import profile
+from toolkit.estimate.memory_model import MemoryModel, Workload
+from toolkit.estimate.training_step import TrainingStep
+from toolkit.hardware import gpu
+from toolkit.models.shape import find_config
+
+STAGES = {"dp8-z1": {}, "dp8-z2": {}, "dp8-z3": {"accumulation_bytes": 2}, "dp2-tp4-z1": {}}
+
+
+def breakdowns(layout: str, **work: Any) -> tuple[MemoryBreakdown, ...]:
+    parsed = Layout.parse(layout, world_size=None)
+    settings = DeepSpeedSettings(zero_stage=parsed.zero_stage, precision="bf16", **STAGES.get(layout, {}))
+    model = MemoryModel.from_config(find_config("llama-3-8b") or {})
+    asked = Workload(**{"micro_batch_size": 1, "seq_len": 4096, **work})
+    return model.breakdowns(parsed, asked, settings, gpu("H100-80"))
+
+
+def step_of(stage: MemoryBreakdown) -> TrainingStep:
+    assert stage.step is not None
+    return stage.step
+
+
+@pytest.mark.parametrize("layout", STAGES)
+@pytest.mark.parametrize("work", [{}, {"micro_batch_size": 3, "recompute": "full"}], ids=["one", "full"])
+def test_the_most_that_is_allocated_is_the_estimate(layout: str, work: dict[str, Any]) -> None:
+    (stage,) = breakdowns(layout, **work)
+    allocator = step_of(stage).replay()
+    assert allocator is not None
+    assert allocator.peak_allocated == pytest.approx(stage.allocated, rel=2e-3)
+    assert allocator.peak_allocated < allocator.peak_needed <= allocator.peak_reserved
+
+
+@pytest.mark.parametrize("layout", ["dp8-z2", "dp8-z3", "dp2-tp4-z1"])
+def test_what_suffices_does_and_less_does_not(layout: str) -> None:
+    step = step_of(breakdowns(layout)[0])
+    enough, reserved = step.footprint() or (0, 0)
+    assert enough <= reserved
+    with_that = step.replay(enough)
+    assert with_that is not None
+    assert with_that.peak_reserved <= enough
+    with pytest.raises(OutOfMemoryError):
+        step.replay(int(0.97 * enough))
+
+
+def test_a_replayed_breakdown_says_what_the_allocator_adds() -> None:
+    (stage,) = breakdowns("dp8-z3")
+    enough, reserved = step_of(stage).footprint() or (0, 0)
+    replayed = stage.replayed()
+    assert (replayed.allocated, replayed.reserved) == (stage.allocated, reserved)
+    assert replayed.total == enough + stage.framework + stage.nccl
+
+
+def test_the_cache_is_no_need_on_a_gpu_without_room_for_it() -> None:
+    (stage,) = breakdowns("dp8-z3")
+    replayed = stage.replayed()
+    assert replayed.cached > 0
+    tight = MemoryBreakdown(**{**vars(replayed), "device_bytes": replayed.total + 1})
+    assert tight.verdict == "tight"
+    assert tight.reserved == tight.allocated + tight.margin + 1
+
+
+def test_moments_and_gradients_are_there_from_the_first_step_on() -> None:
+    """What one micro-batch leaves is what the engine says exists when gradients are complete."""
+    (stage,) = breakdowns("dp8-z1", accumulation=1)
+    step = step_of(stage)
+    allocator = step.replay()
+    assert allocator is not None
+    assert allocator.allocated == pytest.approx(stage.static, rel=1e-3)
+
+
+def test_another_framework_has_no_events_and_keeps_its_margin() -> None:
+    model = MemoryModel.from_config(find_config("llama-3-8b") or {})
+    work = Workload(micro_batch_size=1, seq_len=4096, attention="flash")
+    layout = Layout.parse("dp8-tp4-pp2-z1", world_size=None)
+    stages = model.breakdowns(layout, work, profile("megatron"), gpu("H100-80"))
+    assert all(stage.margin > 0 and stage.replayed() is stage for stage in stages)

@@ -1,0 +1,137 @@
+"""TrainingStep: the order in which a rank allocates, from model states to the second update, on PyTorch's allocator.
+
+Activations are replayed event by event. Of the rest the estimate knows bytes and how long they live: each part is a few
+blocks, one for each group of the optimizer where the engine has flat buffers, else one for each parameter.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from toolkit.estimate.caching_allocator import Block, CachingAllocator, OutOfMemoryError
+from toolkit.estimate.deepspeed_settings import DeepSpeedSettings
+from toolkit.estimate.parameters import RankParameters
+from toolkit.estimate.pipeline_buffers import PipelineBuffers
+from toolkit.estimate.recording import Setup
+from toolkit.estimate.recordings import recording
+from toolkit.estimate.replay import Live, PassReplay
+from toolkit.estimate.states import ModelStates, TorchStates
+
+if TYPE_CHECKING:
+    from toolkit.estimate.memory_model import Workload
+
+_STEPS = 2
+"""Moments exist from the first update on, and its temporaries leave a cache: the second step is like all others."""
+
+
+@dataclass(frozen=True)
+class TrainingStep:
+    """What the steps of one rank of a pipeline stage allocate."""
+
+    framework: DeepSpeedSettings | TorchStates
+    work: "Workload"
+    recorded: tuple[Setup, int, int]
+    """The setup of a micro-batch's pass, its samples and their positions on the rank."""
+    layers: range
+    in_flight: int
+    states: ModelStates
+    params: RankParameters
+    buffers: PipelineBuffers
+    workspace: int
+
+    def footprint(self) -> tuple[int, int] | None:
+        """Bytes that suffice, found to one percent, and what the allocator reserves where there is room for it.
+
+        With less room it gives its cache back when it must, and then finds other places for what comes. None if the
+        recording has no events.
+        """
+        free = self.replay()
+        if free is None:
+            return None
+        least, enough, tried = free.peak_needed, free.peak_reserved, free.peak_needed
+        while enough - least > enough // 100:
+            try:
+                self.replay(tried)
+                enough = tried
+            except OutOfMemoryError:
+                least = tried
+            tried = (least + enough) // 2
+        return enough, free.peak_reserved
+
+    def replay(self, capacity: int | None = None) -> CachingAllocator | None:
+        """Run two steps. None if the recording has no events. Raises OutOfMemoryError if `capacity` is too little."""
+        setup, b, s = self.recorded
+        found = recording(setup, s)
+        if found.events is None:
+            return None
+        allocator, resident = CachingAllocator(capacity), self.states.resident
+        for size in (resident.parameters, resident.gradients, resident.masters, resident.optimizer):
+            _held(allocator, self._blocks(size))
+        _held(allocator, [resident.buckets, resident.model_buffers, self.buffers.at_peak])
+        _held(allocator, [self.workspace // 2] * 2)
+        # FSDP's weights are in 16 bits when autocast sees them.
+        sharded = isinstance(self.framework, TorchStates) and self.framework.gathered_bytes == 2
+        passes = PassReplay(found, self.layers, b, s, allocator, casts=not sharded)
+        for _ in range(_STEPS):
+            gradients = self._micro_batches(allocator, passes)
+            self._update(allocator, sum(block.size for block in gradients))
+            _free(allocator, gradients)
+        return allocator
+
+    def _micro_batches(self, allocator: CachingAllocator, passes: PassReplay) -> list[Block]:
+        """As many as are in flight and one more, in the order of 1F1B. Returns the gradients, which the first makes."""
+        s, gradients = self.states, list[Block]()
+        count = min(self.work.accumulation, self.in_flight + 1)
+        waiting = [self._forward(allocator, passes) for _ in range(self.in_flight)]
+        for number in range(count):
+            held = _held(allocator, [s.gathered, *self._buffers(s.buckets)])
+            made = self._made_gradients() if number == 0 else iter(())
+            for _ in passes.backward(waiting.pop(0)):
+                gradients += _held(allocator, next(made, []))
+            _free(allocator, held)
+            if number + self.in_flight < count:
+                waiting.append(self._forward(allocator, passes))
+        return gradients
+
+    def _forward(self, allocator: CachingAllocator, passes: PassReplay) -> Live:
+        held, live = _held(allocator, [self.states.gathered]), Live()
+        for _ in passes.forward(live):
+            pass
+        _free(allocator, held)
+        return live
+
+    def _made_gradients(self) -> Iterator[list[int]]:
+        """Bytes of the gradients that each section of a backward pass leaves: those of the last parameters first."""
+        s, sections = self.states, len(self.layers) + 2
+        each = s.fresh_layer / self.params.layer_numel if s.fresh_layer else s.accumulated / max(1, self.params.numel)
+        tensors = [list(group)[::-1] for group in self.params.groups]
+        for at in range(sections):
+            parts = (some[len(some) * at // sections : len(some) * (at + 1) // sections] for some in tensors)
+            yield [int(each * numel) for part in parts for numel in part]
+
+    def _update(self, allocator: CachingAllocator, gradients: int) -> None:
+        """The temporaries of the reduction, then those of the update, beside the gradients."""
+        _free(allocator, _held(allocator, self._buffers(self.states.reduction - gradients)))
+        _free(allocator, _held(allocator, self._blocks(self.states.step - gradients)))
+
+    def _buffers(self, size: int) -> list[int]:
+        """Communication buffers: under DeepSpeed a bucket and its copies, each of the same size."""
+        settings = self.framework if isinstance(self.framework, DeepSpeedSettings) else None
+        bucket = max(1, size if settings is None else settings.communication_bytes * settings.reduce_bucket_size)
+        whole, rest = divmod(max(0, size), bucket)
+        return [bucket] * whole + [rest]
+
+    def _blocks(self, size: int) -> list[int]:
+        groups, engine = self.params.groups, self.framework
+        is_flat = isinstance(engine, DeepSpeedSettings) and engine.wrapper not in ("none", "unfused")
+        numels = [group.numel for group in groups] if is_flat else [numel for group in groups for numel in group]
+        return [size * numel // max(1, self.params.numel) for numel in numels]
+
+
+def _held(allocator: CachingAllocator, sizes: list[int]) -> list[Block]:
+    return [allocator.allocate(size) for size in sizes if size > 0]
+
+
+def _free(allocator: CachingAllocator, blocks: list[Block]) -> None:
+    for block in blocks:
+        allocator.free(block)
