@@ -41,8 +41,19 @@ def check(model_type: str) -> Support:
     if sequence:
         tensor = _first_refusal(_check_tensor, model_type)
     return Support(
-        model_type=model_type, pipeline_refusal=pipeline, tensor_refusal=tensor, sequence_refusal=tensor or sequence
+        model_type=model_type,
+        pipeline_refusal=pipeline,
+        tensor_refusal=tensor,
+        sequence_refusal=tensor or sequence,
+        attention=attention(model_type),
     )
+
+
+def attention(model_type: str) -> tuple[str, ...]:
+    """The implementations that the family's class declares."""
+    model = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
+    declared = {"sdpa": model._supports_sdpa, "flash": model._supports_flash_attn}
+    return ("eager", *(kind for kind, is_there in declared.items() if is_there))
 
 
 def check_all(names: Iterable[str] = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) -> dict[str, Support]:

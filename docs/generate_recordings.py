@@ -22,12 +22,12 @@ from typing import Any, Literal
 
 import transformers
 
-from toolkit.errors import ModelError, ToolkitError
-from toolkit.estimate.memory_model import MemoryModel
-from toolkit.estimate.recording import SAMPLES, Attention, Part, Recomputation, Setup, config_text
+from toolkit.errors import ToolkitError
+from toolkit.estimate.recording import SAMPLES, Attention, Part, Recomputation, Setup, config_text, model_key
 from toolkit.estimate.recordings import SHIPPED, versions
-from toolkit.models.families.registry import find_spec
-from toolkit.models.shape import find_config, names
+from toolkit.models.shape import find_config, names, text_config
+from toolkit.models.support import attention_kinds, find
+from toolkit.recorder.parameters import record_parameters
 from toolkit.recorder.record import record
 
 FOLDER = Path(__file__).parents[1] / "build" / "recordings"
@@ -55,26 +55,26 @@ def main() -> None:
 
 
 def has_an_estimate(name: str) -> bool:
-    """Whether `dstk memory` knows its parameters."""
-    try:
-        MemoryModel.from_config(find_config(name) or {})
-    except ModelError:
-        return False
-    return True
+    """Whether its family can be recorded."""
+    support = find(str(text_config(find_config(name) or {}).get("model_type")))
+    return support is not None and support.pipeline_refusal is None
 
 
 def add(name: str, kind: Kind) -> None:
     """Record the settings of one kind that the model's file lacks."""
     config = find_config(name) or {}
     text = config_text(config)
-    path = FOLDER / f"{Setup(config=text).model_key}.json"
+    path = FOLDER / f"{model_key(text)}.json"
     content = json.loads(path.read_text()) if path.exists() else shipped(path.name)
     if content.get("versions") != versions():
         content = {"recordings": {}, "versions": versions()}
     known, window = content["recordings"], config.get("sliding_window") or config.get("attention_chunk_size")
     lengths = (1, window) if window and window <= config.get("max_position_embeddings", window) else (1,)
     started, added = time.monotonic(), 0
-    for setup in setups(text, "sdpa" if find_spec(config["model_type"]).layer.sdpa else "eager", kind):
+    if "parameters" not in content:
+        content["parameters"] = record_parameters(text).encoded()
+        added += 1
+    for setup in setups(text, "sdpa" if "sdpa" in attention_kinds(config["model_type"]) else "eager", kind):
         if setup.key in known:
             continue
         try:

@@ -11,21 +11,20 @@ from torch.overrides import TorchFunctionMode
 
 from toolkit.config.recipe import Recipe
 from toolkit.estimate.breakdown import MemoryBreakdown
-from toolkit.estimate.parameters import Architecture, RankParameters
+from toolkit.estimate.parameters import RankParameters
+from toolkit.estimate.recording import config_text
 from toolkit.models.shape import ModelShape, families, find_config
 from toolkit.planner.run_memory import estimate_for_run
+from toolkit.recorder.parameters import record_parameters
 
 DAILY = ("gpt2", "gpt_neo", "llama", "qwen3", "olmo2", "gemma3_text")
 KINDS = [(family, kind) for family in DAILY for kind in ("eager", "sdpa") if (family, kind) != ("gpt_neo", "sdpa")]
 WHOLE = [(family, kind) for family in families() for kind in ("eager", "sdpa")]
 
 
-def held(case: Case, *, layers: int | None = None) -> RankParameters:
-    """What the model holds, or one layer of it."""
-    whole = layers is None
-    return Architecture.from_config(case.config().to_dict()).rank_parameters(
-        layers=case.layers() if layers is None else layers, first=whole, last=whole
-    )
+def held(case: Case) -> RankParameters:
+    """What the model holds."""
+    return record_parameters(config_text(case.config().to_dict())).rank_parameters()
 
 
 def check_kept(case: Case) -> None:
@@ -85,9 +84,9 @@ def check_peak(case: Case, tolerance: float) -> None:
     measured, estimate, layers = peak_bytes(case, case.model()), case.estimate(), range(case.layers())
     casts = 2 * held(case).matrices
     if case.recompute == "full":
-        cast = 2 * held(case, layers=1).matrices
-        again = casts - (len(layers) - 1) * cast
-        predicted = max(estimate.worst_moment(layers)[0] + again, estimate.forward_peak(layers, cast=cast))
+        each = [2 * size for size in held(case).layer_matrices]
+        again = casts - sum(each) + max(each)
+        predicted = max(estimate.worst_moment(layers)[0] + again, estimate.forward_peak(layers, casts=each))
     else:
         predicted = estimate.worst_moment(layers)[0] + casts
     assert predicted == pytest.approx(measured, rel=tolerance), f"{case}: {predicted / measured - 1:+.2%}"

@@ -41,7 +41,7 @@ MIB = 2**20
 def test_states_follow_the_published_sums(
     framework: FrameworkProfile, zero_stage: int, bytes_whole: int, bytes_sharded: int, dp: int
 ) -> None:
-    whole = WIDE.architecture.rank_parameters(layers=64, by_decay=False)
+    whole = WIDE.parameters.rank_parameters(by_decay=False)
     resident = framework.states(whole, shards=dp, zero_stage=zero_stage).resident
     held = resident.total - resident.model_buffers - resident.buckets
     assert held == pytest.approx((bytes_whole + bytes_sharded / dp) * whole.numel)
@@ -55,7 +55,7 @@ def test_states_follow_the_published_sums(
 def test_megatron_deepspeed_keeps_what_its_optimizer_keeps(
     precision: Any, bytes_whole: int, bytes_sharded: int
 ) -> None:
-    whole = WIDE.architecture.rank_parameters(layers=64, by_decay=False)
+    whole = WIDE.parameters.rank_parameters(by_decay=False)
     resident = FrameworkProfile(name="megatron-deepspeed", precision=precision).states(whole, shards=8, zero_stage=0)
     held = resident.resident.total - whole.buffer_bytes - resident.resident.counters
     assert held == pytest.approx((bytes_whole + bytes_sharded / 8) * whole.numel, rel=1e-6)
@@ -74,7 +74,7 @@ def test_megatron_deepspeed_keeps_what_its_optimizer_keeps(
     ],
 )
 def test_megatron_states_match_logged_runs(precision: Any, logged: int, workspaces: int) -> None:
-    whole = SMALL.architecture.rank_parameters(layers=12, by_decay=False)
+    whole = SMALL.parameters.rank_parameters(by_decay=False)
     states = FrameworkProfile(name="megatron", precision=precision).states(whole, shards=8, zero_stage=1)
     assert states.resident.total == pytest.approx(logged - workspaces, rel=1e-4)
 
@@ -83,7 +83,7 @@ def test_megatron_states_match_logged_runs(precision: Any, logged: int, workspac
 def test_nanotron_states_match_logged_runs(zero_stage: int, logged_gib: float) -> None:
     # The benchmark's table behind the Ultra-Scale Playbook (bench_final2_mfu2.csv): "Mem Alloc" of the 1.34B model with
     # dp=8 and micro-batches of one. It is the most that is allocated in the update, cuBLAS's two workspaces included.
-    whole = LLAMA.architecture.rank_parameters(layers=16, by_decay=False)
+    whole = LLAMA.parameters.rank_parameters(by_decay=False)
     states = FrameworkProfile(name="nanotron").states(whole, shards=8, zero_stage=zero_stage)
     assert states.resident.total + states.step == pytest.approx(logged_gib * 2**30 - 2 * 32 * MIB, rel=1e-3)
 
@@ -105,7 +105,7 @@ def test_a_megatron_layer_keeps_what_korthikanti_counts(tp: int, sequence_parall
     }[tp, sequence_parallel, recompute]
     layout = Layout(tp=tp, sequence_parallel=sequence_parallel, recompute=recompute)
     work = replace(WORK, recompute=recompute)
-    found = activations(FrameworkProfile(name="megatron"), WIDE.architecture.shape, layout, work, 0, 64)
+    found = activations(FrameworkProfile(name="megatron"), WIDE.shape, layout, work, 0, 64)
     assert found.kept / 64 == expected
 
 
@@ -127,7 +127,7 @@ def test_a_stage_of_megatron_deepspeed_matches_its_log() -> None:
 
 @pytest.mark.parametrize(("stage", "plain", "interleaved"), [(0, 4, 2 * 3 + 2 * 4 + 1), (3, 1, 2 * 4 + 1)])
 def test_chunks_in_flight_follow_the_schedules(stage: int, plain: int, interleaved: int) -> None:
-    shape, layout = SMALL.architecture.shape, Layout(pp=4)
+    shape, layout = SMALL.shape, Layout(pp=4)
     for chunks, expected in ((1, plain), (3, interleaved)):
         framework = FrameworkProfile(name="megatron", virtual_stages=chunks)
         assert activations(framework, shape, layout, WORK, stage, 3).in_flight == expected
@@ -135,11 +135,13 @@ def test_chunks_in_flight_follow_the_schedules(stage: int, plain: int, interleav
 
 def test_layers_are_divided_as_each_framework_divides_them() -> None:
     # nanotron's head, 131072 x 2048, costs as much as four of the layers: the last of four stages has none of them.
-    counts = [len(layers) for layers in stage_layers(FrameworkProfile(name="nanotron"), LLAMA.architecture, 4)]
+    counts = [
+        len(layers) for layers in stage_layers(FrameworkProfile(name="nanotron"), LLAMA.shape, LLAMA.parameters, 4)
+    ]
     assert sum(counts) == 16
     assert counts[-1] < counts[0]
     # Embedding, norm and head are items of Aleph Alpha's list: 19 over 4 stages.
-    items = stage_layers(FrameworkProfile(name="aleph-alpha-scaling"), LLAMA.architecture, 4)
+    items = stage_layers(FrameworkProfile(name="aleph-alpha-scaling"), LLAMA.shape, LLAMA.parameters, 4)
     assert [len(layers) for layers in items] == [4, 5, 5, 2]
 
 

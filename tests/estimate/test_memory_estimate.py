@@ -23,7 +23,7 @@ GIB = 2**30
 GPT3 = MemoryModel.from_config(find_config("gpt3-175b") or {})
 LLAMA = MemoryModel.from_config(find_config("llama-2-7b") or {})
 WORK = Workload(micro_batch_size=1, seq_len=2048, accumulation=8)
-PARAMETERS = LLAMA.architecture.numel
+PARAMETERS = LLAMA.parameters.numel
 
 
 def settings(stage: int, **more: Any) -> DeepSpeedSettings:
@@ -32,7 +32,7 @@ def settings(stage: int, **more: Any) -> DeepSpeedSettings:
 
 
 def held(states: DeepSpeedSettings | TorchStates, dp: int) -> int:
-    whole = LLAMA.architecture.rank_parameters(layers=32, by_decay=False)
+    whole = LLAMA.parameters.rank_parameters(by_decay=False)
     if isinstance(states, DeepSpeedSettings):
         found = deepspeed_states(states, whole, dp=dp)
     else:
@@ -93,8 +93,8 @@ def test_the_peak_is_that_of_the_stage_that_needs_most(layout, recompute):
 def test_every_parameter_is_on_one_stage_and_a_tied_embedding_on_two():
     layout = Layout(pp=8)
     found = GPT3.breakdowns(layout, WORK, settings(1))
-    embedding = GPT3.architecture.shape.vocab * GPT3.architecture.shape.hidden
-    assert sum(stage.parameter_count for stage in found) == GPT3.architecture.numel + embedding
+    embedding = GPT3.shape.vocab * GPT3.shape.hidden
+    assert sum(stage.parameter_count for stage in found) == GPT3.parameters.numel + embedding
 
 
 def test_the_largest_micro_batch_fits_and_one_more_does_not():
@@ -185,7 +185,7 @@ def test_hopper_communicators_of_more_than_two_gpus_need_nvls_buffers() -> None:
 def test_gradients_allocated_by_the_backward_pass_count_as_gradients(recompute: Recomputation) -> None:
     # With one micro-batch the gradients only come to be in its backward pass. Its worst moment is when all layers are
     # done with, and the embedding's turn has come.
-    layers = LLAMA.architecture.rank_parameters(layers=32, first=False, last=False, by_decay=False).numel
+    layers = LLAMA.parameters.rank_parameters(first=False, last=False, by_decay=False).numel
     work = replace(WORK, accumulation=1, recompute=recompute, activation_bytes=4, autocast=True)
     once = LLAMA.peak(Layout(dp=8), work, TorchStates())
     assert min(once.activations.values()) >= 0
@@ -212,7 +212,7 @@ def test_torch_keeps_moments_in_the_dtype_of_the_weights(optimizer: Any, moments
     stepped.step()
     kept = [value for value in stepped.state[weight].values() if isinstance(value, torch.Tensor) and value.numel() > 1]
     states = TorchStates(weight_bytes=weight.element_size(), moments=moments)
-    params = LLAMA.architecture.rank_parameters(layers=32, by_decay=False)
+    params = LLAMA.parameters.rank_parameters(by_decay=False)
     found = states.states(params, shards=8)
     assert sum(value.nbytes for value in kept) / weight.numel() == found.resident.optimizer / params.numel
     assert weight.grad.nbytes / weight.numel() == found.complete / params.numel

@@ -1,4 +1,4 @@
-"""The parameter walk, which reads config.json alone, against the modules that Hugging Face builds from the same."""
+"""Recorded parameters against the modules that training builds from the same config, whole, sharded and in stages."""
 
 import json
 from functools import cache
@@ -11,9 +11,14 @@ from refusals import refused
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from toolkit.errors import ModelError
-from toolkit.estimate.parameters import Architecture
+from toolkit.estimate.memory_model import MemoryModel
+from toolkit.estimate.parameters import ModelParameters
+from toolkit.estimate.recording import Part, Setup, config_text
 from toolkit.models import shape
 from toolkit.models.shape import find_config, with_overrides
+from toolkit.recorder.fake_model import build
+from toolkit.recorder.parameters import record_parameters
+from toolkit.recorder.record import in_fake_group
 
 TINY = {
     "hidden_size": 64,
@@ -40,9 +45,9 @@ VARIATIONS: dict[str, list[dict[str, Any]]] = {
         {"do_layer_norm_before": False, "word_embed_proj_dim": 32},
     ],
     "falcon": [
-        {"multi_query": False, "parallel_attn": False, "bias": True},
+        {"multi_query": False, "parallel_attn": False, "bias": True, "num_kv_heads": 4},
         {"new_decoder_architecture": True, "num_kv_heads": 2},
-        {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1, "alibi": True},
+        {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
     ],
     "phi": [{"qk_layernorm": True}],
     "starcoder2": [{"use_bias": False}],
@@ -80,6 +85,9 @@ CASES = [(family, {}) for family in shape.families()] + [
 ]
 
 
+DAILY = ("gpt2", "gpt_bigcode", "falcon", "llama", "qwen3", "gemma2", "opt", "bloom", "phi", "mpt", "gpt_neox", "olmo2")
+
+
 def tiny(family: str, **changes: Any) -> dict[str, Any]:
     layers = {"attention_types": [[["global"], 2]]} if family == "gpt_neo" else {}
     rotary = {"rotary_dim": 8} if family in ("gptj", "codegen") else {}
@@ -100,43 +108,73 @@ def hugging_face(config: dict[str, Any]) -> Any:
     return on_meta(json.dumps(config))
 
 
+def parameters_of(config: dict[str, Any]) -> ModelParameters:
+    return record_parameters(config_text(config))
+
+
 @pytest.mark.parametrize(("family", "changes"), CASES)
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_parameters_are_those_of_the_model_in_order(family, changes, tied):
     config = tiny(family, tie_word_embeddings=tied, **changes)
     named = list(hugging_face(config).named_parameters())
-    walked = list(Architecture.from_config(config).parameters())
-    assert [tensor.shape for tensor in walked] == [tuple(parameter.shape) for _, parameter in named]
-    for tensor, (name, _) in zip(walked, named, strict=True):
-        if tensor.place == "layer":
-            assert name.endswith("." + tensor.name)
+    listed = list(parameters_of(config).parameters())
+    assert [tensor.shape for tensor in listed] == [tuple(parameter.shape) for _, parameter in named]
+    for tensor, (name, _) in zip(listed, named, strict=True):
+        assert name.endswith(tensor.name)
 
 
-DENSE = [name for name in shape.names() if (find_config(name) or {})["model_type"] in shape.families()]
+def built(setup: Setup) -> list[list[int]]:
+    """Sizes of matrices and of the rest on a rank, as training builds its stage."""
+    with in_fake_group(setup.config, setup.tp):
+        parameters = [*build(setup, torch.device("meta")).model.parameters()]
+    return [[p.numel() for p in parameters if (p.dim() > 1) == decays] for decays in (True, False)]
 
 
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("part", ["whole", "first", "middle", "last"])
+@pytest.mark.parametrize("family", sorted(DAILY))
+def test_a_rank_has_the_parameters_that_training_gives_it(family: str, part: Part, tp: int) -> None:
+    layers = {"whole": range(3), "first": range(3), "middle": range(1, 3), "last": range(1, 4)}[part]
+    ends = {"whole": (True, True), "first": (True, False), "middle": (False, False), "last": (False, True)}[part]
+    config = tiny(family, num_hidden_layers=3 if part == "whole" else 4)
+    held = parameters_of(config).rank_parameters(layers=layers, first=ends[0], last=ends[1], tp=tp)
+    found = built(Setup(config=config_text(config), tp=tp, part=part, attention="eager"))
+    assert [list(group) for group in held.groups] == [group for group in found if group]
+
+
+@pytest.mark.parametrize("name", shape.names())
 def test_a_catalogue_model_has_the_parameters_of_its_modules(name):
     config = find_config(name)
-    assert Architecture.from_config(config).numel == sum(p.numel() for p in hugging_face(config).parameters())
+    assert MemoryModel.from_config(config).parameters.numel == sum(p.numel() for p in hugging_face(config).parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("mixtral-8x7b", 46.7),
+        ("deepseek-v3", 671),
+        ("gpt-oss-20b", 20.9),
+        ("llama-3.1-405b", 405.9),
+        ("gpt2-xl", 1.558),
+    ],
+)
+def test_the_parameters_are_as_many_as_published(name: str, billions: float) -> None:
+    """Jiang et al. 2024, table 1; DeepSeek-AI 2024, section 4.2; OpenAI 2025, table 1; Dubey et al. 2024, table 3."""
+    assert MemoryModel.from_config(find_config(name) or {}).parameters.numel == pytest.approx(billions * 1e9, rel=2e-3)
 
 
 @pytest.mark.parametrize(("family", "changes"), CASES)
 def test_buffers_take_the_bytes_that_the_modules_take(family, changes):
     config = tiny(family, **changes)
     held = sum(buffer.numel() * buffer.element_size() for buffer in hugging_face(config).buffers())
-    assert Architecture.from_config(config).rank_parameters(layers=2).buffer_bytes == held
+    assert parameters_of(config).rank_parameters().buffer_bytes == held
 
 
-def test_a_model_with_experts_is_refused_by_name():
-    with refused(ModelError, "model_type", remedy="see dstk families mixtral"):
-        Architecture.from_config({"model_type": "mixtral"})
+def test_parameters_are_the_same_after_they_were_stored() -> None:
+    found = parameters_of(tiny("gpt2"))
+    assert ModelParameters.decoded(json.loads(json.dumps(found.encoded()))).encoded() == found.encoded()
 
 
-@pytest.mark.parametrize("family", shape.families())
-def test_a_config_as_transformers_saves_it_gives_the_same_parameters(family, tmp_path):
-    config = tiny(family)
-    AutoConfig.for_model(**config).save_pretrained(tmp_path)
-    saved = find_config(str(tmp_path))
-    assert saved is not None
-    assert list(Architecture.from_config(saved).parameters()) == list(Architecture.from_config(config).parameters())
+def test_a_family_without_an_estimate_is_refused_by_name():
+    with refused(ModelError, "model_type", remedy="see dstk families mamba"):
+        MemoryModel.from_config({"model_type": "mamba"})

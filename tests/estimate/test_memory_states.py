@@ -13,6 +13,8 @@ import pytest
 from engine_memory import Cell, measure
 
 from toolkit.config.recipe import Recipe
+from toolkit.estimate.memory_model import MemoryModel
+from toolkit.planner.run_memory import model_config
 
 Make = Callable[..., Recipe]
 Ranks = Callable[..., list[Cell]]
@@ -202,6 +204,7 @@ def test_every_rank_has_the_estimated_bytes_exactly(
     setting: Setting, make_recipe: Make, ranks: Ranks, model_folders: dict[str, str]
 ) -> None:
     recipe, size = recipe_of(setting, make_recipe, model_folders)
+    MemoryModel.from_config(model_config(recipe))  # recorded once, before all ranks ask
     cells = ranks(measure, size, recipe, change_of(setting), timeout_seconds=500)
     assert [cell.measured for cell in cells] == [cell.estimated for cell in cells]
     assert [cell.measured_at_update for cell in cells] == [cell.estimated_at_update for cell in cells]

@@ -28,7 +28,7 @@ def test_the_table_of_the_zero_paper(stage: int, gigabytes: float) -> None:
     # Rajbhandari et al. 2020, figure 1, table 1: model states of 7.5 billion parameters on 64 GPUs, gradients in fp16.
     model = gpt(36, 4096, 32)
     settings = DeepSpeedSettings.from_config(FP16 | {"zero_optimization": {"stage": stage, "reduce_bucket_size": 1}})
-    params = model.architecture.rank_parameters(layers=36, by_decay=False)
+    params = model.parameters.rank_parameters(by_decay=False)
     states = deepspeed_states(settings, params, dp=64)
     gradients = states.accumulated if stage == 1 else states.complete  # the paper's stage 1 keeps whole gradients
     held = states.resident.total - states.resident.buckets - params.buffer_bytes + gradients

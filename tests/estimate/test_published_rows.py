@@ -28,7 +28,7 @@ def test_a_row_becomes_public_options() -> None:
     assert str(asked.layout) == "dp2-tp2-pp2-z0"
     assert asked.layout.sequence_parallel
     assert (asked.work.accumulation, asked.work.attention, asked.work.recompute) == (8, "flash", "full")
-    assert asked.model.architecture.numel == PARAMETERS
+    assert asked.model.parameters.numel == PARAMETERS
     assert asked.stage == 1
 
 
@@ -144,7 +144,7 @@ def test_rows_that_say_nothing_about_memory_are_left_out(tmp_path: Path) -> None
 
 def test_rotary_embeddings_have_no_table_of_positions() -> None:
     rotary = reader.read(ROW | {"notes": "flags: position-embedding-type"})
-    assert rotary.model.architecture.numel == PARAMETERS - 32 * 64
+    assert rotary.model.parameters.numel == PARAMETERS - 32 * 64
 
 
 def test_the_script_prints_errors_results_and_refusals(tmp_path: Path) -> None:

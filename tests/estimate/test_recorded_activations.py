@@ -12,7 +12,7 @@ from measured_activations import SEQ_LEN, Case, kept_bytes, peak_bytes
 
 from toolkit.errors import ModelError, RunError
 from toolkit.estimate import recordings
-from toolkit.estimate.recording import Polynomial, Recording, Setup, config_text
+from toolkit.estimate.recording import Polynomial, Recording, Setup, config_text, model_key
 from toolkit.models.shape import find_config
 from toolkit.recorder import record as recorder
 from toolkit.recorder.fit import solve, value
@@ -113,7 +113,7 @@ def test_a_config_is_recorded_once_by_another_process_and_then_read(
     setup = Setup(config=TINY, recompute="full")
     found = recordings.recording(setup, 64)
     assert found == record(setup, 64)
-    monkeypatch.setattr(recordings, "_recorded", lambda setup, s: pytest.fail("it is recorded again"))
+    monkeypatch.setattr(recordings, "_answer", lambda *question: pytest.fail("it is recorded again"))
     assert recordings.recording(setup, 128) == found
 
 
@@ -121,7 +121,7 @@ def test_what_other_code_recorded_is_recorded_again(empty_cache: Path, monkeypat
     setup = Setup(config=TINY)
     recordings.recording(setup, 64)
     monkeypatch.setattr(recordings, "versions", lambda: {"transformers": "0"})
-    monkeypatch.setattr(recordings, "_recorded", lambda setup, s: {})
+    monkeypatch.setattr(recordings, "_answer", lambda *question: {})
     with pytest.raises(KeyError):
         recordings.recording(setup, 64)
 
@@ -214,5 +214,5 @@ def test_shipped_recordings_are_of_the_pinned_versions() -> None:
 )
 def test_shipped_recordings_are_what_is_recorded_now(model: str, changes: dict[str, Any]) -> None:
     setup = Setup(config=config_text(find_config(model) or {}), **changes)
-    for stored in shipped()[setup.model_key]["recordings"][setup.key]:
+    for stored in shipped()[model_key(setup.config)]["recordings"][setup.key]:
         assert Recording.decoded(stored) == record(setup, stored["positions"][0])

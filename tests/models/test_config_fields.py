@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 from toolkit.cli.memory.options import read_config
 from toolkit.config.layout import Layout
@@ -14,7 +15,7 @@ from toolkit.estimate.framework_profile import FrameworkProfile
 from toolkit.estimate.memory_model import Framework, MemoryModel, Workload
 from toolkit.estimate.states import TorchStates
 from toolkit.models.config_fields import read_config_json
-from toolkit.models.shape import families, find_config
+from toolkit.models.shape import families, find_config, with_overrides
 
 HOSTILE = ["x", [0], {}, -1, None, True, 10**9, float("nan"), 3]
 MORE = {
@@ -25,28 +26,12 @@ MORE = {
 """What makes a family's code read all of its fields."""
 NESTED = {"rope_parameters": ("partial_rotary_factor", "rope_theta"), "attn_config": ("attn_pdrop", "clip_qkv")}
 ALWAYS = ("model_type", "text_config", "quantization_config", "attn_config", "rope_parameters", "layer_types")
-QUICK = ("gpt2", "gptj", "falcon", "mpt", "bloom", "llama", "qwen2", "gemma3_text", "smollm3", "youtu")
-
-
-class Watched(Mapping[str, Any]):
-    """A config that remembers which fields it was asked for."""
-
-    def __init__(self, config: dict[str, Any]) -> None:
-        self.config, self.asked = config, dict.fromkeys(ALWAYS)
-
-    def __getitem__(self, field: str) -> Any:
-        self.asked[field] = None
-        return self.config[field]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.config)
-
-    def __len__(self) -> int:
-        return len(self.config)
+QUICK = ("gpt2", "falcon", "gemma3_text")
+WITHOUT_EFFECT = {"_name_or_path", "architectures", "dtype", "transformers_version", "id2label", "label2id"}
 
 
 def estimate(config: Mapping[str, Any], framework: Framework | None = None) -> None:
-    """By a framework's profile, unless another is given: it needs no recording, and reads the config alone."""
+    """By a framework's profile, unless another is given: it needs no recording of activations."""
     model = MemoryModel.from_config(config)
     work = Workload(micro_batch_size=1, seq_len=8, attention="eager", activation_bytes=2)
     for stage in model.breakdowns(Layout(dp=1), work, framework or FrameworkProfile(name="megatron-2021")):
@@ -54,10 +39,9 @@ def estimate(config: Mapping[str, Any], framework: Framework | None = None) -> N
 
 
 def hostile_configs(family: str) -> Iterator[dict[str, Any]]:
-    base = {"model_type": family, **MORE.get(family, {})}
-    watched = Watched(base)
-    estimate(watched)
-    for field in watched.asked:
+    base = with_overrides({"model_type": family, **MORE.get(family, {})}, {"num_hidden_layers": 2})
+    own = AutoConfig.for_model(family).to_dict()
+    for field in {**own, **dict.fromkeys(ALWAYS)}.keys() - WITHOUT_EFFECT:
         yield from (base | {field: value} for value in HOSTILE)
         for inner in NESTED.get(field, ()):
             yield from (base | {field: {inner: value}} for value in HOSTILE)
@@ -92,6 +76,10 @@ GEMMA = {"model_type": "gemma3_text", "num_hidden_layers": 4}
 @pytest.mark.parametrize(
     ("config", "field", "allowed"),
     [
+        (LLAMA | {"attention_dropout": "0.1"}, "attention_dropout", "a number from"),
+        (LLAMA | {"attention_dropout": float("nan")}, "attention_dropout", "a number from"),
+        (LLAMA | {"attention_dropout": 10**400}, "attention_dropout", "a number from"),
+        (LLAMA | {"layer_types": "full_attention"}, "layer_types", "a list"),
         (LLAMA | {"rope_parameters": [1]}, "rope_parameters", "an object"),
         (LLAMA | {"rope_parameters": {"partial_rotary_factor": 1.5}}, "partial_rotary_factor", "from 0 to 1"),
         (GEMMA | {"layer_types": "full_attention"}, "layer_types", "a list"),
@@ -106,6 +94,16 @@ GEMMA = {"model_type": "gemma3_text", "num_hidden_layers": 4}
         ({"model_type": "gpt2", "n_positions": None}, "n_positions", "from 1"),
         ({"model_type": "gemma3_text", "sliding_window_pattern": 0}, "sliding_window_pattern", "from 1"),
         ({"model_type": "mpt", "attn_config": "x"}, "attn_config", "an object"),
+        ({"model_type": "mistral", "sliding_window": 0}, "sliding_window", "from 1, or null for none"),
+        ({"model_type": "mistral", "sliding_window": "4096"}, "sliding_window", "from 1, or null for none"),
+        (SMOLLM3 | {"no_rope_layers": [1, 0]}, "no_rope_layers", "a list of 0 or 1 for each of 4 layers"),
+        (SMOLLM3 | {"no_rope_layer_interval": 0}, "no_rope_layer_interval", "from 1"),
+        (
+            {"model_type": "falcon", "new_decoder_architecture": True, "num_ln_in_parallel_attn": "x"},
+            "num_ln_in_parallel_attn",
+            "from 1 to 2",
+        ),
+        (LLAMA | {"quantization_config": {"quant_method": "gptq"}}, "quantization_config", "are not modeled"),
         ({"model_type": "gptj", "rotary_dim": -4}, "rotary_dim", "from 2"),
         ({"model_type": "gptj", "rotary_dim": 258}, "rotary_dim", "an even number up to a head's 256 features"),
     ],
@@ -120,24 +118,28 @@ def test_a_value_that_a_model_cannot_be_built_with_is_refused(config: dict[str, 
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        (LLAMA | {"attention_dropout": "0.1"}, "field 'attention_dropout'"),
-        (LLAMA | {"attention_dropout": 10**400}, "too large to convert to float"),
         (LLAMA | {"head_dim": 127}, "an even rotary dimension"),
-        (LLAMA | {"layer_types": "full_attention"}, "`layer_types` entries"),
-        (LLAMA | {"quantization_config": {"quant_method": "gptq"}}, "quantized weights are not modeled"),
-        ({"model_type": "mistral", "sliding_window": "4096"}, "field 'sliding_window'"),
-        (SMOLLM3 | {"no_rope_layers": [1, 0]}, "cannot be recorded: list index out of range"),
-        (SMOLLM3 | {"no_rope_layer_interval": 0}, "cannot be recorded: integer modulo by zero"),
-        (
-            {"model_type": "falcon", "new_decoder_architecture": True, "num_ln_in_parallel_attn": "x"},
-            "field 'num_ln_in_parallel_attn'",
-        ),
+        (LLAMA | {"rms_norm_eps": "x"}, "rms_norm_eps"),
+        (LLAMA | {"hidden_act": "swishy"}, "swishy"),
         ({"model_type": "diffllama", "num_attention_heads": 1}, "requires `num_key_value_heads` to be even"),
     ],
 )
 def test_what_cannot_be_recorded_is_refused(config: dict[str, Any], says: str) -> None:
     with pytest.raises(ModelError, match=says):
         estimate(config, TorchStates())
+
+
+@pytest.mark.parametrize(
+    ("config", "same"),
+    [
+        ({"model_type": "qwen2", "use_sliding_window": False, "sliding_window": -1}, {"model_type": "qwen2"}),
+        # As after an override of the number of layers.
+        ({"model_type": "smollm3", "num_hidden_layers": 2, "no_rope_layers": [0, 1, 0, 1]}, None),
+    ],
+)
+def test_what_is_not_read_may_have_any_value(config: dict[str, Any], same: dict[str, Any] | None) -> None:
+    model = MemoryModel.from_config(config)
+    assert same is None or model.parameters.numel == MemoryModel.from_config(same).parameters.numel
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ ROWS: dict[str, dict[str, Any]] = {
 
 def declared(spec: FamilySpec) -> None:
     """Raise ValidationError for a value of a type, or a word, that its field does not declare."""
-    for part in (spec, spec.layer, spec.parameters, spec.config, spec.tensor_plan):
+    for part in (spec, spec.config, spec.tensor_plan):
         if part is not None:
             TypeAdapter(type(part)).validate_python(dict(vars(part)))
 
@@ -35,10 +35,15 @@ def test_a_word_that_no_field_declares_is_found() -> None:
 
 
 def test_a_row_like_another_has_the_fields_of_both_in_each_section() -> None:
-    base, own = FAMILIES["olmo2"], FAMILIES["olmo3"]
-    assert ROWS["olmo3"] == {"like": "olmo2", "layer": {"rotary_per_kind": True, "full_every": 4}}
-    assert (base.layer.full_every, own.layer.full_every) == (0, 4)
-    assert (own.layer.head_norm, own.parameters, own.config) == (base.layer.head_norm, base.parameters, base.config)
+    base, own = FAMILIES["gpt2"], FAMILIES["gpt_bigcode"]
+    assert (ROWS["gpt_bigcode"]["like"], ROWS["gpt_bigcode"]["config"]) == ("gpt2", {"multi_query": True})
+    assert base.config is not None
+    assert own.config is not None
+    assert base.tensor_plan is not None
+    assert own.tensor_plan is not None
+    assert (base.config.multi_query, own.config.multi_query) == (False, True)
+    assert own.config.fields == base.config.fields
+    assert own.tensor_plan.styles == base.tensor_plan.styles
 
 
 def test_that_ulysses_was_verified_is_not_taken_from_another_row() -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from toolkit.config.job import Job
 from toolkit.config.recipe import Recipe
 from toolkit.estimate.deepspeed_states import deepspeed_states
-from toolkit.estimate.parameters import Architecture
+from toolkit.estimate.memory_model import MemoryModel
 from toolkit.estimate.pipeline_buffers import PipelineBuffers
 from toolkit.planner.run_memory import model_config, settings_of
 
@@ -204,10 +204,11 @@ def estimated(recipe: Recipe, config: dict[str, Any], engine: Any) -> tuple[Coun
     layout = recipe.layout(dist.get_world_size())
     batch = recipe.resolve_batch(layout)
     place = layout.coordinate(dist.get_rank())
-    architecture = Architecture.from_config(model_config(recipe))
-    layers = engine.stage_layers[place.pipe] if engine.stage_layers else architecture.shape.layers
-    held = architecture.rank_parameters(
-        layers=layers, first=place.pipe == 0, last=place.pipe == layout.pp - 1, tp=layout.tp
+    model = MemoryModel.from_config(model_config(recipe))
+    layers = engine.stage_layers[place.pipe] if engine.stage_layers else model.shape.layers
+    before = sum(engine.stage_layers[: place.pipe])
+    held = model.parameters.rank_parameters(
+        layers=range(before, before + layers), first=place.pipe == 0, last=place.pipe == layout.pp - 1, tp=layout.tp
     )
     settings = settings_of(config, recipe, "cpu")
     states = deepspeed_states(settings, held, dp=layout.dp, data_rank=place.data, accumulation=batch.accumulation)
@@ -216,7 +217,7 @@ def estimated(recipe: Recipe, config: dict[str, Any], engine: Any) -> tuple[Coun
         for kind in ("parameters", "gradients", "masters", "optimizer", "buckets", "model_buffers", "counters")
     }
     if layout.pp > 1:
-        last, shape = place.pipe == layout.pp - 1, architecture.shape
+        last, shape = place.pipe == layout.pp - 1, model.shape
         tokens = recipe.batch.micro_batch_size * recipe.data.seq_len
         # Under autocast hidden states are fp32, like the weights, and logits are what a cast matrix gives.
         logit_bytes = 2 if settings.autocast != "none" else settings.model_bytes

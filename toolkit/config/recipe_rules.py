@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 from toolkit.config.parallel_rules import model_conflicts, setting_conflicts
 from toolkit.config.recipe import Recipe
 from toolkit.errors import Refusal, Setting, ToolkitError
-from toolkit.models.families.registry import find_spec
 from toolkit.models.override_fields import unknown_overrides
 from toolkit.models.shape import (
     ModelShape,
@@ -22,6 +21,7 @@ from toolkit.models.shape import (
     nearest_names,
     with_overrides,
 )
+from toolkit.models.support import attention_kinds
 
 _MODEL, _TOKENIZER = "model.name_or_path", "data.tokenizer"
 _LOW = ("fp32", "bf16")
@@ -187,8 +187,7 @@ def _model(recipe: Recipe, model: _Model) -> Iterator[Refusal]:
         hint = nearest_names(name).strip()
         yield recipe.conflict(_MODEL, reason=reason, remedy=(hint,) if hint else ())
     family = (model.config or {}).get("model_type")
-    layer = find_spec(family).layer
-    kernels = ["eager", *(["sdpa"] if layer.sdpa else ()), *(["flash_attention_2"] if layer.flash else ())]
+    kernels = [{"flash": "flash_attention_2"}.get(kind, kind) for kind in attention_kinds(family)]
     if recipe.model.attn_implementation not in (None, *kernels):
         field, reason = "model.attn_implementation", f"transformers has {' and '.join(kernels)} only for {family}"
         yield recipe.conflict(field, _MODEL, reason=reason, remedy=((field, " or ".join(kernels)),))

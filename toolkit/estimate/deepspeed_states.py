@@ -236,8 +236,7 @@ def _gathered(s: DeepSpeedSettings, params: RankParameters) -> int:
     The current layer, and prefetched parameters until the prefetch bucket is full. Never more than
     `stage3_max_live_parameters`, except for the current module itself.
     """
-    outside = max(sum(group.front) + sum(group.back) for group in params.groups)
-    largest = max(params.layer_numel, min(outside, params.largest))
+    largest = max(params.layer_numel, min(params.outside, params.largest))
     return min(largest + s.prefetch_bucket_size, max(s.max_live_parameters, largest), params.numel)
 
 

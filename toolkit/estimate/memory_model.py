@@ -17,7 +17,7 @@ from toolkit.estimate.deepspeed_settings import DeepSpeedSettings
 from toolkit.estimate.deepspeed_states import deepspeed_states
 from toolkit.estimate.framework_profile import FrameworkProfile
 from toolkit.estimate.overhead import beside, workspace_bytes
-from toolkit.estimate.parameters import Architecture, RankParameters
+from toolkit.estimate.parameters import ModelParameters, RankParameters
 from toolkit.estimate.pipeline_buffers import PipelineBuffers, in_flight_micro_batches
 from toolkit.estimate.profile_memory import stage_breakdown, stage_layers
 from toolkit.estimate.recording import (
@@ -30,13 +30,16 @@ from toolkit.estimate.recording import (
     Setup,
     config_text,
 )
-from toolkit.estimate.recordings import activations
+from toolkit.estimate.recordings import activations, parameters
 from toolkit.estimate.stage_bounds import balanced_bounds
 from toolkit.estimate.states import ModelStates, TorchStates
 from toolkit.estimate.training_step import TrainingStep
 from toolkit.hardware import Gpu
-from toolkit.models.families.registry import find_spec
-from toolkit.models.support import misfits
+from toolkit.models.config_checks import check_fields
+from toolkit.models.families.registry import CONFIG_SCHEMAS
+from toolkit.models.shape import ModelShape, text_config
+from toolkit.models.support import attention_kinds, misfits
+from toolkit.models.support import find as support_of
 
 Framework = DeepSpeedSettings | TorchStates | FrameworkProfile
 
@@ -70,14 +73,26 @@ class Workload:
 class MemoryModel:
     """One model, to be estimated in any layout. Compared by identity."""
 
-    architecture: Architecture
+    shape: ModelShape
+    parameters: ModelParameters
     config: str
     """As recordings know it."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
         """Read a Hugging Face config. Raises ModelError for what it cannot read."""
-        return cls(architecture=Architecture.from_config(config), config=config_text(config))
+        family, text = text_config(config).get("model_type"), config_text(config)
+        is_read = not isinstance(family, str) or family in CONFIG_SCHEMAS
+        support = None if is_read else support_of(str(family))
+        if support is not None and support.pipeline_refusal is not None:
+            reason = f"it has no estimate: {support.pipeline_refusal}"
+            raise ModelError.of("model_type", family, reason, f"see dstk families {family}")
+        if is_read or support is None:  # a config that is wrong, or of a family that nobody knows, is not recorded
+            shape = ModelShape.from_config(config)
+        else:
+            shape = ModelShape.from_facts(str(family), parameters(text).facts)
+        check_fields(config, layers=shape.layers, head_dim=shape.head_dim)
+        return cls(shape=shape, parameters=parameters(text), config=text)
 
     def breakdowns(
         self, layout: Layout, work: Workload, framework: Framework, gpu: Gpu | None = None
@@ -118,13 +133,13 @@ class MemoryModel:
         return low
 
     def _stages(self, layout: Layout, work: Workload, framework: Framework) -> list[range]:
-        for misfit in misfits(self.architecture.shape, tp=layout.tp, pp=layout.pp, ulysses=layout.ulysses):
+        for misfit in misfits(self.shape, tp=layout.tp, pp=layout.pp, ulysses=layout.ulysses):
             remedy = (misfit.axis, misfit.allowed)
             raise LayoutError.of(misfit.axis, getattr(layout, misfit.axis), misfit.reason, remedy)
         if isinstance(framework, FrameworkProfile):
-            return stage_layers(framework, self.architecture, layout.pp)
+            return stage_layers(framework, self.shape, self.parameters, layout.pp)
         step = {"micro_batch_size": work.micro_batch_size, "seq_len": work.seq_len}
-        bounds = balanced_bounds(self.architecture, layout.pp, **step, recompute=work.recompute)
+        bounds = balanced_bounds(self.parameters, layout.pp, **step, recompute=work.recompute)
         return [range(start, stop) for start, stop in pairwise(bounds)]
 
     def _breakdown(
@@ -132,13 +147,11 @@ class MemoryModel:
     ) -> MemoryBreakdown:
         """Compute the two moments of one stage that may be its peak, and break the worse one down."""
         if isinstance(framework, FrameworkProfile):
-            return stage_breakdown(framework, self.architecture, layout, work, gpu, stage, len(layers))
+            return stage_breakdown(framework, self.shape, self.parameters, layout, work, gpu, stage, layers)
         first, last = stage == 0, stage == layout.pp - 1
         deepspeed = framework if isinstance(framework, DeepSpeedSettings) else None
         by_decay = deepspeed is None or deepspeed.by_decay
-        params = self.architecture.rank_parameters(
-            layers=len(layers), first=first, last=last, tp=layout.tp, by_decay=by_decay
-        )
+        params = self.parameters.rank_parameters(layers=layers, first=first, last=last, tp=layout.tp, by_decay=by_decay)
         states = _states(framework, params, layout, work)
         resident = states.resident
         itemsize = work.activation_bytes or (2 if deepspeed is None else deepspeed.model_bytes)
@@ -147,14 +160,15 @@ class MemoryModel:
         recorded = self._recorded(layout, work, part, "autocast" if autocast else "fp32" if itemsize == 4 else "bf16")
         kept = activations(*recorded)
         in_flight = in_flight_micro_batches(layout.pp, stage, work.accumulation)
-        peak, fresh = kept.worst_moment(layers, in_flight=in_flight, gradients_kept=states.fresh_layer)
+        kept_gradients = [states.fresh_layer * numel // params.layer_numel for numel in params.layer_numels]
+        peak, fresh = kept.worst_moment(layers, in_flight=in_flight, gradients_kept=kept_gradients)
         gathered = states.gathered
         if autocast and itemsize == 4:
-            casts, cast = 2 * params.matrices, 2 * self._layer_matrices(layout.tp)
-            again = casts - max(0, params.layers - 1) * cast if work.recompute == "full" else casts
+            casts, each = 2 * params.matrices, [2 * size for size in params.layer_matrices]
+            again = casts - sum(each) + max(each, default=0) if work.recompute == "full" else casts
             # Kept with the activations of each micro-batch. Under recomputation the casts of the forward pass are freed
             # when the loss begins, and backward makes those of a layer again.
-            forward = kept.forward_peak(layers, cast=cast)
+            forward = kept.forward_peak(layers, casts=each)
             if work.recompute == "full" and forward > peak + again:
                 peak, fresh, again = forward - casts, 0, casts
             gathered += again * (in_flight if work.recompute != "full" else 1)
@@ -188,15 +202,10 @@ class MemoryModel:
             **beside(layout, gpu, static + max(backward, update) + workspace),
         )
 
-    def _layer_matrices(self, tp: int) -> int:
-        """Elements of one layer's weights on a rank."""
-        held = self.architecture.rank_parameters(layers=1, first=False, last=False, tp=tp, by_decay=False)
-        return held.matrices
-
     def _recorded(self, layout: Layout, work: Workload, part: Part, precision: Precision) -> tuple[Setup, int, int]:
         """What runs for a micro-batch on a rank of a stage, its samples and their positions."""
         s = work.seq_len // layout.ulysses
-        _check_attention(self.architecture.shape.family, work.attention, precision)
+        _check_attention(self.shape.family, work.attention, precision)
         if layout.sequence_parallel and s % layout.tp:
             given = (("seq_len", work.seq_len), ("tp", layout.tp), ("sequence_parallel", True))
             multiple = layout.tp * layout.ulysses
@@ -219,7 +228,7 @@ class MemoryModel:
     def _pipeline_buffers(
         self, layout: Layout, work: Workload, deepspeed: DeepSpeedSettings | None, stage: int, logit_bytes: int
     ) -> PipelineBuffers:
-        shape, tokens = self.architecture.shape, work.micro_batch_size * work.seq_len // layout.ulysses
+        shape, tokens = self.shape, work.micro_batch_size * work.seq_len // layout.ulysses
         size = 0 if layout.pp == 1 or deepspeed is None else deepspeed.model_bytes
         return PipelineBuffers(
             hidden=tokens * shape.hidden * size // (layout.tp if layout.sequence_parallel else 1),
@@ -232,8 +241,7 @@ class MemoryModel:
 
 def _check_attention(family: str, attention: Attention, precision: Precision) -> None:
     """Raise ModelError for attention that transformers does not have for the family."""
-    rules, in_fp32 = find_spec(family).layer, precision == "fp32"
-    kinds = ["eager", *(["sdpa"] if rules.sdpa else ()), *(["flash"] if rules.flash else ())]
+    kinds, in_fp32 = attention_kinds(family), precision == "fp32"
     others = " or ".join(kind for kind in kinds if not (in_fp32 and kind == "flash"))
     if attention not in kinds:
         only = f"transformers has only {' and '.join(kinds)} attention for {family}"

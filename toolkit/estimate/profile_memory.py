@@ -16,8 +16,9 @@ from toolkit.errors import LayoutError, Setting
 from toolkit.estimate.breakdown import MemoryBreakdown
 from toolkit.estimate.framework_profile import FrameworkProfile
 from toolkit.estimate.overhead import beside, is_hopper, workspace_bytes
-from toolkit.estimate.parameters import Architecture
+from toolkit.estimate.parameters import ModelParameters
 from toolkit.hardware import Gpu
+from toolkit.models.families.registry import CONFIG_SCHEMAS
 from toolkit.models.shape import ModelShape
 
 if TYPE_CHECKING:
@@ -46,8 +47,11 @@ class ProfileActivations:
     """Chunks whose activations are live at once, this one included."""
 
 
-def check(profile: FrameworkProfile, layout: Layout, work: "Workload") -> None:
+def check(profile: FrameworkProfile, shape: ModelShape, layout: Layout, work: "Workload") -> None:
     """Raise LayoutError for what the framework's profile does not say."""
+    if shape.family not in CONFIG_SCHEMAS:
+        given_family: tuple[Setting, ...] = (("framework", profile.name), ("model_type", shape.family))
+        raise LayoutError.between(given_family, "its profile has the layers of dense decoders alone", "leave it out")
     kinds = profile.facts["attention"]
     if work.attention not in kinds:
         given: tuple[Setting, ...] = (("attention", work.attention), ("framework", profile.name))
@@ -64,18 +68,18 @@ def check(profile: FrameworkProfile, layout: Layout, work: "Workload") -> None:
         raise LayoutError.between(given, "flash attention keeps no scores", ("recompute", "none or full"))
 
 
-def stage_layers(profile: FrameworkProfile, architecture: Architecture, stages: int) -> list[range]:
+def stage_layers(profile: FrameworkProfile, shape: ModelShape, parameters: ModelParameters, stages: int) -> list[range]:
     """Layers of each stage: items in equal numbers, earlier stages have one more; nanotron counts the head's cost.
 
     The fact `ends` says how many items embedding and head are.
     """
-    shape, (before, after) = architecture.shape, profile.facts["ends"]
+    before, after = profile.facts["ends"]
     if profile.facts.get("balance") != "head":
         each, more = divmod(shape.layers + before + after, stages)
         items = [stage * each + min(stage, more) for stage in range(stages + 1)]
         edges = [min(max(0, item - before), shape.layers) for item in items]
         return [range(*edge) for edge in pairwise(edges)]
-    layer, head = sum(p.numel for p in architecture.layer), shape.vocab * shape.hidden
+    layer, head = parameters.layer_numels[0], shape.vocab * shape.hidden
     edges, total = [0], shape.layers * layer + head
     for done in range(1, shape.layers + 1):
         if done * layer * stages >= total * len(edges):
@@ -162,22 +166,23 @@ def _bytes(facts: Mapping[str, int], sizes: Mapping[str, int]) -> int:
 
 def stage_breakdown(
     profile: FrameworkProfile,
-    architecture: Architecture,
+    shape: ModelShape,
+    parameters: ModelParameters,
     layout: Layout,
     work: "Workload",
     gpu: Gpu | None,
     stage: int,
-    layers: int,
+    layers: range,
 ) -> MemoryBreakdown:
     """One stage: the worst of the loss, the last layer's and the first layer's backward pass, and the update."""
-    check(profile, layout, work)
+    check(profile, shape, layout, work)
     first, last = stage == 0, stage == layout.pp - 1
-    params = architecture.rank_parameters(layers=layers, first=first, last=last, tp=layout.tp, by_decay=False)
+    params = parameters.rank_parameters(layers=layers, first=first, last=last, tp=layout.tp, by_decay=False)
     shards = layout.dp * profile.context_parallel
     states = profile.states(params, shards=shards, accumulation=work.accumulation, zero_stage=layout.zero_stage)
-    one = activations(profile, architecture.shape, layout, work, stage, layers)
-    grown = max(0, layers - 1) * states.fresh_layer
-    outside = (params.numel - layers * params.layer_numel) * states.fresh_layer // max(1, params.layer_numel)
+    one = activations(profile, shape, layout, work, stage, len(layers))
+    grown = max(0, len(layers) - 1) * states.fresh_layer
+    outside = (params.numel - sum(params.layer_numels)) * states.fresh_layer // max(1, params.layer_numel)
     moments = {
         "head": (one.kept + one.ends + one.head, 0),
         "layer": (one.kept + one.ends + one.layer, outside if last else 0),
@@ -185,20 +190,20 @@ def stage_breakdown(
     }
     name, (live, fresh) = max(moments.items(), key=lambda item: sum(item[1]))
     kept = (one.in_flight - 1) * (one.kept + (one.ends if profile.virtual_stages == 1 else 0))
-    between = _between(profile, one, layout, work, architecture.shape, first=first, last=last)
+    between = _between(profile, one, layout, work, shape, first=first, last=last)
     scattered = 0 if name == "head" else states.buckets  # FSDP's gradients; the others' buckets stay
     backward = states.accumulated + fresh + scattered + states.gathered + kept + live
     update = max(states.step, states.reduction)
     resident, workspace = states.resident, _workspaces(profile, gpu)
     if not profile.transformer_engine:
-        workspace += _bytes(profile.facts["local"], _sizes(profile, architecture.shape, layout, work))
+        workspace += _bytes(profile.facts["local"], _sizes(profile, shape, layout, work))
     static = resident.total + between + workspace
     allocated = static + max(backward, update)
     at_head = one.head if name == "head" else 0
     return MemoryBreakdown(
         stage=stage,
         rank=layout.rank(pipe=stage),
-        layers=layers,
+        layers=len(layers),
         parameter_count=params.numel,
         parameters=resident.parameters,
         gradients=resident.gradients + states.accumulated + fresh,

@@ -61,11 +61,6 @@ class Setup:
         flags |= {f"chunk{self.loss_chunk}": self.loss_chunk > 0}
         return "-".join([*words, *(name for name, wanted in flags.items() if wanted)])
 
-    @property
-    def model_key(self) -> str:
-        """Hash of the config."""
-        return _hash(self.config)
-
 
 def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -78,6 +73,11 @@ _UNREAD = ("_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype",
 def config_text(config: Mapping[str, Any]) -> str:
     """A config as the text that a Setup has."""
     return json.dumps({name: value for name, value in config.items() if name not in _UNREAD}, sort_keys=True)
+
+
+def model_key(config: str) -> str:
+    """Hash of a config's text: the name under which its recordings are kept."""
+    return _hash(config)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,29 +258,30 @@ class Activations:
         """Kept by these layers, by part."""
         return self._of_layers(layers)[0]
 
-    def forward_peak(self, layers: range, *, cast: int = 0) -> int:
-        """The most that is live before the loss, with autocast's copies of weights, which are `cast` bytes a layer."""
-        moments = self._forward_moments(layers)
-        return max(moment + max(0, done - 1) * cast for done, moment in enumerate(moments))
+    def forward_peak(self, layers: range, *, casts: Sequence[int]) -> int:
+        """The most that is live before the loss, with autocast's copies of each layer's weights, in bytes."""
+        made = [0, *accumulate(casts, initial=0)]
+        return max(map(int.__add__, self._forward_moments(layers), made))
 
-    def worst_moment(self, layers: range, *, in_flight: int = 1, gradients_kept: int = 0) -> tuple[int, int]:
+    def worst_moment(self, layers: range, *, in_flight: int = 1, gradients_kept: Sequence[int] = ()) -> tuple[int, int]:
         """The most that is live at once on a stage with these layers, and its part that is gradients of weights.
 
-        `in_flight`: micro-batches whose activations are kept. `gradients_kept`: bytes of one layer's gradients, if this
-        backward pass allocates them; each finished layer adds them.
+        `in_flight`: micro-batches whose activations are kept. `gradients_kept`: bytes of each layer's gradients, if
+        this backward pass allocates them; each finished layer adds its own.
         """
         moments = [(moment, 0) for moment in self._forward_moments(layers)]
         level = self.trunk(layers) + self.head.delta
         moments.append((level + self.loss.peak, 0))
         level += self.loss.delta
         moments.append((level + self.head_backward.peak, 0))
-        level += self.head_backward.delta
-        kinds = self._kinds(layers)
-        for done, kind in enumerate(reversed(kinds)):
+        level, before = level + self.head_backward.delta, len(moments)
+        finished, sizes = 0, gradients_kept or [0] * len(layers)
+        for kind, size in zip(reversed(self._kinds(layers)), reversed(sizes), strict=True):
             step = self.backward[kind]
-            moments.append((level + step.peak, done * gradients_kept))
-            level += step.delta + (0 if done else self.end_layers[2])
-        moments.append((level + self.embedding_backward.peak, len(kinds) * gradients_kept))
+            moments.append((level + step.peak, finished))
+            level += step.delta + (0 if len(moments) > before + 1 else self.end_layers[2])
+            finished += size
+        moments.append((level + self.embedding_backward.peak, finished))
         live, gradients = max(moments, key=sum)
         return (in_flight - 1) * self.kept(layers) + live + gradients, gradients
 

@@ -20,15 +20,16 @@ from pathlib import Path
 from typing import IO, Any
 
 from toolkit.errors import ModelError, RunError
-from toolkit.estimate.recording import Activations, Recording, Setup
+from toolkit.estimate.parameters import ModelParameters
+from toolkit.estimate.recording import Activations, Recording, Setup, model_key
 from toolkit.files import cache_folder, reason_of
 from toolkit.parent_process import end_with
 
 SHIPPED = Path(__file__).with_name("recordings.zip")
 _PACKAGE = Path(__file__).parents[1]
 _SOURCES = (
-    *("recorder", "parallel", "model_init/selective_recompute.py", "estimate/recording.py"),
-    "estimate/trainable.py",
+    *("recorder", "parallel", "model_init/selective_recompute.py"),
+    *("estimate/recording.py", "estimate/parameters.py", "estimate/trainable.py"),
     *("models/tensor_plan.py", "models/families", "models/families.json"),
 )
 """What decides, beside torch and transformers, what is recorded."""
@@ -40,55 +41,74 @@ def activations(setup: Setup, b: int, s: int) -> Activations:
     return recording(setup, s).at(b, s)
 
 
+@lru_cache(maxsize=256)
+def parameters(config: str, trainable: str = "") -> ModelParameters:
+    """The parameters of a config, which is text as `config_text` writes it, and which of them train.
+
+    `trainable`: as in Setup. Raises ModelError and RunError.
+    """
+    key, also = model_key(config), f"-{model_key(trainable)}" if trainable else ""
+    path = _cached(f"{key}{also}.json")
+    shipped = None if trainable else _shipped(key).get("parameters")
+    known = shipped or _read(path).get("parameters")
+    if known is None:
+        known = _answer(config, "parameters", {"config": config, "trainable": trainable})
+        _write(path, {"parameters": known})
+    return ModelParameters.decoded(known)
+
+
 def recording(setup: Setup, s: int) -> Recording:
     """The recording of a setup that holds for s positions.
 
     Raises ModelError for a model that cannot be recorded, and RunError where the process that records fails.
     """
-    path = cache_folder() / "recordings" / f"{setup.model_key}-{setup.key}.json"
-    shipped = map(Recording.decoded, _shipped(setup.model_key).get(setup.key, []))
-    found = _holding(shipped, s) or _holding(_read(path), s)
+    key = model_key(setup.config)
+    path = _cached(f"{key}-{setup.key}.json")
+    shipped, cached = _shipped(key).get("recordings", {}).get(setup.key, []), _read(path).get("recordings", [])
+    found = _holding(s, shipped) or _holding(s, cached)
     if found is None:
-        encoded = _recorded(setup, s)
-        found = Recording.decoded(encoded)
-        _write(path, [*(one.encoded() for one in _read(path) if one.positions != found.positions), encoded])
-    return found
+        found = _answer(setup.config, f"activations ({setup.key})", {"setup": asdict(setup), "s": s})
+        _write(path, {"recordings": [*(one for one in cached if one["positions"] != found["positions"]), found]})
+    return Recording.decoded(found)
 
 
-def _holding(known: Iterable[Recording], s: int) -> Recording | None:
-    spans = ((one, *one.positions) for one in known)
+def _cached(name: str) -> Path:
+    return cache_folder() / "recordings" / name
+
+
+def _holding(s: int, known: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
+    spans = ((one, *one["positions"]) for one in known)
     return next((one for one, least, most in spans if least <= s and (most is None or s < most)), None)
 
 
 @cache
-def _shipped(model_key: str) -> dict[str, list[dict[str, Any]]]:
-    """Encoded recordings that are shipped for a model, by keys of setups, if the same releases are installed here."""
+def _shipped(key: str) -> dict[str, Any]:
+    """What is shipped for a model, if the same releases are installed here: parameters, and recordings by setup."""
     try:
         with zipfile.ZipFile(SHIPPED) as archive:
-            content = json.loads(archive.read(f"{model_key}.json"))
+            content: dict[str, Any] = json.loads(archive.read(f"{key}.json"))
     except (OSError, KeyError, zipfile.BadZipFile):
         return {}
     if any(installed not in (None, _release(content["versions"][name])) for name, installed in _installed().items()):
         return {}
-    recordings: dict[str, list[dict[str, Any]]] = content["recordings"]
-    return recordings
+    return content
 
 
-def _read(path: Path) -> list[Recording]:
+def _read(path: Path) -> dict[str, Any]:
     """What the cache has, if the same versions recorded it."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        return list(map(Recording.decoded, content["recordings"])) if content["versions"] == versions() else []
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return content if content["versions"] == versions() else {}
     except (OSError, ValueError, LookupError, TypeError):
-        return []
+        return {}
 
 
-def _write(path: Path, recordings: list[dict[str, Any]]) -> None:
+def _write(path: Path, content: dict[str, Any]) -> None:
     """Replace the file at once. Where that cannot be done, the next process records again."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps({"versions": versions(), "recordings": recordings}), encoding="utf-8")
+        temporary.write_text(json.dumps({"versions": versions(), **content}), encoding="utf-8")
         temporary.replace(path)
     except OSError:
         with suppress(OSError):
@@ -129,14 +149,14 @@ def _installed() -> dict[str, str | None]:
     return {name: found and _release(found) for name, found in found.items()}
 
 
-def _recorded(setup: Setup, s: int) -> dict[str, Any]:
-    family = json.loads(setup.config).get("model_type")
+def _answer(config: str, what: str, question: dict[str, Any]) -> dict[str, Any]:
+    family = json.loads(config).get("model_type")
     if sys.stderr.isatty():
-        print(f"recording the activations of {family} ({setup.key}); cached afterwards", file=sys.stderr)
-    answer = _ask(os.getpid(), json.dumps({"setup": asdict(setup), "s": s}))
+        print(f"recording the {what} of {family}; cached afterwards", file=sys.stderr)
+    answer = _ask(os.getpid(), json.dumps(question))
     if "error" in answer:
         reason = str(answer["error"]).rstrip(".")
-        raise ModelError.of("model_type", family, f"its activations cannot be recorded: {reason}")
+        raise ModelError.of("model_type", family, f"its {what.partition(' ')[0]} cannot be recorded: {reason}")
     return answer
 
 

@@ -4,8 +4,8 @@ A pipeline runs at the speed of its slowest stage. Equal numbers of layers or pa
 token embedding has many parameters and takes almost no time, and the LM head with the loss over a large vocabulary
 takes as long as several layers.
 
-Training counts every part's FLOPs on the meta device (`toolkit.parallel.pipeline.balance`); here they are sums over the
-parameters, so that the same bounds are known without building the model.
+Training counts every part's FLOPs on the meta device (`toolkit.parallel.pipeline.balance`); here the same counts are
+recorded with the parameters, so that the same bounds are known without building the model.
 """
 
 from bisect import bisect_left
@@ -15,7 +15,7 @@ from itertools import accumulate
 
 from toolkit.config.layout import Recompute
 from toolkit.errors import LayoutError
-from toolkit.estimate.parameters import Architecture
+from toolkit.estimate.parameters import ModelParameters
 
 GPU_FLOPS_PER_BYTE = 120.0
 """What training assumes on a GPU: an H100 at 40 % of its bf16 peak of 989 TFLOP/s, over its memory's 3.35 TB/s."""
@@ -40,13 +40,12 @@ class Costs:
 
 @lru_cache(maxsize=4096)
 def balanced_bounds(
-    architecture: Architecture, stages: int, *, micro_batch_size: int, seq_len: int, recompute: Recompute = "none"
+    model: ModelParameters, stages: int, *, micro_batch_size: int, seq_len: int, recompute: Recompute = "none"
 ) -> tuple[int, ...]:
     """Return training's bounds: stage k has layers [bounds[k], bounds[k + 1]). Raises LayoutError for too many."""
-    layers = architecture.shape.layers
     if stages == 1:
-        return (0, layers)
-    return balance(_costs(architecture, micro_batch_size, seq_len, recompute), stages)
+        return (0, len(model.pattern))
+    return balance(_costs(model, micro_batch_size, seq_len, recompute), stages)
 
 
 def balance(costs: Costs, stages: int) -> tuple[int, ...]:
@@ -91,21 +90,18 @@ def balance(costs: Costs, stages: int) -> tuple[int, ...]:
     return fastest
 
 
-def _costs(a: Architecture, micro_batch_size: int, seq_len: int, recompute: Recompute) -> Costs:
-    """FLOPs a token, as `toolkit.parallel.pipeline.balance.count_costs` counts them."""
-    shape = a.shape
+def _costs(model: ModelParameters, micro_batch_size: int, seq_len: int, recompute: Recompute) -> Costs:
+    """FLOPs a token, as `toolkit.parallel.pipeline.balance.count_costs` counts them, from the recorded counts."""
     traffic = GPU_FLOPS_PER_BYTE * _GRADIENT_BYTES / (micro_batch_size * seq_len)
-    attention = 4 * shape.attention_dim * seq_len
-    forward = 2 * sum(t.numel for t in a.layer if t.dim is not None and t.decays) + attention
-    again = {"none": 0, "selective": attention, "full": forward}[recompute]
-    outside = (*a.front, *a.back)
-    head = [t for t in outside if t.is_vocabulary and t.decays][-1:]  # the embedding itself where they are tied
-    first = [t for t in outside if t.place == "first"]
-    last = [t for t in outside if t.place == "last" and t not in head]
-    into = sum(t.numel for t in first if t.name.startswith("project"))
-    out = sum(t.numel for t in last if t.name.startswith("project")) + head[0].numel
-    before = 3 * (2 * into + a.rotary_flops) + traffic * sum(t.numel for t in first)
-    after = 3 * 2 * out + traffic * (sum(t.numel for t in last) + head[0].numel)
-    layer = 3 * forward + again + traffic * sum(t.numel for t in a.layer)
-    loss = GPU_FLOPS_PER_BYTE * _LOSS_BYTES * shape.vocab
-    return Costs(before=before, layers=(layer,) * shape.layers, after=after + loss)
+    counted = [tuple(constant + slope * seq_len for constant, slope in (p.flops, p.with_weights)) for p in model.flops]
+    (before, _), *kinds, (after, _) = counted
+    layers = [
+        3 * flops + {"none": 0, "selective": flops - weighted, "full": flops}[recompute] + traffic * numel
+        for (flops, weighted), numel in zip(kinds, model.layer_numels, strict=True)
+    ]
+    loss = GPU_FLOPS_PER_BYTE * _LOSS_BYTES * next(one.shape[0] for one in model.outside if one.is_head)
+    return Costs(
+        before=3 * before + traffic * sum(one.numel for one in model.outside if one.first),
+        layers=tuple(layers[kind] for kind in model.pattern),
+        after=3 * after + traffic * sum(one.numel for one in model.outside if one.last) + loss,
+    )

@@ -110,13 +110,13 @@ class TorchStates:
         sharded, elements = self.gathered_bytes > 0, params.numel
         held = -(-elements // shards) if sharded else elements
         w = self.weight_bytes
-        gradients, root = w * held, elements - params.layers * params.layer_numel
+        gradients, root = w * held, elements - sum(params.layer_numels)
         unit = min(max(params.layer_numel, params.largest), elements)
         if self.in_8_bits:
             sizes = ((-(-n // shards) if sharded else n, k) for group in params.groups for n, k in group.counted)
             moments = moments_8bit(sizes)
         else:
-            matrices = params.layers * sum(n for n, _ in params.hidden_matrices) if self.muon else 0
+            matrices = sum(n for n, _ in params.hidden_matrices) if self.muon else 0
             alone = -(-matrices // shards) if sharded else matrices
             moments = w * (self.moments * (held - alone) + alone)
         update = max(((w + 4) * n + 4 * side**2 for n, side in params.hidden_matrices), default=0) if self.muon else 0

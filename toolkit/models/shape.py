@@ -173,6 +173,26 @@ class ModelShape:
             latent=latent,
         )
 
+    @classmethod
+    def from_facts(cls, family: str, facts: Mapping[str, Any]) -> Self:
+        """Return the shape of a model of any other family, from what transformers reads in its config."""
+        hidden, heads = facts["hidden"], facts["heads"] or 1
+        return cls(
+            family=family,
+            hidden=hidden,
+            layers=facts["layers"],
+            heads=heads,
+            kv_heads=facts["kv_heads"] or heads,
+            head_dim=facts["head_dim"] or hidden // heads,
+            ffn=facts["ffn"] or 4 * hidden,
+            gated=True,
+            vocab=facts["vocab"],
+            positions=facts["positions"],
+            tied=facts["tied"],
+            learned_positions=False,
+            embed_dim=hidden,
+        )
+
 
 def layer_matmul_parameters(shape: ModelShape) -> int:
     """Weights of one decoder layer that multiply activations: query, key, value, output and the MLP."""

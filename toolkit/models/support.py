@@ -27,6 +27,8 @@ class Support:
     pipeline_refusal: str | None
     tensor_refusal: str | None
     sequence_refusal: str | None
+    attention: tuple[str, ...] = ("eager", "sdpa", "flash")
+    """Implementations that its transformers class declares."""
 
     def refusal(self, kind: str) -> str | None:
         """Return why it does not support a kind of parallelism (one of KINDS); None if it does."""
@@ -43,6 +45,12 @@ def find(model_type: str) -> Support | None:
     return all_families().get(model_type)
 
 
+def attention_kinds(model_type: object) -> tuple[str, ...]:
+    """Return the implementations of attention that a family has: `eager`, `sdpa`, `flash`; all where it is unknown."""
+    found = find(model_type) if isinstance(model_type, str) else None
+    return Support.attention if found is None else found.attention
+
+
 def all_families() -> Mapping[str, Support]:
     """Return every family by its model type, in alphabetical order."""
     return _stored()[1]
@@ -55,7 +63,10 @@ def checked_version() -> str:
 
 def encoded(families: Mapping[str, Support], version: str) -> str:
     """Return the text of support.json."""
-    rows = {name: {kind: support.refusal(kind) or True for kind in KINDS} for name, support in sorted(families.items())}
+    rows = {
+        name: {kind: support.refusal(kind) or True for kind in KINDS} | {"attention": " ".join(support.attention)}
+        for name, support in sorted(families.items())
+    }
     lines = ",\n".join(f"    {json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items())
     return f'{{\n  "transformers": {json.dumps(version)},\n  "families": {{\n{lines}\n  }}\n}}\n'
 
@@ -65,7 +76,9 @@ def _stored() -> tuple[str, Mapping[str, Support]]:
     content = json.loads(PATH.read_text(encoding="utf-8"))
     return content["transformers"], {
         name: Support(
-            model_type=name, **{f"{kind}_refusal": None if row[kind] is True else str(row[kind]) for kind in KINDS}
+            model_type=name,
+            attention=tuple(row["attention"].split()),
+            **{f"{kind}_refusal": None if row[kind] is True else str(row[kind]) for kind in KINDS},
         )
         for name, row in content["families"].items()
     }

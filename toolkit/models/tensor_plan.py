@@ -17,14 +17,6 @@ STYLES = (COLUMN, ROW, GATHERED_COLUMN, SPLIT_ROW, PACKED_COLUMN, *_IMPLIED)
 GATHERING = {COLUMN: GATHERED_COLUMN, ROW: SPLIT_ROW}
 """A style -> its form in a block that gathers its columns."""
 
-_STYLE_OF_ROLE = dict.fromkeys(("q", "k", "v", "qkv", "gate", "up", "gate_up"), COLUMN) | {"out": ROW, "down": ROW}
-
-
-def styles_of(modules: Mapping[str, str]) -> dict[str, str]:
-    """Return the styles of a decoder layer's linear layers; `modules`: see ParameterRules."""
-    return {path: _STYLE_OF_ROLE[role] for path, role in modules.items() if role in _STYLE_OF_ROLE}
-
-
 Blocks = tuple[tuple[int, int], ...]
 """Runs of features, one after the other: (units, features of each). A rank holds an equal share of each run."""
 FusedBlocks = Callable[[Any], Blocks]
@@ -36,7 +28,7 @@ class TensorPlan:
     """How the decoder layers of one family are sharded. Keys are module names inside a decoder layer."""
 
     styles: Mapping[str, str] = field(default_factory=dict)
-    """`attn.c_attn` -> one of STYLES; empty: as the roles of the family's ParameterRules.modules say."""
+    """`attn.c_attn` -> one of STYLES."""
     fused: Mapping[str, FusedBlocks] = field(default_factory=dict)
     """Features of a layer that are not one run of columns: `attn.c_attn` -> query, key and value."""
     divided: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

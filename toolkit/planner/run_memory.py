@@ -13,8 +13,8 @@ from toolkit.estimate.deepspeed_settings import DeepSpeedSettings
 from toolkit.estimate.memory_model import Framework, MemoryModel, Workload
 from toolkit.estimate.recording import Attention, Device
 from toolkit.estimate.states import TorchStates
-from toolkit.models.families.registry import find_spec
 from toolkit.models.shape import local_config, with_overrides
+from toolkit.models.support import attention_kinds
 
 Implementation = Literal["eager", "sdpa", "flash_attention_2"]
 
@@ -25,7 +25,7 @@ def estimate_for_run(recipe: Recipe, layout: Layout, batch: Batch) -> tuple[Memo
     Raises ModelError for a model that cannot be estimated.
     """
     model = MemoryModel.from_config(model_config(recipe))
-    framework = framework_of(recipe, layout, batch, hidden_size=model.architecture.shape.hidden)
+    framework = framework_of(recipe, layout, batch, hidden_size=model.shape.hidden)
     return model.breakdowns(layout, workload_of(recipe, batch, model), framework)
 
 
@@ -36,7 +36,7 @@ def model_config(recipe: Recipe) -> dict[str, Any]:
 
 def workload_of(recipe: Recipe, batch: Batch, model: MemoryModel) -> Workload:
     """What one step of the recipe computes."""
-    default: Attention = "sdpa" if find_spec(model.architecture.shape.family).layer.sdpa else "eager"
+    default: Attention = "sdpa" if "sdpa" in attention_kinds(model.shape.family) else "eager"
     attention: Mapping[str | None, Attention] = {"eager": "eager", "sdpa": "sdpa", "flash_attention_2": "flash"}
     return Workload(
         micro_batch_size=batch.micro_batch_size,

@@ -1,4 +1,4 @@
-"""Record setups for a process without torch: each line of stdin is JSON and asks for one, each line of stdout answers.
+"""Record for a process without torch: each line of stdin is JSON and asks for one thing, each line of stdout answers.
 
 echo '{"setup": {"config": "{\\"model_type\\": \\"gpt2\\"}"}, "s": 1024}' | python -m toolkit.recorder
 """
@@ -13,12 +13,15 @@ import transformers
 
 from toolkit.errors import ToolkitError
 from toolkit.estimate.recording import Setup
+from toolkit.recorder.parameters import record_parameters
 from toolkit.recorder.record import record
 
 
 def answer(question: dict[str, Any]) -> dict[str, Any]:
-    """The recording, or why there is none."""
+    """The recording, or the parameters of a config, or why there are none."""
     try:
+        if "setup" not in question:
+            return record_parameters(question["config"], question["trainable"]).encoded()
         return record(Setup(**question["setup"]), question["s"]).encoded()
     except ToolkitError as error:
         return {"error": str(error)}

@@ -52,7 +52,7 @@ class FakeModel:
     @property
     def positions(self) -> int:
         """Positions of the longest sample."""
-        found = (getattr(_text(self.model), name, None) for name in SPELLINGS["positions"])
+        found = (getattr(text_config(self.model), name, None) for name in SPELLINGS["positions"])
         return int(next(filter(None, found), _MOST_POSITIONS))
 
     @property
@@ -92,7 +92,7 @@ def build(setup: Setup, mode: Mode) -> FakeModel:
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
     model.tie_weights()
-    structure = _structure(setup.config, model)
+    structure = structure_of(setup.config, model)
     layers = structure.layer_list(model)
     freeze(model, Trainable.parse(setup.trainable))
     pattern = kinds_of(model, layers, receives_gradients(model, layers, recomputes=setup.recompute == "full"))
@@ -103,7 +103,7 @@ def build(setup: Setup, mode: Mode) -> FakeModel:
     if setup.tp > 1:
         parallelizer = TensorParallelizer(model, structure, group, sequence_parallel=setup.sequence_parallel)
     stage = _stage(setup, model, structure)
-    kept = _keep_few(layers, pattern, structure, splits_sequence=setup.sequence_parallel)
+    kept = keep_few(layers, pattern, structure, splits_sequence=setup.sequence_parallel)
     with mode:
         _make_fake(model)
         if stage is not None:
@@ -134,7 +134,7 @@ def build(setup: Setup, mode: Mode) -> FakeModel:
             return token_loss_sum(logits, labels)
         return vocab_parallel_token_loss_sum(logits, labels, VocabularyShard.of(vocabulary, group), group)
 
-    text = _text(model)
+    text = text_config(model)
     return FakeModel(
         model=model,
         stage=stage,
@@ -150,7 +150,7 @@ def build(setup: Setup, mode: Mode) -> FakeModel:
 _STRUCTURES: dict[str, ModelStructure] = {}
 
 
-def _structure(config: str, model: PreTrainedModel) -> ModelStructure:
+def structure_of(config: str, model: PreTrainedModel) -> ModelStructure:
     """Its layers and what is around them: found by a pass through all of them, once for all setups of a config."""
     if config not in _STRUCTURES:
         _STRUCTURES.clear()
@@ -158,7 +158,7 @@ def _structure(config: str, model: PreTrainedModel) -> ModelStructure:
     return _STRUCTURES[config]
 
 
-def _text(model: PreTrainedModel) -> Any:
+def text_config(model: PreTrainedModel) -> Any:
     """The language model's config."""
     return model.config.get_text_config(decoder=True)
 
@@ -167,7 +167,7 @@ def kinds_of(model: PreTrainedModel, layers: nn.ModuleList, reached: Sequence[bo
     """Number the kinds of decoder layers: alike are those with equal modules, shapes and flags, if gradients have all
     `reached` their inputs, or none.
     """
-    config = _text(model).to_dict()
+    config = text_config(model).to_dict()
     lists = [value for value in config.values() if isinstance(value, list | tuple) and len(value) == len(layers)]
     found: dict[Any, int] = {}
     return tuple(
@@ -190,7 +190,7 @@ def _signature(layer: nn.Module) -> Any:
     return tuple(parts)
 
 
-def _keep_few(
+def keep_few(
     layers: nn.ModuleList, pattern: tuple[int, ...], structure: ModelStructure, *, splits_sequence: bool
 ) -> tuple[int, ...]:
     """Skip all layers but the last two, and one of each kind with its neighbors; return those that are kept.

@@ -1,7 +1,8 @@
 """Record one setup: a few passes of different sizes, and one more that checks what was found."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -20,13 +21,20 @@ _UNITS = (256, 128, 64, 32, 16, 8, 4, 2, 1)
 
 def record(setup: Setup, s: int) -> Recording:
     """Record a setup for samples of `s` positions. Raises ModelError. There must be no process group."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=setup.tp)
-    try:
+    with in_fake_group(setup.config, setup.tp):
         return _recorded(setup, s)
+
+
+@contextmanager
+def in_fake_group(config: str, ranks: int = 1) -> Iterator[None]:
+    """A process group of `ranks` that communicates with nobody; what the model's code raises becomes ModelError."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        yield
     except ToolkitError:
         raise
     except KeyError as error:
-        unknown = error.args[:1] == (json.loads(setup.config).get("hidden_act"),)
+        unknown = error.args[:1] == (json.loads(config).get("hidden_act"),)
         raise ModelError(f"transformers does not know {reason_of(error)}" if unknown else reason_of(error)) from error
     except NotImplementedError as error:  # of tensors without memory, whose values are asked for
         raise ModelError("the sizes of its tensors depend on their values") from error

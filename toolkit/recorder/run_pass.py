@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import _engine_run_backward
 from transformers import masking_utils
+from transformers.integrations import moe
 
 from toolkit.estimate.recording import Setup
 from toolkit.parallel.model_structure import hidden_argument
@@ -44,13 +45,17 @@ def trace_pass(setup: Setup, fake: FakeModel, mode: Mode, b: int, s: int) -> lis
 
 @contextmanager
 def _as_with_values() -> Iterator[None]:
-    """transformers looks at masks and positions, and not if tensors are fake; here Trace answers for their values."""
-    found = masking_utils.is_tracing
+    """transformers looks at masks and positions, and not if tensors are fake; here Trace answers for their values.
+
+    Without values, torch's product of experts takes bf16 alone; transformers' own has the same inputs and results.
+    """
+    found = masking_utils.is_tracing, moe._can_use_grouped_mm
     masking_utils.is_tracing = lambda *tensors: False
+    moe._can_use_grouped_mm = lambda inputs, weight, offsets: weight.dtype == torch.bfloat16
     try:
         yield
     finally:
-        masking_utils.is_tracing = found
+        masking_utils.is_tracing, moe._can_use_grouped_mm = found
 
 
 def _ids(b: int, s: int) -> torch.Tensor:

@@ -111,7 +111,7 @@ class MemoryQuery:
 
     def _first_conflict(self) -> Refusal | None:
         """Return a conflict with the model if there is one: no other stage or precision resolves it."""
-        for refusal in model_conflicts(self.recipe, self.config, self.model.architecture.shape):
+        for refusal in model_conflicts(self.recipe, self.config, self.model.shape):
             return refusal
         for refusal in reversed(setting_conflicts(self.recipe, None)):  # the axes before the stages and precisions
             return refusal
@@ -132,7 +132,7 @@ class MemoryQuery:
         if self.foreign is not None:
             return self.foreign.framework
         batch = self.recipe.resolve_batch(self.layout)
-        return framework_of(self.recipe, self.layout, batch, hidden_size=self.model.architecture.shape.hidden)
+        return framework_of(self.recipe, self.layout, batch, hidden_size=self.model.shape.hidden)
 
     def answer(self) -> tuple[MemoryBreakdown, ...]:
         """Every stage; with what PyTorch's allocator adds if a GPU is named, whose memory it takes."""
@@ -190,7 +190,7 @@ def from_model(options: Mapping[str, Any]) -> MemoryQuery:
     """A model and a layout, with the toolkit's own DeepSpeed config for them."""
     config = read_config(options["model"])
     name, model = _name_of(options["model"]), MemoryModel.from_config(config)
-    shape = model.architecture.shape
+    shape = model.shape
     layout = Layout.parse(options["layout"], world_size=options["world_size"])
     foreign = foreign_setup(options, layout, shape.hidden)
     chosen: dict[str, Any] = {

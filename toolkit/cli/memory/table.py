@@ -153,7 +153,7 @@ def grid(query: MemoryQuery, names: Sequence[str]) -> list[SweepCell]:
     if "zero" in names and engine != "deepspeed":
         reason = "only deepspeed has ZeRO stages, where no config names one"
         raise LayoutError.between((("--sweep", "zero"), ("train.engine", engine)), reason, "leave zero out")
-    positions = query.model.architecture.shape.positions
+    positions = query.model.shape.positions
     values = {name: _SWEEP_VALUES[name] for name in names}
     if "seq" in values and positions is not None:
         values["seq"] = tuple(length for length in values["seq"] if length <= positions) or (positions,)

@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import ModelError, Refusal
-from toolkit.models.families.layer_rules import CONFIG_FIELDS, LayerRules, ParameterRules
 from toolkit.models.families.plan_functions import FUSED, NEEDS
 from toolkit.models.families.spec import ConfigSchema, FamilySpec
-from toolkit.models.tensor_plan import GATHERING, STYLES, TensorPlan, styles_of
+from toolkit.models.tensor_plan import GATHERING, STYLES, TensorPlan
 
 PATH = Path(__file__).parents[1] / "families.json"
-_SECTIONS = ("config", "tensor_plan", "layer", "parameters")
+_SECTIONS = ("config", "tensor_plan")
 
 
 def _read_families() -> dict[str, FamilySpec]:
@@ -46,17 +45,13 @@ def _read_spec(row: Mapping[str, Any]) -> FamilySpec:
     return FamilySpec(
         config=None if row.get("config") is None else ConfigSchema(**sections["config"]),
         tensor_plan=None if row.get("tensor_plan") is None else TensorPlan(**plan),
-        layer=LayerRules(**sections["layer"]),
-        parameters=ParameterRules(**sections["parameters"]),
         **{name: value for name, value in row.items() if name not in (*_SECTIONS, "like", "note")},
     )
 
 
 def _read_section(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Lists become tuples, and a constant in place of a field of the config becomes a pair without a name."""
-    found = {name: tuple(value) if isinstance(value, list) else value for name, value in section.items()}
-    constants = {name for name in CONFIG_FIELDS & found.keys() if not isinstance(found[name], tuple | None)}
-    return found | {name: ("", found[name]) for name in constants}
+    """Lists become tuples."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in section.items()}
 
 
 FAMILIES = _read_families()
@@ -107,7 +102,7 @@ def find_plan(model_type: str, config: Any) -> TensorPlan:
         blocks = plan.gathered if not plan.gathered_with or getattr(config, plan.gathered_with) else ()
         styles = {
             path: GATHERING[style] if path.rpartition(".")[0] in blocks else style
-            for path, style in (plan.styles or styles_of(spec.parameters.modules)).items()
+            for path, style in plan.styles.items()
         }
         return replace(plan, styles=styles)
     published = getattr(config, "base_model_tp_plan", None)

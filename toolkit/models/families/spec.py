@@ -1,11 +1,10 @@
 """FamilySpec: what the toolkit knows about one Hugging Face family. No torch is imported here."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from toolkit.models.families.layer_rules import LayerRules, ParameterRules
 from toolkit.models.tensor_plan import TensorPlan
 
 # What each fact is called across families. The first spelling is Hugging Face's standard one.
@@ -46,8 +45,6 @@ class ConfigSchema:
     """The code requires heads * head_dim == hidden."""
     legacy_hidden: tuple[str, ...] = ()
     """Old spellings of the hidden size that the config class still reads, before its own."""
-    flag_aliases: Mapping[str, str] = field(default_factory=dict)
-    """Flags of the family whose code runs -> this family's names of them."""
 
     @cached_property
     def spelling(self) -> Mapping[str, str]:
@@ -70,5 +67,3 @@ class FamilySpec:
     """Whether attention goes through transformers' attention interface or is written out in the family's layers."""
     ulysses_verified: bool = False
     """Trains the same with and without DeepSpeed-Ulysses (tests/parity/test_ulysses.py)."""
-    layer: LayerRules = field(default_factory=LayerRules)
-    parameters: ParameterRules = field(default_factory=ParameterRules)

@@ -46,9 +46,8 @@ def count_costs(
     is a tenth of a layer. The optimizer step is not counted.
     """
     layers = structure.layer_list(model)
-    marks, logits = _count_flops(model, layers, seq_len)
-    spans = list(pairwise(marks))
-    forward, weighted = ([(stop[i] - start[i]) / seq_len for start, stop in spans] for i in range(2))
+    counted, logits = count_flops(model, layers, seq_len)
+    forward, weighted = ([part[i] / seq_len for part in counted] for i in range(2))
 
     def gradients(modules: Iterable[nn.Module], *, recurse: bool) -> float:
         parameters = (parameter for module in modules for parameter in module.parameters(recurse=recurse))
@@ -69,11 +68,13 @@ def count_costs(
     )
 
 
-def _count_flops(
+def count_flops(
     model: PreTrainedModel, layers: Iterable[nn.Module], seq_len: int
 ) -> tuple[list[tuple[int, int]], torch.Tensor]:
-    """Run one forward pass and return its logits, and (all FLOPs, those of products with weights) counted so far: at
-    the start, before each layer, after the last one, and at the end."""
+    """Run a forward pass over one sample; return (all FLOPs, those of products with weights) of each part, and logits.
+
+    The parts are what runs before the layers, each layer, and what runs behind them.
+    """
     counter = FlopCounterMode(display=False)
     marks = [(0, 0)]
 
@@ -91,7 +92,8 @@ def _count_flops(
         for handle in handles:
             handle.remove()
     mark()
-    return marks, logits
+    spans = pairwise(marks)
+    return [(stop[0] - start[0], stop[1] - start[1]) for start, stop in spans], logits
 
 
 def _recompute_cost(recompute: Recompute, flops: float, with_weights: float) -> float:

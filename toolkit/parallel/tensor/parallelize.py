@@ -68,11 +68,11 @@ class TensorParallelizer:
         if isinstance(layer, NonLocalLayer):
             return
         regions: dict[str, Region] = {}
-        for path, style in self.plan.styles.items():
-            if style in tp.STYLES[:5] and _has(layer, path):
-                parent = path.rpartition(".")[0]
-                region = regions.setdefault(parent, self._region(gathers=style in (tp.GATHERED_COLUMN, tp.SPLIT_ROW)))
-                self._replace(layer, path, f"{prefix}.{path}", style, region)
+        for path, whole, style, blocks in [*self.planned(layer)]:
+            parent, _, leaf = path.rpartition(".")
+            region = regions.setdefault(parent, self._region(gathers=style in (tp.GATHERED_COLUMN, tp.SPLIT_ROW)))
+            sharded = self._parallel(whole, blocks, f"{prefix}.{path}", style, region, enters=not parent)
+            setattr(layer.get_submodule(parent), leaf, sharded)
         fill(layer)
         for parent, region in regions.items():
             if parent:
@@ -106,16 +106,21 @@ class TensorParallelizer:
     def _region(self, *, gathers: bool) -> Region:
         return Region(self.group, sequence_parallel=self.sequence_parallel, dropout=self.dropout, gathers=gathers)
 
-    def _replace(self, layer: nn.Module, path: str, name: str, style: str, region: Region) -> None:
-        parent_path, _, leaf = path.rpartition(".")
-        parent = layer.get_submodule(parent_path)
-        whole = getattr(parent, leaf)
-        if type(whole).__name__ not in _LINEAR:
-            reason = f"{name} is a {type(whole).__name__}, which tensor parallelism cannot shard"
-            raise ModelError.of("model_type", self.model.config.model_type, reason, ("parallel.tp", 1))
-        features = whole.weight.shape[_dim(whole, outputs=style in (tp.COLUMN, tp.GATHERED_COLUMN, tp.PACKED_COLUMN))]
-        blocks = self._blocks(path, leaf, style, features)
-        setattr(parent, leaf, self._parallel(whole, blocks, name, style, region, enters=not parent_path))
+    def planned(self, layer: nn.Module) -> Iterator[tuple[str, nn.Module, str, list[Block]]]:
+        """Yield (path, linear layer, style, blocks of its sharded features) of what the plan shards in a decoder layer.
+
+        Raises ModelError for a module that is no linear layer.
+        """
+        for path, style in self.plan.styles.items():
+            if style not in tp.STYLES[:5] or not _has(layer, path):
+                continue
+            whole = layer.get_submodule(path)
+            if type(whole).__name__ not in _LINEAR:
+                reason = f"{path} of its layers is a {type(whole).__name__}, which tensor parallelism cannot shard"
+                raise ModelError.of("model_type", self.model.config.model_type, reason, ("parallel.tp", 1))
+            assert isinstance(whole.weight, torch.Tensor)
+            features = whole.weight.shape[sharded_dim(whole, style)]
+            yield path, whole, style, self._blocks(path, path.rpartition(".")[2], style, features)
 
     def _parallel(
         self, whole: nn.Module, blocks: list[Block], name: str, style: str, region: Region, *, enters: bool
@@ -217,9 +222,14 @@ def _own_heads(x: torch.Tensor, heads: int, group: dist.ProcessGroup) -> torch.T
     return own
 
 
-def _dim(linear: nn.Module, *, outputs: bool) -> int:
-    """The weight dimension of the outputs (or inputs): Linear is [o, i], Conv1D [i, o]."""
-    return int(outputs == (type(linear).__name__ == "Conv1D"))
+def is_column(style: str) -> bool:
+    """Whether a style shards a linear layer's outputs, with its bias; others shard its inputs."""
+    return style in (tp.COLUMN, tp.GATHERED_COLUMN, tp.PACKED_COLUMN)
+
+
+def sharded_dim(linear: nn.Module, style: str) -> int:
+    """The dimension of the weight that a style shards: Linear is [o, i], Conv1D [i, o]."""
+    return int(is_column(style) == (type(linear).__name__ == "Conv1D"))
 
 
 def _has(layer: nn.Module, path: str) -> bool:

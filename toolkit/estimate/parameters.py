@@ -1,0 +1,350 @@
+"""ModelParameters: every parameter of a model, and what each rank holds of them in any layout, without torch.
+
+`toolkit.recorder.parameters` lists them from the modules that transformers builds, and how tensor parallelism shards
+them from the plan that training follows. Decoder layers that are alike are listed once.
+
+Blocks are runs of features along the sharded dimension: heads of some width, or single columns. A rank holds an equal
+share of each block; where there are fewer units than ranks (key-value heads), neighboring ranks share one.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property, lru_cache
+from itertools import groupby
+from math import prod
+from typing import Any, Self
+
+from toolkit.models.tensor_plan import Blocks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameter:
+    """One parameter of a model."""
+
+    name: str
+    """Hugging Face's name; inside a decoder layer, what follows the layer's index."""
+    shape: tuple[int, ...]
+    dim: int | None = None
+    """The dimension that tensor parallelism shards; None if it is replicated."""
+    blocks: Blocks = ()
+    """How that dimension consists of units; () for columns without units."""
+    is_vocabulary: bool = False
+    """Its rows are tokens: they are padded to a multiple of the ranks."""
+    is_head: bool = False
+    """The LM head multiplies by it."""
+    first: bool = True
+    """Outside the layers: whether the first pipeline stage has it."""
+    last: bool = True
+    """Whether the last stage has it."""
+    owners: tuple[str, ...] = ()
+    """Outside the layers: the modules that have it; several if it is tied."""
+    trainable: bool = True
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def decays(self) -> bool:
+        """Whether weight decay applies to it, which puts it into another group of the optimizer: it is a matrix."""
+        return len(self.shape) >= 2
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether it is the matrix of a linear layer or of the embedding, not all experts' matrices in one tensor."""
+        return len(self.shape) == 2
+
+    def is_here(self, *, first: bool, last: bool) -> bool:
+        """Whether a pipeline stage that is the first and the last one, or not, has it."""
+        return (first and self.first) or (last and self.last)
+
+    def local_numels(self, tp: int) -> tuple[int, ...]:
+        """Elements on one of `tp` ranks. Several numbers if tensor parallelism makes several parameters of
+        one: it does so if a fused projection has blocks that are sharded and others that are replicated.
+        """
+        if tp == 1 or self.dim is None:
+            return (self.numel,)
+        features = self.shape[self.dim]
+        other = self.numel // features
+        if self.is_vocabulary:
+            return (-(-features // tp) * other,)
+        blocks = self.blocks or ((features, 1),)
+        parts: list[int] = []
+        kind = None
+        for units, width in blocks:
+            shared = units % tp != 0
+            local = (width if shared else units // tp * width) * other
+            if shared == kind:
+                parts[-1] += local
+            else:
+                parts.append(local)
+            kind = shared
+        return tuple(parts)
+
+    def encoded(self) -> dict[str, Any]:
+        """As JSON, without what is the default."""
+        return {name: value for name, value in asdict(self).items() if value != _DEFAULTS.get(name)}
+
+    @classmethod
+    def decoded(cls, content: Mapping[str, Any]) -> Self:
+        """Read what `encoded` returns."""
+        blocks = tuple((units, width) for units, width in content.get("blocks", ()))
+        lists = {"shape": tuple(content["shape"]), "owners": tuple(content.get("owners", ())), "blocks": blocks}
+        return cls(**{**content, **lists})
+
+
+_DEFAULTS = {
+    name: value for name, value in asdict(Parameter(name="", shape=())).items() if name not in ("name", "shape")
+}
+
+_FLAT_ALIGNMENT = 2
+"""Elements (DeepSpeed's `nccl_start_alignment_factor`)."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ParameterGroup:
+    """Parameters of one optimizer group, as element counts in the order in which engines flatten them.
+
+    Sums are closed forms: a thousand layers that are alike cost no more than two.
+    """
+
+    runs: tuple[tuple[tuple[int, ...], int], ...]
+    """Sizes that follow each other, and how often: what stands in front of the layers, layers, what stands behind."""
+
+    @cached_property
+    def numel(self) -> int:
+        return sum(sum(sizes) * times for sizes, times in self.runs)
+
+    def padded(self, dp: int) -> int:
+        """Elements in a flat buffer of DeepSpeed that `dp` ranks share equally, each part aligned."""
+        multiple = _FLAT_ALIGNMENT * dp
+        return -(-self.numel // multiple) * multiple
+
+    @cached_property
+    def count(self) -> int:
+        return sum(len(sizes) * times for sizes, times in self.runs)
+
+    @property
+    def counted(self) -> Iterator[tuple[int, int]]:
+        """(elements, how many parameters of that size), in order, layers together."""
+        for sizes, times in self.runs:
+            yield from ((numel, times) for numel in sizes)
+
+    def __iter__(self) -> Iterator[int]:
+        """The size of every parameter, in order."""
+        for sizes, times in self.runs:
+            for _ in range(times):
+                yield from sizes
+
+    def touching(self, start: int, stop: int) -> int:
+        """Elements of the parameters that have any element in [start, stop) of the flattened group, counted whole."""
+        stop = min(stop, self.numel)
+        if start >= stop:
+            return 0
+        return self._boundary(stop - 1)[1] - self._boundary(start)[0]
+
+    def count_touching(self, start: int, stop: int) -> int:
+        """How many parameters have any element in [start, stop) of the flattened group."""
+        offset = count = 0
+        for numel in self:
+            count += offset < stop and offset + numel > start
+            offset += numel
+        return count
+
+    def _boundary(self, offset: int) -> tuple[int, int]:
+        """(first, behind last) element of the parameter that holds element `offset`."""
+        before = 0
+        for sizes, times in self.runs:
+            period = sum(sizes)
+            if offset < before + period * times:
+                base = before + (offset - before) // period * period
+                return _find(sizes, offset - base, base)
+            before += period * times
+        raise AssertionError("offset beyond the group")
+
+
+def _find(numels: Iterable[int], offset: int, base: int) -> tuple[int, int]:
+    for numel in numels:
+        if offset < numel:
+            return base, base + numel
+        offset -= numel
+        base += numel
+    raise AssertionError("offset beyond the group")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RankParameters:
+    """One rank's parameters, by optimizer group, and the buffers of the model."""
+
+    groups: tuple[ParameterGroup, ...]
+    """Without empty ones. First the matrices, which decay, then the rest; or all in one."""
+    layer_numels: tuple[int, ...]
+    """Elements of each decoder layer."""
+    outside: int
+    """Elements outside the layers, of the group that has most of them."""
+    buffer_bytes: int
+    """Rotary tables, masks and the like; they keep their own dtype."""
+    matrices: int
+    """Elements of linear layers' matrices, which autocast casts: not the embedding's, unless that is the head too."""
+    layer_matrices: tuple[int, ...] = ()
+    """The same of each layer."""
+    hidden_matrices: tuple[tuple[int, int], ...] = ()
+    """(elements, shorter side) of every matrix of the decoder layers, before tensor parallelism."""
+    placeholders: int = 0
+    """Modules whose parameters are on another pipeline stage; a scalar stands for each."""
+
+    @property
+    def layers(self) -> int:
+        return len(self.layer_numels)
+
+    @cached_property
+    def layer_numel(self) -> int:
+        """Elements of the largest decoder layer."""
+        return max(self.layer_numels, default=0)
+
+    @cached_property
+    def numel(self) -> int:
+        return sum(group.numel for group in self.groups)
+
+    @property
+    def count(self) -> int:
+        return sum(group.count for group in self.groups)
+
+    @cached_property
+    def largest(self) -> int:
+        return max(numel for group in self.groups for numel, _ in group.counted)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """FLOPs of a part's forward pass for a token in a sample of s positions: each pair is (constant, times s)."""
+
+    flops: tuple[float, float]
+    with_weights: tuple[float, float]
+    """Of them, in products of activations with weights."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ModelParameters:
+    """The parameters of one model: a front, the decoder layers, and a back, in the order of Hugging Face's modules.
+
+    Compared by identity: one object stands for one model.
+    """
+
+    front: tuple[Parameter, ...]
+    kinds: tuple[tuple[Parameter, ...], ...]
+    """The parameters of a decoder layer of each kind."""
+    pattern: tuple[int, ...]
+    """The kind of every layer."""
+    back: tuple[Parameter, ...]
+    buffer_bytes: int
+    """Buffers outside the layers: every pipeline stage has them."""
+    layer_buffer_bytes: tuple[int, ...]
+    """Of a layer of each kind."""
+    flops: tuple[Part, ...]
+    """Of what runs before the layers, of a layer of each kind, and of the head."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """Of the config as transformers reads it, under the names of ModelShape."""
+
+    def parameters(self) -> Iterator[Parameter]:
+        """Yield every parameter of the whole model once, with its layer's index in its name."""
+        yield from self.front
+        for index, kind in enumerate(self.pattern):
+            for parameter in self.kinds[kind]:
+                yield replace(parameter, name=f"{index}.{parameter.name}")
+        yield from self.back
+
+    @property
+    def layers(self) -> range:
+        """All decoder layers."""
+        return range(len(self.pattern))
+
+    @cached_property
+    def outside(self) -> tuple[Parameter, ...]:
+        """What is in no decoder layer."""
+        return (*self.front, *self.back)
+
+    @cached_property
+    def layer_numels(self) -> tuple[int, ...]:
+        """Elements of a layer of each kind."""
+        return tuple(sum(parameter.numel for parameter in kind) for kind in self.kinds)
+
+    @property
+    def numel(self) -> int:
+        """Parameters of the whole model, tied ones once."""
+        return sum(p.numel for p in self.outside) + sum(self.layer_numels[kind] for kind in self.pattern)
+
+    def rank_parameters(
+        self, *, layers: range | None = None, first: bool = True, last: bool = True, tp: int = 1, by_decay: bool = True
+    ) -> RankParameters:
+        """What a rank holds of a stage with these `layers` (None: all), which is the `first` and the `last` or not.
+
+        `by_decay`: whether the optimizer has a group with and one without weight decay, or one for all.
+        """
+        return _rank_parameters(self, self.layers if layers is None else layers, first, last, tp, by_decay)
+
+    def encoded(self) -> dict[str, Any]:
+        """As JSON."""
+        return asdict(self) | {
+            "front": [parameter.encoded() for parameter in self.front],
+            "kinds": [[parameter.encoded() for parameter in kind] for kind in self.kinds],
+            "back": [parameter.encoded() for parameter in self.back],
+        }
+
+    @classmethod
+    def decoded(cls, content: Mapping[str, Any]) -> Self:
+        """Read what `encoded` returns."""
+
+        def listed(parameters: Iterable[Mapping[str, Any]]) -> tuple[Parameter, ...]:
+            return tuple(map(Parameter.decoded, parameters))
+
+        return cls(
+            front=listed(content["front"]),
+            kinds=tuple(map(listed, content["kinds"])),
+            pattern=tuple(content["pattern"]),
+            back=listed(content["back"]),
+            buffer_bytes=content["buffer_bytes"],
+            layer_buffer_bytes=tuple(content["layer_buffer_bytes"]),
+            flops=tuple(Part(**{name: tuple(pair) for name, pair in part.items()}) for part in content["flops"]),
+            facts=content["facts"],
+        )
+
+
+@lru_cache(maxsize=4096)
+def _rank_parameters(
+    model: ModelParameters, layers: range, first: bool, last: bool, tp: int, by_decay: bool
+) -> RankParameters:
+    def numels(parameters: Iterable[Parameter], wanted: Callable[[Parameter], bool]) -> tuple[int, ...]:
+        return tuple(numel for one in parameters if wanted(one) for numel in one.local_numels(tp))
+
+    def is_here(one: Parameter) -> bool:
+        return one.is_here(first=first, last=last)
+
+    kinds = [model.pattern[index] for index in layers]
+    runs = [(kind, len(list(same))) for kind, same in groupby(kinds)]
+    selected: tuple[Callable[[Parameter], bool], ...] = (lambda one: True,)
+    if by_decay:
+        selected = (lambda one: one.decays, lambda one: not one.decays)
+    groups, outside = [], 0
+    for wanted in selected:
+        front, back = ([one for one in end if is_here(one) and wanted(one)] for end in (model.front, model.back))
+        ends = [numels(end, wanted) for end in (front, back)]
+        inner = [(numels(model.kinds[kind], wanted), times) for kind, times in runs]
+        outside = max(outside, sum(map(sum, ends)))
+        groups.append(ParameterGroup(runs=((ends[0], 1), *inner, (ends[1], 1))))
+    sizes = {kind: sum(numels(model.kinds[kind], lambda one: True)) for kind in {*kinds}}
+    matrices = {kind: sum(numels(model.kinds[kind], lambda one: one.is_linear)) for kind in {*kinds}}
+    head = numels(model.outside, lambda one: one.is_head and one.is_linear) if last else ()
+    owners = {owner for one in model.outside if not is_here(one) for owner in one.owners}
+    return RankParameters(
+        groups=tuple(group for group in groups if group.count),
+        layer_numels=tuple(sizes[kind] for kind in kinds),
+        outside=outside,
+        buffer_bytes=model.buffer_bytes + sum(model.layer_buffer_bytes[kind] for kind in kinds),
+        matrices=sum(matrices[kind] for kind in kinds) + sum(head),
+        layer_matrices=tuple(matrices[kind] for kind in kinds),
+        hidden_matrices=tuple(
+            (one.numel, min(one.shape)) for kind in kinds for one in model.kinds[kind] if one.is_linear
+        ),
+        placeholders=len(owners),
+    )
