@@ -110,6 +110,8 @@ def test_the_trainer_replaces_auto(capsys, tmp_path):
         (ZERO_2, ["--framework", "megatron"], ["--framework", "--deepspeed"]),
         (ZERO_2, ["--engine", "ddp"], ["--deepspeed", "--engine"]),
         (ZERO_2, ["--optimizer", "muon"], ["--optimizer"]),
+        (ZERO_2, ["--trainable", "lora:r=0"], ["--trainable"]),
+        (ZERO_2, ["--trainable", "nothing"], ["model_type"]),
         ({"zero_optimization": {"stage": 2, "cpu_offload": True}}, ["--optimizer", "adamw-8bit"], ["--optimizer"]),
         ({"optimizer": {"type": "Muon"}}, [], ["optimizer.type"]),
         (ZERO_2, ["--offload-optimizer"], ["--deepspeed", "--offload-optimizer"]),
@@ -172,6 +174,32 @@ def test_engines_and_optimizers_of_other_programs(capsys):
     assert states("--engine", "ddp", "--pure-bf16") == (2, 2, 4, 2)
     assert states("--trainer", "--accumulation", "2", "--micro", "1") == (4, 4, 8, 4)
     assert refused("--model", "gpt2", "--layout", "dp8-z2", "--trainer").field == "--layout"
+
+
+def test_frozen_parameters_are_weights_alone(capsys, tmp_path):
+    def states(*options):
+        out = dstk(capsys, "memory", "--model", "gpt2", "--layout", "dp8", "--json", "--trainable", "*.mlp.*", *options)
+        (stage,) = json.loads(out)["stages"]
+        whole, part = stage["parameter_count"], stage["trained_count"]
+        assert part == 12 * (2 * 768 * 3072 + 3072 + 768)
+        kinds = ("gradients", "masters", "optimizer")
+        return stage["parameters"] / whole, *(round(stage[name] / part, 2) for name in kinds)
+
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(ZERO_2))
+    assert states("--trainer", "--accumulation", "2", "--micro", "1") == (4, 4, 0, 8)
+    assert states("--deepspeed", str(path))[2:] == (0.5, 1)
+    assert states("--engine", "fsdp", "--optimizer", "adamw-8bit")[3] == 0.25
+
+
+def test_lora_adds_adapters_by_peft(capsys):
+    pytest.importorskip("peft")
+    given = ["memory", "--model", "gpt2", "--layout", "dp8", "--trainer", "--trainable"]
+    (stage,) = json.loads(dstk(capsys, *given, "lora:r=4,targets=c_attn", "--json"))["stages"]
+    assert stage["trained_count"] == 12 * 4 * (768 + 3 * 768)
+    assert "trainable parameters" in dstk(capsys, *given, "lora:r=4,targets=c_attn")
+    line = refusal(capsys, *given[1:], "lora:targets=nothing")
+    assert "no linear module is named nothing" in line
 
 
 def test_a_chunked_loss_has_no_whole_logits(capsys, tmp_path):
@@ -403,6 +431,11 @@ def test_a_recipe_without_attention_is_estimated_with_what_the_family_has(capsys
             "--chunked-loss 64: this toolkit's recipes do",
         ),
         (["--recipe", "recipes/gpt2/z3.yaml", "--chunked-loss", "64"], "Omit --chunked-loss."),
+        (["--model", "gpt2", "--layout", "dp2", "--trainable", "lora"], "--trainable lora: this toolkit's recipes do"),
+        (
+            ["--model", "gpt2", "--layout", "dp2", "--framework", "megatron", "--trainable", "lora"],
+            "--framework megatron with --trainable lora",
+        ),
         (["--model", "gpt2", "--layout", "tp2", "--engine", "ddp", "--optimizer", "muon"], "Leave tp and pp out"),
         (["--model", "gpt2", "--layout", "pp13"], "pp=13: 12 decoder layers cannot fill 13 stages"),
         (["--model", "gpt2", "--layout", "dp2-q3"], "'q3' is not a part of a layout"),

@@ -7,6 +7,10 @@ import pytest
 import torch
 from measured_activations import Case, kept_bytes, peak_bytes
 
+from toolkit.estimate.parameters import RankParameters
+from toolkit.estimate.recording import config_text
+from toolkit.estimate.recordings import parameters
+
 FP32, BF16 = torch.float32, torch.bfloat16
 LORA = "lora:r=4,targets=all-linear"
 QUERIES = "lora:r=4,targets=q_proj+v_proj,dropout=0.1"
@@ -52,3 +56,27 @@ def test_kept_and_peak_of_a_model_with_frozen_parameters(case: Case) -> None:
         pytest.skip("the same in every layer")
     assert case.predicted_kept() == pytest.approx(kept_bytes(case, model_of(case)), rel=0.01)
     assert case.predicted_peak() == pytest.approx(peak_bytes(case, model_of(case)), rel=0.03)
+
+
+def held(case: Case) -> RankParameters:
+    return parameters(config_text(case.config().to_dict()), case.trainable).rank_parameters()
+
+
+@pytest.mark.parametrize("trainable", [LORA, "*layers.3.*"])
+def test_autocasts_copies_of_weights_that_gradients_pass(trainable: str) -> None:
+    case = Case(family="llama", dtype=FP32, autocast=True, trainable=trainable)
+    model = model_of(case)
+    # The input of the first layer that trains needs no gradient: its projections' copies are freed at once.
+    first = next(name.partition("self_attn")[0] for name, p in model.named_parameters() if p.requires_grad)
+    frozen = [p for name, p in model.named_parameters() if name.startswith(f"{first}self_attn") and not p.requires_grad]
+    copies = held(case).matrices - sum(p.numel() for p in frozen[:3])
+    assert case.predicted_kept() + 2 * copies == pytest.approx(kept_bytes(case, model), rel=0.01)
+
+
+def test_autocast_with_recomputation_copies_one_layers_frozen_weights() -> None:
+    case = Case(family="llama", dtype=FP32, autocast=True, recompute="full", trainable=LORA)
+    params, estimate, layers = held(case), case.estimate(), range(case.layers())
+    again = 2 * (params.matrices - sum(params.layer_matrices) + max(params.layer_matrices))
+    cached = [2 * size for size in params.trained_matrices]
+    predicted = max(estimate.worst_moment(layers)[0] + again, estimate.forward_peak(layers, casts=cached))
+    assert predicted == pytest.approx(peak_bytes(case, model_of(case)), rel=0.1)

@@ -18,6 +18,8 @@ class MemoryBreakdown:
     layers: int
     parameter_count: int
     """Elements on the rank, after tensor and pipeline parallelism."""
+    trained_count: int
+    """Of them, those that train."""
     parameters: int
     gradients: int
     masters: int

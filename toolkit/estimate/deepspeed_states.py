@@ -37,21 +37,21 @@ def _without_zero(s: DeepSpeedSettings, params: RankParameters, accumulation: in
     Or FP16_UnfusedOptimizer: 16-bit weights and gradients, fp32 masters, and at the step fp32 gradients of all.
     """
     w, is_plain = s.model_bytes, s.wrapper == "none"
-    gradients, masters = w * params.numel, 0 if is_plain else 4 * params.numel
-    flat = min(params.numel, _FALLBACK_BUCKET + params.largest)
+    gradients, masters = w * params.trained, 0 if is_plain else 4 * params.trained
+    flat = min(params.trained, _FALLBACK_BUCKET + params.largest_trained)
     return ModelStates(
         resident=StateBytes(
             parameters=w * params.numel,
             masters=masters,
             optimizer=s.optimizer_bytes(one for group in params.groups for one in group.counted),
             model_buffers=params.buffer_bytes,
-            counters=(8 if s.autocast == "fp16" else 0) if is_plain else 4,
+            counters=8 if is_plain and s.autocast == "fp16" else 0,
         ),
         accumulated=gradients if accumulation > 1 else 0,
-        fresh_layer=w * params.layer_numel if accumulation == 1 else 0,
+        fresh_layer=w * params.trained_layer if accumulation == 1 else 0,
         reduction=gradients + flat * (w + (s.communication_bytes if s.communication_bytes != w else 0)),
         complete=gradients,
-        step=gradients + masters + (0 if s.fused else 4 * params.numel),
+        step=gradients + masters + (0 if s.fused else 4 * params.trained),
     )
 
 
@@ -68,10 +68,10 @@ def _bf16(s: DeepSpeedSettings, params: RankParameters, dp: int) -> ModelStates:
     largest = max(flats)
     copied = 0 if largest > _FALLBACK_BUCKET or len(flats) == 1 else flat
     cast = 0 if s.communication_bytes == s.accumulation_bytes else (copied or largest)
-    own = s.model_bytes * params.numel
+    own = s.model_bytes * params.trained
     return ModelStates(
         resident=StateBytes(
-            parameters=s.model_bytes * flat,
+            parameters=s.model_bytes * (flat + params.frozen.numel),
             gradients=s.accumulation_bytes * flat,
             masters=4 * part,
             optimizer=s.optimizer_bytes((size // dp, 1) for size in flats),
@@ -103,10 +103,10 @@ def zero12_states(
     padding = sum(min(max(stop - group.numel, 0), stop - start) for group, start, stop in owned)
     averaged = a * part if compact else w * (touched + padding)
     complete = 0 if s.offload_optimizer and not compact else averaged
-    whole = max(a, w) * params.numel if s.zero_stage == 1 else 0
+    whole = max(a, w) * params.trained if s.zero_stage == 1 else 0
     one_bucket = _staged_bytes(s) * s.reduce_bucket_size if s.contiguous_gradients else 0
     buckets = one_bucket * (2 if s.overlap_comm else 1) + _reducing(s, params)
-    keeps = s.zero_stage == 1 and w != a and touched < params.numel
+    keeps = s.zero_stage == 1 and w != a and touched < params.trained
     fp32, moments = 4 * part, s.optimizer_bytes((size, 1) for size in parts)
     # Stage 1 accumulates whole gradients and reduces once; stage 2 reduces each micro-batch's, beside the sum.
     if s.zero_stage == 1:
@@ -114,7 +114,7 @@ def zero12_states(
     else:
         accumulated = complete if compact or accumulation == 1 else 2 * complete
     offload = s.offload_optimizer
-    staging = w * params.largest if offload else 0
+    staging = w * params.largest_trained if offload else 0
     host = StateBytes(
         parameters=w * part,
         # Stage 2 reduces every micro-batch and sums on the host; stage 1 reduces once.
@@ -125,7 +125,7 @@ def zero12_states(
     )
     return ModelStates(
         resident=StateBytes(
-            parameters=w * part * dp,
+            parameters=w * (part * dp + params.frozen.numel),
             masters=0 if offload else fp32,
             optimizer=0 if offload else moments,
             buckets=staging,
@@ -134,7 +134,7 @@ def zero12_states(
         ),
         host=host if offload else StateBytes(),
         accumulated=accumulated,
-        fresh_layer=max(a, w) * params.layer_numel if s.zero_stage == 1 and accumulation == 1 else 0,
+        fresh_layer=max(a, w) * params.trained_layer if s.zero_stage == 1 and accumulation == 1 else 0,
         # Without overlap, stage 1 reduces when the backward pass is over.
         buckets=buckets if s.zero_stage == 2 or s.overlap_comm else one_bucket,
         reduction=(whole or complete) + buckets,
@@ -154,7 +154,7 @@ def _reducing(s: DeepSpeedSettings, params: RankParameters) -> int:
     """Copies of a bucket: the slices for each rank concatenated, and again in the dtype of communication."""
     staged = _staged_bytes(s)
     copies = staged + (s.communication_bytes if s.communication_bytes != staged else 0)
-    return min(max(s.reduce_bucket_size, params.largest), params.numel) * copies
+    return min(max(s.reduce_bucket_size, params.largest_trained), params.trained) * copies
 
 
 def _zero12_update(s: DeepSpeedSettings, parts: list[int], *, compact: bool) -> int:
@@ -166,7 +166,8 @@ def _zero12_update(s: DeepSpeedSettings, parts: list[int], *, compact: bool) -> 
 def zero3_states(s: DeepSpeedSettings, params: RankParameters, dp: int) -> ModelStates:
     """DeepSpeedZeroOptimizer_Stage3: sharded weights, gradients, masters and moments; small weights replicated."""
     w, a = s.model_bytes, s.accumulation_bytes
-    shards = _shards(params, dp)
+    shards = _shards(params.groups, dp)
+    held = shards + _shards((params.frozen,), dp)
     # A single rank uses its shard as the parameter, if both are on the same device.
     gathers = dp > 1 or (s.offload_params and s.device != "cpu")
     whole = _persistent(params, s.persistence_threshold, dp) if gathers else 0
@@ -177,7 +178,7 @@ def zero3_states(s: DeepSpeedSettings, params: RankParameters, dp: int) -> Model
     offload, updated = s.offload_optimizer, {"masters": 4 * shards, "optimizer": moments}
     return ModelStates(
         resident=StateBytes(
-            parameters=w * (whole + (0 if s.offload_params else shards)),
+            parameters=w * (whole + (0 if s.offload_params else held)),
             gradients=0 if offload else a * shards,
             buckets=bucket,
             model_buffers=params.buffer_bytes,
@@ -185,7 +186,7 @@ def zero3_states(s: DeepSpeedSettings, params: RankParameters, dp: int) -> Model
             **({} if offload else updated),
         ),
         host=StateBytes(
-            parameters=w * shards if s.offload_params else 0,
+            parameters=w * held if s.offload_params else 0,
             gradients=(a + 4) * shards if offload else 0,
             **(updated if offload else {}),
         ),
@@ -197,15 +198,16 @@ def zero3_states(s: DeepSpeedSettings, params: RankParameters, dp: int) -> Model
 
 
 @lru_cache(maxsize=8192)
-def _shards(params: RankParameters, dp: int) -> int:
+def _shards(groups: tuple[ParameterGroup, ...], dp: int) -> int:
     """S: each parameter is padded to a multiple of D by itself."""
-    return sum(-(-numel // dp) * count for group in params.groups for numel, count in group.counted)
+    return sum(-(-numel // dp) * count for group in groups for numel, count in group.counted)
 
 
 @lru_cache(maxsize=4096)
 def _persistent(params: RankParameters, threshold: int, dp: int) -> int:
     """Elements of the replicated parameters, each with the padding of its shards."""
-    small = ((numel, count) for group in params.groups for numel, count in group.counted if numel <= threshold)
+    groups = (*params.groups, params.frozen)
+    small = ((numel, count) for group in groups for numel, count in group.counted if numel <= threshold)
     return sum(-(-numel // dp) * dp * count for numel, count in small)
 
 
@@ -242,6 +244,6 @@ def _gathered(s: DeepSpeedSettings, params: RankParameters) -> int:
 
 def _scattering(s: DeepSpeedSettings, params: RankParameters) -> int:
     """Copies while a bucket is scattered: in the dtype of communication, and again with each rank's parts together."""
-    elements = min(max(s.reduce_bucket_size, params.largest), params.numel)
+    elements = min(max(s.reduce_bucket_size, params.largest_trained), params.trained)
     casts = s.communication_bytes if s.communication_bytes != s.model_bytes else 0
     return elements * (casts + s.communication_bytes)

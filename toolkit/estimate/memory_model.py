@@ -65,6 +65,8 @@ class Workload:
     """Documents of a sample do not see each other."""
     device: Device = "cuda"
     """Whose kernels run."""
+    trainable: str = ""
+    """Which parameters train, as Setup has it; empty: all."""
     loss_chunk: int = 0
     """Tokens whose logits exist at once; 0: those of all."""
 
@@ -151,7 +153,8 @@ class MemoryModel:
         first, last = stage == 0, stage == layout.pp - 1
         deepspeed = framework if isinstance(framework, DeepSpeedSettings) else None
         by_decay = deepspeed is None or deepspeed.by_decay
-        params = self.parameters.rank_parameters(layers=layers, first=first, last=last, tp=layout.tp, by_decay=by_decay)
+        whole = parameters(self.config, work.trainable) if work.trainable else self.parameters
+        params = whole.rank_parameters(layers=layers, first=first, last=last, tp=layout.tp, by_decay=by_decay)
         states = _states(framework, params, layout, work)
         resident = states.resident
         itemsize = work.activation_bytes or (2 if deepspeed is None else deepspeed.model_bytes)
@@ -160,14 +163,18 @@ class MemoryModel:
         recorded = self._recorded(layout, work, part, "autocast" if autocast else "fp32" if itemsize == 4 else "bf16")
         kept = activations(*recorded)
         in_flight = in_flight_micro_batches(layout.pp, stage, work.accumulation)
-        kept_gradients = [states.fresh_layer * numel // params.layer_numel for numel in params.layer_numels]
+        kept_gradients = [states.fresh_layer * numel // max(1, params.trained_layer) for numel in params.trained_layers]
         peak, fresh = kept.worst_moment(layers, in_flight=in_flight, gradients_kept=kept_gradients)
         gathered = states.gathered
         if autocast and itemsize == 4:
             casts, each = 2 * params.matrices, [2 * size for size in params.layer_matrices]
             again = casts - sum(each) + max(each, default=0) if work.recompute == "full" else casts
-            # Kept with the activations of each micro-batch. Under recomputation the casts of the forward pass are freed
-            # when the loss begins, and backward makes those of a layer again.
+            # Kept with the activations of each micro-batch. Under recomputation the casts of the forward pass, which
+            # autocast keeps of weights that train, are freed when the loss begins, and backward makes those of a layer
+            # again.
+            if params.frozen.numel:
+                each = [2 * size for size in params.trained_matrices]
+                casts = sum(each)
             forward = kept.forward_peak(layers, casts=each)
             if work.recompute == "full" and forward > peak + again:
                 peak, fresh, again = forward - casts, 0, casts
@@ -184,6 +191,7 @@ class MemoryModel:
             rank=layout.rank(pipe=stage),
             layers=params.layers,
             parameter_count=params.numel,
+            trained_count=params.trained,
             parameters=resident.parameters,
             gradients=resident.gradients + states.accumulated + fresh,
             masters=resident.masters,
@@ -221,6 +229,7 @@ class MemoryModel:
             device=work.device,
             part=part,
             samples="one" if work.micro_batch_size == 1 else "many",
+            trainable=work.trainable,
             loss_chunk=min(work.loss_chunk, work.micro_batch_size * s),
         )
         return setup, work.micro_batch_size, s

@@ -177,7 +177,9 @@ class RankParameters:
     """One rank's parameters, by optimizer group, and the buffers of the model."""
 
     groups: tuple[ParameterGroup, ...]
-    """Without empty ones. First the matrices, which decay, then the rest; or all in one."""
+    """What trains, without empty ones. First the matrices, which decay, then the rest; or all in one."""
+    frozen: ParameterGroup = ParameterGroup(runs=())
+    """What does not train."""
     layer_numels: tuple[int, ...]
     """Elements of each decoder layer."""
     outside: int
@@ -185,11 +187,17 @@ class RankParameters:
     buffer_bytes: int
     """Rotary tables, masks and the like; they keep their own dtype."""
     matrices: int
-    """Elements of linear layers' matrices, which autocast casts: not the embedding's, unless that is the head too."""
+    """Elements of linear layers' matrices, which autocast casts: not the embedding's, unless that is the head too, and
+    not those of layers in front of all that trains, which no gradient reaches.
+    """
     layer_matrices: tuple[int, ...] = ()
     """The same of each layer."""
+    trained_layers: tuple[int, ...] = ()
+    """Elements that train, of each layer."""
+    trained_matrices: tuple[int, ...] = ()
+    """Of them, those of matrices."""
     hidden_matrices: tuple[tuple[int, int], ...] = ()
-    """(elements, shorter side) of every matrix of the decoder layers, before tensor parallelism."""
+    """(elements, shorter side) of every matrix of the decoder layers that trains, before tensor parallelism."""
     placeholders: int = 0
     """Modules whose parameters are on another pipeline stage; a scalar stands for each."""
 
@@ -203,15 +211,31 @@ class RankParameters:
         return max(self.layer_numels, default=0)
 
     @cached_property
+    def trained_layer(self) -> int:
+        """Elements that train of the layer that has most of them."""
+        return max(self.trained_layers, default=0)
+
+    @cached_property
     def numel(self) -> int:
+        return self.trained + self.frozen.numel
+
+    @cached_property
+    def trained(self) -> int:
+        """Elements that train."""
         return sum(group.numel for group in self.groups)
 
     @property
     def count(self) -> int:
+        """Parameters that train."""
         return sum(group.count for group in self.groups)
 
     @cached_property
     def largest(self) -> int:
+        return max(numel for group in (*self.groups, self.frozen) for numel, _ in group.counted)
+
+    @cached_property
+    def largest_trained(self) -> int:
+        """Elements of the largest parameter that trains."""
         return max(numel for group in self.groups for numel, _ in group.counted)
 
 
@@ -322,9 +346,10 @@ def _rank_parameters(
 
     kinds = [model.pattern[index] for index in layers]
     runs = [(kind, len(list(same))) for kind, same in groupby(kinds)]
-    selected: tuple[Callable[[Parameter], bool], ...] = (lambda one: True,)
+    selected: tuple[Callable[[Parameter], bool], ...] = (lambda one: one.trainable,)
     if by_decay:
-        selected = (lambda one: one.decays, lambda one: not one.decays)
+        selected = (lambda one: one.trainable and one.decays, lambda one: one.trainable and not one.decays)
+    selected = (*selected, lambda one: not one.trainable)
     groups, outside = [], 0
     for wanted in selected:
         front, back = ([one for one in end if is_here(one) and wanted(one)] for end in (model.front, model.back))
@@ -332,19 +357,32 @@ def _rank_parameters(
         inner = [(numels(model.kinds[kind], wanted), times) for kind, times in runs]
         outside = max(outside, sum(map(sum, ends)))
         groups.append(ParameterGroup(runs=((ends[0], 1), *inner, (ends[1], 1))))
-    sizes = {kind: sum(numels(model.kinds[kind], lambda one: True)) for kind in {*kinds}}
-    matrices = {kind: sum(numels(model.kinds[kind], lambda one: one.is_linear)) for kind in {*kinds}}
+
+    def of_kinds(wanted: Callable[[Parameter], bool]) -> tuple[int, ...]:
+        sums = {kind: sum(numels(model.kinds[kind], wanted)) for kind in {*kinds}}
+        return tuple(sums[kind] for kind in kinds)
+
+    trained = of_kinds(lambda one: one.trainable)
+    first_trained = next((at for at, size in enumerate(trained) if size), len(layers))
+    reached = 0 if any(one.trainable for one in model.front if is_here(one)) else first_trained
+    matrices = tuple(size * (at >= reached) for at, size in enumerate(of_kinds(lambda one: one.is_linear)))
     head = numels(model.outside, lambda one: one.is_head and one.is_linear) if last else ()
     owners = {owner for one in model.outside if not is_here(one) for owner in one.owners}
     return RankParameters(
-        groups=tuple(group for group in groups if group.count),
-        layer_numels=tuple(sizes[kind] for kind in kinds),
+        groups=tuple(group for group in groups[:-1] if group.count),
+        frozen=groups[-1],
+        layer_numels=of_kinds(lambda one: True),
         outside=outside,
         buffer_bytes=model.buffer_bytes + sum(model.layer_buffer_bytes[kind] for kind in kinds),
-        matrices=sum(matrices[kind] for kind in kinds) + sum(head),
-        layer_matrices=tuple(matrices[kind] for kind in kinds),
+        matrices=sum(matrices) + sum(head),
+        layer_matrices=matrices,
+        trained_layers=trained,
+        trained_matrices=of_kinds(lambda one: one.is_linear and one.trainable),
         hidden_matrices=tuple(
-            (one.numel, min(one.shape)) for kind in kinds for one in model.kinds[kind] if one.is_linear
+            (one.numel, min(one.shape))
+            for kind in kinds
+            for one in model.kinds[kind]
+            if one.is_linear and one.trainable
         ),
         placeholders=len(owners),
     )

@@ -205,6 +205,7 @@ def stage_breakdown(
         rank=layout.rank(pipe=stage),
         layers=len(layers),
         parameter_count=params.numel,
+        trained_count=params.trained,
         parameters=resident.parameters,
         gradients=resident.gradients + states.accumulated + fresh,
         masters=resident.masters,

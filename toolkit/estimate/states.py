@@ -84,6 +84,8 @@ class TorchStates:
 
     weight_bytes: int = 4
     """Of an element of weights, gradients and moments, which all have one dtype."""
+    trained_bytes: int = 0
+    """The same of what trains, where it differs: peft keeps adapters in fp32."""
     moments: int = 2
     """That the optimizer keeps of an element: AdamW 2, Lion 1, SGD 0 or, with momentum, 1."""
     in_8_bits: bool = False
@@ -107,11 +109,11 @@ class TorchStates:
 
     def states(self, params: RankParameters, *, shards: int, accumulation: int = 2) -> ModelStates:
         """The states of one rank whose replicas are `shards` ranks, with `accumulation` micro-batches a step."""
-        sharded, elements = self.gathered_bytes > 0, params.numel
-        held = -(-elements // shards) if sharded else elements
-        w = self.weight_bytes
-        gradients, root = w * held, elements - sum(params.layer_numels)
-        unit = min(max(params.layer_numel, params.largest), elements)
+        sharded, elements = self.gathered_bytes > 0, params.trained
+        held, frozen = (-(-n // shards) if sharded else n for n in (elements, params.frozen.numel))
+        w = self.trained_bytes or self.weight_bytes
+        gradients, root = w * held, params.numel - sum(params.layer_numels)
+        unit = min(max(params.trained_layer, params.largest_trained), elements)
         if self.in_8_bits:
             sizes = ((-(-n // shards) if sharded else n, k) for group in params.groups for n, k in group.counted)
             moments = moments_8bit(sizes)
@@ -122,16 +124,16 @@ class TorchStates:
         update = max(((w + 4) * n + 4 * side**2 for n, side in params.hidden_matrices), default=0) if self.muon else 0
         return ModelStates(
             resident=StateBytes(
-                parameters=w * held,
+                parameters=w * held + self.weight_bytes * frozen,
                 optimizer=moments,
                 buckets=w * elements if self.has_buckets else 0,
                 model_buffers=params.buffer_bytes,
             ),
             accumulated=gradients if accumulation > 1 else 0,
-            fresh_layer=0 if sharded or accumulation > 1 else w * params.layer_numel,
+            fresh_layer=0 if sharded or accumulation > 1 else w * params.trained_layer,
             # A layer's gradients while they are reduce-scattered, as they come and in the weights' dtype.
             buckets=(self.gathered_bytes + w) * unit if sharded else 0,
-            gathered=self.gathered_bytes * min(root + 2 * params.layer_numel, elements),
+            gathered=self.gathered_bytes * min(root + 2 * params.layer_numel, params.numel),
             complete=gradients,
             step=gradients + update,
         )

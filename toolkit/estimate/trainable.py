@@ -27,19 +27,21 @@ class Trainable:
     def parse(cls, text: str) -> Self:
         """Read `all`, `lora:r=16,targets=q_proj+v_proj` or patterns. Raises ConfigError."""
         kind, _, listed = text.partition(":")
-        words = [word.strip() for word in (listed if kind == "lora" else text).split(",")]
-        if text == "all" or (not text and kind != "lora"):
+        words = [word.strip() for word in (listed if kind == "lora" else text).split(",") if word.strip()]
+        if text == "all":
             return cls()
         if kind != "lora":
-            return cls(patterns=tuple(sorted({*filter(None, words)})))
+            if not words:
+                raise ConfigError.of(_OPTION, text, "it names no parameters", "write all, lora or patterns")
+            return cls(patterns=tuple(sorted({*words})))
         found: dict[str, Any] = {"rank": 8, "targets": ("all-linear",)}
-        for word in filter(None, words):
+        for word in words:
             name, _, value = word.partition("=")
             try:
                 found |= _lora_option(name, value)
             except ValueError:
                 raise ConfigError.of(_OPTION, text, f"{word!r} says nothing about LoRA", f"write {_LORA}") from None
-        if found["rank"] < 1 or not 0 <= found["dropout"] < 1 if "dropout" in found else found["rank"] < 1:
+        if found["rank"] < 1 or not 0 <= found.get("dropout", 0) < 1:
             raise ConfigError.of(_OPTION, text, "r is at least 1, and dropout from 0 to below 1", "correct it")
         return cls(**found)
 

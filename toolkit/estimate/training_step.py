@@ -4,7 +4,7 @@ Activations are replayed event by event. Of the rest the estimate knows bytes an
 blocks, one for each group of the optimizer where the engine has flat buffers, else one for each parameter.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -65,7 +65,8 @@ class TrainingStep:
         if found.events is None:
             return None
         allocator, resident = CachingAllocator(capacity), self.states.resident
-        for size in (resident.parameters, resident.gradients, resident.masters, resident.optimizer):
+        _held(allocator, self._blocks(resident.parameters, frozen=self.params.frozen))
+        for size in (resident.gradients, resident.masters, resident.optimizer):
             _held(allocator, self._blocks(size))
         _held(allocator, [resident.buckets, resident.model_buffers, self.buffers.at_peak])
         _held(allocator, [self.workspace // 2] * 2)
@@ -103,7 +104,8 @@ class TrainingStep:
     def _made_gradients(self) -> Iterator[list[int]]:
         """Bytes of the gradients that each section of a backward pass leaves: those of the last parameters first."""
         s, sections = self.states, len(self.layers) + 2
-        each = s.fresh_layer / self.params.layer_numel if s.fresh_layer else s.accumulated / max(1, self.params.numel)
+        p = self.params
+        each = s.fresh_layer / p.trained_layer if s.fresh_layer else s.accumulated / max(1, p.trained)
         tensors = [list(group)[::-1] for group in self.params.groups]
         for at in range(sections):
             parts = (some[len(some) * at // sections : len(some) * (at + 1) // sections] for some in tensors)
@@ -121,11 +123,12 @@ class TrainingStep:
         whole, rest = divmod(max(0, size), bucket)
         return [bucket] * whole + [rest]
 
-    def _blocks(self, size: int) -> list[int]:
+    def _blocks(self, size: int, *, frozen: Iterable[int] = ()) -> list[int]:
         groups, engine = self.params.groups, self.framework
         is_flat = isinstance(engine, DeepSpeedSettings) and engine.wrapper not in ("none", "unfused")
         numels = [group.numel for group in groups] if is_flat else [numel for group in groups for numel in group]
-        return [size * numel // max(1, self.params.numel) for numel in numels]
+        numels += frozen
+        return [size * numel // max(1, sum(numels)) for numel in numels]
 
 
 def _held(allocator: CachingAllocator, sizes: list[int]) -> list[Block]:

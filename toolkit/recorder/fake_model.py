@@ -94,7 +94,7 @@ def build(setup: Setup, mode: Mode) -> FakeModel:
     model.tie_weights()
     structure = structure_of(setup.config, model)
     layers = structure.layer_list(model)
-    freeze(model, Trainable.parse(setup.trainable))
+    freeze(model, Trainable.parse(setup.trainable or "all"))
     pattern = kinds_of(model, layers, receives_gradients(model, layers, recomputes=setup.recompute == "full"))
     group = dist.group.WORLD
     assert group is not None

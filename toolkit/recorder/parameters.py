@@ -37,7 +37,7 @@ def record_parameters(config: str, trainable: str = "") -> ModelParameters:
             )
         model.tie_weights()
         structure = structure_of(config, model)
-        freeze(model, Trainable.parse(trainable))
+        freeze(model, Trainable.parse(trainable or "all"))
         return _listed(model, structure)
 
 

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from toolkit.cli.memory.options import MemoryQuery
 
 _PROFILES = "Another framework: megatron, megatron-2021, megatron-deepspeed, nanotron, torchtitan, aleph-alpha-scaling"
+_OF_MODELS = ("model", "layout", "engine", "optimizer", "deepspeed", "trainer", "pure_bf16", "framework",
+              "chunked_loss", "trainable")  # fmt: skip
+"""Options that a recipe leaves no room for."""
 _SWEEPS = ("zero", "micro", "recompute", "seq")
 
 
@@ -52,6 +55,12 @@ _SWEEPS = ("zero", "micro", "recompute", "seq")
 @click.option("--deepspeed", metavar="FILE", help="Your own DeepSpeed config, with DeepSpeed's defaults.")
 @click.option("--trainer", is_flag=True, help="The Hugging Face Trainer, with its defaults and its `auto`.")
 @click.option("--pure-bf16", is_flag=True, help="DDP or FSDP over bf16 weights, gradients and moments.")
+@click.option(
+    "--trainable",
+    metavar="WHAT",
+    help="all; lora:r=16,targets=all-linear (or q_proj+v_proj),dropout=0.05, by peft; or patterns of names; "
+    "for --trainer, --engine ddp or fsdp, --deepspeed.",
+)
 @click.option(
     "--chunked-loss",
     type=click.IntRange(min=1),
@@ -118,17 +127,7 @@ def _query(recipe: str | None, options: dict[str, Any]) -> "MemoryQuery":
     from toolkit.cli.memory.options import from_model, from_recipe
 
     if recipe is not None:
-        for name in (
-            "model",
-            "layout",
-            "engine",
-            "optimizer",
-            "deepspeed",
-            "trainer",
-            "pure_bf16",
-            "framework",
-            "chunked_loss",
-        ):
+        for name in _OF_MODELS:
             if options[name]:
                 option = f"--{name.replace('_', '-')}"
                 given = ((option, options[name]), ("--recipe", recipe))

@@ -11,6 +11,7 @@ from toolkit.estimate.deepspeed_settings import DeepSpeedSettings
 from toolkit.estimate.framework_profile import profile
 from toolkit.estimate.memory_model import Framework
 from toolkit.estimate.states import TorchStates
+from toolkit.estimate.trainable import Trainable
 from toolkit.files import expanded, read_json_object, reason_of
 
 _TRAINER_BATCH = 8
@@ -23,7 +24,7 @@ _ONLY_FOREIGN = ("muon", "adamw-8bit")
 """Optimizers that no recipe has."""
 _OMIT = "leave one of them out"
 _EXCLUDES = {
-    "framework": ("deepspeed", "trainer", "engine", "optimizer", "pure_bf16", "chunked_loss", *_OFFLOAD),
+    "framework": ("deepspeed", "trainer", "engine", "optimizer", "pure_bf16", "chunked_loss", "trainable", *_OFFLOAD),
     "deepspeed": ("engine", "pure_bf16", *_OFFLOAD),
     "trainer": _OFFLOAD,
     "pure_bf16": _OFFLOAD,
@@ -55,7 +56,7 @@ def foreign_setup(options: Mapping[str, Any], layout: Layout, hidden: int) -> Fo
             if options[name] and options[other] and not agrees:
                 given = tuple((f"--{key}".replace("_", "-"), options[key]) for key in (name, other))
                 raise ConfigError.between(given, "the first decides what the second asks", _OMIT)
-    foreign = ["chunked_loss"] + ["optimizer"] * (options["optimizer"] in _ONLY_FOREIGN)
+    foreign = ["trainable", "chunked_loss"] + ["optimizer"] * (options["optimizer"] in _ONLY_FOREIGN)
     whole = next((name for name in ("deepspeed", "trainer", "pure_bf16", *foreign) if options[name]), "")
     if whole and layout.tp * layout.pp > 1:
         given = ((f"--{whole}".replace("_", "-"), options[whole]), ("--layout", str(layout)))
@@ -91,7 +92,9 @@ def _torch(options: Mapping[str, Any], layout: Layout) -> ForeignSetup:
         given = (("--pure-bf16", True), ("--precision", precision))
         raise ConfigError.between(given, "the weights have one precision", _OMIT)
     in_16_bits, sharded = precision != "fp32", engine == "fsdp"
+    trainable = Trainable.parse("all" if options["trainable"] is None else options["trainable"])
     states = TorchStates(
+        trained_bytes=4 if trainable.rank else 0,
         gathered_bytes=(2 if in_16_bits else 4) if sharded else 0,
         has_buckets=not sharded and layout.dp > 1,
         weight_bytes=2 if pure else 4,
@@ -107,6 +110,7 @@ def _torch(options: Mapping[str, Any], layout: Layout) -> ForeignSetup:
             "activation_bytes": 2 if pure or (sharded and in_16_bits) else 4,
             "autocast": in_16_bits and not pure,
             "loss_chunk": options["chunked_loss"] or 0,
+            "trainable": trainable.text,
         },
         micro_batch_size=_TRAINER_BATCH if options["trainer"] else 1,
         accumulation=1 if options["trainer"] else None,
@@ -151,6 +155,9 @@ def _deepspeed(options: Mapping[str, Any], layout: Layout, hidden: int) -> Forei
     if options["precision"] not in (None, precision):
         raise ConfigError.of("--precision", options["precision"], f"{path} says {precision}", _OMIT)
     told = settings.model_bytes == 4 or (config.get("data_types") or {}).get("grad_accum_dtype")
+    trainable = Trainable.parse("all" if options["trainable"] is None else options["trainable"])
+    if settings.model_bytes == 2:  # the engine casts the whole model, with its adapters
+        trainable = replace(trainable, in_fp32=False)
     left = [] if told else [gradients]
     left += [
         f"{k} {_default(settings, k)}"
@@ -161,7 +168,7 @@ def _deepspeed(options: Mapping[str, Any], layout: Layout, hidden: int) -> Forei
         name="Trainer, DeepSpeed" if options["trainer"] else "DeepSpeed",
         framework=settings,
         precision=precision,
-        computed={"loss_chunk": options["chunked_loss"] or 0},
+        computed={"loss_chunk": options["chunked_loss"] or 0, "trainable": trainable.text},
         layout={
             "zero_stage": settings.zero_stage,
             "offload_optimizer": "cpu" if settings.offload_optimizer else "none",

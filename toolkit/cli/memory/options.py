@@ -88,6 +88,8 @@ class MemoryQuery:
         parts.append(w.attention)
         if w.recompute != "none":
             parts.append(f"recompute {w.recompute}")
+        parts += [f"trainable {w.trainable}"] if w.trainable else []
+        parts += [f"loss of {w.loss_chunk} tokens at once"] if w.loss_chunk else []
         if self.layout.sequence_parallel:
             parts.append("sequence parallel")
         offloaded = [

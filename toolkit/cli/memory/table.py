@@ -23,7 +23,7 @@ _LABEL_WIDTH, _COLUMN_WIDTH = 38, 10
 _ROWS = json.loads(Path(__file__).with_name("rows.json").read_text(encoding="utf-8"))
 """Label and field of each part of a stage's memory, by where it stands."""
 _STYLES = {"fits": "bold green", "tight": "bold yellow", "does not fit": "bold red"}
-_OF_WORK = ("micro_batch_size", "seq_len", "accumulation", "recompute", "attention")
+_OF_WORK = ("micro_batch_size", "seq_len", "accumulation", "recompute", "attention", "trainable", "loss_chunk")
 _OF_LAYOUT = ("sequence_parallel", "offload_optimizer", "offload_params")
 _SWEEP_VALUES: dict[str, tuple[Any, ...]] = {
     "zero": (0, 1, 2, 3),
@@ -71,6 +71,8 @@ def _table(query: MemoryQuery, found: Sequence[MemoryBreakdown], shown: Sequence
 
     _add(table, "layers", [str(stage.layers) for stage in shown])
     _add(table, _parameter_label(query), [format_count(stage.parameter_count) for stage in shown])
+    if any(stage.trained_count < stage.parameter_count for stage in shown):
+        _add(table, "trainable parameters", [format_count(stage.trained_count) for stage in shown])
     table.add_section()
     add_all(_ROWS["states"])
     for kind in dict.fromkeys(kind for stage in shown for kind in stage.activations):

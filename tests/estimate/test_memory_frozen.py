@@ -1,0 +1,93 @@
+"""Model states where few parameters train, to the byte: the estimate against live engines of DeepSpeed."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from engine_memory import Cell
+from frozen_engines import CONFIG, measure
+from transformers import AutoModelForCausalLM
+
+from toolkit.errors import ConfigError
+from toolkit.estimate.recording import config_text
+from toolkit.estimate.recordings import parameters
+from toolkit.estimate.states import TorchStates
+from toolkit.estimate.trainable import Trainable
+
+Ranks = Callable[..., list[Cell]]
+LORA = "lora:r=3,targets=all-linear"
+
+
+def config_of(stage: int, precision: str, **zero: Any) -> dict[str, Any]:
+    """A user's own, with buckets that are small enough to be made."""
+    sizes = {"reduce_bucket_size": 5000, "stage3_prefetch_bucket_size": 1000, "stage3_param_persistence_threshold": 100}
+    config: dict[str, Any] = {"zero_optimization": {"stage": stage, **sizes, **zero}}
+    if precision == "fp16":
+        config["fp16"] = {"enabled": True}
+    elif precision != "fp32":
+        config["bf16"] = {"enabled": True}
+        config["data_types"] = {"grad_accum_dtype": "fp32" if precision == "bf16, sums in fp32" else "bf16"}
+    return config
+
+
+def cells() -> list[Any]:
+    often = {(0, "fp32", 1), (1, "bf16, sums in fp32", 2), (2, "bf16", 2), (3, "bf16", 2), (3, "fp32", 1)}
+    return [
+        pytest.param(stage, precision, dp, id=f"z{stage}-{precision}-dp{dp}",
+                     marks=() if (stage, precision, dp) in often else pytest.mark.whole)
+        for stage in range(4)
+        for precision in ("fp32", "bf16", "bf16, sums in fp32", "fp16")
+        for dp in (1, 2)
+        if stage or precision != "bf16, sums in fp32"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("trainable", [LORA, "*norm*,*embed*"])
+@pytest.mark.parametrize(("stage", "precision", "dp"), cells())
+def test_frozen_parameters_are_weights_and_nothing_else(
+    stage: int, precision: str, dp: int, trainable: str, ranks: Ranks
+) -> None:
+    if trainable == LORA:
+        pytest.importorskip("peft")
+    found = ranks(measure, dp, trainable, config_of(stage, precision), timeout_seconds=300)
+    assert [cell.measured for cell in found] == [cell.estimated for cell in found]
+    assert [cell.measured_at_update for cell in found] == [cell.estimated_at_update for cell in found]
+
+
+def test_peft_keeps_adapters_in_fp32_beside_weights_in_bf16() -> None:
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(r=3, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = peft.get_peft_model(AutoModelForCausalLM.from_config(CONFIG, dtype=torch.bfloat16), lora)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained)
+    for parameter in trained:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    moments = [v for state in optimizer.state.values() for v in state.values() if v.numel() > 1]
+    params = parameters(config_text(CONFIG.to_dict()), LORA).rank_parameters()
+    found = TorchStates(weight_bytes=2, trained_bytes=4, has_buckets=True).states(params, shards=1)
+    assert found.resident.parameters == sum(p.nbytes for p in model.parameters())
+    assert found.resident.optimizer == sum(value.nbytes for value in moments)
+    assert found.complete == found.resident.buckets == sum(p.grad.nbytes for p in trained if p.grad is not None)
+
+
+@pytest.mark.parametrize(
+    ("text", "same"),
+    [
+        ("all", ""),
+        ("lora", "lora:r=8,targets=all-linear"),
+        ("lora:targets=v_proj+q_proj,alpha=32", "lora:r=8,targets=q_proj+v_proj"),
+        ("lora:r=16,dropout=0.1", "lora:r=16,targets=all-linear,dropout=0.1"),
+        ("*norm*,lm_head.weight", "*norm*,lm_head.weight"),
+    ],
+)
+def test_what_trains_is_spelled_in_one_way(text: str, same: str) -> None:
+    assert Trainable.parse(text).text == same
+    assert Trainable.parse(Trainable.parse(text).text or "all") == Trainable.parse(text)
+
+
+@pytest.mark.parametrize("text", ["lora:r=0", "lora:r=x", "lora:rank=8", "lora:dropout=1", "lora:targets=", "", ","])
+def test_what_says_nothing_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
+        Trainable.parse(text)
