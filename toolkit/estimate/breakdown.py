@@ -7,6 +7,9 @@ from typing import Literal
 from toolkit.estimate.states import StateBytes
 from toolkit.estimate.training_step import TrainingStep
 
+_NEAR = 5
+"""Within a fifth of the GPU's memory, what PyTorch's allocator adds may decide what fits."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryBreakdown:
@@ -70,6 +73,14 @@ class MemoryBreakdown:
             return self
         enough, reserved = (max(self.allocated, size) for size in found)
         return replace(self, margin=enough - self.allocated, cached=reserved - enough)
+
+    @property
+    def fits_in_replay(self) -> bool:
+        """`fits`, by a replay where the total is near the GPU's memory and events are known."""
+        room = int(self.device_bytes / (1 + self.band[1])) - self.framework - self.nccl
+        is_near = abs(self.left) < self.device_bytes // _NEAR
+        found = None if self.step is None or not is_near else self.step.suffices(room)
+        return self.fits if found is None else found
 
     @property
     def activation_total(self) -> int:

@@ -43,9 +43,6 @@ from toolkit.models.support import find as support_of
 
 Framework = DeepSpeedSettings | TorchStates | FrameworkProfile
 
-_NEAR = 5
-"""Within a fifth of the GPU's memory, what PyTorch's allocator adds may decide what fits."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
@@ -120,8 +117,7 @@ class MemoryModel:
         """Return the largest micro-batch size that fits on every stage; 0 if not even one sample fits."""
 
         def fits(size: int) -> bool:
-            found = self.peak(layout, replace(work, micro_batch_size=size), framework, gpu)
-            return (found.replayed() if abs(found.left) < gpu.memory_bytes // _NEAR else found).fits
+            return self.peak(layout, replace(work, micro_batch_size=size), framework, gpu).fits_in_replay
 
         if not fits(1):
             return 0

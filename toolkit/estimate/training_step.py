@@ -50,13 +50,16 @@ class TrainingStep:
             return None
         least, enough, tried = free.peak_needed, free.peak_reserved, free.peak_needed
         while enough - least > enough // 100:
-            try:
-                self.replay(tried)
-                enough = tried
-            except OutOfMemoryError:
-                least = tried
+            least, enough = (least, tried) if self.suffices(tried) else (tried, enough)
             tried = (least + enough) // 2
         return enough, free.peak_reserved
+
+    def suffices(self, capacity: int) -> bool | None:
+        """Whether a replay ends well in so many bytes; None if the recording has no events."""
+        try:
+            return None if self.replay(capacity) is None else True
+        except OutOfMemoryError:
+            return False
 
     def replay(self, capacity: int | None = None) -> CachingAllocator | None:
         """Run two steps. None if the recording has no events. Raises OutOfMemoryError if `capacity` is too little."""
