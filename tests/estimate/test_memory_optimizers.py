@@ -9,7 +9,9 @@ from transformers import AutoModelForCausalLM
 
 from toolkit.estimate.deepspeed_settings import DeepSpeedSettings
 from toolkit.estimate.deepspeed_states import deepspeed_states
-from toolkit.estimate.parameters import Architecture, RankParameters
+from toolkit.estimate.parameters import RankParameters
+from toolkit.estimate.recording import config_text
+from toolkit.estimate.recordings import parameters as parameters_of
 from toolkit.estimate.states import TorchStates, moments_8bit
 from toolkit.parallel.tiny_model import tiny_config
 
@@ -18,7 +20,7 @@ TABLES = 2 * 256 * 4
 
 
 def parameters() -> RankParameters:
-    return Architecture.from_config(TINY.to_dict()).rank_parameters(layers=TINY.num_hidden_layers)
+    return parameters_of(config_text(TINY.to_dict())).rank_parameters()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
