@@ -1,7 +1,10 @@
 """Activations recorded from a model's own code: sizes that are exact polynomials or refused, and equal to live runs."""
 
+import io
 import json
 import os
+import sys
+import threading
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,7 @@ import torch
 from measured_activations import SEQ_LEN, Case, kept_bytes, peak_bytes
 
 from toolkit.errors import ModelError, RunError
-from toolkit.estimate import recordings
+from toolkit.estimate import recorder_process, recordings
 from toolkit.estimate.recording import Polynomial, Recording, Setup, config_text, model_key
 from toolkit.models.shape import find_config
 from toolkit.recorder import record as recorder
@@ -132,7 +135,7 @@ def test_an_answer_that_was_not_read_is_not_taken_for_the_next(
     def interrupted() -> str:
         raise KeyboardInterrupt
 
-    process, _ = recordings._recorder(os.getpid())
+    process, _ = recorder_process.recorder(os.getpid())
     monkeypatch.setattr(process.stdout, "readline", interrupted)
     with pytest.raises(KeyboardInterrupt):
         recordings.recording(Setup(config=TINY, recompute="full"), 32)
@@ -145,16 +148,45 @@ def test_an_answer_that_was_not_read_is_not_taken_for_the_next(
 def test_a_file_in_the_current_directory_is_not_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "transformers.py").write_text("raise SystemExit('this is not transformers')")
     monkeypatch.chdir(tmp_path)
-    recordings._recorder.cache_clear()
-    process, _ = recordings._recorder(os.getpid())
+    recorder_process.recorder.cache_clear()
+    process, _ = recorder_process.recorder(os.getpid())
     assert process.stdin is not None
     process.stdin.close()
     assert process.wait(timeout=120) == 0
-    recordings._recorder.cache_clear()
+    recorder_process.recorder.cache_clear()
+
+
+class Stderr(io.StringIO):
+    """Knows when something was said."""
+
+    said = threading.Event()
+
+    def write(self, text: str) -> int:
+        self.said.set()
+        return super().write(text)
+
+
+def test_a_recording_that_takes_long_is_announced_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    stderr = Stderr()
+    monkeypatch.setattr(sys, "stderr", stderr)
+    monkeypatch.setitem(recorder_process.PATIENCE, False, 0.01)
+    monkeypatch.setattr(recorder_process, "_ask", lambda *question: {"was said": stderr.said.wait(60)})
+    assert recorder_process.answer("", "recording gpt2") == {"was said": True}
+    assert stderr.getvalue().startswith("recording gpt2: ")
+    assert stderr.getvalue().count("\n") == 1
+
+
+def test_a_recording_that_is_quick_is_not(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    before = threading.active_count()
+    monkeypatch.setattr(recorder_process, "_ask", lambda *question: {})
+    recorder_process.answer("", "recording gpt2")
+    for thread in threading.enumerate()[before:]:
+        thread.join()
+    assert capsys.readouterr() == ("", "")
 
 
 def test_a_recorder_that_died_is_named_and_started_again(empty_cache: Path) -> None:
-    process, _ = recordings._recorder(os.getpid())
+    process, _ = recorder_process.recorder(os.getpid())
     process.kill()
     setup = Setup(config=TINY, attention="eager")
     with pytest.raises(RunError, match="code -9"):

@@ -5,25 +5,20 @@ Nothing here imports torch. `recordings.zip` has a file for each model of the ca
 
 import json
 import os
-import subprocess
-import sys
-import tempfile
-import threading
 import zipfile
 import zlib
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from toolkit.errors import ModelError, RunError
+from toolkit.errors import ModelError
 from toolkit.estimate.parameters import ModelParameters
 from toolkit.estimate.recording import Activations, Recording, Setup, model_key
-from toolkit.files import cache_folder, reason_of
-from toolkit.parent_process import end_with
+from toolkit.files import cache_folder
 
 SHIPPED = Path(__file__).with_name("recordings.zip")
 _PACKAGE = Path(__file__).parents[1]
@@ -64,8 +59,9 @@ def recording(setup: Setup, s: int) -> Recording:
     """
     key = model_key(setup.config)
     path = _cached(f"{key}-{setup.key}.json")
-    shipped, cached = _shipped(key).get("recordings", {}).get(setup.key, []), _read(path).get("recordings", [])
-    found = _holding(s, shipped) or _holding(s, cached)
+    found = _holding(s, _shipped(key).get("recordings", {}).get(setup.key, []))
+    cached = [] if found else _read(path).get("recordings", [])
+    found = found or _holding(s, cached)
     if found is None:
         found = _answer(setup.config, f"activations ({setup.key})", {"setup": asdict(setup), "s": s})
         _write(path, {"recordings": [*(one for one in cached if one["positions"] != found["positions"]), found]})
@@ -150,62 +146,11 @@ def _installed() -> dict[str, str | None]:
 
 
 def _answer(config: str, what: str, question: dict[str, Any]) -> dict[str, Any]:
+    from toolkit.estimate.recorder_process import answer  # and with it subprocess and threads
+
     family = json.loads(config).get("model_type")
-    if sys.stderr.isatty():
-        print(f"recording the {what} of {family}; cached afterwards", file=sys.stderr)
-    answer = _ask(os.getpid(), json.dumps(question))
-    if "error" in answer:
-        reason = str(answer["error"]).rstrip(".")
+    found = answer(json.dumps(question), f"recording the {what} of {family}")
+    if "error" in found:
+        reason = str(found["error"]).rstrip(".")
         raise ModelError.of("model_type", family, f"its {what.partition(' ')[0]} cannot be recorded: {reason}")
-    return answer
-
-
-_LOCK = threading.Lock()
-
-
-@lru_cache(maxsize=1024)
-def _ask(pid: int, question: str) -> dict[str, Any]:
-    """Answers are remembered, refusals too. `pid`: a forked process must not share its parent's recorder.
-
-    An answer that was not read would be taken for that of the next question: an interrupted recorder ends.
-    """
-    with _LOCK:
-        process, errors = _recorder(pid)
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            print(question, file=process.stdin, flush=True)
-            answer: dict[str, Any] = json.loads(process.stdout.readline())
-        except BaseException as error:
-            process.kill()
-            _recorder.cache_clear()
-            if isinstance(error, OSError | ValueError):
-                code = process.wait()
-                errors.seek(0)
-                said = next((line for line in reversed(errors.read().splitlines()) if line.strip()), "no message")
-                reason = f"the process that records activations ended with code {code} ({reason_of(ValueError(said))})"
-                raise RunError(f"{reason}. Try again, with more memory or another environment.") from None
-            raise
-        return answer
-
-
-@cache
-def _recorder(pid: int) -> "tuple[subprocess.Popen[str], IO[str]]":
-    """The process that has torch, and what it prints to stderr. It ends with this one."""
-    errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
-    # -P: a transformers.py in the current directory is not the library. The toolkit comes last on the path: its folder
-    # may have all that is installed.
-    run = (
-        "import runpy, sys; sys.path.append(sys.argv.pop()); runpy.run_module('toolkit.recorder', run_name='__main__')"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-c", run, str(_PACKAGE.parent)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=errors,
-        text=True,
-        env=os.environ
-        | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
-        preexec_fn=partial(end_with, pid),
-    )
-    return process, errors
+    return found
