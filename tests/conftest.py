@@ -17,6 +17,7 @@ from train_script import train_here
 
 from toolkit.config import dump_recipe
 from toolkit.config.recipe import Recipe
+from toolkit.estimate import recorder_process
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -44,6 +45,12 @@ def _no_accelerate_state() -> Iterator[None]:
 
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine a recording takes long, and a line on stderr would say so in the middle of a test."""
+    monkeypatch.setitem(recorder_process.PATIENCE, False, 3600)
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ from toolkit.files import reason_of
 from toolkit.parent_process import end_with
 
 _PACKAGE = Path(__file__).parents[1]
-PATIENCE = {True: 0.5, False: 4.0}
+PATIENCE = {True: 0.5, False: 10.0}
 """Seconds until a line says what takes so long, on a terminal and elsewhere."""
 
 
