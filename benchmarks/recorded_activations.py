@@ -6,7 +6,7 @@
 A tiny model of each family (its own defaults, bf16, two samples of 48 positions) runs forward and backward on this CPU.
 What lives when the forward pass is over ("kept"), and the most that lives at once ("peak"), are compared with the
 recording of its config, which `dstk memory` uses too (`toolkit.recorder`: the model runs on tensors without memory, and
-every size is a polynomial in samples and positions). Takes some minutes.
+every size is a polynomial in samples and positions). Takes some 25 minutes.
 """
 
 import argparse
@@ -57,7 +57,10 @@ def main() -> None:
                 rows=[[family, *(cell(found[family, *setting]) for setting in SETTINGS)] for family in families],
             ),
         ],
-        notes=["-: transformers has no such attention or recomputation for the family, or it cannot be recorded"],
+        notes=[
+            "-: transformers has no such attention or recomputation for the family",
+            "-, of dbrx and longcat_flash: refused, since they find each expert's tokens by value",
+        ],
         save=options.save,
     )
 
