@@ -1,5 +1,6 @@
 """Activations where not all parameters train: recordings against models that peft itself prepared, on this CPU."""
 
+import sys
 from fnmatch import fnmatch
 from typing import Any
 
@@ -7,9 +8,12 @@ import pytest
 import torch
 from measured_activations import Case, kept_bytes, peak_bytes
 
+from toolkit.errors import ModelError
 from toolkit.estimate.parameters import RankParameters
 from toolkit.estimate.recording import config_text
 from toolkit.estimate.recordings import parameters
+from toolkit.estimate.trainable import Trainable
+from toolkit.recorder.frozen import freeze
 
 FP32, BF16 = torch.float32, torch.bfloat16
 LORA = "lora:r=4,targets=all-linear"
@@ -80,3 +84,9 @@ def test_autocast_with_recomputation_copies_one_layers_frozen_weights() -> None:
     cached = [2 * size for size in params.trained_matrices]
     predicted = max(estimate.worst_moment(layers)[0] + again, estimate.forward_peak(layers, casts=cached))
     assert predicted == pytest.approx(peak_bytes(case, model_of(case)), rel=0.1)
+
+
+def test_adapters_need_peft(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ModelError, match="pip install"):
+        freeze(Case(family="llama").model(), Trainable.parse("lora"))

@@ -31,26 +31,39 @@ def config_of(stage: int, precision: str, **zero: Any) -> dict[str, Any]:
     return config
 
 
+OFFLOAD: dict[str, Any] = {"offload_optimizer": {"device": "cpu"}}
+OFFLOAD_ALL = OFFLOAD | {"offload_param": {"device": "cpu"}}
+OFTEN = {(0, "fp32", 1), (1, "bf16, sums in fp32", 2), (2, "bf16", 2), (3, "bf16", 2), (3, "fp32", 1)}
+PLAIN: list[tuple[int, str, int, dict[str, Any]]] = [
+    (stage, precision, dp, {})
+    for stage in range(4)
+    for precision in ("fp32", "bf16", "bf16, sums in fp32", "fp16")
+    for dp in (1, 2)
+    if stage or precision != "bf16, sums in fp32"
+]
+OFFLOADED: list[tuple[int, str, int, dict[str, Any]]] = [
+    *((stage, precision, 2, OFFLOAD) for stage in (1, 2, 3) for precision in ("fp32", "bf16")),
+    (3, "bf16, sums in fp32", 2, OFFLOAD_ALL),
+    (3, "fp32", 2, {"sub_group_size": 3000}),
+]
+
+
 def cells() -> list[Any]:
-    often = {(0, "fp32", 1), (1, "bf16, sums in fp32", 2), (2, "bf16", 2), (3, "bf16", 2), (3, "fp32", 1)}
     return [
-        pytest.param(stage, precision, dp, id=f"z{stage}-{precision}-dp{dp}",
-                     marks=() if (stage, precision, dp) in often else pytest.mark.whole)
-        for stage in range(4)
-        for precision in ("fp32", "bf16", "bf16, sums in fp32", "fp16")
-        for dp in (1, 2)
-        if stage or precision != "bf16, sums in fp32"
+        pytest.param(*cell, id=f"z{cell[0]}-{cell[1]}-dp{cell[2]}{''.join(f'-{key}' for key in cell[3])}",
+                     marks=() if cell[:3] in OFTEN and not cell[3] else pytest.mark.whole)
+        for cell in (*PLAIN, *OFFLOADED)
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize("trainable", [LORA, "*norm*,*embed*"])
-@pytest.mark.parametrize(("stage", "precision", "dp"), cells())
+@pytest.mark.parametrize(("stage", "precision", "dp", "zero"), cells())
 def test_frozen_parameters_are_weights_and_nothing_else(
-    stage: int, precision: str, dp: int, trainable: str, ranks: Ranks
+    stage: int, precision: str, dp: int, zero: dict[str, Any], trainable: str, ranks: Ranks
 ) -> None:
     if trainable == LORA:
         pytest.importorskip("peft")
-    found = ranks(measure, dp, trainable, config_of(stage, precision), timeout_seconds=300)
+    found = ranks(measure, dp, trainable, config_of(stage, precision, **zero), timeout_seconds=300)
     assert [cell.measured for cell in found] == [cell.estimated for cell in found]
     assert [cell.measured_at_update for cell in found] == [cell.estimated_at_update for cell in found]
 

@@ -94,7 +94,7 @@ def _read(path: Path) -> dict[str, Any]:
     """What the cache has, if the same versions recorded it."""
     try:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return content if content["versions"] == versions() else {}
+        return content if content["versions"] == _made_by() else {}
     except (OSError, ValueError, LookupError, TypeError):
         return {}
 
@@ -104,7 +104,7 @@ def _write(path: Path, content: dict[str, Any]) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps({"versions": versions(), **content}), encoding="utf-8")
+        temporary.write_text(json.dumps({"versions": _made_by(), **content}), encoding="utf-8")
         temporary.replace(path)
     except OSError:
         with suppress(OSError):
@@ -121,6 +121,11 @@ def versions() -> dict[str, str]:
             checksum = zlib.crc32(path.read_bytes(), checksum)
     libraries = {name: str(_version(name)) for name in _LIBRARIES}
     return libraries | {"code": f"{checksum:08x}"}
+
+
+def _made_by() -> dict[str, str]:
+    """Versions, and that of peft, which adds adapters; what is shipped has none."""
+    return versions() | {"peft": str(_version("peft"))}
 
 
 _LIBRARIES = ("torch", "transformers")

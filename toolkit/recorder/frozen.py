@@ -17,7 +17,7 @@ def freeze(model: nn.Module, trainable: Trainable) -> None:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(any(fnmatch(name, pattern) for pattern in trainable.patterns))
         if not any(parameter.requires_grad for parameter in model.parameters()):
-            raise ModelError(f"no parameter's name matches {', '.join(trainable.patterns)}")
+            raise ModelError(f"--trainable names no parameter ({', '.join(trainable.patterns)})")
 
 
 def _add_adapters(model: nn.Module, trainable: Trainable) -> None:
@@ -37,7 +37,7 @@ def _add_adapters(model: nn.Module, trainable: Trainable) -> None:
     try:
         inject_adapter_in_model(config, model)
     except ValueError as error:
-        raise ModelError(f"no linear module is named {' or '.join(targets)}") from error
+        raise ModelError(f"--trainable names no linear module ({', '.join(targets)})") from error
     if trainable.in_fp32:
         for module in model.modules():
             for name, parameter in list(module.named_parameters(recurse=False)):

@@ -87,7 +87,7 @@ def _torch(options: Mapping[str, Any], layout: Layout) -> ForeignSetup:
     precision: Precision = options["precision"] or "bf16"
     if engine == "deepspeed" or layout.zero_stage or layout.ulysses > 1:
         reason = "there is no ZeRO and no Ulysses without DeepSpeed"
-        raise ConfigError.of("--layout", layout, reason, "name the config: --deepspeed FILE")
+        raise ConfigError.of("--layout", str(layout), reason, "name the config: --deepspeed FILE")
     if pure and precision != "bf16":
         given = (("--pure-bf16", True), ("--precision", precision))
         raise ConfigError.between(given, "the weights have one precision", _OMIT)
@@ -149,7 +149,7 @@ def _deepspeed(options: Mapping[str, Any], layout: Layout, hidden: int) -> Forei
         raise ConfigError.of("--optimizer", options["optimizer"], f"{path} has an optimizer", _OMIT)
     if layout.zero_stage not in (0, settings.zero_stage):
         reason = f"{path} says ZeRO stage {settings.zero_stage}"
-        raise LayoutError.of("--layout", layout, reason, "leave z out of the layout")
+        raise LayoutError.of("--layout", str(layout), reason, "leave z out of the layout")
     gradients = f"gradients accumulate in {_PRECISIONS[settings.accumulation_bytes]} (this toolkit's configs: fp32)"
     precision = settings.precision if settings.autocast == "none" else settings.autocast
     if options["precision"] not in (None, precision):
