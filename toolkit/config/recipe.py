@@ -224,7 +224,7 @@ class Recipe(Section):
     """Which model."""
     data: DataSection
     """Which text."""
-    parallel: ParallelSection = ParallelSection()
+    parallel: ParallelSection = ParallelSection.model_construct()
     """Where the computation happens."""
     batch: BatchSection
     """Samples per step."""
@@ -232,13 +232,13 @@ class Recipe(Section):
     """Data type of parameters and activations in training; bf16 and fp16 keep fp32 master weights."""
     optimizer: OptimizerSection
     """The optimizer."""
-    schedule: ScheduleSection = ScheduleSection()
+    schedule: ScheduleSection = ScheduleSection.model_construct()
     """The learning rate over steps."""
     train: TrainSection
     """Length, seed and engine."""
-    checkpoint: CheckpointSection = CheckpointSection()
+    checkpoint: CheckpointSection = CheckpointSection.model_construct()
     """Snapshots."""
-    log: LogSection = LogSection()
+    log: LogSection = LogSection.model_construct()
     """Output."""
     run_dir: Text | None = None
     """Directory for the results; the default is a new one under runs/."""
