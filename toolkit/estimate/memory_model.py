@@ -235,12 +235,14 @@ class MemoryModel:
     ) -> PipelineBuffers:
         shape, tokens = self.shape, work.micro_batch_size * work.seq_len // layout.ulysses
         size = 0 if layout.pp == 1 or deepspeed is None else deepspeed.model_bytes
+        outputs = shape.layers if work.recompute == "none" else 1  # of layers whose backward pass has not run
         return PipelineBuffers(
             hidden=tokens * shape.hidden * size // (layout.tp if layout.sequence_parallel else 1),
             logits=tokens * -(-shape.vocab // layout.tp) * logit_bytes,
             weight_bytes=size,
             is_last=stage == layout.pp - 1,
             micro_batches=work.accumulation,
+            exchanged=outputs * tokens * shape.heads * shape.head_dim * logit_bytes if layout.ulysses > 1 else 0,
         )
 
 

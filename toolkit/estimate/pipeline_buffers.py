@@ -1,4 +1,4 @@
-"""What DeepSpeed's pipeline engine keeps beside the activations that a recording of a stage has.
+"""What DeepSpeed's pipelines, and Ulysses, keep beside the activations that a recording of a stage has.
 
 The schedule is 1F1B (Narayanan et al. 2019, "PipeDream"; without flushes inside a step, Narayanan et al. 2021, section
 2.2): a stage runs as many forward passes ahead as there are stages from it to the end, then one backward for each
@@ -34,6 +34,8 @@ class PipelineBuffers:
     weight_bytes: int
     is_last: bool
     micro_batches: int
+    exchanged: int = 0
+    """Under Ulysses: outputs of attention, which are kept as they were computed and as they came back to the rank."""
 
     @property
     def at_peak(self) -> int:
@@ -43,7 +45,7 @@ class PipelineBuffers:
         that it received, and its gradient.
         """
         if not self.weight_bytes or not self.is_last:
-            return 0
+            return self.exchanged
         return self.hidden + (self.logits + 2 * self.hidden if self.micro_batches > 1 else 0)
 
     @property
