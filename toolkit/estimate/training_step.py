@@ -4,6 +4,7 @@ Activations are replayed event by event. Of the rest the estimate knows bytes an
 blocks, one for each group of the optimizer where the engine has flat buffers, else one for each parameter.
 """
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -71,53 +72,44 @@ class TrainingStep:
         _held(allocator, self._blocks(resident.parameters, frozen=self.params.frozen))
         for size in (resident.gradients, resident.masters, resident.optimizer):
             _held(allocator, self._blocks(size))
-        _held(allocator, [resident.buckets, resident.model_buffers, self.buffers.at_peak])
-        _held(allocator, [self.workspace // 2] * 2)
+        half = self.workspace // 2
+        _held(allocator, [resident.buckets, resident.model_buffers, self.buffers.at_peak, half, half])
         # FSDP's weights are in 16 bits when autocast sees them.
         sharded = isinstance(self.framework, TorchStates) and self.framework.gathered_bytes == 2
         passes = PassReplay(found, self.layers, b, s, allocator, casts=not sharded)
         for _ in range(_STEPS):
             gradients = self._micro_batches(allocator, passes)
-            self._update(allocator, sum(block.size for block in gradients))
+            made = sum(block.size for block in gradients)
+            _free(allocator, _held(allocator, self._buffers(self.states.reduction - made)))
+            _free(allocator, _held(allocator, self._blocks(self.states.step - made)))
             _free(allocator, gradients)
         return allocator
 
     def _micro_batches(self, allocator: CachingAllocator, passes: PassReplay) -> list[Block]:
         """As many as are in flight and one more, in the order of 1F1B. Returns the gradients, which the first makes."""
-        s, gradients = self.states, list[Block]()
-        count = min(self.work.accumulation, self.in_flight + 1)
-        waiting = [self._forward(allocator, passes) for _ in range(self.in_flight)]
-        for number in range(count):
-            held = _held(allocator, [s.gathered, *self._buffers(s.buckets)])
-            made = self._made_gradients() if number == 0 else iter(())
-            for _ in passes.backward(waiting.pop(0)):
-                gradients += _held(allocator, next(made, []))
-            _free(allocator, held)
-            if number + self.in_flight < count:
-                waiting.append(self._forward(allocator, passes))
+        s, gradients, waiting = self.states, list[Block](), list[Live]()
+        made, count = self._made_gradients(), min(self.work.accumulation, self.in_flight + 1)
+        for number in range(count + self.in_flight):
+            if number >= self.in_flight:
+                held = _held(allocator, [s.gathered, *self._buffers(s.buckets)])
+                for _ in passes.backward(waiting.pop(0)):
+                    gradients += _held(allocator, next(made, []))
+                _free(allocator, held)
+            if number < count:
+                held = _held(allocator, [s.gathered])
+                waiting.append(Live())
+                deque(passes.forward(waiting[-1]), maxlen=0)
+                _free(allocator, held)
         return gradients
-
-    def _forward(self, allocator: CachingAllocator, passes: PassReplay) -> Live:
-        held, live = _held(allocator, [self.states.gathered]), Live()
-        for _ in passes.forward(live):
-            pass
-        _free(allocator, held)
-        return live
 
     def _made_gradients(self) -> Iterator[list[int]]:
         """Bytes of the gradients that each section of a backward pass leaves: those of the last parameters first."""
-        s, sections = self.states, len(self.layers) + 2
-        p = self.params
+        s, p, sections = self.states, self.params, len(self.layers) + 2
         each = s.fresh_layer / p.trained_layer if s.fresh_layer else s.accumulated / max(1, p.trained)
-        tensors = [list(group)[::-1] for group in self.params.groups]
+        tensors = [list(group)[::-1] for group in p.groups]
         for at in range(sections):
             parts = (some[len(some) * at // sections : len(some) * (at + 1) // sections] for some in tensors)
             yield [int(each * numel) for part in parts for numel in part]
-
-    def _update(self, allocator: CachingAllocator, gradients: int) -> None:
-        """The temporaries of the reduction, then those of the update, beside the gradients."""
-        _free(allocator, _held(allocator, self._buffers(self.states.reduction - gradients)))
-        _free(allocator, _held(allocator, self._blocks(self.states.step - gradients)))
 
     def _buffers(self, size: int) -> list[int]:
         """Communication buffers: under DeepSpeed a bucket and its copies, each of the same size."""
