@@ -1,12 +1,13 @@
 """Trainable: which parameters of a model train, as `dstk memory --trainable` says it. All others are frozen."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
 
 from toolkit.errors import ConfigError
 
-_OPTION = "--trainable"
-_LORA = "r, alpha, targets, dropout"
+_LORA: dict[str, Callable[[str], Any]] = {"r": int, "alpha": float, "targets": str, "dropout": float, "fp32": str}
+"""LoRA's options. `alpha` is a factor, and memory does not depend on it; `fp32=no` is how `text` says `in_fp32`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,22 +29,20 @@ class Trainable:
         """Read `all`, `lora:r=16,targets=q_proj+v_proj` or patterns. Raises ConfigError."""
         kind, _, listed = text.partition(":")
         words = [word.strip() for word in (listed if kind == "lora" else text).split(",") if word.strip()]
-        if text == "all":
-            return cls()
-        if kind != "lora":
-            if not words:
-                raise ConfigError.of(_OPTION, text, "it names no parameters", "write all, lora or patterns")
-            return cls(patterns=tuple(sorted({*words})))
-        found: dict[str, Any] = {"rank": 8, "targets": ("all-linear",)}
-        for word in words:
-            name, _, value = word.partition("=")
-            try:
-                found |= _lora_option(name, value)
-            except ValueError:
-                raise ConfigError.of(_OPTION, text, f"{word!r} says nothing about LoRA", f"write {_LORA}") from None
-        if found["rank"] < 1 or not 0 <= found.get("dropout", 0) < 1:
-            raise ConfigError.of(_OPTION, text, "r is at least 1, and dropout from 0 to below 1", "correct it")
-        return cls(**found)
+        if text == "all" or (kind != "lora" and words):
+            return cls(patterns=() if text == "all" else tuple(sorted({*words})))
+        try:
+            read = {name: _LORA[name](value) for name, _, value in (word.partition("=") for word in words)}
+            rank, dropout = read.get("r", 8), read.get("dropout", 0.0)
+            targets = read.get("targets", "all-linear").split("+")
+            if kind != "lora" or rank < 1 or not 0 <= dropout < 1 or "" in targets:
+                raise ValueError
+        except (KeyError, ValueError):
+            reason = "r is at least 1, dropout from 0 to below 1, and targets are names joined by +"
+            advice = "write all, lora:r=16,alpha=32,targets=q_proj+v_proj,dropout=0.05 or patterns of names"
+            raise ConfigError.of("--trainable", text, reason, advice) from None
+        in_fp32 = read.get("fp32") != "no"
+        return cls(rank=rank, targets=tuple(sorted({*targets})), dropout=dropout, in_fp32=in_fp32)
 
     @property
     def text(self) -> str:
@@ -54,20 +53,3 @@ class Trainable:
         options |= {"dropout": self.dropout} if self.dropout else {}
         options |= {} if self.in_fp32 else {"fp32": "no"}
         return "lora:" + ",".join(f"{name}={value}" for name, value in options.items())
-
-
-def _lora_option(name: str, value: str) -> dict[str, Any]:
-    """A field of Trainable from an option of LoRA. Raises ValueError."""
-    match name:
-        case "r":
-            return {"rank": int(value)}
-        case "alpha":
-            float(value)  # a factor: memory does not depend on it
-            return {}
-        case "targets" if value:
-            return {"targets": tuple(sorted({*value.split("+")}))}
-        case "dropout":
-            return {"dropout": float(value)}
-        case "fp32":
-            return {"in_fp32": value != "no"}
-    raise ValueError

@@ -182,12 +182,11 @@ def _deepspeed(options: Mapping[str, Any], layout: Layout, hidden: int) -> Forei
 
 def _check_optimizer(name: str | None, settings: DeepSpeedSettings) -> None:
     """Raise ConfigError for an optimizer of the script that DeepSpeed's flat partitions do not suit."""
-    if name == "muon":
-        reason = "torch.optim.Muon updates matrices, and DeepSpeed hands it flat partitions"
-        raise ConfigError.of("--optimizer", name, reason, "choose --engine fsdp, or another optimizer")
+    reason = "it updates matrices, and DeepSpeed hands it flat partitions" if name == "muon" else None
     if name == "adamw-8bit" and settings.offload_optimizer:
         reason = "bitsandbytes has no such update for host memory"
-        raise ConfigError.of("--optimizer", name, reason, "leave offload_optimizer out of the config")
+    if reason:
+        raise ConfigError.of("--optimizer", name, reason, "choose adamw")
 
 
 def _count(config: Mapping[str, Any], key: str) -> int | None:
