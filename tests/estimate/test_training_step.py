@@ -1,15 +1,18 @@
 """Two steps replayed on PyTorch's allocator: the tensors are those of the estimate, and what suffices does."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from toolkit.config.layout import Layout
+from toolkit.estimate import training_step
 from toolkit.estimate.breakdown import MemoryBreakdown
 from toolkit.estimate.caching_allocator import OutOfMemoryError
 from toolkit.estimate.deepspeed_settings import DeepSpeedSettings
 from toolkit.estimate.framework_profile import profile
 from toolkit.estimate.memory_model import MemoryModel, Workload
+from toolkit.estimate.recordings import recording
 from toolkit.estimate.training_step import TrainingStep
 from toolkit.hardware import gpu
 from toolkit.models.shape import find_config
@@ -64,9 +67,24 @@ def test_the_cache_is_no_need_on_a_gpu_without_room_for_it() -> None:
     (stage,) = breakdowns("dp8-z3")
     replayed = stage.replayed()
     assert replayed.cached > 0
-    tight = MemoryBreakdown(**{**vars(replayed), "device_bytes": replayed.total + 1})
+    tight = replace(replayed, device_bytes=replayed.total + 1)
     assert tight.verdict == "tight"
     assert tight.reserved == tight.allocated + tight.margin + 1
+
+
+def test_near_the_limit_a_replay_in_the_room_that_is_left_decides() -> None:
+    (stage,) = breakdowns("dp8-z3")
+    enough, _ = step_of(stage).footprint() or (0, 0)
+    needed = int((enough + stage.framework + stage.nccl) * (1 + stage.band[1]))
+    assert replace(stage, device_bytes=int(1.001 * needed)).fits_in_replay
+    assert not replace(stage, device_bytes=int(0.97 * needed)).fits_in_replay
+
+
+def test_a_recording_without_events_keeps_the_constant_margin(monkeypatch: pytest.MonkeyPatch) -> None:
+    (stage,) = breakdowns("dp8-z3")
+    monkeypatch.setattr(training_step, "recording", lambda *asked: replace(recording(*asked), events=None))
+    assert stage.replayed() is stage
+    assert replace(stage, device_bytes=stage.total + 1).fits_in_replay == replace(stage, device_bytes=1).fits
 
 
 def test_moments_and_gradients_are_there_from_the_first_step_on() -> None:
