@@ -55,6 +55,14 @@ def test_what_suffices_does_and_less_does_not(layout: str) -> None:
         step.replay(int(0.97 * enough))
 
 
+@pytest.mark.parametrize("layout", ["dp8-z3", "dp2-tp4-z1"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_longer_samples_never_need_less(layout: str, recompute: str) -> None:
+    steps = [step_of(breakdowns(layout, seq_len=seq, recompute=recompute)[0]) for seq in (1024, 2048, 4096, 8192)]
+    enough = [(step.footprint() or (0, 0))[0] for step in steps]
+    assert enough == sorted(set(enough))
+
+
 def test_a_replayed_breakdown_says_what_the_allocator_adds() -> None:
     (stage,) = breakdowns("dp8-z3")
     enough, reserved = step_of(stage).footprint() or (0, 0)
