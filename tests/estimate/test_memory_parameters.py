@@ -85,7 +85,7 @@ CASES = [(family, {}) for family in shape.families()] + [
 ]
 
 
-DAILY = ("gpt2", "gpt_bigcode", "falcon", "llama", "qwen3", "gemma2", "opt", "bloom", "phi", "mpt", "gpt_neox", "olmo2")
+DAILY = ("gpt2", "gpt_bigcode", "falcon", "llama", "qwen3", "opt", "bloom", "olmo2")
 
 
 def tiny(family: str, **changes: Any) -> dict[str, Any]:
@@ -113,14 +113,15 @@ def parameters_of(config: dict[str, Any]) -> ModelParameters:
 
 
 @pytest.mark.parametrize(("family", "changes"), CASES)
-@pytest.mark.parametrize("tied", [True, False])
-def test_the_parameters_are_those_of_the_model_in_order(family, changes, tied):
-    config = tiny(family, tie_word_embeddings=tied, **changes)
-    named = list(hugging_face(config).named_parameters())
-    listed = list(parameters_of(config).parameters())
+def test_parameters_and_buffers_are_those_of_the_model_in_order(family, changes):
+    config = tiny(family, tie_word_embeddings=len(changes) % 2 == 0, **changes)
+    model, found = hugging_face(config), parameters_of(config)
+    named, listed = list(model.named_parameters()), list(found.parameters())
     assert [tensor.shape for tensor in listed] == [tuple(parameter.shape) for _, parameter in named]
     for tensor, (name, _) in zip(listed, named, strict=True):
         assert name.endswith(tensor.name)
+    held = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
+    assert found.rank_parameters().buffer_bytes == held
 
 
 def built(setup: Setup) -> list[list[int]]:
@@ -130,7 +131,7 @@ def built(setup: Setup) -> list[list[int]]:
     return [[p.numel() for p in parameters if (p.dim() > 1) == decays] for decays in (True, False)]
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("tp", [1, 4])
 @pytest.mark.parametrize("part", ["whole", "first", "middle", "last"])
 @pytest.mark.parametrize("family", sorted(DAILY))
 def test_a_rank_has_the_parameters_that_training_gives_it(family: str, part: Part, tp: int) -> None:
@@ -161,13 +162,6 @@ def test_a_catalogue_model_has_the_parameters_of_its_modules(name):
 def test_the_parameters_are_as_many_as_published(name: str, billions: float) -> None:
     """Jiang et al. 2024, table 1; DeepSeek-AI 2024, section 4.2; OpenAI 2025, table 1; Dubey et al. 2024, table 3."""
     assert MemoryModel.from_config(find_config(name) or {}).parameters.numel == pytest.approx(billions * 1e9, rel=2e-3)
-
-
-@pytest.mark.parametrize(("family", "changes"), CASES)
-def test_buffers_take_the_bytes_that_the_modules_take(family, changes):
-    config = tiny(family, **changes)
-    held = sum(buffer.numel() * buffer.element_size() for buffer in hugging_face(config).buffers())
-    assert parameters_of(config).rank_parameters().buffer_bytes == held
 
 
 def test_parameters_are_the_same_after_they_were_stored() -> None:
