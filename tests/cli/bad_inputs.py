@@ -6,10 +6,14 @@ line is a command of `dstk`, or `train.py` for recipes/train.py.
 """
 # ruff: noqa: E501 - a table reads in rows
 
+import io
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+import pyarrow
+import pyarrow.parquet
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,50 @@ def link(target: str) -> Special:
 
 def sparse(size: int) -> Special:
     return Special("sparse", size=size)
+
+
+CHATML = """\
+{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{% endfor %}
+{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+BAD_CHATS = (
+    ('{"text": "a"}', "a.jsonl:1: there is no messages or conversations"),
+    ('{"messages": []}', "a.jsonl:1: messages is empty"),
+    ('{"messages": "a"}', "a.jsonl:1: messages is a str"),
+    ('{"conversations": {"from": "gpt"}}', "a.jsonl:1: conversations is a dict"),
+    ('{"messages": ["a"]}', "messages[0] is a str"),
+    ('{"messages": [{"role": "user", "content": "a"}]}', "no turn is the assistant's"),
+    ('{"messages": [{"role": "robot", "content": "a"}]}', "messages[0] has the role 'robot'"),
+    ('{"messages": [{"content": "a"}]}', "messages[0] has the role None"),
+    ('{"messages": [{"role": ["user"], "content": "a"}]}', "messages[0] has the role ['user']"),
+    ('{"messages": [{"role": "assistant"}]}', "the content of messages[0] is a NoneType"),
+    (
+        '{"messages": [{"role": "assistant", "content": [{"type": "text", "text": "a"}]}]}',
+        "the content of messages[0] is a list",
+    ),
+    ('{"conversations": [{"from": "human", "value": 3}]}', "the content of conversations[0] is a int"),
+    ('{"messages": [{"role": "assistant", "content": "\\ud800"}]}', "half a surrogate pair"),
+    ('{"messages": [{"role": "assistant", "content": "a"}], "system": 3}', "the content of system is a int"),
+    ('{"messages": [{"role": "assistant", "content": "a"}], "tools": "{"}', "tools is not JSON"),
+    ('{"messages": [{"role": "assistant", "content": "a"}], "tools": [3]}', "tools is not a list of objects"),
+    ('["a"]', "a JSON list"),
+)
+"""Lines of a file of chats, and what is said of them."""
+BAD_PROMPTS = (
+    ('{"completion": "a"}', "a.jsonl:1: there is no prompt"),
+    ('{"prompt": "a"}', "a.jsonl:1: there is no completion"),
+    ('{"prompt": "a", "completion": null}', "there is no completion"),
+    ('{"prompt": [{"role": "user", "content": "a"}], "completion": "a"}', "prompt is a list"),
+)
+
+
+def text_parquet() -> bytes:
+    """A table of texts."""
+    file = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a"]}), file)
+    return file.getvalue()
+
+
+TEXT_PARQUET = text_parquet()
 
 
 def fields(**changes: Any) -> Callable[[bytes], bytes]:
@@ -293,6 +341,20 @@ TEXTS = [
     Bad("train.py --config r.yaml data.source=saved", "load_from_disk failed", {"saved/state.json": "{", "saved/dataset_info.json": "{"}),
     Bad("train.py --config r.yaml data.tokenizer=bpe-256", "at least 257 entries"),
     Bad("train.py --config r.yaml data.tokenizer=./folder", "no tokenizer files", {"folder": FOLDER}),
+    *(Bad(f"data r.yaml data.source=a.jsonl data.format=chat data.tokenizer=./hf --show {number}", says, {"a.jsonl": row + "\n", "hf/chat_template.jinja": CHATML}) for number, (row, says) in enumerate(BAD_CHATS)),
+    *(Bad(f"data r.yaml data.source=a.jsonl data.format=prompt_completion data.tokenizer=./hf --show {number}", says, {"a.jsonl": row + "\n"}) for number, (row, says) in enumerate(BAD_PROMPTS)),
+    Bad("data r.yaml data.source=a.jsonl data.format=chat data.tokenizer=./hf", "tokenizer=./hf with format=chat: the tokenizer has no chat template", {"a.jsonl": '{"messages": []}'}),
+    Bad("data r.yaml data.source=a.jsonl data.format=chat", "a BPE trained here has no chat template", {"a.jsonl": '{"messages": []}'}),
+    Bad("data r.yaml data.source=text.txt data.format=chat data.tokenizer=./hf", "this format needs rows with fields"),
+    Bad("data r.yaml data.source=folder data.format=chat data.tokenizer=./hf", "needs rows with fields", {"folder/a.txt": "a"}),
+    Bad("data r.yaml data.source=a.parquet data.format=chat data.tokenizer=./hf", "there is no messages or conversations", {"a.parquet": TEXT_PARQUET, "hf/chat_template.jinja": CHATML}),
+    Bad("data r.yaml data.source=a.jsonl data.format=chat data.tokenizer=./hf data.eval_fraction=0 data.seq_len=2", "has a token to train on in its first 3 tokens", {"a.jsonl": '{"messages": [{"role": "assistant", "content": "a"}]}\n', "hf/chat_template.jinja": CHATML}),
+    Bad("data gone.yaml", "gone.yaml"),
+    Bad("data r.yaml --show -1", "-1 is not in the range"),
+    Bad("data r.yaml data.train_on=all", "train_on has no effect"),
+    Bad("data r.yaml data.overlong=drop", "overlong has no effect"),
+    Bad("data r.yaml data.format=jsonl", "data.format"),
+    Bad("train.py --config r.yaml data.source=a.jsonl data.format=chat data.tokenizer=./hf", "a.jsonl:2: messages is empty", {"a.jsonl": '{"messages": [{"role": "assistant", "content": "a"}]}\n{"messages": []}\n', "hf/chat_template.jinja": CHATML}),
     Bad("train.py --config r.yaml data.tokenizer=./hf", "could not be loaded", {"hf/tokenizer.json": "{"}),
     Bad("train.py --config r.yaml data.tokenizer=./hf", "could not be loaded", {"hf/tokenizer.json": DEEP_JSON}),
     Bad("train.py --config r.yaml data.tokenizer=./hf", "data.tokenizer=./hf", {"hf/tokenizer.json": PIPE}),

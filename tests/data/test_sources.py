@@ -14,6 +14,7 @@ from refusals import refused
 
 from toolkit.config.recipe import DataSection
 from toolkit.data import sources, text_chunks
+from toolkit.data.rows import RowReader
 from toolkit.data.sources import open_source
 from toolkit.data.text_chunks import JsonlRange, TextRange, line_blocks, split_offsets
 from toolkit.errors import DataError
@@ -159,7 +160,7 @@ def test_json_ranges_of_any_size_return_each_line_once(step, tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text(LINES)
     starts = range(0, len(LINES), step)
-    chunks = [JsonlRange(path=str(path), start=start, size_bytes=step, text_field="text") for start in starts]
+    chunks = [JsonlRange(path=str(path), start=start, size_bytes=step, rows=RowReader()) for start in starts]
     assert [text for chunk in chunks for text in chunk.documents()] == [text for text in TEXTS if text]
 
 

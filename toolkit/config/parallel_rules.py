@@ -172,9 +172,10 @@ def _ulysses_settings(recipe: Recipe) -> Iterator[Refusal]:
         reason = "DeepSpeed-Ulysses supports dp and any zero_stage, without tp and pp"
         remedy = f"set {' and '.join(f'{axis}=1' for axis in axes)}"
         yield recipe.conflict(_ULYSSES, *axes, reason=reason, remedy=(off, remedy))
-    if recipe.data.document_masking:
-        field, reason = "data.document_masking", "DeepSpeed-Ulysses drops the mask that keeps documents apart"
-        yield recipe.conflict(field, _ULYSSES, reason=reason, remedy=((field, False), off))
+    if recipe.data.masks_documents:
+        (field, _), separate = recipe.data.masking
+        reason = "DeepSpeed-Ulysses drops the mask that keeps documents apart"
+        yield recipe.conflict(field, _ULYSSES, reason=reason, remedy=(separate, off))
     if recipe.model.attn_implementation == "eager":
         field, reason = "model.attn_implementation", "eager attention needs the mask that DeepSpeed-Ulysses drops"
         yield recipe.conflict(field, _ULYSSES, reason=reason, remedy=((field, "sdpa or flash_attention_2"), off))

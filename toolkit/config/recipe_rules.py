@@ -79,6 +79,7 @@ def recipe_conflicts(recipe: Recipe, world_size: int | None = None) -> list[Refu
         *_without_effect(recipe),
         *_schedule(recipe),
         *_validation_and_rollback(recipe),
+        *_fine_tuning(recipe),
         *_tokenizer(recipe),
         *_model(recipe, model),
         *islice(unknown_overrides(model.config or {}, recipe.model.overrides), _MOST_OVERRIDES),
@@ -141,6 +142,20 @@ def _validation_and_rollback(recipe: Recipe) -> Iterator[Refusal]:
         if refused:
             reason, remedy = "there is no checkpoint to roll back to", (("checkpoint.every", "1 or more"), (field, off))
             yield recipe.conflict(field, "checkpoint.every", reason=reason, remedy=remedy)
+
+
+def _fine_tuning(recipe: Recipe) -> Iterator[Refusal]:
+    """What holds rows of a chat or a prompt, and a tokenizer that was made for them."""
+    if recipe.data.format == "text":
+        return
+    if "text_field" in _ignored_by_source(recipe.data.source):
+        reason = "it holds texts, and this format needs rows with fields"
+        remedy = (("data.source", "JSONL, Parquet or a dataset"), ("data.format", "text"))
+        yield recipe.conflict("data.source", "data.format", reason=reason, remedy=remedy)
+    if re.fullmatch(r"bpe-\d+", recipe.data.tokenizer):
+        reason = "a BPE trained here has no chat template, and no tokens that end a turn"
+        remedy = ((_TOKENIZER, "the directory or hub name of the model's tokenizer"), ("data.format", "text"))
+        yield recipe.conflict(_TOKENIZER, "data.format", reason=reason, remedy=remedy)
 
 
 def _tokenizer(recipe: Recipe) -> Iterator[Refusal]:
@@ -238,6 +253,12 @@ def _without_effect(recipe: Recipe) -> Iterator[Refusal]:
         yield from unused(f"data.{field}", "data.source", remedy=_RECORDS_NEEDED[field])
     if recipe.data.packing == "padded":
         yield from unused("data.document_masking", "data.packing", remedy=("data.packing", "packed"))
+    if recipe.data.format == "text":
+        yield from unused("data.overlong", "data.format", remedy=("data.format", "chat or prompt_completion"))
+    if recipe.data.format != "chat":
+        yield from unused("data.train_on", "data.format", remedy=("data.format", "chat"))
+    if recipe.data.format != "text" and "text_field" not in _ignored_by_source(recipe.data.source):
+        yield from unused("data.text_field", "data.format", remedy=("data.format", "text"))
     for field, switch in _SWITCHES.items():
         if not recipe.value_of(switch):
             yield from unused(field, switch, remedy=(switch, "1 or more"))

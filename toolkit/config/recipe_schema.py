@@ -19,7 +19,12 @@ REPLACED_VALUES: dict[tuple[str, Any], dict[str, Any]] = {
     ("data.packing", "isolated"): {"data.packing": "packed", "data.document_masking": True}
 }
 """Values that other fields express now."""
-ADDED = {"data.document_masking": False}
+ADDED = {
+    "data.document_masking": False,
+    "data.format": "text",
+    "data.train_on": "assistant",
+    "data.overlong": "truncate",
+}
 """Fields of the mathematics that are newer than some stored recipes, with the value that those imply."""
 
 

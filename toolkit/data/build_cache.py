@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 _COPY_TOKENS = 1 << 22
 _UINT16_ENTRIES = 1 << 16
+TRAINED_SUFFIX = ".trained"
+"""Of the files that say of each token whether it is trained on."""
 Segments = tuple[NDArray[np.int64], NDArray[np.bool_]]
 """Where each segment of the stream ends, and whether it is in the validation split."""
 BLOCK_TOKENS = 2048
@@ -50,6 +52,8 @@ def build(
         split_special_tokens=bool(getattr(tokenizer, "split_special_tokens", False)),
         eos_id=int(tokenizer.eos_token_id),
         dtype="<u2" if vocab_size <= _UINT16_ENTRIES else "<u4",
+        format=section.format,
+        train_on=section.train_on,
     )
     encoded = encode_chunks(source.chunks(), job, section.workers or os.cpu_count() or 1)
     all_tokens = folder / "all.bin"
@@ -57,17 +61,23 @@ def build(
         ends, text_bytes = _write(chunks, all_tokens)
     if not len(ends):
         raise DataError.of("data.source", section.source, "every document is empty", "check data.source")
-    segment_ends, is_eval = choose_validation(ends, section.eval_fraction, name=section.source)
+    whole = section.format != "text"
+    segment_ends, is_eval = choose_validation(ends, section.eval_fraction, name=section.source, whole=whole)
+    trained = all_tokens.with_suffix(TRAINED_SUFFIX)
+    mask = np.memmap(trained, dtype=np.uint8, mode="r") if whole else None
     stream = np.memmap(all_tokens, dtype=job.dtype, mode="r")
     if source.entropy_rate is not None:
         _check_symbols(section, source.entropy_rate, stream, symbols=text_bytes + len(ends))
     for name, wanted in (("train", ~is_eval), ("eval", is_eval)):
         _copy(stream, segment_ends, wanted, folder / f"{name}.bin")
+        if mask is not None:
+            _copy(mask, segment_ends, wanted, folder / f"{name}{TRAINED_SUFFIX}")
         lengths = np.diff(segment_ends, prepend=0)[wanted]
         np.save(folder / f"{name}_documents.npy", np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64))
     all_tokens.unlink()
+    trained.unlink()
     train_tokens = int(np.diff(segment_ends, prepend=0)[~is_eval].sum())
-    meta = {
+    meta: dict[str, Any] = {
         "tokenizer_vocab_size": vocab_size,
         "eos_id": job.eos_id,
         "dtype": job.dtype,
@@ -76,8 +86,11 @@ def build(
         "train_documents": int((~is_eval).sum()),
         "eval_documents": int(is_eval.sum()),
         "text_bytes": text_bytes,
-        "unigram_entropy": _entropy(folder / "train.bin", job.dtype, vocab_size),
     }
+    mask = np.memmap(folder / f"train{TRAINED_SUFFIX}", dtype=np.uint8, mode="r") if whole else None
+    meta["unigram_entropy"] = _entropy(folder / "train.bin", job.dtype, vocab_size, mask)
+    if mask is not None:
+        meta["trained_tokens"] = int(np.count_nonzero(mask))
     if source.entropy_rate is not None:
         meta["entropy_rate"] = source.entropy_rate.stream
         meta["entropy_rate_in_documents"] = source.entropy_rate.in_documents
@@ -93,12 +106,14 @@ def _check_symbols(section: DataSection, rate: EntropyRate, stream: NDArray[np.u
 
 
 def _write(chunks: Iterator[EncodedChunk], path: Path) -> tuple[NDArray[np.int64], int]:
-    """Write the tokens of all chunks; return where each document ends, and the bytes of the text."""
+    """Write the tokens of all chunks, and beside them which are trained on; return the ends of documents, and the bytes
+    of the text."""
     lengths: list[NDArray[np.int64]] = []
     text_bytes = unfinished = 0
-    with path.open("wb") as file:
+    with path.open("wb") as file, path.with_suffix(TRAINED_SUFFIX).open("wb") as trained:
         for chunk in chunks:
             file.write(chunk.ids)
+            trained.write(chunk.trained)
             text_bytes += chunk.text_bytes
             documents = chunk.lengths
             if len(documents):
@@ -110,11 +125,11 @@ def _write(chunks: Iterator[EncodedChunk], path: Path) -> tuple[NDArray[np.int64
     return np.cumsum(np.concatenate([np.empty(0, dtype=np.int64), *lengths])), text_bytes
 
 
-def choose_validation(ends: NDArray[np.int64], fraction: float, *, name: str) -> Segments:
+def choose_validation(ends: NDArray[np.int64], fraction: float, *, name: str, whole: bool = False) -> Segments:
     """Split the stream into segments, and choose those of the validation split.
 
-    `ends` are the ends of the documents. At least the tokens of one block are held out, and never everything.
-    Raises DataError if the corpus (`name`) has too few tokens for that.
+    `ends` are the ends of the documents; `whole`: none of them is ever split. At least the tokens of one block are held
+    out, and never everything. Raises DataError if the corpus (`name`) has too few tokens for that.
     """
     total = int(ends[-1])
     if fraction == 0:
@@ -123,7 +138,7 @@ def choose_validation(ends: NDArray[np.int64], fraction: float, *, name: str) ->
         given = (("data.eval_fraction", fraction), ("data.source", name))
         reason = f"it has {total:,} tokens, and {2 * BLOCK_TOKENS:,} are needed to hold out a part"
         raise DataError.between(given, reason, "use more text", ("data.eval_fraction", 0))
-    by_document = fraction * len(ends) >= MIN_VALIDATION_DOCUMENTS
+    by_document = whole or fraction * len(ends) >= MIN_VALIDATION_DOCUMENTS
     return _documents(ends, fraction) if by_document else _blocks(ends, fraction)
 
 
@@ -158,7 +173,7 @@ def _blocks(ends: NDArray[np.int64], fraction: float) -> Segments:
     return segment_ends, chosen[starts // BLOCK_TOKENS]
 
 
-def _copy(stream: NDArray[np.uint16], ends: NDArray[np.int64], wanted: NDArray[np.bool_], path: Path) -> None:
+def _copy(stream: NDArray[Any], ends: NDArray[np.int64], wanted: NDArray[np.bool_], path: Path) -> None:
     """Copy the wanted segments of `stream`, adjacent ones together."""
     changes = np.flatnonzero(np.diff(wanted, prepend=False, append=False))
     edges = np.concatenate([[0], ends])[changes]
@@ -168,13 +183,16 @@ def _copy(stream: NDArray[np.uint16], ends: NDArray[np.int64], wanted: NDArray[n
                 stream[begin : min(begin + _COPY_TOKENS, end)].tofile(file)
 
 
-def _entropy(path: Path, dtype: str, vocab_size: int) -> float:
-    """Return the entropy of single tokens in nats: H = -sum p ln p, with p = count / total."""
+def _entropy(path: Path, dtype: str, vocab_size: int, trained: NDArray[np.uint8] | None) -> float:
+    """Return the entropy of single tokens in nats, of those that are trained on: H = -sum p ln p, p = count / total."""
     stream = np.memmap(path, dtype=dtype, mode="r")
     counts = np.zeros(vocab_size, dtype=np.int64)
     for start in range(0, len(stream), _COPY_TOKENS):
-        counts += np.bincount(stream[start : start + _COPY_TOKENS], minlength=vocab_size)
-    shares = counts[counts > 0] / len(stream)
+        part = stream[start : start + _COPY_TOKENS]
+        if trained is not None:
+            part = part[trained[start : start + _COPY_TOKENS] > 0]
+        counts += np.bincount(part, minlength=vocab_size)
+    shares = counts[counts > 0] / max(1, counts.sum())
     return max(0.0, float(-(shares * np.log(shares)).sum()))
 
 

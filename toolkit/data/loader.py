@@ -7,17 +7,18 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
 
 from toolkit.config.job import Job
 from toolkit.config.layout import Batch, Layout
-from toolkit.config.recipe import Recipe
+from toolkit.config.recipe import DataSection, Recipe
+from toolkit.data.document_samples import DocumentSamples
 from toolkit.data.micro_batch import MicroBatch
 from toolkit.data.samples import Samples
-from toolkit.data.token_cache import TokenCorpus
+from toolkit.data.token_cache import Split, TokenCorpus
 from toolkit.parallel.loss import IGNORE
 from toolkit.phases import PhaseReporter, ignore_phase
 from toolkit.seeds import derive_seed
@@ -52,6 +53,22 @@ def prefetched(micro_batches: Iterable[MicroBatch], *, depth: int = 2) -> Iterat
             pool.shutdown(wait=False, cancel_futures=True)
 
 
+def open_samples(
+    corpus: TokenCorpus, section: DataSection, *, split: Split, seed: int, global_batch_size: int
+) -> Samples:
+    """Open the samples of one split. Raises DataError if there is not one."""
+    fields: dict[str, Any] = {
+        "seq_len": section.seq_len,
+        "packing": section.packing,
+        "split": split,
+        "seed": seed,
+        "global_batch_size": global_batch_size,
+    }
+    if section.format != "text":
+        return DocumentSamples(corpus, overlong=section.overlong, **fields)
+    return Samples(corpus, document_masking=section.document_masking, **fields)
+
+
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchLoader:
     """Which micro-batches a rank computes in each step. Needs no communication.
@@ -74,13 +91,7 @@ class MicroBatchLoader:
         """Build the loader of global rank `rank`. Raises DataError if the corpus is too small for one sample."""
         recipe, layout, batch = job.recipe, job.layout, job.batch
         samples = partial(
-            Samples,
-            corpus,
-            seq_len=recipe.data.seq_len,
-            packing=recipe.data.packing,
-            document_masking=recipe.data.document_masking,
-            seed=recipe.train.seed,
-            global_batch_size=batch.global_batch_size,
+            open_samples, corpus, recipe.data, seed=recipe.train.seed, global_batch_size=batch.global_batch_size
         )
         coordinate = layout.coordinate(rank)
         return cls(

@@ -29,6 +29,7 @@ from toolkit.config.recipe import DataSection
 from toolkit.config.recipe_rules import JSON_SUFFIXES, PARQUET_SUFFIXES
 from toolkit.data import text_chunks
 from toolkit.data.markov import EntropyRate, MarkovSource
+from toolkit.data.rows import RowReader
 from toolkit.errors import DataError
 from toolkit.files import expanded, reason_of
 
@@ -74,7 +75,7 @@ def open_source(section: DataSection) -> Source:
             return DatasetSource.on_disk(path, section)
         return FileSource.directory(path, section)
     if path.exists():
-        return FileSource(path.parent, [path], text_field=section.text_field)
+        return FileSource(path.parent, [path], rows=RowReader.of(section))
     if glob.has_magic(name):
         return FileSource.matching(name, section)
     if name.startswith((".", "/", "~")) or _kind(path) != "other":
@@ -89,7 +90,7 @@ class FileSource:
     entropy_rate: EntropyRate | None = None
 
     def __init__(
-        self, root: Path, paths: list[Path], *, text_field: str, skip_undecodable: bool = False, version: str = ""
+        self, root: Path, paths: list[Path], *, rows: RowReader, skip_undecodable: bool = False, version: str = ""
     ) -> None:
         self._files: list[tuple[Path, int]] = []
         digest = hashlib.sha256(version.encode())
@@ -100,11 +101,14 @@ class FileSource:
                 raise text_chunks.unreadable(path, error) from None
             if not stat.S_ISREG(facts.st_mode):
                 raise DataError.of(_SOURCE, str(path), "it is not a regular file", "name a file, a directory or a glob")
+            if rows.format != "text" and _kind(path) in ("text", "other"):
+                reason = f"{path} is text, and data.format={rows.format} needs rows with fields"
+                raise DataError.of(_SOURCE, str(root), reason, (_SOURCE, "JSONL, Parquet or a dataset"))
             digest.update(f"{path.relative_to(root).as_posix()}\0{facts.st_size}\0{facts.st_mtime_ns}\n".encode())
             self._files.append((path, facts.st_size))
         self.fingerprint = digest.hexdigest()
         self.size_bytes = sum(size for _, size in self._files)
-        self._text_field = text_field
+        self._rows = rows
         self._skip_undecodable = skip_undecodable
 
     @classmethod
@@ -119,7 +123,7 @@ class FileSource:
             remedy = (_SOURCE, "a file or directory")
             raise DataError.of(_SOURCE, "stdlib", f"there are no .py files under {root}", remedy)
         version = f"{platform.python_implementation()} {platform.python_version()}"
-        return cls(root, paths, text_field="", skip_undecodable=True, version=version)
+        return cls(root, paths, rows=RowReader(), skip_undecodable=True, version=version)
 
     @classmethod
     def directory(cls, root: Path, section: DataSection) -> "FileSource":
@@ -129,7 +133,7 @@ class FileSource:
         if not paths:
             advice = "name files with .txt, .md, .py, .jsonl[.gz|.zst] or .parquet, or name them by a glob"
             raise DataError.of(_SOURCE, section.source, "there is no text, JSONL or Parquet file below it", advice)
-        return cls(root, structured or paths, text_field=section.text_field)
+        return cls(root, structured or paths, rows=RowReader.of(section))
 
     @classmethod
     def matching(cls, pattern: str, section: DataSection) -> "FileSource":
@@ -140,7 +144,7 @@ class FileSource:
             advice = f"check the pattern (it is relative to {os.getcwd()})"
             raise DataError.of(_SOURCE, pattern, "no file matches", advice)
         root = Path(os.path.commonpath([path.parent for path in paths]))
-        return cls(root, paths, text_field=section.text_field)
+        return cls(root, paths, rows=RowReader.of(section))
 
     def chunks(self) -> Iterator[text_chunks.TextChunk]:
         """Group small text files, split long files."""
@@ -161,19 +165,19 @@ class FileSource:
             yield files(paths=tuple(group), size_bytes=group_bytes)
 
     def _long_file(self, path: Path, size: int) -> Iterator[text_chunks.TextChunk]:
-        name, field = str(path), self._text_field
+        name, rows = str(path), self._rows
         match _kind(path):
             case "json":
                 for start in range(0, size, text_chunks.CHUNK_BYTES):
                     length = min(text_chunks.CHUNK_BYTES, size - start)
-                    yield text_chunks.JsonlRange(path=name, start=start, size_bytes=length, text_field=field)
+                    yield text_chunks.JsonlRange(path=name, start=start, size_bytes=length, rows=rows)
             case "compressed json":
                 for first_line, data, read_bytes in text_chunks.line_blocks(path, text_chunks.CHUNK_BYTES):
                     yield text_chunks.JsonlBlock(
-                        path=name, first_line=first_line, data=data, text_field=field, size_bytes=read_bytes
+                        path=name, first_line=first_line, data=data, rows=rows, size_bytes=read_bytes
                     )
             case "parquet":
-                yield from _parquet_chunks(path, size, field)
+                yield from _parquet_chunks(path, size, rows)
             case _:
                 offsets = text_chunks.split_offsets(name, size, PART_BYTES)
                 for start, end in itertools.pairwise(offsets):
@@ -187,12 +191,10 @@ class DatasetSource:
     entropy_rate: EntropyRate | None = None
 
     def __init__(self, dataset: Any, section: DataSection) -> None:
-        if section.text_field not in dataset.column_names:
-            at = f"data.source={section.source}"
-            raise text_chunks.missing_text_field(at, section.text_field, dataset.column_names)
-        self._dataset = dataset.select_columns([section.text_field])
+        self._rows = RowReader.of(section)
+        columns = self._rows.columns(dataset.column_names, f"data.source={section.source}")
+        self._dataset = dataset.select_columns(columns)
         self._name = section.source
-        self._text_field = section.text_field
         self.fingerprint: str = dataset._fingerprint
         self.size_bytes: int = dataset.data.nbytes
 
@@ -232,35 +234,36 @@ class DatasetSource:
         row_bytes = self.size_bytes / max(rows, 1)
         step = max(1, min(10_000, int(text_chunks.CHUNK_BYTES / max(row_bytes, 1))))
         for start in range(0, rows, step):
-            column = self._dataset[start : start + step][self._text_field]
-            yield _texts(column, self._text_field, int(row_bytes * len(column)), at=self._name, first_row=start)
+            columns = self._dataset[start : start + step]
+            records = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+            yield _documents(records, self._rows, int(row_bytes * len(records)), at=self._name, first_row=start)
 
 
-def _parquet_chunks(path: Path, size: int, text_field: str) -> Iterator[text_chunks.TextChunk]:
+def _parquet_chunks(path: Path, size: int, reader: RowReader) -> Iterator[text_chunks.TextChunk]:
     import pyarrow
     import pyarrow.parquet
 
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            if text_field not in file.schema_arrow.names:
-                raise text_chunks.missing_text_field(str(path), text_field, file.schema_arrow.names)
+            columns = reader.columns(file.schema_arrow.names, str(path))
             rows, row_bytes = file.metadata.num_rows, size / max(file.metadata.num_rows, 1)
             # Rows per batch from the uncompressed size of the column, so that a batch is about one chunk.
             text_bytes = sum(file.metadata.row_group(group).total_byte_size for group in range(file.num_row_groups))
             step = max(1, min(10_000, int(text_chunks.CHUNK_BYTES * rows / max(text_bytes, 1))))
             first_row = 0
-            for batch in file.iter_batches(batch_size=step, columns=[text_field]):
-                column = batch.column(0).to_pylist()
-                yield _texts(column, text_field, int(row_bytes * len(column)), at=str(path), first_row=first_row)
-                first_row += len(column)
+            for batch in file.iter_batches(batch_size=step, columns=columns):
+                records = batch.to_pylist()
+                yield _documents(records, reader, int(row_bytes * len(records)), at=str(path), first_row=first_row)
+                first_row += len(records)
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{path}: not a readable Parquet file: {reason_of(error)}. Write it again.") from None
 
 
-def _texts(column: list[Any], text_field: str, size_bytes: int, *, at: str, first_row: int) -> text_chunks.LoadedTexts:
+def _documents(
+    records: list[dict[str, Any]], reader: RowReader, size_bytes: int, *, at: str, first_row: int
+) -> text_chunks.LoadedTexts:
     checked = (
-        text_chunks.check_text(value, text_field, at=partial("{}, row {}".format, at, row))
-        for row, value in enumerate(column, first_row)
+        reader.read(record, partial("{}, row {}".format, at, row)) for row, record in enumerate(records, first_row)
     )
     return text_chunks.LoadedTexts(texts=tuple(text for text in checked if text), size_bytes=size_bytes)
 

@@ -9,7 +9,7 @@ import json
 import re
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import BinaryIO
 import zstandard
 from typing_extensions import override
 
+from toolkit.data.rows import RowReader
 from toolkit.errors import DataError
 
 CHUNK_BYTES = 1 << 20
@@ -77,7 +78,7 @@ class JsonlRange(TextChunk):
 
     path: str
     start: int
-    text_field: str
+    rows: RowReader
 
     @override
     def documents(self) -> Iterator[str]:
@@ -88,7 +89,7 @@ class JsonlRange(TextChunk):
                 file.readline()
             position = file.tell()
             while position < self.start + self.size_bytes and (line := file.readline()):
-                text = _json_text(line, self.text_field, at=partial(self._line, position))
+                text = _json_document(line, self.rows, at=partial(self._line, position))
                 position += len(line)
                 if text:
                     yield text
@@ -109,12 +110,12 @@ class JsonlBlock(TextChunk):
     path: str
     first_line: int
     data: bytes
-    text_field: str
+    rows: RowReader
 
     @override
     def documents(self) -> Iterator[str]:
         for number, line in enumerate(self.data.split(b"\n"), start=self.first_line):
-            if text := _json_text(line, self.text_field, at=partial("{}:{}".format, self.path, number)):
+            if text := _json_document(line, self.rows, at=partial("{}:{}".format, self.path, number)):
                 yield text
 
 
@@ -157,7 +158,7 @@ def _decode(data: bytes, *, path: str, offset: int = 0) -> str:
         ) from None
 
 
-def _json_text(line: bytes, text_field: str, *, at: Callable[[], str]) -> str | None:
+def _json_document(line: bytes, rows: RowReader, *, at: Callable[[], str]) -> str | None:
     if not line.strip():
         return None
     try:
@@ -169,34 +170,7 @@ def _json_text(line: bytes, text_field: str, *, at: Callable[[], str]) -> str | 
         raise DataError(f"{at()}: not a JSON object ({reason}). Each line must be one JSON object.") from None
     if not isinstance(record, dict):
         raise DataError(f"{at()}: a JSON {type(record).__name__}. Each line must be one JSON object.")
-    if text_field not in record:
-        raise missing_text_field(at(), text_field, record)
-    return check_text(record[text_field], text_field, at=at)
-
-
-def check_text(value: object, text_field: str, *, at: Callable[[], str]) -> str | None:
-    """Return `value` if it can be tokenized; null is an empty document. Raises DataError for anything else."""
-    if value is None:
-        return None
-    if not isinstance(value, str):
-        reason = f"it is a {type(value).__name__} at {at()}, not a text"
-        raise DataError.of("data.text_field", text_field, reason, ("data.text_field", "a column of texts"))
-    if not value.isascii():
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            raise DataError(
-                f"{at()}: {text_field} has half a surrogate pair, which is not text. Repair that line."
-            ) from None
-    return value
-
-
-def missing_text_field(at: str, text_field: str, columns: Iterable[str]) -> DataError:
-    """Return the error for a missing text column."""
-    there = " or ".join(map(str, columns))
-    return DataError.of(
-        "data.text_field", text_field, f"{at} has no such field", ("data.text_field", there or "another")
-    )
+    return rows.read(record, at)
 
 
 def split_offsets(path: str, size_bytes: int, part_bytes: int) -> list[int]:

@@ -2,14 +2,16 @@
 
     <cache_dir>/<source>-<tokenizer>-<fingerprint>/
         train.bin  eval.bin              raw little-endian ids, uint16 where they fit, else uint32
+        train.trained  eval.trained      of chats and prompts, a byte for each token: whether it is trained on
         train_documents.npy  eval_…      where each document begins, and where the last one ends
         tokenizer/                       the tokenizer, as written by save_pretrained
         meta.json                        counts, and the entropy of single tokens
 
-The fingerprint covers the source, the tokenizer, eval_fraction, text_field and the format, not seq_len: the same cache
-serves every sample length. Any number of processes may call `prepare` at once, before any process group exists: under a
-file lock one of them builds and the others wait. The lock is released when its process dies, so the next one takes over
-from a builder that was killed; its files have a temporary name and are deleted.
+The fingerprint covers the source, the tokenizer with its chat template, eval_fraction, text_field, train_on and the
+format, not seq_len: the same cache serves every sample length. Any number of processes may call `prepare` at once,
+before any process group exists: under a file lock one of them builds and the others wait. The lock is released when
+its process dies, so the next one takes over from a builder that was killed; its files have a temporary name and are
+deleted.
 """
 
 import contextlib
@@ -29,7 +31,7 @@ from numpy.typing import NDArray
 
 from toolkit.config.recipe import DataSection
 from toolkit.data import tokenizer as tokenizers
-from toolkit.data.build_cache import build
+from toolkit.data.build_cache import TRAINED_SUFFIX, build
 from toolkit.data.sources import Source, open_source
 from toolkit.errors import DataError
 from toolkit.files import cache_folder, expanded, published
@@ -42,6 +44,8 @@ SPLITS: tuple[Split, ...] = ("train", "eval")
 Tokens = NDArray[np.uint16] | NDArray[np.uint32]
 
 FORMAT = 2
+_ROWS = 1
+"""Version of how chats and prompts are encoded and masked."""
 _LOCK_POLL_SECONDS = 0.5
 _FAILURE_SECONDS = 3600
 
@@ -68,12 +72,15 @@ class TokenCorpus:
     """Of the stream of tokens, in nats per token, if known (see `toolkit.data.markov`)."""
     entropy_rate_in_documents: float | None = None
     """The same without the first token of each document."""
+    trained_tokens: int | None = None
+    """Tokens of the training split that are trained on, of chats and prompts; None for text, where all are."""
 
     @property
     def contents(self) -> str:
         """Identifies the contents: equal for equal text and tokenizer, in any directory."""
         facts = (self.train_tokens, self.eval_tokens, self.train_documents, self.eval_documents, self.text_bytes)
-        return repr((*facts, self.tokenizer_vocab_size, self.eos_id, self.unigram_entropy))
+        trained = () if self.trained_tokens is None else (self.trained_tokens,)
+        return repr((*facts, self.tokenizer_vocab_size, self.eos_id, self.unigram_entropy, *trained))
 
     def loss_floor(self, data: DataSection) -> float | None:
         """Return the lowest expected loss on unseen text, if known. Documents that do not attend to each other have no
@@ -96,6 +103,12 @@ class TokenCorpus:
         if not self.token_count(split):
             return np.empty(0, dtype=self.dtype)
         return np.memmap(self.path / f"{split}.bin", dtype=self.dtype, mode="r")
+
+    def trained(self, split: Split) -> NDArray[np.uint8]:
+        """Memory-map whether each token of chats and prompts is trained on."""
+        if not self.token_count(split):
+            return np.empty(0, dtype=np.uint8)
+        return np.memmap(self.path / f"{split}{TRAINED_SUFFIX}", dtype=np.uint8, mode="r")
 
     def document_offsets(self, split: Split) -> NDArray[np.int64]:
         """Memory-map where each document begins, and where the last one ends."""
@@ -156,6 +169,9 @@ def _locked(folder: Path) -> Iterator[None]:
 def _name(section: DataSection, source: Source, loaded: "PreTrainedTokenizerBase | None") -> str:
     corpus = (FORMAT, source.fingerprint, tokenizers.identity(section, loaded))
     parts = [*corpus, section.eval_fraction, section.text_field]
+    if section.format != "text":
+        # The template is one of the tokenizer's files.
+        parts += [_ROWS, section.format, section.train_on]
     digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
     source_name, tokenizer_name = (
         re.sub(r"[^\w.-]+", "_", Path(name).name)[:40] for name in (section.source, section.tokenizer)
@@ -192,6 +208,8 @@ def _open(folder: Path) -> TokenCorpus:
             length = len(corpus.tokens(split))
             if length != corpus.token_count(split) or length != corpus.document_offsets(split)[-1]:
                 raise DataError(f"{folder / f'{split}.bin'}: not as long as meta.json says. {advice}")
+            if corpus.trained_tokens is not None and len(corpus.trained(split)) != length:
+                raise DataError(f"{folder / f'{split}{TRAINED_SUFFIX}'}: not as long as {split}.bin. {advice}")
     except (OSError, ValueError, TypeError) as error:
         raise DataError(f"{folder}: damaged token cache ({error}). {advice}") from None
     return corpus

@@ -12,6 +12,7 @@ import tokenizers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from toolkit.config.recipe import DataSection
+from toolkit.data.chat_template import check_tokenizer
 from toolkit.data.sources import Source
 from toolkit.data.tokenizer_pool import tokenizers_parallelism_off
 from toolkit.errors import DataError
@@ -68,6 +69,8 @@ def load(section: DataSection) -> "PreTrainedTokenizerBase":
     if tokenizer.eos_token_id is None:
         reason = "it has no end-of-text token (eos_token), which separates documents"
         raise DataError.of(_FIELD, name, reason, "set tokenizer.eos_token and save it again, or use bpe-N")
+    if section.format != "text":
+        check_tokenizer(section, tokenizer)
     return tokenizer
 
 

@@ -20,7 +20,10 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
+from toolkit.data.chat_template import TrainOn
+from toolkit.data.conversation_encoder import ConversationEncoder
 from toolkit.data.encoder import Encoder, load_encoder
+from toolkit.data.rows import Format
 from toolkit.data.text_chunks import TextChunk
 from toolkit.errors import DataError, RunError
 from toolkit.parent_process import end_with
@@ -38,6 +41,8 @@ class EncodedChunk:
     """Raw ids, with an end-of-text token after each document."""
     lengths: NDArray[np.int64]
     """Tokens of each document, its end-of-text token included."""
+    trained: bytes = b""
+    """A byte for each token that says whether it is trained on; nothing for text, where all are."""
     text_bytes: int
     """UTF-8 bytes of the text."""
     continues: bool
@@ -53,9 +58,15 @@ class TokenizerJob:
     split_special_tokens: bool
     eos_id: int
     dtype: str
+    format: Format = "text"
+    train_on: TrainOn = "assistant"
 
     def open(self) -> Callable[[TextChunk], EncodedChunk]:
         """Load the tokenizer; return a function that reads and tokenizes a chunk, and raises DataError."""
+        if self.format != "text":
+            return partial(
+                _encode_conversations, ConversationEncoder(Path(self.tokenizer_dir), self.dtype, self.train_on)
+            )
         encoder = load_encoder(Path(self.tokenizer_dir), self.dtype, split_special_tokens=self.split_special_tokens)
         return partial(_encode_chunk, encoder, np.array([self.eos_id], dtype=self.dtype).tobytes())
 
@@ -71,6 +82,18 @@ def _encode_chunk(encoder: Encoder, eos: bytes, chunk: TextChunk) -> EncodedChun
         lengths=np.array([len(part) // len(eos) for part in parts], dtype=np.int64),
         text_bytes=sum(len(text) if text.isascii() else len(text.encode()) for text in texts),
         continues=chunk.continues,
+        size_bytes=chunk.size_bytes,
+    )
+
+
+def _encode_conversations(encoder: ConversationEncoder, chunk: TextChunk) -> EncodedChunk:
+    documents = [*map(encoder.encode, chunk.documents())]
+    return EncodedChunk(
+        ids=b"".join(document.ids for document in documents),
+        lengths=np.array([len(document.trained) for document in documents], dtype=np.int64),
+        trained=b"".join(document.trained.tobytes() for document in documents),
+        text_bytes=sum(document.text_bytes for document in documents),
+        continues=False,
         size_bytes=chunk.size_bytes,
     )
 

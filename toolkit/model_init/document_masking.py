@@ -14,24 +14,32 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, masking_utils
 
 from toolkit.config.recipe import ModelSection
-from toolkit.errors import ModelError
+from toolkit.errors import ModelError, Setting
 
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 _ATTENTION_FIELD = "model.attn_implementation"
+_MASKING: tuple[Setting, Setting] = (("data.document_masking", True), ("data.document_masking", False))
 _PATCHING = threading.Lock()
 
 
-def check_document_masking(section: ModelSection, config: PretrainedConfig, *, trust_remote_code: bool = False) -> None:
+def check_document_masking(
+    section: ModelSection,
+    config: PretrainedConfig,
+    *,
+    masking: tuple[Setting, Setting] = _MASKING,
+    trust_remote_code: bool = False,
+) -> None:
     """Raise ModelError where documents of one row would see each other."""
-    masking, off = ("data.document_masking", True), ("data.document_masking", False)
+    asked, off = masking
     if section.attn_implementation not in ("eager", "sdpa", None):
-        given = (masking, (_ATTENTION_FIELD, section.attn_implementation))
+        given = (asked, (_ATTENTION_FIELD, section.attn_implementation))
         reason = "only sdpa and eager keep documents apart in every micro-batch"
         raise ModelError.between(given, reason, (_ATTENTION_FIELD, "sdpa"), off)
     if obstacle := _obstacle(config, trust_remote_code):
         reason = f"{config.model_type} {obstacle}, so documents would see each other (llama and gpt2 can)"
-        named = (masking, ("model.name_or_path", section.name_or_path))
-        raise ModelError.between(named, reason, off, "data.packing=padded without it")
+        named = (asked, ("model.name_or_path", section.name_or_path))
+        other = "" if off[0] == "data.packing" else "data.packing=padded without it"
+        raise ModelError.between(named, reason, off, other)
 
 
 def _obstacle(config: PretrainedConfig, trust_remote_code: bool) -> str | None:

@@ -44,7 +44,7 @@ def workload_of(recipe: Recipe, batch: Batch, model: MemoryModel) -> Workload:
         accumulation=batch.accumulation,
         attention=attention.get(recipe.model.attn_implementation, default),
         recompute=recipe.parallel.recompute,
-        documents=recipe.data.document_masking,
+        documents=recipe.data.masks_documents,
         **_computed_in(recipe),
     )
 

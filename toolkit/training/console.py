@@ -45,7 +45,7 @@ def _banner(run: TrainingRun) -> list[tuple[str, str]]:
     device = run.engine.device
     per_step = format_count(batch.global_batch_size * recipe.data.seq_len)
     epochs = recipe.train.steps * batch.global_batch_size / len(run.loader.train)
-    padded = " with padding" if recipe.data.packing == "padded" else ""
+    padded = " with padding" if recipe.data.packing == "padded" or recipe.data.format != "text" else ""
     place = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     engine = f"DeepSpeed ZeRO-{layout.zero_stage}" if recipe.train.engine == "deepspeed" else recipe.train.engine
     devices = {"optimizer": layout.offload_optimizer, "parameters": layout.offload_params}
@@ -57,6 +57,7 @@ def _banner(run: TrainingRun) -> list[tuple[str, str]]:
     rows = [
         ("model", f"{recipe.model.name_or_path}, {size} parameters, {recipe.model.init} weights"),
         ("data", f"{recipe.data.source}, {tokens}"),
+        ("samples", run.loader.train.summary()),
         ("ranks", f"{layout.world_size} on {place}, {run.job.strategy}"),
         ("engine", f"{engine}, {recipe.precision}{offloaded}"),
         ("stages", f"{stages} layers" if stages else ""),

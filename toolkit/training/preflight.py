@@ -34,8 +34,8 @@ def check_model(recipe: Recipe, device: torch.device, *, trust_remote_code: bool
         remedy = (("data.seq_len", f"{positions} or less"),)
         reason = f"the model has {positions} positions"
         raise ModelError(recipe.conflict("data.seq_len", "model.name_or_path", reason=reason, remedy=remedy))
-    if recipe.data.document_masking:
-        check_document_masking(recipe.model, config, trust_remote_code=trust_remote_code)
+    if recipe.data.masks_documents:
+        check_document_masking(recipe.model, config, masking=recipe.data.masking, trust_remote_code=trust_remote_code)
     check_precision(recipe, device)
     try:
         learning_rate(recipe)

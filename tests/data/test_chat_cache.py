@@ -1,0 +1,102 @@
+"""The token cache of chats: ids and mask beside each other, whole chats held out, and what makes it another cache."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from small_chats import CHATML, write_chats, write_tokenizer
+
+from toolkit.config.recipe import DataSection
+from toolkit.data import sources
+from toolkit.data.token_cache import TokenCorpus, prepare
+from toolkit.errors import DataError
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources.text_chunks, "CHUNK_BYTES", 2000)
+    write_chats(tmp_path / "chats.jsonl")
+    write_tokenizer(tmp_path / "tokenizer")
+    return tmp_path
+
+
+def built(folder: Path, **fields: object) -> TokenCorpus:
+    names = {"source": folder / "chats.jsonl", "tokenizer": folder / "tokenizer", "cache_dir": folder / "cache"}
+    defaults = {"format": "chat", "seq_len": 64, "workers": 1, "eval_fraction": 0.2}
+    return prepare(DataSection(**{**{k: str(v) for k, v in names.items()}, **defaults, **fields}), progress=False)
+
+
+def documents(corpus: TokenCorpus) -> list[tuple[list[int], list[int]]]:
+    return [
+        (corpus.tokens(split)[start:end].tolist(), corpus.trained(split)[start:end].tolist())
+        for split in ("train", "eval")
+        for start, end in pairwise(corpus.document_offsets(split))
+    ]
+
+
+def test_each_document_is_a_chat_with_its_mask_and_nothing_after_it(folder):
+    corpus = built(folder)
+    tokenizer = corpus.tokenizer()
+    found = {
+        tokenizer.decode(ids): tokenizer.decode([i for i, trained in zip(ids, mask, strict=True) if trained])
+        for ids, mask in documents(corpus)
+    }
+    chats = [json.loads(line)["messages"] for line in (folder / "chats.jsonl").read_text().splitlines()]
+    assert found == {
+        "".join(f"<|im_start|>{turn['role']}\n{turn['content']}<|im_end|>\n" for turn in chat): "".join(
+            turn["content"] + "<|im_end|>" for turn in chat if turn["role"] == "assistant"
+        )
+        for chat in chats
+    }
+
+
+def test_the_number_of_workers_changes_no_byte(folder):
+    one, two = (built(folder, workers=n, cache_dir=str(folder / str(n))) for n in (1, 2))
+    names = sorted(path.name for path in one.path.iterdir() if path.is_file())
+    assert "train.trained" in names
+    assert [(one.path / name).read_bytes() for name in names] == [(two.path / name).read_bytes() for name in names]
+
+
+def test_whole_chats_are_held_out_however_few(folder):
+    write_chats(folder / "chats.jsonl", count=60)
+    corpus = built(folder, eval_fraction=0.01)
+    assert corpus.eval_documents + corpus.train_documents == 60
+    assert corpus.eval_tokens > 0
+
+
+def test_what_is_trained_on_is_counted_and_is_what_the_entropy_is_of(folder):
+    corpus = built(folder)
+    trained = corpus.tokens("train")[corpus.trained("train") > 0]
+    counts = np.bincount(trained)
+    shares = counts[counts > 0] / len(trained)
+    assert corpus.trained_tokens == len(trained)
+    assert corpus.unigram_entropy == pytest.approx(-(shares * np.log(shares)).sum())
+
+
+def test_the_template_and_what_is_trained_on_make_another_cache(folder):
+    paths = [built(folder).path, built(folder, train_on="last_assistant").path, built(folder, train_on="all").path]
+    write_tokenizer(folder / "tokenizer", CHATML.replace("<|im_end|>\n", "<|im_end|>"))
+    paths.append(built(folder).path)
+    assert len({*paths}) == 4
+
+
+def test_the_length_of_samples_and_the_packing_do_not(folder):
+    same = [built(folder), built(folder, seq_len=8), built(folder, packing="padded", overlong="split")]
+    assert len({corpus.path for corpus in same}) == 1
+
+
+def test_a_damaged_mask_is_refused(folder):
+    path = built(folder).path / "train.trained"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(DataError, match=r"train.trained: not as long as train.bin"):
+        built(folder)
+
+
+def test_a_bad_row_leaves_nothing_but_the_reason(folder):
+    with (folder / "chats.jsonl").open("a") as file:
+        file.write('{"messages": [{"role": "robot", "content": "hi"}]}\n')
+    with pytest.raises(DataError, match=r"chats.jsonl:201: messages\[0\] has the role 'robot'"):
+        built(folder)
+    assert [path.suffix for path in (folder / "cache").iterdir()] == [".failed"]

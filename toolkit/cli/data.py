@@ -1,0 +1,86 @@
+"""`dstk data`: what a recipe's data are as tokens and samples, and which of them are trained on."""
+
+from typing import TYPE_CHECKING
+
+import click
+
+from toolkit.config import load_recipe
+from toolkit.units import plural
+
+if TYPE_CHECKING:
+    from toolkit.config.recipe import Recipe
+    from toolkit.data.samples import Samples
+    from toolkit.data.token_cache import TokenCorpus
+
+
+@click.command
+@click.argument("recipe")
+@click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
+@click.option("--show", type=click.IntRange(min=0), default=0, metavar="N", help="Also print the first N samples.")
+def command(recipe: str, overrides: tuple[str, ...], show: int) -> None:
+    """Print what a recipe's data are as tokens and samples.
+
+    Tokenizes them where a training run would, and leaves the token cache to it. Samples are printed in the order of
+    training, what is trained on in color (or between » and « where the output is no terminal).
+
+    \b
+    Examples:
+      dstk data recipes/demo.yaml
+      dstk data chat.yaml --show 2 data.train_on=last_assistant
+    """
+    from toolkit.data.loader import open_samples
+    from toolkit.data.token_cache import prepare
+
+    loaded = load_recipe(recipe, overrides)
+    corpus = prepare(loaded.data, progress=True)
+    size = loaded.batch.global_batch_size
+    samples = open_samples(corpus, loaded.data, split="train", seed=loaded.train.seed, global_batch_size=size)
+    _print_facts(loaded, corpus, samples)
+    for position in range(show):
+        _print_sample(corpus, samples, position)
+
+
+def _print_facts(recipe: "Recipe", corpus: "TokenCorpus", samples: "Samples") -> None:
+    import numpy as np
+
+    lengths = np.diff(corpus.document_offsets("train"))
+    median, high = np.percentile(lengths, (50, 95), method="inverted_cdf")
+    trained = corpus.train_tokens if corpus.trained_tokens is None else corpus.trained_tokens
+    share = trained / corpus.train_tokens
+    facts = {
+        "documents": f"{corpus.train_documents:,}, {corpus.eval_documents:,} held out",
+        "tokens": f"{corpus.train_tokens:,}, {corpus.eval_tokens:,} held out; {share:.1%} trained on",
+        "lengths": f"p50 {median:,}, p95 {high:,}, longest {lengths.max():,}",
+        "samples": samples.summary() or f"{len(samples):,} an epoch of {plural(recipe.data.seq_len, 'token')}",
+        "cache": str(corpus.path),
+    }
+    for name, text in facts.items():
+        click.echo(f"{name:<9}  {text}")
+
+
+def _print_sample(corpus: "TokenCorpus", samples: "Samples", position: int) -> None:
+    """Print the documents of a sample up to their last target, each token with whether it is one."""
+    from itertools import groupby, pairwise
+
+    import numpy as np
+    from rich.console import Console
+    from rich.text import Text
+
+    from toolkit.parallel.loss import IGNORE
+
+    console, tokenizer = Console(highlight=False), corpus.tokenizer()
+    (index,) = samples.sample_ids(0, [position]).tolist()
+    ids, labels = samples.tokens(index)
+    starts = np.flatnonzero(samples.position_ids(index) == 0).tolist()
+    console.rule(f"sample {position + 1}")
+    for start, end in pairwise([*starts, samples.seq_len]):
+        is_target = labels[start:end] != IGNORE
+        used = start + int(np.flatnonzero(is_target)[-1]) + 1 if is_target.any() else start
+        tokens = [*ids[start:used].tolist(), *labels[used - 1 : used].tolist()]
+        line = Text()
+        marks = [False, *is_target.tolist()]
+        for trained, run in groupby(zip(tokens, marks, strict=False), key=lambda pair: pair[1]):
+            text = str(tokenizer.decode([token for token, _ in run]))
+            marked = f"»{text}«" if trained and not console.is_terminal else text
+            line.append(marked, style="bold green" if trained else "dim")
+        console.print(line, soft_wrap=True)

@@ -1,0 +1,59 @@
+"""ConversationEncoder: chats, and prompts with completions, to token ids and a mask of the trained ones."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from toolkit.data.chat_template import ChatTemplate, TrainOn
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodedDocument:
+    """The tokens of a document."""
+
+    ids: bytes
+    """Raw ids."""
+    trained: NDArray[np.uint8]
+    """Whether each is trained on."""
+    text_bytes: int
+
+
+class ConversationEncoder:
+    """Encodes documents of `toolkit.data.rows`."""
+
+    def __init__(self, tokenizer_dir: Path, dtype: str, train_on: TrainOn) -> None:
+        from transformers import AutoTokenizer
+
+        loaded = AutoTokenizer.from_pretrained(tokenizer_dir)
+        self._template = ChatTemplate(loaded, train_on)
+        self._eos_id = int(loaded.eos_token_id)
+        self._dtype = dtype
+        self._tokenizer: Tokenizer = loaded.backend_tokenizer
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+
+    def encode(self, document: str) -> EncodedDocument:
+        """Encode one document. A token is trained on if it has a character of a trained span."""
+        content: dict[str, Any] = json.loads(document)
+        if "messages" in content:
+            text, spans = self._template.render(content)
+            closing = []  # the template ends the last turn
+        else:
+            text = content["prompt"] + content["completion"]
+            spans, closing = [(len(content["prompt"]), len(text))], [self._eos_id]
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        # A tokenizer may trim white space off the beginning of a token's offsets, but not its end.
+        offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+        trained = np.zeros(len(offsets), dtype=np.bool_)
+        for start, end in spans:
+            trained |= (start < offsets[:, 1]) & (offsets[:, 0] < end)
+        return EncodedDocument(
+            ids=np.array([*encoding.ids, *closing], dtype=self._dtype).tobytes(),
+            trained=np.append(trained, np.ones(len(closing), dtype=np.bool_)).astype(np.uint8),
+            text_bytes=len(text.encode()),
+        )

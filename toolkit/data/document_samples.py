@@ -1,0 +1,171 @@
+"""DocumentSamples: rows of whole chats, or prompts with completions, in which only the trained tokens are targets.
+
+A document of n tokens takes n - 1 places of a row: its last token is a label and no input. Documents that are longer
+than seq_len + 1 tokens are truncated, dropped or split into pieces; pieces without a target are left out.
+
+`packed`: the pieces of an epoch, in the order of its permutation, are put into rows one after the other; a piece that
+does not fit begins the next row. How many rows that makes differs from epoch to epoch, so the rows of epoch e begin
+after those of all epochs before. `padded`: a row has one piece.
+"""
+
+from collections.abc import Iterator
+from threading import Lock
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from typing_extensions import override
+
+from toolkit.data.permutation import permute
+from toolkit.data.samples import Samples
+from toolkit.data.token_cache import Split, TokenCorpus
+from toolkit.errors import DataError
+from toolkit.parallel.loss import IGNORE
+
+Overlong = Literal["truncate", "drop", "split"]
+_OUTCOMES = {"truncate": "truncated", "drop": "left out", "split": "split"}
+_EPOCHS_KEPT = 2
+
+
+class Epoch(NamedTuple):
+    """The rows of an epoch."""
+
+    first_row: int
+    """Rows of all epochs before it."""
+    pieces: NDArray[np.int64]
+    """In the order of the epoch."""
+    starts: NDArray[np.int64]
+    """Where each row begins among the pieces, and where the last one ends."""
+
+    @property
+    def end(self) -> int:
+        return self.first_row + len(self.starts) - 1
+
+
+class DocumentSamples(Samples):
+    """The samples of one split. Row i of the run is sample i; the rows of later epochs follow."""
+
+    def __init__(
+        self,
+        corpus: TokenCorpus,
+        *,
+        seq_len: int,
+        packing: Literal["packed", "padded"],
+        overlong: Overlong,
+        split: Split,
+        seed: int,
+        global_batch_size: int,
+    ) -> None:
+        self.seq_len = seq_len
+        self.global_batch_size = global_batch_size
+        self._shuffled = split == "train"
+        self._seed = seed
+        self._pad_id = corpus.eos_id
+        self._tokens, self._trained = corpus.tokens(split), corpus.trained(split)
+        self._document_masking = packing == "packed"
+        self._overlong = overlong
+        self._choose_pieces(np.asarray(corpus.document_offsets(split)))
+        if not len(self._begins):
+            reason = f"no document of the {split} split has a token to train on in its first {seq_len + 1:,} tokens"
+            advice = "raise data.eval_fraction" if split == "eval" else "use other rows"
+            raise DataError.of("data.seq_len", seq_len, reason, "raise data.seq_len", advice)
+        self._lock = Lock()  # the prefetching thread reads samples while the main one counts targets
+        self._epochs: dict[int, Epoch] = {}
+        self._first_rows = [0]
+        first = self._epoch(0)
+        self._count = first.end
+        self._filled = float(self._lengths.sum() / (self._count * seq_len))
+
+    def _choose_pieces(self, offsets: NDArray[np.int64]) -> None:
+        """Find where each piece begins, how many places it takes and how many targets it has."""
+        begins, places = offsets[:-1], np.maximum(np.diff(offsets) - 1, 0)
+        is_long = places > self.seq_len
+        self.overlong_documents = int(is_long.sum())
+        if self._overlong == "drop":
+            begins, places = begins[~is_long], places[~is_long]
+        counts = -(-places // self.seq_len) if self._overlong == "split" else np.minimum(places, 1)
+        number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)  # of a piece in its document
+        begins = np.repeat(begins, counts) + number * self.seq_len
+        lengths = np.minimum(np.repeat(places, counts) - number * self.seq_len, self.seq_len)
+        pairs = zip(begins.tolist(), lengths.tolist(), strict=True)
+        targets = [np.count_nonzero(self._trained[begin + 1 : begin + 1 + length]) for begin, length in pairs]
+        self._targets = np.array(targets, dtype=np.int64)
+        kept = self._targets > 0
+        self.pieces_without_targets = int((~kept).sum())
+        self._begins, self._lengths, self._targets = begins[kept], lengths[kept], self._targets[kept]
+
+    @override
+    def summary(self) -> str:
+        documents = f"{self.overlong_documents:,} longer than {self.seq_len + 1:,} tokens {_OUTCOMES[self._overlong]}"
+        without = f", {self.pieces_without_targets:,} without a target left out" * (self.pieces_without_targets > 0)
+        return f"{len(self):,} an epoch, {self._filled:.1%} filled; documents: {documents}{without}"
+
+    @override
+    def tokens(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        input_ids = np.full(self.seq_len, self._pad_id, dtype=np.int64)
+        labels = np.full(self.seq_len, IGNORE, dtype=np.int64)
+        for place, begin, length in self._row(index):
+            window = self._tokens[begin : begin + length + 1].astype(np.int64)
+            input_ids[place : place + length] = window[:-1]
+            is_target = self._trained[begin + 1 : begin + length + 1] > 0
+            labels[place : place + length] = np.where(is_target, window[1:], IGNORE)
+        return input_ids, labels
+
+    @override
+    def position_ids(self, index: int) -> NDArray[np.int64]:
+        """Return the position of each token in its document; the padding continues the last one, [s]."""
+        positions = np.arange(self.seq_len, dtype=np.int64)
+        if self._document_masking:
+            for place, _, _ in self._row(index):
+                positions[place:] = np.arange(self.seq_len - place)
+        return positions
+
+    @override
+    def sample_ids(self, step: int, positions: ArrayLike) -> NDArray[np.int64]:
+        rows = np.int64(step) * self.global_batch_size + np.asarray(positions, dtype=np.int64)
+        return rows if self._shuffled else rows % self._count
+
+    @override
+    def target_count(self, step: int, positions: ArrayLike) -> int:
+        rows = np.atleast_1d(self.sample_ids(step, positions)).tolist()
+        return sum(int(self._targets[self._pieces(row)].sum()) for row in rows)
+
+    def _row(self, index: int) -> Iterator[tuple[int, int, int]]:
+        """Where each piece of a row is placed, where it begins in the stream, and how many places it takes."""
+        pieces = self._pieces(index)
+        lengths = self._lengths[pieces]
+        places = np.cumsum(lengths) - lengths
+        yield from zip(places.tolist(), self._begins[pieces].tolist(), lengths.tolist(), strict=True)
+
+    def _pieces(self, index: int) -> NDArray[np.int64]:
+        with self._lock:
+            number = int(np.searchsorted(self._first_rows, index, side="right")) - 1
+            while (epoch := self._epoch(number)).end <= index:
+                number += 1
+        row = index - epoch.first_row
+        return epoch.pieces[epoch.starts[row] : epoch.starts[row + 1]]
+
+    def _epoch(self, number: int) -> Epoch:
+        """Pack an epoch. Those before it have been: their rows come first."""
+        if number not in self._epochs:
+            size = len(self._begins)
+            pieces = np.arange(size, dtype=np.int64)
+            if self._shuffled:
+                pieces = permute(pieces, np.full(size, number, dtype=np.int64), size=size, seed=self._seed)
+            starts = self._pack(self._lengths[pieces]) if self._document_masking else np.arange(size + 1)
+            epoch = Epoch(self._first_rows[number], pieces, starts)
+            if number + 1 == len(self._first_rows):
+                self._first_rows.append(epoch.end)
+            if len(self._epochs) == _EPOCHS_KEPT:
+                del self._epochs[min(self._epochs)]
+            self._epochs[number] = epoch
+        return self._epochs[number]
+
+    def _pack(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Fill rows one after the other; return where each begins among the pieces, and where the last one ends."""
+        ends = np.cumsum(lengths)
+        starts, used = [0], 0
+        while starts[-1] < len(ends):
+            starts.append(int(np.searchsorted(ends, used + self.seq_len, side="right")))
+            used = int(ends[starts[-1] - 1])
+        return np.array(starts, dtype=np.int64)

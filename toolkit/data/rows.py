@@ -1,0 +1,128 @@
+"""Rows: what a line of JSONL or a row of a table must have in each `data.format`, and the document that it becomes.
+
+A text is its own document. A chat becomes JSON with `messages` in the roles of chat templates, and `tools` if it has
+some; a prompt becomes JSON with `prompt` and `completion`.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+from toolkit.config.recipe import DataSection
+from toolkit.errors import DataError
+
+Format = Literal["text", "chat", "prompt_completion"]
+At = Callable[[], str]
+"""Says where the row is."""
+
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
+_COLUMNS = {"chat": ("messages", "conversations", "system", "tools"), "prompt_completion": ("prompt", "completion")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowReader:
+    """Reads the document of a row."""
+
+    format: Format = "text"
+    text_field: str = "text"
+
+    @classmethod
+    def of(cls, section: DataSection) -> Self:
+        return cls(format=section.format, text_field=section.text_field)
+
+    def columns(self, there: Iterable[str], at: str) -> list[str]:
+        """Choose the columns of a table to read. Raises DataError if those that matter are missing."""
+        there = list(there)
+        if self.format == "text" and self.text_field not in there:
+            raise missing_text_field(at, self.text_field, there)
+        wanted = _COLUMNS.get(self.format, (self.text_field,))
+        if not set(wanted[:2]) & set(there):
+            raise _missing(" or ".join(wanted[:2]), self.format, at)
+        return [name for name in wanted if name in there]
+
+    def read(self, row: Mapping[str, Any], at: At) -> str | None:
+        """Return the document; None for an empty text. Raises DataError for a row that is not of the format."""
+        if self.format == "text":
+            if self.text_field not in row:
+                raise missing_text_field(at(), self.text_field, row)
+            return check_text(row[self.text_field], self.text_field, at=at)
+        document = _chat(row, at) if self.format == "chat" else _prompt(row, at)
+        return check_text(json.dumps(document, ensure_ascii=False), self.format, at=at)
+
+
+def _chat(row: Mapping[str, Any], at: At) -> dict[str, Any]:
+    field = "messages" if row.get("messages") is not None else "conversations"
+    turns = row.get(field)
+    if turns is None:
+        raise _missing("messages or conversations", "chat", at())
+    if not isinstance(turns, list) or not turns:
+        given = "empty" if isinstance(turns, list) else f"a {type(turns).__name__}"
+        raise DataError(f"{at()}: {field} is {given}. A chat is a list of at least one turn.")
+    messages = [_message(turn, f"{field}[{number}]", at) for number, turn in enumerate(turns)]
+    if all(message["role"] != "assistant" for message in messages):
+        raise DataError(f"{at()}: no turn is the assistant's, so nothing could be trained on. Remove the row.")
+    system, tools = row.get("system"), row.get("tools")
+    if system and messages[0]["role"] != "system":
+        messages.insert(0, _message({"role": "system", "content": system}, "system", at))
+    if isinstance(tools, str) and tools.strip():
+        try:
+            tools = json.loads(tools)
+        except ValueError:
+            raise DataError(f"{at()}: tools is not JSON. Write a list of JSON schemas.") from None
+    if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise DataError(f"{at()}: tools is not a list of objects. Write a list of JSON schemas.")
+    return {"messages": messages, "tools": tools} if tools else {"messages": messages}
+
+
+def _message(turn: Any, name: str, at: At) -> dict[str, Any]:
+    """A turn with `role` and `content`, and what else the template may read. Tables fill missing keys with null."""
+    if not isinstance(turn, dict):
+        raise DataError(f"{at()}: {name} is a {type(turn).__name__}. A turn is an object with role and content.")
+    fields = {key: value for key, value in turn.items() if value is not None}
+    role, content = fields.pop("role", fields.pop("from", None)), fields.pop("content", fields.pop("value", None))
+    role = _SHAREGPT_ROLES.get(role, role) if isinstance(role, str) else role
+    if role not in _ROLES:
+        raise DataError(f"{at()}: {name} has the role {role!r}. Roles are {', '.join(_ROLES)}; ShareGPT's human, gpt.")
+    if not (isinstance(content, str) or (content is None and fields.get("tool_calls"))):
+        raise DataError(f"{at()}: the content of {name} is a {type(content).__name__}, not a text.")
+    return {"role": role, "content": content, **fields}
+
+
+def _prompt(row: Mapping[str, Any], at: At) -> dict[str, Any]:
+    for field in ("prompt", "completion"):
+        if row.get(field) is None:
+            raise _missing(field, "prompt_completion", at())
+        if not isinstance(row[field], str):
+            raise DataError(f"{at()}: {field} is a {type(row[field]).__name__}, not a text. See data.format=chat.")
+    return {"prompt": row["prompt"], "completion": row["completion"]}
+
+
+def _missing(field: str, row_format: Format, at: str) -> DataError:
+    return DataError(f"{at}: there is no {field}, which data.format={row_format} needs. Add it, or set data.format.")
+
+
+def check_text(value: object, text_field: str, *, at: At) -> str | None:
+    """Return `value` if it can be tokenized; null is an empty document. Raises DataError for anything else."""
+    if value is None:
+        return None
+    if not isinstance(value, str):
+        reason = f"it is a {type(value).__name__} at {at()}, not a text"
+        raise DataError.of("data.text_field", text_field, reason, ("data.text_field", "a column of texts"))
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise DataError(
+                f"{at()}: {text_field} has half a surrogate pair, which is not text. Repair that line."
+            ) from None
+    return value
+
+
+def missing_text_field(at: str, text_field: str, columns: Iterable[str]) -> DataError:
+    """Return the error for a missing text column."""
+    there = " or ".join(map(str, columns))
+    return DataError.of(
+        "data.text_field", text_field, f"{at} has no such field", ("data.text_field", there or "another")
+    )
