@@ -4,7 +4,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from refusals import refused
+from torch.nn.functional import cross_entropy
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from toolkit.data.document_samples import DocumentSamples
 from toolkit.errors import DataError
@@ -128,6 +131,26 @@ def test_what_has_no_target_left_is_left_out():
 def test_a_split_without_targets_is_refused():
     with refused(DataError, "data.seq_len"):
         samples([20], untrained=range(10))
+
+
+def test_packed_documents_have_the_loss_that_each_has_alone():
+    """They share rows and see nothing of each other."""
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).double().eval()
+
+    def loss(packing):
+        split = samples(LENGTHS, untrained=(6, 7, 20), packing=packing, split="eval")
+        batch = split.batch(0, range(len(split)))
+        with torch.no_grad():
+            logits = model(**batch.inputs(), use_cache=False).logits
+        return len(split), cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum").item()
+
+    (few, packed), (many, alone) = loss("packed"), loss("padded")
+    assert few < many
+    assert packed == pytest.approx(alone, rel=1e-12)
 
 
 def test_a_document_of_one_token_takes_no_place():
