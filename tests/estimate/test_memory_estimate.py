@@ -103,7 +103,7 @@ def test_the_largest_micro_batch_fits_and_one_more_does_not():
     assert largest >= 1
 
     def fits(size: int) -> bool:
-        return LLAMA.peak(layout, replace(WORK, micro_batch_size=size), settings(2), device).fits
+        return LLAMA.peak(layout, replace(WORK, micro_batch_size=size), settings(2), device).fits_in_replay
 
     assert fits(largest)
     assert not fits(largest + 1)

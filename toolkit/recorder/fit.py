@@ -1,6 +1,6 @@
 """From traces of a few sizes to a Recording: each event's bytes as a polynomial, each kind of layer once."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from itertools import combinations
 from typing import Any
@@ -102,54 +102,55 @@ def assemble(
 
     casts = set[int]().union(*(section.casts for section in trace))
 
-    def made(name: str) -> PassSection:
-        """Copies of weights count at the moments of the part of the forward pass that makes them, and nowhere else."""
-        section = named.get(name, TracedSection(name))
-        own = section.casts if name.startswith(("forward", "head")) else set[int]()
-        signed = {
-            is_cast: [
-                size_of[number] if size > 0 else _freed(size_of[number])
-                for number, size in section.events
-                if number not in casts or (is_cast and number in own)
-            ]
-            for is_cast in (False, True)
-        }
-        return PassSection(delta=total(signed[False]), peaks=PassSection.of(signed[True]).peaks)
+    def made(name: str, *earlier: Polynomial) -> PassSection:
+        return _section(named.get(name, TracedSection(name)), size_of, casts, earlier)
 
     representatives = (_inner(kind, kept, pattern) for kind in dict.fromkeys(pattern))
     inner = [index for index in representatives if index is not None]
     numbers = {pattern[index]: number for number, index in enumerate(inner)}
-    forward = [made(f"forward {index}") for index in inner]
-    backward = [made(f"backward {index}") for index in inner]
 
-    def beyond(direction: str, index: int, usual: Sequence[PassSection]) -> Polynomial:
-        if len(inner) == 0:
+    def beyond(direction: str, end: int) -> Polynomial:
+        """What the first layer or the last one leaves live beyond what an inner one does."""
+        if len(kept) < 2:
             return total(())
-        own, other = made(f"{direction} {index}").delta, usual[numbers[pattern[index]]].delta
-        return tuple(map(int.__sub__, own, other))
+        own, usual = kept[end], inner[numbers[pattern[kept[end]]]]
+        return tuple(map(int.__sub__, *(made(f"{direction} {index}").delta for index in (own, usual))))
 
-    none = total(())
     return Recording(
         positions=positions,
         unit=unit,
         pattern=tuple(numbers.get(kind, 0) for kind in pattern),
-        **{name: made(name) for name in ("embedding", "head", "loss", "head_backward", "embedding_backward")},
-        forward=tuple(forward),
-        backward=tuple(backward),
+        **{name: made(name) for name in ("embedding", "head", "loss", "head_backward")},
+        # The first layer's backward pass also frees what all layers share, for instance masks.
+        embedding_backward=made("embedding_backward", beyond("backward", 0)),
+        forward=tuple(made(f"forward {index}") for index in inner),
+        backward=tuple(made(f"backward {index}") for index in inner),
         kinds=tuple(_kinds(named[f"forward {index}"], size_of, casts) for index in inner),
-        end_layers=(
-            (
-                beyond("forward", kept[0], forward),
-                beyond("forward", kept[-1], forward),
-                beyond("backward", kept[-1], backward),
-            )
-            if len(kept) > 1
-            else (none, none, none)
-        ),
+        end_layers=(beyond("forward", 0), beyond("forward", -1), beyond("backward", -1)),
         events=events_of(
             trace, size_of, kept, inner, (numbers.get(pattern[kept[0]], 0), numbers.get(pattern[kept[-1]], 0))
         ),
     )
+
+
+def _section(
+    section: TracedSection, size_of: Mapping[int, Polynomial], casts: set[int], earlier: Iterable[Polynomial]
+) -> PassSection:
+    """A section, after `earlier` events.
+
+    Copies of weights count at the moments of the part of the forward pass that makes them, and nowhere else.
+    """
+    own = section.casts if section.name.startswith(("forward", "head")) else set[int]()
+    signed = {
+        is_cast: [
+            size_of[number] if size > 0 else _freed(size_of[number])
+            for number, size in section.events
+            if number not in casts or (is_cast and number in own)
+        ]
+        for is_cast in (False, True)
+    }
+    delta = total([*earlier, *signed[False]])
+    return PassSection(delta=delta, peaks=PassSection.of([*earlier, *signed[True]]).peaks)
 
 
 def _inner(kind: int, kept: Sequence[int], pattern: Sequence[int]) -> int | None:
