@@ -90,6 +90,21 @@ def test_the_peak_is_that_of_the_stage_that_needs_most(layout, recompute):
     assert GPT3.peak(layout, work, settings(layout.zero_stage), gpu("H100-80")).total == max(s.total for s in found)
 
 
+def test_the_peak_of_layers_that_differ_may_be_on_any_inner_stage(monkeypatch):
+    """Layers with experts have more parameters than the dense ones in front of them."""
+    config = {"model_type": "deepseek_v3", "num_hidden_layers": 7, "first_k_dense_replace": 3, "n_routed_experts": 64}
+    config |= {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64, "num_attention_heads": 4}
+    config |= {"num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 16}
+    config |= {"qk_rope_head_dim": 16, "v_head_dim": 16, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+    model, layout = MemoryModel.from_config(config | {"vocab_size": 256}), Layout(pp=4)
+    bounds = [range(2), range(2, 4), range(4, 6), range(6, 7)]
+    monkeypatch.setattr(MemoryModel, "_stages", lambda *arguments: bounds)
+    work = replace(WORK, micro_batch_size=1, seq_len=16)
+    worst = max(model.breakdowns(layout, work, settings(0)), key=lambda stage: stage.allocated)
+    assert worst.stage == 2
+    assert model.peak(layout, work, settings(0)).stage == 2
+
+
 def test_every_parameter_is_on_one_stage_and_a_tied_embedding_on_two():
     layout = Layout(pp=8)
     found = GPT3.breakdowns(layout, WORK, settings(1))

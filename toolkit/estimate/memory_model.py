@@ -103,13 +103,12 @@ class MemoryModel:
     def peak(self, layout: Layout, work: Workload, framework: Framework, gpu: Gpu | None = None) -> MemoryBreakdown:
         """Estimate the stage that needs most memory.
 
-        Of inner stages with the same number of layers only the first is computed: it has the most micro-batches in
-        flight.
+        Of inner stages with the same layers only the first is computed: it has the most micro-batches in flight.
         """
-        distinct: dict[int | str, tuple[int, range]] = {}
+        distinct: dict[tuple[int, ...] | str, tuple[int, range]] = {}
         for stage, layers in enumerate(self._stages(layout, work, framework)):
-            key = "first" if stage == 0 else "last" if stage == layout.pp - 1 else len(layers)
-            distinct.setdefault(key, (stage, layers))
+            kinds = tuple(self.parameters.pattern[index] for index in layers)
+            distinct.setdefault("first" if stage == 0 else "last" if stage == layout.pp - 1 else kinds, (stage, layers))
         stages = (self._breakdown(layout, work, framework, gpu, *stage) for stage in distinct.values())
         return max(stages, key=lambda stage: stage.allocated)
 
