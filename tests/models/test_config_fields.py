@@ -26,7 +26,7 @@ MORE = {
 """What makes a family's code read all of its fields."""
 NESTED = {"rope_parameters": ("partial_rotary_factor", "rope_theta"), "attn_config": ("attn_pdrop", "clip_qkv")}
 ALWAYS = ("model_type", "text_config", "quantization_config", "attn_config", "rope_parameters", "layer_types")
-QUICK = ("gpt2", "falcon", "gemma3_text")
+QUICK = ("falcon",)
 WITHOUT_EFFECT = {"_name_or_path", "architectures", "dtype", "transformers_version", "id2label", "label2id"}
 
 
