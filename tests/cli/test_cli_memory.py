@@ -504,6 +504,12 @@ def test_a_config_that_is_no_decoder_with_pipelines_is_refused(tmp_path, config,
     assert refused("--model", str(path), "--layout", "dp2").given == (given,)
 
 
+def test_more_tokens_than_positions_are_refused_for_a_family_whose_config_is_not_read(tmp_path):
+    path: Path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "bert", "is_decoder": True, "num_hidden_layers": 2}))
+    assert refused("--model", str(path), "--layout", "dp2", "--seq", "4096").field == "--seq"
+
+
 def test_a_model_file_that_is_no_config_is_refused(capsys, tmp_path):
     path: Path = tmp_path / "config.json"
     path.write_text("[1]")

@@ -19,6 +19,7 @@ from toolkit.estimate.recording import Polynomial, Recording, Setup, config_text
 from toolkit.models.shape import find_config
 from toolkit.recorder import record as recorder
 from toolkit.recorder.fit import solve, value
+from toolkit.recorder.parameters import record_parameters
 from toolkit.recorder.record import record
 
 TINY = config_text({"model_type": "gpt2", "n_embd": 32, "n_head": 4, "n_layer": 4, "vocab_size": 99})
@@ -248,3 +249,10 @@ def test_shipped_recordings_are_what_is_recorded_now(model: str, changes: dict[s
     setup = Setup(config=config_text(find_config(model) or {}), **changes)
     for stored in shipped()[model_key(setup.config)]["recordings"][setup.key]:
         assert Recording.decoded(stored) == record(setup, stored["positions"][0])
+
+
+@pytest.mark.parametrize("model", ["gpt2", "mixtral-8x7b", "deepseek-v3"])
+def test_shipped_parameters_are_what_is_recorded_now(model: str) -> None:
+    config = config_text(find_config(model) or {})
+    recorded = record_parameters(config).encoded()
+    assert shipped()[model_key(config)]["parameters"] == json.loads(json.dumps(recorded))

@@ -56,12 +56,8 @@ class DocumentSamples(Samples):
         seed: int,
         global_batch_size: int,
     ) -> None:
-        self.seq_len = seq_len
-        self.global_batch_size = global_batch_size
-        self._shuffled = split == "train"
-        self._seed = seed
-        self._pad_id = corpus.eos_id
-        self._tokens, self._trained = corpus.tokens(split), corpus.trained(split)
+        self._open(corpus, seq_len, split, seed, global_batch_size)
+        self._trained = corpus.trained(split)
         self._document_masking = packing == "packed"
         self._overlong = overlong
         self._choose_pieces(np.asarray(corpus.document_offsets(split)))

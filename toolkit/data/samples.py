@@ -41,12 +41,7 @@ class Samples:
         seed: int,
         global_batch_size: int,
     ) -> None:
-        self.seq_len = seq_len
-        self.global_batch_size = global_batch_size
-        self._shuffled = split == "train"
-        self._seed = seed
-        self._pad_id = corpus.eos_id
-        self._tokens = corpus.tokens(split)
+        self._open(corpus, seq_len, split, seed, global_batch_size)
         self._packed = packing != "padded"
         self._document_masking = self._packed and document_masking
         self._offsets = corpus.document_offsets(split)
@@ -61,6 +56,14 @@ class Samples:
             advice = "raise data.eval_fraction" if split == "eval" else "use more text"
             reason = f"the {split} split has {len(self._tokens):,} tokens, too few for one sample of {seq_len + 1:,}"
             raise DataError.of("data.seq_len", seq_len, reason, "lower data.seq_len", advice)
+
+    def _open(self, corpus: TokenCorpus, seq_len: int, split: Split, seed: int, global_batch_size: int) -> None:
+        self.seq_len = seq_len
+        self.global_batch_size = global_batch_size
+        self._shuffled = split == "train"
+        self._seed = seed
+        self._pad_id = corpus.eos_id
+        self._tokens = corpus.tokens(split)
 
     def summary(self) -> str:
         """Say what became of documents, for the banner; empty where every token has a place."""

@@ -68,10 +68,9 @@ class MemoryBreakdown:
 
     def replayed(self) -> "MemoryBreakdown":
         """This, with what PyTorch's allocator adds in a replay of the step, where its events are known."""
-        found = None if self.step is None else self.step.footprint()
-        if found is None:
+        if self.step is None:
             return self
-        enough, reserved = (max(self.allocated, size) for size in found)
+        enough, reserved = (max(self.allocated, size) for size in self.step.footprint())
         return replace(self, margin=enough - self.allocated, cached=reserved - enough)
 
     @property
@@ -79,8 +78,7 @@ class MemoryBreakdown:
         """`fits`, by a replay where the total is near the GPU's memory and events are known."""
         room = int(self.device_bytes / (1 + self.band[1])) - self.framework - self.nccl
         is_near = abs(self.left) < self.device_bytes // _NEAR
-        found = None if self.step is None or not is_near else self.step.suffices(room)
-        return self.fits if found is None else found
+        return self.fits if self.step is None or not is_near else self.step.suffices(room)
 
     @property
     def activation_total(self) -> int:

@@ -162,18 +162,9 @@ class MemoryModel:
         peak, fresh = kept.worst_moment(layers, in_flight=in_flight, gradients_kept=kept_gradients)
         gathered = states.gathered
         if autocast and itemsize == 4:
-            casts, each = 2 * params.matrices, [2 * size for size in params.layer_matrices]
-            again = casts - sum(each) + max(each, default=0) if work.recompute == "full" else casts
-            # Kept with the activations of each micro-batch. Under recomputation the casts of the forward pass, which
-            # autocast keeps of weights that train, are freed when the loss begins, and backward makes those of a layer
-            # again.
-            if params.frozen.numel:
-                each = [2 * size for size in params.trained_matrices]
-                casts = sum(each)
-            forward = kept.forward_peak(layers, casts=each)
-            if work.recompute == "full" and forward > peak + again:
-                peak, fresh, again = forward - casts, 0, casts
-            gathered += again * (in_flight if work.recompute != "full" else 1)
+            moment = _with_casts(kept, layers, params, (peak, fresh), in_flight, recomputes=work.recompute == "full")
+            (peak, fresh), casts = moment
+            gathered += casts
         buffers = self._pipeline_buffers(layout, work, deepspeed, stage, 2 if autocast else itemsize)
         by_kind, logits = _activations_by_kind(kept, layers, in_flight, peak - fresh, has_head=last)
         # Both beyond the resident bytes: while the last micro-batch computes, and at the end of the step.
@@ -264,6 +255,33 @@ def _states(
     if isinstance(framework, DeepSpeedSettings):
         return deepspeed_states(framework, params, dp=replicas, accumulation=work.accumulation)
     return framework.states(params, shards=replicas, accumulation=work.accumulation)
+
+
+def _with_casts(
+    kept: Activations,
+    layers: range,
+    params: RankParameters,
+    worst: tuple[int, int],
+    in_flight: int,
+    *,
+    recomputes: bool,
+) -> tuple[tuple[int, int], int]:
+    """The worst moment as in `Activations.worst_moment`, and autocast's copies of weights in 16 bits beside it.
+
+    Kept with the activations of each micro-batch. Under recomputation the copies of the forward pass, which autocast
+    keeps of weights that train, are freed when the loss begins, and backward makes those of a layer again.
+    """
+    casts, each = 2 * params.matrices, [2 * size for size in params.layer_matrices]
+    if not recomputes:
+        return worst, casts * in_flight
+    again = casts - sum(each) + max(each, default=0)
+    if params.frozen.numel:
+        each = [2 * size for size in params.trained_matrices]
+        casts = sum(each)
+    forward = kept.forward_peak(layers, casts=each)
+    if forward > worst[0] + again:
+        return (forward - casts, 0), casts
+    return worst, again
 
 
 def _activations_by_kind(

@@ -16,7 +16,8 @@ from toolkit.errors import LayoutError, Setting
 from toolkit.estimate.breakdown import MemoryBreakdown
 from toolkit.estimate.framework_profile import FrameworkProfile
 from toolkit.estimate.overhead import beside, is_hopper, workspace_bytes
-from toolkit.estimate.parameters import ModelParameters
+from toolkit.estimate.parameters import ModelParameters, RankParameters
+from toolkit.estimate.states import ModelStates
 from toolkit.hardware import Gpu
 from toolkit.models.families.registry import CONFIG_SCHEMAS
 from toolkit.models.shape import ModelShape
@@ -181,14 +182,7 @@ def stage_breakdown(
     shards = layout.dp * profile.context_parallel
     states = profile.states(params, shards=shards, accumulation=work.accumulation, zero_stage=layout.zero_stage)
     one = activations(profile, shape, layout, work, stage, len(layers))
-    grown = max(0, len(layers) - 1) * states.fresh_layer
-    outside = (params.numel - sum(params.layer_numels)) * states.fresh_layer // max(1, params.layer_numel)
-    moments = {
-        "head": (one.kept + one.ends + one.head, 0),
-        "layer": (one.kept + one.ends + one.layer, outside if last else 0),
-        "lowest": (one.lowest, grown + outside),
-    }
-    name, (live, fresh) = max(moments.items(), key=lambda item: sum(item[1]))
+    name, live, fresh = _worst_moment(one, states, params, last=last)
     kept = (one.in_flight - 1) * (one.kept + (one.ends if profile.virtual_stages == 1 else 0))
     between = _between(profile, one, layout, work, shape, first=first, last=last)
     scattered = 0 if name == "head" else states.buckets  # FSDP's gradients; the others' buckets stay
@@ -226,6 +220,20 @@ def stage_breakdown(
         + (states.gathered + states.complete if states.gathered else 0),
         **beside(layout, gpu, allocated, margin=profile.facts.get("margin"), context=profile.facts.get("context_mib")),
     )
+
+
+def _worst_moment(
+    one: ProfileActivations, states: ModelStates, params: RankParameters, *, last: bool
+) -> tuple[str, int, int]:
+    """The moment of the backward pass at which most is live: its name, its activations and the gradients so far."""
+    grown = max(0, params.layers - 1) * states.fresh_layer
+    outside = (params.numel - sum(params.layer_numels)) * states.fresh_layer // max(1, params.layer_numel)
+    moments = (
+        ("head", one.kept + one.ends + one.head, 0),
+        ("layer", one.kept + one.ends + one.layer, outside if last else 0),
+        ("lowest", one.lowest, grown + outside),
+    )
+    return max(moments, key=lambda moment: moment[1] + moment[2])
 
 
 def _between(

@@ -143,7 +143,7 @@ class Recording:
     end_layers: tuple[Polynomial, Polynomial, Polynomial]
     """What the forward pass of a stage's first layer leaves beyond that of an inner one, and of its last layer; and the
     backward pass of the last layer."""
-    events: Events | None = field(default=None, repr=False)
+    events: Events = field(repr=False)
 
     def at(self, b: int, s: int) -> "Activations":
         """The recording for micro-batches of b samples of s positions."""
@@ -188,7 +188,7 @@ class Recording:
             "kinds": [{kind: number(size) for kind, size in each.items()} for each in self.kinds],
             "end_layers": [number(size) for size in self.end_layers],
             "sizes": [list(polynomial) for polynomial in table],
-            **({"events": vars(self.events)} if self.events else {}),
+            "events": vars(self.events),
         }
 
     @classmethod
@@ -202,7 +202,7 @@ class Recording:
 
         first, last, back = (table[number] for number in content["end_layers"])
         least, most = content["positions"]
-        events = content.get("events")
+        events = content["events"]
         return cls(
             positions=(least, most),
             unit=content["unit"],
@@ -212,10 +212,9 @@ class Recording:
             backward=tuple(map(section, content["backward"])),
             kinds=tuple({kind: table[number] for kind, number in each.items()} for each in content["kinds"]),
             end_layers=(first, last, back),
-            events=events
-            and Events(
+            events=Events(
                 sizes=tuple(map(tuple, events["sizes"])),
-                casts=tuple(events.get("casts", ())),
+                casts=tuple(events["casts"]),
                 ends=tuple(events["ends"]),
                 sections={name: tuple(each) for name, each in events["sections"].items()},
             ),

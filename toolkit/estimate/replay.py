@@ -23,7 +23,6 @@ class PassReplay:
         self, recording: Recording, layers: range, b: int, s: int, allocator: CachingAllocator, *, casts: bool = True
     ) -> None:
         events = recording.events
-        assert events is not None
         self._allocator = allocator
         kinds, values = [recording.pattern[index] for index in layers], tuple(b**i * s**j for i, j in MONOMIALS)
         self._roles, self._ends = [str(kind) for kind in kinds], {"first": 0, "last": len(layers) - 1}

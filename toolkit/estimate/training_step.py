@@ -40,34 +40,30 @@ class TrainingStep:
     buffers: PipelineBuffers
     workspace: int
 
-    def footprint(self) -> tuple[int, int] | None:
+    def footprint(self) -> tuple[int, int]:
         """Bytes that suffice, found to one percent, and what the allocator reserves where there is room for it.
 
-        With less room it gives its cache back when it must, and then finds other places for what comes. None if the
-        recording has no events.
+        With less room it gives its cache back when it must, and then finds other places for what comes.
         """
         free = self.replay()
-        if free is None:
-            return None
         least, enough, tried = free.peak_needed, free.peak_reserved, free.peak_needed
         while enough - least > enough // 100:
             least, enough = (least, tried) if self.suffices(tried) else (tried, enough)
             tried = (least + enough) // 2
         return enough, free.peak_reserved
 
-    def suffices(self, capacity: int) -> bool | None:
-        """Whether a replay ends well in so many bytes; None if the recording has no events."""
+    def suffices(self, capacity: int) -> bool:
+        """Whether a replay ends well in so many bytes."""
         try:
-            return None if self.replay(capacity) is None else True
+            self.replay(capacity)
         except OutOfMemoryError:
             return False
+        return True
 
-    def replay(self, capacity: int | None = None) -> CachingAllocator | None:
-        """Run two steps. None if the recording has no events. Raises OutOfMemoryError if `capacity` is too little."""
+    def replay(self, capacity: int | None = None) -> CachingAllocator:
+        """Run two steps. Raises OutOfMemoryError if `capacity` is too little."""
         setup, b, s = self.recorded
         found = recording(setup, s)
-        if found.events is None:
-            return None
         allocator, resident = CachingAllocator(capacity), self.states.resident
         _held(allocator, self._blocks(resident.parameters, frozen=self.params.frozen))
         for size in (resident.gradients, resident.masters, resident.optimizer):

@@ -19,6 +19,7 @@ from toolkit.models import config_fields
 from toolkit.models.config_fields import LARGEST, checked_count, flag, mapping, read_config_json, wrong
 from toolkit.models.families.registry import CONFIG_SCHEMAS, find_spec
 from toolkit.models.families.spec import FACT_OF, MAPPED_BY_ALL, SPELLINGS, ConfigSchema
+from toolkit.models.latent_attention import LatentAttention
 
 _MOST = {"layers": 10_000, "heads": 10_000}
 """More than any model has, and few enough to enumerate quickly."""
@@ -31,50 +32,6 @@ _SILENT_WORDS = frozenset({"meta", "hf", "deduped"})
 """Parts of hub names that make no other model."""
 _TUNED_WORDS = frozenset({"base", "pt", "instruct", "chat", "it"})
 """Parts that name other weights of the same shape, whose config may differ in token ids and longest sequence."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LatentAttention:
-    """Multi-head latent attention: queries, keys and values come out of two narrow latents."""
-
-    query_rank: int | None
-    """Width of the queries' latent; None where queries come from the hidden state."""
-    key_value_rank: int
-    plain_dim: int
-    """Features of a query or key head without rotary embedding."""
-    rotary_dim: int
-    """Features with it; of keys there is one head of them, which all share."""
-    value_dim: int
-
-    @property
-    def head_dim(self) -> int:
-        """Features of a query or key head."""
-        return self.plain_dim + self.rotary_dim
-
-    @classmethod
-    def read(cls, config: Mapping[str, Any], defaults: Mapping[str, int | None], *, default_dim: int) -> Self:
-        """Read a config; `default_dim`: features of a value head where it does not say. Raises ModelError."""
-        given = {field: config.get(field, default) for field, default in defaults.items()}
-        if given["v_head_dim"] is None:
-            given["v_head_dim"] = default_dim
-        for field, value in given.items():
-            if field != "q_lora_rank" or value is not None:
-                checked_count(config, field, value)
-        return cls(
-            query_rank=given["q_lora_rank"],
-            key_value_rank=given["kv_lora_rank"],
-            plain_dim=given["qk_nope_head_dim"],
-            rotary_dim=given["qk_rope_head_dim"],
-            value_dim=given["v_head_dim"],
-        )
-
-    def matmul_parameters(self, hidden: int, heads: int) -> int:
-        """Weights of one layer's attention that multiply activations."""
-        rank = self.query_rank
-        queries = heads * self.head_dim * (hidden if rank is None else rank) + (hidden * rank if rank else 0)
-        latent = hidden * (self.key_value_rank + self.rotary_dim)
-        expanded = self.key_value_rank * heads * (self.plain_dim + self.value_dim)
-        return queries + latent + expanded + heads * self.value_dim * hidden
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +146,7 @@ class ModelShape:
             vocab=facts["vocab"],
             positions=facts["positions"],
             tied=facts["tied"],
-            learned_positions=False,
+            learned_positions=facts["learned_positions"],
             embed_dim=hidden,
         )
 

@@ -57,13 +57,18 @@ class FakeModel:
 
     @property
     def has_learned_positions(self) -> bool:
-        """Whether an embedding may be one of positions: by its number of rows, some of which may be for padding."""
-        tables = (module for module in self.model.modules() if isinstance(module, nn.Embedding))
-        return any(0 <= table.num_embeddings - self.positions <= 4 for table in tables)
+        """Whether they are rows of a table."""
+        return has_table_of(self.positions, self.model)
 
     @property
     def layers(self) -> nn.ModuleList:
         return self.structure.layer_list(self.model)
+
+
+def has_table_of(positions: int, model: nn.Module) -> bool:
+    """Whether an embedding may be one of positions: by its number of rows, some of which may be for padding."""
+    tables = (module for module in model.modules() if isinstance(module, nn.Embedding))
+    return any(0 <= table.num_embeddings - positions <= 4 for table in tables)
 
 
 Mode = FakeTensorMode | torch.device
@@ -121,19 +126,7 @@ def build(setup: Setup, mode: Mode) -> FakeModel:
     elif setup.recompute == "selective":
         recompute_attention(model)
     (model if stage is None else stage).train()
-    head = model.get_output_embeddings()
-    if setup.loss_chunk:
-        model.set_output_embeddings(HiddenStates(head))
-
-    def loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        if setup.loss_chunk:
-            with autocast(setup):
-                loss: torch.Tensor = ChunkedLoss.apply(logits.flatten(0, 1), head.weight, setup.loss_chunk)
-                return loss
-        if parallelizer is None:
-            return token_loss_sum(logits, labels)
-        return vocab_parallel_token_loss_sum(logits, labels, VocabularyShard.of(vocabulary, group), group)
-
+    shard = None if parallelizer is None else VocabularyShard.of(vocabulary, group)
     text = text_config(model)
     return FakeModel(
         model=model,
@@ -141,10 +134,29 @@ def build(setup: Setup, mode: Mode) -> FakeModel:
         structure=structure,
         kept=kept,
         pattern=pattern,
-        loss_sum=loss_sum,
+        loss_sum=_loss_sum(setup, model, shard, group),
         hidden=int(text.hidden_size),
         window=getattr(text, "sliding_window", None) or getattr(text, "attention_chunk_size", None),
     )
+
+
+def _loss_sum(
+    setup: Setup, model: PreTrainedModel, shard: VocabularyShard | None, group: dist.ProcessGroup
+) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """The loss of the setup. One over chunks multiplies by the head itself, and the model returns hidden states."""
+    if setup.loss_chunk:
+        head = model.get_output_embeddings()
+        model.set_output_embeddings(HiddenStates(head))
+
+        def chunked(hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            with autocast(setup):
+                loss: torch.Tensor = ChunkedLoss.apply(hidden.flatten(0, 1), head.weight, setup.loss_chunk)
+                return loss
+
+        return chunked
+    if shard is None:
+        return token_loss_sum
+    return lambda logits, labels: vocab_parallel_token_loss_sum(logits, labels, shard, group)
 
 
 _STRUCTURES: dict[str, ModelStructure] = {}

@@ -16,7 +16,7 @@ from toolkit.models.families.spec import SPELLINGS
 from toolkit.parallel.model_structure import ModelStructure
 from toolkit.parallel.pipeline.balance import count_flops
 from toolkit.parallel.tensor.parallelize import TensorParallelizer, is_column, sharded_dim
-from toolkit.recorder.fake_model import keep_few, structure_of, text_config
+from toolkit.recorder.fake_model import has_table_of, keep_few, structure_of, text_config
 from toolkit.recorder.frozen import freeze
 from toolkit.recorder.record import in_fake_group
 
@@ -154,4 +154,5 @@ def _facts(model: PreTrainedModel, layers: int) -> Mapping[str, Any]:
 
     facts = {fact: read(fact) for fact in ("hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "positions")}
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    return facts | {"layers": layers, "tied": tied}
+    learned = facts["positions"] is not None and has_table_of(facts["positions"], model)
+    return facts | {"layers": layers, "tied": tied, "learned_positions": learned}
