@@ -36,8 +36,8 @@ from measure.table import publish, target_met
 from toolkit.checkpoint.names import hash_file
 from toolkit.config.job import Job
 from toolkit.config.recipe import Recipe
-from toolkit.data.loader import MicroBatchLoader
-from toolkit.data.token_cache import prepare
+from toolkit.data.samples.loader import MicroBatchLoader
+from toolkit.data.tokens.token_cache import prepare
 from toolkit.engines.base import Engine
 from toolkit.engines.factory import create_engine
 from toolkit.files import sync

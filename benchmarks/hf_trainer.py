@@ -46,8 +46,8 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from toolkit.config.job import Job
 from toolkit.config.recipe import Recipe
-from toolkit.data.loader import MicroBatchLoader
-from toolkit.data.token_cache import prepare
+from toolkit.data.samples.loader import MicroBatchLoader
+from toolkit.data.tokens.token_cache import prepare
 from toolkit.launch.output import quiet
 from toolkit.model_init.build_model import build_model
 from toolkit.model_init.freed_memory import keep_freed_memory

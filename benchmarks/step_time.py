@@ -42,8 +42,8 @@ from transformers import PreTrainedModel
 
 from toolkit.config.job import Job
 from toolkit.config.recipe import Recipe
-from toolkit.data.loader import MicroBatchLoader
-from toolkit.data.token_cache import prepare
+from toolkit.data.samples.loader import MicroBatchLoader
+from toolkit.data.tokens.token_cache import prepare
 from toolkit.engines.optimizer import learning_rate, parameter_groups
 from toolkit.launch.output import quiet
 from toolkit.model_init.build_model import build_model

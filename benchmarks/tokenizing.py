@@ -8,7 +8,7 @@ of the same length to disk:
 
     datasets  Dataset.map(tokenizer, batched=True) and a second map that joins and splits each batch, as language-model
               examples do; starts from a dataset that is already in Arrow format.
-    toolkit   toolkit.data.token_cache.prepare from a JSONL file: also splits off validation text and syncs to disk.
+    toolkit   token_cache.prepare from a JSONL file: also splits off validation text and syncs to disk.
 
 The two alternate, so that a machine that slows down slows both; the table shows medians. The time includes starting
 processes, but not training the tokenizer and writing the inputs.
@@ -33,9 +33,9 @@ from rich.console import Console
 from rich.table import Table
 
 from toolkit.config.recipe import DataSection
-from toolkit.data import tokenizer as tokenizers
-from toolkit.data.sources import open_source
-from toolkit.data.token_cache import prepare
+from toolkit.data.documents.sources import open_source
+from toolkit.data.tokens import tokenizer as tokenizers
+from toolkit.data.tokens.token_cache import prepare
 
 SEQ_LEN = 1024
 

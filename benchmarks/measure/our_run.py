@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from toolkit import Callback, Job, TrainOptions, train
 from toolkit.config.recipe import Recipe
-from toolkit.data.token_cache import prepare
+from toolkit.data.tokens.token_cache import prepare
 from toolkit.training.loop import TrainingRun
 from toolkit.training.metrics import StepMetrics
 

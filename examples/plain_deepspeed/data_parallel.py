@@ -23,7 +23,7 @@ from deepspeed.utils import safe_get_full_grad
 from probe import Probe, Script, make_optimizer, mean_over_ranks
 
 from toolkit.config.job import Job
-from toolkit.data.micro_batch import MicroBatch
+from toolkit.data.samples.micro_batch import MicroBatch
 from toolkit.engines.base import StepResult
 from toolkit.model_init.build_model import build_model
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from toolkit.data.micro_batch import MicroBatch
+from toolkit.data.samples.micro_batch import MicroBatch
 from toolkit.engines.base import Engine, StepResult
 from toolkit.parallel.loss import IGNORE
 

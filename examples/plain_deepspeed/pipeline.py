@@ -21,7 +21,7 @@ from probe import Probe, Script, make_optimizer
 from torch import nn
 
 from toolkit.config.job import Job
-from toolkit.data.micro_batch import MicroBatch
+from toolkit.data.samples.micro_batch import MicroBatch
 from toolkit.engines.base import StepResult
 from toolkit.model_init.build_model import build_model
 

@@ -10,7 +10,7 @@ from deepspeed.runtime.utils import clip_grad_norm_
 from torch import nn
 
 from toolkit.config.recipe import Recipe
-from toolkit.data.micro_batch import MicroBatch
+from toolkit.data.samples.micro_batch import MicroBatch
 from toolkit.engines.base import Engine
 from toolkit.errors import RunError
 

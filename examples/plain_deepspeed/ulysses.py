@@ -18,7 +18,7 @@ from probe import Probe, make_optimizer, mean_over_ranks
 from torch.distributed.nn.functional import all_gather
 
 from toolkit.config.job import Job
-from toolkit.data.micro_batch import MicroBatch
+from toolkit.data.samples.micro_batch import MicroBatch
 from toolkit.engines.base import StepResult
 from toolkit.model_init.build_model import build_model
 

@@ -16,7 +16,7 @@ from interrupted_runs import SETTINGS, STEPS, assert_same_bits, interrupt, metri
 from refusals import refused
 
 from toolkit.checkpoint.verify import verify
-from toolkit.data.loader import MicroBatchLoader
+from toolkit.data.samples.loader import MicroBatchLoader
 from toolkit.engines import deepspeed_patches
 from toolkit.engines.deepspeed_engine import DeepSpeedEngine
 from toolkit.errors import ToolkitError

@@ -14,8 +14,8 @@ from toolkit.checkpoint.select import summarize_checkpoints
 from toolkit.config.job import Job
 from toolkit.config.recipe import Recipe
 from toolkit.convert.import_run import import_run
-from toolkit.data.loader import MicroBatchLoader
-from toolkit.data.token_cache import prepare
+from toolkit.data.samples.loader import MicroBatchLoader
+from toolkit.data.tokens.token_cache import prepare
 from toolkit.engines.factory import create_engine
 from toolkit.engines.optimizer import learning_rate
 from toolkit.errors import CheckpointError

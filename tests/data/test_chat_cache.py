@@ -9,8 +9,8 @@ import pytest
 from small_chats import CHATML, write_chats, write_tokenizer
 
 from toolkit.config.recipe import DataSection
-from toolkit.data import sources
-from toolkit.data.token_cache import TokenCorpus, prepare
+from toolkit.data.documents import sources
+from toolkit.data.tokens.token_cache import TokenCorpus, prepare
 from toolkit.errors import DataError
 
 

@@ -12,7 +12,7 @@ import pytest
 from small_chats import CHATML, turns, write_tokenizer
 from transformers import AutoTokenizer
 
-from toolkit.data.conversation_encoder import ConversationEncoder
+from toolkit.data.tokens.conversation_encoder import ConversationEncoder
 from toolkit.errors import DataError
 
 _ROLE = "{{ '<|' + message.role + '|>\n' + message.content }}"

@@ -9,7 +9,7 @@ from refusals import refused
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from toolkit.data.document_samples import DocumentSamples
+from toolkit.data.samples.document_samples import DocumentSamples
 from toolkit.errors import DataError
 from toolkit.parallel.loss import IGNORE
 

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Regex as Pattern
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from toolkit.data.encoder import (
+from toolkit.data.tokens.encoder import (
     _ASCII_WORDS,
     CachedEncoder,
     PlainEncoder,
@@ -105,7 +105,7 @@ def test_truncation_saved_with_the_tokenizer_is_ignored(tmp_path):
 
 
 def test_the_cache_stays_exact_when_it_overflows(tmp_path, monkeypatch):
-    monkeypatch.setattr("toolkit.data.encoder._CACHE_ENTRIES", 3)
+    monkeypatch.setattr("toolkit.data.tokens.encoder._CACHE_ENTRIES", 3)
     folder = save(train(SPLITS["gpt2"]), tmp_path)
     plain = PlainEncoder(Tokenizer.from_file(str(folder / "tokenizer.json")), "<u2")
     assert load_encoder(folder, "<u2", split_special_tokens=False).encode(CODE) == plain.encode(CODE)

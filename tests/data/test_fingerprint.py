@@ -5,7 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from toolkit.data.fingerprint import format_fingerprint, hash_samples
+from toolkit.data.samples.fingerprint import format_fingerprint, hash_samples
 
 SIZE, LENGTH = 12, 16
 CHANCE = np.random.default_rng(3)

@@ -13,9 +13,9 @@ from refusals import refused
 
 from toolkit.config import recipe_problems
 from toolkit.config.recipe import DataSection, Recipe
-from toolkit.data.markov import DOCUMENTS, END, LETTERS, EntropyRate, MarkovSource, stationary
-from toolkit.data.samples import Samples
-from toolkit.data.token_cache import TokenCorpus, prepare
+from toolkit.data.documents.markov import DOCUMENTS, END, LETTERS, EntropyRate, MarkovSource, stationary
+from toolkit.data.samples.samples import Samples
+from toolkit.data.tokens.token_cache import TokenCorpus, prepare
 from toolkit.errors import DataError
 from toolkit.parallel.loss import IGNORE
 

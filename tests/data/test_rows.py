@@ -7,8 +7,8 @@ import pytest
 from small_chats import turns
 
 from toolkit.config.recipe import DataSection
-from toolkit.data.rows import RowReader
-from toolkit.data.sources import open_source
+from toolkit.data.documents.rows import RowReader
+from toolkit.data.documents.sources import open_source
 
 
 def document(row, row_format="chat"):

@@ -10,9 +10,9 @@ import torch
 from refusals import refused
 
 from toolkit.config.layout import Batch
-from toolkit.data.loader import prefetched
 from toolkit.data.permutation import permute
-from toolkit.data.samples import Samples
+from toolkit.data.samples.loader import prefetched
+from toolkit.data.samples.samples import Samples
 from toolkit.errors import DataError
 from toolkit.parallel.loss import IGNORE
 

@@ -13,10 +13,10 @@ import zstandard
 from refusals import refused
 
 from toolkit.config.recipe import DataSection
-from toolkit.data import sources, text_chunks
-from toolkit.data.rows import RowReader
-from toolkit.data.sources import open_source
-from toolkit.data.text_chunks import JsonlRange, TextRange, line_blocks, split_offsets
+from toolkit.data.documents import sources, text_chunks
+from toolkit.data.documents.rows import RowReader
+from toolkit.data.documents.sources import open_source
+from toolkit.data.documents.text_chunks import JsonlRange, TextRange, line_blocks, split_offsets
 from toolkit.errors import DataError
 
 TEXTS = ["first line\nsecond", "", "ünï¢ödé 漢字 \U0001f600", "\r\n tabs\tand spaces  ", "last"] * 40

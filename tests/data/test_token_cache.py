@@ -18,12 +18,12 @@ import pytest
 from refusals import refused
 
 from toolkit.config.recipe import DataSection
-from toolkit.data import sources
-from toolkit.data.build_cache import _write
-from toolkit.data.sources import open_source
-from toolkit.data.text_chunks import LoadedTexts
-from toolkit.data.token_cache import TokenCorpus, prepare
-from toolkit.data.tokenizer_pool import EncodedChunk, TokenizerJob, TokenizerPool
+from toolkit.data.documents import sources
+from toolkit.data.documents.sources import open_source
+from toolkit.data.documents.text_chunks import LoadedTexts
+from toolkit.data.tokens.build_cache import _write
+from toolkit.data.tokens.token_cache import TokenCorpus, prepare
+from toolkit.data.tokens.tokenizer_pool import EncodedChunk, TokenizerJob, TokenizerPool
 from toolkit.errors import DataError, RunError
 
 
@@ -189,7 +189,7 @@ def test_a_corpus_too_small_to_hold_out_from_says_what_to_do(tmp_path):
 def test_a_source_that_changes_during_the_build_is_refused(text, monkeypatch):
     prints = iter("abc")
     monkeypatch.setattr(
-        "toolkit.data.token_cache.open_source", lambda section: Changing(open_source(section), next(prints))
+        "toolkit.data.tokens.token_cache.open_source", lambda section: Changing(open_source(section), next(prints))
     )
     with refused(DataError, "data.source"):
         built(text)
@@ -254,7 +254,8 @@ BUILDER = """
 import sys, time
 from pathlib import Path
 from toolkit.config.recipe import DataSection
-from toolkit.data import build_cache, sources, token_cache
+from toolkit.data.documents import sources
+from toolkit.data.tokens import build_cache, token_cache
 sources.text_chunks.CHUNK_BYTES = 2000
 folder, seconds = Path(sys.argv[1]), float(sys.argv[2])
 original = build_cache.encode_chunks
@@ -338,7 +339,7 @@ def test_only_a_process_that_waited_for_a_failed_builder_fails_with_it(age, outc
             self.failure.write_text("as before")
             os.utime(self.failure, (time.time() - age,) * 2)
 
-    monkeypatch.setattr("toolkit.data.token_cache.FileLock", Waited)
+    monkeypatch.setattr("toolkit.data.tokens.token_cache.FileLock", Waited)
     with outcome:
         built(text)
 
@@ -369,5 +370,6 @@ def test_a_killed_builder_leaves_no_worker_and_the_next_one_takes_over(text, tmp
 
 
 def test_the_import_needs_no_torch():
-    code = "import sys, toolkit.data.token_cache, toolkit.data.tokenizer_pool; sys.exit('torch' in sys.modules)"
+    modules = "toolkit.data.tokens.token_cache, toolkit.data.tokens.tokenizer_pool"
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env={**os.environ}, check=False).returncode == 0

@@ -9,8 +9,8 @@ from refusals import refused
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from toolkit.config.recipe import DataSection
-from toolkit.data.sources import open_source
-from toolkit.data.tokenizer import identity, load_or_train, sample_texts, vocab_size
+from toolkit.data.documents.sources import open_source
+from toolkit.data.tokens.tokenizer import identity, load_or_train, sample_texts, vocab_size
 from toolkit.errors import DataError
 
 TEXT = "the quick brown fox, the lazy dog: ünïcode 漢字 \x00\x01\r\n\t  two  spaces ' .\n"
@@ -48,7 +48,8 @@ def test_a_saved_bpe_loads_as_the_same_tokenizer(corpus, tmp_path):
 
 def test_training_in_another_process_gives_the_same_bpe(corpus):
     code = (
-        "import sys; from toolkit.config.recipe import DataSection; from toolkit.data import tokenizer, sources\n"
+        "import sys; from toolkit.config.recipe import DataSection; from toolkit.data.documents import sources\n"
+        "from toolkit.data.tokens import tokenizer\n"
         "section = DataSection(source=sys.argv[1], tokenizer='bpe-300', seq_len=8)\n"
         "made = tokenizer.load_or_train(section, sources.open_source(section))\n"
         "sys.stdout.write(made.backend_tokenizer.to_str())"

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from refusals import refused
 
-from toolkit.data.build_cache import BLOCK_TOKENS, choose_validation
+from toolkit.data.tokens.build_cache import BLOCK_TOKENS, choose_validation
 from toolkit.errors import DataError
 
 

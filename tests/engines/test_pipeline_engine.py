@@ -9,7 +9,7 @@ import torch
 from nonempty import nonempty
 
 from toolkit.config.recipe import Recipe
-from toolkit.data.samples import Samples
+from toolkit.data.samples.samples import Samples
 from toolkit.engines.base import Engine
 from toolkit.engines.factory import create_engine
 from toolkit.errors import NonFiniteError

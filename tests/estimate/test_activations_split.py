@@ -112,7 +112,7 @@ def _run_pipeline(recipe: Any) -> dict[str, Any]:
     """On a rank: the most that lived in one more step, beside what was there, and what the estimate is made from."""
     from allocations import LiveBytes
 
-    from toolkit.data.micro_batch import MicroBatch
+    from toolkit.data.samples.micro_batch import MicroBatch
     from toolkit.parallel.pipeline.pipeline_module import StepWithoutUpdate
     from toolkit.parity.run.train_in_memory import train_in_memory
 

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from toolkit.config.job import Job
 from toolkit.config.recipe import ModelSection, Recipe
-from toolkit.data.micro_batch import MicroBatch
+from toolkit.data.samples.micro_batch import MicroBatch
 from toolkit.engines.reference_engine import ReferenceEngine
 from toolkit.errors import ModelError
 from toolkit.model_init.document_masking import check_document_masking

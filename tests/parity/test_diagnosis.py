@@ -12,8 +12,8 @@ import pytest
 import torch
 from planted_faults import forget_moments
 
-from toolkit.data.loader import MicroBatchLoader
-from toolkit.data.samples import Samples
+from toolkit.data.samples.loader import MicroBatchLoader
+from toolkit.data.samples.samples import Samples
 from toolkit.engines import accelerate_engine, deepspeed_engine, deepspeed_patches
 from toolkit.engines.base import DataParallelEngine, Engine, StepResult
 from toolkit.engines.deepspeed_engine import DeepSpeedEngine

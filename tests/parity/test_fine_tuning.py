@@ -9,7 +9,7 @@ from interrupted_runs import SETTINGS, timeless
 from small_chats import write_chats, write_tokenizer
 
 from toolkit.config.recipe import Recipe
-from toolkit.data.document_samples import DocumentSamples
+from toolkit.data.samples.document_samples import DocumentSamples
 from toolkit.parallel.loss import IGNORE
 from toolkit.parity import ParityResult, ParityRun
 from toolkit.parity.run.train_in_memory import train_in_memory

@@ -18,7 +18,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine as DeepSpeedPipeline
 from deepspeed.runtime.pipe.schedule import BackwardPass
 from torch import nn
 
-from toolkit.data.loader import MicroBatchLoader
+from toolkit.data.samples.loader import MicroBatchLoader
 from toolkit.engines import deepspeed_patches
 from toolkit.engines.pipeline_engine import PipelineEngine
 from toolkit.model_init import model_partition

@@ -10,7 +10,7 @@ import torch
 
 from toolkit.config.layout import Layout
 from toolkit.config.parallel_rules import ULYSSES_FAMILIES
-from toolkit.data.micro_batch import MicroBatch
+from toolkit.data.samples.micro_batch import MicroBatch
 from toolkit.engines import deepspeed_patches, ulysses_engine
 from toolkit.engines.base import Engine
 from toolkit.parallel.loss import IGNORE

@@ -164,8 +164,8 @@ class Cell:
 
 def measure(recipe: Recipe, change: Change | None = None, *, steps: int = 2) -> Cell:
     """On this rank, in an engine that has taken some steps. `change` edits the DeepSpeed config that it gets."""
-    from toolkit.data.loader import MicroBatchLoader
-    from toolkit.data.token_cache import prepare
+    from toolkit.data.samples.loader import MicroBatchLoader
+    from toolkit.data.tokens.token_cache import prepare
     from toolkit.engines.factory import create_engine
     from toolkit.training.preflight import check_model, deepspeed_config
 

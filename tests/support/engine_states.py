@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from toolkit.config.job import Job
 from toolkit.config.recipe import Recipe
-from toolkit.data.loader import MicroBatchLoader
-from toolkit.data.token_cache import prepare
+from toolkit.data.samples.loader import MicroBatchLoader
+from toolkit.data.tokens.token_cache import prepare
 from toolkit.engines.base import Engine
 from toolkit.engines.factory import create_engine
 from toolkit.engines.optimizer import learning_rate

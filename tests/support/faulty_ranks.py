@@ -170,7 +170,7 @@ def inject(fault: Fault, record: Path) -> None:
 
 def _inject_into_loader(fault: Fault, record: Path) -> None:
     """The loader prefetches; the fault counts from when training asks for the missing batch."""
-    from toolkit.data.samples import Samples
+    from toolkit.data.samples.samples import Samples
     from toolkit.launch.health.watchdog import Watchdog
 
     batch, report_phase = Samples.batch, Watchdog.report_phase

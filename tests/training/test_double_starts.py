@@ -14,7 +14,7 @@ import pytest
 from interrupted_runs import metrics
 from refusals import refused
 
-from toolkit.data.loader import MicroBatchLoader
+from toolkit.data.samples.loader import MicroBatchLoader
 from toolkit.errors import FinishedError, RunError, ToolkitError
 
 Train = Callable[..., str]

@@ -11,8 +11,8 @@ import torch
 from interrupted_runs import SETTINGS, assert_same_bits, interrupt, metrics, tensors, timeless
 
 from toolkit.config.recipe import Recipe
-from toolkit.data.loader import MicroBatchLoader
-from toolkit.data.samples import Samples
+from toolkit.data.samples.loader import MicroBatchLoader
+from toolkit.data.samples.samples import Samples
 from toolkit.engines.base import DataParallelEngine
 from toolkit.engines.deepspeed_engine import DeepSpeedEngine
 from toolkit.engines.pipeline_engine import PipelineEngine

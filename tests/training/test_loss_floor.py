@@ -15,10 +15,10 @@ import pytest
 
 from toolkit.config import dump_recipe
 from toolkit.config.recipe import Recipe
-from toolkit.data.loader import MicroBatchLoader
-from toolkit.data.markov import END, LETTERS, MarkovSource
-from toolkit.data.samples import Samples
-from toolkit.data.token_cache import prepare
+from toolkit.data.documents.markov import END, LETTERS, MarkovSource
+from toolkit.data.samples.loader import MicroBatchLoader
+from toolkit.data.samples.samples import Samples
+from toolkit.data.tokens.token_cache import prepare
 from toolkit.engines import base, reference_engine
 from toolkit.parallel.loss import IGNORE, token_loss_sum
 from toolkit.parity.run.train_in_memory import train_in_memory

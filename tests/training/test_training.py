@@ -180,7 +180,7 @@ def test_a_run_does_not_delete_the_model_that_it_starts_from(train: Train, tmp_p
 
 
 def test_ranks_with_other_text_are_refused(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from toolkit.data.token_cache import TokenCorpus
+    from toolkit.data.tokens.token_cache import TokenCorpus
 
     def contents(corpus: TokenCorpus) -> str:
         return f"text of rank {min(1, int(os.environ['RANK']))}"

@@ -9,8 +9,8 @@ from toolkit.units import plural
 
 if TYPE_CHECKING:
     from toolkit.config.recipe import Recipe
-    from toolkit.data.samples import Samples
-    from toolkit.data.token_cache import TokenCorpus
+    from toolkit.data.samples.samples import Samples
+    from toolkit.data.tokens.token_cache import TokenCorpus
 
 
 @click.command
@@ -28,8 +28,8 @@ def command(recipe: str, overrides: tuple[str, ...], show: int) -> None:
       dstk data recipes/demo.yaml
       dstk data chat.yaml --show 2 data.train_on=last_assistant
     """
-    from toolkit.data.loader import open_samples
-    from toolkit.data.token_cache import prepare
+    from toolkit.data.samples.loader import open_samples
+    from toolkit.data.tokens.token_cache import prepare
 
     loaded = load_recipe(recipe, overrides)
     corpus = prepare(loaded.data, progress=True)

@@ -17,8 +17,8 @@ from toolkit.config.recipe import Recipe
 from toolkit.convert.deepspeed_checkpoint import DeepSpeedCheckpoint, find_tag, open_deepspeed
 from toolkit.convert.deepspeed_partitions import MASTER
 from toolkit.convert.import_weights import Imported, check_fits, tensor_group
-from toolkit.data.loader import MicroBatchLoader
-from toolkit.data.token_cache import TokenCorpus, prepare
+from toolkit.data.samples.loader import MicroBatchLoader
+from toolkit.data.tokens.token_cache import TokenCorpus, prepare
 from toolkit.engines.optimizer import learning_rate
 from toolkit.engines.optimizer_states import state_kinds
 from toolkit.files import printable

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from toolkit.data.micro_batch import MicroBatch
+from toolkit.data.samples.micro_batch import MicroBatch
 from toolkit.engines.dropout import DropoutStream
 from toolkit.engines.optimizer_states import OptimizerStates
 from toolkit.errors import NonFiniteError

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from toolkit.config.job import Job
-from toolkit.data.micro_batch import MicroBatch
+from toolkit.data.samples.micro_batch import MicroBatch
 from toolkit.engines import deepspeed_patches
 from toolkit.engines.base import DataParallelEngine, DistributedEngine, StepResult, gradient_error
 from toolkit.engines.dropout import DropoutStream

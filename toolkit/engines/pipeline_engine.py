@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from toolkit.config.job import Job
-from toolkit.data.micro_batch import MicroBatch
+from toolkit.data.samples.micro_batch import MicroBatch
 from toolkit.engines.base import StepResult, gradient_error, nan_unless_finite
 from toolkit.engines.deepspeed_engine import DeepSpeedBase, model_dtype
 from toolkit.engines.deepspeed_patches import quiet_stdout

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from toolkit.config.job import Job
-from toolkit.data.micro_batch import MicroBatch
+from toolkit.data.samples.micro_batch import MicroBatch
 from toolkit.engines.base import FullForwardEngine, StepResult, gradient_error
 from toolkit.engines.dropout import DropoutStream
 from toolkit.engines.gradient_norm import clip_gradients

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from toolkit.config.job import Job
-from toolkit.data.micro_batch import MicroBatch
+from toolkit.data.samples.micro_batch import MicroBatch
 from toolkit.engines import deepspeed_patches
 from toolkit.engines.deepspeed_engine import DeepSpeedEngine
 from toolkit.parallel.sequence.ulysses import local_positions, register_attention

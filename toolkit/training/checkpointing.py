@@ -17,7 +17,7 @@ from toolkit.checkpoint.save import AsyncSaver, CheckpointContents, SavedCheckpo
 from toolkit.checkpoint.tensor_source import ShardedTensorSource
 from toolkit.checkpoint.trainer_state import TrainerState
 from toolkit.config.job import Job
-from toolkit.data.token_cache import TokenCorpus
+from toolkit.data.tokens.token_cache import TokenCorpus
 from toolkit.engines.base import Engine
 from toolkit.engines.local_tensors import local_tensors
 from toolkit.engines.optimizer_states import MASTER

@@ -10,10 +10,10 @@ from functools import partial
 from pathlib import Path
 
 from toolkit.config.job import Job
-from toolkit.data.fingerprint import BatchFingerprints
-from toolkit.data.loader import MicroBatchLoader
-from toolkit.data.micro_batch import MicroBatch
-from toolkit.data.token_cache import TokenCorpus
+from toolkit.data.samples.fingerprint import BatchFingerprints
+from toolkit.data.samples.loader import MicroBatchLoader
+from toolkit.data.samples.micro_batch import MicroBatch
+from toolkit.data.tokens.token_cache import TokenCorpus
 from toolkit.engines.base import Engine, StepResult
 from toolkit.engines.optimizer import learning_rate
 from toolkit.errors import NonFiniteError, PreemptedError

@@ -8,7 +8,7 @@ from transformers import PretrainedConfig
 from toolkit.config import parallelism_conflicts
 from toolkit.config.job import Job
 from toolkit.config.recipe import Recipe
-from toolkit.data.token_cache import TokenCorpus
+from toolkit.data.tokens.token_cache import TokenCorpus
 from toolkit.dsconfig import Device, build, merge_user_config, read_user_config
 from toolkit.engines.factory import check_precision
 from toolkit.engines.optimizer import learning_rate

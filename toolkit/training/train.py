@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from toolkit.config import dump_recipe, load_recipe
 from toolkit.config.job import Job
-from toolkit.data.loader import MicroBatchLoader
-from toolkit.data.token_cache import TokenCorpus, prepare
+from toolkit.data.samples.loader import MicroBatchLoader
+from toolkit.data.tokens.token_cache import TokenCorpus, prepare
 from toolkit.engines.base import Engine
 from toolkit.engines.factory import create_engine
 from toolkit.errors import RunError

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from toolkit.data.loader import MicroBatchLoader
+from toolkit.data.samples.loader import MicroBatchLoader
 from toolkit.engines.base import Engine
 from toolkit.parallel.loss import IGNORE, token_loss_sum
 from toolkit.parallel.model_structure import decoder_layer_list, hidden_argument

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from toolkit.config.job import Job
 from toolkit.config.recipe import Recipe
-from toolkit.data.fingerprint import merge_fingerprints
+from toolkit.data.samples.fingerprint import merge_fingerprints
 from toolkit.engines.base import Engine
 from toolkit.engines.factory import create_engine
 from toolkit.engines.reference_engine import ReferenceEngine

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.data.text_chunks import LoadedTexts, TextChunk
+from toolkit.data.documents.text_chunks import LoadedTexts, TextChunk
 
 LETTERS = string.ascii_lowercase
 END = len(LETTERS)

@@ -30,9 +30,9 @@ from filelock import FileLock
 from numpy.typing import NDArray
 
 from toolkit.config.recipe import DataSection
-from toolkit.data import tokenizer as tokenizers
-from toolkit.data.build_cache import TRAINED_SUFFIX, build
-from toolkit.data.sources import Source, open_source
+from toolkit.data.documents.sources import Source, open_source
+from toolkit.data.tokens import tokenizer as tokenizers
+from toolkit.data.tokens.build_cache import TRAINED_SUFFIX, build
 from toolkit.errors import DataError
 from toolkit.files import cache_folder, expanded, published
 
@@ -69,7 +69,7 @@ class TokenCorpus:
     unigram_entropy: float
     """Of the training tokens, in nats: the loss of a model that knows token frequencies only."""
     entropy_rate: float | None = None
-    """Of the stream of tokens, in nats per token, if known (see `toolkit.data.markov`)."""
+    """Of the stream of tokens, in nats per token, if known (see `toolkit.data.documents.markov`)."""
     entropy_rate_in_documents: float | None = None
     """The same without the first token of each document."""
     trained_tokens: int | None = None

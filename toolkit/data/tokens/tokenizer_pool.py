@@ -20,17 +20,17 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.data.chat_template import TrainOn
-from toolkit.data.conversation_encoder import ConversationEncoder
-from toolkit.data.encoder import Encoder, load_encoder
-from toolkit.data.rows import Format
-from toolkit.data.text_chunks import TextChunk
+from toolkit.data.documents.rows import Format
+from toolkit.data.documents.text_chunks import TextChunk
+from toolkit.data.tokens.chat_template import TrainOn
+from toolkit.data.tokens.conversation_encoder import ConversationEncoder
+from toolkit.data.tokens.encoder import Encoder, load_encoder
 from toolkit.errors import DataError, RunError
 from toolkit.parent_process import end_with
 
 # Results per worker that may wait for a slower one before them: bounds the memory of the parent.
 _AHEAD = 4
-_WORKER = "from toolkit.data.tokenizer_pool import run_worker; run_worker()"
+_WORKER = "from toolkit.data.tokens.tokenizer_pool import run_worker; run_worker()"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,9 +12,9 @@ import tokenizers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from toolkit.config.recipe import DataSection
-from toolkit.data.chat_template import check_tokenizer
-from toolkit.data.sources import Source
-from toolkit.data.tokenizer_pool import tokenizers_parallelism_off
+from toolkit.data.documents.sources import Source
+from toolkit.data.tokens.chat_template import check_tokenizer
+from toolkit.data.tokens.tokenizer_pool import tokenizers_parallelism_off
 from toolkit.errors import DataError
 from toolkit.files import expanded, reason_of
 

@@ -27,9 +27,9 @@ from typing import Any, Protocol
 
 from toolkit.config.recipe import DataSection
 from toolkit.config.recipe_rules import JSON_SUFFIXES, PARQUET_SUFFIXES
-from toolkit.data import text_chunks
-from toolkit.data.markov import EntropyRate, MarkovSource
-from toolkit.data.rows import RowReader
+from toolkit.data.documents import text_chunks
+from toolkit.data.documents.markov import EntropyRate, MarkovSource
+from toolkit.data.documents.rows import RowReader
 from toolkit.errors import DataError
 from toolkit.files import expanded, reason_of
 

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
-from toolkit.data.micro_batch import MicroBatch
 from toolkit.data.permutation import permute
-from toolkit.data.token_cache import Split, TokenCorpus
+from toolkit.data.samples.micro_batch import MicroBatch
+from toolkit.data.tokens.token_cache import Split, TokenCorpus
 from toolkit.errors import DataError
 from toolkit.parallel.loss import IGNORE
 

@@ -20,11 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.config.recipe import DataSection
-from toolkit.data import tokenizer as tokenizers
-from toolkit.data.markov import EntropyRate
+from toolkit.data.documents.markov import EntropyRate
+from toolkit.data.documents.sources import Source
 from toolkit.data.permutation import mix
-from toolkit.data.sources import Source
-from toolkit.data.tokenizer_pool import EncodedChunk, TokenizerJob, encode_chunks
+from toolkit.data.tokens import tokenizer as tokenizers
+from toolkit.data.tokens.tokenizer_pool import EncodedChunk, TokenizerJob, encode_chunks
 from toolkit.errors import DataError
 
 if TYPE_CHECKING:

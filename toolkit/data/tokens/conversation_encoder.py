@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from toolkit.data.chat_template import ChatTemplate, TrainOn
+from toolkit.data.tokens.chat_template import ChatTemplate, TrainOn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class EncodedDocument:
 
 
 class ConversationEncoder:
-    """Encodes documents of `toolkit.data.rows`."""
+    """Encodes documents of `toolkit.data.documents.rows`."""
 
     def __init__(self, tokenizer_dir: Path, dtype: str, train_on: TrainOn) -> None:
         from transformers import AutoTokenizer

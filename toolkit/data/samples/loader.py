@@ -15,10 +15,10 @@ import torch
 from toolkit.config.job import Job
 from toolkit.config.layout import Batch, Layout
 from toolkit.config.recipe import DataSection, Recipe
-from toolkit.data.document_samples import DocumentSamples
-from toolkit.data.micro_batch import MicroBatch
-from toolkit.data.samples import Samples
-from toolkit.data.token_cache import Split, TokenCorpus
+from toolkit.data.samples.document_samples import DocumentSamples
+from toolkit.data.samples.micro_batch import MicroBatch
+from toolkit.data.samples.samples import Samples
+from toolkit.data.tokens.token_cache import Split, TokenCorpus
 from toolkit.parallel.loss import IGNORE
 from toolkit.phases import PhaseReporter, ignore_phase
 from toolkit.seeds import derive_seed

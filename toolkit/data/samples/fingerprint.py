@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from numpy.typing import ArrayLike, NDArray
 
-from toolkit.data.loader import MicroBatchLoader
-from toolkit.data.micro_batch import MicroBatch
 from toolkit.data.permutation import mix
+from toolkit.data.samples.loader import MicroBatchLoader
+from toolkit.data.samples.micro_batch import MicroBatch
 
 _BITS = np.uint64(40)
 """Bits of a sample's hash: sums over millions of samples still fit in 63 bits."""

@@ -17,8 +17,8 @@ from numpy.typing import ArrayLike, NDArray
 from typing_extensions import override
 
 from toolkit.data.permutation import permute
-from toolkit.data.samples import Samples
-from toolkit.data.token_cache import Split, TokenCorpus
+from toolkit.data.samples.samples import Samples
+from toolkit.data.tokens.token_cache import Split, TokenCorpus
 from toolkit.errors import DataError
 from toolkit.parallel.loss import IGNORE
 

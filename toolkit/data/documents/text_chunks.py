@@ -18,7 +18,7 @@ from typing import BinaryIO
 import zstandard
 from typing_extensions import override
 
-from toolkit.data.rows import RowReader
+from toolkit.data.documents.rows import RowReader
 from toolkit.errors import DataError
 
 CHUNK_BYTES = 1 << 20

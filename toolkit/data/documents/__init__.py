@@ -1,0 +1,1 @@
+"""Documents: where texts, chats and prompts come from, in a fixed order, as chunks for tokenizer workers."""
