@@ -1,0 +1,84 @@
+"""`dstk sample`: generate text with a trained model; `dstk demo`: train one and sample it."""
+
+import os
+import signal
+from pathlib import Path
+
+import click
+
+from toolkit.cli import FiniteRange
+from toolkit.errors import ModelError
+from toolkit.files import reason_of
+from toolkit.launch.spawn import find_recipes, run_local_ranks
+from toolkit.training.arguments import unused_run_directory
+
+
+@click.command()
+@click.argument("run")
+@click.option("--prompt", default="def ", show_default=True, help="Text that the model continues.")
+@click.option("--tokens", type=click.IntRange(min=1), default=120, show_default=True, help="Tokens to generate.")
+@click.option("--temperature", type=FiniteRange(min=0), default=0.8, show_default=True, help="0 is greedy.")
+@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Seed of the sampling.")
+def command(run: str, prompt: str, tokens: int, temperature: float, seed: int) -> None:
+    """Print what the model of RUN (a run directory or a Hugging Face directory) generates after a prompt."""
+    click.echo(generate(run, prompt=prompt, tokens=tokens, temperature=temperature, seed=seed))
+
+
+def generate(run: str, *, prompt: str, tokens: int, temperature: float, seed: int) -> str:
+    """Return the prompt and its continuation. Raises ModelError where there is no model."""
+    folder = Path(run) / "model" if (Path(run) / "model").is_dir() else Path(run)
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"{run}: neither a run directory with a model nor a Hugging Face directory. Give one of them.")
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False).eval()
+    except Exception as error:
+        raise ModelError(f"{run}: transformers cannot load it ({reason_of(error)}). Give another model.") from error
+    torch.manual_seed(seed)
+    inputs = tokenizer(prompt or tokenizer.eos_token, return_tensors="pt")
+    room = getattr(model.config, "max_position_embeddings", None)
+    length = inputs["input_ids"].shape[1]
+    if room is not None and length >= room:
+        raise ModelError(f"--prompt has {length} tokens, but the model has {room} positions. Shorten the prompt.")
+    written = model.generate(
+        input_ids=inputs["input_ids"],
+        attention_mask=inputs["attention_mask"],
+        max_new_tokens=min(tokens, room - length) if room is not None else tokens,
+        do_sample=temperature > 0,
+        **({"temperature": temperature, "top_k": 50} if temperature > 0 else {}),
+        pad_token_id=tokenizer.eos_token_id,
+    )
+    text: str = tokenizer.decode(written[0], skip_special_tokens=True)
+    return text
+
+
+@click.command()
+@click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
+@click.option("--nproc", type=click.IntRange(min=1), default=2, show_default=True, help="Ranks on this machine.")
+def demo(overrides: tuple[str, ...], nproc: int) -> int:
+    """Train a small GPT-2 on the standard library's source code, and sample it."""
+    recipes = find_recipes()
+    run_dir = unused_run_directory("demo")
+    arguments = ["--config", str(recipes / "demo.yaml"), f"run_dir={run_dir}", *overrides]
+    code = run_local_ranks(recipes / "train.py", arguments, nproc)
+    if code != 0:
+        return code
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # there is nothing left to save
+    text = generate(str(run_dir), prompt="def ", tokens=120, temperature=0.8, seed=1)
+    click.echo(click.style("Generated after `def `:", bold=True))
+    click.echo("".join(f"    {line}\n" for line in text.splitlines()))
+    click.echo(click.style("Try next:", bold=True))
+    here = os.path.relpath(recipes)
+    for command_line, meaning in (
+        (f"dstk train {here}/demo.yaml --nproc {nproc} parallel.zero_stage=3", "the same loss under ZeRO-3"),
+        (f"dstk sample {run_dir} --prompt 'class '", "more of its text"),
+        (f"dstk config {here}/gpt2/z2.yaml --world-size 8", "the DeepSpeed JSON of a run on 8 GPUs"),
+    ):
+        click.echo(f"    {command_line}\n        {meaning}")
+    return 0
