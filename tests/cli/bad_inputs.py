@@ -411,6 +411,7 @@ SAMPLE = [
     Bad("sample", "Missing argument"),
     Bad("sample gone", "gone"),
     Bad("sample text.txt", "text.txt"),
+    Bad("sample hf --chat --prompt Hi", "no chat template"),
     Bad("sample hf --tokens 0", "0 is not in the range"),
     Bad("sample hf --temperature -1", "-1"),
     Bad("sample hf --temperature nan", "nan"),

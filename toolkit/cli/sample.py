@@ -3,6 +3,7 @@
 import os
 import signal
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -12,50 +13,82 @@ from toolkit.files import reason_of
 from toolkit.launch.spawn import find_recipes, run_local_ranks
 from toolkit.training.arguments import unused_run_directory
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 @click.command()
 @click.argument("run")
 @click.option("--prompt", default="def ", show_default=True, help="Text that the model continues.")
+@click.option("--chat", is_flag=True, help="The prompt is a user's turn: print the answer of a chat model.")
 @click.option("--tokens", type=click.IntRange(min=1), default=120, show_default=True, help="Tokens to generate.")
 @click.option("--temperature", type=FiniteRange(min=0), default=0.8, show_default=True, help="0 is greedy.")
 @click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Seed of the sampling.")
-def command(run: str, prompt: str, tokens: int, temperature: float, seed: int) -> None:
+def command(run: str, prompt: str, chat: bool, tokens: int, temperature: float, seed: int) -> None:
     """Print what the model of RUN (a run directory or a Hugging Face directory) generates after a prompt."""
-    click.echo(generate(run, prompt=prompt, tokens=tokens, temperature=temperature, seed=seed))
+    model = GenerativeModel(run)
+    generate = model.answer if chat else model.continue_text
+    click.echo(generate(prompt, tokens=tokens, temperature=temperature, seed=seed))
 
 
-def generate(run: str, *, prompt: str, tokens: int, temperature: float, seed: int) -> str:
-    """Return the prompt and its continuation. Raises ModelError where there is no model."""
-    folder = Path(run) / "model" if (Path(run) / "model").is_dir() else Path(run)
-    if not (folder / "config.json").is_file():
-        raise ModelError(f"{run}: neither a run directory with a model nor a Hugging Face directory. Give one of them.")
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
+class GenerativeModel:
+    """The model of a run or of a Hugging Face directory, with its tokenizer."""
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False).eval()
-    except Exception as error:
-        raise ModelError(f"{run}: transformers cannot load it ({reason_of(error)}). Give another model.") from error
-    torch.manual_seed(seed)
-    inputs = tokenizer(prompt or tokenizer.eos_token, return_tensors="pt")
-    room = getattr(model.config, "max_position_embeddings", None)
-    length = inputs["input_ids"].shape[1]
-    if room is not None and length >= room:
-        raise ModelError(f"--prompt has {length} tokens, but the model has {room} positions. Shorten the prompt.")
-    written = model.generate(
-        input_ids=inputs["input_ids"],
-        attention_mask=inputs["attention_mask"],
-        max_new_tokens=min(tokens, room - length) if room is not None else tokens,
-        do_sample=temperature > 0,
-        **({"temperature": temperature, "top_k": 50} if temperature > 0 else {}),
-        pad_token_id=tokenizer.eos_token_id,
-    )
-    text: str = tokenizer.decode(written[0], skip_special_tokens=True)
-    return text
+    def __init__(self, run: str) -> None:
+        """Load it. Raises ModelError where there is none."""
+        folder = Path(run) / "model" if (Path(run) / "model").is_dir() else Path(run)
+        if not (folder / "config.json").is_file():
+            reason = "neither a run directory with a model nor a Hugging Face directory"
+            raise ModelError(f"{run}: {reason}. Give one of them.")
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers.utils import logging
+
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+            self._model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False).eval()
+        except Exception as error:
+            raise ModelError(f"{run}: transformers cannot load it ({reason_of(error)}). Give another model.") from error
+        self._run = run
+
+    def continue_text(self, prompt: str, *, tokens: int, temperature: float, seed: int = 0) -> str:
+        """Return the prompt and its continuation, of at most `tokens` tokens. Raises ModelError for a long prompt."""
+        prompt_ids = self._tokenizer(prompt or self._tokenizer.eos_token, return_tensors="pt")["input_ids"]
+        return self._decode(self._generate(prompt_ids, tokens, temperature, seed))
+
+    def answer(self, question: str, *, tokens: int, temperature: float, seed: int = 0) -> str:
+        """Return the answer to a user's turn. Raises ModelError without a chat template, or for a long prompt."""
+        if not self._tokenizer.chat_template:
+            raise ModelError(f"{self._run}: its tokenizer has no chat template. Leave --chat out.")
+        turns = [{"role": "user", "content": question}]
+        rendered = self._tokenizer.apply_chat_template(
+            turns, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        prompt_ids = rendered["input_ids"]
+        return self._decode(self._generate(prompt_ids, tokens, temperature, seed)[prompt_ids.shape[1] :]).strip()
+
+    def _generate(self, prompt_ids: "Tensor", tokens: int, temperature: float, seed: int) -> "Tensor":
+        import torch
+
+        torch.manual_seed(seed)
+        room = getattr(self._model.config, "max_position_embeddings", None)
+        length = prompt_ids.shape[1]
+        if room is not None and length >= room:
+            raise ModelError(f"--prompt has {length} tokens, but the model has {room} positions. Shorten the prompt.")
+        written: Tensor = self._model.generate(
+            input_ids=prompt_ids,
+            attention_mask=torch.ones_like(prompt_ids),
+            max_new_tokens=min(tokens, room - length) if room is not None else tokens,
+            do_sample=temperature > 0,
+            **({"temperature": temperature, "top_k": 50} if temperature > 0 else {}),
+            pad_token_id=self._tokenizer.eos_token_id,
+        )
+        return written[0]
+
+    def _decode(self, ids: "Tensor") -> str:
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
+        return text
 
 
 @click.command()
@@ -70,7 +103,7 @@ def demo(overrides: tuple[str, ...], nproc: int) -> int:
     if code != 0:
         return code
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # there is nothing left to save
-    text = generate(str(run_dir), prompt="def ", tokens=120, temperature=0.8, seed=1)
+    text = GenerativeModel(str(run_dir)).continue_text("def ", tokens=120, temperature=0.8, seed=1)
     click.echo(click.style("Generated after `def `:", bold=True))
     click.echo("".join(f"    {line}\n" for line in text.splitlines()))
     click.echo(click.style("Try next:", bold=True))
