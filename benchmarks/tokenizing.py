@@ -65,7 +65,7 @@ def write_inputs(folder: Path, megabytes: float | None) -> int:
     tokenizers.load_or_train(section, source).save_pretrained(folder / "tokenizer")
     texts: list[str] = []
     text_bytes = 0
-    for text in (text for chunk in source.chunks() for text in chunk.documents() if text):
+    for text in (str(text) for chunk in source.chunks() for text in chunk.documents() if text):
         if megabytes is not None and text_bytes >= megabytes * 1e6:
             break
         texts.append(text)

@@ -217,7 +217,9 @@ def test_a_cache_directory_that_cannot_be_written_is_named(text, tmp_path):
 
 def test_a_worker_that_dies_is_reported(tmp_path):
     built_corpus = built(write_text(tmp_path))
-    job = TokenizerJob(tokenizer_dir=str(built_corpus.tokenizer_dir), split_special_tokens=False, eos_id=0, dtype="<u2")
+    job = TokenizerJob(
+        tokenizer_dir=str(built_corpus.tokenizer_dir), split_special_tokens=False, eos_id=0, dtype="<u2", vocab_size=300
+    )
     with TokenizerPool(job, 2) as pool:
         results = pool.encode(LoadedTexts(texts=("x",), size_bytes=1) for _ in range(99))
         next(results)
@@ -229,7 +231,9 @@ def test_a_worker_that_dies_is_reported(tmp_path):
 
 def test_a_worker_that_has_just_started_leaves_signals_to_its_parent(tmp_path):
     built_corpus = built(write_text(tmp_path))
-    job = TokenizerJob(tokenizer_dir=str(built_corpus.tokenizer_dir), split_special_tokens=False, eos_id=0, dtype="<u2")
+    job = TokenizerJob(
+        tokenizer_dir=str(built_corpus.tokenizer_dir), split_special_tokens=False, eos_id=0, dtype="<u2", vocab_size=300
+    )
     start = TokenizerPool._start
 
     class Interrupted(TokenizerPool):

@@ -75,10 +75,11 @@ class DataSection(Section):
     """Configuration name of a `datasets` dataset."""
     split: Text = "train"
     """Split of a `datasets` dataset."""
-    format: Literal["text", "chat", "prompt_completion"] = "text"
+    format: Literal["text", "chat", "prompt_completion", "pretokenized"] = "text"
     """What a row holds. `text`: a text. `chat`: a conversation (`messages` with role and content, or ShareGPT's
     `conversations`), rendered by the tokenizer's chat template. `prompt_completion`: the texts `prompt` and
-    `completion`; the completion and its end-of-text token are trained on."""
+    `completion`; the completion and its end-of-text token are trained on. `pretokenized`: `input_ids` of `tokenizer`,
+    which are taken as they are, and maybe `labels`, -100 where a token is not trained on."""
     train_on: Literal["assistant", "last_assistant", "all"] = "assistant"
     """Which turns of a chat are trained on. The others are read and are no targets."""
     text_field: Text = "text"
@@ -91,12 +92,13 @@ class DataSection(Section):
     packing: Literal["packed", "padded"] = "packed"
     """`packed`: documents follow each other, separated by the end-of-text token. `padded`: a sample holds one document
     or a part of a longer one; the rest of the sample is padding and not trained on. With `format` chat or
-    prompt_completion, `packed` fills samples with whole documents and implies `document_masking`."""
+    prompt_completion, `packed` fills samples with whole documents and implies `document_masking`, which
+    pretokenized rows must set if their labels leave tokens out."""
     document_masking: bool = False
     """Packed documents do not attend to each other: each starts at position 0 and sees only itself."""
     overlong: Literal["truncate", "drop", "split"] = "truncate"
-    """What becomes of a chat or prompt with its completion that has more than seq_len + 1 tokens: its end is cut off,
-    it is left out, or it becomes several samples."""
+    """What becomes of a chat, a prompt with its completion or a row with labels that has more than seq_len + 1 tokens:
+    its end is cut off, it is left out, or it becomes several samples."""
     eval_fraction: Fraction = 0.01
     """Share of the corpus held out for the validation loss."""
     workers: PositiveInt | None = None
@@ -105,14 +107,18 @@ class DataSection(Section):
     """Directory for the token cache; the default is $DSTK_CACHE or ~/.cache/dstk."""
 
     @property
+    def _is_conversation(self) -> bool:
+        return self.format in ("chat", "prompt_completion")
+
+    @property
     def masks_documents(self) -> bool:
         """Whether samples hold several documents that do not attend to each other."""
-        return self.packing == "packed" and (self.document_masking or self.format != "text")
+        return self.packing == "packed" and (self.document_masking or self._is_conversation)
 
     @property
     def masking(self) -> tuple[Setting, Setting]:
         """The setting that asks for document masking, and one that does without."""
-        if self.format == "text":
+        if not self._is_conversation:
             return ("data.document_masking", self.document_masking), ("data.document_masking", False)
         return ("data.format", self.format), ("data.packing", "padded")
 

@@ -35,7 +35,10 @@ _SCHEDULE_FIELDS = {
     "polynomial": ("warmup_steps", "min_lr_ratio"),
     "warmup_stable_decay": ("warmup_steps", "decay_steps", "min_lr_ratio"),
 }
-JSON_SUFFIXES, PARQUET_SUFFIXES = (".jsonl", ".json-lines", ".jsonlines", ".ndjson", ".json"), (".parquet", ".pq")
+JSON_SUFFIXES, PARQUET_SUFFIXES = (
+    (".jsonl", ".json-lines", ".jsonlines", ".ndjson", ".json"),
+    (".parquet", ".pq", ".arrow"),
+)
 """Files of records with named fields; any other file is text. Compressed JSON has a further .gz or .zst."""
 _MOST_OVERRIDES = 100
 """Unknown ones that are listed."""
@@ -145,7 +148,7 @@ def _validation_and_rollback(recipe: Recipe) -> Iterator[Refusal]:
 
 
 def _fine_tuning(recipe: Recipe) -> Iterator[Refusal]:
-    """What holds rows of a chat or a prompt, and a tokenizer that was made for them."""
+    """What holds rows of a chat, a prompt or ids, and a tokenizer that was made for them."""
     if recipe.data.format == "text":
         return
     if "text_field" in _ignored_by_source(recipe.data.source):
@@ -154,6 +157,8 @@ def _fine_tuning(recipe: Recipe) -> Iterator[Refusal]:
         yield recipe.conflict("data.source", "data.format", reason=reason, remedy=remedy)
     if re.fullmatch(r"bpe-\d+", recipe.data.tokenizer):
         reason = "a BPE trained here has no chat template, and no tokens that end a turn"
+        if recipe.data.format == "pretokenized":
+            reason = "the ids are those of another tokenizer"
         remedy = ((_TOKENIZER, "the directory or hub name of the model's tokenizer"), ("data.format", "text"))
         yield recipe.conflict(_TOKENIZER, "data.format", reason=reason, remedy=remedy)
 
@@ -254,7 +259,9 @@ def _without_effect(recipe: Recipe) -> Iterator[Refusal]:
     if recipe.data.packing == "padded":
         yield from unused("data.document_masking", "data.packing", remedy=("data.packing", "packed"))
     if recipe.data.format == "text":
-        yield from unused("data.overlong", "data.format", remedy=("data.format", "chat or prompt_completion"))
+        yield from unused(
+            "data.overlong", "data.format", remedy=("data.format", "chat, prompt_completion or pretokenized")
+        )
     if recipe.data.format != "chat":
         yield from unused("data.train_on", "data.format", remedy=("data.format", "chat"))
     if recipe.data.format != "text" and "text_field" not in _ignored_by_source(recipe.data.source):

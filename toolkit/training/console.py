@@ -45,7 +45,7 @@ def _banner(run: TrainingRun) -> list[tuple[str, str]]:
     device = run.engine.device
     per_step = format_count(batch.global_batch_size * recipe.data.seq_len)
     epochs = recipe.train.steps * batch.global_batch_size / len(run.loader.train)
-    padded = " with padding" if recipe.data.packing == "padded" or recipe.data.format != "text" else ""
+    padded = " with padding" if recipe.data.packing == "padded" or corpus.trained_tokens is not None else ""
     place = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     engine = f"DeepSpeed ZeRO-{layout.zero_stage}" if recipe.train.engine == "deepspeed" else recipe.train.engine
     devices = {"optimizer": layout.offload_optimizer, "parameters": layout.offload_params}

@@ -1,24 +1,35 @@
 """Rows: what a line of JSONL or a row of a table must have in each `data.format`, and the document that it becomes.
 
 A text is its own document. A chat becomes JSON with `messages` in the roles of chat templates, and `tools` if it has
-some; a prompt becomes JSON with `prompt` and `completion`.
+some; a prompt becomes JSON with `prompt` and `completion`. Rows of ids become a `TokenRow`.
 """
 
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from toolkit.config.recipe import DataSection
+from toolkit.data.documents import token_rows
 from toolkit.errors import DataError
 
-Format = Literal["text", "chat", "prompt_completion"]
+if TYPE_CHECKING:
+    import pyarrow
+
+Format = Literal["text", "chat", "prompt_completion", "pretokenized"]
+Document = str | token_rows.TokenRow
 At = Callable[[], str]
 """Says where the row is."""
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
-_COLUMNS = {"chat": ("messages", "conversations", "system", "tools"), "prompt_completion": ("prompt", "completion")}
+_COLUMNS = {
+    "chat": ("messages", "conversations", "system", "tools"),
+    "prompt_completion": ("prompt", "completion"),
+    "pretokenized": token_rows.COLUMNS,
+}
+_NEEDED = {"chat": 2, "prompt_completion": 2, "pretokenized": 1}
+"""A table must have one of this many first columns."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,16 +49,25 @@ class RowReader:
         if self.format == "text" and self.text_field not in there:
             raise missing_text_field(at, self.text_field, there)
         wanted = _COLUMNS.get(self.format, (self.text_field,))
-        if not set(wanted[:2]) & set(there):
-            raise _missing(" or ".join(wanted[:2]), self.format, at)
+        needed = wanted[: _NEEDED.get(self.format, 1)]
+        if not set(needed) & set(there):
+            raise _missing(" or ".join(needed), self.format, at)
         return [name for name in wanted if name in there]
 
-    def read(self, row: Mapping[str, Any], at: At) -> str | None:
+    def rows(self, table: "pyarrow.RecordBatch | pyarrow.Table") -> list[dict[str, Any]]:
+        """The rows of a table that has the `columns`."""
+        return token_rows.table_rows(table) if self.format == "pretokenized" else table.to_pylist()
+
+    def read(self, row: Mapping[str, Any], at: At) -> Document | None:
         """Return the document; None for an empty text. Raises DataError for a row that is not of the format."""
         if self.format == "text":
             if self.text_field not in row:
                 raise missing_text_field(at(), self.text_field, row)
             return check_text(row[self.text_field], self.text_field, at=at)
+        if self.format == "pretokenized":
+            if row.get("input_ids") is None:
+                raise _missing("input_ids", self.format, at())
+            return token_rows.read_tokens(row, at)
         document = _chat(row, at) if self.format == "chat" else _prompt(row, at)
         return check_text(json.dumps(document, ensure_ascii=False), self.format, at=at)
 

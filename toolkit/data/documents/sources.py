@@ -5,7 +5,7 @@ stdlib                                            the running Python's standard 
 markov                                            a Markov chain over letters, whose entropy rate is known
 corpus.txt, notes.md, …                           text: one document per file
 crawl.jsonl, crawl.jsonl.gz, crawl.jsonl.zst      one JSON object per line, its text in data.text_field
-crawl.parquet                                     one document per row
+crawl.parquet, crawl.arrow                        one document per row
 a directory                                       all such files below it (text only if there is no JSONL or Parquet)
 crawl/*.jsonl, **/*.txt                           a glob
 a directory of Dataset.save_to_disk              its rows
@@ -234,8 +234,11 @@ class DatasetSource:
         row_bytes = self.size_bytes / max(rows, 1)
         step = max(1, min(10_000, int(text_chunks.CHUNK_BYTES / max(row_bytes, 1))))
         for start in range(0, rows, step):
-            columns = self._dataset[start : start + step]
-            records = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+            if self._rows.format == "pretokenized":
+                records = self._rows.rows(self._dataset.with_format("arrow")[start : start + step])
+            else:
+                columns = self._dataset[start : start + step]
+                records = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
             yield _documents(records, self._rows, int(row_bytes * len(records)), at=self._name, first_row=start)
 
 
@@ -243,7 +246,11 @@ def _parquet_chunks(path: Path, size: int, reader: RowReader) -> Iterator[text_c
     import pyarrow
     import pyarrow.parquet
 
+    is_arrow = path.suffix.lower() == ".arrow"
     try:
+        if is_arrow:
+            yield from _arrow_chunks(path, size, reader)
+            return
         with pyarrow.parquet.ParquetFile(path) as file:
             columns = reader.columns(file.schema_arrow.names, str(path))
             rows, row_bytes = file.metadata.num_rows, size / max(file.metadata.num_rows, 1)
@@ -252,11 +259,33 @@ def _parquet_chunks(path: Path, size: int, reader: RowReader) -> Iterator[text_c
             step = max(1, min(10_000, int(text_chunks.CHUNK_BYTES * rows / max(text_bytes, 1))))
             first_row = 0
             for batch in file.iter_batches(batch_size=step, columns=columns):
-                records = batch.to_pylist()
+                records = reader.rows(batch)
                 yield _documents(records, reader, int(row_bytes * len(records)), at=str(path), first_row=first_row)
                 first_row += len(records)
     except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{path}: not a readable Parquet file: {reason_of(error)}. Write it again.") from None
+        kind = "Arrow" if is_arrow else "Parquet"
+        raise DataError(f"{path}: not a readable {kind} file: {reason_of(error)}. Write it again.") from None
+
+
+def _arrow_chunks(path: Path, size: int, reader: RowReader) -> Iterator[text_chunks.TextChunk]:
+    """Read an Arrow IPC file, or the stream that `datasets` writes."""
+    import pyarrow
+
+    with pyarrow.memory_map(str(path)) as file:
+        try:
+            opened = pyarrow.ipc.open_file(file)
+            batches = (opened.get_batch(number) for number in range(opened.num_record_batches))
+        except pyarrow.ArrowInvalid:
+            file.seek(0)
+            opened = batches = pyarrow.ipc.open_stream(file)
+        columns, first_row = reader.columns(opened.schema.names, str(path)), 0
+        for batch in batches:
+            step = max(1, text_chunks.CHUNK_BYTES * batch.num_rows // max(batch.nbytes, 1))
+            for start in range(0, batch.num_rows, step):
+                records = reader.rows(batch.slice(start, step).select(columns))
+                row_bytes = batch.nbytes / batch.num_rows
+                yield _documents(records, reader, int(row_bytes * len(records)), at=str(path), first_row=first_row)
+                first_row += len(records)
 
 
 def _documents(

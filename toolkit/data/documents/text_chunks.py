@@ -18,7 +18,7 @@ from typing import BinaryIO
 import zstandard
 from typing_extensions import override
 
-from toolkit.data.documents.rows import RowReader
+from toolkit.data.documents.rows import Document, RowReader
 from toolkit.errors import DataError
 
 CHUNK_BYTES = 1 << 20
@@ -39,7 +39,7 @@ class TextChunk(ABC):
     """Whether the last document continues in the next chunk."""
 
     @abstractmethod
-    def documents(self) -> Iterator[str]:
+    def documents(self) -> Iterator[Document]:
         """Read the documents, in order. Raises DataError for text that cannot be read."""
 
 
@@ -51,7 +51,7 @@ class TextFiles(TextChunk):
     skip_undecodable: bool = False
 
     @override
-    def documents(self) -> Iterator[str]:
+    def documents(self) -> Iterator[Document]:
         for path in self.paths:
             try:
                 yield _decode(_read(path, 0, None), path=path)
@@ -68,7 +68,7 @@ class TextRange(TextChunk):
     start: int
 
     @override
-    def documents(self) -> Iterator[str]:
+    def documents(self) -> Iterator[Document]:
         yield _decode(_read(self.path, self.start, self.size_bytes), path=self.path, offset=self.start)
 
 
@@ -81,7 +81,7 @@ class JsonlRange(TextChunk):
     rows: RowReader
 
     @override
-    def documents(self) -> Iterator[str]:
+    def documents(self) -> Iterator[Document]:
         with _open(self.path) as file:
             if self.start:
                 # The line with the byte before `start` belongs to the previous range.
@@ -113,7 +113,7 @@ class JsonlBlock(TextChunk):
     rows: RowReader
 
     @override
-    def documents(self) -> Iterator[str]:
+    def documents(self) -> Iterator[Document]:
         for number, line in enumerate(self.data.split(b"\n"), start=self.first_line):
             if text := _json_document(line, self.rows, at=partial("{}:{}".format, self.path, number)):
                 yield text
@@ -123,10 +123,10 @@ class JsonlBlock(TextChunk):
 class LoadedTexts(TextChunk):
     """Documents that were already read, from Parquet or a dataset."""
 
-    texts: tuple[str, ...]
+    texts: tuple[Document, ...]
 
     @override
-    def documents(self) -> Iterator[str]:
+    def documents(self) -> Iterator[Document]:
         yield from self.texts
 
 
@@ -158,7 +158,7 @@ def _decode(data: bytes, *, path: str, offset: int = 0) -> str:
         ) from None
 
 
-def _json_document(line: bytes, rows: RowReader, *, at: Callable[[], str]) -> str | None:
+def _json_document(line: bytes, rows: RowReader, *, at: Callable[[], str]) -> Document | None:
     if not line.strip():
         return None
     try:

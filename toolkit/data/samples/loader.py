@@ -19,6 +19,7 @@ from toolkit.data.samples.document_samples import DocumentSamples
 from toolkit.data.samples.micro_batch import MicroBatch
 from toolkit.data.samples.samples import Samples
 from toolkit.data.tokens.token_cache import Split, TokenCorpus
+from toolkit.errors import DataError
 from toolkit.parallel.loss import IGNORE
 from toolkit.phases import PhaseReporter, ignore_phase
 from toolkit.seeds import derive_seed
@@ -64,7 +65,11 @@ def open_samples(
         "seed": seed,
         "global_batch_size": global_batch_size,
     }
-    if section.format != "text":
+    if corpus.trained_tokens is not None:
+        if section.packing == "packed" and not section.masks_documents:
+            reason = "its labels leave tokens out, and such rows are whole documents that do not attend to each other"
+            given = (("data.format", section.format), ("data.document_masking", False))
+            raise DataError.between(given, reason, ("data.document_masking", True), ("data.packing", "padded"))
         return DocumentSamples(corpus, overlong=section.overlong, **fields)
     return Samples(corpus, document_masking=section.document_masking, **fields)
 

@@ -52,6 +52,7 @@ def build(
         split_special_tokens=bool(getattr(tokenizer, "split_special_tokens", False)),
         eos_id=int(tokenizer.eos_token_id),
         dtype="<u2" if vocab_size <= _UINT16_ENTRIES else "<u4",
+        vocab_size=vocab_size,
         format=section.format,
         train_on=section.train_on,
     )
@@ -61,10 +62,12 @@ def build(
         ends, text_bytes = _write(chunks, all_tokens)
     if not len(ends):
         raise DataError.of("data.source", section.source, "every document is empty", "check data.source")
-    whole = section.format != "text"
-    segment_ends, is_eval = choose_validation(ends, section.eval_fraction, name=section.source, whole=whole)
     trained = all_tokens.with_suffix(TRAINED_SUFFIX)
-    mask = np.memmap(trained, dtype=np.uint8, mode="r") if whole else None
+    mask = np.memmap(trained, dtype=np.uint8, mode="r") if section.format != "text" else None
+    if section.format == "pretokenized" and mask is not None and mask.all():
+        mask = None
+    whole = mask is not None
+    segment_ends, is_eval = choose_validation(ends, section.eval_fraction, name=section.source, whole=whole)
     stream = np.memmap(all_tokens, dtype=job.dtype, mode="r")
     if source.entropy_rate is not None:
         _check_symbols(section, source.entropy_rate, stream, symbols=text_bytes + len(ends))

@@ -69,7 +69,7 @@ def load(section: DataSection) -> "PreTrainedTokenizerBase":
     if tokenizer.eos_token_id is None:
         reason = "it has no end-of-text token (eos_token), which separates documents"
         raise DataError.of(_FIELD, name, reason, "set tokenizer.eos_token and save it again, or use bpe-N")
-    if section.format != "text":
+    if section.format in ("chat", "prompt_completion"):
         check_tokenizer(section, tokenizer)
     return tokenizer
 
@@ -109,6 +109,7 @@ def sample_texts(source: Source, limit_bytes: int = TRAINING_BYTES) -> Iterator[
         for text in chunk.documents():
             if remaining <= 0:
                 return
+            assert isinstance(text, str)  # ids are not for a tokenizer that is trained here
             remaining -= len(text)
             yield text
 

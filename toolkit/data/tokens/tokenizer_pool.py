@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from toolkit.data.documents.rows import Format
 from toolkit.data.documents.text_chunks import TextChunk
+from toolkit.data.documents.token_rows import TokenRow
 from toolkit.data.tokens.chat_template import TrainOn
 from toolkit.data.tokens.conversation_encoder import ConversationEncoder
 from toolkit.data.tokens.encoder import Encoder, load_encoder
@@ -44,7 +45,7 @@ class EncodedChunk:
     trained: bytes = b""
     """A byte for each token that says whether it is trained on; nothing for text, where all are."""
     text_bytes: int
-    """UTF-8 bytes of the text."""
+    """UTF-8 bytes of the text; of ids, 0."""
     continues: bool
     """The last document continues in the next chunk, and has no end-of-text token yet."""
     size_bytes: int
@@ -58,11 +59,14 @@ class TokenizerJob:
     split_special_tokens: bool
     eos_id: int
     dtype: str
+    vocab_size: int
     format: Format = "text"
     train_on: TrainOn = "assistant"
 
     def open(self) -> Callable[[TextChunk], EncodedChunk]:
         """Load the tokenizer; return a function that reads and tokenizes a chunk, and raises DataError."""
+        if self.format == "pretokenized":
+            return partial(_take_token_rows, self.dtype, self.vocab_size)
         if self.format != "text":
             return partial(
                 _encode_conversations, ConversationEncoder(Path(self.tokenizer_dir), self.dtype, self.train_on)
@@ -72,7 +76,7 @@ class TokenizerJob:
 
 
 def _encode_chunk(encoder: Encoder, eos: bytes, chunk: TextChunk) -> EncodedChunk:
-    texts = [text for text in chunk.documents() if text]
+    texts = [text for text in chunk.documents() if text and isinstance(text, str)]
     encoded = encoder.encode(texts) if texts else []
     parts = [part + eos for part in encoded]
     if chunk.continues:
@@ -87,12 +91,26 @@ def _encode_chunk(encoder: Encoder, eos: bytes, chunk: TextChunk) -> EncodedChun
 
 
 def _encode_conversations(encoder: ConversationEncoder, chunk: TextChunk) -> EncodedChunk:
-    documents = [*map(encoder.encode, chunk.documents())]
+    documents = [encoder.encode(document) for document in chunk.documents() if isinstance(document, str)]
     return EncodedChunk(
         ids=b"".join(document.ids for document in documents),
         lengths=np.array([len(document.trained) for document in documents], dtype=np.int64),
         trained=b"".join(document.trained.tobytes() for document in documents),
         text_bytes=sum(document.text_bytes for document in documents),
+        continues=False,
+        size_bytes=chunk.size_bytes,
+    )
+
+
+def _take_token_rows(dtype: str, vocab_size: int, chunk: TextChunk) -> EncodedChunk:
+    rows = [row for row in chunk.documents() if row and isinstance(row, TokenRow)]
+    for row in rows:
+        row.check(vocab_size)
+    return EncodedChunk(
+        ids=b"".join(row.ids.astype(dtype).tobytes() for row in rows),
+        lengths=np.array([len(row.ids) for row in rows], dtype=np.int64),
+        trained=b"".join(row.trained.tobytes() for row in rows),
+        text_bytes=0,
         continues=False,
         size_bytes=chunk.size_bytes,
     )
