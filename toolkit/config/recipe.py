@@ -270,6 +270,9 @@ class Recipe(Section):
     """Output."""
     run_dir: Text | None = None
     """Directory for the results; the default is a new one under runs/."""
+    layouts: dict[str, Text | tuple[Text, ...]] = {}
+    """Layouts that the recipe was tested with, by number and kind of GPUs: `{8xH100: dp8-z3, 2xL40S: [z2-m4, z3]}`.
+    `--layout` takes such a name, or any layout. Of several layouts the first is taken. A run keeps the one it took."""
 
     @property
     def world_size(self) -> int | None:
