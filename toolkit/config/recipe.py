@@ -69,8 +69,8 @@ class DataSection(Section):
 
     source: Text = "stdlib"
     """`stdlib` (the source code of the running Python's standard library), `markov` (letters of a Markov chain of known
-    entropy rate, for `bpe-257`), a file, directory or glob of text, JSONL (plain, .gz, .zst) or Parquet, a saved
-    dataset, or the name of a dataset for `datasets.load_dataset`."""
+    entropy rate, for `bpe-257`), a file, directory or glob of text, JSONL (plain, .gz, .zst), Parquet or Arrow, a
+    saved dataset, the prefix of a dataset of Megatron-LM, or the name of a dataset for `datasets.load_dataset`."""
     subset: Text | None = None
     """Configuration name of a `datasets` dataset."""
     split: Text = "train"

@@ -29,6 +29,7 @@ import numpy as np
 from filelock import FileLock
 from numpy.typing import NDArray
 
+from toolkit.config.megatron_prefix import megatron_prefix
 from toolkit.config.recipe import DataSection
 from toolkit.data.documents.sources import Source, open_source
 from toolkit.data.tokens import tokenizer as tokenizers
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
 
 Split = Literal["train", "eval"]
 SPLITS: tuple[Split, ...] = ("train", "eval")
-Tokens = NDArray[np.uint16] | NDArray[np.uint32]
 
 FORMAT = 2
 _ROWS = 1
@@ -99,7 +99,7 @@ class TokenCorpus:
         loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(self.tokenizer_dir)
         return loaded
 
-    def tokens(self, split: Split) -> Tokens:
+    def tokens(self, split: Split) -> NDArray[Any]:
         if not self.token_count(split):
             return np.empty(0, dtype=self.dtype)
         return np.memmap(self.path / f"{split}.bin", dtype=self.dtype, mode="r")
@@ -120,7 +120,14 @@ class TokenCorpus:
 
 
 def prepare(section: DataSection, *, progress: bool) -> TokenCorpus:
-    """Open the token cache of `section`; build it first if it is missing. Raises DataError or RunError."""
+    """Open the token cache of `section`; build it first if it is missing. Raises DataError or RunError.
+
+    A dataset of Megatron-LM is opened where it is.
+    """
+    if (prefix := megatron_prefix(section.source)) is not None:
+        from toolkit.data.megatron.corpus import open_megatron
+
+        return open_megatron(prefix, section)
     source = open_source(section)
     loaded = tokenizers.load(section) if tokenizers.bpe_entries(section) is None else None
     cache_dir = expanded(section.cache_dir) if section.cache_dir else cache_folder()
