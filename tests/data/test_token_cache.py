@@ -1,6 +1,6 @@
 """The token cache equals tokenizing one document after the other, and is built once and atomically."""
 
-import contextlib
+import dataclasses
 import json
 import math
 import os
@@ -19,9 +19,11 @@ from refusals import refused
 
 from toolkit.config.recipe import DataSection
 from toolkit.data.documents import sources
+from toolkit.data.documents.part import WHOLE
 from toolkit.data.documents.sources import open_source
 from toolkit.data.documents.text_chunks import LoadedTexts
-from toolkit.data.tokens.build_cache import _write
+from toolkit.data.tokens.build_cache import document_ends
+from toolkit.data.tokens.shard import Progress, Shard, _Files
 from toolkit.data.tokens.token_cache import TokenCorpus, prepare
 from toolkit.data.tokens.tokenizer_pool import EncodedChunk, TokenizerJob, TokenizerPool
 from toolkit.errors import DataError, RunError
@@ -104,7 +106,23 @@ def test_parts_of_documents_are_added_up_across_pieces(tmp_path):
         return EncodedChunk(ids=b"", lengths=array, text_bytes=0, continues=continues, size_bytes=0)
 
     chunks = [chunk(3, continues=True), chunk(2, continues=True), chunk(4, 5, continues=False), chunk(continues=False)]
-    assert _write(iter(chunks), tmp_path / "ids")[0].tolist() == [9, 14]
+    for place in range(len(chunks) + 1):
+        shards = [
+            made_shard(tmp_path / f"{place}-{n}", part) for n, part in enumerate((chunks[:place], chunks[place:]))
+        ]
+        assert document_ends(shards).tolist() == [9, 14]
+
+
+def made_shard(folder: Path, chunks: list[EncodedChunk]) -> Shard:
+    folder.mkdir()
+    done = Progress()
+    with _Files(folder, done) as files:
+        for chunk in chunks:
+            files.add(dataclasses.replace(chunk, lengths=chunk.lengths.copy()))
+    (folder / "manifest.json").write_text(
+        json.dumps({"part": "1/1", "of": {"encoding": {"dtype": "<u2"}}, "progress": dataclasses.asdict(done)})
+    )
+    return Shard(str(folder), WHOLE)
 
 
 def test_unigram_entropy_is_that_of_the_training_tokens(text):
@@ -259,17 +277,18 @@ import sys, time
 from pathlib import Path
 from toolkit.config.recipe import DataSection
 from toolkit.data.documents import sources
-from toolkit.data.tokens import build_cache, token_cache
+from toolkit.data.documents.part import WHOLE
+from toolkit.data.tokens import shard, token_cache
 sources.text_chunks.CHUNK_BYTES = 2000
 folder, seconds = Path(sys.argv[1]), float(sys.argv[2])
-original = build_cache.encode_chunks
+original = shard.encode_chunks
 def slow(chunks, job, workers):
     with (folder / "builds").open("a") as file: file.write("x")
     for encoded in original(chunks, job, workers):
         (folder / "building").touch()
         time.sleep(seconds)
         yield encoded
-build_cache.encode_chunks = slow
+shard.encode_chunks = slow
 section = DataSection(
     source=str(folder / "text.jsonl"), tokenizer=sys.argv[3], seq_len=8, workers=2, cache_dir=str(folder / "cache")
 )
@@ -331,15 +350,15 @@ def test_processes_write_nothing_to_stderr(text, tmp_path):
 
 @pytest.mark.parametrize(("age", "outcome"), [(-5, pytest.raises(DataError, match="as before")), (5, nullcontext())])
 def test_only_a_process_that_waited_for_a_failed_builder_fails_with_it(age, outcome, text, monkeypatch):
-    class Waited(contextlib.AbstractContextManager):
+    class Waited:
         """A lock that was held by a builder which failed `age` seconds ago."""
 
         def __init__(self, path: str, **options: object) -> None:
             self.failure = Path(path).with_suffix(".failed")
 
-        def __exit__(self, *error: object) -> None: ...
+        def release(self) -> None: ...
 
-        def __enter__(self) -> None:
+        def acquire(self, timeout: float) -> None:
             self.failure.write_text("as before")
             os.utime(self.failure, (time.time() - age,) * 2)
 
@@ -365,12 +384,12 @@ def test_a_killed_builder_leaves_no_worker_and_the_next_one_takes_over(text, tmp
     builder.kill()
     builder.communicate()
     until(lambda: not any(map(alive, workers)))
-    assert list((tmp_path / "cache").glob(".*.tmp"))
+    assert list((tmp_path / "cache").glob(".*.partial"))
 
     corpus = built(text)
     reference = built(text, cache_dir=str(tmp_path / "reference"))
     assert content(corpus) == content(reference)
-    assert not list((tmp_path / "cache").glob(".*.tmp"))
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [corpus.path.name]
 
 
 def test_the_import_needs_no_torch():

@@ -9,7 +9,6 @@ crawl.parquet, crawl.arrow                        one document per row
 a directory                                       all such files below it (text only if there is no JSONL or Parquet)
 crawl/*.jsonl, **/*.txt                           a glob
 a directory of Dataset.save_to_disk              its rows
-(the prefix of a dataset of Megatron-LM is opened by toolkit.data.megatron)
 anything else                                     datasets.load_dataset(source, subset, split=split)
 """
 
@@ -21,7 +20,7 @@ import platform
 import re
 import stat
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,6 +29,7 @@ from toolkit.config.recipe import DataSection
 from toolkit.config.recipe_rules import JSON_SUFFIXES, PARQUET_SUFFIXES
 from toolkit.data.documents import text_chunks
 from toolkit.data.documents.markov import EntropyRate, MarkovSource
+from toolkit.data.documents.part import WHOLE, Part
 from toolkit.data.documents.rows import RowReader
 from toolkit.errors import DataError
 from toolkit.files import expanded, reason_of
@@ -59,8 +59,11 @@ class Source(Protocol):
     entropy_rate: EntropyRate | None
     """The entropy rate of the tokens, if known."""
 
-    def chunks(self) -> Iterator[text_chunks.TextChunk]:
-        """Yield all documents, in order. Raises DataError for what cannot be read."""
+    def chunks(self, part: Part = WHOLE) -> Iterator[text_chunks.TextChunk]:
+        """Yield the documents of a part, in order. Raises DataError for what cannot be read.
+
+        The parts together have the chunks of the whole; a long text may begin in one part and end in another.
+        """
 
 
 def open_source(section: DataSection) -> Source:
@@ -147,43 +150,51 @@ class FileSource:
         root = Path(os.path.commonpath([path.parent for path in paths]))
         return cls(root, paths, rows=RowReader.of(section))
 
-    def chunks(self) -> Iterator[text_chunks.TextChunk]:
+    def chunks(self, part: Part = WHOLE) -> Iterator[text_chunks.TextChunk]:
         """Group small text files, split long files."""
         group: list[str] = []
-        group_bytes = 0
+        group_bytes = position = 0
         files = partial(text_chunks.TextFiles, skip_undecodable=self._skip_undecodable)
         for path, size in self._files:
             grouped = _kind(path) in ("text", "other") and size <= PART_BYTES
             if group and (not grouped or group_bytes + size > text_chunks.CHUNK_BYTES):
-                yield files(paths=tuple(group), size_bytes=group_bytes)
+                if self._has(part, position - group_bytes):
+                    yield files(paths=tuple(group), size_bytes=group_bytes)
                 group, group_bytes = [], 0
             if grouped:
                 group.append(str(path))
                 group_bytes += size
-            else:
-                yield from self._long_file(path, size)
-        if group:
+            elif part.overlaps(position, position + size, self.size_bytes):
+                yield from self._long_file(path, size, partial(self._has, part, position))
+            position += size
+        if group and self._has(part, position - group_bytes):
             yield files(paths=tuple(group), size_bytes=group_bytes)
 
-    def _long_file(self, path: Path, size: int) -> Iterator[text_chunks.TextChunk]:
+    def _has(self, part: Part, position: int, offset: int = 0) -> bool:
+        return part.has(position + offset, self.size_bytes)
+
+    def _long_file(self, path: Path, size: int, wants: Callable[[int], bool]) -> Iterator[text_chunks.TextChunk]:
+        """Yield what begins at an offset that a part `wants`: of a compressed file all or nothing."""
         name, rows = str(path), self._rows
         match _kind(path):
             case "json":
-                for start in range(0, size, text_chunks.CHUNK_BYTES):
+                for start in filter(wants, range(0, size, text_chunks.CHUNK_BYTES)):
                     length = min(text_chunks.CHUNK_BYTES, size - start)
                     yield text_chunks.JsonlRange(path=name, start=start, size_bytes=length, rows=rows)
             case "compressed json":
-                for first_line, data, read_bytes in text_chunks.line_blocks(path, text_chunks.CHUNK_BYTES):
+                blocks = text_chunks.line_blocks(path, text_chunks.CHUNK_BYTES) if wants(0) else ()
+                for first_line, data, read_bytes in blocks:
                     yield text_chunks.JsonlBlock(
                         path=name, first_line=first_line, data=data, rows=rows, size_bytes=read_bytes
                     )
             case "parquet":
-                yield from _parquet_chunks(path, size, rows)
+                yield from _parquet_chunks(path, size, rows, wants)
             case _:
                 offsets = text_chunks.split_offsets(name, size, PART_BYTES)
                 for start, end in itertools.pairwise(offsets):
-                    more = end != offsets[-1]
-                    yield text_chunks.TextRange(path=name, start=start, size_bytes=end - start, continues=more)
+                    if wants(start):
+                        more = end != offsets[-1]
+                        yield text_chunks.TextRange(path=name, start=start, size_bytes=end - start, continues=more)
 
 
 class DatasetSource:
@@ -229,12 +240,14 @@ class DatasetSource:
             raise DataError.of(_SOURCE, section.source, reason, advice) from None
         return cls(loaded, section)
 
-    def chunks(self) -> Iterator[text_chunks.TextChunk]:
+    def chunks(self, part: Part = WHOLE) -> Iterator[text_chunks.TextChunk]:
         """Yield rows in order, grouped to about a mebibyte."""
         rows = self._dataset.num_rows
         row_bytes = self.size_bytes / max(rows, 1)
         step = max(1, min(10_000, int(text_chunks.CHUNK_BYTES / max(row_bytes, 1))))
         for start in range(0, rows, step):
+            if not part.has(int(start * row_bytes), self.size_bytes):
+                continue
             if self._rows.format == "pretokenized":
                 records = self._rows.rows(self._dataset.with_format("arrow")[start : start + step])
             else:
@@ -243,23 +256,29 @@ class DatasetSource:
             yield _documents(records, self._rows, int(row_bytes * len(records)), at=self._name, first_row=start)
 
 
-def _parquet_chunks(path: Path, size: int, reader: RowReader) -> Iterator[text_chunks.TextChunk]:
+def _parquet_chunks(
+    path: Path, size: int, reader: RowReader, wants: Callable[[int], bool]
+) -> Iterator[text_chunks.TextChunk]:
+    """Yield the row groups that begin at an offset that a part `wants`, if each had its share of the file."""
     import pyarrow
     import pyarrow.parquet
 
     is_arrow = path.suffix.lower() == ".arrow"
     try:
         if is_arrow:
-            yield from _arrow_chunks(path, size, reader)
+            yield from _arrow_chunks(path, size, reader) if wants(0) else ()
             return
         with pyarrow.parquet.ParquetFile(path) as file:
             columns = reader.columns(file.schema_arrow.names, str(path))
             rows, row_bytes = file.metadata.num_rows, size / max(file.metadata.num_rows, 1)
             # Rows per batch from the uncompressed size of the column, so that a batch is about one chunk.
-            text_bytes = sum(file.metadata.row_group(group).total_byte_size for group in range(file.num_row_groups))
+            groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
+            text_bytes = sum(group.total_byte_size for group in groups)
             step = max(1, min(10_000, int(text_chunks.CHUNK_BYTES * rows / max(text_bytes, 1))))
-            first_row = 0
-            for batch in file.iter_batches(batch_size=step, columns=columns):
+            before = list(itertools.accumulate((group.total_byte_size for group in groups), initial=0))
+            wanted = [number for number in range(len(groups)) if wants(size * before[number] // max(text_bytes, 1))]
+            first_row = sum(group.num_rows for group in groups[: wanted[0]]) if wanted else 0
+            for batch in file.iter_batches(batch_size=step, columns=columns, row_groups=wanted):
                 records = reader.rows(batch)
                 yield _documents(records, reader, int(row_bytes * len(records)), at=str(path), first_row=first_row)
                 first_row += len(records)

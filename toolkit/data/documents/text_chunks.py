@@ -82,7 +82,7 @@ class JsonlRange(TextChunk):
 
     @override
     def documents(self) -> Iterator[Document]:
-        with _open(self.path) as file:
+        with open_file(self.path) as file:
             if self.start:
                 # The line with the byte before `start` belongs to the previous range.
                 file.seek(self.start - 1)
@@ -96,7 +96,7 @@ class JsonlRange(TextChunk):
 
     def _line(self, position: int) -> str:
         number = 1
-        with _open(self.path) as file:
+        with open_file(self.path) as file:
             while position > 0 and (block := file.read(min(position, CHUNK_BYTES))):
                 number += block.count(b"\n")
                 position -= len(block)
@@ -130,7 +130,8 @@ class LoadedTexts(TextChunk):
         yield from self.texts
 
 
-def _open(path: str) -> BinaryIO:
+def open_file(path: str) -> BinaryIO:
+    """Open a file for reading. Raises DataError."""
     try:
         return open(path, "rb")
     except OSError as error:
@@ -143,7 +144,7 @@ def unreadable(path: str | Path, error: OSError) -> DataError:
 
 
 def _read(path: str, start: int, count: int | None) -> bytes:
-    with _open(path) as file:
+    with open_file(path) as file:
         file.seek(start)
         return file.read(-1 if count is None else count)
 
@@ -181,7 +182,7 @@ def split_offsets(path: str, size_bytes: int, part_bytes: int) -> list[int]:
     depend on the file alone.
     """
     offsets = [0]
-    with _open(path) as file:
+    with open_file(path) as file:
         while offsets[-1] + part_bytes < size_bytes:
             at = offsets[-1] + part_bytes
             file.seek(at)

@@ -1,131 +1,87 @@
-"""Tokenize a source into the files of the token cache, with memory that does not grow with the text.
+"""The files of the token cache from the shards of a corpus, with memory that does not grow with the text.
 
-First all tokens go to one file in the order of the chunks; when their number is known, they are copied to train.bin and
-eval.bin. Only eight bytes per document stay in memory.
+The shards are read once, in their order. Only eight bytes per document stay in memory.
 
 The validation split is a function of the lengths of the documents alone. Whole documents are held out, chosen by a hash
 of their index, so that appending documents moves none of the others. If that were fewer than 20 documents, their share
 of the tokens would be random: then blocks of 2,048 tokens are held out instead, chosen by a hash of theirs.
 """
 
-import contextlib
 import json
-import os
-import sys
-from collections.abc import Iterator
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.config.recipe import DataSection
 from toolkit.data.documents.markov import EntropyRate
-from toolkit.data.documents.sources import Source
 from toolkit.data.permutation import mix
-from toolkit.data.tokens import tokenizer as tokenizers
-from toolkit.data.tokens.tokenizer_pool import EncodedChunk, TokenizerJob, encode_chunks
+from toolkit.data.tokens.shard import Shard
 from toolkit.errors import DataError
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-_COPY_TOKENS = 1 << 22
-_UINT16_ENTRIES = 1 << 16
 TRAINED_SUFFIX = ".trained"
 """Of the files that say of each token whether it is trained on."""
 Segments = tuple[NDArray[np.int64], NDArray[np.bool_]]
 """Where each segment of the stream ends, and whether it is in the validation split."""
 BLOCK_TOKENS = 2048
 MIN_VALIDATION_DOCUMENTS = 20
+_SPLITS = ("train", "eval")
 
 
-def build(
-    folder: Path, section: DataSection, source: Source, loaded: "PreTrainedTokenizerBase | None", *, progress: bool
-) -> None:
-    """Write all files of the cache to `folder`. `loaded` is None if the tokenizer has yet to be trained."""
-    tokenizer = loaded or tokenizers.load_or_train(section, source)
-    tokenizer.save_pretrained(folder / "tokenizer")
-    vocab_size = tokenizers.vocab_size(tokenizer)
-    job = TokenizerJob(
-        tokenizer_dir=str(folder / "tokenizer"),
-        split_special_tokens=bool(getattr(tokenizer, "split_special_tokens", False)),
-        eos_id=int(tokenizer.eos_token_id),
-        dtype="<u2" if vocab_size <= _UINT16_ENTRIES else "<u4",
-        vocab_size=vocab_size,
-        format=section.format,
-        train_on=section.train_on,
-    )
-    encoded = encode_chunks(source.chunks(), job, section.workers or os.cpu_count() or 1)
-    all_tokens = folder / "all.bin"
-    with _progress_bar(encoded, source.size_bytes, progress=progress) as chunks:
-        ends, text_bytes = _write(chunks, all_tokens)
+def build(folder: Path, section: DataSection, shards: Sequence[Shard], rate: EntropyRate | None) -> None:
+    """Write all files of the cache but the tokenizer to `folder`, from all shards of a corpus of this entropy rate."""
+    encoding = shards[0].of["encoding"]
+    ends = document_ends(shards)
     if not len(ends):
         raise DataError.of("data.source", section.source, "every document is empty", "check data.source")
-    trained = all_tokens.with_suffix(TRAINED_SUFFIX)
-    mask = np.memmap(trained, dtype=np.uint8, mode="r") if section.format != "text" else None
-    if section.format == "pretokenized" and mask is not None and mask.all():
-        mask = None
-    whole = mask is not None
+    whole = section.format != "text"
+    if section.format == "pretokenized":
+        whole = any(shard.counts.untrained for shard in shards)
     segment_ends, is_eval = choose_validation(ends, section.eval_fraction, name=section.source, whole=whole)
-    stream = np.memmap(all_tokens, dtype=job.dtype, mode="r")
-    if source.entropy_rate is not None:
-        _check_symbols(section, source.entropy_rate, stream, symbols=text_bytes + len(ends))
-    for name, wanted in (("train", ~is_eval), ("eval", is_eval)):
-        _copy(stream, segment_ends, wanted, folder / f"{name}.bin")
-        if mask is not None:
-            _copy(mask, segment_ends, wanted, folder / f"{name}{TRAINED_SUFFIX}")
-        lengths = np.diff(segment_ends, prepend=0)[wanted]
-        np.save(folder / f"{name}_documents.npy", np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64))
-    all_tokens.unlink()
-    trained.unlink()
-    train_tokens = int(np.diff(segment_ends, prepend=0)[~is_eval].sum())
+    counts = _write_splits(folder, shards, (segment_ends, is_eval), vocab_size=encoding["vocab_size"], masked=whole)
+    text_bytes = sum(shard.counts.text_bytes for shard in shards)
+    # Each token must be one symbol of the source, to whose symbols its entropy rate refers.
+    symbols = (text_bytes + len(ends), int(np.count_nonzero(counts.sum(axis=0))))
+    if rate is not None and symbols != (int(ends[-1]), rate.states):
+        given = (("data.tokenizer", section.tokenizer), ("data.source", section.source))
+        reason = "a token must be one letter, or the entropy rate of the tokens is not known"
+        raise DataError.between(given, reason, ("data.tokenizer", "bpe-257"))
+    lengths = np.diff(segment_ends, prepend=0)
+    for name, wanted in zip(_SPLITS, (~is_eval, is_eval), strict=True):
+        np.save(folder / f"{name}_documents.npy", np.concatenate([[0], np.cumsum(lengths[wanted])]).astype(np.int64))
+    train_tokens = int(lengths[~is_eval].sum())
     meta: dict[str, Any] = {
-        "tokenizer_vocab_size": vocab_size,
-        "eos_id": job.eos_id,
-        "dtype": job.dtype,
+        "tokenizer_vocab_size": encoding["vocab_size"],
+        "eos_id": encoding["eos_id"],
+        "dtype": encoding["dtype"],
         "train_tokens": train_tokens,
         "eval_tokens": int(ends[-1]) - train_tokens,
         "train_documents": int((~is_eval).sum()),
         "eval_documents": int(is_eval.sum()),
         "text_bytes": text_bytes,
+        "unigram_entropy": _entropy(counts[0]),
     }
-    mask = np.memmap(folder / f"train{TRAINED_SUFFIX}", dtype=np.uint8, mode="r") if whole else None
-    meta["unigram_entropy"] = _entropy(folder / "train.bin", job.dtype, vocab_size, mask)
-    if mask is not None:
-        meta["trained_tokens"] = int(np.count_nonzero(mask))
-    if source.entropy_rate is not None:
-        meta["entropy_rate"] = source.entropy_rate.stream
-        meta["entropy_rate_in_documents"] = source.entropy_rate.in_documents
+    if whole:
+        meta["trained_tokens"] = int(counts[0].sum())
+    if rate is not None:
+        meta["entropy_rate"] = rate.stream
+        meta["entropy_rate_in_documents"] = rate.in_documents
     (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
 
 
-def _check_symbols(section: DataSection, rate: EntropyRate, stream: NDArray[np.uint16], *, symbols: int) -> None:
-    """Raise DataError unless each token is one symbol of the source, to whose symbols its entropy rate refers."""
-    if len(stream) != symbols or len(np.unique(stream)) != rate.states:
-        given = (("data.tokenizer", section.tokenizer), ("data.source", section.source))
-        reason = "a token must be one letter, or the entropy rate of the tokens is not known"
-        raise DataError.between(given, reason, ("data.tokenizer", "bpe-257"))
-
-
-def _write(chunks: Iterator[EncodedChunk], path: Path) -> tuple[NDArray[np.int64], int]:
-    """Write the tokens of all chunks, and beside them which are trained on; return the ends of documents, and the bytes
-    of the text."""
-    lengths: list[NDArray[np.int64]] = []
-    text_bytes = unfinished = 0
-    with path.open("wb") as file, path.with_suffix(TRAINED_SUFFIX).open("wb") as trained:
-        for chunk in chunks:
-            file.write(chunk.ids)
-            trained.write(chunk.trained)
-            text_bytes += chunk.text_bytes
-            documents = chunk.lengths
-            if len(documents):
-                documents[0] += unfinished
-                unfinished = 0
-            if chunk.continues:
-                unfinished, documents = int(documents[-1]), documents[:-1]
-            lengths.append(documents)
-    return np.cumsum(np.concatenate([np.empty(0, dtype=np.int64), *lengths])), text_bytes
+def document_ends(shards: Sequence[Shard]) -> NDArray[np.int64]:
+    """Return where each document ends in the stream of all shards. One may begin in a shard and end in a later one."""
+    lengths, unfinished = [np.empty(0, dtype=np.int64)], 0
+    for shard in shards:
+        lengths.append(shard.lengths())
+        if len(lengths[-1]):
+            lengths[-1][0] += unfinished
+            unfinished = 0
+        unfinished += shard.counts.unfinished
+    return np.cumsum(np.concatenate(lengths))
 
 
 def choose_validation(ends: NDArray[np.int64], fraction: float, *, name: str, whole: bool = False) -> Segments:
@@ -176,47 +132,35 @@ def _blocks(ends: NDArray[np.int64], fraction: float) -> Segments:
     return segment_ends, chosen[starts // BLOCK_TOKENS]
 
 
-def _copy(stream: NDArray[Any], ends: NDArray[np.int64], wanted: NDArray[np.bool_], path: Path) -> None:
-    """Copy the wanted segments of `stream`, adjacent ones together."""
-    changes = np.flatnonzero(np.diff(wanted, prepend=False, append=False))
-    edges = np.concatenate([[0], ends])[changes]
-    with path.open("wb") as file:
-        for start, end in edges.reshape(-1, 2).tolist():
-            for begin in range(start, end, _COPY_TOKENS):
-                stream[begin : min(begin + _COPY_TOKENS, end)].tofile(file)
+def _write_splits(
+    folder: Path, shards: Sequence[Shard], segments: Segments, *, vocab_size: int, masked: bool
+) -> NDArray[np.int64]:
+    """Write the tokens of both splits, and which are trained on; return how often each id is trained on, [2, v]."""
+    ends, is_eval = segments
+    last = np.flatnonzero(np.append(is_eval[1:] != is_eval[:-1], True))
+    ends, is_eval = ends[last], is_eval[last]  # adjacent segments of one split together
+    counts = np.zeros((len(_SPLITS), vocab_size), dtype=np.int64)
+    position = 0
+    with ExitStack() as stack:
+        suffixes = (".bin", TRAINED_SUFFIX)[: 1 + masked]
+        paths = [folder / f"{name}{suffix}" for suffix in suffixes for name in _SPLITS]
+        files = [stack.enter_context(path.open("wb")) for path in paths]
+        for ids, trained in (block for shard in shards for block in shard.blocks()):
+            first, stop = np.searchsorted(ends, (position, position + len(ids) - 1), side="right")
+            edges = np.clip(ends[first : stop + 1], position, position + len(ids))
+            held_out = np.repeat(is_eval[first : stop + 1], np.diff(edges, prepend=position))
+            for split, wanted in enumerate((~held_out, held_out)):
+                chosen = ids[wanted]
+                chosen.tofile(files[split])
+                if trained is not None and masked:
+                    trained[wanted].tofile(files[split + len(_SPLITS)])
+                    chosen = chosen[trained[wanted] > 0]
+                counts[split] += np.bincount(chosen, minlength=vocab_size)
+            position += len(ids)
+    return counts
 
 
-def _entropy(path: Path, dtype: str, vocab_size: int, trained: NDArray[np.uint8] | None) -> float:
+def _entropy(counts: NDArray[np.int64]) -> float:
     """Return the entropy of single tokens in nats, of those that are trained on: H = -sum p ln p, p = count / total."""
-    stream = np.memmap(path, dtype=dtype, mode="r")
-    counts = np.zeros(vocab_size, dtype=np.int64)
-    for start in range(0, len(stream), _COPY_TOKENS):
-        part = stream[start : start + _COPY_TOKENS]
-        if trained is not None:
-            part = part[trained[start : start + _COPY_TOKENS] > 0]
-        counts += np.bincount(part, minlength=vocab_size)
     shares = counts[counts > 0] / max(1, counts.sum())
     return max(0.0, float(-(shares * np.log(shares)).sum()))
-
-
-@contextlib.contextmanager
-def _progress_bar(chunks: Iterator[EncodedChunk], total: int, *, progress: bool) -> Iterator[Iterator[EncodedChunk]]:
-    """Show a progress bar if stderr is a terminal. Closes `chunks`, and so the workers, in any case."""
-    with contextlib.closing(chunks), contextlib.ExitStack() as stack:  # type: ignore[type-var]
-        if not (progress and sys.stderr.isatty()):
-            yield chunks
-            return
-        from rich import progress as rich
-        from rich.console import Console
-
-        kinds = (rich.BarColumn, rich.DownloadColumn, rich.TransferSpeedColumn, rich.TimeRemainingColumn)
-        columns = (rich.TextColumn("tokenizing"), *(kind() for kind in kinds))
-        bar = stack.enter_context(rich.Progress(*columns, console=Console(stderr=True), transient=True))
-        task = bar.add_task("", total=total)
-
-        def advancing() -> Iterator[EncodedChunk]:
-            for chunk in chunks:
-                yield chunk
-                bar.advance(task, chunk.size_bytes)
-
-        yield advancing()

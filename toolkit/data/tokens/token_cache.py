@@ -10,30 +10,34 @@
 The fingerprint covers the source, the tokenizer with its chat template, eval_fraction, text_field, train_on and the
 format, not seq_len: the same cache serves every sample length. Any number of processes may call `prepare` at once,
 before any process group exists: under a file lock one of them builds and the others wait. The lock is released when
-its process dies, so the next one takes over from a builder that was killed; its files have a temporary name and are
-deleted.
+its process dies, so the next one takes over from a builder that was killed, and goes on where it was (`shard.py`).
 """
 
 import contextlib
 import hashlib
 import json
+import os
 import re
 import shutil
+import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 
-from toolkit.config.megatron_prefix import megatron_prefix
 from toolkit.config.recipe import DataSection
+from toolkit.data.documents.part import WHOLE, Part
+from toolkit.data.documents.rows import RowReader
 from toolkit.data.documents.sources import Source, open_source
 from toolkit.data.tokens import tokenizer as tokenizers
 from toolkit.data.tokens.build_cache import TRAINED_SUFFIX, build
+from toolkit.data.tokens.shard import TOKENIZER, Shard, write_shard
+from toolkit.data.tokens.tokenizer_pool import TokenizerJob
 from toolkit.errors import DataError
 from toolkit.files import cache_folder, expanded, published
 
@@ -42,10 +46,12 @@ if TYPE_CHECKING:
 
 Split = Literal["train", "eval"]
 SPLITS: tuple[Split, ...] = ("train", "eval")
+Tokens = NDArray[np.uint16] | NDArray[np.uint32]
 
 FORMAT = 2
 _ROWS = 1
 """Version of how chats and prompts are encoded and masked."""
+_UINT16_ENTRIES = 1 << 16
 _LOCK_POLL_SECONDS = 0.5
 _FAILURE_SECONDS = 3600
 
@@ -91,15 +97,12 @@ class TokenCorpus:
 
     @property
     def tokenizer_dir(self) -> Path:
-        return self.path / "tokenizer"
+        return self.path / TOKENIZER
 
     def tokenizer(self) -> "PreTrainedTokenizerBase":
-        from transformers import AutoTokenizer
+        return tokenizers.open_saved(self.tokenizer_dir)
 
-        loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(self.tokenizer_dir)
-        return loaded
-
-    def tokens(self, split: Split) -> NDArray[Any]:
+    def tokens(self, split: Split) -> Tokens:
         if not self.token_count(split):
             return np.empty(0, dtype=self.dtype)
         return np.memmap(self.path / f"{split}.bin", dtype=self.dtype, mode="r")
@@ -120,57 +123,139 @@ class TokenCorpus:
 
 
 def prepare(section: DataSection, *, progress: bool) -> TokenCorpus:
-    """Open the token cache of `section`; build it first if it is missing. Raises DataError or RunError.
-
-    A dataset of Megatron-LM is opened where it is.
-    """
-    if (prefix := megatron_prefix(section.source)) is not None:
-        from toolkit.data.megatron.corpus import open_megatron
-
-        return open_megatron(prefix, section)
-    source = open_source(section)
-    loaded = tokenizers.load(section) if tokenizers.bpe_entries(section) is None else None
-    cache_dir = expanded(section.cache_dir) if section.cache_dir else cache_folder()
-    folder = cache_dir / _name(section, source, loaded)
+    """Open the token cache of `section`; build it first if it is missing. Raises DataError or RunError."""
+    corpus = Corpus.of(section)
+    folder = corpus.cache
     if folder.is_dir():
-        return _open(folder)
+        return open_cache(folder)
     started = time.time()
     failure = folder.with_name(f"{folder.name}.failed")
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(folder):
-            if folder.is_dir():
-                return _open(folder)
-            _raise_failure_since(started, failure)
-            try:
-                _build_atomically(folder, section, source, loaded, progress=progress)
-            except DataError as error:
-                failure.write_text(str(error), encoding="utf-8")
-                raise
-            failure.unlink(missing_ok=True)
-    except OSError as error:
-        reason = f"{error.filename or folder} cannot be written ({error.strerror})"
-        advice = "set it or $DSTK_CACHE to a writable directory with enough space"
-        raise DataError.of("data.cache_dir", section.cache_dir, reason, advice) from None
-    return _open(folder)
+    with corpus.locked(folder, progress=progress):
+        if folder.is_dir():
+            return open_cache(folder)
+        _raise_failure_since(started, failure)
+        partial = folder.with_name(f".{folder.name}.partial")
+        try:
+            with corpus.removed_on_failure(partial):
+                corpus.tokenize(partial, WHOLE, progress=progress)
+                corpus.publish([Shard(str(partial), WHOLE)])
+        except DataError as error:
+            failure.write_text(str(error), encoding="utf-8")
+            raise
+        shutil.rmtree(partial, ignore_errors=True)
+        failure.unlink(missing_ok=True)
+    return open_cache(folder)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """What is to be tokenized, and where it goes."""
+
+    section: DataSection
+    source: Source
+    loaded: "PreTrainedTokenizerBase | None"
+    """The tokenizer; None if it has yet to be trained."""
+    cache: Path
+    """The directory of its token cache."""
+
+    @classmethod
+    def of(cls, section: DataSection) -> Self:
+        """Open the source and the tokenizer. Raises DataError."""
+        source = open_source(section)
+        loaded = tokenizers.load(section) if tokenizers.bpe_entries(section) is None else None
+        folder = expanded(section.cache_dir) if section.cache_dir else cache_folder()
+        return cls(section=section, source=source, loaded=loaded, cache=folder / _name(section, source, loaded))
+
+    def save_tokenizer(self, folder: Path) -> Path:
+        """Save the tokenizer in the directory of a shard, after training it if it has to be; return where it is."""
+        for leftover in folder.glob(f".{TOKENIZER}.*.tmp"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        saved = folder / TOKENIZER
+        if not saved.is_dir():
+            with published(saved) as temporary:
+                (self.loaded or tokenizers.load_or_train(self.section, self.source)).save_pretrained(temporary)
+        return saved
+
+    def job(self, saved: Path) -> tuple[TokenizerJob, dict[str, Any]]:
+        """Return what workers do with the tokenizer that is saved there, and what their tokens are of."""
+        tokenizer = self.loaded or tokenizers.open_saved(saved)
+        vocab_size = tokenizers.vocab_size(tokenizer)
+        job = TokenizerJob(
+            tokenizer_dir=str(saved),
+            split_special_tokens=bool(getattr(tokenizer, "split_special_tokens", False)),
+            eos_id=int(tokenizer.eos_token_id),
+            dtype="<u2" if vocab_size <= _UINT16_ENTRIES else "<u4",
+            vocab_size=vocab_size,
+            format=self.section.format,
+            train_on=self.section.train_on,
+        )
+        settings = {key: value for key, value in asdict(job).items() if key != "tokenizer_dir"}
+        of = {"source": self.source.fingerprint, "tokenizer": tokenizers.digest(saved), "format": FORMAT}
+        of |= {"rows": asdict(RowReader.of(self.section)), "encoding": settings}
+        return job, of
+
+    def tokenize(self, folder: Path, part: Part, *, progress: bool) -> None:
+        """Write the shard of a part to `folder`, or what is missing of it."""
+        job, of = self.job(self.save_tokenizer(folder))
+        workers = self.section.workers or os.cpu_count() or 1
+        write_shard(folder, part, self.source, job, of, workers=workers, progress=progress)
+        if open_source(self.section).fingerprint != self.source.fingerprint:
+            advice = "run again when it is complete"
+            raise DataError.of("data.source", self.section.source, "it changed while it was tokenized", advice)
+
+    def publish(self, shards: Sequence[Shard]) -> None:
+        """Make the cache from all shards. Needs the lock: other temporary directories are of dead processes."""
+        for leftover in self.cache.parent.glob(f".{self.cache.name}.*.tmp"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        with published(self.cache) as temporary:
+            build(temporary, self.section, shards, self.source.entropy_rate)
+            shards[0].copy_tokenizer(temporary / TOKENIZER)
+
+    @contextlib.contextmanager
+    def locked(self, folder: Path, *, progress: bool) -> Iterator[None]:
+        """Hold the lock of `folder`. Raises DataError where the operating system does not let us write."""
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with _locked(folder, progress=progress):
+                yield
+        except OSError as error:
+            reason = f"{error.filename or folder} cannot be written ({error.strerror})"
+            advice = "set it or $DSTK_CACHE to a writable directory with enough space"
+            raise DataError.of("data.cache_dir", self.section.cache_dir, reason, advice) from None
+
+    @contextlib.contextmanager
+    def removed_on_failure(self, folder: Path) -> Iterator[None]:
+        """Remove `folder` if the text is refused or the disk is full; an interrupted process leaves it to the next."""
+        try:
+            yield
+        except (DataError, OSError):
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a cache, and delete its file: who waits for it finds the cache then, or why there is none.
+def _locked(folder: Path, *, progress: bool) -> Iterator[None]:
+    """Hold the lock of a directory, and delete its file: who waits for it finds the directory, or why there is none.
 
     Reasons of failures that no rank can be waiting for any more are deleted too.
     """
-    lock = folder.with_name(f"{folder.name}.lock")
-    with FileLock(lock, poll_interval=_LOCK_POLL_SECONDS):
-        try:
-            for failure in folder.parent.glob("*.failed"):
-                with contextlib.suppress(FileNotFoundError):
-                    if time.time() - failure.stat().st_mtime > _FAILURE_SECONDS:
-                        failure.unlink()
-            yield
-        finally:
-            lock.unlink(missing_ok=True)
+    path = folder.with_name(f"{folder.name}.lock")
+    lock = FileLock(path, poll_interval=_LOCK_POLL_SECONDS)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        if progress:
+            print(f"another process makes {folder}: waiting for it", file=sys.stderr)
+        lock.acquire()
+    try:
+        for failure in folder.parent.glob("*.failed"):
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - failure.stat().st_mtime > _FAILURE_SECONDS:
+                    failure.unlink()
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        lock.release()
 
 
 def _name(section: DataSection, source: Source, loaded: "PreTrainedTokenizerBase | None") -> str:
@@ -193,20 +278,8 @@ def _raise_failure_since(started: float, failure: Path) -> None:
             raise DataError(failure.read_text(encoding="utf-8"))
 
 
-def _build_atomically(
-    folder: Path, section: DataSection, source: Source, loaded: "PreTrainedTokenizerBase | None", *, progress: bool
-) -> None:
-    """Build it. Needs the lock: other temporary directories are of dead builders."""
-    for leftover in folder.parent.glob(f".{folder.name}.*.tmp"):
-        shutil.rmtree(leftover, ignore_errors=True)
-    with published(folder) as temporary:
-        build(temporary, section, source, loaded, progress=progress)
-        if open_source(section).fingerprint != source.fingerprint:
-            advice = "run again when it is complete"
-            raise DataError.of("data.source", section.source, "it changed while it was tokenized", advice)
-
-
-def _open(folder: Path) -> TokenCorpus:
+def open_cache(folder: Path) -> TokenCorpus:
+    """Open a token cache. Raises DataError if it is damaged."""
     advice = f"Delete {folder} to rebuild it."
     try:
         meta: dict[str, Any] = json.loads((folder / "meta.json").read_text(encoding="utf-8"))

@@ -118,13 +118,26 @@ def identity(section: DataSection, tokenizer: "PreTrainedTokenizerBase | None") 
     """Identify what the ids depend on besides the corpus: the files of a loaded tokenizer, the training of a BPE."""
     if tokenizer is None:
         return f"{section.tokenizer} trainer {_TRAINER_VERSION} tokenizers {tokenizers.__version__}"
-    digest = hashlib.sha256()
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
-        for path in sorted(Path(folder).rglob("*")):
-            if path.is_file():
-                digest.update(f"{path.name}\0".encode() + _content(path) + b"\0")
-    return digest.hexdigest()
+        return digest(Path(folder))
+
+
+def digest(folder: Path) -> str:
+    """Identify a tokenizer by the files of save_pretrained, without where it came from."""
+    found = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            found.update(f"{path.name}\0".encode() + _content(path) + b"\0")
+    return found.hexdigest()
+
+
+def open_saved(folder: Path) -> "PreTrainedTokenizerBase":
+    """Load what `save_pretrained` wrote."""
+    from transformers import AutoTokenizer
+
+    loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
+    return loaded
 
 
 def vocab_size(tokenizer: "PreTrainedTokenizerBase") -> int:

@@ -1,0 +1,69 @@
+"""`dstk tokenize`: make a recipe's token cache before training, on one machine or, in shards, on many."""
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from toolkit.config import load_recipe
+
+if TYPE_CHECKING:
+    from toolkit.data.documents.part import Part
+    from toolkit.data.tokens.token_cache import TokenCorpus
+
+
+class ShardNumber(click.ParamType["Part"]):
+    """Which shard of how many."""
+
+    name = "shard"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> "Part":
+        """Parse the text of an option."""
+        from toolkit.data.documents.part import Part
+
+        try:
+            return value if isinstance(value, Part) else Part.parse(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+@click.command
+@click.argument("recipe")
+@click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
+@click.option("--shard", type=ShardNumber(), metavar="I/N", help="Tokenize only the I-th of N parts, from 1/N to N/N.")
+@click.option("--merge", is_flag=True, help="Make the token cache of all shards.")
+@click.option("--shards", metavar="DIR", help="Where shards are; the default is beside the token cache.")
+def command(recipe: str, overrides: tuple[str, ...], shard: "Part | None", merge: bool, shards: str | None) -> None:
+    """Tokenize a recipe's data, as a training run would.
+
+    With --shard on many machines, each tokenizes its part of the text. The last one makes the token cache of all, the
+    same as that of one machine; if --shards says where shards are, --merge does that. After an interruption, run the
+    same command again: it goes on where it was.
+
+    \b
+    Examples:
+      dstk tokenize recipes/demo.yaml
+      dstk tokenize recipes/demo.yaml --shard 2/4
+      dstk tokenize recipes/demo.yaml --merge --shards /mnt/shards
+    """
+    from toolkit.data.tokens.shards import make_shard, merge_shards
+    from toolkit.data.tokens.token_cache import TokenCorpus, prepare
+
+    if merge and shard is not None:
+        raise click.UsageError("--shard and --merge exclude each other: merge when all shards are there.")
+    if shards is not None and shard is None and not merge:
+        raise click.UsageError("--shards is for --shard or --merge.")
+    data = load_recipe(recipe, overrides).data
+    if shard is not None:
+        made = make_shard(data, shard, folder=shards, progress=True)
+        if not isinstance(made, TokenCorpus):
+            counts = made.counts
+            click.echo(f"shard {shard}: {counts.documents:,} documents, {counts.tokens:,} tokens in {made.place}")
+            return
+    else:
+        made = merge_shards(data, folder=shards) if merge else prepare(data, progress=True)
+    _print(made)
+
+
+def _print(corpus: "TokenCorpus") -> None:
+    tokens, documents = corpus.train_tokens + corpus.eval_tokens, corpus.train_documents + corpus.eval_documents
+    click.echo(f"{documents:,} documents, {tokens:,} tokens in {corpus.path}")

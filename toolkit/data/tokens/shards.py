@@ -1,0 +1,125 @@
+"""Tokenize a corpus on many machines: each makes a shard, and the last one, or `merge_shards`, makes the token cache.
+
+    <cache_dir>/<source>-<tokenizer>-<digest>.shards/
+        00001-of-00004/             a shard (`shard.py`)
+        .00002-of-00004.partial/    one that is not complete
+        <digest>/tokenizer/         a bpe-N that was trained for all shards
+
+The digest is of the settings, not of the text: machines whose source or tokenizer differ meet there, and are told so.
+The cache is the same, byte for byte, as that of one process.
+"""
+
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from toolkit.config.recipe import DataSection
+from toolkit.data.documents.part import Part
+from toolkit.data.tokens import tokenizer as tokenizers
+from toolkit.data.tokens.shard import MANIFEST, TOKENIZER, Shard, is_complete
+from toolkit.data.tokens.token_cache import Corpus, TokenCorpus, open_cache
+from toolkit.errors import DataError
+from toolkit.files import expanded, published, sync
+
+_OF_SAMPLES = {"seq_len", "packing", "document_masking", "overlong", "eval_fraction", "workers", "cache_dir"}
+"""Fields that do not change a shard."""
+_NAME = re.compile(r"[0-9]{5}-of-[0-9]{5}")
+
+
+def make_shard(section: DataSection, part: Part, *, folder: str | None, progress: bool) -> Shard | TokenCorpus:
+    """Tokenize a part. Return the cache, if there is one or this was the last shard that was missing beside it.
+
+    `folder`: where shards go, if not beside the cache. Raises DataError or RunError.
+    """
+    corpus = Corpus.of(section)
+    shards = _folder(corpus, folder)
+    partial, place = shards / f".{part.name}.partial", shards / part.name
+    with corpus.locked(shards.with_name(f"{shards.name}.{part.name}"), progress=progress):
+        if corpus.cache.is_dir():
+            return open_cache(corpus.cache)
+        with corpus.removed_on_failure(partial):
+            _train_tokenizer(corpus, shards, partial)
+            if not is_complete(str(place), part, corpus.job(corpus.save_tokenizer(partial))[1]):
+                corpus.tokenize(partial, part, progress=progress)
+                shutil.rmtree(place, ignore_errors=True)  # of another state of the source
+                partial.rename(place)
+                sync(shards)
+        shutil.rmtree(partial, ignore_errors=True)
+    is_last = all((shards / other.name / MANIFEST).is_file() for other in _all(part.count))
+    return merge_shards(section, folder=None) if folder is None and is_last else Shard(str(place), part)
+
+
+def merge_shards(section: DataSection, *, folder: str | None) -> TokenCorpus:
+    """Make the token cache from all shards, and delete them if they are beside it. Raises DataError."""
+    corpus = Corpus.of(section)
+    shards = _folder(corpus, folder)
+    with corpus.locked(corpus.cache, progress=False):
+        if not corpus.cache.is_dir():
+            corpus.publish(_open_all(corpus, shards))
+    if folder is None:
+        shutil.rmtree(shards, ignore_errors=True)
+    return open_cache(corpus.cache)
+
+
+def _folder(corpus: Corpus, folder: str | None) -> Path:
+    settings = json.dumps(corpus.section.model_dump(mode="json", exclude=_OF_SAMPLES), sort_keys=True)
+    digest = hashlib.sha256(settings.encode()).hexdigest()[:16]
+    name = f"{corpus.cache.name.rpartition('-')[0]}-{digest}.shards"
+    return (corpus.cache.parent if folder is None else expanded(folder)) / name
+
+
+def _all(count: int) -> list[Part]:
+    return [Part(number=number, count=count) for number in range(1, count + 1)]
+
+
+def _train_tokenizer(corpus: Corpus, shards: Path, partial: Path) -> None:
+    """Give a shard the bpe-N that one of the machines trains for all of them."""
+    if corpus.loaded is not None or (partial / TOKENIZER).is_dir():
+        return
+    facts = (corpus.source.fingerprint, tokenizers.identity(corpus.section, None))
+    trained = shards / hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+    with corpus.locked(shards.with_name(f"{shards.name}.{TOKENIZER}"), progress=False):
+        saved = corpus.save_tokenizer(trained)
+    with published(partial / TOKENIZER) as temporary:
+        shutil.copytree(saved, temporary, dirs_exist_ok=True)
+
+
+def _open_all(corpus: Corpus, folder: Path) -> list[Shard]:
+    """Open the shards, after checking that none is missing and that they belong together. Raises DataError."""
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    found = [Part(number=int(name[:5]), count=int(name[9:])) for name in sorted(names) if _NAME.fullmatch(name)]
+    if not found:
+        raise DataError(f"{folder}: there are no shards. Make them: --shard 1/n, on as many machines as you like.")
+    counts = sorted({part.count for part in found})
+    if len(counts) > 1:
+        spelled = " and ".join(map(str, counts))
+        raise DataError(f"{folder}: there are shards of {spelled} parts. Delete those of one of them.")
+    missing = [part for part in _all(counts[0]) if part not in found]
+    if missing:
+        some = ", ".join(map(str, missing[:8])) + ", …" * (len(missing) > 8)
+        raise DataError(f"{folder}: missing: {some}. Make {'it' if len(missing) == 1 else 'each'} with --shard.")
+    shards = [Shard(str(folder / part.name), part) for part in found]
+    _check_alike(corpus, shards)
+    return shards
+
+
+def _check_alike(corpus: Corpus, shards: Sequence[Shard]) -> None:
+    first = shards[0]
+    for shard in shards[1:]:
+        for key, value in first.of.items():
+            if shard.of.get(key) != value:
+                raise DataError(
+                    f"{shard.place}: shard {shard.part} has another {key} than shard {first.part}. "
+                    "Make both again from the same text with the same tokenizer and version."
+                )
+    now = {"source": corpus.source.fingerprint}
+    if corpus.loaded is not None:
+        now["tokenizer"] = tokenizers.identity(corpus.section, corpus.loaded)
+    for key, value in now.items():
+        if first.of[key] != value:
+            field = f"data.{key}"
+            reason = f"it is not what the shards in {Path(first.place).parent} were made of"
+            raise DataError.of(field, getattr(corpus.section, key), reason, "make them again")
