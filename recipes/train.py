@@ -18,7 +18,7 @@ from toolkit.training.arguments import parse_arguments
 def main(argv: list[str]) -> None:
     """Read the recipe for the ranks of this launch, and train it."""
     arguments = parse_arguments(argv, description=__doc__ or "")
-    job = toolkit.load_job(arguments.config, arguments.overrides)
+    job = toolkit.load_job(arguments.config, arguments.overrides, arguments.layout)
     gc.freeze()  # collections, which DeepSpeed asks for as well, skip all that was imported
     quiet(debug=job.recipe.log.level == "debug")
     toolkit.train(job, options=arguments.options)

@@ -21,11 +21,11 @@ from toolkit.checkpoint.save import AsyncSaver, CheckpointContents, FileSizes, S
 from toolkit.checkpoint.save_plan import LocalShard
 from toolkit.checkpoint.tensor_source import ShardedTensorGroup, ShardedTensorSource
 from toolkit.config.recipe import Recipe
+from toolkit.config.strategy import Strategy
 from toolkit.engines.base import Engine
 from toolkit.engines.local_tensors import local_tensors
 from toolkit.engines.optimizer_states import MASTER
 from toolkit.parallel.shard import Shard
-from toolkit.parity.strategy import Strategy
 
 RunRanks = Callable[..., list[Any]]
 SIZES = FileSizes(max_file_bytes=60_000, min_file_bytes=10_000)

@@ -91,7 +91,7 @@ def test_a_wrong_override_is_reported_once_for_all_recipes(capfd: pytest.Capture
     ("arguments", "line"),
     [
         (["train.steps=2"], "no recipe is given, only overrides. Name a YAML file or a directory."),
-        (["gone"], "gone: there is no such file."),
+        (["gone"], "gone: neither a file nor a recipe of the gallery."),
         (
             ["--world-size", "3", "a/one.yaml"],
             "a/one.yaml:3:28: batch.global_batch_size=8 with micro_batch_size=2 and parallel.dp=3: 8 is",

@@ -26,7 +26,7 @@ from train_script import train_here
 
 from toolkit.config import dump_recipe
 from toolkit.config.recipe import Recipe
-from toolkit.parity.strategy import Strategy
+from toolkit.config.strategy import Strategy
 
 LAYOUTS = (
     *("reference", "ddp", "fsdp", "dp2-z0", "dp2-z1", "dp4-z2", "dp2-z3", "dp2-z3-offload"),

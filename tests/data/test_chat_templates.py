@@ -1,29 +1,23 @@
-"""Which text of a chat is trained on, for the templates of well-known models: between « and » in what is expected."""
+"""Which text of a chat is trained on, whatever a template does: between « and » in what is expected.
 
-import json
+The templates are written for these tests; test_published_templates.py and tests/real have those of real models.
+"""
+
 from functools import cache
-from itertools import groupby
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
-import numpy as np
 import pytest
+import small_chats
 from small_chats import CHATML, turns, write_tokenizer
-from transformers import AutoTokenizer
 
-from toolkit.data.tokens.conversation_encoder import ConversationEncoder
 from toolkit.errors import DataError
 
 _ROLE = "{{ '<|' + message.role + '|>\n' + message.content }}"
 TEMPLATES = {
     "chatml": CHATML,
     "qwen": "{% if messages[0].role != 'system' %}{{ '<|im_start|>system\nBe kind.<|im_end|>\n' }}{% endif %}" + CHATML,
-    "llama 3": """\
-{% for message in messages %}
-{% set turn = '<|start_header_id|>' + message.role + '<|end_header_id|>\n\n' + message.content | trim + '<|eot_id|>' %}
-{% if loop.first %}{{ bos_token }}{% endif %}{{ turn }}{% endfor %}
-{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}""",
     "mistral": """\
 {{ bos_token }}{% set talk = messages %}{% set before = '' %}
 {% if messages[0].role == 'system' %}
@@ -34,13 +28,6 @@ TEMPLATES = {
 {% if message.role == 'user' %}{{ '[INST] ' + (before if loop.first else '') + message.content + ' [/INST]' }}
 {%- else %}{{ ' ' + message.content + eos_token }}{% endif %}
 {% endfor %}""",
-    "gemma": """\
-{{ bos_token }}{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}
-{% for message in messages %}
-{% set role = 'model' if message.role == 'assistant' else message.role %}
-{{ '<start_of_turn>' + role + '\n' + message.content | trim + '<end_of_turn>\n' }}
-{%- endfor %}
-{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}""",
     "phi": "{% for message in messages %}" + _ROLE + "{{ '<|end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}",
     "zephyr": "{% for message in messages %}" + _ROLE + "{{ eos_token + '\n' }}{% endfor %}"
@@ -72,28 +59,14 @@ def folder_of(template: str) -> Path:
     return write_tokenizer(Path(mkdtemp()), TEMPLATES.get(template, template))
 
 
-def encoded(template: str, chat: dict[str, Any] | list[dict[str, str]], train_on: str = "assistant") -> str:
-    """The text of a chat's tokens, what is trained on between « and »."""
-    chat = {"messages": chat} if isinstance(chat, list) else chat
-    folder = folder_of(template)
-    document = ConversationEncoder(folder, "<u2", train_on).encode(json.dumps(chat))  # type: ignore[arg-type]
-    ids = np.frombuffer(document.ids, "<u2").tolist()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    runs = groupby(zip(ids, document.trained.tolist(), strict=True), key=lambda pair: pair[1])
-    texts = [(trained, tokenizer.decode([token for token, _ in run])) for trained, run in runs]
-    return "".join(f"«{text}»" if trained else text for trained, text in texts)
+def encoded(template: str, chat: dict[str, Any] | list[dict[str, str]], train_on: Any = "assistant") -> str:
+    return small_chats.encoded(folder_of(template), chat, train_on)
 
 
 EXPECTED = {
     "chatml": "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n«hello<|im_end|>»\n"
     "<|im_start|>user\nwhat?<|im_end|>\n<|im_start|>assistant\n«one two<|im_end|>»\n",
-    "llama 3": "<s><|start_header_id|>user<|end_header_id|>\n\nhi<|eot_id|>"
-    "<|start_header_id|>assistant<|end_header_id|>\n\n«hello<|eot_id|>»"
-    "<|start_header_id|>user<|end_header_id|>\n\nwhat?<|eot_id|>"
-    "<|start_header_id|>assistant<|end_header_id|>\n\n«one two<|eot_id|>»",
     "mistral": "<s>[INST] hi [/INST]« hello</s>»[INST] what? [/INST]« one two</s>»",
-    "gemma": "<s><start_of_turn>user\nhi<end_of_turn>\n<start_of_turn>model\n«hello<end_of_turn>»\n"
-    "<start_of_turn>user\nwhat?<end_of_turn>\n<start_of_turn>model\n«one two<end_of_turn>»\n",
     "zephyr": "<|user|>\nhi</s>\n<|assistant|>\n«hello</s>»\n<|user|>\nwhat?</s>\n<|assistant|>\n«one two</s>»\n",
     "alpaca": "### Instruction:\nhi\n\n### Response:\n«hello</s>»\n\n"
     "### Instruction:\nwhat?\n\n### Response:\n«one two</s>»\n\n",
@@ -112,8 +85,6 @@ def test_the_turns_of_the_assistant_and_the_tokens_that_end_them_are_trained_on(
 WITH_SYSTEM = {
     "qwen": "<|im_start|>system\nShort.<|im_end|>\n"
     "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n«ho<|im_end|>»\n",
-    "llama 3": "<s><|start_header_id|>system<|end_header_id|>\n\nShort.<|eot_id|>"
-    "<|start_header_id|>user<|end_header_id|>\n\nhi<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n«ho<|eot_id|>»",
     "mistral": "<s>[INST] Short.\n\nhi [/INST]« ho</s>»",
     "zephyr": "<|system|>\nShort.</s>\n<|user|>\nhi</s>\n<|assistant|>\n«ho</s>»\n",
     "alpaca": "Short.\n\n### Instruction:\nhi\n\n### Response:\n«ho</s>»\n\n",
@@ -130,7 +101,7 @@ def test_an_empty_turn_is_trained_to_end(template):
     assert encoded(template, turns("", "")) == ("<|im_start|>user\n<|im_end|>\n<|im_start|>assistant\n«<|im_end|>»\n")
 
 
-@pytest.mark.parametrize("template", ["chatml", "marked", "llama 3", "mistral", "gemma", "zephyr", "alpaca"])
+@pytest.mark.parametrize("template", ["chatml", "marked", "mistral", "zephyr", "alpaca"])
 @pytest.mark.parametrize("answer", ["naïve 日本語 🙂", "a\n\nb", "«x»", "one one one"])
 def test_any_text_is_trained_on_whole(template, answer):
     found = encoded(template, turns("日本語 🙂 one", answer))
@@ -184,7 +155,6 @@ class TestATemplateThatRewritesEarlierTurns:
 
 
 REFUSED = {
-    "gemma": (turns("hi", "ho", system="Short."), "System role not supported"),
     "mistral": ([*turns("hi"), *turns("hi", "ho")], "roles must alternate"),
     CHATML.partition("{% if add")[0]: (turns("hi", "ho"), "ignores add_generation_prompt"),
     CHATML.replace("assistant\n' }}{% endif", "assistant\n<think>' }}{% endif"): (

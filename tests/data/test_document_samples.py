@@ -24,6 +24,7 @@ def corpus(lengths, untrained=()):
     mask[ends[:-1]] = False
     return SimpleNamespace(
         eos_id=PAD,
+        tokenizer_vocab_size=1 << 20,
         tokens=lambda split: stream,
         trained=lambda split: mask.astype(np.uint8),
         document_offsets=lambda split: ends,

@@ -24,7 +24,9 @@ def corpus(lengths):
     ends = np.concatenate([[0], np.cumsum(lengths)])
     stream = np.arange(1, ends[-1] + 1, dtype=np.uint32)
     stream[ends[1:] - 1] = EOS
-    return SimpleNamespace(eos_id=EOS, tokens=lambda split: stream, document_offsets=lambda split: ends)
+    return SimpleNamespace(
+        eos_id=EOS, tokenizer_vocab_size=1 << 20, tokens=lambda split: stream, document_offsets=lambda split: ends
+    )
 
 
 def samples(lengths, **fields):

@@ -20,10 +20,10 @@ from torch import nn
 from transformers import AutoConfig
 
 from toolkit.config.recipe import Recipe
+from toolkit.config.strategy import Strategy
 from toolkit.engines import deepspeed_patches
 from toolkit.launch.local_ranks import RankFailedError
 from toolkit.parity.run.train_in_memory import train_in_memory
-from toolkit.parity.strategy import Strategy
 
 Make = Callable[..., Recipe]
 Ranks = Callable[..., list[Any]]

@@ -13,8 +13,8 @@ from engine_states import build
 from nonempty import nonempty
 
 from toolkit.config.recipe import Recipe
+from toolkit.config.strategy import Strategy
 from toolkit.engines.gradient_norm import clip_gradients, total_norm
-from toolkit.parity.strategy import Strategy
 
 WIDE = {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 32, "vocab_size": 65536}
 CASES = (

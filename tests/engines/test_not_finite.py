@@ -9,7 +9,7 @@ from engine_states import assert_same_bits, cell, changes
 from non_finite_steps import train_around
 from nonempty import nonempty
 
-from toolkit.parity.strategy import Strategy
+from toolkit.config.strategy import Strategy
 
 STRATEGIES = (
     *("reference", "ddp", "fsdp", "z0", "z1", "z2", "z3", "z1-offload", "z2-offload", "z3-offload", "u2-z1", "u2-z3"),

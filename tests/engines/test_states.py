@@ -8,8 +8,8 @@ import pytest
 from engine_states import AFTER, BEFORE, Outcome, Saved, assert_same_bits, build, cell, changes, everything, train
 
 from toolkit.config.recipe import Recipe
+from toolkit.config.strategy import Strategy
 from toolkit.engines.optimizer_states import MASTER
-from toolkit.parity.strategy import Strategy
 
 
 def whole_run(recipe: Recipe) -> Outcome:

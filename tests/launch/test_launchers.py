@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from toolkit.checkpoint.verify import verify
-from toolkit.config import dump_recipe
+from toolkit.config import dump_recipe, gallery
 from toolkit.errors import RunError
-from toolkit.launch import spawn
 from toolkit.launch.rank_environment import RankEnvironment
 from toolkit.launch.spawn import free_port
 
@@ -108,12 +107,12 @@ def test_the_script_is_found_where_pip_installs_it(
     record = package / "deepspeed_megatron_toolkit-1.dist-info" / "RECORD"
     record.write_text("toolkit/train.py,,\n../../share/deepspeed-megatron-toolkit/recipes/train.py,,\n")
     (record.parent / "METADATA").write_text("Name: deepspeed-megatron-toolkit\nVersion: 1\n")
-    monkeypatch.setattr(spawn, "__file__", str(package / "toolkit" / "launch" / "spawn.py"))
+    monkeypatch.setattr(gallery, "__file__", str(package / "toolkit" / "config" / "gallery.py"))
     monkeypatch.setattr(sys, "path", [str(package)])
-    assert spawn.find_recipes() == recipes
+    assert gallery.find_recipes() == recipes
     (recipes / "train.py").unlink()
     with pytest.raises(RunError, match="Install the toolkit again"):
-        spawn.find_recipes()
+        gallery.find_recipes()
 
 
 def test_dstk_train_ends_all_ranks_when_one_dies(

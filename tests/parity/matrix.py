@@ -24,7 +24,7 @@ from toolkit.config.recipe import (
     ScheduleSection,
     TrainSection,
 )
-from toolkit.parity.strategy import Strategy
+from toolkit.config.strategy import Strategy
 
 STRATEGIES = (
     *("dp2-z0", "dp2-z1", "dp2-z2", "dp2-z3", "dp2-z1-offload", "dp2-z2-offload", "dp2-z3-offload"),

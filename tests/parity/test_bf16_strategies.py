@@ -10,10 +10,10 @@ from itertools import product
 import pytest
 
 from toolkit.config.recipe import Recipe
+from toolkit.config.strategy import Strategy
 from toolkit.parity.comparison import StrategyResult
 from toolkit.parity.run.compare_strategies import compare_strategies, for_comparison, plan
 from toolkit.parity.run.shrink import shrink
-from toolkit.parity.strategy import Strategy
 
 FAMILIES = {"gpt2": "gpt2", "llama": "llama-3.2-1b", "qwen3": "qwen3-0.6b", "gpt_neox": "pythia-160m"}
 STRATEGIES = (

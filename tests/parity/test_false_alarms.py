@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from toolkit.config.recipe import Recipe
+from toolkit.config.strategy import Strategy
 from toolkit.parity import Bounds, ParityResult, ParityRun
 from toolkit.parity.run.train_in_memory import train_in_memory
-from toolkit.parity.strategy import Strategy
 from toolkit.training import train as training
 
 STEPS = 20

@@ -12,13 +12,13 @@ from planted_faults import forget_moments
 from synthetic_run import RATE, STEPS, Array, baseline, changed, draw, with_losses
 
 from toolkit.config.recipe import Precision
+from toolkit.config.strategy import Strategy
 from toolkit.engines.base import Engine
 from toolkit.engines.deepspeed_engine import DeepSpeedEngine
 from toolkit.engines.factory import create_engine
 from toolkit.parity import Bounds, Cause, ParityResult, Tolerance
 from toolkit.parity.replay import StepRecord, explain, steps_to_replay
 from toolkit.parity.run.compare_strategies import compare_strategies, plan
-from toolkit.parity.strategy import Strategy
 from toolkit.parity.tolerance import RoundingBound
 
 NOISE = 1e-3

@@ -7,6 +7,7 @@ import pytest
 from synthetic_run import baseline, with_losses
 
 from toolkit.config.recipe import Recipe
+from toolkit.config.strategy import Strategy
 from toolkit.errors import NonFiniteError, RecipeError, RunError, ToolkitError
 from toolkit.launch.local_ranks import RankFailedError
 from toolkit.parity.run import compare_strategies as comparison
@@ -16,7 +17,6 @@ from toolkit.parity.run.compare_strategies import (
     for_comparison,
     plan,
 )
-from toolkit.parity.strategy import Strategy
 
 MakeRecipe = Callable[..., Recipe]
 TRACEBACK = RankFailedError("rank 1 failed:\nTraceback (most recent call last):\n  File …\nValueError: of mine\n")

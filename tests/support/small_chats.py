@@ -1,11 +1,18 @@
-"""A small tokenizer with a chat template, and a corpus of conversations of very unequal lengths."""
+"""A small tokenizer with a chat template, which of its tokens are trained on, and conversations of unequal lengths."""
 
 import json
 import random
+from collections.abc import Iterable
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from toolkit.data.tokens.chat_template import TrainOn
+from toolkit.data.tokens.conversation_encoder import ConversationEncoder
 
 SPECIAL = (
     *("<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
@@ -18,7 +25,9 @@ _TEXT = "one two three four five six seven eight hello there what is the sum of 
 _WORDS = _TEXT.split()
 
 
-def write_tokenizer(folder: Path, template: str | None = CHATML) -> Path:
+def write_tokenizer(
+    folder: Path, template: str | None = CHATML, *, eos: str = "</s>", special: tuple[str, ...] = ()
+) -> Path:
     """Train a byte-level BPE with some merges and the special tokens of many templates. Its offsets are trimmed."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -29,10 +38,26 @@ def write_tokenizer(folder: Path, template: str | None = CHATML) -> Path:
     )
     bpe.train_from_iterator([_TEXT, "### Instruction:\n\n### Response:\n\n"] * 9, trainer)
     bpe.post_processor = processors.ByteLevel(trim_offsets=True)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<s>", eos_token="</s>")
+    bpe.add_special_tokens([eos, *special])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<s>", eos_token=eos)
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def marked(tokenizer: PreTrainedTokenizerFast, ids: Iterable[int], trained: Iterable[int]) -> str:
+    """The text of tokens, what is trained on between « and »."""
+    runs = groupby(zip(ids, trained, strict=True), key=lambda pair: pair[1] > 0)
+    texts = [(is_trained, tokenizer.decode([token for token, _ in run])) for is_trained, run in runs]
+    return "".join(f"«{text}»" if is_trained else text for is_trained, text in texts)
+
+
+def encoded(folder: Path, chat: dict[str, Any] | list[dict[str, str]], train_on: TrainOn = "assistant") -> str:
+    """What is trained on of a chat with the tokenizer of `folder`, as `marked` writes it."""
+    chat = {"messages": chat} if isinstance(chat, list) else chat
+    document = ConversationEncoder(folder, "<u2", train_on).encode(json.dumps(chat))
+    ids = np.frombuffer(document.ids, "<u2").tolist()
+    return marked(AutoTokenizer.from_pretrained(folder), ids, document.trained.tolist())
 
 
 def turns(*contents: str, system: str | None = None) -> list[dict[str, str]]:

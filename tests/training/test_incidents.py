@@ -11,13 +11,13 @@ import torch
 from interrupted_runs import SETTINGS, assert_same_bits, interrupt, metrics, tensors, timeless
 
 from toolkit.config.recipe import Recipe
+from toolkit.config.strategy import Strategy
 from toolkit.data.samples.loader import MicroBatchLoader
 from toolkit.data.samples.samples import Samples
 from toolkit.engines.base import DataParallelEngine
 from toolkit.engines.deepspeed_engine import DeepSpeedEngine
 from toolkit.engines.pipeline_engine import PipelineEngine
 from toolkit.errors import NonFiniteError
-from toolkit.parity.strategy import Strategy
 
 Train = Callable[..., str]
 Z2: dict[str, Any] = {"parallel": {"zero_stage": 2}, "world_size": 2}

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from toolkit.config import load_recipe, overrides_between
+from toolkit.config import load_recipe, overrides_between, recipe_layouts
+from toolkit.config.layouts import choose
+from toolkit.config.strategy import Strategy
 from toolkit.imports import no_garbage_collection
-from toolkit.parity.strategy import Strategy
 
 if TYPE_CHECKING:
     from toolkit.config.recipe import Recipe
@@ -34,6 +35,7 @@ _OF_RUNS = ("rerun", "tolerance", "loss", "runs")
 @click.argument("arguments", nargs=-1, metavar="[RUN RUN...] [SECTION.KEY=VALUE...]")
 @click.option("--recipe", metavar="FILE", help="The recipe to train under every strategy.")
 @click.option("--against", metavar="LIST", help="Strategies: z1,z2,z3,tp2,pp2,tp2-pp2-dp2-z1,ddp,fsdp, …")
+@click.option("--layout", help="One that the recipe lists (8xH100); with --shrink on two ranks for each of its axes.")
 @click.option("--baseline", metavar="STRATEGY", help="Compare with it.  [default: reference; in bf16 one rank alike]")
 @click.option("--steps", type=click.IntRange(min=2), default=30, show_default=True, help="Optimizer steps.")
 @click.option("--nproc", type=_POSITIVE, default=2, show_default=True, help="Ranks if dp is not set.")
@@ -47,7 +49,9 @@ _OF_RUNS = ("rerun", "tolerance", "loss", "runs")
 @click.option("--runs", is_flag=True, help="The arguments are finished runs, which is the default without --recipe.")
 @click.option("--loss", multiple=True, metavar="NAME", help="For runs: the tag, column or key of the loss.")
 @click.option("--tolerance", type=float, metavar="X", help="For runs: a relative bound of your own.")
-def command(arguments: tuple[str, ...], recipe: str | None, against: str | None, **options: Any) -> int:
+def command(
+    arguments: tuple[str, ...], recipe: str | None, against: str | None, layout: str | None, **options: Any
+) -> int:
     """Train a recipe under several strategies and compare each with one process; or compare finished runs.
 
     All strategies start from the same weights and read the same samples. Prints the largest relative difference of
@@ -58,6 +62,7 @@ def command(arguments: tuple[str, ...], recipe: str | None, against: str | None,
     \b
     dstk compare --recipe recipes/gpt2/3d.yaml --against z1,z3,tp2,pp2,tp2-pp2-dp2-z1,ddp,fsdp --shrink
     dstk compare --recipe my.yaml --against tp2-sp --baseline z1 --steps 100 --report out optimizer.name=sgd
+    dstk compare --recipe gpt2-pretrain --layout 8xH100 --shrink precision=fp32
     dstk compare runs/yesterday runs/today
     dstk compare --runs runs/demo trainer_output/checkpoint-500 tensorboard/run1 curve.csv --tolerance 1e-2
 
@@ -71,7 +76,7 @@ def command(arguments: tuple[str, ...], recipe: str | None, against: str | None,
     from toolkit.report.comparison_table import print_comparison
 
     started = time.monotonic()
-    _check(arguments, recipe, against, options)
+    _check(arguments, recipe, against or layout, options)
     if options["report"]:
         from toolkit.report.comparison_page import FILES
         from toolkit.report.page import check_replaceable
@@ -80,10 +85,11 @@ def command(arguments: tuple[str, ...], recipe: str | None, against: str | None,
     if recipe is None:
         comparison = _runs(arguments, options)
     else:
-        assert against is not None
         # A scheduler, `timeout` or container that ends this process must end the ranks too.
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-        comparison = _strategies(arguments, recipe, against, options)
+        strategies = Strategy.parse_list(against) if against else []
+        strategies += [] if layout is None else _of_layout(recipe, layout, is_small=options["shrink"])
+        comparison = _strategies(arguments, recipe, strategies, options)
     if options["as_json"]:
         click.echo(json.dumps(comparison.to_dict(), indent=2))
     else:
@@ -103,7 +109,7 @@ def _check(arguments: tuple[str, ...], recipe: str | None, against: str | None, 
     if recipe is not None:
         if against is None:
             example = "for instance --against z1,z3,tp2,pp2"
-            raise click.UsageError(f"--recipe without --against: give the strategies, {example}.")
+            raise click.UsageError(f"--recipe without --against: give the strategies, {example}, or a --layout.")
         for name in _OF_RUNS:
             if name in given:
                 raise click.UsageError(f"--{name} is for finished runs: with --recipe the baseline is trained here.")
@@ -135,8 +141,17 @@ def _runs(arguments: tuple[str, ...], options: dict[str, Any]) -> "Comparison":
     )
 
 
-def _strategies(overrides: tuple[str, ...], path: str, against: str, options: dict[str, Any]) -> "Comparison":
-    strategies = Strategy.parse_list(against)
+def _of_layout(path: str, layout: str, *, is_small: bool) -> list[Strategy]:
+    entries = [one for one in recipe_layouts(path) if one.name == layout]
+    if not entries:
+        choose({one.name: [one.text] for one in recipe_layouts(path)}, layout, None)  # raises for a wrong name
+        return [Strategy.parse(layout).shrunk() if is_small else Strategy.parse(layout)]
+    return [one.strategy.shrunk() if is_small else one.strategy for one in entries]
+
+
+def _strategies(
+    overrides: tuple[str, ...], path: str, strategies: list[Strategy], options: dict[str, Any]
+) -> "Comparison":
     requested = None if options["baseline"] is None else Strategy.parse(options["baseline"])
     recipe = load_recipe(path, overrides)
     with no_garbage_collection():  # these import torch, which takes seconds

@@ -16,6 +16,7 @@ import click
 
 from toolkit.cli import guess_note
 from toolkit.cli.config_options import add_options, flag_overrides, is_guess, job_of
+from toolkit.config.gallery import find_recipe
 from toolkit.config.recipe import Recipe
 from toolkit.dsconfig.build import ConfigJob
 from toolkit.dsconfig.launch_scripts import TRAIN, Launch, Launcher, beside
@@ -67,12 +68,14 @@ def command(
       dstk config recipes/gpt2/z3.yaml --nodes 2 --gpus-per-node 8 --launcher slurm > job.sbatch
     """
     path, overrides = _split(arguments, recipe)
+    path = path and str(find_recipe(path))
     job = job_of(path, overrides, flags)
     _check_flags(kind, launcher, explain=explain, output=output, hosts=flags["hosts"], job=job)
     train: list[str] = []
     if path is not None:
         recipe = os.path.abspath(path) if output is None else beside(Path(path).name)
-        train = [*TRAIN, "--config", recipe, *overrides, *flag_overrides(flags), *_located_data(job.recipe)]
+        where = ["--layout", flags["layout"]] if flags["layout"] else []
+        train = [*TRAIN, "--config", recipe, *where, *overrides, *flag_overrides(flags), *_located_data(job.recipe)]
     launch = _launch(job, _program(job, script, kind, train), kind, flags, output)
     if explain:
         _print_table(_config(job, kind), job)

@@ -36,7 +36,9 @@ _DTYPE = click.Choice(["fp32", "bf16", "fp16"])
 _OPTIONS: list[Decorator] = [
     # The fields of a recipe.
     click.option("--model", metavar="NAME", help="A known shape (gpt2-xl), or a directory with a config.json."),
-    click.option("--layout", metavar="LAYOUT", help="For instance dp8-tp2-z1; an omitted axis is 1, dp what remains."),
+    click.option(
+        "--layout", metavar="LAYOUT", help="dp8-tp2-z1, for instance, or a name that the recipe lists (8xH100)."
+    ),
     click.option("--global-batch", type=_POSITIVE, metavar="N", help="Samples in one optimizer step, over all ranks."),
     click.option("--micro", type=_POSITIVE, metavar="N", help="Samples in one forward pass of a rank."),
     click.option("--precision", type=click.Choice(get_args(Precision)), help="Precision of weights and activations."),
@@ -109,11 +111,11 @@ def job_of(recipe: str | None, overrides: tuple[str, ...], flags: Flags) -> Conf
     nodes, per_node = flags["nodes"], flags["gpus_per_node"]
     world_size = _world_size(flags["world_size"], nodes, per_node)
     if recipe is None:
-        loaded = _recipe_from_flags(flags, _fields(flags))
+        loaded = _recipe_from_flags(flags, _fields(flags) | _layout_fields(flags))
     else:
         given = (*overrides, *flag_overrides(flags))
         rounds = flags["micro"] is not None and flags["global_batch"] is None
-        loaded, note = load_rounded(recipe, given, world_size=world_size, rounds=rounds)
+        loaded, note = load_rounded(recipe, given, world_size=world_size, rounds=rounds, layout=flags["layout"])
         if note is not None:  # what starts the run has to say so too
             flags["global_batch"] = loaded.batch.global_batch_size
             click.echo(f"note: {note}", err=True)
@@ -174,13 +176,17 @@ def _fields(flags: Flags) -> dict[str, Any]:
     for place in ("offload_optimizer", "offload_params"):
         if given.get(place) == "nvme":  # not a value of recipes
             given[place] = "none"
-    fields = {_FIELDS[name]: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
-    if flags["layout"] is not None:
-        layout = Layout.parse(flags["layout"])
-        axes = {name: getattr(layout, name) for name in ("tp", "pp", "ulysses", "zero_stage")}
-        dp = layout.dp if re.search(r"(^|-)dp", flags["layout"]) else None
-        fields |= {f"parallel.{name}": value for name, value in (axes | {"dp": dp}).items()}
-    return fields
+    return {_FIELDS[name]: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
+
+
+def _layout_fields(flags: Flags) -> dict[str, Any]:
+    """Return the fields that --layout sets where there is no recipe; a missing one is reported later."""
+    if flags["layout"] is None:
+        return {}
+    layout = Layout.parse(flags["layout"])
+    axes = {name: getattr(layout, name) for name in ("tp", "pp", "ulysses", "zero_stage")}
+    dp = layout.dp if re.search(r"(^|-)dp", flags["layout"]) else None
+    return {f"parallel.{name}": value for name, value in (axes | {"dp": dp}).items()}
 
 
 def _recipe_from_flags(flags: Flags, fields: dict[str, Any]) -> Recipe:

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 import click
 
 from toolkit.cli import FiniteRange
+from toolkit.config.gallery import find_recipes
 from toolkit.errors import ModelError
 from toolkit.files import reason_of
-from toolkit.launch.spawn import find_recipes, run_local_ranks
+from toolkit.launch.spawn import run_local_ranks
 from toolkit.training.arguments import unused_run_directory
 
 if TYPE_CHECKING:

@@ -6,16 +6,24 @@ import click
 
 from toolkit.checkpoint.names import step_of
 from toolkit.config import load_recipe
+from toolkit.config.gallery import find_recipes
 from toolkit.config.recipe import Recipe
+from toolkit.errors import RecipeError
 from toolkit.files import expanded
-from toolkit.launch.spawn import AUTO, Restart, find_recipes, run_local_ranks, run_with_restarts
-from toolkit.training.arguments import unused_run_directory
+from toolkit.launch.spawn import AUTO, Restart, run_local_ranks, run_with_restarts
+from toolkit.training.arguments import run_name, unused_run_directory
+
+_OF_ONE_MACHINE = 8
+"""GPUs that machines have, but for a few."""
 
 
 @click.command()
 @click.argument("recipe")
 @click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
-@click.option("--nproc", type=click.IntRange(min=1), default=1, show_default=True, help="Ranks on this machine.")
+@click.option(
+    "--layout", help="One that the recipe lists (8xH100), or any (dp8-z3-recompute); without --nproc its ranks."
+)
+@click.option("--nproc", type=click.IntRange(min=1), help="Ranks on this machine.  [default: 1, or the layout's]")
 @click.option("--deepspeed-config", metavar="JSON", help="DeepSpeed settings that the recipe does not decide.")
 @click.option("--trust-remote-code", is_flag=True, help="Run the Python code that a model directory brings.")
 @click.option("--overwrite", is_flag=True, help="Replace the run in run_dir.")
@@ -25,7 +33,8 @@ from toolkit.training.arguments import unused_run_directory
 def command(
     recipe: str,
     overrides: tuple[str, ...],
-    nproc: int,
+    layout: str | None,
+    nproc: int | None,
     deepspeed_config: str | None,
     trust_remote_code: bool,
     overwrite: bool,
@@ -33,7 +42,7 @@ def command(
     strict: bool,
     restarts: int,
 ) -> int:
-    """Train RECIPE on this machine's ranks.
+    """Train RECIPE, a file or a name of the gallery (dstk ls), on this machine's ranks.
 
     With --restarts, a rank that dies of a signal or an unexpected error ends the others, and all restart from the
     newest complete checkpoint. Bad input (exit code 2) and a request to stop (75) end the run.
@@ -41,13 +50,16 @@ def command(
     \b
     dstk train recipes/demo.yaml --nproc 2
     dstk train recipes/demo.yaml --nproc 2 parallel.zero_stage=3 train.steps=50
+    dstk train gpt2-pretrain --layout 8xH100
     dstk train recipes/demo.yaml --nproc 4 --resume auto --restarts 3 checkpoint.every=100
     """
     if strict and resume is None and not restarts:
         raise click.UsageError("--strict without --resume: no checkpoint is read. Remove it.")
     # Report a mistake in the recipe now, not after the seconds in which N ranks import torch.
-    decoded = load_recipe(recipe, overrides, world_size=nproc)
-    arguments = ["--config", recipe, *overrides]
+    if nproc is None:
+        nproc = 1 if layout is None else _ranks_of(recipe, overrides, layout)
+    decoded = load_recipe(recipe, overrides, world_size=nproc, layout=layout)
+    arguments = ["--config", recipe, *(["--layout", layout] if layout is not None else []), *overrides]
     if deepspeed_config is not None:
         arguments += ["--deepspeed_config", deepspeed_config]
     arguments += ["--trust-remote-code"] * trust_remote_code + ["--strict"] * strict
@@ -62,6 +74,17 @@ def command(
     return run_with_restarts(script, again.arguments, nproc, restarts)
 
 
+def _ranks_of(recipe: str, overrides: tuple[str, ...], layout: str) -> int:
+    """The ranks of a layout, which must be those of one machine; 1 replica where it does not say how many."""
+    decoded = load_recipe(recipe, overrides, layout=layout)
+    ranks = decoded.world_size or decoded.parallel.tp * decoded.parallel.pp * decoded.parallel.ulysses
+    if ranks > _OF_ONE_MACHINE:
+        reason = f"it has {ranks} ranks, and this command starts those of one machine"
+        other = f"start all with `dstk config {recipe} --layout {layout} --nodes … --gpus-per-node 8 --launcher slurm`"
+        raise RecipeError.of("--layout", layout, reason, other, f"say --nproc {ranks} if they are here")
+    return ranks
+
+
 def _run_directory(decoded: Recipe, recipe: str, resume: str | None) -> Path:
     """The directory of this run and all its restarts, chosen once."""
     if decoded.run_dir is not None:
@@ -69,4 +92,4 @@ def _run_directory(decoded: Recipe, recipe: str, resume: str | None) -> Path:
     if resume is not None:
         path = expanded(resume)
         return path.parent if step_of(path.resolve().name) is not None else path
-    return unused_run_directory(Path(recipe).stem)
+    return unused_run_directory(run_name(recipe))

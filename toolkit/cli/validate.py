@@ -1,43 +1,48 @@
 """`dstk validate`: what a recipe would run, or every problem in it; `dstk schema`: the JSON Schema of recipes."""
 
 import json
+import os
 from pathlib import Path
 
 import click
 
-from toolkit.config import load_recipe, recipe_json_schema
+from toolkit.config import load_recipe, recipe_json_schema, recipe_layouts
+from toolkit.config.gallery import find_recipe
 from toolkit.config.job import Job
 from toolkit.config.recipe import Recipe
-from toolkit.errors import RecipeError
+from toolkit.errors import LayoutError, RecipeError
 from toolkit.units import format_count
 
 
 @click.command
 @click.argument("arguments", nargs=-1, required=True, metavar="RECIPE... [SECTION.KEY=VALUE]...")
 @click.option("--world-size", type=click.IntRange(min=1), metavar="N", help="Also check that it fits so many ranks.")
-def command(arguments: tuple[str, ...], world_size: int | None) -> None:
+@click.option("--layout", help="One that the recipes list (8xH100), or any (dp8-z3).  [default: all that they list]")
+def command(arguments: tuple[str, ...], world_size: int | None, layout: str | None) -> None:
     """Check recipes without running them.
 
-    RECIPE is a YAML file, or a directory that is searched for *.yaml. An argument with a = is an override, applied to
-    every recipe; null restores the default.
+    RECIPE is a YAML file, a name of the gallery, or a directory that is searched for *.yaml. An argument with a = is an
+    override, applied to every recipe; null restores the default.
 
-    Prints a line for each valid recipe, and a line for each problem of the others; exits with 2 if there is one.
+    Prints a line for each valid recipe and layout, and a line for each problem of the others, and then exits with 2.
 
     \b
     Examples:
       dstk validate recipes
       dstk validate recipes/demo.yaml --world-size 2
+      dstk validate gpt2-pretrain --layout 8xH100
       dstk validate recipes/demo.yaml parallel.zero_stage=3 'optimizer.betas=[0.9, 0.95]' run_dir=null
     """
     overrides = [argument for argument in arguments if "=" in argument]
     problems: list[str] = []
     for path in _find([argument for argument in arguments if "=" not in argument]):
-        try:
-            recipe = load_recipe(path, overrides, world_size=world_size)
-        except RecipeError as error:
-            problems += error.problems
-        else:
-            click.echo(f"{path}: {_summary(recipe, world_size)}")
+        for one, ranks in [(layout, world_size)] if layout is not None or world_size else _layouts(path):
+            try:
+                recipe = load_recipe(path, overrides, world_size=ranks, layout=one)
+            except RecipeError as error:
+                problems += error.problems
+            else:
+                click.echo(f"{path}{f', {one}' if one else ''}: {_summary(recipe, ranks)}")
     if problems:
         # A wrong override is wrong for every recipe; report it once.
         raise RecipeError(dict.fromkeys(problems))
@@ -57,6 +62,16 @@ def schema_text() -> str:
     return json.dumps(recipe_json_schema(), indent=2, ensure_ascii=False) + "\n"
 
 
+def _layouts(path: Path) -> list[tuple[str | None, int | None]]:
+    """The layouts to check of a recipe, with their ranks: all that it lists, the first of an entry by its name."""
+    try:
+        found = recipe_layouts(path)
+    except (RecipeError, LayoutError):
+        return [(None, None)]  # which says it
+    firsts = {one.name: one for one in reversed(found)}
+    return [(one.name if one is firsts[one.name] else one.text, one.ranks) for one in found] or [(None, None)]
+
+
 def _find(arguments: list[str]) -> list[Path]:
     """The recipes among files and directories, each once. Raises RecipeError where there is none."""
     if not arguments:
@@ -64,11 +79,16 @@ def _find(arguments: list[str]) -> list[Path]:
     if "" in arguments:  # the current directory, to Path
         raise RecipeError("a recipe's name is empty. Name a YAML file or a directory.")
     paths = {argument: Path(argument) for argument in arguments}
-    found = {name: sorted(path.rglob("*.yaml")) if path.is_dir() else [path] for name, path in paths.items()}
+    found = {name: sorted(path.rglob("*.yaml")) if path.is_dir() else [_file(path)] for name, path in paths.items()}
     why = "there is no *.yaml in this directory. Name a recipe, or a directory with recipes."
     if empty := [f"{name}: {why}" for name, below in found.items() if not below]:
         raise RecipeError(empty)
     return list(dict.fromkeys(path for below in found.values() for path in below))
+
+
+def _file(path: Path) -> Path:
+    found = find_recipe(str(path))
+    return path if found == path else Path(os.path.relpath(found))
 
 
 def _summary(recipe: Recipe, world_size: int | None) -> str:

@@ -7,18 +7,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from toolkit.config.decode import dump_recipe, load_recipe, load_rounded, overrides_between
+    from toolkit.config.decode import dump_recipe, load_recipe, load_rounded, overrides_between, recipe_layouts
     from toolkit.config.recipe_rules import parallelism_conflicts, recipe_conflicts, recipe_problems
     from toolkit.config.recipe_schema import recipe_json_schema
 
 _MODULES = {
-    **dict.fromkeys(("load_recipe", "load_rounded", "dump_recipe", "overrides_between"), "decode"),
+    **dict.fromkeys(("load_recipe", "load_rounded", "dump_recipe", "overrides_between", "recipe_layouts"), "decode"),
     **dict.fromkeys(("recipe_conflicts", "recipe_problems", "parallelism_conflicts"), "recipe_rules"),
     "recipe_json_schema": "recipe_schema",
 }
 # fmt: off
 __all__ = ["dump_recipe", "load_recipe", "load_rounded", "overrides_between", "parallelism_conflicts",
-           "recipe_conflicts", "recipe_json_schema", "recipe_problems"]
+           "recipe_conflicts", "recipe_json_schema", "recipe_layouts", "recipe_problems"]
 # fmt: on
 
 

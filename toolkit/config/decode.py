@@ -12,23 +12,36 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from toolkit.config import layouts
 from toolkit.config import recipe_rules as rules
 from toolkit.config.field_errors import explain, free_values, kind, spell_field
+from toolkit.config.gallery import find_recipe
+from toolkit.config.layouts import ListedLayout
 from toolkit.config.recipe import Recipe, Section
 from toolkit.config.recipe_schema import allowed, flat_fields, is_section, lookup, upgrade_recipe
 from toolkit.config.source_text import Path, dotted, quote
 from toolkit.config.strict_yaml import WrittenValue, parse, resolve
-from toolkit.errors import RecipeError, Refusal, nearest
+from toolkit.errors import LayoutError, RecipeError, Refusal, nearest
 from toolkit.files import open_regular, printable, reason_of
 
 MAX_BYTES = 1 << 20
 _MAX_PROBLEMS = 100
+_LAYOUT = -2
+"""In the place of an override's index: what the layout sets."""
 
 
 def load_recipe(
-    path: str | os.PathLike[str], overrides: Sequence[str] = (), *, world_size: int | None = None, stored: bool = False
+    path: str | os.PathLike[str],
+    overrides: Sequence[str] = (),
+    *,
+    world_size: int | None = None,
+    layout: str | None = None,
+    stored: bool = False,
 ) -> Recipe:
     """Read a recipe; `overrides` are `section.key=value`, the last one of a key counts and `key=null` is its default.
+
+    `layout`: the name of one that the recipe lists, or a layout such as `dp8-z3`. It takes the place of `parallel`, and
+    overrides come after it. Without either, the recipe's layout for `world_size` ranks is used.
 
     Raises RecipeError that holds every problem of the file, of the overrides and between fields, one line each. With
     `world_size`, also whether layout and batch fit that many ranks. `stored`: a run directory's recipe.yaml, which may
@@ -39,6 +52,7 @@ def load_recipe(
     draft.read(_read(name))
     if stored:
         draft.values = upgrade_recipe(draft.values)
+    draft.choose_layout(layout, world_size)
     for index in range(len(overrides)):
         draft.override(index)
     recipe = draft.decode() if draft.complete else None
@@ -52,11 +66,16 @@ def load_recipe(
 
 
 def load_rounded(
-    path: str | os.PathLike[str], overrides: Sequence[str], *, world_size: int | None, rounds: bool
+    path: str | os.PathLike[str],
+    overrides: Sequence[str],
+    *,
+    world_size: int | None,
+    rounds: bool,
+    layout: str | None = None,
 ) -> tuple[Recipe, str | None]:
     """`load_recipe`. With `rounds`, a global batch that is no multiple of the micro-batches becomes the next one."""
     try:
-        return load_recipe(path, overrides, world_size=world_size), None
+        return load_recipe(path, overrides, world_size=world_size, layout=layout), None
     except RecipeError as error:
         given = dict(item for refusal in error.refusals for item in refusal.given if not isinstance(item, str))
         sizes = [given.get(name) for name in ("batch.global_batch_size", "batch.micro_batch_size", "parallel.dp")]
@@ -65,7 +84,16 @@ def load_rounded(
     size, micro, dp = map(int, filter(None, sizes))
     rounded = -(-size // (micro * dp)) * micro * dp
     note = f"batch.global_batch_size is {rounded} here, not {size}: the next multiple of {micro} samples x dp {dp}."
-    return load_recipe(path, [*overrides, f"batch.global_batch_size={rounded}"], world_size=world_size), note
+    overrides = [*overrides, f"batch.global_batch_size={rounded}"]
+    return load_recipe(path, overrides, world_size=world_size, layout=layout), note
+
+
+def recipe_layouts(path: str | os.PathLike[str]) -> list[ListedLayout]:
+    """The layouts that a recipe lists. Raises RecipeError where it cannot be read, LayoutError for a wrong one."""
+    document = parse(_read(os.fspath(path)))
+    given = document.value.get("layouts") if isinstance(document.value, dict) else None
+    entries = given if isinstance(given, dict) else {}
+    return [layouts.listed(name, text) for name, value in entries.items() for text in layouts.texts(value)]
 
 
 def dump_recipe(recipe: Recipe) -> str:
@@ -80,7 +108,8 @@ def overrides_between(given: Recipe, wanted: Recipe) -> list[str]:
     Checkpoints and the log, which change nothing of what is trained, stay as they are given.
     """
     before, after = (
-        flat_fields(recipe.model_dump(mode="json", exclude={"checkpoint", "log"})) for recipe in (given, wanted)
+        flat_fields(recipe.model_dump(mode="json", exclude={"checkpoint", "log", "layouts"}))
+        for recipe in (given, wanted)
     )
     return [f"{field}={_in_yaml(value)}" for field, value in after.items() if before[field] != value]
 
@@ -93,7 +122,7 @@ def _in_yaml(value: Any) -> str:
 
 def _read(name: str) -> str:
     try:
-        with open_regular(FilePath(name), follow=True) as file:
+        with open_regular(find_recipe(name), follow=True) as file:
             data = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
         path = FilePath(name)
@@ -130,8 +159,10 @@ class _Draft:
     refusals: list[Refusal] = field(default_factory=list)
     """Of fields and of conflicts between them, among the problems."""
     problems: list[tuple[int, int, int, str]] = field(default_factory=list)
-    """Override, line, column and text: they sort the file by line, then the overrides in the order given."""
+    """Override, line, column and text: they sort the layout first, the file by line, then the overrides as given."""
     complete: bool = True
+    layout: str = ""
+    """The layout that was chosen."""
     unlisted: int = 0
     """The number of problems that are not listed."""
 
@@ -151,6 +182,53 @@ class _Draft:
             self.report((), f"{kind(document.value)} is given; a recipe is a mapping of sections ({sections}).")
         self.complete = isinstance(document.value, dict)
         self.values = document.value if isinstance(document.value, dict) else {}
+
+    def choose_layout(self, asked: str | None, world_size: int | None) -> None:
+        """Set the fields of the layout that is asked for, or that the recipe lists for so many ranks."""
+        given = self.values.get("layouts", {})
+        if not isinstance(given, dict):
+            return
+        entries = {name: self._layouts(name, value) for name, value in given.items()}
+        self.values["layouts"] = {}
+        if self.problems:
+            return
+        decided = "parallel" in self.values or any(
+            re.match(r"parallel\b|train\.engine=", one) for one in self.overrides
+        )
+        if asked is None and (decided or not entries):
+            return
+        try:
+            chosen = layouts.choose(entries, asked, world_size)
+        except LayoutError as error:
+            self.problems.append((_LAYOUT, 0, 0, str(error)))
+            return
+        if isinstance(chosen, ListedLayout):
+            self.values["layouts"] = {chosen.name: chosen.text}
+        if chosen is not None:
+            self.layout = asked or chosen.text
+            for section, fields in chosen.sections.items():
+                self._take(section, fields)
+
+    def _layouts(self, name: str, value: Any) -> list[str]:
+        """The layouts of an entry, each of which can be read; none after reporting a problem."""
+        found = layouts.texts(value)
+        if not found:
+            self.report(("layouts", name), f"layouts.{name} is {kind(value)}; a layout or a list of them is allowed.")
+        for text in found:
+            try:
+                layouts.listed(name, text)
+            except LayoutError as error:
+                self.refuse(("layouts", name), error.as_refusal(), str(error))
+        return found
+
+    def _take(self, section: str, fields: dict[str, Any]) -> None:
+        """Let a layout's fields replace those of the file: all of `parallel`, and single ones of other sections."""
+        known = {} if section == "parallel" else self.values.get(section, {})
+        if isinstance(known, dict):
+            self.values[section] = known | fields
+            for path in [(section,)] if section == "parallel" else [(section, name) for name in fields]:
+                self._forget(path)
+                self.overridden[path] = _LAYOUT
 
     def override(self, index: int) -> None:
         """Apply one `section.key=value` to the file's values."""
@@ -249,6 +327,8 @@ class _Draft:
         if override >= 0:
             text = self.overrides[override]
             prefix = f"override {text if text.isprintable() and len(text) <= 200 else quote(text)}"
+        elif override == _LAYOUT:
+            prefix = f"layout {self.layout}"
         self.problems.append((override, line, column, f"{prefix}: {message}"))
 
     def _section(self, names: tuple[str, ...], index: int) -> dict[str, Any] | None:

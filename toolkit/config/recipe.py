@@ -69,8 +69,8 @@ class DataSection(Section):
 
     source: Text = "stdlib"
     """`stdlib` (the source code of the running Python's standard library), `markov` (letters of a Markov chain of known
-    entropy rate, for `bpe-257`), a file, directory or glob of text, JSONL (plain, .gz, .zst) or Parquet, a saved
-    dataset, or the name of a dataset for `datasets.load_dataset`."""
+    entropy rate, for `bpe-257`), a file, directory or glob of text, JSONL (plain, .gz, .zst), Parquet or Arrow, a
+    saved dataset, the prefix of a dataset of Megatron-LM, or the name of a dataset for `datasets.load_dataset`."""
     subset: Text | None = None
     """Configuration name of a `datasets` dataset."""
     split: Text = "train"
@@ -270,6 +270,9 @@ class Recipe(Section):
     """Output."""
     run_dir: Text | None = None
     """Directory for the results; the default is a new one under runs/."""
+    layouts: dict[str, Text | tuple[Text, ...]] = {}
+    """Layouts that the recipe was tested with, by number and kind of GPUs: `{8xH100: dp8-z3, 2xL40S: [z2-m4, z3]}`.
+    `--layout` takes such a name, or any layout. Of several layouts the first is taken. A run keeps the one it took."""
 
     @property
     def world_size(self) -> int | None:

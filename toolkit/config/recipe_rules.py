@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
+from toolkit.config.megatron_prefix import megatron_prefix
 from toolkit.config.parallel_rules import model_conflicts, setting_conflicts
 from toolkit.config.recipe import Recipe
 from toolkit.errors import Refusal, Setting, ToolkitError
@@ -149,10 +150,16 @@ def _validation_and_rollback(recipe: Recipe) -> Iterator[Refusal]:
 
 def _fine_tuning(recipe: Recipe) -> Iterator[Refusal]:
     """What holds rows of a chat, a prompt or ids, and a tokenizer that was made for them."""
-    if recipe.data.format == "text":
+    is_megatron = megatron_prefix(recipe.data.source) is not None
+    if is_megatron and recipe.data.tokenizer.startswith("bpe-"):
+        made: Setting = (_TOKENIZER, "the directory or hub name of the tokenizer that made them")
+        reason = "the ids of a dataset of Megatron-LM are those of another tokenizer"
+        yield recipe.conflict(_TOKENIZER, "data.source", reason=reason, remedy=(made,))
+    if recipe.data.format == "text" or (is_megatron and recipe.data.format == "pretokenized"):
         return
     if "text_field" in _ignored_by_source(recipe.data.source):
-        reason = "it holds texts, and this format needs rows with fields"
+        holds = "ids" if is_megatron else "texts"
+        reason = f"it holds {holds}, and this format needs rows with fields"
         remedy = (("data.source", "JSONL, Parquet or a dataset"), ("data.format", "text"))
         yield recipe.conflict("data.source", "data.format", reason=reason, remedy=remedy)
     if re.fullmatch(r"bpe-\d+", recipe.data.tokenizer):
@@ -277,7 +284,7 @@ def _without_effect(recipe: Recipe) -> Iterator[Refusal]:
 def _ignored_by_source(source: str) -> tuple[str, ...]:
     """The fields of `data` that have no meaning for a source, as far as the file system tells."""
     path = os.path.expanduser(source)
-    if source in ("stdlib", "markov"):
+    if source in ("stdlib", "markov") or megatron_prefix(source) is not None:
         return ("subset", "split", "text_field")
     if os.path.isdir(path):
         has_splits = os.path.isfile(os.path.join(path, "dataset_dict.json"))

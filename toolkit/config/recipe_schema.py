@@ -170,6 +170,6 @@ def flat_fields(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Flatten the sections of a recipe into `section.key`. Overrides of the model remain one value."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
-        is_section = isinstance(value, Mapping) and prefix + key != "model.overrides"
+        is_section = isinstance(value, Mapping) and prefix + key not in ("model.overrides", "layouts")
         flat |= flat_fields(value, f"{prefix}{key}.") if is_section else {prefix + key: value}
     return flat

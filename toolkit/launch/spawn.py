@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 
 from toolkit.checkpoint.manifest import ListedCheckpoint, list_checkpoints
@@ -188,24 +187,6 @@ def _identity(listed: ListedCheckpoint) -> tuple[str, int, int]:
     except OSError:
         return listed.name, 0, 0
     return listed.name, status.st_ino, status.st_mtime_ns
-
-
-def find_recipes() -> Path:
-    """Return the directory of recipes and train.py: beside the package in a checkout, under share/ when installed.
-
-    Raises RunError if neither exists.
-    """
-    parent = Path(__file__).resolve().parents[2]
-    # A checkout, or pip --target.
-    found = [parent / "recipes", parent / "share" / "deepspeed-megatron-toolkit" / "recipes"]
-    with contextlib.suppress(metadata.PackageNotFoundError):
-        # pip knows where its scheme puts share/: not below sys.prefix with --user, or in Debian's own Python.
-        files = metadata.files("deepspeed-megatron-toolkit") or []
-        found += [Path(str(file.locate())).parent for file in files if file.match("recipes/train.py")]
-    for folder in found:
-        if (folder / "train.py").is_file():
-            return folder.resolve()
-    raise RunError(f"recipes/train.py is neither in {found[0]} nor installed. Install the toolkit again.")
 
 
 def _start(script: Path, arguments: Sequence[str], rank: int, nproc: int, port: int) -> subprocess.Popen[bytes]:

@@ -243,6 +243,12 @@ def hub_spelling(entry: str) -> str | None:
     return found and found[1]
 
 
+def published_parameters(name: str) -> int | None:
+    """Return how many parameters a model of the catalogue has, tied ones counted once; None for any other model."""
+    entry = find_name(name, tuned=True)
+    return None if entry is None else int(_catalogue()[entry]["_parameters"])
+
+
 @cache
 def _spellings(tuned: bool) -> Mapping[str, str]:
     """Every spelling of an entry, with and without its organization -> the entry."""

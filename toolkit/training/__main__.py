@@ -2,8 +2,8 @@
 
 import runpy
 
+from toolkit.config.gallery import find_recipes
 from toolkit.launch.output import reported_errors
-from toolkit.launch.spawn import find_recipes
 
 if __name__ == "__main__":
     with reported_errors():

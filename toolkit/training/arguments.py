@@ -33,6 +33,7 @@ class Arguments:
     """What was asked for on the command line."""
 
     config: str
+    layout: str | None
     overrides: tuple[str, ...]
     options: TrainOptions
 
@@ -45,7 +46,8 @@ class _Parser(argparse.ArgumentParser):
 def parse_arguments(argv: Sequence[str], description: str) -> Arguments:
     """Read `--config FILE [section.key=value …]`. Raises RecipeError for arguments that do not exist."""
     parser = _Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--config", required=True, metavar="RECIPE", help="a YAML recipe")
+    parser.add_argument("--config", required=True, metavar="RECIPE", help="a YAML recipe, or a name of the gallery")
+    parser.add_argument("--layout", help="one that the recipe lists, such as 8xH100, or any, such as dp8-z3")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to the recipe")
     parser.add_argument(
         "--trust-remote-code", action="store_true", help="run the Python code that a model directory brings"
@@ -70,9 +72,10 @@ def parse_arguments(argv: Sequence[str], description: str) -> Arguments:
         os.environ.setdefault("LOCAL_RANK", str(known.local_rank))
     return Arguments(
         config=known.config,
+        layout=known.layout,
         overrides=tuple(known.overrides),
         options=TrainOptions(
-            name=Path(known.config).stem,
+            name=run_name(known.config),
             # accelerate passes its --deepspeed_config_file in the environment.
             deepspeed_config=known.deepspeed_config
             or known.deepspeed
@@ -83,6 +86,11 @@ def parse_arguments(argv: Sequence[str], description: str) -> Arguments:
             strict=known.strict,
         ),
     )
+
+
+def run_name(recipe: str) -> str:
+    """The name of a recipe's runs: that of its file, or in the gallery."""
+    return Path(recipe).name.removesuffix(".yaml").removesuffix(".yml") or "run"
 
 
 def unused_run_directory(name: str) -> Path:

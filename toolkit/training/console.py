@@ -59,6 +59,7 @@ def _banner(run: TrainingRun) -> list[tuple[str, str]]:
         ("data", f"{recipe.data.source}, {tokens}"),
         ("samples", run.loader.train.summary()),
         ("ranks", f"{layout.world_size} on {place}, {run.job.strategy}"),
+        ("layout", "".join(f"{name}: {text}" for name, text in recipe.layouts.items())),
         ("engine", f"{engine}, {recipe.precision}{offloaded}"),
         ("stages", f"{stages} layers" if stages else ""),
         ("batch", f"{batch.global_batch_size} = {split}"),

@@ -36,10 +36,10 @@ EngineFactory = Callable[..., Engine]
 """Builds the engine of a run, with the arguments of `create_engine`."""
 
 
-def load_job(path: str | PathLike[str], overrides: Sequence[str] = ()) -> Job:
-    """The job of a recipe on the ranks of this launch. `overrides` are `section.key=value`, as on the command line."""
+def load_job(path: str | PathLike[str], overrides: Sequence[str] = (), layout: str | None = None) -> Job:
+    """The job of a recipe on the ranks of this launch. `overrides` and `layout` are as on the command line."""
     world_size = RankEnvironment.detect().world_size
-    return Job.of(load_recipe(path, overrides, world_size=world_size), world_size)
+    return Job.of(load_recipe(path, overrides, world_size=world_size, layout=layout), world_size)
 
 
 @dataclass(frozen=True, kw_only=True)

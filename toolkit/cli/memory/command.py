@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from toolkit.cli.memory.options import MemoryQuery
 
 _PROFILES = "Another framework: megatron, megatron-2021, megatron-deepspeed, nanotron, torchtitan, aleph-alpha-scaling"
-_OF_MODELS = ("model", "layout", "engine", "optimizer", "deepspeed", "trainer", "pure_bf16", "framework",
+_OF_MODELS = ("model", "engine", "optimizer", "deepspeed", "trainer", "pure_bf16", "framework",
               "chunked_loss", "trainable")  # fmt: skip
 """Options that a recipe leaves no room for."""
 _SWEEPS = ("zero", "micro", "recompute", "seq")
@@ -20,8 +20,10 @@ _SWEEPS = ("zero", "micro", "recompute", "seq")
 
 @click.command()
 @click.option("--model", help="A shape that the toolkit knows, a directory with a config.json, or the file itself.")
-@click.option("--layout", help="dp8-tp4-pp2-z1, or a part of it; what is left out is 1 (z: 0).")
-@click.option("--recipe", type=click.Path(), help="Take model, layout and batch from a recipe.")
+@click.option("--layout", help="dp8-tp4-pp2-z1, or a part of it; of a recipe also a name that it lists (8xH100).")
+@click.option(
+    "--recipe", type=click.Path(), help="Take model, layout, batch and GPU from a recipe, or one of the gallery."
+)
 @click.option("--world-size", type=click.IntRange(min=1), help="Ranks, where neither layout nor recipe says how many.")
 @click.option("--micro", type=click.IntRange(min=1), help="Samples of one forward pass of one rank.  [default: 1]")
 @click.option("--seq", type=click.IntRange(min=1), help="Tokens of a sample.  [default: 2048, or what the model has]")

@@ -17,7 +17,7 @@ from toolkit.estimate.breakdown import MemoryBreakdown
 from toolkit.estimate.memory_model import Framework, MemoryModel, Workload
 from toolkit.estimate.states import TorchStates
 from toolkit.files import expanded
-from toolkit.hardware import Gpu, variant_note
+from toolkit.hardware import Gpu, variant_note, variants
 from toolkit.hardware import gpu as find_gpu
 from toolkit.models.config_fields import read_config_json
 from toolkit.models.shape import local_config
@@ -168,7 +168,8 @@ def from_recipe(path: str, options: Mapping[str, Any]) -> MemoryQuery:
     }
     overrides = [f"{field}={value}" for field, value in given.items() if value is not None]
     world_size = options["world_size"]
-    recipe, remark = load_rounded(path, overrides, world_size=world_size, rounds=options["micro"] is not None)
+    rounds, where = options["micro"] is not None, options["layout"]
+    recipe, remark = load_rounded(path, overrides, world_size=world_size, rounds=rounds, layout=where)
     section = recipe.parallel
     ranks = world_size or recipe.world_size or section.tp * section.pp * section.ulysses
     if options["accumulation"] is not None:
@@ -181,7 +182,7 @@ def from_recipe(path: str, options: Mapping[str, Any]) -> MemoryQuery:
         model=MemoryModel.from_config(config),
         recipe=recipe,
         ranks=ranks,
-        gpu=_gpu(options),
+        gpu=_gpu(options) or _listed_gpu(recipe),
         from_options=False,
         is_guess=not (world_size or recipe.world_size),
         remarks=(remark if options["accumulation"] is None else None, variant_note(options["gpu_name"])),
@@ -231,6 +232,12 @@ def from_model(options: Mapping[str, Any]) -> MemoryQuery:
 
 def _gpu(options: Mapping[str, Any]) -> Gpu | None:
     return None if options["gpu_name"] is None else find_gpu(options["gpu_name"])
+
+
+def _listed_gpu(recipe: Recipe) -> Gpu | None:
+    """The GPU that the name of the recipe's layout says; None for one that is not known."""
+    names = [found for name in recipe.layouts for found in variants(name.partition("x")[2])]
+    return names[0] if names else None
 
 
 def _name_of(model: str) -> str:

@@ -9,6 +9,7 @@ crawl.parquet, crawl.arrow                        one document per row
 a directory                                       all such files below it (text only if there is no JSONL or Parquet)
 crawl/*.jsonl, **/*.txt                           a glob
 a directory of Dataset.save_to_disk              its rows
+(the prefix of a dataset of Megatron-LM is opened by toolkit.data.megatron)
 anything else                                     datasets.load_dataset(source, subset, split=split)
 """
 

@@ -63,6 +63,7 @@ class Samples:
         self._shuffled = split == "train"
         self._seed = seed
         self._pad_id = corpus.eos_id
+        self._vocab_size = corpus.tokenizer_vocab_size
         self._tokens = corpus.tokens(split)
 
     def summary(self) -> str:
@@ -108,11 +109,14 @@ class Samples:
     def batch(self, step: int, places: Sequence[int] | NDArray[np.int64], *, dropout_seed: int = 0) -> MicroBatch:
         """Read the samples at `places` of the global batch of `step`, [b, s]."""
         indices = self.sample_ids(step, places).tolist()
-        input_ids, labels = zip(*map(self.tokens, indices), strict=True)
+        input_ids, labels = map(np.stack, zip(*map(self.tokens, indices), strict=True))
+        if input_ids.min() < 0 or max(input_ids.max(), labels.max()) >= self._vocab_size:
+            there = f"0 to {self._vocab_size - 1:,}"
+            raise DataError(f"the samples of step {step + 1:,} have ids that the tokenizer does not: it has {there}.")
         positions = [*map(self.position_ids, indices)] if self._document_masking else None
         return MicroBatch(
-            input_ids=torch.from_numpy(np.stack(input_ids)),
-            labels=torch.from_numpy(np.stack(labels)),
+            input_ids=torch.from_numpy(input_ids),
+            labels=torch.from_numpy(labels),
             position_ids=torch.from_numpy(np.stack(positions)) if positions else None,
             dropout_seed=dropout_seed,
         )

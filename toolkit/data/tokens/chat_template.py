@@ -3,7 +3,7 @@
 A template with `{% generation %}` marks them itself. For any other, the conversation is rendered up to a turn of the
 assistant with the generation prompt (what the model is given), and up to its end (what it is to answer): the difference
 is the turn, if each is the beginning of the next and of the whole. A template that rewrites earlier turns breaks
-that; it is refused, and never masked by a guess.
+that; it is refused, and never masked by a guess. So is one that ends no turn, or leaves out calls of tools.
 """
 
 import re
@@ -47,8 +47,8 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._train_on = train_on
         # Tokens that only templates write: a turn ends with the last of them, whatever white space follows.
-        closing = sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
-        self._closed = re.compile(f"(?:{'|'.join(map(re.escape, closing))})(?=\\s*\\Z)") if closing else None
+        closing = sorted({*tokenizer.get_added_vocab(), str(tokenizer.eos_token)}, key=len, reverse=True)
+        self._closed = re.compile(f"(?:{'|'.join(map(re.escape, closing))})(?=\\s*\\Z)")
 
     def render(self, chat: Mapping[str, Any]) -> tuple[str, list[Span]]:
         """Return the text of a chat and its trained spans. Raises DataError if the template cannot say which."""
@@ -62,6 +62,7 @@ class ChatTemplate:
 
     def _spans(self, messages: list[Any], tools: Any) -> tuple[str, list[Span]]:
         text, marked = self._render(messages, tools)
+        self._check_tool_calls(messages, tools, text)
         if self._train_on == "all":
             return text, [(0, len(text))]
         turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
@@ -89,8 +90,26 @@ class ChatTemplate:
         lead = answer[: max(0, answer.find((messages[number]["content"] or "").strip()))].strip()
         if lead and given == before:
             raise _UnmaskedError(f"it ignores add_generation_prompt and writes {lead!r} before an answer")
-        end = self._closed.search(answer) if self._closed else None
-        return len(given), len(given) + (end.end() if end else len(answer))
+        end = self._closed.search(answer)
+        if end is None:
+            raise _UnmaskedError("it ends a turn without a special token, so the model would not learn to stop")
+        return len(given), len(given) + end.end()
+
+    def _check_tool_calls(self, messages: list[Any], tools: Any, text: str) -> None:
+        """Raise _UnmaskedError for a call that the template leaves out: the model would learn to answer nothing."""
+        for number, message in enumerate(messages):
+            calls = message.get("tool_calls") or []
+            for one in range(len(calls)):
+                others = calls[:one] + calls[one + 1 :]
+                fewer = {**message, "tool_calls": others}
+                if not others:
+                    del fewer["tool_calls"]
+                try:
+                    without, _ = self._render([*messages[:number], fewer, *messages[number + 1 :]], tools)
+                except _UnmaskedError:
+                    continue  # it reads the call
+                if without == text:
+                    raise _UnmaskedError("it leaves out a call of a tool")
 
     def _render(
         self, messages: list[Any], tools: Any, *, generation_prompt: bool = False

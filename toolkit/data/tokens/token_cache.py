@@ -30,6 +30,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 
+from toolkit.config.megatron_prefix import megatron_prefix
 from toolkit.config.recipe import DataSection
 from toolkit.data.documents.part import WHOLE, Part
 from toolkit.data.documents.rows import RowReader
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
 
 Split = Literal["train", "eval"]
 SPLITS: tuple[Split, ...] = ("train", "eval")
-Tokens = NDArray[np.uint16] | NDArray[np.uint32]
 
 FORMAT = 2
 _ROWS = 1
@@ -102,7 +102,7 @@ class TokenCorpus:
     def tokenizer(self) -> "PreTrainedTokenizerBase":
         return tokenizers.open_saved(self.tokenizer_dir)
 
-    def tokens(self, split: Split) -> Tokens:
+    def tokens(self, split: Split) -> NDArray[Any]:
         if not self.token_count(split):
             return np.empty(0, dtype=self.dtype)
         return np.memmap(self.path / f"{split}.bin", dtype=self.dtype, mode="r")
@@ -123,7 +123,14 @@ class TokenCorpus:
 
 
 def prepare(section: DataSection, *, progress: bool) -> TokenCorpus:
-    """Open the token cache of `section`; build it first if it is missing. Raises DataError or RunError."""
+    """Open the token cache of `section`; build it first if it is missing. Raises DataError or RunError.
+
+    A dataset of Megatron-LM is opened where it is.
+    """
+    if (prefix := megatron_prefix(section.source)) is not None:
+        from toolkit.data.megatron.corpus import open_megatron
+
+        return open_megatron(prefix, section)
     corpus = Corpus.of(section)
     folder = corpus.cache
     if folder.is_dir():
@@ -161,6 +168,8 @@ class Corpus:
     @classmethod
     def of(cls, section: DataSection) -> Self:
         """Open the source and the tokenizer. Raises DataError."""
+        if megatron_prefix(section.source) is not None:
+            raise DataError.of("data.source", section.source, "it is tokenized already, and read where it is")
         source = open_source(section)
         loaded = tokenizers.load(section) if tokenizers.bpe_entries(section) is None else None
         folder = expanded(section.cache_dir) if section.cache_dir else cache_folder()

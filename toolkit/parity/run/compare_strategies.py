@@ -18,6 +18,7 @@ from typing import Any
 from toolkit.config import dump_recipe, recipe_problems
 from toolkit.config.job import Job
 from toolkit.config.recipe import Recipe
+from toolkit.config.strategy import Strategy
 from toolkit.engines.factory import create_engine
 from toolkit.errors import RecipeError, RunError, ToolkitError
 from toolkit.launch.environment import describe_environment, local_device
@@ -31,7 +32,6 @@ from toolkit.parity.diagnosis.cause import diagnosis
 from toolkit.parity.replay import StepRecord, explain, steps_to_replay
 from toolkit.parity.run.step_recorder import StepRecorder
 from toolkit.parity.run.train_in_memory import train_in_memory
-from toolkit.parity.strategy import Strategy
 from toolkit.parity.tolerance import FP32_UNIT, UNIT_ROUNDOFF, rounding_bound
 from toolkit.training.train import EngineFactory, train
 

@@ -8,8 +8,8 @@ import pytest
 
 from toolkit.config import dump_recipe, load_recipe, overrides_between, recipe_problems
 from toolkit.config.recipe import Recipe
+from toolkit.config.strategy import Strategy
 from toolkit.errors import LayoutError
-from toolkit.parity.strategy import Strategy
 
 MakeRecipe = Callable[..., Recipe]
 

@@ -16,6 +16,7 @@ from toolkit.errors import LayoutError, nearest
 
 _ENGINES = get_args(EngineName)
 _FLAGS = ("sp", "recompute", "selective", "offload")
+_AXES = {"dp": "dp", "tp": "tp", "pp": "pp", "u": "ulysses", "z": "zero_stage", "m": "micro_batch_size"}
 _AXIS = re.compile(r"(dp|tp|pp|u|z|m)(\d{1,6})")
 
 
@@ -43,7 +44,7 @@ class Strategy:
         for part in text.split("-"):
             axis = _AXIS.fullmatch(part)
             if axis is not None:
-                field = {"u": "ulysses", "z": "zero_stage", "m": "micro_batch_size"}.get(axis[1], axis[1])
+                field = _AXES[axis[1]]
                 value: object = int(axis[2])
             elif part in _ENGINES:
                 field, value = "engine", part
@@ -80,6 +81,25 @@ class Strategy:
         replicas = max(1, nproc // self.model_size) if self.dp is None else self.dp
         return replicas * self.model_size
 
+    @classmethod
+    def reads(cls, text: str) -> bool:
+        """Return whether every part of a text is one of a strategy, whatever they say together."""
+        return all(_AXIS.fullmatch(part) or part in (*_ENGINES, *_FLAGS) for part in text.split("-"))
+
+    def sections(self, dp: int | None) -> dict[str, dict[str, Any]]:
+        """Return the fields of a recipe that it sets: all of `parallel`, the engine, a micro-batch if it names one."""
+        parallel = {**self._layout_fields(dp), "recompute": self._recompute}
+        batch = {} if self.micro_batch_size is None else {"micro_batch_size": self.micro_batch_size}
+        return {"parallel": parallel, "train": {"engine": self.engine}, "batch": batch}
+
+    def shrunk(self) -> Self:
+        """Return the same kind of strategy on 8 ranks at most: two ranks on each axis that had more than one."""
+        axes = {name: getattr(self, field) for name, field in _AXES.items() if name not in ("z", "m")}
+        parts = [f"{name}{min(2, size)}" for name, size in axes.items() if size and size > 1]
+        parts += [self.engine] * (self.engine != "deepspeed")
+        parts += [] if self.zero_stage is None else [f"z{self.zero_stage}"]
+        return type(self).parse("-".join([*parts, *(flag for flag in _FLAGS if getattr(self, flag))]) or "dp1")
+
     def apply(self, recipe: Recipe, nproc: int) -> Recipe:
         """Return `recipe` under this strategy, which changes where the arithmetic happens and not what is computed."""
         dp = self.world_size(nproc) // self.model_size
@@ -88,10 +108,7 @@ class Strategy:
             # If a replica has too few samples for it: the next smaller size that divides them.
             sizes = range(min(recipe.batch.micro_batch_size, recipe.batch.global_batch_size), 0, -1)
             micro = next((size for size in sizes if recipe.batch.global_batch_size % (size * dp) == 0), 1)
-        recompute = "full" if self.recompute else "selective" if self.selective else "none"
-        parallel = {**self._layout_fields(dp), "recompute": recompute}
-        batch, train = {"micro_batch_size": micro}, {"engine": self.engine}
-        return recipe.changed({"parallel": parallel, "batch": batch, "train": train})
+        return recipe.changed(self.sections(dp) | {"batch": {"micro_batch_size": micro}})
 
     def baseline(self, precision: Precision) -> str:
         """What it is compared with by default: a plain process in fp32; else one rank that rounds in the same way.
@@ -105,7 +122,11 @@ class Strategy:
             return "fsdp-dp1"
         return "dp1-z1" if self.engine == "deepspeed" and self.zero_stage != 0 else "dp1-z0"
 
-    def _layout_fields(self, dp: int) -> dict[str, Any]:
+    @property
+    def _recompute(self) -> str:
+        return "full" if self.recompute else "selective" if self.selective else "none"
+
+    def _layout_fields(self, dp: int | None) -> dict[str, Any]:
         offload = "cpu" if self.offload else "none"
         stage = int(self.engine == "deepspeed") if self.zero_stage is None else self.zero_stage
         return {"dp": dp, "tp": self.tp, "pp": self.pp, "ulysses": self.ulysses} | {

@@ -1,0 +1,199 @@
+"""What is trained on with the chat templates of published models, against TRL's training versions of them.
+
+TRL has the templates as their models ship them, and for each a second version with marks around what is trained on.
+Where the two projects define it differently, BEYOND says how, and docs/data.md says why.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import pytest
+from small_chats import encoded, marked, turns, write_tokenizer
+from transformers import AutoTokenizer
+
+from toolkit.errors import DataError
+
+SPEC = find_spec("trl")  # without importing it
+assert SPEC is not None
+assert SPEC.origin is not None
+TEMPLATES = Path(SPEC.origin).parent / "chat_templates"
+
+
+@dataclass(frozen=True)
+class Family:
+    """Tokens of a model, and `beyond`: what TRL's marks have at the edges of a turn that a model is not to emit."""
+
+    eos: str
+    special: tuple[str, ...]
+    beyond: tuple[tuple[str, str], ...] = ()
+
+
+_HEADERS = ("<|start_header_id|>", "<|end_header_id|>")
+_NEWLINE = ("\n»", "»\n")  # a turn ends with its last special token; nobody generates the line end after it
+_PHI = Family("<|endoftext|>", ("<|end|>",), (("\n<|endoftext|>»", "»\n<|endoftext|>"), _NEWLINE))
+_GEMMA = Family("<eos>", ("<start_of_turn>", "<end_of_turn>"), (_NEWLINE,))
+_DEEPSEEK = tuple(f"<｜{name}｜>" for name in ("User", "Assistant", "tool▁calls▁begin", "tool▁calls▁end"))
+FAMILIES = {
+    "llama3": Family("<|eot_id|>", _HEADERS),
+    # The generation prompt ends with the line end after the role.
+    "qwen2_5": Family("<|im_end|>", ("<|im_start|>",), (("«\n", "\n«"), _NEWLINE)),
+    "qwen3": Family("<|im_end|>", ("<|im_start|>", "<think>", "</think>"), (_NEWLINE,)),
+    "qwen3_instruct_2507": Family("<|im_end|>", ("<|im_start|>",), (_NEWLINE,)),
+    "gemma": _GEMMA,
+    "gemma3": _GEMMA,
+    "phi3": _PHI,
+    "phi3_5": _PHI,
+    "cohere": Family("<|END_OF_TURN_TOKEN|>", ("<|START_OF_TURN_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>")),
+    "lfm2_v2": Family("<|im_end|>", ("<|im_start|>",), (_NEWLINE,)),
+    # The generation prompt has the role.
+    "gptoss": Family(
+        "<|return|>",
+        ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|call|>"),
+        (("«<|start|>assistant", "<|start|>assistant«"),),
+    ),
+    "llama3_2": Family("<|eot_id|>", _HEADERS),
+    "deepseekv3": Family("<｜end▁of▁sentence｜>", _DEEPSEEK),
+    "deepseek_r1_distill": Family("<｜end▁of▁sentence｜>", _DEEPSEEK),
+    "glm4moe": Family("<|endoftext|>", ("[gMASK]", "<sop>", "<|user|>", "<|assistant|>", "<|observation|>")),
+}
+CALL = {"type": "function", "function": {"name": "clock", "arguments": {"zone": "UTC"}}}
+ZONE = {"type": "object", "properties": {"zone": {"type": "string", "description": "Z."}}, "required": ["zone"]}
+TOOL = {"type": "function", "function": {"name": "clock", "description": "The time.", "parameters": ZONE}}
+ASKED = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+TOLD = {"role": "tool", "name": "clock", "content": "noon"}
+ANSWER = {"role": "assistant", "content": "It is noon."}
+CHATS: dict[str, Any] = {
+    "multi-turn": turns("hi", "hello", "what?", "one two"),
+    "system": turns("hi", "ho", "and?", "yes", system="Short."),
+    "empty": turns("", "", "", "x"),
+    "unicode": turns("שלום 日本", "e\u0301 🙂👩‍👩‍👧 مرحبا\n日本語", "ok", "naïve"),
+    "unfinished": turns("hi", "ho", "and?"),
+    "tools": {"messages": [*turns("time?"), ASKED, TOLD, ANSWER], "tools": [TOOL]},
+    "thought": [*turns("hi"), {"role": "assistant", "content": "ho", "reasoning_content": "hm", "thinking": "hm"}],
+    "thoughts and tools": {
+        "messages": [*turns("time?"), ASKED | {"reasoning_content": "hm"}, TOLD, ANSWER | {"reasoning_content": "so"}],
+        "tools": [TOOL],
+    },
+}
+
+
+@cache
+def folder_of(name: str) -> Path:
+    family = FAMILIES[name]
+    template = (TEMPLATES / f"{name}.jinja").read_text()
+    return write_tokenizer(Path(mkdtemp()), template, eos=family.eos, special=family.special)
+
+
+def trl_marks(name: str, chat: Any) -> str:
+    """What TRL's training version of a template marks, less what is beyond a turn."""
+    chat = {"messages": chat} if isinstance(chat, list) else chat
+    tokenizer = AutoTokenizer.from_pretrained(folder_of(name))
+    found = tokenizer.apply_chat_template(
+        chat["messages"],
+        tools=chat.get("tools"),
+        chat_template=(TEMPLATES / f"{name}_training.jinja").read_text(),
+        return_assistant_tokens_mask=True,
+        return_dict=True,
+    )
+    text = marked(tokenizer, found["input_ids"], found["assistant_masks"])
+    for theirs, ours in FAMILIES[name].beyond:
+        text = text.replace(theirs, ours)
+    return text
+
+
+def only_last(text: str) -> str:
+    """A marked text in which only the last mark is left."""
+    before, _, last = text.rpartition("«")
+    return before.replace("«", "").replace("»", "") + "«" + last
+
+
+PLAIN = ("llama3", "qwen2_5", "qwen3_instruct_2507", "gemma", "gemma3", "phi3", "phi3_5", "cohere", "lfm2_v2")
+SAME = [
+    *((name, chat) for name in PLAIN for chat in ("multi-turn", "system", "empty", "unicode", "unfinished")),
+    *((name, "tools") for name in ("qwen2_5", "qwen3_instruct_2507", "lfm2_v2", "gptoss")),
+    *((name, "thought") for name in (*PLAIN, "qwen3", "gptoss")),
+    ("qwen3", "thoughts and tools"),
+]
+SAME.remove(("gemma", "system"))
+
+
+@pytest.mark.parametrize(("name", "chat"), SAME)
+def test_what_is_trained_on_is_what_trl_marks(name: str, chat: str) -> None:
+    expected = trl_marks(name, CHATS[chat])
+    assert expected.count("«") >= 1
+    assert encoded(folder_of(name), CHATS[chat]) == expected
+    assert encoded(folder_of(name), CHATS[chat], "last_assistant") == only_last(expected)
+
+
+BY_HAND = {
+    ("llama3_2", "multi-turn", "assistant"): "user<|end_header_id|>\n\nhi<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n«hello<|eot_id|>»"
+    "<|start_header_id|>user<|end_header_id|>\n\nwhat?<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n«one two<|eot_id|>»",
+    ("llama3_2", "tools", "assistant"): "time?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
+    '«{"name": "clock", "parameters": {"zone": "UTC"}}<|eot_id|>»'
+    '<|start_header_id|>ipython<|end_header_id|>\n\n"noon"<|eot_id|>'
+    "<|start_header_id|>assistant<|end_header_id|>\n\n«It is noon.<|eot_id|>»",
+    # These write the last turn as no earlier one.
+    (
+        "qwen3",
+        "multi-turn",
+        "last_assistant",
+    ): "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nhello<|im_end|>\n"
+    "<|im_start|>user\nwhat?<|im_end|>\n<|im_start|>assistant\n«<think>\n\n</think>\n\none two<|im_end|>»\n",
+    ("qwen3", "tools", "last_assistant"): "<tool_response>\nnoon\n</tool_response><|im_end|>\n"
+    "<|im_start|>assistant\n«<think>\n\n</think>\n\nIt is noon.<|im_end|>»\n",
+    ("gptoss", "multi-turn", "last_assistant"): "<|start|>assistant<|channel|>final<|message|>hello<|end|>"
+    "<|start|>user<|message|>what?<|end|><|start|>assistant«<|channel|>final<|message|>one two<|return|>»",
+    ("gptoss", "tools", "last_assistant"): '<|message|>"noon"<|end|>'
+    "<|start|>assistant«<|channel|>final<|message|>It is noon.<|return|>»",
+}
+
+
+@pytest.mark.parametrize(("name", "chat", "train_on"), BY_HAND)
+def test_what_is_trained_on_is_what_the_model_has_to_write(name: str, chat: str, train_on: Any) -> None:
+    found = encoded(folder_of(name), CHATS[chat], train_on)
+    assert found.endswith(BY_HAND[name, chat, train_on])
+    assert found.count("«") == BY_HAND[name, chat, train_on].count("«")
+
+
+REFUSED = [
+    ("gemma", "system", "System role not supported"),
+    ("gemma", "tools", "roles must alternate"),
+    ("llama3", "tools", "leaves out a call of a tool"),
+    ("phi3", "tools", "leaves out a call of a tool"),
+    ("qwen3", "multi-turn", "renders a turn differently when others follow"),
+    ("qwen3", "tools", "renders a turn differently when others follow"),
+    ("gptoss", "multi-turn", "renders a turn differently when others follow"),
+    ("gptoss", "thoughts and tools", "renders a turn differently when others follow"),
+    # Their generation prompt begins a thought, which they remove from what they are given.
+    ("deepseekv3", "multi-turn", "generation prompt is not how it begins a turn"),
+    ("deepseek_r1_distill", "thought", "generation prompt is not how it begins a turn"),
+    # The model stops by writing the role of whoever is next.
+    ("glm4moe", "multi-turn", "ends a turn without a special token"),
+]
+
+
+@pytest.mark.parametrize(("name", "chat", "problem"), REFUSED)
+def test_where_it_is_not_known_what_is_trained_on_one_line_says_why(name: str, chat: str, problem: str) -> None:
+    with pytest.raises(DataError, match=problem) as error:
+        encoded(folder_of(name), CHATS[chat])
+    assert "\n" not in str(error.value)
+    first = CHATS[chat]["messages"] if "tools" in chat else CHATS[chat]
+    assert f"the chat that begins {first[0]['content']!r}" in str(error.value)
+
+
+def test_thoughts_that_the_model_is_given_and_training_would_not_have_are_refused_for_the_last_turn_too() -> None:
+    """gpt-oss is given the thought before a call of a tool until it has answered, and not with its answer."""
+    with pytest.raises(DataError, match="generation prompt is not how it begins a turn"):
+        encoded(folder_of("gptoss"), CHATS["thoughts and tools"], "last_assistant")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_all_is_the_whole_text(name: str) -> None:
+    text = encoded(folder_of(name), CHATS["multi-turn"], "all")
+    assert (text[0], text[-1], text.count("«")) == ("«", "»", 1)

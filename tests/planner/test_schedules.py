@@ -1,0 +1,132 @@
+"""Schedules as tables: the order that DeepSpeed's engine executes, PyTorch's tables, and what ranks hold in memory."""
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+
+from toolkit.errors import LayoutError
+from toolkit.planner.schedules import KINDS, TRAINED, Kind, Operation, Schedule, schedule_of
+
+SIZES = [(1, 3), (2, 1), (2, 4), (3, 2), (3, 7), (4, 8), (5, 5), (8, 3), (8, 32)]
+"""Ranks and micro-batches: more and fewer micro-batches than ranks, odd and even."""
+CHUNKS: list[tuple[Kind, int]] = [
+    ("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zero-bubble", 1), ("zero-bubble", 2),
+]  # fmt: skip
+
+
+def schedules() -> Iterator[Schedule]:
+    for kind, chunks in CHUNKS:
+        for pp, micro_batches in SIZES:
+            if kind != "interleaved" or micro_batches % pp == 0:
+                yield schedule_of(kind, pp=pp, micro_batches=micro_batches, virtual_stages=chunks)
+
+
+def deepspeed_order(pp: int, micro_batches: int, stage: int) -> list[Operation]:
+    """The passes of the instruction stream that our engine gives DeepSpeed; buffers tell which micro-batch is meant."""
+    from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass
+
+    from toolkit.parallel.pipeline.pipeline_module import StepWithoutUpdate
+
+    order: list[Operation] = []
+    held: dict[int, int] = {}
+    begun = 0
+    for tick in StepWithoutUpdate(micro_batches=micro_batches, stages=pp, stage_id=stage).steps():
+        for instruction in tick:
+            if isinstance(instruction, ForwardPass):
+                held[instruction.buffer_id] = begun
+                order.append(("F", stage, begun))
+                begun += 1
+            elif isinstance(instruction, BackwardPass):
+                order.append(("D", stage, held.pop(instruction.buffer_id)))
+    assert not held
+    return order
+
+
+@pytest.mark.parametrize(("pp", "micro_batches"), SIZES)
+def test_1f1b_is_the_order_that_deepspeed_executes_on_every_stage(pp: int, micro_batches: int) -> None:
+    ours = schedule_of("1f1b", pp=pp, micro_batches=micro_batches).orders
+    assert [list(order) for order in ours] == [deepspeed_order(pp, micro_batches, stage) for stage in range(pp)]
+    assert frozenset({"1f1b"}) == TRAINED
+
+
+def torch_orders(name: str, pp: int, micro_batches: int, chunks: int) -> list[list[Operation]]:
+    """A table of torch.distributed.pipelining in our letters."""
+    from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
+
+    letters = {"FORWARD": "F", "BACKWARD_INPUT": "B", "BACKWARD_WEIGHT": "W", "FULL_BACKWARD": "D"}
+    rows = get_schedule_ops(name, pp, micro_batches, num_stages_per_rank=chunks)
+    passes = [[one for action in row if action for one in (action.sub_actions or [action])] for row in rows]
+    return [
+        [
+            (letters[name], one.stage_index, one.microbatch_index)
+            for one in row
+            if (name := one.computation_type.name) in letters
+        ]
+        for row in passes
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "chunks"),
+    [
+        ("GPipe", "gpipe", 1),
+        ("1F1B", "1f1b", 1),
+        ("Interleaved1F1B", "interleaved", 2),
+        ("Interleaved1F1B", "interleaved", 3),
+        ("ZBVZeroBubble", "zero-bubble", 2),
+    ],
+)
+@pytest.mark.parametrize(("pp", "micro_batches"), [(2, 4), (4, 4), (4, 8), (4, 12), (8, 16)])
+def test_pytorch_has_the_same_table(name: str, kind: Kind, chunks: int, pp: int, micro_batches: int) -> None:
+    ours = schedule_of(kind, pp=pp, micro_batches=micro_batches, virtual_stages=chunks).orders
+    theirs = torch_orders(name, pp, micro_batches, chunks)
+    if name == "1F1B":  # torch 2.13 numbers the forward passes of the last rank from 1 in this table
+        theirs[-1] = [(kind, stage, each - (kind == "F")) for kind, stage, each in theirs[-1]]
+    assert [list(order) for order in ours] == theirs
+
+
+def test_every_rank_runs_each_pass_of_its_stages_once_and_in_their_order() -> None:
+    for schedule in schedules():
+        for rank, order in enumerate(schedule.orders):
+            passes = "FBW" if schedule.splits_backward else "FD"
+            own = [stage for stage, place in enumerate(schedule.rank_of) if place == rank]
+            expected = [(kind, s, each) for kind in passes for s in own for each in range(schedule.micro_batches)]
+            assert Counter(order) == Counter(expected)
+            place = {operation: n for n, operation in enumerate(order)}
+            for _, stage, each in expected:
+                assert all(place[a, stage, each] < place[b, stage, each] for a, b in pairwise(passes))
+
+
+@pytest.mark.parametrize(("pp", "micro_batches"), [(1, 2), (2, 4), (4, 8), (4, 16), (8, 16)])
+def test_ranks_hold_as_many_micro_batches_as_the_formulas_say(pp: int, micro_batches: int) -> None:
+    def in_flight(kind: Kind, chunks: int) -> list[float]:
+        made = schedule_of(kind, pp=pp, micro_batches=micro_batches, virtual_stages=chunks)
+        return list(made.in_flight)
+
+    assert in_flight("gpipe", 1) == [micro_batches] * pp
+    assert in_flight("1f1b", 1) == [pp - rank for rank in range(pp)]
+    for chunks in (2, 3):
+        held = [min(2 * (pp - rank - 1) + (chunks - 1) * pp + 1, chunks * micro_batches) for rank in range(pp)]
+        assert in_flight("interleaved", chunks) == pytest.approx([each / chunks for each in held])
+    assert in_flight("zero-bubble", 2) == [pp] * pp
+    held = schedule_of("zero-bubble", pp=pp, micro_batches=micro_batches).held(0.6)
+    assert held == [(pp - rank, rank) for rank in range(pp)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "pp", "micro_batches", "chunks", "remedy"),
+    [
+        ("interleaved", 4, 6, 2, ("micro_batches", 8)),
+        ("interleaved", 4, 8, 1, ("kind", "1f1b")),
+        ("1f1b", 4, 8, 2, ("kind", "interleaved")),
+        ("zero-bubble", 4, 8, 3, ("kind", "interleaved")),
+    ],
+)
+def test_what_no_schedule_has_is_refused(kind: Kind, pp: int, micro_batches: int, chunks: int, remedy: object) -> None:
+    with pytest.raises(LayoutError) as caught:
+        schedule_of(kind, pp=pp, micro_batches=micro_batches, virtual_stages=chunks)
+    assert caught.value.refusal is not None
+    assert caught.value.refusal.remedy == (remedy,)
+    assert {kind for kind, _ in CHUNKS} == set(KINDS)
