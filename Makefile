@@ -76,7 +76,7 @@ durations: setup ## Measure all tests; writes tests/slow_tests.json, which test-
 	$(PYTEST) -m "not gpu and not whole" --durations=50 --write-durations
 
 bench: setup ## All benchmarks that need no file of measurements, each a table of ratios
-	for b in $(filter-out %/published_memory.py,$(wildcard benchmarks/*.py)); do $(CPU) $(BIN)/python $$b || exit 1; done
+	for b in $(filter-out %/published_memory.py %/published_throughput.py,$(wildcard benchmarks/*.py)); do $(CPU) $(BIN)/python $$b || exit 1; done
 
 clean: ## Remove what set-up and tests made
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache

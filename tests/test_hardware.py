@@ -11,6 +11,7 @@ from toolkit.hardware import find_gpu, gpu, gpus, variant_note
     [
         ("NVIDIA B300 SXM6 AC", "B300"),
         ("NVIDIA B200", "B200"),
+        ("NVIDIA GB200", "GB200"),
         ("NVIDIA GH200 480GB", "GH200-96GB"),  # the name counts the CPU's memory
         ("NVIDIA GH200 144G HBM3e", "GH200-144GB"),
         ("NVIDIA H800", "H800-SXM-80GB"),
@@ -71,7 +72,7 @@ def test_16_bit_products_are_faster_than_tf32_and_tf32_than_fp32(name):
 @pytest.mark.parametrize("name", gpus())
 def test_memory_is_close_to_the_size_in_the_name_of_the_device(name):
     sizes = {"B200": 180, "H200": 141, "L40S": 48, "T4": 16, "MI300X": 192, "MI250X-GCD": 64}
-    sizes |= {"B300": 270, "RTX5090": 32, "RTXA6000": 48, "MI325X": 256}
+    sizes |= {"GB300": 270, "GB200": 186, "B300": 270, "RTX5090": 32, "RTXA6000": 48, "MI325X": 256}
     size = sizes.get(name) or (int(name[:-2].rpartition("-")[2]) if name.endswith("GB") else 24)
     assert 0.9 * size < gpu(name).memory_bytes / 2**30 < size
 

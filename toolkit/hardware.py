@@ -7,13 +7,14 @@ fp32, as PyTorch's do; bandwidths are decimal.
 import functools
 import json
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from toolkit.errors import RunError, nearest
 
-MatmulPrecision = Literal["bf16", "fp16", "tf32", "fp32"]
+MatmulPrecision = Literal["bf16", "fp16", "tf32", "fp32", "fp8", "fp4"]
 Link = Literal["nvlink", "xgmi", "pcie"]
 
 
@@ -34,6 +35,24 @@ class Gpu:
     """The link between GPUs of one machine. PCIe cards whose NVLink bridge joins only pairs count as pcie."""
     link_bytes_per_second: float
     """Of all of the GPU's links together, in one direction: half of the bidirectional figure in data sheets."""
+    fp8_flops: float | None
+    fp4_flops: float | None
+    multiprocessors: int
+    """Streaming multiprocessors, or AMD's compute units: a matrix product's tiles are spread over them."""
+    memory_bytes_per_second: float
+    """Of the GPU's own memory."""
+    matmul_fraction: Mapping[str, float] = field(hash=False)
+    """The one measured figure: the share of the peak that PyTorch's best matrix product reaches ("Maximum Achievable
+    Matmul FLOPS" of Bekman, Machine Learning Engineering, chapter Accelerators, measured with mamf-finder.py). Empty
+    where nobody published one."""
+    link_domain: int
+    """GPUs that `link` joins: those of a machine, or of a rack."""
+    network_bytes_per_second: float
+    """From a GPU to other machines in one direction, as the maker's reference system has it: DGX, HGX, NVL72."""
+    host_bytes_per_second: float
+    """To the memory of its CPU in one direction: PCIe, or NVLink-C2C."""
+    watts: int
+    """Board power."""
     source: str
     """The document with the peaks and bandwidths."""
     device_names: tuple[str, ...]
@@ -41,8 +60,8 @@ class Gpu:
 
     def peak_flops(self, precision: MatmulPrecision) -> float | None:
         """Peak FLOP/s of dense matrix products; None where the GPU has no unit for `precision`."""
-        peaks = {"bf16": self.bf16_flops, "fp16": self.fp16_flops, "tf32": self.tf32_flops, "fp32": self.fp32_flops}
-        return peaks[precision]
+        peak: float | None = getattr(self, f"{precision}_flops")
+        return peak
 
 
 @functools.cache
@@ -50,7 +69,8 @@ def _catalogue() -> tuple[Gpu, ...]:
     """The rows of gpus.json: dense peaks in TFLOP/s, bandwidths in GB/s (of links in one direction)."""
 
     def peaks(tflops: dict[str, float | None]) -> dict[str, Any]:
-        return {f"{name}_flops": None if peak is None else peak * 1e12 for name, peak in tflops.items()}
+        known = {"fp8": None, "fp4": None} | tflops
+        return {f"{name}_flops": None if peak is None else peak * 1e12 for name, peak in known.items()}
 
     rows = json.loads((Path(__file__).parent / "gpus.json").read_text(encoding="utf-8"))
     return tuple(
@@ -60,6 +80,13 @@ def _catalogue() -> tuple[Gpu, ...]:
             **peaks(row["tflops"]),
             link=row["link"],
             link_bytes_per_second=row["link_gb_per_second"] * 1e9,
+            multiprocessors=row["multiprocessors"],
+            memory_bytes_per_second=row["memory_gb_per_second"] * 1e9,
+            matmul_fraction=row["matmul_fraction"],
+            link_domain=row["link_domain"],
+            network_bytes_per_second=row["network_gb_per_second"] * 1e9,
+            host_bytes_per_second=row["host_gb_per_second"] * 1e9,
+            watts=row["watts"],
             source=row["source"],
             device_names=tuple(row["device_names"]),
         )

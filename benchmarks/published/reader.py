@@ -106,18 +106,18 @@ class Asked:
 
 def read(row: Row) -> Asked:
     """The options of a row. Raises RefusedError."""
-    name = _matched(row, "framework", FRAMEWORKS)
+    name = matched(row, "framework", FRAMEWORKS)
     layout = _layout(row, name)
     framework = _deepspeed(row) if name == "deepspeed" else _profile(row, name)
-    attention, _ = _one_of(row, "attn_impl", ATTENTION)
+    attention, _ = one_of(row, "attn_impl", ATTENTION)
     if not attention:
         attention = next(iter(framework.facts["attention"])) if isinstance(framework, FrameworkProfile) else "sdpa"
     return Asked(
         model=_model(row),
         layout=layout,
         work=Workload(
-            micro_batch_size=_whole(row, "micro_batch"),
-            seq_len=_whole(row, "seq_len"),
+            micro_batch_size=whole(row, "micro_batch"),
+            seq_len=whole(row, "seq_len"),
             accumulation=_accumulation(row, layout),
             attention=attention,
             recompute=layout.recompute,
@@ -131,19 +131,19 @@ def read(row: Row) -> Asked:
 
 def _layout(row: Row, name: str) -> Layout:
     layout = Layout(
-        dp=_whole(row, "dp"),
-        tp=_whole(row, "tp"),
-        pp=_whole(row, "pp"),
-        zero_stage=_whole(row, "zero", 0),
-        sequence_parallel=_flag(row, "sp") and row["tp"] != "1",
-        recompute=_one_of(
+        dp=whole(row, "dp"),
+        tp=whole(row, "tp"),
+        pp=whole(row, "pp"),
+        zero_stage=whole(row, "zero", 0),
+        sequence_parallel=flag(row, "sp") and row["tp"] != "1",
+        recompute=one_of(
             row, "recompute", RECOMPUTATIONS if name == "torchtitan" else {x: x for x in ("none", "full", "selective")}
         ),
     )
-    ranks = layout.world_size * _whole(row, "cp", 1)
-    if _whole(row, "n_gpus", ranks) != ranks:
+    ranks = layout.world_size * whole(row, "cp", 1)
+    if whole(row, "n_gpus", ranks) != ranks:
         raise RefusedError(f"n_gpus: {row['n_gpus']} is not dp x tp x pp x cp")
-    if row["ep"] not in ("", "1") or (_flag(row, "compile") and name != "torchtitan"):
+    if row["ep"] not in ("", "1") or (flag(row, "compile") and name != "torchtitan"):
         raise RefusedError("ep, compile: experts and torch.compile have no option")
     found = next(filter(None, (re.fullmatch(words, row["optimizer_sharding"]) for words in SHARDINGS)), None)
     if found is None or any(row[column] not in (said, "") for column, said in found.groupdict().items() if said):
@@ -152,20 +152,20 @@ def _layout(row: Row, name: str) -> Layout:
 
 
 def _profile(row: Row, name: str) -> FrameworkProfile:
-    _, implied = _one_of(row, "attn_impl", ATTENTION)
+    _, implied = one_of(row, "attn_impl", ATTENTION)
     no_dropout = (
-        {"dropout": False} if name.startswith("megatron") and _matched(row, "arch", ARCHITECTURES) == "llama" else {}
+        {"dropout": False} if name.startswith("megatron") and matched(row, "arch", ARCHITECTURES) == "llama" else {}
     )
     noted = {option: value for option, value in _noted(row, _PROFILE).items() if option != "rotary"}
     framework = FrameworkProfile(
         name=name,
-        precision=_one_of(row, "precision", {"bf16": "bf16", "fp16": "fp16"}),
-        virtual_stages=_whole(row, "vpp", 1),
-        context_parallel=_whole(row, "cp", 1),
-        compiled=_flag(row, "compile"),
+        precision=one_of(row, "precision", {"bf16": "bf16", "fp16": "fp16"}),
+        virtual_stages=whole(row, "vpp", 1),
+        context_parallel=whole(row, "cp", 1),
+        compiled=flag(row, "compile"),
         **{**no_dropout, **DEFAULTS.get(name, {}), **implied, **noted},
     )
-    told = _one_of(row, "grad_dtype", GRADIENTS)
+    told = one_of(row, "grad_dtype", GRADIENTS)
     states = {} if name == "torchtitan" else framework.facts["states"].get(framework.precision, {})
     if told and told != states.get("gradients", framework.deepspeed(0).accumulation_bytes):
         raise RefusedError(f"grad_dtype: {row['grad_dtype']} is not what {name} has in {framework.precision}")
@@ -174,16 +174,16 @@ def _profile(row: Row, name: str) -> FrameworkProfile:
 
 def _deepspeed(row: Row) -> DeepSpeedSettings:
     """A DeepSpeed config of what the columns say; what they do not say has DeepSpeed's defaults."""
-    precision, accumulated = row["precision"], _one_of(row, "grad_dtype", GRADIENTS)
+    precision, accumulated = row["precision"], one_of(row, "grad_dtype", GRADIENTS)
     config: dict[str, Any] = {
         "optimizer": {"type": "AdamW"},
-        "zero_optimization": {"stage": _whole(row, "zero"), **_noted(row, _ZERO)},
+        "zero_optimization": {"stage": whole(row, "zero"), **_noted(row, _ZERO)},
     }
     for column in ("tp", "pp", "vpp", "cp"):
-        if _whole(row, column, 1) > 1:
+        if whole(row, column, 1) > 1:
             raise RefusedError(f"{column}: {row[column]} with DeepSpeed's data parallelism")
     if precision != "fp32":
-        config[_one_of(row, "precision", {"bf16": "bf16", "fp16": "fp16"})] = {"enabled": True}
+        config[one_of(row, "precision", {"bf16": "bf16", "fp16": "fp16"})] = {"enabled": True}
     if accumulated:
         config["data_types"] = {"grad_accum_dtype": "fp32" if accumulated == 4 else precision}
     return DeepSpeedSettings.from_config(config)
@@ -191,15 +191,15 @@ def _deepspeed(row: Row) -> DeepSpeedSettings:
 
 def _model(row: Row) -> MemoryModel:
     """A Hugging Face config with the same parameters: with rotary embeddings StarCoder2's is Megatron's GPT."""
-    family = _matched(row, "arch", ARCHITECTURES)
+    family = matched(row, "arch", ARCHITECTURES)
     if family == "gpt2" and "rotary" in _noted(row, {*_PROFILE, *_ZERO}):
         family = "starcoder2"
-    if row["gated_mlp"] and _flag(row, "gated_mlp") != (family == "llama"):
+    if row["gated_mlp"] and flag(row, "gated_mlp") != (family == "llama"):
         raise RefusedError(f"gated_mlp: {row['gated_mlp']} with arch {row['arch']}")
     if family == "gpt2" and row["kv_heads"] != row["heads"]:
         raise RefusedError(f"kv_heads: {row['kv_heads']} with arch {row['arch']}")
     names = ("layers", "hidden", "heads", "ffn", "seq_len", "kv_heads", "vocab")
-    return _built(family, _flag(row, "tied_emb"), tuple(_whole(row, name) for name in names))
+    return _built(family, flag(row, "tied_emb"), tuple(whole(row, name) for name in names))
 
 
 @lru_cache(maxsize=512)
@@ -223,7 +223,7 @@ def _gpu(row: Row) -> Gpu:
 
 def _stage(row: Row, layout: Layout) -> int | None:
     if row["pp_stage"]:
-        stage = _whole(row, "pp_stage")
+        stage = whole(row, "pp_stage")
         if stage >= layout.pp:
             raise RefusedError(f"pp_stage: {stage} of pp={layout.pp}")
         return stage
@@ -232,8 +232,8 @@ def _stage(row: Row, layout: Layout) -> int | None:
 
 def _accumulation(row: Row, layout: Layout) -> int:
     if row["grad_accum"]:
-        return _whole(row, "grad_accum")
-    samples, each = _whole(row, "global_batch"), layout.dp * _whole(row, "micro_batch")
+        return whole(row, "grad_accum")
+    samples, each = whole(row, "global_batch"), layout.dp * whole(row, "micro_batch")
     if samples % each:
         raise RefusedError(f"global_batch: {samples} is no multiple of dp x micro_batch = {each}")
     return samples // each
@@ -250,24 +250,24 @@ def _noted(row: Row, allowed: Collection[str]) -> dict[str, Any]:
     return found
 
 
-def _matched(row: Row, column: str, patterns: tuple[tuple[str, str], ...]) -> str:
+def matched(row: Row, column: str, patterns: tuple[tuple[str, str], ...]) -> str:
     for pattern, meaning in patterns:
         if re.fullmatch(pattern, row[column]):
             return meaning
     raise RefusedError(f"{column}: {row[column]}")
 
 
-def _one_of(row: Row, column: str, meanings: Mapping[str, Any]) -> Any:
+def one_of(row: Row, column: str, meanings: Mapping[str, Any]) -> Any:
     if row[column] not in meanings:
         raise RefusedError(f"{column}: {row[column] or 'not told'}")
     return meanings[row[column]]
 
 
-def _flag(row: Row, column: str) -> bool:
-    return bool(_one_of(row, column, {"": False, "0": False, "1": True}))
+def flag(row: Row, column: str) -> bool:
+    return bool(one_of(row, column, {"": False, "0": False, "1": True}))
 
 
-def _whole(row: Row, column: str, default: int | None = None) -> int:
+def whole(row: Row, column: str, default: int | None = None) -> int:
     text = row[column]
     if not text and default is not None:
         return default

@@ -22,8 +22,8 @@ class MeasurementsError(ToolkitError):
     """A file of published runs that is missing, is no CSV file, or has other columns."""
 
 
-def read(path: Path) -> list[Row]:
-    """All rows that say something about memory. Raises MeasurementsError."""
+def read(path: Path, *, times: bool = False) -> list[Row]:
+    """All rows that say something about memory, or about time. Raises MeasurementsError."""
     try:
         with path.open(encoding="utf-8", newline="") as file:
             reader = csv.DictReader(file, restval="")
@@ -41,6 +41,8 @@ def read(path: Path) -> list[Row]:
         raise MeasurementsError(f"{path}: {error.strerror}. Give the CSV file of published runs.") from error
     except (csv.Error, UnicodeDecodeError) as error:
         raise MeasurementsError(f"{path}: not a CSV file in UTF-8 ({error}). Give one with one run a row.") from error
+    if times:
+        return [row for row in rows if any(row[name] for name in ("step_time_s", "tokens_per_s_gpu", "tflops_gpu"))]
     told = {row["source_id"] for row in rows if row["fits"] == "0"}
     return [row for row in rows if row["peak_mem_gib"] or row["static_mem_gib"] or row["source_id"] in told]
 

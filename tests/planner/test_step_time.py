@@ -1,0 +1,142 @@
+"""The time model: exact FLOPs, terms that add up, and the direction of what a layout changes."""
+
+from dataclasses import replace
+
+import pytest
+
+from toolkit.config.layout import Layout
+from toolkit.estimate.flops import train_flops_per_token
+from toolkit.hardware import gpu, gpus
+from toolkit.models.shape import ModelShape, find_config, head_matmul_parameters
+from toolkit.planner.cluster import Cluster
+from toolkit.planner.collectives import Group, all_gather, all_reduce, group
+from toolkit.planner.execution import Execution, profiles
+from toolkit.planner.kernels import matmul_seconds
+from toolkit.planner.layer_time import products
+from toolkit.planner.passes import Work
+from toolkit.planner.setup import Setup
+from toolkit.planner.step_time import predict_step
+
+H100 = gpu("H100-80")
+CLUSTER = Cluster.of(H100)
+
+
+def shape_of(name: str) -> ModelShape:
+    config = find_config(name)
+    assert config is not None
+    return ModelShape.from_config(config)
+
+
+def setup(layout: str = "dp8-z1", model: str = "llama-3-8b", **changes: object) -> Setup:
+    fields = {"micro_batch_size": 1, "accumulation": 8, "seq_len": 4096} | changes
+    return Setup(shape=shape_of(model), layout=Layout.parse(layout), cluster=CLUSTER, **fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama-3-8b", "gpt3-175b"])
+def test_the_products_of_a_layer_have_its_exact_flops(name: str) -> None:
+    # tests/estimate/test_flops.py holds train_flops_per_token against torch.utils.flop_counter.
+    shape, tokens = shape_of(name), 64
+    work = Work(tokens=tokens, seq_len=tokens, tp=1, sequence_parallel=False)
+    layer = sum(2 * m * n * k for m, n, k in products(shape, work))
+    attention = 4 * tokens * tokens * shape.attention_dim
+    head = 2 * tokens * head_matmul_parameters(shape)
+    assert 3 * (shape.layers * (layer + attention) + head) == tokens * train_flops_per_token(shape, tokens)
+
+
+def test_tensor_parallel_ranks_share_the_products_equally() -> None:
+    shape = shape_of("llama-3-8b")
+
+    def flops(tp: int) -> int:
+        work = Work(tokens=64, seq_len=64, tp=tp, sequence_parallel=False)
+        return sum(m * n * k for m, n, k in products(shape, work))
+
+    assert flops(8) * 8 == flops(1)
+
+
+def test_the_terms_add_up_to_the_step() -> None:
+    step = predict_step(setup("dp2-tp2-pp2-z1"))
+    assert sum(step.terms.values()) == pytest.approx(step.seconds)
+    assert step.tokens_per_second_per_gpu * step.seconds * 8 == pytest.approx(2 * 8 * 4096)
+    assert 0 < step.mfu < 1
+
+
+def test_the_bubble_is_a_fixed_number_of_micro_batches() -> None:
+    few, many = (predict_step(setup("pp4", accumulation=m)) for m in (8, 32))
+    assert few.bubble == pytest.approx(many.bubble)
+    assert many.compute == pytest.approx(4 * few.compute)
+
+
+def test_virtual_stages_divide_the_bubble() -> None:
+    plain = predict_step(setup("pp4"))
+    interleaved = predict_step(setup("pp4", run=Execution(virtual_stages=2)))
+    assert interleaved.bubble == pytest.approx(plain.bubble / 2)
+    assert interleaved.pipeline > plain.pipeline
+
+
+def test_a_stage_with_more_layers_sets_the_pace() -> None:
+    even, uneven = (predict_step(setup("pp2", bounds=bounds)) for bounds in ((0, 16, 32), (0, 12, 32)))
+    assert uneven.compute > even.compute
+
+
+def test_full_recomputation_repeats_the_forward_pass_of_the_layers() -> None:
+    step = setup("dp8-tp1-z1")
+    again = predict_step(replace(step, layout=replace(step.layout, recompute="full")))
+    assert 0.15 < again.recompute / again.compute < 1 / 3
+    assert again.compute == pytest.approx(predict_step(step).compute)
+
+
+def test_offload_moves_the_update_to_the_host() -> None:
+    step = setup("dp8-z2")
+    offloaded = predict_step(replace(step, layout=replace(step.layout, offload_optimizer="cpu")))
+    assert offloaded.optimizer == 0.0
+    assert offloaded.offload > predict_step(step).optimizer
+
+
+def test_a_tile_more_than_a_wave_takes_a_wave_more() -> None:
+    rows, columns = 256 * 11, 128 * 12  # 132 tiles on 132 multiprocessors
+    assert H100.multiprocessors == 132
+    full, one_more = (matmul_seconds(H100, m, columns, 8192, "bf16") for m in (rows, rows + 1))
+    assert one_more > 1.5 * full
+
+
+def test_large_products_approach_the_measured_share_of_the_peak_from_below() -> None:
+    peak, share = H100.peak_flops("bf16"), H100.matmul_fraction["bf16"]
+    assert peak is not None
+    reached = 2 * 8192**3 / matmul_seconds(H100, 8192, 8192, 8192, "bf16") / peak
+    assert 0.7 * share < reached < share
+
+
+def test_groups_take_the_network_only_beyond_a_node() -> None:
+    assert group(CLUSTER, size=8, stride=1) == Group(local=8, nodes=1)
+    assert group(CLUSTER, size=16, stride=4) == Group(local=2, nodes=8)
+    assert group(CLUSTER, size=4, stride=16) == Group(local=1, nodes=4)
+
+
+def test_an_all_reduce_is_two_gathers_over_the_slowest_link() -> None:
+    size = 8e9
+    inside, beyond = Group(local=8, nodes=1), Group(local=2, nodes=4)
+    assert all_reduce(CLUSTER, inside, size) == pytest.approx(2 * all_gather(CLUSTER, inside, size), rel=1e-3)
+    slower = CLUSTER.link_bytes_per_second / (2 * CLUSTER.network_bytes_per_second)
+    assert all_gather(CLUSTER, beyond, size) / all_gather(CLUSTER, inside, size) == pytest.approx(slower, rel=0.1)
+
+
+def test_data_parallel_communication_hides_behind_the_backward_pass_where_the_framework_overlaps_it() -> None:
+    times = [
+        predict_step(setup("dp64-z0", run=Execution(framework=name))).data for name in ("megatron", "megatron-2021")
+    ]
+    assert times[0] < times[1] / 2
+
+
+def test_every_profile_names_its_source_and_the_same_facts() -> None:
+    optional = {"unfused_norm", "reduces_all"}
+    facts = {name: frozenset(row) - optional for name, row in profiles().items()}
+    assert len(set(facts.values())) == 1
+    assert all(row["source"] for row in profiles().values())
+
+
+def test_every_gpu_has_what_the_time_model_needs() -> None:
+    for name in gpus():
+        found = gpu(name)
+        assert found.multiprocessors >= 1
+        assert found.memory_bytes_per_second > found.network_bytes_per_second
+        assert all(0.3 < share < 1 for share in found.matmul_fraction.values())

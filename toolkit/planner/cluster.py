@@ -1,0 +1,45 @@
+"""Cluster: the GPUs of a job and what joins them, as the time model sees it."""
+
+from dataclasses import dataclass
+from typing import Self
+
+from toolkit.hardware import Gpu
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Equal machines with equal GPUs. Bandwidths in bytes per second and direction, latencies in seconds."""
+
+    gpu: Gpu
+    gpus_per_node: int
+    """GPUs that the fast link joins; all communication beyond takes the network."""
+    link_bytes_per_second: float
+    """Of one GPU inside a node."""
+    link_seconds: float
+    """Latency of one hop inside a node."""
+    network_bytes_per_second: float
+    """Of one GPU's share of its node's network cards: all rails together, over the node's GPUs."""
+    network_seconds: float
+    """Latency of one hop between nodes."""
+    host_bytes_per_second: float
+    """Between a GPU and the memory of its host."""
+
+    @classmethod
+    def of(cls, gpu: Gpu, **facts: float) -> Self:
+        """The maker's reference system around `gpu`; `facts` replace what is known better."""
+        domain = int(facts.pop("gpus_per_node", 0)) or gpu.link_domain
+        defaults = {
+            "link_bytes_per_second": gpu.link_bytes_per_second,
+            "link_seconds": LINK_SECONDS[gpu.link],
+            "network_bytes_per_second": gpu.network_bytes_per_second,
+            "network_seconds": NETWORK_SECONDS,
+            "host_bytes_per_second": gpu.host_bytes_per_second,
+        }
+        return cls(gpu=gpu, gpus_per_node=domain, **(defaults | facts))
+
+
+LINK_SECONDS = {"nvlink": 2.0e-6, "xgmi": 3.0e-6, "pcie": 6.0e-6}
+"""Latency of one hop of NCCL's ring with its Simple protocol. NCCL's tuning tables (src/graph/tuning.cc: hwLat, in
+microseconds) have 3.4 for NVLink and 5.7 for PCIe with LL128 and Simple between 2 and 6; rounded."""
+NETWORK_SECONDS = 1.0e-5
+"""A hop between nodes over InfiniBand or RoCE: 14 microseconds with Simple in the same tables, less with LL128."""

@@ -1,0 +1,95 @@
+"""Seconds of collectives by the alpha-beta model: latency of the hops, and bytes over the slowest link.
+
+Ring: n ranks take n - 1 steps, each of which sends a 1/n of the buffer, so an all-gather or a reduce-scatter of S bytes
+moves S(n-1)/n over every link, and an all-reduce twice that (Thakur et al. 2005). Tree: the latency grows with log n
+instead of n; NCCL takes whichever is faster (its "double binary trees" since 2.4).
+
+Nodes are the unit: of a group with k ranks a node and m nodes, the rings of all groups of a node share its network
+cards, so that a group has k of the node's gpus_per_node shares. Inside a node a ring has the whole link of a GPU.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+from toolkit.planner.cluster import Cluster
+
+LINK_SHARE = 0.78
+"""Share of a link that NCCL's rings move: NVLink's packets have headers and NCCL moves 16 bytes of flags; nccl-tests
+report bus bandwidths of 230 to 235 GB/s on an A100's 300 and of 350 to 360 on an H100's 450 without NVLS."""
+NETWORK_SHARE = 0.85
+"""Share of the network cards: nccl-tests' 185 to 195 GB/s on nodes with 8 cards of 25, less among many nodes."""
+START_SECONDS = 8e-6
+"""What a collective takes beside its hops: the kernel's launch, and waiting for the slowest rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Ranks of a collective: `local` on each of `nodes` machines."""
+
+    local: int
+    nodes: int
+
+    @property
+    def size(self) -> int:
+        """All ranks."""
+        return self.local * self.nodes
+
+
+def group(cluster: Cluster, *, size: int, stride: int) -> Group:
+    """A group of `size` ranks, each `stride` ranks after the one before."""
+    reach = max(1, cluster.gpus_per_node // stride)
+    local = min(size, reach)
+    while size % local:
+        local -= 1
+    return Group(local=local, nodes=size // local)
+
+
+@lru_cache(maxsize=65536)
+def all_reduce(cluster: Cluster, ranks: Group, size: float, messages: float = 1) -> float:
+    """Seconds to sum `size` bytes over all ranks, in so many messages."""
+    n, m = ranks.size, ranks.nodes
+    if n == 1 or size <= 0:
+        return 0.0
+    inside = 2 * (ranks.local - 1) * cluster.link_seconds
+    ring = 2 * m * cluster.network_seconds + 2 * (n - m) * cluster.link_seconds
+    tree = inside + 2 * math.log2(m) * cluster.network_seconds
+    latency = inside if m == 1 else min(ring, tree)
+    return messages * (START_SECONDS + latency) + 2 * size * (n - 1) / n / _bandwidth(cluster, ranks)
+
+
+@lru_cache(maxsize=65536)
+def all_gather(cluster: Cluster, ranks: Group, size: float, messages: float = 1) -> float:
+    """Seconds to gather `size` bytes on each rank, or to reduce and scatter as many. Always a ring: NCCL's trees only
+    reduce to all (and PAT, since 2.23, gathers small messages of one rank a node)."""
+    n, m = ranks.size, ranks.nodes
+    if n == 1 or size <= 0:
+        return 0.0
+    latency = (m if m > 1 else 0) * cluster.network_seconds + (n - m) * cluster.link_seconds
+    return messages * (START_SECONDS + latency) + size * (n - 1) / n / _bandwidth(cluster, ranks)
+
+
+def all_to_all(cluster: Cluster, ranks: Group, size: float) -> float:
+    """Seconds in which each rank sends `size` bytes in equal parts to all ranks, one of them itself."""
+    if ranks.size == 1:
+        return 0.0
+    inside = size * (ranks.local - 1) / ranks.size / (LINK_SHARE * cluster.link_bytes_per_second)
+    outside = size * (ranks.size - ranks.local) / ranks.size / (NETWORK_SHARE * cluster.network_bytes_per_second)
+    latency = cluster.link_seconds if ranks.nodes == 1 else cluster.network_seconds
+    return START_SECONDS + latency * math.log2(ranks.size) + max(inside, outside)
+
+
+def send(cluster: Cluster, size: float, *, between_nodes: bool) -> float:
+    """Seconds until a neighbor has `size` bytes."""
+    if between_nodes:
+        return START_SECONDS + cluster.network_seconds + size / (NETWORK_SHARE * cluster.network_bytes_per_second)
+    return START_SECONDS + cluster.link_seconds + size / (LINK_SHARE * cluster.link_bytes_per_second)
+
+
+def _bandwidth(cluster: Cluster, ranks: Group) -> float:
+    """Of the slowest link of a ring. Switched links (NVLink) give a group all of a GPU's, whatever its size."""
+    inside = LINK_SHARE * cluster.link_bytes_per_second
+    if ranks.nodes == 1:
+        return inside
+    outside = NETWORK_SHARE * cluster.network_bytes_per_second * ranks.local
+    return min(inside, outside) if ranks.local > 1 else outside

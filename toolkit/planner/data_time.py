@@ -1,0 +1,76 @@
+"""Seconds that data parallelism, the optimizer and offload add to a step."""
+
+from toolkit.planner import collectives
+from toolkit.planner.kernels import stream_seconds
+from toolkit.planner.setup import Setup
+
+LAST_BUCKET = 0.05
+"""Share of a reduction that nothing can hide: the last gradients are ready when the backward pass is over."""
+CPU_BYTES_PER_SECOND = 2.5e10
+"""A GPU's share of its host's memory bandwidth: 8 channels of DDR4-3200 on two sockets, 200 GB/s a socket, 8 GPUs, and
+half of it reached by an update."""
+
+
+def data_seconds(setup: Setup, forward: float, backward: float) -> float:
+    """Reducing gradients and gathering weights over the data-parallel ranks, less what runs behind computation.
+
+    ZeRO-0 reduces all gradients; stages 1 and 2 reduce and scatter them and gather the updated weights, as many bytes;
+    stage 3 gathers every layer's weights forward and backward in each micro-batch and reduces its gradients.
+    """
+    layout, cluster, run = setup.layout, setup.cluster, setup.run
+    if setup.replicas == 1:
+        return 0.0
+    ranks = collectives.group(cluster, size=setup.replicas, stride=layout.tp)
+    numel, overlaps = setup.parameters, run.facts["overlaps"]
+    gradient = (setup.gradient_bytes or run.facts["gradient_bytes"]) * numel
+    if layout.zero_stage == 3:
+        return _sharded(setup, forward, backward, ranks, gradient)
+    weight = numel * run.activation_bytes
+    messages = max(1.0, gradient / run.facts["bucket"])
+    if layout.zero_stage == 0:
+        reduce, gather = collectives.all_reduce(cluster, ranks, gradient, messages), 0.0
+    else:
+        whole = run.facts.get("reduces_all", False)
+        reduce = (collectives.all_reduce if whole else collectives.all_gather)(cluster, ranks, gradient, messages)
+        gather = collectives.all_gather(cluster, ranks, weight, messages)
+    times = setup.accumulation if layout.zero_stage == 2 else 1  # stage 2 keeps no whole gradients between them
+    exposed = times * _exposed(reduce, overlaps["gradients"] * backward)
+    return exposed + _exposed(gather, overlaps["gathers"] * forward)
+
+
+def _exposed(seconds: float, hidden: float) -> float:
+    return max(seconds - hidden, seconds * LAST_BUCKET)
+
+
+def _sharded(setup: Setup, forward: float, backward: float, ranks: collectives.Group, gradient: float) -> float:
+    """ZeRO-3: each micro-batch gathers for both passes and reduces; one layer's gather cannot hide."""
+    cluster, run = setup.cluster, setup.run
+    layers = setup.shape.layers
+    overhead = 2 * layers * collectives.all_gather(cluster, ranks, 1.0)
+    gather = collectives.all_gather(cluster, ranks, setup.parameters * run.activation_bytes) + overhead / 2
+    reduce = collectives.all_gather(cluster, ranks, gradient) + overhead / 2
+    exposed = max(gather - forward, gather / layers) + max(gather + reduce - backward, (gather + reduce) / layers)
+    return setup.accumulation * exposed
+
+
+def optimizer_seconds(setup: Setup) -> float:
+    """Reading and writing weights, gradients and moments of a rank's share, and the norm of the gradients."""
+    layout = setup.layout
+    numel = setup.parameters
+    share = numel / setup.replicas if layout.zero_stage else numel
+    if layout.offload_optimizer != "none":
+        return 0.0
+    return stream_seconds(setup.cluster.gpu, setup.run.facts["optimizer"] * share + 4 * numel, 20) + 1e-3
+
+
+def offload_seconds(setup: Setup) -> float:
+    """Gradients down and weights up over the host's link, and the update in its memory (DeepSpeedCPUAdam)."""
+    layout, cluster = setup.layout, setup.cluster
+    if layout.offload_optimizer == "none" and layout.offload_params == "none":
+        return 0.0
+    share = setup.parameters / setup.replicas
+    moved = share * (4 + 2) / cluster.host_bytes_per_second
+    update = share * 28 / CPU_BYTES_PER_SECOND if layout.offload_optimizer != "none" else 0.0
+    if layout.offload_params != "none":
+        moved += 2 * setup.accumulation * share * 2 / cluster.host_bytes_per_second
+    return moved + update

@@ -1,0 +1,62 @@
+"""Seconds of one GPU's kernels: matrix products by tiles and waves, attention, and whatever is bound by memory.
+
+Legend: a product is [m, k] x [k, n]. Each thread block computes one tile of the result and a multiprocessor runs one
+block at a time, so a product takes as many waves as tiles over multiprocessors, rounded up. Source: NVIDIA, "Matrix
+Multiplication Background User's Guide" (tile and wave quantization); the roofline is Williams et al. 2009.
+"""
+
+from functools import lru_cache
+
+from toolkit.hardware import Gpu, MatmulPrecision
+
+DEFAULT_FRACTION = 0.8
+"""Of GPUs without a measured figure."""
+SUSTAINED = (0.87, 0.77)
+"""Share of the best product's rate that a step keeps up, below and from 500 W of board power: the published figures are
+the best of many shapes, each measured for moments. Boards of 700 W and more lower their clocks under such a load."""
+MEMORY_SHARE = 0.85
+"""Share of the memory's bandwidth that streaming kernels reach: BabelStream has 0.87 to 0.92 on A100 and H100 for large
+buffers; norms and dropout reduce across rows or draw numbers beside."""
+LAUNCH_SECONDS = 4e-6
+"""Between the starts of two dependent kernels: draining one and filling the next."""
+_RAMP = 1.0e-6
+"""Of each wave: loading the first tiles, storing the last."""
+_TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (128, 64, 0.75), (64, 64, 0.6))
+"""Tile sizes of cuBLAS's kernels, and the rate of each as a share of the largest's: a tile of m x n reads m + n numbers
+for m n products, and small ones are bound by shared memory."""
+_SPLITS = (1, 2, 4, 8)
+
+
+@lru_cache(maxsize=262144)
+def matmul_seconds(gpu: Gpu, m: int, n: int, k: int, precision: MatmulPrecision) -> float:
+    """Seconds of one product, by the best of cuBLAS's tiles, also with k split among blocks."""
+    if min(m, n, k) < 1:
+        return 0.0
+    peak = gpu.peak_flops(precision) or gpu.fp32_flops
+    rate = peak * SUSTAINED[gpu.watts >= 500] * fraction(gpu, precision) / gpu.multiprocessors
+    size = {"fp32": 4, "tf32": 4, "fp8": 1, "fp4": 0.5}.get(precision, 2)
+    streamed = (size * (m * k + k * n) + 2 * m * n) / (MEMORY_SHARE * gpu.memory_bytes_per_second)
+    best = float("inf")
+    for rows, columns, share in _TILES:
+        tiles = -(-m // rows) * -(-n // columns)
+        for split in _SPLITS:
+            blocks = tiles * split
+            if split > 1 and (blocks > 2 * gpu.multiprocessors or k < 512 * split):
+                break
+            # A wave is a tile's work at the rate of one multiprocessor; the last wave may be nearly empty.
+            wave = 2 * rows * columns * (k / split) / (rate * share) + _RAMP
+            reduce = 0.0 if split == 1 else 4 * m * n * (split + 1) / (MEMORY_SHARE * gpu.memory_bytes_per_second)
+            best = min(best, -(-blocks // gpu.multiprocessors) * wave + reduce)
+    return max(best, streamed) + LAUNCH_SECONDS
+
+
+def fraction(gpu: Gpu, precision: MatmulPrecision) -> float:
+    """The measured share of the peak; 16-bit formats share one figure, and fp4 has that of fp8."""
+    known = gpu.matmul_fraction
+    found = known.get(precision) or known.get({"fp4": "fp8", "fp8": "fp8"}.get(precision, "bf16"))
+    return found or known.get("bf16", DEFAULT_FRACTION)
+
+
+def stream_seconds(gpu: Gpu, size: float, kernels: float = 1) -> float:
+    """Seconds to read and write `size` bytes in so many kernels."""
+    return size / (MEMORY_SHARE * gpu.memory_bytes_per_second) + kernels * LAUNCH_SECONDS

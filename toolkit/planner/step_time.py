@@ -1,0 +1,218 @@
+"""StepTime: the seconds of one optimizer step of a layout, by terms that add up to it.
+
+Legend: m micro-batches of a step, p stages, v virtual stages of each, L layers of a stage.
+
+A pipeline with 1F1B takes as long as its slowest stage for all m micro-batches, and for the first one all stages; with
+v virtual stages the pipeline fills in chunks, a v-th of that (Narayanan et al. 2021, section 2.2). Stages may differ.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from toolkit.estimate.flops import train_flops_per_token
+from toolkit.models.shape import layer_matmul_parameters
+from toolkit.planner import collectives
+from toolkit.planner.attention_time import attention_seconds
+from toolkit.planner.data_time import data_seconds, offload_seconds, optimizer_seconds
+from toolkit.planner.kernels import stream_seconds
+from toolkit.planner.layer_time import embedding_seconds, head_seconds, layer_seconds
+from toolkit.planner.passes import Passes
+from toolkit.planner.setup import Setup
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Seconds of one step. The terms add up to `seconds`; communication counts where nothing computes meanwhile."""
+
+    compute: float
+    """Kernels of forward and backward pass of the slowest stage."""
+    recompute: float
+    host: float
+    """The GPU waits for the host that launches its kernels."""
+    tensor: float
+    """All-reduces, or gathers and scatters, of tensor, sequence and context parallelism."""
+    pipeline: float
+    """Sending activations and their gradients to neighbor stages."""
+    bubble: float
+    """The slowest stage waits for the others."""
+    data: float
+    """Reduction of gradients and gathering of weights, as far as it is not hidden behind computation."""
+    optimizer: float
+    offload: float
+    tokens: int
+    """Of the global batch."""
+    gpus: int
+    model_flops: float
+    """Floating-point operations of the step that do not count recomputation."""
+    peak_flops: float
+    """Of one GPU, in the precision of the layers."""
+
+    @property
+    def seconds(self) -> float:
+        """Of one step."""
+        return sum(self.terms.values())
+
+    @property
+    def terms(self) -> dict[str, float]:
+        """Seconds by term."""
+        names = ("compute", "recompute", "host", "tensor", "pipeline", "bubble", "data", "optimizer", "offload")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def tokens_per_second_per_gpu(self) -> float:
+        """Throughput."""
+        return self.tokens / self.seconds / self.gpus
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilization: attention counted full, recomputation not at all."""
+        return self.model_flops / self.seconds / self.gpus / self.peak_flops
+
+
+COLLECTIVE_HOST_SECONDS = 3e-5
+"""What a collective takes its host: torch.distributed's call from an autograd function, events and stream waits."""
+
+
+def predict_step(setup: Setup) -> StepTime:
+    """Predict one optimizer step."""
+    shape, layout, run = setup.shape, setup.layout, setup.run
+    gpu, work, m = setup.cluster.gpu, setup.work, setup.accumulation
+    layer = _layer(setup)
+    ends = (embedding_seconds(gpu, shape, work, run), head_seconds(gpu, shape, work, run))
+    stages = []
+    for stage, layers in enumerate(setup.stages):
+        total = layer.scaled(layers)
+        if stage == 0:
+            total = total.plus(ends[0], run.facts["host"])
+        if stage == layout.pp - 1:
+            total = total.plus(ends[1], run.facts["host"])
+        stages.append(total)
+    slowest = max(stages, key=lambda stage: stage.seconds)
+    waiting = (sum(stage.seconds for stage in stages) - slowest.seconds) / run.virtual_stages
+    pipeline = _pipeline(setup)
+    data = data_seconds(setup, slowest.seconds - slowest.backward, slowest.backward)
+    tokens = setup.micro_batch_size * m * layout.dp * setup.seq_len
+    return StepTime(
+        compute=m * slowest.compute,
+        recompute=m * slowest.recompute,
+        host=m * slowest.host,
+        tensor=m * slowest.tensor,
+        pipeline=pipeline,
+        bubble=waiting,
+        data=data,
+        optimizer=optimizer_seconds(setup),
+        offload=offload_seconds(setup),
+        tokens=tokens,
+        gpus=setup.gpus,
+        model_flops=train_flops_per_token(shape, setup.seq_len) * tokens,
+        peak_flops=gpu.peak_flops(run.unit) or gpu.fp32_flops,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Stage:
+    """Seconds that a stage takes for one micro-batch."""
+
+    compute: float
+    recompute: float
+    host: float
+    tensor: float
+    backward: float
+    """Of all these, what belongs to the backward pass."""
+
+    @property
+    def seconds(self) -> float:
+        return self.compute + self.recompute + self.host + self.tensor
+
+    def scaled(self, factor: int) -> "_Stage":
+        return _Stage(**{name: factor * getattr(self, name) for name in self.__dataclass_fields__})
+
+    def plus(self, end: Passes, host: Sequence[float]) -> "_Stage":
+        """With the embeddings or the head, each of which takes the host as long as a layer."""
+        idle = max(0.0, host[0] - end.forward), max(0.0, host[1] - end.backward)
+        return replace(
+            self,
+            compute=self.compute + end.forward + end.backward,
+            host=self.host + sum(idle),
+            backward=self.backward + end.backward + idle[1],
+        )
+
+
+def _layer(setup: Setup) -> _Stage:
+    """One decoder layer for one micro-batch, with its collectives, and what is recomputed of it."""
+    run, work, recompute = setup.run, setup.work, setup.layout.recompute
+    gpu = setup.cluster.gpu
+    once = layer_seconds(gpu, setup.shape, work, run)
+    forward_tensor, backward_tensor = _tensor(setup)
+    again = {
+        "none": 0.0,
+        "selective": attention_seconds(gpu, setup.shape, work, run).forward,
+        "full": once.forward,
+    }[recompute]
+    accumulated = _accumulation(setup)
+    tensor = forward_tensor * (2 if recompute == "full" else 1) + backward_tensor
+    calls = 2 * COLLECTIVE_HOST_SECONDS * (setup.layout.tp > 1)
+    host_forward, host_backward = (seconds + calls for seconds in run.facts["host"])
+    busy_forward, busy_backward = once.forward + forward_tensor, once.backward + again + backward_tensor
+    if recompute == "full":
+        busy_backward += forward_tensor
+        host_backward += host_forward
+    # A pass takes what the slower of the GPU and of the host that launches its kernels takes.
+    idle_forward, idle_backward = max(0.0, host_forward - busy_forward), max(0.0, host_backward - busy_backward)
+    return _Stage(
+        compute=once.forward + once.backward + accumulated,
+        recompute=again,
+        host=idle_forward + idle_backward,
+        tensor=tensor,
+        backward=busy_backward + idle_backward + accumulated,
+    )
+
+
+def _accumulation(setup: Setup) -> float:
+    """Adding a layer's weight gradients to those of the micro-batches before."""
+    weights = layer_matmul_parameters(setup.shape) / setup.layout.tp
+    if setup.accumulation == 1 or (setup.layout.zero_stage == 3 and setup.layout.dp > 1):
+        return 0.0
+    return stream_seconds(setup.cluster.gpu, setup.run.facts["accumulate"] * weights, 1)
+
+
+def _tensor(setup: Setup) -> tuple[float, float]:
+    """Seconds of a layer's collectives, forward and backward, on activations [T, h].
+
+    Megatron's tensor parallelism has two all-reduces each way. Sequence parallelism has a gather and a scatter in the
+    place of each, and gathers the inputs of both column layers once more backward for their weights' gradients
+    (Korthikanti et al. 2022, section 4.2.2), which overlaps with the gradient of the input. Ulysses exchanges queries,
+    keys, values and outputs (Jacobs et al. 2023). Ring attention sends keys and values around, behind attention.
+    """
+    layout, cluster, work = setup.layout, setup.cluster, setup.work
+    size = work.tokens * setup.shape.hidden * setup.run.activation_bytes
+    forward = backward = 0.0
+    if layout.tp > 1:
+        ranks = collectives.group(cluster, size=layout.tp, stride=1)
+        if layout.sequence_parallel:
+            forward = 4 * collectives.all_gather(cluster, ranks, size)
+        else:
+            forward = 2 * collectives.all_reduce(cluster, ranks, size)
+        backward = forward
+    if layout.ulysses > 1:
+        ranks = collectives.group(cluster, size=layout.ulysses, stride=layout.tp)
+        per_head = work.tokens * setup.run.activation_bytes / layout.tp
+        widths = 2 * setup.shape.attention_dim + 2 * setup.shape.kv_dim
+        exchange = collectives.all_to_all(cluster, ranks, per_head * widths) + 3 * collectives.START_SECONDS
+        forward, backward = forward + exchange, backward + exchange
+    hidden = 1 - setup.run.facts["overlaps"]["tensor"]
+    return forward * hidden, backward * hidden
+
+
+def _pipeline(setup: Setup) -> float:
+    """Sending activations down and gradients up: each micro-batch, and each virtual stage, waits for both."""
+    layout, cluster, run = setup.layout, setup.cluster, setup.run
+    if layout.pp == 1:
+        return 0.0
+    stride = layout.world_size * run.context_parallel // layout.pp
+    # Scattered over the tensor-parallel ranks, or sequence parallel anyway.
+    size = setup.work.tokens * setup.shape.hidden * run.activation_bytes / layout.tp
+    # A pipeline's slowest pair of neighbors counts: between nodes as soon as not all stages are in one.
+    one = collectives.send(cluster, size, between_nodes=stride * layout.pp > cluster.gpus_per_node)
+    steady = 2 * one * setup.accumulation * run.virtual_stages
+    return steady + 2 * one * (layout.pp - 1)
