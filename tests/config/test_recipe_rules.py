@@ -153,6 +153,21 @@ CONFLICTS: list[tuple[dict[str, object], list[str], list[object]]] = [
     ({"data__split": "test"}, ["data.split", "data.source"], ["remove it", "name a dataset in data.source"]),
     ({"data__subset": "en"}, ["data.subset", "data.source"], ["remove it", "name a dataset in data.source"]),
     (
+        {"data__source": "markov", "data__tokenizer": "bpe-257", "data__bos": "always"},
+        ["data.bos", "data.source"],
+        ["remove it"],
+    ),
+    (
+        {"data__source": "a.jsonl", "data__format": "chat", "data__tokenizer": "x", "data__separator": "none"},
+        ["data.separator", "data.format"],
+        ["remove it"],
+    ),
+    (
+        {"data__source": "a.jsonl", "data__format": "pretokenized", "data__tokenizer": "x", "data__bos": "never"},
+        ["data.bos", "data.format"],
+        ["remove it"],
+    ),
+    (
         {"data__text_field": "content"},
         ["data.text_field", "data.source"],
         ["remove it", "name JSONL, Parquet or a dataset in data.source"],

@@ -10,7 +10,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from toolkit.config.recipe import DataSection
 from toolkit.data.documents.sources import open_source
-from toolkit.data.tokens.tokenizer import identity, load_or_train, sample_texts, vocab_size
+from toolkit.data.tokens.tokenizer import identity, load_or_train, sample_texts
+from toolkit.data.tokens.tokenizer_pool import vocab_size
 from toolkit.errors import DataError
 
 TEXT = "the quick brown fox, the lazy dog: ünïcode 漢字 \x00\x01\r\n\t  two  spaces ' .\n"

@@ -55,9 +55,10 @@ def marked(tokenizer: PreTrainedTokenizerFast, ids: Iterable[int], trained: Iter
 def encoded(folder: Path, chat: dict[str, Any] | list[dict[str, str]], train_on: TrainOn = "assistant") -> str:
     """What is trained on of a chat with the tokenizer of `folder`, as `marked` writes it."""
     chat = {"messages": chat} if isinstance(chat, list) else chat
-    document = ConversationEncoder(folder, "<u2", train_on).encode(json.dumps(chat))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    document = ConversationEncoder(folder, "<u2", train_on, after=(tokenizer.eos_token_id,)).encode(json.dumps(chat))
     ids = np.frombuffer(document.ids, "<u2").tolist()
-    return marked(AutoTokenizer.from_pretrained(folder), ids, document.trained.tolist())
+    return marked(tokenizer, ids, document.trained.tolist())
 
 
 def turns(*contents: str, system: str | None = None) -> list[dict[str, str]]:

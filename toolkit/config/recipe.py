@@ -87,10 +87,16 @@ class DataSection(Section):
     tokenizer: Text = "bpe-4096"
     """A Hugging Face tokenizer directory or hub name; `bpe-N` trains a byte-level BPE of N entries on the corpus;
     `bpe-257` has no merges, and so a token for each byte."""
+    bos: Literal["auto", "always", "never"] = "auto"
+    """Whether a text begins with the tokenizer's BOS token. `auto`: as the tokenizer itself does it. Chat templates
+    write their own."""
+    separator: Text = "eos"
+    """What follows each text: `eos`, the tokenizer's end-of-text token; `none`; or another token by its text, such as
+    `<|endoftext|>` where the end-of-text token is the one that ends a turn."""
     seq_len: PositiveInt
     """Tokens in a sample."""
     packing: Literal["packed", "padded"] = "packed"
-    """`packed`: documents follow each other, separated by the end-of-text token. `padded`: a sample holds one document
+    """`packed`: documents follow each other, each ended by `separator`. `padded`: a sample holds one document
     or a part of a longer one; the rest of the sample is padding and not trained on. With `format` chat or
     prompt_completion, `packed` fills samples with whole documents and implies `document_masking`, which
     pretokenized rows must set if their labels leave tokens out."""

@@ -84,6 +84,7 @@ def recipe_conflicts(recipe: Recipe, world_size: int | None = None) -> list[Refu
         *_schedule(recipe),
         *_validation_and_rollback(recipe),
         *_fine_tuning(recipe),
+        *_document_ends(recipe),
         *_tokenizer(recipe),
         *_model(recipe, model),
         *islice(unknown_overrides(model.config or {}, recipe.model.overrides), _MOST_OVERRIDES),
@@ -168,6 +169,23 @@ def _fine_tuning(recipe: Recipe) -> Iterator[Refusal]:
             reason = "the ids are those of another tokenizer"
         remedy = ((_TOKENIZER, "the directory or hub name of the model's tokenizer"), ("data.format", "text"))
         yield recipe.conflict(_TOKENIZER, "data.format", reason=reason, remedy=remedy)
+
+
+def _document_ends(recipe: Recipe) -> Iterator[Refusal]:
+    """What is put before and after a text where there is none, or where its entropy rate is to be known."""
+    data = recipe.data
+    for field, default in (("bos", "auto"), ("separator", "eos")):
+        if getattr(data, field) == default:
+            continue
+        names = (f"data.{field}", "data.source")
+        if data.format in ("chat", "pretokenized"):
+            theirs = "the chat template writes its own" if data.format == "chat" else "ids are taken as they are"
+            yield recipe.conflict(names[0], "data.format", reason=theirs, remedy=("remove it",))
+        elif megatron_prefix(data.source) is not None:
+            yield recipe.conflict(*names, reason="its ids are taken as they are", remedy=("remove it",))
+        elif data.source == "markov" and (field, data.bos) != ("bos", "never"):
+            reason = "its entropy rate is that of letters with one end-of-text token after each document"
+            yield recipe.conflict(*names, reason=reason, remedy=("remove it",))
 
 
 def _tokenizer(recipe: Recipe) -> Iterator[Refusal]:

@@ -57,6 +57,7 @@ def _banner(run: TrainingRun) -> list[tuple[str, str]]:
     rows = [
         ("model", f"{recipe.model.name_or_path}, {size} parameters, {recipe.model.init} weights"),
         ("data", f"{recipe.data.source}, {tokens}"),
+        ("documents", corpus.ends),
         ("samples", run.loader.train.summary()),
         ("ranks", f"{layout.world_size} on {place}, {run.job.strategy}"),
         ("layout", "".join(f"{name}: {text}" for name, text in recipe.layouts.items())),

@@ -38,6 +38,11 @@ class TextChunk(ABC):
     continues: bool = False
     """Whether the last document continues in the next chunk."""
 
+    @property
+    def is_continued(self) -> bool:
+        """Whether the first document began in an earlier chunk."""
+        return False
+
     @abstractmethod
     def documents(self) -> Iterator[Document]:
         """Read the documents, in order. Raises DataError for text that cannot be read."""
@@ -66,6 +71,11 @@ class TextRange(TextChunk):
 
     path: str
     start: int
+
+    @property
+    @override
+    def is_continued(self) -> bool:
+        return self.start > 0
 
     @override
     def documents(self) -> Iterator[Document]:

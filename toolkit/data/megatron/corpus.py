@@ -13,6 +13,7 @@ from toolkit.data.megatron.index import DocumentOffsets, MegatronIndex, open_ind
 from toolkit.data.tokens import tokenizer as tokenizers
 from toolkit.data.tokens.build_cache import BLOCK_TOKENS
 from toolkit.data.tokens.token_cache import Split, TokenCorpus
+from toolkit.data.tokens.tokenizer_pool import vocab_size as vocab_size_of
 from toolkit.errors import DataError
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def open_megatron(prefix: str, section: DataSection) -> MegatronCorpus:
     """Open the dataset of `prefix` and the tokenizer that made it. Raises DataError."""
     index = open_index(prefix)
     tokenizer = tokenizers.load(section)
-    vocab_size = tokenizers.vocab_size(tokenizer)
+    vocab_size = vocab_size_of(tokenizer)
     first = _first_held_out(index, section)
     offsets: dict[Split, NDArray[np.int64]] = {
         "train": _offsets(index, 0, first),
@@ -66,6 +67,7 @@ def open_megatron(prefix: str, section: DataSection) -> MegatronCorpus:
         train_documents=len(offsets["train"]) - 1,
         eval_documents=len(offsets["eval"]) - 1,
         text_bytes=0,
+        ends="ids as they are",
         unigram_entropy=_entropy(index, train_tokens, vocab_size),
         index=index,
         section=section,

@@ -62,6 +62,7 @@ def build(folder: Path, section: DataSection, shards: Sequence[Shard], rate: Ent
         "train_documents": int((~is_eval).sum()),
         "eval_documents": int(is_eval.sum()),
         "text_bytes": text_bytes,
+        "ends": encoding["ends"],
         "unigram_entropy": _entropy(counts[0]),
     }
     if whole:
@@ -81,7 +82,8 @@ def document_ends(shards: Sequence[Shard]) -> NDArray[np.int64]:
             lengths[-1][0] += unfinished
             unfinished = 0
         unfinished += shard.counts.unfinished
-    return np.cumsum(np.concatenate(lengths))
+    documents = np.concatenate(lengths)
+    return np.cumsum(documents[documents > 0])
 
 
 def choose_validation(ends: NDArray[np.int64], fraction: float, *, name: str, whole: bool = False) -> Segments:

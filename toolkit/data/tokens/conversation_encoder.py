@@ -26,12 +26,21 @@ class EncodedDocument:
 class ConversationEncoder:
     """Encodes documents of `toolkit.data.documents.rows`."""
 
-    def __init__(self, tokenizer_dir: Path, dtype: str, train_on: TrainOn) -> None:
+    def __init__(
+        self,
+        tokenizer_dir: Path,
+        dtype: str,
+        train_on: TrainOn,
+        *,
+        before: tuple[int, ...] = (),
+        after: tuple[int, ...] = (),
+    ) -> None:
+        """`before` and `after` are those of a prompt with its completion; a template has its own."""
         from transformers import AutoTokenizer
 
         loaded = AutoTokenizer.from_pretrained(tokenizer_dir)
         self._template = ChatTemplate(loaded, train_on)
-        self._eos_id = int(loaded.eos_token_id)
+        self._before, self._after = list(before), list(after)
         self._dtype = dtype
         self._tokenizer: Tokenizer = loaded.backend_tokenizer
         self._tokenizer.no_truncation()
@@ -42,18 +51,22 @@ class ConversationEncoder:
         content: dict[str, Any] = json.loads(document)
         if "messages" in content:
             text, spans = self._template.render(content)
-            closing = []  # the template ends the last turn
+            opening, closing = [], []  # the template begins the first turn and ends the last one
         else:
             text = content["prompt"] + content["completion"]
-            spans, closing = [(len(content["prompt"]), len(text))], [self._eos_id]
+            spans, closing = [(len(content["prompt"]), len(text))], self._after
+            opening = self._before
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         # A tokenizer may trim white space off the beginning of a token's offsets, but not its end.
         offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
         trained = np.zeros(len(offsets), dtype=np.bool_)
         for start, end in spans:
             trained |= (start < offsets[:, 1]) & (offsets[:, 0] < end)
+        if encoding.ids[: len(opening)] == opening:
+            opening = []  # the prompt begins with the BOS itself
+        trained = np.concatenate([np.zeros(len(opening)), trained, np.ones(len(closing))])
         return EncodedDocument(
-            ids=np.array([*encoding.ids, *closing], dtype=self._dtype).tobytes(),
-            trained=np.append(trained, np.ones(len(closing), dtype=np.bool_)).astype(np.uint8),
+            ids=np.array([*opening, *encoding.ids, *closing], dtype=self._dtype).tobytes(),
+            trained=trained.astype(np.uint8),
             text_bytes=len(text.encode()),
         )

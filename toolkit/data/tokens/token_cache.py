@@ -35,6 +35,7 @@ from toolkit.config.recipe import DataSection
 from toolkit.data.documents.part import WHOLE, Part
 from toolkit.data.documents.rows import RowReader
 from toolkit.data.documents.sources import Source, open_source
+from toolkit.data.tokens import document_ends
 from toolkit.data.tokens import tokenizer as tokenizers
 from toolkit.data.tokens.build_cache import TRAINED_SUFFIX, build
 from toolkit.data.tokens.shard import TOKENIZER, Shard, write_shard
@@ -51,7 +52,6 @@ SPLITS: tuple[Split, ...] = ("train", "eval")
 FORMAT = 2
 _ROWS = 1
 """Version of how chats and prompts are encoded and masked."""
-_UINT16_ENTRIES = 1 << 16
 _LOCK_POLL_SECONDS = 0.5
 _FAILURE_SECONDS = 3600
 
@@ -64,7 +64,7 @@ class TokenCorpus:
     tokenizer_vocab_size: int
     """Largest token id + 1: a model needs at least as many embeddings."""
     eos_id: int
-    """The token after each document."""
+    """The tokenizer's end-of-text token."""
     dtype: str
     train_tokens: int
     eval_tokens: int
@@ -78,6 +78,8 @@ class TokenCorpus:
     """Of the stream of tokens, in nats per token, if known (see `toolkit.data.documents.markov`)."""
     entropy_rate_in_documents: float | None = None
     """The same without the first token of each document."""
+    ends: str = ""
+    """What is before and after the text of each document, in words."""
     trained_tokens: int | None = None
     """Tokens of the training split that are trained on, of chats and prompts; None for text, where all are."""
 
@@ -188,17 +190,8 @@ class Corpus:
     def job(self, saved: Path) -> tuple[TokenizerJob, dict[str, Any]]:
         """Return what workers do with the tokenizer that is saved there, and what their tokens are of."""
         tokenizer = self.loaded or tokenizers.open_saved(saved)
-        vocab_size = tokenizers.vocab_size(tokenizer)
-        job = TokenizerJob(
-            tokenizer_dir=str(saved),
-            split_special_tokens=bool(getattr(tokenizer, "split_special_tokens", False)),
-            eos_id=int(tokenizer.eos_token_id),
-            dtype="<u2" if vocab_size <= _UINT16_ENTRIES else "<u4",
-            vocab_size=vocab_size,
-            format=self.section.format,
-            train_on=self.section.train_on,
-        )
-        settings = {key: value for key, value in asdict(job).items() if key != "tokenizer_dir"}
+        job = TokenizerJob.of(self.section, tokenizer, saved)
+        settings = json.loads(json.dumps({key: value for key, value in asdict(job).items() if key != "tokenizer_dir"}))
         of = {"source": self.source.fingerprint, "tokenizer": tokenizers.digest(saved), "format": FORMAT}
         of |= {"rows": asdict(RowReader.of(self.section)), "encoding": settings}
         return job, of
@@ -273,6 +266,7 @@ def _name(section: DataSection, source: Source, loaded: "PreTrainedTokenizerBase
     if section.format != "text":
         # The template is one of the tokenizer's files.
         parts += [_ROWS, section.format, section.train_on]
+    parts += document_ends.identity(section, loaded)
     digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
     source_name, tokenizer_name = (
         re.sub(r"[^\w.-]+", "_", Path(name).name)[:40] for name in (section.source, section.tokenizer)

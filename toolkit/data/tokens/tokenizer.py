@@ -140,11 +140,6 @@ def open_saved(folder: Path) -> "PreTrainedTokenizerBase":
     return loaded
 
 
-def vocab_size(tokenizer: "PreTrainedTokenizerBase") -> int:
-    """Return the largest id + 1, which is more than the number of entries if ids have gaps."""
-    return int(max(tokenizer.get_vocab().values())) + 1
-
-
 def _content(path: Path) -> bytes:
     if path.name != "tokenizer_config.json":
         return path.read_bytes()

@@ -15,20 +15,26 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from toolkit.config.recipe import DataSection
 from toolkit.data.documents.rows import Format
 from toolkit.data.documents.text_chunks import TextChunk
 from toolkit.data.documents.token_rows import TokenRow
 from toolkit.data.tokens.chat_template import TrainOn
 from toolkit.data.tokens.conversation_encoder import ConversationEncoder
+from toolkit.data.tokens.document_ends import DocumentEnds
 from toolkit.data.tokens.encoder import Encoder, load_encoder
 from toolkit.errors import DataError, RunError
 from toolkit.parent_process import end_with
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_UINT16_ENTRIES = 1 << 16
 # Results per worker that may wait for a slower one before them: bounds the memory of the parent.
 _AHEAD = 4
 _WORKER = "from toolkit.data.tokens.tokenizer_pool import run_worker; run_worker()"
@@ -39,9 +45,9 @@ class EncodedChunk:
     """The tokens of a chunk, without empty documents."""
 
     ids: bytes
-    """Raw ids, with an end-of-text token after each document."""
+    """Raw ids, with what is before and after each document."""
     lengths: NDArray[np.int64]
-    """Tokens of each document, its end-of-text token included."""
+    """Tokens of each document, those before and after its text included."""
     trained: bytes = b""
     """A byte for each token that says whether it is trained on; nothing for text, where all are."""
     text_bytes: int
@@ -60,30 +66,60 @@ class TokenizerJob:
     eos_id: int
     dtype: str
     vocab_size: int
+    before: tuple[int, ...] = ()
+    """Before the text of a document."""
+    after: tuple[int, ...] = ()
+    """After it."""
+    ends: str = ""
+    """Both in words."""
     format: Format = "text"
     train_on: TrainOn = "assistant"
+
+    @classmethod
+    def of(cls, section: DataSection, tokenizer: "PreTrainedTokenizerBase", folder: Path) -> Self:
+        """The configuration for a tokenizer that was saved to `folder`."""
+        entries, ends = vocab_size(tokenizer), DocumentEnds.of(section, tokenizer)
+        return cls(
+            tokenizer_dir=str(folder),
+            split_special_tokens=bool(getattr(tokenizer, "split_special_tokens", False)),
+            eos_id=int(tokenizer.eos_token_id),
+            dtype="<u2" if entries <= _UINT16_ENTRIES else "<u4",
+            vocab_size=entries,
+            before=ends.before,
+            after=ends.after,
+            ends=ends.describe(section, tokenizer),
+            format=section.format,
+            train_on=section.train_on,
+        )
 
     def open(self) -> Callable[[TextChunk], EncodedChunk]:
         """Load the tokenizer; return a function that reads and tokenizes a chunk, and raises DataError."""
         if self.format == "pretokenized":
             return partial(_take_token_rows, self.dtype, self.vocab_size)
         if self.format != "text":
-            return partial(
-                _encode_conversations, ConversationEncoder(Path(self.tokenizer_dir), self.dtype, self.train_on)
+            encoder = ConversationEncoder(
+                Path(self.tokenizer_dir), self.dtype, self.train_on, before=self.before, after=self.after
             )
-        encoder = load_encoder(Path(self.tokenizer_dir), self.dtype, split_special_tokens=self.split_special_tokens)
-        return partial(_encode_chunk, encoder, np.array([self.eos_id], dtype=self.dtype).tobytes())
+            return partial(_encode_conversations, encoder)
+        plain = load_encoder(Path(self.tokenizer_dir), self.dtype, split_special_tokens=self.split_special_tokens)
+        before, after = (np.array(ids, dtype=self.dtype).tobytes() for ids in (self.before, self.after))
+        return partial(_encode_chunk, plain, before, after, np.dtype(self.dtype).itemsize)
 
 
-def _encode_chunk(encoder: Encoder, eos: bytes, chunk: TextChunk) -> EncodedChunk:
+def _encode_chunk(encoder: Encoder, before: bytes, after: bytes, itemsize: int, chunk: TextChunk) -> EncodedChunk:
     texts = [text for text in chunk.documents() if text and isinstance(text, str)]
     encoded = encoder.encode(texts) if texts else []
-    parts = [part + eos for part in encoded]
+    # A text may begin with the BOS itself.
+    parts = [part if part.startswith(before) else before + part for part in encoded]
+    if chunk.is_continued:
+        parts[0] = encoded[0]
+    last = parts[-1:]
+    parts = [part + after for part in parts]
     if chunk.continues:
-        parts[-1] = encoded[-1]
+        parts[-1:] = last
     return EncodedChunk(
         ids=b"".join(parts),
-        lengths=np.array([len(part) // len(eos) for part in parts], dtype=np.int64),
+        lengths=np.array([len(part) // itemsize for part in parts], dtype=np.int64),
         text_bytes=sum(len(text) if text.isascii() else len(text.encode()) for text in texts),
         continues=chunk.continues,
         size_bytes=chunk.size_bytes,
@@ -114,6 +150,11 @@ def _take_token_rows(dtype: str, vocab_size: int, chunk: TextChunk) -> EncodedCh
         continues=False,
         size_bytes=chunk.size_bytes,
     )
+
+
+def vocab_size(tokenizer: "PreTrainedTokenizerBase") -> int:
+    """Return the largest id + 1, which is more than the number of entries if ids have gaps."""
+    return int(max(tokenizer.get_vocab().values())) + 1
 
 
 def encode_chunks(chunks: Iterator[TextChunk], job: TokenizerJob, workers: int) -> Iterator[EncodedChunk]:
