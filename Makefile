@@ -54,13 +54,14 @@ format: setup ## Format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-generate: setup ## Write the generated files: ds_configs/, the JSON Schema, tables in docs/
+generate: setup ## Write the generated files: ds_configs/, the JSON Schema, tables and a picture in docs/
 	$(BIN)/dstk schema > recipes/recipe.schema.json
 	$(BIN)/python ds_configs/generate.py
 	$(BIN)/python docs/generate_recipes.py
 	$(BIN)/python docs/generate_configs.py
 	$(BIN)/python docs/generate_lint_schema.py
 	$(BIN)/python docs/generate_lint.py
+	$(BIN)/python docs/generate_schedules.py
 
 families: setup ## Check every Hugging Face family again; writes support.json and override_fields.json (minutes)
 	$(CPU) $(BIN)/python docs/generate_families.py

@@ -67,11 +67,12 @@ def test_what_needs_no_command_imports_none(arguments: list[str]) -> None:
     assert not imported_by(arguments) & {module.partition(":")[0] for module, _ in COMMANDS.values()}
 
 
+SCHEDULE = ["schedule", "--pp", "2", "--micro-batches", "4", "--json"]
 DEMO = str(Path(__file__).parents[2] / "recipes" / "demo.yaml")
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["schema"], ["validate", "--help"], ["validate", DEMO], ["config", DEMO]]
+    "arguments", [["--help"], ["schema"], ["validate", "--help"], ["validate", DEMO], ["config", DEMO], SCHEDULE]
 )
 def test_what_only_calculates_imports_nothing_heavy(arguments: list[str]) -> None:
     assert not imported_by(arguments) & set(HEAVY)

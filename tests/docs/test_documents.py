@@ -182,6 +182,11 @@ def test_the_tables_of_recipe_fields_are_up_to_date() -> None:
     assert generator.page(current) == current, "run: python docs/generate_recipes.py"
 
 
+def test_the_picture_of_schedules_is_up_to_date() -> None:
+    generator = imported(ROOT / "docs" / "generate_schedules.py")
+    assert generator.PICTURE.read_text() == generator.picture(), "run: python docs/generate_schedules.py"
+
+
 def test_the_readme_names_every_section_of_a_recipe() -> None:
     sections = [name for name, field in Recipe.model_fields.items() if _is_section(field.annotation)]
     listed = re.search(r"has the sections (.*?), beside", _part("## Recipes"), re.DOTALL)

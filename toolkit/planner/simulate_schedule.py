@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from toolkit.planner.schedules import Pass, Schedule
 
@@ -24,6 +24,22 @@ class ScheduleCosts:
     A transfer delays who receives it and keeps no rank from computing.
     """
 
+    @classmethod
+    def relative(
+        cls, schedule: Schedule, *, backward: float = 2.0, transfer: float = 0.0, stage_times: Sequence[float] = ()
+    ) -> Self:
+        """Costs in forward passes of a rank: its chunks share them equally, and half of a backward pass is W.
+
+        `stage_times` scale the passes of each rank, or of each stage.
+        """
+        rank_of, chunks = schedule.rank_of, schedule.virtual_stages
+        times = stage_times or [1.0] * schedule.pp
+        if len(times) != len(rank_of):
+            times = [times[rank] for rank in rank_of]
+        forward = [time / chunks for time in times]
+        half = [backward / 2 * time for time in forward]
+        return cls(forward=forward, backward=half, weight=half, transfer=[transfer] * (len(rank_of) - 1))
+
 
 class TimedOperation(NamedTuple):
     """One bar of a timeline."""
@@ -40,6 +56,7 @@ class Timeline:
     """A schedule with the times at which each rank starts and ends its operations."""
 
     schedule: Schedule
+    costs: ScheduleCosts
     starts: tuple[list[float], ...]
     ends: tuple[list[float], ...]
 
@@ -62,6 +79,11 @@ class Timeline:
     def bubble(self) -> float:
         """The share of the makespan in which ranks wait, over all ranks."""
         return 1 - sum(self.busy) / (self.makespan * self.schedule.pp)
+
+    @property
+    def step(self) -> float:
+        """The makespan in units of F+B: a micro-batch's whole forward and backward pass of the average rank."""
+        return self.makespan * self.schedule.pp * self.schedule.micro_batches / sum(self.busy)
 
     def operations(self, rank: int) -> Iterator[TimedOperation]:
         """What a rank runs, in order."""
@@ -105,7 +127,7 @@ def simulate(schedule: Schedule, costs: ScheduleCosts) -> Timeline:
             if gives in waiting:
                 runnable.append(waiting.pop(gives))
     assert not waiting, f"{schedule.kind} waits for itself"
-    return Timeline(schedule=schedule, starts=starts, ends=ends)
+    return Timeline(schedule=schedule, costs=costs, starts=starts, ends=ends)
 
 
 _PASSES: tuple[Pass, ...] = ("F", "B", "W", "D")

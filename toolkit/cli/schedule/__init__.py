@@ -1,0 +1,1 @@
+"""`dstk schedule`: options, and the timeline in a terminal."""

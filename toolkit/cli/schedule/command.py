@@ -1,0 +1,185 @@
+"""`dstk schedule`: the simulated timeline of a pipeline schedule, its bubble, and what ranks hold in memory."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import click
+
+from toolkit.cli import FiniteRange
+from toolkit.errors import LayoutError, ReportError, spell_setting
+from toolkit.files import printable, reason_of
+from toolkit.planner.schedules import KINDS, TRAINED, Kind, Schedule, schedule_of
+from toolkit.planner.simulate_schedule import ScheduleCosts, Timeline, simulate
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_MOST_OPERATIONS = 500_000
+"""Of one timeline: about a second."""
+_COMPARED: tuple[tuple[Kind, int], ...] = (
+    ("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero-bubble", 1), ("zero-bubble", 2),
+)  # fmt: skip
+
+
+class Compared(NamedTuple):
+    """A row of the comparison: a kind with its chunks on a rank, and its timeline or why there is none."""
+
+    kind: Kind
+    virtual_stages: int
+    timeline: Timeline | None
+    reason: str = ""
+
+
+@click.command()
+@click.option("--pp", type=click.IntRange(1, 4096), required=True, help="Pipeline ranks.")
+@click.option("--micro-batches", type=click.IntRange(1, 65536), required=True, help="Micro-batches of a step.")
+@click.option("--kind", type=click.Choice(KINDS), default="1f1b", show_default=True, help="The schedule.")
+@click.option(
+    "--virtual-stages",
+    type=click.IntRange(1, 64),
+    help="Chunks of the model on a rank: interleaved has 2 or more; zero-bubble with 1 is ZB-H1, with 2 ZB-V.  "
+    "[default: 2 for interleaved, else 1]",
+)
+@click.option(
+    "--backward",
+    type=FiniteRange(min=0, max=1e6, min_open=True),
+    default=2.0,
+    show_default=True,
+    help="Time of a backward pass where a forward pass takes 1; 3 with full recomputation.",
+)
+@click.option(
+    "--comm",
+    type=FiniteRange(min=0, max=1e6),
+    default=0.0,
+    show_default=True,
+    help="Time from one stage to the next, where a rank's forward pass takes 1.",
+)
+@click.option("--stage-times", metavar="LIST", help="Relative times of ranks, or of all virtual stages: 1,1,1,1.3.")
+@click.option("--svg", metavar="FILE", help="Draw the timeline.")
+@click.option("--json", "as_json", is_flag=True, help="Every operation with its times, as JSON.")
+def command(
+    pp: int, micro_batches: int, kind: str, virtual_stages: int | None, backward: float, comm: float,
+    stage_times: str | None, svg: str | None, as_json: bool,
+) -> None:  # fmt: skip
+    """Simulate a pipeline schedule: its timeline, its bubble, and the micro-batches that every rank holds in memory.
+
+    The toolkit trains with 1f1b, which is the order that DeepSpeed's engine executes. The other kinds are simulated
+    only. Numbers in the timeline are micro-batches.
+
+    \b
+    dstk schedule --pp 4 --micro-batches 8
+    dstk schedule --pp 4 --micro-batches 8 --kind interleaved --virtual-stages 2 --svg timeline.svg
+    dstk schedule --pp 4 --micro-batches 16 --stage-times 1,1,1,1.3 --comm 0.1 --backward 3
+    """
+    if svg is not None and (Path(svg).suffix != ".svg" or (Path(svg).exists() and not Path(svg).is_file())):
+        raise ReportError.of("--svg", svg, "the picture is an SVG file", "name a file that ends in .svg")
+    asked = _schedule(cast(Kind, kind), pp, micro_batches, virtual_stages)
+    times = _stage_times(stage_times, asked)
+    found = _timeline(asked, backward, comm, times)
+    others = _comparison(found, backward, comm, times)
+    if svg is not None:
+        _draw(Path(svg), found)
+    if as_json:
+        click.echo(json.dumps(_to_json(found, others), indent=2))
+        return
+    from toolkit.cli.schedule.terminal import print_timeline
+
+    print_timeline(found, others)
+
+
+def _schedule(kind: Kind, pp: int, micro_batches: int, virtual_stages: int | None) -> Schedule:
+    operations = 3 * pp * micro_batches * (virtual_stages or 2)
+    if operations > _MOST_OPERATIONS:
+        given = (("--pp", pp), ("--micro-batches", micro_batches))
+        reason = f"up to {operations:,} operations, and at most {_MOST_OPERATIONS:,} are simulated"
+        raise LayoutError.between(given, reason, "lower one of them: a longer step repeats its middle")
+    try:
+        return schedule_of(kind, pp=pp, micro_batches=micro_batches, virtual_stages=virtual_stages)
+    except LayoutError as error:
+        raise LayoutError(_rendered(error), error.refusals) from None
+
+
+def _rendered(error: LayoutError) -> str:
+    """The error about a schedule in this command's options."""
+
+    def spell(field: str, value: Any) -> str:
+        return spell_setting(f"--{field}".replace("_", "-"), value)
+
+    return error.as_refusal().render(spell, verb="use")
+
+
+def _stage_times(text: str | None, schedule: Schedule) -> "Sequence[float]":
+    """Decode --stage-times. Raises LayoutError for what is not a positive number for each rank or stage."""
+    if text is None:
+        return ()
+    try:
+        times = [float(part) for part in text.split(",")]
+    except ValueError:
+        times = []
+    if not times or not all(1e-6 <= time <= 1e6 for time in times):
+        raise LayoutError.of("--stage-times", text, "numbers above 0, with commas between them", "give 1,1,1.3 or so")
+    allowed = sorted({schedule.pp, len(schedule.rank_of)})
+    if len(times) not in allowed:
+        given = (("--stage-times", text), ("--pp", schedule.pp))
+        reason = f"{len(times)} of {schedule.pp} ranks" + f" or {allowed[-1]} stages" * (len(allowed) > 1)
+        raise LayoutError.between(given, reason, "give one for each")
+    return times
+
+
+def _timeline(schedule: Schedule, backward: float, comm: float, times: "Sequence[float]") -> Timeline:
+    costs = ScheduleCosts.relative(schedule, backward=backward, transfer=comm, stage_times=times)
+    return simulate(schedule, costs)
+
+
+def _comparison(found: Timeline, backward: float, comm: float, times: "Sequence[float]") -> list[Compared]:
+    """All kinds for the same ranks, micro-batches and costs; the one that was asked for is `found` itself."""
+    asked = found.schedule
+    if len(times) != asked.pp and times:  # other kinds have other stages: what each rank has in all
+        chunks = asked.virtual_stages
+        own = [[time for time, place in zip(times, asked.rank_of, strict=True) if place == r] for r in range(asked.pp)]
+        times = [sum(parts) / chunks for parts in own]
+    rows: list[Compared] = []
+    for kind, chunks in _COMPARED:
+        if kind == asked.kind and (kind != "zero-bubble" or chunks == asked.virtual_stages):
+            rows.append(Compared(kind, asked.virtual_stages, found))
+            continue
+        try:
+            other = schedule_of(kind, pp=asked.pp, micro_batches=asked.micro_batches, virtual_stages=chunks)
+        except LayoutError as error:
+            rows.append(Compared(kind, chunks, None, _rendered(error)))
+        else:
+            rows.append(Compared(kind, chunks, _timeline(other, backward, comm, times)))
+    return rows
+
+
+def _draw(path: Path, found: Timeline) -> None:
+    from toolkit.report.schedule_picture import schedule_picture
+
+    try:
+        path.write_text(schedule_picture([found]), encoding="utf-8")
+    except OSError as error:
+        raise ReportError(
+            f"--svg {printable(path)}: {reason_of(error)}. Name a file in a directory that exists."
+        ) from None
+
+
+def _to_json(found: Timeline, compared: "Sequence[Compared]") -> dict[str, Any]:
+    schedule = found.schedule
+    ranks = [
+        {"rank": rank, "bubble": found.bubbles[rank], "busy": found.busy[rank], "in_flight": schedule.in_flight[rank],
+         "operations": [operation._asdict() for operation in found.operations(rank)]}
+        for rank in range(schedule.pp)
+    ]  # fmt: skip
+    rows = [
+        {"kind": row.kind, "virtual_stages": row.virtual_stages, "trained": row.kind in TRAINED}
+        | ({"refused": row.reason} if row.timeline is None else _facts(row.timeline))
+        for row in compared
+    ]
+    asked = {"kind": schedule.kind, "trained": schedule.kind in TRAINED, "pp": schedule.pp}
+    asked |= {"micro_batches": schedule.micro_batches, "virtual_stages": schedule.virtual_stages}
+    return asked | _facts(found) | {"makespan": found.makespan, "ranks": ranks, "compared": rows}
+
+
+def _facts(found: Timeline) -> dict[str, float]:
+    return {"bubble": found.bubble, "step": found.step, "most_in_flight": max(found.schedule.in_flight)}

@@ -1,0 +1,184 @@
+"""A timeline in a terminal: a row for each rank, colored or in ASCII, cut in its middle where there is no room."""
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from toolkit.cli.schedule.command import Compared
+from toolkit.planner.schedules import TRAINED, Schedule
+from toolkit.planner.simulate_schedule import TimedOperation, Timeline
+
+_NAMES = {"F": "forward", "D": "backward", "B": "backward for the input", "W": "backward for the weights"}
+_COLORS = {
+    "F": ("#0072b2", "#3d97cc"),
+    "D": ("#c04400", "#dc7030"),
+    "B": ("#c04400", "#dc7030"),
+    "W": ("#00705c", "#2f9a83"),
+}
+"""Two shades of each, of which neighbors have different ones."""
+_LINES = {"F": "-", "D": "=", "B": "=", "W": "~"}
+"""Instead of colors."""
+_TRAINS = "The toolkit trains with 1f1b, as DeepSpeed executes it; the others are simulated."
+_FILE_WIDTH = 100
+"""Columns where the output is not a terminal."""
+_MOST_ROWS = 32
+_HEAD = 0.6
+"""Share of the columns for the beginning, where the middle is left out."""
+_GAP = "..."
+
+
+@dataclass(frozen=True, kw_only=True)
+class _View:
+    """What of a timeline is drawn: `shown` are columns, of which `scale` are a unit of time."""
+
+    scale: float
+    shown: Sequence[range]
+    plain: bool
+    is_sampled: bool = False
+    """Whether passes are narrower than a column, which shows the one at its time."""
+
+    @property
+    def note(self) -> str:
+        """What is not shown."""
+        if self.is_sampled:
+            return "a column shows the pass at its time, of many; --svg draws all"
+        return f"{_GAP} the middle of the step, which repeats what is left of it; --svg draws all" * self.is_cut
+
+    @property
+    def is_cut(self) -> bool:
+        return len(self.shown) > 1
+
+    @property
+    def width(self) -> int:
+        return sum(map(len, self.shown)) + len(_GAP) * self.is_cut
+
+    def row(self, found: Timeline, rank: int) -> Text:
+        """The passes of a rank, each a bar with its micro-batch."""
+        cells: dict[int, tuple[str, str]] = {}
+        for operation in found.operations(rank):
+            begin, end = round(operation.start * self.scale), round(operation.end * self.scale)
+            for part in self.shown:
+                visible = range(max(begin, part.start), min(end, part.stop))
+                if visible:
+                    text, style = self._bar(operation, end - begin, found.schedule)
+                    cells |= {column: (text[column - begin], style) for column in visible}
+        out = Text()
+        for place, part in enumerate(self.shown):
+            out.append(_GAP if place else "", style="dim")
+            for column in part:
+                out.append(*cells.get(column, (" ", "")))
+        return out
+
+    def _bar(self, operation: TimedOperation, width: int, schedule: Schedule) -> tuple[str, str]:
+        """Text and style: the number in the middle, or at the beginning without colors."""
+        label = "" if self.is_sampled else str(operation.micro_batch)
+        label = label if len(label) <= width else label[-1:]
+        if self.plain:
+            return label.ljust(width, _LINES[operation.kind]), ""
+        shade = operation.micro_batch if schedule.virtual_stages == 1 else operation.stage // schedule.pp
+        color = _COLORS[operation.kind][0 if self.is_sampled else shade % 2]
+        return label.center(width), f"#ffffff on {color}"
+
+
+def _view(found: Timeline, columns: int, *, plain: bool) -> _View:
+    """All of the timeline where there is room, or its beginning and its end, or a sample of it."""
+    forward, backward, weight = map(fmean, (found.costs.forward, found.costs.backward, found.costs.weight))
+    shortest = min(forward, backward, weight) if found.schedule.splits_backward else min(forward, backward + weight)
+    # Without colors the line behind a number says which pass it is.
+    at_least = 1 + len(str(found.schedule.micro_batches - 1)) * plain
+    # Whole columns for the shortest pass, so that equal passes are equally wide.
+    scale = max(at_least, int(columns / found.makespan * shortest)) / shortest
+    total = round(found.makespan * scale)
+    if total <= columns:
+        return _View(scale=scale, shown=[range(total)], plain=plain)
+    head = int((columns - len(_GAP)) * _HEAD)
+    tail = columns - len(_GAP) - head
+    if 2 * found.starts[-1][0] * scale <= head:
+        return _View(scale=scale, shown=[range(head), range(total - tail, total)], plain=plain)
+    return _View(scale=columns / found.makespan, shown=[range(columns)], plain=plain, is_sampled=True)
+
+
+def print_timeline(found: Timeline, compared: Sequence[Compared]) -> None:
+    """The timeline with each rank's bubble and memory, a summary, and the other kinds."""
+    console = Console(highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = _FILE_WIDTH
+    schedule = found.schedule
+    console.print(Text(_title(schedule), style="bold"), soft_wrap=True)
+    console.print()
+    name = "stage" if schedule.virtual_stages == 1 else "rank"
+    labels = [f"{name} {rank}" for rank in range(schedule.pp)]
+    held = [_held(schedule, rank) for rank in range(schedule.pp)]
+    label_width, held_width = len(labels[-1]) + 2, max(len("in flight"), *map(len, held))
+    columns = max(20, console.width - label_width - held_width - len("  bubble  "))
+    view = _view(found, columns, plain=console.color_system is None or console.no_color)
+    heading = f"{'':{label_width + view.width}}  bubble  {'in flight':>{held_width}}"
+    console.print(Text(heading, style="dim"), soft_wrap=True)
+    for rank in _rows(schedule.pp):
+        if rank is None:
+            console.print(Text(f"{'':{label_width}}{_GAP}", style="dim"))
+            continue
+        line = Text(f"{labels[rank]:<{label_width}}").append(view.row(found, rank))
+        line.append(f"{100 * found.bubbles[rank]:>6.1f} %  {held[rank]:>{held_width}}")
+        console.print(line, soft_wrap=True)
+    console.print()
+    for line in _summary(found, view):
+        console.print(line, soft_wrap=True)
+    console.print(_table(compared, schedule))
+    for reason in filter(None, (row.reason for row in compared)):
+        console.print(Text(f"-: {reason}", style="dim"), soft_wrap=True)
+    console.print(Text(_TRAINS, style="dim"), soft_wrap=True)
+
+
+def _title(schedule: Schedule) -> str:
+    chunks = f", {schedule.virtual_stages} virtual stages each" if schedule.virtual_stages > 1 else ""
+    return f"{schedule.kind}: {schedule.pp} pipeline ranks{chunks}, {schedule.micro_batches} micro-batches"
+
+
+def _held(schedule: Schedule, rank: int) -> str:
+    whole, rest = schedule.held()[rank]
+    return f"{whole:g} + {rest:g}" if schedule.splits_backward else f"{whole:.4g}"
+
+
+def _rows(pp: int) -> Iterable[int | None]:
+    """The ranks that have a row, and None where some are left out."""
+    if pp <= _MOST_ROWS:
+        return range(pp)
+    half = _MOST_ROWS // 2
+    return [*range(half), None, *range(pp - half, pp)]
+
+
+def _summary(found: Timeline, view: _View) -> list[Text]:
+    schedule = found.schedule
+    legend = Text()
+    for kind in "FBW" if schedule.splits_backward else "FD":
+        legend.append(_LINES[kind] * 3 if view.plain else "   ", style="" if view.plain else f"on {_COLORS[kind][0]}")
+        legend.append(f" {_NAMES[kind]}   ")
+    legend.append("lighter: odd chunks" * (schedule.virtual_stages > 1 and not view.plain and not view.is_sampled))
+    held = "in flight: whole micro-batches + those that keep only what their W needs" * schedule.splits_backward
+    step = f"{found.step:.2f} F+B, where {schedule.micro_batches} would be without a bubble"
+    bubble = Text.assemble("bubble ", (f"{100 * found.bubble:.1f} %", "bold"), f"; step {step}")
+    return [legend, *(Text(note, style="dim") for note in (held, view.note) if note), bubble]
+
+
+def _table(compared: Sequence[Compared], asked: Schedule) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    table.add_column("schedule", no_wrap=True)
+    for heading in ("virtual stages", "bubble", "step (F+B)", "most in flight"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("trained", no_wrap=True)
+    for row in compared:
+        cells = ["-"] * 3
+        if row.timeline is not None:
+            most = max(row.timeline.schedule.in_flight)
+            cells = [f"{100 * row.timeline.bubble:.1f} %", f"{row.timeline.step:.2f}", f"{most:.4g}"]
+        is_asked = row.timeline is not None and row.timeline.schedule is asked
+        trained = "yes" if row.kind in TRAINED else "no"
+        table.add_row(row.kind, str(row.virtual_stages), *cells, trained, style="bold" if is_asked else "")
+    return table
