@@ -9,7 +9,7 @@ JOBS ?= 2
 PYTEST := $(CPU) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test-fast test test-all test-gpu test-real format generate golden families recordings durations bench clean
+.PHONY: help setup demo check test-fast test test-all test-gpu test-real format generate gallery golden families recordings durations bench clean
 
 help: ## What the targets do
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -58,6 +58,7 @@ generate: setup ## Write the generated files: ds_configs/, the JSON Schema, tabl
 	$(BIN)/dstk schema > recipes/recipe.schema.json
 	$(BIN)/python ds_configs/generate.py
 	$(BIN)/python docs/generate_recipes.py
+	$(BIN)/python docs/generate_gallery.py
 	$(BIN)/python docs/generate_configs.py
 	$(BIN)/python docs/generate_lint_schema.py
 	$(BIN)/python docs/generate_lint.py
@@ -69,6 +70,11 @@ families: setup ## Check every Hugging Face family again; writes support.json an
 
 recordings: setup ## Record the activations of the catalogue's models; writes recordings.zip (an hour; goes on where it ended)
 	$(CPU) $(BIN)/python docs/generate_recordings.py
+
+gallery: setup ## Train a shrunken copy of every recipe in every kind of layout; writes the gallery's page (10 minutes)
+	rm -f docs/gallery_tests.json
+	$(CPU) $(BIN)/python tests/parity/gallery_matrix.py
+	$(BIN)/python docs/generate_gallery.py
 
 golden: setup ## Write the golden curves of tests/parity/golden again; the commit says why they changed
 	$(CPU) $(BIN)/python tests/parity/golden_curves.py

@@ -25,7 +25,7 @@ GPUS_PER_NODE = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One file: overrides of recipes/gpt2/z3.yaml, and options."""
+    """One file: overrides of recipes/gpt2/gpt2-xl-pretrain.yaml in z3-recompute, and options."""
 
     overrides: tuple[str, ...]
     options: Mapping[str, Any] | None = None
@@ -84,7 +84,8 @@ def main(folder: Path) -> None:
 
 def _job(variant: Variant) -> ConfigJob:
     ranks = variant.nodes * GPUS_PER_NODE
-    recipe = load_recipe(HERE.parent / "recipes" / "gpt2" / "z3.yaml", variant.overrides, world_size=ranks)
+    path = HERE.parent / "recipes" / "gpt2" / "gpt2-xl-pretrain.yaml"
+    recipe = load_recipe(path, variant.overrides, world_size=ranks, layout="z3-recompute")
     shape = shape_of(recipe.model.name_or_path)
     layout = recipe.layout(ranks)
     options = dict(variant.options or {})

@@ -1,9 +1,9 @@
 """Train a Hugging Face GPT from a recipe, with DeepSpeed ZeRO, on any number of ranks.
 
-deepspeed --num_gpus 8 recipes/train.py --config recipes/gpt2/z1.yaml
-accelerate launch --use_deepspeed --num_processes 8 recipes/train.py --config recipes/gpt2/z1.yaml
-torchrun --nproc_per_node 8 recipes/train.py --config recipes/gpt2/z1.yaml
-srun --ntasks-per-node 8 python recipes/train.py --config recipes/gpt2/z1.yaml
+deepspeed --num_gpus 8 recipes/train.py --config gpt2-pretrain --layout z1
+accelerate launch --use_deepspeed --num_processes 8 recipes/train.py --config gpt2-pretrain --layout z1
+torchrun --nproc_per_node 8 recipes/train.py --config gpt2-pretrain --layout z1
+srun --ntasks-per-node 8 python recipes/train.py --config gpt2-pretrain --layout z1
 python recipes/train.py --config recipes/demo.yaml train.engine=reference train.steps=20
 """
 

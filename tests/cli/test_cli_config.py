@@ -1,6 +1,7 @@
 """`dstk config`: recipes, flags, formats and files. What is in them is tested with `toolkit.dsconfig`."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from stub_launchers import recorded
 from toolkit.cli.main import main
 
 ROOT = Path(__file__).parents[2]
-RECIPE = str(ROOT / "recipes" / "gpt2" / "z3.yaml")
+RECIPE = str(ROOT / "recipes" / "gpt2" / "gpt2-xl-pretrain.yaml")
 FLAGS = ("--model", "gpt2-xl", "--layout", "dp8-z3", "--global-batch", "512", "--micro", "8", "--precision", "bf16")
 
 Output = pytest.CaptureFixture[str]
@@ -133,10 +134,10 @@ def test_all_writes_every_format(capsys: Output, tmp_path: Path) -> None:
 
 
 def test_the_launch_line_of_a_recipe_repeats_what_was_changed(capsys: Output) -> None:
-    assert run(RECIPE, "train.steps=300", "--micro", "4", "--world-size", "8", "--launcher", "torchrun") == 0
+    assert run(RECIPE, "train.steps=3000", "--micro", "4", "--world-size", "8", "--launcher", "torchrun") == 0
     line = capsys.readouterr().out.replace("\\\n", " ")
     assert f"-m toolkit.training --config {RECIPE}" in line
-    assert "train.steps=300 batch.micro_batch_size=4" in line
+    assert "train.steps=3000 batch.micro_batch_size=4" in line
     assert "--deepspeed_config" not in line
 
 
@@ -204,7 +205,8 @@ class TestScripts:
         (tmp_path / "here").mkdir()
         monkeypatch.chdir(tmp_path / "here")
         Path("my text").mkdir()
-        Path("my recipe.yaml").write_text(Path(RECIPE).read_text().replace("stdlib", "my text"))
+        text = Path(RECIPE).read_text()
+        Path("my recipe.yaml").write_text(re.sub(r"source: .*\n  subset: .*", "source: my text", text))
         where = ("--nodes", nodes, "--gpus-per-node", "8", "--launcher", launcher, "--output", "made here")
         assert run("my recipe.yaml", *where, *options) == 0
         folder = tmp_path / "moved" if launcher != "slurm" else Path("made here").absolute()

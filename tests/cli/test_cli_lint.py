@@ -121,7 +121,7 @@ def test_arguments_of_the_trainer_come_from_files_and_names(config: Path, capsys
 
 
 def test_a_recipe_decides_layout_batch_and_values(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = str(ROOT / "recipes" / "gpt2" / "z3.yaml")
+    recipe = str(ROOT / "recipes" / "gpt2" / "gpt2-xl-pretrain.yaml")
     change(config, gradient_clipping=0.25)
     code, out, _ = run(capsys, "ds.json", "--recipe", recipe, "--gpus", "8")
     assert code == 1

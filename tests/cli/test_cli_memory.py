@@ -262,7 +262,16 @@ def test_a_recipe_is_estimated_like_the_layout_that_it_names(capsys, tmp_path):
 
 
 def test_an_option_takes_the_place_of_a_recipes_field(capsys):
-    arguments = ["memory", "--recipe", "recipes/gpt2/z3.yaml", "--world-size", "4", "--json"]
+    arguments = [
+        "memory",
+        "--recipe",
+        "gpt2-xl-pretrain",
+        "--layout",
+        "z3-recompute",
+        "--world-size",
+        "4",
+        "--json",
+    ]
     plain = json.loads(dstk(capsys, *arguments))
     offloaded = json.loads(dstk(capsys, *arguments, "--offload-optimizer", "--micro", "1"))
     assert plain["stages"][0]["masters"] == offloaded["stages"][0]["host"]["masters"]
@@ -349,8 +358,11 @@ def test_parameters_are_counted_before_zero_shards_them(capsys, layout, words):
 @pytest.mark.parametrize(
     ("arguments", "note"),
     [
-        (["--recipe", "recipes/gpt2/z3.yaml"], "note: for 1 rank, as neither --world-size nor parallel.dp says"),
-        (["--recipe", "recipes/gpt2/z3.yaml", "--world-size", "4"], ""),
+        (
+            ["--recipe", "gpt2-xl-pretrain", "--layout", "z3-recompute"],
+            "note: for 1 rank, as neither --world-size nor parallel.dp says",
+        ),
+        (["--recipe", "gpt2-xl-pretrain", "--layout", "z3-recompute", "--world-size", "4"], ""),
         (["--model", "gpt2", "--layout", "dp4", "--gpu", "T4"], "note: T4 has no bf16 units"),
         (
             ["--model", "gpt2", "--layout", "dp4", "--gpu", "A100"],
@@ -358,10 +370,31 @@ def test_parameters_are_counted_before_zero_shards_them(capsys, layout, words):
         ),
         (["--model", "gpt2", "--layout", "dp4", "--gpu", "A100-SXM-40GB"], ""),
         (
-            ["--recipe", "recipes/gpt2/z3.yaml", "--world-size", "8", "--micro", "48"],
+            [
+                "--recipe",
+                "gpt2-xl-pretrain",
+                "--layout",
+                "z3-recompute",
+                "--world-size",
+                "8",
+                "--micro",
+                "48",
+            ],
             "note: batch.global_batch_size is 768 here, not 512: the next multiple of 48 samples x dp 8.",
         ),
-        (["--recipe", "recipes/gpt2/z3.yaml", "--world-size", "8", "--micro", "16"], ""),
+        (
+            [
+                "--recipe",
+                "gpt2-xl-pretrain",
+                "--layout",
+                "z3-recompute",
+                "--world-size",
+                "8",
+                "--micro",
+                "16",
+            ],
+            "",
+        ),
         (["--model", "gpt2", "--layout", "dp4", "--gpu", "T4", "--precision", "fp16"], ""),
     ],
 )
@@ -423,14 +456,20 @@ def test_a_recipe_without_attention_is_estimated_with_what_the_family_has(capsys
         (["--model", "llama3-70", "--layout", "dp2"], "nothing is fetched from a hub. Did you mean llama-3-70b,"),
         (["--model", "someone/Llama3-70B", "--layout", "dp2"], "from a hub. Did you mean llama-3-70b?"),
         (["--model", "mixtral-8x7b", "--layout", "tp2"], "mixtral does not support it (experts cannot be split yet)"),
-        (["--recipe", "recipes/gpt2/z3.yaml", "--world-size", "7"], "512 is not a multiple of 8 x 7 = 56."),
+        (
+            ["--recipe", "gpt2-xl-pretrain", "--layout", "z3-recompute", "--world-size", "7"],
+            "512 is not a multiple of 8 x 7 = 56.",
+        ),
         (["--model", "gpt2", "--layout", "dp2-tp5"], "tp=5: 12 attention heads cannot be shared equally by 5 ranks"),
         (["--model", "gpt2", "--layout", "dp2", "--optimizer", "muon"], "--optimizer muon: this toolkit's recipes do"),
         (
             ["--model", "gpt2", "--layout", "dp2", "--chunked-loss", "64"],
             "--chunked-loss 64: this toolkit's recipes do",
         ),
-        (["--recipe", "recipes/gpt2/z3.yaml", "--chunked-loss", "64"], "Omit --chunked-loss."),
+        (
+            ["--recipe", "gpt2-xl-pretrain", "--layout", "z3-recompute", "--chunked-loss", "64"],
+            "Omit --chunked-loss.",
+        ),
         (["--model", "gpt2", "--layout", "dp2", "--trainable", "lora"], "--trainable lora: this toolkit's recipes do"),
         (
             ["--model", "gpt2", "--layout", "dp2", "--framework", "megatron", "--trainable", "lora"],

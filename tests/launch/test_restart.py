@@ -190,7 +190,7 @@ def test_a_given_checkpoint_is_used_again_until_the_run_has_saved_one(tmp_path: 
 def test_options_without_effect_are_refused(
     arguments: tuple[str, ...], message: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    recipe = Path(__file__).parents[2] / "recipes" / "gpt2" / "z1.yaml"
+    recipe = Path(__file__).parents[2] / "recipes" / "gpt2" / "gpt2-pretrain.yaml"
     with pytest.raises(SystemExit) as stopped:
         main(["train", str(recipe), "run_dir=null", "parallel.dp=1", *arguments])
     assert stopped.value.code == 2

@@ -22,7 +22,7 @@ CHATML = """\
 {% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}{% endfor %}
 {% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 _TEXT = "one two three four five six seven eight hello there what is the sum of these numbers"
-_WORDS = _TEXT.split()
+WORDS = _TEXT.split()
 
 
 def write_tokenizer(
@@ -73,7 +73,7 @@ def write_chats(path: Path, count: int = 200) -> Path:
     rng = random.Random(11)
 
     def words() -> str:
-        return " ".join(rng.choices(_WORDS, k=rng.choice((1, 2, 3, 25))))
+        return " ".join(rng.choices(WORDS, k=rng.choice((1, 2, 3, 25))))
 
     chats = (turns(*(words() for _ in range(2 * rng.randint(1, 4)))) for _ in range(count))
     path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))

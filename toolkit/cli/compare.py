@@ -60,7 +60,7 @@ def command(
     cannot tell, and with 2 for bad input.
 
     \b
-    dstk compare --recipe recipes/gpt2/3d.yaml --against z1,z3,tp2,pp2,tp2-pp2-dp2-z1,ddp,fsdp --shrink
+    dstk compare --recipe gpt2-pretrain --against z1,z3,tp2,pp2,tp2-pp2-dp2-z1,ddp,fsdp --shrink
     dstk compare --recipe my.yaml --against tp2-sp --baseline z1 --steps 100 --report out optimizer.name=sgd
     dstk compare --recipe gpt2-pretrain --layout 8xH100 --shrink precision=fp32
     dstk compare runs/yesterday runs/today

@@ -63,9 +63,9 @@ def command(
 
     \b
     Examples:
-      dstk config recipes/gpt2/z3.yaml --world-size 8 > ds_config.json
+      dstk config gpt2-xl-pretrain --layout 8xH100 > ds_config.json
       dstk config --model gpt2-xl --layout dp8-z2 --global-batch 512 --micro 8 --precision bf16 --explain
-      dstk config recipes/gpt2/z3.yaml --nodes 2 --gpus-per-node 8 --launcher slurm > job.sbatch
+      dstk config gpt2-xl-pretrain --layout z3 --nodes 2 --gpus-per-node 8 --launcher slurm > job.sbatch
     """
     path, overrides = _split(arguments, recipe)
     path = path and str(find_recipe(path))

@@ -57,7 +57,7 @@ def _row(name: str) -> tuple[str, ...]:
     count = published_parameters(recipe.model.name_or_path)
     layouts = dict.fromkeys(one.name for one in recipe_layouts(path))
     size = "" if count is None else format_count(count)
-    return name, TASKS.get(task_of(name), ""), size, recipe.data.source, ", ".join(layouts)
+    return name, task_of(name), size, recipe.data.source, ", ".join(layouts)
 
 
 def _source(name: str) -> Path:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 @click.option("--recipe", metavar="RECIPE", help="A recipe of this toolkit that the config is used with.")
 @click.option("--gpus", type=click.IntRange(min=1), metavar="N", help="GPUs of all machines together.")
 @click.option("--nodes", type=click.IntRange(min=1), metavar="N", help="Machines.")
-@click.option("--layout", metavar="LAYOUT", help="Ranks that share samples, such as tp2-pp2: the rest is dp.")
+@click.option("--layout", metavar="LAYOUT", help="Ranks that share samples, such as tp2-pp2; of a recipe also 8xH100.")
 @click.option("--model", metavar="NAME", help="A known shape (gpt2-xl) or a directory with a config.json.")
 @click.option("--gpu-memory", type=ByteSize(), metavar="SIZE", help="Of one GPU, such as 80GB.  [default: 24GiB]")
 @click.option("--trainer-args", multiple=True, metavar="FILE|NAME=VALUE", help="TrainingArguments; repeatable.")
@@ -68,7 +68,7 @@ def _context(flags: dict[str, Any]) -> tuple[LintContext, "RecipeContext | None"
     context = LintContext(
         gpus=flags["gpus"],
         nodes=flags["nodes"],
-        layout=Layout.parse(flags["layout"]) if flags["layout"] else None,
+        layout=Layout.parse(flags["layout"]) if flags["layout"] and not flags["recipe"] else None,
         gpu_bytes=flags["gpu_memory"] or GPU_BYTES,
         deepspeed=_version(flags["deepspeed"]),
     )
@@ -81,8 +81,9 @@ def _context(flags: dict[str, Any]) -> tuple[LintContext, "RecipeContext | None"
 
     recipe = None
     if name is not None:
-        recipe = recipe_context(name, load_recipe(name, world_size=context.gpus), context.gpus)
-        context = replace(context, recipe=name, layout=context.layout or recipe.job.layout, shape=recipe.job.shape)
+        loaded = load_recipe(name, world_size=context.gpus, layout=flags["layout"])
+        recipe = recipe_context(name, loaded, context.gpus)
+        context = replace(context, recipe=name, layout=recipe.job.layout, shape=recipe.job.shape)
     if model is not None:
         context = replace(context, shape=shape_of(model))
     return replace(context, trainer=trainer_arguments(arguments)), recipe

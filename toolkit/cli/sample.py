@@ -112,7 +112,7 @@ def demo(overrides: tuple[str, ...], nproc: int) -> int:
     for command_line, meaning in (
         (f"dstk train {here}/demo.yaml --nproc {nproc} parallel.zero_stage=3", "the same loss under ZeRO-3"),
         (f"dstk sample {run_dir} --prompt 'class '", "more of its text"),
-        (f"dstk config {here}/gpt2/z2.yaml --world-size 8", "the DeepSpeed JSON of a run on 8 GPUs"),
+        (f"dstk config {here}/gpt2/gpt2-pretrain.yaml --layout 8xH100", "the DeepSpeed JSON of a run on 8 GPUs"),
     ):
         click.echo(f"    {command_line}\n        {meaning}")
     return 0

@@ -82,6 +82,7 @@ def _exists(path: Path) -> bool:
 
 
 def _in_order(name: str) -> list[tuple[int, float, str]]:
-    """Sort 0.6b before 1.7b, and that before 14b."""
+    """Sort numbers by size, and those of parameters in billions: 560m before 1.7b, and that before 14b."""
+    name = re.sub(r"(\d+)m\b", lambda millions: f"{int(millions[1]) / 1000:.4f}b", name)
     parts = re.split(r"(\d+(?:\.\d+)?)", name)
     return [(0, float(part), "") if part[:1].isdigit() else (1, 0.0, part) for part in parts if part]

@@ -95,7 +95,7 @@ class Strategy:
     def shrunk(self) -> Self:
         """Return the same kind of strategy on 8 ranks at most: two ranks on each axis that had more than one."""
         axes = {name: getattr(self, field) for name, field in _AXES.items() if name not in ("z", "m")}
-        parts = [f"{name}{min(2, size)}" for name, size in axes.items() if size and size > 1]
+        parts = [f"{name}{min(2, size)}" for name, size in axes.items() if size and (size > 1 or name == "dp")]
         parts += [self.engine] * (self.engine != "deepspeed")
         parts += [] if self.zero_stage is None else [f"z{self.zero_stage}"]
         return type(self).parse("-".join([*parts, *(flag for flag in _FLAGS if getattr(self, flag))]) or "dp1")

@@ -81,7 +81,7 @@ def command(recipe: str | None, as_json: bool, plot: str | None, sweep: str | No
 
     \b
     dstk memory --model llama-3-8b --layout dp8-tp4-pp2-z1 --seq 4096 --gpu H100-80
-    dstk memory --recipe recipes/gpt2/z3.yaml --world-size 8 --gpu A100-40
+    dstk memory --recipe gpt2-xl-pretrain --layout z3-recompute --world-size 8 --gpu A100-40
     dstk memory --model gpt2-xl --layout dp8 --gpu A100-40 --sweep zero,micro,recompute
     dstk memory --model llama-3-8b --layout dp8 --deepspeed ds_config.json --seq 4096 --gpu A100-80
     dstk memory --model llama-3-8b --layout dp8-tp4-pp2-z1 --framework megatron:virtual_stages=2

@@ -1,0 +1,105 @@
+"""Shrunken copies of the gallery's recipes: the same family, format of data and kind of layout, in some seconds.
+
+A copy has a tiny model, a small local corpus in the recipe's format with a tokenizer that has a chat template, and two
+ranks for each axis that had more than one. Where the recipe starts from published weights, the copy starts from weights
+that were saved as a model is published.
+"""
+
+import json
+import random
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from small_chats import WORDS, write_chats, write_tokenizer
+
+from toolkit.config.recipe import Recipe
+from toolkit.config.strategy import Strategy
+from toolkit.launch.local_ranks import preload
+from toolkit.model_init.build_model import load_config
+from toolkit.models.shape import find_name
+from toolkit.parity.comparison import Comparison
+from toolkit.parity.run.compare_strategies import compare_strategies, for_comparison, plan
+from toolkit.parity.run.shrink import SEQ_LEN, shrink
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "docs"))
+from generate_gallery import GalleryRun, cell_of, runs  # noqa: E402
+
+from toolkit.config.gallery import gallery  # noqa: E402
+
+STEPS = 6
+
+
+def groups() -> dict[str, dict[str, GalleryRun]]:
+    """Family, task and data -> kind of layout -> the first run of the gallery that is of it."""
+    found: dict[str, dict[str, GalleryRun]] = {}
+    for name in (name for name in gallery() if "/" in name):
+        for run in runs(name):
+            group, _, layout = cell_of(run).rpartition(" ")
+            found.setdefault(group, {}).setdefault(layout, run)
+    return found
+
+
+def shrunken(recipe: Recipe, folder: Path) -> Recipe:
+    """The copy of a recipe, with its corpus, tokenizer and weights in `folder`."""
+    shape = find_name(recipe.model.name_or_path, tuned=True)
+    small = shrink(recipe.changed({"model": {"name_or_path": shape, "init": "random"}}))
+    source = {"text": _write_texts, "chat": write_chats, "prompt_completion": _write_prompts}[recipe.data.format]
+    data = {
+        "source": str(source(folder / "rows.jsonl")),
+        "subset": None,
+        "split": "train",
+        "text_field": "text",
+        "tokenizer": str(write_tokenizer(folder / "tokenizer")),
+        "seq_len": SEQ_LEN,
+        "eval_fraction": 0.0,
+        "format": recipe.data.format,
+        "packing": recipe.data.packing,
+        "train_on": recipe.data.train_on,
+        "workers": 1,
+        "cache_dir": str(folder / "cache"),
+    }
+    small = for_comparison(small, steps=STEPS, dropout=False).changed({"data": data})
+    if recipe.model.init == "pretrained":
+        small = small.changed({"model": _saved(small, folder / "model")})
+    return small.model_copy(update={"precision": "fp32"})
+
+
+def compare(recipe: Recipe, layouts: Sequence[str], folder: Path, *, reruns: int = 1) -> Comparison:
+    """Hold the copy in several kinds of layouts against one plain process."""
+    small = shrunken(recipe, folder)
+    preload(load_config(small.model).model_type)
+    strategies = [Strategy.parse(layout) for layout in layouts]
+    jobs = plan(small, strategies, 2)
+    baselines = plan(small, [Strategy.parse("reference")] * len(strategies), 2)
+    return compare_strategies(small, jobs, baselines, title="", rounding_seeds=reruns, timeout_seconds=300)
+
+
+def _saved(recipe: Recipe, folder: Path) -> dict[str, Any]:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(load_config(recipe.model)).save_pretrained(folder)
+    return {"name_or_path": str(folder), "init": "pretrained", "overrides": {}}
+
+
+def _write_texts(path: Path) -> Path:
+    rng = random.Random(5)
+    return _written(path, ({"text": " ".join(rng.choices(WORDS, k=rng.randint(3, 60)))} for _ in range(200)))
+
+
+def _write_prompts(path: Path) -> Path:
+    rng = random.Random(6)
+
+    def words(most: int) -> str:
+        return " ".join(rng.choices(WORDS, k=rng.randint(1, most)))
+
+    return _written(path, ({"prompt": words(20), "completion": words(6)} for _ in range(200)))
+
+
+def _written(path: Path, rows: Any) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
