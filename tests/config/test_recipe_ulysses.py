@@ -62,11 +62,6 @@ REFUSED: list[tuple[dict[str, object], list[str], list[object]]] = [
         [("data.seq_len", "126 or 128"), ("parallel.ulysses", 1)],
     ),
     (
-        {"data__document_masking": True},
-        ["data.document_masking", "parallel.ulysses"],
-        [("data.document_masking", False), ("parallel.ulysses", 1)],
-    ),
-    (
         {"model__attn_implementation": "eager"},
         ["model.attn_implementation", "parallel.ulysses"],
         [("model.attn_implementation", "sdpa or flash_attention_2"), ("parallel.ulysses", 1)],

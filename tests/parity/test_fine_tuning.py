@@ -1,5 +1,6 @@
 """Conversations, of which only some tokens are targets, train what one plain process trains, whatever the layout."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "z3": {"dp": 2, "zero_stage": 3},
     "pp2": {"pp": 2, "zero_stage": 1},
     "tp2-pp2": {"tp": 2, "pp": 2, "zero_stage": 1},
+    "z1-u2": {"ulysses": 2, "zero_stage": 1},
+    "z3-u2": {"ulysses": 2, "zero_stage": 3},
 }
 
 
@@ -63,7 +66,7 @@ def chats(make_recipe: Callable[..., Recipe], data: dict[str, Any]) -> Callable[
 
 def check_equal(run: ParityRun, baseline: ParityRun, layout: str) -> None:
     result = ParityResult.of(run, baseline)
-    result.check(has_replicas=layout in ("z1", "tp2-pp2"))
+    result.check(has_replicas=layout in ("z1", "tp2-pp2", "z1-u2"))
     assert result.curves.max_loss_difference < LARGEST_DIFFERENCE
 
 
@@ -72,6 +75,8 @@ def check_equal(run: ParityRun, baseline: ParityRun, layout: str) -> None:
     [
         ("z3", {}),
         ("tp2-pp2", {"train_on": "last_assistant"}),
+        ("z3-u2", {}),
+        pytest.param("z1-u2", {"overlong": "split"}, marks=pytest.mark.whole),
         pytest.param("z1", {"packing": "padded"}, marks=pytest.mark.whole),
         pytest.param("pp2", {"overlong": "split"}, marks=pytest.mark.whole),
     ],
@@ -82,7 +87,7 @@ def test_chats_train_what_one_process_trains(
 ) -> None:
     fields = {f"data__{name}": value for name, value in choice.items()}
     section = LAYOUTS[layout]
-    size = section.get("dp", 1) * section.get("tp", 1) * section.get("pp", 1)
+    size = math.prod(section.get(axis, 1) for axis in ("dp", "tp", "pp", "ulysses"))
     baseline = ranks(train_in_memory, 1, chats(**fields, train__engine="reference"))[0]
     run = ranks(train_in_memory, size, chats(**fields, parallel=section), timeout_seconds=300)[0]
     check_equal(run, baseline, layout)

@@ -13,6 +13,8 @@ from toolkit.config.parallel_rules import ULYSSES_FAMILIES
 from toolkit.data.samples.micro_batch import MicroBatch
 from toolkit.engines import deepspeed_patches, ulysses_engine
 from toolkit.engines.base import Engine
+from toolkit.errors import ModelError
+from toolkit.model_init.document_masking import check_document_masking
 from toolkit.parallel.loss import IGNORE
 from toolkit.parallel.tiny_model import tiny_config
 from toolkit.parity import ParityRun, Tolerance, compare_curves
@@ -39,10 +41,12 @@ class Cell:
     optimizer: str
     packing: str
     kv: int = 2
+    documents: bool = False
     extra: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
-        words = [f"u{self.u}-dp{self.dp}-z{self.zero}", self.optimizer, self.packing, f"kv{self.kv}"]
+        packing = "documents" if self.documents else self.packing
+        words = [f"u{self.u}-dp{self.dp}-z{self.zero}", self.optimizer, packing, f"kv{self.kv}"]
         return "-".join([*words, *(name for name, _ in self.extra)])
 
     def changes(self) -> dict[str, Any]:
@@ -57,6 +61,7 @@ class Cell:
         return {
             "model": {"name_or_path": "llama-tiny", "overrides": small | {"num_key_value_heads": self.kv}},
             "data__packing": self.packing,
+            "data__document_masking": self.documents,
             "optimizer": {"name": self.optimizer, "lr": 3e-4 if adam else 0.1, "weight_decay": 0.1},
             "train": {"steps": 10, "seed": 1, "grad_clip": ACTIVE_CLIP, "eval_every": 10, "eval_samples": 11},
         }
@@ -68,12 +73,13 @@ CELLS = [
     Cell(u=2, zero=2, optimizer="sgd", packing="packed", extra=(("offload_optimizer", "cpu"),)),
     Cell(u=2, zero=3, optimizer="sgd", packing="padded", extra=(("recompute", "full"),)),
     Cell(u=2, zero=3, optimizer="adamw", packing="packed", extra=(("offload_optimizer", "cpu"),)),
-    Cell(u=2, dp=2, zero=0, optimizer="adamw", packing="packed"),
+    Cell(u=2, dp=2, zero=0, optimizer="adamw", packing="packed", documents=True),
     Cell(u=2, dp=2, zero=1, optimizer="sgd", packing="padded", extra=(("recompute", "full"),)),
     Cell(u=2, dp=2, zero=2, optimizer="adamw", packing="padded", kv=1),
     Cell(u=2, dp=2, zero=3, optimizer="sgd", packing="padded", kv=1),
     Cell(u=4, zero=0, optimizer="sgd", packing="padded"),
     Cell(u=4, zero=1, optimizer="sgd", packing="padded", kv=1),
+    Cell(u=4, zero=2, optimizer="sgd", packing="packed", kv=1, documents=True, extra=(("recompute", "full"),)),
     Cell(u=4, zero=2, optimizer="adamw", packing="padded"),
     Cell(u=4, zero=3, optimizer="adamw", packing="padded", kv=1),
 ]
@@ -121,9 +127,10 @@ def assert_the_same(run: ParityRun, baseline: ParityRun) -> None:
     assert run.eval_loss == (baseline.eval_loss and pytest.approx(baseline.eval_loss, rel=BOUND))
 
 
+@pytest.mark.parametrize("documents", [False, pytest.param(True, marks=pytest.mark.whole)])
 @pytest.mark.parametrize("family", ULYSSES_FAMILIES)
 def test_a_family_trains_what_one_process_trains(
-    family: str, tmp_path: Path, make_recipe: MakeRecipe, ranks: Ranks
+    family: str, documents: bool, tmp_path: Path, make_recipe: MakeRecipe, ranks: Ranks
 ) -> None:
     windows = {"sliding_window": None} if hasattr(tiny_config(family), "sliding_window") else {}
     config = tiny_config(family, vocab_size=321, **windows)
@@ -131,11 +138,17 @@ def test_a_family_trains_what_one_process_trains(
     dropout = {name: 0.0 for name, value in config.to_dict().items() if "drop" in name and isinstance(value, float)}
     changes = {
         "model": {"name_or_path": str(tmp_path), "overrides": dropout},
+        "data__document_masking": documents,
         "optimizer": {"name": "sgd", "lr": 0.1},
         "schedule": {"name": "constant"},
         "train": {"steps": 2, "seed": 1, "grad_clip": ACTIVE_CLIP},
         "batch": {"global_batch_size": 4, "micro_batch_size": 4},
     }
+    if documents:
+        try:
+            check_document_masking(make_recipe(**changes).model, config)
+        except ModelError:
+            pytest.skip("no layout keeps its documents apart")
     baseline = ranks(train_in_memory, 1, make_recipe(**changes, train__engine="reference"))[0]
     shared = make_recipe(**changes, parallel={"ulysses": 2, "zero_stage": 2})
     assert_the_same(ranks(train_in_memory, 2, shared, timeout_seconds=300)[0], baseline)

@@ -161,8 +161,8 @@ def _sequence_length(recipe: Recipe, shape: ModelShape | None) -> Iterator[Refus
 def _ulysses_settings(recipe: Recipe) -> Iterator[Refusal]:
     """Settings that DeepSpeed-Ulysses would ignore or train wrongly, whatever the model is.
 
-    Its attention accepts almost any model and drops every mask but the causal one, so whatever depends on a mask is
-    refused by name.
+    Its attention accepts almost any model and drops the masks that it makes, so whatever depends on one is refused by
+    name. (The mask that keeps documents apart is made by toolkit/parallel/sequence/ulysses.py.)
     """
     if recipe.parallel.ulysses == 1:
         return
@@ -172,10 +172,6 @@ def _ulysses_settings(recipe: Recipe) -> Iterator[Refusal]:
         reason = "DeepSpeed-Ulysses supports dp and any zero_stage, without tp and pp"
         remedy = f"set {' and '.join(f'{axis}=1' for axis in axes)}"
         yield recipe.conflict(_ULYSSES, *axes, reason=reason, remedy=(off, remedy))
-    if recipe.data.masks_documents:
-        (field, _), separate = recipe.data.masking
-        reason = "DeepSpeed-Ulysses drops the mask that keeps documents apart"
-        yield recipe.conflict(field, _ULYSSES, reason=reason, remedy=(separate, off))
     if recipe.model.attn_implementation == "eager":
         field, reason = "model.attn_implementation", "eager attention needs the mask that DeepSpeed-Ulysses drops"
         yield recipe.conflict(field, _ULYSSES, reason=reason, remedy=((field, "sdpa or flash_attention_2"), off))

@@ -17,7 +17,7 @@ from toolkit.config.job import Job
 from toolkit.data.samples.micro_batch import MicroBatch
 from toolkit.engines import deepspeed_patches
 from toolkit.engines.deepspeed_engine import DeepSpeedEngine
-from toolkit.parallel.sequence.ulysses import local_positions, register_attention
+from toolkit.parallel.sequence.ulysses import local_slice, register_attention
 from toolkit.seeds import derive_seed
 
 
@@ -31,7 +31,7 @@ class UlyssesEngine(DeepSpeedEngine):
     def __init__(self, job: Job, config: Mapping[str, Any], model: PreTrainedModel, device: torch.device) -> None:
         deepspeed.init_distributed()
         attention, self.size = job.recipe.model.attn_implementation or "sdpa", job.layout.ulysses
-        self._unit = register_attention(
+        self._unit, self._mask = register_attention(
             deepspeed_patches.complete_attention_config(model.config),
             attention,
             ranks=self.size,
@@ -46,12 +46,17 @@ class UlyssesEngine(DeepSpeedEngine):
 
     @override
     def _local_micro_batch(self, micro_batch: MicroBatch) -> MicroBatch:
-        local, positions = local_positions(micro_batch.input_ids, self.sequence_rank, self.size)
+        self._mask.start(micro_batch.position_ids)
+        samples, length = micro_batch.input_ids.shape
+        local = local_slice(length, self.sequence_rank, self.size)
+        positions = micro_batch.position_ids
+        if positions is None:  # of the full sequence
+            positions = torch.arange(length).expand(samples, -1)
         return replace(
             micro_batch,
             input_ids=micro_batch.input_ids[:, local].contiguous(),  # [b, s] -> [b, s/u]
             labels=micro_batch.labels[:, local].contiguous(),
-            position_ids=positions,
+            position_ids=positions[:, local].contiguous(),
             dropout_seed=derive_seed("slice", micro_batch.dropout_seed, self.sequence_rank),
         )
 

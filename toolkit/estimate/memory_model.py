@@ -211,7 +211,7 @@ class MemoryModel:
             recompute=work.recompute,
             attention=work.attention,
             precision=precision,
-            documents=work.documents,
+            documents=work.documents and layout.ulysses == 1,  # then the mask is no layer's
             device=work.device,
             part=part,
             samples="one" if work.micro_batch_size == 1 else "many",
@@ -225,15 +225,25 @@ class MemoryModel:
     ) -> PipelineBuffers:
         shape, tokens = self.shape, work.micro_batch_size * work.seq_len // layout.ulysses
         size = 0 if layout.pp == 1 or deepspeed is None else deepspeed.model_bytes
-        outputs = shape.layers if work.recompute == "none" else 1  # of layers whose backward pass has not run
         return PipelineBuffers(
             hidden=tokens * shape.hidden * size // (layout.tp if layout.sequence_parallel else 1),
             logits=tokens * -(-shape.vocab // layout.tp) * logit_bytes,
             weight_bytes=size,
             is_last=stage == layout.pp - 1,
             micro_batches=work.accumulation,
-            exchanged=outputs * tokens * shape.heads * shape.head_dim * logit_bytes if layout.ulysses > 1 else 0,
+            exchanged=self._exchanged(work, tokens, layout.ulysses) * logit_bytes if layout.ulysses > 1 else 0,
         )
+
+    def _exchanged(self, work: Workload, tokens: int, ranks: int) -> int:
+        """Numbers that a rank of Ulysses keeps of a micro-batch beside its recording."""
+        shape = self.shape
+        outputs = shape.layers if work.recompute == "none" else 1  # of layers whose backward pass has not run
+        if not work.documents:
+            return outputs * tokens * shape.heads * shape.head_dim
+        # A mask of all positions. With one, keys and values are copied for each head, unless a rank has a single one.
+        copied = 2 * (shape.heads - shape.kv_heads) if shape.kv_heads > ranks else 0
+        mask = work.micro_batch_size * work.seq_len**2
+        return mask + outputs * tokens * (shape.heads + copied) * shape.head_dim
 
 
 def _check_attention(family: str, attention: Attention, precision: Precision) -> None:

@@ -35,7 +35,8 @@ class PipelineBuffers:
     is_last: bool
     micro_batches: int
     exchanged: int = 0
-    """Under Ulysses: outputs of attention, which are kept as they were computed and as they came back to the rank."""
+    """Under Ulysses: outputs of attention, which are kept as they were computed and as they came back to the rank; and
+    the mask where documents do not attend to each other."""
 
     @property
     def at_peak(self) -> int:
