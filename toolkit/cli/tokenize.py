@@ -32,7 +32,19 @@ class ShardNumber(click.ParamType["Part"]):
 @click.option("--shard", type=ShardNumber(), metavar="I/N", help="Tokenize only the I-th of N parts, from 1/N to N/N.")
 @click.option("--merge", is_flag=True, help="Make the token cache of all shards.")
 @click.option("--shards", metavar="DIR", help="Where shards are; the default is beside the token cache.")
-def command(recipe: str, overrides: tuple[str, ...], shard: "Part | None", merge: bool, shards: str | None) -> None:
+@click.option("--format", "kind", type=click.Choice(("cache", "megatron")), default="cache", help="What to write.")
+@click.option(
+    "--output", "-o", metavar="PREFIX", help="Where a dataset of Megatron-LM goes: PREFIX.bin and PREFIX.idx."
+)
+def command(
+    recipe: str,
+    overrides: tuple[str, ...],
+    shard: "Part | None",
+    merge: bool,
+    shards: str | None,
+    kind: str,
+    output: str | None,
+) -> None:
     """Tokenize a recipe's data, as a training run would.
 
     With --shard on many machines, each tokenizes its part of the text. The last one makes the token cache of all, the
@@ -44,7 +56,12 @@ def command(recipe: str, overrides: tuple[str, ...], shard: "Part | None", merge
       dstk tokenize recipes/demo.yaml
       dstk tokenize recipes/demo.yaml --shard 2/4
       dstk tokenize recipes/demo.yaml --merge --shards /mnt/shards
+      dstk tokenize recipes/demo.yaml --format megatron -o corpus/demo
     """
+    if (kind == "megatron") != (output is not None):
+        raise click.UsageError("--format megatron and --output PREFIX need each other.")
+    if kind == "megatron" and shard is not None:
+        raise click.UsageError("--shard writes a shard in any case: --merge --format megatron writes their dataset.")
     from toolkit.data.tokens.shards import make_shard, merge_shards
     from toolkit.data.tokens.token_cache import TokenCorpus, prepare
 
@@ -53,6 +70,13 @@ def command(recipe: str, overrides: tuple[str, ...], shard: "Part | None", merge
     if shards is not None and shard is None and not merge:
         raise click.UsageError("--shards is for --shard or --merge.")
     data = load_recipe(recipe, overrides).data
+    if output is not None:
+        from toolkit.data.megatron.write import write_megatron
+
+        files = write_megatron(data, output, merge=merge, shards=shards, progress=True)
+        facts = f"{files.documents:,} documents, {files.tokens:,} tokens of {files.dtype}"
+        click.echo(f"{facts} in {files.prefix}.bin and .idx; data.tokenizer={files.tokenizer}")
+        return
     if shard is not None:
         made = make_shard(data, shard, folder=shards, progress=True)
         if not isinstance(made, TokenCorpus):

@@ -173,7 +173,7 @@ class Shard:
 
     def copy_tokenizer(self, folder: Path) -> None:
         """Copy the tokenizer. Raises DataError if it is not what was written."""
-        shutil.copytree(Path(self.place) / TOKENIZER, folder)
+        shutil.copytree(Path(self.place) / TOKENIZER, folder, dirs_exist_ok=True)
         if digest(folder) != self.of["tokenizer"]:
             raise self._damaged(f"{TOKENIZER} is not what was written")
 

@@ -58,7 +58,7 @@ def merge_shards(section: DataSection, *, folder: str | None) -> TokenCorpus:
     shards = _folder(corpus, folder)
     with corpus.locked(corpus.cache, progress=False):
         if not corpus.cache.is_dir():
-            corpus.publish(_open_all(corpus, shards))
+            corpus.publish(open_shards(corpus, folder))
     if folder is None:
         shutil.rmtree(shards, ignore_errors=True)
     return open_cache(corpus.cache)
@@ -87,8 +87,9 @@ def _train_tokenizer(corpus: Corpus, shards: Path, partial: Path) -> None:
         shutil.copytree(saved, temporary, dirs_exist_ok=True)
 
 
-def _open_all(corpus: Corpus, folder: Path) -> list[Shard]:
+def open_shards(corpus: Corpus, place: str | None) -> list[Shard]:
     """Open the shards, after checking that none is missing and that they belong together. Raises DataError."""
+    folder = _folder(corpus, place)
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     found = [Part(number=int(name[:5]), count=int(name[9:])) for name in sorted(names) if _NAME.fullmatch(name)]
     if not found:
