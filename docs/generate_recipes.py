@@ -6,11 +6,12 @@ Only the part between the two markers is replaced; the rest of the page is writt
 """
 
 import json
-from pathlib import Path
+from pathlib import Path as FilePath
 
-from toolkit.config.recipe_schema import allowed, fields, is_section, lookup, recipe_json_schema
+from toolkit.config.recipe_schema import allowed, fields, is_section, lookup
+from toolkit.config.source_text import Path, dotted
 
-PAGE = Path(__file__).parent / "recipes.md"
+PAGE = FilePath(__file__).parent / "recipes.md"
 BEGIN = "<!-- fields: written by docs/generate_recipes.py -->"
 END = "<!-- end of fields -->"
 _HEAD = "| field | type | default | meaning |\n|---|---|---|---|"
@@ -26,20 +27,24 @@ def page(current: str) -> str:
 def tables() -> str:
     """One table a section, in the order of the recipe; fields outside of sections come last."""
     sections = [name for name in fields(()) if is_section(lookup((name,)) or {})]
-    parts = [_section(name) for name in sections]
+    parts = [part for name in sections for part in _sections((name,))]
     single = [_row((name,)) for name in fields(()) if name not in sections]
     parts.append("\n".join(["### Outside of sections", "", _HEAD, *single]))
     return "\n\n".join(parts)
 
 
-def _section(name: str) -> str:
-    schema = lookup((name,)) or {}
-    rows = [_row((name, field)) for field in fields((name,))]
-    needed = "" if name in recipe_json_schema()["required"] else " This section is optional."
-    return "\n".join([f"### {name}", "", f"{_one_line(schema['description'])}{needed}", "", _HEAD, *rows])
+def _sections(path: Path) -> list[str]:
+    """The table of a section, and those of the sections inside it."""
+    schema, names = lookup(path) or {}, fields(path)
+    needed = path[-1] in (lookup(path[:-1]) or {}).get("required", [])
+    optional = "" if needed else " This section is optional."
+    rows = [_row((*path, name)) for name in names]
+    own = "\n".join([f"### {dotted(path)}", "", f"{_one_line(schema['description'])}{optional}", "", _HEAD, *rows])
+    inner = [name for name in names if is_section(lookup((*path, name)) or {})]
+    return [own, *(part for name in inner for part in _sections((*path, name)))]
 
 
-def _row(path: tuple[str, ...]) -> str:
+def _row(path: Path) -> str:
     section, name = lookup(path[:-1]) or {}, path[-1]
     field = section["properties"][name]
     preset = "required" if name in section.get("required", []) else f"`{json.dumps(field['default'])}`"

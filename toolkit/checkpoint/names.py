@@ -6,6 +6,7 @@ RUN/.step-00000120.NONCE.tmp/   being written or deleted: garbage when its proce
 RUN/.step-00000120.NONCE.old/   being replaced: garbage when step-00000120 exists, else a complete checkpoint
 
 step-00000120/model.safetensors, or model-00001-of-00004.safetensors and model.safetensors.index.json
+step-00000120/adapter_model.safetensors and adapter_config.json, where only LoRA's adapters train
 step-00000120/optimizer/exp_avg-00001-of-00004.safetensors
 step-00000120/trainer_state.json, manifest.json, and the files that transformers reads
 """
@@ -23,6 +24,8 @@ from toolkit.files import open_regular, printable
 MANIFEST, TRAINER_STATE, LATEST = "manifest.json", "trainer_state.json", "latest"
 MODEL, OPTIMIZER = "model", "optimizer"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+ADAPTERS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+"""LoRA's adapters as peft reads them, in place of the model: always one file."""
 
 _STEP = re.compile(r"step-([0-9]{8,18})")
 _TEMPORARY = re.compile(r"\.(step-[0-9]{8,18})\.[0-9a-f]+\.(tmp|old)")
@@ -73,7 +76,7 @@ def tensor_file_names(kind: str, count: int) -> list[str]:
 
 def kind_of(path: str) -> tuple[str, int, int] | None:
     """(kind, number, count) of a tensor file, the number from 1; None for any other path."""
-    if path == SINGLE:
+    if path in (SINGLE, ADAPTERS):
         return MODEL, 1, 1
     match = _FILE.fullmatch(path)
     return (match[1] or match[2], int(match[3]), int(match[4])) if match else None

@@ -96,6 +96,8 @@ class CheckpointReader:
 def model_files(directory: Path) -> list[str]:
     """The tensor files of a Hugging Face directory. Raises OSError or ValueError where there are none."""
     if not (directory / names.INDEX).exists():
+        if (directory / names.ADAPTERS).exists():
+            return [names.ADAPTERS]
         if not (directory / names.SINGLE).exists():
             raise FileNotFoundError(f"it contains neither {names.SINGLE} nor {names.INDEX}")
         return [names.SINGLE]

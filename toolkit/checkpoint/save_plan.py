@@ -12,11 +12,13 @@ that writes it. What the writing rank has itself is not moved.
 
 import heapq
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from toolkit.checkpoint.names import is_kind, is_safe_name, tensor_file_names
+from toolkit.checkpoint.names import ADAPTERS, MODEL, is_kind, is_safe_name, tensor_file_names
 from toolkit.checkpoint.safetensors_header import TensorSpec
+from toolkit.parallel.adapter_names import holds_adapters
 from toolkit.parallel.shard import Shard
 
 MAX_FILE_BYTES = 5_000_000_000
@@ -55,19 +57,30 @@ def plan_files(
     writers = _assign(kinds, _writers_of_kinds(kinds, world_size, max_file_bytes, min_file_bytes), world_size)
     files = []
     for (kind, specs), of_kind in zip(kinds, writers, strict=True):
-        contents = _contents(of_kind, specs, max_file_bytes)
-        for path, (rank, content) in zip(tensor_file_names(kind, len(contents)), contents, strict=True):
+        is_single = _are_adapters(kind, specs)
+        contents = _contents(of_kind, specs, sys.maxsize if is_single else max_file_bytes)
+        paths = [ADAPTERS] if is_single else tensor_file_names(kind, len(contents))
+        for path, (rank, content) in zip(paths, contents, strict=True):
             files.append(PlannedFile(path=path, kind=kind, rank=rank, specs=tuple(content)))
     return files
+
+
+def _are_adapters(kind: str, specs: Sequence[TensorSpec]) -> bool:
+    """Whether these are LoRA's adapters in place of a model, of which peft reads one file."""
+    return kind == MODEL and holds_adapters(spec.name for spec in specs)
 
 
 def _writers_of_kinds(kinds: Kinds, world_size: int, max_file_bytes: int, min_file_bytes: int) -> list[list[int]]:
     """For each kind the ranks that write it."""
     expected = [0.0] * world_size
     writers: list[list[int]] = []
-    for _, specs in kinds:
+    for kind, specs in kinds:
         nbytes = sum(spec.nbytes for spec in specs)
-        count = max(1, min(world_size, max(-(-nbytes // max_file_bytes), nbytes // max(1, min_file_bytes))))
+        count = (
+            1
+            if _are_adapters(kind, specs)
+            else max(1, min(world_size, max(-(-nbytes // max_file_bytes), nbytes // max(1, min_file_bytes))))
+        )
         ranks = sorted(range(world_size), key=lambda rank: (expected[rank], _spread(rank, world_size)))[:count]
         for rank in ranks:
             expected[rank] += nbytes / count

@@ -87,7 +87,7 @@ def _classify(path: Path) -> tuple[str, list[ListedCheckpoint]]:
         return "nothing", []
     if listed:
         return "run", listed
-    if os.path.lexists(path / names.SINGLE) or os.path.lexists(path / names.INDEX):
+    if any(os.path.lexists(path / name) for name in (names.SINGLE, names.INDEX, names.ADAPTERS)):
         return "checkpoint" if os.path.lexists(path / names.TRAINER_STATE) else "model", []
     return "nothing", []
 

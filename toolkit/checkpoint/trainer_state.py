@@ -17,8 +17,12 @@ from toolkit.config.recipe_schema import flat_fields, upgrade_recipe
 from toolkit.errors import CheckpointError, LayoutError, spell_setting
 from toolkit.files import first_problem
 
-_MATHEMATICS = ("model.overrides", "data", "batch.global_batch_size", "train.seed", "optimizer.name")
+_MATHEMATICS = (
+    *("model.overrides", "model.lora", "model.freeze", "model.train_only"),
+    *("data", "batch.global_batch_size", "train.seed", "optimizer.name"),
+)
 """Fields that determine which samples come next and what the optimizer states mean."""
+_BASE = ("model.name_or_path", "model.init")
 _MAY_DIFFER = ("data.workers", "data.cache_dir", "data.eval_fraction")
 _MAY_CHANGE = ("optimizer.", "schedule.", "train.")
 _OLD_KEYS = {"micro_size": "micro_batch_size", "left_out": "skipped_batches"}
@@ -105,10 +109,12 @@ class TrainerState:
 def changed_fields(recipe: Recipe, trained: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
     """How a recipe differs from one that was trained: fields that the mathematics depend on, with both values."""
     own, other = flat_fields(recipe.model_dump(mode="json")), flat_fields(trained)
+    # A checkpoint of adapters does not hold the weights beside them.
+    fields = (*_MATHEMATICS, *(_BASE if recipe.model.lora is not None else ()))
     return [
         (key, own.get(key), other.get(key))
         for key in sorted(own.keys() | other.keys())
-        if key.startswith(_MATHEMATICS) and key not in _MAY_DIFFER and own.get(key) != other.get(key)
+        if key.startswith(fields) and key not in _MAY_DIFFER and own.get(key) != other.get(key)
     ]
 
 

@@ -18,7 +18,7 @@ from toolkit.checkpoint.safetensors_header import HeaderError, TensorSpec, read_
 from toolkit.files import printable, read_json_object, reason_of
 
 _THREADS = 4
-_CONFIGS = ("config.json", "generation_config.json")
+_CONFIGS = ("config.json", "generation_config.json", on_disk.ADAPTER_CONFIG)
 _PICKLES = (".bin", ".ckpt", ".pickle", ".pkl", ".pt", ".pth")
 
 
@@ -65,7 +65,7 @@ def _name_problems(checkpoint: Path, manifest: Manifest) -> Iterator[str]:
             yield f"{path}: a pickle file, which no checkpoint contains"
     if on_disk.TRAINER_STATE not in paths:
         yield f"{on_disk.TRAINER_STATE}: not in the manifest"
-    if not any(path == on_disk.SINGLE or path.startswith(f"{on_disk.MODEL}-") for path in paths):
+    if not any(path in (on_disk.SINGLE, on_disk.ADAPTERS) or path.startswith(f"{on_disk.MODEL}-") for path in paths):
         yield f"{on_disk.SINGLE}: not in the manifest"
 
 
@@ -161,7 +161,7 @@ def index_problems(
 ) -> Iterator[str]:
     """Check the index of a model in several files. `files`: the tensors in each."""
     is_there = os.path.lexists(folder / on_disk.INDEX)
-    if on_disk.SINGLE in files:
+    if on_disk.SINGLE in files or on_disk.ADAPTERS in files:
         if is_there:
             yield f"{on_disk.INDEX}: not needed beside {on_disk.SINGLE}"
         return

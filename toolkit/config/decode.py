@@ -111,7 +111,7 @@ def overrides_between(given: Recipe, wanted: Recipe) -> list[str]:
         flat_fields(recipe.model_dump(mode="json", exclude={"checkpoint", "log", "layouts"}))
         for recipe in (given, wanted)
     )
-    return [f"{field}={_in_yaml(value)}" for field, value in after.items() if before[field] != value]
+    return [f"{field}={_in_yaml(value)}" for field, value in after.items() if before.get(field) != value]
 
 
 def _in_yaml(value: Any) -> str:

@@ -73,7 +73,7 @@ def _recomputation(recipe: Recipe, config: Mapping[str, Any] | None) -> Iterator
     """Attention that cannot be recomputed by itself. Unknown families are examined when the model is built."""
     if config is None or recipe.parallel.recompute != "selective":
         return
-    reason = own_attention(config, recipe.model.attn_implementation)
+    reason = own_attention(config, recipe.model.attention)
     if reason is not None:
         field = "parallel.recompute"
         yield recipe.conflict(field, _MODEL, reason=reason, remedy=((field, "full or none"),))
@@ -172,7 +172,7 @@ def _ulysses_settings(recipe: Recipe) -> Iterator[Refusal]:
         reason = "DeepSpeed-Ulysses supports dp and any zero_stage, without tp and pp"
         remedy = f"set {' and '.join(f'{axis}=1' for axis in axes)}"
         yield recipe.conflict(_ULYSSES, *axes, reason=reason, remedy=(off, remedy))
-    if recipe.model.attn_implementation == "eager":
+    if recipe.model.attention == "eager":
         field, reason = "model.attn_implementation", "eager attention needs the mask that DeepSpeed-Ulysses drops"
         yield recipe.conflict(field, _ULYSSES, reason=reason, remedy=((field, "sdpa or flash_attention_2"), off))
     if recipe.train.compile:

@@ -51,6 +51,24 @@ class Section(BaseModel):
     )
 
 
+class LoraSection(Section):
+    """Adapters of LoRA beside the linear layers, in the format and with the meaning of the `peft` library."""
+
+    r: PositiveInt = 8
+    """Rank of an adapter: the columns of its A and the rows of its B."""
+    alpha: PositiveInt = 8
+    """An adapter's output is multiplied by alpha / r, with `rslora` by alpha / √r."""
+    dropout: Fraction = 0.0
+    """Share of an adapter's inputs that are dropped in training."""
+    targets: tuple[Text, ...] = ()
+    """Names of the linear layers that get adapters (`[q_proj, v_proj]`), or `[all-linear]`; empty: what peft has as the
+    default of the model's family."""
+    rslora: bool = False
+    """Rank-stabilized LoRA: scale by alpha / √r."""
+    dora: bool = False
+    """DoRA: a trained magnitude for each output beside the direction. Without tp, and with zero_stage 0 to 2."""
+
+
 class ModelSection(Section):
     """Which model, and where its weights come from."""
 
@@ -60,8 +78,20 @@ class ModelSection(Section):
     """`random`: seeded by train.seed, the same values in every layout. `pretrained`: read from the directory or hub."""
     overrides: dict[str, Any] = {}
     """Fields of the Hugging Face config to change, for instance `{n_layer: 4, resid_pdrop: 0.0}`."""
-    attn_implementation: Literal["eager", "sdpa", "flash_attention_2"] | None = None
-    """The attention kernel of transformers; null: `sdpa`, or `eager` for families without it (Gemma 2, BLOOM, …)."""
+    attn_implementation: Literal["auto", "eager", "sdpa", "flash_attention_2"] | None = "auto"
+    """The attention kernel of transformers. `auto`, or null: `sdpa`, or `eager` for families without it (Gemma 2,
+    BLOOM, …)."""
+    lora: LoraSection | None = None
+    """Train LoRA's adapters alone, beside frozen weights; null: no adapters."""
+    freeze: tuple[Text, ...] = ()
+    """Parameters that do not train, by patterns of their Hugging Face names (`*.embed_tokens.*`)."""
+    train_only: tuple[Text, ...] = ()
+    """The only parameters that train, by such patterns."""
+
+    @property
+    def attention(self) -> str | None:
+        """The attention kernel that is asked for; None where transformers chooses."""
+        return None if self.attn_implementation == "auto" else self.attn_implementation
 
 
 class DataSection(Section):

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from toolkit.config.megatron_prefix import megatron_prefix
 from toolkit.config.parallel_rules import model_conflicts, setting_conflicts
 from toolkit.config.recipe import Recipe
+from toolkit.config.trained_parameters import trained_parameter_conflicts
 from toolkit.errors import Refusal, Setting, ToolkitError
 from toolkit.models.override_fields import unknown_overrides
 from toolkit.models.shape import (
@@ -85,6 +86,7 @@ def recipe_conflicts(recipe: Recipe, world_size: int | None = None) -> list[Refu
         *_validation_and_rollback(recipe),
         *_fine_tuning(recipe),
         *_document_ends(recipe),
+        *trained_parameter_conflicts(recipe),
         *_tokenizer(recipe),
         *_model(recipe, model),
         *islice(unknown_overrides(model.config or {}, recipe.model.overrides), _MOST_OVERRIDES),
@@ -233,7 +235,7 @@ def _model(recipe: Recipe, model: _Model) -> Iterator[Refusal]:
         yield recipe.conflict(_MODEL, reason=reason, remedy=(hint,) if hint else ())
     family = (model.config or {}).get("model_type")
     kernels = [{"flash": "flash_attention_2"}.get(kind, kind) for kind in attention_kinds(family)]
-    if recipe.model.attn_implementation not in (None, *kernels):
+    if recipe.model.attention not in (None, *kernels):
         field, reason = "model.attn_implementation", f"transformers has {' and '.join(kernels)} only for {family}"
         yield recipe.conflict(field, _MODEL, reason=reason, remedy=((field, " or ".join(kernels)),))
     entry = find_name(name)

@@ -24,6 +24,8 @@ ADDED = {
     "data.format": "text",
     "data.train_on": "assistant",
     "data.overlong": "truncate",
+    "model.freeze": [],
+    "model.train_only": [],
 }
 """Fields of the mathematics that are newer than some stored recipes, with the value that those imply."""
 

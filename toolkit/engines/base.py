@@ -15,10 +15,11 @@ from typing_extensions import override
 
 from toolkit.data.samples.micro_batch import MicroBatch
 from toolkit.engines.dropout import DropoutStream
-from toolkit.engines.optimizer_states import OptimizerStates
+from toolkit.engines.optimizer_states import MASTER, OptimizerStates
 from toolkit.errors import NonFiniteError
 from toolkit.model_init.model_modules import persistent_buffers
 from toolkit.model_init.model_partition import ModelPartition
+from toolkit.parallel.adapter_names import holds_adapters, saved_name
 from toolkit.parallel.gather import Names, Opened, gather_parameters, open_local
 from toolkit.parallel.loss import IGNORE, token_loss_sum
 from toolkit.parallel.shard import FullTensor, shard_of
@@ -74,29 +75,34 @@ class Engine(ABC):
     states: OptimizerStates
     """The optimizer states of the local parameters."""
 
-    def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield Hugging Face name and full value of each parameter, tied ones once. A collective call."""
-        return self._full(lambda parameter: parameter.detach())
+    def full_parameters(self, names: Names | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield name and full value of each parameter, or of these, tied ones once. A collective call."""
+        return self._full(names, lambda parameter: parameter.detach())
 
     def full_states(self, kind: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield an optimizer state or the fp32 master weights, in fp32, like `full_parameters`. A collective call."""
-        return self._full(lambda parameter: self.states.read(parameter, kind), dtype=torch.float32)
+        """Yield an optimizer state or the fp32 master weights, in fp32, of all that have one. A collective call."""
+        names = self.saved_names(kind)
+        return self._full(names, lambda parameter: self.states.read(parameter, kind), dtype=torch.float32)
 
     def full_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the gradients, like `full_parameters`, for use in `before_update`. Zeros where there is none."""
-        return self._full(lambda parameter: parameter.grad)
+        """Yield the gradients of all that trains, for use in `before_update`. Zeros where there is none."""
+        return self._full(self.trained_names(), lambda parameter: parameter.grad)
 
     def _full(
         self,
+        names: Names | None,
         read: Callable[[nn.Parameter], torch.Tensor | None],
         *,
         dtype: torch.dtype | None = None,
         opened: Opened = open_local,
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield name and full value of what `read` returns for each parameter; arguments as of `gather_parameters`."""
+        """Yield name and full value of what `read` returns for each of `names`, by default of all parameters.
+
+        Other arguments are as of `gather_parameters`.
+        """
         if self.partition is not None:
             yield from gather_parameters(
-                self.partition.names,
+                self.partition.names if names is None else names,
                 self.model.parameters(),
                 self.partition.groups,
                 opened=opened,
@@ -104,7 +110,10 @@ class Engine(ABC):
                 dtype=dtype,
             )
             return
-        for name, parameter in self.model.named_parameters():
+        wanted = None if names is None else {name for name, _ in names}
+        for name, parameter in self.named_parameters():
+            if wanted is not None and name not in wanted:
+                continue
             with opened([parameter]):
                 value = read(parameter)
                 yield name, torch.zeros_like(parameter) if value is None else value
@@ -112,12 +121,14 @@ class Engine(ABC):
     def load_states(self, kind: str, source: Callable[[str], FullTensor]) -> None:
         """Set an optimizer state or the master weights; `source` returns the full tensor of a Hugging Face name, of
         which only the local shard is read. A collective call."""
-        for name, parameter in self.model.named_parameters():
+        wanted = {name for name, _ in self.saved_names(kind)}
+        for name, parameter in self.named_parameters():
+            if name not in wanted:
+                continue
             if self.partition is None:
                 value = source(name).clone(memory_format=torch.contiguous_format)
             else:
-                shard = shard_of(parameter)
-                value = shard.take(source(shard.name))
+                value = shard_of(parameter).take(source(name))
             self.states.write(parameter, kind, value.to(self.device, torch.float32))
 
     def loss_scale(self) -> dict[str, float]:
@@ -136,7 +147,27 @@ class Engine(ABC):
         """Return name and shape of every parameter of the full model, in model order, tied ones once."""
         if self.partition is not None:
             return self.partition.names
-        return [(name, getattr(p, "ds_shape", p.shape)) for name, p in self.model.named_parameters()]
+        return [(name, getattr(p, "ds_shape", p.shape)) for name, p in self.named_parameters()]
+
+    def trained_names(self) -> Names:
+        """Return those of the parameters that train: all but frozen ones."""
+        if self.partition is not None:
+            return [entry for entry in self.partition.names if entry[0] in self.partition.trained]
+        trained = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
+        return [entry for entry in self.parameter_names() if entry[0] in trained]
+
+    def saved_names(self, kind: str) -> Names:
+        """Return those of the parameters of which a checkpoint has this state, or the weight (MASTER).
+
+        Of a model with adapters these are the adapters: the weights beside them never change.
+        """
+        trained = self.trained_names()
+        return trained if kind != MASTER or holds_adapters(name for name, _ in trained) else self.parameter_names()
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the local parameters with their names in files."""
+        for name, parameter in self.model.named_parameters():
+            yield saved_name(name) if self.partition is None else shard_of(parameter).name, parameter
 
     def buffer_specs(self) -> Sequence[tuple[str, torch.Tensor]]:
         """Return the name of each buffer that `buffers` yields, with a tensor of its shape and dtype."""

@@ -21,6 +21,7 @@ from toolkit.engines.gradient_norm import full_grad_norm
 from toolkit.engines.optimizer import parameter_groups, torch_optimizer
 from toolkit.engines.optimizer_states import deepspeed_states, state_kinds
 from toolkit.model_init.model_partition import ModelPartition
+from toolkit.parallel.gather import Names
 from toolkit.parallel.groups import ModelParallelUnit
 
 deepspeed_patches.skip_shared_memory_op()
@@ -58,7 +59,7 @@ class DeepSpeedBase(DistributedEngine):
 
     @override
     def full_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return self._full(safe_get_full_grad, dtype=torch.float32)
+        return self._full(self.trained_names(), safe_get_full_grad, dtype=torch.float32)
 
     @override
     def loss_scale(self) -> dict[str, float]:
@@ -114,10 +115,10 @@ class DeepSpeedEngine(DeepSpeedBase, DataParallelEngine):
         self.engine.train()
 
     @override
-    def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def full_parameters(self, names: Names | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         if self._zero_stage < 3:
-            return super().full_parameters()
-        return self._full(lambda parameter: parameter.detach().clone(), opened=deepspeed.zero.GatheredParameters)
+            return super().full_parameters(names)
+        return self._full(names, lambda parameter: parameter.detach().clone(), opened=deepspeed.zero.GatheredParameters)
 
     def _parallel_unit(self) -> Any:
         """Return DeepSpeed's `mpu`; None if all ranks are replicas."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import deepspeed
 import torch
+import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import nn
 from transformers import PretrainedConfig
@@ -20,6 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from toolkit.config.layout import Layout
 from toolkit.engines.gradient_norm import full_grad_norm, total_norm
 from toolkit.model_init.model_partition import ModelPartition
+from toolkit.parallel.groups import ParallelGroups
 
 
 def skip_shared_memory_op() -> None:
@@ -76,6 +78,35 @@ def fix_gradient_norms(engine: Any, partition: ModelPartition | None) -> None:
         return [total_norm([tensor]) for tensor in counted], experts
 
     optimizer.get_grads_for_norm = exact_norms
+
+
+def equalize_norm_calls(optimizer: Any, groups: ParallelGroups) -> None:
+    """Let pipeline stages with fewer parameter groups take part in every reduction of the gradient norm.
+
+    DeepSpeed 0.19.8's ZeRO 1 reduces the norm once a group over all stages (deepspeed/runtime/zero/stage_1_and_2.py
+    `scaled_global_norm`): where a stage trains no biases and norms, and another does, they wait for each other. No
+    issue is known.
+    """
+    if not hasattr(optimizer, "bit16_groups"):
+        return
+    most = torch.tensor(len(optimizer.bit16_groups), device=optimizer.device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=groups.pipe)
+    missing = int(most) - len(optimizer.bit16_groups)
+    own = optimizer.scaled_global_norm
+
+    def norm_of_all(norm_type: int = 2) -> Any:
+        norms = [own(norm_type)]
+        for _ in range(missing):
+            square = torch.zeros_like(norms[0])
+            optimizer._model_parallel_all_reduce(tensor=square, op=dist.ReduceOp.SUM)
+            norms.append(square.sqrt())
+        every = torch.stack(norms)
+        # DeepSpeed's mark of a norm that is not finite is -1.
+        is_valid = torch.isfinite(every).all() & (every >= 0).all()
+        return torch.where(is_valid, torch.linalg.vector_norm(every), -1.0)
+
+    if missing:
+        optimizer.scaled_global_norm = norm_of_all
 
 
 def clear_skipped_gradients(optimizer: Any) -> None:

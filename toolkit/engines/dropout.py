@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from toolkit.model_init.model_modules import decoder_layers
+from toolkit.parallel.tensor.adapter_layers import AdapterDropout
 from toolkit.parallel.tensor.region import drops_activations
 from toolkit.seeds import derive_seed
 
@@ -28,7 +29,8 @@ class DropoutStream:
         self.device = device
         self.rank = 0 if sequence_group is None else 1 + sequence_group.rank()
         self.seed = 0
-        if not drops_activations(model.config):
+        has_adapters = any(isinstance(module, AdapterDropout) for module in model.modules())
+        if not (has_adapters or drops_activations(model.config)):
             return
         layers = decoder_layers(model)
         if self.rank and layers:

@@ -10,20 +10,26 @@ from toolkit.checkpoint.save_plan import LocalShard
 from toolkit.checkpoint.tensor_source import ShardedTensorGroup, ShardedTensorSource
 from toolkit.engines.base import Engine
 from toolkit.engines.optimizer_states import MASTER
+from toolkit.parallel.adapter_names import holds_adapters
+from toolkit.parallel.gather import Names
 from toolkit.parallel.shard import Shard, shard_of
 
 _Read = Callable[[str], torch.Tensor]
 
 
 def local_tensors(engine: Engine) -> ShardedTensorSource:
-    """Return the fp32 weights with the buffers, and the optimizer states, each kind in model order."""
-    parameters = _parameters(engine)
-    buffers = _buffers(engine)
-    specs, of_buffers = parameter_specs(engine, torch.float32), buffer_specs(engine)
+    """Return the fp32 weights with the buffers, and the optimizer states, each kind in model order.
 
-    def group(
-        kind: str, of_engine: str, specs: list[TensorSpec], shards: list[tuple[LocalShard, _Read]]
-    ) -> ShardedTensorGroup:
+    A model with adapters has neither weights nor buffers of its own here: they never change.
+    """
+    parameters = _parameters(engine)
+
+    def group(kind: str, of_engine: str) -> ShardedTensorGroup:
+        specs = parameter_specs(engine.saved_names(of_engine), torch.float32)
+        names = {spec.name for spec in specs}
+        shards = [(local, read) for local, read in parameters if local.shard.name in names]
+        if kind == MODEL and not holds_adapters(names):
+            specs, shards = specs + buffer_specs(engine), shards + _buffers(engine)
         return ShardedTensorGroup(
             kind=kind,
             specs=specs,
@@ -31,17 +37,12 @@ def local_tensors(engine: Engine) -> ShardedTensorSource:
             values=lambda index: shards[index][1](of_engine),
         )
 
-    return ShardedTensorSource(
-        groups=[
-            group(MODEL, MASTER, specs + of_buffers, parameters + buffers),
-            *(group(kind, kind, specs, parameters) for kind in engine.states.kinds),
-        ]
-    )
+    return ShardedTensorSource(groups=[group(MODEL, MASTER), *(group(kind, kind) for kind in engine.states.kinds)])
 
 
-def parameter_specs(engine: Engine, dtype: torch.dtype) -> list[TensorSpec]:
-    """Return name and shape of every parameter of the full model, in model order, in `dtype`."""
-    return [TensorSpec(name=name, shape=tuple(shape), dtype=dtype) for name, shape in engine.parameter_names()]
+def parameter_specs(names: Names, dtype: torch.dtype) -> list[TensorSpec]:
+    """Return name and shape of full parameters, in `dtype`."""
+    return [TensorSpec(name=name, shape=tuple(shape), dtype=dtype) for name, shape in names]
 
 
 def buffer_specs(engine: Engine) -> list[TensorSpec]:
@@ -52,7 +53,7 @@ def buffer_specs(engine: Engine) -> list[TensorSpec]:
 def _parameters(engine: Engine) -> list[tuple[LocalShard, _Read]]:
     found: list[tuple[LocalShard, _Read]] = []
     states = engine.states
-    for name, parameter in engine.model.named_parameters():
+    for name, parameter in engine.named_parameters():
         if engine.partition is None:
             shard = Shard(name=name, shape=tuple(getattr(parameter, "ds_shape", parameter.shape)))
         else:

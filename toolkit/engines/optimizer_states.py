@@ -116,17 +116,20 @@ class PlainStates(OptimizerStates):
             held.copy_(value)
 
     def _value(self, parameter: nn.Parameter, kind: str) -> torch.Tensor:
+        if kind == MASTER:
+            return parameter.detach()
         self._create_for(parameter)
-        value: torch.Tensor = parameter.detach() if kind == MASTER else self.base.state[parameter][kind]
+        value: torch.Tensor = self.base.state[parameter][kind]
         return value
 
 
 class _WrappedStates(OptimizerStates):
-    """The states of an optimizer inside DeepSpeed's `wrapper`."""
+    """The states of an optimizer inside DeepSpeed's `wrapper`, which does not know of frozen parameters."""
 
     def __init__(self, wrapper: Any, kinds: Iterable[str]) -> None:
         super().__init__(wrapper.optimizer, kinds)
         self._wrapper = wrapper
+        self._frozen = PlainStates(self.base, ())
 
 
 class ZeroStates(_WrappedStates):
@@ -149,23 +152,30 @@ class ZeroStates(_WrappedStates):
 
     @override
     def read(self, parameter: nn.Parameter, kind: str) -> torch.Tensor:
+        if not parameter.requires_grad:
+            return self._frozen.read(parameter, kind)
         value: torch.Tensor = parameter.get_full_hp_param(self._key(parameter, kind))  # type: ignore[attr-defined]
         return value
 
     @override
     def extent(self, parameter: nn.Parameter) -> tuple[int, int]:
+        if not parameter.requires_grad:
+            return self._frozen.extent(parameter)
         mapping: Any = parameter._hp_mapping  # type: ignore[attr-defined]
         return (0, 0) if mapping is None else (mapping.lp_fragment_address.start, mapping.lp_fragment_address.numel)
 
     @override
     def local(self, parameter: nn.Parameter, kind: str) -> torch.Tensor:
+        if not parameter.requires_grad:
+            return self._frozen.local(parameter, kind)
         key = self._key(parameter, kind)
         fragment: torch.Tensor = parameter._hp_mapping.get_hp_fragment(key)  # type: ignore[attr-defined]
         return fragment.detach().float()
 
     @override
     def write(self, parameter: nn.Parameter, kind: str, value: torch.Tensor) -> None:
-        parameter.set_full_hp_param(value, self._key(parameter, kind))  # type: ignore[attr-defined]
+        if parameter.requires_grad:
+            parameter.set_full_hp_param(value, self._key(parameter, kind))  # type: ignore[attr-defined]
         if kind == MASTER:
             parameter.detach().copy_(value)
 
@@ -188,6 +198,11 @@ class Zero3States(_WrappedStates):
 
     @override
     def read(self, parameter: nn.Parameter, kind: str) -> torch.Tensor:
+        if not parameter.requires_grad:
+            from deepspeed.zero import GatheredParameters  # here, because other engines do not need DeepSpeed
+
+            with GatheredParameters([parameter]):
+                return parameter.detach().float().clone()
         self.create()
         whole: torch.Tensor = self._wrapper.get_full_hp_param(parameter, None if kind == MASTER else kind)
         return whole.view(parameter.ds_shape)  # type: ignore[attr-defined]
@@ -200,6 +215,9 @@ class Zero3States(_WrappedStates):
 
     @override
     def local(self, parameter: nn.Parameter, kind: str) -> torch.Tensor:
+        if not parameter.requires_grad:
+            kept: torch.Tensor = parameter.ds_tensor  # type: ignore[attr-defined]
+            return kept.detach().float().reshape(-1)[: self.extent(parameter)[1]]
         self.create()
         part: torch.Tensor = self._wrapper.get_local_fp32_param(parameter, None if kind == MASTER else kind)
         if getattr(self._wrapper, "swap_optimizer", False):
@@ -213,7 +231,8 @@ class Zero3States(_WrappedStates):
         start, length = self.extent(parameter)
         part = value.new_zeros(shard.numel())  # the last ranks' partitions are padded
         part[:length] = value.flatten()[start : start + length]
-        self._wrapper.set_local_hp_param(part, parameter, None if kind == MASTER else kind)
+        if parameter.requires_grad:
+            self._wrapper.set_local_hp_param(part, parameter, None if kind == MASTER else kind)
         if kind == MASTER:
             shard.data.copy_(part)
             if parameter.numel() == value.numel():  # small ones are replicated

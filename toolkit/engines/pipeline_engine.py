@@ -16,7 +16,7 @@ from toolkit.config.job import Job
 from toolkit.data.samples.micro_batch import MicroBatch
 from toolkit.engines.base import StepResult, gradient_error, nan_unless_finite
 from toolkit.engines.deepspeed_engine import DeepSpeedBase, model_dtype
-from toolkit.engines.deepspeed_patches import quiet_stdout
+from toolkit.engines.deepspeed_patches import equalize_norm_calls, quiet_stdout
 from toolkit.engines.dropout import DropoutStream
 from toolkit.engines.gradient_norm import full_grad_norm
 from toolkit.model_init.model_partition import ModelPartition
@@ -52,6 +52,7 @@ class PipelineEngine(DeepSpeedBase):
         with quiet_stdout(unless=job.recipe.log.level == "debug"):
             pipeline = StagePipeline(partition.stage, partition.groups, partition.shared, self._loss)
         self._initialize(job, config, pipeline)
+        equalize_norm_calls(self.optimizer, partition.groups)
         partition.stage.cast_nonlocal(model_dtype(config))
 
     @override

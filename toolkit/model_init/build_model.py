@@ -6,6 +6,7 @@ draws the same numbers, or read from safetensors, local shards only. Each finish
 parallelism, ZeRO-3), so a rank never holds more than its shard and one layer.
 """
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from toolkit.config.recipe import ModelSection, Recipe
 from toolkit.errors import ModelError, Refusal
 from toolkit.files import reason_of
+from toolkit.model_init.adapters import Adapters
+from toolkit.model_init.frozen import freeze_others, trained_names
 from toolkit.model_init.model_modules import OnLayer, parameters_on_meta
 from toolkit.model_init.model_partition import ModelPartition
 from toolkit.model_init.pretrained_weights import read_weights
@@ -75,6 +78,27 @@ def _not_built(recipe: Recipe, error: Exception) -> ModelError:
     return ModelError.of(_NAME, recipe.model.name_or_path, reason, advice)
 
 
+def _adapters(model: PreTrainedModel, recipe: Recipe) -> Adapters | None:
+    if recipe.model.lora is None:
+        return None
+    return Adapters(model, recipe.model.lora, seed=recipe.train.seed, tensor_parallel=recipe.parallel.tp > 1)
+
+
+def check_trained(recipe: Recipe, config: PretrainedConfig) -> None:
+    """Raise what `build_model` would raise about model.lora, freeze and train_only, before ranks meet."""
+    section = recipe.model
+    if section.lora is None and not section.freeze and not section.train_only:
+        return
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="eager")
+    except (ValueError, ImportError, KeyError):
+        return  # build_model reports what is wrong with it
+    model.tie_weights()
+    if _adapters(model, recipe) is None:
+        trained_names(model, freeze=section.freeze, train_only=section.train_only)
+
+
 def build_model(
     recipe: Recipe,
     *,
@@ -95,7 +119,7 @@ def build_model(
         # torch masks the gradient of a padding token's embedding, so whichever token has that id would never learn.
         config.pad_token_id = None
     # Ulysses replaces sdpa; eager would attend within a rank's own positions.
-    attention = recipe.model.attn_implementation or ("sdpa" if recipe.parallel.ulysses > 1 else None)
+    attention = recipe.model.attention or ("sdpa" if recipe.parallel.ulysses > 1 else None)
     try:
         with parameters_on_meta():
             model = AutoModelForCausalLM.from_config(
@@ -105,8 +129,14 @@ def build_model(
         raise _not_built(recipe, error) from error
     try:
         model.tie_weights()  # `parameters_on_meta` replaced parameters one by one, which unties them
+        adapters = _adapters(model, recipe)
+        trained = trained_names(model, freeze=recipe.model.freeze, train_only=recipe.model.train_only)
+        if adapters is not None:
+            trained = frozenset(name for name, _ in adapters.names)
+            on_layer = adapters.before(on_layer, dtype)
         if partition is not None:
-            partition.prepare(model)
+            partition.prepare(model, trained, () if adapters is None else adapters.names)
+        freeze_others(model, trained)
         if recipe.model.init == "pretrained":
             read_weights(model, recipe.model.name_or_path, dtype=dtype, partition=partition, on_layer=on_layer)
         else:

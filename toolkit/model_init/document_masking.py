@@ -31,7 +31,7 @@ def check_document_masking(
 ) -> None:
     """Raise ModelError where documents of one row would see each other."""
     asked, off = masking
-    if section.attn_implementation not in ("eager", "sdpa", None):
+    if section.attention not in ("eager", "sdpa", None):
         given = (asked, (_ATTENTION_FIELD, section.attn_implementation))
         reason = "only sdpa and eager keep documents apart in every micro-batch"
         raise ModelError.between(given, reason, (_ATTENTION_FIELD, "sdpa"), off)

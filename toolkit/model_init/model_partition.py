@@ -1,6 +1,8 @@
 """ModelPartition: what this rank keeps of a model, its pipeline stage and of that its tensor-parallel shard."""
 
 import copy
+import re
+from bisect import bisect
 from collections.abc import Callable
 
 import torch
@@ -9,8 +11,10 @@ from transformers import PreTrainedModel
 
 from toolkit.config.job import Job
 from toolkit.config.layout import Layout
+from toolkit.errors import ModelError
 from toolkit.estimate.stage_bounds import GPU_FLOPS_PER_BYTE, balance
 from toolkit.model_init.model_modules import Materializer, OnLayer, outside_layers, persistent_buffers
+from toolkit.parallel.gather import Names
 from toolkit.parallel.groups import ParallelGroups
 from toolkit.parallel.loss import IGNORE, token_loss_sum
 from toolkit.parallel.model_structure import ModelStructure, analyze_model
@@ -27,6 +31,8 @@ class ModelPartition:
     structure: ModelStructure
     names: list[tuple[str, torch.Size]]
     """Every parameter of the full model, tied ones once."""
+    trained: frozenset[str]
+    """Names of the parameters that train, tied ones once."""
     buffers: list[tuple[str, torch.Tensor]]
     """The buffers in a state dict of the full model."""
     stage: PipelineStage | None = None
@@ -45,9 +51,13 @@ class ModelPartition:
         """The layout that defines the partition."""
         return self.groups.layout
 
-    def prepare(self, model: PreTrainedModel) -> None:
-        """Analyze `model`, which is on the meta device, and remove what other pipeline stages own."""
-        self.names = [(name, parameter.shape) for name, parameter in model.named_parameters()]
+    def prepare(self, model: PreTrainedModel, trained: frozenset[str], adapters: Names = ()) -> None:
+        """Analyze `model`, which is on the meta device, and remove what other pipeline stages own.
+
+        `trained`: names of the parameters that train; `adapters`: those that will be added to the decoder layers.
+        """
+        self.trained = trained
+        self.names = [*((name, parameter.shape) for name, parameter in model.named_parameters()), *adapters]
         self.buffers = list(persistent_buffers(model))
         # A copy with its buffers on the meta device as well: a forward pass cannot mix devices.
         with torch.device("meta"):
@@ -63,6 +73,7 @@ class ModelPartition:
             )
         self.bounds = self._bounds(meta_model)
         if self.layout.pp > 1:
+            self._check_stages()
             self.stage = PipelineStage(
                 model,
                 self.structure,
@@ -70,6 +81,24 @@ class ModelPartition:
                 stage=self.groups.coordinate.pipe,
                 sequence_shards=self.layout.tp if self.layout.sequence_parallel else 1,
             )
+
+    def _check_stages(self) -> None:
+        """Raise ModelError where a stage has nothing to train: DeepSpeed has no optimizer without parameters."""
+        last = self.layout.pp - 1
+        layer = re.compile(re.escape(self.structure.layers) + r"\.(\d+)\.")
+        train: set[int] = set()
+        for name in self.trained:
+            inside, owner = layer.search(name), name.rpartition(".")[0]
+            if inside is not None:
+                train.add(bisect(self.bounds, int(inside[1])) - 1)
+            else:
+                owners = {owner, *(other.rpartition(".")[0] for other, of in self.structure.tied.items() if of == name)}
+                train |= {
+                    stage for stage, at in ((0, "before"), (last, "after")) if owners & getattr(self.structure, at)
+                }
+        if idle := sorted({*range(last + 1)} - train):
+            reason = f"on pipeline stage {idle[0]} every parameter is frozen, and DeepSpeed needs one that trains"
+            raise ModelError.between((("parallel.pp", last + 1),), reason, ("parallel.pp", 1), "freeze less")
 
     @property
     def parameter_count(self) -> int:

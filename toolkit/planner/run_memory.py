@@ -42,7 +42,7 @@ def workload_of(recipe: Recipe, batch: Batch, model: MemoryModel) -> Workload:
         micro_batch_size=batch.micro_batch_size,
         seq_len=recipe.data.seq_len,
         accumulation=batch.accumulation,
-        attention=attention.get(recipe.model.attn_implementation, default),
+        attention=attention.get(recipe.model.attention, default),
         recompute=recipe.parallel.recompute,
         documents=recipe.data.masks_documents,
         **_computed_in(recipe),

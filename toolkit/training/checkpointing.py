@@ -17,12 +17,18 @@ from toolkit.checkpoint.save import AsyncSaver, CheckpointContents, SavedCheckpo
 from toolkit.checkpoint.tensor_source import ShardedTensorSource
 from toolkit.checkpoint.trainer_state import TrainerState
 from toolkit.config.job import Job
+from toolkit.config.recipe import Recipe
 from toolkit.data.tokens.token_cache import TokenCorpus
 from toolkit.engines.base import Engine
 from toolkit.engines.local_tensors import local_tensors
 from toolkit.engines.optimizer_states import MASTER
 from toolkit.errors import CheckpointError
+from toolkit.files import expanded
 from toolkit.launch.environment import describe_environment
+from toolkit.parallel.adapter_names import ADAPTER
+
+BASE = "base"
+"""The directory in a run for the weights beside LoRA's adapters, where there are no published ones."""
 
 
 def save_small_files(folder: Path, *parts: Any) -> None:
@@ -30,6 +36,19 @@ def save_small_files(folder: Path, *parts: Any) -> None:
     for part in parts:
         if part is not None:
             part.save_pretrained(folder)
+
+
+def adapter_config(engine: Engine, recipe: Recipe, run_dir: Path) -> Any:
+    """The config that peft reads beside the engine's adapters, and the model that it names; None without adapters."""
+    if recipe.model.lora is None:
+        return None
+    config = copy.deepcopy(engine.model.peft_config[ADAPTER])
+    own = expanded(recipe.model.name_or_path)
+    if recipe.model.init == "random":
+        own = run_dir / BASE
+    config.base_model_name_or_path = str(own.absolute()) if own.is_dir() else recipe.model.name_or_path
+    config.inference_mode = True  # as peft saves it
+    return config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +82,7 @@ class Checkpointer:
         if wait:
             self.finish()
         self.engine.report_phase("checkpoint")
-        contents = self._contents(step, tokens, learning_rate, skipped_batches)
+        contents = self._contents(run_dir, step, tokens, learning_rate, skipped_batches)
         return save(run_dir, step, contents) if wait else self._saver.begin(run_dir, step, contents)
 
     def poll(self) -> SavedCheckpoint | None:
@@ -75,12 +94,14 @@ class Checkpointer:
         self.engine.report_phase("checkpoint")
         return self._saver.finish()
 
-    def _contents(self, step: int, tokens: int, learning_rate: float, skipped_batches: int) -> CheckpointContents:
+    def _contents(
+        self, run_dir: Path, step: int, tokens: int, learning_rate: float, skipped_batches: int
+    ) -> CheckpointContents:
         section = self.job.recipe.checkpoint
         return CheckpointContents(
             tensors=self._tensors,
             trainer_state=self._state(step, tokens, learning_rate, skipped_batches).to_dict(),
-            write_model_files=self._write_model_files,
+            write_model_files=lambda folder: self._write_model_files(folder, run_dir),
             retention=Retention(newest=section.keep, every=section.keep_every or None),
             progress=lambda: self.engine.report_phase("checkpoint"),
             check_lock=self.check_lock,
@@ -111,8 +132,12 @@ class Checkpointer:
     def _versions(self) -> dict[str, str]:
         return describe_environment(self.engine.device)
 
-    def _write_model_files(self, folder: Path) -> None:
+    def _write_model_files(self, folder: Path, run_dir: Path) -> None:
         model = self.engine.model
+        adapters = adapter_config(self.engine, self.job.recipe, run_dir)
+        if adapters is not None:
+            save_small_files(folder, adapters, self.tokenizer)
+            return
         config = copy.deepcopy(model.config)
         config.dtype = torch.float32  # of the weights that are saved
         config.architectures = [type(model).__name__.removeprefix("FSDP")]

@@ -6,9 +6,10 @@ environment.json versions and the machine
 metrics.jsonl    one object per step
 events.jsonl     skipped steps and rollbacks; only where there were some
 loss.png         the loss curve; written last, so it says that the run is finished
-step-00000100/   checkpoints (toolkit/checkpoint/), each a Hugging Face directory
+step-00000100/   checkpoints (toolkit/checkpoint/), each a Hugging Face directory, or adapters in the format of peft
 latest           the newest of them
 model/           the trained model, in the same format
+base/            the weights beside adapters, where none are published (model.init=random)
 .lock-1          who trains here now (toolkit/training/run_lock.py)
 """
 
@@ -27,6 +28,7 @@ from transformers import PreTrainedTokenizerBase
 from toolkit.checkpoint.model_directory import write_model
 from toolkit.checkpoint.names import step_of
 from toolkit.checkpoint.ranks import Ranks
+from toolkit.checkpoint.safetensors_header import TensorSpec
 from toolkit.checkpoint.trainer_state import changed_fields
 from toolkit.config import dump_recipe, load_recipe
 from toolkit.config.recipe import Recipe
@@ -36,8 +38,9 @@ from toolkit.errors import FinishedError, RunDirectoryError
 from toolkit.files import expanded
 from toolkit.launch.environment import describe_environment
 from toolkit.launch.health.local_process import exit_calls
+from toolkit.parallel.gather import Names
 from toolkit.training.arguments import TrainOptions, unused_run_directory
-from toolkit.training.checkpointing import save_small_files
+from toolkit.training.checkpointing import BASE, adapter_config, save_small_files
 from toolkit.training.metrics import MetricsFile
 from toolkit.training.resume import AUTO, run_of
 from toolkit.training.run_lock import RunLock, is_locked
@@ -192,7 +195,7 @@ class RunDirectory:
         for file in ("metrics.jsonl", EVENTS, "ds_config.json", "environment.json"):
             (self.path / file).unlink(missing_ok=True)
         for folder in self.path.iterdir():
-            if folder.name == "model" or step_of(folder.name) is not None:
+            if folder.name in ("model", BASE) or step_of(folder.name) is not None:
                 shutil.rmtree(folder)
 
     def _steps_until(self, step: int) -> list[str]:
@@ -226,16 +229,32 @@ class RunDirectory:
             with (self.path / EVENTS).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(event) + "\n")
 
-    def save_model(self, name: str, engine: Engine, tokenizer: PreTrainedTokenizerBase) -> Path:
-        """Write the current weights as the Hugging Face directory `name`. A collective call."""
-        model = engine.model
+    def save_model(self, name: str, engine: Engine, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Path:
+        """Write the current weights as the Hugging Face directory `name`, or adapters as peft's. A collective call."""
+        adapters = adapter_config(engine, recipe, self.path)
+        if adapters is not None:
+            return self._write(name, engine, engine.trained_names(), [], adapters, tokenizer)
+        return self._write_whole(name, engine, engine.parameter_names(), tokenizer)
 
+    def save_base(self, engine: Engine, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Write the weights beside new adapters once, for those who load the adapters. A collective call."""
+        if Ranks.of().run_on_first((self.path / BASE).is_dir):
+            return
+        trained = {name for name, _ in engine.trained_names()}
+        names = [entry for entry in engine.parameter_names() if entry[0] not in trained]
+        self._write_whole(BASE, engine, names, tokenizer)
+
+    def _write_whole(self, name: str, engine: Engine, names: Names, tokenizer: PreTrainedTokenizerBase) -> Path:
+        model, buffers = engine.model, buffer_specs(engine)
+        return self._write(name, engine, names, buffers, model.config, model.generation_config, tokenizer)
+
+    def _write(self, name: str, engine: Engine, names: Names, buffers: list[TensorSpec], *small: Any) -> Path:
         def write_small_files(folder: Path) -> None:
-            save_small_files(folder, model.config, model.generation_config, tokenizer)
+            save_small_files(folder, *small)
             self.check_lock()  # the last moment before an earlier model is replaced
 
-        specs = parameter_specs(engine, next(model.parameters()).dtype) + buffer_specs(engine)
-        tensors = chain(engine.full_parameters(), engine.buffers())
+        specs = parameter_specs(names, next(engine.model.parameters()).dtype) + buffers
+        tensors = chain(engine.full_parameters(names), engine.buffers() if buffers else ())
         options: dict[str, Any] = {"is_writer": self.is_writer, "write_small_files": write_small_files}
         try:
             write_model(self.path / name, specs, tensors, **options)

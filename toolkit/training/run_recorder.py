@@ -27,6 +27,8 @@ class RunRecorder(Callback):
     @override
     def on_run_begin(self, run: TrainingRun) -> None:
         self._directory.open(run.recipe, self._ds_config, run.engine.device, resumed_step=run.step)
+        if run.recipe.model.lora is not None and run.recipe.model.init == "random":
+            self._directory.save_base(run.engine, self._tokenizer)
 
     @override
     def on_step_end(self, run: TrainingRun, metrics: StepMetrics) -> None:
@@ -38,7 +40,7 @@ class RunRecorder(Callback):
     def on_run_end(self, run: TrainingRun) -> None:
         if run.is_complete:
             run.engine.report_phase("finish")
-            self._directory.save_model("model", run.engine, self._tokenizer)
+            self._directory.save_model("model", run.engine, run.recipe, self._tokenizer)
             if self._directory.is_writer:
                 self._plot(run)
         self._directory.close()

@@ -56,7 +56,7 @@ class StagePipeline(PipelineModule):  # type: ignore[misc]
             group, _ = dist.new_subgroups_by_enumeration(ends)
             if place.pipe in (0, layout.pp - 1):
                 held = {shard_of(parameter).name: parameter for parameter in self.parameters()}
-                self._shared_here = [(held[name], group) for name in self._shared]
+                self._shared_here = [(held[name], group) for name in self._shared if held[name].requires_grad]
         for parameter in self.parameters():
             self._mark(parameter)
         return {}  # DeepSpeed uses it to count parameters, for a log line

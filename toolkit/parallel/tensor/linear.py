@@ -56,6 +56,7 @@ class ColumnParallelLinear(_ParallelLinear):
     ) -> None:
         super().__init__(whole, region)
         self.gather_output, self.enters = gather_output, enters
+        self._blocks, self._offset = blocks, offset
         group = region.group
         rank, size = group.rank(), group.size()
         pieces = tuple((offset + start, length) for start, length in pieces_of(blocks, rank, size))
@@ -73,6 +74,13 @@ class ColumnParallelLinear(_ParallelLinear):
                 if shared:
                     sum_over_sharers(getattr(self, key), group, units)
 
+    def split_like(self, whole: nn.Module, name: str) -> "ColumnParallelLinear":
+        """Shard another layer with as many outputs in the same way, to be used inside the region."""
+        gather = self.gather_output
+        return ColumnParallelLinear(
+            whole, self._blocks, name=name, region=self.region, offset=self._offset, gather_output=gather
+        )
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.enters:
             x = self.region.enter(x, self)
@@ -88,7 +96,7 @@ class FusedColumnParallelLinear(nn.Module):
 
     def __init__(self, whole: nn.Module, blocks: Sequence[Block], *, name: str, region: Region, enters: bool) -> None:
         super().__init__()
-        self.region, self.enters = region, enters
+        self.region, self.enters, self._blocks = region, enters, blocks
         size = region.group.size()
         self.parts = nn.ModuleList()
         offset = 0
@@ -100,6 +108,10 @@ class FusedColumnParallelLinear(nn.Module):
             offset += sum(block.features for block in run)
             blocks = blocks[len(run) :]
 
+    def split_like(self, whole: nn.Module, name: str) -> "FusedColumnParallelLinear":
+        """As that of ColumnParallelLinear."""
+        return FusedColumnParallelLinear(whole, self._blocks, name=name, region=self.region, enters=False)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [.., i] -> [.., this rank's features of every block]."""
         if self.enters:
@@ -108,26 +120,39 @@ class FusedColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(_ParallelLinear):
-    """y = sum over ranks of x_r W_r, then + b once. x [.., i/t] (or [.., i] with `split_input`) -> [.., o]."""
+    """y = sum over ranks of x_r W_r, then + b once. x [.., i/t] (or [.., i] with `split_input`) -> [.., o].
+
+    With `is_partial` it returns x_r W_r: a layer around it adds something of the rank, and then calls `complete`.
+    """
+
+    is_partial = False
 
     def __init__(
         self, whole: nn.Module, blocks: Sequence[Block], *, name: str, region: Region, split_input: bool = False
     ) -> None:
         super().__init__(whole, region)
         self.split_input = split_input
-        pieces = pieces_of(blocks, region.group.rank(), region.group.size())
+        self.pieces = pieces_of(blocks, region.group.rank(), region.group.size())
         weight = whole.weight
         assert isinstance(weight, nn.Parameter)
-        dim = 0 if self.input_major else 1
-        self._keep("weight", weight, Shard(name=f"{name}.weight", shape=tuple(weight.shape), dim=dim, pieces=pieces))
+        dim, shape = 0 if self.input_major else 1, tuple(weight.shape)
+        self._keep("weight", weight, Shard(name=f"{name}.weight", shape=shape, dim=dim, pieces=self.pieces))
         bias = whole.bias
         if isinstance(bias, nn.Parameter):
             self._keep("bias", bias, Shard(name=f"{name}.bias", shape=tuple(bias.shape)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.split_input:
-            x = c.scatter_to_tensor_ranks(x, self.region.group)
-        y = self.region.leave(self._multiply(x, None))
+        if self.is_partial:
+            return self._multiply(x, None)
+        return self.complete(self._multiply(self.take_input(x), None))
+
+    def take_input(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the input, [.., i/t]."""
+        return c.scatter_to_tensor_ranks(x, self.region.group) if self.split_input else x
+
+    def complete(self, partial: torch.Tensor) -> torch.Tensor:
+        """Sum the ranks' parts and add the bias, [.., o] -> [.., o]."""
+        y = self.region.leave(partial)
         return y if self.bias is None else y + self.bias
 
 

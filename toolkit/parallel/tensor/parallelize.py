@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from toolkit.errors import LayoutError, ModelError
 from toolkit.models import tensor_plan as tp
 from toolkit.models.families.registry import find_plan
+from toolkit.parallel.adapter_names import saved_name
 from toolkit.parallel.model_structure import ModelStructure
 from toolkit.parallel.pipeline.stage import NonLocalLayer
 from toolkit.parallel.shard import Block, Shard, is_marked, mark, shard_of
@@ -191,7 +192,7 @@ class TensorParallelizer:
 def mark_replicated(module: nn.Module, tied: Mapping[str, str], *, prefix: str = "") -> None:
     """Mark every parameter without a shard as replicated. `prefix`: of the module's parameter names."""
     for local_name, parameter in module.named_parameters():
-        name = prefix + local_name
+        name = saved_name(prefix + local_name)
         if not is_marked(parameter):
             mark(parameter, Shard(name=tied.get(name, name), shape=tuple(parameter.shape)))
 

@@ -1,0 +1,90 @@
+"""LoRA in every layout trains what peft trains in one process: losses, the first gradient of every adapter, weights."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from plain_fine_tuning import differences, save_base, train_from_nonzero, train_plainly
+
+from toolkit.config.recipe import Recipe
+
+Ranks = Callable[..., list[Any]]
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "reference": {},
+    **{f"z{stage}": {"dp": 2, "zero_stage": stage} for stage in range(4)},
+    "z2-offload": {"dp": 2, "zero_stage": 2, "offload_optimizer": "cpu"},
+    "z3-offload": {"dp": 2, "zero_stage": 3, "offload_optimizer": "cpu", "offload_params": "cpu"},
+    "z3-recompute": {"dp": 2, "zero_stage": 3, "recompute": "full"},
+    "ddp": {"dp": 2},
+    "fsdp": {"dp": 2},
+    "tp2": {"tp": 2, "zero_stage": 1},
+    "tp2-z3": {"tp": 2, "zero_stage": 3},
+    "tp2-sp": {"tp": 2, "sequence_parallel": True, "zero_stage": 2},
+    "tp4": {"tp": 4, "zero_stage": 1},
+    "pp2": {"pp": 2, "zero_stage": 1},
+    "pp2-z0": {"pp": 2, "zero_stage": 0},
+    "tp2-pp2-dp2": {"tp": 2, "pp": 2, "dp": 2, "zero_stage": 1},
+    "tp2-pp2-dp2-sp-recompute": {
+        "tp": 2, "pp": 2, "dp": 2, "zero_stage": 1, "sequence_parallel": True, "recompute": "full"
+    },
+    "u2": {"ulysses": 2, "zero_stage": 2},
+}  # fmt: skip
+ASKED = ("z0", "z1", "z2", "z3", "tp2", "pp2", "tp2-pp2-dp2")
+FAMILIES = ("llama", "qwen3", "gpt2")
+DAILY = {("z3", "gpt2", "padded"), ("tp2-pp2-dp2", "qwen3", "packed"), ("tp2-sp", "gpt2", "packed")}
+
+
+def world(layout: str) -> int:
+    axes = ("dp", "tp", "pp", "ulysses")
+    size = 1
+    for axis in axes:
+        size *= int(LAYOUTS[layout].get(axis, 1))
+    return size
+
+
+def cells() -> list[Any]:
+    found = []
+    for number, layout in enumerate(LAYOUTS):
+        for other, family in enumerate(FAMILIES):
+            for packing in ("packed", "padded"):
+                if layout not in ASKED and (number + other) % 2 != (packing == "packed"):
+                    continue
+                cell = (layout, family, packing)
+                marks = () if cell in DAILY else (pytest.mark.whole,)
+                found.append(pytest.param(*cell, marks=marks, id="-".join(cell)))
+    return found
+
+
+def lora_recipe(
+    make_recipe: Callable[..., Recipe], folder: Path, family: str, layout: str, *, packing: str = "packed", **lora: Any
+) -> Recipe:
+    """Six steps, each clipped, with accumulation, of adapters on every linear layer of a published model."""
+    section = {"r": 4, "alpha": 16, "targets": ["all-linear"], **lora}
+    engine = layout if layout in ("reference", "ddp", "fsdp") else "deepspeed"
+    recipe = make_recipe(
+        model={"name_or_path": str(save_base(folder / family, family)), "init": "pretrained", "lora": section},
+        parallel=LAYOUTS[layout],
+        train__engine=engine,
+        train__steps=6,
+        train__grad_clip=0.05,
+        batch={"global_batch_size": 8, "micro_batch_size": 2},
+        optimizer={"name": "adamw", "lr": 1e-3, "weight_decay": 0.1},
+        schedule={"name": "cosine", "warmup_steps": 1},
+    )
+    return recipe.changed({"data": {"packing": packing}})
+
+
+@pytest.mark.parametrize(("layout", "family", "packing"), cells())
+def test_adapters_train_what_peft_trains(
+    make_recipe: Callable[..., Recipe], ranks: Ranks, tmp_path: Path, layout: str, family: str, packing: str
+) -> None:
+    recipe = lora_recipe(make_recipe, tmp_path, family, layout, packing=packing)
+    run = ranks(train_from_nonzero, world(layout), recipe, timeout_seconds=300)[0]
+    plain = train_plainly(recipe, run.initial)
+    found = differences(run, plain)
+    print(layout, family, packing, found)
+    assert max(found.values()) < 1e-6
+    assert min(plain.norms) > recipe.train.grad_clip
+    assert not run.diverged
+    assert all((run.parameters[name] == run.initial[name]).all() for name in run.parameters.keys() - plain.trained)

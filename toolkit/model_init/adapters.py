@@ -1,0 +1,140 @@
+"""LoRA: peft's adapters on the linear layers of a model that is built, drawn and sharded layer by layer.
+
+peft itself decides which linear layers get adapters, and makes its layers around them. Those are taken out of the model
+again, which is then built as it would be without LoRA: names, seeds and files of the weights are the same. As soon as a
+decoder layer has its weights, and tensor parallelism its shards, the adapters are put around its linear layers.
+
+A is drawn as in peft, by kaiming_uniform with a = √5, with a seed from its name; B is zero. So each layout begins with
+the same adapters.
+"""
+
+import math
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from toolkit.config.recipe import LoraSection
+from toolkit.errors import ModelError, Refusal, RunError
+from toolkit.files import reason_of
+from toolkit.model_init.model_modules import OnLayer, decoder_layers
+from toolkit.parallel.adapter_names import ADAPTER, PREFIX, saved_name
+from toolkit.parallel.gather import Names
+from toolkit.parallel.tensor.adapter_layers import AdapterDropout, parallelize_adapter, seed_dropouts
+from toolkit.seeds import derive_seed
+
+ALL_LINEAR = "all-linear"
+_FIELD = "model.lora.targets"
+
+
+class Adapters:
+    """The adapters of one model, which is on the meta device. Raises ModelError, and RunError without peft."""
+
+    def __init__(
+        self, model: PreTrainedModel, section: LoraSection, *, seed: int, tensor_parallel: bool = False
+    ) -> None:
+        self.seed, self.tensor_parallel = seed, tensor_parallel
+        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.config = inject(model, section)
+        self._found: dict[str, Any] = {
+            name: module for name, module in model.named_modules() if hasattr(module, "base_layer")
+        }
+        self.names: Names = [
+            (saved_name(name), parameter.shape)
+            for name, parameter in model.named_parameters()
+            if saved_name(name).startswith(PREFIX)
+        ]
+        for path, module in self._found.items():
+            model.set_submodule(path, module.base_layer)
+        for parameter in trainable:  # peft has frozen them; what pipeline stages drop is what the family trains
+            parameter.requires_grad_()
+        layers = set(decoder_layers(model))
+        # By the layer itself: the id of one that another stage owns would soon be that of another object.
+        self._prefix = {module: name for name, module in model.named_modules() if module in layers}
+        outside = [path for path in self._found if not any(path.startswith(f"{p}.") for p in self._prefix.values())]
+        if outside:
+            reason = f"{outside[0]} is no part of a decoder layer, and only those get adapters"
+            raise ModelError.of(_FIELD, list(section.targets), reason, "name linear layers of attention and MLP")
+
+    def before(self, on_layer: OnLayer | None, dtype: torch.dtype) -> OnLayer:
+        """Return a function that attaches the adapters of a decoder layer before it calls `on_layer`."""
+
+        def attach(module: nn.Module) -> None:
+            if module in self._prefix:
+                self.attach(module, dtype)
+            if on_layer is not None:
+                on_layer(module)
+
+        return attach
+
+    def attach(self, layer: nn.Module, dtype: torch.dtype) -> None:
+        """Put the adapters around the linear layers of a decoder layer, which have their values and are sharded."""
+        prefix = self._prefix[layer]
+        inside = {path.removeprefix(f"{prefix}."): path for path in self._found if path.startswith(f"{prefix}.")}
+        for local, path in inside.items():
+            lora = self._found.pop(path)
+            lora.base_layer = layer.get_submodule(local)
+            a, b = lora.lora_A[ADAPTER], lora.lora_B[ADAPTER]
+            a.weight = nn.Parameter(self._first_a(a, f"{path}.lora_A").to(dtype))
+            b.weight = nn.Parameter(self._first_b(b, f"{path}.lora_B").to(dtype))
+            if lora.use_dora[ADAPTER]:
+                _set_magnitude(lora)
+            dropout = lora.lora_dropout[ADAPTER]
+            if isinstance(dropout, nn.Dropout):
+                lora.lora_dropout[ADAPTER] = AdapterDropout(dropout.p, path)
+            parallelize_adapter(lora, path, tensor_parallel=self.tensor_parallel)
+            layer.set_submodule(local, lora)
+        seed_dropouts(layer)
+
+    def _first_a(self, linear: nn.Linear, name: str) -> torch.Tensor:
+        values = torch.empty(linear.weight.shape)
+        generator = torch.Generator().manual_seed(derive_seed("initial weights", self.seed, name))
+        return nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
+
+    def _first_b(self, linear: nn.Linear, name: str) -> torch.Tensor:
+        return torch.zeros(linear.weight.shape)
+
+
+def _set_magnitude(lora: Any) -> None:
+    """DoRA begins with the norms of the weights as they are."""
+    dora = lora.lora_magnitude_vector[ADAPTER]
+    product = lora.lora_B[ADAPTER].weight.detach() @ lora.lora_A[ADAPTER].weight.detach()
+    weight = lora.base_layer.weight.detach()
+    product = product.T if lora.fan_in_fan_out else product  # as `get_weight_norm` expects both
+    dora.weight = nn.Parameter(dora.get_weight_norm(weight, product, lora.scaling[ADAPTER]).to(weight.dtype))
+
+
+def inject(model: nn.Module, section: LoraSection) -> Any:
+    """Let peft put its layers into `model` and freeze all others; return its LoraConfig, complete.
+
+    Raises ModelError, and RunError without peft.
+    """
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError:
+        reason, advice = "peft is not installed", "pip install 'deepspeed-megatron-toolkit[lora]'"
+        raise RunError(Refusal(field="model.lora", given=("model.lora",), reason=reason, remedy=(advice,))) from None
+    targets = section.targets
+    config = LoraConfig(
+        r=section.r,
+        lora_alpha=section.alpha,
+        lora_dropout=section.dropout,
+        target_modules=targets[0] if targets == (ALL_LINEAR,) else list(targets) or None,
+        use_rslora=section.rslora,
+        use_dora=section.dora,
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
+        task_type="CAUSAL_LM",
+    )
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of layers that are not linear, which is said below
+            inject_adapter_in_model(config, model, low_cpu_mem_usage=True)
+    except ValueError as error:
+        linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D))
+        kinds = sorted({name.rpartition(".")[2] for name in linear})
+        reason = f"peft finds no such linear layers in this model ({reason_of(error)})"
+        raise ModelError.of(_FIELD, list(targets), reason, f"choose among {', '.join(kinds)}") from error
+    return config
