@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from plain_fine_tuning import differences, save_base, train_from_nonzero, train_plainly
 
-from toolkit.config.recipe import Recipe
+from toolkit.config.recipe import ParallelSection, Recipe
 
 Ranks = Callable[..., list[Any]]
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -88,3 +88,47 @@ def test_adapters_train_what_peft_trains(
     assert min(plain.norms) > recipe.train.grad_clip
     assert not run.diverged
     assert all((run.parameters[name] == run.initial[name]).all() for name in run.parameters.keys() - plain.trained)
+
+
+DORA = ("reference", "z0", "z1", "z2", "ddp", "pp2", "z2-offload")
+
+
+@pytest.mark.parametrize(
+    ("layout", "family"),
+    [
+        pytest.param(layout, ("gpt2", "llama")[number % 2], marks=() if layout == "pp2" else pytest.mark.whole)
+        for number, layout in enumerate(DORA)
+    ],
+)
+def test_dora_trains_what_peft_trains(
+    make_recipe: Callable[..., Recipe], ranks: Ranks, tmp_path: Path, layout: str, family: str
+) -> None:
+    recipe = lora_recipe(make_recipe, tmp_path, family, layout, dora=True, rslora=True, alpha=4)
+    run = ranks(train_from_nonzero, world(layout), recipe, timeout_seconds=300)[0]
+    plain = train_plainly(recipe, run.initial)
+    assert any("magnitude" in name for name in plain.gradients)
+    found = differences(run, plain)
+    print("dora", layout, family, found)
+    assert max(found.values()) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("layout", "family"),
+    [
+        ("tp2", "gpt2"),
+        *(pytest.param(layout, "llama", marks=pytest.mark.whole) for layout in ("z1", "z3", "pp2", "tp2-pp2-dp2")),
+        *(pytest.param(layout, "qwen3", marks=pytest.mark.whole) for layout in ("z3-recompute", "tp4")),
+    ],
+)
+def test_every_layout_drops_the_same_inputs_of_adapters(
+    make_recipe: Callable[..., Recipe], ranks: Ranks, tmp_path: Path, layout: str, family: str
+) -> None:
+    """Micro-batches decide what is dropped, so they are equal; one process has the same seeds."""
+    recipe = lora_recipe(make_recipe, tmp_path, family, layout, dropout=0.3)
+    alone = recipe.changed({"train": {"engine": "reference"}}).model_copy(update={"parallel": ParallelSection()})
+    run = ranks(train_from_nonzero, world(layout), recipe, timeout_seconds=300)[0]
+    baseline = ranks(train_from_nonzero, 1, alone)[0]
+    plain = train_plainly(recipe, run.initial)
+    assert max(abs(a - b) for a, b in zip(run.curve.losses, plain.losses, strict=True)) > 1e-5  # something is dropped
+    assert run.curve.losses == pytest.approx(baseline.curve.losses, rel=1e-6)
+    assert run.curve.grad_norms == pytest.approx(baseline.curve.grad_norms, rel=1e-6)

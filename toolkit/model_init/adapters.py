@@ -103,7 +103,6 @@ def _set_magnitude(lora: Any) -> None:
     dora = lora.lora_magnitude_vector[ADAPTER]
     product = lora.lora_B[ADAPTER].weight.detach() @ lora.lora_A[ADAPTER].weight.detach()
     weight = lora.base_layer.weight.detach()
-    product = product.T if lora.fan_in_fan_out else product  # as `get_weight_norm` expects both
     dora.weight = nn.Parameter(dora.get_weight_norm(weight, product, lora.scaling[ADAPTER]).to(weight.dtype))
 
 
