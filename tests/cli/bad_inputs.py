@@ -514,6 +514,7 @@ CONFIGS = [
     Bad("schedule --pp 4096 --micro-batches 65536", "operations"),
     Bad("schedule --pp 4 --micro-batches 8 --backward 0", "is not in the range"),
     Bad("schedule --pp 4 --micro-batches 8 --comm nan", "not a finite number"),
+    Bad("schedule --pp 4 --micro-batches 8 --kind gpipe --blocking", "1f1b only"),
     Bad("schedule --pp 2 --micro-batches 8 --stage-times 1,nan", "numbers above 0"),
     Bad("schedule --pp 2 --micro-batches 8 --stage-times 1,0", "numbers above 0"),
     Bad("schedule --pp 2 --micro-batches 8 --stage-times ,", "numbers above 0"),

@@ -115,6 +115,7 @@ def test_stage_times_transfers_and_the_backward_pass_count(capsys: pytest.Captur
     assert makespan("--backward", "3") == pytest.approx(4 * 4)
     assert makespan("--stage-times", "1,2") == pytest.approx(3 * 6 + 3)
     assert makespan("--comm", "0.25") == pytest.approx(13)  # there and back twice: what lies between hides the rest
+    assert makespan("--comm", "0.25", "--blocking") == pytest.approx(13.5)
     chunks = ["--kind", "zero-bubble", "--virtual-stages", "2", "--stage-times"]
     assert makespan(*chunks, "1,1,1,1") == makespan(*chunks, "1,1") < makespan(*chunks, "1,1,1,2")
     chunked = dstk(capsys, "--pp", "2", "--micro-batches", "4", "--kind", "interleaved", "--json")

@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 
 from toolkit.errors import LayoutError
+from toolkit.planner.blocking_transfers import instructions
 from toolkit.planner.schedules import KINDS, TRAINED, Kind, Operation, Schedule, schedule_of
 
 SIZES = [(1, 3), (2, 1), (2, 4), (3, 2), (3, 7), (4, 8), (5, 5), (8, 3), (8, 32)]
@@ -23,31 +24,35 @@ def schedules() -> Iterator[Schedule]:
                 yield schedule_of(kind, pp=pp, micro_batches=micro_batches, virtual_stages=chunks)
 
 
-def deepspeed_order(pp: int, micro_batches: int, stage: int) -> list[Operation]:
-    """The passes of the instruction stream that our engine gives DeepSpeed; buffers tell which micro-batch is meant."""
-    from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass
-
+def deepspeed_stream(pp: int, micro_batches: int, stage: int) -> list[tuple[str, int]]:
+    """The passes and transfers that our engine has DeepSpeed execute; buffers tell which micro-batch is meant."""
     from toolkit.parallel.pipeline.pipeline_module import StepWithoutUpdate
 
-    order: list[Operation] = []
+    names = {
+        "RecvActivation": "receive activation", "ForwardPass": "F", "SendActivation": "send activation",
+        "RecvGrad": "receive gradient", "BackwardPass": "D", "SendGrad": "send gradient",
+    }  # fmt: skip
+    stream: list[tuple[str, int]] = []
     held: dict[int, int] = {}
     begun = 0
     for tick in StepWithoutUpdate(micro_batches=micro_batches, stages=pp, stage_id=stage).steps():
         for instruction in tick:
-            if isinstance(instruction, ForwardPass):
+            name = names.get(type(instruction).__name__)
+            if name == ("receive activation" if stage else "F"):
                 held[instruction.buffer_id] = begun
-                order.append(("F", stage, begun))
                 begun += 1
-            elif isinstance(instruction, BackwardPass):
-                order.append(("D", stage, held.pop(instruction.buffer_id)))
-    assert not held
-    return order
+            if name is not None:
+                stream.append((name, held[instruction.buffer_id]))
+    return stream
 
 
 @pytest.mark.parametrize(("pp", "micro_batches"), SIZES)
-def test_1f1b_is_the_order_that_deepspeed_executes_on_every_stage(pp: int, micro_batches: int) -> None:
-    ours = schedule_of("1f1b", pp=pp, micro_batches=micro_batches).orders
-    assert [list(order) for order in ours] == [deepspeed_order(pp, micro_batches, stage) for stage in range(pp)]
+def test_1f1b_is_the_instruction_stream_that_deepspeed_executes_on_every_stage(pp: int, micro_batches: int) -> None:
+    ours = schedule_of("1f1b", pp=pp, micro_batches=micro_batches)
+    for stage in range(pp):
+        theirs = deepspeed_stream(pp, micro_batches, stage)
+        assert list(instructions(ours, stage)) == theirs
+        assert list(ours.orders[stage]) == [(name, stage, each) for name, each in theirs if name in ("F", "D")]
     assert frozenset({"1f1b"}) == TRAINED
 
 

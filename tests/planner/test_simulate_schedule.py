@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from toolkit.planner.blocking_transfers import simulate_blocking
 from toolkit.planner.schedules import Kind, schedule_of
 from toolkit.planner.simulate_schedule import ScheduleCosts, TimedOperation, Timeline, simulate
 
@@ -98,6 +99,25 @@ def test_a_slow_stage_sets_the_pace_of_all() -> None:
     assert found.makespan == 16
     assert found.busy == (6, 12)
     assert found.bubbles == (1 - 6 / 16, 1 - 12 / 16)
+
+
+def test_blocking_transfers_keep_both_ranks_from_computing() -> None:
+    """By hand: two transfers wait for each other between the last two passes of a rank."""
+    costs = ScheduleCosts(forward=[1, 1], backward=[1, 1], weight=[1, 1], transfer=[0.5])
+    found = simulate_blocking(schedule_of("1f1b", pp=2, micro_batches=2), costs)
+    assert found.starts == ([0, 1.5, 5.5, 9], [1.5, 2.5, 5.5, 6.5])
+    assert found.ends == ([1, 2.5, 7.5, 11], [2.5, 4.5, 6.5, 8.5])
+
+
+@pytest.mark.parametrize(("pp", "m"), [(1, 2), (3, 2), (4, 9), (8, 16)])
+def test_without_transfers_blocking_takes_as_long_and_with_them_longer(pp: int, m: int) -> None:
+    schedule = schedule_of("1f1b", pp=pp, micro_batches=m)
+    times = [1 + 0.3 * (stage % 3) for stage in range(pp)]
+    free, paid = (ScheduleCosts.relative(schedule, transfer=each, stage_times=times) for each in (0.0, 0.1))
+    assert simulate_blocking(schedule, free).makespan == pytest.approx(simulate(schedule, free).makespan)
+    # The first micro-batch goes down and up; of each other one, a rank waits for four transfers at most.
+    exposed = simulate_blocking(schedule, paid).makespan - simulate(schedule, free).makespan
+    assert 2 * (pp - 1) * 0.1 - 1e-9 <= exposed <= (2 * (pp - 1) + 4 * (m - 1)) * 0.1 + 1e-9
 
 
 def test_nothing_is_sent_where_both_stages_are_on_one_rank() -> None:

@@ -9,6 +9,7 @@ import click
 from toolkit.cli import FiniteRange
 from toolkit.errors import LayoutError, ReportError, spell_setting
 from toolkit.files import printable, reason_of
+from toolkit.planner.blocking_transfers import simulate_blocking
 from toolkit.planner.schedules import KINDS, TRAINED, Kind, Schedule, schedule_of
 from toolkit.planner.simulate_schedule import ScheduleCosts, Timeline, simulate
 
@@ -55,12 +56,13 @@ class Compared(NamedTuple):
     show_default=True,
     help="Time from one stage to the next, where a rank's forward pass takes 1.",
 )
+@click.option("--blocking", is_flag=True, help="Ranks wait for transfers, as in DeepSpeed's engine; for 1f1b.")
 @click.option("--stage-times", metavar="LIST", help="Relative times of ranks, or of all virtual stages: 1,1,1,1.3.")
 @click.option("--svg", metavar="FILE", help="Draw the timeline.")
 @click.option("--json", "as_json", is_flag=True, help="Every operation with its times, as JSON.")
 def command(
     pp: int, micro_batches: int, kind: str, virtual_stages: int | None, backward: float, comm: float,
-    stage_times: str | None, svg: str | None, as_json: bool,
+    blocking: bool, stage_times: str | None, svg: str | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Simulate a pipeline schedule: its timeline, its bubble, and the micro-batches that every rank holds in memory.
 
@@ -76,7 +78,10 @@ def command(
         raise ReportError.of("--svg", svg, "the picture is an SVG file", "name a file that ends in .svg")
     asked = _schedule(cast(Kind, kind), pp, micro_batches, virtual_stages)
     times = _stage_times(stage_times, asked)
-    found = _timeline(asked, backward, comm, times)
+    if blocking and kind != "1f1b":
+        given = (("--blocking", None), ("--kind", kind))
+        raise LayoutError.between(given, "the engine trains with 1f1b only", "leave --blocking out")
+    found = _timeline(asked, backward, comm, times, blocking=blocking)
     others = _comparison(found, backward, comm, times)
     if svg is not None:
         _draw(Path(svg), found)
@@ -127,9 +132,11 @@ def _stage_times(text: str | None, schedule: Schedule) -> "Sequence[float]":
     return times
 
 
-def _timeline(schedule: Schedule, backward: float, comm: float, times: "Sequence[float]") -> Timeline:
+def _timeline(
+    schedule: Schedule, backward: float, comm: float, times: "Sequence[float]", *, blocking: bool = False
+) -> Timeline:
     costs = ScheduleCosts.relative(schedule, backward=backward, transfer=comm, stage_times=times)
-    return simulate(schedule, costs)
+    return simulate_blocking(schedule, costs) if blocking else simulate(schedule, costs)
 
 
 def _comparison(found: Timeline, backward: float, comm: float, times: "Sequence[float]") -> list[Compared]:
