@@ -157,6 +157,21 @@ class TestATemplateThatRewritesEarlierTurns:
 REFUSED = {
     "mistral": ([*turns("hi"), *turns("hi", "ho")], "roles must alternate"),
     CHATML.partition("{% if add")[0]: (turns("hi", "ho"), "ignores add_generation_prompt"),
+    "{% for message in messages %}{{ '<|' + message.role + '|>' + message.content + '</s>' }}{% endfor %}"
+    "<|assistant|>": (
+        turns("hi", "ho"),
+        r"writes '<\|assistant\|>' after each turn",
+    ),
+    CHATML.replace("message.content", "message.content.split('</think>')[-1]"): (
+        turns("hi", "hm</think>ho"),
+        "leaves out the thought",
+    ),
+    CHATML.replace(
+        "'<|im_end|>\n' }}{% endfor", "('' if message.role == 'assistant' else '<|im_end|>\n') }}{% endfor"
+    ): (
+        turns("hi", "ho"),
+        "without a special token",
+    ),
     CHATML.replace("assistant\n' }}{% endif", "assistant\n<think>' }}{% endif"): (
         turns("hi", "ho"),
         "is not how it begins",

@@ -86,14 +86,23 @@ class ChatTemplate:
             raise _UnmaskedError("it renders a turn differently when others follow")
         if not answered.startswith(given):
             raise _UnmaskedError("its generation prompt is not how it begins a turn of the assistant")
-        answer = answered[len(given) :]
-        lead = answer[: max(0, answer.find((messages[number]["content"] or "").strip()))].strip()
-        if lead and given == before:
-            raise _UnmaskedError(f"it ignores add_generation_prompt and writes {lead!r} before an answer")
+        answer, content = answered[len(given) :], messages[number]["content"] or ""
+        if given == before:
+            self._check_ignored_prompt(before, answered, answer[: max(0, answer.find(content.strip()))].strip())
+        if "</think>" in content and "</think>" not in answer:
+            raise _UnmaskedError("it leaves out the thought of a turn")
         end = self._closed.search(answer)
         if end is None:
             raise _UnmaskedError("it ends a turn without a special token, so the model would not learn to stop")
         return len(given), len(given) + end.end()
+
+    def _check_ignored_prompt(self, before: str, answered: str, lead: str) -> None:
+        """Raise _UnmaskedError for a template without generation prompt that has something like one in its turns."""
+        if lead:
+            raise _UnmaskedError(f"it ignores add_generation_prompt and writes {lead!r} before an answer")
+        closing = self._closed.search(before)
+        if closing and answered.endswith(after := before[closing.start() :]):
+            raise _UnmaskedError(f"it ignores add_generation_prompt and writes {after.strip()!r} after each turn")
 
     def _check_tool_calls(self, messages: list[Any], tools: Any, text: str) -> None:
         """Raise _UnmaskedError for a call that the template leaves out: the model would learn to answer nothing."""
