@@ -37,7 +37,7 @@ from toolkit.checkpoint.names import hash_file
 from toolkit.config.job import Job
 from toolkit.config.recipe import Recipe
 from toolkit.data.samples.loader import MicroBatchLoader
-from toolkit.data.tokens.token_cache import prepare
+from toolkit.data.tokens.corpora import prepare_all
 from toolkit.engines.base import Engine
 from toolkit.engines.factory import create_engine
 from toolkit.files import sync
@@ -124,7 +124,7 @@ def small(folder: Path, layers: int, hidden: int) -> Recipe:
 def build(recipe: Recipe, **settings: Any) -> tuple[Engine, Checkpointer]:
     """An engine that has taken a step: its optimizer has states."""
     job = Job.of(recipe, dist.get_world_size())
-    corpus = prepare(recipe.data, progress=False)
+    corpus = prepare_all(recipe.data, progress=False)
     config = deepspeed_config(job, check_model(recipe, CPU), CPU)
     engine = create_engine(job, CPU, (config or {}) | settings, eos_id=corpus.eos_id)
     loader = MicroBatchLoader.open(job, corpus, rank=dist.get_rank())

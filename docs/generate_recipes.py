@@ -36,12 +36,13 @@ def tables() -> str:
 def _sections(path: Path) -> list[str]:
     """The table of a section, and those of the sections inside it."""
     schema, names = lookup(path) or {}, fields(path)
-    needed = path[-1] in (lookup(path[:-1]) or {}).get("required", [])
+    needed = path[-1] in (lookup(path[:-1]) or {}).get("required", []) or path[-1] == 0
     optional = "" if needed else " This section is optional."
     rows = [_row((*path, name)) for name in names]
-    own = "\n".join([f"### {dotted(path)}", "", f"{_one_line(schema['description'])}{optional}", "", _HEAD, *rows])
-    inner = [name for name in names if is_section(lookup((*path, name)) or {})]
-    return [own, *(part for name in inner for part in _sections((*path, name)))]
+    title = dotted(path).removesuffix("[0]")
+    own = "\n".join([f"### {title}", "", f"{_one_line(schema['description'])}{optional}", "", _HEAD, *rows])
+    below = [place for name in names for place in ((*path, name), (*path, name, 0))]  # 0: an entry of a list
+    return [own, *(part for place in below if is_section(lookup(place) or {}) for part in _sections(place))]
 
 
 def _row(path: Path) -> str:

@@ -16,6 +16,7 @@ from toolkit.config.recipe import Recipe
 from toolkit.config.recipe_schema import flat_fields, upgrade_recipe
 from toolkit.errors import CheckpointError, LayoutError, spell_setting
 from toolkit.files import first_problem
+from toolkit.units import plural
 
 _MATHEMATICS = (
     *("model.overrides", "model.lora", "model.freeze", "model.train_only"),
@@ -23,7 +24,7 @@ _MATHEMATICS = (
 )
 """Fields that determine which samples come next and what the optimizer states mean."""
 _BASE = ("model.name_or_path", "model.init")
-_MAY_DIFFER = ("data.workers", "data.cache_dir", "data.eval_fraction")
+_MAY_DIFFER = ("data.workers", "data.cache_dir", "data.eval_fraction", "data.validation")
 _MAY_CHANGE = ("optimizer.", "schedule.", "train.")
 _OLD_KEYS = {"micro_size": "micro_batch_size", "left_out": "skipped_batches"}
 """Keys as older versions wrote them."""
@@ -108,14 +109,26 @@ class TrainerState:
 
 def changed_fields(recipe: Recipe, trained: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
     """How a recipe differs from one that was trained: fields that the mathematics depend on, with both values."""
-    own, other = flat_fields(recipe.model_dump(mode="json")), flat_fields(trained)
+    own, other = _flat(recipe.model_dump(mode="json")), _flat(trained)
     # A checkpoint of adapters does not hold the weights beside them.
     fields = (*_MATHEMATICS, *(_BASE if recipe.model.lora is not None else ()))
+    if any(source.budget for source in recipe.data.sources or ()):
+        fields = (*fields, "train.steps")  # epochs and tokens of a source become shares of the run's samples
     return [
         (key, own.get(key), other.get(key))
         for key in sorted(own.keys() | other.keys())
         if key.startswith(fields) and key not in _MAY_DIFFER and own.get(key) != other.get(key)
     ]
+
+
+def _flat(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a recipe, also those of each source but its name, which only metrics have."""
+    flat = flat_fields(recipe)
+    if sources := flat.pop("data.sources", None):
+        flat["data.source"] = plural(len(sources), "source")
+    for index, source in enumerate(sources or ()):
+        flat |= {f"data.sources[{index}].{key}": value for key, value in source.items() if key != "name"}
+    return flat
 
 
 def short(layout: str) -> str:

@@ -19,7 +19,7 @@ from toolkit.config.gallery import find_recipe
 from toolkit.config.layouts import ListedLayout
 from toolkit.config.recipe import Recipe, Section
 from toolkit.config.recipe_schema import allowed, flat_fields, is_section, lookup, upgrade_recipe
-from toolkit.config.source_text import Path, dotted, quote
+from toolkit.config.source_text import Path, dotted, quote, undotted
 from toolkit.config.strict_yaml import WrittenValue, parse, resolve
 from toolkit.errors import LayoutError, RecipeError, Refusal, nearest
 from toolkit.files import open_regular, printable, reason_of
@@ -58,8 +58,7 @@ def load_recipe(
     recipe = draft.decode() if draft.complete else None
     refusals = rules.recipe_conflicts(recipe, world_size) if recipe is not None and not draft.problems else []
     for refusal in refusals:
-        place = tuple(filter(None, refusal.field.split(".")))
-        draft.refuse(place, refusal, str(draft.with_unset(refusal, world_size)))
+        draft.refuse(undotted(refusal.field), refusal, str(draft.with_unset(refusal, world_size)))
     if recipe is None or draft.problems:
         raise RecipeError(draft.lines(), draft.refusals)
     return recipe

@@ -133,9 +133,9 @@ def _coerced(path: Path, value: Any) -> Any:
     """What pydantic makes of a value of another type that is within the bounds of a field; None where nothing."""
     section, *names = map(str, path)
     declared: Any = Recipe.model_fields[section]
-    for name in names:
-        declared = getattr(declared.annotation, "model_fields", {}).get(name)
     try:
+        for name in names:
+            declared = getattr(declared.annotation, "model_fields", {}).get(name)
         adapter = TypeAdapter(Annotated[declared.annotation, declared], config=ConfigDict(allow_inf_nan=False))
         return adapter.validate_python(value)
     except (AttributeError, ValidationError):  # an item of a list is no field

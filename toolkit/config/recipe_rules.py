@@ -9,8 +9,9 @@ from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from toolkit.config.megatron_prefix import megatron_prefix
+from toolkit.config.mixture_rules import idle_data_fields, mixture_conflicts, of_all_texts, of_each_text
 from toolkit.config.parallel_rules import model_conflicts, setting_conflicts
-from toolkit.config.recipe import Recipe
+from toolkit.config.recipe import DataSection, Recipe
 from toolkit.config.trained_parameters import trained_parameter_conflicts
 from toolkit.errors import Refusal, Setting, ToolkitError
 from toolkit.models.override_fields import unknown_overrides
@@ -84,10 +85,12 @@ def recipe_conflicts(recipe: Recipe, world_size: int | None = None) -> list[Refu
         *_without_effect(recipe),
         *_schedule(recipe),
         *_validation_and_rollback(recipe),
-        *_fine_tuning(recipe),
-        *_document_ends(recipe),
+        *mixture_conflicts(recipe),
+        *of_each_text(recipe, _fine_tuning),
+        *of_all_texts(recipe, _document_ends),
         *trained_parameter_conflicts(recipe),
         *_tokenizer(recipe),
+        *of_each_text(recipe, _markov),
         *_model(recipe, model),
         *islice(unknown_overrides(model.config or {}, recipe.model.overrides), _MOST_OVERRIDES),
         *_shape(recipe, model.shape),
@@ -96,8 +99,14 @@ def recipe_conflicts(recipe: Recipe, world_size: int | None = None) -> list[Refu
 
 def _impossible_names(recipe: Recipe) -> Iterator[Refusal]:
     """Names that no file can have, before anything looks for one."""
-    for field in (_MODEL, _TOKENIZER, "data.source", "data.cache_dir", "run_dir"):
-        name = recipe.value_of(field) or ""
+    fields = {
+        field: recipe.value_of(field) for field in (_MODEL, _TOKENIZER, "data.source", "data.cache_dir", "run_dir")
+    }
+    for kind, texts in (("sources", recipe.data.sources), ("validation", recipe.data.validation)):
+        fields |= {f"data.{kind}[{index}].path": text.path for index, text in enumerate(texts or ())}
+        fields |= {f"data.{kind}[{index}].name": text.name for index, text in enumerate(texts or ())}
+    for field, value in fields.items():
+        name = value or ""
         path, reason = os.path.expanduser(name), ""
         try:
             os.lstat(path)
@@ -108,7 +117,7 @@ def _impossible_names(recipe: Recipe) -> Iterator[Refusal]:
         elif path.startswith("~"):
             reason = "there is no such user"
         if reason:
-            yield recipe.conflict(field, reason=reason, remedy=("write another name",))
+            yield Refusal.of(field, name, reason, "write another name")
 
 
 def _precision(recipe: Recipe) -> Iterator[Refusal]:
@@ -137,7 +146,7 @@ def _schedule(recipe: Recipe) -> Iterator[Refusal]:
 
 
 def _validation_and_rollback(recipe: Recipe) -> Iterator[Refusal]:
-    if recipe.train.eval_every and not recipe.data.eval_fraction:
+    if recipe.train.eval_every and not recipe.data.eval_fraction and not recipe.data.validation:
         fields, reason = ("train.eval_every", "data.eval_fraction"), "no text is held out for the validation"
         yield recipe.conflict(*fields, reason=reason, remedy=((fields[1], 0.01), (fields[0], 0)))
     if recipe.checkpoint.every:
@@ -190,12 +199,16 @@ def _document_ends(recipe: Recipe) -> Iterator[Refusal]:
             yield recipe.conflict(*names, reason=reason, remedy=("remove it",))
 
 
-def _tokenizer(recipe: Recipe) -> Iterator[Refusal]:
-    name, own = recipe.data.tokenizer, recipe.model.name_or_path
+def _markov(recipe: Recipe) -> Iterator[Refusal]:
+    name = recipe.data.tokenizer
     if recipe.data.source == "markov" and re.fullmatch(r"bpe-\d+", name) and name != _BYTES:
         # The entropy rate of a Markov chain is known for its letters, not for what a BPE would merge them into.
         reason = "a token must be one letter, or the entropy rate of the tokens is not known"
         yield recipe.conflict(_TOKENIZER, "data.source", reason=reason, remedy=((_TOKENIZER, _BYTES),))
+
+
+def _tokenizer(recipe: Recipe) -> Iterator[Refusal]:
+    name, own = recipe.data.tokenizer, recipe.model.name_or_path
     if recipe.model.init == "pretrained" and name.startswith("bpe-"):
         reason = "the weights were trained with the ids of another tokenizer"
         remedy = ((_TOKENIZER, f"that of the model, for instance {own}"),)
@@ -281,24 +294,29 @@ def _without_effect(recipe: Recipe) -> Iterator[Refusal]:
                 users = ["constant_with_warmup"] if field == "warmup_steps" else users
                 chosen = f"{section}.name"
                 yield from unused(f"{section}.{field}", chosen, remedy=(chosen, " or ".join(users)))
-    for field in _ignored_by_source(recipe.data.source):
-        yield from unused(f"data.{field}", "data.source", remedy=_RECORDS_NEEDED[field])
-    if recipe.data.packing == "padded":
-        yield from unused("data.document_masking", "data.packing", remedy=("data.packing", "packed"))
-    if recipe.data.format == "text":
-        yield from unused(
-            "data.overlong", "data.format", remedy=("data.format", "chat, prompt_completion or pretokenized")
-        )
-    if recipe.data.format != "chat":
-        yield from unused("data.train_on", "data.format", remedy=("data.format", "chat"))
-    if recipe.data.format != "text" and "text_field" not in _ignored_by_source(recipe.data.source):
-        yield from unused("data.text_field", "data.format", remedy=("data.format", "text"))
+    yield from idle_data_fields(recipe, _idle)
     for field, switch in _SWITCHES.items():
         if not recipe.value_of(switch):
             yield from unused(field, switch, remedy=(switch, "1 or more"))
     if recipe.train.on_nonfinite == "stop" and not recipe.train.spike_sigmas:
         because = ("train.on_nonfinite", "train.spike_sigmas")
         yield from unused("train.max_incidents", *because, remedy=("train.on_nonfinite", "skip or rollback"))
+
+
+def _idle(data: DataSection) -> Iterator[tuple[str, Setting, Setting | str]]:
+    """The fields of `data` that do nothing for a text, each with why, and a remedy."""
+    source = ("data.source", data.source)
+    ignored = _ignored_by_source(data.source)
+    for field in ignored:
+        yield field, source, _RECORDS_NEEDED[field]
+    if data.packing == "padded":
+        yield "document_masking", ("data.packing", data.packing), ("data.packing", "packed")
+    if data.format == "text":
+        yield "overlong", ("data.format", data.format), ("data.format", "chat, prompt_completion or pretokenized")
+    if data.format != "chat":
+        yield "train_on", ("data.format", data.format), ("data.format", "chat")
+    if data.format != "text" and "text_field" not in ignored:
+        yield "text_field", ("data.format", data.format), ("data.format", "text")
 
 
 def _ignored_by_source(source: str) -> tuple[str, ...]:

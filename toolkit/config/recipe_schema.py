@@ -47,16 +47,19 @@ def recipe_json_schema() -> Schema:
 
 def _descriptions() -> dict[str, dict[str, str]]:
     """The docstring of every field, by class: pydantic would parse the source whenever a recipe is imported."""
-    return {
-        node.name: {
+    found: dict[str, dict[str, str]] = {}
+    for node in ast.parse(inspect.getsource(recipe)).body:
+        if not isinstance(node, ast.ClassDef):
+            continue
+        inherited = [found.get(base.id, {}) for base in node.bases if isinstance(base, ast.Name)]
+        own = {
             field.target.id: " ".join(text.value.value.split())
             for field, text in pairwise(node.body)
             if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
             if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)
         }
-        for node in ast.parse(inspect.getsource(recipe)).body
-        if isinstance(node, ast.ClassDef)
-    }
+        found[node.name] = {name: text for one in (*inherited, own) for name, text in one.items()}
+    return found
 
 
 def lookup(path: Path) -> Schema | None:
@@ -108,7 +111,8 @@ def allowed(schema: Schema) -> str:
         items = schema.get("prefixItems")
         if items:
             return f"a list of {len(items)} {allowed(_plain(items[0])).removeprefix('a ').replace('number', 'numbers')}"
-        return f"a list of {_plain(schema['items']).get('type', 'value')}s"
+        items = _plain(schema["items"])
+        return f"a list of {'section' if is_section(items) else items.get('type', 'value')}s"
     if kind == "object":
         return "a section with fields" if is_section(schema) else "a mapping"
     text = "a string that is not empty" if schema.get("minLength") else "a string"

@@ -38,6 +38,12 @@ def dotted(path: Path) -> str:
     return text or "the value"
 
 
+def undotted(field: str) -> Path:
+    """'data.sources[1].path' -> ('data', 'sources', 1, 'path')."""
+    names = re.sub(r"\[(\d+)\]", r".\1", field).split(".")
+    return tuple(int(name) if name.isdigit() else name for name in names if name)
+
+
 def shorten(text: str, limit: int = 40) -> str:
     """At most `limit` characters, with … for the middle."""
     return text if len(text) <= limit else f"{text[: limit - 15]}…{text[-10:]}"

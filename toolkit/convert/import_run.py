@@ -18,7 +18,7 @@ from toolkit.convert.deepspeed_checkpoint import DeepSpeedCheckpoint, find_tag, 
 from toolkit.convert.deepspeed_partitions import MASTER
 from toolkit.convert.import_weights import Imported, check_fits, tensor_group
 from toolkit.data.samples.loader import MicroBatchLoader
-from toolkit.data.tokens.token_cache import TokenCorpus, prepare
+from toolkit.data.tokens.corpora import Corpora, prepare_all
 from toolkit.engines.optimizer import learning_rate
 from toolkit.engines.optimizer_states import state_kinds
 from toolkit.files import printable
@@ -41,7 +41,7 @@ def import_run(source: Path, destination: Path, recipe: Recipe) -> Imported:
     check_fits(found, config)
     kinds = state_kinds(recipe.optimizer.name, recipe.optimizer.momentum)
     _check_states(found, kinds, recipe)
-    corpus = prepare(recipe.data, progress=False)
+    corpus = prepare_all(recipe.data, progress=False)
     check_vocabulary(recipe, config, corpus)
     state = _state(found, kinds, recipe, corpus)
     state.check(recipe, corpus.contents, path=printable(source))
@@ -84,7 +84,7 @@ def _check_states(found: DeepSpeedCheckpoint, kinds: tuple[str, ...], recipe: Re
         )
 
 
-def _state(found: DeepSpeedCheckpoint, kinds: tuple[str, ...], recipe: Recipe, corpus: TokenCorpus) -> TrainerState:
+def _state(found: DeepSpeedCheckpoint, kinds: tuple[str, ...], recipe: Recipe, corpus: Corpora) -> TrainerState:
     """The state as if the recipe had trained so far: its samples and learning rate continue after this step."""
     size = recipe.batch.global_batch_size
     batch = Batch(global_batch_size=size, micro_batch_size=size, dp=1)

@@ -32,6 +32,7 @@ class AccelerateEngine(DataParallelEngine):
         self.device = device
         self.dropout = DropoutStream(model, device)
         self.dp = job.layout.dp
+        self.sources = len(recipe.data.labels)
         self.accumulation = job.batch.accumulation
         self.grad_clip = recipe.train.grad_clip
         sharded = recipe.train.engine == "fsdp"

@@ -4,7 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from toolkit.model_init.model_modules import persistent_buffers
 from toolkit.model_init.model_partition import ModelPartition
 from toolkit.parallel.adapter_names import holds_adapters, saved_name
 from toolkit.parallel.gather import Names, Opened, gather_parameters, open_local
-from toolkit.parallel.loss import IGNORE, token_loss_sum
+from toolkit.parallel.loss import IGNORE, sample_loss_sums, token_loss_sum
 from toolkit.parallel.shard import FullTensor, shard_of
 from toolkit.phases import PhaseReporter, ignore_phase
 from toolkit.units import some
@@ -31,12 +31,14 @@ from toolkit.units import some
 class StepResult:
     """The token-weighted loss of one global batch (nats) and the norm of its gradient.
 
-    `skipped`: an fp16 step that overflowed; the loss scale was lowered and no weight changed.
+    `skipped`: an fp16 step that overflowed; the loss scale was lowered and no weight changed. `source_losses`: the sum
+    of the token losses of each source of a mixture.
     """
 
     loss: float
     grad_norm: float
     skipped: bool = False
+    source_losses: tuple[float, ...] = ()
 
 
 class Engine(ABC):
@@ -44,6 +46,8 @@ class Engine(ABC):
 
     model: PreTrainedModel
     device: torch.device
+    sources: int = 0
+    """Sources of a mixture, whose losses are summed apart; 0 for a single source."""
     optimizer: Any
     partition: ModelPartition | None = None
     """The part of the model on this rank; None where that is the full model."""
@@ -233,6 +237,18 @@ class FullForwardEngine(Engine):
         """Sum the token losses of one micro-batch."""
         return token_loss_sum(logits, labels)
 
+    def _sample_losses(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Sum the token losses of each sample of one micro-batch, [b]."""
+        return sample_loss_sums(logits, labels)
+
+    def _training_loss(self, batch: MicroBatch, source_losses: torch.Tensor) -> torch.Tensor:
+        """Run the forward pass; return the sum of the token losses, and add those of each source to `source_losses`."""
+        if batch.sources is None:
+            return self._loss_sum(self._logits(batch), batch.labels)
+        losses = self._sample_losses(self._logits(batch), batch.labels)
+        add_by_source(source_losses, losses, batch.sources)
+        return losses.sum()
+
     def _sum_over_replicas(self, values: torch.Tensor) -> None:
         """Sum over the data-parallel ranks, in place."""
         if dist.is_initialized() and dist.get_world_size() > 1:
@@ -252,7 +268,8 @@ class DataParallelEngine(FullForwardEngine, DistributedEngine):
     def train_step(
         self, micro_batches: Iterable[MicroBatch], *, target_tokens: int, learning_rate: float
     ) -> StepResult:
-        loss_sum = torch.zeros(1, dtype=torch.float64, device=self.device)
+        # Of all samples, then of those of each source.
+        loss_sums = torch.zeros(1 + self.sources, dtype=torch.float64, device=self.device)
         # The engine averages over dp ranks and we sum over micro-batches: this factor turns both into
         # sum of token losses / target tokens of the global batch.
         scale = self.dp / target_tokens
@@ -260,14 +277,16 @@ class DataParallelEngine(FullForwardEngine, DistributedEngine):
             batch = self._local_micro_batch(micro_batch).to(self.device)
             self.dropout.start(batch.dropout_seed)
             with self._accumulating(last=i == self.accumulation - 1):
-                micro_loss = self._loss_sum(self._logits(batch), batch.labels)
+                micro_loss = self._training_loss(batch, loss_sums[1:])
                 self.report_phase("backward")
                 self._backward(micro_loss * (scale * nan_unless_finite(micro_loss)))
-            loss_sum += micro_loss.detach()
+            loss_sums[:1] += micro_loss.detach()
         self.report_phase("update")
-        total = loss_sum.clone()
-        self._sum_over_replicas(total)
-        return self._finish_step(float(total) / target_tokens, loss_sum, learning_rate)
+        totals = loss_sums.clone()
+        self._sum_over_replicas(totals)
+        total, *source_losses = totals.tolist()
+        result = self._finish_step(total / target_tokens, loss_sums[:1], learning_rate)
+        return replace(result, source_losses=tuple(source_losses))
 
     def _accumulating(self, *, last: bool) -> AbstractContextManager[None]:
         """Return a context for forward and backward of one micro-batch; the `last` of a step synchronizes gradients."""
@@ -276,6 +295,11 @@ class DataParallelEngine(FullForwardEngine, DistributedEngine):
     @abstractmethod
     def _backward(self, loss: torch.Tensor) -> None:
         """Accumulate gradients of a scaled micro-batch loss."""
+
+
+def add_by_source(source_losses: torch.Tensor, losses: torch.Tensor, sources: torch.Tensor) -> None:
+    """Add the losses of samples [b] to those of their sources, in place."""
+    source_losses.index_add_(0, sources, losses.detach().to(source_losses.dtype))
 
 
 def nan_unless_finite(loss: torch.Tensor) -> torch.Tensor:

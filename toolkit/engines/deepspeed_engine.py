@@ -106,6 +106,7 @@ class DeepSpeedEngine(DeepSpeedBase, DataParallelEngine):
         sequence_group = partition.groups.tensor if partition is not None and job.layout.sequence_parallel else None
         self.dropout = DropoutStream(model, device, sequence_group=sequence_group)
         self.dp = job.layout.dp
+        self.sources = len(job.recipe.data.labels)
         self.accumulation = job.batch.accumulation
         self.grad_clip = job.recipe.train.grad_clip
         self._fp16 = job.recipe.precision == "fp16"
@@ -166,6 +167,12 @@ class DeepSpeedEngine(DeepSpeedBase, DataParallelEngine):
     @override
     def _loss_sum(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return super()._loss_sum(logits, labels) if self.partition is None else self.partition.loss_sum(logits, labels)
+
+    @override
+    def _sample_losses(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        if self.partition is None:
+            return super()._sample_losses(logits, labels)
+        return self.partition.loss_sum(logits, labels, by_sample=True)
 
     @override
     def _sum_over_replicas(self, values: torch.Tensor) -> None:

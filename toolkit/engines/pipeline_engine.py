@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -14,7 +15,7 @@ from typing_extensions import override
 
 from toolkit.config.job import Job
 from toolkit.data.samples.micro_batch import MicroBatch
-from toolkit.engines.base import StepResult, gradient_error, nan_unless_finite
+from toolkit.engines.base import StepResult, add_by_source, gradient_error, nan_unless_finite
 from toolkit.engines.deepspeed_engine import DeepSpeedBase, model_dtype
 from toolkit.engines.deepspeed_patches import equalize_norm_calls, quiet_stdout
 from toolkit.engines.dropout import DropoutStream
@@ -45,8 +46,11 @@ class PipelineEngine(DeepSpeedBase):
         )
         self.stage_layers = tuple(stop - start for start, stop in pairwise(partition.bounds))
         self._scale = 0.0
-        self._totals = torch.zeros(2, dtype=torch.float64, device=device)
+        self.sources = len(job.recipe.data.labels)
+        # Losses, targets, and the losses of each source.
+        self._totals = torch.zeros(2 + self.sources, dtype=torch.float64, device=device)
         self._seeds: Iterator[int] = iter(())
+        self._sources: Iterator[torch.Tensor | None] = iter(())
         partition.stage.register_forward_pre_hook(lambda *_: self._begin_forward())
         deepspeed.init_distributed()  # PipelineModule reads the ranks before `initialize` sets them
         with quiet_stdout(unless=job.recipe.log.level == "debug"):
@@ -67,7 +71,8 @@ class PipelineEngine(DeepSpeedBase):
         self.report_phase("update")
         local = self._totals[0].clone()
         self._sum_over_ranks()
-        return self._finish_step(float(self._totals[0]) / target_tokens, local, learning_rate)
+        result = self._finish_step(float(self._totals[0]) / target_tokens, local, learning_rate)
+        return replace(result, source_losses=tuple(self._totals[2:].tolist()))
 
     @override
     def evaluate(self, micro_batches: Iterable[MicroBatch]) -> float:
@@ -88,6 +93,7 @@ class PipelineEngine(DeepSpeedBase):
         engine = self.engine
         self._totals.zero_()
         self._seeds = iter([micro_batch.dropout_seed for micro_batch in micro_batches])
+        self._sources = iter([micro_batch.sources for micro_batch in micro_batches])
         engine.set_dataiterator(_tensors(micro_batch, self.device) for micro_batch in micro_batches)
         engine.total_loss = None
         engine._compute_loss = True
@@ -101,7 +107,13 @@ class PipelineEngine(DeepSpeedBase):
             self.report_phase("forward")  # of the whole pipeline: which pass a stage is in differs
 
     def _loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        loss = self.partition.loss_sum(logits, labels)
+        sources = next(self._sources)  # the last stage takes the micro-batches in their order
+        if sources is None:
+            loss = self.partition.loss_sum(logits, labels)
+        else:
+            losses = self.partition.loss_sum(logits, labels, by_sample=True)
+            add_by_source(self._totals[2:], losses, sources.to(self.device))
+            loss = losses.sum()
         self._totals[0] += loss.detach()
         self._totals[1] += (labels != IGNORE).sum()
         return loss * (self._scale * nan_unless_finite(loss))

@@ -18,7 +18,6 @@ from toolkit.engines.gradient_norm import clip_gradients
 from toolkit.engines.optimizer import parameter_groups, torch_optimizer
 from toolkit.engines.optimizer_states import PlainStates, state_kinds
 from toolkit.errors import NonFiniteError
-from toolkit.parallel.loss import token_loss_sum
 
 
 class ReferenceEngine(FullForwardEngine):
@@ -28,6 +27,7 @@ class ReferenceEngine(FullForwardEngine):
         recipe = job.recipe
         self.model = model.to(device).train()
         self.device = device
+        self.sources = len(recipe.data.labels)
         self.dropout = DropoutStream(model, device)
         self.optimizer = torch_optimizer(recipe.optimizer, parameter_groups(model, recipe.optimizer.weight_decay))
         self.states = PlainStates(self.optimizer, state_kinds(recipe.optimizer.name, recipe.optimizer.momentum))
@@ -38,10 +38,11 @@ class ReferenceEngine(FullForwardEngine):
         self, micro_batches: Iterable[MicroBatch], *, target_tokens: int, learning_rate: float
     ) -> StepResult:
         loss_sum = 0.0
+        source_losses = torch.zeros(self.sources, dtype=torch.float64, device=self.device)
         for micro_batch in micro_batches:
             batch = micro_batch.to(self.device)
             self.dropout.start(batch.dropout_seed)
-            micro_loss = token_loss_sum(self._logits(batch), batch.labels)
+            micro_loss = self._training_loss(batch, source_losses)
             self.report_phase("backward")
             (micro_loss / target_tokens).backward()  # type: ignore[no-untyped-call]
             loss_sum += micro_loss.item()
@@ -60,7 +61,7 @@ class ReferenceEngine(FullForwardEngine):
 
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return StepResult(loss=loss, grad_norm=norm)
+        return StepResult(loss=loss, grad_norm=norm, source_losses=tuple(source_losses.tolist()))
 
     @override
     def _logits(self, batch: MicroBatch) -> torch.Tensor:

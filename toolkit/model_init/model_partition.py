@@ -16,7 +16,7 @@ from toolkit.estimate.stage_bounds import GPU_FLOPS_PER_BYTE, balance
 from toolkit.model_init.model_modules import Materializer, OnLayer, outside_layers, persistent_buffers
 from toolkit.parallel.gather import Names
 from toolkit.parallel.groups import ParallelGroups
-from toolkit.parallel.loss import IGNORE, token_loss_sum
+from toolkit.parallel.loss import IGNORE, sample_loss_sums, token_loss_sum
 from toolkit.parallel.model_structure import ModelStructure, analyze_model
 from toolkit.parallel.pipeline.balance import CPU_FLOPS_PER_BYTE, count_costs
 from toolkit.parallel.pipeline.stage import PipelineStage
@@ -127,12 +127,15 @@ class ModelPartition:
         fill(model)
         mark_replicated(model, self.structure.tied)
 
-    def loss_sum(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Sum the token losses, given this rank's logits [b, s, v/tp]. The same on every tensor-parallel rank."""
+    def loss_sum(self, logits: torch.Tensor, labels: torch.Tensor, *, by_sample: bool = False) -> torch.Tensor:
+        """Sum the token losses, of all or of each sample, given this rank's logits [b, s, v/tp]. The same on every
+        tensor-parallel rank.
+        """
         if self._parallelizer is None:
-            return token_loss_sum(logits, labels)
-        shard = VocabularyShard.of(self.vocabulary, self.groups.tensor)
-        return vocab_parallel_token_loss_sum(logits, labels, shard, self.groups.tensor, ignore=IGNORE)
+            return sample_loss_sums(logits, labels) if by_sample else token_loss_sum(logits, labels)
+        group = self.groups.tensor
+        shard = VocabularyShard.of(self.vocabulary, group)
+        return vocab_parallel_token_loss_sum(logits, labels, shard, group, ignore=IGNORE, by_sample=by_sample)
 
     def counts(self, parameter: nn.Parameter) -> bool:
         """Whether this rank counts `parameter` in sums over all parameters: exactly one rank does."""

@@ -18,7 +18,7 @@ from toolkit.checkpoint.tensor_source import ShardedTensorSource
 from toolkit.checkpoint.trainer_state import TrainerState
 from toolkit.config.job import Job
 from toolkit.config.recipe import Recipe
-from toolkit.data.tokens.token_cache import TokenCorpus
+from toolkit.data.tokens.corpora import Corpora
 from toolkit.engines.base import Engine
 from toolkit.engines.local_tensors import local_tensors
 from toolkit.engines.optimizer_states import MASTER
@@ -58,7 +58,7 @@ class Checkpointer:
     job: Job
     engine: Engine
     tokenizer: PreTrainedTokenizerBase
-    corpus: TokenCorpus
+    corpus: Corpora
     check_lock: Callable[[], None] = lambda: None
     """As in CheckpointContents."""
     _saver: AsyncSaver = field(default_factory=AsyncSaver, init=False)

@@ -6,6 +6,7 @@ from typing_extensions import override
 from toolkit import hardware
 from toolkit.config.job import Job
 from toolkit.config.recipe import Recipe
+from toolkit.data.samples.describe import describe_data
 from toolkit.estimate.flops import mfu
 from toolkit.training.callback import Callback
 from toolkit.training.loop import TrainingRun
@@ -44,30 +45,33 @@ def _banner(run: TrainingRun) -> list[tuple[str, str]]:
     recipe, layout, batch, corpus = run.recipe, run.job.layout, run.job.batch, run.corpus
     device = run.engine.device
     per_step = format_count(batch.global_batch_size * recipe.data.seq_len)
-    epochs = recipe.train.steps * batch.global_batch_size / len(run.loader.train)
-    padded = " with padding" if recipe.data.packing == "padded" or corpus.trained_tokens is not None else ""
+    padded = " with padding" if recipe.data.packing == "padded" or corpus.leaves_tokens_out else ""
     place = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     engine = f"DeepSpeed ZeRO-{layout.zero_stage}" if recipe.train.engine == "deepspeed" else recipe.train.engine
     devices = {"optimizer": layout.offload_optimizer, "parameters": layout.offload_params}
     offloaded = "".join(f", {what} on {where}" for what, where in devices.items() if where != "none")
     split = f"{batch.micro_batch_size} micro x {batch.accumulation} accumulation x {batch.dp} dp"
     size = format_count(run.engine.parameter_count())
-    tokens = f"{format_count(corpus.train_tokens)} tokens, {format_count(corpus.eval_tokens)} held out"
     stages = " + ".join(map(str, run.engine.stage_layers))
     rows = [
         ("model", f"{recipe.model.name_or_path}, {size} parameters, {recipe.model.init} weights"),
-        ("data", f"{recipe.data.source}, {tokens}"),
-        ("documents", corpus.ends),
-        ("samples", run.loader.train.summary()),
+        *describe_data(recipe, corpus, run.loader.train),
         ("ranks", f"{layout.world_size} on {place}, {run.job.strategy}"),
         ("layout", "".join(f"{name}: {text}" for name, text in recipe.layouts.items())),
         ("engine", f"{engine}, {recipe.precision}{offloaded}"),
         ("stages", f"{stages} layers" if stages else ""),
         ("batch", f"{batch.global_batch_size} = {split}"),
-        ("tokens", f"{per_step} a step{padded}, {recipe.train.steps} steps, {epochs:.2f} epochs"),
+        ("tokens", f"{per_step} a step{padded}, {recipe.train.steps} steps{_epochs(run)}"),
         ("run", str(run.directory.path) if run.directory else ""),
     ]
     return [(name, text) for name, text in rows if text]
+
+
+def _epochs(run: TrainingRun) -> str:
+    """Of a single source; those of a mixture differ."""
+    if run.recipe.data.sources is not None:
+        return ""
+    return f", {run.recipe.train.steps * run.job.batch.global_batch_size / len(run.loader.train):.2f} epochs"
 
 
 def _origin(run: TrainingRun, asked: str | None) -> list[tuple[str, str]]:
@@ -90,16 +94,22 @@ def show_summary(run: TrainingRun) -> None:
     rate = format_count(sum(metrics.tokens for metrics in history) / seconds)
     held_out = f", held-out {last.eval_loss:.4f}" if last.eval_loss is not None else ""
     peak = format_bytes(last.memory_bytes)
-    floor = run.corpus.loss_floor(run.recipe.data)
+    floor, entropy = run.corpus.loss_floor(run.recipe.data), run.corpus.unigram_entropy
     rows = [
         ("loss", f"{history[0].loss:.4f} -> {last.loss:.4f}{held_out}"),
-        ("entropy", f"{run.corpus.unigram_entropy:.4f}, the loss of a model that knows token frequencies only"),
+        ("sources", _by_name(last.source_loss)),
+        ("held out", _by_name(last.eval_losses)),
+        ("entropy", "" if entropy is None else f"{entropy:.4f}, the loss of a model that knows token frequencies only"),
         ("floor", "" if floor is None else f"{floor:.4f}, the entropy rate: the best loss on unseen text"),
         ("speed", f"{rate} tokens/s, {format_duration(seconds)} of training, peak memory {peak} on rank 0"),
         ("model", f"{path / 'model'}, which AutoModelForCausalLM.from_pretrained loads"),
         ("curve", f"{path / 'loss.png'}"),
     ]
     run.console.table([(name, text) for name, text in rows if text])
+
+
+def _by_name(losses: dict[str, float] | None) -> str:
+    return ", ".join(f"{name} {loss:.4f}" for name, loss in (losses or {}).items())
 
 
 def _peak_flops(recipe: Recipe, device: torch.device) -> float | None:

@@ -5,15 +5,16 @@ is done by callbacks (toolkit/training/callback.py).
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from toolkit.config.job import Job
 from toolkit.data.samples.fingerprint import BatchFingerprints
 from toolkit.data.samples.loader import MicroBatchLoader
 from toolkit.data.samples.micro_batch import MicroBatch
-from toolkit.data.tokens.token_cache import TokenCorpus
+from toolkit.data.tokens.corpora import Corpora
 from toolkit.engines.base import Engine, StepResult
 from toolkit.engines.optimizer import learning_rate
 from toolkit.errors import NonFiniteError, PreemptedError
@@ -46,7 +47,7 @@ class TrainingRun:
         job: Job,
         engine: Engine,
         loader: MicroBatchLoader,
-        corpus: TokenCorpus,
+        corpus: Corpora,
         callbacks: Iterable[Callback] = (),
         *,
         console: ProgressLine | None = None,
@@ -179,6 +180,7 @@ class TrainingRun:
         return next((action for action in actions if action is not None), None)
 
     def _finish_step(self, result: StepResult, tokens: int) -> None:
+        source_tokens = self.loader.source_tokens(self.step + self.skipped_batches)
         digest, self.is_stopping = self.fingerprints.last(self.engine.device, stop=bool(self._stop_cause))
         rate = self.learning_rate(self.step)
         self.step += 1
@@ -192,7 +194,8 @@ class TrainingRun:
             seconds=self._stopwatch.lap(),
             memory_bytes=peak_memory_bytes(self.engine.device),
             skipped=result.skipped,
-            eval_loss=self._evaluate(),
+            **self._evaluate(),
+            **_by_source(result, source_tokens),
             batch=digest,
         )
         self.history.append(metrics)
@@ -203,16 +206,27 @@ class TrainingRun:
             raise PreemptedError(f"stopped by {place}; {self.describe_saved()}.")
         self._stopwatch.lap()  # validation and checkpoints are not part of a step's time
 
-    def _evaluate(self) -> float | None:
-        every = self.recipe.train.eval_every
-        if not every or self.loader.validation is None:
-            return None
-        if self.step % every and self.step != self.recipe.train.steps:
-            return None
-        eval_loss = self.engine.evaluate(self.loader.validation_batches())
+    def _evaluate(self) -> dict[str, Any]:
+        """Validate where that is due: the loss of each set, and of all their targets together."""
+        every, sets = self.recipe.train.eval_every, self.loader.validation
+        if not every or not sets or (self.step % every and self.step != self.recipe.train.steps):
+            return {}
+        losses = {name: self.engine.evaluate(self.loader.validation_batches(name)) for name in sets}
+        tokens = {name: self.loader.validation_tokens(name) for name in sets}
+        eval_loss = sum(losses[name] * tokens[name] for name in sets) / sum(tokens.values())
+        if "" in losses:
+            eval_loss = losses[""]  # of a single source, which has no name
         self._notify("on_evaluate", eval_loss)
-        return eval_loss
+        return {"eval_loss": eval_loss, "eval_losses": None if "" in losses else losses}
 
     def _notify(self, hook: str, *arguments: object) -> None:
         for callback in self.callbacks:
             getattr(callback, hook)(self, *arguments)
+
+
+def _by_source(result: StepResult, tokens: Mapping[str, int]) -> dict[str, Any]:
+    """The metrics of a mixture: loss and targets of each source that has some in this step."""
+    sums = dict(zip(tokens, result.source_losses, strict=False))
+    present = {name: count for name, count in tokens.items() if count}
+    losses = {name: sums.get(name, math.nan) / count for name, count in present.items()}
+    return {"source_loss": losses, "source_tokens": present} if tokens else {}

@@ -25,6 +25,11 @@ class StepMetrics:
     """Peak so far: allocated on the GPU, or resident where there is none."""
     skipped: bool = False
     eval_loss: float | None = None
+    eval_losses: dict[str, float] | None = None
+    """Of each validation set, where they have names."""
+    source_loss: dict[str, float] | None = None
+    """Of a mixture: the loss of each source that has targets in this step."""
+    source_tokens: dict[str, int] | None = None
     batch: str | None = None
     """A hash of the step's samples and their order, the same in every layout."""
 
@@ -33,10 +38,13 @@ class StepMetrics:
         record: dict[str, Any] = {key: value for key, value in asdict(self).items() if value is not None}
         if not self.skipped:
             del record["skipped"]
-        for key, value in record.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                record[key] = None
-        return json.dumps(record)
+        return json.dumps({key: _if_finite(value) for key, value in record.items()})
+
+
+def _if_finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _if_finite(inner) for key, inner in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class MetricsFile:

@@ -8,7 +8,7 @@ from transformers import PretrainedConfig
 from toolkit.config import parallelism_conflicts
 from toolkit.config.job import Job
 from toolkit.config.recipe import Recipe
-from toolkit.data.tokens.token_cache import TokenCorpus
+from toolkit.data.tokens.corpora import Corpora
 from toolkit.dsconfig import Device, build, merge_user_config, read_user_config
 from toolkit.engines.factory import check_precision
 from toolkit.engines.optimizer import learning_rate
@@ -66,7 +66,7 @@ def deepspeed_config(
     return merge_user_config(built, read_user_config(user_config), name=user_config)
 
 
-def check_vocabulary(recipe: Recipe, config: PretrainedConfig, corpus: TokenCorpus) -> None:
+def check_vocabulary(recipe: Recipe, config: PretrainedConfig, corpus: Corpora) -> None:
     """Raise DataError where the tokenizer has ids for which the model has no embedding."""
     vocabulary = config.get_text_config().vocab_size
     if corpus.tokenizer_vocab_size > vocabulary:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from toolkit.config import dump_recipe, load_recipe
 from toolkit.config.job import Job
 from toolkit.data.samples.loader import MicroBatchLoader
-from toolkit.data.tokens.token_cache import TokenCorpus, prepare
+from toolkit.data.tokens.corpora import Corpora, prepare_all
 from toolkit.engines.base import Engine
 from toolkit.engines.factory import create_engine
 from toolkit.errors import RunError
@@ -50,7 +50,7 @@ class _Prepared:
     device: torch.device
     ds_config: dict[str, Any] | None
     directory: RunDirectory | None
-    corpus: TokenCorpus
+    corpus: Corpora
     loader: MicroBatchLoader
 
 
@@ -96,7 +96,8 @@ def _prepare(job: Job, options: TrainOptions, here: RankEnvironment, *, in_memor
     ds_config = deepspeed_config(job, config, device, options.deepspeed_config)
     directory = None if in_memory else RunDirectory.choose(recipe, options, is_writer=here.rank == 0)
     shows_progress = here.rank == 0 and not in_memory and recipe.log.level != "warning"
-    corpus = prepare(recipe.data, progress=shows_progress)
+    validates = bool(recipe.train.eval_every)
+    corpus = prepare_all(recipe.data, progress=shows_progress, validates=validates)
     check_vocabulary(recipe, config, corpus)
     loader = MicroBatchLoader.open(job, corpus, rank=here.rank)
     return _Prepared(job=job, device=device, ds_config=ds_config, directory=directory, corpus=corpus, loader=loader)
@@ -111,7 +112,7 @@ def _build(
 ) -> TrainingRun:
     """Build the engine, and the run around it. A collective call."""
     job, device, corpus, directory = prepared.job, prepared.device, prepared.corpus, prepared.directory
-    check_same_everywhere(dump_recipe(job.recipe) + corpus.contents, device)
+    check_same_everywhere(dump_recipe(job.recipe) + corpus.all_contents, device)
     if directory is not None:
         directory.claim(job.recipe, options)
     resumed = resume(options.resume, job.recipe, strict=options.strict) if options.resume is not None else None

@@ -210,6 +210,8 @@ class DatasetSource:
         self._name = section.source
         self.fingerprint: str = dataset._fingerprint
         self.size_bytes: int = dataset.data.nbytes
+        self.splits: tuple[str, ...] = tuple(dataset.info.splits or ())
+        """All splits of a dataset that was loaded by its name."""
 
     @classmethod
     def on_disk(cls, path: Path, section: DataSection) -> "DatasetSource":

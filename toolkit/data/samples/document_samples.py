@@ -25,6 +25,8 @@ from toolkit.parallel.loss import IGNORE
 Overlong = Literal["truncate", "drop", "split"]
 _OUTCOMES = {"truncate": "truncated", "drop": "left out", "split": "split"}
 _EPOCHS_KEPT = 2
+_EPOCHS_COUNTED = 64
+"""Epochs whose rows are counted; more are taken to be as long as the first one."""
 
 
 class Epoch(NamedTuple):
@@ -53,12 +55,13 @@ class DocumentSamples(Samples):
         packing: Literal["packed", "padded"],
         overlong: Overlong,
         split: Split,
+        shuffled: bool = True,
         seed: int,
         global_batch_size: int,
     ) -> None:
-        self._open(corpus, seq_len, split, seed, global_batch_size)
+        self._open(corpus, seq_len, split, seed, global_batch_size, shuffled=shuffled)
         self._trained = corpus.trained(split)
-        self._document_masking = packing == "packed"
+        self._document_masking = self.has_positions = packing == "packed"
         self._overlong = overlong
         self._choose_pieces(np.asarray(corpus.document_offsets(split)))
         if not len(self._begins):
@@ -95,6 +98,14 @@ class DocumentSamples(Samples):
         documents = f"{self.overlong_documents:,} longer than {self.seq_len + 1:,} tokens {_OUTCOMES[self._overlong]}"
         without = f", {self.pieces_without_targets:,} without a target left out" * (self.pieces_without_targets > 0)
         return f"{len(self):,} an epoch, {self._filled:.1%} filled; documents: {documents}{without}"
+
+    @override
+    def count_of(self, epochs: float) -> int:
+        whole = min(int(epochs), _EPOCHS_COUNTED)
+        with self._lock:
+            for number in range(len(self._first_rows) - 1, whole):
+                self._epoch(number)
+            return self._first_rows[whole] + round((epochs - whole) * self._count)
 
     @override
     def tokens(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

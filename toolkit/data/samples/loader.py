@@ -2,22 +2,24 @@
 
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from toolkit.config.job import Job
 from toolkit.config.layout import Batch, Layout
 from toolkit.config.recipe import DataSection, Recipe
 from toolkit.data.samples.document_samples import DocumentSamples
 from toolkit.data.samples.micro_batch import MicroBatch
+from toolkit.data.samples.mixture import MixtureSamples, choose_weights
 from toolkit.data.samples.samples import Samples
+from toolkit.data.tokens.corpora import Corpora
 from toolkit.data.tokens.token_cache import Split, TokenCorpus
 from toolkit.errors import DataError
 from toolkit.parallel.loss import IGNORE
@@ -55,13 +57,20 @@ def prefetched(micro_batches: Iterable[MicroBatch], *, depth: int = 2) -> Iterat
 
 
 def open_samples(
-    corpus: TokenCorpus, section: DataSection, *, split: Split, seed: int, global_batch_size: int
+    corpus: TokenCorpus,
+    section: DataSection,
+    *,
+    split: Split,
+    seed: int,
+    global_batch_size: int,
+    shuffled: bool = True,
 ) -> Samples:
-    """Open the samples of one split. Raises DataError if there is not one."""
+    """Open the samples of one split of a corpus. Raises DataError if there is not one."""
     fields: dict[str, Any] = {
         "seq_len": section.seq_len,
         "packing": section.packing,
         "split": split,
+        "shuffled": shuffled,
         "seed": seed,
         "global_batch_size": global_batch_size,
     }
@@ -72,6 +81,30 @@ def open_samples(
             raise DataError.between(given, reason, ("data.document_masking", True), ("data.packing", "padded"))
         return DocumentSamples(corpus, overlong=section.overlong, **fields)
     return Samples(corpus, document_masking=section.document_masking, **fields)
+
+
+def training_samples(recipe: Recipe, corpora: Corpora) -> Samples:
+    """Open the samples that a recipe trains on. Raises DataError if there is none, or not what a mixture asks for."""
+    size = recipe.batch.global_batch_size
+    fields: dict[str, Any] = {"split": "train", "seed": recipe.train.seed, "global_batch_size": size}
+    parts = {name: open_samples(text.corpus, text.section, **fields) for name, text in corpora.sources.items()}
+    if recipe.data.sources is None:
+        return next(iter(parts.values()))
+    weights = choose_weights(recipe.data, parts, steps=recipe.train.steps, global_batch_size=size)
+    return MixtureSamples(parts, weights, global_batch_size=size)
+
+
+def validation_samples(recipe: Recipe, corpora: Corpora) -> dict[str, Samples]:
+    """Open the validation sets of a recipe. Raises DataError if one has no sample, or there is none."""
+    if not corpora.validation:
+        reason = "no text is held out for the validation, and no dataset has a validation split"
+        given = (("train.eval_every", recipe.train.eval_every), ("data.eval_fraction", recipe.data.eval_fraction))
+        raise DataError.between(given, reason, ("data.eval_fraction", 0.01), ("train.eval_every", 0))
+    fields: dict[str, Any] = {"seed": recipe.train.seed, "global_batch_size": recipe.batch.global_batch_size}
+    return {
+        name: open_samples(text.corpus, text.section, split=text.split, shuffled=False, **fields)
+        for name, text in corpora.validation.items()
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,25 +121,30 @@ class MicroBatchLoader:
     data_rank: int
     reads: bool = True
     train: Samples
-    validation: Samples | None = None
+    validation: Mapping[str, Samples] = field(default_factory=dict)
+    """By name; what a single source holds out has the empty name."""
     report_phase: PhaseReporter = ignore_phase
 
     @classmethod
-    def open(cls, job: Job, corpus: TokenCorpus, *, rank: int) -> Self:
-        """Build the loader of global rank `rank`. Raises DataError if the corpus is too small for one sample."""
+    def open(cls, job: Job, corpora: Corpora | TokenCorpus, *, rank: int) -> Self:
+        """Build the loader of global rank `rank`. Raises DataError if a corpus is too small for one sample."""
         recipe, layout, batch = job.recipe, job.layout, job.batch
-        samples = partial(
-            open_samples, corpus, recipe.data, seed=recipe.train.seed, global_batch_size=batch.global_batch_size
-        )
+        if not isinstance(corpora, Corpora):
+            corpora = Corpora.of(recipe.data, corpora)
         coordinate = layout.coordinate(rank)
+        train = training_samples(recipe, corpora)
+        validation = validation_samples(recipe, corpora) if recipe.train.eval_every else {}
+        for samples in (train, *validation.values()):
+            # The same for all texts: stages of a pipeline agree once on what they send to each other.
+            samples.has_positions = recipe.data.masks_documents
         return cls(
             recipe=recipe,
             layout=layout,
             batch=batch,
             data_rank=coordinate.data,
             reads=coordinate.pipe in (0, layout.pp - 1),
-            train=samples(split="train"),
-            validation=samples(split="eval") if recipe.train.eval_every else None,
+            train=train,
+            validation=validation,
         )
 
     def prefetch(
@@ -135,15 +173,35 @@ class MicroBatchLoader:
         """Count the target tokens of a whole global batch."""
         return self.train.target_count(batch_index, np.arange(self.batch.global_batch_size))
 
-    def validation_batches(self) -> Iterator[MicroBatch]:
-        """This rank's share of the validation samples, which are spread evenly over the validation split.
+    def source_tokens(self, batch_index: int) -> dict[str, int]:
+        """Count the target tokens of each source of a mixture in a whole global batch; empty for a single source."""
+        if not isinstance(self.train, MixtureSamples):
+            return {}
+        counts = self.train.target_counts(batch_index, np.arange(self.batch.global_batch_size))
+        return dict(zip(self.train.names, counts, strict=True))
+
+    def validation_tokens(self, name: str) -> int:
+        """Count the target tokens of a validation set's samples."""
+        return self.validation[name].target_count(0, self._validation_ids(name))
+
+    def _validation_ids(self, name: str) -> NDArray[np.int64]:
+        """Samples spread evenly over a validation set."""
+        size = len(self.validation[name])
+        count = min(self.recipe.train.eval_samples, size)
+        return np.arange(count) * size // count
+
+    def validation_batches(self, name: str | None = None) -> Iterator[MicroBatch]:
+        """This rank's share of the samples of a validation set, or of all, which are spread evenly over each set.
 
         Every rank yields the same number of batches, as sharded engines need: the last ones are padded with samples
         whose labels are all ignored.
         """
-        assert self.validation is not None
-        count = min(self.recipe.train.eval_samples, len(self.validation))
-        chosen = np.arange(count) * len(self.validation) // count
+        if name is None:
+            for one in self.validation:
+                yield from self.validation_batches(one)
+            return
+        chosen = self._validation_ids(name)
+        count = len(chosen)
         stride = self.batch.micro_batch_size * self.batch.dp
         for start in range(0, count, stride):
             self.report_phase("evaluate")
@@ -151,7 +209,7 @@ class MicroBatchLoader:
                 yield MicroBatch(input_ids=_EMPTY, labels=_EMPTY)
                 continue
             positions = start + self.data_rank * self.batch.micro_batch_size + np.arange(self.batch.micro_batch_size)
-            micro_batch = self.validation.batch(0, chosen[np.minimum(positions, count - 1)])
+            micro_batch = self.validation[name].batch(0, chosen[np.minimum(positions, count - 1)])
             micro_batch.labels[torch.from_numpy(positions >= count)] = IGNORE
             yield micro_batch
 

@@ -11,13 +11,14 @@ class MicroBatch:
     """input_ids and labels, int64 [b, s]; labels are shifted: labels[:, i] is the token after input_ids[:, i].
 
     position_ids [b, s] start at 0 with each document where documents do not attend to each other; otherwise None.
-    dropout_seed seeds the dropout of this forward pass.
+    dropout_seed seeds the dropout of this forward pass. sources [b] is the source of each sample of a mixture.
     """
 
     input_ids: torch.Tensor
     labels: torch.Tensor
     position_ids: torch.Tensor | None = None
     dropout_seed: int = 0
+    sources: torch.Tensor | None = None
 
     def inputs(self) -> dict[str, torch.Tensor]:
         """Return the keyword arguments of the model's forward pass."""
@@ -38,4 +39,5 @@ class MicroBatch:
             input_ids=function(self.input_ids),
             labels=function(self.labels),
             position_ids=None if self.position_ids is None else function(self.position_ids),
+            sources=None if self.sources is None else function(self.sources),
         )

@@ -30,6 +30,9 @@ class Samples:
     right, where causal attention cannot see it, and its labels are ignored: no attention mask is needed.
     """
 
+    has_positions: bool
+    """Whether micro-batches have position_ids: where documents are masked, and where those of another text are."""
+
     def __init__(
         self,
         corpus: TokenCorpus,
@@ -38,12 +41,13 @@ class Samples:
         packing: Literal["packed", "padded"],
         document_masking: bool = False,
         split: Split,
+        shuffled: bool = True,
         seed: int,
         global_batch_size: int,
     ) -> None:
-        self._open(corpus, seq_len, split, seed, global_batch_size)
+        self._open(corpus, seq_len, split, seed, global_batch_size, shuffled=shuffled)
         self._packed = packing != "padded"
-        self._document_masking = self._packed and document_masking
+        self._document_masking = self.has_positions = self._packed and document_masking
         self._offsets = corpus.document_offsets(split)
         if self._packed:
             self._count = max(0, len(self._tokens) - 1) // seq_len
@@ -57,10 +61,12 @@ class Samples:
             reason = f"the {split} split has {len(self._tokens):,} tokens, too few for one sample of {seq_len + 1:,}"
             raise DataError.of("data.seq_len", seq_len, reason, "lower data.seq_len", advice)
 
-    def _open(self, corpus: TokenCorpus, seq_len: int, split: Split, seed: int, global_batch_size: int) -> None:
+    def _open(
+        self, corpus: TokenCorpus, seq_len: int, split: Split, seed: int, global_batch_size: int, *, shuffled: bool
+    ) -> None:
         self.seq_len = seq_len
         self.global_batch_size = global_batch_size
-        self._shuffled = split == "train"
+        self._shuffled = shuffled and split == "train"
         self._seed = seed
         self._pad_id = corpus.eos_id
         self._vocab_size = corpus.tokenizer_vocab_size
@@ -72,6 +78,10 @@ class Samples:
 
     def __len__(self) -> int:
         return self._count
+
+    def count_of(self, epochs: float) -> int:
+        """Count the samples of the first `epochs`."""
+        return round(epochs * self._count)
 
     def tokens(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Read input_ids and labels of one sample, [s] each."""
@@ -109,11 +119,14 @@ class Samples:
     def batch(self, step: int, places: Sequence[int] | NDArray[np.int64], *, dropout_seed: int = 0) -> MicroBatch:
         """Read the samples at `places` of the global batch of `step`, [b, s]."""
         indices = self.sample_ids(step, places).tolist()
-        input_ids, labels = map(np.stack, zip(*map(self.tokens, indices), strict=True))
+        return self._collate([(self, index) for index in indices], step, dropout_seed=dropout_seed)
+
+    def _collate(self, samples: Sequence[tuple["Samples", int]], step: int, *, dropout_seed: int) -> MicroBatch:
+        input_ids, labels = map(np.stack, zip(*(source.tokens(index) for source, index in samples), strict=True))
         if input_ids.min() < 0 or max(input_ids.max(), labels.max()) >= self._vocab_size:
             there = f"0 to {self._vocab_size - 1:,}"
             raise DataError(f"the samples of step {step + 1:,} have ids that the tokenizer does not: it has {there}.")
-        positions = [*map(self.position_ids, indices)] if self._document_masking else None
+        positions = [source.position_ids(index) for source, index in samples] if self.has_positions else None
         return MicroBatch(
             input_ids=torch.from_numpy(input_ids),
             labels=torch.from_numpy(labels),

@@ -112,15 +112,22 @@ def _shard_rows(module: nn.Module, name: str, vocabulary: VocabularyShard) -> No
 
 
 def vocab_parallel_token_loss_sum(
-    logits: torch.Tensor, labels: torch.Tensor, shard: VocabularyShard, group: Group, *, ignore: int = -100
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    shard: VocabularyShard,
+    group: Group,
+    *,
+    ignore: int = -100,
+    by_sample: bool = False,
 ) -> torch.Tensor:
-    """Sum the token losses in nats, fp32, the same on every rank and equal to `token_loss_sum` of the full logits.
+    """Sum the token losses in nats, fp32, the same on every rank and equal to `token_loss_sum` of the full logits; with
+    `by_sample` those of each sample, [b].
 
     logits [b, s, V/t] of this rank in any floating dtype; labels [b, s] of the full vocabulary, or `ignore`.
     """
     flat, targets = logits.flatten(0, -2), labels.flatten()
-    loss: torch.Tensor = _TokenLossSum.apply(flat, targets, shard, group, ignore)
-    return loss
+    loss: torch.Tensor = _TokenLossSum.apply(flat, targets, shard, group, ignore, not by_sample)
+    return loss.view(labels.shape).sum(dim=1) if by_sample else loss
 
 
 class _TokenLossSum(torch.autograd.Function):
@@ -128,7 +135,13 @@ class _TokenLossSum(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, shard: VocabularyShard, group: Group, ignore: int
+        ctx: Any,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        shard: VocabularyShard,
+        group: Group,
+        ignore: int,
+        sums: bool,
     ) -> torch.Tensor:
         scores = logits.float()  # [n, V/t], n = b*s
         if shard.real_rows < shard.rows:
@@ -148,16 +161,17 @@ class _TokenLossSum(torch.autograd.Function):
         # Columns are found again in the backward pass: what is kept does not depend on whose targets these are.
         ctx.save_for_backward(exponentials.div_(normalizer.unsqueeze(-1)), targets)
         ctx.shard, ctx.ignore, ctx.dtype = shard, ignore, logits.dtype
-        return torch.where(targets != ignore, normalizer.log() - target_score, 0.0).sum()
+        losses = torch.where(targets != ignore, normalizer.log() - target_score, 0.0)
+        return losses.sum() if sums else losses
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None, None]:
         softmax, targets = ctx.saved_tensors
         columns, here = _columns_of(targets, ctx.shard)
         gradient = softmax.clone()
         gradient[torch.arange(targets.shape[0], device=targets.device), columns] -= here.to(gradient.dtype)
         gradient *= ((targets != ctx.ignore) * gradients[0]).unsqueeze(-1)
-        return gradient.to(ctx.dtype), None, None, None, None
+        return gradient.to(ctx.dtype), None, None, None, None, None
 
 
 def _columns_of(targets: torch.Tensor, shard: VocabularyShard) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,35 @@
+"""What a recipe's data are, in rows of a name and a text, as the banner of a run and `dstk data` show them."""
+
+from toolkit.config.recipe import Recipe
+from toolkit.data.samples.mixture import MixtureSamples
+from toolkit.data.samples.samples import Samples
+from toolkit.data.tokens.corpora import Corpora, OpenText
+from toolkit.units import format_count
+
+
+def describe_data(recipe: Recipe, corpora: Corpora, samples: Samples) -> list[tuple[str, str]]:
+    """Describe the sources, what of the run is from each, and the validation text."""
+    data = recipe.data
+    own_sets = data.validation is not None or corpora.finds_validation
+    held_out = "" if own_sets else f", {format_count(corpora.eval_tokens)} held out"
+    tokens = f"{format_count(corpora.train_tokens)} tokens{held_out}"
+    if isinstance(samples, MixtureSamples):
+        found = [("data", f"{len(samples.names)} sources, {tokens}")]
+        run_samples = recipe.train.steps * recipe.batch.global_batch_size
+        found += [("source", f"{share.name}: {share}") for share in samples.shares(run_samples)]
+    else:
+        found = [("data", f"{data.source}, {tokens}")]
+    ends = dict.fromkeys(text.corpus.ends for text in corpora.sources.values() if text.corpus.ends)
+    found += [("documents", "; ".join(ends)), ("samples", samples.summary())]
+    if own_sets:
+        found += [("validation", _set(name, text)) for name, text in corpora.validation.items()]
+    return found
+
+
+def _set(name: str, text: OpenText) -> str:
+    """A validation set: its name, and where it is from."""
+    tokens = f"{format_count(text.corpus.token_count(text.split))} tokens"
+    if text.split == "eval":
+        return f"{name}: {tokens} held out"
+    split = f", split {text.section.split}" if text.section.split == "validation" else ""
+    return f"{name}{': ' * bool(name)}{text.section.source}{split}, {tokens}"
