@@ -29,7 +29,11 @@ def corpus(lengths: Sequence[int], first: int) -> Any:
     stream = np.arange(first, first + ends[-1], dtype=np.uint32)
     trained = np.concatenate([np.arange(length) >= length // 2 for length in lengths]).astype(np.uint8)
     return SimpleNamespace(
-        eos_id=0, tokens=lambda split: stream, document_offsets=lambda split: ends, trained=lambda split: trained
+        eos_id=0,
+        tokenizer_vocab_size=10_000,
+        tokens=lambda split: stream,
+        document_offsets=lambda split: ends,
+        trained=lambda split: trained,
     )
 
 
