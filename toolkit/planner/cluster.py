@@ -23,6 +23,8 @@ class Cluster:
     """Latency of one hop between nodes."""
     host_bytes_per_second: float
     """Between a GPU and the memory of its host."""
+    host_memory_bytes: float
+    """Of a node, for what is offloaded."""
 
     @classmethod
     def of(cls, gpu: Gpu, **facts: float) -> Self:
@@ -34,10 +36,13 @@ class Cluster:
             "network_bytes_per_second": gpu.network_bytes_per_second,
             "network_seconds": NETWORK_SECONDS,
             "host_bytes_per_second": gpu.host_bytes_per_second,
+            "host_memory_bytes": HOST_MEMORY_BYTES,
         }
         return cls(gpu=gpu, gpus_per_node=domain, **(defaults | facts))
 
 
+HOST_MEMORY_BYTES = 2e12
+"""NVIDIA's DGX A100 and DGX H100 have 2 TB."""
 LINK_SECONDS = {"nvlink": 2.0e-6, "xgmi": 3.0e-6, "pcie": 6.0e-6}
 """Latency of one hop of NCCL's ring with its Simple protocol. NCCL's tuning tables (src/graph/tuning.cc: hwLat, in
 microseconds) have 3.4 for NVLink and 5.7 for PCIe with LL128 and Simple between 2 and 6; rounded."""

@@ -1,0 +1,103 @@
+"""`dstk plan`: a table, JSON, one layout, reasons; and one line with exit code 2 for what cannot be planned."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from toolkit.cli.main import main
+
+GPT2 = ["plan", "--model", "gpt2", "--gpus", "8xA100-40", "--seq", "512", "--global-batch", "64"]
+
+
+def dstk(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end.value.code == 0
+    return capsys.readouterr().out
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end.value.code == 2
+    text = capsys.readouterr().err
+    assert text.count("\n") == 1
+    return text
+
+
+def plans(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict]:
+    return json.loads(dstk(capsys, *arguments, "--json"))["plans"]
+
+
+def test_the_json_has_what_other_programs_rely_on(capsys):
+    found = plans(capsys, *GPT2, "--top", "3")
+    assert len(found) == 3
+    for plan in found:
+        assert plan["fits"]
+        assert sum(plan["terms"].values()) == pytest.approx(plan["step_seconds"])
+        assert plan["tokens_per_second_per_gpu"] * plan["step_seconds"] * 8 == pytest.approx(64 * 512)
+        assert {"layout", "micro_batch_size", "recompute", "schedule", "memory_bytes"} <= plan.keys()
+
+
+def test_one_layout_is_predicted_as_the_search_predicts_it(capsys):
+    best = plans(capsys, *GPT2, "--top", "1")[0]
+    assert plans(capsys, *GPT2, "--layout", best["strategy"]) == [best]
+    parts = ["--layout", best["layout"], "--micro", str(best["micro_batch_size"]), "--recompute", best["recompute"]]
+    assert plans(capsys, *GPT2, *parts) == [best]
+
+
+def test_a_layout_that_does_not_fit_is_predicted_and_marked(capsys):
+    big = ["plan", "--model", "llama-3-8b", "--gpus", "8xA100-40", "--seq", "2048", "--global-batch", "64"]
+    found = plans(capsys, *big, "--layout", "dp8-z1", "--micro", "8")[0]
+    assert not found["fits"]
+    assert found["memory_bytes"] > 40 * 2**30
+    assert "!" in dstk(capsys, *big, "--layout", "dp8-z1", "--micro", "8")
+
+
+def test_the_table_names_the_terms_and_the_cost(capsys):
+    out = dstk(capsys, *GPT2, "--tokens", "1e10", "--price", "2")
+    assert "compute" in out
+    assert "USD" in out
+
+
+def test_why_names_the_terms_that_a_layout_loses_by(capsys):
+    assert "tensor" in dstk(capsys, *GPT2, "--why", "tp4-z1")
+    assert "first choice" in dstk(capsys, *GPT2, "--why", plans(capsys, *GPT2, "--top", "1")[0]["strategy"])
+
+
+def test_another_framework_overlaps_and_fuses_more(capsys):
+    one = ["plan", "--model", "llama-3-8b", "--gpus", "8xA100-80", "--seq", "2048", "--global-batch", "64"]
+    one += ["--layout", "dp8-z1", "--micro", "2"]
+    ours, theirs = plans(capsys, *one)[0], plans(capsys, *one, "--framework", "megatron")[0]
+    assert theirs["terms"]["compute"] < ours["terms"]["compute"]
+
+
+def test_a_slower_network_slows_what_crosses_it(capsys, tmp_path: Path):
+    file = tmp_path / "cluster.yaml"
+    file.write_text("gpus_per_node: 4\nnetwork_bytes_per_second: 1e8\n")
+    fast, slow = (
+        plans(capsys, *GPT2, "--layout", "dp8-z1", "--micro", "4", *more)[0] for more in ([], ["--cluster", str(file)])
+    )
+    assert slow["terms"]["data"] > 10 * fast["terms"]["data"]
+
+
+@pytest.mark.parametrize(
+    ("content", "kernel"),
+    [("rails: 8\n", "no fact"), ("gpus_per_node: no\n", "above 0"), ("- 8\n", "no mapping"), ("a: [\n", "YAML")],
+)
+def test_a_cluster_file_with_mistakes_is_refused(capsys, tmp_path: Path, content: str, kernel: str):
+    file = tmp_path / "cluster.yaml"
+    file.write_text(content)
+    assert kernel in refusal(capsys, *GPT2, "--cluster", str(file))
+
+
+def test_a_search_for_a_catalogue_model_needs_no_torch():
+    code = (
+        "import sys; from toolkit.cli.main import cli; cli.main(sys.argv[1:], standalone_mode=False); "
+        "sys.exit('torch' in sys.modules)"
+    )
+    search = [*GPT2[:2], "gpt3-175b", "--gpus", "1024xA100", "--seq", "2048", "--global-batch", "1536"]
+    assert subprocess.run([sys.executable, "-c", code, *search], capture_output=True).returncode == 0

@@ -1,0 +1,121 @@
+"""The search: layouts that training accepts and that fit, in the order of their steps; reasons where there are none."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from toolkit.config.layout import Batch, Layout
+from toolkit.config.strategy import Strategy
+from toolkit.errors import BatchError, LayoutError, ModelError
+from toolkit.hardware import gpu
+from toolkit.models.shape import local_config
+from toolkit.planner.cluster import Cluster
+from toolkit.planner.costs import cost_of
+from toolkit.planner.request import PlanRequest, predict
+from toolkit.planner.search import candidates, layouts, least_bytes, nearest_that_fits, search
+from toolkit.planner.step_time import predict_step
+
+
+def request(model: str = "llama-3-8b", gpus: int = 16, batch: int = 64, **changes: object) -> PlanRequest:
+    fields = {"cluster": Cluster.of(gpu("H100-80")), "seq_len": 2048} | changes
+    return PlanRequest.of(model, local_config(model), gpus=gpus, global_batch_size=batch, **fields)
+
+
+def test_plans_fit_and_stand_in_the_order_of_their_steps() -> None:
+    found = search(request(), top=6)
+    assert len(found.plans) == 6 < found.candidates
+    assert all(plan.fits and plan.layout.world_size == 16 for plan in found.plans)
+    assert all(a.step.seconds <= b.step.seconds for a, b in pairwise(found.plans))
+
+
+def test_nothing_that_fits_is_faster_than_the_first_choice() -> None:
+    asked = request(gpus=8, batch=16, cluster=Cluster.of(gpu("A100-40")))
+    best = search(asked, top=1).plans[0]
+    faster = [one for one in candidates(asked) if one.step.seconds < best.step.seconds]
+    assert faster
+    assert not any(asked.estimated(one.layout, one.batch, one.step).fits for one in faster)
+
+
+def test_what_a_search_prints_is_read_back_as_the_same_layout() -> None:
+    asked = request(gpus=8, batch=16, cluster=Cluster.of(gpu("A100-40")))
+    for plan in search(asked, top=20).plans:
+        strategy = Strategy.parse(plan.strategy)
+        assert asked.read_layout(plan.strategy) == (plan.layout, strategy.micro_batch_size)
+
+
+def test_every_candidate_is_accepted_by_training() -> None:
+    asked = request(gpus=8)
+    found = list(layouts(asked))
+    assert len(found) == len(set(found))
+    assert {(layout.tp, layout.pp, layout.ulysses) for layout in found} >= {(1, 1, 1), (8, 1, 1), (2, 4, 1), (1, 1, 4)}
+    assert all(asked.refusal(layout) is None for layout in found)
+
+
+def test_the_bound_on_states_is_never_above_the_estimate() -> None:
+    asked = request(gpus=8, batch=16)
+    for layout in layouts(asked):
+        batch = Batch(global_batch_size=16, micro_batch_size=1, dp=layout.dp)
+        assert least_bytes(asked, layout) < asked.memory(layout, batch).total
+
+
+def test_offloaded_states_have_to_fit_into_the_host() -> None:
+    layout = Layout(dp=8, zero_stage=2, offload_optimizer="cpu", recompute="full")
+    batch = Batch(global_batch_size=16, micro_batch_size=1, dp=8)
+    asked = request(gpus=8)
+    small = replace(asked, cluster=replace(asked.cluster, host_memory_bytes=1e9))
+    assert asked.plan(layout, batch).fits
+    assert not small.plan(layout, batch).fits
+
+
+def test_where_nothing_fits_more_gpus_or_a_shorter_sequence_are_named() -> None:
+    asked = request("llama-2-13b", gpus=2, cluster=Cluster.of(gpu("L4"), host_memory_bytes=1e9))
+    assert search(asked).plans == []
+    needed, strategy = nearest_that_fits(asked)[0].split(" GPUs: ")
+    assert search(replace(asked, gpus=int(needed)), top=1).plans[0].strategy == strategy
+    assert search(replace(asked, gpus=int(needed) // 2)).plans == []
+
+
+def test_gpus_that_nothing_divides_are_refused_with_the_nearest_number() -> None:
+    with pytest.raises(LayoutError, match=r"--gpus 61: .* Set --gpus 60"):
+        candidates(request(gpus=61, batch=512))
+
+
+def test_a_batch_that_nothing_splits_is_refused_with_the_nearest_size() -> None:
+    with pytest.raises(BatchError, match=r"--global-batch 3: .* 32 replicas .* Set --global-batch 32"):
+        candidates(request("gpt2", gpus=1024, batch=3, seq_len=512))
+
+
+def test_the_cheapest_goal_also_tries_fewer_gpus() -> None:
+    plans = search(request("gpt2", gpus=8, batch=64, seq_len=512), goal="cost", top=30).plans
+    assert len({plan.step.gpus for plan in plans}) > 1
+    speeds = [plan.step.tokens_per_second_per_gpu for plan in plans]
+    assert speeds == sorted(speeds, reverse=True)
+
+
+def test_the_memory_goal_ranks_by_memory() -> None:
+    totals = [plan.memory.total for plan in search(request(gpus=8), goal="memory", top=5).plans]
+    assert totals == sorted(totals)
+    assert totals[0] < search(request(gpus=8), top=1).plans[0].memory.total
+
+
+def test_a_mixture_of_experts_is_refused() -> None:
+    with pytest.raises(ModelError, match="dense"):
+        request("mixtral-8x7b")
+
+
+def test_a_recipes_step_is_that_of_the_plan() -> None:
+    asked = request("gpt2", gpus=8, batch=64, seq_len=512)
+    layout, batch = Layout(dp=8, zero_stage=1), Batch(global_batch_size=64, micro_batch_size=2, dp=8)
+    assert predict(asked.recipe(layout, batch), layout, batch, asked.cluster) == asked.step(layout, batch)
+    assert asked.step(layout, batch) == predict_step(asked.setup(layout, batch))
+
+
+def test_costs_are_gpu_hours_times_what_they_take() -> None:
+    asked = request("gpt2", gpus=8, batch=64, seq_len=512)
+    step = asked.step(Layout(dp=8, zero_stage=1), Batch(global_batch_size=64, micro_batch_size=2, dp=8))
+    cost = cost_of(step, asked.gpu, tokens=3600 / step.seconds * step.tokens, price=2.0, carbon=0.5)
+    assert cost.days == pytest.approx(1 / 24)
+    assert cost.usd == pytest.approx(16.0)
+    assert cost.kwh == pytest.approx(8 * 0.7 * 1.9)
+    assert cost.kg_co2 == pytest.approx(cost.kwh / 2)

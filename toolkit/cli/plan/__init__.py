@@ -1,0 +1,1 @@
+"""`dstk plan`: its options, its tables, and the command."""

@@ -1,0 +1,100 @@
+"""`dstk plan`: the fastest layout that fits, predicted from the model's config.json."""
+
+import json
+from typing import Any
+
+import click
+
+from toolkit.errors import LayoutError
+
+
+@click.command()
+@click.option(
+    "--model", required=True, help="A shape that the toolkit knows, a directory with a config.json, or the file."
+)
+@click.option("--gpus", required=True, metavar="NxGPU", help="64xH100, 8xA100-40, 4xL40S, …")
+@click.option("--seq", type=click.IntRange(min=1), required=True, help="Tokens of a sample.")
+@click.option("--global-batch", type=click.IntRange(min=1), required=True, help="Samples of a step, of all GPUs.")
+@click.option(
+    "--goal",
+    type=click.Choice(["speed", "cost", "memory"]),
+    default="speed",
+    show_default=True,
+    help="Rank by the step's time; by GPU-seconds, also on a half, a quarter, … of the GPUs; or by memory.",
+)
+@click.option("--top", type=click.IntRange(min=1), default=10, show_default=True, help="How many layouts to print.")
+@click.option("--layout", help="Predict this one: dp8-tp4-pp2-z1-sp-recompute, or a part of it.")
+@click.option("--micro", type=click.IntRange(min=1), help="Samples of a forward pass.  [default: the fastest that fit]")
+@click.option("--recompute", type=click.Choice(["none", "selective", "full"]), help="With --layout.")
+@click.option("--why", metavar="LAYOUT", help="Say why this layout is not the first choice, or does not fit.")
+@click.option(
+    "--precision",
+    type=click.Choice(["fp32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4"]),
+    default="bf16",
+    show_default=True,
+    help="Of matrix products; fp8, mxfp8 and nvfp4 are only predicted, the toolkit does not train in them.",
+)
+@click.option(
+    "--framework",
+    type=click.Choice(["toolkit", "megatron", "megatron-2021", "nanotron", "aleph-alpha-scaling", "fsdp"]),
+    default="toolkit",
+    show_default=True,
+    help="Predict one --layout as another framework runs it.",
+)
+@click.option(
+    "--attention",
+    type=click.Choice(["fused-softmax", "unfused", "flash1", "flash2", "flash3", "cudnn"]),
+    help="Kernels of another framework.  [default: flash2]",
+)
+@click.option("--virtual-stages", type=click.IntRange(min=1), default=1, help="Of another framework's pipeline stages.")
+@click.option("--cluster", type=click.Path(), metavar="FILE", help="YAML: gpus_per_node, network_bytes_per_second, …")
+@click.option("--tokens", type=float, help="Days, money and energy of training on so many tokens: 1e12.")
+@click.option("--price", type=click.FloatRange(min=0), help="US dollars a GPU and hour.  [default: prices.json]")
+@click.option("--carbon", type=click.FloatRange(min=0), help="Kilograms of CO2 a kWh.  [default: the world's average]")
+@click.option("--json", "as_json", is_flag=True, help="Bytes and seconds as JSON.")
+def command(as_json: bool, **options: Any) -> None:
+    """Print the fastest layouts that fit, with what their memory and their time go to. No weights, no GPU.
+
+    \b
+    dstk plan --model llama-3-8b --gpus 64xH100 --seq 4096 --global-batch 512
+    dstk plan --model gpt3-175b --gpus 1024xA100 --seq 2048 --global-batch 1536 --tokens 3e11
+    dstk plan --model llama-3-8b --gpus 8xH100 --seq 4096 --global-batch 64 --layout tp2-pp2-z1 --micro 2
+    """
+    from toolkit.cli.plan.options import checked_tokens, plan_of, request_of
+    from toolkit.cli.plan.table import nothing_fits, print_plans, print_why, to_json
+    from toolkit.planner.costs import cost_of
+    from toolkit.planner.search import nearest_that_fits, search
+
+    tokens = checked_tokens(options["tokens"])
+    request = request_of(options)
+    layout = options["layout"]
+    if layout is None:
+        _only_with_layout(options)
+        found = search(request, goal=options["goal"], top=options["top"])
+        plans = found.plans
+        if not plans and options["why"] is None:
+            raise LayoutError(nothing_fits(request, found.candidates, nearest_that_fits(request)))
+    else:
+        plans = [plan_of(request, layout, options)]
+    if options["why"] is not None:
+        print_why(request, plan_of(request, options["why"], options), plans[0] if plans else None)
+        return
+    costs = [
+        None
+        if tokens is None
+        else cost_of(plan.step, request.gpu, tokens, price=options["price"], carbon=options["carbon"])
+        for plan in plans
+    ]
+    if as_json:
+        rows = [to_json(plan, cost) for plan, cost in zip(plans, costs, strict=True)]
+        click.echo(json.dumps({"plans": rows}, indent=2))
+    else:
+        print_plans(request, plans, costs)
+
+
+def _only_with_layout(options: dict[str, Any]) -> None:
+    """Refuse options that mean nothing in a search."""
+    for name, off in (("micro", None), ("recompute", None), ("framework", "toolkit")):
+        if options[name] != off and options["why"] is None:
+            option = f"--{name}"
+            raise LayoutError.of(option, options[name], "a search goes over all of them", "give it with --layout")

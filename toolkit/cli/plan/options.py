@@ -1,0 +1,127 @@
+"""What `dstk plan` is asked, from its options."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from toolkit.cli.memory.options import read_config
+from toolkit.config.layout import Batch, Layout
+from toolkit.config.recipe import Precision
+from toolkit.errors import BatchError, LayoutError, ReportError, RunError, nearest
+from toolkit.files import expanded, read_text, reason_of
+from toolkit.hardware import gpu as find_gpu
+from toolkit.planner.cluster import Cluster
+from toolkit.planner.execution import Execution, Format
+from toolkit.planner.request import Plan, PlanRequest
+from toolkit.planner.search import LARGEST_MICRO_BATCH
+
+_CLUSTER_FACTS = {field.name for field in fields(Cluster)} - {"gpu"}
+
+
+def request_of(options: Mapping[str, Any]) -> PlanRequest:
+    """The request. Raises ToolkitError for what cannot be planned."""
+    match = re.fullmatch(r"([1-9]\d{0,6})x(\S.*)", options["gpus"])
+    if match is None:
+        raise RunError.of("--gpus", options["gpus"], "it is a number of GPUs and their kind", "write 64xH100")
+    cluster = _cluster(match[2], options["cluster"])
+    precision: Format = options["precision"]
+    wide: Precision = "bf16" if precision not in ("fp32", "fp16") else precision
+    if cluster.gpu.peak_flops(wide) is None:
+        raise RunError.of("--precision", wide, f"{cluster.gpu.name} has no units for it", "write fp16 or fp32")
+    config = read_config(options["model"])
+    run = Execution(
+        framework=options["framework"],
+        precision=_computed_in(precision, cluster),
+        virtual_stages=options["virtual_stages"],
+        **({} if options["attention"] is None else {"attention": options["attention"]}),
+    )
+    if options["attention"] is not None and options["framework"] == "toolkit":
+        reason = "the toolkit runs what the model's class has"
+        raise LayoutError.of("--attention", options["attention"], reason, "give it with another --framework")
+    return PlanRequest.of(
+        options["model"],
+        config,
+        cluster=cluster,
+        gpus=int(match[1]),
+        seq_len=options["seq"],
+        global_batch_size=options["global_batch"],
+        precision=wide,
+        run=run,
+    )
+
+
+def _computed_in(precision: Format, cluster: Cluster) -> Format:
+    unit = Execution(precision=precision).unit
+    if cluster.gpu.peak_flops(unit) is None:
+        raise RunError.of("--precision", precision, f"{cluster.gpu.name} has no units for it", "write bf16")
+    return precision
+
+
+def _cluster(name: str, path: str | None) -> Cluster:
+    """The GPU's reference system, or what a YAML file says of it."""
+    if path is None:
+        return Cluster.of(find_gpu(name))
+    facts = _yaml_facts(path)
+    named = facts.pop("gpu", name)
+    for key, value in facts.items():
+        if key not in _CLUSTER_FACTS:
+            advice = nearest(key, _CLUSTER_FACTS).strip() or f"write {', '.join(sorted(_CLUSTER_FACTS))} or gpu"
+            raise RunError.of(f"{path}: {key}", value, "it is no fact of a cluster", advice)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+            raise RunError.of(f"{path}: {key}", value, "it is a number above 0", "write seconds or bytes per second")
+    if facts.get("gpus_per_node", 1) != int(facts.get("gpus_per_node", 1)):
+        raise RunError.of(f"{path}: gpus_per_node", facts["gpus_per_node"], "it is a whole number", "write 8")
+    return Cluster.of(find_gpu(str(named)), **facts)
+
+
+def _yaml_facts(path: str) -> dict[str, Any]:
+    from toolkit.config.strict_yaml import parse  # and with it YAML, which most plans do not wait for
+
+    try:
+        document = parse(read_text(expanded(path)))
+    except (OSError, ValueError) as error:
+        raise RunError.of("--cluster", path, f"it cannot be read: {reason_of(error)}", "name a YAML file") from None
+    if document.problems:
+        problem = document.problems[0]
+        raise RunError.of("--cluster", path, problem.message.rstrip("."), "write one fact a line")
+    if not isinstance(document.value, dict):
+        raise RunError.of("--cluster", path, "it is no mapping of facts", "write gpus_per_node: 8 and the like")
+    return dict(document.value)
+
+
+def plan_of(request: PlanRequest, text: str, options: Mapping[str, Any]) -> Plan:
+    """The plan of one layout: with the micro-batch that is asked for, or with the fastest that fits."""
+    layout, named = request.read_layout(text)
+    if options["recompute"] is not None:
+        layout = Layout(**{**_fields(layout), "recompute": options["recompute"]})
+    size = options["micro"] or named
+    if size is not None:
+        batch = Batch.resolve(
+            global_batch_size=request.global_batch_size, micro_batch_size=size, dp=layout.dp
+        )  # raises BatchError
+        return request.plan(layout, batch)
+    each, rest = divmod(request.global_batch_size, layout.dp)
+    if rest or not each:
+        per = request.global_batch_size // layout.dp * layout.dp or layout.dp
+        reason = f"{layout.dp} replicas cannot share it equally"
+        raise BatchError.of("--global-batch", request.global_batch_size, reason, ("--global-batch", per))
+    sizes = [size for size in range(1, min(each, LARGEST_MICRO_BATCH) + 1) if each % size == 0]
+    batches = [Batch(global_batch_size=request.global_batch_size, micro_batch_size=n, dp=layout.dp) for n in sizes]
+    plans: list[Plan] = []
+    for batch in batches:
+        plans.append(request.plan(layout, batch))
+        if not plans[-1].fits:
+            break
+    return min((plan for plan in plans if plan.fits), key=lambda plan: plan.step.seconds, default=plans[0])
+
+
+def _fields(layout: Layout) -> dict[str, Any]:
+    return {field.name: getattr(layout, field.name) for field in fields(Layout)}
+
+
+def checked_tokens(value: float | None) -> float | None:
+    """A number of tokens above 0."""
+    if value is not None and not 0 < value < float("inf"):
+        raise ReportError.of("--tokens", value, "it is a number of tokens", "write 1e12")
+    return value

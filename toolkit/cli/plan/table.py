@@ -1,0 +1,130 @@
+"""The tables of `dstk plan`, its comparison of two layouts, and the same as JSON."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from toolkit.planner.costs import Cost
+from toolkit.planner.request import Plan, PlanRequest, layout_text
+from toolkit.units import format_bytes, format_count, plural
+
+_GIB = 2**30
+_WIDE = 150
+_TERMS = ("compute", "recompute", "host", "tensor", "pipeline", "bubble", "data", "optimizer", "offload")
+_LEAST = 0.01
+"""Terms of a smaller share of a step are not named."""
+_PARTS = ("parameters", "gradients", "masters", "optimizer", "activation_total", "logits", "gathered", "buckets")
+
+
+def title(request: PlanRequest) -> str:
+    """What is planned, on one line."""
+    gpus = f"{request.gpus} x {request.gpu.name}"
+    return f"{request.name}, {gpus}, {request.seq_len} tokens, global batch {request.global_batch_size}"
+
+
+def print_plans(request: PlanRequest, plans: Sequence[Plan], costs: Sequence[Cost | None]) -> None:
+    """A line a plan, and a column for each term that some plan has; where there is no room, the largest terms."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = max(console.width, _WIDE)
+    console.print(Text(title(request), style="bold"), soft_wrap=True)
+    is_wide = console.width >= _WIDE
+    terms = [name for name in _TERMS if any(plan.step.terms[name] > _LEAST * plan.step.seconds for plan in plans)]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    table.add_column("--layout", overflow="fold")
+    middle = ["most of it", "step s", *terms] if is_wide else ["step s", "goes to"]
+    for heading in ("GiB", *middle, "tokens/s/GPU", "MFU"):
+        table.add_column(heading, justify="left" if heading in ("most of it", "goes to") else "right")
+    for plan in plans:
+        step, total = plan.step, f"{plan.memory.total / _GIB:.1f}" + ("" if plan.fits else " !")
+        split = [f"{step.terms[name]:.3g}" for name in terms] if is_wide else [_largest_terms(plan)]
+        part = [largest_part(plan)] if is_wide else []
+        speed = [f"{step.tokens_per_second_per_gpu:,.0f}", f"{100 * step.mfu:.1f} %"]
+        table.add_row(plan.strategy, total, *part, f"{step.seconds:.3g}", *split, *speed)
+    console.print(table)
+    for plan, cost in zip(plans, costs, strict=True):
+        if cost is not None:
+            money = "" if cost.usd is None else f", {cost.usd:,.0f} USD"
+            energy = f"{cost.kwh:,.0f} kWh, {cost.kg_co2 / 1000:,.1f} t CO2 at most"
+            gpus = "" if plan.step.gpus == request.gpus else f" on {plan.step.gpus} GPUs"
+            console.print(f"{plan.strategy}{gpus}: {cost.days:.1f} days{money}, {energy}", soft_wrap=True)
+    if any(not plan.fits for plan in plans):
+        room = (
+            f"{request.gpu.memory_bytes / _GIB:.1f} GiB, and {format_bytes(request.cluster.host_memory_bytes)} a host"
+        )
+        console.print(f"! does not fit surely into {room}", soft_wrap=True)
+
+
+def _largest_terms(plan: Plan) -> str:
+    largest = sorted(plan.step.terms.items(), key=lambda item: -item[1])[:2]
+    return ", ".join(f"{name} {100 * seconds / plan.step.seconds:.0f} %" for name, seconds in largest)
+
+
+def largest_part(plan: Plan) -> str:
+    """The part of the memory that is largest."""
+    name = max(_PARTS, key=lambda part: getattr(plan.memory, part))
+    return {"activation_total": "activations"}.get(name, name)
+
+
+def print_why(request: PlanRequest, plan: Plan, best: Plan | None) -> None:
+    """Why a layout is not the first choice."""
+    console = Console(highlight=False)
+    if plan.host_bytes > plan.host_room:
+        held = f"{plan.strategy} keeps {format_bytes(plan.host_bytes)} of a host's {format_bytes(plan.host_room)}"
+        console.print(f"{held}.", soft_wrap=True)
+    if not plan.memory.fits:
+        memory = plan.memory
+        needs = f"{plan.strategy} needs {memory.total / _GIB:.1f} GiB of {request.gpu.memory_bytes / _GIB:.1f}"
+        parts = sorted(_PARTS, key=lambda part: -getattr(memory, part))[:3]
+        shown = ", ".join(f"{part.replace('_total', '')} {getattr(memory, part) / _GIB:.1f}" for part in parts)
+        console.print(f"{needs}: {shown}.", soft_wrap=True)
+    if best is None:
+        return
+    if best.strategy == plan.strategy:
+        console.print(f"{plan.strategy} is the first choice.", soft_wrap=True)
+        return
+    ratio = plan.step.seconds / best.step.seconds
+    pace = f"takes {ratio:.2f} times as long as" if ratio >= 1 else "would be faster than"
+    console.print(
+        f"{plan.strategy} {pace} {best.strategy}, {plan.step.seconds:.3g} s against {best.step.seconds:.3g} s:"
+    )
+    differences = {name: plan.step.terms[name] - best.step.terms[name] for name in _TERMS}
+    for name, seconds in sorted(differences.items(), key=lambda item: -abs(item[1])):
+        if abs(seconds) > _LEAST * best.step.seconds:
+            console.print(f"  {name:10} {seconds:+.3g} s")
+
+
+def to_json(plan: Plan, cost: Cost | None = None) -> dict[str, Any]:
+    """A plan as other programs read it: bytes and seconds."""
+    layout, step = plan.layout, plan.step
+    return {
+        "layout": layout_text(layout).replace("-recompute", "").replace("-selective", ""),
+        "strategy": plan.strategy,
+        "micro_batch_size": plan.batch.micro_batch_size,
+        "accumulation": plan.batch.accumulation,
+        "recompute": layout.recompute,
+        "schedule": "1f1b" if layout.pp > 1 else "none",
+        "fits": plan.fits,
+        "verdict": plan.memory.verdict,
+        "memory_bytes": plan.memory.total,
+        "host_bytes_per_node": plan.host_bytes,
+        "gpus": step.gpus,
+        "step_seconds": step.seconds,
+        "tokens_per_second_per_gpu": step.tokens_per_second_per_gpu,
+        "mfu": step.mfu,
+        "terms": step.terms,
+        **({} if cost is None else {"cost": vars(cost)}),
+    }
+
+
+def nothing_fits(request: PlanRequest, candidates: int, nearest: Sequence[str]) -> str:
+    """One line for a search without a result."""
+    what = f"none of {plural(candidates, 'candidate')} fits into {request.gpu.memory_bytes / _GIB:.1f} GiB"
+    parameters = format_count(request.model.parameters.numel)
+    return f"{what} ({parameters} parameters); " + (
+        f"nearest: {'; '.join(nearest)}" if nearest else "nothing near does"
+    )

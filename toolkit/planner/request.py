@@ -1,0 +1,196 @@
+"""PlanRequest: a model, GPUs and a batch; and Plan: what one layout of them would take, in memory and time."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Self, cast
+
+from toolkit.config.layout import Batch, Layout
+from toolkit.config.parallel_rules import model_conflicts, setting_conflicts
+from toolkit.config.recipe import Precision, Recipe
+from toolkit.config.strategy import Strategy
+from toolkit.errors import LayoutError, ModelError, Refusal
+from toolkit.estimate.breakdown import MemoryBreakdown
+from toolkit.estimate.framework_profile import FrameworkProfile
+from toolkit.estimate.memory_model import Framework, MemoryModel
+from toolkit.estimate.stage_bounds import balanced_bounds
+from toolkit.hardware import Gpu
+from toolkit.models.families.registry import CONFIG_SCHEMAS
+from toolkit.planner.cluster import Cluster
+from toolkit.planner.execution import Execution, Kernel
+from toolkit.planner.run_memory import framework_of, model_config, recipe_of, workload_of
+from toolkit.planner.setup import Setup
+from toolkit.planner.step_time import StepTime, predict_step
+
+MEMORY_PROFILES = {"fsdp": "torchtitan"}
+"""Profiles of step times whose memory stands under another name."""
+_KERNELS: Mapping[str, Kernel] = {"sdpa": "flash2", "flash": "flash2", "eager": "eager"}
+"""What runs for a model's attention: PyTorch's sdpa takes FlashAttention-2's kernels for causal masks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One layout with its micro-batch: the fullest stage's memory, and one step."""
+
+    layout: Layout
+    batch: Batch
+    memory: MemoryBreakdown
+    step: StepTime
+
+    host_bytes: int
+    """What the ranks of a node keep in its memory."""
+    host_room: float
+
+    @property
+    def fits(self) -> bool:
+        """Whether it fits surely, within the band of the estimate's error: the GPU and its host."""
+        return self.memory.fits and self.host_bytes <= self.host_room
+
+    @property
+    def strategy(self) -> str:
+        """As `--layout` takes it, micro-batch and all: `dp8-tp4-pp2-z1-sp-recompute-m2`."""
+        return f"{layout_text(self.layout)}-m{self.batch.micro_batch_size}"
+
+
+def layout_text(layout: Layout) -> str:
+    """A layout with its flags, in the form of a strategy."""
+    words = {"none": [], "selective": ["selective"], "full": ["recompute"]}[layout.recompute]
+    flags = ["sp"] * layout.sequence_parallel + words + ["offload"] * (layout.offload_optimizer != "none")
+    return "-".join([str(layout), *flags])
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PlanRequest:
+    """What is to be trained, and on what."""
+
+    name: str
+    """The model's, as recipes name it."""
+    model: MemoryModel
+    config: Mapping[str, Any]
+    cluster: Cluster
+    gpus: int
+    seq_len: int
+    global_batch_size: int
+    precision: Precision = "bf16"
+    run: Execution = field(default_factory=Execution)
+
+    @classmethod
+    def of(cls, name: str, config: Mapping[str, Any], **fields: Any) -> Self:
+        """A request for a model with this config. Raises ModelError for one whose steps are not modeled."""
+        family = str(config.get("model_type"))
+        model = MemoryModel.from_config(config)
+        if family not in CONFIG_SCHEMAS and "text_config" not in config:
+            reason = "the time model knows dense decoders, and this family's shape is not read"
+            raise ModelError.of("--model", name, reason, "estimate its memory with dstk memory")
+        positions, seq_len = model.shape.positions, fields["seq_len"]
+        if model.shape.learned_positions and positions is not None and seq_len > positions:
+            raise LayoutError.of(
+                "--seq", seq_len, f"{name} has {positions} positions", ("--seq", f"{positions} or less")
+            )
+        return cls(name=name, model=model, config=config, **fields)
+
+    @property
+    def gpu(self) -> Gpu:
+        """Of the cluster."""
+        return self.cluster.gpu
+
+    @cached_property
+    def setup_attention(self) -> Kernel:
+        recipe = self.recipe(Layout(zero_stage=1), Batch(global_batch_size=1, micro_batch_size=1, dp=1))
+        return _KERNELS[workload_of(recipe, recipe.resolve_batch(Layout()), self.model).attention]
+
+    def recipe(self, layout: Layout, batch: Batch) -> Recipe:
+        """A recipe that trains the model so."""
+        return recipe_of(
+            self.name,
+            layout,
+            micro_batch_size=batch.micro_batch_size,
+            seq_len=self.seq_len,
+            accumulation=batch.accumulation,
+            precision=self.precision,
+        )
+
+    def refusal(self, layout: Layout) -> Refusal | None:
+        """Why training refuses a layout, whatever the batch; None if it does not."""
+        batch = Batch(global_batch_size=layout.dp, micro_batch_size=1, dp=layout.dp)
+        recipe = self.recipe(layout, batch)
+        refusals = [*model_conflicts(recipe, self.config, self.model.shape), *setting_conflicts(recipe, None)]
+        return next(iter(refusals), None)
+
+    def setup(self, layout: Layout, batch: Batch) -> Setup:
+        """What the time model is asked. Raises LayoutError for stages that the model cannot fill."""
+        bounds: tuple[int, ...] = ()
+        if layout.pp > 1 and self.run.framework == "toolkit":
+            sizes = {"micro_batch_size": batch.micro_batch_size, "seq_len": self.seq_len}
+            bounds = balanced_bounds(self.model.parameters, layout.pp, **sizes, recompute=layout.recompute)
+        run = self.run
+        if run.framework == "toolkit":
+            run = replace(run, attention=self.setup_attention) if self.setup_attention != run.attention else run
+        return Setup(
+            shape=self.model.shape,
+            layout=layout,
+            cluster=self.cluster,
+            micro_batch_size=batch.micro_batch_size,
+            accumulation=batch.accumulation,
+            seq_len=self.seq_len,
+            run=run,
+            bounds=bounds,
+        )
+
+    def step(self, layout: Layout, batch: Batch) -> StepTime:
+        """Predict one step."""
+        return predict_step(self.setup(layout, batch))
+
+    def memory(self, layout: Layout, batch: Batch) -> MemoryBreakdown:
+        """Estimate the stage that takes most."""
+        recipe = self.recipe(layout, batch)
+        framework = self._framework(recipe, layout, batch)
+        work = workload_of(recipe, batch, self.model)
+        if isinstance(framework, FrameworkProfile):
+            work = replace(work, attention=next(iter(framework.facts["attention"])))
+        return self.model.peak(layout, work, framework, self.gpu)
+
+    def _framework(self, recipe: Recipe, layout: Layout, batch: Batch) -> Framework:
+        name = self.run.framework
+        if name == "toolkit":
+            return framework_of(recipe, layout, batch, hidden_size=self.model.shape.hidden)
+        return FrameworkProfile(name=MEMORY_PROFILES.get(name, name), precision=cast(Any, self.precision))
+
+    def plan(self, layout: Layout, batch: Batch) -> Plan:
+        """Both."""
+        return self.estimated(layout, batch, self.step(layout, batch))
+
+    def estimated(self, layout: Layout, batch: Batch, step: StepTime) -> Plan:
+        """A plan whose step is known."""
+        memory = self.memory(layout, batch)
+        local = min(self.cluster.gpus_per_node, layout.world_size)
+        host, room = memory.host.total * local, self.cluster.host_memory_bytes
+        return Plan(layout=layout, batch=batch, memory=memory, step=step, host_bytes=host, host_room=room)
+
+    def read_layout(self, text: str) -> tuple[Layout, int | None]:
+        """A strategy on all GPUs, and the micro-batch that it names. Raises LayoutError for what cannot run."""
+        strategy = Strategy.parse(text)
+        if strategy.engine != "deepspeed":
+            raise LayoutError.of("--layout", text, "only DeepSpeed's layouts are planned", "remove the engine")
+        fields = strategy.sections(strategy.dp)["parallel"]
+        layout = Layout.resolve(self.gpus, **fields)
+        refusal = self.refusal(layout) if self.run.framework == "toolkit" else None
+        if refusal is not None:
+            raise LayoutError(refusal)
+        return layout, strategy.micro_batch_size
+
+
+def predict(recipe: Recipe, layout: Layout, batch: Batch, cluster: Cluster | Gpu) -> StepTime:
+    """Predict a step of a recipe in a layout on these GPUs. Raises ModelError for a model that is not known here."""
+    config = model_config(recipe)
+    request = PlanRequest.of(
+        recipe.model.name_or_path,
+        config,
+        cluster=cluster if isinstance(cluster, Cluster) else Cluster.of(cluster),
+        gpus=layout.world_size,
+        seq_len=recipe.data.seq_len,
+        global_batch_size=batch.global_batch_size,
+        precision=recipe.precision,
+        run=Execution(precision=recipe.precision, compiled=recipe.train.compile),
+    )
+    return request.step(layout, batch)

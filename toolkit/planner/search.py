@@ -1,0 +1,217 @@
+"""The search: every layout that training accepts, in the order of their predicted steps; the first ones that fit.
+
+Times come first, because they are cheap; memory is estimated in their order, and only until enough layouts fit. What
+the states alone make too large is left out before: 4 bytes a parameter stay on every rank of ZeRO-1 (weights and fp32
+gradients take more), 2 with ZeRO-2, none with ZeRO-3.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from toolkit.config.layout import Batch, Layout, OffloadDevice, Recompute
+from toolkit.errors import BatchError, LayoutError, ToolkitError
+from toolkit.models.support import misfits, tensor_parallel_sizes
+from toolkit.planner.request import Plan, PlanRequest
+from toolkit.planner.step_time import StepTime
+
+Goal = Literal["speed", "cost", "memory"]
+
+LARGEST_MICRO_BATCH = 64
+_OFFLOADS: tuple[tuple[OffloadDevice, OffloadDevice], ...] = (("none", "none"), ("cpu", "none"), ("cpu", "cpu"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What a search found: the best plans in order, and how many candidates there were."""
+
+    plans: list[Plan]
+    candidates: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A layout with a batch, and the step that is predicted."""
+
+    layout: Layout
+    batch: Batch
+    step: StepTime
+
+
+def layouts(request: PlanRequest) -> Iterator[Layout]:
+    """Every layout of the request's GPUs that training accepts and whose replicas share the batch equally."""
+    shape, gpus = request.model.shape, request.gpus
+    widest = min(gpus, request.cluster.gpus_per_node)
+    for tp in [size for size in tensor_parallel_sizes(shape) if size <= widest and gpus % size == 0]:
+        for pp in [size for size in _divisors(gpus // tp) if size <= shape.layers]:
+            if request.global_batch_size % (gpus // tp // pp) == 0:
+                yield from _variants(request, tp=tp, pp=pp)
+    for ulysses in _divisors(min(gpus, shape.heads)):
+        is_whole = gpus % ulysses == 0 and not list(misfits(shape, ulysses=ulysses))
+        if ulysses > 1 and is_whole and request.global_batch_size % (gpus // ulysses) == 0:
+            yield from _variants(request, ulysses=ulysses)
+
+
+def _variants(request: PlanRequest, *, tp: int = 1, pp: int = 1, ulysses: int = 1) -> Iterator[Layout]:
+    """Stages of ZeRO, offload, recomputation and sequence parallelism. ZeRO-0 keeps fp32 weights: never better."""
+    dp = request.gpus // (tp * pp * ulysses)
+    recomputations: tuple[Recompute, ...] = ("none", "full")
+    if request.setup_attention == "eager":
+        recomputations = ("none", "selective", "full")
+    for stage in (1,) if pp > 1 else (1, 2, 3):
+        for optimizer, params in _OFFLOADS:
+            # Where parameters are sharded, a strategy offloads both.
+            if (optimizer == "cpu" and (pp > 1 or stage == 1)) or (params == "cpu") != (
+                optimizer == "cpu" and stage == 3
+            ):
+                continue
+            for sequence_parallel in (True, False) if tp > 1 else (False,):
+                first = Layout(
+                    dp=dp,
+                    tp=tp,
+                    pp=pp,
+                    ulysses=ulysses,
+                    zero_stage=stage,
+                    sequence_parallel=sequence_parallel,
+                    offload_optimizer=optimizer,
+                    offload_params=params,
+                )
+                if request.refusal(first) is None:
+                    yield from (replace(first, recompute=recompute) for recompute in recomputations)
+
+
+def candidates(request: PlanRequest) -> list[Candidate]:
+    """All layouts with all micro-batches, predicted. Raises LayoutError or BatchError where there are none."""
+    found = []
+    for layout in layouts(request):
+        each = request.global_batch_size // layout.dp
+        size = 1
+        while size <= min(each, LARGEST_MICRO_BATCH):
+            if each % size == 0:
+                batch = Batch(global_batch_size=request.global_batch_size, micro_batch_size=size, dp=layout.dp)
+                found.append(Candidate(layout=layout, batch=batch, step=request.step(layout, batch)))
+            size *= 2
+    if not found:
+        raise _no_layout(request)
+    return found
+
+
+def search(request: PlanRequest, *, goal: Goal = "speed", top: int = 10) -> Found:
+    """The best `top` plans that fit, one of each layout: the best of its micro-batches."""
+    if goal == "cost":
+        return _cheapest(request, top)
+    found = candidates(request)
+    if goal == "memory":
+        return Found(plans=_smallest(request, found, top), candidates=len(found))
+    plans: list[Plan] = []
+    seen: set[Layout] = set()
+    too_large: dict[Layout, int] = {}
+    for candidate in sorted(found, key=lambda candidate: candidate.step.seconds):
+        layout, size = candidate.layout, candidate.batch.micro_batch_size
+        # More samples never need less.
+        if layout in seen or size >= too_large.get(layout, size + 1) or least_bytes(request, layout) > _room(request):
+            continue
+        plan = request.estimated(layout, candidate.batch, candidate.step)
+        if not plan.fits:
+            # Most layouts that do not fit do not with one sample either: then no other size is tried.
+            one = replace(candidate.batch, micro_batch_size=1)
+            one_fits = layout in too_large or request.estimated(layout, one, candidate.step).fits
+            too_large[layout] = size if one_fits else 1
+            continue
+        seen.add(layout)
+        plans.append(plan)
+        if len(plans) == top:
+            break
+    return Found(plans=plans, candidates=len(found))
+
+
+def _cheapest(request: PlanRequest, top: int) -> Found:
+    """The plans with the fewest GPU-seconds a token: fewer GPUs take longer, and communicate less."""
+    plans: list[Plan] = []
+    count, gpus = 0, request.gpus
+    while gpus >= 1:
+        try:
+            found = search(replace(request, gpus=gpus), top=top)
+        except (LayoutError, BatchError):
+            if gpus == request.gpus:
+                raise
+        else:
+            plans, count = plans + found.plans, count + found.candidates
+        if gpus % 2:
+            break
+        gpus //= 2
+    plans.sort(key=lambda plan: -plan.step.tokens_per_second_per_gpu)
+    return Found(plans=plans[:top], candidates=count)
+
+
+def _smallest(request: PlanRequest, found: list[Candidate], top: int) -> list[Plan]:
+    """The plans that need least memory: with micro-batches of one sample, in the order of what they keep at least."""
+    ones = [one for one in found if one.batch.micro_batch_size == 1]
+    ones.sort(key=lambda one: least_bytes(request, one.layout))
+    plans = [request.estimated(one.layout, one.batch, one.step) for one in ones[: max(top, 400)]]
+    return sorted((plan for plan in plans if plan.fits), key=lambda plan: plan.memory.total)[:top]
+
+
+def least_bytes(request: PlanRequest, layout: Layout) -> float:
+    """Less than the model states of a rank: weights in 16 bits, and the shares of gradients, masters and moments."""
+    numel = request.model.parameters.numel / (layout.tp * layout.pp)
+    shards = layout.dp * layout.ulysses
+    whole = {1: 4.0, 2: 2.0, 3: 0.0}.get(layout.zero_stage, 8.0)
+    shared = 0.0 if layout.offload_optimizer != "none" else 12.0
+    return numel * (whole + shared / shards)
+
+
+def _room(request: PlanRequest) -> int:
+    return request.gpu.memory_bytes
+
+
+def nearest_that_fits(request: PlanRequest) -> list[str]:
+    """Sentences: which change of GPUs or of the sequence would make a layout fit."""
+
+    def fits(changed: PlanRequest) -> Plan | None:
+        try:
+            plans = search(changed, top=1).plans
+        except ToolkitError:
+            return None
+        return plans[0] if plans else None
+
+    def first(values: list[int], change: Callable[[int], PlanRequest], words: str) -> Iterator[str]:
+        for value in values:
+            plan = fits(change(value))
+            if plan is not None:
+                yield f"{words.format(value)}: {plan.strategy}"
+                return
+
+    more = [request.gpus * 2**power for power in range(1, 6)]
+    shorter = [request.seq_len // 2**power for power in range(1, 6) if request.seq_len % 2**power == 0]
+    return [
+        *first(more, lambda gpus: replace(request, gpus=gpus), "{} GPUs"),
+        *first(shorter, lambda length: replace(request, seq_len=length), "--seq {}"),
+    ]
+
+
+def _no_layout(request: PlanRequest) -> LayoutError | BatchError:
+    """No layout at all: the batch is no multiple of any possible number of replicas."""
+    gpus, batch = request.gpus, request.global_batch_size
+    fewest = min(_replicas(request, gpus))
+    if fewest == gpus > 1:
+        near = (other for step in range(1, gpus) for other in (gpus - step, gpus + step))
+        other = next(n for n in near if any(batch % replicas == 0 for replicas in _replicas(request, n)))
+        reason = f"neither tensor ranks nor stages of {request.name} divide them, and {batch} samples do not either"
+        multiple = -(-batch // gpus) * gpus
+        return LayoutError.of("--gpus", gpus, reason, ("--gpus", other), ("--global-batch", multiple))
+    lower = batch // fewest * fewest
+    near_batch = f"{lower} or {lower + fewest}" if lower else str(fewest)
+    reason = f"no layout splits it: {gpus} GPUs make {fewest} replicas or a multiple of that"
+    return BatchError.of("--global-batch", batch, reason, ("--global-batch", near_batch))
+
+
+def _replicas(request: PlanRequest, gpus: int) -> set[int]:
+    """Every dp of layouts with tensor ranks and stages."""
+    shape, widest = request.model.shape, request.cluster.gpus_per_node
+    sizes = [size for size in tensor_parallel_sizes(shape) if size <= widest and gpus % size == 0]
+    return {gpus // tp // pp for tp in sizes for pp in _divisors(gpus // tp) if pp <= shape.layers}
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
