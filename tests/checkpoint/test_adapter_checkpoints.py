@@ -11,6 +11,9 @@ from interrupted_runs import SETTINGS, STEPS, assert_same_bits, interrupt, tenso
 from plain_fine_tuning import save_base
 
 from toolkit.checkpoint.verify import verify
+from toolkit.cli.sample import GenerativeModel
+from toolkit.convert.export_model import export_checkpoint
+from toolkit.errors import ToolkitError
 
 Train = Callable[..., str]
 INTERRUPTED = 5
@@ -89,3 +92,39 @@ def test_peft_loads_the_trained_adapters_beside_weights_that_were_never_publishe
         logits.append(loaded(input_ids=ids).logits.detach())
     assert torch.equal(*logits)
     assert not torch.equal(logits[0], before)
+
+
+@pytest.mark.parametrize(
+    ("family", "lora"),
+    [
+        ("gpt2", {"dora": True}),
+        pytest.param("llama", {"rslora": True}, marks=WHOLE),
+        pytest.param("qwen3", {}, marks=WHOLE),
+    ],
+)
+def test_merged_weights_compute_what_peft_computes(
+    train: Train, tmp_path: Path, family: str, lora: dict[str, Any]
+) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    train("run_dir=first", *SETTINGS, "optimizer.lr=0.02", **changes(tmp_path, family, "z1", **lora))
+    run = (tmp_path / "first").rename(tmp_path / "run")  # adapter_config.json names a directory that is gone
+    merged = tmp_path / "merged"
+    export_checkpoint(run / "model", merged, merge=True)
+    export_checkpoint(run, tmp_path / "adapters")
+    ids = torch.arange(24).reshape(2, 12)
+    base = AutoModelForCausalLM.from_pretrained(run / "base").eval()
+    plain = base(input_ids=ids).logits.detach()
+    adapted = PeftModel.from_pretrained(base, tmp_path / "adapters").eval()
+    expected = adapted(input_ids=ids).logits
+    loaded = AutoModelForCausalLM.from_pretrained(merged).eval()
+    found = loaded(input_ids=ids).logits
+    assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
+    assert (found - plain).abs().max() > 1e-2 * expected.abs().max()
+    for name, weight in adapted.merge_and_unload().named_parameters():
+        assert torch.allclose(loaded.get_parameter(name), weight, rtol=0, atol=1e-6 * float(weight.abs().max())), name
+    text = GenerativeModel(str(run)).continue_text("The", tokens=4, temperature=0)
+    assert text == GenerativeModel(str(merged)).continue_text("The", tokens=4, temperature=0)
+    with pytest.raises(ToolkitError, match="no adapters to merge"):
+        export_checkpoint(merged, tmp_path / "again", merge=True)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from toolkit.cli import ByteSize
+from toolkit.errors import ConfigError
 from toolkit.units import format_bytes
 
 if TYPE_CHECKING:
@@ -34,20 +35,27 @@ def describe(written: "WrittenDirectory", *details: str) -> str:
 @output_option
 @click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), help="Of the weights.  [default: as stored]")
 @max_shard_size_option
+@click.option("--merge", is_flag=True, help="Add LoRA's adapters to the weights that they are beside.")
 @click.option("--verify", is_flag=True, help="Load both with transformers, and compare logits and greedy text.")
-def command(source: Path, output: Path, dtype: str | None, max_shard_size: int, verify: bool) -> int:
+def command(source: Path, output: Path, dtype: str | None, max_shard_size: int, merge: bool, verify: bool) -> int:
     """Write the newest complete checkpoint of a run, or the one that is named, as a plain Hugging Face directory.
 
-    Writes weights, config, generation config and tokenizer; not the optimizer. With --verify, exits with 1 if the
+    Writes weights, config, generation config and tokenizer; not the optimizer. Of a run with LoRA it writes the
+    adapters, or with --merge the whole model. With --verify, exits with 1 if the
     directory differs from its source by more than the rounding to --dtype.
 
     \b
     dstk export runs/demo -o demo-bf16 --dtype bf16 --verify
+    dstk export runs/lora -o merged --merge
     dstk export runs/demo/step-00000500 -o halfway --max-shard-size 500MB
     """
     from toolkit.convert.export_model import DTYPES, export_checkpoint
 
-    done = export_checkpoint(source, output, dtype=DTYPES[dtype] if dtype else None, max_shard_bytes=max_shard_size)
+    if merge and verify:
+        given = (("--merge", True), ("--verify", True))
+        raise ConfigError.between(given, "merged weights are not a rounded copy of their source", "leave one out")
+    wanted = DTYPES[dtype] if dtype else None
+    done = export_checkpoint(source, output, dtype=wanted, max_shard_bytes=max_shard_size, merge=merge)
     for notice in done.notices:
         click.echo(f"note: {notice}", err=True)
     click.echo(f"{done.source} → {describe(done.written, str(done.dtype).removeprefix('torch.'))}")

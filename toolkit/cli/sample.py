@@ -3,13 +3,13 @@
 import os
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from toolkit.cli import FiniteRange
 from toolkit.config.gallery import find_recipes
-from toolkit.errors import ModelError
+from toolkit.errors import ModelError, ToolkitError
 from toolkit.files import reason_of
 from toolkit.launch.spawn import run_local_ranks
 from toolkit.training.arguments import unused_run_directory
@@ -38,7 +38,8 @@ class GenerativeModel:
     def __init__(self, run: str) -> None:
         """Load it. Raises ModelError where there is none."""
         folder = Path(run) / "model" if (Path(run) / "model").is_dir() else Path(run)
-        if not (folder / "config.json").is_file():
+        is_adapted = (folder / "adapter_config.json").is_file()
+        if not ((folder / "config.json").is_file() or is_adapted):
             reason = "neither a run directory with a model nor a Hugging Face directory"
             raise ModelError(f"{run}: {reason}. Give one of them.")
         from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -48,7 +49,10 @@ class GenerativeModel:
         logging.disable_progress_bar()
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-            self._model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False).eval()
+            load = _adapted if is_adapted else AutoModelForCausalLM.from_pretrained
+            self._model = load(folder, trust_remote_code=False).eval()
+        except ToolkitError:
+            raise
         except Exception as error:
             raise ModelError(f"{run}: transformers cannot load it ({reason_of(error)}). Give another model.") from error
         self._run = run
@@ -90,6 +94,16 @@ class GenerativeModel:
     def _decode(self, ids: "Tensor") -> str:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
         return text
+
+
+def _adapted(folder: Path, **options: Any) -> Any:
+    """Load adapters with the model that they are beside. Raises CheckpointError where that is not found."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    from toolkit.convert.adapters import base_of
+
+    return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base_of(folder), **options), folder)
 
 
 @click.command()

@@ -4,6 +4,7 @@ The small files that make it a model for transformers are copied unchanged; only
 """
 
 import json
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from toolkit.checkpoint.model_directory import NamedWeights, WrittenDirectory, c
 from toolkit.checkpoint.reader import CheckpointReader
 from toolkit.checkpoint.save_plan import MAX_FILE_BYTES
 from toolkit.checkpoint.select import select_checkpoint
+from toolkit.convert.adapters import MergedWeights, base_of, has_adapters
 from toolkit.files import printable, read_json_object, read_regular, reason_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -25,7 +27,8 @@ TOKENIZER = (
     *("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja"),
 )
 """Files of transformers' tokenizers: text, JSON or protocol buffers, never code."""
-_NAMES = ("generation_config.json", *TOKENIZER)
+_GENERATION = "generation_config.json"
+_NAMES = (_GENERATION, *TOKENIZER)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,36 +42,56 @@ class Exported:
 
 
 def export_checkpoint(
-    path: Path, destination: Path, *, dtype: torch.dtype | None = None, max_shard_bytes: int = MAX_FILE_BYTES
+    path: Path,
+    destination: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = MAX_FILE_BYTES,
+    merge: bool = False,
 ) -> Exported:
     """Write the newest complete checkpoint of the run `path`, or the one at `path`, as a new directory.
 
-    `dtype` of the exported weights is by default the stored one. Raises CheckpointError.
+    `dtype` of the exported weights is by default the stored one. LoRA's adapters stay adapters, or with `merge` are
+    added to the weights that they are beside. Raises CheckpointError.
     """
     check_unused(destination)
     selected = select_checkpoint(_or_final_model(path))
-    saved = CheckpointReader(selected.path)
-    config = read_config(selected.path, follow=selected.is_weights_only)
-    weights = cast_weights(saved, dtype)
+    source, follow, are_adapters = selected.path, selected.is_weights_only, has_adapters(selected.path)
+    if merge and not are_adapters:
+        raise on_disk.checkpoint_error(source, "it has no adapters to merge. Leave --merge out.")
+    base = base_of(source) if merge else source
+    saved = CheckpointReader(base)
+    weights = cast_weights(saved, dtype, MergedWeights(source, saved).read if merge else None)
     stored = _most_common_dtype(weights)
+    config = None if are_adapters and not merge else read_config(base, follow=follow or merge)
 
     def write_small_files(directory: Path) -> None:
-        write_config(directory, config, None if stored is None else str(stored).removeprefix("torch."))
-        copy_small_files(selected.path, directory, follow=selected.is_weights_only)
+        if config is None:
+            copy_small_files(source, directory, follow=follow, names=(on_disk.ADAPTER_CONFIG,))
+        else:
+            write_config(directory, config, None if stored is None else str(stored).removeprefix("torch."))
+        if merge:
+            copy_small_files(base, directory, follow=True, names=(_GENERATION,))
+        copy_small_files(source, directory, follow=follow)
 
     written = write_weights(destination, weights, write_small_files=write_small_files, max_shard_bytes=max_shard_bytes)
-    return Exported(source=selected.path, written=written, dtype=stored, notices=selected.notices)
+    return Exported(source=source, written=written, dtype=stored, notices=selected.notices)
 
 
-def cast_weights(saved: CheckpointReader, dtype: torch.dtype | None) -> NamedWeights:
-    """The model of a checkpoint, its floating-point tensors cast to `dtype`; as they are stored where it is None."""
+def cast_weights(
+    saved: CheckpointReader, dtype: torch.dtype | None, changed: Callable[[str], torch.Tensor] | None = None
+) -> NamedWeights:
+    """The model of a checkpoint, its floating-point tensors cast to `dtype`; as they are stored where it is None.
+
+    `changed` returns a tensor by its name, in place of what is stored.
+    """
     specs = {
         name: replace(spec, dtype=dtype) if dtype and spec.dtype.is_floating_point else spec
         for name, spec in saved.specs[on_disk.MODEL].items()
     }
 
     def read(name: str) -> torch.Tensor:
-        values = saved.tensor(on_disk.MODEL, name).clone()
+        values = saved.tensor(on_disk.MODEL, name).clone() if changed is None else changed(name)
         cast = values.to(specs[name].dtype)
         if cast.is_floating_point() and cast.dtype != values.dtype and bool((cast.isinf() & ~values.isinf()).any()):
             wanted = next(short for short, dtype in DTYPES.items() if dtype == cast.dtype)
@@ -89,9 +112,11 @@ def _most_common_dtype(weights: NamedWeights) -> torch.dtype | None:
 
 def _or_final_model(path: Path) -> Path:
     """The `model` directory of a run that saved no checkpoint; otherwise `path`."""
-    if not path.is_dir() or not (path / _MODEL_DIRECTORY / "config.json").is_file():
+    final = path / _MODEL_DIRECTORY
+    if not path.is_dir() or not ((final / CONFIG).is_file() or has_adapters(final)):
         return path
-    is_itself = any((path / name).exists() for name in (on_disk.MANIFEST, on_disk.SINGLE, on_disk.INDEX))
+    own = (on_disk.MANIFEST, on_disk.SINGLE, on_disk.INDEX, on_disk.ADAPTERS)
+    is_itself = any((path / name).exists() for name in own)
     names = [entry.name.removeprefix(".").partition(".")[0] for entry in path.iterdir()]
     has_checkpoints = any(on_disk.step_of(name) is not None for name in names)
     return path if is_itself or has_checkpoints else path / _MODEL_DIRECTORY
@@ -121,9 +146,9 @@ def write_config(directory: Path, config: dict[str, Any], dtype: str | None = No
     on_disk.write_synced(directory / CONFIG, (json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
 
 
-def copy_small_files(source: Path, directory: Path, *, follow: bool) -> None:
+def copy_small_files(source: Path, directory: Path, *, follow: bool, names: Iterable[str] = _NAMES) -> None:
     """Copy generation config and tokenizer, if any. Raises CheckpointError where one is not a regular file."""
-    for name in _NAMES:
+    for name in names:
         if not (source / name).exists() and not (source / name).is_symlink():
             continue
         try:

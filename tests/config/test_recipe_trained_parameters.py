@@ -1,0 +1,66 @@
+"""What model.lora, model.freeze and model.train_only must agree on, and on which names."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from refusals import refused
+
+from toolkit.config import recipe_problems
+from toolkit.config.recipe import Recipe
+from toolkit.config.recipe_rules import recipe_conflicts
+from toolkit.errors import ModelError
+from toolkit.model_init.build_model import check_trained, load_config
+
+MakeRecipe = Callable[..., Recipe]
+
+
+@pytest.mark.parametrize(
+    ("changes", "fields"),
+    [
+        ({"model__freeze": ["*.mlp.*"], "model__train_only": ["*.attn.*"]}, ["model.freeze", "model.train_only"]),
+        ({"model__lora": {}, "model__train_only": ["*.attn.*"]}, ["model.train_only", "model.lora"]),
+        ({"model__lora": {}, "model__freeze": ["*lora_A*"]}, ["model.freeze", "model.lora"]),
+        ({"model__lora": {"targets": ["all-linear", "c_attn"]}}, ["model.lora.targets"]),
+        ({"model__lora": {"dora": True}, "parallel": {"tp": 2}}, ["model.lora.dora", "parallel.tp"]),
+        ({"model__lora": {"dora": True}, "parallel": {"zero_stage": 3}}, ["model.lora.dora", "parallel.zero_stage"]),
+        ({"model__lora": {"dora": True}, "train__engine": "fsdp"}, ["model.lora.dora", "train.engine"]),
+    ],
+)
+def test_what_does_not_go_together_is_refused(
+    make_recipe: MakeRecipe, changes: dict[str, Any], fields: list[str]
+) -> None:
+    (refusal,) = recipe_conflicts(make_recipe(**changes))
+    assert [given if isinstance(given, str) else given[0] for given in refusal.given] == fields
+
+
+def test_defaults_of_peft_are_the_defaults(make_recipe: MakeRecipe) -> None:
+    from peft import LoraConfig
+
+    recipe, theirs = make_recipe(model__lora={}), LoraConfig()
+    assert recipe_problems(recipe) == []
+    lora = recipe.model.lora
+    assert lora is not None
+    assert (lora.r, lora.alpha, lora.dropout) == (theirs.r, theirs.lora_alpha, theirs.lora_dropout)
+    assert (lora.rslora, lora.dora, lora.targets) == (theirs.use_rslora, theirs.use_dora, ())
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"lora": {"targets": ["q_proj"]}}, "model.lora.targets"),
+        ({"lora": {"targets": ["wte"]}}, "model.lora.targets"),
+        ({"lora": {"targets": ["lm_head"]}}, "model.lora.targets"),
+        ({"freeze": ["*.q_proj.*"]}, "model.freeze"),
+        ({"freeze": ["*"]}, "model.freeze"),
+        ({"train_only": ["*"]}, "model.train_only"),
+        ({"train_only": ["*.c_attn.*", "nothing"]}, "model.train_only"),
+    ],
+    ids=str,
+)
+def test_names_that_the_model_does_not_have_are_refused(
+    make_recipe: MakeRecipe, changes: dict[str, Any], field: str
+) -> None:
+    recipe = make_recipe(**{f"model__{name}": value for name, value in changes.items()})
+    with refused(ModelError, field):
+        check_trained(recipe, load_config(recipe.model))
