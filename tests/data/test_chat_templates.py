@@ -128,6 +128,10 @@ def test_all_is_every_token(template):
     assert found.index("»") == len(found) - 1
 
 
+def test_all_has_the_space_that_ends_a_chat():
+    assert encoded("{{ messages[0].content + '</s> ' }}", turns("", "")[1:], "all") == "«</s> »"
+
+
 @pytest.mark.parametrize("template", ["chatml", "marked", "mistral"])
 def test_a_turn_after_the_last_answer_is_not_trained_on(template):
     chat = turns("hi", "hello", "what?")

@@ -57,11 +57,13 @@ class ConversationEncoder:
             spans, closing = [(len(content["prompt"]), len(text))], self._after
             opening = self._before
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
-        # A tokenizer may trim white space off the beginning of a token's offsets, but not its end.
-        offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
-        trained = np.zeros(len(offsets), dtype=np.bool_)
+        # A tokenizer may trim white space off the beginning of a token's offsets, but not its end; one of spaces alone
+        # then begins where it ends.
+        begins, ends = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
+        begins = np.minimum(begins, ends - 1)
+        trained = np.zeros(len(ends), dtype=np.bool_)
         for start, end in spans:
-            trained |= (start < offsets[:, 1]) & (offsets[:, 0] < end)
+            trained |= (start < ends) & (begins < end)
         if encoding.ids[: len(opening)] == opening:
             opening = []  # the prompt begins with the BOS itself
         trained = np.concatenate([np.zeros(len(opening)), trained, np.ones(len(closing))])
