@@ -185,7 +185,7 @@ def test_blocks_of_a_compressed_file_count_their_lines(block_bytes, tmp_path, mo
     monkeypatch.setattr(text_chunks, "_READ_BYTES", 16)
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(gzip.compress(LINES.encode()))
-    blocks = list(line_blocks(path, block_bytes))
+    blocks = list(line_blocks(str(path), block_bytes))
     assert [number for number, _, _ in blocks] == [
         1 + b"".join(data for _, data, _ in blocks[:i]).count(b"\n") for i in range(len(blocks))
     ]

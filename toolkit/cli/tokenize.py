@@ -31,7 +31,9 @@ class ShardNumber(click.ParamType["Part"]):
 @click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
 @click.option("--shard", type=ShardNumber(), metavar="I/N", help="Tokenize only the I-th of N parts, from 1/N to N/N.")
 @click.option("--merge", is_flag=True, help="Make the token cache of all shards.")
-@click.option("--shards", metavar="DIR", help="Where shards are; the default is beside the token cache.")
+@click.option(
+    "--shards", metavar="DIR", help="Where shards are, a directory or URL; the default is beside the token cache."
+)
 @click.option("--format", "kind", type=click.Choice(("cache", "megatron")), default="cache", help="What to write.")
 @click.option(
     "--output", "-o", metavar="PREFIX", help="Where a dataset of Megatron-LM goes: PREFIX.bin and PREFIX.idx."
@@ -55,7 +57,7 @@ def command(
     Examples:
       dstk tokenize recipes/demo.yaml
       dstk tokenize recipes/demo.yaml --shard 2/4
-      dstk tokenize recipes/demo.yaml --merge --shards /mnt/shards
+      dstk tokenize recipes/demo.yaml --merge --shards s3://bucket/shards
       dstk tokenize recipes/demo.yaml --format megatron -o corpus/demo
     """
     if (kind == "megatron") != (output is not None):

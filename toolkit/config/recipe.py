@@ -147,7 +147,7 @@ class DataSection(Section):
 
     source: Text = "stdlib"
     """`stdlib` (the source code of the running Python's standard library), `markov` (letters of a Markov chain of known
-    entropy rate, for `bpe-257`), a file, directory or glob of text, JSONL (plain, .gz, .zst), Parquet or Arrow, a
+    entropy rate, for `bpe-257`), a file, directory, glob or URL of text, JSONL (plain, .gz, .zst), Parquet or Arrow, a
     saved dataset, the prefix of a dataset of Megatron-LM, or the name of a dataset for `datasets.load_dataset`."""
     sources: tuple[SourceSection, ...] | None = None
     """A mixture, instead of `source`: texts, each with a weight, a number of epochs or a number of tokens. The other

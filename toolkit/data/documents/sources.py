@@ -8,6 +8,7 @@ crawl.jsonl, crawl.jsonl.gz, crawl.jsonl.zst      one JSON object per line, its 
 crawl.parquet, crawl.arrow                        one document per row
 a directory                                       all such files below it (text only if there is no JSONL or Parquet)
 crawl/*.jsonl, **/*.txt                           a glob
+s3://bucket/crawl/*.jsonl.zst, https://…          the same behind a URL
 a directory of Dataset.save_to_disk              its rows
 (the prefix of a dataset of Megatron-LM is opened by toolkit.data.megatron)
 anything else                                     datasets.load_dataset(source, subset, split=split)
@@ -23,15 +24,17 @@ import stat
 import sysconfig
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Protocol
 
 from toolkit.config.recipe import DataSection
 from toolkit.config.recipe_rules import JSON_SUFFIXES, PARQUET_SUFFIXES
-from toolkit.data.documents import text_chunks
+from toolkit.data.documents import remote, text_chunks
 from toolkit.data.documents.markov import EntropyRate, MarkovSource
 from toolkit.data.documents.part import WHOLE, Part
+from toolkit.data.documents.remote import SourceFile, is_url, without_query
 from toolkit.data.documents.rows import RowReader
+from toolkit.data.documents.text_chunks import open_file
 from toolkit.errors import DataError
 from toolkit.files import expanded, reason_of
 
@@ -74,13 +77,15 @@ def open_source(section: DataSection) -> Source:
         return FileSource.stdlib()
     if name == "markov":
         return MarkovSource()
+    if is_url(name):
+        return FileSource.behind(name, section)
     path = expanded(name)
     if path.is_dir():
         if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
             return DatasetSource.on_disk(path, section)
         return FileSource.directory(path, section)
     if path.exists():
-        return FileSource(path.parent, [path], rows=RowReader.of(section))
+        return FileSource(_local(path.parent, [path]), rows=RowReader.of(section))
     if glob.has_magic(name):
         return FileSource.matching(name, section)
     if name.startswith((".", "/", "~")) or _kind(path) != "other":
@@ -95,24 +100,17 @@ class FileSource:
     entropy_rate: EntropyRate | None = None
 
     def __init__(
-        self, root: Path, paths: list[Path], *, rows: RowReader, skip_undecodable: bool = False, version: str = ""
+        self, files: list[SourceFile], *, rows: RowReader, skip_undecodable: bool = False, version: str = ""
     ) -> None:
-        self._files: list[tuple[Path, int]] = []
         digest = hashlib.sha256(version.encode())
-        for path in paths:
-            try:
-                facts = path.stat()
-            except OSError as error:
-                raise text_chunks.unreadable(path, error) from None
-            if not stat.S_ISREG(facts.st_mode):
-                raise DataError.of(_SOURCE, str(path), "it is not a regular file", "name a file, a directory or a glob")
-            if rows.format != "text" and _kind(path) in ("text", "other"):
-                reason = f"{path} is text, and data.format={rows.format} needs rows with fields"
-                raise DataError.of(_SOURCE, str(root), reason, (_SOURCE, "JSONL, Parquet or a dataset"))
-            digest.update(f"{path.relative_to(root).as_posix()}\0{facts.st_size}\0{facts.st_mtime_ns}\n".encode())
-            self._files.append((path, facts.st_size))
+        for file in files:
+            if rows.format != "text" and _kind(file.name) in ("text", "other"):
+                reason = f"{file.relative} is text, and data.format={rows.format} needs rows with fields"
+                raise DataError.of(_SOURCE, file.name, reason, (_SOURCE, "JSONL, Parquet or a dataset"))
+            digest.update(f"{file.relative}\0{file.size_bytes}\0{file.version}\n".encode())
+        self._files = files
         self.fingerprint = digest.hexdigest()
-        self.size_bytes = sum(size for _, size in self._files)
+        self.size_bytes = sum(file.size_bytes for file in files)
         self._rows = rows
         self._skip_undecodable = skip_undecodable
 
@@ -128,17 +126,21 @@ class FileSource:
             remedy = (_SOURCE, "a file or directory")
             raise DataError.of(_SOURCE, "stdlib", f"there are no .py files under {root}", remedy)
         version = f"{platform.python_implementation()} {platform.python_version()}"
-        return cls(root, paths, rows=RowReader(), skip_undecodable=True, version=version)
+        return cls(_local(root, paths), rows=RowReader(), skip_undecodable=True, version=version)
 
     @classmethod
     def directory(cls, root: Path, section: DataSection) -> "FileSource":
-        """All files below `root`; text files beside JSONL or Parquet (a README) are not part of the corpus."""
-        paths = [path for path in _walk(root) if _kind(path) != "other" and path.suffix != ".json"]
-        structured = [path for path in paths if _kind(path) != "text"]
-        if not paths:
-            advice = "name files with .txt, .md, .py, .jsonl[.gz|.zst] or .parquet, or name them by a glob"
-            raise DataError.of(_SOURCE, section.source, "there is no text, JSONL or Parquet file below it", advice)
-        return cls(root, structured or paths, rows=RowReader.of(section))
+        """All files below `root`."""
+        return cls(_local(root, _corpus_files(_walk(root), section.source)), rows=RowReader.of(section))
+
+    @classmethod
+    def behind(cls, url: str, section: DataSection) -> "FileSource":
+        """The file of a URL, all files below it as of a directory, or those that it matches as a glob."""
+        files, is_directory = remote.find(url)
+        if is_directory:
+            wanted = set(_corpus_files([Path(file.relative) for file in files], section.source))
+            files = [file for file in files if Path(file.relative) in wanted]
+        return cls(files, rows=RowReader.of(section))
 
     @classmethod
     def matching(cls, pattern: str, section: DataSection) -> "FileSource":
@@ -149,24 +151,25 @@ class FileSource:
             advice = f"check the pattern (it is relative to {os.getcwd()})"
             raise DataError.of(_SOURCE, pattern, "no file matches", advice)
         root = Path(os.path.commonpath([path.parent for path in paths]))
-        return cls(root, paths, rows=RowReader.of(section))
+        return cls(_local(root, paths), rows=RowReader.of(section))
 
     def chunks(self, part: Part = WHOLE) -> Iterator[text_chunks.TextChunk]:
         """Group small text files, split long files."""
         group: list[str] = []
         group_bytes = position = 0
         files = partial(text_chunks.TextFiles, skip_undecodable=self._skip_undecodable)
-        for path, size in self._files:
-            grouped = _kind(path) in ("text", "other") and size <= PART_BYTES
+        for file in self._files:
+            name, size = file.name, file.size_bytes
+            grouped = _kind(name) in ("text", "other") and size <= PART_BYTES
             if group and (not grouped or group_bytes + size > text_chunks.CHUNK_BYTES):
                 if self._has(part, position - group_bytes):
                     yield files(paths=tuple(group), size_bytes=group_bytes)
                 group, group_bytes = [], 0
             if grouped:
-                group.append(str(path))
+                group.append(name)
                 group_bytes += size
             elif part.overlaps(position, position + size, self.size_bytes):
-                yield from self._long_file(path, size, partial(self._has, part, position))
+                yield from self._long_file(name, size, partial(self._has, part, position))
             position += size
         if group and self._has(part, position - group_bytes):
             yield files(paths=tuple(group), size_bytes=group_bytes)
@@ -174,22 +177,22 @@ class FileSource:
     def _has(self, part: Part, position: int, offset: int = 0) -> bool:
         return part.has(position + offset, self.size_bytes)
 
-    def _long_file(self, path: Path, size: int, wants: Callable[[int], bool]) -> Iterator[text_chunks.TextChunk]:
+    def _long_file(self, name: str, size: int, wants: Callable[[int], bool]) -> Iterator[text_chunks.TextChunk]:
         """Yield what begins at an offset that a part `wants`: of a compressed file all or nothing."""
-        name, rows = str(path), self._rows
-        match _kind(path):
+        rows = self._rows
+        match _kind(name):
             case "json":
                 for start in filter(wants, range(0, size, text_chunks.CHUNK_BYTES)):
                     length = min(text_chunks.CHUNK_BYTES, size - start)
                     yield text_chunks.JsonlRange(path=name, start=start, size_bytes=length, rows=rows)
             case "compressed json":
-                blocks = text_chunks.line_blocks(path, text_chunks.CHUNK_BYTES) if wants(0) else ()
+                blocks = text_chunks.line_blocks(name, text_chunks.CHUNK_BYTES) if wants(0) else ()
                 for first_line, data, read_bytes in blocks:
                     yield text_chunks.JsonlBlock(
                         path=name, first_line=first_line, data=data, rows=rows, size_bytes=read_bytes
                     )
             case "parquet":
-                yield from _parquet_chunks(path, size, rows, wants)
+                yield from _parquet_chunks(name, size, rows, wants)
             case _:
                 offsets = text_chunks.split_offsets(name, size, PART_BYTES)
                 for start, end in itertools.pairwise(offsets):
@@ -260,18 +263,18 @@ class DatasetSource:
 
 
 def _parquet_chunks(
-    path: Path, size: int, reader: RowReader, wants: Callable[[int], bool]
+    path: str, size: int, reader: RowReader, wants: Callable[[int], bool]
 ) -> Iterator[text_chunks.TextChunk]:
     """Yield the row groups that begin at an offset that a part `wants`, if each had its share of the file."""
     import pyarrow
     import pyarrow.parquet
 
-    is_arrow = path.suffix.lower() == ".arrow"
+    is_arrow = without_query(path).lower().endswith(".arrow")
     try:
         if is_arrow:
             yield from _arrow_chunks(path, size, reader) if wants(0) else ()
             return
-        with pyarrow.parquet.ParquetFile(path) as file:
+        with pyarrow.parquet.ParquetFile(open_file(path) if is_url(path) else path) as file:
             columns = reader.columns(file.schema_arrow.names, str(path))
             rows, row_bytes = file.metadata.num_rows, size / max(file.metadata.num_rows, 1)
             # Rows per batch from the uncompressed size of the column, so that a batch is about one chunk.
@@ -290,11 +293,11 @@ def _parquet_chunks(
         raise DataError(f"{path}: not a readable {kind} file: {reason_of(error)}. Write it again.") from None
 
 
-def _arrow_chunks(path: Path, size: int, reader: RowReader) -> Iterator[text_chunks.TextChunk]:
+def _arrow_chunks(path: str, size: int, reader: RowReader) -> Iterator[text_chunks.TextChunk]:
     """Read an Arrow IPC file, or the stream that `datasets` writes."""
     import pyarrow
 
-    with pyarrow.memory_map(str(path)) as file:
+    with pyarrow.PythonFile(open_file(path)) if is_url(path) else pyarrow.memory_map(path) as file:
         try:
             opened = pyarrow.ipc.open_file(file)
             batches = (opened.get_batch(number) for number in range(opened.num_record_batches))
@@ -320,14 +323,39 @@ def _documents(
     return text_chunks.LoadedTexts(texts=tuple(text for text in checked if text), size_bytes=size_bytes)
 
 
-def _kind(path: Path) -> str:
-    name = path.name.lower()
+def _kind(path: str | Path) -> str:
+    name = without_query(str(path)).lower()
     plain = re.sub(r"\.(gz|zst)$", "", name)
     if plain.endswith(JSON_SUFFIXES):
         return "json" if plain == name else "compressed json"
     if name.endswith(PARQUET_SUFFIXES):
         return "parquet"
-    return "text" if path.suffix.lower() in TEXT_SUFFIXES else "other"
+    return "text" if PurePath(name).suffix in TEXT_SUFFIXES else "other"
+
+
+def _local(root: Path, paths: list[Path]) -> list[SourceFile]:
+    """Look at files below `root`."""
+    files = []
+    for path in paths:
+        try:
+            facts = path.stat()
+        except OSError as error:
+            raise text_chunks.unreadable(path, error) from None
+        if not stat.S_ISREG(facts.st_mode):
+            raise DataError.of(_SOURCE, str(path), "it is not a regular file", "name a file, a directory or a glob")
+        relative, version = path.relative_to(root).as_posix(), str(facts.st_mtime_ns)
+        files.append(SourceFile(name=str(path), relative=relative, size_bytes=facts.st_size, version=version))
+    return files
+
+
+def _corpus_files(paths: list[Path], name: str) -> list[Path]:
+    """Choose the files of a directory; text files beside JSONL or Parquet (a README) are not part of the corpus."""
+    paths = [path for path in paths if _kind(path) != "other" and path.suffix != ".json"]
+    structured = [path for path in paths if _kind(path) != "text"]
+    if not paths:
+        advice = "name files with .txt, .md, .py, .jsonl[.gz|.zst] or .parquet, or name them by a glob"
+        raise DataError.of(_SOURCE, name, "there is no text, JSONL or Parquet file below it", advice)
+    return structured or paths
 
 
 def _walk(root: Path, skip: tuple[str, ...] = ()) -> list[Path]:

@@ -6,6 +6,7 @@ to go through a file in order (compressed files, Parquet, datasets), the text it
 
 import gzip
 import json
+import os
 import re
 import zlib
 from abc import ABC, abstractmethod
@@ -18,11 +19,15 @@ from typing import BinaryIO
 import zstandard
 from typing_extensions import override
 
+from toolkit.data.documents import remote
+from toolkit.data.documents.remote import is_url, without_query
 from toolkit.data.documents.rows import Document, RowReader
 from toolkit.errors import DataError
 
 CHUNK_BYTES = 1 << 20
 _READ_BYTES = 1 << 18
+_REST_OF_LINE = 1 << 15
+_NEAR_BYTES = 1 << 12
 _VISIBLE_LINE = re.compile(rb"[!-~]\n(?=[!-~])")
 _LINE = re.compile(rb"\n(?=.)", re.DOTALL)
 # The first byte of a UTF-8 character: any byte that is not a continuation byte.
@@ -92,7 +97,7 @@ class JsonlRange(TextChunk):
 
     @override
     def documents(self) -> Iterator[Document]:
-        with open_file(self.path) as file:
+        with open_file(self.path, self.size_bytes + _REST_OF_LINE) as file:
             if self.start:
                 # The line with the byte before `start` belongs to the previous range.
                 file.seek(self.start - 1)
@@ -105,6 +110,8 @@ class JsonlRange(TextChunk):
                     yield text
 
     def _line(self, position: int) -> str:
+        if is_url(self.path):  # counting lines would read all that precedes
+            return f"{self.path}: line at byte {position}"
         number = 1
         with open_file(self.path) as file:
             while position > 0 and (block := file.read(min(position, CHUNK_BYTES))):
@@ -140,12 +147,19 @@ class LoadedTexts(TextChunk):
         yield from self.texts
 
 
-def open_file(path: str) -> BinaryIO:
-    """Open a file for reading. Raises DataError."""
+def open_file(path: str, fetch_bytes: int | None = None) -> BinaryIO:
+    """Open a file for reading; `fetch_bytes` of a URL are asked for at a time. Raises DataError or RunError."""
+    if is_url(path):
+        return remote.open_url(path, fetch_bytes)
     try:
         return open(path, "rb")
     except OSError as error:
         raise unreadable(path, error) from None
+
+
+def file_size(path: str) -> int:
+    """Return the bytes of a file. Raises OSError, and of a URL DataError or RunError."""
+    return remote.size(path) if is_url(path) else os.stat(path).st_size
 
 
 def unreadable(path: str | Path, error: OSError) -> DataError:
@@ -154,7 +168,7 @@ def unreadable(path: str | Path, error: OSError) -> DataError:
 
 
 def _read(path: str, start: int, count: int | None) -> bytes:
-    with open_file(path) as file:
+    with open_file(path, count) as file:
         file.seek(start)
         return file.read(-1 if count is None else count)
 
@@ -192,11 +206,13 @@ def split_offsets(path: str, size_bytes: int, part_bytes: int) -> list[int]:
     depend on the file alone.
     """
     offsets = [0]
-    with open_file(path) as file:
+    with open_file(path, _NEAR_BYTES) as file:
         while offsets[-1] + part_bytes < size_bytes:
             at = offsets[-1] + part_bytes
             file.seek(at)
-            window = file.read(CHUNK_BYTES)
+            window = file.read(_NEAR_BYTES)
+            if not _VISIBLE_LINE.search(window):
+                window += file.read(max(0, CHUNK_BYTES - _NEAR_BYTES))
             found = _VISIBLE_LINE.search(window) or _LINE.search(window) or _CHARACTER.search(window)
             offsets.append(at + (found.end() if found else 0))
     if offsets[-1] < size_bytes:
@@ -204,14 +220,14 @@ def split_offsets(path: str, size_bytes: int, part_bytes: int) -> list[int]:
     return offsets
 
 
-def line_blocks(path: Path, block_bytes: int) -> Iterator[tuple[int, bytes, int]]:
+def line_blocks(path: str, block_bytes: int) -> Iterator[tuple[int, bytes, int]]:
     """Read a .gz or .zst file in blocks. Raises DataError if it is truncated.
 
     Yields (number of the first line, whole lines of about `block_bytes`, compressed bytes read for them).
     """
     first_line, pending, accounted = 1, bytearray(), 0
     try:
-        for data, read_bytes in _gzip(path) if path.suffix.lower() == ".gz" else _zstandard(path):
+        for data, read_bytes in _gzip(path) if without_query(path).lower().endswith(".gz") else _zstandard(path):
             pending += data
             if len(pending) >= block_bytes and (end := pending.rfind(b"\n") + 1):
                 block = bytes(pending[:end])
@@ -219,23 +235,23 @@ def line_blocks(path: Path, block_bytes: int) -> Iterator[tuple[int, bytes, int]
                 yield first_line, block, read_bytes - accounted
                 first_line, accounted = first_line + block.count(b"\n"), read_bytes
         if pending:
-            yield first_line, bytes(pending), path.stat().st_size - accounted
+            yield first_line, bytes(pending), file_size(path) - accounted
     except (EOFError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError) as error:
         raise DataError(f"{path}: damaged or truncated ({error}). Copy or compress the file again.") from None
     except OSError as error:
         raise unreadable(path, error) from None
 
 
-def _gzip(path: Path) -> Iterator[tuple[bytes, int]]:
-    with path.open("rb") as raw, gzip.open(raw) as file:
+def _gzip(path: str) -> Iterator[tuple[bytes, int]]:
+    with open_file(path) as raw, gzip.open(raw) as file:
         while data := file.read(4 * _READ_BYTES):
             yield data, raw.tell()
 
 
-def _zstandard(path: Path) -> Iterator[tuple[bytes, int]]:
+def _zstandard(path: str) -> Iterator[tuple[bytes, int]]:
     # One decompressor per frame: only then does `eof` distinguish a complete file from a truncated one.
     frame = None
-    with path.open("rb") as raw:
+    with open_file(path) as raw:
         while chunk := raw.read(_READ_BYTES):
             while chunk:
                 frame = frame or zstandard.ZstdDecompressor().decompressobj()

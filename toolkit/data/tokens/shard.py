@@ -25,7 +25,9 @@ from typing import Any, BinaryIO, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from toolkit.data.documents import remote
 from toolkit.data.documents.part import Part
+from toolkit.data.documents.remote import is_url
 from toolkit.data.documents.sources import Source
 from toolkit.data.documents.text_chunks import open_file
 from toolkit.data.tokens.tokenizer import digest
@@ -173,7 +175,10 @@ class Shard:
 
     def copy_tokenizer(self, folder: Path) -> None:
         """Copy the tokenizer. Raises DataError if it is not what was written."""
-        shutil.copytree(Path(self.place) / TOKENIZER, folder, dirs_exist_ok=True)
+        if is_url(self.place):
+            remote.download(f"{self.place}/{TOKENIZER}", folder)
+        else:
+            shutil.copytree(Path(self.place) / TOKENIZER, folder, dirs_exist_ok=True)
         if digest(folder) != self.of["tokenizer"]:
             raise self._damaged(f"{TOKENIZER} is not what was written")
 

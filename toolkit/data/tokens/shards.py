@@ -11,13 +11,16 @@ The cache is the same, byte for byte, as that of one process.
 
 import hashlib
 import json
+import os
 import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 from toolkit.config.recipe import DataSection
+from toolkit.data.documents import remote
 from toolkit.data.documents.part import Part
+from toolkit.data.documents.remote import is_url
 from toolkit.data.tokens import tokenizer as tokenizers
 from toolkit.data.tokens.shard import MANIFEST, TOKENIZER, Shard, is_complete
 from toolkit.data.tokens.token_cache import Corpus, TokenCorpus, open_cache
@@ -32,30 +35,38 @@ _NAME = re.compile(r"[0-9]{5}-of-[0-9]{5}")
 def make_shard(section: DataSection, part: Part, *, folder: str | None, progress: bool) -> Shard | TokenCorpus:
     """Tokenize a part. Return the cache, if there is one or this was the last shard that was missing beside it.
 
-    `folder`: where shards go, if not beside the cache. Raises DataError or RunError.
+    `folder`: where shards go, a directory or a URL, if not beside the cache. Raises DataError or RunError.
     """
     corpus = Corpus.of(section)
-    shards = _folder(corpus, folder)
-    partial, place = shards / f".{part.name}.partial", shards / part.name
+    shards, places = _folders(corpus, folder)
+    partial, place = shards / f".{part.name}.partial", f"{places}/{part.name}"
     with corpus.locked(shards.with_name(f"{shards.name}.{part.name}"), progress=progress):
         if corpus.cache.is_dir():
             return open_cache(corpus.cache)
         with corpus.removed_on_failure(partial):
             _train_tokenizer(corpus, shards, partial)
-            if not is_complete(str(place), part, corpus.job(corpus.save_tokenizer(partial))[1]):
+            if not is_complete(place, part, corpus.job(corpus.save_tokenizer(partial))[1]):
                 corpus.tokenize(partial, part, progress=progress)
-                shutil.rmtree(place, ignore_errors=True)  # of another state of the source
-                partial.rename(place)
-                sync(shards)
+                _move(partial, place)
         shutil.rmtree(partial, ignore_errors=True)
     is_last = all((shards / other.name / MANIFEST).is_file() for other in _all(part.count))
-    return merge_shards(section, folder=None) if folder is None and is_last else Shard(str(place), part)
+    return merge_shards(section, folder=None) if folder is None and is_last else Shard(place, part)
+
+
+def _move(partial: Path, place: str) -> None:
+    """Put a complete shard in its place, in the place of one of another state of the source."""
+    if is_url(place):
+        remote.upload(partial, place, last=MANIFEST)
+        return
+    shutil.rmtree(place, ignore_errors=True)
+    partial.rename(place)
+    sync(Path(place).parent)
 
 
 def merge_shards(section: DataSection, *, folder: str | None) -> TokenCorpus:
     """Make the token cache from all shards, and delete them if they are beside it. Raises DataError."""
     corpus = Corpus.of(section)
-    shards = _folder(corpus, folder)
+    shards, _ = _folders(corpus, folder)
     with corpus.locked(corpus.cache, progress=False):
         if not corpus.cache.is_dir():
             corpus.publish(open_shards(corpus, folder))
@@ -64,11 +75,15 @@ def merge_shards(section: DataSection, *, folder: str | None) -> TokenCorpus:
     return open_cache(corpus.cache)
 
 
-def _folder(corpus: Corpus, folder: str | None) -> Path:
+def _folders(corpus: Corpus, folder: str | None) -> tuple[Path, str]:
+    """Where shards are made, and where they are when they are complete."""
     settings = json.dumps(corpus.section.model_dump(mode="json", exclude=_OF_SAMPLES), sort_keys=True)
     digest = hashlib.sha256(settings.encode()).hexdigest()[:16]
     name = f"{corpus.cache.name.rpartition('-')[0]}-{digest}.shards"
-    return (corpus.cache.parent if folder is None else expanded(folder)) / name
+    if folder is not None and is_url(folder):
+        return corpus.cache.parent / name, f"{folder.rstrip('/')}/{name}"
+    shards = (corpus.cache.parent if folder is None else expanded(folder)) / name
+    return shards, str(shards)
 
 
 def _all(count: int) -> list[Part]:
@@ -89,8 +104,8 @@ def _train_tokenizer(corpus: Corpus, shards: Path, partial: Path) -> None:
 
 def open_shards(corpus: Corpus, place: str | None) -> list[Shard]:
     """Open the shards, after checking that none is missing and that they belong together. Raises DataError."""
-    folder = _folder(corpus, place)
-    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    folder = _folders(corpus, place)[1]
+    names = remote.names(folder) if is_url(folder) else os.listdir(folder) if os.path.isdir(folder) else []
     found = [Part(number=int(name[:5]), count=int(name[9:])) for name in sorted(names) if _NAME.fullmatch(name)]
     if not found:
         raise DataError(f"{folder}: there are no shards. Make them: --shard 1/n, on as many machines as you like.")
@@ -102,7 +117,7 @@ def open_shards(corpus: Corpus, place: str | None) -> list[Shard]:
     if missing:
         some = ", ".join(map(str, missing[:8])) + ", …" * (len(missing) > 8)
         raise DataError(f"{folder}: missing: {some}. Make {'it' if len(missing) == 1 else 'each'} with --shard.")
-    shards = [Shard(str(folder / part.name), part) for part in found]
+    shards = [Shard(f"{folder}/{part.name}", part) for part in found]
     _check_alike(corpus, shards)
     return shards
 
@@ -122,5 +137,5 @@ def _check_alike(corpus: Corpus, shards: Sequence[Shard]) -> None:
     for key, value in now.items():
         if first.of[key] != value:
             field = f"data.{key}"
-            reason = f"it is not what the shards in {Path(first.place).parent} were made of"
+            reason = f"it is not what the shards in {os.path.dirname(first.place)} were made of"
             raise DataError.of(field, getattr(corpus.section, key), reason, "make them again")

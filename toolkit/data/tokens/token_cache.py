@@ -33,6 +33,7 @@ from numpy.typing import NDArray
 from toolkit.config.megatron_prefix import megatron_prefix
 from toolkit.config.recipe import DataSection
 from toolkit.data.documents.part import WHOLE, Part
+from toolkit.data.documents.remote import is_url, without_query
 from toolkit.data.documents.rows import RowReader
 from toolkit.data.documents.sources import Source, open_source
 from toolkit.data.tokens import document_ends
@@ -172,6 +173,9 @@ class Corpus:
         """Open the source and the tokenizer. Raises DataError."""
         if megatron_prefix(section.source) is not None:
             raise DataError.of("data.source", section.source, "it is tokenized already, and read where it is")
+        if section.cache_dir and is_url(section.cache_dir):
+            reason = "it must be on a file system, because ranks map the token cache into memory"
+            raise DataError.of("data.cache_dir", section.cache_dir, reason, "name a directory")
         source = open_source(section)
         loaded = tokenizers.load(section) if tokenizers.bpe_entries(section) is None else None
         folder = expanded(section.cache_dir) if section.cache_dir else cache_folder()
@@ -269,7 +273,7 @@ def _name(section: DataSection, source: Source, loaded: "PreTrainedTokenizerBase
     parts += document_ends.identity(section, loaded)
     digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
     source_name, tokenizer_name = (
-        re.sub(r"[^\w.-]+", "_", Path(name).name)[:40] for name in (section.source, section.tokenizer)
+        re.sub(r"[^\w.-]+", "_", Path(without_query(name)).name)[:40] for name in (section.source, section.tokenizer)
     )
     return f"{source_name or 'text'}-{tokenizer_name or 'tokenizer'}-{digest}"
 

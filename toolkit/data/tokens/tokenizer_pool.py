@@ -28,7 +28,7 @@ from toolkit.data.tokens.chat_template import TrainOn
 from toolkit.data.tokens.conversation_encoder import ConversationEncoder
 from toolkit.data.tokens.document_ends import DocumentEnds
 from toolkit.data.tokens.encoder import Encoder, load_encoder
-from toolkit.errors import DataError, RunError
+from toolkit.errors import RunError, ToolkitError
 from toolkit.parent_process import end_with
 
 if TYPE_CHECKING:
@@ -256,10 +256,10 @@ class TokenizerPool:
 
     def _receive(self, pipe: Connection) -> EncodedChunk:
         try:
-            answer: EncodedChunk | DataError = pipe.recv()
+            answer: EncodedChunk | ToolkitError = pipe.recv()
         except (EOFError, ConnectionResetError):
             raise self._died(pipe) from None
-        if isinstance(answer, DataError):
+        if isinstance(answer, ToolkitError):
             raise answer
         return answer
 
@@ -280,7 +280,7 @@ def run_worker() -> None:
                 chunk = pipe.recv()
                 try:
                     pipe.send(encode(chunk))
-                except DataError as error:
+                except ToolkitError as error:
                     pipe.send(error)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
