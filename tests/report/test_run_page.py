@@ -284,3 +284,13 @@ def test_a_page_is_not_written_over_other_files(make_run: MakeRun, tmp_path: Pat
     with pytest.raises(ReportError, match="not part of a report"):
         write_runs(folder, [one(folder)], command="")
     assert read_log(folder / "metrics.jsonl").last.step == 1
+
+
+def test_the_losses_of_sources_and_validation_sets_have_charts_of_their_own(make_run: MakeRun) -> None:
+    lines = [line(1, source_loss={"web": 3.0, "code": 2.0}), line(2, source_loss={"web": 2.5})]
+    lines[1] |= {"eval_loss": 2.2, "eval_losses": {"books": 2.4, "chats": None}}
+    charts = {chart.name: chart for chart in run_charts([one(make_run(lines))])}
+    shown = {name: {line.label: line.points for line in charts[name].lines} for name in ("sources", "validation-sets")}
+    assert shown["sources"] == {"web": ((1, 3.0), (2, 2.5)), "code": ((1, 2.0),)}
+    assert shown["validation-sets"] == {"books": ((2, 2.4),), "chats": ((2, None),)}
+    assert "sources" not in {chart.name for chart in run_charts([one(make_run([line(1)], name="other"))])}

@@ -149,12 +149,21 @@ def _located_data(recipe: Recipe) -> list[str]:
     """Return overrides that make the paths of a recipe absolute: its run may start in any directory."""
     given = {"model.name_or_path": recipe.model.name_or_path}
     given |= {"data.source": recipe.data.source, "data.tokenizer": recipe.data.tokenizer}
-    return [
-        f"{field}={json.dumps(os.path.abspath(os.path.expanduser(value)))}"
-        for field, value in given.items()
-        if not (Path(value).is_absolute() or value in ("stdlib", "markov") or find_name(value))
-        and (Path(value).exists() or glob.has_magic(value))
-    ]
+    found = {field: _located_name(value) for field, value in given.items()}
+    changed: dict[str, Any] = {field: path for field, path in found.items() if path != given[field]}
+    for field in ("sources", "validation"):
+        texts = [text.model_dump(mode="json", exclude_none=True) for text in getattr(recipe.data, field) or ()]
+        located = [text | {"path": _located_name(text["path"])} for text in texts]
+        changed |= {f"data.{field}": located} if located != texts else {}
+    return [f"{field}={json.dumps(value)}" for field, value in changed.items()]
+
+
+def _located_name(value: str) -> str:
+    """Make a path absolute; what is no path here stays as it is."""
+    if Path(value).is_absolute() or value in ("stdlib", "markov") or find_name(value):
+        return value
+    is_here = Path(value).exists() or glob.has_magic(value)
+    return os.path.abspath(os.path.expanduser(value)) if is_here else value
 
 
 def _launch(job: ConfigJob, program: list[str], kind: str, flags: dict[str, Any], output: Path | None) -> Launch:

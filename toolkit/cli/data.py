@@ -8,8 +8,8 @@ from toolkit.config import load_recipe
 from toolkit.units import plural
 
 if TYPE_CHECKING:
-    from toolkit.config.recipe import Recipe
     from toolkit.data.samples.samples import Samples
+    from toolkit.data.tokens.corpora import Corpora
     from toolkit.data.tokens.token_cache import TokenCorpus
 
 
@@ -28,37 +28,47 @@ def command(recipe: str, overrides: tuple[str, ...], show: int) -> None:
       dstk data recipes/demo.yaml
       dstk data chat.yaml --show 2 data.train_on=last_assistant
     """
-    from toolkit.data.samples.loader import open_samples
-    from toolkit.data.tokens.token_cache import prepare
+    from toolkit.data.samples.describe import describe_validation
+    from toolkit.data.samples.loader import training_samples
+    from toolkit.data.samples.mixture import MixtureSamples
+    from toolkit.data.tokens.corpora import prepare_all
 
     loaded = load_recipe(recipe, overrides)
-    corpus = prepare(loaded.data, progress=True)
-    size = loaded.batch.global_batch_size
-    samples = open_samples(corpus, loaded.data, split="train", seed=loaded.train.seed, global_batch_size=size)
-    _print_facts(loaded, corpus, samples)
+    corpora = prepare_all(loaded.data, progress=True)
+    samples = training_samples(loaded, corpora)
+    facts: list[tuple[str, str]] = []
+    if isinstance(samples, MixtureSamples):
+        read = samples.shares(loaded.train.steps * loaded.batch.global_batch_size)
+        parts = zip(corpora.sources.values(), samples.parts, read, strict=True)
+        for text, part, share in parts:
+            facts += [("source", share.name), ("share", f"{share} in {loaded.train.steps:,} steps")]
+            facts += _facts(text.corpus, part)
+    else:
+        facts += _facts(corpora.first, samples)
+    for name, fact in [*facts, *describe_validation(loaded, corpora)]:
+        click.echo(f"{name:<10}  {fact}")
     for position in range(show):
-        _print_sample(corpus, samples, position)
+        _print_sample(corpora, samples, position)
 
 
-def _print_facts(recipe: "Recipe", corpus: "TokenCorpus", samples: "Samples") -> None:
+def _facts(corpus: "TokenCorpus", samples: "Samples") -> list[tuple[str, str]]:
+    """The tokens and samples of one source."""
     import numpy as np
 
     lengths = np.diff(corpus.document_offsets("train"))
     median, high = np.percentile(lengths, (50, 95), method="inverted_cdf")
     trained = corpus.train_tokens if corpus.trained_tokens is None else corpus.trained_tokens
     share = trained / corpus.train_tokens
-    facts = {
-        "documents": f"{corpus.train_documents:,}, {corpus.eval_documents:,} held out",
-        "tokens": f"{corpus.train_tokens:,}, {corpus.eval_tokens:,} held out; {share:.1%} trained on",
-        "lengths": f"p50 {median:,}, p95 {high:,}, longest {lengths.max():,}",
-        "samples": samples.summary() or f"{len(samples):,} an epoch of {plural(recipe.data.seq_len, 'token')}",
-        "cache": str(corpus.path),
-    }
-    for name, text in facts.items():
-        click.echo(f"{name:<9}  {text}")
+    return [
+        ("documents", f"{corpus.train_documents:,}, {corpus.eval_documents:,} held out"),
+        ("tokens", f"{corpus.train_tokens:,}, {corpus.eval_tokens:,} held out; {share:.1%} trained on"),
+        ("lengths", f"p50 {median:,}, p95 {high:,}, longest {lengths.max():,}"),
+        ("samples", samples.summary() or f"{len(samples):,} an epoch of {plural(samples.seq_len, 'token')}"),
+        ("cache", str(corpus.path)),
+    ]
 
 
-def _print_sample(corpus: "TokenCorpus", samples: "Samples", position: int) -> None:
+def _print_sample(corpora: "Corpora", samples: "Samples", position: int) -> None:
     """Print the documents of a sample up to their last target, each token with whether it is one."""
     from itertools import groupby, pairwise
 
@@ -66,13 +76,15 @@ def _print_sample(corpus: "TokenCorpus", samples: "Samples", position: int) -> N
     from rich.console import Console
     from rich.text import Text
 
+    from toolkit.data.samples.mixture import MixtureSamples
     from toolkit.parallel.loss import IGNORE
 
-    console, tokenizer = Console(highlight=False), corpus.tokenizer()
+    console, tokenizer = Console(highlight=False), corpora.tokenizer()
     (index,) = samples.sample_ids(0, [position]).tolist()
     ids, labels = samples.tokens(index)
     starts = np.flatnonzero(samples.position_ids(index) == 0).tolist()
-    console.rule(f"sample {position + 1}")
+    origin = f" of {samples.source_of(index)}" if isinstance(samples, MixtureSamples) else ""
+    console.rule(f"sample {position + 1}{origin}")
     for start, end in pairwise([*starts, samples.seq_len]):
         is_target = labels[start:end] != IGNORE
         used = start + int(np.flatnonzero(is_target)[-1]) + 1 if is_target.any() else start

@@ -7,6 +7,7 @@ import click
 from toolkit.config import load_recipe
 
 if TYPE_CHECKING:
+    from toolkit.config.recipe import DataSection
     from toolkit.data.documents.part import Part
     from toolkit.data.tokens.token_cache import TokenCorpus
 
@@ -64,14 +65,13 @@ def command(
         raise click.UsageError("--format megatron and --output PREFIX need each other.")
     if kind == "megatron" and shard is not None:
         raise click.UsageError("--shard writes a shard in any case: --merge --format megatron writes their dataset.")
-    from toolkit.data.tokens.shards import make_shard, merge_shards
-    from toolkit.data.tokens.token_cache import TokenCorpus, prepare
-
     if merge and shard is not None:
         raise click.UsageError("--shard and --merge exclude each other: merge when all shards are there.")
     if shards is not None and shard is None and not merge:
         raise click.UsageError("--shards is for --shard or --merge.")
     data = load_recipe(recipe, overrides).data
+    if output is not None and data.sources is not None:
+        raise click.UsageError("a dataset of Megatron-LM has one source: data.sources=null data.source=…")
     if output is not None:
         from toolkit.data.megatron.write import write_megatron
 
@@ -79,17 +79,35 @@ def command(
         facts = f"{files.documents:,} documents, {files.tokens:,} tokens of {files.dtype}"
         click.echo(f"{facts} in {files.prefix}.bin and .idx; data.tokenizer={files.tokenizer}")
         return
-    if shard is not None:
-        made = make_shard(data, shard, folder=shards, progress=True)
-        if not isinstance(made, TokenCorpus):
-            counts = made.counts
-            click.echo(f"shard {shard}: {counts.documents:,} documents, {counts.tokens:,} tokens in {made.place}")
-            return
-    else:
-        made = merge_shards(data, folder=shards) if merge else prepare(data, progress=True)
-    _print(made)
+    if shard is None and not merge:
+        from toolkit.data.tokens.corpora import prepare_all
+
+        corpora = prepare_all(data, progress=True)
+        texts = [*corpora.sources.items(), *corpora.validation.items()]
+        for name, corpus in {text.corpus.path: (name, text.corpus) for name, text in texts}.values():
+            _print(name, corpus)
+        return
+    from toolkit.data.tokens.corpora import fields_of, named_sources
+
+    for source in named_sources(data, progress=True):
+        with fields_of(source.place, source.given):
+            _print_shard(source.name, source.section, shard, shards)
 
 
-def _print(corpus: "TokenCorpus") -> None:
+def _print_shard(name: str, section: "DataSection", shard: "Part | None", folder: str | None) -> None:
+    """Tokenize a shard of a source, or merge all of them."""
+    from toolkit.data.tokens.shards import make_shard, merge_shards
+    from toolkit.data.tokens.token_cache import TokenCorpus
+
+    if shard is None:
+        return _print(name, merge_shards(section, folder=folder))
+    made = make_shard(section, shard, folder=folder, progress=True)
+    if isinstance(made, TokenCorpus):
+        return _print(name, made)
+    counts = f"{made.counts.documents:,} documents, {made.counts.tokens:,} tokens"
+    return click.echo(f"{name}{': ' * bool(name)}shard {shard}: {counts} in {made.place}")
+
+
+def _print(name: str, corpus: "TokenCorpus") -> None:
     tokens, documents = corpus.train_tokens + corpus.eval_tokens, corpus.train_documents + corpus.eval_documents
-    click.echo(f"{documents:,} documents, {tokens:,} tokens in {corpus.path}")
+    click.echo(f"{name}{': ' * bool(name)}{documents:,} documents, {tokens:,} tokens in {corpus.path}")

@@ -106,4 +106,5 @@ def _summary(recipe: Recipe, world_size: int | None) -> str:
         where = job.strategy
         split = f"{micro} micro x {job.batch.accumulation} accumulation x {job.layout.dp} dp"
     samples = f"{recipe.batch.global_batch_size} samples = {split}"
-    return f"{recipe.model.name_or_path}, {where}, {recipe.precision}, {samples}, {tokens}"
+    sources = f" of {len(recipe.data.sources)} sources" if recipe.data.sources else ""
+    return f"{recipe.model.name_or_path}, {where}, {recipe.precision}, {samples}, {tokens}{sources}"

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from toolkit.config.recipe import CorpusSection, DataSection, Recipe, SourceSection
+from toolkit.config.recipe import CorpusSection, DataSection, Recipe, SourceSection, ValidationSection
 from toolkit.errors import Refusal, Setting
 
 _SHARES = ("weight", "epochs", "tokens")
@@ -78,7 +78,9 @@ def of_all_texts(recipe: Recipe, rule: Callable[[Recipe], Iterator[Refusal]]) ->
 def about(refusal: Refusal, place: str, text: CorpusSection) -> Refusal:
     """The same refusal with the fields of a source or validation set: `data.source` is `data.sources[1].path`."""
     fields = {"data.source": f"{place}.path"}
-    fields |= {f"data.{name}": f"{place}.{name}" for name in _OWN if getattr(text, name) is not None}
+    own = [name for name in _OWN if getattr(text, name) is not None]
+    own += ["split"] if isinstance(text, ValidationSection) else []  # it has a default of its own
+    fields |= {f"data.{name}": f"{place}.{name}" for name in own}
 
     def renamed(item: Setting | str) -> Setting | str:
         if isinstance(item, str):

@@ -55,6 +55,8 @@ class Step(BaseModel):
     seconds: Number = None
     memory_bytes: NonNegativeInt | None = None
     eval_loss: Number = None
+    eval_losses: dict[str, Number] = {}
+    source_loss: dict[str, Number] = {}
     skipped: bool = False
 
     @property

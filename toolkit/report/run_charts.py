@@ -32,7 +32,16 @@ def dash(index: int) -> tuple[float, ...]:
 
 def run_charts(runs: Sequence[RecordedRun]) -> list[Chart]:
     """Return all charts that have data."""
-    charts = [_loss(runs), _learning_rate(runs), _gradient_norm(runs), _throughput(runs), _mfu(runs), _memory(runs)]
+    by_name = [_by_name(runs, "sources", "source_loss"), _by_name(runs, "validation-sets", "eval_losses")]
+    charts = [
+        _loss(runs),
+        *by_name,
+        _learning_rate(runs),
+        _gradient_norm(runs),
+        _throughput(runs),
+        _mfu(runs),
+        _memory(runs),
+    ]
     return [chart for chart in charts if any(value is not None for line in chart.lines for _, value in line.points)]
 
 
@@ -57,6 +66,19 @@ def _loss(runs: Sequence[RecordedRun]) -> Chart:
     lines = [one for line in trained for one in (line, held_out.get(line.key)) if one is not None and one.points]
     ends = _ends(runs, lambda step: step.loss)
     return _chart("loss", lines, ends, caption=_caption(lines, "loss"), events=_events(runs))
+
+
+def _by_name(runs: Sequence[RecordedRun], chart: str, field: str) -> Chart:
+    """Plot the loss of each source or validation set of each run."""
+    values = [(run, getattr(step, field), step.step) for run in runs for step in run.log.steps]
+    pairs = dict.fromkeys((run.label, name) for run, losses, _ in values for name in losses)
+    lines = []
+    for index, (label, name) in enumerate(pairs):
+        points = tuple((step, losses[name]) for run, losses, step in values if run.label == label and name in losses)
+        window = _window(runs) if field == "source_loss" and len(points) >= 2 * _window(runs) else 1
+        line = _line(index, name if len(runs) == 1 else f"{label}, {name}", running_mean(points, window))
+        lines.append(replace(line, dots=field == "eval_losses"))
+    return _chart(chart, lines)
 
 
 def _learning_rate(runs: Sequence[RecordedRun]) -> Chart:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+from toolkit.config.recipe import Recipe
 from toolkit.report.page import figure, readouts, render, replace_folder
 from toolkit.report.recorded_run import RecordedRun
 from toolkit.report.run_charts import dash, run_charts, tone
@@ -97,13 +98,17 @@ def facts(run: RecordedRun) -> list[tuple[str, str]]:
             parallel = f"{recipe.strategy(run.layout)}, {plural(run.layout.world_size, 'rank')}"
         found += [
             ("model", f"{recipe.model.name_or_path}, {recipe.model.init} weights"),
-            ("data", f"{recipe.data.source}, samples of {recipe.data.seq_len} tokens"),
+            ("data", f"{_sources(recipe)}, samples of {recipe.data.seq_len} tokens"),
             ("parallel", parallel),
             ("precision", recipe.precision),
             ("batch", f"{recipe.batch.global_batch_size} samples a step"),
             ("optimizer", f"{recipe.optimizer.name}, lr {recipe.optimizer.lr:g}, {recipe.schedule.name}"),
         ]
     return [*found, *run.environment.items(), ("run directory", str(run.folder))]
+
+
+def _sources(recipe: Recipe) -> str:
+    return english_list(list(recipe.data.labels)) or recipe.data.source
 
 
 def _state(runs: Sequence[RecordedRun]) -> str:

@@ -60,6 +60,8 @@ class Trackers(Callback):
         }
         if metrics.eval_loss is not None:
             values["eval_loss"] = metrics.eval_loss
+        values |= {f"source_loss/{name}": loss for name, loss in (metrics.source_loss or {}).items()}
+        values |= {f"eval_loss/{name}": loss for name, loss in (metrics.eval_losses or {}).items()}
         for tracker in self._trackers:
             tracker.log(values, step=metrics.step)
 

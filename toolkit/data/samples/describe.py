@@ -21,15 +21,20 @@ def describe_data(recipe: Recipe, corpora: Corpora, samples: Samples) -> list[tu
         found = [("data", f"{data.source}, {tokens}")]
     ends = dict.fromkeys(text.corpus.ends for text in corpora.sources.values() if text.corpus.ends)
     found += [("documents", "; ".join(ends)), ("samples", samples.summary())]
-    if own_sets:
-        found += [("validation", _set(name, text)) for name, text in corpora.validation.items()]
-    return found
+    return [*found, *describe_validation(recipe, corpora)]
 
 
-def _set(name: str, text: OpenText) -> str:
+def describe_validation(recipe: Recipe, corpora: Corpora) -> list[tuple[str, str]]:
+    """Describe the validation sets that are texts of their own."""
+    if recipe.data.validation is None and not corpora.finds_validation:
+        return []
+    found = " of split validation" if recipe.data.validation is None else ""
+    return [("validation", _set(name, text, found)) for name, text in corpora.validation.items()]
+
+
+def _set(name: str, text: OpenText, found: str) -> str:
     """A validation set: its name, and where it is from."""
     tokens = f"{format_count(text.corpus.token_count(text.split))} tokens"
     if text.split == "eval":
         return f"{name}: {tokens} held out"
-    split = f", split {text.section.split}" if text.section.split == "validation" else ""
-    return f"{name}{': ' * bool(name)}{text.section.source}{split}, {tokens}"
+    return f"{name}{': ' * bool(name)}{text.section.source}, {tokens}{found}"

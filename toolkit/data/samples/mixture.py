@@ -97,6 +97,10 @@ class MixtureSamples(Samples):
         part, own = self._part_of(index)
         return part.position_ids(own)
 
+    def source_of(self, number: int) -> str:
+        """Return the name of the source that a sample of the run is from."""
+        return self.names[int(self.locate(number)[0][0])]
+
     def _part_of(self, number: int) -> tuple[Samples, int]:
         sources, indices = self.locate(number)
         return self.parts[int(sources[0])], int(indices[0])

@@ -104,34 +104,56 @@ class Corpora:
         return self.first.loss_floor(data) if len(self.sources) == 1 else None
 
 
+class NamedSource(NamedTuple):
+    """A source to be tokenized."""
+
+    name: str
+    section: DataSection
+    held_out: DataSection | None
+    """The dataset's `validation` split, where there is one."""
+    place: str
+    given: CorpusSection | None
+    """What the recipe says of it; None for `data.source`."""
+
+
+def named_sources(data: DataSection, *, progress: bool) -> list[NamedSource]:
+    """Find the sources of a recipe and their tokenizer: a `bpe-N` for several is trained. Raises DataError."""
+    if data.sources is not None and tokenizers.bpe_entries(data) is not None:
+        data = data.model_copy(update={"tokenizer": _train_for_all(data, progress=progress)})
+    found = []
+    for index, (name, section) in enumerate(zip(data.labels or ("",), data.parts, strict=True)):
+        place, given = data.place(index), data.sources[index] if data.sources else None
+        with fields_of(place, given):
+            held_out = None if data.validation else validation_split(section)
+        if held_out is not None:
+            section = section.model_copy(update={"eval_fraction": 0.0})
+        found.append(NamedSource(name, section, held_out, place, given))
+    return found
+
+
 def prepare_all(data: DataSection, *, progress: bool, validates: bool = True) -> Corpora:
     """Open the token caches of all sources and validation sets; build first what is missing.
 
     Validation sets that are texts of their own are left out unless the run `validates`. Raises DataError or RunError.
     """
-    if data.sources is not None and tokenizers.bpe_entries(data) is not None:
-        data = data.model_copy(update={"tokenizer": _train_for_all(data, progress=progress)})
     sources: dict[str, OpenText] = {}
     validation: dict[str, OpenText] = {}
-    found = False
-    for index, (name, part) in enumerate(zip(data.labels or ("",), data.parts, strict=True)):
-        with _fields_of(data.place(index), data.sources[index] if data.sources else None):
-            held_out = None if data.validation else validation_split(part)
-            section = part.model_copy(update={"eval_fraction": 0.0}) if held_out else part
+    found = named_sources(data, progress=progress)
+    for name, section, held_out, place, given in found:
+        with fields_of(place, given):
             corpus = prepare(section, progress=progress)
             sources[name] = OpenText(section, corpus)
-            if held_out is not None:
-                found = True
-                if validates:
-                    held_out = _with_tokenizer(held_out, corpus)
-                    validation[name] = OpenText(held_out, prepare(held_out, progress=progress))
-            elif corpus.eval_tokens:
+            if held_out is None and corpus.eval_tokens:
                 validation[name] = OpenText(section, corpus, "eval")
+            elif held_out is not None and validates:
+                held_out = _with_tokenizer(held_out, corpus)
+                validation[name] = OpenText(held_out, prepare(held_out, progress=progress))
     for index, text in enumerate(data.validation or () if validates else ()):
-        with _fields_of(f"data.validation[{index}]", text):
+        with fields_of(f"data.validation[{index}]", text):
             section = _with_tokenizer(data.of(text), next(iter(sources.values())).corpus)
             validation[text.label] = OpenText(section, prepare(section, progress=progress))
-    return Corpora(sources=sources, validation=validation, finds_validation=found)
+    finds_validation = any(source.held_out is not None for source in found)
+    return Corpora(sources=sources, validation=validation, finds_validation=finds_validation)
 
 
 def _with_tokenizer(section: DataSection, corpus: TokenCorpus) -> DataSection:
@@ -142,7 +164,7 @@ def _with_tokenizer(section: DataSection, corpus: TokenCorpus) -> DataSection:
 
 
 @contextmanager
-def _fields_of(place: str, text: CorpusSection | None) -> Iterator[None]:
+def fields_of(place: str, text: CorpusSection | None) -> Iterator[None]:
     """Let an error about `data.source` name the field of the source or validation set that it is about."""
     try:
         yield
@@ -158,7 +180,7 @@ class _AllSources:
     def __init__(self, data: DataSection) -> None:
         self._sources: list[Source] = []
         for index, text in enumerate(data.sources or ()):
-            with _fields_of(data.place(index), text):
+            with fields_of(data.place(index), text):
                 self._sources.append(open_source(data.of(text)))
         self.size_bytes = sum(source.size_bytes for source in self._sources)
         self.fingerprint = " ".join(source.fingerprint for source in self._sources)
