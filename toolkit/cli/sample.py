@@ -1,7 +1,9 @@
 """`dstk sample`: generate text with a trained model; `dstk demo`: train one and sample it."""
 
 import os
+import shutil
 import signal
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +18,15 @@ from toolkit.training.arguments import unused_run_directory
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+QUESTIONS = (
+    "What does ZeRO stage 2 shard?",
+    "Which ZeRO stages can I use with a pipeline?",
+    "Can I resume my run on more GPUs?",
+    "What is a pipeline bubble?",
+    "What is the capital of France?",
+)
+"""Of the chat demo: none is in its data, where other words ask the same, or nothing does."""
 
 
 @click.command()
@@ -109,24 +120,67 @@ def _adapted(folder: Path, **options: Any) -> Any:
 @click.command()
 @click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
 @click.option("--nproc", type=click.IntRange(min=1), default=2, show_default=True, help="Ranks on this machine.")
-def demo(overrides: tuple[str, ...], nproc: int) -> int:
-    """Train a small GPT-2 on the standard library's source code, and sample it."""
-    recipes = find_recipes()
+@click.option("--chat", metavar="MODEL", help="Teach this chat model with LoRA, and ask it before and after.")
+def demo(overrides: tuple[str, ...], nproc: int, chat: str | None) -> int:
+    """Train a small GPT-2 on the standard library's source code, and sample it.
+
+    With --chat, LoRA teaches a chat model in Hugging Face format to answer questions about DeepSpeed instead
+    (recipes/demo-chat.yaml; `make demo-chat` downloads SmolLM2-135M for it).
+    """
+    if chat is not None:
+        return _demo_chat(chat, overrides, nproc)
     run_dir = unused_run_directory("demo")
-    arguments = ["--config", str(recipes / "demo.yaml"), f"run_dir={run_dir}", *overrides]
-    code = run_local_ranks(recipes / "train.py", arguments, nproc)
+    code = _train("demo.yaml", run_dir, overrides, nproc)
     if code != 0:
         return code
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # there is nothing left to save
     text = GenerativeModel(str(run_dir)).continue_text("def ", tokens=120, temperature=0.8, seed=1)
     click.echo(click.style("Generated after `def `:", bold=True))
     click.echo("".join(f"    {line}\n" for line in text.splitlines()))
-    click.echo(click.style("Try next:", bold=True))
-    here = os.path.relpath(recipes)
-    for command_line, meaning in (
+    here = os.path.relpath(find_recipes())
+    _try_next(
         (f"dstk train {here}/demo.yaml --nproc {nproc} parallel.zero_stage=3", "the same loss under ZeRO-3"),
         (f"dstk sample {run_dir} --prompt 'class '", "more of its text"),
         (f"dstk config {here}/gpt2/gpt2-pretrain.yaml --layout 8xH100", "the DeepSpeed JSON of a run on 8 GPUs"),
-    ):
-        click.echo(f"    {command_line}\n        {meaning}")
+    )
     return 0
+
+
+def _demo_chat(name: str, overrides: tuple[str, ...], nproc: int) -> int:
+    before = _answers(GenerativeModel(name))
+    recipes, model = find_recipes(), Path(name).resolve()
+    own = (f"model.name_or_path={model}", f"data.tokenizer={model}", f"data.source={recipes / 'demo-chat.jsonl'}")
+    run_dir = unused_run_directory("demo-chat")
+    code = _train("demo-chat.yaml", run_dir, (*own, *overrides), nproc)
+    if code != 0:
+        return code
+    width = min(120, shutil.get_terminal_size().columns)
+    for question, *answers in zip(QUESTIONS, before, _answers(GenerativeModel(str(run_dir))), strict=True):
+        click.echo(click.style(question, bold=True))
+        for when, color, answer in zip(("before", "after "), ("yellow", "green"), answers, strict=True):
+            lines = textwrap.wrap(answer, width - 12) or [""]
+            click.echo(f"    {click.style(when, fg=color)}  " + "\n            ".join(lines))
+    _try_next(
+        (f"dstk sample {run_dir} --chat --temperature 0 --prompt 'What is MFU?'", "another question"),
+        (f"dstk data {run_dir / 'recipe.yaml'} --show 3", "what it was trained on"),
+        (f"dstk export {run_dir} --merge -o merged", "the model with the adapter added to its weights"),
+    )
+    return 0
+
+
+def _answers(model: GenerativeModel) -> list[str]:
+    return [model.answer(question, tokens=48, temperature=0) for question in QUESTIONS]
+
+
+def _train(recipe: str, run_dir: Path, overrides: tuple[str, ...], nproc: int) -> int:
+    recipes = find_recipes()
+    arguments = ["--config", str(recipes / recipe), f"run_dir={run_dir}", *overrides]
+    code = run_local_ranks(recipes / "train.py", arguments, nproc)
+    if code == 0:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # there is nothing left to save
+    return code
+
+
+def _try_next(*commands: tuple[str, str]) -> None:
+    click.echo(click.style("Try next:", bold=True))
+    for command_line, meaning in commands:
+        click.echo(f"    {command_line}\n        {meaning}")

@@ -104,11 +104,10 @@ class JsonlRange(TextChunk):
                 file.readline()
             position = file.tell()
             while position < self.start + self.size_bytes and (line := file.readline()):
-                at = partial(self._line, position)
-                text = _json_document(line, self.rows, at=at)
+                text = _json_document(line, self.rows, at=partial(self._line, position))
                 position += len(line)
                 if text:
-                    yield from _placed(text, at)
+                    yield text
 
     def _line(self, position: int) -> str:
         if is_url(self.path):  # counting lines would read all that precedes
@@ -133,9 +132,8 @@ class JsonlBlock(TextChunk):
     @override
     def documents(self) -> Iterator[Document]:
         for number, line in enumerate(self.data.split(b"\n"), start=self.first_line):
-            at = partial("{}:{}".format, self.path, number)
-            if text := _json_document(line, self.rows, at=at):
-                yield from _placed(text, at)
+            if text := _json_document(line, self.rows, at=partial("{}:{}".format, self.path, number)):
+                yield text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,14 +181,6 @@ def _decode(data: bytes, *, path: str, offset: int = 0) -> str:
         raise DataError(
             f"{path}: byte {at} is not UTF-8. Convert the file to UTF-8 or remove it from data.source."
         ) from None
-
-
-def _placed(document: Document, at: Callable[[], str]) -> Iterator[Document]:
-    """Yield it. A DataError that is thrown in, because it cannot be encoded, says where it is."""
-    try:
-        yield document
-    except DataError as error:
-        raise DataError(f"{at()}: {error}") from None
 
 
 def _json_document(line: bytes, rows: RowReader, *, at: Callable[[], str]) -> Document | None:
