@@ -57,6 +57,16 @@ def test_a_layout_that_does_not_fit_is_predicted_and_marked(capsys):
     assert "!" in dstk(capsys, *big, "--layout", "dp8-z1", "--micro", "8")
 
 
+def test_what_only_training_refuses_is_predicted_with_a_note(capsys):
+    with pytest.raises(SystemExit) as end:
+        main([*GPT2, "--layout", "pp2-z1", "--micro", "4", "--precision", "fp16", "--json"])
+    captured = capsys.readouterr()
+    assert end.value.code == 0
+    assert json.loads(captured.out)["plans"][0]["layout"] == "dp4-tp1-pp2-z1"
+    assert captured.err.startswith("note: training refuses it")
+    assert captured.err.count("\n") == 1
+
+
 def test_the_table_names_the_terms_and_the_cost(capsys):
     out = dstk(capsys, *GPT2, "--tokens", "1e10", "--price", "2")
     assert "compute" in out

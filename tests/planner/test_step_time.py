@@ -8,13 +8,16 @@ from toolkit.config.layout import Layout
 from toolkit.estimate.flops import train_flops_per_token
 from toolkit.hardware import gpu, gpus
 from toolkit.models.shape import ModelShape, find_config, head_matmul_parameters
+from toolkit.planner.bubble import bubble_seconds
 from toolkit.planner.cluster import Cluster
 from toolkit.planner.collectives import Group, all_gather, all_reduce, group
 from toolkit.planner.execution import Execution, profiles
 from toolkit.planner.kernels import matmul_seconds
 from toolkit.planner.layer_time import products
 from toolkit.planner.passes import Work
+from toolkit.planner.schedules import schedule_of
 from toolkit.planner.setup import Setup
+from toolkit.planner.simulate_schedule import ScheduleCosts, simulate
 from toolkit.planner.step_time import predict_step
 
 H100 = gpu("H100-80")
@@ -64,6 +67,21 @@ def test_the_bubble_is_a_fixed_number_of_micro_batches() -> None:
     few, many = (predict_step(setup("pp4", accumulation=m)) for m in (8, 32))
     assert few.bubble == pytest.approx(many.bubble)
     assert many.compute == pytest.approx(4 * few.compute)
+
+
+@pytest.mark.parametrize(
+    "stages", [(1.0, 1.0, 1.0, 1.0), (1.2, 1.0, 1.0, 1.0), (1.0, 1.0, 1.0, 1.5), (0.7, 1.0, 1.3, 1.1)]
+)
+@pytest.mark.parametrize("micro_batches", [2, 4, 8, 32])
+def test_the_bubble_is_that_of_the_simulated_schedule(stages: tuple[float, ...], micro_batches: int) -> None:
+    costs = ScheduleCosts(
+        forward=[time / 4 for time in stages],
+        backward=[time / 2 for time in stages],
+        weight=[time / 4 for time in stages],
+    )
+    timeline = simulate(schedule_of("1f1b", pp=len(stages), micro_batches=micro_batches), costs)
+    step = micro_batches * max(stages) + bubble_seconds(stages, 0.25, micro_batches)
+    assert step == pytest.approx(timeline.makespan, rel=0.005)
 
 
 def test_virtual_stages_divide_the_bubble() -> None:

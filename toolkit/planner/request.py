@@ -112,10 +112,14 @@ class PlanRequest:
 
     def refusal(self, layout: Layout) -> Refusal | None:
         """Why training refuses a layout, whatever the batch; None if it does not."""
-        batch = Batch(global_batch_size=layout.dp, micro_batch_size=1, dp=layout.dp)
-        recipe = self.recipe(layout, batch)
-        refusals = [*model_conflicts(recipe, self.config, self.model.shape), *setting_conflicts(recipe, None)]
-        return next(iter(refusals), None)
+        return self.impossible(layout) or next(iter(setting_conflicts(self._one(layout), None)), None)
+
+    def impossible(self, layout: Layout) -> Refusal | None:
+        """What of the model a layout cannot split, whoever trains it."""
+        return next(model_conflicts(self._one(layout), self.config, self.model.shape), None)
+
+    def _one(self, layout: Layout) -> Recipe:
+        return self.recipe(layout, Batch(global_batch_size=layout.dp, micro_batch_size=1, dp=layout.dp))
 
     def setup(self, layout: Layout, batch: Batch) -> Setup:
         """What the time model is asked. Raises LayoutError for stages that the model cannot fill."""
@@ -168,13 +172,16 @@ class PlanRequest:
         return Plan(layout=layout, batch=batch, memory=memory, step=step, host_bytes=host, host_room=room)
 
     def read_layout(self, text: str) -> tuple[Layout, int | None]:
-        """A strategy on all GPUs, and the micro-batch that it names. Raises LayoutError for what cannot run."""
+        """A strategy on all GPUs, and the micro-batch that it names. Raises LayoutError for what no model can run.
+
+        What only this toolkit's training refuses is predicted all the same: see `refusal`.
+        """
         strategy = Strategy.parse(text)
         if strategy.engine != "deepspeed":
             raise LayoutError.of("--layout", text, "only DeepSpeed's layouts are planned", "remove the engine")
         fields = strategy.sections(strategy.dp)["parallel"]
         layout = Layout.resolve(self.gpus, **fields)
-        refusal = self.refusal(layout) if self.run.framework == "toolkit" else None
+        refusal = self.impossible(layout)
         if refusal is not None:
             raise LayoutError(refusal)
         return layout, strategy.micro_batch_size

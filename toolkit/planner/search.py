@@ -85,12 +85,9 @@ def candidates(request: PlanRequest) -> list[Candidate]:
     found = []
     for layout in layouts(request):
         each = request.global_batch_size // layout.dp
-        size = 1
-        while size <= min(each, LARGEST_MICRO_BATCH):
-            if each % size == 0:
-                batch = Batch(global_batch_size=request.global_batch_size, micro_batch_size=size, dp=layout.dp)
-                found.append(Candidate(layout=layout, batch=batch, step=request.step(layout, batch)))
-            size *= 2
+        for size in _divisors(each, LARGEST_MICRO_BATCH):
+            batch = Batch(global_batch_size=request.global_batch_size, micro_batch_size=size, dp=layout.dp)
+            found.append(Candidate(layout=layout, batch=batch, step=request.step(layout, batch)))
     if not found:
         raise _no_layout(request)
     return found
@@ -213,5 +210,5 @@ def _replicas(request: PlanRequest, gpus: int) -> set[int]:
     return {gpus // tp // pp for tp in sizes for pp in _divisors(gpus // tp) if pp <= shape.layers}
 
 
-def _divisors(number: int) -> list[int]:
-    return [size for size in range(1, number + 1) if number % size == 0]
+def _divisors(number: int, most: int | None = None) -> list[int]:
+    return [size for size in range(1, min(number, most or number) + 1) if number % size == 0]

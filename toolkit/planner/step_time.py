@@ -2,8 +2,8 @@
 
 Legend: m micro-batches of a step, p stages, v virtual stages of each, L layers of a stage.
 
-A pipeline with 1F1B takes as long as its slowest stage for all m micro-batches, and for the first one all stages; with
-v virtual stages the pipeline fills in chunks, a v-th of that (Narayanan et al. 2021, section 2.2). Stages may differ.
+A 1F1B pipeline takes as long as its slowest stage for all m micro-batches, and waits for the other stages once; with v
+virtual stages it fills in chunks and waits a v-th of that (Narayanan et al. 2021, section 2.2). Stages may differ.
 """
 
 from collections.abc import Sequence
@@ -13,6 +13,7 @@ from toolkit.estimate.flops import train_flops_per_token
 from toolkit.models.shape import layer_matmul_parameters
 from toolkit.planner import collectives
 from toolkit.planner.attention_time import attention_seconds
+from toolkit.planner.bubble import bubble_seconds
 from toolkit.planner.data_time import data_seconds, offload_seconds, optimizer_seconds
 from toolkit.planner.kernels import stream_seconds
 from toolkit.planner.layer_time import embedding_seconds, head_seconds, layer_seconds
@@ -88,7 +89,8 @@ def predict_step(setup: Setup) -> StepTime:
             total = total.plus(ends[1], run.facts["host"])
         stages.append(total)
     slowest = max(stages, key=lambda stage: stage.seconds)
-    waiting = (sum(stage.seconds for stage in stages) - slowest.seconds) / run.virtual_stages
+    forward_share = 1 - slowest.backward / slowest.seconds
+    waiting = bubble_seconds([stage.seconds for stage in stages], forward_share, m) / run.virtual_stages
     pipeline = _pipeline(setup)
     data = data_seconds(setup, slowest.seconds - slowest.backward, slowest.backward)
     tokens = setup.micro_batch_size * m * layout.dp * setup.seq_len

@@ -76,6 +76,9 @@ def command(as_json: bool, **options: Any) -> None:
             raise LayoutError(nothing_fits(request, found.candidates, nearest_that_fits(request)))
     else:
         plans = [plan_of(request, layout, options)]
+        refusal = request.refusal(plans[0].layout) if options["framework"] == "toolkit" else None
+        if refusal is not None:
+            click.echo(f"note: training refuses it: {refusal.render()}", err=True)
     if options["why"] is not None:
         print_why(request, plan_of(request, options["why"], options), plans[0] if plans else None)
         return

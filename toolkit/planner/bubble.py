@@ -1,0 +1,39 @@
+"""How long the slowest stage of a 1F1B pipeline waits for the others."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from toolkit.planner.schedules import schedule_of
+from toolkit.planner.simulate_schedule import ScheduleCosts, simulate
+
+SIMULATED_STAGES = 16
+"""Longer pipelines take the closed form: it is exact for equal stages, and a simulation takes p² operations."""
+_DIGITS = 2
+
+
+def bubble_seconds(stages: Sequence[float], forward_share: float, micro_batches: int) -> float:
+    """Seconds of a step in which the slowest stage waits, given what each stage takes for a micro-batch.
+
+    The closed form is the sum of all other stages: they work alone while the pipeline fills and drains. Where stages
+    differ, part of that overlaps, which the simulation knows. The bubble no longer grows from p micro-batches on, so
+    that no more are simulated.
+    """
+    slowest, count = max(stages), len(stages)
+    if count == 1:
+        return 0.0
+    if count > SIMULATED_STAGES or min(stages) > 0.999 * slowest:
+        return sum(stages) - slowest
+    shares = tuple(round(stage / slowest, _DIGITS) for stage in stages)
+    return slowest * _simulated(shares, round(forward_share, _DIGITS), min(micro_batches, count))
+
+
+@lru_cache(maxsize=4096)
+def _simulated(stages: tuple[float, ...], forward_share: float, micro_batches: int) -> float:
+    """In units of the slowest stage, which is 1."""
+    costs = ScheduleCosts(
+        forward=[forward_share * stage for stage in stages],
+        backward=[(1 - forward_share) * stage for stage in stages],
+        weight=[0.0] * len(stages),
+    )
+    schedule = schedule_of("1f1b", pp=len(stages), micro_batches=micro_batches)
+    return simulate(schedule, costs).makespan - micro_batches * max(stages)
