@@ -28,16 +28,16 @@ def permute(index: NDArray[np.int64], epoch: NDArray[np.int64], *, size: int, se
     """Permute indices of range(size), each in its epoch. Every (seed, epoch) has its own permutation."""
     half_bits = max(3, ((size - 1).bit_length() + 1) // 2)
     key = mix(mix(np.array([seed & _MASK], dtype=np.uint64)) ^ epoch.astype(np.uint64))
-    image = _feistel(index.astype(np.uint64), key, half_bits)
+    keys = mix(key + np.arange(_ROUNDS, dtype=np.uint64)[:, None] * np.uint64(_GOLDEN))  # [rounds, n]
+    image = _feistel(index.astype(np.uint64), keys, half_bits)
     while (outside := image >= np.uint64(size)).any():
-        image[outside] = _feistel(image[outside], key[outside], half_bits)
+        image[outside] = _feistel(image[outside], keys[:, outside], half_bits)
     return image.astype(np.int64)
 
 
-def _feistel(value: NDArray[np.uint64], key: NDArray[np.uint64], half_bits: int) -> NDArray[np.uint64]:
+def _feistel(value: NDArray[np.uint64], keys: NDArray[np.uint64], half_bits: int) -> NDArray[np.uint64]:
     shift, low = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
     left, right = value >> shift, value & low
-    for number in range(_ROUNDS):
-        round_key = key + np.uint64(number * _GOLDEN & _MASK)
-        left, right = right, left ^ (mix(right ^ mix(round_key)) & low)
+    for key in keys:
+        left, right = right, left ^ (mix(right ^ key) & low)
     return (left << shift) | right

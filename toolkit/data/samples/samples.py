@@ -5,6 +5,7 @@ logits[:, i] with labels[:, i], and ignores positions whose label is IGNORE.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
@@ -16,6 +17,9 @@ from toolkit.data.samples.micro_batch import MicroBatch
 from toolkit.data.tokens.token_cache import Split, TokenCorpus
 from toolkit.errors import DataError
 from toolkit.parallel.loss import IGNORE
+
+_ORDERED = 4096
+"""Positions of the run whose samples are computed at once."""
 
 
 class Samples:
@@ -70,7 +74,10 @@ class Samples:
         self._seed = seed
         self._pad_id = corpus.eos_id
         self._vocab_size = corpus.tokenizer_vocab_size
-        self._tokens = corpus.tokens(split)
+        self._tokens = np.asarray(corpus.tokens(split))
+        # Steps read positions that follow each other: their samples are computed together.
+        self._ordered = lru_cache(maxsize=4)(self._order)
+        self._starts_of = lru_cache(maxsize=256)(self._document_starts)  # for labels and for positions
 
     def summary(self) -> str:
         """Say what became of documents, for the banner; empty where every token has a place."""
@@ -87,13 +94,15 @@ class Samples:
         """Read input_ids and labels of one sample, [s] each."""
         if not 0 <= index < self._count:
             raise IndexError(f"sample {index} of {self._count}")
-        start, targets = (int(array[0]) for array in self._locate(np.array([index])))
+        start, targets = index * self.seq_len, self.seq_len
+        if not self._packed:
+            start, targets = (int(array[0]) for array in self._locate(np.array([index])))
         window = self._tokens[start : start + targets + 1].astype(np.int64)
         input_ids = np.full(self.seq_len, self._pad_id, dtype=np.int64)
         labels = np.full(self.seq_len, IGNORE, dtype=np.int64)
         input_ids[:targets], labels[:targets] = window[:-1], window[1:]
         if self._document_masking:
-            labels[self._document_starts(start) - 1] = IGNORE
+            labels[self._starts_of(start) - 1] = IGNORE
         return input_ids, labels
 
     def position_ids(self, index: int) -> NDArray[np.int64]:
@@ -101,7 +110,7 @@ class Samples:
         positions = np.arange(self.seq_len, dtype=np.int64)
         if not self._document_masking:
             return positions
-        starts = self._document_starts(index * self.seq_len)
+        starts = self._starts_of(index * self.seq_len)
         starts = starts[starts < self.seq_len]
         first = np.zeros_like(positions)
         first[starts] = starts
@@ -113,8 +122,16 @@ class Samples:
         Steps read the samples epoch by epoch, each epoch in its own order; the validation split is not shuffled.
         """
         flat = np.int64(step) * self.global_batch_size + np.asarray(positions, dtype=np.int64)
-        epoch, index = np.divmod(flat, self._count)
-        return permute(index, epoch, size=self._count, seed=self._seed) if self._shuffled else index
+        if not self._shuffled:
+            return flat % self._count
+        first, last = (int(end) // _ORDERED for end in (flat.min(), flat.max()))
+        order = np.concatenate([self._ordered(part) for part in range(first, last + 1)])
+        return np.asarray(order[flat - first * _ORDERED])
+
+    def _order(self, part: int) -> NDArray[np.int64]:
+        """Permute so many positions of the run at once."""
+        epoch, index = np.divmod(np.arange(part * _ORDERED, (part + 1) * _ORDERED), self._count)
+        return permute(index, epoch, size=self._count, seed=self._seed)
 
     def batch(self, step: int, places: Sequence[int] | NDArray[np.int64], *, dropout_seed: int = 0) -> MicroBatch:
         """Read the samples at `places` of the global batch of `step`, [b, s]."""
@@ -153,7 +170,7 @@ class Samples:
         """Which documents begin in (start, start + s]. End-of-text tokens cannot tell: a validation block leaves a
         boundary without one, and a text may contain one.
         """
-        first, last = (np.searchsorted(self._offsets, end, side="right") for end in (start, start + self.seq_len))
+        first, last = np.searchsorted(self._offsets, np.array([start, start + self.seq_len]), side="right")
         return first, last
 
     def _locate(self, index: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -118,7 +118,7 @@ class TokenCorpus:
 
     def document_offsets(self, split: Split) -> NDArray[np.int64]:
         """Memory-map where each document begins, and where the last one ends."""
-        offsets: NDArray[np.int64] = np.load(self.path / f"{split}_documents.npy", mmap_mode="r")
+        offsets: NDArray[np.int64] = np.asarray(np.load(self.path / f"{split}_documents.npy", mmap_mode="r"))
         return offsets
 
     def token_count(self, split: Split) -> int:
