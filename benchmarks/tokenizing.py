@@ -169,7 +169,7 @@ def show(runs: dict[str, list[tuple[int, float]]], text_bytes: int, processes: i
         rows.append((side, f"{results[0][0]:,}", f"{seconds:.2f}", megabytes, ratio, spread))
     notes = [
         f"{text_bytes / 1e6:.1f} MB of text, {processes} processes, medians of {len(runs['toolkit'])} runs.",
-        "Megatron-LM's tools/preprocess_data.py is not on PyPI, and nanotron 0.4 there has no tokenization; nanotron's uses datatrove.",
+        "Megatron-LM's tools/preprocess_data.py is not on PyPI; nanotron 0.4 there has no tokenization of its own.",
     ]
     headings = ("pipeline", "tokens", "seconds", "MB/s", "ratio", "of each run")
     publish("tokenizing", title="From text to ids", headings=headings, rows=rows, notes=notes, save=save)
