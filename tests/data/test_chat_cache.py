@@ -1,5 +1,6 @@
 """The token cache of chats: ids and mask beside each other, whole chats held out, and what makes it another cache."""
 
+import gzip
 import json
 from itertools import pairwise
 from pathlib import Path
@@ -92,6 +93,21 @@ def test_a_damaged_mask_is_refused(folder):
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(DataError, match=r"train.trained: not as long as train.bin"):
         built(folder)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_chat_that_the_template_refuses_is_named(folder, packed):
+    bad = "{% if message.content == 'no' %}{{ raise_exception('not this') }}{% endif %}"
+    write_tokenizer(
+        folder / "tokenizer", CHATML.replace("{{ '<|im_start|>' + message", bad + "{{ '<|im_start|>' + message")
+    )
+    lines = (folder / "chats.jsonl").read_bytes().splitlines(keepends=True)
+    lines.insert(150, b'{"messages": [{"role": "user", "content": "no"}, {"role": "assistant", "content": "yes"}]}\n')
+    path = folder / ("bad.jsonl.gz" if packed else "bad.jsonl")
+    path.write_bytes(gzip.compress(b"".join(lines)) if packed else b"".join(lines))
+    with pytest.raises(DataError, match=r"bad.jsonl(.gz)?:151: the chat template, .* begins 'no': .*not this") as error:
+        built(folder, source=str(path), workers=2)
+    assert "\n" not in str(error.value)
 
 
 def test_a_bad_row_leaves_nothing_but_the_reason(folder):

@@ -104,10 +104,11 @@ class JsonlRange(TextChunk):
                 file.readline()
             position = file.tell()
             while position < self.start + self.size_bytes and (line := file.readline()):
-                text = _json_document(line, self.rows, at=partial(self._line, position))
+                at = partial(self._line, position)
+                text = _json_document(line, self.rows, at=at)
                 position += len(line)
                 if text:
-                    yield text
+                    yield from _placed(text, at)
 
     def _line(self, position: int) -> str:
         if is_url(self.path):  # counting lines would read all that precedes
@@ -132,8 +133,9 @@ class JsonlBlock(TextChunk):
     @override
     def documents(self) -> Iterator[Document]:
         for number, line in enumerate(self.data.split(b"\n"), start=self.first_line):
-            if text := _json_document(line, self.rows, at=partial("{}:{}".format, self.path, number)):
-                yield text
+            at = partial("{}:{}".format, self.path, number)
+            if text := _json_document(line, self.rows, at=at):
+                yield from _placed(text, at)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,6 +183,14 @@ def _decode(data: bytes, *, path: str, offset: int = 0) -> str:
         raise DataError(
             f"{path}: byte {at} is not UTF-8. Convert the file to UTF-8 or remove it from data.source."
         ) from None
+
+
+def _placed(document: Document, at: Callable[[], str]) -> Iterator[Document]:
+    """Yield it. A DataError that is thrown in, because it cannot be encoded, says where it is."""
+    try:
+        yield document
+    except DataError as error:
+        raise DataError(f"{at()}: {error}") from None
 
 
 def _json_document(line: bytes, rows: RowReader, *, at: Callable[[], str]) -> Document | None:

@@ -10,7 +10,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection, Pipe, wait
@@ -28,7 +28,7 @@ from toolkit.data.tokens.chat_template import TrainOn
 from toolkit.data.tokens.conversation_encoder import ConversationEncoder
 from toolkit.data.tokens.document_ends import DocumentEnds
 from toolkit.data.tokens.encoder import Encoder, load_encoder
-from toolkit.errors import RunError, ToolkitError
+from toolkit.errors import DataError, RunError, ToolkitError
 from toolkit.parent_process import end_with
 
 if TYPE_CHECKING:
@@ -127,7 +127,15 @@ def _encode_chunk(encoder: Encoder, before: bytes, after: bytes, itemsize: int, 
 
 
 def _encode_conversations(encoder: ConversationEncoder, chunk: TextChunk) -> EncodedChunk:
-    documents = [encoder.encode(document) for document in chunk.documents() if isinstance(document, str)]
+    texts, documents = chunk.documents(), []
+    for text in texts:
+        if isinstance(text, str):
+            try:
+                documents.append(encoder.encode(text))
+            except DataError as error:
+                if isinstance(texts, Generator):
+                    texts.throw(error)  # says which row it is
+                raise
     return EncodedChunk(
         ids=b"".join(document.ids for document in documents),
         lengths=np.array([len(document.trained) for document in documents], dtype=np.int64),
