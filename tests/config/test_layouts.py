@@ -128,7 +128,7 @@ def test_ranks_of_several_machines_are_not_started_on_one(path: Path, capfd: pyt
 
 
 def test_the_script_of_every_launcher_takes_a_layout() -> None:
-    arguments = parse_arguments(["--local_rank=0", "--config", "r.yaml", "--layout", "8xH100", "train.steps=3"], "")
+    arguments = parse_arguments(["--config", "r.yaml", "--layout", "8xH100", "train.steps=3"], "")
     assert (arguments.layout, arguments.overrides) == ("8xH100", ("train.steps=3",))
 
 

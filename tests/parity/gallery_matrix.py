@@ -24,8 +24,6 @@ from rank_parent import become_rank_parent
 from gallery_copies import GalleryRun, compare, groups
 from generate_gallery import TESTS, cell_of
 
-from toolkit.parity.comparison import StrategyResult
-
 LIBRARIES = ("torch", "deepspeed", "transformers")
 
 
@@ -41,7 +39,7 @@ def main(pattern: str) -> int:
             first = next(iter(layouts.values()))
             found = compare(first.recipe, list(layouts), Path(folder))
         entries = {
-            cell_of(run): _entry(run, result) for run, result in zip(layouts.values(), found.results, strict=True)
+            cell_of(run): _entry(run, result) for run, result in zip(layouts.values(), found.values(), strict=True)
         }
         _write(entries)
         wrong = {cell: entry["result"] for cell, entry in entries.items() if entry["result"] != "same"}
@@ -50,10 +48,10 @@ def main(pattern: str) -> int:
     return failed
 
 
-def _entry(run: GalleryRun, result: StrategyResult) -> dict[str, Any]:
+def _entry(run: GalleryRun, result: str) -> dict[str, Any]:
     small = run.listed.strategy.shrunk()
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    return {"date": today, "ranks": small.world_size(1), "result": result.outcome}
+    return {"date": today, "ranks": small.world_size(1), "result": result}
 
 
 def _versions() -> dict[str, str]:

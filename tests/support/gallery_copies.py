@@ -8,7 +8,7 @@ that were saved as a model is published.
 import json
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,14 @@ from small_chats import WORDS, write_chats, write_tokenizer
 
 from toolkit.config.recipe import Recipe
 from toolkit.config.strategy import Strategy
-from toolkit.launch.local_ranks import preload
+from toolkit.errors import ToolkitError
+from toolkit.launch.local_ranks import RankFailedError, run_ranks
 from toolkit.model_init.build_model import load_config
 from toolkit.models.shape import find_name
-from toolkit.parity.comparison import Comparison
-from toolkit.parity.run.compare_strategies import compare_strategies, for_comparison, plan
+from toolkit.parity import ParityResult
+from toolkit.parity.run.compare_strategies import for_comparison
 from toolkit.parity.run.shrink import SEQ_LEN, shrink
+from toolkit.parity.run.train_in_memory import train_in_memory
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "docs"))
@@ -67,14 +69,21 @@ def shrunken(recipe: Recipe, folder: Path) -> Recipe:
     return small.model_copy(update={"precision": "fp32"})
 
 
-def compare(recipe: Recipe, layouts: Sequence[str], folder: Path, *, reruns: int = 1) -> Comparison:
-    """Hold the copy in several kinds of layouts against one plain process."""
-    small = shrunken(recipe, folder)
-    preload(load_config(small.model).model_type)
-    strategies = [Strategy.parse(layout) for layout in layouts]
-    jobs = plan(small, strategies, 2)
-    baselines = plan(small, [Strategy.parse("reference")] * len(strategies), 2)
-    return compare_strategies(small, jobs, baselines, title="", rounding_seeds=reruns, timeout_seconds=300)
+def compare(recipe: Recipe, layouts: Iterable[str], folder: Path) -> dict[str, str]:
+    """Hold the copy in several kinds of layouts against one plain process: `same`, `differs` or `failed` for each."""
+    small, found = shrunken(recipe, folder), {}
+    plain = Strategy.parse("reference").apply(small, 1)
+    (baseline,) = run_ranks(train_in_memory, 1, plain, joined=False)
+    for layout in layouts:
+        strategy = Strategy.parse(layout)
+        own, size = strategy.apply(small, 1), strategy.world_size(1)
+        try:
+            result = ParityResult.of(run_ranks(train_in_memory, size, own, timeout_seconds=300)[0], baseline)
+            found[layout] = "same" if result.passed else "differs"
+        except (ToolkitError, RankFailedError) as error:
+            print(f"{layout}: {error}")
+            found[layout] = "failed"
+    return found
 
 
 def _saved(recipe: Recipe, folder: Path) -> dict[str, Any]:
