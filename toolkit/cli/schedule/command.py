@@ -86,11 +86,11 @@ def command(
     if svg is not None:
         _draw(Path(svg), found)
     if as_json:
-        click.echo(json.dumps(_to_json(found, others), indent=2))
+        click.echo(json.dumps({"blocking": blocking} | _to_json(found, others), indent=2))
         return
     from toolkit.cli.schedule.terminal import print_timeline
 
-    print_timeline(found, others)
+    print_timeline(found, others, blocking=blocking)
 
 
 def _schedule(kind: Kind, pp: int, micro_batches: int, virtual_stages: int | None) -> Schedule:

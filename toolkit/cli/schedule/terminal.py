@@ -104,8 +104,8 @@ def _view(found: Timeline, columns: int, *, plain: bool) -> _View:
     return _View(scale=columns / found.makespan, shown=[range(columns)], plain=plain, is_sampled=True)
 
 
-def print_timeline(found: Timeline, compared: Sequence[Compared]) -> None:
-    """The timeline with each rank's bubble and memory, a summary, and the other kinds."""
+def print_timeline(found: Timeline, compared: Sequence[Compared], *, blocking: bool) -> None:
+    """The timeline with each rank's bubble and memory, a summary, and the other kinds, whose transfers never block."""
     console = Console(highlight=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = _FILE_WIDTH
@@ -131,6 +131,8 @@ def print_timeline(found: Timeline, compared: Sequence[Compared]) -> None:
     for line in _summary(found, view):
         console.print(line, soft_wrap=True)
     console.print(_table(compared, schedule))
+    if blocking:
+        console.print(Text("Ranks wait for the transfers of 1f1b, and not for those of the others.", style="dim"))
     for reason in filter(None, (row.reason for row in compared)):
         console.print(Text(f"-: {reason}", style="dim"), soft_wrap=True)
     console.print(Text(_TRAINS, style="dim"), soft_wrap=True)
