@@ -234,6 +234,11 @@ def test_a_damaged_dataset_is_one_line_that_names_the_file(case, oracle, tmp_pat
     assert str(caught.value).startswith(f"{prefix}.{reason}")
 
 
+def test_a_remote_dataset_is_refused(tokenizer):
+    with refused(DataError, "data.source", remedy="copy its .idx and .bin here"):
+        opened("s3://bucket/corpus.idx", tokenizer)
+
+
 def test_a_multimodal_dataset_is_refused(oracle, tmp_path, tokenizer):
     builder = oracle.IndexedDatasetBuilder(str(tmp_path / "corpus.bin"), dtype=np.int32, multimodal=True)
     builder.add_document(torch.arange(9), [9], [1])

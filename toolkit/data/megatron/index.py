@@ -46,6 +46,8 @@ class MegatronIndex:
     """Where each sequence begins in the .bin."""
     document_sequences: NDArray[np.int64]
     """The sequence that each document begins with, and the number of sequences."""
+    may_be_empty: bool
+    """Whether documents without a token are possible: some sequence has none, or some document has no sequence."""
 
     @property
     def documents(self) -> int:
@@ -89,11 +91,17 @@ def open_index(prefix: str) -> MegatronIndex:
     begins = np.frombuffer(content, dtype="<i8", offset=bytes_at, count=sequences)
     documents = np.frombuffer(content, dtype="<i8", offset=documents_at, count=offsets)
     dtype = np.dtype(DTYPES[code])
-    total_bytes = _check_sequences(path, lengths, begins, dtype.itemsize)
-    _check_documents(path, documents, sequences)
+    total_bytes, empty_sequence = _check_sequences(path, lengths, begins, dtype.itemsize)
+    empty_document = _check_documents(path, documents, sequences)
     _check_bin(Path(f"{prefix}.bin"), total_bytes)
-    tokens = total_bytes // dtype.itemsize
-    return MegatronIndex(prefix=prefix, dtype=dtype, tokens=tokens, sequence_bytes=begins, document_sequences=documents)
+    return MegatronIndex(
+        prefix=prefix,
+        dtype=dtype,
+        tokens=total_bytes // dtype.itemsize,
+        sequence_bytes=begins,
+        document_sequences=documents,
+        may_be_empty=empty_sequence or empty_document,
+    )
 
 
 def _header(path: Path) -> tuple[tuple[Any, ...], int]:
@@ -114,30 +122,41 @@ def _header(path: Path) -> tuple[tuple[Any, ...], int]:
     return fields, size
 
 
-def _check_sequences(path: Path, lengths: NDArray[np.int32], begins: NDArray[np.int64], itemsize: int) -> int:
-    """Raise DataError unless the sequences follow each other from 0 on; return where the last one ends, in bytes."""
-    end = 0
+def _check_sequences(
+    path: Path, lengths: NDArray[np.int32], begins: NDArray[np.int64], itemsize: int
+) -> tuple[int, bool]:
+    """Raise DataError unless the sequences follow each other from 0 on; return where the last one ends, in bytes, and
+    whether some have no token."""
+    end, has_empty = 0, False
     for start in range(0, len(lengths), _BLOCK):
         part = lengths[start : start + _BLOCK].astype(np.int64)
-        if (part < 0).any():
+        least = part.min()
+        has_empty |= bool(least == 0)
+        if least < 0:
             raise _bad(path, f"sequence {start + int(np.argmax(part < 0)):,} has a negative length")
-        ends = end + np.cumsum(part) * itemsize
-        wrong = begins[start : start + _BLOCK] != ends - part * itemsize
+        part *= itemsize
+        ends = end + np.cumsum(part)
+        wrong = begins[start : start + _BLOCK] != ends - part
         if wrong.any():
             raise _bad(path, f"sequence {start + int(np.argmax(wrong)):,} does not begin where the one before it ends")
         end = int(ends[-1])
-    return end
+    return end, has_empty
 
 
-def _check_documents(path: Path, documents: NDArray[np.int64], sequences: int) -> None:
-    """Raise DataError unless the documents go from the first sequence to the last one, in order."""
+def _check_documents(path: Path, documents: NDArray[np.int64], sequences: int) -> bool:
+    """Raise DataError unless the documents go from the first sequence to the last one, in order; return whether some
+    have no sequence."""
+    has_empty = False
     if documents[0] != 0 or documents[-1] != sequences:
         ends = f"they go from {documents[0]} to {documents[-1]}, and there are {sequences:,} sequences"
         raise _bad(path, f"its documents are not all of it: {ends}")
     for start in range(0, len(documents) - 1, _BLOCK):
-        falls = np.diff(documents[start : start + _BLOCK + 1]) < 0
-        if falls.any():
-            raise _bad(path, f"document {start + int(np.argmax(falls)) + 1:,} begins before the one before it")
+        steps = np.diff(documents[start : start + _BLOCK + 1])
+        least = steps.min()
+        has_empty |= bool(least == 0)
+        if least < 0:
+            raise _bad(path, f"document {start + int(np.argmax(steps < 0)) + 1:,} begins before the one before it")
+    return has_empty
 
 
 def _check_bin(path: Path, needed: int) -> None:
