@@ -161,8 +161,10 @@ class _TokenLossSum(torch.autograd.Function):
         # Columns are found again in the backward pass: what is kept does not depend on whose targets these are.
         ctx.save_for_backward(exponentials.div_(normalizer.unsqueeze(-1)), targets)
         ctx.shard, ctx.ignore, ctx.dtype = shard, ignore, logits.dtype
-        losses = torch.where(targets != ignore, normalizer.log() - target_score, 0.0)
-        return losses.sum() if sums else losses
+        if not sums:
+            return torch.where(targets != ignore, normalizer.log() - target_score, 0.0)
+        # Without a name, so that the losses of single tokens are freed at once.
+        return torch.where(targets != ignore, normalizer.log() - target_score, 0.0).sum()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None, None]:
