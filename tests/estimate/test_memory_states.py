@@ -83,6 +83,7 @@ MODELS |= {
     | {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "q_lora_rank": 24, "kv_lora_rank": 16}
     | {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12},
 }
+LORA = {"lora": {"r": 3, "targets": ["all-linear"]}}
 EAGER = ("bloom", "gemma2")
 """transformers has no other attention for them."""
 OFFLOAD = {"offload_optimizer": "cpu"}
@@ -103,13 +104,15 @@ class Setting:
     zero: dict[str, Any] = field(default_factory=dict)
     """Other values of DeepSpeed's zero_optimization."""
     optimizer: dict[str, Any] = field(default_factory=dict)
+    trains: dict[str, Any] = field(default_factory=dict)
+    """Of the recipe's model: which parameters train."""
     global_batch_size: int = 16
     in_every_run: bool = False
 
     def __str__(self) -> str:
         parts = [self.model, self.layout, self.precision, *(k.removeprefix("offload_") for k in self.parallel)]
         parts += [f"sums-{self.accumulates_in}"] if self.accumulates_in else []
-        parts += [*self.zero, *self.optimizer.values()]
+        parts += [*self.zero, *self.optimizer.values(), *self.trains]
         parts += [f"batch{self.global_batch_size}"] if self.global_batch_size != 16 else []
         return "-".join(map(str, parts)).replace(" ", "-")
 
@@ -157,6 +160,14 @@ def settings() -> Iterator[Setting]:
     for threshold in (0, 10**6):
         yield Setting("dp4-z3", "bf16", zero={"stage3_param_persistence_threshold": threshold})
     yield Setting("dp2-z3", "fp32", zero={"sub_group_size": 20_000})
+    # What frozen parameters cost: nothing but themselves.
+    for trains in (LORA, {"freeze": ["*.mlp.*"]}):
+        for layout in ("dp2-z0", "dp2-z1", "dp2-z2", "dp2-z3", "pp2-z0", "pp2-z1"):
+            for precision in ("fp32", "bf16"):
+                often = (layout, precision, "lora" in trains) in {("dp2-z3", "bf16", True), ("pp2-z1", "fp32", False)}
+                yield Setting(layout, precision, trains=trains, in_every_run=often)
+        yield Setting("dp2-z2", "fp32", parallel=OFFLOAD, trains=trains)
+    yield Setting("tp2-z1", "fp32", "llama", trains={"freeze": ["*.mlp.*"]})
     for optimizer in ({"name": "sgd", "momentum": 0.9}, {"name": "sgd"}, {"name": "lion"}):
         for stage in (1, 3):
             yield Setting(f"dp2-z{stage}", "bf16", optimizer=optimizer)
@@ -197,6 +208,7 @@ def recipe_of(setting: Setting, make: Make, folders: dict[str, str]) -> tuple[Re
         changes = {key: value for key, value in changes.items() if not key.startswith("overrides__")}
         if setting.model in EAGER:
             changes["model"]["attn_implementation"] = "eager"
+    changes |= {f"model__{name}": value for name, value in setting.trains.items()}
     if setting.optimizer:
         changes["optimizer"] = {"lr": 1e-3} | setting.optimizer
     ranks = axes.get("dp", 1) * axes.get("tp", 1) * axes.get("pp", 1)

@@ -19,6 +19,8 @@ from toolkit.config.recipe import Recipe
 from toolkit.estimate.deepspeed_states import deepspeed_states
 from toolkit.estimate.memory_model import MemoryModel
 from toolkit.estimate.pipeline_buffers import PipelineBuffers
+from toolkit.estimate.recordings import parameters
+from toolkit.estimate.trainable import Trainable
 from toolkit.planner.run_memory import model_config, settings_of
 
 CPU = torch.device("cpu")
@@ -207,7 +209,9 @@ def estimated(recipe: Recipe, config: dict[str, Any], engine: Any) -> tuple[Coun
     model = MemoryModel.from_config(model_config(recipe))
     layers = engine.stage_layers[place.pipe] if engine.stage_layers else model.shape.layers
     before = sum(engine.stage_layers[: place.pipe])
-    held = model.parameters.rank_parameters(
+    trainable = Trainable.of(recipe.model).text
+    whole = parameters(model.config, trainable) if trainable else model.parameters
+    held = whole.rank_parameters(
         layers=range(before, before + layers), first=place.pipe == 0, last=place.pipe == layout.pp - 1, tp=layout.tp
     )
     settings = settings_of(config, recipe, "cpu")

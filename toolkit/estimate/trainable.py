@@ -1,9 +1,10 @@
-"""Trainable: which parameters of a model train, as `dstk memory --trainable` says it. All others are frozen."""
+"""Trainable: which parameters of a model train, as `dstk memory --trainable` or a recipe says it. Others are frozen."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
 
+from toolkit.config.recipe import ModelSection
 from toolkit.errors import ConfigError
 
 _LORA: dict[str, Callable[[str], Any]] = {"r": int, "alpha": float, "targets": str, "dropout": float, "fp32": str}
@@ -16,19 +17,32 @@ class Trainable:
 
     patterns: tuple[str, ...] = ()
     """As of fnmatch."""
+    frozen: tuple[str, ...] = ()
+    """Patterns of those that do not train, where all others do."""
     rank: int = 0
     """LoRA's; 0 without LoRA."""
     targets: tuple[str, ...] = ()
-    """Names of the modules that get adapters."""
+    """Names of the modules that get adapters; `default`: what peft has as the family's."""
     dropout: float = 0.0
     in_fp32: bool = True
     """Whether adapters stay in fp32 where the weights are in 16 bits: peft's default. DeepSpeed casts all weights."""
 
     @classmethod
+    def of(cls, section: ModelSection) -> Self:
+        """What a recipe trains: DeepSpeed's engines cast adapters as all weights."""
+        lora = section.lora
+        if lora is None:
+            return cls(patterns=tuple(sorted(section.train_only)), frozen=tuple(sorted(section.freeze)))
+        targets = tuple(sorted({*lora.targets})) or ("default",)
+        return cls(rank=lora.r, targets=targets, dropout=lora.dropout, in_fp32=False)
+
+    @classmethod
     def parse(cls, text: str) -> Self:
-        """Read `all`, `lora:r=16,targets=q_proj+v_proj` or patterns. Raises ConfigError."""
+        """Read `all`, `lora:r=16,targets=q_proj+v_proj`, patterns, or `freeze:` and patterns. Raises ConfigError."""
         kind, _, listed = text.partition(":")
-        words = [word.strip() for word in (listed if kind == "lora" else text).split(",") if word.strip()]
+        words = [word.strip() for word in (listed if kind in ("lora", "freeze") else text).split(",") if word.strip()]
+        if kind == "freeze" and words:
+            return cls(frozen=tuple(sorted({*words})))
         if text == "all" or (kind != "lora" and words):
             return cls(patterns=() if text == "all" else tuple(sorted({*words})))
         try:
@@ -47,6 +61,8 @@ class Trainable:
     @property
     def text(self) -> str:
         """What `parse` reads, of all that memory depends on; empty where all parameters train."""
+        if self.frozen:
+            return "freeze:" + ",".join(self.frozen)
         if not self.rank:
             return ",".join(self.patterns)
         options = {"r": self.rank, "targets": "+".join(self.targets)}

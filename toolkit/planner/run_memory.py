@@ -8,7 +8,6 @@ from toolkit.config.job import Job
 from toolkit.config.layout import Batch, Layout
 from toolkit.config.recipe import EngineName, OptimizerName, Precision, Recipe
 from toolkit.dsconfig import build
-from toolkit.errors import LayoutError
 from toolkit.estimate.breakdown import MemoryBreakdown
 from toolkit.estimate.deepspeed_settings import DeepSpeedSettings
 from toolkit.estimate.memory_model import Framework, MemoryModel, Workload
@@ -47,24 +46,9 @@ def workload_of(recipe: Recipe, batch: Batch, model: MemoryModel) -> Workload:
         attention=attention.get(recipe.model.attention, default),
         recompute=recipe.parallel.recompute,
         documents=recipe.data.masks_documents,
-        trainable=_trainable(recipe),
+        trainable=Trainable.of(recipe.model).text,
         **_computed_in(recipe),
     )
-
-
-def _trainable(recipe: Recipe) -> str:
-    """What trains, as the estimate reads it. Of targets that peft chooses, every linear layer: rather more than less.
-
-    Frozen parameters that `model.freeze` names count as trained.
-    """
-    lora, tp = recipe.model.lora, recipe.parallel.tp
-    if lora is None:
-        return Trainable(patterns=recipe.model.train_only).text
-    if tp > 1:
-        reason = "the memory of adapters beside split layers is not estimated yet"
-        raise LayoutError.between((("parallel.tp", tp), ("model.lora", "given")), reason, ("parallel.tp", 1))
-    targets = lora.targets or ("all-linear",)
-    return Trainable(rank=lora.r, targets=tuple(sorted(targets)), dropout=lora.dropout, in_fp32=False).text
 
 
 def _computed_in(recipe: Recipe) -> dict[str, Any]:

@@ -1,48 +1,40 @@
-"""Freeze what does not train, and add LoRA's adapters: by peft itself, as a script does before it trains."""
-
-from fnmatch import fnmatch
+"""Freeze what does not train, and add LoRA's adapters: by the functions that do so before training."""
 
 import torch
 from torch import nn
 
+from toolkit.config.recipe import LoraSection
 from toolkit.errors import ModelError
 from toolkit.estimate.trainable import Trainable
+from toolkit.model_init.adapters import inject
+from toolkit.model_init.frozen import freeze_others, trained_names
 
 
 def freeze(model: nn.Module, trainable: Trainable) -> None:
-    """Leave only those parameters trainable. Raises ModelError where there are none, or without peft."""
+    """Leave only those parameters trainable. Raises ModelError where there are none, and RunError without peft."""
     if trainable.rank:
-        _add_adapters(model, trainable)
-    elif trainable.patterns:
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(any(fnmatch(name, pattern) for pattern in trainable.patterns))
-        if not any(parameter.requires_grad for parameter in model.parameters()):
-            raise ModelError(f"--trainable names no parameter ({', '.join(trainable.patterns)})")
+        targets = () if trainable.targets == ("default",) else trainable.targets
+        try:
+            inject(model, LoraSection(r=trainable.rank, dropout=trainable.dropout, targets=targets))
+        except ModelError as error:
+            found = ", ".join(targets)
+            raise ModelError(f"--trainable or model.lora names no linear module ({found})") from error
+        if trainable.in_fp32:
+            _keep_in_fp32(model)
+    elif trainable.patterns or trainable.frozen:
+        try:
+            trained = trained_names(model, freeze=trainable.frozen, train_only=trainable.patterns)
+        except ModelError as error:
+            found = ", ".join(trainable.patterns or trainable.frozen)
+            raise ModelError(f"--trainable, or the recipe, names no parameter, or all ({found})") from error
+        freeze_others(model, trained)
 
 
-def _add_adapters(model: nn.Module, trainable: Trainable) -> None:
-    try:
-        from peft import LoraConfig, inject_adapter_in_model
-    except ImportError:
-        raise ModelError(
-            "LoRA is added by peft, which is not installed: pip install 'deepspeed-megatron-toolkit[lora]'"
-        ) from None
-    targets = trainable.targets
-    config = LoraConfig(
-        r=trainable.rank,
-        lora_dropout=trainable.dropout,
-        target_modules=targets[0] if targets == ("all-linear",) else list(targets),
-        task_type="CAUSAL_LM",
-    )
-    try:
-        inject_adapter_in_model(config, model)
-    except ValueError as error:
-        raise ModelError(f"--trainable names no linear module ({', '.join(targets)})") from error
-    if trainable.in_fp32:
-        for module in model.modules():
-            for name, parameter in list(module.named_parameters(recurse=False)):
-                if parameter.requires_grad:
-                    setattr(module, name, nn.Parameter(parameter.to(torch.float32)))
+def _keep_in_fp32(model: nn.Module) -> None:
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.requires_grad:
+                setattr(module, name, nn.Parameter(parameter.to(torch.float32)))
 
 
 def receives_gradients(model: nn.Module, layers: nn.ModuleList, *, recomputes: bool) -> list[bool]:
