@@ -8,7 +8,7 @@ import pytest
 import torch
 from measured_activations import Case, kept_bytes, peak_bytes
 
-from toolkit.errors import ModelError
+from toolkit.errors import RunError
 from toolkit.estimate.parameters import RankParameters
 from toolkit.estimate.recording import config_text
 from toolkit.estimate.recordings import parameters
@@ -88,5 +88,5 @@ def test_autocast_with_recomputation_copies_one_layers_frozen_weights() -> None:
 
 def test_adapters_need_peft(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ModelError, match="pip install"):
+    with pytest.raises(RunError, match="pip install"):
         freeze(Case(family="llama").model(), Trainable.parse("lora"))

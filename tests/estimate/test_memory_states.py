@@ -168,6 +168,8 @@ def settings() -> Iterator[Setting]:
                 yield Setting(layout, precision, trains=trains, in_every_run=often)
         yield Setting("dp2-z2", "fp32", parallel=OFFLOAD, trains=trains)
     yield Setting("tp2-z1", "fp32", "llama", trains={"freeze": ["*.mlp.*"]})
+    for layout, model in (("tp2-z1", "llama"), ("tp2-z3", "qwen3"), ("tp2-pp2-z1", "qwen3")):
+        yield Setting(layout, "bf16", model, trains=LORA)
     for optimizer in ({"name": "sgd", "momentum": 0.9}, {"name": "sgd"}, {"name": "lion"}):
         for stage in (1, 3):
             yield Setting(f"dp2-z{stage}", "bf16", optimizer=optimizer)

@@ -23,7 +23,7 @@ from toolkit.files import cache_folder
 SHIPPED = Path(__file__).with_name("recordings.zip")
 _PACKAGE = Path(__file__).parents[1]
 _SOURCES = (
-    *("recorder", "parallel", "model_init/selective_recompute.py"),
+    *("recorder", "parallel", "model_init/selective_recompute.py", "model_init/adapters.py", "model_init/frozen.py"),
     *("estimate/recording.py", "estimate/parameters.py", "estimate/trainable.py"),
     *("models/tensor_plan.py", "models/families", "models/families.json"),
 )

@@ -33,12 +33,20 @@ _FIELD = "model.lora.targets"
 class Adapters:
     """The adapters of one model, which is on the meta device. Raises ModelError, and RunError without peft."""
 
-    def __init__(
-        self, model: PreTrainedModel, section: LoraSection, *, seed: int, tensor_parallel: bool = False
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, section: LoraSection, *, seed: int, tensor_parallel: bool) -> None:
         self.seed, self.tensor_parallel = seed, tensor_parallel
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.config = inject(model, section)
+        inject(model, section)
+        self._take_out(model)
+        for parameter in trainable:  # peft has frozen them; what pipeline stages drop is what the family trains
+            parameter.requires_grad_()
+        outside = [path for path in self._found if not any(path.startswith(f"{p}.") for p in self._prefix.values())]
+        if outside:
+            reason = f"{outside[0]} is no part of a decoder layer, and only those get adapters"
+            raise ModelError.of(_FIELD, list(section.targets), reason, "name linear layers of attention and MLP")
+
+    def _take_out(self, model: PreTrainedModel) -> None:
+        """Remember peft's layers, and put the linear layers back into their places."""
         self._found: dict[str, Any] = {
             name: module for name, module in model.named_modules() if hasattr(module, "base_layer")
         }
@@ -49,15 +57,9 @@ class Adapters:
         ]
         for path, module in self._found.items():
             model.set_submodule(path, module.base_layer)
-        for parameter in trainable:  # peft has frozen them; what pipeline stages drop is what the family trains
-            parameter.requires_grad_()
         layers = set(decoder_layers(model))
         # By the layer itself: the id of one that another stage owns would soon be that of another object.
         self._prefix = {module: name for name, module in model.named_modules() if module in layers}
-        outside = [path for path in self._found if not any(path.startswith(f"{p}.") for p in self._prefix.values())]
-        if outside:
-            reason = f"{outside[0]} is no part of a decoder layer, and only those get adapters"
-            raise ModelError.of(_FIELD, list(section.targets), reason, "name linear layers of attention and MLP")
 
     def before(self, on_layer: OnLayer | None, dtype: torch.dtype) -> OnLayer:
         """Return a function that attaches the adapters of a decoder layer before it calls `on_layer`."""
@@ -84,7 +86,7 @@ class Adapters:
                 _set_magnitude(lora)
             dropout = lora.lora_dropout[ADAPTER]
             if isinstance(dropout, nn.Dropout):
-                lora.lora_dropout[ADAPTER] = AdapterDropout(dropout.p, path)
+                lora.lora_dropout[ADAPTER] = self._dropout(dropout, path)
             parallelize_adapter(lora, path, tensor_parallel=self.tensor_parallel)
             layer.set_submodule(local, lora)
         seed_dropouts(layer)
@@ -93,6 +95,9 @@ class Adapters:
         values = torch.empty(linear.weight.shape)
         generator = torch.Generator().manual_seed(derive_seed("initial weights", self.seed, name))
         return nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
+
+    def _dropout(self, dropout: nn.Dropout, path: str) -> nn.Module:
+        return AdapterDropout(dropout.p, path)
 
     def _first_b(self, linear: nn.Linear, name: str) -> torch.Tensor:
         return torch.zeros(linear.weight.shape)
@@ -114,7 +119,7 @@ def inject(model: nn.Module, section: LoraSection) -> Any:
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError:
-        reason, advice = "peft is not installed", "pip install 'deepspeed-megatron-toolkit[lora]'"
+        reason, advice = "peft is not installed", "install it: pip install 'deepspeed-megatron-toolkit[lora]'"
         raise RunError(Refusal(field="model.lora", given=("model.lora",), reason=reason, remedy=(advice,))) from None
     targets = section.targets
     config = LoraConfig(

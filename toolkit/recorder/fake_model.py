@@ -27,7 +27,7 @@ from toolkit.parallel.pipeline.stage import NonLocalLayer, PipelineStage
 from toolkit.parallel.tensor.parallelize import TensorParallelizer
 from toolkit.parallel.tensor.vocabulary import VocabularyShard, vocab_parallel_token_loss_sum
 from toolkit.recorder.chunked_loss import ChunkedLoss, HiddenStates
-from toolkit.recorder.frozen import freeze, receives_gradients
+from toolkit.recorder.frozen import RecordedAdapters, freeze, receives_gradients
 from toolkit.recorder.gpu_kernels import attend
 
 _MOST_POSITIONS = 2048
@@ -99,13 +99,15 @@ def build(setup: Setup, mode: Mode) -> FakeModel:
     model.tie_weights()
     structure = structure_of(setup.config, model)
     layers = structure.layer_list(model)
-    freeze(model, Trainable.parse(setup.trainable or "all"))
+    trainable = Trainable.parse(setup.trainable or "all")
+    freeze(model, trainable)
     pattern = kinds_of(model, layers, receives_gradients(model, layers, recomputes=setup.recompute == "full"))
     group = dist.group.WORLD
     assert group is not None
     vocabulary = int(model.get_output_embeddings().weight.shape[0])
-    parallelizer = None
+    parallelizer = adapters = None
     if setup.tp > 1:
+        adapters = RecordedAdapters(model) if trainable.rank else None
         parallelizer = TensorParallelizer(model, structure, group, sequence_parallel=setup.sequence_parallel)
     stage = _stage(setup, model, structure)
     kept = keep_few(layers, pattern, structure, splits_sequence=setup.sequence_parallel)
@@ -116,6 +118,8 @@ def build(setup: Setup, mode: Mode) -> FakeModel:
         if parallelizer is not None:
             for index in kept:
                 parallelizer.parallelize_layer(index)
+                if adapters is not None:
+                    adapters.attach(layers[index], dtype)
             parallelizer.parallelize_vocabulary(embeds=stage is None or stage.is_first)
         for parameter in model.parameters():
             if parameter.requires_grad:

@@ -2,11 +2,12 @@
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from toolkit.config.recipe import LoraSection
 from toolkit.errors import ModelError
 from toolkit.estimate.trainable import Trainable
-from toolkit.model_init.adapters import inject
+from toolkit.model_init.adapters import Adapters, inject
 from toolkit.model_init.frozen import freeze_others, trained_names
 
 
@@ -28,6 +29,20 @@ def freeze(model: nn.Module, trainable: Trainable) -> None:
             found = ", ".join(trainable.patterns or trainable.frozen)
             raise ModelError(f"--trainable, or the recipe, names no parameter, or all ({found})") from error
         freeze_others(model, trained)
+
+
+class RecordedAdapters(Adapters):
+    """The adapters that are in a model, taken out while tensor parallelism shards it; they have no values."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.tensor_parallel = True
+        self._take_out(model)
+
+    def _first_a(self, linear: nn.Linear, name: str) -> torch.Tensor:
+        return torch.empty(linear.weight.shape)
+
+    def _dropout(self, dropout: nn.Dropout, path: str) -> nn.Module:
+        return dropout
 
 
 def _keep_in_fp32(model: nn.Module) -> None:

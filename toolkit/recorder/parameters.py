@@ -13,6 +13,7 @@ from toolkit.errors import ModelError
 from toolkit.estimate.parameters import ModelParameters, Parameter, Part
 from toolkit.estimate.trainable import Trainable
 from toolkit.models.families.spec import SPELLINGS
+from toolkit.parallel.adapter_names import PREFIX, saved_name
 from toolkit.parallel.model_structure import ModelStructure
 from toolkit.parallel.pipeline.balance import count_flops
 from toolkit.parallel.tensor.parallelize import TensorParallelizer, is_column, sharded_dim
@@ -93,10 +94,11 @@ def _of_layer(layer: nn.Module, parallelizer: TensorParallelizer | None) -> Iter
         sharded[f"{path}.weight"] = {"dim": sharded_dim(module, style), **where}
         if is_column(style):
             sharded[f"{path}.bias"] = {"dim": 0, **where}
+        adapter = {"dim": 0} if is_column(style) else {"dim": 1}
+        sharded[f"{PREFIX}{path}.lora_{'B' if is_column(style) else 'A'}.weight"] = {**adapter, **where}
     for name, parameter in layer.named_parameters():
-        yield Parameter(
-            name=name, shape=tuple(parameter.shape), trainable=parameter.requires_grad, **sharded.get(name, {})
-        )
+        split = sharded.get(saved_name(name), {})
+        yield Parameter(name=name, shape=tuple(parameter.shape), trainable=parameter.requires_grad, **split)
 
 
 def _outside(model: PreTrainedModel, structure: ModelStructure, name: str, parameter: nn.Parameter) -> Parameter:

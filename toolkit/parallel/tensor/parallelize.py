@@ -116,6 +116,7 @@ class TensorParallelizer:
             if style not in tp.STYLES[:5] or not _has(layer, path):
                 continue
             whole = layer.get_submodule(path)
+            whole = getattr(whole, "base_layer", whole)
             if type(whole).__name__ not in _LINEAR:
                 reason = f"{path} of its layers is a {type(whole).__name__}, which tensor parallelism cannot shard"
                 raise ModelError.of("model_type", self.model.config.model_type, reason, ("parallel.tp", 1))
