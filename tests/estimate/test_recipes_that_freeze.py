@@ -6,17 +6,16 @@ import pytest
 
 from toolkit.config.layout import Batch
 from toolkit.config.recipe import Recipe
-from toolkit.errors import LayoutError
 from toolkit.estimate.memory_model import MemoryModel
+from toolkit.estimate.trainable import Trainable
 from toolkit.planner.run_memory import model_config, workload_of
 
 
-def trained(model: dict[str, Any], tp: int = 1) -> str:
+def trained(model: dict[str, Any]) -> str:
     recipe = Recipe.model_validate(
         {
             "model": {"name_or_path": "llama-3.1-8b"} | model,
             "data": {"seq_len": 64},
-            "parallel": {"tp": tp},
             "batch": {"global_batch_size": 1, "micro_batch_size": 1},
             "optimizer": {"lr": 1e-4},
             "train": {"steps": 1},
@@ -31,15 +30,12 @@ def trained(model: dict[str, Any], tp: int = 1) -> str:
     [
         ({}, ""),
         ({"lora": {"r": 16, "targets": ("v_proj", "q_proj")}}, "lora:r=16,targets=q_proj+v_proj,fp32=no"),
-        ({"lora": {"dropout": 0.1}}, "lora:r=8,targets=all-linear,dropout=0.1,fp32=no"),
+        ({"lora": {"dropout": 0.1}}, "lora:r=8,targets=default,dropout=0.1,fp32=no"),
         ({"train_only": ("*norm*",)}, "*norm*"),
+        ({"freeze": ("*norm*", "*.mlp.*")}, "freeze:*.mlp.*,*norm*"),
     ],
     ids=str,
 )
 def test_what_trains_is_asked_of_the_estimate(model: dict[str, Any], wanted: str) -> None:
     assert trained(model) == wanted
-
-
-def test_adapters_beside_split_layers_are_not_estimated() -> None:
-    with pytest.raises(LayoutError, match="not estimated yet"):
-        trained({"lora": {"r": 16}}, tp=2)
+    assert Trainable.parse(wanted or "all").text == wanted
