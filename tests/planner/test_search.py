@@ -8,6 +8,7 @@ import pytest
 from toolkit.config.layout import Batch, Layout
 from toolkit.config.strategy import Strategy
 from toolkit.errors import BatchError, LayoutError, ModelError
+from toolkit.estimate.recording import Setup
 from toolkit.hardware import gpu
 from toolkit.models.shape import local_config
 from toolkit.planner.cluster import Cluster
@@ -57,6 +58,32 @@ def test_the_bound_on_states_is_never_above_the_estimate() -> None:
     for layout in layouts(asked):
         batch = Batch(global_batch_size=16, micro_batch_size=1, dp=layout.dp)
         assert least_bytes(asked, layout) < asked.memory(layout, batch).total
+
+
+def test_a_search_makes_no_recordings(monkeypatch: pytest.MonkeyPatch) -> None:
+    def recorded_now(*_: object) -> None:
+        raise AssertionError("a recording was made")
+
+    monkeypatch.setattr("toolkit.estimate.recordings._answer", recorded_now)
+    monkeypatch.setattr("toolkit.estimate.recordings._read", lambda path: {})
+    for model in ("llama-3.1-70b", "qwen3-0.6b"):  # neither has stages with sequence parallelism among its recordings
+        plans = search(request(model, gpus=64, batch=512), top=100).plans
+        assert any(plan.layout.pp > 1 and plan.layout.sequence_parallel for plan in plans)
+
+
+@pytest.mark.parametrize("layout", ["tp2-pp2-z1-sp", "tp4-z2-sp-recompute", "pp4-z1"])
+def test_a_stand_in_hardly_needs_less(layout: str) -> None:
+    asked = request("llama-3-8b", gpus=8)
+    read, _ = asked.read_layout(layout)
+    batch = Batch(global_batch_size=64, micro_batch_size=2, dp=read.dp)
+    exact = asked.memory(read, batch, stand_ins=False).total
+
+    def simplest(setup: Setup, s: int) -> Setup:
+        return replace(setup, part="whole", sequence_parallel=False)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("toolkit.estimate.memory_model.stand_in", simplest)
+        assert 0.97 * exact < asked.memory(read, batch).total < 2 * exact
 
 
 def test_offloaded_states_have_to_fit_into_the_host() -> None:

@@ -30,7 +30,7 @@ from toolkit.estimate.recording import (
     Setup,
     config_text,
 )
-from toolkit.estimate.recordings import activations, parameters
+from toolkit.estimate.recordings import activations, parameters, stand_in
 from toolkit.estimate.stage_bounds import balanced_bounds
 from toolkit.estimate.states import ModelStates, TorchStates
 from toolkit.estimate.training_step import TrainingStep
@@ -66,6 +66,8 @@ class Workload:
     """Which parameters train, as Setup has it; empty: all."""
     loss_chunk: int = 0
     """Tokens whose logits exist at once; 0: those of all."""
+    stand_ins: bool = False
+    """Whether a setup that is not recorded takes the recording of one that hardly needs less, so that none is made."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -218,7 +220,7 @@ class MemoryModel:
             trainable=work.trainable,
             loss_chunk=min(work.loss_chunk, work.micro_batch_size * s),
         )
-        return setup, work.micro_batch_size, s
+        return stand_in(setup, s) if work.stand_ins else setup, work.micro_batch_size, s
 
     def _pipeline_buffers(
         self, layout: Layout, work: Workload, deepspeed: DeepSpeedSettings | None, stage: int, logit_bytes: int

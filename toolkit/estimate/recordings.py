@@ -9,7 +9,7 @@ import zipfile
 import zlib
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache, lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -66,6 +66,31 @@ def recording(setup: Setup, s: int) -> Recording:
         found = _answer(setup.config, f"activations ({setup.key})", {"setup": asdict(setup), "s": s})
         _write(path, {"recordings": [*(one for one in cached if one["positions"] != found["positions"]), found]})
     return Recording.decoded(found)
+
+
+@lru_cache(maxsize=8192)
+def stand_in(setup: Setup, s: int) -> Setup:
+    """Return the setup if it is recorded, else a recorded one that hardly needs less: for searches over many setups.
+
+    Without sequence parallelism, of the whole model instead of a stage, of the next lower number of tensor ranks.
+    Where none is recorded, the simplest of them, so that few recordings serve a whole search.
+    """
+    lower = 1 << (setup.tp.bit_length() - 1)
+    simplest = replace(setup, sequence_parallel=False, part="whole", samples="many")
+    choices = [
+        replace(setup, tp=tp, sequence_parallel=parallel, part=part)
+        for tp in dict.fromkeys((setup.tp, lower))
+        for part in dict.fromkeys((setup.part, "whole"))
+        for parallel in dict.fromkeys((setup.sequence_parallel, False))
+    ]
+    return next((one for one in (*choices, simplest) if _is_recorded(one, s)), simplest)
+
+
+def _is_recorded(setup: Setup, s: int) -> bool:
+    key = model_key(setup.config)
+    if _holding(s, _shipped(key).get("recordings", {}).get(setup.key, [])):
+        return True
+    return _holding(s, _read(_cached(f"{key}-{setup.key}.json")).get("recordings", [])) is not None
 
 
 def _cached(name: str) -> Path:

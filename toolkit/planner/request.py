@@ -145,11 +145,11 @@ class PlanRequest:
         """Predict one step."""
         return predict_step(self.setup(layout, batch))
 
-    def memory(self, layout: Layout, batch: Batch) -> MemoryBreakdown:
-        """Estimate the stage that takes most."""
+    def memory(self, layout: Layout, batch: Batch, *, stand_ins: bool = True) -> MemoryBreakdown:
+        """Estimate the stage that takes most; with `stand_ins` from what is recorded, see `Workload`."""
         recipe = self.recipe(layout, batch)
         framework = self._framework(recipe, layout, batch)
-        work = workload_of(recipe, batch, self.model)
+        work = replace(workload_of(recipe, batch, self.model), stand_ins=stand_ins)
         if isinstance(framework, FrameworkProfile):
             work = replace(work, attention=next(iter(framework.facts["attention"])))
         return self.model.peak(layout, work, framework, self.gpu)
@@ -162,11 +162,11 @@ class PlanRequest:
 
     def plan(self, layout: Layout, batch: Batch) -> Plan:
         """Both."""
-        return self.estimated(layout, batch, self.step(layout, batch))
+        return self.estimated(layout, batch, self.step(layout, batch), stand_ins=False)
 
-    def estimated(self, layout: Layout, batch: Batch, step: StepTime) -> Plan:
+    def estimated(self, layout: Layout, batch: Batch, step: StepTime, *, stand_ins: bool = True) -> Plan:
         """A plan whose step is known."""
-        memory = self.memory(layout, batch)
+        memory = self.memory(layout, batch, stand_ins=stand_ins)
         local = min(self.cluster.gpus_per_node, layout.world_size)
         host, room = memory.host.total * local, self.cluster.host_memory_bytes
         return Plan(layout=layout, batch=batch, memory=memory, step=step, host_bytes=host, host_room=room)

@@ -77,7 +77,8 @@ def _variants(request: PlanRequest, *, tp: int = 1, pp: int = 1, ulysses: int = 
                     offload_params=params,
                 )
                 if request.refusal(first) is None:
-                    yield from (replace(first, recompute=recompute) for recompute in recomputations)
+                    variants = (replace(first, recompute=recompute) for recompute in recomputations)
+                    yield from (one for one in variants if one.recompute != "selective" or not request.impossible(one))
 
 
 def candidates(request: PlanRequest) -> list[Candidate]:
