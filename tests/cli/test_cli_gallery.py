@@ -1,5 +1,9 @@
 """`dstk ls`, `dstk cat` and `dstk cp` find recipes by name, as every other command does."""
 
+import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +14,7 @@ from toolkit.config import load_recipe
 from toolkit.config.gallery import find_recipe, gallery
 from toolkit.errors import RecipeError
 
+ROOT = Path(__file__).parents[2]
 Run = Callable[..., tuple[object, str, str]]
 
 
@@ -71,3 +76,26 @@ def test_a_file_comes_before_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_a_recipe_is_loaded_by_its_name() -> None:
     assert load_recipe("demo") == load_recipe(gallery()["demo"])
+
+
+@pytest.mark.whole
+def test_a_wheel_brings_the_gallery(tmp_path: Path) -> None:
+    """Without a checkout, from any directory."""
+    ignored = shutil.ignore_patterns(".*", "build", "runs", "*.egg-info")
+    shutil.copytree(ROOT, tmp_path / "source", ignore=ignored)
+    pip = [sys.executable, "-m", "pip", "-q"]
+    wheel = ["wheel", str(tmp_path / "source"), "--no-deps", "--no-build-isolation", "-w", str(tmp_path)]
+    subprocess.run([*pip, *wheel], check=True, timeout=300)
+    (built,) = tmp_path.glob("*.whl")
+    subprocess.run([*pip, "install", "--no-deps", "--target", str(tmp_path / "site"), str(built)], check=True)
+    environment = os.environ | {"PYTHONPATH": str(tmp_path / "site")}
+
+    def dstk(*words: str) -> str:
+        command = [sys.executable, "-m", "toolkit", *words]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+        return done.stdout
+
+    assert [word for word in dstk("ls").split() if word in gallery()] == list(gallery())
+    assert dstk("cp", "gpt2-pretrain") == "gpt2-pretrain.yaml\n"
+    assert (tmp_path / "gpt2-pretrain.yaml").read_text() == gallery()["gpt2/gpt2-pretrain"].read_text()
+    assert "site/share" in dstk("validate", "gpt2-pretrain", "--layout", "8xH100")

@@ -311,3 +311,11 @@ def test_every_recipe_opens_with_its_launch_line_and_its_schema() -> None:
         assert any(first.startswith(f"# {word} ") for word in ("deepspeed", "dstk", "torchrun", "accelerate", "python"))
         schema = second.removeprefix("# yaml-language-server: $schema=")
         assert (path.parent / schema).resolve() == SCRIPT.parent / "recipe.schema.json"
+
+
+def test_a_run_says_and_keeps_the_layout_that_it_took(train: Train, tmp_path: Path) -> None:
+    output = train("--layout", "2xCPU", "run_dir=run", world_size=2, train__steps=3, layouts={"2xCPU": "z3-m1"})
+    assert "2xCPU: z3-m1" in output
+    kept = load_recipe(tmp_path / "run" / "recipe.yaml")
+    assert (kept.parallel.zero_stage, kept.batch.micro_batch_size) == (3, 1)
+    assert (tmp_path / "run" / "recipe.yaml").read_text().endswith("layouts:\n  2xCPU: z3-m1\n")
