@@ -6,6 +6,7 @@ from pathlib import Path
 
 from toolkit.config.megatron_prefix import megatron_prefix
 from toolkit.config.recipe import DataSection
+from toolkit.data.documents.remote import is_url
 from toolkit.data.documents.sources import DatasetSource, open_source
 from toolkit.files import expanded
 
@@ -26,7 +27,7 @@ def _splits(section: DataSection) -> list[str]:
     if listed.is_file():
         return _listed(listed)
     is_text = name in ("stdlib", "markov") or megatron_prefix(name) is not None
-    if is_text or path.exists() or glob.has_magic(name):
+    if is_text or is_url(name) or path.exists() or glob.has_magic(name):
         return []
     source = open_source(section)
     return list(source.splits) if isinstance(source, DatasetSource) else []
