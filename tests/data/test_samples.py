@@ -255,3 +255,15 @@ def test_leaving_the_prefetcher_ends_its_thread():
         next(batches)
         assert threading.active_count() == before + 1
     assert threading.active_count() == before
+
+
+def test_the_order_of_many_positions_is_that_of_each(monkeypatch):
+    """Positions are permuted in parts: at the ends of parts and of epochs as well."""
+    split = samples([900])
+    flat = np.arange(3 * len(split))
+    expected = permute(flat % len(split), flat // len(split), size=len(split), seed=7)
+    monkeypatch.setattr("toolkit.data.samples.samples._ORDERED", 64)
+    assert split.sample_ids(0, flat).tolist() == expected.tolist()
+    for step in (0, 10, 31):
+        positions = range(6)
+        assert split.sample_ids(step, positions).tolist() == expected[step * 6 : step * 6 + 6].tolist()
