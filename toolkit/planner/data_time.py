@@ -34,7 +34,8 @@ def data_seconds(setup: Setup, forward: float, backward: float) -> float:
         reduce = (collectives.all_reduce if whole else collectives.all_gather)(cluster, ranks, gradient, messages)
         gather = collectives.all_gather(cluster, ranks, weight, messages)
     times = setup.accumulation if layout.zero_stage == 2 else 1  # stage 2 keeps no whole gradients between them
-    exposed = times * _exposed(reduce, overlaps["gradients"] * backward)
+    overlapped = overlaps["gradients" if layout.pp == 1 else "pipeline"]
+    exposed = times * _exposed(reduce, overlapped * backward)
     return exposed + _exposed(gather, overlaps["gathers"] * forward)
 
 
