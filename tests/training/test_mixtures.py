@@ -12,6 +12,7 @@ import torch.distributed as dist
 from interrupted_runs import timeless
 from small_chats import write_chats, write_tokenizer
 
+from toolkit.checkpoint.trainer_state import changed_fields
 from toolkit.config.job import Job
 from toolkit.config.recipe import Recipe
 from toolkit.data.samples.loader import MicroBatchLoader
@@ -161,6 +162,7 @@ def test_mixtures_train_the_same_with_every_engine(mixed: Callable[..., Recipe],
     check(mixed, ranks, **{"parallel": {"dp": 2}} | choice)
 
 
+EPOCHS = {"weight": None, "epochs": 2.0}
 RESUMED = ["z1", "tp2-pp2", "z3", "z0", "tp2-z1", "pp2-dp2", "z2"]
 
 
@@ -202,3 +204,32 @@ def test_a_run_interrupted_at_ten_random_steps_and_resumed_on_other_layouts_read
     train: Callable[..., str], tmp_path: Path, data: dict[str, Any]
 ) -> None:
     interrupted(train, tmp_path, data, steps=30, times=10)
+
+
+def fields_that_differ(make_recipe: Callable[..., Recipe], before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """What keeps a run from being resumed."""
+
+    def recipe(source: dict[str, Any], steps: int, **fields: Any) -> Recipe:
+        sources = [{"path": "a.txt", "weight": 1} | source, {"path": "b.txt", "weight": 2}]
+        return make_recipe(data={"seq_len": 8, "sources": sources} | fields, train__steps=steps)
+
+    return [field for field, _, _ in changed_fields(recipe(**after), recipe(**before).model_dump(mode="json"))]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "fields"),
+    [
+        ({}, {"source": {"weight": 3}}, ["data.sources[0].weight"]),
+        ({}, {"source": {"path": "c.txt"}}, ["data.sources[0].path"]),
+        ({}, {"source": {"name": "other"}}, []),
+        ({}, {"validation": [{"path": "c.txt"}]}, []),
+        ({}, {"steps": 7}, []),
+        ({"source": EPOCHS}, {"source": EPOCHS, "steps": 7}, ["train.steps"]),
+    ],
+    ids=str,
+)
+def test_a_run_resumes_with_the_same_mixture_only(
+    make_recipe: Callable[..., Recipe], before: dict[str, Any], after: dict[str, Any], fields: list[str]
+) -> None:
+    defaults: dict[str, Any] = {"source": {}, "steps": 5}
+    assert fields_that_differ(make_recipe, defaults | before, defaults | after) == fields
