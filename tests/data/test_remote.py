@@ -249,7 +249,7 @@ def test_a_package_that_is_missing_is_named_with_its_command(
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, protocol, raising=False)
-    with refused(DataError, "data.source", remedy=f"pip install {package}"):
+    with refused(DataError, "data.source", remedy=f"run pip install {package}"):
         built(f"{protocol}://{BUCKET}/a.jsonl", tmp_path)
 
 

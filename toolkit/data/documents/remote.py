@@ -171,7 +171,7 @@ def _filesystem(url: str) -> tuple[Any, str]:
         files, path = fsspec.core.url_to_fs(url, **options)
     except ImportError as error:
         package = _PACKAGES.get(protocol)
-        advice = f"pip install {package}" if package else reason_of(error)
+        advice = f"run pip install {package}" if package else reason_of(error)
         reason = f"{package or 'a package'} is not installed, which reads {protocol}://"
         raise DataError.of("data.source", without_query(url), reason, advice) from None
     except ValueError as error:
