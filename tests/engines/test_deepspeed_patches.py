@@ -199,3 +199,29 @@ def test_bf16_norms_under_ulysses_still_count_the_first_rank_only(
     monkeypatch.setattr(deepspeed_patches, "fix_gradient_norms", lambda engine, partition: None)
     with pytest.raises(Exception, match=r"non-empty|expects"):
         ranks(train_in_memory, 2, make_recipe(**ULYSSES, precision="bf16"))
+
+
+def test_deepspeed_still_reduces_the_norm_once_for_each_parameter_group() -> None:
+    """So stages with different numbers of groups would wait for each other (equalize_norm_calls)."""
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    def reductions(groups: int) -> int:
+        calls = []
+
+        def norm(gradients: Any, parameters: Any) -> torch.Tensor:
+            calls.append("reduction")
+            return torch.ones(())
+
+        stand_in = SimpleNamespace(
+            bit16_groups=[[]] * groups,
+            cpu_offload=False,
+            has_moe_layers=False,
+            averaged_gradients=[[]] * groups,
+            params_in_partition=[[]] * groups,
+            get_grad_norm_direct=norm,
+            _muon_update_lacks_loss_scale=lambda index: False,
+        )
+        DeepSpeedZeroOptimizer.scaled_global_norm(stand_in)
+        return len(calls)
+
+    assert (reductions(1), reductions(2)) == (1, 2)

@@ -75,6 +75,14 @@ def test_a_head_as_slow_as_all_layers_is_a_stage_of_its_own() -> None:
     assert balance(costs_of(1, 1, 1, 1, after=10), 2) == (0, 4, 4)
 
 
+def test_every_stage_has_a_layer_where_the_head_may_not_be_alone() -> None:
+    heavy = Costs(before=0.0, layers=(1.0,) * 6, after=20.0)
+    assert balance(heavy, 3)[-2] == 6
+    for stages in range(1, 7):
+        bounds = balance(heavy, stages, head_alone=False)
+        assert all(start < stop for start, stop in pairwise(bounds))
+
+
 def test_a_slow_embedding_leaves_its_stage_one_layer() -> None:
     assert balance(costs_of(1, 1, 1, 1, before=10), 2) == (0, 1, 4)
 

@@ -137,8 +137,14 @@ class MemoryModel:
             raise LayoutError.of(misfit.axis, getattr(layout, misfit.axis), misfit.reason, remedy)
         if isinstance(framework, FrameworkProfile):
             return stage_layers(framework, self.shape, self.parameters, layout.pp)
-        step = {"micro_batch_size": work.micro_batch_size, "seq_len": work.seq_len}
-        bounds = balanced_bounds(self.parameters, layout.pp, **step, recompute=work.recompute)
+        bounds = balanced_bounds(
+            self.parameters,
+            layout.pp,
+            micro_batch_size=work.micro_batch_size,
+            seq_len=work.seq_len,
+            recompute=work.recompute,
+            head_alone=not work.trainable.startswith("lora:"),
+        )
         return [range(start, stop) for start, stop in pairwise(bounds)]
 
     def _breakdown(

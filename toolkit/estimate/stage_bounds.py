@@ -40,19 +40,26 @@ class Costs:
 
 @lru_cache(maxsize=4096)
 def balanced_bounds(
-    model: ModelParameters, stages: int, *, micro_batch_size: int, seq_len: int, recompute: Recompute = "none"
+    model: ModelParameters,
+    stages: int,
+    *,
+    micro_batch_size: int,
+    seq_len: int,
+    recompute: Recompute = "none",
+    head_alone: bool = True,
 ) -> tuple[int, ...]:
     """Return training's bounds: stage k has layers [bounds[k], bounds[k + 1]). Raises LayoutError for too many."""
     if stages == 1:
         return (0, len(model.pattern))
-    return balance(_costs(model, micro_batch_size, seq_len, recompute), stages)
+    return balance(_costs(model, micro_batch_size, seq_len, recompute), stages, head_alone=head_alone)
 
 
-def balance(costs: Costs, stages: int) -> tuple[int, ...]:
+def balance(costs: Costs, stages: int, *, head_alone: bool = True) -> tuple[int, ...]:
     """Partition the layers so that the slowest stage is fastest: stage k gets layers [bounds[k], bounds[k + 1]).
 
-    The first stage also has the embeddings. The last one has the head and may have nothing else; every other stage has
-    at least one layer. (Embeddings alone would never be faster: they cost less than the head at the other end.)
+    The first stage also has the embeddings. The last one has the head and, with `head_alone`, may have nothing else,
+    which trains nothing where only adapters do; every other stage has at least one layer. (Embeddings alone would never
+    be faster: they cost less than the head at the other end.)
 
     Often several partitions are equally fast. Under 1F1B stage k keeps the activations of `stages - k` micro-batches,
     the first stage the most. Of the fastest partitions this returns the one with the smallest maximum of layers times
@@ -75,7 +82,7 @@ def balance(costs: Costs, stages: int) -> tuple[int, ...]:
             is_last, stop = stage == stages - 1, found[0]
             time = totals[stop] + (costs.after if is_last else 0.0) + (0.0 if stage else costs.before)
             start = max(stage, stop - most_kept // (stages - stage), bisect_left(totals, time - limit))
-            if start > (stop if is_last else stop - 1):
+            if start > (stop if is_last and head_alone else stop - 1):
                 return None
             found.insert(0, start)
         return tuple(found) if found[0] == 0 else None

@@ -14,6 +14,7 @@ from toolkit.config.layout import Layout
 from toolkit.errors import ModelError
 from toolkit.estimate.stage_bounds import GPU_FLOPS_PER_BYTE, balance
 from toolkit.model_init.model_modules import Materializer, OnLayer, outside_layers, persistent_buffers
+from toolkit.parallel.adapter_names import holds_adapters
 from toolkit.parallel.gather import Names
 from toolkit.parallel.groups import ParallelGroups
 from toolkit.parallel.loss import IGNORE, sample_loss_sums, token_loss_sum
@@ -152,7 +153,7 @@ class ModelPartition:
             recompute=self.job.recipe.parallel.recompute,
             flops_per_byte=GPU_FLOPS_PER_BYTE if self.device.type == "cuda" else CPU_FLOPS_PER_BYTE,
         )
-        return balance(costs, self.layout.pp)
+        return balance(costs, self.layout.pp, head_alone=not holds_adapters(self.trained))
 
 
 def finish_outside_layers(
