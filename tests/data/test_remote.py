@@ -169,6 +169,16 @@ def test_shards_behind_a_url_are_merged(s3: Any, tmp_path: Path) -> None:
     assert not list((tmp_path / "again").rglob("*.bin"))
 
 
+def test_a_shard_that_cannot_be_uploaded_is_kept(s3: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    upload(s3, tmp_path / "text", ["a.jsonl"])
+    data, part = section(str(tmp_path / "text"), tmp_path), Part(number=1, count=2)
+    with refused(RunError, "--shards"):
+        make_shard(data, part, folder="s3://no-such-bucket/shards", progress=False)
+    monkeypatch.setattr(shard_files, "encode_chunks", lambda *_: pytest.fail("tokenized again"))
+    make_shard(data, part, folder=f"s3://{BUCKET}/shards", progress=False)
+    assert not list((tmp_path / "cache").rglob("*.bin"))
+
+
 @pytest.mark.usefixtures("small_chunks")
 def test_a_file_behind_https_is_read_in_ranges(tmp_path: Path) -> None:
     (tmp_path / "text").mkdir()

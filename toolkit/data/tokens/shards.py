@@ -14,7 +14,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from toolkit.config.recipe import DataSection
@@ -24,7 +25,7 @@ from toolkit.data.documents.remote import is_url
 from toolkit.data.tokens import tokenizer as tokenizers
 from toolkit.data.tokens.shard import MANIFEST, TOKENIZER, Shard, is_complete
 from toolkit.data.tokens.token_cache import Corpus, TokenCorpus, open_cache
-from toolkit.errors import DataError
+from toolkit.errors import DataError, RunError
 from toolkit.files import expanded, published, sync
 
 _OF_SAMPLES = {"seq_len", "packing", "document_masking", "overlong", "eval_fraction", "workers", "cache_dir"}
@@ -56,11 +57,22 @@ def make_shard(section: DataSection, part: Part, *, folder: str | None, progress
 def _move(partial: Path, place: str) -> None:
     """Put a complete shard in its place, in the place of one of another state of the source."""
     if is_url(place):
-        remote.upload(partial, place, last=MANIFEST)
+        with _about_shards(place):
+            remote.upload(partial, place, last=MANIFEST)
         return
     shutil.rmtree(place, ignore_errors=True)
     partial.rename(place)
     sync(Path(place).parent)
+
+
+@contextmanager
+def _about_shards(place: str) -> Iterator[None]:
+    """What a server refuses here is not about the source, and no reason to remove what was made."""
+    try:
+        yield
+    except DataError as error:
+        refusal = error.as_refusal()
+        raise RunError.of("--shards", place, refusal.reason, *refusal.remedy) from None
 
 
 def merge_shards(section: DataSection, *, folder: str | None) -> TokenCorpus:
@@ -105,7 +117,11 @@ def _train_tokenizer(corpus: Corpus, shards: Path, partial: Path) -> None:
 def open_shards(corpus: Corpus, place: str | None) -> list[Shard]:
     """Open the shards, after checking that none is missing and that they belong together. Raises DataError."""
     folder = _folders(corpus, place)[1]
-    names = remote.names(folder) if is_url(folder) else os.listdir(folder) if os.path.isdir(folder) else []
+    if is_url(folder):
+        with _about_shards(folder):
+            names = remote.names(folder)
+    else:
+        names = os.listdir(folder) if os.path.isdir(folder) else []
     found = [Part(number=int(name[:5]), count=int(name[9:])) for name in sorted(names) if _NAME.fullmatch(name)]
     if not found:
         raise DataError(f"{folder}: there are no shards. Make them: --shard 1/n, on as many machines as you like.")
