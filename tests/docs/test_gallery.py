@@ -97,7 +97,7 @@ def test_heads_say_what_is_estimated_from_shipped_recordings(monkeypatch: pytest
 
     monkeypatch.setattr(recordings, "_answer", refuse)
     monkeypatch.setattr(recordings, "_read", lambda path: {})
-    assert sum(_head_is_current(name, monkeypatch) for name in NAMES) > 80
+    assert sum(_head_is_current(name, monkeypatch) for name in NAMES) > 70
 
 
 @pytest.mark.whole
@@ -111,7 +111,7 @@ def test_the_page_is_up_to_date_and_every_layout_trained_the_same() -> None:
     assert generate_gallery.page(current) == current, "run: make generate"
     rows = [line for line in current.splitlines() if re.search(r"\d of \d", line)]
     assert len(rows) == sum(len(runs(name)) for name in NAMES)
-    assert [row for row in rows if not row.endswith((", same |", "not yet |"))] == []
+    assert [row for row in rows if not row.endswith(", same |")] == []
 
 
 def test_every_folder_of_the_gallery_is_in_the_wheel() -> None:
