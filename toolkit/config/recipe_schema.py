@@ -24,6 +24,8 @@ ADDED = {
     "data.format": "text",
     "data.train_on": "assistant",
     "data.overlong": "truncate",
+    "data.bos": "auto",
+    "data.separator": "eos",
     "model.freeze": [],
     "model.train_only": [],
 }
