@@ -13,8 +13,7 @@ from toolkit.planner.cluster import Cluster
 from toolkit.planner.collectives import Group, all_gather, all_reduce, group
 from toolkit.planner.execution import Execution, profiles
 from toolkit.planner.kernels import matmul_seconds
-from toolkit.planner.layer_time import products
-from toolkit.planner.passes import Work
+from toolkit.planner.layer_time import Work, products
 from toolkit.planner.schedules import schedule_of
 from toolkit.planner.setup import Setup
 from toolkit.planner.simulate_schedule import ScheduleCosts, simulate

@@ -7,7 +7,7 @@ from toolkit.config.layout import Layout
 from toolkit.models.shape import ModelShape, layer_matmul_parameters
 from toolkit.planner.cluster import Cluster
 from toolkit.planner.execution import Execution
-from toolkit.planner.passes import Work
+from toolkit.planner.layer_time import Work
 
 
 @dataclass(frozen=True, kw_only=True)

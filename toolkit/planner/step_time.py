@@ -12,12 +12,10 @@ from dataclasses import dataclass, replace
 from toolkit.estimate.flops import train_flops_per_token
 from toolkit.models.shape import layer_matmul_parameters
 from toolkit.planner import collectives
-from toolkit.planner.attention_time import attention_seconds
 from toolkit.planner.bubble import bubble_seconds
 from toolkit.planner.data_time import data_seconds, offload_seconds, optimizer_seconds
 from toolkit.planner.kernels import stream_seconds
-from toolkit.planner.layer_time import embedding_seconds, head_seconds, layer_seconds
-from toolkit.planner.passes import Passes
+from toolkit.planner.layer_time import Passes, attention_seconds, embedding_seconds, head_seconds, layer_seconds
 from toolkit.planner.setup import Setup
 
 
