@@ -32,7 +32,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 ASKED = ("z0", "z1", "z2", "z3", "tp2", "pp2", "tp2-pp2-dp2")
 FAMILIES = ("llama", "qwen3", "gpt2")
-DAILY = {("z3", "gpt2", "padded"), ("tp2-pp2-dp2", "qwen3", "packed"), ("tp2-sp", "gpt2", "packed")}
+DAILY = {("z3", "gpt2", "padded"), ("tp2-pp2-dp2", "qwen3", "packed")}
 
 
 def world(layout: str) -> int:
@@ -96,7 +96,7 @@ DORA = ("reference", "z0", "z1", "z2", "ddp", "pp2", "z2-offload")
 @pytest.mark.parametrize(
     ("layout", "family"),
     [
-        pytest.param(layout, ("gpt2", "llama")[number % 2], marks=() if layout == "pp2" else pytest.mark.whole)
+        pytest.param(layout, ("gpt2", "llama")[number % 2], marks=pytest.mark.whole)
         for number, layout in enumerate(DORA)
     ],
 )

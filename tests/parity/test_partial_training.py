@@ -34,7 +34,7 @@ CHOICES: dict[str, dict[str, list[str]]] = {
     "embeddings": {"freeze": ["*.wte.*", "*.wpe.*"]},
     "biases": {"freeze": ["*.mlp.*"]},
 }
-DAILY = {("z3", "llama", "head"), ("tp2-pp2-z1", "gpt2", "embeddings"), ("z2-offload", "gpt2", "biases")}
+DAILY = {("z3", "llama", "head"), ("z2-offload", "gpt2", "biases")}
 
 
 def cells() -> list[Any]:

@@ -76,7 +76,7 @@ def train_plainly(recipe: Recipe, initial: Mapping[str, np.ndarray] | None = Non
             logits = model(**batch.inputs(), use_cache=False).logits.float()
             loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=-100, reduction="sum")
             (loss / targets).backward()
-            total += float(loss)
+            total += loss.item()
         gradients = gradients or {_in_file(name): _array(p.grad) for name, p in named.items()}
         losses.append(total / targets)
         norms.append(float(torch.nn.utils.clip_grad_norm_(named.values(), recipe.train.grad_clip or float("inf"))))
