@@ -34,7 +34,7 @@ import numpy as np
 import torch
 from measure.table import publish
 
-from toolkit.config.recipe import DataSection
+from toolkit.config.data_section import DataSection
 from toolkit.data.documents.sources import open_source
 from toolkit.data.samples.loader import open_samples
 from toolkit.data.tokens import tokenizer as tokenizers

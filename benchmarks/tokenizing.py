@@ -35,7 +35,7 @@ import datasets
 import pyarrow.compute
 from measure.table import publish
 
-from toolkit.config.recipe import DataSection
+from toolkit.config.data_section import DataSection
 from toolkit.data.documents.sources import open_source
 from toolkit.data.megatron.write import write_megatron
 from toolkit.data.tokens import tokenizer as tokenizers

@@ -21,7 +21,7 @@ import s3fs
 from measure.table import publish
 from moto.server import ThreadedMotoServer
 
-from toolkit.config.recipe import DataSection
+from toolkit.config.data_section import DataSection
 from toolkit.data.documents.sources import open_source
 from toolkit.data.tokens import tokenizer as tokenizers
 
@@ -29,7 +29,7 @@ SEQ_LEN = 1024
 SAMPLE_BYTES = 8_000_000
 MEASURED = """
 import json, resource, sys, time
-from toolkit.config.recipe import DataSection
+from toolkit.config.data_section import DataSection
 from toolkit.data.documents.part import Part
 from toolkit.data.tokens.shards import make_shard
 from toolkit.data.tokens.token_cache import prepare

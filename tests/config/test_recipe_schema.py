@@ -6,8 +6,9 @@ import pytest
 from nonempty import nonempty
 
 from toolkit.cli.validate import schema_text
-from toolkit.config.recipe import Recipe, Section
+from toolkit.config.recipe import Recipe
 from toolkit.config.recipe_schema import lookup, recipe_json_schema
+from toolkit.config.section import Section
 
 COMMITTED = Path(__file__).parents[2] / "recipes" / "recipe.schema.json"
 

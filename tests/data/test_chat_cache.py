@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from small_chats import CHATML, write_chats, write_tokenizer
 
-from toolkit.config.recipe import DataSection
+from toolkit.config.data_section import DataSection
 from toolkit.data.documents import sources
 from toolkit.data.tokens.token_cache import TokenCorpus, prepare
 from toolkit.errors import DataError

@@ -7,7 +7,7 @@ import datasets
 import pytest
 from refusals import refused
 
-from toolkit.config.recipe import DataSection, SourceSection, ValidationSection
+from toolkit.config.data_section import DataSection, SourceSection, ValidationSection
 from toolkit.data.tokens import token_cache
 from toolkit.data.tokens.corpora import Corpora, prepare_all
 from toolkit.data.tokens.token_cache import prepare

@@ -11,7 +11,7 @@ from small_chats import CHATML, turns, write_tokenizer
 from tokenizers.processors import Sequence, TemplateProcessing
 from transformers import AutoTokenizer
 
-from toolkit.config.recipe import DataSection
+from toolkit.config.data_section import DataSection
 from toolkit.data.documents import sources
 from toolkit.data.documents.sources import open_source
 from toolkit.data.tokens import tokenizer as tokenizers

@@ -12,7 +12,8 @@ import pytest
 from refusals import refused
 
 from toolkit.config import recipe_problems
-from toolkit.config.recipe import DataSection, Recipe
+from toolkit.config.data_section import DataSection
+from toolkit.config.recipe import Recipe
 from toolkit.data.documents.markov import DOCUMENTS, END, LETTERS, EntropyRate, MarkovSource, stationary
 from toolkit.data.samples.samples import Samples
 from toolkit.data.tokens.token_cache import TokenCorpus, prepare

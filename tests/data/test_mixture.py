@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from refusals import refused
 
-from toolkit.config.recipe import DataSection
+from toolkit.config.data_section import DataSection
 from toolkit.data.samples.document_samples import DocumentSamples
 from toolkit.data.samples.interleaving import Interleaving
 from toolkit.data.samples.mixture import MixtureSamples, choose_weights

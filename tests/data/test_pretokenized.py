@@ -10,7 +10,7 @@ import pytest
 from refusals import refused
 from small_chats import write_tokenizer
 
-from toolkit.config.recipe import DataSection
+from toolkit.config.data_section import DataSection
 from toolkit.data.documents import sources
 from toolkit.data.samples.document_samples import DocumentSamples
 from toolkit.data.samples.loader import open_samples

@@ -25,7 +25,7 @@ from fsspec.implementations.http import HTTPFileSystem
 from moto.server import ThreadedMotoServer
 from refusals import refused
 
-from toolkit.config.recipe import DataSection
+from toolkit.config.data_section import DataSection
 from toolkit.data.documents import remote, sources
 from toolkit.data.documents.part import Part
 from toolkit.data.documents.sources import open_source
@@ -398,7 +398,7 @@ def test_fsspec_is_imported_for_urls_only(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
     code = f"""
 import sys
-from toolkit.config.recipe import DataSection
+from toolkit.config.data_section import DataSection
 from toolkit.data.documents.sources import open_source
 assert list(open_source(DataSection(source={str(tmp_path / "a.txt")!r}, seq_len=8)).chunks())
 print(*sorted({{"fsspec", "s3fs", "aiohttp", "torch", "transformers"}} & set(sys.modules)))

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from small_chats import turns
 
-from toolkit.config.recipe import DataSection
+from toolkit.config.data_section import DataSection
 from toolkit.data.documents.rows import RowReader
 from toolkit.data.documents.sources import open_source
 

@@ -21,7 +21,7 @@ from refusals import refused
 from toolkit.cli.main import main
 from toolkit.cli.tokenize import command
 from toolkit.config import dump_recipe
-from toolkit.config.recipe import DataSection
+from toolkit.config.data_section import DataSection
 from toolkit.data.documents import sources
 from toolkit.data.documents.part import Part
 from toolkit.data.tokens import shard as shard_files

@@ -12,7 +12,7 @@ import pytest
 import zstandard
 from refusals import refused
 
-from toolkit.config.recipe import DataSection
+from toolkit.config.data_section import DataSection
 from toolkit.data.documents import sources, text_chunks
 from toolkit.data.documents.rows import RowReader
 from toolkit.data.documents.sources import open_source

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from refusals import refused
 
-from toolkit.config.recipe import DataSection
+from toolkit.config.data_section import DataSection
 from toolkit.data.documents import sources
 from toolkit.data.documents.part import WHOLE
 from toolkit.data.documents.sources import open_source
@@ -275,7 +275,7 @@ def write_text(folder: Path) -> Path:
 BUILDER = """
 import sys, time
 from pathlib import Path
-from toolkit.config.recipe import DataSection
+from toolkit.config.data_section import DataSection
 from toolkit.data.documents import sources
 from toolkit.data.documents.part import WHOLE
 from toolkit.data.tokens import shard, token_cache

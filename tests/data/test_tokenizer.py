@@ -8,7 +8,7 @@ import pytest
 from refusals import refused
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from toolkit.config.recipe import DataSection
+from toolkit.config.data_section import DataSection
 from toolkit.data.documents.sources import open_source
 from toolkit.data.tokens.tokenizer import identity, load_or_train, sample_texts
 from toolkit.data.tokens.tokenizer_pool import vocab_size

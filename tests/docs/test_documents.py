@@ -16,7 +16,8 @@ from nonempty import nonempty
 from toolkit.cli.main import COMMANDS, cli, main
 from toolkit.config import load_recipe
 from toolkit.config.parallel_rules import ULYSSES_FAMILIES
-from toolkit.config.recipe import Recipe, Section
+from toolkit.config.recipe import Recipe
+from toolkit.config.section import Section
 from toolkit.models.support import KINDS, all_families
 
 ROOT = Path(__file__).parents[2]

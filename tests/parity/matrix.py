@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from toolkit.config import recipe_problems
+from toolkit.config.data_section import DataSection
 from toolkit.config.recipe import (
     BatchSection,
-    DataSection,
     ModelSection,
     OptimizerName,
     OptimizerSection,

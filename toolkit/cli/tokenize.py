@@ -7,7 +7,7 @@ import click
 from toolkit.config import load_recipe
 
 if TYPE_CHECKING:
-    from toolkit.config.recipe import DataSection
+    from toolkit.config.data_section import DataSection
     from toolkit.data.documents.part import Part
     from toolkit.data.tokens.token_cache import TokenCorpus
 

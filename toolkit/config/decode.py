@@ -17,8 +17,9 @@ from toolkit.config import recipe_rules as rules
 from toolkit.config.field_errors import explain, free_values, kind, spell_field
 from toolkit.config.gallery import find_recipe
 from toolkit.config.layouts import ListedLayout
-from toolkit.config.recipe import Recipe, Section
+from toolkit.config.recipe import Recipe
 from toolkit.config.recipe_schema import allowed, flat_fields, is_section, lookup, upgrade_recipe
+from toolkit.config.section import Section
 from toolkit.config.source_text import Path, dotted, quote, undotted
 from toolkit.config.strict_yaml import WrittenValue, parse, resolve
 from toolkit.errors import LayoutError, RecipeError, Refusal, nearest

@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from toolkit.config.recipe import CorpusSection, DataSection, Recipe, SourceSection, ValidationSection
+from toolkit.config.data_section import CorpusSection, DataSection, SourceSection, ValidationSection
+from toolkit.config.recipe import Recipe
 from toolkit.errors import Refusal, Setting
 
 _SHARES = ("weight", "epochs", "tokens")

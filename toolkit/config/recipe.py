@@ -9,12 +9,13 @@ precision the same computation happens. One exception: dropout masks are drawn p
 
 from collections.abc import Mapping
 from functools import reduce
-from pathlib import PurePath
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from toolkit.config.data_section import DataSection
 from toolkit.config.layout import Batch, Layout, OffloadDevice, Recompute
+from toolkit.config.section import Fraction, NonNegativeInt, PositiveInt, Section, Text
 from toolkit.errors import Refusal, Setting
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -32,27 +33,7 @@ ScheduleName = Literal[
     "warmup_stable_decay",
 ]
 
-PositiveInt = Annotated[int, Field(ge=1)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-Text = Annotated[str, Field(min_length=1)]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
-Format = Literal["text", "chat", "prompt_completion", "pretokenized"]
-TrainOn = Literal["assistant", "last_assistant", "all"]
-_CONVERSATIONS = ("chat", "prompt_completion")
-
-
-class Section(BaseModel):
-    """Base of every section: frozen, no unknown keys, no coercion, no NaN or infinity."""
-
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        strict=True,
-        allow_inf_nan=False,
-        defer_build=True,  # one validator for the whole recipe instead of one per section
-        protected_namespaces=(),
-    )
 
 
 class LoraSection(Section):
@@ -96,149 +77,6 @@ class ModelSection(Section):
     def attention(self) -> str | None:
         """The attention kernel that is asked for; None where transformers chooses."""
         return None if self.attn_implementation == "auto" else self.attn_implementation
-
-
-class CorpusSection(Section):
-    """One text among several. What is null here is as in `data`."""
-
-    path: Text
-    """What `data.source` may be."""
-    name: Text | None = None
-    """The name in metrics; the default is the last part of the path."""
-    subset: Text | None = None
-    """As `data.subset`, for this text."""
-    split: Text | None = None
-    """As `data.split`, for this text."""
-    format: Format | None = None
-    """As `data.format`, for this text."""
-    text_field: Text | None = None
-    """As `data.text_field`, for this text."""
-    train_on: TrainOn | None = None
-    """As `data.train_on`, for this text."""
-
-    @property
-    def label(self) -> str:
-        """The name in metrics."""
-        return self.name or PurePath(self.path).name or self.path
-
-
-class SourceSection(CorpusSection):
-    """One source of a mixture: what it is, and one of `weight`, `epochs` and `tokens`: how much of the run it is."""
-
-    weight: Annotated[float, Field(ge=0)] | None = None
-    """Share of the samples, relative to the other sources with a weight; 0 leaves it out."""
-    epochs: Annotated[float, Field(gt=0)] | None = None
-    """How often the run reads the source: its share follows from its size and the samples of the run."""
-    tokens: Annotated[float, Field(ge=1)] | None = None
-    """Tokens of the run that are from the source, not more than it has."""
-
-    @property
-    def budget(self) -> str | None:
-        """The field that says how many samples of a run are from the source; None for a share of the rest."""
-        return "epochs" if self.epochs is not None else "tokens" if self.tokens is not None else None
-
-
-class ValidationSection(CorpusSection):
-    """One validation set: all of its text. `split` is `validation` unless it is given."""
-
-
-class DataSection(Section):
-    """Which text, how it becomes tokens, and how tokens become samples."""
-
-    source: Text = "stdlib"
-    """`stdlib` (the source code of the running Python's standard library), `markov` (letters of a Markov chain of known
-    entropy rate, for `bpe-257`), a file, directory, glob or URL of text, JSONL (plain, .gz, .zst), Parquet or Arrow, a
-    saved dataset, the prefix of a dataset of Megatron-LM, or the name of a dataset for `datasets.load_dataset`."""
-    sources: tuple[SourceSection, ...] | None = None
-    """A mixture, instead of `source`: texts, each with a weight, a number of epochs or a number of tokens. The other
-    fields of `data` hold for each of them that has no value of its own."""
-    validation: tuple[ValidationSection, ...] | None = None
-    """Validation sets, each with a loss of its own; nothing of the training text is held out then. The default is the
-    `validation` split of a dataset that has one, else `eval_fraction` of the text."""
-    subset: Text | None = None
-    """Configuration name of a `datasets` dataset."""
-    split: Text = "train"
-    """Split of a `datasets` dataset."""
-    format: Format = "text"
-    """What a row holds. `text`: a text. `chat`: a conversation (`messages` with role and content, or ShareGPT's
-    `conversations`), rendered by the tokenizer's chat template. `prompt_completion`: the texts `prompt` and
-    `completion`; the completion and its end-of-text token are trained on. `pretokenized`: `input_ids` of `tokenizer`,
-    which are taken as they are, and maybe `labels`, -100 where a token is not trained on."""
-    train_on: TrainOn = "assistant"
-    """Which turns of a chat are trained on. The others are read and are no targets."""
-    text_field: Text = "text"
-    """The column or key that holds the text of a document."""
-    tokenizer: Text = "bpe-4096"
-    """A Hugging Face tokenizer directory or hub name; `bpe-N` trains a byte-level BPE of N entries on the corpus;
-    `bpe-257` has no merges, and so a token for each byte."""
-    bos: Literal["auto", "always", "never"] = "auto"
-    """Whether a text begins with the tokenizer's BOS token. `auto`: as the tokenizer itself does it. Chat templates
-    write their own."""
-    separator: Text = "eos"
-    """What follows each text: `eos`, the tokenizer's end-of-text token; `none`; or another token by its text, such as
-    `<|endoftext|>` where the end-of-text token is the one that ends a turn."""
-    seq_len: PositiveInt
-    """Tokens in a sample."""
-    packing: Literal["packed", "padded"] = "packed"
-    """`packed`: documents follow each other, each ended by `separator`. `padded`: a sample holds one document
-    or a part of a longer one; the rest of the sample is padding and not trained on. With `format` chat or
-    prompt_completion, `packed` fills samples with whole documents and implies `document_masking`, which
-    pretokenized rows must set if their labels leave tokens out."""
-    document_masking: bool = False
-    """Packed documents do not attend to each other: each starts at position 0 and sees only itself."""
-    overlong: Literal["truncate", "drop", "split"] = "truncate"
-    """What becomes of a chat, a prompt with its completion or a row with labels that has more than seq_len + 1 tokens:
-    its end is cut off, it is left out, or it becomes several samples."""
-    eval_fraction: Fraction = 0.01
-    """Share of the corpus held out for the validation loss, unless it has a `validation` split."""
-    workers: PositiveInt | None = None
-    """Processes that tokenize; the default is the number of cores of this machine."""
-    cache_dir: Text | None = None
-    """Directory for the token cache; the default is $DSTK_CACHE or ~/.cache/dstk."""
-
-    def of(self, corpus: CorpusSection) -> Self:
-        """The section of one source or validation set alone, as if it were `source`."""
-        given = corpus.model_dump(exclude={"path", "name", "weight", "epochs", "tokens"}, exclude_none=True)
-        if isinstance(corpus, ValidationSection):
-            given = {"split": "validation", "eval_fraction": 0.0} | given
-        return self.model_copy(update={"source": corpus.path, "sources": None, "validation": None} | given)
-
-    @property
-    def labels(self) -> tuple[str, ...]:
-        """The names of the sources of a mixture."""
-        return tuple(source.label for source in self.sources or ())
-
-    @property
-    def parts(self) -> tuple[Self, ...]:
-        """The section of each source. Validation sets leave nothing to hold out."""
-        whole = self.model_copy(update={"validation": None, "eval_fraction": 0.0}) if self.validation else self
-        return tuple(map(whole.of, self.sources)) if self.sources else (whole,)
-
-    @staticmethod
-    def place(index: int) -> str:
-        """A source of a mixture, in messages."""
-        return f"data.sources[{index}]"
-
-    @property
-    def masks_documents(self) -> bool:
-        """Whether samples hold several documents that do not attend to each other."""
-        return self.packing == "packed" and (self.document_masking or self._conversation is not None)
-
-    @property
-    def masking(self) -> tuple[Setting, Setting]:
-        """The setting that asks for document masking, and one that does without."""
-        if self._conversation is not None:
-            return self._conversation, ("data.packing", "padded")
-        return ("data.document_masking", self.document_masking), ("data.document_masking", False)
-
-    @property
-    def _conversation(self) -> Setting | None:
-        """The setting that makes conversations of one of the texts: packed, they do not attend to each other."""
-        given: list[tuple[str, str | None]] = [("data.format", self.format)] if self.sources is None else []
-        given += [(f"{self.place(index)}.format", text.format) for index, text in enumerate(self.sources or ())]
-        given += [(f"data.validation[{index}].format", text.format) for index, text in enumerate(self.validation or ())]
-        settings = (("data.format", self.format) if value is None else (field, value) for field, value in given)
-        return next((setting for setting in settings if setting[1] in _CONVERSATIONS), None)
 
 
 class ParallelSection(Section):

@@ -8,10 +8,11 @@ from collections.abc import Iterator, Mapping
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
+from toolkit.config.data_section import DataSection
 from toolkit.config.megatron_prefix import megatron_prefix
 from toolkit.config.mixture_rules import idle_data_fields, mixture_conflicts, of_all_texts, of_each_text
 from toolkit.config.parallel_rules import model_conflicts, setting_conflicts
-from toolkit.config.recipe import DataSection, Recipe
+from toolkit.config.recipe import Recipe
 from toolkit.config.trained_parameters import trained_parameter_conflicts
 from toolkit.errors import Refusal, Setting, ToolkitError
 from toolkit.models.override_fields import unknown_overrides

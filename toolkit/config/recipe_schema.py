@@ -7,7 +7,7 @@ from functools import cache
 from itertools import pairwise
 from typing import Any
 
-from toolkit.config import recipe
+from toolkit.config import data_section, recipe
 from toolkit.config.recipe import Recipe
 from toolkit.config.source_text import Path
 from toolkit.errors import Refusal
@@ -34,7 +34,7 @@ ADDED = {
 
 @cache
 def recipe_json_schema() -> Schema:
-    """Draft 2020-12; descriptions are the docstrings of `toolkit.config.recipe`. Cached: do not change the result."""
+    """Draft 2020-12; descriptions are the docstrings of the sections. Cached: do not change the result."""
     schema, descriptions = Recipe.model_json_schema(), _descriptions()
     for definition in [schema, *schema["$defs"].values()]:
         described = descriptions[definition["title"]]
@@ -50,7 +50,7 @@ def recipe_json_schema() -> Schema:
 def _descriptions() -> dict[str, dict[str, str]]:
     """The docstring of every field, by class: pydantic would parse the source whenever a recipe is imported."""
     found: dict[str, dict[str, str]] = {}
-    for node in ast.parse(inspect.getsource(recipe)).body:
+    for node in ast.parse(inspect.getsource(data_section) + inspect.getsource(recipe)).body:
         if not isinstance(node, ast.ClassDef):
             continue
         inherited = [found.get(base.id, {}) for base in node.bases if isinstance(base, ast.Name)]

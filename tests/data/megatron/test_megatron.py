@@ -12,7 +12,7 @@ import torch
 from refusals import refused
 from small_chats import write_tokenizer
 
-from toolkit.config.recipe import DataSection
+from toolkit.config.data_section import DataSection
 from toolkit.data.megatron import index as megatron_index
 from toolkit.data.megatron.corpus import MegatronCorpus
 from toolkit.data.megatron.index import DTYPES, DocumentOffsets, open_index

@@ -13,7 +13,7 @@ from refusals import refused
 from small_chats import write_tokenizer
 
 from toolkit.cli.tokenize import command
-from toolkit.config.recipe import DataSection
+from toolkit.config.data_section import DataSection
 from toolkit.data.documents import sources
 from toolkit.data.documents.part import Part
 from toolkit.data.megatron import write

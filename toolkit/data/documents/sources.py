@@ -27,7 +27,7 @@ from functools import partial
 from pathlib import Path, PurePath
 from typing import Any, Protocol
 
-from toolkit.config.recipe import DataSection
+from toolkit.config.data_section import DataSection
 from toolkit.config.recipe_rules import JSON_SUFFIXES, PARQUET_SUFFIXES
 from toolkit.data.documents import remote, text_chunks
 from toolkit.data.documents.markov import EntropyRate, MarkovSource

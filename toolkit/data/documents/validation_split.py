@@ -4,8 +4,8 @@ import glob
 import json
 from pathlib import Path
 
+from toolkit.config.data_section import DataSection
 from toolkit.config.megatron_prefix import megatron_prefix
-from toolkit.config.recipe import DataSection
 from toolkit.data.documents.remote import is_url
 from toolkit.data.documents.sources import DatasetSource, open_source
 from toolkit.files import expanded

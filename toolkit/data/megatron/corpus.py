@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from toolkit.config.recipe import DataSection
+from toolkit.config.data_section import DataSection
 from toolkit.data.megatron.index import DocumentOffsets, MegatronIndex, open_index
 from toolkit.data.tokens import tokenizer as tokenizers
 from toolkit.data.tokens.build_cache import BLOCK_TOKENS

@@ -15,8 +15,8 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from toolkit.config.data_section import DataSection
 from toolkit.config.megatron_prefix import SUFFIXES, megatron_prefix
-from toolkit.config.recipe import DataSection
 from toolkit.data.documents.part import WHOLE
 from toolkit.data.megatron.index import DTYPES, HEADER, MAGIC, VERSION
 from toolkit.data.tokens.build_cache import document_ends

@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from toolkit.config.data_section import DataSection
 from toolkit.config.job import Job
 from toolkit.config.layout import Batch, Layout
-from toolkit.config.recipe import DataSection, Recipe
+from toolkit.config.recipe import Recipe
 from toolkit.data.samples.document_samples import DocumentSamples
 from toolkit.data.samples.micro_batch import MicroBatch
 from toolkit.data.samples.mixture import MixtureSamples, choose_weights

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from typing_extensions import override
 
-from toolkit.config.recipe import DataSection, SourceSection
+from toolkit.config.data_section import DataSection, SourceSection
 from toolkit.data.samples.interleaving import Interleaving
 from toolkit.data.samples.micro_batch import MicroBatch
 from toolkit.data.samples.samples import Samples

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.config.recipe import DataSection
+from toolkit.config.data_section import DataSection
 from toolkit.data.documents.markov import EntropyRate
 from toolkit.data.permutation import mix
 from toolkit.data.tokens.shard import Shard

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Self
 
+from toolkit.config.data_section import CorpusSection, DataSection
 from toolkit.config.mixture_rules import about
-from toolkit.config.recipe import CorpusSection, DataSection
 from toolkit.data.documents.markov import EntropyRate
 from toolkit.data.documents.part import WHOLE, Part
 from toolkit.data.documents.sources import Source, open_source

@@ -6,7 +6,7 @@ What a tokenizer itself puts before a text is not in its config in any one way; 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
-from toolkit.config.recipe import DataSection
+from toolkit.config.data_section import DataSection
 from toolkit.errors import DataError, nearest
 
 if TYPE_CHECKING:

@@ -30,8 +30,8 @@ import numpy as np
 from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 
+from toolkit.config.data_section import DataSection
 from toolkit.config.megatron_prefix import megatron_prefix
-from toolkit.config.recipe import DataSection
 from toolkit.data.documents.part import WHOLE, Part
 from toolkit.data.documents.remote import is_url, without_query
 from toolkit.data.documents.rows import RowReader

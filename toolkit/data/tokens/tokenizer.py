@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from toolkit.config.recipe import DataSection
+from toolkit.config.data_section import DataSection
 from toolkit.data.documents.sources import Source
 from toolkit.data.tokens.chat_template import check_tokenizer
 from toolkit.data.tokens.tokenizer_pool import tokenizers_parallelism_off

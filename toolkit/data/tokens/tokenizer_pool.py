@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.config.recipe import DataSection
+from toolkit.config.data_section import DataSection
 from toolkit.data.documents.rows import Format
 from toolkit.data.documents.text_chunks import TextChunk
 from toolkit.data.documents.token_rows import TokenRow
