@@ -23,7 +23,10 @@ from toolkit.estimate.breakdown import MemoryBreakdown
 from toolkit.estimate.memory_model import MemoryModel
 from toolkit.hardware import Gpu, gpu
 from toolkit.models.shape import published_parameters
+from toolkit.planner.costs import cost_of
+from toolkit.planner.request import predict
 from toolkit.planner.run_memory import framework_of, model_config, workload_of
+from toolkit.planner.step_time import StepTime
 from toolkit.units import format_count, plural
 
 PAGE = Path(__file__).with_name("recipes-gallery.md")
@@ -66,12 +69,33 @@ class GalleryRun:
         framework = framework_of(self.recipe, layout, batch, hidden_size=model.shape.hidden)
         return model.peak(layout, workload_of(self.recipe, batch, model), framework, self.gpu)
 
+    @cached_property
+    def step(self) -> StepTime | None:
+        """The predicted step; None for LoRA, whose frozen weights the time model does not know, and other engines."""
+        if self.recipe.model.lora is not None or self.recipe.train.engine != "deepspeed":
+            return None
+        layout = self.recipe.layout(self.listed.ranks)
+        return predict(self.recipe, layout, self.recipe.resolve_batch(layout), self.gpu)
+
+    @property
+    def tokens_per_second(self) -> str:
+        """Of each GPU, to two digits: the prediction is no better."""
+        return "" if self.step is None else f"{float(f'{self.step.tokens_per_second_per_gpu:.2g}'):,.0f}"
+
+    @property
+    def usd_per_billion_tokens(self) -> str:
+        """At the catalogue's price of the GPU."""
+        usd = None if self.step is None else cost_of(self.step, self.gpu, 1e9).usd
+        return "" if usd is None else f"{float(f'{usd:.2g}'):,.0f}"
+
 
 COLUMNS: dict[str, Callable[[GalleryRun], str]] = {
     "--layout": lambda run: run.listed.name if run.is_first else "",
     "is": lambda run: run.listed.text,
     "GiB of each GPU": lambda run: f"{run.memory.total / 2**30:.1f} of {run.gpu.memory_bytes / 2**30:.1f}",
     "GiB of the host for each": lambda run: f"{run.memory.host.total / 2**30:.0f}" if run.memory.host.total else "",
+    "tokens/s of each": lambda run: run.tokens_per_second,
+    "$ per 1e9 tokens": lambda run: run.usd_per_billion_tokens,
 }
 """Head and content of each column of a recipe's table; one without content is left out."""
 
