@@ -317,6 +317,7 @@ WEIGHTS = [
     Bad(PRETRAINED, "is missing", {"hf/model.safetensors": GONE, "hf/model.safetensors.index.json": json.dumps({"weight_map": {"a": "part.safetensors"}})}),
     Bad(PRETRAINED + " model.overrides.n_embd=16", "but the config makes it"),
     Bad("validate r.yaml model.init=pretrained data.tokenizer=./hf", "a shape has no weights"),
+    Bad("validate r.yaml model.load_in_4bit=true model.lora={}", "only published weights"),
     Bad("validate r.yaml model.init=pretrained model.name_or_path=./hf", "the ids of another tokenizer"),
 ]
 TEXTS = [

@@ -8,11 +8,14 @@ from refusals import refused
 
 from toolkit.config import recipe_problems
 from toolkit.config.recipe import Recipe
-from toolkit.config.recipe_rules import recipe_conflicts
+from toolkit.config.trained_parameters import trained_parameter_conflicts
 from toolkit.errors import ModelError
 from toolkit.model_init.build_model import check_trained, load_config
 
 MakeRecipe = Callable[..., Recipe]
+
+
+QLORA: dict[str, Any] = {"model__load_in_4bit": True, "model__init": "pretrained", "model__lora": {}}
 
 
 @pytest.mark.parametrize(
@@ -25,12 +28,19 @@ MakeRecipe = Callable[..., Recipe]
         ({"model__lora": {"dora": True}, "parallel": {"tp": 2}}, ["model.lora.dora", "parallel.tp"]),
         ({"model__lora": {"dora": True}, "parallel": {"zero_stage": 3}}, ["model.lora.dora", "parallel.zero_stage"]),
         ({"model__lora": {"dora": True}, "train__engine": "fsdp"}, ["model.lora.dora", "train.engine"]),
+        (QLORA | {"model__lora": None}, ["model.load_in_4bit", "model.lora"]),
+        (QLORA | {"model__lora": {"dora": True}}, ["model.load_in_4bit", "model.lora.dora"]),
+        (QLORA | {"model__init": "random"}, ["model.load_in_4bit", "model.init"]),
+        (QLORA | {"parallel": {"tp": 2}}, ["model.load_in_4bit", "parallel.tp"]),
+        (QLORA | {"parallel": {"pp": 2}}, ["model.load_in_4bit", "parallel.pp"]),
+        (QLORA | {"parallel": {"zero_stage": 3}}, ["model.load_in_4bit", "parallel.zero_stage"]),
+        (QLORA | {"train__engine": "fsdp"}, ["model.load_in_4bit", "train.engine"]),
     ],
 )
 def test_what_does_not_go_together_is_refused(
     make_recipe: MakeRecipe, changes: dict[str, Any], fields: list[str]
 ) -> None:
-    (refusal,) = recipe_conflicts(make_recipe(**changes))
+    (refusal,) = trained_parameter_conflicts(make_recipe(**changes))
     assert [given if isinstance(given, str) else given[0] for given in refusal.given] == fields
 
 

@@ -68,6 +68,9 @@ class ModelSection(Section):
     BLOOM, …)."""
     lora: LoraSection | None = None
     """Train LoRA's adapters alone, beside frozen weights; null: no adapters."""
+    load_in_4bit: bool = False
+    """Keep the frozen linear layers in 4 bits (QLoRA, by bitsandbytes). With `lora`, published weights, CUDA, and data
+    parallelism with zero_stage 0 to 2."""
     freeze: tuple[Text, ...] = ()
     """Parameters that do not train, by patterns of their Hugging Face names (`*.embed_tokens.*`)."""
     train_only: tuple[Text, ...] = ()

@@ -26,6 +26,7 @@ ADDED = {
     "data.overlong": "truncate",
     "data.bos": "auto",
     "data.separator": "eos",
+    "model.load_in_4bit": False,
     "model.freeze": [],
     "model.train_only": [],
 }

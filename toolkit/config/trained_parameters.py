@@ -12,6 +12,8 @@ def trained_parameter_conflicts(recipe: Recipe) -> Iterator[Refusal]:
     if section.freeze and section.train_only:
         reason = "each of them says what trains"
         yield recipe.conflict("model.freeze", "model.train_only", reason=reason, remedy=("leave one out",))
+    if section.load_in_4bit:
+        yield from _four_bit_conflicts(recipe)
     if lora is None:
         return
     for field in ("model.freeze", "model.train_only"):
@@ -35,3 +37,25 @@ def trained_parameter_conflicts(recipe: Recipe) -> Iterator[Refusal]:
     if recipe.train.engine == "fsdp":
         field = "train.engine"
         yield recipe.conflict("model.lora.dora", field, reason=reason, remedy=((field, "deepspeed or ddp"),))
+
+
+def _four_bit_conflicts(recipe: Recipe) -> Iterator[Refusal]:
+    field, lora = "model.load_in_4bit", recipe.model.lora
+    if lora is None:
+        reason = "weights in 4 bits cannot train: adapters do"
+        yield recipe.conflict(field, "model.lora", reason=reason, remedy=(("model.lora", "{r: 16}"),))
+    elif lora.dora:
+        reason = "DoRA's norms need weights that are not packed"
+        yield recipe.conflict(field, "model.lora.dora", reason=reason, remedy=(("model.lora.dora", False),))
+    if recipe.model.init != "pretrained":
+        reason = "only published weights are worth keeping in 4 bits"
+        yield recipe.conflict(field, "model.init", reason=reason, remedy=(("model.init", "pretrained"),))
+    reason = "packed weights cannot be split"
+    for axis in ("tp", "pp", "ulysses"):
+        if recipe.value_of(f"parallel.{axis}") > 1:
+            yield recipe.conflict(field, f"parallel.{axis}", reason=reason, remedy=((f"parallel.{axis}", 1),))
+    if recipe.train.engine == "deepspeed" and recipe.parallel.zero_stage == 3:
+        remedy = (("parallel.zero_stage", "0, 1 or 2"),)
+        yield recipe.conflict(field, "parallel.zero_stage", reason=reason, remedy=remedy)
+    if recipe.train.engine == "fsdp":
+        yield recipe.conflict(field, "train.engine", reason=reason, remedy=(("train.engine", "deepspeed or ddp"),))

@@ -20,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from toolkit.config.recipe import LoraSection
 from toolkit.errors import ModelError, Refusal, RunError
 from toolkit.files import reason_of
+from toolkit.model_init.four_bit import quantize_layer
 from toolkit.model_init.model_modules import OnLayer, decoder_layers
 from toolkit.parallel.adapter_names import ADAPTER, PREFIX, saved_name
 from toolkit.parallel.gather import Names
@@ -33,8 +34,16 @@ _FIELD = "model.lora.targets"
 class Adapters:
     """The adapters of one model, which is on the meta device. Raises ModelError, and RunError without peft."""
 
-    def __init__(self, model: PreTrainedModel, section: LoraSection, *, seed: int, tensor_parallel: bool) -> None:
-        self.seed, self.tensor_parallel = seed, tensor_parallel
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        section: LoraSection,
+        *,
+        seed: int,
+        tensor_parallel: bool = False,
+        in_4bit: bool = False,
+    ) -> None:
+        self.seed, self.tensor_parallel, self.in_4bit = seed, tensor_parallel, in_4bit
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         inject(model, section)
         self._take_out(model)
@@ -74,6 +83,8 @@ class Adapters:
 
     def attach(self, layer: nn.Module, dtype: torch.dtype) -> None:
         """Put the adapters around the linear layers of a decoder layer, which have their values and are sharded."""
+        if self.in_4bit:
+            quantize_layer(layer, dtype)
         prefix = self._prefix[layer]
         inside = {path.removeprefix(f"{prefix}."): path for path in self._found if path.startswith(f"{prefix}.")}
         for local, path in inside.items():

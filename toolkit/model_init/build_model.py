@@ -81,7 +81,13 @@ def _not_built(recipe: Recipe, error: Exception) -> ModelError:
 def _adapters(model: PreTrainedModel, recipe: Recipe) -> Adapters | None:
     if recipe.model.lora is None:
         return None
-    return Adapters(model, recipe.model.lora, seed=recipe.train.seed, tensor_parallel=recipe.parallel.tp > 1)
+    return Adapters(
+        model,
+        recipe.model.lora,
+        seed=recipe.train.seed,
+        tensor_parallel=recipe.parallel.tp > 1,
+        in_4bit=recipe.model.load_in_4bit,
+    )
 
 
 def check_trained(recipe: Recipe, config: PretrainedConfig) -> None:

@@ -16,6 +16,7 @@ from toolkit.errors import ConfigError, DataError, ModelError, RecipeError
 from toolkit.files import reason_of
 from toolkit.model_init.build_model import check_trained, load_config
 from toolkit.model_init.document_masking import check_document_masking
+from toolkit.model_init.four_bit import check_four_bit
 from toolkit.models.shape import ModelShape
 from toolkit.training.trackers import Trackers
 
@@ -36,6 +37,8 @@ def check_model(recipe: Recipe, device: torch.device, *, trust_remote_code: bool
         raise ModelError(recipe.conflict("data.seq_len", "model.name_or_path", reason=reason, remedy=remedy))
     if recipe.data.masks_documents:
         check_document_masking(recipe.model, config, masking=recipe.data.masking, trust_remote_code=trust_remote_code)
+    if recipe.model.load_in_4bit:
+        check_four_bit(device)
     check_trained(recipe, config)
     check_precision(recipe, device)
     try:
