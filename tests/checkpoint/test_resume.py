@@ -18,6 +18,7 @@ from refusals import refused
 from toolkit.checkpoint.verify import verify
 from toolkit.data.samples.loader import MicroBatchLoader
 from toolkit.engines import deepspeed_patches
+from toolkit.engines.base import StepResult
 from toolkit.engines.deepspeed_engine import DeepSpeedEngine
 from toolkit.errors import ToolkitError
 
@@ -176,7 +177,7 @@ def test_a_skipped_update_is_remembered(train: Train, tmp_path: Path, monkeypatc
         if engine.engine.global_steps == 0 and not getattr(engine, "skipped", False):
             engine.skipped = True  # type: ignore[attr-defined]
             deepspeed_patches.discard_gradients(engine.engine, zero_stage=0)
-            return type("Result", (), {"loss": loss, "grad_norm": 1.0, "skipped": True})()
+            return StepResult(loss=loss, grad_norm=1.0, skipped=True)
         return update(engine, loss)
 
     monkeypatch.setattr(DeepSpeedEngine, "_update", skipping)

@@ -39,7 +39,7 @@ def sparse(size: int) -> Special:
 
 
 CHATML = """\
-{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{% endfor %}
+{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + eos_token + '\\n' }}{% endfor %}
 {% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 BAD_CHATS = (
     ('{"text": "a"}', "a.jsonl:1: there is no messages or conversations"),

@@ -169,6 +169,7 @@ def test_what_a_command_prints_is_what_the_document_shows(
     document: str, text: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
+    monkeypatch.delenv("COLUMNS", raising=False)
     shown = re.findall(r"^\$ dstk (.*)\n((?:(?!\$ ).*\n)*)", text, re.MULTILINE)
     assert len(shown) == text.count("$ ")
     for command, output in shown:

@@ -10,10 +10,8 @@ import torch.distributed as dist
 from engine_states import Values, build, everything
 
 from toolkit.config.recipe import Recipe
-from toolkit.engines import reference_engine
 from toolkit.engines.base import Engine
 from toolkit.engines.pipeline_engine import PipelineEngine
-from toolkit.engines.reference_engine import ReferenceEngine
 from toolkit.errors import NonFiniteError
 
 BAD, STEPS = 2, 5
@@ -51,8 +49,6 @@ def break_step(engine: Engine, micro_batches: int, what: str) -> None:
 
     if isinstance(engine, PipelineEngine):
         engine.partition.loss_sum = broken(engine.partition.loss_sum)  # type: ignore[method-assign]
-    elif isinstance(engine, ReferenceEngine):
-        reference_engine.token_loss_sum = broken(reference_engine.token_loss_sum)  # type: ignore[assignment]
     else:
         engine._loss_sum = broken(engine._loss_sum)  # type: ignore[attr-defined]
 

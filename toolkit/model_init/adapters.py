@@ -143,10 +143,11 @@ def inject(model: nn.Module, section: LoraSection) -> Any:
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
         task_type="CAUSAL_LM",
     )
+    is_on_meta = any(parameter.is_meta for parameter in model.parameters())
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of layers that are not linear, which is said below
-            inject_adapter_in_model(config, model, low_cpu_mem_usage=True)
+            inject_adapter_in_model(config, model, low_cpu_mem_usage=is_on_meta)
     except ValueError as error:
         linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D))
         kinds = sorted({name.rpartition(".")[2] for name in linear})

@@ -20,8 +20,8 @@ def freeze(model: nn.Module, trainable: Trainable) -> None:
         except ModelError as error:
             found = ", ".join(targets)
             raise ModelError(f"--trainable or model.lora names no linear module ({found})") from error
-        if trainable.in_fp32:
-            _keep_in_fp32(model)
+        weights = next(parameter.dtype for parameter in model.parameters() if not parameter.requires_grad)
+        _cast_adapters(model, torch.float32 if trainable.in_fp32 else weights)
     elif trainable.patterns or trainable.frozen:
         try:
             trained = trained_names(model, freeze=trainable.frozen, train_only=trainable.patterns)
@@ -45,11 +45,11 @@ class RecordedAdapters(Adapters):
         return dropout
 
 
-def _keep_in_fp32(model: nn.Module) -> None:
+def _cast_adapters(model: nn.Module, dtype: torch.dtype) -> None:
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter.requires_grad:
-                setattr(module, name, nn.Parameter(parameter.to(torch.float32)))
+                setattr(module, name, nn.Parameter(parameter.to(dtype)))
 
 
 def receives_gradients(model: nn.Module, layers: nn.ModuleList, *, recomputes: bool) -> list[bool]:
