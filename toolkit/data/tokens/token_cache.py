@@ -54,6 +54,8 @@ FORMAT = 2
 _ROWS = 1
 """Version of how chats and prompts are encoded and masked."""
 _LOCK_POLL_SECONDS = 0.5
+_SILENT_SECONDS = 5.0
+"""Another rank of this run is often the one that makes the cache."""
 _FAILURE_SECONDS = 3600
 
 
@@ -248,7 +250,7 @@ def _locked(folder: Path, *, progress: bool) -> Iterator[None]:
     path = folder.with_name(f"{folder.name}.lock")
     lock = FileLock(path, poll_interval=_LOCK_POLL_SECONDS)
     try:
-        lock.acquire(timeout=0)
+        lock.acquire(timeout=_SILENT_SECONDS)
     except Timeout:
         if progress:
             print(f"another process makes {folder}: waiting for it", file=sys.stderr)

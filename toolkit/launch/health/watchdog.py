@@ -32,6 +32,7 @@ _NEXT_INVESTIGATOR_SECONDS = 10.0
 _OWN_ERROR_SECONDS = 3.0
 """When the store is gone, its host may have met an error that this rank is about to meet as well."""
 _EXIT_SECONDS = 2.0
+_STOP_REQUEST_SECONDS = 1.0
 
 
 class _Progress(NamedTuple):
@@ -234,9 +235,17 @@ class Watchdog:
         self._peer = None
         peer.close()
         heartbeat = self._store.read([peer.rank])[peer.rank]
+        if not heartbeat.exit_reason:
+            self._await_stop_request()
         if heartbeat.is_local_failure or not heartbeat.exit_reason:  # otherwise this rank fails in the same way
             message = stalled_ranks.describe_death(heartbeat, self._progress.step)
             self._report(FailureReport(reporter=self._rank, message=message, unreachable=1))
+
+    def _await_stop_request(self) -> None:
+        """Wait a moment for the signal that may have ended the peer: Ctrl-C reaches this rank at about the same time."""
+        deadline = time.monotonic() + _STOP_REQUEST_SECONDS
+        while not stop_requests.is_stopping() and time.monotonic() < deadline:
+            time.sleep(_TICK_SECONDS / 5)
 
     def _may_investigate(self, question: str) -> bool:
         """Whether it is this rank's turn: the first rank that asks investigates, later ones if it has not succeeded."""
