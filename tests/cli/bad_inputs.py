@@ -514,6 +514,8 @@ CONFIGS = [
     Bad("plan --model gpt2 --gpus 0xH100 --seq 512 --global-batch 64", "64xH100"),
     Bad("plan --model gpt3 --gpus 8xH100 --seq 512 --global-batch 64", "gpt3"),
     Bad("plan --model mixtral-8x7b --gpus 8xH100 --seq 512 --global-batch 64", "dense"),
+    Bad("plan --model gpt2 --gpus 8xH100 --seq 512 --global-batch 64 --report text.txt", "text.txt: not a folder"),
+    Bad("plan --model gpt2 --gpus 8xH100 --seq 512 --global-batch 64 --report hf", "not part of a report"),
     Bad("plan --model gpt2 --gpus 61xH100 --seq 512 --global-batch 64", "--gpus 61"),
     Bad("plan --model gpt2 --gpus 1024xH100 --seq 512 --global-batch 3", "--global-batch 3"),
     Bad("plan --model gpt2 --gpus 8xV100 --seq 512 --global-batch 64", "--precision"),

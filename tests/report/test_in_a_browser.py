@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_plan_page import gpt2_page
 
 from toolkit.report.comparison_page import comparison_page
+from toolkit.report.plan_page import plans_page
 from toolkit.report.recorded_run import read_runs
 from toolkit.report.runs_page import runs_page
 
@@ -33,13 +35,14 @@ def pages(make_comparison: Make, tmp_path_factory: pytest.TempPathFactory) -> di
                   "seconds": 0.5, "memory_bytes": 2**30 + i, "skipped": i < 3} for i in range(1, 100)]  # fmt: skip
         (folder / name / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     found["run"] = runs_page(read_runs([str(folder / "first")]), command=f"dstk report {LONG}")
+    found["plans"] = plans_page(gpt2_page())
     found["runs"] = runs_page(read_runs([str(folder / "first"), str(folder / "second")]), command="dstk report")
     for name, text in found.items():
         (folder / f"{name}.html").write_text(text)
     return {name: folder / f"{name}.html" for name in found}
 
 
-NAMES = ("eight", "one", "thirty", "awkward", "run", "runs")
+NAMES = ("eight", "one", "thirty", "awkward", "run", "runs", "plans")
 
 
 @pytest.fixture
@@ -151,3 +154,36 @@ def test_a_row_highlights_its_curves_in_all_plots(visit: Any) -> None:
     page = visit("eight")
     page.locator(".matrix tbody tr").first.click()
     assert page.locator("svg.wide .curve.lit").count() == 4
+
+
+def test_a_filter_leaves_the_rows_and_points_of_its_axis(visit: Any) -> None:
+    page = visit("plans")
+    every, wanted = gpt2_page().found.plans, [one for one in gpt2_page().found.plans if one.layout.tp == 2]
+    assert 0 < len(wanted) < len(every)
+    page.locator("label", has_text="tp").locator("select").select_option("2")
+    assert page.locator("#candidates tbody tr:visible").count() == len(wanted)
+    assert page.locator(".filters output").inner_text() == f"{len(wanted)} of {len(every)}"
+    drawn = page.locator(".scatter.wide circle")
+    left = page.locator(".scatter.wide circle:visible")
+    assert drawn.count() == len(every)
+    assert left.count() == len(wanted)
+    page.locator(".filters button").click()
+    assert page.locator("#candidates tbody tr:visible").count() == len(every)
+
+
+def test_a_column_orders_the_table_by_its_numbers(visit: Any) -> None:
+    page = visit("plans")
+    page.locator("#candidates thead button", has_text="GiB").click()
+    texts = page.locator("#candidates tbody td:nth-child(3)").all_inner_texts()
+    assert texts == sorted(texts, key=float, reverse=True)
+
+
+def test_the_pointer_names_the_candidate_below_it_and_a_click_keeps_its_row_lit(visit: Any) -> None:
+    page = visit("plans")
+    label = gpt2_page().chosen[0].strategy
+    key = page.locator("#candidates tbody tr", has_text=label).first.get_attribute("data-k")
+    page.locator(f".scatter.wide circle[data-k={key}]").hover(force=True)
+    assert page.locator(".drawing .readout").inner_text().startswith(label)
+    page.mouse.down()
+    page.mouse.up()
+    assert page.locator("#candidates tr.lit th").inner_text() == label

@@ -51,6 +51,7 @@ from toolkit.errors import LayoutError
 @click.option("--tokens", type=float, help="Days, money and energy of training on so many tokens: 1e12.")
 @click.option("--price", type=click.FloatRange(min=0), help="US dollars a GPU and hour.  [default: prices.json]")
 @click.option("--carbon", type=click.FloatRange(min=0), help="Kilograms of CO2 a kWh.  [default: the world's average]")
+@click.option("--report", metavar="DIR", help="Write a page (index.html): all candidates, memory against throughput.")
 @click.option("--json", "as_json", is_flag=True, help="Bytes and seconds as JSON.")
 def command(as_json: bool, **options: Any) -> None:
     """Print the fastest layouts that fit, with what their memory and their time go to. No weights, no GPU.
@@ -61,11 +62,14 @@ def command(as_json: bool, **options: Any) -> None:
     dstk plan --model llama-3-8b --gpus 8xH100 --seq 4096 --global-batch 64 --layout tp2-pp2-z1 --micro 2
     """
     from toolkit.cli.plan.options import checked_tokens, plan_of, request_of
+    from toolkit.cli.plan.report import check_report, write_report
     from toolkit.cli.plan.table import nothing_fits, print_plans, print_why, to_json
     from toolkit.planner.costs import cost_of
     from toolkit.planner.search import nearest_that_fits, search
 
     tokens = checked_tokens(options["tokens"])
+    if options["report"] is not None:
+        check_report(options)
     request = request_of(options)
     layout = options["layout"]
     if layout is None:
@@ -93,6 +97,9 @@ def command(as_json: bool, **options: Any) -> None:
         click.echo(json.dumps({"plans": rows}, indent=2))
     else:
         print_plans(request, plans, costs)
+    if options["report"] is not None:
+        page = write_report(request, options, plans, costs[0])
+        click.echo(f"report  {page}", err=as_json)
 
 
 def _only_with_layout(options: dict[str, Any]) -> None:

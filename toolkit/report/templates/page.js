@@ -88,7 +88,7 @@
     svg.parentElement.querySelector(".readout").hidden = true;
     svg.querySelector(".cursor").setAttribute("hidden", "hidden");
   };
-  all("svg.chart").forEach((svg) => {
+  all("svg.chart[data-chart]").forEach((svg) => {
     const title = svg.querySelector("title");
     svg.setAttribute("aria-label", title.textContent);
     svg.removeAttribute("aria-labelledby");

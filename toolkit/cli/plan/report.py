@@ -1,0 +1,49 @@
+"""`dstk plan --report DIR`: the page of a search."""
+
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from toolkit.errors import LayoutError
+from toolkit.files import expanded
+from toolkit.planner.costs import Cost
+from toolkit.planner.request import Plan, PlanRequest
+from toolkit.planner.search import evaluated
+
+
+def check_report(options: Mapping[str, Any]) -> None:
+    """Raise ToolkitError where no page can be written: before the search."""
+    from toolkit.report.page import check_replaceable
+    from toolkit.report.plan_page import FILES
+
+    for name in ("layout", "why"):
+        if options[name] is not None:
+            reason = f"its page is that of a search, and --{name} is about one layout"
+            raise LayoutError.of("--report", options["report"], reason, f"leave --{name} out")
+    check_replaceable(expanded(options["report"]), FILES)
+
+
+def write_report(request: PlanRequest, options: Mapping[str, Any], chosen: Sequence[Plan], cost: Cost | None) -> Path:
+    """Write the page of a search that chose these plans."""
+    from toolkit.report.plan_page import PlansPage, write_plans
+
+    goal = options["goal"]
+    found = evaluated(request, goal=goal)
+    page = PlansPage(request=request, goal=goal, found=found, chosen=chosen, cost=cost, command=_command_line())
+    return write_plans(expanded(options["report"]), page)
+
+
+def _command_line() -> str:
+    """What was asked, without what only printed it."""
+    context = click.get_current_context()
+    words = ["dstk", "plan"]
+    for option in context.command.params:
+        name = option.name or ""
+        if name != "as_json" and context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            value = context.params[name]
+            words += [option.opts[0], f"{value:g}" if isinstance(value, float) else str(value)]
+    return shlex.join(words)

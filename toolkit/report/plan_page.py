@@ -1,0 +1,231 @@
+"""The report of a search for layouts: index.html, with all candidates as a picture and as a table.
+
+write_plans(Path("plans"), PlansPage(request=request, found=evaluated(request), chosen=search(request).plans, ...))
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit.planner.costs import Cost
+from toolkit.planner.request import Plan, PlanRequest
+from toolkit.planner.search import Found, frontier
+from toolkit.report.page import render, replace_folder
+from toolkit.report.plan_picture import PlanPicture, Point
+from toolkit.units import format_bytes, format_count, format_duration, plural
+
+FILES = ("index.html",)
+MOST_SHOWN = 3000
+"""Rows that a browser still filters at once."""
+_MOST_BARS = 10
+_GIB = 2**30
+_TONES = {
+    "compute": "cool0", "recompute": "cool3", "host": "tolerance", "tensor": "warm0", "pipeline": "warm2",
+    "bubble": "reference", "data": "warm1", "optimizer": "cool2", "offload": "warm3",
+}  # fmt: skip
+_SHORT = {"fits": "yes", "does not fit": "no"}
+_GOALS = {"speed": "fastest", "cost": "cheapest", "memory": "smallest"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlansPage:
+    """What the page shows: a question, what the search chose, and everything it could have chosen."""
+
+    request: PlanRequest
+    goal: str
+    found: Found
+    """All candidates whose memory is estimated, and how many there are."""
+    chosen: Sequence[Plan]
+    cost: Cost | None
+    """Of the first choice."""
+    command: str
+
+
+def write_plans(folder: Path, page: PlansPage) -> Path:
+    """Write the report into `folder` and return the path of its page. Raises ReportError if that is not allowed."""
+    text = plans_page(page)
+
+    def write(place: Path) -> None:
+        (place / "index.html").write_text(text, encoding="utf-8")
+
+    return replace_folder(folder, FILES, write)
+
+
+def plans_page(page: PlansPage) -> str:
+    """Render the page as HTML."""
+    request, best = page.request, page.chosen[0]
+    shown, front = shown_plans(page), frontier(page.found.plans)
+    keys = {id(plan): f"c{index}" for index, plan in enumerate(shown)}
+    on_frontier = {id(plan) for plan in front}
+    points = [_point(plan, keys[id(plan)], is_frontier=id(plan) in on_frontier) for plan in shown]
+    pictures = [PlanPicture(points, request.gpu, width=w, height=h) for w, h in ((1080, 440), (340, 320))]
+    columns = _columns(shown)
+    return render(
+        "plan.html",
+        request=request,
+        title=f"{request.name} on {request.gpus} x {request.gpu.name}",
+        best=best,
+        goal=_GOALS[page.goal],
+        figures=_figures(page, best),
+        pictures=pictures,
+        points=points,
+        unseen=len(points) - len(pictures[0].drawn),
+        columns=columns,
+        rows=[
+            {"key": point.key, "label": point.label, "cells": [read(plan, point) for read in columns.values()]}
+            for plan, point in zip(shown, points, strict=True)
+        ],
+        filters=_filters(columns, shown, points),
+        found=page.found,
+        bars=bars(page.chosen),
+        tones=_TONES,
+        facts=_facts(request),
+        command=page.command,
+        readouts={"charts": {}},
+    )
+
+
+def shown_plans(page: PlansPage) -> list[Plan]:
+    """Those that fit, then the others, each the fastest first; of too many, the frontier and the nearest to fitting."""
+    plans = sorted(page.found.plans, key=lambda plan: not plan.fits)
+    if len(plans) <= MOST_SHOWN:
+        return plans
+    needed = {id(plan) for plan in frontier(plans)}
+    others = [plan for plan in plans if id(plan) not in needed]
+    others.sort(key=lambda plan: 0 if plan.fits else plan.memory.total)
+    kept = needed | {id(plan) for plan in others[: MOST_SHOWN - len(needed)]}
+    return [plan for plan in plans if id(plan) in kept]
+
+
+def outcome(plan: Plan) -> str:
+    """Whether it fits: `tight` where the band of the estimate's error decides."""
+    return "does not fit" if plan.host_bytes > plan.host_room else plan.memory.verdict
+
+
+def _point(plan: Plan, key: str, *, is_frontier: bool) -> Point:
+    return Point(
+        key=key,
+        label=plan.strategy,
+        gib=plan.memory.total / _GIB,
+        speed=plan.step.tokens_per_second_per_gpu,
+        outcome=outcome(plan),
+        is_frontier=is_frontier,
+    )
+
+
+_AXES: dict[str, Any] = {
+    "GPUs": lambda plan: plan.step.gpus,
+    "dp": lambda plan: plan.layout.dp,
+    "tp": lambda plan: plan.layout.tp,
+    "pp": lambda plan: plan.layout.pp,
+    "Ulysses": lambda plan: plan.layout.ulysses,
+    "ZeRO": lambda plan: plan.layout.zero_stage,
+    "SP": lambda plan: "yes" if plan.layout.sequence_parallel else "no",
+    "recompute": lambda plan: plan.layout.recompute,
+    "offload": lambda plan: "yes" if plan.layout.offload_optimizer != "none" else "no",
+    "micro-batch": lambda plan: plan.batch.micro_batch_size,
+}
+_ALWAYS = ("dp", "tp", "pp", "ZeRO", "recompute", "micro-batch")
+
+
+def _columns(plans: Sequence[Plan]) -> dict[str, Any]:
+    """What is predicted; then the axes along which the candidates differ, and those that everybody expects."""
+    columns = {
+        name: (lambda plan, _, read=read: str(read(plan)))
+        for name, read in _AXES.items()
+        if name in _ALWAYS or len({read(plan) for plan in plans}) > 1
+    }
+    predicted: dict[str, Any] = {
+        "tokens/s/GPU": lambda plan, _: f"{plan.step.tokens_per_second_per_gpu:,.0f}",
+        "GiB": lambda plan, _: f"{plan.memory.total / _GIB:.1f}",
+        "step s": lambda plan, _: digits(plan.step.seconds),
+        "MFU %": lambda plan, _: f"{100 * plan.step.mfu:.1f}",
+        "fits": lambda _, point: _SHORT.get(point.outcome, point.outcome),
+        "frontier": lambda _, point: "yes" if point.is_frontier else "no",
+    }
+    return predicted | columns
+
+
+def _filters(columns: dict[str, Any], plans: Sequence[Plan], points: Sequence[Point]) -> list[dict[str, Any]]:
+    """A choice for each column of names or small numbers: its values, ascending."""
+    found = []
+    for place, (name, read) in enumerate(columns.items(), start=1):
+        if name in _AXES or name in ("fits", "frontier"):
+            values = {read(plan, point) for plan, point in zip(plans, points, strict=True)}
+            ordered = sorted(values, key=lambda value: (int(value) if value.isdigit() else 0, value))
+            found.append({"name": name, "column": place, "values": ordered})
+    return found
+
+
+def digits(seconds: float) -> str:
+    """Three digits or more, so that a column of them lines up."""
+    return f"{seconds:,.0f}" if seconds >= 100 else f"{seconds:#.3g}"
+
+
+def bars(chosen: Sequence[Plan]) -> dict[str, Any]:
+    """The first choices: a bar each, whose parts are its terms. The longest step fills the width."""
+    plans = list(chosen[:_MOST_BARS])
+    terms = [name for name in _TONES if any(plan.step.terms[name] > 0 for plan in plans)]
+    longest = max(plan.step.seconds for plan in plans)
+    differ = len({plan.step.gpus for plan in plans}) > 1
+    rows = [
+        {
+            "label": plan.strategy + (f" on {plan.step.gpus} GPUs" if differ else ""),
+            "gib": plan.memory.total / _GIB,
+            "seconds": plan.step.seconds,
+            "said": digits(plan.step.seconds),
+            "speed": plan.step.tokens_per_second_per_gpu,
+            "terms": {name: plan.step.terms[name] for name in terms},
+            "widths": {name: 100 * plan.step.terms[name] / longest for name in terms if plan.step.terms[name] > 0},
+        }
+        for plan in plans
+    ]
+    return {"terms": terms, "rows": rows}
+
+
+def _figures(page: PlansPage, best: Plan) -> dict[str, tuple[str, str]]:
+    """The first choice in numbers, each with a qualifier."""
+    step, fitting = best.step, sum(plan.fits for plan in page.found.plans)
+    cost = {}
+    if page.cost is not None:
+        usd = page.cost.usd
+        cost["days"] = (f"{page.cost.days:,.1f}", "" if usd is None else f"{usd:,.0f} USD")
+    return {
+        "tokens/s per GPU": (
+            f"{step.tokens_per_second_per_gpu:,.0f}",
+            f"{format_count(step.tokens / step.seconds)} in all",
+        ),
+        "step": (
+            format_duration(step.seconds) if step.seconds >= 60 else f"{digits(step.seconds)} s",
+            f"{format_count(step.tokens)} tokens",
+        ),
+        "MFU": (f"{step.mfu:.1%}", f"of {page.request.gpu.name}"),
+        "memory": (format_bytes(best.memory.total), f"of {format_bytes(page.request.gpu.memory_bytes)}"),
+        **cost,
+        "candidates": (f"{page.found.candidates:,}", f"{fitting:,} fit"),
+    }
+
+
+def _facts(request: PlanRequest) -> list[tuple[str, str]]:
+    """The question, and what is known of the cluster."""
+    cluster, shape = request.cluster, request.model.shape
+
+    def rate(value: float) -> str:
+        return f"{value / 1e9:,.4g} GB/s"
+
+    found = [
+        ("model", f"{request.name}, {format_count(request.model.parameters.numel)} parameters, {shape.layers} layers"),
+        ("sample", f"{request.seq_len:,} tokens"),
+        ("global batch", f"{request.global_batch_size:,} samples"),
+        ("precision", request.run.precision),
+        ("GPUs", f"{request.gpus:,} x {request.gpu.name}"),
+        ("memory of a GPU", format_bytes(request.gpu.memory_bytes)),
+        ("a node", plural(cluster.gpus_per_node, "GPU")),
+        (f"link in a node ({request.gpu.link})", rate(cluster.link_bytes_per_second)),
+        ("network, a GPU's share", rate(cluster.network_bytes_per_second)),
+        ("GPU to host", rate(cluster.host_bytes_per_second)),
+        ("memory of a host", format_bytes(cluster.host_memory_bytes)),
+    ]
+    peak = request.gpu.peak_flops(request.run.unit)
+    return found if peak is None else [*found, ("peak of a GPU", f"{peak / 1e12:,.4g} TFLOP/s")]
