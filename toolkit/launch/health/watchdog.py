@@ -242,7 +242,7 @@ class Watchdog:
             self._report(FailureReport(reporter=self._rank, message=message, unreachable=1))
 
     def _await_stop_request(self) -> None:
-        """Wait a moment for the signal that may have ended the peer: Ctrl-C reaches this rank at about the same time."""
+        """Wait a moment for the signal that may have ended the peer: Ctrl-C reaches this rank at about that time."""
         deadline = time.monotonic() + _STOP_REQUEST_SECONDS
         while not stop_requests.is_stopping() and time.monotonic() < deadline:
             time.sleep(_TICK_SECONDS / 5)
