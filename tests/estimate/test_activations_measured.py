@@ -40,15 +40,10 @@ VARIANTS = (
 DAILY = (
     "gpt2",
     "gpt_neox",
-    "opt",
     "falcon",
-    "phi",
     "llama",
-    "qwen3",
-    "gemma2",
     "gemma3_text",
     "phi3",
-    "olmo2",
     "cohere",
 )
 _PEAKS = ("gpt2", "llama", "gemma3_text", "gpt_neox")
@@ -112,7 +107,7 @@ def test_what_any_familys_forward_pass_keeps_is_known_within_a_percent(case: Cas
 
 
 @pytest.mark.parametrize(("family", "changes"), VARIANTS)
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("attention", ["eager", pytest.param("sdpa", marks=pytest.mark.whole)])
 def test_fields_that_change_a_layers_operations_are_read(
     family: str, changes: dict[str, object], attention: str
 ) -> None:

@@ -11,7 +11,7 @@ from nonempty import nonempty
 
 from toolkit.models.shape import families
 
-DAILY = ("gpt2", "gpt_neox", "opt", "falcon", "bloom", "llama", "qwen3", "gemma3_text", "phi3", "olmo2", "cohere")
+DAILY = ("gpt2", "falcon", "bloom", "llama", "gemma3_text", "phi3")
 _OWN_BLOCKS = ("glm", "bitnet", "olmo3", "diffllama", "minicpm3", "xglm", "persimmon", "mpt")
 """Gathered columns, norms inside, latents, fused projections."""
 _VARIANTS = (

@@ -25,7 +25,7 @@ LIMIT_SECONDS = 30.0
 """For a busy machine; tests/cluster/interruptions.py allows 5."""
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.whole)])
 @pytest.mark.parametrize("launcher", list(KILLED))
 def test_no_rank_outlives_a_launcher_that_is_killed(tmp_path: Path, launcher: str, seed: int) -> None:
     write_recipe(tmp_path, copies=60)

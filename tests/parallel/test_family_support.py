@@ -15,18 +15,13 @@ from toolkit.models.support import all_families, checked_version
 
 DAILY = (
     "gpt2",  # Conv1D, learned positions, tied head
-    "gpt_neo",  # local and global layers
     "bloom",  # ALiBi, a norm behind the embedding
     "falcon",  # one key-value head
     "opt",  # a decoder inside the model inside the model
     "llama",
     "gemma3_text",  # two rotary tables, two masks
-    "phi3",  # fused projections
-    "cohere",  # parallel attention and MLP
     "openai-gpt",  # layers return lists
-    "gpt_neox_japanese",  # a bias that the layer adds behind the block
     "bitnet",  # norms over all heads inside the blocks
-    "roformer",  # a frozen table of sines beside the hidden state
     "mixtral",  # experts
 )
 

@@ -39,7 +39,7 @@ from toolkit.parity.run.train_in_memory import train_in_memory
 
 CORES = 4
 """Ranks at a time. Ranks wait for each other, so two cores have time for four."""
-DAILY_STEPS = 12
+DAILY_STEPS = 8
 """Of the cells that train more in the whole matrix."""
 Ranks = Callable[..., list[Any]]
 

@@ -19,7 +19,7 @@ from toolkit.errors import FinishedError, RunError, ToolkitError
 
 Train = Callable[..., str]
 SAVED, EVERY, STEPS = 4, 25, 100_000
-DAILY, ALL = 2, 50
+DAILY, ALL = 1, 50
 
 
 def start(folder: Path, nproc: int, *arguments: str) -> subprocess.Popen[str]:
