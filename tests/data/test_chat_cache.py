@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from refusals import refused
 from small_chats import CHATML, write_chats, write_tokenizer
 
 from toolkit.config.data_section import DataSection
@@ -116,3 +117,16 @@ def test_a_bad_row_leaves_nothing_but_the_reason(folder):
     with pytest.raises(DataError, match=r"chats.jsonl:201: messages\[0\] has the role 'robot'"):
         built(folder)
     assert [path.suffix for path in (folder / "cache").iterdir()] == [".failed"]
+
+
+def test_each_turn_makes_a_document_whose_trained_tokens_are_those_of_the_whole_chat(folder):
+    whole = built(folder, eval_fraction=0)
+    each = built(folder, eval_fraction=0, train_on="each_assistant")
+    assert each.trained_tokens == whole.trained_tokens  # this template rewrites nothing
+    chats = [json.loads(line)["messages"] for line in (folder / "chats.jsonl").read_text().splitlines()]
+    assert each.train_documents == sum(turn["role"] == "assistant" for chat in chats for turn in chat)
+
+
+def test_turns_of_a_chat_are_not_held_out_from_each_other(folder):
+    with refused(DataError, "data.train_on", "data.eval_fraction"):
+        built(folder, train_on="each_assistant")

@@ -4,6 +4,7 @@ TRL has the templates as their models ship them, and for each a second version w
 Where the two projects define it differently, BEYOND says how, and docs/data.md says why.
 """
 
+import re
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -159,6 +160,37 @@ def test_what_is_trained_on_is_what_the_model_has_to_write(name: str, chat: str,
     found = encoded(folder_of(name), CHATS[chat], train_on)
     assert found.endswith(BY_HAND[name, chat, train_on])
     assert found.count("«") == BY_HAND[name, chat, train_on].count("«")
+
+
+TWO_THOUGHTS = [*CHATS["thought"], *turns("and?"), CHATS["thought"][1] | {"reasoning_content": "so", "thinking": "so"}]
+EACH = [(name, chat) for name in ("qwen3", "gptoss") for chat in ("multi-turn", "tools", "unicode")]
+
+
+@pytest.mark.parametrize(("name", "chat"), [*EACH, ("qwen3", "two thoughts")])
+def test_each_turn_is_trained_on_as_the_last_one_where_the_template_rewrites_earlier_turns(
+    name: str, chat: str
+) -> None:
+    """What is trained on of each is what TRL marks of it, and what precedes it is what the model is given."""
+    given = CHATS.get(chat, TWO_THOUGHTS)
+    given = {"messages": given} if isinstance(given, list) else given
+    found = encoded(folder_of(name), given, "each_assistant").split("\f")
+    # TRL ends earlier answers of gpt-oss with the token after which the model would go on.
+    expected = re.findall("«(.*?)»", trl_marks(name, given), re.DOTALL)
+    expected = [re.sub(r"(final<\|message\|>[^<]*)<\|end\|>$", r"\1<|return|>", text) for text in expected]
+    tokenizer = AutoTokenizer.from_pretrained(folder_of(name))
+    ends = [number for number, turn in enumerate(given["messages"]) if turn["role"] == "assistant"]
+    for text, answer, end in zip(found, expected, ends, strict=True):
+        options: Any = {"tools": given.get("tools"), "tokenize": False, "add_generation_prompt": True}
+        before = tokenizer.apply_chat_template(given["messages"][:end], **options)
+        assert text.rstrip("\n") == f"{before}«{answer}»"
+
+
+def test_a_thought_that_later_turns_do_not_see_is_trained_on_with_its_turn() -> None:
+    first, second = encoded(folder_of("gptoss"), TWO_THOUGHTS, "each_assistant").split("\f")
+    thought = "<|channel|>analysis<|message|>{}<|end|><|start|>assistant<|channel|>final<|message|>{}<|return|>"
+    assert first.endswith(f"hi<|end|><|start|>assistant«{thought.format('hm', 'ho')}»")
+    between = "<|start|>assistant<|channel|>final<|message|>ho<|end|><|start|>user<|message|>and?<|end|>"
+    assert second.endswith(f"hi<|end|>{between}<|start|>assistant«{thought.format('so', 'ho')}»")
 
 
 REFUSED = [

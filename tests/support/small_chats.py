@@ -11,7 +11,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from toolkit.data.tokens.chat_template import TrainOn
+from toolkit.config.data_section import TrainOn
 from toolkit.data.tokens.conversation_encoder import ConversationEncoder
 
 SPECIAL = (
@@ -53,12 +53,12 @@ def marked(tokenizer: PreTrainedTokenizerFast, ids: Iterable[int], trained: Iter
 
 
 def encoded(folder: Path, chat: dict[str, Any] | list[dict[str, str]], train_on: TrainOn = "assistant") -> str:
-    """What is trained on of a chat with the tokenizer of `folder`, as `marked` writes it."""
+    r"""What is trained on of a chat with the tokenizer of `folder`, as `marked` writes it; \f is between documents."""
     chat = {"messages": chat} if isinstance(chat, list) else chat
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    document = ConversationEncoder(folder, "<u2", train_on, after=(tokenizer.eos_token_id,)).encode(json.dumps(chat))
-    ids = np.frombuffer(document.ids, "<u2").tolist()
-    return marked(tokenizer, ids, document.trained.tolist())
+    documents = ConversationEncoder(folder, "<u2", train_on, after=(tokenizer.eos_token_id,)).encode(json.dumps(chat))
+    found = [(np.frombuffer(document.ids, "<u2").tolist(), document.trained.tolist()) for document in documents]
+    return "\f".join(marked(tokenizer, ids, trained) for ids, trained in found)
 
 
 def turns(*contents: str, system: str | None = None) -> list[dict[str, str]]:

@@ -9,7 +9,7 @@ from toolkit.config.section import Fraction, PositiveInt, Section, Text
 from toolkit.errors import Setting
 
 Format = Literal["text", "chat", "prompt_completion", "pretokenized"]
-TrainOn = Literal["assistant", "last_assistant", "all"]
+TrainOn = Literal["assistant", "last_assistant", "each_assistant", "all"]
 _CONVERSATIONS = ("chat", "prompt_completion")
 
 
@@ -80,7 +80,8 @@ class DataSection(Section):
     `completion`; the completion and its end-of-text token are trained on. `pretokenized`: `input_ids` of `tokenizer`,
     which are taken as they are, and maybe `labels`, -100 where a token is not trained on."""
     train_on: TrainOn = "assistant"
-    """Which turns of a chat are trained on. The others are read and are no targets."""
+    """Which turns of a chat are trained on. The others are read and are no targets. `each_assistant`: every turn of the
+    assistant, as the last one of a document that ends with it, for templates that rewrite earlier turns."""
     text_field: Text = "text"
     """The column or key that holds the text of a document."""
     tokenizer: Text = "bpe-4096"

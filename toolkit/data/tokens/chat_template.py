@@ -8,9 +8,9 @@ that; it is refused, and never masked by a guess. So is one that ends no turn, o
 
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from toolkit.config.data_section import DataSection
+from toolkit.config.data_section import DataSection, TrainOn
 from toolkit.errors import DataError
 from toolkit.files import reason_of
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Span = tuple[int, int]
-TrainOn = Literal["assistant", "last_assistant", "all"]
 _MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _QUOTED = 40
 """Characters of a conversation that an error quotes."""
@@ -26,6 +25,10 @@ _QUOTED = 40
 
 def check_tokenizer(section: DataSection, tokenizer: "PreTrainedTokenizerBase") -> None:
     """Raise DataError for a tokenizer that cannot make documents of `section.format`."""
+    if section.format == "chat" and section.train_on == "each_assistant" and section.eval_fraction:
+        both = (("data.train_on", section.train_on), ("data.eval_fraction", section.eval_fraction))
+        reason = "turns of one chat would be in both the training and the validation text"
+        raise DataError.between(both, reason, "give data.validation", ("data.eval_fraction", 0))
     given = (("data.tokenizer", section.tokenizer), ("data.format", section.format))
     if not tokenizer.is_fast:
         reason = "it does not say which characters a token has, as the mask of trained tokens needs"
@@ -69,8 +72,8 @@ class ChatTemplate:
         if marked is not None:
             if not marked or len(marked) % len(turns):
                 raise _UnmaskedError(f"it marks {len(marked)} parts of {len(turns)} turns for {{% generation %}}")
-            return text, marked[-(len(marked) // len(turns)) :] if self._train_on == "last_assistant" else marked
-        wanted = turns[-1:] if self._train_on == "last_assistant" else turns
+            return text, marked[-(len(marked) // len(turns)) :] if self._train_on != "assistant" else marked
+        wanted = turns[-1:] if self._train_on != "assistant" else turns
         return text, [self._turn(messages, tools, number, text) for number in wanted]
 
     def _turn(self, messages: list[Any], tools: Any, number: int, whole: str) -> Span:

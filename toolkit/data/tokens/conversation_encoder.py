@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from toolkit.data.tokens.chat_template import ChatTemplate, TrainOn
+from toolkit.config.data_section import TrainOn
+from toolkit.data.tokens.chat_template import ChatTemplate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,15 +41,23 @@ class ConversationEncoder:
 
         loaded = AutoTokenizer.from_pretrained(tokenizer_dir)
         self._template = ChatTemplate(loaded, train_on)
+        self._each = train_on == "each_assistant"
         self._before, self._after = list(before), list(after)
         self._dtype = dtype
         self._tokenizer: Tokenizer = loaded.backend_tokenizer
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
 
-    def encode(self, document: str) -> EncodedDocument:
-        """Encode one document. A token is trained on if it has a character of a trained span."""
+    def encode(self, document: str) -> list[EncodedDocument]:
+        """Encode one document; a chat of which each turn is trained on becomes one up to each."""
         content: dict[str, Any] = json.loads(document)
+        turns = content.get("messages", [])
+        ends = [number + 1 for number, turn in enumerate(turns) if self._each and turn["role"] == "assistant"]
+        parts = [content | {"messages": turns[:end]} for end in ends] or [content]
+        return [self._encode(part) for part in parts]
+
+    def _encode(self, content: dict[str, Any]) -> EncodedDocument:
+        """A token is trained on if it has a character of a trained span."""
         if "messages" in content:
             text, spans = self._template.render(content)
             opening, closing = [], []  # the template begins the first turn and ends the last one

@@ -20,11 +20,10 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.config.data_section import DataSection
+from toolkit.config.data_section import DataSection, TrainOn
 from toolkit.data.documents.rows import Format
 from toolkit.data.documents.text_chunks import TextChunk
 from toolkit.data.documents.token_rows import TokenRow
-from toolkit.data.tokens.chat_template import TrainOn
 from toolkit.data.tokens.conversation_encoder import ConversationEncoder
 from toolkit.data.tokens.document_ends import DocumentEnds
 from toolkit.data.tokens.encoder import Encoder, load_encoder
@@ -131,7 +130,7 @@ def _encode_conversations(encoder: ConversationEncoder, chunk: TextChunk) -> Enc
     for text in texts:
         if isinstance(text, str):
             try:
-                documents.append(encoder.encode(text))
+                documents += encoder.encode(text)
             except DataError as error:
                 if isinstance(texts, Generator):
                     texts.throw(error)  # says which row it is
