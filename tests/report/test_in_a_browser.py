@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from test_plan_page import gpt2_page
+from test_run_memory import RECIPE
 
 from toolkit.report.comparison_page import comparison_page
 from toolkit.report.plan_page import plans_page
@@ -34,6 +35,8 @@ def pages(make_comparison: Make, tmp_path_factory: pytest.TempPathFactory) -> di
         lines = [{"step": i, "loss": 8 - i / 50, "lr": 1e-3, "grad_norm": 1 + 20 * (i == 9), "tokens": 2048,
                   "seconds": 0.5, "memory_bytes": 2**30 + i, "skipped": i < 3} for i in range(1, 100)]  # fmt: skip
         (folder / name / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "first" / "recipe.yaml").write_text(RECIPE)
+    (folder / "first" / "environment.json").write_text('{"device": "NVIDIA H100 80GB HBM3 x 4"}')
     found["run"] = runs_page(read_runs([str(folder / "first")]), command=f"dstk report {LONG}")
     found["plans"] = plans_page(gpt2_page())
     found["runs"] = runs_page(read_runs([str(folder / "first"), str(folder / "second")]), command="dstk report")

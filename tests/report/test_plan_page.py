@@ -104,12 +104,12 @@ def test_the_search_chooses_the_best_of_what_is_evaluated(goal: Goal) -> None:
 
 def test_the_parts_of_a_bar_are_its_step_and_the_longest_fills_the_width() -> None:
     page = tight_page()
-    found = bars(page.chosen)["rows"]
+    found = bars(page.chosen)
     assert len(found) == 10
-    for row, plan in zip(found, page.chosen, strict=True):
-        assert sum(row["terms"].values()) == pytest.approx(plan.step.seconds)
-        longest = max(one.step.seconds for one in page.chosen)
-        assert sum(row["widths"].values()) == pytest.approx(100 * plan.step.seconds / longest)
+    longest = max(plan.step.seconds for plan in page.chosen)
+    for bar, plan in zip(found, page.chosen, strict=True):
+        assert sum(bar.terms.values()) == pytest.approx(plan.step.seconds)
+        assert sum(bar.widths.values()) == pytest.approx(100 * plan.step.seconds / longest)
 
 
 def test_of_too_many_candidates_the_frontier_and_what_fits_stay(monkeypatch: pytest.MonkeyPatch) -> None:

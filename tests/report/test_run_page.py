@@ -103,7 +103,7 @@ def test_the_mfu_needs_the_gpu_by_name_or_from_the_environment(make_run: MakeRun
     )
     assert one(folder).mfu(1e6) is None
     named = one(folder, gpu=hardware.gpu("A100-SXM-80GB")).mfu(1e6)
-    (folder / "environment.json").write_text(json.dumps({"device": "NVIDIA A100-SXM4-80GB"}))
+    (folder / "environment.json").write_text(json.dumps({"device": "NVIDIA A100-SXM4-80GB x 8"}))
     assert named is not None
     assert 0 < named < 1
     assert one(folder).mfu(1e6) == named

@@ -12,7 +12,8 @@ from toolkit import __version__
 from toolkit.errors import ReportError
 from toolkit.files import published
 from toolkit.report.chart import Chart, readout, style_sheet
-from toolkit.units import UNKNOWN, difference, fixed, plural, scientific, seconds
+from toolkit.report.step_bars import TONES, digits
+from toolkit.units import UNKNOWN, difference, fixed, format_bytes, plural, scientific, seconds
 
 GENERATOR = '<meta name="generator" content="dstk'
 """In the head of every page; identifies a folder as a report."""
@@ -42,8 +43,9 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
     environment.filters |= {each.__name__: each for each in (difference, scientific, fixed, seconds, plural)}
+    environment.filters |= {"bytes": format_bytes, "precise": lambda value: f"{digits(value)} s"}
     colors = Markup(style_sheet())
-    environment.globals |= {"unknown": UNKNOWN, "version": __version__, "colors": colors}
+    environment.globals |= {"unknown": UNKNOWN, "version": __version__, "colors": colors, "tones": TONES}
     return environment
 
 

@@ -13,6 +13,7 @@ from toolkit.planner.request import Plan, PlanRequest
 from toolkit.planner.search import Found, frontier
 from toolkit.report.page import render, replace_folder
 from toolkit.report.plan_picture import PlanPicture, Point
+from toolkit.report.step_bars import StepBar, digits, step_bars, terms_of
 from toolkit.units import format_bytes, format_count, format_duration, plural
 
 FILES = ("index.html",)
@@ -20,10 +21,6 @@ MOST_SHOWN = 3000
 """Rows that a browser still filters at once."""
 _MOST_BARS = 10
 _GIB = 2**30
-_TONES = {
-    "compute": "cool0", "recompute": "cool3", "host": "tolerance", "tensor": "warm0", "pipeline": "warm2",
-    "bubble": "reference", "data": "warm1", "optimizer": "cool2", "offload": "warm3",
-}  # fmt: skip
 _SHORT = {"fits": "yes", "does not fit": "no"}
 _GOALS = {"speed": "fastest", "cost": "cheapest", "memory": "smallest"}
 
@@ -60,7 +57,7 @@ def plans_page(page: PlansPage) -> str:
     on_frontier = {id(plan) for plan in front}
     points = [_point(plan, keys[id(plan)], is_frontier=id(plan) in on_frontier) for plan in shown]
     pictures = [PlanPicture(points, request.gpu, width=w, height=h) for w, h in ((1080, 440), (340, 320))]
-    columns = _columns(shown)
+    columns, drawn = _columns(shown), bars(page.chosen)
     return render(
         "plan.html",
         request=request,
@@ -78,8 +75,9 @@ def plans_page(page: PlansPage) -> str:
         ],
         filters=_filters(columns, shown, points),
         found=page.found,
-        bars=bars(page.chosen),
-        tones=_TONES,
+        bars=drawn,
+        terms=terms_of(drawn),
+        chosen=list(zip(drawn, page.chosen, strict=False)),
         facts=_facts(request),
         command=page.command,
         readouts={"charts": {}},
@@ -158,30 +156,13 @@ def _filters(columns: dict[str, Any], plans: Sequence[Plan], points: Sequence[Po
     return found
 
 
-def digits(seconds: float) -> str:
-    """Three digits or more, so that a column of them lines up."""
-    return f"{seconds:,.0f}" if seconds >= 100 else f"{seconds:#.3g}"
-
-
-def bars(chosen: Sequence[Plan]) -> dict[str, Any]:
-    """The first choices: a bar each, whose parts are its terms. The longest step fills the width."""
-    plans = list(chosen[:_MOST_BARS])
-    terms = [name for name in _TONES if any(plan.step.terms[name] > 0 for plan in plans)]
-    longest = max(plan.step.seconds for plan in plans)
+def bars(chosen: Sequence[Plan]) -> list[StepBar]:
+    """The first choices, one a bar."""
+    plans = chosen[:_MOST_BARS]
     differ = len({plan.step.gpus for plan in plans}) > 1
-    rows = [
-        {
-            "label": plan.strategy + (f" on {plan.step.gpus} GPUs" if differ else ""),
-            "gib": plan.memory.total / _GIB,
-            "seconds": plan.step.seconds,
-            "said": digits(plan.step.seconds),
-            "speed": plan.step.tokens_per_second_per_gpu,
-            "terms": {name: plan.step.terms[name] for name in terms},
-            "widths": {name: 100 * plan.step.terms[name] / longest for name in terms if plan.step.terms[name] > 0},
-        }
-        for plan in plans
-    ]
-    return {"terms": terms, "rows": rows}
+    return step_bars(
+        [(plan.strategy + (f" on {plan.step.gpus} GPUs" if differ else ""), plan.step.terms) for plan in plans]
+    )
 
 
 def _figures(page: PlansPage, best: Plan) -> dict[str, tuple[str, str]]:

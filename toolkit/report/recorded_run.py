@@ -32,6 +32,8 @@ from toolkit.files import (
 from toolkit.models.shape import ModelShape, families, find_config, with_overrides
 
 _LOST_AS_NULL = ("loss", "grad_norm", "eval_loss")
+_WARM_UP = 2
+"""First steps that the speed of a longer run excludes: they compile, allocate and warm caches."""
 
 
 def _if_finite(value: Any) -> Any:
@@ -169,6 +171,12 @@ class RecordedRun:
     def finished(self) -> bool:
         return self.recipe is not None and self.log.last.step >= self.recipe.train.steps
 
+    @property
+    def timed_steps(self) -> list[Step]:
+        """The steps whose speed counts."""
+        timed = [step for step in self.log.steps if step.seconds and step.tokens]
+        return timed[_WARM_UP:] if len(timed) > 5 * _WARM_UP else timed
+
     def mfu(self, tokens_per_second: float) -> float | None:
         """Return the model FLOPs utilization at this speed; None if GPU, model or number of ranks is unknown."""
         if self.gpu is None or self.shape is None or self.recipe is None or self.layout is None:
@@ -219,7 +227,7 @@ def _read(path: Path, *, label: str, gpu: hardware.Gpu | None) -> RecordedRun:
     known = _object(folder / "environment.json").items()
     environment = {str(name): str(value) for name, value in known if not isinstance(value, (dict, list))}
     if gpu is None and "device" in environment:
-        gpu = hardware.find_gpu(environment["device"])
+        gpu = hardware.find_gpu(re.sub(r" x \d+$", "", environment["device"]))  # and their number
     names = (re.fullmatch(r"step-(\d{8,})", path.name) for path in folder.glob("step-*"))
     checkpoints = sorted(int(name[1]) for name in names if name)
     return RecordedRun(

@@ -6,9 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from toolkit.errors import ToolkitError
-from toolkit.planner.run_memory import estimate_for_run
 from toolkit.report.chart import DASHES, Band, Chart, Event, Line, Point, running_mean
+from toolkit.report.prediction import estimated_bytes
 from toolkit.report.recorded_run import RecordedRun, Step
 
 TONES = ("cool0", "warm0", "cool1", "warm1", "warm2", "cool2", "cool3", "warm3", "cool4")
@@ -121,16 +120,6 @@ def _memory(runs: Sequence[RecordedRun]) -> Chart:
     lines = _plain(runs, lambda step: None if step.memory_bytes is None else step.memory_bytes / unit)
     bands = (Band(label="estimate", points=level, filled=False),) if level else ()
     return _chart("memory", lines, unit=_TEXTS["memory"]["unit"].format(unit=name), bands=bands)
-
-
-def estimated_bytes(run: RecordedRun) -> int | None:
-    """Return the estimated peak of PyTorch's allocations on rank 0, which the metrics record; None if unknown."""
-    if run.recipe is None or run.layout is None or run.shape is None or run.gpu is None:
-        return None
-    try:
-        return estimate_for_run(run.recipe, run.layout, run.recipe.resolve_batch(run.layout))[0].allocated
-    except ToolkitError:
-        return None  # the estimate does not cover this model or recipe
 
 
 def _plain(runs: Sequence[RecordedRun], value: Value) -> tuple[Line, ...]:

@@ -11,13 +11,12 @@ from pathlib import Path
 
 from toolkit.config.recipe import Recipe
 from toolkit.report.page import figure, readouts, render, replace_folder
+from toolkit.report.prediction import compare_with_plan, state_difference
 from toolkit.report.recorded_run import RecordedRun
 from toolkit.report.run_charts import dash, run_charts, tone
 from toolkit.units import NOT_FINITE, UNKNOWN, english_list, format_bytes, format_count, format_duration, plural, ranges
 
 FILES = ("index.html",)
-_WARM_UP = 2
-"""First steps that the speed of a longer run excludes: they compile, allocate and warm caches."""
 
 
 def write_runs(folder: Path, runs: Sequence[RecordedRun], *, command: str) -> Path:
@@ -33,6 +32,7 @@ def write_runs(folder: Path, runs: Sequence[RecordedRun], *, command: str) -> Pa
 def runs_page(runs: Sequence[RecordedRun], *, command: str) -> str:
     """Render the page as HTML."""
     charts = run_charts(runs)
+    beside = [compare_with_plan(run) for run in runs]
     return render(
         "runs.html",
         title=english_list([run.label for run in runs]) if len(runs) <= 4 else plural(len(runs), "run"),
@@ -51,6 +51,8 @@ def runs_page(runs: Sequence[RecordedRun], *, command: str) -> str:
             for index, run in enumerate(runs)
         ],
         drawings=[figure(chart) for chart in charts],
+        beside=beside,
+        difference=state_difference(beside),
         command=command,
         readouts={"charts": readouts(charts)},
     )
@@ -82,10 +84,8 @@ def figures(run: RecordedRun) -> dict[str, tuple[str, str]]:
 
 def _tokens_per_second(run: RecordedRun) -> float | None:
     """Return the throughput of the run without its first steps."""
-    timed = [step for step in run.log.steps if step.seconds and step.tokens]
-    timed = timed[_WARM_UP:] if len(timed) > 5 * _WARM_UP else timed
-    seconds = sum(step.seconds or 0.0 for step in timed)
-    return sum(step.tokens for step in timed) / seconds if seconds else None
+    seconds = sum(step.seconds or 0.0 for step in run.timed_steps)
+    return sum(step.tokens for step in run.timed_steps) / seconds if seconds else None
 
 
 def facts(run: RecordedRun) -> list[tuple[str, str]]:

@@ -1,0 +1,143 @@
+"""A run beside its plan: the step and the memory that are predicted for it, and what it took."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from toolkit.errors import ToolkitError
+from toolkit.estimate.trainable import Trainable
+from toolkit.planner.cluster import Cluster
+from toolkit.planner.request import predict
+from toolkit.planner.run_memory import estimate_for_run
+from toolkit.planner.step_time import StepTime
+from toolkit.report.recorded_run import RecordedRun
+from toolkit.report.step_bars import StepBar, step_bars
+
+
+@dataclass(frozen=True, kw_only=True)
+class Term:
+    """A term of the predicted step."""
+
+    name: str
+    seconds: float
+    share: float
+    """Of the predicted step."""
+    factor: float | None
+    """How many times as long it would take if it alone were off; None where it is shorter than what is off."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """What is known of both sides; None where nothing is."""
+
+    label: str
+    predicted: StepTime | None
+    reason: str
+    """Why no step is predicted."""
+    seconds: float | None
+    """The median of the run's steps."""
+    steps: int
+    """Steps that it is the median of."""
+    estimated_bytes: int | None
+    peak_bytes: int | None
+
+    @property
+    def ratio(self) -> float | None:
+        """The step that was measured over the predicted one."""
+        return None if self.seconds is None or self.predicted is None else self.seconds / self.predicted.seconds
+
+    @property
+    def memory_ratio(self) -> float | None:
+        """The peak that was measured over the estimated one."""
+        return self.peak_bytes / self.estimated_bytes if self.peak_bytes and self.estimated_bytes else None
+
+    @property
+    def terms(self) -> list[Term]:
+        """The predicted terms, the longest first. Runs record whole steps: which term is off is not among it."""
+        if self.predicted is None or self.seconds is None:
+            return []
+        whole = self.predicted.seconds
+        off = self.seconds - whole
+        found = [
+            Term(
+                name=name,
+                seconds=term,
+                share=term / whole,
+                factor=(term + off) / term if term + off > 0 else None,
+            )
+            for name, term in self.predicted.terms.items()
+            if term > 0
+        ]
+        return sorted(found, key=lambda term: -term.seconds)
+
+    @property
+    def bars(self) -> list[StepBar]:
+        """Both steps on one scale."""
+        if self.predicted is None or self.seconds is None:
+            return []
+        return step_bars([("predicted", self.predicted.terms), ("measured", {"measured": self.seconds})])
+
+
+def compare_with_plan(run: RecordedRun) -> Comparison:
+    """Predict a run that is over or still runs. Never raises: a page about a run does not depend on a model of it."""
+    timed = [step.seconds for step in run.timed_steps if step.seconds and not step.skipped]
+    predicted = _predicted(run)
+    return Comparison(
+        label=run.label,
+        predicted=None if isinstance(predicted, str) else predicted,
+        reason=predicted if isinstance(predicted, str) else "",
+        seconds=median(timed) if timed else None,
+        steps=len(timed),
+        estimated_bytes=estimated_bytes(run),
+        peak_bytes=max((step.memory_bytes for step in run.log.steps if step.memory_bytes), default=None),
+    )
+
+
+def estimated_bytes(run: RecordedRun) -> int | None:
+    """The estimated peak of PyTorch's allocations on rank 0, which the metrics record; None if unknown."""
+    if run.recipe is None or run.layout is None or run.shape is None or run.gpu is None:
+        return None
+    try:
+        return estimate_for_run(run.recipe, run.layout, run.recipe.resolve_batch(run.layout))[0].allocated
+    except ToolkitError:
+        return None  # the estimate does not cover this model or recipe
+
+
+def cluster_of(run: RecordedRun) -> Cluster | None:
+    """What ran it: the reference system of its GPU; None where nothing is known.
+
+    The place to read constants that were measured on a machine, a CPU's among them.
+    """
+    return None if run.gpu is None else Cluster.of(run.gpu)
+
+
+def _predicted(run: RecordedRun) -> StepTime | str:
+    """The step, or why there is none."""
+    if run.recipe is None:
+        return "its recipe is not known"
+    if run.layout is None:
+        return "the number of its ranks is not known"
+    if run.recipe.train.engine != "deepspeed":
+        return f"the time model knows DeepSpeed's engines, not {run.recipe.train.engine}"
+    if Trainable.of(run.recipe.model) != Trainable():
+        return "the time model trains all parameters, and this recipe some"
+    cluster = cluster_of(run)
+    if cluster is None:
+        device = run.environment.get("device", "its device")
+        return f"{device} is not in the catalogue of GPUs, and no constants were measured for it"
+    try:
+        return predict(run.recipe, run.layout, run.recipe.resolve_batch(run.layout), cluster)
+    except ToolkitError as error:
+        return error.problems[0]
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        return f"the time model fails: {error!r}"
+
+
+def state_difference(found: Sequence[Comparison]) -> str:
+    """A sentence about a single run; nothing about several."""
+    if len(found) != 1 or found[0].ratio is None:
+        return ""
+    percent = 100 * (found[0].ratio - 1)
+    if abs(percent) < 1:
+        return "The run took what was predicted, within 1 %."
+    return f"The run took {abs(percent):.0f} % {'longer' if percent > 0 else 'less'} than predicted."
