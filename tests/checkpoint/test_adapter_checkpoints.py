@@ -36,22 +36,26 @@ def changes(folder: Path, family: str, layout: str, **lora: Any) -> dict[str, An
 
 
 @pytest.mark.parametrize(
-    ("family", "before", "after"),
+    ("family", "before", "after", "lora"),
     [
-        ("gpt2", "z3", "tp2-pp2"),
-        pytest.param("llama", "tp2-pp2", "z3", marks=WHOLE),
-        pytest.param("qwen3", "z1", "tp2-sp", marks=WHOLE),
-        pytest.param("gpt2", "tp2-sp", "pp2", marks=WHOLE),
-        pytest.param("llama", "pp2", "z0", marks=WHOLE),
+        ("gpt2", "z3", "tp2-pp2", {"dora": True}),
+        pytest.param("llama", "tp2-pp2", "z3", {"dora": True}, marks=WHOLE),
+        pytest.param("gpt2", "z3", "tp2-pp2", {}, marks=WHOLE),
+        pytest.param("llama", "tp2-pp2", "z3", {}, marks=WHOLE),
+        pytest.param("qwen3", "z1", "tp2-sp", {}, marks=WHOLE),
+        pytest.param("gpt2", "tp2-sp", "pp2", {}, marks=WHOLE),
+        pytest.param("llama", "pp2", "z0", {}, marks=WHOLE),
     ],
 )
-def test_adapters_resume_in_another_layout(train: Train, tmp_path: Path, family: str, before: str, after: str) -> None:
-    train("run_dir=run", *SETTINGS, **changes(tmp_path, family, before))
+def test_adapters_resume_in_another_layout(
+    train: Train, tmp_path: Path, family: str, before: str, after: str, lora: dict[str, bool]
+) -> None:
+    train("run_dir=run", *SETTINGS, **changes(tmp_path, family, before, **lora))
     start = tmp_path / "run" / f"step-{INTERRUPTED:08d}"
     assert verify(start) == []
     assert {name.split(" ")[0] for name in tensors(start)} == {"adapter_model", "exp_avg", "exp_avg_sq"}
     assert all("lora_" in name for name in tensors(start))
-    train("run_dir=on", *SETTINGS, "--resume", str(start), **changes(tmp_path, family, after))
+    train("run_dir=on", *SETTINGS, "--resume", str(start), **changes(tmp_path, family, after, **lora))
     resumed, whole = timeless(tmp_path / "on"), timeless(tmp_path / "run")[INTERRUPTED:]
     assert [step["loss"] for step in resumed] == pytest.approx([step["loss"] for step in whole], rel=1e-6)
     assert [step["grad_norm"] for step in resumed] == pytest.approx([step["grad_norm"] for step in whole], rel=1e-6)
@@ -96,20 +100,21 @@ def test_peft_loads_the_trained_adapters_beside_weights_that_were_never_publishe
 
 
 @pytest.mark.parametrize(
-    ("family", "lora"),
+    ("family", "layout", "lora"),
     [
-        ("gpt2", {"dora": True}),
-        pytest.param("llama", {"rslora": True}, marks=WHOLE),
-        pytest.param("qwen3", {}, marks=WHOLE),
+        ("gpt2", "z1", {"dora": True}),
+        pytest.param("llama", "tp2-pp2", {"dora": True}, marks=WHOLE),
+        pytest.param("llama", "z1", {"rslora": True}, marks=WHOLE),
+        pytest.param("qwen3", "z1", {}, marks=WHOLE),
     ],
 )
 def test_merged_weights_compute_what_peft_computes(
-    train: Train, tmp_path: Path, family: str, lora: dict[str, Any]
+    train: Train, tmp_path: Path, family: str, layout: str, lora: dict[str, Any]
 ) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    train("run_dir=first", *SETTINGS, "optimizer.lr=0.02", **changes(tmp_path, family, "z1", **lora))
+    train("run_dir=first", *SETTINGS, "optimizer.lr=0.02", **changes(tmp_path, family, layout, **lora))
     run = (tmp_path / "first").rename(tmp_path / "run")  # adapter_config.json names a directory that is gone
     merged = tmp_path / "merged"
     export_checkpoint(run / "model", merged, merge=True)

@@ -8,6 +8,7 @@ import pytest
 from plain_fine_tuning import differences, save_base, train_from_nonzero, train_plainly
 
 from toolkit.config.recipe import ParallelSection, Recipe
+from toolkit.parallel.adapter_names import PREFIX
 
 Ranks = Callable[..., list[Any]]
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -90,15 +91,15 @@ def test_adapters_train_what_peft_trains(
     assert all((run.parameters[name] == run.initial[name]).all() for name in run.parameters.keys() - plain.trained)
 
 
-DORA = ("reference", "z0", "z1", "z2", "ddp", "pp2", "z2-offload")
+DAILY_DORA = {("z3", "llama"), ("tp2-pp2-dp2", "gpt2")}
+DORA = [(layout, family) for layout in LAYOUTS for family in ("llama", "gpt2")]
+# One has a key-value head that ranks share in a fused layer, the other gathers the outputs of its column layers.
+DORA += [(layout, family) for layout in ("z0", "tp2", "tp2-z3") for family in ("gpt_bigcode", "phi3")]
 
 
 @pytest.mark.parametrize(
     ("layout", "family"),
-    [
-        pytest.param(layout, ("gpt2", "llama")[number % 2], marks=pytest.mark.whole)
-        for number, layout in enumerate(DORA)
-    ],
+    [pytest.param(*cell, marks=() if cell in DAILY_DORA else pytest.mark.whole) for cell in DORA],
 )
 def test_dora_trains_what_peft_trains(
     make_recipe: Callable[..., Recipe], ranks: Ranks, tmp_path: Path, layout: str, family: str
@@ -106,25 +107,34 @@ def test_dora_trains_what_peft_trains(
     recipe = lora_recipe(make_recipe, tmp_path, family, layout, dora=True, rslora=True, alpha=4)
     run = ranks(train_from_nonzero, world(layout), recipe, timeout_seconds=300)[0]
     plain = train_plainly(recipe, run.initial)
-    assert any("magnitude" in name for name in plain.gradients)
     found = differences(run, plain)
     print("dora", layout, family, found)
     assert max(found.values()) < 1e-6
+    magnitudes = [name for name in plain.gradients if "magnitude" in name]
+    assert magnitudes
+    for name in magnitudes:
+        adapter = name.removesuffix("lora_magnitude_vector")
+        weight = run.initial[f"{adapter.removeprefix(PREFIX)}weight"]
+        product = run.initial[f"{adapter}lora_B.weight"] @ run.initial[f"{adapter}lora_A.weight"]
+        whole = (weight.T if family == "gpt2" else weight) + 2 * product
+        assert run.initial[name] == pytest.approx((whole.astype(float) ** 2).sum(1) ** 0.5, rel=1e-6)
 
 
 @pytest.mark.parametrize(
-    ("layout", "family"),
+    ("layout", "family", "lora"),
     [
-        ("tp2", "gpt2"),
-        *(pytest.param(layout, "llama", marks=pytest.mark.whole) for layout in ("z1", "z3", "pp2", "tp2-pp2-dp2")),
-        *(pytest.param(layout, "qwen3", marks=pytest.mark.whole) for layout in ("z3-recompute", "tp4")),
+        ("tp2", "gpt2", {"dora": True}),
+        pytest.param("tp2", "gpt2", {}, marks=pytest.mark.whole),
+        *(pytest.param(layout, "llama", {}, marks=pytest.mark.whole) for layout in ("z1", "z3", "pp2", "tp2-pp2-dp2")),
+        *(pytest.param(layout, "qwen3", {}, marks=pytest.mark.whole) for layout in ("z3-recompute", "tp4")),
+        *(pytest.param(layout, "phi3", {"dora": True}, marks=pytest.mark.whole) for layout in ("z3-recompute", "tp2")),
     ],
 )
 def test_every_layout_drops_the_same_inputs_of_adapters(
-    make_recipe: Callable[..., Recipe], ranks: Ranks, tmp_path: Path, layout: str, family: str
+    make_recipe: Callable[..., Recipe], ranks: Ranks, tmp_path: Path, layout: str, family: str, lora: dict[str, bool]
 ) -> None:
     """Micro-batches decide what is dropped, so they are equal; one process has the same seeds."""
-    recipe = lora_recipe(make_recipe, tmp_path, family, layout, dropout=0.3)
+    recipe = lora_recipe(make_recipe, tmp_path, family, layout, dropout=0.3, **lora)
     alone = recipe.changed({"train": {"engine": "reference"}}).model_copy(update={"parallel": ParallelSection()})
     run = ranks(train_from_nonzero, world(layout), recipe, timeout_seconds=300)[0]
     baseline = ranks(train_from_nonzero, 1, alone)[0]

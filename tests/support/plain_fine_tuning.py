@@ -24,6 +24,8 @@ from toolkit.parity.run.train_in_memory import train_in_memory
 SIZES: dict[str, dict[str, Any]] = {
     "llama": {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64},
     "qwen3": {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64, "head_dim": 8},
+    "phi3": {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64},
+    "gpt_bigcode": {"n_head": 4, "n_positions": 64, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     "gpt2": {"n_head": 4, "n_positions": 64, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
 }
 LAYERS = 4

@@ -51,7 +51,7 @@ class LoraSection(Section):
     rslora: bool = False
     """Rank-stabilized LoRA: scale by alpha / √r."""
     dora: bool = False
-    """DoRA: a trained magnitude for each output beside the direction. Without tp, and with zero_stage 0 to 2."""
+    """DoRA: a trained magnitude for each output beside the direction."""
 
 
 class ModelSection(Section):

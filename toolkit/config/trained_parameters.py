@@ -1,4 +1,4 @@
-"""Which parameters train: what model.lora, model.freeze and model.train_only must agree on, and the layouts of DoRA."""
+"""Which parameters train: what model.lora, model.freeze and model.train_only must agree on."""
 
 from collections.abc import Iterator
 
@@ -26,17 +26,6 @@ def trained_parameter_conflicts(recipe: Recipe) -> Iterator[Refusal]:
     if "all-linear" in lora.targets and len(lora.targets) > 1:
         field, remedy = "model.lora.targets", (("model.lora.targets", "[all-linear]"),)
         yield recipe.conflict(field, reason="all-linear already means every linear layer", remedy=remedy)
-    if not lora.dora:
-        return
-    reason, stage = "DoRA's norms need whole weights on every rank", recipe.parallel.zero_stage
-    if recipe.parallel.tp > 1:
-        yield recipe.conflict("model.lora.dora", "parallel.tp", reason=reason, remedy=(("parallel.tp", 1),))
-    if recipe.train.engine == "deepspeed" and stage == 3:
-        field = "parallel.zero_stage"
-        yield recipe.conflict("model.lora.dora", field, reason=reason, remedy=((field, "0, 1 or 2"),))
-    if recipe.train.engine == "fsdp":
-        field = "train.engine"
-        yield recipe.conflict("model.lora.dora", field, reason=reason, remedy=((field, "deepspeed or ddp"),))
 
 
 def _four_bit_conflicts(recipe: Recipe) -> Iterator[Refusal]:

@@ -25,6 +25,7 @@ from toolkit.model_init.model_modules import OnLayer, decoder_layers
 from toolkit.parallel.adapter_names import ADAPTER, PREFIX, saved_name
 from toolkit.parallel.gather import Names
 from toolkit.parallel.tensor.adapter_layers import AdapterDropout, parallelize_adapter, seed_dropouts
+from toolkit.parallel.tensor.dora import DoraMagnitude
 from toolkit.seeds import derive_seed
 
 ALL_LINEAR = "all-linear"
@@ -93,12 +94,18 @@ class Adapters:
             a, b = lora.lora_A[ADAPTER], lora.lora_B[ADAPTER]
             a.weight = nn.Parameter(self._first_a(a, f"{path}.lora_A").to(dtype))
             b.weight = nn.Parameter(self._first_b(b, f"{path}.lora_B").to(dtype))
-            if lora.use_dora[ADAPTER]:
-                _set_magnitude(lora)
             dropout = lora.lora_dropout[ADAPTER]
             if isinstance(dropout, nn.Dropout):
                 lora.lora_dropout[ADAPTER] = self._dropout(dropout, path)
             parallelize_adapter(lora, path, tensor_parallel=self.tensor_parallel)
+            if lora.use_dora[ADAPTER]:
+                lora.lora_magnitude_vector[ADAPTER] = DoraMagnitude(
+                    lora.base_layer,
+                    lora.lora_A[ADAPTER],
+                    lora.lora_B[ADAPTER],
+                    lora.scaling[ADAPTER],
+                    name=f"{PREFIX}{path}.lora_magnitude_vector",
+                )
             layer.set_submodule(local, lora)
         seed_dropouts(layer)
 
@@ -112,14 +119,6 @@ class Adapters:
 
     def _first_b(self, linear: nn.Linear, name: str) -> torch.Tensor:
         return torch.zeros(linear.weight.shape)
-
-
-def _set_magnitude(lora: Any) -> None:
-    """DoRA begins with the norms of the weights as they are."""
-    dora = lora.lora_magnitude_vector[ADAPTER]
-    product = lora.lora_B[ADAPTER].weight.detach() @ lora.lora_A[ADAPTER].weight.detach()
-    weight = lora.base_layer.weight.detach()
-    dora.weight = nn.Parameter(dora.get_weight_norm(weight, product, lora.scaling[ADAPTER]).to(weight.dtype))
 
 
 def inject(model: nn.Module, section: LoraSection) -> Any:

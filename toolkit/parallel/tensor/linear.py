@@ -60,9 +60,7 @@ class ColumnParallelLinear(_ParallelLinear):
         group = region.group
         rank, size = group.rank(), group.size()
         pieces = tuple((offset + start, length) for start, length in pieces_of(blocks, rank, size))
-        shared = blocks[0].is_shared(size)
-        units = blocks[0].units
-        owner = not shared or rank % (size // units) == 0
+        owner = not blocks[0].is_shared(size) or rank % (size // blocks[0].units) == 0
         self.out_features = sum(length for _, length in pieces)
         for key, dim in (("weight", 1 if self.input_major else 0), ("bias", 0)):
             parameter = getattr(whole, key)
@@ -71,8 +69,13 @@ class ColumnParallelLinear(_ParallelLinear):
                 self._keep(
                     key, parameter, Shard(name=f"{name}.{key}", shape=shape, dim=dim, pieces=pieces, owner=owner)
                 )
-                if shared:
-                    sum_over_sharers(getattr(self, key), group, units)
+                self.sum_over_sharers(getattr(self, key))
+
+    def sum_over_sharers(self, parameter: nn.Parameter) -> None:
+        """Sum the gradient of a parameter, sharded over outputs, over the ranks that share them."""
+        group, units = self.region.group, self._blocks[0].units
+        if self._blocks[0].is_shared(group.size()):
+            sum_over_sharers(parameter, group, units)
 
     def split_like(self, whole: nn.Module, name: str) -> "ColumnParallelLinear":
         """Shard another layer with as many outputs in the same way, to be used inside the region."""
