@@ -212,6 +212,6 @@ class TestUserConfig:
 
     @staticmethod
     def built(given: Recipe) -> dict[str, Any]:
-        layout = Layout(dp=1, **given.parallel.model_dump(exclude={"dp"}))
+        layout = Layout(**given.parallel.layout_fields | {"dp": 1})
         job = Job(recipe=given, layout=layout, batch=given.resolve_batch(layout))
         return build(job, hidden_size=64)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.checkpoint.verify import verify
-from toolkit.config import dump_recipe, gallery
+from toolkit.config import dump_recipe, gallery, load_recipe
 from toolkit.errors import RunError
 from toolkit.launch.rank_environment import RankEnvironment
 from toolkit.launch.spawn import free_port
@@ -54,21 +54,30 @@ def environment(tmp_path: Path) -> dict[str, str]:
 @pytest.fixture
 def small_recipe(make_recipe, tmp_path: Path) -> Path:
     path = tmp_path / "small.yaml"
-    path.write_text(dump_recipe(make_recipe(train__steps=2, schedule={}, parallel={"zero_stage": 2})))
+    model = {"name_or_path": "gpt2-tiny"}
+    path.write_text(dump_recipe(make_recipe(train__steps=2, schedule={}, parallel={"zero_stage": 2}, model=model)))
     return path
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: " ".join(command.split()[:2]))
-def test_a_launcher_trains_the_recipe_on_its_ranks(
+def test_a_launcher_trains_a_planned_recipe_on_its_ranks(
     command: str, environment: dict[str, str], small_recipe: Path, tmp_path: Path
 ) -> None:
     words = shlex.split(command.replace("recipes/demo.yaml", str(small_recipe)))
+    plan = ["parallel=auto", "batch.micro_batch_size=null"]
+    kept = [f"parallel.{field}" for field in ("tp=1", "pp=1", "ulysses=1", "zero_stage=2")]
     done = subprocess.run(
-        [*words, f"run_dir={tmp_path / 'run'}"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+        [*words, *plan, *kept, f"run_dir={tmp_path / 'run'}"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     expected = 1 if words[0] == "python" else 2
     assert f", dp{expected}-tp1-pp1-z2" in done.stdout
+    assert load_recipe(tmp_path / "run" / "recipe.yaml").batch.micro_batch_size == 16 // expected
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == [1, 2]
 

@@ -68,8 +68,10 @@ def command(
       dstk config gpt2-xl-pretrain --layout z3 --nodes 2 --gpus-per-node 8 --launcher slurm > job.sbatch
     """
     path, overrides = _split(arguments, recipe)
-    path = path and str(find_recipe(path))
+    path, asked = path and str(find_recipe(path)), flags["layout"]
     job = job_of(path, overrides, flags)
+    if flags["layout"] != asked:  # a plan, which overrides would replace
+        overrides = tuple(one for one in overrides if not re.match(r"parallel\b|batch\.micro_batch_size=", one))
     _check_flags(kind, launcher, explain=explain, output=output, hosts=flags["hosts"], job=job)
     train: list[str] = []
     if path is not None:

@@ -10,10 +10,12 @@ import click
 from pydantic import ValidationError
 
 from toolkit.cli import FiniteRange
+from toolkit.cli.plan.auto_recipe import explicit
 from toolkit.config import load_rounded
 from toolkit.config.field_errors import explain
 from toolkit.config.layout import Layout
 from toolkit.config.recipe import OptimizerName, Precision, Recipe, ScheduleName
+from toolkit.config.strategy import strategy_text
 from toolkit.dsconfig import options as extras
 from toolkit.dsconfig.buckets import Buckets, derive, largest_partition, link_of
 from toolkit.dsconfig.build import ConfigJob, shape_of
@@ -119,6 +121,9 @@ def job_of(recipe: str | None, overrides: tuple[str, ...], flags: Flags) -> Conf
         if note is not None:  # what starts the run has to say so too
             flags["global_batch"] = loaded.batch.global_batch_size
             click.echo(f"note: {note}", err=True)
+    if loaded.parallel.auto:
+        loaded = explicit(loaded, world_size, "cpu" if flags["device"] == "cpu" else flags["gpu"])
+        flags["layout"] = strategy_text(loaded.layout(world_size or 1), loaded.batch.micro_batch_size or 1)
     if loaded.train.engine != "deepspeed":
         reason = "this engine takes no DeepSpeed config"
         raise ConfigError.of("train.engine", loaded.train.engine, reason, ("train.engine", "deepspeed"))

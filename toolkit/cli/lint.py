@@ -75,6 +75,7 @@ def _context(flags: dict[str, Any]) -> tuple[LintContext, "RecipeContext | None"
     name, model, arguments = flags["recipe"], flags["model"], flags["trainer_args"]
     if not (name or model or arguments):
         return context, None  # pydantic takes longer to import than a file to lint
+    from toolkit.cli.plan.auto_recipe import explicit
     from toolkit.config import load_recipe
     from toolkit.dsconfig.build import shape_of
     from toolkit.lint.recipe_context import recipe_context, trainer_arguments
@@ -82,7 +83,7 @@ def _context(flags: dict[str, Any]) -> tuple[LintContext, "RecipeContext | None"
     recipe = None
     if name is not None:
         loaded = load_recipe(name, world_size=context.gpus, layout=flags["layout"])
-        recipe = recipe_context(name, loaded, context.gpus)
+        recipe = recipe_context(name, explicit(loaded, context.gpus, None, option="--gpus"), context.gpus)
         context = replace(context, recipe=name, layout=recipe.job.layout, shape=recipe.job.shape)
     if model is not None:
         context = replace(context, shape=shape_of(model))

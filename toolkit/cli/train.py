@@ -1,5 +1,6 @@
 """`dstk train`: start the ranks of this machine on recipes/train.py."""
 
+import os
 from pathlib import Path
 
 import click
@@ -23,7 +24,11 @@ _OF_ONE_MACHINE = 8
 @click.option(
     "--layout", help="One that the recipe lists (8xH100), or any (dp8-z3-recompute); without --nproc its ranks."
 )
-@click.option("--nproc", type=click.IntRange(min=1), help="Ranks on this machine.  [default: 1, or the layout's]")
+@click.option(
+    "--nproc",
+    type=click.IntRange(min=1),
+    help="Ranks on this machine.  [default: 1, or the layout's, or with parallel: auto the GPUs]",
+)
 @click.option("--deepspeed-config", metavar="JSON", help="DeepSpeed settings that the recipe does not decide.")
 @click.option("--trust-remote-code", is_flag=True, help="Run the Python code that a model directory brings.")
 @click.option("--overwrite", is_flag=True, help="Replace the run in run_dir.")
@@ -57,7 +62,7 @@ def command(
         raise click.UsageError("--strict without --resume: no checkpoint is read. Remove it.")
     # Report a mistake in the recipe now, not after the seconds in which N ranks import torch.
     if nproc is None:
-        nproc = 1 if layout is None else _ranks_of(recipe, overrides, layout)
+        nproc = _ranks_here(recipe, overrides) if layout is None else _ranks_of(recipe, overrides, layout)
     decoded = load_recipe(recipe, overrides, world_size=nproc, layout=layout)
     arguments = ["--config", recipe, *(["--layout", layout] if layout is not None else []), *overrides]
     if deepspeed_config is not None:
@@ -72,6 +77,19 @@ def command(
     run_dir = _run_directory(decoded, recipe, resume)
     again = Restart(run_dir=run_dir, given=arguments, resume=resume, overwrite=overwrite)
     return run_with_restarts(script, again.arguments, nproc, restarts)
+
+
+def _ranks_here(recipe: str, overrides: tuple[str, ...]) -> int:
+    """1, but for a plan the GPUs that this process may use."""
+    if not load_recipe(recipe, overrides).parallel.auto or os.environ.get("DS_ACCELERATOR") == "cpu":
+        return 1
+    from toolkit.doctor.collect import ask
+
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return max(1, len([one for one in visible.split(",") if one.strip() not in ("", "-1")]))
+    listed = ask(("nvidia-smi", "--list-gpus"), os.environ, 20).text.splitlines()
+    return max(1, sum(line.startswith("GPU ") for line in listed))
 
 
 def _ranks_of(recipe: str, overrides: tuple[str, ...], layout: str) -> int:

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import click
 
+from toolkit.cli.plan.auto_recipe import explicit
 from toolkit.config import load_recipe, recipe_json_schema, recipe_layouts
 from toolkit.config.gallery import find_recipe
 from toolkit.config.job import Job
 from toolkit.config.recipe import Recipe
-from toolkit.errors import LayoutError, RecipeError
+from toolkit.errors import LayoutError, RecipeError, ToolkitError
 from toolkit.units import format_count
 
 
@@ -18,7 +19,8 @@ from toolkit.units import format_count
 @click.argument("arguments", nargs=-1, required=True, metavar="RECIPE... [SECTION.KEY=VALUE]...")
 @click.option("--world-size", type=click.IntRange(min=1), metavar="N", help="Also check that it fits so many ranks.")
 @click.option("--layout", help="One that the recipes list (8xH100), or any (dp8-z3).  [default: all that they list]")
-def command(arguments: tuple[str, ...], world_size: int | None, layout: str | None) -> None:
+@click.option("--gpu", metavar="NAME", help="The kind of GPU, or cpu, that parallel: auto is planned for.")
+def command(arguments: tuple[str, ...], world_size: int | None, layout: str | None, gpu: str | None) -> None:
     """Check recipes without running them.
 
     RECIPE is a YAML file, a name of the gallery, or a directory that is searched for *.yaml. An argument with a = is an
@@ -39,7 +41,8 @@ def command(arguments: tuple[str, ...], world_size: int | None, layout: str | No
         for one, ranks in [(layout, world_size)] if layout is not None or world_size else _layouts(path):
             try:
                 recipe = load_recipe(path, overrides, world_size=ranks, layout=one)
-            except RecipeError as error:
+                recipe = recipe if ranks is None else explicit(recipe, ranks, gpu)
+            except ToolkitError as error:
                 problems += error.problems
             else:
                 click.echo(f"{path}{f', {one}' if one else ''}: {_summary(recipe, ranks)}")
@@ -94,9 +97,11 @@ def _file(path: Path) -> Path:
 def _summary(recipe: Recipe, world_size: int | None) -> str:
     """Model, layout, split of the batch and tokens of a step, on one line."""
     section, engine, micro = recipe.parallel, recipe.train.engine, recipe.batch.micro_batch_size
-    ranks = world_size or (1 if engine == "reference" else recipe.world_size)
+    ranks = None if section.auto else world_size or (1 if engine == "reference" else recipe.world_size)
     tokens = f"{format_count(recipe.batch.global_batch_size * recipe.data.seq_len)} tokens per step"
-    if ranks is None:
+    if section.auto:
+        where, split = "auto", "what is planned at launch"
+    elif ranks is None:
         sizes = {"tp": section.tp, "pp": section.pp, "u": section.ulysses}
         axes = [f"{name}{size}" for name, size in sizes.items() if size > 1]
         where = "-".join([*axes, f"z{section.zero_stage}"]) if engine == "deepspeed" else engine

@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from toolkit.config import layouts
 from toolkit.config import recipe_rules as rules
@@ -41,7 +42,6 @@ def load_recipe(
 ) -> Recipe:
     """Read a recipe; `overrides` are `section.key=value`, the last one of a key counts and `key=null` is its default.
 
-    An override of `data.source` also unsets what the file says of its source and has no effect for that one.
     `layout`: the name of one that the recipe lists, or a layout such as `dp8-z3`. It takes the place of `parallel`, and
     overrides come after it. Without either, the recipe's layout for `world_size` ranks is used.
 
@@ -54,10 +54,12 @@ def load_recipe(
     draft.read(_read(name))
     if stored:
         draft.values = upgrade_recipe(draft.values)
+    layouts.spell_out_auto(draft.values)
     draft.choose_layout(layout, world_size)
     for index in range(len(overrides)):
         draft.override(index)
-    draft.follow_source()
+        layouts.spell_out_auto(draft.values)
+    draft.close_plan()
     recipe = draft.decode() if draft.complete else None
     refusals = rules.recipe_conflicts(recipe, world_size) if recipe is not None and not draft.problems else []
     for refusal in refusals:
@@ -185,6 +187,15 @@ class _Draft:
         self.complete = isinstance(document.value, dict)
         self.values = document.value if isinstance(document.value, dict) else {}
 
+    def close_plan(self) -> None:
+        """Without a plan, the micro-batch is needed."""
+        path, batch = ("batch", "micro_batch_size"), self.values.get("batch")
+        if layouts.is_open(self.values) or not isinstance(batch, dict) or path in self.faulty:
+            return
+        if batch.get(path[1]) is None:
+            error = ErrorDetails(type="int_type" if path[1] in batch else "missing", loc=path, msg="", input=None)
+            self.refuse(*explain(error, self.written))
+
     def choose_layout(self, asked: str | None, world_size: int | None) -> None:
         """Set the fields of the layout that is asked for, or that the recipe lists for so many ranks."""
         given = self.values.get("layouts", {})
@@ -225,7 +236,9 @@ class _Draft:
 
     def _take(self, section: str, fields: dict[str, Any]) -> None:
         """Let a layout's fields replace those of the file: all of `parallel`, and single ones of other sections."""
-        known = {} if section == "parallel" else self.values.get(section, {})
+        known = self.values.get(section, {})
+        if section == "parallel":  # a plan is left the micro-batch
+            known = {"auto": True} if layouts.is_open(self.values) else {}
         if isinstance(known, dict):
             self.values[section] = known | fields
             for path in [(section,)] if section == "parallel" else [(section, name) for name in fields]:
@@ -257,14 +270,6 @@ class _Draft:
         else:
             section[names[-1]] = document.value
         return None
-
-    def follow_source(self) -> None:
-        """Where an override names another source, forget what the file says of its own and has no meaning for that."""
-        data = self.values.get("data")
-        if ("data", "source") in self.overridden and isinstance(data, dict) and isinstance(data.get("source"), str):
-            for name in rules.ignored_by_source(data["source"]):
-                if ("data", name) not in self.overridden:
-                    data.pop(name, None)
 
     def decode(self) -> Recipe | None:
         """The recipe, or None after reporting what is wrong with its fields."""

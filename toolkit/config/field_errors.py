@@ -66,7 +66,7 @@ def _about(path: Path, reason: str, *remedy: str) -> Refusal:
 
 
 def _allowed(path: Path) -> str:
-    return f"{allowed(lookup(path) or {})} is allowed"
+    return f"{'auto or ' * (path == ('parallel',))}{allowed(lookup(path) or {})} is allowed"
 
 
 def _unknown(path: Path) -> Refusal:

@@ -16,6 +16,8 @@ class Job:
     layout: Layout
     batch: Batch
     shape: ModelShape | None = None
+    plan: str = ""
+    """What `parallel: auto` chose, on one line."""
 
     @classmethod
     def of(cls, recipe: Recipe, world_size: int, shape: ModelShape | None = None) -> Self:

@@ -6,9 +6,10 @@ the form of `Strategy`. `--layout` takes a name or such a layout.
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from toolkit.config.layout import Layout
 from toolkit.config.strategy import Strategy
 from toolkit.errors import LayoutError, nearest
 
@@ -54,6 +55,22 @@ def listed(name: str, text: str) -> ListedLayout:
         raise LayoutError.of(field, text, reason, "write the same number")
     strategy = replace(strategy, dp=None if strategy.engine == "reference" else dp)
     return ListedLayout(name=name, text=text, strategy=strategy, ranks=ranks, gpu=match[2])
+
+
+def spell_out_auto(values: dict[str, Any]) -> None:
+    """`parallel: auto` in a recipe's values is short for a section, in which overrides may set fields."""
+    if values.get("parallel") == "auto":
+        values["parallel"] = {"auto": True}
+
+
+def is_open(values: dict[str, Any]) -> bool:
+    """Whether a plan is asked for; where every field is given, there is none any more."""
+    section, batch = values.get("parallel"), values.get("batch")
+    if not isinstance(section, dict) or section.get("auto") is not True or not isinstance(batch, dict):
+        return False
+    is_whole = {field.name for field in fields(Layout)} - {"dp"} <= section.keys()
+    section["auto"] = not is_whole or batch.get("micro_batch_size") is None
+    return bool(section["auto"])
 
 
 def texts(value: Any) -> list[str]:

@@ -108,7 +108,9 @@ def _reference(recipe: Recipe, world_size: int | None) -> Iterator[Refusal]:
 
 def _layout_and_batch(recipe: Recipe, world_size: int | None) -> Iterator[Refusal]:
     """The rules of Layout and Batch; without a world size, as far as they hold for every one."""
-    fields = recipe.parallel.model_dump()
+    fields = recipe.parallel.layout_fields
+    if recipe.parallel.auto:
+        return  # which the planner sees to
     try:
         if world_size is None:
             layout = Layout(**{**fields, "dp": recipe.parallel.dp or 1})

@@ -16,7 +16,7 @@ from pydantic import Field
 from toolkit.config.data_section import DataSection
 from toolkit.config.layout import Batch, Layout, OffloadDevice, Recompute
 from toolkit.config.section import Fraction, NonNegativeInt, PositiveInt, Section, Text
-from toolkit.errors import Refusal, Setting
+from toolkit.errors import BatchError, LayoutError, Refusal, Setting
 
 Precision = Literal["fp32", "bf16", "fp16"]
 EngineName = Literal["deepspeed", "reference", "ddp", "fsdp"]
@@ -85,6 +85,9 @@ class ModelSection(Section):
 class ParallelSection(Section):
     """Where the computation happens. Never changes what is computed."""
 
+    auto: bool = False
+    """Plan at launch, for the GPUs or CPU ranks that are there, what is not given of this section, and
+    batch.micro_batch_size where that is not given. `parallel: auto` is short for it alone."""
     dp: PositiveInt | None = None
     """Data-parallel replicas; the default follows from the number of ranks."""
     tp: PositiveInt = 1
@@ -106,15 +109,26 @@ class ParallelSection(Section):
     """`full`: keep only each decoder layer's input and recompute the rest in the backward pass. `selective`: recompute
     only the core attention, which needs much memory and little time."""
 
+    @property
+    def layout_fields(self) -> dict[str, Any]:
+        """The fields of Layout."""
+        return self.model_dump(exclude={"auto"})
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The fields of Layout that were given: what a plan keeps. `dp: null` is not."""
+        fields = self.layout_fields.items()
+        return {name: value for name, value in fields if name in self.model_fields_set and value is not None}
+
 
 class BatchSection(Section):
     """Samples per optimizer step."""
 
     global_batch_size: PositiveInt
     """Samples in one optimizer step, over all ranks. Part of the mathematics."""
-    micro_batch_size: PositiveInt
+    micro_batch_size: PositiveInt | None = None
     """Samples in one forward pass of one rank. Affects memory and speed; with dropout, also which activations are
-    dropped."""
+    dropped. May be left out with `parallel: auto`, which then plans it."""
 
 
 class OptimizerSection(Section):
@@ -237,18 +251,26 @@ class Recipe(Section):
     def world_size(self) -> int | None:
         """The number of ranks where the recipe fixes it with parallel.dp, else None: the launch decides."""
         section = self.parallel
+        if section.auto and not {"tp", "pp", "ulysses"} <= section.given.keys():
+            return None
         return section.dp and section.dp * section.tp * section.pp * section.ulysses
 
     def layout(self, world_size: int) -> Layout:
-        """The layout on `world_size` ranks. Raises LayoutError when it does not fit."""
-        return Layout.resolve(world_size, **self.parallel.model_dump())
+        """The layout on `world_size` ranks. Raises LayoutError when it does not fit, or is still to be planned."""
+        if self.parallel.auto:
+            reason, advice = "it is planned where the number and kind of ranks are known", "name a layout with --layout"
+            raise LayoutError(self.conflict("parallel.auto", reason=reason, remedy=(advice,)))
+        return Layout.resolve(world_size, **self.parallel.layout_fields)
 
     def strategy(self, layout: Layout) -> str:
         """How a run spreads over ranks, in a few words: the layout, or for engines without ZeRO their name."""
         return str(layout) if self.train.engine == "deepspeed" else f"{self.train.engine} dp{layout.dp}"
 
     def resolve_batch(self, layout: Layout) -> Batch:
-        """The split of the global batch under `layout`. Raises BatchError when it does not divide."""
+        """The split of the global batch under `layout`. Raises BatchError when it does not divide or is not planned."""
+        if self.batch.micro_batch_size is None:
+            field = "batch.micro_batch_size"
+            raise BatchError.of(field, None, "only a plan chooses it", (field, "1 or more"))
         return Batch.resolve(**self.batch.model_dump(), dp=layout.dp)
 
     def changed(self, sections: Mapping[str, Mapping[str, Any]]) -> Self:

@@ -45,6 +45,8 @@ def recipe_json_schema() -> Schema:
             if "$ref" in field:
                 field.pop("default", None)  # the section's own fields have their defaults
             field["description"] = described[name]
+            if definition is schema and name == "parallel":
+                field["anyOf"] = [{"$ref": field.pop("$ref")}, {"const": "auto"}]
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 

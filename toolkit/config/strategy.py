@@ -106,9 +106,10 @@ class Strategy:
         micro = self.micro_batch_size
         if micro is None:
             # If a replica has too few samples for it: the next smaller size that divides them.
-            sizes = range(min(recipe.batch.micro_batch_size, recipe.batch.global_batch_size), 0, -1)
+            sizes = range(min(recipe.batch.micro_batch_size or 1, recipe.batch.global_batch_size), 0, -1)
             micro = next((size for size in sizes if recipe.batch.global_batch_size % (size * dp) == 0), 1)
-        return recipe.changed(self.sections(dp) | {"batch": {"micro_batch_size": micro}})
+        sections = self.sections(dp) | {"batch": {"micro_batch_size": micro}}
+        return recipe.changed(sections | {"parallel": {"auto": False, **sections["parallel"]}})
 
     def baseline(self, precision: Precision) -> str:
         """What it is compared with by default: a plain process in fp32; else one rank that rounds in the same way.
@@ -154,6 +155,18 @@ class Strategy:
         except LayoutError as error:
             refusal = error.as_refusal()
             raise LayoutError(replace(refusal, given=(("strategy", self.text), *refusal.given))) from None
+
+
+def layout_text(layout: Layout) -> str:
+    """A layout with its flags, in the form of a strategy."""
+    words = {"none": [], "selective": ["selective"], "full": ["recompute"]}[layout.recompute]
+    flags = ["sp"] * layout.sequence_parallel + words + ["offload"] * (layout.offload_optimizer != "none")
+    return "-".join([str(layout), *flags])
+
+
+def strategy_text(layout: Layout, micro_batch_size: int) -> str:
+    """The same with the micro-batch: `dp8-tp4-pp2-z1-sp-recompute-m2`."""
+    return f"{layout_text(layout)}-m{micro_batch_size}"
 
 
 def _refused(text: str, reason: str, *remedy: str) -> LayoutError:

@@ -97,7 +97,7 @@ def _state(found: DeepSpeedCheckpoint, kinds: tuple[str, ...], recipe: Recipe, c
         learning_rate=learning_rate(recipe)(max(0, found.step - 1)),
         loss_scale={} if found.loss_scale is None or recipe.precision != "fp16" else {"cur_scale": found.loss_scale},
         layout=str(Layout(dp=found.ranks, zero_stage=found.stage)),
-        micro_batch_size=_setting(found, "train_micro_batch_size_per_gpu") or recipe.batch.micro_batch_size,
+        micro_batch_size=_setting(found, "train_micro_batch_size_per_gpu") or recipe.batch.micro_batch_size or 1,
         accumulation=_setting(found, "gradient_accumulation_steps") or 1,
         precision=recipe.precision,
         engine="deepspeed",

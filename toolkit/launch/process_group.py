@@ -2,16 +2,17 @@
 
 import hashlib
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from toolkit.errors import RunError
+from toolkit.errors import RunError, ToolkitError
 from toolkit.launch.health.heartbeat_store import HeartbeatStore
 from toolkit.launch.health.stalled_ranks import limit_seconds
 from toolkit.launch.health.watchdog import Watchdog
@@ -29,13 +30,9 @@ def process_group(
     Meanwhile a watchdog ends this rank when another one dies, or makes no progress for `hang_timeout_seconds` (if that
     is not 0): then the caller has to report its phases (`Watchdog.report_phase`).
     """
-    os.environ.update(environment.variables)
-    if environment.world_size == 1 and environment.master_port == 0:
-        os.environ["MASTER_PORT"] = str(free_port())
-    minutes = read_integer(os.environ, "DEEPSPEED_TIMEOUT", "30")
     # The watchdog must find the rank that hangs before the backend gives up without naming it.
-    timeout = timedelta(seconds=max(60 * minutes, 2 * limit_seconds(hang_timeout_seconds)))
-    store, rank, world_size = next(iter(rendezvous("env://", timeout=timedelta(minutes=minutes))))
+    store, rank, world_size = _stores.pop(environment) if environment in _stores else _meet(environment)
+    timeout = timedelta(seconds=max(60 * _minutes(), 2 * limit_seconds(hang_timeout_seconds)))
     watchdog = Watchdog(
         HeartbeatStore(store, rank=rank, world_size=world_size),
         local_rank=environment.local_rank,
@@ -63,6 +60,72 @@ def process_group(
     # together, and none after an error.
     dist.barrier()
     dist.destroy_process_group()
+
+
+def decided_by_first(environment: RankEnvironment, own: str, decide: Callable[[list[str]], str]) -> str:
+    """What the first rank decides, knowing the `own` of every rank; the same text on all. A collective call.
+
+    For decisions before the process group is there, whose store it uses. Raises what `decide` raises; the other ranks
+    a ToolkitError with the same lines.
+    """
+    if dist.is_initialized():
+        return _decided_in_group(own, decide)
+    if environment.world_size == 1:
+        return decide([own])
+    _stores[environment] = store, rank, world_size = _meet(environment)
+    if rank:
+        try:
+            store.set(f"own/{rank}", own)
+            failure, decided = store.get("failure").decode(), store.get("decided").decode()
+            store.set(f"heard/{rank}", "")
+        except RuntimeError:  # with which torch reports a store that is gone
+            failure, decided = "rank 0 ended before it had decided for all ranks. See its own message.", ""
+        if failure:
+            raise ToolkitError(failure.split("\n"), scope="job")
+        return decided
+    try:
+        decided = decide([own, *(store.get(f"own/{other}").decode() for other in range(1, world_size))])
+    except BaseException as error:
+        store.set("decided", "")
+        store.set("failure", str(error) if isinstance(error, ToolkitError) else "rank 0 failed. See its own message.")
+        with suppress(RuntimeError):  # the store ends with this rank: the others read it first
+            store.wait([f"heard/{other}" for other in range(1, world_size)], timedelta(seconds=5))
+        raise
+    store.set("decided", decided)
+    store.set("failure", "")
+    return decided
+
+
+_stores: dict[RankEnvironment, tuple[Store, int, int]] = {}
+"""Where ranks have met already."""
+
+
+def _decided_in_group(own: str, decide: Callable[[list[str]], str]) -> str:
+    given: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(given, own)
+    answer: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            answer = [decide(given)]
+        except ToolkitError as error:
+            answer = [error]
+    dist.broadcast_object_list(answer)
+    if isinstance(answer[0], ToolkitError):
+        raise answer[0]
+    return str(answer[0])
+
+
+def _meet(environment: RankEnvironment) -> tuple[Store, int, int]:
+    """The store of this launch, the rank and the number of ranks."""
+    os.environ.update(environment.variables)
+    if environment.world_size == 1 and environment.master_port == 0:
+        os.environ["MASTER_PORT"] = str(free_port())
+    store, rank, world_size = next(iter(rendezvous("env://", timeout=timedelta(minutes=_minutes()))))
+    return store, rank, world_size
+
+
+def _minutes() -> int:
+    return read_integer(os.environ, "DEEPSPEED_TIMEOUT", "30")
 
 
 def check_same_everywhere(fingerprint: str, device: torch.device) -> None:

@@ -1,14 +1,14 @@
 """PlanRequest: a model, GPUs and a batch; and Plan: what one layout of them would take, in memory and time."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any, Self, cast
 
 from toolkit.config.layout import Batch, Layout
 from toolkit.config.parallel_rules import model_conflicts, setting_conflicts
 from toolkit.config.recipe import Precision, Recipe
-from toolkit.config.strategy import Strategy
+from toolkit.config.strategy import Strategy, strategy_text
 from toolkit.errors import LayoutError, ModelError, Refusal
 from toolkit.estimate.breakdown import MemoryBreakdown
 from toolkit.estimate.framework_profile import FrameworkProfile
@@ -49,14 +49,7 @@ class Plan:
     @property
     def strategy(self) -> str:
         """As `--layout` takes it, micro-batch and all: `dp8-tp4-pp2-z1-sp-recompute-m2`."""
-        return f"{layout_text(self.layout)}-m{self.batch.micro_batch_size}"
-
-
-def layout_text(layout: Layout) -> str:
-    """A layout with its flags, in the form of a strategy."""
-    words = {"none": [], "selective": ["selective"], "full": ["recompute"]}[layout.recompute]
-    flags = ["sp"] * layout.sequence_parallel + words + ["offload"] * (layout.offload_optimizer != "none")
-    return "-".join([str(layout), *flags])
+        return strategy_text(self.layout, self.batch.micro_batch_size)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -73,6 +66,12 @@ class PlanRequest:
     global_batch_size: int
     precision: Precision = "bf16"
     run: Execution = field(default_factory=Execution)
+    base: Recipe | None = None
+    """What is to be trained, all of it; None: the toolkit's defaults for what a plan does not depend on."""
+    kept: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of Layout, and `micro_batch_size`, that are decided."""
+    offloads: bool = True
+    """Whether layouts that offload are tried."""
 
     @classmethod
     def of(cls, name: str, config: Mapping[str, Any], **fields: Any) -> Self:
@@ -101,6 +100,9 @@ class PlanRequest:
 
     def recipe(self, layout: Layout, batch: Batch) -> Recipe:
         """A recipe that trains the model so."""
+        if self.base is not None:
+            sizes = {"micro_batch_size": batch.micro_batch_size, "global_batch_size": batch.global_batch_size}
+            return self.base.changed({"parallel": {**asdict(layout), "auto": False}, "batch": sizes})
         return recipe_of(
             self.name,
             layout,
@@ -187,17 +189,23 @@ class PlanRequest:
         return layout, strategy.micro_batch_size
 
 
-def predict(recipe: Recipe, layout: Layout, batch: Batch, cluster: Cluster | Gpu) -> StepTime:
-    """Predict a step of a recipe in a layout on these GPUs. Raises ModelError for a model that is not known here."""
-    config = model_config(recipe)
-    request = PlanRequest.of(
+def request_for(
+    recipe: Recipe, cluster: Cluster | Gpu, gpus: int, config: Mapping[str, Any] | None = None
+) -> PlanRequest:
+    """What a recipe asks of these GPUs; `config` is its model's. Raises ModelError for one that is not known here."""
+    return PlanRequest.of(
         recipe.model.name_or_path,
-        config,
+        model_config(recipe) if config is None else config,
         cluster=cluster if isinstance(cluster, Cluster) else Cluster.of(cluster),
-        gpus=layout.world_size,
+        gpus=gpus,
         seq_len=recipe.data.seq_len,
-        global_batch_size=batch.global_batch_size,
+        global_batch_size=recipe.batch.global_batch_size,
         precision=recipe.precision,
         run=Execution(precision=recipe.precision, compiled=recipe.train.compile),
+        base=recipe,
     )
-    return request.step(layout, batch)
+
+
+def predict(recipe: Recipe, layout: Layout, batch: Batch, cluster: Cluster | Gpu) -> StepTime:
+    """Predict a step of a recipe in a layout on these GPUs. Raises ModelError for a model that is not known here."""
+    return request_for(recipe, cluster, layout.world_size).step(layout, batch)

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from toolkit.config.layout import Batch, Layout, OffloadDevice, Recompute
-from toolkit.errors import BatchError, LayoutError, ToolkitError
+from toolkit.errors import BatchError, LayoutError, ModelError, ToolkitError
+from toolkit.estimate.trainable import Trainable
 from toolkit.models.support import misfits, tensor_parallel_sizes
 from toolkit.planner.request import Plan, PlanRequest
 from toolkit.planner.step_time import StepTime
@@ -45,11 +46,17 @@ def layouts(request: PlanRequest) -> Iterator[Layout]:
     for tp in [size for size in tensor_parallel_sizes(shape) if size <= widest and gpus % size == 0]:
         for pp in [size for size in _divisors(gpus // tp) if size <= shape.layers]:
             if request.global_batch_size % (gpus // tp // pp) == 0:
-                yield from _variants(request, tp=tp, pp=pp)
+                yield from _kept(request, _variants(request, tp=tp, pp=pp))
     for ulysses in _divisors(min(gpus, shape.heads)):
         is_whole = gpus % ulysses == 0 and not list(misfits(shape, ulysses=ulysses))
         if ulysses > 1 and is_whole and request.global_batch_size % (gpus // ulysses) == 0:
-            yield from _variants(request, ulysses=ulysses)
+            yield from _kept(request, _variants(request, ulysses=ulysses))
+
+
+def _kept(request: PlanRequest, found: Iterator[Layout]) -> Iterator[Layout]:
+    """Those with the values that are decided."""
+    decided = [(name, value) for name, value in request.kept.items() if name != "micro_batch_size"]
+    return (layout for layout in found if all(getattr(layout, name) == value for name, value in decided))
 
 
 def _variants(request: PlanRequest, *, tp: int = 1, pp: int = 1, ulysses: int = 1) -> Iterator[Layout]:
@@ -58,10 +65,13 @@ def _variants(request: PlanRequest, *, tp: int = 1, pp: int = 1, ulysses: int = 
     recomputations: tuple[Recompute, ...] = ("none", "full")
     if request.setup_attention == "eager":
         recomputations = ("none", "selective", "full")
-    for stage in (1,) if pp > 1 else (1, 2, 3):
-        for optimizer, params in _OFFLOADS:
+    stages = (0,) if request.kept.get("zero_stage") == 0 else (1,) if pp > 1 else (1, 2, 3)
+    if request.kept.get("recompute") == "selective":
+        recomputations = ("selective",)
+    for stage in stages:
+        for optimizer, params in _OFFLOADS if request.offloads else _OFFLOADS[:1]:
             # Where parameters are sharded, a strategy offloads both.
-            if (optimizer == "cpu" and (pp > 1 or stage == 1)) or (params == "cpu") != (
+            if (optimizer == "cpu" and (pp > 1 or stage < 2)) or (params == "cpu") != (
                 optimizer == "cpu" and stage == 3
             ):
                 continue
@@ -85,13 +95,51 @@ def candidates(request: PlanRequest) -> list[Candidate]:
     """All layouts with all micro-batches, predicted. Raises LayoutError or BatchError where there are none."""
     found = []
     for layout in layouts(request):
-        each = request.global_batch_size // layout.dp
-        for size in _divisors(each, LARGEST_MICRO_BATCH):
-            batch = Batch(global_batch_size=request.global_batch_size, micro_batch_size=size, dp=layout.dp)
-            found.append(Candidate(layout=layout, batch=batch, step=request.step(layout, batch)))
+        found += [
+            Candidate(layout=layout, batch=batch, step=request.step(layout, batch))
+            for batch in batches(request, layout)
+        ]
     if not found:
-        raise _no_layout(request)
+        raise _none_is_kept(request) or _no_layout(request)
     return found
+
+
+def batches(request: PlanRequest, layout: Layout) -> list[Batch]:
+    """Every split of the batch in a layout, the smallest micro-batches first. Raises BatchError where there is none."""
+    total, decided = request.global_batch_size, request.kept.get("micro_batch_size")
+    if total % layout.dp:
+        reason = f"{layout.dp} replicas cannot share it equally"
+        per = total // layout.dp * layout.dp or layout.dp
+        raise BatchError.of("--global-batch", total, reason, ("--global-batch", per))
+    each = total // layout.dp
+    sizes = _divisors(each, LARGEST_MICRO_BATCH)
+    if decided is not None:
+        sizes = [decided] if each % decided == 0 else []
+    return [Batch(global_batch_size=total, micro_batch_size=size, dp=layout.dp) for size in sizes]
+
+
+def best_micro_batch(request: PlanRequest, layout: Layout, *, stand_ins: bool = False) -> Plan:
+    """The fastest plan of one layout that fits; where none does, that of the smallest micro-batch.
+
+    `stand_ins`: see PlanRequest.memory. Raises BatchError where no micro-batch divides what a replica has.
+    """
+    plans: list[Plan] = []
+    for batch in batches(request, layout):
+        plans.append(request.estimated(layout, batch, request.step(layout, batch), stand_ins=stand_ins))
+        if not plans[-1].fits:
+            break
+    if not plans:
+        raise _none_is_kept(request) or _no_layout(request)
+    return min((plan for plan in plans if plan.fits), key=lambda plan: plan.step.seconds, default=plans[0])
+
+
+def _none_is_kept(request: PlanRequest) -> LayoutError | None:
+    """What is decided leaves no layout; None where there is none anyway."""
+    if not request.kept or not any(layouts(replace(request, kept={}))):
+        return None
+    reason = "no layout that training accepts has them and splits the batch"
+    given = (("--gpus", request.gpus), ("--global-batch", request.global_batch_size), *request.kept.items())
+    return LayoutError.between(given, reason, "leave some of them to the plan")
 
 
 def search(request: PlanRequest, *, goal: Goal = "speed", top: int = 10) -> Found:
@@ -104,12 +152,17 @@ def search(request: PlanRequest, *, goal: Goal = "speed", top: int = 10) -> Foun
     plans: list[Plan] = []
     seen: set[Layout] = set()
     too_large: dict[Layout, int] = {}
+    unknown: ModelError | None = None
     for candidate in sorted(found, key=lambda candidate: candidate.step.seconds):
         layout, size = candidate.layout, candidate.batch.micro_batch_size
         # More samples never need less.
         if layout in seen or size >= too_large.get(layout, size + 1) or least_bytes(request, layout) > _room(request):
             continue
-        plan = request.estimated(layout, candidate.batch, candidate.step)
+        try:
+            plan = request.estimated(layout, candidate.batch, candidate.step)
+        except ModelError as error:  # a layout in which this model's activations cannot be recorded
+            too_large[layout], unknown = 1, unknown or error
+            continue
         if not plan.fits:
             # Most layouts that do not fit do not with one sample either: then no other size is tried.
             one = replace(candidate.batch, micro_batch_size=1)
@@ -120,6 +173,8 @@ def search(request: PlanRequest, *, goal: Goal = "speed", top: int = 10) -> Foun
         plans.append(plan)
         if len(plans) == top:
             break
+    if unknown is not None and not plans:
+        raise unknown
     return Found(plans=plans, candidates=len(found))
 
 
@@ -178,6 +233,8 @@ def _smallest(request: PlanRequest, found: list[Candidate], top: int) -> list[Pl
 
 def least_bytes(request: PlanRequest, layout: Layout) -> float:
     """Less than the model states of a rank: weights in 16 bits, and the shares of gradients, masters and moments."""
+    if request.base is not None and Trainable.of(request.base.model).text:
+        return 0.0  # frozen weights have no such states
     numel = request.model.parameters.numel / (layout.tp * layout.pp)
     shards = layout.dp * layout.ulysses
     whole = {1: 4.0, 2: 2.0, 3: 0.0}.get(layout.zero_stage, 8.0)

@@ -58,6 +58,7 @@ def _banner(run: TrainingRun) -> list[tuple[str, str]]:
         *describe_data(recipe, corpus, run.loader.train),
         ("ranks", f"{layout.world_size} on {place}, {run.job.strategy}"),
         ("layout", "".join(f"{name}: {text}" for name, text in recipe.layouts.items())),
+        ("plan", run.job.plan),
         ("engine", f"{engine}, {recipe.precision}{offloaded}"),
         ("stages", f"{stages} layers" if stages else ""),
         ("batch", f"{batch.global_batch_size} = {split}"),

@@ -26,6 +26,7 @@ from toolkit.training.checkpointing import Checkpointer
 from toolkit.training.console import Console, make_progress, show_summary
 from toolkit.training.incidents import Incidents
 from toolkit.training.loop import TrainingRun
+from toolkit.training.plan_launch import planned_for_ranks
 from toolkit.training.preflight import check_model, check_vocabulary, deepspeed_config, find_shape
 from toolkit.training.resume import AUTO, resume
 from toolkit.training.run_directory import RunDirectory
@@ -37,9 +38,15 @@ EngineFactory = Callable[..., Engine]
 
 
 def load_job(path: str | PathLike[str], overrides: Sequence[str] = (), layout: str | None = None) -> Job:
-    """The job of a recipe on the ranks of this launch. `overrides` and `layout` are as on the command line."""
-    world_size = RankEnvironment.detect().world_size
-    return Job.of(load_recipe(path, overrides, world_size=world_size, layout=layout), world_size)
+    """The job of a recipe on the ranks of this launch. `overrides` and `layout` are as on the command line.
+
+    With `parallel: auto` a collective call: the first rank plans for all.
+    """
+    here = RankEnvironment.detect()
+    recipe, plan = load_recipe(path, overrides, world_size=here.world_size, layout=layout), ""
+    if recipe.parallel.auto:
+        recipe, plan = planned_for_ranks(recipe, here)
+    return replace(Job.of(recipe, here.world_size), plan=plan)
 
 
 @dataclass(frozen=True, kw_only=True)

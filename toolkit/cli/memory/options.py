@@ -9,6 +9,7 @@ from typing import Any
 
 from toolkit.cli import guess_note
 from toolkit.cli.memory.foreign_setup import ForeignSetup, foreign_setup
+from toolkit.cli.plan.auto_recipe import explicit
 from toolkit.config.layout import Layout
 from toolkit.config.parallel_rules import model_conflicts, setting_conflicts
 from toolkit.config.recipe import Recipe
@@ -170,10 +171,11 @@ def from_recipe(path: str, options: Mapping[str, Any]) -> MemoryQuery:
     world_size = options["world_size"]
     rounds, where = options["micro"] is not None, options["layout"]
     recipe, remark = load_rounded(path, overrides, world_size=world_size, rounds=rounds, layout=where)
+    recipe = explicit(recipe, world_size, options["gpu_name"])
     section = recipe.parallel
     ranks = world_size or recipe.world_size or section.tp * section.pp * section.ulysses
     if options["accumulation"] is not None:
-        size = recipe.batch.micro_batch_size * options["accumulation"] * recipe.layout(ranks).dp
+        size = (recipe.batch.micro_batch_size or 1) * options["accumulation"] * recipe.layout(ranks).dp
         recipe = recipe.changed({"batch": {"global_batch_size": size}})
     config = model_config(recipe)
     return MemoryQuery(

@@ -8,13 +8,13 @@ from typing import Any
 from toolkit.cli.memory.options import read_config
 from toolkit.config.layout import Batch, Layout
 from toolkit.config.recipe import Precision
-from toolkit.errors import BatchError, LayoutError, ReportError, RunError, nearest
+from toolkit.errors import LayoutError, ReportError, RunError, nearest
 from toolkit.files import expanded, read_text, reason_of
 from toolkit.hardware import gpu as find_gpu
 from toolkit.planner.cluster import Cluster
 from toolkit.planner.execution import Execution, Format
 from toolkit.planner.request import Plan, PlanRequest
-from toolkit.planner.search import LARGEST_MICRO_BATCH
+from toolkit.planner.search import best_micro_batch
 
 _CLUSTER_FACTS = {field.name for field in fields(Cluster)} - {"gpu"}
 
@@ -101,19 +101,7 @@ def plan_of(request: PlanRequest, text: str, options: Mapping[str, Any]) -> Plan
             global_batch_size=request.global_batch_size, micro_batch_size=size, dp=layout.dp
         )  # raises BatchError
         return request.plan(layout, batch)
-    each, rest = divmod(request.global_batch_size, layout.dp)
-    if rest or not each:
-        per = request.global_batch_size // layout.dp * layout.dp or layout.dp
-        reason = f"{layout.dp} replicas cannot share it equally"
-        raise BatchError.of("--global-batch", request.global_batch_size, reason, ("--global-batch", per))
-    sizes = [size for size in range(1, min(each, LARGEST_MICRO_BATCH) + 1) if each % size == 0]
-    batches = [Batch(global_batch_size=request.global_batch_size, micro_batch_size=n, dp=layout.dp) for n in sizes]
-    plans: list[Plan] = []
-    for batch in batches:
-        plans.append(request.plan(layout, batch))
-        if not plans[-1].fits:
-            break
-    return min((plan for plan in plans if plan.fits), key=lambda plan: plan.step.seconds, default=plans[0])
+    return best_micro_batch(request, layout)
 
 
 def _fields(layout: Layout) -> dict[str, Any]:

@@ -8,8 +8,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from toolkit.config.strategy import layout_text
 from toolkit.planner.costs import Cost
-from toolkit.planner.request import Plan, PlanRequest, layout_text
+from toolkit.planner.request import Plan, PlanRequest
 from toolkit.units import format_bytes, format_count, plural
 
 _GIB = 2**30

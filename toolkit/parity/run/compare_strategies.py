@@ -95,7 +95,7 @@ def baseline_reruns(baseline: StrategyRun, seeds: int) -> list[StrategyRun]:
     share = section.global_batch_size // baseline.recipe.layout(baseline.ranks).dp
     # One sample per micro-batch, or if it has that already, the smallest larger size that divides a replica's samples.
     divisors = (size for size in range(2, share + 1) if share % size == 0)
-    other = 1 if section.micro_batch_size > 1 else next(divisors, 1)
+    other = 1 if (section.micro_batch_size or 1) > 1 else next(divisors, 1)
     split = baseline.recipe.changed({"batch": {"micro_batch_size": other}})
     once_more = replace(baseline, name="once more", rerun_of=baseline.name)
     return [

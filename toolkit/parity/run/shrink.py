@@ -32,5 +32,5 @@ def shrink(recipe: Recipe) -> Recipe:
     overrides = {name: value for name, value in tiny.items() if name in wanted}
     text = {"source": "markov", "subset": None, "split": "train", "text_field": "text"}
     data = {**text, "tokenizer": "bpe-257", "seq_len": SEQ_LEN}
-    batch = {"global_batch_size": GLOBAL_SIZE, "micro_batch_size": min(4, recipe.batch.micro_batch_size)}
+    batch = {"global_batch_size": GLOBAL_SIZE, "micro_batch_size": min(4, recipe.batch.micro_batch_size or 4)}
     return recipe.changed({"model": {"overrides": overrides}, "data": data, "batch": batch})

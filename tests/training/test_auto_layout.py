@@ -1,0 +1,54 @@
+"""`parallel: auto` on forked ranks: one plan for all of them, kept in the run directory, and the same training."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from toolkit.config import load_recipe
+from toolkit.errors import ToolkitError
+
+Train = Callable[..., str]
+AUTO = ("parallel=auto", "batch.micro_batch_size=null", "schedule.warmup_steps=0")
+SMALL = {"model": {"name_or_path": "gpt2-tiny"}, "batch__global_batch_size": 4}
+"""The demo's model."""
+
+
+def losses(run: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_planned_run_resumes_on_other_ranks_with_another_plan(train: Train, tmp_path: Path) -> None:
+    train("run_dir=one", *AUTO, **SMALL)
+    banner = train("run_dir=two", *AUTO, "parallel.zero_stage=2", "checkpoint.every=2", **SMALL, world_size=2)
+    resume = ("--resume", "two/step-00000002", "parallel.pp=2")
+    train("run_dir=four", *AUTO, *resume, **SMALL, world_size=4)
+    layouts = []
+    for name, ranks in (("one", 1), ("two", 2), ("four", 4)):
+        stored = load_recipe(tmp_path / name / "recipe.yaml", world_size=ranks)
+        assert not stored.parallel.auto
+        layouts.append(stored.layout(ranks))
+        assert stored.resolve_batch(layouts[-1]).global_batch_size == 4
+    assert (layouts[1].zero_stage, layouts[2].pp) == (2, 2)
+    assert f"{layouts[1]}-" in next(line for line in banner.splitlines() if line.split()[:1] == ["plan"])
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-6)
+    assert losses(tmp_path / "four")[-2:] == pytest.approx(losses(tmp_path / "one")[2:], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "advice"),
+    [
+        pytest.param(("parallel.zero_stage=3", "parallel.pp=2"), "parallel.pp", "leave", id="kept fields"),
+        pytest.param(("batch.micro_batch_size=3",), "batch.micro_batch_size", "leave", id="kept micro-batch"),
+        pytest.param(("model.name_or_path=mixtral-8x7b",), "model.name_or_path", "dstk memory", id="model"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_line_on_every_rank(
+    train: Train, changes: tuple[str, ...], field: str, advice: str
+) -> None:
+    with pytest.raises(ToolkitError) as caught:
+        train("run_dir=here", *AUTO, *changes, **SMALL, world_size=2)
+    (line,) = caught.value.problems
+    assert field.rpartition(".")[2] in line
+    assert advice in line.lower()

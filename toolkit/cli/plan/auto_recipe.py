@@ -1,0 +1,24 @@
+"""A recipe with `parallel: auto` in a command that answers for some layout: its plan for the ranks that are named."""
+
+import click
+
+from toolkit.config.recipe import Recipe
+from toolkit.errors import RecipeError
+
+
+def explicit(recipe: Recipe, ranks: int | None, gpu: str | None, *, option: str = "--world-size") -> Recipe:
+    """The recipe with its plan in it, which is said on stderr; unchanged where it leaves nothing open.
+
+    `gpu`: a kind, or `cpu`. Raises RecipeError without a number of ranks, which `option` gives.
+    """
+    if not recipe.parallel.auto:
+        return recipe
+    if ranks is None:
+        raise RecipeError.of("parallel.auto", True, "a plan is for a number of ranks", f"say how many with {option}")
+    from toolkit.planner.auto.plan_recipe import planned
+    from toolkit.planner.auto.ranks import cluster_named
+
+    cluster, on = cluster_named(gpu, ranks)
+    found = planned(recipe, cluster, ranks, on=on)
+    click.echo(f"note: planned {found.note}.", err=True)
+    return found.recipe

@@ -1,0 +1,96 @@
+"""What the ranks of a launch run on, as they say it themselves, and the cluster that a plan takes for it."""
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from toolkit.hardware import Gpu, find_gpu
+from toolkit.hardware import gpu as named_gpu
+from toolkit.planner.cluster import Cluster
+
+CPU = "cpu"
+UNKNOWN_GPU = "A100-PCIe-40GB"
+"""Whose rates a GPU that is not in the catalogue is planned with: between the newest and the oldest. What fits is
+decided by its own memory."""
+_OF_ONE_MACHINE = 8
+"""GPUs that a fast link joins, unless it joins those of a rack."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankDevice:
+    """Of one rank, as plain data: ranks send it to each other."""
+
+    host: str
+    device: str
+    """What torch.cuda.get_device_name says, or `cpu`."""
+    memory_bytes: int
+    """Of the device; of a CPU the host's, which its ranks share."""
+    host_memory_bytes: int
+
+
+def cluster_of(ranks: Sequence[RankDevice]) -> tuple[Cluster, str]:
+    """The cluster of these ranks, and what it is in words. Of several kinds of GPUs the slowest counts for all."""
+    names = sorted({rank.device for rank in ranks})
+    per_host = Counter(rank.host for rank in ranks)
+    kinds = [_kind(name, max(per_host.values())) for name in names]
+    kind = min(kinds, key=lambda one: one.bf16_flops or one.fp32_flops)
+    in_cpus = names == [CPU]
+    memory = min(rank.memory_bytes // (per_host[rank.host] if in_cpus else 1) for rank in ranks)
+    domain = kind.link_domain if kind.link_domain > _OF_ONE_MACHINE else max(per_host.values())
+    host_memory = float(min(rank.host_memory_bytes for rank in ranks))
+    said = f"{len(ranks)} x {' and '.join(names)}" if not in_cpus else f"{len(ranks)} x CPU"
+    if len(names) > 1:
+        said += f", all taken for {kind.name}"
+    elif not in_cpus and find_gpu(names[0]) is None:
+        said += f", which is not in the catalogue: with the rates of {UNKNOWN_GPU}"
+    return _cluster(replace(kind, memory_bytes=memory), gpus_per_node=domain, host_memory_bytes=host_memory), said
+
+
+def cluster_named(name: str | None, ranks: int) -> tuple[Cluster, str]:
+    """The cluster of a kind of GPU, or `cpu`, where a command plans for ranks elsewhere. Raises RunError."""
+    if name == CPU:
+        memory = host_memory_bytes()
+        return cluster_of([RankDevice(host="", device=CPU, memory_bytes=memory, host_memory_bytes=memory)] * ranks)
+    kind = named_gpu(UNKNOWN_GPU if name is None else name)
+    return _cluster(kind), f"{ranks} x {kind.name}{'' if name else ' (--gpu names another)'}"
+
+
+def _cluster(kind: Gpu, **facts: float) -> Cluster:
+    """Data sheets' figures. Measured ones of this machine (`dstk calibrate`) belong here, and nowhere else."""
+    if kind.name == CPU:
+        facts = {"link_seconds": 1e-4, "network_seconds": 2e-4} | facts
+    return Cluster.of(kind, **facts)
+
+
+def host_memory_bytes() -> int:
+    """Of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _kind(name: str, ranks: int) -> Gpu:
+    if name != CPU:
+        return find_gpu(name) or replace(named_gpu(UNKNOWN_GPU), name=name, device_names=(name,))
+    link: Literal["pcie"] = "pcie"
+    return Gpu(
+        name=CPU,
+        memory_bytes=0,
+        **dict.fromkeys(("bf16_flops", "fp16_flops", "tf32_flops", "fp32_flops"), _CORE_FLOPS),
+        fp8_flops=None,
+        fp4_flops=None,
+        link=link,
+        link_bytes_per_second=2e9,
+        multiprocessors=1,
+        memory_bytes_per_second=1e10,
+        matmul_fraction={},
+        link_domain=ranks,
+        network_bytes_per_second=1.25e9 / ranks,
+        host_bytes_per_second=1e10,
+        watts=10,
+        source="round figures of one core with AVX2, gloo over shared memory, and 10 Gb/s Ethernet",
+        device_names=(),
+    )
+
+
+_CORE_FLOPS = 5e10
