@@ -126,7 +126,7 @@ def test_print_unfolds_details_and_the_screen_folds_them_again(visit: Any) -> No
     assert page.locator("details:not([open])").count() == closed
 
 
-@pytest.mark.parametrize("name", ["eight", "awkward"])
+@pytest.mark.parametrize("name", ["eight", "awkward", "plans"])
 def test_nothing_overflows_the_width_of_a_sheet(visit: Any, name: str) -> None:
     page = visit(name, width=700)
     page.emulate_media(media="print")
