@@ -9,7 +9,14 @@ import toolkit
 
 HEAVY = ("torch", "transformers", "deepspeed", "accelerate", "datasets")
 WITH_TORCH = (
-    *("toolkit.checkpoint", "toolkit.convert", "toolkit.data", "toolkit.engines", "toolkit.model_init"),
+    *(
+        "toolkit.calibrate",
+        "toolkit.checkpoint",
+        "toolkit.convert",
+        "toolkit.data",
+        "toolkit.engines",
+        "toolkit.model_init",
+    ),
     *("toolkit.parallel", "toolkit.parity.run", "toolkit.recorder", "toolkit.training"),
     *("toolkit.launch.environment", "toolkit.launch.health.heartbeat_store", "toolkit.launch.health.watchdog"),
     *("toolkit.launch.local_ranks", "toolkit.launch.process_group"),

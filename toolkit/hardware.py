@@ -6,6 +6,9 @@ fp32, as PyTorch's do; bandwidths are decimal.
 
 import functools
 import json
+import math
+import os
+import platform
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,7 +18,34 @@ from typing import Any, Literal
 from toolkit.errors import RunError, nearest
 
 MatmulPrecision = Literal["bf16", "fp16", "tf32", "fp32", "fp8", "fp4"]
-Link = Literal["nvlink", "xgmi", "pcie"]
+Link = Literal["nvlink", "xgmi", "pcie", "memory"]
+"""`memory`: ranks on the cores of one machine."""
+LAUNCH_SECONDS = 4e-6
+"""Between the starts of two dependent kernels of a GPU: draining one and filling the next."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoreRates:
+    """What one rank on one core of a CPU reaches, as `dstk calibrate` measured it. Pairs: forward, backward."""
+
+    products: Mapping[str, tuple[tuple[int, int, int, float], ...]] = field(hash=False)
+    """Of each precision: m, n, k of a matrix product, and FLOP/s."""
+    attention: Mapping[str, tuple[float, float]] = field(hash=False)
+    """Of each precision: FLOP/s of causal attention, of which masked blocks do not count."""
+    layer_bytes_per_second: tuple[float, float]
+    """Of a decoder layer's element-wise kernels, by the bytes that time_profiles.json counts."""
+    layer_seconds: tuple[float, float]
+    """A layer in Python: its modules, autograd and the dispatch of kernels. Nothing computes meanwhile."""
+    loss_bytes_per_second: tuple[float, float]
+
+    def product_flops(self, precision: str, m: int, n: int, k: int) -> float:
+        """The rate of a product: that of the measured ones, weighted by how near they are in powers of two."""
+        weighted = [
+            (1 / (0.05 + sum(math.log2(a / b) ** 2 for a, b in zip((m, n, k), row[:3], strict=True))), row[3])
+            for row in self.products[precision]
+        ]
+        total = sum(weight for weight, _ in weighted)
+        return math.exp(sum(weight * math.log(rate) for weight, rate in weighted) / total)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +87,10 @@ class Gpu:
     """The document with the peaks and bandwidths."""
     device_names: tuple[str, ...]
     """What `torch.cuda.get_device_name` says, without the maker."""
+    kernel_seconds: float = LAUNCH_SECONDS
+    """What a kernel takes besides its work."""
+    core: CoreRates | None = None
+    """Of a CPU's rank; None for GPUs."""
 
     def peak_flops(self, precision: MatmulPrecision) -> float | None:
         """Peak FLOP/s of dense matrix products; None where the GPU has no unit for `precision`."""
@@ -142,6 +176,17 @@ def variant_note(name: str | None) -> str | None:
     if name is None or len(found) < 2 or any(map(str.isdecimal, _words(name))):
         return None
     return f"--gpu {name} is taken for {found[0].name}; others are {', '.join(entry.name for entry in found[1:])}."
+
+
+def cpu_name() -> str:
+    """This machine's processor and the cores that the process may use: `AMD EPYC 7763, 2 cores`."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return f"{next(names, platform.machine())}, {cores} core{'s' if cores > 1 else ''}"
 
 
 def _words(name: str) -> list[str]:

@@ -40,7 +40,7 @@ def alternate(sides: Mapping[str, Side], *, ranks: int, rounds: int, warmup: int
     console = Console(stderr=True, highlight=False)
     for number in range(rounds):
         for name, side in sides.items():
-            stamps: Stamps = run_ranks(_silently, ranks, side, timeout_seconds=1800)[0]
+            stamps: Stamps = run_ranks(silently, ranks, side, timeout_seconds=1800)[0]
             steps = stamps.step_seconds(warmup)
             seconds[name].append(steps)
             losses[name] = stamps.losses
@@ -49,7 +49,8 @@ def alternate(sides: Mapping[str, Side], *, ranks: int, rounds: int, warmup: int
     return {name: Times(rounds=seconds[name], losses=losses[name]) for name in sides}
 
 
-def _silently(side: Side) -> Stamps:
+def silently(side: Side) -> Stamps:
+    """Run a side; what DeepSpeed prints goes nowhere."""
     with Path(os.devnull).open("w") as nowhere:
         os.dup2(nowhere.fileno(), 1)
         os.dup2(nowhere.fileno(), 2)

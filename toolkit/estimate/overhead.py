@@ -23,7 +23,7 @@ _CUBLAS_HANDLES = 2
 _SIMPLE, _LL, _LL128 = 4 * _MIB, 8 * 512 * 8 * 16, 120 * 640 * 8 * 8
 NCCL_CHANNEL_BYTES = _SIMPLE + _LL + _LL128
 """Buffers of one connection in one channel, for its three protocols (NCCL 2.2x, src/include/device.h and init.cc)."""
-NCCL_CHANNELS = {"nvlink": 16, "xgmi": 16, "pcie": 2}
+NCCL_CHANNELS = {"nvlink": 16, "xgmi": 16, "pcie": 2, "memory": 0}
 """Channels of a ring. Known error: NCCL chooses them by topology, 2 to 32."""
 _GPUS_PER_NODE = 8
 _NVLS_BYTES = 16 * 2 * 8 * 128 * 1024

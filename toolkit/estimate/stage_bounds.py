@@ -19,6 +19,9 @@ from toolkit.estimate.parameters import ModelParameters
 
 GPU_FLOPS_PER_BYTE = 120.0
 """What training assumes on a GPU: an H100 at 40 % of its bf16 peak of 989 TFLOP/s, over its memory's 3.35 TB/s."""
+CPU_FLOPS_PER_BYTE = 3.0
+"""FLOP/s that a decoder layer reaches, norms and activations included, by bytes/s of memory: measured in fp32 on one
+core of an AMD EPYC server (78 GFLOP/s, 27 GB/s). An H100 at 40 % of its bf16 peak would have 120; that is computed."""
 _LOSS_BYTES = 24
 """Memory traffic of one token's loss and its gradient per vocabulary entry: six passes over fp32."""
 _GRADIENT_BYTES = 16
@@ -47,11 +50,14 @@ def balanced_bounds(
     seq_len: int,
     recompute: Recompute = "none",
     head_alone: bool = True,
+    flops_per_byte: float = GPU_FLOPS_PER_BYTE,
 ) -> tuple[int, ...]:
     """Return training's bounds: stage k has layers [bounds[k], bounds[k + 1]). Raises LayoutError for too many."""
     if stages == 1:
         return (0, len(model.pattern))
-    return balance(_costs(model, micro_batch_size, seq_len, recompute), stages, head_alone=head_alone)
+    return balance(
+        _costs(model, micro_batch_size * seq_len, seq_len, recompute, flops_per_byte), stages, head_alone=head_alone
+    )
 
 
 def balance(costs: Costs, stages: int, *, head_alone: bool = True) -> tuple[int, ...]:
@@ -97,16 +103,16 @@ def balance(costs: Costs, stages: int, *, head_alone: bool = True) -> tuple[int,
     return fastest
 
 
-def _costs(model: ModelParameters, micro_batch_size: int, seq_len: int, recompute: Recompute) -> Costs:
+def _costs(model: ModelParameters, tokens: int, seq_len: int, recompute: Recompute, flops_per_byte: float) -> Costs:
     """FLOPs a token, as `toolkit.parallel.pipeline.balance.count_costs` counts them, from the recorded counts."""
-    traffic = GPU_FLOPS_PER_BYTE * _GRADIENT_BYTES / (micro_batch_size * seq_len)
+    traffic = flops_per_byte * _GRADIENT_BYTES / tokens
     counted = [tuple(constant + slope * seq_len for constant, slope in (p.flops, p.with_weights)) for p in model.flops]
     (before, _), *kinds, (after, _) = counted
     layers = [
         3 * flops + {"none": 0, "selective": flops - weighted, "full": flops}[recompute] + traffic * numel
         for (flops, weighted), numel in zip(kinds, model.layer_numels, strict=True)
     ]
-    loss = GPU_FLOPS_PER_BYTE * _LOSS_BYTES * next(one.shape[0] for one in model.outside if one.is_head)
+    loss = flops_per_byte * _LOSS_BYTES * next(one.shape[0] for one in model.outside if one.is_head)
     return Costs(
         before=3 * before + traffic * sum(one.numel for one in model.outside if one.first),
         layers=tuple(layers[kind] for kind in model.pattern),

@@ -3,11 +3,11 @@
 import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 import torch
 
 from toolkit import __version__
+from toolkit.hardware import cpu_name
 
 _PACKAGES = ("torch", "deepspeed", "transformers", "accelerate")
 
@@ -34,17 +34,7 @@ def describe_device(device: torch.device) -> str:
     """Return such as `NVIDIA H100 80GB HBM3 x 8` or `AMD EPYC 7763, 2 cores`."""
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)} x {torch.cuda.device_count()}"
-    cores = len(os.sched_getaffinity(0))
-    return f"{_cpu_name()}, {cores} core{'s' if cores > 1 else ''}"
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.machine()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
+    return cpu_name()
 
 
 def _version(package: str) -> str:

@@ -12,14 +12,14 @@ from transformers import PreTrainedModel
 from toolkit.config.job import Job
 from toolkit.config.layout import Layout
 from toolkit.errors import ModelError
-from toolkit.estimate.stage_bounds import GPU_FLOPS_PER_BYTE, balance
+from toolkit.estimate.stage_bounds import CPU_FLOPS_PER_BYTE, GPU_FLOPS_PER_BYTE, balance
 from toolkit.model_init.model_modules import Materializer, OnLayer, outside_layers, persistent_buffers
 from toolkit.parallel.adapter_names import holds_adapters
 from toolkit.parallel.gather import Names
 from toolkit.parallel.groups import ParallelGroups
 from toolkit.parallel.loss import IGNORE, sample_loss_sums, token_loss_sum
 from toolkit.parallel.model_structure import ModelStructure, analyze_model
-from toolkit.parallel.pipeline.balance import CPU_FLOPS_PER_BYTE, count_costs
+from toolkit.parallel.pipeline.balance import count_costs
 from toolkit.parallel.pipeline.stage import PipelineStage
 from toolkit.parallel.shard import is_counted
 from toolkit.parallel.tensor.parallelize import TensorParallelizer, mark_replicated

@@ -25,6 +25,32 @@ class Cluster:
     """Between a GPU and the memory of its host."""
     host_memory_bytes: float
     """Of a node, for what is offloaded."""
+    collective_seconds: float = 8e-6
+    """What a collective takes beside its hops: the kernel's launch, and waiting for the slowest rank."""
+    send_seconds: float = 3e-4
+    """What a pipeline's send or receive takes beside the transfer: Python's calls, and waiting for the stream before
+    the next micro-batch starts, as Megatron-LM and DeepSpeed's engine do. Set on the development half of published
+    runs; `dstk calibrate` measures it for CPU ranks, as it does the four below."""
+    step_seconds: float = 1e-3
+    """The engine's fixed share of a step: norm, learning rate, the optimizer's calls."""
+    micro_batch_seconds: float = 0.0
+    """Of each micro-batch. On GPUs it passes while they compute."""
+    sharded_seconds: float = 0.0
+    """What ZeRO-3's hooks take for a layer and micro-batch, on CPUs."""
+    cores: float = 0
+    """That CPU ranks share, at one thread each; 0: GPUs, each of which computes by itself."""
+    slowdown: float = 1.0
+    """Of a CPU's rank when all cores are busy: they share memory, caches and clock."""
+
+    def alongside(self, ranks: int) -> float:
+        """How much longer a rank computes when `ranks` ranks do, each on a core of its own where there are enough."""
+        if self.cores < 2:
+            return 1.0
+        return 1 + (self.slowdown - 1) * (min(ranks, self.cores) - 1) / (self.cores - 1)
+
+    def crowding(self, ranks: int) -> float:
+        """Ranks a core."""
+        return max(1.0, ranks / self.cores) if self.cores else 1.0
 
     @classmethod
     def of(cls, gpu: Gpu, **facts: float) -> Self:
@@ -43,7 +69,7 @@ class Cluster:
 
 HOST_MEMORY_BYTES = 2e12
 """NVIDIA's DGX A100 and DGX H100 have 2 TB."""
-LINK_SECONDS = {"nvlink": 2.0e-6, "xgmi": 3.0e-6, "pcie": 6.0e-6}
+LINK_SECONDS = {"nvlink": 2.0e-6, "xgmi": 3.0e-6, "pcie": 6.0e-6, "memory": 1.0e-4}
 """Latency of one hop of NCCL's ring with its Simple protocol. NCCL's tuning tables (src/graph/tuning.cc: hwLat, in
 microseconds) have 3.4 for NVLink and 5.7 for PCIe with LL128 and Simple between 2 and 6; rounded."""
 NETWORK_SECONDS = 1.0e-5

@@ -19,12 +19,6 @@ LINK_SHARE = 0.78
 report bus bandwidths of 230 to 235 GB/s on an A100's 300 and of 350 to 360 on an H100's 450 without NVLS."""
 NETWORK_SHARE = 0.85
 """Share of the network cards: nccl-tests' 185 to 195 GB/s on nodes with 8 cards of 25, less among many nodes."""
-START_SECONDS = 8e-6
-"""What a collective takes beside its hops: the kernel's launch, and waiting for the slowest rank."""
-
-SEND_SECONDS = 3e-4
-"""What a pipeline's send or receive takes beside the transfer: Python's calls, and waiting for the stream before the
-next micro-batch starts, as Megatron-LM and DeepSpeed's engine do. Set on the development half of published runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +53,7 @@ def all_reduce(cluster: Cluster, ranks: Group, size: float, messages: float = 1)
     ring = 2 * m * cluster.network_seconds + 2 * (n - m) * cluster.link_seconds
     tree = inside + 2 * math.log2(m) * cluster.network_seconds
     latency = inside if m == 1 else min(ring, tree)
-    return messages * (START_SECONDS + latency) + 2 * size * (n - 1) / n / _bandwidth(cluster, ranks)
+    return messages * (cluster.collective_seconds + latency) + 2 * size * (n - 1) / n / _bandwidth(cluster, ranks)
 
 
 @lru_cache(maxsize=65536)
@@ -70,7 +64,7 @@ def all_gather(cluster: Cluster, ranks: Group, size: float, messages: float = 1)
     if n == 1 or size <= 0:
         return 0.0
     latency = (m if m > 1 else 0) * cluster.network_seconds + (n - m) * cluster.link_seconds
-    return messages * (START_SECONDS + latency) + size * (n - 1) / n / _bandwidth(cluster, ranks)
+    return messages * (cluster.collective_seconds + latency) + size * (n - 1) / n / _bandwidth(cluster, ranks)
 
 
 def all_to_all(cluster: Cluster, ranks: Group, size: float) -> float:
@@ -80,14 +74,16 @@ def all_to_all(cluster: Cluster, ranks: Group, size: float) -> float:
     inside = size * (ranks.local - 1) / ranks.size / (LINK_SHARE * cluster.link_bytes_per_second)
     outside = size * (ranks.size - ranks.local) / ranks.size / (NETWORK_SHARE * cluster.network_bytes_per_second)
     latency = cluster.link_seconds if ranks.nodes == 1 else cluster.network_seconds
-    return START_SECONDS + latency * math.log2(ranks.size) + max(inside, outside)
+    return cluster.collective_seconds + latency * math.log2(ranks.size) + max(inside, outside)
 
 
 def send(cluster: Cluster, size: float, *, between_nodes: bool) -> float:
     """Seconds until a neighbor stage has `size` bytes and goes on."""
     if between_nodes:
-        return SEND_SECONDS + cluster.network_seconds + size / (NETWORK_SHARE * cluster.network_bytes_per_second)
-    return SEND_SECONDS + cluster.link_seconds + size / (LINK_SHARE * cluster.link_bytes_per_second)
+        return (
+            cluster.send_seconds + cluster.network_seconds + size / (NETWORK_SHARE * cluster.network_bytes_per_second)
+        )
+    return cluster.send_seconds + cluster.link_seconds + size / (LINK_SHARE * cluster.link_bytes_per_second)
 
 
 def _bandwidth(cluster: Cluster, ranks: Group) -> float:

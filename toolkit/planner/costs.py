@@ -17,9 +17,9 @@ class Cost:
     days: float
     usd: float | None
     """None where no price is known."""
-    kwh: float
-    """At most: boards and nodes at full power."""
-    kg_co2: float
+    kwh: float | None
+    """At most: boards and nodes at full power; None where that is not known, of CPUs."""
+    kg_co2: float | None
 
 
 def cost_of(
@@ -33,8 +33,8 @@ def cost_of(
     return Cost(
         days=hours / 24,
         usd=None if rate is None else hours * step.gpus * rate,
-        kwh=kwh,
-        kg_co2=kwh * (facts["kg_co2_per_kwh"] if carbon is None else carbon),
+        kwh=kwh or None,
+        kg_co2=kwh * (facts["kg_co2_per_kwh"] if carbon is None else carbon) or None,
     )
 
 

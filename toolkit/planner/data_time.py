@@ -22,6 +22,8 @@ def data_seconds(setup: Setup, forward: float, backward: float) -> float:
         return 0.0
     ranks = collectives.group(cluster, size=setup.replicas, stride=layout.tp)
     numel, overlaps = setup.parameters, run.facts["overlaps"]
+    if cluster.cores:  # a core that communicates does not compute
+        forward = backward = 0.0
     gradient = (setup.gradient_bytes or run.facts["gradient_bytes"]) * numel
     if layout.zero_stage == 3:
         return _sharded(setup, forward, backward, ranks, gradient)
@@ -30,7 +32,7 @@ def data_seconds(setup: Setup, forward: float, backward: float) -> float:
     if layout.zero_stage == 0:
         reduce, gather = collectives.all_reduce(cluster, ranks, gradient, messages), 0.0
     else:
-        whole = run.facts.get("reduces_all", False)
+        whole = run.facts.get("reduces_all", False) or bool(cluster.cores)  # gloo: DeepSpeed sums whole buckets
         reduce = (collectives.all_reduce if whole else collectives.all_gather)(cluster, ranks, gradient, messages)
         gather = collectives.all_gather(cluster, ranks, weight, messages)
     times = setup.accumulation if layout.zero_stage == 2 else 1  # stage 2 keeps no whole gradients between them
@@ -57,7 +59,7 @@ def _sharded(setup: Setup, forward: float, backward: float, ranks: collectives.G
     share: float = run.facts["sharded"]
     gather, reduce = gather / share, reduce / share
     exposed = max(gather - forward, gather / layers) + max(gather + reduce - backward, (gather + reduce) / layers)
-    return setup.accumulation * exposed
+    return setup.accumulation * (exposed + layers * cluster.sharded_seconds)
 
 
 def optimizer_seconds(setup: Setup) -> float:
@@ -67,7 +69,10 @@ def optimizer_seconds(setup: Setup) -> float:
     share = numel / setup.replicas if layout.zero_stage else numel
     if layout.offload_optimizer != "none":
         return 0.0
-    return stream_seconds(setup.cluster.gpu, setup.run.facts["optimizer"] * share + 4 * numel, 20) + 1e-3
+    return (
+        stream_seconds(setup.cluster.gpu, setup.run.facts["optimizer"] * share + 4 * numel, 20)
+        + setup.cluster.step_seconds
+    )
 
 
 def offload_seconds(setup: Setup) -> float:

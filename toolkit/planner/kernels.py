@@ -17,8 +17,6 @@ the best of many shapes, each measured for moments. Boards of 700 W and more low
 MEMORY_SHARE = 0.85
 """Share of the memory's bandwidth that streaming kernels reach: BabelStream has 0.87 to 0.92 on A100 and H100 for large
 buffers; norms and dropout reduce across rows or draw numbers beside."""
-LAUNCH_SECONDS = 4e-6
-"""Between the starts of two dependent kernels: draining one and filling the next."""
 _RAMP = 1.0e-6
 """Of each wave: loading the first tiles, storing the last."""
 _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (128, 64, 0.75), (64, 64, 0.6))
@@ -32,6 +30,8 @@ def matmul_seconds(gpu: Gpu, m: int, n: int, k: int, precision: MatmulPrecision)
     """Seconds of one product, by the best of cuBLAS's tiles, also with k split among blocks."""
     if min(m, n, k) < 1:
         return 0.0
+    if gpu.core is not None:
+        return 2 * m * n * k / gpu.core.product_flops(precision, m, n, k) + gpu.kernel_seconds
     peak = gpu.peak_flops(precision) or gpu.fp32_flops
     rate = peak * SUSTAINED[gpu.watts >= 500] * fraction(gpu, precision) / gpu.multiprocessors
     size = {"fp32": 4, "tf32": 4, "fp8": 1, "fp4": 0.5}.get(precision, 2)
@@ -47,7 +47,7 @@ def matmul_seconds(gpu: Gpu, m: int, n: int, k: int, precision: MatmulPrecision)
             wave = 2 * rows * columns * (k / split) / (rate * share) + _RAMP
             reduce = 0.0 if split == 1 else 4 * m * n * (split + 1) / (MEMORY_SHARE * gpu.memory_bytes_per_second)
             best = min(best, -(-blocks // gpu.multiprocessors) * wave + reduce)
-    return max(best, streamed) + LAUNCH_SECONDS
+    return max(best, streamed) + gpu.kernel_seconds
 
 
 def fraction(gpu: Gpu, precision: MatmulPrecision) -> float:
@@ -57,6 +57,6 @@ def fraction(gpu: Gpu, precision: MatmulPrecision) -> float:
     return found or known.get("bf16", DEFAULT_FRACTION)
 
 
-def stream_seconds(gpu: Gpu, size: float, kernels: float = 1) -> float:
-    """Seconds to read and write `size` bytes in so many kernels."""
-    return size / (MEMORY_SHARE * gpu.memory_bytes_per_second) + kernels * LAUNCH_SECONDS
+def stream_seconds(gpu: Gpu, size: float, kernels: float = 1, *, reached: float | None = None) -> float:
+    """Seconds to read and write `size` bytes in so many kernels, at the memory's or at a `reached` bandwidth."""
+    return size / (reached or MEMORY_SHARE * gpu.memory_bytes_per_second) + kernels * gpu.kernel_seconds

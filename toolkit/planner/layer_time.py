@@ -10,7 +10,7 @@ from functools import lru_cache
 from toolkit.hardware import Gpu, MatmulPrecision
 from toolkit.models.shape import ModelShape
 from toolkit.planner.execution import QUANTIZED, Execution
-from toolkit.planner.kernels import LAUNCH_SECONDS, fraction, matmul_seconds, stream_seconds
+from toolkit.planner.kernels import fraction, matmul_seconds, stream_seconds
 
 COMPILED_SHARE = 0.5
 """Of the element-wise traffic that is left where torch.compile fuses chains of kernels: each reads and writes once."""
@@ -77,7 +77,11 @@ def head_seconds(gpu: Gpu, shape: ModelShape, work: Work, run: Execution) -> Pas
     vocab = -(-shape.vocab // work.tp)
     forward, backward = run.facts["loss"].get(run.loss, run.facts["loss"]["plain"])
     logits = work.tokens * vocab
-    loss = Passes(forward=stream_seconds(gpu, logits * forward, 6), backward=stream_seconds(gpu, logits * backward, 4))
+    rates = (None, None) if gpu.core is None else gpu.core.loss_bytes_per_second
+    loss = Passes(
+        forward=stream_seconds(gpu, logits * forward, 6, reached=rates[0]),
+        backward=stream_seconds(gpu, logits * backward, 4, reached=rates[1]),
+    )
     return _linear(gpu, (work.tokens, vocab, shape.embed_dim), run.wide) + loss
 
 
@@ -103,6 +107,9 @@ def attention_seconds(gpu: Gpu, shape: ModelShape, work: Work, run: Execution) -
     width = shape.head_dim if shape.latent is None else (shape.head_dim + shape.latent.value_dim) / 2
     flops = 4.0 * tokens * work.seq_len * heads * width
     peak = gpu.peak_flops(run.wide) or gpu.fp32_flops
+    if gpu.core is not None:
+        rates = gpu.core.attention[run.wide]
+        return Passes(forward=flops / 2 / rates[0], backward=2.5 * flops / 2 / rates[1])
     if run.attention not in _SCORES:
         forward, backward = _RATES[run.attention]
         older = _OLD_KERNEL if peak > _BEFORE_HOPPER and run.attention in ("flash1", "flash2") else 1.0
@@ -111,8 +118,8 @@ def attention_seconds(gpu: Gpu, shape: ModelShape, work: Work, run: Execution) -
         # Blocks on the diagonal are half empty, and pipelines of loads have to fill.
         rate = peak * older * narrow * work.seq_len / (work.seq_len + 512)
         return Passes(
-            forward=flops / 2 / (rate * forward) + LAUNCH_SECONDS,
-            backward=2.5 * flops / 2 / (rate * backward) + 2 * LAUNCH_SECONDS,
+            forward=flops / 2 / (rate * forward) + gpu.kernel_seconds,
+            backward=2.5 * flops / 2 / (rate * backward) + 2 * gpu.kernel_seconds,
         )
     scores = heads * tokens * work.seq_len * run.activation_bytes / 2
     seconds = []
@@ -143,5 +150,6 @@ def _streams(gpu: Gpu, shape: ModelShape, work: Work, run: Execution) -> Passes:
             inputs = work.tokens * (2 * shape.hidden + shape.attention_dim / work.tp) + mlp
             outputs = work.tokens * 2 * shape.hidden + heads + mlp * (2 if shape.gated else 1)
             moved += QUANTIZED[run.precision] * (inputs if way == 0 else outputs)
-        seconds.append(stream_seconds(gpu, moved, 10 if way == 0 else 14))
+        reached = None if gpu.core is None else gpu.core.layer_bytes_per_second[way]
+        seconds.append(stream_seconds(gpu, moved, 10 if way == 0 else 14, reached=reached))
     return Passes(forward=seconds[0], backward=seconds[1])

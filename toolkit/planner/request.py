@@ -13,7 +13,7 @@ from toolkit.errors import LayoutError, ModelError, Refusal
 from toolkit.estimate.breakdown import MemoryBreakdown
 from toolkit.estimate.framework_profile import FrameworkProfile
 from toolkit.estimate.memory_model import Framework, MemoryModel
-from toolkit.estimate.stage_bounds import balanced_bounds
+from toolkit.estimate.stage_bounds import CPU_FLOPS_PER_BYTE, GPU_FLOPS_PER_BYTE, balanced_bounds
 from toolkit.hardware import Gpu
 from toolkit.models.families.registry import CONFIG_SCHEMAS
 from toolkit.planner.cluster import Cluster
@@ -127,8 +127,11 @@ class PlanRequest:
         """What the time model is asked. Raises LayoutError for stages that the model cannot fill."""
         bounds: tuple[int, ...] = ()
         if layout.pp > 1 and self.run.framework == "toolkit":
+            flops = CPU_FLOPS_PER_BYTE if self.cluster.cores else GPU_FLOPS_PER_BYTE
             sizes = {"micro_batch_size": batch.micro_batch_size, "seq_len": self.seq_len}
-            bounds = balanced_bounds(self.model.parameters, layout.pp, **sizes, recompute=layout.recompute)
+            bounds = balanced_bounds(
+                self.model.parameters, layout.pp, **sizes, recompute=layout.recompute, flops_per_byte=flops
+            )
         run = self.run
         if run.framework == "toolkit":
             run = replace(run, attention=self.setup_attention) if self.setup_attention != run.attention else run

@@ -69,7 +69,7 @@ def _variants(request: PlanRequest, *, tp: int = 1, pp: int = 1, ulysses: int = 
     if request.kept.get("recompute") == "selective":
         recomputations = ("selective",)
     for stage in stages:
-        for optimizer, params in _OFFLOADS if request.offloads else _OFFLOADS[:1]:
+        for optimizer, params in _OFFLOADS if request.offloads and not request.cluster.cores else _OFFLOADS[:1]:
             # Where parameters are sharded, a strategy offloads both.
             if (optimizer == "cpu" and (pp > 1 or stage < 2)) or (params == "cpu") != (
                 optimizer == "cpu" and stage == 3

@@ -82,25 +82,30 @@ def predict_step(setup: Setup) -> StepTime:
     for stage, layers in enumerate(setup.stages):
         total = layer.scaled(layers)
         if stage == 0:
-            total = total.plus(ends[0], run.facts["host"])
+            total = total.plus(ends[0], _end_idle(setup, ends[0]))
         if stage == layout.pp - 1:
-            total = total.plus(ends[1], run.facts["host"])
-        stages.append(total)
+            total = total.plus(ends[1], _end_idle(setup, ends[1]))
+        stages.append(total.scaled(setup.cluster.alongside(setup.gpus)))
     slowest = max(stages, key=lambda stage: stage.seconds)
     forward_share = 1 - slowest.backward / slowest.seconds
     waiting = bubble_seconds([stage.seconds for stage in stages], forward_share, m) / run.virtual_stages
+    crowding = setup.cluster.crowding(setup.gpus)
+    if crowding > 1:
+        # Ranks share cores: the work of all takes as long as the cores do, and the pipeline at least its own time.
+        alone, slowest = m * slowest.seconds + waiting, _mean(stages).scaled(crowding)
+        waiting = max(0.0, alone - m * slowest.seconds)
     pipeline = _pipeline(setup)
     data = data_seconds(setup, slowest.seconds - slowest.backward, slowest.backward)
     tokens = setup.micro_batch_size * m * layout.dp * setup.seq_len
     return StepTime(
         compute=m * slowest.compute,
         recompute=m * slowest.recompute,
-        host=m * slowest.host,
+        host=m * (slowest.host + crowding * setup.cluster.micro_batch_seconds),
         tensor=m * slowest.tensor,
-        pipeline=pipeline,
+        pipeline=crowding * pipeline,
         bubble=waiting,
-        data=data,
-        optimizer=optimizer_seconds(setup),
+        data=crowding * data,
+        optimizer=crowding * optimizer_seconds(setup),
         offload=offload_seconds(setup),
         tokens=tokens,
         gpus=setup.gpus,
@@ -124,18 +129,40 @@ class _Stage:
     def seconds(self) -> float:
         return self.compute + self.recompute + self.host + self.tensor
 
-    def scaled(self, factor: int) -> "_Stage":
+    def scaled(self, factor: float) -> "_Stage":
         return _Stage(**{name: factor * getattr(self, name) for name in self.__dataclass_fields__})
 
-    def plus(self, end: Passes, host: Sequence[float]) -> "_Stage":
-        """With the embeddings or the head, each of which takes the host as long as a layer."""
-        idle = max(0.0, host[0] - end.forward), max(0.0, host[1] - end.backward)
+    def plus(self, end: Passes, idle: Sequence[float]) -> "_Stage":
+        """With the embeddings or the head."""
         return replace(
             self,
             compute=self.compute + end.forward + end.backward,
             host=self.host + sum(idle),
             backward=self.backward + end.backward + idle[1],
         )
+
+
+def _mean(stages: Sequence[_Stage]) -> _Stage:
+    names = _Stage.__dataclass_fields__
+    return _Stage(**{name: sum(getattr(stage, name) for stage in stages) / len(stages) for name in names})
+
+
+def _idle(setup: Setup, host: Sequence[float], busy: Sequence[float]) -> tuple[float, float]:
+    """How long the GPU waits for Python in the forward and in the backward pass.
+
+    A pass takes what the slower of the GPU and of the host that launches its kernels takes. On a CPU both are one.
+    """
+    core = setup.cluster.gpu.core
+    if core is not None:
+        return core.layer_seconds
+    return max(0.0, host[0] - busy[0]), max(0.0, host[1] - busy[1])
+
+
+def _end_idle(setup: Setup, end: Passes) -> tuple[float, float]:
+    """The same of the embeddings or the head, each of which takes a GPU's host as long as a layer."""
+    if setup.cluster.gpu.core is not None:
+        return 0.0, 0.0  # among a micro-batch's fixed seconds
+    return _idle(setup, setup.run.facts["host"], (end.forward, end.backward))
 
 
 def _layer(setup: Setup) -> _Stage:
@@ -157,8 +184,9 @@ def _layer(setup: Setup) -> _Stage:
     if recompute == "full":
         busy_backward += forward_tensor
         host_backward += host_forward
-    # A pass takes what the slower of the GPU and of the host that launches its kernels takes.
-    idle_forward, idle_backward = max(0.0, host_forward - busy_forward), max(0.0, host_backward - busy_backward)
+    idle_forward, idle_backward = _idle(setup, (host_forward, host_backward), (busy_forward, busy_backward))
+    if gpu.core is not None and recompute == "full":
+        idle_backward += idle_forward
     return _Stage(
         compute=once.forward + once.backward + accumulated,
         recompute=again,
@@ -198,7 +226,7 @@ def _tensor(setup: Setup) -> tuple[float, float]:
         ranks = collectives.group(cluster, size=layout.ulysses, stride=layout.tp)
         per_head = work.tokens * setup.run.activation_bytes / layout.tp
         widths = 2 * setup.shape.attention_dim + 2 * setup.shape.kv_dim
-        exchange = collectives.all_to_all(cluster, ranks, per_head * widths) + 3 * collectives.START_SECONDS
+        exchange = collectives.all_to_all(cluster, ranks, per_head * widths) + 3 * cluster.collective_seconds
         forward, backward = forward + exchange, backward + exchange
     hidden = 1 - setup.run.facts["overlaps"]["tensor"]
     return forward * hidden, backward * hidden

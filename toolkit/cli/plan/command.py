@@ -12,7 +12,9 @@ from toolkit.errors import LayoutError
 @click.option(
     "--model", required=True, help="A shape that the toolkit knows, a directory with a config.json, or the file."
 )
-@click.option("--gpus", required=True, metavar="NxGPU", help="64xH100, 8xA100-40, 4xL40S, …")
+@click.option(
+    "--gpus", required=True, metavar="NxGPU", help="64xH100, 8xA100-40, 4xL40S, …; 2xcpu after dstk calibrate."
+)
 @click.option("--seq", type=click.IntRange(min=1), required=True, help="Tokens of a sample.")
 @click.option("--global-batch", type=click.IntRange(min=1), required=True, help="Samples of a step, of all GPUs.")
 @click.option(
@@ -47,7 +49,12 @@ from toolkit.errors import LayoutError
     help="Kernels of another framework.  [default: flash2]",
 )
 @click.option("--virtual-stages", type=click.IntRange(min=1), default=1, help="Of another framework's pipeline stages.")
-@click.option("--cluster", type=click.Path(), metavar="FILE", help="YAML: gpus_per_node, network_bytes_per_second, …")
+@click.option(
+    "--cluster",
+    type=click.Path(),
+    metavar="FILE",
+    help="YAML: gpus_per_node, network_bytes_per_second, …; a file of dstk calibrate; or measured: the stored one.",
+)
 @click.option("--tokens", type=float, help="Days, money and energy of training on so many tokens: 1e12.")
 @click.option("--price", type=click.FloatRange(min=0), help="US dollars a GPU and hour.  [default: prices.json]")
 @click.option("--carbon", type=click.FloatRange(min=0), help="Kilograms of CO2 a kWh.  [default: the world's average]")

@@ -11,12 +11,13 @@ from toolkit.config.recipe import Precision
 from toolkit.errors import LayoutError, ReportError, RunError, nearest
 from toolkit.files import expanded, read_text, reason_of
 from toolkit.hardware import gpu as find_gpu
+from toolkit.planner.calibration.file import CPU, MEASURED, Calibration, is_calibration
 from toolkit.planner.cluster import Cluster
 from toolkit.planner.execution import Execution, Format
 from toolkit.planner.request import Plan, PlanRequest
 from toolkit.planner.search import best_micro_batch
 
-_CLUSTER_FACTS = {field.name for field in fields(Cluster)} - {"gpu"}
+_CLUSTER_FACTS = {field.name for field in fields(Cluster)} - {"gpu", "cores", "slowdown"}
 
 
 def request_of(options: Mapping[str, Any]) -> PlanRequest:
@@ -24,7 +25,7 @@ def request_of(options: Mapping[str, Any]) -> PlanRequest:
     match = re.fullmatch(r"([1-9]\d{0,6})x(\S.*)", options["gpus"])
     if match is None:
         raise RunError.of("--gpus", options["gpus"], "it is a number of GPUs and their kind", "write 64xH100")
-    cluster = _cluster(match[2], options["cluster"])
+    cluster = _cluster(match[2], options["cluster"], int(match[1]))
     precision: Format = options["precision"]
     wide: Precision = "bf16" if precision not in ("fp32", "fp16") else precision
     if cluster.gpu.peak_flops(wide) is None:
@@ -58,10 +59,14 @@ def _computed_in(precision: Format, cluster: Cluster) -> Format:
     return precision
 
 
-def _cluster(name: str, path: str | None) -> Cluster:
-    """The GPU's reference system, or what a YAML file says of it."""
+def _cluster(name: str, path: str | None, ranks: int) -> Cluster:
+    """The GPU's reference system, what a YAML file says of it, or what `dstk calibrate` measured."""
+    if path == MEASURED or (path is None and name == CPU):
+        return _measured(Calibration.of_this_machine(), name, ranks)
     if path is None:
         return Cluster.of(find_gpu(name))
+    if is_calibration(expanded(path)):
+        return _measured(Calibration.read(expanded(path)), name, ranks)
     facts = _yaml_facts(path)
     named = facts.pop("gpu", name)
     for key, value in facts.items():
@@ -73,6 +78,14 @@ def _cluster(name: str, path: str | None) -> Cluster:
     if facts.get("gpus_per_node", 1) != int(facts.get("gpus_per_node", 1)):
         raise RunError.of(f"{path}: gpus_per_node", facts["gpus_per_node"], "it is a whole number", "write 8")
     return Cluster.of(find_gpu(str(named)), **facts)
+
+
+def _measured(found: Calibration, name: str, ranks: int) -> Cluster:
+    if found.gpu != (CPU if name == CPU else find_gpu(name).name):
+        raise RunError.of(
+            "--gpus", f"{ranks}x{name}", f"the calibration is of {found.gpu}", f"write {ranks}x{found.gpu}"
+        )
+    return found.of_ranks(ranks)
 
 
 def _yaml_facts(path: str) -> dict[str, Any]:

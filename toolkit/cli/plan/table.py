@@ -50,9 +50,10 @@ def print_plans(request: PlanRequest, plans: Sequence[Plan], costs: Sequence[Cos
     for plan, cost in zip(plans, costs, strict=True):
         if cost is not None:
             money = "" if cost.usd is None else f", {cost.usd:,.0f} USD"
-            energy = f"{cost.kwh:,.0f} kWh, {cost.kg_co2 / 1000:,.1f} t CO2 at most"
+            co2 = "" if cost.kg_co2 is None else f", {cost.kg_co2 / 1000:,.1f} t CO2"
+            energy = "" if cost.kwh is None else f", {cost.kwh:,.0f} kWh{co2} at most"
             gpus = "" if plan.step.gpus == request.gpus else f" on {plan.step.gpus} GPUs"
-            console.print(f"{plan.strategy}{gpus}: {cost.days:.1f} days{money}, {energy}", soft_wrap=True)
+            console.print(f"{plan.strategy}{gpus}: {cost.days:.1f} days{money}{energy}", soft_wrap=True)
     if any(not plan.fits for plan in plans):
         room = (
             f"{request.gpu.memory_bytes / _GIB:.1f} GiB, and {format_bytes(request.cluster.host_memory_bytes)} a host"

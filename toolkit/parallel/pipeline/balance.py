@@ -10,15 +10,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
 from toolkit.config.layout import Recompute
-from toolkit.estimate.stage_bounds import Costs
+from toolkit.estimate.stage_bounds import CPU_FLOPS_PER_BYTE, Costs
 from toolkit.parallel.model_structure import ModelStructure, traceable
 
 _WITH_WEIGHTS = (torch.ops.aten.mm, torch.ops.aten.addmm)
 """The kernels of linear layers; the matrix products of attention are batched or fused."""
-
-CPU_FLOPS_PER_BYTE = 3.0
-"""FLOP/s that a decoder layer reaches, norms and activations included, by bytes/s of memory: measured in fp32 on one
-core of an AMD EPYC server (78 GFLOP/s, 27 GB/s). An H100 at 40 % of its bf16 peak would have 120; that is computed."""
 
 
 def count_costs(

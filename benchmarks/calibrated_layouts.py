@@ -1,0 +1,177 @@
+"""Layouts of a small GPT on CPU ranks: predicted from `dstk calibrate`'s constants, and measured.
+
+    python benchmarks/calibrated_layouts.py             # calibrates, then four rounds: about ten minutes
+    python benchmarks/calibrated_layouts.py --quick     # does it run? The figures mean nothing.
+    python benchmarks/calibrated_layouts.py --save      # also writes benchmarks/results/calibrated_layouts.md
+
+What somebody with this machine would compare: one, two and four ranks with the same global batch, in data, pipeline and
+tensor parallelism, with small and large micro-batches, with recomputation and with ZeRO-3. Predicted is what
+`dstk plan --gpus Nxcpu` predicts; nothing is fitted to the runs. They train as recipes/train.py does, on forked ranks,
+in an order that is shuffled in every round. Of each layout the steps of the quieter half of its runs count, by how many
+cores other programs kept busy meanwhile, and that figure is printed.
+"""
+
+import argparse
+import os
+import random
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from measure.our_run import Stamps, make_recipe, our_run
+from measure.rounds import silently
+from measure.table import publish, target_met
+
+from toolkit.calibrate.measure import calibrate
+from toolkit.calibrate.other_load import OtherLoad
+from toolkit.config.job import Job
+from toolkit.config.recipe import Recipe
+from toolkit.config.strategy import Strategy
+from toolkit.launch.local_ranks import preload, run_ranks
+from toolkit.launch.output import quiet
+from toolkit.planner.calibration.file import Calibration
+from toolkit.planner.request import predict
+from toolkit.planner.step_time import StepTime
+
+LAYOUTS = (
+    "dp1-z1-m4",
+    "dp2-z1-m1",
+    "dp2-z1-m8",
+    "dp2-z1-recompute-m4",
+    "dp2-z3-m2",
+    "pp2-z1-m1",
+    "pp2-z1-m4",
+    "tp2-z1-m4",
+    "dp4-z1-m4",
+    "dp2-pp2-z1-m2",
+    "pp4-z1-m4",
+    "dp2-tp2-z1-m4",
+)
+SHAPE = {"n_layer": 4, "n_embd": 256, "n_head": 4}
+SEQ_LEN, GLOBAL_BATCH = 128, 16
+STEPS, WARMUP = 6, 2
+TARGET = 0.9
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=4, help="runs of each layout")
+    parser.add_argument("--quick", action="store_true", help="one round")
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/calibrated_layouts.md")
+    options = parser.parse_args()
+    quiet(debug=False)
+    found = calibrate(say=lambda what: print(f"measuring: {what} …", file=sys.stderr))
+    preload("gpt2")
+    with tempfile.TemporaryDirectory() as name:
+        recipe = make_recipe(
+            Path(name),
+            model={"name_or_path": "gpt2-tiny", "overrides": SHAPE},
+            seq_len=SEQ_LEN,
+            batch={"global_batch_size": GLOBAL_BATCH, "micro_batch_size": 1},
+            train={"steps": STEPS},
+        )
+        steps = {text: predicted(recipe, text, found) for text in LAYOUTS}
+        runs = measure_all(recipe, 1 if options.quick else options.rounds)
+    measured = {text: median_step(runs[text]) for text in LAYOUTS}
+    report({text: step.seconds for text, step in steps.items()}, measured, runs, found, save=options.save)
+
+
+Runs = dict[str, list[tuple[list[float], float]]]
+"""Of each layout and round: the seconds of its counted steps, and the cores that other programs kept busy."""
+
+
+def measure_all(recipe: Recipe, rounds: int) -> Runs:
+    runs: Runs = {text: [] for text in LAYOUTS}
+    for number in range(rounds):
+        for text in random.Random(number).sample(LAYOUTS, len(LAYOUTS)):
+            runs[text].append(measure(recipe, text))
+            seconds, others = runs[text][-1]
+            middle = statistics.median(seconds) * 1e3
+            print(f"round {number + 1}: {text}, {middle:.0f} ms, {others:.2f} cores busy beside", file=sys.stderr)
+    return runs
+
+
+def median_step(runs: list[tuple[list[float], float]]) -> float:
+    """Of the quieter half of the runs."""
+    quiet_half = sorted(runs, key=lambda run: run[1])[: (len(runs) + 1) // 2]
+    return statistics.median(seconds for steps, _ in quiet_half for seconds in steps)
+
+
+def ranks_of(values: Sequence[float]) -> list[int]:
+    """The place of each value in their order."""
+    order = sorted(values)
+    return [order.index(value) for value in values]
+
+
+def spearman(first: Sequence[float], second: Sequence[float]) -> float:
+    """The correlation of the places."""
+    return statistics.correlation(ranks_of(first), ranks_of(second))
+
+
+def report(
+    expected: dict[str, float], measured: dict[str, float], runs: Runs, found: Calibration, *, save: bool
+) -> None:
+    rows = []
+    for text in sorted(LAYOUTS, key=measured.__getitem__):
+        spread = sorted(statistics.median(seconds) for seconds, _ in runs[text])
+        rows.append(
+            [
+                text,
+                f"{expected[text] * 1e3:.0f}",
+                f"{measured[text] * 1e3:.0f}",
+                f"{100 * (expected[text] / measured[text] - 1):+.0f} %",
+                f"{spread[0] * 1e3:.0f} to {spread[-1] * 1e3:.0f}",
+                f"{min(others for _, others in runs[text]):.2f}",
+            ]
+        )
+    rho = spearman([expected[text] for text in LAYOUTS], [measured[text] for text in LAYOUTS])
+    chosen = min(expected, key=expected.__getitem__)
+    load = statistics.median(others for each in runs.values() for _, others in each)
+    publish(
+        "calibrated_layouts",
+        title="Twelve layouts of a small GPT on CPU ranks: the step, predicted and measured",
+        headings=("layout", "predicted ms", "measured ms", "error", "medians of the runs", "least other load"),
+        rows=rows,
+        notes=[
+            f"Spearman's rho {rho:.2f}: {target_met(rho, TARGET, at_most=False)}.",
+            f"The first choice, {chosen}, reaches {min(measured.values()) / measured[chosen]:.0%} of the best.",
+            f"Other programs kept {load:.2f} cores busy during the median run, {found.others:.2f} during calibration.",
+            f"GPT-2 of {SHAPE['n_layer']} layers x {SHAPE['n_embd']}, vocabulary 4,096, fp32, one thread a rank.",
+            f"{GLOBAL_BATCH} samples of {SEQ_LEN} tokens in a step; {STEPS - WARMUP} steps of each run count.",
+            f"Calibrated: {found.summary}.",
+        ],
+        save=save,
+    )
+
+
+def in_layout(recipe: Recipe, text: str) -> tuple[Recipe, int]:
+    """The recipe in this layout, and its ranks."""
+    strategy = Strategy.parse(text)
+    ranks = strategy.world_size(1)
+    return strategy.apply(recipe, ranks), ranks
+
+
+def measure(recipe: Recipe, text: str) -> tuple[list[float], float]:
+    """Seconds of the counted steps, and the cores that other processes kept busy meanwhile."""
+    changed, ranks = in_layout(recipe, text)
+    load = OtherLoad()
+    stamps: Stamps = run_ranks(silently, ranks, partial(our_run, changed), timeout_seconds=1800)[0]
+    return stamps.step_seconds(WARMUP), load.cores
+
+
+def predicted(recipe: Recipe, text: str, found: Calibration) -> StepTime:
+    """The step as `dstk plan` predicts it."""
+    changed, ranks = in_layout(recipe, text)
+    job = Job.of(changed, ranks)
+    return predict(changed, job.layout, job.batch, found.of_ranks(ranks))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""What DeepSpeed's engines take beside layers: in a step, a micro-batch, a pipeline's send, and ZeRO-3's hooks.
+
+Models so small that hardly anything else is measured; what the time model has for it is subtracted.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from toolkit.calibrate.kernels import clock
+from toolkit.config.job import Job
+from toolkit.config.recipe import Recipe
+from toolkit.config.strategy import Strategy
+from toolkit.data.samples.micro_batch import MicroBatch
+from toolkit.engines.factory import create_engine
+from toolkit.launch.local_ranks import run_ranks
+from toolkit.planner.cluster import Cluster
+from toolkit.planner.kernels import MEMORY_SHARE
+from toolkit.planner.request import predict
+from toolkit.planner.step_time import StepTime
+from toolkit.training.preflight import check_model, deepspeed_config, find_shape
+
+_TINY = {"n_layer": 2, "n_embd": 64, "n_head": 1, "vocab_size": 256}
+_SEQ_LEN = 32
+_LEARNING_RATE = 1e-4
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineRun:
+    """Steps of one tiny model in a layout."""
+
+    layout: str
+    micro_batches: int
+    steps: int = 30
+    hidden: int = 64
+
+    @property
+    def job(self) -> Job:
+        """On as many ranks as the layout has."""
+        strategy = Strategy.parse(self.layout)
+        ranks = strategy.world_size(1)
+        shape = _TINY | {"n_embd": self.hidden, "n_head": self.hidden // 64}
+        batch = self.micro_batches * ranks // strategy.model_size
+        recipe = Recipe.model_validate(
+            {
+                "model": {"name_or_path": "gpt2-tiny", "overrides": shape},
+                "data": {"seq_len": _SEQ_LEN},
+                "batch": {"global_batch_size": batch, "micro_batch_size": 1},
+                "optimizer": {"name": "adamw", "lr": _LEARNING_RATE},
+                "train": {"steps": self.steps},
+            }
+        )
+        return Job.of(strategy.apply(recipe, ranks), ranks)
+
+    def predicted(self, cluster: Callable[[int], Cluster]) -> StepTime:
+        """Of the time model, with what is known so far."""
+        job = self.job
+        return predict(job.recipe, job.layout, job.batch, cluster(job.layout.world_size))
+
+    def measured(self) -> tuple[float, float]:
+        """Seconds of a step, and of its update."""
+        results = run_ranks(partial(_train, self), self.job.layout.world_size, timeout_seconds=60)
+        return max(result[0] for result in results), results[0][1]
+
+
+def _train(run: EngineRun) -> tuple[float, float]:
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)  # DeepSpeed prints its stages, and warns of its own calls
+    os.dup2(nowhere, 2)
+    device = torch.device("cpu")
+    config = check_model(run.job.recipe, device)
+    job = replace(run.job, shape=find_shape(config))
+    engine = create_engine(job, device, deepspeed_config(job, config, device), eos_id=0)
+    ids = torch.randint(256, (1, _SEQ_LEN))
+    batches = [MicroBatch(input_ids=ids, labels=ids, dropout_seed=number) for number in range(run.micro_batches)]
+    now = clock(device)  # which does not count waiting for other ranks: the links have their own seconds
+    began: list[float] = []
+
+    def phase_begins(phase: str, step: int | None = None) -> None:
+        if phase == "update":
+            began.append(now())
+
+    engine.report_phase = phase_begins
+    steps, updates = [], []
+    for _ in range(run.steps):
+        start = now()
+        targets = _SEQ_LEN * run.micro_batches * job.layout.dp
+        engine.train_step(batches, target_tokens=targets, learning_rate=_LEARNING_RATE)
+        stop = now()
+        steps.append(stop - start)
+        updates.append(stop - began[-1])
+    # The fastest fifth: other load on the machine only ever adds.
+    return sorted(steps[3:])[len(steps) // 5], sorted(updates[3:])[len(steps) // 5]
+
+
+def one_rank(cluster: Callable[[int], Cluster], *, steps: int = 30) -> dict[str, float]:
+    """The fixed seconds of a step and of a micro-batch, and the bytes a second that the optimizer's update reaches."""
+    few, many, wide = (
+        EngineRun(layout="dp1-z1", micro_batches=count, hidden=hidden, steps=steps)
+        for count, hidden in ((1, 64), (5, 64), (1, 512))
+    )
+    seconds = {run: run.measured() for run in (few, many, wide)}
+    micro = (seconds[many][0] - seconds[few][0]) - (_computing(many, cluster) - _computing(few, cluster))
+    sizes = [_updated_bytes(run, cluster) for run in (few, wide)]
+    updates = [seconds[run][1] for run in (few, wide)]
+    micro = max(0.0, micro / (many.micro_batches - few.micro_batches))
+    rate = (sizes[1] - sizes[0]) / max(updates[1] - updates[0], 1e-6)
+    fixed = seconds[few][0] - micro - _computing(few, cluster) - sizes[0] / rate
+    return {"micro_batch_seconds": micro, "step_seconds": max(0.0, fixed), "memory_bytes_per_second": rate}
+
+
+def _computing(run: EngineRun, cluster: Callable[[int], Cluster]) -> float:
+    step = run.predicted(cluster)
+    return step.compute + step.host
+
+
+def _updated_bytes(run: EngineRun, cluster: Callable[[int], Cluster]) -> float:
+    """What the time model has the update read and write."""
+    known = cluster(1)
+    at_once = replace(known, step_seconds=0.0, gpu=replace(known.gpu, kernel_seconds=0.0))
+    return run.predicted(lambda _: at_once).optimizer * MEMORY_SHARE * known.gpu.memory_bytes_per_second
+
+
+def two_ranks(cluster: Callable[[int], Cluster], *, steps: int = 30) -> dict[str, float]:
+    """What a pipeline's send takes beside its transfer, and ZeRO-3's hooks for a layer and micro-batch."""
+    found: dict[str, float] = {}
+    for name, layout, share in (("send_seconds", "pp2-z1", 2.0), ("sharded_seconds", "dp2-z3", _TINY["n_layer"])):
+        few, many = (EngineRun(layout=layout, micro_batches=count, steps=steps) for count in (2, 8))
+        extra = many.micro_batches - few.micro_batches
+        measured = (many.measured()[0] - few.measured()[0]) / extra
+        expected = (_computing(many, cluster) - _computing(few, cluster)) / extra
+        found[name] = max(0.0, (measured - expected) / share)
+    return found

@@ -1,0 +1,73 @@
+"""Links between local ranks: latency and bandwidth of sends and all-reduces, and how ranks slow each other down."""
+
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from toolkit.calibrate.layers import layer_times
+from toolkit.planner.collectives import LINK_SHARE
+
+_LARGE_BYTES = 1 << 21
+
+
+def measure_links(seconds: float, device: torch.device) -> dict[str, float]:
+    """On each of two or more ranks: the facts of Cluster about their links, by the formulas of collectives.py."""
+    ranks = dist.get_world_size()
+    small, large = (torch.ones(size // 4, device=device) for size in (32, _LARGE_BYTES))
+    calls = _agreed_calls(lambda: dist.all_reduce(large), seconds)
+    latency, transfer = (_collective_seconds(tensor, calls) for tensor in (small, large))
+    hop = _ping_pong(small, calls)
+    moved = 2 * _LARGE_BYTES * (ranks - 1) / ranks
+    return {
+        "link_seconds": hop,
+        "collective_seconds": max(0.0, latency - 2 * (ranks - 1) * hop),
+        "link_bytes_per_second": moved / LINK_SHARE / max(transfer - latency, 1e-9),
+    }
+
+
+def _agreed_calls(call: Callable[[], object], seconds: float) -> int:
+    start = time.perf_counter()
+    call()
+    count = torch.tensor([max(3.0, seconds / max(time.perf_counter() - start, 1e-6))])
+    dist.broadcast(count, 0)
+    return min(2000, int(count))
+
+
+def _collective_seconds(tensor: torch.Tensor, calls: int) -> float:
+    def call() -> None:
+        dist.all_reduce(tensor)
+
+    return _quiet_seconds(call, calls)
+
+
+def _quiet_seconds(call: Callable[[], None], calls: int) -> float:
+    """The fastest of so many calls that all ranks begin together: other load only ever adds."""
+    times = []
+    for _ in range(calls):
+        dist.barrier()
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def _ping_pong(tensor: torch.Tensor, calls: int) -> float:
+    """Half of the time until a message between ranks 0 and 1 is back."""
+    rank = dist.get_rank()
+
+    def call() -> None:
+        for turn in (0, 1):
+            if rank == turn:
+                dist.send(tensor, 1 - turn)
+            elif rank < 2:
+                dist.recv(tensor, turn)
+
+    return _quiet_seconds(call, calls) / 2
+
+
+def measure_alongside(hidden: int, size: tuple[int, int], seconds: float) -> float:
+    """On each of as many ranks as there are cores: a layer's seconds while all compute."""
+    dist.barrier()
+    return layer_times(hidden, size, seconds)
