@@ -12,6 +12,7 @@ from toolkit.config.layout import Layout
 from toolkit.errors import RunError
 from toolkit.hardware import cpu_name
 from toolkit.models.shape import ModelShape, find_config
+from toolkit.planner.auto.ranks import cluster_named
 from toolkit.planner.calibration.file import Calibration, calibration_path, current_versions
 from toolkit.planner.execution import Execution
 from toolkit.planner.setup import Setup
@@ -182,3 +183,9 @@ def test_ranks_that_share_cores_take_as_long_as_fewer_ranks_with_more_samples() 
 def test_a_pipeline_on_shared_cores_has_no_bubble_where_the_cores_stay_busy() -> None:
     found = calibration(cluster=FACTS | {"send_seconds": 0.0})
     assert step("dp2-pp2-z1", found) < 1.1 * step("dp4-z1", found)
+
+
+def test_a_plan_at_launch_takes_the_stored_constants_as_long_as_they_hold(stored: Path) -> None:
+    assert cluster_named("cpu", 4)[0] == calibration().of_ranks(4)
+    calibration(versions={"torch": "1.0"}).write(stored)
+    assert cluster_named("cpu", 4)[0].gpu.core is None

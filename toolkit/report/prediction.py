@@ -6,6 +6,7 @@ from statistics import median
 
 from toolkit.errors import ToolkitError
 from toolkit.estimate.trainable import Trainable
+from toolkit.planner.calibration.file import CPU, stored
 from toolkit.planner.cluster import Cluster
 from toolkit.planner.request import predict
 from toolkit.planner.run_memory import estimate_for_run
@@ -104,11 +105,13 @@ def estimated_bytes(run: RecordedRun) -> int | None:
 
 
 def cluster_of(run: RecordedRun) -> Cluster | None:
-    """What ran it: the reference system of its GPU; None where nothing is known.
-
-    The place to read constants that were measured on a machine, a CPU's among them.
-    """
-    return None if run.gpu is None else Cluster.of(run.gpu)
+    """What ran it: the reference system of its GPU, or this machine's cores if they were measured; None where nothing
+    is known."""
+    if run.gpu is not None:
+        return Cluster.of(run.gpu)
+    measured = stored()
+    is_here = measured is not None and measured.gpu == CPU and measured.hardware == run.environment.get("device")
+    return measured.of_ranks(run.layout.world_size) if measured and run.layout and is_here else None
 
 
 def _predicted(run: RecordedRun) -> StepTime | str:

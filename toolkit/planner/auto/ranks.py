@@ -8,6 +8,7 @@ from typing import Literal
 
 from toolkit.hardware import Gpu, find_gpu
 from toolkit.hardware import gpu as named_gpu
+from toolkit.planner.calibration.file import stored
 from toolkit.planner.cluster import Cluster
 
 CPU = "cpu"
@@ -45,6 +46,9 @@ def cluster_of(ranks: Sequence[RankDevice]) -> tuple[Cluster, str]:
         said += f", all taken for {kind.name}"
     elif not in_cpus and find_gpu(names[0]) is None:
         said += f", which is not in the catalogue: with the rates of {UNKNOWN_GPU}"
+    measured = stored() if in_cpus and len(per_host) == 1 else None
+    if measured is not None and measured.gpu == CPU:
+        return measured.of_ranks(len(ranks)), f"{said}, with this machine's own constants"
     return _cluster(replace(kind, memory_bytes=memory), gpus_per_node=domain, host_memory_bytes=host_memory), said
 
 
@@ -58,7 +62,7 @@ def cluster_named(name: str | None, ranks: int) -> tuple[Cluster, str]:
 
 
 def _cluster(kind: Gpu, **facts: float) -> Cluster:
-    """Data sheets' figures. Measured ones of this machine (`dstk calibrate`) belong here, and nowhere else."""
+    """Data sheets' figures."""
     if kind.name == CPU:
         facts = {"link_seconds": 1e-4, "network_seconds": 2e-4} | facts
     return Cluster.of(kind, **facts)
@@ -76,7 +80,10 @@ def _kind(name: str, ranks: int) -> Gpu:
     return Gpu(
         name=CPU,
         memory_bytes=0,
-        **dict.fromkeys(("bf16_flops", "fp16_flops", "tf32_flops", "fp32_flops"), _CORE_FLOPS),
+        bf16_flops=_CORE_FLOPS,
+        fp16_flops=_CORE_FLOPS,
+        tf32_flops=_CORE_FLOPS,
+        fp32_flops=_CORE_FLOPS,
         fp8_flops=None,
         fp4_flops=None,
         link=link,

@@ -155,6 +155,14 @@ def calibration_path() -> Path:
     return cache_folder() / "calibration.json"
 
 
+def stored() -> Calibration | None:
+    """This machine's calibration, where there is one that still holds."""
+    try:
+        return Calibration.of_this_machine()
+    except RunError:
+        return None
+
+
 def is_calibration(path: Path) -> bool:
     """Whether a file of a cluster is one that `dstk calibrate` wrote: JSON, where people write YAML."""
     try:
