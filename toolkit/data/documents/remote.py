@@ -134,7 +134,9 @@ class _Ranges(io.RawIOBase):
 
 def _read_range(url: str, start: int, end: int) -> bytes:
     files, path = _filesystem(url)
-    data: bytes = _patiently(url, lambda: files.cat_file(path, start=start, end=end))
+    # huggingface_hub would read 5 MB beyond the end of each range.
+    options = {"cache_type": "none"} if files.protocol == "hf" else {}
+    data: bytes = _patiently(url, lambda: files.cat_file(path, start=start, end=end, **options))
     if len(data) > end - start:
         raise DataError(f"{without_query(url)}: the server sends no parts of files. Download it, and give its path.")
     if len(data) < end - start:
