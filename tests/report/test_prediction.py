@@ -3,11 +3,14 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from test_run_memory import GPU, RECIPE, run_of
 
 from toolkit.errors import ModelError
+from toolkit.hardware import gpu
+from toolkit.planner.cluster import Cluster
 from toolkit.planner.request import predict
 from toolkit.planner.run_memory import estimate_for_run
 from toolkit.report.prediction import compare_with_plan
@@ -77,7 +80,7 @@ def test_the_bars_are_the_two_steps_on_one_scale(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("recipe", "device", "reason"),
     [
-        (RECIPE, "AMD EPYC 7763, 2 cores", "AMD EPYC 7763, 2 cores"),
+        (RECIPE, "Imaginary 7763, 2 cores", "Imaginary 7763, 2 cores"),
         (RECIPE.replace("steps: 3", "steps: 3, engine: fsdp").replace(", zero_stage: 2", ""), None, "fsdp"),
         (RECIPE.replace("gpt2", "someone/hub-model"), None, "someone/hub-model"),
         (RECIPE.replace("{dp: 4, zero_stage: 2}", "{zero_stage: 2}"), None, "number of its ranks"),
@@ -111,6 +114,19 @@ def test_a_time_model_that_fails_does_not_fail_the_page(
     monkeypatch.setattr("toolkit.report.prediction.predict", fail)
     assert str(error.args[0]) in compare_with_plan(run).reason
     assert cells(run)[0] == "–"
+
+
+@pytest.mark.parametrize("device", ["Imaginary 7763, 2 cores", "NVIDIA H100 80GB HBM3"])
+def test_measured_constants_are_those_of_the_device_that_ran(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    here = SimpleNamespace(hardware=device, date="2026-11-23", of_ranks=lambda ranks: Cluster.of(gpu("L4")))
+    monkeypatch.setattr("toolkit.report.prediction.stored", lambda: here)
+    ran, other = slow_run(tmp_path / "ran", device=f"{device} x 4"), slow_run(tmp_path / "other", device="another")
+    found = compare_with_plan(ran)
+    assert "2026-11-23" in found.constants
+    assert found.predicted == predict(ran.recipe, ran.layout, ran.recipe.resolve_batch(ran.layout), gpu("L4"))
+    assert compare_with_plan(other).predicted is None
 
 
 def test_several_runs_are_rows_of_one_table(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from statistics import median
 
 from toolkit.errors import ToolkitError
 from toolkit.estimate.trainable import Trainable
-from toolkit.planner.calibration.file import CPU, stored
+from toolkit.planner.calibration.file import stored
 from toolkit.planner.cluster import Cluster
 from toolkit.planner.request import predict
 from toolkit.planner.run_memory import estimate_for_run
@@ -33,6 +33,8 @@ class Comparison:
 
     label: str
     predicted: StepTime | None
+    constants: str
+    """Where those of the prediction are from."""
     reason: str
     """Why no step is predicted."""
     seconds: float | None
@@ -82,11 +84,13 @@ class Comparison:
 def compare_with_plan(run: RecordedRun) -> Comparison:
     """Predict a run that is over or still runs. Never raises: a page about a run does not depend on a model of it."""
     timed = [step.seconds for step in run.timed_steps if step.seconds and not step.skipped]
-    predicted = _predicted(run)
+    found = _predicted(run)
+    predicted, constants = (None, "") if isinstance(found, str) else found
     return Comparison(
         label=run.label,
-        predicted=None if isinstance(predicted, str) else predicted,
-        reason=predicted if isinstance(predicted, str) else "",
+        predicted=predicted,
+        constants=constants,
+        reason=found if isinstance(found, str) else "",
         seconds=median(timed) if timed else None,
         steps=len(timed),
         estimated_bytes=estimated_bytes(run),
@@ -104,18 +108,19 @@ def estimated_bytes(run: RecordedRun) -> int | None:
         return None  # the estimate does not cover this model or recipe
 
 
-def cluster_of(run: RecordedRun) -> Cluster | None:
-    """What ran it: the reference system of its GPU, or this machine's cores if they were measured; None where nothing
-    is known."""
-    if run.gpu is not None:
-        return Cluster.of(run.gpu)
+def cluster_of(run: RecordedRun) -> tuple[Cluster, str] | None:
+    """What ran it, and where its constants are from; None where nothing is known.
+
+    `dstk calibrate` measured them, if this machine has what ran it; or they are the reference system's of the GPU.
+    """
     measured = stored()
-    is_here = measured is not None and measured.gpu == CPU and measured.hardware == run.environment.get("device")
-    return measured.of_ranks(run.layout.world_size) if measured and run.layout and is_here else None
+    if measured is not None and run.layout is not None and measured.hardware == run.device:
+        return measured.of_ranks(run.layout.world_size), f"measured by dstk calibrate, {measured.date}"
+    return None if run.gpu is None else (Cluster.of(run.gpu), f"data sheets of {run.gpu.name} and its reference system")
 
 
-def _predicted(run: RecordedRun) -> StepTime | str:
-    """The step, or why there is none."""
+def _predicted(run: RecordedRun) -> tuple[StepTime, str] | str:
+    """The step and whose constants it has; or why there is none."""
     if run.recipe is None:
         return "its recipe is not known"
     if run.layout is None:
@@ -124,14 +129,15 @@ def _predicted(run: RecordedRun) -> StepTime | str:
         return f"the time model knows DeepSpeed's engines, not {run.recipe.train.engine}"
     if Trainable.of(run.recipe.model) != Trainable():
         return "the time model trains all parameters, and this recipe some"
-    cluster = cluster_of(run)
-    if cluster is None:
-        device = run.environment.get("device", "its device")
-        return f"{device} is not in the catalogue of GPUs, and no constants were measured for it"
+    known = cluster_of(run)
+    if known is None:
+        return (
+            f"{run.device or 'its device'} is not in the catalogue of GPUs, and dstk calibrate did not measure it here"
+        )
     try:
-        return predict(run.recipe, run.layout, run.recipe.resolve_batch(run.layout), cluster)
+        return predict(run.recipe, run.layout, run.recipe.resolve_batch(run.layout), known[0]), known[1]
     except ToolkitError as error:
-        return error.problems[0]
+        return error.problems[0].rstrip(".")
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:
         return f"the time model fails: {error!r}"
 

@@ -6,7 +6,7 @@ the MFU unless the GPU is given.
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -172,6 +172,11 @@ class RecordedRun:
         return self.recipe is not None and self.log.last.step >= self.recipe.train.steps
 
     @property
+    def device(self) -> str:
+        """The GPU or processor of a rank, by its own name, without how many there are; '' if unknown."""
+        return _device(self.environment)
+
+    @property
     def timed_steps(self) -> list[Step]:
         """The steps whose speed counts."""
         timed = [step for step in self.log.steps if step.seconds and step.tokens]
@@ -226,8 +231,7 @@ def _read(path: Path, *, label: str, gpu: hardware.Gpu | None) -> RecordedRun:
             trouble = error.problems[0]
     known = _object(folder / "environment.json").items()
     environment = {str(name): str(value) for name, value in known if not isinstance(value, (dict, list))}
-    if gpu is None and "device" in environment:
-        gpu = hardware.find_gpu(re.sub(r" x \d+$", "", environment["device"]))  # and their number
+    gpu = gpu or hardware.find_gpu(_device(environment))
     names = (re.fullmatch(r"step-(\d{8,})", path.name) for path in folder.glob("step-*"))
     checkpoints = sorted(int(name[1]) for name in names if name)
     return RecordedRun(
@@ -246,6 +250,10 @@ def _read(path: Path, *, label: str, gpu: hardware.Gpu | None) -> RecordedRun:
         incidents=tuple(_incidents(folder / "events.jsonl")),
         shape=None if recipe is None else _shape(recipe, folder, checkpoints),
     )
+
+
+def _device(environment: Mapping[str, str]) -> str:
+    return re.sub(r" x \d+$", "", environment.get("device", ""))
 
 
 def _layout(recipe: Recipe, folder: Path) -> Layout | None:
