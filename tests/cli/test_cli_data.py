@@ -42,6 +42,10 @@ def test_the_numbers(shown: Callable[..., str]) -> None:
     assert "1 longer than 33 tokens split" in shown("data.overlong=split")
 
 
+def test_a_layout_is_taken_as_training_takes_it(shown: Callable[..., str]) -> None:
+    assert shown("--layout", "dp2-z1") == shown()
+
+
 def test_samples_show_what_is_trained_on(shown: Callable[..., str]) -> None:
     found = shown("--show", "3", "data.packing=padded")
     assert "assistant\n»ho<|im_end|>«" in found

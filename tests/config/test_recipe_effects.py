@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.config import recipe_conflicts, recipe_problems
+from toolkit.config import dump_recipe, load_recipe, recipe_conflicts, recipe_problems
 from toolkit.config.recipe import Recipe
+from toolkit.errors import RecipeError
 
 Make = Callable[..., Recipe]
 ALL = {"data__subset": "en", "data__split": "test", "data__text_field": "body"}
@@ -50,6 +51,40 @@ def test_what_a_source_ignores_is_reported(
     ignored: Callable[..., list[str]], source: str, files: list[str], fields: list[str]
 ) -> None:
     assert ignored(source, *files) == fields
+
+
+@pytest.mark.parametrize(
+    ("overrides", "subset", "split"),
+    [
+        (["data.source=crawl.jsonl"], None, "train"),
+        (["data.source=stdlib"], None, "train"),
+        (["data.source=org/other"], "en", "test"),
+        ([], "en", "test"),
+        (["data.source=org/other", "data.split=dev"], "en", "dev"),
+    ],
+)
+def test_another_source_on_the_command_line_leaves_what_belongs_to_the_first(
+    overrides: list[str],
+    subset: str | None,
+    split: str,
+    make_recipe: Make,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("crawl.jsonl").touch()
+    Path("r.yaml").write_text(dump_recipe(make_recipe(data__source="org/data", data__subset="en", data__split="test")))
+    data = load_recipe("r.yaml", overrides).data
+    assert (data.subset, data.split) == (subset, split)
+
+
+def test_what_has_no_effect_beside_another_source_is_refused_where_it_is_an_override(
+    make_recipe: Make, tmp_path: Path
+) -> None:
+    (tmp_path / "r.yaml").write_text(dump_recipe(make_recipe(data__source="org/data")))
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(tmp_path / "r.yaml", ["data.source=stdlib", "data.subset=en"])
+    assert [refusal.field for refusal in caught.value.refusals] == ["data.subset"]
 
 
 def test_defaults_are_never_reported(make_recipe: Make) -> None:

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 @click.command
 @click.argument("recipe")
 @click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
+@click.option("--layout", help="As `dstk train` takes it; it changes no data.")
 @click.option("--show", type=click.IntRange(min=0), default=0, metavar="N", help="Also print the first N samples.")
-def command(recipe: str, overrides: tuple[str, ...], show: int) -> None:
+def command(recipe: str, overrides: tuple[str, ...], layout: str | None, show: int) -> None:
     """Print what a recipe's data are as tokens and samples.
 
     Tokenizes them where a training run would, and leaves the token cache to it. Samples are printed in the order of
@@ -33,7 +34,7 @@ def command(recipe: str, overrides: tuple[str, ...], show: int) -> None:
     from toolkit.data.samples.mixture import MixtureSamples
     from toolkit.data.tokens.corpora import prepare_all
 
-    loaded = load_recipe(recipe, overrides)
+    loaded = load_recipe(recipe, overrides, layout=layout)
     corpora = prepare_all(loaded.data, progress=True)
     samples = training_samples(loaded, corpora)
     facts: list[tuple[str, str]] = []

@@ -42,6 +42,7 @@ def load_recipe(
 ) -> Recipe:
     """Read a recipe; `overrides` are `section.key=value`, the last one of a key counts and `key=null` is its default.
 
+    An override of `data.source` also unsets what the file says of its source and has no effect for that one.
     `layout`: the name of one that the recipe lists, or a layout such as `dp8-z3`. It takes the place of `parallel`, and
     overrides come after it. Without either, the recipe's layout for `world_size` ranks is used.
 
@@ -60,6 +61,7 @@ def load_recipe(
         draft.override(index)
         layouts.spell_out_auto(draft.values)
     draft.close_plan()
+    draft.follow_source()
     recipe = draft.decode() if draft.complete else None
     refusals = rules.recipe_conflicts(recipe, world_size) if recipe is not None and not draft.problems else []
     for refusal in refusals:
@@ -270,6 +272,14 @@ class _Draft:
         else:
             section[names[-1]] = document.value
         return None
+
+    def follow_source(self) -> None:
+        """Where an override names another source, forget what the file says of its own and has no meaning for that."""
+        data = self.values.get("data")
+        if ("data", "source") in self.overridden and isinstance(data, dict) and isinstance(data.get("source"), str):
+            for name in rules.ignored_by_source(data["source"]):
+                if ("data", name) not in self.overridden:
+                    data.pop(name, None)
 
     def decode(self) -> Recipe | None:
         """The recipe, or None after reporting what is wrong with its fields."""

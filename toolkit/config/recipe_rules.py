@@ -170,7 +170,7 @@ def _fine_tuning(recipe: Recipe) -> Iterator[Refusal]:
         yield recipe.conflict(_TOKENIZER, "data.source", reason=reason, remedy=(made,))
     if recipe.data.format == "text" or (is_megatron and recipe.data.format == "pretokenized"):
         return
-    if "text_field" in _ignored_by_source(recipe.data.source):
+    if "text_field" in ignored_by_source(recipe.data.source):
         holds = "ids" if is_megatron else "texts"
         reason = f"it holds {holds}, and this format needs rows with fields"
         remedy = (("data.source", "JSONL, Parquet or a dataset"), ("data.format", "text"))
@@ -307,7 +307,7 @@ def _without_effect(recipe: Recipe) -> Iterator[Refusal]:
 def _idle(data: DataSection) -> Iterator[tuple[str, Setting, Setting | str]]:
     """The fields of `data` that do nothing for a text, each with why, and a remedy."""
     source = ("data.source", data.source)
-    ignored = _ignored_by_source(data.source)
+    ignored = ignored_by_source(data.source)
     for field in ignored:
         yield field, source, _RECORDS_NEEDED[field]
     if data.packing == "padded":
@@ -320,7 +320,7 @@ def _idle(data: DataSection) -> Iterator[tuple[str, Setting, Setting | str]]:
         yield "text_field", ("data.format", data.format), ("data.format", "text")
 
 
-def _ignored_by_source(source: str) -> tuple[str, ...]:
+def ignored_by_source(source: str) -> tuple[str, ...]:
     """The fields of `data` that have no meaning for a source, as far as the file system tells."""
     path = os.path.expanduser(source)
     if source in ("stdlib", "markov") or megatron_prefix(source) is not None:
