@@ -30,6 +30,7 @@ class ShardNumber(click.ParamType["Part"]):
 @click.command
 @click.argument("recipe")
 @click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
+@click.option("--layout", help="As `dstk train` takes it; it changes no data.")
 @click.option("--shard", type=ShardNumber(), metavar="I/N", help="Tokenize only the I-th of N parts, from 1/N to N/N.")
 @click.option("--merge", is_flag=True, help="Make the token cache of all shards.")
 @click.option(
@@ -37,11 +38,15 @@ class ShardNumber(click.ParamType["Part"]):
 )
 @click.option("--format", "kind", type=click.Choice(("cache", "megatron")), default="cache", help="What to write.")
 @click.option(
-    "--output", "-o", metavar="PREFIX", help="Where a dataset of Megatron-LM goes: PREFIX.bin and PREFIX.idx."
+    "--output",
+    "-o",
+    metavar="PREFIX",
+    help="Where a dataset of Megatron-LM goes: PREFIX.bin and .idx; of a mixture, PREFIX_NAME of each source.",
 )
 def command(
     recipe: str,
     overrides: tuple[str, ...],
+    layout: str | None,
     shard: "Part | None",
     merge: bool,
     shards: str | None,
@@ -69,15 +74,18 @@ def command(
         raise click.UsageError("--shard and --merge exclude each other: merge when all shards are there.")
     if shards is not None and shard is None and not merge:
         raise click.UsageError("--shards is for --shard or --merge.")
-    data = load_recipe(recipe, overrides).data
-    if output is not None and data.sources is not None:
-        raise click.UsageError("a dataset of Megatron-LM has one source: data.sources=null data.source=…")
+    loaded = load_recipe(recipe, overrides, layout=layout)
+    data = loaded.data
     if output is not None:
-        from toolkit.data.megatron.write import write_megatron
+        from toolkit.data.megatron.blend import blend, write_sources
 
-        files = write_megatron(data, output, merge=merge, shards=shards, progress=True)
-        facts = f"{files.documents:,} documents, {files.tokens:,} tokens of {files.dtype}"
-        click.echo(f"{facts} in {files.prefix}.bin and .idx; data.tokenizer={files.tokenizer}")
+        written = write_sources(loaded, output, merge=merge, shards=shards, progress=True)
+        for files in written:
+            facts = f"{files.documents:,} documents, {files.tokens:,} tokens of {files.dtype}"
+            click.echo(f"{facts} in {files.prefix}.bin and .idx; data.tokenizer={files.tokenizer}")
+        if data.sources:
+            pairs = zip(blend(loaded, written), written, strict=True)
+            click.echo(" ".join(["--data-path", *(f"{weight:.12g} {files.prefix}" for weight, files in pairs)]))
         return
     if shard is None and not merge:
         from toolkit.data.tokens.corpora import prepare_all

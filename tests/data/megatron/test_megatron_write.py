@@ -13,10 +13,12 @@ from refusals import refused
 from small_chats import write_tokenizer
 
 from toolkit.cli.tokenize import command
+from toolkit.config import dump_recipe
 from toolkit.config.data_section import DataSection
 from toolkit.data.documents import sources
 from toolkit.data.documents.part import Part
 from toolkit.data.megatron import write
+from toolkit.data.megatron.blend import write_sources
 from toolkit.data.megatron.write import MegatronFiles, write_megatron
 from toolkit.data.samples.loader import open_samples
 from toolkit.data.tokens.shards import make_shard
@@ -32,6 +34,13 @@ def oracle() -> ModuleType:
         warnings.simplefilter("ignore")
         from megatron.core.datasets import indexed_dataset
     return indexed_dataset
+
+
+def get_blend_from_list(words: list[str]) -> tuple[list[str], list[float]]:
+    """Read what follows --data-path as Megatron-LM does."""
+    from megatron.core.datasets.utils import get_blend_from_list
+
+    return get_blend_from_list(words)
 
 
 @pytest.fixture(scope="module")
@@ -137,6 +146,46 @@ def test_what_the_format_does_not_hold_is_refused(text, tokenizer):
     files = written(text, tokenizer)
     with refused(DataError, "data.source"):
         write_megatron(section(files.prefix, tokenizer), str(text.parent / "again"), progress=False)
+
+
+SHARES = [({"weight": 7}, {"weight": 0.5}, [7, 0.5]), ({"epochs": 2}, {"weight": 1}, None)]
+
+
+@pytest.mark.parametrize(("first", "second", "weights"), SHARES)
+def test_a_mixture_becomes_a_dataset_of_each_source_and_their_blend(
+    first, second, weights, text, tokenizer, make_recipe, oracle
+):
+    (text.parent / "b c.jsonl").write_text(text.read_text()[:900].rpartition("\n")[0])
+    sources = [{"path": str(text), **first}, {"path": str(text.parent / "b c.jsonl"), **second}]
+    recipe = make_recipe(
+        data__source="stdlib",
+        data__sources=sources,
+        data__tokenizer=str(tokenizer),
+        data__workers=1,
+        train__steps=10**6,
+    )
+    (text.parent / "r.yaml").write_text(dump_recipe(recipe))
+    place = text.parent / "out/mix"
+    arguments = [str(text.parent / "r.yaml"), "--format", "megatron", "-o", str(place)]
+    result = CliRunner().invoke(command, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    flag, *words = result.stdout.splitlines()[-1].split()
+    prefixes, found = get_blend_from_list(words)
+    assert flag == "--data-path"
+    assert prefixes == [f"{place}_text.jsonl", f"{place}_b_c.jsonl"]
+    counts = [sum(len(one) for one in oracle.IndexedDataset(prefix)) for prefix in prefixes]
+    run = recipe.train.steps * recipe.batch.global_batch_size * recipe.data.seq_len
+    assert found == (weights or [2 * counts[0], run - 2 * counts[0]])
+    alone = write_megatron(section(text, tokenizer), str(text.parent / "alone"), progress=False)
+    assert Path(f"{prefixes[0]}.bin").read_bytes() == Path(f"{alone.prefix}.bin").read_bytes()
+
+
+def test_a_source_that_cannot_be_written_is_refused_before_any_is(text, tokenizer, make_recipe):
+    sources = [{"path": str(text), "weight": 1}, {"path": str(text), "name": "b", "weight": 1, "format": "chat"}]
+    recipe = make_recipe(data__source="stdlib", data__sources=sources, data__tokenizer=str(tokenizer))
+    with refused(DataError, "data.sources[1].format"):
+        write_sources(recipe, str(text.parent / "mix"), progress=False)
+    assert not list(text.parent.glob("mix*"))
 
 
 @pytest.mark.parametrize(

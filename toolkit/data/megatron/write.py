@@ -51,8 +51,7 @@ def write_megatron(
 
     Raises DataError.
     """
-    place = expanded(prefix.removesuffix(".idx").removesuffix(".bin"))
-    _check(section, place)
+    place = check(section, prefix.removesuffix(".idx").removesuffix(".bin"))
     corpus = Corpus.of(section)
     if merge:
         return _write(place, section, open_shards(corpus, shards))
@@ -65,7 +64,9 @@ def write_megatron(
     return written
 
 
-def _check(section: DataSection, place: Path) -> None:
+def check(section: DataSection, prefix: str) -> Path:
+    """Return where the files go. Raises DataError for what cannot be written there."""
+    place = expanded(prefix)
     if section.format not in ("text", "pretokenized"):
         reason = "a dataset of Megatron-LM does not say which tokens are trained on"
         raise DataError.of("data.format", section.format, reason, ("data.format", "text or pretokenized"))
@@ -74,6 +75,7 @@ def _check(section: DataSection, place: Path) -> None:
     for suffix in (*SUFFIXES, _TOKENIZER):
         if os.path.lexists(f"{place}{suffix}"):
             raise DataError.of("--output", f"{place}{suffix}", "it exists", "delete it, or name another prefix")
+    return place
 
 
 def _write(place: Path, section: DataSection, shards: Sequence[Shard]) -> MegatronFiles:
