@@ -1,16 +1,21 @@
 """`parallel: auto` on forked ranks: one plan for all of them, kept in the run directory, and the same training."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from toolkit.config import load_recipe
+from toolkit.config import dump_recipe, load_recipe
 from toolkit.errors import ToolkitError
+from toolkit.training import plan_launch
+from toolkit.training.train import load_job
 
 Train = Callable[..., str]
 AUTO = ("parallel=auto", "batch.micro_batch_size=null", "schedule.warmup_steps=0")
+KEPT = ("parallel.recompute=none", "parallel.tp=1")
+"""Whose activations have one recording."""
 SMALL = {"model": {"name_or_path": "gpt2-tiny"}, "batch__global_batch_size": 4}
 """The demo's model."""
 
@@ -20,10 +25,10 @@ def losses(run: Path) -> list[float]:
 
 
 def test_a_planned_run_resumes_on_other_ranks_with_another_plan(train: Train, tmp_path: Path) -> None:
-    train("run_dir=one", *AUTO, **SMALL)
-    banner = train("run_dir=two", *AUTO, "parallel.zero_stage=2", "checkpoint.every=2", **SMALL, world_size=2)
+    train("run_dir=one", *AUTO, *KEPT, **SMALL)
+    banner = train("run_dir=two", *AUTO, *KEPT, "parallel.zero_stage=2", "checkpoint.every=2", **SMALL, world_size=2)
     resume = ("--resume", "two/step-00000002", "parallel.pp=2")
-    train("run_dir=four", *AUTO, *resume, **SMALL, world_size=4)
+    train("run_dir=four", *AUTO, *KEPT, *resume, **SMALL, world_size=4)
     layouts = []
     for name, ranks in (("one", 1), ("two", 2), ("four", 4)):
         stored = load_recipe(tmp_path / name / "recipe.yaml", world_size=ranks)
@@ -34,6 +39,22 @@ def test_a_planned_run_resumes_on_other_ranks_with_another_plan(train: Train, tm
     assert f"{layouts[1]}-" in next(line for line in banner.splitlines() if line.split()[:1] == ["plan"])
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-6)
     assert losses(tmp_path / "four")[-2:] == pytest.approx(losses(tmp_path / "one")[2:], rel=1e-6)
+
+
+def planned_on_unlike_machines(path: str) -> tuple[str, str]:
+    """The recipe and the banner's line of a rank whose machine is smaller than that of the next one."""
+    rank = int(os.environ["RANK"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan_launch, "host_memory_bytes", lambda: (rank + 1) * 6 * 2**30)
+        job = load_job(path, [*AUTO, *KEPT])
+    return dump_recipe(job.recipe), job.plan
+
+
+def test_unlike_machines_have_one_plan(make_recipe, ranks, tmp_path: Path) -> None:
+    (tmp_path / "small.yaml").write_text(dump_recipe(make_recipe(**SMALL)))
+    first, *others = ranks(planned_on_unlike_machines, 3, str(tmp_path / "small.yaml"), joined=False)
+    assert others == [first, first]
+    assert "2.00 GiB" in first[1]  # a third of the smallest host
 
 
 @pytest.mark.parametrize(

@@ -102,9 +102,9 @@ def recipe_layouts(path: str | os.PathLike[str]) -> list[ListedLayout]:
     return [layouts.listed(name, text) for name, value in entries.items() for text in layouts.texts(value)]
 
 
-def dump_recipe(recipe: Recipe) -> str:
-    """The recipe with every field written out, as YAML that `load` reads back equal."""
-    values = recipe.model_dump(mode="json")
+def dump_recipe(recipe: Recipe, *, defaults: bool = True) -> str:
+    """The recipe as YAML that `load` reads back equal, with every field written out or those that are no defaults."""
+    values = recipe.model_dump(mode="json", exclude_defaults=not defaults)
     return str(yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120))
 
 

@@ -83,16 +83,18 @@ def decided_by_first(environment: RankEnvironment, own: str, decide: Callable[[l
         if failure:
             raise ToolkitError(failure.split("\n"), scope="job")
         return decided
+    failure, decided = "rank 0 failed. See its own message.", ""
     try:
         decided = decide([own, *(store.get(f"own/{other}").decode() for other in range(1, world_size))])
-    except BaseException as error:
-        store.set("decided", "")
-        store.set("failure", str(error) if isinstance(error, ToolkitError) else "rank 0 failed. See its own message.")
+        failure = ""
+    except ToolkitError as error:
+        failure = str(error)
+        raise
+    finally:
+        store.set("decided", decided)
+        store.set("failure", failure)
         with suppress(RuntimeError):  # the store ends with this rank: the others read it first
             store.wait([f"heard/{other}" for other in range(1, world_size)], timedelta(seconds=5))
-        raise
-    store.set("decided", decided)
-    store.set("failure", "")
     return decided
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import click
 
 from toolkit.errors import LayoutError
+from toolkit.files import expanded
 
 
 @click.command()
@@ -59,6 +60,8 @@ from toolkit.errors import LayoutError
 @click.option("--price", type=click.FloatRange(min=0), help="US dollars a GPU and hour.  [default: prices.json]")
 @click.option("--carbon", type=click.FloatRange(min=0), help="Kilograms of CO2 a kWh.  [default: the world's average]")
 @click.option("--report", metavar="DIR", help="Write a page (index.html): all candidates, memory against throughput.")
+@click.option("--write", metavar="DIR", help="Write the first choice: recipe, DeepSpeed JSON, launch scripts, …")
+@click.option("--overwrite", is_flag=True, help="Let --write replace the files of an earlier plan.")
 @click.option("--json", "as_json", is_flag=True, help="Bytes and seconds as JSON.")
 def command(as_json: bool, **options: Any) -> None:
     """Print the fastest layouts that fit, with what their memory and their time go to. No weights, no GPU.
@@ -77,6 +80,12 @@ def command(as_json: bool, **options: Any) -> None:
     tokens = checked_tokens(options["tokens"])
     if options["report"] is not None:
         check_report(options)
+    if options["write"] is not None:
+        from toolkit.cli.plan.write import check_write, write_plan  # and with it YAML
+
+        check_write(options)
+    elif options["overwrite"]:
+        raise LayoutError.of("--overwrite", None, "nothing is written", "give --write DIR")
     request = request_of(options)
     layout = options["layout"]
     if layout is None:
@@ -88,6 +97,8 @@ def command(as_json: bool, **options: Any) -> None:
     else:
         plans = [plan_of(request, layout, options)]
         refusal = request.refusal(plans[0].layout) if options["framework"] == "toolkit" else None
+        if refusal is not None and options["write"] is not None:
+            raise LayoutError(refusal)
         if refusal is not None:
             click.echo(f"note: training refuses it: {refusal.render()}", err=True)
     if options["why"] is not None:
@@ -107,6 +118,9 @@ def command(as_json: bool, **options: Any) -> None:
     if options["report"] is not None:
         page = write_report(request, options, plans, costs[0])
         click.echo(f"report  {page}", err=as_json)
+    if options["write"] is not None:
+        for path in write_plan(request, plans[0], expanded(options["write"])):
+            click.echo(path, err=as_json)
 
 
 def _only_with_layout(options: dict[str, Any]) -> None:
