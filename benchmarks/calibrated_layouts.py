@@ -7,8 +7,9 @@
 What somebody with this machine would compare: one, two and four ranks with the same global batch, in data, pipeline and
 tensor parallelism, with small and large micro-batches, with recomputation and with ZeRO-3. Predicted is what
 `dstk plan --gpus Nxcpu` predicts; nothing is fitted to the runs. They train as recipes/train.py does, on forked ranks,
-in an order that is shuffled in every round. Of each layout the steps of the quieter half of its runs count, by how many
-cores other programs kept busy meanwhile, and that figure is printed.
+in an order that is shuffled in every round. Of each step it is known how many cores other programs kept busy meanwhile:
+of each layout the quietest fifth of its steps count, their median is the measured step, and how quiet they were is
+printed, beside the median of all its steps.
 """
 
 import argparse
@@ -17,7 +18,9 @@ import random
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -28,9 +31,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 from measure.our_run import Stamps, make_recipe, our_run
 from measure.rounds import silently
 from measure.table import publish, target_met
+from typing_extensions import override
 
 from toolkit.calibrate.measure import calibrate
-from toolkit.calibrate.other_load import OtherLoad
+from toolkit.calibrate.other_load import busy_seconds
 from toolkit.config.job import Job
 from toolkit.config.recipe import Recipe
 from toolkit.config.strategy import Strategy
@@ -56,7 +60,7 @@ LAYOUTS = (
 )
 SHAPE = {"n_layer": 4, "n_embd": 256, "n_head": 4}
 SEQ_LEN, GLOBAL_BATCH = 128, 16
-STEPS, WARMUP = 6, 2
+STEPS, WARMUP = 17, 2
 TARGET = 0.9
 
 
@@ -79,29 +83,55 @@ def main() -> None:
         )
         steps = {text: predicted(recipe, text, found) for text in LAYOUTS}
         runs = measure_all(recipe, 1 if options.quick else options.rounds)
-    measured = {text: median_step(runs[text]) for text in LAYOUTS}
-    report({text: step.seconds for text, step in steps.items()}, measured, runs, found, save=options.save)
+    report({text: step.seconds for text, step in steps.items()}, runs, found, save=options.save)
 
 
-Runs = dict[str, list[tuple[list[float], float]]]
-"""Of each layout and round: the seconds of its counted steps, and the cores that other programs kept busy."""
+@dataclass
+class LoadStamps(Stamps):
+    """Also what all cores and this rank have computed when a step ends."""
+
+    busy: list[tuple[float, float]] = field(default_factory=list)
+
+    @override
+    def add(self, loss: float) -> None:
+        super().add(loss)
+        self.busy.append((busy_seconds(), time.process_time()))
 
 
-def measure_all(recipe: Recipe, rounds: int) -> Runs:
-    runs: Runs = {text: [] for text in LAYOUTS}
+Step = tuple[float, float]
+"""Cores that other programs kept busy, and seconds."""
+
+
+def measure_all(recipe: Recipe, rounds: int) -> dict[str, list[Step]]:
+    steps: dict[str, list[Step]] = {text: [] for text in LAYOUTS}
     for number in range(rounds):
         for text in random.Random(number).sample(LAYOUTS, len(LAYOUTS)):
-            runs[text].append(measure(recipe, text))
-            seconds, others = runs[text][-1]
-            middle = statistics.median(seconds) * 1e3
-            print(f"round {number + 1}: {text}, {middle:.0f} ms, {others:.2f} cores busy beside", file=sys.stderr)
-    return runs
+            found = measure(recipe, text)
+            steps[text] += found
+            others, seconds = (statistics.median(values) for values in zip(*found, strict=True))
+            print(f"round {number + 1}: {text}, {seconds * 1e3:.0f} ms, {others:.2f} cores beside", file=sys.stderr)
+    return steps
 
 
-def median_step(runs: list[tuple[list[float], float]]) -> float:
-    """Of the quieter half of the runs."""
-    quiet_half = sorted(runs, key=lambda run: run[1])[: (len(runs) + 1) // 2]
-    return statistics.median(seconds for steps, _ in quiet_half for seconds in steps)
+def measure(recipe: Recipe, text: str) -> list[Step]:
+    """The counted steps of a run."""
+    changed, ranks = in_layout(recipe, text)
+    each: list[LoadStamps] = run_ranks(silently, ranks, partial(load_run, changed), timeout_seconds=1800)
+    steps = []
+    for before in range(WARMUP - 1, STEPS - 1):
+        seconds = each[0].times[before + 1] - each[0].times[before]
+        all_cores = each[0].busy[before + 1][0] - each[0].busy[before][0]
+        own = sum(one.busy[before + 1][1] - one.busy[before][1] for one in each)
+        steps.append((max(0.0, all_cores - own) / seconds, seconds))
+    return steps
+
+
+def load_run(recipe: Recipe) -> Stamps:
+    return our_run(recipe, LoadStamps())
+
+
+def quietest(steps: list[Step]) -> list[Step]:
+    return sorted(steps)[: -(-len(steps) // 5)]
 
 
 def ranks_of(values: Sequence[float]) -> list[int]:
@@ -115,36 +145,36 @@ def spearman(first: Sequence[float], second: Sequence[float]) -> float:
     return statistics.correlation(ranks_of(first), ranks_of(second))
 
 
-def report(
-    expected: dict[str, float], measured: dict[str, float], runs: Runs, found: Calibration, *, save: bool
-) -> None:
-    rows = []
-    for text in sorted(LAYOUTS, key=measured.__getitem__):
-        spread = sorted(statistics.median(seconds) for seconds, _ in runs[text])
+def report(expected: dict[str, float], runs: dict[str, list[Step]], found: Calibration, *, save: bool) -> None:
+    measured, rows = {}, []
+    for text in LAYOUTS:
+        others, seconds = zip(*quietest(runs[text]), strict=True)
+        measured[text] = statistics.median(seconds)
         rows.append(
             [
                 text,
                 f"{expected[text] * 1e3:.0f}",
                 f"{measured[text] * 1e3:.0f}",
                 f"{100 * (expected[text] / measured[text] - 1):+.0f} %",
-                f"{spread[0] * 1e3:.0f} to {spread[-1] * 1e3:.0f}",
-                f"{min(others for _, others in runs[text]):.2f}",
+                f"{max(others):.2f}",
+                f"{statistics.median(seconds for _, seconds in runs[text]) * 1e3:.0f}",
             ]
         )
+    rows.sort(key=lambda row: int(row[2]))
     rho = spearman([expected[text] for text in LAYOUTS], [measured[text] for text in LAYOUTS])
     chosen = min(expected, key=expected.__getitem__)
-    load = statistics.median(others for each in runs.values() for _, others in each)
+    load = statistics.median(others for each in runs.values() for others, _ in each)
     publish(
         "calibrated_layouts",
         title="Twelve layouts of a small GPT on CPU ranks: the step, predicted and measured",
-        headings=("layout", "predicted ms", "measured ms", "error", "medians of the runs", "least other load"),
+        headings=("layout", "predicted ms", "measured ms", "error", "cores beside, at most", "median of all steps"),
         rows=rows,
         notes=[
             f"Spearman's rho {rho:.2f}: {target_met(rho, TARGET, at_most=False)}.",
             f"The first choice, {chosen}, reaches {min(measured.values()) / measured[chosen]:.0%} of the best.",
-            f"Other programs kept {load:.2f} cores busy during the median run, {found.others:.2f} during calibration.",
+            f"Other programs kept {load:.2f} cores busy during the median step, {found.others:.2f} during calibration.",
             f"GPT-2 of {SHAPE['n_layer']} layers x {SHAPE['n_embd']}, vocabulary 4,096, fp32, one thread a rank.",
-            f"{GLOBAL_BATCH} samples of {SEQ_LEN} tokens in a step; {STEPS - WARMUP} steps of each run count.",
+            f"{GLOBAL_BATCH} samples of {SEQ_LEN} tokens in a step; {len(runs[LAYOUTS[0]])} steps of each layout.",
             f"Calibrated: {found.summary}.",
         ],
         save=save,
@@ -156,14 +186,6 @@ def in_layout(recipe: Recipe, text: str) -> tuple[Recipe, int]:
     strategy = Strategy.parse(text)
     ranks = strategy.world_size(1)
     return strategy.apply(recipe, ranks), ranks
-
-
-def measure(recipe: Recipe, text: str) -> tuple[list[float], float]:
-    """Seconds of the counted steps, and the cores that other processes kept busy meanwhile."""
-    changed, ranks = in_layout(recipe, text)
-    load = OtherLoad()
-    stamps: Stamps = run_ranks(silently, ranks, partial(our_run, changed), timeout_seconds=1800)[0]
-    return stamps.step_seconds(WARMUP), load.cores
 
 
 def predicted(recipe: Recipe, text: str, found: Calibration) -> StepTime:

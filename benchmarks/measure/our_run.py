@@ -68,9 +68,9 @@ def make_recipe(folder: Path, **sections: Any) -> Recipe:
     return recipe
 
 
-def our_run(recipe: Recipe) -> Stamps:
+def our_run(recipe: Recipe, stamps: Stamps | None = None) -> Stamps:
     """Train on this rank as recipes/train.py does; nothing is validated, and what is printed goes nowhere."""
-    stamps = Stamps()
+    stamps = stamps or Stamps()
     with Path(os.devnull).open("w", encoding="utf-8") as nowhere, contextlib.redirect_stdout(nowhere):
         train(Job.of(recipe, dist.get_world_size()), [stamps], TrainOptions(overwrite=True))
     return stamps

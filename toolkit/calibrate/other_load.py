@@ -19,13 +19,17 @@ class OtherLoad:
         return max(0.0, busy - own) / max(elapsed, 1e-3)
 
 
-def _now() -> tuple[float, float, float]:
-    """The clock, and seconds of all cores and of this process with the children that it has waited for."""
+def busy_seconds() -> float:
+    """Of all cores together since the machine started; 0 where the system does not say."""
     try:
         fields = Path("/proc/stat").read_text(encoding="ascii").partition("\n")[0].split()[1:9]
     except OSError:
-        return time.monotonic(), 0.0, 0.0
+        return 0.0
     user, nice, system, _, _, irq, softirq, steal = map(int, fields)
-    busy = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def _now() -> tuple[float, float, float]:
+    """The clock, and seconds of all cores and of this process with the children that it has waited for."""
     usages = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return time.monotonic(), busy, sum(usage.ru_utime + usage.ru_stime for usage in usages)
+    return time.monotonic(), busy_seconds(), sum(usage.ru_utime + usage.ru_stime for usage in usages)
