@@ -14,7 +14,6 @@ from toolkit.planner.costs import Cost
 from toolkit.planner.request import Plan, PlanRequest
 from toolkit.planner.search import evaluated
 
-
 _NOT_THE_PAGE = ("as_json", "write", "overwrite")
 
 
