@@ -26,7 +26,6 @@ from toolkit.training.checkpointing import Checkpointer
 from toolkit.training.console import Console, make_progress, show_summary
 from toolkit.training.incidents import Incidents
 from toolkit.training.loop import TrainingRun
-from toolkit.training.plan_launch import planned_for_ranks
 from toolkit.training.preflight import check_model, check_vocabulary, deepspeed_config, find_shape
 from toolkit.training.resume import AUTO, resume
 from toolkit.training.run_directory import RunDirectory
@@ -45,6 +44,8 @@ def load_job(path: str | PathLike[str], overrides: Sequence[str] = (), layout: s
     here = RankEnvironment.detect()
     recipe, plan = load_recipe(path, overrides, world_size=here.world_size, layout=layout), ""
     if recipe.parallel.auto:
+        from toolkit.training.plan_launch import planned_for_ranks  # and with it the planner
+
         recipe, plan = planned_for_ranks(recipe, here)
     return replace(Job.of(recipe, here.world_size), plan=plan)
 

@@ -15,6 +15,7 @@ from toolkit.dsconfig.launch_scripts import TRAIN, Launch, beside
 from toolkit.dsconfig.trainer import accelerate_config
 from toolkit.errors import ConfigError, RecipeError
 from toolkit.files import expanded, published
+from toolkit.planner.calibration.file import CPU
 from toolkit.planner.request import Plan, PlanRequest
 
 _JSON, _YAML, _PREPARED = "ds_config.json", "accelerate.yaml", "ds_config_accelerate.json"
@@ -85,9 +86,16 @@ def _fill(folder: Path, files: Mapping[str, str]) -> None:
 def _files(request: PlanRequest, plan: Plan, folder: Path) -> dict[str, str]:
     """The text of every file."""
     recipe, layout = _recipe(request, plan), plan.layout
-    of_machine = request.cluster.gpus_per_node if request.cluster.gpus_per_node <= 8 else _OF_A_RACK
-    nodes = layout.world_size // math.gcd(layout.world_size, of_machine)
-    job = ConfigJob(recipe=recipe, layout=layout, batch=plan.batch, shape=request.model.shape, nodes=nodes)
+    on_cpus, of_machine = request.gpu.name == CPU, request.cluster.gpus_per_node
+    of_machine = of_machine if of_machine <= 8 or on_cpus else _OF_A_RACK
+    job = ConfigJob(
+        recipe=recipe,
+        layout=layout,
+        batch=plan.batch,
+        shape=request.model.shape,
+        nodes=layout.world_size // math.gcd(layout.world_size, of_machine),
+        device="cpu" if on_cpus else "cuda",
+    )
     activate = Path(sys.prefix, "bin", "activate")
     launch = Launch(
         job=job,
@@ -97,7 +105,7 @@ def _files(request: PlanRequest, plan: Plan, folder: Path) -> dict[str, str]:
         activate=str(activate) if activate.is_file() else None,
         accelerate_files=(_YAML, _PREPARED),
     )
-    files = {"recipe.yaml": _head(request, plan, nodes) + dump_recipe(recipe, defaults=False)}
+    files = {"recipe.yaml": _head(request, plan, job.nodes) + dump_recipe(recipe, defaults=False)}
     files[_JSON] = json.dumps(job.config, indent=2) + "\n"
     launchers = dict(_SCRIPTS)
     if layout.pp > 1:
@@ -105,7 +113,7 @@ def _files(request: PlanRequest, plan: Plan, folder: Path) -> dict[str, str]:
     else:
         files[_YAML] = launch.accelerate_yaml(str(folder / _PREPARED))
         files[_PREPARED] = json.dumps(accelerate_config(job), indent=2) + "\n"
-    if nodes > 1:
+    if job.nodes > 1:
         files["hostfile"] = launch.hostfile()
     return files | {name: launch.script(launcher) for launcher, name in launchers.items()}
 

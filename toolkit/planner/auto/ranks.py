@@ -46,10 +46,12 @@ def cluster_of(ranks: Sequence[RankDevice]) -> tuple[Cluster, str]:
         said += f", all taken for {kind.name}"
     elif not in_cpus and find_gpu(names[0]) is None:
         said += f", which is not in the catalogue: with the rates of {UNKNOWN_GPU}"
-    measured = stored() if in_cpus and len(per_host) == 1 else None
-    if measured is not None and measured.gpu == CPU:
-        return measured.of_ranks(len(ranks)), f"{said}, with this machine's own constants"
-    return _cluster(replace(kind, memory_bytes=memory), gpus_per_node=domain, host_memory_bytes=host_memory), said
+    measured = stored() if len(names) == 1 and (len(per_host) == 1 or not in_cpus) else None
+    cluster = _cluster(kind)
+    if measured is not None and measured.gpu == kind.name:
+        cluster, said = measured.of_ranks(len(ranks)), f"{said}, with this machine's own constants"
+    kind = replace(cluster.gpu, memory_bytes=memory)
+    return replace(cluster, gpu=kind, gpus_per_node=domain, host_memory_bytes=host_memory), said
 
 
 def cluster_named(name: str | None, ranks: int) -> tuple[Cluster, str]:
@@ -61,11 +63,9 @@ def cluster_named(name: str | None, ranks: int) -> tuple[Cluster, str]:
     return _cluster(kind), f"{ranks} x {kind.name}{'' if name else ' (--gpu names another)'}"
 
 
-def _cluster(kind: Gpu, **facts: float) -> Cluster:
+def _cluster(kind: Gpu) -> Cluster:
     """Data sheets' figures."""
-    if kind.name == CPU:
-        facts = {"link_seconds": 1e-4, "network_seconds": 2e-4} | facts
-    return Cluster.of(kind, **facts)
+    return Cluster.of(kind, **({"link_seconds": 1e-4, "network_seconds": 2e-4} if kind.name == CPU else {}))
 
 
 def host_memory_bytes() -> int:
