@@ -17,6 +17,7 @@ from toolkit.planner.layer_time import Work, products
 from toolkit.planner.schedules import schedule_of
 from toolkit.planner.setup import Setup
 from toolkit.planner.simulate_schedule import ScheduleCosts, simulate
+from toolkit.planner.stages import stage_bounds
 from toolkit.planner.step_time import predict_step
 
 H100 = gpu("H100-80")
@@ -137,6 +138,41 @@ def test_an_all_reduce_is_two_gathers_over_the_slowest_link() -> None:
     assert all_gather(CLUSTER, beyond, size) / all_gather(CLUSTER, inside, size) == pytest.approx(slower, rel=0.1)
 
 
+@pytest.mark.parametrize(
+    ("kilobytes", "microseconds"),
+    [(128, 38.5), (1024, 76.7), (4096, 134.5), (16384, 245), (65536, 590), (262144, 2122)],
+)
+def test_all_reduces_take_what_nccl_tests_measured_on_eight_a100s(kilobytes: int, microseconds: float) -> None:
+    cluster = Cluster.of(gpu("A100-80"))
+    seconds = all_reduce(cluster, group(cluster, size=8, stride=1), 1024.0 * kilobytes)
+    assert seconds * 1e6 == pytest.approx(microseconds, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("rule", "bounds"), [("layers", (0, 4, 8, 12, 16)), ("modules", (0, 4, 9, 14, 16)), ("costs", (0, 6, 11, 16, 16))]
+)
+def test_stages_begin_where_the_frameworks_cut_them(rule: str, bounds: tuple[int, ...]) -> None:
+    # 19 modules on 4 stages: 5, 5, 5 and 4. Costs: the head weighs as much as 4 layers, so that a share is 5 of 20.
+    config = {"model_type": "llama", "vocab_size": 131072, "hidden_size": 2048, "num_attention_heads": 32,
+              "num_hidden_layers": 16, "intermediate_size": 8192}  # fmt: skip
+    assert stage_bounds(ModelShape.from_config(config), 4, rule) == bounds  # type: ignore[arg-type]
+
+
+def test_tied_embeddings_are_summed_over_the_first_and_the_last_stage() -> None:
+    tied, untied = setup("pp2", "gpt2"), setup("pp2", "gpt2")
+    untied = replace(untied, shape=replace(untied.shape, tied=False))
+    assert predict_step(tied).data > predict_step(untied).data == 0
+
+
+def test_whole_activations_take_as_many_times_longer_as_there_are_tensor_parallel_ranks() -> None:
+    def moved(framework: str) -> float:
+        runs = (setup("tp4-pp2", run=Execution(framework=framework), micro_batch_size=m) for m in (8, 16))
+        few, many = (predict_step(run).pipeline for run in runs)
+        return many - few
+
+    assert moved("aleph-alpha-scaling") == pytest.approx(4 * moved("megatron"))
+
+
 def test_data_parallel_communication_hides_behind_the_backward_pass_where_the_framework_overlaps_it() -> None:
     times = [
         predict_step(setup("dp64-z0", run=Execution(framework=name))).data for name in ("megatron", "megatron-2021")
@@ -145,7 +181,7 @@ def test_data_parallel_communication_hides_behind_the_backward_pass_where_the_fr
 
 
 def test_every_profile_names_its_source_and_the_same_facts() -> None:
-    optional = {"unfused_norm", "reduces_all"}
+    optional = {"unfused_norm", "reduces_all", "sends_whole", "copies_shards"}
     facts = {name: frozenset(row) - optional for name, row in profiles().items()}
     assert len(set(facts.values())) == 1
     assert all(row["source"] for row in profiles().values())

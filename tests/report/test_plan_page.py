@@ -174,6 +174,15 @@ def test_what_has_no_page_is_one_line_and_leaves_nothing(capsys, tmp_path: Path,
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_recipe_and_a_page_have_folders_of_their_own(capsys, tmp_path: Path) -> None:
+    folder, other = str(tmp_path / "recipe"), str(tmp_path / "page")
+    assert exit_of(*GPT2, "--write", folder, "--report", f"{folder}/") == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+    assert exit_of(*GPT2, "--write", folder, "--report", other) == 0
+    assert "--write" not in (tmp_path / "page" / "index.html").read_text()
+
+
 def test_a_folder_of_something_else_stays_as_it_is(capsys, tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("mine")
     assert exit_of(*GPT2, "--report", str(tmp_path)) == 2

@@ -71,6 +71,12 @@ def test_a_term_shorter_than_what_a_run_saved_cannot_be_what_is_off(tmp_path: Pa
     )
 
 
+@pytest.mark.parametrize(("slow", "said"), [(0.8, "20 %"), (1.001, "1 %"), (1.5, "50 %"), (8.0, "8.00 times")])
+def test_the_page_says_how_far_a_step_is_off(tmp_path: Path, slow: float, said: str) -> None:
+    text = runs_page([slow_run(tmp_path / "run", slow=slow)], command="dstk report")
+    assert said in text.partition('id="beside"')[2].partition("</p>")[0]
+
+
 def test_the_bars_are_the_two_steps_on_one_scale(tmp_path: Path) -> None:
     predicted, measured = compare_with_plan(slow_run(tmp_path / "run")).bars
     assert sum(measured.widths.values()) == pytest.approx(100)

@@ -19,6 +19,12 @@ LINK_SHARE = 0.78
 report bus bandwidths of 230 to 235 GB/s on an A100's 300 and of 350 to 360 on an H100's 450 without NVLS."""
 NETWORK_SHARE = 0.85
 """Share of the network cards: nccl-tests' 185 to 195 GB/s on nodes with 8 cards of 25, less among many nodes."""
+PROTOCOLS = ((0.0, 0.28), (6e-6, 1.0))
+"""NCCL's protocols inside a node: what a hop takes beside the link's latency, and the share of the bandwidth. LL sends
+a flag with every 4 bytes, Simple waits for a fence in every hop, so that small and large messages take different ones.
+Set on an nccl-tests log of all-reduces over 8 A100s (Oracle's tutorial for GPU clusters): 38 microseconds for 128 KiB,
+77 for 1 MiB, 135 for 4 MiB, 245 for 16 MiB, 590 for 64 MiB, 2,122 for 256 MiB; all within 20 %. Between nodes the
+latency of the network hides the difference."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,11 +55,14 @@ def all_reduce(cluster: Cluster, ranks: Group, size: float, messages: float = 1)
     n, m = ranks.size, ranks.nodes
     if n == 1 or size <= 0:
         return 0.0
-    inside = 2 * (ranks.local - 1) * cluster.link_seconds
+    hops = 2 * (ranks.local - 1)
+    if m == 1:
+        return _inside(cluster, ranks, hops, 2 * size * (n - 1) / n, messages)
     ring = 2 * m * cluster.network_seconds + 2 * (n - m) * cluster.link_seconds
-    tree = inside + 2 * math.log2(m) * cluster.network_seconds
-    latency = inside if m == 1 else min(ring, tree)
-    return messages * (cluster.collective_seconds + latency) + 2 * size * (n - 1) / n / _bandwidth(cluster, ranks)
+    tree = hops * cluster.link_seconds + 2 * math.log2(m) * cluster.network_seconds
+    return messages * (cluster.collective_seconds + min(ring, tree)) + 2 * size * (n - 1) / n / _bandwidth(
+        cluster, ranks
+    )
 
 
 @lru_cache(maxsize=65536)
@@ -63,7 +72,9 @@ def all_gather(cluster: Cluster, ranks: Group, size: float, messages: float = 1)
     n, m = ranks.size, ranks.nodes
     if n == 1 or size <= 0:
         return 0.0
-    latency = (m if m > 1 else 0) * cluster.network_seconds + (n - m) * cluster.link_seconds
+    if m == 1:
+        return _inside(cluster, ranks, n - 1, size * (n - 1) / n, messages)
+    latency = m * cluster.network_seconds + (n - m) * cluster.link_seconds
     return messages * (cluster.collective_seconds + latency) + size * (n - 1) / n / _bandwidth(cluster, ranks)
 
 
@@ -84,6 +95,15 @@ def send(cluster: Cluster, size: float, *, between_nodes: bool) -> float:
             cluster.send_seconds + cluster.network_seconds + size / (NETWORK_SHARE * cluster.network_bytes_per_second)
         )
     return cluster.send_seconds + cluster.link_seconds + size / (LINK_SHARE * cluster.link_bytes_per_second)
+
+
+def _inside(cluster: Cluster, ranks: Group, hops: int, size: float, messages: float) -> float:
+    """Seconds to send `size` bytes over so many hops inside a node, by the faster of NCCL's protocols; gloo has one."""
+    bandwidth = _bandwidth(cluster, ranks)
+    return min(
+        messages * (cluster.collective_seconds + hops * (cluster.link_seconds + wait)) + size / (share * bandwidth)
+        for wait, share in (((0.0, 1.0),) if cluster.cores else PROTOCOLS)
+    )
 
 
 def _bandwidth(cluster: Cluster, ranks: Group) -> float:

@@ -6,6 +6,8 @@ from toolkit.planner.setup import Setup
 
 LAST_BUCKET = 0.05
 """Share of a reduction that nothing can hide: the last gradients are ready when the backward pass is over."""
+TENSORS = 6
+"""Of a decoder layer: queries, keys and values as one; output; gate and up as one; down; two norms."""
 CPU_BYTES_PER_SECOND = 2.5e10
 """A GPU's share of its host's memory bandwidth: 8 channels of DDR4-3200 on two sockets, 200 GB/s a socket, 8 GPUs, and
 half of it reached by an update."""
@@ -18,15 +20,16 @@ def data_seconds(setup: Setup, forward: float, backward: float) -> float:
     stage 3 gathers every layer's weights forward and backward in each micro-batch and reduces its gradients.
     """
     layout, cluster, run = setup.layout, setup.cluster, setup.run
+    tied = _tied(setup)
     if setup.replicas == 1:
-        return 0.0
+        return tied
     ranks = collectives.group(cluster, size=setup.replicas, stride=layout.tp)
     numel, overlaps = setup.parameters, run.facts["overlaps"]
     if cluster.cores:  # a core that communicates does not compute
         forward = backward = 0.0
     gradient = (setup.gradient_bytes or run.facts["gradient_bytes"]) * numel
     if layout.zero_stage == 3:
-        return _sharded(setup, forward, backward, ranks, gradient)
+        return tied + _sharded(setup, forward, backward, ranks, gradient)
     weight = numel * run.activation_bytes
     messages = max(1.0, gradient / run.facts["bucket"])
     if layout.zero_stage == 0:
@@ -35,10 +38,23 @@ def data_seconds(setup: Setup, forward: float, backward: float) -> float:
         whole = run.facts.get("reduces_all", False) or bool(cluster.cores)  # gloo: DeepSpeed sums whole buckets
         reduce = (collectives.all_reduce if whole else collectives.all_gather)(cluster, ranks, gradient, messages)
         gather = collectives.all_gather(cluster, ranks, weight, messages)
+        if run.facts.get("copies_shards"):
+            gather += TENSORS * max(setup.stages) * setup.replicas * cluster.gpu.kernel_seconds
     times = setup.accumulation if layout.zero_stage == 2 else 1  # stage 2 keeps no whole gradients between them
     overlapped = overlaps["gradients" if layout.pp == 1 else "pipeline"]
     exposed = times * _exposed(reduce, overlapped * backward)
-    return exposed + _exposed(gather, overlaps["gathers"] * forward)
+    return tied + exposed + _exposed(gather, overlaps["gathers"] * forward)
+
+
+def _tied(setup: Setup) -> float:
+    """Summing the gradients of tied embeddings over the first and the last stage, after the backward pass."""
+    shape, layout, run = setup.shape, setup.layout, setup.run
+    if layout.pp == 1 or not shape.tied:
+        return 0.0
+    together = setup.gpus <= setup.cluster.gpus_per_node
+    ranks = collectives.Group(local=2 if together else 1, nodes=1 if together else 2)
+    numel = shape.vocab * shape.embed_dim / layout.tp
+    return collectives.all_reduce(setup.cluster, ranks, numel * (setup.gradient_bytes or run.facts["gradient_bytes"]))
 
 
 def _exposed(seconds: float, hidden: float) -> float:

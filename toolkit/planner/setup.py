@@ -8,6 +8,7 @@ from toolkit.models.shape import ModelShape, layer_matmul_parameters
 from toolkit.planner.cluster import Cluster
 from toolkit.planner.execution import Execution
 from toolkit.planner.layer_time import Work
+from toolkit.planner.stages import stage_bounds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +42,7 @@ class Setup:
     @property
     def stages(self) -> list[int]:
         """Layers of each stage."""
-        count, stages = self.shape.layers, self.layout.pp
-        bounds = self.bounds or tuple(round(index * count / stages) for index in range(stages + 1))
+        bounds = self.bounds or stage_bounds(self.shape, self.layout.pp, self.run.facts["stages"])
         return [stop - start for start, stop in pairwise(bounds)]
 
     @property
@@ -53,9 +53,12 @@ class Setup:
     @property
     def parameters(self) -> float:
         """Weights of the rank that holds most of them."""
-        shape, layout = self.shape, self.layout
-        ends = shape.vocab * shape.embed_dim * (1 if shape.tied or layout.pp > 1 else 2)
-        return (max(self.stages) * layer_matmul_parameters(shape) + ends) / layout.tp
+        shape, stages = self.shape, self.stages
+        layers = [count * layer_matmul_parameters(shape) for count in stages]
+        table = shape.vocab * shape.embed_dim
+        layers[0] += table
+        layers[-1] += 0 if shape.tied and len(stages) == 1 else table
+        return max(layers) / self.layout.tp
 
     @property
     def replicas(self) -> int:

@@ -238,8 +238,9 @@ def _pipeline(setup: Setup) -> float:
     if layout.pp == 1:
         return 0.0
     stride = layout.world_size * run.context_parallel // layout.pp
-    # Scattered over the tensor-parallel ranks, or sequence parallel anyway.
-    size = setup.work.tokens * setup.shape.hidden * run.activation_bytes / layout.tp
+    # Scattered over the tensor-parallel ranks, or sequence parallel anyway; some send whole activations from each.
+    shards = 1 if run.facts.get("sends_whole") else layout.tp
+    size = setup.work.tokens * setup.shape.hidden * run.activation_bytes / shards
     # A pipeline's slowest pair of neighbors counts: between nodes as soon as not all stages are in one.
     one = collectives.send(cluster, size, between_nodes=stride * layout.pp > cluster.gpus_per_node)
     steady = 2 * one * setup.accumulation * run.virtual_stages

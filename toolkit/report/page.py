@@ -43,7 +43,7 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
     environment.filters |= {each.__name__: each for each in (difference, scientific, fixed, seconds, plural)}
-    environment.filters |= {"bytes": format_bytes, "precise": lambda value: f"{digits(value)} s"}
+    environment.filters |= {"bytes": format_bytes, "digits": digits, "precise": lambda value: f"{digits(value)} s"}
     colors = Markup(style_sheet())
     environment.globals |= {"unknown": UNKNOWN, "version": __version__, "colors": colors, "tones": TONES}
     return environment

@@ -12,7 +12,7 @@ from toolkit.planner.request import predict
 from toolkit.planner.run_memory import estimate_for_run
 from toolkit.planner.step_time import StepTime
 from toolkit.report.recorded_run import RecordedRun
-from toolkit.report.step_bars import StepBar, step_bars
+from toolkit.report.step_bars import StepBar, digits, step_bars
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,5 +148,7 @@ def state_difference(found: Sequence[Comparison]) -> str:
         return ""
     percent = 100 * (found[0].ratio - 1)
     if abs(percent) < 1:
-        return "The run took what was predicted, within 1 %."
-    return f"The run took {abs(percent):.0f} % {'longer' if percent > 0 else 'less'} than predicted."
+        return "A step took what was predicted, within 1 %."
+    if percent > 100:
+        return f"A step took {digits(found[0].ratio)} times as long as predicted."
+    return f"A step took {abs(percent):.0f} % {'longer' if percent > 0 else 'less'} than predicted."

@@ -14,6 +14,8 @@ from toolkit.planner.costs import Cost
 from toolkit.planner.request import Plan, PlanRequest
 from toolkit.planner.search import evaluated
 
+_NOT_THE_PAGE = ("as_json", "write", "overwrite")
+
 
 def check_report(options: Mapping[str, Any]) -> None:
     """Raise ToolkitError where no page can be written: before the search."""
@@ -24,6 +26,9 @@ def check_report(options: Mapping[str, Any]) -> None:
         if options[name] is not None:
             reason = f"its page is that of a search, and --{name} is about one layout"
             raise LayoutError.of("--report", options["report"], reason, f"leave --{name} out")
+    if options["write"] is not None and expanded(options["write"]).resolve() == expanded(options["report"]).resolve():
+        reason = "a page is alone in its folder, and --write names the same"
+        raise LayoutError.of("--report", options["report"], reason, "name another")
     check_replaceable(expanded(options["report"]), FILES)
 
 
@@ -38,12 +43,12 @@ def write_report(request: PlanRequest, options: Mapping[str, Any], chosen: Seque
 
 
 def _command_line() -> str:
-    """What was asked, without what only printed it."""
+    """What was asked, without what else was printed or written."""
     context = click.get_current_context()
     words = ["dstk", "plan"]
     for option in context.command.params:
         name = option.name or ""
-        if name != "as_json" and context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+        if name not in _NOT_THE_PAGE and context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
             value = context.params[name]
             words += [option.opts[0], f"{value:g}" if isinstance(value, float) else str(value)]
     return shlex.join(words)
