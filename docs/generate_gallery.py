@@ -71,8 +71,8 @@ class GalleryRun:
 
     @cached_property
     def step(self) -> StepTime | None:
-        """The predicted step; None for LoRA, whose frozen weights the time model does not know, and other engines."""
-        if self.recipe.model.lora is not None or self.recipe.train.engine != "deepspeed":
+        """The predicted step; None for engines other than DeepSpeed's."""
+        if self.recipe.train.engine != "deepspeed":
             return None
         layout = self.recipe.layout(self.listed.ranks)
         return predict(self.recipe, layout, self.recipe.resolve_batch(layout), self.gpu)

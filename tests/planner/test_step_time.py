@@ -6,8 +6,11 @@ import pytest
 
 from toolkit.config.layout import Layout
 from toolkit.estimate.flops import train_flops_per_token
+from toolkit.estimate.recording import config_text
+from toolkit.estimate.recordings import parameters
+from toolkit.estimate.trainable import Trainable
 from toolkit.hardware import gpu, gpus
-from toolkit.models.shape import ModelShape, find_config, head_matmul_parameters
+from toolkit.models.shape import ModelShape, find_config, head_matmul_parameters, layer_matmul_parameters
 from toolkit.planner.bubble import bubble_seconds
 from toolkit.planner.cluster import Cluster
 from toolkit.planner.collectives import Group, all_gather, all_reduce, group
@@ -18,7 +21,8 @@ from toolkit.planner.schedules import schedule_of
 from toolkit.planner.setup import Setup
 from toolkit.planner.simulate_schedule import ScheduleCosts, simulate
 from toolkit.planner.stages import stage_bounds
-from toolkit.planner.step_time import predict_step
+from toolkit.planner.step_time import StepTime, predict_step
+from toolkit.planner.trained import Trained
 
 H100 = gpu("H100-80")
 CLUSTER = Cluster.of(H100)
@@ -31,8 +35,8 @@ def shape_of(name: str) -> ModelShape:
 
 
 def setup(layout: str = "dp8-z1", model: str = "llama-3-8b", **changes: object) -> Setup:
-    fields = {"micro_batch_size": 1, "accumulation": 8, "seq_len": 4096} | changes
-    return Setup(shape=shape_of(model), layout=Layout.parse(layout), cluster=CLUSTER, **fields)  # type: ignore[arg-type]
+    fields = {"micro_batch_size": 1, "accumulation": 8, "seq_len": 4096, "cluster": CLUSTER} | changes
+    return Setup(shape=shape_of(model), layout=Layout.parse(layout), **fields)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama-3-8b", "gpt3-175b"])
@@ -193,3 +197,63 @@ def test_every_gpu_has_what_the_time_model_needs() -> None:
         assert found.multiprocessors >= 1
         assert found.memory_bytes_per_second > found.network_bytes_per_second
         assert all(0.3 < share < 1 for share in found.matmul_fraction.values())
+
+
+LORA = "lora:r=4,targets=all-linear,fp32=no"
+
+
+def trained_of(name: str, text: str) -> Trained:
+    return Trained.of(parameters(config_text(find_config(name) or {}), text), dropout=False)
+
+
+def counted_flops(name: str, text: str, seq_len: int, *, input_has_gradient: bool) -> float:
+    """What torch counts of a token, forward and backward; LoRA's layers are peft's."""
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from toolkit.recorder.frozen import freeze
+
+    config = AutoConfig.for_model(**(find_config(name) or {}), use_cache=False)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    freeze(model, Trainable.parse(text))
+    if input_has_gradient:
+        model.enable_input_require_grads()
+    tokens = torch.zeros(2, seq_len, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=tokens, labels=tokens).loss.backward()
+    return counter.get_total_flops() / (2 * seq_len)
+
+
+@pytest.mark.parametrize("name", ["gpt2-tiny", "llama-tiny"])
+def test_frozen_weights_have_no_gradients_among_the_flops(name: str) -> None:
+    shape, s = shape_of(name), 16
+    formula = trained_of(name, LORA).flops_per_token(shape, s)
+    assert formula == counted_flops(name, LORA, s, input_has_gradient=True)
+    # Otherwise the first layer's queries, keys and values have none: the known error.
+    missing = shape.attention_dim + 2 * shape.kv_dim + 4 * (1 if shape.learned_positions else 3)
+    assert formula - counted_flops(name, LORA, s, input_has_gradient=False) == 2 * shape.hidden * missing
+
+
+def test_the_backward_pass_ends_at_the_first_layer_that_trains() -> None:
+    shape, s, text = shape_of("llama-tiny"), 16, "model.layers.3.*,lm_head*"
+    trained = trained_of("llama-tiny", text)
+    assert trained.flops_per_token(shape, s) == counted_flops("llama-tiny", text, s, input_has_gradient=False)
+    recomputed = trained.recomputed.flops_per_token(shape, s)
+    assert recomputed == counted_flops("llama-tiny", text, s, input_has_gradient=True)
+
+
+def test_only_what_trains_is_reduced_and_updated_and_zero3_gathers_all() -> None:
+    trained = trained_of("llama-tiny", LORA)
+
+    def both(layout: str) -> tuple[StepTime, StepTime]:
+        # With links so slow that nothing is hidden.
+        asked = setup(layout, "llama-tiny", cluster=Cluster.of(H100, link_bytes_per_second=1e6))
+        return predict_step(asked), predict_step(replace(asked, trained=trained))
+
+    full, adapters = both("dp8-z1")
+    share = trained.layer * 4 / (4 * layer_matmul_parameters(shape_of("llama-tiny")))
+    assert adapters.data / full.data == pytest.approx(0.5 * share, rel=0.7)
+    assert adapters.optimizer < full.optimizer
+    full, adapters = both("dp8-z3")
+    assert 0.3 < adapters.data / full.data < 0.7  # two gathers, and a reduction of four bytes for each two of a gather

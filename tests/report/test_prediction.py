@@ -90,10 +90,9 @@ def test_the_bars_are_the_two_steps_on_one_scale(tmp_path: Path) -> None:
         (RECIPE.replace("steps: 3", "steps: 3, engine: fsdp").replace(", zero_stage: 2", ""), None, "fsdp"),
         (RECIPE.replace("gpt2", "someone/hub-model"), None, "someone/hub-model"),
         (RECIPE.replace("{dp: 4, zero_stage: 2}", "{zero_stage: 2}"), None, "number of its ranks"),
-        (RECIPE.replace("gpt2", "gpt2, lora: {r: 8}"), None, "trains all parameters"),
         ("nonsense: [", None, "recipe"),
     ],
-    ids=["device", "engine", "model", "ranks", "lora", "recipe"],
+    ids=["device", "engine", "model", "ranks", "recipe"],
 )
 def test_where_nothing_can_be_predicted_the_page_says_why(
     tmp_path: Path, recipe: str, device: str | None, reason: str

@@ -59,6 +59,14 @@ class Trainable:
         return cls(rank=rank, targets=tuple(sorted({*targets})), dropout=dropout, in_fp32=in_fp32)
 
     @property
+    def fields(self) -> dict[str, Any]:
+        """What `of` reads, as the fields of a recipe's model."""
+        if self.rank:
+            targets = () if self.targets == ("default",) else self.targets
+            return {"lora": {"r": self.rank, "targets": targets, "dropout": self.dropout}}
+        return {"train_only": self.patterns, "freeze": self.frozen}
+
+    @property
     def text(self) -> str:
         """What `parse` reads, of all that memory depends on; empty where all parameters train."""
         if self.frozen:
@@ -69,3 +77,6 @@ class Trainable:
         options |= {"dropout": self.dropout} if self.dropout else {}
         options |= {} if self.in_fp32 else {"fp32": "no"}
         return "lora:" + ",".join(f"{name}={value}" for name, value in options.items())
+
+
+EVERYTHING = Trainable()

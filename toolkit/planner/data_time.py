@@ -17,14 +17,15 @@ def data_seconds(setup: Setup, forward: float, backward: float) -> float:
     """Reducing gradients and gathering weights over the data-parallel ranks, less what runs behind computation.
 
     ZeRO-0 reduces all gradients; stages 1 and 2 reduce and scatter them and gather the updated weights, as many bytes;
-    stage 3 gathers every layer's weights forward and backward in each micro-batch and reduces its gradients.
+    stage 3 gathers every layer's weights forward and backward in each micro-batch and reduces its gradients. What does
+    not train has no gradient, and is not updated.
     """
     layout, cluster, run = setup.layout, setup.cluster, setup.run
     tied = _tied(setup)
     if setup.replicas == 1:
         return tied
     ranks = collectives.group(cluster, size=setup.replicas, stride=layout.tp)
-    numel, overlaps = setup.parameters, run.facts["overlaps"]
+    numel, overlaps = setup.trained_parameters, run.facts["overlaps"]
     if cluster.cores:  # a core that communicates does not compute
         forward = backward = 0.0
     gradient = (setup.gradient_bytes or run.facts["gradient_bytes"]) * numel
@@ -81,7 +82,7 @@ def _sharded(setup: Setup, forward: float, backward: float, ranks: collectives.G
 def optimizer_seconds(setup: Setup) -> float:
     """Reading and writing weights, gradients and moments of a rank's share, and the norm of the gradients."""
     layout = setup.layout
-    numel = setup.parameters
+    numel = setup.trained_parameters
     share = numel / setup.replicas if layout.zero_stage else numel
     if layout.offload_optimizer != "none":
         return 0.0
@@ -96,9 +97,10 @@ def offload_seconds(setup: Setup) -> float:
     layout, cluster = setup.layout, setup.cluster
     if layout.offload_optimizer == "none" and layout.offload_params == "none":
         return 0.0
-    share = setup.parameters / setup.replicas
+    share = setup.trained_parameters / setup.replicas
     moved = share * (4 + 2) / cluster.host_bytes_per_second
     update = share * 28 / CPU_BYTES_PER_SECOND if layout.offload_optimizer != "none" else 0.0
     if layout.offload_params != "none":
-        moved += 2 * setup.accumulation * share * 2 / cluster.host_bytes_per_second
+        weights = setup.parameters / setup.replicas
+        moved += 2 * setup.accumulation * weights * 2 / cluster.host_bytes_per_second
     return moved + update

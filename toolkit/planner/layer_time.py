@@ -11,6 +11,7 @@ from toolkit.hardware import Gpu, MatmulPrecision
 from toolkit.models.shape import ModelShape
 from toolkit.planner.execution import QUANTIZED, Execution
 from toolkit.planner.kernels import fraction, matmul_seconds, stream_seconds
+from toolkit.planner.trained import Trained
 
 COMPILED_SHARE = 0.5
 """Of the element-wise traffic that is left where torch.compile fuses chains of kernels: each reads and writes once."""
@@ -65,14 +66,19 @@ def products(shape: ModelShape, work: Work) -> list[tuple[int, int, int]]:
 
 
 @lru_cache(maxsize=65536)
-def layer_seconds(gpu: Gpu, shape: ModelShape, work: Work, run: Execution) -> Passes:
+def layer_seconds(gpu: Gpu, shape: ModelShape, work: Work, run: Execution, trained: Trained | None = None) -> Passes:
     """A decoder layer without its communication and without the recomputation of anything."""
-    linear = sum((_linear(gpu, one, run.unit) for one in products(shape, work)), Passes())
-    return linear + attention_seconds(gpu, shape, work, run) + _streams(gpu, shape, work, run)
+    share = 1.0 if trained is None else trained.share
+    linear = sum((_linear(gpu, one, run.unit, share) for one in products(shape, work)), Passes())
+    seconds = linear + attention_seconds(gpu, shape, work, run) + _streams(gpu, shape, work, run)
+    if trained is None:
+        return seconds
+    forward, backward = trained.adapter_seconds(gpu, work.tokens, work.tp, run.activation_bytes)
+    return seconds + Passes(forward=forward, backward=backward)
 
 
 @lru_cache(maxsize=4096)
-def head_seconds(gpu: Gpu, shape: ModelShape, work: Work, run: Execution) -> Passes:
+def head_seconds(gpu: Gpu, shape: ModelShape, work: Work, run: Execution, trained: Trained | None = None) -> Passes:
     """Final norm, LM head and loss."""
     vocab = -(-shape.vocab // work.tp)
     forward, backward = run.facts["loss"].get(run.loss, run.facts["loss"]["plain"])
@@ -82,22 +88,28 @@ def head_seconds(gpu: Gpu, shape: ModelShape, work: Work, run: Execution) -> Pas
         forward=stream_seconds(gpu, logits * forward, 6, reached=rates[0]),
         backward=stream_seconds(gpu, logits * backward, 4, reached=rates[1]),
     )
-    return _linear(gpu, (work.tokens, vocab, shape.embed_dim), run.wide) + loss
+    share = 1.0 if trained is None else float(trained.has_head)
+    return _linear(gpu, (work.tokens, vocab, shape.embed_dim), run.wide, share) + loss
 
 
 @lru_cache(maxsize=4096)
-def embedding_seconds(gpu: Gpu, shape: ModelShape, work: Work, run: Execution) -> Passes:
+def embedding_seconds(
+    gpu: Gpu, shape: ModelShape, work: Work, run: Execution, trained: Trained | None = None
+) -> Passes:
     """Looking rows up, and adding their gradients to an otherwise empty table."""
     rows = work.tokens * shape.hidden * run.activation_bytes
     table = shape.vocab * shape.embed_dim // work.tp * run.activation_bytes
-    return Passes(forward=stream_seconds(gpu, 3 * rows, 3), backward=stream_seconds(gpu, 4 * rows + 3 * table, 5))
+    trains = trained is None or trained.has_embeddings
+    backward = stream_seconds(gpu, 4 * rows + 3 * table, 5) if trains else 0.0
+    return Passes(forward=stream_seconds(gpu, 3 * rows, 3), backward=backward)
 
 
-def _linear(gpu: Gpu, product: tuple[int, int, int], unit: MatmulPrecision) -> Passes:
-    """The product, then the gradients of its input and of its weight."""
+def _linear(gpu: Gpu, product: tuple[int, int, int], unit: MatmulPrecision, trained: float) -> Passes:
+    """The product, then the gradients of its input and of the share of its weight that trains."""
     m, n, k = product
     forward = matmul_seconds(gpu, m, n, k, unit)
-    return Passes(forward=forward, backward=matmul_seconds(gpu, m, k, n, unit) + matmul_seconds(gpu, k, n, m, unit))
+    of_weight = trained * matmul_seconds(gpu, k, n, m, unit)
+    return Passes(forward=forward, backward=matmul_seconds(gpu, m, k, n, unit) + of_weight)
 
 
 def attention_seconds(gpu: Gpu, shape: ModelShape, work: Work, run: Execution) -> Passes:

@@ -13,7 +13,9 @@ from toolkit.errors import LayoutError, ModelError, Refusal
 from toolkit.estimate.breakdown import MemoryBreakdown
 from toolkit.estimate.framework_profile import FrameworkProfile
 from toolkit.estimate.memory_model import Framework, MemoryModel
+from toolkit.estimate.recordings import parameters
 from toolkit.estimate.stage_bounds import CPU_FLOPS_PER_BYTE, GPU_FLOPS_PER_BYTE, balanced_bounds
+from toolkit.estimate.trainable import EVERYTHING, Trainable
 from toolkit.hardware import Gpu
 from toolkit.models.families.registry import CONFIG_SCHEMAS
 from toolkit.planner.cluster import Cluster
@@ -21,6 +23,7 @@ from toolkit.planner.execution import Execution, Kernel
 from toolkit.planner.run_memory import framework_of, model_config, recipe_of, workload_of
 from toolkit.planner.setup import Setup
 from toolkit.planner.step_time import StepTime, predict_step
+from toolkit.planner.trained import Trained
 
 MEMORY_PROFILES = {"fsdp": "torchtitan"}
 """Profiles of step times whose memory stands under another name."""
@@ -66,6 +69,8 @@ class PlanRequest:
     global_batch_size: int
     precision: Precision = "bf16"
     run: Execution = field(default_factory=Execution)
+    trainable: Trainable = EVERYTHING
+    """What trains; with `base`, that says it."""
     base: Recipe | None = None
     """What is to be trained, all of it; None: the toolkit's defaults for what a plan does not depend on."""
     kept: Mapping[str, Any] = field(default_factory=dict)
@@ -94,6 +99,14 @@ class PlanRequest:
         return self.cluster.gpu
 
     @cached_property
+    def trained(self) -> Trained | None:
+        """Which weights train; None: all. Raises ModelError where what trains names nothing."""
+        trainable = self.trainable if self.base is None else Trainable.of(self.base.model)
+        if not trainable.text:
+            return None
+        return Trained.of(parameters(self.model.config, trainable.text), dropout=trainable.dropout > 0)
+
+    @cached_property
     def setup_attention(self) -> Kernel:
         recipe = self.recipe(Layout(zero_stage=1), Batch(global_batch_size=1, micro_batch_size=1, dp=1))
         return _KERNELS[workload_of(recipe, recipe.resolve_batch(Layout()), self.model).attention]
@@ -110,6 +123,7 @@ class PlanRequest:
             seq_len=self.seq_len,
             accumulation=batch.accumulation,
             precision=self.precision,
+            trainable=self.trainable,
         )
 
     def refusal(self, layout: Layout) -> Refusal | None:
@@ -130,9 +144,16 @@ class PlanRequest:
             flops = CPU_FLOPS_PER_BYTE if self.cluster.cores else GPU_FLOPS_PER_BYTE
             sizes = {"micro_batch_size": batch.micro_batch_size, "seq_len": self.seq_len}
             bounds = balanced_bounds(
-                self.model.parameters, layout.pp, **sizes, recompute=layout.recompute, flops_per_byte=flops
+                self.model.parameters,
+                layout.pp,
+                **sizes,
+                recompute=layout.recompute,
+                head_alone=self.trained is None or not self.trained.adapters,
+                flops_per_byte=flops,
             )
-        run = self.run
+        run, trained = self.run, self.trained
+        if trained is not None and layout.recompute == "full":
+            trained = trained.recomputed
         if run.framework == "toolkit":
             run = replace(run, attention=self.setup_attention) if self.setup_attention != run.attention else run
         return Setup(
@@ -144,6 +165,7 @@ class PlanRequest:
             seq_len=self.seq_len,
             run=run,
             bounds=bounds,
+            trained=trained,
         )
 
     def step(self, layout: Layout, batch: Batch) -> StepTime:

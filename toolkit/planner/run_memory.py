@@ -14,7 +14,7 @@ from toolkit.estimate.deepspeed_settings import DeepSpeedSettings
 from toolkit.estimate.memory_model import Framework, MemoryModel, Workload
 from toolkit.estimate.recording import Attention, Device
 from toolkit.estimate.states import TorchStates
-from toolkit.estimate.trainable import Trainable
+from toolkit.estimate.trainable import EVERYTHING, Trainable
 from toolkit.models.shape import local_config, with_overrides
 from toolkit.models.support import attention_kinds
 
@@ -96,12 +96,13 @@ def recipe_of(
     engine: EngineName = "deepspeed",
     optimizer: OptimizerName = "adamw",
     attention: Implementation | None = None,
+    trainable: Trainable = EVERYTHING,
 ) -> Recipe:
     """A recipe that trains `model` in `layout`, with the toolkit's defaults for all that memory does not depend on."""
     global_batch_size = micro_batch_size * accumulation * layout.dp
     return Recipe.model_validate(
         {
-            "model": {"name_or_path": model, "attn_implementation": attention},
+            "model": {"name_or_path": model, "attn_implementation": attention, **trainable.fields},
             "data": {"seq_len": seq_len},
             "parallel": asdict(layout),
             "batch": {"global_batch_size": global_batch_size, "micro_batch_size": micro_batch_size},

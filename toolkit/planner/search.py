@@ -11,7 +11,6 @@ from typing import Literal
 
 from toolkit.config.layout import Batch, Layout, OffloadDevice, Recompute
 from toolkit.errors import BatchError, LayoutError, ModelError, ToolkitError
-from toolkit.estimate.trainable import Trainable
 from toolkit.models.support import misfits, tensor_parallel_sizes
 from toolkit.planner.request import Plan, PlanRequest
 from toolkit.planner.step_time import StepTime
@@ -233,10 +232,10 @@ def _smallest(request: PlanRequest, found: list[Candidate], top: int) -> list[Pl
 
 def least_bytes(request: PlanRequest, layout: Layout) -> float:
     """Less than the model states of a rank: weights in 16 bits, and the shares of gradients, masters and moments."""
-    if request.base is not None and Trainable.of(request.base.model).text:
-        return 0.0  # frozen weights have no such states
     numel = request.model.parameters.numel / (layout.tp * layout.pp)
     shards = layout.dp * layout.ulysses
+    if request.trained is not None:  # of what does not train a rank has weights alone, and maybe in 4 bits
+        return numel / 2 if layout.zero_stage < 3 else 0.0
     whole = {1: 4.0, 2: 2.0, 3: 0.0}.get(layout.zero_stage, 8.0)
     shared = 0.0 if layout.offload_optimizer != "none" else 12.0
     return numel * (whole + shared / shards)

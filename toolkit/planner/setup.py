@@ -9,6 +9,7 @@ from toolkit.planner.cluster import Cluster
 from toolkit.planner.execution import Execution
 from toolkit.planner.layer_time import Work
 from toolkit.planner.stages import stage_bounds
+from toolkit.planner.trained import Trained
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +27,8 @@ class Setup:
     """Layers where pipeline stages begin and end; empty: as equal as they can be."""
     gradient_bytes: int = 0
     """Of a gradient in communication; 0: the framework's."""
+    trained: Trained | None = None
+    """Which weights train; None: all."""
 
     @property
     def work(self) -> Work:
@@ -59,6 +62,13 @@ class Setup:
         layers[0] += table
         layers[-1] += 0 if shape.tied and len(stages) == 1 else table
         return max(layers) / self.layout.tp
+
+    @property
+    def trained_parameters(self) -> float:
+        """Of them, those that train."""
+        if self.trained is None:
+            return self.parameters
+        return (max(self.stages) * self.trained.layer + self.trained.outside) / self.layout.tp
 
     @property
     def replicas(self) -> int:

@@ -17,6 +17,7 @@ from toolkit.planner.data_time import data_seconds, offload_seconds, optimizer_s
 from toolkit.planner.kernels import stream_seconds
 from toolkit.planner.layer_time import Passes, attention_seconds, embedding_seconds, head_seconds, layer_seconds
 from toolkit.planner.setup import Setup
+from toolkit.planner.trained import HOST_SHARES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +78,8 @@ def predict_step(setup: Setup) -> StepTime:
     shape, layout, run = setup.shape, setup.layout, setup.run
     gpu, work, m = setup.cluster.gpu, setup.work, setup.accumulation
     layer = _layer(setup)
-    ends = (embedding_seconds(gpu, shape, work, run), head_seconds(gpu, shape, work, run))
+    trained = setup.trained
+    ends = (embedding_seconds(gpu, shape, work, run, trained), head_seconds(gpu, shape, work, run, trained))
     stages = []
     for stage, layers in enumerate(setup.stages):
         total = layer.scaled(layers)
@@ -97,6 +99,8 @@ def predict_step(setup: Setup) -> StepTime:
     pipeline = _pipeline(setup)
     data = data_seconds(setup, slowest.seconds - slowest.backward, slowest.backward)
     tokens = setup.micro_batch_size * m * layout.dp * setup.seq_len
+    count = train_flops_per_token if trained is None else trained.flops_per_token
+    flops = count(shape, setup.seq_len)
     return StepTime(
         compute=m * slowest.compute,
         recompute=m * slowest.recompute,
@@ -109,7 +113,7 @@ def predict_step(setup: Setup) -> StepTime:
         offload=offload_seconds(setup),
         tokens=tokens,
         gpus=setup.gpus,
-        model_flops=train_flops_per_token(shape, setup.seq_len) * tokens,
+        model_flops=flops * tokens,
         peak_flops=gpu.peak_flops(run.unit) or gpu.fp32_flops,
     )
 
@@ -169,8 +173,10 @@ def _layer(setup: Setup) -> _Stage:
     """One decoder layer for one micro-batch, with its collectives, and what is recomputed of it."""
     run, work, recompute = setup.run, setup.work, setup.layout.recompute
     gpu = setup.cluster.gpu
-    once = layer_seconds(gpu, setup.shape, work, run)
+    once = layer_seconds(gpu, setup.shape, work, run, setup.trained)
     forward_tensor, backward_tensor = _tensor(setup)
+    reached = 1.0 if setup.trained is None else setup.trained.reached
+    once, backward_tensor = replace(once, backward=reached * once.backward), reached * backward_tensor
     again = {
         "none": 0.0,
         "selective": attention_seconds(gpu, setup.shape, work, run).forward,
@@ -179,7 +185,11 @@ def _layer(setup: Setup) -> _Stage:
     accumulated = _accumulation(setup)
     tensor = forward_tensor * (2 if recompute == "full" else 1) + backward_tensor
     calls = 2 * COLLECTIVE_HOST_SECONDS * (setup.layout.tp > 1)
-    host_forward, host_backward = (seconds + calls for seconds in run.facts["host"])
+    adapters = 0 if setup.trained is None else len(setup.trained.adapters)
+    host_forward, host_backward = (
+        seconds * (1 + share * adapters) + calls for seconds, share in zip(run.facts["host"], HOST_SHARES, strict=True)
+    )
+    host_backward *= reached
     busy_forward, busy_backward = once.forward + forward_tensor, once.backward + again + backward_tensor
     if recompute == "full":
         busy_backward += forward_tensor
@@ -198,7 +208,8 @@ def _layer(setup: Setup) -> _Stage:
 
 def _accumulation(setup: Setup) -> float:
     """Adding a layer's weight gradients to those of the micro-batches before."""
-    weights = layer_matmul_parameters(setup.shape) / setup.layout.tp
+    trained = layer_matmul_parameters(setup.shape) if setup.trained is None else setup.trained.layer
+    weights = trained / setup.layout.tp
     if setup.accumulation == 1 or (setup.layout.zero_stage == 3 and setup.layout.dp > 1):
         return 0.0
     return stream_seconds(setup.cluster.gpu, setup.run.facts["accumulate"] * weights, 1)

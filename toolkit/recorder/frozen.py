@@ -35,7 +35,7 @@ class RecordedAdapters(Adapters):
     """The adapters that are in a model, taken out while tensor parallelism shards it; they have no values."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.tensor_parallel = True
+        self.tensor_parallel, self.in_4bit = True, False
         self._take_out(model)
 
     def _first_a(self, linear: nn.Linear, name: str) -> torch.Tensor:

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from statistics import median
 
 from toolkit.errors import ToolkitError
-from toolkit.estimate.trainable import Trainable
 from toolkit.planner.calibration.file import stored
 from toolkit.planner.cluster import Cluster
 from toolkit.planner.request import predict
@@ -127,8 +126,6 @@ def _predicted(run: RecordedRun) -> tuple[StepTime, str] | str:
         return "the number of its ranks is not known"
     if run.recipe.train.engine != "deepspeed":
         return f"the time model knows DeepSpeed's engines, not {run.recipe.train.engine}"
-    if Trainable.of(run.recipe.model) != Trainable():
-        return "the time model trains all parameters, and this recipe some"
     known = cluster_of(run)
     if known is None:
         return (

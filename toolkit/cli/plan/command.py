@@ -56,6 +56,9 @@ from toolkit.files import expanded
     metavar="FILE",
     help="YAML: gpus_per_node, network_bytes_per_second, …; a file of dstk calibrate; or measured: the stored one.",
 )
+@click.option(
+    "--trainable", metavar="WHAT", help="lora:r=16,targets=all-linear, freeze:PATTERNS, or PATTERNS of names."
+)
 @click.option("--tokens", type=float, help="Days, money and energy of training on so many tokens: 1e12.")
 @click.option("--price", type=click.FloatRange(min=0), help="US dollars a GPU and hour.  [default: prices.json]")
 @click.option("--carbon", type=click.FloatRange(min=0), help="Kilograms of CO2 a kWh.  [default: the world's average]")

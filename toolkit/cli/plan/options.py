@@ -2,13 +2,14 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from toolkit.cli.memory.options import read_config
 from toolkit.config.layout import Batch, Layout
 from toolkit.config.recipe import Precision
 from toolkit.errors import LayoutError, ReportError, RunError, nearest
+from toolkit.estimate.trainable import EVERYTHING, Trainable
 from toolkit.files import expanded, read_text, reason_of
 from toolkit.hardware import gpu as find_gpu
 from toolkit.planner.calibration.file import CPU, MEASURED, Calibration, is_calibration
@@ -49,7 +50,19 @@ def request_of(options: Mapping[str, Any]) -> PlanRequest:
         global_batch_size=options["global_batch"],
         precision=wide,
         run=run,
+        trainable=_trainable(options),
     )
+
+
+def _trainable(options: Mapping[str, Any]) -> Trainable:
+    """What trains, with adapters in the precision of the weights, as this toolkit has them."""
+    if options["trainable"] is None:
+        return EVERYTHING
+    if options["framework"] != "toolkit":
+        reason = "frozen weights are predicted of this toolkit's runs"
+        raise LayoutError.of("--framework", options["framework"], reason, "remove --trainable")
+    trainable = Trainable.parse(options["trainable"])
+    return replace(trainable, in_fp32=not trainable.rank)
 
 
 def _computed_in(precision: Format, cluster: Cluster) -> Format:
