@@ -318,7 +318,7 @@ class _Draft:
             values = self.values | {section: {k: v for k, v in self.values[section].items() if k != name}}
             with suppress(ValidationError):  # a field that must be given
                 left = rules.recipe_conflicts(Recipe.model_validate_json(json.dumps(values)), world_size)
-                if all((one.field, one.reason) != (refusal.field, refusal.reason) for one in left):
+                if all(one.field != own and (one.field, one.reason) != (refusal.field, refusal.reason) for one in left):
                     return replace(refusal, remedy=((own, "null"), *remedy))
         return refusal
 

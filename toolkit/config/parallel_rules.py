@@ -111,6 +111,10 @@ def _layout_and_batch(recipe: Recipe, world_size: int | None) -> Iterator[Refusa
     fields = recipe.parallel.layout_fields
     if recipe.parallel.auto:
         return  # which the planner sees to
+    if recipe.batch.micro_batch_size is None:
+        field, reason = "batch.micro_batch_size", "only a plan chooses it"
+        yield recipe.conflict(field, reason=reason, remedy=((field, "1 or more"), ("parallel", "auto")))
+        return
     try:
         if world_size is None:
             layout = Layout(**{**fields, "dp": recipe.parallel.dp or 1})
