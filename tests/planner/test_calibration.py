@@ -10,7 +10,7 @@ import pytest
 from toolkit.cli.main import main
 from toolkit.config.layout import Layout
 from toolkit.errors import RunError
-from toolkit.hardware import cpu_name
+from toolkit.hardware import cpu_name, gpu
 from toolkit.models.shape import ModelShape, find_config
 from toolkit.planner.auto.ranks import cluster_named
 from toolkit.planner.calibration.file import Calibration, calibration_path, current_versions
@@ -131,13 +131,13 @@ def test_content_that_is_wrong_or_stale_is_one_line(
 
 
 def test_the_plan_uses_what_is_stored_and_any_file(stored: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ask = ["plan", "--model", "gpt2", "--seq", "128", "--global-batch", "8", "--precision", "fp32", "--json"]
+    ask = ["plan", "--model", "gpt2", "--seq", "128", "--global-batch", "8", "--json"]
     other = stored.with_name("other.json")
     calibration(core=CORE | {"attention": {"fp32": [1e9, 1e9], "bf16": [1e9, 1e9]}}).write(other)
     seconds = []
     for arguments in ([], ["--cluster", "measured"], ["--cluster", str(other)]):
         with pytest.raises(SystemExit) as end:
-            main([*ask, "--gpus", "2xcpu", "--layout", "dp2-z1-m2", *arguments])
+            main([*ask, "--gpus", "2xcpu", "--top", "1", *arguments])
         assert end.value.code == 0
         seconds.append(json.loads(capsys.readouterr().out)["plans"][0]["step_seconds"])
     assert seconds[0] == seconds[1] < seconds[2]
@@ -190,3 +190,22 @@ def test_a_plan_at_launch_takes_the_stored_constants_as_long_as_they_hold(stored
     assert (found.gpu.core, found.link_seconds) == (measured.gpu.core, measured.link_seconds)
     calibration(versions={"torch": "1.0"}).write(stored)
     assert cluster_named("cpu", 4)[0].gpu.core is None
+
+
+def test_a_gpu_has_its_measured_rates_in_the_place_of_the_data_sheets(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "h100.json"
+    known = gpu("H100")
+    fields = {"gpu": known.name, "hardware": "NVIDIA H100", "core": None, "cluster": {"host_bytes_per_second": 5e10}}
+    found = calibration(**fields, matmul_fraction={"bf16": 0.5}, memory_bytes_per_second=3e12)
+    found.write(path)
+    cluster = Calibration.read(path).of_ranks(8)
+    assert (cluster.gpu.matmul_fraction, cluster.gpu.memory_bytes_per_second) == ({"bf16": 0.5}, 3e12)
+    assert (cluster.host_bytes_per_second, cluster.link_bytes_per_second) == (5e10, known.link_bytes_per_second)
+    with pytest.raises(SystemExit) as end:
+        main(
+            ["plan", "--model", "gpt2", "--gpus", "8xA100", "--seq", "8", "--global-batch", "8", "--cluster", str(path)]
+        )
+    assert end.value.code == 2
+    assert known.name in capsys.readouterr().err
