@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import date
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -83,10 +84,10 @@ def _of_cpu(effort: Effort, say: Say) -> Calibration:
     cluster = dict(found.cluster)
     cluster |= run_ranks(partial(measure_links, 4 * seconds, device), 2)[0]
     cores = int(cluster["cores"])
-    size = effort.layer.hidden, effort.layer.large, 8 * seconds
+    size = effort.layer.hidden, (1, effort.layer.large[1]), 10 * seconds  # shorter than a turn of the system's
     alone = layer_times(*size)
     if cores > 1:
-        cluster["slowdown"] = max(1.0, max(run_ranks(partial(measure_alongside, *size), cores)) / alone)
+        cluster["slowdown"] = max(1.0, fmean(run_ranks(partial(measure_alongside, *size), cores)) / alone)
     found = _with(found, cluster=cluster)
     say("engines")
     fixed = engines.one_rank(found.of_ranks)
