@@ -240,7 +240,6 @@ CONTRADICTIONS = [
     Bad("validate r.yaml checkpoint.every=0", "Set checkpoint.keep=null", {"r.yaml": text("run_dir: out", "checkpoint:\n  every: 1\n  keep: 4\nrun_dir: out")}),
     Bad("validate r.yaml optimizer.name=sgd", "Set optimizer.betas=null", {"r.yaml": text("lr: 1e-3", "lr: 1e-3\n  betas: [0.8, 0.9]")}),
     Bad("validate r.yaml schedule.name=constant", "Set schedule.warmup_steps=null", {"r.yaml": text("run_dir: out", "schedule:\n  warmup_steps: 1\nrun_dir: out")}),
-    Bad("validate r.yaml data.source=stdlib", "Set data.text_field=null", {"r.yaml": text("source: text.txt", "source: a.jsonl\n  text_field: body")}),
     Bad("validate r.yaml data.packing=padded", "Set data.document_masking=null", {"r.yaml": text("seq_len: 32", "seq_len: 32\n  document_masking: true")}),
     Bad("validate r.yaml data.eval_fraction=0", "or train.eval_every=0", {"r.yaml": text("steps: 2", "steps: 2\n  eval_every: 1")}),
     Bad("validate r.yaml train.on_nonfinite=stop", "Set train.max_incidents=null", {"r.yaml": text("steps: 2", "steps: 2\n  on_nonfinite: skip\n  max_incidents: 9")}),
