@@ -87,6 +87,11 @@ def test_autocast_with_recomputation_copies_one_layers_frozen_weights() -> None:
     assert predicted == pytest.approx(peak_bytes(case, model_of(case)), rel=0.1)
 
 
+def test_adapters_are_recorded_beside_sharded_layers() -> None:
+    case = Case(family="llama", trainable=f"{LORA},fp32=no")
+    assert case.predicted_kept() / 2 < case.predicted_kept(tp=2) < case.predicted_kept()
+
+
 def test_adapters_need_peft(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(RunError, match="pip install"):
