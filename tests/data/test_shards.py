@@ -25,6 +25,7 @@ from toolkit.config.data_section import DataSection
 from toolkit.data.documents import sources
 from toolkit.data.documents.part import Part
 from toolkit.data.tokens import shard as shard_files
+from toolkit.data.tokens import token_cache
 from toolkit.data.tokens.shard import Shard
 from toolkit.data.tokens.shards import make_shard, merge_shards
 from toolkit.data.tokens.token_cache import TokenCorpus, prepare
@@ -261,7 +262,10 @@ def test_a_shard_whose_text_is_refused_leaves_nothing_half_written(folder: Path)
     assert not [path for path in (folder / "cache").rglob("*") if path.is_file()]
 
 
-def test_a_second_process_waits_for_the_one_that_makes_the_shard(folder: Path, capfd: Any) -> None:
+def test_a_second_process_waits_for_the_one_that_makes_the_shard(
+    folder: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(token_cache, "_SILENT_SECONDS", 0.2)
     data = section(folder)
     place = Path(shard(data, "1/2").place)
     with FileLock(place.parent.with_name(f"{place.parent.name}.{place.name}.lock")):

@@ -37,7 +37,7 @@ HARMLESS = (
     *("tp2-z1-m1", "tp2-sp", "tp2-recompute", "pp2-m1", "tp4-z2"),
 )
 BUCKETS = (64, 1_000, 50_000)
-DAILY = {"reference-m1", "dp4-z2-m1", "z3-recompute", "tp2-sp", "pp2-m1", "ddp-m1"}
+DAILY = {"reference-m1", "dp4-z2-m1", "tp2-sp", "pp2-m1"}
 
 
 def changes(model: str) -> dict[str, Any]:
