@@ -244,7 +244,9 @@ class Watchdog:
     def _await_stop_request(self) -> None:
         """Wait a moment for the signal that may have ended the peer: Ctrl-C reaches this rank at about that time."""
         deadline = time.monotonic() + _STOP_REQUEST_SECONDS
-        while not stop_requests.is_stopping() and time.monotonic() < deadline:
+        while not (stop_requests.is_stopping() or self._stopped.is_set() or self._failure.exit_reason):
+            if time.monotonic() > deadline:
+                break
             time.sleep(_TICK_SECONDS / 5)
 
     def _may_investigate(self, question: str) -> bool:
@@ -348,6 +350,8 @@ class Watchdog:
             if self._stopped.is_set() or self._failure.exit_reason:
                 break
             time.sleep(_TICK_SECONDS / 5)
+        if self._has_lost_connection:
+            self._await_stop_request()
         self._error_published.set()
         self._exit_announced.set()
         if self._stopped.is_set() or self._failure.exit_reason:
