@@ -17,7 +17,10 @@
   };
   form.hidden = false;
   form.addEventListener("change", filter);
-  form.addEventListener("reset", () => setTimeout(filter));
+  form.querySelector("button").addEventListener("click", () => {
+    form.reset();
+    filter();
+  });
   form.addEventListener("submit", (event) => event.preventDefault());
   filter();
 
