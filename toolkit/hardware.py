@@ -178,6 +178,19 @@ def variant_note(name: str | None) -> str | None:
     return f"--gpu {name} is taken for {found[0].name}; others are {', '.join(entry.name for entry in found[1:])}."
 
 
+def host_memory_bytes() -> int:
+    """The memory of this machine, or the limit of a container's control group."""
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            allowed = Path(path).read_text().strip()
+        except OSError:
+            continue
+        if allowed.isdigit():
+            return min(pages, int(allowed))
+    return pages
+
+
 def cpu_name() -> str:
     """This machine's processor and the cores that the process may use: `AMD EPYC 7763, 2 cores`."""
     cores = len(os.sched_getaffinity(0))

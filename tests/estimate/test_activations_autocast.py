@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from daily import daily
 from measured_activations import EAGER_ONLY, NEVER_RECOMPUTED, Case, kept_bytes, peak_bytes
 from torch.overrides import TorchFunctionMode
 
@@ -70,11 +71,18 @@ class _AsOnGpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+_RAISED_DAILY = (("gpt2", "eager"), ("llama", "sdpa"), ("gemma3_text", "eager"), ("phi", "eager"), ("stablelm", "sdpa"))
+
+
 @pytest.mark.parametrize(
-    ("family", "attention"),
-    [("gpt2", "eager"), ("llama", "sdpa"), ("gemma3_text", "eager"), ("phi", "eager"), ("stablelm", "sdpa")],
+    "kind",
+    daily(
+        [*KINDS, ("phi", "eager"), ("stablelm", "sdpa"), ("openai-gpt", "eager")],
+        lambda _, kind: kind in _RAISED_DAILY,
+    ),
 )
-def test_on_a_gpu_softmax_norms_and_powers_run_in_fp32(family: str, attention: str) -> None:
+def test_on_a_gpu_softmax_norms_and_powers_run_in_fp32(kind: tuple[str, str]) -> None:
+    family, attention = kind
     changes = {"qk_layernorm": True} if family in ("phi", "stablelm") else {}
     case = case_of(family, attention, drops=False, device="cuda", changes=changes)
     with _AsOnGpu():

@@ -127,7 +127,7 @@ def test_selective_recomputation_keeps_the_inputs_of_attention(family: str, atte
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("family", ["gpt2", "gemma3_text"])
+@pytest.mark.parametrize("family", ["gpt2", "gemma3_text", pytest.param("llama", marks=pytest.mark.whole)])
 def test_document_masking_costs_a_mask(family: str, attention: str, recompute: str) -> None:
     _check_kept(Case(family=family, attention=attention, recompute=recompute, documents=3))
 

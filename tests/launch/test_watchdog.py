@@ -3,10 +3,14 @@
 import subprocess
 import sys
 import threading
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from toolkit.launch import stop_requests
+from toolkit.launch.health import local_process
 from toolkit.launch.health.heartbeat import FailureReport, Heartbeat
 from toolkit.launch.health.local_process import PeerProcess
 from toolkit.launch.health.stalled_ranks import (
@@ -18,6 +22,7 @@ from toolkit.launch.health.stalled_ranks import (
     find_stalled_ranks,
     limit_seconds,
 )
+from toolkit.launch.health.watchdog import Watchdog
 
 PHASES = ("data", "forward", "backward", "update", "fingerprint")
 
@@ -199,3 +204,42 @@ def test_a_peer_process_can_be_watched_by_several_threads() -> None:
     assert peer.has_ended()
     peer.close()
     assert not peer.has_ended()
+
+
+@pytest.mark.parametrize("noticed_by", ["peer", "store"])
+def test_a_rank_that_ctrl_c_ended_is_not_reported_as_dead_by_one_that_gets_it_a_moment_later(
+    noticed_by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+    printed: list[str] = []
+
+    def is_stopping() -> bool:
+        asked.append(True)
+        return len(asked) > 2
+
+    def end_if_waiting() -> None:
+        if len(asked) > 2:
+            raise SystemExit(130)
+
+    def exit_now(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(stop_requests, "is_stopping", is_stopping)
+    monkeypatch.setattr(stop_requests, "end_if_waiting", end_if_waiting)
+    monkeypatch.setattr(local_process, "exit_now", exit_now)
+    monkeypatch.setattr(local_process, "print_error", printed.append)
+    store: Any = SimpleNamespace(
+        rank=1,
+        world_size=2,
+        read=lambda ranks: {rank: heartbeat(rank) for rank in ranks},
+        report_failure=lambda report: report,
+        increment=lambda name: 1,
+    )
+    watchdog = Watchdog(store, local_rank=1, timeout_seconds=600, store_rank=0)
+    peer: Any = SimpleNamespace(rank=0, close=lambda: None)
+    watchdog._has_lost_connection = noticed_by == "store"
+    notice = watchdog._handle_lost_store if noticed_by == "store" else partial(watchdog._report_peer, peer)
+    with pytest.raises(SystemExit) as ended:
+        notice()
+    assert ended.value.code == 130
+    assert printed == []

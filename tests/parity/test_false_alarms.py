@@ -14,7 +14,7 @@ from toolkit.parity import Bounds, ParityResult, ParityRun
 from toolkit.parity.run.train_in_memory import train_in_memory
 from toolkit.training import train as training
 
-STEPS = 12
+STEPS = 20
 MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {"overrides__vocab_size": 321},
     "llama": {

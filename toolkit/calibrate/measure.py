@@ -15,7 +15,7 @@ from toolkit.calibrate.layers import Layer, layer_times
 from toolkit.calibrate.links import measure_alongside, measure_links
 from toolkit.calibrate.other_load import OtherLoad
 from toolkit.errors import RunError
-from toolkit.hardware import cpu_name, find_gpu
+from toolkit.hardware import cpu_name, find_gpu, host_memory_bytes
 from toolkit.launch.environment import local_device
 from toolkit.launch.local_ranks import preload, run_ranks
 from toolkit.model_init.freed_memory import keep_freed_memory
@@ -105,7 +105,7 @@ def _without_ranks() -> dict[str, float]:
     threads = torch.get_num_threads()
     return {
         "cores": max(1, len(os.sched_getaffinity(0)) // threads),
-        "host_memory_bytes": float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
+        "host_memory_bytes": float(host_memory_bytes()),
         "link_seconds": 1e-4,
         "link_bytes_per_second": 1e9,
         "network_seconds": 1e-4,

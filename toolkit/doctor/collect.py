@@ -17,6 +17,7 @@ from importlib import metadata
 from pathlib import Path
 
 from toolkit.doctor.facts import KNOWN, MARK, VARIABLES, Answer, GpuFacts, MachineFacts, Probe
+from toolkit.hardware import host_memory_bytes
 
 _SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD")
 
@@ -56,7 +57,7 @@ def gather(environment: Mapping[str, str] | None = None, *, timeout_seconds: flo
         locks=_locks(Path(folders["compiled ops"]).expanduser()),
         cpus=len(os.sched_getaffinity(0)),
         cpus_of_machine=os.cpu_count() or 1,
-        memory_bytes=_memory_bytes(),
+        memory_bytes=host_memory_bytes(),
         shm_bytes=shm and shm.total,
         shm_free_bytes=shm and shm.free,
         disks={what: _free(folder) for what, folder in folders.items()},
@@ -149,19 +150,6 @@ def _locks(folder: Path) -> dict[str, float]:
         with contextlib.suppress(OSError):  # it was released meanwhile
             found[str(path)] = max(0.0, time.time() - path.stat().st_mtime)
     return found
-
-
-def _memory_bytes() -> int:
-    """Return the memory of the machine, or the limit of a container's control group."""
-    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            allowed = Path(path).read_text().strip()
-        except OSError:
-            continue
-        if allowed.isdigit():
-            return min(pages, int(allowed))
-    return pages
 
 
 def _folders(env: Mapping[str, str]) -> dict[str, str]:

@@ -85,7 +85,8 @@ def decided_by_first(environment: RankEnvironment, own: str, decide: Callable[[l
         return decided
     failure, decided = "rank 0 failed. See its own message.", ""
     try:
-        decided = decide([own, *(store.get(f"own/{other}").decode() for other in range(1, world_size))])
+        others = store.multi_get([f"own/{other}" for other in range(1, world_size)])  # in one round trip
+        decided = decide([own, *(other.decode() for other in others)])
         failure = ""
     except ToolkitError as error:
         failure = str(error)

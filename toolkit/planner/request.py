@@ -131,7 +131,7 @@ class PlanRequest:
         return self.impossible(layout) or next(iter(setting_conflicts(self._one(layout), None)), None)
 
     def impossible(self, layout: Layout) -> Refusal | None:
-        """What of the model a layout cannot split, whoever trains it."""
+        """What of the model a layout cannot split, in any framework."""
         return next(model_conflicts(self._one(layout), self.config, self.model.shape), None)
 
     def _one(self, layout: Layout) -> Recipe:

@@ -8,11 +8,13 @@ import torch
 
 from toolkit.config.recipe import Recipe
 from toolkit.errors import ModelError
+from toolkit.hardware import host_memory_bytes
 from toolkit.launch.process_group import decided_by_first
 from toolkit.launch.rank_environment import RankEnvironment, pick_device
 from toolkit.model_init.build_model import load_config
 from toolkit.planner.auto.plan_recipe import planned
-from toolkit.planner.auto.ranks import CPU, RankDevice, cluster_of, host_memory_bytes
+from toolkit.planner.auto.ranks import RankDevice, cluster_of
+from toolkit.planner.calibration.file import CPU
 from toolkit.planner.run_memory import model_config
 
 

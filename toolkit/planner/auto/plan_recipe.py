@@ -10,7 +10,7 @@ from typing import Any
 from toolkit.config.layout import Layout
 from toolkit.config.recipe import Recipe
 from toolkit.errors import LayoutError, Refusal, RunError, Setting, ToolkitError
-from toolkit.planner.auto.ranks import CPU
+from toolkit.planner.calibration.file import CPU
 from toolkit.planner.cluster import Cluster
 from toolkit.planner.request import Plan, PlanRequest, request_for
 from toolkit.planner.search import best_micro_batch, nearest_that_fits, search

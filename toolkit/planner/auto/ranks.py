@@ -1,17 +1,15 @@
 """What the ranks of a launch run on, as they say it themselves, and the cluster that a plan takes for it."""
 
-import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from toolkit.hardware import Gpu, find_gpu
+from toolkit.hardware import Gpu, find_gpu, host_memory_bytes
 from toolkit.hardware import gpu as named_gpu
-from toolkit.planner.calibration.file import stored
+from toolkit.planner.calibration.file import CPU, stored
 from toolkit.planner.cluster import Cluster
 
-CPU = "cpu"
 UNKNOWN_GPU = "A100-PCIe-40GB"
 """Whose rates a GPU that is not in the catalogue is planned with: between the newest and the oldest. What fits is
 decided by its own memory."""
@@ -66,11 +64,6 @@ def cluster_named(name: str | None, ranks: int) -> tuple[Cluster, str]:
 def _cluster(kind: Gpu) -> Cluster:
     """Data sheets' figures."""
     return Cluster.of(kind, **({"link_seconds": 1e-4, "network_seconds": 2e-4} if kind.name == CPU else {}))
-
-
-def host_memory_bytes() -> int:
-    """Of this machine."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _kind(name: str, ranks: int) -> Gpu:
