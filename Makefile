@@ -36,7 +36,7 @@ test-fast: setup ## All tests but the slow ones, in under three minutes: for dai
 	$(PYTEST) -m "not gpu and not whole and not slow"
 
 test: check ## Lint, types, architecture, and all tests that need no GPU
-	$(PYTEST) -m "not gpu and not whole"
+	$(PYTEST) -m "not gpu and not whole" --reruns 1 -raR
 
 test-all: check ## The same with the whole regression matrix; writes docs/parity.md
 	$(PYTEST) -m "not gpu"
