@@ -57,8 +57,9 @@ class Trace(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         from_weight = func is aten._to_copy.default and args[0].untyped_storage()._cdata in self._weights
         is_cast = from_weight and result.itemsize < args[0].itemsize
-        # A GPU keeps the mean and deviation of 16-bit rows in fp32, a CPU in 16 bits.
-        small = result[1:] if self.on_gpu and func is aten.native_layer_norm.default else ()
+        # A GPU keeps the mean and deviation of 16-bit rows in fp32, a CPU in the dtype of the weight.
+        is_norm = func is aten.native_layer_norm.default
+        small = result[1:] if is_norm and (self.on_gpu or (args[2] is not None and args[2].itemsize == 4)) else ()
         for tensor in tree_iter(result):
             if isinstance(tensor, torch.Tensor):
                 widened = any(tensor is each for each in small) and tensor.itemsize == 2
