@@ -38,9 +38,9 @@ def test_ranks_along_an_axis_differ_in_it_alone() -> None:
 
 
 @pytest.mark.parametrize(("dp", "tp", "pp"), SHAPES)
-@pytest.mark.parametrize("rest", [{}, {"ulysses": 2}, {"zero_stage": 1}])
+@pytest.mark.parametrize("rest", [{}, {"ulysses": 2}, {"zero_stage": 1}, {"ep": -1}])
 def test_a_layout_reads_back_from_its_written_form(dp: int, tp: int, pp: int, rest: dict[str, Any]) -> None:
-    layout = Layout(dp=dp, tp=tp, pp=pp, **rest)
+    layout = Layout(dp=dp, tp=tp, pp=pp, **{key: dp if key == "ep" else value for key, value in rest.items()})
     assert Layout.parse(str(layout)) == layout
 
 
@@ -52,6 +52,8 @@ def test_a_layout_reads_back_from_its_written_form(dp: int, tp: int, pp: int, re
         ("dp4", Layout(dp=4)),
         ("z2-dp4", Layout(dp=4, zero_stage=2)),
         ("u2", Layout(ulysses=2)),
+        ("ep2", Layout(dp=2, ep=2)),
+        ("dp8-ep4-tp2-pp2-z1", Layout(dp=8, ep=4, tp=2, pp=2, zero_stage=1)),
     ],
 )
 def test_what_a_written_layout_leaves_out_is_1(text: str, layout: Layout) -> None:
@@ -91,6 +93,11 @@ def test_a_part_given_twice_is_refused() -> None:
         ({"tp": -1}, ["tp"], [("tp", "1 or more")]),
         ({"pp": 0}, ["pp"], [("pp", "1 or more")]),
         ({"ulysses": 0}, ["ulysses"], [("ulysses", "1 or more")]),
+        ({"dp": 4, "ep": 0}, ["ep"], [("ep", "1 or more")]),
+        ({"dp": 4, "ep": 3}, ["ep", "dp"], [("ep", "a divisor of 4"), "choose another dp"]),
+        ({"dp": 2, "ep": 2, "ulysses": 2}, ["ep", "ulysses"], [("ep", 1), ("ulysses", 1)]),
+        ({"experts": "inner"}, ["experts", "tp"], [("tp", "2 or more"), ("experts", "whole")]),
+        ({"experts": "inner", "dp": 2, "ep": 2, "tp": 2}, ["experts", "ep"], [("experts", "whole"), ("ep", 1)]),
         ({"zero_stage": 4}, ["zero_stage"], ["choose one of them"]),
         ({"zero_stage": 2, "pp": 2}, ["zero_stage", "pp"], [("zero_stage", "0 or 1"), ("pp", 1)]),
         (

@@ -16,7 +16,8 @@ def members(layout: Layout) -> dict[str, list[int]]:
     groups = ParallelGroups.create(layout)
     return {
         axis: dist.get_process_group_ranks(group)
-        for axis, group in (("tensor", groups.tensor), ("data", groups.data), ("pipe", groups.pipe))
+        for axis in ("tensor", "data", "pipe", "expert", "expert_data")
+        for group in [getattr(groups, axis)]
     }
 
 
@@ -26,6 +27,13 @@ def test_eight_ranks_of_three_axes_talk_with_their_neighbours_on_each(ranks: Ran
     assert [one["tensor"] for one in found] == [[0, 1], [0, 1], [2, 3], [2, 3], [4, 5], [4, 5], [6, 7], [6, 7]]
     assert [one["data"] for one in found] == [[0, 2], [1, 3], [0, 2], [1, 3], [4, 6], [5, 7], [4, 6], [5, 7]]
     assert [one["pipe"] for one in found] == [[0, 4], [1, 5], [2, 6], [3, 7], [0, 4], [1, 5], [2, 6], [3, 7]]
+
+
+def test_neighboring_replicas_share_out_the_experts(ranks: Ranks) -> None:
+    found = ranks(members, 8, Layout.parse("dp4-ep2-tp2"))
+    # Rank = 2 data + model: replicas 0 and 1 have the experts that replicas 2 and 3 have.
+    assert [one["expert"] for one in found] == [[0, 2], [1, 3], [0, 2], [1, 3], [4, 6], [5, 7], [4, 6], [5, 7]]
+    assert [one["expert_data"] for one in found] == [[0, 4], [1, 5], [2, 6], [3, 7], [0, 4], [1, 5], [2, 6], [3, 7]]
 
 
 @pytest.mark.parametrize("layout", ["dp1-tp4-pp2", "dp4-tp1-pp2", "dp2-tp4-pp1", "dp1-tp1-pp8"])

@@ -128,7 +128,7 @@ def job_of(recipe: str | None, overrides: tuple[str, ...], flags: Flags) -> Conf
         reason = "this engine takes no DeepSpeed config"
         raise ConfigError.of("train.engine", loaded.train.engine, reason, ("train.engine", "deepspeed"))
     section = loaded.parallel
-    ranks = world_size or loaded.world_size or section.tp * section.pp * section.ulysses
+    ranks = world_size or loaded.world_size or section.least_ranks
     layout = loaded.layout(ranks)
     job = ConfigJob(
         recipe=loaded,

@@ -95,7 +95,7 @@ def _ranks_here(recipe: str, overrides: tuple[str, ...]) -> int:
 def _ranks_of(recipe: str, overrides: tuple[str, ...], layout: str) -> int:
     """The ranks of a layout, which must be those of one machine; 1 replica where it does not say how many."""
     decoded = load_recipe(recipe, overrides, layout=layout)
-    ranks = decoded.world_size or decoded.parallel.tp * decoded.parallel.pp * decoded.parallel.ulysses
+    ranks = decoded.world_size or decoded.parallel.least_ranks
     if ranks > _OF_ONE_MACHINE:
         reason = f"it has {ranks} ranks, and this command starts those of one machine"
         other = f"start all with `dstk config {recipe} --layout {layout} --nodes … --gpus-per-node 8 --launcher slurm`"

@@ -1,6 +1,7 @@
 """Layout: how one training job is spread over ranks, and the rules that DeepSpeed would enforce too late.
 
-A layout prints as `dp4-tp2-pp1-z2` (and `-u2` where Ulysses is on) and parses from that form or any part of it.
+A layout prints as `dp4-tp2-pp1-z2` (with `-ep2` and `-u2` where they are on) and parses from that form or any part of
+it.
 Rank order is DeepSpeed's `PipeModelDataParallelTopology`: axes pipe, data, model, with model fastest.
 """
 
@@ -12,8 +13,9 @@ from toolkit.errors import BatchError, LayoutError, Refusal, Setting, spell_sett
 
 OffloadDevice = Literal["none", "cpu"]
 Recompute = Literal["none", "selective", "full"]
+ExpertSharding = Literal["whole", "inner"]
 
-_AXES = {"dp": "dp", "tp": "tp", "pp": "pp", "u": "ulysses", "z": "zero_stage"}
+_AXES = {"dp": "dp", "ep": "ep", "tp": "tp", "pp": "pp", "u": "ulysses", "z": "zero_stage"}
 
 
 class Coordinate(NamedTuple):
@@ -29,22 +31,25 @@ class Layout:
     """Sizes of the parallel axes, the ZeRO stage, offload and recompute. Raises LayoutError for what cannot run.
 
     `dp` counts data-parallel replicas; `tp` Megatron tensor-parallel ranks, `pp` pipeline stages, `ulysses` ranks that
-    share one sequence. `sequence_parallel` is Megatron's flag that rides on `tp`.
+    share one sequence. `sequence_parallel` is Megatron's flag that rides on `tp`. `ep` adds no ranks: that many
+    neighboring replicas share out the experts of a mixture.
     """
 
     dp: int = 1
+    ep: int = 1
     tp: int = 1
     pp: int = 1
     ulysses: int = 1
     zero_stage: int = 0
     sequence_parallel: bool = False
+    experts: ExpertSharding = "whole"
     offload_optimizer: OffloadDevice = "none"
     offload_params: OffloadDevice = "none"
     recompute: Recompute = "none"
 
     def __post_init__(self) -> None:
         """Refuse what DeepSpeed cannot run in this layout, whatever the model is."""
-        axes = {axis: getattr(self, axis) for axis in ("dp", "tp", "pp", "ulysses")}
+        axes = {axis: getattr(self, axis) for axis in ("dp", "ep", "tp", "pp", "ulysses")}
         empty = next((axis for axis, size in axes.items() if size < 1), "")
         in_pipeline, offloads = self.pp > 1, self.offload_optimizer != "none"
         # fmt: off
@@ -56,6 +61,14 @@ class Layout:
              "a DeepSpeed pipeline allows zero_stage 0 or 1", (("zero_stage", "0 or 1"), ("pp", 1))),
             (self.sequence_parallel and self.tp == 1, ("sequence_parallel", "tp"),
              "sequence parallelism splits what tp replicates", (("tp", "2 or more"), ("sequence_parallel", False))),
+            (not empty and self.dp % self.ep > 0, ("ep", "dp"),
+             "each ep replicas share out the experts", (("ep", f"a divisor of {self.dp}"), "choose another dp")),
+            (self.ep > 1 and self.ulysses > 1, ("ep", "ulysses"),
+             "ranks that share a sequence keep all experts in this version", (("ep", 1), ("ulysses", 1))),
+            (self.experts == "inner" and self.tp == 1, ("experts", "tp"),
+             "inner shards each expert over tp", (("tp", "2 or more"), ("experts", "whole"))),
+            (self.experts == "inner" and self.ep > 1, ("experts", "ep"),
+             "ep hands out whole experts", (("experts", "whole"), ("ep", 1))),
             (offloads and in_pipeline, ("offload_optimizer", "pp"),
              "a pipeline's optimizer stays on its device in this version", (("offload_optimizer", "none"), ("pp", 1))),
             (offloads and self.zero_stage == 0, ("offload_optimizer", "zero_stage"),
@@ -70,7 +83,8 @@ class Layout:
 
     def __str__(self) -> str:
         ulysses = f"-u{self.ulysses}" if self.ulysses > 1 else ""
-        return f"dp{self.dp}-tp{self.tp}-pp{self.pp}{ulysses}-z{self.zero_stage}"
+        ep = f"-ep{self.ep}" if self.ep > 1 else ""
+        return f"dp{self.dp}{ep}-tp{self.tp}-pp{self.pp}{ulysses}-z{self.zero_stage}"
 
     @property
     def world_size(self) -> int:
@@ -84,13 +98,13 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str, *, world_size: int | None = None) -> Self:
-        """Read `dp4-tp2-pp1-z2` or a part of it; a missing part is 1 (z: 0), and dp follows from `world_size`.
+        """Read `dp4-tp2-pp1-z2` or a part of it; a missing part is 1 (z: 0; dp: ep), and dp follows from `world_size`.
 
         Raises LayoutError when a part is unknown or given twice, or when the world size does not fit.
         """
         sizes: dict[str, int] = {}
         for part in text.split("-"):
-            match = re.fullmatch(r"(dp|tp|pp|u|z)(\d{1,7})", part)
+            match = re.fullmatch(r"(dp|ep|tp|pp|u|z)(\d{1,7})", part)
             if match is None or _AXES[match[1]] in sizes:
                 problem = "is not a part of a layout" if match is None else "is given twice"
                 advice = "write parts such as dp4-tp2-pp1-z2, each at most once"
@@ -98,7 +112,7 @@ class Layout:
             sizes[_AXES[match[1]]] = int(match[2])
         if world_size is not None:
             return cls.resolve(world_size, dp=sizes.pop("dp", None), **sizes)
-        return cls(**sizes)  # type: ignore[arg-type]
+        return cls(**{"dp": sizes.get("ep", 1)} | sizes)  # type: ignore[arg-type]
 
     @classmethod
     def resolve(cls, world_size: int, *, dp: int | None = None, **fields: Any) -> Self:
@@ -106,7 +120,7 @@ class Layout:
 
         Raises LayoutError when the axes do not multiply to the world size, and says which launch would be right.
         """
-        layout = cls(dp=1 if dp is None else dp, **fields)
+        layout = cls(dp=fields.get("ep", 1) if dp is None else dp, **fields)
         model = layout.model_size
         if dp is None:
             if world_size % model:
@@ -136,8 +150,16 @@ class Layout:
         """The global rank at a coordinate; the inverse of `coordinate`."""
         return (pipe * self.dp + data) * self.tp * self.ulysses + model
 
-    def ranks_along(self, axis: Literal["pipe", "data", "model"]) -> list[list[int]]:
-        """Every group of ranks that differ in one axis alone, in the order of their first ranks."""
+    def ranks_along(self, axis: Literal["pipe", "data", "model", "expert", "expert_data"]) -> list[list[int]]:
+        """Every group of ranks that differ in one axis alone, in the order of their first ranks.
+
+        `expert`: each ep neighbors along data, which share out the experts; `expert_data`: those with the same experts.
+        """
+        if axis in ("expert", "expert_data"):
+            size, replicas = self.ep, self.ranks_along("data")
+            if axis == "expert":
+                return [ranks[i : i + size] for ranks in replicas for i in range(0, self.dp, size)]
+            return [ranks[i::size] for ranks in replicas for i in range(size)]
         groups: dict[Coordinate, list[int]] = {}
         for rank in range(self.world_size):
             groups.setdefault(self.coordinate(rank)._replace(**{axis: 0}), []).append(rank)

@@ -17,6 +17,8 @@ _MODEL, _ULYSSES = "model.name_or_path", "parallel.ulysses"
 _ROTARY_BY_LENGTH = ("dynamic", "longrope")
 """Rotary embeddings whose frequencies depend on the largest position that a rank sees."""
 _DEEPSPEED_ONLY = {
+    "ep": (1, "shares out experts"),
+    "experts": ("whole", "parallelizes a model"),
     "tp": (1, "parallelizes a model"),
     "pp": (1, "parallelizes a model"),
     "ulysses": (1, "splits sequences"),
@@ -33,6 +35,7 @@ def setting_conflicts(recipe: Recipe, world_size: int | None) -> list[Refusal]:
         *_layout_and_batch(recipe, world_size),
         *_model_parallel_settings(recipe),
         *_ulysses_settings(recipe),
+        *_expert_settings(recipe),
     ]
 
 
@@ -117,7 +120,7 @@ def _layout_and_batch(recipe: Recipe, world_size: int | None) -> Iterator[Refusa
         return
     try:
         if world_size is None:
-            layout = Layout(**{**fields, "dp": recipe.parallel.dp or 1})
+            layout = Layout(**{**fields, "dp": recipe.parallel.dp or recipe.parallel.ep})
         else:
             layout = Layout.resolve(world_size, **fields)
         Batch.resolve(**recipe.batch.model_dump(), dp=layout.dp)
@@ -184,6 +187,13 @@ def _ulysses_settings(recipe: Recipe) -> Iterator[Refusal]:
     if recipe.train.compile:
         reason = "attention that communicates with other ranks is not compiled in this version"
         yield recipe.conflict("train.compile", _ULYSSES, reason=reason, remedy=(("train.compile", False),))
+
+
+def _expert_settings(recipe: Recipe) -> Iterator[Refusal]:
+    for name, off in (("ep", 1), ("experts", "whole")):
+        field, reason = f"parallel.{name}", "expert parallelism is not complete in this version"
+        if recipe.value_of(field) != off:
+            yield recipe.conflict(field, reason=reason, remedy=((field, off),))
 
 
 def _ulysses_model(recipe: Recipe, config: Mapping[str, Any] | None) -> Iterator[Refusal]:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field
 
 from toolkit.config.data_section import DataSection
-from toolkit.config.layout import Batch, Layout, OffloadDevice, Recompute
+from toolkit.config.layout import Batch, ExpertSharding, Layout, OffloadDevice, Recompute
 from toolkit.config.section import Fraction, NonNegativeInt, PositiveInt, Section, Text
 from toolkit.errors import BatchError, LayoutError, Refusal, Setting
 
@@ -90,6 +90,10 @@ class ParallelSection(Section):
     batch.micro_batch_size where that is not given. `parallel: auto` is short for it alone."""
     dp: PositiveInt | None = None
     """Data-parallel replicas; the default follows from the number of ranks."""
+    ep: PositiveInt = 1
+    """Expert-parallel ranks: so many neighboring replicas share out the experts of a mixture. A divisor of dp."""
+    experts: ExpertSharding = "whole"
+    """How tp shards the experts of a mixture: `whole` ones to each rank, or the `inner` dimension of every expert."""
     tp: PositiveInt = 1
     """Megatron tensor-parallel ranks: each holds a shard of every layer. A divisor of the attention heads."""
     pp: PositiveInt = 1
@@ -113,6 +117,16 @@ class ParallelSection(Section):
     def layout_fields(self) -> dict[str, Any]:
         """The fields of Layout."""
         return self.model_dump(exclude={"auto"})
+
+    @property
+    def model_size(self) -> int:
+        """Number of ranks of one model replica."""
+        return self.tp * self.pp * self.ulysses
+
+    @property
+    def least_ranks(self) -> int:
+        """The smallest number of ranks that these sizes allow."""
+        return (self.dp or self.ep) * self.model_size
 
     @property
     def given(self) -> dict[str, Any]:
@@ -253,7 +267,7 @@ class Recipe(Section):
         section = self.parallel
         if section.auto and not {"tp", "pp", "ulysses"} <= section.given.keys():
             return None
-        return section.dp and section.dp * section.tp * section.pp * section.ulysses
+        return section.dp and section.least_ranks
 
     def layout(self, world_size: int) -> Layout:
         """The layout on `world_size` ranks. Raises LayoutError when it does not fit, or is still to be planned."""

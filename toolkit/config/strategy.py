@@ -1,9 +1,9 @@
 """Strategy: one way to train a recipe, in the form of the command line: `z2`, `tp2-pp2-dp2-z1-sp`, `ddp`, `fsdp`.
 
-Parts are joined by - in any order, each at most once: the axes and ZeRO stage of a `Layout` (dp4 tp2 pp2 u2 z1), an
-engine (reference, ddp, fsdp; the default is deepspeed), sp (Megatron sequence parallelism), recompute, selective
-(recompute only attention), offload (the optimizer to host memory; with z3 the parameters too) and mN (micro-batches of
-N samples).
+Parts are joined by - in any order, each at most once: the axes and ZeRO stage of a `Layout` (dp4 ep2 tp2 pp2 u2 z1), an
+engine (reference, ddp, fsdp; the default is deepspeed), sp (Megatron sequence parallelism), inner (tp shards the inner
+dimension of experts), recompute, selective (recompute only attention), offload (the optimizer to host memory; with z3
+the parameters too) and mN (micro-batches of N samples).
 """
 
 import re
@@ -15,9 +15,9 @@ from toolkit.config.recipe import EngineName, Precision, Recipe
 from toolkit.errors import LayoutError, nearest
 
 _ENGINES = get_args(EngineName)
-_FLAGS = ("sp", "recompute", "selective", "offload")
-_AXES = {"dp": "dp", "tp": "tp", "pp": "pp", "u": "ulysses", "z": "zero_stage", "m": "micro_batch_size"}
-_AXIS = re.compile(r"(dp|tp|pp|u|z|m)(\d{1,6})")
+_FLAGS = ("sp", "inner", "recompute", "selective", "offload")
+_AXES = {"dp": "dp", "ep": "ep", "tp": "tp", "pp": "pp", "u": "ulysses", "z": "zero_stage", "m": "micro_batch_size"}
+_AXIS = re.compile(r"(dp|ep|tp|pp|u|z|m)(\d{1,6})")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,12 +27,14 @@ class Strategy:
     text: str
     engine: EngineName = "deepspeed"
     dp: int | None = None
+    ep: int = 1
     tp: int = 1
     pp: int = 1
     ulysses: int = 1
     zero_stage: int | None = None
     micro_batch_size: int | None = None
     sp: bool = False
+    inner: bool = False
     recompute: bool = False
     selective: bool = False
     offload: bool = False
@@ -78,7 +80,7 @@ class Strategy:
         """Ranks to start, given `nproc`: one for the reference, else at least one replica and as many as fit."""
         if self.engine == "reference":
             return 1
-        replicas = max(1, nproc // self.model_size) if self.dp is None else self.dp
+        replicas = max(self.ep, nproc // self.model_size // self.ep * self.ep) if self.dp is None else self.dp
         return replicas * self.model_size
 
     @classmethod
@@ -130,17 +132,19 @@ class Strategy:
     def _layout_fields(self, dp: int | None) -> dict[str, Any]:
         offload = "cpu" if self.offload else "none"
         stage = int(self.engine == "deepspeed") if self.zero_stage is None else self.zero_stage
-        return {"dp": dp, "tp": self.tp, "pp": self.pp, "ulysses": self.ulysses} | {
+        return {"dp": dp, "ep": self.ep, "tp": self.tp, "pp": self.pp, "ulysses": self.ulysses} | {
             "zero_stage": stage,
             "sequence_parallel": self.sp,
+            "experts": "inner" if self.inner else "whole",
             "offload_optimizer": offload,
             "offload_params": offload if stage == 3 else "none",
         }
 
     def _check(self) -> None:
         if self.engine != "deepspeed":
-            wrong = [name for name in ("tp", "pp", "ulysses") if getattr(self, name) > 1]
-            wrong += ["z"] * (self.zero_stage is not None) + ["sp"] * self.sp + ["offload"] * self.offload
+            wrong = [name for name in ("ep", "tp", "pp", "ulysses") if getattr(self, name) > 1]
+            wrong += ["z"] * (self.zero_stage is not None) + ["sp"] * self.sp
+            wrong += ["inner"] * self.inner + ["offload"] * self.offload
             wrong += ["dp"] * (self.engine == "reference" and (self.dp or 1) > 1)
             if wrong:
                 remedy = f"remove {'it' if len(wrong) == 1 else 'them'}", f"remove {self.engine}"
@@ -151,7 +155,7 @@ class Strategy:
         if self.micro_batch_size == 0:
             raise _refused(self.text, "a micro-batch has at least one sample", "write m1 or more")
         try:
-            Layout(**self._layout_fields(1 if self.dp is None else self.dp))
+            Layout(**self._layout_fields(self.ep if self.dp is None else self.dp))
         except LayoutError as error:
             refusal = error.as_refusal()
             raise LayoutError(replace(refusal, given=(("strategy", self.text), *refusal.given))) from None
@@ -160,7 +164,8 @@ class Strategy:
 def layout_text(layout: Layout) -> str:
     """A layout with its flags, in the form of a strategy."""
     words = {"none": [], "selective": ["selective"], "full": ["recompute"]}[layout.recompute]
-    flags = ["sp"] * layout.sequence_parallel + words + ["offload"] * (layout.offload_optimizer != "none")
+    flags = ["sp"] * layout.sequence_parallel + ["inner"] * (layout.experts == "inner") + words
+    flags += ["offload"] * (layout.offload_optimizer != "none")
     return "-".join([str(layout), *flags])
 
 

@@ -31,7 +31,7 @@ class RecipeContext:
 
 def recipe_context(name: str, recipe: Recipe, gpus: int | None) -> RecipeContext:
     """Build the config of a recipe on `gpus`. Raises LayoutError or BatchError if that is not possible."""
-    ranks = gpus or recipe.world_size or recipe.parallel.tp * recipe.parallel.pp * recipe.parallel.ulysses
+    ranks = gpus or recipe.world_size or recipe.parallel.least_ranks
     shape = None
     with contextlib.suppress(ModelError):  # `conflicts` needs the width alone, and raises without it
         shape = shape_of(recipe.model.name_or_path, recipe.model.overrides)

@@ -20,6 +20,10 @@ class ParallelGroups:
     """The ranks with the same partition of the model."""
     pipe: dist.ProcessGroup
     """The stages of one replica."""
+    expert: dist.ProcessGroup
+    """Neighboring replicas of the same partition, which share out its experts."""
+    expert_data: dist.ProcessGroup
+    """The replicas with the same experts."""
 
     @classmethod
     def create(cls, layout: Layout) -> Self:
@@ -27,7 +31,17 @@ class ParallelGroups:
         tensor, _ = dist.new_subgroups_by_enumeration(layout.ranks_along("model"))
         data, _ = dist.new_subgroups_by_enumeration(layout.ranks_along("data"))
         pipe, _ = dist.new_subgroups_by_enumeration(layout.ranks_along("pipe"))
-        return cls(layout=layout, rank=dist.get_rank(), tensor=tensor, data=data, pipe=pipe)
+        expert, _ = dist.new_subgroups_by_enumeration(layout.ranks_along("expert"))
+        expert_data, _ = dist.new_subgroups_by_enumeration(layout.ranks_along("expert_data"))
+        return cls(
+            layout=layout,
+            rank=dist.get_rank(),
+            tensor=tensor,
+            data=data,
+            pipe=pipe,
+            expert=expert,
+            expert_data=expert_data,
+        )
 
     @property
     def coordinate(self) -> Coordinate:

@@ -265,8 +265,7 @@ def _layout(recipe: Recipe, folder: Path) -> Layout | None:
         sizes = [config.get(name) for name in names]
         whole, micro, accumulation = (size if isinstance(size, int) and size > 0 else 0 for size in sizes)
         if micro and accumulation and whole and whole % (micro * accumulation) == 0:
-            section = recipe.parallel
-            ranks = whole // (micro * accumulation) * section.tp * section.pp * section.ulysses
+            ranks = whole // (micro * accumulation) * recipe.parallel.model_size
     try:
         return None if ranks is None else recipe.layout(ranks)
     except ToolkitError:
