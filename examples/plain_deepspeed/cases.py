@@ -19,6 +19,7 @@ import torch
 from auto_tensor_parallel import AutoTensorParallelScript
 from data_parallel import DataParallelScript
 from empty_sample import masked_mean, with_empty_sample
+from native_experts import NativeExpertsScript
 from pipeline import PipelineScript
 from tensor_parallel import TensorParallelScript
 from transformers import get_constant_schedule_with_warmup
@@ -45,6 +46,19 @@ LLAMA = {
         "num_hidden_layers": 2,
         "intermediate_size": 96,
         "vocab_size": 320,
+    },
+}
+MIXTRAL = {
+    "name_or_path": "mixtral-8x7b",
+    "overrides": {
+        "hidden_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 96,
+        "num_local_experts": 4,
+        "vocab_size": 320,
+        "max_position_embeddings": 64,
     },
 }
 GLOBAL_BATCH = 16
@@ -105,6 +119,14 @@ BUGS = (
         mathematics={"model": LLAMA, "train__grad_clip": 0.5},
         parallel={"tp": 2, "zero_stage": 1},
         config={"zero_optimization": {"stage": 1}, "gradient_clipping": 0.5},
+        is_hidden_by_adam=True,
+    ),
+    KnownBug(
+        name="experts-clipping",
+        script=NativeExpertsScript,
+        mathematics={"model": MIXTRAL, "train__grad_clip": 0.5},
+        parallel={"zero_stage": 0},
+        config={"zero_optimization": {"stage": 0}, "gradient_clipping": 0.5},
         is_hidden_by_adam=True,
     ),
     KnownBug(

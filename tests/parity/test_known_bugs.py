@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,10 @@ SCRIPTS = ROOT / "examples" / "plain_deepspeed"
 sys.path.insert(0, str(SCRIPTS))
 
 from accelerate_on_cpu import built  # noqa: E402
+from auto_expert_parallel import error  # noqa: E402
 from cases import BUGS, GLOBAL_BATCH, WARMUP_STEPS, KnownBug, Runs  # noqa: E402
 from tensor_parallel import COLUMN, ROW  # noqa: E402
+from zero3_experts import norms  # noqa: E402
 
 LAUNCHER = Path(sys.executable).with_name("accelerate")
 BY_NAME = {bug.name: bug for bug in BUGS}
@@ -86,6 +88,7 @@ def test_the_page_has_the_numbers_of_each_bug(bug: KnownBug) -> None:
     [
         ("pipeline-clipping", Cause.CLIPPING),
         ("tensor-parallel-marks", Cause.CLIPPING),
+        ("experts-clipping", Cause.CLIPPING),
         ("ulysses-zero-2", Cause.SCALING),
         ("mean-of-means", Cause.TOKEN_WEIGHTING),
         ("mean-of-means-pipeline", Cause.TOKEN_WEIGHTING),
@@ -134,6 +137,36 @@ class TestClipping:
         ratios = [row.ratio for row in result.updates]
         assert not result.wrong_gradients
         assert ratios == pytest.approx([1 / result.run.curve.grad_norms[0]] * len(ratios), rel=1e-3)
+
+
+class TestExperts:
+    def test_without_zero_deepspeed_clips_by_the_mean_of_what_each_rank_counts(
+        self, plain: Callable[[str], ParityResult]
+    ) -> None:
+        result = plain("experts-clipping")
+        counted: tuple[list[Any], list[Any]] = ([], [])
+        for name, value in gradients(result).items():
+            parts = np.split(value, 2) if ".experts." in name else (value, value)
+            for rank, part in zip(counted, parts, strict=True):
+                rank.append(part)
+        assert not result.wrong_gradients
+        assert result.curves.first_loss_beyond == 2
+        assert result.run.curve.grad_norms[0] == pytest.approx(np.mean([norm(rank) for rank in counted]), rel=1e-5)
+
+    def test_zero_3_beside_tensor_parallelism_clips_on_each_rank_by_the_experts_of_its_own_lane(
+        self, ranks: Ranks
+    ) -> None:
+        # Squares: 16 of the matrix that all ranks have, and 4, 16, 36, 64 of the experts on ranks 0 to 3.
+        lanes = [(16 + 4 + 36) ** 0.5, (16 + 16 + 64) ** 0.5]
+        right = (16 + 4 + 16 + 36 + 64) ** 0.5
+        assert np.array(ranks(norms, 4)) == pytest.approx(np.array([(own, right) for own in lanes * 2]))
+
+    def test_a_sum_over_the_tensor_parallel_ranks_makes_it_the_norm_of_the_model(self, ranks: Ranks) -> None:
+        clipped_by, right = np.array(ranks(partial(norms, repaired=True), 4)).T
+        assert clipped_by == pytest.approx(right)
+
+    def test_auto_ep_fails_with_the_installed_transformers(self, ranks: Ranks) -> None:
+        assert "_CanRecordRegistry.get() takes 2 positional arguments but 3 were given" in ranks(error, 2)[0]
 
 
 class TestUlysses:
