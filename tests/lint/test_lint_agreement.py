@@ -118,6 +118,57 @@ def test_what_deepspeed_rejects_lint_rejects_in_thousands_of_configs(seed: int) 
     check_that_lint_rejects_what_deepspeed_rejects(3000, seed)
 
 
+AUTO_EP: dict[str, tuple[Any, ...]] = {
+    "autoep_size": (1, 2, 3, 4, 0, "2", True, 2.0),
+    "expert_tensor_parallel_size": (1, 2, 0),
+    "async_split_plan": (True, False, 1),
+    "score_func": ("softmax", "relu", None),
+    "score_apply": ("post", "after"),
+    "combine_impl": ("auto", "fused_weighted_sum", "sum"),
+    "row_weighting_impl": ("eager", "fused", "slow"),
+    "gate_up_impl": ("separate", "fused", "both"),
+    "use_grouped_mm": (True, False),
+    "comm_backend": ("comm", "deepep", "nccl"),
+    "comm_max_tokens_per_rank": (0, 4096, -1),
+    "comm_num_sm": (12, 0),
+    "expert_activation": ("swiglu", "relu", None),
+    "preset_model": ("mixtral", "deepseek_v3", "olmoe", None),
+    "num_expert_groups": (None, 4, 0),
+    "num_limited_groups": (None, 2, 8),
+    "has_shared_experts": (True, None, "yes"),
+    "expert_w1": ("w1", "", "a.b", 1, None),
+}
+
+
+def test_what_auto_ep_refuses_lint_refuses_and_nothing_else() -> None:
+    """Composed sections against DeepSpeed's own validation, with and without AutoTP."""
+    from deepspeed.module_inject.auto_ep_config import parse_autoep_config, validate_autoep_config
+
+    draw, refused = random.Random(4), 0
+    for _ in range(1500):
+        section = {key: draw.choice(AUTO_EP[key]) for key in draw.sample(sorted(AUTO_EP), draw.choice((1, 2, 3)))}
+        tp, before, offload = draw.choice((1, 1, 2)), draw.random() < 0.2, draw.random() < 0.2
+        preset = draw.choice(("mixtral", None))
+        config: Config = {"train_batch_size": 8, "expert_parallel": {"enabled": True, **section}}
+        config |= {"tensor_parallel": {"autotp_size": tp, "preset_model": preset}}
+        config |= {"use_data_before_expert_parallelism": before, "gradient_clipping": 1.0}
+        config |= {Z: {"stage": 2, "offload_optimizer": {"device": "cpu" if offload else "none"}}}
+        try:
+            validate_autoep_config(
+                *(parse_autoep_config(config["expert_parallel"]), 8, 1, tp, 1),
+                zero_stage=2,
+                tp_preset_model=preset,
+                zero_offload_optimizer=offload,
+                use_data_before_expert_parallel=before,
+            )
+            why = None
+        except (ValueError, TypeError) as error:
+            why, refused = str(error), refused + 1
+        said = [one.rule for one in check_config(config, LintContext(gpus=8)) if one.rule.startswith("DS65")]
+        assert (why is None) == (not said), (section, tp, why, said)
+    assert 500 < refused < 1300
+
+
 def test_an_unknown_key_is_an_error_only_in_sections_that_deepspeed_validates() -> None:
     """An unknown key in each section: an error if DeepSpeed rejects it, and only then."""
     sections = [path for path in paths((), {"keys": schema()["keys"]}) if "section" in (_at(path) or {})]

@@ -110,6 +110,7 @@ def _deepspeed(example: Config | str, given: Mapping[str, Any]) -> Outcome:
     import hjson
     import torch
     from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
+    from deepspeed.utils import groups
 
     if isinstance(example, str):  # as DeepSpeedConfig reads its file
         example = hjson.loads(example, object_pairs_hook=dict_raise_error_on_duplicate_keys)
@@ -117,11 +118,13 @@ def _deepspeed(example: Config | str, given: Mapping[str, Any]) -> Outcome:
     layout = Layout.parse(given.get("layout", "tp1"))
     torch.manual_seed(0)
     layers = [torch.nn.Embedding(16, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 4)]
+    if layout.ep > 1:
+        layers.insert(2, _experts(layout.ep))
     if layout.pp > 1:
         model = deepspeed.pipe.PipelineModule(layers, num_stages=1, loss_fn=lambda out, _: out.float().pow(2).mean())
     else:
         model = torch.nn.Sequential(*layers)
-    engine = None
+    engine, before = None, dict(vars(groups))
     try:
         engine, *_ = deepspeed.initialize(
             model=model, model_parameters=model.parameters(), config=config, mpu=_groups(layout)
@@ -138,6 +141,23 @@ def _deepspeed(example: Config | str, given: Mapping[str, Any]) -> Outcome:
     finally:
         if engine is not None:
             engine.destroy()
+        vars(groups).update(before)  # an mpu would stay for the next config
+
+
+def _experts(ranks: int) -> Any:
+    """DeepSpeed's own layer, as a script has it that shares experts out."""
+    import torch
+    from deepspeed.moe.layer import MoE
+
+    class Experts(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.moe = MoE(8, torch.nn.Linear(8, 8), num_experts=2 * ranks, ep_size=ranks)
+
+        def forward(self, x: Any) -> Any:
+            return self.moe(x)[0]
+
+    return Experts()
 
 
 def _groups(layout: Layout) -> Any:

@@ -45,6 +45,10 @@ class LintContext:
         return self.layout.pp if self.layout else 1
 
     @property
+    def tp(self) -> int:
+        return self.layout.tp if self.layout else 1
+
+    @property
     def parameters(self) -> int | None:
         """Parameters of the model, without norms and biases (under 0.1 %) and learned positions (1 % of GPT-2)."""
         shape = self.shape
@@ -145,6 +149,12 @@ class View:
     @property
     def has_pipeline(self) -> bool:
         return self.context.pp > 1
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether ranks share out experts: by AutoEP, or by the code of the script (a layout with ep)."""
+        layout = self.context.layout
+        return self.is_on("expert_parallel.enabled") or (layout is not None and layout.ep > 1)
 
     @property
     def dp(self) -> int | None:

@@ -3,6 +3,7 @@
 from toolkit.lint.rules import (
     auto_values,
     batch_and_parallelism,
+    experts,
     keys,
     optimizer_and_scheduler,
     performance,
@@ -13,7 +14,7 @@ from toolkit.lint.rules import (
 )
 
 _MODULES = (
-    *(keys, value_types, batch_and_parallelism, precision, zero_stages, optimizer_and_scheduler),
+    *(keys, value_types, batch_and_parallelism, experts, precision, zero_stages, optimizer_and_scheduler),
     *(performance, auto_values, stated_conditions),
 )
 CHECKS = tuple(module.check for module in _MODULES)

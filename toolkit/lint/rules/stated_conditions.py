@@ -31,6 +31,8 @@ class Condition:
     """`optimizer` or `param`, which must be offloaded."""
     pipeline: bool = False
     """Only with pipeline stages."""
+    experts: bool = False
+    """Only where ranks share out experts."""
     nodes: int | None = None
     min_gpus: int = 0
     not_for: tuple[str, ...] = ()
@@ -77,6 +79,7 @@ def _applies(condition: Condition, view: View) -> bool:
         and (condition.without is None or view.get(condition.without) is None)
         and (condition.offload is None or view.offload(condition.offload) != "none")
         and (view.has_pipeline or not condition.pipeline)
+        and (view.has_experts or not condition.experts)
         and (context.gpus or 0) >= condition.min_gpus
         and context.runner not in condition.not_for
     )
@@ -96,7 +99,7 @@ def _written_key(view: View, key: str) -> str:
 
 def _report(rule: str, condition: Condition, key: str, view: View) -> Iterator[Violation]:
     key = _written_key(view, key)
-    if condition.value is not None and not _is(view, key, condition.value):
+    if condition.value is not None and not (view.has(key) and _is(view, key, condition.value)):
         return
     if not condition.above < (view.number(key) or 0) < condition.below:
         return
