@@ -7,7 +7,7 @@ from itertools import groupby
 
 import torch.distributed as dist
 from fresh_ranks import fresh_ranks
-from matrix import ACTIVE_CLIP, GLOBAL_BATCH, Cell, Mathematics, Text
+from matrix import ACTIVE_CLIP, GLOBAL_BATCH, Cell, Mathematics, Text, steps_of
 
 from toolkit.config.recipe import Recipe
 from toolkit.launch.local_ranks import run_jobs
@@ -19,6 +19,10 @@ ROUNDING_SEEDS = (1, 2, 3)
 CELLS_A_FORK = 12
 """Bounded, because process groups of a cell keep some of their sockets until the process ends."""
 SECONDS_A_CELL = 60
+CORES = 4
+"""Ranks at a time. Ranks wait for each other, so two cores have time for four."""
+DAILY_STEPS = 8
+"""Of the cells that train more in the whole matrix."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +36,11 @@ class CellRun:
     def baseline(self) -> tuple[Mathematics, int]:
         """Key of its baseline: runs with the same key share one."""
         return self.cell.mathematics, self.steps
+
+
+def run_of(cell: Cell) -> CellRun:
+    """How a cell is trained every day."""
+    return CellRun(cell=cell, steps=min(DAILY_STEPS, steps_of(cell)))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 import page
 import pytest
-from cell_runs import Baselines, CellRun, Outcome, run_cells
+from cell_runs import CORES, Baselines, CellRun, Outcome, run_cells, run_of
 from fresh_ranks import fresh_ranks
 from matrix import (
     ACCUMULATIONS,
@@ -27,7 +27,6 @@ from matrix import (
     daily_cells,
     legal_cells,
     long_cells,
-    steps_of,
 )
 from nonempty import nonempty
 from results import Result, State, read_results
@@ -37,34 +36,7 @@ from toolkit.parallel.tensor import collectives
 from toolkit.parity import ParityRun
 from toolkit.parity.run.train_in_memory import train_in_memory
 
-CORES = 4
-"""Ranks at a time. Ranks wait for each other, so two cores have time for four."""
-DAILY_STEPS = 8
-"""Of the cells that train more in the whole matrix."""
 Ranks = Callable[..., list[Any]]
-
-
-def run_of(cell: Cell) -> CellRun:
-    return CellRun(cell=cell, steps=min(DAILY_STEPS, steps_of(cell)))
-
-
-@pytest.fixture(scope="session")
-def text(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Text:
-    return Text(corpus=corpus, cache=tmp_path_factory.mktemp("cache"))
-
-
-@pytest.fixture(scope="session")
-def baselines(text: Text, ranks: Ranks) -> Baselines:
-    return Baselines(text, cores=CORES)
-
-
-@pytest.fixture(scope="session")
-def outcomes(request: pytest.FixtureRequest, text: Text, baselines: Baselines) -> dict[Cell, Outcome]:
-    """Outcomes of all selected cells, trained together: faster than one by one."""
-    selected = [item.callspec.params.get("cell") for item in request.session.items if hasattr(item, "callspec")]
-    cells = [cell for cell in dict.fromkeys(selected) if isinstance(cell, Cell)]
-    ended = run_cells([run_of(cell) for cell in cells], text, baselines, cores=CORES)
-    return {run.cell: outcome for run, outcome, _ in ended}
 
 
 @pytest.mark.timeout(1800)  # the first test trains the cells of all

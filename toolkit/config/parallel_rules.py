@@ -35,7 +35,6 @@ def setting_conflicts(recipe: Recipe, world_size: int | None) -> list[Refusal]:
         *_layout_and_batch(recipe, world_size),
         *_model_parallel_settings(recipe),
         *_ulysses_settings(recipe),
-        *_expert_settings(recipe),
     ]
 
 
@@ -187,13 +186,6 @@ def _ulysses_settings(recipe: Recipe) -> Iterator[Refusal]:
     if recipe.train.compile:
         reason = "attention that communicates with other ranks is not compiled in this version"
         yield recipe.conflict("train.compile", _ULYSSES, reason=reason, remedy=(("train.compile", False),))
-
-
-def _expert_settings(recipe: Recipe) -> Iterator[Refusal]:
-    for name, off in (("ep", 1), ("experts", "whole")):
-        field, reason = f"parallel.{name}", "expert parallelism is not complete in this version"
-        if recipe.value_of(field) != off:
-            yield recipe.conflict(field, reason=reason, remedy=((field, off),))
 
 
 def _ulysses_model(recipe: Recipe, config: Mapping[str, Any] | None) -> Iterator[Refusal]:

@@ -21,6 +21,7 @@ from toolkit.engines.gradient_norm import full_grad_norm
 from toolkit.engines.optimizer import parameter_groups, torch_optimizer
 from toolkit.engines.optimizer_states import deepspeed_states, state_kinds
 from toolkit.model_init.model_partition import ModelPartition
+from toolkit.parallel.experts.deepspeed_groups import declare_experts
 from toolkit.parallel.gather import Names
 from toolkit.parallel.groups import ModelParallelUnit
 
@@ -40,6 +41,8 @@ class DeepSpeedBase(DistributedEngine):
         """Build the DeepSpeed engine of `module`, which contains `self.model`; sets `engine`, `optimizer`, `states`."""
         recipe = job.recipe
         self._zero_stage = job.layout.zero_stage
+        if self.partition is not None:
+            declare_experts(self.model, self.partition.groups)
         groups = parameter_groups(self.model, recipe.optimizer.weight_decay)
         client = None if "optimizer" in config else torch_optimizer(recipe.optimizer, groups)
         with deepspeed_patches.quiet_stdout(unless=recipe.log.level == "debug"):

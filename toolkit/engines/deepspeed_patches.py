@@ -59,11 +59,16 @@ def fix_gradient_norms(engine: Any, partition: ModelPartition | None) -> None:
       https://github.com/deepspeedai/DeepSpeed/issues/8475 (there for experts)
     - BF16_Optimizer.get_grads_for_norm fails on a rank that counts no tensor, such as the second tensor-parallel rank
       of a stage with only tied copies. Fixed for ZeRO 1 and 2 only: https://github.com/deepspeedai/DeepSpeed/pull/5148
+    - ZeRO-3 takes for granted that a group of expert-parallel ranks contains the tensor-parallel ones, and does not sum
+      the experts' norms over those (deepspeed/runtime/zero/stage3.py `_grad_norm_counts_every_rank`): too small, and
+      differently on each of them, so that replicas drift apart. No issue is known.
     """
     engine.clip_fp32_gradients = lambda: nn.utils.clip_grads_with_norm_(
         engine.module.parameters(), engine.gradient_clipping(), full_grad_norm(engine.module.parameters(), partition)
     )
     optimizer = engine.optimizer
+    if hasattr(optimizer, "_grad_norm_counts_every_rank"):
+        optimizer._grad_norm_counts_every_rank = lambda parameters, group: False
     if not isinstance(optimizer, BF16_Optimizer):
         return
     gradients = optimizer.get_grads_for_norm

@@ -56,7 +56,7 @@ def _deepspeed(
     layout = job.layout
     dtype = ds.model_dtype(ds_config)
     partition = None
-    if layout.tp > 1 or layout.pp > 1:
+    if layout.tp > 1 or layout.pp > 1 or layout.ep > 1:
         from toolkit.model_init.model_partition import ModelPartition
         from toolkit.parallel.groups import ParallelGroups
 

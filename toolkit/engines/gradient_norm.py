@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from toolkit.model_init.model_partition import ModelPartition
+from toolkit.parallel.shard import shard_of
 
 _PIECE_ELEMENTS = 1024
 
@@ -62,11 +63,17 @@ def full_grad_norm(parameters: Iterable[nn.Parameter], partition: ModelPartition
     What several ranks hold counts once: a sharded parameter on its owners, any other on the first tensor-parallel rank,
     a tied copy on the first stage.
     """
-    gradients = [p.grad for p in parameters if p.grad is not None and (partition is None or partition.counts(p))]
-    norm = total_norm(gradients)
+    counted = [p for p in parameters if p.grad is not None and (partition is None or partition.counts(p))]
     if partition is None:
-        return norm
-    square = norm.to(partition.device, torch.float32).square()
+        return total_norm([p.grad for p in counted if p.grad is not None])
+
+    def square_of(over_experts: bool) -> torch.Tensor:
+        gradients = [p.grad for p in counted if p.grad is not None and shard_of(p).over_experts == over_experts]
+        return total_norm(gradients).to(partition.device, torch.float32).square()
+
+    square = square_of(over_experts=True)
+    dist.all_reduce(square, group=partition.groups.expert)
+    square += square_of(over_experts=False)
     dist.all_reduce(square, group=partition.groups.tensor)
     dist.all_reduce(square, group=partition.groups.pipe)
     return square.sqrt()

@@ -11,16 +11,21 @@ from toolkit.dsconfig.trainer import schedule_arguments
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Return two groups without empty ones: parameters with two or more dimensions decay, biases and norms do not."""
-    decayed: list[nn.Parameter] = []
-    spared: list[nn.Parameter] = []
+    """Return groups without empty ones: parameters with two or more dimensions decay, biases and norms do not.
+
+    Experts that replicas share out have groups of their own, which DeepSpeed reduces over other ranks.
+    """
+    groups: dict[tuple[bool, str | None], list[nn.Parameter]] = {}
     for parameter in model.parameters():
         if parameter.requires_grad:
             # ZeRO-3 flattens a parameter to its shard and keeps the full shape here.
             shape = getattr(parameter, "ds_shape", parameter.shape)
-            (decayed if len(shape) >= 2 else spared).append(parameter)
-    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": spared, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
+            groups.setdefault((len(shape) < 2, getattr(parameter, "group_name", None)), []).append(parameter)
+    return [
+        {"params": parameters, "weight_decay": 0.0 if is_spared else weight_decay}
+        | ({} if name is None else {"moe": True, "name": name})
+        for (is_spared, name), parameters in sorted(groups.items(), key=lambda group: (group[0][0], group[0][1] or ""))
+    ]
 
 
 def torch_optimizer(section: OptimizerSection, groups: Iterable[dict[str, Any]]) -> torch.optim.Optimizer:

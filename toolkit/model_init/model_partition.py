@@ -15,6 +15,7 @@ from toolkit.errors import ModelError
 from toolkit.estimate.stage_bounds import CPU_FLOPS_PER_BYTE, GPU_FLOPS_PER_BYTE, balance
 from toolkit.model_init.model_modules import Materializer, OnLayer, outside_layers, persistent_buffers
 from toolkit.parallel.adapter_names import holds_adapters
+from toolkit.parallel.experts.sharding import ExpertSharder
 from toolkit.parallel.gather import Names
 from toolkit.parallel.groups import ParallelGroups
 from toolkit.parallel.loss import IGNORE, sample_loss_sums, token_loss_sum
@@ -45,6 +46,7 @@ class ModelPartition:
     def __init__(self, job: Job, groups: ParallelGroups, device: torch.device) -> None:
         self.job, self.groups, self.device = job, groups, device
         self._parallelizer: TensorParallelizer | None = None
+        self._experts: ExpertSharder | None = None
         self._layer_index: dict[int, int] = {}
 
     @property
@@ -68,9 +70,15 @@ class ModelPartition:
         head = model.get_output_embeddings()
         self.vocabulary = int(head.weight.shape[0])
         self._layer_index = {id(layer): index for index, layer in enumerate(self.structure.layer_list(model))}
+        if self.layout.tp * self.layout.ep > 1:
+            self._experts = ExpertSharder.of(model, self.groups)
         if self.layout.tp > 1:
             self._parallelizer = TensorParallelizer(
-                model, self.structure, self.groups.tensor, sequence_parallel=self.layout.sequence_parallel
+                model,
+                self.structure,
+                self.groups.tensor,
+                sequence_parallel=self.layout.sequence_parallel,
+                experts=self._experts,
             )
         self.bounds = self._bounds(meta_model)
         if self.layout.pp > 1:
@@ -117,9 +125,17 @@ class ModelPartition:
         return [name for name, at in owners.items() if at & self.structure.before and at & self.structure.after]
 
     def shard_layer(self, layer: nn.Module, fill: Callable[[nn.Module], None]) -> None:
-        """Shard a decoder layer over the tensor-parallel ranks; `fill` sets the values of what stays replicated."""
-        if self._parallelizer is not None and id(layer) in self._layer_index:
-            self._parallelizer.parallelize_layer(self._layer_index[id(layer)], fill)
+        """Shard a decoder layer over tensor- and expert-parallel ranks; `fill` sets what stays replicated."""
+        index = self._layer_index.get(id(layer))
+        if index is None:
+            return
+        if self._parallelizer is not None:
+            self._parallelizer.parallelize_layer(index, fill)
+        elif self._experts is not None:
+            prefix = f"{self.structure.layers}.{index}"
+            self._experts.shard_layer(layer, prefix)
+            fill(layer)
+            mark_replicated(layer, self.structure.tied, prefix=f"{prefix}.")
 
     def shard_outside_layers(self, model: PreTrainedModel, fill: Callable[[nn.Module], None], done: OnLayer) -> None:
         """Shard embedding and LM head and call `done` with each; `fill` sets the values of what stays replicated."""

@@ -80,6 +80,8 @@ def _over_tensor_ranks(
         if shard.owner and value is not None:
             shard.put(value, whole)
     dist.all_reduce(whole, group=groups.tensor)
+    if shards[0].over_experts:
+        dist.all_reduce(whole, group=groups.expert)
     return whole
 
 

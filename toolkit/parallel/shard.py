@@ -78,6 +78,8 @@ class Shard:
     """(start, length) along `dim`, in the order of the local parameter."""
     padding: int = 0
     """Rows after the pieces that are not part of the full parameter; they stay zero."""
+    over_experts: bool = False
+    """Whether expert-parallel ranks hold different parts, too."""
     owner: bool = True
     """Whether this rank is the first with these pieces: it counts them in norms and writes them to checkpoints."""
 

@@ -16,6 +16,7 @@ from toolkit.errors import LayoutError, ModelError
 from toolkit.models import tensor_plan as tp
 from toolkit.models.families.registry import find_plan
 from toolkit.parallel.adapter_names import saved_name
+from toolkit.parallel.experts.sharding import ExpertSharder
 from toolkit.parallel.model_structure import ModelStructure
 from toolkit.parallel.pipeline.stage import NonLocalLayer
 from toolkit.parallel.shard import Block, Shard, is_marked, mark, shard_of
@@ -43,7 +44,9 @@ class TensorParallelizer:
         group: dist.ProcessGroup,
         *,
         sequence_parallel: bool = False,
+        experts: ExpertSharder | None = None,
     ) -> None:
+        self.experts = experts
         self.model, self.structure, self.group = model, structure, group
         self.config = model.config.get_text_config(decoder=True)
         self.plan = find_plan(model.config.model_type, self.config)
@@ -68,6 +71,8 @@ class TensorParallelizer:
         layer = self.structure.layer_list(self.model)[index]
         if isinstance(layer, NonLocalLayer):
             return
+        if self.experts is not None:
+            self.experts.shard_layer(layer, prefix)
         regions: dict[str, Region] = {}
         for path, whole, style, blocks in [*self.planned(layer)]:
             parent, _, leaf = path.rpartition(".")

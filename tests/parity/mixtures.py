@@ -1,0 +1,71 @@
+"""Cells of the regression matrix whose model is a mixture of experts."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from matrix import VOCABULARY, Cell, Mathematics, Text
+from typing_extensions import override
+
+from toolkit.config.recipe import ModelSection, Recipe
+from toolkit.parallel.tiny_model import tiny_config
+
+_EXPERTS = {"num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8}
+_SMALL = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64, "vocab_size": VOCABULARY}
+MIXTURES: dict[str, dict[str, Any]] = {
+    "mixtral": {},
+    "qwen3_moe": {},
+    # Experts of all tokens beside the others, behind a gate.
+    "qwen2_moe": {},
+    "olmoe": {},
+    # Transposed, gate and up interleaved, biases.
+    "gpt_oss": {"attn_implementation": "eager"},
+    # The first layer has none; groups of experts, and a bias that balances them.
+    "deepseek_v3": {"first_k_dense_replace": 1, "n_group": 2, "topk_group": 1},
+    "granitemoe": {},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtureMathematics(Mathematics):
+    """Of a cell whose family is a key of MIXTURES."""
+
+    @override
+    def recipe(self, text: Text, *, steps: int) -> Recipe:
+        recipe = replace(self, family="llama").as_dense().recipe(text, steps=steps)
+        options = dict(MIXTURES[self.family])
+        attention = options.pop("attn_implementation", None)
+        model = ModelSection(
+            name_or_path=str(_config(self.family, options, self.layers, self.tied, text.cache)),
+            attn_implementation=attention,
+        )
+        return recipe.model_copy(update={"model": model})
+
+    def as_dense(self) -> Mathematics:
+        """The same of a dense model."""
+        return Mathematics(**vars(self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtureCell(Cell):
+    """One way to train a mixture."""
+
+    @property
+    def mathematics(self) -> Mathematics:
+        return MixtureMathematics(**vars(super().mathematics))
+
+    @property
+    @override
+    def has_replicas(self) -> bool:
+        return self.where.tp > 1 or self.where.zero_stage != 3
+
+
+def _config(family: str, options: dict[str, Any], layers: int, tied: bool, folder: Path) -> Path:
+    """Write the config of a tiny model, once."""
+    path = folder / "models" / f"{family}-{layers}-{'tied' if tied else 'untied'}"
+    if not (path / "config.json").is_file():
+        known = tiny_config(family).to_dict()
+        sizes = {name: value for name, value in (_SMALL | _EXPERTS).items() if name in known}
+        changes = sizes | {"num_hidden_layers": layers, "tie_word_embeddings": tied} | options
+        tiny_config(family, **changes).save_pretrained(path)
+    return path

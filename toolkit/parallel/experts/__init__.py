@@ -1,0 +1,1 @@
+"""Expert parallelism: the experts of a mixture, sharded over replicas and tensor-parallel ranks."""

@@ -1,0 +1,121 @@
+"""ShardedExperts: brings each token to the ranks that hold its experts, and the results back.
+
+What is sent are rows: (token, expert) pairs, sorted by expert. Tensor-parallel ranks know the same tokens, so each
+keeps the rows of its own experts and nothing is sent between them; expert-parallel ranks know different tokens, and
+exchange rows in one all-to-all each way. On arrived rows the family's own forward pass runs, as if each were a token
+with a single expert of weight 1, so its implementation (eager, batched_mm, grouped_mm) does not matter. The sender
+multiplies by the router's weights.
+
+Dims: t tokens, k experts of each, h hidden, e local experts, n expert-parallel ranks, r rows.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from toolkit.parallel.tensor import collectives as c
+from toolkit.parallel.tensor.region import Region
+
+
+class ShardedExperts(nn.Module):
+    """A family's module of experts on one rank, after `adopt`; the family's class is its second base."""
+
+    num_experts: int
+    region: Region
+    expert: dist.ProcessGroup
+    is_whole: bool
+    """Whether tensor-parallel ranks hold different experts; if not, each holds a part of all of them."""
+    outer_bias: nn.Parameter | None
+    """Bias of the outputs, where the ranks' outputs are partial sums: it is added to the sum."""
+
+    @staticmethod
+    def adopt(experts: Any, region: Region, expert: dist.ProcessGroup, *, is_whole: bool) -> None:
+        """Make a family's module, whose parameters are sharded already, one of this class."""
+        family = type(experts)
+        experts.__class__ = type(f"Sharded{family.__name__}", (ShardedExperts, family), {})
+        experts.region, experts.expert, experts.is_whole = region, expert, is_whole
+        bias = None if is_whole else experts._parameters.pop("down_proj_bias", None)
+        experts.register_parameter("outer_bias", bias)
+        if bias is not None:
+            experts.register_buffer("down_proj_bias", torch.zeros_like(bias), persistent=False)
+
+    def forward(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """hidden [t, h], index of experts [t, k], weights [t, k] -> [t, h]."""
+        bias = None if self.outer_bias is None else (weights.unsqueeze(2) * self.outer_bias[index]).sum(1)
+        group = self.region.group
+        hidden = self.region.enter(hidden, self)
+        if self.region.sequence_parallel:
+            index = c.gather_from_tensor_ranks(index, group, dim=0)
+            weights = c.gather_sequence(weights, group, dim=0)
+        else:
+            # Each rank has the gradient of the weights of its own rows.
+            weights = c.copy_to_tensor_ranks(weights, group)
+        order, ids, counts = self._sorted(index.flatten())
+        pairs, out = self._exchange(hidden, order, ids, counts, index.shape[1])
+        weighted = out * weights.flatten()[pairs].unsqueeze(1)
+        rows = weighted.new_zeros(index.numel(), hidden.shape[1]).index_copy(0, pairs, weighted)
+        result = self.region.leave(rows.view(*index.shape, -1).sum(1).to(hidden.dtype))
+        return result if bias is None else result + bias.to(result.dtype)
+
+    def _sorted(self, experts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return (order of the rows, their expert among those of this lane [t k], rows for each of these [n, e]).
+
+        A lane: the tensor-parallel ranks of this number on all expert-parallel ranks. Rows of other lanes come last.
+        """
+        local, ranks, group = self.num_experts, self.expert.size(), self.region.group
+        if self.is_whole and group.size() > 1:
+            owner = experts // local
+            own = (owner // group.size()) * local + experts % local
+            experts = own.masked_fill(owner % group.size() != group.rank(), local * ranks)
+        ids, order = torch.sort(experts, stable=True)
+        # Counted without a synchronization, unlike bincount.
+        bounds = torch.searchsorted(ids, torch.arange(local * ranks + 1, device=ids.device, dtype=ids.dtype))
+        return order, ids, bounds.diff().view(ranks, local)
+
+    def _exchange(
+        self, hidden: torch.Tensor, order: torch.Tensor, ids: torch.Tensor, counts: torch.Tensor, per_token: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the (token, expert) pairs of this rank's rows, and their outputs [r, h]."""
+        if self.expert.size() == 1:
+            if self.is_whole and self.region.group.size() > 1:
+                here = int(counts.sum())
+                order, ids = order[:here], ids[:here]
+            return order, self._compute(hidden[order // per_token], ids)
+        arriving = torch.empty_like(counts)
+        dist.all_to_all_single(arriving, counts, group=self.expert)
+        send, receive = torch.stack([counts.sum(1), arriving.sum(1)]).tolist()
+        pairs = order[: sum(send)]
+        rows = _AllToAll.apply(hidden[pairs // per_token], send, receive, self.expert)
+        local = torch.arange(self.num_experts, device=ids.device).repeat(self.expert.size())
+        ids = local.repeat_interleave(arriving.flatten(), output_size=sum(receive))
+        return pairs, _AllToAll.apply(self._compute(rows, ids), receive, send, self.expert)
+
+    def _compute(self, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """The family's forward pass on rows [r, h] with local experts [r]."""
+        count = rows.shape[0]
+        if count == 0:
+            # One row that nobody sees: every parameter has a gradient, and every exchange its counterpart.
+            rows, ids = rows.sum(0, keepdim=True), ids.new_zeros(1)
+        out: torch.Tensor = super().forward(rows, ids.unsqueeze(1), rows.new_ones(rows.shape[0], 1))
+        return out[:count]
+
+
+class _AllToAll(torch.autograd.Function):
+    """Send runs of rows of these lengths to each rank. Backward: send their gradients back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Any:
+        ctx.send, ctx.receive, ctx.group = send, receive, group
+        return _all_to_all(x, send, receive, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return _all_to_all(gradients[0], ctx.receive, ctx.send, ctx.group), None, None, None
+
+
+def _all_to_all(x: torch.Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+    out = x.new_empty(sum(receive), *x.shape[1:])
+    dist.all_to_all_single(out, x.contiguous(), receive, send, group=group)
+    return out
