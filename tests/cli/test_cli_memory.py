@@ -455,7 +455,6 @@ def test_a_recipe_without_attention_is_estimated_with_what_the_family_has(capsys
         (["--model", "nope", "--layout", "dp2"], "model=nope: it is no known shape"),
         (["--model", "llama3-70", "--layout", "dp2"], "nothing is fetched from a hub. Did you mean llama-3-70b,"),
         (["--model", "someone/Llama3-70B", "--layout", "dp2"], "from a hub. Did you mean llama-3-70b?"),
-        (["--model", "mixtral-8x7b", "--layout", "tp2"], "mixtral does not support it (experts cannot be split yet)"),
         (
             ["--recipe", "gpt2-xl-pretrain", "--layout", "z3-recompute", "--world-size", "7"],
             "512 is not a multiple of 8 x 7 = 56.",

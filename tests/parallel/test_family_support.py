@@ -53,6 +53,8 @@ DAILY_VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("stablelm", {"qk_layernorm": True, "use_parallel_residual": True}),  # the one of 12 billion
     ("cohere", {"use_qk_norm": True}),  # the one of 104 billion
     ("minicpm3", {}),  # latent attention
+    ("mimo_v2_flash", {}),  # attention sinks; layers differ in their key-value heads
+    ("inkling_text", {}),  # attention and convolutions that stay whole; a norm inside the embedding
 )
 OTHER_VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("falcon", {}),
@@ -73,6 +75,11 @@ OTHER_VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("gpt_neox", {"use_parallel_residual": False}),
     ("diffllama", {}),
     ("doge", {}),
+    ("gpt_oss", {}),
+    ("granitemoeshared", {"shared_intermediate_size": 32}),
+    ("deepseek_v3", {"q_lora_rank": None}),
+    ("deepseek_v2", {"q_lora_rank": 16, "first_k_dense_replace": 2}),
+    ("lfm2_moe", {"conv_bias": True}),
 )
 
 
@@ -101,10 +108,8 @@ def test_every_layout_of_a_familys_projections_is_split_exactly(
 @pytest.mark.parametrize(
     ("name", "changes", "reason"),
     [
-        ("doge", {"is_moe": True}, "experts cannot be split yet"),
-        ("deepseek_v2", {}, "experts cannot be split yet"),
-        ("granite_swa", {}, "its attention sinks cannot be split yet"),
-        ("mixtral", {}, "experts cannot be split yet"),
+        ("doge", {"is_moe": True}, "its experts do not use transformers' experts interface"),
+        ("llama4_text", {}, "its experts do not use transformers' experts interface"),
         ("falcon", {"new_decoder_architecture": True}, "its 2 groups of heads do not split"),
     ],
 )

@@ -11,7 +11,10 @@ from typing import Any
 COLUMN, ROW = "colwise", "rowwise"
 GATHERED_COLUMN, SPLIT_ROW = "colwise_gather_output", "rowwise_split_input"
 PACKED_COLUMN = "packed_colwise"
-_IMPLIED = ("replicated_with_grad_allreduce", "replicate", "mla_kv_a_proj", "embedding_rowwise", "embedding_colwise")
+_IMPLIED = (
+    *("replicated_with_grad_allreduce", "replicate", "local_params"),
+    *("mla_kv_a_proj", "embedding_rowwise", "embedding_colwise"),
+)
 """Styles that follow from the others here: parameters in a region are always summed, vocabularies always sharded."""
 STYLES = (COLUMN, ROW, GATHERED_COLUMN, SPLIT_ROW, PACKED_COLUMN, *_IMPLIED)
 GATHERING = {COLUMN: GATHERED_COLUMN, ROW: SPLIT_ROW}
@@ -28,7 +31,7 @@ class TensorPlan:
     """How the decoder layers of one family are sharded. Keys are module names inside a decoder layer."""
 
     styles: Mapping[str, str] = field(default_factory=dict)
-    """`attn.c_attn` -> one of STYLES."""
+    """`attn.c_attn` -> one of STYLES. A parameter with an entry per head or column, `self_attn.sinks`, is colwise."""
     fused: Mapping[str, FusedBlocks] = field(default_factory=dict)
     """Features of a layer that are not one run of columns: `attn.c_attn` -> query, key and value."""
     divided: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -42,10 +45,20 @@ class TensorPlan:
     """
     gathered_with: str = ""
     """The config's switch that makes that so; "" where it always is."""
+    whole: tuple[str, ...] = ()
+    """Blocks that mix positions and are sharded in no layer or not in all: every rank computes them whole.
+
+    With a sharded sequence they gather it.
+    """
     behind: tuple[str, ...] = ()
     """Parameters of a block that act behind its row-parallel layer, where every rank has the whole hidden state."""
     needs: Callable[[Any, int], str | None] = lambda config, tp: None
     """Why this config does not support this tp; None where it does."""
+
+    @property
+    def mixes_positions(self) -> bool:
+        """Whether the plan says how attention is computed, which with a sharded sequence must see all of it."""
+        return bool(self.whole) or any("att" in path for path in self.styles)
 
 
 def heads(config: Any) -> int:

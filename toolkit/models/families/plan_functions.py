@@ -12,6 +12,8 @@ Every chunk is sharded over the ranks, so a rank's projection again consists of 
 output projection lie chunk by chunk too.
 """
 
+_NO_INTERFACE = "its experts do not use transformers' experts interface"
+
 
 def _query_key_value(config: Any) -> Blocks:
     """All query heads, then all key heads, then all value heads."""
@@ -42,6 +44,11 @@ def _codegen_heads(config: Any) -> Blocks:
     return ((heads(config) // _CHUNKS, head_dim(config)),) * _CHUNKS
 
 
+def _three_of_hidden(config: Any) -> Blocks:
+    """Three blocks as wide as the hidden state."""
+    return ((int(config.hidden_size), 1),) * 3
+
+
 def _needs_whole_chunks(config: Any, tp: int) -> str | None:
     if heads(config) % (_CHUNKS * tp):
         return f"its {heads(config)} heads lie in {_CHUNKS} chunks, and tp must divide the heads of a chunk"
@@ -60,10 +67,11 @@ FUSED: Mapping[str, FusedBlocks] = {
     "falcon": _falcon,
     "codegen": _codegen,
     "codegen_heads": _codegen_heads,
+    "three_of_hidden": _three_of_hidden,
 }
 NEEDS: Mapping[str, Callable[[Any, int], str | None]] = {
     "whole_chunks": _needs_whole_chunks,
     "whole_groups": _needs_whole_groups,
     "fused_weights": lambda config, tp: "slow_but_exact=true slices whole weights" if config.slow_but_exact else None,
-    "no_experts": lambda config, tp: "experts cannot be split yet" if config.is_moe else None,
+    "no_experts": lambda config, tp: _NO_INTERFACE if config.is_moe else None,
 }

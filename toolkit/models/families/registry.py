@@ -64,9 +64,6 @@ CONFIG_SCHEMAS: Mapping[str, ConfigSchema] = {
 
 RECOMPUTE_REMEDY = ("parallel.recompute", "full or none")
 
-_UNSUPPORTED = {"local_params": "its attention sinks"}
-"""What Hugging Face's styles stand for that are not among ours."""
-
 
 def find_spec(model_type: object) -> FamilySpec:
     """Return the spec of a family; an empty one where it needs none."""
@@ -112,15 +109,17 @@ def find_plan(model_type: str, config: Any) -> TensorPlan:
 
 
 def _inside_layers(model_type: str, published: Mapping[str, str]) -> dict[str, str]:
-    """Turn keys such as `layers.*.self_attn.q_proj` into `self_attn.q_proj`; leave out what is outside the layers."""
+    """Turn keys such as `layers.*.self_attn.q_proj` into `self_attn.q_proj`.
+
+    What is outside the layers is left out, and routed experts, which toolkit/parallel/experts/ shards.
+    """
     styles = {}
     for key, style in published.items():
         _, star, inside = key.partition(".*.")
-        if not star:
+        if not star or "experts" in inside.split("."):
             continue
         if style not in STYLES:
-            kind = "experts" if "expert" in key or style.startswith("moe") else f"the style {style} ({key})"
-            raise _unsupported(model_type, f"{_UNSUPPORTED.get(style, kind)} cannot be split yet")
+            raise _unsupported(model_type, f"the style {style} ({key}) cannot be split yet")
         styles[inside] = style
     return styles
 

@@ -4,7 +4,7 @@ It works in place, layer by layer, on real weights and on the meta device, so th
 layer. The forward pass stays the family's own; its TensorPlan says how each linear layer is sharded.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from toolkit.parallel.adapter_names import saved_name
 from toolkit.parallel.experts.sharding import ExpertSharder
 from toolkit.parallel.model_structure import ModelStructure
 from toolkit.parallel.pipeline.stage import NonLocalLayer
-from toolkit.parallel.shard import Block, Shard, is_marked, mark, shard_of
+from toolkit.parallel.shard import Block, Shard, is_marked, mark, pieces_of, shard_of, source_of
 from toolkit.parallel.tensor import collectives as c
 from toolkit.parallel.tensor.linear import (
     ColumnParallelLinear,
@@ -31,7 +31,6 @@ from toolkit.parallel.tensor.region import Region, drops_activations
 from toolkit.parallel.tensor.vocabulary import shard_embedding, shard_head
 
 _LINEAR = ("Linear", "Conv1D", "FalconLinear")
-_SPLIT_HEADS = {"q_proj": tp.heads, "k_proj": tp.kv_heads, "v_proj": tp.kv_heads}
 
 
 class TensorParallelizer:
@@ -61,6 +60,13 @@ class TensorParallelizer:
             reason = f"{tp.heads(self.config)} heads are not divisible by it"
         if reason is not None:
             raise LayoutError.between((("parallel.tp", size), ("model_type", family)), reason, "choose another one")
+        for name, module in self.model.named_modules():
+            if name.endswith(".experts") and not hasattr(module, "_is_expert_parallel"):
+                reason = "its experts do not use transformers' experts interface"
+                raise ModelError.of("model_type", family, reason, ("parallel.tp", 1))
+        if self.sequence_parallel and not self.plan.mixes_positions:
+            reason = "its plan does not shard attention, which needs the whole sequence"
+            raise ModelError.of("model_type", family, reason, ("parallel.sequence_parallel", False))
 
     def parallelize_layer(self, index: int, fill: Callable[[nn.Module], None] = lambda layer: None) -> None:
         """Shard decoder layer `index`; `fill` then sets the values of replicated meta parameters.
@@ -74,17 +80,26 @@ class TensorParallelizer:
         if self.experts is not None:
             self.experts.shard_layer(layer, prefix)
         regions: dict[str, Region] = {}
-        for path, whole, style, blocks in [*self.planned(layer)]:
+        planned, vectors = [*self.planned(layer)], [*self.planned_vectors(layer)]
+        for path, whole, style, blocks in planned:
             parent, _, leaf = path.rpartition(".")
             region = regions.setdefault(parent, self._region(gathers=style in (tp.GATHERED_COLUMN, tp.SPLIT_ROW)))
             sharded = self._parallel(whole, blocks, f"{prefix}.{path}", style, region, enters=not parent)
             setattr(layer.get_submodule(parent), leaf, sharded)
+        for path, vector in vectors:
+            parent, _, leaf = path.rpartition(".")
+            pieces = pieces_of([Block(units=vector.shape[0])], self.group.rank(), self.group.size())
+            shard = Shard(name=f"{prefix}.{path}", shape=tuple(vector.shape), dim=0, pieces=pieces)
+            local = nn.Parameter(shard.take(source_of(vector)), requires_grad=vector.requires_grad)
+            setattr(layer.get_submodule(parent), leaf, mark(local, shard))
         fill(layer)
         for parent, region in regions.items():
             if parent:
                 self._adapt_block(layer.get_submodule(parent), parent, region, self._behind(layer))
         if self.sequence_parallel:
-            for parameter in self._outside(layer, regions):
+            whole_blocks = [path for path in self.plan.whole if _has(layer, path) and path not in regions]
+            self._gather_sequence(layer.get_submodule(path) for path in whole_blocks)
+            for parameter in self._outside(layer, [*regions, *whole_blocks]):
                 sum_over_ranks(parameter, self.group)
             self._split_sequence(index, layer)
         # Now, because ZeRO-3 discards the shapes when it shards the layer.
@@ -104,6 +119,9 @@ class TensorParallelizer:
         if isinstance(embedding, nn.Embedding) and "weight" in embedding._parameters:
             shard_embedding(embedding, names[id(embedding)], self.group, is_idle=not embeds)
             done(embedding)
+            for parameter in (p for child in embedding.children() for p in child.parameters()):
+                # A norm inside the embedding: each rank sees only the tokens that it looked up.
+                sum_over_ranks(parameter, self.group)
         if isinstance(head, nn.Linear) and "weight" in head._parameters:
             shard_head(head, names[id(head)], self.group, tied_to=embedding.weight if tied else None)
             done(head)
@@ -127,7 +145,13 @@ class TensorParallelizer:
                 raise ModelError.of("model_type", self.model.config.model_type, reason, ("parallel.tp", 1))
             assert isinstance(whole.weight, torch.Tensor)
             features = whole.weight.shape[sharded_dim(whole, style)]
-            yield path, whole, style, self._blocks(path, path.rpartition(".")[2], style, features)
+            yield path, whole, style, self._blocks(layer, path, style, features)
+
+    def planned_vectors(self, layer: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield (path, parameter) of what the plan shards besides linear layers: one entry per head or column."""
+        for name, parameter in layer.named_parameters():
+            if self.plan.styles.get(name) == tp.COLUMN:
+                yield name, parameter
 
     def _parallel(
         self, whole: nn.Module, blocks: list[Block], name: str, style: str, region: Region, *, enters: bool
@@ -139,17 +163,27 @@ class TensorParallelizer:
         gather = style == tp.GATHERED_COLUMN
         return ColumnParallelLinear(whole, blocks, name=name, region=region, gather_output=gather, enters=enters)
 
-    def _blocks(self, path: str, leaf: str, style: str, features: int) -> list[Block]:
+    def _blocks(self, layer: nn.Module, path: str, style: str, features: int) -> list[Block]:
         if path in self.plan.fused:
             return [Block(units=units, width=width) for units, width in self.plan.fused[path](self.config)]
         if style == tp.PACKED_COLUMN:
             return [Block(units=features // 2)] * 2
-        units = _SPLIT_HEADS[leaf](self.config) if leaf in _SPLIT_HEADS and style == tp.COLUMN else features
+        parent, _, leaf = path.rpartition(".")
+        if style != tp.COLUMN or leaf not in ("q_proj", "k_proj", "v_proj"):
+            return [Block(units=features)]
+        units = tp.heads(self.config) if leaf == "q_proj" else self._kv_heads(layer.get_submodule(parent))
         return [Block(units=units, width=features // units)]
 
-    def _outside(self, layer: nn.Module, regions: Mapping[str, Region]) -> Iterator[nn.Parameter]:
-        """Norms around the regions and biases after them: with a sharded sequence, each rank sees only its part."""
-        inside = {id(p) for parent in regions if parent for p in layer.get_submodule(parent).parameters()}
+    def _kv_heads(self, block: nn.Module) -> int:
+        """Key-value heads of one layer's attention: some families have more of them in some layers."""
+        weight, width = getattr(getattr(block, "k_proj", None), "weight", None), getattr(block, "head_dim", None)
+        if weight is None or not width:
+            return tp.kv_heads(self.config)
+        return int((shard_of(weight).shape if is_marked(weight) else weight.shape)[0] // width)
+
+    def _outside(self, layer: nn.Module, blocks: Iterable[str]) -> Iterator[nn.Parameter]:
+        """Norms around `blocks` and biases after them: with a sharded sequence, each rank sees only its part."""
+        inside = {id(p) for path in blocks if path for p in layer.get_submodule(path).parameters()}
         behind = self._behind(layer)
         for parameter in layer.parameters():
             if is_marked(parameter):
@@ -171,12 +205,28 @@ class TensorParallelizer:
         for attribute in self.plan.divided.get(path, ()):
             setattr(block, attribute, max(1, getattr(block, attribute) // size))
         if "num_key_value_groups" not in self.plan.divided.get(path, ()) and hasattr(block, "num_key_value_groups"):
-            local_kv = max(1, tp.kv_heads(self.config) // size)
-            block.__dict__["num_key_value_groups"] = tp.heads(self.config) // size // local_kv
+            kv_heads, groups = self._kv_heads(block), block.num_key_value_groups
+            assert isinstance(groups, int)
+            block.__dict__["num_key_value_groups"] = groups * kv_heads // size // max(1, kv_heads // size)
         for parameter in block.parameters():
             if not is_marked(parameter) and id(parameter) not in behind:
                 # Norms of single heads: each rank sees only its own heads.
                 sum_over_ranks(parameter, self.group)
+
+    def _gather_sequence(self, blocks: Iterable[nn.Module]) -> None:
+        """Let every rank compute these blocks on the whole sequence, and keep its own part of the result."""
+
+        def gather(block: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+            return _with_hidden(
+                arguments, keywords, lambda hidden: c.gather_from_tensor_ranks(hidden, self.group, dim=1)
+            )
+
+        def scatter(block: nn.Module, arguments: tuple[Any, ...], result: Any) -> Any:
+            return _with_first(result, lambda hidden: c.scatter_to_tensor_ranks(hidden, self.group, dim=1))
+
+        for block in blocks:
+            block.register_forward_pre_hook(gather, with_kwargs=True)
+            block.register_forward_hook(scatter)
 
     def _split_sequence(self, index: int, layer: nn.Module) -> None:
         def scatter(layer: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
@@ -185,9 +235,7 @@ class TensorParallelizer:
             )
 
         def gather(layer: nn.Module, arguments: tuple[Any, ...], result: Any) -> Any:
-            if isinstance(result, tuple | list):
-                return (c.gather_from_tensor_ranks(result[0], self.group, dim=1), *result[1:])
-            return c.gather_from_tensor_ranks(result, self.group, dim=1)
+            return _with_first(result, lambda hidden: c.gather_from_tensor_ranks(hidden, self.group, dim=1))
 
         if index == 0:
             layer.register_forward_pre_hook(scatter, with_kwargs=True)
@@ -217,6 +265,10 @@ def _with_hidden(arguments: tuple[Any, ...], keywords: dict[str, Any], change: A
     if arguments:
         return (change(arguments[0]), *arguments[1:]), keywords
     return arguments, keywords | {"hidden_states": change(keywords["hidden_states"])}
+
+
+def _with_first(result: Any, change: Any) -> Any:
+    return (change(result[0]), *result[1:]) if isinstance(result, tuple | list) else change(result)
 
 
 def _own_heads(x: torch.Tensor, heads: int, group: dist.ProcessGroup) -> torch.Tensor:
