@@ -3,8 +3,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from toolkit.estimate.flops import mfu, train_flops_per_token
+from toolkit.estimate.flops import mfu, train_flops_per_token, with_experts
+from toolkit.estimate.recording import config_text
 from toolkit.models.shape import ModelShape, find_config
+from toolkit.parallel.tiny_model import tiny_config
+from toolkit.recorder.parameters import record_parameters
 
 SAMPLES, SEQ_LEN = 2, 16
 TOKENS = SAMPLES * SEQ_LEN
@@ -41,6 +44,29 @@ def test_non_reentrant_recomputation_skips_the_last_product_of_each_layer(name):
     formula = TOKENS * train_flops_per_token(shape, SEQ_LEN, recompute=True)
     saved = TOKENS * shape.layers * 2 * shape.hidden * shape.ffn
     assert formula - saved == counted_flops(name, recompute=True, use_reentrant=False)
+
+
+MIXTURES = (
+    "mixtral",
+    "qwen2_moe",  # a shared expert beside those that are chosen, with a gate
+    "gpt_oss",  # biases, transposed
+    "deepseek_v3",  # latent attention, a dense layer in front, shared experts
+)
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_of_experts_only_those_that_a_token_goes_through_count(family):
+    config = tiny_config(family, use_cache=False).to_dict()
+    text = config_text(config)
+    parameters = record_parameters(text)
+    shape = with_experts(ModelShape.from_facts(family, parameters.facts, config), parameters)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), attn_implementation="eager").train()
+    model.set_experts_implementation("batched_mm")
+    tokens = torch.zeros(SAMPLES, SEQ_LEN, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=tokens, labels=tokens).loss.backward()
+    assert shape.experts.per_token < shape.experts.count
+    assert TOKENS * train_flops_per_token(shape, SEQ_LEN) == pytest.approx(counter.get_total_flops(), rel=1e-3)
 
 
 def test_recomputed_flops_of_gpt3_are_those_of_narayanan_et_al():

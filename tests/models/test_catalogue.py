@@ -4,10 +4,12 @@ import pytest
 from refusals import refused
 
 from toolkit.errors import ModelError
+from toolkit.estimate.memory_model import MemoryModel
 from toolkit.models import shape
 from toolkit.models.families.registry import CONFIG_SCHEMAS
 from toolkit.models.shape import ModelShape, find_config, find_name, local_config, nearest_names
 from toolkit.models.support import find
+from toolkit.models.weights import matmul_parameters
 
 KERAS = "github.com/keras-team/keras-hub keras_hub/src/models/*/*_presets.py, params"
 HUB = "huggingface.co/api/models/{} safetensors.total, as quoted by "
@@ -57,6 +59,7 @@ PUBLISHED = {
     "falcon-7b": (7217189760 - 65024 * 4544, HUB + "a table of training settings"),
     "falcon-40b": (83671941120 // 2 - 65024 * 8192, "total_size of model.safetensors.index.json, in bf16"),
     "mpt-7b": (13298573312 // 2, "total_size of pytorch_model.bin.index.json, in bf16"),
+    "olmoe-1b-7b": (6919161856, HUB + "the OLMoE repository's list of checkpoints"),
     "gpt-oss-20b": (20914757184, KERAS),
     "gpt-oss-120b": (116829156672, KERAS),
     "deepseek-v2-lite": (15706484224, "what github.com/foldl/chatllm.cpp prints for it"),
@@ -70,6 +73,32 @@ PUBLISHED = {
 def test_an_entry_counts_what_was_published(name):
     # that the entry's config has these parameters: test_shape.py
     assert shape._catalogue()[name]["_parameters"] == PUBLISHED[name][0]
+
+
+ACTIVE = {
+    "mixtral-8x7b": (12.9, True, "Jiang et al. 2024 (arXiv 2401.04088): 13B, its model card 12.9B"),
+    "mixtral-8x22b": (39.1, True, "mistral.ai, Cheaper, Better, Faster, Stronger: 39B"),
+    "qwen3-30b-a3b": (3.3, True, "its model card: 3.3B activated"),
+    "qwen3-235b-a22b": (22.2, True, "its model card: 22B activated"),
+    "olmoe-1b-7b": (1.28, True, "Muennighoff et al. 2024 (arXiv 2409.02060), table 1: 1.3B active"),
+    "gpt-oss-20b": (3.61, False, "arXiv 2508.10925, table 1: 3.61B, with the unembedding alone"),
+    "gpt-oss-120b": (
+        5.13,
+        False,
+        "arXiv 2508.10925, table 1: 5.13B, with the unembedding alone",
+    ),
+    "deepseek-v2-lite": (2.45, False, "its model card: 2.4B activated"),
+    "deepseek-v3": (37.5, True, "DeepSeek-AI 2024 (arXiv 2412.19437): 37B activated"),
+}
+"""Entry -> billions of parameters that a token goes through, with the embedding's or not, and where they stand."""
+
+
+@pytest.mark.parametrize("name", ACTIVE)
+def test_a_token_goes_through_the_parameters_that_were_published(name):
+    billions, with_embedding, _ = ACTIVE[name]
+    shape = MemoryModel.from_config(find_config(name)).shape
+    table = shape.vocab * shape.hidden if with_embedding and not shape.tied else 0
+    assert matmul_parameters(shape) + table == pytest.approx(billions * 1e9, rel=0.02)
 
 
 NAMES = [
@@ -152,8 +181,8 @@ def test_an_unknown_name_gets_the_nearest_ones(name, says):
 EXPERTS = [name for name in shape.names() if find_config(name)["model_type"] not in CONFIG_SCHEMAS]
 
 
-def test_an_entry_with_experts_trains_and_its_estimate_is_refused_in_one_line():
-    assert len(EXPERTS) == 8
+def test_the_shape_of_an_entry_with_experts_is_not_read_from_its_config_alone():
+    assert len(EXPERTS) == 9
     for name in EXPERTS:
         config = find_config(name)
         assert find(config["model_type"]).supports("pipeline")

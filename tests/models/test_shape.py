@@ -14,7 +14,8 @@ from transformers.pytorch_utils import Conv1D
 from toolkit.errors import ModelError
 from toolkit.models import shape
 from toolkit.models.families.registry import CONFIG_SCHEMAS, FAMILIES
-from toolkit.models.shape import ModelShape, find_config, matmul_parameters, with_overrides
+from toolkit.models.shape import ModelShape, find_config, with_overrides
+from toolkit.models.weights import matmul_parameters
 
 TINY = {
     "hidden_size": 64,

@@ -1,7 +1,9 @@
 """Published runs: columns become options of the time model, and what is not understood is refused."""
 
 import pytest
-from made_measurements import CELLS
+
+from made_measurements import CELLS  # isort: skip
+import published_experts
 from published import time_reader
 from published.reader import RefusedError
 from published.rows import NAMES, RESULTS, SETTINGS, Row
@@ -59,3 +61,12 @@ def test_the_first_choice_is_judged_by_what_was_measured() -> None:
     line = ranking_sheet(runs).rows[0]
     assert line[1:4] == ["2", "4", "87.5"]
     assert errors_sheet(runs).rows[0][2:4] == ["4", "0"]
+
+
+def test_published_steps_of_experts_are_predicted_as_the_table_says() -> None:
+    # The table: benchmarks/results/published_experts.md.
+    asked = [row for row in published_experts.rows() if row["asked"] == "1"]
+    assert len(asked) == 4
+    for row in asked:
+        _, step = published_experts.predicted(row)
+        assert step.seconds * float(row["tokens_per_s_gpu"]) * step.gpus == pytest.approx(step.tokens, rel=0.15)

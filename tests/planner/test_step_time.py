@@ -6,17 +6,20 @@ import pytest
 
 from toolkit.config.layout import Layout
 from toolkit.estimate.flops import train_flops_per_token
+from toolkit.estimate.memory_model import MemoryModel
 from toolkit.estimate.recording import config_text
 from toolkit.estimate.recordings import parameters
 from toolkit.estimate.trainable import Trainable
 from toolkit.hardware import gpu, gpus
-from toolkit.models.shape import ModelShape, find_config, head_matmul_parameters, layer_matmul_parameters
+from toolkit.models.shape import ModelShape, find_config
+from toolkit.models.weights import head_matmul_parameters, layer_matmul_parameters
 from toolkit.planner.bubble import bubble_seconds
 from toolkit.planner.cluster import Cluster
-from toolkit.planner.collectives import Group, all_gather, all_reduce, group
+from toolkit.planner.collectives import LINK_SHARE, Group, all_gather, all_reduce, group
+from toolkit.planner.data_time import data_seconds
 from toolkit.planner.execution import Execution, profiles
 from toolkit.planner.kernels import matmul_seconds
-from toolkit.planner.layer_time import Work, products
+from toolkit.planner.layer_time import Work, attention_products, mlp_products
 from toolkit.planner.schedules import schedule_of
 from toolkit.planner.setup import Setup
 from toolkit.planner.simulate_schedule import ScheduleCosts, simulate
@@ -44,7 +47,7 @@ def test_the_products_of_a_layer_have_its_exact_flops(name: str) -> None:
     # tests/estimate/test_flops.py holds train_flops_per_token against torch.utils.flop_counter.
     shape, tokens = shape_of(name), 64
     work = Work(tokens=tokens, seq_len=tokens, tp=1, sequence_parallel=False)
-    layer = sum(2 * m * n * k for m, n, k in products(shape, work))
+    layer = sum(2 * m * n * k for m, n, k in (*attention_products(shape, work), *mlp_products(shape, work)))
     attention = 4 * tokens * tokens * shape.attention_dim
     head = 2 * tokens * head_matmul_parameters(shape)
     assert 3 * (shape.layers * (layer + attention) + head) == tokens * train_flops_per_token(shape, tokens)
@@ -55,7 +58,7 @@ def test_tensor_parallel_ranks_share_the_products_equally() -> None:
 
     def flops(tp: int) -> int:
         work = Work(tokens=64, seq_len=64, tp=tp, sequence_parallel=False)
-        return sum(m * n * k for m, n, k in products(shape, work))
+        return sum(m * n * k for m, n, k in (*attention_products(shape, work), *mlp_products(shape, work)))
 
     assert flops(8) * 8 == flops(1)
 
@@ -257,3 +260,68 @@ def test_only_what_trains_is_reduced_and_updated_and_zero3_gathers_all() -> None
     assert adapters.optimizer < full.optimizer
     full, adapters = both("dp8-z3")
     assert 0.3 < adapters.data / full.data < 0.7  # two gathers, and a reduction of four bytes for each two of a gather
+
+
+def experts_setup(layout: str, model: str = "qwen3-30b-a3b", **changes: object) -> Setup:
+    config = find_config(model)
+    assert config is not None
+    fields = {"micro_batch_size": 4, "accumulation": 8, "seq_len": 4096, "cluster": CLUSTER} | changes
+    shape = MemoryModel.from_config(config).shape
+    return Setup(shape=shape, layout=Layout.parse(layout), **fields)  # type: ignore[arg-type]
+
+
+def test_expert_parallel_ranks_exchange_every_routed_row_four_times_a_layer() -> None:
+    asked = experts_setup("dp8-ep8-z1")
+    experts = asked.shape.experts
+    assert experts is not None
+    rows = 4 * 4096 * experts.per_token
+    sent = 8 * asked.shape.layers * 4 * rows * asked.shape.hidden * 2 * 7 / 8
+    bandwidth = LINK_SHARE * CLUSTER.link_bytes_per_second
+    assert predict_step(asked).expert == pytest.approx(sent / bandwidth, rel=0.05)
+    assert predict_step(experts_setup("dp8-z1")).expert == 0.0
+
+
+def test_recomputation_exchanges_rows_once_more_each_way() -> None:
+    asked = experts_setup("dp8-ep8-z1")
+    again = replace(asked, layout=replace(asked.layout, recompute="full"))
+    assert predict_step(again).expert == pytest.approx(1.5 * predict_step(asked).expert)
+
+
+def test_an_exchange_across_nodes_takes_longer_and_deepep_shortens_it() -> None:
+    inside, across = (experts_setup(f"dp64-ep{ep}-z1") for ep in (8, 64))
+    merged = replace(across, run=Execution(framework="megatron", dispatcher="deepep"))
+    neighbors = replace(across, run=Execution(framework="megatron", dispatcher="deepep", routing="consecutive"))
+    seconds = [predict_step(one).expert for one in (inside, neighbors, merged, across)]
+    assert seconds == sorted(seconds)
+    assert seconds[0] < seconds[1]
+
+
+def test_the_busiest_rank_computes_and_receives_in_proportion_to_its_load() -> None:
+    asked = experts_setup("dp8-ep8-z1")
+    even, uneven = predict_step(asked), predict_step(replace(asked, imbalance=1.5))
+    assert uneven.expert == pytest.approx(1.5 * even.expert, rel=0.02)
+    assert even.compute < uneven.compute < 1.5 * even.compute
+    alone = experts_setup("dp8-z1")
+    assert predict_step(replace(alone, imbalance=1.5)) == predict_step(alone)
+
+
+def test_many_experts_with_few_rows_each_take_longer_than_their_flops() -> None:
+    one = matmul_seconds(H100, 8192, 2048, 2048, "bf16")
+    assert matmul_seconds(H100, 1024, 2048, 2048, "bf16", 8) == pytest.approx(one, rel=0.1)
+    assert matmul_seconds(H100, 64, 2048, 2048, "bf16", 128) > 1.5 * one
+
+
+def test_gradients_of_experts_are_reduced_over_the_replicas_that_have_the_same_ones() -> None:
+    spread = experts_setup("dp64-ep64-z1")
+    assert spread.routed * 64 == pytest.approx(experts_setup("dp64-z1").routed)
+    # Nobody else has them: nothing of them is exchanged.
+    assert data_seconds(spread, 0, 0) < data_seconds(experts_setup("dp64-ep8-z1"), 0, 0) / 3
+
+
+@pytest.mark.parametrize("model", ["mixtral-8x7b", "gpt-oss-20b", "deepseek-v2-lite", "deepseek-v3"])
+def test_the_weights_of_a_rank_add_up_to_the_models(model: str) -> None:
+    alone = experts_setup("dp1", model)
+    whole = MemoryModel.from_config(find_config(model) or {}).parameters.numel
+    assert alone.parameters + alone.routed == pytest.approx(whole, rel=2e-3)  # without norms and biases
+    split = experts_setup("dp4-ep4-tp2-z1", model)
+    assert 8 * split.routed == pytest.approx(alone.routed)

@@ -47,7 +47,8 @@ def model_conflicts(recipe: Recipe, config: Mapping[str, Any] | None, shape: Mod
     yield from refused
     if shape is not None and not refused:
         section = recipe.parallel
-        for axis, reason, allowed in misfits(shape, tp=section.tp, pp=section.pp, ulysses=section.ulysses):
+        sizes = {name: getattr(section, name) for name in ("tp", "pp", "ulysses", "ep")}
+        for axis, reason, allowed in misfits(shape, **sizes, inner=section.experts == "inner"):
             field = f"parallel.{axis}"
             yield recipe.conflict(field, _MODEL, reason=reason, remedy=((field, allowed),))
     yield from _sequence_length(recipe, shape)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from toolkit.config.layout import Layout
 from toolkit.hardware import Gpu
-from toolkit.models.shape import ModelShape, layer_matmul_parameters, matmul_parameters
+from toolkit.models.shape import ModelShape
+from toolkit.models.weights import layer_matmul_parameters, matmul_parameters
 from toolkit.units import format_bytes, format_count
 
 SMALLEST_ELEMENTS = 1 << 20

@@ -1,6 +1,7 @@
 """Model states of DeepSpeed's engines, to the byte. Derived from the sources of DeepSpeed 0.19.8.
 
-Letters in the formulas: N elements of a rank's parameters after tensor and pipeline parallelism, D data-parallel ranks,
+Letters in the formulas: N elements of a rank's parameters after tensor and pipeline parallelism, D data-parallel ranks
+(of experts that replicas share out, those that have the same ones),
 F = N padded, group by group, to a multiple of 2D, P = F / D, S = the sum over parameters of ceil(n / D); w, a, c bytes
 of a weight, of an accumulated gradient and of a gradient in transit.
 """
@@ -61,9 +62,8 @@ def _bf16(s: DeepSpeedSettings, params: RankParameters, dp: int) -> ModelStates:
     The weights' own bf16 gradients live from the first backward pass to the step: between micro-batches they are
     zeroed, not freed.
     """
-    flats = [group.padded(dp) for group in params.groups]
-    flat = sum(flats)
-    part = flat // dp
+    flats, parts = ([of(dp) for of in each] for each in zip(*((g.padded, g.part) for g in params.groups), strict=True))
+    flat, part = sum(flats), sum(parts)
     # A single tensor is reduced in place; the flat gradients of several groups are copied together.
     largest = max(flats)
     copied = 0 if largest > _FALLBACK_BUCKET or len(flats) == 1 else flat
@@ -74,14 +74,14 @@ def _bf16(s: DeepSpeedSettings, params: RankParameters, dp: int) -> ModelStates:
             parameters=s.model_bytes * (flat + params.frozen.numel),
             gradients=s.accumulation_bytes * flat,
             masters=4 * part,
-            optimizer=s.optimizer_bytes((size // dp, 1) for size in flats),
+            optimizer=s.optimizer_bytes((size, 1) for size in parts),
             model_buffers=params.buffer_bytes,
             counters=4,
         ),
         accumulated=own,
         reduction=own + s.accumulation_bytes * copied + s.communication_bytes * cast,
         complete=own,
-        step=own + (0 if s.fused else 4 * largest // dp),
+        step=own + (0 if s.fused else 4 * max(parts)),
     )
 
 
@@ -89,16 +89,15 @@ def zero12_states(
     s: DeepSpeedSettings, params: RankParameters, dp: int, data_rank: int, accumulation: int
 ) -> ModelStates:
     """DeepSpeedZeroOptimizer, stages 1 and 2."""
-    parts = [group.padded(dp) // dp for group in params.groups]
+    parts, whole_flat = [group.part(dp) for group in params.groups], sum(group.padded(dp) for group in params.groups)
     part = sum(parts)
     w, a = s.model_bytes, s.accumulation_bytes
     compact = w != a and a == 4
-    owned = [
-        (group, data_rank * size, (data_rank + 1) * size) for group, size in zip(params.groups, parts, strict=True)
-    ]
-    touched = sum(group.touching(start, stop) for group, start, stop in owned)
+    ranks = [data_rank // group.ep for group in params.groups]
+    owned = [(group, k * size, (k + 1) * size) for group, size, k in zip(params.groups, parts, ranks, strict=True)]
+    touched = sum(_touching(group, start, stop) for group, start, stop in owned)
     # A norm in fp64 of each parameter that this rank updates a part of.
-    norms = 8 * sum(group.count_touching(start, stop) for group, start, stop in owned) if s.offload_optimizer else 0
+    norms = 8 * sum(_count_touching(group, start, stop) for group, start, stop in owned) if s.offload_optimizer else 0
     # One buffer of whole parameters, and zeros that pad the partition behind the last of them.
     padding = sum(min(max(stop - group.numel, 0), stop - start) for group, start, stop in owned)
     averaged = a * part if compact else w * (touched + padding)
@@ -125,7 +124,7 @@ def zero12_states(
     )
     return ModelStates(
         resident=StateBytes(
-            parameters=w * (part * dp + params.frozen.numel),
+            parameters=w * (whole_flat + params.frozen.numel),
             masters=0 if offload else fp32,
             optimizer=0 if offload else moments,
             buckets=staging,
@@ -143,6 +142,38 @@ def zero12_states(
         host_complete=norms,
         step=complete + (one_bucket if keeps else 0) + (0 if offload else _zero12_update(s, parts, compact=compact)),
     )
+
+
+def _touching(group: ParameterGroup, start: int, stop: int) -> int:
+    """Elements of the parameters that have any element in [start, stop) of the flattened group, counted whole."""
+    stop = min(stop, group.numel)
+    if start >= stop:
+        return 0
+    return _boundary(group, stop - 1)[1] - _boundary(group, start)[0]
+
+
+def _count_touching(group: ParameterGroup, start: int, stop: int) -> int:
+    """How many parameters have any element in [start, stop) of the flattened group."""
+    offset = count = 0
+    for numel in group:
+        count += offset < stop and offset + numel > start
+        offset += numel
+    return count
+
+
+def _boundary(group: ParameterGroup, offset: int) -> tuple[int, int]:
+    """(first, behind last) element of the parameter that holds element `offset`."""
+    before = 0
+    for sizes, times in group.runs:
+        period = sum(sizes)
+        if offset < before + period * times:
+            base = before + (offset - before) // period * period
+            for numel in sizes:
+                if offset < base + numel:
+                    return base, base + numel
+                base += numel
+        before += period * times
+    raise AssertionError("offset beyond the group")
 
 
 def _staged_bytes(s: DeepSpeedSettings) -> int:
@@ -200,26 +231,26 @@ def zero3_states(s: DeepSpeedSettings, params: RankParameters, dp: int) -> Model
 @lru_cache(maxsize=8192)
 def _shards(groups: tuple[ParameterGroup, ...], dp: int) -> int:
     """S: each parameter is padded to a multiple of D by itself."""
-    return sum(-(-numel // dp) * count for group in groups for numel, count in group.counted)
+    return sum(size * count for group in groups for size, count in group.shards(dp))
 
 
 @lru_cache(maxsize=4096)
 def _persistent(params: RankParameters, threshold: int, dp: int) -> int:
     """Elements of the replicated parameters, each with the padding of its shards."""
     groups = (*params.groups, params.frozen)
-    small = ((numel, count) for group in groups for numel, count in group.counted if numel <= threshold)
-    return sum(-(-numel // dp) * dp * count for numel, count in small)
+    small = ((-(-n * g.ep // dp) * dp // g.ep, count) for g in groups for n, count in g.counted if n <= threshold)
+    return sum(size * count for size, count in small)
 
 
 @lru_cache(maxsize=8192)
 def _sub_groups(group: ParameterGroup, dp: int, size: int) -> tuple[int, ...]:
     """Elements of the sub-groups that are updated at once: each ends with the parameter that fills it."""
-    total = sum(-(-numel // dp) * count for numel, count in group.counted)
+    total, alike = _shards((group,), dp), dp // group.ep
     if size >= total:
         return (total,)
     closed, local = [], 0
     for numel in group:
-        local += -(-numel // dp)
+        local += -(-numel // alike)
         if local >= size:
             closed.append(local)
             local = 0

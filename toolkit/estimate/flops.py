@@ -1,9 +1,15 @@
 """Floating-point operations of training, per token, and the model FLOPs utilization (MFU) they give.
 
-Legend: N = weights that multiply activations, L = layers, h = width of all query heads, s = tokens in a sample.
+Legend: N = weights that a token multiplies (of routed experts those that it goes through), L = layers, h = width of all
+query heads, s = tokens in a sample.
 """
 
-from toolkit.models.shape import ModelShape, layer_matmul_parameters, matmul_parameters
+from dataclasses import replace
+
+from toolkit.estimate.parameters import ModelParameters
+from toolkit.models.experts import ExpertShape
+from toolkit.models.shape import ModelShape
+from toolkit.models.weights import attention_matmul_parameters, layers_matmul_parameters, matmul_parameters
 
 
 def train_flops_per_token(shape: ModelShape, seq_len: int, *, recompute: bool = False) -> int:
@@ -25,10 +31,43 @@ def train_flops_per_token(shape: ModelShape, seq_len: int, *, recompute: bool = 
     attention = 4 * shape.layers * shape.attention_dim * seq_len
     flops = 6 * matmul_parameters(shape) + 3 * attention
     if recompute:
-        flops += 2 * shape.layers * layer_matmul_parameters(shape) + attention
+        flops += 2 * layers_matmul_parameters(shape) + attention
     return flops
 
 
 def mfu(tokens_per_second_per_gpu: float, shape: ModelShape, seq_len: int, peak_flops: float) -> float:
     """Model FLOPs utilization: FLOP/s of one GPU over its peak. Recomputed FLOPs do not count (PaLM, appendix B)."""
     return tokens_per_second_per_gpu * train_flops_per_token(shape, seq_len) / peak_flops
+
+
+def with_experts(shape: ModelShape, model: ModelParameters) -> ModelShape:
+    """The shape with the routed experts that a model's parameters have, if there are any.
+
+    Their products are the FLOPs that neither a linear layer nor attention has, so that the code of the model says how
+    many experts a token goes through, and the rest of a layer's weights are the router's and shared experts'.
+    """
+    kinds = [[one for one in kind if one.is_experts] for kind in model.kinds]
+    kind = next((index for index, experts in enumerate(kinds) if experts), None)
+    if kind is None:
+        return shape
+    matrices = [one for one in kinds[kind] if len(one.shape) == 3]
+    count = matrices[0].shape[0]
+    each, last = sum(one.numel for one in matrices) // count, next(one for one in matrices if "down" in one.name)
+    flops, weighted = model.flops[1 + kind].flops[0], model.flops[1 + kind].with_weights[0]
+    experts = ExpertShape(
+        count=count,
+        per_token=round((flops - weighted) / (2 * each)),
+        weights=each,
+        ffn=last.numel // count // shape.hidden,
+        layers=sum(bool(kinds[index]) for index in model.pattern),
+        biased=len(matrices) < len(kinds[kind]),
+        always=max(0, round(weighted / 2) - attention_matmul_parameters(shape)),
+    )
+    return replace(shape, experts=experts, sinks=any(one.name.endswith("sinks") for one in model.kinds[kind]))
+
+
+def has_these_flops(shape: ModelShape, model: ModelParameters, seq_len: int) -> bool:
+    """Whether the formula for a shape counts what was counted while the model's own code ran, within 2 %."""
+    ends, kinds = (model.flops[0], model.flops[-1]), [model.flops[1 + kind] for kind in model.pattern]
+    counted = sum(constant + slope * seq_len for constant, slope in (part.flops for part in (*ends, *kinds)))
+    return abs(train_flops_per_token(shape, seq_len) / (3 * counted) - 1) < 0.02

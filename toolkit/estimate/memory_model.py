@@ -15,6 +15,7 @@ from toolkit.errors import LayoutError, ModelError
 from toolkit.estimate.breakdown import MemoryBreakdown
 from toolkit.estimate.deepspeed_settings import DeepSpeedSettings
 from toolkit.estimate.deepspeed_states import deepspeed_states
+from toolkit.estimate.flops import with_experts
 from toolkit.estimate.framework_profile import FrameworkProfile
 from toolkit.estimate.overhead import beside, workspace_bytes
 from toolkit.estimate.parameters import ModelParameters, RankParameters
@@ -91,7 +92,8 @@ class MemoryModel:
         if is_read or support is None:  # a config that is wrong, or of a family that nobody knows, is not recorded
             shape = ModelShape.from_config(config)
         else:
-            shape = ModelShape.from_facts(str(family), parameters(text).facts)
+            facts = ModelShape.from_facts(str(family), parameters(text).facts, config)
+            shape = with_experts(facts, parameters(text))
         check_fields(config, layers=shape.layers, head_dim=shape.head_dim)
         return cls(shape=shape, parameters=parameters(text), config=text)
 
@@ -132,7 +134,8 @@ class MemoryModel:
         return low
 
     def _stages(self, layout: Layout, work: Workload, framework: Framework) -> list[range]:
-        for misfit in misfits(self.shape, tp=layout.tp, pp=layout.pp, ulysses=layout.ulysses):
+        sizes = {name: getattr(layout, name) for name in ("tp", "pp", "ulysses", "ep")}
+        for misfit in misfits(self.shape, **sizes, inner=layout.experts == "inner"):
             remedy = (misfit.axis, misfit.allowed)
             raise LayoutError.of(misfit.axis, getattr(layout, misfit.axis), misfit.reason, remedy)
         if isinstance(framework, FrameworkProfile):
@@ -157,7 +160,15 @@ class MemoryModel:
         deepspeed = framework if isinstance(framework, DeepSpeedSettings) else None
         by_decay = deepspeed is None or deepspeed.by_decay
         whole = parameters(self.config, work.trainable) if work.trainable else self.parameters
-        params = whole.rank_parameters(layers=layers, first=first, last=last, tp=layout.tp, by_decay=by_decay)
+        params = whole.rank_parameters(
+            layers=layers,
+            first=first,
+            last=last,
+            tp=layout.tp,
+            ep=layout.ep,
+            inner=layout.experts == "inner",
+            by_decay=by_decay,
+        )
         states = _states(framework, params, layout, work)
         resident = states.resident
         itemsize = work.activation_bytes or (2 if deepspeed is None else deepspeed.model_bytes)

@@ -50,6 +50,11 @@ class Parameter:
         return len(self.shape) >= 2
 
     @property
+    def is_experts(self) -> bool:
+        """Whether it holds all experts of a layer, by its first dimension: transformers' experts interface."""
+        return "experts" in self.name.split(".")[-2:-1] and len(self.shape) > 1
+
+    @property
     def is_linear(self) -> bool:
         """Whether it is the matrix of a linear layer or of the embedding, not all experts' matrices in one tensor."""
         return len(self.shape) == 2
@@ -58,10 +63,16 @@ class Parameter:
         """Whether a pipeline stage that is the first and the last one, or not, has it."""
         return (first and self.first) or (last and self.last)
 
-    def local_numels(self, tp: int) -> tuple[int, ...]:
+    def local_numels(self, tp: int, ep: int = 1, *, inner: bool = False) -> tuple[int, ...]:
         """Elements on one of `tp` ranks. Several numbers if tensor parallelism makes several parameters of
         one: it does so if a fused projection has blocks that are sharded and others that are replicated.
+
+        `ep` ranks share out whole experts, and the tensor-parallel ranks of each those that it has; or, `inner`, shard
+        every expert's intermediate dimension, which the bias of its output does not have.
         """
+        if self.is_experts:
+            is_whole = inner and self.name.endswith("down_proj_bias")
+            return (self.numel if is_whole else self.numel // (tp * ep),)
         if tp == 1 or self.dim is None:
             return (self.numel,)
         features = self.shape[self.dim]
@@ -110,15 +121,25 @@ class ParameterGroup:
 
     runs: tuple[tuple[tuple[int, ...], int], ...]
     """Sizes that follow each other, and how often: what stands in front of the layers, layers, what stands behind."""
+    ep: int = 1
+    """Replicas that share out these parameters: so many times fewer have the same ones."""
 
     @cached_property
     def numel(self) -> int:
         return sum(sum(sizes) * times for sizes, times in self.runs)
 
     def padded(self, dp: int) -> int:
-        """Elements in a flat buffer of DeepSpeed that `dp` ranks share equally, each part aligned."""
-        multiple = _FLAT_ALIGNMENT * dp
+        """Elements in a flat buffer of DeepSpeed that ranks with the same parameters share equally, aligned."""
+        multiple = _FLAT_ALIGNMENT * dp // self.ep
         return -(-self.numel // multiple) * multiple
+
+    def part(self, dp: int) -> int:
+        """Elements of one rank's part of that buffer."""
+        return self.padded(dp) * self.ep // dp
+
+    def shards(self, dp: int) -> Iterator[tuple[int, int]]:
+        """(elements of a rank's shard, how many parameters have one), where each parameter is sharded by itself."""
+        return ((-(-numel * self.ep // dp), times) for numel, times in self.counted)
 
     @cached_property
     def count(self) -> int:
@@ -135,41 +156,6 @@ class ParameterGroup:
         for sizes, times in self.runs:
             for _ in range(times):
                 yield from sizes
-
-    def touching(self, start: int, stop: int) -> int:
-        """Elements of the parameters that have any element in [start, stop) of the flattened group, counted whole."""
-        stop = min(stop, self.numel)
-        if start >= stop:
-            return 0
-        return self._boundary(stop - 1)[1] - self._boundary(start)[0]
-
-    def count_touching(self, start: int, stop: int) -> int:
-        """How many parameters have any element in [start, stop) of the flattened group."""
-        offset = count = 0
-        for numel in self:
-            count += offset < stop and offset + numel > start
-            offset += numel
-        return count
-
-    def _boundary(self, offset: int) -> tuple[int, int]:
-        """(first, behind last) element of the parameter that holds element `offset`."""
-        before = 0
-        for sizes, times in self.runs:
-            period = sum(sizes)
-            if offset < before + period * times:
-                base = before + (offset - before) // period * period
-                return _find(sizes, offset - base, base)
-            before += period * times
-        raise AssertionError("offset beyond the group")
-
-
-def _find(numels: Iterable[int], offset: int, base: int) -> tuple[int, int]:
-    for numel in numels:
-        if offset < numel:
-            return base, base + numel
-        offset -= numel
-        base += numel
-    raise AssertionError("offset beyond the group")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -299,13 +285,23 @@ class ModelParameters:
         return sum(p.numel for p in self.outside) + sum(self.layer_numels[kind] for kind in self.pattern)
 
     def rank_parameters(
-        self, *, layers: range | None = None, first: bool = True, last: bool = True, tp: int = 1, by_decay: bool = True
+        self,
+        *,
+        layers: range | None = None,
+        first: bool = True,
+        last: bool = True,
+        tp: int = 1,
+        ep: int = 1,
+        inner: bool = False,
+        by_decay: bool = True,
     ) -> RankParameters:
         """What a rank holds of a stage with these `layers` (None: all), which is the `first` and the `last` or not.
 
-        `by_decay`: whether the optimizer has a group with and one without weight decay, or one for all.
+        `ep`, `inner`: as of `local_numels`. `by_decay`: whether the optimizer has a group with and one without weight
+        decay, or one for all. Experts that replicas share out have groups of their own.
         """
-        return _rank_parameters(self, self.layers if layers is None else layers, first, last, tp, by_decay)
+        shards = (tp, ep, inner)
+        return _rank_parameters(self, self.layers if layers is None else layers, first, last, shards, by_decay)
 
     def encoded(self) -> dict[str, Any]:
         """As JSON."""
@@ -336,27 +332,31 @@ class ModelParameters:
 
 @lru_cache(maxsize=4096)
 def _rank_parameters(
-    model: ModelParameters, layers: range, first: bool, last: bool, tp: int, by_decay: bool
+    model: ModelParameters, layers: range, first: bool, last: bool, shards: tuple[int, int, bool], by_decay: bool
 ) -> RankParameters:
+    tp, ep, inner = shards
+
     def numels(parameters: Iterable[Parameter], wanted: Callable[[Parameter], bool]) -> tuple[int, ...]:
-        return tuple(numel for one in parameters if wanted(one) for numel in one.local_numels(tp))
+        return tuple(n for one in parameters if wanted(one) for n in one.local_numels(tp, ep, inner=inner))
 
     def is_here(one: Parameter) -> bool:
         return one.is_here(first=first, last=last)
 
     kinds = [model.pattern[index] for index in layers]
     runs = [(kind, len(list(same))) for kind, same in groupby(kinds)]
-    selected: tuple[Callable[[Parameter], bool], ...] = (lambda one: one.trainable,)
-    if by_decay:
-        selected = (lambda one: one.trainable and one.decays, lambda one: one.trainable and not one.decays)
-    selected = (*selected, lambda one: not one.trainable)
+    decays = (True, False) if by_decay else (None,)
+    kinds_of = [(decay, ours) for decay in decays for ours in ((False, True) if ep > 1 else (None,))]
     groups, outside = [], 0
-    for wanted in selected:
+    for trains, decay, ours in [*((True, *kind) for kind in kinds_of), (False, None, None)]:
+
+        def wanted(one: Parameter, trains: bool = trains, decay: bool | None = decay, ours: bool | None = ours) -> bool:
+            return one.trainable == trains and decay in (None, one.decays) and ours in (None, one.is_experts)
+
         front, back = ([one for one in end if is_here(one) and wanted(one)] for end in (model.front, model.back))
         ends = [numels(end, wanted) for end in (front, back)]
-        inner = [(numels(model.kinds[kind], wanted), times) for kind, times in runs]
+        inside = [(numels(model.kinds[kind], wanted), times) for kind, times in runs]
         outside = max(outside, sum(map(sum, ends)))
-        groups.append(ParameterGroup(runs=((ends[0], 1), *inner, (ends[1], 1))))
+        groups.append(ParameterGroup(runs=((ends[0], 1), *inside, (ends[1], 1)), ep=ep if ours else 1))
 
     def of_kinds(wanted: Callable[[Parameter], bool]) -> tuple[int, ...]:
         sums = {kind: sum(numels(model.kinds[kind], wanted)) for kind in {*kinds}}

@@ -7,7 +7,8 @@ from typing import Any, Literal
 from toolkit.config.layout import Layout
 from toolkit.config.source_text import Path
 from toolkit.lint.values import is_number
-from toolkit.models.shape import ModelShape, head_matmul_parameters, layer_matmul_parameters
+from toolkit.models.shape import ModelShape
+from toolkit.models.weights import head_matmul_parameters, layer_matmul_parameters
 
 Runner = Literal["deepspeed", "trainer", "accelerate", "toolkit"]
 """Who passes the config to DeepSpeed, and so who replaces `auto`: a script, the Hugging Face Trainer, `Accelerator`, or

@@ -7,7 +7,7 @@
 import copy
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -17,6 +17,7 @@ from toolkit.errors import ModelError, nearest
 from toolkit.files import expanded
 from toolkit.models import config_fields
 from toolkit.models.config_fields import LARGEST, checked_count, flag, mapping, read_config_json, wrong
+from toolkit.models.experts import ExpertShape
 from toolkit.models.families.registry import CONFIG_SCHEMAS, find_spec
 from toolkit.models.families.spec import FACT_OF, MAPPED_BY_ALL, SPELLINGS, ConfigSchema
 from toolkit.models.latent_attention import LatentAttention
@@ -36,7 +37,7 @@ _TUNED_WORDS = frozenset({"base", "pt", "instruct", "chat", "it"})
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """The shape of a dense GPT. Build it with `from_config`, which knows each family's spelling and defaults."""
+    """The shape of a GPT. Build it with `from_config`, which knows each dense family's spelling and defaults."""
 
     family: str
     """Hugging Face's model_type."""
@@ -61,6 +62,13 @@ class ModelShape:
     """Width of the token embedding and of the LM head's input: `hidden`, except in OPT-350M."""
     latent: LatentAttention | None = None
     """The dims of latent attention, in families that have it; then `head_dim` is that of queries and keys."""
+    experts: ExpertShape | None = None
+    """What a mixture has beside, or in the place of, the MLP of `ffn`."""
+    windowed: float = 0.0
+    """Share of the layers whose attention sees no further than `window` positions; read for mixtures of experts."""
+    window: int = 0
+    sinks: bool = False
+    """Whether heads have sinks, which take a part of each row of scores; read for mixtures of experts."""
 
     @property
     def attention_dim(self) -> int:
@@ -131,16 +139,22 @@ class ModelShape:
         )
 
     @classmethod
-    def from_facts(cls, family: str, facts: Mapping[str, Any]) -> Self:
+    def from_facts(cls, family: str, facts: Mapping[str, Any], config: Mapping[str, Any]) -> Self:
         """Return the shape of a model of any other family, from what transformers reads in its config."""
-        hidden, heads = facts["hidden"], facts["heads"] or 1
+        hidden, heads, text = facts["hidden"], facts["heads"] or 1, text_config(config)
+        latent = None
+        if text.get("kv_lora_rank") and text.get("qk_nope_head_dim"):
+            names = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+            latent = LatentAttention.read(text, dict.fromkeys(names), default_dim=hidden // heads)
+        kinds: Sequence[str] = text.get("layer_types", ()) or _LAYER_TYPES.get(family, ())
+        windowed = sum(kind == "sliding_attention" for kind in kinds) / max(1, len(kinds))
         return cls(
             family=family,
             hidden=hidden,
             layers=facts["layers"],
             heads=heads,
             kv_heads=facts["kv_heads"] or heads,
-            head_dim=facts["head_dim"] or hidden // heads,
+            head_dim=latent.head_dim if latent else facts["head_dim"] or hidden // heads,
             ffn=facts["ffn"] or 4 * hidden,
             gated=True,
             vocab=facts["vocab"],
@@ -148,27 +162,14 @@ class ModelShape:
             tied=facts["tied"],
             learned_positions=facts["learned_positions"],
             embed_dim=hidden,
+            latent=latent,
+            windowed=windowed,
+            window=text.get("sliding_window") or 0,
         )
 
 
-def layer_matmul_parameters(shape: ModelShape) -> int:
-    """Weights of one decoder layer that multiply activations: query, key, value, output and the MLP."""
-    if shape.latent is not None:
-        attention = shape.latent.matmul_parameters(shape.hidden, shape.heads)
-    else:
-        attention = 2 * shape.hidden * shape.attention_dim + 2 * shape.hidden * shape.kv_dim
-    return attention + (3 if shape.gated else 2) * shape.hidden * shape.ffn
-
-
-def head_matmul_parameters(shape: ModelShape) -> int:
-    """Weights outside the layers that multiply activations: the LM head (tied or not) and OPT-350M's projections."""
-    projections = 2 * shape.hidden * shape.embed_dim if shape.embed_dim != shape.hidden else 0
-    return shape.vocab * shape.embed_dim + projections
-
-
-def matmul_parameters(shape: ModelShape) -> int:
-    """Weights that multiply activations: every linear layer, the LM head once. Embeddings are only looked up."""
-    return shape.layers * layer_matmul_parameters(shape) + head_matmul_parameters(shape)
+_LAYER_TYPES: Mapping[str, Sequence[str]] = {"gpt_oss": ("sliding_attention", "full_attention")}
+"""Kinds of layers, in turn, where a config leaves them to the family's default."""
 
 
 def names() -> list[str]:

@@ -90,17 +90,22 @@ _SHOWN = 6
 class Misfit(NamedTuple):
     """A number of ranks that a model does not allow."""
 
-    axis: Literal["tp", "pp", "ulysses"]
+    axis: Literal["tp", "pp", "ulysses", "ep"]
     reason: str
     allowed: str
     """The numbers that are allowed, in words."""
 
 
-def misfits(shape: ModelShape, *, tp: int = 1, pp: int = 1, ulysses: int = 1) -> Iterator[Misfit]:
-    """Yield why `shape` does not allow these numbers of ranks: at most one misfit per axis."""
-    reason = _tensor_misfit(shape, tp)
+def misfits(
+    shape: ModelShape, *, tp: int = 1, pp: int = 1, ulysses: int = 1, ep: int = 1, inner: bool = False
+) -> Iterator[Misfit]:
+    """Yield why `shape` does not allow these numbers of ranks: at most one misfit per axis.
+
+    `inner`: whether tp shards every expert instead of handing out whole ones.
+    """
+    reason = _tensor_misfit(shape, tp, inner=inner)
     if reason is not None:
-        yield Misfit("tp", reason, _nearest(tensor_parallel_sizes(shape), tp))
+        yield Misfit("tp", reason, _nearest(tensor_parallel_sizes(shape, inner=inner), tp))
     if pp > shape.layers:
         allowed = f"{shape.layers} or less" if shape.layers > 1 else "1"
         yield Misfit("pp", f"{plural(shape.layers, 'decoder layer')} cannot fill {pp} stages", allowed)
@@ -108,17 +113,33 @@ def misfits(shape: ModelShape, *, tp: int = 1, pp: int = 1, ulysses: int = 1) ->
     if reason is not None:
         sizes = [size for size in range(1, shape.heads + 1) if _heads_misfit(shape, size) is None]
         yield Misfit("ulysses", reason, _nearest(sizes, ulysses))
+    sizes = expert_parallel_sizes(shape, tp=tp)
+    if ep not in sizes:
+        count = 0 if shape.experts is None else shape.experts.count
+        reason = (
+            f"{plural(count, 'expert')} cannot be shared equally by {ep * tp} ranks" if count else "it has no experts"
+        )
+        yield Misfit("ep", reason, _nearest(sizes, ep))
 
 
-def tensor_parallel_sizes(shape: ModelShape) -> list[int]:
+def tensor_parallel_sizes(shape: ModelShape, *, inner: bool = False) -> list[int]:
     """Return every tp that the model allows, from 1."""
-    return [tp for tp in range(1, shape.heads + 1) if _tensor_misfit(shape, tp) is None]
+    return [tp for tp in range(1, shape.heads + 1) if _tensor_misfit(shape, tp, inner=inner) is None]
 
 
-def _tensor_misfit(shape: ModelShape, tp: int) -> str | None:
-    reason = _heads_misfit(shape, tp)
-    if reason is None and shape.ffn % tp:
+def expert_parallel_sizes(shape: ModelShape, *, tp: int = 1) -> list[int]:
+    """Return every ep that the model allows beside so many tensor-parallel ranks with whole experts, from 1."""
+    count = 0 if shape.experts is None else shape.experts.count
+    return [ep for ep in range(1, count + 1) if count % (ep * tp) == 0] or [1]
+
+
+def _tensor_misfit(shape: ModelShape, tp: int, *, inner: bool) -> str | None:
+    reason, experts = _heads_misfit(shape, tp), shape.experts
+    if reason is None and shape.ffn % tp and (experts is None or experts.layers < shape.layers):
         return f"an MLP of width {shape.ffn} cannot be shared equally by {tp} ranks"
+    if reason is None and experts is not None and (experts.ffn if inner else experts.count) % tp:
+        what = f"experts of width {experts.ffn}" if inner else plural(experts.count, "expert")
+        return f"{what} cannot be shared equally by {tp} ranks"
     return reason
 
 

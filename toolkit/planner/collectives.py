@@ -78,12 +78,18 @@ def all_gather(cluster: Cluster, ranks: Group, size: float, messages: float = 1)
     return messages * (cluster.collective_seconds + latency) + size * (n - 1) / n / _bandwidth(cluster, ranks)
 
 
-def all_to_all(cluster: Cluster, ranks: Group, size: float) -> float:
-    """Seconds in which each rank sends `size` bytes in equal parts to all ranks, one of them itself."""
+def all_to_all(cluster: Cluster, ranks: Group, size: float, merged: tuple[float, float] = (1.0, 1.0)) -> float:
+    """Seconds in which each rank sends `size` bytes in equal parts to all ranks, one of them itself.
+
+    `merged`: shares of the bytes that are left where one copy goes to each rank, and to each node, that needs several.
+    What comes over the network is then passed on inside the node.
+    """
     if ranks.size == 1:
         return 0.0
-    inside = size * (ranks.local - 1) / ranks.size / (LINK_SHARE * cluster.link_bytes_per_second)
-    outside = size * (ranks.size - ranks.local) / ranks.size / (NETWORK_SHARE * cluster.network_bytes_per_second)
+    local = size * (ranks.local - 1) / (ranks.local if merged[1] < 1 else ranks.size)
+    inside = merged[0] * local / (LINK_SHARE * cluster.link_bytes_per_second)
+    away = merged[1] * size * (ranks.size - ranks.local) / ranks.size
+    outside = away / (NETWORK_SHARE * cluster.network_bytes_per_second)
     latency = cluster.link_seconds if ranks.nodes == 1 else cluster.network_seconds
     return cluster.collective_seconds + latency * math.log2(ranks.size) + max(inside, outside)
 

@@ -16,6 +16,8 @@ half of it reached by an update."""
 def data_seconds(setup: Setup, forward: float, backward: float) -> float:
     """Reducing gradients and gathering weights over the data-parallel ranks, less what runs behind computation.
 
+    Of routed experts, over the replicas that have the same ones: dp / ep ranks, which are ep replicas apart.
+
     ZeRO-0 reduces all gradients; stages 1 and 2 reduce and scatter them and gather the updated weights, as many bytes;
     stage 3 gathers every layer's weights forward and backward in each micro-batch and reduces its gradients. What does
     not train has no gradient, and is not updated.
@@ -24,27 +26,41 @@ def data_seconds(setup: Setup, forward: float, backward: float) -> float:
     tied = _tied(setup)
     if setup.replicas == 1:
         return tied
-    ranks = collectives.group(cluster, size=setup.replicas, stride=layout.tp)
-    numel, overlaps = setup.trained_parameters, run.facts["overlaps"]
     if cluster.cores:  # a core that communicates does not compute
         forward = backward = 0.0
-    gradient = (setup.gradient_bytes or run.facts["gradient_bytes"]) * numel
     if layout.zero_stage == 3:
-        return tied + _sharded(setup, forward, backward, ranks, gradient)
-    weight = numel * run.activation_bytes
-    messages = max(1.0, gradient / run.facts["bucket"])
-    if layout.zero_stage == 0:
-        reduce, gather = collectives.all_reduce(cluster, ranks, gradient, messages), 0.0
-    else:
-        whole = run.facts.get("reduces_all", False) or bool(cluster.cores)  # gloo: DeepSpeed sums whole buckets
-        reduce = (collectives.all_reduce if whole else collectives.all_gather)(cluster, ranks, gradient, messages)
-        gather = collectives.all_gather(cluster, ranks, weight, messages)
-        if run.facts.get("copies_shards"):
-            gather += TENSORS * max(setup.stages) * setup.replicas * cluster.gpu.kernel_seconds
+        return tied + _sharded(setup, forward, backward)
+    overlaps, size = run.facts["overlaps"], setup.gradient_bytes or run.facts["gradient_bytes"]
+    reduce = gather = 0.0
+    whole = run.facts.get("reduces_all", False) or bool(cluster.cores)  # gloo: DeepSpeed sums whole buckets
+    for numel, _, ranks in _owners(setup):
+        gradient, weight = size * numel, numel * run.activation_bytes
+        messages = max(1.0, gradient / run.facts["bucket"])
+        summed = collectives.all_reduce if whole or layout.zero_stage == 0 else collectives.all_gather
+        reduce += summed(cluster, ranks, gradient, messages)
+        gather += collectives.all_gather(cluster, ranks, weight, messages) if layout.zero_stage else 0.0
+    if layout.zero_stage and run.facts.get("copies_shards"):
+        gather += TENSORS * max(setup.stages) * setup.replicas * cluster.gpu.kernel_seconds
     times = setup.accumulation if layout.zero_stage == 2 else 1  # stage 2 keeps no whole gradients between them
     overlapped = overlaps["gradients" if layout.pp == 1 else "pipeline"]
     exposed = times * _exposed(reduce, overlapped * backward)
     return tied + exposed + _exposed(gather, overlaps["gathers"] * forward)
+
+
+def _owners(setup: Setup) -> list[tuple[float, float, collectives.Group]]:
+    """Weights that train, weights, and the ranks that have the same: of routed experts, and of all others."""
+    layout, ep = setup.layout, setup.layout.ep
+    every = collectives.group(setup.cluster, size=setup.replicas, stride=layout.tp)
+    alike = collectives.group(setup.cluster, size=setup.replicas // ep, stride=layout.tp * ep)
+    dense = (setup.trained_parameters, setup.parameters, every)
+    return [dense, (setup.trained_routed, setup.routed, alike)] if setup.routed else [dense]
+
+
+def _owned(setup: Setup) -> tuple[float, float]:
+    """Weights that a rank updates, and weights of which it has gradients."""
+    found = _owners(setup)
+    sharded = setup.layout.zero_stage > 0
+    return sum(numel / (ranks.size if sharded else 1) for numel, _, ranks in found), sum(n for n, _, _ in found)
 
 
 def _tied(setup: Setup) -> float:
@@ -62,7 +78,7 @@ def _exposed(seconds: float, hidden: float) -> float:
     return max(seconds - hidden, seconds * LAST_BUCKET)
 
 
-def _sharded(setup: Setup, forward: float, backward: float, ranks: collectives.Group, gradient: float) -> float:
+def _sharded(setup: Setup, forward: float, backward: float) -> float:
     """ZeRO-3: each micro-batch gathers for both passes and reduces; one layer's gather cannot hide.
 
     `sharded` is the share of the links that a framework's gathers of single layers reach. DeepSpeed's copies every
@@ -70,9 +86,12 @@ def _sharded(setup: Setup, forward: float, backward: float, ranks: collectives.G
     """
     cluster, run = setup.cluster, setup.run
     layers = setup.shape.layers
-    overhead = 2 * layers * collectives.all_gather(cluster, ranks, 1.0)
-    gather = collectives.all_gather(cluster, ranks, setup.parameters * run.activation_bytes) + overhead / 2
-    reduce = collectives.all_gather(cluster, ranks, gradient) + overhead / 2
+    size = setup.gradient_bytes or run.facts["gradient_bytes"]
+    gather = reduce = 0.0
+    for trained, numel, ranks in _owners(setup):
+        overhead = layers * collectives.all_gather(cluster, ranks, 1.0)
+        gather += collectives.all_gather(cluster, ranks, numel * run.activation_bytes) + overhead
+        reduce += collectives.all_gather(cluster, ranks, trained * size) + overhead
     share: float = run.facts["sharded"]
     gather, reduce = gather / share, reduce / share
     exposed = max(gather - forward, gather / layers) + max(gather + reduce - backward, (gather + reduce) / layers)
@@ -82,8 +101,7 @@ def _sharded(setup: Setup, forward: float, backward: float, ranks: collectives.G
 def optimizer_seconds(setup: Setup) -> float:
     """Reading and writing weights, gradients and moments of a rank's share, and the norm of the gradients."""
     layout = setup.layout
-    numel = setup.trained_parameters
-    share = numel / setup.replicas if layout.zero_stage else numel
+    share, numel = _owned(setup)
     if layout.offload_optimizer != "none":
         return 0.0
     return (
@@ -97,10 +115,10 @@ def offload_seconds(setup: Setup) -> float:
     layout, cluster = setup.layout, setup.cluster
     if layout.offload_optimizer == "none" and layout.offload_params == "none":
         return 0.0
-    share = setup.trained_parameters / setup.replicas
+    share, _ = _owned(setup)
     moved = share * (4 + 2) / cluster.host_bytes_per_second
     update = share * 28 / CPU_BYTES_PER_SECOND if layout.offload_optimizer != "none" else 0.0
     if layout.offload_params != "none":
-        weights = setup.parameters / setup.replicas
+        weights = sum(numel / ranks.size for _, numel, ranks in _owners(setup))
         moved += 2 * setup.accumulation * weights * 2 / cluster.host_bytes_per_second
     return moved + update

@@ -16,7 +16,7 @@ from toolkit.hardware import MatmulPrecision
 
 Format = Literal["fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4"]
 """Of the layers' matrix products. The LM head and attention of 8 and 4-bit formats compute in bf16."""
-Kernel = Literal["eager", "unfused", "fused-softmax", "flash1", "flash2", "flash3", "cudnn"]
+Kernel = Literal["eager", "unfused", "fused-softmax", "flash1", "flash2", "flash3", "cudnn", "flex"]
 
 UNITS: Mapping[Format, MatmulPrecision] = {
     "fp32": "fp32", "tf32": "tf32", "fp16": "fp16", "bf16": "bf16", "fp8": "fp8", "mxfp8": "fp8", "nvfp4": "fp4",
@@ -40,6 +40,12 @@ class Execution:
     context_parallel: int = 1
     dropout: bool = False
     loss: Literal["plain", "fused", "compiled"] = "plain"
+    dispatcher: Literal["", "all-to-all", "deepep"] = ""
+    """What brings tokens to the ranks of their experts; empty: the framework's. DeepEP sends a token once to each rank
+    that has any of its experts, and once to each node."""
+    routing: Literal["random", "consecutive"] = "random"
+    """Which experts a token goes through, where it matters how many ranks have them: any, or neighbors, as a benchmark
+    does that deals experts out in turn."""
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a framework without a profile."""

@@ -3,6 +3,9 @@
 Legend: a product is [m, k] x [k, n]. Each thread block computes one tile of the result and a multiprocessor runs one
 block at a time, so a product takes as many waves as tiles over multiprocessors, rounded up. Source: NVIDIA, "Matrix
 Multiplication Background User's Guide" (tile and wave quantization); the roofline is Williams et al. 2009.
+
+The products of a layer's experts are one grouped kernel, whose waves take tiles of all of them: with few rows for each
+expert its last tile of rows is partly filled, and reading the weights takes longer than multiplying by them.
 """
 
 from functools import lru_cache
@@ -26,22 +29,22 @@ _SPLITS = (1, 2, 4, 8)
 
 
 @lru_cache(maxsize=262144)
-def matmul_seconds(gpu: Gpu, m: int, n: int, k: int, precision: MatmulPrecision) -> float:
-    """Seconds of one product, by the best of cuBLAS's tiles, also with k split among blocks."""
+def matmul_seconds(gpu: Gpu, m: int, n: int, k: int, precision: MatmulPrecision, groups: int = 1) -> float:
+    """Seconds of one product, by the best of cuBLAS's tiles, also with k split among blocks; or of `groups` at once."""
     if min(m, n, k) < 1:
         return 0.0
     if gpu.core is not None:
-        return 2 * m * n * k / gpu.core.product_flops(precision, m, n, k) + gpu.kernel_seconds
+        return groups * 2 * m * n * k / gpu.core.product_flops(precision, m, n, k) + gpu.kernel_seconds
     peak = gpu.peak_flops(precision) or gpu.fp32_flops
     rate = peak * SUSTAINED[gpu.watts >= 500] * fraction(gpu, precision) / gpu.multiprocessors
     size = {"fp32": 4, "tf32": 4, "fp8": 1, "fp4": 0.5}.get(precision, 2)
-    streamed = (size * (m * k + k * n) + 2 * m * n) / (MEMORY_SHARE * gpu.memory_bytes_per_second)
+    streamed = groups * (size * (m * k + k * n) + 2 * m * n) / (MEMORY_SHARE * gpu.memory_bytes_per_second)
     best = float("inf")
     for rows, columns, share in _TILES:
-        tiles = -(-m // rows) * -(-n // columns)
+        tiles = groups * -(-m // rows) * -(-n // columns)
         for split in _SPLITS:
             blocks = tiles * split
-            if split > 1 and (blocks > 2 * gpu.multiprocessors or k < 512 * split):
+            if split > 1 and (groups > 1 or blocks > 2 * gpu.multiprocessors or k < 512 * split):
                 break
             # A wave is a tile's work at the rate of one multiprocessor; the last wave may be nearly empty.
             wave = 2 * rows * columns * (k / split) / (rate * share) + _RAMP

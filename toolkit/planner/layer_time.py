@@ -2,12 +2,16 @@
 
 Legend: T tokens of the micro-batch on this rank, s positions, h hidden, q k widths of queries and keys, f width of the
 MLP, v vocabulary, t tensor-parallel ranks.
+
+Layers with and without experts count as one mean layer. Of routed experts the busiest rank counts.
 """
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
 from toolkit.hardware import Gpu, MatmulPrecision
+from toolkit.models.experts import ExpertShape
 from toolkit.models.shape import ModelShape
 from toolkit.planner.execution import QUANTIZED, Execution
 from toolkit.planner.kernels import fraction, matmul_seconds, stream_seconds
@@ -15,19 +19,28 @@ from toolkit.planner.trained import Trained
 
 COMPILED_SHARE = 0.5
 """Of the element-wise traffic that is left where torch.compile fuses chains of kernels: each reads and writes once."""
-_RATES = {"flash1": (0.33, 0.28), "flash2": (0.60, 0.53), "flash3": (0.60, 0.48), "cudnn": (0.60, 0.48)}
+_RATES = {"flash1": (0.33, 0.28), "flash2": (0.60, 0.53), "flash3": (0.60, 0.48), "cudnn": (0.60, 0.48),
+          "flex": (0.54, 0.45)}  # fmt: skip
 """Shares of the 16-bit peak, forward and backward, for heads of 128 and long sequences. Sources: FlashAttention (Dao et
 al. 2022) and FlashAttention-2 (Dao 2023, figures 5 to 7: causal, on an A100), FlashAttention-3 (Shah et al. 2024,
-figures 5 and 6: on an H100, with cuDNN's)."""
+figures 5 and 6: on an H100, with cuDNN's). FlexAttention reaches 90 and 85 % of FlashAttention-2 (PyTorch's blog,
+"FlexAttention: The Flexibility of PyTorch with the Performance of FlashAttention")."""
 _BEFORE_HOPPER = 400e12
 """FlashAttention-2 uses no instructions of Hopper: on later GPUs its rate is about 0.35 of the peak (FlashAttention-3,
 figure 5)."""
 _OLD_KERNEL = 0.58
+_OLD_KERNELS = ("flash1", "flash2", "flex")
 _PRODUCTS = (4, 8)
 """Bytes moved per score by the matrix products in 16 bits: written and read forward; both twice backward."""
+_SINKS = (12, 34)
+"""Bytes moved per element of what FlexAttention returns, which knows no sinks: it is scaled by the log-sum-exp, in fp32
+and by kernels of its own (NeMo Automodel, components/attention/flex_attention.py)."""
 _SCORES = {"fused-softmax": (4, 6), "unfused": (28, 22), "eager": (22, 16)}
 """By softmax and mask: one kernel; kernels of their own that convert to fp32 and back."""
 _DROPOUT = (5, 5)
+_ROUTER = (24, 24)
+"""Bytes moved per router logit, in fp32: softmax, choice and normalization forward; the same backward."""
+_ROUTING_KERNELS = (16, 20)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +53,9 @@ class Passes:
     def __add__(self, other: "Passes") -> "Passes":
         return Passes(forward=self.forward + other.forward, backward=self.backward + other.backward)
 
+    def __rmul__(self, share: float) -> "Passes":
+        return Passes(forward=share * self.forward, backward=share * self.backward)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
@@ -51,30 +67,97 @@ class Work:
     sequence_parallel: bool
     heads_split: int = 1
     """Ranks that share the heads of one sequence besides tp: Ulysses."""
+    ep: int = 1
+    """Ranks that share out the experts besides tp."""
+    inner: bool = False
+    """Whether tp shards every expert, instead of handing out whole ones."""
+    imbalance: float = 1.0
+    """Rows of the busiest rank over the mean."""
+
+    @property
+    def lanes(self) -> int:
+        """Tensor-parallel ranks that have different experts."""
+        return 1 if self.inner else self.tp
+
+    def rows(self, experts: ExpertShape) -> float:
+        """Routed rows, pairs of a token and an expert, that the busiest rank computes."""
+        return self.tokens * experts.per_token * (self.imbalance if self.ep * self.lanes > 1 else 1.0) / self.lanes
 
 
-def products(shape: ModelShape, work: Work) -> list[tuple[int, int, int]]:
-    """The matrix products of a layer's forward pass on one rank, as (m, n, k)."""
-    tokens, t = work.tokens, work.tp
-    h = shape.hidden
-    mlp = [(tokens, (2 if shape.gated else 1) * shape.ffn // t, h), (tokens, h, shape.ffn // t)]
+Product = tuple[int, int, int]
+"""(m, n, k)"""
+
+
+def attention_products(shape: ModelShape, work: Work) -> list[Product]:
+    """The projections of a layer's attention on one rank, forward."""
+    tokens, t, h = work.tokens, work.tp, shape.hidden
     if shape.latent is not None:  # projections of its own shapes: the same products as two square ones
         weights = shape.latent.matmul_parameters(h, shape.heads) // t
-        return [(tokens, weights // (2 * h), h), (tokens, h, weights // (2 * h)), *mlp]
+        return [(tokens, weights // (2 * h), h), (tokens, h, weights // (2 * h))]
     keys = max(shape.head_dim, shape.kv_dim // t)
-    return [(tokens, shape.attention_dim // t + 2 * keys, h), (tokens, h, shape.attention_dim // t), *mlp]
+    return [(tokens, shape.attention_dim // t + 2 * keys, h), (tokens, h, shape.attention_dim // t)]
+
+
+def mlp_products(shape: ModelShape, work: Work) -> list[Product]:
+    """The products of a dense MLP on one rank, forward."""
+    tokens, t, h = work.tokens, work.tp, shape.hidden
+    return [(tokens, (2 if shape.gated else 1) * shape.ffn // t, h), (tokens, h, shape.ffn // t)]
 
 
 @lru_cache(maxsize=65536)
 def layer_seconds(gpu: Gpu, shape: ModelShape, work: Work, run: Execution, trained: Trained | None = None) -> Passes:
     """A decoder layer without its communication and without the recomputation of anything."""
     share = 1.0 if trained is None else trained.share
-    linear = sum((_linear(gpu, one, run.unit, share) for one in products(shape, work)), Passes())
-    seconds = linear + attention_seconds(gpu, shape, work, run) + _streams(gpu, shape, work, run)
+    linear = sum((_linear(gpu, one, run.unit, share) for one in attention_products(shape, work)), Passes())
+    mlp = sum((_linear(gpu, one, run.unit, share) for one in mlp_products(shape, work)), Passes())
+    mixed = expert_share(shape)
+    if shape.experts is not None:
+        mlp = (1 - mixed) * mlp + mixed * expert_seconds(gpu, shape, shape.experts, work, run, share)
+    seconds = linear + mlp + attention_seconds(gpu, shape, work, run) + _streams(gpu, shape, work, run)
     if trained is None:
         return seconds
     forward, backward = trained.adapter_seconds(gpu, work.tokens, work.tp, run.activation_bytes)
     return seconds + Passes(forward=forward, backward=backward)
+
+
+def expert_share(shape: ModelShape) -> float:
+    """Share of the layers that have experts."""
+    return 0.0 if shape.experts is None else shape.experts.layers / shape.layers
+
+
+def expert_seconds(
+    gpu: Gpu, shape: ModelShape, experts: ExpertShape, work: Work, run: Execution, trained: float
+) -> Passes:
+    """What a layer has in the place of an MLP: router, routed experts, and experts that every token goes through.
+
+    `routed` are bytes that a framework's kernels move for an element of a routed row: gathering rows in the order of
+    experts, weighting and adding up what comes back; `expert_bias` those for an element of the two products' results
+    where every expert adds a bias of its own. Router logits are fp32: softmax, choice of experts, normalization.
+    """
+    h, here = shape.hidden, max(1, experts.count // (work.ep * work.lanes))
+    rows, split = work.rows(experts), work.tp if work.inner else 1
+    each = math.ceil(rows / here)
+    width = experts.ffn // split
+    up = (experts.weights // h - experts.ffn) // split
+    grouped = sum((_linear(gpu, one, run.unit, trained, here) for one in ((each, up, h), (each, h, width))), Passes())
+    shared = max(0, experts.always - experts.count * h) // h // work.tp
+    gates = shared - shared * experts.ffn * h // experts.weights  # up, or up and gate
+    dense = [(work.tokens, experts.count, h), (work.tokens, gates, h), (work.tokens, h, shared - gates)]
+    always = sum((_linear(gpu, one, run.wide, trained) for one in dense), Passes())
+    facts, size = run.facts, run.activation_bytes / 2
+    passes = []
+    for way in (0, 1):
+        streams = (
+            rows * h * facts["routed"][way]
+            + (rows * width + work.tokens * (shared - gates)) * facts["activation"]["gated"][way]
+        )
+        if experts.biased:
+            streams += sum(rows * n * moved[way] for n, moved in zip((up, h), facts["expert_bias"], strict=True))
+        streams = size * streams + work.tokens * experts.count * _ROUTER[way]
+        if run.precision in QUANTIZED:
+            streams += QUANTIZED[run.precision] * rows * (h + width if way == 0 else h + up)
+        passes.append(stream_seconds(gpu, streams, _ROUTING_KERNELS[way]))
+    return grouped + always + Passes(forward=passes[0], backward=passes[1])
 
 
 @lru_cache(maxsize=4096)
@@ -104,12 +187,12 @@ def embedding_seconds(
     return Passes(forward=stream_seconds(gpu, 3 * rows, 3), backward=backward)
 
 
-def _linear(gpu: Gpu, product: tuple[int, int, int], unit: MatmulPrecision, trained: float) -> Passes:
+def _linear(gpu: Gpu, product: Product, unit: MatmulPrecision, trained: float, groups: int = 1) -> Passes:
     """The product, then the gradients of its input and of the share of its weight that trains."""
     m, n, k = product
-    forward = matmul_seconds(gpu, m, n, k, unit)
-    of_weight = trained * matmul_seconds(gpu, k, n, m, unit)
-    return Passes(forward=forward, backward=matmul_seconds(gpu, m, k, n, unit) + of_weight)
+    forward = matmul_seconds(gpu, m, n, k, unit, groups)
+    of_weight = trained * matmul_seconds(gpu, k, n, m, unit, groups)
+    return Passes(forward=forward, backward=matmul_seconds(gpu, m, k, n, unit, groups) + of_weight)
 
 
 def attention_seconds(gpu: Gpu, shape: ModelShape, work: Work, run: Execution) -> Passes:
@@ -122,16 +205,19 @@ def attention_seconds(gpu: Gpu, shape: ModelShape, work: Work, run: Execution) -
     if gpu.core is not None:
         rates = gpu.core.attention[run.wide]
         return Passes(forward=flops / 2 / rates[0], backward=2.5 * flops / 2 / rates[1])
+    if shape.windowed and run.attention not in _SCORES:  # kernels that skip blocks outside of a window
+        flops *= 1 - shape.windowed * (1 - min(1.0, 2 * shape.window / work.seq_len))
     if run.attention not in _SCORES:
         forward, backward = _RATES[run.attention]
-        older = _OLD_KERNEL if peak > _BEFORE_HOPPER and run.attention in ("flash1", "flash2") else 1.0
+        older = _OLD_KERNEL if peak > _BEFORE_HOPPER and run.attention in _OLD_KERNELS else 1.0
         # Softmax costs narrow heads as much as wide ones, whose products are larger.
         narrow = min(1.0, 0.5 + shape.head_dim / 256)
+        moved = heads * tokens * shape.head_dim if shape.sinks and run.attention == "flex" else 0
         # Blocks on the diagonal are half empty, and pipelines of loads have to fill.
         rate = peak * older * narrow * work.seq_len / (work.seq_len + 512)
         return Passes(
-            forward=flops / 2 / (rate * forward) + gpu.kernel_seconds,
-            backward=2.5 * flops / 2 / (rate * backward) + 2 * gpu.kernel_seconds,
+            forward=flops / 2 / (rate * forward) + stream_seconds(gpu, moved * _SINKS[0]),
+            backward=2.5 * flops / 2 / (rate * backward) + stream_seconds(gpu, moved * _SINKS[1], 2),
         )
     scores = heads * tokens * work.seq_len * run.activation_bytes / 2
     seconds = []
@@ -147,7 +233,7 @@ def _streams(gpu: Gpu, shape: ModelShape, work: Work, run: Execution) -> Passes:
     """Element-wise kernels by the bytes that they move, and the casts of 8 and 4-bit products."""
     facts, size = run.facts, run.activation_bytes / 2
     whole = work.tokens * shape.hidden * (1 / work.tp if work.sequence_parallel else 1)
-    mlp = work.tokens * shape.ffn / work.tp
+    mlp = (1 - expert_share(shape)) * work.tokens * shape.ffn / work.tp
     heads = work.tokens * (shape.attention_dim + 2 * shape.kv_dim) / work.tp
     norm = facts["norm"] if run.fused_norm or "unfused_norm" not in facts else facts["unfused_norm"]
     rotary = (0, 0) if shape.learned_positions else facts["rotary"]

@@ -11,6 +11,7 @@ from toolkit.config.recipe import Precision, Recipe
 from toolkit.config.strategy import Strategy, strategy_text
 from toolkit.errors import LayoutError, ModelError, Refusal
 from toolkit.estimate.breakdown import MemoryBreakdown
+from toolkit.estimate.flops import has_these_flops
 from toolkit.estimate.framework_profile import FrameworkProfile
 from toolkit.estimate.memory_model import Framework, MemoryModel
 from toolkit.estimate.recordings import parameters
@@ -83,8 +84,9 @@ class PlanRequest:
         """A request for a model with this config. Raises ModelError for one whose steps are not modeled."""
         family = str(config.get("model_type"))
         model = MemoryModel.from_config(config)
-        if family not in CONFIG_SCHEMAS and "text_config" not in config:
-            reason = "the time model knows dense decoders, and this family's shape is not read"
+        is_read = family in CONFIG_SCHEMAS or "text_config" in config
+        if not is_read and not has_these_flops(model.shape, model.parameters, fields["seq_len"]):
+            reason = "the time model knows decoders with attention and an MLP or experts, and its layers have others"
             raise ModelError.of("--model", name, reason, "estimate its memory with dstk memory")
         positions, seq_len = model.shape.positions, fields["seq_len"]
         if model.shape.learned_positions and positions is not None and seq_len > positions:

@@ -11,7 +11,8 @@ from typing import Literal
 
 from toolkit.config.layout import Batch, Layout, OffloadDevice, Recompute
 from toolkit.errors import BatchError, LayoutError, ModelError, ToolkitError
-from toolkit.models.support import misfits, tensor_parallel_sizes
+from toolkit.models.support import expert_parallel_sizes, misfits, tensor_parallel_sizes
+from toolkit.models.weights import routed_parameters
 from toolkit.planner.request import Plan, PlanRequest
 from toolkit.planner.step_time import StepTime
 
@@ -45,7 +46,8 @@ def layouts(request: PlanRequest) -> Iterator[Layout]:
     for tp in [size for size in tensor_parallel_sizes(shape) if size <= widest and gpus % size == 0]:
         for pp in [size for size in _divisors(gpus // tp) if size <= shape.layers]:
             if request.global_batch_size % (gpus // tp // pp) == 0:
-                yield from _kept(request, _variants(request, tp=tp, pp=pp))
+                for ep in [size for size in expert_parallel_sizes(shape, tp=tp) if gpus // tp // pp % size == 0]:
+                    yield from _kept(request, _variants(request, tp=tp, pp=pp, ep=ep))
     for ulysses in _divisors(min(gpus, shape.heads)):
         is_whole = gpus % ulysses == 0 and not list(misfits(shape, ulysses=ulysses))
         if ulysses > 1 and is_whole and request.global_batch_size % (gpus // ulysses) == 0:
@@ -58,7 +60,7 @@ def _kept(request: PlanRequest, found: Iterator[Layout]) -> Iterator[Layout]:
     return (layout for layout in found if all(getattr(layout, name) == value for name, value in decided))
 
 
-def _variants(request: PlanRequest, *, tp: int = 1, pp: int = 1, ulysses: int = 1) -> Iterator[Layout]:
+def _variants(request: PlanRequest, *, tp: int = 1, pp: int = 1, ulysses: int = 1, ep: int = 1) -> Iterator[Layout]:
     """Stages of ZeRO, offload, recomputation and sequence parallelism. ZeRO-0 keeps fp32 weights: never better."""
     dp = request.gpus // (tp * pp * ulysses)
     recomputations: tuple[Recompute, ...] = ("none", "full")
@@ -77,6 +79,7 @@ def _variants(request: PlanRequest, *, tp: int = 1, pp: int = 1, ulysses: int = 
             for sequence_parallel in (True, False) if tp > 1 else (False,):
                 first = Layout(
                     dp=dp,
+                    ep=ep,
                     tp=tp,
                     pp=pp,
                     ulysses=ulysses,
@@ -233,12 +236,14 @@ def _smallest(request: PlanRequest, found: list[Candidate], top: int) -> list[Pl
 def least_bytes(request: PlanRequest, layout: Layout) -> float:
     """Less than the model states of a rank: weights in 16 bits, and the shares of gradients, masters and moments."""
     numel = request.model.parameters.numel / (layout.tp * layout.pp)
+    routed = request.model.shape.layers * routed_parameters(request.model.shape) / (layout.tp * layout.pp)
+    held = numel - routed * (1 - 1 / layout.ep)
     shards = layout.dp * layout.ulysses
     if request.trained is not None:  # of what does not train a rank has weights alone, and maybe in 4 bits
-        return numel / 2 if layout.zero_stage < 3 else 0.0
+        return held / 2 if layout.zero_stage < 3 else 0.0
     whole = {1: 4.0, 2: 2.0, 3: 0.0}.get(layout.zero_stage, 8.0)
     shared = 0.0 if layout.offload_optimizer != "none" else 12.0
-    return numel * (whole + shared / shards)
+    return held * whole + numel * shared / shards
 
 
 def _room(request: PlanRequest) -> int:

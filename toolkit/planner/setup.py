@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from toolkit.config.layout import Layout
-from toolkit.models.shape import ModelShape, layer_matmul_parameters
+from toolkit.models.shape import ModelShape
+from toolkit.models.weights import held_layer_parameters, routed_parameters
 from toolkit.planner.cluster import Cluster
 from toolkit.planner.execution import Execution
 from toolkit.planner.layer_time import Work
@@ -29,6 +30,8 @@ class Setup:
     """Of a gradient in communication; 0: the framework's."""
     trained: Trained | None = None
     """Which weights train; None: all."""
+    imbalance: float = 1.0
+    """Routed rows of the busiest rank over the mean."""
 
     @property
     def work(self) -> Work:
@@ -40,6 +43,9 @@ class Setup:
             tp=self.layout.tp,
             sequence_parallel=self.layout.sequence_parallel,
             heads_split=self.layout.ulysses,
+            ep=self.layout.ep,
+            inner=self.layout.experts == "inner",
+            imbalance=self.imbalance,
         )
 
     @property
@@ -54,18 +60,28 @@ class Setup:
         return self.layout.world_size * self.run.context_parallel
 
     @property
+    def routed(self) -> float:
+        """Weights of routed experts, of the rank that holds most of them: so many replicas less have the same ones."""
+        return max(self.stages) * routed_parameters(self.shape) / (self.layout.tp * self.layout.ep)
+
+    @property
     def parameters(self) -> float:
-        """Weights of the rank that holds most of them."""
+        """Weights of the rank that holds most of them, but for the routed experts."""
         shape, stages = self.shape, self.stages
-        layers = [count * layer_matmul_parameters(shape) for count in stages]
+        layers = [count * (held_layer_parameters(shape) - routed_parameters(shape)) for count in stages]
         table = shape.vocab * shape.embed_dim
         layers[0] += table
         layers[-1] += 0 if shape.tied and len(stages) == 1 else table
         return max(layers) / self.layout.tp
 
     @property
+    def trained_routed(self) -> float:
+        """Of the routed experts' weights, those that train: all, where nothing is frozen."""
+        return self.routed if self.trained is None else 0.0
+
+    @property
     def trained_parameters(self) -> float:
-        """Of them, those that train."""
+        """Of the others, those that train; of a model with frozen weights, all that train."""
         if self.trained is None:
             return self.parameters
         return (max(self.stages) * self.trained.layer + self.trained.outside) / self.layout.tp

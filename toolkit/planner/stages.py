@@ -3,7 +3,8 @@
 from functools import lru_cache
 from typing import Literal
 
-from toolkit.models.shape import ModelShape, layer_matmul_parameters
+from toolkit.models.shape import ModelShape
+from toolkit.models.weights import layer_matmul_parameters
 
 Rule = Literal["layers", "modules", "costs"]
 """What a framework shares out: decoder layers; modules (embedding, layers, norm, head), each of which counts as one; or

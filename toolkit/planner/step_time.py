@@ -6,18 +6,30 @@ A 1F1B pipeline takes as long as its slowest stage for all m micro-batches, and 
 virtual stages it fills in chunks and waits a v-th of that (Narayanan et al. 2021, section 2.2). Stages may differ.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from toolkit.estimate.flops import train_flops_per_token
-from toolkit.models.shape import layer_matmul_parameters
+from toolkit.models.experts import ExpertShape
+from toolkit.models.weights import held_layer_parameters, routed_parameters
 from toolkit.planner import collectives
 from toolkit.planner.bubble import bubble_seconds
 from toolkit.planner.data_time import data_seconds, offload_seconds, optimizer_seconds
+from toolkit.planner.execution import Execution
 from toolkit.planner.kernels import stream_seconds
-from toolkit.planner.layer_time import Passes, attention_seconds, embedding_seconds, head_seconds, layer_seconds
+from toolkit.planner.layer_time import (
+    Passes,
+    attention_seconds,
+    embedding_seconds,
+    expert_share,
+    head_seconds,
+    layer_seconds,
+)
 from toolkit.planner.setup import Setup
 from toolkit.planner.trained import HOST_SHARES
+
+TERMS = ("compute", "recompute", "host", "tensor", "expert", "pipeline", "bubble", "data", "optimizer", "offload")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +43,8 @@ class StepTime:
     """The GPU waits for the host that launches its kernels."""
     tensor: float
     """All-reduces, or gathers and scatters, of tensor, sequence and context parallelism."""
+    expert: float
+    """Sending tokens to the ranks that have their experts, and the results back."""
     pipeline: float
     """Sending activations and their gradients to neighbor stages."""
     bubble: float
@@ -55,8 +69,7 @@ class StepTime:
     @property
     def terms(self) -> dict[str, float]:
         """Seconds by term."""
-        names = ("compute", "recompute", "host", "tensor", "pipeline", "bubble", "data", "optimizer", "offload")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in TERMS}
 
     @property
     def tokens_per_second_per_gpu(self) -> float:
@@ -106,6 +119,7 @@ def predict_step(setup: Setup) -> StepTime:
         recompute=m * slowest.recompute,
         host=m * (slowest.host + crowding * setup.cluster.micro_batch_seconds),
         tensor=m * slowest.tensor,
+        expert=m * slowest.expert,
         pipeline=crowding * pipeline,
         bubble=waiting,
         data=crowding * data,
@@ -126,12 +140,13 @@ class _Stage:
     recompute: float
     host: float
     tensor: float
+    expert: float
     backward: float
     """Of all these, what belongs to the backward pass."""
 
     @property
     def seconds(self) -> float:
-        return self.compute + self.recompute + self.host + self.tensor
+        return self.compute + self.recompute + self.host + self.tensor + self.expert
 
     def scaled(self, factor: float) -> "_Stage":
         return _Stage(**{name: factor * getattr(self, name) for name in self.__dataclass_fields__})
@@ -183,13 +198,16 @@ def _layer(setup: Setup) -> _Stage:
         "full": once.forward,
     }[recompute]
     accumulated = _accumulation(setup)
-    tensor = forward_tensor * (2 if recompute == "full" else 1) + backward_tensor
-    calls = 2 * COLLECTIVE_HOST_SECONDS * (setup.layout.tp > 1)
+    times = 2 if recompute == "full" else 1
+    tensor, exchange = forward_tensor * times + backward_tensor, _exchange(setup)
+    calls = 2 * COLLECTIVE_HOST_SECONDS * ((setup.layout.tp > 1) + (exchange > 0))
     adapters = 0 if setup.trained is None else len(setup.trained.adapters)
     host_forward, host_backward = (
-        seconds * (1 + share * adapters) + calls for seconds, share in zip(run.facts["host"], HOST_SHARES, strict=True)
+        seconds * (1 + share * adapters) + calls + expert_share(setup.shape) * routing
+        for seconds, share, routing in zip(run.facts["host"], HOST_SHARES, run.facts["routing_host"], strict=True)
     )
     host_backward *= reached
+    forward_tensor, backward_tensor = forward_tensor + exchange, backward_tensor + reached * exchange
     busy_forward, busy_backward = once.forward + forward_tensor, once.backward + again + backward_tensor
     if recompute == "full":
         busy_backward += forward_tensor
@@ -202,14 +220,16 @@ def _layer(setup: Setup) -> _Stage:
         recompute=again,
         host=idle_forward + idle_backward,
         tensor=tensor,
+        expert=exchange * (times + reached),
         backward=busy_backward + idle_backward + accumulated,
     )
 
 
 def _accumulation(setup: Setup) -> float:
     """Adding a layer's weight gradients to those of the micro-batches before."""
-    trained = layer_matmul_parameters(setup.shape) if setup.trained is None else setup.trained.layer
-    weights = trained / setup.layout.tp
+    routed = routed_parameters(setup.shape)
+    trained = held_layer_parameters(setup.shape) - routed if setup.trained is None else setup.trained.layer
+    weights = (trained + (routed / setup.layout.ep if setup.trained is None else 0.0)) / setup.layout.tp
     if setup.accumulation == 1 or (setup.layout.zero_stage == 3 and setup.layout.dp > 1):
         return 0.0
     return stream_seconds(setup.cluster.gpu, setup.run.facts["accumulate"] * weights, 1)
@@ -241,6 +261,34 @@ def _tensor(setup: Setup) -> tuple[float, float]:
         forward, backward = forward + exchange, backward + exchange
     hidden = 1 - setup.run.facts["overlaps"]["tensor"]
     return forward * hidden, backward * hidden
+
+
+def _exchange(setup: Setup) -> float:
+    """Seconds in which a layer's rows go to the ranks of their experts and back, in one direction of a pass.
+
+    Each is one all-to-all of [T k, h]: as many bytes backward. Without DeepEP another one exchanges how many come.
+    """
+    layout, cluster, experts = setup.layout, setup.cluster, setup.shape.experts
+    if experts is None or layout.ep == 1:
+        return 0.0
+    work, run = setup.work, setup.run
+    ranks = collectives.group(cluster, size=layout.ep, stride=layout.tp)
+    size = work.rows(experts) * setup.shape.hidden * run.activation_bytes
+    merges = (run.dispatcher or run.facts["dispatcher"]) == "deepep"
+    merged = (_merged(experts, layout.ep, run), _merged(experts, ranks.nodes, run)) if merges else (1.0, 1.0)
+    once = collectives.all_to_all(cluster, ranks, size, merged)
+    counts = 0.0 if merges else collectives.all_to_all(cluster, ranks, 8 * experts.count)
+    return expert_share(setup.shape) * (2 * once + counts)
+
+
+def _merged(experts: ExpertShape, parts: int, run: Execution) -> float:
+    """Parts of the experts that those of a token are in, as a share of the experts that it goes through."""
+    if run.routing == "consecutive":
+        return min(1.0, math.ceil(experts.per_token * parts / experts.count) / experts.per_token)
+    others, none = experts.count - experts.count // parts, 1.0
+    for taken in range(experts.per_token):
+        none *= max(0, others - taken) / (experts.count - taken)
+    return min(1.0, parts * (1 - none) / experts.per_token)
 
 
 def _pipeline(setup: Setup) -> float:

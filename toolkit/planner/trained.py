@@ -13,7 +13,8 @@ from typing import Self
 
 from toolkit.estimate.parameters import ModelParameters, Parameter
 from toolkit.hardware import Gpu
-from toolkit.models.shape import ModelShape, head_matmul_parameters, layer_matmul_parameters
+from toolkit.models.shape import ModelShape
+from toolkit.models.weights import head_matmul_parameters, layer_matmul_parameters
 from toolkit.planner.kernels import stream_seconds
 
 _A, _B = ".lora_A.", ".lora_B."

@@ -115,9 +115,11 @@ def _point(plan: Plan, key: str, *, is_frontier: bool) -> Point:
 _AXES: dict[str, Any] = {
     "GPUs": lambda plan: plan.step.gpus,
     "dp": lambda plan: plan.layout.dp,
+    "ep": lambda plan: plan.layout.ep,
     "tp": lambda plan: plan.layout.tp,
     "pp": lambda plan: plan.layout.pp,
     "Ulysses": lambda plan: plan.layout.ulysses,
+    "experts": lambda plan: plan.layout.experts,
     "ZeRO": lambda plan: plan.layout.zero_stage,
     "SP": lambda plan: "yes" if plan.layout.sequence_parallel else "no",
     "recompute": lambda plan: plan.layout.recompute,

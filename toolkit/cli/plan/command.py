@@ -39,14 +39,14 @@ from toolkit.files import expanded
 )
 @click.option(
     "--framework",
-    type=click.Choice(["toolkit", "megatron", "megatron-2021", "nanotron", "aleph-alpha-scaling", "fsdp"]),
+    type=click.Choice(["toolkit", "megatron", "megatron-2021", "nanotron", "aleph-alpha-scaling", "fsdp", "automodel"]),
     default="toolkit",
     show_default=True,
     help="Predict one --layout as another framework runs it.",
 )
 @click.option(
     "--attention",
-    type=click.Choice(["fused-softmax", "unfused", "flash1", "flash2", "flash3", "cudnn"]),
+    type=click.Choice(["fused-softmax", "unfused", "flash1", "flash2", "flash3", "cudnn", "flex"]),
     help="Kernels of another framework.  [default: flash2]",
 )
 @click.option("--virtual-stages", type=click.IntRange(min=1), default=1, help="Of another framework's pipeline stages.")

@@ -11,11 +11,11 @@ from rich.text import Text
 from toolkit.config.strategy import layout_text
 from toolkit.planner.costs import Cost
 from toolkit.planner.request import Plan, PlanRequest
+from toolkit.planner.step_time import TERMS
 from toolkit.units import format_bytes, format_count, plural
 
 _GIB = 2**30
 _WIDE = 150
-_TERMS = ("compute", "recompute", "host", "tensor", "pipeline", "bubble", "data", "optimizer", "offload")
 _LEAST = 0.01
 """Terms of a smaller share of a step are not named."""
 _PARTS = ("parameters", "gradients", "masters", "optimizer", "activation_total", "logits", "gathered", "buckets")
@@ -34,7 +34,7 @@ def print_plans(request: PlanRequest, plans: Sequence[Plan], costs: Sequence[Cos
         console.width = max(console.width, _WIDE)
     console.print(Text(title(request), style="bold"), soft_wrap=True)
     is_wide = console.width >= _WIDE
-    terms = [name for name in _TERMS if any(plan.step.terms[name] > _LEAST * plan.step.seconds for plan in plans)]
+    terms = [name for name in TERMS if any(plan.step.terms[name] > _LEAST * plan.step.seconds for plan in plans)]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     table.add_column("--layout", overflow="fold")
     middle = ["most of it", "step s", *terms] if is_wide else ["step s", "goes to"]
@@ -94,7 +94,7 @@ def print_why(request: PlanRequest, plan: Plan, best: Plan | None) -> None:
     console.print(
         f"{plan.strategy} {pace} {best.strategy}, {plan.step.seconds:.3g} s against {best.step.seconds:.3g} s:"
     )
-    differences = {name: plan.step.terms[name] - best.step.terms[name] for name in _TERMS}
+    differences = {name: plan.step.terms[name] - best.step.terms[name] for name in TERMS}
     for name, seconds in sorted(differences.items(), key=lambda item: -abs(item[1])):
         if abs(seconds) > _LEAST * best.step.seconds:
             console.print(f"  {name:10} {seconds:+.3g} s")
