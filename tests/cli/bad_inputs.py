@@ -318,6 +318,12 @@ WEIGHTS = [
     Bad(PRETRAINED + " model.overrides.n_embd=16", "but the config makes it"),
     Bad("validate r.yaml model.init=pretrained data.tokenizer=./hf", "a shape has no weights"),
     Bad("validate r.yaml model.load_in_4bit=true model.lora={}", "only published weights"),
+    Bad("validate r.yaml model.router_aux_loss={}", "name_or_path=gpt2-tiny: the model has no experts"),
+    Bad("validate r.yaml model.router_z_loss=0.001", "the model has no experts"),
+    Bad("validate r.yaml model.router_bias_update=0.001", "the model has no experts"),
+    Bad("validate r.yaml model.router_z_loss=-1", "model.router_z_loss"),
+    Bad("validate r.yaml model.router_aux_loss.scope=batch", "micro_batch"),
+    Bad("validate r.yaml model.router_aux_loss.coefficient=-1", "model.router_aux_loss.coefficient"),
     Bad("validate r.yaml model.init=pretrained model.name_or_path=./hf", "the ids of another tokenizer"),
 ]
 TEXTS = [

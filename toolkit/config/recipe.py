@@ -54,6 +54,16 @@ class LoraSection(Section):
     """DoRA: a trained magnitude for each output beside the direction."""
 
 
+class RouterAuxLossSection(Section):
+    """The loss that balances the experts of a model, added to the mean token loss (docs/experts.md)."""
+
+    coefficient: Annotated[float, Field(ge=0)] | None = None
+    """Its factor; null: `router_aux_loss_coef` of the model's config. 0 turns it off."""
+    scope: Literal["micro_batch", "sequence", "global"] = "micro_batch"
+    """Which tokens are balanced together. `micro_batch`: Hugging Face's formula; `sequence`: DeepSeek-V3's, for each
+    sample by itself; `global`: Hugging Face's over the global batch, which takes a second forward pass."""
+
+
 class ModelSection(Section):
     """Which model, and where its weights come from."""
 
@@ -75,6 +85,13 @@ class ModelSection(Section):
     """Parameters that do not train, by patterns of their Hugging Face names (`*.embed_tokens.*`)."""
     train_only: tuple[Text, ...] = ()
     """The only parameters that train, by such patterns."""
+    router_aux_loss: RouterAuxLossSection | None = None
+    """Balance the load of experts by a loss; null: as the model's config asks with `output_router_logits`."""
+    router_z_loss: Annotated[float, Field(ge=0)] = 0.0
+    """Factor of the loss that keeps the routers' logits small (ST-MoE); 0 turns it off."""
+    router_bias_update: Annotated[float, Field(ge=0)] = 0.0
+    """Balance the load of experts without a loss: in each step the bias of a router that has one (DeepSeek-V3) moves by
+    this much, up for an expert with less than the mean load and down for others. 0 leaves it."""
 
     @property
     def attention(self) -> str | None:

@@ -13,6 +13,7 @@ from toolkit.config.megatron_prefix import megatron_prefix
 from toolkit.config.mixture_rules import idle_data_fields, mixture_conflicts, of_all_texts, of_each_text
 from toolkit.config.parallel_rules import model_conflicts, setting_conflicts
 from toolkit.config.recipe import Recipe
+from toolkit.config.router_rules import router_conflicts
 from toolkit.config.trained_parameters import trained_parameter_conflicts
 from toolkit.errors import Refusal, Setting, ToolkitError
 from toolkit.models.override_fields import unknown_overrides
@@ -68,7 +69,7 @@ def recipe_problems(recipe: Recipe, world_size: int | None = None) -> list[str]:
 
 def parallelism_conflicts(recipe: Recipe, config: Mapping[str, Any], shape: ModelShape | None) -> list[Refusal]:
     """What keeps a model from being parallelized as the recipe says, once its config is known."""
-    return list(model_conflicts(recipe, config, shape))
+    return [*model_conflicts(recipe, config, shape), *router_conflicts(recipe, config)]
 
 
 def recipe_conflicts(recipe: Recipe, world_size: int | None = None) -> list[Refusal]:
@@ -90,6 +91,7 @@ def recipe_conflicts(recipe: Recipe, world_size: int | None = None) -> list[Refu
         *of_each_text(recipe, _fine_tuning),
         *of_all_texts(recipe, _document_ends),
         *trained_parameter_conflicts(recipe),
+        *router_conflicts(recipe, config),
         *_tokenizer(recipe),
         *of_each_text(recipe, _markov),
         *_model(recipe, model),

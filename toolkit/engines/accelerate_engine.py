@@ -21,6 +21,7 @@ from toolkit.engines.dropout import DropoutStream
 from toolkit.engines.gradient_norm import clip_gradients
 from toolkit.engines.optimizer import parameter_groups, torch_optimizer
 from toolkit.engines.optimizer_states import PlainStates, state_kinds
+from toolkit.engines.routing import find_routing
 from toolkit.errors import RunError
 
 
@@ -35,6 +36,7 @@ class AccelerateEngine(DataParallelEngine):
         self.sources = len(recipe.data.labels)
         self.accumulation = job.batch.accumulation
         self.grad_clip = recipe.train.grad_clip
+        self.routing = find_routing(job, model, device)
         sharded = recipe.train.engine == "fsdp"
         low = torch.bfloat16 if recipe.precision == "bf16" else None
         plugin = (

@@ -16,6 +16,7 @@ from typing_extensions import override
 from toolkit.data.samples.micro_batch import MicroBatch
 from toolkit.engines.dropout import DropoutStream
 from toolkit.engines.optimizer_states import MASTER, OptimizerStates
+from toolkit.engines.routing import Routing, RoutingStats
 from toolkit.errors import NonFiniteError
 from toolkit.model_init.model_modules import persistent_buffers
 from toolkit.model_init.model_partition import ModelPartition
@@ -32,13 +33,14 @@ class StepResult:
     """The token-weighted loss of one global batch (nats) and the norm of its gradient.
 
     `skipped`: an fp16 step that overflowed; the loss scale was lowered and no weight changed. `source_losses`: the sum
-    of the token losses of each source of a mixture.
+    of the token losses of each source of a mixture. `routing`: of a model with experts.
     """
 
     loss: float
     grad_norm: float
     skipped: bool = False
     source_losses: tuple[float, ...] = ()
+    routing: RoutingStats | None = None
 
 
 class Engine(ABC):
@@ -51,6 +53,8 @@ class Engine(ABC):
     optimizer: Any
     partition: ModelPartition | None = None
     """The part of the model on this rank; None where that is the full model."""
+    routing: Routing | None = None
+    """The routers of a model with experts."""
     before_update: Callable[[], None] = staticmethod(lambda: None)
     """Called in every step once the learning rate is set and the gradients are complete, before clipping."""
 
@@ -185,6 +189,37 @@ class Engine(ABC):
         """Yield the buffers in a state dict of the full model. A collective call."""
         yield from self.local_buffers()
 
+    def _begin_routing(self, micro_batches: Iterable[MicroBatch]) -> Iterable[MicroBatch]:
+        """Begin a step; where the loss of the routers needs the counts of the global batch, count them first."""
+        if self.routing is None or not self.routing.begin_step():
+            return micro_batches
+        kept = list(micro_batches)
+        with self.routing.counting():
+            self._count_first(kept)
+        self._sum_over_samples(self.routing.global_counts)
+        return kept
+
+    @abstractmethod
+    def _count_first(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Run the forward passes of a step without gradients."""
+
+    def _add_router_losses(self, token_loss: torch.Tensor, target_tokens: int) -> torch.Tensor:
+        """Add the losses of the routers to the sum of the token losses of a micro-batch that has run."""
+        if self.routing is None or not self.routing.has_loss:
+            return token_loss
+        return token_loss + target_tokens * self.routing.loss()
+
+    def _finish_routing(self, result: StepResult) -> StepResult:
+        if self.routing is None:
+            return result
+        self._sum_over_samples(self.routing.totals)
+        return replace(result, routing=self.routing.finish_step(updated=not result.skipped))
+
+    def _sum_over_samples(self, values: torch.Tensor) -> None:
+        """Sum over all ranks that have other tokens or layers, in place."""
+        if self.routing is not None:
+            self.routing.sum_over_sequence(values)
+
     def _set_learning_rate(self, learning_rate: float) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
@@ -211,6 +246,8 @@ class DistributedEngine(Engine):
 
 class FullForwardEngine(Engine):
     """An engine that runs the model from ids to logits on this rank."""
+
+    dropout: DropoutStream
 
     @override
     def evaluate(self, micro_batches: Iterable[MicroBatch]) -> float:
@@ -243,11 +280,31 @@ class FullForwardEngine(Engine):
 
     def _training_loss(self, batch: MicroBatch, source_losses: torch.Tensor) -> torch.Tensor:
         """Run the forward pass; return the sum of the token losses, and add those of each source to `source_losses`."""
+        logits = self._training_logits(batch)
         if batch.sources is None:
-            return self._loss_sum(self._logits(batch), batch.labels)
-        losses = self._sample_losses(self._logits(batch), batch.labels)
+            return self._loss_sum(logits, batch.labels)
+        losses = self._sample_losses(logits, batch.labels)
         add_by_source(source_losses, losses, batch.sources)
         return losses.sum()
+
+    def _training_logits(self, batch: MicroBatch) -> torch.Tensor:
+        self.dropout.start(batch.dropout_seed)
+        if self.routing is None:
+            return self._logits(batch)
+        self.routing.start(batch.lengths)
+        logits = self._logits(batch)
+        self.routing.finish()
+        return logits
+
+    @override
+    def _count_first(self, micro_batches: Sequence[MicroBatch]) -> None:
+        for micro_batch in micro_batches:
+            self._training_logits(self._local_micro_batch(micro_batch).to(self.device))
+
+    @override
+    def _sum_over_samples(self, values: torch.Tensor) -> None:
+        super()._sum_over_samples(values)
+        self._sum_over_replicas(values)
 
     def _sum_over_replicas(self, values: torch.Tensor) -> None:
         """Sum over the data-parallel ranks, in place."""
@@ -262,7 +319,6 @@ class DataParallelEngine(FullForwardEngine, DistributedEngine):
     """Ranks over which the engine averages gradients."""
     accumulation: int
     grad_clip: float
-    dropout: DropoutStream
 
     @override
     def train_step(
@@ -273,20 +329,20 @@ class DataParallelEngine(FullForwardEngine, DistributedEngine):
         # The engine averages over dp ranks and we sum over micro-batches: this factor turns both into
         # sum of token losses / target tokens of the global batch.
         scale = self.dp / target_tokens
-        for i, micro_batch in enumerate(micro_batches):
+        for i, micro_batch in enumerate(self._begin_routing(micro_batches)):
             batch = self._local_micro_batch(micro_batch).to(self.device)
-            self.dropout.start(batch.dropout_seed)
             with self._accumulating(last=i == self.accumulation - 1):
                 micro_loss = self._training_loss(batch, loss_sums[1:])
+                objective = self._add_router_losses(micro_loss, target_tokens)
                 self.report_phase("backward")
-                self._backward(micro_loss * (scale * nan_unless_finite(micro_loss)))
+                self._backward(objective * (scale * nan_unless_finite(objective)))
             loss_sums[:1] += micro_loss.detach()
         self.report_phase("update")
         totals = loss_sums.clone()
         self._sum_over_replicas(totals)
         total, *source_losses = totals.tolist()
         result = self._finish_step(total / target_tokens, loss_sums[:1], learning_rate)
-        return replace(result, source_losses=tuple(source_losses))
+        return self._finish_routing(replace(result, source_losses=tuple(source_losses)))
 
     def _accumulating(self, *, last: bool) -> AbstractContextManager[None]:
         """Return a context for forward and backward of one micro-batch; the `last` of a step synchronizes gradients."""

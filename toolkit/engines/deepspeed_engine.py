@@ -20,6 +20,7 @@ from toolkit.engines.dropout import DropoutStream
 from toolkit.engines.gradient_norm import full_grad_norm
 from toolkit.engines.optimizer import parameter_groups, torch_optimizer
 from toolkit.engines.optimizer_states import deepspeed_states, state_kinds
+from toolkit.engines.routing import find_routing
 from toolkit.model_init.model_partition import ModelPartition
 from toolkit.parallel.experts.deepspeed_groups import declare_experts
 from toolkit.parallel.gather import Names
@@ -56,6 +57,8 @@ class DeepSpeedBase(DistributedEngine):
         # zero.Init has moved the parameters only.
         for part in self.model.modules():
             part._buffers.update({k: None if v is None else v.to(self.device) for k, v in part._buffers.items()})
+        if self.routing is not None:
+            self.routing.keep_biases_exact()
         deepspeed_patches.fix_gradient_norms(self.engine, self.partition)
         kinds = state_kinds(recipe.optimizer.name, recipe.optimizer.momentum)
         self.states = deepspeed_states(self.optimizer, self._zero_stage, kinds)
@@ -113,6 +116,7 @@ class DeepSpeedEngine(DeepSpeedBase, DataParallelEngine):
         self.accumulation = job.batch.accumulation
         self.grad_clip = job.recipe.train.grad_clip
         self._fp16 = job.recipe.precision == "fp16"
+        self.routing = find_routing(job, model, device, sequence_group)
         self._initialize(job, config, model, mpu=self._parallel_unit())
         if job.recipe.train.compile:
             self.engine.compile()

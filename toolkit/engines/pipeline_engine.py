@@ -1,7 +1,7 @@
 """DeepSpeed's pipeline engine with ZeRO 0 or 1, alone or with tensor parallelism, with our loss and our checks."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -20,6 +20,7 @@ from toolkit.engines.deepspeed_engine import DeepSpeedBase, model_dtype
 from toolkit.engines.deepspeed_patches import equalize_norm_calls, quiet_stdout
 from toolkit.engines.dropout import DropoutStream
 from toolkit.engines.gradient_norm import full_grad_norm
+from toolkit.engines.routing import find_routing
 from toolkit.model_init.model_partition import ModelPartition
 from toolkit.parallel.gather import gather_buffers
 from toolkit.parallel.loss import IGNORE
@@ -41,16 +42,19 @@ class PipelineEngine(DeepSpeedBase):
     ) -> None:
         assert partition.stage is not None
         self.model, self.device, self.partition, self.batch = model, device, partition, job.batch
-        self.dropout = DropoutStream(
-            model, device, sequence_group=partition.groups.tensor if job.layout.sequence_parallel else None
-        )
+        sequence_group = partition.groups.tensor if job.layout.sequence_parallel else None
+        self.dropout = DropoutStream(model, device, sequence_group=sequence_group)
+        self.routing = find_routing(job, model, device, sequence_group)
+        if self.routing is not None:
+            partition.stage.connect_routers(self.routing.finish, have_loss=self.routing.has_loss)
         self.stage_layers = tuple(stop - start for start, stop in pairwise(partition.bounds))
-        self._scale = 0.0
+        self._scale, self._target_tokens = 0.0, 0
         self.sources = len(job.recipe.data.labels)
         # Losses, targets, and the losses of each source.
         self._totals = torch.zeros(2 + self.sources, dtype=torch.float64, device=device)
         self._seeds: Iterator[int] = iter(())
         self._sources: Iterator[torch.Tensor | None] = iter(())
+        self._lengths: Iterator[torch.Tensor | None] = iter(())
         partition.stage.register_forward_pre_hook(lambda *_: self._begin_forward())
         deepspeed.init_distributed()  # PipelineModule reads the ranks before `initialize` sets them
         with quiet_stdout(unless=job.recipe.log.level == "debug"):
@@ -65,14 +69,26 @@ class PipelineEngine(DeepSpeedBase):
     ) -> StepResult:
         # DeepSpeed averages over micro-batches and replicas: this factor turns that into
         # sum of token losses / target tokens of the global batch.
+        self._target_tokens = target_tokens
         self._scale = self.batch.dp * self.batch.accumulation / target_tokens
         self.engine.module.train()
-        self._run(StepWithoutUpdate, list(micro_batches))
+        self._run(StepWithoutUpdate, list(self._begin_routing(micro_batches)))
         self.report_phase("update")
         local = self._totals[0].clone()
         self._sum_over_ranks()
         result = self._finish_step(float(self._totals[0]) / target_tokens, local, learning_rate)
-        return replace(result, source_losses=tuple(self._totals[2:].tolist()))
+        return self._finish_routing(replace(result, source_losses=tuple(self._totals[2:].tolist())))
+
+    @override
+    def _count_first(self, micro_batches: Sequence[MicroBatch]) -> None:
+        self._run(schedule.InferenceSchedule, micro_batches)
+
+    @override
+    def _sum_over_samples(self, values: torch.Tensor) -> None:
+        super()._sum_over_samples(values)
+        if not self.partition.groups.is_first_of_tensor:
+            values.zero_()
+        dist.all_reduce(values)
 
     @override
     def evaluate(self, micro_batches: Iterable[MicroBatch]) -> float:
@@ -88,12 +104,13 @@ class PipelineEngine(DeepSpeedBase):
         # Each stage has those of its own layers.
         yield from gather_buffers(self.partition.buffers, dict(self.local_buffers()), self.partition.groups)
 
-    def _run(self, kind: type[Any], micro_batches: list[MicroBatch]) -> None:
+    def _run(self, kind: type[Any], micro_batches: Sequence[MicroBatch]) -> None:
         """Run micro-batches through the pipeline and sum losses and target tokens in `_totals`."""
         engine = self.engine
         self._totals.zero_()
         self._seeds = iter([micro_batch.dropout_seed for micro_batch in micro_batches])
         self._sources = iter([micro_batch.sources for micro_batch in micro_batches])
+        self._lengths = iter([micro_batch.lengths for micro_batch in micro_batches])
         engine.set_dataiterator(_tensors(micro_batch, self.device) for micro_batch in micro_batches)
         engine.total_loss = None
         engine._compute_loss = True
@@ -103,6 +120,9 @@ class PipelineEngine(DeepSpeedBase):
 
     def _begin_forward(self) -> None:
         self.dropout.start(next(self._seeds))
+        lengths = next(self._lengths)
+        if self.routing is not None and self.model.training:
+            self.routing.start(lengths)
         if self.model.training:
             self.report_phase("forward")  # of the whole pipeline: which pass a stage is in differs
 
@@ -116,7 +136,8 @@ class PipelineEngine(DeepSpeedBase):
             loss = losses.sum()
         self._totals[0] += loss.detach()
         self._totals[1] += (labels != IGNORE).sum()
-        return loss * (self._scale * nan_unless_finite(loss))
+        objective = self._add_router_losses(loss, self._target_tokens) if torch.is_grad_enabled() else loss
+        return objective * (self._scale * nan_unless_finite(objective))
 
     def _sum_over_ranks(self) -> None:
         """Sum `_totals`. Only last stages have counted; tensor-parallel ranks have counted the same."""

@@ -17,6 +17,7 @@ from toolkit.engines.dropout import DropoutStream
 from toolkit.engines.gradient_norm import clip_gradients
 from toolkit.engines.optimizer import parameter_groups, torch_optimizer
 from toolkit.engines.optimizer_states import PlainStates, state_kinds
+from toolkit.engines.routing import find_routing
 from toolkit.errors import NonFiniteError
 
 
@@ -32,6 +33,7 @@ class ReferenceEngine(FullForwardEngine):
         self.optimizer = torch_optimizer(recipe.optimizer, parameter_groups(model, recipe.optimizer.weight_decay))
         self.states = PlainStates(self.optimizer, state_kinds(recipe.optimizer.name, recipe.optimizer.momentum))
         self.grad_clip = recipe.train.grad_clip
+        self.routing = find_routing(job, model, device)
 
     @override
     def train_step(
@@ -39,12 +41,12 @@ class ReferenceEngine(FullForwardEngine):
     ) -> StepResult:
         loss_sum = 0.0
         source_losses = torch.zeros(self.sources, dtype=torch.float64, device=self.device)
-        for micro_batch in micro_batches:
+        for micro_batch in self._begin_routing(micro_batches):
             batch = micro_batch.to(self.device)
-            self.dropout.start(batch.dropout_seed)
             micro_loss = self._training_loss(batch, source_losses)
+            objective = self._add_router_losses(micro_loss, target_tokens)
             self.report_phase("backward")
-            (micro_loss / target_tokens).backward()  # type: ignore[no-untyped-call]
+            (objective / target_tokens).backward()  # type: ignore[no-untyped-call]
             loss_sum += micro_loss.item()
         self.report_phase("update")
         loss = loss_sum / target_tokens
@@ -61,7 +63,8 @@ class ReferenceEngine(FullForwardEngine):
 
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return StepResult(loss=loss, grad_norm=norm, source_losses=tuple(source_losses.tolist()))
+        result = StepResult(loss=loss, grad_norm=norm, source_losses=tuple(source_losses.tolist()))
+        return self._finish_routing(result)
 
     @override
     def _logits(self, batch: MicroBatch) -> torch.Tensor:

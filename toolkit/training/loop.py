@@ -17,6 +17,7 @@ from toolkit.data.samples.micro_batch import MicroBatch
 from toolkit.data.tokens.corpora import Corpora
 from toolkit.engines.base import Engine, StepResult
 from toolkit.engines.optimizer import learning_rate
+from toolkit.engines.routing import RoutingStats
 from toolkit.errors import NonFiniteError, PreemptedError
 from toolkit.training.callback import Action, Callback
 from toolkit.training.checkpointing import Checkpointer
@@ -196,6 +197,7 @@ class TrainingRun:
             skipped=result.skipped,
             **self._evaluate(),
             **_by_source(result, source_tokens),
+            **_of_experts(result.routing),
             batch=digest,
         )
         self.history.append(metrics)
@@ -222,6 +224,20 @@ class TrainingRun:
     def _notify(self, hook: str, *arguments: object) -> None:
         for callback in self.callbacks:
             getattr(callback, hook)(self, *arguments)
+
+
+def _of_experts(stats: RoutingStats | None) -> dict[str, Any]:
+    """The metrics of a model with experts."""
+    loads = [load for load in stats.busiest if load is not None] if stats is not None else []
+    if stats is None or not loads:
+        return {}
+    return {
+        "router_aux_loss": stats.aux_loss,
+        "router_z_loss": stats.z_loss,
+        "expert_load": sum(loads) / len(loads),
+        "unused_experts": stats.unused,
+        "layer_expert_load": tuple(load if load is None else round(load, 4) for load in stats.busiest),
+    }
 
 
 def _by_source(result: StepResult, tokens: Mapping[str, int]) -> dict[str, Any]:

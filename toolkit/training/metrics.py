@@ -30,6 +30,15 @@ class StepMetrics:
     source_loss: dict[str, float] | None = None
     """Of a mixture: the loss of each source that has targets in this step."""
     source_tokens: dict[str, int] | None = None
+    router_aux_loss: float | None = None
+    """Where it is on: the loss that balances experts, without its coefficient."""
+    router_z_loss: float | None = None
+    expert_load: float | None = None
+    """Of a model with experts: the load of the busiest one over the mean, the mean over layers."""
+    unused_experts: float | None = None
+    """The share of experts without a token."""
+    layer_expert_load: tuple[float | None, ...] | None = None
+    """`expert_load` of each decoder layer, None where a layer has no experts."""
     batch: str | None = None
     """A hash of the step's samples and their order, the same in every layout."""
 

@@ -12,6 +12,7 @@ from toolkit.data.tokens.corpora import Corpora
 from toolkit.dsconfig import Device, build, merge_user_config, read_user_config
 from toolkit.engines.factory import check_precision
 from toolkit.engines.optimizer import learning_rate
+from toolkit.engines.routing import check_routing
 from toolkit.errors import ConfigError, DataError, ModelError, RecipeError
 from toolkit.files import reason_of
 from toolkit.model_init.build_model import check_trained, load_config
@@ -40,6 +41,7 @@ def check_model(recipe: Recipe, device: torch.device, *, trust_remote_code: bool
     if recipe.model.load_in_4bit:
         check_four_bit(device)
     check_trained(recipe, config)
+    check_routing(recipe, config)
     check_precision(recipe, device)
     try:
         learning_rate(recipe)

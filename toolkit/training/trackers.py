@@ -62,6 +62,8 @@ class Trackers(Callback):
             values["eval_loss"] = metrics.eval_loss
         values |= {f"source_loss/{name}": loss for name, loss in (metrics.source_loss or {}).items()}
         values |= {f"eval_loss/{name}": loss for name, loss in (metrics.eval_losses or {}).items()}
+        of_experts = ("router_aux_loss", "router_z_loss", "expert_load", "unused_experts")
+        values |= {name: value for name in of_experts if (value := getattr(metrics, name)) is not None}
         for tracker in self._trackers:
             tracker.log(values, step=metrics.step)
 

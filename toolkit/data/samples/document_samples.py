@@ -62,6 +62,7 @@ class DocumentSamples(Samples):
         self._open(corpus, seq_len, split, seed, global_batch_size, shuffled=shuffled)
         self._trained = corpus.trained(split)
         self._document_masking = self.has_positions = packing == "packed"
+        self.has_padding = True
         self._overlong = overlong
         self._choose_pieces(np.asarray(corpus.document_offsets(split)))
         if not len(self._begins):
@@ -126,6 +127,10 @@ class DocumentSamples(Samples):
             for place, _, _ in self._row(index):
                 positions[place:] = np.arange(self.seq_len - place)
         return positions
+
+    @override
+    def length(self, index: int) -> int:
+        return int(self._lengths[self._pieces(index)].sum())
 
     @override
     def sample_ids(self, step: int, positions: ArrayLike) -> NDArray[np.int64]:

@@ -223,7 +223,8 @@ class MicroBatchLoader:
         # Seeded by the position, not by the rank: every layout, and a resumed run, drops the same activations.
         seed = derive_seed("dropout", self.recipe.train.seed, batch_index, positions[0])
         if not self.reads:
-            return MicroBatch(input_ids=_EMPTY, labels=_EMPTY, dropout_seed=seed)
+            lengths = self.train.lengths(batch_index, positions)
+            return MicroBatch(input_ids=_EMPTY, labels=_EMPTY, dropout_seed=seed, lengths=lengths)
         return self.train.batch(batch_index, positions, dropout_seed=seed)
 
     def _positions(self, accumulation_step: int) -> range:

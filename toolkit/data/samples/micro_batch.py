@@ -12,6 +12,7 @@ class MicroBatch:
 
     position_ids [b, s] start at 0 with each document where documents do not attend to each other; otherwise None.
     dropout_seed seeds the dropout of this forward pass. sources [b] is the source of each sample of a mixture.
+    lengths [b] counts the tokens of each sample before its padding; None where none has padding. Every rank has them.
     """
 
     input_ids: torch.Tensor
@@ -19,6 +20,7 @@ class MicroBatch:
     position_ids: torch.Tensor | None = None
     dropout_seed: int = 0
     sources: torch.Tensor | None = None
+    lengths: torch.Tensor | None = None
 
     def inputs(self) -> dict[str, torch.Tensor]:
         """Return the keyword arguments of the model's forward pass."""
@@ -40,4 +42,5 @@ class MicroBatch:
             labels=function(self.labels),
             position_ids=None if self.position_ids is None else function(self.position_ids),
             sources=None if self.sources is None else function(self.sources),
+            lengths=None if self.lengths is None else function(self.lengths),
         )

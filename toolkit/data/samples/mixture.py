@@ -48,6 +48,7 @@ class MixtureSamples(Samples):
         self._weights = tuple(weights)
         self._interleaving = Interleaving(weights)
         self.has_positions = any(part.has_positions for part in self.parts)
+        self.has_padding = any(part.has_padding for part in self.parts)
 
     @override
     def __len__(self) -> int:
@@ -96,6 +97,11 @@ class MixtureSamples(Samples):
     def position_ids(self, index: int) -> NDArray[np.int64]:
         part, own = self._part_of(index)
         return part.position_ids(own)
+
+    @override
+    def length(self, index: int) -> int:
+        part, own = self._part_of(index)
+        return part.length(own)
 
     def source_of(self, number: int) -> str:
         """Return the name of the source that a sample of the run is from."""

@@ -36,6 +36,8 @@ class Samples:
 
     has_positions: bool
     """Whether micro-batches have position_ids: where documents are masked, and where those of another text are."""
+    has_padding: bool
+    """Whether a sample may end in padding."""
 
     def __init__(
         self,
@@ -50,7 +52,7 @@ class Samples:
         global_batch_size: int,
     ) -> None:
         self._open(corpus, seq_len, split, seed, global_batch_size, shuffled=shuffled)
-        self._packed = packing != "padded"
+        self._packed, self.has_padding = packing != "padded", packing == "padded"
         self._document_masking = self.has_positions = self._packed and document_masking
         self._offsets = corpus.document_offsets(split)
         if self._packed:
@@ -116,6 +118,15 @@ class Samples:
         first[starts] = starts
         return positions - np.maximum.accumulate(first)
 
+    def length(self, index: int) -> int:
+        """Count the tokens of a sample before its padding."""
+        return int(self._locate(np.array([index]))[1][0])
+
+    def lengths(self, step: int, places: Sequence[int] | NDArray[np.int64]) -> torch.Tensor | None:
+        """Count the tokens of the samples at `places`, without reading them; None where none has padding."""
+        ids = self.sample_ids(step, places).tolist()
+        return torch.tensor([self.length(index) for index in ids]) if self.has_padding else None
+
     def sample_ids(self, step: int, positions: ArrayLike) -> NDArray[np.int64]:
         """Return the samples at `positions` of the global batch of `step`: the same on every rank of every layout.
 
@@ -149,6 +160,7 @@ class Samples:
             labels=torch.from_numpy(labels),
             position_ids=torch.from_numpy(np.stack(positions)) if positions else None,
             dropout_seed=dropout_seed,
+            lengths=torch.tensor([part.length(index) for part, index in samples]) if self.has_padding else None,
         )
 
     def target_count(self, step: int, positions: ArrayLike) -> int:

@@ -9,16 +9,22 @@ once per micro-batch and stage, and no family needs code of its own.
 Dims: b samples, s positions, h hidden, v vocabulary.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import Function, FunctionCtx
 from transformers import PreTrainedModel
 
 from toolkit.parallel.model_structure import ModelStructure, hidden_argument
 
 ZERO = "zero_of_another_stage"
 """The buffer that marks a module whose parameters another stage owns."""
+
+
+RouterSums = Callable[[torch.Tensor | None], torch.Tensor | None]
+"""Adds the sums over this stage's routers to those that the stage before handed on; None where routers have no loss."""
 
 
 class StageExit(Exception):  # noqa: N818 - not an error: how the forward pass is left
@@ -74,6 +80,8 @@ class PipelineStage(nn.Module):
     ) -> None:
         super().__init__()
         self.model = model
+        self._router_sums: RouterSums | None = None
+        self._receives_sums = False
         self.is_first, self.is_last = stage == 0, stage == len(bounds) - 2
         start, stop = bounds[stage], bounds[stage + 1]
         layers = structure.layer_list(model)
@@ -96,6 +104,10 @@ class PipelineStage(nn.Module):
         for name in sorted((structure.before | structure.after) - used):
             _drop_parameters(model.get_submodule(name), kept)
 
+    def connect_routers(self, sums: RouterSums, *, have_loss: bool) -> None:
+        """Call `sums` after each forward pass. Where routers have a loss, stages hand on what it returns."""
+        self._router_sums, self._receives_sums = sums, have_loss and self._entry is not None
+
     def cast_nonlocal(self, dtype: torch.dtype) -> None:
         """Cast the zeros that replace other stages' parameters to the dtype of this stage's parameters.
 
@@ -109,8 +121,12 @@ class PipelineStage(nn.Module):
         """Map (input_ids [b, s], …), on later stages (hidden [b, s, h], …), to (hidden [b, s, h], …).
 
         The last stage returns logits [b, s, v]. The optional second tensor is position_ids [b, s], passed on unchanged.
+        Where routers have a loss, the sums of their outputs precede the hidden state.
         """
         first, *rest = inputs if isinstance(inputs, tuple) else (inputs,)
+        sums = None
+        if self._receives_sums:
+            sums, first = first, rest.pop(0)
         keywords = {"position_ids": rest[0]} if rest else {}
         if self._entry is None:
             ids = first
@@ -121,11 +137,50 @@ class PipelineStage(nn.Module):
         try:
             logits = self.model(input_ids=ids, use_cache=False, **keywords).logits
         except StageExit as end:
-            return (end.hidden, *rest)
+            if self._router_sums is not None:
+                sums = self._router_sums(sums)
+            outputs = (end.hidden,) if sums is None else _together(sums, end.hidden)
+            return (*outputs, *rest)
         finally:
             if self._entry is not None:
                 self._entry.received = None
+        if self._router_sums is not None:
+            self._router_sums(sums)
         return logits
+
+
+def _together(sums: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return both outputs of a stage, such that their gradients run through the stage together.
+
+    DeepSpeed calls `backward` on each output of a stage, which would run through all of its layers for each. So the
+    gradient of the first output waits for that of the hidden state.
+    """
+    gradients: list[torch.Tensor] = []
+    return _Waits.apply(sums, hidden, gradients), _Releases.apply(hidden, sums, gradients)
+
+
+class _Waits(Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, sums: torch.Tensor, hidden: torch.Tensor, gradients: list[torch.Tensor]) -> Any:
+        # Of the hidden state it only takes that a gradient is required, which a stage without routers lacks in `sums`.
+        ctx.gradients = gradients  # type: ignore[attr-defined]
+        return sums.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        ctx.gradients.append(gradient)
+        return None, None, None
+
+
+class _Releases(Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, hidden: torch.Tensor, sums: torch.Tensor, gradients: list[torch.Tensor]) -> Any:
+        ctx.gradients = gradients  # type: ignore[attr-defined]
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient, ctx.gradients.pop(), None
 
 
 def _end_with(layer: nn.Module) -> None:

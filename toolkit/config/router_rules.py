@@ -1,0 +1,21 @@
+"""What the balancing of experts needs of a model: experts."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from toolkit.config.recipe import Recipe
+from toolkit.errors import Refusal
+
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""What configs call the number of experts."""
+
+
+def router_conflicts(recipe: Recipe, config: Mapping[str, Any] | None) -> Iterator[Refusal]:
+    """Refuse to balance the experts of a dense model."""
+    if config is None or any((config.get("text_config") or config).get(name) for name in EXPERT_COUNTS):
+        return
+    for name in ("router_aux_loss", "router_z_loss", "router_bias_update"):
+        field = f"model.{name}"
+        if recipe.value_of(field):
+            given = (field, ("model.name_or_path", recipe.model.name_or_path))
+            yield Refusal(field=field, given=given, reason="the model has no experts", remedy=("remove it",))

@@ -1,0 +1,102 @@
+"""What the routers of a model put out in a forward pass: the logits of every token, and the experts it was sent to.
+
+Every router of a family on transformers' experts interface returns (logits [t, e], weights [t, k], experts [t, k], …),
+and the family names the class of its routers where it records their logits for `output_router_logits`. Dims: t tokens
+of a micro-batch on this rank, e experts, k experts for each token.
+"""
+
+import inspect
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from toolkit.config.router_rules import EXPERT_COUNTS
+from toolkit.model_init.model_modules import decoder_layers
+
+_CORRECTION_BIASES = ("e_score_correction_bias", "expert_bias")
+"""What families call the bias that only chooses experts and has no gradient."""
+
+
+@dataclass(frozen=True)
+class RouterOutput:
+    """Of one layer: `logits` [t, e] with their gradient, and the `experts` [t, k] of each token."""
+
+    logits: torch.Tensor
+    experts: torch.Tensor
+
+
+class RouterRecords:
+    """Keeps the outputs of a model's routers between `begin` and `take`; recomputation runs routers again, outside."""
+
+    def __init__(self, routers: dict[int, nn.Module]) -> None:
+        self._outputs: dict[int, RouterOutput] = {}
+        self._is_open = False
+        for layer, router in routers.items():
+            router.register_forward_hook(partial(self._keep, layer))
+
+    def begin(self) -> None:
+        """Record the forward pass that follows."""
+        self._outputs, self._is_open = {}, True
+
+    def take(self) -> dict[int, RouterOutput]:
+        """Stop, and return what was recorded, by decoder layer."""
+        outputs, self._outputs, self._is_open = self._outputs, {}, False
+        return outputs
+
+    def _keep(self, layer: int, module: nn.Module, arguments: Any, result: Any) -> None:
+        if self._is_open:
+            self._outputs[layer] = RouterOutput(result[0], result[2])
+
+
+def find_routers(model: PreTrainedModel) -> dict[int, nn.Module]:
+    """Return the router of every decoder layer that has one, by the layer's number; empty for other models."""
+    kinds = router_classes(model)
+    found = {}
+    for index, layer in enumerate(decoder_layers(model)):
+        for module in layer.modules():
+            if isinstance(module, kinds):
+                found[index] = module
+    return found
+
+
+def router_classes(model: PreTrainedModel) -> tuple[type[nn.Module], ...]:
+    """Return the class of a model's routers; empty where it has none, or none that record their logits."""
+    for part in model.modules():
+        recorders = getattr(part, "_can_record_outputs", None) or {}
+        if "router_logits" in recorders:
+            recorder = recorders["router_logits"]
+            if not isinstance(recorder, list) and recorder.index == 0:
+                return (recorder.target_class,)
+    return ()
+
+
+def expert_count(config: PretrainedConfig) -> int:
+    """Return how many experts a layer has, 0 for a dense model."""
+    text = config.get_text_config(decoder=True)
+    return next((count for name in EXPERT_COUNTS if (count := getattr(text, name, None))), 0)
+
+
+def scores_by_sigmoid(router: nn.Module) -> bool | None:
+    """Return whether a router turns logits into scores by a sigmoid (DeepSeek-V3) or a softmax; None if it has both.
+
+    Configs do not say, so this reads the router's source.
+    """
+    source = "".join(
+        inspect.getsource(kind) for kind in type(router).__mro__ if kind.__module__ == type(router).__module__
+    )
+    sigmoid = "sigmoid" in source
+    return None if sigmoid and "softmax" in source else sigmoid
+
+
+def correction_biases(model: PreTrainedModel) -> dict[int, torch.Tensor]:
+    """Return the bias that corrects the choice of experts, a buffer or a frozen parameter, by decoder layer."""
+    found = {}
+    for index, layer in enumerate(decoder_layers(model)):
+        for name, value in (*layer.named_buffers(), *layer.named_parameters()):
+            if name.rpartition(".")[2] in _CORRECTION_BIASES:
+                found[index] = value
+    return found

@@ -1,0 +1,267 @@
+"""Routing: what an engine does with the routers of its model: balancing losses, the bias update, loads per expert.
+
+The engine calls `start` before the forward pass of a micro-batch and `finish` after it, adds `loss` to the mean token
+loss of the global batch, and calls `finish_step` with `totals` summed over the ranks. The losses of a pipeline's stages
+meet in products, so a stage hands its sums on to the next, with the hidden state.
+
+Dims: b samples, s positions, t tokens on this rank, e experts.
+"""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from toolkit.config.job import Job
+from toolkit.config.recipe import ModelSection, Recipe
+from toolkit.engines.router_losses import count_assignments, pooled_loss, pooled_sums, sequence_loss, z_loss
+from toolkit.engines.router_records import (
+    RouterOutput,
+    RouterRecords,
+    correction_biases,
+    expert_count,
+    find_routers,
+    router_classes,
+    scores_by_sigmoid,
+)
+from toolkit.errors import ModelError
+
+_LOSSES = 2
+"""The auxiliary loss and the z-loss."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutingStats:
+    """One step: the losses without their coefficients, None where they are off, and the load of each layer's experts.
+
+    `busiest`: of each decoder layer, the load of the busiest expert over the mean, None where there are no experts;
+    `unused`: the share of all experts without a token. Padding is no load.
+    """
+
+    aux_loss: float | None
+    z_loss: float | None
+    busiest: tuple[float | None, ...]
+    unused: float
+
+
+class Routing:
+    """The routers of one rank's part of a model. `sequence_group`: ranks that share the sequences of a micro-batch."""
+
+    sums: torch.Tensor
+    """Of the last micro-batch, of all layers up to this stage's last."""
+
+    def __init__(
+        self, job: Job, model: PreTrainedModel, device: torch.device, sequence_group: dist.ProcessGroup | None = None
+    ) -> None:
+        section, config = job.recipe.model, model.config
+        self.device, self.model, self._group = device, model, sequence_group
+        self.count, self._layers = expert_count(config), config.get_text_config(decoder=True).num_hidden_layers
+        self._samples, self._seq_len = job.batch.micro_batch_size, job.recipe.data.seq_len
+        self._micro_batches = job.batch.dp * job.batch.accumulation
+        self.aux_coefficient, self.z_coefficient = aux_coefficient(section, config), section.router_z_loss
+        self.bias_rate = section.router_bias_update
+        self._scope = section.router_aux_loss.scope if section.router_aux_loss else "micro_batch"
+        routers = find_routers(model)
+        self._sigmoid = {layer: bool(scores_by_sigmoid(router)) for layer, router in routers.items()}
+        self._records = RouterRecords(routers)
+        self._biases = correction_biases(model) if self.bias_rate else {}
+        self._is_counting = False
+        # Whether each rank of the sequence group counts its part of the tokens; corrected by what routers put out.
+        self._is_split = sequence_group is not None
+        self.totals = torch.zeros(_LOSSES + self._layers * self.count, dtype=torch.float64, device=device)
+        """Sums of the step on this rank: the losses, and the tokens of each expert of each layer."""
+        self.global_counts = torch.zeros(self.count + 1, dtype=torch.float64, device=device)
+        """Scope `global`: the assignments to each expert in the global batch, over all layers, and the rows."""
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether a loss is added, so that pipeline stages hand sums on."""
+        return self.aux_coefficient > 0 or self.z_coefficient > 0
+
+    def begin_step(self) -> bool:
+        """Forget the step before, which may have failed; return whether the global batch must be counted first."""
+        self.totals.zero_()
+        self.global_counts.zero_()
+        return self.aux_coefficient > 0 and self._scope == "global"
+
+    def start(self, lengths: torch.Tensor | None) -> None:
+        """Begin the forward pass of a micro-batch in training. `lengths` [b]: its tokens without padding; None: all."""
+        self._has_padding = lengths is not None
+        full = torch.full((self._samples,), self._seq_len)
+        self._lengths = (full if lengths is None else lengths).to(self.device)
+        self._records.begin()
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count the assignments of forward passes inside, without gradients, for those of the global batch."""
+        self._is_counting = True
+        with torch.no_grad():
+            yield
+        self._is_counting = False
+
+    def finish(self, received: torch.Tensor | None = None) -> torch.Tensor | None:
+        """Add what the routers of this stage put out to the loads, and to the sums `received` from the stage before.
+
+        Sums: probabilities [e], assignments [e], rows, sequence losses, z-losses; None without a loss.
+        """
+        sums = torch.zeros(2 * self.count + 3, device=self.device) if received is None else received
+        for layer, output in self._records.take().items():
+            mask = self._mask(output)
+            if self._is_counting:
+                self._count_globally(output, mask)
+                continue
+            start = _LOSSES + layer * self.count
+            self.totals[start : start + self.count] += count_assignments(output.experts, mask, self.count)
+            if self.has_loss:
+                sums = sums + torch.cat(self._layer_sums(layer, output, mask))
+        self.sums = sums
+        return sums if self.has_loss else None
+
+    def _layer_sums(self, layer: int, output: RouterOutput, mask: torch.Tensor | None) -> list[torch.Tensor]:
+        pooled = torch.zeros(2 * self.count, device=self.device)
+        rows = self._lengths.sum(dtype=torch.float32)
+        sequence = squares = torch.zeros_like(rows)
+        if self.aux_coefficient and self._scope == "sequence":
+            sigmoid = self._sigmoid[layer]
+            sequence = sequence_loss(output, mask, self._lengths, self.sum_over_sequence, sigmoid=sigmoid)
+        elif self.aux_coefficient:
+            pooled = pooled_sums(output, mask)
+            counts = self.sum_over_sequence(pooled[self.count :].detach().clone())
+            pooled = torch.cat([pooled[: self.count], counts])
+        if self.z_coefficient:
+            squares = z_loss(output, mask, rows)
+        return [pooled, torch.stack([rows, sequence, squares])]
+
+    def loss(self) -> torch.Tensor:
+        """Return what to add to the mean token loss of the global batch for the last micro-batch."""
+        pooled, (rows, sequence, squares) = self.sums[:-3].view(2, -1), self.sums[-3:]
+        probabilities, assignments = pooled.unbind()
+        if self._scope == "global":
+            counts, all_rows = self.global_counts[:-1], self.global_counts[-1]
+            aux = pooled_loss(probabilities, (counts / all_rows).float(), all_rows.float())
+        elif self._scope == "sequence":
+            aux = sequence / self._micro_batches
+        else:
+            rows = rows.detach()
+            aux = pooled_loss(probabilities, assignments.detach() / rows, rows) / self._micro_batches
+        squares = squares / self._micro_batches
+        self.totals[:_LOSSES] += torch.stack([aux, squares]).detach()
+        loss: torch.Tensor = self.aux_coefficient * aux + self.z_coefficient * squares
+        return loss
+
+    def _count_globally(self, output: RouterOutput, mask: torch.Tensor | None) -> None:
+        counts = pooled_sums(output, mask)[self.count :]
+        rows = counts.new_tensor(len(output.experts)) if mask is None else mask.sum()
+        self.global_counts += torch.cat([counts, rows[None]])
+
+    def finish_step(self, *, updated: bool) -> RoutingStats:
+        """Given `totals` summed over all ranks, update the biases if a step was taken."""
+        totals = self.totals.cpu()
+        losses, loads = totals[:_LOSSES].tolist(), totals[_LOSSES:].view(self._layers, self.count)
+        if updated:
+            self._update_biases(loads)
+        has_experts = loads.sum(dim=1) > 0
+        return RoutingStats(
+            aux_loss=losses[0] if self.aux_coefficient else None,
+            z_loss=losses[1] if self.z_coefficient else None,
+            busiest=tuple(float(load.max() / load.mean()) if load.any() else None for load in loads),
+            unused=float((loads[has_experts] == 0).double().mean()),
+        )
+
+    def keep_biases_exact(self) -> None:
+        """Keep the biases that are updated in fp32, once the engine has cast them: 16 bits cannot add a small rate."""
+        for bias in self._biases.values():
+            bias.data = bias.data.float()
+
+    def _update_biases(self, loads: torch.Tensor) -> None:
+        """Move each bias by the rate, up where an expert had less than the mean load (DeepSeek-V3, section 2.1.2).
+
+        The loads are integers, the same on every rank, and so are the biases.
+        """
+        for layer, bias in self._biases.items():
+            change = self.bias_rate * (loads[layer].mean() - loads[layer]).sign()
+            bias.data.add_(change.to(bias).view_as(bias))
+
+    def _mask(self, output: RouterOutput) -> torch.Tensor | None:
+        """Return 1 for each token of this rank and 0 for padding, [t]; None where there is none."""
+        part = len(output.experts) // self._samples
+        self._is_split = part < self._seq_len
+        if not self._has_padding:
+            return None
+        first = part * self._group.rank() if self._is_split and self._group is not None else 0
+        positions = torch.arange(first, first + part, device=self.device)
+        return (positions < self._lengths[:, None]).float().flatten()  # [b, s] -> [t]
+
+    def sum_over_sequence(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum what was counted over the ranks that share the sequences, in place."""
+        if self._is_split:
+            dist.all_reduce(values, group=self._group)
+        return values
+
+
+def aux_coefficient(section: ModelSection, config: PretrainedConfig) -> float:
+    """Return the coefficient of the auxiliary loss: the recipe's, or that of a config that asks for the loss, or 0."""
+    asked, text = section.router_aux_loss, config.get_text_config(decoder=True)
+    if asked is not None and asked.coefficient is not None:
+        return asked.coefficient
+    own = getattr(text, "router_aux_loss_coef", None)
+    if asked is not None and own is None:
+        reason = f"the config of {config.model_type} has no router_aux_loss_coef to take it from"
+        raise ModelError.of(
+            "model.router_aux_loss.coefficient", None, reason, ("model.router_aux_loss.coefficient", 0.01)
+        )
+    return float(own or 0) if asked is not None or getattr(text, "output_router_logits", False) else 0.0
+
+
+def check_routing(recipe: Recipe, config: PretrainedConfig) -> None:
+    """Raise ModelError for a balancing of experts that the model does not allow, before ranks meet."""
+    section, family = recipe.model, config.model_type
+    aux = aux_coefficient(section, config)
+    if not (aux or section.router_z_loss or section.router_bias_update):
+        return
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    routers = find_routers(model) if any(hasattr(module, "has_gate") for module in model.modules()) else {}
+    field, advice = "model.router_bias_update" if section.router_bias_update else "model.router_aux_loss", "remove it"
+    if section.router_aux_loss is None and aux:
+        field, advice = "model.overrides.output_router_logits", "set it to false"
+    if not routers:
+        reason = f"the experts of {family} have no router that can be watched in transformers"
+        raise ModelError.of(field, True, reason, advice)
+    scope = section.router_aux_loss.scope if section.router_aux_loss else None
+    if scope == "sequence" and scores_by_sigmoid(next(iter(routers.values()))) is None:
+        field, reason = "model.router_aux_loss.scope", f"{family} has two kinds of scores, and the formula takes one"
+        raise ModelError.of(field, scope, reason, (field, "micro_batch or global"))
+    if section.router_bias_update:
+        _check_biases(recipe, model)
+
+
+def _check_biases(recipe: Recipe, model: PreTrainedModel) -> None:
+    field, family = "model.router_bias_update", model.config.model_type
+    biases = correction_biases(model)
+    if not biases:
+        reason = f"the routers of {family} have no bias that corrects the choice of experts"
+        raise ModelError.of(field, recipe.value_of(field), reason, "set model.router_aux_loss instead")
+    is_sharded = recipe.train.engine == "fsdp" or (
+        recipe.train.engine == "deepspeed" and recipe.parallel.zero_stage == 3
+    )
+    if is_sharded and isinstance(next(iter(biases.values())), nn.Parameter):
+        reason, remedy = (
+            f"the bias of {family} is a parameter, which would be sharded",
+            ("parallel.zero_stage", "0, 1 or 2"),
+        )
+        raise ModelError.of(field, recipe.value_of(field), reason, remedy)
+
+
+def find_routing(
+    job: Job, model: PreTrainedModel, device: torch.device, sequence_group: dist.ProcessGroup | None = None
+) -> Routing | None:
+    """Return the routing of a model whose routers can be watched, or None."""
+    if not router_classes(model) or not expert_count(model.config):
+        return None
+    return Routing(job, model, device, sequence_group)
