@@ -5,29 +5,9 @@ from itertools import product
 from typing import Any
 
 import pytest
-from engine_states import AFTER, BEFORE, Outcome, Saved, assert_same_bits, build, cell, changes, everything, train
+from engine_states import BEFORE, Outcome, assert_same_bits, cell, changes, resumed_run, whole_run
 
-from toolkit.config.recipe import Recipe
 from toolkit.config.strategy import Strategy
-from toolkit.engines.optimizer_states import MASTER
-
-
-def whole_run(recipe: Recipe) -> Outcome:
-    engine, loader, rate = build(recipe)
-    train(engine, loader, rate, 0, BEFORE)
-    saved = everything(engine), engine.states.updates
-    curve = train(engine, loader, rate, BEFORE, BEFORE + AFTER)
-    return saved, curve, everything(engine)
-
-
-def resumed_run(recipe: Recipe, saved: Saved) -> Outcome:
-    engine, loader, rate = build(recipe.model_copy(update={"train": recipe.train.model_copy(update={"seed": 1})}))
-    values, updates = saved
-    for kind in (MASTER, *engine.states.kinds):
-        engine.load_states(kind, values[kind].__getitem__)
-    engine.states.updates = updates
-    found = everything(engine), engine.states.updates
-    return found, train(engine, loader, rate, BEFORE, BEFORE + AFTER), everything(engine)
 
 
 @pytest.fixture(scope="module")

@@ -69,6 +69,26 @@ def train(
     return steps
 
 
+def whole_run(recipe: Recipe) -> Outcome:
+    """Train, and keep the states of the middle."""
+    engine, loader, rate = build(recipe)
+    train(engine, loader, rate, 0, BEFORE)
+    saved = everything(engine), engine.states.updates
+    curve = train(engine, loader, rate, BEFORE, BEFORE + AFTER)
+    return saved, curve, everything(engine)
+
+
+def resumed_run(recipe: Recipe, saved: Saved) -> Outcome:
+    """Continue from these states, with other weights before."""
+    engine, loader, rate = build(recipe.model_copy(update={"train": recipe.train.model_copy(update={"seed": 1})}))
+    values, updates = saved
+    for kind in (MASTER, *engine.states.kinds):
+        engine.load_states(kind, values[kind].__getitem__)
+    engine.states.updates = updates
+    found = everything(engine), engine.states.updates
+    return found, train(engine, loader, rate, BEFORE, BEFORE + AFTER), everything(engine)
+
+
 def assert_same_bits(found: Values, wanted: Values) -> None:
     assert found.keys() == wanted.keys()
     for kind in wanted:

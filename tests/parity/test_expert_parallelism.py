@@ -6,7 +6,11 @@ from daily import daily
 from matrix import Cell
 from mixtures import MIXTURES, MixtureCell
 
-LAYOUTS = ("dp4-ep2-z0", "dp4-ep2-z1", "dp4-ep2-z2", "dp4-ep2-z3", "dp4-ep4-z2", "pp2-dp2-ep2-z1")
+LAYOUTS = (
+    *("dp4-ep2-z0", "dp4-ep2-z1", "dp4-ep2-z2", "dp4-ep2-z3", "dp4-ep4-z2", "pp2-dp2-ep2-z1", "tp2-z1-inner"),
+    *("tp2-dp2-ep2-z1", "tp2-dp2-ep2-z3", "tp2-dp2-ep2-z2-sp", "tp2-pp2-dp2-ep2-z1", "dp2-ep2-z1-recompute"),
+    *("tp2-z3-inner-sp", "dp2-ep2-z2-offload"),
+)
 
 
 def _cells() -> list[MixtureCell]:
