@@ -135,10 +135,14 @@ LAYOUTS = {
     "z3": (2, {"zero_stage": 3}),
     "pp2-z0-recompute": (2, {"pp": 2, "zero_stage": 0, "recompute": "full"}),
     "pp2-dp2-z1": (4, {"pp": 2, "zero_stage": 1}),
+    "tp2-sp-z1": (2, {"tp": 2, "sequence_parallel": True, "zero_stage": 1}),
+    "tp2-pp2-z1": (4, {"tp": 2, "pp": 2, "zero_stage": 1}),
+    "tp2-sp-dp2-ep2-z2": (4, {"tp": 2, "ep": 2, "sequence_parallel": True, "zero_stage": 2}),
+    "ep2-z3": (2, {"ep": 2, "zero_stage": 3}),
     "ddp": (2, {}),
     "fsdp": (2, {}),
 }
-DAILY = {("micro_batch", "pp2-z0-recompute"), ("global", "pp2-dp2-z1"), ("deepseek", "z3")}
+DAILY = {("micro_batch", "pp2-z0-recompute"), ("global", "tp2-sp-z1"), ("deepseek", "ep2-z3")}
 
 
 @pytest.fixture(scope="session")

@@ -33,7 +33,8 @@ def pages(make_comparison: Make, tmp_path_factory: pytest.TempPathFactory) -> di
     for name in ("first", "second"):
         (folder / name).mkdir()
         lines = [{"step": i, "loss": 8 - i / 50, "lr": 1e-3, "grad_norm": 1 + 20 * (i == 9), "tokens": 2048,
-                  "seconds": 0.5, "memory_bytes": 2**30 + i, "skipped": i < 3} for i in range(1, 100)]  # fmt: skip
+                  "seconds": 0.5, "memory_bytes": 2**30 + i, "skipped": i < 3, "router_aux_loss": 2.0,
+                  "expert_load": 1.0, "layer_expert_load": [None, *[9 / i] * 60]} for i in range(1, 100)]  # fmt: skip
         (folder / name / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "first" / "recipe.yaml").write_text(RECIPE)
     (folder / "first" / "environment.json").write_text('{"device": "NVIDIA H100 80GB HBM3 x 4"}')

@@ -11,6 +11,7 @@ import pytest
 from toolkit import hardware
 from toolkit.cli.main import main
 from toolkit.errors import ReportError
+from toolkit.report.load_map import load_map
 from toolkit.report.recorded_run import RecordedRun, read_log, read_runs
 from toolkit.report.run_charts import run_charts, running_mean
 from toolkit.report.runs_page import figures, run_events, runs_page, write_runs
@@ -294,3 +295,20 @@ def test_the_losses_of_sources_and_validation_sets_have_charts_of_their_own(make
     assert shown["sources"] == {"web": ((1, 3.0), (2, 2.5)), "code": ((1, 2.0),)}
     assert shown["validation-sets"] == {"books": ((2, 2.4),), "chats": ((2, None),)}
     assert "sources" not in {chart.name for chart in run_charts([one(make_run([line(1)], name="other"))])}
+
+
+def test_the_load_of_experts_is_a_map_of_layers_over_steps(make_run: MakeRun) -> None:
+    lines = [
+        line(step, expert_load=2.0, layer_expert_load=[None, 1.0, 9.0 if step < 20 else 1.2]) for step in range(1, 41)
+    ]
+    found = load_map(one(make_run(lines)))
+    assert found is not None
+    wide = found.drawings[0][3]
+    assert re.findall(r"var\(--(heat\d)\)", wide) == ["heat0", "heat7", "heat1"]
+    assert re.findall(r">(\d+|[\d.]+)</text>", wide)[:4] == ["1", "1.00", "2", "1.20"]
+    assert "highest" in found.description
+    assert 'id="experts"' in page(make_run(lines, name="again"))
+
+
+def test_a_dense_model_has_no_map_of_experts(make_run: MakeRun) -> None:
+    assert 'id="experts"' not in page(make_run([line(step) for step in range(1, 4)]))

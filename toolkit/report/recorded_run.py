@@ -59,6 +59,10 @@ class Step(BaseModel):
     eval_loss: Number = None
     eval_losses: dict[str, Number] = {}
     source_loss: dict[str, Number] = {}
+    router_aux_loss: Number = None
+    expert_load: Number = None
+    unused_experts: Number = None
+    layer_expert_load: list[Number] = []
     skipped: bool = False
 
     @property

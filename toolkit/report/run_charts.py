@@ -37,6 +37,8 @@ def run_charts(runs: Sequence[RecordedRun]) -> list[Chart]:
         *by_name,
         _learning_rate(runs),
         _gradient_norm(runs),
+        _chart("router-loss", _plain(runs, lambda step: step.router_aux_loss)),
+        _chart("expert-load", _plain(runs, lambda step: step.expert_load)),
         _throughput(runs),
         _mfu(runs),
         _memory(runs),

@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from toolkit.config.recipe import Recipe
+from toolkit.report.load_map import load_map
 from toolkit.report.page import figure, readouts, render, replace_folder
 from toolkit.report.prediction import compare_with_plan, state_difference
 from toolkit.report.recorded_run import RecordedRun
@@ -51,6 +52,7 @@ def runs_page(runs: Sequence[RecordedRun], *, command: str) -> str:
             for index, run in enumerate(runs)
         ],
         drawings=[figure(chart) for chart in charts],
+        load_maps=[drawn for run in runs if (drawn := load_map(run)) is not None],
         beside=beside,
         difference=state_difference(beside),
         command=command,
