@@ -4,17 +4,20 @@ import os
 import shutil
 import signal
 import textwrap
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from toolkit.cli import FiniteRange
+from toolkit.config import load_recipe
 from toolkit.config.gallery import find_recipes
 from toolkit.errors import ModelError, ToolkitError
 from toolkit.files import reason_of
 from toolkit.launch.spawn import run_local_ranks
 from toolkit.training.arguments import unused_run_directory
+from toolkit.training.preload import preload_training
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -174,7 +177,8 @@ def _answers(model: GenerativeModel) -> list[str]:
 def _train(recipe: str, run_dir: Path, overrides: tuple[str, ...], nproc: int) -> int:
     recipes = find_recipes()
     arguments = ["--config", str(recipes / recipe), f"run_dir={run_dir}", *overrides]
-    code = run_local_ranks(recipes / "train.py", arguments, nproc)
+    decoded = load_recipe(str(recipes / recipe), overrides)
+    code = run_local_ranks(recipes / "train.py", arguments, nproc, preload=partial(preload_training, decoded))
     if code == 0:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # there is nothing left to save
     return code

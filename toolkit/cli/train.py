@@ -1,6 +1,7 @@
 """`dstk train`: start the ranks of this machine on recipes/train.py."""
 
 import os
+from functools import partial
 from pathlib import Path
 
 import click
@@ -13,6 +14,7 @@ from toolkit.errors import RecipeError
 from toolkit.files import expanded
 from toolkit.launch.spawn import AUTO, Restart, run_local_ranks, run_with_restarts
 from toolkit.training.arguments import run_name, unused_run_directory
+from toolkit.training.preload import preload_training
 
 _OF_ONE_MACHINE = 8
 """GPUs that machines have, but for a few."""
@@ -73,10 +75,10 @@ def command(
     script = find_recipes() / "train.py"
     if not restarts:
         arguments += ["--overwrite"] * overwrite + (["--resume", resume] if resume else [])
-        return run_local_ranks(script, arguments, nproc)
+        return run_local_ranks(script, arguments, nproc, preload=partial(preload_training, decoded))
     run_dir = _run_directory(decoded, recipe, resume)
     again = Restart(run_dir=run_dir, given=arguments, resume=resume, overwrite=overwrite)
-    return run_with_restarts(script, again.arguments, nproc, restarts)
+    return run_with_restarts(script, again.arguments, nproc, restarts, preload=partial(preload_training, decoded))
 
 
 def _ranks_here(recipe: str, overrides: tuple[str, ...]) -> int:

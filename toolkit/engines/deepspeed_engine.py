@@ -27,6 +27,7 @@ from toolkit.parallel.gather import Names
 from toolkit.parallel.groups import ModelParallelUnit
 
 deepspeed_patches.skip_shared_memory_op()
+deepspeed_patches.import_muon_uncompiled()
 
 _SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """The state of DeepSpeed's loss scaler."""

@@ -5,14 +5,17 @@ the patch. What a pipeline stage tells DeepSpeed about its parameters is in para
 """
 
 import copy
+import importlib
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.runtime import compiler
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import nn
 from transformers import PretrainedConfig
@@ -33,6 +36,16 @@ def skip_shared_memory_op() -> None:
     if os.environ.get("DS_ACCELERATOR") == "cpu":
         # Written before it is read: reading it first probes every op, a second per rank with a compiler.
         vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
+
+
+def import_muon_uncompiled() -> None:
+    """Import DeepSpeed's Muon without compiling it: it is imported for every optimizer, and used by none here.
+
+    DeepSpeed 0.19.8 asks whether an optimizer is Muon (deepspeed/runtime/zero/utils.py), and the module compiles three
+    functions when it is imported, which imports TorchInductor: a sixth of a rank's start. No issue is known.
+    """
+    with mock.patch.object(compiler, "compile", return_value=lambda function: function):
+        importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
 
 
 @contextmanager

@@ -211,7 +211,6 @@ _LATE_IMPORTS = (
     "deepspeed.runtime.pipe.p2p",
     "deepspeed.runtime.sequence_parallel.ulysses_sp",
     "deepspeed.runtime.superoffload.superoffload_stage3",
-    "deepspeed.runtime.zero.muon.muon_optimizer",
     "torch._subclasses.schema_check_mode",
     "transformers.tokenization_utils_tokenizers",
     "transformers.trainer_pt_utils",
@@ -221,7 +220,6 @@ _LATE_IMPORTS = (
 
 def preload(*families: str) -> None:
     """Import what any engine needs to train models of these families: forked ranks then start in a second."""
-    torch.set_num_threads(1)
     if local_device().type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
     modeling = (f"transformers.models.{family}.modeling_{family}" for family in families)

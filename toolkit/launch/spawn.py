@@ -13,10 +13,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from toolkit.checkpoint.manifest import ListedCheckpoint, list_checkpoints
 from toolkit.checkpoint.names import MANIFEST
 from toolkit.errors import PreemptedError, RunError
+from toolkit.launch.forked_script import ForkedScript, can_fork
 from toolkit.launch.health.heartbeat import PEER_FAILED
 from toolkit.launch.rank_environment import RankEnvironment
 from toolkit.launch.stop_requests import REPEAT_SECONDS, SAVE_SECONDS, STOP_SIGNALS
@@ -28,7 +30,8 @@ _MESSAGE_SECONDS = 3
 """The other ranks notice by themselves that one has died or hangs, and print where it was."""
 _NO_CRASH = (2, PreemptedError.exit_code)
 """Exit codes for bad input, and for a request to stop."""
-Ranks = Sequence[subprocess.Popen[bytes]]
+Rank = subprocess.Popen[bytes] | ForkedScript
+Ranks = Sequence[Rank]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,16 +43,25 @@ class _RunExit:
 
 
 def run_with_restarts(
-    script: Path, arguments: Callable[[int], tuple[Sequence[str], str]], nproc: int, restarts: int
+    script: Path,
+    arguments: Callable[[int], tuple[Sequence[str], str]],
+    nproc: int,
+    restarts: int,
+    *,
+    preload: Callable[[], None] | None = None,
 ) -> int:
     """Like `run_local_ranks`, but start again after a crash, up to `restarts` times.
 
     `arguments` maps an attempt (0: the first start) to the script's arguments and a description of where it resumes.
     """
+    os.environ |= _variables_of_all(nproc)
     received: list[int] = []  # signals to this process are meant for its ranks as well
-    for number in STOP_SIGNALS:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as it is in the background jobs of a script
-            signal.signal(number, lambda number, frame: received.append(number))
+    if preload is not None:
+        _handle_stop_signals(partial(_interrupt, received))
+        with contextlib.suppress(KeyboardInterrupt):
+            preload()
+    _handle_stop_signals(lambda number, frame: received.append(number))
+    start = ForkedScript if preload is not None and not received and can_fork() else _start
     for attempt in range(restarts + 1):
         given, origin = arguments(attempt)
         if received:
@@ -58,29 +70,45 @@ def run_with_restarts(
             return 128 + received[0]
         if attempt:
             print(f"restart {attempt} of {restarts}: {origin}", file=sys.stderr, flush=True)
-        ended = _run(script, given, nproc, received)
+        ended = _run(partial(start, script, given), nproc, received)
         if not ended.is_crash:
             break
     return ended.code
 
 
-def run_local_ranks(script: Path, arguments: Sequence[str], nproc: int) -> int:
+def _handle_stop_signals(handler: Callable[[int, Any], None]) -> None:
+    for number in STOP_SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as it is in the background jobs of a script
+            signal.signal(number, handler)
+
+
+def _interrupt(received: list[int], number: int, frame: object) -> None:
+    """Note a signal, and do not wait for the seconds of imports."""
+    received.append(number)
+    raise KeyboardInterrupt
+
+
+def run_local_ranks(
+    script: Path, arguments: Sequence[str], nproc: int, *, preload: Callable[[], None] | None = None
+) -> int:
     """Run `python script arguments…` as `nproc` ranks; return the exit code of the first rank that failed, or 0.
 
     The ranks start with STOP_SIGNALS blocked, until they can handle them. When one fails, the others have three seconds
     to report what they know about it, and are killed: without their peer they would wait in a collective. STOP_SIGNALS
     are passed on to the ranks, which have two minutes to save a checkpoint and exit with 75. However this process ends,
-    its ranks end.
+    its ranks end. With `preload`, which imports in this process what ranks need, they are forked from it where that is
+    possible; all imports, their time and most of their memory are then shared.
     """
-    return run_with_restarts(script, lambda attempt: (arguments, ""), nproc, 0)
+    return run_with_restarts(script, lambda attempt: (arguments, ""), nproc, 0, preload=preload)
 
 
-def _run(script: Path, arguments: Sequence[str], nproc: int, received: Sequence[int]) -> _RunExit:
+def _run(start: Callable[[dict[str, str]], Rank], nproc: int, received: Sequence[int]) -> _RunExit:
     port = free_port()
-    ranks: list[subprocess.Popen[bytes]] = []
+    ranks: list[Rank] = []
     try:
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-        ranks += [_start(script, arguments, rank, nproc, port) for rank in range(nproc)]
+        for number in range(nproc):
+            ranks.append(start(os.environ | rank_variables(number, nproc, port)))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         while (ended := _poll(ranks)) is None and not received:
             time.sleep(_POLL_SECONDS)
@@ -189,14 +217,19 @@ def _identity(listed: ListedCheckpoint) -> tuple[str, int, int]:
     return listed.name, status.st_ino, status.st_mtime_ns
 
 
-def _start(script: Path, arguments: Sequence[str], rank: int, nproc: int, port: int) -> subprocess.Popen[bytes]:
-    environment = os.environ | rank_variables(rank, nproc, port)
-    # By default each rank would start one thread per core, and all ranks would compete for the same cores.
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc)))
-    # PyTorch reads this at import; it would print a C++ stack for each connection to a dead rank.
-    environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+def _start(script: Path, arguments: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
     command = [sys.executable, str(script), *arguments]
     return subprocess.Popen(command, env=environment, preexec_fn=partial(end_with, os.getpid()))
+
+
+def _variables_of_all(nproc: int) -> dict[str, str]:
+    """What torch reads when it is imported, where the user has not set it."""
+    defaults = {
+        # By default each rank would start one thread per core, and all ranks would compete for the same cores.
+        "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // nproc)),
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # a C++ stack for each connection to a dead rank
+    }
+    return {name: value for name, value in defaults.items() if name not in os.environ}
 
 
 def rank_variables(rank: int, world_size: int, port: int) -> dict[str, str]:

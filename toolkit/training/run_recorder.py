@@ -7,7 +7,6 @@ from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
 from toolkit.checkpoint.save import SavedCheckpoint
-from toolkit.report.images import plot_loss
 from toolkit.report.recorded_run import read_log
 from toolkit.training.callback import Callback
 from toolkit.training.checkpointing import Checkpointer
@@ -47,6 +46,8 @@ class RunRecorder(Callback):
 
     def _plot(self, run: TrainingRun) -> None:
         steps = read_log(self._directory.path / "metrics.jsonl").steps
+        from toolkit.report.images import plot_loss  # Matplotlib, which a run needs only at its end
+
         plot_loss(
             self._directory.path / CURVE,
             [step.loss for step in steps],
