@@ -18,15 +18,17 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 
+import torch
 import torch.distributed as dist
 import transformers
 from family_check import check_pipeline, check_tensor
+from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from toolkit.errors import ToolkitError
 from toolkit.launch.local_ranks import RankFailedError, run_ranks
-from toolkit.models.support import PATH, Support, encoded
-from toolkit.parallel.tiny_model import default_config
+from toolkit.models.support import EXPERT_KINDS, KINDS, PATH, Support, encoded
+from toolkit.parallel.tiny_model import default_config, tiny_config
 
 MEMORY_BYTES = 12 * 2**30
 SECONDS = 120
@@ -35,18 +37,35 @@ TENSOR_RANKS = (2, 4)
 
 def check(model_type: str) -> Support:
     """Run all checks of one family."""
-    pipeline = refusal(1, check_pipeline, model_type)
-    # Starting ranks takes longer than most checks, so both run in one start, and alone only if one of them fails.
-    tensor = sequence = _first_refusal(_check_both, model_type)
-    if sequence:
-        tensor = _first_refusal(_check_tensor, model_type)
+    refusals = {"pipeline": refusal(1, check_pipeline, model_type)}
+    kinds = ("tensor", "sequence", *(EXPERT_KINDS if has_experts(model_type) else ()))
+    if refusals["pipeline"]:
+        # Tensor parallelism needs the same structure; experts that replicas share out do not.
+        refusals |= dict.fromkeys(kinds, refusals["pipeline"])
+        if "ep" in kinds:
+            refusals["ep"] = refusal(2, _check_ep, model_type)
+    else:
+        # Starting ranks takes longer than most checks, so all run in one start, and alone only if one of them fails.
+        together = _check_with_experts if "ep" in kinds else _check_both
+        refused = _first_refusal(together, model_type)
+        for kind in kinds:
+            found = _first_refusal(_CHECKS[kind], model_type) if refused else None
+            refusals[kind] = found if kind == "ep" else refusals.get("tensor") or found
     return Support(
         model_type=model_type,
-        pipeline_refusal=pipeline,
-        tensor_refusal=tensor,
-        sequence_refusal=tensor or sequence,
         attention=attention(model_type),
+        **{f"{kind}_refusal": reason for kind, reason in refusals.items()},
     )
+
+
+def has_experts(model_type: str) -> bool:
+    """Whether the tiny model is a mixture of experts."""
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(tiny_config(model_type))
+    except Exception:
+        return False  # what its checks find too, with the reason
+    return any(name.rpartition(".")[2] == "experts" for name, _ in model.named_modules())
 
 
 def attention(model_type: str) -> tuple[str, ...]:
@@ -61,11 +80,7 @@ def check_all(names: Iterable[str] = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) -> dict[
     found = {}
     for name in sorted(names):
         found[name] = support = check(name)
-        print(
-            f"{name:26} pipeline: {_word(support.pipeline_refusal):60} tensor: {_word(support.tensor_refusal):60} "
-            f"sequence: {_word(support.sequence_refusal)}",
-            flush=True,
-        )
+        print(f"{name:26}", *(f"{kind}: {support.refusal(kind) or 'exact':20}" for kind in support.kinds), flush=True)
     return found
 
 
@@ -97,6 +112,12 @@ def _check_both(model_type: str) -> None:
     _check_sequence(model_type)
 
 
+def _check_with_experts(model_type: str) -> None:
+    _check_both(model_type)
+    _check_inner(model_type)
+    _check_ep(model_type)
+
+
 def _check_tensor(model_type: str) -> None:
     """Check the family's defaults, and other choices of ties and biases."""
     group: Any = dist.group.WORLD
@@ -109,6 +130,28 @@ def _check_sequence(model_type: str) -> None:
     check_tensor(model_type, group, sequence_parallel=True, changes=_other_choices(model_type))
 
 
+def _check_inner(model_type: str) -> None:
+    group: Any = dist.group.WORLD
+    check_tensor(model_type, group, inner=True)
+    check_tensor(model_type, group, inner=True, sequence_parallel=True, changes=_other_choices(model_type))
+
+
+def _check_ep(model_type: str) -> None:
+    """Two replicas that share out the experts, of one or two tensor-parallel ranks."""
+    group, replicas = _axes(tp=dist.get_world_size() // 2)
+    check_tensor(model_type, group, expert=replicas)
+    is_sharded = group.size() > 1
+    check_tensor(model_type, group, expert=replicas, sequence_parallel=is_sharded, changes=_other_choices(model_type))
+
+
+def _axes(*, tp: int) -> tuple[Any, Any]:
+    """The tensor-parallel group of this rank, and that of its replicas."""
+    ranks = range(dist.get_world_size())
+    tensor, _ = dist.new_subgroups(tp)
+    replicas, _ = dist.new_subgroups_by_enumeration([[*ranks[first::tp]] for first in range(tp)])
+    return tensor, replicas
+
+
 def _other_choices(model_type: str) -> dict[str, Any]:
     """Return changes to a tiny config: tie or untie the embedding, and enable all disabled biases."""
     given = default_config(model_type).to_dict()
@@ -117,8 +160,7 @@ def _other_choices(model_type: str) -> dict[str, Any]:
     return biases | tied
 
 
-def _word(reason: str | None) -> str:
-    return reason or "exact"
+_CHECKS = {"tensor": _check_tensor, "sequence": _check_sequence, "inner": _check_inner, "ep": _check_ep}
 
 
 def main(names: list[str]) -> None:
@@ -127,10 +169,8 @@ def main(names: list[str]) -> None:
     if unknown:
         sys.exit(f"{', '.join(sorted(unknown))}: no causal LM of transformers {transformers.__version__}.")
     found = check_all(names or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-    pipeline, tensor, sequence = (
-        sum(support.supports(kind) for support in found.values()) for kind in ("pipeline", "tensor", "sequence")
-    )
-    print(f"of {len(found)} families: {pipeline} pipeline, {tensor} tensor, {sequence} sequence")
+    counts = (f"{sum(support.supports(kind) for support in found.values())} {kind}" for kind in (*KINDS, *EXPERT_KINDS))
+    print(f"of {len(found)} families:", ", ".join(counts))
     if not names:
         PATH.write_text(encoded(found, transformers.__version__), encoding="utf-8")
 

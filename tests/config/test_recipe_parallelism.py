@@ -198,6 +198,8 @@ def test_what_does_not_fit_the_world_size_gives_one_line(world_size: int, axes: 
         ({"pp": 2}, ["parallel.pp=2"]),
         ({"tp": 2, "pp": 2}, ["parallel.tp=2", "parallel.pp=2"]),
         ({"tp": 2, "sequence_parallel": True}, ["parallel.tp=2"]),
+        ({"tp": 2, "experts": "inner"}, ["parallel.tp=2"]),
+        ({"dp": 2, "ep": 2}, ["parallel.ep=2"]),
         ({"dp": 2}, []),
     ],
 )

@@ -8,7 +8,7 @@ import pytest
 
 from toolkit.cli.main import main
 from toolkit.config.parallel_rules import ULYSSES_FAMILIES
-from toolkit.models.support import KINDS, PATH, all_families, checked_version, encoded, find
+from toolkit.models.support import EXPERT_KINDS, KINDS, PATH, all_families, checked_version, encoded, find
 
 PROMISED = [
     "gpt2",
@@ -68,7 +68,7 @@ def test_more_than_a_hundred_families_support_pipeline_parallelism() -> None:
 def test_every_refusal_is_one_short_line() -> None:
     assert len(all_families()) > 150
     for family in all_families().values():
-        for reason in (family.pipeline_refusal, family.tensor_refusal, family.sequence_refusal):
+        for reason in map(family.refusal, (*KINDS, *EXPERT_KINDS)):
             assert reason is None or (0 < len(reason) <= 120 and "\n" not in reason), family
 
 
@@ -77,6 +77,11 @@ def test_tensor_parallelism_needs_a_structure_that_pipelines_support() -> None:
     assert not [
         family for family in all_families().values() if family.supports("tensor") and not family.supports("pipeline")
     ]
+
+
+def test_the_table_says_where_attention_is_not_sharded(capfd: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capfd, "inkling_text", "mixtral")
+    assert ["attention is not sharded" in line for line in out.splitlines()[1:3]] == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -111,25 +116,28 @@ def test_the_table_has_a_line_per_family_and_a_total(capfd: pytest.CaptureFixtur
     code, out, err = run(capfd)
     lines = [line.rstrip() for line in out.splitlines()]
     assert (code, err) == (0, "")
-    assert lines[0] == "family                    pipeline  tensor  sequence  ulysses  why not"
+    assert lines[0] == "family                    pipeline  tensor  sequence  ep   inner  ulysses  why not"
     assert [line.split()[0] for line in lines[1:-2]] == list(all_families())
     assert lines[-1].startswith(f"{len(all_families())} families: ")
 
 
 def test_named_families_come_in_the_order_asked_for(capfd: pytest.CaptureFixture[str]) -> None:
     _, out, _ = run(capfd, "mixtral", "gpt2", "mixtral")
-    assert [line.split()[:2] for line in out.splitlines()[1:3]] == [["mixtral", "yes"], ["gpt2", "yes"]]
+    assert [line.split()[:6] for line in out.splitlines()[1:3]] == [
+        ["mixtral", *5 * ["yes"]],
+        ["gpt2", *3 * ["yes"], "-", "-"],
+    ]
     assert out.splitlines()[-1].startswith("2 families: 2 ")
 
 
 def test_a_refusal_of_all_kinds_of_parallelism_is_printed_once(capfd: pytest.CaptureFixture[str]) -> None:
     _, out, _ = run(capfd, "bart")
-    assert out.splitlines()[1].split() == ["bart", "no", "no", "no", "no", "encoder-decoder"]
+    assert out.splitlines()[1].split() == ["bart", "no", "no", "no", "-", "-", "no", "encoder-decoder"]
 
 
 def test_the_column_ulysses_has_the_families_that_recipes_accept(capfd: pytest.CaptureFixture[str]) -> None:
     _, out, _ = run(capfd)
-    assert {line.split()[0] for line in out.splitlines()[1:-2] if line.split()[4] == "yes"} == {*ULYSSES_FAMILIES}
+    assert {line.split()[0] for line in out.splitlines()[1:-2] if line.split()[6] == "yes"} == {*ULYSSES_FAMILIES}
 
 
 def test_json_has_the_same_facts_as_the_table(capfd: pytest.CaptureFixture[str]) -> None:

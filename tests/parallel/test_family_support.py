@@ -54,7 +54,6 @@ DAILY_VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("cohere", {"use_qk_norm": True}),  # the one of 104 billion
     ("minicpm3", {}),  # latent attention
     ("mimo_v2_flash", {}),  # attention sinks; layers differ in their key-value heads
-    ("inkling_text", {}),  # attention and convolutions that stay whole; a norm inside the embedding
 )
 OTHER_VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("falcon", {}),
@@ -75,6 +74,7 @@ OTHER_VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("gpt_neox", {"use_parallel_residual": False}),
     ("diffllama", {}),
     ("doge", {}),
+    ("inkling_text", {}),  # attention and convolutions that stay whole; a norm inside the embedding
     ("gpt_oss", {}),
     ("granitemoeshared", {"shared_intermediate_size": 32}),
     ("deepseek_v3", {"q_lora_rank": None}),
@@ -223,3 +223,25 @@ def test_the_check_sees_a_wrong_stage(monkeypatch: pytest.MonkeyPatch, alter: Al
     monkeypatch.setattr(PipelineStage, "forward", forward)
     with pytest.raises(InexactError, match=complaint):
         check_pipeline("llama")
+
+
+def _without_sum_of_router_weights(name: str) -> str:
+    """Each tensor-parallel rank then has the gradient of the router's weights for its own experts alone."""
+    from collections import ChainMap
+    from types import SimpleNamespace
+
+    from family_check import InexactError, check_tensor
+    from torch import distributed as dist
+
+    from toolkit.parallel.experts import dispatch
+
+    unsummed = {"copy_to_tensor_ranks": lambda x, group: x}
+    vars(dispatch)["c"] = SimpleNamespace(**ChainMap(unsummed, vars(dispatch.c)))
+    with pytest.raises(InexactError) as caught:
+        check_tensor(name, dist.group.WORLD)
+    return str(caught.value)
+
+
+def test_the_check_sees_a_wrong_gradient_of_a_router(ranks: Callable[..., list[Any]]) -> None:
+    for complaint in ranks(_without_sum_of_router_weights, 2, "mixtral"):
+        assert "the gradient of" in complaint

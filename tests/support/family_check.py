@@ -21,10 +21,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from toolkit.errors import LayoutError, ModelError
-from toolkit.parallel.model_structure import ModelStructure, analyze_model, check_model_kind
+from toolkit.parallel.experts.sharding import ExpertSharder
+from toolkit.parallel.model_structure import ModelStructure, analyze_model, check_model_kind, list_layers
 from toolkit.parallel.pipeline.stage import PipelineStage
 from toolkit.parallel.shard import shard_of
-from toolkit.parallel.tensor.parallelize import TensorParallelizer
+from toolkit.parallel.tensor.parallelize import TensorParallelizer, mark_replicated
 from toolkit.parallel.tensor.vocabulary import VocabParallelHead, VocabularyShard, vocab_parallel_token_loss_sum
 from toolkit.parallel.tiny_model import VOCABULARY, brief, default_config, tiny_config
 
@@ -65,6 +66,7 @@ class Passed:
 
 def check_pipeline(model_type: str) -> None:
     """Partition a tiny model into three stages. Raises ModelError with the reason where that fails or is not exact."""
+    _check_kind(model_type)
     model = tiny_model(model_type)
     # On the meta device, as a model that is too large for one rank is examined.
     structure = analyze_model(_on_meta(model))
@@ -75,11 +77,29 @@ def check_pipeline(model_type: str) -> None:
         pass_stages(model, structure, inputs, labels).check(whole.gradients, whole.loss, situation)
 
 
+def _check_kind(model_type: str) -> None:
+    """Raise ModelError for what cannot be partitioned into layers, before a tiny model is built."""
+    check_model_kind(getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]), default_config(model_type))
+
+
 def parallelize(
-    model: PreTrainedModel, structure: ModelStructure, group: dist.ProcessGroup, *, sequence_parallel: bool
+    model: PreTrainedModel,
+    structure: ModelStructure,
+    group: dist.ProcessGroup,
+    *,
+    sequence_parallel: bool,
+    expert: dist.ProcessGroup | None = None,
+    inner: bool = False,
 ) -> None:
-    """Shard a whole model in place."""
-    parallelizer = TensorParallelizer(model, structure, group, sequence_parallel=sequence_parallel)
+    """Shard a whole model in place: over `group`, and its experts also over `expert`."""
+    alone, _ = dist.new_subgroups(1)
+    sharder = ExpertSharder(model, group, expert or alone, inner=inner, sequence_parallel=sequence_parallel)
+    if group.size() == 1:
+        for index, layer in enumerate(structure.layer_list(model)):
+            sharder.shard_layer(layer, f"{structure.layers}.{index}")
+        mark_replicated(model, structure.tied)
+        return
+    parallelizer = TensorParallelizer(model, structure, group, sequence_parallel=sequence_parallel, experts=sharder)
     for index in range(structure.count):
         parallelizer.parallelize_layer(index)
     parallelizer.parallelize_vocabulary()
@@ -90,17 +110,23 @@ def check_tensor(
     group: dist.ProcessGroup,
     *,
     sequence_parallel: bool = False,
+    inner: bool = False,
+    expert: dist.ProcessGroup | None = None,
     changes: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """Split a tiny model over `group`; to be called on each of its ranks. Raises ModelError as check_pipeline does.
 
-    `changes`: fields of its config, instead of the family's defaults.
+    `inner`: split each expert instead of sharing them out. `expert`: ranks with samples of their own that share out
+    experts. `changes`: fields of its config, instead of the family's defaults.
     """
+    if group.size() > 1:
+        _check_kind(model_type)
+    analyze = analyze_model if group.size() > 1 else list_layers
     model = _reference(model_type, chosen := tuple(changes.items()))
     with _double_by_default():
-        structure, sharded = analyze_model(_on_meta(model)), copy.deepcopy(model)
+        structure, sharded = analyze(_on_meta(model)), copy.deepcopy(model)
         try:
-            parallelize(sharded, structure, group, sequence_parallel=sequence_parallel)
+            parallelize(sharded, structure, group, sequence_parallel=sequence_parallel, expert=expert, inner=inner)
         except (ModelError, LayoutError) as error:
             # Ours say what was given, the reason, and what to do; the reason alone is wanted.
             raise ModelError(error.refusal.reason if error.refusal else str(error)) from error
@@ -114,7 +140,7 @@ def check_tensor(
                 for name, shard in shards.items()
                 if shard.name in whole.gradients
             }
-            pass_tensor_rank(sharded, inputs, labels, group).check(wanted, whole.loss, situation)
+            pass_tensor_rank(sharded, inputs, labels, group, expert).check(wanted, whole.loss, situation)
 
 
 @lru_cache(maxsize=1)
@@ -147,7 +173,6 @@ def situations(model: PreTrainedModel) -> Iterator[tuple[str, tuple[torch.Tensor
 
 def tiny_model(model_type: str, changes: Mapping[str, Any] = MappingProxyType({})) -> PreTrainedModel:
     """A small model of this type in which every parameter is random, ready to be compared. Raises ModelError."""
-    check_model_kind(getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]), default_config(model_type))
     config = tiny_config(model_type, **changes)
     try:
         with torch.device("meta"):
@@ -208,10 +233,21 @@ def pass_stages(
 
 
 def pass_tensor_rank(
-    sharded: PreTrainedModel, inputs: tuple[torch.Tensor, ...], labels: torch.Tensor, group: dist.ProcessGroup
+    sharded: PreTrainedModel,
+    inputs: tuple[torch.Tensor, ...],
+    labels: torch.Tensor,
+    group: dist.ProcessGroup,
+    expert: dist.ProcessGroup | None = None,
 ) -> Passed:
-    """One pass through this rank's part of a split model; gradients under the names that they have here."""
+    """One pass through this rank's part of a split model; gradients under the names that they have here.
+
+    With `expert` of its own samples; what these ranks replicate is then summed as data parallelism does.
+    """
     sharded.zero_grad()
+    replicas = 1 if expert is None else expert.size()
+    if expert is not None:
+        inputs = tuple(x[expert.rank() :: replicas] for x in inputs)
+        labels = labels[expert.rank() :: replicas]
     names = dict(zip(("input_ids", "position_ids"), inputs, strict=False))
     logits = sharded(**names, use_cache=False).logits
     if isinstance(sharded.get_output_embeddings(), VocabParallelHead):
@@ -219,8 +255,14 @@ def pass_tensor_rank(
         loss = vocab_parallel_token_loss_sum(logits, labels, vocabulary, group) / labels.numel()
     else:
         loss = _loss(logits, labels)
-    loss.backward()
+    (loss / replicas).backward()
+    loss = loss.detach() / replicas
     gradients = {name: value.grad for name, value in sharded.named_parameters() if value.grad is not None}
+    if expert is not None:
+        dist.all_reduce(loss, group=expert)
+        for name, value in sharded.named_parameters():
+            if name in gradients and not shard_of(value).over_experts:
+                dist.all_reduce(gradients[name], group=expert)
     return Passed(loss=loss.item(), gradients=gradients)
 
 

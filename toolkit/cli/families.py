@@ -1,4 +1,4 @@
-"""`dstk families`: which Hugging Face families are supported for pipeline, tensor and sequence parallelism."""
+"""`dstk families`: which Hugging Face families are supported for which kinds of parallelism."""
 
 import json
 import shutil
@@ -9,7 +9,7 @@ import click
 
 from toolkit.errors import ModelError, nearest
 from toolkit.models.families.registry import find_spec
-from toolkit.models.support import KINDS, Support, all_families, checked_version
+from toolkit.models.support import EXPERT_KINDS, KINDS, Support, all_families, checked_version
 from toolkit.units import plural
 
 _FILE_WIDTH = 300
@@ -22,7 +22,9 @@ _FILE_WIDTH = 300
 def command(names: tuple[str, ...], as_json: bool) -> None:
     """Print which families of Hugging Face causal LMs are supported for pipeline and tensor parallelism.
 
-    The column sequence is for sequence parallelism on top of tensor parallelism, ulysses for DeepSpeed-Ulysses.
+    The column sequence is for sequence parallelism on top of tensor parallelism, ulysses for DeepSpeed-Ulysses. Of
+    mixtures of experts, ep is for expert parallelism, and inner for tensor parallelism with a part of each expert on
+    every rank; tensor is with whole experts.
 
     NAME is the model_type of a config.json; without one, all families are listed. A yes was tested: a tiny model of
     the family has the same loss and gradients when it is partitioned as when it is whole.
@@ -52,18 +54,21 @@ def select(names: Sequence[str]) -> list[Support]:
 
 def facts(family: Support) -> dict[str, object]:
     """Return what --json prints about a family."""
-    supported: dict[str, object] = {kind: family.supports(kind) for kind in KINDS}
-    refusals = {f"{kind}_refusal": family.refusal(kind) for kind in KINDS}
+    supported: dict[str, object] = {kind: family.supports(kind) for kind in family.kinds}
+    refusals = {f"{kind}_refusal": family.refusal(kind) for kind in family.kinds}
     return supported | {"ulysses": find_spec(family.model_type).ulysses_verified} | refusals
 
 
 def why_not(family: Support) -> str:
     """Return the refusals of a family on one line, each with the first kind of parallelism that it applies to."""
     reasons: dict[str, str] = {}
-    for kind in KINDS:
+    for kind in family.kinds:
         reason = family.refusal(kind)
         if reason is not None:
             reasons.setdefault(reason, f"{kind}: " if reasons else "")
+    plan = find_spec(family.model_type).tensor_plan
+    if plan is not None and plan.whole and family.supports("tensor"):
+        reasons["attention is not sharded"] = "tensor: "
     return "; ".join(kind + reason for reason, kind in reasons.items())
 
 
@@ -74,20 +79,24 @@ def show(families: Sequence[Support]) -> None:
     from rich.text import Text
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for heading in ("family", *KINDS, "ulysses"):
+    for heading in ("family", *KINDS, *EXPERT_KINDS, "ulysses"):
         table.add_column(heading, no_wrap=True)
     table.add_column("why not", style="dim", overflow="fold")
+    marks = {True: Text("yes", style="green"), False: Text("no", style="red"), None: Text("-", style="dim")}
     for family in families:
-        found = [*map(family.supports, KINDS), find_spec(family.model_type).ulysses_verified]
-        marks = [Text("yes", style="green") if supported else Text("no", style="red") for supported in found]
-        table.add_row(family.model_type, *marks, Text(why_not(family)))
+        found = {kind: family.supports(kind) for kind in family.kinds}
+        found["ulysses"] = find_spec(family.model_type).ulysses_verified
+        columns = (marks[found.get(kind)] for kind in (*KINDS, *EXPERT_KINDS, "ulysses"))
+        table.add_row(family.model_type, *columns, Text(why_not(family)))
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _FILE_WIDTH
     console = Console(width=width, highlight=False)
     console.print(table)
-    pipeline, tensor, sequence = (sum(family.supports(kind) for family in families) for kind in KINDS)
+    pipeline, tensor, sequence, ep, _ = (
+        sum(family.supports(kind) for family in families) for kind in (*KINDS, *EXPERT_KINDS)
+    )
     console.print(
         f"\n{plural(len(families), 'family', 'families')}: {pipeline} supported for pipeline parallelism, "
-        f"{tensor} for tensor parallelism, {sequence} for sequence parallelism, tested with "
-        f"transformers {checked_version()}.",
+        f"{tensor} for tensor parallelism, {sequence} for sequence parallelism, {ep} for expert parallelism, "
+        f"tested with transformers {checked_version()}.",
         soft_wrap=True,
     )

@@ -57,7 +57,7 @@ def model_conflicts(recipe: Recipe, config: Mapping[str, Any] | None, shape: Mod
 def _family(recipe: Recipe, model_type: str | None) -> Iterator[Refusal]:
     """A family that was checked and cannot be parallelized. One that was not is examined when the model is built."""
     section = recipe.parallel
-    support = find(model_type) if model_type is not None and section.tp * section.pp > 1 else None
+    support = find(model_type) if model_type is not None and section.tp * section.pp * section.ep > 1 else None
     if support is None:
         return
     for name, off, refusal in (
@@ -65,6 +65,8 @@ def _family(recipe: Recipe, model_type: str | None) -> Iterator[Refusal]:
         ("pp", 1, support.pipeline_refusal),
         # Where tp is refused, sequence parallelism is too, and the line about tp says why.
         ("sequence_parallel", False, None if support.tensor_refusal else support.sequence_refusal),
+        ("experts", "whole", None if support.tensor_refusal else support.inner_refusal),
+        ("ep", 1, support.ep_refusal),
     ):
         field = f"parallel.{name}"
         if recipe.value_of(field) != off and refusal is not None:

@@ -19,7 +19,7 @@ from toolkit.parallel.experts.sharding import ExpertSharder
 from toolkit.parallel.gather import Names
 from toolkit.parallel.groups import ParallelGroups
 from toolkit.parallel.loss import IGNORE, sample_loss_sums, token_loss_sum
-from toolkit.parallel.model_structure import ModelStructure, analyze_model
+from toolkit.parallel.model_structure import ModelStructure, analyze_model, list_layers
 from toolkit.parallel.pipeline.balance import count_costs
 from toolkit.parallel.pipeline.stage import PipelineStage
 from toolkit.parallel.shard import is_counted
@@ -66,7 +66,8 @@ class ModelPartition:
         with torch.device("meta"):
             meta_model = type(model)(copy.deepcopy(model.config))
         meta_model.tie_weights()
-        self.structure = analyze_model(meta_model)
+        needs_chain = self.layout.tp * self.layout.pp > 1
+        self.structure = analyze_model(meta_model) if needs_chain else list_layers(meta_model)
         head = model.get_output_embeddings()
         self.vocabulary = int(head.weight.shape[0])
         self._layer_index = {id(layer): index for index, layer in enumerate(self.structure.layer_list(model))}

@@ -17,6 +17,12 @@ from toolkit.units import english_list, plural
 PATH = Path(__file__).parent / "support.json"
 KINDS = ("pipeline", "tensor", "sequence")
 """Kinds of parallelism; `sequence` is sequence parallelism on top of tensor parallelism."""
+EXPERT_KINDS = ("ep", "inner")
+"""Kinds for mixtures of experts: whole experts shared out over replicas, and over tensor-parallel ranks a part of each.
+
+Whole experts shared out over tensor-parallel ranks are part of `tensor`.
+"""
+NO_EXPERTS = "it has no experts"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,17 +33,24 @@ class Support:
     pipeline_refusal: str | None
     tensor_refusal: str | None
     sequence_refusal: str | None
+    ep_refusal: str | None = NO_EXPERTS
+    inner_refusal: str | None = NO_EXPERTS
     attention: tuple[str, ...] = ("eager", "sdpa", "flash")
     """Implementations that its transformers class declares."""
 
     def refusal(self, kind: str) -> str | None:
-        """Return why it does not support a kind of parallelism (one of KINDS); None if it does."""
+        """Return why it does not support a kind of parallelism (of KINDS or EXPERT_KINDS); None if it does."""
         reason: str | None = getattr(self, f"{kind}_refusal")
         return reason
 
     def supports(self, kind: str) -> bool:
-        """Whether it supports a kind of parallelism (one of KINDS)."""
+        """Whether it supports a kind of parallelism (of KINDS or EXPERT_KINDS)."""
         return self.refusal(kind) is None
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of parallelism that it could support: those of experts only if it has some."""
+        return KINDS if self.ep_refusal == NO_EXPERTS else (*KINDS, *EXPERT_KINDS)
 
 
 def find(model_type: str) -> Support | None:
@@ -64,7 +77,8 @@ def checked_version() -> str:
 def encoded(families: Mapping[str, Support], version: str) -> str:
     """Return the text of support.json."""
     rows = {
-        name: {kind: support.refusal(kind) or True for kind in KINDS} | {"attention": " ".join(support.attention)}
+        name: {kind: support.refusal(kind) or True for kind in support.kinds}
+        | {"attention": " ".join(support.attention)}
         for name, support in sorted(families.items())
     }
     lines = ",\n".join(f"    {json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items())
@@ -78,7 +92,7 @@ def _stored() -> tuple[str, Mapping[str, Support]]:
         name: Support(
             model_type=name,
             attention=tuple(row["attention"].split()),
-            **{f"{kind}_refusal": None if row[kind] is True else str(row[kind]) for kind in KINDS},
+            **{f"{kind}_refusal": None if row[kind] is True else str(row[kind]) for kind in row if kind != "attention"},
         )
         for name, row in content["families"].items()
     }

@@ -76,6 +76,15 @@ def analyze_model(model: PreTrainedModel) -> ModelStructure:
     )
 
 
+def list_layers(model: PreTrainedModel) -> ModelStructure:
+    """Find the decoder layers alone, which need not form a chain to be sharded one by one: for expert parallelism."""
+    name, layers = decoder_layer_list(model)
+    tied = tied_names(model)
+    return ModelStructure(
+        layers=name, count=len(layers), tuple_length=None, before=frozenset(), after=frozenset(), tied=tied
+    )
+
+
 def tied_names(model: nn.Module) -> dict[str, str]:
     """Return, for every parameter with several names, each other name -> the first."""
     first: dict[int, str] = {}
