@@ -69,7 +69,6 @@ class Routing:
         routers = find_routers(model)
         self._sigmoid = {layer: bool(scores_by_sigmoid(router)) for layer, router in routers.items()}
         self._records = RouterRecords(routers)
-        self._biases = correction_biases(model) if self.bias_rate else {}
         self._is_counting = False
         # Whether each rank of the sequence group counts its part of the tokens; corrected by what routers put out.
         self._is_split = sequence_group is not None
@@ -175,15 +174,19 @@ class Routing:
 
     def keep_biases_exact(self) -> None:
         """Keep the biases that are updated in fp32, once the engine has cast them: 16 bits cannot add a small rate."""
-        for bias in self._biases.values():
+        for bias in self._biases().values():
             bias.data = bias.data.float()
+
+    def _biases(self) -> dict[int, torch.Tensor]:
+        # Engines replace buffers, when they move a model for instance.
+        return correction_biases(self.model) if self.bias_rate else {}
 
     def _update_biases(self, loads: torch.Tensor) -> None:
         """Move each bias by the rate, up where an expert had less than the mean load (DeepSeek-V3, section 2.1.2).
 
         The loads are integers, the same on every rank, and so are the biases.
         """
-        for layer, bias in self._biases.items():
+        for layer, bias in self._biases().items():
             change = self.bias_rate * (loads[layer].mean() - loads[layer]).sign()
             bias.data.add_(change.to(bias).view_as(bias))
 
