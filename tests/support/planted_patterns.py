@@ -8,6 +8,7 @@ from synthetic_run import (
     Array,
     baseline,
     changed,
+    norm_of,
     with_gradients,
     with_losses,
     with_norms,
@@ -17,6 +18,7 @@ from synthetic_run import (
 from toolkit.parity import Cause, ParityRun
 
 BASELINE = baseline()
+MIXTURE = baseline(experts=4)
 Change = Callable[[ParityRun], ParityRun]
 
 
@@ -62,6 +64,16 @@ def other_outputs(first: str) -> Change:
 
 def gradients(factor: float, *parts: str) -> Change:
     return lambda run: with_gradients(run, times(factor), *parts)
+
+
+def norm_counting(run: ParityRun, *ranks: slice) -> ParityRun:
+    """The mean of norms, each with some of the experts."""
+
+    def counted(part: slice) -> float:
+        return norm_of({name: g[part] if "experts" in name else g for name, g in run.first_gradients.items()})
+
+    mean = float(np.mean([counted(part) for part in ranks]))
+    return with_norms(run, lambda step, norm: mean if step == 1 else norm)
 
 
 def updates(change: Callable[[str, Array], Array], **more: object) -> Change:
@@ -124,6 +136,91 @@ PATTERNS = (
         rule="initial_weights",
         cause=Cause.INITIAL_WEIGHTS,
         says="start with different ones: model.norm.weight",
+    ),
+    Pattern(
+        name="experts of another rank",
+        plant=lambda run: replace(
+            other_weights(run), initial=changed(run.initial, times(1.001), "layers.2.mlp.experts")
+        ),
+        baseline=MIXTURE,
+        rule="weights_at_start",
+        cause=Cause.EXPERTS,
+        says="only experts start from other weights (model.layers.2.mlp.experts.up)",
+    ),
+    Pattern(
+        name="rows in another order",
+        plant=other_outputs("model.layers.2"),
+        baseline=MIXTURE,
+        rule="between_router_and_experts",
+        cause=Cause.EXPERTS,
+        says="what comes to the experts of model.layers.2 is right",
+    ),
+    Pattern(
+        name="another input of experts",
+        plant=other_outputs("model.layers.2 before its experts"),
+        baseline=MIXTURE,
+        rule="forward_pass",
+        cause=Cause.SHARD,
+        says="model.layers.2 before its experts returns something else, while model.layers.1 agrees",
+    ),
+    Pattern(
+        name="experts scaled by the ranks that share them out",
+        plant=gradients(4, "experts"),
+        baseline=MIXTURE,
+        rule="gradients",
+        cause=Cause.EXPERTS,
+        says="all 4 times the baseline's (4)",
+    ),
+    Pattern(
+        name="experts averaged with others",
+        plant=lambda run: with_gradients(run, turned, "experts"),
+        baseline=MIXTURE,
+        rule="gradients",
+        cause=Cause.EXPERTS,
+        says="averaged over ranks that hold other experts",
+    ),
+    Pattern(
+        name="no auxiliary loss",
+        plant=lambda run: with_gradients(run, turned, "layers.0", "layers.1", "layers.2", "3.mlp.router", "3.norm"),
+        baseline=MIXTURE,
+        rule="routers",
+        cause=Cause.BALANCING,
+        says="from the last router on backward (model.layers.0.mlp.router.weight, ",
+    ),
+    Pattern(
+        name="routers whose parts are not summed",
+        plant=lambda run: replace(
+            with_gradients(run, turned, "layers.0", "layers.1", "layers.2", "3.mlp.router", "3.norm"),
+            diverged=frozenset({"model.layers.3.mlp.router.weight"}),
+        ),
+        baseline=MIXTURE,
+        rule="routers",
+        cause=Cause.ROUTER,
+        says="the parts are not summed",
+    ),
+    Pattern(
+        name="a norm without experts",
+        plant=lambda run: norm_counting(run, slice(0)),
+        baseline=MIXTURE,
+        rule="norm",
+        cause=Cause.CLIPPING,
+        says="counts no experts",
+    ),
+    Pattern(
+        name="a norm of one rank's experts",
+        plant=lambda run: norm_counting(run, slice(2, 4)),
+        baseline=MIXTURE,
+        rule="norm",
+        cause=Cause.CLIPPING,
+        says="counts the experts of one of 2 ranks",
+    ),
+    Pattern(
+        name="a mean of the ranks' norms",
+        plant=lambda run: norm_counting(run, slice(0, 2), slice(2, 4)),
+        baseline=MIXTURE,
+        rule="norm",
+        cause=Cause.CLIPPING,
+        says="counts a mean over 2 ranks",
     ),
     Pattern(
         name="two updates for a global batch",

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.parity import LossCurve, ParityRun, Tensors
+from toolkit.parity.parity_run import BEFORE_EXPERTS
 
 LAYERS, WIDTH, VOCABULARY, STEPS = 4, 8, 31, 12
 RATE = 0.1
@@ -18,26 +19,30 @@ RATE = 0.1
 Array = NDArray[np.floating]
 
 
-def shapes() -> dict[str, tuple[int, ...]]:
+def shapes(experts: int = 0) -> dict[str, tuple[int, ...]]:
     found: dict[str, tuple[int, ...]] = {"model.embed.weight": (VOCABULARY, WIDTH)}
     for layer in range(LAYERS):
         parts = {"norm.weight": (WIDTH,), "attn.weight": (WIDTH, WIDTH), "attn.bias": (WIDTH,)}
-        parts |= {"mlp.weight": (WIDTH, WIDTH)}
+        if experts:
+            parts |= {"mlp.experts.up": (experts, WIDTH, WIDTH), "mlp.router.weight": (experts, WIDTH)}
+        else:
+            parts |= {"mlp.weight": (WIDTH, WIDTH)}
         found |= {f"model.layers.{layer}.{name}": shape for name, shape in parts.items()}
     return found | {"model.norm.weight": (WIDTH,)}
 
 
-def draw(seed: int) -> dict[str, Array]:
+def draw(seed: int, experts: int) -> dict[str, Array]:
     chance = np.random.default_rng(seed)
-    return {name: chance.normal(size=shape).astype(np.float32) for name, shape in shapes().items()}
+    return {name: chance.normal(size=shape).astype(np.float32) for name, shape in shapes(experts).items()}
 
 
 def norm_of(tensors: Tensors) -> float:
     return float(np.sqrt(sum(float(np.sum(value.astype(np.float64) ** 2)) for value in tensors.values())))
 
 
-def baseline() -> ParityRun:
-    initial, gradients = draw(1), draw(2)
+def baseline(*, experts: int = 0) -> ParityRun:
+    """A dense model, or a mixture with so many experts in each layer."""
+    initial, gradients = draw(1, experts), draw(2, experts)
     updates = {name: -RATE * value for name, value in gradients.items()}
     micro_losses = tuple((4.0 * (3 + 5 * place), 3 + 5 * place) for place in range(8))
     micro_losses = tuple((loss * (1 + 0.1 * place), count) for place, (loss, count) in enumerate(micro_losses))
@@ -52,12 +57,20 @@ def baseline() -> ParityRun:
         first_gradients=gradients,
         first_updates=updates,
         parameters={name: value + 5 * updates[name] for name, value in initial.items()},
-        outputs={"embeddings": 1.0, **{f"model.layers.{layer}": 2.0 + layer for layer in range(LAYERS)}},
+        outputs=_outputs(before_experts=experts > 0),
         batches=tuple(f"{step:016x}" for step in range(STEPS)),
         learning_rates=(RATE,) * STEPS,
         micro_losses=micro_losses,
         micro_batch_size=2,
     )
+
+
+def _outputs(*, before_experts: bool) -> dict[str, float]:
+    outputs = {"embeddings": 1.0}
+    for layer in range(LAYERS):
+        outputs |= {f"model.layers.{layer}{BEFORE_EXPERTS}": 1.5 + layer} if before_experts else {}
+        outputs[f"model.layers.{layer}"] = 2.0 + layer
+    return outputs
 
 
 def changed(tensors: Tensors, change: Callable[[Array], Array], *parts: str) -> dict[str, Array]:

@@ -67,7 +67,7 @@ def extent_of(run: ParityRun) -> tolerance.ModelExtent:
     """Return the model sizes that rounding depends on, from the parameters of a run."""
     shapes = [value.shape for value in run.initial.values()]
     return tolerance.ModelExtent(
-        layers=max(1, len(run.outputs) - 1),
+        layers=max(1, sum(" " not in name for name in run.outputs) - 1),
         longest_sum=max(max(shape, default=1) for shape in shapes),
         largest_tensor=max(int(np.prod(shape)) for shape in shapes),
     )

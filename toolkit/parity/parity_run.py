@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 
 EMBEDDINGS = "embeddings"
 """The key in `ParityRun.outputs` of the input of the first decoder layer."""
+BEFORE_EXPERTS = " before its experts"
+"""Follows a layer's name in the key of the input of its experts."""
 
 Tensors = Mapping[str, NDArray[np.floating]]
 """Hugging Face name -> full tensor, in the order of the model."""
@@ -64,8 +66,8 @@ class ParityRun:
     update_step: int = 1
     """The first step whose learning rate is not zero: a warm-up begins with zero and changes nothing."""
     outputs: Mapping[str, float] = field(default_factory=dict)
-    """Root mean square over the first global batch of the first decoder layer's input (`embeddings`) and of each
-    layer's output, by the layer's name. Empty for families without layer outputs."""
+    """Root mean square over the first global batch of the first decoder layer's input (`embeddings`), of what its
+    experts get, and of each layer's output, by the layer's name. Empty for families without layer outputs."""
     batches: tuple[str, ...] = ()
     """Fingerprint of each step's global batch: equal if the same samples were in the same places. `a!=b` if ranks that
     should have read the same samples did not."""

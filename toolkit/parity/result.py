@@ -150,7 +150,7 @@ class ParityResult:
     @cached_property
     def layer_of(self) -> dict[str, int | None]:
         """Map each parameter to the index of its decoder layer; None outside of the layers."""
-        prefixes = {name.rpartition(".")[0] for name in self.baseline.outputs if "." in name}
+        prefixes = {name.rpartition(".")[0] for name in self.baseline.outputs if "." in name and " " not in name}
         # Families without layer outputs still number their layers.
         found = re.compile(rf"^{re.escape(prefixes.pop())}\.(\d+)\." if prefixes else r"^.*?\.(\d+)\.")
         return {row.name: int(match[1]) if (match := found.match(row.name)) else None for row in self.gradients}

@@ -7,7 +7,7 @@ comes later differs as a consequence.
 
 from collections.abc import Callable
 
-from toolkit.parity.diagnosis import forward, gradient, update
+from toolkit.parity.diagnosis import experts, forward, gradient, update
 from toolkit.parity.diagnosis.cause import Cause, Diagnosis, diagnosis
 from toolkit.parity.result import ParityResult
 
@@ -15,14 +15,19 @@ __all__ = ["RULES", "Cause", "Diagnosis", "diagnose"]
 
 RULES: tuple[Callable[[ParityResult], Diagnosis | None], ...] = (
     forward.samples,
+    experts.weights_at_start,
     forward.initial_weights,
     forward.number_of_updates,
     forward.not_finite,
     forward.token_weighting,
     gradient.constant_factor,
+    experts.routers,
+    experts.between_router_and_experts,
     forward.forward_pass,
+    experts.gradients,
     gradient.unequal_weights,
     gradient.wrong_gradients,
+    experts.norm,
     gradient.reported_norm,
     gradient.first_norm,
     update.schedule,

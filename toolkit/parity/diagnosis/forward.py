@@ -29,17 +29,23 @@ def initial_weights(diff: ParityResult) -> Diagnosis | None:
     diverged = sorted(diff.run.diverged_at_start)
     if diverged:
         return diagnosis("replicas at start", names=some(diverged))
-    other = [
-        name
-        for name, value in diff.baseline.initial.items()
-        if name not in diff.run.initial
-        or diff.run.initial[name].shape != value.shape
-        or not np.allclose(diff.run.initial[name], value, rtol=4 * diff.bounds.unit, atol=0)
-    ]
+    other = other_weights(diff)
     if not other:
         return None
     gap, count = whole_difference(diff.run.initial, diff.baseline.initial), len(diff.baseline.initial)
     return diagnosis("initial weights", names=some(other), count=len(other), all=count, gap=gap)
+
+
+def other_weights(diff: ParityResult) -> list[str]:
+    """Return the parameters that start from other weights than the baseline's."""
+    own = diff.run.initial
+    return [
+        name
+        for name, value in diff.baseline.initial.items()
+        if name not in own
+        or own[name].shape != value.shape
+        or not np.allclose(own[name], value, rtol=4 * diff.bounds.unit, atol=0)
+    ]
 
 
 def number_of_updates(diff: ParityResult) -> Diagnosis | None:

@@ -6,6 +6,7 @@ Nothing here changes what is computed. Each observer sees its own rank.
 import hashlib
 import math
 from collections.abc import Hashable, Iterable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,15 +16,16 @@ from torch.distributed.tensor import DTensor
 
 from toolkit.data.samples.loader import MicroBatchLoader
 from toolkit.engines.base import Engine
+from toolkit.parallel.experts.sharding import experts_in
 from toolkit.parallel.loss import IGNORE, token_loss_sum
 from toolkit.parallel.model_structure import decoder_layer_list, hidden_argument
 from toolkit.parallel.pipeline.stage import NonLocalLayer
 from toolkit.parallel.shard import shard_of
-from toolkit.parity.parity_run import EMBEDDINGS
+from toolkit.parity.parity_run import BEFORE_EXPERTS, EMBEDDINGS
 
 
 class LayerOutputs:
-    """Root mean squares of the input of the first decoder layer and of the output of each layer.
+    """Root mean squares of the input of the first decoder layer, of what experts get, and of the output of each layer.
 
     A mean over elements does not depend on how ranks share samples, positions or replicas.
     """
@@ -31,15 +33,18 @@ class LayerOutputs:
     def __init__(self, engine: Engine) -> None:
         self._device = engine.device
         name, layers = decoder_layer_list(engine.model)
-        self._names = [EMBEDDINGS, *(f"{name}.{index}" for index in range(len(layers)))]
+        rows = ((f"{name}.{index}{BEFORE_EXPERTS}", f"{name}.{index}") for index in range(len(layers)))
+        self._names = [EMBEDDINGS, *chain.from_iterable(rows)]
         self._sums = torch.zeros(len(self._names), 2, dtype=torch.float64, device=engine.device)  # squares, elements
         self._hooks = []
         for index, layer in enumerate(layers):
             if isinstance(layer, NonLocalLayer):
                 continue
             if index == 0:
-                self._hooks.append(layer.register_forward_pre_hook(self._enter, with_kwargs=True))
-            self._hooks.append(layer.register_forward_hook(self._after(index + 1)))
+                self._hooks.append(layer.register_forward_pre_hook(self._before(0), with_kwargs=True))
+            for _, experts in experts_in(layer):
+                self._hooks.append(experts.register_forward_pre_hook(self._before(2 * index + 1), with_kwargs=True))
+            self._hooks.append(layer.register_forward_hook(self._after(2 * index + 2)))
 
     def read(self) -> dict[str, float]:
         """Root mean squares over all ranks; removes the hooks. A collective call."""
@@ -51,8 +56,11 @@ class LayerOutputs:
         means = (squares / elements).sqrt().tolist()
         return {name: value for name, value in zip(self._names, means, strict=True) if not math.isnan(value)}
 
-    def _enter(self, module: nn.Module, arguments: Any, keywords: Any) -> None:
-        self._add(0, hidden_argument(arguments, keywords))
+    def _before(self, row: int) -> Any:
+        def add(module: nn.Module, arguments: Any, keywords: Any) -> None:
+            self._add(row, hidden_argument(arguments, keywords))
+
+        return add
 
     def _after(self, row: int) -> Any:
         def add(module: nn.Module, arguments: Any, result: Any) -> None:
