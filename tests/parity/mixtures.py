@@ -7,7 +7,7 @@ from typing import Any
 from matrix import VOCABULARY, Cell, Mathematics, Text
 from typing_extensions import override
 
-from toolkit.config.recipe import ModelSection, Recipe
+from toolkit.config.recipe import ModelSection, Recipe, RouterAuxLossSection
 from toolkit.parallel.tiny_model import tiny_config
 
 _EXPERTS = {"num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8}
@@ -38,8 +38,16 @@ class MixtureMathematics(Mathematics):
         model = ModelSection(
             name_or_path=str(_config(self.family, options, self.layers, self.tied, text.cache)),
             attn_implementation=attention,
+            # Of scopes that do not depend on the size of micro-batches, which the cells of a baseline differ in.
+            router_aux_loss=RouterAuxLossSection(
+                coefficient=0.05, scope="sequence" if self.optimizer == "sgd" else "global"
+            ),
+            # A mean over the tokens of a micro-batch: of padded ones, it depends on which are together.
+            router_z_loss=0.001 if self.packing == "packed" else 0.0,
+            router_bias_update=0.001 if self.family == "deepseek_v3" else 0.0,
         )
-        return recipe.model_copy(update={"model": model})
+        optimizer = recipe.optimizer.model_copy(update={"momentum": 0.9 if self.optimizer == "sgd" else 0.0})
+        return recipe.model_copy(update={"model": model, "optimizer": optimizer})
 
     def as_dense(self) -> Mathematics:
         """The same of a dense model."""
