@@ -17,7 +17,38 @@ from toolkit.models.support import Support
 
 ROOT = Path(__file__).parents[2]
 
+_MIXTURE: dict[str, object] = {"model__name_or_path": "mixtral-8x7b", "model__overrides": {}}
 REFUSED: list[tuple[dict[str, object], list[str], list[object]]] = [
+    (
+        _MIXTURE | {"parallel__ep": 3, "parallel__dp": 3, "batch__global_batch_size": 24, "batch__micro_batch_size": 8},
+        ["parallel.ep", "parallel.tp", "model.name_or_path"],
+        ["choose a divisor of 8"],
+    ),
+    (
+        _MIXTURE | {"parallel__ep": 2, "train__compile": True},
+        ["train.compile", "parallel.ep"],
+        [("train.compile", False)],
+    ),
+    (
+        _MIXTURE | {"parallel__ep": 2, "train__engine": "ddp"},
+        ["parallel.ep", "train.engine"],
+        [("parallel.ep", 1), ("train.engine", "deepspeed")],
+    ),
+    (
+        _MIXTURE | {"parallel__experts": "inner"},
+        ["parallel.experts", "parallel.tp"],
+        [("parallel.tp", "2 or more"), ("parallel.experts", "whole")],
+    ),
+    (
+        {"parallel__ep": 2},
+        ["parallel.ep", "model.name_or_path"],
+        [("parallel.ep", 1), "see `dstk families`"],
+    ),
+    (
+        {"parallel__tp": 2, "parallel__experts": "inner"},
+        ["parallel.experts", "model.name_or_path"],
+        [("parallel.experts", "whole"), "see `dstk families`"],
+    ),
     (
         {"parallel__tp": 5},
         ["parallel.tp", "model.name_or_path"],

@@ -5,6 +5,7 @@ from typing import Any
 
 from toolkit.config.layout import Batch, Layout
 from toolkit.config.recipe import Recipe
+from toolkit.config.router_rules import expert_count
 from toolkit.errors import BatchError, LayoutError, Refusal, Setting
 from toolkit.models.families.registry import FAMILIES, own_attention
 from toolkit.models.shape import ModelShape
@@ -51,7 +52,18 @@ def model_conflicts(recipe: Recipe, config: Mapping[str, Any] | None, shape: Mod
         for axis, reason, allowed in misfits(shape, **sizes, inner=section.experts == "inner"):
             field = f"parallel.{axis}"
             yield recipe.conflict(field, _MODEL, reason=reason, remedy=((field, allowed),))
+    if shape is None and config is not None:
+        yield from _experts(recipe, config)
     yield from _sequence_length(recipe, shape)
+
+
+def _experts(recipe: Recipe, config: Mapping[str, Any]) -> Iterator[Refusal]:
+    """Experts that ranks cannot share out, where no more is known of a model than its config."""
+    section, count = recipe.parallel, expert_count(config)
+    ranks = section.ep if section.experts == "inner" else section.ep * section.tp
+    if count % ranks:
+        reason, remedy = f"{count} experts cannot be shared equally by {ranks} ranks", f"choose a divisor of {count}"
+        yield recipe.conflict("parallel.ep", "parallel.tp", _MODEL, reason=reason, remedy=(remedy,))
 
 
 def _family(recipe: Recipe, model_type: str | None) -> Iterator[Refusal]:
@@ -135,18 +147,17 @@ def _model_parallel_settings(recipe: Recipe) -> Iterator[Refusal]:
     """What DeepSpeed does not do, or does wrongly, with tensor parallelism or a pipeline."""
     section, precision = recipe.parallel, recipe.precision
     axes = [f"parallel.{axis}" for axis in ("tp", "pp") if getattr(section, axis) > 1]
-    if not axes:
-        return
     if precision == "fp16" and section.pp > 1:
         reason = "pipelines have no loss scaling in this version"
         remedy = (("precision", "bf16 or fp32"), ("parallel.pp", 1))
         yield recipe.conflict("precision", "parallel.pp", reason=reason, remedy=remedy)
-    elif precision != "fp32" and section.zero_stage == 0:
+    elif axes and precision != "fp32" and section.zero_stage == 0:
         # Its 16-bit optimizers copy the parameters and lose the marks of tensor-parallel ones: the norm is wrong.
         field = "parallel.zero_stage"
         reason = "without ZeRO, DeepSpeed's 16-bit path forgets which parameters are tensor-parallel shards"
         yield recipe.conflict(field, *axes, "precision", reason=reason, remedy=((field, 1), ("precision", "fp32")))
-    if recipe.train.compile:
+    axes += ["parallel.ep"] * (section.ep > 1)
+    if axes and recipe.train.compile:
         reason = "a parallelized model is not compiled in this version"
         yield recipe.conflict("train.compile", *axes, reason=reason, remedy=(("train.compile", False),))
 

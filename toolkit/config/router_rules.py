@@ -10,9 +10,15 @@ EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_nu
 """What configs call the number of experts."""
 
 
+def expert_count(config: Mapping[str, Any]) -> int:
+    """The number of experts of a model; 0 where it has none."""
+    text = config.get("text_config") or config
+    return next((int(text[name]) for name in EXPERT_COUNTS if text.get(name)), 0)
+
+
 def router_conflicts(recipe: Recipe, config: Mapping[str, Any] | None) -> Iterator[Refusal]:
     """Refuse to balance the experts of a dense model."""
-    if config is None or any((config.get("text_config") or config).get(name) for name in EXPERT_COUNTS):
+    if config is None or expert_count(config):
         return
     for name in ("router_aux_loss", "router_z_loss", "router_bias_update"):
         field = f"model.{name}"

@@ -40,7 +40,7 @@ def _four_bit_conflicts(recipe: Recipe) -> Iterator[Refusal]:
         reason = "only published weights are worth keeping in 4 bits"
         yield recipe.conflict(field, "model.init", reason=reason, remedy=(("model.init", "pretrained"),))
     reason = "packed weights cannot be split"
-    for axis in ("tp", "pp", "ulysses"):
+    for axis in ("ep", "tp", "pp", "ulysses"):
         if recipe.value_of(f"parallel.{axis}") > 1:
             yield recipe.conflict(field, f"parallel.{axis}", reason=reason, remedy=((f"parallel.{axis}", 1),))
     if recipe.train.engine == "deepspeed" and recipe.parallel.zero_stage == 3:
