@@ -125,7 +125,7 @@ BUGS = (
         name="experts-clipping",
         script=NativeExpertsScript,
         mathematics={"model": MIXTRAL, "train__grad_clip": 0.5},
-        parallel={"zero_stage": 0},
+        parallel={"ep": 2, "zero_stage": 0},
         config={"zero_optimization": {"stage": 0}, "gradient_clipping": 0.5},
         is_hidden_by_adam=True,
     ),
