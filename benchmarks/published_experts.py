@@ -17,6 +17,8 @@ from pathlib import Path
 from measure.table import publish
 
 from toolkit.config.layout import Batch, Layout
+from toolkit.errors import LayoutError
+from toolkit.estimate.breakdown import MemoryBreakdown
 from toolkit.hardware import gpu
 from toolkit.models.shape import local_config
 from toolkit.planner.cluster import Cluster
@@ -32,8 +34,11 @@ _NOTES = (
 )
 
 
-def predicted(row: Mapping[str, str]) -> tuple[Layout, StepTime]:
-    """The layout of a row, and its step. Raises ToolkitError, KeyError or ValueError for what no option means."""
+def predicted(row: Mapping[str, str]) -> tuple[Layout, StepTime, MemoryBreakdown | None]:
+    """The layout of a row, its step, and its memory if the framework's profile has the layout.
+
+    Raises ToolkitError, KeyError or ValueError for what no option means.
+    """
     number = {name: int(row[name]) for name in ("gpus", "tp", "pp", "vp", "ep", "micro_batch", "accumulation")}
     dp = number["gpus"] // (number["tp"] * number["pp"])
     layout = Layout(
@@ -67,7 +72,11 @@ def predicted(row: Mapping[str, str]) -> tuple[Layout, StepTime]:
         global_batch_size=batch.global_batch_size,
         run=run,
     )
-    return layout, request.step(layout, batch)
+    try:
+        memory = request.memory(layout, batch)
+    except LayoutError:
+        memory = None
+    return layout, request.step(layout, batch), memory
 
 
 def rows() -> list[dict[str, str]]:
@@ -82,7 +91,7 @@ def main() -> int:
     save = parser.parse_args().save
     table = []
     for row in rows():
-        layout, step = predicted(row)
+        layout, step, memory = predicted(row)
         measured = step.tokens / step.gpus / float(row["tokens_per_s_gpu"])
         largest = sorted(step.terms.items(), key=lambda term: -term[1])[:3]
         table.append(
@@ -93,6 +102,7 @@ def main() -> int:
                 f"{layout}{'-recompute' if layout.recompute == 'full' else ''}-m{row['micro_batch']}",
                 ", ".join(f"{name} {seconds:.2f}" for name, seconds in largest),
                 "asked" if row["asked"] == "1" else "",
+                "" if memory is None else f"{memory.total / 2**30:.0f}",
                 f"{measured:.2f}",
                 f"{step.seconds:.2f}",
                 f"{100 * (step.seconds / measured - 1):+.1f}",
@@ -101,7 +111,7 @@ def main() -> int:
     publish(
         "published_experts",
         title="Published steps of mixtures of experts, predicted by the function that `dstk plan --layout` calls",
-        headings=["model", "framework", "GPUs", "layout", "goes to (s)", "", "published s", "predicted s", "%"],
+        headings=["model", "framework", "GPUs", "layout", "goes to (s)", "", "GiB", "published s", "predicted s", "%"],
         rows=table,
         text_columns=6,
         notes=_NOTES,

@@ -77,6 +77,10 @@ MODELS |= {
     "olmoe": _TINY
     | _GROUPED
     | {"model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 96},
+    # Experts with biases.
+    "gpt_oss": _TINY
+    | _GROUPED
+    | {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 48},
     # Its first layer is dense, and the others have experts.
     "deepseek_v3": _TINY
     | {"model_type": "deepseek_v3", "first_k_dense_replace": 1, "moe_intermediate_size": 32, "n_routed_experts": 4}
@@ -84,7 +88,7 @@ MODELS |= {
     | {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12},
 }
 LORA = {"lora": {"r": 3, "targets": ["all-linear"]}}
-EAGER = ("bloom", "gemma2")
+EAGER = ("bloom", "gemma2", "gpt_oss")
 """transformers has no other attention for them."""
 OFFLOAD = {"offload_optimizer": "cpu"}
 OFFLOAD_ALL = OFFLOAD | {"offload_params": "cpu"}
@@ -153,6 +157,17 @@ def settings() -> Iterator[Setting]:
     for stage in range(4):
         yield Setting(f"dp2-z{stage}", "bf16", "olmoe", in_every_run=stage == 3)
         yield Setting(f"dp2-z{stage}", "bf16", "deepseek_v3", in_every_run=stage == 1)
+    # Experts that replicas share out, and that tensor-parallel ranks do.
+    for stage in range(4):
+        yield Setting(f"dp2-ep2-z{stage}", "bf16", "olmoe", in_every_run=stage == 1)
+        yield Setting(f"dp4-ep2-z{stage}", "fp32", "gpt_oss", in_every_run=stage == 3)
+        yield Setting(f"dp4-ep2-z{stage}", "bf16", "olmoe")
+    yield Setting("dp2-ep2-z1", "bf16", "olmoe", accumulates_in="bf16")
+    for stage in (1, 3):
+        yield Setting(f"dp2-ep2-tp2-z{stage}", "bf16", "olmoe")
+        yield Setting(f"tp2-z{stage}", "bf16", "gpt_oss")
+        yield Setting(f"tp2-z{stage}", "bf16", "gpt_oss", parallel={"experts": "inner"})
+    yield Setting("dp2-ep2-pp2-z1", "bf16", "olmoe")
     # Not DeepSeek's: in a pipeline 4 bytes of its router's bias stay twice, for each expert of a layer.
     yield Setting("pp2-z1", "bf16", "olmoe")
     # One key-value head that both ranks hold makes two parameters of a fused projection, each with a step counter.
@@ -194,7 +209,7 @@ def model_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def recipe_of(setting: Setting, make: Make, folders: dict[str, str]) -> tuple[Recipe, int]:
     """The recipe of a cell, and its number of ranks."""
-    axes = {part.rstrip("0123456789"): int(part.lstrip("dptz")) for part in setting.layout.split("-")}
+    axes = {part.rstrip("0123456789"): int(part.lstrip("deptz")) for part in setting.layout.split("-")}
     stage = axes.pop("z")
     changes: dict[str, Any] = {
         "parallel": axes | {"zero_stage": stage} | setting.parallel,

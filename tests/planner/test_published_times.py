@@ -68,5 +68,7 @@ def test_published_steps_of_experts_are_predicted_as_the_table_says() -> None:
     asked = [row for row in published_experts.rows() if row["asked"] == "1"]
     assert len(asked) == 4
     for row in asked:
-        _, step = published_experts.predicted(row)
+        _, step, memory = published_experts.predicted(row)
+        assert memory is not None
+        assert memory.verdict != "does not fit"
         assert step.seconds * float(row["tokens_per_s_gpu"]) * step.gpus == pytest.approx(step.tokens, rel=0.15)

@@ -126,6 +126,14 @@ def test_the_memory_goal_ranks_by_memory() -> None:
     assert totals[0] < search(request(gpus=8), top=1).plans[0].memory.total
 
 
+def test_a_mixtures_layouts_share_out_experts_over_every_divisor_of_both() -> None:
+    found = {(layout.dp, layout.ep, layout.tp) for layout in layouts(request("mixtral-8x7b", gpus=8))}
+    assert {ep for dp, ep, tp in found if dp == 8} == {1, 2, 4, 8}
+    # 8 experts on 4 x 2 ranks are one each.
+    assert {ep for dp, ep, tp in found if tp == 4} == {1, 2}
+    assert all(layout.ep == 1 for layout in layouts(request("gpt2", gpus=8)))
+
+
 def test_a_family_whose_flops_are_not_those_of_its_shape_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     request("mixtral-8x7b")
     monkeypatch.setattr("toolkit.planner.request.has_these_flops", lambda *_: False)

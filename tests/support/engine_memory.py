@@ -212,7 +212,12 @@ def estimated(recipe: Recipe, config: dict[str, Any], engine: Any) -> tuple[Coun
     trainable = Trainable.of(recipe.model).text
     whole = parameters(model.config, trainable) if trainable else model.parameters
     held = whole.rank_parameters(
-        layers=range(before, before + layers), first=place.pipe == 0, last=place.pipe == layout.pp - 1, tp=layout.tp
+        layers=range(before, before + layers),
+        first=place.pipe == 0,
+        last=place.pipe == layout.pp - 1,
+        tp=layout.tp,
+        ep=layout.ep,
+        inner=layout.experts == "inner",
     )
     settings = settings_of(config, recipe, "cpu")
     states = deepspeed_states(settings, held, dp=layout.dp, data_rank=place.data, accumulation=batch.accumulation)

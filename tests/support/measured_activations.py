@@ -95,10 +95,10 @@ class Case:
             recompute_attention(model)
         return model
 
-    def estimate(self, *, tp: int = 1) -> Activations:
-        """What the toolkit says, of kernels on a CPU."""
+    def setup(self, *, tp: int = 1) -> Setup:
+        """What the toolkit is asked, of kernels on a CPU."""
         precision = "autocast" if self.autocast else {4: "fp32", 2: "bf16"}[self.dtype.itemsize]
-        setup = Setup(
+        return Setup(
             config=config_text(self.config().to_dict()),
             tp=tp,
             sequence_parallel=self.sequence_parallel,
@@ -110,7 +110,10 @@ class Case:
             samples="one" if self.samples == 1 else "many",
             trainable=self.trainable,
         )
-        return activations(setup, self.samples, SEQ_LEN)
+
+    def estimate(self, *, tp: int = 1) -> Activations:
+        """What the toolkit says."""
+        return activations(self.setup(tp=tp), self.samples, SEQ_LEN)
 
     def predicted_kept(self, *, tp: int = 1) -> int:
         """What the toolkit says that lives when the forward pass is over."""

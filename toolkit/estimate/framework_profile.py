@@ -6,7 +6,7 @@ keeps of a parameter, and bytes that its layers keep of an activation's element.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -67,9 +67,10 @@ class FrameworkProfile:
             raise self._not_offered("dropout")
         if not self.fused_norm and "unfused_norm" not in facts:
             raise self._not_offered("fused_norm")
-        owners = {"virtual_stages": "megatron", "context_parallel": "megatron", "compiled": "torchtitan"}
-        for option, owner in owners.items():
-            if self.name != owner and getattr(self, option) != getattr(FrameworkProfile, option):
+        megatron, compiled = ("megatron",), ("torchtitan",)
+        owners = {"virtual_stages": (*megatron, "automodel"), "context_parallel": megatron, "compiled": compiled}
+        for option, allowed in owners.items():
+            if self.name not in allowed and getattr(self, option) != getattr(FrameworkProfile, option):
                 raise self._not_offered(option)
 
     def _not_offered(self, option: str, advice: str = "leave it out") -> ConfigError:
@@ -92,12 +93,16 @@ class FrameworkProfile:
     def states(self, params: RankParameters, *, shards: int, accumulation: int = 2, zero_stage: int) -> ModelStates:
         """The states of one rank whose replicas are `shards` ranks, with `accumulation` micro-batches a step."""
         if self.facts["states"] == "fsdp2":
-            return TorchStates(gathered_bytes=2).states(params, shards=shards, accumulation=accumulation)
+            states = TorchStates(gathered_bytes=2, weight_bytes=self.facts.get("weight_bytes", 4))
+            found = states.states(params, shards=shards, accumulation=accumulation)
+            # Weights that are not sharded again behind the forward pass, but for experts that no other rank has.
+            shared = sum(group.numel for group in params.groups if group.ep < shards)
+            return found if zero_stage == 3 else replace(found, gathered=2 * shared)
         if not self.facts["states"]:
             return deepspeed_states(self.deepspeed(zero_stage), params, dp=shards, accumulation=accumulation)
         of = self.facts["states"][self.precision]
         elements = params.numel
-        share = -(-elements // shards) if zero_stage else elements
+        share = sum(-(-group.numel * group.ep // shards) for group in params.groups) if zero_stage else elements
         copies = of.get("gradient_copies", 0) * share
         buckets = of.get("replica_buckets", 0) * elements if shards > 1 and not zero_stage else 0
         gathers = shards > 1 and zero_stage

@@ -67,6 +67,8 @@ class Workload:
     """Which parameters train, as Setup has it; empty: all."""
     loss_chunk: int = 0
     """Tokens whose logits exist at once; 0: those of all."""
+    imbalance: float = 1.0
+    """Rows of the rank whose experts get most of them, over the mean of the ranks; 1: balanced."""
     stand_ins: bool = False
     """Whether a setup that is not recorded takes the recording of one that hardly needs less, so that none is made."""
 
@@ -223,6 +225,10 @@ class MemoryModel:
             given = (("seq_len", work.seq_len), ("tp", layout.tp), ("sequence_parallel", True))
             multiple = layout.tp * layout.ulysses
             raise LayoutError.between(given, "ranks get equal parts", f"choose a multiple of {multiple}")
+        shared = layout.ep * (1 if layout.experts == "inner" else layout.tp)  # ranks with different experts
+        if work.imbalance > shared > 1:
+            reason = f"{shared} ranks share the rows of the experts, and one of them has all of them at {shared}"
+            raise LayoutError.of("--imbalance", work.imbalance, reason, f"choose {shared} or less")
         setup = Setup(
             config=self.config,
             tp=layout.tp,
@@ -236,6 +242,9 @@ class MemoryModel:
             samples="one" if work.micro_batch_size == 1 else "many",
             trainable=work.trainable,
             loss_chunk=min(work.loss_chunk, work.micro_batch_size * s),
+            ep=layout.ep,
+            inner=self.shape.experts is not None and layout.experts == "inner",
+            imbalance=work.imbalance if self.shape.experts is not None and shared > 1 else 1.0,
         )
         return stand_in(setup, s) if work.stand_ins else setup, work.micro_batch_size, s
 

@@ -184,6 +184,8 @@ class RankParameters:
     """Of them, those of matrices."""
     hidden_matrices: tuple[tuple[int, int], ...] = ()
     """(elements, shorter side) of every matrix of the decoder layers that trains, before tensor parallelism."""
+    zero_biases: int = 0
+    """Elements of buffers that take the place of experts' biases, where ranks' outputs are partial sums."""
     placeholders: int = 0
     """Modules whose parameters are on another pipeline stage; a scalar stands for each."""
 
@@ -209,6 +211,10 @@ class RankParameters:
     def trained(self) -> int:
         """Elements that train."""
         return sum(group.numel for group in self.groups)
+
+    def buffers(self, weight_bytes: int) -> int:
+        """Bytes of all buffers."""
+        return self.buffer_bytes + weight_bytes * self.zero_biases
 
     @property
     def count(self) -> int:
@@ -384,5 +390,6 @@ def _rank_parameters(
             for one in model.kinds[kind]
             if one.is_linear and one.trainable
         ),
+        zero_biases=sum(of_kinds(lambda one: inner and one.is_experts and one.name.endswith("down_proj_bias"))),
         placeholders=len(owners),
     )

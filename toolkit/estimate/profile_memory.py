@@ -50,15 +50,19 @@ class ProfileActivations:
 
 def check(profile: FrameworkProfile, shape: ModelShape, layout: Layout, work: "Workload") -> None:
     """Raise LayoutError for what the framework's profile does not say."""
-    if shape.family not in CONFIG_SCHEMAS:
+    if shape.family not in CONFIG_SCHEMAS and (shape.experts is None or "routed" not in profile.facts):
         given_family: tuple[Setting, ...] = (("framework", profile.name), ("model_type", shape.family))
-        raise LayoutError.between(given_family, "its profile has the layers of dense decoders alone", "leave it out")
+        raise LayoutError.between(given_family, "its profile does not have the layers of this family", "leave it out")
     kinds = profile.facts["attention"]
     if work.attention not in kinds:
         given: tuple[Setting, ...] = (("attention", work.attention), ("framework", profile.name))
         raise LayoutError.between(given, f"its profile has {', '.join(kinds)}", "choose one of them")
     sharded, offloads = profile.facts["states"] == "fsdp2", layout.offload_optimizer != "none"
-    if sharded and (layout.zero_stage != 3 or layout.tp * layout.pp > 1 or work.recompute != "selective"):
+    if (
+        sharded
+        and "selective" in profile.facts
+        and (layout.zero_stage != 3 or layout.tp * layout.pp > 1 or work.recompute != "selective")
+    ):
         reason = "its profile has z3 without tp and pp, and selective recomputation"
         raise LayoutError.of("framework", profile.name, reason, "choose that")
     if (layout.zero_stage > 1 and not sharded) or layout.ulysses > 1 or offloads:
@@ -95,6 +99,7 @@ def activations(
     """What a micro-batch keeps and needs on a stage with `layers` decoder layers."""
     facts, first, last = profile.facts, stage == 0, stage == layout.pp - 1
     sizes = _sizes(profile, shape, layout, work)
+    routed = facts.get("routed", {"kept": 0, "backward": 0})
     norm = _bytes(facts["norm"], sizes) + (0 if profile.fused_norm else _bytes(facts["unfused_norm"], sizes))
     branch = _bytes(facts.get("dropout", {}), sizes) if profile.drops_out else 0
     mlp_kind = "gated" if shape.gated else "plain"
@@ -102,20 +107,19 @@ def activations(
     attention = norm + branch + _bytes(facts["attention"][work.attention], sizes) + scores
     if work.recompute == "selective" and work.attention == "eager":
         attention -= scores + 2 * sizes["scores"]
-    mlp = norm + branch + _bytes(facts["mlp"][mlp_kind], sizes)
+    mlp = norm + branch + _bytes(facts["mlp"][mlp_kind], sizes) + routed["kept"] * sizes["routed"]
     layer, boundary = attention + mlp, 2 * sizes["hidden"]
     if "selective" in facts:
         layer = _bytes(facts["selective"], sizes) + (0 if profile.compiled else boundary)
     matrix = 0 if profile.fused_accumulation else 2 * shape.hidden * shape.ffn // layout.tp
     kind = work.attention if work.attention in facts["attention_backward"] else "flash"
     worst = max(
-        _bytes(facts["mlp_backward"][mlp_kind], sizes) + matrix,
+        _bytes(facts["mlp_backward"][mlp_kind], sizes) + routed["backward"] * sizes["routed"] + matrix,
         _bytes(facts["attention_backward"][kind], sizes) - mlp,
     )
     if work.recompute == "full":
         worst, layer = worst + layer - boundary, boundary
     chunks = profile.virtual_stages
-    count = layers // chunks
     logits = sizes["logits"]
     loss = facts["loss"][profile.loss]
     embedding = (_bytes(facts["embedding"], sizes) + branch) if first else 0
@@ -124,7 +128,7 @@ def activations(
     after_loss = 2 * logits + 2 * sizes["gathered"] + boundary + (0 if profile.fused_accumulation else weight)
     sent = 0 if last else facts.get("sent", 0) * sizes["hidden"]
     return ProfileActivations(
-        kept=count * layer,
+        kept=layers * layer // chunks,
         ends=embedding + head + sent,
         head=(max(loss["worst"] * logits, after_loss) - loss["kept"] * logits) if last else 0,
         layer=worst,
@@ -145,6 +149,15 @@ def _sizes(profile: FrameworkProfile, shape: ModelShape, layout: Layout, work: "
     """Elements of the tensors that facts name, on one rank."""
     tp, s = layout.tp, work.seq_len // profile.context_parallel
     tokens = s * work.micro_batch_size
+    mlp, rows = float(shape.ffn), 0.0
+    if shape.experts is not None:
+        experts, mixed, inner = shape.experts, shape.experts.layers / shape.layers, layout.experts == "inner"
+        lanes, ranks = (1 if inner else tp), layout.ep * (1 if inner else tp)
+        rows = experts.per_token * (work.imbalance if ranks > 1 else 1.0) / lanes
+        shared = max(0, experts.always - experts.count * shape.hidden) * experts.ffn / experts.weights
+        # Elements of a tensor-parallel rank's share, times the ranks.
+        mlp = (1 - mixed) * mlp + mixed * (rows * experts.ffn * lanes + shared)
+        rows *= mixed
     split = tp if layout.sequence_parallel else 1
     return {
         "tokens": tokens,
@@ -156,7 +169,8 @@ def _sizes(profile: FrameworkProfile, shape: ModelShape, layout: Layout, work: "
         "head_rows": tokens * shape.heads // tp,
         "scores": tokens * s * shape.heads // tp,
         "mask": s * s,
-        "mlp": tokens * shape.ffn // tp,
+        "mlp": int(tokens * mlp / tp),
+        "routed": int(tokens * rows * shape.hidden),
         "logits": tokens * (shape.vocab if profile.facts.get("whole_vocabulary") else -(-shape.vocab // tp)),
     }
 
@@ -178,7 +192,15 @@ def stage_breakdown(
     """One stage: the worst of the loss, the last layer's and the first layer's backward pass, and the update."""
     check(profile, shape, layout, work)
     first, last = stage == 0, stage == layout.pp - 1
-    params = parameters.rank_parameters(layers=layers, first=first, last=last, tp=layout.tp, by_decay=False)
+    params = parameters.rank_parameters(
+        layers=layers,
+        first=first,
+        last=last,
+        tp=layout.tp,
+        ep=layout.ep,
+        inner=layout.experts == "inner",
+        by_decay=False,
+    )
     shards = layout.dp * profile.context_parallel
     states = profile.states(params, shards=shards, accumulation=work.accumulation, zero_stage=layout.zero_stage)
     one = activations(profile, shape, layout, work, stage, len(layers))

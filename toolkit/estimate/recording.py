@@ -51,6 +51,12 @@ class Setup:
     """Which parameters train, as `Trainable.text` writes it; empty: all."""
     loss_chunk: int = 0
     """Tokens whose logits exist at once; 0: those of all."""
+    ep: int = 1
+    """Ranks that share out the experts of a mixture."""
+    inner: bool = False
+    """Whether tensor parallelism shards every expert, instead of handing out whole ones."""
+    imbalance: float = 1.0
+    """Rows that the rank's experts get over the mean, where ranks have different experts."""
 
     @property
     def key(self) -> str:
@@ -58,7 +64,8 @@ class Setup:
         words = [self.part, f"tp{self.tp}", self.precision, self.attention, self.recompute, self.device, self.samples]
         flags = {"sp": self.sequence_parallel, "documents": self.documents}
         flags |= {f"trainable-{_hash(self.trainable)}": bool(self.trainable)}
-        flags |= {f"chunk{self.loss_chunk}": self.loss_chunk > 0}
+        flags |= {f"chunk{self.loss_chunk}": self.loss_chunk > 0, f"ep{self.ep}": self.ep > 1, "inner": self.inner}
+        flags |= {f"imbalance{self.imbalance:g}": self.imbalance != 1}
         return "-".join([*words, *(name for name, wanted in flags.items() if wanted)])
 
 

@@ -110,7 +110,11 @@ class TorchStates:
     def states(self, params: RankParameters, *, shards: int, accumulation: int = 2) -> ModelStates:
         """The states of one rank whose replicas are `shards` ranks, with `accumulation` micro-batches a step."""
         sharded, elements = self.gathered_bytes > 0, params.trained
-        held, frozen = (-(-n // shards) if sharded else n for n in (elements, params.frozen.numel))
+        # Experts that replicas share out are sharded over those that have the same ones.
+        routed = sum(group.numel for group in params.groups if group.ep > 1)
+        alike = max([1, *(shards // group.ep for group in params.groups if group.ep > 1)])
+        held, frozen = (-(-n // shards) if sharded else n for n in (elements - routed, params.frozen.numel))
+        held += -(-routed // alike) if sharded else routed
         w = self.trained_bytes or self.weight_bytes
         gradients, root = w * held, params.numel - sum(params.layer_numels)
         unit = min(max(params.trained_layer, params.largest_trained), elements)

@@ -187,7 +187,11 @@ class PlanRequest:
         name = self.run.framework
         if name == "toolkit":
             return framework_of(recipe, layout, batch, hidden_size=self.model.shape.hidden)
-        return FrameworkProfile(name=MEMORY_PROFILES.get(name, name), precision=cast(Any, self.precision))
+        return FrameworkProfile(
+            name=MEMORY_PROFILES.get(name, name),
+            precision=cast(Any, self.precision),
+            virtual_stages=self.run.virtual_stages if layout.pp > 1 else 1,
+        )
 
     def plan(self, layout: Layout, batch: Batch) -> Plan:
         """Both."""

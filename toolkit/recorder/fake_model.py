@@ -21,6 +21,7 @@ from toolkit.estimate.recording import Setup
 from toolkit.estimate.trainable import Trainable
 from toolkit.model_init.selective_recompute import recompute_attention
 from toolkit.models.families.spec import SPELLINGS
+from toolkit.parallel.experts.sharding import ExpertSharder, experts_in
 from toolkit.parallel.loss import token_loss_sum
 from toolkit.parallel.model_structure import ModelStructure, analyze_model
 from toolkit.parallel.pipeline.stage import NonLocalLayer, PipelineStage
@@ -29,6 +30,7 @@ from toolkit.parallel.tensor.vocabulary import VocabularyShard, vocab_parallel_t
 from toolkit.recorder.chunked_loss import ChunkedLoss, HiddenStates
 from toolkit.recorder.frozen import RecordedAdapters, freeze, receives_gradients
 from toolkit.recorder.gpu_kernels import attend
+from toolkit.recorder.routing import groups
 
 _MOST_POSITIONS = 2048
 _FLASH = "fused_without_mask"  # "flash" in a name would make transformers look for a package
@@ -59,6 +61,11 @@ class FakeModel:
     def has_learned_positions(self) -> bool:
         """Whether they are rows of a table."""
         return has_table_of(self.positions, self.model)
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether layers have routed experts."""
+        return any(True for _ in experts_in(self.model))
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -102,19 +109,23 @@ def build(setup: Setup, mode: Mode) -> FakeModel:
     trainable = Trainable.parse(setup.trainable or "all")
     freeze(model, trainable)
     pattern = kinds_of(model, layers, receives_gradients(model, layers, recomputes=setup.recompute == "full"))
-    group = dist.group.WORLD
-    assert group is not None
+    group, expert = groups(setup)
     vocabulary = int(model.get_output_embeddings().weight.shape[0])
     parallelizer = adapters = None
+    experts = ExpertSharder(model, group, expert, inner=setup.inner, sequence_parallel=setup.sequence_parallel)
     if setup.tp > 1:
         adapters = RecordedAdapters(model) if trainable.rank else None
-        parallelizer = TensorParallelizer(model, structure, group, sequence_parallel=setup.sequence_parallel)
+        parallelizer = TensorParallelizer(
+            model, structure, group, sequence_parallel=setup.sequence_parallel, experts=experts
+        )
     stage = _stage(setup, model, structure)
     kept = keep_few(layers, pattern, structure, splits_sequence=setup.sequence_parallel)
     with mode:
         _make_fake(model)
         if stage is not None:
             stage.cast_nonlocal(dtype)
+        for index in kept if parallelizer is None else ():
+            experts.shard_layer(layers[index], "")
         if parallelizer is not None:
             for index in kept:
                 parallelizer.parallelize_layer(index)

@@ -97,6 +97,8 @@ def _of_layer(layer: nn.Module, parallelizer: TensorParallelizer | None) -> Iter
         adapter = {"dim": 0} if is_column(style) else {"dim": 1}
         sharded[f"{PREFIX}{path}.lora_{'B' if is_column(style) else 'A'}.weight"] = {**adapter, **where}
     sharded |= {path: {"dim": 0} for path, _ in (parallelizer.planned_vectors(layer) if parallelizer else ())}
+    for path, _ in parallelizer.planned_vectors(layer) if parallelizer else ():
+        sharded[path] = {"dim": 0}
     for name, parameter in layer.named_parameters():
         split = sharded.get(saved_name(name), {})
         yield Parameter(name=name, shape=tuple(parameter.shape), trainable=parameter.requires_grad, **split)

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from math import lcm
 
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -12,6 +13,7 @@ from toolkit.estimate.recording import Polynomial, Recording, Setup
 from toolkit.files import reason_of
 from toolkit.recorder.fake_model import FakeModel, build, tensors_without_memory
 from toolkit.recorder.fit import Size, allocated, assemble, fits, has_same_events, solve
+from toolkit.recorder.routing import load
 from toolkit.recorder.run_pass import trace_pass
 from toolkit.recorder.trace import TracedSection
 
@@ -21,7 +23,7 @@ _UNITS = (256, 128, 64, 32, 16, 8, 4, 2, 1)
 
 def record(setup: Setup, s: int) -> Recording:
     """Record a setup for samples of `s` positions. Raises ModelError. There must be no process group."""
-    with in_fake_group(setup.config, setup.tp):
+    with in_fake_group(setup.config, setup.tp * setup.ep):
         return _recorded(setup, s)
 
 
@@ -49,6 +51,8 @@ def _recorded(setup: Setup, s: int) -> Recording:
     fake = build(setup, mode)
     span = _span(fake, s)
     unit = setup.tp if setup.sequence_parallel else 1
+    if fake.has_experts:
+        unit = lcm(unit, load(setup).denominator)
     lengths = _lengths(fake, span, unit)
     samples = (1,) if setup.samples == "one" else (2, 3)
 

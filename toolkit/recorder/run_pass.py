@@ -15,6 +15,7 @@ from toolkit.estimate.recording import Setup
 from toolkit.parallel.model_structure import hidden_argument
 from toolkit.recorder.fake_model import FakeModel, Mode, autocast
 from toolkit.recorder.gpu_kernels import GpuKernels
+from toolkit.recorder.routing import routed
 from toolkit.recorder.trace import Trace, TracedSection
 
 _KINDS = (("norm", ("norm", "ln_", "ln")), ("attention", ("attn", "attention")), ("mlp", ("mlp", "ffn", "feed", "moe")))
@@ -32,6 +33,7 @@ def trace_pass(setup: Setup, fake: FakeModel, mode: Mode, b: int, s: int) -> lis
             if setup.device == "cuda":
                 stack.enter_context(GpuKernels())
             stack.enter_context(_as_with_values())
+            stack.enter_context(routed(setup))
             stack.enter_context(mode)
             step = _whole if fake.stage is None else _of_stage
             step(setup, fake, trace, b, s)

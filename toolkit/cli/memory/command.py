@@ -11,7 +11,9 @@ from toolkit.errors import LayoutError, ModelError, RecipeError, ReportError
 if TYPE_CHECKING:
     from toolkit.cli.memory.options import MemoryQuery
 
-_PROFILES = "Another framework: megatron, megatron-2021, megatron-deepspeed, nanotron, torchtitan, aleph-alpha-scaling"
+_PROFILES = (
+    "Other programs: megatron, megatron-2021, megatron-deepspeed, nanotron, torchtitan, aleph-alpha-scaling, automodel"
+)
 _OF_MODELS = ("model", "engine", "optimizer", "deepspeed", "trainer", "pure_bf16", "framework",
               "chunked_loss", "trainable")  # fmt: skip
 """Options that a recipe leaves no room for."""
@@ -42,6 +44,11 @@ _SWEEPS = ("zero", "micro", "recompute", "seq")
     "--attention",
     type=click.Choice(["eager", "sdpa", "flash"]),
     help="Implementation of attention; a family without sdpa needs eager.  [default: sdpa]",
+)
+@click.option(
+    "--imbalance",
+    type=click.FloatRange(min=1),
+    help="Experts: rows of the busiest rank over the mean, where ranks have different ones.  [default: 1]",
 )
 @click.option("--sequence-parallel", is_flag=True, help="Split along the sequence what tp replicates.")
 @click.option("--offload-optimizer", is_flag=True, help="Keep optimizer states in host memory.")

@@ -48,6 +48,8 @@ class MemoryQuery:
     """Whether the recipe was made from options: then errors name them."""
     foreign: ForeignSetup | None = None
     """Another program's way with states and layers, instead of that of the recipe's engine."""
+    imbalance: float = 1.0
+    """Of the rows of a mixture's experts."""
     is_guess: bool = False
     """Whether nothing says the number of ranks."""
     remarks: tuple[str | None, ...] = ()
@@ -62,6 +64,7 @@ class MemoryQuery:
     def work(self) -> Workload:
         """What a step computes."""
         work = workload_of(self.recipe, self.recipe.resolve_batch(self.layout), self.model)
+        work = replace(work, imbalance=self.imbalance)
         return work if self.foreign is None else replace(work, **self.foreign.computed)
 
     @property
@@ -93,6 +96,10 @@ class MemoryQuery:
         parts += [f"loss of {w.loss_chunk} tokens at once"] if w.loss_chunk else []
         if self.layout.sequence_parallel:
             parts.append("sequence parallel")
+        if self.layout.experts == "inner":
+            parts.append("every expert sharded")
+        if w.imbalance != 1:
+            parts.append(f"imbalance {w.imbalance:g}")
         offloaded = [
             what
             for what, device in (("optimizer", self.layout.offload_optimizer), ("params", self.layout.offload_params))
@@ -186,6 +193,7 @@ def from_recipe(path: str, options: Mapping[str, Any]) -> MemoryQuery:
         ranks=ranks,
         gpu=_gpu(options) or _listed_gpu(recipe),
         from_options=False,
+        imbalance=options["imbalance"] or 1.0,
         is_guess=not (world_size or recipe.world_size),
         remarks=(remark if options["accumulation"] is None else None, variant_note(options["gpu_name"])),
     )
@@ -227,6 +235,7 @@ def from_model(options: Mapping[str, Any]) -> MemoryQuery:
         ranks=layout.world_size,
         gpu=_gpu(options),
         from_options=True,
+        imbalance=options["imbalance"] or 1.0,
         remarks=(variant_note(options["gpu_name"]), *(() if foreign is None else foreign.notes)),
         foreign=foreign,
     )

@@ -80,12 +80,12 @@ class ShardedExperts(nn.Module):
         """Return the (token, expert) pairs of this rank's rows, and their outputs [r, h]."""
         if self.expert.size() == 1:
             if self.is_whole and self.region.group.size() > 1:
-                here = int(counts.sum())
+                here = row_counts(counts[None])[0][0]
                 order, ids = order[:here], ids[:here]
             return order, self._compute(hidden[order // per_token], ids)
         arriving = torch.empty_like(counts)
         dist.all_to_all_single(arriving, counts, group=self.expert)
-        send, receive = torch.stack([counts.sum(1), arriving.sum(1)]).tolist()
+        send, receive = row_counts(torch.stack([counts, arriving]))
         pairs = order[: sum(send)]
         rows = _AllToAll.apply(hidden[pairs // per_token], send, receive, self.expert)
         local = torch.arange(self.num_experts, device=ids.device).repeat(self.expert.size())
@@ -100,6 +100,12 @@ class ShardedExperts(nn.Module):
             rows, ids = rows.sum(0, keepdim=True), ids.new_zeros(1)
         out: torch.Tensor = super().forward(rows, ids.unsqueeze(1), rows.new_ones(rows.shape[0], 1))
         return out[:count]
+
+
+def row_counts(counts: torch.Tensor) -> list[list[int]]:
+    """Rows of all experts, from counts [m, n, e] -> [m][n] on the host, which waits for the device."""
+    found: list[list[int]] = counts.sum(2).tolist()
+    return found
 
 
 class _AllToAll(torch.autograd.Function):
