@@ -5,12 +5,14 @@ import math
 from collections.abc import Callable
 from functools import cache
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from daily import daily
+from safetensors.torch import load_file
 
 from toolkit.config.job import Job
 from toolkit.config.recipe import Recipe
@@ -19,7 +21,7 @@ from toolkit.engines.base import Engine
 from toolkit.engines.reference_engine import ReferenceEngine
 from toolkit.engines.router_losses import sequence_loss, z_loss
 from toolkit.engines.router_records import RouterOutput
-from toolkit.engines.routing import check_routing
+from toolkit.engines.routing import Routing, check_routing
 from toolkit.errors import ModelError
 from toolkit.model_init.build_model import build_model, load_config
 from toolkit.parallel.tiny_model import tiny_config
@@ -199,3 +201,56 @@ def test_a_balancing_that_the_family_does_not_allow_is_refused(
     recipe = moe_recipe(family, config={"num_hidden_layers": 4}, **changes)
     with pytest.raises(ModelError, match=message):
         check_routing(recipe, load_config(recipe.model))
+
+
+def drop_on_the_first_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    finish = Routing.finish
+
+    def forgetful(routing: Routing, received: torch.Tensor | None = None) -> Any:
+        sums = finish(routing, received)
+        return sums if sums is None or received is not None else torch.zeros_like(sums)
+
+    monkeypatch.setattr(Routing, "finish", forgetful)
+
+
+def scale_by_dp(monkeypatch: pytest.MonkeyPatch) -> None:
+    loss = Routing.loss
+    monkeypatch.setattr(Routing, "loss", lambda routing: 2 * loss(routing))
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(("plant", "layout"), [(drop_on_the_first_stage, "pp2-z0-recompute"), (scale_by_dp, "dp2-z1")])
+def test_a_lost_or_scaled_loss_shows(
+    moe_recipe: Make,
+    ranks: Ranks,
+    reference_of: Callable[[str], ParityRun],
+    monkeypatch: pytest.MonkeyPatch,
+    plant: Callable[[pytest.MonkeyPatch], None],
+    layout: str,
+) -> None:
+    reference = reference_of("micro_batch")
+    plant(monkeypatch)
+    world_size, parallel = LAYOUTS[layout]
+    run = ranks(train_in_memory, world_size, balanced(moe_recipe, "micro_batch", parallel=parallel))[0]
+    assert run.curve.grad_norms[0] != pytest.approx(reference.curve.grad_norms[0], rel=1e-3)
+    assert run.curve.losses[0] == pytest.approx(reference.curve.losses[0], rel=1e-6)  # the token loss cannot tell
+
+
+@pytest.mark.whole
+def test_a_resumed_run_has_the_biases_of_one_that_was_not_interrupted(
+    moe_recipe: Make, train: Callable[..., str], tmp_path: Path
+) -> None:
+    settings = {"model": balanced(moe_recipe, "deepseek").model.model_dump(mode="json"), "data__packing": "padded"}
+    train("run_dir=all", "parallel.zero_stage=3", world_size=2, **settings)
+    changes = {"checkpoint": {"every": 2}}
+    train("run_dir=half", "checkpoint.keep=9", "parallel.zero_stage=3", world_size=2, **settings, **changes)
+    train("run_dir=on", "--resume", "half/step-00000002", "parallel.pp=2", world_size=2, **settings)
+
+    def biases(run: str) -> dict[str, list[float]]:
+        tensors = load_file(tmp_path / run / "model" / "model.safetensors")
+        return {name: value.tolist() for name, value in tensors.items() if "correction_bias" in name}
+
+    assert biases("on") == biases("all")
+    assert any(any(bias) for bias in biases("all").values())
+    lines = [json.loads(line) for line in (tmp_path / "all" / "metrics.jsonl").read_text().splitlines()]
+    assert all(line["layer_expert_load"][0] is None and line["router_aux_loss"] > 0 for line in lines)
