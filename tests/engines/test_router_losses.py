@@ -30,6 +30,12 @@ from toolkit.parity.run.train_in_memory import train_in_memory
 
 Make = Callable[..., Recipe]
 Ranks = Callable[..., list[Any]]
+FORMULA = (
+    "mixtral", "qwen3_moe", "qwen2_moe", "olmoe", "gpt_oss", "granitemoe", "granitemoeshared", "granitemoe_swa",
+    "ernie4_5_moe", "flex_olmo", "mellum", "minimax", "laguna", "minimax_m2", "flint", "phimoe", "jamba", "qwen3_next",
+    "granitemoehybrid", "qwen3_5_moe_text",
+)  # fmt: skip
+"""Families whose own loss in transformers has the formula."""
 
 
 @pytest.fixture(scope="session")
@@ -70,19 +76,22 @@ def gradients(engine: ReferenceEngine, batches: list[MicroBatch]) -> dict[str, t
 
 
 @pytest.mark.parametrize("lengths", [[32, 32], [32, 7]], ids=["full", "padded"])
-@pytest.mark.parametrize(
-    "family", daily(["mixtral", "qwen3_moe", "qwen2_moe", "olmoe", "gpt_oss", "granitemoe"], lambda i, _: i in (0, 4))
-)
+@pytest.mark.parametrize("family", daily(FORMULA, lambda _, family: family in ("mixtral", "gpt_oss")))
 def test_the_default_is_the_gradient_of_hugging_faces_own_loss(
     moe_recipe: Make, family: str, lengths: list[int]
 ) -> None:
-    asked = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+    asked = {
+        "output_router_logits": True,
+        "router_aux_loss_coef": 0.5,
+        "num_hidden_layers": 4 if family == "flint" else 2,
+    }
     recipe = moe_recipe(family, config=asked, batch={"global_batch_size": 2, "micro_batch_size": 2})
     engine = engine_of(recipe)
     batch = a_batch(recipe, lengths)
     ours = gradients(engine, [batch])
 
     model = build_model(recipe).train()
+    torch.manual_seed(0)  # of the micro-batch, where routers draw noise
     mask = (torch.arange(recipe.data.seq_len) < torch.tensor(lengths)[:, None]).long()
     out = model(
         batch.input_ids,
@@ -94,6 +103,8 @@ def test_the_default_is_the_gradient_of_hugging_faces_own_loss(
     )
     out.loss.backward()
     for name, parameter in model.named_parameters():
+        if parameter.grad is None:  # a frozen bias
+            continue
         torch.testing.assert_close(ours[name], parameter.grad, rtol=1e-5, atol=1e-7, msg=name)
 
 
@@ -128,7 +139,7 @@ def test_the_z_loss_is_the_mean_over_tokens_without_padding() -> None:
 
 
 ALL = {
-    "micro_batch": {"router_aux_loss": {"coefficient": 0.5}, "router_z_loss": 0.1},
+    "micro_batch": {"router_z_loss": 0.1},
     "global": {"router_aux_loss": {"coefficient": 0.5, "scope": "global"}, "router_z_loss": 0.1},
     "deepseek": {"router_aux_loss": {"coefficient": 0.5, "scope": "sequence"}, "router_bias_update": 0.01},
 }
@@ -159,6 +170,8 @@ def balanced(moe_recipe: Make, kind: str, **changes: Any) -> Recipe:
     fields = {f"model__{name}": value for name, value in ALL[kind].items()}
     family = "deepseek_v3" if kind == "deepseek" else "mixtral"
     config = {"first_k_dense_replace": 1} if family == "deepseek_v3" else {}
+    if kind == "micro_batch":
+        config = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
     return moe_recipe(family, config=config, data__packing="padded", **fields, **changes)
 
 

@@ -11,6 +11,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -69,6 +70,8 @@ class Routing:
         routers = find_routers(model)
         self._sigmoid = {layer: bool(scores_by_sigmoid(router)) for layer, router in routers.items()}
         self._records = RouterRecords(routers)
+        if getattr(config.get_text_config(decoder=True), "output_router_logits", False):
+            model.register_forward_pre_hook(_without_own_loss, with_kwargs=True)
         self._is_counting = False
         # Whether each rank of the sequence group counts its part of the tokens; corrected by what routers put out.
         self._is_split = sequence_group is not None
@@ -219,6 +222,11 @@ def aux_coefficient(section: ModelSection, config: PretrainedConfig) -> float:
             "model.router_aux_loss.coefficient", None, reason, ("model.router_aux_loss.coefficient", 0.01)
         )
     return float(own or 0) if asked is not None or getattr(text, "output_router_logits", False) else 0.0
+
+
+def _without_own_loss(model: nn.Module, arguments: Any, keywords: dict[str, Any]) -> Any:
+    """Keep transformers from computing the loss as well: in a pipeline it fails on a stage without routers."""
+    return arguments, keywords | {"output_router_logits": False}
 
 
 def check_routing(recipe: Recipe, config: PretrainedConfig) -> None:
