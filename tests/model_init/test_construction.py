@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from daily import daily
 from nonempty import nonempty
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -35,6 +36,11 @@ MIXED = {
     "dp2-tp2-z3": (4, {"tp": 2, "zero_stage": 3}),
     "dp2-z3": LAYOUTS["dp2-z3"],
 }
+EXPERTS = {
+    "dp4-ep4": (4, {"ep": 4}),
+    "dp4-ep2-z3": (4, {"ep": 2, "zero_stage": 3}),
+    "tp2-dp2-ep2": (4, {"tp": 2, "ep": 2}),
+}
 INITS = ("random", "pretrained")
 ROWS = 4096
 """Rows of a vocabulary that are drawn or read at once."""
@@ -53,7 +59,8 @@ def build(recipe: Recipe, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]
     device = torch.device("cpu")
     job = Job.of(recipe, dist.get_world_size())
     layout = job.layout
-    partition = ModelPartition(job, ParallelGroups.create(layout), device) if layout.tp > 1 or layout.pp > 1 else None
+    is_split = layout.tp * layout.pp * layout.ep > 1
+    partition = ModelPartition(job, ParallelGroups.create(layout), device) if is_split else None
     sharder = None
     if layout.zero_stage == 3:
         config = deepspeed_config(job, load_config(recipe.model), device)
@@ -206,6 +213,7 @@ DEEP = {
     "vocab_size": 6001,
     "tie_word_embeddings": False,
 }
+MIXTURE = DEEP | {"hidden_size": 64, "head_dim": 16, "intermediate_size": 192, "num_local_experts": 8}
 LARGE = DEEP | {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 16, "vocab_size": 16_001}
 
 
@@ -246,6 +254,20 @@ def test_no_rank_holds_more_than_its_shard_and_one_layer(
             bound = 1.02 * memory.bound(zero3="z3" in layout)
             assert memory.shard <= memory.peak <= bound, (init, memory)
             assert bound < 0.85 * memory.whole
+
+
+@pytest.mark.parametrize("layout", daily(EXPERTS, lambda i, layout: layout == "dp4-ep2-z3"))
+def test_no_rank_holds_more_than_its_experts_and_one_layer(
+    make_recipe: Make, ranks: Ranks, saved: Callable[..., Path], layout: str
+) -> None:
+    world_size, parallel = EXPERTS[layout]
+    models = {init: model_section(init, "mixtral-8x7b", MIXTURE, saved) for init in INITS}
+    recipes = {init: make_recipe(model=model, parallel=parallel) for init, model in models.items()}
+    for measured in nonempty(ranks(count_all, world_size, recipes)):
+        for init, memory in nonempty(measured.items()):
+            bound = 1.02 * memory.bound(zero3="z3" in layout)
+            assert memory.shard <= memory.peak <= bound, (init, memory)
+            assert bound < 0.75 * memory.whole
 
 
 def test_layers_are_cast_one_by_one(make_recipe: Make, ranks: Ranks) -> None:

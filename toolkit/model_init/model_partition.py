@@ -142,7 +142,14 @@ class ModelPartition:
         """Shard embedding and LM head and call `done` with each; `fill` sets the values of what stays replicated."""
         if self._parallelizer is not None:
             self._parallelizer.parallelize_vocabulary(embeds=self.stage is None or self.stage.is_first, done=done)
-        fill(model)
+            fill(model)
+        else:
+            names = {id(module): name for name, module in model.named_modules()}
+            for module in outside_layers(model):
+                # One by one, because ZeRO-3 shards each, and discards its shapes.
+                fill(module)
+                mark_replicated(module, self.structure.tied, prefix=f"{names[id(module)]}.".lstrip("."))
+                done(module)
         mark_replicated(model, self.structure.tied)
 
     def loss_sum(self, logits: torch.Tensor, labels: torch.Tensor, *, by_sample: bool = False) -> torch.Tensor:
