@@ -23,6 +23,7 @@ from typing import Any, Literal
 import transformers
 
 from toolkit.errors import ToolkitError
+from toolkit.estimate.parameters import ModelParameters
 from toolkit.estimate.recording import SAMPLES, Attention, Part, Recomputation, Setup, config_text, model_key
 from toolkit.estimate.recordings import SHIPPED, versions
 from toolkit.models.shape import find_config, names, text_config
@@ -32,8 +33,11 @@ from toolkit.recorder.record import record
 
 FOLDER = Path(__file__).parents[1] / "build" / "recordings"
 RANKS = (1, 2, 4, 8)
-Kind = Literal["whole", "sequence parallel", "stages"]
-KINDS: tuple[Kind, ...] = ("whole", "stages", "sequence parallel")
+RECOMPUTATIONS: tuple[Recomputation, ...] = ("none", "full")
+EXPERT_RANKS = tuple(product((1, 2), (2, 4, 8)))
+"""tp and ep, of mixtures of experts."""
+Kind = Literal["whole", "experts", "sequence parallel", "stages"]
+KINDS: tuple[Kind, ...] = ("whole", "experts", "stages", "sequence parallel")
 """The settings that are asked for most come first."""
 
 
@@ -74,7 +78,12 @@ def add(name: str, kind: Kind) -> None:
     if "parameters" not in content:
         content["parameters"] = record_parameters(text).encoded()
         added += 1
-    for setup in setups(text, "sdpa" if "sdpa" in attention_kinds(config["model_type"]) else "eager", kind):
+    experts = any(one.is_experts for one in ModelParameters.decoded(content["parameters"]).parameters())
+    for setup in (
+        ()
+        if kind == "experts" and not experts
+        else setups(text, "sdpa" if "sdpa" in attention_kinds(config["model_type"]) else "eager", kind)
+    ):
         if setup.key in known:
             continue
         try:
@@ -92,10 +101,14 @@ def add(name: str, kind: Kind) -> None:
 
 def setups(config: str, attention: Attention, kind: Kind) -> Iterator[Setup]:
     """The settings of one kind."""
+    if kind == "experts":
+        for (tp, ep), recompute in product(EXPERT_RANKS, RECOMPUTATIONS):
+            yield Setup(config=config, tp=tp, ep=ep, recompute=recompute, attention=attention)
+        return
     parallel = kind == "sequence parallel"
     stages: tuple[Part, ...] = () if kind == "whole" else ("first", "middle", "last")
     parts: tuple[Part, ...] = stages if kind == "stages" else ("whole", *stages)
-    recomputations: tuple[Recomputation, ...] = ("none", "full", "selective") if kind == "whole" else ("none", "full")
+    recomputations = (*RECOMPUTATIONS, "selective") if kind == "whole" else RECOMPUTATIONS
     for tp, recompute, part, samples in product(RANKS[parallel:], recomputations, parts, SAMPLES):
         yield Setup(
             config=config,
