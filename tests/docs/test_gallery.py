@@ -29,6 +29,9 @@ ISSUE = (
     *("gpt2-pretrain", "gpt2-medium-pretrain", "gpt2-large-pretrain", "gpt2-xl-pretrain", "gpt-j-6b", "gpt-neox-20b"),
     *("opt-30b", "bloom-176b", "gpt3-175b", "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b", "llama-3.2-1b"),
     *("qwen3-0.6b", "qwen3-32b", "mistral-7b", "gemma-2", "gemma-3", "phi-4", "olmo-2", "smollm2", "smollm3"),
+    *("mixtral-8x7b-pretrain", "mixtral-8x7b-finetune", "qwen3-30b-a3b-pretrain", "qwen3-30b-a3b-finetune"),
+    *("olmoe-1b-7b-pretrain", "olmoe-1b-7b-finetune", "gpt-oss-20b-pretrain", "gpt-oss-20b-finetune"),
+    *("deepseek-v2-lite-pretrain", "deepseek-v2-lite-finetune"),
 )
 
 
