@@ -112,7 +112,7 @@ class Layout:
             sizes[_AXES[match[1]]] = int(match[2])
         if world_size is not None:
             return cls.resolve(world_size, dp=sizes.pop("dp", None), **sizes)
-        return cls(**{"dp": sizes.get("ep", 1)} | sizes)  # type: ignore[arg-type]
+        return cls(**{"dp": sizes.get("ep") or 1} | sizes)  # type: ignore[arg-type]
 
     @classmethod
     def resolve(cls, world_size: int, *, dp: int | None = None, **fields: Any) -> Self:
@@ -120,7 +120,7 @@ class Layout:
 
         Raises LayoutError when the axes do not multiply to the world size, and says which launch would be right.
         """
-        layout = cls(dp=fields.get("ep", 1) if dp is None else dp, **fields)
+        layout = cls(dp=(fields.get("ep") or 1) if dp is None else dp, **fields)
         model = layout.model_size
         if dp is None:
             if world_size % model:

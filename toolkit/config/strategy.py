@@ -155,7 +155,7 @@ class Strategy:
         if self.micro_batch_size == 0:
             raise _refused(self.text, "a micro-batch has at least one sample", "write m1 or more")
         try:
-            Layout(**self._layout_fields(self.ep if self.dp is None else self.dp))
+            Layout(**self._layout_fields((self.ep or 1) if self.dp is None else self.dp))
         except LayoutError as error:
             refusal = error.as_refusal()
             raise LayoutError(replace(refusal, given=(("strategy", self.text), *refusal.given))) from None
