@@ -91,6 +91,11 @@ def test_what_is_no_strategy_is_refused(text: str, reason: str, remedy: str) -> 
     ("text", "given"),
     [
         ("dp0", {"dp": 0}),
+        ("ep0", {"ep": 0}),
+        ("dp4-ep3", {"ep": 3, "dp": 4}),
+        ("inner", {"experts": "inner", "tp": 1}),
+        ("tp2-ep2-inner", {"experts": "inner", "ep": 2}),
+        ("ep2-u2", {"ep": 2, "ulysses": 2}),
         ("z4", {"zero_stage": 4}),
         ("pp2-z3", {"zero_stage": 3, "pp": 2}),
         ("sp", {"sequence_parallel": True, "tp": 1}),
