@@ -192,6 +192,15 @@ class ScheduleSection(Section):
     """Final learning rate / peak (cosine_with_min_lr, polynomial, warmup_stable_decay)."""
 
 
+class ProfileSection(Section):
+    """Steps that torch.profiler traces (docs/report.md)."""
+
+    start: PositiveInt = 10
+    """The first of them, counted from 1."""
+    steps: PositiveInt = 3
+    """How many. A trace has some megabytes a step."""
+
+
 class TrainSection(Section):
     """Length, seed and engine of the run."""
 
@@ -217,6 +226,8 @@ class TrainSection(Section):
     0 means never."""
     spike_window: Annotated[int, Field(ge=8)] = 64
     """Number of last steps for that mean and deviation."""
+    profile: ProfileSection | None = None
+    """Trace some steps: a file for Perfetto, a memory snapshot, and where the time goes; null: none."""
     max_incidents: PositiveInt = 3
     """Steps skipped in a row, or rollbacks to the same checkpoint, after which the run stops."""
     hang_timeout: NonNegativeInt = 600

@@ -86,6 +86,7 @@ def recipe_conflicts(recipe: Recipe, world_size: int | None = None) -> list[Refu
         *_precision(recipe),
         *_without_effect(recipe),
         *_schedule(recipe),
+        *_profile(recipe),
         *_validation_and_rollback(recipe),
         *mixture_conflicts(recipe),
         *of_each_text(recipe, _fine_tuning),
@@ -146,6 +147,15 @@ def _schedule(recipe: Recipe) -> Iterator[Refusal]:
             reason="the schedule is longer than the run",
             remedy=("lower schedule.warmup_steps", ("train.steps", f"{least} or more")),
         )
+
+
+def _profile(recipe: Recipe) -> Iterator[Refusal]:
+    section, steps = recipe.train.profile, recipe.train.steps
+    if section is not None and (last := section.start + section.steps - 1) > steps:
+        given = (("train.profile.start", section.start), ("train.profile.steps", section.steps), ("train.steps", steps))
+        remedy = ("lower train.profile.start", ("train.steps", f"{last} or more"))
+        reason = f"the run ends before step {last}"
+        yield Refusal(field="train.profile.start", given=given, reason=reason, remedy=remedy)
 
 
 def _validation_and_rollback(recipe: Recipe) -> Iterator[Refusal]:

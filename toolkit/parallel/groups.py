@@ -1,7 +1,7 @@
 """The process groups of one rank, created from a Layout, and the interface in which DeepSpeed expects them."""
 
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import torch.distributed as dist
 
@@ -28,11 +28,11 @@ class ParallelGroups:
     @classmethod
     def create(cls, layout: Layout) -> Self:
         """Create the groups of every rank (a collective call) and return this rank's."""
-        tensor, _ = dist.new_subgroups_by_enumeration(layout.ranks_along("model"))
-        data, _ = dist.new_subgroups_by_enumeration(layout.ranks_along("data"))
-        pipe, _ = dist.new_subgroups_by_enumeration(layout.ranks_along("pipe"))
-        expert, _ = dist.new_subgroups_by_enumeration(layout.ranks_along("expert"))
-        expert_data, _ = dist.new_subgroups_by_enumeration(layout.ranks_along("expert_data"))
+        tensor = _new_groups(layout, "model", "sequence" if layout.ulysses > 1 else "tensor")
+        data = _new_groups(layout, "data", "data")
+        pipe = _new_groups(layout, "pipe", "pipeline")
+        expert = _new_groups(layout, "expert", "expert")
+        expert_data = _new_groups(layout, "expert_data", "data")
         return cls(
             layout=layout,
             rank=dist.get_rank(),
@@ -52,6 +52,13 @@ class ParallelGroups:
     def is_first_of_tensor(self) -> bool:
         """Whether this is the first rank of its tensor-parallel group, which counts what the group replicates."""
         return self.coordinate.model == 0
+
+
+def _new_groups(layout: Layout, axis: Any, kind: str) -> dist.ProcessGroup:
+    """Create the groups along an axis; return this rank's. `kind`: what they are called in traces."""
+    group: dist.ProcessGroup
+    group, _ = dist.new_subgroups_by_enumeration(layout.ranks_along(axis), group_desc=kind)
+    return group
 
 
 class ModelParallelUnit:

@@ -12,6 +12,7 @@ from toolkit.planner.run_memory import estimate_for_run
 from toolkit.planner.step_time import StepTime
 from toolkit.report.recorded_run import RecordedRun
 from toolkit.report.step_bars import StepBar, digits, step_bars
+from toolkit.report.trace_terms import ProfiledSteps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +23,8 @@ class Term:
     seconds: float
     share: float
     """Of the predicted step."""
+    profiled: float | None
+    """Of the steps that train.profile traced, in seconds; None where none was."""
     factor: float | None
     """How many times as long it would take if it alone were off; None where it is shorter than what is off."""
 
@@ -40,6 +43,8 @@ class Comparison:
     """The median of the run's steps."""
     steps: int
     """Steps that it is the median of."""
+    traced: ProfiledSteps | None
+    """The steps of train.profile; None where there are none."""
     estimated_bytes: int | None
     peak_bytes: int | None
 
@@ -55,7 +60,7 @@ class Comparison:
 
     @property
     def terms(self) -> list[Term]:
-        """The predicted terms, the longest first. Runs record whole steps: which term is off is not among it."""
+        """The predicted terms, the longest first, beside those of a traced step."""
         if self.predicted is None or self.seconds is None:
             return []
         whole = self.predicted.seconds
@@ -65,12 +70,22 @@ class Comparison:
                 name=name,
                 seconds=term,
                 share=term / whole,
-                factor=(term + off) / term if term + off > 0 else None,
+                profiled=self._profiled(name),
+                factor=(term + off) / term if term and term + off > 0 else None,
             )
             for name, term in self.predicted.terms.items()
-            if term > 0
+            if term > 0 or self._profiled(name)
         ]
         return sorted(found, key=lambda term: -term.seconds)
+
+    def _profiled(self, name: str) -> float | None:
+        """What a trace says of a predicted term. It does not tell recomputation from the rest of the backward pass, nor
+        waiting for the host from waiting for other stages: both are with the first of the two."""
+        if self.traced is None or name in ("recompute", "bubble"):
+            return None
+        names = {"host": ("idle",), "offload": ("copies",), "data": ("data", "world"), "tensor": ("tensor", "sequence")}
+        step = self.traced.step()
+        return sum(step[one] for one in names.get(name, (name,)))
 
     @property
     def bars(self) -> list[StepBar]:
@@ -78,6 +93,14 @@ class Comparison:
         if self.predicted is None or self.seconds is None:
             return []
         return step_bars([("predicted", self.predicted.terms), ("measured", {"measured": self.seconds})])
+
+    @property
+    def traced_bars(self) -> list[StepBar]:
+        """The traced step on one scale: the mean of all ranks, and the rank that computes longest."""
+        if self.traced is None:
+            return []
+        busiest = self.traced.busiest
+        return step_bars([("all ranks", self.traced.step()), (f"rank {busiest}", self.traced.step(busiest))])
 
 
 def compare_with_plan(run: RecordedRun) -> Comparison:
@@ -92,6 +115,7 @@ def compare_with_plan(run: RecordedRun) -> Comparison:
         reason=found if isinstance(found, str) else "",
         seconds=median(timed) if timed else None,
         steps=len(timed),
+        traced=ProfiledSteps.read(run.folder),
         estimated_bytes=estimated_bytes(run),
         peak_bytes=max((step.memory_bytes for step in run.log.steps if step.memory_bytes), default=None),
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 TONES = {
     "compute": "cool0", "recompute": "cool3", "host": "tolerance", "tensor": "warm0", "expert": "cool1",
     "pipeline": "warm2", "bubble": "reference", "data": "warm1", "optimizer": "cool2", "offload": "warm3",
-    "measured": "ink",
+    "sequence": "warm0", "world": "cool1", "copies": "warm3", "idle": "reference", "measured": "ink",
 }  # fmt: skip
 """The terms in their order in a bar, and a step of which only the whole is known."""
 

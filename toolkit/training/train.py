@@ -27,6 +27,7 @@ from toolkit.training.console import Console, make_progress, show_summary
 from toolkit.training.incidents import Incidents
 from toolkit.training.loop import TrainingRun
 from toolkit.training.preflight import check_model, check_vocabulary, deepspeed_config, find_shape
+from toolkit.training.profiler import Profiler
 from toolkit.training.resume import AUTO, resume
 from toolkit.training.run_directory import RunDirectory
 from toolkit.training.run_recorder import PeriodicCheckpoints, RunRecorder
@@ -130,6 +131,9 @@ def _build(
     engine = engine_factory(
         job, device, prepared.ds_config, eos_id=corpus.eos_id, trust_remote_code=options.trust_remote_code
     )
+    profiler = Profiler(report_phase) if job.recipe.train.profile is not None else None
+    if profiler is not None:
+        report_phase, callbacks = profiler.report_phase, (profiler, *callbacks)
     engine.report_phase = report_phase
     loader = replace(prepared.loader, report_phase=report_phase)
     if directory is None:

@@ -1,0 +1,174 @@
+"""Where the time of traced steps goes, from a trace of torch.profiler: terms that add up to the window.
+
+At each moment the first of these counts that applies: a kernel of the optimizer, another kernel, communication of each
+kind of group, copies, and nothing (`idle`). So communication counts where nothing computes meanwhile, as in the time
+model (docs/time-model.md); what is hidden behind computing is listed beside it.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from toolkit.files import read_json_object
+
+COMMUNICATION = ("tensor", "expert", "pipeline", "data", "sequence", "world")
+TERMS = ("compute", *COMMUNICATION, "optimizer", "copies", "idle")
+FOLDER, TERMS_FILE = "profile", "terms.json"
+"""In a run directory."""
+ALL = "all "
+"""Before the name of a kind of communication: all of it, hidden or not."""
+PHASE, GROUP = "phase ", "group "
+"""Prefixes of ranges in a trace: a phase of the step, and a collective of the group of that name."""
+
+Intervals = NDArray[np.float64]
+"""[n, 2]: begin and end, in microseconds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceTerms:
+    """Seconds of the traced window by term, which add up to it, and of all communication by kind of group."""
+
+    terms: dict[str, float]
+    communication: dict[str, float]
+
+    @property
+    def seconds(self) -> float:
+        """The window."""
+        return sum(self.terms.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfiledSteps:
+    """profile/terms.json of a run: the seconds of each rank by term, and of all its communication by kind."""
+
+    start: int
+    steps: int
+    seconds: Mapping[str, Sequence[float]]
+
+    @classmethod
+    def read(cls, run: Path) -> Self | None:
+        """Of a run directory; None where no step was profiled."""
+        try:
+            found = cls(**read_json_object(run / FOLDER / TERMS_FILE, follow=True))
+            return found if all(found.seconds[name] for name in TERMS) and found.steps else None
+        except (OSError, ValueError, LookupError, TypeError):
+            return None
+
+    @property
+    def last(self) -> int:
+        """The last step."""
+        return self.start + self.steps - 1
+
+    @property
+    def busiest(self) -> int:
+        """The rank that computes longest, for which others wait."""
+        work = [sum(pair) for pair in zip(self.seconds["compute"], self.seconds["optimizer"], strict=True)]
+        return work.index(max(work))
+
+    def step(self, rank: int | None = None) -> dict[str, float]:
+        """One step of a rank by term, or the mean of all ranks."""
+        return {name: self._of(name, rank) for name in TERMS}
+
+    def hidden(self, name: str) -> float:
+        """Communication of a kind that is hidden behind computing, in a step, mean of all ranks; 0 for other terms."""
+        return self._of(ALL + name, None) - self._of(name, None) if name in COMMUNICATION else 0.0
+
+    def _of(self, name: str, rank: int | None) -> float:
+        each = self.seconds[name]
+        return (sum(each) / len(each) if rank is None else each[rank]) / self.steps
+
+
+def trace_terms(trace: Mapping[str, Any], kinds: Mapping[str, str]) -> TraceTerms:
+    """Read a Chrome trace, of a GPU's stream or of CPU ranks. `kinds`: the kind of each process group, by its name.
+
+    The window is from the begin of the first phase to the end of the last.
+    """
+    events = [event for event in trace["traceEvents"] if event.get("ph") == "X" and "dur" in event]
+    phases = sorted(
+        (e["ts"], e["ts"] + e["dur"], e["name"].removeprefix(PHASE)) for e in events if e["name"].startswith(PHASE)
+    )
+    window = np.array([[phases[0][0], max(end for _, end, _ in phases)]])
+    on_gpu = any(event.get("cat") == "kernel" for event in events)
+    found = _of_gpu(events, kinds, phases) if on_gpu else _of_cpu(events, kinds, phases)
+    terms, covered, length = {}, np.empty((0, 2)), 0.0
+    for name in ("optimizer", "compute", *COMMUNICATION, "copies"):
+        covered = _union(np.concatenate([covered, _within(found.get(name, ()), window)]))
+        total = float((covered[:, 1] - covered[:, 0]).sum())
+        terms[name], length = (total - length) / 1e6, total
+    terms["idle"] = float(window[0, 1] - window[0, 0] - length) / 1e6
+    whole = {name: _within(found.get(name, ()), window) for name in COMMUNICATION}
+    sums = {name: float(np.diff(_union(each)).sum()) / 1e6 for name, each in whole.items()}
+    return TraceTerms(
+        terms={name: terms[name] for name in TERMS}, communication={name: s for name, s in sums.items() if s}
+    )
+
+
+Found = dict[str, list[tuple[float, float]]]
+
+
+def _of_gpu(events: Sequence[Mapping[str, Any]], kinds: Mapping[str, str], phases: Sequence[Any]) -> Found:
+    """Kernels and copies of a GPU. One belongs to the phase in which the host launched it."""
+    launched = {
+        event["args"]["correlation"]: event["ts"]
+        for event in events
+        if event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in event.get("args", {})
+    }
+    found: Found = {}
+    for event in events:
+        given = event.get("args", {})
+        if event.get("cat") in ("gpu_memcpy", "gpu_memset"):
+            name = "copies"
+        elif event.get("cat") != "kernel":
+            continue
+        elif "nccl" in event["name"].lower():
+            name = kinds.get(str(given.get("Process Group Name", "")), "world")
+        else:
+            name = _term_of(launched.get(given.get("correlation"), event["ts"]), phases)
+        found.setdefault(name, []).append((event["ts"], event["ts"] + event["dur"]))
+    return found
+
+
+def _of_cpu(events: Sequence[Mapping[str, Any]], kinds: Mapping[str, str], phases: Sequence[Any]) -> Found:
+    """Operations of a CPU rank, and of the threads in which gloo communicates, in the order of the calls."""
+    found: Found = {}
+    calls = sorted((e["ts"], e["name"].removeprefix(GROUP)) for e in events if e["name"].startswith(GROUP))
+    sent = sorted((e["ts"], e["dur"]) for e in events if e["name"].startswith("gloo:"))
+    for number, (begin, length) in enumerate(sent):
+        group = calls[min(number, len(calls) - 1)][1] if calls else ""
+        found.setdefault(kinds.get(group, "world"), []).append((begin, begin + length))
+    for event in events:
+        # Kernels: what encloses them, such as autograd's functions, may wait for other ranks.
+        if (
+            event.get("cat") == "cpu_op"
+            and not event["name"].startswith(("c10d::", "autograd::"))
+            and "::" in event["name"]
+        ):
+            found.setdefault(_term_of(event["ts"], phases), []).append((event["ts"], event["ts"] + event["dur"]))
+    return found
+
+
+def _term_of(moment: float, phases: Sequence[tuple[float, float, str]]) -> str:
+    phase = next((name for begin, end, name in phases if begin <= moment < end), "")
+    return "optimizer" if phase == "update" else "compute"
+
+
+def _within(intervals: Iterable[tuple[float, float]], window: Intervals) -> Intervals:
+    """What of them lies in the window."""
+    found = np.clip(np.array(list(intervals), dtype=np.float64).reshape(-1, 2), window[0, 0], window[0, 1])
+    kept: Intervals = found[found[:, 1] > found[:, 0]]
+    return kept
+
+
+def _union(intervals: Intervals) -> Intervals:
+    """The same moments, in intervals that do not overlap, in order."""
+    if not len(intervals):
+        return intervals
+    ordered = intervals[np.argsort(intervals[:, 0], kind="stable")]
+    ends = np.maximum.accumulate(ordered[:, 1])
+    starts = np.concatenate([[True], ordered[1:, 0] > ends[:-1]])
+    last = np.concatenate([starts[1:], [True]])
+    return np.stack([ordered[starts, 0], ends[last]], axis=1)
