@@ -30,7 +30,7 @@ class DropoutStream:
         self.rank = 0 if sequence_group is None else 1 + sequence_group.rank()
         self.seed = 0
         has_adapters = any(isinstance(module, AdapterDropout) for module in model.modules())
-        if not (has_adapters or drops_activations(model.config)):
+        if not (has_adapters or drops_activations(model.config) or _routers_draw_noise(model.config)):
             return
         layers = decoder_layers(model)
         if self.rank and layers:
@@ -54,6 +54,12 @@ class DropoutStream:
         # From the generator, not from `seed`: recomputing the layer runs this again, after `seed` has changed.
         if module.training:
             seed_generators(derive_seed("own part", int(torch.randint(2**62, ())), self.rank), self.device)
+
+
+def _routers_draw_noise(config: Any) -> bool:
+    """Whether routers of a mixture draw noise in training (phimoe), as dropout does."""
+    facts = config.get_text_config(decoder=True).to_dict()
+    return any(isinstance(value, float) and value > 0 for name, value in facts.items() if "jitter" in name)
 
 
 def seed_generators(seed: int, device: torch.device) -> None:

@@ -31,6 +31,7 @@ from toolkit.engines.router_records import (
     scores_by_sigmoid,
 )
 from toolkit.errors import ModelError
+from toolkit.parallel.experts.sharding import experts_in
 
 _LOSSES = 2
 """The auxiliary loss and the z-loss."""
@@ -237,7 +238,7 @@ def check_routing(recipe: Recipe, config: PretrainedConfig) -> None:
         return
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
-    routers = find_routers(model) if any(hasattr(module, "has_gate") for module in model.modules()) else {}
+    routers = find_routers(model) if any(experts_in(model)) else {}
     field, advice = "model.router_bias_update" if section.router_bias_update else "model.router_aux_loss", "remove it"
     if section.router_aux_loss is None and aux:
         field, advice = "model.overrides.output_router_logits", "set it to false"
