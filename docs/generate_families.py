@@ -31,7 +31,7 @@ from toolkit.models.support import EXPERT_KINDS, KINDS, PATH, Support, encoded
 from toolkit.parallel.tiny_model import default_config, tiny_config
 
 MEMORY_BYTES = 12 * 2**30
-SECONDS = 120
+SECONDS = 300
 TENSOR_RANKS = (2, 4)
 
 
