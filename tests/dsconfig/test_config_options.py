@@ -96,6 +96,8 @@ ZERO_3 = ("zero_stage", 3)
         ("dp8-z0", {"communication_dtype": "bf16"}, "communication_dtype zero_stage", ("zero_stage", 1)),
         ("dp8-z1", {"optimizer": "lamb"}, "optimizer zero_stage", ("zero_stage", 0)),
         ("dp8-z3", {"optimizer": "muon", "nvme_optimizer": True, "nvme_path": "/n"}, "optimizer nvme_optimizer", None),
+        ("dp8-ep2-z2", {"optimizer": "muon"}, "optimizer ep zero_stage", ("ep", 1)),
+        ("dp8-ep2-z3", {"quantized_weights": True}, "quantized_weights ep", ("ep", 1)),
         ("dp8-z1", {"cpu_checkpointing": True}, "cpu_checkpointing activation_checkpointing", None),
         (
             "dp8-z1",
@@ -174,9 +176,10 @@ class TestScheduler:
 
 
 class TestTrainer:
-    def test_a_pipeline_is_refused(self) -> None:
+    @pytest.mark.parametrize("layout", ["dp4-pp2-z1", "dp4-ep2-z1"])
+    def test_what_it_does_not_have_is_refused(self, layout: str) -> None:
         with refused(ConfigError, "layout"):
-            trainer_config(job("dp4-pp2-z1"))
+            trainer_config(job(layout))
 
     def test_there_is_no_optimizer_section(self) -> None:
         assert "optimizer" not in trainer_config(job())

@@ -119,6 +119,8 @@ class TestUserConfig:
             ({"communication_data_type": "bf16"}, "the toolkit"),
             ({"managed_gradient_accumulation": False}, "the toolkit"),
             ({"gradient_predivide_factor": 4}, "the toolkit"),
+            ({"expert_parallel": {"enabled": True}}, "the toolkit"),
+            ({"use_data_before_expert_parallelism": True}, "the toolkit"),
             ({"bf16": True}, "not a section"),
             ({"zero_optimization": None}, "not a section"),
         ],
@@ -146,6 +148,14 @@ class TestUserConfig:
         with refused(ConfigError, f"pipeline.{key}") as found:
             merge_user_config(config(make_recipe(parallel={"pp": 2})), {"pipeline": {key: value}})
         assert decides in found[0].reason
+
+    @pytest.mark.parametrize("key", ["reduce_scatter", "contiguous_gradients"])
+    def test_what_deepspeed_asserts_of_shared_out_experts_is_decided(self, make_recipe: Make, key: str) -> None:
+        built, user = config(make_recipe()), {"zero_optimization": {key: False}}
+        assert merge_user_config(built, user)["zero_optimization"][key] is False
+        with refused(ConfigError, f"zero_optimization.{key}") as found:
+            merge_user_config(built, user, shares_experts=True)
+        assert "parallel.ep" in found[0].reason
 
     def test_the_same_value_is_no_contradiction(self, make_recipe: Make) -> None:
         built = config(make_recipe())

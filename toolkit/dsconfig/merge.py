@@ -20,9 +20,13 @@ _FIXED = (
     *("pipeline", "communication_data_type", "data_types", "torch_autocast", "amp"),
     *("prescale_gradients", "gradient_predivide_factor", "managed_gradient_accumulation"),
     "seq_parallel_communication_data_type",
+    # DeepSpeed's own expert parallelism: the toolkit's is a matter of its process groups, and no key.
+    *("expert_parallel", "use_data_before_expert_parallelism"),
 )
 # Without it, ZeRO-3 divides gradients by another number if ranks share sequences.
 _FIXED_WITH_ULYSSES = "zero_optimization.reduce_scatter"
+# DeepSpeed asserts them under ZeRO-1 and 2 where ranks share out experts.
+_FIXED_WITH_EXPERTS = ("zero_optimization.reduce_scatter", "zero_optimization.contiguous_gradients")
 # These only choose the kernels that compute the same update.
 _FREE_OPTIMIZER_PARAMS = frozenset({"torch_adam", "fused", "foreach"})
 _ABSENT_MEANS = {f"zero_optimization.offload_{what}.device": "none" for what in ("optimizer", "param")}
@@ -41,12 +45,14 @@ def read_user_config(path: str | Path) -> Config:
         raise ConfigError(f"{printable(path)}: cannot be read ({reason_of(error)}). {advice}") from error
 
 
-def merge_user_config(built: Config, user: Config, *, name: str = "the DeepSpeed config") -> Config:
-    """Return `built` with the user's values on top; `auto` keeps ours.
+def merge_user_config(
+    built: Config, user: Config, *, name: str = "the DeepSpeed config", shares_experts: bool = False
+) -> Config:
+    """Return `built` with the user's values on top; `auto` keeps ours. `shares_experts`: whether ep is above 1.
 
     Raises ConfigError with every value that contradicts the recipe, one line each.
     """
-    found = list(conflicts(built, user))
+    found = list(conflicts(built, user, shares_experts=shares_experts))
     if found:
         raise ConfigError((f"{name}: {conflict.render(spell_json)}" for conflict in found), found)
     return _overlay(built, user)
@@ -57,7 +63,7 @@ def spell_json(key: str, value: Any) -> str:
     return key if isinstance(value, dict) else f"{key}={json.dumps(value)}"
 
 
-def conflicts(built: Config, user: Config) -> Iterator[Refusal]:
+def conflicts(built: Config, user: Config, *, shares_experts: bool = False) -> Iterator[Refusal]:
     """Yield every value of `user` that contradicts the recipe that `built` was made from."""
     if "scheduler" in user:
         reason = "the recipe's `schedule` decides the learning rate"
@@ -69,6 +75,8 @@ def conflicts(built: Config, user: Config) -> Iterator[Refusal]:
         decided_by = _decided_by(path)
         if path == _FIXED_WITH_ULYSSES and "seq_parallel_communication_data_type" in built:
             decided_by = "the toolkit"
+        if path in _FIXED_WITH_EXPERTS and shares_experts:
+            decided_by = "parallel.ep"
         if decided_by is None or value == "auto":
             continue
         ours = _at(built, path)

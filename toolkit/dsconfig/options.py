@@ -124,6 +124,8 @@ def _zeropp(options: ConfigOptions, layout: Layout, nodes: int | None) -> Iterat
         if layout.tp > 1 or layout.ulysses > 1:
             reason = "ZeRO++ groups ranks as if all of them were data-parallel"
             yield f"{field} tp ulysses", reason, "set tp=1 and ulysses=1"
+        if layout.ep > 1:
+            yield f"{field} ep", "DeepSpeed shards experts over other ranks than ZeRO++'s groups", ("ep", 1)
     if size < 1 or layout.dp % size:
         divisors = [str(n) for n in range(1, layout.dp + 1) if layout.dp % n == 0]
         yield "hpz_partition_size dp", "it must divide dp", ("hpz_partition_size", english_list(divisors, "or"))
@@ -153,6 +155,9 @@ def _optimizer(options: ConfigOptions, layout: Layout) -> Iterator[_Problem]:
     if options.optimizer == "muon" and (options.nvme_optimizer or layout.offload_optimizer != "none"):
         reason = "the matrix products of Muon would run on the CPU"
         yield f"optimizer {offload}", reason, "keep the optimizer on the GPU", "use adamw"
+    if options.optimizer == "muon" and layout.ep > 1 and layout.zero_stage in (1, 2):
+        reason = "Muon needs whole gradients, and DeepSpeed scatters those of experts"
+        yield "optimizer ep zero_stage", reason, ("ep", 1), "use adamw"
 
 
 def _activations(options: ConfigOptions, recipe: Recipe) -> Iterator[_Problem]:

@@ -24,9 +24,9 @@ def trainer_config(job: ConfigJob) -> Config:
         reason = "gradient_checkpointing of the Hugging Face Trainer recomputes whole layers, never attention alone"
         remedy = ("parallel.recompute", "full or none")
         raise ConfigError.of("parallel.recompute", "selective", reason, remedy, "train with this toolkit")
-    if layout.tp > 1 or layout.pp > 1 or layout.ulysses > 1:
-        reason = "the Hugging Face Trainer has no pipeline, and shards no layers of these models"
-        advice = "choose tp=1, pp=1 and ulysses=1", "train with this toolkit"
+    if max(layout.tp, layout.pp, layout.ulysses, layout.ep) > 1:
+        reason = "the Hugging Face Trainer has no pipeline, and shards no layers and experts of these models"
+        advice = "choose tp=1, pp=1, ulysses=1 and ep=1", "train with this toolkit"
         raise ConfigError.of("layout", str(layout), reason, *advice)
     if layout.zero_stage == 3:
         job = replace(job, width=1)  # everything that follows from it becomes `auto`

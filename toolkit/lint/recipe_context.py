@@ -25,7 +25,10 @@ class RecipeContext:
 
     def conflicts(self, config: Mapping[str, Any]) -> tuple[tuple[ConfigPath, str], ...]:
         """Return every value that contradicts the recipe: path and message."""
-        found = [replace(conflict, remedy=()) for conflict in conflicts(self.job.config, dict(config))]
+        found = [
+            replace(conflict, remedy=())
+            for conflict in conflicts(self.job.config, dict(config), shares_experts=self.job.layout.ep > 1)
+        ]
         return tuple((tuple(one.field.split(".")), one.render(spell_json).rstrip(".")) for one in found)
 
 

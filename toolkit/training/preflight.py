@@ -68,7 +68,7 @@ def deepspeed_config(
     built = build(job, hidden_size=config.get_text_config().hidden_size, device=kind)
     if user_config is None:
         return built
-    return merge_user_config(built, read_user_config(user_config), name=user_config)
+    return merge_user_config(built, read_user_config(user_config), name=user_config, shares_experts=job.layout.ep > 1)
 
 
 def check_vocabulary(recipe: Recipe, config: PretrainedConfig, corpus: Corpora) -> None:
