@@ -8,12 +8,16 @@ from typing import Any
 import pytest
 import torch
 from measured_activations import Case, kept_bytes
+from transformers import AutoModelForCausalLM
 
 from toolkit.config.layout import Layout
 from toolkit.errors import LayoutError
 from toolkit.estimate.deepspeed_settings import DeepSpeedSettings
 from toolkit.estimate.memory_model import MemoryModel, Workload
+from toolkit.estimate.parameters import Parameter
 from toolkit.models.shape import find_config
+from toolkit.parallel.experts.sharding import experts_in
+from toolkit.parallel.tiny_model import tiny_config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +93,6 @@ def _route(experts: Any, *, count: int, imbalance: float) -> None:
 
 
 DAILY = [
-    Shared(family="mixtral", ep=2),
     Shared(family="mixtral", ep=2, imbalance=1.5),
     Shared(family="mixtral", tp=2, sequence_parallel=True),
 ]
@@ -99,6 +102,7 @@ WHOLE = [
     Shared(family="gpt_oss", attention="eager", ep=2),
     Shared(family="gpt_oss", attention="eager", tp=2, inner=True),
     Shared(family="mixtral", tp=2, imbalance=1.5),
+    Shared(family="mixtral", ep=2),
 ]
 
 
@@ -109,6 +113,20 @@ def test_the_first_rank_keeps_what_is_estimated_within_a_percent(
     measured = ranks(_measure, 2, cases)[0]
     errors = {str(case): case.predicted_kept() / own - 1 for case, own in zip(cases, measured, strict=True)}
     assert errors == pytest.approx(dict.fromkeys(errors, 0.0), abs=0.01)
+
+
+FAMILIES = ("mixtral", "gpt_oss", "deepseek_v3", "granitemoe")
+MIXTURES = ("qwen2_moe", "qwen3_moe", "olmoe", "phimoe", "deepseek_v2", "glm4_moe", "dots1", "ernie4_5_moe",
+            "minimax_m2", "afmoe", "hunyuan_v1_moe", "flex_olmo", "exaone_moe", "solar_open", "aria_text")  # fmt: skip
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *(pytest.param(one, marks=pytest.mark.whole) for one in MIXTURES)])
+def test_the_parameters_of_experts_are_told_by_their_names(family: str) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_config(family))
+    told = {name for name, p in model.named_parameters() if Parameter(name=name, shape=tuple(p.shape)).is_experts}
+    assert told == {f"{path}.{name}" for path, inside in experts_in(model) for name, _ in inside.named_parameters()}
+    assert told
 
 
 def test_more_imbalance_than_ranks_is_refused() -> None:

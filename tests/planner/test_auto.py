@@ -7,7 +7,7 @@ import pytest
 from toolkit.cli.main import main
 from toolkit.config import dump_recipe, load_recipe
 from toolkit.config.recipe import Recipe
-from toolkit.errors import BatchError, LayoutError, ModelError, RunError, ToolkitError
+from toolkit.errors import BatchError, LayoutError, RunError, ToolkitError
 from toolkit.hardware import gpu
 from toolkit.planner.auto.plan_recipe import planned
 from toolkit.planner.auto.ranks import UNKNOWN_GPU, RankDevice, cluster_named, cluster_of
@@ -75,7 +75,6 @@ def test_a_recipe_that_is_not_planned_yet_has_no_layout(path: Path) -> None:
         (61, (), LayoutError, "61 ranks: .* Launch 64 ranks, or set batch.global_batch_size=61"),
         (64, ("batch.global_batch_size=3",), BatchError, "batch.global_batch_size=3: no layout splits it"),
         (2, ("batch.micro_batch_size=3",), LayoutError, "micro_batch_size=3: .* to the plan"),
-        (2, ("model.name_or_path=mixtral-8x7b",), ModelError, "model.name_or_path=mixtral-8x7b: .* dense"),
     ],
 )
 def test_what_nothing_can_be_planned_for_is_refused_in_the_recipes_terms(

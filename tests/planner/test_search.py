@@ -131,7 +131,7 @@ def test_a_mixtures_layouts_share_out_experts_over_every_divisor_of_both() -> No
     assert {ep for dp, ep, tp in found if dp == 8} == {1, 2, 4, 8}
     # 8 experts on 4 x 2 ranks are one each.
     assert {ep for dp, ep, tp in found if tp == 4} == {1, 2}
-    assert all(layout.ep == 1 for layout in layouts(request("gpt2", gpus=8)))
+    assert all(layout.ep == 1 for layout in layouts(request("gpt2", gpus=8, seq_len=512)))
 
 
 def test_a_family_whose_flops_are_not_those_of_its_shape_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
