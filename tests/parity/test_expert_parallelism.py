@@ -14,7 +14,7 @@ from mixtures import MIXTURES, MixtureCell
 from transformers.integrations.moe import ExpertsInterface
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 
-from toolkit.config.recipe import OptimizerName
+from toolkit.config.recipe import OptimizerName, Precision
 from toolkit.parallel.experts import dispatch, sharding
 from toolkit.parallel.shard import mark
 
@@ -29,20 +29,21 @@ LAYOUTS = (
 )
 
 
-def cell_of(strategy: str, family: str = "mixtral", optimizer: OptimizerName = "sgd") -> MixtureCell:
-    fixed: dict[str, Any] = {"accumulation": 2, "clipped": True, "tied": False, "precision": "fp32"}
-    return MixtureCell(strategy=strategy, family=family, optimizer=optimizer, **fixed)
+def cell_of(
+    strategy: str, family: str = "mixtral", optimizer: OptimizerName = "sgd", precision: Precision = "fp32"
+) -> MixtureCell:
+    fixed: dict[str, Any] = {"accumulation": 2, "clipped": True, "tied": False}
+    return MixtureCell(strategy=strategy, family=family, optimizer=optimizer, precision=precision, **fixed)
 
 
 def _cells() -> list[MixtureCell]:
-    return [
-        cell_of(strategy, family, optimizer) for strategy, family, optimizer in product(LAYOUTS, MIXTURES, OPTIMIZERS)
-    ]
+    every = [cell_of(*options) for options in product(LAYOUTS, MIXTURES, OPTIMIZERS)]
+    return every + [cell_of(layout, precision="bf16") for layout in LAYOUTS]
 
 
 def _is_daily(number: int, cell: MixtureCell) -> bool:
     """Each family in a layout of its own, with SGD, whose updates show a factor that Adam hides; one with Adam."""
-    if cell.strategy not in DAILY:
+    if cell.strategy not in DAILY or cell.precision != "fp32":
         return False
     place = DAILY.index(cell.strategy)
     return cell.family == list(MIXTURES)[place] and (cell.optimizer == "sgd") == (place > 0)

@@ -75,6 +75,10 @@ def fix_gradient_norms(engine: Any, partition: ModelPartition | None) -> None:
     - ZeRO-3 takes for granted that a group of expert-parallel ranks contains the tensor-parallel ones, and does not sum
       the experts' norms over those (deepspeed/runtime/zero/stage3.py `_grad_norm_counts_every_rank`): too small, and
       differently on each of them, so that replicas drift apart. No issue is known.
+    - BF16_Optimizer sums the norm of experts over other ranks than those of its other parameters
+      (deepspeed/runtime/utils.py `get_norm_with_moe_layers`): in a pipeline without tensor parallelism, stages wait for
+      each other for ever. Here the experts' norm is one of the others, summed over expert-parallel ranks before. No
+      issue is known.
     """
     engine.clip_fp32_gradients = lambda: nn.utils.clip_grads_with_norm_(
         engine.module.parameters(), engine.gradient_clipping(), full_grad_norm(engine.module.parameters(), partition)
@@ -84,16 +88,20 @@ def fix_gradient_norms(engine: Any, partition: ModelPartition | None) -> None:
         optimizer._grad_norm_counts_every_rank = lambda parameters, group: False
     if not isinstance(optimizer, BF16_Optimizer):
         return
-    gradients = optimizer.get_grads_for_norm
+    gradients, device = optimizer.get_grads_for_norm, optimizer.fp32_groups_flat_partition[0].device
 
     def exact_norms(for_clipping: bool = False) -> Any:
         found = gradients(for_clipping=for_clipping)
         if for_clipping:
             return found
         counted, experts = found
-        if not counted:
-            return [torch.zeros(1, device=optimizer.fp32_groups_flat_partition[0].device)], experts
-        return [total_norm([tensor]) for tensor in counted], experts
+        norms = [total_norm([tensor]) for tensor in counted]
+        if partition is not None and optimizer.has_moe_layers:
+            of_experts = total_norm([tensor for tensors in experts.values() for tensor in tensors])
+            square = of_experts.to(device).square()
+            dist.all_reduce(square, group=partition.groups.expert)
+            norms.append(square.sqrt())
+        return norms or [torch.zeros(1, device=device)], {}
 
     optimizer.get_grads_for_norm = exact_norms
 
