@@ -4,13 +4,17 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from refusals import refused
+from transformers import AutoModelForCausalLM
 
 from toolkit.config import recipe_problems
-from toolkit.config.recipe import Recipe
+from toolkit.config.recipe import LoraSection, Recipe
 from toolkit.config.trained_parameters import trained_parameter_conflicts
 from toolkit.errors import ModelError
+from toolkit.model_init.adapters import Adapters
 from toolkit.model_init.build_model import check_trained, load_config
+from toolkit.parallel.tiny_model import tiny_config
 
 MakeRecipe = Callable[..., Recipe]
 
@@ -71,3 +75,11 @@ def test_names_that_the_model_does_not_have_are_refused(
     recipe = make_recipe(**{f"model__{name}": value for name, value in changes.items()})
     with refused(ModelError, field):
         check_trained(recipe, load_config(recipe.model))
+
+
+def test_adapters_of_experts_are_refused() -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_config("mixtral"))
+    with refused(ModelError, "model.lora.targets") as found:
+        Adapters(model, LoraSection(targets=("all-linear",)), seed=1)
+    assert "experts" in found[0].reason

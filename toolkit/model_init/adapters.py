@@ -50,6 +50,10 @@ class Adapters:
         self._take_out(model)
         for parameter in trainable:  # peft has frozen them; what pipeline stages drop is what the family trains
             parameter.requires_grad_()
+        experts = [path for path in self._found if f"{path}.".rpartition(".experts.")[1]]
+        if experts:
+            reason = f"peft would adapt {experts[0]} too, which is not supported"
+            raise ModelError.of(_FIELD, list(section.targets), reason, "name linear layers, such as q_proj and v_proj")
         outside = [path for path in self._found if not any(path.startswith(f"{p}.") for p in self._prefix.values())]
         if outside:
             reason = f"{outside[0]} is no part of a decoder layer, and only those get adapters"
