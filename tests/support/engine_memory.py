@@ -193,6 +193,9 @@ def measure(recipe: Recipe, change: Change | None = None, *, steps: int = 2) -> 
     (at_update,) = snapshots
     del at_update["counters"]
     between, update = estimated(recipe, config, engine)
+    # What counts the loads of experts: 8 bytes for each of them and layer, which the estimate leaves out.
+    counted = {} if engine.routing is None else vars(engine.routing)
+    before |= set(storages(one for one in counted.values() if isinstance(one, torch.Tensor)))
     return Cell(
         measured=count(engine, before, bucket_bytes),
         estimated=between,
