@@ -322,6 +322,8 @@ WEIGHTS = [
     Bad("validate r.yaml model.router_z_loss=0.001", "the model has no experts"),
     Bad("validate r.yaml model.router_bias_update=0.001", "the model has no experts"),
     Bad("validate r.yaml model.router_z_loss=-1", "model.router_z_loss"),
+    Bad("validate r.yaml model.expert_capacity_factor=0", "model.expert_capacity_factor"),
+    Bad("validate r.yaml model.expert_capacity_factor=1.25", "the model has no experts"),
     Bad("validate r.yaml model.router_aux_loss.scope=batch", "micro_batch"),
     Bad("validate r.yaml model.router_aux_loss.coefficient=-1", "model.router_aux_loss.coefficient"),
     Bad("validate r.yaml model.init=pretrained model.name_or_path=./hf", "the ids of another tokenizer"),

@@ -142,6 +142,7 @@ ALL = {
     "micro_batch": {"router_z_loss": 0.1},
     "global": {"router_aux_loss": {"coefficient": 0.5, "scope": "global"}, "router_z_loss": 0.1},
     "noise": {"router_aux_loss": {"coefficient": 0.5, "scope": "global"}},
+    "capacity": {"expert_capacity_factor": 0.8, "router_aux_loss": {"coefficient": 0.1}},
     "deepseek": {"router_aux_loss": {"coefficient": 0.5, "scope": "sequence"}, "router_bias_update": 0.01},
 }
 LAYOUTS = {
@@ -158,7 +159,12 @@ LAYOUTS = {
 }
 # Under sequence parallelism a rank draws the noise of its own tokens.
 CASES = [case for case in product(ALL, LAYOUTS) if case[0] != "noise" or "sp" not in case[1].split("-")]
-DAILY = {("micro_batch", "pp2-z0-recompute"), ("global", "tp2-sp-z1"), ("deepseek", "ep2-z3")}
+DAILY = {
+    ("micro_batch", "pp2-z0-recompute"),
+    ("global", "tp2-sp-z1"),
+    ("deepseek", "ep2-z3"),
+    ("capacity", "tp2-sp-dp2-ep2-z2"),
+}
 
 
 @pytest.fixture(scope="session")

@@ -93,6 +93,10 @@ class ModelSection(Section):
     """Balance the load of experts without a loss: in each step the bias of a router that has one (DeepSeek-V3) moves by
     this much, up for an expert with less than the mean load and down for others. 0 leaves it."""
 
+    expert_capacity_factor: Annotated[float, Field(gt=0)] | None = None
+    """In training an expert takes at most this many times its equal share of a micro-batch's tokens, those with the
+    largest router weights; others pass it by. null: all tokens reach their experts."""
+
     @property
     def attention(self) -> str | None:
         """The attention kernel that is asked for; None where transformers chooses."""

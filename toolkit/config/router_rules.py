@@ -17,10 +17,14 @@ def expert_count(config: Mapping[str, Any]) -> int:
 
 
 def router_conflicts(recipe: Recipe, config: Mapping[str, Any] | None) -> Iterator[Refusal]:
-    """Refuse to balance the experts of a dense model."""
+    """Refuse to balance the experts of a dense model, and to drop tokens of a part of a sequence."""
+    if recipe.model.expert_capacity_factor and recipe.parallel.ulysses > 1:
+        reason = "a rank sees its part of a sequence, and tokens are dropped by those of the whole micro-batch"
+        remedy = (("parallel.ulysses", 1), ("model.expert_capacity_factor", None))
+        yield recipe.conflict("model.expert_capacity_factor", "parallel.ulysses", reason=reason, remedy=remedy)
     if config is None or expert_count(config):
         return
-    for name in ("router_aux_loss", "router_z_loss", "router_bias_update"):
+    for name in ("router_aux_loss", "router_z_loss", "router_bias_update", "expert_capacity_factor"):
         field = f"model.{name}"
         if recipe.value_of(field):
             given = (field, ("model.name_or_path", recipe.model.name_or_path))

@@ -31,6 +31,7 @@ from toolkit.engines.router_records import (
     scores_by_sigmoid,
 )
 from toolkit.errors import ModelError
+from toolkit.parallel.experts.capacity import limit_capacity
 from toolkit.parallel.experts.sharding import experts_in
 
 _LOSSES = 2
@@ -273,7 +274,10 @@ def _check_biases(recipe: Recipe, model: PreTrainedModel) -> None:
 def find_routing(
     job: Job, model: PreTrainedModel, device: torch.device, sequence_group: dist.ProcessGroup | None = None
 ) -> Routing | None:
-    """Return the routing of a model whose routers can be watched, or None."""
+    """Return the routing of a model whose routers can be watched, or None. Limits the capacity of its experts."""
+    factor = job.recipe.model.expert_capacity_factor
+    if factor is not None:
+        limit_capacity(model, factor, expert_count(model.config), sequence_group)
     if not router_classes(model) or not expert_count(model.config):
         return None
     return Routing(job, model, device, sequence_group)

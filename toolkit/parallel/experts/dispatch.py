@@ -27,6 +27,10 @@ class ShardedExperts(nn.Module):
     expert: dist.ProcessGroup
     is_whole: bool
     """Whether tensor-parallel ranks hold different experts; if not, each holds a part of all of them."""
+    kept: torch.Tensor | None = None
+    """Which pairs [t, k] are not dropped (capacity.py); None: all."""
+    capacity: int | None = None
+    """The most rows of an expert that a rank sends, and then the number that it sends, some of them empty."""
     outer_bias: nn.Parameter | None
     """Bias of the outputs, where the ranks' outputs are partial sums: it is added to the sum."""
 
@@ -53,9 +57,14 @@ class ShardedExperts(nn.Module):
             # Each rank has the gradient of the weights of its own rows.
             weights = c.copy_to_tensor_ranks(weights, group)
         order, ids, counts = self._sorted(index.flatten())
-        pairs, out = self._exchange(hidden, order, ids, counts, index.shape[1])
+        if self.capacity is None:
+            pairs, out = self._exchange(hidden, order, ids, counts, index.shape[1])
+        else:
+            pairs, out = self._exchange_slots(hidden, order, counts, index.shape[1])
         weighted = out * weights.flatten()[pairs].unsqueeze(1)
-        rows = weighted.new_zeros(index.numel(), hidden.shape[1]).index_copy(0, pairs, weighted)
+        rows = weighted.new_zeros(index.numel(), hidden.shape[1])
+        # Empty slots name a pair as well, the first, and have nothing to add to it.
+        rows = rows.index_copy(0, pairs, weighted) if self.capacity is None else rows.index_add(0, pairs, weighted)
         result = self.region.leave(rows.view(*index.shape, -1).sum(1).to(hidden.dtype))
         return result if bias is None else result + bias.to(result.dtype)
 
@@ -65,6 +74,9 @@ class ShardedExperts(nn.Module):
         A lane: the tensor-parallel ranks of this number on all expert-parallel ranks. Rows of other lanes come last.
         """
         local, ranks, group = self.num_experts, self.expert.size(), self.region.group
+        if self.kept is not None:  # what is dropped is sent to the number after the last expert
+            lanes = group.size() if self.is_whole else 1
+            experts = experts.masked_fill(~self.kept.flatten(), local * ranks * lanes)
         if self.is_whole and group.size() > 1:
             owner = experts // local
             own = (owner // group.size()) * local + experts % local
@@ -91,6 +103,26 @@ class ShardedExperts(nn.Module):
         local = torch.arange(self.num_experts, device=ids.device).repeat(self.expert.size())
         ids = local.repeat_interleave(arriving.flatten(), output_size=sum(receive))
         return pairs, _AllToAll.apply(self._compute(rows, ids), receive, send, self.expert)
+
+    def _exchange_slots(
+        self, hidden: torch.Tensor, order: torch.Tensor, counts: torch.Tensor, per_token: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `_exchange`, with `capacity` slots for each expert: sizes are known, so the host does not wait."""
+        assert self.capacity is not None
+        ranks, slots = self.expert.size(), torch.arange(self.capacity, device=order.device)
+        used = counts.flatten()
+        is_used = (slots < used.unsqueeze(1)).flatten()
+        places = ((used.cumsum(0) - used).unsqueeze(1) + slots).flatten()
+        pairs = order[places.clamp(max=len(order) - 1)].masked_fill(~is_used, 0)
+        rows = hidden[pairs // per_token] * is_used.unsqueeze(1)
+        ids = torch.arange(self.num_experts, device=order.device).repeat_interleave(self.capacity).repeat(ranks)
+        if ranks > 1:
+            each = [len(rows) // ranks] * ranks
+            out = _AllToAll.apply(rows, each, each, self.expert)
+            out = _AllToAll.apply(self._compute(out, ids), each, each, self.expert)
+        else:
+            out = self._compute(rows, ids)
+        return pairs, out * is_used.unsqueeze(1)
 
     def _compute(self, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """The family's forward pass on rows [r, h] with local experts [r]."""
