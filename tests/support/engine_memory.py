@@ -180,6 +180,12 @@ def measure(recipe: Recipe, change: Change | None = None, *, steps: int = 2) -> 
     corpus = prepare(recipe.data, progress=False)
     before = set(storages(live_tensors()))
     engine: Any = create_engine(job, CPU, config, eos_id=corpus.eos_id)
+    # What counts the loads of experts: 8 bytes for each of them and layer, which the estimate leaves out.
+    own = {} if engine.routing is None else vars(engine.routing)
+
+    def known() -> set[Any]:
+        return before | set(storages(one for one in own.values() if isinstance(one, torch.Tensor)))
+
     bucket = config["zero_optimization"].get("reduce_bucket_size", 0)
     bucket_bytes = {2 * bucket, 4 * bucket}
     snapshots: list[Count] = []
@@ -187,17 +193,14 @@ def measure(recipe: Recipe, change: Change | None = None, *, steps: int = 2) -> 
     with loader.prefetch(0) as ahead:
         for step in range(steps):
             if step == steps - 1:
-                engine.before_update = lambda: snapshots.append(count(engine, before, bucket_bytes))
+                engine.before_update = lambda: snapshots.append(count(engine, known(), bucket_bytes))
             tokens = loader.target_tokens(step)
             engine.train_step(loader.micro_batches(step, ahead), target_tokens=tokens, learning_rate=1e-3)
     (at_update,) = snapshots
     del at_update["counters"]
     between, update = estimated(recipe, config, engine)
-    # What counts the loads of experts: 8 bytes for each of them and layer, which the estimate leaves out.
-    counted = {} if engine.routing is None else vars(engine.routing)
-    before |= set(storages(one for one in counted.values() if isinstance(one, torch.Tensor)))
     return Cell(
-        measured=count(engine, before, bucket_bytes),
+        measured=count(engine, known(), bucket_bytes),
         estimated=between,
         measured_at_update=at_update,
         estimated_at_update=update,
