@@ -3,6 +3,7 @@
 import importlib
 import os
 import pkgutil
+import re
 import resource
 import runpy
 import shlex
@@ -55,7 +56,9 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("template")
     (folder / "r.yaml").write_text(RECIPE)
-    (folder / "d.yaml").write_text(RECIPE.replace("reference", "deepspeed"))
+    deepspeed = RECIPE.replace("reference", "deepspeed")
+    (folder / "d.yaml").write_text(deepspeed)
+    (folder / "moe.yaml").write_text(re.sub(r"gpt2-tiny\n.*\n", "mixtral-8x7b\n", deepspeed))
     (folder / "text.txt").write_text("The quick brown fox jumps over the lazy dog.\n" * 200)
     (folder / "ds.json").write_text("{}")
     model = GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=2, n_positions=64, vocab_size=257))
