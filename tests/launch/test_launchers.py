@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from interruptions import PORT_FLAGS
 
 from toolkit.checkpoint.verify import verify
 from toolkit.config import dump_recipe, gallery, load_recipe
@@ -64,6 +65,8 @@ def test_a_launcher_trains_a_planned_recipe_on_its_ranks(
     command: str, environment: dict[str, str], small_recipe: Path, tmp_path: Path
 ) -> None:
     words = shlex.split(command.replace("recipes/demo.yaml", str(small_recipe)))
+    if (flag := PORT_FLAGS.get(words[0])) is not None:
+        words.insert(words.index("recipes/train.py"), f"{flag}={free_port()}")
     plan = ["parallel=auto", "batch.micro_batch_size=null"]
     kept = [f"parallel.{field}" for field in ("tp=1", "pp=1", "ulysses=1", "zero_stage=2", "recompute=none")]
     done = subprocess.run(

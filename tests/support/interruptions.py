@@ -21,6 +21,7 @@ from small_text import write_corpus
 
 from toolkit.checkpoint.select import select_checkpoint
 from toolkit.checkpoint.verify import verify
+from toolkit.launch.spawn import free_port
 
 DSTK = [sys.executable, "-m", "toolkit"]
 TRAIN = ["train", "small.yaml", "--nproc", "2"]
@@ -201,12 +202,15 @@ OTHERS = {
     "accelerate": ["launch", "--use_deepspeed", "--num_processes", "2"],
 }
 """Launchers that are not ours, and their arguments."""
+PORT_FLAGS = {"deepspeed": "--master_port", "accelerate": "--main_process_port", "torchrun": "--master_port"}
+"""Their default is one port for all: another test beside this one may use it."""
 
 
 def end_launcher(folder: Path, launcher: str, number: signal.Signals, *, group: bool = False) -> tuple[str, str]:
     """Signal a launcher, or its process group, when its ranks train; return what is wrong, and the line they print."""
     shutil.rmtree(folder / "run", ignore_errors=True)
-    arguments = [*OTHERS[launcher], str(SCRIPT), "--config", "small.yaml"]
+    port = f"{PORT_FLAGS[launcher]}={free_port()}"
+    arguments = [*OTHERS[launcher], port, str(SCRIPT), "--config", "small.yaml"]
     with started(folder, *arguments, launcher=launcher) as process:
         wait_for_step(process, folder)
         (os.killpg if group else os.kill)(process.pid, number)

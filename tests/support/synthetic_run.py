@@ -31,7 +31,7 @@ def shapes(experts: int = 0) -> dict[str, tuple[int, ...]]:
     return found | {"model.norm.weight": (WIDTH,)}
 
 
-def draw(seed: int, experts: int) -> dict[str, Array]:
+def draw(seed: int, experts: int = 0) -> dict[str, Array]:
     chance = np.random.default_rng(seed)
     return {name: chance.normal(size=shape).astype(np.float32) for name, shape in shapes(experts).items()}
 

@@ -62,7 +62,7 @@ def test_unlike_machines_have_one_plan(make_recipe, ranks, tmp_path: Path) -> No
     [
         pytest.param(("parallel.zero_stage=3", "parallel.pp=2"), "parallel.pp", "leave", id="kept fields"),
         pytest.param(("batch.micro_batch_size=3",), "batch.micro_batch_size", "leave", id="kept micro-batch"),
-        pytest.param(("model.name_or_path=mixtral-8x7b",), "model.name_or_path", "dstk memory", id="model"),
+        pytest.param(("model.name_or_path=llama-3.1-405b",), "parallel.auto", "a smaller model", id="model"),
     ],
 )
 def test_what_cannot_be_planned_is_one_line_on_every_rank(
