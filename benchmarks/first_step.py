@@ -73,8 +73,14 @@ def main() -> None:
         title=f"Time to the first step, medians of {rounds} runs, {len(os.sched_getaffinity(0))} cores",
         headings=("launcher", "ranks", "seconds", "CPU seconds", "ratio", "ratio of CPU", "target"),
         rows=rows,
+        notes=[] if options.against is None else [f"The other version is {_commit(options.against)}."],
         save=options.save,
     )
+
+
+def _commit(tree: Path) -> str:
+    found = subprocess.run(["git", "-C", str(tree), "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    return f"commit {found.stdout.strip()}" if found.returncode == 0 else "not a checkout"
 
 
 def _torchrun(ranks: int) -> list[str]:
