@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from toolkit.config.recipe import Recipe
 from toolkit.estimate.breakdown import MemoryBreakdown
+from toolkit.estimate.memory_model import casts_to_come
 from toolkit.estimate.parameters import RankParameters
 from toolkit.estimate.recording import config_text
 from toolkit.models.shape import ModelShape, families, find_config
@@ -97,7 +98,7 @@ def check_peak(case: Case, tolerance: float) -> None:
         again = casts - sum(each) + max(each)
         predicted = max(estimate.worst_moment(layers)[0] + again, estimate.forward_peak(layers, casts=each))
     else:
-        predicted = estimate.worst_moment(layers)[0] + casts
+        predicted = estimate.worst_moment(layers, casts_to_come=casts_to_come(held(case)))[0] + casts
     assert predicted == pytest.approx(measured, rel=tolerance), f"{case}: {predicted / measured - 1:+.2%}"
 
 
@@ -115,14 +116,10 @@ def test_the_peak_of_a_recomputed_pass_is_known_within_three_percent(family: str
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize(("family", "attention"), WHOLE)
 def test_the_peak_of_any_familys_pass_is_known(family: str, attention: str, recompute: str) -> None:
-    """Recomputed tiny layers are so small that the copies of the head's weight and what names still hold count.
-
-    Where a tiny model's worst moment is in its last layer (gpt_bigcode), the estimate has three percent too much: it
-    counts copies of weights that the rest of the forward pass has yet to make.
-    """
+    """Recomputed tiny layers are so small that the copies of the head's weight and what names still hold count."""
     if recompute == "full" and family in NEVER_RECOMPUTED:
         pytest.skip("transformers recomputes none of it")
-    check_peak(case_of(family, attention, recompute=recompute), 0.04 if recompute == "none" else 0.1)
+    check_peak(case_of(family, attention, recompute=recompute), 0.03 if recompute == "none" else 0.1)
 
 
 def run_of(engine: str, precision: str, recompute: str = "none", micro_batch_size: int = 2) -> MemoryBreakdown:

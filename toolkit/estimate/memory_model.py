@@ -7,7 +7,7 @@ the temporaries of reduction and update, when activations are freed.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, Self
 
 from toolkit.config.layout import Layout
@@ -20,7 +20,7 @@ from toolkit.estimate.framework_profile import FrameworkProfile
 from toolkit.estimate.overhead import beside, workspace_bytes
 from toolkit.estimate.parameters import ModelParameters, RankParameters
 from toolkit.estimate.pipeline_buffers import PipelineBuffers, in_flight_micro_batches
-from toolkit.estimate.profile_memory import stage_breakdown, stage_layers
+from toolkit.estimate.profile_memory import stage_breakdown, stage_layers, stage_parameters
 from toolkit.estimate.recording import (
     Activations,
     Attention,
@@ -162,15 +162,7 @@ class MemoryModel:
         deepspeed = framework if isinstance(framework, DeepSpeedSettings) else None
         by_decay = deepspeed is None or deepspeed.by_decay
         whole = parameters(self.config, work.trainable) if work.trainable else self.parameters
-        params = whole.rank_parameters(
-            layers=layers,
-            first=first,
-            last=last,
-            tp=layout.tp,
-            ep=layout.ep,
-            inner=layout.experts == "inner",
-            by_decay=by_decay,
-        )
+        params = stage_parameters(whole, layout, stage, layers, by_decay=by_decay)
         states = _states(framework, params, layout, work)
         resident = states.resident
         itemsize = work.activation_bytes or (2 if deepspeed is None else deepspeed.model_bytes)
@@ -180,9 +172,13 @@ class MemoryModel:
         kept = activations(*recorded)
         in_flight = in_flight_micro_batches(layout.pp, stage, work.accumulation)
         kept_gradients = [states.fresh_layer * numel // max(1, params.trained_layer) for numel in params.trained_layers]
-        peak, fresh = kept.worst_moment(layers, in_flight=in_flight, gradients_kept=kept_gradients)
+        copies = autocast and itemsize == 4
+        missing = casts_to_come(params) if copies and work.recompute != "full" else ()
+        peak, fresh = kept.worst_moment(
+            layers, in_flight=in_flight, gradients_kept=kept_gradients, casts_to_come=missing
+        )
         gathered = states.gathered
-        if autocast and itemsize == 4:
+        if copies:
             moment = _with_casts(kept, layers, params, (peak, fresh), in_flight, recomputes=work.recompute == "full")
             (peak, fresh), casts = moment
             gathered += casts
@@ -293,6 +289,12 @@ def _states(
     if isinstance(framework, DeepSpeedSettings):
         return deepspeed_states(framework, params, dp=replicas, accumulation=work.accumulation)
     return framework.states(params, shards=replicas, accumulation=work.accumulation)
+
+
+def casts_to_come(params: RankParameters) -> list[int]:
+    """Bytes of autocast's copies of weights that are not made yet: before the layers, and at the end of each."""
+    made = accumulate((2 * size for size in params.layer_matrices), initial=0)
+    return [2 * params.matrices - sofar for sofar in made]
 
 
 def _with_casts(

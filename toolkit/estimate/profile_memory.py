@@ -179,6 +179,21 @@ def _bytes(facts: Mapping[str, int], sizes: Mapping[str, int]) -> int:
     return sum(count * sizes[name] for name, count in facts.items())
 
 
+def stage_parameters(
+    parameters: ModelParameters, layout: Layout, stage: int, layers: range, *, by_decay: bool
+) -> RankParameters:
+    """What a rank of a pipeline stage holds."""
+    return parameters.rank_parameters(
+        layers=layers,
+        first=stage == 0,
+        last=stage == layout.pp - 1,
+        tp=layout.tp,
+        ep=layout.ep,
+        inner=layout.experts == "inner",
+        by_decay=by_decay,
+    )
+
+
 def stage_breakdown(
     profile: FrameworkProfile,
     shape: ModelShape,
@@ -192,15 +207,7 @@ def stage_breakdown(
     """One stage: the worst of the loss, the last layer's and the first layer's backward pass, and the update."""
     check(profile, shape, layout, work)
     first, last = stage == 0, stage == layout.pp - 1
-    params = parameters.rank_parameters(
-        layers=layers,
-        first=first,
-        last=last,
-        tp=layout.tp,
-        ep=layout.ep,
-        inner=layout.experts == "inner",
-        by_decay=False,
-    )
+    params = stage_parameters(parameters, layout, stage, layers, by_decay=False)
     shards = layout.dp * profile.context_parallel
     states = profile.states(params, shards=shards, accumulation=work.accumulation, zero_stage=layout.zero_stage)
     one = activations(profile, shape, layout, work, stage, len(layers))

@@ -11,7 +11,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 from typing import Any, Literal, Self
 
 Recomputation = Literal["none", "selective", "full"]
@@ -269,13 +269,24 @@ class Activations:
         made = [0, *accumulate(casts, initial=0)]
         return max(map(int.__add__, self._forward_moments(layers), made))
 
-    def worst_moment(self, layers: range, *, in_flight: int = 1, gradients_kept: Sequence[int] = ()) -> tuple[int, int]:
+    def worst_moment(
+        self,
+        layers: range,
+        *,
+        in_flight: int = 1,
+        gradients_kept: Sequence[int] = (),
+        casts_to_come: Sequence[int] = (),
+    ) -> tuple[int, int]:
         """The most that is live at once on a stage with these layers, and its part that is gradients of weights.
 
         `in_flight`: micro-batches whose activations are kept. `gradients_kept`: bytes of each layer's gradients, if
-        this backward pass allocates them; each finished layer adds its own.
+        this backward pass allocates them; each finished layer adds its own. `casts_to_come`: bytes of autocast's copies
+        of weights that are counted beside this and not made yet, at each moment before the head.
         """
-        moments = [(moment, 0) for moment in self._forward_moments(layers)]
+        moments = [
+            (moment - to_come, 0)
+            for moment, to_come in zip_longest(self._forward_moments(layers), casts_to_come, fillvalue=0)
+        ]
         level = self.trunk(layers) + self.head.delta
         moments.append((level + self.loss.peak, 0))
         level += self.loss.delta
