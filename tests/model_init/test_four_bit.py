@@ -1,6 +1,7 @@
 """model.load_in_4bit: the layers that transformers loads in 4 bits, with peft's adapters; and a CPU is refused."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from toolkit.config.recipe import Recipe
 from toolkit.errors import RunError
+from toolkit.estimate.parameters import Parameter
+from toolkit.estimate.recording import config_text
+from toolkit.estimate.recordings import parameters
+from toolkit.estimate.trainable import in_4_bits
 from toolkit.model_init.build_model import build_model
-from toolkit.model_init.four_bit import check_four_bit
+from toolkit.model_init.four_bit import check_four_bit, quantize_layer
 
 
 @pytest.fixture
@@ -65,6 +70,33 @@ def test_the_first_step_is_that_of_transformers_and_peft(quantized: Recipe, publ
     assert len(packed) == 14
     whole = AutoModelForCausalLM.from_pretrained(published)(input_ids=tokens, labels=tokens).loss.item()
     assert abs(losses[0].item() - whole) > 1e-4, "nothing was quantized"
+
+
+def test_the_estimate_has_the_bytes_that_bitsandbytes_keeps(published: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    model = LlamaForCausalLM.from_pretrained(published, dtype=torch.bfloat16)
+    for layer in model.model.layers:
+        quantize_layer(layer, torch.bfloat16)
+    packed = [p for p in model.parameters() if p.dtype == torch.uint8]
+    states = [p.quant_state for p in packed]
+    scales = [tensor for s in states for tensor in (s.absmax, s.code, s.state2.absmax, s.state2.code, s.offset)]
+    frozen = parameters(config_text(model.config.to_dict()), "lora:r=4,fp32=no")
+    stored, largest = in_4_bits(frozen, 2)
+    kept = sum(p.numel for p in stored.parameters() if len(p.shape) == 1 and "norm" not in p.name)
+    assert 2 * kept == sum(tensor.nbytes for tensor in [*packed, *scales])
+    assert largest == 128 * 256
+
+
+def test_a_parameter_takes_the_bits_that_the_paper_says() -> None:
+    # Dettmers et al. 2023, section 3: 4 bits, and with double quantization 0.127 for scales.
+    weights = (
+        Parameter(name="up.weight", shape=(8192, 28672), trainable=False),
+        Parameter(name="up.lora_A", shape=(16, 8192)),
+    )
+    model = replace(parameters(config_text({"model_type": "gpt2"})), kinds=(weights,))
+    stored, _ = in_4_bits(model, 1)
+    assert 8 * stored.kinds[0][0].numel / weights[0].numel == pytest.approx(4.127, abs=1e-3)
+    assert stored.kinds[0][1] is weights[1]
 
 
 def test_a_cpu_is_refused() -> None:

@@ -34,6 +34,7 @@ from toolkit.estimate.recording import (
 from toolkit.estimate.recordings import activations, parameters, stand_in
 from toolkit.estimate.stage_bounds import balanced_bounds
 from toolkit.estimate.states import ModelStates, TorchStates
+from toolkit.estimate.trainable import in_4_bits, without_4bit
 from toolkit.estimate.training_step import TrainingStep
 from toolkit.hardware import Gpu
 from toolkit.models.config_checks import check_fields
@@ -161,12 +162,21 @@ class MemoryModel:
         first, last = stage == 0, stage == layout.pp - 1
         deepspeed = framework if isinstance(framework, DeepSpeedSettings) else None
         by_decay = deepspeed is None or deepspeed.by_decay
-        whole = parameters(self.config, work.trainable) if work.trainable else self.parameters
-        params = stage_parameters(whole, layout, stage, layers, by_decay=by_decay)
-        states = _states(framework, params, layout, work)
-        resident = states.resident
+        trainable = without_4bit(work.trainable)
+        whole = parameters(self.config, trainable) if trainable else self.parameters
+        params = counted = stage_parameters(whole, layout, stage, layers, by_decay=by_decay)
         itemsize = work.activation_bytes or (2 if deepspeed is None else deepspeed.model_bytes)
         autocast = work.autocast if deepspeed is None else deepspeed.autocast != "none"
+        unpacked = 0
+        if trainable != work.trainable:
+            packed, unpacked = in_4_bits(
+                whole, framework.weight_bytes if isinstance(framework, TorchStates) else framework.model_bytes
+            )
+            params = stage_parameters(packed, layout, stage, layers, by_decay=by_decay)
+        states = _states(framework, params, layout, work)
+        # A matrix that is kept in 4 bits is unpacked for each of its products.
+        states = replace(states, gathered=states.gathered + unpacked * (2 if autocast else itemsize))
+        resident = states.resident
         part: Part = "whole" if layout.pp == 1 else "first" if first else "last" if last else "middle"
         recorded = self._recorded(layout, work, part, "autocast" if autocast else "fp32" if itemsize == 4 else "bf16")
         kept = activations(*recorded)
@@ -193,7 +203,7 @@ class MemoryModel:
             stage=stage,
             rank=layout.rank(pipe=stage),
             layers=params.layers,
-            parameter_count=params.numel,
+            parameter_count=counted.numel,
             trained_count=params.trained,
             parameters=resident.parameters,
             gradients=resident.gradients + states.accumulated + fresh,
@@ -236,7 +246,7 @@ class MemoryModel:
             device=work.device,
             part=part,
             samples="one" if work.micro_batch_size == 1 else "many",
-            trainable=work.trainable,
+            trainable=without_4bit(work.trainable),
             loss_chunk=min(work.loss_chunk, work.micro_batch_size * s),
             ep=layout.ep,
             inner=self.shape.experts is not None and layout.experts == "inner",

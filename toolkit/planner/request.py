@@ -16,7 +16,7 @@ from toolkit.estimate.framework_profile import FrameworkProfile
 from toolkit.estimate.memory_model import Framework, MemoryModel
 from toolkit.estimate.recordings import parameters
 from toolkit.estimate.stage_bounds import CPU_FLOPS_PER_BYTE, GPU_FLOPS_PER_BYTE, balanced_bounds
-from toolkit.estimate.trainable import EVERYTHING, Trainable
+from toolkit.estimate.trainable import EVERYTHING, Trainable, without_4bit
 from toolkit.hardware import Gpu
 from toolkit.models.families.registry import CONFIG_SCHEMAS
 from toolkit.planner.cluster import Cluster
@@ -106,7 +106,7 @@ class PlanRequest:
         trainable = self.trainable if self.base is None else Trainable.of(self.base.model)
         if not trainable.text:
             return None
-        return Trained.of(parameters(self.model.config, trainable.text), dropout=trainable.dropout > 0)
+        return Trained.of(parameters(self.model.config, without_4bit(trainable.text)), dropout=trainable.dropout > 0)
 
     @cached_property
     def setup_attention(self) -> Kernel:

@@ -8,7 +8,6 @@ from toolkit.config.job import Job
 from toolkit.config.layout import Batch, Layout
 from toolkit.config.recipe import EngineName, OptimizerName, Precision, Recipe
 from toolkit.dsconfig import build
-from toolkit.errors import ModelError
 from toolkit.estimate.breakdown import MemoryBreakdown
 from toolkit.estimate.deepspeed_settings import DeepSpeedSettings
 from toolkit.estimate.memory_model import Framework, MemoryModel, Workload
@@ -37,10 +36,7 @@ def model_config(recipe: Recipe) -> dict[str, Any]:
 
 
 def workload_of(recipe: Recipe, batch: Batch, model: MemoryModel) -> Workload:
-    """What one step of the recipe computes. Raises ModelError for weights in 4 bits, which are not estimated."""
-    if recipe.model.load_in_4bit:
-        field = "model.load_in_4bit"
-        raise ModelError.of(field, True, "the memory of weights in 4 bits is not estimated", (field, False))
+    """What one step of the recipe computes."""
     default: Attention = "sdpa" if "sdpa" in attention_kinds(model.shape.family) else "eager"
     attention: Mapping[str | None, Attention] = {"eager": "eager", "sdpa": "sdpa", "flash_attention_2": "flash"}
     return Workload(

@@ -67,7 +67,7 @@ _SWEEPS = ("zero", "micro", "recompute", "seq")
 @click.option(
     "--trainable",
     metavar="WHAT",
-    help="all; lora:r=16,targets=all-linear (or q_proj+v_proj),dropout=0.05, by peft; or patterns of names; "
+    help="all; lora:r=16,targets=all-linear (or q_proj+v_proj),dropout=0.05,4bit=yes, by peft; or patterns of names; "
     "for --trainer, --engine ddp or fsdp, --deepspeed.",
 )
 @click.option(
