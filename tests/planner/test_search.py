@@ -9,6 +9,7 @@ from toolkit.config.layout import Batch, Layout
 from toolkit.config.strategy import Strategy
 from toolkit.errors import BatchError, LayoutError, ModelError
 from toolkit.estimate.recording import Setup
+from toolkit.estimate.trainable import Trainable
 from toolkit.hardware import gpu
 from toolkit.models.shape import local_config
 from toolkit.planner.cluster import Cluster
@@ -51,6 +52,12 @@ def test_every_candidate_is_accepted_by_training() -> None:
     assert len(found) == len(set(found))
     assert {(layout.tp, layout.pp, layout.ulysses) for layout in found} >= {(1, 1, 1), (8, 1, 1), (2, 4, 1), (1, 1, 4)}
     assert all(asked.refusal(layout) is None for layout in found)
+
+
+def test_weights_in_4_bits_are_planned_where_they_train() -> None:
+    found = list(layouts(request(gpus=8, trainable=Trainable.parse("lora:r=8,4bit=yes"))))
+    assert {layout.zero_stage for layout in found} == {1, 2}
+    assert all(layout.model_size == 1 for layout in found)
 
 
 def test_the_bound_on_states_is_never_above_the_estimate() -> None:

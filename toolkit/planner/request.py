@@ -3,12 +3,14 @@
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any, Self, cast
 
 from toolkit.config.layout import Batch, Layout
 from toolkit.config.parallel_rules import model_conflicts, setting_conflicts
 from toolkit.config.recipe import Precision, Recipe
 from toolkit.config.strategy import Strategy, strategy_text
+from toolkit.config.trained_parameters import trained_parameter_conflicts
 from toolkit.errors import LayoutError, ModelError, Refusal
 from toolkit.estimate.breakdown import MemoryBreakdown
 from toolkit.estimate.flops import has_these_flops
@@ -130,7 +132,9 @@ class PlanRequest:
 
     def refusal(self, layout: Layout) -> Refusal | None:
         """Why training refuses a layout, whatever the batch; None if it does not."""
-        return self.impossible(layout) or next(iter(setting_conflicts(self._one(layout), None)), None)
+        recipe = self._one(layout)
+        settings = chain(setting_conflicts(recipe, None), trained_parameter_conflicts(recipe))
+        return self.impossible(layout) or next(settings, None)
 
     def impossible(self, layout: Layout) -> Refusal | None:
         """What of the model a layout cannot split, in any framework."""
