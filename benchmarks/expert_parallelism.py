@@ -9,6 +9,9 @@ averages all their gradients; ep2, where each has half, exchanges tokens, and av
 parallelism with whole and with inner experts. All agree in loss, which is checked. A round forks the ranks for each
 side in turn. Prints medians of all counted steps, and of the ratios to ZeRO-2 in the same round the median, the
 smallest and the largest.
+
+A second table has a DeepSeek-V2 of the same size, whose shared expert runs while tokens are on their way, against the
+same ranks without that. gloo computes what it sends on the same cores, so there is little to hide behind.
 """
 
 import argparse

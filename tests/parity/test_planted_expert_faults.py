@@ -123,8 +123,8 @@ class TestAuxiliaryLoss:
 
 class TestExchange:
     def test_rows_that_come_in_another_order(self, train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
-        exchange = dispatch._all_to_all
-        monkeypatch.setattr(dispatch, "_all_to_all", lambda x, *rest: exchange(x, *rest).roll(1, 0))
+        exchange = dispatch.exchange
+        monkeypatch.setattr(dispatch, "exchange", lambda *arguments: exchange(*arguments).roll(1, 0))
         cause, says = named(train(ep=2))
         assert cause == Cause.EXPERTS
         assert "another order" in says

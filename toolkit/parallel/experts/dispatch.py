@@ -9,12 +9,14 @@ multiplies by the router's weights.
 Dims: t tokens, k experts of each, h hidden, e local experts, n expert-parallel ranks, r rows.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from toolkit.parallel.experts.overlap import Overlap
 from toolkit.parallel.tensor import collectives as c
 from toolkit.parallel.tensor.region import Region
 
@@ -31,6 +33,8 @@ class ShardedExperts(nn.Module):
     """Which pairs [t, k] are not dropped (capacity.py); None: all."""
     capacity: int | None = None
     """The most rows of an expert that a rank sends, and then the number that it sends, some of them empty."""
+    overlap: Overlap | None = None
+    """With the block's shared expert."""
     outer_bias: nn.Parameter | None
     """Bias of the outputs, where the ranks' outputs are partial sums: it is added to the sum."""
 
@@ -99,10 +103,10 @@ class ShardedExperts(nn.Module):
         dist.all_to_all_single(arriving, counts, group=self.expert)
         send, receive = row_counts(torch.stack([counts, arriving]))
         pairs = order[: sum(send)]
-        rows = _AllToAll.apply(hidden[pairs // per_token], send, receive, self.expert)
+        rows = self._send(hidden[pairs // per_token], send, receive)
         local = torch.arange(self.num_experts, device=ids.device).repeat(self.expert.size())
         ids = local.repeat_interleave(arriving.flatten(), output_size=sum(receive))
-        return pairs, _AllToAll.apply(self._compute(rows, ids), receive, send, self.expert)
+        return pairs, exchange(self._compute(rows, ids), receive, send, self.expert)
 
     def _exchange_slots(
         self, hidden: torch.Tensor, order: torch.Tensor, counts: torch.Tensor, per_token: int
@@ -118,11 +122,16 @@ class ShardedExperts(nn.Module):
         ids = torch.arange(self.num_experts, device=order.device).repeat_interleave(self.capacity).repeat(ranks)
         if ranks > 1:
             each = [len(rows) // ranks] * ranks
-            out = _AllToAll.apply(rows, each, each, self.expert)
-            out = _AllToAll.apply(self._compute(out, ids), each, each, self.expert)
+            out = self._compute(self._send(rows, each, each), ids)
+            out = exchange(out, each, each, self.expert)
         else:
             out = self._compute(rows, ids)
         return pairs, out * is_used.unsqueeze(1)
+
+    def _send(self, rows: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tensor:
+        """Exchange rows; the block's shared expert runs meanwhile."""
+        meanwhile = None if self.overlap is None else self.overlap.call_shared
+        return exchange(rows, send, receive, self.expert, meanwhile)
 
     def _compute(self, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """The family's forward pass on rows [r, h] with local experts [r]."""
@@ -140,20 +149,69 @@ def row_counts(counts: torch.Tensor) -> list[list[int]]:
     return found
 
 
-class _AllToAll(torch.autograd.Function):
-    """Send runs of rows of these lengths to each rank. Backward: send their gradients back."""
+def exchange(
+    x: torch.Tensor,
+    send: list[int],
+    receive: list[int],
+    group: dist.ProcessGroup,
+    meanwhile: Callable[[], None] | None = None,
+) -> torch.Tensor:
+    """Send runs of rows of these lengths to each rank, and call `meanwhile` before the wait for what arrives.
+
+    Backward: their gradients are sent back, and what `meanwhile` computed has its backward pass before the wait.
+    """
+    transfer = _Transfer(send, receive, group)
+    x = _Start.apply(x, transfer)
+    if meanwhile is not None:
+        meanwhile()
+    out: torch.Tensor = _Finish.apply(x, transfer)
+    return out
+
+
+class _Transfer:
+    """Rows on their way, in one direction after the other."""
+
+    def __init__(self, send: list[int], receive: list[int], group: dist.ProcessGroup) -> None:
+        self.sizes, self.group = (send, receive), group
+
+    def start(self, x: torch.Tensor, send: list[int], receive: list[int]) -> None:
+        self.out = x.new_empty(sum(receive), *x.shape[1:])
+        self.work = dist.all_to_all_single(self.out, x.contiguous(), receive, send, group=self.group, async_op=True)
+
+    def wait(self) -> torch.Tensor:
+        self.work.wait()
+        out = self.out
+        del self.out, self.work
+        return out
+
+
+class _Start(torch.autograd.Function):
+    """Start a transfer. Backward: wait for that of the gradients, which autograd reaches after what ran meanwhile."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Any:
-        ctx.send, ctx.receive, ctx.group = send, receive, group
-        return _all_to_all(x, send, receive, group)
+    def forward(ctx: Any, x: torch.Tensor, transfer: _Transfer) -> torch.Tensor:
+        ctx.transfer = transfer
+        send, receive = transfer.sizes
+        transfer.start(x, send, receive)
+        return transfer.out
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return _all_to_all(gradients[0], ctx.receive, ctx.send, ctx.group), None, None, None
+        return ctx.transfer.wait(), None
 
 
-def _all_to_all(x: torch.Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> torch.Tensor:
-    out = x.new_empty(sum(receive), *x.shape[1:])
-    dist.all_to_all_single(out, x.contiguous(), receive, send, group=group)
-    return out
+class _Finish(torch.autograd.Function):
+    """Wait for a transfer. Backward: start that of the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, transfer: _Transfer) -> torch.Tensor:
+        ctx.transfer = transfer
+        transfer.wait()
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        send, receive = ctx.transfer.sizes
+        ctx.transfer.start(gradients[0], receive, send)
+        # For the shape alone: `_Start` returns what arrives.
+        return gradients[0], None

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from toolkit.errors import LayoutError
 from toolkit.parallel.experts.dispatch import ShardedExperts
+from toolkit.parallel.experts.overlap import overlap_shared_expert
 from toolkit.parallel.groups import ParallelGroups
 from toolkit.parallel.shard import Block, Shard, mark, pieces_of, source_of
 from toolkit.parallel.tensor.region import Region
@@ -25,7 +26,8 @@ from toolkit.parallel.tensor.region import Region
 class ExpertSharder:
     """Shards the experts of one model over `tensor` and `expert`. Raises LayoutError before anything is changed.
 
-    `zero3`: the group over which ZeRO-3 shards the experts of a rank, if it does.
+    `zero3`: the group over which ZeRO-3 shards the experts of a rank, if it does. `overlaps`: whether shared experts
+    run during the exchange.
     """
 
     def __init__(
@@ -37,9 +39,10 @@ class ExpertSharder:
         inner: bool = False,
         sequence_parallel: bool = False,
         zero3: dist.ProcessGroup | None = None,
+        overlaps: bool = False,
     ) -> None:
         self.tensor, self.expert, self.inner, self.zero3 = tensor, expert, inner, zero3
-        self.sequence_parallel = sequence_parallel
+        self.sequence_parallel, self.overlaps = sequence_parallel, overlaps
         self.lanes = 1 if inner else tensor.size()
         self._check(model)
 
@@ -54,6 +57,7 @@ class ExpertSharder:
             inner=layout.experts == "inner",
             sequence_parallel=layout.sequence_parallel,
             zero3=groups.expert_data if layout.zero_stage == 3 and layout.ep > 1 else None,
+            overlaps=True,
         )
 
     def _check(self, model: PreTrainedModel) -> None:
@@ -84,6 +88,8 @@ class ExpertSharder:
         if self.tensor.size() * self.expert.size() > 1:
             for path, experts in experts_in(layer):
                 self._shard(experts, f"{prefix}.{path}")
+                if self.overlaps and self.expert.size() > 1:
+                    overlap_shared_expert(layer.get_submodule(path.rpartition(".")[0]), experts)
 
     def _shard(self, experts: Any, name: str) -> None:
         local = experts.num_experts // (self.expert.size() * self.lanes)

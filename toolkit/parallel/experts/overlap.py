@@ -1,0 +1,116 @@
+"""The shared expert of a mixture's block runs while the rows of the others are on their way.
+
+A block calls its router, its experts and its shared expert one after the other, in an order that differs between
+families. Here the experts call the shared expert once their exchange has started; when the block calls it, it gets what
+is known already. Where the block calls it first, the router and the experts are called then, ahead of the block.
+
+Each module is called once, through its hooks, as ZeRO-3 and what records routers need it. The order of calls is the
+same in a recomputed pass.
+"""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+_NAMES = ("shared_experts", "shared_expert")
+
+
+class CalledAhead(nn.Module):
+    """A module whose result may be known when its block calls it; the family's class is its second base."""
+
+    known: tuple[tuple[torch.Tensor, ...], Any] | None = None
+    """Arguments and result."""
+    overlap: "Overlap | None" = None
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        if self.overlap is not None and self.overlap.shared is self:
+            self.overlap.shared_is_called(arguments)
+        (known, found), self.known = self.known or ((), None), None
+        if known and not keywords and len(known) == len(arguments) and all(map(_same, known, arguments)):
+            return found.view(arguments[0].shape) if isinstance(found, torch.Tensor) else found
+        return super().__call__(*arguments, **keywords)
+
+    def call_ahead(self, *arguments: torch.Tensor) -> Any:
+        """Compute and keep the result."""
+        found = super().__call__(*arguments)
+        self.known = (arguments, found)
+        return found
+
+
+class _Block(nn.Module):
+    """A block, which tells its overlap when it begins."""
+
+    overlap: "Overlap"
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        self.overlap.begin((*arguments, *keywords.values())[0])
+        try:
+            return super().forward(*arguments, **keywords)
+        finally:
+            self.overlap.begin(None)
+
+
+class Overlap:
+    """Of one block. `hidden`: what its shared expert is to be called with; None once that is called."""
+
+    def __init__(self, block: nn.Module, shared: Any, experts: Any, gate: Any) -> None:
+        self.shared, self.experts, self.gate = shared, experts, gate
+        self.hidden: torch.Tensor | None = None
+        for module in filter(None, (shared, experts, gate)):
+            _adopt(module, CalledAhead, self)
+        _adopt(block, _Block, self)
+
+    def begin(self, hidden: torch.Tensor | None) -> None:
+        """Forget all: a recomputed pass may have ended midway."""
+        self.hidden = hidden
+        for module in filter(None, (self.shared, self.experts, self.gate)):
+            module.known = None
+
+    def call_shared(self) -> None:
+        """Called by the experts while rows are on their way."""
+        hidden, self.hidden = self.hidden, None
+        if hidden is not None:
+            self.shared.call_ahead(hidden)
+
+    def shared_is_called(self, arguments: tuple[Any, ...]) -> None:
+        """By its block: before the experts are, unless their exchange has called it already."""
+        if self.hidden is None:
+            return
+        self.hidden = None
+        if self.gate is not None and len(arguments) == 1:
+            routed = self.gate.call_ahead(arguments[0])
+            if isinstance(routed, tuple) and len(routed) == 3 and not routed[2].is_floating_point():
+                _, weights, index = routed
+                self.hidden = arguments[0]
+                self.experts.call_ahead(arguments[0], index, weights)
+
+
+def overlap_shared_expert(block: nn.Module, experts: nn.Module) -> None:
+    """Let the shared expert of `block` run during the exchange, if it has one that takes hidden states alone."""
+    shared = next(filter(None, (_found(block, name) for name in _NAMES)), None)
+    if shared is not None:
+        Overlap(block, shared, experts, _found(block, "gate"))
+
+
+def _found(block: nn.Module, name: str) -> nn.Module | None:
+    """A module of the block that takes one argument."""
+    module = getattr(block, name, None)
+    if not isinstance(module, nn.Module):
+        return None
+    taken = inspect.signature(module.forward).parameters.values()
+    return module if sum(one.default is inspect.Parameter.empty for one in taken) == 1 else None
+
+
+def _adopt(module: Any, base: type[nn.Module], overlap: Overlap) -> None:
+    family = type(module)
+    module.__class__ = type(family.__name__, (base, family), {"__module__": family.__module__})
+    module.overlap = overlap
+
+
+def _same(one: torch.Tensor, other: Any) -> bool:
+    """Whether they are one tensor, or its views with all of it."""
+    if one is other or not isinstance(other, torch.Tensor):
+        return one is other
+    return one.numel() == other.numel() and one.untyped_storage()._cdata == other.untyped_storage()._cdata
