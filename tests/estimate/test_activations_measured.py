@@ -66,7 +66,7 @@ def _whole() -> list[Case]:
 
 
 def _daily() -> list[Case]:
-    """Some families in both kinds of attention, a third of the others in one; the other settings by turns."""
+    """Some families in both kinds of attention, a sixth of the others in one; the other settings by turns."""
     cases = [
         Case(
             family=family,
@@ -81,7 +81,7 @@ def _daily() -> list[Case]:
         if attention == "eager" or family in _FUSED
     ]
     others = [family for family in families() if family not in DAILY]
-    return [*cases, *(_one(i, family) for i, family in enumerate(others) if i % 3 == 0)]
+    return [*cases, *(_one(i, family) for i, family in enumerate(others) if i % 6 == 1)]
 
 
 def _one(i: int, family: str) -> Case:
@@ -108,7 +108,7 @@ def test_what_any_familys_forward_pass_keeps_is_known_within_a_percent(case: Cas
     _check_kept(case)
 
 
-@pytest.mark.parametrize("variant", daily(VARIANTS, lambda i, _: i % 2 == 0))
+@pytest.mark.parametrize("variant", daily(VARIANTS, lambda i, _: i % 3 == 0))
 @pytest.mark.parametrize("attention", ["eager", pytest.param("sdpa", marks=pytest.mark.whole)])
 def test_fields_that_change_a_layers_operations_are_read(
     variant: tuple[str, dict[str, object]], attention: str
