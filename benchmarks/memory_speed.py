@@ -8,13 +8,12 @@ import sys
 import time
 from itertools import product
 
-from toolkit.config.layout import Layout
+from toolkit.config.layout import Layout, Recompute
 from toolkit.dsconfig.buckets import of_a_layer
 from toolkit.errors import LayoutError
 from toolkit.estimate import recordings
 from toolkit.estimate.deepspeed_settings import DeepSpeedSettings
 from toolkit.estimate.memory_model import MemoryModel, Workload
-from toolkit.estimate.recording import Recomputation
 from toolkit.hardware import gpu
 from toolkit.models.shape import find_config
 
@@ -50,7 +49,7 @@ def questions() -> list[tuple[Layout, Workload, DeepSpeedSettings]]:
     }
     found = []
     axes = ((1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256, 512), (1, 8), (1, 2, 3, 4, 6, 8, 12, 16, 24, 32))
-    recomputations: tuple[Recomputation, ...] = ("none", "selective", "full")
+    recomputations: tuple[Recompute, ...] = ("none", "selective", "full")
     for dp, tp, pp, stage, micro, recompute, parallel in product(
         *axes, range(4), (1, 2, 4, 8), recomputations, (False, True)
     ):

@@ -125,6 +125,15 @@ def test_selective_recomputation_keeps_the_inputs_of_attention(family: str, atte
     _check_kept(Case(family=family, attention=attention, recompute="selective"))
 
 
+@pytest.mark.parametrize("recompute", ["every_2", "every_3"])
+@pytest.mark.parametrize(("family", "layers"), [("gpt2", "n_layer"), ("llama", "num_hidden_layers")])
+def test_a_part_of_the_layers_is_recomputed(family: str, layers: str, recompute: str) -> None:
+    """Where the kinds meet, one hidden state is counted to the wrong layer."""
+    case = Case(family=family, recompute=recompute, changes={layers: 12, "vocab_size": 99})
+    _check_kept(case)
+    _check(case, peak_bytes(case, case.model()), case.predicted_peak(), 0.01)
+
+
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("family", ["gpt2", "gemma3_text", pytest.param("llama", marks=pytest.mark.whole)])

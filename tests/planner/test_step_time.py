@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from toolkit.config.layout import Layout
+from toolkit.config.layout import Layout, Recompute
 from toolkit.estimate.flops import train_flops_per_token
 from toolkit.estimate.memory_model import MemoryModel
 from toolkit.estimate.recording import config_text
@@ -108,6 +108,16 @@ def test_full_recomputation_repeats_the_forward_pass_of_the_layers() -> None:
     again = predict_step(replace(step, layout=replace(step.layout, recompute="full")))
     assert 0.15 < again.recompute / again.compute < 1 / 3
     assert again.compute == pytest.approx(predict_step(step).compute)
+
+
+def test_every_second_layer_takes_half_of_it_and_stages_count_their_own() -> None:
+    def again(recompute: Recompute, **changes: object) -> float:
+        step = setup("pp2" if changes else "dp8-tp1-z1", **changes)
+        return predict_step(replace(step, layout=replace(step.layout, recompute=recompute))).recompute
+
+    assert again("every_2") == pytest.approx(again("full") / 2)
+    # Layers 0 to 16 and 17 to 31: the slower stage has nine of those that are recomputed, of 17.
+    assert again("every_2", bounds=(0, 17, 32)) == pytest.approx(again("full", bounds=(0, 17, 32)) * 9 / 17)
 
 
 def test_offload_moves_the_update_to_the_host() -> None:

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from toolkit.estimate.recording import Activations, Setup, config_text
 from toolkit.estimate.recordings import activations
-from toolkit.model_init.selective_recompute import recompute_attention
+from toolkit.model_init.recompute import recompute
 from toolkit.parallel.loss import token_loss_sum
 from toolkit.parallel.tiny_model import tiny_config
 
@@ -89,10 +89,7 @@ class Case:
     def prepared(self, model: PreTrainedModel) -> PreTrainedModel:
         """In training mode, and with its layers recomputed where the case says so."""
         model.train()
-        if self.recompute == "full":
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        elif self.recompute == "selective":
-            recompute_attention(model)
+        recompute(model, self.recompute)  # type: ignore[arg-type]
         return model
 
     def setup(self, *, tp: int = 1) -> Setup:

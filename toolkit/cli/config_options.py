@@ -13,7 +13,7 @@ from toolkit.cli import FiniteRange
 from toolkit.cli.plan.auto_recipe import explicit
 from toolkit.config import load_rounded
 from toolkit.config.field_errors import explain
-from toolkit.config.layout import Layout
+from toolkit.config.layout import Layout, Recompute
 from toolkit.config.recipe import OptimizerName, Precision, Recipe, ScheduleName
 from toolkit.config.strategy import strategy_text
 from toolkit.dsconfig import options as extras
@@ -54,7 +54,7 @@ _OPTIONS: list[Decorator] = [
     click.option("--warmup-steps", type=click.IntRange(min=0), metavar="N", help="Steps of linear warm-up."),
     click.option(
         "--recompute",
-        type=click.Choice(["none", "selective", "full"]),
+        type=click.Choice(get_args(Recompute)),
         help="The model's own activation checkpointing; selective: of attention alone, by this toolkit.",
     ),
     click.option("--offload-optimizer", type=click.Choice(["none", "cpu", "nvme"]), help="Where its states are kept."),

@@ -12,10 +12,20 @@ from typing import Any, Literal, NamedTuple, Self
 from toolkit.errors import BatchError, LayoutError, Refusal, Setting, spell_setting
 
 OffloadDevice = Literal["none", "cpu"]
-Recompute = Literal["none", "selective", "full"]
+Recompute = Literal[
+    "none", "selective", "full", "every_2", "every_3", "every_4", "every_5", "every_6", "every_7", "every_8"
+]
 ExpertSharding = Literal["whole", "inner"]
 
+RECOMPUTE_PERIODS: dict[str, int] = {"full": 1} | {f"every_{n}": n for n in range(2, 9)}
+"""Whole decoder layers are recomputed where their index in the whole model is a multiple of this."""
+
 _AXES = {"dp": "dp", "ep": "ep", "tp": "tp", "pp": "pp", "u": "ulysses", "z": "zero_stage"}
+
+
+def recomputes(recompute: Recompute, layer: int) -> bool:
+    """Whether the decoder layer with this index in the whole model is recomputed whole."""
+    return recompute in RECOMPUTE_PERIODS and layer % RECOMPUTE_PERIODS[recompute] == 0
 
 
 class Coordinate(NamedTuple):

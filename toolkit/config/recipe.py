@@ -131,8 +131,9 @@ class ParallelSection(Section):
     offload_params: OffloadDevice = "none"
     """`cpu`: keep ZeRO-3 parameter shards in host memory."""
     recompute: Recompute = "none"
-    """`full`: keep only each decoder layer's input and recompute the rest in the backward pass. `selective`: recompute
-    only the core attention, which needs much memory and little time."""
+    """`full`: keep only each decoder layer's input and recompute the rest in the backward pass. `every_2` to
+    `every_8`: so for the layers whose index in the whole model is a multiple of 2 to 8. `selective`: recompute only the
+    core attention, which needs much memory and little time."""
 
     @property
     def layout_fields(self) -> dict[str, Any]:

@@ -2,22 +2,23 @@
 
 Parts are joined by - in any order, each at most once: the axes and ZeRO stage of a `Layout` (dp4 ep2 tp2 pp2 u2 z1), an
 engine (reference, ddp, fsdp; the default is deepspeed), sp (Megatron sequence parallelism), inner (tp shards the inner
-dimension of experts), recompute, selective (recompute only attention), offload (the optimizer to host memory; with z3
-the parameters too) and mN (micro-batches of N samples).
+dimension of experts), recompute, everyN (recompute every Nth decoder layer), selective (recompute only attention),
+offload (the optimizer to host memory; with z3 the parameters too) and mN (micro-batches of N samples).
 """
 
 import re
 from dataclasses import dataclass, replace
 from typing import Any, Self, get_args
 
-from toolkit.config.layout import Layout
+from toolkit.config.layout import RECOMPUTE_PERIODS, Layout
 from toolkit.config.recipe import EngineName, Precision, Recipe
 from toolkit.errors import LayoutError, nearest
 
 _ENGINES = get_args(EngineName)
 _FLAGS = ("sp", "inner", "recompute", "selective", "offload")
 _AXES = {"dp": "dp", "ep": "ep", "tp": "tp", "pp": "pp", "u": "ulysses", "z": "zero_stage", "m": "micro_batch_size"}
-_AXIS = re.compile(r"(dp|ep|tp|pp|u|z|m)(\d{1,6})")
+_AXES |= {"every": "every"}
+_AXIS = re.compile(r"(dp|ep|tp|pp|u|z|m|every)(\d{1,6})")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +37,7 @@ class Strategy:
     sp: bool = False
     inner: bool = False
     recompute: bool = False
+    every: int | None = None
     selective: bool = False
     offload: bool = False
 
@@ -96,10 +98,11 @@ class Strategy:
 
     def shrunk(self) -> Self:
         """Return the same kind of strategy on 8 ranks at most: two ranks on each axis that had more than one."""
-        axes = {name: getattr(self, field) for name, field in _AXES.items() if name not in ("z", "m")}
+        axes = {name: getattr(self, field) for name, field in _AXES.items() if name not in ("z", "m", "every")}
         parts = [f"{name}{min(2, size)}" for name, size in axes.items() if size and (size > 1 or name == "dp")]
         parts += [self.engine] * (self.engine != "deepspeed")
         parts += [] if self.zero_stage is None else [f"z{self.zero_stage}"]
+        parts += [] if self.every is None else [f"every{self.every}"]
         return type(self).parse("-".join([*parts, *(flag for flag in _FLAGS if getattr(self, flag))]) or "dp1")
 
     def apply(self, recipe: Recipe, nproc: int) -> Recipe:
@@ -127,6 +130,8 @@ class Strategy:
 
     @property
     def _recompute(self) -> str:
+        if self.every is not None:
+            return f"every_{self.every}"
         return "full" if self.recompute else "selective" if self.selective else "none"
 
     def _layout_fields(self, dp: int | None) -> dict[str, Any]:
@@ -149,9 +154,11 @@ class Strategy:
             if wrong:
                 remedy = f"remove {'it' if len(wrong) == 1 else 'them'}", f"remove {self.engine}"
                 raise _refused(self.text, f"{self.engine} has no {' and '.join(wrong)}", *remedy)
-        if self.recompute and self.selective:
+        if self.recompute + self.selective + (self.every is not None) > 1:
             reason = "recompute is for whole layers, selective for their attention only"
             raise _refused(self.text, reason, "remove one of them")
+        if self.every is not None and self._recompute not in RECOMPUTE_PERIODS:
+            raise _refused(self.text, "every2 to every8 recompute a part of the layers", "choose one of them")
         if self.micro_batch_size == 0:
             raise _refused(self.text, "a micro-batch has at least one sample", "write m1 or more")
         try:
@@ -163,7 +170,7 @@ class Strategy:
 
 def layout_text(layout: Layout) -> str:
     """A layout with its flags, in the form of a strategy."""
-    words = {"none": [], "selective": ["selective"], "full": ["recompute"]}[layout.recompute]
+    words = {"none": [], "full": ["recompute"]}.get(layout.recompute, [layout.recompute.replace("_", "")])
     flags = ["sp"] * layout.sequence_parallel + ["inner"] * (layout.experts == "inner") + words
     flags += ["offload"] * (layout.offload_optimizer != "none")
     return "-".join([str(layout), *flags])

@@ -20,10 +20,11 @@ def trainer_config(job: ConfigJob) -> Config:
     accelerate replaces it with DeepSpeed's CPU kernels (`zero_force_ds_cpu_optimizer`).
     """
     layout = job.layout
-    if job.recipe.parallel.recompute == "selective":
-        reason = "gradient_checkpointing of the Hugging Face Trainer recomputes whole layers, never attention alone"
+    recompute = job.recipe.parallel.recompute
+    if recompute not in ("none", "full"):
+        reason = "gradient_checkpointing of the Hugging Face Trainer recomputes all layers, whole"
         remedy = ("parallel.recompute", "full or none")
-        raise ConfigError.of("parallel.recompute", "selective", reason, remedy, "train with this toolkit")
+        raise ConfigError.of("parallel.recompute", recompute, reason, remedy, "train with this toolkit")
     if max(layout.tp, layout.pp, layout.ulysses, layout.ep) > 1:
         reason = "the Hugging Face Trainer has no pipeline, and shards no layers and experts of these models"
         advice = "choose tp=1, pp=1, ulysses=1 and ep=1", "train with this toolkit"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, Self
 
-from toolkit.config.layout import Layout
+from toolkit.config.layout import Layout, Recompute, recomputes
 from toolkit.errors import LayoutError, ModelError
 from toolkit.estimate.breakdown import MemoryBreakdown
 from toolkit.estimate.deepspeed_settings import DeepSpeedSettings
@@ -27,7 +27,6 @@ from toolkit.estimate.recording import (
     Device,
     Part,
     Precision,
-    Recomputation,
     Setup,
     config_text,
 )
@@ -55,7 +54,7 @@ class Workload:
     accumulation: int = 2
     """Micro-batches that a rank computes for one step; in a pipeline, those that pass through it."""
     attention: Attention = "sdpa"
-    recompute: Recomputation = "none"
+    recompute: Recompute = "none"
     activation_bytes: int | None = None
     """Bytes of an activation's element; None: those of the framework's weights."""
     autocast: bool = False
@@ -271,7 +270,9 @@ class MemoryModel:
     def _exchanged(self, work: Workload, tokens: int, ranks: int) -> int:
         """Numbers that a rank of Ulysses keeps of a micro-batch beside its recording."""
         shape = self.shape
-        outputs = shape.layers if work.recompute == "none" else 1  # of layers whose backward pass has not run
+        # Of layers whose backward pass has not run: all that are not recomputed, or the one that is.
+        outputs = max(1, sum(not recomputes(work.recompute, layer) for layer in range(shape.layers)))
+        outputs = 1 if work.recompute == "selective" else outputs
         if not work.documents:
             return outputs * tokens * shape.heads * shape.head_dim
         # A mask of all positions. With one, keys and values are copied for each head, unless a rank has a single one.

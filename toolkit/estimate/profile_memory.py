@@ -68,6 +68,9 @@ def check(profile: FrameworkProfile, shape: ModelShape, layout: Layout, work: "W
     if (layout.zero_stage > 1 and not sharded) or layout.ulysses > 1 or offloads:
         reason = "its profile has ZeRO-0 and 1, without offload or Ulysses"
         raise LayoutError.of("framework", profile.name, reason, "choose that")
+    if work.recompute.startswith("every"):
+        given = (("recompute", work.recompute), ("framework", profile.name))
+        raise LayoutError.between(given, "its profile recomputes all layers alike", ("recompute", "none or full"))
     if work.recompute == "selective" and work.attention != "eager" and not sharded:
         given = (("recompute", work.recompute), ("framework", profile.name))
         raise LayoutError.between(given, "flash attention keeps no scores", ("recompute", "none or full"))

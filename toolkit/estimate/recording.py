@@ -10,11 +10,12 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, zip_longest
 from typing import Any, Literal, Self
 
-Recomputation = Literal["none", "selective", "full"]
+from toolkit.config.layout import Recompute
+
 Attention = Literal["eager", "sdpa", "flash"]
 Precision = Literal["fp32", "bf16", "autocast"]
 Device = Literal["cuda", "cpu"]
@@ -35,7 +36,7 @@ class Setup:
     """config.json, as text with sorted keys: `config_text`."""
     tp: int = 1
     sequence_parallel: bool = False
-    recompute: Recomputation = "none"
+    recompute: Recompute = "none"
     attention: Attention = "sdpa"
     precision: Precision = "bf16"
     """`bf16`: any 16 bits; `autocast`: fp32 weights and products in 16 bits."""
@@ -173,6 +174,35 @@ class Recording:
             embedding_backward=step(self.embedding_backward),
             kinds=tuple({kind: of(size) for kind, size in each.items()} for each in self.kinds),
             end_layers=tuple(map(of, self.end_layers)),
+        )
+
+    def mixed(self, other: "Self", period: int) -> Self:
+        """The recording of a model whose layers are those of `other` where their index is a multiple of `period`."""
+        kinds, offset = len(self.forward), len(self.events.sizes)
+        pattern = tuple(
+            kind if index % period else kinds + also
+            for index, (kind, also) in enumerate(zip(self.pattern, other.pattern, strict=True))
+        )
+        last = other if pattern[-1] >= kinds else self
+        sections: dict[str, tuple[int | str, ...]] = dict(self.events.sections)
+        for name, events in other.events.sections.items():
+            direction, _, role = name.partition(" ")
+            if role.isdigit() or role == "first" or (role == "last" and last is other):
+                moved = (event + offset if isinstance(event, int) and event >= 0 else event for event in events)
+                sections[f"{direction} {kinds + int(role)}" if role.isdigit() else name] = tuple(moved)
+        return replace(
+            self,
+            pattern=pattern,
+            forward=self.forward + other.forward,
+            backward=self.backward + other.backward,
+            kinds=self.kinds + other.kinds,
+            end_layers=(other.end_layers[0], *last.end_layers[1:]),
+            events=Events(
+                sizes=self.events.sizes + other.events.sizes,
+                casts=(*self.events.casts, *(index + offset for index in other.events.casts)),
+                ends=(kinds + other.events.ends[0], last.events.ends[1] + (kinds if last is other else 0)),
+                sections=sections,
+            ),
         )
 
     def encoded(self) -> dict[str, Any]:

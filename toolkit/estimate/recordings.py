@@ -15,6 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from toolkit.config.layout import RECOMPUTE_PERIODS
 from toolkit.errors import ModelError
 from toolkit.estimate.parameters import ModelParameters
 from toolkit.estimate.recording import Activations, Recording, Setup, model_key
@@ -57,6 +58,10 @@ def recording(setup: Setup, s: int) -> Recording:
 
     Raises ModelError for a model that cannot be recorded, and RunError where the process that records fails.
     """
+    if (period := RECOMPUTE_PERIODS.get(setup.recompute, 1)) > 1:
+        return recording(replace(setup, recompute="none"), s).mixed(
+            recording(replace(setup, recompute="full"), s), period
+        )
     key = model_key(setup.config)
     path = _cached(f"{key}-{setup.key}.json")
     found = _holding(s, _shipped(key).get("recordings", {}).get(setup.key, []))
@@ -86,7 +91,14 @@ def stand_in(setup: Setup, s: int) -> Setup:
     return next((one for one in (*choices, simplest) if _is_recorded(one, s)), simplest)
 
 
+def _mixed_from(setup: Setup) -> tuple[Setup, Setup]:
+    """What a setup that recomputes some of the layers is made from."""
+    return replace(setup, recompute="none"), replace(setup, recompute="full")
+
+
 def _is_recorded(setup: Setup, s: int) -> bool:
+    if RECOMPUTE_PERIODS.get(setup.recompute, 1) > 1:
+        return all(_is_recorded(one, s) for one in _mixed_from(setup))
     key = model_key(setup.config)
     if _holding(s, _shipped(key).get("recordings", {}).get(setup.key, [])):
         return True

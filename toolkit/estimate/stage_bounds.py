@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
-from toolkit.config.layout import Recompute
+from toolkit.config.layout import Recompute, recomputes
 from toolkit.errors import LayoutError
 from toolkit.estimate.parameters import ModelParameters
 
@@ -108,13 +108,21 @@ def _costs(model: ModelParameters, tokens: int, seq_len: int, recompute: Recompu
     traffic = flops_per_byte * _GRADIENT_BYTES / tokens
     counted = [tuple(constant + slope * seq_len for constant, slope in (p.flops, p.with_weights)) for p in model.flops]
     (before, _), *kinds, (after, _) = counted
-    layers = [
-        3 * flops + {"none": 0, "selective": flops - weighted, "full": flops}[recompute] + traffic * numel
-        for (flops, weighted), numel in zip(kinds, model.layer_numels, strict=True)
-    ]
+
+    def layer(index: int) -> float:
+        (flops, weighted), numel = kinds[model.pattern[index]], model.layer_numels[model.pattern[index]]
+        return 3 * flops + recompute_cost(recompute, index, flops, weighted) + traffic * numel
+
     loss = flops_per_byte * _LOSS_BYTES * next(one.shape[0] for one in model.outside if one.is_head)
     return Costs(
         before=3 * before + traffic * sum(one.numel for one in model.outside if one.first),
-        layers=tuple(layers[kind] for kind in model.pattern),
+        layers=tuple(map(layer, range(len(model.pattern)))),
         after=3 * after + traffic * sum(one.numel for one in model.outside if one.last) + loss,
     )
+
+
+def recompute_cost(recompute: Recompute, layer: int, flops: float, with_weights: float) -> float:
+    """FLOPs that the backward pass computes again of a layer, given all of its forward pass and those with weights."""
+    if recompute == "selective":
+        return flops - with_weights
+    return flops if recomputes(recompute, layer) else 0.0

@@ -22,7 +22,7 @@ from toolkit.model_init.model_modules import OnLayer, parameters_on_meta
 from toolkit.model_init.model_partition import ModelPartition
 from toolkit.model_init.pretrained_weights import read_weights
 from toolkit.model_init.random_weights import initialize
-from toolkit.model_init.selective_recompute import recompute_attention
+from toolkit.model_init.recompute import recompute
 from toolkit.models import shape
 from toolkit.models.override_fields import unknown_overrides
 
@@ -150,9 +150,5 @@ def build_model(
     except (ValueError, ImportError, KeyError) as error:
         raise _not_built(recipe, error) from error
     model.config.dtype = dtype
-    if recipe.parallel.recompute == "full":
-        # The reentrant variant fails where the first input requires no gradient, and drops keyword arguments.
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    elif recipe.parallel.recompute == "selective":
-        recompute_attention(model)
+    recompute(model, recipe.parallel.recompute)
     return model

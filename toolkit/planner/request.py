@@ -6,7 +6,7 @@ from functools import cached_property
 from itertools import chain
 from typing import Any, Self, cast
 
-from toolkit.config.layout import Batch, Layout
+from toolkit.config.layout import RECOMPUTE_PERIODS, Batch, Layout
 from toolkit.config.parallel_rules import model_conflicts, setting_conflicts
 from toolkit.config.recipe import Precision, Recipe
 from toolkit.config.strategy import Strategy, strategy_text
@@ -158,7 +158,7 @@ class PlanRequest:
                 flops_per_byte=flops,
             )
         run, trained = self.run, self.trained
-        if trained is not None and layout.recompute == "full":
+        if trained is not None and layout.recompute in RECOMPUTE_PERIODS:
             trained = trained.recomputed
         if run.framework == "toolkit":
             run = replace(run, attention=self.setup_attention) if self.setup_attention != run.attention else run

@@ -67,8 +67,7 @@ def _variants(request: PlanRequest, *, tp: int = 1, pp: int = 1, ulysses: int = 
     if request.setup_attention == "eager":
         recomputations = ("none", "selective", "full")
     stages = (0,) if request.kept.get("zero_stage") == 0 else (1,) if pp > 1 else (1, 2, 3)
-    if request.kept.get("recompute") == "selective":
-        recomputations = ("selective",)
+    recomputations = (request.kept["recompute"],) if "recompute" in request.kept else recomputations
     for stage in stages:
         for optimizer, params in _OFFLOADS if request.offloads and not request.cluster.cores else _OFFLOADS[:1]:
             # Where parameters are sharded, a strategy offloads both.

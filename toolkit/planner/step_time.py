@@ -7,9 +7,10 @@ virtual stages it fills in chunks and waits a v-th of that (Narayanan et al. 202
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from toolkit.config.layout import RECOMPUTE_PERIODS, Recompute, recomputes
 from toolkit.estimate.flops import train_flops_per_token
 from toolkit.models.experts import ExpertShape
 from toolkit.models.weights import held_layer_parameters, routed_parameters
@@ -90,12 +91,10 @@ def predict_step(setup: Setup) -> StepTime:
     """Predict one optimizer step."""
     shape, layout, run = setup.shape, setup.layout, setup.run
     gpu, work, m = setup.cluster.gpu, setup.work, setup.accumulation
-    layer = _layer(setup)
     trained = setup.trained
     ends = (embedding_seconds(gpu, shape, work, run, trained), head_seconds(gpu, shape, work, run, trained))
     stages = []
-    for stage, layers in enumerate(setup.stages):
-        total = layer.scaled(layers)
+    for stage, total in enumerate(_layers(setup)):
         if stage == 0:
             total = total.plus(ends[0], _end_idle(setup, ends[0]))
         if stage == layout.pp - 1:
@@ -107,7 +106,7 @@ def predict_step(setup: Setup) -> StepTime:
     crowding = setup.cluster.crowding(setup.gpus)
     if crowding > 1:
         # Ranks share cores: the work of all takes as long as the cores do, and the pipeline at least its own time.
-        alone, slowest = m * slowest.seconds + waiting, _mean(stages).scaled(crowding)
+        alone, slowest = m * slowest.seconds + waiting, _sum(stages).scaled(crowding / len(stages))
         waiting = max(0.0, alone - m * slowest.seconds)
     pipeline = _pipeline(setup)
     data = data_seconds(setup, slowest.seconds - slowest.backward, slowest.backward)
@@ -161,9 +160,21 @@ class _Stage:
         )
 
 
-def _mean(stages: Sequence[_Stage]) -> _Stage:
-    names = _Stage.__dataclass_fields__
-    return _Stage(**{name: sum(getattr(stage, name) for stage in stages) / len(stages) for name in names})
+def _sum(stages: Sequence[_Stage]) -> _Stage:
+    return _Stage(**{name: sum(getattr(stage, name) for stage in stages) for name in _Stage.__dataclass_fields__})
+
+
+def _layers(setup: Setup) -> Iterator[_Stage]:
+    """The decoder layers of each stage, some of which may be recomputed."""
+    recompute, first = setup.layout.recompute, 0
+    if RECOMPUTE_PERIODS.get(recompute, 1) == 1:
+        yield from map(_layer(setup, recompute).scaled, setup.stages)
+        return
+    none, full = _layer(setup, "none"), _layer(setup, "full")
+    for count in setup.stages:
+        again = sum(recomputes(recompute, layer) for layer in range(first, first + count))
+        yield _sum([full.scaled(again), none.scaled(count - again)])
+        first += count
 
 
 def _idle(setup: Setup, host: Sequence[float], busy: Sequence[float]) -> tuple[float, float]:
@@ -184,9 +195,9 @@ def _end_idle(setup: Setup, end: Passes) -> tuple[float, float]:
     return _idle(setup, setup.run.facts["host"], (end.forward, end.backward))
 
 
-def _layer(setup: Setup) -> _Stage:
+def _layer(setup: Setup, recompute: Recompute) -> _Stage:
     """One decoder layer for one micro-batch, with its collectives, and what is recomputed of it."""
-    run, work, recompute = setup.run, setup.work, setup.layout.recompute
+    run, work = setup.run, setup.work
     gpu = setup.cluster.gpu
     once = layer_seconds(gpu, setup.shape, work, run, setup.trained)
     forward_tensor, backward_tensor = _tensor(setup)

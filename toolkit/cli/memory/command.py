@@ -2,10 +2,11 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
+from toolkit.config.layout import Recompute
 from toolkit.errors import LayoutError, ModelError, RecipeError, ReportError
 
 if TYPE_CHECKING:
@@ -37,8 +38,8 @@ _SWEEPS = ("zero", "micro", "recompute", "seq")
 )
 @click.option(
     "--recompute",
-    type=click.Choice(["none", "selective", "full"]),
-    help="What the backward pass computes again: nothing, attention alone, or whole layers.",
+    type=click.Choice(get_args(Recompute)),
+    help="What the backward pass computes again: nothing, attention alone, whole layers, or every Nth of them.",
 )
 @click.option(
     "--attention",

@@ -1,10 +1,11 @@
 """`dstk plan`: the fastest layout that fits, predicted from the model's config.json."""
 
 import json
-from typing import Any
+from typing import Any, get_args
 
 import click
 
+from toolkit.config.layout import Recompute
 from toolkit.errors import LayoutError
 from toolkit.files import expanded
 
@@ -28,7 +29,7 @@ from toolkit.files import expanded
 @click.option("--top", type=click.IntRange(min=1), default=10, show_default=True, help="How many layouts to print.")
 @click.option("--layout", help="Predict this one: dp8-tp4-pp2-z1-sp-recompute, or a part of it.")
 @click.option("--micro", type=click.IntRange(min=1), help="Samples of a forward pass.  [default: the fastest that fit]")
-@click.option("--recompute", type=click.Choice(["none", "selective", "full"]), help="With --layout.")
+@click.option("--recompute", type=click.Choice(get_args(Recompute)), help="With --layout.")
 @click.option("--why", metavar="LAYOUT", help="Say why this layout is not the first choice, or does not fit.")
 @click.option(
     "--precision",

@@ -1,6 +1,7 @@
 """The tables of `dstk plan`, its comparison of two layouts, and the same as JSON."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from rich import box
@@ -104,7 +105,7 @@ def to_json(plan: Plan, cost: Cost | None = None) -> dict[str, Any]:
     """A plan as other programs read it: bytes and seconds."""
     layout, step = plan.layout, plan.step
     return {
-        "layout": layout_text(layout).replace("-recompute", "").replace("-selective", ""),
+        "layout": layout_text(replace(layout, recompute="none")),
         "strategy": plan.strategy,
         "micro_batch_size": plan.batch.micro_batch_size,
         "accumulation": plan.batch.accumulation,

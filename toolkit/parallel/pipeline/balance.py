@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
 from toolkit.config.layout import Recompute
-from toolkit.estimate.stage_bounds import CPU_FLOPS_PER_BYTE, Costs
+from toolkit.estimate.stage_bounds import CPU_FLOPS_PER_BYTE, Costs, recompute_cost
 from toolkit.parallel.model_structure import ModelStructure, traceable
 
 _WITH_WEIGHTS = (torch.ops.aten.mm, torch.ops.aten.addmm)
@@ -57,8 +57,8 @@ def count_costs(
     return Costs(
         before=3 * forward[0] + before,
         layers=tuple(
-            3 * flops + _recompute_cost(recompute, flops, with_weights) + gradients([layer], recurse=True)
-            for flops, with_weights, layer in per_layer
+            3 * flops + recompute_cost(recompute, index, flops, with_weights) + gradients([layer], recurse=True)
+            for index, (flops, with_weights, layer) in enumerate(per_layer)
         ),
         after=3 * forward[-1] + after + flops_per_byte * _loss_bytes(logits),
     )
@@ -90,16 +90,6 @@ def count_flops(
     mark()
     spans = pairwise(marks)
     return [(stop[0] - start[0], stop[1] - start[1]) for start, stop in spans], logits
-
-
-def _recompute_cost(recompute: Recompute, flops: float, with_weights: float) -> float:
-    match recompute:
-        case "none":
-            return 0.0
-        case "selective":
-            return flops - with_weights
-        case "full":
-            return flops
 
 
 def _loss_bytes(logits: torch.Tensor) -> int:
