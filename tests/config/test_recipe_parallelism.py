@@ -25,11 +25,6 @@ REFUSED: list[tuple[dict[str, object], list[str], list[object]]] = [
         ["choose a divisor of 8"],
     ),
     (
-        _MIXTURE | {"parallel__ep": 2, "train__compile": True},
-        ["train.compile", "parallel.ep"],
-        [("train.compile", False)],
-    ),
-    (
         _MIXTURE | {"parallel__ep": 2, "train__engine": "ddp"},
         ["parallel.ep", "train.engine"],
         [("parallel.ep", 1), ("train.engine", "deepspeed")],
@@ -125,12 +120,6 @@ REFUSED: list[tuple[dict[str, object], list[str], list[object]]] = [
         [("precision", "bf16 or fp32"), ("parallel.pp", 1)],
     ),
     (
-        {"parallel__tp": 2, "train__compile": True},
-        ["train.compile", "parallel.tp"],
-        [("train.compile", False)],
-    ),
-    ({"parallel__pp": 2, "train__compile": True}, ["train.compile", "parallel.pp"], [("train.compile", False)]),
-    (
         {"parallel__tp": 5, "train__engine": "ddp"},
         ["parallel.tp", "train.engine"],
         [("parallel.tp", 1), ("train.engine", "deepspeed")],
@@ -192,6 +181,8 @@ RUNS: list[dict[str, object]] = [
     {"parallel__tp": 2, "parallel__pp": 2, "parallel__zero_stage": 0},
     {"parallel__tp": 2, "parallel__pp": 2, "precision": "bf16"},
     {"parallel__tp": 2, "precision": "fp16"},
+    {"parallel__tp": 2, "parallel__pp": 2, "train__compile": True},
+    _MIXTURE | {"parallel__ep": 2, "parallel__dp": 4, "train__compile": True},
     {"parallel__pp": 2, "parallel__dp": 4},
     {"parallel__tp": 64, "parallel__pp": 500, "model__name_or_path": "org/unknown"},
 ]

@@ -66,7 +66,6 @@ REFUSED: list[tuple[dict[str, object], list[str], list[object]]] = [
         ["model.attn_implementation", "parallel.ulysses"],
         [("model.attn_implementation", "sdpa or flash_attention_2"), ("parallel.ulysses", 1)],
     ),
-    ({"train__compile": True}, ["train.compile", "parallel.ulysses"], [("train.compile", False)]),
     (
         {"model__name_or_path": "bloom-560m"},
         ["parallel.ulysses", "model.name_or_path"],

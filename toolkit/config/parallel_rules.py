@@ -156,10 +156,6 @@ def _model_parallel_settings(recipe: Recipe) -> Iterator[Refusal]:
         field = "parallel.zero_stage"
         reason = "without ZeRO, DeepSpeed's 16-bit path forgets which parameters are tensor-parallel shards"
         yield recipe.conflict(field, *axes, "precision", reason=reason, remedy=((field, 1), ("precision", "fp32")))
-    axes += ["parallel.ep"] * (section.ep > 1)
-    if axes and recipe.train.compile:
-        reason = "a parallelized model is not compiled in this version"
-        yield recipe.conflict("train.compile", *axes, reason=reason, remedy=(("train.compile", False),))
 
 
 def _sequence_length(recipe: Recipe, shape: ModelShape | None) -> Iterator[Refusal]:
@@ -197,9 +193,6 @@ def _ulysses_settings(recipe: Recipe) -> Iterator[Refusal]:
     if recipe.model.attention == "eager":
         field, reason = "model.attn_implementation", "eager attention needs the mask that DeepSpeed-Ulysses drops"
         yield recipe.conflict(field, _ULYSSES, reason=reason, remedy=((field, "sdpa or flash_attention_2"), off))
-    if recipe.train.compile:
-        reason = "attention that communicates with other ranks is not compiled in this version"
-        yield recipe.conflict("train.compile", _ULYSSES, reason=reason, remedy=(("train.compile", False),))
 
 
 def _ulysses_model(recipe: Recipe, config: Mapping[str, Any] | None) -> Iterator[Refusal]:

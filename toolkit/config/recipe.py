@@ -222,7 +222,8 @@ class TrainSection(Section):
     engine: EngineName = "deepspeed"
     """`deepspeed`; `reference` is plain PyTorch in one process; `ddp` and `fsdp` are PyTorch's, through accelerate."""
     compile: bool = False
-    """Compile the model with torch.compile."""
+    """Compile each decoder layer with torch.compile; equal layers share the compiled code. In every layout, experts
+    excepted (docs/engines.md)."""
     on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
     """Reaction to a loss or gradient that is not finite, which never reaches the weights: `stop` the run with a
     checkpoint, `skip` the step, or `rollback` to the last checkpoint and continue with later samples."""

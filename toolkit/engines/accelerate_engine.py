@@ -17,6 +17,7 @@ from typing_extensions import override
 from toolkit.config.job import Job
 from toolkit.data.samples.micro_batch import MicroBatch
 from toolkit.engines.base import DataParallelEngine, StepResult, gradient_error
+from toolkit.engines.compiled_layers import CompiledLayers
 from toolkit.engines.dropout import DropoutStream
 from toolkit.engines.gradient_norm import clip_gradients
 from toolkit.engines.optimizer import parameter_groups, torch_optimizer
@@ -71,7 +72,7 @@ class AccelerateEngine(DataParallelEngine):
         self._wrapped: Any = prepared
         self.model = self.accelerator.unwrap_model(prepared)
         if recipe.train.compile:
-            self.model.compile()
+            self.compiled = CompiledLayers(self.model)
         self._wrapped.train()
         is_sharded = any(isinstance(parameter, DTensor) for parameter in self.model.parameters())
         if is_sharded != sharded:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from toolkit.data.samples.micro_batch import MicroBatch
+from toolkit.engines.compiled_layers import CompiledLayers
 from toolkit.engines.dropout import DropoutStream
 from toolkit.engines.optimizer_states import MASTER, OptimizerStates
 from toolkit.engines.routing import Routing, RoutingStats
@@ -55,6 +56,8 @@ class Engine(ABC):
     """The part of the model on this rank; None where that is the full model."""
     routing: Routing | None = None
     """The routers of a model with experts."""
+    compiled: CompiledLayers | None = None
+    """The decoder layers that torch.compile has compiled."""
     before_update: Callable[[], None] = staticmethod(lambda: None)
     """Called in every step once the learning rate is set and the gradients are complete, before clipping."""
 

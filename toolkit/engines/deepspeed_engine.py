@@ -16,6 +16,7 @@ from toolkit.config.job import Job
 from toolkit.data.samples.micro_batch import MicroBatch
 from toolkit.engines import deepspeed_patches
 from toolkit.engines.base import DataParallelEngine, DistributedEngine, StepResult, gradient_error
+from toolkit.engines.compiled_layers import CompiledLayers
 from toolkit.engines.dropout import DropoutStream
 from toolkit.engines.gradient_norm import full_grad_norm
 from toolkit.engines.optimizer import parameter_groups, torch_optimizer
@@ -45,6 +46,8 @@ class DeepSpeedBase(DistributedEngine):
         self._zero_stage = job.layout.zero_stage
         if self.partition is not None:
             declare_experts(self.model, self.partition.groups)
+        if recipe.train.compile:
+            self.compiled = CompiledLayers(self.model, zero_stage=self._zero_stage)
         groups = parameter_groups(self.model, recipe.optimizer.weight_decay)
         client = None if "optimizer" in config else torch_optimizer(recipe.optimizer, groups)
         with deepspeed_patches.quiet_stdout(unless=recipe.log.level == "debug"):
@@ -119,8 +122,6 @@ class DeepSpeedEngine(DeepSpeedBase, DataParallelEngine):
         self._fp16 = job.recipe.precision == "fp16"
         self.routing = find_routing(job, model, device, sequence_group)
         self._initialize(job, config, model, mpu=self._parallel_unit())
-        if job.recipe.train.compile:
-            self.engine.compile()
         self.engine.train()
 
     @override

@@ -1,5 +1,7 @@
 """Create the engine that a recipe selects."""
 
+import os
+import shutil
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -29,6 +31,7 @@ def create_engine(
     Raises ModelError for a model that cannot be built and RunError for a precision that the device does not have.
     """
     check_precision(job.recipe, device)
+    _check_compiler(job.recipe, device)
     if device.type == "cpu":
         keep_freed_memory()
     build = partial(build_model, job.recipe, eos_id=eos_id, trust_remote_code=trust_remote_code)
@@ -72,6 +75,14 @@ def _deepspeed(
 
         return UlyssesEngine(job, ds_config, model, device)
     return ds.DeepSpeedEngine(job, ds_config, model, device, partition)
+
+
+def _check_compiler(recipe: Recipe, device: torch.device) -> None:
+    """Raise RunError where torch.compile would not find the compiler that its code for CPUs needs."""
+    compiler = os.environ.get("CXX", "g++")
+    if recipe.train.compile and device.type == "cpu" and shutil.which(compiler) is None:
+        reason, remedy = f"on a CPU torch.compile needs a C++ compiler, and there is no {compiler}", "install g++"
+        raise RunError.of("train.compile", True, reason, remedy, ("train.compile", False))
 
 
 def check_precision(recipe: Recipe, device: torch.device) -> None:

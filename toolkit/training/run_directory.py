@@ -4,6 +4,7 @@ recipe.yaml      as resolved: running it again gives the same run
 ds_config.json   what DeepSpeed was given
 environment.json versions and the machine
 metrics.jsonl    one object per step
+compile.json     with train.compile: compiled graphs, and what breaks them, on rank 0
 events.jsonl     skipped steps and rollbacks; only where there were some
 loss.png         the loss curve; written last, so it says that the run is finished
 step-00000100/   checkpoints (toolkit/checkpoint/), each a Hugging Face directory, or adapters in the format of peft
@@ -45,7 +46,7 @@ from toolkit.training.metrics import MetricsFile
 from toolkit.training.resume import AUTO, run_of
 from toolkit.training.run_lock import RunLock, is_locked
 
-EVENTS, CURVE = "events.jsonl", "loss.png"
+EVENTS, COMPILE, CURVE = "events.jsonl", "compile.json", "loss.png"
 _ANOTHER = "choose another run_dir"
 
 
@@ -192,7 +193,7 @@ class RunDirectory:
         """Remove the files of an earlier run; `choose` made sure that they are of a run."""
         for unfinished in (*self.path.glob(".*.tmp"), *self.path.glob(".*.old")):
             shutil.rmtree(unfinished, ignore_errors=True)
-        for file in ("metrics.jsonl", EVENTS, "ds_config.json", "environment.json"):
+        for file in ("metrics.jsonl", EVENTS, COMPILE, "ds_config.json", "environment.json"):
             (self.path / file).unlink(missing_ok=True)
         for folder in self.path.iterdir():
             if folder.name in ("model", BASE) or step_of(folder.name) is not None:

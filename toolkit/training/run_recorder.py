@@ -1,5 +1,6 @@
 """Callbacks that write what a run leaves: RunRecorder its files, PeriodicCheckpoints its checkpoints."""
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -7,12 +8,13 @@ from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
 from toolkit.checkpoint.save import SavedCheckpoint
+from toolkit.engines.compiled_layers import CompiledLayers
 from toolkit.report.recorded_run import read_log
 from toolkit.training.callback import Callback
 from toolkit.training.checkpointing import Checkpointer
 from toolkit.training.loop import TrainingRun
 from toolkit.training.metrics import StepMetrics
-from toolkit.training.run_directory import CURVE, RunDirectory
+from toolkit.training.run_directory import COMPILE, CURVE, RunDirectory
 
 
 class RunRecorder(Callback):
@@ -22,6 +24,7 @@ class RunRecorder(Callback):
         self, directory: RunDirectory, ds_config: Mapping[str, Any] | None, tokenizer: PreTrainedTokenizerBase
     ) -> None:
         self._directory, self._ds_config, self._tokenizer = directory, ds_config, tokenizer
+        self._graphs: dict[str, Any] | None = None
 
     @override
     def on_run_begin(self, run: TrainingRun) -> None:
@@ -34,6 +37,8 @@ class RunRecorder(Callback):
         if self._directory.metrics is not None:
             self._directory.check_lock(quickly=True)
             self._directory.metrics.write(metrics)
+        if run.engine.compiled is not None and self._directory.is_writer:
+            self._record_graphs(run, run.engine.compiled)
 
     @override
     def on_run_end(self, run: TrainingRun) -> None:
@@ -43,6 +48,14 @@ class RunRecorder(Callback):
             if self._directory.is_writer:
                 self._plot(run)
         self._directory.close()
+
+    def _record_graphs(self, run: TrainingRun, compiled: CompiledLayers) -> None:
+        """Say and write what was compiled, after the first step and whenever it changes: at a validation, or later."""
+        facts = compiled.facts()
+        if facts != self._graphs:
+            self._graphs = facts
+            run.console.say(f"compiled: {compiled}")
+            (self._directory.path / COMPILE).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
     def _plot(self, run: TrainingRun) -> None:
         steps = read_log(self._directory.path / "metrics.jsonl").steps

@@ -11,7 +11,8 @@ opposite: all ranks compute the same inside, so under sequence parallelism they 
 follows from the generator's state at the entrance, so recomputing a layer drops the same activations again.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,14 @@ from toolkit.parallel.tensor import collectives as c
 
 _GOLDEN = 0x9E3779B97F4A7C15
 """2^64 / golden ratio: multiples of it are spread evenly over 64 bits."""
+_Method = TypeVar("_Method", bound=Callable[..., None])
+
+
+def _uncompiled(method: _Method) -> _Method:
+    """Keep torch.compile out of a method, and say why where that breaks a graph."""
+    reason = "tensor-parallel dropout changes the random stream"
+    eager: _Method = torch.compiler.disable(method, reason=reason)
+    return eager
 
 
 class Region:
@@ -59,13 +68,19 @@ class Region:
     def leave(self, partial: torch.Tensor) -> torch.Tensor:
         """Partial sum [b, s, h] -> the sum [b, s, h] (with sequence parallelism [b, s/t, h])."""
         if self._outside is not None:
-            generator, state = self._outside
-            generator.set_state(state)
-            self._outside = None
+            self._restore_stream()
         if self.sequence_parallel:
             return c.reduce_scatter_sequence(partial, self.group, dim=partial.dim() - 2)
         return c.reduce_from_tensor_ranks(partial, self.group)
 
+    @_uncompiled
+    def _restore_stream(self) -> None:
+        assert self._outside is not None
+        generator, state = self._outside
+        generator.set_state(state)
+        self._outside = None
+
+    @_uncompiled
     def _change_stream(self, device: torch.device, module: nn.Module) -> None:
         if self._outside is not None:
             return

@@ -1,0 +1,103 @@
+"""Compiled decoder layers: what is compiled, and what a run says of it. Parity: tests/parity/test_compiled.py."""
+
+import json
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from refusals import refused
+
+from toolkit.config.recipe import Recipe
+from toolkit.errors import ModelError, RunError
+from toolkit.parity import ParityRun, Tolerance, compare_curves
+from toolkit.parity.run.train_in_memory import train_in_memory
+
+Make = Callable[..., Recipe]
+Ranks = Callable[..., list[Any]]
+DROPOUT = {"overrides__resid_pdrop": 0.1, "overrides__attn_pdrop": 0.1}
+
+
+@pytest.fixture
+def untranslated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs are captured, but run as they are: translating them to C++ takes seconds each."""
+    from toolkit.engines import compiled_layers
+
+    monkeypatch.setattr(compiled_layers, "_OPTIONS", {"backend": "aot_eager"})
+
+
+def compiled_trial(recipe: Recipe) -> ParityRun:
+    return train_in_memory(recipe, inspect=lambda engine: engine.compiled and engine.compiled.facts())
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU needs a C++ compiler")
+@pytest.mark.parametrize(
+    ("engine", "stage"),
+    [
+        ("deepspeed", 1),
+        pytest.param("ddp", 0, marks=pytest.mark.whole),
+        pytest.param("deepspeed", 3, marks=pytest.mark.whole),
+        pytest.param("fsdp", 0, marks=pytest.mark.whole),
+    ],
+)
+def test_fused_kernels_drop_the_same_activations(make_recipe: Make, ranks: Ranks, engine: str, stage: int) -> None:
+    changes = DROPOUT | {"train__engine": engine, "train__steps": 4, "parallel": {"zero_stage": stage}}
+    world_size = 1 if engine == "deepspeed" and stage == 1 else 2
+    eager = ranks(compiled_trial, world_size, make_recipe(**changes))[0]
+    assert eager.inspected is None
+    recipe = make_recipe(**changes, train__compile=True)
+    compiled = ranks(compiled_trial, world_size, recipe, timeout_seconds=400)[0]
+    assert compiled.inspected == {"layers": 2, "graphs": 1, "graph_breaks": {}}
+    report = compare_curves(compiled.curve, eager.curve, Tolerance.fp32())
+    assert report.passed, str(report)
+
+
+@pytest.mark.whole
+@pytest.mark.usefixtures("untranslated")
+def test_graphs_are_as_many_with_more_layers(make_recipe: Make, ranks: Ranks) -> None:
+    """Also where dropout of tensor-parallel ranks breaks them."""
+    changes = DROPOUT | {"train__steps": 2, "parallel": {"tp": 2}, "train__compile": True}
+    few, many = (
+        ranks(compiled_trial, 2, make_recipe(**changes, overrides__n_layer=layers))[0].inspected for layers in (2, 5)
+    )
+    assert (few.pop("layers"), many.pop("layers")) == (2, 5)
+    assert few == many
+    assert few["graph_breaks"].keys() == {"tensor-parallel dropout changes the random stream"}
+
+
+@pytest.mark.usefixtures("untranslated")
+def test_a_run_says_and_records_what_was_compiled(train: Callable[..., str], tmp_path: Path) -> None:
+    output = train("run_dir=here", "train.compile=true")
+    assert "compiled: 2 decoder layers, graphs: 1, graph breaks: 0\n" in output
+    facts = json.loads((tmp_path / "here" / "compile.json").read_text())
+    assert facts == {"layers": 2, "graphs": 1, "graph_breaks": {}}
+
+
+def test_a_compiler_that_is_missing_is_named(train: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with refused(RunError, "train.compile", remedy=("train.compile", False)):
+        train("train.compile=true")
+
+
+def test_zero_3_refuses_gradients_that_it_does_not_wait_for() -> None:
+    import torch
+    from torch import nn
+
+    from toolkit.engines.compiled_layers import _gather_at_once
+
+    class Layer(nn.Linear):
+        def forward(self, hidden_states: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+            return super().forward(hidden_states) * scale
+
+    layer = Layer(2, 2)
+    _gather_at_once(layer)
+    hidden = torch.ones(1, 2, requires_grad=True)
+    layer(hidden, scale=2.0)
+    with refused(ModelError, "train.compile", "parallel.zero_stage"):
+        layer(hidden_states=hidden)
+    with refused(ModelError, "train.compile", "parallel.zero_stage"):
+        partial(layer, hidden.detach())()
+    with torch.no_grad():
+        layer(hidden_states=hidden)

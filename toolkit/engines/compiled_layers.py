@@ -1,0 +1,96 @@
+"""train.compile: torch.compile for each decoder layer by itself. Layers that are equal share one compiled graph.
+
+What is compiled is a layer's `forward`, so that what stays outside of it is not traced: ZeRO's and dropout's hooks on
+the layer, FSDP's, pipeline stages, embeddings and head. Collectives of tensor parallelism, sequence parallelism and
+Ulysses, and recomputation, are part of the graph. Experts are not compiled: the sizes of what they exchange differ
+from step to step.
+"""
+
+import re
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+from transformers import PreTrainedModel
+
+from toolkit.engines.router_records import router_classes
+from toolkit.errors import ModelError
+from toolkit.model_init.model_modules import decoder_layers
+from toolkit.parallel.experts.dispatch import ShardedExperts
+from toolkit.units import some
+
+_OPTIONS: dict[str, Any] = {"backend": "inductor", "options": {"fallback_random": True}}
+"""Arguments of torch.compile. With `fallback_random` dropout draws the same numbers as without compilation."""
+_EAGER = "experts and their routers are not compiled"
+
+
+class CompiledLayers:
+    """Compiles the decoder layers of a model on this rank; knows afterwards what came out."""
+
+    def __init__(self, model: PreTrainedModel, *, zero_stage: int = 0) -> None:
+        torch.compiler.reset()  # of an earlier engine in this process, whose variants count towards torch's limit
+        self._breaks_before, self._graphs_before = _graph_breaks(), _graphs()
+        kinds: tuple[type[nn.Module], ...] = (ShardedExperts, *router_classes(model))
+        # A pipeline stage has placeholders for other stages' layers.
+        layers = [layer for layer in decoder_layers(model) if next(layer.parameters(), None) is not None]
+        for layer in layers:
+            for block in layer.modules():
+                if any(isinstance(child, kinds) for child in block.children()):
+                    block.forward = torch.compiler.disable(block.forward, reason=_EAGER)  # type: ignore[no-untyped-call]
+            layer.forward = torch.compile(layer.forward, **_OPTIONS)
+            if zero_stage == 3:
+                _gather_at_once(layer)
+        if zero_stage == 3 and not all(parameter.requires_grad for parameter in model.parameters()):
+            model.enable_input_require_grads()  # otherwise the first layer has no input whose gradient is awaited
+        self.layers = len(layers)
+
+    def facts(self) -> dict[str, Any]:
+        """Layers, compiled graphs (forward passes), and how often each reason broke a graph."""
+        breaks = _graph_breaks() - self._breaks_before
+        return {"layers": self.layers, "graphs": _graphs() - self._graphs_before, "graph_breaks": dict(breaks)}
+
+    def __str__(self) -> str:
+        facts = self.facts()
+        breaks: dict[str, int] = facts["graph_breaks"]
+        reasons = [reason if count == 1 else f"{reason} ({count}x)" for reason, count in breaks.items()]
+        return (
+            f"{facts['layers']} decoder layers, graphs: {facts['graphs']}, graph breaks: {sum(breaks.values())}"
+            f"{': ' if reasons else ''}{some(reasons, 4)}"
+        )
+
+
+def _gather_at_once(layer: nn.Module) -> None:
+    """Let ZeRO-3 gather the parameters of a layer where it begins, not in hooks of the modules inside.
+
+    DeepSpeed reduces the gradients of such a layer when those of its positional inputs are there.
+    """
+    layer._z3_leaf = True  # type: ignore[assignment]
+
+    def check(layer: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        if not torch.is_grad_enabled():
+            return
+        awaited, others = (
+            any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
+            for values in (arguments, keywords.values())
+        )
+        if others or not awaited:
+            reason = f"{type(layer).__name__} takes hidden states as keywords, which ZeRO-3 does not wait for"
+            raise ModelError.between((("train.compile", True), ("parallel.zero_stage", 3)), reason, "lower zero_stage")
+
+    layer.register_forward_pre_hook(check, with_kwargs=True)
+
+
+def _graphs() -> int:
+    return counters["stats"]["unique_graphs"]
+
+
+def _graph_breaks() -> Counter[str]:
+    """How often each reason broke a graph, or left a function uncompiled, in this process."""
+    found: Counter[str] = Counter()
+    for kind in ("graph_break", "unimplemented"):
+        for text, count in counters[kind].items():
+            chosen = re.search(r"\(reason: (?!None\))(.+?)\)", text)
+            found[chosen[1] if chosen else text.partition("\n")[0].strip()] += count
+    return found
