@@ -555,6 +555,8 @@ CONFIGS = [
     Bad("plan --model gpt2 --gpus 8xA100 --seq 512 --global-batch 64 --layout '$(touch executed)'", "unknown"),
     Bad("plan --model gpt2 --gpus 8xA100 --seq 512 --global-batch 64 --layout dp8 --micro 3", "is not a multiple"),
     Bad("plan --model gpt2 --gpus 8xA100 --seq 512 --global-batch 64 --micro 3", "--layout"),
+    Bad("plan --model gpt2 --gpus 8xA100 --seq 512 --global-batch 64 --imbalance 1.5", "gpt2 has no experts"),
+    Bad("plan --model mixtral-8x7b --gpus 8xA100 --seq 512 --global-batch 64 --imbalance 0.5", "0.5 is not in the range"),
     Bad("plan --model gpt2 --gpus 8xA100 --seq 512 --global-batch 64 --tokens 0", "--tokens"),
     Bad("plan --model gpt2 --gpus 8xA100 --seq 512 --global-batch 64 --cluster gone.yaml", "gone.yaml"),
     Bad("plan --model gpt2 --gpus 8xA100 --seq 512 --global-batch 64 --cluster pipe", "pipe", {"pipe": PIPE}),

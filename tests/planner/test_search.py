@@ -8,6 +8,7 @@ import pytest
 from toolkit.config.layout import Batch, Layout
 from toolkit.config.strategy import Strategy
 from toolkit.errors import BatchError, LayoutError, ModelError
+from toolkit.estimate.memory_model import MemoryModel
 from toolkit.estimate.recording import Setup
 from toolkit.estimate.trainable import Trainable
 from toolkit.hardware import gpu
@@ -139,6 +140,21 @@ def test_a_mixtures_layouts_share_out_experts_over_every_divisor_of_both() -> No
     # 8 experts on 4 x 2 ranks are one each.
     assert {ep for dp, ep, tp in found if tp == 4} == {1, 2}
     assert all(layout.ep == 1 for layout in layouts(request("gpt2", gpus=8, seq_len=512)))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "imbalance"), [("dp8-z3", 1), ("dp8-ep2-z1", 2), ("dp8-ep8-z1", 3), ("dp4-tp2-z1", 2), ("tp8-z1", 3)]
+)
+def test_imbalance_is_of_ranks_with_different_experts_in_time_and_memory(
+    strategy: str, imbalance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = request("mixtral-8x7b", gpus=8, imbalance=3.0)
+    layout, _ = asked.read_layout(strategy)
+    batch = Batch(global_batch_size=64, micro_batch_size=1, dp=layout.dp)
+    works = []
+    monkeypatch.setattr(MemoryModel, "peak", lambda model, layout, work, *_: works.append(work))
+    asked.memory(layout, batch)
+    assert (works[0].imbalance, asked.setup(layout, batch).imbalance) == (imbalance, imbalance)
 
 
 def test_a_family_whose_flops_are_not_those_of_its_shape_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,6 +74,8 @@ class PlanRequest:
     run: Execution = field(default_factory=Execution)
     trainable: Trainable = EVERYTHING
     """What trains; with `base`, that says it."""
+    imbalance: float = 1.0
+    """Rows of the busiest rank's experts over the mean."""
     base: Recipe | None = None
     """What is to be trained, all of it; None: the toolkit's defaults for what a plan does not depend on."""
     kept: Mapping[str, Any] = field(default_factory=dict)
@@ -91,6 +93,9 @@ class PlanRequest:
             reason = "the time model knows decoders with attention and an MLP or experts, and its layers have others"
             raise ModelError.of("--model", name, reason, "estimate its memory with dstk memory")
         positions, seq_len = model.shape.positions, fields["seq_len"]
+        if fields.get("imbalance", 1.0) != 1 and model.shape.experts is None:
+            reason = f"{name} has no experts"
+            raise LayoutError.of("--imbalance", fields["imbalance"], reason, "remove --imbalance")
         if model.shape.learned_positions and positions is not None and seq_len > positions:
             raise LayoutError.of(
                 "--seq", seq_len, f"{name} has {positions} positions", ("--seq", f"{positions} or less")
@@ -172,7 +177,12 @@ class PlanRequest:
             run=run,
             bounds=bounds,
             trained=trained,
+            imbalance=self._imbalance(layout),
         )
+
+    def _imbalance(self, layout: Layout) -> float:
+        """Of a layout: no rank has more rows than there are, nor other rows than its own where it has all experts."""
+        return min(self.imbalance, layout.ep * (1 if layout.experts == "inner" else layout.tp))
 
     def step(self, layout: Layout, batch: Batch) -> StepTime:
         """Predict one step."""
@@ -182,7 +192,8 @@ class PlanRequest:
         """Estimate the stage that takes most; with `stand_ins` from what is recorded, see `Workload`."""
         recipe = self.recipe(layout, batch)
         framework = self._framework(recipe, layout, batch)
-        work = replace(workload_of(recipe, batch, self.model), stand_ins=stand_ins)
+        work = workload_of(recipe, batch, self.model)
+        work = replace(work, stand_ins=stand_ins, imbalance=self._imbalance(layout))
         if isinstance(framework, FrameworkProfile):
             work = replace(work, attention=next(iter(framework.facts["attention"])))
         return self.model.peak(layout, work, framework, self.gpu)

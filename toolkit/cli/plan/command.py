@@ -60,6 +60,12 @@ from toolkit.files import expanded
 @click.option(
     "--trainable", metavar="WHAT", help="lora:r=16,targets=all-linear, freeze:PATTERNS, or PATTERNS of names."
 )
+@click.option(
+    "--imbalance",
+    type=click.FloatRange(min=1),
+    default=1.0,
+    help="Experts: rows of the busiest rank over the mean, in time and memory.  [default: 1]",
+)
 @click.option("--tokens", type=float, help="Days, money and energy of training on so many tokens: 1e12.")
 @click.option("--price", type=click.FloatRange(min=0), help="US dollars a GPU and hour.  [default: prices.json]")
 @click.option("--carbon", type=click.FloatRange(min=0), help="Kilograms of CO2 a kWh.  [default: the world's average]")

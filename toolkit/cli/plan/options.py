@@ -51,6 +51,7 @@ def request_of(options: Mapping[str, Any]) -> PlanRequest:
         precision=wide,
         run=run,
         trainable=_trainable(options),
+        imbalance=options["imbalance"],
     )
 
 
