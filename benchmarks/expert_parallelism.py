@@ -12,8 +12,9 @@ parallelism (`DistributedConfig`), in a loop that does nothing but the step, wit
 The second table has a DeepSeek-V2 with a shared expert as wide as two others, which runs while rows are on their way,
 against the same without that. gloo's threads compute on the cores of the ranks, so little can be hidden here.
 
-All sides of a table agree in loss, which is checked (transformers has no target for the last token of a sample). A round forks the ranks for each side in turn. Prints medians of all
-counted steps, and of the ratios to the first side in the same round the median, the smallest and the largest.
+All sides of a table agree in loss, which is checked (transformers has no target for the last token of a sample). A
+round forks the ranks for each side in turn. Prints medians of all counted steps, and of the ratios to the first side in
+the same round the median, the smallest and the largest.
 """
 
 import argparse
@@ -107,7 +108,7 @@ def _sheet(title: str, sides: Mapping[str, Side], rounds: int) -> Sheet:
 
 def sequential_run(recipe: Recipe) -> Stamps:
     """Train with a shared expert that waits for the exchange."""
-    sharding.overlap_shared_expert = lambda block, experts: None
+    vars(sharding)["overlap_shared_expert"] = lambda block, experts: None
     return our_run(recipe)
 
 
@@ -139,12 +140,13 @@ def transformers_run(recipe: Recipe, weights: Path, *, ep: int) -> Stamps:
     return stamps
 
 
-def _clip(model: torch.nn.Module, most: float) -> None:
-    """Clip by the norm of all gradients, which PyTorch's function cannot take of two meshes: the experts have their own."""
+def _clip(model: Any, most: float) -> None:
+    """Clip by the norm of all gradients: PyTorch's function takes one mesh, and experts have their own."""
     groups: dict[Any, list[Any]] = {}
     for parameter in model.parameters():
         groups.setdefault(parameter.device_mesh, []).append(parameter)
-    norms = [torch.nn.utils.get_total_norm([p.grad for p in group]).full_tensor() for group in groups.values()]
+    totals: list[Any] = [torch.nn.utils.get_total_norm([p.grad for p in group]) for group in groups.values()]
+    norms = [total.full_tensor() for total in totals]
     for group in groups.values():
         torch.nn.utils.clip_grads_with_norm_(group, most, torch.linalg.vector_norm(torch.stack(norms)))
 
