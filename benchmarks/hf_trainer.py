@@ -34,24 +34,14 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-import deepspeed
-import torch
-import torch.distributed as dist
-from accelerate import PartialState
 from measure.our_run import CPU, Stamps, make_recipe, our_run
 from measure.rounds import Side, Times, alternate
 from measure.table import publish, target_met
-from torch.utils.data import Dataset
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from measure.trainer_run import Tokens, trainer_run
 
-from toolkit.config.job import Job
 from toolkit.config.recipe import Recipe
-from toolkit.data.samples.loader import MicroBatchLoader
-from toolkit.data.tokens.token_cache import prepare
 from toolkit.launch.output import quiet
-from toolkit.model_init.build_model import build_model
 from toolkit.model_init.freed_memory import keep_freed_memory
-from toolkit.training.preflight import check_model, deepspeed_config
 
 RANKS = 2
 TARGET = 1.10
@@ -72,36 +62,6 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 STEPS = {"small": 60, "medium": 9}
 WARMUP = {"small": 10, "medium": 3}
-
-
-class Tokens(Dataset[dict[str, torch.Tensor]]):
-    """The samples in the order in which the toolkit trains on them, in memory."""
-
-    def __init__(self, recipe: Recipe) -> None:
-        # One rank whose micro-batch is the global batch reads the samples in their order.
-        whole = recipe.batch.model_copy(update={"micro_batch_size": recipe.batch.global_batch_size})
-        alone = recipe.model_copy(update={"batch": whole})
-        loader = MicroBatchLoader.open(Job.of(alone, 1), prepare(recipe.data, progress=False), rank=0)
-        with loader.prefetch() as ahead:
-            self._rows = torch.cat([batch.input_ids for batch in ahead])
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"input_ids": self._rows[index], "labels": self._rows[index]}
-
-
-class StampCallback(TrainerCallback):  # type: ignore[misc]
-    """When the Trainer logged each step."""
-
-    def __init__(self) -> None:
-        self.stamps = Stamps()
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
-        """Called once a step, and once more for the summary, which has no `loss`."""
-        if "loss" in logs:
-            self.stamps.add(logs["loss"])
 
 
 def main() -> None:
@@ -138,52 +98,17 @@ def main() -> None:
 def sides(recipe: Recipe, folder: Path) -> dict[str, Side]:
     tokens = Tokens(recipe)
     return {
-        "Trainer": partial(trainer_run, recipe, tokens, folder, memory_kept=False),
+        "Trainer": partial(trainer_side, recipe, tokens, folder, memory_kept=False),
         "toolkit": partial(our_run, recipe),
-        "Trainer, memory kept": partial(trainer_run, recipe, tokens, folder, memory_kept=True),
+        "Trainer, memory kept": partial(trainer_side, recipe, tokens, folder, memory_kept=True),
     }
 
 
-def trainer_run(recipe: Recipe, tokens: Tokens, folder: Path, *, memory_kept: bool) -> Stamps:
+def trainer_side(recipe: Recipe, tokens: Tokens, folder: Path, *, memory_kept: bool) -> Stamps:
     """Train on this rank with the Trainer."""
     if memory_kept:
         keep_freed_memory()
-    job = Job.of(recipe, dist.get_world_size())
-    batch = job.batch
-    # Without a GPU the Trainer finds no backend and would train alone without a word: give it a configured state.
-    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    PartialState(backend="gloo")
-    arguments = TrainingArguments(
-        accelerator_config={"use_configured_state": True},
-        output_dir=str(folder),
-        per_device_train_batch_size=batch.micro_batch_size,
-        gradient_accumulation_steps=batch.accumulation,
-        max_steps=recipe.train.steps,
-        learning_rate=recipe.optimizer.lr,
-        adam_beta1=recipe.optimizer.betas[0],
-        adam_beta2=recipe.optimizer.betas[1],
-        adam_epsilon=recipe.optimizer.eps,
-        weight_decay=recipe.optimizer.weight_decay,
-        max_grad_norm=recipe.train.grad_clip,
-        lr_scheduler_type=recipe.schedule.name,
-        warmup_steps=recipe.schedule.warmup_steps,
-        logging_steps=1,
-        disable_tqdm=False,
-        save_strategy="no",
-        report_to="none",
-        train_sampling_strategy="sequential",
-        deepspeed=deepspeed_config(job, check_model(recipe, CPU), CPU),
-    )
-    callback = StampCallback()
-    model = build_model(recipe, eos_id=prepare(recipe.data, progress=False).eos_id)
-    trainer = Trainer(model=model, args=arguments, train_dataset=tokens, callbacks=[callback])
-    trainer.train()
-    engine = trainer.model_wrapped
-    assert isinstance(engine, deepspeed.DeepSpeedEngine), type(engine)
-    assert engine.zero_optimization_stage() == job.layout.zero_stage
-    assert engine.dp_world_size == dist.get_world_size() == RANKS
-    assert len(callback.stamps.times) == recipe.train.steps
-    return callback.stamps
+    return trainer_run(recipe, tokens, folder, CPU)
 
 
 def table_rows(size: str, recipe: Recipe, times: dict[str, Times]) -> list[list[str]]:

@@ -25,6 +25,7 @@ class Sheet:
     headings: Sequence[str]
     rows: Sequence[Sequence[str]]
     text_columns: int = 1
+    notes: Sequence[str] = ()
 
     @property
     def sides(self) -> list[str]:
@@ -47,8 +48,19 @@ def publish(
     publish_all(name, sheets=[sheet], notes=notes, save=save)
 
 
-def publish_all(name: str, *, sheets: Sequence[Sheet], notes: Sequence[str] = (), save: bool) -> None:
-    """Several tables of one benchmark, the first of which gives the page its title."""
+def publish_all(
+    name: str,
+    *,
+    sheets: Sequence[Sheet],
+    notes: Sequence[str] = (),
+    save: bool,
+    path: Path | None = None,
+    command: str | None = None,
+) -> None:
+    """Several tables of one benchmark, the first of which gives the page its title.
+
+    `path` and `command`: where the page is written instead, and how.
+    """
     console = Console()
     if not console.is_terminal:
         console.width = max(console.width, _FILE_COLUMNS)
@@ -59,11 +71,15 @@ def publish_all(name: str, *, sheets: Sequence[Sheet], notes: Sequence[str] = ()
         for row in sheet.rows:
             table.add_row(*row)
         console.print(table)
+        for note in sheet.notes:
+            console.print(note, highlight=False)
     for note in notes:
         console.print(note, highlight=False)
     if save:
-        _RESULTS.mkdir(exist_ok=True)
-        (_RESULTS / f"{name}.md").write_text(_markdown(name, sheets, notes), encoding="utf-8")
+        path = path or _RESULTS / f"{name}.md"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        command = command or f"python benchmarks/{name}.py --save"
+        path.write_text(_markdown(command, sheets, notes), encoding="utf-8")
 
 
 def target_met(value: float, target: float, *, at_most: bool) -> str:
@@ -72,16 +88,17 @@ def target_met(value: float, target: float, *, at_most: bool) -> str:
     return f"{'<=' if at_most else '>='} {target:g} {'reached' if reached else 'missed'}"
 
 
-def _markdown(name: str, sheets: Sequence[Sheet], notes: Sequence[str]) -> str:
+def _markdown(command: str, sheets: Sequence[Sheet], notes: Sequence[str]) -> str:
     tables = []
     for number, sheet in enumerate(sheets):
         heading = [] if number == 0 else [f"## {sheet.title}", ""]
         sides = ["---" if side == "left" else "---:" for side in sheet.sides]
         tables += [*heading, _line(sheet.headings), _line(sides), *(_line(row) for row in sheet.rows), ""]
+        tables += [line for note in sheet.notes for line in (note, "")]
     lines = [
         f"# {sheets[0].title}",
         "",
-        f"Written by `python benchmarks/{name}.py --save`; the file's docstring says what is compared.",
+        f"Written by `{command}`; the file's docstring says what is compared.",
         "",
         *tables,
         *(f"- {note}" for note in notes),

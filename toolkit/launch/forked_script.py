@@ -8,6 +8,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import NoReturn
 
@@ -93,14 +94,22 @@ def _exit_code(request: SystemExit) -> int:
 
 
 def can_fork() -> bool:
+    """Whether forks of this process can use the GPUs that there are, and no other thread of it holds a lock."""
+    return threading.active_count() == 1 and forks_have_gpus()
+
+
+def forks_have_gpus() -> bool:
     """Whether forks of this process can use the GPUs that there are: what was imported may have initialized CUDA."""
-    if threading.active_count() > 1:
-        return False
     torch = sys.modules.get("torch")
     if torch is None or (torch.version.cuda is None and torch.version.hip is None):
         return True
-    if torch.cuda.is_initialized():
-        return False
+    return not torch.cuda.is_initialized() and _fork_has_gpus()
+
+
+@cache
+def _fork_has_gpus() -> bool:
+    """Try it: nothing else tells what a library has asked of the driver in this process."""
+    torch = sys.modules["torch"]
     pid = os.fork()
     if pid == 0:
         try:

@@ -1,6 +1,6 @@
 """Fork ranks on this machine: a process that has imported everything becomes N ranks in milliseconds.
 
-For CPU ranks only (tests, parity runs): a process that forks must not have initialized CUDA.
+Where forks cannot use the GPUs, because this process has initialized CUDA, ranks are started anew.
 """
 
 import gc
@@ -8,6 +8,7 @@ import importlib
 import multiprocessing as mp
 import os
 import pickle
+import re
 import signal
 import tempfile
 import time
@@ -25,6 +26,7 @@ import torch.distributed as dist
 from toolkit.errors import ToolkitError
 from toolkit.imports import no_garbage_collection
 from toolkit.launch.environment import local_device
+from toolkit.launch.forked_script import forks_have_gpus
 from toolkit.launch.spawn import free_port, rank_variables
 from toolkit.parent_process import end_with
 
@@ -38,11 +40,23 @@ class RankFailedError(RuntimeError):
     """A rank raised, died or hung. The message names it and has its traceback."""
 
 
+def in_one_line(error: Exception) -> str:
+    """The error on one line: of a traceback, the rank and the line that names the error."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    if isinstance(error, RankFailedError) and len(lines) > 1:
+        named = (line for line in reversed(lines) if _ERROR.match(line))
+        return f"{lines[0]} {next(named, lines[-1])}"
+    return "; ".join(lines)
+
+
+_ERROR = re.compile(r"[\w.]*(Error|Exception|Failure|Exit|Interrupt)\b")
+
+
 class LocalRanks:
-    """`world_size` forked ranks that run one function."""
+    """`world_size` forked ranks that run one function, which has to be picklable where they cannot be forked."""
 
     def __init__(self, function: Callable[[], Any], world_size: int, *, joined: bool = True) -> None:
-        context = mp.get_context("fork")
+        context: Any = mp.get_context("fork" if forks_have_gpus() else "spawn")
         self._folder = tempfile.TemporaryDirectory()
         store = str(Path(self._folder.name) / "store") if joined else None
         port = free_port()

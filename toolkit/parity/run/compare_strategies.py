@@ -22,7 +22,7 @@ from toolkit.config.strategy import Strategy
 from toolkit.engines.factory import create_engine
 from toolkit.errors import RecipeError, RunError, ToolkitError
 from toolkit.launch.environment import describe_environment, local_device
-from toolkit.launch.local_ranks import Outcome, RankFailedError, run_jobs
+from toolkit.launch.local_ranks import Outcome, RankFailedError, in_one_line, run_jobs
 from toolkit.launch.rank_environment import RankEnvironment
 from toolkit.model_init.build_model import load_config
 from toolkit.parity import Bounds, Diagnosis, ParityResult, ParityRun
@@ -144,7 +144,7 @@ def compare_strategies(
                 result = ParityResult.of(outcome[0], own.run, own.bounds).with_diagnosis()
                 entry = replace(entry, result=result, found=_replay(run, job, groups[baseline.name], result))
             else:
-                entry = replace(entry, error=_in_one_line(outcome))
+                entry = replace(entry, error=in_one_line(outcome))
             entries.append(entry)
     bits = "The baseline repeats to the bit." if repeats else "The baseline does not repeat to the bit."
     return Comparison(
@@ -176,7 +176,7 @@ def _replay(run: _Run, job: StrategyRun, baseline: Sequence[StrategyRun], result
             least = rounding_bound(extent_of(first)) if unit <= FP32_UNIT else None
             return explain(own[0], records[0], records[1:], least)
     error = next(outcome for outcome in outcomes if not isinstance(outcome, list))
-    return diagnosis("not replayed", error=_in_one_line(error))
+    return diagnosis("not replayed", error=in_one_line(error))
 
 
 def _run(
@@ -202,7 +202,7 @@ def _run(
     with closing(run_jobs(calls, cores=cores, timeout_seconds=timeout_seconds, joined=on_cpu)) as ended:
         for number, outcome, seconds in ended:
             found[number] = outcome, seconds
-            progress(jobs[number].name, "done" if isinstance(outcome, list) else _in_one_line(outcome), seconds)
+            progress(jobs[number].name, "done" if isinstance(outcome, list) else in_one_line(outcome), seconds)
             if number < needed and not isinstance(outcome, list):
                 raise _failed_baseline(jobs[number], outcome)
     yield from (found[number] for number in range(len(jobs)))
@@ -234,17 +234,9 @@ def _failed_baseline(run: StrategyRun, error: ToolkitError | RankFailedError) ->
         return error
     which = f"the baseline {run.rerun_of} ({run.name})" if run.rerun_of else f"the baseline {run.name}"
     return RunError(
-        f"{which} failed, so there is nothing to compare with: {_in_one_line(error).rstrip('.')}. "
+        f"{which} failed, so there is nothing to compare with: {in_one_line(error).rstrip('.')}. "
         "Fix that, or choose another one with --baseline."
     )
-
-
-def _in_one_line(error: ToolkitError | RankFailedError) -> str:
-    """The error on one line: of a traceback, the rank and the last line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if isinstance(error, RankFailedError) and len(lines) > 1:
-        return f"{lines[0]} {lines[-1]}"
-    return "; ".join(lines)
 
 
 def _without_dropout(recipe: Recipe) -> dict[str, float]:

@@ -1,0 +1,211 @@
+"""The first hour on a GPU, in at most nine minutes: tests/gpu, then speed and memory beside targets, peers and plans.
+
+    make gpu                            # sets up what is missing; writes benchmarks/results/gpu.md
+    make gpu GPUS=8                     # the layouts over NCCL too
+    make gpu-rehearsal                  # DSTK_REHEARSAL=cpu: tiny models on CPU ranks; writes build/gpu/rehearsal.md
+    python benchmarks/gpu --only gpt2   # one of the models, without the tests
+
+Each model trains three times, every time in new processes, with the same initial weights, batches and AdamW, in bf16:
+
+    toolkit           the loop of recipes/train.py, with its loader and metrics, DeepSpeed ZeRO-2
+    Trainer           transformers.Trainer, with the same DeepSpeed config
+    torch, compiled   a loop as one would write it: fp32 weights under autocast, fused AdamW, torch.compile
+
+Of Llama-3.1-8B, as many layers train as fit by the memory estimate, and once all of them by LoRA. A step is the median
+of those after the first three. MFU counts 6 FLOPs a weight and token and 12 of attention (toolkit/estimate/flops.py),
+over the data sheet's dense peak. Every step has a limit, and what no longer fits before the deadline is not run. The
+exit code is 1 where something failed, and 0 otherwise: missed targets are in the table.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from measure.table import publish_all
+from measure.trainer_run import Tokens
+
+from gpu import page
+from gpu.budget import Budget, Outcome
+from gpu.setups import ONE_GPU, TINY, TOOLKIT, WARMUP, Setup, describe, fitted, layouts
+from gpu.sides import Machine, built, machine, run_side
+from toolkit.errors import ToolkitError
+from toolkit.hardware import find_gpu, host_memory_bytes
+from toolkit.launch.environment import local_device
+from toolkit.launch.local_ranks import in_one_line, preload
+from toolkit.launch.output import quiet
+from toolkit.models.shape import ModelShape
+from toolkit.planner.auto.ranks import RankDevice, cluster_of
+from toolkit.planner.cluster import Cluster
+from toolkit.planner.request import predict
+from toolkit.planner.run_memory import model_config
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "build" / "gpu"
+TEST_SECONDS = 220
+"""At most: the tests take less where nothing hangs."""
+RUN_SECONDS, LEAST_SECONDS = 100, 25
+"""The limit of a run, and what has to be left for it to be started."""
+PAGE_SECONDS = 5
+
+
+def main() -> None:
+    options = arguments()
+    quiet(debug=False)
+    if not options.rehearse and local_device().type == "cpu":
+        sys.exit("error: no CUDA device is found. `make gpu-rehearsal` runs the same on CPU ranks.")
+    hour = FirstHour(options=options, budget=Budget(options.seconds - PAGE_SECONDS))
+    preload("gpt2", "llama")
+    hour.ask_machine()
+    if not options.only:
+        hour.test()
+    for setup in hour.setups():
+        hour.train(setup)
+    hour.publish()
+    sys.exit(page.failed(hour.speeds, hour.tests, hour.steps))
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--gpus", type=int, default=1, help="GPUs to use: 2, 4 or 8 add the layouts over NCCL")
+    parser.add_argument("--seconds", type=float, default=540, help="until the page is written")
+    parser.add_argument("--only", metavar="NAME", help="the models whose name has this in it, and no tests")
+    rehearse = os.environ.get("DSTK_REHEARSAL") == "cpu"
+    parser.set_defaults(rehearse=rehearse)
+    parser.add_argument("--output", type=Path, help="the page [benchmarks/results/gpu.md]")
+    return parser.parse_args()
+
+
+@dataclass(kw_only=True)
+class FirstHour:
+    """What was found so far."""
+
+    options: argparse.Namespace
+    budget: Budget
+    machine: Machine | None = None
+    speeds: list[page.Speed] = field(default_factory=list)
+    tests: list[dict[str, Any]] = field(default_factory=list)
+    steps: dict[str, Outcome] = field(default_factory=dict)
+
+    def ask_machine(self) -> None:
+        """In a rank: this process must not initialize CUDA, or its forks could not."""
+        outcome = self.budget.on_ranks(machine, 1, needs=0, limit=60)
+        self.steps["a matrix product"], self.machine = outcome, outcome.value
+
+    def test(self) -> None:
+        """Run tests/gpu in a process of its own; its lines are there even if it has to be ended."""
+        results = FOLDER / "tests.jsonl"
+        results.parent.mkdir(parents=True, exist_ok=True)
+        results.write_text("")
+        environment = os.environ | {"DSTK_GPU_RESULTS": str(results), "DSTK_GPUS": str(self.options.gpus)}
+        command = [sys.executable, "-m", "pytest", "tests/gpu", "-q", "-p", "no:cacheprovider", "-m", "gpu"]
+
+        def run(seconds: float) -> None:
+            with (FOLDER / "tests.log").open("w") as log:
+                done = subprocess.run(
+                    command, cwd=ROOT, env=environment, stdout=log, stderr=log, timeout=seconds, check=False
+                )
+            if done.returncode not in (0, 1):
+                raise RuntimeError(f"pytest exits with {done.returncode}: see {FOLDER / 'tests.log'}")
+
+        self.say("tests/gpu")
+        self.steps["tests/gpu"] = self.budget.attempt(run, needs=LEAST_SECONDS, limit=TEST_SECONDS)
+        lines = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
+        self.tests = list({(line["group"], line["name"]): line for line in lines}.values())
+
+    def setups(self) -> Sequence[Setup]:
+        tiny, gpus = self.options.rehearse, self.options.gpus
+        several = layouts(gpus, tiny=tiny) if gpus > 1 else []
+        found = [*several, *(TINY if tiny else ONE_GPU)]
+        wanted = (self.options.only or "").lower()
+        return [setup for setup in found if wanted in f"{setup.label} {setup.model}".lower()]
+
+    @property
+    def cluster(self) -> Cluster | None:
+        if self.machine is None:
+            return None
+        rank = RankDevice(
+            host="", device=self.machine.device, memory_bytes=self.machine.memory_bytes,
+            host_memory_bytes=host_memory_bytes(),
+        )  # fmt: skip
+        return cluster_of([rank] * self.options.gpus)[0]
+
+    def train(self, setup: Setup) -> None:
+        """Every side of a setup; one that fails leaves the others alone."""
+        folder = FOLDER / "runs"
+        folder.mkdir(parents=True, exist_ok=True)
+        cluster = self.cluster
+        if cluster is None:
+            self.add(setup, Outcome(state="not run", reason="the GPU does not answer"))
+            return
+        prepared = self.budget.attempt(
+            lambda seconds: fitted(setup, folder, cluster.gpu), needs=LEAST_SECONDS, limit=RUN_SECONDS
+        )
+        if prepared.state != "done":
+            self.add(setup, prepared)
+            return
+        setup = prepared.value
+        self.say(describe(setup))
+        recipe = setup.recipe(folder)
+        shape = ModelShape.from_config(model_config(recipe))
+        gpu = find_gpu(self.machine.device) if self.machine else None
+        model = built(recipe) if setup.ranks == 1 else None
+        tokens = Tokens(recipe)
+        for number, side in enumerate(setup.sides):
+            where = folder / f"{setup.label}-{side}-{setup.ranks}-{number}".replace(" ", "-").replace(",", "")
+            backend = "eager" if self.options.rehearse else "inductor"
+            call = partial(run_side, side, recipe, model, tokens, where, WARMUP, backend)
+            outcome = self.budget.on_ranks(call, setup.ranks, needs=LEAST_SECONDS, limit=RUN_SECONDS)
+            planned = None
+            if side == TOOLKIT:
+                layout = recipe.layout(setup.ranks)
+                try:
+                    planned = predict(recipe, layout, recipe.resolve_batch(layout), cluster).seconds
+                except ToolkitError as error:
+                    self.steps[f"the plan of {setup.label}"] = Outcome(state="failed", reason=in_one_line(error))
+            speed = page.Speed(
+                setup=setup, side=side, outcome=outcome, shape=shape,
+                peak_flops=gpu.bf16_flops if gpu else None, planned_seconds=planned,
+            )  # fmt: skip
+            self.speeds.append(speed)
+            self.say(f"  {side}: {outcome.reason or f'{speed.tokens_per_second:,.0f} tokens/s'}")
+
+    def add(self, setup: Setup, outcome: Outcome) -> None:
+        self.speeds += [page.Speed(setup=setup, side=side, outcome=outcome) for side in setup.sides]
+
+    def say(self, text: str) -> None:
+        print(f"{self.budget.used:4.0f} s  {text}", file=sys.stderr, flush=True)
+
+    def publish(self) -> None:
+        """Write and print the page."""
+        found, rehearse = self.machine, self.options.rehearse
+        name = "no GPU" if found is None else f"{max(1, self.options.gpus)} x {found.device}"
+        title = f"A rehearsal on CPU ranks: {name}" if rehearse else f"The first hour on {name}"
+        notes = [f"{self.budget.used:.0f} of {self.budget.seconds:.0f} s"]
+        if found is not None and not rehearse:
+            facts = f"{found.device}, {found.memory_bytes / 2**30:.1f} GiB, {found.count} in the machine"
+            notes.append(f"{facts}; CUDA {found.cuda}, NCCL {found.nccl}, driver {found.driver}")
+        target = FOLDER / "rehearsal.md" if rehearse else ROOT / "benchmarks" / "results" / "gpu.md"
+        gpus = f" GPUS={self.options.gpus}" if self.options.gpus > 1 else ""
+        publish_all(
+            "gpu",
+            sheets=page.page(title, self.speeds, self.tests, self.steps),
+            notes=notes,
+            save=True,
+            path=self.options.output or target,
+            command="make gpu-rehearsal" if rehearse else f"make gpu{gpus}",
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,186 @@
+"""What is trained on a GPU for its speed: the models, the layouts, and how much of an 8B model fits."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from measure.our_run import make_recipe
+
+from toolkit.config.recipe import Recipe
+from toolkit.estimate.breakdown import MemoryBreakdown
+from toolkit.estimate.memory_model import MemoryModel
+from toolkit.hardware import Gpu
+from toolkit.planner.run_memory import framework_of, model_config, workload_of
+
+WARMUP = 3
+MFU_TARGET = 0.55
+TRAINER_TARGET = 1.10
+ESTIMATE_TARGET = 0.05
+TOOLKIT, TRAINER, TORCH = "toolkit", "Trainer", "torch, compiled"
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """A model on a number of GPUs."""
+
+    name: str
+    model: str
+    overrides: dict[str, Any] = field(default_factory=dict)
+    note: str = ""
+    """What of the model is trained, where it is not all of it."""
+    seq_len: int
+    micro_batch_size: int
+    accumulation: int
+    parallel: dict[str, Any] = field(default_factory=lambda: {"zero_stage": 2})
+    more: dict[str, Any] = field(default_factory=dict)
+    """Other fields of the recipe's model."""
+    ranks: int = 1
+    sides: tuple[str, ...] = (TOOLKIT, TRAINER, TORCH)
+    has_target: bool = False
+    layer_field: str = ""
+    """The field of the config with the number of layers, where some may be left out so that it fits."""
+    layers: tuple[int, ...] = ()
+    steps: int = WARMUP + 8
+
+    @property
+    def label(self) -> str:
+        return f"{self.name}, {self.note}" if self.note else self.name
+
+    @property
+    def replicas(self) -> int:
+        sizes = (self.parallel.get(axis, 1) for axis in ("tp", "pp", "ulysses"))
+        shared = 1
+        for size in sizes:
+            shared *= size
+        return self.ranks // shared
+
+    @property
+    def tokens(self) -> int:
+        """Of a step."""
+        return self.micro_batch_size * self.accumulation * self.replicas * self.seq_len
+
+    def recipe(self, folder: Path) -> Recipe:
+        """Its recipe, in bf16, with AdamW."""
+        size = self.micro_batch_size
+        batch = {"micro_batch_size": size, "global_batch_size": size * self.accumulation * self.replicas}
+        return make_recipe(
+            folder,
+            model={"name_or_path": self.model, "overrides": self.overrides, **self.more},
+            seq_len=self.seq_len,
+            batch=batch,
+            precision="bf16",
+            parallel=self.parallel,
+            train={"steps": self.steps},
+            log={"level": "warning"},
+        )
+
+
+def estimate(recipe: Recipe, ranks: int, gpu: Gpu) -> MemoryBreakdown:
+    """What a rank takes at its peak: of the stage that takes most."""
+    layout = recipe.layout(ranks)
+    batch, model = recipe.resolve_batch(layout), MemoryModel.from_config(model_config(recipe))
+    framework = framework_of(recipe, layout, batch, hidden_size=model.shape.hidden)
+    stages = model.breakdowns(layout, workload_of(recipe, batch, model), framework, gpu)
+    return max(stages, key=lambda stage: stage.allocated).replayed()
+
+
+def fitted(setup: Setup, folder: Path, gpu: Gpu) -> Setup:
+    """The setup with as many layers as fit on the GPU, and then as few samples at a time as it takes."""
+    whole = setup.layers[0] if setup.layers else 0
+    for layers in setup.layers or (0,):
+        cut = setup if layers == whole else with_layers(setup, layers, whole)
+        if estimate(cut.recipe(folder), cut.ranks, gpu).fits:
+            return cut
+    if setup.micro_batch_size > 1:
+        half = setup.micro_batch_size // 2
+        return fitted(replace(setup, micro_batch_size=half, accumulation=2 * setup.accumulation), folder, gpu)
+    needed = estimate(setup.recipe(folder), setup.ranks, gpu).total
+    raise MemoryError(f"needs {needed / 2**30:.1f} GiB by the estimate, the GPU has {gpu.memory_bytes / 2**30:.1f}")
+
+
+def with_layers(setup: Setup, layers: int, whole: int) -> Setup:
+    """The first layers of a model: their sizes are the model's, so that its MFU is that of the whole, nearly."""
+    overrides = setup.overrides | {setup.layer_field: layers}
+    return replace(setup, overrides=overrides, note=f"{layers} of {whole} layers")
+
+
+LORA = {"lora": {"r": 16, "alpha": 32, "targets": ["all-linear"]}}
+ONE_GPU = [
+    Setup(name="Llama-3.2-1B", model="llama-3.2-1b", seq_len=4096, micro_batch_size=2, accumulation=4, has_target=True),
+    Setup(
+        name="Llama-3.1-8B",
+        model="llama-3.1-8b",
+        seq_len=4096,
+        micro_batch_size=2,
+        accumulation=4,
+        has_target=True,
+        layer_field="num_hidden_layers",
+        layers=(32, 24, 20, 16, 12, 8, 4, 2),
+    ),
+    Setup(name="GPT-2 124M", model="gpt2", overrides=NO_DROPOUT, seq_len=1024, micro_batch_size=16, accumulation=4),
+    Setup(
+        name="Llama-3.1-8B",
+        note="LoRA",
+        model="llama-3.1-8b",
+        seq_len=4096,
+        micro_batch_size=1,
+        accumulation=4,
+        more=LORA,
+        parallel={"zero_stage": 2, "recompute": "full"},
+        sides=(TOOLKIT, TRAINER),
+    ),
+]
+TINY = [
+    Setup(name="llama-tiny", model="llama-tiny", seq_len=64, micro_batch_size=2, accumulation=2, has_target=True),
+    Setup(name="gpt2-tiny", model="gpt2-tiny", overrides=NO_DROPOUT, seq_len=64, micro_batch_size=4, accumulation=1),
+    Setup(
+        name="llama-tiny",
+        note="LoRA",
+        model="llama-tiny",
+        seq_len=64,
+        micro_batch_size=2,
+        accumulation=2,
+        more=LORA,
+        sides=(TOOLKIT, TRAINER),
+    ),
+]
+
+
+def layouts(ranks: int, *, tiny: bool) -> list[Setup]:
+    """One model in several layouts of `ranks` GPUs, the same tokens in each step."""
+    model = "llama-tiny" if tiny else "llama-3.1-8b"
+    grids: Sequence[dict[str, Any]] = (
+        {"zero_stage": 3},
+        {"zero_stage": 1, "tp": 2, "sequence_parallel": True},
+        {"zero_stage": 1, "pp": 2},
+        {"zero_stage": 1, "tp": 2, "pp": 2, "sequence_parallel": True},
+    )
+    found = []
+    for grid in grids:
+        size = int(grid.get("tp", 1)) * int(grid.get("pp", 1))
+        if ranks % size:
+            continue
+        one = Setup(
+            name="Llama-3.1-8B" if not tiny else model,
+            model=model,
+            seq_len=64 if tiny else 4096,
+            micro_batch_size=1,
+            accumulation=4 * size if ranks > 1 else 4,
+            parallel=grid | {"recompute": "full"},
+            ranks=ranks,
+            sides=(TOOLKIT,),
+        )
+        found.append(one)
+    return found
+
+
+Progress = Callable[[str], None]
+
+
+def describe(setup: Setup) -> str:
+    """What a step is, in a few words."""
+    batch = f"{setup.micro_batch_size} x {setup.seq_len} tokens, accumulation {setup.accumulation}"
+    return f"{setup.label}: {batch}, {json.dumps(setup.parallel)}"

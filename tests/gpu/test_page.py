@@ -1,0 +1,130 @@
+"""The page of `make gpu`: what is computed of a measurement, and what becomes of steps that fail. No ranks."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from gpu import page, setups
+from gpu.budget import Budget, Outcome
+from gpu.setups import TOOLKIT, TORCH, TRAINER, Setup, fitted
+from gpu.sides import Run
+from measure.table import Sheet, publish_all
+
+from toolkit.config.recipe import Recipe
+from toolkit.estimate.flops import train_flops_per_token
+from toolkit.hardware import Gpu, gpu
+from toolkit.models.shape import ModelShape, local_config
+
+H100 = gpu("H100-SXM-80GB")
+SHAPE = ModelShape.from_config(local_config("llama-3.2-1b"))
+SETUP = Setup(
+    name="1B", model="llama-3.2-1b", seq_len=4096, micro_batch_size=2, accumulation=4, has_target=True,
+)  # fmt: skip
+MEMORY = {"group": "memory", "name": "gpt2", "outcome": "passed", "reason": ""}
+
+
+def speed(side: str, seconds: float | None, reason: str = "", **fields: Any) -> page.Speed:
+    """A side whose steps took so long; None: it failed."""
+    run = Run(seconds=[9.0, seconds or 0, seconds or 0], losses=[], peak_bytes=2**31)
+    outcome = Outcome(state="failed", reason=reason) if seconds is None else Outcome(state="done", value=run)
+    known = {"setup": SETUP, "shape": SHAPE, "peak_flops": H100.bf16_flops} | fields
+    return page.Speed(side=side, outcome=outcome, **known)
+
+
+def sheet(sheets: list[Sheet], title: str) -> list[list[str]]:
+    (found,) = (one for one in sheets if one.title == title)
+    return [list(row) for row in found.rows]
+
+
+def test_a_step_that_does_the_peaks_flops_has_all_of_the_mfu() -> None:
+    assert H100.bf16_flops is not None
+    flops = SETUP.tokens * train_flops_per_token(SHAPE, SETUP.seq_len)
+    twice_the_peak = speed(TOOLKIT, 2 * flops / H100.bf16_flops)
+    assert twice_the_peak.mfu == pytest.approx(0.5)
+    assert speed(TOOLKIT, flops / H100.bf16_flops).mfu == pytest.approx(1.0)
+    assert twice_the_peak.tokens_per_second == pytest.approx(SETUP.tokens * H100.bf16_flops / (2 * flops))
+
+
+def test_on_several_gpus_the_mfu_is_of_one() -> None:
+    several = Setup(name="1B", model="llama-3.2-1b", seq_len=4096, micro_batch_size=2, accumulation=4, ranks=8)
+    one, all_of_them = speed(TOOLKIT, 1.0), speed(TOOLKIT, 1.0, setup=several)
+    assert several.tokens == 8 * SETUP.tokens
+    assert all_of_them.mfu == one.mfu
+
+
+def test_targets_stand_beside_what_was_measured() -> None:
+    sides = [speed(TOOLKIT, 1.0), speed(TRAINER, 1.2), speed(TORCH, 0.9)]
+    tests = [MEMORY | {"allocated": 100, "estimated_allocated": size} for size in (101, 94)]
+    rows = sheet(page.page("first", sides, tests, {}), "first")
+    assert rows[1][1:] == [">= 1.10x", "1.20x", "reached"]
+    assert rows[2][1:] == ["within 5%", "-6.0%", "missed"]
+    table = sheet(page.page("first", sides, tests, {}), "Speed of training")
+    assert [row[-1] for row in table] == ["–", "1.20x", "0.90x"]
+
+
+def test_a_side_that_fails_is_a_line_that_says_why() -> None:
+    sides = [speed(TOOLKIT, None, "rank 0 failed: OutOfMemoryError: CUDA out of | memory"), speed(TRAINER, 1.0)]
+    sheets = page.page("first", sides, [], {"tests/gpu": Outcome(state="not run", reason="no time")})
+    assert sheet(sheets, "first")[0][2:] == ["failed", "–"]
+    assert sheet(sheets, "Speed of training")[0][2] == "failed"
+    assert sheet(sheets, "Failed, skipped and not run") == [
+        ["1B: toolkit", "failed", "rank 0 failed: OutOfMemoryError: CUDA out of / memory"],
+        ["tests/gpu", "not run", "no time"],
+    ]
+    assert page.failed(sides, [], {})
+    assert not page.failed(sides[1:], [], {"tests/gpu": Outcome(state="not run")})
+
+
+def test_a_test_that_fails_is_counted_and_fails_the_whole() -> None:
+    tests = [{"group": "fp32", "name": str(n), "outcome": o, "reason": "x"} for n, o in enumerate(("passed", "failed"))]
+    sheets = page.page("first", [], tests, {})
+    assert sheet(sheets, "Tests") == [["fp32", "1", "1", "–", "–"]]
+    assert page.failed([], tests, {})
+
+
+def test_a_step_gets_no_more_than_is_left() -> None:
+    budget = Budget(10.0)
+    limits: list[float] = []
+    budget.attempt(limits.append, needs=5, limit=100)
+    assert limits[0] <= 10
+    assert budget.attempt(limits.append, needs=11, limit=100).state == "not run"
+    assert len(limits) == 1
+    broken = budget.attempt(lambda seconds: 1 / 0, needs=0, limit=1)
+    assert (broken.state, broken.reason) == ("failed", "division by zero")
+
+
+def test_a_model_that_does_not_fit_loses_layers_and_then_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a made-up estimate: so many bytes a layer and sample."""
+    setup = Setup(
+        name="8B", model="llama-tiny", seq_len=64, micro_batch_size=4, accumulation=1, layer_field="num_hidden_layers",
+        layers=(8, 4, 2),
+    )  # fmt: skip
+
+    def estimated(recipe: Recipe, ranks: int, gpu: Gpu) -> SimpleNamespace:
+        total = recipe.model.overrides.get("num_hidden_layers", 8) * (recipe.batch.micro_batch_size or 1)
+        return SimpleNamespace(total=total, fits=total <= gpu.memory_bytes)
+
+    monkeypatch.setattr(setups, "estimate", estimated)
+    found = [fitted(setup, tmp_path, replace(H100, memory_bytes=size)) for size in (32, 31, 15, 7)]
+    assert [one.note for one in found] == ["", "4 of 8 layers", "2 of 8 layers", "2 of 8 layers"]
+    assert [one.micro_batch_size for one in found] == [4, 4, 4, 2]
+    assert {one.tokens for one in found} == {256}
+    with pytest.raises(MemoryError, match="GiB"):
+        fitted(setup, tmp_path, replace(H100, memory_bytes=1))
+
+
+def test_the_page_is_markdown_with_a_table_a_sheet(tmp_path: Path) -> None:
+    sheets = page.page("first", [speed(TOOLKIT, 1.0), speed(TRAINER, 1.2)], [], {})
+    publish_all("gpu", sheets=sheets, notes=["an H100"], save=True, path=tmp_path / "gpu.md", command="make gpu")
+    lines = (tmp_path / "gpu.md").read_text().splitlines()
+    assert lines[0] == "# first"
+    assert sum(line.startswith("| ---") for line in lines) == len(sheets)
+    assert "- an H100" in lines
