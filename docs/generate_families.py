@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 import torch
 import torch.distributed as dist
 import transformers
-from family_check import check_pipeline, check_tensor
+from family_check import check_pipeline, check_tensor, find_logits
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -51,9 +51,12 @@ def check(model_type: str) -> Support:
         for kind in kinds:
             found = _first_refusal(_CHECKS[kind], model_type) if refused else None
             refusals[kind] = found if kind == "ep" else refusals.get("tensor") or found
+    found: list[str] = []
+    refusals["loss"] = refusal(1, find_logits, model_type, found)
     return Support(
         model_type=model_type,
         attention=attention(model_type),
+        logits="".join(found),
         **{f"{kind}_refusal": reason for kind, reason in refusals.items()},
     )
 
@@ -84,10 +87,15 @@ def check_all(names: Iterable[str] = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) -> dict[
     return found
 
 
-def refusal(world_size: int, function: Callable[[str], None], model_type: str) -> str | None:
-    """Run a check on so many ranks; return why it fails, or None."""
+def refusal(
+    world_size: int, function: Callable[[str], Any], model_type: str, found: list[Any] | None = None
+) -> str | None:
+    """Run a check on so many ranks; return why it fails, or None. `found` gets what the first rank returned."""
     try:
-        run_ranks(_limited, world_size, function, model_type, timeout_seconds=SECONDS, joined=world_size > 1)
+        joined = world_size > 1
+        results = run_ranks(_limited, world_size, function, model_type, timeout_seconds=SECONDS, joined=joined)
+        if found is not None:
+            found.append(results[0])
     except ToolkitError as error:
         return error.as_refusal().reason or "refused without a reason"
     except RankFailedError as error:
@@ -96,11 +104,11 @@ def refusal(world_size: int, function: Callable[[str], None], model_type: str) -
     return None
 
 
-def _limited(function: Callable[[str], None], model_type: str) -> None:
+def _limited(function: Callable[[str], Any], model_type: str) -> Any:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore")
-    function(model_type)
+    return function(model_type)
 
 
 def _first_refusal(function: Callable[[str], None], model_type: str) -> str | None:

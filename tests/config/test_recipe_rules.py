@@ -20,6 +20,16 @@ CONFLICTS: list[tuple[dict[str, object], list[str], list[object]]] = [
         [("model.attn_implementation", "eager")],
     ),
     (
+        {"model__loss": "chunked", "precision": "fp16"},
+        ["model.loss", "precision"],
+        [("model.loss", "auto")],
+    ),
+    (
+        {"model__loss": "chunked", "train__engine": "reference"},
+        ["model.loss", "train.engine"],
+        [("model.loss", "auto")],
+    ),
+    (
         {"parallel__offload_params": "cpu"},
         ["parallel.offload_params", "parallel.zero_stage"],
         [("parallel.zero_stage", 3), ("parallel.offload_params", "none")],

@@ -6,10 +6,12 @@ Every parameter is random, norms and biases too, so that no part is hidden behin
 
 import copy
 import inspect
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 from types import MappingProxyType
 from typing import Any
 
@@ -21,6 +23,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from toolkit.errors import LayoutError, ModelError
+from toolkit.models.chunked_head import HeadFormula
+from toolkit.parallel.chunked_loss import LossInHead
 from toolkit.parallel.experts.sharding import ExpertSharder
 from toolkit.parallel.model_structure import ModelStructure, analyze_model, check_model_kind, list_layers
 from toolkit.parallel.pipeline.stage import PipelineStage
@@ -178,7 +182,10 @@ def situations(model: PreTrainedModel) -> Iterator[tuple[str, tuple[torch.Tensor
 
 def tiny_model(model_type: str, changes: Mapping[str, Any] = MappingProxyType({})) -> PreTrainedModel:
     """A small model of this type in which every parameter is random, ready to be compared. Raises ModelError."""
-    config = tiny_config(model_type, **changes)
+    return _random_model(tiny_config(model_type, **changes))
+
+
+def _random_model(config: Any) -> PreTrainedModel:
     try:
         with torch.device("meta"):
             count = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32).num_parameters()
@@ -197,6 +204,61 @@ def tiny_model(model_type: str, changes: Mapping[str, Any] = MappingProxyType({}
                 spread = float(parameter.std()) if parameter.numel() > 1 else 0.0
                 parameter.add_(torch.randn_like(parameter) * (0.1 if spread == 0.0 else spread / 2))
     return model.eval()
+
+
+def find_logits(model_type: str) -> str:
+    """Find how a family's logits follow from the products of its head, and compare the loss inside the head with that
+    of full logits. Returns a HeadFormula's text. Raises ModelError with the reason where there is none.
+    """
+    config = tiny_config(model_type)
+    text = config.get_text_config(decoder=True)
+    fields = [name for name, value in text.to_dict().items() if _OF_LOGITS.search(name) and _is_factor(value)]
+    for number, name in enumerate(fields):
+        setattr(text, name, 0.3 + 0.4 * number)
+    model = _random_model(config)
+    formula = _formula_of(model, text, fields)
+    for situation, inputs, labels in situations(model):
+        whole, inside = pass_whole(model, inputs, labels), copy.deepcopy(model)
+        loss = LossInHead.of(inside, formula)
+        if loss is None:
+            raise ModelError("its head is no linear layer")
+        loss.labels, loss.chunk_tokens = labels, lambda tokens, rows: 5
+        names = dict(zip(("input_ids", "position_ids"), inputs, strict=False))
+        total = inside(**names, use_cache=False).loss / labels.numel()
+        total.backward()
+        gradients = {name: value.grad for name, value in inside.named_parameters() if value.grad is not None}
+        Passed(loss=total.item(), gradients=gradients).check(whole.gradients, whole.loss, situation)
+    return str(formula)
+
+
+_OF_LOGITS = re.compile("logit|lm_head|output_multiplier")
+
+
+def _is_factor(value: Any) -> bool:
+    return value is None or isinstance(value, float)
+
+
+def _formula_of(model: PreTrainedModel, config: Any, fields: list[str]) -> HeadFormula:
+    head = model.get_output_embeddings()
+    if head is None:
+        raise ModelError("its head is no linear layer")
+    products: list[torch.Tensor] = []
+    handle = head.register_forward_hook(lambda module, arguments, result: products.append(result))
+    _, inputs, labels = next(situations(model))
+    with torch.no_grad():
+        logits = model(input_ids=inputs[0], use_cache=False).logits
+    handle.remove()
+    if len(products) != 1 or products[0].shape != (*labels.shape, VOCABULARY):
+        raise ModelError("its head does not run once, for all positions")
+    choices = product(*([None, "cap"] if "cap" in name else [None, "*", "/"] for name in fields))
+    for signs in sorted(choices, key=lambda signs: len(signs) - signs.count(None)):
+        steps = tuple((sign, name) for sign, name in zip(signs, fields, strict=True) if sign is not None)
+        formula = HeadFormula(steps=steps)
+        scale, cap = formula.values(config)
+        found = products[0] * scale if cap is None else cap * torch.tanh(products[0] * scale / cap)
+        if torch.allclose(found, logits, rtol=1e-4, atol=1e-5):
+            return formula
+    raise ModelError("its logits are no known function of what its head returns")
 
 
 def pass_whole(model: PreTrainedModel, inputs: tuple[torch.Tensor, ...], labels: torch.Tensor) -> Passed:

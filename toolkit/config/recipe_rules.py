@@ -16,6 +16,7 @@ from toolkit.config.recipe import Recipe
 from toolkit.config.router_rules import router_conflicts
 from toolkit.config.trained_parameters import trained_parameter_conflicts
 from toolkit.errors import Refusal, Setting, ToolkitError
+from toolkit.models.chunked_head import unchunked
 from toolkit.models.override_fields import unknown_overrides
 from toolkit.models.shape import (
     ModelShape,
@@ -96,6 +97,7 @@ def recipe_conflicts(recipe: Recipe, world_size: int | None = None) -> list[Refu
         *_tokenizer(recipe),
         *of_each_text(recipe, _markov),
         *_model(recipe, model),
+        *_loss(recipe, (model.config or {}).get("model_type")),
         *islice(unknown_overrides(model.config or {}, recipe.model.overrides), _MOST_OVERRIDES),
         *_shape(recipe, model.shape),
     ]
@@ -269,6 +271,13 @@ def _model(recipe: Recipe, model: _Model) -> Iterator[Refusal]:
         hub = hub_spelling(entry)
         remedy = (f"name a directory or a hub name{f' such as {hub}' if hub else ''}", ("model.init", "random"))
         yield recipe.conflict("model.init", _MODEL, reason="a shape has no weights", remedy=remedy, field=_MODEL)
+
+
+def _loss(recipe: Recipe, family: object) -> Iterator[Refusal]:
+    """A loss in chunks where it is not exact; that of a model that is yet to be found is checked when it is built."""
+    obstacle = unchunked(recipe.train.engine, recipe.precision, family) if recipe.model.loss == "chunked" else None
+    if obstacle is not None and (family is not None or obstacle[0] != _MODEL):
+        yield recipe.conflict("model.loss", obstacle[0], reason=obstacle[1], remedy=(("model.loss", "auto"),))
 
 
 def _shape(recipe: Recipe, shape: ModelShape | None) -> Iterator[Refusal]:

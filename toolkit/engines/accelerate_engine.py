@@ -85,9 +85,8 @@ class AccelerateEngine(DataParallelEngine):
             yield name, value.full_tensor() if isinstance(value, DTensor) else value
 
     @override
-    def _logits(self, batch: MicroBatch) -> torch.Tensor:
-        logits: torch.Tensor = self._wrapped(**batch.inputs(), use_cache=False).logits
-        return logits
+    def _forward(self, batch: MicroBatch) -> Any:
+        return self._wrapped(**batch.inputs(), use_cache=False)
 
     @override
     def _accumulating(self, *, last: bool) -> AbstractContextManager[None]:

@@ -22,6 +22,7 @@ from toolkit.errors import NonFiniteError
 from toolkit.model_init.model_modules import persistent_buffers
 from toolkit.model_init.model_partition import ModelPartition
 from toolkit.parallel.adapter_names import holds_adapters, saved_name
+from toolkit.parallel.chunked_loss import LossInHead
 from toolkit.parallel.gather import Names, Opened, gather_parameters, open_local
 from toolkit.parallel.loss import IGNORE, sample_loss_sums, token_loss_sum
 from toolkit.parallel.shard import FullTensor, shard_of
@@ -58,6 +59,8 @@ class Engine(ABC):
     """The routers of a model with experts."""
     compiled: CompiledLayers | None = None
     """The decoder layers that torch.compile has compiled."""
+    head_loss: LossInHead | None = None
+    """Computes the loss inside the model's head; None where the model returns logits."""
     before_update: Callable[[], None] = staticmethod(lambda: None)
     """Called in every step once the learning rate is set and the gradients are complete, before clipping."""
 
@@ -248,7 +251,7 @@ class DistributedEngine(Engine):
 
 
 class FullForwardEngine(Engine):
-    """An engine that runs the model from ids to logits on this rank."""
+    """An engine that runs the model from ids to the loss on this rank."""
 
     dropout: DropoutStream
 
@@ -259,15 +262,30 @@ class FullForwardEngine(Engine):
         with torch.no_grad():
             for micro_batch in micro_batches:
                 batch = self._local_micro_batch(micro_batch).to(self.device)
-                totals[0] += self._loss_sum(self._logits(batch), batch.labels)
+                totals[0] += self._losses(self._run(batch), batch)[0]
                 totals[1] += (batch.labels != IGNORE).sum()
         self.model.train()
         self._sum_over_replicas(totals)
         return float(totals[0] / totals[1])
 
     @abstractmethod
-    def _logits(self, batch: MicroBatch) -> torch.Tensor:
-        """Run the forward pass and return logits [b, s, v]."""
+    def _forward(self, batch: MicroBatch) -> Any:
+        """Run the forward pass and return the model's output."""
+
+    def _run(self, batch: MicroBatch) -> Any:
+        """Run the forward pass; the output has the loss, or logits [b, s, v]."""
+        if self.head_loss is not None:
+            self.head_loss.labels = batch.labels
+        return self._forward(batch)
+
+    def _losses(self, output: Any, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the sum of the token losses of one micro-batch; of samples with sources also those of each, [b]."""
+        if self.head_loss is not None:
+            return output.loss, self.head_loss.sample_losses
+        if batch.sources is None:
+            return self._loss_sum(output.logits, batch.labels), None
+        losses = self._sample_losses(output.logits, batch.labels)
+        return losses.sum(), losses
 
     def _local_micro_batch(self, micro_batch: MicroBatch) -> MicroBatch:
         """Return this rank's part of a micro-batch: all of it unless ranks share sequences."""
@@ -283,26 +301,24 @@ class FullForwardEngine(Engine):
 
     def _training_loss(self, batch: MicroBatch, source_losses: torch.Tensor) -> torch.Tensor:
         """Run the forward pass; return the sum of the token losses, and add those of each source to `source_losses`."""
-        logits = self._training_logits(batch)
-        if batch.sources is None:
-            return self._loss_sum(logits, batch.labels)
-        losses = self._sample_losses(logits, batch.labels)
-        add_by_source(source_losses, losses, batch.sources)
-        return losses.sum()
+        loss, losses = self._losses(self._training_run(batch), batch)
+        if batch.sources is not None and losses is not None:
+            add_by_source(source_losses, losses, batch.sources)
+        return loss
 
-    def _training_logits(self, batch: MicroBatch) -> torch.Tensor:
+    def _training_run(self, batch: MicroBatch) -> Any:
         self.dropout.start(batch.dropout_seed)
         if self.routing is None:
-            return self._logits(batch)
+            return self._run(batch)
         self.routing.start(batch.lengths)
-        logits = self._logits(batch)
+        output = self._run(batch)
         self.routing.finish()
-        return logits
+        return output
 
     @override
     def _count_first(self, micro_batches: Sequence[MicroBatch]) -> None:
         for micro_batch in micro_batches:
-            self._training_logits(self._local_micro_batch(micro_batch).to(self.device))
+            self._training_run(self._local_micro_batch(micro_batch).to(self.device))
 
     @override
     def _sum_over_samples(self, values: torch.Tensor) -> None:

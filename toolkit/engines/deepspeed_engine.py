@@ -135,9 +135,8 @@ class DeepSpeedEngine(DeepSpeedBase, DataParallelEngine):
         return None if self.partition is None else ModelParallelUnit(self.partition.groups)
 
     @override
-    def _logits(self, batch: MicroBatch) -> torch.Tensor:
-        logits: torch.Tensor = self.engine(**batch.inputs(), use_cache=False).logits
-        return logits
+    def _forward(self, batch: MicroBatch) -> Any:
+        return self.engine(**batch.inputs(), use_cache=False)
 
     @override
     def _backward(self, loss: torch.Tensor) -> None:

@@ -12,10 +12,12 @@ from transformers import PreTrainedModel
 from toolkit.config.job import Job
 from toolkit.config.recipe import Recipe
 from toolkit.engines.base import Engine
-from toolkit.errors import RunError
+from toolkit.errors import ModelError, RunError
 from toolkit.imports import no_garbage_collection
 from toolkit.model_init.build_model import build_model
 from toolkit.model_init.freed_memory import keep_freed_memory
+from toolkit.models.chunked_head import is_chunked
+from toolkit.parallel.chunked_loss import LossInHead
 
 
 def create_engine(
@@ -47,7 +49,11 @@ def create_engine(
         case "ddp" | "fsdp":
             from toolkit.engines.accelerate_engine import AccelerateEngine
 
-            return AccelerateEngine(job, build(), device)
+            model = build()
+            loss = _head_loss(job.recipe, model)
+            engine = AccelerateEngine(job, model, device)
+            engine.head_loss = loss
+            return engine
 
 
 def _deepspeed(
@@ -66,15 +72,31 @@ def _deepspeed(
         partition = ModelPartition(job, ParallelGroups.create(layout), device)
     sharder = ds.zero3_sharder(ds_config, dtype, partition, ulysses=layout.ulysses) if layout.zero_stage == 3 else None
     model = build(dtype=dtype, partition=partition, on_layer=sharder)
-    if partition is not None and partition.stage is not None:
+    stage = None if partition is None else partition.stage
+    loss = _head_loss(job.recipe, model) if stage is None or stage.is_last else None
+    engine: Engine
+    if partition is not None and stage is not None:
         from toolkit.engines.pipeline_engine import PipelineEngine
 
-        return PipelineEngine(job, ds_config, model, device, partition)
-    if layout.ulysses > 1:
+        engine = PipelineEngine(job, ds_config, model, device, partition)
+    elif layout.ulysses > 1:
         from toolkit.engines.ulysses_engine import UlyssesEngine
 
-        return UlyssesEngine(job, ds_config, model, device)
-    return ds.DeepSpeedEngine(job, ds_config, model, device, partition)
+        engine = UlyssesEngine(job, ds_config, model, device)
+    else:
+        engine = ds.DeepSpeedEngine(job, ds_config, model, device, partition)
+    engine.head_loss = loss
+    return engine
+
+
+def _head_loss(recipe: Recipe, model: PreTrainedModel) -> LossInHead | None:
+    """Place the loss in the model's head, where the recipe wants it there."""
+    of = {"engine": recipe.train.engine, "precision": recipe.precision, "model_type": model.config.model_type}
+    found = LossInHead.of(model) if is_chunked(recipe.model.loss, **of) else None
+    if found is None and recipe.model.loss == "chunked":
+        reason = "the logits of its head are not known to be those of a linear layer"
+        raise ModelError.of("model.loss", "chunked", reason, ("model.loss", "auto"))
+    return found
 
 
 def _check_compiler(recipe: Recipe, device: torch.device) -> None:

@@ -55,6 +55,7 @@ class PipelineEngine(DeepSpeedBase):
         self._seeds: Iterator[int] = iter(())
         self._sources: Iterator[torch.Tensor | None] = iter(())
         self._lengths: Iterator[torch.Tensor | None] = iter(())
+        self._labels: Iterator[torch.Tensor] = iter(())
         partition.stage.register_forward_pre_hook(lambda *_: self._begin_forward())
         deepspeed.init_distributed()  # PipelineModule reads the ranks before `initialize` sets them
         with quiet_stdout(unless=job.recipe.log.level == "debug"):
@@ -111,6 +112,7 @@ class PipelineEngine(DeepSpeedBase):
         self._seeds = iter([micro_batch.dropout_seed for micro_batch in micro_batches])
         self._sources = iter([micro_batch.sources for micro_batch in micro_batches])
         self._lengths = iter([micro_batch.lengths for micro_batch in micro_batches])
+        self._labels = iter([micro_batch.labels for micro_batch in micro_batches])
         engine.set_dataiterator(_tensors(micro_batch, self.device) for micro_batch in micro_batches)
         engine.total_loss = None
         engine._compute_loss = True
@@ -121,19 +123,25 @@ class PipelineEngine(DeepSpeedBase):
     def _begin_forward(self) -> None:
         self.dropout.start(next(self._seeds))
         lengths = next(self._lengths)
+        if self.head_loss is not None:
+            self.head_loss.labels = next(self._labels).to(self.device)
         if self.routing is not None and self.model.training:
             self.routing.start(lengths)
         if self.model.training:
             self.report_phase("forward")  # of the whole pipeline: which pass a stage is in differs
 
-    def _loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def _loss(self, output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """The objective of a micro-batch. `output`: of the last stage, the sum of the token losses, or logits."""
         sources = next(self._sources)  # the last stage takes the micro-batches in their order
-        if sources is None:
-            loss = self.partition.loss_sum(logits, labels)
+        if self.head_loss is not None:
+            loss, losses = output, self.head_loss.sample_losses
+        elif sources is None:
+            loss, losses = self.partition.loss_sum(output, labels), None
         else:
-            losses = self.partition.loss_sum(logits, labels, by_sample=True)
-            add_by_source(self._totals[2:], losses, sources.to(self.device))
+            losses = self.partition.loss_sum(output, labels, by_sample=True)
             loss = losses.sum()
+        if sources is not None and losses is not None:
+            add_by_source(self._totals[2:], losses, sources.to(self.device))
         self._totals[0] += loss.detach()
         self._totals[1] += (labels != IGNORE).sum()
         objective = self._add_router_losses(loss, self._target_tokens) if torch.is_grad_enabled() else loss

@@ -5,6 +5,7 @@ It shares only the model, the loss function and the parameter groups with the ot
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -67,6 +68,5 @@ class ReferenceEngine(FullForwardEngine):
         return self._finish_routing(result)
 
     @override
-    def _logits(self, batch: MicroBatch) -> torch.Tensor:
-        logits: torch.Tensor = self.model(**batch.inputs(), use_cache=False).logits
-        return logits
+    def _forward(self, batch: MicroBatch) -> Any:
+        return self.model(**batch.inputs(), use_cache=False)

@@ -37,6 +37,10 @@ class Support:
     inner_refusal: str | None = NO_EXPERTS
     attention: tuple[str, ...] = ("eager", "sdpa", "flash")
     """Implementations that its transformers class declares."""
+    loss_refusal: str | None = None
+    """Why its loss cannot be computed inside the head, over chunks of tokens."""
+    logits: str = ""
+    """How logits follow from the products of its head (toolkit/models/chunked_head.py); empty: they are these."""
 
     def refusal(self, kind: str) -> str | None:
         """Return why it does not support a kind of parallelism (of KINDS or EXPERT_KINDS); None if it does."""
@@ -78,7 +82,8 @@ def encoded(families: Mapping[str, Support], version: str) -> str:
     """Return the text of support.json."""
     rows = {
         name: {kind: support.refusal(kind) or True for kind in support.kinds}
-        | {"attention": " ".join(support.attention)}
+        | {"attention": " ".join(support.attention), "loss": support.loss_refusal or True}
+        | ({"logits": support.logits} if support.logits else {})
         for name, support in sorted(families.items())
     }
     lines = ",\n".join(f"    {json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items())
@@ -92,12 +97,14 @@ def _stored() -> tuple[str, Mapping[str, Support]]:
         name: Support(
             model_type=name,
             attention=tuple(row["attention"].split()),
-            **{f"{kind}_refusal": None if row[kind] is True else str(row[kind]) for kind in row if kind != "attention"},
+            logits=row.get("logits", ""),
+            **{f"{kind}_refusal": None if row[kind] is True else str(row[kind]) for kind in row if kind not in _FACTS},
         )
         for name, row in content["families"].items()
     }
 
 
+_FACTS = ("attention", "logits")
 _SHOWN = 6
 
 

@@ -120,8 +120,9 @@ class PipelineStage(nn.Module):
     def forward(self, inputs: torch.Tensor | tuple[torch.Tensor, ...]) -> Any:
         """Map (input_ids [b, s], …), on later stages (hidden [b, s, h], …), to (hidden [b, s, h], …).
 
-        The last stage returns logits [b, s, v]. The optional second tensor is position_ids [b, s], passed on unchanged.
-        Where routers have a loss, the sums of their outputs precede the hidden state.
+        The last stage returns logits [b, s, v], or the loss where its head computes it. The optional second tensor is
+        position_ids [b, s], passed on unchanged. Where routers have a loss, the sums of their outputs precede the
+        hidden state.
         """
         first, *rest = inputs if isinstance(inputs, tuple) else (inputs,)
         sums = None
@@ -135,7 +136,7 @@ class PipelineStage(nn.Module):
             ids = torch.zeros(samples, positions, dtype=torch.long, device=first.device)
             self._entry.received = first
         try:
-            logits = self.model(input_ids=ids, use_cache=False, **keywords).logits
+            output = self.model(input_ids=ids, use_cache=False, **keywords)
         except StageExit as end:
             if self._router_sums is not None:
                 sums = self._router_sums(sums)
@@ -146,7 +147,7 @@ class PipelineStage(nn.Module):
                 self._entry.received = None
         if self._router_sums is not None:
             self._router_sums(sums)
-        return logits
+        return output.logits if output.loss is None else output.loss
 
 
 def _together(sums: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -62,6 +62,7 @@ class VocabParallelEmbedding(nn.Embedding):
 class VocabParallelHead(nn.Linear):
     """The LM head with its outputs sharded. weight [V/t, h]; hidden [b, s, h] -> this rank's logits [b, s, V/t]."""
 
+    vocabulary: VocabularyShard
     group: Group
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -92,7 +93,7 @@ def shard_head(head: nn.Linear, name: str, group: Group, *, tied_to: nn.Paramete
     _shard_rows(head, name, vocabulary)
     head.__class__ = VocabParallelHead
     assert isinstance(head, VocabParallelHead)
-    head.group = group
+    head.vocabulary, head.group = vocabulary, group
     head.out_features = vocabulary.rows
 
 
@@ -152,7 +153,7 @@ class _TokenLossSum(torch.autograd.Function):
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
         exponentials = (scores - largest.unsqueeze(-1)).exp_()
 
-        columns, here = _columns_of(targets, shard)
+        columns, here = columns_of(targets, shard)
         own = scores.gather(-1, columns.unsqueeze(-1)).squeeze(-1)  # [n, V/t] -> [n]
         parts = torch.stack([exponentials.sum(dim=-1), torch.where(here, own - largest, 0.0)])
         dist.all_reduce(parts, group=group)
@@ -169,14 +170,14 @@ class _TokenLossSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None, None]:
         softmax, targets = ctx.saved_tensors
-        columns, here = _columns_of(targets, ctx.shard)
+        columns, here = columns_of(targets, ctx.shard)
         gradient = softmax.clone()
         gradient[torch.arange(targets.shape[0], device=targets.device), columns] -= here.to(gradient.dtype)
         gradient *= ((targets != ctx.ignore) * gradients[0]).unsqueeze(-1)
         return gradient.to(ctx.dtype), None, None, None, None, None
 
 
-def _columns_of(targets: torch.Tensor, shard: VocabularyShard) -> tuple[torch.Tensor, torch.Tensor]:
+def columns_of(targets: torch.Tensor, shard: VocabularyShard) -> tuple[torch.Tensor, torch.Tensor]:
     """Column of each target in this rank's logits, 0 where another rank has it, and whether it is here: [n] each."""
     local = targets - shard.start
     here = (local >= 0) & (local < shard.real_rows)

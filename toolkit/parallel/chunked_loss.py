@@ -1,0 +1,219 @@
+"""The loss inside the LM head, over chunks of tokens: full logits exist on no rank, in neither pass.
+
+The forward pass makes the logits of a chunk, turns them in place into their gradient, and adds from it to the gradients
+of the hidden states and of the head's weight. The backward pass only scales these, because every token has the same
+factor. So each product with the vocabulary is computed once, as with full logits (the idea is that of Liger's fused
+linear cross-entropy). Without gradients nothing is kept.
+
+Dims: b samples, s positions, n = b*s, c tokens of a chunk, h hidden, v vocabulary (rows of this rank).
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
+
+from toolkit.models.chunked_head import HeadFormula, chunk_tokens, head_formula
+from toolkit.parallel.loss import IGNORE
+from toolkit.parallel.tensor.collectives import copy_to_tensor_ranks
+from toolkit.parallel.tensor.vocabulary import VocabParallelHead, VocabularyShard, columns_of
+
+
+class LossInHead:
+    """Lets the head of `model` compute the loss of a forward pass for which `labels` are set; others return logits."""
+
+    labels: torch.Tensor | None = None
+    """[b, s], already shifted, of the next forward pass: its output has `loss`, a sum, and no logits."""
+    chunk_tokens: Callable[[int, int], int] = staticmethod(chunk_tokens)
+    sample_losses: torch.Tensor
+    """Sums of the token losses of each sample of the last such pass, [b], without gradients."""
+
+    def __init__(self, model: PreTrainedModel, formula: HeadFormula) -> None:
+        self._scale, self._cap = formula.values(model.config.get_text_config(decoder=True))
+        head, family = model.get_output_embeddings(), type(model)
+        kind = type(head)
+        # The model is left where the head was called, behind all hooks of the head: those of ZeRO-3 see its output.
+        head.__class__ = type(kind.__name__, (_HeadWithLoss, kind), {"loss": self})
+        forward = _until_the_head(family.forward)
+        model.__class__ = type(family.__name__, (family,), {"forward": forward, "__module__": family.__module__})
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, formula: HeadFormula | None = None) -> "LossInHead | None":
+        """Place the loss in the head, where it is exact: in a linear layer of a family whose formula is known."""
+        formula = formula or head_formula(model.config.model_type)
+        is_ours = type(model).__module__.startswith("transformers.models.")  # not a model's own code
+        is_linear = type(model.get_output_embeddings()) in (nn.Linear, VocabParallelHead)
+        return cls(model, formula) if formula is not None and is_ours and is_linear else None
+
+    def compute(self, head: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
+        """The sum of the token losses, the same on every tensor-parallel rank. hidden [b, s, h]."""
+        assert self.labels is not None
+        labels, self.labels = self.labels, None
+        rows, group = head.weight.shape[0], None
+        shard = VocabularyShard(size=rows, start=0, rows=rows)
+        if isinstance(head, VocabParallelHead):
+            shard, group = head.vocabulary, head.group
+            hidden = copy_to_tensor_ranks(hidden, group)
+        flat, kind = hidden.flatten(0, -2), hidden.device.type  # [b, s, h] -> [n, h]
+        how = _How(
+            scale=self._scale,
+            cap=self._cap,
+            shard=shard,
+            group=group,
+            chunk=self.chunk_tokens(flat.shape[0], rows),
+            dtype=torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.weight.dtype,
+            makes_gradients=torch.is_grad_enabled(),
+        )
+        with torch.autocast(kind, enabled=False):
+            loss, losses = _ChunkedLoss.apply(flat, head.weight, head.bias, labels.flatten(), how)
+        self.sample_losses = losses.view(labels.shape).sum(dim=1)  # [n] -> [b]
+        result: torch.Tensor = loss
+        return result
+
+
+class _Left(Exception):  # noqa: N818 - not an error: how the forward pass is left
+    """Leaves the model's forward pass with the loss."""
+
+    def __init__(self, loss: torch.Tensor) -> None:
+        self.loss = loss
+
+
+class _HeadWithLoss(nn.Linear):
+    loss: LossInHead
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        is_loss = self.loss.labels is not None
+        result: torch.Tensor = super().__call__(hidden)
+        if is_loss:
+            raise _Left(result)
+        return result
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden) if self.loss.labels is None else self.loss.compute(self, hidden)
+
+
+def _until_the_head(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def caught(*arguments: Any, **keywords: Any) -> Any:
+        try:
+            return forward(*arguments, **keywords)
+        except _Left as left:
+            return CausalLMOutput(loss=left.loss)
+
+    return caught
+
+
+@dataclass(frozen=True, kw_only=True)
+class _How:
+    """What the loss is computed with, besides tensors."""
+
+    scale: float
+    cap: float | None
+    shard: VocabularyShard
+    group: dist.ProcessGroup | None
+    chunk: int
+    dtype: torch.dtype
+    """Of products."""
+    makes_gradients: bool
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """(hidden [n, h], weight [v, h], bias [v] or None, targets [n]) -> (sum of the token losses, token losses [n])."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        how: _How,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        wanted = [each and how.makes_gradients for each in ctx.needs_input_grad[:3]]
+        x, w = hidden.to(how.dtype), weight.to(how.dtype)
+        b = None if bias is None else bias.to(how.dtype)
+        exact = torch.promote_types(how.dtype, torch.float32)
+        # Sums of chunks in fp32, so that their number does not matter; one chunk is not added to anything.
+        several = how.chunk < x.shape[0]
+        of_hidden = torch.empty_like(x) if wanted[0] else None
+        of_weight = torch.zeros(w.shape, dtype=exact, device=w.device) if wanted[1] and several else None
+        of_bias = torch.zeros(w.shape[0], dtype=exact, device=w.device) if wanted[2] else None
+        losses = torch.empty(x.shape[0], dtype=exact, device=x.device)
+        for start in range(0, x.shape[0], how.chunk):
+            part = slice(start, start + how.chunk)
+            chunk = x[part]
+            logits = chunk @ w.t() if b is None else torch.addmm(b, chunk, w.t())  # [c, h] -> [c, v]
+            losses[part], slopes = _losses_and_slopes(logits, targets[part], how, any(wanted))
+            del logits
+            if of_bias is not None and slopes is not None:
+                of_bias += slopes.sum(dim=0, dtype=exact)
+            if of_hidden is not None and slopes is not None:
+                torch.mm(slopes, w, out=of_hidden[part])  # [c, v] -> [c, h]
+            if of_weight is not None and slopes is not None:
+                _add_product(of_weight, slopes.t(), chunk)  # [v, c] @ [c, h]
+            elif wanted[1] and slopes is not None:
+                of_weight = slopes.t() @ chunk
+            del slopes  # before the next chunk's logits are made
+        ctx.mark_non_differentiable(losses)
+        # Not saved by autograd, which would hold them while they become gradients: then those are copied.
+        ctx.gradients = [of_hidden, of_weight, of_bias]
+        ctx.dtypes = [hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype]
+        return losses.sum(), losses
+
+    @staticmethod
+    def backward(ctx: Any, *factors: torch.Tensor) -> Any:
+        made = []
+        for dtype in ctx.dtypes:
+            gradient = ctx.gradients.pop(0)
+            made.append(None if gradient is None else gradient.mul_(factors[0]).to(dtype))
+            del gradient
+        return (*made, None, None)
+
+
+def _losses_and_slopes(
+    products: torch.Tensor, targets: torch.Tensor, how: _How, wants_slopes: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The losses of a chunk's tokens [c], and their gradients by the products [c, v], in the memory of these."""
+    logits, shard, slope = products.to(torch.promote_types(how.dtype, torch.float32)), how.shard, None
+    if how.cap is not None:
+        logits.mul_(how.scale / how.cap).tanh_()
+        slope = logits.square().neg_().add_(1.0) if wants_slopes else None
+        logits.mul_(how.cap)
+    elif how.scale != 1.0:
+        logits.mul_(how.scale)
+    if shard.real_rows < shard.rows:
+        logits[:, shard.real_rows :] = float("-inf")
+    # The largest logit keeps exp() in range; it cancels in the loss.
+    largest = logits.amax(dim=-1)
+    if how.group is not None:
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=how.group)
+    columns, here = columns_of(targets, shard)
+    own = logits.gather(-1, columns.unsqueeze(-1)).squeeze(-1)  # [c, v] -> [c]
+    logits.sub_(largest.unsqueeze(-1)).exp_()
+    parts = torch.stack([logits.sum(dim=-1), torch.where(here, own - largest, 0.0)])
+    if how.group is not None:
+        dist.all_reduce(parts, group=how.group)
+    normalizer, target_logit = parts
+    counts = targets != IGNORE
+    losses = torch.where(counts, normalizer.log() - target_logit, 0.0)
+    if not wants_slopes:
+        return losses, None
+    factor = how.scale * counts.to(logits.dtype)
+    logits.mul_((factor / normalizer).unsqueeze(-1))
+    logits[torch.arange(len(targets), device=targets.device), columns] -= factor * here
+    if slope is not None:
+        logits.mul_(slope)
+    return losses, logits.to(how.dtype)
+
+
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right
