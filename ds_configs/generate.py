@@ -14,9 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.config import load_recipe
-from toolkit.dsconfig.buckets import largest_partition
 from toolkit.dsconfig.build import ConfigJob, shape_of
-from toolkit.dsconfig.options import ConfigOptions
 from toolkit.dsconfig.trainer import trainer_config
 
 HERE = Path(__file__).parent
@@ -25,10 +23,9 @@ GPUS_PER_NODE = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One file: overrides of recipes/gpt2/gpt2-xl-pretrain.yaml in z3-recompute, and options."""
+    """One file: overrides of recipes/gpt2/gpt2-xl-pretrain.yaml in z3-recompute."""
 
     overrides: tuple[str, ...]
-    options: Mapping[str, Any] | None = None
     nodes: int = 1
     trainer: bool = True
     """Whether the Trainer can run it."""
@@ -43,12 +40,20 @@ VARIANTS: Mapping[str, Variant] = {
     "zero2_offload_optimizer": Variant(overrides=("parallel.zero_stage=2", *_OFFLOAD)),
     "zero3_offload_all": Variant(overrides=("parallel.zero_stage=3", *_OFFLOAD, "parallel.offload_params=cpu")),
     "zero3_nvme": Variant(
-        overrides=("parallel.zero_stage=3",),
-        options={"nvme_optimizer": True, "nvme_params": True, "nvme_path": "/local_nvme"},
+        overrides=(
+            "parallel.zero_stage=3",
+            "parallel.offload_optimizer=nvme",
+            "parallel.offload_params=nvme",
+            "parallel.nvme_path=/local_nvme",
+        ),
     ),
     "zeropp": Variant(
-        overrides=("parallel.zero_stage=3",),
-        options={"hpz_partition_size": GPUS_PER_NODE, "quantized_weights": True, "quantized_gradients": True},
+        overrides=(
+            "parallel.zero_stage=3",
+            f"parallel.hpz={GPUS_PER_NODE}",
+            "parallel.quantized_weights=true",
+            "parallel.quantized_gradients=true",
+        ),
         nodes=2,
     ),
     "pipeline_zero1": Variant(overrides=("parallel.zero_stage=1", "parallel.pp=2"), trainer=False),
@@ -88,16 +93,12 @@ def _job(variant: Variant) -> ConfigJob:
     recipe = load_recipe(path, variant.overrides, world_size=ranks, layout="z3-recompute")
     shape = shape_of(recipe.model.name_or_path)
     layout = recipe.layout(ranks)
-    options = dict(variant.options or {})
-    if "nvme_path" in options:
-        options["nvme_buffer_elements"] = largest_partition(shape, layout.dp)
     return ConfigJob(
         recipe=recipe,
         layout=layout,
         batch=recipe.resolve_batch(layout),
         shape=shape,
         nodes=variant.nodes,
-        options=ConfigOptions(**options),
     )
 
 

@@ -3,6 +3,7 @@
 And directories that become visible only when they are complete (`published`).
 """
 
+import atexit
 import errno
 import json
 import os
@@ -36,6 +37,22 @@ def reason_of(error: BaseException) -> str:
 def expanded(name: str) -> Path:
     """A path with `~` as a user's home; that of an unknown user stays as it is, and is found missing."""
     return Path(os.path.expanduser(name))
+
+
+_TEMPORARY: list[Path] = []
+
+
+def remove_at_exit(folder: Path) -> None:
+    """Remove a folder when this process ends, also where it ends by os._exit in `remove_temporary`'s callers."""
+    if not _TEMPORARY:
+        atexit.register(remove_temporary)
+    _TEMPORARY.append(folder)
+
+
+def remove_temporary() -> None:
+    """Remove the folders that are to be removed."""
+    while _TEMPORARY:
+        shutil.rmtree(_TEMPORARY.pop(), ignore_errors=True)
 
 
 def cache_folder() -> Path:

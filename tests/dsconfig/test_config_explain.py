@@ -12,7 +12,7 @@ from toolkit.dsconfig.explain import KEYS, OPTIMIZER_DEFAULTS, SCHEDULER_DEFAULT
 from toolkit.dsconfig.merge import leaves
 from toolkit.dsconfig.trainer import trainer_config
 
-_FILES = {"nvme_optimizer": True, "nvme_params": True, "nvme_path": "/n"}
+_FILES = {"parallel": {"offload_optimizer": "nvme", "offload_params": "nvme", "nvme_path": "/n"}}
 _WATCHED = {"monitors": ("tensorboard", "wandb", "csv", "comet"), "profile_step": 3, "activation_checkpointing": True}
 JOBS: dict[str, ConfigJob] = {
     "fp32": job("dp8-z0", precision="fp32"),
@@ -22,7 +22,7 @@ JOBS: dict[str, ConfigJob] = {
     "zero2_offload": job("dp8-z2", placed={"offload_optimizer": "cpu"}),
     "nvme": job("dp8-z3", **_FILES),
     "offload": job("dp8-z3", placed={"offload_optimizer": "cpu", "offload_params": "cpu"}),
-    "zeropp": job("dp16-z3", nodes=2, hpz_partition_size=8, quantized_weights=True, quantized_gradients=True),
+    "zeropp": job("dp16-z3", nodes=2, parallel={"hpz": 8, "quantized_weights": True, "quantized_gradients": True}),
     "pipeline": job("dp4-pp2-z1"),
     "ulysses": job("dp4-u2-z3"),
     **{f"optimizer-{name}": job("dp8-z0", optimizer=name) for name in ("adagrad", "lamb", "muon")},

@@ -82,22 +82,12 @@ ZERO_3 = ("zero_stage", 3)
 @pytest.mark.parametrize(
     ("layout", "options", "fields", "remedy"),
     [
-        ("dp8-z2", {"nvme_params": True, "nvme_path": "/n"}, "nvme_params zero_stage", ZERO_3),
-        ("dp8-z2", {"nvme_optimizer": True, "nvme_path": "/n"}, "nvme_optimizer zero_stage", ZERO_3),
-        ("dp8-z3", {"nvme_optimizer": True}, "nvme_path", "give its mount point"),
-        ("dp8-z3", {"nvme_path": "/n"}, "nvme_path", None),
-        ("dp8-z2", {"hpz_partition_size": 8}, "hpz_partition_size zero_stage", ZERO_3),
-        ("dp8-z2", {"quantized_weights": True}, "quantized_weights zero_stage", ZERO_3),
-        ("dp8-z2", {"quantized_gradients": True}, "quantized_gradients zero_stage", ZERO_3),
-        ("dp8-z3", {"quantized_gradients": True}, "quantized_gradients nodes", None),
-        ("dp8-z3", {"hpz_partition_size": 3}, "hpz_partition_size dp", ("hpz_partition_size", "1, 2, 4 or 8")),
-        ("dp4-tp2-z3", {"hpz_partition_size": 2}, "hpz_partition_size tp ulysses", None),
+        ("dp8-z3", {"parallel": {"quantized_gradients": True}}, "quantized_gradients nodes", None),
         ("dp8-z1", {"gradient_dtype": "fp16"}, "gradient_dtype precision", ("gradient_dtype", "fp32 or bf16")),
         ("dp8-z0", {"communication_dtype": "bf16"}, "communication_dtype zero_stage", ("zero_stage", 1)),
         ("dp8-z1", {"optimizer": "lamb"}, "optimizer zero_stage", ("zero_stage", 0)),
-        ("dp8-z3", {"optimizer": "muon", "nvme_optimizer": True, "nvme_path": "/n"}, "optimizer nvme_optimizer", None),
+        ("dp8-z3", {"optimizer": "muon", "placed": {"offload_optimizer": "cpu"}}, "optimizer offload_optimizer", None),
         ("dp8-ep2-z2", {"optimizer": "muon"}, "optimizer ep zero_stage", ("ep", 1)),
-        ("dp8-ep2-z3", {"quantized_weights": True}, "quantized_weights ep", ("ep", 1)),
         ("dp8-z1", {"cpu_checkpointing": True}, "cpu_checkpointing activation_checkpointing", None),
         (
             "dp8-z1",
@@ -118,7 +108,7 @@ def test_options_that_deepspeed_rejects_or_ignores_are_a_one_line_error(
 
 def test_all_problems_are_reported_together() -> None:
     with pytest.raises(ConfigError) as error:
-        _ = job("dp8-z2", nvme_optimizer=True, quantized_weights=True).config
+        _ = job("dp8-z1", gradient_dtype="fp16", optimizer="lamb", profile_step=0).config
     assert len(str(error.value).splitlines()) == 3
 
 
@@ -130,7 +120,8 @@ def test_without_options_the_config_is_the_engines() -> None:
 
 
 def test_zeropp_writes_all_of_its_keys() -> None:
-    zero = job("dp16-z3", nodes=2, hpz_partition_size=8, quantized_gradients=True).config["zero_optimization"]
+    fields = {"hpz": 8, "quantized_gradients": True}
+    zero = job("dp16-z3", nodes=2, parallel=fields).config["zero_optimization"]
     assert {key: value for key, value in zero.items() if key.startswith("zero_")} == {
         "zero_hpz_partition_size": 8,
         "zero_quantized_weights": False,

@@ -36,7 +36,7 @@ def test_gradients_may_be_summed_in_the_weights_precision(stage: int, ranks: Ran
 
 
 def test_hpz_keeps_a_secondary_partition(ranks: Ranks) -> None:
-    assert ranks(_steps, 2, on_two_cpus("dp2-z3", hpz_partition_size=2))[0]["hpz"] == 2
+    assert ranks(_steps, 2, on_two_cpus("dp2-z3", parallel={"hpz": 2}))[0]["hpz"] == 2
 
 
 def test_a_scheduler_moves_the_learning_rate(ranks: Ranks) -> None:

@@ -65,7 +65,7 @@ def build(recipe: Recipe, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]
     if layout.zero_stage == 3:
         config = deepspeed_config(job, load_config(recipe.model), device)
         assert config is not None
-        sharder = zero3_sharder(config, dtype, partition)
+        sharder = zero3_sharder(config, partition)
     return build_model(recipe, dtype=dtype, partition=partition, on_layer=sharder), partition
 
 

@@ -25,8 +25,9 @@ def job(layout: str = "dp8-z3", *, nodes: int = 1, precision: str = "bf16", **op
         "precision": precision,
     }
     document |= {name: options.pop(name) for name in ("parallel",) if name in options}
-    parsed = dataclasses.replace(Layout.parse(layout), **options.pop("placed", {}))
     recipe = Recipe.model_validate(document)
+    placed = {name: getattr(recipe.parallel, name) for name in ("offload_optimizer", "offload_params", "hpz")}
+    parsed = dataclasses.replace(Layout.parse(layout), **placed | options.pop("placed", {}))
     batch = Batch.resolve(global_batch_size=64, micro_batch_size=2, dp=parsed.dp)
     return ConfigJob(
         recipe=recipe, layout=parsed, batch=batch, shape=shape(), nodes=nodes, options=ConfigOptions(**options)

@@ -15,7 +15,7 @@ from toolkit.engines.base import Engine
 from toolkit.engines.factory import create_engine
 from toolkit.engines.optimizer import learning_rate
 from toolkit.engines.optimizer_states import MASTER
-from toolkit.training.preflight import check_model, deepspeed_config
+from toolkit.training.preflight import check_model, deepspeed_config, find_shape
 
 BEFORE, AFTER = 4, 3
 CPU = torch.device("cpu")
@@ -41,8 +41,9 @@ def changes(optimizer: str) -> dict[str, Any]:
 
 def build(recipe: Recipe) -> tuple[Engine, MicroBatchLoader, Callable[[int], float]]:
     world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-    job = Job.of(recipe, world)
-    config = deepspeed_config(job, check_model(recipe, CPU), CPU)
+    model = check_model(recipe, CPU)
+    job = Job.of(recipe, world, find_shape(model))
+    config = deepspeed_config(job, model, CPU)
     corpus = prepare(recipe.data, progress=False)
     engine = create_engine(job, CPU, config, eos_id=corpus.eos_id)
     return engine, MicroBatchLoader.open(job, corpus, rank=rank), learning_rate(recipe)

@@ -71,7 +71,7 @@ def command(
 
     \b
     Strategies are parts joined by -: dp2 tp2 pp2 u2 (Ulysses) z0 z1 z2 z3, sp, recompute, every2, selective,
-    offload, m4 (micro-batches of 4), and the engines ddp, fsdp and reference.
+    offload, nvme, hpz2 (ZeRO++), m4 (micro-batches of 4), and the engines ddp, fsdp and reference.
     """
     from toolkit.report.comparison_table import print_comparison
 

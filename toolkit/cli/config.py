@@ -192,7 +192,7 @@ def _notes(job: ConfigJob) -> Iterator[str]:
     if job.config.get("communication_data_type") == "fp32" and (half := job.recipe.precision) != "fp32":
         yield f"fp32 doubles the bytes of the gradients' reduction; --communication-dtype {half} halves them."
     if "aio" in job.config:
-        yield f"ds_nvme_tune --nvme_dir {job.options.nvme_path} measures the aio values that suit this drive."
+        yield f"ds_nvme_tune --nvme_dir {job.recipe.parallel.nvme_path} measures the aio values that suit this drive."
 
 
 def _write(

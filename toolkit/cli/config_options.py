@@ -17,7 +17,7 @@ from toolkit.config.layout import Layout, Recompute
 from toolkit.config.recipe import OptimizerName, Precision, Recipe, ScheduleName
 from toolkit.config.strategy import strategy_text
 from toolkit.dsconfig import options as extras
-from toolkit.dsconfig.buckets import Buckets, derive, largest_partition, link_of
+from toolkit.dsconfig.buckets import Buckets, derive, link_of
 from toolkit.dsconfig.build import ConfigJob, shape_of
 from toolkit.dsconfig.options import PLAIN, REMOVED_OPTIMIZERS, ConfigOptions, check, removed_optimizer
 from toolkit.errors import ConfigError, LayoutError, RecipeError, spell_setting
@@ -59,11 +59,13 @@ _OPTIONS: list[Decorator] = [
     ),
     click.option("--offload-optimizer", type=click.Choice(["none", "cpu", "nvme"]), help="Where its states are kept."),
     click.option("--offload-params", type=click.Choice(["none", "cpu", "nvme"]), help="Where parameters are kept."),
+    click.option("--nvme-path", metavar="DIR", help="A directory on the NVMe drive of each node."),
+    click.option("--hpz", type=_POSITIVE, metavar="N", help="ZeRO++ hpZ: secondary partition over N ranks."),
+    click.option("--quantized-weights", is_flag=True, default=None, help="ZeRO++ qwZ: gather parameters in 8 bits."),
+    click.option(
+        "--quantized-gradients", is_flag=True, default=None, help="ZeRO++ qgZ: send gradients between nodes in 4 bits."
+    ),
     # What no recipe has.
-    click.option("--nvme-path", metavar="DIR", help="Where the NVMe drive is mounted."),
-    click.option("--hpz", type=_POSITIVE, default=1, metavar="N", help="ZeRO++ hpZ: secondary partition over N ranks."),
-    click.option("--quantized-weights", is_flag=True, help="ZeRO++ qwZ: gather parameters in 8 bits."),
-    click.option("--quantized-gradients", is_flag=True, help="ZeRO++ qgZ: send gradients between nodes in 4 bits."),
     click.option("--grad-accum-dtype", type=_DTYPE, default="fp32", help="Dtype of gradient accumulation [fp32]."),
     click.option("--communication-dtype", type=_DTYPE, default="fp32", help="Dtype of gradient reduction [fp32]."),
     click.option("--activation-checkpointing", is_flag=True, help="DeepSpeed's own, for models that call it."),
@@ -97,13 +99,13 @@ def add_options(command: Callable[..., Any]) -> Callable[..., Any]:
 _FIELDS: dict[str, str] = json.loads(Path(__file__).with_name("config_flags.json").read_text(encoding="utf-8"))
 """Flag -> field of a recipe."""
 _NEEDED = ("model", "layout", "global_batch", "micro")
-_SHORT = {"hpz_partition_size": "--hpz", "gradient_dtype": "--grad-accum-dtype"}
+_SHORT = {"gradient_dtype": "--grad-accum-dtype"}
 _STEPS = 1000
 """Default length of the run: it shows only in a scheduler's JSON."""
 _LEARNING_RATE = 3e-4
 _SAME_NAMES = (
-    *("nvme_path", "quantized_weights", "quantized_gradients", "activation_checkpointing", "cpu_checkpointing"),
-    *("scheduler", "monitors", "log_dir", "run_name", "profile_step", "wall_clock_breakdown"),
+    *("activation_checkpointing", "cpu_checkpointing", "scheduler", "monitors"),
+    *("log_dir", "run_name", "profile_step", "wall_clock_breakdown"),
 )
 """Flags that are fields of ConfigOptions."""
 
@@ -134,6 +136,7 @@ def job_of(recipe: str | None, overrides: tuple[str, ...], flags: Flags) -> Conf
         recipe=loaded,
         layout=layout,
         batch=loaded.resolve_batch(layout),
+        shape=shape_of(loaded.model.name_or_path, loaded.model.overrides) if layout.offload_params == "nvme" else None,
         nodes=nodes or (ranks // per_node if per_node and ranks % per_node == 0 else 1),
         device=flags["device"],
         options=_options(flags, loaded, layout, gpus_per_node=per_node or ranks // (nodes or 1)),
@@ -148,8 +151,6 @@ def job_of(recipe: str | None, overrides: tuple[str, ...], flags: Flags) -> Conf
 
 def _spell_option(field: str, value: Any) -> str:
     """A setting as this command spells it."""
-    if field in ("nvme_optimizer", "nvme_params"):
-        return f"--offload-{field.removeprefix('nvme_')} nvme"
     option = _SHORT.get(field, f"--{field}".replace("_", "-"))
     return spell_setting(option if field in vars(PLAIN) else field, value)
 
@@ -178,9 +179,6 @@ def _fields(flags: Flags) -> dict[str, Any]:
         raise removed_optimizer(given["optimizer"])
     if _other_optimizer(flags):
         given.pop("optimizer")
-    for place in ("offload_optimizer", "offload_params"):
-        if given.get(place) == "nvme":  # not a value of recipes
-            given[place] = "none"
     return {_FIELDS[name]: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
 
 
@@ -223,12 +221,9 @@ def _other_optimizer(flags: Flags) -> str | None:
 
 
 def _options(flags: Flags, recipe: Recipe, layout: Layout, *, gpus_per_node: int) -> ConfigOptions:
-    """Return the options. Only bucket sizes for a link and buffers for NVMe follow from the shape of the model."""
+    """Return the options. Only bucket sizes for a link follow from the shape of the model."""
     buckets: Buckets | None = None
-    buffer = PLAIN.nvme_buffer_elements
     model = (recipe.model.name_or_path, recipe.model.overrides)
-    if flags["offload_params"] == "nvme":
-        buffer = largest_partition(shape_of(*model), layout.dp)
     if flags["gpu"] is not None:
         network = flags["network_gbit"] * 1e9 / 8
         link = link_of(gpu(flags["gpu"]), layout, gpus_per_node=gpus_per_node, network_bytes_per_second=network)
@@ -237,10 +232,6 @@ def _options(flags: Flags, recipe: Recipe, layout: Layout, *, gpus_per_node: int
         buckets = derive(shape_of(*model), layout, link, gradient_bytes=gradient_bytes, parameter_bytes=parameter_bytes)
     return ConfigOptions(
         buckets=buckets,
-        nvme_optimizer=flags["offload_optimizer"] == "nvme",
-        nvme_params=flags["offload_params"] == "nvme",
-        nvme_buffer_elements=buffer,
-        hpz_partition_size=flags["hpz"],
         gradient_dtype=flags["grad_accum_dtype"],
         communication_dtype=flags["communication_dtype"],
         optimizer=_other_optimizer(flags),  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, Self
 
 from toolkit.errors import BatchError, LayoutError, Refusal, Setting, spell_setting
 
-OffloadDevice = Literal["none", "cpu"]
+OffloadDevice = Literal["none", "cpu", "nvme"]
 Recompute = Literal[
     "none", "selective", "full", "every_2", "every_3", "every_4", "every_5", "every_6", "every_7", "every_8"
 ]
@@ -55,6 +55,8 @@ class Layout:
     experts: ExpertSharding = "whole"
     offload_optimizer: OffloadDevice = "none"
     offload_params: OffloadDevice = "none"
+    hpz: int = 1
+    """Ranks that keep, between a forward and a backward pass, a secondary partition of ZeRO-3's weights (ZeRO++)."""
     recompute: Recompute = "none"
 
     def __post_init__(self) -> None:
@@ -85,6 +87,15 @@ class Layout:
              "only a sharded optimizer can be offloaded", (("zero_stage", "1, 2 or 3"), ("offload_optimizer", "none"))),
             (self.offload_params != "none" and self.zero_stage != 3, ("offload_params", "zero_stage"),
              "only ZeRO-3 shards parameters", (("zero_stage", 3), ("offload_params", "none"))),
+            (self.offload_optimizer == "nvme" and self.zero_stage < 3, ("offload_optimizer", "zero_stage"),
+             "DeepSpeed would silently keep optimizer states in host memory",
+             (("zero_stage", 3), ("offload_optimizer", "cpu"))),
+            (self.hpz < 1 or self.dp % max(self.hpz, 1) > 0, ("hpz", "dp"),
+             "its groups are neighboring replicas", (("hpz", f"a divisor of {self.dp}"), "choose another dp")),
+            (self.hpz > 1 and self.zero_stage < 3, ("hpz", "zero_stage"),
+             "ZeRO++ is a part of ZeRO-3", (("zero_stage", 3), ("hpz", 1))),
+            (self.hpz > 1 and self.tp * self.ulysses * self.ep > 1, ("hpz", "tp", "ulysses", "ep"),
+             "ZeRO++ groups ranks as if all of them were data-parallel", (("hpz", 1), "set tp=1, ulysses=1 and ep=1")),
         )
         # fmt: on
         for refused, fields, reason, remedy in rules:
@@ -130,7 +141,8 @@ class Layout:
 
         Raises LayoutError when the axes do not multiply to the world size, and says which launch would be right.
         """
-        layout = cls(dp=(fields.get("ep") or 1) if dp is None else dp, **fields)
+        least = max(fields.get("ep") or 1, fields.get("hpz") or 1)
+        layout = cls(dp=least if dp is None else dp, **fields)
         model = layout.model_size
         if dp is None:
             if world_size % model:

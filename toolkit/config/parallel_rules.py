@@ -26,6 +26,9 @@ _DEEPSPEED_ONLY = {
     "sequence_parallel": (False, "splits sequences"),
     "offload_optimizer": ("none", "offloads"),
     "offload_params": ("none", "offloads"),
+    "hpz": (1, "shards parameters"),
+    "quantized_weights": (False, "quantizes them"),
+    "quantized_gradients": (False, "quantizes them"),
 }
 """Fields of `parallel` that other engines would silently ignore: the value that is off, and what DeepSpeed does."""
 
@@ -35,6 +38,7 @@ def setting_conflicts(recipe: Recipe, world_size: int | None) -> list[Refusal]:
     return [*_other_engines(recipe, world_size)] or [
         *_layout_and_batch(recipe, world_size),
         *_model_parallel_settings(recipe),
+        *_offload_settings(recipe),
         *_ulysses_settings(recipe),
     ]
 
@@ -134,7 +138,7 @@ def _layout_and_batch(recipe: Recipe, world_size: int | None) -> Iterator[Refusa
         return
     try:
         if world_size is None:
-            layout = Layout(**{**fields, "dp": recipe.parallel.dp or recipe.parallel.ep})
+            layout = Layout(**{**fields, "dp": recipe.parallel.least_ranks // recipe.parallel.model_size})
         else:
             layout = Layout.resolve(world_size, **fields)
         Batch.resolve(**recipe.batch.model_dump(), dp=layout.dp)
@@ -156,6 +160,28 @@ def _model_parallel_settings(recipe: Recipe) -> Iterator[Refusal]:
         field = "parallel.zero_stage"
         reason = "without ZeRO, DeepSpeed's 16-bit path forgets which parameters are tensor-parallel shards"
         yield recipe.conflict(field, *axes, "precision", reason=reason, remedy=((field, 1), ("precision", "fp32")))
+
+
+def _offload_settings(recipe: Recipe) -> Iterator[Refusal]:
+    """Fields that are no part of a Layout: where NVMe is mounted, and what ZeRO++ quantizes."""
+    section, path = recipe.parallel, "parallel.nvme_path"
+    on_nvme = [
+        f"parallel.{name}" for name in ("offload_optimizer", "offload_params") if getattr(section, name) == "nvme"
+    ]
+    if on_nvme and section.nvme_path is None:
+        remedy = (path, "a directory on a drive of each node"), (on_nvme[0], "cpu")
+        yield recipe.conflict(path, on_nvme[0], reason="nothing says where the drive is mounted", remedy=remedy)
+    if recipe.train.compile and section.offload_params == "nvme":
+        field, reason = "parallel.offload_params", "a compiled layer takes more weights at once than there are buffers"
+        yield recipe.conflict(field, "train.compile", reason=reason, remedy=((field, "cpu"), ("train.compile", False)))
+    for field in ("parallel.quantized_weights", "parallel.quantized_gradients"):
+        if recipe.value_of(field) and section.zero_stage < 3:
+            off = (("parallel.zero_stage", 3), (field, False))
+            yield recipe.conflict(field, "parallel.zero_stage", reason="ZeRO++ is a part of ZeRO-3", remedy=off)
+        axes = [f"parallel.{axis}" for axis in ("tp", "ulysses", "ep") if getattr(section, axis) > 1]
+        if recipe.value_of(field) and axes:
+            reason = "ZeRO++ groups ranks as if all of them were data-parallel"
+            yield recipe.conflict(field, *axes, reason=reason, remedy=((field, False), (axes[0], 1)))
 
 
 def _sequence_length(recipe: Recipe, shape: ModelShape | None) -> Iterator[Refusal]:

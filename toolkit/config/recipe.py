@@ -130,9 +130,18 @@ class ParallelSection(Section):
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
     """0: nothing sharded over dp; 1: optimizer states; 2: and gradients; 3: and parameters."""
     offload_optimizer: OffloadDevice = "none"
-    """`cpu`: keep and update optimizer states in host memory."""
+    """`cpu`: keep and update optimizer states in host memory. `nvme`: in files below nvme_path, with ZeRO-3."""
     offload_params: OffloadDevice = "none"
-    """`cpu`: keep ZeRO-3 parameter shards in host memory."""
+    """`cpu`: keep ZeRO-3 parameter shards in host memory. `nvme`: in files below nvme_path."""
+    nvme_path: str | None = None
+    """A directory on a drive of each node, for what is offloaded to `nvme`."""
+    hpz: PositiveInt = 1
+    """ZeRO++: neighboring ranks, usually a node's, that keep a second partition of ZeRO-3's weights, from which the
+    backward pass gathers. A divisor of dp."""
+    quantized_weights: bool = False
+    """ZeRO++: ZeRO-3 gathers weights in 8 bits. On GPUs; changes the numbers."""
+    quantized_gradients: bool = False
+    """ZeRO++: ZeRO-3 sends gradients between nodes in 4 bits. On GPUs; changes the numbers."""
     recompute: Recompute = "none"
     """`full`: keep only each decoder layer's input and recompute the rest in the backward pass. `every_2` to
     `every_8`: so for the layers whose index in the whole model is a multiple of 2 to 8. `selective`: recompute only the
@@ -141,7 +150,7 @@ class ParallelSection(Section):
     @property
     def layout_fields(self) -> dict[str, Any]:
         """The fields of Layout."""
-        return self.model_dump(exclude={"auto"})
+        return self.model_dump(exclude={"auto", "nvme_path", "quantized_weights", "quantized_gradients"})
 
     @property
     def model_size(self) -> int:
@@ -151,7 +160,7 @@ class ParallelSection(Section):
     @property
     def least_ranks(self) -> int:
         """The smallest number of ranks that these sizes allow."""
-        return (self.dp or self.ep) * self.model_size
+        return (self.dp or max(self.ep, self.hpz)) * self.model_size
 
     @property
     def given(self) -> dict[str, Any]:

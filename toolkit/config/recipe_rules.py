@@ -106,7 +106,8 @@ def recipe_conflicts(recipe: Recipe, world_size: int | None = None) -> list[Refu
 def _impossible_names(recipe: Recipe) -> Iterator[Refusal]:
     """Names that no file can have, before anything looks for one."""
     fields = {
-        field: recipe.value_of(field) for field in (_MODEL, _TOKENIZER, "data.source", "data.cache_dir", "run_dir")
+        field: recipe.value_of(field)
+        for field in (_MODEL, _TOKENIZER, "data.source", "data.cache_dir", "run_dir", "parallel.nvme_path")
     }
     for kind, texts in (("sources", recipe.data.sources), ("validation", recipe.data.validation)):
         fields |= {f"data.{kind}[{index}].path": text.path for index, text in enumerate(texts or ())}

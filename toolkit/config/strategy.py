@@ -3,7 +3,8 @@
 Parts are joined by - in any order, each at most once: the axes and ZeRO stage of a `Layout` (dp4 ep2 tp2 pp2 u2 z1), an
 engine (reference, ddp, fsdp; the default is deepspeed), sp (Megatron sequence parallelism), inner (tp shards the inner
 dimension of experts), recompute, everyN (recompute every Nth decoder layer), selective (recompute only attention),
-offload (the optimizer to host memory; with z3 the parameters too) and mN (micro-batches of N samples).
+offload (the optimizer to host memory; with z3 the parameters too), nvme (the same to files on a drive), hpzN (ZeRO++
+over N ranks) and mN (micro-batches of N samples).
 """
 
 import re
@@ -15,10 +16,10 @@ from toolkit.config.recipe import EngineName, Precision, Recipe
 from toolkit.errors import LayoutError, nearest
 
 _ENGINES = get_args(EngineName)
-_FLAGS = ("sp", "inner", "recompute", "selective", "offload")
+_FLAGS = ("sp", "inner", "recompute", "selective", "offload", "nvme")
 _AXES = {"dp": "dp", "ep": "ep", "tp": "tp", "pp": "pp", "u": "ulysses", "z": "zero_stage", "m": "micro_batch_size"}
-_AXES |= {"every": "every"}
-_AXIS = re.compile(r"(dp|ep|tp|pp|u|z|m|every)(\d{1,6})")
+_AXES |= {"every": "every", "hpz": "hpz"}
+_AXIS = re.compile(r"(dp|ep|tp|pp|u|z|m|every|hpz)(\d{1,6})")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +41,8 @@ class Strategy:
     every: int | None = None
     selective: bool = False
     offload: bool = False
+    nvme: bool = False
+    hpz: int = 1
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -82,7 +85,8 @@ class Strategy:
         """Ranks to start, given `nproc`: one for the reference, else at least one replica and as many as fit."""
         if self.engine == "reference":
             return 1
-        replicas = max(self.ep, nproc // self.model_size // self.ep * self.ep) if self.dp is None else self.dp
+        shared = max(self.ep, self.hpz)
+        replicas = max(shared, nproc // self.model_size // shared * shared) if self.dp is None else self.dp
         return replicas * self.model_size
 
     @classmethod
@@ -135,7 +139,7 @@ class Strategy:
         return "full" if self.recompute else "selective" if self.selective else "none"
 
     def _layout_fields(self, dp: int | None) -> dict[str, Any]:
-        offload = "cpu" if self.offload else "none"
+        offload = "nvme" if self.nvme else "cpu" if self.offload else "none"
         stage = int(self.engine == "deepspeed") if self.zero_stage is None else self.zero_stage
         return {"dp": dp, "ep": self.ep, "tp": self.tp, "pp": self.pp, "ulysses": self.ulysses} | {
             "zero_stage": stage,
@@ -143,13 +147,16 @@ class Strategy:
             "experts": "inner" if self.inner else "whole",
             "offload_optimizer": offload,
             "offload_params": offload if stage == 3 else "none",
+            "hpz": self.hpz,
         }
 
     def _check(self) -> None:
         if self.engine != "deepspeed":
             wrong = [name for name in ("ep", "tp", "pp", "ulysses") if getattr(self, name) > 1]
             wrong += ["z"] * (self.zero_stage is not None) + ["sp"] * self.sp
-            wrong += ["inner"] * self.inner + ["offload"] * self.offload
+            wrong += (
+                ["inner"] * self.inner + ["offload"] * self.offload + ["nvme"] * self.nvme + ["hpz"] * (self.hpz > 1)
+            )
             wrong += ["dp"] * (self.engine == "reference" and (self.dp or 1) > 1)
             if wrong:
                 remedy = f"remove {'it' if len(wrong) == 1 else 'them'}", f"remove {self.engine}"
@@ -159,10 +166,12 @@ class Strategy:
             raise _refused(self.text, reason, "remove one of them")
         if self.every is not None and self._recompute not in RECOMPUTE_PERIODS:
             raise _refused(self.text, "every2 to every8 recompute a part of the layers", "choose one of them")
+        if self.offload and self.nvme:
+            raise _refused(self.text, "offload is to host memory, nvme to a drive", "remove one of them")
         if self.micro_batch_size == 0:
             raise _refused(self.text, "a micro-batch has at least one sample", "write m1 or more")
         try:
-            Layout(**self._layout_fields((self.ep or 1) if self.dp is None else self.dp))
+            Layout(**self._layout_fields(max(self.ep, self.hpz, 1) if self.dp is None else self.dp))
         except LayoutError as error:
             refusal = error.as_refusal()
             raise LayoutError(replace(refusal, given=(("strategy", self.text), *refusal.given))) from None
@@ -172,7 +181,8 @@ def layout_text(layout: Layout) -> str:
     """A layout with its flags, in the form of a strategy."""
     words = {"none": [], "full": ["recompute"]}.get(layout.recompute, [layout.recompute.replace("_", "")])
     flags = ["sp"] * layout.sequence_parallel + ["inner"] * (layout.experts == "inner") + words
-    flags += ["offload"] * (layout.offload_optimizer != "none")
+    flags += {"none": [], "cpu": ["offload"], "nvme": ["nvme"]}[layout.offload_optimizer]
+    flags += [f"hpz{layout.hpz}"] * (layout.hpz > 1)
     return "-".join([str(layout), *flags])
 
 

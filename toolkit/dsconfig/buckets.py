@@ -124,7 +124,9 @@ def of_a_layer(hidden_size: int) -> Buckets:
 def largest_partition(shape: ModelShape, dp: int) -> int:
     """Return the elements of a rank's shard of the largest parameter, rounded up to 2²⁰: one buffer of NVMe offload."""
     mebi = 1 << 20
-    return math.ceil(math.ceil(largest_parameter(shape) / dp) / mebi) * mebi
+    # Some families have the gate and up-projection in one, and mixtures those of all experts.
+    mlp = 2 * shape.hidden * max(shape.ffn, shape.experts.count * shape.experts.ffn if shape.experts else 0)
+    return math.ceil(math.ceil(max(largest_parameter(shape), mlp) / dp) / mebi) * mebi
 
 
 def largest_parameter(shape: ModelShape) -> int:

@@ -12,7 +12,7 @@ from toolkit.config.job import Job
 from toolkit.config.layout import Layout
 from toolkit.config.recipe import Recipe
 from toolkit.dsconfig.buckets import of_a_layer
-from toolkit.dsconfig.optional_sections import SECTIONS, extra_sections, offload_section
+from toolkit.dsconfig.optional_sections import NVME_SUB_GROUP, SECTIONS, extra_sections, offload_section
 from toolkit.dsconfig.options import PLAIN, ConfigOptions, check
 from toolkit.errors import LayoutError
 from toolkit.models.shape import ModelShape, hidden_size_of, local_config, with_overrides
@@ -45,7 +45,7 @@ def build(
         # fp32 sums over micro-batches and ranks, so that a sum does not depend on how it is partitioned.
         "communication_data_type": options.communication_dtype,
         **_precision(recipe, layout, options),
-        "zero_optimization": _zero(layout, hidden_size, device, options),
+        "zero_optimization": _zero(job, hidden_size, device, options),
         "zero_allow_untested_optimizer": options.optimizer is None and recipe.optimizer.name in ("sgd", "lion"),
         "zero_force_ds_cpu_optimizer": False,
         # The pipeline engine divides by it when it has timed a step.
@@ -83,7 +83,8 @@ def loss_scaling() -> Config:
     return dict(SECTIONS["fp16"])
 
 
-def _zero(layout: Layout, hidden_size: int, device: Device, options: ConfigOptions) -> Config:
+def _zero(job: Job, hidden_size: int, device: Device, options: ConfigOptions) -> Config:
+    layout, section = job.layout, job.recipe.parallel
     buckets = options.buckets or of_a_layer(hidden_size)
     zero: Config = {"stage": layout.zero_stage}
     if layout.zero_stage == 0:
@@ -102,10 +103,8 @@ def _zero(layout: Layout, hidden_size: int, device: Device, options: ConfigOptio
             "round_robin_gradients": False,
             "ignore_unused_parameters": True,
         }
-    optimizer_device = "nvme" if options.nvme_optimizer else layout.offload_optimizer
-    if optimizer_device != "none":
-        pinned = device == "cuda"
-        zero["offload_optimizer"] = offload_section(optimizer_device, options, of="optimizer", pin_memory=pinned)
+    if layout.offload_optimizer != "none":
+        zero["offload_optimizer"] = offload_section(job, of="optimizer", pin_memory=device == "cuda")
     if layout.zero_stage == 3:
         zero |= {
             "stage3_prefetch_bucket_size": buckets.prefetch,
@@ -114,16 +113,16 @@ def _zero(layout: Layout, hidden_size: int, device: Device, options: ConfigOptio
             "stage3_max_live_parameters": 1_000_000_000,
             "stage3_max_reuse_distance": 1_000_000_000,
             "stage3_gather_16bit_weights_on_model_save": True,
-            "sub_group_size": 1_000_000_000,
+            # What is updated at once: on NVMe four buffers in host memory have its size.
+            "sub_group_size": NVME_SUB_GROUP if layout.offload_optimizer == "nvme" else 1_000_000_000,
         }
-        params_device = "nvme" if options.nvme_params else layout.offload_params
-        if params_device != "none":
-            zero["offload_param"] = offload_section(params_device, options, of="params", pin_memory=device == "cuda")
-    if options.zeropp:
+        if layout.offload_params != "none":
+            zero["offload_param"] = offload_section(job, of="params", pin_memory=device == "cuda")
+    if layout.hpz > 1 or section.quantized_weights or section.quantized_gradients:
         zero |= {
-            "zero_hpz_partition_size": options.hpz_partition_size,
-            "zero_quantized_weights": options.quantized_weights,
-            "zero_quantized_gradients": options.quantized_gradients,
+            "zero_hpz_partition_size": layout.hpz,
+            "zero_quantized_weights": section.quantized_weights,
+            "zero_quantized_gradients": section.quantized_gradients,
         }
     return zero
 
@@ -144,7 +143,7 @@ def _optimizer(recipe: Recipe, layout: Layout, device: Device, options: ConfigOp
     """Return the `optimizer` section, or None if the program passes its own (ours for Lion: PyTorch has none)."""
     section = recipe.optimizer
     # Host-side updates of a GPU's optimizer states are only fast with DeepSpeed's vectorized CPU kernels.
-    ds_cpu_kernels = (layout.offload_optimizer == "cpu" or options.nvme_optimizer) and device == "cuda"
+    ds_cpu_kernels = layout.offload_optimizer != "none" and device == "cuda"
     shared = {"lr": section.lr, "weight_decay": section.weight_decay}
     betas = list(section.betas)
     match options.optimizer:

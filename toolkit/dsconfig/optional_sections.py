@@ -1,16 +1,22 @@
 """Sections of a DeepSpeed config that no recipe has: schedulers, monitors, profiler, files, checkpointing."""
 
 import json
+import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from toolkit.config.job import Job
 from toolkit.config.layout import Layout
 from toolkit.config.recipe import Recipe
+from toolkit.dsconfig.buckets import largest_partition
 from toolkit.dsconfig.options import ConfigOptions, MonitorName
+from toolkit.errors import ModelError
 
 Section = dict[str, Any]
 SECTIONS: dict[str, Section] = json.loads(Path(__file__).with_name("sections.json").read_text(encoding="utf-8"))
 """Sections of which most is the same in every config; null is filled in."""
+NVME_SUB_GROUP = 100_000_000
+"""Elements that are read from NVMe and updated at once: 0.4 GB a buffer, enough for a drive's full bandwidth."""
 
 
 def extra_sections(options: ConfigOptions, recipe: Recipe, layout: Layout) -> Section:
@@ -22,7 +28,7 @@ def extra_sections(options: ConfigOptions, recipe: Recipe, layout: Layout) -> Se
         # The checkpoint of a layer is the same on all tensor-parallel ranks: each keeps a partition.
         own = {"partition_activations": layout.tp > 1, "cpu_checkpointing": options.cpu_checkpointing}
         sections["activation_checkpointing"] = SECTIONS["activation_checkpointing"] | own
-    if options.nvme:
+    if "nvme" in (layout.offload_optimizer, layout.offload_params):
         sections["aio"] = dict(SECTIONS["aio"])
     for monitor in options.monitors:
         sections["csv_monitor" if monitor == "csv" else monitor] = _monitor(monitor, options)
@@ -31,16 +37,23 @@ def extra_sections(options: ConfigOptions, recipe: Recipe, layout: Layout) -> Se
     return sections
 
 
-def offload_section(device: str, options: ConfigOptions, *, of: str, pin_memory: bool) -> Section:
-    """Return `offload_optimizer` or `offload_param` of the ZeRO section; `of` is optimizer or params."""
+def offload_section(job: Job, *, of: Literal["optimizer", "params"], pin_memory: bool) -> Section:
+    """Return `offload_optimizer` or `offload_param` of the ZeRO section. Raises ModelError for an unknown shape."""
+    device = getattr(job.layout, f"offload_{of}")
     section: Section = {"device": device, "pin_memory": pin_memory}
     if device != "nvme":
         return section
-    section["nvme_path"] = options.nvme_path
+    section["nvme_path"] = os.path.expanduser(str(job.recipe.parallel.nvme_path))
     if of == "optimizer":
         # Adam keeps four tensors a parameter: weight, gradient and two moments.
         return section | {"buffer_count": 4, "pipeline_read": False, "pipeline_write": False, "fast_init": False}
-    return section | {"buffer_count": 5, "buffer_size": options.nvme_buffer_elements, "max_in_cpu": 1_000_000_000}
+    if job.shape is None:
+        field, reason = "model.name_or_path", "the buffers of weights on NVMe have the size of its largest matrix"
+        remedy = "take a family that dstk families lists", ("parallel.offload_params", "cpu")
+        raise ModelError.of(field, job.recipe.model.name_or_path, reason, *remedy)
+    # DeepSpeed's default, 1e9, would leave the weights of most models in host memory.
+    size = largest_partition(job.shape, job.layout.dp)
+    return section | {"buffer_count": 5, "buffer_size": size, "max_in_cpu": 0}
 
 
 def _scheduler(options: ConfigOptions, recipe: Recipe) -> Section:

@@ -188,24 +188,29 @@ class DeepSpeedEngine(DeepSpeedBase, DataParallelEngine):
         dist.all_reduce(values, group=None if self.partition is None else self.partition.groups.data)
 
 
-def zero3_sharder(
-    config: Mapping[str, Any], dtype: torch.dtype, partition: ModelPartition | None = None, *, ulysses: int = 1
-) -> Any:
+def zero3_sharder(config: Mapping[str, Any], partition: ModelPartition | None = None, *, ulysses: int = 1) -> Any:
     """Return a function that shards a module's parameters over the replicas as soon as they have their values.
 
     Ranks that share sequences (`ulysses`) hold different shards, like replicas.
     """
     unit = None if partition is None else ModelParallelUnit(partition.groups)
     settings = deepspeed_patches.zero_init_config(config, ulysses=ulysses)
+    first: Any = None
 
     def shard(module: nn.Module) -> None:
-        deepspeed.zero.Init(
+        nonlocal first
+        # Without the first one's swapper each call makes one, which removes the files of those before, and groups of
+        # hpZ cannot be made twice. The dtype is the config's: where the accelerator has no fp16, DeepSpeed 0.19.8 takes
+        # an argument of fp32 for bf16.
+        made = deepspeed.zero.Init(
             module=module,
             config_dict_or_path=settings,
-            dtype=dtype,
             mpu=unit,
             data_parallel_group=None if partition is None else partition.groups.data,
+            param_swapper=first and first.param_swapper,
+            zero_param_parallel_group=first and first.zero_param_process_group,
         )
+        first = first or made
 
     return shard
 

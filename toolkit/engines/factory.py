@@ -63,6 +63,10 @@ def _deepspeed(
         from toolkit.engines import deepspeed_engine as ds
 
     layout = job.layout
+    if "nvme" in (layout.offload_optimizer, layout.offload_params):
+        from toolkit.engines.nvme import use_private_directory
+
+        ds_config = use_private_directory(ds_config)
     dtype = ds.model_dtype(ds_config)
     partition = None
     if layout.tp > 1 or layout.pp > 1 or layout.ep > 1:
@@ -70,7 +74,7 @@ def _deepspeed(
         from toolkit.parallel.groups import ParallelGroups
 
         partition = ModelPartition(job, ParallelGroups.create(layout), device)
-    sharder = ds.zero3_sharder(ds_config, dtype, partition, ulysses=layout.ulysses) if layout.zero_stage == 3 else None
+    sharder = ds.zero3_sharder(ds_config, partition, ulysses=layout.ulysses) if layout.zero_stage == 3 else None
     model = build(dtype=dtype, partition=partition, on_layer=sharder)
     stage = None if partition is None else partition.stage
     loss = _head_loss(job.recipe, model) if stage is None or stage.is_last else None

@@ -220,8 +220,6 @@ class Zero3States(_WrappedStates):
             return kept.detach().float().reshape(-1)[: self.extent(parameter)[1]]
         self.create()
         part: torch.Tensor = self._wrapper.get_local_fp32_param(parameter, None if kind == MASTER else kind)
-        if getattr(self._wrapper, "swap_optimizer", False):
-            part = part.clone()  # its buffer is reused for the next one
         return part.detach().float().reshape(-1)[: self.extent(parameter)[1]]
 
     @override
@@ -241,6 +239,10 @@ class Zero3States(_WrappedStates):
 
 def deepspeed_states(optimizer: Any, zero_stage: int, kinds: Iterable[str]) -> OptimizerStates:
     """Return the states of the optimizer that `deepspeed.initialize` returned."""
+    if getattr(optimizer, "swap_optimizer", False) or getattr(optimizer, "params_in_nvme_and_cpu", False):
+        from toolkit.engines.nvme import NvmeStates  # which extends those of ZeRO 3
+
+        return NvmeStates(optimizer, kinds)
     if zero_stage == 3:
         return Zero3States(optimizer, kinds)
     if zero_stage == 0:

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from toolkit.errors import ToolkitError
+from toolkit.files import remove_temporary
 from toolkit.imports import no_garbage_collection
 from toolkit.launch.environment import local_device
 from toolkit.launch.forked_script import forks_have_gpus
@@ -203,8 +204,10 @@ def _rank_main(
         result = function()
         if store is not None:
             dist.barrier()
+        remove_temporary()
         _send(pipe, True, result)
     except BaseException as error:
+        remove_temporary()
         _send(pipe, False, error if isinstance(error, ToolkitError) else traceback.format_exc())
         time.sleep(_FAILED_RANK_SECONDS)
     finally:

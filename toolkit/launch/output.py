@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from toolkit.errors import FinishedError, PreemptedError, ToolkitError, printed_lines, unusable
+from toolkit.files import remove_temporary
 from toolkit.launch.stop_requests import end_if_waiting, listen
 
 _REPORTER_SECONDS = 5
@@ -64,6 +65,7 @@ def reported_errors() -> Iterator[None]:
     sys.stderr.flush()
     for hook in exit_hooks:
         hook()
+    remove_temporary()
     os._exit(code)
 
 

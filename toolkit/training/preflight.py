@@ -13,8 +13,8 @@ from toolkit.dsconfig import Device, build, merge_user_config, read_user_config
 from toolkit.engines.factory import check_precision
 from toolkit.engines.optimizer import learning_rate
 from toolkit.engines.routing import check_routing
-from toolkit.errors import ConfigError, DataError, ModelError, RecipeError
-from toolkit.files import reason_of
+from toolkit.errors import ConfigError, DataError, ModelError, RecipeError, RunError
+from toolkit.files import expanded, reason_of
 from toolkit.model_init.build_model import check_trained, load_config
 from toolkit.model_init.document_masking import check_document_masking
 from toolkit.model_init.four_bit import check_four_bit
@@ -66,6 +66,14 @@ def deepspeed_config(
         return None
     kind: Device = "cuda" if device.type == "cuda" else "cpu"
     built = build(job, hidden_size=config.get_text_config().hidden_size, device=kind)
+    for field in ("parallel.quantized_weights", "parallel.quantized_gradients"):
+        if recipe.value_of(field) and kind == "cpu":
+            reason = "ZeRO++ quantizes with kernels of a GPU"
+            raise RunError.of(field, True, reason, (field, False))
+    if "nvme" in (job.layout.offload_optimizer, job.layout.offload_params):
+        from toolkit.engines.nvme import check_directory  # which imports DeepSpeed
+
+        check_directory(expanded(str(recipe.parallel.nvme_path)))
     if user_config is None:
         return built
     return merge_user_config(built, read_user_config(user_config), name=user_config, shares_experts=job.layout.ep > 1)

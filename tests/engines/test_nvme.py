@@ -1,0 +1,125 @@
+"""Offload to NVMe: the same training as in memory, states read and written in their files, nothing left behind."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from async_io import skip_without_async_io
+from engine_states import Outcome, assert_same_bits, build, changes, resumed_run, train, whole_run
+
+from toolkit.config.recipe import Recipe
+from toolkit.config.strategy import Strategy
+
+Ranks = Callable[..., list[Any]]
+MIB = 2**20
+
+
+@pytest.fixture
+def drive(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    skip_without_async_io(builds=request.node.get_closest_marker("whole") is not None)
+    (folder := tmp_path / "drive").mkdir()
+    return folder
+
+
+def recipe_of(
+    make_recipe: Callable[..., Recipe], drive: Path, name: str, optimizer: str, precision: str, **fields: Any
+) -> Recipe:
+    """A model whose embedding is large enough for a file: a rank's part of it has more than a MiB."""
+    small = changes(optimizer) | {"overrides__vocab_size": 8200, "overrides__n_embd": 160, "overrides__n_layer": 2}
+    recipe = Strategy.parse(name).apply(make_recipe(**small, precision=precision), 2)
+    return recipe.changed({"parallel": {"nvme_path": str(drive), **fields}})
+
+
+def files_of(recipe: Recipe) -> dict[str, int]:
+    """Train two steps; the sizes of this rank's files, by kind."""
+    engine, loader, rate = build(recipe)
+    train(engine, loader, rate, 0, 2)
+    assert recipe.parallel.nvme_path is not None
+    (rank,) = {path.parent.name for path in Path(recipe.parallel.nvme_path).glob("*/*/optimizer/rank0/*")}
+    files = Path(recipe.parallel.nvme_path).glob(f"*/*/*/{rank}/*.swp")
+    return {f"{path.parent.parent.name}/{path.name}": path.stat().st_size for path in files}
+
+
+WHOLE = pytest.mark.whole
+PAIRS = [
+    pytest.param("dp2-z3-nvme", "dp2-z3-nvme", "adamw", "bf16"),
+    pytest.param("dp2-z3-nvme", "tp2-pp2-z1", "adamw", "fp32", marks=WHOLE),
+    pytest.param("tp2-pp2-z1", "dp2-z3-nvme", "adamw", "fp32", marks=WHOLE),
+    *(
+        pytest.param(one, other, optimizer, precision, marks=WHOLE)
+        for one, other in (("dp2-z3-nvme", "dp2-z1"), ("dp1-z2", "dp2-z3-nvme"), ("dp1-z3-nvme", "tp2-dp2-z3-nvme"))
+        for optimizer in ("adamw", "sgd", "lion")
+        for precision in ("fp32", "bf16")
+    ),
+]
+
+
+@pytest.mark.parametrize(("one", "other", "optimizer", "precision"), PAIRS)
+def test_states_in_files_continue_in_another_layout_and_from_it(
+    one: str,
+    other: str,
+    optimizer: str,
+    precision: str,
+    make_recipe: Callable[..., Recipe],
+    ranks: Ranks,
+    drive: Path,
+) -> None:
+    outcome = {}
+    for name in (one, other):
+        recipe = recipe_of(make_recipe, drive, name, optimizer, precision)
+        outcome[name] = recipe, Strategy.parse(name).world_size(2)
+    recipe, world = outcome[one]
+    before, curve, after = ranks(whole_run, world, recipe)[0]
+    recipe, world = outcome[other]
+    found, continued, end = ranks(resumed_run, world, recipe, before)[0]
+    assert_same_bits(found[0], before[0])
+    assert found[1] == before[1]
+    if one == other:
+        assert continued == curve
+        assert_same_bits(end, after)
+    tolerance = 1e-6 if precision == "fp32" else 2e-2
+    for (loss, norm), (wanted_loss, wanted_norm) in zip(continued, curve, strict=True):
+        assert loss == pytest.approx(wanted_loss, rel=tolerance)
+        assert norm == pytest.approx(wanted_norm, rel=10 * tolerance)
+    assert list(drive.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("precision", "params"),
+    [pytest.param(*case, marks=WHOLE) for case in (("fp32", "nvme"), ("bf16", "cpu"), ("bf16", "nvme"))],
+)
+def test_files_train_what_memory_trains(
+    precision: str, params: str, make_recipe: Callable[..., Recipe], ranks: Ranks, drive: Path
+) -> None:
+    def run(device: str, params: str) -> Outcome:
+        place = {"offload_optimizer": device, "offload_params": params}
+        outcome: Outcome = ranks(whole_run, 2, recipe_of(make_recipe, drive, "dp2-z3", "adamw", precision, **place))[0]
+        return outcome
+
+    on_nvme, in_memory = run("nvme", params), run("cpu", "cpu")
+    assert on_nvme[1] == in_memory[1]
+    assert_same_bits(on_nvme[2], in_memory[2])
+
+
+def test_what_a_killed_run_left_is_removed_and_what_another_uses_is_kept(
+    make_recipe: Callable[..., Recipe], ranks: Ranks, drive: Path
+) -> None:
+    import fcntl
+    import os
+
+    for name in ("killed", "used"):
+        (drive / f"dstk-offload-{name}").mkdir()
+        (drive / f"dstk-offload-{name}" / "lock").touch()
+    held = os.open(drive / "dstk-offload-used" / "lock", os.O_WRONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    recipe = recipe_of(make_recipe, drive, "dp1-z3-nvme", "adamw", "fp32")
+    sizes = ranks(files_of, 1, recipe)[0]
+    os.close(held)
+    assert [path.name for path in drive.iterdir()] == ["dstk-offload-used"]
+    shutil.rmtree(drive / "dstk-offload-used")
+    embedding = 4 * 8200 * 160
+    assert {name.split("/")[0] for name in sizes} == {"optimizer", "float32params"}
+    assert all(size % 1024 == 0 and size >= MIB for size in sizes.values())
+    assert max(size for name, size in sizes.items() if "params" in name) >= embedding
