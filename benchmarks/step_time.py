@@ -123,7 +123,7 @@ def tensors(recipe: Recipe) -> Steps:
 def plain_pytorch(recipe: Recipe, steps: Steps) -> Stamps:
     model = make_model(recipe)
     section = recipe.optimizer
-    groups = parameter_groups(model, section.weight_decay)
+    groups = parameter_groups(model.named_parameters(), section)
     optimizer = torch.optim.AdamW(groups, lr=section.lr, betas=section.betas, eps=section.eps)
     rate = learning_rate(recipe)
     stamps = Stamps()
@@ -145,7 +145,7 @@ def plain_deepspeed(recipe: Recipe, steps: Steps) -> Stamps:
     config = deepspeed_config(Job.of(recipe, 1), check_model(recipe, CPU), CPU)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled, for over a minute
     model = make_model(recipe)
-    groups = parameter_groups(model, recipe.optimizer.weight_decay)
+    groups = parameter_groups(model.named_parameters(), recipe.optimizer)
     engine, optimizer, _, _ = deepspeed.initialize(model=model, model_parameters=groups, config=config)
     rate = learning_rate(recipe)
     stamps = Stamps()

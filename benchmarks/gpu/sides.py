@@ -126,7 +126,7 @@ def by_hand(recipe: Recipe, tokens: Tokens, model: PreTrainedModel, device: torc
     model = model.float().to(device).train()
     compiled: Any = torch.compile(model, backend=backend)
     section, size = recipe.optimizer, recipe.batch.micro_batch_size or 1
-    groups = parameter_groups(model, section.weight_decay)
+    groups = parameter_groups(model.named_parameters(), section)
     fused = device.type == "cuda"
     optimizer = torch.optim.AdamW(groups, lr=section.lr, betas=section.betas, eps=section.eps, fused=fused)
     rate = learning_rate(recipe)

@@ -104,26 +104,45 @@ CONFLICTS: list[tuple[dict[str, object], list[str], list[object]]] = [
         ["train.max_incidents", "train.on_nonfinite", "train.spike_sigmas"],
         ["remove it", ("train.on_nonfinite", "skip or rollback")],
     ),
-    ({"optimizer__momentum": 0.9}, ["optimizer.momentum", "optimizer.name"], ["remove it", ("optimizer.name", "sgd")]),
+    (
+        {"optimizer__momentum": 0.9},
+        ["optimizer.momentum", "optimizer.name"],
+        ["remove it", ("optimizer.name", "sgd or muon")],
+    ),
     (
         {"optimizer__name": "adam", "optimizer__momentum": 0.9},
         ["optimizer.momentum", "optimizer.name"],
-        ["remove it", ("optimizer.name", "sgd")],
+        ["remove it", ("optimizer.name", "sgd or muon")],
     ),
     (
         {"optimizer__name": "sgd", "optimizer__betas": [0.9, 0.95]},
         ["optimizer.betas", "optimizer.name"],
-        ["remove it", ("optimizer.name", "adamw or adam or lion")],
+        ["remove it", ("optimizer.name", "adamw or adam or lion or muon")],
     ),
     (
         {"optimizer__name": "sgd", "optimizer__eps": 1e-06},
         ["optimizer.eps", "optimizer.name"],
-        ["remove it", ("optimizer.name", "adamw or adam")],
+        ["remove it", ("optimizer.name", "adamw or adam or muon")],
     ),
     (
         {"optimizer__name": "lion", "optimizer__eps": 1e-06},
         ["optimizer.eps", "optimizer.name"],
-        ["remove it", ("optimizer.name", "adamw or adam")],
+        ["remove it", ("optimizer.name", "adamw or adam or muon")],
+    ),
+    (
+        {"optimizer__adamw_lr": 1e-3},
+        ["optimizer.adamw_lr", "optimizer.name"],
+        ["remove it", ("optimizer.name", "muon")],
+    ),
+    (
+        {"optimizer__adjust_lr": "original"},
+        ["optimizer.adjust_lr", "optimizer.name"],
+        ["remove it", ("optimizer.name", "muon")],
+    ),
+    (
+        {"optimizer__name": "muon", "parallel__zero_stage": 2, "parallel__offload_optimizer": "cpu"},
+        ["optimizer.name", "parallel.offload_optimizer"],
+        [("parallel.offload_optimizer", "none"), ("optimizer.name", "adamw")],
     ),
     (
         {"schedule__name": "constant", "schedule__warmup_steps": 2},
@@ -230,6 +249,7 @@ CONSISTENT: list[dict[str, object]] = [
     {"precision": "fp16", "parallel__zero_stage": 3, "parallel__offload_params": "cpu"},
     {"optimizer__name": "sgd", "optimizer__momentum": 0.9},
     {"optimizer__name": "lion", "optimizer__betas": [0.9, 0.99]},
+    {"optimizer__name": "muon", "optimizer__momentum": 0.9, "optimizer__eps": 1e-06, "optimizer__adamw_lr": 1e-3},
     {"schedule__name": "constant_with_warmup", "schedule__warmup_steps": 10},
     {"schedule__name": "cosine_with_min_lr", "schedule__min_lr_ratio": 0.1},
     {"schedule__name": "warmup_stable_decay", "schedule__warmup_steps": 5, "schedule__decay_steps": 5},

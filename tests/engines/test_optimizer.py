@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from toolkit.config.recipe import Recipe, ScheduleName
+from toolkit.config.recipe import OptimizerSection, Recipe, ScheduleName
 from toolkit.engines.optimizer import Lion, learning_rate, parameter_groups
 
 Make = Callable[..., Recipe]
@@ -16,7 +16,7 @@ Make = Callable[..., Recipe]
 
 def test_biases_and_norms_do_not_decay() -> None:
     model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), nn.LayerNorm(4))
-    decayed, spared = parameter_groups(model, 0.1)
+    decayed, spared = parameter_groups(model.named_parameters(), OptimizerSection(lr=1, weight_decay=0.1))
     assert (decayed["weight_decay"], len(decayed["params"])) == (0.1, 2)
     assert (spared["weight_decay"], len(spared["params"])) == (0.0, 3)
 
@@ -24,7 +24,7 @@ def test_biases_and_norms_do_not_decay() -> None:
 def test_frozen_parameters_are_left_out() -> None:
     model = nn.Linear(2, 2)
     model.bias.requires_grad_(False)
-    assert [len(group["params"]) for group in parameter_groups(model, 0.1)] == [1]
+    assert [len(group["params"]) for group in parameter_groups(model.named_parameters(), OptimizerSection(lr=1))] == [1]
 
 
 def test_lion_follows_algorithm_2_of_its_paper() -> None:

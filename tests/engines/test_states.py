@@ -26,28 +26,38 @@ def saved(make_recipe: Callable[..., Any], ranks: Callable[..., list[Any]]) -> C
     return of
 
 
+OFFLOADED = ("z1-offload", "z3-offload")
+
+
+def is_allowed(optimizer: str, *layouts: str) -> bool:
+    return optimizer != "muon" or not set(layouts) & set(OFFLOADED)
+
+
 LAYOUTS = (
-    *("reference", "z0", "z1", "z2", "z3", "ddp", "fsdp", "z1-offload", "z3-offload"),
+    *("reference", "z0", "z1", "z2", "z3", "ddp", "fsdp", *OFFLOADED),
     *("tp2-z1", "tp2-z3", "tp2-sp-z2", "pp2-z0", "pp2-z1", "tp2-pp2-z1"),
 )
 PAIRS = [("z3", other) for other in LAYOUTS] + [(other, "tp2-pp2-z1") for other in LAYOUTS]
-
-
-DAILY_PAIRS = {("z3", "tp2-pp2-z1"), ("z3", "reference"), ("fsdp", "tp2-pp2-z1"), ("z3", "tp2-sp-z2")}
+CASES = [(*pair, name) for pair in sorted({*PAIRS}) for name in ("adamw", "muon") if is_allowed(name, *pair)]
+DAILY_CASES = {
+    *(("z3", "tp2-pp2-z1", "muon"), ("z3", "reference", "adamw")),
+    *(("fsdp", "tp2-pp2-z1", "adamw"), ("z3", "tp2-sp-z2", "muon")),
+}
 DAILY = {("z1", "sgd", "fp32"), ("z3-offload", "adamw", "bf16"), ("tp2-z3", "lion", "fp32")}
 
 
-@pytest.mark.parametrize(("one", "other"), [cell(*pair, daily=pair in DAILY_PAIRS) for pair in sorted(set(PAIRS))])
+@pytest.mark.parametrize(("one", "other", "optimizer"), [cell(*case, daily=case in DAILY_CASES) for case in CASES])
 def test_states_of_one_layout_continue_in_another(
     one: str,
     other: str,
+    optimizer: str,
     saved: Callable[..., Outcome],
     make_recipe: Callable[..., Any],
     ranks: Callable[..., list[Any]],
 ) -> None:
     strategy = Strategy.parse(other)
-    recipe = strategy.apply(make_recipe(**changes("adamw")), 2)
-    before, curve, _ = saved(one)
+    recipe = strategy.apply(make_recipe(**changes(optimizer)), 2)
+    before, curve, _ = saved(one, optimizer)
     found, continued, _ = ranks(resumed_run, strategy.world_size(2), recipe, before)[0]
     assert_same_bits(found[0], before[0])
     assert found[1] == before[1] == BEFORE
@@ -60,7 +70,8 @@ def test_states_of_one_layout_continue_in_another(
     ("name", "optimizer", "precision"),
     [
         cell(*case, daily=case in DAILY)
-        for case in product(LAYOUTS, ("adamw", "sgd", "lion"), ("fp32", "bf16"))
+        for case in product(LAYOUTS, ("adamw", "sgd", "lion", "muon"), ("fp32", "bf16"))
+        if is_allowed(case[1], case[0])
         if case[2] == "fp32" or case[0] not in ("reference", "pp2-z0")  # which have no bf16
     ],
 )

@@ -12,6 +12,7 @@ import pytest
 import torch
 from planted_faults import forget_moments
 
+from toolkit.config.recipe import OptimizerSection
 from toolkit.data.samples.loader import MicroBatchLoader
 from toolkit.data.samples.samples import Samples
 from toolkit.engines import accelerate_engine, deepspeed_engine, deepspeed_patches
@@ -149,11 +150,12 @@ def test_weights_of_another_seed(train: Train, monkeypatch: pytest.MonkeyPatch) 
 def test_one_layer_that_is_frozen(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     build = deepspeed_engine.parameter_groups
 
-    def frozen(model: Any, weight_decay: float) -> Any:
-        for name, parameter in model.named_parameters():
+    def frozen(named_parameters: Any, section: Any) -> Any:
+        named = list(named_parameters)
+        for name, parameter in named:
             if ".h.1." in name:
                 parameter.register_hook(torch.zeros_like)
-        return build(model, weight_decay)
+        return build(named, section)
 
     monkeypatch.setattr(deepspeed_engine, "parameter_groups", frozen)
     assert_cause(train(zero_stage=0), Cause.SHARD, "only layer 1")
@@ -168,12 +170,14 @@ def test_weight_decay_on_norms_and_biases(train: Train, monkeypatch: pytest.Monk
     )
 
 
-def _one_group(model: Any, weight_decay: float) -> Any:
-    return [{"params": list(model.parameters()), "weight_decay": weight_decay}]
+def _one_group(named_parameters: Any, section: Any) -> Any:
+    return [{"params": [parameter for _, parameter in named_parameters], "weight_decay": section.weight_decay}]
 
 
 def test_no_weight_decay_at_all(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deepspeed_engine, "parameter_groups", lambda model, decay: _one_group(model, 0.0))
+    monkeypatch.setattr(
+        deepspeed_engine, "parameter_groups", lambda named, _: _one_group(named, OptimizerSection(lr=1))
+    )
     assert_cause(train(zero_stage=1), Cause.WEIGHT_DECAY, "multiple of the weights")
 
 

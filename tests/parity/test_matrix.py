@@ -175,8 +175,9 @@ class TestPlantedFaults:
         assert found["dp2-z1"] == ()
 
     def test_a_weight_decay_of_biases_and_norms(self, failed_checks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        def one_group(model: Any, weight_decay: float) -> Any:
-            return [{"params": [p for p in model.parameters() if p.requires_grad], "weight_decay": weight_decay}]
+        def one_group(named_parameters: Any, section: Any) -> Any:
+            trained = [p for _, p in named_parameters if p.requires_grad]
+            return [{"params": trained, "weight_decay": section.weight_decay}]
 
         monkeypatch.setattr(deepspeed_engine, "parameter_groups", one_group)
         found = failed_checks(simple("dp2-z1", precision="fp32"))

@@ -27,7 +27,7 @@ Flags = dict[str, Any]
 """The values of the options, by their Python names."""
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
-OPTIMIZERS = (*get_args(OptimizerName), *get_args(extras.OtherOptimizer), *REMOVED_OPTIMIZERS)
+OPTIMIZERS = tuple(dict.fromkeys((*get_args(OptimizerName), *get_args(extras.OtherOptimizer), *REMOVED_OPTIMIZERS)))
 _POSITIVE = click.IntRange(min=1)
 _FROM_0, _ABOVE_0 = FiniteRange(min=0), FiniteRange(min=0, min_open=True)
 _FRACTION = FiniteRange(min=0, max=1, max_open=True)

@@ -172,11 +172,15 @@ class Layout:
         """The global rank at a coordinate; the inverse of `coordinate`."""
         return (pipe * self.dp + data) * self.tp * self.ulysses + model
 
-    def ranks_along(self, axis: Literal["pipe", "data", "model", "expert", "expert_data"]) -> list[list[int]]:
+    def ranks_along(self, axis: Literal["pipe", "data", "model", "expert", "expert_data", "stage"]) -> list[list[int]]:
         """Every group of ranks that differ in one axis alone, in the order of their first ranks.
 
         `expert`: each ep neighbors along data, which share out the experts; `expert_data`: those with the same experts.
+        `stage`: those of a pipeline stage, which differ in data and model.
         """
+        if axis == "stage":
+            size = self.world_size // self.pp
+            return [list(range(first, first + size)) for first in range(0, self.world_size, size)]
         if axis in ("expert", "expert_data"):
             size, replicas = self.ep, self.ranks_along("data")
             if axis == "expert":

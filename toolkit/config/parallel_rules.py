@@ -37,6 +37,7 @@ def setting_conflicts(recipe: Recipe, world_size: int | None) -> list[Refusal]:
     """What cannot run whatever the model is; with `world_size` also what does not fit that many ranks."""
     return [*_other_engines(recipe, world_size)] or [
         *_layout_and_batch(recipe, world_size),
+        *_optimizer_settings(recipe),
         *_model_parallel_settings(recipe),
         *_offload_settings(recipe),
         *_ulysses_settings(recipe),
@@ -145,6 +146,15 @@ def _layout_and_batch(recipe: Recipe, world_size: int | None) -> Iterator[Refusa
     except (LayoutError, BatchError) as error:
         refusal = error.as_refusal()
         yield refusal.in_section("parallel") if isinstance(error, LayoutError) else refusal
+
+
+def _optimizer_settings(recipe: Recipe) -> Iterator[Refusal]:
+    field = "parallel.offload_optimizer"
+    if recipe.optimizer.name == "muon" and recipe.value_of(field) != "none":
+        reason = "the matrix products of Muon would run on the CPU"
+        yield recipe.conflict(
+            "optimizer.name", field, reason=reason, remedy=((field, "none"), ("optimizer.name", "adamw"))
+        )
 
 
 def _model_parallel_settings(recipe: Recipe) -> Iterator[Refusal]:

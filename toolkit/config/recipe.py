@@ -20,7 +20,8 @@ from toolkit.errors import BatchError, LayoutError, Refusal, Setting
 
 Precision = Literal["fp32", "bf16", "fp16"]
 EngineName = Literal["deepspeed", "reference", "ddp", "fsdp"]
-OptimizerName = Literal["adamw", "adam", "sgd", "lion"]
+OptimizerName = Literal["adamw", "adam", "sgd", "lion", "muon"]
+AdjustLr = Literal["match_rms_adamw", "original"]
 ScheduleName = Literal[
     "constant",
     "constant_with_warmup",
@@ -183,17 +184,28 @@ class OptimizerSection(Section):
     """The optimizer. Weight decay skips biases and norms (parameters with fewer than two dimensions)."""
 
     name: OptimizerName = "adamw"
-    """adamw (decoupled decay), adam (L2), sgd or lion."""
+    """adamw (decoupled decay), adam (L2), sgd, lion, or muon: orthogonal updates of the decoder layers' matrices, and
+    adamw for all else (docs/optimizers.md)."""
     lr: Annotated[float, Field(gt=0)]
     """Peak learning rate."""
+    adamw_lr: Annotated[float, Field(gt=0)] | None = None
+    """Peak learning rate of what adamw updates beside muon; null: the same."""
+    adjust_lr: AdjustLr = "match_rms_adamw"
+    """How muon's learning rate depends on a matrix. `match_rms_adamw`: updates as large as adamw's usually are, for one
+    learning rate; `original`: times √max(1, rows / columns). As in torch.optim.Muon."""
     betas: tuple[Beta, Beta] = (0.9, 0.999)
-    """Decay rates of the moments (adamw, adam, lion; Lion's authors use 0.9 and 0.99)."""
+    """Decay rates of the moments (adamw, adam, lion, beside muon; Lion's authors use 0.9 and 0.99)."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
-    """Added to the square root of the second moment (adamw, adam)."""
+    """Added to the square root of the second moment (adamw, adam, beside muon)."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Decay of parameters with two or more dimensions."""
     momentum: Beta = 0.0
-    """Momentum (sgd)."""
+    """Momentum (sgd, muon); 0 means 0.95 for muon."""
+
+    @property
+    def muon_momentum(self) -> float:
+        """Muon's momentum."""
+        return self.momentum or 0.95
 
 
 class ScheduleSection(Section):

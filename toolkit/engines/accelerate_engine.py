@@ -20,6 +20,7 @@ from toolkit.engines.base import DataParallelEngine, StepResult, gradient_error
 from toolkit.engines.compiled_layers import CompiledLayers
 from toolkit.engines.dropout import DropoutStream
 from toolkit.engines.gradient_norm import clip_gradients
+from toolkit.engines.muon import connect_matrices
 from toolkit.engines.optimizer import parameter_groups, torch_optimizer
 from toolkit.engines.optimizer_states import PlainStates, state_kinds
 from toolkit.engines.routing import find_routing
@@ -65,12 +66,14 @@ class AccelerateEngine(DataParallelEngine):
             # accelerate 1.15 silently ignores the plugin on CPU ranks and uses DDP (state.py); no issue is known.
             self.accelerator.state.distributed_type = DistributedType.FSDP
             self.accelerator.state.fsdp_plugin = plugin
-        optimizer = torch_optimizer(recipe.optimizer, parameter_groups(model, recipe.optimizer.weight_decay))
+        self.model = model
+        optimizer = torch_optimizer(recipe, parameter_groups(self.named_parameters(), recipe.optimizer))
         prepared, self.optimizer = self.accelerator.prepare(model, optimizer)
         base = getattr(self.optimizer, "optimizer", self.optimizer)
         self.states = PlainStates(base, state_kinds(recipe.optimizer.name, recipe.optimizer.momentum))
         self._wrapped: Any = prepared
         self.model = self.accelerator.unwrap_model(prepared)
+        connect_matrices(self.states, self.named_parameters())
         if recipe.train.compile:
             self.compiled = CompiledLayers(self.model)
         self._wrapped.train()

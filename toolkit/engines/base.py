@@ -175,7 +175,7 @@ class Engine(ABC):
 
         Of a model with adapters these are the adapters: the weights beside them never change.
         """
-        trained = self.trained_names()
+        trained = [entry for entry in self.trained_names() if self.states.keeps(kind, *entry)]
         return trained if kind != MASTER or holds_adapters(name for name, _ in trained) else self.parameter_names()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -228,7 +228,7 @@ class Engine(ABC):
 
     def _set_learning_rate(self, learning_rate: float) -> None:
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+            group["lr"] = learning_rate * group.get("lr_ratio", 1.0)
 
 
 class DistributedEngine(Engine):

@@ -19,6 +19,7 @@ from toolkit.engines.base import DataParallelEngine, DistributedEngine, StepResu
 from toolkit.engines.compiled_layers import CompiledLayers
 from toolkit.engines.dropout import DropoutStream
 from toolkit.engines.gradient_norm import full_grad_norm
+from toolkit.engines.muon import connect_matrices
 from toolkit.engines.optimizer import parameter_groups, torch_optimizer
 from toolkit.engines.optimizer_states import deepspeed_states, state_kinds
 from toolkit.engines.routing import find_routing
@@ -48,8 +49,8 @@ class DeepSpeedBase(DistributedEngine):
             declare_experts(self.model, self.partition.groups)
         if recipe.train.compile:
             self.compiled = CompiledLayers(self.model, zero_stage=self._zero_stage)
-        groups = parameter_groups(self.model, recipe.optimizer.weight_decay)
-        client = None if "optimizer" in config else torch_optimizer(recipe.optimizer, groups)
+        groups = parameter_groups(self.named_parameters(), recipe.optimizer)
+        client = None if "optimizer" in config else torch_optimizer(recipe, groups)
         with deepspeed_patches.quiet_stdout(unless=recipe.log.level == "debug"):
             self.engine, self.optimizer, _, _ = deepspeed.initialize(
                 model=module,
@@ -66,6 +67,7 @@ class DeepSpeedBase(DistributedEngine):
         deepspeed_patches.fix_gradient_norms(self.engine, self.partition)
         kinds = state_kinds(recipe.optimizer.name, recipe.optimizer.momentum)
         self.states = deepspeed_states(self.optimizer, self._zero_stage, kinds)
+        connect_matrices(self.states, self.named_parameters(), self.partition)
 
     @override
     def full_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -109,7 +109,7 @@ class NvmeStates(Zero3States):
             if all(kind in state for kind in self.kinds):
                 continue
             self._bring(group)
-            self._create_for(tensor)
+            self._create_for(tensor, self.kinds)
             self._changed = True
 
     @override

@@ -8,29 +8,41 @@ from torch import nn
 
 from toolkit.config.recipe import OptimizerSection, Recipe
 from toolkit.dsconfig.trainer import schedule_arguments
+from toolkit.engines.muon import Muon
+from toolkit.models.hidden_matrices import is_hidden_matrix
+from toolkit.parallel.shard import is_marked, shard_of
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+def parameter_groups(
+    named_parameters: Iterable[tuple[str, nn.Parameter]], section: OptimizerSection
+) -> list[dict[str, Any]]:
     """Return groups without empty ones: parameters with two or more dimensions decay, biases and norms do not.
 
-    Experts that replicas share out have groups of their own, which DeepSpeed reduces over other ranks.
+    Under Muon hidden matrices are apart from the others. Experts that replicas share out have groups of their own,
+    which DeepSpeed reduces over other ranks.
     """
-    groups: dict[tuple[bool, str | None], list[nn.Parameter]] = {}
-    for parameter in model.parameters():
+    groups: dict[tuple[bool, bool, str], list[nn.Parameter]] = {}
+    by_matrix = section.name == "muon"
+    for name, parameter in named_parameters:
         if parameter.requires_grad:
-            # ZeRO-3 flattens a parameter to its shard and keeps the full shape here.
+            # ZeRO-3 flattens a parameter to its shard and keeps the shape here.
             shape = getattr(parameter, "ds_shape", parameter.shape)
-            groups.setdefault((len(shape) < 2, getattr(parameter, "group_name", None)), []).append(parameter)
+            shape = shard_of(parameter).shape if is_marked(parameter) else shape
+            is_other = by_matrix and not is_hidden_matrix(name, shape)
+            key = len(shape) < 2, is_other, getattr(parameter, "group_name", None) or ""
+            groups.setdefault(key, []).append(parameter)
+    ratio = 1.0 if section.adamw_lr is None else section.adamw_lr / section.lr
     return [
-        {"params": parameters, "weight_decay": 0.0 if is_spared else weight_decay}
-        | ({} if name is None else {"moe": True, "name": name})
-        for (is_spared, name), parameters in sorted(groups.items(), key=lambda group: (group[0][0], group[0][1] or ""))
+        {"params": parameters, "weight_decay": 0.0 if is_spared else section.weight_decay}
+        | ({"moe": True, "name": name} if name else {})
+        | ({"muon": not is_other, "lr_ratio": ratio if is_other else 1.0} if by_matrix else {})
+        for (is_spared, is_other, name), parameters in sorted(groups.items(), key=lambda group: group[0])
     ]
 
 
-def torch_optimizer(section: OptimizerSection, groups: Iterable[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Create the recipe's optimizer: PyTorch's, or Lion, which PyTorch lacks."""
-    parameters = list(groups)
+def torch_optimizer(recipe: Recipe, groups: Iterable[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Create the recipe's optimizer: PyTorch's, or Lion, which PyTorch lacks, or a Muon for sharded matrices."""
+    section, parameters = recipe.optimizer, list(groups)
     match section.name:
         case "adamw":
             return torch.optim.AdamW(parameters, lr=section.lr, betas=section.betas, eps=section.eps)
@@ -40,6 +52,17 @@ def torch_optimizer(section: OptimizerSection, groups: Iterable[dict[str, Any]])
             return torch.optim.SGD(parameters, lr=section.lr, momentum=section.momentum)
         case "lion":
             return Lion(parameters, lr=section.lr, betas=section.betas)
+        case "muon":
+            return Muon(
+                parameters,
+                lr=section.lr,
+                betas=section.betas,
+                eps=section.eps,
+                momentum=section.muon_momentum,
+                adjust_lr=section.adjust_lr,
+                # Orthogonality need not be exact, and parity does: with fp32 weights every product is in fp32.
+                dtype=torch.float32 if recipe.precision == "fp32" else torch.bfloat16,
+            )
 
 
 class Lion(torch.optim.Optimizer):

@@ -7,7 +7,7 @@ Reading and writing are collective over the replicas: all must access the same p
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from typing_extensions import override
 
+from toolkit.models.hidden_matrices import is_hidden_matrix
+
 MASTER = "master"
 
 KINDS = {
@@ -23,6 +25,8 @@ KINDS = {
     "adam": ("exp_avg", "exp_avg_sq"),
     "lion": ("exp_avg",),
     "sgd": ("momentum_buffer",),
+    # Of matrices Muon keeps the first, of all else the others.
+    "muon": ("momentum_buffer", "exp_avg", "exp_avg_sq"),
 }
 
 
@@ -63,20 +67,35 @@ class OptimizerStates(ABC):
 
     def create(self) -> None:
         """Create the states that the first update would create: zeros."""
+        for index, group in enumerate(self.base.param_groups):
+            kinds = self.kinds
+            if set(kinds) == set(KINDS["muon"]):
+                kinds = KINDS["sgd" if group["muon"] else "adamw"]
+            for tensor in self.held(index):
+                self._create_for(tensor, kinds)
+
+    def keeps(self, kind: str, name: str, shape: Sequence[int]) -> bool:
+        """Whether there is a state of this kind of a parameter that trains."""
+        if kind == MASTER or set(self.kinds) != set(KINDS["muon"]):
+            return True
+        return (kind == "momentum_buffer") == is_hidden_matrix(name, shape)
+
+    def held(self, group: int) -> Iterable[torch.Tensor]:
+        """Return the tensors of an optimizer group that are the keys of the states."""
+        parameters: list[torch.Tensor] = self.base.param_groups[group]["params"]
+        return parameters
+
+    def placements(self) -> Iterator[tuple[torch.Tensor, nn.Parameter, int]]:
+        """Yield each tensor that is updated with a parameter in it, and the first element of that parameter there."""
         for group in self.base.param_groups:
-            for tensor in self.held(group["params"]):
-                self._create_for(tensor)
+            yield from ((parameter, parameter, 0) for parameter in group["params"])
 
-    def held(self, parameters: list[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Yield the tensors of a group that are the keys of the states."""
-        yield from parameters
-
-    def _create_for(self, tensor: torch.Tensor) -> None:
+    def _create_for(self, tensor: torch.Tensor, kinds: Iterable[str]) -> None:
         state = self.base.state[tensor]
-        for kind in self.kinds:
+        for kind in kinds:
             if kind not in state or state[kind] is None:
                 state[kind] = torch.zeros_like(tensor, memory_format=torch.preserve_format)
-        if "exp_avg_sq" in self.kinds and "step" not in state:
+        if "exp_avg_sq" in kinds and "step" not in state:
             state["step"] = _count(self.base, tensor, 0)
 
 
@@ -118,7 +137,8 @@ class PlainStates(OptimizerStates):
     def _value(self, parameter: nn.Parameter, kind: str) -> torch.Tensor:
         if kind == MASTER:
             return parameter.detach()
-        self._create_for(parameter)
+        if kind not in self.base.state[parameter]:
+            self.create()
         value: torch.Tensor = self.base.state[parameter][kind]
         return value
 
@@ -141,14 +161,26 @@ class ZeroStates(_WrappedStates):
         from toolkit.engines.deepspeed_patches import link_optimizer_states
 
         super().create()
-        link_optimizer_states(self._wrapper, self.held([]), self.base.state)
+        link_optimizer_states(self._wrapper, self._partitions(), self.base.state)
 
-    def held(self, parameters: list[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Yield the flat partitions of all groups."""
-        partitions = getattr(self._wrapper, "single_partition_of_fp32_groups", None)
-        partitions = self._wrapper.fp32_groups_flat_partition if partitions is None else partitions
-        # Called once per group, it yields all each time: creating a state twice changes nothing.
-        yield from partitions
+    @override
+    def held(self, group: int) -> Iterable[torch.Tensor]:
+        """Return the flat partition of the group."""
+        return self._partitions()[group : group + 1]
+
+    @override
+    def placements(self) -> Iterator[tuple[torch.Tensor, nn.Parameter, int]]:
+        groups = getattr(self._wrapper, "bit16_groups", None) or self._wrapper.bf16_groups
+        for partition, group in zip(self._partitions(), groups, strict=True):
+            for parameter in group:
+                if parameter._hp_mapping is not None:
+                    yield partition, parameter, parameter._hp_mapping.hp_fragment_address.start
+
+    def _partitions(self) -> list[torch.Tensor]:
+        found: list[torch.Tensor] | None = getattr(self._wrapper, "single_partition_of_fp32_groups", None)
+        if found is None:
+            found = self._wrapper.fp32_groups_flat_partition
+        return found
 
     @override
     def read(self, parameter: nn.Parameter, kind: str) -> torch.Tensor:
@@ -192,9 +224,20 @@ class ZeroStates(_WrappedStates):
 class Zero3States(_WrappedStates):
     """DeepSpeed's ZeRO 3: each rank has a partition of every parameter."""
 
-    def held(self, parameters: list[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Yield the flat sub-groups: the optimizer's own groups contain one of them at a time."""
-        yield from self._wrapper.fp32_partitioned_groups_flat
+    @override
+    def held(self, group: int) -> Iterable[torch.Tensor]:
+        """Yield the group's flat sub-groups: the optimizer's own group contains one of them at a time."""
+        owners = self._wrapper.sub_group_to_group_id
+        yield from (flat for i, flat in enumerate(self._wrapper.fp32_partitioned_groups_flat) if owners[i] == group)
+
+    @override
+    def placements(self) -> Iterator[tuple[torch.Tensor, nn.Parameter, int]]:
+        wrapper = self._wrapper
+        for flat, parameters in zip(wrapper.fp32_partitioned_groups_flat, wrapper.fp16_groups, strict=True):
+            offset = 0
+            for parameter in parameters:
+                yield flat, parameter, offset
+                offset += parameter.ds_tensor.numel()
 
     @override
     def read(self, parameter: nn.Parameter, kind: str) -> torch.Tensor:
@@ -256,7 +299,7 @@ def state_kinds(name: str, momentum: float) -> tuple[str, ...]:
 
 
 def _count(base: Any, tensor: torch.Tensor, count: int) -> Any:
-    if not isinstance(base, torch.optim.Optimizer) or not type(base).__module__.startswith("torch."):
+    if not isinstance(base, torch.optim.Adam):
         return count  # DeepSpeed's own Adam counts in plain integers
     on_device = any(group.get("fused") or group.get("capturable") for group in base.param_groups)
     return torch.tensor(float(count), device=tensor.device if on_device else "cpu")

@@ -43,6 +43,13 @@ class ParallelGroups:
             expert_data=expert_data,
         )
 
+    def stage(self) -> dist.ProcessGroup:
+        """The ranks of this pipeline stage, all replicas of it. A collective call, which may create the group."""
+        if self.layout.pp == 1:
+            assert dist.group.WORLD is not None
+            return dist.group.WORLD
+        return _new_groups(self.layout, "stage", "stage")
+
     @property
     def coordinate(self) -> Coordinate:
         """This rank's coordinate in the layout."""

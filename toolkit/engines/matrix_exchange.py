@@ -1,0 +1,232 @@
+"""Whole matrices out of the pieces that ranks hold of them: each is worked on by one rank, which sends the result back.
+
+ZeRO partitions flat tensors, tensor parallelism splits dimensions, expert parallelism stacks of experts: a Fragment
+says which elements of a matrix a rank holds. Matrices are assigned to owners by the cost of orthogonalizing them, and
+exchanged in rounds, so that a rank holds a few whole ones at a time.
+"""
+
+import heapq
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from toolkit.parallel.shard import Shard
+
+_ROUND_ELEMENTS = 2**24
+"""Elements of whole matrices that an owner takes at once, unless one matrix has more."""
+
+Matrix = tuple[str, int]
+"""Name of a parameter, and index in its stack of experts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fragment:
+    """Consecutive elements of this rank's part of one matrix, in a flat tensor."""
+
+    index: int
+    """In the stack of experts; 0 for a single matrix."""
+    part: Shard
+    """Of the single matrix: what tensor parallelism has on this rank."""
+    start: int
+    """First element of the flattened part."""
+    length: int
+    tensor: int
+    """Which of the tensors of a step has them."""
+    offset: int
+    """First element there."""
+
+    @property
+    def matrix(self) -> Matrix:
+        return self.part.name, self.index
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """The same on ranks that hold the same elements."""
+        return self.matrix, self.part.dim, self.part.pieces, self.start, self.length
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        shape = list(self.part.shape)
+        if self.part.dim is not None:
+            shape[self.part.dim] = sum(length for _, length in self.part.pieces)
+        return tuple(shape)
+
+    def view(self, flat: torch.Tensor) -> torch.Tensor:
+        """These elements of the flat tensor that has them."""
+        return flat.narrow(0, self.offset, self.length)
+
+
+def fragments_of(shard: Shard, *, start: int, length: int, tensor: int, offset: int) -> Iterator[Fragment]:
+    """Yield the fragments of [start, start + length) of a flattened local parameter: one for each matrix of a stack."""
+    is_stack = len(shard.shape) == 3
+    first = shard.pieces if is_stack and shard.dim == 0 else ((0, shard.shape[0] if is_stack else 1),)
+    indices = [index for begin, count in first for index in range(begin, begin + count)]
+    shape, dim = (shard.shape[1:] if is_stack else shard.shape), shard.dim
+    if is_stack and dim is not None:
+        dim = None if dim == 0 else dim - 1
+    part = Shard(name=shard.name, shape=shape, dim=dim, pieces=() if dim is None else shard.pieces)
+    width = sum(count for _, count in part.pieces)
+    size = math.prod(shape) if dim is None else math.prod(shape) // shape[dim] * width
+    for position, index in enumerate(indices):
+        begin, end = max(start, position * size), min(start + length, (position + 1) * size)
+        if begin < end:
+            yield Fragment(
+                index=index,
+                part=part,
+                start=begin - position * size,
+                length=end - begin,
+                tensor=tensor,
+                offset=offset + begin - start,
+            )
+
+
+@dataclass
+class _Round:
+    """What this rank exchanges at once. Lists are in the order of the other ranks."""
+
+    lent: list[tuple[int, Fragment]]
+    """Sent to owners."""
+    borrowed: list[tuple[int, Fragment]]
+    """Received as an owner."""
+    returned: list[tuple[int, Fragment]]
+    """Sent back as an owner."""
+    updated: list[tuple[int, Fragment]]
+    """Received from owners."""
+
+
+class MatrixExchange:
+    """The exchange of the matrices of one optimizer step over the ranks of `group`; None: this process alone.
+
+    Building it is collective: every rank must do so with its own fragments of the same matrices.
+    """
+
+    def __init__(self, fragments: Sequence[Fragment], group: dist.ProcessGroup | None) -> None:
+        self.group = group
+        self.size = 1 if group is None else dist.get_world_size(group)
+        rank = 0 if group is None else dist.get_rank(group)
+        held: list[Sequence[Fragment]] = [list(fragments)]
+        if group is not None and self.size > 1:
+            held = [[] for _ in range(self.size)]
+            dist.all_gather_object(held, list(fragments), group=group)
+        shapes = {one.matrix: one.part.shape for of_rank in held for one in of_rank}
+        self.rounds = _rounds(held, _assign(shapes, self.size), shapes, rank)
+
+    def run(
+        self,
+        read: Callable[[Fragment], torch.Tensor],
+        work: Callable[[list[torch.Tensor]], list[torch.Tensor]],
+        write: Callable[[Fragment, torch.Tensor], None],
+        like: torch.Tensor,
+    ) -> None:
+        """Assemble whole matrices of what `read` returns, hand them to `work`, and `write` its results everywhere.
+
+        `read` returns one-dimensional tensors of the dtype and device of `like`, and so does `work` for matrices.
+        """
+        for one in self.rounds:
+            arrived = self._exchange([(to, read(fragment)) for to, fragment in one.lent], one.borrowed, like)
+            whole = _assemble([fragment for _, fragment in one.borrowed], arrived, like)
+            done = dict(zip(whole, work(list(whole.values())), strict=True))
+            parts: dict[tuple[object, ...], torch.Tensor] = {}
+            replies = []
+            for to, fragment in one.returned:
+                key = fragment.identity[:3]
+                if key not in parts:
+                    parts[key] = fragment.part.take(done[fragment.matrix]).reshape(-1)
+                replies.append((to, parts[key].narrow(0, fragment.start, fragment.length)))
+            results = self._exchange(replies, one.updated, like)
+            for (_, fragment), result in zip(one.updated, results, strict=True):
+                write(fragment, result)
+
+    def _exchange(
+        self, sent: list[tuple[int, torch.Tensor]], awaited: list[tuple[int, Fragment]], like: torch.Tensor
+    ) -> list[torch.Tensor]:
+        """Send tensors to ranks; return the awaited ones."""
+        if self.size == 1:
+            return [tensor for _, tensor in sent]
+        give, take = [0] * self.size, [0] * self.size
+        for rank, tensor in sent:
+            give[rank] += tensor.numel()
+        for rank, fragment in awaited:
+            take[rank] += fragment.length
+        outgoing = torch.cat([tensor for _, tensor in sent]) if sent else like.new_empty(0)
+        incoming = like.new_empty(sum(take))
+        dist.all_to_all_single(incoming, outgoing, take, give, group=self.group)
+        return list(torch.split(incoming, [fragment.length for _, fragment in awaited])) if awaited else []
+
+
+def _assign(shapes: Mapping[Matrix, Sequence[int]], ranks: int) -> dict[Matrix, int]:
+    """Give each matrix an owner: the costliest first, to the rank with the least work so far."""
+
+    def cost(matrix: Matrix) -> int:
+        return math.prod(shapes[matrix]) * min(shapes[matrix])
+
+    loads = [(0, rank) for rank in range(ranks)]
+    owners = {}
+    for matrix in sorted(shapes, key=lambda one: (-cost(one), one)):
+        load, rank = heapq.heappop(loads)
+        owners[matrix] = rank
+        heapq.heappush(loads, (load + cost(matrix), rank))
+    return owners
+
+
+def _rounds(
+    held: Sequence[Sequence[Fragment]], owners: Mapping[Matrix, int], shapes: Mapping[Matrix, Sequence[int]], rank: int
+) -> list[_Round]:
+    turns: dict[Matrix, int] = {}
+    filled: dict[int, tuple[int, int]] = {}
+    for matrix, owner in owners.items():
+        turn, elements = filled.get(owner, (0, 0))
+        size = math.prod(shapes[matrix])
+        if elements and elements + size > _ROUND_ELEMENTS:
+            turn, elements = turn + 1, 0
+        turns[matrix] = turn
+        filled[owner] = turn, elements + size
+    holders: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    for holder, fragments in enumerate(held):
+        for fragment in fragments:
+            holders[fragment.identity].append(holder)
+    rounds = [_Round([], [], [], []) for _ in range(1 + max(turns.values(), default=-1))]
+    # All ranks go through the same fragments in the same order, so a sender and its receiver agree on theirs.
+    for holder, fragments in enumerate(held):
+        for fragment in sorted(fragments, key=lambda one: (one.matrix, one.part.pieces, one.start)):
+            owner, one = owners[fragment.matrix], rounds[turns[fragment.matrix]]
+            others = holders[fragment.identity]
+            lender = owner if owner in others else others[owner % len(others)]
+            if holder == lender and rank == holder:
+                one.lent.append((owner, fragment))
+            if holder == lender and rank == owner:
+                one.borrowed.append((holder, fragment))
+            if rank == owner:
+                one.returned.append((holder, fragment))
+            if rank == holder:
+                one.updated.append((owner, fragment))
+    for one in rounds:
+        for exchanged in (one.lent, one.borrowed, one.returned, one.updated):
+            exchanged.sort(key=lambda pair: pair[0])  # stable
+    return rounds
+
+
+def _assemble(
+    fragments: Sequence[Fragment], values: Sequence[torch.Tensor], like: torch.Tensor
+) -> dict[Matrix, torch.Tensor]:
+    """Put fragments together to whole matrices."""
+    parts: dict[tuple[object, ...], tuple[Fragment, torch.Tensor]] = {}
+    for fragment, value in zip(fragments, values, strict=True):
+        key = fragment.identity[:3]
+        if key not in parts:
+            parts[key] = fragment, like.new_empty(math.prod(fragment.part_shape))
+        parts[key][1].narrow(0, fragment.start, fragment.length).copy_(value)
+    whole: dict[Matrix, torch.Tensor] = {}
+    for fragment, flat in parts.values():
+        part = flat.view(fragment.part_shape)
+        if fragment.part.dim is None:
+            whole[fragment.matrix] = part
+            continue
+        if fragment.matrix not in whole:
+            whole[fragment.matrix] = like.new_empty(fragment.part.shape)
+        fragment.part.put(part, whole[fragment.matrix])
+    return whole
