@@ -27,7 +27,19 @@ INTERRUPTED = 5
 DROPOUT = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
 
 
-@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.whole)])
+@pytest.fixture
+def fp16_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed refuses fp16 on CPUs because they are slow at it."""
+    from deepspeed.accelerator import get_accelerator
+
+    kind = type(get_accelerator())
+    monkeypatch.setattr(kind, "is_fp16_supported", lambda self: True)
+    monkeypatch.setattr(kind, "supported_dtypes", lambda self: [torch.float, torch.half, torch.bfloat16])
+
+
+@pytest.mark.parametrize(
+    "precision", ["fp32", *(pytest.param(low, marks=pytest.mark.whole) for low in ("bf16", "fp16"))]
+)
 @pytest.mark.parametrize(
     ("layout", "world_size"),
     [
@@ -40,9 +52,9 @@ DROPOUT = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
     ids=lambda value: "-".join(f"{k}{v}" for k, v in value.items()) if isinstance(value, dict) else str(value),
 )
 def test_the_same_layout_resumes_bit_for_bit(
-    train: Train, tmp_path: Path, layout: dict[str, int], world_size: int, precision: str
+    train: Train, tmp_path: Path, layout: dict[str, int], world_size: int, precision: str, fp16_on_cpus: None
 ) -> None:
-    """With dropout on, in the middle of the warm-up and of an epoch."""
+    """With dropout on, in the middle of the warm-up and of an epoch; in fp16 with the state of the loss scaler."""
     changes = {"parallel": layout, "precision": precision, "world_size": world_size}
     changes |= {f"overrides__{name}": value for name, value in DROPOUT.items()}
     train("run_dir=run", *SETTINGS, **changes)

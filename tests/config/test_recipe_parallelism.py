@@ -110,14 +110,9 @@ REFUSED: list[tuple[dict[str, object], list[str], list[object]]] = [
         [("parallel.zero_stage", 1), ("precision", "fp32")],
     ),
     (
-        {"parallel__pp": 2, "precision": "fp16"},
-        ["precision", "parallel.pp"],
-        [("precision", "bf16 or fp32"), ("parallel.pp", 1)],
-    ),
-    (
         {"parallel__pp": 2, "parallel__zero_stage": 0, "precision": "fp16"},
-        ["precision", "parallel.pp"],
-        [("precision", "bf16 or fp32"), ("parallel.pp", 1)],
+        ["parallel.zero_stage", "parallel.pp", "precision"],
+        [("parallel.zero_stage", 1), ("precision", "fp32")],
     ),
     (
         {"parallel__tp": 5, "train__engine": "ddp"},
@@ -180,7 +175,7 @@ RUNS: list[dict[str, object]] = [
     {"parallel__tp": 2, "parallel__pp": 2, "parallel__sequence_parallel": True},
     {"parallel__tp": 2, "parallel__pp": 2, "parallel__zero_stage": 0},
     {"parallel__tp": 2, "parallel__pp": 2, "precision": "bf16"},
-    {"parallel__tp": 2, "precision": "fp16"},
+    {"parallel__tp": 2, "parallel__pp": 2, "precision": "fp16"},
     {"parallel__tp": 2, "parallel__pp": 2, "train__compile": True},
     _MIXTURE | {"parallel__ep": 2, "parallel__dp": 4, "train__compile": True},
     {"parallel__pp": 2, "parallel__dp": 4},

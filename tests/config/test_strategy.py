@@ -201,7 +201,7 @@ def test_overrides_leave_out_what_the_recipe_says_already(make_recipe: MakeRecip
         ("bf16", "z1,z3-offload,tp2-sp,pp2,tp2-pp2-dp2-z1,u2-z2", "dp1-z1"),
         ("bf16", "z0,ddp,u2-z0", "dp1-z0"),
         ("bf16", "fsdp,fsdp-dp4", "fsdp-dp1"),
-        ("fp16", "z2,tp2", "dp1-z1"),
+        ("fp16", "z2,tp2,pp2", "dp1-z1"),
         ("fp16", "z0", "dp1-z0"),
     ],
 )

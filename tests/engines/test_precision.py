@@ -5,26 +5,33 @@ DeepSpeed refuses fp16 on CPUs because they are slow at it, not because PyTorch 
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+from daily import daily
 from nonempty import nonempty
 
 from toolkit.config.recipe import Recipe
-from toolkit.parity import LossCurve, ParityRun
+from toolkit.parity import LossCurve, ParityRun, Tolerance, compare_curves
 from toolkit.parity.run.train_in_memory import train_in_memory
+from toolkit.parity.tolerance import UNIT_ROUNDOFF
 
 Make = Callable[..., Recipe]
 Ranks = Callable[..., list[Any]]
 
 
-def fp16_trial(recipe: Recipe) -> ParityRun:
+def allow_fp16() -> None:
     import torch
     from deepspeed.accelerator import get_accelerator
 
     kind = type(get_accelerator())
     kind.is_fp16_supported = lambda self: True
     kind.supported_dtypes = lambda self: [torch.float, torch.half, torch.bfloat16]
+
+
+def fp16_trial(recipe: Recipe) -> ParityRun:
+    allow_fp16()
     return train_in_memory(recipe)
 
 
@@ -66,3 +73,96 @@ def test_an_fp16_overflow_skips_the_step_and_training_goes_on(
     recipe = make_recipe(parallel={"zero_stage": stage}, precision="fp16", train__steps=5)
     losses = ranks(fp16_trial, 2, recipe)[0].curve.losses
     assert all(nonempty(map(math.isfinite, losses)))
+
+
+def mixture(folder: Path) -> dict[str, Any]:
+    """Sections of a recipe of a tiny mixture of experts."""
+    from toolkit.parallel.tiny_model import tiny_config
+
+    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64, "vocab_size": 320}
+    tiny_config("mixtral", num_local_experts=4, **sizes).save_pretrained(folder)
+    return {"model": {"name_or_path": str(folder)}}
+
+
+@pytest.mark.parametrize(
+    "case",
+    daily(
+        [
+            ({"pp": 2}, 2),
+            ({"pp": 2, "dp": 2}, 4),
+            ({"pp": 2, "tp": 2, "sequence_parallel": True}, 4),
+            *(({"ep": 2, "zero_stage": stage}, 2) for stage in range(4)),
+            ({"pp": 2, "ep": 2}, 4),
+        ],
+        lambda number, _: number == 0,
+    ),
+)
+def test_fp16_in_pipelines_and_with_experts_is_that_of_one_rank(
+    make_recipe: Make, ranks: Ranks, tmp_path: Path, case: tuple[dict[str, Any], int]
+) -> None:
+    """With tied embeddings, whose gradients of two stages are added; experts: without."""
+    place, world_size = case
+    changes = {"precision": "fp16", "train__steps": 10} | (mixture(tmp_path) if "ep" in place else {})
+    baseline = {"zero_stage": min(place.get("zero_stage", 1), 1)}
+    one = ranks(fp16_trial, 1, make_recipe(**changes, parallel=baseline))[0]
+    many = ranks(fp16_trial, world_size, make_recipe(**changes, parallel=place))[0]
+    assert not many.diverged
+    tolerance = Tolerance.constant(UNIT_ROUNDOFF["fp16"], "one rounding to fp16")
+    report = compare_curves(many.curve, one.curve, tolerance)
+    assert report.passed, str(report)
+
+
+def overflow_trial(recipe: Recipe, rank: int) -> tuple[list[list[Any]], frozenset[str]]:
+    """Steps 3 and 4 overflow in one gradient of `rank`. Return of each rank, by step: was it skipped, and the scale."""
+    import torch.distributed as dist
+
+    from toolkit.engines.deepspeed_engine import DeepSpeedEngine
+    from toolkit.engines.pipeline_engine import PipelineEngine
+
+    allow_fp16()
+    steps: list[tuple[bool, dict[str, float]]] = []
+
+    def overflowing(update: Any) -> Any:
+        def call(engine: Any, loss: float) -> Any:
+            if len(steps) in (2, 3) and dist.get_rank() == rank:
+                gradients = getattr(engine.optimizer, "averaged_gradients", None)
+                if gradients is None:
+                    gradients = {0: [p.grad for name, p in engine.model.named_parameters() if ".experts." in name]}
+                next(one for group in gradients.values() for one in group or () if one is not None).fill_(math.inf)
+            result = update(engine, loss)
+            steps.append((result.skipped, engine.loss_scale()))
+            return result
+
+        return call
+
+    for kind in (DeepSpeedEngine, PipelineEngine):
+        kind._update = overflowing(kind._update)  # type: ignore[method-assign]
+    diverged = train_in_memory(recipe).diverged
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, steps)
+    return every, diverged
+
+
+@pytest.mark.parametrize(
+    "case",
+    daily(
+        [
+            ({"pp": 2}, 0),
+            ({"ep": 2, "zero_stage": 0}, 1),
+            ({"pp": 2}, 1),
+            *(({"ep": 2, "zero_stage": stage}, 1) for stage in (1, 2, 3)),
+        ],
+        lambda number, _: number < 2,
+    ),
+)
+def test_an_overflow_on_one_rank_skips_the_step_on_all(
+    make_recipe: Make, ranks: Ranks, tmp_path: Path, case: tuple[dict[str, Any], int]
+) -> None:
+    place, rank = case
+    changes = {"precision": "fp16", "train__steps": 5} | (mixture(tmp_path) if "ep" in place else {})
+    (first, second), diverged = ranks(overflow_trial, 2, make_recipe(**changes, parallel=place), rank)[0]
+    assert [skipped for skipped, _ in first] == [False, False, True, True, False]
+    assert first == second
+    assert not diverged
+    before, after = (next(iter(first[step][1].values())) for step in (1, 4))
+    assert after < before

@@ -161,11 +161,7 @@ def _model_parallel_settings(recipe: Recipe) -> Iterator[Refusal]:
     """What DeepSpeed does not do, or does wrongly, with tensor parallelism or a pipeline."""
     section, precision = recipe.parallel, recipe.precision
     axes = [f"parallel.{axis}" for axis in ("tp", "pp") if getattr(section, axis) > 1]
-    if precision == "fp16" and section.pp > 1:
-        reason = "pipelines have no loss scaling in this version"
-        remedy = (("precision", "bf16 or fp32"), ("parallel.pp", 1))
-        yield recipe.conflict("precision", "parallel.pp", reason=reason, remedy=remedy)
-    elif axes and precision != "fp32" and section.zero_stage == 0:
+    if axes and precision != "fp32" and section.zero_stage == 0:
         # Its 16-bit optimizers copy the parameters and lose the marks of tensor-parallel ones: the norm is wrong.
         field = "parallel.zero_stage"
         reason = "without ZeRO, DeepSpeed's 16-bit path forgets which parameters are tensor-parallel shards"

@@ -157,6 +157,9 @@ class DeepSpeedEngine(DeepSpeedBase, DataParallelEngine):
             skipped = not self.engine.was_step_applied()
         else:
             skipped = not math.isfinite(norm)
+            if skipped and self._fp16:
+                # Each rank's scaler decides by the gradients that the rank has, and experts are not on all ranks.
+                next(p.grad for p in self.model.parameters() if p.grad is not None).fill_(math.nan)
             if self._fp16 or not skipped:
                 self.engine.step()  # a loss scaler skips by itself; otherwise DeepSpeed would apply a NaN
         if skipped:

@@ -49,6 +49,7 @@ class PipelineEngine(DeepSpeedBase):
             partition.stage.connect_routers(self.routing.finish, have_loss=self.routing.has_loss)
         self.stage_layers = tuple(stop - start for start, stop in pairwise(partition.bounds))
         self._scale, self._target_tokens = 0.0, 0
+        self._fp16 = job.recipe.precision == "fp16"
         self.sources = len(job.recipe.data.labels)
         # Losses, targets, and the losses of each source.
         self._totals = torch.zeros(2 + self.sources, dtype=torch.float64, device=device)
@@ -156,6 +157,7 @@ class PipelineEngine(DeepSpeedBase):
     @override
     def _update(self, loss: float) -> StepResult:
         norm: float | None = None
+        skipped = False
         if self._zero_stage == 0:
             norm = float(full_grad_norm(self.model.parameters(), self.partition))
             if not math.isfinite(norm):
@@ -165,9 +167,10 @@ class PipelineEngine(DeepSpeedBase):
         if norm is None:
             reported = self.engine.get_global_grad_norm()
             norm = math.nan if reported is None else float(reported)
-            if not math.isfinite(norm) or not self.engine.was_step_applied():
+            skipped = not math.isfinite(norm) or not self.engine.was_step_applied()
+            if skipped and not self._fp16:
                 raise gradient_error(norm)
-        return StepResult(loss=loss, grad_norm=norm)
+        return StepResult(loss=loss, grad_norm=norm, skipped=skipped)
 
 
 def _tensors(micro_batch: MicroBatch, device: torch.device) -> tuple[Any, torch.Tensor]:

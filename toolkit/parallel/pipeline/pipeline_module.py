@@ -5,8 +5,10 @@ have no effect. It provides the 1F1B schedule, the communication between stages,
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe import schedule
@@ -45,9 +47,14 @@ class StagePipeline(PipelineModule):  # type: ignore[misc]
             partition_method="uniform",
         )
 
-    def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, dist.ProcessGroup]]:
-        """Return the shared parameters of this stage, each with the group that sums its gradient."""
-        return self._shared_here
+    def get_tied_weights_and_groups(self) -> list[tuple[Any, dist.ProcessGroup]]:
+        """Return the shared parameters of this stage, each with the group that sums its gradient.
+
+        DeepSpeed 0.19.8 sums `grad` (deepspeed/runtime/pipe/engine.py `_exec_reduce_tied_grads`), which is None where
+        ZeRO-1 accumulates in another dtype than the parameters' (fp16 in fp32), in `grad_accum`: the copies of an
+        embedding would drift apart. So that is what it gets here. No issue is known.
+        """
+        return [(_Accumulated.of(parameter), group) for parameter, group in self._shared_here]
 
     def _index_tied_modules(self) -> dict[str, Any]:
         layout, place = self._groups.layout, self._groups.coordinate
@@ -71,6 +78,19 @@ class StagePipeline(PipelineModule):  # type: ignore[misc]
         parameter.ds_pipe_replicated = shard_of(parameter).name in self._shared and self._groups.coordinate.pipe != 0
         counted = is_counted(parameter, on_first_tensor_rank=self._groups.is_first_of_tensor)
         parameter.model_parallel = parameter.tensor_model_parallel = counted
+
+
+@dataclass(frozen=True)
+class _Accumulated:
+    """A parameter as DeepSpeed looks at it to sum its gradient."""
+
+    grad: torch.Tensor
+
+    @classmethod
+    def of(cls, parameter: nn.Parameter) -> "_Accumulated | nn.Parameter":
+        """The parameter itself, unless its gradient is accumulated apart from it."""
+        accumulated = getattr(parameter, "grad_accum", None)
+        return parameter if accumulated is None else cls(accumulated)
 
 
 class StepWithoutUpdate(schedule.TrainSchedule):  # type: ignore[misc]
