@@ -22,6 +22,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,6 +30,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+# Before anything asks for GPUs: asking the driver itself would keep forks of this process from using them.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -36,10 +39,10 @@ from measure.table import publish_all
 from measure.trainer_run import Tokens
 
 from gpu import page
-from gpu.budget import Budget, Outcome
+from gpu.budget import Budget, Outcome, State
 from gpu.setups import ONE_GPU, TINY, TOOLKIT, WARMUP, Setup, describe, fitted, layouts
 from gpu.sides import Machine, built, machine, run_side
-from toolkit.errors import ToolkitError
+from toolkit.config.recipe import Recipe
 from toolkit.hardware import find_gpu, host_memory_bytes
 from toolkit.launch.environment import local_device
 from toolkit.launch.local_ranks import in_one_line, preload
@@ -67,12 +70,13 @@ def main() -> None:
     hour = FirstHour(options=options, budget=Budget(options.seconds - PAGE_SECONDS))
     preload("gpt2", "llama")
     hour.ask_machine()
-    if not options.only:
+    if options.only:
+        hour.prepare()
+    else:
         hour.test()
-    for setup in hour.setups():
-        hour.train(setup)
+    hour.train_all()
     hour.publish()
-    sys.exit(page.failed(hour.speeds, hour.tests, hour.steps))
+    sys.exit(page.failed(hour.speeds, hour.tests, hour.steps, peers=options.rehearse))
 
 
 def arguments() -> argparse.Namespace:
@@ -86,6 +90,16 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Ready:
+    """A setup that fits, and what is known of it before it runs."""
+
+    setup: Setup
+    recipe: Recipe
+    shape: ModelShape
+    planned_seconds: float | None
+
+
 @dataclass(kw_only=True)
 class FirstHour:
     """What was found so far."""
@@ -93,6 +107,7 @@ class FirstHour:
     options: argparse.Namespace
     budget: Budget
     machine: Machine | None = None
+    ready: list[Ready] = field(default_factory=list)
     speeds: list[page.Speed] = field(default_factory=list)
     tests: list[dict[str, Any]] = field(default_factory=list)
     steps: dict[str, Outcome] = field(default_factory=dict)
@@ -103,23 +118,33 @@ class FirstHour:
         self.steps["a matrix product"], self.machine = outcome, outcome.value
 
     def test(self) -> None:
-        """Run tests/gpu in a process of its own; its lines are there even if it has to be ended."""
+        """Run tests/gpu in a process of its own; its lines are there even if it has to be ended.
+
+        Meanwhile estimates and plans are made, which need recordings that take some seconds.
+        """
         results = FOLDER / "tests.jsonl"
         results.parent.mkdir(parents=True, exist_ok=True)
         results.write_text("")
         environment = os.environ | {"DSTK_GPU_RESULTS": str(results), "DSTK_GPUS": str(self.options.gpus)}
-        command = [sys.executable, "-m", "pytest", "tests/gpu", "-q", "-p", "no:cacheprovider", "-m", "gpu"]
+        command = [sys.executable, "-m", "pytest", "tests/gpu/test_gpu.py", "-q", "-p", "no:cacheprovider"]
 
         def run(seconds: float) -> None:
+            end = time.monotonic() + seconds
             with (FOLDER / "tests.log").open("w") as log:
-                done = subprocess.run(
-                    command, cwd=ROOT, env=environment, stdout=log, stderr=log, timeout=seconds, check=False
-                )
-            if done.returncode not in (0, 1):
-                raise RuntimeError(f"pytest exits with {done.returncode}: see {FOLDER / 'tests.log'}")
+                tests = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
+            try:
+                self.prepare()
+                code = tests.wait(max(1.0, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                raise RuntimeError(f"did not end in {seconds:.0f} s: see {FOLDER / 'tests.log'}") from None
+            finally:
+                tests.kill()
+            if code not in (0, 1):
+                raise RuntimeError(f"pytest exits with {code}: see {FOLDER / 'tests.log'}")
 
         self.say("tests/gpu")
-        self.steps["tests/gpu"] = self.budget.attempt(run, needs=LEAST_SECONDS, limit=TEST_SECONDS)
+        limit = self.budget.left if self.options.rehearse else TEST_SECONDS
+        self.steps["tests/gpu"] = self.budget.attempt(run, needs=LEAST_SECONDS, limit=limit)
         lines = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
         self.tests = list({(line["group"], line["name"]): line for line in lines}.values())
 
@@ -140,42 +165,45 @@ class FirstHour:
         )  # fmt: skip
         return cluster_of([rank] * self.options.gpus)[0]
 
-    def train(self, setup: Setup) -> None:
-        """Every side of a setup; one that fails leaves the others alone."""
-        folder = FOLDER / "runs"
+    def prepare(self) -> None:
+        """What of each setup fits, and the step that is planned."""
+        folder, cluster = FOLDER / "runs", self.cluster
         folder.mkdir(parents=True, exist_ok=True)
-        cluster = self.cluster
-        if cluster is None:
-            self.add(setup, Outcome(state="not run", reason="the GPU does not answer"))
-            return
-        prepared = self.budget.attempt(
-            lambda seconds: fitted(setup, folder, cluster.gpu), needs=LEAST_SECONDS, limit=RUN_SECONDS
-        )
-        if prepared.state != "done":
-            self.add(setup, prepared)
-            return
-        setup = prepared.value
-        self.say(describe(setup))
-        recipe = setup.recipe(folder)
-        shape = ModelShape.from_config(model_config(recipe))
+        for setup in self.setups():
+            try:
+                if cluster is None:
+                    raise RuntimeError("the GPU does not answer")
+                self.ready.append(ready(fitted(setup, folder, cluster.gpu), folder, cluster))
+            except Exception as error:  # whatever it is becomes a line of the page
+                state: State = "not run" if isinstance(error, MemoryError) else "failed"
+                self.add(setup, Outcome(state=state, reason=in_one_line(error)))
+
+    def train_all(self) -> None:
+        """Whatever one setup raises becomes a line of the page."""
+        for one in self.ready:
+            try:
+                self.train(one)
+            except Exception as error:
+                self.add(one.setup, Outcome(state="failed", reason=in_one_line(error)))
+
+    def train(self, ready: Ready) -> None:
+        """Every side of a setup; one that fails leaves the others alone."""
+        setup, recipe = ready.setup, ready.recipe
         gpu = find_gpu(self.machine.device) if self.machine else None
+        if self.budget.left < LEAST_SECONDS:
+            self.add(setup, Outcome(state="not run", reason="no time was left"))
+            return
+        self.say(describe(setup))
         model = built(recipe) if setup.ranks == 1 else None
-        tokens = Tokens(recipe)
+        tokens = Tokens(recipe) if setup.sides != (TOOLKIT,) else None
         for number, side in enumerate(setup.sides):
-            where = folder / f"{setup.label}-{side}-{setup.ranks}-{number}".replace(" ", "-").replace(",", "")
+            where = FOLDER / "runs" / f"{setup.label}-{setup.ranks}-{number}".replace(" ", "-").replace(",", "")
             backend = "eager" if self.options.rehearse else "inductor"
             call = partial(run_side, side, recipe, model, tokens, where, WARMUP, backend)
             outcome = self.budget.on_ranks(call, setup.ranks, needs=LEAST_SECONDS, limit=RUN_SECONDS)
-            planned = None
-            if side == TOOLKIT:
-                layout = recipe.layout(setup.ranks)
-                try:
-                    planned = predict(recipe, layout, recipe.resolve_batch(layout), cluster).seconds
-                except ToolkitError as error:
-                    self.steps[f"the plan of {setup.label}"] = Outcome(state="failed", reason=in_one_line(error))
             speed = page.Speed(
-                setup=setup, side=side, outcome=outcome, shape=shape,
-                peak_flops=gpu.bf16_flops if gpu else None, planned_seconds=planned,
+                setup=setup, side=side, outcome=outcome, shape=ready.shape,
+                peak_flops=gpu.bf16_flops if gpu else None, planned_seconds=ready.planned_seconds,
             )  # fmt: skip
             self.speeds.append(speed)
             self.say(f"  {side}: {outcome.reason or f'{speed.tokens_per_second:,.0f} tokens/s'}")
@@ -205,6 +233,16 @@ class FirstHour:
             path=self.options.output or target,
             command="make gpu-rehearsal" if rehearse else f"make gpu{gpus}",
         )
+
+
+def ready(setup: Setup, folder: Path, cluster: Cluster) -> Ready:
+    """Plan its step. Raises ToolkitError where it cannot be trained, and has no plan where only that is not known."""
+    recipe = setup.recipe(folder)
+    layout = recipe.layout(setup.ranks)
+    planned = predict(recipe, layout, recipe.resolve_batch(layout), cluster).seconds
+    return Ready(
+        setup=setup, recipe=recipe, shape=ModelShape.from_config(model_config(recipe)), planned_seconds=planned
+    )
 
 
 if __name__ == "__main__":

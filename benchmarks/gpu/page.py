@@ -10,6 +10,7 @@ from measure.table import Sheet
 
 from gpu.budget import Outcome
 from gpu.setups import ESTIMATE_TARGET, MFU_TARGET, TOOLKIT, TRAINER, TRAINER_TARGET, Setup
+from toolkit.config.layout import Layout
 from toolkit.estimate.flops import mfu
 from toolkit.models.shape import ModelShape
 
@@ -127,12 +128,10 @@ def plans(speeds: Sequence[Speed]) -> Sheet:
     for one in speeds:
         planned, seconds = one.planned_seconds, one.seconds
         ratio = f"{seconds / planned:.2f}x" if seconds and planned else NONE
-        fields = ("zero_stage", "tp", "pp", "sequence_parallel", "recompute")
-        layout = ", ".join(f"{name} {one.setup.parallel[name]}" for name in fields if name in one.setup.parallel)
         rows.append(
             [
                 one.setup.label,
-                f"{one.setup.ranks} GPU{'s' if one.setup.ranks > 1 else ''}, {layout}",
+                str(Layout.resolve(one.setup.ranks, **one.setup.parallel)),
                 f"{planned * 1e3:,.0f}" if planned else NONE,
                 f"{seconds * 1e3:,.0f}" if seconds else one.outcome.state,
                 ratio,
@@ -183,9 +182,11 @@ def problems(speeds: Sequence[Speed], tests: Sequence[dict[str, Any]], steps: di
     return [Sheet(title="Failed, skipped and not run", headings=headings, rows=rows, text_columns=3)] if rows else []
 
 
-def failed(speeds: Sequence[Speed], tests: Sequence[dict[str, Any]], steps: dict[str, Outcome]) -> bool:
-    """Whether anything failed. What was not run for lack of time has not."""
-    outcomes = [*steps.values(), *(one.outcome for one in speeds)]
+def failed(
+    speeds: Sequence[Speed], tests: Sequence[dict[str, Any]], steps: dict[str, Outcome], *, peers: bool = False
+) -> bool:
+    """Whether anything of ours failed, with `peers` of theirs too. What was not run for lack of time has not."""
+    outcomes = [*steps.values(), *(one.outcome for one in speeds if peers or one.side == TOOLKIT)]
     return any(one.state == "failed" for one in outcomes) or any(test["outcome"] == "failed" for test in tests)
 
 

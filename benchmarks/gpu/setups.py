@@ -1,7 +1,7 @@
 """What is trained on a GPU for its speed: the models, the layouts, and how much of an 8B model fits."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from toolkit.hardware import Gpu
 from toolkit.planner.run_memory import framework_of, model_config, workload_of
 
 WARMUP = 3
+FEWEST_LAYERS = 2
 MFU_TARGET = 0.55
 TRAINER_TARGET = 1.10
 ESTIMATE_TARGET = 0.05
@@ -42,7 +43,8 @@ class Setup:
     has_target: bool = False
     layer_field: str = ""
     """The field of the config with the number of layers, where some may be left out so that it fits."""
-    layers: tuple[int, ...] = ()
+    layers: int = 0
+    """All of them."""
     steps: int = WARMUP + 8
 
     @property
@@ -88,23 +90,30 @@ def estimate(recipe: Recipe, ranks: int, gpu: Gpu) -> MemoryBreakdown:
 
 
 def fitted(setup: Setup, folder: Path, gpu: Gpu) -> Setup:
-    """The setup with as many layers as fit on the GPU, and then as few samples at a time as it takes."""
-    whole = setup.layers[0] if setup.layers else 0
-    for layers in setup.layers or (0,):
-        cut = setup if layers == whole else with_layers(setup, layers, whole)
-        if estimate(cut.recipe(folder), cut.ranks, gpu).fits:
-            return cut
+    """The setup with as many layers as fit on the GPU, and then as few samples at a time as it takes.
+
+    The estimate is linear in the layers, so that two of them tell how many there is room for.
+    """
+    whole = estimate(setup.recipe(folder), setup.ranks, gpu)
+    if whole.fits:
+        return setup
+    if setup.layers:
+        few = estimate(with_layers(setup, FEWEST_LAYERS).recipe(folder), setup.ranks, gpu)
+        each = (whole.total - few.total) / (setup.layers - FEWEST_LAYERS)
+        room = gpu.memory_bytes / (1 + whole.band[1]) - few.total
+        if room >= 0:
+            return with_layers(setup, FEWEST_LAYERS + int(room / each) // 2 * 2)
     if setup.micro_batch_size > 1:
         half = setup.micro_batch_size // 2
         return fitted(replace(setup, micro_batch_size=half, accumulation=2 * setup.accumulation), folder, gpu)
-    needed = estimate(setup.recipe(folder), setup.ranks, gpu).total
-    raise MemoryError(f"needs {needed / 2**30:.1f} GiB by the estimate, the GPU has {gpu.memory_bytes / 2**30:.1f}")
+    needed, there = (f"{size / 2**30:.1f} GiB" for size in (whole.total, gpu.memory_bytes))
+    raise MemoryError(f"needs {needed} by the estimate, and the GPU has {there}")
 
 
-def with_layers(setup: Setup, layers: int, whole: int) -> Setup:
+def with_layers(setup: Setup, layers: int) -> Setup:
     """The first layers of a model: their sizes are the model's, so that its MFU is that of the whole, nearly."""
     overrides = setup.overrides | {setup.layer_field: layers}
-    return replace(setup, overrides=overrides, note=f"{layers} of {whole} layers")
+    return replace(setup, overrides=overrides, note=f"{layers} of {setup.layers} layers")
 
 
 LORA = {"lora": {"r": 16, "alpha": 32, "targets": ["all-linear"]}}
@@ -118,7 +127,7 @@ ONE_GPU = [
         accumulation=4,
         has_target=True,
         layer_field="num_hidden_layers",
-        layers=(32, 24, 20, 16, 12, 8, 4, 2),
+        layers=32,
     ),
     Setup(name="GPT-2 124M", model="gpt2", overrides=NO_DROPOUT, seq_len=1024, micro_batch_size=16, accumulation=4),
     Setup(
@@ -175,9 +184,6 @@ def layouts(ranks: int, *, tiny: bool) -> list[Setup]:
         )
         found.append(one)
     return found
-
-
-Progress = Callable[[str], None]
 
 
 def describe(setup: Setup) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ def device() -> Iterator[str]:
     with pytest.MonkeyPatch.context() as environment:
         if not on_cpu():
             environment.delenv("DS_ACCELERATOR", raising=False)
+            assert "deepspeed" not in sys.modules, "DeepSpeed has chosen the CPU: run tests/gpu/test_gpu.py by itself"
         found = device_here()
         if found == "cpu" and not on_cpu():
             pytest.skip("no CUDA device")
@@ -42,20 +44,30 @@ def runs(
     made.close()
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    for item in session.items:
+        _write(item, "not run", "the time was up")
+
+
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
     outcome = yield
     report = outcome.get_result()
-    path = os.environ.get("DSTK_GPU_RESULTS")
-    if path is None or (report.when != "call" and report.passed) or "cell" not in getattr(item, "fixturenames", ()):
-        return
     reason = ""
     if report.skipped:
         reason = str(report.longrepr[2]).removeprefix("Skipped: ")
     elif report.failed:
         crash = getattr(report.longrepr, "reprcrash", None)
         reason = (crash.message if crash else str(report.longrepr)).splitlines()[0].removeprefix("AssertionError: ")
-    cell = item.callspec.params["cell"]
-    line = {"group": cell.group, "name": cell.name, "outcome": report.outcome, "reason": reason}
-    with Path(path).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line | dict(item.user_properties)) + "\n")
+    if report.when == "call" or not report.passed:
+        _write(item, report.outcome, reason)
+
+
+def _write(item: pytest.Item, outcome: str, reason: str) -> None:
+    """Of a test, the last line counts."""
+    path = os.environ.get("DSTK_GPU_RESULTS")
+    cell = item.callspec.params.get("cell") if hasattr(item, "callspec") else None
+    if path is not None and cell is not None:
+        line = {"group": cell.group, "name": cell.name, "outcome": outcome, "reason": reason}
+        with Path(path).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line | dict(item.user_properties)) + "\n")

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+# Before anything asks for GPUs: asking the driver itself would keep forks of this process from using them.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 Overrides = tuple[str, ...]
 REHEARSAL = "DSTK_REHEARSAL"
 """Set to `cpu`: a rehearsal on CPU ranks, although there may be a GPU."""
@@ -123,6 +125,7 @@ CELLS = [
     Cell(group="LoRA", name="ZeRO-2", run=zero(2, *LORA), like=(*REFERENCE, *LORA)),
     Cell(group="LoRA", name="ZeRO-3", run=zero(3, *LORA), like=(*REFERENCE, *LORA)),
     Cell(group="recompute", name="full", run=zero(2, "parallel.recompute=full")),
+    Cell(group="recompute", name="every_2", run=zero(1, "parallel.recompute=every_2")),
     Cell(group="recompute", name="selective", run=zero(3, "parallel.recompute=selective")),
     Cell(group="offload", name="optimizer to the CPU", run=zero(2, "parallel.offload_optimizer=cpu"), needs="nvcc"),
     Cell(group="optimizers", name="lion", run=zero(1, "optimizer.name=lion", "optimizer.lr=1e-4"), like=(
@@ -216,5 +219,18 @@ def device_here() -> str:
 
 
 def concurrent_ranks(device: str) -> int:
-    """Runs on one GPU at a time: they are small, and each spends most of its time starting."""
-    return len(os.sched_getaffinity(0)) if device == "cpu" else max(4, torch.cuda.device_count())
+    """Ranks at a time, of runs that are small and spend most of their time starting: few where memory is small."""
+    if device == "cpu":
+        return len(os.sched_getaffinity(0))
+    from toolkit.launch.local_ranks import run_ranks
+
+    (memory,) = run_ranks(_gpu_memory, 1, joined=False)
+    return 4 if memory > LARGE_BYTES else 1
+
+
+LARGE_BYTES = 64 * 2**30
+"""What four of MEMORY_CELLS may take together."""
+
+
+def _gpu_memory() -> int:
+    return torch.cuda.mem_get_info()[1]

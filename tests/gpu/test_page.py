@@ -78,6 +78,8 @@ def test_a_side_that_fails_is_a_line_that_says_why() -> None:
         ["tests/gpu", "not run", "no time"],
     ]
     assert page.failed(sides, [], {})
+    assert not page.failed(failing_peer := [sides[1], speed(TRAINER, None)], [], {})
+    assert page.failed(failing_peer, [], {}, peers=True)
     assert not page.failed(sides[1:], [], {"tests/gpu": Outcome(state="not run")})
 
 
@@ -105,16 +107,16 @@ def test_a_model_that_does_not_fit_loses_layers_and_then_samples(
     """Of a made-up estimate: so many bytes a layer and sample."""
     setup = Setup(
         name="8B", model="llama-tiny", seq_len=64, micro_batch_size=4, accumulation=1, layer_field="num_hidden_layers",
-        layers=(8, 4, 2),
+        layers=8,
     )  # fmt: skip
 
     def estimated(recipe: Recipe, ranks: int, gpu: Gpu) -> SimpleNamespace:
         total = recipe.model.overrides.get("num_hidden_layers", 8) * (recipe.batch.micro_batch_size or 1)
-        return SimpleNamespace(total=total, fits=total <= gpu.memory_bytes)
+        return SimpleNamespace(total=total, fits=total <= gpu.memory_bytes, band=(0.0, 0.0))
 
     monkeypatch.setattr(setups, "estimate", estimated)
     found = [fitted(setup, tmp_path, replace(H100, memory_bytes=size)) for size in (32, 31, 15, 7)]
-    assert [one.note for one in found] == ["", "4 of 8 layers", "2 of 8 layers", "2 of 8 layers"]
+    assert [one.note for one in found] == ["", "6 of 8 layers", "2 of 8 layers", "2 of 8 layers"]
     assert [one.micro_batch_size for one in found] == [4, 4, 4, 2]
     assert {one.tokens for one in found} == {256}
     with pytest.raises(MemoryError, match="GiB"):

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from toolkit.errors import ToolkitError
 from toolkit.files import printable
+from toolkit.parallel.groups import transfer_device
 
 T = TypeVar("T")
 
@@ -81,9 +82,7 @@ class Ranks:
     @property
     def device(self) -> torch.device:
         """Where tensors must be to be transferred."""
-        if self.size > 1 and dist.get_backend(self._group) == "nccl":
-            return torch.device("cuda", torch.cuda.current_device())
-        return torch.device("cpu")
+        return transfer_device(self._group) if self.size > 1 else torch.device("cpu")
 
     @property
     def is_first(self) -> bool:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from toolkit.parallel.groups import ParallelGroups
+from toolkit.parallel.groups import ParallelGroups, transfer_device
 from toolkit.parallel.shard import shard_of
 
 Names = Sequence[tuple[str, torch.Size]]
@@ -58,7 +58,7 @@ def gather_buffers(
     names: Sequence[tuple[str, torch.Tensor]], buffers: Mapping[str, torch.Tensor], groups: ParallelGroups
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, value) of the buffers of all stages, on every rank. `names`: each with a tensor like it."""
-    device = next(iter(buffers.values())).device if buffers else torch.device("cpu")
+    device = next(iter(buffers.values())).device if buffers else transfer_device(groups.pipe)
     stages = _first_stage_with([name for name, _ in names], buffers, groups, device)
     for (name, like), stage in zip(names, stages, strict=True):
         held = buffers[name].clone() if groups.coordinate.pipe == stage else None

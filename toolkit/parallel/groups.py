@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Self
 
+import torch
 import torch.distributed as dist
 
 from toolkit.config.layout import Coordinate, Layout
@@ -66,6 +67,13 @@ def _new_groups(layout: Layout, axis: Any, kind: str) -> dist.ProcessGroup:
     group: dist.ProcessGroup
     group, _ = dist.new_subgroups_by_enumeration(layout.ranks_along(axis), group_desc=kind)
     return group
+
+
+def transfer_device(group: dist.ProcessGroup | None) -> torch.device:
+    """Where tensors must be to be sent: NCCL has no collectives for the host's memory."""
+    if dist.get_backend(group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 class ModelParallelUnit:

@@ -14,11 +14,11 @@ Dims: i input features, o this rank's output features, r the adapter's rank.
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from toolkit.parallel.groups import transfer_device
 from toolkit.parallel.shard import Shard, mark, shard_of
 from toolkit.parallel.tensor import collectives as c
 from toolkit.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear, sum_over_ranks
@@ -91,8 +91,6 @@ def _norms(layer: Any, a: Any, b: Any, scaling: float, dtype: torch.dtype) -> to
     norms = torch.linalg.vector_norm(merged, dim=1, dtype=torch.float32)
     if isinstance(layer, RowParallelLinear):
         group = layer.region.group
-        # The model is built on the CPU, for which NCCL has no collectives.
-        device = torch.device("cuda") if dist.get_backend(group) == "nccl" else norms.device
-        norms = c.all_reduce(norms.square().to(device), group).sqrt().to(norms.device)
+        norms = c.all_reduce(norms.square().to(transfer_device(group)), group).sqrt().to(norms.device)
     result: torch.Tensor = norms.to(dtype)
     return result
