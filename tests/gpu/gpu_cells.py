@@ -109,6 +109,7 @@ def low_precision() -> Iterable[Cell]:
             yield Cell(group=name, name=f"ZeRO-{stage}", run=run, within=2 * unit, only_last=True, needs=name)
 
 
+MUON = ("optimizer.name=muon", "optimizer.lr=0.01", "optimizer.adamw_lr=1e-3")
 LORA = ("model.lora={r: 4, alpha: 8}",)
 BF16 = ("precision=bf16",)
 CELLS = [
@@ -122,12 +123,17 @@ CELLS = [
          within=2.0**-7, only_last=True, needs="flash_attn"),
     Cell(group="compile", name="ZeRO-1", run=zero(1, "train.compile=true"), needs="c++"),
     Cell(group="compile", name="ZeRO-3", run=zero(3, "train.compile=true"), needs="c++ on a GPU"),
+    Cell(group="loss", name="chunked", run=zero(2, "model.loss=chunked")),
+    Cell(group="loss", name="chunked in bf16", run=zero(3, *BF16, "model.loss=chunked"), within=2.0**-7,
+         only_last=True),
     Cell(group="LoRA", name="ZeRO-2", run=zero(2, *LORA), like=(*REFERENCE, *LORA)),
     Cell(group="LoRA", name="ZeRO-3", run=zero(3, *LORA), like=(*REFERENCE, *LORA)),
     Cell(group="recompute", name="full", run=zero(2, "parallel.recompute=full")),
     Cell(group="recompute", name="every_2", run=zero(1, "parallel.recompute=every_2")),
     Cell(group="recompute", name="selective", run=zero(3, "parallel.recompute=selective")),
     Cell(group="offload", name="optimizer to the CPU", run=zero(2, "parallel.offload_optimizer=cpu"), needs="nvcc"),
+    Cell(group="optimizers", name="muon, ZeRO-1", run=zero(1, *MUON), like=(*REFERENCE, *MUON)),
+    Cell(group="optimizers", name="muon, ZeRO-3", run=zero(3, *MUON), like=(*REFERENCE, *MUON)),
     Cell(group="optimizers", name="lion", run=zero(1, "optimizer.name=lion", "optimizer.lr=1e-4"), like=(
         *REFERENCE, "optimizer.name=lion", "optimizer.lr=1e-4")),
 ]  # fmt: skip
@@ -148,12 +154,18 @@ LAYOUT_CELLS = [
         ("tp2 sp", 2, zero(1, "parallel.tp=2", "parallel.sequence_parallel=true")),
         ("pp2", 2, zero(1, "parallel.pp=2")),
         ("ulysses2 z3", 2, zero(3, "parallel.ulysses=2", "model.overrides.resid_pdrop=0.0")),
+        ("tp2, chunked loss", 2, zero(1, "parallel.tp=2", "model.loss=chunked")),
+        ("tp2, compiled", 2, zero(1, "parallel.tp=2", "train.compile=true")),
+        ("hpz2 z3", 4, zero(3, "parallel.hpz=2")),
         ("tp2-dp2 z3", 4, zero(3, "parallel.tp=2")),
         ("pp2-dp2 z1", 4, zero(1, "parallel.pp=2")),
         ("tp2-pp2-dp2 z1", 8, zero(1, "parallel.tp=2", "parallel.pp=2")),
         ("tp2-pp2-dp2 z1 sp", 8, zero(1, "parallel.tp=2", "parallel.pp=2", "parallel.sequence_parallel=true")),
     )
 ]
+LAYOUT_CELLS.append(
+    Cell(group="layouts", name="pp2 in fp16 on 2", run=zero(1, "parallel.pp=2", "precision=fp16"), ranks=2,
+         within=2.0**-10, only_last=True, needs="fp16"))  # fmt: skip
 """Over NCCL, against one GPU."""
 
 MEMORY_CELLS = [
@@ -168,6 +180,7 @@ MEMORY_CELLS = [
     MemoryCell(name="gpt2-medium ZeRO-2 bf16, selective", model="gpt2-medium",
                run=zero(2, *BF16, "parallel.recompute=selective")),
     MemoryCell(name="gpt2 ZeRO-1 bf16, eager", model="gpt2", run=zero(1, *BF16, "model.attn_implementation=eager")),
+    MemoryCell(name="gpt2 ZeRO-2 bf16, chunked loss", model="gpt2", run=zero(2, *BF16, "model.loss=chunked")),
     MemoryCell(name="smollm2-360m ZeRO-2 bf16, 2048 tokens", model="smollm2-360m", run=zero(2, *BF16), seq_len=2048),
     MemoryCell(name="qwen3-0.6b ZeRO-3 bf16", model="qwen3-0.6b", run=zero(3, *BF16), micro_batch_size=2),
     MemoryCell(name="llama-3.2-1b ZeRO-1 bf16", model="llama-3.2-1b", run=zero(1, *BF16), micro_batch_size=1),
