@@ -8,6 +8,7 @@ import importlib
 import io
 import math
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +24,7 @@ from toolkit.config.recipe import Recipe
 from toolkit.config.strategy import Strategy
 from toolkit.engines import deepspeed_patches
 from toolkit.launch.local_ranks import RankFailedError
+from toolkit.parallel.tiny_model import tiny_config
 from toolkit.parity.run.train_in_memory import train_in_memory
 
 Make = Callable[..., Recipe]
@@ -103,6 +105,28 @@ def test_an_offloaded_step_after_an_overflow_is_still_skipped(
     recipe = Strategy.parse("z2-offload").apply(make_recipe(**changes("adamw"), precision="bf16"), 2)
     with pytest.raises(RankFailedError, match="the gradient norm is"):
         ranks(train_around, 2, recipe, "gradient")
+
+
+def trained_leaf(_: int) -> str:
+    leaf = {"leaf_module": {"classes": ["torch.nn.modules.linear.Linear"]}}
+    engine = plain_engine(zero_optimization={"stage": 3, **leaf})
+    try:
+        backward(engine)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_leaf_whose_input_has_no_gradient_still_reduces_zeros(ranks: Ranks) -> None:
+    assert "must match" in ranks(trained_leaf, 1, 0)[0]
+
+
+def test_the_experts_of_a_mixture_train_alone_under_zero_3(make_recipe: Make, ranks: Ranks, tmp_path: Path) -> None:
+    tiny_config("mixtral", num_hidden_layers=2, vocab_size=321).save_pretrained(tmp_path / "model")
+    fields = {"model__overrides": {}, "model__train_only": ["*.experts.*"]}
+    recipe = make_recipe(**changes("sgd"), model__name_or_path=str(tmp_path / "model"), **fields)
+    first, last = (ranks(train_in_memory, 2, Strategy.parse(name).apply(recipe, 2))[0] for name in ("z1", "z3"))
+    assert last.curve.losses == pytest.approx(first.curve.losses, rel=1e-6)
 
 
 def weights_after_nan(_: int) -> torch.Tensor:

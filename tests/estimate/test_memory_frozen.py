@@ -9,11 +9,13 @@ from engine_memory import Cell
 from frozen_engines import CONFIG, measure
 from transformers import AutoModelForCausalLM
 
-from toolkit.errors import ConfigError
+from toolkit.errors import ConfigError, ModelError
 from toolkit.estimate.recording import config_text
 from toolkit.estimate.recordings import parameters
 from toolkit.estimate.states import TorchStates
 from toolkit.estimate.trainable import Trainable
+from toolkit.parallel.tiny_model import tiny_config
+from toolkit.recorder.frozen import freeze
 
 Ranks = Callable[..., list[Cell]]
 LORA = "lora:r=3,targets=all-linear"
@@ -104,3 +106,10 @@ def test_what_trains_is_spelled_in_one_way(text: str, same: str) -> None:
 def test_what_says_nothing_is_refused(text: str) -> None:
     with pytest.raises(ConfigError):
         Trainable.parse(text)
+
+
+def test_adapters_of_experts_are_refused_by_the_name_of_their_module() -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_config("mixtral", num_hidden_layers=1))
+    with pytest.raises(ModelError, match=r"layers\.0\.mlp\.experts"):
+        freeze(model, Trainable.parse("lora:r=4,targets=all-linear"))

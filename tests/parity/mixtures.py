@@ -1,10 +1,17 @@
-"""Cells of the regression matrix whose model is a mixture of experts."""
+"""Cells of the regression matrix whose model is a mixture of experts.
+
+A router's choice is discrete. Where two experts are nearly equal, the rounding of any other order of summation may
+choose the other one, and the runs part. So a long run takes the first seed with which no choice of its baseline, the
+plain process, is that close in any step.
+"""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from matrix import VOCABULARY, Cell, Mathematics, Text
+import torch
+from matrix import LONG_STEPS, STEPS, VOCABULARY, Cell, Mathematics, Text
+from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from toolkit.config.recipe import ModelSection, Recipe, RouterAuxLossSection
@@ -24,6 +31,30 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"first_k_dense_replace": 1, "n_group": 2, "topk_group": 1},
     "granitemoe": {},
 }
+LEAST_MARGIN = 2**-22
+"""Of a choice, between the last score that is taken and the first that is not: what a loss may differ by. Probabilities
+differ by about a tenth of it."""
+WIDE = 0.1
+"""Standard deviation of the weights of long runs. With the usual 0.02 all experts of a tiny model are nearly equal, and
+no seed has the margin; with this every second or third has it."""
+
+
+class Margins(TorchFunctionMode):
+    """Inside, notes how close the closest choice of `topk` is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.smallest = float("inf")
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        if function in (torch.topk, torch.Tensor.topk):
+            taken = found.values.shape[-1]
+            scores = args[0].detach()
+            if taken < scores.shape[-1]:
+                first, second = scores.topk(taken + 1, dim=-1).values[..., -2:].unbind(-1)
+                self.smallest = min(self.smallest, float((first - second).min()))
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +66,8 @@ class MixtureMathematics(Mathematics):
         recipe = replace(self, family="llama").as_dense().recipe(text, steps=steps)
         options = dict(MIXTURES[self.family])
         attention = options.pop("attn_implementation", None)
+        if self.needs_margins(steps):
+            options["initializer_range"] = WIDE
         model = ModelSection(
             name_or_path=str(_config(self.family, options, self.layers, self.tied, text.cache)),
             attn_implementation=attention,
@@ -49,6 +82,10 @@ class MixtureMathematics(Mathematics):
         optimizer = recipe.optimizer.model_copy(update={"momentum": 0.9 if self.optimizer == "sgd" else 0.0})
         return recipe.model_copy(update={"model": model, "optimizer": optimizer})
 
+    def needs_margins(self, steps: int) -> bool:
+        """Whether a run is long enough for choices that rounding decides, and compared that closely."""
+        return steps == LONG_STEPS and self.precision == "fp32"
+
     def as_dense(self) -> Mathematics:
         """The same of a dense model."""
         return Mathematics(**vars(self))
@@ -57,6 +94,12 @@ class MixtureMathematics(Mathematics):
 @dataclass(frozen=True, kw_only=True)
 class MixtureCell(Cell):
     """One way to train a mixture."""
+
+    steps: int = STEPS
+
+    @override
+    def __str__(self) -> str:
+        return super().__str__() + (f"-{self.steps}" if self.steps != STEPS else "")
 
     @property
     def mathematics(self) -> Mathematics:
@@ -70,7 +113,8 @@ class MixtureCell(Cell):
 
 def _config(family: str, options: dict[str, Any], layers: int, tied: bool, folder: Path) -> Path:
     """Write the config of a tiny model, once."""
-    path = folder / "models" / f"{family}-{layers}-{'tied' if tied else 'untied'}"
+    wide = "-wide" * ("initializer_range" in options)
+    path = folder / "models" / f"{family}-{layers}-{'tied' if tied else 'untied'}{wide}"
     if not (path / "config.json").is_file():
         known = tiny_config(family).to_dict()
         sizes = {name: value for name, value in (_SMALL | _EXPERTS).items() if name in known}

@@ -30,6 +30,7 @@ from toolkit.parallel.groups import ModelParallelUnit
 
 deepspeed_patches.skip_shared_memory_op()
 deepspeed_patches.import_muon_uncompiled()
+deepspeed_patches.treat_no_block_as_leaf()
 
 _SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """The state of DeepSpeed's loss scaler."""

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime import compiler
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.zero import leaf_module_config
 from torch import nn
 from transformers import PretrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -46,6 +47,17 @@ def import_muon_uncompiled() -> None:
     """
     with mock.patch.object(compiler, "compile", return_value=lambda function: function):
         importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+
+
+def treat_no_block_as_leaf() -> None:
+    """Reduce the gradients of mixtral, qwen2_moe and qwen3_moe as those of all other models.
+
+    DeepSpeed 0.19.8 takes their blocks for leaves of ZeRO-3 (deepspeed/runtime/zero/leaf_module_config.py), and reduces
+    gradients in a backward hook of the block. If all that comes before is frozen, the block's input has no
+    gradient, and PyTorch calls the hook before the parameters have theirs: zeros are reduced, and then sizes differ. A
+    leaf is for experts that a rank may not run; here every rank runs each parameter. No issue is known.
+    """
+    leaf_module_config.DEFAULT_LEAF_MODULE_CLASSES.clear()
 
 
 @contextmanager

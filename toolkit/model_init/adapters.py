@@ -10,6 +10,7 @@ the same adapters.
 
 import math
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -50,9 +51,8 @@ class Adapters:
         self._take_out(model)
         for parameter in trainable:  # peft has frozen them; what pipeline stages drop is what the family trains
             parameter.requires_grad_()
-        experts = [path for path in self._found if f"{path}.".rpartition(".experts.")[1]]
-        if experts:
-            reason = f"peft would adapt {experts[0]} too, which is not supported"
+        if (path := adapted_experts(self._found)) is not None:
+            reason = f"peft would adapt {path} too, which is not supported"
             raise ModelError.of(_FIELD, list(section.targets), reason, "name linear layers, such as q_proj and v_proj")
         outside = [path for path in self._found if not any(path.startswith(f"{p}.") for p in self._prefix.values())]
         if outside:
@@ -123,6 +123,11 @@ class Adapters:
 
     def _first_b(self, linear: nn.Linear, name: str) -> torch.Tensor:
         return torch.zeros(linear.weight.shape)
+
+
+def adapted_experts(adapted: Iterable[str]) -> str | None:
+    """The first of these modules that is of a mixture's experts, which `all-linear` means too."""
+    return next((path for path in adapted if ".experts." in f"{path}."), None)
 
 
 def inject(model: nn.Module, section: LoraSection) -> Any:

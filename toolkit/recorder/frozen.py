@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 from toolkit.config.recipe import LoraSection
 from toolkit.errors import ModelError
 from toolkit.estimate.trainable import Trainable
-from toolkit.model_init.adapters import Adapters, inject
+from toolkit.model_init.adapters import Adapters, adapted_experts, inject
 from toolkit.model_init.frozen import freeze_others, trained_names
 
 
@@ -20,6 +20,9 @@ def freeze(model: nn.Module, trainable: Trainable) -> None:
         except ModelError as error:
             found = ", ".join(targets)
             raise ModelError(f"--trainable or model.lora names no linear module ({found})") from error
+        path = adapted_experts(name for name, module in model.named_modules() if hasattr(module, "base_layer"))
+        if path is not None:
+            raise ModelError(f"peft adapts {path} too, whose adapters are not estimated; name linear layers instead")
         weights = next(parameter.dtype for parameter in model.parameters() if not parameter.requires_grad)
         _cast_adapters(model, torch.float32 if trainable.in_fp32 else weights)
     elif trainable.patterns or trainable.frozen:
