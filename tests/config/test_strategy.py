@@ -37,6 +37,7 @@ FULL = {
         ("selective", "selective", True),
         ("every2", "every", 2),
         ("z2-offload", "offload", True),
+        ("z0-offacts", "offacts", True),
         ("ddp", "engine", "ddp"),
         ("fsdp", "engine", "fsdp"),
         ("reference", "engine", "reference"),
@@ -83,6 +84,7 @@ ANY = "Write parts such as tp2-pp2-dp2-z1-sp, z3-offload, ddp, fsdp or reference
         ("every9", "every2 to every8 recompute a part of the layers", "choose one of them"),
         ("ddp-tp2", "ddp has no tp", "remove it"),
         ("fsdp-z3-offload", "fsdp has no z and offload", "remove them"),
+        ("ddp-offacts", "ddp has no offacts", "remove it"),
         ("reference-dp2", "reference has no dp", "remove it"),
     ],
 )

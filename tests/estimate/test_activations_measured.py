@@ -5,6 +5,8 @@ import torch
 from daily import daily
 from measured_activations import EAGER_ONLY, NEVER_RECOMPUTED, Case, kept_bytes, peak_bytes
 
+from toolkit.model_init import offload_activations
+from toolkit.model_init.model_modules import decoder_layers
 from toolkit.models.families.registry import find_spec
 from toolkit.models.shape import families
 
@@ -126,12 +128,29 @@ def test_selective_recomputation_keeps_the_inputs_of_attention(family: str, atte
 
 
 @pytest.mark.parametrize("recompute", ["every_2", "every_3"])
-@pytest.mark.parametrize(("family", "layers"), [("gpt2", "n_layer"), ("llama", "num_hidden_layers")])
-def test_a_part_of_the_layers_is_recomputed(family: str, layers: str, recompute: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "layers"), [("gpt2", {}), pytest.param("llama", {"num_hidden_layers": 12}, marks=pytest.mark.whole)]
+)
+def test_a_part_of_the_layers_is_recomputed(family: str, layers: dict[str, int], recompute: str) -> None:
     """Where the kinds meet, one hidden state is counted to the wrong layer."""
-    case = Case(family=family, recompute=recompute, changes={layers: 12, "vocab_size": 99})
+    case = Case(family=family, recompute=recompute, changes={"vocab_size": 99} | layers)
     _check_kept(case)
     _check(case, peak_bytes(case, case.model()), case.predicted_peak(), 0.01)
+
+
+@pytest.mark.parametrize("vocabulary", [99, pytest.param(2000, marks=pytest.mark.whole)])
+@pytest.mark.parametrize("recompute", ["none", "every_2", "full"])
+@pytest.mark.parametrize("family", ["gpt2", pytest.param("llama", marks=pytest.mark.whole)])
+def test_what_is_offloaded_is_not_on_the_device(
+    family: str, recompute: str, vocabulary: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for two layers: one that computes, and one whose tensors are on their way."""
+    monkeypatch.setattr(offload_activations, "SMALLEST_BYTES", 1)
+    case = Case(family=family, recompute=recompute, offload=True, changes={"vocab_size": vocabulary})
+    model = case.model()
+    _check(case, peak_bytes(case, model), case.predicted_peak(), 0.03)
+    link: offload_activations.Link = getattr(decoder_layers(model)[0], offload_activations.LINK)
+    _check(case, link.bytes_sent, max(case.estimate().offloaded(range(case.layers()))), 0.03)
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])

@@ -1,13 +1,28 @@
 """Ways to need less memory for activations train what one plain PyTorch process trains."""
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import pytest
 from cell_runs import CORES, Baselines, CellRun, Outcome, run_cells
 from daily import daily
+from fresh_ranks import fresh_ranks
 from matrix import LONG_STEPS, Cell, Text
+from mixtures import MixtureCell
+
+from toolkit.config.recipe import LoraSection, Recipe
+from toolkit.engines.base import Engine
+from toolkit.model_init import offload_activations
+from toolkit.model_init.model_modules import decoder_layers
+from toolkit.parity.run.train_in_memory import train_in_memory
+
+Ranks = Callable[..., list[Any]]
 
 
-def cell(strategy: str, family: str = "llama", *, precision: str = "fp32", accumulation: int = 1) -> Cell:
-    return Cell(
+def cell(
+    strategy: str, family: str = "llama", kind: type[Cell] = Cell, *, precision: str = "fp32", accumulation: int = 1
+) -> Cell:
+    return kind(
         strategy=strategy,
         family=family,
         optimizer="sgd" if "z3" in strategy else "adamw",
@@ -42,3 +57,61 @@ def test_all_of_them_do_over_thirty_steps(text: Text, baselines: Baselines) -> N
     runs = [CellRun(cell=each, steps=LONG_STEPS) for each in CELLS]
     ended = run_cells(runs, text, baselines, cores=CORES)
     assert not [f"{run.cell}: {outcome.failure}" for run, outcome, _ in ended if outcome.failure]
+
+
+OFFLOADED = [
+    *("dp2-z3-recompute", "tp2-pp2-z1-sp", "dp2-z0", "dp2-z1-every2", "dp2-z2-offload", "tp2-z3-sp-selective"),
+    *("pp2-z0-recompute", "u2-z3-recompute", "u2-z1", "dp2-ep2-z1", "dp2-ep2-tp2-z2-recompute"),
+]
+
+
+def bytes_sent(engine: Engine) -> int:
+    """To the host, on this rank."""
+    links = [getattr(layer, offload_activations.LINK, None) for layer in decoder_layers(engine.model)]
+    return next((link.bytes_sent for link in links if link is not None), 0)
+
+
+def train_each(recipes: Sequence[Recipe]) -> list[Any]:
+    """On every rank: all that there is of each run, to the bit, and bytes that went to the host."""
+    found = []
+    for recipe in recipes:
+        with fresh_ranks():
+            run = train_in_memory(recipe, bytes_sent)
+        curve, parameters = run.curve, run.parameters.items()
+        found.append((curve.losses, curve.grad_norms, {k: v.tobytes() for k, v in parameters}, run.inspected))
+    return found
+
+
+def check_offload(strategy: str, text: Text, ranks: Ranks, *, precision: str, lora: bool = False, steps: int) -> None:
+    recipes, kind, family = [], *((MixtureCell, "mixtral") if "ep2" in strategy else (Cell, "llama"))
+    for suffix in ("", "-offacts"):
+        one = cell(f"{strategy}{suffix}", family, kind, precision=precision, accumulation=4)
+        recipe = one.recipe(text, steps=steps)
+        small = recipe.model.overrides | {"num_hidden_layers": 4}
+        recipes.append(recipe.changed({"model": {"overrides": small, "lora": LoraSection(r=4) if lora else None}}))
+    found = ranks(train_each, one.ranks, recipes, timeout_seconds=300)
+    for (*without, nothing), (*offloaded, _) in found:
+        assert nothing == 0
+        assert offloaded == without
+    assert max(offloaded[-1] for _, offloaded in found) > 0  # a last stage may have a single layer, which stays
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("strategy", daily(OFFLOADED, lambda i, _: i < 1))
+def test_offloaded_activations_change_no_bit(strategy: str, text: Text, ranks: Ranks) -> None:
+    check_offload(strategy, text, ranks, precision="fp32", steps=2)
+
+
+@pytest.mark.whole
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("strategy", OFFLOADED)
+def test_nor_over_thirty_steps_in_bf16(strategy: str, text: Text, ranks: Ranks) -> None:
+    rounds = "z0" not in strategy or "dp2" in strategy
+    check_offload(strategy, text, ranks, precision="bf16" if rounds else "fp32", steps=LONG_STEPS)
+
+
+@pytest.mark.whole
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("strategy", ["dp2-z3", "tp2-z1", "dp2-z0-recompute"])
+def test_nor_beside_adapters(strategy: str, text: Text, ranks: Ranks) -> None:
+    check_offload(strategy, text, ranks, precision="bf16", lora=True, steps=3)

@@ -120,6 +120,20 @@ def test_every_second_layer_takes_half_of_it_and_stages_count_their_own() -> Non
     assert again("every_2", bounds=(0, 17, 32)) == pytest.approx(again("full", bounds=(0, 17, 32)) * 9 / 17)
 
 
+def test_offloaded_activations_take_time_where_the_link_is_slower_than_the_layers() -> None:
+    def waits(seconds_per_byte: float, recompute: Recompute) -> float:
+        step = setup("dp8-tp1-z1")
+        layout = replace(step.layout, recompute=recompute, offload_activations=True)
+        cluster = replace(step.cluster, host_bytes_per_second=1 / seconds_per_byte)
+        return predict_step(replace(step, layout=layout, cluster=cluster)).offload
+
+    assert waits(1 / 2e12, "none") == 0
+    assert waits(1 / 5e10, "full") == 0
+    # On a link that hides nothing, a recomputed layer of Llama 3 8B sends h = 4096 of some 86,000 numbers a token.
+    inside = 4 * 4096 + 2 * 4096 + 2 * 1024 + 4 * 14336
+    assert waits(1.0, "none") / waits(1.0, "full") == pytest.approx(inside / 4096, rel=1e-3)
+
+
 def test_offload_moves_the_update_to_the_host() -> None:
     step = setup("dp8-z2")
     offloaded = predict_step(replace(step, layout=replace(step.layout, offload_optimizer="cpu")))

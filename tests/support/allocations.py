@@ -16,8 +16,10 @@ from typing import Any, Self
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter
+
+from toolkit.model_init import offload_activations
 
 
 class SavedForBackward:
@@ -91,6 +93,25 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _forget(self, key: int, size: int) -> None:
         self._known.discard(key)
         self.live_bytes -= size
+
+
+class DeviceBytes(LiveBytes):
+    """Where activations are offloaded on a CPU: without what stands for host memory."""
+
+    def __enter__(self) -> Self:
+        self._make = offload_activations._Stored.__init__
+
+        def unseen(stored: Any, source: torch.Tensor) -> None:
+            with _disable_current_modes():
+                self._make(stored, source)
+
+        offload_activations._Stored.__init__ = unseen  # type: ignore[method-assign]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        offload_activations._Stored.__init__ = self._make  # type: ignore[method-assign]
 
 
 def _key(tensor: torch.Tensor) -> int:

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from allocations import LiveBytes
+from allocations import DeviceBytes, LiveBytes
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from toolkit.estimate.recording import Activations, Setup, config_text
 from toolkit.estimate.recordings import activations
+from toolkit.model_init.offload_activations import offload_activations
 from toolkit.model_init.recompute import recompute
 from toolkit.parallel.loss import token_loss_sum
 from toolkit.parallel.tiny_model import tiny_config
@@ -43,6 +44,8 @@ class Case:
     drops: bool = True
     device: Literal["cpu", "cuda"] = "cpu"
     """Of the estimate: a GPU's rules where a test follows them on this CPU."""
+    offload: bool = False
+    """What layers keep goes to the host."""
     changes: dict[str, Any] = field(default_factory=dict)
     trainable: str = ""
     """As `dstk memory --trainable` says it."""
@@ -90,6 +93,8 @@ class Case:
         """In training mode, and with its layers recomputed where the case says so."""
         model.train()
         recompute(model, self.recompute)  # type: ignore[arg-type]
+        if self.offload:
+            offload_activations(model)
         return model
 
     def setup(self, *, tp: int = 1) -> Setup:
@@ -118,7 +123,7 @@ class Case:
 
     def predicted_peak(self) -> int:
         """What the toolkit says that lives at the worst moment."""
-        return self.estimate().worst_moment(range(self.layers()))[0]
+        return self.estimate().worst_moment(range(self.layers()), offloaded=self.offload)[0]
 
     def layers(self) -> int:
         """Decoder layers."""
@@ -163,6 +168,6 @@ def peak_bytes(case: Case, model: PreTrainedModel) -> int:
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
-    with LiveBytes() as live:
+    with DeviceBytes() if case.offload else LiveBytes() as live:
         token_loss_sum(case.logits(model, inputs), labels).backward()
     return live.peak_bytes + 2 * labels.nbytes

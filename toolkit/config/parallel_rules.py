@@ -29,6 +29,7 @@ _DEEPSPEED_ONLY = {
     "hpz": (1, "shards parameters"),
     "quantized_weights": (False, "quantizes them"),
     "quantized_gradients": (False, "quantizes them"),
+    "offload_activations": (False, "offloads"),
 }
 """Fields of `parallel` that other engines would silently ignore: the value that is off, and what DeepSpeed does."""
 
@@ -40,6 +41,7 @@ def setting_conflicts(recipe: Recipe, world_size: int | None) -> list[Refusal]:
         *_optimizer_settings(recipe),
         *_model_parallel_settings(recipe),
         *_offload_settings(recipe),
+        *_activation_settings(recipe),
         *_ulysses_settings(recipe),
     ]
 
@@ -188,6 +190,17 @@ def _offload_settings(recipe: Recipe) -> Iterator[Refusal]:
         if recipe.value_of(field) and axes:
             reason = "ZeRO++ groups ranks as if all of them were data-parallel"
             yield recipe.conflict(field, *axes, reason=reason, remedy=((field, False), (axes[0], 1)))
+
+
+def _activation_settings(recipe: Recipe) -> Iterator[Refusal]:
+    """Ways to keep less of activations that a compiled layer does not have."""
+    for name in ("offload_activations",):
+        field = f"parallel.{name}"
+        if recipe.train.compile and recipe.value_of(field):
+            reason = "it works on what eager layers save, and compiled ones save other tensors"
+            yield recipe.conflict(
+                field, "train.compile", reason=reason, remedy=((field, False), ("train.compile", False))
+            )
 
 
 def _sequence_length(recipe: Recipe, shape: ModelShape | None) -> Iterator[Refusal]:

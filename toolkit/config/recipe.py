@@ -147,6 +147,9 @@ class ParallelSection(Section):
     """`full`: keep only each decoder layer's input and recompute the rest in the backward pass. `every_2` to
     `every_8`: so for the layers whose index in the whole model is a multiple of 2 to 8. `selective`: recompute only the
     core attention, which needs much memory and little time."""
+    offload_activations: bool = False
+    """Keep what the backward pass needs of decoder layers in host memory: copied while the next layer computes, and
+    fetched one layer ahead. With `recompute: full` that is their inputs."""
 
     @property
     def layout_fields(self) -> dict[str, Any]:

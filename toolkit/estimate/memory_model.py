@@ -184,15 +184,20 @@ class MemoryModel:
         copies = autocast and itemsize == 4
         missing = casts_to_come(params) if copies and work.recompute != "full" else ()
         peak, fresh = kept.worst_moment(
-            layers, in_flight=in_flight, gradients_kept=kept_gradients, casts_to_come=missing
+            layers,
+            in_flight=in_flight,
+            gradients_kept=kept_gradients,
+            casts_to_come=missing,
+            offloaded=layout.offload_activations,
         )
+        away = max(kept.offloaded(layers)) if layout.offload_activations else 0
         gathered = states.gathered
         if copies:
-            moment = _with_casts(kept, layers, params, (peak, fresh), in_flight, recomputes=work.recompute == "full")
+            moment = _with_casts(kept, layers, params, (peak, fresh), in_flight, work, layout)
             (peak, fresh), casts = moment
             gathered += casts
         buffers = self._pipeline_buffers(layout, work, deepspeed, stage, 2 if autocast else itemsize)
-        by_kind, logits = _activations_by_kind(kept, layers, in_flight, peak - fresh, has_head=last)
+        by_kind, logits = _activations_by_kind(kept, layers, in_flight, peak - fresh, away, has_head=last)
         # Both beyond the resident bytes: while the last micro-batch computes, and at the end of the step.
         backward = states.accumulated + states.buckets + gathered + buffers.at_peak + peak
         update = max(states.reduction, states.step) + buffers.between
@@ -214,11 +219,14 @@ class MemoryModel:
             activations=by_kind,
             logits=logits,
             update=max(0, update - backward),
-            host=states.host,
+            host=replace(states.host, activations=away * in_flight),
             host_loading=_loading(framework, params, layout.tp),
             static=static + buffers.between + workspace,
             workspace=workspace,
-            step=TrainingStep(framework, work, recorded, layers, in_flight, states, params, buffers, workspace),
+            step=TrainingStep(
+                *(framework, work, recorded, layers, in_flight, states, params, buffers, workspace),
+                offloads=layout.offload_activations,
+            ),
             **beside(layout, gpu, static + max(backward, update) + workspace),
         )
 
@@ -314,8 +322,8 @@ def _with_casts(
     params: RankParameters,
     worst: tuple[int, int],
     in_flight: int,
-    *,
-    recomputes: bool,
+    work: Workload,
+    layout: Layout,
 ) -> tuple[tuple[int, int], int]:
     """The worst moment as in `Activations.worst_moment`, and autocast's copies of weights in 16 bits beside it.
 
@@ -323,29 +331,34 @@ def _with_casts(
     keeps of weights that train, are freed when the loss begins, and backward makes those of a layer again.
     """
     casts, each = 2 * params.matrices, [2 * size for size in params.layer_matrices]
-    if not recomputes:
+    if work.recompute != "full":
         return worst, casts * in_flight
     again = casts - sum(each) + max(each, default=0)
     if params.frozen.numel:
         each = [2 * size for size in params.trained_matrices]
         casts = sum(each)
-    forward = kept.forward_peak(layers, casts=each)
+    forward = kept.forward_peak(layers, casts=each, offloaded=layout.offload_activations)
     if forward > worst[0] + again:
         return (forward - casts, 0), casts
     return worst, again
 
 
 def _activations_by_kind(
-    kept: Activations, layers: range, in_flight: int, peak: int, *, has_head: bool
+    kept: Activations, layers: range, in_flight: int, peak: int, away: int, *, has_head: bool
 ) -> tuple[dict[str, int], int]:
-    """Return (activations by kind, logits and loss), which add up to the activations' peak."""
+    """Return (activations by kind, logits and loss), which add up to the activations' peak.
+
+    `away`: bytes of a micro-batch's layers that are on the host.
+    """
     by_kind = {kind: max(0, size) * in_flight for kind, size in kept.layer_kinds(layers).items()}
+    shown = sum(by_kind.values())
+    by_kind = {kind: size - size * away * in_flight // max(1, shown) for kind, size in by_kind.items()}
     shown = sum(by_kind.values())
     if shown > peak:
         # Gradients grow as layers finish their backward pass: then most layers may keep nothing at the worst moment.
         by_kind = {kind: size * peak // shown for kind, size in by_kind.items()}
     rest = peak - sum(by_kind.values())
-    before = (in_flight - 1) * kept.kept(layers)
+    before = (in_flight - 1) * kept.kept(layers) - in_flight * away
     at_head = has_head and before + kept.at_head(layers) == peak
     logits = min(rest, kept.at_head(layers) - kept.trunk(layers)) if at_head else 0
     working = 0 if logits else min(rest, max(0, peak - before - kept.kept(layers)))

@@ -57,7 +57,8 @@ def check(profile: FrameworkProfile, shape: ModelShape, layout: Layout, work: "W
     if work.attention not in kinds:
         given: tuple[Setting, ...] = (("attention", work.attention), ("framework", profile.name))
         raise LayoutError.between(given, f"its profile has {', '.join(kinds)}", "choose one of them")
-    sharded, offloads = profile.facts["states"] == "fsdp2", layout.offload_optimizer != "none"
+    sharded = profile.facts["states"] == "fsdp2"
+    offloads = layout.offload_optimizer != "none" or layout.offload_activations
     if (
         sharded
         and "selective" in profile.facts

@@ -294,10 +294,12 @@ class Activations:
         """Kept by these layers, by part."""
         return self._of_layers(layers)[0]
 
-    def forward_peak(self, layers: range, *, casts: Sequence[int]) -> int:
+    def forward_peak(self, layers: range, *, casts: Sequence[int], offloaded: bool = False) -> int:
         """The most that is live before the loss, with autocast's copies of each layer's weights, in bytes."""
         made = [0, *accumulate(casts, initial=0)]
-        return max(map(int.__add__, self._forward_moments(layers), made))
+        away = self.offloaded(layers) if offloaded else [0] * len(made)
+        parts = zip(self._forward_moments(layers), made, away[: len(made)], strict=True)
+        return max(live + cast - gone for live, cast, gone in parts)
 
     def worst_moment(
         self,
@@ -306,12 +308,14 @@ class Activations:
         in_flight: int = 1,
         gradients_kept: Sequence[int] = (),
         casts_to_come: Sequence[int] = (),
+        offloaded: bool = False,
     ) -> tuple[int, int]:
         """The most that is live at once on a stage with these layers, and its part that is gradients of weights.
 
         `in_flight`: micro-batches whose activations are kept. `gradients_kept`: bytes of each layer's gradients, if
         this backward pass allocates them; each finished layer adds its own. `casts_to_come`: bytes of autocast's copies
-        of weights that are counted beside this and not made yet, at each moment before the head.
+        of weights that are counted beside this and not made yet, at each moment before the head. `offloaded`: what
+        layers keep goes to the host.
         """
         moments = [
             (moment - to_come, 0)
@@ -329,8 +333,19 @@ class Activations:
             level += step.delta + (0 if len(moments) > before + 1 else self.end_layers[2])
             finished += size
         moments.append((level + self.embedding_backward.peak, finished))
+        away, waiting = self.offloaded(layers), (in_flight - 1) * self.kept(layers)
+        if offloaded:
+            moments = [(live - gone, made) for (live, made), gone in zip(moments, away, strict=True)]
+            waiting -= (in_flight - 1) * max(away)
         live, gradients = max(moments, key=sum)
-        return (in_flight - 1) * self.kept(layers) + live + gradients, gradients
+        return waiting + live + gradients, gradients
+
+    def offloaded(self, layers: range) -> list[int]:
+        """Bytes on the host at each moment: while a layer runs, what was kept by those before the one before it."""
+        count = len(layers)
+        sums = [0, *accumulate(self.forward[kind].delta for kind in self._kinds(layers))]
+        running = [sums[max(0, layer - 1)] for layer in range(count)]
+        return [0, *running, *[sums[max(0, count - 1)]] * 3, *reversed(running), 0]
 
     def at_head(self, layers: range) -> int:
         """The most that is live from the head's forward pass to the end of its backward pass."""

@@ -17,12 +17,22 @@ class PassReplay:
     """Passes of micro-batches of b samples of s positions.
 
     `layers`: those of the stage. `casts`: whether autocast finds weights that it must copy, in fp32.
+    `offloads`: whether what layers keep goes to the host.
     """
 
     def __init__(
-        self, recording: Recording, layers: range, b: int, s: int, allocator: CachingAllocator, *, casts: bool = True
+        self,
+        recording: Recording,
+        layers: range,
+        b: int,
+        s: int,
+        allocator: CachingAllocator,
+        *,
+        casts: bool = True,
+        offloads: bool = False,
     ) -> None:
         events = recording.events
+        self._offloads = offloads
         self._allocator = allocator
         kinds, values = [recording.pattern[index] for index in layers], tuple(b**i * s**j for i, j in MONOMIALS)
         self._roles, self._ends = [str(kind) for kind in kinds], {"first": 0, "last": len(layers) - 1}
@@ -43,6 +53,8 @@ class PassReplay:
         yield self._run(live, "embedding")
         for layer in range(len(self._roles)):
             yield self._run(live, "forward", layer)
+            if self._offloads:
+                self._move(live, layer - 1, to_host=True)
         yield self._run(live, "head")
         yield self._run(live, "loss")
 
@@ -50,6 +62,8 @@ class PassReplay:
         """Replay the backward pass of the micro-batch that left `live`. What then is left goes with the micro-batch."""
         yield self._run(live, "head_backward")
         for layer in reversed(range(len(self._roles))):
+            if self._offloads:
+                self._move(live, layer - 1, to_host=False)
             yield self._run(live, "backward", layer)
         yield self._run(live, "embedding_backward")
         for blocks in live.values():
@@ -73,6 +87,18 @@ class PassReplay:
                         free(block)
         live[name, layer] = [block for block in reversed(own) if block is not None]
         return name, layer
+
+    def _move(self, live: Live, layer: int, *, to_host: bool) -> None:
+        """Free what a layer keeps, or allocate it again; its blocks stand for it meanwhile."""
+        blocks = live.get(("forward", layer), [])
+        for at, block in enumerate(blocks):
+            if block is None or block is _NOTHING:
+                continue
+            if to_host:
+                blocks[at] = Block(0, block.size, is_small=False)
+                self._allocator.free(block)
+            else:
+                blocks[at] = self._allocator.allocate(block.size)
 
     def _named(
         self, live: Live, event: tuple[str, str, int], layer: int | None

@@ -40,10 +40,12 @@ class StateBytes:
     """Rotary tables, masks."""
     counters: int = 0
     """Norms, loss scales and the like: a few bytes."""
+    activations: int = 0
+    """Offloaded ones, at the end of a forward pass."""
 
     @property
     def total(self) -> int:
-        states = self.parameters + self.gradients + self.masters + self.optimizer
+        states = self.parameters + self.gradients + self.masters + self.optimizer + self.activations
         return states + self.buckets + self.model_buffers + self.counters
 
 

@@ -39,6 +39,8 @@ class TrainingStep:
     params: RankParameters
     buffers: PipelineBuffers
     workspace: int
+    offloads: bool = False
+    """Whether activations of layers go to the host."""
 
     def footprint(self) -> tuple[int, int]:
         """Bytes that suffice, found to one percent, and what the allocator reserves where there is room for it.
@@ -72,7 +74,7 @@ class TrainingStep:
         _held(allocator, [resident.buckets, resident.model_buffers, self.buffers.at_peak, half, half])
         # FSDP's weights are in 16 bits when autocast sees them.
         sharded = isinstance(self.framework, TorchStates) and self.framework.gathered_bytes == 2
-        passes = PassReplay(found, self.layers, b, s, allocator, casts=not sharded)
+        passes = PassReplay(found, self.layers, b, s, allocator, casts=not sharded, offloads=self.offloads)
         for _ in range(_STEPS):
             gradients = self._micro_batches(allocator, passes)
             made = sum(block.size for block in gradients)

@@ -20,6 +20,7 @@ from toolkit.model_init.adapters import Adapters
 from toolkit.model_init.frozen import freeze_others, trained_names
 from toolkit.model_init.model_modules import OnLayer, parameters_on_meta
 from toolkit.model_init.model_partition import ModelPartition
+from toolkit.model_init.offload_activations import offload_activations
 from toolkit.model_init.pretrained_weights import read_weights
 from toolkit.model_init.random_weights import initialize
 from toolkit.model_init.recompute import recompute
@@ -151,4 +152,6 @@ def build_model(
         raise _not_built(recipe, error) from error
     model.config.dtype = dtype
     recompute(model, recipe.parallel.recompute)
+    if recipe.parallel.offload_activations:
+        offload_activations(model)
     return model

@@ -1,5 +1,6 @@
 """Seconds that data parallelism, the optimizer and offload add to a step."""
 
+from toolkit.config.layout import recomputes
 from toolkit.planner import collectives
 from toolkit.planner.kernels import stream_seconds
 from toolkit.planner.setup import Setup
@@ -108,6 +109,25 @@ def optimizer_seconds(setup: Setup) -> float:
         stream_seconds(setup.cluster.gpu, setup.run.facts["optimizer"] * share + 4 * numel, 20)
         + setup.cluster.step_seconds
     )
+
+
+def activation_seconds(setup: Setup, forward: float, backward: float) -> float:
+    """What offloaded activations of a micro-batch take on the link to the host, each way, beyond a pass of a stage.
+
+    A layer that is not recomputed keeps some 4h + 2q + 2k + 2f numbers a token (q: attention's width, k: that of keys,
+    f: the MLP's width, twice that where it is gated): 32h of the 34h bytes of Korthikanti et al. 2022, equation 1.
+    Known error: families whose norms keep fp32 have half as much again.
+    """
+    layout, shape = setup.layout, setup.shape
+    if not layout.offload_activations:
+        return 0.0
+    again = sum(recomputes(layout.recompute, layer) for layer in range(shape.layers)) / shape.layers
+    between = layout.tp if layout.sequence_parallel else 1
+    inside = 2 * shape.attention_dim + 2 * shape.kv_dim + (4 if shape.gated else 2) * shape.ffn
+    kept = again * shape.hidden / between + (1 - again) * (4 * shape.hidden / between + inside / layout.tp)
+    moved = max(setup.stages) * setup.work.tokens * kept * setup.run.activation_bytes
+    link = moved / setup.cluster.host_bytes_per_second
+    return max(0.0, link - forward) + max(0.0, link - backward)
 
 
 def offload_seconds(setup: Setup) -> float:

@@ -86,6 +86,7 @@ def _variants(request: PlanRequest, *, tp: int = 1, pp: int = 1, ulysses: int = 
                     sequence_parallel=sequence_parallel,
                     offload_optimizer=optimizer,
                     offload_params=params,
+                    offload_activations=request.kept.get("offload_activations", False),
                 )
                 if request.refusal(first) is None:
                     variants = (replace(first, recompute=recompute) for recompute in recomputations)

@@ -16,7 +16,7 @@ from toolkit.models.experts import ExpertShape
 from toolkit.models.weights import held_layer_parameters, routed_parameters
 from toolkit.planner import collectives
 from toolkit.planner.bubble import bubble_seconds
-from toolkit.planner.data_time import data_seconds, offload_seconds, optimizer_seconds
+from toolkit.planner.data_time import activation_seconds, data_seconds, offload_seconds, optimizer_seconds
 from toolkit.planner.execution import Execution
 from toolkit.planner.kernels import stream_seconds
 from toolkit.planner.layer_time import (
@@ -109,7 +109,8 @@ def predict_step(setup: Setup) -> StepTime:
         alone, slowest = m * slowest.seconds + waiting, _sum(stages).scaled(crowding / len(stages))
         waiting = max(0.0, alone - m * slowest.seconds)
     pipeline = _pipeline(setup)
-    data = data_seconds(setup, slowest.seconds - slowest.backward, slowest.backward)
+    passes = slowest.seconds - slowest.backward, slowest.backward
+    data = data_seconds(setup, *passes)
     tokens = setup.micro_batch_size * m * layout.dp * setup.seq_len
     count = train_flops_per_token if trained is None else trained.flops_per_token
     flops = count(shape, setup.seq_len)
@@ -123,7 +124,7 @@ def predict_step(setup: Setup) -> StepTime:
         bubble=waiting,
         data=crowding * data,
         optimizer=crowding * optimizer_seconds(setup),
-        offload=offload_seconds(setup),
+        offload=offload_seconds(setup) + m * activation_seconds(setup, *passes),
         tokens=tokens,
         gpus=setup.gpus,
         model_flops=flops * tokens,
