@@ -185,9 +185,12 @@ def settings() -> Iterator[Setting]:
     yield Setting("tp2-z1", "fp32", "llama", trains={"freeze": ["*.mlp.*"]})
     for layout, model in (("tp2-z1", "llama"), ("tp2-z3", "qwen3"), ("tp2-pp2-z1", "qwen3")):
         yield Setting(layout, "bf16", model, trains=LORA)
-    for optimizer in ({"name": "sgd", "momentum": 0.9}, {"name": "sgd"}, {"name": "lion"}):
+    for optimizer in ({"name": "sgd", "momentum": 0.9}, {"name": "sgd"}, {"name": "lion"}, {"name": "muon"}):
         for stage in (1, 3):
             yield Setting(f"dp2-z{stage}", "bf16", optimizer=optimizer)
+    for layout in ("dp2-z0", "dp2-z2", "tp2-z1", "pp2-z1", "dp2-z3"):
+        yield Setting(layout, "fp32", "qwen3", optimizer={"name": "muon"}, in_every_run=layout == "dp2-z2")
+    yield Setting("dp4-ep2-z1", "bf16", "olmoe", optimizer={"name": "muon"})
 
 
 CELLS = [

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from toolkit.engines.deepspeed_patches import import_muon_uncompiled
 from toolkit.parity import ParityResult, ParityRun
 from toolkit.parity.diagnosis import Cause
 
@@ -25,6 +26,7 @@ sys.path.insert(0, str(SCRIPTS))
 from accelerate_on_cpu import built  # noqa: E402
 from auto_expert_parallel import error  # noqa: E402
 from cases import BUGS, GLOBAL_BATCH, WARMUP_STEPS, KnownBug, Runs  # noqa: E402
+from muon import LIMIT, RATE, WIDTH, step  # noqa: E402
 from tensor_parallel import COLUMN, ROW  # noqa: E402
 from zero3_experts import norms  # noqa: E402
 
@@ -251,3 +253,19 @@ class TestAccelerateOnCpuRanks:
             check=True,
         )
         assert launched.stdout == "1 process, Linear\n"
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+def test_clipping_divides_muons_updates_by_their_norm(zero_stage: int, ranks: Ranks) -> None:
+    import_muon_uncompiled()
+    norm, change = ranks(step, 2, zero_stage, 0.0)[0]
+    assert LIMIT < norm < (4 * WIDTH) ** 0.5
+    assert change == pytest.approx(RATE * norm, rel=1e-3)
+    assert ranks(step, 2, zero_stage, LIMIT)[0] == pytest.approx((norm, RATE * LIMIT), rel=1e-3)
+
+
+@pytest.mark.whole
+def test_without_zero_clipping_leaves_muons_updates(ranks: Ranks) -> None:
+    import_muon_uncompiled()
+    assert ranks(step, 2, 0, LIMIT)[0][1] == pytest.approx(ranks(step, 2, 0, 0.0)[0][1], rel=1e-3)

@@ -224,6 +224,7 @@ def estimated(recipe: Recipe, config: dict[str, Any], engine: Any) -> tuple[Coun
         tp=layout.tp,
         ep=layout.ep,
         inner=layout.experts == "inner",
+        by_matrix=recipe.optimizer.name == "muon",
     )
     settings = settings_of(config, recipe, "cpu")
     states = deepspeed_states(settings, held, dp=layout.dp, data_rank=place.data, accumulation=batch.accumulation)

@@ -189,6 +189,8 @@ def _config(job: ConfigJob, kind: str) -> dict[str, Any]:
 def _notes(job: ConfigJob) -> Iterator[str]:
     if "optimizer" not in job.config:
         yield "there is no optimizer section: the program passes its own to deepspeed.initialize."
+    if job.options.optimizer == "muon" and job.layout.zero_stage and job.recipe.train.grad_clip:
+        yield "gradient_clipping is 0: under ZeRO, DeepSpeed would clip Muon's updates instead of the gradient."
     if job.config.get("communication_data_type") == "fp32" and (half := job.recipe.precision) != "fp32":
         yield f"fp32 doubles the bytes of the gradients' reduction; --communication-dtype {half} halves them."
     if "aio" in job.config:

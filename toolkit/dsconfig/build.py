@@ -39,7 +39,8 @@ def build(
         "train_micro_batch_size_per_gpu": batch.micro_batch_size,
         "gradient_accumulation_steps": batch.accumulation,
         # DeepSpeed's own default changed from 0 (off) to 1.0 in 0.19.3.
-        "gradient_clipping": recipe.train.grad_clip,
+        # Of Muon, ZeRO would clip the orthogonal updates (docs/known-bugs.md).
+        "gradient_clipping": 0.0 if options.optimizer == "muon" and layout.zero_stage else recipe.train.grad_clip,
         "prescale_gradients": False,
         "gradient_predivide_factor": 1.0,
         # fp32 sums over micro-batches and ranks, so that a sum does not depend on how it is partitioned.

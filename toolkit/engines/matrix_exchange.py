@@ -14,10 +14,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from toolkit.estimate.deepspeed_states import ROUND_ELEMENTS
 from toolkit.parallel.shard import Shard
-
-_ROUND_ELEMENTS = 2**24
-"""Elements of whole matrices that an owner takes at once, unless one matrix has more."""
 
 Matrix = tuple[str, int]
 """Name of a parameter, and index in its stack of experts."""
@@ -181,7 +179,7 @@ def _rounds(
     for matrix, owner in owners.items():
         turn, elements = filled.get(owner, (0, 0))
         size = math.prod(shapes[matrix])
-        if elements and elements + size > _ROUND_ELEMENTS:
+        if elements and elements + size > ROUND_ELEMENTS:
             turn, elements = turn + 1, 0
         turns[matrix] = turn
         filled[owner] = turn, elements + size

@@ -52,6 +52,8 @@ class DeepSpeedSettings:
     """fp32 states that the optimizer keeps per element."""
     in_8_bits: bool = False
     """Moments of one byte, by bitsandbytes."""
+    muon: bool = False
+    """The toolkit's Muon: of matrices of the decoder layers one moment, and no counter."""
     counts_in_tensors: bool = True
     """PyTorch's Adam keeps a step counter beside each tensor; DeepSpeed's counts in plain numbers."""
     fused: bool = True

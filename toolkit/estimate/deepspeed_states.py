@@ -12,6 +12,8 @@ from toolkit.estimate.deepspeed_settings import DeepSpeedSettings
 from toolkit.estimate.parameters import ParameterGroup, RankParameters
 from toolkit.estimate.states import ModelStates, StateBytes
 
+ROUND_ELEMENTS = 2**24
+"""Elements of whole matrices that a rank orthogonalizes at once, unless one matrix has more."""
 _FALLBACK_BUCKET = 500_000_000
 """Elements that `allreduce_gradients` flattens at once (engine.py, MEMORY_OPT_ALLREDUCE_SIZE)."""
 
@@ -23,7 +25,7 @@ def deepspeed_states(
     """Return the states of data-parallel rank `data_rank` of `dp`, with `accumulation` micro-batches a step."""
     match settings.wrapper:
         case "none" | "unfused":
-            return _without_zero(settings, params, accumulation)
+            return _without_zero(settings, params, dp, accumulation)
         case "bf16":
             return _bf16(settings, params, dp)
         case "zero12":
@@ -32,7 +34,7 @@ def deepspeed_states(
             return zero3_states(settings, params, dp)
 
 
-def _without_zero(s: DeepSpeedSettings, params: RankParameters, accumulation: int) -> ModelStates:
+def _without_zero(s: DeepSpeedSettings, params: RankParameters, dp: int, accumulation: int) -> ModelStates:
     """A plain PyTorch optimizer over fp32 weights, 4 + 4 + 8 bytes; what autocast casts counts with activations.
 
     Or FP16_UnfusedOptimizer: 16-bit weights and gradients, fp32 masters, and at the step fp32 gradients of all.
@@ -40,11 +42,13 @@ def _without_zero(s: DeepSpeedSettings, params: RankParameters, accumulation: in
     w, is_plain = s.model_bytes, s.wrapper == "none"
     gradients, masters = w * params.trained, 0 if is_plain else 4 * params.trained
     flat = min(params.trained, _FALLBACK_BUCKET + params.largest_trained)
+    alone = sum(group.numel for group in params.groups if not group.is_muon)
+    plain = [(group, group.numel if group.is_muon else alone) for group in params.groups]
     return ModelStates(
         resident=StateBytes(
             parameters=w * params.numel,
             masters=masters,
-            optimizer=s.optimizer_bytes(one for group in params.groups for one in group.counted),
+            optimizer=_moments(s, [(group, *one) for group in params.groups for one in group.counted]),
             model_buffers=params.buffers(s.model_bytes),
             counters=8 if is_plain and s.autocast == "fp16" else 0,
         ),
@@ -52,7 +56,7 @@ def _without_zero(s: DeepSpeedSettings, params: RankParameters, accumulation: in
         fresh_layer=w * params.trained_layer if accumulation == 1 else 0,
         reduction=gradients + flat * (w + (s.communication_bytes if s.communication_bytes != w else 0)),
         complete=gradients,
-        step=gradients + masters + (0 if s.fused else 4 * params.trained),
+        step=gradients + masters + _temporaries(s, params, plain, dp),
     )
 
 
@@ -74,14 +78,14 @@ def _bf16(s: DeepSpeedSettings, params: RankParameters, dp: int) -> ModelStates:
             parameters=s.model_bytes * (flat + params.frozen.numel),
             gradients=s.accumulation_bytes * flat,
             masters=4 * part,
-            optimizer=s.optimizer_bytes((size, 1) for size in parts),
+            optimizer=_moments(s, [(group, size, 1) for group, size in zip(params.groups, parts, strict=True)]),
             model_buffers=params.buffers(s.model_bytes),
             counters=0 if any(group.ep > 1 for group in params.groups) else 4,  # the norm
         ),
         accumulated=own,
         reduction=own + s.accumulation_bytes * copied + s.communication_bytes * cast,
         complete=own,
-        step=own + (0 if s.fused else 4 * max(parts)),
+        step=own + _temporaries(s, params, [*zip(params.groups, parts, strict=True)], dp),
     )
 
 
@@ -106,7 +110,8 @@ def zero12_states(
     one_bucket = _staged_bytes(s) * s.reduce_bucket_size if s.contiguous_gradients else 0
     buckets = one_bucket * (2 if s.overlap_comm else 1) + _reducing(s, params)
     keeps = s.zero_stage == 1 and w != a and touched < params.trained
-    fp32, moments = 4 * part, s.optimizer_bytes((size, 1) for size in parts)
+    sizes = [*zip(params.groups, parts, strict=True)]
+    fp32, moments = 4 * part, _moments(s, [(group, size, 1) for group, size in sizes])
     # Stage 1 accumulates whole gradients and reduces once; stage 2 reduces each micro-batch's, beside the sum.
     if s.zero_stage == 1:
         accumulated = whole if accumulation > 1 else 0
@@ -140,7 +145,7 @@ def zero12_states(
         complete=complete,
         complete_buckets=one_bucket if keeps else 0,
         host_complete=norms,
-        step=complete + (one_bucket if keeps else 0) + (0 if offload else _zero12_update(s, parts, compact=compact)),
+        step=complete + (one_bucket if keeps else 0) + (0 if offload else _zero12_update(s, params, sizes, dp)),
     )
 
 
@@ -188,10 +193,13 @@ def _reducing(s: DeepSpeedSettings, params: RankParameters) -> int:
     return min(max(s.reduce_bucket_size, params.largest_trained), params.trained) * copies
 
 
-def _zero12_update(s: DeepSpeedSettings, parts: list[int], *, compact: bool) -> int:
+def _zero12_update(
+    s: DeepSpeedSettings, params: RankParameters, sizes: list[tuple[ParameterGroup, int]], dp: int
+) -> int:
     """The group's flat fp32 gradient if it does not exist yet, and the optimizer's temporaries."""
-    flat = 0 if compact else 4 + (s.model_bytes if s.model_bytes < 4 else 0)
-    return max(parts) * (flat + (0 if s.fused else 4))
+    w, compact = s.model_bytes, s.model_bytes != s.accumulation_bytes == 4
+    flat = 0 if compact else 4 + (w if w < 4 else 0)
+    return max(size * flat + _temporaries(s, params, [(group, size)], dp) for group, size in sizes)
 
 
 def zero3_states(s: DeepSpeedSettings, params: RankParameters, dp: int) -> ModelStates:
@@ -202,10 +210,10 @@ def zero3_states(s: DeepSpeedSettings, params: RankParameters, dp: int) -> Model
     # A single rank uses its shard as the parameter, if both are on the same device.
     gathers = dp > 1 or (s.offload_params and s.device != "cpu")
     whole = _persistent(params, s.persistence_threshold, dp) if gathers else 0
-    sub_groups = [size for group in params.groups for size in _sub_groups(group, dp, s.sub_group_size)]
+    sub_groups = [(group, size) for group in params.groups for size in _sub_groups(group, dp, s.sub_group_size)]
     bucket = s.communication_bytes * s.reduce_bucket_size if s.contiguous_gradients else 0
     gathered = w * _gathered(s, params) if gathers else 0
-    moments = s.optimizer_bytes((size, 1) for size in sub_groups)
+    moments = _moments(s, [(group, size, 1) for group, size in sub_groups])
     offload, updated = s.offload_optimizer, {"masters": 4 * shards, "optimizer": moments}
     return ModelStates(
         resident=StateBytes(
@@ -224,7 +232,7 @@ def zero3_states(s: DeepSpeedSettings, params: RankParameters, dp: int) -> Model
         host_complete=8 * params.count if offload else 0,
         buckets=_scattering(s, params),
         gathered=gathered,
-        step=0 if offload else _zero3_update(s, max(sub_groups)),
+        step=0 if offload else max(_zero3_update(s, params, *one, dp) for one in sub_groups),
     )
 
 
@@ -257,10 +265,30 @@ def _sub_groups(group: ParameterGroup, dp: int, size: int) -> tuple[int, ...]:
     return (*closed, local) if local else tuple(closed)
 
 
-def _zero3_update(s: DeepSpeedSettings, elements: int) -> int:
+def _zero3_update(s: DeepSpeedSettings, params: RankParameters, group: ParameterGroup, size: int, dp: int) -> int:
     """A sub-group's gradients flattened, and again in fp32; then the optimizer's temporaries."""
     flat = s.accumulation_bytes if s.accumulation_bytes != 4 else 0
-    return elements * (4 + max(flat, 0 if s.fused else 4))
+    return size * 4 + max(size * flat, _temporaries(s, params, [(group, size)], dp))
+
+
+def _moments(s: DeepSpeedSettings, tensors: list[tuple[ParameterGroup, int, int]]) -> int:
+    """States of the tensors that are updated, given as (group, elements, how many)."""
+    of_muon = sum(4 * elements * count for group, elements, count in tensors if group.is_muon)
+    return of_muon + s.optimizer_bytes((n, count) for group, n, count in tensors if not group.is_muon)
+
+
+def _temporaries(s: DeepSpeedSettings, params: RankParameters, sizes: list[tuple[ParameterGroup, int]], dp: int) -> int:
+    """Of updates one after the other: of PyTorch's an fp32 copy of each, of a fused one nothing.
+
+    Muon's, at most: an owner's matrices of a round six times, as they arrive, side by side, scaled, their two products
+    with themselves, and the next iterate (toolkit/engines/muon.py). A rank has so many elements at once, or its share.
+    """
+    copied = 0 if s.fused else 4 * max((size for group, size in sizes if not group.is_muon), default=0)
+    if not any(group.is_muon for group, _ in sizes):
+        return copied
+    share = sum(group.numel for group in params.groups if group.is_muon) // dp
+    largest = max((n for n, _ in params.hidden_matrices), default=0)
+    return max(copied, 6 * (4 if s.precision == "fp32" else 2) * max(largest, min(share, ROUND_ELEMENTS)))
 
 
 def _gathered(s: DeepSpeedSettings, params: RankParameters) -> int:

@@ -160,10 +160,10 @@ class MemoryModel:
             return stage_breakdown(framework, self.shape, self.parameters, layout, work, gpu, stage, layers)
         first, last = stage == 0, stage == layout.pp - 1
         deepspeed = framework if isinstance(framework, DeepSpeedSettings) else None
-        by_decay = deepspeed is None or deepspeed.by_decay
+        groups = {"by_decay": deepspeed is None or deepspeed.by_decay, "by_matrix": framework.muon}
         trainable = without_4bit(work.trainable)
         whole = parameters(self.config, trainable) if trainable else self.parameters
-        params = counted = stage_parameters(whole, layout, stage, layers, by_decay=by_decay)
+        params = counted = stage_parameters(whole, layout, stage, layers, **groups)
         itemsize = work.activation_bytes or (2 if deepspeed is None else deepspeed.model_bytes)
         autocast = work.autocast if deepspeed is None else deepspeed.autocast != "none"
         unpacked = 0
@@ -171,7 +171,7 @@ class MemoryModel:
             packed, unpacked = in_4_bits(
                 whole, framework.weight_bytes if isinstance(framework, TorchStates) else framework.model_bytes
             )
-            params = stage_parameters(packed, layout, stage, layers, by_decay=by_decay)
+            params = stage_parameters(packed, layout, stage, layers, **groups)
         states = _states(framework, params, layout, work)
         # A matrix that is kept in 4 bits is unpacked for each of its products.
         states = replace(states, gathered=states.gathered + unpacked * (2 if autocast else itemsize))

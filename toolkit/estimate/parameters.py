@@ -14,6 +14,7 @@ from itertools import groupby
 from math import prod
 from typing import Any, Self
 
+from toolkit.models.hidden_matrices import is_matrix
 from toolkit.models.tensor_plan import Blocks
 
 
@@ -123,6 +124,8 @@ class ParameterGroup:
     """Sizes that follow each other, and how often: what stands in front of the layers, layers, what stands behind."""
     ep: int = 1
     """Replicas that share out these parameters: so many times fewer have the same ones."""
+    is_muon: bool = False
+    """Whether Muon updates them."""
 
     @cached_property
     def numel(self) -> int:
@@ -300,14 +303,18 @@ class ModelParameters:
         ep: int = 1,
         inner: bool = False,
         by_decay: bool = True,
+        by_matrix: bool = False,
     ) -> RankParameters:
         """What a rank holds of a stage with these `layers` (None: all), which is the `first` and the `last` or not.
 
         `ep`, `inner`: as of `local_numels`. `by_decay`: whether the optimizer has a group with and one without weight
-        decay, or one for all. Experts that replicas share out have groups of their own.
+        decay, or one for all. `by_matrix`: whether what Muon updates is apart from both. Experts that replicas share
+        out have groups of their own.
         """
         shards = (tp, ep, inner)
-        return _rank_parameters(self, self.layers if layers is None else layers, first, last, shards, by_decay)
+        decays = (True, False) if by_decay else (None,)
+        kinds = ((True, True), (True, False), (False, False)) if by_matrix else tuple((decay, None) for decay in decays)
+        return _rank_parameters(self, self.layers if layers is None else layers, first, last, shards, kinds)
 
     def encoded(self) -> dict[str, Any]:
         """As JSON."""
@@ -338,8 +345,14 @@ class ModelParameters:
 
 @lru_cache(maxsize=4096)
 def _rank_parameters(
-    model: ModelParameters, layers: range, first: bool, last: bool, shards: tuple[int, int, bool], by_decay: bool
+    model: ModelParameters,
+    layers: range,
+    first: bool,
+    last: bool,
+    shards: tuple[int, int, bool],
+    optimizer_groups: tuple[tuple[bool | None, bool | None], ...],
 ) -> RankParameters:
+    """`optimizer_groups`: of parameters that decay or not, and that Muon updates or not; None: all of them."""
     tp, ep, inner = shards
 
     def numels(parameters: Iterable[Parameter], wanted: Callable[[Parameter], bool]) -> tuple[int, ...]:
@@ -350,19 +363,22 @@ def _rank_parameters(
 
     kinds = [model.pattern[index] for index in layers]
     runs = [(kind, len(list(same))) for kind, same in groupby(kinds)]
-    decays = (True, False) if by_decay else (None,)
-    kinds_of = [(decay, ours) for decay in decays for ours in ((False, True) if ep > 1 else (None,))]
+    kinds_of = [(*kind, ours) for kind in optimizer_groups for ours in ((False, True) if ep > 1 else (None,))]
     groups, outside = [], 0
-    for trains, decay, ours in [*((True, *kind) for kind in kinds_of), (False, None, None)]:
+    for trains, decay, muon, ours in [*((True, *kind) for kind in kinds_of), (False, None, None, None)]:
 
         def wanted(one: Parameter, trains: bool = trains, decay: bool | None = decay, ours: bool | None = ours) -> bool:
             return one.trainable == trains and decay in (None, one.decays) and ours in (None, one.is_experts)
 
-        front, back = ([one for one in end if is_here(one) and wanted(one)] for end in (model.front, model.back))
-        ends = [numels(end, wanted) for end in (front, back)]
-        inside = [(numels(model.kinds[kind], wanted), times) for kind, times in runs]
+        def wanted_inside(one: Parameter, muon: bool | None = muon, wanted: Callable[..., bool] = wanted) -> bool:
+            return wanted(one) and muon in (None, is_matrix(one.name, one.shape))
+
+        here = ([one for one in end if is_here(one) and muon is not True] for end in (model.front, model.back))
+        ends = [numels(end, wanted) for end in here]
+        inside = [(numels(model.kinds[kind], wanted_inside), times) for kind, times in runs]
         outside = max(outside, sum(map(sum, ends)))
-        groups.append(ParameterGroup(runs=((ends[0], 1), *inside, (ends[1], 1)), ep=ep if ours else 1))
+        runs_of = ((ends[0], 1), *inside, (ends[1], 1))
+        groups.append(ParameterGroup(runs=runs_of, ep=ep if ours else 1, is_muon=muon is True))
 
     def of_kinds(wanted: Callable[[Parameter], bool]) -> tuple[int, ...]:
         sums = {kind: sum(numels(model.kinds[kind], wanted)) for kind in {*kinds}}

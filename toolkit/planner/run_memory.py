@@ -66,9 +66,10 @@ def framework_of(recipe: Recipe, layout: Layout, batch: Batch, *, hidden_size: i
         job = Job(recipe=recipe, layout=layout, batch=batch)
         return settings_of(build(job, hidden_size=hidden_size, device="cuda"), recipe, "cuda")
     moments = {"lion": 1, "sgd": int(recipe.optimizer.momentum > 0)}.get(recipe.optimizer.name, 2)
+    muon = recipe.optimizer.name == "muon"
     if recipe.train.engine == "fsdp":
-        return TorchStates(gathered_bytes=2 if recipe.precision == "bf16" else 4, moments=moments)
-    return TorchStates(has_buckets=recipe.train.engine == "ddp", moments=moments)
+        return TorchStates(gathered_bytes=2 if recipe.precision == "bf16" else 4, moments=moments, muon=muon)
+    return TorchStates(has_buckets=recipe.train.engine == "ddp", moments=moments, muon=muon)
 
 
 def settings_of(config: Mapping[str, Any], recipe: Recipe, device: Device) -> DeepSpeedSettings:
@@ -76,6 +77,8 @@ def settings_of(config: Mapping[str, Any], recipe: Recipe, device: Device) -> De
     settings = DeepSpeedSettings.from_config(config, device=device)
     if "optimizer" in config:
         return settings
+    if recipe.optimizer.name == "muon":
+        return replace(settings, muon=True, counts_in_tensors=True, fused=False)
     # Lion: one moment, and its steps are not counted in tensors.
     moments = 1 if recipe.optimizer.name == "lion" else settings.moments
     return replace(settings, moments=moments, counts_in_tensors=False, fused=True)

@@ -226,3 +226,8 @@ def _known_bugs(view: View) -> Iterator[Violation]:
     groups = {"muon_lr", "adam_lr"} & view.section("optimizer.params").keys()
     if str(view.get("optimizer.type")).lower() == "muon" and groups and has_top:
         yield Violation("DS908", (*path, "warmup_max_lr"), "warmup_max_lr with muon_lr and adam_lr")
+    limit = view.get("gradient_clipping", 1.0 if view.context.deepspeed >= (0, 19, 3) else 0.0)
+    if str(view.get("optimizer.type")).lower() == "muon" and view.stage and limit not in (0, 0.0):
+        where = ("gradient_clipping",) if view.has("gradient_clipping") else ()
+        message = f"gradient_clipping={shown(limit)} with Muon under ZeRO-{view.stage}"
+        yield Violation("DS910", where, message, edits=set_to(("gradient_clipping",), 0.0))
