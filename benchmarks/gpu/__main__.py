@@ -7,7 +7,8 @@
 
 Each model trains three times, every time in new processes, with the same initial weights, batches and AdamW, in bf16:
 
-    toolkit           the loop of recipes/train.py, with its loader and metrics, DeepSpeed ZeRO-2
+    toolkit           the loop of recipes/train.py, with its loader and metrics, DeepSpeed ZeRO-2; compiled: with
+                      train.compile, and model.loss: auto, which forms no full logits
     Trainer           transformers.Trainer, with the same DeepSpeed config
     torch, compiled   a loop as one would write it: fp32 weights under autocast, fused AdamW, torch.compile
 

@@ -16,10 +16,15 @@ from toolkit.planner.run_memory import framework_of, model_config, workload_of
 
 WARMUP = 3
 FEWEST_LAYERS = 2
+CUT_SHARE = 0.9
+"""Of the GPU, for the layers of a model that does not fit as a whole: others take more than the toolkit's estimate."""
 MFU_TARGET = 0.55
 TRAINER_TARGET = 1.10
 ESTIMATE_TARGET = 0.05
-TOOLKIT, TRAINER, TORCH = "toolkit", "Trainer", "torch, compiled"
+TOOLKIT, COMPILED, TRAINER, TORCH = "toolkit", "toolkit, compiled", "Trainer", "torch, compiled"
+OURS = (TOOLKIT, COMPILED)
+COMPILED_FIELDS: dict[str, dict[str, Any]] = {"train": {"compile": True}, "model": {"loss": "auto"}}
+"""What makes the toolkit's step fast: compiled decoder layers, and a loss without full logits."""
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 
@@ -39,7 +44,7 @@ class Setup:
     more: dict[str, Any] = field(default_factory=dict)
     """Other fields of the recipe's model."""
     ranks: int = 1
-    sides: tuple[str, ...] = (TOOLKIT, TRAINER, TORCH)
+    sides: tuple[str, ...] = (TOOLKIT, COMPILED, TRAINER, TORCH)
     has_target: bool = False
     layer_field: str = ""
     """The field of the config with the number of layers, where some may be left out so that it fits."""
@@ -100,7 +105,7 @@ def fitted(setup: Setup, folder: Path, gpu: Gpu) -> Setup:
     if setup.layers:
         few = estimate(with_layers(setup, FEWEST_LAYERS).recipe(folder), setup.ranks, gpu)
         each = (whole.total - few.total) / (setup.layers - FEWEST_LAYERS)
-        room = gpu.memory_bytes / (1 + whole.band[1]) - few.total
+        room = CUT_SHARE * gpu.memory_bytes - few.total
         if room >= 0:
             return with_layers(setup, FEWEST_LAYERS + int(room / each) // 2 * 2)
     if setup.micro_batch_size > 1:
@@ -123,8 +128,8 @@ ONE_GPU = [
         name="Llama-3.1-8B",
         model="llama-3.1-8b",
         seq_len=4096,
-        micro_batch_size=2,
-        accumulation=4,
+        micro_batch_size=1,
+        accumulation=8,
         has_target=True,
         layer_field="num_hidden_layers",
         layers=32,

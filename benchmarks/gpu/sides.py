@@ -16,11 +16,11 @@ from measure.our_run import Stamps
 from measure.trainer_run import Tokens, trainer_run
 from transformers import PreTrainedModel
 
-from gpu.setups import TOOLKIT, TRAINER
+from gpu.setups import COMPILED_FIELDS, OURS, TOOLKIT, TRAINER
 from toolkit import Job, TrainOptions, train
 from toolkit.config.recipe import Recipe
 from toolkit.data.tokens.token_cache import prepare
-from toolkit.engines import factory
+from toolkit.engines import compiled_layers, factory
 from toolkit.engines.optimizer import learning_rate, parameter_groups
 from toolkit.launch.process_group import process_group
 from toolkit.launch.rank_environment import RankEnvironment, pick_device
@@ -100,8 +100,9 @@ def run_side(
     here = RankEnvironment.detect()
     with output_to(folder / f"rank-{here.rank}.log"):
         device = pick_device(here)
-        if side == TOOLKIT:
-            stamps = our_side(recipe, model)
+        if side in OURS:
+            with mock.patch.dict(compiled_layers._OPTIONS, backend=backend):
+                stamps = our_side(recipe if side == TOOLKIT else recipe.changed(COMPILED_FIELDS), model)
         else:
             assert tokens is not None
             assert model is not None

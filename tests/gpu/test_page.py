@@ -115,7 +115,7 @@ def test_a_model_that_does_not_fit_loses_layers_and_then_samples(
         return SimpleNamespace(total=total, fits=total <= gpu.memory_bytes, band=(0.0, 0.0))
 
     monkeypatch.setattr(setups, "estimate", estimated)
-    found = [fitted(setup, tmp_path, replace(H100, memory_bytes=size)) for size in (32, 31, 15, 7)]
+    found = [fitted(setup, tmp_path, replace(H100, memory_bytes=size)) for size in (32, 31, 15, 8)]
     assert [one.note for one in found] == ["", "6 of 8 layers", "2 of 8 layers", "2 of 8 layers"]
     assert [one.micro_batch_size for one in found] == [4, 4, 4, 2]
     assert {one.tokens for one in found} == {256}
