@@ -14,6 +14,8 @@ from toolkit.estimate.recording import Activations, Setup, config_text
 from toolkit.estimate.recordings import activations
 from toolkit.model_init.offload_activations import offload_activations
 from toolkit.model_init.recompute import recompute
+from toolkit.models.chunked_head import Chunks
+from toolkit.parallel.chunked_loss import LossInHead
 from toolkit.parallel.loss import token_loss_sum
 from toolkit.parallel.tiny_model import tiny_config
 
@@ -49,6 +51,8 @@ class Case:
     changes: dict[str, Any] = field(default_factory=dict)
     trainable: str = ""
     """As `dstk memory --trainable` says it."""
+    chunk: int = 0
+    """Tokens of a chunk of the loss inside the head; 0: a loss of full logits."""
 
     def __str__(self) -> str:
         parts = [
@@ -65,6 +69,7 @@ class Case:
         if self.documents > 1:
             parts.append(f"{self.documents}-documents")
         parts += [self.trainable] if self.trainable else []
+        parts += [f"chunk{self.chunk}"] if self.chunk else []
         return "-".join([*parts, *(f"{key}={value}" for key, value in self.changes.items())])
 
     def config(self) -> Any:
@@ -111,6 +116,17 @@ class Case:
             device=self.device,
             samples="one" if self.samples == 1 else "many",
             trainable=self.trainable,
+            chunks=self._chunks() if self.chunk else None,
+        )
+
+    def _chunks(self) -> Chunks:
+        text = self.config().get_text_config()
+        is_one = self.chunk >= self.samples * SEQ_LEN
+        return Chunks(
+            tokens=min(self.chunk, self.samples * SEQ_LEN),
+            is_one=is_one,
+            vocabulary=text.vocab_size,
+            hidden=text.hidden_size,
         )
 
     def estimate(self, *, tp: int = 1) -> Activations:
@@ -144,6 +160,17 @@ class Case:
             found: torch.Tensor = model(**inputs).logits
         return found
 
+    def loss(self, model: PreTrainedModel, inputs: dict[str, Any], labels: torch.Tensor) -> torch.Tensor:
+        """The sum of the token losses."""
+        if not self.chunk:
+            return token_loss_sum(self.logits(model, inputs), labels)
+        placed = LossInHead.of(model)
+        assert placed is not None
+        placed.labels, placed.chunk_tokens = labels, lambda tokens, rows: self.chunk
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+            found: torch.Tensor = model(**inputs).loss
+        return found
+
     def _tokens(self, model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs and labels."""
         vocabulary = model.config.get_text_config().vocab_size
@@ -169,5 +196,5 @@ def peak_bytes(case: Case, model: PreTrainedModel) -> int:
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
     with DeviceBytes() if case.offload else LiveBytes() as live:
-        token_loss_sum(case.logits(model, inputs), labels).backward()
+        case.loss(model, inputs, labels).backward()
     return live.peak_bytes + 2 * labels.nbytes

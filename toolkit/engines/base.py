@@ -60,7 +60,7 @@ class Engine(ABC):
     compiled: CompiledLayers | None = None
     """The decoder layers that torch.compile has compiled."""
     head_loss: LossInHead | None = None
-    """Computes the loss inside the model's head; None where the model returns logits."""
+    """Computes the loss inside the model's head."""
     before_update: Callable[[], None] = staticmethod(lambda: None)
     """Called in every step once the learning rate is set and the gradients are complete, before clipping."""
 
@@ -270,21 +270,19 @@ class FullForwardEngine(Engine):
 
     @abstractmethod
     def _forward(self, batch: MicroBatch) -> Any:
-        """Run the forward pass and return the model's output."""
+        """Run the model and return its output: the loss, or logits [b, s, v]."""
 
     def _run(self, batch: MicroBatch) -> Any:
-        """Run the forward pass; the output has the loss, or logits [b, s, v]."""
         if self.head_loss is not None:
             self.head_loss.labels = batch.labels
         return self._forward(batch)
 
-    def _losses(self, output: Any, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the sum of the token losses of one micro-batch; of samples with sources also those of each, [b]."""
+    def _losses(self, output: Any, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the sum of the token losses of one micro-batch; if samples have sources, also those of each, [b]."""
         if self.head_loss is not None:
             return output.loss, self.head_loss.sample_losses
-        if batch.sources is None:
-            return self._loss_sum(output.logits, batch.labels), None
-        losses = self._sample_losses(output.logits, batch.labels)
+        loss_of = self._loss_sum if batch.sources is None else self._sample_losses
+        losses = loss_of(output.logits, batch.labels)
         return losses.sum(), losses
 
     def _local_micro_batch(self, micro_batch: MicroBatch) -> MicroBatch:
@@ -296,13 +294,13 @@ class FullForwardEngine(Engine):
         return token_loss_sum(logits, labels)
 
     def _sample_losses(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Sum the token losses of each sample of one micro-batch, [b]."""
+        """Sum those of each sample, [b]."""
         return sample_loss_sums(logits, labels)
 
     def _training_loss(self, batch: MicroBatch, source_losses: torch.Tensor) -> torch.Tensor:
         """Run the forward pass; return the sum of the token losses, and add those of each source to `source_losses`."""
         loss, losses = self._losses(self._training_run(batch), batch)
-        if batch.sources is not None and losses is not None:
+        if batch.sources is not None:
             add_by_source(source_losses, losses, batch.sources)
         return loss
 

@@ -36,6 +36,7 @@ from toolkit.estimate.states import ModelStates, TorchStates
 from toolkit.estimate.trainable import in_4_bits, without_4bit
 from toolkit.estimate.training_step import TrainingStep
 from toolkit.hardware import Gpu
+from toolkit.models.chunked_head import Chunks
 from toolkit.models.config_checks import check_fields
 from toolkit.models.families.registry import CONFIG_SCHEMAS
 from toolkit.models.shape import ModelShape, text_config
@@ -66,7 +67,9 @@ class Workload:
     trainable: str = ""
     """Which parameters train, as Setup has it; empty: all."""
     loss_chunk: int = 0
-    """Tokens whose logits exist at once; 0: those of all."""
+    """Tokens whose logits exist at once in Liger's loss; 0: those of all."""
+    chunked_loss: bool = False
+    """Whether this toolkit's engine computes the loss in chunks, inside the head."""
     imbalance: float = 1.0
     """Rows of the rank whose experts get most of them, over the mean of the ranks; 1: balanced."""
     stand_ins: bool = False
@@ -242,6 +245,7 @@ class MemoryModel:
         if work.imbalance > shared > 1:
             reason = f"{shared} ranks share the rows of the experts, and one of them has all of them at {shared}"
             raise LayoutError.of("--imbalance", work.imbalance, reason, f"choose {shared} or less")
+        tokens, shape = work.micro_batch_size * s, self.shape
         setup = Setup(
             config=self.config,
             tp=layout.tp,
@@ -254,7 +258,10 @@ class MemoryModel:
             part=part,
             samples="one" if work.micro_batch_size == 1 else "many",
             trainable=without_4bit(work.trainable),
-            loss_chunk=min(work.loss_chunk, work.micro_batch_size * s),
+            loss_chunk=min(work.loss_chunk, tokens),
+            chunks=Chunks.of(tokens, vocabulary=shape.vocab, hidden=shape.hidden, tp=layout.tp)
+            if work.chunked_loss
+            else None,
             ep=layout.ep,
             inner=self.shape.experts is not None and layout.experts == "inner",
             imbalance=work.imbalance if self.shape.experts is not None and shared > 1 else 1.0,
@@ -268,7 +275,7 @@ class MemoryModel:
         size = 0 if layout.pp == 1 or deepspeed is None else deepspeed.model_bytes
         return PipelineBuffers(
             hidden=tokens * shape.hidden * size // (layout.tp if layout.sequence_parallel else 1),
-            logits=tokens * -(-shape.vocab // layout.tp) * logit_bytes,
+            logits=4 if work.chunked_loss else tokens * -(-shape.vocab // layout.tp) * logit_bytes,
             weight_bytes=size,
             is_last=stage == layout.pp - 1,
             micro_batches=work.accumulation,

@@ -15,6 +15,7 @@ from itertools import accumulate, zip_longest
 from typing import Any, Literal, Self
 
 from toolkit.config.layout import Recompute
+from toolkit.models.chunked_head import Chunks
 
 Attention = Literal["eager", "sdpa", "flash"]
 Precision = Literal["fp32", "bf16", "autocast"]
@@ -51,7 +52,9 @@ class Setup:
     trainable: str = ""
     """Which parameters train, as `Trainable.text` writes it; empty: all."""
     loss_chunk: int = 0
-    """Tokens whose logits exist at once; 0: those of all."""
+    """Tokens whose logits exist at once in Liger's loss; 0: those of all."""
+    chunks: Chunks | None = None
+    """Of this toolkit's own loss in chunks. Recordings have full logits, and are changed when they are read."""
     ep: int = 1
     """Ranks that share out the experts of a mixture."""
     inner: bool = False

@@ -18,6 +18,7 @@ from typing import Any
 from toolkit.config.layout import RECOMPUTE_PERIODS
 from toolkit.errors import ModelError
 from toolkit.estimate.parameters import ModelParameters
+from toolkit.estimate.recorded_head import in_chunks
 from toolkit.estimate.recording import Activations, Recording, Setup, model_key
 from toolkit.files import cache_folder
 
@@ -68,9 +69,12 @@ def recording(setup: Setup, s: int) -> Recording:
     cached = [] if found else _read(path).get("recordings", [])
     found = found or _holding(s, cached)
     if found is None:
-        found = _answer(setup.config, f"activations ({setup.key})", {"setup": asdict(setup), "s": s})
+        found = _answer(
+            setup.config, f"activations ({setup.key})", {"setup": asdict(replace(setup, chunks=None)), "s": s}
+        )
         _write(path, {"recordings": [*(one for one in cached if one["positions"] != found["positions"]), found]})
-    return Recording.decoded(found)
+    decoded = Recording.decoded(found)
+    return decoded if setup.chunks is None else in_chunks(decoded, setup.chunks, tp=setup.tp)
 
 
 @lru_cache(maxsize=8192)

@@ -20,6 +20,24 @@ def chunk_tokens(tokens: int, rows: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Chunks:
+    """A chunked loss as the memory estimate knows it."""
+
+    tokens: int
+    """Of a chunk."""
+    is_one: bool
+    """Whether a single chunk has all tokens: then no gradients are summed."""
+    vocabulary: int
+    hidden: int
+
+    @classmethod
+    def of(cls, tokens: int, *, vocabulary: int, hidden: int, tp: int) -> Self:
+        """Those of a rank's micro-batch."""
+        chunk = chunk_tokens(tokens, -(-vocabulary // tp))
+        return cls(tokens=chunk, is_one=chunk >= tokens, vocabulary=vocabulary, hidden=hidden)
+
+
+@dataclass(frozen=True, kw_only=True)
 class HeadFormula:
     """How logits follow from the head's products: by factors, then by a soft cap, `cap * tanh(x / cap)`.
 

@@ -14,6 +14,7 @@ from toolkit.estimate.memory_model import Framework, MemoryModel, Workload
 from toolkit.estimate.recording import Attention, Device
 from toolkit.estimate.states import TorchStates
 from toolkit.estimate.trainable import EVERYTHING, Trainable
+from toolkit.models.chunked_head import is_chunked
 from toolkit.models.shape import local_config, with_overrides
 from toolkit.models.support import attention_kinds
 
@@ -47,6 +48,12 @@ def workload_of(recipe: Recipe, batch: Batch, model: MemoryModel) -> Workload:
         recompute=recipe.parallel.recompute,
         documents=recipe.data.masks_documents,
         trainable=Trainable.of(recipe.model).text,
+        chunked_loss=is_chunked(
+            recipe.model.loss,
+            engine=recipe.train.engine,
+            precision=recipe.precision,
+            model_type=model.shape.family,
+        ),
         **_computed_in(recipe),
     )
 

@@ -65,7 +65,7 @@ class MemoryQuery:
         """What a step computes."""
         work = workload_of(self.recipe, self.recipe.resolve_batch(self.layout), self.model)
         work = replace(work, imbalance=self.imbalance)
-        return work if self.foreign is None else replace(work, **self.foreign.computed)
+        return work if self.foreign is None else replace(work, chunked_loss=False, **self.foreign.computed)
 
     @property
     def notes(self) -> list[str]:
@@ -94,6 +94,7 @@ class MemoryQuery:
             parts.append(f"recompute {w.recompute}")
         parts += [f"trainable {w.trainable}"] if w.trainable else []
         parts += [f"loss of {w.loss_chunk} tokens at once"] if w.loss_chunk else []
+        parts += ["loss in chunks"] if w.chunked_loss else []
         if self.layout.sequence_parallel:
             parts.append("sequence parallel")
         if self.layout.experts == "inner":
