@@ -359,6 +359,8 @@ WEIGHTS = [
     Bad("validate d.yaml parallel.dp=2 parallel.ep=2", "the family gpt2 does not support it (it has no experts)"),
     Bad("validate d.yaml parallel.tp=2 parallel.experts=inner", "the family gpt2 does not support it (it has no experts)"),
     Bad("validate moe.yaml parallel.dp=2 parallel.ep=2 train.engine=ddp parallel.zero_stage=0", "only the engine deepspeed shares out experts"),
+    Bad("validate d.yaml model.float8=rowwise", "products in float8 are for models in bf16"),
+    Bad("validate d.yaml model.float8=e4m3", "one of rowwise, tensorwise"),
     Bad("validate d.yaml train.compile=true train.engine=reference", "the reference stays plain PyTorch"),
     Bad("config r.yaml --layout dp4-ep8-z1", "each ep replicas share out the experts"),
     Bad("train r.yaml --layout dp4-ep2-ep2-z1 --nproc 4", "ep is given twice"),

@@ -115,6 +115,26 @@ REFUSED: list[tuple[dict[str, object], list[str], list[object]]] = [
         [("parallel.zero_stage", 1), ("precision", "fp32")],
     ),
     (
+        {"model__float8": "rowwise"},
+        ["model.float8", "precision"],
+        [("precision", "bf16"), ("model.float8", None)],
+    ),
+    (
+        {"model__float8": "rowwise", "precision": "bf16", "parallel__tp": 2},
+        ["model.float8", "parallel.tp"],
+        [("parallel.tp", 1), ("model.float8", None)],
+    ),
+    (
+        {"model__float8": "rowwise", "precision": "bf16", "model__lora": {"r": 4}},
+        ["model.float8", "model.lora"],
+        [("model.lora", None), ("model.float8", None)],
+    ),
+    (
+        {"model__float8": "tensorwise", "precision": "bf16", "train__engine": "ddp"},
+        ["model.float8", "train.engine"],
+        [("train.engine", "deepspeed"), ("model.float8", None)],
+    ),
+    (
         {"parallel__tp": 5, "train__engine": "ddp"},
         ["parallel.tp", "train.engine"],
         [("parallel.tp", 1), ("train.engine", "deepspeed")],
@@ -177,6 +197,7 @@ RUNS: list[dict[str, object]] = [
     {"parallel__tp": 2, "parallel__pp": 2, "precision": "bf16"},
     {"parallel__tp": 2, "parallel__pp": 2, "precision": "fp16"},
     {"parallel__tp": 2, "parallel__pp": 2, "train__compile": True},
+    {"model__float8": "rowwise", "precision": "bf16", "parallel__pp": 2},
     _MIXTURE | {"parallel__ep": 2, "parallel__dp": 4, "train__compile": True},
     {"parallel__pp": 2, "parallel__dp": 4},
     {"parallel__tp": 64, "parallel__pp": 500, "model__name_or_path": "org/unknown"},

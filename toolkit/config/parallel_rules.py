@@ -43,6 +43,7 @@ def setting_conflicts(recipe: Recipe, world_size: int | None) -> list[Refusal]:
         *_offload_settings(recipe),
         *_activation_settings(recipe),
         *_ulysses_settings(recipe),
+        *_float8(recipe),
     ]
 
 
@@ -201,6 +202,27 @@ def _activation_settings(recipe: Recipe) -> Iterator[Refusal]:
             yield recipe.conflict(
                 field, "train.compile", reason=reason, remedy=((field, False), ("train.compile", False))
             )
+
+
+def _float8(recipe: Recipe) -> Iterator[Refusal]:
+    """Products in float8, whose scales are of what a rank has of a matrix and of a micro-batch."""
+    field = "model.float8"
+    if recipe.model.float8 is None:
+        return
+    own_scales = "a rank would scale its part of a matrix or of a sequence by itself"
+    for other, off, reason in (
+        ("precision", "bf16", "products in float8 are for models in bf16"),
+        ("train.engine", "deepspeed", "only the engine deepspeed was tested with it"),
+        ("parallel.tp", 1, own_scales),
+        ("parallel.ulysses", 1, own_scales),
+        ("model.lora", None, "adapters and the frozen layers beside them are not converted"),
+    ):
+        if recipe.value_of(other) != off:
+            yield recipe.conflict(field, other, reason=reason, remedy=((other, off), (field, None)))
+    size = recipe.batch.micro_batch_size
+    if size is not None and size * recipe.data.seq_len % 16:
+        reason = "the tokens of a micro-batch must be a multiple of 16"
+        yield recipe.conflict(field, "batch.micro_batch_size", "data.seq_len", reason=reason, remedy=((field, None),))
 
 
 def _sequence_length(recipe: Recipe, shape: ModelShape | None) -> Iterator[Refusal]:

@@ -82,6 +82,9 @@ class ModelSection(Section):
     full logits. `auto`: chunked where that is exact (`dstk families`), in all precisions but fp16."""
     lora: LoraSection | None = None
     """Train LoRA's adapters alone, beside frozen weights; null: no adapters."""
+    float8: Literal["rowwise", "tensorwise"] | None = None
+    """Multiply in float8 in the linear layers of decoder layers, by torchao: with a scale for each row, or one for each
+    tensor. In bf16, without tp, ulysses and lora, on GPUs of compute capability 8.9 or more; CPUs emulate it."""
     load_in_4bit: bool = False
     """Keep the frozen linear layers in 4 bits (QLoRA, by bitsandbytes). With `lora`, published weights, CUDA, and data
     parallelism with zero_stage 0 to 2."""

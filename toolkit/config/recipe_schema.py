@@ -27,6 +27,7 @@ ADDED = {
     "data.bos": "auto",
     "data.separator": "eos",
     "model.load_in_4bit": False,
+    "model.float8": None,
     "model.freeze": [],
     "model.train_only": [],
 }

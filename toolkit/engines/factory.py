@@ -36,7 +36,9 @@ def create_engine(
     _check_compiler(job.recipe, device)
     if device.type == "cpu":
         keep_freed_memory()
-    build = partial(build_model, job.recipe, eos_id=eos_id, trust_remote_code=trust_remote_code)
+    build = partial(
+        build_model, job.recipe, eos_id=eos_id, trust_remote_code=trust_remote_code, on_gpu=device.type == "cuda"
+    )
     # Imported here, because each engine's library is slow to import and only one is used.
     match job.recipe.train.engine:
         case "deepspeed":

@@ -17,6 +17,7 @@ from toolkit.config.recipe import ModelSection, Recipe
 from toolkit.errors import ModelError, Refusal
 from toolkit.files import reason_of
 from toolkit.model_init.adapters import Adapters
+from toolkit.model_init.float8 import multiply_in_float8
 from toolkit.model_init.frozen import freeze_others, trained_names
 from toolkit.model_init.model_modules import OnLayer, parameters_on_meta
 from toolkit.model_init.model_partition import ModelPartition
@@ -114,11 +115,13 @@ def build_model(
     on_layer: OnLayer | None = None,
     eos_id: int | None = None,
     trust_remote_code: bool = False,
+    on_gpu: bool = False,
 ) -> PreTrainedModel:
     """Build the recipe's model on the CPU, in `dtype`; with `partition`, only what this rank keeps of it.
 
     `on_layer` is called with every decoder layer, with every other module that owns parameters, and finally with the
     model, each when it is initialized. A new model uses `eos_id`, the tokenizer's end of text, as its special tokens.
+    `on_gpu`: whether it will train on a GPU.
     """
     config = load_config(recipe.model, trust_remote_code=trust_remote_code)
     if recipe.model.init == "random":
@@ -144,6 +147,9 @@ def build_model(
         if partition is not None:
             partition.prepare(model, trained, () if adapters is None else adapters.names)
         freeze_others(model, trained)
+        if recipe.model.float8 is not None:
+            gathers = recipe.parallel.zero_stage == 3
+            multiply_in_float8(model, recipe.model.float8, emulate=not on_gpu, gathers=gathers)
         if recipe.model.init == "pretrained":
             read_weights(model, recipe.model.name_or_path, dtype=dtype, partition=partition, on_layer=on_layer)
         else:

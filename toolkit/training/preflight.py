@@ -17,6 +17,7 @@ from toolkit.errors import ConfigError, DataError, ModelError, RecipeError, RunE
 from toolkit.files import expanded, reason_of
 from toolkit.model_init.build_model import check_trained, load_config
 from toolkit.model_init.document_masking import check_document_masking
+from toolkit.model_init.float8 import check_float8
 from toolkit.model_init.four_bit import check_four_bit
 from toolkit.models.shape import ModelShape
 from toolkit.training.trackers import Trackers
@@ -40,6 +41,8 @@ def check_model(recipe: Recipe, device: torch.device, *, trust_remote_code: bool
         check_document_masking(recipe.model, config, masking=recipe.data.masking, trust_remote_code=trust_remote_code)
     if recipe.model.load_in_4bit:
         check_four_bit(device)
+    if recipe.model.float8 is not None:
+        check_float8(recipe.model.float8, device)
     check_trained(recipe, config)
     check_routing(recipe, config)
     check_precision(recipe, device)
