@@ -189,7 +189,8 @@ def cell_of(run: GalleryRun) -> str:
     """What decides the shrunken copy of a run: family, task, format of the data, and kind of layout."""
     recipe, config = run.recipe, model_config(run.recipe)
     packing = "-padded" * (recipe.data.packing == "padded")
-    kind = f"{config['model_type']} {task_of(run.name)} {recipe.data.format}{packing}"
+    other = "" if recipe.optimizer.name == "adamw" else f"-{recipe.optimizer.name}"
+    kind = f"{config['model_type']} {task_of(run.name)} {recipe.data.format}{packing}{other}"
     return f"{kind} {run.listed.strategy.shrunk().text}"
 
 

@@ -1,8 +1,9 @@
 """Seconds that data parallelism, the optimizer and offload add to a step."""
 
 from toolkit.config.layout import recomputes
+from toolkit.models.weights import held_layer_parameters, routed_parameters
 from toolkit.planner import collectives
-from toolkit.planner.kernels import stream_seconds
+from toolkit.planner.kernels import matmul_seconds, stream_seconds
 from toolkit.planner.setup import Setup
 
 LAST_BUCKET = 0.05
@@ -108,7 +109,31 @@ def optimizer_seconds(setup: Setup) -> float:
     return (
         stream_seconds(setup.cluster.gpu, setup.run.facts["optimizer"] * share + 4 * numel, 20)
         + setup.cluster.step_seconds
+        + (muon_seconds(setup) if setup.muon else 0.0)
     )
+
+
+def muon_seconds(setup: Setup) -> float:
+    """Orthogonalizing a rank's share of the matrices of its stage, and bringing their pieces there and back.
+
+    An iteration on a matrix of n x m, n at most m, computes x x^T, its square, and their product with x: per block of
+    n x n weights at most three products of n x n x n. n is taken as the model's width for all, or as the experts'
+    intermediate size: too much by a fifth where m = 4n.
+    """
+    shape, layout, cluster, run = setup.shape, setup.layout, setup.cluster, setup.run
+    ranks = collectives.group(cluster, size=setup.replicas * layout.tp, stride=1)
+    routed = routed_parameters(shape)
+    width = 4 if run.precision == "fp32" else 2
+    seconds = 0.0
+    for weights, side in (
+        (held_layer_parameters(shape) - routed, shape.hidden),
+        (routed, min(shape.hidden, shape.experts.ffn) if shape.experts else 0),
+    ):
+        if weights:
+            share = max(setup.stages) * weights / ranks.size
+            product = matmul_seconds(cluster.gpu, side, side, side, "fp32" if width == 4 else "bf16")
+            seconds += 15 * share / side**2 * product + 2 * collectives.all_to_all(cluster, ranks, width * share)
+    return seconds
 
 
 def activation_seconds(setup: Setup, forward: float, backward: float) -> float:

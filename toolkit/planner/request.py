@@ -178,6 +178,7 @@ class PlanRequest:
             bounds=bounds,
             trained=trained,
             imbalance=self._imbalance(layout),
+            muon=self.base is not None and self.base.optimizer.name == "muon",
         )
 
     def _imbalance(self, layout: Layout) -> float:

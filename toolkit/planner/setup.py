@@ -32,6 +32,8 @@ class Setup:
     """Which weights train; None: all."""
     imbalance: float = 1.0
     """Routed rows of the busiest rank over the mean."""
+    muon: bool = False
+    """Whether Muon updates the matrices of the layers."""
 
     @property
     def work(self) -> Work:
