@@ -89,7 +89,7 @@ def estimate(recipe: Recipe, ranks: int, gpu: Gpu) -> MemoryBreakdown:
     """What a rank takes at its peak: of the stage that takes most."""
     layout = recipe.layout(ranks)
     batch, model = recipe.resolve_batch(layout), MemoryModel.from_config(model_config(recipe))
-    framework = framework_of(recipe, layout, batch, hidden_size=model.shape.hidden)
+    framework = framework_of(recipe, layout, batch, shape=model.shape)
     stages = model.breakdowns(layout, workload_of(recipe, batch, model), framework, gpu)
     return max(stages, key=lambda stage: stage.allocated).replayed()
 

@@ -7,13 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from toolkit.config.layout import Layout
+from toolkit.config.layout import Layout, Recompute
 from toolkit.errors import ConfigError, LayoutError
 from toolkit.estimate.deepspeed_settings import DeepSpeedSettings
 from toolkit.estimate.deepspeed_states import deepspeed_states
 from toolkit.estimate.memory_model import MemoryModel, Workload
 from toolkit.estimate.overhead import communicators, nccl_bytes
-from toolkit.estimate.recording import Recomputation
 from toolkit.estimate.states import TorchStates
 from toolkit.hardware import gpu
 from toolkit.models.shape import find_config
@@ -172,7 +171,7 @@ def test_settings_that_are_not_modeled_are_refused():
     config = {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/nvme"}}}
     with pytest.raises(ConfigError) as caught:
         DeepSpeedSettings.from_config(config)
-    assert caught.value.refusal.given == (("zero_optimization.offload_param.device", "nvme"),)
+    assert caught.value.refusal.given == (("zero_optimization.offload_param.max_in_cpu", 1_000_000_000),)
 
 
 @pytest.mark.parametrize(
@@ -197,7 +196,7 @@ def test_hopper_communicators_of_more_than_two_gpus_need_nvls_buffers() -> None:
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_gradients_allocated_by_the_backward_pass_count_as_gradients(recompute: Recomputation) -> None:
+def test_gradients_allocated_by_the_backward_pass_count_as_gradients(recompute: Recompute) -> None:
     # With one micro-batch the gradients only come to be in its backward pass. Its worst moment is when all layers are
     # done with, and the embedding's turn has come.
     layers = LLAMA.parameters.rank_parameters(first=False, last=False, by_decay=False).numel

@@ -175,6 +175,9 @@ def settings() -> Iterator[Setting]:
     for threshold in (0, 10**6):
         yield Setting("dp4-z3", "bf16", zero={"stage3_param_persistence_threshold": threshold})
     yield Setting("dp2-z3", "fp32", zero={"sub_group_size": 20_000})
+    for dp, precision in ((4, "bf16"), (2, "fp32")):
+        yield Setting(f"dp{dp}-z3", precision, parallel={"hpz": 2}, in_every_run=dp == 4)
+    yield Setting("dp2-z3", "bf16", parallel={"hpz": 2}, trains=LORA)
     # What frozen parameters cost: nothing but themselves.
     for trains in (LORA, {"freeze": ["*.mlp.*"]}):
         for layout in ("dp2-z0", "dp2-z1", "dp2-z2", "dp2-z3", "pp2-z0", "pp2-z1"):

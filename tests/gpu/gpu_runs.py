@@ -146,6 +146,6 @@ def estimate(recipe: Recipe, found: Result) -> MemoryBreakdown:
     layout, host = recipe.layout(1), host_memory_bytes()
     batch, model = recipe.resolve_batch(layout), MemoryModel.from_config(model_config(recipe))
     here = RankDevice(host="", device=found.device, memory_bytes=found.device_bytes, host_memory_bytes=host)
-    framework = framework_of(recipe, layout, batch, hidden_size=model.shape.hidden)
+    framework = framework_of(recipe, layout, batch, shape=model.shape)
     (stage,) = model.breakdowns(layout, workload_of(recipe, batch, model), framework, cluster_of([here])[0].gpu)
     return stage.replayed()

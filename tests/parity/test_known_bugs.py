@@ -27,6 +27,7 @@ from accelerate_on_cpu import built  # noqa: E402
 from auto_expert_parallel import error  # noqa: E402
 from cases import BUGS, GLOBAL_BATCH, WARMUP_STEPS, KnownBug, Runs  # noqa: E402
 from muon import LIMIT, RATE, WIDTH, step  # noqa: E402
+from nvme import files_written  # noqa: E402
 from tensor_parallel import COLUMN, ROW  # noqa: E402
 from zero3_experts import norms  # noqa: E402
 
@@ -269,3 +270,7 @@ def test_clipping_divides_muons_updates_by_their_norm(zero_stage: int, ranks: Ra
 def test_without_zero_clipping_leaves_muons_updates(ranks: Ranks) -> None:
     import_muon_uncompiled()
     assert ranks(step, 2, 0, LIMIT)[0][1] == pytest.approx(ranks(step, 2, 0, 0.0)[0][1], rel=1e-3)
+
+
+def test_without_zero_3_the_optimizer_offloaded_to_nvme_is_still_in_memory(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(files_written, 1, 2, str(tmp_path)) == [0]

@@ -9,6 +9,7 @@ import types
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -111,9 +112,13 @@ def by_kind(engine: Any, bucket_bytes: set[int]) -> dict[int, str]:
     for kind in ("buckets", "parameters"):
         for name in _KINDS[kind]:
             claim(kind, reachable(getattr(optimizer, name, None)))
+    claim("buckets", _swap_buffers(optimizer, model))
     parameters = list(model.parameters())
     claim("parameters", parameters)
     claim("parameters", [p.ds_tensor for p in parameters if hasattr(p, "ds_tensor")])
+    second = [(p, getattr(p, "ds_secondary_tensor", None)) for p in parameters]
+    claim("gathered", [tensor for p, tensor in second if p.requires_grad and tensor is not None])
+    claim("parameters", [tensor for _, tensor in second if tensor is not None])
     accumulated = [t for p in parameters for t in (p.grad, getattr(p, "grad_accum", None)) if t is not None]
     for tensor in accumulated:
         # A gradient may lie in a reduction bucket, and keeps all of it.
@@ -133,6 +138,17 @@ def by_kind(engine: Any, bucket_bytes: set[int]) -> dict[int, str]:
     for name in _CHANNELS:
         claim("channels", reachable(getattr(engine.engine, name, None)))
     return claims
+
+
+def _swap_buffers(optimizer: Any, model: Any) -> Iterator[Any]:
+    """What DeepSpeed's files pass through: page-locked buffers."""
+    swapper = getattr(optimizer, "optimizer_swapper", None)
+    if swapper is not None:
+        yield from swapper.swap_buffer_manager.all_buffers
+    for parameter in model.parameters():
+        one = getattr(parameter, "nvme_swapper", None)
+        if one is not None:
+            yield from (one.buffers, one.partitioned_swap_buffer)
 
 
 def count(engine: Any, before: set[int], bucket_bytes: set[int]) -> Count:
@@ -169,12 +185,12 @@ def measure(recipe: Recipe, change: Change | None = None, *, steps: int = 2) -> 
     from toolkit.data.samples.loader import MicroBatchLoader
     from toolkit.data.tokens.token_cache import prepare
     from toolkit.engines.factory import create_engine
-    from toolkit.training.preflight import check_model, deepspeed_config
+    from toolkit.training.preflight import check_model, deepspeed_config, find_shape
 
     allow_fp16()
-    rank = dist.get_rank()
-    job = Job.of(recipe, dist.get_world_size())
-    config = deepspeed_config(job, check_model(recipe, CPU), CPU)
+    rank, model = dist.get_rank(), check_model(recipe, CPU)
+    job = Job.of(recipe, dist.get_world_size(), find_shape(model))
+    config = deepspeed_config(job, model, CPU)
     if change is not None:
         change(config)
     corpus = prepare(recipe.data, progress=False)
@@ -200,11 +216,21 @@ def measure(recipe: Recipe, change: Change | None = None, *, steps: int = 2) -> 
     del at_update["counters"]
     between, update = estimated(recipe, config, engine)
     return Cell(
-        measured=count(engine, known(), bucket_bytes),
+        measured=count(engine, known(), bucket_bytes) | in_files(recipe.parallel.nvme_path, rank),
         estimated=between,
         measured_at_update=at_update,
         estimated_at_update=update,
     )
+
+
+def in_files(nvme_path: str | None, rank: int) -> Count:
+    """Bytes by kind of a rank's files on NVMe."""
+    found: Count = {}
+    for path in Path(nvme_path).glob(f"*/zero_stage_3/*/rank{rank}/*.swp") if nvme_path else ():
+        kind = "parameters" if "_param" in path.name else "optimizer" if "exp_avg" in path.name else "masters"
+        kind = "nvme gradients" if "_gradient_" in path.name else f"nvme {kind}"
+        found[kind] = found.get(kind, 0) + path.stat().st_size
+    return found
 
 
 def estimated(recipe: Recipe, config: dict[str, Any], engine: Any) -> tuple[Count, Count]:
@@ -232,6 +258,7 @@ def estimated(recipe: Recipe, config: dict[str, Any], engine: Any) -> tuple[Coun
         kind: getattr(states.resident, kind) + getattr(states.host, kind)
         for kind in ("parameters", "gradients", "masters", "optimizer", "buckets", "model_buffers", "counters")
     }
+    files = {f"nvme {kind}": getattr(states.nvme, kind) for kind in vars(states.nvme)}
     if layout.pp > 1:
         last, shape = place.pipe == layout.pp - 1, model.shape
         tokens = recipe.batch.micro_batch_size * recipe.data.seq_len
@@ -249,8 +276,9 @@ def estimated(recipe: Recipe, config: dict[str, Any], engine: Any) -> tuple[Coun
     update = dict(between)
     del update["counters"]  # the step's own sums of losses are there too
     update["gradients"] += states.complete + states.host_complete
+    update["gathered"] = states.reduction if settings.hpz > 1 else 0
     update["alive_buckets"] = states.complete_buckets
-    return _without_zeros(between), _without_zeros(update)
+    return _without_zeros(between | files), _without_zeros(update)
 
 
 def _without_zeros(count: Count) -> Count:

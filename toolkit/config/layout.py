@@ -91,6 +91,8 @@ class Layout:
             (self.offload_optimizer == "nvme" and self.zero_stage < 3, ("offload_optimizer", "zero_stage"),
              "DeepSpeed would silently keep optimizer states in host memory",
              (("zero_stage", 3), ("offload_optimizer", "cpu"))),
+            ("nvme" in (self.offload_optimizer, self.offload_params) and self.ep > 1, ("offload_optimizer", "ep"),
+             "experts that ep shares out stay in memory in this version", (("offload_optimizer", "cpu"), ("ep", 1))),
             (self.hpz < 1 or self.dp % max(self.hpz, 1) > 0, ("hpz", "dp"),
              "its groups are neighboring replicas", (("hpz", f"a divisor of {self.dp}"), "choose another dp")),
             (self.hpz > 1 and self.zero_stage < 3, ("hpz", "zero_stage"),

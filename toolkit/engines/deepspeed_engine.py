@@ -216,6 +216,8 @@ def zero3_sharder(config: Mapping[str, Any], partition: ModelPartition | None = 
             param_swapper=first and first.param_swapper,
             zero_param_parallel_group=first and first.zero_param_process_group,
         )
+        if first is None and made.param_swapper is not None:
+            deepspeed_patches.reserve_for_shards(made.param_swapper, made.dp_world_size)
         first = first or made
 
     return shard

@@ -65,6 +65,7 @@ def check_directory(parent: Path, needed_bytes: int = 0) -> None:
         raise RunError.of(FIELD, str(parent), f"{socket.gethostname()} has no such directory", advice)
     if not os.access(parent, os.W_OK | os.X_OK):
         raise RunError.of(FIELD, str(parent), f"you may not write to it on {socket.gethostname()}", advice)
+    _remove_abandoned(parent)
     free = shutil.disk_usage(parent).free
     if free < needed_bytes:
         reason = f"{format_bytes(needed_bytes)} are needed on {socket.gethostname()}, and {format_bytes(free)} are free"

@@ -40,6 +40,8 @@ class MemoryBreakdown:
     update: int
     """What the update or the reduction of gradients needs beyond the peak of the backward pass."""
     host: StateBytes
+    nvme: StateBytes
+    """Of the rank, in files on a drive of its node."""
     host_loading: int
     """Host memory while the model is built, before it moves to the device."""
     static: int

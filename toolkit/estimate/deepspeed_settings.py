@@ -15,7 +15,7 @@ _MOMENTS = {"adam": 2, "adamw": 2, "fusedadam": 2, "lamb": 2, "adagrad": 1, "lio
 _FUSED = ("adam", "adamw")
 _NOT_MODELED = {
     "zero_optimization": (
-        *("zenflow", "super_offload", "mics_shard_size", "zero_hpz_partition_size"),
+        *("zenflow", "super_offload", "mics_shard_size"),
         *("zero_quantized_weights", "zero_quantized_gradients"),
     ),
     "bf16": ("bf16_master_weights_and_grads",),
@@ -48,6 +48,17 @@ class DeepSpeedSettings:
     sub_group_size: int = 1_000_000_000
     offload_optimizer: bool = False
     offload_params: bool = False
+    nvme_optimizer: bool = False
+    """Whether what is offloaded is in files; the buffers through which it passes are in host memory."""
+    nvme_params: bool = False
+    optimizer_buffers: int = 4
+    param_buffer_elements: int = 0
+    """Of all buffers together."""
+    file_bytes: int = 2**20
+    """Smaller tensors are not written to files."""
+    file_alignment: int = 8192
+    hpz: int = 1
+    """Ranks that share ZeRO++'s secondary partition of the weights."""
     moments: int = 2
     """fp32 states that the optimizer keeps per element."""
     in_8_bits: bool = False
@@ -117,6 +128,8 @@ class DeepSpeedSettings:
             sub_group_size=int(zero.get("sub_group_size", 1_000_000_000)),
             offload_optimizer=offload,
             offload_params=_is_offloaded(zero, "offload_param", "cpu_offload_params"),
+            **_nvme(config, zero),
+            hpz=int(zero.get("zero_hpz_partition_size", 1)),
             moments=int(bool(params.get("momentum"))) if name == "sgd" else _MOMENTS[name],
             counts_in_tensors=torch_adam and name in _FUSED,
             fused=not torch_adam or bool(params.get("fused")),
@@ -125,10 +138,10 @@ class DeepSpeedSettings:
 
 
 def _refuse(config: Mapping[str, Any], zero: Mapping[str, Any]) -> None:
-    for key in ("offload_optimizer", "offload_param"):
-        if (zero.get(key) or {}).get("device") == "nvme":
-            field = f"zero_optimization.{key}.device"
-            raise ConfigError.of(field, "nvme", "it is not estimated", (field, "cpu or none"))
+    section = zero.get("offload_param") or {}
+    if section.get("device") == "nvme" and (in_memory := section.get("max_in_cpu", 1_000_000_000)):
+        field = "zero_optimization.offload_param.max_in_cpu"
+        raise ConfigError.of(field, in_memory, "only weights that are all on NVMe are estimated", (field, 0))
     for section, keys in _NOT_MODELED.items():
         for key in keys:
             value = (config.get(section) or {}).get(key)
@@ -155,7 +168,21 @@ def _enabled(section: object) -> bool:
 
 
 def _is_offloaded(zero: Mapping[str, Any], key: str, legacy: str) -> bool:
-    return (zero.get(key) or {}).get("device", "none") == "cpu" or zero.get(legacy) is True
+    return (zero.get(key) or {}).get("device", "none") in ("cpu", "nvme") or zero.get(legacy) is True
+
+
+def _nvme(config: Mapping[str, Any], zero: Mapping[str, Any]) -> dict[str, Any]:
+    """What is in files, and sizes (deepspeed/runtime/swap_tensor: optimizer_utils.py, partitioned_param_swapper.py)."""
+    optimizer, params = (zero.get(f"offload_{what}") or {} for what in ("optimizer", "param"))
+    aio = config.get("aio") or {}
+    return {
+        "nvme_optimizer": optimizer.get("device") == "nvme" and int(zero.get("stage", 0)) == 3,
+        "nvme_params": params.get("device") == "nvme",
+        "optimizer_buffers": int(optimizer.get("buffer_count", 4)),
+        "param_buffer_elements": int(params.get("buffer_count", 5)) * int(params.get("buffer_size", 100_000_000)),
+        "file_bytes": max(2**20, int(aio.get("block_size", 2**20))),
+        "file_alignment": 1024 * int(aio.get("intra_op_parallelism", 1)),
+    }
 
 
 def _bytes(name: str) -> int:

@@ -205,41 +205,111 @@ def _zero12_update(
 def zero3_states(s: DeepSpeedSettings, params: RankParameters, dp: int) -> ModelStates:
     """DeepSpeedZeroOptimizer_Stage3: sharded weights, gradients, masters and moments; small weights replicated."""
     w, a = s.model_bytes, s.accumulation_bytes
-    shards = _shards(params.groups, dp)
-    held = shards + _shards((params.frozen,), dp)
+    shards, of_frozen = _shards(params.groups, dp), _shards((params.frozen,), dp)
+    held = shards + of_frozen
     # A single rank uses its shard as the parameter, if both are on the same device.
     gathers = dp > 1 or (s.offload_params and s.device != "cpu")
     whole = _persistent(params, s.persistence_threshold, dp) if gathers else 0
     sub_groups = [(group, size) for group in params.groups for size in _sub_groups(group, dp, s.sub_group_size)]
     bucket = s.communication_bytes * s.reduce_bucket_size if s.contiguous_gradients else 0
-    gathered = w * _gathered(s, params) if gathers else 0
+    # ZeRO++'s second partition is made in the forward pass and dropped after the update, but for frozen weights.
+    second, kept = (
+        (w * dp * _gathered_shards(params, s.persistence_threshold, dp) // s.hpz, w * dp * of_frozen // s.hpz)
+        if s.hpz > 1
+        else (0, 0)
+    )
     moments = _moments(s, [(group, size, 1) for group, size in sub_groups])
     offload, updated = s.offload_optimizer, {"masters": 4 * shards, "optimizer": moments}
+    on_device = w * (whole + (0 if s.offload_params else held)) + kept
+    on_host = {"parameters": w * held if s.offload_params else 0, "gradients": (a + 4) * shards if offload else 0}
+    on_host |= updated if offload else {}
+    on_nvme, staged, waiting = _in_files(s, params, dp, [size for _, size in sub_groups], on_host)
     return ModelStates(
         resident=StateBytes(
-            parameters=w * (whole + (0 if s.offload_params else held)),
+            parameters=on_device,
             gradients=0 if offload else a * shards,
             buckets=bucket,
             model_buffers=params.buffers(s.model_bytes),
             counters=1 + (4 if offload else 8),
             **({} if offload else updated),
         ),
-        host=StateBytes(
-            parameters=w * held if s.offload_params else 0,
-            gradients=(a + 4) * shards if offload else 0,
-            **(updated if offload else {}),
-        ),
+        host=StateBytes(**on_host, buckets=staged),
+        nvme=StateBytes(**on_nvme),
         host_complete=8 * params.count if offload else 0,
         buckets=_scattering(s, params),
-        gathered=gathered,
-        step=0 if offload else max(_zero3_update(s, params, *one, dp) for one in sub_groups),
+        gathered=(w * _gathered(s, params) if gathers else 0) + second,
+        reduction=second + waiting,
+        complete=waiting,
+        step=second + waiting + (0 if offload else max(_zero3_update(s, params, *one, dp) for one in sub_groups)),
     )
+
+
+def _in_files(
+    s: DeepSpeedSettings, params: RankParameters, dp: int, sub_groups: list[int], on_host: dict[str, int]
+) -> tuple[dict[str, int], int, int]:
+    """Move from `on_host` to NVMe what is written to files: its bytes there, of buffers, and of waiting gradients.
+
+    Sub-groups of masters and moments, a parameter's gradients and shards have files if they have `file_bytes`, padded
+    to the alignment. Gradients are written up to the last multiple of it: the rest, and with it the memory of all,
+    waits on the device for the update.
+    """
+    on_nvme, staged, waiting = dict[str, int](), 0, 0
+
+    def aligned(elements: int, size: int) -> int:
+        unit = s.file_alignment // size
+        return size * -(-elements // unit) * unit
+
+    if s.nvme_optimizer:
+        filed = [size for size in sub_groups if 4 * size >= s.file_bytes]
+        masters = sum(aligned(size, 4) for size in filed)
+        on_nvme |= {"masters": masters, "optimizer": s.moments * masters, "gradients": 0}
+        on_host["masters"] -= 4 * sum(filed)
+        on_host["optimizer"] -= 4 * s.moments * sum(filed)
+        on_host["gradients"] -= 4 * sum(filed)
+        for group in params.groups:
+            for size, count in group.shards(dp):
+                rest = 4 * size % s.file_alignment if 4 * size >= s.file_bytes else 4 * size
+                on_nvme["gradients"] += (4 * size - rest) * count
+                waiting += 4 * size * count if rest and s.device != "cpu" else 0
+        staged += s.optimizer_buffers * aligned(max(sub_groups), 4)
+    if s.nvme_params:
+        w, on_nvme["parameters"] = s.model_bytes, 0
+        for group in (*params.groups, params.frozen):
+            for size, count in group.shards(dp):
+                if w * size >= s.file_bytes:
+                    on_nvme["parameters"] += aligned(size, w) * count
+                    on_host["parameters"] -= w * size * count
+        on_host["parameters"] += w * len(params.groups) + 2  # what stands for weights that are not there
+        # The buffers for reading, and one for writing back what the largest sub-group updates.
+        staged += aligned(s.param_buffer_elements, w) + _largest_padded(s, params, dp, w)
+    return on_nvme, staged, waiting
+
+
+def _largest_padded(s: DeepSpeedSettings, params: RankParameters, dp: int, size: int) -> int:
+    """Bytes of the largest sub-group where each shard is padded to the alignment of files."""
+    unit, largest, padded = s.file_alignment // size, 0, 0
+    for group in params.groups:
+        elements = rows = 0
+        for numel in group:
+            shard = -(-numel * group.ep // dp)
+            elements, rows = elements + shard, rows + -(-shard // unit) * unit
+            if elements > largest:
+                largest, padded = elements, rows
+            if elements >= s.sub_group_size:
+                elements = rows = 0
+    return size * padded
 
 
 @lru_cache(maxsize=8192)
 def _shards(groups: tuple[ParameterGroup, ...], dp: int) -> int:
     """S: each parameter is padded to a multiple of D by itself."""
     return sum(size * count for group in groups for size, count in group.shards(dp))
+
+
+def _gathered_shards(params: RankParameters, threshold: int, dp: int) -> int:
+    """Elements of this rank's shards of what trains and is not replicated."""
+    sizes = (pair for group in params.groups for pair in zip(group.counted, group.shards(dp), strict=True))
+    return sum(size * count for (numel, _), (size, count) in sizes if numel > threshold)
 
 
 @lru_cache(maxsize=4096)

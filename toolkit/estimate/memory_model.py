@@ -223,6 +223,7 @@ class MemoryModel:
             logits=logits,
             update=max(0, update - backward),
             host=replace(states.host, activations=away * in_flight),
+            nvme=states.nvme,
             host_loading=_loading(framework, params, layout.tp),
             static=static + buffers.between + workspace,
             workspace=workspace,

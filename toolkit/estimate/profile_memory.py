@@ -245,6 +245,7 @@ def stage_breakdown(
         logits=at_head,
         update=max(0, update - backward),
         host=states.host,
+        nvme=states.nvme,
         host_loading=4 * params.numel,
         static=static,
         workspace=workspace,

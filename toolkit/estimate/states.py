@@ -57,6 +57,8 @@ class ModelStates:
     """Between two steps, on the device."""
     host: StateBytes = StateBytes()
     """Between two steps, in host memory."""
+    nvme: StateBytes = StateBytes()
+    """In files, gradients included, which are written over in each step."""
     accumulated: int = 0
     """Gradients, beyond `resident`, that exist while the last micro-batch computes."""
     fresh_layer: int = 0

@@ -13,6 +13,9 @@ TENSORS = 6
 CPU_BYTES_PER_SECOND = 2.5e10
 """A GPU's share of its host's memory bandwidth: 8 channels of DDR4-3200 on two sockets, 200 GB/s a socket, 8 GPUs, and
 half of it reached by an update."""
+NVME_BYTES_PER_SECOND = 1.6e9
+"""A GPU's share of its node's drives, reading and writing alike: 25 GB/s of a DGX-2 with 16 GPUs (Rajbhandari et al.
+2021, ZeRO-Infinity, section 3). Not measured here."""
 
 
 def data_seconds(setup: Setup, forward: float, backward: float) -> float:
@@ -89,15 +92,21 @@ def _sharded(setup: Setup, forward: float, backward: float) -> float:
     cluster, run = setup.cluster, setup.run
     layers = setup.shape.layers
     size = setup.gradient_bytes or run.facts["gradient_bytes"]
-    gather = reduce = 0.0
+    gather = again = reduce = 0.0
     for trained, numel, ranks in _owners(setup):
         overhead = layers * collectives.all_gather(cluster, ranks, 1.0)
         gather += collectives.all_gather(cluster, ranks, numel * run.activation_bytes) + overhead
+        # ZeRO++: after the first gather of a step, from a second partition over neighbors.
+        near = collectives.group(cluster, size=setup.layout.hpz, stride=1) if setup.layout.hpz > 1 else ranks
+        again += collectives.all_gather(cluster, near, numel * run.activation_bytes)
+        again += layers * collectives.all_gather(cluster, near, 1.0)
         reduce += collectives.all_gather(cluster, ranks, trained * size) + overhead
     share: float = run.facts["sharded"]
-    gather, reduce = gather / share, reduce / share
-    exposed = max(gather - forward, gather / layers) + max(gather + reduce - backward, (gather + reduce) / layers)
-    return setup.accumulation * (exposed + layers * cluster.sharded_seconds)
+    gather, again, reduce = gather / share, again / share, reduce / share
+    first, later = (max(seconds - forward, seconds / layers) for seconds in (gather, again))
+    back = max(again + reduce - backward, (again + reduce) / layers)
+    exposed = setup.accumulation * (back + layers * cluster.sharded_seconds)
+    return exposed + first + (setup.accumulation - 1) * later
 
 
 def optimizer_seconds(setup: Setup) -> float:
@@ -156,7 +165,11 @@ def activation_seconds(setup: Setup, forward: float, backward: float) -> float:
 
 
 def offload_seconds(setup: Setup) -> float:
-    """Gradients down and weights up over the host's link, and the update in its memory (DeepSpeedCPUAdam)."""
+    """Gradients down and weights up over the host's link, and the update in its memory (DeepSpeedCPUAdam).
+
+    On NVMe, each byte is read and written once besides: 4 of a gradient, of a master and of two moments; weights are
+    read for each pass and written after the update.
+    """
     layout, cluster = setup.layout, setup.cluster
     if layout.offload_optimizer == "none" and layout.offload_params == "none":
         return 0.0
@@ -166,4 +179,8 @@ def offload_seconds(setup: Setup) -> float:
     if layout.offload_params != "none":
         weights = sum(numel / ranks.size for _, numel, ranks in _owners(setup))
         moved += 2 * setup.accumulation * weights * 2 / cluster.host_bytes_per_second
+        if layout.offload_params == "nvme":
+            moved += (2 * setup.accumulation + 1) * weights * 2 / NVME_BYTES_PER_SECOND
+    if layout.offload_optimizer == "nvme":
+        moved += share * 32 / NVME_BYTES_PER_SECOND
     return moved + update

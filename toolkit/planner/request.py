@@ -202,7 +202,7 @@ class PlanRequest:
     def _framework(self, recipe: Recipe, layout: Layout, batch: Batch) -> Framework:
         name = self.run.framework
         if name == "toolkit":
-            return framework_of(recipe, layout, batch, hidden_size=self.model.shape.hidden)
+            return framework_of(recipe, layout, batch, shape=self.model.shape)
         return FrameworkProfile(
             name=MEMORY_PROFILES.get(name, name),
             precision=cast(Any, self.precision),

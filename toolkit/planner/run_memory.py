@@ -15,7 +15,7 @@ from toolkit.estimate.recording import Attention, Device
 from toolkit.estimate.states import TorchStates
 from toolkit.estimate.trainable import EVERYTHING, Trainable
 from toolkit.models.chunked_head import is_chunked
-from toolkit.models.shape import local_config, with_overrides
+from toolkit.models.shape import ModelShape, local_config, with_overrides
 from toolkit.models.support import attention_kinds
 
 Implementation = Literal["eager", "sdpa", "flash_attention_2"]
@@ -27,7 +27,7 @@ def estimate_for_run(recipe: Recipe, layout: Layout, batch: Batch) -> tuple[Memo
     Raises ModelError for a model that cannot be estimated.
     """
     model = MemoryModel.from_config(model_config(recipe))
-    framework = framework_of(recipe, layout, batch, hidden_size=model.shape.hidden)
+    framework = framework_of(recipe, layout, batch, shape=model.shape)
     return model.breakdowns(layout, workload_of(recipe, batch, model), framework)
 
 
@@ -67,11 +67,11 @@ def _computed_in(recipe: Recipe) -> dict[str, Any]:
     return {"activation_bytes": 2 if in_bf16 and sharded else 4, "autocast": in_bf16}
 
 
-def framework_of(recipe: Recipe, layout: Layout, batch: Batch, *, hidden_size: int) -> Framework:
+def framework_of(recipe: Recipe, layout: Layout, batch: Batch, *, shape: ModelShape) -> Framework:
     """How the recipe's engine keeps model states."""
     if recipe.train.engine == "deepspeed":
-        job = Job(recipe=recipe, layout=layout, batch=batch)
-        return settings_of(build(job, hidden_size=hidden_size, device="cuda"), recipe, "cuda")
+        job = Job(recipe=recipe, layout=layout, batch=batch, shape=shape)
+        return settings_of(build(job, hidden_size=shape.hidden, device="cuda"), recipe, "cuda")
     moments = {"lion": 1, "sgd": int(recipe.optimizer.momentum > 0)}.get(recipe.optimizer.name, 2)
     muon = recipe.optimizer.name == "muon"
     if recipe.train.engine == "fsdp":

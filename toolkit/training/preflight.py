@@ -12,14 +12,17 @@ from toolkit.data.tokens.corpora import Corpora
 from toolkit.dsconfig import Device, build, merge_user_config, read_user_config
 from toolkit.engines.factory import check_precision
 from toolkit.engines.optimizer import learning_rate
+from toolkit.engines.optimizer_states import state_kinds
 from toolkit.engines.routing import check_routing
 from toolkit.errors import ConfigError, DataError, ModelError, RecipeError, RunError
 from toolkit.files import expanded, reason_of
+from toolkit.launch.rank_environment import RankEnvironment
 from toolkit.model_init.build_model import check_trained, load_config
 from toolkit.model_init.document_masking import check_document_masking
 from toolkit.model_init.float8 import check_float8
 from toolkit.model_init.four_bit import check_four_bit
 from toolkit.models.shape import ModelShape
+from toolkit.models.weights import held_layer_parameters
 from toolkit.training.trackers import Trackers
 
 
@@ -76,10 +79,25 @@ def deepspeed_config(
     if "nvme" in (job.layout.offload_optimizer, job.layout.offload_params):
         from toolkit.engines.nvme import check_directory  # which imports DeepSpeed
 
-        check_directory(expanded(str(recipe.parallel.nvme_path)))
+        # The last rank of a node counts for all that are there.
+        ranks = RankEnvironment.detect().local_rank + 1
+        check_directory(expanded(str(recipe.parallel.nvme_path)), ranks * _nvme_bytes(job))
     if user_config is None:
         return built
     return merge_user_config(built, read_user_config(user_config), name=user_config, shares_experts=job.layout.ep > 1)
+
+
+def _nvme_bytes(job: Job) -> int:
+    """What a rank writes to NVMe, at least: matrices with their masters, gradients and moments; 0 if not known."""
+    recipe, layout, shape = job.recipe, job.layout, job.shape
+    if shape is None:
+        return 0
+    numel = shape.layers * held_layer_parameters(shape) + (1 if shape.tied else 2) * shape.vocab * shape.embed_dim
+    moments = len(state_kinds(recipe.optimizer.name, recipe.optimizer.momentum))
+    trains_all = recipe.model.lora is None and not recipe.model.freeze
+    each = 8 + 4 * moments if layout.offload_optimizer == "nvme" and trains_all else 0
+    each += (4 if recipe.precision == "fp32" else 2) * (layout.offload_params == "nvme")
+    return int(each * numel / layout.world_size)
 
 
 def check_vocabulary(recipe: Recipe, config: PretrainedConfig, corpus: Corpora) -> None:

@@ -171,13 +171,18 @@ def _deepspeed(options: Mapping[str, Any], layout: Layout, hidden: int) -> Forei
         computed={"loss_chunk": options["chunked_loss"] or 0, "trainable": trainable.text},
         layout={
             "zero_stage": settings.zero_stage,
-            "offload_optimizer": "cpu" if settings.offload_optimizer else "none",
-            "offload_params": "cpu" if settings.offload_params else "none",
+            "hpz": settings.hpz,
+            "offload_optimizer": _device(settings.offload_optimizer, settings.nvme_optimizer),
+            "offload_params": _device(settings.offload_params, settings.nvme_params),
         },
         micro_batch_size=micro,
         accumulation=_count(config, "gradient_accumulation_steps") or max(1, (whole or micro) // (micro * layout.dp)),
         notes=(f"{path} leaves to DeepSpeed's defaults: {', '.join(left)}",) if left else (),
     )
+
+
+def _device(is_offloaded: bool, to_nvme: bool) -> str:
+    return "nvme" if to_nvme else "cpu" if is_offloaded else "none"
 
 
 def _check_optimizer(name: str | None, settings: DeepSpeedSettings) -> None:

@@ -102,12 +102,11 @@ class MemoryQuery:
         if w.imbalance != 1:
             parts.append(f"imbalance {w.imbalance:g}")
         offloaded = [
-            what
+            f"{what} on {'NVMe' if device == 'nvme' else 'the host'}"
             for what, device in (("optimizer", self.layout.offload_optimizer), ("params", self.layout.offload_params))
             if device != "none"
         ]
-        if offloaded:
-            parts.append(f"{' and '.join(offloaded)} on the host")
+        parts += [" and ".join(offloaded)] if offloaded else []
         return ", ".join(parts)
 
     def check(self) -> None:
@@ -143,7 +142,7 @@ class MemoryQuery:
         if self.foreign is not None:
             return self.foreign.framework
         batch = self.recipe.resolve_batch(self.layout)
-        return framework_of(self.recipe, self.layout, batch, hidden_size=self.model.shape.hidden)
+        return framework_of(self.recipe, self.layout, batch, shape=self.model.shape)
 
     def answer(self) -> tuple[MemoryBreakdown, ...]:
         """Every stage; with what PyTorch's allocator adds if a GPU is named, whose memory it takes."""

@@ -88,6 +88,7 @@ def _table(query: MemoryQuery, found: Sequence[MemoryBreakdown], shown: Sequence
         cells = [Text(_number(stage.left, unit), style=_STYLES[stage.verdict]) for stage in shown]
         table.add_row(Text(f"left of {_number(query.gpu.memory_bytes, unit)}"), *cells)
     add("on the host", [stage.host.total for stage in shown])
+    add("on NVMe", [stage.nvme.total for stage in shown])
     add("on the host while loading", [stage.host_loading for stage in shown], style="dim")
     return table
 
@@ -235,6 +236,6 @@ def _asked(query: MemoryQuery) -> dict[str, Any]:
 
 def _stage_json(stage: MemoryBreakdown) -> dict[str, Any]:
     fields = {name: value for name, value in vars(stage).items() if name != "step"}
-    fields |= {"activations": dict(stage.activations), "host": vars(stage.host)}
+    fields |= {"activations": dict(stage.activations), "host": vars(stage.host), "nvme": vars(stage.nvme)}
     fields |= {"allocated": stage.allocated, "reserved": stage.reserved, "total": stage.total}
     return fields | ({"left": stage.left} if stage.device_bytes else {})
