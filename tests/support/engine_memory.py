@@ -19,7 +19,7 @@ from toolkit.config.job import Job
 from toolkit.config.recipe import Recipe
 from toolkit.estimate.deepspeed_states import deepspeed_states
 from toolkit.estimate.memory_model import MemoryModel
-from toolkit.estimate.pipeline_buffers import PipelineBuffers
+from toolkit.estimate.pipeline_buffers import PipelineBuffers, routing_counters
 from toolkit.estimate.recordings import parameters
 from toolkit.estimate.trainable import Trainable
 from toolkit.planner.run_memory import model_config, settings_of
@@ -135,6 +135,7 @@ def by_kind(engine: Any, bucket_bytes: set[int]) -> dict[int, str]:
     claim("optimizer", reachable(base.state))
     named = dict(model.named_buffers())
     claim("model_buffers", [b for name, b in named.items() if not name.endswith("zero_of_another_stage")])
+    claim("counters", reachable(vars(engine.routing)) if engine.routing is not None else ())
     for name in _CHANNELS:
         claim("channels", reachable(getattr(engine.engine, name, None)))
     return claims
@@ -196,12 +197,6 @@ def measure(recipe: Recipe, change: Change | None = None, *, steps: int = 2) -> 
     corpus = prepare(recipe.data, progress=False)
     before = set(storages(live_tensors()))
     engine: Any = create_engine(job, CPU, config, eos_id=corpus.eos_id)
-    # What counts the loads of experts: 8 bytes for each of them and layer, which the estimate leaves out.
-    own = {} if engine.routing is None else vars(engine.routing)
-
-    def known() -> set[Any]:
-        return before | set(storages(one for one in own.values() if isinstance(one, torch.Tensor)))
-
     bucket = config["zero_optimization"].get("reduce_bucket_size", 0)
     bucket_bytes = {2 * bucket, 4 * bucket}
     snapshots: list[Count] = []
@@ -209,14 +204,14 @@ def measure(recipe: Recipe, change: Change | None = None, *, steps: int = 2) -> 
     with loader.prefetch(0) as ahead:
         for step in range(steps):
             if step == steps - 1:
-                engine.before_update = lambda: snapshots.append(count(engine, known(), bucket_bytes))
+                engine.before_update = lambda: snapshots.append(count(engine, before, bucket_bytes))
             tokens = loader.target_tokens(step)
             engine.train_step(loader.micro_batches(step, ahead), target_tokens=tokens, learning_rate=1e-3)
     (at_update,) = snapshots
     del at_update["counters"]
     between, update = estimated(recipe, config, engine)
     return Cell(
-        measured=count(engine, known(), bucket_bytes) | in_files(recipe.parallel.nvme_path, rank),
+        measured=count(engine, before, bucket_bytes) | in_files(recipe.parallel.nvme_path, rank),
         estimated=between,
         measured_at_update=at_update,
         estimated_at_update=update,
@@ -259,6 +254,7 @@ def estimated(recipe: Recipe, config: dict[str, Any], engine: Any) -> tuple[Coun
         for kind in ("parameters", "gradients", "masters", "optimizer", "buckets", "model_buffers", "counters")
     }
     files = {f"nvme {kind}": getattr(states.nvme, kind) for kind in vars(states.nvme)}
+    between["counters"] += routing_counters(model.shape)
     if layout.pp > 1:
         last, shape = place.pipe == layout.pp - 1, model.shape
         tokens = recipe.batch.micro_batch_size * recipe.data.seq_len

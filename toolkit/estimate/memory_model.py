@@ -19,7 +19,12 @@ from toolkit.estimate.flops import with_experts
 from toolkit.estimate.framework_profile import FrameworkProfile
 from toolkit.estimate.overhead import beside, workspace_bytes
 from toolkit.estimate.parameters import ModelParameters, RankParameters
-from toolkit.estimate.pipeline_buffers import PipelineBuffers, in_flight_micro_batches
+from toolkit.estimate.pipeline_buffers import (
+    PipelineBuffers,
+    in_flight_micro_batches,
+    kept_by_router_losses,
+    routing_counters,
+)
 from toolkit.estimate.profile_memory import stage_breakdown, stage_layers, stage_parameters
 from toolkit.estimate.recording import (
     Activations,
@@ -72,6 +77,8 @@ class Workload:
     """Whether this toolkit's engine computes the loss in chunks, inside the head."""
     imbalance: float = 1.0
     """Rows of the rank whose experts get most of them, over the mean of the ranks; 1: balanced."""
+    router_losses: int = 0
+    """Losses that balance a mixture's routers: of each, a layer keeps a number for each token and expert."""
     stand_ins: bool = False
     """Whether a setup that is not recorded takes the recording of one that hardly needs less, so that none is made."""
 
@@ -201,10 +208,13 @@ class MemoryModel:
             gathered += casts
         buffers = self._pipeline_buffers(layout, work, deepspeed, stage, 2 if autocast else itemsize)
         by_kind, logits = _activations_by_kind(kept, layers, in_flight, peak - fresh, away, has_head=last)
+        if routers := in_flight * kept_by_router_losses(self.shape, self.parameters, layout, work, layers):
+            by_kind["routers"], peak = routers, peak + routers
         # Both beyond the resident bytes: while the last micro-batch computes, and at the end of the step.
         backward = states.accumulated + states.buckets + gathered + buffers.at_peak + peak
         update = max(states.reduction, states.step) + buffers.between
-        static = resident.total + buffers.counters(params)
+        counters = resident.counters + buffers.counters(params) + routing_counters(self.shape)
+        static = resident.total - resident.counters + counters
         workspace = 0 if gpu is None else workspace_bytes(gpu)
         return MemoryBreakdown(
             stage=stage,
@@ -218,7 +228,7 @@ class MemoryModel:
             optimizer=resident.optimizer,
             buckets=resident.buckets + states.buckets + buffers.at_peak,
             gathered=gathered,
-            model_buffers=resident.model_buffers + resident.counters + buffers.counters(params),
+            model_buffers=resident.model_buffers + counters,
             activations=by_kind,
             logits=logits,
             update=max(0, update - backward),
@@ -228,7 +238,7 @@ class MemoryModel:
             static=static + buffers.between + workspace,
             workspace=workspace,
             step=TrainingStep(
-                *(framework, work, recorded, layers, in_flight, states, params, buffers, workspace),
+                *(framework, work, recorded, layers, in_flight, states, params, buffers, workspace + routers),
                 offloads=layout.offload_activations,
             ),
             **beside(layout, gpu, static + max(backward, update) + workspace),

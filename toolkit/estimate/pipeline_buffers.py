@@ -1,4 +1,4 @@
-"""What DeepSpeed's pipelines, and Ulysses, keep beside the activations that a recording of a stage has.
+"""What pipelines, Ulysses and the losses of routers keep beside the activations that a recording of a stage has.
 
 The schedule is 1F1B (Narayanan et al. 2019, "PipeDream"; without flushes inside a step, Narayanan et al. 2021, section
 2.2): a stage runs as many forward passes ahead as there are stages from it to the end, then one backward for each
@@ -7,8 +7,14 @@ that comes back.
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from toolkit.estimate.parameters import RankParameters
+from toolkit.config.layout import Layout
+from toolkit.estimate.parameters import ModelParameters, RankParameters
+from toolkit.models.shape import ModelShape
+
+if TYPE_CHECKING:
+    from toolkit.estimate.memory_model import Workload
 
 _LOSSES = 3
 """fp32 scalars that every stage keeps: its loss, the sum over micro-batches, the mean over replicas."""
@@ -71,3 +77,31 @@ class PipelineBuffers:
         own = 4 * _LOSSES + totals + self.weight_bytes * params.placeholders
         # The last stage also has the total, and each micro-batch's loss, of which the newest is counted above.
         return own + (4 + 4 * (self.micro_batches - 1) if self.is_last else 0)
+
+
+def routing_counters(shape: ModelShape) -> int:
+    """Bytes of sums on each rank (toolkit/engines/routing.py).
+
+    In fp64 the losses, the loads of all layers' experts, and those of the global batch; in fp32 what the losses of a
+    micro-batch are computed from.
+    """
+    if shape.experts is None:
+        return 0
+    count = shape.experts.count
+    return 8 * (2 + shape.layers * count) + 8 * (count + 1) + 4 * (2 * count + 3)
+
+
+def kept_by_router_losses(
+    shape: ModelShape, model: ModelParameters, layout: Layout, work: "Workload", layers: range
+) -> int:
+    """Bytes of a micro-batch: 4 t e for each loss and layer with experts, of probabilities or of logits in fp32.
+
+    Known error: a few fp32 numbers for each token.
+    """
+    if shape.experts is None or not work.router_losses:
+        return 0
+    shards = layout.ulysses * (layout.tp if layout.sequence_parallel else 1)
+    tokens = work.micro_batch_size * work.seq_len // shards
+    has_experts = [any(parameter.is_experts for parameter in kind) for kind in model.kinds]
+    mixtures = sum(has_experts[model.pattern[index]] for index in layers)
+    return 4 * tokens * shape.experts.count * mixtures * work.router_losses

@@ -1,5 +1,6 @@
 """What a recipe's run takes of its GPUs: its DeepSpeed config, layout and batch, handed to the memory estimate."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any, Literal
@@ -54,8 +55,19 @@ def workload_of(recipe: Recipe, batch: Batch, model: MemoryModel) -> Workload:
             precision=recipe.precision,
             model_type=model.shape.family,
         ),
+        router_losses=_router_losses(recipe, model),
         **_computed_in(recipe),
     )
+
+
+def _router_losses(recipe: Recipe, model: MemoryModel) -> int:
+    """How many losses of routers are added."""
+    section, config = recipe.model, json.loads(model.config)
+    asked = section.router_aux_loss
+    own = config.get("router_aux_loss_coef")
+    coefficient = own if asked is None or asked.coefficient is None else asked.coefficient
+    has_auxiliary = (asked is not None or bool(config.get("output_router_logits"))) and coefficient != 0
+    return has_auxiliary + (section.router_z_loss > 0)
 
 
 def _computed_in(recipe: Recipe) -> dict[str, Any]:
