@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from toolkit.config.recipe import AdjustLr, OptimizerSection, Recipe
-from toolkit.engines.matrix_exchange import MatrixExchange, _assign, fragments_of
 from toolkit.engines.muon import Muon, connect_matrices, orthogonalize
 from toolkit.engines.optimizer import parameter_groups, torch_optimizer
 from toolkit.engines.optimizer_states import PlainStates, state_kinds
 from toolkit.models.hidden_matrices import is_hidden_matrix
+from toolkit.parallel.matrix_exchange import MatrixExchange, _assign, fragments_of
 from toolkit.parallel.shard import Shard
 
 
@@ -112,7 +112,7 @@ def test_work_is_shared_out_by_cost() -> None:
 
 
 def test_a_round_has_no_more_than_its_elements(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("toolkit.engines.matrix_exchange.ROUND_ELEMENTS", 100)
+    monkeypatch.setattr("toolkit.parallel.matrix_exchange.ROUND_ELEMENTS", 100)
     shards = [Shard(name=f"m{i}", shape=(6, 7)) for i in range(5)]
     fragments = [one for s in shards for one in fragments_of(s, start=0, length=42, tensor=0, offset=0)]
     exchange = MatrixExchange(fragments, None)

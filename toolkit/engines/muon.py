@@ -3,7 +3,8 @@
 Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) replaces the momentum M of a weight matrix by the
 nearest orthogonal one, U V^T of M = U S V^T, approximately. That takes whole matrices, while a rank may hold a part of
 a flat partition of a tensor-parallel shard. What is done element by element (momentum, weight decay, the update)
-happens where the elements are; `matrix_exchange.py` brings each matrix to the one rank that orthogonalizes it.
+happens where the elements are; `toolkit/parallel/matrix_exchange.py` brings each matrix to the one rank that
+orthogonalizes it.
 """
 
 import math
@@ -18,10 +19,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from toolkit.config.recipe import AdjustLr
-from toolkit.engines.matrix_exchange import Fragment, MatrixExchange, fragments_of
 from toolkit.engines.optimizer_states import OptimizerStates
 from toolkit.model_init.model_partition import ModelPartition
 from toolkit.models.hidden_matrices import is_hidden_matrix
+from toolkit.parallel.matrix_exchange import Fragment, MatrixExchange, fragments_of
 from toolkit.parallel.shard import Shard, shard_of
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
