@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from allocations import LiveBytes
-from gpu_cells import Spec, base, concurrent_ranks
+from gpu_cells import Spec, base, concurrent_ranks, on_cpu
 
 from toolkit import Job, TrainOptions, train
 from toolkit.config import load_recipe
@@ -27,7 +27,10 @@ from toolkit.training.callback import Callback
 from toolkit.training.loop import TrainingRun
 from toolkit.training.metrics import StepMetrics
 
-LIMIT_SECONDS = 240
+
+def limit_seconds() -> int:
+    """Of a run: one that hangs on a GPU must not take the time of all others; a CPU may be busy."""
+    return 240 if on_cpu() else 90
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,11 +114,11 @@ class Runs:
     def _run(self) -> Generator[tuple[Spec, Outcome], None, None]:
         cores = concurrent_ranks(self._device)
         calls = [(self._call(spec, resumes=False), spec.ranks) for spec in self._specs]
-        for number, outcome, _ in run_jobs(calls, cores=cores, timeout_seconds=LIMIT_SECONDS, joined=False):
+        for number, outcome, _ in run_jobs(calls, cores=cores, timeout_seconds=limit_seconds(), joined=False):
             spec = self._specs[number]
             if spec.stops_at and isinstance(outcome, list):
                 again = [(self._call(spec, resumes=True), spec.ranks)]
-                ((_, rest, _),) = run_jobs(again, cores=cores, timeout_seconds=LIMIT_SECONDS, joined=False)
+                ((_, rest, _),) = run_jobs(again, cores=cores, timeout_seconds=limit_seconds(), joined=False)
                 outcome = [outcome[0].then(rest[0])] if isinstance(rest, list) else rest
             yield spec, outcome
 
