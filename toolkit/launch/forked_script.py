@@ -103,6 +103,8 @@ def forks_have_gpus() -> bool:
     torch = sys.modules.get("torch")
     if torch is None or (torch.version.cuda is None and torch.version.hip is None):
         return True
+    if os.environ.get("DS_ACCELERATOR") == "cpu":
+        return True  # they will not use them
     return not torch.cuda.is_initialized() and _fork_has_gpus()
 
 
