@@ -56,6 +56,18 @@ def test_fused_kernels_drop_the_same_activations(make_recipe: Make, ranks: Ranks
 
 @pytest.mark.whole
 @pytest.mark.usefixtures("untranslated")
+def test_zero_3_with_frozen_layers_reduces_every_adapter(make_recipe: Make, ranks: Ranks) -> None:
+    """The first layer has no input that requires a gradient, and DeepSpeed waits for one."""
+    changes = {"model__lora": {"r": 4}, "train__steps": 4, "parallel": {"zero_stage": 3}}
+    eager = ranks(compiled_trial, 2, make_recipe(**changes))[0]
+    compiled = ranks(compiled_trial, 2, make_recipe(**changes, train__compile=True))[0]
+    report = compare_curves(compiled.curve, eager.curve, Tolerance.fp32())
+    assert report.passed, str(report)
+    assert not compiled.inspected["graph_breaks"]
+
+
+@pytest.mark.whole
+@pytest.mark.usefixtures("untranslated")
 def test_graphs_are_as_many_with_more_layers(make_recipe: Make, ranks: Ranks) -> None:
     """Also where dropout of tensor-parallel ranks breaks them."""
     changes = DROPOUT | {"train__steps": 2, "parallel": {"tp": 2}, "train__compile": True}
