@@ -243,6 +243,15 @@ OVERRIDES = [
     Bad("validate d.yaml parallel.zero_stage=3 parallel.offload_params=nvme 'parallel.nvme_path=\"a\\nb\"'", "nvme_path"),
     Bad(f"validate d.yaml parallel.nvme_path={LONG}", "nvme_path="),
     Bad("validate r.yaml parallel.offload_optimizer=nvme", "only the engine deepspeed offloads"),
+    Bad("validate d.yaml 'parallel={auto: true, hpz: 2, zero_stage: 3}'", "a plan tries no layout with it"),
+    Bad(
+        "validate d.yaml 'parallel={ep: 2, zero_stage: 3, offload_params: nvme, nvme_path: .}'",
+        "experts that ep shares out stay in memory",
+    ),
+    Bad(
+        "validate d.yaml train.compile=true 'parallel={zero_stage: 3, offload_params: nvme, nvme_path: .}'",
+        "more weights at once than there are buffers",
+    ),
     Bad("validate d.yaml parallel.hpz=0", "parallel.hpz"),
     Bad("validate d.yaml parallel.hpz=2 parallel.zero_stage=1", "part of ZeRO-3"),
     Bad("validate d.yaml parallel.hpz=3 parallel.dp=4 parallel.zero_stage=3", "hpz to a divisor of 4"),

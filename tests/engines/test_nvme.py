@@ -13,6 +13,8 @@ from engine_states import Outcome, assert_same_bits, build, changes, resumed_run
 
 from toolkit.config.recipe import Recipe
 from toolkit.config.strategy import Strategy
+from toolkit.engines.nvme import check_directory
+from toolkit.errors import RunError
 
 Ranks = Callable[..., list[Any]]
 
@@ -96,6 +98,15 @@ def test_files_train_what_memory_trains(
     on_nvme, in_memory = run("nvme", params), run("cpu", "cpu")
     assert on_nvme[1] == in_memory[1]
     assert_same_bits(on_nvme[2], in_memory[2])
+
+
+def test_a_drive_without_room_is_refused_before_anything_is_built(tmp_path: Path) -> None:
+    check_directory(tmp_path, 1)
+    with pytest.raises(RunError) as caught:
+        check_directory(tmp_path, 2**60)
+    assert caught.value.as_refusal().field == "parallel.nvme_path"
+    with pytest.raises(RunError):
+        check_directory(tmp_path / "gone", 0)
 
 
 def test_what_a_killed_run_left_is_removed_and_what_another_uses_is_kept(

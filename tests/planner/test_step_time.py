@@ -141,6 +141,22 @@ def test_offload_moves_the_update_to_the_host() -> None:
     assert offloaded.offload > predict_step(step).optimizer
 
 
+def test_files_on_nvme_take_their_bytes_through_the_drive() -> None:
+    step = setup("dp8-z3")
+    in_memory, in_files = (
+        predict_step(replace(step, layout=replace(step.layout, offload_optimizer=device))).offload
+        for device in ("cpu", "nvme")
+    )
+    each = 32 * step.parameters / 8  # gradient, master and two moments, read and written
+    assert in_files - in_memory == pytest.approx(each / 1.6e9)
+
+
+def test_a_second_partition_keeps_the_backward_gathers_inside_a_node() -> None:
+    step = setup("dp16-z3")
+    near = predict_step(replace(step, layout=replace(step.layout, hpz=8)))
+    assert near.data < predict_step(step).data
+
+
 def test_a_tile_more_than_a_wave_takes_a_wave_more() -> None:
     rows, columns = 256 * 11, 128 * 12  # 132 tiles on 132 multiprocessors
     assert H100.multiprocessors == 132

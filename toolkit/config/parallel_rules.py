@@ -180,6 +180,10 @@ def _offload_settings(recipe: Recipe) -> Iterator[Refusal]:
     if on_nvme and section.nvme_path is None:
         remedy = (path, "a directory on a drive of each node"), (on_nvme[0], "cpu")
         yield recipe.conflict(path, on_nvme[0], reason="nothing says where the drive is mounted", remedy=remedy)
+    if section.auto and (on_nvme or section.hpz > 1):
+        field, instead = (on_nvme[0], "cpu") if on_nvme else ("parallel.hpz", "1")
+        either: tuple[Setting, ...] = ((field, instead), ("parallel.auto", False))
+        yield recipe.conflict(field, "parallel.auto", reason="a plan tries no layout with it", remedy=either)
     if recipe.train.compile and section.offload_params == "nvme":
         field, reason = "parallel.offload_params", "a compiled layer takes more weights at once than there are buffers"
         yield recipe.conflict(field, "train.compile", reason=reason, remedy=((field, "cpu"), ("train.compile", False)))
