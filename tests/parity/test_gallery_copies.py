@@ -13,6 +13,7 @@ DAILY = [
     ("llama finetune chat", "dp2-z3-recompute"),
     ("gptj lora prompt_completion-padded", "dp2-z1-recompute"),
     ("qwen3 continue text", "dp2-tp2-z1-sp-recompute"),
+    ("olmoe finetune chat", "dp2-ep2-z2"),
 ]
 
 
