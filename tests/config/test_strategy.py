@@ -38,6 +38,7 @@ FULL = {
         ("every2", "every", 2),
         ("z2-offload", "offload", True),
         ("z0-offacts", "offacts", True),
+        ("z3-tiled", "tiled", True),
         ("ddp", "engine", "ddp"),
         ("fsdp", "engine", "fsdp"),
         ("reference", "engine", "reference"),

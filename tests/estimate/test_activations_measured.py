@@ -153,6 +153,17 @@ def test_what_is_offloaded_is_not_on_the_device(
     _check(case, link.bytes_sent, max(case.estimate().offloaded(range(case.layers()))), 0.03)
 
 
+@pytest.mark.whole
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+def test_the_peak_of_tiled_mlps_is_known_within_ten_percent(family: str, recompute: str, dtype: torch.dtype) -> None:
+    """From above: a tile is counted beside the worst moment of the rest of its layer."""
+    changes = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 256}
+    case = Case(family=family, dtype=dtype, recompute=recompute, tiled=True, changes=changes)
+    assert 0.99 < case.predicted_peak() / peak_bytes(case, case.model()) < 1.1
+
+
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("family", ["gpt2", "gemma3_text", pytest.param("llama", marks=pytest.mark.whole)])

@@ -10,11 +10,14 @@ import torch
 from allocations import DeviceBytes, LiveBytes
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from toolkit.estimate.overhead import narrow, tile_bytes
 from toolkit.estimate.recording import Activations, Setup, config_text
 from toolkit.estimate.recordings import activations
 from toolkit.model_init.offload_activations import offload_activations
 from toolkit.model_init.recompute import recompute
+from toolkit.model_init.tiled_mlp import tile_mlps
 from toolkit.models.chunked_head import Chunks
+from toolkit.models.shape import ModelShape
 from toolkit.parallel.chunked_loss import LossInHead
 from toolkit.parallel.loss import token_loss_sum
 from toolkit.parallel.tiny_model import tiny_config
@@ -46,6 +49,8 @@ class Case:
     drops: bool = True
     device: Literal["cpu", "cuda"] = "cpu"
     """Of the estimate: a GPU's rules where a test follows them on this CPU."""
+    tiled: bool = False
+    """MLPs are computed in tiles."""
     offload: bool = False
     """What layers keep goes to the host."""
     changes: dict[str, Any] = field(default_factory=dict)
@@ -98,15 +103,18 @@ class Case:
         """In training mode, and with its layers recomputed where the case says so."""
         model.train()
         recompute(model, self.recompute)  # type: ignore[arg-type]
+        if self.tiled:
+            tile_mlps(model)
         if self.offload:
             offload_activations(model)
         return model
 
     def setup(self, *, tp: int = 1) -> Setup:
         """What the toolkit is asked, of kernels on a CPU."""
+        text = config_text(self.config().to_dict())
         precision = "autocast" if self.autocast else {4: "fp32", 2: "bf16"}[self.dtype.itemsize]
         return Setup(
-            config=config_text(self.config().to_dict()),
+            config=narrow(text, 8) if self.tiled else text,
             tp=tp,
             sequence_parallel=self.sequence_parallel,
             recompute=self.recompute,  # type: ignore[arg-type]
@@ -139,7 +147,11 @@ class Case:
 
     def predicted_peak(self) -> int:
         """What the toolkit says that lives at the worst moment."""
-        return self.estimate().worst_moment(range(self.layers()), offloaded=self.offload)[0]
+        tile = 0
+        if self.tiled:
+            shape = ModelShape.from_config(self.config().to_dict())
+            tile = tile_bytes(shape, self.samples * SEQ_LEN, self.dtype.itemsize, tp=1)
+        return self.estimate().worst_moment(range(self.layers()), offloaded=self.offload, tile=tile)[0]
 
     def layers(self) -> int:
         """Decoder layers."""

@@ -59,6 +59,7 @@ class Layout:
     """Ranks that keep, between a forward and a backward pass, a secondary partition of ZeRO-3's weights (ZeRO++)."""
     recompute: Recompute = "none"
     offload_activations: bool = False
+    tiled_mlp: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what DeepSpeed cannot run in this layout, whatever the model is."""

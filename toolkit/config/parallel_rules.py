@@ -30,6 +30,7 @@ _DEEPSPEED_ONLY = {
     "quantized_weights": (False, "quantizes them"),
     "quantized_gradients": (False, "quantizes them"),
     "offload_activations": (False, "offloads"),
+    "tiled_mlp": (False, "tiles"),
 }
 """Fields of `parallel` that other engines would silently ignore: the value that is off, and what DeepSpeed does."""
 
@@ -50,6 +51,9 @@ def setting_conflicts(recipe: Recipe, world_size: int | None) -> list[Refusal]:
 def model_conflicts(recipe: Recipe, config: Mapping[str, Any] | None, shape: ModelShape | None) -> Iterator[Refusal]:
     """What a model's config does not allow: parallelism, recomputation. Fewer rules apply where less is known."""
     yield from _recomputation(recipe, config)
+    if recipe.parallel.tiled_mlp and config is not None and expert_count(config):
+        field, reason = "parallel.tiled_mlp", "experts choose tokens of a whole micro-batch"
+        yield recipe.conflict(field, _MODEL, reason=reason, remedy=((field, False),))
     if recipe.train.engine != "deepspeed":
         return
     refused = [*_family(recipe, (config or {}).get("model_type")), *_ulysses_model(recipe, config)]
@@ -198,14 +202,19 @@ def _offload_settings(recipe: Recipe) -> Iterator[Refusal]:
 
 
 def _activation_settings(recipe: Recipe) -> Iterator[Refusal]:
-    """Ways to keep less of activations that a compiled layer does not have."""
-    for name in ("offload_activations",):
+    """Ways to keep less of activations that a compiled layer, or a gathered sequence, does not have."""
+    for name in ("offload_activations", "tiled_mlp"):
         field = f"parallel.{name}"
         if recipe.train.compile and recipe.value_of(field):
             reason = "it works on what eager layers save, and compiled ones save other tensors"
-            yield recipe.conflict(
-                field, "train.compile", reason=reason, remedy=((field, False), ("train.compile", False))
-            )
+            remedy = ((field, False), ("train.compile", False))
+            yield recipe.conflict(field, "train.compile", reason=reason, remedy=remedy)
+    field, gathers = "parallel.tiled_mlp", "parallel.sequence_parallel"
+    if recipe.parallel.tiled_mlp and recipe.parallel.sequence_parallel:
+        reason = (
+            "sequence parallelism gathers a sequence before its MLP and scatters it in another order than tiles have"
+        )
+        yield recipe.conflict(field, gathers, reason=reason, remedy=((field, False), (gathers, False)))
 
 
 def _float8(recipe: Recipe) -> Iterator[Refusal]:

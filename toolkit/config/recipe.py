@@ -153,6 +153,9 @@ class ParallelSection(Section):
     offload_activations: bool = False
     """Keep what the backward pass needs of decoder layers in host memory: copied while the next layer computes, and
     fetched one layer ahead. With `recompute: full` that is their inputs."""
+    tiled_mlp: bool = False
+    """Compute the MLPs of decoder layers a tile of tokens at a time, forward and again in the backward pass, so that
+    their wide tensors never exist for a whole sequence. For dense models without dropout in the MLP."""
 
     @property
     def layout_fields(self) -> dict[str, Any]:

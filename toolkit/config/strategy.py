@@ -4,7 +4,7 @@ Parts are joined by - in any order, each at most once: the axes and ZeRO stage o
 engine (reference, ddp, fsdp; the default is deepspeed), sp (Megatron sequence parallelism), inner (tp shards the inner
 dimension of experts), recompute, everyN (recompute every Nth decoder layer), selective (recompute only attention),
 offload (the optimizer to host memory; with z3 the parameters too), nvme (the same to files on a drive), offacts
-(activations to host memory), hpzN (ZeRO++ over N ranks) and mN (micro-batches of N samples).
+(activations to host memory), tiled (MLPs in tiles), hpzN (ZeRO++ over N ranks) and mN (micro-batches of N samples).
 """
 
 import re
@@ -16,7 +16,7 @@ from toolkit.config.recipe import EngineName, Precision, Recipe
 from toolkit.errors import LayoutError, nearest
 
 _ENGINES = get_args(EngineName)
-_FLAGS = ("sp", "inner", "recompute", "selective", "offload", "nvme", "offacts")
+_FLAGS = ("sp", "inner", "recompute", "selective", "offload", "nvme", "offacts", "tiled")
 _AXES = {"dp": "dp", "ep": "ep", "tp": "tp", "pp": "pp", "u": "ulysses", "z": "zero_stage", "m": "micro_batch_size"}
 _AXES |= {"every": "every", "hpz": "hpz"}
 _AXIS = re.compile(r"(dp|ep|tp|pp|u|z|m|every|hpz)(\d{1,6})")
@@ -44,6 +44,7 @@ class Strategy:
     nvme: bool = False
     hpz: int = 1
     offacts: bool = False
+    tiled: bool = False
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -147,6 +148,7 @@ class Strategy:
             "sequence_parallel": self.sp,
             "experts": "inner" if self.inner else "whole",
             "offload_activations": self.offacts,
+            "tiled_mlp": self.tiled,
             "offload_optimizer": offload,
             "offload_params": offload if stage == 3 else "none",
             "hpz": self.hpz,
@@ -156,7 +158,7 @@ class Strategy:
         if self.engine != "deepspeed":
             wrong = [name for name in ("ep", "tp", "pp", "ulysses") if getattr(self, name) > 1]
             wrong += ["z"] * (self.zero_stage is not None) + ["sp"] * self.sp
-            wrong += [flag for flag in ("inner", "offload", "nvme", "offacts") if getattr(self, flag)]
+            wrong += [flag for flag in ("inner", "offload", "nvme", "offacts", "tiled") if getattr(self, flag)]
             wrong += ["hpz"] * (self.hpz > 1)
             wrong += ["dp"] * (self.engine == "reference" and (self.dp or 1) > 1)
             if wrong:
@@ -183,7 +185,8 @@ def layout_text(layout: Layout) -> str:
     words = {"none": [], "full": ["recompute"]}.get(layout.recompute, [layout.recompute.replace("_", "")])
     flags = ["sp"] * layout.sequence_parallel + ["inner"] * (layout.experts == "inner") + words
     flags += {"none": [], "cpu": ["offload"], "nvme": ["nvme"]}[layout.offload_optimizer]
-    flags += ["offacts"] * layout.offload_activations + [f"hpz{layout.hpz}"] * (layout.hpz > 1)
+    flags += ["offacts"] * layout.offload_activations
+    flags += ["tiled"] * layout.tiled_mlp + [f"hpz{layout.hpz}"] * (layout.hpz > 1)
     return "-".join([str(layout), *flags])
 
 

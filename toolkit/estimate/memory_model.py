@@ -17,7 +17,7 @@ from toolkit.estimate.deepspeed_settings import DeepSpeedSettings
 from toolkit.estimate.deepspeed_states import deepspeed_states
 from toolkit.estimate.flops import with_experts
 from toolkit.estimate.framework_profile import FrameworkProfile
-from toolkit.estimate.overhead import beside, workspace_bytes
+from toolkit.estimate.overhead import beside, narrow, tile_bytes, workspace_bytes
 from toolkit.estimate.parameters import ModelParameters, RankParameters
 from toolkit.estimate.pipeline_buffers import (
     PipelineBuffers,
@@ -199,6 +199,7 @@ class MemoryModel:
             gradients_kept=kept_gradients,
             casts_to_come=missing,
             offloaded=layout.offload_activations,
+            tile=tile_bytes(self.shape, recorded[1] * recorded[2], itemsize, tp=layout.tp) if layout.tiled_mlp else 0,
         )
         away = max(kept.offloaded(layers)) if layout.offload_activations else 0
         gathered = states.gathered
@@ -258,7 +259,7 @@ class MemoryModel:
             raise LayoutError.of("--imbalance", work.imbalance, reason, f"choose {shared} or less")
         tokens, shape = work.micro_batch_size * s, self.shape
         setup = Setup(
-            config=self.config,
+            config=narrow(self.config, 8 * layout.tp) if layout.tiled_mlp else self.config,
             tp=layout.tp,
             sequence_parallel=layout.sequence_parallel and layout.tp > 1,
             recompute=work.recompute,

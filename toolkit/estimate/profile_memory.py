@@ -58,7 +58,7 @@ def check(profile: FrameworkProfile, shape: ModelShape, layout: Layout, work: "W
         given: tuple[Setting, ...] = (("attention", work.attention), ("framework", profile.name))
         raise LayoutError.between(given, f"its profile has {', '.join(kinds)}", "choose one of them")
     sharded = profile.facts["states"] == "fsdp2"
-    offloads = layout.offload_optimizer != "none" or layout.offload_activations
+    offloads = layout.offload_optimizer != "none" or layout.offload_activations or layout.tiled_mlp
     if (
         sharded
         and "selective" in profile.facts

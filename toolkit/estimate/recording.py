@@ -312,13 +312,14 @@ class Activations:
         gradients_kept: Sequence[int] = (),
         casts_to_come: Sequence[int] = (),
         offloaded: bool = False,
+        tile: int = 0,
     ) -> tuple[int, int]:
         """The most that is live at once on a stage with these layers, and its part that is gradients of weights.
 
         `in_flight`: micro-batches whose activations are kept. `gradients_kept`: bytes of each layer's gradients, if
         this backward pass allocates them; each finished layer adds its own. `casts_to_come`: bytes of autocast's copies
         of weights that are counted beside this and not made yet, at each moment before the head. `offloaded`: what
-        layers keep goes to the host.
+        layers keep goes to the host. `tile`: bytes of an MLP's tile in the backward pass, which the recording lacks.
         """
         moments = [
             (moment - to_come, 0)
@@ -332,7 +333,7 @@ class Activations:
         finished, sizes = 0, gradients_kept or [0] * len(layers)
         for kind, size in zip(reversed(self._kinds(layers)), reversed(sizes), strict=True):
             step = self.backward[kind]
-            moments.append((level + step.peak, finished))
+            moments.append((level + step.peak + tile, finished))
             level += step.delta + (0 if len(moments) > before + 1 else self.end_layers[2])
             finished += size
         moments.append((level + self.embedding_backward.peak, finished))

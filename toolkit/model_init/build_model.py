@@ -25,6 +25,7 @@ from toolkit.model_init.offload_activations import offload_activations
 from toolkit.model_init.pretrained_weights import read_weights
 from toolkit.model_init.random_weights import initialize
 from toolkit.model_init.recompute import recompute
+from toolkit.model_init.tiled_mlp import tile_mlps
 from toolkit.models import shape
 from toolkit.models.override_fields import unknown_overrides
 
@@ -158,6 +159,8 @@ def build_model(
         raise _not_built(recipe, error) from error
     model.config.dtype = dtype
     recompute(model, recipe.parallel.recompute)
+    if recipe.parallel.tiled_mlp:
+        tile_mlps(model)
     if recipe.parallel.offload_activations:
         offload_activations(model)
     return model

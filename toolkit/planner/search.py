@@ -87,6 +87,7 @@ def _variants(request: PlanRequest, *, tp: int = 1, pp: int = 1, ulysses: int = 
                     offload_optimizer=optimizer,
                     offload_params=params,
                     offload_activations=request.kept.get("offload_activations", False),
+                    tiled_mlp=request.kept.get("tiled_mlp", False),
                 )
                 if request.refusal(first) is None:
                     variants = (replace(first, recompute=recompute) for recompute in recomputations)
