@@ -126,6 +126,8 @@ CELLS = [
     Cell(group="loss", name="chunked", run=zero(2, "model.loss=chunked")),
     Cell(group="loss", name="chunked in bf16", run=zero(3, *BF16, "model.loss=chunked"), within=2.0**-7,
          only_last=True),
+    Cell(group="float8", name="tensorwise", run=zero(2, *BF16, "model.float8=tensorwise"), within=2.0**-5,
+         only_last=True, needs="torchao"),
     Cell(group="LoRA", name="ZeRO-2", run=zero(2, *LORA), like=(*REFERENCE, *LORA)),
     Cell(group="LoRA", name="ZeRO-3", run=zero(3, *LORA), like=(*REFERENCE, *LORA)),
     Cell(group="recompute", name="full", run=zero(2, "parallel.recompute=full")),
