@@ -220,7 +220,10 @@ class FirstHour:
         found, rehearse = self.machine, self.options.rehearse
         name = "no GPU" if found is None else f"{max(1, self.options.gpus)} x {found.device}"
         title = f"A rehearsal on CPU ranks: {name}" if rehearse else f"The first hour on {name}"
-        notes = [f"{self.budget.used:.0f} of {self.budget.seconds:.0f} s"]
+        notes = (
+            ["Tiny models on busy cores: that it runs is what it shows, its figures mean nothing."] if rehearse else []
+        )
+        notes.append(f"{self.budget.used:.0f} of {self.budget.seconds:.0f} s")
         if found is not None and not rehearse:
             facts = f"{found.device}, {found.memory_bytes / 2**30:.1f} GiB, {found.count} in the machine"
             notes.append(f"{facts}; CUDA {found.cuda}, NCCL {found.nccl}, driver {found.driver}")

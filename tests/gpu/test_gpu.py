@@ -41,4 +41,5 @@ def test_the_estimate_is_the_peak(
         for name in ("allocated", "reserved"):
             assert getattr(expected, name) == pytest.approx(getattr(found, name), rel=WITHIN_PERCENT / 100), name
     else:
-        assert found.allocated > expected.static - expected.workspace
+        # DeepSpeed's buckets of a GPU, of which there are two with overlap_comm, are estimated.
+        assert expected.allocated == pytest.approx(found.allocated, rel=0.25)
