@@ -20,7 +20,7 @@ _PRECISIONS: dict[int, str] = {2: "16 bits", 4: "fp32"}
 _DEFAULTS = {"reduce_bucket_size": 1, "overlap_comm": 1, "stage3_prefetch_bucket_size": 3, "sub_group_size": 3}
 """Keys of zero_optimization that take memory where a config leaves them out, and the stage from which on."""
 _OFFLOAD = ("offload_optimizer", "offload_params")
-_ONLY_FOREIGN = ("muon", "adamw-8bit")
+_ONLY_FOREIGN = ("adamw-8bit",)
 """Optimizers that no recipe has."""
 _OMIT = "leave one of them out"
 _EXCLUDES = {
