@@ -474,7 +474,7 @@ def test_a_recipe_without_attention_is_estimated_with_what_the_family_has(capsys
             ["--model", "gpt2", "--layout", "dp2", "--framework", "megatron", "--trainable", "lora"],
             "--framework megatron with --trainable lora",
         ),
-        (["--model", "gpt2", "--layout", "tp2", "--engine", "ddp", "--optimizer", "muon"], "Leave tp and pp out"),
+        (["--model", "gpt2", "--layout", "tp2", "--engine", "ddp", "--optimizer", "adamw-8bit"], "Leave tp and pp out"),
         (["--model", "gpt2", "--layout", "pp13"], "pp=13: 12 decoder layers cannot fill 13 stages"),
         (["--model", "gpt2", "--layout", "dp2-q3"], "'q3' is not a part of a layout"),
         (["--model", "gpt2", "--layout", "dp2-pp2-z3"], "a DeepSpeed pipeline allows zero_stage 0 or 1"),
