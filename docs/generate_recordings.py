@@ -22,9 +22,10 @@ from typing import Any, Literal
 
 import transformers
 
+from toolkit.config.layout import Recompute
 from toolkit.errors import ToolkitError
 from toolkit.estimate.parameters import ModelParameters
-from toolkit.estimate.recording import SAMPLES, Attention, Part, Recomputation, Setup, config_text, model_key
+from toolkit.estimate.recording import SAMPLES, Attention, Part, Setup, config_text, model_key
 from toolkit.estimate.recordings import SHIPPED, versions
 from toolkit.models.shape import find_config, names, text_config
 from toolkit.models.support import attention_kinds, find
@@ -33,7 +34,7 @@ from toolkit.recorder.record import record
 
 FOLDER = Path(__file__).parents[1] / "build" / "recordings"
 RANKS = (1, 2, 4, 8)
-RECOMPUTATIONS: tuple[Recomputation, ...] = ("none", "full")
+RECOMPUTATIONS: tuple[Recompute, ...] = ("none", "full")
 EXPERT_RANKS = tuple(product((1, 2), (2, 4, 8)))
 """tp and ep, of mixtures of experts."""
 Kind = Literal["whole", "experts", "sequence parallel", "stages"]
