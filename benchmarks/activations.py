@@ -41,7 +41,7 @@ WAYS = (
     *("none", "selective", "every2", "recompute", "offacts", "recompute-offacts", "tiled", "recompute-tiled-offacts"),
 )
 """In the words of a strategy."""
-SEQ_LEN, ROUNDS = 1024, 3
+SEQ_LEN, ROUNDS = 512, 3
 MODEL, GPU, RANKS, STEP = "llama-3.1-8b", "H100", 8, 8192
 LONG = ("none", "recompute", "recompute-tiled", "recompute-offacts", "recompute-tiled-offacts")
 
@@ -62,7 +62,7 @@ def main() -> None:
     if not options.measured:
         sheets.append(
             Sheet(
-                title=f"Estimated: the longest sequence of {MODEL} on {RANKS} {GPU}, Ulysses {RANKS}, ZeRO-3, bf16",
+                title=f"Estimated: longest sequence, {MODEL} on {RANKS} {GPU}, Ulysses {RANKS}, ZeRO-3, chunked loss",
                 headings=["way", "tokens", "of none"],
                 rows=longest(),
             )
@@ -135,6 +135,7 @@ def _most(way: str) -> int:
 
     def fits(steps: int) -> bool:
         recipe = recipe_of(MODEL, layout, micro_batch_size=1, seq_len=steps * STEP, accumulation=1, precision="bf16")
+        recipe = recipe.changed({"model": {"loss": "chunked"}})
         batch, model = recipe.resolve_batch(layout), MemoryModel.from_config(model_config(recipe))
         framework = framework_of(recipe, layout, batch, shape=model.shape)
         work = replace(workload_of(recipe, batch, model), stand_ins=False)
