@@ -66,7 +66,7 @@ class GalleryRun:
         layout = self.recipe.layout(self.listed.ranks)
         batch = self.recipe.resolve_batch(layout)
         model = MemoryModel.from_config(model_config(self.recipe))
-        framework = framework_of(self.recipe, layout, batch, hidden_size=model.shape.hidden)
+        framework = framework_of(self.recipe, layout, batch, shape=model.shape)
         return model.peak(layout, workload_of(self.recipe, batch, model), framework, self.gpu)
 
     @cached_property

@@ -6,7 +6,7 @@ import pytest
 
 from toolkit.estimate.caching_allocator import Block, CachingAllocator
 from toolkit.estimate.recording import Recording, Setup, config_text
-from toolkit.estimate.replay import Live, PassReplay
+from toolkit.estimate.training_step import Live, PassReplay
 from toolkit.recorder.record import record
 
 SMALL: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 99}

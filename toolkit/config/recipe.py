@@ -77,7 +77,7 @@ class ModelSection(Section):
     attn_implementation: Literal["auto", "eager", "sdpa", "flash_attention_2"] | None = "auto"
     """The attention kernel of transformers. `auto`, or null: `sdpa`, or `eager` for families without it (Gemma 2,
     BLOOM, …)."""
-    loss: Literal["auto", "chunked", "plain"] = "plain"
+    loss: Literal["auto", "chunked", "plain"] = "auto"
     """`chunked`: head and cross-entropy together, over chunks of tokens, so that full logits never exist. `plain`: from
     full logits. `auto`: chunked where that is exact (`dstk families`), in all precisions but fp16."""
     lora: LoraSection | None = None

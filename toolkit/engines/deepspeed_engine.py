@@ -30,7 +30,6 @@ from toolkit.parallel.groups import ModelParallelUnit
 
 deepspeed_patches.skip_shared_memory_op()
 deepspeed_patches.import_muon_uncompiled()
-deepspeed_patches.treat_no_block_as_leaf()
 
 _SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """The state of DeepSpeed's loss scaler."""
@@ -52,7 +51,8 @@ class DeepSpeedBase(DistributedEngine):
             self.compiled = CompiledLayers(self.model, zero_stage=self._zero_stage)
         groups = parameter_groups(self.named_parameters(), recipe.optimizer)
         client = None if "optimizer" in config else torch_optimizer(recipe, groups)
-        with deepspeed_patches.quiet_stdout(unless=recipe.log.level == "debug"):
+        quiet = deepspeed_patches.quiet_stdout(unless=recipe.log.level == "debug")
+        with quiet, deepspeed_patches.no_block_is_a_leaf():
             self.engine, self.optimizer, _, _ = deepspeed.initialize(
                 model=module,
                 model_parameters=None if client else groups,

@@ -49,15 +49,17 @@ def import_muon_uncompiled() -> None:
         importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
 
 
-def treat_no_block_as_leaf() -> None:
-    """Reduce the gradients of mixtral, qwen2_moe and qwen3_moe as those of all other models.
+@contextmanager
+def no_block_is_a_leaf() -> Iterator[None]:
+    """Let `deepspeed.initialize` reduce the gradients of mixtral, qwen2_moe and qwen3_moe as those of other models.
 
     DeepSpeed 0.19.8 takes their blocks for leaves of ZeRO-3 (deepspeed/runtime/zero/leaf_module_config.py), and reduces
     gradients in a backward hook of the block. If all that comes before is frozen, the block's input has no
     gradient, and PyTorch calls the hook before the parameters have theirs: zeros are reduced, and then sizes differ. A
     leaf is for experts that a rank may not run; here every rank runs each parameter. No issue is known.
     """
-    leaf_module_config.DEFAULT_LEAF_MODULE_CLASSES.clear()
+    with mock.patch.object(leaf_module_config, "DEFAULT_LEAF_MODULE_CLASSES", []):
+        yield
 
 
 @contextmanager
