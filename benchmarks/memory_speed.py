@@ -11,9 +11,9 @@ from itertools import product
 from toolkit.config.layout import Layout, Recompute
 from toolkit.dsconfig.buckets import of_a_layer
 from toolkit.errors import LayoutError
-from toolkit.estimate import recordings
 from toolkit.estimate.deepspeed_settings import DeepSpeedSettings
 from toolkit.estimate.memory_model import MemoryModel, Workload
+from toolkit.estimate.recorded import recordings
 from toolkit.hardware import gpu
 from toolkit.models.shape import find_config
 

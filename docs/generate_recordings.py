@@ -1,4 +1,4 @@
-"""Writes toolkit/estimate/recordings.zip: what the models of the catalogue keep in memory, recorded from their code.
+"""Writes toolkit/estimate/recorded/recordings.zip: what models of the catalogue keep, recorded from their code.
 
     make recordings                                   # an hour on one core; what is there already is not made again
     python docs/generate_recordings.py llama-3-8b     # some models: several of these can run side by side
@@ -25,8 +25,8 @@ import transformers
 from toolkit.config.layout import Recompute
 from toolkit.errors import ToolkitError
 from toolkit.estimate.parameters import ModelParameters
-from toolkit.estimate.recording import SAMPLES, Attention, Part, Setup, config_text, model_key
-from toolkit.estimate.recordings import SHIPPED, versions
+from toolkit.estimate.recorded.recording import SAMPLES, Attention, Part, Setup, config_text, model_key
+from toolkit.estimate.recorded.recordings import SHIPPED, versions
 from toolkit.models.shape import find_config, names, text_config
 from toolkit.models.support import attention_kinds, find
 from toolkit.recorder.parameters import record_parameters

@@ -17,7 +17,7 @@ from train_script import train_here
 
 from toolkit.config import dump_recipe
 from toolkit.config.recipe import Recipe
-from toolkit.estimate import recorder_process
+from toolkit.estimate.recorded import recorder_process
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

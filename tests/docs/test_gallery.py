@@ -13,7 +13,7 @@ import pytest
 from toolkit.config.gallery import TASKS, find_recipe, gallery, task_of
 from toolkit.config.job import Job
 from toolkit.dsconfig import build
-from toolkit.estimate import recordings
+from toolkit.estimate.recorded import recordings
 from toolkit.hardware import variants
 from toolkit.lint import Linter
 from toolkit.models.shape import find_name, hidden_size_of

@@ -8,8 +8,8 @@ import pytest
 from toolkit.config.layout import Layout
 from toolkit.errors import LayoutError, ModelError
 from toolkit.estimate.memory_model import MemoryModel, Workload
-from toolkit.estimate.recording import Activations, Setup, config_text
-from toolkit.estimate.recordings import activations
+from toolkit.estimate.recorded.recording import Activations, Setup, config_text
+from toolkit.estimate.recorded.recordings import activations
 from toolkit.estimate.states import TorchStates
 from toolkit.models.support import all_families
 

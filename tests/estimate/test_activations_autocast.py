@@ -13,8 +13,8 @@ from torch.overrides import TorchFunctionMode
 from toolkit.config.recipe import Recipe
 from toolkit.estimate.breakdown import MemoryBreakdown
 from toolkit.estimate.memory_model import casts_to_come
-from toolkit.estimate.parameters import RankParameters
-from toolkit.estimate.recording import config_text
+from toolkit.estimate.rank_parameters import RankParameters
+from toolkit.estimate.recorded.recording import config_text
 from toolkit.models.shape import ModelShape, families, find_config
 from toolkit.planner.run_memory import estimate_for_run
 from toolkit.recorder.parameters import record_parameters

@@ -10,9 +10,9 @@ from daily import daily
 from measured_activations import Case, kept_bytes, peak_bytes
 
 from toolkit.errors import RunError
-from toolkit.estimate.parameters import RankParameters
-from toolkit.estimate.recording import config_text
-from toolkit.estimate.recordings import parameters
+from toolkit.estimate.rank_parameters import RankParameters
+from toolkit.estimate.recorded.recording import config_text
+from toolkit.estimate.recorded.recordings import parameters
 from toolkit.estimate.trainable import Trainable
 from toolkit.recorder.frozen import freeze
 

@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, PreTrainedModel, masking_utils
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from toolkit.estimate.recording import Activations, Setup, config_text
-from toolkit.estimate.recordings import activations
+from toolkit.estimate.recorded.recording import Activations, Setup, config_text
+from toolkit.estimate.recorded.recordings import activations
 from toolkit.models.shape import ModelShape
 from toolkit.parallel.loss import token_loss_sum
 

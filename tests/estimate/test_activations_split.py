@@ -140,8 +140,8 @@ def test_the_peak_of_a_live_pipeline_stage_is_known_within_a_percent(
     make_recipe: Callable[..., Any], ranks: Callable[..., list[Any]], stages: int, recompute: str
 ) -> None:
     from toolkit.estimate.pipeline_buffers import PipelineBuffers, in_flight_micro_batches
-    from toolkit.estimate.recording import Part, Setup, config_text
-    from toolkit.estimate.recordings import activations
+    from toolkit.estimate.recorded.recording import Part, Setup, config_text
+    from toolkit.estimate.recorded.recordings import activations
 
     recipe = make_recipe(
         parallel={"pp": stages, "zero_stage": 0, "recompute": recompute},

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from toolkit.estimate.recording import Activations, Setup, config_text
-from toolkit.estimate.recordings import activations
+from toolkit.estimate.recorded.recording import Activations, Setup, config_text
+from toolkit.estimate.recorded.recordings import activations
 from toolkit.parallel.tiny_model import tiny_config
 
 CONFIG = tiny_config("llama", hidden_size=64, vocab_size=5000, tie_word_embeddings=False)

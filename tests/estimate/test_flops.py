@@ -5,7 +5,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from toolkit.estimate.flops import mfu, train_flops_per_token, with_experts
-from toolkit.estimate.recording import config_text
+from toolkit.estimate.recorded.recording import config_text
 from toolkit.models.shape import ModelShape, find_config
 from toolkit.parallel.tiny_model import tiny_config
 from toolkit.recorder.parameters import record_parameters

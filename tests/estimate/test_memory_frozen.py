@@ -10,8 +10,8 @@ from frozen_engines import CONFIG, measure
 from transformers import AutoModelForCausalLM
 
 from toolkit.errors import ConfigError, ModelError
-from toolkit.estimate.recording import config_text
-from toolkit.estimate.recordings import parameters
+from toolkit.estimate.recorded.recording import config_text
+from toolkit.estimate.recorded.recordings import parameters
 from toolkit.estimate.states import TorchStates
 from toolkit.estimate.trainable import Trainable
 from toolkit.parallel.tiny_model import tiny_config

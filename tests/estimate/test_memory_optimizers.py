@@ -9,9 +9,9 @@ from transformers import AutoModelForCausalLM
 
 from toolkit.estimate.deepspeed_settings import DeepSpeedSettings
 from toolkit.estimate.deepspeed_states import deepspeed_states
-from toolkit.estimate.parameters import RankParameters
-from toolkit.estimate.recording import config_text
-from toolkit.estimate.recordings import parameters as parameters_of
+from toolkit.estimate.rank_parameters import RankParameters
+from toolkit.estimate.recorded.recording import config_text
+from toolkit.estimate.recorded.recordings import parameters as parameters_of
 from toolkit.estimate.states import TorchStates, moments_8bit
 from toolkit.parallel.tiny_model import tiny_config
 

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from toolkit.errors import ModelError
 from toolkit.estimate.memory_model import MemoryModel
 from toolkit.estimate.parameters import ModelParameters
-from toolkit.estimate.recording import Part, Setup, config_text
+from toolkit.estimate.recorded.recording import Part, Setup, config_text
 from toolkit.models import shape
 from toolkit.models.shape import find_config, with_overrides
 from toolkit.recorder.fake_model import build

@@ -9,7 +9,7 @@ from test_memory_parameters import tiny
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from toolkit.errors import LayoutError
-from toolkit.estimate.recording import config_text
+from toolkit.estimate.recorded.recording import config_text
 from toolkit.estimate.stage_bounds import balance, balanced_bounds
 from toolkit.models import shape
 from toolkit.models.shape import find_config

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from toolkit.estimate.caching_allocator import Block, CachingAllocator
-from toolkit.estimate.recording import Recording, Setup, config_text
+from toolkit.estimate.recorded.recording import Recording, Setup, config_text
 from toolkit.estimate.training_step import Live, PassReplay
 from toolkit.recorder.record import record
 

@@ -14,8 +14,8 @@ import torch
 from measured_activations import SEQ_LEN, Case, kept_bytes, peak_bytes
 
 from toolkit.errors import ModelError, RunError
-from toolkit.estimate import recorder_process, recordings
-from toolkit.estimate.recording import Polynomial, Recording, Setup, config_text, model_key
+from toolkit.estimate.recorded import recorder_process, recordings
+from toolkit.estimate.recorded.recording import Polynomial, Recording, Setup, config_text, model_key
 from toolkit.models.shape import find_config
 from toolkit.recorder import record as recorder
 from toolkit.recorder.fit import solve, value

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from toolkit.config.recipe import Recipe
 from toolkit.errors import RunError
 from toolkit.estimate.parameters import Parameter
-from toolkit.estimate.recording import config_text
-from toolkit.estimate.recordings import parameters
+from toolkit.estimate.recorded.recording import config_text
+from toolkit.estimate.recorded.recordings import parameters
 from toolkit.estimate.trainable import in_4_bits
 from toolkit.model_init.build_model import build_model
 from toolkit.model_init.four_bit import check_four_bit, quantize_layer

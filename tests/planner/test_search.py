@@ -9,7 +9,7 @@ from toolkit.config.layout import Batch, Layout
 from toolkit.config.strategy import Strategy
 from toolkit.errors import BatchError, LayoutError, ModelError
 from toolkit.estimate.memory_model import MemoryModel
-from toolkit.estimate.recording import Setup
+from toolkit.estimate.recorded.recording import Setup
 from toolkit.estimate.trainable import Trainable
 from toolkit.hardware import gpu
 from toolkit.models.shape import local_config
@@ -72,8 +72,8 @@ def test_a_search_makes_no_recordings(monkeypatch: pytest.MonkeyPatch) -> None:
     def recorded_now(*_: object) -> None:
         raise AssertionError("a recording was made")
 
-    monkeypatch.setattr("toolkit.estimate.recordings._answer", recorded_now)
-    monkeypatch.setattr("toolkit.estimate.recordings._read", lambda path: {})
+    monkeypatch.setattr("toolkit.estimate.recorded.recordings._answer", recorded_now)
+    monkeypatch.setattr("toolkit.estimate.recorded.recordings._read", lambda path: {})
     for model in ("llama-3.1-70b", "qwen3-0.6b"):  # neither has stages with sequence parallelism among its recordings
         plans = search(request(model, gpus=64, batch=512), top=100).plans
         assert any(plan.layout.pp > 1 and plan.layout.sequence_parallel for plan in plans)

@@ -7,8 +7,8 @@ import pytest
 from toolkit.config.layout import Layout, Recompute
 from toolkit.estimate.flops import train_flops_per_token
 from toolkit.estimate.memory_model import MemoryModel
-from toolkit.estimate.recording import config_text
-from toolkit.estimate.recordings import parameters
+from toolkit.estimate.recorded.recording import config_text
+from toolkit.estimate.recorded.recordings import parameters
 from toolkit.estimate.trainable import Trainable
 from toolkit.hardware import gpu, gpus
 from toolkit.models.shape import ModelShape, find_config

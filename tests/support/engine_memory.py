@@ -20,7 +20,7 @@ from toolkit.config.recipe import Recipe
 from toolkit.estimate.deepspeed_states import deepspeed_states
 from toolkit.estimate.memory_model import MemoryModel
 from toolkit.estimate.pipeline_buffers import PipelineBuffers, routing_counters
-from toolkit.estimate.recordings import parameters
+from toolkit.estimate.recorded.recordings import parameters
 from toolkit.estimate.trainable import Trainable
 from toolkit.planner.run_memory import model_config, settings_of
 

@@ -9,8 +9,8 @@ from engine_memory import Cell, allow_fp16, count, live_tensors, storages
 
 from toolkit.estimate.deepspeed_settings import DeepSpeedSettings
 from toolkit.estimate.deepspeed_states import deepspeed_states
-from toolkit.estimate.recording import config_text
-from toolkit.estimate.recordings import parameters
+from toolkit.estimate.recorded.recording import config_text
+from toolkit.estimate.recorded.recordings import parameters
 from toolkit.estimate.trainable import Trainable
 from toolkit.parallel.tiny_model import tiny_config
 from toolkit.recorder.frozen import freeze

@@ -10,9 +10,9 @@ import torch
 from allocations import DeviceBytes, LiveBytes
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from toolkit.estimate.overhead import narrow, tile_bytes
-from toolkit.estimate.recording import Activations, Setup, config_text
-from toolkit.estimate.recordings import activations
+from toolkit.estimate.recorded.recording import Activations, Setup, config_text
+from toolkit.estimate.recorded.recordings import activations
+from toolkit.estimate.recorded.tiled_mlp import narrow, tile_bytes
 from toolkit.model_init.offload_activations import offload_activations
 from toolkit.model_init.recompute import recompute
 from toolkit.model_init.tiled_mlp import tile_mlps

@@ -9,7 +9,7 @@ of a weight, of an accumulated gradient and of a gradient in transit.
 from functools import lru_cache
 
 from toolkit.estimate.deepspeed_settings import DeepSpeedSettings
-from toolkit.estimate.parameters import ParameterGroup, RankParameters
+from toolkit.estimate.rank_parameters import ParameterGroup, RankParameters
 from toolkit.estimate.states import ModelStates, StateBytes
 
 ROUND_ELEMENTS = 2**24

@@ -16,7 +16,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from toolkit.errors import ConfigError, nearest
 from toolkit.estimate.deepspeed_settings import DeepSpeedSettings
 from toolkit.estimate.deepspeed_states import deepspeed_states
-from toolkit.estimate.parameters import RankParameters
+from toolkit.estimate.rank_parameters import RankParameters
 from toolkit.estimate.states import ModelStates, StateBytes, TorchStates
 from toolkit.files import first_problem, printable
 

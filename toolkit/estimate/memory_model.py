@@ -17,8 +17,8 @@ from toolkit.estimate.deepspeed_settings import DeepSpeedSettings
 from toolkit.estimate.deepspeed_states import deepspeed_states
 from toolkit.estimate.flops import with_experts
 from toolkit.estimate.framework_profile import FrameworkProfile
-from toolkit.estimate.overhead import beside, narrow, tile_bytes, workspace_bytes
-from toolkit.estimate.parameters import ModelParameters, RankParameters
+from toolkit.estimate.overhead import beside, workspace_bytes
+from toolkit.estimate.parameters import ModelParameters
 from toolkit.estimate.pipeline_buffers import (
     PipelineBuffers,
     in_flight_micro_batches,
@@ -26,7 +26,8 @@ from toolkit.estimate.pipeline_buffers import (
     routing_counters,
 )
 from toolkit.estimate.profile_memory import stage_breakdown, stage_layers, stage_parameters
-from toolkit.estimate.recording import (
+from toolkit.estimate.rank_parameters import RankParameters
+from toolkit.estimate.recorded.recording import (
     Activations,
     Attention,
     Device,
@@ -35,7 +36,8 @@ from toolkit.estimate.recording import (
     Setup,
     config_text,
 )
-from toolkit.estimate.recordings import activations, parameters, stand_in
+from toolkit.estimate.recorded.recordings import activations, parameters, stand_in
+from toolkit.estimate.recorded.tiled_mlp import narrow, tile_bytes
 from toolkit.estimate.stage_bounds import balanced_bounds
 from toolkit.estimate.states import ModelStates, TorchStates
 from toolkit.estimate.trainable import in_4_bits, without_4bit

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from toolkit.config.layout import Layout
-from toolkit.estimate.parameters import ModelParameters, RankParameters
+from toolkit.estimate.parameters import ModelParameters
+from toolkit.estimate.rank_parameters import RankParameters
 from toolkit.models.shape import ModelShape
 
 if TYPE_CHECKING:

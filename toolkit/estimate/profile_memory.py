@@ -16,7 +16,8 @@ from toolkit.errors import LayoutError, Setting
 from toolkit.estimate.breakdown import MemoryBreakdown
 from toolkit.estimate.framework_profile import FrameworkProfile
 from toolkit.estimate.overhead import beside, is_hopper, workspace_bytes
-from toolkit.estimate.parameters import ModelParameters, RankParameters
+from toolkit.estimate.parameters import ModelParameters
+from toolkit.estimate.rank_parameters import RankParameters
 from toolkit.estimate.states import ModelStates
 from toolkit.hardware import Gpu
 from toolkit.models.families.registry import CONFIG_SCHEMAS

@@ -6,7 +6,7 @@ DeepSpeed's engines are modeled to the byte (`deepspeed_states`). Those of accel
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from toolkit.estimate.parameters import RankParameters
+from toolkit.estimate.rank_parameters import RankParameters
 
 _LEAST_8BIT, _BLOCK, _CODES = 4096, 256, 256
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 from toolkit.estimate.caching_allocator import Block, CachingAllocator, OutOfMemoryError
 from toolkit.estimate.deepspeed_settings import DeepSpeedSettings
-from toolkit.estimate.parameters import RankParameters
 from toolkit.estimate.pipeline_buffers import PipelineBuffers
-from toolkit.estimate.recording import MONOMIALS, Recording, Setup
-from toolkit.estimate.recordings import recording
+from toolkit.estimate.rank_parameters import RankParameters
+from toolkit.estimate.recorded.recording import MONOMIALS, Recording, Setup
+from toolkit.estimate.recorded.recordings import recording
 from toolkit.estimate.states import ModelStates, TorchStates
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from toolkit.estimate.breakdown import MemoryBreakdown
 from toolkit.estimate.flops import has_these_flops
 from toolkit.estimate.framework_profile import FrameworkProfile
 from toolkit.estimate.memory_model import Framework, MemoryModel
-from toolkit.estimate.recordings import parameters
+from toolkit.estimate.recorded.recordings import parameters
 from toolkit.estimate.stage_bounds import CPU_FLOPS_PER_BYTE, GPU_FLOPS_PER_BYTE, balanced_bounds
 from toolkit.estimate.trainable import EVERYTHING, Trainable, without_4bit
 from toolkit.hardware import Gpu

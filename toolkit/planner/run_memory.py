@@ -12,7 +12,7 @@ from toolkit.dsconfig import build
 from toolkit.estimate.breakdown import MemoryBreakdown
 from toolkit.estimate.deepspeed_settings import DeepSpeedSettings
 from toolkit.estimate.memory_model import Framework, MemoryModel, Workload
-from toolkit.estimate.recording import Attention, Device
+from toolkit.estimate.recorded.recording import Attention, Device
 from toolkit.estimate.states import TorchStates
 from toolkit.estimate.trainable import EVERYTHING, Trainable
 from toolkit.models.chunked_head import is_chunked

@@ -12,7 +12,7 @@ from typing import Any
 import transformers
 
 from toolkit.errors import ToolkitError
-from toolkit.estimate.recording import Setup
+from toolkit.estimate.recorded.recording import Setup
 from toolkit.recorder.parameters import record_parameters
 from toolkit.recorder.record import record
 

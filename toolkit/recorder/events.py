@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from toolkit.estimate.recording import Events, Polynomial
+from toolkit.estimate.recorded.recording import Events, Polynomial
 from toolkit.recorder.trace import TracedSection
 
 _LAYER = ("forward ", "backward ")

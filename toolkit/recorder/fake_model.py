@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from toolkit.estimate.recording import Setup
+from toolkit.estimate.recorded.recording import Setup
 from toolkit.estimate.trainable import Trainable
 from toolkit.model_init.selective_recompute import recompute_attention
 from toolkit.models.families.spec import SPELLINGS

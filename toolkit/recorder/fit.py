@@ -5,7 +5,7 @@ from fractions import Fraction
 from itertools import combinations
 from typing import Any
 
-from toolkit.estimate.recording import MONOMIALS, PassSection, Polynomial, Recording, total
+from toolkit.estimate.recorded.recording import MONOMIALS, PassSection, Polynomial, Recording, total
 from toolkit.recorder.events import events_of
 from toolkit.recorder.trace import TracedSection
 

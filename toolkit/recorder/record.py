@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from toolkit.errors import ModelError, ToolkitError
-from toolkit.estimate.recording import Polynomial, Recording, Setup
+from toolkit.estimate.recorded.recording import Polynomial, Recording, Setup
 from toolkit.files import reason_of
 from toolkit.recorder.fake_model import FakeModel, build, tensors_without_memory
 from toolkit.recorder.fit import Size, allocated, assemble, fits, has_same_events, solve

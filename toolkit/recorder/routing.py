@@ -11,7 +11,7 @@ from fractions import Fraction
 import torch
 import torch.distributed as dist
 
-from toolkit.estimate.recording import Setup
+from toolkit.estimate.recorded.recording import Setup
 from toolkit.parallel.experts import dispatch
 
 

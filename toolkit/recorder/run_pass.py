@@ -11,7 +11,7 @@ from torch.autograd.graph import _engine_run_backward
 from transformers import masking_utils
 from transformers.integrations import moe
 
-from toolkit.estimate.recording import Setup
+from toolkit.estimate.recorded.recording import Setup
 from toolkit.parallel.model_structure import hidden_argument
 from toolkit.recorder.fake_model import FakeModel, Mode, autocast
 from toolkit.recorder.gpu_kernels import GpuKernels

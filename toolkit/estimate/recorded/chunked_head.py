@@ -9,7 +9,7 @@ Dims: n tokens, c tokens of a chunk, h hidden, v rows of the vocabulary on a ran
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from toolkit.estimate.recording import ZERO, Events, PassSection, Polynomial, Recording
+from toolkit.estimate.recorded.recording import ZERO, Events, PassSection, Polynomial, Recording
 from toolkit.models.chunked_head import Chunks
 
 _HEAD = ("head", "loss", "head_backward")

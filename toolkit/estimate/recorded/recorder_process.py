@@ -14,7 +14,7 @@ from toolkit.errors import RunError
 from toolkit.files import reason_of
 from toolkit.parent_process import end_with
 
-_PACKAGE = Path(__file__).parents[1]
+_PACKAGE = Path(__file__).parents[2]
 PATIENCE = {True: 0.5, False: 10.0}
 """Seconds until a line says what takes so long, on a terminal and elsewhere."""
 

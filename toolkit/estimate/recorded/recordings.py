@@ -18,15 +18,20 @@ from typing import Any
 from toolkit.config.layout import RECOMPUTE_PERIODS
 from toolkit.errors import ModelError
 from toolkit.estimate.parameters import ModelParameters
-from toolkit.estimate.recorded_head import in_chunks
-from toolkit.estimate.recording import Activations, Recording, Setup, model_key
+from toolkit.estimate.recorded.chunked_head import in_chunks
+from toolkit.estimate.recorded.recording import Activations, Recording, Setup, model_key
 from toolkit.files import cache_folder
 
 SHIPPED = Path(__file__).with_name("recordings.zip")
-_PACKAGE = Path(__file__).parents[1]
+_PACKAGE = Path(__file__).parents[2]
 _SOURCES = (
     *("recorder", "parallel", "model_init/selective_recompute.py", "model_init/adapters.py", "model_init/frozen.py"),
-    *("estimate/recording.py", "estimate/parameters.py", "estimate/trainable.py"),
+    *(
+        "estimate/recorded/recording.py",
+        "estimate/parameters.py",
+        "estimate/rank_parameters.py",
+        "estimate/trainable.py",
+    ),
     *("models/tensor_plan.py", "models/families", "models/families.json"),
 )
 """What decides, beside torch and transformers, what is recorded."""
@@ -192,7 +197,7 @@ def _installed() -> dict[str, str | None]:
 
 
 def _answer(config: str, what: str, question: dict[str, Any]) -> dict[str, Any]:
-    from toolkit.estimate.recorder_process import answer  # and with it subprocess and threads
+    from toolkit.estimate.recorded.recorder_process import answer  # and with it subprocess and threads
 
     family = json.loads(config).get("model_type")
     found = answer(json.dumps(question), f"recording the {what} of {family}")
