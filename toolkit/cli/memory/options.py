@@ -94,7 +94,7 @@ class MemoryQuery:
             parts.append(f"recompute {w.recompute}")
         parts += [f"trainable {w.trainable}"] if w.trainable else []
         parts += [f"loss of {w.loss_chunk} tokens at once"] if w.loss_chunk else []
-        parts += ["loss in chunks"] if w.chunked_loss else []
+        parts += ["full logits"] if self.foreign is None and not w.chunked_loss else []
         if self.layout.sequence_parallel:
             parts.append("sequence parallel")
         if self.layout.experts == "inner":
