@@ -21,9 +21,9 @@ from torch import nn
 from toolkit.data.samples.loader import MicroBatchLoader
 from toolkit.engines import deepspeed_patches
 from toolkit.engines.pipeline_engine import PipelineEngine
-from toolkit.model_init import model_partition
 from toolkit.model_init import random_weights as initial
 from toolkit.models.families.registry import FAMILIES
+from toolkit.parallel import chunked_loss
 from toolkit.parallel.groups import ModelParallelUnit
 from toolkit.parallel.loss import IGNORE
 from toolkit.parallel.pipeline.pipeline_module import StagePipeline
@@ -34,7 +34,7 @@ from toolkit.parallel.tensor import parallelize as tensor
 from toolkit.parallel.tensor.linear import RowParallelLinear
 from toolkit.parallel.tensor.parallelize import TensorParallelizer
 from toolkit.parallel.tensor.region import Region
-from toolkit.parallel.tensor.vocabulary import VocabParallelEmbedding, VocabularyShard
+from toolkit.parallel.tensor.vocabulary import VocabParallelEmbedding
 from toolkit.parity import Cause, ParityResult, ParityRun
 from toolkit.parity.run.train_in_memory import train_in_memory
 from toolkit.parity.tolerance import FP32_RELATIVE
@@ -175,7 +175,7 @@ class TestCollectives:
         assert result.run.diverged
 
     def test_a_missing_f_in_front_of_the_head(self, train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(vocabulary, "copy_to_tensor_ranks", as_it_is)
+        monkeypatch.setattr(chunked_loss, "copy_to_tensor_ranks", as_it_is)
         result = train(tp=2)
         assert cause_of(result) == Cause.BACKWARD
         assert not right_gradients(result)
@@ -307,10 +307,13 @@ class TestSlices:
 
 class TestVocabulary:
     def test_padding_that_takes_part_in_the_softmax(self, train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
-        class WithPadding(VocabularyShard):
-            real_rows = property(lambda shard: shard.rows)  # type: ignore[assignment]
+        compute = chunked_loss._losses_and_slopes
 
-        monkeypatch.setattr(model_partition, "VocabularyShard", WithPadding)
+        def with_padding(products: torch.Tensor, targets: torch.Tensor, how: Any, wants_slopes: bool) -> Any:
+            shard = replace(how.shard, size=how.shard.start + how.shard.rows)
+            return compute(products, targets, replace(how, shard=shard), wants_slopes)
+
+        monkeypatch.setattr(chunked_loss, "_losses_and_slopes", with_padding)
         result = train(tp=2)
         assert cause_of(result) == Cause.FORWARD
         assert result.curves.first_diverging_step == 1
@@ -323,7 +326,7 @@ class TestVocabulary:
             if op != dist.ReduceOp.MAX:
                 dist.all_reduce(x, op=op, group=group)
 
-        monkeypatch.setattr(vocabulary, "dist", SimpleNamespace(all_reduce=sums_only, ReduceOp=dist.ReduceOp))
+        monkeypatch.setattr(chunked_loss, "dist", SimpleNamespace(all_reduce=sums_only, ReduceOp=dist.ReduceOp))
         result = train(tp=2)
         assert cause_of(result) == Cause.FORWARD
         assert result.curves.first_diverging_step == 1
