@@ -64,7 +64,7 @@ def inside(model: PreTrainedModel, *, chunk: int = CHUNK) -> tuple[torch.Tensor,
     ids, placed.labels = batch()
     placed.chunk_tokens = lambda tokens, rows: chunk
     loss: torch.Tensor = model(input_ids=ids, use_cache=False).loss
-    return loss, placed.sample_losses
+    return loss, placed.take_sample_losses()
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:

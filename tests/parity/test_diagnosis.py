@@ -112,7 +112,7 @@ def _step_of_means(engine: Any, micro_batches: Any, *, target_tokens: int, learn
     """A step that averages the mean losses of its micro-batches."""
     total = torch.zeros(1, dtype=torch.float64)
     for micro_batch in micro_batches:
-        mean = engine._loss_sum(engine._logits(micro_batch), micro_batch.labels) / (micro_batch.labels != IGNORE).sum()
+        mean = engine._losses(engine._run(micro_batch), micro_batch)[0] / (micro_batch.labels != IGNORE).sum()
         engine._backward(mean / engine.accumulation)
         total += mean.detach() / engine.accumulation / engine.dp
     torch.distributed.all_reduce(total)

@@ -22,6 +22,7 @@ from toolkit.estimate.memory_model import MemoryModel
 from toolkit.estimate.pipeline_buffers import PipelineBuffers, routing_counters
 from toolkit.estimate.recorded.recordings import parameters
 from toolkit.estimate.trainable import Trainable
+from toolkit.models.chunked_head import is_chunked
 from toolkit.planner.run_memory import model_config, settings_of
 
 CPU = torch.device("cpu")
@@ -135,7 +136,8 @@ def by_kind(engine: Any, bucket_bytes: set[int]) -> dict[int, str]:
     claim("optimizer", reachable(base.state))
     named = dict(model.named_buffers())
     claim("model_buffers", [b for name, b in named.items() if not name.endswith("zero_of_another_stage")])
-    claim("counters", reachable(vars(engine.routing)) if engine.routing is not None else ())
+    routing = getattr(engine, "routing", None)
+    claim("counters", reachable(vars(routing)) if routing is not None else ())
     for name in _CHANNELS:
         claim("channels", reachable(getattr(engine.engine, name, None)))
     return claims
@@ -260,9 +262,11 @@ def estimated(recipe: Recipe, config: dict[str, Any], engine: Any) -> tuple[Coun
         tokens = recipe.batch.micro_batch_size * recipe.data.seq_len
         # Under autocast hidden states are fp32, like the weights, and logits are what a cast matrix gives.
         logit_bytes = 2 if settings.autocast != "none" else settings.model_bytes
+        of = {"engine": "deepspeed", "precision": recipe.precision, "model_type": shape.family}
+        chunked = is_chunked(recipe.model.loss, **of)
         buffers = PipelineBuffers(
             hidden=tokens * shape.hidden * settings.model_bytes // (layout.tp if layout.sequence_parallel else 1),
-            logits=tokens * -(-shape.vocab // layout.tp) * logit_bytes,
+            logits=4 if chunked else tokens * -(-shape.vocab // layout.tp) * logit_bytes,
             weight_bytes=settings.model_bytes,
             is_last=last,
             micro_batches=batch.accumulation,

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from engine_states import Values, build, everything
+from torch import nn
 
 from toolkit.config.recipe import Recipe
 from toolkit.engines.base import Engine
@@ -38,16 +39,20 @@ def break_step(engine: Engine, micro_batches: int, what: str) -> None:
     is_broken = not dist.is_initialized() or dist.get_rank() >= dist.get_world_size() - peers
 
     def broken(loss_sum: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def watched(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        def watched(first: Any, second: torch.Tensor) -> torch.Tensor:
             if next(calls) != BAD * micro_batches or not is_broken:
-                return loss_sum(logits, labels)
+                return loss_sum(first, second)
             if what == "loss":
-                return loss_sum(logits, labels) + math.inf
-            return loss_sum(_NanBackward.apply(logits), labels)
+                return loss_sum(first, second) + math.inf
+            if isinstance(first, nn.Module):  # the head and hidden states, else logits and labels
+                return loss_sum(first, _NanBackward.apply(second))
+            return loss_sum(_NanBackward.apply(first), second)
 
         return watched
 
-    if isinstance(engine, PipelineEngine):
+    if engine.head_loss is not None:
+        engine.head_loss.compute = broken(engine.head_loss.compute)  # type: ignore[method-assign]
+    elif isinstance(engine, PipelineEngine):
         engine.partition.loss_sum = broken(engine.partition.loss_sum)  # type: ignore[method-assign]
     else:
         engine._loss_sum = broken(engine._loss_sum)  # type: ignore[attr-defined]

@@ -13,6 +13,7 @@ from interrupted_runs import SETTINGS, assert_same_bits, interrupt, metrics, ten
 from toolkit.config.recipe import Recipe
 from toolkit.config.strategy import Strategy
 from toolkit.data.samples.loader import MicroBatchLoader
+from toolkit.data.samples.micro_batch import MicroBatch
 from toolkit.data.samples.samples import Samples
 from toolkit.engines.base import DataParallelEngine
 from toolkit.engines.deepspeed_engine import DeepSpeedEngine
@@ -30,19 +31,19 @@ def spoil(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Make the loss of some global batches what it should not be, on every rank that computes one."""
 
     def patch(is_bad: Callable[[int], bool], change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        target_tokens, loss_sum = MicroBatchLoader.target_tokens, DeepSpeedEngine._loss_sum
+        target_tokens, losses = MicroBatchLoader.target_tokens, DeepSpeedEngine._losses
         number = [-1]
 
         def watched(loader: MicroBatchLoader, batch_index: int) -> int:
             number[0] = batch_index
             return target_tokens(loader, batch_index)
 
-        def spoilt(engine: DeepSpeedEngine, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            loss = loss_sum(engine, logits, labels)
-            return change(loss) if engine.model.training and is_bad(number[0]) else loss
+        def spoilt(engine: DeepSpeedEngine, output: Any, batch: MicroBatch) -> Any:
+            loss, by_sample = losses(engine, output, batch)
+            return (change(loss) if engine.model.training and is_bad(number[0]) else loss), by_sample
 
         monkeypatch.setattr(MicroBatchLoader, "target_tokens", watched)
-        monkeypatch.setattr(DeepSpeedEngine, "_loss_sum", spoilt)
+        monkeypatch.setattr(DeepSpeedEngine, "_losses", spoilt)
 
     return patch
 

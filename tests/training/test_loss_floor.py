@@ -20,7 +20,7 @@ from toolkit.data.samples.loader import MicroBatchLoader
 from toolkit.data.samples.samples import Samples
 from toolkit.data.tokens.token_cache import prepare
 from toolkit.engines import base
-from toolkit.parallel.loss import IGNORE, token_loss_sum
+from toolkit.parallel.loss import IGNORE
 from toolkit.parity.run.train_in_memory import train_in_memory
 
 SCRIPT = Path(__file__).parents[2] / "recipes" / "train.py"
@@ -109,7 +109,8 @@ def test_a_mean_over_padded_positions_shows(
 def test_a_loss_reported_twice_shows(
     markov: Callable[[str], Recipe], ranks: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(base, "token_loss_sum", lambda *arguments: 2 * token_loss_sum(*arguments))
+    losses = base.FullForwardEngine._losses
+    monkeypatch.setattr(base.FullForwardEngine, "_losses", lambda *arguments: (2 * losses(*arguments)[0], None))
     assert mistakes(markov("packed"), ranks) == {"training above", "held-out above"}
 
 

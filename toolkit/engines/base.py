@@ -280,7 +280,7 @@ class FullForwardEngine(Engine):
     def _losses(self, output: Any, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sum of the token losses of one micro-batch; if samples have sources, also those of each, [b]."""
         if self.head_loss is not None:
-            return output.loss, self.head_loss.sample_losses
+            return output.loss, self.head_loss.take_sample_losses()
         loss_of = self._loss_sum if batch.sources is None else self._sample_losses
         losses = loss_of(output.logits, batch.labels)
         return losses.sum(), losses

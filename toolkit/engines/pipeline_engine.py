@@ -135,7 +135,7 @@ class PipelineEngine(DeepSpeedBase):
         """The objective of a micro-batch. `output`: of the last stage, the sum of the token losses, or logits."""
         sources = next(self._sources)  # the last stage takes the micro-batches in their order
         if self.head_loss is not None:
-            loss, losses = output, self.head_loss.sample_losses
+            loss, losses = output, self.head_loss.take_sample_losses()
         elif sources is None:
             loss, losses = self.partition.loss_sum(output, labels), None
         else:

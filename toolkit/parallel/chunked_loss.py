@@ -31,8 +31,7 @@ class LossInHead:
     labels: torch.Tensor | None = None
     """[b, s], already shifted, of the next forward pass: its output has `loss`, a sum, and no logits."""
     chunk_tokens: Callable[[int, int], int] = staticmethod(chunk_tokens)
-    sample_losses: torch.Tensor
-    """Sums of the token losses of each sample of the last such pass, [b], without gradients."""
+    _sample_losses: torch.Tensor | None = None
 
     def __init__(self, model: PreTrainedModel, formula: HeadFormula) -> None:
         self._scale, self._cap = formula.values(model.config.get_text_config(decoder=True))
@@ -72,9 +71,15 @@ class LossInHead:
         )
         with torch.autocast(kind, enabled=False):
             loss, losses = _ChunkedLoss.apply(flat, head.weight, head.bias, labels.flatten(), how)
-        self.sample_losses = losses.view(labels.shape).sum(dim=1)  # [n] -> [b]
+        self._sample_losses = losses.view(labels.shape).sum(dim=1)  # [n] -> [b]
         result: torch.Tensor = loss
         return result
+
+    def take_sample_losses(self) -> torch.Tensor:
+        """Return the sums of the token losses of each sample of the last such pass, [b], without gradients; once."""
+        losses, self._sample_losses = self._sample_losses, None
+        assert losses is not None
+        return losses
 
 
 class _Left(Exception):  # noqa: N818 - not an error: how the forward pass is left
