@@ -74,7 +74,7 @@ def assert_cause(result: ParityResult, cause: Cause, *words: str) -> None:
     """The mistake was found, and the sentence says what it should."""
     assert not result.passed
     assert result.diagnosis is not None
-    assert result.diagnosis.cause == cause
+    assert result.diagnosis.cause == cause, result.diagnosis
     for word in words:
         assert word in str(result.diagnosis)
 

@@ -33,7 +33,9 @@ def first_update(diff: ParityResult) -> Diagnosis | None:
     factors = [factor for factor, _, _ in parts]
     if all(rest < 0.02 for _, _, rest in parts):
         decays = [decay for _, decay, _ in parts]
-        if max(abs(factor - 1) for factor in factors) < SAME_RATIO and any(decays):
+        if max(abs(factor - 1) for factor in factors) < SAME_RATIO:
+            if not any(decays):  # AdamW makes a whole step of a gradient that is rounding, as of biases of keys
+                return None
             only_vectors = all(diff.is_vector(row.name) for row in rows)
             groups = "norms and biases" if only_vectors else some(sorted(diff.wrong_updates))
             return diagnosis("weight decay", groups=groups, evidence=evidence)
