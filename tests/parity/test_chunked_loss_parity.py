@@ -26,7 +26,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2-pp2": {"tp": 2, "pp": 2, "zero_stage": 1},
     "u2-z3": {"ulysses": 2, "zero_stage": 3},
 }
-DAILY = {("gpt2", "tp2-pp2"), ("gemma2", "tp2-sp")}
+DAILY = {("gemma2", "tp2-sp")}
 CHUNK = 24
 """Tokens: less than a micro-batch has, and no divisor of it."""
 
