@@ -51,7 +51,7 @@ def largest_difference(tiny: PreTrainedModel, make_recipe: Make, *, masked: bool
     ids = torch.randint(3, 97, (2, sum(LENGTHS)), generator=torch.Generator().manual_seed(1))
     positions = torch.cat([torch.arange(length) for length in LENGTHS]).expand_as(ids) if masked else None
     with torch.no_grad():
-        packed = engine._logits(MicroBatch(input_ids=ids, labels=ids, position_ids=positions, dropout_seed=0))
+        packed = engine._forward(MicroBatch(input_ids=ids, labels=ids, position_ids=positions, dropout_seed=0)).logits
         alone = [tiny(input_ids=document, use_cache=False).logits for document in ids.split(LENGTHS, dim=1)]
     return (packed - torch.cat(alone, dim=1)).abs().max().item()
 

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from train_script import SCRIPT
 
 from toolkit.config import load_recipe
-from toolkit.engines.deepspeed_engine import DeepSpeedEngine
 from toolkit.errors import ModelError, RunError, ToolkitError
+from toolkit.parallel.chunked_loss import LossInHead
 
 Train = Callable[..., str]
 
@@ -212,19 +212,17 @@ def test_a_users_deepspeed_json_is_laid_over_ours(train: Train, tmp_path: Path) 
 def test_a_nan_stops_the_run_and_keeps_the_last_good_weights(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int, where: str
 ) -> None:
-    forward, calls = DeepSpeedEngine._logits, []
+    compute, calls = LossInHead.compute, []
 
-    def poisoned(self: Any, batch: Any) -> torch.Tensor:
+    def poisoned(self: Any, head: Any, hidden: torch.Tensor) -> torch.Tensor:
         calls.append(1)
-        out = forward(self, batch)
         # Step 3, on the last of two ranks; two micro-batches a step.
-        if len(calls) == 5 and os.environ["RANK"] == "1":
-            if where == "loss":
-                return out * float("nan")
-            out.register_hook(lambda gradient: gradient * float("nan"))
-        return out
+        is_bad = len(calls) == 5 and os.environ["RANK"] == "1"
+        if is_bad and where == "gradient":
+            hidden.register_hook(lambda gradient: gradient * float("nan"))
+        return compute(self, head, hidden) * (float("nan") if is_bad and where == "loss" else 1)
 
-    monkeypatch.setattr(DeepSpeedEngine, "_logits", poisoned)
+    monkeypatch.setattr(LossInHead, "compute", poisoned)
     changes = {"parallel": {"zero_stage": stage}}
     place = "on rank 1" if where == "loss" else "gradient norm"
     with pytest.raises(ToolkitError, match=rf"step 3: .*{place}.*step-00000002") as error:
