@@ -249,7 +249,8 @@ OVERRIDES = [
     Bad("validate r.yaml parallel.offload_optimizer=nvme", "only the engine deepspeed offloads"),
     Bad("validate d.yaml 'parallel={auto: true, hpz: 2, zero_stage: 3}'", "a plan tries no layout with it"),
     Bad(
-        "validate d.yaml 'parallel={ep: 2, zero_stage: 3, offload_params: nvme, nvme_path: .}'",
+        "validate d.yaml model.name_or_path=mixtral-8x7b model.overrides={} "
+        "'parallel={ep: 2, zero_stage: 3, offload_params: nvme, nvme_path: .}'",
         "experts that ep shares out stay in memory",
     ),
     Bad(

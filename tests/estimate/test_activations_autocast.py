@@ -125,7 +125,7 @@ def test_the_peak_of_any_familys_pass_is_known(family: str, attention: str, reco
 def run_of(engine: str, precision: str, recompute: str = "none", micro_batch_size: int = 2) -> MemoryBreakdown:
     """The estimate of GPT-2 XL on four ranks, without ZeRO."""
     document = {
-        "model": {"name_or_path": "gpt2-xl"},
+        "model": {"name_or_path": "gpt2-xl", "loss": "plain"},
         "data": {"seq_len": 1024},
         "parallel": {"dp": 4, "zero_stage": 0, "recompute": recompute},
         "batch": {"global_batch_size": 8 * micro_batch_size, "micro_batch_size": micro_batch_size},

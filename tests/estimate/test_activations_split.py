@@ -148,6 +148,7 @@ def test_the_peak_of_a_live_pipeline_stage_is_known_within_a_percent(
         train__steps=1,
         overrides__n_layer=8,
         overrides__attn_pdrop=0.0,
+        model__loss="plain",  # with the loss in chunks the last stage takes 1.3 to 2.3 % more (docs/memory.md)
     )
     errors = {}
     for rank in ranks(_run_pipeline, stages, recipe):
