@@ -218,11 +218,17 @@ def updates_of_universal(tag: Path, shapes: Shapes) -> int | None:
     return updates_of(state["optimizer_state_dict"]) if "optimizer_state_dict" in state else None
 
 
+def _member(of: Any, name: str) -> int | None:
+    """Stand for `getattr` of an enum, as Python 3.11.2 pickles its members. Nothing else is looked up."""
+    return {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3}.get(name) if of is int else None
+
+
 _CLASSES: list[Any] = [
     (SimpleNamespace, "deepspeed.utils.tensor_fragment.fragment_address"),
     (SimpleNamespace, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
     (SimpleNamespace, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
     (int, "deepspeed.runtime.zero.config.ZeroStageEnum"),
+    (_member, "builtins.getattr"),
 ]
 """What stands for DeepSpeed's classes when a file is read: their fields alone."""
 _ALLOWED = {name for _, name in _CLASSES}
