@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -27,18 +28,21 @@ def launch(folder: Path, script: str, *arguments: str, nproc: int = 1, more: str
     path = folder / "script.py"
     path.write_text(textwrap.dedent(script))
     command = [sys.executable, "-c", LAUNCHER.format(more=more), str(path), str(nproc), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    # A job that a shell runs in the background inherits that Ctrl-C is ignored.
+    listening = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, preexec_fn=listening)
     return done.returncode, done.stdout, done.stderr
 
 
 def test_ranks_have_the_imports_of_their_parent_and_what_a_script_has(tmp_path: Path) -> None:
     script = """
         import atexit, os, signal, sys
-        atexit.register(lambda: print("at exit", os.environ["RANK"]))
+        atexit.register(lambda: os.write(1, f"at exit {os.environ['RANK']}\\n".encode()))
         handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
         mine = __name__ == "__main__" and sys.argv[0] == __file__ and sys.path[0] == os.path.dirname(__file__)
         fresh = handlers == [signal.default_int_handler, signal.SIG_DFL]
-        print(os.environ["RANK"], os.environ["WORLD_SIZE"], "imported_once" in sys.modules, mine, fresh, sys.argv[1:])
+        place = os.environ["RANK"], os.environ["WORLD_SIZE"], "imported_once" in sys.modules, mine, fresh, sys.argv[1:]
+        os.write(1, (" ".join(map(str, place)) + "\\n").encode())  # at once: two ranks write to one pipe
     """
     code, out, err = launch(tmp_path, script, "--config", "a b", nproc=2)
     assert (code, err) == (0, "")
