@@ -26,7 +26,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     # Recordings of activations stay from run to run: they name the code that made them.
-    os.environ.setdefault("DSTK_CACHE", str(Path(__file__).parents[1] / "build" / "cache"))
+    build = Path(__file__).parents[1] / "build"
+    os.environ.setdefault("DSTK_CACHE", str(build / "cache"))
+    # Ops of this environment: those that another one compiled would be compiled again in the middle of a test.
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(build / "torch_extensions"))
     if config.getoption("--write-durations"):
         config.pluginmanager.register(Durations())
 

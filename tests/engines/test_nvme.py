@@ -2,6 +2,8 @@
 
 import fcntl
 import os
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from engine_states import Outcome, assert_same_bits, build, changes, resumed_run
 
 from toolkit.config.recipe import Recipe
 from toolkit.config.strategy import Strategy
-from toolkit.engines.nvme import check_directory
+from toolkit.engines.nvme import _await_other_build, check_directory
 from toolkit.errors import RunError
 
 Ranks = Callable[..., list[Any]]
@@ -107,6 +109,24 @@ def test_a_drive_without_room_is_refused_before_anything_is_built(tmp_path: Path
     assert caught.value.as_refusal().field == "parallel.nvme_path"
     with pytest.raises(RunError):
         check_directory(tmp_path / "gone", 0)
+
+
+def test_a_build_that_was_killed_is_named_and_another_one_is_awaited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    (lock := tmp_path / "async_io" / "lock").parent.mkdir()
+    lock.touch()
+    os.utime(lock, (time.time() - 900,) * 2)
+    with pytest.raises(RunError, match="killed 15 minutes ago") as caught:
+        _await_other_build("async_io")
+    assert caught.value.as_refusal().remedy == (f"rm {lock}",)
+    os.utime(lock)
+    other = threading.Timer(0.5, lock.unlink)
+    other.start()
+    _await_other_build("async_io")
+    assert not lock.exists()
+    other.join()
 
 
 def test_what_a_killed_run_left_is_removed_and_what_another_uses_is_kept(

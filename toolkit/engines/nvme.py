@@ -9,6 +9,7 @@ import os
 import shutil
 import socket
 import tempfile
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from deepspeed.ops.op_builder import AsyncIOBuilder
 from torch import nn
+from torch.utils import cpp_extension
 from typing_extensions import override
 
 from toolkit.engines import deepspeed_patches
@@ -27,6 +29,8 @@ from toolkit.units import format_bytes
 FIELD = "parallel.nvme_path"
 _PREFIX, _LOCK = "dstk-offload-", "lock"
 _SECTIONS = ("offload_optimizer", "offload_param")
+_OPS = ("async_io", "pin_memory")
+_SECONDS_OF_A_BUILD = 600.0
 
 
 def use_private_directory(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -40,6 +44,8 @@ def use_private_directory(config: Mapping[str, Any]) -> dict[str, Any]:
     if not on_nvme:
         return dict(config)
     parent = Path(zero[on_nvme[0]]["nvme_path"])
+    for op in _OPS:
+        _await_other_build(op)
     try:
         with deepspeed_patches.quiet_stdout(unless=False):
             AsyncIOBuilder().load(verbose=False)
@@ -56,6 +62,20 @@ def use_private_directory(config: Mapping[str, Any]) -> dict[str, Any]:
         raise RunError.of(FIELD, str(parent), reason_of(error), "name a directory that you may write to") from error
     remove_at_exit(own)
     return {**config, "zero_optimization": zero | {name: zero[name] | {"nvme_path": str(own)} for name in on_nvme}}
+
+
+def _await_other_build(op: str) -> None:
+    """Wait while another process compiles the op; torch would also wait for one that was killed, forever."""
+    lock = Path(cpp_extension._get_build_directory(op, verbose=False)) / "lock"
+    while lock.exists():
+        try:
+            age = time.time() - lock.stat().st_mtime
+        except FileNotFoundError:
+            return
+        if age > _SECONDS_OF_A_BUILD:
+            reason = f"a process that compiled DeepSpeed's {op} was killed {age / 60:.0f} minutes ago and left its lock"
+            raise RunError.of(FIELD, "nvme", reason, f"rm {lock}")
+        time.sleep(0.2)
 
 
 def check_directory(parent: Path, needed_bytes: int = 0) -> None:
