@@ -5,6 +5,7 @@ engine, optimizer and model, which says what each one is for. What only the firs
 """
 
 import gc
+import time
 import types
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -22,7 +23,6 @@ from toolkit.estimate.memory_model import MemoryModel
 from toolkit.estimate.pipeline_buffers import PipelineBuffers, routing_counters
 from toolkit.estimate.recorded.recordings import parameters
 from toolkit.estimate.trainable import Trainable
-from toolkit.models.chunked_head import is_chunked
 from toolkit.planner.run_memory import model_config, settings_of
 
 CPU = torch.device("cpu")
@@ -60,6 +60,7 @@ _CHANNELS = ("pipe_buffers", "pipe_recv_buf", "grad_layer", "_grad_layer_buf")
 
 def live_tensors() -> Iterator[torch.Tensor]:
     """Every tensor of the process, and its gradient: that one may have no Python object yet."""
+    time.sleep(0.05)  # the thread of a collective lets go of its tensors a moment after it is done
     gc.collect()
     for thing in gc.get_objects():
         if isinstance(thing, torch.Tensor) and thing.device.type == "cpu":
@@ -260,13 +261,8 @@ def estimated(recipe: Recipe, config: dict[str, Any], engine: Any) -> tuple[Coun
     if layout.pp > 1:
         last, shape = place.pipe == layout.pp - 1, model.shape
         tokens = recipe.batch.micro_batch_size * recipe.data.seq_len
-        # Under autocast hidden states are fp32, like the weights, and logits are what a cast matrix gives.
-        logit_bytes = 2 if settings.autocast != "none" else settings.model_bytes
-        of = {"engine": "deepspeed", "precision": recipe.precision, "model_type": shape.family}
-        chunked = is_chunked(recipe.model.loss, **of)
         buffers = PipelineBuffers(
             hidden=tokens * shape.hidden * settings.model_bytes // (layout.tp if layout.sequence_parallel else 1),
-            logits=4 if chunked else tokens * -(-shape.vocab // layout.tp) * logit_bytes,
             weight_bytes=settings.model_bytes,
             is_last=last,
             micro_batches=batch.accumulation,

@@ -120,8 +120,20 @@ class PipelineEngine(DeepSpeedBase):
         engine._exec_schedule(
             kind(micro_batches=len(micro_batches), stages=engine.num_stages, stage_id=engine.stage_id)
         )
+        self._release_outputs()
+
+    def _release_outputs(self) -> None:
+        """Let go of what the last stage returned for earlier micro-batches.
+
+        DeepSpeed keeps it until its slot is used again, and with it, through autograd, what was received, and the
+        gradient of that.
+        """
+        if self.engine.is_last_stage():
+            self.engine.loss = None
+            self.engine.pipe_buffers["outputs"] = [None] * self.engine.num_pipe_buffers
 
     def _begin_forward(self) -> None:
+        self._release_outputs()
         self.dropout.start(next(self._seeds))
         lengths = next(self._lengths)
         if self.head_loss is not None:

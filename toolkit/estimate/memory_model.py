@@ -289,7 +289,6 @@ class MemoryModel:
         size = 0 if layout.pp == 1 or deepspeed is None else deepspeed.model_bytes
         return PipelineBuffers(
             hidden=tokens * shape.hidden * size // (layout.tp if layout.sequence_parallel else 1),
-            logits=4 if work.chunked_loss else tokens * -(-shape.vocab // layout.tp) * logit_bytes,
             weight_bytes=size,
             is_last=stage == layout.pp - 1,
             micro_batches=work.accumulation,

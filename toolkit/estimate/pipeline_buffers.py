@@ -25,7 +25,7 @@ def in_flight_micro_batches(stages: int, stage: int, micro_batches: int) -> int:
     """Micro-batches whose activations are live at once on a stage: min(stages - stage, micro-batches).
 
     DeepSpeed keeps at least two slots for inputs and outputs (TrainSchedule.num_pipe_buffers of 0.19.8). A slot without
-    a micro-batch in flight is empty, but for the logits of the last stage, which stay until the slot is used again.
+    a micro-batch in flight is empty: the toolkit's engine lets go of what the last stage returned.
     """
     return min(stages - stage, micro_batches)
 
@@ -36,8 +36,6 @@ class PipelineBuffers:
 
     hidden: int
     """Bytes of the hidden state between two stages."""
-    logits: int
-    """Bytes of a micro-batch's logits, in the model's dtype."""
     weight_bytes: int
     is_last: bool
     micro_batches: int
@@ -47,28 +45,17 @@ class PipelineBuffers:
 
     @property
     def at_peak(self) -> int:
-        """Beside the recording. The gradient that others receive is in their recordings.
-
-        The last stage has one buffer for receiving, and the slot of the micro-batch before: logits, the hidden state
-        that it received, and its gradient.
-        """
-        if not self.weight_bytes or not self.is_last:
-            return self.exchanged
-        return self.hidden + (self.logits + 2 * self.hidden if self.micro_batches > 1 else 0)
+        """Beside the recording: the buffer for receiving of the last stage. Those of others are in their recordings."""
+        return self.hidden if self.weight_bytes and self.is_last else self.exchanged
 
     @property
     def between(self) -> int:
         """Between two steps.
 
         Every stage keeps one buffer, for the hidden state that comes or the gradient that comes back: both are the same
-        (pipe/engine.py, `_allocate_or_extend_buffers`). The last stage has two slots, and a slot keeps its
-        micro-batch's output, the logits, with the input that they came from and its gradient, until the next one takes
-        its place.
+        (pipe/engine.py, `_allocate_or_extend_buffers`).
         """
-        if not self.weight_bytes:
-            return 0
-        slots = min(2, self.micro_batches) if self.is_last else 0
-        return self.hidden + slots * (self.logits + 2 * self.hidden)
+        return self.hidden if self.weight_bytes else 0
 
     def counters(self, params: RankParameters) -> int:
         """Scalars of the engine, and the numbers that stand for other stages' parameters."""
