@@ -1,4 +1,4 @@
-"""Cells of the regression matrix, trained once a session, whichever file asks for their outcomes."""
+"""Cells of the regression matrix: those of a file are trained together, once."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -19,10 +19,10 @@ def baselines(text: Text, ranks: Callable[..., list[Any]]) -> Baselines:
     return Baselines(text, cores=CORES)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest, text: Text, baselines: Baselines) -> dict[Cell, Outcome]:
-    """Outcomes of all selected cells, trained together: faster than one by one."""
-    selected = [item.callspec.params.get("cell") for item in request.session.items if hasattr(item, "callspec")]
-    cells = [cell for cell in dict.fromkeys(selected) if isinstance(cell, Cell)]
-    ended = run_cells([run_of(cell) for cell in cells], text, baselines, cores=CORES)
+    """Outcomes of the file's selected cells, trained together: faster than one by one."""
+    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    cells = [cell for item in items if isinstance(cell := item.callspec.params.get("cell"), Cell)]
+    ended = run_cells([run_of(cell) for cell in dict.fromkeys(cells)], text, baselines, cores=CORES)
     return {run.cell: outcome for run, outcome, _ in ended}

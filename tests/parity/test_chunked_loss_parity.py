@@ -58,7 +58,12 @@ def test_chunks_train_what_full_logits_train(
         config.final_logit_softcapping = 1.0  # so that it caps
     config.save_pretrained(tmp_path / family)
     model = {"name_or_path": str(tmp_path / family), "loss": "chunked"}
-    fields: dict[str, Any] = {"optimizer__lr": 3e-4, "data__packing": "padded", "batch__micro_batch_size": 2}
+    fields: dict[str, Any] = {
+        "optimizer__lr": 3e-4,
+        "train__steps": 8 if case in DAILY else 30,
+        "data__packing": "padded",
+        "batch__micro_batch_size": 2,
+    }
     recipe = make_recipe(model=model, **fields)
     plain = make_recipe(model=model | {"loss": "plain"}, **fields, train__engine="reference")
     section = LAYOUTS[layout]
