@@ -110,6 +110,7 @@ def test_the_trainer_replaces_auto(capsys, tmp_path):
         (ZERO_2, ["--framework", "megatron"], ["--framework", "--deepspeed"]),
         (ZERO_2, ["--engine", "ddp"], ["--deepspeed", "--engine"]),
         (ZERO_2, ["--optimizer", "muon"], ["--optimizer"]),
+        (ZERO_2, ["--optimizer", "adafactor"], ["--optimizer"]),
         (ZERO_2, ["--trainable", "lora:r=0"], ["--trainable"]),
         (ZERO_2, ["--trainable", "nothing"], ["model_type"]),
         ({"zero_optimization": {"stage": 2, "cpu_offload": True}}, ["--optimizer", "adamw-8bit"], ["--optimizer"]),
@@ -171,6 +172,7 @@ def test_engines_and_optimizers_of_other_programs(capsys):
     assert states("--trainer", "--engine", "fsdp", "--optimizer", "adamw-8bit")[2] == 0.25
     of_matrices = 12 * 12 * 768**2 / 124_439_808  # of these Muon keeps one momentum
     assert states("--engine", "ddp", "--optimizer", "muon") == (4, 4, round(8 - 4 * of_matrices, 2), 4)
+    assert states("--engine", "fsdp", "--optimizer", "adafactor")[2] == 0.01
     assert states("--engine", "ddp", "--pure-bf16") == (2, 2, 4, 2)
     assert states("--trainer", "--accumulation", "2", "--micro", "1") == (4, 4, 8, 4)
     assert refused("--model", "gpt2", "--layout", "dp8-z2", "--trainer").field == "--layout"

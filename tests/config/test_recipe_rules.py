@@ -145,6 +145,16 @@ CONFLICTS: list[tuple[dict[str, object], list[str], list[object]]] = [
         [("parallel.offload_optimizer", "none"), ("optimizer.name", "adamw")],
     ),
     (
+        {"optimizer__name": "adafactor", "optimizer__eps": 1e-06},
+        ["optimizer.eps", "optimizer.name"],
+        ["remove it", ("optimizer.name", "adamw or adam or muon")],
+    ),
+    (
+        {"optimizer__name": "adafactor", "parallel__zero_stage": 3, "parallel__offload_optimizer": "cpu"},
+        ["optimizer.name", "parallel.offload_optimizer"],
+        [("parallel.offload_optimizer", "none"), ("optimizer.name", "adamw")],
+    ),
+    (
         {"schedule__name": "constant", "schedule__warmup_steps": 2},
         ["schedule.warmup_steps", "schedule.name"],
         ["remove it", ("schedule.name", "constant_with_warmup")],
@@ -249,6 +259,7 @@ CONSISTENT: list[dict[str, object]] = [
     {"precision": "fp16", "parallel__zero_stage": 3, "parallel__offload_params": "cpu"},
     {"optimizer__name": "sgd", "optimizer__momentum": 0.9},
     {"optimizer__name": "lion", "optimizer__betas": [0.9, 0.99]},
+    {"optimizer__name": "adafactor", "optimizer__weight_decay": 0.1, "parallel__zero_stage": 3},
     {"optimizer__name": "muon", "optimizer__momentum": 0.9, "optimizer__eps": 1e-06, "optimizer__adamw_lr": 1e-3},
     {"schedule__name": "constant_with_warmup", "schedule__warmup_steps": 10},
     {"schedule__name": "cosine_with_min_lr", "schedule__min_lr_ratio": 0.1},

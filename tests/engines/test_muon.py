@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from toolkit.config.recipe import AdjustLr, OptimizerSection, Recipe
-from toolkit.engines.muon import Muon, connect_matrices, orthogonalize
-from toolkit.engines.optimizer import parameter_groups, torch_optimizer
+from toolkit.engines.optimizer import connect_optimizer, parameter_groups, torch_optimizer
 from toolkit.engines.optimizer_states import PlainStates, state_kinds
+from toolkit.engines.optimizers.muon import Muon, orthogonalize
 from toolkit.models.hidden_matrices import is_hidden_matrix
 from toolkit.parallel.matrix_exchange import MatrixExchange, _assign, fragments_of
 from toolkit.parallel.shard import Shard
@@ -48,7 +48,7 @@ def test_one_process_trains_what_torch_optim_muon_does(make_recipe: Callable[...
     optimizer = torch_optimizer(recipe, parameter_groups(ours.named_parameters(), recipe.optimizer))
     for group in optimizer.param_groups:
         group["lr"] = 0.02 * group["lr_ratio"]
-    connect_matrices(PlainStates(optimizer, state_kinds("muon", 0.0)), ours.named_parameters())
+    connect_optimizer(PlainStates(optimizer, state_kinds("muon", 0.0)), ours.named_parameters())
     hidden = [p for name, p in theirs.named_parameters() if is_hidden_matrix(name, p.shape)]
     other = [p for name, p in theirs.named_parameters() if not is_hidden_matrix(name, p.shape)]
     peers = (

@@ -30,7 +30,7 @@ OFFLOADED = ("z1-offload", "z3-offload")
 
 
 def is_allowed(optimizer: str, *layouts: str) -> bool:
-    return optimizer != "muon" or not set(layouts) & set(OFFLOADED)
+    return optimizer not in ("muon", "adafactor") or not set(layouts) & set(OFFLOADED)
 
 
 LAYOUTS = (
@@ -38,9 +38,11 @@ LAYOUTS = (
     *("tp2-z1", "tp2-z3", "tp2-sp-z2", "pp2-z0", "pp2-z1", "tp2-pp2-z1"),
 )
 PAIRS = [("z3", other) for other in LAYOUTS] + [(other, "tp2-pp2-z1") for other in LAYOUTS]
-CASES = [(*pair, name) for pair in sorted({*PAIRS}) for name in ("adamw", "muon") if is_allowed(name, *pair)]
+CASES = [
+    (*pair, name) for pair in sorted({*PAIRS}) for name in ("adamw", "muon", "adafactor") if is_allowed(name, *pair)
+]
 DAILY_CASES = {
-    *(("z3", "tp2-pp2-z1", "muon"), ("z3", "reference", "adamw")),
+    *(("z3", "tp2-pp2-z1", "muon"), ("tp2-z3", "tp2-pp2-z1", "adafactor"), ("z3", "reference", "adamw")),
     *(("fsdp", "tp2-pp2-z1", "adamw"), ("z3", "tp2-sp-z2", "muon")),
 }
 DAILY = {("z1", "sgd", "fp32"), ("z3-offload", "adamw", "bf16"), ("tp2-z3", "lion", "fp32")}
@@ -70,7 +72,7 @@ def test_states_of_one_layout_continue_in_another(
     ("name", "optimizer", "precision"),
     [
         cell(*case, daily=case in DAILY)
-        for case in product(LAYOUTS, ("adamw", "sgd", "lion", "muon"), ("fp32", "bf16"))
+        for case in product(LAYOUTS, ("adamw", "sgd", "lion", "muon", "adafactor"), ("fp32", "bf16"))
         if is_allowed(case[1], case[0])
         if case[2] == "fp32" or case[0] not in ("reference", "pp2-z0")  # which have no bf16
     ],

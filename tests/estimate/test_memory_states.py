@@ -193,7 +193,11 @@ def settings() -> Iterator[Setting]:
             yield Setting(f"dp2-z{stage}", "bf16", optimizer=optimizer)
     for layout in ("dp2-z0", "dp2-z2", "tp2-z1", "pp2-z1", "dp2-z3"):
         yield Setting(layout, "fp32", "qwen3", optimizer={"name": "muon"}, in_every_run=layout == "dp2-z2")
-    yield Setting("dp4-ep2-z1", "bf16", "olmoe", optimizer={"name": "muon"})
+        yield Setting(layout, "fp32", "qwen3", optimizer={"name": "adafactor"}, in_every_run=layout == "tp2-z1")
+    for optimizer in ({"name": "muon"}, {"name": "adafactor"}):
+        yield Setting("dp4-ep2-z1", "bf16", "olmoe", optimizer=optimizer)
+    for stage in (0, 1, 3):
+        yield Setting(f"dp2-z{stage}", "bf16", optimizer={"name": "adafactor"})
 
 
 CELLS = [

@@ -15,6 +15,7 @@ import hashlib
 import os
 import re
 import secrets
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeGuard
 
@@ -59,6 +60,12 @@ def parse_temporary_name(name: str) -> tuple[str, str] | None:
     """(name of the checkpoint, `tmp` or `old`) of a temporary directory; None for any other name."""
     match = _TEMPORARY.fullmatch(name)
     return (match[1], match[2]) if match else None
+
+
+def state_shape(kind: str, shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape of a state of a parameter: Adafactor's means over rows and columns are smaller."""
+    means = {"row_var": (*shape[:-1], 1), "col_var": (*shape[:-2], 1, *shape[-1:])}
+    return means.get(kind, tuple(shape))
 
 
 def is_kind(kind: str) -> bool:

@@ -149,7 +149,9 @@ def _kind_problems(files: Mapping[str, Mapping[str, TensorSpec]]) -> Iterator[st
             for name, spec in files[path].items():
                 if name in found:
                     yield f"{path}: {name} is also in another file"
-                elif kind != on_disk.MODEL and (name not in model or model[name].shape != spec.shape):
+                elif kind != on_disk.MODEL and (
+                    name not in model or spec.shape != on_disk.state_shape(kind, model[name].shape)
+                ):
                     yield f"{path}: {name} {list(spec.shape)} is not a parameter of the model"
                 found.add(name)
                 if kind == on_disk.MODEL:

@@ -157,8 +157,11 @@ def _layout_and_batch(recipe: Recipe, world_size: int | None) -> Iterator[Refusa
 
 def _optimizer_settings(recipe: Recipe) -> Iterator[Refusal]:
     field = "parallel.offload_optimizer"
-    if recipe.optimizer.name == "muon" and recipe.value_of(field) != "none":
-        reason = "the matrix products of Muon would run on the CPU"
+    reason = {
+        "muon": "the matrix products of Muon would run on the CPU",
+        "adafactor": "ranks add up their parts of each matrix on GPUs",
+    }.get(recipe.optimizer.name)
+    if reason is not None and recipe.value_of(field) != "none":
         yield recipe.conflict(
             "optimizer.name", field, reason=reason, remedy=((field, "none"), ("optimizer.name", "adamw"))
         )

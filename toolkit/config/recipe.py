@@ -20,7 +20,7 @@ from toolkit.errors import BatchError, LayoutError, Refusal, Setting
 
 Precision = Literal["fp32", "bf16", "fp16"]
 EngineName = Literal["deepspeed", "reference", "ddp", "fsdp"]
-OptimizerName = Literal["adamw", "adam", "sgd", "lion", "muon"]
+OptimizerName = Literal["adamw", "adam", "sgd", "lion", "muon", "adafactor"]
 AdjustLr = Literal["match_rms_adamw", "original"]
 ScheduleName = Literal[
     "constant",
@@ -193,8 +193,8 @@ class OptimizerSection(Section):
     """The optimizer. Weight decay skips biases and norms (parameters with fewer than two dimensions)."""
 
     name: OptimizerName = "adamw"
-    """adamw (decoupled decay), adam (L2), sgd, lion, or muon: orthogonal updates of the decoder layers' matrices, and
-    adamw for all else (docs/optimizers.md)."""
+    """adamw (decoupled decay), adam (L2), sgd, lion, muon (orthogonal updates of the decoder layers' matrices, and
+    adamw for all else), or adafactor (second moments from means over rows and columns). See docs/optimizers.md."""
     lr: Annotated[float, Field(gt=0)]
     """Peak learning rate."""
     adamw_lr: Annotated[float, Field(gt=0)] | None = None

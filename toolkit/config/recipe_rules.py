@@ -36,6 +36,7 @@ _BYTES = "bpe-257"
 """The byte-level BPE without merges: 256 bytes and the end-of-text token."""
 _OPTIMIZER_FIELDS = {"adamw": ("betas", "eps"), "adam": ("betas", "eps"), "sgd": ("momentum",), "lion": ("betas",)}
 _OPTIMIZER_FIELDS["muon"] = ("betas", "eps", "momentum", "adamw_lr", "adjust_lr")
+_OPTIMIZER_FIELDS["adafactor"] = ()
 _SCHEDULE_FIELDS = {
     "constant": (),
     "cosine_with_min_lr": ("warmup_steps", "min_lr_ratio"),

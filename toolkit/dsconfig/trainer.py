@@ -25,9 +25,9 @@ def trainer_config(job: ConfigJob) -> Config:
         reason = "gradient_checkpointing of the Hugging Face Trainer recomputes all layers, whole"
         remedy = ("parallel.recompute", "full or none")
         raise ConfigError.of("parallel.recompute", recompute, reason, remedy, "train with this toolkit")
-    if job.recipe.optimizer.name == "muon":
+    if (name := job.recipe.optimizer.name) in ("muon", "adafactor"):
         reason = "the Trainer would build AdamW instead"
-        raise ConfigError.of("optimizer.name", "muon", reason, ("optimizer.name", "adamw"), "train with this toolkit")
+        raise ConfigError.of("optimizer.name", name, reason, ("optimizer.name", "adamw"), "train with this toolkit")
     if max(layout.tp, layout.pp, layout.ulysses, layout.ep) > 1:
         reason = "the Hugging Face Trainer has no pipeline, and shards no layers and experts of these models"
         advice = "choose tp=1, pp=1, ulysses=1 and ep=1", "train with this toolkit"

@@ -20,8 +20,7 @@ from toolkit.engines.base import DataParallelEngine, StepResult, gradient_error
 from toolkit.engines.compiled_layers import CompiledLayers
 from toolkit.engines.dropout import DropoutStream
 from toolkit.engines.gradient_norm import clip_gradients
-from toolkit.engines.muon import connect_matrices
-from toolkit.engines.optimizer import parameter_groups, torch_optimizer
+from toolkit.engines.optimizer import connect_optimizer, parameter_groups, torch_optimizer
 from toolkit.engines.optimizer_states import PlainStates, state_kinds
 from toolkit.engines.routing import find_routing
 from toolkit.errors import RunError
@@ -70,10 +69,10 @@ class AccelerateEngine(DataParallelEngine):
         optimizer = torch_optimizer(recipe, parameter_groups(self.named_parameters(), recipe.optimizer))
         prepared, self.optimizer = self.accelerator.prepare(model, optimizer)
         base = getattr(self.optimizer, "optimizer", self.optimizer)
-        self.states = PlainStates(base, state_kinds(recipe.optimizer.name, recipe.optimizer.momentum))
+        states = PlainStates(base, state_kinds(recipe.optimizer.name, recipe.optimizer.momentum))
         self._wrapped: Any = prepared
         self.model = self.accelerator.unwrap_model(prepared)
-        connect_matrices(self.states, self.named_parameters())
+        self.states = connect_optimizer(states, self.named_parameters())
         if recipe.train.compile:
             self.compiled = CompiledLayers(self.model)
         self._wrapped.train()

@@ -25,7 +25,7 @@ from toolkit.parallel.adapter_names import holds_adapters, saved_name
 from toolkit.parallel.chunked_loss import LossInHead
 from toolkit.parallel.gather import Names, Opened, gather_parameters, open_local
 from toolkit.parallel.loss import IGNORE, sample_loss_sums, token_loss_sum
-from toolkit.parallel.shard import FullTensor, shard_of
+from toolkit.parallel.shard import FullTensor, Shard, shard_of
 from toolkit.phases import PhaseReporter, ignore_phase
 from toolkit.units import some
 
@@ -95,8 +95,12 @@ class Engine(ABC):
 
     def full_states(self, kind: str) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield an optimizer state or the fp32 master weights, in fp32, of all that have one. A collective call."""
-        names = self.saved_names(kind)
-        return self._full(names, lambda parameter: self.states.read(parameter, kind), dtype=torch.float32)
+        return self._full(
+            self.saved_names(kind),
+            lambda parameter: self.states.read(parameter, kind),
+            dtype=torch.float32,
+            shard=lambda parameter: self.states.shard(shard_of(parameter), kind),
+        )
 
     def full_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the gradients of all that trains, for use in `before_update`. Zeros where there is none."""
@@ -109,6 +113,7 @@ class Engine(ABC):
         *,
         dtype: torch.dtype | None = None,
         opened: Opened = open_local,
+        shard: Callable[[nn.Parameter], Shard] = shard_of,
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield name and full value of what `read` returns for each of `names`, by default of all parameters.
 
@@ -122,6 +127,7 @@ class Engine(ABC):
                 opened=opened,
                 values=read,
                 dtype=dtype,
+                shard=shard,
             )
             return
         wanted = None if names is None else {name for name, _ in names}
@@ -142,7 +148,7 @@ class Engine(ABC):
             if self.partition is None:
                 value = source(name).clone(memory_format=torch.contiguous_format)
             else:
-                value = shard_of(parameter).take(source(name))
+                value = self.states.shard(shard_of(parameter), kind).take(source(name))
             self.states.write(parameter, kind, value.to(self.device, torch.float32))
 
     def loss_scale(self) -> dict[str, float]:
@@ -176,7 +182,10 @@ class Engine(ABC):
         Of a model with adapters these are the adapters: the weights beside them never change.
         """
         trained = [entry for entry in self.trained_names() if self.states.keeps(kind, *entry)]
-        return trained if kind != MASTER or holds_adapters(name for name, _ in trained) else self.parameter_names()
+        if kind == MASTER:
+            return trained if holds_adapters(name for name, _ in trained) else self.parameter_names()
+        shards = (self.states.shard(Shard(name=name, shape=tuple(shape)), kind) for name, shape in trained)
+        return [(shard.name, torch.Size(shard.shape)) for shard in shards]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the local parameters with their names in files."""

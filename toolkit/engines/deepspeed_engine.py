@@ -19,8 +19,7 @@ from toolkit.engines.base import DataParallelEngine, DistributedEngine, StepResu
 from toolkit.engines.compiled_layers import CompiledLayers
 from toolkit.engines.dropout import DropoutStream
 from toolkit.engines.gradient_norm import full_grad_norm
-from toolkit.engines.muon import connect_matrices
-from toolkit.engines.optimizer import parameter_groups, torch_optimizer
+from toolkit.engines.optimizer import connect_optimizer, parameter_groups, torch_optimizer
 from toolkit.engines.optimizer_states import deepspeed_states, state_kinds
 from toolkit.engines.routing import find_routing
 from toolkit.model_init.model_partition import ModelPartition
@@ -67,8 +66,8 @@ class DeepSpeedBase(DistributedEngine):
             self.routing.keep_biases_exact()
         deepspeed_patches.fix_gradient_norms(self.engine, self.partition)
         kinds = state_kinds(recipe.optimizer.name, recipe.optimizer.momentum)
-        self.states = deepspeed_states(self.optimizer, self._zero_stage, kinds)
-        connect_matrices(self.states, self.named_parameters(), self.partition)
+        states = deepspeed_states(self.optimizer, self._zero_stage, kinds)
+        self.states = connect_optimizer(states, self.named_parameters(), self.partition)
 
     @override
     def full_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:

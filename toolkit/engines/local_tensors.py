@@ -1,6 +1,6 @@
 """The local shards of a model and its optimizer states, as a checkpoint saves them without gathering tensors."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterator
 
 import torch
 
@@ -22,12 +22,11 @@ def local_tensors(engine: Engine) -> ShardedTensorSource:
 
     A model with adapters has neither weights nor buffers of its own here: they never change.
     """
-    parameters = _parameters(engine)
 
     def group(kind: str, of_engine: str) -> ShardedTensorGroup:
         specs = parameter_specs(engine.saved_names(of_engine), torch.float32)
         names = {spec.name for spec in specs}
-        shards = [(local, read) for local, read in parameters if local.shard.name in names]
+        shards = list(_parameters(engine, of_engine, names))
         if kind == MODEL and not holds_adapters(names):
             specs, shards = specs + buffer_specs(engine), shards + _buffers(engine)
         return ShardedTensorGroup(
@@ -50,19 +49,20 @@ def buffer_specs(engine: Engine) -> list[TensorSpec]:
     return [TensorSpec.of(name, like) for name, like in engine.buffer_specs()]
 
 
-def _parameters(engine: Engine) -> list[tuple[LocalShard, _Read]]:
-    found: list[tuple[LocalShard, _Read]] = []
+def _parameters(engine: Engine, kind: str, names: Container[str]) -> Iterator[tuple[LocalShard, _Read]]:
     states = engine.states
     for name, parameter in engine.named_parameters():
         if engine.partition is None:
             shard = Shard(name=name, shape=tuple(getattr(parameter, "ds_shape", parameter.shape)))
         else:
             shard = shard_of(parameter)
-        start, length = states.extent(parameter)
+        if shard.name not in names:
+            continue
+        shard = states.shard(shard, kind)
+        start, length = states.extent(parameter, kind)
         if length and shard.owner:
             local = LocalShard(shard=shard, start=start, length=length, pipeline_stage=_stage(engine))
-            found.append((local, lambda kind, parameter=parameter: states.local(parameter, kind)))  # type: ignore[misc]
-    return found
+            yield local, lambda kind, parameter=parameter: states.local(parameter, kind)  # type: ignore[misc]
 
 
 def _buffers(engine: Engine) -> list[tuple[LocalShard, _Read]]:

@@ -163,7 +163,7 @@ class NvmeStates(Zero3States):
                 parameter.data.copy_(value)
 
     @override
-    def extent(self, parameter: nn.Parameter) -> tuple[int, int]:
+    def extent(self, parameter: nn.Parameter, kind: str = MASTER) -> tuple[int, int]:
         each, count = parameter.ds_tensor.ds_numel, parameter.ds_numel  # type: ignore[attr-defined]
         start = min(self._wrapper._get_param_partition_rank(parameter) * each, count)
         return start, min(each, count - start)

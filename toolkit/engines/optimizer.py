@@ -4,13 +4,18 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from toolkit.config.recipe import OptimizerSection, Recipe
 from toolkit.dsconfig.trainer import schedule_arguments
-from toolkit.engines.muon import Muon
+from toolkit.engines.optimizer_states import OptimizerStates
+from toolkit.engines.optimizers.adafactor import Adafactor, FactoredStates
+from toolkit.engines.optimizers.muon import Muon
+from toolkit.model_init.model_partition import ModelPartition
 from toolkit.models.hidden_matrices import is_hidden_matrix
-from toolkit.parallel.shard import is_marked, shard_of
+from toolkit.parallel.matrix_exchange import Part
+from toolkit.parallel.shard import Shard, is_marked, shard_of
 
 
 def parameter_groups(
@@ -41,7 +46,7 @@ def parameter_groups(
 
 
 def torch_optimizer(recipe: Recipe, groups: Iterable[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Create the recipe's optimizer: PyTorch's, or Lion, which PyTorch lacks, or a Muon for sharded matrices."""
+    """Create the recipe's optimizer: PyTorch's, or Lion, which PyTorch lacks, or one for parts of matrices."""
     section, parameters = recipe.optimizer, list(groups)
     match section.name:
         case "adamw":
@@ -63,6 +68,37 @@ def torch_optimizer(recipe: Recipe, groups: Iterable[dict[str, Any]]) -> torch.o
                 # Orthogonality need not be exact, and parity does: with fp32 weights every product is in fp32.
                 dtype=torch.float32 if recipe.precision == "fp32" else torch.bfloat16,
             )
+        case "adafactor":
+            return Adafactor(parameters, lr=section.lr)
+
+
+def connect_optimizer(
+    states: OptimizerStates,
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    partition: ModelPartition | None = None,
+) -> OptimizerStates:
+    """Tell an optimizer of matrices where the elements of each are, and return its states. Collective for those."""
+    optimizer = states.base
+    if not isinstance(optimizer, Muon | Adafactor):
+        return states
+    names = {id(parameter): name for name, parameter in named_parameters}
+    parts = []
+    for tensor, parameter, offset in states.placements():
+        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+        shard = Shard(name=names[id(parameter)], shape=shape) if partition is None else shard_of(parameter)
+        start, length = states.extent(parameter)
+        parts.append(Part(tensor=tensor, shard=shard, start=start, length=length, offset=offset))
+    group = dist.group.WORLD if dist.is_initialized() else None
+    if partition is not None:
+        group = partition.groups.stage()
+    if isinstance(optimizer, Muon):
+        optimizer.connect(parts, group)
+        return states
+    if partition is not None and partition.shared:
+        optimizer.connect(parts, group, tied=partition.shared, ends=partition.groups.ends())
+    else:
+        optimizer.connect(parts, group)
+    return FactoredStates(states, names)
 
 
 class Lion(torch.optim.Optimizer):

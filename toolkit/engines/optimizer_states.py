@@ -17,6 +17,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from typing_extensions import override
 
 from toolkit.models.hidden_matrices import is_hidden_matrix
+from toolkit.parallel.shard import Shard
 
 MASTER = "master"
 
@@ -27,6 +28,8 @@ KINDS = {
     "sgd": ("momentum_buffer",),
     # Of matrices Muon keeps the first, of all else the others.
     "muon": ("momentum_buffer", "exp_avg", "exp_avg_sq"),
+    # Of vectors Adafactor keeps the last, of all else the others.
+    "adafactor": ("row_var", "col_var", "variance"),
 }
 
 
@@ -39,10 +42,14 @@ class OptimizerStates(ABC):
 
     @abstractmethod
     def read(self, parameter: nn.Parameter, kind: str) -> torch.Tensor:
-        """Return the value in fp32, in the parameter's shape."""
+        """Return the value in fp32, in the shape of `shard`, gathered over replicas."""
+
+    def shard(self, shard: Shard, kind: str) -> Shard:
+        """Return what this rank has of a state, given what it has of the parameter: by default the same."""
+        return shard
 
     @abstractmethod
-    def extent(self, parameter: nn.Parameter) -> tuple[int, int]:
+    def extent(self, parameter: nn.Parameter, kind: str = MASTER) -> tuple[int, int]:
         """Return (first element, elements) of the flattened value on this rank. It never changes."""
 
     @abstractmethod
@@ -86,7 +93,10 @@ class OptimizerStates(ABC):
         return parameters
 
     def placements(self) -> Iterator[tuple[torch.Tensor, nn.Parameter, int]]:
-        """Yield each tensor that is updated with a parameter in it, and the first element of that parameter there."""
+        """Yield each tensor that is updated with a parameter of it, and the first element of that parameter there.
+
+        The same on all replicas, also where one has nothing of a parameter.
+        """
         for group in self.base.param_groups:
             yield from ((parameter, parameter, 0) for parameter in group["params"])
 
@@ -108,7 +118,7 @@ class PlainStates(OptimizerStates):
         return (value.full_tensor() if isinstance(value, DTensor) else value).float()
 
     @override
-    def extent(self, parameter: nn.Parameter) -> tuple[int, int]:
+    def extent(self, parameter: nn.Parameter, kind: str = MASTER) -> tuple[int, int]:
         value = parameter.detach()
         if not isinstance(value, DTensor):
             return 0, value.numel()
@@ -173,8 +183,8 @@ class ZeroStates(_WrappedStates):
         groups = getattr(self._wrapper, "bit16_groups", None) or self._wrapper.bf16_groups
         for partition, group in zip(self._partitions(), groups, strict=True):
             for parameter in group:
-                if parameter._hp_mapping is not None:
-                    yield partition, parameter, parameter._hp_mapping.hp_fragment_address.start
+                mapping = parameter._hp_mapping  # None where other ranks hold all of it
+                yield partition, parameter, 0 if mapping is None else mapping.hp_fragment_address.start
 
     def _partitions(self) -> list[torch.Tensor]:
         found: list[torch.Tensor] | None = getattr(self._wrapper, "single_partition_of_fp32_groups", None)
@@ -190,7 +200,7 @@ class ZeroStates(_WrappedStates):
         return value
 
     @override
-    def extent(self, parameter: nn.Parameter) -> tuple[int, int]:
+    def extent(self, parameter: nn.Parameter, kind: str = MASTER) -> tuple[int, int]:
         if not parameter.requires_grad:
             return self._frozen.extent(parameter)
         mapping: Any = parameter._hp_mapping  # type: ignore[attr-defined]
@@ -251,7 +261,7 @@ class Zero3States(_WrappedStates):
         return whole.view(parameter.ds_shape)  # type: ignore[attr-defined]
 
     @override
-    def extent(self, parameter: nn.Parameter) -> tuple[int, int]:
+    def extent(self, parameter: nn.Parameter, kind: str = MASTER) -> tuple[int, int]:
         each, count = parameter.ds_tensor.numel(), parameter.ds_numel  # type: ignore[attr-defined]
         start = min(self._wrapper._get_param_partition_rank(parameter) * each, count)
         return start, min(each, count - start)  # the last ranks' partitions are padded
@@ -291,6 +301,11 @@ def deepspeed_states(optimizer: Any, zero_stage: int, kinds: Iterable[str]) -> O
     if zero_stage == 0:
         return PlainStates(getattr(optimizer, "optimizer", optimizer), kinds)
     return ZeroStates(optimizer, kinds)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank has of a tensor: FSDP2 shards it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def state_kinds(name: str, momentum: float) -> tuple[str, ...]:

@@ -16,8 +16,7 @@ from toolkit.data.samples.micro_batch import MicroBatch
 from toolkit.engines.base import FullForwardEngine, StepResult, gradient_error
 from toolkit.engines.dropout import DropoutStream
 from toolkit.engines.gradient_norm import clip_gradients
-from toolkit.engines.muon import connect_matrices
-from toolkit.engines.optimizer import parameter_groups, torch_optimizer
+from toolkit.engines.optimizer import connect_optimizer, parameter_groups, torch_optimizer
 from toolkit.engines.optimizer_states import PlainStates, state_kinds
 from toolkit.engines.routing import find_routing
 from toolkit.errors import NonFiniteError
@@ -33,8 +32,8 @@ class ReferenceEngine(FullForwardEngine):
         self.sources = len(recipe.data.labels)
         self.dropout = DropoutStream(model, device)
         self.optimizer = torch_optimizer(recipe, parameter_groups(self.named_parameters(), recipe.optimizer))
-        self.states = PlainStates(self.optimizer, state_kinds(recipe.optimizer.name, recipe.optimizer.momentum))
-        connect_matrices(self.states, self.named_parameters())
+        states = PlainStates(self.optimizer, state_kinds(recipe.optimizer.name, recipe.optimizer.momentum))
+        self.states = connect_optimizer(states, self.named_parameters())
         self.grad_clip = recipe.train.grad_clip
         self.routing = find_routing(job, model, device)
 

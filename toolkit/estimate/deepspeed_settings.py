@@ -65,6 +65,8 @@ class DeepSpeedSettings:
     """Moments of one byte, by bitsandbytes."""
     muon: bool = False
     """The toolkit's Muon: of matrices of the decoder layers one moment, and no counter."""
+    factored: bool = False
+    """Adafactor of the toolkit: whole rows and columns, and neither moments nor counters."""
     counts_in_tensors: bool = True
     """PyTorch's Adam keeps a step counter beside each tensor; DeepSpeed's counts in plain numbers."""
     fused: bool = True

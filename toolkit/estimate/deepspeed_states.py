@@ -10,10 +10,8 @@ from functools import lru_cache
 
 from toolkit.estimate.deepspeed_settings import DeepSpeedSettings
 from toolkit.estimate.rank_parameters import ParameterGroup, RankParameters
-from toolkit.estimate.states import ModelStates, StateBytes
+from toolkit.estimate.states import ROUND_ELEMENTS, ModelStates, StateBytes, update_of_factored
 
-ROUND_ELEMENTS = 2**24
-"""Elements of whole matrices that a rank orthogonalizes at once, unless one matrix has more."""
 _FALLBACK_BUCKET = 500_000_000
 """Elements that `allreduce_gradients` flattens at once (engine.py, MEMORY_OPT_ALLREDUCE_SIZE)."""
 
@@ -48,7 +46,7 @@ def _without_zero(s: DeepSpeedSettings, params: RankParameters, dp: int, accumul
         resident=StateBytes(
             parameters=w * params.numel,
             masters=masters,
-            optimizer=_moments(s, [(group, *one) for group in params.groups for one in group.counted]),
+            optimizer=_moments(s, params, [(group, *one) for group in params.groups for one in group.counted]),
             model_buffers=params.buffers(s.model_bytes),
             counters=8 if is_plain and s.autocast == "fp16" else 0,
         ),
@@ -78,7 +76,7 @@ def _bf16(s: DeepSpeedSettings, params: RankParameters, dp: int) -> ModelStates:
             parameters=s.model_bytes * (flat + params.frozen.numel),
             gradients=s.accumulation_bytes * flat,
             masters=4 * part,
-            optimizer=_moments(s, [(group, size, 1) for group, size in zip(params.groups, parts, strict=True)]),
+            optimizer=_moments(s, params, [(group, size, 1) for group, size in zip(params.groups, parts, strict=True)]),
             model_buffers=params.buffers(s.model_bytes),
             counters=0 if any(group.ep > 1 for group in params.groups) else 4,  # the norm
         ),
@@ -111,7 +109,7 @@ def zero12_states(
     buckets = one_bucket * (2 if s.overlap_comm else 1) + _reducing(s, params)
     keeps = s.zero_stage == 1 and w != a and touched < params.trained
     sizes = [*zip(params.groups, parts, strict=True)]
-    fp32, moments = 4 * part, _moments(s, [(group, size, 1) for group, size in sizes])
+    fp32, moments = 4 * part, _moments(s, params, [(group, size, 1) for group, size in sizes])
     # Stage 1 accumulates whole gradients and reduces once; stage 2 reduces each micro-batch's, beside the sum.
     if s.zero_stage == 1:
         accumulated = whole if accumulation > 1 else 0
@@ -218,7 +216,7 @@ def zero3_states(s: DeepSpeedSettings, params: RankParameters, dp: int) -> Model
         if s.hpz > 1
         else (0, 0)
     )
-    moments = _moments(s, [(group, size, 1) for group, size in sub_groups])
+    moments = _moments(s, params, [(group, size, 1) for group, size in sub_groups])
     offload, updated = s.offload_optimizer, {"masters": 4 * shards, "optimizer": moments}
     on_device = w * (whole + (0 if s.offload_params else held)) + kept
     on_host = {"parameters": w * held if s.offload_params else 0, "gradients": (a + 4) * shards if offload else 0}
@@ -341,8 +339,10 @@ def _zero3_update(s: DeepSpeedSettings, params: RankParameters, group: Parameter
     return size * 4 + max(size * flat, _temporaries(s, params, [(group, size)], dp))
 
 
-def _moments(s: DeepSpeedSettings, tensors: list[tuple[ParameterGroup, int, int]]) -> int:
+def _moments(s: DeepSpeedSettings, params: RankParameters, tensors: list[tuple[ParameterGroup, int, int]]) -> int:
     """States of the tensors that are updated, given as (group, elements, how many)."""
+    if s.factored:
+        return 4 * params.factors
     of_muon = sum(4 * elements * count for group, elements, count in tensors if group.is_muon)
     return of_muon + s.optimizer_bytes((n, count) for group, n, count in tensors if not group.is_muon)
 
@@ -353,6 +353,8 @@ def _temporaries(s: DeepSpeedSettings, params: RankParameters, sizes: list[tuple
     Muon's, at most: an owner's matrices of a round six times, as they arrive, side by side, scaled, their two products
     with themselves, and the next iterate (toolkit/engines/muon.py). A rank has so many elements at once, or its share.
     """
+    if s.factored:
+        return update_of_factored(params)
     copied = 0 if s.fused else 4 * max((size for group, size in sizes if not group.is_muon), default=0)
     if not any(group.is_muon for group, _ in sizes):
         return copied

@@ -47,6 +47,11 @@ class Parameter:
         return prod(self.shape)
 
     @property
+    def factors(self) -> int:
+        """Rows and columns of all matrices in it; of a vector its elements."""
+        return sum(self.numel // size for size in self.shape[-2:]) if self.decays else self.numel
+
+    @property
     def decays(self) -> bool:
         """Whether weight decay applies to it, which puts it into another group of the optimizer: it is a matrix."""
         return len(self.shape) >= 2
@@ -268,6 +273,8 @@ def _rank_parameters(
             for one in model.kinds[kind]
             if one.is_linear and one.trainable
         ),
+        factors=sum(one.factors for one in model.outside if is_here(one) and one.trainable)
+        + sum(one.factors for kind in kinds for one in model.kinds[kind] if one.trainable),
         zero_biases=sum(of_kinds(lambda one: inner and one.is_experts and one.name.endswith("down_proj_bias"))),
         placeholders=len(owners),
     )

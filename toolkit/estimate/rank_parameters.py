@@ -82,6 +82,8 @@ class RankParameters:
     """Of them, those of matrices."""
     hidden_matrices: tuple[tuple[int, int], ...] = ()
     """(elements, shorter side) of every matrix of the decoder layers that trains, before tensor parallelism."""
+    factors: int = 0
+    """Rows and columns of the matrices that train, whole ones, and elements of vectors: what Adafactor keeps."""
     zero_biases: int = 0
     """Elements of buffers that take the place of experts' biases, where ranks' outputs are partial sums."""
     placeholders: int = 0

@@ -79,6 +79,15 @@ class ModelStates:
     """All beyond `resident` during the update, at most."""
 
 
+ROUND_ELEMENTS = 2**24
+"""Elements that Muon (whole matrices, or one that is larger) and Adafactor (runs) work on at once."""
+
+
+def update_of_factored(params: RankParameters) -> int:
+    """Temporaries of Adafactor: of a run of elements three copies (toolkit/engines/optimizers/adafactor.py)."""
+    return 12 * min(ROUND_ELEMENTS, params.largest_trained)
+
+
 @dataclass(frozen=True, kw_only=True)
 class TorchStates:
     """A PyTorch optimizer over the weights: AdamW over fp32 takes 4 + 4 + 8 bytes a parameter.
@@ -101,6 +110,8 @@ class TorchStates:
     two products of its shorter side (torch/optim/_muon.py of 2.13). FSDP2 gathers them: all temporaries are whole.
     """
 
+    factored: bool = False
+    """Adafactor: whole rows and columns on every rank, and no moments."""
     gathered_bytes: int = 0
     """Of an element of the weights that FSDP2 gathers; 0 where every rank has all of them.
 
@@ -128,8 +139,9 @@ class TorchStates:
         else:
             matrices = sum(n for n, _ in params.hidden_matrices) if self.muon else 0
             alone = -(-matrices // shards) if sharded else matrices
-            moments = w * (self.moments * (held - alone) + alone)
+            moments = w * (params.factors if self.factored else self.moments * (held - alone) + alone)
         update = max(((w + 4) * n + 4 * side**2 for n, side in params.hidden_matrices), default=0) if self.muon else 0
+        update = update_of_factored(params) if self.factored else update
         return ModelStates(
             resident=StateBytes(
                 parameters=w * held + self.weight_bytes * frozen,

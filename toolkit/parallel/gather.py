@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from toolkit.parallel.groups import ParallelGroups, transfer_device
-from toolkit.parallel.shard import shard_of
+from toolkit.parallel.shard import Shard, shard_of
 
 Names = Sequence[tuple[str, torch.Size]]
 """Every parameter of the full model with its shape, in model order, tied ones once."""
@@ -30,12 +30,13 @@ def gather_parameters(
     opened: Opened = open_local,
     values: Callable[[nn.Parameter], torch.Tensor | None] = lambda parameter: parameter.detach(),
     dtype: torch.dtype | None = None,
+    shard: Callable[[nn.Parameter], Shard] = shard_of,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, full value) on every rank, in the order of `names`. A collective call; one value at a time.
 
     `opened`: what ZeRO-3 needs to read parameters. `values`: what to gather of a parameter,
     its value or a tensor of its shape such as its gradient; None gathers as zeros. `dtype`: of the result, if not the
-    parameters' own.
+    parameters' own. `shard`: what a rank has of that tensor.
     """
     local: dict[str, list[nn.Parameter]] = {}
     every = list(parameters)
@@ -47,7 +48,7 @@ def gather_parameters(
         held = local.get(name, [])
         with opened(held):
             whole = (
-                _over_tensor_ranks(held, like.new_zeros(shape), groups, values)
+                _over_tensor_ranks([(shard(one), values(one)) for one in held], like.new_zeros(shape), groups)
                 if groups.coordinate.pipe == stage
                 else None
             )
@@ -66,21 +67,17 @@ def gather_buffers(
 
 
 def _over_tensor_ranks(
-    held: list[nn.Parameter],
-    whole: torch.Tensor,
-    groups: ParallelGroups,
-    values: Callable[[nn.Parameter], torch.Tensor | None],
+    found: list[tuple[Shard, torch.Tensor | None]], whole: torch.Tensor, groups: ParallelGroups
 ) -> torch.Tensor:
     """Fill `whole`, which is zero, from the shards of the tensor-parallel ranks."""
-    found = [values(parameter) for parameter in held]
-    shards = [shard_of(parameter) for parameter in held]
-    if not shards[0].is_split:
-        return whole if found[0] is None else whole.copy_(found[0])
-    for shard, value in zip(shards, found, strict=True):
+    first, values = found[0]
+    if not first.is_split:
+        return whole if values is None else whole.copy_(values)
+    for shard, value in found:
         if shard.owner and value is not None:
             shard.put(value, whole)
     dist.all_reduce(whole, group=groups.tensor)
-    if shards[0].over_experts:
+    if first.over_experts:
         dist.all_reduce(whole, group=groups.expert)
     return whole
 

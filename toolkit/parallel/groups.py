@@ -51,6 +51,12 @@ class ParallelGroups:
             return dist.group.WORLD
         return _new_groups(self.layout, "stage", "stage")
 
+    def ends(self) -> dist.ProcessGroup | None:
+        """The first and the last stage of a replica, which hold tied parameters; None elsewhere. A collective call."""
+        pairs = [[ranks[0], ranks[-1]] for ranks in self.layout.ranks_along("pipe")]
+        group: dist.ProcessGroup | None = dist.new_subgroups_by_enumeration(pairs, group_desc="ends")[0]
+        return group
+
     @property
     def coordinate(self) -> Coordinate:
         """This rank's coordinate in the layout."""

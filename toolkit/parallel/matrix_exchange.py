@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from toolkit.estimate.deepspeed_states import ROUND_ELEMENTS
+from toolkit.estimate.states import ROUND_ELEMENTS
 from toolkit.parallel.shard import Shard
 
 Matrix = tuple[str, int]
@@ -56,6 +56,19 @@ class Fragment:
     def view(self, flat: torch.Tensor) -> torch.Tensor:
         """These elements of the flat tensor that has them."""
         return flat.narrow(0, self.offset, self.length)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What a rank has of a parameter in a tensor that is updated; maybe nothing."""
+
+    tensor: torch.Tensor
+    shard: Shard
+    start: int
+    """First element of the flattened shard."""
+    length: int
+    offset: int
+    """First element in the tensor."""
 
 
 def fragments_of(shard: Shard, *, start: int, length: int, tensor: int, offset: int) -> Iterator[Fragment]:

@@ -84,11 +84,11 @@ def framework_of(recipe: Recipe, layout: Layout, batch: Batch, *, shape: ModelSh
     if recipe.train.engine == "deepspeed":
         job = Job(recipe=recipe, layout=layout, batch=batch, shape=shape)
         return settings_of(build(job, hidden_size=shape.hidden, device="cuda"), recipe, "cuda")
-    moments = {"lion": 1, "sgd": int(recipe.optimizer.momentum > 0)}.get(recipe.optimizer.name, 2)
-    muon = recipe.optimizer.name == "muon"
+    moments = {"lion": 1, "adafactor": 0, "sgd": int(recipe.optimizer.momentum > 0)}.get(recipe.optimizer.name, 2)
+    kinds = {"muon": recipe.optimizer.name == "muon", "factored": recipe.optimizer.name == "adafactor"}
     if recipe.train.engine == "fsdp":
-        return TorchStates(gathered_bytes=2 if recipe.precision == "bf16" else 4, moments=moments, muon=muon)
-    return TorchStates(has_buckets=recipe.train.engine == "ddp", moments=moments, muon=muon)
+        return TorchStates(gathered_bytes=2 if recipe.precision == "bf16" else 4, moments=moments, **kinds)
+    return TorchStates(has_buckets=recipe.train.engine == "ddp", moments=moments, **kinds)
 
 
 def settings_of(config: Mapping[str, Any], recipe: Recipe, device: Device) -> DeepSpeedSettings:
@@ -98,6 +98,8 @@ def settings_of(config: Mapping[str, Any], recipe: Recipe, device: Device) -> De
         return settings
     if recipe.optimizer.name == "muon":
         return replace(settings, muon=True, counts_in_tensors=True, fused=False)
+    if recipe.optimizer.name == "adafactor":
+        return replace(settings, factored=True)
     # Lion: one moment, and its steps are not counted in tensors.
     moments = 1 if recipe.optimizer.name == "lion" else settings.moments
     return replace(settings, moments=moments, counts_in_tensors=False, fused=True)

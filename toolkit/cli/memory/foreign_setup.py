@@ -101,6 +101,7 @@ def _torch(options: Mapping[str, Any], layout: Layout) -> ForeignSetup:
         moments=_moments(options),
         in_8_bits=options["optimizer"] == "adamw-8bit",
         muon=options["optimizer"] == "muon",
+        factored=options["optimizer"] == "adafactor",
     )
     return ForeignSetup(
         name=f"Trainer, {engine}" if options["trainer"] else engine,
@@ -187,7 +188,7 @@ def _device(is_offloaded: bool, to_nvme: bool) -> str:
 
 def _check_optimizer(name: str | None, settings: DeepSpeedSettings) -> None:
     """Raise ConfigError for an optimizer of the script that DeepSpeed's flat partitions do not suit."""
-    reason = "it updates matrices, and DeepSpeed hands it flat partitions" if name == "muon" else None
+    reason = "it updates matrices, and DeepSpeed hands it flat partitions" if name in ("muon", "adafactor") else None
     if name == "adamw-8bit" and settings.offload_optimizer:
         reason = "bitsandbytes has no such update for host memory"
     if reason:

@@ -57,11 +57,9 @@ class StagePipeline(PipelineModule):  # type: ignore[misc]
         return [(_Accumulated.of(parameter), group) for parameter, group in self._shared_here]
 
     def _index_tied_modules(self) -> dict[str, Any]:
-        layout, place = self._groups.layout, self._groups.coordinate
         if self._shared:
-            ends = [[ranks[0], ranks[-1]] for ranks in layout.ranks_along("pipe")]
-            group, _ = dist.new_subgroups_by_enumeration(ends)
-            if place.pipe in (0, layout.pp - 1):
+            group = self._groups.ends()
+            if group is not None:
                 held = {shard_of(parameter).name: parameter for parameter in self.parameters()}
                 self._shared_here = [(held[name], group) for name in self._shared if held[name].requires_grad]
         for parameter in self.parameters():

@@ -15,15 +15,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.tensor import DTensor
 
 from toolkit.config.recipe import AdjustLr
-from toolkit.engines.optimizer_states import OptimizerStates
-from toolkit.model_init.model_partition import ModelPartition
+from toolkit.engines.optimizer_states import local_part
 from toolkit.models.hidden_matrices import is_hidden_matrix
-from toolkit.parallel.matrix_exchange import Fragment, MatrixExchange, fragments_of
-from toolkit.parallel.shard import Shard, shard_of
+from toolkit.parallel.matrix_exchange import Fragment, MatrixExchange, Part, fragments_of
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _ITERATIONS = 5
@@ -74,13 +70,17 @@ class Muon(torch.optim.AdamW):
     ) -> None:
         super().__init__(groups, lr=lr, betas=betas, eps=eps)
         self.momentum, self.adjust_lr, self.dtype = momentum, adjust_lr, dtype
-        self._fragments: Mapping[int, Sequence[Fragment]] = {}
+        self._fragments: dict[int, list[Fragment]] = defaultdict(list)
         self._group: dist.ProcessGroup | None = None
         self._exchanges: dict[tuple[int, ...], MatrixExchange] = {}
 
-    def connect(self, fragments: Mapping[int, Sequence[Fragment]], group: dist.ProcessGroup | None) -> None:
-        """Set the fragments in each tensor that the optimizer updates, by its id, and the ranks that share them out."""
-        self._fragments, self._group = fragments, group
+    def connect(self, parts: Iterable[Part], group: dist.ProcessGroup | None) -> None:
+        """Set where the elements of every parameter are, and the ranks that share out the matrices among them."""
+        self._group = group
+        for part in parts:
+            if is_hidden_matrix(part.shard.name, part.shard.shape):
+                place = {"start": part.start, "length": part.length, "tensor": 0, "offset": part.offset}
+                self._fragments[id(part.tensor)] += fragments_of(part.shard, **place)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -106,11 +106,11 @@ class Muon(torch.optim.AdamW):
             # Every rank must take part, so a gradient that nothing contributed to is zero, as ZeRO has it.
             gradient = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
             moment = self.state[tensor]["momentum_buffer"]
-            _local(moment).lerp_(_local(gradient), 1 - self.momentum)
-            _local(tensor).mul_(1 - group["lr"] * group["weight_decay"])
-            weights.append(_local(tensor).view(-1))
-            moments.append(_local(moment).view(-1))
-            gradients.append(_local(gradient).reshape(-1))
+            local_part(moment).lerp_(local_part(gradient), 1 - self.momentum)
+            local_part(tensor).mul_(1 - group["lr"] * group["weight_decay"])
+            weights.append(local_part(tensor).view(-1))
+            moments.append(local_part(moment).view(-1))
+            gradients.append(local_part(gradient).reshape(-1))
 
         def read(fragment: Fragment) -> torch.Tensor:
             moment, gradient = (fragment.view(flat[fragment.tensor]) for flat in (moments, gradients))
@@ -132,29 +132,6 @@ class Muon(torch.optim.AdamW):
         return self._exchanges[key]
 
 
-def connect_matrices(
-    states: OptimizerStates,
-    named_parameters: Iterable[tuple[str, nn.Parameter]],
-    partition: ModelPartition | None = None,
-) -> None:
-    """Tell Muon, if it is the optimizer of `states`, where the elements of every matrix are. Collective with pp."""
-    optimizer = states.base
-    if not isinstance(optimizer, Muon):
-        return
-    names = {id(parameter): name for name, parameter in named_parameters}
-    fragments: dict[int, list[Fragment]] = defaultdict(list)
-    for tensor, parameter, offset in states.placements():
-        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
-        shard = Shard(name=names[id(parameter)], shape=shape) if partition is None else shard_of(parameter)
-        if is_hidden_matrix(shard.name, shard.shape):
-            start, length = states.extent(parameter)
-            fragments[id(tensor)] += fragments_of(shard, start=start, length=length, tensor=0, offset=offset)
-    if partition is not None:
-        optimizer.connect(fragments, partition.groups.stage())
-    else:
-        optimizer.connect(fragments, dist.group.WORLD if dist.is_initialized() else None)
-
-
 def _orthogonalize_all(matrices: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Orthogonalize those of one shape together."""
     alike: dict[torch.Size, list[int]] = defaultdict(list)
@@ -164,8 +141,3 @@ def _orthogonalize_all(matrices: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     for positions in alike.values():
         done |= zip(positions, orthogonalize(torch.stack([matrices[i] for i in positions])).unbind(), strict=True)
     return [done[position] for position in range(len(matrices))]
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank has of a tensor: FSDP2 shards it."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

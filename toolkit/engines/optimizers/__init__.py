@@ -1,0 +1,1 @@
+"""Optimizers of which PyTorch or DeepSpeed has none for parts of tensors."""
