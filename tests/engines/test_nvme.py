@@ -4,17 +4,21 @@ import fcntl
 import os
 import threading
 import time
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from async_io import skip_without_async_io
+from deepspeed.ops.op_builder import AsyncIOBuilder
 from engine_memory import measure
 from engine_states import Outcome, assert_same_bits, build, changes, resumed_run, whole_run
 
 from toolkit.config.recipe import Recipe
 from toolkit.config.strategy import Strategy
+from toolkit.engines.deepspeed_patches import read_to_any_address
 from toolkit.engines.nvme import _await_other_build, check_directory
 from toolkit.errors import RunError
 
@@ -127,6 +131,27 @@ def test_a_build_that_was_killed_is_named_and_another_one_is_awaited(
     _await_other_build("async_io")
     assert not lock.exists()
     other.join()
+
+
+def test_files_are_read_to_any_address_and_deepspeed_alone_reads_to_some(drive: Path) -> None:
+    op = types.SimpleNamespace(aio_handle=AsyncIOBuilder().load(verbose=False).aio_handle)
+    plain = op.aio_handle.__base__ if hasattr(op.aio_handle, "moved") else op.aio_handle
+    read_to_any_address(op)
+    values, equal = torch.arange(2.0**18), []
+    for kind in (plain, op.aio_handle):
+        handle = kind(1 << 20, 32, False, True, 8)
+        memory = handle.new_cpu_locked_tensor(2 * len(values), values).zero_()
+        written = memory[: len(values)].copy_(values)
+        handle.async_pwrite(written, str(drive / "file"), 0)
+        assert handle.wait() == 1
+        parts = [memory[start : start + len(values)] for start in (0, 128, 16)]
+        for part in parts:
+            memory.zero_()
+            handle.async_pread(part, str(drive / "file"), 0)
+            assert handle.wait() == 1
+            equal.append(torch.equal(part, values))
+    # The patch is needed while the third is false.
+    assert equal == [True, True, False, True, True, True]
 
 
 def test_what_a_killed_run_left_is_removed_and_what_another_uses_is_kept(

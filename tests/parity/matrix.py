@@ -48,7 +48,7 @@ def _layouts() -> Iterator[str]:
     yield from (f"{layout}-recompute" for layout in ("dp2-z1", "dp2-ddp", "dp2-fsdp", "pp4-z0", "pp2-dp2-z1"))
     yield from (f"tp2-z{zero}{sp}-recompute" for zero, sp in product((0, 1, 2, 3), ("", "-sp")))
     yield from ("tp4-z1-sp-recompute", "tp2-pp2-dp2-z1-sp-recompute", "u2-z3-recompute")
-    yield from ("u2-dp2-z1", "u2-dp2-z2", "u2-dp2-z3", "u4-z1")
+    yield from ("u2-dp2-z1", "u2-dp2-z2", "u2-dp2-z3", "u4-z1", "dp4-z3-hpz2")
 
 
 LAYOUTS = tuple(name for name in _layouts() if name not in STRATEGIES)

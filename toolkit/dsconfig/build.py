@@ -113,7 +113,8 @@ def _zero(job: Job, hidden_size: int, device: Device, options: ConfigOptions) ->
             # Biases and norms (at most 4 h elements) stay whole: gathering them costs more than keeping them.
             "stage3_param_persistence_threshold": 10 * hidden_size,
             "stage3_max_live_parameters": 1_000_000_000,
-            "stage3_max_reuse_distance": 1_000_000_000,
+            # A weight that is kept for its next use keeps its buffer, and of those there are five.
+            "stage3_max_reuse_distance": 0 if layout.offload_params == "nvme" else 1_000_000_000,
             "stage3_gather_16bit_weights_on_model_save": True,
             # What is updated at once: on NVMe four buffers in host memory have its size.
             "sub_group_size": NVME_SUB_GROUP if layout.offload_optimizer == "nvme" else 1_000_000_000,

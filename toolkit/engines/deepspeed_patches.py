@@ -206,6 +206,37 @@ def reserve_for_shards(swapper: Any, ranks: int) -> None:
     swapper.reserve_partitioned_swap_space = lambda sizes: reserve([-(-numel // ranks) for numel in sizes])
 
 
+def read_to_any_address(op: Any) -> None:
+    """Let files of NVMe be read into memory at any address, through a copy at an aligned one.
+
+    DeepSpeed 0.19.8 reads past the kernel's cache, which takes addresses that are multiples of 512, and counts a read
+    that the kernel refuses as done (csrc/aio): the gradient, or the weight, is what the buffer held before. Sub-groups
+    are read piece by piece, where a piece begins behind parameters of any size. No issue is known.
+    """
+    if hasattr(op.aio_handle, "moved"):
+        return
+
+    class AnyAddress(op.aio_handle):  # type: ignore[misc]
+        moved: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
+
+        def async_pread(self, buffer: torch.Tensor, path: str, offset: int) -> Any:
+            if buffer.data_ptr() % 512 == 0:
+                return super().async_pread(buffer, path, offset)
+            aligned = self.new_cpu_locked_tensor(buffer.numel(), buffer)
+            self.moved += ((buffer, aligned),)
+            return super().async_pread(aligned, path, offset)
+
+        def wait(self) -> Any:
+            count = super().wait()
+            for buffer, aligned in self.moved:
+                buffer.copy_(aligned)
+                self.free_cpu_locked_tensor(aligned)
+            self.moved = ()
+            return count
+
+    op.aio_handle = AnyAddress
+
+
 def complete_attention_config(config: PretrainedConfig) -> PretrainedConfig:
     """Return a copy with the key-value heads and the head size, which some families' configs omit.
 

@@ -48,7 +48,7 @@ def use_private_directory(config: Mapping[str, Any]) -> dict[str, Any]:
         _await_other_build(op)
     try:
         with deepspeed_patches.quiet_stdout(unless=False):
-            AsyncIOBuilder().load(verbose=False)
+            deepspeed_patches.read_to_any_address(AsyncIOBuilder().load(verbose=False))
     except Exception as error:  # whatever a compiler can fail with
         reason = f"DeepSpeed cannot compile its async_io here ({reason_of(error)})"
         raise RunError.of(FIELD, str(parent), reason, "apt install libaio-dev g++", "pip install ninja") from error
