@@ -117,17 +117,17 @@ CONFLICTS: list[tuple[dict[str, object], list[str], list[object]]] = [
     (
         {"optimizer__name": "sgd", "optimizer__betas": [0.9, 0.95]},
         ["optimizer.betas", "optimizer.name"],
-        ["remove it", ("optimizer.name", "adamw or adam or lion or muon")],
+        ["remove it", ("optimizer.name", "adamw or adam or lion or muon or adamw8bit")],
     ),
     (
         {"optimizer__name": "sgd", "optimizer__eps": 1e-06},
         ["optimizer.eps", "optimizer.name"],
-        ["remove it", ("optimizer.name", "adamw or adam or muon")],
+        ["remove it", ("optimizer.name", "adamw or adam or muon or adamw8bit")],
     ),
     (
         {"optimizer__name": "lion", "optimizer__eps": 1e-06},
         ["optimizer.eps", "optimizer.name"],
-        ["remove it", ("optimizer.name", "adamw or adam or muon")],
+        ["remove it", ("optimizer.name", "adamw or adam or muon or adamw8bit")],
     ),
     (
         {"optimizer__adamw_lr": 1e-3},
@@ -147,12 +147,32 @@ CONFLICTS: list[tuple[dict[str, object], list[str], list[object]]] = [
     (
         {"optimizer__name": "adafactor", "optimizer__eps": 1e-06},
         ["optimizer.eps", "optimizer.name"],
-        ["remove it", ("optimizer.name", "adamw or adam or muon")],
+        ["remove it", ("optimizer.name", "adamw or adam or muon or adamw8bit")],
     ),
     (
         {"optimizer__name": "adafactor", "parallel__zero_stage": 3, "parallel__offload_optimizer": "cpu"},
         ["optimizer.name", "parallel.offload_optimizer"],
         [("parallel.offload_optimizer", "none"), ("optimizer.name", "adamw")],
+    ),
+    (
+        {"optimizer__name": "adamw8bit", "parallel__zero_stage": 3, "parallel__offload_optimizer": "cpu"},
+        ["optimizer.name", "parallel.offload_optimizer"],
+        [("parallel.offload_optimizer", "none"), ("optimizer.name", "adamw")],
+    ),
+    (
+        {"optimizer__name": "adamw8bit", "train__engine": "fsdp"},
+        ["optimizer.name", "train.engine"],
+        [("train.engine", "deepspeed")],
+    ),
+    (
+        {"optimizer__name": "adamw8bit", "parallel__zero_stage": 1, "parallel__tp": 2},
+        ["optimizer.name", "parallel.tp"],
+        [("parallel.tp", 1)],
+    ),
+    (
+        {"optimizer__name": "adamw8bit", "parallel__zero_stage": 1, "parallel__pp": 2},
+        ["optimizer.name", "parallel.pp", "model.name_or_path"],
+        [("parallel.pp", 1), ("model.overrides.tie_word_embeddings", False)],
     ),
     (
         {"schedule__name": "constant", "schedule__warmup_steps": 2},
@@ -260,6 +280,7 @@ CONSISTENT: list[dict[str, object]] = [
     {"optimizer__name": "sgd", "optimizer__momentum": 0.9},
     {"optimizer__name": "lion", "optimizer__betas": [0.9, 0.99]},
     {"optimizer__name": "adafactor", "optimizer__weight_decay": 0.1, "parallel__zero_stage": 3},
+    {"optimizer__name": "adamw8bit", "optimizer__eps": 1e-06, "optimizer__betas": [0.9, 0.95]},
     {"optimizer__name": "muon", "optimizer__momentum": 0.9, "optimizer__eps": 1e-06, "optimizer__adamw_lr": 1e-3},
     {"schedule__name": "constant_with_warmup", "schedule__warmup_steps": 10},
     {"schedule__name": "cosine_with_min_lr", "schedule__min_lr_ratio": 0.1},

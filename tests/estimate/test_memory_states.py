@@ -198,6 +198,9 @@ def settings() -> Iterator[Setting]:
         yield Setting("dp4-ep2-z1", "bf16", "olmoe", optimizer=optimizer)
     for stage in (0, 1, 3):
         yield Setting(f"dp2-z{stage}", "bf16", optimizer={"name": "adafactor"})
+        yield Setting(f"dp2-z{stage}", "bf16", optimizer={"name": "adamw8bit"})
+    for layout in ("dp2-z0", "dp2-z2", "pp2-z1"):
+        yield Setting(layout, "fp32", "llama", optimizer={"name": "adamw8bit"})
 
 
 CELLS = [
@@ -257,6 +260,8 @@ def change_of(setting: Setting) -> Callable[[dict[str, Any]], None]:
 def test_every_rank_has_the_estimated_bytes_exactly(
     setting: Setting, make_recipe: Make, ranks: Ranks, model_folders: dict[str, str]
 ) -> None:
+    if setting.optimizer.get("name") == "adamw8bit":
+        pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
     recipe, size = recipe_of(setting, make_recipe, model_folders)
     MemoryModel.from_config(model_config(recipe))  # recorded once, before all ranks ask
     cells = ranks(measure, size, recipe, change_of(setting), timeout_seconds=500)

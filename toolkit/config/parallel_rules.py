@@ -66,6 +66,10 @@ def model_conflicts(recipe: Recipe, config: Mapping[str, Any] | None, shape: Mod
             yield recipe.conflict(field, _MODEL, reason=reason, remedy=((field, allowed),))
     if shape is None and config is not None:
         yield from _experts(recipe, config)
+    if recipe.optimizer.name == "adamw8bit" and recipe.parallel.pp > 1 and config and (shape is None or shape.tied):
+        reason = "stages would round the moments of their copies of the tied embedding differently"
+        remedy = (("parallel.pp", 1), ("model.overrides.tie_word_embeddings", False))
+        yield recipe.conflict("optimizer.name", "parallel.pp", _MODEL, reason=reason, remedy=remedy)
     yield from _sequence_length(recipe, shape)
 
 
@@ -160,11 +164,21 @@ def _optimizer_settings(recipe: Recipe) -> Iterator[Refusal]:
     reason = {
         "muon": "the matrix products of Muon would run on the CPU",
         "adafactor": "ranks add up their parts of each matrix on GPUs",
+        "adamw8bit": "bitsandbytes updates host memory without kernels, out of fp32 copies",
     }.get(recipe.optimizer.name)
     if reason is not None and recipe.value_of(field) != "none":
         yield recipe.conflict(
             "optimizer.name", field, reason=reason, remedy=((field, "none"), ("optimizer.name", "adamw"))
         )
+    if recipe.optimizer.name != "adamw8bit":
+        return
+    if recipe.train.engine == "fsdp":
+        reason = "bitsandbytes has no update of sharded tensors"
+        yield recipe.conflict("optimizer.name", field := "train.engine", reason=reason, remedy=((field, "deepspeed"),))
+    if recipe.parallel.tp > 1:
+        # A moment is rounded by the largest of its block, where other ranks have other neighbors.
+        reason = "ranks would round the moments of what they hold copies of differently"
+        yield recipe.conflict("optimizer.name", field := "parallel.tp", reason=reason, remedy=((field, 1),))
 
 
 def _model_parallel_settings(recipe: Recipe) -> Iterator[Refusal]:

@@ -20,7 +20,7 @@ from toolkit.errors import BatchError, LayoutError, Refusal, Setting
 
 Precision = Literal["fp32", "bf16", "fp16"]
 EngineName = Literal["deepspeed", "reference", "ddp", "fsdp"]
-OptimizerName = Literal["adamw", "adam", "sgd", "lion", "muon", "adafactor"]
+OptimizerName = Literal["adamw", "adam", "sgd", "lion", "muon", "adafactor", "adamw8bit"]
 AdjustLr = Literal["match_rms_adamw", "original"]
 ScheduleName = Literal[
     "constant",
@@ -194,7 +194,8 @@ class OptimizerSection(Section):
 
     name: OptimizerName = "adamw"
     """adamw (decoupled decay), adam (L2), sgd, lion, muon (orthogonal updates of the decoder layers' matrices, and
-    adamw for all else), or adafactor (second moments from means over rows and columns). See docs/optimizers.md."""
+    adamw for all else), adafactor (second moments from means over rows and columns), or adamw8bit (adamw with moments
+    of 8 bits, by bitsandbytes). See docs/optimizers.md."""
     lr: Annotated[float, Field(gt=0)]
     """Peak learning rate."""
     adamw_lr: Annotated[float, Field(gt=0)] | None = None
@@ -203,9 +204,9 @@ class OptimizerSection(Section):
     """How muon's learning rate depends on a matrix. `match_rms_adamw`: updates as large as adamw's usually are, for one
     learning rate; `original`: times √max(1, rows / columns). As in torch.optim.Muon."""
     betas: tuple[Beta, Beta] = (0.9, 0.999)
-    """Decay rates of the moments (adamw, adam, lion, beside muon; Lion's authors use 0.9 and 0.99)."""
+    """Decay rates of the moments (adamw, adam, adamw8bit, lion, beside muon; Lion's authors use 0.9 and 0.99)."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
-    """Added to the square root of the second moment (adamw, adam, beside muon)."""
+    """Added to the square root of the second moment (adamw, adam, adamw8bit, beside muon)."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Decay of parameters with two or more dimensions."""
     momentum: Beta = 0.0

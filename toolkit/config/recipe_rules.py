@@ -37,6 +37,7 @@ _BYTES = "bpe-257"
 _OPTIMIZER_FIELDS = {"adamw": ("betas", "eps"), "adam": ("betas", "eps"), "sgd": ("momentum",), "lion": ("betas",)}
 _OPTIMIZER_FIELDS["muon"] = ("betas", "eps", "momentum", "adamw_lr", "adjust_lr")
 _OPTIMIZER_FIELDS["adafactor"] = ()
+_OPTIMIZER_FIELDS["adamw8bit"] = ("betas", "eps")
 _SCHEDULE_FIELDS = {
     "constant": (),
     "cosine_with_min_lr": ("warmup_steps", "min_lr_ratio"),

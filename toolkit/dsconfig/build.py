@@ -48,7 +48,7 @@ def build(
         **_precision(recipe, layout, options),
         "zero_optimization": _zero(job, hidden_size, device, options),
         "zero_allow_untested_optimizer": options.optimizer is None
-        and recipe.optimizer.name in ("sgd", "lion", "muon", "adafactor"),
+        and recipe.optimizer.name in ("sgd", "lion", "muon", "adafactor", "adamw8bit"),
         "zero_force_ds_cpu_optimizer": False,
         # The pipeline engine divides by it when it has timed a step.
         "steps_per_print": 10 if options.wall_clock_breakdown and layout.pp > 1 else None,
@@ -143,7 +143,7 @@ def _pipeline(options: ConfigOptions) -> Config:
 
 
 def _optimizer(recipe: Recipe, layout: Layout, device: Device, options: ConfigOptions) -> Config | None:
-    """Return the `optimizer` section, or None if the program passes its own (ours for Lion, Muon and Adafactor)."""
+    """Return the `optimizer` section, or None if the program passes its own (for Lion, Muon, Adafactor, 8 bits)."""
     section = recipe.optimizer
     # Host-side updates of a GPU's optimizer states are only fast with DeepSpeed's vectorized CPU kernels.
     ds_cpu_kernels = layout.offload_optimizer != "none" and device == "cuda"
@@ -182,7 +182,7 @@ def _optimizer(recipe: Recipe, layout: Layout, device: Device, options: ConfigOp
             if ds_cpu_kernels:
                 return {"type": "Lion", "params": shared | {"betas": betas}}
             return None
-        case "muon" | "adafactor":
+        case "muon" | "adafactor" | "adamw8bit":
             return None
 
 

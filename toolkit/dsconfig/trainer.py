@@ -25,7 +25,7 @@ def trainer_config(job: ConfigJob) -> Config:
         reason = "gradient_checkpointing of the Hugging Face Trainer recomputes all layers, whole"
         remedy = ("parallel.recompute", "full or none")
         raise ConfigError.of("parallel.recompute", recompute, reason, remedy, "train with this toolkit")
-    if (name := job.recipe.optimizer.name) in ("muon", "adafactor"):
+    if (name := job.recipe.optimizer.name) in ("muon", "adafactor", "adamw8bit"):
         reason = "the Trainer would build AdamW instead"
         raise ConfigError.of("optimizer.name", name, reason, ("optimizer.name", "adamw"), "train with this toolkit")
     if max(layout.tp, layout.pp, layout.ulysses, layout.ep) > 1:

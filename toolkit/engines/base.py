@@ -95,12 +95,13 @@ class Engine(ABC):
 
     def full_states(self, kind: str) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield an optimizer state or the fp32 master weights, in fp32, of all that have one. A collective call."""
-        return self._full(
-            self.saved_names(kind),
-            lambda parameter: self.states.read(parameter, kind),
-            dtype=torch.float32,
-            shard=lambda parameter: self.states.shard(shard_of(parameter), kind),
-        )
+        with self.states.opened(kind):
+            yield from self._full(
+                self.saved_names(kind),
+                lambda parameter: self.states.read(parameter, kind),
+                dtype=torch.float32,
+                shard=lambda parameter: self.states.shard(shard_of(parameter), kind),
+            )
 
     def full_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the gradients of all that trains, for use in `before_update`. Zeros where there is none."""
@@ -142,14 +143,15 @@ class Engine(ABC):
         """Set an optimizer state or the master weights; `source` returns the full tensor of a Hugging Face name, of
         which only the local shard is read. A collective call."""
         wanted = {name for name, _ in self.saved_names(kind)}
-        for name, parameter in self.named_parameters():
-            if name not in wanted:
-                continue
-            if self.partition is None:
-                value = source(name).clone(memory_format=torch.contiguous_format)
-            else:
-                value = self.states.shard(shard_of(parameter), kind).take(source(name))
-            self.states.write(parameter, kind, value.to(self.device, torch.float32))
+        with self.states.opened(kind, writes=True):
+            for name, parameter in self.named_parameters():
+                if name not in wanted:
+                    continue
+                if self.partition is None:
+                    value = source(name).clone(memory_format=torch.contiguous_format)
+                else:
+                    value = self.states.shard(shard_of(parameter), kind).take(source(name))
+                self.states.write(parameter, kind, value.to(self.device, torch.float32))
 
     def loss_scale(self) -> dict[str, float]:
         """Return the state of the fp16 loss scaler; empty if there is none."""

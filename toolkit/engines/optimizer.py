@@ -11,6 +11,7 @@ from toolkit.config.recipe import OptimizerSection, Recipe
 from toolkit.dsconfig.trainer import schedule_arguments
 from toolkit.engines.optimizer_states import OptimizerStates
 from toolkit.engines.optimizers.adafactor import Adafactor, FactoredStates
+from toolkit.engines.optimizers.adamw8bit import EightBitStates, adamw8bit
 from toolkit.engines.optimizers.muon import Muon
 from toolkit.model_init.model_partition import ModelPartition
 from toolkit.models.hidden_matrices import is_hidden_matrix
@@ -68,6 +69,9 @@ def torch_optimizer(recipe: Recipe, groups: Iterable[dict[str, Any]]) -> torch.o
                 # Orthogonality need not be exact, and parity does: with fp32 weights every product is in fp32.
                 dtype=torch.float32 if recipe.precision == "fp32" else torch.bfloat16,
             )
+        case "adamw8bit":
+            eight: torch.optim.Optimizer = adamw8bit()(parameters, lr=section.lr, betas=section.betas, eps=section.eps)
+            return eight
         case "adafactor":
             return Adafactor(parameters, lr=section.lr)
 
@@ -77,8 +81,13 @@ def connect_optimizer(
     named_parameters: Iterable[tuple[str, nn.Parameter]],
     partition: ModelPartition | None = None,
 ) -> OptimizerStates:
-    """Tell an optimizer of matrices where the elements of each are, and return its states. Collective for those."""
+    """Tell an optimizer of matrices where the elements of each are, and return its states. Collective for those.
+
+    8-bit states are returned as what they stand for.
+    """
     optimizer = states.base
+    if type(optimizer).__name__ == "AdamW8bit":
+        return EightBitStates(states)
     if not isinstance(optimizer, Muon | Adafactor):
         return states
     names = {id(parameter): name for name, parameter in named_parameters}

@@ -8,6 +8,7 @@ Reading and writing are collective over the replicas: all must access the same p
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ MASTER = "master"
 KINDS = {
     "adamw": ("exp_avg", "exp_avg_sq"),
     "adam": ("exp_avg", "exp_avg_sq"),
+    "adamw8bit": ("exp_avg", "exp_avg_sq"),
     "lion": ("exp_avg",),
     "sgd": ("momentum_buffer",),
     # Of matrices Muon keeps the first, of all else the others.
@@ -55,6 +57,11 @@ class OptimizerStates(ABC):
     @abstractmethod
     def local(self, parameter: nn.Parameter, kind: str) -> torch.Tensor:
         """Return those elements, flat and in fp32, valid until training continues. Not a collective call."""
+
+    @contextmanager
+    def opened(self, kind: str, *, writes: bool = False) -> Iterator[None]:
+        """Prepare for `read` and, if `writes`, for `write` of this kind, one parameter after the other."""
+        yield
 
     @abstractmethod
     def write(self, parameter: nn.Parameter, kind: str, value: torch.Tensor) -> None:

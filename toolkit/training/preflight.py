@@ -13,6 +13,7 @@ from toolkit.dsconfig import Device, build, merge_user_config, read_user_config
 from toolkit.engines.factory import check_precision
 from toolkit.engines.optimizer import learning_rate
 from toolkit.engines.optimizer_states import state_kinds
+from toolkit.engines.optimizers.adamw8bit import adamw8bit
 from toolkit.engines.routing import check_routing
 from toolkit.errors import ConfigError, DataError, ModelError, RecipeError, RunError
 from toolkit.files import expanded, reason_of
@@ -46,6 +47,8 @@ def check_model(recipe: Recipe, device: torch.device, *, trust_remote_code: bool
         check_four_bit(device)
     if recipe.model.float8 is not None:
         check_float8(recipe.model.float8, device)
+    if recipe.optimizer.name == "adamw8bit":
+        adamw8bit()
     check_trained(recipe, config)
     check_routing(recipe, config)
     check_precision(recipe, device)

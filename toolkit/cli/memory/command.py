@@ -59,8 +59,8 @@ _SWEEPS = ("zero", "micro", "recompute", "seq")
 )
 @click.option(
     "--optimizer",
-    type=click.Choice(["adamw", "adam", "sgd", "lion", "muon", "adafactor", "adamw-8bit"]),
-    help="muon, adafactor: not for --deepspeed; adamw-8bit: only for other programs.  [default: adamw]",
+    type=click.Choice(["adamw", "adam", "sgd", "lion", "muon", "adafactor", "adamw8bit"]),
+    help="muon, adafactor: not for --deepspeed; adamw8bit: not with tp.  [default: adamw]",
 )
 @click.option("--deepspeed", metavar="FILE", help="Your own DeepSpeed config, with DeepSpeed's defaults.")
 @click.option("--trainer", is_flag=True, help="The Hugging Face Trainer, with its defaults and its `auto`.")

@@ -20,8 +20,6 @@ _PRECISIONS: dict[int, str] = {2: "16 bits", 4: "fp32"}
 _DEFAULTS = {"reduce_bucket_size": 1, "overlap_comm": 1, "stage3_prefetch_bucket_size": 3, "sub_group_size": 3}
 """Keys of zero_optimization that take memory where a config leaves them out, and the stage from which on."""
 _OFFLOAD = ("offload_optimizer", "offload_params")
-_ONLY_FOREIGN = ("adamw-8bit",)
-"""Optimizers that no recipe has."""
 _OMIT = "leave one of them out"
 _EXCLUDES = {
     "framework": ("deepspeed", "trainer", "engine", "optimizer", "pure_bf16", "chunked_loss", "trainable", *_OFFLOAD),
@@ -56,7 +54,7 @@ def foreign_setup(options: Mapping[str, Any], layout: Layout, hidden: int) -> Fo
             if options[name] and options[other] and not agrees:
                 given = tuple((f"--{key}".replace("_", "-"), options[key]) for key in (name, other))
                 raise ConfigError.between(given, "the first decides what the second asks", _OMIT)
-    foreign = ["trainable", "chunked_loss"] + ["optimizer"] * (options["optimizer"] in _ONLY_FOREIGN)
+    foreign = ["trainable", "chunked_loss"] + ["optimizer"] * _has_own_8_bits(options)
     whole = next((name for name in ("deepspeed", "trainer", "pure_bf16", *foreign) if options[name]), "")
     if whole and layout.tp * layout.pp > 1:
         given = ((f"--{whole}".replace("_", "-"), options[whole]), ("--layout", str(layout)))
@@ -69,6 +67,11 @@ def foreign_setup(options: Mapping[str, Any], layout: Layout, hidden: int) -> Fo
         reason, option = "this toolkit's recipes do not have it", f"--{whole}".replace("_", "-")
         raise ConfigError.of(option, options[whole], reason, "add --trainer, or --engine ddp or fsdp")
     return _torch(options, layout) if whole else None
+
+
+def _has_own_8_bits(options: Mapping[str, Any]) -> bool:
+    """Whether a script's own 8-bit AdamW is meant, which FSDP2 can have, too."""
+    return options["optimizer"] == "adamw8bit" and options["engine"] in ("ddp", "fsdp")
 
 
 def _profile(options: Mapping[str, Any]) -> ForeignSetup:
@@ -99,7 +102,7 @@ def _torch(options: Mapping[str, Any], layout: Layout) -> ForeignSetup:
         has_buckets=not sharded and layout.dp > 1,
         weight_bytes=2 if pure else 4,
         moments=_moments(options),
-        in_8_bits=options["optimizer"] == "adamw-8bit",
+        in_8_bits=options["optimizer"] == "adamw8bit",
         muon=options["optimizer"] == "muon",
         factored=options["optimizer"] == "adafactor",
     )
@@ -143,7 +146,7 @@ def _deepspeed(options: Mapping[str, Any], layout: Layout, hidden: int) -> Forei
     micro = micro or (_TRAINER_BATCH if options["trainer"] else 1)
     if "optimizer" not in config:
         _check_optimizer(options["optimizer"], settings)
-        in_8_bits = options["optimizer"] == "adamw-8bit"
+        in_8_bits = options["optimizer"] == "adamw8bit"
         counts = bool(options["trainer"]) and not in_8_bits
         settings = replace(settings, moments=_moments(options), in_8_bits=in_8_bits, counts_in_tensors=counts)
     elif options["optimizer"]:
@@ -189,7 +192,7 @@ def _device(is_offloaded: bool, to_nvme: bool) -> str:
 def _check_optimizer(name: str | None, settings: DeepSpeedSettings) -> None:
     """Raise ConfigError for an optimizer of the script that DeepSpeed's flat partitions do not suit."""
     reason = "it updates matrices, and DeepSpeed hands it flat partitions" if name in ("muon", "adafactor") else None
-    if name == "adamw-8bit" and settings.offload_optimizer:
+    if name == "adamw8bit" and settings.offload_optimizer:
         reason = "bitsandbytes has no such update for host memory"
     if reason:
         raise ConfigError.of("--optimizer", name, reason, "choose adamw")
