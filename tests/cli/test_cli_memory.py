@@ -263,6 +263,16 @@ def test_a_recipe_is_estimated_like_the_layout_that_it_names(capsys, tmp_path):
     assert from_recipe["stages"] == from_options["stages"]
 
 
+def test_a_layout_has_the_flags_of_a_recipes(capsys):
+    asked = ["memory", "--model", "gpt2", "--json", "--gpu", "L40S", "--layout"]
+    flags = json.loads(dstk(capsys, *asked, "dp4-tp2-z1-sp-recompute"))
+    options = json.loads(dstk(capsys, *asked, "dp4-tp2-z1", "--sequence-parallel", "--recompute", "full"))
+    assert flags == options
+    found = [json.loads(dstk(capsys, *asked, f"dp4-z0{flag}"))["stages"][0] for flag in ("", "-offacts")]
+    assert found[1]["activations"]["mlp"] < found[0]["activations"]["mlp"] / 2
+    assert refused("--model", "gpt2", "--layout", "dp4-z0-offload").field == "offload_optimizer"
+
+
 def test_an_option_takes_the_place_of_a_recipes_field(capsys):
     arguments = [
         "memory",

@@ -89,3 +89,16 @@ def test_micro_batches_do_not_free_each_others_tensors() -> None:
     for _ in replay.backward(first):
         pass
     assert counter.allocated == kept
+
+
+def test_activations_on_the_host_are_not_freed_again() -> None:
+    recording, allocator = recorded("gemma3"), CachingAllocator()
+    replay = PassReplay(recording, range(len(recording.pattern)), 2, 512, allocator, offloads=True)
+    for _ in range(2):
+        live = Live()
+        for _ in [*replay.forward(live), *replay.backward(live)]:
+            assert 0 <= allocator.allocated <= allocator.reserved
+    assert allocator.allocated == 0
+    reserved = allocator.reserved
+    allocator.release_cached()
+    assert (allocator.reserved, reserved > 0) == (0, True)

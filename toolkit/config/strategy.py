@@ -180,6 +180,18 @@ class Strategy:
             raise LayoutError(replace(refusal, given=(("strategy", self.text), *refusal.given))) from None
 
 
+def parse_layout(text: str, *, world_size: int | None = None) -> Layout:
+    """Read a layout with its flags, `dp8-z3-recompute-offacts`; without any as `Layout.parse`. Raises LayoutError."""
+    parts = text.split("-")
+    flags = [part for part in parts if part in _FLAGS or re.fullmatch(r"(every|hpz)\d{1,6}", part)]
+    axes = [part for part in parts if part not in flags]
+    layout = Layout.parse("-".join(axes or ["dp1"]), world_size=world_size)
+    if not flags:
+        return layout
+    strategy = Strategy.parse("-".join([str(layout), *flags]))
+    return Layout(**strategy._layout_fields(layout.dp), recompute=strategy._recompute)  # type: ignore[arg-type]
+
+
 def layout_text(layout: Layout) -> str:
     """A layout with its flags, in the form of a strategy."""
     words = {"none": [], "full": ["recompute"]}.get(layout.recompute, [layout.recompute.replace("_", "")])

@@ -25,7 +25,9 @@ Place = tuple[str, int | None]
 """A section: `forward` or `backward` with a layer's number on the stage, or the name of an end."""
 Live = dict[Place, list[Block | None]]
 """What outlived the sections of a micro-batch's pass, latest first; None for what was freed since."""
-_NOTHING = Block(0, 0, is_small=True)
+_NOT_HERE = -1
+"""Where a block starts that is not on the device."""
+_NOTHING = Block(_NOT_HERE, 0, is_small=True)
 """In the place of a copy of a weight that is not made."""
 _STEPS = 2
 """Moments exist from the first update on, and its temporaries leave a cache: the second step is like all others."""
@@ -86,7 +88,7 @@ class PassReplay:
         yield self._run(live, "embedding_backward")
         for blocks in live.values():
             for block in blocks:
-                if block is not None and block is not _NOTHING:
+                if block is not None and block.start >= 0:
                     self._allocator.free(block)
 
     def _run(self, live: Live, name: str, layer: int | None = None) -> Place:
@@ -101,7 +103,7 @@ class PassReplay:
                 block = blocks[at] if at < len(blocks) else None
                 if block is not None:
                     blocks[at] = None
-                    if block is not _NOTHING:
+                    if block.start >= 0:
                         free(block)
         live[name, layer] = [block for block in reversed(own) if block is not None]
         return name, layer
@@ -110,10 +112,10 @@ class PassReplay:
         """Free what a layer keeps, or allocate it again; its blocks stand for it meanwhile."""
         blocks = live.get(("forward", layer), [])
         for at, block in enumerate(blocks):
-            if block is None or block is _NOTHING:
+            if block is None or not block.size:
                 continue
             if to_host:
-                blocks[at] = Block(0, block.size, is_small=False)
+                blocks[at] = Block(_NOT_HERE, block.size, is_small=False)
                 self._allocator.free(block)
             else:
                 blocks[at] = self._allocator.allocate(block.size)

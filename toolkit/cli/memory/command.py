@@ -23,7 +23,10 @@ _SWEEPS = ("zero", "micro", "recompute", "seq")
 
 @click.command()
 @click.option("--model", help="A shape that the toolkit knows, a directory with a config.json, or the file itself.")
-@click.option("--layout", help="dp8-tp4-pp2-z1, or a part of it; of a recipe also a name that it lists (8xH100).")
+@click.option(
+    "--layout",
+    help="dp8-tp4-pp2-z1-sp-recompute, or a part of it; of a recipe also a name that it lists (8xH100).",
+)
 @click.option(
     "--recipe", type=click.Path(), help="Take model, layout, batch and GPU from a recipe, or one of the gallery."
 )

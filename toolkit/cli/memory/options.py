@@ -13,6 +13,7 @@ from toolkit.cli.plan.auto_recipe import explicit
 from toolkit.config.layout import Layout
 from toolkit.config.parallel_rules import model_conflicts, setting_conflicts
 from toolkit.config.recipe import Recipe
+from toolkit.config.strategy import layout_text, parse_layout
 from toolkit.errors import LayoutError, Refusal, spell_setting
 from toolkit.estimate.breakdown import MemoryBreakdown
 from toolkit.estimate.memory_model import Framework, MemoryModel, Workload
@@ -107,6 +108,7 @@ class MemoryQuery:
             if device != "none"
         ]
         parts += [" and ".join(offloaded)] if offloaded else []
+        parts += ["activations on the host"] * self.layout.offload_activations + ["tiled MLPs"] * self.layout.tiled_mlp
         return ", ".join(parts)
 
     def check(self) -> None:
@@ -131,7 +133,7 @@ class MemoryQuery:
         """Write a recipe's setting as an option of this command."""
         name = field.rpartition(".")[2]
         if name == "zero_stage" and value != self.layout.zero_stage:
-            return f"--layout {replace(self.layout, zero_stage=value)}"
+            return f"--layout {layout_text(replace(self.layout, zero_stage=value))}"
         if name not in _OPTIONS:
             return spell_setting(name, value)
         words = value.replace("flash_attention_2", "flash") if isinstance(value, str) else value
@@ -204,15 +206,12 @@ def from_model(options: Mapping[str, Any]) -> MemoryQuery:
     config = read_config(options["model"])
     name, model = _name_of(options["model"]), MemoryModel.from_config(config)
     shape = model.shape
-    layout = Layout.parse(options["layout"], world_size=options["world_size"])
+    layout = parse_layout(options["layout"], world_size=options["world_size"])
     foreign = foreign_setup(options, layout, shape.hidden)
-    chosen: dict[str, Any] = {
-        "offload_optimizer": "cpu" if options["offload_optimizer"] else "none",
-        "offload_params": "cpu" if options["offload_params"] else "none",
-        "recompute": options["recompute"] or "none",
-    }
+    chosen: dict[str, Any] = {name: "cpu" for name in ("offload_optimizer", "offload_params") if options[name]}
+    chosen |= {name: options[name] for name in ("recompute", "sequence_parallel") if options[name]}
     chosen |= {} if foreign is None else foreign.layout
-    layout = replace(layout, sequence_parallel=options["sequence_parallel"], **chosen)
+    layout = replace(layout, **chosen)
     seq_len = options["seq"] or min(_SEQ_LEN, shape.positions or _SEQ_LEN)
     recipe = recipe_of(
         options["model"],
