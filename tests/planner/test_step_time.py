@@ -53,6 +53,22 @@ def test_the_products_of_a_layer_have_its_exact_flops(name: str) -> None:
     assert 3 * (shape.layers * (layer + attention) + head) == tokens * train_flops_per_token(shape, tokens)
 
 
+def test_tiled_mlps_are_computed_again_whatever_else_is_recomputed() -> None:
+    one = setup("dp8-z1", seq_len=65536)
+    shape = one.shape
+    mlp = 2 * 65536 * (3 if shape.gated else 2) * shape.hidden * shape.ffn * shape.layers * one.accumulation
+    added = []
+    for recompute in ("none", "full", "every_2"):
+        layout = replace(one.layout, recompute=recompute)
+        plain = predict_step(replace(one, layout=layout))
+        tiled = predict_step(replace(one, layout=replace(layout, tiled_mlp=True)))
+        added.append(tiled.recompute - plain.recompute)
+        assert tiled.seconds == pytest.approx(plain.seconds + added[-1])
+    assert added == pytest.approx([added[0]] * 3)
+    # Products below the peak, the activation, and a fifth for the sums of the weights' gradients.
+    assert 1.5 * mlp < added[0] * plain.peak_flops < 2.5 * mlp
+
+
 def test_tensor_parallel_ranks_share_the_products_equally() -> None:
     shape = shape_of("llama-3-8b")
 

@@ -120,6 +120,21 @@ def layer_seconds(gpu: Gpu, shape: ModelShape, work: Work, run: Execution, train
     return seconds + Passes(forward=forward, backward=backward)
 
 
+def tiled_mlp_seconds(gpu: Gpu, shape: ModelShape, work: Work, run: Execution, trained: Trained | None = None) -> float:
+    """What tiled MLPs add to a layer's backward pass: the forward pass of each tile again, and sums over the tiles.
+
+    Tiles have h tokens or fewer. The gradients of the weights of a tile are read, and their sums in fp32 read and
+    written (toolkit/model_init/tiled_mlp.py).
+    """
+    products = mlp_products(shape, work)
+    tiles, share = -(-work.tokens // shape.hidden), 1.0 if trained is None else trained.share
+    summed = share * tiles * sum(n * k for _, n, k in products) * (8 + run.activation_bytes)
+    moved = work.tokens * shape.ffn / work.tp * run.activation_bytes / 2
+    moved *= run.facts["activation"]["gated" if shape.gated else "plain"][0]
+    again = sum(matmul_seconds(gpu, m, n, k, run.unit) for m, n, k in products)
+    return again + stream_seconds(gpu, moved, tiles) + stream_seconds(gpu, summed, tiles * len(products))
+
+
 def expert_share(shape: ModelShape) -> float:
     """Share of the layers that have experts."""
     return 0.0 if shape.experts is None else shape.experts.layers / shape.layers

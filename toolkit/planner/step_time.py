@@ -26,6 +26,7 @@ from toolkit.planner.layer_time import (
     expert_share,
     head_seconds,
     layer_seconds,
+    tiled_mlp_seconds,
 )
 from toolkit.planner.setup import Setup
 from toolkit.planner.trained import HOST_SHARES
@@ -209,6 +210,8 @@ def _layer(setup: Setup, recompute: Recompute) -> _Stage:
         "selective": attention_seconds(gpu, setup.shape, work, run).forward,
         "full": once.forward,
     }[recompute]
+    if setup.layout.tiled_mlp:
+        again += reached * tiled_mlp_seconds(gpu, setup.shape, work, run, setup.trained)
     accumulated = _accumulation(setup)
     times = 2 if recompute == "full" else 1
     tensor, exchange = forward_tensor * times + backward_tensor, _exchange(setup)
