@@ -19,7 +19,7 @@ fi
 install() {
   "$venv/bin/python" -m pip install --quiet --constraint "$1" 'setuptools>=77' wheel &&
     DS_BUILD_OPS=0 "$venv/bin/python" -m pip install --quiet --constraint "$1" --no-build-isolation \
-      --editable '.[lora]' pytest pytest-timeout ninja
+      --editable '.[lora,liger]' pytest pytest-timeout ninja
 }
 # The pinned versions, or without a network those that are there already.
 install "$pinned" || { grep '^torch==' "$pinned" > "$venv/torch.txt" && install "$venv/torch.txt"; }

@@ -22,9 +22,14 @@ MFU_TARGET = 0.55
 TRAINER_TARGET = 1.10
 ESTIMATE_TARGET = 0.05
 TOOLKIT, COMPILED, TRAINER, TORCH = "toolkit", "toolkit, compiled", "Trainer", "torch, compiled"
-OURS = (TOOLKIT, COMPILED)
-COMPILED_FIELDS: dict[str, dict[str, Any]] = {"train": {"compile": True}, "model": {"loss": "auto"}}
-"""What makes the toolkit's step fast: compiled decoder layers, and a loss without full logits."""
+LIGER = "toolkit, Liger's kernels"
+OURS = (TOOLKIT, COMPILED, LIGER)
+FIELDS: dict[str, dict[str, dict[str, Any]]] = {
+    TOOLKIT: {},
+    COMPILED: {"train": {"compile": True}, "model": {"loss": "auto"}},
+    LIGER: {"model": {"kernels": "liger", "loss": "auto"}},
+}
+"""What makes the toolkit's step fast: compiled decoder layers or Liger's kernels, and a loss without full logits."""
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 
@@ -123,7 +128,15 @@ def with_layers(setup: Setup, layers: int) -> Setup:
 
 LORA = {"lora": {"r": 16, "alpha": 32, "targets": ["all-linear"]}}
 ONE_GPU = [
-    Setup(name="Llama-3.2-1B", model="llama-3.2-1b", seq_len=4096, micro_batch_size=2, accumulation=4, has_target=True),
+    Setup(
+        name="Llama-3.2-1B",
+        model="llama-3.2-1b",
+        seq_len=4096,
+        micro_batch_size=2,
+        accumulation=4,
+        has_target=True,
+        sides=(TOOLKIT, COMPILED, LIGER, TRAINER, TORCH),
+    ),
     Setup(
         name="Llama-3.1-8B",
         model="llama-3.1-8b",

@@ -16,7 +16,7 @@ from measure.our_run import Stamps
 from measure.trainer_run import Tokens, trainer_run
 from transformers import PreTrainedModel
 
-from gpu.setups import COMPILED_FIELDS, OURS, TOOLKIT, TRAINER
+from gpu.setups import FIELDS, OURS, TRAINER
 from toolkit import Job, TrainOptions, train
 from toolkit.config.recipe import Recipe
 from toolkit.data.tokens.token_cache import prepare
@@ -25,6 +25,7 @@ from toolkit.engines.optimizer import learning_rate, parameter_groups
 from toolkit.launch.process_group import process_group
 from toolkit.launch.rank_environment import RankEnvironment, pick_device
 from toolkit.model_init.build_model import build_model
+from toolkit.model_init.liger import take_liger
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +103,7 @@ def run_side(
         device = pick_device(here)
         if side in OURS:
             with mock.patch.dict(compiled_layers._OPTIONS, backend=backend):
-                stamps = our_side(recipe if side == TOOLKIT else recipe.changed(COMPILED_FIELDS), model)
+                stamps = our_side(recipe.changed(FIELDS[side]), model)
         else:
             assert tokens is not None
             assert model is not None
@@ -139,6 +140,8 @@ def output_to(path: Path) -> Iterator[None]:
 def our_side(recipe: Recipe, model: PreTrainedModel | None) -> Stamps:
     """The loop of recipes/train.py, without a run directory."""
     stamps = Stamps()
+    if model is not None and recipe.model.kernels == "liger":
+        take_liger(model)
     with nullcontext() if model is None else mock.patch.object(factory, "build_model", return_value=model):
         train(Job.of(recipe, RankEnvironment.detect().world_size), [stamps], TrainOptions(), in_memory=True)
     return stamps

@@ -129,6 +129,22 @@ REFUSED: list[tuple[dict[str, object], list[str], list[object]]] = [
         ["model.float8", "model.lora"],
         [("model.lora", None), ("model.float8", None)],
     ),
+    *(
+        ({"model__kernels": "liger", "model__name_or_path": "org/unknown"} | other, ["model.kernels", field], remedy)
+        for other, field, remedy in (
+            (
+                {"train__engine": "reference"},
+                "train.engine",
+                [("train.engine", "deepspeed"), ("model.kernels", "torch")],
+            ),
+            ({"train__compile": True}, "train.compile", [("train.compile", False), ("model.kernels", "torch")]),
+            (
+                {"model__float8": "rowwise", "precision": "bf16"},
+                "model.float8",
+                [("model.float8", None), ("model.kernels", "torch")],
+            ),
+        )
+    ),
     (
         {"model__float8": "tensorwise", "precision": "bf16", "train__engine": "ddp"},
         ["model.float8", "train.engine"],

@@ -112,6 +112,7 @@ def low_precision() -> Iterable[Cell]:
 MUON = ("optimizer.name=muon", "optimizer.lr=0.01", "optimizer.adamw_lr=1e-3")
 LORA = ("model.lora={r: 4, alpha: 8}",)
 BF16 = ("precision=bf16",)
+LLAMA = ("model.name_or_path=llama-tiny", "model.overrides={vocab_size: 320}")
 CELLS = [
     *(Cell(group="fp32", name=f"ZeRO-{stage}", run=zero(stage)) for stage in range(4)),
     *low_precision(),
@@ -126,6 +127,10 @@ CELLS = [
     Cell(group="loss", name="chunked", run=zero(2, "model.loss=chunked")),
     Cell(group="loss", name="chunked in bf16", run=zero(3, *BF16, "model.loss=chunked"), within=2.0**-7,
          only_last=True),
+    Cell(group="liger", name="fp32", run=zero(2, *LLAMA, "model.kernels=liger"), like=(*REFERENCE, *LLAMA),
+         needs="liger_kernel on a GPU"),
+    Cell(group="liger", name="bf16, ZeRO-3", run=zero(3, *LLAMA, *BF16, "model.kernels=liger"), like=zero(
+        3, *LLAMA, *BF16), within=2.0**-7, only_last=True, needs="liger_kernel on a GPU"),
     Cell(group="float8", name="tensorwise", run=zero(2, *BF16, "model.float8=tensorwise"), within=2.0**-5,
          only_last=True, needs="torchao"),
     Cell(group="LoRA", name="ZeRO-2", run=zero(2, *LORA), like=(*REFERENCE, *LORA)),

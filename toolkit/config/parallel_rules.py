@@ -9,7 +9,7 @@ from toolkit.config.router_rules import expert_count
 from toolkit.errors import BatchError, LayoutError, Refusal, Setting
 from toolkit.models.families.registry import FAMILIES, own_attention
 from toolkit.models.shape import ModelShape
-from toolkit.models.support import find, misfits
+from toolkit.models.support import LIGER_FAMILIES, find, misfits
 
 ULYSSES_FAMILIES = tuple(model_type for model_type, spec in FAMILIES.items() if spec.ulysses_verified)
 """Families that train the same with and without DeepSpeed-Ulysses (tests/parity/test_ulysses.py)."""
@@ -45,12 +45,17 @@ def setting_conflicts(recipe: Recipe, world_size: int | None) -> list[Refusal]:
         *_activation_settings(recipe),
         *_ulysses_settings(recipe),
         *_float8(recipe),
+        *_liger(recipe),
     ]
 
 
 def model_conflicts(recipe: Recipe, config: Mapping[str, Any] | None, shape: ModelShape | None) -> Iterator[Refusal]:
     """What a model's config does not allow: parallelism, recomputation. Fewer rules apply where less is known."""
     yield from _recomputation(recipe, config)
+    family = (config or {}).get("model_type")
+    if recipe.model.kernels == "liger" and config is not None and family not in LIGER_FAMILIES:
+        reason = f"Liger's kernels were not tested for the family {family}, but for {', '.join(LIGER_FAMILIES)}"
+        yield recipe.conflict("model.kernels", _MODEL, reason=reason, remedy=(("model.kernels", "torch"),))
     if recipe.parallel.tiled_mlp and config is not None and expert_count(config):
         field, reason = "parallel.tiled_mlp", "experts choose tokens of a whole micro-batch"
         yield recipe.conflict(field, _MODEL, reason=reason, remedy=((field, False),))
@@ -253,6 +258,21 @@ def _float8(recipe: Recipe) -> Iterator[Refusal]:
     if size is not None and size * recipe.data.seq_len % 16:
         reason = "the tokens of a micro-batch must be a multiple of 16"
         yield recipe.conflict(field, "batch.micro_batch_size", "data.seq_len", reason=reason, remedy=((field, None),))
+
+
+def _liger(recipe: Recipe) -> Iterator[Refusal]:
+    """Liger's kernels where they were not shown to compute what torch's do."""
+    field = "model.kernels"
+    if recipe.model.kernels == "torch":
+        return
+    for other, off, reason in (
+        ("train.engine", "deepspeed", "only the engine deepspeed was tested with Liger's kernels"),
+        ("train.compile", False, "torch.compile was not tested around Liger's kernels"),
+        ("model.float8", None, "products in float8 were not tested beside Liger's kernels"),
+        ("model.load_in_4bit", False, "weights in 4 bits were not tested beside Liger's kernels"),
+    ):
+        if recipe.value_of(other) != off:
+            yield recipe.conflict(field, other, reason=reason, remedy=((other, off), (field, "torch")))
 
 
 def _sequence_length(recipe: Recipe, shape: ModelShape | None) -> Iterator[Refusal]:

@@ -80,6 +80,9 @@ class ModelSection(Section):
     loss: Literal["auto", "chunked", "plain"] = "auto"
     """`chunked`: head and cross-entropy together, over chunks of tokens, so that full logits never exist. `plain`: from
     full logits. `auto`: chunked where that is exact (`dstk families`), in all precisions but fp16."""
+    kernels: Literal["torch", "liger"] = "torch"
+    """`liger`: norms, rotary embedding, MLPs and the loss by the Triton kernels of liger-kernel, on CUDA, for the
+    families that they were tested for (docs/engines.md)."""
     lora: LoraSection | None = None
     """Train LoRA's adapters alone, beside frozen weights; null: no adapters."""
     float8: Literal["rowwise", "tensorwise"] | None = None

@@ -98,7 +98,8 @@ def _deepspeed(
 def _head_loss(recipe: Recipe, model: PreTrainedModel) -> LossInHead | None:
     """Place the loss in the model's head, where the recipe wants it there."""
     of = {"engine": recipe.train.engine, "precision": recipe.precision, "model_type": model.config.model_type}
-    found = LossInHead.of(model) if is_chunked(recipe.model.loss, **of) else None
+    is_liger = recipe.model.kernels == "liger"
+    found = LossInHead.of(model, is_liger=is_liger) if is_chunked(recipe.model.loss, **of) else None
     if found is None and recipe.model.loss == "chunked":
         reason = "the logits of its head are not known to be those of a linear layer"
         raise ModelError.of("model.loss", "chunked", reason, ("model.loss", "auto"))

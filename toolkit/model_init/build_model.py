@@ -19,6 +19,7 @@ from toolkit.files import reason_of
 from toolkit.model_init.adapters import Adapters
 from toolkit.model_init.float8 import multiply_in_float8
 from toolkit.model_init.frozen import freeze_others, trained_names
+from toolkit.model_init.liger import take_liger
 from toolkit.model_init.model_modules import OnLayer, parameters_on_meta
 from toolkit.model_init.model_partition import ModelPartition
 from toolkit.model_init.offload_activations import offload_activations
@@ -138,6 +139,8 @@ def build_model(
             )
     except Exception as error:
         raise _not_built(recipe, error) from error
+    if recipe.model.kernels == "liger":
+        take_liger(model)  # before parts of it go to other pipeline stages
     try:
         model.tie_weights()  # `parameters_on_meta` replaced parameters one by one, which unties them
         adapters = _adapters(model, recipe)

@@ -22,6 +22,8 @@ EXPERT_KINDS = ("ep", "inner")
 
 Whole experts shared out over tensor-parallel ranks are part of `tensor`.
 """
+LIGER_FAMILIES = ("gemma", "gemma2", "gemma3_text", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3")
+"""Those that `model.kernels: liger` was tested for (tests/model_init/test_liger.py): Liger knows more."""
 NO_EXPERTS = "it has no experts"
 
 

@@ -33,7 +33,8 @@ class LossInHead:
     chunk_tokens: Callable[[int, int], int] = staticmethod(chunk_tokens)
     _sample_losses: torch.Tensor | None = None
 
-    def __init__(self, model: PreTrainedModel, formula: HeadFormula) -> None:
+    def __init__(self, model: PreTrainedModel, formula: HeadFormula, *, is_liger: bool = False) -> None:
+        self._is_liger = is_liger
         self._scale, self._cap = formula.values(model.config.get_text_config(decoder=True))
         head, family = model.get_output_embeddings(), type(model)
         kind = type(head)
@@ -43,12 +44,17 @@ class LossInHead:
         model.__class__ = type(family.__name__, (family,), {"forward": forward, "__module__": family.__module__})
 
     @classmethod
-    def of(cls, model: PreTrainedModel, formula: HeadFormula | None = None) -> "LossInHead | None":
-        """Place the loss in the head, where it is exact: in a linear layer of a family whose formula is known."""
+    def of(
+        cls, model: PreTrainedModel, formula: HeadFormula | None = None, *, is_liger: bool = False
+    ) -> "LossInHead | None":
+        """Place the loss in the head, where it is exact: in a linear layer of a family whose formula is known.
+
+        `is_liger`: compute it by Liger's kernel, where a rank has the whole vocabulary and logits have no factor.
+        """
         formula = formula or head_formula(model.config.model_type)
         is_ours = type(model).__module__.startswith("transformers.models.")  # not a model's own code
         is_linear = type(model.get_output_embeddings()) in (nn.Linear, VocabParallelHead)
-        return cls(model, formula) if formula is not None and is_ours and is_linear else None
+        return cls(model, formula, is_liger=is_liger) if formula is not None and is_ours and is_linear else None
 
     def compute(self, head: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
         """The sum of the token losses, the same on every tensor-parallel rank. hidden [b, s, h]."""
@@ -68,6 +74,7 @@ class LossInHead:
             chunk=self.chunk_tokens(flat.shape[0], rows),
             dtype=torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.weight.dtype,
             makes_gradients=torch.is_grad_enabled(),
+            is_liger=self._is_liger and group is None and self._scale == 1.0,
         )
         with torch.autocast(kind, enabled=False):
             loss, losses = _ChunkedLoss.apply(flat, head.weight, head.bias, labels.flatten(), how)
@@ -126,6 +133,7 @@ class _How:
     dtype: torch.dtype
     """Of products."""
     makes_gradients: bool
+    is_liger: bool
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -144,6 +152,11 @@ class _ChunkedLoss(torch.autograd.Function):
         x, w = hidden.to(how.dtype), weight.to(how.dtype)
         b = None if bias is None else bias.to(how.dtype)
         exact = torch.promote_types(how.dtype, torch.float32)
+        ctx.dtypes = [hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype]
+        if how.is_liger:
+            losses, ctx.gradients = _by_liger(x, w, b, targets, how, wanted)
+            ctx.mark_non_differentiable(losses)
+            return losses.sum(), losses
         # Sums of chunks in fp32, so that their number does not matter; one chunk is not added to anything.
         several = how.chunk < x.shape[0]
         of_hidden = torch.empty_like(x) if wanted[0] else None
@@ -168,7 +181,6 @@ class _ChunkedLoss(torch.autograd.Function):
         ctx.mark_non_differentiable(losses)
         # Not saved by autograd, which would hold them while they become gradients: then those are copied.
         ctx.gradients = [of_hidden, of_weight, of_bias]
-        ctx.dtypes = [hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype]
         return losses.sum(), losses
 
     @staticmethod
@@ -179,6 +191,32 @@ class _ChunkedLoss(torch.autograd.Function):
             made.append(None if gradient is None else gradient.mul_(factors[0]).to(dtype))
             del gradient
         return (*made, None, None)
+
+
+def _by_liger(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    b: torch.Tensor | None,
+    targets: torch.Tensor,
+    how: _How,
+    wanted: list[bool],
+) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+    """The token losses, and the gradients of their sum, in chunks of Liger's choice."""
+    from liger_kernel.ops import fused_linear_cross_entropy_forward
+
+    losses, _, _, _, *gradients = fused_linear_cross_entropy_forward(
+        x,
+        w,
+        targets,
+        bias=b,
+        ignore_index=IGNORE,
+        reduction="none",
+        softcap=how.cap,
+        accum_dtype=torch.float32,
+        compute_gradients=any(wanted),
+        weight_requires_grad=wanted[1],
+    )
+    return losses, [each if is_wanted else None for each, is_wanted in zip(gradients, wanted, strict=True)]
 
 
 def _losses_and_slopes(

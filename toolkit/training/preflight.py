@@ -22,6 +22,7 @@ from toolkit.model_init.build_model import check_trained, load_config
 from toolkit.model_init.document_masking import check_document_masking
 from toolkit.model_init.float8 import check_float8
 from toolkit.model_init.four_bit import check_four_bit
+from toolkit.model_init.liger import check_liger
 from toolkit.models.shape import ModelShape
 from toolkit.models.weights import held_layer_parameters
 from toolkit.training.trackers import Trackers
@@ -49,6 +50,8 @@ def check_model(recipe: Recipe, device: torch.device, *, trust_remote_code: bool
         check_float8(recipe.model.float8, device)
     if recipe.optimizer.name == "adamw8bit":
         adamw8bit()
+    if recipe.model.kernels == "liger":
+        check_liger(device)
     check_trained(recipe, config)
     check_routing(recipe, config)
     check_precision(recipe, device)

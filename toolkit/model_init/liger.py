@@ -1,0 +1,62 @@
+"""model.kernels: liger: norms, rotary embeddings and MLPs by the Triton kernels of liger-kernel.
+
+Liger replaces the forward passes of a model's norms and MLPs, which still call the model's own linear layers, sharded
+or with adapters. It also replaces names in transformers' module of the family; these are put back, so that other models
+of this process stay plain, and the attention of this model alone gets Liger's rotary embedding.
+"""
+
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from types import FunctionType, MethodType
+
+import torch
+from packaging.version import Version
+from transformers import PreTrainedModel
+
+from toolkit.errors import ModelError, RunError, Setting
+from toolkit.models.support import LIGER_FAMILIES
+
+_FIELD = "model.kernels"
+_TORCH: Setting = (_FIELD, "torch")
+_OLDEST = "0.8.5"
+"""Whose functions these are."""
+
+
+def check_liger(device: torch.device) -> None:
+    """Raise RunError where Liger's kernels cannot run."""
+    if device.type != "cuda":
+        raise RunError.of(_FIELD, "liger", f"Liger's kernels run on CUDA, and this run is on {device.type}", _TORCH)
+    try:
+        found = version("liger-kernel")
+    except PackageNotFoundError:
+        found = ""
+    if not found or Version(found) < Version(_OLDEST):
+        reason = f"liger-kernel {found} is too old" if found else "the package liger-kernel is not installed"
+        raise RunError.of(_FIELD, "liger", reason, f"pip install 'liger-kernel>={_OLDEST}'", _TORCH)
+
+
+def take_liger(model: PreTrainedModel) -> None:
+    """Let `model`, with all its layers, compute by Liger's kernels. Raises ModelError for a family not tested."""
+    family, modeling = model.config.model_type, sys.modules[type(model).__module__]
+    if family not in LIGER_FAMILIES or not modeling.__name__.startswith("transformers.models."):
+        given = (("model.kernels", "liger"), ("model_type", family))
+        reason = f"Liger's kernels were not tested for this model, but for {', '.join(LIGER_FAMILIES)}"
+        raise ModelError.between(given, reason, _TORCH)
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+    names = vars(modeling)
+    before = dict(names)
+    try:
+        _apply_liger_kernel_to_instance(model, cross_entropy=False, fused_linear_cross_entropy=False)
+        functions = {name: value for name, value in names.items() if value is not before.get(name)}
+    finally:
+        names.update(before)
+    functions = {name: value for name, value in functions.items() if not isinstance(value, type)}
+    for module in model.modules():
+        forward = type(module).forward
+        if isinstance(forward, FunctionType) and functions.keys() & set(forward.__code__.co_names):
+            own = FunctionType(
+                forward.__code__, before | functions, forward.__name__, forward.__defaults__, forward.__closure__
+            )
+            own.__kwdefaults__ = forward.__kwdefaults__
+            module.forward = MethodType(own, module)
