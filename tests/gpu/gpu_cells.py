@@ -110,6 +110,8 @@ def low_precision() -> Iterable[Cell]:
 
 
 MUON = ("optimizer.name=muon", "optimizer.lr=0.01", "optimizer.adamw_lr=1e-3")
+ADAFACTOR = ("optimizer.name=adafactor", "optimizer.lr=0.01")
+EIGHT_BITS = ("optimizer.name=adamw8bit",)
 LORA = ("model.lora={r: 4, alpha: 8}",)
 BF16 = ("precision=bf16",)
 LLAMA = ("model.name_or_path=llama-tiny", "model.overrides={vocab_size: 320}")
@@ -142,6 +144,9 @@ CELLS = [
     Cell(group="offload", name="optimizer to the CPU", run=zero(2, "parallel.offload_optimizer=cpu"), needs="nvcc"),
     Cell(group="optimizers", name="muon, ZeRO-1", run=zero(1, *MUON), like=(*REFERENCE, *MUON)),
     Cell(group="optimizers", name="muon, ZeRO-3", run=zero(3, *MUON), like=(*REFERENCE, *MUON)),
+    Cell(group="optimizers", name="adafactor, ZeRO-3", run=zero(3, *ADAFACTOR), like=(*REFERENCE, *ADAFACTOR)),
+    Cell(group="optimizers", name="adamw8bit", run=zero(2, *EIGHT_BITS), like=(*REFERENCE, *EIGHT_BITS), within=1e-3,
+         needs="bitsandbytes"),
     Cell(group="optimizers", name="lion", run=zero(1, "optimizer.name=lion", "optimizer.lr=1e-4"), like=(
         *REFERENCE, "optimizer.name=lion", "optimizer.lr=1e-4")),
 ]  # fmt: skip

@@ -71,7 +71,8 @@ def model_conflicts(recipe: Recipe, config: Mapping[str, Any] | None, shape: Mod
             yield recipe.conflict(field, _MODEL, reason=reason, remedy=((field, allowed),))
     if shape is None and config is not None:
         yield from _experts(recipe, config)
-    if recipe.optimizer.name == "adamw8bit" and recipe.parallel.pp > 1 and config and (shape is None or shape.tied):
+    is_tied = (config or {}).get("tie_word_embeddings", True) if shape is None else shape.tied
+    if recipe.optimizer.name == "adamw8bit" and recipe.parallel.pp > 1 and config and is_tied:
         reason = "stages would round the moments of their copies of the tied embedding differently"
         remedy = (("parallel.pp", 1), ("model.overrides.tie_word_embeddings", False))
         yield recipe.conflict("optimizer.name", "parallel.pp", _MODEL, reason=reason, remedy=remedy)
