@@ -39,11 +39,12 @@ def model_of(family: str, *, liger: bool, dtype: torch.dtype = torch.float32) ->
     config = tiny_config(family)
     if hasattr(config, "final_logit_softcapping"):
         config.final_logit_softcapping = 2.0
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(dtype)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.normal_(1.0, 0.2)
+    model.to(dtype)
     if liger:
         liger_interpreter.interpret()
         take_liger(model)
@@ -80,7 +81,8 @@ def errors(family: str, *, liger: bool) -> dict[str, float]:
 @pytest.mark.parametrize("family", LIGER_FAMILIES)
 def test_loss_and_gradients_are_those_of_torchs_kernels(family: str) -> None:
     found, plain = errors(family, liger=True), errors(family, liger=False)
-    assert max(found.values()) < max(1e-6, 2 * max(plain.values())), sorted(found.items(), key=lambda one: one[1])[-4:]
+    assert max(plain.values()) < 1e-5, plain
+    assert max(found.values()) < max(1e-6, 1.3 * max(plain.values())), found
 
 
 @interpreted
@@ -96,16 +98,13 @@ def test_less_is_kept_for_the_backward_pass(family: str) -> None:
     assert kept[1] < kept[0], kept
 
 
-LLAMA = {
-    "name_or_path": "llama-tiny",
-    "overrides": {
-        "hidden_size": 32,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "vocab_size": 320,
-    },
+SIZES = {
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "vocab_size": 320,
 }
 
 
@@ -121,6 +120,10 @@ def trial(recipe: Recipe) -> ParityRun:
 @pytest.mark.parametrize(
     "place",
     [
+        {"model": "qwen3-tiny", "tp": 2},
+        {"model": "gemma-2-2b", "tp": 2, "sequence_parallel": True},
+        {"model": "olmo-2-1b", "tp": 2},
+        {"model": "phi-4", "tp": 2},
         {"zero_stage": 0},
         {"zero_stage": 2},
         {"zero_stage": 3},
@@ -138,11 +141,14 @@ def trial(recipe: Recipe) -> ParityRun:
 )
 def test_it_trains_what_one_plain_process_trains(make_recipe: Make, ranks: Ranks, place: dict[str, Any]) -> None:
     lora = {"lora": {"r": 4}} if place.get("lora") else {}
-    parallel = {key: value for key, value in place.items() if key != "lora"}
+    name = place.get("model", "llama-tiny")
+    sizes = SIZES | ({"head_dim": 8} if name in ("qwen3-tiny", "gemma-2-2b") else {})
+    tiny = {"name_or_path": name, "overrides": sizes} | lora
+    parallel = {key: value for key, value in place.items() if key not in ("lora", "model")}
     options: dict[str, Any] = {"batch": {"global_batch_size": 4, "micro_batch_size": 1}, "train__steps": 4}
     options |= {"data__seq_len": 16}
-    one = ranks(trial, 1, make_recipe(model=LLAMA | lora, train__engine="reference", **options))[0]
-    many = ranks(trial, 2, make_recipe(model=LLAMA | lora | {"kernels": "liger"}, parallel=parallel, **options))[0]
+    one = ranks(trial, 1, make_recipe(model=tiny, train__engine="reference", **options))[0]
+    many = ranks(trial, 2, make_recipe(model=tiny | {"kernels": "liger"}, parallel=parallel, **options))[0]
     assert "LigerRMSNorm" in many.inspected
     report = compare_curves(many.curve, one.curve, Tolerance.constant(1e-6, "fp32"))
     assert report.passed, str(report)
@@ -230,4 +236,9 @@ class TestRefusals:
     def test_a_family_that_was_not_tested(self) -> None:
         model = AutoModelForCausalLM.from_config(tiny_config("mixtral"))
         with refused(ModelError, "model.kernels", "model_type", remedy=("model.kernels", "torch")):
+            take_liger(model)
+
+    def test_another_activation(self) -> None:
+        model = AutoModelForCausalLM.from_config(tiny_config("llama", hidden_act="gelu"))
+        with refused(ModelError, "model.kernels", "activation", remedy=("model.kernels", "torch")):
             take_liger(model)

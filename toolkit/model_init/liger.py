@@ -12,6 +12,7 @@ from types import FunctionType, MethodType
 import torch
 from packaging.version import Version
 from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
 
 from toolkit.errors import ModelError, RunError, Setting
 from toolkit.models.support import LIGER_FAMILIES
@@ -42,6 +43,13 @@ def take_liger(model: PreTrainedModel) -> None:
         given = (("model.kernels", "liger"), ("model_type", family))
         reason = f"Liger's kernels were not tested for this model, but for {', '.join(LIGER_FAMILIES)}"
         raise ModelError.between(given, reason, _TORCH)
+    # Liger's MLPs do not look at the config.
+    wanted = "gelu_pytorch_tanh" if family.startswith("gemma") else "silu"
+    for module in model.modules():
+        activation = getattr(module, "act_fn", getattr(module, "activation_fn", None))
+        if activation is not None and type(activation) is not type(ACT2FN[wanted]):
+            given = (("model.kernels", "liger"), ("activation", type(activation).__name__))
+            raise ModelError.between(given, f"Liger's MLP for {family} computes {wanted}", _TORCH)
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
     names = vars(modeling)

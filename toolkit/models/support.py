@@ -22,7 +22,10 @@ EXPERT_KINDS = ("ep", "inner")
 
 Whole experts shared out over tensor-parallel ranks are part of `tensor`.
 """
-LIGER_FAMILIES = ("gemma", "gemma2", "gemma3_text", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3")
+LIGER_FAMILIES = (
+    *("exaone4", "gemma", "gemma2", "gemma3_text", "glm4", "granite", "hunyuan_v1_dense", "llama", "ministral"),
+    *("mistral", "olmo2", "olmo3", "phi3", "qwen2", "qwen3", "smollm3"),
+)
 """Those that `model.kernels: liger` was tested for (tests/model_init/test_liger.py): Liger knows more."""
 NO_EXPERTS = "it has no experts"
 
