@@ -42,7 +42,7 @@ CELLS = [
     cell("u2-z2-every2"),
     cell("dp2-ddp-every2", "gpt_neox"),
     cell("dp2-fsdp-every2", precision="bf16"),
-    cell("dp2-z3-tiled"),
+    cell("dp2-z3-tiled", "gpt2"),
     cell("dp2-z0-tiled", precision="bf16"),
     cell("tp2-z2-tiled", "qwen3"),
     cell("tp2-dp2-z3-tiled-offacts", "gpt_neox"),

@@ -57,7 +57,7 @@ def _tile(mlp: nn.Module) -> None:
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:
         if not torch.is_grad_enabled():
-            return torch.cat([plain(tile) for tile in _tiles(hidden)], dim=-2)
+            return torch.cat([plain(tile.contiguous()) for tile in _tiles(hidden)], dim=-2)
         places = [(m, n, p) for m in mlp.modules() for n, p in m._parameters.items() if p is not None]
         trained = [place for place in places if place[2].requires_grad]
         weights = (place[2] for place in trained)
@@ -86,7 +86,7 @@ class _TiledMlp(torch.autograd.Function):
         device = hidden.device.type
         ctx.autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
         ctx.save_for_backward(hidden)
-        return torch.cat([plain(tile) for tile in _tiles(hidden)], dim=-2)
+        return torch.cat([plain(tile.contiguous()) for tile in _tiles(hidden)], dim=-2)
 
     @staticmethod
     @once_differentiable
@@ -96,7 +96,7 @@ class _TiledMlp(torch.autograd.Function):
         sums = [torch.zeros_like(copy, dtype=torch.float32) for copy in copies]
         parts, tiles = [], _tiles(hidden)
         for tile, of_output in zip(tiles, gradient.chunk(len(tiles), dim=-2), strict=True):
-            own = tile.detach().requires_grad_()
+            own = tile.contiguous().detach().requires_grad_()
             with torch.enable_grad(), torch.autocast(*ctx.autocast), _replaced(ctx.trained, copies):
                 output = ctx.plain(own)
             of_input, *of_weights = torch.autograd.grad(output, (own, *copies), of_output)
