@@ -374,7 +374,7 @@ WEIGHTS = [
     Bad("validate d.yaml parallel.tp=2 parallel.experts=inner", "the family gpt2 does not support it (it has no experts)"),
     Bad("validate moe.yaml parallel.dp=2 parallel.ep=2 train.engine=ddp parallel.zero_stage=0", "only the engine deepspeed shares out experts"),
     Bad("validate d.yaml model.float8=rowwise", "products in float8 are for models in bf16"),
-    Bad("validate d.yaml model.kernels=liger", "not tested for the family gpt2"),
+    Bad("validate d.yaml model.kernels=liger", "were tested for exaone4, gemma"),
     Bad("train d.yaml model.kernels=liger model.name_or_path=llama-tiny model.overrides={}", "run on CUDA, and this run is on cpu"),
     Bad("validate d.yaml model.float8=e4m3", "one of rowwise, tensorwise"),
     Bad("validate d.yaml train.compile=true train.engine=reference", "the reference stays plain PyTorch"),

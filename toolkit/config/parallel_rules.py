@@ -54,7 +54,7 @@ def model_conflicts(recipe: Recipe, config: Mapping[str, Any] | None, shape: Mod
     yield from _recomputation(recipe, config)
     family = (config or {}).get("model_type")
     if recipe.model.kernels == "liger" and config is not None and family not in LIGER_FAMILIES:
-        reason = f"Liger's kernels were not tested for the family {family}, but for {', '.join(LIGER_FAMILIES)}"
+        reason = f"Liger's kernels were tested for {', '.join(LIGER_FAMILIES)}"
         yield recipe.conflict("model.kernels", _MODEL, reason=reason, remedy=(("model.kernels", "torch"),))
     if recipe.parallel.tiled_mlp and config is not None and expert_count(config):
         field, reason = "parallel.tiled_mlp", "experts choose tokens of a whole micro-batch"

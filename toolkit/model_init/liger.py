@@ -41,7 +41,7 @@ def take_liger(model: PreTrainedModel) -> None:
     family, modeling = model.config.model_type, sys.modules[type(model).__module__]
     if family not in LIGER_FAMILIES or not modeling.__name__.startswith("transformers.models."):
         given = (("model.kernels", "liger"), ("model_type", family))
-        reason = f"Liger's kernels were not tested for this model, but for {', '.join(LIGER_FAMILIES)}"
+        reason = f"Liger's kernels were tested for {', '.join(LIGER_FAMILIES)}"
         raise ModelError.between(given, reason, _TORCH)
     # Liger's MLPs do not look at the config.
     wanted = "gelu_pytorch_tanh" if family.startswith("gemma") else "silu"
