@@ -165,9 +165,14 @@ CONFLICTS: list[tuple[dict[str, object], list[str], list[object]]] = [
         [("train.engine", "deepspeed")],
     ),
     (
-        {"optimizer__name": "adamw8bit", "parallel__zero_stage": 1, "parallel__tp": 2},
-        ["optimizer.name", "parallel.tp"],
-        [("parallel.tp", 1)],
+        {
+            "optimizer__name": "adamw8bit",
+            "parallel__zero_stage": 1,
+            "parallel__tp": 16,
+            "model": {"name_or_path": "llama-3.2-1b"},
+        },
+        ["optimizer.name", "parallel.tp", "model.name_or_path"],
+        [("parallel.tp", "a divisor of 8")],
     ),
     (
         {"optimizer__name": "adamw8bit", "parallel__zero_stage": 1, "parallel__pp": 2},

@@ -199,7 +199,7 @@ def settings() -> Iterator[Setting]:
     for stage in (0, 1, 3):
         yield Setting(f"dp2-z{stage}", "bf16", optimizer={"name": "adafactor"})
         yield Setting(f"dp2-z{stage}", "bf16", optimizer={"name": "adamw8bit"})
-    for layout in ("dp2-z0", "dp2-z2", "pp2-z1"):
+    for layout in ("dp2-z0", "dp2-z2", "pp2-z1", "tp2-z0", "tp2-z1", "tp2-z3", "tp2-dp2-z1"):
         yield Setting(layout, "fp32", "llama", optimizer={"name": "adamw8bit"})
 
 

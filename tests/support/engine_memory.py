@@ -249,6 +249,7 @@ def estimated(recipe: Recipe, config: dict[str, Any], engine: Any) -> tuple[Coun
         ep=layout.ep,
         inner=layout.experts == "inner",
         by_matrix=recipe.optimizer.name == "muon",
+        by_copies=recipe.optimizer.name == "adamw8bit",
     )
     settings = settings_of(config, recipe, "cpu")
     states = deepspeed_states(settings, held, dp=layout.dp, data_rank=place.data, accumulation=batch.accumulation)

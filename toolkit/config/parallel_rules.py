@@ -71,12 +71,27 @@ def model_conflicts(recipe: Recipe, config: Mapping[str, Any] | None, shape: Mod
             yield recipe.conflict(field, _MODEL, reason=reason, remedy=((field, allowed),))
     if shape is None and config is not None:
         yield from _experts(recipe, config)
-    is_tied = (config or {}).get("tie_word_embeddings", True) if shape is None else shape.tied
-    if recipe.optimizer.name == "adamw8bit" and recipe.parallel.pp > 1 and config and is_tied:
+    if recipe.optimizer.name == "adamw8bit" and config is not None:
+        yield from _moments_of_copies(recipe, config, shape)
+    yield from _sequence_length(recipe, shape)
+
+
+def _moments_of_copies(recipe: Recipe, config: Mapping[str, Any], shape: ModelShape | None) -> Iterator[Refusal]:
+    """Copies that 8-bit moments would let drift apart: each is rounded by the largest of a block with its neighbors.
+
+    What all tensor-parallel ranks have copies of is in blocks of its own (`parameter_groups`).
+    """
+    section = recipe.parallel
+    if section.pp > 1 and (config.get("tie_word_embeddings", True) if shape is None else shape.tied):
         reason = "stages would round the moments of their copies of the tied embedding differently"
         remedy = (("parallel.pp", 1), ("model.overrides.tie_word_embeddings", False))
         yield recipe.conflict("optimizer.name", "parallel.pp", _MODEL, reason=reason, remedy=remedy)
-    yield from _sequence_length(recipe, shape)
+    if section.tp > 1 and (shape is None or shape.kv_heads % section.tp):
+        reason = "ranks would round the moments of key-value heads that they share differently"
+        allowed = 1 if shape is None else f"a divisor of {shape.kv_heads}"
+        yield recipe.conflict(
+            "optimizer.name", "parallel.tp", _MODEL, reason=reason, remedy=(("parallel.tp", allowed),)
+        )
 
 
 def _experts(recipe: Recipe, config: Mapping[str, Any]) -> Iterator[Refusal]:
@@ -181,10 +196,6 @@ def _optimizer_settings(recipe: Recipe) -> Iterator[Refusal]:
     if recipe.train.engine == "fsdp":
         reason = "bitsandbytes has no update of sharded tensors"
         yield recipe.conflict("optimizer.name", field := "train.engine", reason=reason, remedy=((field, "deepspeed"),))
-    if recipe.parallel.tp > 1:
-        # A moment is rounded by the largest of its block, where other ranks have other neighbors.
-        reason = "ranks would round the moments of what they hold copies of differently"
-        yield recipe.conflict("optimizer.name", field := "parallel.tp", reason=reason, remedy=((field, 1),))
 
 
 def _model_parallel_settings(recipe: Recipe) -> Iterator[Refusal]:

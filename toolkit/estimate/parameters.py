@@ -186,17 +186,20 @@ class ModelParameters:
         inner: bool = False,
         by_decay: bool = True,
         by_matrix: bool = False,
+        by_copies: bool = False,
     ) -> RankParameters:
         """What a rank holds of a stage with these `layers` (None: all), which is the `first` and the `last` or not.
 
         `ep`, `inner`: as of `local_numels`. `by_decay`: whether the optimizer has a group with and one without weight
-        decay, or one for all. `by_matrix`: whether what Muon updates is apart from both. Experts that replicas share
-        out have groups of their own.
+        decay, or one for all. `by_matrix`: whether what Muon updates is apart from both. `by_copies`: whether what
+        tensor-parallel ranks have copies of is. Experts that replicas share out have groups of their own.
         """
         shards = (tp, ep, inner)
         decays = (True, False) if by_decay else (None,)
         kinds = ((True, True), (True, False), (False, False)) if by_matrix else tuple((decay, None) for decay in decays)
-        return _rank_parameters(self, self.layers if layers is None else layers, first, last, shards, kinds)
+        copies = (False, True) if by_copies and tp > 1 else (None,)
+        groups = tuple((*kind, copied) for kind in kinds for copied in copies)
+        return _rank_parameters(self, self.layers if layers is None else layers, first, last, shards, groups)
 
     def encoded(self) -> dict[str, Any]:
         """As JSON."""
@@ -232,9 +235,10 @@ def _rank_parameters(
     first: bool,
     last: bool,
     shards: tuple[int, int, bool],
-    optimizer_groups: tuple[tuple[bool | None, bool | None], ...],
+    optimizer_groups: tuple[tuple[bool | None, bool | None, bool | None], ...],
 ) -> RankParameters:
-    """`optimizer_groups`: of parameters that decay or not, and that Muon updates or not; None: all of them."""
+    """`optimizer_groups`: of parameters that decay or not, that Muon updates or not, that tensor-parallel ranks have
+    copies of or not; None: all of them."""
     tp, ep, inner = shards
 
     def numels(parameters: Iterable[Parameter], wanted: Callable[[Parameter], bool]) -> tuple[int, ...]:
@@ -283,7 +287,7 @@ def _rank_parameters(
 def _optimizer_groups(
     model: ModelParameters,
     runs: Iterable[tuple[int, int]],
-    kinds: Iterable[tuple[bool | None, bool | None]],
+    kinds: Iterable[tuple[bool | None, bool | None, bool | None]],
     ep: int,
     is_here: Callable[[Parameter], bool],
     numels: Callable[[Iterable[Parameter], Callable[[Parameter], bool]], tuple[int, ...]],
@@ -292,10 +296,14 @@ def _optimizer_groups(
     groups, outside = [], 0
     of_experts = (False, True) if ep > 1 else (None,)
     wanted_groups = [(True, *kind, ours) for kind in kinds for ours in of_experts]
-    for trains, decay, muon, ours in [*wanted_groups, (False, None, None, None)]:
+    for trains, decay, muon, copied, ours in [*wanted_groups, (False, None, None, None, None)]:
+        facts = (decay, copied, ours)
 
-        def wanted(one: Parameter, trains: bool = trains, decay: bool | None = decay, ours: bool | None = ours) -> bool:
-            return one.trainable == trains and decay in (None, one.decays) and ours in (None, one.is_experts)
+        def wanted(one: Parameter, trains: bool = trains, facts: tuple[bool | None, ...] = facts) -> bool:
+            own = (one.decays, one.dim is None and not one.is_experts, one.is_experts)
+            return one.trainable == trains and all(
+                fact in (None, is_so) for fact, is_so in zip(facts, own, strict=True)
+            )
 
         def wanted_inside(one: Parameter, muon: bool | None = muon, wanted: Callable[..., bool] = wanted) -> bool:
             return wanted(one) and muon in (None, is_matrix(one.name, one.shape))

@@ -185,7 +185,7 @@ def _bytes(facts: Mapping[str, int], sizes: Mapping[str, int]) -> int:
 
 
 def stage_parameters(
-    parameters: ModelParameters, layout: Layout, stage: int, layers: range, *, by_decay: bool, by_matrix: bool = False
+    parameters: ModelParameters, layout: Layout, stage: int, layers: range, *, by_decay: bool, **groups: bool
 ) -> RankParameters:
     """What a rank of a pipeline stage holds."""
     return parameters.rank_parameters(
@@ -196,7 +196,7 @@ def stage_parameters(
         ep=layout.ep,
         inner=layout.experts == "inner",
         by_decay=by_decay,
-        by_matrix=by_matrix,
+        **groups,
     )
 
 

@@ -63,7 +63,7 @@ _SWEEPS = ("zero", "micro", "recompute", "seq")
 @click.option(
     "--optimizer",
     type=click.Choice(["adamw", "adam", "sgd", "lion", "muon", "adafactor", "adamw8bit"]),
-    help="muon, adafactor: not for --deepspeed; adamw8bit: not with tp.  [default: adamw]",
+    help="muon, adafactor: not for --deepspeed.  [default: adamw]",
 )
 @click.option("--deepspeed", metavar="FILE", help="Your own DeepSpeed config, with DeepSpeed's defaults.")
 @click.option("--trainer", is_flag=True, help="The Hugging Face Trainer, with its defaults and its `auto`.")
