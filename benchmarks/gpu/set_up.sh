@@ -19,9 +19,11 @@ fi
 install() {
   "$venv/bin/python" -m pip install --quiet --constraint "$1" 'setuptools>=77' wheel &&
     DS_BUILD_OPS=0 "$venv/bin/python" -m pip install --quiet --constraint "$1" --no-build-isolation \
-      --editable '.[lora,liger]' pytest pytest-timeout ninja
+      --editable '.[lora]' pytest pytest-timeout ninja
 }
 # The pinned versions, or without a network those that are there already.
 install "$pinned" || { grep '^torch==' "$pinned" > "$venv/torch.txt" && install "$venv/torch.txt"; }
+"$venv/bin/python" -m pip install --quiet --constraint "$pinned" 'liger-kernel>=0.8.5' ||
+  echo "liger-kernel cannot be installed: what needs it is skipped"
 "$venv/bin/python" -c 'import torch; assert torch.cuda.is_available(), "torch finds no GPU: see `dstk doctor`"'
 touch "$venv/.installed"
