@@ -256,6 +256,47 @@ def change_of(setting: Setting) -> Callable[[dict[str, Any]], None]:
     return change
 
 
+def _most_gathered(recipe: Recipe, max_live: int) -> tuple[int, int]:
+    """On a rank: the most elements of weights that are whole at once, and all that are sharded."""
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+
+    from toolkit.engines.deepspeed_engine import DeepSpeedEngine
+
+    fetch, step = PartitionedParameterCoordinator._fetch_sub_module_impl, DeepSpeedEngine.train_step
+    sharded: list[Any] = []
+    found = 0
+
+    def watched(self: Any, *arguments: Any) -> None:
+        nonlocal found
+        fetch(self, *arguments)
+        whole = (one.ds_numel for one in sharded if one.ds_status != ZeroParamStatus.NOT_AVAILABLE)
+        found = max(found, sum(whole))
+
+    def train_step(self: Any, *arguments: Any, **options: Any) -> Any:
+        sharded[:] = (one for one in self.model.parameters() if not one.ds_persist)
+        return step(self, *arguments, **options)
+
+    PartitionedParameterCoordinator._fetch_sub_module_impl = watched
+    DeepSpeedEngine.train_step = train_step  # type: ignore[method-assign]
+    limits = {"stage3_max_live_parameters": max_live, "stage3_max_reuse_distance": max_live}
+    measure(recipe, lambda config: config["zero_optimization"].update(limits))
+    return found, sum(one.ds_numel for one in sharded)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("max_live", [2_000_000, 1_000_000_000])
+def test_zero_3_gathers_ahead_until_max_live_parameters_are_whole(
+    make_recipe: Make, ranks: Callable[..., list[Any]], max_live: int
+) -> None:
+    # A module's fetch prefetches a bucket of 2^20 elements, and so does the next one: no bucket is a bound.
+    small = {"overrides__n_embd": 256, "overrides__n_layer": 6, "overrides__vocab_size": 320}
+    recipe = make_recipe(parallel={"dp": 2, "zero_stage": 3}, **small)
+    for most, sharded in ranks(_most_gathered, 2, recipe, max_live):
+        allowed = min(max_live, sharded)
+        assert allowed <= most <= allowed + 4 * 256**2
+
+
 @pytest.mark.parametrize("setting", CELLS)
 def test_every_rank_has_the_estimated_bytes_exactly(
     setting: Setting, make_recipe: Make, ranks: Ranks, model_folders: dict[str, str]

@@ -366,11 +366,13 @@ def _temporaries(s: DeepSpeedSettings, params: RankParameters, sizes: list[tuple
 def _gathered(s: DeepSpeedSettings, params: RankParameters) -> int:
     """Elements of gathered weights, at most.
 
-    The current layer, and prefetched parameters until the prefetch bucket is full. Never more than
-    `stage3_max_live_parameters`, except for the current module itself.
+    Each module's fetch prefetches another bucket, until `stage3_max_live_parameters` are whole.
+    On NVMe weights are prefetched into few buffers. Known error: one parameter, and `stage3_max_reuse_distance` where
+    it is more than the former.
     """
     largest = max(params.layer_numel, min(params.outside, params.largest))
-    return min(largest + s.prefetch_bucket_size, max(s.max_live_parameters, largest), params.numel)
+    ahead = min(largest + s.prefetch_bucket_size, s.max_live_parameters) if s.nvme_params else s.max_live_parameters
+    return min(max(ahead, largest), params.numel)
 
 
 def _scattering(s: DeepSpeedSettings, params: RankParameters) -> int:
