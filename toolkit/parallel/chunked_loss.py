@@ -166,7 +166,9 @@ class _ChunkedLoss(torch.autograd.Function):
         for start in range(0, x.shape[0], how.chunk):
             part = slice(start, start + how.chunk)
             chunk = x[part]
-            logits = chunk @ w.t() if b is None else torch.addmm(b, chunk, w.t())  # [c, h] -> [c, v]
+            products = chunk @ w.t() if b is None else torch.addmm(b, chunk, w.t())  # [c, h] -> [c, v]
+            logits = products.to(exact)
+            del products  # before the slopes are made, if it is not the same
             losses[part], slopes = _losses_and_slopes(logits, targets[part], how, any(wanted))
             del logits
             if of_bias is not None and slopes is not None:
@@ -220,10 +222,10 @@ def _by_liger(
 
 
 def _losses_and_slopes(
-    products: torch.Tensor, targets: torch.Tensor, how: _How, wants_slopes: bool
+    logits: torch.Tensor, targets: torch.Tensor, how: _How, wants_slopes: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The losses of a chunk's tokens [c], and their gradients by the products [c, v], in the memory of these."""
-    logits, shard, slope = products.to(torch.promote_types(how.dtype, torch.float32)), how.shard, None
+    """The losses of a chunk's tokens [c], and their gradients by the products [c, v]. Overwrites `logits`, these."""
+    shard, slope = how.shard, None
     if how.cap is not None:
         logits.mul_(how.scale / how.cap).tanh_()
         slope = logits.square().neg_().add_(1.0) if wants_slopes else None

@@ -101,11 +101,12 @@ class _Change:
         rounds = self.width < 4
         cap = [self._of_chunk(4)] if self.has_cap and self.gradients else []
         yield True, products
-        yield from ((True, one) for one in [*([exact] if rounds else ()), *cap])
+        yield from ((True, exact), (False, products)) if rounds else ()
+        yield from ((True, one) for one in cap)
         if rounds and self.gradients:
             yield True, slopes
         yield from ((False, one) for one in [*([exact] if rounds else ()), *cap])
-        if rounds or not self.gradients:
+        if not rounds and not self.gradients:
             yield False, products
         if of_weight is not None and self.chunks.is_one:
             yield True, of_weight
