@@ -34,6 +34,7 @@ SHAPE = {"num_hidden_layers": 6, "hidden_size": 512, "num_attention_heads": 8, "
 SHAPE |= {"intermediate_size": 1408, "vocab_size": 4096}
 SAMPLES, SEQ_LEN = 2, 256
 MEBIBYTE = 2**20
+HEADINGS = ("precision", "side", "tokens/s", "ratio", "at most", "of CPU time", "kept MiB", "first step", "target")
 SAME = {"aten::mm", "aten::addmm", "aten::bmm", "mkldnn::_linear_pointwise"}
 SAME |= {f"aten::_scaled_dot_product_flash_attention_for_cpu{suffix}" for suffix in ("", "_backward")}
 
@@ -109,7 +110,7 @@ def main() -> None:
     publish(
         "compile",
         title="Compiled decoder layers against eager ones",
-        headings=("precision", "side", "tokens/s", "ratio", "at most", "of CPU time", "kept MiB", "first step", "target"),
+        headings=HEADINGS,
         rows=rows,
         text_columns=2,
         notes=[
