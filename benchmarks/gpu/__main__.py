@@ -201,7 +201,8 @@ class FirstHour:
             where = FOLDER / "runs" / f"{setup.label}-{setup.ranks}-{number}".replace(" ", "-").replace(",", "")
             backend = "eager" if self.options.rehearse else "inductor"
             call = partial(run_side, side, recipe, model, tokens, where, WARMUP, backend)
-            outcome = self.budget.on_ranks(call, setup.ranks, needs=LEAST_SECONDS, limit=RUN_SECONDS)
+            limit = self.budget.left if self.options.rehearse else RUN_SECONDS
+            outcome = self.budget.on_ranks(call, setup.ranks, needs=LEAST_SECONDS, limit=limit)
             speed = page.Speed(
                 setup=setup, side=side, outcome=outcome, shape=ready.shape,
                 peak_flops=gpu.bf16_flops if gpu else None, planned_seconds=ready.planned_seconds,
