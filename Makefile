@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # One thread a rank, and DeepSpeed on the CPU: what the tests need, and harmless where there are GPUs.
 CPU := DS_ACCELERATOR=cpu OMP_NUM_THREADS=1
 # Processes that run tests; each forks ranks of its own. A file of tests runs in one of them, and shares its fixtures.
-JOBS ?= 2
+JOBS ?= 3
 PYTEST := $(CPU) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 # For `make gpu`: the environment, how many GPUs, and in how many seconds after setting up.

@@ -175,11 +175,6 @@ CONFLICTS: list[tuple[dict[str, object], list[str], list[object]]] = [
         [("parallel.tp", "a divisor of 8")],
     ),
     (
-        {"optimizer__name": "adamw8bit", "parallel__zero_stage": 1, "parallel__pp": 2},
-        ["optimizer.name", "parallel.pp", "model.name_or_path"],
-        [("parallel.pp", 1), ("model.overrides.tie_word_embeddings", False)],
-    ),
-    (
         {"schedule__name": "constant", "schedule__warmup_steps": 2},
         ["schedule.warmup_steps", "schedule.name"],
         ["remove it", ("schedule.name", "constant_with_warmup")],
@@ -286,6 +281,7 @@ CONSISTENT: list[dict[str, object]] = [
     {"optimizer__name": "lion", "optimizer__betas": [0.9, 0.99]},
     {"optimizer__name": "adafactor", "optimizer__weight_decay": 0.1, "parallel__zero_stage": 3},
     {"optimizer__name": "adamw8bit", "optimizer__eps": 1e-06, "optimizer__betas": [0.9, 0.95]},
+    {"optimizer__name": "adamw8bit", "parallel__zero_stage": 1, "parallel__pp": 2},
     {"optimizer__name": "muon", "optimizer__momentum": 0.9, "optimizer__eps": 1e-06, "optimizer__adamw_lr": 1e-3},
     {"schedule__name": "constant_with_warmup", "schedule__warmup_steps": 10},
     {"schedule__name": "cosine_with_min_lr", "schedule__min_lr_ratio": 0.1},

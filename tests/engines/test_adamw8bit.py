@@ -65,8 +65,7 @@ def run(make_recipe: Callable[..., Recipe], ranks: Callable[..., list[Any]]) -> 
 
     def call(work: Callable[..., Any], layout: str, *arguments: Any, optimizer: str = "adamw8bit") -> Any:
         strategy = Strategy.parse(layout)
-        of_model = {"overrides__tie_word_embeddings": False, "train__steps": STEPS}
-        recipe = strategy.apply(make_recipe(**changes(optimizer) | of_model), 2)
+        recipe = strategy.apply(make_recipe(**changes(optimizer) | {"train__steps": STEPS}), 2)
         return ranks(work, strategy.world_size(2), recipe, *arguments)[0]
 
     return call

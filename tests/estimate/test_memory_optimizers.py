@@ -64,6 +64,15 @@ def test_bitsandbytes_keeps_as_much(numel: int) -> None:
     assert moments_8bit([(numel, 1)]) == kept + (0 if numel >= 4096 else TABLES)
 
 
+def test_the_trainer_keeps_moments_of_embeddings_in_fp32() -> None:
+    whole, less = (
+        TorchStates(in_8_bits=True, fp32_embeddings=kept).states(parameters(), shards=1).resident.optimizer
+        for kept in (True, False)
+    )
+    embedding = 160 * 64
+    assert whole - less == 8 * embedding - (2 * embedding + 8 * embedding // 256)
+
+
 def test_torchao_has_a_table_for_each_tensor() -> None:
     optim = pytest.importorskip("torchao.optim")
     weights = [torch.nn.Parameter(torch.ones(numel)) for numel in (4096, 2**20 + 256)]

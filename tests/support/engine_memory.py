@@ -134,7 +134,7 @@ def by_kind(engine: Any, bucket_bytes: set[int]) -> dict[int, str]:
     for name in _KINDS["masters"]:
         claim("masters", reachable(getattr(optimizer, name, None)))
     base = getattr(optimizer, "optimizer", optimizer)
-    claim("optimizer", reachable(base.state))
+    claim("optimizer", reachable((base.state, getattr(base, "name2qmap", None))))  # tables of 8-bit moments
     named = dict(model.named_buffers())
     claim("model_buffers", [b for name, b in named.items() if not name.endswith("zero_of_another_stage")])
     routing = getattr(engine, "routing", None)
@@ -248,7 +248,7 @@ def estimated(recipe: Recipe, config: dict[str, Any], engine: Any) -> tuple[Coun
         tp=layout.tp,
         ep=layout.ep,
         inner=layout.experts == "inner",
-        by_matrix=recipe.optimizer.name == "muon",
+        by_matrix=recipe.optimizer.name in ("muon", "adamw8bit"),
         by_copies=recipe.optimizer.name == "adamw8bit",
     )
     settings = settings_of(config, recipe, "cpu")

@@ -189,6 +189,8 @@ def _strategies(
 def _notes(recipe: "Recipe", small: "Recipe", options: dict[str, Any]) -> list[str]:
     drops = "Dropout is on: masks depend on the micro-batch and on tp, so layouts agree only within its noise."
     notes = [drops if options["dropout"] else "Dropout is off."]
+    if small.optimizer.name == "adamw8bit":
+        notes.append("Moments of 8 bits round in blocks, which tp and ZeRO cut differently. Prove a layout with adamw.")
     if small.schedule.warmup_steps != recipe.schedule.warmup_steps:
         notes.append(f"Warm-up is shortened to {small.schedule.warmup_steps} of {options['steps']} steps.")
     if options["shrink"]:

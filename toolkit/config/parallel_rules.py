@@ -72,20 +72,17 @@ def model_conflicts(recipe: Recipe, config: Mapping[str, Any] | None, shape: Mod
     if shape is None and config is not None:
         yield from _experts(recipe, config)
     if recipe.optimizer.name == "adamw8bit" and config is not None:
-        yield from _moments_of_copies(recipe, config, shape)
+        yield from _moments_of_copies(recipe, shape)
     yield from _sequence_length(recipe, shape)
 
 
-def _moments_of_copies(recipe: Recipe, config: Mapping[str, Any], shape: ModelShape | None) -> Iterator[Refusal]:
+def _moments_of_copies(recipe: Recipe, shape: ModelShape | None) -> Iterator[Refusal]:
     """Copies that 8-bit moments would let drift apart: each is rounded by the largest of a block with its neighbors.
 
-    What all tensor-parallel ranks have copies of is in blocks of its own (`parameter_groups`).
+    Matrices that all tensor-parallel ranks have copies of are in blocks of their own (`parameter_groups`), and a tied
+    embedding's moments are in fp32.
     """
     section = recipe.parallel
-    if section.pp > 1 and (config.get("tie_word_embeddings", True) if shape is None else shape.tied):
-        reason = "stages would round the moments of their copies of the tied embedding differently"
-        remedy = (("parallel.pp", 1), ("model.overrides.tie_word_embeddings", False))
-        yield recipe.conflict("optimizer.name", "parallel.pp", _MODEL, reason=reason, remedy=remedy)
     if section.tp > 1 and (shape is None or shape.kv_heads % section.tp):
         reason = "ranks would round the moments of key-value heads that they share differently"
         allowed = 1 if shape is None else f"a divisor of {shape.kv_heads}"

@@ -24,26 +24,27 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Return groups without empty ones: parameters with two or more dimensions decay, biases and norms do not.
 
-    Under Muon hidden matrices are apart from the others; with 8-bit moments, so is what tensor-parallel ranks have
-    copies of, as each must round it in blocks with the same neighbors. Experts that replicas share out have groups of
-    their own, which DeepSpeed reduces over other ranks.
+    Muon updates hidden matrices, and `adamw8bit` rounds their moments: these are apart from the others. With 8 bits so
+    are those that tensor-parallel ranks have copies of, as each must round them in blocks with the same neighbors.
+    Experts that replicas share out have groups of their own, which DeepSpeed reduces over other ranks.
     """
     groups: dict[tuple[bool, bool, bool, str], list[nn.Parameter]] = {}
-    by_matrix = section.name == "muon"
+    muon, in_8_bits = section.name == "muon", section.name == "adamw8bit"
     for name, parameter in named_parameters:
         if parameter.requires_grad:
             # ZeRO-3 flattens a parameter to its shard and keeps the shape here.
             shape = getattr(parameter, "ds_shape", parameter.shape)
             shape = shard_of(parameter).shape if is_marked(parameter) else shape
-            is_other = by_matrix and not is_hidden_matrix(name, shape)
-            is_copy = section.name == "adamw8bit" and is_marked(parameter) and not shard_of(parameter).is_split
+            is_other = (muon or in_8_bits) and not is_hidden_matrix(name, shape)
+            is_copy = in_8_bits and not is_other and is_marked(parameter) and not shard_of(parameter).is_split
             key = len(shape) < 2, is_other, is_copy, getattr(parameter, "group_name", None) or ""
             groups.setdefault(key, []).append(parameter)
     ratio = 1.0 if section.adamw_lr is None else section.adamw_lr / section.lr
     return [
         {"params": parameters, "weight_decay": 0.0 if is_spared else section.weight_decay}
         | ({"moe": True, "name": name} if name else {})
-        | ({"muon": not is_other, "lr_ratio": ratio if is_other else 1.0} if by_matrix else {})
+        | ({"muon": not is_other, "lr_ratio": ratio if is_other else 1.0} if muon else {})
+        | ({"optim_bits": 32 if is_other else 8} if in_8_bits else {})
         for (is_spared, is_other, _, name), parameters in sorted(groups.items(), key=lambda group: group[0])
     ]
 

@@ -63,6 +63,8 @@ class DeepSpeedSettings:
     """fp32 states that the optimizer keeps per element."""
     in_8_bits: bool = False
     """Moments of one byte, by bitsandbytes."""
+    hidden_in_8_bits: bool = False
+    """The same of the matrices of decoder layers alone: the 8-bit AdamW of recipes."""
     muon: bool = False
     """The toolkit's Muon: of matrices of the decoder layers one moment, and no counter."""
     factored: bool = False

@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from toolkit.estimate.deepspeed_settings import DeepSpeedSettings
 from toolkit.estimate.rank_parameters import ParameterGroup, RankParameters
-from toolkit.estimate.states import ROUND_ELEMENTS, ModelStates, StateBytes, update_of_factored
+from toolkit.estimate.states import ROUND_ELEMENTS, ModelStates, StateBytes, moments_8bit, update_of_factored
 
 _FALLBACK_BUCKET = 500_000_000
 """Elements that `allreduce_gradients` flattens at once (engine.py, MEMORY_OPT_ALLREDUCE_SIZE)."""
@@ -40,8 +40,8 @@ def _without_zero(s: DeepSpeedSettings, params: RankParameters, dp: int, accumul
     w, is_plain = s.model_bytes, s.wrapper == "none"
     gradients, masters = w * params.trained, 0 if is_plain else 4 * params.trained
     flat = min(params.trained, _FALLBACK_BUCKET + params.largest_trained)
-    alone = sum(group.numel for group in params.groups if not group.is_muon)
-    plain = [(group, group.numel if group.is_muon else alone) for group in params.groups]
+    alone = sum(group.numel for group in params.groups if not group.is_hidden)
+    plain = [(group, group.numel if group.is_hidden else alone) for group in params.groups]
     return ModelStates(
         resident=StateBytes(
             parameters=w * params.numel,
@@ -343,8 +343,9 @@ def _moments(s: DeepSpeedSettings, params: RankParameters, tensors: list[tuple[P
     """States of the tensors that are updated, given as (group, elements, how many)."""
     if s.factored:
         return 4 * params.factors
-    of_muon = sum(4 * elements * count for group, elements, count in tensors if group.is_muon)
-    return of_muon + s.optimizer_bytes((n, count) for group, n, count in tensors if not group.is_muon)
+    hidden = [(elements, count) for group, elements, count in tensors if group.is_hidden]
+    of_hidden = moments_8bit(hidden) if s.hidden_in_8_bits else sum(4 * elements * count for elements, count in hidden)
+    return of_hidden + s.optimizer_bytes((n, count) for group, n, count in tensors if not group.is_hidden)
 
 
 def _temporaries(s: DeepSpeedSettings, params: RankParameters, sizes: list[tuple[ParameterGroup, int]], dp: int) -> int:
@@ -355,10 +356,10 @@ def _temporaries(s: DeepSpeedSettings, params: RankParameters, sizes: list[tuple
     """
     if s.factored:
         return update_of_factored(params)
-    copied = 0 if s.fused else 4 * max((size for group, size in sizes if not group.is_muon), default=0)
-    if not any(group.is_muon for group, _ in sizes):
+    copied = 0 if s.fused else 4 * max((size for group, size in sizes if not group.is_hidden), default=0)
+    if not s.muon:
         return copied
-    share = sum(group.numel for group in params.groups if group.is_muon) // dp
+    share = sum(group.numel for group in params.groups if group.is_hidden) // dp
     largest = max((n for n, _ in params.hidden_matrices), default=0)
     return max(copied, 6 * (4 if s.precision == "fp32" else 2) * max(largest, min(share, ROUND_ELEMENTS)))
 

@@ -172,8 +172,8 @@ class MemoryModel:
             return stage_breakdown(framework, self.shape, self.parameters, layout, work, gpu, stage, layers)
         first, last = stage == 0, stage == layout.pp - 1
         deepspeed = framework if isinstance(framework, DeepSpeedSettings) else None
-        groups = {"by_decay": deepspeed is None or deepspeed.by_decay, "by_matrix": framework.muon}
-        groups["by_copies"] = framework.in_8_bits
+        groups = {"by_decay": deepspeed is None or deepspeed.by_decay, "by_copies": framework.hidden_in_8_bits}
+        groups["by_matrix"] = framework.muon or framework.hidden_in_8_bits
         trainable = without_4bit(work.trainable)
         whole = parameters(self.config, trainable) if trainable else self.parameters
         params = counted = stage_parameters(whole, layout, stage, layers, **groups)

@@ -191,14 +191,19 @@ class ModelParameters:
         """What a rank holds of a stage with these `layers` (None: all), which is the `first` and the `last` or not.
 
         `ep`, `inner`: as of `local_numels`. `by_decay`: whether the optimizer has a group with and one without weight
-        decay, or one for all. `by_matrix`: whether what Muon updates is apart from both. `by_copies`: whether what
-        tensor-parallel ranks have copies of is. Experts that replicas share out have groups of their own.
+        decay, or one for all. `by_matrix`: whether matrices of decoder layers are apart from both. `by_copies`: whether
+        those of them that tensor-parallel ranks have copies of are. Experts that replicas share out have groups of
+        their own.
         """
         shards = (tp, ep, inner)
         decays = (True, False) if by_decay else (None,)
-        kinds = ((True, True), (True, False), (False, False)) if by_matrix else tuple((decay, None) for decay in decays)
-        copies = (False, True) if by_copies and tp > 1 else (None,)
-        groups = tuple((*kind, copied) for kind in kinds for copied in copies)
+        groups: tuple[tuple[bool | None, bool | None, bool | None], ...]
+        if by_matrix:
+            copies = (False, True) if by_copies and tp > 1 else (None,)
+            hidden = tuple((True, True, copied) for copied in copies)
+            groups = (*hidden, (True, False, None), (False, False, None))
+        else:
+            groups = tuple((decay, None, None) for decay in decays)
         return _rank_parameters(self, self.layers if layers is None else layers, first, last, shards, groups)
 
     def encoded(self) -> dict[str, Any]:
@@ -237,8 +242,8 @@ def _rank_parameters(
     shards: tuple[int, int, bool],
     optimizer_groups: tuple[tuple[bool | None, bool | None, bool | None], ...],
 ) -> RankParameters:
-    """`optimizer_groups`: of parameters that decay or not, that Muon updates or not, that tensor-parallel ranks have
-    copies of or not; None: all of them."""
+    """`optimizer_groups`: of parameters that decay or not, that are matrices of decoder layers or not, that
+    tensor-parallel ranks have copies of or not; None: all of them."""
     tp, ep, inner = shards
 
     def numels(parameters: Iterable[Parameter], wanted: Callable[[Parameter], bool]) -> tuple[int, ...]:
@@ -296,7 +301,7 @@ def _optimizer_groups(
     groups, outside = [], 0
     of_experts = (False, True) if ep > 1 else (None,)
     wanted_groups = [(True, *kind, ours) for kind in kinds for ours in of_experts]
-    for trains, decay, muon, copied, ours in [*wanted_groups, (False, None, None, None, None)]:
+    for trains, decay, hidden, copied, ours in [*wanted_groups, (False, None, None, None, None)]:
         facts = (decay, copied, ours)
 
         def wanted(one: Parameter, trains: bool = trains, facts: tuple[bool | None, ...] = facts) -> bool:
@@ -305,13 +310,13 @@ def _optimizer_groups(
                 fact in (None, is_so) for fact, is_so in zip(facts, own, strict=True)
             )
 
-        def wanted_inside(one: Parameter, muon: bool | None = muon, wanted: Callable[..., bool] = wanted) -> bool:
-            return wanted(one) and muon in (None, is_matrix(one.name, one.shape))
+        def wanted_inside(one: Parameter, hidden: bool | None = hidden, wanted: Callable[..., bool] = wanted) -> bool:
+            return wanted(one) and hidden in (None, is_matrix(one.name, one.shape))
 
-        here = ([one for one in end if is_here(one) and muon is not True] for end in (model.front, model.back))
+        here = ([one for one in end if is_here(one) and hidden is not True] for end in (model.front, model.back))
         ends = [numels(end, wanted) for end in here]
         inside = [(numels(model.kinds[kind], wanted_inside), times) for kind, times in runs]
         outside = max(outside, sum(map(sum, ends)))
         runs_of = ((ends[0], 1), *inside, (ends[1], 1))
-        groups.append(ParameterGroup(runs=runs_of, ep=ep if ours else 1, is_muon=muon is True))
+        groups.append(ParameterGroup(runs=runs_of, ep=ep if ours else 1, is_hidden=hidden is True))
     return groups, outside

@@ -19,8 +19,8 @@ class ParameterGroup:
     """Sizes that follow each other, and how often: what stands in front of the layers, layers, what stands behind."""
     ep: int = 1
     """Replicas that share out these parameters: so many times fewer have the same ones."""
-    is_muon: bool = False
-    """Whether Muon updates them."""
+    is_hidden: bool = False
+    """Whether they are the matrices of decoder layers, where the optimizer treats these differently."""
 
     @cached_property
     def numel(self) -> int:

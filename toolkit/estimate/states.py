@@ -103,6 +103,10 @@ class TorchStates:
     """That the optimizer keeps of an element: AdamW 2, Lion 1, SGD 0 or, with momentum, 1."""
     in_8_bits: bool = False
     """Moments of one byte, see `moments_8bit`."""
+    hidden_in_8_bits: bool = False
+    """The same of the matrices of decoder layers alone: the 8-bit AdamW of recipes."""
+    fp32_embeddings: bool = False
+    """Moments of embeddings keep fp32, as the Trainer asks of bitsandbytes (trainer.py, `create_optimizer`)."""
     muon: bool = False
     """torch.optim.Muon for the matrices of decoder layers, which keeps one momentum; `moments` are of all the rest.
 
@@ -133,9 +137,12 @@ class TorchStates:
         w = self.trained_bytes or self.weight_bytes
         gradients, root = w * held, params.numel - sum(params.layer_numels)
         unit = min(max(params.trained_layer, params.largest_trained), elements)
-        if self.in_8_bits:
-            sizes = ((-(-n // shards) if sharded else n, k) for group in params.groups for n, k in group.counted)
-            moments = moments_8bit(sizes)
+        if self.in_8_bits or self.hidden_in_8_bits:
+            rounded = [group for group in params.groups if self.in_8_bits or group.is_hidden]
+            runs = [run for group in rounded for run in group.runs]
+            runs = runs[1:] if self.fp32_embeddings else runs  # the first ones are matrices in front of the layers
+            sizes = [(-(-n // shards) if sharded else n, times) for sizes, times in runs for n in sizes]
+            moments = moments_8bit(sizes) + 8 * max(0, held - sum(n * times for n, times in sizes))
         else:
             matrices = sum(n for n, _ in params.hidden_matrices) if self.muon else 0
             alone = -(-matrices // shards) if sharded else matrices

@@ -178,7 +178,7 @@ class PlanRequest:
             bounds=bounds,
             trained=trained,
             imbalance=self._imbalance(layout),
-            muon=self.base is not None and self.base.optimizer.name == "muon",
+            optimizer="adamw" if self.base is None else self.base.optimizer.name,
         )
 
     def _imbalance(self, layout: Layout) -> float:

@@ -86,7 +86,7 @@ def framework_of(recipe: Recipe, layout: Layout, batch: Batch, *, shape: ModelSh
         return settings_of(build(job, hidden_size=shape.hidden, device="cuda"), recipe, "cuda")
     moments = {"lion": 1, "adafactor": 0, "sgd": int(recipe.optimizer.momentum > 0)}.get(recipe.optimizer.name, 2)
     kinds = {"muon": recipe.optimizer.name == "muon", "factored": recipe.optimizer.name == "adafactor"}
-    kinds["in_8_bits"] = recipe.optimizer.name == "adamw8bit"
+    kinds["hidden_in_8_bits"] = recipe.optimizer.name == "adamw8bit"
     if recipe.train.engine == "fsdp":
         return TorchStates(gathered_bytes=2 if recipe.precision == "bf16" else 4, moments=moments, **kinds)
     return TorchStates(has_buckets=recipe.train.engine == "ddp", moments=moments, **kinds)
@@ -102,7 +102,7 @@ def settings_of(config: Mapping[str, Any], recipe: Recipe, device: Device) -> De
     if recipe.optimizer.name == "adafactor":
         return replace(settings, factored=True)
     if recipe.optimizer.name == "adamw8bit":
-        return replace(settings, in_8_bits=True, counts_in_tensors=False, fused=True)
+        return replace(settings, hidden_in_8_bits=True, counts_in_tensors=False, fused=True)
     # Lion: one moment, and its steps are not counted in tensors.
     moments = 1 if recipe.optimizer.name == "lion" else settings.moments
     return replace(settings, moments=moments, counts_in_tensors=False, fused=True)

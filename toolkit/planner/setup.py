@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from toolkit.config.layout import Layout
+from toolkit.config.recipe import OptimizerName
 from toolkit.models.shape import ModelShape
 from toolkit.models.weights import held_layer_parameters, routed_parameters
 from toolkit.planner.cluster import Cluster
@@ -32,8 +33,7 @@ class Setup:
     """Which weights train; None: all."""
     imbalance: float = 1.0
     """Routed rows of the busiest rank over the mean."""
-    muon: bool = False
-    """Whether Muon updates the matrices of the layers."""
+    optimizer: OptimizerName = "adamw"
 
     @property
     def work(self) -> Work:

@@ -103,6 +103,7 @@ def _torch(options: Mapping[str, Any], layout: Layout) -> ForeignSetup:
         weight_bytes=2 if pure else 4,
         moments=_moments(options),
         in_8_bits=options["optimizer"] == "adamw8bit",
+        fp32_embeddings=bool(options["trainer"]) and not sharded,
         muon=options["optimizer"] == "muon",
         factored=options["optimizer"] == "adafactor",
     )

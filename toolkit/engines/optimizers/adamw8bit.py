@@ -23,16 +23,22 @@ _NUMBERS = {"exp_avg": 1, "exp_avg_sq": 2}
 
 
 def adamw8bit() -> Any:
-    """Return the class. Raises RunError without bitsandbytes."""
+    """Return the class, with `optim_bits` in each parameter group: 8 or 32. Raises RunError without bitsandbytes."""
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)  # it names the kernels that this machine cannot load, whichever are used
     try:
-        from bitsandbytes.optim import AdamW8bit
+        from bitsandbytes import optim
     except ImportError:
         remedy = "install it: pip install bitsandbytes", ("optimizer.name", "adamw")
         raise RunError.of("optimizer.name", "adamw8bit", "bitsandbytes is not installed", *remedy) from None
     finally:
         logging.disable(level)
+
+    class AdamW8bit(optim.AdamW8bit):  # type: ignore[misc]
+        def get_config(self, gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
+            config: dict[str, Any] = super().get_config(gindex, pindex, group)
+            return config | {"optim_bits": group["optim_bits"]}
+
     return AdamW8bit
 
 
