@@ -12,6 +12,7 @@ from toolkit.engines.optimizer import connect_optimizer, parameter_groups, torch
 from toolkit.engines.optimizer_states import PlainStates
 from toolkit.engines.optimizers import adafactor
 from toolkit.engines.optimizers.adafactor import Adafactor
+from toolkit.errors import RunError
 from toolkit.parallel.matrix_exchange import Part
 from toolkit.parallel.shard import Shard
 
@@ -112,3 +113,19 @@ def test_parts_of_matrices_are_updated_as_whole_ones(
     for name, shard, start, tensor in held:
         whole = shard.take(wanted[name]).reshape(-1)[start : start + tensor.numel()]
         assert torch.allclose(tensor, whole, rtol=1e-6, atol=1e-6), shard.name
+
+
+def test_parts_of_a_matrix_that_are_updated_one_after_the_other_are_refused() -> None:
+    """ZeRO-3's sub-groups: a first one's update would need the sums of the second."""
+    halves = [torch.ones(30), torch.ones(30)]
+    optimizer = Adafactor([{"params": [half]} for half in halves], lr=0.02)
+    shard = Shard(name="matrix", shape=(6, 10))
+    optimizer.connect(
+        (Part(tensor=half, shard=shard, start=30 * index, length=30, offset=0) for index, half in enumerate(halves)),
+        None,
+    )
+    for half in halves:
+        half.grad = torch.ones(30)
+    with pytest.raises(RunError, match="matrix in two parts"):
+        optimizer.step()
+    assert all(torch.equal(half, torch.ones(30)) for half in halves)

@@ -98,6 +98,21 @@ def test_float8_is_the_same_in_every_layout(make_recipe: Make, ranks: Ranks, pla
 
 
 @needs_torchao
+@pytest.mark.whole
+@pytest.mark.parametrize("stage", [1, 3])
+def test_compiled_layers_train_what_eager_ones_train(make_recipe: Make, ranks: Ranks, stage: int) -> None:
+    """Within the spread of eager reruns: fused operations leave out roundings to bf16, and float8 magnifies them."""
+    recipe, compiled = (
+        small(make_recipe, float8="rowwise", stage=stage, train__compile=compiles) for compiles in (False, True)
+    )
+    eager, trained = (ranks(float8_trial, 1, one)[0].curve for one in (recipe, compiled))
+    reruns = [ranks(rerun, 1, recipe, seed)[0].curve for seed in (1, 2)]
+    report = compare_curves(trained, eager, Tolerance.envelope([eager, *reruns], factor=ENVELOPE_FACTOR))
+    assert report.passed, str(report)
+    assert trained.losses != eager.losses
+
+
+@needs_torchao
 def test_zero_3_frees_the_weight_between_the_passes() -> None:
     import torch
     from torch import nn
