@@ -24,7 +24,7 @@ RESULTS = ROOT / "build" / "parity"
 WATCHED = (
     "toolkit",
     *(f"tests/parity/{name}.py" for name in ("cell_runs", "fresh_ranks")),
-    *(f"tests/{name}.py" for name in ("rank_parent", "small_text")),
+    *(f"tests/support/{name}.py" for name in ("rank_parent", "small_text")),
 )
 """Files that decide the result of two recipes."""
 PACKAGES = ("torch", "deepspeed", "transformers", "accelerate")

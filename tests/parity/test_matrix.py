@@ -217,6 +217,9 @@ class TestThePage:
         with pytest.raises(page.IncompleteError, match="1 of 3912 cells failed"):
             self.page(state, results)
 
+    def test_it_is_of_files_that_are_here(self) -> None:
+        assert len(State.now().code) == 12
+
     def test_it_lists_every_commit(self, state: State, results: dict[str, Result]) -> None:
         name = str(legal_cells()[7])
         results[name] = replace(results[name], state=replace(state, commit="other", has_changes=True))
