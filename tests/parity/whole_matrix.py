@@ -71,7 +71,7 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     run_parser = commands.add_parser("run")
     run_parser.add_argument("--shard", default="1/1", help="which part, as 2/4")
-    run_parser.add_argument("--cores", type=int, default=2 * len(os.sched_getaffinity(0)), help="ranks at a time")
+    run_parser.add_argument("--cores", type=int, default=3 * len(os.sched_getaffinity(0)), help="ranks at a time")
     commands.add_parser("page")
     arguments = parser.parse_args()
     if arguments.command == "run":
