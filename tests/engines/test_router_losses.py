@@ -18,6 +18,7 @@ from toolkit.config.job import Job
 from toolkit.config.recipe import Recipe
 from toolkit.data.samples.micro_batch import MicroBatch
 from toolkit.engines.base import Engine
+from toolkit.engines.dropout import DropoutStream
 from toolkit.engines.reference_engine import ReferenceEngine
 from toolkit.engines.router_losses import sequence_loss, z_loss
 from toolkit.engines.router_records import RouterOutput
@@ -91,7 +92,7 @@ def test_the_default_is_the_gradient_of_hugging_faces_own_loss(
     ours = gradients(engine, [batch])
 
     model = build_model(recipe).train()
-    torch.manual_seed(0)  # of the micro-batch, where routers draw noise
+    DropoutStream(model, batch.input_ids.device).start(batch.dropout_seed)  # where routers draw noise, the same
     mask = (torch.arange(recipe.data.seq_len) < torch.tensor(lengths)[:, None]).long()
     out = model(
         batch.input_ids,

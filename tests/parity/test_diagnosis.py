@@ -16,8 +16,9 @@ from toolkit.config.recipe import OptimizerSection
 from toolkit.data.samples.loader import MicroBatchLoader
 from toolkit.data.samples.samples import Samples
 from toolkit.engines import accelerate_engine, deepspeed_engine, deepspeed_patches
-from toolkit.engines.base import DataParallelEngine, Engine, StepResult
+from toolkit.engines.base import Engine, StepResult
 from toolkit.engines.deepspeed_engine import DeepSpeedEngine
+from toolkit.engines.full_forward import DataParallelEngine
 from toolkit.parallel.loss import IGNORE
 from toolkit.parity import Bounds, Cause, ParityResult, ParityRun
 from toolkit.parity.run.train_in_memory import train_in_memory

@@ -15,8 +15,8 @@ from toolkit.config.strategy import Strategy
 from toolkit.data.samples.loader import MicroBatchLoader
 from toolkit.data.samples.micro_batch import MicroBatch
 from toolkit.data.samples.samples import Samples
-from toolkit.engines.base import DataParallelEngine
 from toolkit.engines.deepspeed_engine import DeepSpeedEngine
+from toolkit.engines.full_forward import DataParallelEngine
 from toolkit.engines.pipeline_engine import PipelineEngine
 from toolkit.errors import NonFiniteError
 

@@ -19,7 +19,7 @@ from toolkit.data.documents.markov import END, LETTERS, MarkovSource
 from toolkit.data.samples.loader import MicroBatchLoader
 from toolkit.data.samples.samples import Samples
 from toolkit.data.tokens.token_cache import prepare
-from toolkit.engines import base
+from toolkit.engines import full_forward
 from toolkit.parallel.loss import IGNORE
 from toolkit.parity.run.train_in_memory import train_in_memory
 
@@ -102,15 +102,15 @@ def test_a_mean_over_padded_positions_shows(
     markov: Callable[[str], Recipe], ranks: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(MicroBatchLoader, "target_tokens", lambda loader, step: GLOBAL_BATCH * SEQ_LEN)
-    monkeypatch.setattr(base, "IGNORE", -1)  # no label equals it: validation counts every position
+    monkeypatch.setattr(full_forward, "IGNORE", -1)  # no label equals it: validation counts every position
     assert mistakes(markov("padded"), ranks) == {"training below", "held-out below"}
 
 
 def test_a_loss_reported_twice_shows(
     markov: Callable[[str], Recipe], ranks: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    losses = base.FullForwardEngine._losses
-    monkeypatch.setattr(base.FullForwardEngine, "_losses", lambda *arguments: (2 * losses(*arguments)[0], None))
+    losses = full_forward.FullForwardEngine._losses
+    monkeypatch.setattr(full_forward.FullForwardEngine, "_losses", lambda *arguments: (2 * losses(*arguments)[0], None))
     assert mistakes(markov("packed"), ranks) == {"training above", "held-out above"}
 
 

@@ -1,9 +1,9 @@
-"""The interface of every engine, and the training step that all engines except the reference share."""
+"""The interface of every engine, and how all ranks take an update or skip it together."""
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,11 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
-from typing_extensions import override
 
 from toolkit.data.samples.micro_batch import MicroBatch
 from toolkit.engines.compiled_layers import CompiledLayers
-from toolkit.engines.dropout import DropoutStream
 from toolkit.engines.optimizer_states import MASTER, OptimizerStates
 from toolkit.engines.routing import Routing, RoutingStats
 from toolkit.errors import NonFiniteError
@@ -24,7 +22,6 @@ from toolkit.model_init.model_partition import ModelPartition
 from toolkit.parallel.adapter_names import holds_adapters, saved_name
 from toolkit.parallel.chunked_loss import LossInHead
 from toolkit.parallel.gather import Names, Opened, gather_parameters, open_local
-from toolkit.parallel.loss import IGNORE, sample_loss_sums, token_loss_sum
 from toolkit.parallel.shard import FullTensor, Shard, shard_of
 from toolkit.phases import PhaseReporter, ignore_phase
 from toolkit.units import some
@@ -259,139 +256,6 @@ class DistributedEngine(Engine):
     @abstractmethod
     def _update(self, loss: float) -> StepResult:
         """Clip, take the optimizer step, and clear the gradients."""
-
-
-class FullForwardEngine(Engine):
-    """An engine that runs the model from ids to the loss on this rank."""
-
-    dropout: DropoutStream
-
-    @override
-    def evaluate(self, micro_batches: Iterable[MicroBatch]) -> float:
-        totals = torch.zeros(2, dtype=torch.float64, device=self.device)
-        self.model.eval()
-        with torch.no_grad():
-            for micro_batch in micro_batches:
-                batch = self._local_micro_batch(micro_batch).to(self.device)
-                totals[0] += self._losses(self._run(batch), batch)[0]
-                totals[1] += (batch.labels != IGNORE).sum()
-        self.model.train()
-        self._sum_over_replicas(totals)
-        return float(totals[0] / totals[1])
-
-    @abstractmethod
-    def _forward(self, batch: MicroBatch) -> Any:
-        """Run the model and return its output: the loss, or logits [b, s, v]."""
-
-    def _run(self, batch: MicroBatch) -> Any:
-        if self.head_loss is not None:
-            self.head_loss.labels = batch.labels
-        return self._forward(batch)
-
-    def _losses(self, output: Any, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sum of the token losses of one micro-batch; if samples have sources, also those of each, [b]."""
-        if self.head_loss is not None:
-            return output.loss, self.head_loss.take_sample_losses()
-        loss_of = self._loss_sum if batch.sources is None else self._sample_losses
-        losses = loss_of(output.logits, batch.labels)
-        return losses.sum(), losses
-
-    def _local_micro_batch(self, micro_batch: MicroBatch) -> MicroBatch:
-        """Return this rank's part of a micro-batch: all of it unless ranks share sequences."""
-        return micro_batch
-
-    def _loss_sum(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Sum the token losses of one micro-batch."""
-        return token_loss_sum(logits, labels)
-
-    def _sample_losses(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Sum those of each sample, [b]."""
-        return sample_loss_sums(logits, labels)
-
-    def _training_loss(self, batch: MicroBatch, source_losses: torch.Tensor) -> torch.Tensor:
-        """Run the forward pass; return the sum of the token losses, and add those of each source to `source_losses`."""
-        loss, losses = self._losses(self._training_run(batch), batch)
-        if batch.sources is not None:
-            add_by_source(source_losses, losses, batch.sources)
-        return loss
-
-    def _training_run(self, batch: MicroBatch) -> Any:
-        self.dropout.start(batch.dropout_seed)
-        if self.routing is None:
-            return self._run(batch)
-        self.routing.start(batch.lengths)
-        output = self._run(batch)
-        self.routing.finish()
-        return output
-
-    @override
-    def _count_first(self, micro_batches: Sequence[MicroBatch]) -> None:
-        for micro_batch in micro_batches:
-            self._training_run(self._local_micro_batch(micro_batch).to(self.device))
-
-    @override
-    def _sum_over_samples(self, values: torch.Tensor) -> None:
-        super()._sum_over_samples(values)
-        self._sum_over_replicas(values)
-
-    def _sum_over_replicas(self, values: torch.Tensor) -> None:
-        """Sum over the data-parallel ranks, in place."""
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            dist.all_reduce(values)
-
-
-class DataParallelEngine(FullForwardEngine, DistributedEngine):
-    """The training step of engines whose ranks each compute a part of the global batch and average gradients."""
-
-    dp: int
-    """Ranks over which the engine averages gradients."""
-    accumulation: int
-    grad_clip: float
-
-    @override
-    def train_step(
-        self, micro_batches: Iterable[MicroBatch], *, target_tokens: int, learning_rate: float
-    ) -> StepResult:
-        # Of all samples, then of those of each source.
-        loss_sums = torch.zeros(1 + self.sources, dtype=torch.float64, device=self.device)
-        # The engine averages over dp ranks and we sum over micro-batches: this factor turns both into
-        # sum of token losses / target tokens of the global batch.
-        scale = self.dp / target_tokens
-        for i, micro_batch in enumerate(self._begin_routing(micro_batches)):
-            batch = self._local_micro_batch(micro_batch).to(self.device)
-            with self._accumulating(last=i == self.accumulation - 1):
-                micro_loss = self._training_loss(batch, loss_sums[1:])
-                objective = self._add_router_losses(micro_loss, target_tokens)
-                self.report_phase("backward")
-                self._backward(objective * (scale * nan_unless_finite(objective)))
-            loss_sums[:1] += micro_loss.detach()
-        self.report_phase("update")
-        totals = loss_sums.clone()
-        self._sum_over_replicas(totals)
-        total, *source_losses = totals.tolist()
-        result = self._finish_step(total / target_tokens, loss_sums[:1], learning_rate)
-        return self._finish_routing(replace(result, source_losses=tuple(source_losses)))
-
-    def _accumulating(self, *, last: bool) -> AbstractContextManager[None]:
-        """Return a context for forward and backward of one micro-batch; the `last` of a step synchronizes gradients."""
-        return nullcontext()
-
-    @abstractmethod
-    def _backward(self, loss: torch.Tensor) -> None:
-        """Accumulate gradients of a scaled micro-batch loss."""
-
-
-def add_by_source(source_losses: torch.Tensor, losses: torch.Tensor, sources: torch.Tensor) -> None:
-    """Add the losses of samples [b] to those of their sources, in place."""
-    source_losses.index_add_(0, sources, losses.detach().to(source_losses.dtype))
-
-
-def nan_unless_finite(loss: torch.Tensor) -> torch.Tensor:
-    """Return 1, or NaN if `loss` is not finite: as a factor it makes all gradients NaN.
-
-    So one criterion decides on every rank whether a step is taken, the gradient norm, and no rank waits for its device.
-    """
-    return torch.where(torch.isfinite(loss.detach()), 1.0, math.nan)
 
 
 def loss_error(loss: float, local: torch.Tensor) -> NonFiniteError:

@@ -15,9 +15,10 @@ from typing_extensions import override
 from toolkit.config.job import Job
 from toolkit.data.samples.micro_batch import MicroBatch
 from toolkit.engines import deepspeed_patches
-from toolkit.engines.base import DataParallelEngine, DistributedEngine, StepResult, gradient_error
+from toolkit.engines.base import DistributedEngine, StepResult, gradient_error
 from toolkit.engines.compiled_layers import CompiledLayers
 from toolkit.engines.dropout import DropoutStream
+from toolkit.engines.full_forward import DataParallelEngine
 from toolkit.engines.gradient_norm import full_grad_norm
 from toolkit.engines.optimizer import connect_optimizer, parameter_groups, torch_optimizer
 from toolkit.engines.optimizer_states import deepspeed_states, state_kinds

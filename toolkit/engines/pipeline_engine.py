@@ -15,10 +15,11 @@ from typing_extensions import override
 
 from toolkit.config.job import Job
 from toolkit.data.samples.micro_batch import MicroBatch
-from toolkit.engines.base import StepResult, add_by_source, gradient_error, nan_unless_finite
+from toolkit.engines.base import StepResult, gradient_error
 from toolkit.engines.deepspeed_engine import DeepSpeedBase, model_dtype
 from toolkit.engines.deepspeed_patches import equalize_norm_calls, quiet_stdout
 from toolkit.engines.dropout import DropoutStream
+from toolkit.engines.full_forward import add_by_source, nan_unless_finite
 from toolkit.engines.gradient_norm import full_grad_norm
 from toolkit.engines.routing import find_routing
 from toolkit.model_init.model_partition import ModelPartition

@@ -13,8 +13,9 @@ from typing_extensions import override
 
 from toolkit.config.job import Job
 from toolkit.data.samples.micro_batch import MicroBatch
-from toolkit.engines.base import FullForwardEngine, StepResult, gradient_error
+from toolkit.engines.base import StepResult, gradient_error
 from toolkit.engines.dropout import DropoutStream
+from toolkit.engines.full_forward import FullForwardEngine
 from toolkit.engines.gradient_norm import clip_gradients
 from toolkit.engines.optimizer import connect_optimizer, parameter_groups, torch_optimizer
 from toolkit.engines.optimizer_states import PlainStates, state_kinds

@@ -14,7 +14,6 @@ from toolkit.config.layout import Layout, Recompute, recomputes
 from toolkit.errors import LayoutError, ModelError
 from toolkit.estimate.breakdown import MemoryBreakdown
 from toolkit.estimate.deepspeed_settings import DeepSpeedSettings
-from toolkit.estimate.deepspeed_states import deepspeed_states
 from toolkit.estimate.flops import with_experts
 from toolkit.estimate.framework_profile import FrameworkProfile
 from toolkit.estimate.overhead import beside, workspace_bytes
@@ -25,8 +24,9 @@ from toolkit.estimate.pipeline_buffers import (
     kept_by_router_losses,
     routing_counters,
 )
-from toolkit.estimate.profile_memory import stage_breakdown, stage_layers, stage_parameters
+from toolkit.estimate.profile_memory import stage_breakdown, stage_layers
 from toolkit.estimate.rank_parameters import RankParameters
+from toolkit.estimate.rank_states import RankStates, rank_states
 from toolkit.estimate.recorded.recording import (
     Activations,
     Attention,
@@ -39,8 +39,8 @@ from toolkit.estimate.recorded.recording import (
 from toolkit.estimate.recorded.recordings import activations, parameters, stand_in
 from toolkit.estimate.recorded.tiled_mlp import narrow, tile_bytes
 from toolkit.estimate.stage_bounds import balanced_bounds
-from toolkit.estimate.states import ModelStates, TorchStates
-from toolkit.estimate.trainable import in_4_bits, without_4bit
+from toolkit.estimate.states import TorchStates
+from toolkit.estimate.trainable import without_4bit
 from toolkit.estimate.training_step import TrainingStep
 from toolkit.hardware import Gpu
 from toolkit.models.chunked_head import Chunks
@@ -171,46 +171,18 @@ class MemoryModel:
         if isinstance(framework, FrameworkProfile):
             return stage_breakdown(framework, self.shape, self.parameters, layout, work, gpu, stage, layers)
         first, last = stage == 0, stage == layout.pp - 1
-        deepspeed = framework if isinstance(framework, DeepSpeedSettings) else None
-        groups = {"by_decay": deepspeed is None or deepspeed.by_decay, "by_copies": framework.hidden_in_8_bits}
-        groups["by_matrix"] = framework.muon or framework.hidden_in_8_bits
-        trainable = without_4bit(work.trainable)
-        whole = parameters(self.config, trainable) if trainable else self.parameters
-        params = counted = stage_parameters(whole, layout, stage, layers, **groups)
-        itemsize = work.activation_bytes or (2 if deepspeed is None else deepspeed.model_bytes)
-        autocast = work.autocast if deepspeed is None else deepspeed.autocast != "none"
-        unpacked = 0
-        if trainable != work.trainable:
-            packed, unpacked = in_4_bits(
-                whole, framework.weight_bytes if isinstance(framework, TorchStates) else framework.model_bytes
-            )
-            params = stage_parameters(packed, layout, stage, layers, **groups)
-        states = _states(framework, params, layout, work)
-        # A matrix that is kept in 4 bits is unpacked for each of its products.
-        states = replace(states, gathered=states.gathered + unpacked * (2 if autocast else itemsize))
-        resident = states.resident
+        rank = rank_states(self.config, self.parameters, framework, layout, work, stage, layers)
+        params, states, resident = rank.params, rank.states, rank.states.resident
         part: Part = "whole" if layout.pp == 1 else "first" if first else "last" if last else "middle"
-        recorded = self._recorded(layout, work, part, "autocast" if autocast else "fp32" if itemsize == 4 else "bf16")
+        recorded = self._recorded(layout, work, part, rank.precision)
         kept = activations(*recorded)
         in_flight = in_flight_micro_batches(layout.pp, stage, work.accumulation)
-        kept_gradients = [states.fresh_layer * numel // max(1, params.trained_layer) for numel in params.trained_layers]
-        copies = autocast and itemsize == 4
-        missing = casts_to_come(params) if copies and work.recompute != "full" else ()
-        peak, fresh = kept.worst_moment(
-            layers,
-            in_flight=in_flight,
-            gradients_kept=kept_gradients,
-            casts_to_come=missing,
-            offloaded=layout.offload_activations,
-            tile=tile_bytes(self.shape, recorded[1] * recorded[2], itemsize, tp=layout.tp) if layout.tiled_mlp else 0,
-        )
+        tile = tile_bytes(self.shape, recorded[1] * recorded[2], rank.itemsize, tp=layout.tp) if layout.tiled_mlp else 0
+        peak, fresh, casts = _worst_moment(kept, rank, layers, in_flight, work, layout, tile)
+        gathered = states.gathered + casts
         away = max(kept.offloaded(layers)) if layout.offload_activations else 0
-        gathered = states.gathered
-        if copies:
-            moment = _with_casts(kept, layers, params, (peak, fresh), in_flight, work, layout)
-            (peak, fresh), casts = moment
-            gathered += casts
-        buffers = self._pipeline_buffers(layout, work, deepspeed, stage, 2 if autocast else itemsize)
+        deepspeed = framework if isinstance(framework, DeepSpeedSettings) else None
+        buffers = self._pipeline_buffers(layout, work, deepspeed, stage, rank.product_bytes)
         by_kind, logits = _activations_by_kind(kept, layers, in_flight, peak - fresh, away, has_head=last)
         if routers := in_flight * kept_by_router_losses(self.shape, self.parameters, layout, work, layers):
             by_kind["routers"], peak = routers, peak + routers
@@ -224,7 +196,7 @@ class MemoryModel:
             stage=stage,
             rank=layout.rank(pipe=stage),
             layers=params.layers,
-            parameter_count=counted.numel,
+            parameter_count=rank.parameter_count,
             trained_count=params.trained,
             parameters=resident.parameters,
             gradients=resident.gradients + states.accumulated + fresh,
@@ -322,46 +294,44 @@ def _check_attention(family: str, attention: Attention, precision: Precision) ->
         raise ModelError.of("attention", attention, why, f"choose {others}", "bf16 for it")
 
 
-def _states(
-    framework: DeepSpeedSettings | TorchStates, params: RankParameters, layout: Layout, work: Workload
-) -> ModelStates:
-    replicas = layout.dp * layout.ulysses
-    if isinstance(framework, DeepSpeedSettings):
-        return deepspeed_states(framework, params, dp=replicas, accumulation=work.accumulation)
-    return framework.states(params, shards=replicas, accumulation=work.accumulation)
-
-
 def casts_to_come(params: RankParameters) -> list[int]:
     """Bytes of autocast's copies of weights that are not made yet: before the layers, and at the end of each."""
     made = accumulate((2 * size for size in params.layer_matrices), initial=0)
     return [2 * params.matrices - sofar for sofar in made]
 
 
-def _with_casts(
-    kept: Activations,
-    layers: range,
-    params: RankParameters,
-    worst: tuple[int, int],
-    in_flight: int,
-    work: Workload,
-    layout: Layout,
-) -> tuple[tuple[int, int], int]:
-    """The worst moment as in `Activations.worst_moment`, and autocast's copies of weights in 16 bits beside it.
+def _worst_moment(
+    kept: Activations, rank: RankStates, layers: range, in_flight: int, work: Workload, layout: Layout, tile: int
+) -> tuple[int, int, int]:
+    """Return bytes of activations and fresh gradients at the worst moment, of these gradients, and autocast's copies.
 
-    Kept with the activations of each micro-batch. Under recomputation the copies of the forward pass, which autocast
-    keeps of weights that train, are freed when the loss begins, and backward makes those of a layer again.
+    The copies of weights in 16 bits are kept with the activations of each micro-batch. Under recomputation those of
+    the forward pass, which autocast keeps of weights that train, are freed when the loss begins, and backward makes
+    those of a layer again.
     """
+    params, offloads, fresh_layer = rank.params, layout.offload_activations, rank.states.fresh_layer
+    missing = casts_to_come(params) if rank.copies_weights and work.recompute != "full" else ()
+    peak, fresh = kept.worst_moment(
+        layers,
+        in_flight=in_flight,
+        gradients_kept=[fresh_layer * numel // max(1, params.trained_layer) for numel in params.trained_layers],
+        casts_to_come=missing,
+        offloaded=offloads,
+        tile=tile,
+    )
+    if not rank.copies_weights:
+        return peak, fresh, 0
     casts, each = 2 * params.matrices, [2 * size for size in params.layer_matrices]
     if work.recompute != "full":
-        return worst, casts * in_flight
+        return peak, fresh, casts * in_flight
     again = casts - sum(each) + max(each, default=0)
     if params.frozen.numel:
         each = [2 * size for size in params.trained_matrices]
         casts = sum(each)
-    forward = kept.forward_peak(layers, casts=each, offloaded=layout.offload_activations)
-    if forward > worst[0] + again:
-        return (forward - casts, 0), casts
-    return worst, again
+    forward = kept.forward_peak(layers, casts=each, offloaded=offloads)
+    if forward > peak + again:
+        return forward - casts, 0, casts
+    return peak, fresh, again
 
 
 def _activations_by_kind(
