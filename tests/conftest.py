@@ -9,8 +9,13 @@ from typing import Any
 
 import pytest
 
-# First: it sets the environment in which torch and DeepSpeed are imported.
+# First: it sets the environment in which torch, DeepSpeed and Triton are imported.
 from rank_parent import become_rank_parent
+
+# isort: split
+from async_io import use_build_directory
+from skipped_tests import SkippedTests
+from skipped_tests import add_options as add_options_of_skipped_tests
 from slow_tests import Durations, mark_slow_tests, slowest_files_first
 from small_text import write_corpus
 from train_script import train_here
@@ -22,16 +27,20 @@ from toolkit.estimate.recorded import recorder_process
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--write-durations", action="store_true", help="write tests/slow_tests.json (make durations)")
+    add_options_of_skipped_tests(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     # Recordings of activations stay from run to run: they name the code that made them.
     build = Path(__file__).parents[1] / "build"
     os.environ.setdefault("DSTK_CACHE", str(build / "cache"))
-    # Ops of this environment: those that another one compiled would be compiled again in the middle of a test.
-    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(build / "torch_extensions"))
+    use_build_directory()
     if config.getoption("--write-durations"):
         config.pluginmanager.register(Durations())
+    is_worker = hasattr(config, "workerinput")  # of pytest-xdist, whose reports the main process gets
+    limit = config.getoption("--max-skipped")
+    if (config.getoption("--report-skipped") or limit is not None) and not is_worker:
+        config.pluginmanager.register(SkippedTests(limit=limit))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -13,16 +13,17 @@ if TYPE_CHECKING:
     from toolkit.config import load_recipe
     from toolkit.config.job import Job
     from toolkit.training.arguments import TrainOptions
-    from toolkit.training.callback import Action, Callback
+    from toolkit.training.callback import Action, Callback, Rollback
     from toolkit.training.train import load_job, train
 
-__version__ = "0.1.0"
-__all__ = ["Action", "Callback", "Job", "TrainOptions", "load_job", "load_recipe", "train"]
+__version__ = "0.2.0"
+__all__ = ["Action", "Callback", "Job", "Rollback", "TrainOptions", "load_job", "load_recipe", "train"]
 
 _MODULES = {
     "Action": "toolkit.training.callback",
     "Callback": "toolkit.training.callback",
     "Job": "toolkit.config.job",
+    "Rollback": "toolkit.training.callback",
     "TrainOptions": "toolkit.training.arguments",
     "load_job": "toolkit.training.train",
     "load_recipe": "toolkit.config",
