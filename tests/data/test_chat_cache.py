@@ -6,9 +6,11 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 from refusals import refused
-from small_chats import CHATML, write_chats, write_tokenizer
+from small_chats import CHATML, turns, write_chats, write_tokenizer
 
 from toolkit.config.data_section import DataSection
 from toolkit.data.documents import sources
@@ -79,9 +81,12 @@ def test_what_is_trained_on_is_counted_and_is_what_the_entropy_is_of(folder):
 
 def test_the_template_and_what_is_trained_on_make_another_cache(folder):
     paths = [built(folder).path, built(folder, train_on="last_assistant").path, built(folder, train_on="all").path]
-    write_tokenizer(folder / "tokenizer", CHATML.replace("<|im_end|>\n", "<|im_end|>"))
+    paths.append(built(folder, dropped_text="allow").path)
+    write_tokenizer(folder / "tokenizer", stops=("<|im_end|>",))
     paths.append(built(folder).path)
-    assert len({*paths}) == 4
+    write_tokenizer(folder / "tokenizer", CHATML.replace("<|im_end|>\n", "<|im_end|>"), stops=("<|im_end|>",))
+    paths.append(built(folder).path)
+    assert len({*paths}) == 6
 
 
 def test_the_length_of_samples_and_the_packing_do_not(folder):
@@ -109,6 +114,47 @@ def test_a_chat_that_the_template_refuses_is_named(folder, packed):
     with pytest.raises(DataError, match=r"bad.jsonl(.gz)?:151: the chat template, .* begins 'no': .*not this") as error:
         built(folder, source=str(path), workers=2)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet"])
+def test_a_chat_of_which_the_template_leaves_out_a_part_is_named_unless_that_is_allowed(folder, kind):
+    template = "{% for message in messages if message.role != 'developer' %}" + CHATML.partition("%}")[2]
+    write_tokenizer(folder / "tokenizer", template)
+    lines = (folder / "chats.jsonl").read_text().splitlines()
+    messages = [{"role": "developer", "content": "be brief"}, *json.loads(lines[150])["messages"]]
+    lines[150] = json.dumps({"messages": messages})
+    path, text = folder / f"bad.{kind}", "\n".join(lines)
+    if kind == "parquet":
+        chats = pyarrow.table({"messages": [json.loads(line)["messages"] for line in lines]})
+        pyarrow.parquet.write_table(chats, path)
+    else:
+        path.write_bytes(gzip.compress(text.encode()) if kind == "jsonl.gz" else text.encode())
+    place = ", row 150" if kind == "parquet" else ":151"
+    lost = "it leaves out the content of the developer message that begins 'be brief'"
+    with pytest.raises(
+        DataError, match=rf"bad.{kind}{place}: the chat template, .* begins 'be brief': {lost}"
+    ) as error:
+        built(folder, source=str(path), workers=2)
+    assert "\n" not in str(error.value)
+    corpus = built(folder, source=str(path), dropped_text="allow")
+    assert corpus.trained_tokens == built(folder).trained_tokens
+
+
+def test_tokens_at_which_generation_stops_are_those_of_the_models_directory(folder):
+    """Not of the cache, where the tokenizer is without the model."""
+    template = CHATML.replace("'<|im_end|>\n'", "('<|end|>' if message.tool_calls else '<|im_end|>') + '\n'")
+    chat = [*turns("hi"), {"role": "assistant", "content": "ho", "tool_calls": [{"name": "clock"}]}]
+    template = template.replace(
+        "message.content", "(message.tool_calls[0].name if message.tool_calls else '') + message.content"
+    )
+    (folder / "chats.jsonl").write_text(json.dumps({"messages": chat}) + "\n")
+    write_tokenizer(folder / "tokenizer", template)
+    with pytest.raises(DataError, match=r"chats.jsonl:1: .*'<\|end\|>' is neither the EOS token nor in its generation"):
+        built(folder, eval_fraction=0)
+    write_tokenizer(folder / "tokenizer", template, stops=("<|end|>", "</s>"))
+    corpus = built(folder, eval_fraction=0)
+    trained = corpus.tokens("train")[corpus.trained("train") > 0]
+    assert corpus.tokenizer().decode(trained.tolist()) == "clockho<|end|>"
 
 
 def test_a_bad_row_leaves_nothing_but_the_reason(folder):

@@ -1,14 +1,16 @@
 """The token caches of a mixture: each source keeps the one that it has alone, and all have one tokenizer."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import datasets
 import pytest
 from refusals import refused
+from small_chats import write_tokenizer
 
 from toolkit.config.data_section import DataSection, SourceSection, ValidationSection
-from toolkit.data.tokens import token_cache
+from toolkit.data.tokens import corpora, token_cache
 from toolkit.data.tokens.corpora import Corpora, prepare_all
 from toolkit.data.tokens.token_cache import prepare
 from toolkit.errors import DataError
@@ -126,3 +128,51 @@ def test_errors_name_the_source_or_the_validation_set(tmp_path: Path, texts: dic
     sets = (ValidationSection(path=str(saved)),)
     with refused(DataError, "data.validation[0].split", "data.validation[0].path"):
         opened(section(tmp_path, source=str(texts["red"]), validation=sets))
+
+
+BAD_TEXTS: list[tuple[str | None, dict[str, Any]]] = [
+    (None, {}),
+    ("", {}),
+    ('{"text": "a"}\n', {"format": "chat"}),
+    ('{"text": "a"}\n', {"text_field": "content"}),
+]
+"""What is in a file (None: there is none), and what the recipe says of it."""
+
+
+@pytest.mark.parametrize(("text", "options"), BAD_TEXTS)
+@pytest.mark.parametrize("field", ["sources[1]", "validation[0]"])
+@pytest.mark.parametrize("tokenizer", ["bpe-280", "other"])
+def test_what_is_wrong_with_a_later_text_is_found_before_the_first_is_tokenized(
+    tmp_path: Path,
+    texts: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    tokenizer: str,
+    field: str,
+    text: str | None,
+    options: dict[str, Any],
+) -> None:
+    if tokenizer == "other":
+        tokenizer = str(write_tokenizer(tmp_path / "other", template=None))
+    path = tmp_path / "later.jsonl"
+    if text is not None:
+        path.write_text(text)
+    first, later = SourceSection(path=str(texts["red"]), weight=1.0), {"path": str(path), **options}
+    if field == "sources[1]":
+        fields: dict[str, Any] = {"sources": (first, SourceSection(weight=1.0, **later))}
+    else:
+        fields = {"sources": (first,), "validation": (ValidationSection(**later),)}
+    begun: list[str] = []
+    monkeypatch.setattr(token_cache.Corpus, "save_tokenizer", lambda *_: begun.append("tokenizes"))
+    monkeypatch.setattr(corpora, "_train_for_all", lambda *_, **__: begun.append("trains a tokenizer"))
+    with pytest.raises(DataError, match=rf"later\.jsonl|data\.{re.escape(field)}\.format=chat"):
+        opened(section(tmp_path, tokenizer=tokenizer, **fields))
+    assert begun == []
+
+
+def test_an_empty_source_is_named_by_its_field(tmp_path: Path, texts: dict[str, Path]) -> None:
+    """Also one of which only the whole shows that it has no text."""
+    for name, text in (("none.jsonl", ""), ("nulls.jsonl", '{"text": null}\n' * 3), ("none.txt", "")):
+        path = tmp_path / name
+        path.write_text(text)
+        with refused(DataError, "data.sources[1].path", remedy=("data.sources[1].path", "a text that is not empty")):
+            opened(mixture(tmp_path, texts["red"], path))

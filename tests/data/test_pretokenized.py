@@ -140,7 +140,7 @@ BAD = {
     "texts": ({"input_ids": ["1"]}, "input_ids has a str in it"),
     "nested lists": ({"input_ids": [[1, 2], [3]]}, "input_ids has a list in it"),
     "nulls": ({"input_ids": [1, None]}, "input_ids has a NoneType in it"),
-    "no list": ({"input_ids": 7}, "input_ids is a int"),
+    "no list": ({"input_ids": 7}, "input_ids is an int"),
     "float labels": ({**GOOD, "labels": [1.0, 2.0, 3.0]}, "labels has a float in it"),
     "no column": ({"text": "hi"}, "there is no input_ids"),
 }

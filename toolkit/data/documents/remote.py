@@ -26,7 +26,7 @@ _CONNECT_SECONDS, _READ_SECONDS = 10, 30
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "http": "aiohttp", "https": "aiohttp"}
 _VERSIONS = ("ETag", "etag", "md5Hash", "generation", "checksum", "blob_id", "xet_hash", "LastModified")
 _TIMES = ("Last-Modified", "updated", "last_modified", "mtime", "created")
-"""What file systems say of a file that changes with it, the best first."""
+"""Facts of file systems that change with a file, the best first."""
 _NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "DefaultCredentialsError")
 _MAY_PASS = (408, 425, 429)
 """HTTP statuses below 500 after which the same request may succeed."""
@@ -39,7 +39,7 @@ class SourceFile:
 
     name: str
     relative: str
-    """Its name below the root of the source."""
+    """Name of the file below the root of the source."""
     size_bytes: int
     version: str
     """Changes when the file may have changed."""
@@ -62,18 +62,20 @@ def find(url: str) -> tuple[list[SourceFile], bool]:
     """
     files, path = _filesystem(url)
     files.invalidate_cache()
-    _size.cache_clear()
+    size.cache_clear()
     is_http = url.startswith("http")
     is_glob = "*" in path or (not is_http and glob.has_magic(path))
     if is_glob:
         root = re.split(r"[*?[]", path)[0].rpartition("/")[0]
-        found = _patiently(url, lambda: files.glob(path, detail=True))
+        details_by_name = _patiently(url, lambda: files.glob(path, detail=True))
     else:
         info = _patiently(url, lambda: files.info(path))
         if info["type"] != "directory":
             return [_source_file(files, path.rpartition("/")[0], path, info, url)], False
-        root, found = path, _patiently(url, lambda: files.find(path, detail=True))
-    listed = [_source_file(files, root, name, info, url) for name, info in found.items() if info["type"] == "file"]
+        root, details_by_name = path, _patiently(url, lambda: files.find(path, detail=True))
+    listed = [
+        _source_file(files, root, name, info, url) for name, info in details_by_name.items() if info["type"] == "file"
+    ]
     listed = [file for file in listed if file.relative and not re.search(r"(^|/)\.|/$", file.relative)]
     if not listed:
         raise DataError.of("data.source", without_query(url), "there is no file", "check the URL")
@@ -92,44 +94,18 @@ def _source_file(files: Any, root: str, name: str, info: Mapping[str, Any], url:
 
 def open_url(url: str, fetch_bytes: int | None = None) -> BinaryIO:
     """Open a file for reading and seeking. `fetch_bytes` are asked for at a time. Raises DataError or RunError."""
-    return io.BufferedReader(_Ranges(url, fetch_bytes or _FETCH_BYTES), buffer_size=1 << 16)
+    from fsspec.spec import AbstractBufferedFile
 
+    size_bytes = size(url)
 
-class _Ranges(io.RawIOBase):
-    """Asks for ranges of a file, and keeps the last one."""
+    class Ranges(AbstractBufferedFile):  # type: ignore[misc]
+        def _fetch_range(self, start: int, end: int) -> bytes:
+            return _read_range(url, start, min(end, size_bytes))
 
-    def __init__(self, url: str, fetch_bytes: int) -> None:
-        super().__init__()
-        self._url, self._fetch_bytes, self._size = url, fetch_bytes, _size(url)
-        self._position = self._start = 0
-        self._kept = b""
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        wanted = min(len(buffer), self._size - self._position)
-        if wanted <= 0:
-            return 0
-        if not self._start <= self._position < self._start + len(self._kept):
-            end = min(self._size, self._position + max(wanted, self._fetch_bytes))
-            self._kept, self._start = b"", self._position
-            self._kept = _read_range(self._url, self._position, end)
-        first = self._position - self._start
-        data = self._kept[first : first + wanted]
-        buffer[: len(data)] = data
-        self._position += len(data)
-        return len(data)
+    files, path = _filesystem(url)
+    # BufferedReader is the cache: those of fsspec also ask for `fetch_bytes` beyond what is read, up to twice the file.
+    ranges = Ranges(files, path, cache_type="none", size=size_bytes)
+    return io.BufferedReader(ranges, buffer_size=fetch_bytes or _FETCH_BYTES)
 
 
 def _read_range(url: str, start: int, end: int) -> bytes:
@@ -145,15 +121,11 @@ def _read_range(url: str, start: int, end: int) -> bytes:
 
 
 @lru_cache(maxsize=1024)
-def _size(url: str) -> int:
+def size(url: str) -> int:
+    """Return the length of a file in bytes. Raises DataError or RunError."""
     files, path = _filesystem(url)
     info = _patiently(url, lambda: files.info(path))
     return int(info["size"] or 0)
-
-
-def size(url: str) -> int:
-    """Return the length of a file in bytes. Raises DataError or RunError."""
-    return _size(url)
 
 
 def _filesystem(url: str) -> tuple[Any, str]:
@@ -186,6 +158,7 @@ def _filesystem(url: str) -> tuple[Any, str]:
 
 def _patiently(url: str, ask: Callable[[], T]) -> T:
     """Ask, and ask again if the connection fails. Raises DataError for what will not pass, else RunError."""
+    # Not left to fsspec, which retries over some protocols and never over https://. tenacity would save no line.
     for attempt in range(_ATTEMPTS):
         if attempt:
             time.sleep(_FIRST_WAIT_SECONDS * 2 ** (attempt - 1))
@@ -202,9 +175,9 @@ def _patiently(url: str, ask: Callable[[], T]) -> T:
 
 
 def _refusal(url: str, error: BaseException) -> DataError | None:
-    """What the server refuses for good; None where another attempt may succeed."""
+    """Return the refusal for which no other attempt can succeed; None where one may succeed."""
     chain = [error, error.__cause__, error.__context__]
-    status = next((one.status for one in chain if isinstance(getattr(one, "status", None), int)), 0)  # type: ignore[union-attr]
+    status = next((cause.status for cause in chain if isinstance(getattr(cause, "status", None), int)), 0)  # type: ignore[union-attr]
     name = without_query(url)
     if type(error).__name__ in _NO_CREDENTIALS:
         advice = "set AWS_PROFILE or what its protocol needs; for public data on S3 FSSPEC_S3_ANON=true"
@@ -212,8 +185,8 @@ def _refusal(url: str, error: BaseException) -> DataError | None:
     if isinstance(error, PermissionError) or status in (401, 403):
         return DataError.of("data.source", name, "access is denied", "check the credentials in the environment")
     if isinstance(error, FileNotFoundError) and status < 500 and status not in _MAY_PASS:
-        what = "bucket" if "bucket does not exist" in str(error) else "file or directory"
-        return DataError.of("data.source", name, f"there is no such {what}", "check the URL")
+        missing = "bucket" if "bucket does not exist" in str(error) else "file or directory"
+        return DataError.of("data.source", name, f"there is no such {missing}", "check the URL")
     is_wrong = isinstance(error, ValueError | TypeError | NotImplementedError) or "Validation" in type(error).__name__
     if is_wrong or (400 <= status < 500 and status not in _MAY_PASS):
         return DataError.of("data.source", name, f"it cannot be read ({reason_of(error)})", "check the URL")
@@ -236,8 +209,8 @@ def names(url: str) -> list[str]:
 def upload(folder: Path, url: str, *, last: str) -> None:
     """Copy a directory to a URL, the file `last` after all others. Raises DataError or RunError."""
     files, path = _filesystem(url)
-    found = sorted((file for file in folder.rglob("*") if file.is_file()), key=lambda file: (file.name == last, file))
-    for file in found:
+    paths = sorted((file for file in folder.rglob("*") if file.is_file()), key=lambda file: (file.name == last, file))
+    for file in paths:
         target = f"{path}/{file.relative_to(folder).as_posix()}"
         _patiently(url, lambda file=file, target=target: files.put_file(str(file), target))  # type: ignore[misc]
 

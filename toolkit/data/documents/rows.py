@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from toolkit.config.data_section import DataSection
 from toolkit.data.documents import token_rows
 from toolkit.errors import DataError
+from toolkit.units import with_article
 
 if TYPE_CHECKING:
     import pyarrow
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 Format = Literal["text", "chat", "prompt_completion", "pretokenized"]
 Document = str | token_rows.TokenRow
 At = Callable[[], str]
-"""Says where the row is."""
+"""A function that says where the row is, for messages."""
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
@@ -78,8 +79,8 @@ def _chat(row: Mapping[str, Any], at: At) -> dict[str, Any]:
     if turns is None:
         raise _missing("messages or conversations", "chat", at())
     if not isinstance(turns, list) or not turns:
-        given = "empty" if isinstance(turns, list) else f"a {type(turns).__name__}"
-        raise DataError(f"{at()}: {field} is {given}. A chat is a list of at least one turn.")
+        actual_type = "empty" if isinstance(turns, list) else f"{with_article(type(turns).__name__)}"
+        raise DataError(f"{at()}: {field} is {actual_type}. A chat is a list of at least one turn.")
     messages = [_message(turn, f"{field}[{number}]", at) for number, turn in enumerate(turns)]
     if all(message["role"] != "assistant" for message in messages):
         raise DataError(f"{at()}: no turn is the assistant's, so nothing could be trained on. Remove the row.")
@@ -99,14 +100,16 @@ def _chat(row: Mapping[str, Any], at: At) -> dict[str, Any]:
 def _message(turn: Any, name: str, at: At) -> dict[str, Any]:
     """A turn with `role` and `content`, and what else the template may read. Tables fill missing keys with null."""
     if not isinstance(turn, dict):
-        raise DataError(f"{at()}: {name} is a {type(turn).__name__}. A turn is an object with role and content.")
+        raise DataError(
+            f"{at()}: {name} is {with_article(type(turn).__name__)}. A turn is an object with role and content."
+        )
     fields = {key: value for key, value in turn.items() if value is not None}
     role, content = fields.pop("role", fields.pop("from", None)), fields.pop("content", fields.pop("value", None))
     role = _SHAREGPT_ROLES.get(role, role) if isinstance(role, str) else role
     if role not in _ROLES:
         raise DataError(f"{at()}: {name} has the role {role!r}. Roles are {', '.join(_ROLES)}; ShareGPT's human, gpt.")
     if not (isinstance(content, str) or (content is None and fields.get("tool_calls"))):
-        raise DataError(f"{at()}: the content of {name} is a {type(content).__name__}, not a text.")
+        raise DataError(f"{at()}: the content of {name} is {with_article(type(content).__name__)}, not a text.")
     return {"role": role, "content": content, **fields}
 
 
@@ -115,7 +118,9 @@ def _prompt(row: Mapping[str, Any], at: At) -> dict[str, Any]:
         if row.get(field) is None:
             raise _missing(field, "prompt_completion", at())
         if not isinstance(row[field], str):
-            raise DataError(f"{at()}: {field} is a {type(row[field]).__name__}, not a text. See data.format=chat.")
+            raise DataError(
+                f"{at()}: {field} is {with_article(type(row[field]).__name__)}, not a text. See data.format=chat."
+            )
     return {"prompt": row["prompt"], "completion": row["completion"]}
 
 
@@ -128,7 +133,7 @@ def check_text(value: object, text_field: str, *, at: At) -> str | None:
     if value is None:
         return None
     if not isinstance(value, str):
-        reason = f"it is a {type(value).__name__} at {at()}, not a text"
+        reason = f"it is {with_article(type(value).__name__)} at {at()}, not a text"
         raise DataError.of("data.text_field", text_field, reason, ("data.text_field", "a column of texts"))
     if not value.isascii():
         try:

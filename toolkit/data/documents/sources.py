@@ -33,7 +33,7 @@ from toolkit.data.documents import remote, text_chunks
 from toolkit.data.documents.markov import EntropyRate, MarkovSource
 from toolkit.data.documents.part import WHOLE, Part
 from toolkit.data.documents.remote import SourceFile, is_url, without_query
-from toolkit.data.documents.rows import RowReader
+from toolkit.data.documents.rows import Document, RowReader
 from toolkit.data.documents.text_chunks import open_file
 from toolkit.errors import DataError
 from toolkit.files import expanded, reason_of
@@ -145,8 +145,8 @@ class FileSource:
     @classmethod
     def matching(cls, pattern: str, section: DataSection) -> "FileSource":
         """The files that a glob matches; `**` spans directories."""
-        found = map(Path, glob.glob(os.path.expanduser(pattern), recursive=True))
-        paths = sorted(path for path in found if path.is_file())
+        matches = map(Path, glob.glob(os.path.expanduser(pattern), recursive=True))
+        paths = sorted(path for path in matches if path.is_file())
         if not paths:
             advice = f"check the pattern (it is relative to {os.getcwd()})"
             raise DataError.of(_SOURCE, pattern, "no file matches", advice)
@@ -228,8 +228,8 @@ class DatasetSource:
             raise DataError.of(_SOURCE, section.source, reason) from None
         if isinstance(loaded, datasets.DatasetDict):
             if section.split not in loaded:
-                given = (("data.split", section.split), (_SOURCE, section.source))
-                raise DataError.between(given, "there is no such split", ("data.split", " or ".join(loaded)))
+                settings = (("data.split", section.split), (_SOURCE, section.source))
+                raise DataError.between(settings, "there is no such split", ("data.split", " or ".join(loaded)))
             loaded = loaded[section.split]
         return cls(loaded, section)
 
@@ -317,10 +317,14 @@ def _arrow_chunks(path: str, size: int, reader: RowReader) -> Iterator[text_chun
 def _documents(
     records: list[dict[str, Any]], reader: RowReader, size_bytes: int, *, at: str, first_row: int
 ) -> text_chunks.LoadedTexts:
-    checked = (
-        reader.read(record, partial("{}, row {}".format, at, row)) for row, record in enumerate(records, first_row)
-    )
-    return text_chunks.LoadedTexts(texts=tuple(text for text in checked if text), size_bytes=size_bytes)
+    texts: list[Document] = []
+    rows: list[int] = []
+    for row, record in enumerate(records, first_row):
+        text = reader.read(record, partial(text_chunks.row_of, at, row))
+        if text:
+            texts.append(text)
+            rows.append(row)
+    return text_chunks.LoadedTexts(texts=tuple(texts), path=at, rows=tuple(rows), size_bytes=size_bytes)
 
 
 def _kind(path: str | Path) -> str:
@@ -360,8 +364,8 @@ def _corpus_files(paths: list[Path], name: str) -> list[Path]:
 
 def _walk(root: Path, skip: tuple[str, ...] = ()) -> list[Path]:
     """List all files below `root` that are not hidden, sorted by relative path."""
-    found = []
+    paths = []
     for folder, folders, files in os.walk(root):
         folders[:] = [name for name in folders if name not in skip and not name.startswith(".")]
-        found += [Path(folder, name) for name in files if not name.startswith(".")]
-    return sorted(path for path in found if path.is_file())
+        paths += [Path(folder, name) for name in files if not name.startswith(".")]
+    return sorted(path for path in paths if path.is_file())

@@ -39,7 +39,7 @@ class TextChunk(ABC):
     """One unit of work."""
 
     size_bytes: int
-    """Its share of the source's `size_bytes`, for progress and sampling."""
+    """The chunk's share of the source's `size_bytes`, for progress and sampling."""
     continues: bool = False
     """Whether the last document continues in the next chunk."""
 
@@ -143,10 +143,22 @@ class LoadedTexts(TextChunk):
     """Documents that were already read, from Parquet or a dataset."""
 
     texts: tuple[Document, ...]
+    path: str = ""
+    rows: tuple[int, ...] = ()
+    """The row of each text, if these are rows of `path`."""
 
     @override
     def documents(self) -> Iterator[Document]:
-        yield from self.texts
+        if not self.rows:
+            yield from self.texts
+            return
+        for text, row in zip(self.texts, self.rows, strict=True):
+            yield from _placed(text, partial(row_of, self.path, row))
+
+
+def row_of(path: str, row: int) -> str:
+    """Say where a row of a table is."""
+    return f"{path}, row {row}"
 
 
 def open_file(path: str, fetch_bytes: int | None = None) -> BinaryIO:
@@ -223,8 +235,8 @@ def split_offsets(path: str, size_bytes: int, part_bytes: int) -> list[int]:
             window = file.read(_NEAR_BYTES)
             if not _VISIBLE_LINE.search(window):
                 window += file.read(max(0, CHUNK_BYTES - _NEAR_BYTES))
-            found = _VISIBLE_LINE.search(window) or _LINE.search(window) or _CHARACTER.search(window)
-            offsets.append(at + (found.end() if found else 0))
+            boundary = _VISIBLE_LINE.search(window) or _LINE.search(window) or _CHARACTER.search(window)
+            offsets.append(at + (boundary.end() if boundary else 0))
     if offsets[-1] < size_bytes:
         offsets.append(size_bytes)
     return offsets

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.errors import DataError
+from toolkit.units import with_article
 
 if TYPE_CHECKING:
     import pyarrow
@@ -25,7 +26,7 @@ class TokenRow:
     trained: NDArray[np.uint8]
     """Whether each is trained on."""
     at: Callable[[], str]
-    """Says where the row is."""
+    """A function that says where the row is, for messages."""
 
     def __bool__(self) -> bool:
         return len(self.ids) > 0
@@ -74,8 +75,8 @@ def _integers(value: Any, field: str, at: Callable[[], str]) -> NDArray[np.int64
     if isinstance(value, np.ndarray):
         return value.astype(np.int64, copy=False)
     if not isinstance(value, list):
-        raise DataError(f"{at()}: {field} is a {type(value).__name__}. It must be a list of integers.")
-    if wrong := {type(one).__name__ for one in value} - {"int"}:
+        raise DataError(f"{at()}: {field} is {with_article(type(value).__name__)}. It must be a list of integers.")
+    if wrong := {type(entry).__name__ for entry in value} - {"int"}:
         raise DataError(f"{at()}: {field} has a {min(wrong)} in it. It must be a list of integers.")
     try:
         return np.array(value, dtype=np.int64)

@@ -17,13 +17,13 @@ def write_sources(
     names = [re.sub(r"[^\w.-]+", "_", f"_{source.name}" if source.name else "") for source in sources]
     prefix = prefix.removesuffix(".idx").removesuffix(".bin")
     for index, (source, name) in enumerate(zip(sources, names, strict=True)):
-        with fields_of(source.place, source.given):
+        with fields_of(source.place, source.corpus_section):
             check(source.section, f"{prefix}{name}")
         if name in names[:index]:
             raise DataError.of(f"{source.place}.name", source.name, "another source has this prefix", "give it a name")
     written = []
     for source, name in zip(sources, names, strict=True):
-        with fields_of(source.place, source.given):
+        with fields_of(source.place, source.corpus_section):
             files = write_megatron(source.section, f"{prefix}{name}", merge=merge, shards=shards, progress=progress)
         written.append(files)
     return written

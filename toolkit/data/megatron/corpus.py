@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _COUNTED_TOKENS = 1 << 24
-"""At most so many tokens are read for the entropy of single ones."""
+"""Maximum number of tokens that are read for the entropy of single ones."""
 _COUNTED_AT_ONCE = 1 << 16
 
 
@@ -86,14 +86,14 @@ def _first_held_out(index: MegatronIndex, section: DataSection) -> int:
     all_offsets = DocumentOffsets(index, 0, index.documents)
     first = min(first, int(all_offsets.searchsorted(index.tokens - BLOCK_TOKENS, side="right")) - 1)
     if first < 1 or not all_offsets[first]:
-        given = (("data.eval_fraction", section.eval_fraction), ("data.source", section.source))
+        settings = (("data.eval_fraction", section.eval_fraction), ("data.source", section.source))
         reason = f"whole documents at the end are held out, {BLOCK_TOKENS:,} tokens at least, and nothing would be left"
-        raise DataError.between(given, reason, "use more text", ("data.eval_fraction", 0))
+        raise DataError.between(settings, reason, "use more text", ("data.eval_fraction", 0))
     return first
 
 
 def _offsets(index: MegatronIndex, first: int, last: int) -> NDArray[np.int64]:
-    """Where documents begin. Megatron-LM writes one without tokens for an empty text: those are left out, in memory."""
+    """Return where documents begin, without the empty ones that Megatron-LM writes for empty texts."""
     offsets = DocumentOffsets(index, first, last)
     if index.may_be_empty:
         return np.unique(np.asarray(offsets))

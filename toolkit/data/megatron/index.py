@@ -37,13 +37,13 @@ _PART = 1 << 10
 
 @dataclass(frozen=True, kw_only=True)
 class MegatronIndex:
-    """What an .idx says of its .bin."""
+    """The content of an .idx, which describes its .bin."""
 
     prefix: str
     dtype: np.dtype[Any]
     tokens: int
     sequence_bytes: NDArray[np.int64]
-    """Where each sequence begins in the .bin."""
+    """Offset in bytes at which each sequence begins in the .bin."""
     document_sequences: NDArray[np.int64]
     """The sequence that each document begins with, and the number of sequences."""
     may_be_empty: bool
@@ -58,7 +58,7 @@ class MegatronIndex:
         return np.memmap(f"{self.prefix}.bin", dtype=self.dtype, mode="r")
 
     def offsets(self, documents: NDArray[np.int64] | slice) -> NDArray[np.int64]:
-        """Where these documents begin in the stream; after the last one comes the end of the stream."""
+        """Return where these documents begin in the stream; after the last one comes the end of the stream."""
         sequences = self.document_sequences[documents]
         last = len(self.sequence_bytes) - 1
         begins = self.sequence_bytes[np.minimum(sequences, last)] // self.dtype.itemsize
@@ -176,7 +176,7 @@ def _bad(path: Path, reason: str, advice: str = "Write it again, or copy it agai
 
 
 class DocumentOffsets:
-    """Where the documents `first` to `last` begin, counted from the first one, and where the last one ends.
+    """Offsets of the documents `first` to `last`, counted from the first one, and of the end of the last one.
 
     Used as an array of int64, it reads what is asked for from the index; only as many numbers stay in memory as it has
     parts, 1/1,024 of them.
@@ -207,12 +207,12 @@ class DocumentOffsets:
         return content if dtype is None else content.astype(dtype, copy=False)
 
     def searchsorted(self, values: ArrayLike, side: Any = "left", sorter: None = None) -> NDArray[np.int64]:
-        """As numpy's, which calls it: find the part of each value, and search there."""
+        """Search as numpy's function does, which calls it: find the part of each value, and search there."""
         wanted = np.asarray(values)
         parts = np.maximum(np.searchsorted(self._parts, wanted, side=side) - 1, 0)
-        found = np.empty(wanted.shape, dtype=np.int64)
+        indices = np.empty(wanted.shape, dtype=np.int64)
         for part in np.unique(parts).tolist():
             here = parts == part
             content = self[part * _PART : (part + 1) * _PART]
-            found[here] = part * _PART + np.searchsorted(content, wanted[here], side=side)
-        return found
+            indices[here] = part * _PART + np.searchsorted(content, wanted[here], side=side)
+        return indices

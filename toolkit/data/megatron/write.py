@@ -35,7 +35,7 @@ _LONGEST = np.iinfo(np.int32).max
 
 @dataclass(frozen=True, kw_only=True)
 class MegatronFiles:
-    """What was written."""
+    """The files that were written, and their content."""
 
     prefix: Path
     tokenizer: Path

@@ -1,4 +1,4 @@
-"""What a recipe's data are, in rows of a name and a text, as the banner of a run and `dstk data` show them."""
+"""Description of a recipe's data, in rows of a name and a text, as the banner of a run and `dstk data` show them."""
 
 from toolkit.config.recipe import Recipe
 from toolkit.data.samples.mixture import MixtureSamples
@@ -14,27 +14,27 @@ def describe_data(recipe: Recipe, corpora: Corpora, samples: Samples) -> list[tu
     held_out = "" if own_sets else f", {format_count(corpora.eval_tokens)} held out"
     tokens = f"{format_count(corpora.train_tokens)} tokens{held_out}"
     if isinstance(samples, MixtureSamples):
-        found = [("data", f"{len(samples.names)} sources, {tokens}")]
+        facts = [("data", f"{len(samples.names)} sources, {tokens}")]
         run_samples = recipe.train.steps * recipe.batch.global_batch_size
-        found += [("source", f"{share.name}: {share}") for share in samples.shares(run_samples)]
+        facts += [("source", f"{share.name}: {share}") for share in samples.shares(run_samples)]
     else:
-        found = [("data", f"{data.source}, {tokens}")]
+        facts = [("data", f"{data.source}, {tokens}")]
     ends = dict.fromkeys(text.corpus.ends for text in corpora.sources.values() if text.corpus.ends)
-    found += [("documents", "; ".join(ends)), ("samples", samples.summary())]
-    return [*found, *describe_validation(recipe, corpora)]
+    facts += [("documents", "; ".join(ends)), ("samples", samples.summary())]
+    return [*facts, *describe_validation(recipe, corpora)]
 
 
 def describe_validation(recipe: Recipe, corpora: Corpora) -> list[tuple[str, str]]:
     """Describe the validation sets that are texts of their own."""
     if recipe.data.validation is None and not corpora.finds_validation:
         return []
-    found = " of split validation" if recipe.data.validation is None else ""
-    return [("validation", _set(name, text, found)) for name, text in corpora.validation.items()]
+    origin = " of split validation" if recipe.data.validation is None else ""
+    return [("validation", _set(name, text, origin)) for name, text in corpora.validation.items()]
 
 
-def _set(name: str, text: OpenText, found: str) -> str:
+def _set(name: str, text: OpenText, origin: str) -> str:
     """A validation set: its name, and where it is from."""
     tokens = f"{format_count(text.corpus.token_count(text.split))} tokens"
     if text.split == "eval":
         return f"{name}: {tokens} held out"
-    return f"{name}{': ' * bool(name)}{text.section.source}, {tokens}{found}"
+    return f"{name}{': ' * bool(name)}{text.section.source}, {tokens}{origin}"

@@ -35,9 +35,9 @@ class Epoch(NamedTuple):
     first_row: int
     """Rows of all epochs before it."""
     pieces: NDArray[np.int64]
-    """In the order of the epoch."""
+    """Numbers of the pieces of documents, in the order of the epoch."""
     starts: NDArray[np.int64]
-    """Where each row begins among the pieces, and where the last one ends."""
+    """Index among the pieces at which each row begins, and at which the last one ends."""
 
     @property
     def end(self) -> int:
@@ -90,9 +90,11 @@ class DocumentSamples(Samples):
         pairs = zip(begins.tolist(), lengths.tolist(), strict=True)
         targets = [np.count_nonzero(self._trained[begin + 1 : begin + 1 + length]) for begin, length in pairs]
         self._targets = np.array(targets, dtype=np.int64)
-        kept = self._targets > 0
-        self.pieces_without_targets = int((~kept).sum())
-        self._begins, self._lengths, self._targets = begins[kept], lengths[kept], self._targets[kept]
+        has_targets = self._targets > 0
+        self.pieces_without_targets = int((~has_targets).sum())
+        self._begins = begins[has_targets]
+        self._lengths = lengths[has_targets]
+        self._targets = self._targets[has_targets]
 
     @override
     def summary(self) -> str:
@@ -143,7 +145,7 @@ class DocumentSamples(Samples):
         return sum(int(self._targets[self._pieces(row)].sum()) for row in rows)
 
     def _row(self, index: int) -> Iterator[tuple[int, int, int]]:
-        """Where each piece of a row is placed, where it begins in the stream, and how many places it takes."""
+        """Yield (place in the row, start in the stream, places that it takes) of each piece of a row."""
         pieces = self._pieces(index)
         lengths = self._lengths[pieces]
         places = np.cumsum(lengths) - lengths

@@ -78,8 +78,8 @@ def open_samples(
     if corpus.trained_tokens is not None:
         if section.packing == "packed" and not section.masks_documents:
             reason = "its labels leave tokens out, and such rows are whole documents that do not attend to each other"
-            given = (("data.format", section.format), ("data.document_masking", False))
-            raise DataError.between(given, reason, ("data.document_masking", True), ("data.packing", "padded"))
+            settings = (("data.format", section.format), ("data.document_masking", False))
+            raise DataError.between(settings, reason, ("data.document_masking", True), ("data.packing", "padded"))
         return DocumentSamples(corpus, overlong=section.overlong, **fields)
     return Samples(corpus, document_masking=section.document_masking, **fields)
 
@@ -99,8 +99,8 @@ def validation_samples(recipe: Recipe, corpora: Corpora) -> dict[str, Samples]:
     """Open the validation sets of a recipe. Raises DataError if one has no sample, or there is none."""
     if not corpora.validation:
         reason = "no text is held out for the validation, and no dataset has a validation split"
-        given = (("train.eval_every", recipe.train.eval_every), ("data.eval_fraction", recipe.data.eval_fraction))
-        raise DataError.between(given, reason, ("data.eval_fraction", 0.01), ("train.eval_every", 0))
+        settings = (("train.eval_every", recipe.train.eval_every), ("data.eval_fraction", recipe.data.eval_fraction))
+        raise DataError.between(settings, reason, ("data.eval_fraction", 0.01), ("train.eval_every", 0))
     fields: dict[str, Any] = {"seed": recipe.train.seed, "global_batch_size": recipe.batch.global_batch_size}
     return {
         name: open_samples(text.corpus, text.section, split=text.split, shuffled=False, **fields)
@@ -110,7 +110,7 @@ def validation_samples(recipe: Recipe, corpora: Corpora) -> dict[str, Samples]:
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchLoader:
-    """Which micro-batches a rank computes in each step. Needs no communication.
+    """The micro-batches that a rank computes in each step. Needs no communication.
 
     `reads`: whether this rank needs tokens. The middle stages of a pipeline do not; their micro-batches are empty but
     for the dropout seeds.
@@ -123,7 +123,7 @@ class MicroBatchLoader:
     reads: bool = True
     train: Samples
     validation: Mapping[str, Samples] = field(default_factory=dict)
-    """By name; what a single source holds out has the empty name."""
+    """Validation sets by name; the part that a single source holds out has the empty name."""
     report_phase: PhaseReporter = ignore_phase
 
     @classmethod
@@ -198,8 +198,8 @@ class MicroBatchLoader:
         whose labels are all ignored.
         """
         if name is None:
-            for one in self.validation:
-                yield from self.validation_batches(one)
+            for validation_set in self.validation:
+                yield from self.validation_batches(validation_set)
             return
         chosen = self._validation_ids(name)
         count = len(chosen)

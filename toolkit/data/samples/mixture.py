@@ -25,7 +25,7 @@ from toolkit.units import format_count
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """What a run reads of a source."""
+    """The part of a run's samples that is from one source."""
 
     name: str
     samples: int
@@ -61,27 +61,27 @@ class MixtureSamples(Samples):
 
     @override
     def summary(self) -> str:
-        found = {name: part.summary() for name, part in zip(self.names, self.parts, strict=True)}
-        return "; ".join(f"{name}: {text}" for name, text in found.items() if text)
+        summaries = {name: part.summary() for name, part in zip(self.names, self.parts, strict=True)}
+        return "; ".join(f"{name}: {text}" for name, text in summaries.items() if text)
 
     def shares(self, run_samples: int) -> tuple[Share, ...]:
-        """What a run of so many samples reads of each source."""
-        found = []
+        """Return the share of each source in a run of so many samples."""
+        shares = []
         for name, part, weight in zip(self.names, self.parts, self._weights, strict=True):
             share = Fraction(weight, sum(self._weights))
             samples = round(run_samples * share)
             epochs = samples / len(part)
-            found.append(Share(name=name, samples=samples, share=float(share), epochs=epochs, seq_len=self.seq_len))
-        return tuple(found)
+            shares.append(Share(name=name, samples=samples, share=float(share), epochs=epochs, seq_len=self.seq_len))
+        return tuple(shares)
 
     def locate(self, numbers: ArrayLike) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the source of each sample of the run, and which sample of the source it is."""
         sources, inner = self._interleaving.locate(np.atleast_1d(np.asarray(numbers, dtype=np.int64)))
         indices = np.empty_like(inner)
         for source, part in enumerate(self.parts):
-            own = sources == source
-            if own.any():
-                indices[own] = part.sample_ids(0, inner[own])
+            from_source = sources == source
+            if from_source.any():
+                indices[from_source] = part.sample_ids(0, inner[from_source])
         return sources, indices
 
     @override
@@ -90,18 +90,18 @@ class MixtureSamples(Samples):
 
     @override
     def tokens(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        part, own = self._part_of(index)
-        return part.tokens(own)
+        part, part_index = self._part_of(index)
+        return part.tokens(part_index)
 
     @override
     def position_ids(self, index: int) -> NDArray[np.int64]:
-        part, own = self._part_of(index)
-        return part.position_ids(own)
+        part, part_index = self._part_of(index)
+        return part.position_ids(part_index)
 
     @override
     def length(self, index: int) -> int:
-        part, own = self._part_of(index)
-        return part.length(own)
+        part, part_index = self._part_of(index)
+        return part.length(part_index)
 
     def source_of(self, number: int) -> str:
         """Return the name of the source that a sample of the run is from."""
@@ -128,7 +128,8 @@ class MixtureSamples(Samples):
         sources, inner = self._interleaving.locate(np.atleast_1d(self.sample_ids(step, positions)))
         numbers = [inner[sources == source] for source in range(len(self.parts))]
         return tuple(
-            part.target_count(0, own) if len(own) else 0 for part, own in zip(self.parts, numbers, strict=True)
+            part.target_count(0, part_indices) if len(part_indices) else 0
+            for part, part_indices in zip(self.parts, numbers, strict=True)
         )
 
 
@@ -183,5 +184,5 @@ def _check_length(spent: int, steps: int, global_batch_size: int) -> None:
     possible = spent // global_batch_size
     if steps != possible:
         reason = f"epochs and tokens of data.sources make {spent:,} samples, which are {possible:,} steps"
-        given: tuple[Setting, ...] = (("train.steps", steps), ("batch.global_batch_size", global_batch_size))
-        raise DataError(Refusal.between(given, reason, ("train.steps", possible), "give a source a weight instead"))
+        settings: tuple[Setting, ...] = (("train.steps", steps), ("batch.global_batch_size", global_batch_size))
+        raise DataError(Refusal.between(settings, reason, ("train.steps", possible), "give a source a weight instead"))

@@ -174,19 +174,20 @@ class Samples:
         return int(self._locate(self.sample_ids(step, positions))[1].sum())
 
     def _document_starts(self, start: int) -> NDArray[np.int64]:
-        """Where documents begin among the targets of the window at `start`, relative to it: 1 to s."""
+        """Return where documents begin among the targets of the window at `start`, relative to it: 1 to s."""
         first, last = self._document_range(np.int64(start))
         return np.asarray(self._offsets[first:last]) - start
 
     def _document_range(self, start: NDArray[np.int64] | np.int64) -> tuple[Any, Any]:
-        """Which documents begin in (start, start + s]. End-of-text tokens cannot tell: a validation block leaves a
-        boundary without one, and a text may contain one.
+        """Return the documents that begin in (start, start + s], as a range of their numbers.
+
+        End-of-text tokens cannot tell: a validation block leaves a boundary without one, and a text may contain one.
         """
         first, last = np.searchsorted(self._offsets, np.array([start, start + self.seq_len]), side="right")
         return first, last
 
     def _locate(self, index: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Where each sample begins in the stream, and how many targets it has."""
+        """Return where each sample begins in the stream, and how many targets it has."""
         if self._packed:
             return index * self.seq_len, np.full(index.shape, self.seq_len, dtype=np.int64)
         document = np.searchsorted(self._first_sample, index, side="right") - 1

@@ -23,9 +23,9 @@ from toolkit.data.tokens.shard import Shard
 from toolkit.errors import DataError
 
 TRAINED_SUFFIX = ".trained"
-"""Of the files that say of each token whether it is trained on."""
+"""Suffix of the files that say of each token whether it is trained on."""
 Segments = tuple[NDArray[np.int64], NDArray[np.bool_]]
-"""Where each segment of the stream ends, and whether it is in the validation split."""
+"""Ends of the segments of the stream, and whether each is in the validation split."""
 BLOCK_TOKENS = 2048
 MIN_VALIDATION_DOCUMENTS = 20
 _SPLITS = ("train", "eval")
@@ -36,7 +36,7 @@ def build(folder: Path, section: DataSection, shards: Sequence[Shard], rate: Ent
     encoding = shards[0].of["encoding"]
     ends = document_ends(shards)
     if not len(ends):
-        raise DataError.of("data.source", section.source, "every document is empty", "check data.source")
+        raise empty_text(section)
     whole = section.format != "text"
     if section.format == "pretokenized":
         whole = any(shard.counts.untrained for shard in shards)
@@ -46,9 +46,9 @@ def build(folder: Path, section: DataSection, shards: Sequence[Shard], rate: Ent
     # Each token must be one symbol of the source, to whose symbols its entropy rate refers.
     symbols = (text_bytes + len(ends), int(np.count_nonzero(counts.sum(axis=0))))
     if rate is not None and symbols != (int(ends[-1]), rate.states):
-        given = (("data.tokenizer", section.tokenizer), ("data.source", section.source))
+        settings = (("data.tokenizer", section.tokenizer), ("data.source", section.source))
         reason = "a token must be one letter, or the entropy rate of the tokens is not known"
-        raise DataError.between(given, reason, ("data.tokenizer", "bpe-257"))
+        raise DataError.between(settings, reason, ("data.tokenizer", "bpe-257"))
     lengths = np.diff(segment_ends, prepend=0)
     for name, wanted in zip(_SPLITS, (~is_eval, is_eval), strict=True):
         np.save(folder / f"{name}_documents.npy", np.concatenate([[0], np.cumsum(lengths[wanted])]).astype(np.int64))
@@ -71,6 +71,12 @@ def build(folder: Path, section: DataSection, shards: Sequence[Shard], rate: Ent
         meta["entropy_rate"] = rate.stream
         meta["entropy_rate_in_documents"] = rate.in_documents
     (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
+
+
+def empty_text(section: DataSection) -> DataError:
+    """The error for a source without any text."""
+    remedy = ("data.source", "a text that is not empty")
+    return DataError.of("data.source", section.source, "every document is empty", remedy)
 
 
 def document_ends(shards: Sequence[Shard]) -> NDArray[np.int64]:
@@ -96,9 +102,9 @@ def choose_validation(ends: NDArray[np.int64], fraction: float, *, name: str, wh
     if fraction == 0:
         return ends, np.zeros(len(ends), dtype=np.bool_)
     if total < 2 * BLOCK_TOKENS:
-        given = (("data.eval_fraction", fraction), ("data.source", name))
+        settings = (("data.eval_fraction", fraction), ("data.source", name))
         reason = f"it has {total:,} tokens, and {2 * BLOCK_TOKENS:,} are needed to hold out a part"
-        raise DataError.between(given, reason, "use more text", ("data.eval_fraction", 0))
+        raise DataError.between(settings, reason, "use more text", ("data.eval_fraction", 0))
     by_document = whole or fraction * len(ends) >= MIN_VALIDATION_DOCUMENTS
     return _documents(ends, fraction) if by_document else _blocks(ends, fraction)
 

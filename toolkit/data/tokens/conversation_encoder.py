@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from toolkit.config.data_section import TrainOn
+from toolkit.config.data_section import DroppedText, TrainOn
 from toolkit.data.tokens.chat_template import ChatTemplate
 
 
@@ -35,12 +35,17 @@ class ConversationEncoder:
         *,
         before: tuple[int, ...] = (),
         after: tuple[int, ...] = (),
+        stops: tuple[int, ...] = (),
+        dropped_text: DroppedText = "refuse",
     ) -> None:
-        """`before` and `after` are those of a prompt with its completion; a template has its own."""
+        """`before` and `after` are those of a prompt with its completion; a template has its own.
+
+        `stops`: ids at which the model's generation stops, besides the end-of-text token.
+        """
         from transformers import AutoTokenizer
 
         loaded = AutoTokenizer.from_pretrained(tokenizer_dir)
-        self._template = ChatTemplate(loaded, train_on)
+        self._template = ChatTemplate(loaded, train_on, stops=stops, dropped_text=dropped_text)
         self._each = train_on == "each_assistant"
         self._before, self._after = list(before), list(after)
         self._dtype = dtype
@@ -67,8 +72,9 @@ class ConversationEncoder:
             opening = self._before
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         # A tokenizer may trim white space off the beginning of a token's offsets, but not its end; one of spaces alone
-        # then begins where it ends.
+        # then begins where it ends. If the text begins with it, both are 0.
         begins, ends = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
+        ends = np.maximum(ends, 1)
         begins = np.minimum(begins, ends - 1)
         trained = np.zeros(len(ends), dtype=np.bool_)
         for start, end in spans:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from toolkit.config.data_section import CorpusSection, DataSection
+from toolkit.config.megatron_prefix import megatron_prefix
 from toolkit.config.mixture_rules import about
 from toolkit.data.documents.markov import EntropyRate
 from toolkit.data.documents.part import WHOLE, Part
@@ -20,6 +21,7 @@ from toolkit.data.documents.sources import Source, open_source
 from toolkit.data.documents.text_chunks import TextChunk
 from toolkit.data.documents.validation_split import validation_split
 from toolkit.data.tokens import tokenizer as tokenizers
+from toolkit.data.tokens.build_cache import empty_text
 from toolkit.data.tokens.token_cache import Corpus, Split, TokenCorpus, prepare
 from toolkit.errors import DataError
 from toolkit.files import cache_folder, expanded, published
@@ -38,8 +40,10 @@ class OpenText(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Corpora:
-    """What a recipe trains on and is validated with, tokenized. `sources` and `validation` are by name; a single source
-    and what it holds out have the empty name."""
+    """The tokenized texts that a recipe trains on and is validated with.
+
+    `sources` and `validation` are by name; a single source and the part that it holds out have the empty name.
+    """
 
     sources: Mapping[str, OpenText]
     validation: Mapping[str, OpenText]
@@ -81,12 +85,12 @@ class Corpora:
 
     @property
     def train_tokens(self) -> int:
-        """Of all sources."""
+        """Training tokens of all sources."""
         return sum(text.corpus.train_tokens for text in self.sources.values())
 
     @property
     def eval_tokens(self) -> int:
-        """Of all validation sets."""
+        """Tokens of all validation sets."""
         return sum(text.corpus.token_count(text.split) for text in self.validation.values())
 
     @property
@@ -112,35 +116,37 @@ class NamedSource(NamedTuple):
     held_out: DataSection | None
     """The dataset's `validation` split, where there is one."""
     place: str
-    given: CorpusSection | None
-    """What the recipe says of it; None for `data.source`."""
+    corpus_section: CorpusSection | None
+    """Section of the recipe about the source; None for `data.source`."""
 
 
 def named_sources(data: DataSection, *, progress: bool) -> list[NamedSource]:
     """Find the sources of a recipe and their tokenizer: a `bpe-N` for several is trained. Raises DataError."""
     if data.sources is not None and tokenizers.bpe_entries(data) is not None:
         data = data.model_copy(update={"tokenizer": _train_for_all(data, progress=progress)})
-    found = []
+    sources = []
     for index, (name, section) in enumerate(zip(data.labels or ("",), data.parts, strict=True)):
-        place, given = data.place(index), data.sources[index] if data.sources else None
-        with fields_of(place, given):
+        place, corpus_section = data.place(index), data.sources[index] if data.sources else None
+        with fields_of(place, corpus_section):
             held_out = None if data.validation else validation_split(section)
         if held_out is not None:
             section = section.model_copy(update={"eval_fraction": 0.0})
-        found.append(NamedSource(name, section, held_out, place, given))
-    return found
+        sources.append(NamedSource(name, section, held_out, place, corpus_section))
+    return sources
 
 
 def prepare_all(data: DataSection, *, progress: bool, validates: bool = True) -> Corpora:
     """Open the token caches of all sources and validation sets; build first what is missing.
 
-    Validation sets that are texts of their own are left out unless the run `validates`. Raises DataError or RunError.
+    Validation sets that are texts of their own are left out unless the run `validates`. What is wrong with any of the
+    texts is found before the first is tokenized, as far as it shows without reading it. Raises DataError or RunError.
     """
+    _check_texts(data, validates=validates)
     sources: dict[str, OpenText] = {}
     validation: dict[str, OpenText] = {}
-    found = named_sources(data, progress=progress)
-    for name, section, held_out, place, given in found:
-        with fields_of(place, given):
+    named = named_sources(data, progress=progress)
+    for name, section, held_out, place, corpus_section in named:
+        with fields_of(place, corpus_section):
             corpus = prepare(section, progress=progress)
             sources[name] = OpenText(section, corpus)
             if held_out is None and corpus.eval_tokens:
@@ -152,8 +158,42 @@ def prepare_all(data: DataSection, *, progress: bool, validates: bool = True) ->
         with fields_of(f"data.validation[{index}]", text):
             section = _with_tokenizer(data.of(text), next(iter(sources.values())).corpus)
             validation[text.label] = OpenText(section, prepare(section, progress=progress))
-    finds_validation = any(source.held_out is not None for source in found)
+    finds_validation = any(source.held_out is not None for source in named)
     return Corpora(sources=sources, validation=validation, finds_validation=finds_validation)
+
+
+def _check_texts(data: DataSection, *, validates: bool) -> None:
+    """Raise DataError for a text that is missing, has a first row that is not of its format, or does not fit its
+    tokenizer: tokenizing those before it may take hours."""
+    texts: list[tuple[str, CorpusSection | None, DataSection]] = []
+    for index, section in enumerate(data.parts):
+        texts.append((data.place(index), data.sources[index] if data.sources else None, section))
+    for index, text in enumerate(data.validation or () if validates else ()):
+        texts.append((f"data.validation[{index}]", text, data.of(text)))
+    if len(texts) == 1:
+        return  # it is opened now in any case
+    for place, corpus_section, section in texts:
+        with fields_of(place, corpus_section):
+            _check_text(section)
+
+
+def _check_text(section: DataSection) -> None:
+    trains_tokenizer = tokenizers.bpe_entries(section) is not None
+    if megatron_prefix(section.source) is not None:
+        if not trains_tokenizer:
+            prepare(section, progress=False)  # is opened where it is
+        return
+    if trains_tokenizer:
+        source = open_source(section)
+    else:
+        corpus = Corpus.of(section)
+        if corpus.cache.is_dir():
+            return
+        source = corpus.source
+    chunk = next(iter(source.chunks()), None)
+    if chunk is None:
+        raise empty_text(section)
+    next(iter(chunk.documents()), None)
 
 
 def _with_tokenizer(section: DataSection, corpus: TokenCorpus) -> DataSection:

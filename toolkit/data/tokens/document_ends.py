@@ -39,7 +39,7 @@ class DocumentEnds:
 
 
 def identity(section: DataSection, tokenizer: "PreTrainedTokenizerBase | None") -> list[object]:
-    """What a cache depends on besides the text and the tokenizer; nothing where a document only ends in the EOS.
+    """Return what a cache depends on besides the text and the tokenizer; empty where a document only ends in the EOS.
 
     A BPE that is trained here puts nothing before a text.
     """

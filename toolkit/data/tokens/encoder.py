@@ -57,7 +57,7 @@ def load_encoder(tokenizer_dir: Path, dtype: str, *, split_special_tokens: bool)
 
 
 class SlowEncoder:
-    """For tokenizers without a tokenizer.json: calls transformers."""
+    """Encodes with tokenizers that have no tokenizer.json: it calls transformers."""
 
     def __init__(self, tokenizer_dir: Path, dtype: str) -> None:
         from transformers import AutoTokenizer
@@ -78,7 +78,10 @@ class PlainEncoder:
         self.dtype = dtype
 
     def encode(self, texts: list[str]) -> list[bytes]:
-        return [_raw(one.ids, self.dtype) for one in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+        return [
+            _raw(encoding.ids, self.dtype)
+            for encoding in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        ]
 
 
 class WordCache(dict[str, bytes]):

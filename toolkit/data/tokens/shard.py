@@ -45,7 +45,7 @@ _COMMIT_TOKENS = 1 << 20
 
 @dataclass(kw_only=True)
 class Progress:
-    """What of a shard is written."""
+    """Progress of writing a shard: the chunks, documents and tokens that are written."""
 
     chunks: int = 0
     source_bytes: int = 0

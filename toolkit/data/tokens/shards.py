@@ -67,7 +67,10 @@ def _move(partial: Path, place: str) -> None:
 
 @contextmanager
 def _about_shards(place: str) -> Iterator[None]:
-    """What a server refuses here is not about the source, and no reason to remove what was made."""
+    """Report refusals of a server inside as errors about `--shards`.
+
+    They are not about the source, and no reason to remove what was made.
+    """
     try:
         yield
     except DataError as error:
@@ -88,7 +91,7 @@ def merge_shards(section: DataSection, *, folder: str | None) -> TokenCorpus:
 
 
 def _folders(corpus: Corpus, folder: str | None) -> tuple[Path, str]:
-    """Where shards are made, and where they are when they are complete."""
+    """Return the folder in which shards are made, and the folder or URL where they are when they are complete."""
     settings = json.dumps(corpus.section.model_dump(mode="json", exclude=_OF_SAMPLES), sort_keys=True)
     digest = hashlib.sha256(settings.encode()).hexdigest()[:16]
     name = f"{corpus.cache.name.rpartition('-')[0]}-{digest}.shards"
@@ -122,18 +125,18 @@ def open_shards(corpus: Corpus, place: str | None) -> list[Shard]:
             names = remote.names(folder)
     else:
         names = os.listdir(folder) if os.path.isdir(folder) else []
-    found = [Part(number=int(name[:5]), count=int(name[9:])) for name in sorted(names) if _NAME.fullmatch(name)]
-    if not found:
+    parts = [Part(number=int(name[:5]), count=int(name[9:])) for name in sorted(names) if _NAME.fullmatch(name)]
+    if not parts:
         raise DataError(f"{folder}: there are no shards. Make them: --shard 1/n, on as many machines as you like.")
-    counts = sorted({part.count for part in found})
+    counts = sorted({part.count for part in parts})
     if len(counts) > 1:
         spelled = " and ".join(map(str, counts))
         raise DataError(f"{folder}: there are shards of {spelled} parts. Delete those of one of them.")
-    missing = [part for part in _all(counts[0]) if part not in found]
+    missing = [part for part in _all(counts[0]) if part not in parts]
     if missing:
         some = ", ".join(map(str, missing[:8])) + ", …" * (len(missing) > 8)
         raise DataError(f"{folder}: missing: {some}. Make {'it' if len(missing) == 1 else 'each'} with --shard.")
-    shards = [Shard(f"{folder}/{part.name}", part) for part in found]
+    shards = [Shard(f"{folder}/{part.name}", part) for part in parts]
     _check_alike(corpus, shards)
     return shards
 

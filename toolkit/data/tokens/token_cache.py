@@ -7,10 +7,11 @@
         tokenizer/                       the tokenizer, as written by save_pretrained
         meta.json                        counts, and the entropy of single tokens
 
-The fingerprint covers the source, the tokenizer with its chat template, eval_fraction, text_field, train_on and the
-format, not seq_len: the same cache serves every sample length. Any number of processes may call `prepare` at once,
-before any process group exists: under a file lock one of them builds and the others wait. The lock is released when
-its process dies, so the next one takes over from a builder that was killed, and goes on where it was (`shard.py`).
+The fingerprint covers the source, the tokenizer with its chat template and the tokens at which generation stops,
+eval_fraction, text_field, train_on, dropped_text and the format, not seq_len: the same cache serves every sample
+length. Any number of processes may call `prepare` at once, before any process group exists: under a file lock one of
+them builds and the others wait. The lock is released when its process dies, so the next one takes over from a builder
+that was killed, and goes on where it was (`shard.py`).
 """
 
 import contextlib
@@ -40,6 +41,7 @@ from toolkit.data.tokens import document_ends
 from toolkit.data.tokens import tokenizer as tokenizers
 from toolkit.data.tokens.build_cache import TRAINED_SUFFIX, build
 from toolkit.data.tokens.shard import TOKENIZER, Shard, write_shard
+from toolkit.data.tokens.stop_tokens import generation_stops
 from toolkit.data.tokens.tokenizer_pool import TokenizerJob
 from toolkit.errors import DataError
 from toolkit.files import cache_folder, expanded, published
@@ -53,9 +55,11 @@ SPLITS: tuple[Split, ...] = ("train", "eval")
 FORMAT = 2
 _ROWS = 1
 """Version of how chats and prompts are encoded and masked."""
+_CHATS = 2
+"""Version of which chats are refused, and of which of their tokens are trained on."""
 _LOCK_POLL_SECONDS = 0.5
 _SILENT_SECONDS = 5.0
-"""Another rank of this run is often the one that makes the cache."""
+"""Seconds of waiting without a message: another rank of this run is often the one that makes the cache."""
 _FAILURE_SECONDS = 3600
 
 
@@ -76,13 +80,14 @@ class TokenCorpus:
     text_bytes: int
     """UTF-8 bytes of all the text, the validation split included."""
     unigram_entropy: float
-    """Of the training tokens, in nats: the loss of a model that knows token frequencies only."""
+    """Entropy of the training tokens, in nats: the loss of a model that knows token frequencies only."""
     entropy_rate: float | None = None
-    """Of the stream of tokens, in nats per token, if known (see `toolkit.data.documents.markov`)."""
+    """Entropy rate of the stream of tokens, in nats per token; None if unknown (see
+    `toolkit.data.documents.markov`)."""
     entropy_rate_in_documents: float | None = None
-    """The same without the first token of each document."""
+    """Entropy rate without the first token of each document; None if unknown."""
     ends: str = ""
-    """What is before and after the text of each document, in words."""
+    """Tokens before and after the text of each document, in words."""
     trained_tokens: int | None = None
     """Tokens of the training split that are trained on, of chats and prompts; None for text, where all are."""
 
@@ -161,7 +166,7 @@ def prepare(section: DataSection, *, progress: bool) -> TokenCorpus:
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """What is to be tokenized, and where it goes."""
+    """A text that is to be tokenized, and the place where its tokens go."""
 
     section: DataSection
     source: Source
@@ -169,6 +174,8 @@ class Corpus:
     """The tokenizer; None if it has yet to be trained."""
     cache: Path
     """The directory of its token cache."""
+    stops: tuple[int, ...] = ()
+    """For chats, ids at which the model's generation stops, besides the end-of-text token."""
 
     @classmethod
     def of(cls, section: DataSection) -> Self:
@@ -180,8 +187,10 @@ class Corpus:
             raise DataError.of("data.cache_dir", section.cache_dir, reason, "name a directory")
         source = open_source(section)
         loaded = tokenizers.load(section) if tokenizers.bpe_entries(section) is None else None
+        stops = generation_stops(section.tokenizer) if section.format == "chat" else ()
         folder = expanded(section.cache_dir) if section.cache_dir else cache_folder()
-        return cls(section=section, source=source, loaded=loaded, cache=folder / _name(section, source, loaded))
+        name = _name(section, source, loaded, stops)
+        return cls(section=section, source=source, loaded=loaded, cache=folder / name, stops=stops)
 
     def save_tokenizer(self, folder: Path) -> Path:
         """Save the tokenizer in the directory of a shard, after training it if it has to be; return where it is."""
@@ -196,7 +205,7 @@ class Corpus:
     def job(self, saved: Path) -> tuple[TokenizerJob, dict[str, Any]]:
         """Return what workers do with the tokenizer that is saved there, and what their tokens are of."""
         tokenizer = self.loaded or tokenizers.open_saved(saved)
-        job = TokenizerJob.of(self.section, tokenizer, saved)
+        job = TokenizerJob.of(self.section, tokenizer, saved, stops=self.stops)
         settings = json.loads(json.dumps({key: value for key, value in asdict(job).items() if key != "tokenizer_dir"}))
         of = {"source": self.source.fingerprint, "tokenizer": tokenizers.digest(saved), "format": FORMAT}
         of |= {"rows": asdict(RowReader.of(self.section)), "encoding": settings}
@@ -266,12 +275,16 @@ def _locked(folder: Path, *, progress: bool) -> Iterator[None]:
         lock.release()
 
 
-def _name(section: DataSection, source: Source, loaded: "PreTrainedTokenizerBase | None") -> str:
+def _name(
+    section: DataSection, source: Source, loaded: "PreTrainedTokenizerBase | None", stops: tuple[int, ...]
+) -> str:
     corpus = (FORMAT, source.fingerprint, tokenizers.identity(section, loaded))
     parts = [*corpus, section.eval_fraction, section.text_field]
     if section.format != "text":
         # The template is one of the tokenizer's files.
         parts += [_ROWS, section.format, section.train_on]
+    if section.format == "chat":
+        parts += [_CHATS, section.dropped_text, stops]
     parts += document_ends.identity(section, loaded)
     digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
     source_name, tokenizer_name = (

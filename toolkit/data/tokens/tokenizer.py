@@ -17,6 +17,7 @@ from toolkit.data.tokens.chat_template import check_tokenizer
 from toolkit.data.tokens.tokenizer_pool import tokenizers_parallelism_off
 from toolkit.errors import DataError
 from toolkit.files import expanded, reason_of
+from toolkit.units import LARGEST_COUNT
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -40,13 +41,17 @@ def load_or_train(section: DataSection, source: Source) -> "PreTrainedTokenizerB
 
 
 def bpe_entries(section: DataSection) -> int | None:
-    """Return N of `bpe-N`, None for other tokenizers. Raises DataError if N is too small."""
+    """Return N of `bpe-N`, None for other tokenizers. Raises DataError if N is out of range."""
     match = re.fullmatch(r"bpe-(\d+)", section.tokenizer)
     if match is None:
         return None
-    if (entries := int(match[1])) < _MIN_ENTRIES:
+    entries = int(match[1])
+    if entries < _MIN_ENTRIES:
         reason = f"a byte-level BPE has at least {_MIN_ENTRIES} entries (256 bytes and {END_OF_TEXT})"
         raise DataError.of(_FIELD, section.tokenizer, reason, (_FIELD, f"bpe-{_MIN_ENTRIES} or more"))
+    if entries > LARGEST_COUNT:
+        reason = f"a tokenizer has {LARGEST_COUNT} entries at most"
+        raise DataError.of(_FIELD, section.tokenizer, reason, "write a smaller N in bpe-N")
     return entries
 
 
@@ -125,11 +130,11 @@ def identity(section: DataSection, tokenizer: "PreTrainedTokenizerBase | None") 
 
 def digest(folder: Path) -> str:
     """Identify a tokenizer by the files of save_pretrained, without where it came from."""
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
         if path.is_file():
-            found.update(f"{path.name}\0".encode() + _content(path) + b"\0")
-    return found.hexdigest()
+            hasher.update(f"{path.name}\0".encode() + _content(path) + b"\0")
+    return hasher.hexdigest()
 
 
 def open_saved(folder: Path) -> "PreTrainedTokenizerBase":

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.config.data_section import DataSection, TrainOn
+from toolkit.config.data_section import DataSection, DroppedText, TrainOn
 from toolkit.data.documents.rows import Format
 from toolkit.data.documents.text_chunks import TextChunk
 from toolkit.data.documents.token_rows import TokenRow
@@ -66,16 +66,21 @@ class TokenizerJob:
     dtype: str
     vocab_size: int
     before: tuple[int, ...] = ()
-    """Before the text of a document."""
+    """Ids before the text of a document."""
     after: tuple[int, ...] = ()
-    """After it."""
+    """Ids after the text of a document."""
     ends: str = ""
-    """Both in words."""
+    """Ids before and after a document, in words."""
     format: Format = "text"
     train_on: TrainOn = "assistant"
+    dropped_text: DroppedText = "refuse"
+    stops: tuple[int, ...] = ()
+    """For chats, ids at which the model's generation stops, besides the end-of-text token."""
 
     @classmethod
-    def of(cls, section: DataSection, tokenizer: "PreTrainedTokenizerBase", folder: Path) -> Self:
+    def of(
+        cls, section: DataSection, tokenizer: "PreTrainedTokenizerBase", folder: Path, *, stops: tuple[int, ...] = ()
+    ) -> Self:
         """The configuration for a tokenizer that was saved to `folder`."""
         entries, ends = vocab_size(tokenizer), DocumentEnds.of(section, tokenizer)
         return cls(
@@ -89,6 +94,8 @@ class TokenizerJob:
             ends=ends.describe(section, tokenizer),
             format=section.format,
             train_on=section.train_on,
+            dropped_text=section.dropped_text,
+            stops=stops,
         )
 
     def open(self) -> Callable[[TextChunk], EncodedChunk]:
@@ -97,7 +104,13 @@ class TokenizerJob:
             return partial(_take_token_rows, self.dtype, self.vocab_size)
         if self.format != "text":
             encoder = ConversationEncoder(
-                Path(self.tokenizer_dir), self.dtype, self.train_on, before=self.before, after=self.after
+                Path(self.tokenizer_dir),
+                self.dtype,
+                self.train_on,
+                before=self.before,
+                after=self.after,
+                stops=self.stops,
+                dropped_text=self.dropped_text,
             )
             return partial(_encode_conversations, encoder)
         plain = load_encoder(Path(self.tokenizer_dir), self.dtype, split_special_tokens=self.split_special_tokens)
@@ -192,6 +205,9 @@ def tokenizers_parallelism_off() -> Iterator[None]:
 
 class TokenizerPool:
     """Processes that run `run_worker`, each with one chunk at a time."""
+
+    # Not concurrent.futures: its new processes run the caller's script again, which fails without a __main__ guard, and
+    # of one that dies nobody learns the signal or the exit code.
 
     def __init__(self, job: TokenizerJob, workers: int) -> None:
         self._job = job
