@@ -8,6 +8,8 @@ from matrix import ACTIVE_CLIP, FAMILIES, LAYOUTS, LONG_STEPS, PRECISIONS, STEPS
 from results import ROOT, Result, State, read_results
 
 PAGE = ROOT / "docs" / "parity.md"
+COMPOSITIONS = "<!-- Compositions at random"
+"""What begins here is written by `tests/fuzz/fuzz.py page`, and stays."""
 COLUMNS = ("loss", "norm", "parameters", "gradient")
 
 
@@ -23,7 +25,8 @@ def write_page(state: State, runs: Sequence[CellRun], path: Path = PAGE) -> Path
         for result in read_results(state.folder)
         if result.cell in wanted and result.is_of(wanted[result.cell])
     }
-    path.write_text(page(state, runs, results))
+    _, mark, compositions = (path.read_text() if path.exists() else "").partition(COMPOSITIONS)
+    path.write_text(page(state, runs, results) + ("\n" * bool(mark)) + mark + compositions)
     return path
 
 

@@ -23,7 +23,8 @@ def wrong(run: ParityRun = BASELINE) -> ParityRun:
 
 
 GROWN = replace(
-    strategy_result(wrong()), found=Diagnosis(Cause.CHAOS, "cannot tell from rounding at this learning rate.")
+    strategy_result(wrong()),
+    closer_diagnosis=Diagnosis(Cause.CHAOS, "cannot tell from rounding at this learning rate."),
 )
 FAILED = StrategyResult(name="tp2", error="rank 1 died without an error message", command="dstk train …")
 

@@ -106,7 +106,7 @@ def test_a_loss_divided_by_the_accumulation_once_more(train: Train, monkeypatch:
 
 def test_micro_batches_with_equal_weights(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DataParallelEngine, "train_step", _step_of_means)
-    assert_cause(train("sgd", zero_stage=1), Cause.TOKEN_WEIGHTING, "mean of the micro-batches")
+    assert_cause(train("sgd", zero_stage=1), Cause.TOKEN_WEIGHTING, "mean of the micro-batches' mean losses")
 
 
 def _step_of_means(engine: Any, micro_batches: Any, *, target_tokens: int, learning_rate: float) -> Any:

@@ -6,9 +6,13 @@ from typing import Any
 
 import pytest
 from plain_fine_tuning import differences, save_base, train_from_nonzero, train_plainly
+from transformers import MixtralConfig
 
 from toolkit.config.recipe import ParallelSection, Recipe
+from toolkit.config.strategy import Strategy
 from toolkit.parallel.adapter_names import PREFIX
+from toolkit.parity import ParityResult
+from toolkit.parity.run.train_in_memory import train_in_memory
 
 Ranks = Callable[..., list[Any]]
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -91,6 +95,15 @@ def test_adapters_train_what_peft_trains(
     assert all((run.parameters[name] == run.initial[name]).all() for name in run.parameters.keys() - plain.trained)
 
 
+def test_a_target_may_be_of_one_stage_alone(make_recipe: Callable[..., Recipe], ranks: Ranks, tmp_path: Path) -> None:
+    targets = ["layers.0.self_attn.q_proj", "layers.3.mlp.down_proj"]
+    recipe = lora_recipe(make_recipe, tmp_path, "llama", "pp2", targets=targets)
+    run = ranks(train_from_nonzero, 2, recipe, timeout_seconds=300)[0]
+    plain = train_plainly(recipe, run.initial)
+    assert len(plain.trained) == 4  # A and B of two layers
+    assert max(differences(run, plain).values()) < 1e-6
+
+
 DAILY_DORA = {("z3", "llama"), ("tp2-pp2-dp2", "gpt2")}
 DORA = [(layout, family) for layout in LAYOUTS for family in ("llama", "gpt2")]
 # One has a key-value head that ranks share in a fused layer, the other gathers the outputs of its column layers.
@@ -142,3 +155,21 @@ def test_every_layout_drops_the_same_inputs_of_adapters(
     assert max(abs(a - b) for a, b in zip(run.curve.losses, plain.losses, strict=True)) > 1e-5  # something is dropped
     assert run.curve.losses == pytest.approx(baseline.curve.losses, rel=1e-6)
     assert run.curve.grad_norms == pytest.approx(baseline.curve.grad_norms, rel=1e-6)
+
+
+def test_muon_updates_adapters_beside_experts_that_replicas_share_out(
+    make_recipe: Callable[..., Recipe], ranks: Ranks, tmp_path: Path
+) -> None:
+    """ZeRO-3 has sharded the adapters, so that their parameters are empty, before their shapes are noted."""
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 321}
+    config = MixtralConfig(**shape, num_attention_heads=4, num_key_value_heads=2, num_local_experts=4)
+    config.save_pretrained(tmp_path)
+    recipe = make_recipe(
+        model={"name_or_path": str(tmp_path), "lora": {"r": 4, "targets": ["q_proj", "v_proj"]}},
+        optimizer={"name": "muon", "lr": 3e-3},
+        train__steps=4,
+    )
+    baseline = ranks(train_in_memory, 1, Strategy.parse("reference").apply(recipe, 1))[0]
+    run = ranks(train_in_memory, 2, Strategy.parse("dp2-ep2-z3").apply(recipe, 2))[0]
+    result = ParityResult.of(run, baseline)
+    assert result.passed, str(result)

@@ -3,6 +3,7 @@ that is held out.
 """
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from daily import daily
 from transformers.pytorch_utils import Conv1D
 
+from toolkit.parallel.tiny_model import tiny_config
 from toolkit.parity import LossCurve, ParityResult, ParityRun, Tolerance, compare_curves
 from toolkit.parity.run.train_in_memory import train_in_memory
 
@@ -48,6 +50,17 @@ def test_masked_documents_train_what_one_process_trains(
     runs = ranks(train_in_memory, size, make_recipe(**changes, parallel=parallel), timeout_seconds=300)
     assert min(baseline.curve.grad_norms) > ACTIVE_CLIP
     ParityResult.of(runs[0], baseline).check()
+
+
+@pytest.mark.parametrize("family", ["roberta", "modernbert-decoder"])
+def test_a_new_model_without_the_padding_token_of_its_family_trains_in_stages(
+    family: str, make_recipe: Callable[..., Any], ranks: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    tiny_config(family, vocab_size=321, max_position_embeddings=40).save_pretrained(tmp_path)
+    changes = {"model": {"name_or_path": str(tmp_path)}, "train__steps": 3}
+    baseline = ranks(train_in_memory, 1, make_recipe(**changes, train__engine="reference"))[0]
+    run = ranks(train_in_memory, 2, make_recipe(**changes, parallel={"pp": 2, "zero_stage": 1}))[0]
+    assert ParityResult.of(run, baseline).passed
 
 
 def _with_split_sums(recipe: Any, parts: int) -> ParityRun:

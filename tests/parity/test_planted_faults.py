@@ -284,7 +284,8 @@ class TestSlices:
 
         monkeypatch.setattr(RowParallelLinear, "forward", forward)
         result = train(tp=2)
-        assert cause_of(result) == Cause.FORWARD
+        assert cause_of(result) == Cause.BIAS
+        assert "every one of 2 tensor-parallel ranks adds the bias" in str(result.diagnosis)
         # Biases start at zero, and each gradient is right by itself: only a later loss can tell.
         assert not result.wrong_gradients
         assert result.curves.first_diverging_step == 2

@@ -249,10 +249,13 @@ class TestTables:
             ("step,loss\n-1,4\n", ":2: not a step"),
             ("step,loss\nnan,4\n", ":2: not a step"),
             ("1,2,3,4\n", ":1: not a step"),
-            ("step,loss\n1,abc\n", "a loss or gradient norm is no number (could not convert string to float: 'abc')"),
+            (
+                "step,loss\n1,abc\n",
+                "a loss or gradient norm is not a number (could not convert string to float: 'abc')",
+            ),
             (
                 "step,accuracy,my loss\n1,2,3\n",
-                "it has no loss of a known name, but my loss, accuracy. Choose one with --loss",
+                "it has no loss under a known name, only my loss, accuracy. Choose one with --loss",
             ),
             ("step,loss,train_loss\n1,2,3\n", "it has several losses: loss, train_loss. Choose one with --loss NAME."),
         ],

@@ -176,7 +176,7 @@ class TestLowPrecision:
     def test_without_a_rerun_there_is_no_bound(self, runs: Runs) -> None:
         with refused(DataError, "precision") as found:
             compare_runs([runs("a", precision="bf16"), runs("b", off(1e-3), precision="bf16")])
-        assert found[0].given == (("precision", "bf16"),)
+        assert found[0].settings == (("precision", "bf16"),)
         assert ["--rerun RUN" in found[0].remedy[0], "--tolerance" in found[0].remedy[1]] == [True, True]
 
     def test_one_run_of_low_precision_is_enough_for_that(self, runs: Runs) -> None:

@@ -1,6 +1,7 @@
 """How `dstk compare` runs strategies: which runs there are, and what happens if one fails."""
 
 from collections.abc import Callable, Generator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,8 +9,9 @@ from synthetic_run import baseline, with_losses
 
 from toolkit.config.recipe import Recipe
 from toolkit.config.strategy import Strategy
-from toolkit.errors import NonFiniteError, RecipeError, RunError, ToolkitError
+from toolkit.errors import ConfigError, LayoutError, ModelError, NonFiniteError, RecipeError, RunError, ToolkitError
 from toolkit.launch.local_ranks import RankFailedError
+from toolkit.parallel.tiny_model import tiny_config
 from toolkit.parity.run import compare_strategies as comparison
 from toolkit.parity.run.compare_strategies import (
     baseline_reruns,
@@ -57,6 +59,19 @@ def test_every_strategy_that_cannot_run_is_named(make_recipe: MakeRecipe) -> Non
     with pytest.raises(RecipeError) as raised:
         jobs(make_recipe(), "z1,m3,tp3")
     assert [problem.partition(":")[0] for problem in raised.value.problems] == ["strategy m3", "strategy tp3"]
+
+
+def test_what_only_the_config_of_a_model_tells_is_refused_too(make_recipe: MakeRecipe, tmp_path: Path) -> None:
+    """Of a family whose shape is not known, so that the rules of recipes cannot tell."""
+    config = tiny_config("afmoe", vocab_size=321)
+    config.num_attention_heads = 6
+    config.save_pretrained(tmp_path)
+    with pytest.raises(RecipeError) as raised:
+        jobs(make_recipe(model={"name_or_path": str(tmp_path)}), "tp2,tp4,tp4-sp,tp4")
+    assert raised.value.problems == [
+        f"strategy {name}: parallel.tp=4 with model_type=afmoe: 6 heads are not divisible by it. Choose another one."
+        for name in ("tp4", "tp4-sp")
+    ]
 
 
 class TestARecipeForComparison:
@@ -121,6 +136,19 @@ def test_a_failed_strategy_has_a_result(compare: Callable[..., Any]) -> None:
 def test_a_strategy_that_differs_has_a_result(compare: Callable[..., Any]) -> None:
     other = with_losses(baseline(), lambda step, loss: loss * 1.01)
     assert [result.outcome for result in compare(Ranks({4: [other]})).results] == ["differs", "same"]
+
+
+@pytest.mark.parametrize(
+    "error", [LayoutError("it cannot be"), ModelError("it cannot be"), ConfigError("it cannot be")]
+)
+def test_what_ranks_refuse_while_they_build_the_model_is_bad_input(
+    compare: Callable[..., Any], error: ToolkitError
+) -> None:
+    ranks = Ranks({4: error})
+    with pytest.raises(RecipeError, match=r"^strategy z1: it cannot be$") as raised:
+        compare(ranks)
+    assert raised.value.exit_code == 2
+    assert (ranks.ended, ranks.closed) == (5, True)
 
 
 @pytest.mark.parametrize("number", [0, 1, 3])

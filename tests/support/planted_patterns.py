@@ -16,9 +16,11 @@ from synthetic_run import (
 )
 
 from toolkit.parity import Cause, ParityRun
+from toolkit.parity.first_batch import FirstBatch
 
 BASELINE = baseline()
 MIXTURE = baseline(experts=4)
+WITHOUT_SAMPLES = replace(BASELINE, first_batch=FirstBatch())
 Change = Callable[[ParityRun], ParityRun]
 
 
@@ -33,6 +35,41 @@ def unweighted(run: ParityRun) -> float:
     blocks = [parts[start : start + run.micro_batch_size] for start in range(0, len(parts), run.micro_batch_size)]
     means = [sum(loss for loss, _ in block) / sum(count for _, count in block) for block in blocks]
     return sum(means) / len(means)
+
+
+def weighing(weights: list[float]) -> Change:
+    """A gradient in which samples count so many times."""
+
+    def change(run: ParityRun) -> ParityRun:
+        own = dict(run.first_gradients)
+        targets = sum(count for _, count in run.micro_losses)
+        for name, rows in run.first_batch.gradients.items():
+            value = own[name].copy().reshape(-1)
+            places = np.linspace(0, value.size - 1, rows.shape[1]).astype(int)
+            value[places] = np.array(weights) @ rows / targets
+            own[name] = value.reshape(own[name].shape)
+        return replace(with_gradients(run, times(1.1)), first_gradients=own)
+
+    return change
+
+
+def with_bias(run: ParityRun, step: int, factor: float, *, layer: int = 1) -> ParityRun:
+    """A mean output with `factor` biases more, in the first step (0) or after the first update (1)."""
+    name = f"model.layers.{layer}.attn"
+    bias = run.initial[f"{name}.bias"] + step * run.first_updates[f"{name}.bias"]
+    outputs = [dict(means) for means in run.mean_outputs]
+    for later in range(layer, len(outputs[step])):
+        place = f"model.layers.{later}.attn"
+        outputs[step][place] = outputs[step][place] + (factor * bias if later == layer else 0.3)
+    return replace(run, mean_outputs=tuple(outputs))
+
+
+def crossed_loss(run: ParityRun) -> float:
+    """The loss if micro-batches of two samples get their labels in reverse order."""
+    assert run.first_batch.crossed is not None
+    order = [1, 0, 3, 2, 5, 4, 7, 6]
+    targets = sum(count for _, count in run.micro_losses)
+    return float(run.first_batch.crossed[range(8), order].sum() / targets)
 
 
 def times(factor: float) -> Callable[[Array], Array]:
@@ -136,6 +173,13 @@ PATTERNS = (
         rule="initial_weights",
         cause=Cause.INITIAL_WEIGHTS,
         says="start with different ones: model.norm.weight",
+    ),
+    Pattern(
+        name="ranks that drop the same activations",
+        plant=lambda run: replace(run, mask_faults=("ranks 0 and 1 draw the same masks in layer 2",), masks_compared=8),
+        rule="dropout_masks",
+        cause=Cause.DROPOUT,
+        says="ranks 0 and 1 draw the same masks in layer 2. The same activations",
     ),
     Pattern(
         name="experts of another rank",
@@ -294,6 +338,112 @@ PATTERNS = (
         cause=Cause.SHARD,
         says="model.layers.2 returns something else, while model.layers.1 agrees",
     ),
+    Pattern(
+        name="positions that start again",
+        plant=lambda run: replace(other_outputs("model.layers.0")(run), positions=(3.5, 17.5)),
+        baseline=replace(BASELINE, positions=(7.5, 77.5)),
+        rule="positions",
+        cause=Cause.POSITIONS,
+        says="told other positions",
+    ),
+    Pattern(
+        name="layers in bf16",
+        plant=lambda run: replace(other_outputs("model.layers.0")(run), dtypes=frozenset({"bfloat16", "float32"})),
+        baseline=replace(BASELINE, dtypes=frozenset({"float32"})),
+        rule="precision",
+        cause=Cause.PRECISION,
+        says="compute in bfloat16, the baseline's only in float32",
+    ),
+    Pattern(
+        name="gradients that are not zeroed",
+        plant=lambda run: replace(
+            other_weights(run),
+            update_gradients={name: 1.5 * value for name, value in run.first_gradients.items()},
+        ),
+        baseline=replace(BASELINE, update_gradients=BASELINE.first_gradients),
+        rule="of_later_step",
+        cause=Cause.ACCUMULATION,
+        says="the right one plus 0.5 times that of step 1",
+    ),
+    Pattern(
+        name="something that is kept between steps",
+        plant=lambda run: replace(other_weights(run), update_gradients=changed(run.first_gradients, turned, "mlp")),
+        baseline=replace(BASELINE, update_gradients=BASELINE.first_gradients),
+        rule="of_later_step",
+        cause=Cause.BACKWARD,
+        says="kept from one step to the next",
+    ),
+    Pattern(
+        name="a tied embedding that is summed twice",
+        plant=gradients(2, "embed"),
+        rule="wrong_gradients",
+        cause=Cause.TYING,
+        says="2 times the baseline's. Copies that are tied",
+    ),
+    Pattern(
+        name="a bias that each of four ranks adds",
+        plant=lambda run: with_bias(other_outputs("model.layers.1")(run), 0, 3.0),
+        rule="in_first_step",
+        cause=Cause.BIAS,
+        says="model.layers.1.attn returns 3 times its bias more than the baseline's, in every channel: "
+        "every one of 4 tensor-parallel ranks",
+    ),
+    Pattern(
+        name="a bias that is left out after the first update",
+        plant=lambda run: with_bias(set_in(2)(run), 1, -1.0),
+        rule="after_first_update",
+        cause=Cause.BIAS,
+        says="the bias is not added at all",
+    ),
+    Pattern(
+        name="a bias that is divided by two ranks",
+        plant=lambda run: with_bias(set_in(2)(run), 1, -0.5),
+        rule="after_first_update",
+        cause=Cause.BIAS,
+        says="only 1/2 of the bias is added",
+    ),
+    Pattern(
+        name="labels in reverse order",
+        plant=lambda run: with_losses(run, lambda step, loss: crossed_loss(run) if step == 1 else loss),
+        rule="labels",
+        cause=Cause.LABELS,
+        says="they are those of a micro-batch's samples in reverse order",
+    ),
+    Pattern(
+        name="labels that are not shifted",
+        plant=lambda run: with_losses(run, lambda step, loss: loss * 0.7 if step == 1 else loss),
+        rule="labels",
+        cause=Cause.LABELS,
+        says="the tokens themselves instead of the next ones",
+    ),
+    Pattern(
+        name="a micro-batch whose gradient is added twice",
+        plant=weighing([1, 1, 1, 1, 1, 1, 2, 2]),
+        rule="sample_weights",
+        cause=Cause.ACCUMULATION,
+        says="micro-batch 3 counts once and 1 more",
+    ),
+    Pattern(
+        name="a gradient of one of two ranks",
+        plant=lambda run: replace(weighing([2, 2, 0, 0, 2, 2, 0, 0])(run), replicas=2),
+        rule="sample_weights",
+        cause=Cause.ALL_REDUCE,
+        says="data-parallel rank 0 counts 2 times, data-parallel rank 1 does not count",
+    ),
+    Pattern(
+        name="a gradient of equally weighted samples",
+        plant=weighing([sum(range(3, 43, 5)) / 8 / count for count in range(3, 43, 5)]),
+        rule="sample_weights",
+        cause=Cause.TOKEN_WEIGHTING,
+        says="mean of the samples' mean gradients",
+    ),
+    Pattern(
+        name="a sample that is lost",
+        plant=weighing([1, 1, 1, 0, 1, 1, 1, 1]),
+        rule="sample_weights",
+        cause=Cause.ACCUMULATION,
+        says="some do not count once in the sum: sample 4 does not count",
+    ),
     Pattern(name="a wrong softmax", plant=other_loss, rule="forward_pass", cause=Cause.FORWARD, says="softmax"),
     Pattern(
         name="another forward pass of a family without layer outputs",
@@ -305,6 +455,7 @@ PATTERNS = (
     Pattern(
         name="gradients of unequal micro-batches that are averaged",
         plant=lambda run: with_gradients(run, turned),
+        baseline=WITHOUT_SAMPLES,
         rule="unequal_weights",
         cause=Cause.TOKEN_WEIGHTING,
         says="between 11 and 71 target tokens",

@@ -1,6 +1,5 @@
 """`dstk compare`: does a parallel run train the same, and when it does not, why?"""
 
-import json
 import math
 import shlex
 import signal
@@ -12,23 +11,27 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
+from toolkit.cli import LOCAL_RANKS, Count
+from toolkit.cli.json_output import json_option, print_json
 from toolkit.config import load_recipe, overrides_between, recipe_layouts
 from toolkit.config.layouts import choose
 from toolkit.config.strategy import Strategy
 from toolkit.imports import no_garbage_collection
+from toolkit.launch.output import quiet
 
 if TYPE_CHECKING:
     from toolkit.config.recipe import Recipe
     from toolkit.parity.comparison import Comparison
     from toolkit.parity.run.compare_strategies import StrategyRun
 
-_POSITIVE = click.IntRange(min=1)
+_POSITIVE = Count()
 _LARGE = 2e13
 """FLOPs that one laptop core computes in about ten minutes."""
 _EXIT_CODES = {"same": 0, "differs": 1, "cannot tell": 3}
 _OF_RECIPES = ("baseline", "steps", "nproc", "reruns", "shrink", "dropout", "timeout")
+"""Options for recipes only."""
 _OF_RUNS = ("rerun", "tolerance", "loss", "runs")
-"""Options for recipes only, and for finished runs only."""
+"""Options for finished runs only."""
 
 
 @click.command
@@ -37,13 +40,13 @@ _OF_RUNS = ("rerun", "tolerance", "loss", "runs")
 @click.option("--against", metavar="LIST", help="Strategies: z1,z2,z3,tp2,pp2,tp2-pp2-dp2-z1,ddp,fsdp, …")
 @click.option("--layout", help="One that the recipe lists (8xH100); with --shrink on two ranks for each of its axes.")
 @click.option("--baseline", metavar="STRATEGY", help="Compare with it.  [default: reference; in bf16 one rank alike]")
-@click.option("--steps", type=click.IntRange(min=2), default=30, show_default=True, help="Optimizer steps.")
-@click.option("--nproc", type=_POSITIVE, default=2, show_default=True, help="Ranks if dp is not set.")
+@click.option("--steps", type=Count(min=2), default=30, show_default=True, help="Optimizer steps.")
+@click.option("--nproc", type=LOCAL_RANKS, default=2, show_default=True, help="Ranks if dp is not set.")
 @click.option("--reruns", type=_POSITIVE, default=3, show_default=True, help="Baselines with other rounding.")
 @click.option("--shrink", is_flag=True, help="Train a tiny model of the same family on little text.")
 @click.option("--dropout", is_flag=True, help="Keep dropout on; layouts draw other masks.")
 @click.option("--report", metavar="DIR", help="Write a page (index.html), its plots and numbers.")
-@click.option("--json", "as_json", is_flag=True, help="Print the numbers as JSON instead of a table.")
+@json_option("Print the numbers as JSON instead of a table.")
 @click.option("--timeout", type=_POSITIVE, default=1800, show_default=True, help="Seconds for one run.")
 @click.option("--rerun", multiple=True, metavar="RUN", help="For runs: the baseline with other rounding.")
 @click.option("--runs", is_flag=True, help="The arguments are finished runs, which is the default without --recipe.")
@@ -88,10 +91,11 @@ def command(
         # A scheduler, `timeout` or container that ends this process must end the ranks too.
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         strategies = Strategy.parse_list(against) if against else []
-        strategies += [] if layout is None else _of_layout(recipe, layout, is_small=options["shrink"])
+        if layout is not None:
+            strategies += _of_layout(recipe, layout, is_small=options["shrink"])
         comparison = _strategies(arguments, recipe, strategies, options)
     if options["as_json"]:
-        click.echo(json.dumps(comparison.to_dict(), indent=2))
+        print_json(comparison.to_dict())
     else:
         print_comparison(comparison, seconds=time.monotonic() - started)
     if options["report"]:
@@ -105,13 +109,13 @@ def command(
 
 def _check(arguments: tuple[str, ...], recipe: str | None, against: str | None, options: dict[str, Any]) -> None:
     context = click.get_current_context()
-    given = {name for name in options if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
+    written = {name for name in options if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
     if recipe is not None:
         if against is None:
             example = "for instance --against z1,z3,tp2,pp2"
             raise click.UsageError(f"--recipe without --against: give the strategies, {example}, or a --layout.")
         for name in _OF_RUNS:
-            if name in given:
+            if name in written:
                 raise click.UsageError(f"--{name} is for finished runs: with --recipe the baseline is trained here.")
         return
     if against is not None:
@@ -123,7 +127,7 @@ def _check(arguments: tuple[str, ...], recipe: str | None, against: str | None, 
     if len(arguments) == 1:
         raise click.UsageError(f"only one run is given, {arguments[0]}. Give the run to compare it with.")
     for name in _OF_RECIPES:
-        if name in given:
+        if name in written:
             raise click.UsageError(f"--{name} is for training a recipe: finished runs are compared as they are.")
     tolerance = options["tolerance"]
     if tolerance is not None and options["rerun"]:
@@ -135,18 +139,19 @@ def _check(arguments: tuple[str, ...], recipe: str | None, against: str | None, 
 def _runs(arguments: tuple[str, ...], options: dict[str, Any]) -> "Comparison":
     from toolkit.parity.finished_runs import compare_runs
 
-    runs, reruns = [Path(run) for run in arguments], [Path(run) for run in options["rerun"]]
+    runs = [Path(run) for run in arguments]
+    reruns = [Path(run) for run in options["rerun"]]
     return compare_runs(
         runs, reruns=reruns, tolerance=options["tolerance"], loss_names=options["loss"], command=_command_line()
     )
 
 
 def _of_layout(path: str, layout: str, *, is_small: bool) -> list[Strategy]:
-    entries = [one for one in recipe_layouts(path) if one.name == layout]
+    entries = [entry for entry in recipe_layouts(path) if entry.name == layout]
     if not entries:
-        choose({one.name: [one.text] for one in recipe_layouts(path)}, layout, None)  # raises for a wrong name
+        choose({entry.name: [entry.text] for entry in recipe_layouts(path)}, layout, None)  # raises for a wrong name
         return [Strategy.parse(layout).shrunk() if is_small else Strategy.parse(layout)]
-    return [one.strategy.shrunk() if is_small else one.strategy for one in entries]
+    return [entry.strategy.shrunk() if is_small else entry.strategy for entry in entries]
 
 
 def _strategies(
@@ -154,21 +159,22 @@ def _strategies(
 ) -> "Comparison":
     requested = None if options["baseline"] is None else Strategy.parse(options["baseline"])
     recipe = load_recipe(path, overrides)
+    quiet(debug=False)
     with no_garbage_collection():  # these import torch, which takes seconds
         from toolkit.launch.local_ranks import preload
-        from toolkit.launch.output import quiet
         from toolkit.model_init.build_model import load_config
         from toolkit.parity.run import compare_strategies as runner
         from toolkit.parity.run.shrink import shrink
 
-    quiet(debug=False)
-    small, name = recipe, recipe.model.name_or_path
+    small = recipe
+    name = recipe.model.name_or_path
     if options["shrink"]:
-        small, name = shrink(recipe), f"{name}, shrunk"
+        small = shrink(recipe)
+        name = f"{name}, shrunk"
     small = runner.for_comparison(small, steps=options["steps"], dropout=options["dropout"])
     jobs = runner.plan(small, strategies, options["nproc"])
-    own = [requested or Strategy.parse(strategy.baseline(small.precision)) for strategy in strategies]
-    baselines = runner.plan(small, own, options["nproc"])
+    baseline_strategies = [requested or Strategy.parse(strategy.baseline(small.precision)) for strategy in strategies]
+    baselines = runner.plan(small, baseline_strategies, options["nproc"])
     kinds = len({job.name for job in baselines})
     _warn_if_slow(small, len(jobs) + kinds * (options["reruns"] + 3))
     preload(load_config(small.model).model_type)
@@ -190,25 +196,25 @@ def _notes(recipe: "Recipe", small: "Recipe", options: dict[str, Any]) -> list[s
     drops = "Dropout is on: masks depend on the micro-batch and on tp, so layouts agree only within its noise."
     notes = [drops if options["dropout"] else "Dropout is off."]
     if small.optimizer.name == "adamw8bit":
-        notes.append("Moments of 8 bits round in blocks, which tp and ZeRO cut differently. Prove a layout with adamw.")
+        notes.append("Moments of 8 bits round in blocks, which layouts cut differently. adamw proves one more sharply.")
     if small.schedule.warmup_steps != recipe.schedule.warmup_steps:
         notes.append(f"Warm-up is shortened to {small.schedule.warmup_steps} of {options['steps']} steps.")
     if options["shrink"]:
-        notes.append(
-            "The model is a tiny one of the same family (4 layers, 4 heads, samples of 32 tokens of a synthetic text)."
-        )
+        notes.append("The model is a tiny one of the same family (4 layers, 4 heads).")
+        notes.append("Samples are up to 32 tokens of a synthetic text, with unequal numbers of targets.")
     return notes
 
 
-def _train_command(path: str, overrides: tuple[str, ...], given: "Recipe", job: "StrategyRun") -> str:
+def _train_command(path: str, overrides: tuple[str, ...], recipe: "Recipe", job: "StrategyRun") -> str:
     """Return the command that trains what was compared under this strategy alone, to the bit where runs repeat.
 
     On a CPU the number of threads decides in which order sums are taken.
     """
     from toolkit.launch.environment import local_device
 
-    words = ["dstk", "train", path, *overrides, *overrides_between(given, job.recipe), "--nproc", str(job.ranks)]
-    return f"{'OMP_NUM_THREADS=1 ' * (local_device().type == 'cpu')}{shlex.join(words)}"
+    words = ["dstk", "train", path, *overrides, *overrides_between(recipe, job.recipe), "--nproc", str(job.ranks)]
+    command = shlex.join(words)
+    return f"OMP_NUM_THREADS=1 {command}" if local_device().type == "cpu" else command
 
 
 def _warn_if_slow(recipe: "Recipe", runs: int) -> None:

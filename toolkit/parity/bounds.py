@@ -8,6 +8,7 @@ import numpy as np
 
 from toolkit.parity import tolerance
 from toolkit.parity.parity_run import ParityRun, Tensors, tensor_differences, whole_difference
+from toolkit.parity.signs import decided_updates
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,13 +17,13 @@ class Bounds:
 
     curve: tolerance.Tolerance
     gradient: float
-    """Of one parameter's gradient in the first step, over the norm of the whole gradient."""
+    """Bound of one parameter's gradient in the first step, over the norm of the whole gradient."""
     update: float
-    """Of one parameter's first update, over the norm of the whole update."""
+    """Bound of one parameter's first update, over the norm of the whole update."""
     parameters: float
-    """Of all parameters as one vector, after the last step."""
+    """Bound of all parameters as one vector, after the last step."""
     output: float
-    """Of the root mean square of a layer's output in the first step."""
+    """Bound of the root mean square of a layer's output in the first step."""
     unit: float = tolerance.FP32_UNIT
 
     @classmethod
@@ -39,7 +40,8 @@ class Bounds:
         factor = tolerance.ENVELOPE_FACTOR
         curve = tolerance.Tolerance.envelope([baseline.curve, *(rerun.curve for rerun in reruns)], factor=factor)
         gradient = factor * max(_largest(rerun.first_gradients, baseline.first_gradients) for rerun in reruns)
-        update = factor * max(_largest(rerun.first_updates, baseline.first_updates) for rerun in reruns)
+        updates = [decided_updates(rerun, baseline, gradient) for rerun in reruns]
+        update = factor * max(_largest(update, baseline.first_updates) for update in updates)
         parameters = factor * max(whole_difference(rerun.parameters, baseline.parameters) for rerun in reruns)
         output = factor * max(
             (

@@ -16,15 +16,15 @@ class StrategyResult:
     """One strategy: its result, or the error that prevented one."""
 
     name: str
-    """As given on the command line."""
+    """Name of the strategy as given on the command line."""
     command: str = ""
-    """Runs this strategy alone."""
+    """The command that runs this strategy alone."""
     seconds: float = 0.0
     result: ParityResult | None = None
     error: str = ""
-    """The error of its ranks."""
-    found: Diagnosis | None = None
-    """What more than its curve shows, for instance a replay of its steps (toolkit/parity/replay.py)."""
+    """The error of the strategy's ranks; empty without one."""
+    closer_diagnosis: Diagnosis | None = None
+    """Diagnosis by more than the curve, for instance a replay of its steps (toolkit/parity/replay.py); None without."""
 
     @property
     def passed(self) -> bool:
@@ -45,13 +45,15 @@ class StrategyResult:
 
     @property
     def diagnosis(self) -> Diagnosis | None:
-        """Why it differs."""
-        return self.found or (None if self.result is None else self.result.diagnosis)
+        """The likely cause of a difference; None if the strategy passed or has no result."""
+        if self.closer_diagnosis is not None:
+            return self.closer_diagnosis
+        return None if self.result is None else self.result.diagnosis
 
 
 @dataclass(frozen=True, kw_only=True)
 class Baseline:
-    """What strategies are compared with, and how far they may differ."""
+    """The run that strategies are compared with, and how far they may differ."""
 
     run: ParityRun
     bounds: Bounds
@@ -73,11 +75,11 @@ class Comparison:
     baselines: Sequence[Baseline]
     results: Sequence[StrategyResult]
     recipe: str = ""
-    """YAML."""
+    """YAML of the recipe."""
     notes: Sequence[str] = ()
     command: str = ""
     created: str = ""
-    """ISO 8601."""
+    """Time of the comparison, in ISO 8601."""
     environment: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -87,9 +89,11 @@ class Comparison:
 
     @property
     def outcome(self) -> str:
-        """That of the worst result: `same`, `cannot tell` or `differs`, which includes what failed."""
+        """Outcome of the worst result: `same`, `cannot tell` or `differs`, which includes what failed."""
         outcomes = {result.outcome for result in self.results} - {"same"}
-        return "same" if not outcomes else "cannot tell" if outcomes == {"cannot tell"} else "differs"
+        if not outcomes:
+            return "same"
+        return "cannot tell" if outcomes == {"cannot tell"} else "differs"
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON and for the report. Numbers that are not finite become None."""
@@ -108,7 +112,9 @@ class Comparison:
         }
 
     def _strategy(self, strategy: StrategyResult) -> dict[str, Any]:
-        diagnosis, result, baseline = strategy.diagnosis, strategy.result, self.baselines[0].run
+        diagnosis = strategy.diagnosis
+        result = strategy.result
+        baseline = self.baselines[0].run
         steps = len(baseline.curve)
         bounds = self.baselines[0].bounds if result is None else result.bounds  # finished runs have bounds of their own
         limits = [bounds.curve.at(step) for step in range(steps)]

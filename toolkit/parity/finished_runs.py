@@ -35,7 +35,7 @@ from toolkit.parity.tolerance import (
 from toolkit.units import plural, some
 
 _LIMIT = 1e-2
-"""Without a rerun that shows it, no difference beyond this is taken for rounding of fp32."""
+"""Largest relative difference that is taken for rounding of fp32 without a rerun that shows it."""
 _GPT2 = ModelExtent(layers=12, longest_sum=50_257, largest_tensor=50_257 * 768)
 
 
@@ -46,7 +46,7 @@ class FinishedRun:
     run: ParityRun
     log: RunLog
     recipe: Recipe | None
-    """None if there is no readable recipe.yaml beside its log."""
+    """The recipe of the run; None if there is no readable recipe.yaml beside its log."""
 
 
 def compare_runs(
@@ -64,18 +64,21 @@ def compare_runs(
     that is not a run, and if low precision leaves nothing to derive a bound from.
     """
     every = read_runs([*paths, *reruns], loss_names)
-    runs, repeated = every[: len(paths)], every[len(paths) :]
-    first, others = runs[0], runs[1:]
+    runs = every[: len(paths)]
+    repeated = every[len(paths) :]
+    first = runs[0]
+    others = runs[1:]
     is_given = tolerance is not None or repeated
     bounds = _bounds(first, others, [rerun.run.curve for rerun in repeated], tolerance)
     results = []
-    for path, other in zip(paths[1:], others, strict=True):
-        own = bounds if is_given else _follow_growth(bounds, other.run.curve, first.run.curve)
-        result = ParityResult.of(other.run, first.run, own)
+    for path, finished in zip(paths[1:], others, strict=True):
+        run_bounds = bounds if is_given else _follow_growth(bounds, finished.run.curve, first.run.curve)
+        result = ParityResult.of(finished.run, first.run, run_bounds)
         why = result.diagnosis
         if why is not None and why.cause == Cause.CHAOS and is_given:
-            why = Diagnosis(Cause.UNKNOWN, f"the difference grows without a jump, and beyond {own.curve.source}.")
-        results.append(StrategyResult(name=str(path), result=result, found=why))
+            source = run_bounds.curve.source
+            why = Diagnosis(Cause.UNKNOWN, f"the difference grows without a jump, and beyond {source}.")
+        results.append(StrategyResult(name=str(path), result=result, closer_diagnosis=why))
     return Comparison(
         title=f"{len(runs)} runs",
         baselines=[Baseline(run=first.run, bounds=bounds)],
@@ -93,19 +96,24 @@ def read_runs(paths: Sequence[Path], loss_names: Sequence[str] = ()) -> list[Fin
     if unused:
         raise DataError.of("--loss", unused[0], "no run calls its loss that", "give the name of a tag, column or key")
     losses = _common_losses(logs)
-    has_norms, has_batches = (
-        all(step in log for log, own in zip(columns, losses, strict=True) for step in own)
-        for columns in ([log.grad_norms for log in logs], [log.batches for log in logs])
-    )
+    logged = list(zip(logs, losses, strict=True))
+    has_norms = all(step in log.grad_norms for log, loss_of_step in logged for step in loss_of_step)
+    has_batches = all(step in log.batches for log, loss_of_step in logged for step in loss_of_step)
     is_one_kind = len({log.kind for log in logs}) == 1  # libraries log the rate before or after the step
     runs = []
-    for log, own in zip(logs, losses, strict=True):
-        norms = tuple(log.grad_norms[step] for step in own) if has_norms else ()
-        steps = () if [*own] == [*range(1, len(own) + 1)] else tuple(own)
+    for log, loss_of_step in logged:
+        steps = tuple(loss_of_step)
+        is_every_step = steps == tuple(range(1, len(steps) + 1))
+        curve = LossCurve(
+            label=log.label,
+            losses=tuple(loss_of_step.values()),
+            grad_norms=tuple(log.grad_norms[step] for step in steps) if has_norms else (),
+            steps=() if is_every_step else steps,
+        )
         run = ParityRun(
-            curve=LossCurve(label=log.label, losses=tuple(own.values()), grad_norms=norms, steps=steps),
-            learning_rates=tuple(log.rates.get(step, math.nan) for step in own) if is_one_kind else (),
-            batches=tuple(log.batches[step] for step in own) if has_batches else (),
+            curve=curve,
+            learning_rates=tuple(log.rates.get(step, math.nan) for step in steps) if is_one_kind else (),
+            batches=tuple(log.batches[step] for step in steps) if has_batches else (),
         )
         runs.append(FinishedRun(run=run, log=log, recipe=_recipe(log.file.parent / "recipe.yaml")))
     return runs
@@ -126,13 +134,13 @@ def _common_losses(logs: Sequence[RunLog]) -> list[Mapping[int, float]]:
         for a, b, loss in log.spans():
             parts.setdefault(bisect_left(boundaries, b), []).extend([loss] * (b - a))
         means.append({})
-        for place, own in parts.items():
-            if 0 < place < len(boundaries) and len(own) == boundaries[place] - boundaries[place - 1]:
-                means[-1][boundaries[place]] = own[0] if len({*own}) == 1 else sum(own) / len(own)
+        for place, losses in parts.items():
+            if 0 < place < len(boundaries) and len(losses) == boundaries[place] - boundaries[place - 1]:
+                means[-1][boundaries[place]] = losses[0] if len({*losses}) == 1 else sum(losses) / len(losses)
     shared = sorted(set.intersection(*map(set, means)))
     if not shared:
         raise DataError(f"{some([log.label for log in logs])}: no step has a loss in every run. Log each step.")
-    return [{step: own[step] for step in shared} for own in means]
+    return [{step: mean_of_step[step] for step in shared} for mean_of_step in means]
 
 
 def _assumptions(runs: Sequence[FinishedRun], *, is_given: bool) -> list[str]:
@@ -155,8 +163,8 @@ def _bounds(
     first: FinishedRun, others: Sequence[FinishedRun], reruns: Sequence[LossCurve], tolerance: float | None
 ) -> Bounds:
     if tolerance is not None:
-        given = Tolerance.constant(tolerance, f"given: {tolerance:g}")
-        return Bounds(curve=given, gradient=tolerance, update=tolerance, parameters=math.inf, output=tolerance)
+        constant = Tolerance.constant(tolerance, f"given: {tolerance:g}")
+        return Bounds(curve=constant, gradient=tolerance, update=tolerance, parameters=math.inf, output=tolerance)
     precisions: list[Precision] = ["fp32", *(run.recipe.precision for run in (first, *others) if run.recipe)]
     coarsest = max(precisions, key=lambda precision: UNIT_ROUNDOFF[precision])
     least, source = _first_bound([first, *others]) if coarsest == "fp32" else (None, "")
@@ -164,7 +172,7 @@ def _bounds(
         curve = Tolerance.envelope([first.run.curve, *reruns], factor=ENVELOPE_FACTOR)
         curve = curve if least is None else curve.at_least(least)
     elif least is None:
-        if any(other.run.curve.losses != first.run.curve.losses for other in others):
+        if any(finished.run.curve.losses != first.run.curve.losses for finished in others):
             reason = "such runs differ by their rounding, and only reruns show how far"
             rerun = "give one with --rerun RUN (the same recipe with another batch.micro_batch_size)"
             raise DataError.of("precision", coarsest, reason, rerun, "give a bound of your own with --tolerance 1e-2")
@@ -181,7 +189,8 @@ def _first_bound(runs: Sequence[FinishedRun]) -> tuple[RoundingBound, str]:
 
     Where the first values are not of step 1 alone, their difference may have grown like that of one later step.
     """
-    bound, start = rounding_bound(_extent(runs[0].recipe)), runs[0].run.curve.step(1)
+    bound = rounding_bound(_extent(runs[0].recipe))
+    start = runs[0].run.curve.step(1)
     factor = 1.0 if start == 1 else JUMP
     loss = max(run.log.resolution(run.log.losses) for run in runs)
     norm = max(run.log.resolution(run.log.grad_norms) for run in runs)
@@ -194,11 +203,11 @@ def _follow_growth(bounds: Bounds, curve: LossCurve, baseline: LossCurve) -> Bou
     """Widen bounds to follow a difference that starts within them and grows without a jump, up to `_LIMIT`."""
     tolerance = bounds.curve
     grown = []
-    for own, other, least in (
+    for values, baseline_values, least in (
         (curve.losses, baseline.losses, tolerance.loss[0]),
         (curve.grad_norms, baseline.grad_norms, tolerance.grad_norm[0]),
     ):
-        gaps = [relative(a, b) for a, b in zip(own, other, strict=False)]
+        gaps = [relative(a, b) for a, b in zip(values, baseline_values, strict=False)]
         _, jump = largest_jump(gaps, floor=least)
         is_smooth = bool(gaps) and gaps[0] <= least and jump < JUMP and max(gaps) <= _LIMIT
         grown.append(tuple(accumulate((max(gap, least) for gap in gaps), max)) if is_smooth else (least,))
@@ -229,13 +238,14 @@ def _extent(recipe: Recipe | None) -> ModelExtent:
 def _recipe_changes(first: FinishedRun, others: Sequence[FinishedRun]) -> list[str]:
     """Return one line for each run whose recipe differs from the first one's."""
     notes = []
-    for other in others:
-        if first.recipe is None or other.recipe is None:
+    for finished in others:
+        if first.recipe is None or finished.recipe is None:
             continue
-        new, old = flat_fields(other.recipe.model_dump(mode="json")), flat_fields(first.recipe.model_dump(mode="json"))
+        new = flat_fields(finished.recipe.model_dump(mode="json"))
+        old = flat_fields(first.recipe.model_dump(mode="json"))
         changed = [
             f"{key}={new[key]} (was {old.get(key)})" for key in new if new[key] != old.get(key) and key != "run_dir"
         ]
         if changed:
-            notes.append(f"{other.run.curve.label}: {', '.join(changed)}")
+            notes.append(f"{finished.run.curve.label}: {', '.join(changed)}")
     return notes

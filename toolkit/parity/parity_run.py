@@ -13,10 +13,12 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from toolkit.parity.first_batch import FirstBatch
+
 EMBEDDINGS = "embeddings"
 """The key in `ParityRun.outputs` of the input of the first decoder layer."""
 BEFORE_EXPERTS = " before its experts"
-"""Follows a layer's name in the key of the input of its experts."""
+"""Suffix of a layer's name in the key of the input of its experts."""
 
 Tensors = Mapping[str, NDArray[np.floating]]
 """Hugging Face name -> full tensor, in the order of the model."""
@@ -29,9 +31,9 @@ class LossCurve:
     label: str
     losses: tuple[float, ...]
     grad_norms: tuple[float, ...]
-    """Empty where they are not known."""
+    """Gradient norms of the steps; empty where they are not known."""
     steps: tuple[int, ...] = ()
-    """Of the values; empty for 1, 2, …"""
+    """Steps of the values; empty for 1, 2, …"""
 
     def __post_init__(self) -> None:
         assert len(self.grad_norms) in (0, len(self.losses))
@@ -56,40 +58,60 @@ class ParityRun:
 
     curve: LossCurve
     parameters: Tensors = field(default_factory=dict)
-    """After the last step."""
+    """Parameters after the last step."""
     initial: Tensors = field(default_factory=dict)
     """Parameters before the first step."""
     first_gradients: Tensors = field(default_factory=dict)
-    """Of the first step, before clipping."""
+    """Gradients of the first step, before clipping."""
     first_updates: Tensors = field(default_factory=dict)
-    """What `update_step` added to each parameter."""
+    """Updates that `update_step` added to each parameter."""
+    first_directions: Tensors = field(default_factory=dict)
+    """What that update takes the signs of (toolkit/parity/signs.py); empty for optimizers that take none."""
+    update_gradients: Tensors = field(default_factory=dict)
+    """Gradients of `update_step`, before clipping; empty where that is the first step."""
     update_step: int = 1
     """The first step whose learning rate is not zero: a warm-up begins with zero and changes nothing."""
     outputs: Mapping[str, float] = field(default_factory=dict)
     """Root mean square over the first global batch of the first decoder layer's input (`embeddings`), of what its
     experts get, and of each layer's output, by the layer's name. Empty for families without layer outputs."""
+    mean_outputs: tuple[Tensors, ...] = ()
+    """Mean output [o] of each layer with a whole bias inside of decoder layers, by its name: in the first step, and in
+    the one after the first update."""
+    dtypes: frozenset[str] = frozenset()
+    """Dtypes that the modules of decoder layers return in the first step."""
+    positions: tuple[float, ...] = ()
+    """Mean and mean square of the positions in the first step, as the first layer is told them; empty if unknown."""
     batches: tuple[str, ...] = ()
     """Fingerprint of each step's global batch: equal if the same samples were in the same places. `a!=b` if ranks that
     should have read the same samples did not."""
     learning_rates: tuple[float, ...] = ()
-    """What the optimizer used; NaN if its parameter groups differ."""
+    """Learning rates that the optimizer used; NaN if its parameter groups differ."""
     micro_losses: tuple[tuple[float, int], ...] = ()
     """Sum of token losses and number of target tokens of each sample of the first global batch. Reference only."""
+    first_batch: FirstBatch = field(default_factory=FirstBatch)
+    """More of the samples of the first global batch. Reference only."""
     micro_batch_size: int = 1
+    replicas: int = 1
+    """Data-parallel replicas, which share the samples of a global batch."""
+    mask_faults: tuple[str, ...] = ()
+    """Faults of the dropout masks of the first steps (toolkit/parity/masks.py)."""
+    masks_compared: int = 0
+    """Number of masks that all ranks drew; 0 without dropout."""
     diverged_at_start: frozenset[str] = frozenset()
-    """Like `diverged`, before the first step."""
+    """Parameters whose replicas should be equal to the bit on two ranks before the first step, and are not."""
     diverged: frozenset[str] = frozenset()
     """Parameters whose replicas should be equal to the bit on two ranks after the last step, and are not."""
     replicas_compared: int = 0
-    """How many replicas of parameters were compared."""
+    """Number of replicas of parameters that were compared."""
     eval_loss: float | None = None
     inspected: Any = None
-    """What the `inspect` callback returned on this rank."""
+    """Value that the `inspect` callback returned on this rank."""
 
     def without_values(self) -> "ParityRun":
         """Return the same run with tensor names only, for when the files of the tensors are deleted."""
         empty: Tensors = {name: np.empty(0) for name in self.initial}
-        return replace(self, parameters={}, initial=empty, first_gradients={}, first_updates={})
+        gone = replace(self, parameters={}, initial=empty, first_gradients={}, first_updates={}, first_directions={})
+        return replace(gone, update_gradients={}, first_batch=FirstBatch(), mean_outputs=())
 
 
 class SavedTensors(Mapping[str, NDArray[np.floating]]):
@@ -164,12 +186,18 @@ def _difference(
 ) -> TensorDifference:
     if tensor is None or baseline is None or tensor.shape != baseline.shape:
         return TensorDifference(name=name, ratio=float("nan"), cosine=float("nan"), difference=float("inf"))
-    a, b = tensor.astype(np.float64).ravel(), baseline.astype(np.float64).ravel()
+    a = tensor.astype(np.float64).ravel()
+    b = baseline.astype(np.float64).ravel()
     gap = float(np.linalg.norm(a - b))
-    size_a, size_b = float(np.linalg.norm(a)), float(np.linalg.norm(b))
+    size_a = float(np.linalg.norm(a))
+    size_b = float(np.linalg.norm(b))
+    if size_b:
+        ratio = size_a / size_b
+    else:
+        ratio = float("inf") if size_a else 1.0
     return TensorDifference(
         name=name,
-        ratio=size_a / size_b if size_b else (1.0 if not size_a else float("inf")),
+        ratio=ratio,
         cosine=float(a @ b) / (size_a * size_b) if size_a and size_b else float(size_a == size_b),
         difference=gap / total if np.isfinite(gap) else float("inf"),
     )

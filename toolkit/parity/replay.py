@@ -7,7 +7,7 @@ state, and a wrong one by what its mistake changes. If every step is right, only
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import combinations
 from statistics import median
 
@@ -15,6 +15,7 @@ from toolkit.parity.diagnosis.cause import Cause, Diagnosis, diagnosis
 from toolkit.parity.diagnosis.update import largest_jump
 from toolkit.parity.parity_run import Tensors, tensor_differences
 from toolkit.parity.result import ParityResult
+from toolkit.parity.signs import DecidedUpdates
 from toolkit.parity.tolerance import ENVELOPE_FACTOR, RoundingBound, relative
 
 _CAUSES = {"loss": Cause.FORWARD, "gradient": Cause.BACKWARD, "gradient norm": Cause.CLIPPING}
@@ -29,21 +30,37 @@ class StepRecord:
     loss: float
     grad_norm: float
     tensors: Mapping[str, Tensors]
-    """Its `gradient`, the `update` of the fp32 weights, and each kind of optimizer state after it."""
+    """Tensors of the step: its `gradient`, the `update` of the fp32 weights, and each kind of optimizer state after
+    it."""
     state: Mapping[str, Tensors]
     """Master weights and optimizer states before it."""
     updates: int
-    """That the optimizer has counted before."""
+    """Updates that the optimizer counted before the step."""
     loss_scale: Mapping[str, float]
+    directions: Tensors = field(default_factory=dict)
+    """What the update takes the signs of; empty for optimizers that take none."""
 
-    def differences(self, other: "StepRecord") -> dict[str, tuple[float, str]]:
-        """Relative difference of each quantity, in the order of a step, and the parameter that differs most."""
-        found = {"loss": (relative(self.loss, other.loss), "")}
-        for kind, own in self.tensors.items():
-            worst = tensor_differences(own, other.tensors[kind])[0]
-            found[kind] = worst.difference, worst.name
-            found.setdefault("gradient norm", (relative(self.grad_norm, other.grad_norm), ""))
-        return found
+    def differences(self, record: "StepRecord") -> dict[str, tuple[float, str]]:
+        """Relative difference of each quantity, in the order of a step, and the parameter that differs most.
+
+        Updates are compared without the signs that rounding decides: the gradients that decide them come before.
+        """
+        gaps = {"loss": (relative(self.loss, record.loss), "")}
+        for kind, tensors in self.tensors.items():
+            values = self.decided_update(record) if kind == "update" else tensors
+            worst = tensor_differences(values, record.tensors[kind])[0]
+            gaps[kind] = worst.difference, worst.name
+            gaps.setdefault("gradient norm", (relative(self.grad_norm, record.grad_norm), ""))
+        return gaps
+
+    def decided_update(self, record: "StepRecord") -> DecidedUpdates:
+        """Return the update, with that of the other `record` in each undecided element."""
+        return DecidedUpdates(
+            updates=self.tensors["update"],
+            baseline=record.tensors["update"],
+            directions=self.directions,
+            baseline_directions=record.directions,
+        )
 
 
 def steps_to_replay(result: ParityResult, most: int) -> list[int]:
@@ -62,7 +79,7 @@ def steps_to_replay(result: ParityResult, most: int) -> list[int]:
 
 
 def explain(
-    own: Sequence[StepRecord],
+    records: Sequence[StepRecord],
     baseline: Sequence[StepRecord],
     reruns: Sequence[Sequence[StepRecord]],
     least: RoundingBound | None,
@@ -73,21 +90,26 @@ def explain(
     `least` is the bound of fp32.
     """
     same_steps = zip(baseline, *reruns, strict=True)
-    spreads = [[one.differences(other) for one, other in combinations(step, 2)] for step in same_steps]
+    spreads = [[first.differences(second) for first, second in combinations(step, 2)] for step in same_steps]
     noise = [{kind: max(gaps[kind][0] for gaps in spread) for kind in spread[0]} for spread in spreads]
     worst = (0.0, "", 0)
-    for record, first, rounding in zip(own, baseline, noise, strict=True):
+    for record, first, rounding in zip(records, baseline, noise, strict=True):
         for kind, (gap, name) in record.differences(first).items():
             usual = median(step[kind] for step in noise)
-            floor = {"loss": least.loss, "gradient norm": least.grad_norm}.get(kind, least.gradient) if least else 0.0
+            floor = 0.0
+            if least:
+                floor = {"loss": least.loss, "gradient norm": least.grad_norm}.get(kind, least.gradient)
             bound = max(ENVELOPE_FACTOR * max(rounding[kind], usual), floor)
             if not gap <= bound:
-                what = f"optimizer state {kind}" if kind.startswith(("exp_", "momentum")) else kind
+                quantity = f"optimizer state {kind}" if kind.startswith(("exp_", "momentum")) else kind
                 return Diagnosis(
                     _CAUSES.get(kind, Cause.OPTIMIZER),
                     f"step {record.step + 1} is wrong: from the same weights and optimizer states, the baseline's "
-                    f"{what} is another one, by more than the rounding of one step explains. The first step is right.",
+                    f"{quantity} is another one, by more than the rounding of one step explains. "
+                    "The first step is right.",
                     f"{name and f'{name}: '}relative difference {gap:.1e}, rounding explains {bound:.1e}",
                 )
             worst = max(worst, (gap / bound if bound else 0.0, kind, record.step + 1))
-    return diagnosis("replayed", steps=len(own), share=100 * worst[0], kind=worst[1], step=worst[2])
+    flipped = sum(record.decided_update(first).flipped() for record, first in zip(records, baseline, strict=True))
+    signs = f"; {flipped:,} signs of updates went the other way, where rounding decides them" if flipped else ""
+    return diagnosis("replayed", steps=len(records), share=100 * worst[0], kind=worst[1], step=worst[2], signs=signs)

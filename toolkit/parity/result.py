@@ -8,7 +8,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Literal, Self
 
 from toolkit.parity.bounds import Bounds
+from toolkit.parity.first_batch import Split
 from toolkit.parity.parity_run import ParityRun, TensorDifference, tensor_differences, tensor_table, whole_difference
+from toolkit.parity.signs import decided_updates
 from toolkit.parity.tolerance import FP32_UNIT, CurveComparison, compare_curves, relative
 
 if TYPE_CHECKING:
@@ -30,8 +32,9 @@ class ParityResult:
     curves: CurveComparison
     """Loss and gradient norm of each step."""
     gradients: list[TensorDifference]
-    """Of the first step, the largest difference first."""
+    """Differences of the gradients in the first step, the largest first."""
     updates: list[TensorDifference]
+    """Differences of the first update, without signs that rounding decides, the largest first."""
     parameters: float
     """Relative difference of all parameters after the last step, as one vector."""
 
@@ -45,13 +48,13 @@ class ParityResult:
             bounds=bounds,
             curves=compare_curves(run.curve, baseline.curve, bounds.curve),
             gradients=tensor_differences(run.first_gradients, baseline.first_gradients),
-            updates=tensor_differences(run.first_updates, baseline.first_updates),
+            updates=tensor_differences(decided_updates(run, baseline, bounds.gradient), baseline.first_updates),
             parameters=whole_difference(run.parameters, baseline.parameters),
         )
 
     @property
     def failed_checks(self) -> set[str]:
-        """Which comparisons fail, of: samples, rates, loss, norm, gradient, parameters, replicas."""
+        """Comparisons that fail, of: samples, rates, loss, norm, gradient, parameters, replicas, dropout."""
         checks = {
             "samples": self.other_samples_from is None,
             "rates": self.other_rates_from is None,
@@ -60,6 +63,7 @@ class ParityResult:
             "gradient": not self.wrong_gradients,
             "parameters": self.parameters <= self.bounds.parameters,
             "replicas": not self.run.diverged,
+            "dropout": not self.run.mask_faults,
         }
         return {name for name, holds in checks.items() if not holds}
 
@@ -70,8 +74,9 @@ class ParityResult:
 
     @property
     def agreement(self) -> Agreement:
-        """How far the two agree: not even in the first step, in it, over the whole curve, or to the bit."""
-        run, baseline = self.run.curve, self.baseline.curve
+        """Extent to which the two agree: not even in the first step, in it, over the whole curve, or to the bit."""
+        run = self.run.curve
+        baseline = self.baseline.curve
         if self.passed:
             same = (run.losses, run.grad_norms) == (baseline.losses, baseline.grad_norms) and self.parameters == 0
             return "bitwise" if same else "curve"
@@ -122,14 +127,20 @@ class ParityResult:
     def other_samples_from(self) -> int | None:
         """The first step with other samples than the baseline's, or with ranks that disagree about them."""
         pairs = zip(self.run.batches, self.baseline.batches, strict=False)
-        return next((step for step, (own, other) in enumerate(pairs, start=1) if own != other), None)
+        return next(
+            (step for step, (batch, baseline_batch) in enumerate(pairs, start=1) if batch != baseline_batch), None
+        )
 
     @cached_property
     def other_rates_from(self) -> int | None:
         """The first step with another learning rate than the baseline's; NaN means unknown."""
         pairs = enumerate(zip(self.run.learning_rates, self.baseline.learning_rates, strict=False), start=1)
-        known = ((step, own, other) for step, (own, other) in pairs if not math.isnan(own) and not math.isnan(other))
-        return next((step for step, own, other in known if relative(own, other) > SAME_RATE), None)
+        known = (
+            (step, rate, baseline_rate)
+            for step, (rate, baseline_rate) in pairs
+            if not math.isnan(rate) and not math.isnan(baseline_rate)
+        )
+        return next((step for step, rate, baseline_rate in known if relative(rate, baseline_rate) > SAME_RATE), None)
 
     @property
     def loss_is_right(self) -> bool:
@@ -143,17 +154,34 @@ class ParityResult:
 
         Empty if the baseline did not record samples one by one.
         """
-        parts, size = self.baseline.micro_losses, self.run.micro_batch_size
+        parts = self.baseline.micro_losses
+        size = self.run.micro_batch_size
         blocks = [parts[start : start + size] for start in range(0, len(parts), size)]
         return [(sum(loss for loss, _ in block), sum(count for _, count in block)) for block in blocks]
+
+    @cached_property
+    def first_wrong_output(self) -> str | None:
+        """The first of `outputs` that is not the baseline's in the first step; None where none is, or none is known."""
+        outputs = self.run.outputs
+        baseline_outputs = self.baseline.outputs
+        if not outputs:
+            return None
+        gaps = ((name, relative(outputs.get(name, math.nan), value)) for name, value in baseline_outputs.items())
+        return next((name for name, gap in gaps if not gap <= self.bounds.output), None)
+
+    @property
+    def split(self) -> Split:
+        """How the run splits the samples of the first global batch."""
+        samples = len(self.baseline.micro_losses)
+        return Split(samples=samples, micro_batch_size=self.run.micro_batch_size, replicas=self.run.replicas)
 
     @cached_property
     def layer_of(self) -> dict[str, int | None]:
         """Map each parameter to the index of its decoder layer; None outside of the layers."""
         prefixes = {name.rpartition(".")[0] for name in self.baseline.outputs if "." in name and " " not in name}
         # Families without layer outputs still number their layers.
-        found = re.compile(rf"^{re.escape(prefixes.pop())}\.(\d+)\." if prefixes else r"^.*?\.(\d+)\.")
-        return {row.name: int(match[1]) if (match := found.match(row.name)) else None for row in self.gradients}
+        pattern = re.compile(rf"^{re.escape(prefixes.pop())}\.(\d+)\." if prefixes else r"^.*?\.(\d+)\.")
+        return {row.name: int(match[1]) if (match := pattern.match(row.name)) else None for row in self.gradients}
 
     @cached_property
     def layers(self) -> set[int]:

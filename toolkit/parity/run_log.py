@@ -17,7 +17,7 @@ from toolkit.parity.tensorboard_events import scalars
 from toolkit.units import some
 
 _NAMES: Mapping[str, Sequence[str]] = json.loads(Path(__file__).with_name("log_names.json").read_text(encoding="utf-8"))
-"""What libraries call each quantity: also Megatron-LM, nanotron, NeMo, torchtitan and DeepSpeed."""
+"""Names that libraries give each quantity: also Megatron-LM, nanotron, NeMo, torchtitan and DeepSpeed."""
 _ADVICE = "Give a run directory, or a log that docs/compare.md lists."
 
 Kind = Literal["JSON lines", "Trainer", "TensorBoard", "table"]
@@ -27,7 +27,7 @@ Series = dict[str, dict[int, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class RunLog:
-    """What one run logged, by step (from 1) and in the order of steps."""
+    """The log of one run: its values by step (from 1), in the order of steps."""
 
     label: str
     file: Path
@@ -67,22 +67,24 @@ def read_log(path: Path, names: Sequence[str] = ()) -> RunLog:
     files = _find(path)
     kind, series = _read(files)
     known = ("loss",) if kind == "Trainer" else _NAMES["losses"]
-    found = [name for name in names if name in series] or [name for name in known if name in series]
+    losses = [name for name in names if name in series]
+    if not losses:
+        losses = [name for name in known if name in series]
     if not series:
         raise DataError(f"{files[0]}: it has no step. Give a run that has trained.")
-    if len(found) != 1:
+    if len(losses) != 1:
         others = sorted(series.keys() - {*_NAMES["steps"]}, key=lambda name: ("loss" not in name.lower(), name))
-        which = "it has several losses:" if found else "it has no loss of a known name, but"
-        raise DataError(f"{files[0]}: {which} {some(found or others, 8)}. Choose one with --loss NAME.")
-    (loss,) = found
+        which = "it has several losses:" if losses else "it has no loss under a known name, only"
+        raise DataError(f"{files[0]}: {which} {some(losses or others, 8)}. Choose one with --loss NAME.")
+    (loss,) = losses
     unit = 1
     if loss.startswith("Train/Samples/") or files[0].name.startswith("Train_Samples_"):
         unit = math.gcd(*series[loss]) or 1  # DeepSpeed counts samples, and logs every step
     offset = 0 in series[loss] and "val" not in loss.lower()  # a validation before training is of step 0
 
     def values(*names: str) -> dict[int, Any]:
-        own = next((series[name] for name in names if name in series), {})
-        return {step // unit + offset: value for step, value in own.items()}
+        logged = next((series[name] for name in names if name in series), {})
+        return {step // unit + offset: value for step, value in logged.items()}
 
     try:
         return RunLog(
@@ -97,7 +99,7 @@ def read_log(path: Path, names: Sequence[str] = ()) -> RunLog:
             is_mean=(kind == "Trainer" and loss == "loss") or (loss == "train/loss" and "train/epoch" in series),
         )
     except (TypeError, ValueError) as error:
-        raise DataError(f"{files[0]}: a loss or gradient norm is no number ({error}). {_ADVICE}") from None
+        raise DataError(f"{files[0]}: a loss or gradient norm is not a number ({error}). {_ADVICE}") from None
 
 
 def _find(path: Path) -> list[Path]:
@@ -105,17 +107,19 @@ def _find(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
     names = ("metrics.jsonl", "trainer_state.json", "checkpoint-*/trainer_state.json")
-    found = [sorted(path.glob(name), key=lambda file: (len(str(file)), file))[-1:] for name in names]
-    files = next(filter(None, found), []) or sorted(path.rglob("*tfevents*"))
+    matches = [sorted(path.glob(name), key=lambda file: (len(str(file)), file))[-1:] for name in names]
+    files = next(filter(None, matches), []) or sorted(path.rglob("*tfevents*"))
     folders = sorted({str(file.parent) for file in files})
     if len(folders) != 1:
-        what = f"TensorBoard events of {len(folders)} runs ({some(folders)})" if folders else "nothing that is a log"
-        raise DataError(f"{path}: this directory has {what}. {_ADVICE}")
+        content = f"TensorBoard events of {len(folders)} runs ({some(folders)})" if folders else "nothing that is a log"
+        raise DataError(f"{path}: this directory has {content}. {_ADVICE}")
     return files
 
 
 def _read(files: Sequence[Path]) -> tuple[Kind, Series]:
-    file, number, is_open = files[0], 0, False
+    file = files[0]
+    number = 0
+    is_open = False
     series: Series = {}
     try:
         if file.exists() and not file.is_file():
@@ -129,13 +133,13 @@ def _read(files: Sequence[Path]) -> tuple[Kind, Series]:
         is_open = not text.endswith("\n")  # a run may still be writing the last line
         kind, number, entries = _entries(text, is_json=file.suffix in (".json", ".jsonl"))
     except (OSError, ValueError, csv.Error) as error:
-        what = "not text" if isinstance(error, UnicodeDecodeError) else getattr(error, "strerror", None) or error
-        raise DataError(f"{file}: cannot be read ({what}). {_ADVICE}") from error
+        reason = "not text" if isinstance(error, UnicodeDecodeError) else getattr(error, "strerror", None) or error
+        raise DataError(f"{file}: cannot be read ({reason}). {_ADVICE}") from error
     for place, entry in enumerate(entries, start=1):
         try:
             values = json.loads(entry) if isinstance(entry, str) else entry
-            own = {name.strip().lower(): value for name, value in values.items()}
-            at = _number(next(own[name] for name in _NAMES["steps"] if name in own))
+            by_name = {name.strip().lower(): value for name, value in values.items()}
+            at = _number(next(by_name[name] for name in _NAMES["steps"] if name in by_name))
             if at < 0 or at % 1:
                 raise ValueError
         except (ValueError, TypeError, AttributeError, StopIteration, RecursionError):

@@ -5,6 +5,9 @@ with step = 2 and summary = 5; a summary repeats value = 1; a value has tag = 1 
 TensorFlow 2, tensor = 8 with dtype = 1 (1 is float, 2 double) and tensor_content = 4, float_val = 5 or double_val = 6.
 """
 
+# Not tensorboard's own reader: it reads a damaged file as a shorter run without an error, takes twice the time, and
+# would have everyone who compares runs install 19 MB.
+
 import struct
 from collections.abc import Iterator
 from functools import lru_cache
@@ -14,7 +17,7 @@ from typing import Any
 def scalars(data: bytes) -> Iterator[tuple[int, str, float]]:
     """Yield (step, tag, value) in the order of writing. A last record that is still being written is skipped.
 
-    Raises ValueError for data that are no event file.
+    Raises ValueError for data that are not an event file.
     """
     try:
         for record in _records(data):
@@ -59,7 +62,8 @@ def _varint(message: bytes, place: int) -> tuple[int, int]:
     value = shift = 0
     while message[place] >= 128:
         value |= (message[place] & 127) << shift
-        place, shift = place + 1, shift + 7
+        place += 1
+        shift += 7
     return value | message[place] << shift, place + 1
 
 

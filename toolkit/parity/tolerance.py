@@ -50,9 +50,9 @@ class RoundingBound:
 
     loss: float
     gradient: float
-    """Of any part of the gradient, over the norm of the whole."""
+    """Bound of any part of the gradient, over the norm of the whole."""
     grad_norm: float
-    """Of the norm that an engine reports, which is itself a long sum."""
+    """Bound of the norm that an engine reports, which is itself a long sum."""
 
 
 def rounding_bound(extent: ModelExtent) -> RoundingBound:

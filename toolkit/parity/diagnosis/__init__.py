@@ -7,7 +7,7 @@ comes later differs as a consequence.
 
 from collections.abc import Callable
 
-from toolkit.parity.diagnosis import experts, forward, gradient, update
+from toolkit.parity.diagnosis import bias, experts, forward, gradient, samples, update
 from toolkit.parity.diagnosis.cause import Cause, Diagnosis, diagnosis
 from toolkit.parity.result import ParityResult
 
@@ -17,12 +17,18 @@ RULES: tuple[Callable[[ParityResult], Diagnosis | None], ...] = (
     forward.samples,
     experts.weights_at_start,
     forward.initial_weights,
+    forward.dropout_masks,
     forward.number_of_updates,
     forward.not_finite,
-    forward.token_weighting,
+    samples.token_weighting,
+    samples.labels,
     gradient.constant_factor,
+    samples.sample_weights,
     experts.routers,
     experts.between_router_and_experts,
+    forward.positions,
+    forward.precision,
+    bias.in_first_step,
     forward.forward_pass,
     experts.gradients,
     gradient.unequal_weights,
@@ -31,8 +37,10 @@ RULES: tuple[Callable[[ParityResult], Diagnosis | None], ...] = (
     gradient.reported_norm,
     gradient.first_norm,
     update.schedule,
+    gradient.of_later_step,
     update.first_update,
     update.diverged_replicas,
+    bias.after_first_update,
     update.second_forward_pass,
     update.growth,
 )
@@ -41,7 +49,7 @@ RULES: tuple[Callable[[ParityResult], Diagnosis | None], ...] = (
 def diagnose(diff: ParityResult) -> Diagnosis:
     """Return what the first matching rule says."""
     for rule in RULES:
-        found = rule(diff)
-        if found is not None:
-            return found
+        likely_cause = rule(diff)
+        if likely_cause is not None:
+            return likely_cause
     return diagnosis("pattern")

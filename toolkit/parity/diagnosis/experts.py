@@ -22,9 +22,9 @@ class _Mixture:
     """The parameters of a mixture by their role."""
 
     experts: frozenset[str]
-    """Their first dimension is the expert."""
+    """Names of parameters whose first dimension is the expert."""
     routers: frozenset[str]
-    """What stands beside experts and has a row for each of them."""
+    """Names of parameters that stand beside experts and have a row for each of them."""
 
     @classmethod
     def of(cls, tensors: Tensors) -> Self:
@@ -39,7 +39,8 @@ class _Mixture:
 
 def weights_at_start(diff: ParityResult) -> Diagnosis | None:
     """Detect experts that start from other weights while everything else starts from the baseline's."""
-    wrong, mixture = set(other_weights(diff)), _Mixture.of(diff.baseline.initial)
+    wrong = set(other_weights(diff))
+    mixture = _Mixture.of(diff.baseline.initial)
     if not wrong or not wrong <= mixture.experts or diff.run.diverged_at_start:
         return None
     return diagnosis("experts at start", names=some(sorted(wrong)))
@@ -49,13 +50,12 @@ def between_router_and_experts(diff: ParityResult) -> Diagnosis | None:
     """Detect a layer whose experts get the right input and whose output is wrong."""
     if diff.loss_is_right:
         return None
-    own, other = diff.run.outputs, diff.baseline.outputs
-    gaps = {name: relative(own.get(name, math.nan), value) for name, value in other.items()}
-    first = next((name for name in other if not gaps[name] <= diff.bounds.output), None)
-    names = list(other)
-    if first is None or names[max(0, names.index(first) - 1)] != f"{first}{BEFORE_EXPERTS}" or not own:
+    first = diff.first_wrong_output
+    names = list(diff.baseline.outputs)
+    if first is None or names[max(0, names.index(first) - 1)] != f"{first}{BEFORE_EXPERTS}":
         return None
-    return diagnosis("experts of a layer", first=first, size=gaps[first])
+    size = relative(diff.run.outputs.get(first, math.nan), diff.baseline.outputs[first])
+    return diagnosis("experts of a layer", first=first, size=size)
 
 
 def routers(diff: ParityResult) -> Diagnosis | None:
@@ -68,18 +68,21 @@ def routers(diff: ParityResult) -> Diagnosis | None:
     if not there & diff.wrong_gradients or behind & diff.wrong_gradients:
         return None
     rows = [row for row in diff.gradients if row.name in mixture.routers & diff.wrong_gradients]
-    names, evidence = some(sorted(row.name for row in rows)), worst_of(rows, len(diff.gradients), "gradients")
+    names = some(sorted(row.name for row in rows))
+    evidence = worst_of(rows, len(diff.gradients), "gradients")
     diverged = mixture.routers & diff.run.diverged
     return diagnosis("routers that diverge" if diverged else "auxiliary loss", names=names, evidence=evidence)
 
 
 def gradients(diff: ParityResult) -> Diagnosis | None:
     """Detect gradients that are wrong in experts only."""
-    mixture, wrong = _Mixture.of(diff.baseline.initial), diff.wrong_gradients
+    mixture = _Mixture.of(diff.baseline.initial)
+    wrong = diff.wrong_gradients
     if not wrong or not wrong <= mixture.experts:
         return None
     rows = [row for row in diff.gradients if row.name in wrong]
-    factor, evidence = common_ratio(rows), worst_of(rows, len(diff.gradients), "gradients")
+    factor = common_ratio(rows)
+    evidence = worst_of(rows, len(diff.gradients), "gradients")
     if factor is None:
         return diagnosis("experts averaged", evidence=evidence)
     return diagnosis("experts scaled", factor=factor, fraction=fraction(factor), evidence=evidence)
@@ -87,7 +90,8 @@ def gradients(diff: ParityResult) -> Diagnosis | None:
 
 def norm(diff: ParityResult) -> Diagnosis | None:
     """Detect a reported norm that counts no experts, those of one rank, or a mean over ranks."""
-    gradients, reported = diff.run.first_gradients, [*diff.run.curve.grad_norms, 0.0][0]
+    gradients = diff.run.first_gradients
+    reported = [*diff.run.curve.grad_norms, 0.0][0]
     mixture = _Mixture.of(gradients)
     by_expert = [
         np.square(gradients[name], dtype=np.float64).reshape(len(gradients[name]), -1).sum(1)
@@ -102,7 +106,7 @@ def norm(diff: ParityResult) -> Diagnosis | None:
     counted = "no experts" if relative(reported, math.sqrt(others)) <= _SAME_NORM else ""
     for ranks in (n for n in range(2, len(experts) + 1) if len(experts) % n == 0 and not counted):
         norms = np.sqrt(others + experts.reshape(ranks, -1).sum(1))
-        if min(relative(reported, one) for one in norms) <= _SAME_NORM:
+        if min(relative(reported, rank_norm) for rank_norm in norms) <= _SAME_NORM:
             counted = f"the experts of one of {ranks} ranks"
         elif relative(reported, norms.mean()) <= _SAME_NORM:
             counted = f"a mean over {ranks} ranks, of which each counts its own experts"

@@ -1,6 +1,7 @@
 """Rules for everything before the gradients: samples, initial weights, and the forward pass of the first step."""
 
 import math
+from operator import itemgetter
 
 import numpy as np
 
@@ -10,8 +11,8 @@ from toolkit.parity.result import ParityResult
 from toolkit.parity.tolerance import relative
 from toolkit.units import some
 
-_PRINTED = 1e-5
-"""Relative bound within which a loss counts as the one that a mistake would give."""
+_SAME_POSITIONS = 1e-5
+"""Relative difference of mean positions that says nothing: positions that are known by their cosines are rounded."""
 
 
 def samples(diff: ParityResult) -> Diagnosis | None:
@@ -19,9 +20,10 @@ def samples(diff: ParityResult) -> Diagnosis | None:
     step = diff.other_samples_from
     if step is None:
         return None
-    own, other = diff.run.batches[step - 1], diff.baseline.batches[step - 1]
+    batch = diff.run.batches[step - 1]
+    baseline_batch = diff.baseline.batches[step - 1]
     step = diff.run.curve.step(step)
-    return diagnosis("samples of ranks" if "!=" in own else "samples", step=step, own=own, other=other)
+    return diagnosis("samples of ranks" if "!=" in batch else "samples", step=step, run=batch, baseline=baseline_batch)
 
 
 def initial_weights(diff: ParityResult) -> Diagnosis | None:
@@ -29,28 +31,38 @@ def initial_weights(diff: ParityResult) -> Diagnosis | None:
     diverged = sorted(diff.run.diverged_at_start)
     if diverged:
         return diagnosis("replicas at start", names=some(diverged))
-    other = other_weights(diff)
-    if not other:
+    names = other_weights(diff)
+    if not names:
         return None
-    gap, count = whole_difference(diff.run.initial, diff.baseline.initial), len(diff.baseline.initial)
-    return diagnosis("initial weights", names=some(other), count=len(other), all=count, gap=gap)
+    gap = whole_difference(diff.run.initial, diff.baseline.initial)
+    count = len(diff.baseline.initial)
+    return diagnosis("initial weights", names=some(names), count=len(names), all=count, gap=gap)
 
 
 def other_weights(diff: ParityResult) -> list[str]:
     """Return the parameters that start from other weights than the baseline's."""
-    own = diff.run.initial
+    initial = diff.run.initial
     return [
         name
         for name, value in diff.baseline.initial.items()
-        if name not in own
-        or own[name].shape != value.shape
-        or not np.allclose(own[name], value, rtol=4 * diff.bounds.unit, atol=0)
+        if name not in initial
+        or initial[name].shape != value.shape
+        or not np.allclose(initial[name], value, rtol=4 * diff.bounds.unit, atol=0)
     ]
+
+
+def dropout_masks(diff: ParityResult) -> Diagnosis | None:
+    """Detect ranks, layers or micro-batches that draw the same masks for different activations, or the reverse."""
+    faults = diff.run.mask_faults
+    if not faults:
+        return None
+    return diagnosis("dropout masks", faults="; ".join(faults[:3]), count=len(faults), masks=diff.run.masks_compared)
 
 
 def number_of_updates(diff: ParityResult) -> Diagnosis | None:
     """Detect more or fewer updates than global batches."""
-    updates, steps = len(diff.run.learning_rates), len(diff.run.curve)
+    updates = len(diff.run.learning_rates)
+    steps = len(diff.run.curve)
     if not updates or updates == steps:
         return None
     return diagnosis("number of updates", updates=updates, steps=steps)
@@ -58,8 +70,12 @@ def number_of_updates(diff: ParityResult) -> Diagnosis | None:
 
 def not_finite(diff: ParityResult) -> Diagnosis | None:
     """Detect a loss or a norm that is NaN or infinite while the baseline's is not."""
-    own, other = diff.run.curve, diff.baseline.curve
-    series = (("loss", own.losses, other.losses), ("gradient norm", own.grad_norms, other.grad_norms))
+    curve = diff.run.curve
+    baseline_curve = diff.baseline.curve
+    series = (
+        ("loss", curve.losses, baseline_curve.losses),
+        ("gradient norm", curve.grad_norms, baseline_curve.grad_norms),
+    )
     lost = [
         (place, name, number, wanted)
         for name, numbers, baseline in series
@@ -68,28 +84,40 @@ def not_finite(diff: ParityResult) -> Diagnosis | None:
     ]
     if not lost:
         return None
-    place, name, number, wanted = min(lost, key=lambda one: one[0])
+    place, name, number, wanted = min(lost, key=itemgetter(0))
     weights = diff.run.parameters
     damaged = [key for key, value in weights.items() if not np.isfinite(value).all()]
-    after, count = "", f"; {len(damaged)} of {len(weights)} parameters not finite" if weights else ""
+    after = ""
+    count = f"; {len(damaged)} of {len(weights)} parameters not finite" if weights else ""
     if damaged:
         after = f" The update was applied: {some(damaged)} are no longer finite."
     elif weights:  # a finished run keeps none
         after = " The update was skipped: the weights are finite."
-    step = own.step(place)
+    step = curve.step(place)
     return diagnosis("not finite", name=name, step=step, number=number, wanted=wanted, after=after, count=count)
 
 
-def token_weighting(diff: ParityResult) -> Diagnosis | None:
-    """Detect the loss of equally weighted micro-batches that have different numbers of target tokens."""
-    parts = diff.micro_batches
-    if not parts or diff.loss_is_right:
+def positions(diff: ParityResult) -> Diagnosis | None:
+    """Detect other positions than the baseline's, if the first step's loss is wrong."""
+    run_positions = diff.run.positions
+    baseline_positions = diff.baseline.positions
+    if diff.loss_is_right or not run_positions or not baseline_positions:
         return None
-    reported, right = diff.run.curve.losses[0], diff.baseline.curve.losses[0]
-    unweighted = sum(loss / max(1, targets) for loss, targets in parts) / len(parts)
-    if relative(reported, unweighted) > _PRINTED or relative(unweighted, right) < _PRINTED:
+    gap = max(relative(*pair) for pair in zip(run_positions, baseline_positions, strict=True))
+    if gap <= _SAME_POSITIONS:
         return None
-    return diagnosis("unweighted loss", reported=reported, unweighted=unweighted, right=right)
+    return diagnosis("positions", run=run_positions[0], baseline=baseline_positions[0])
+
+
+def precision(diff: ParityResult) -> Diagnosis | None:
+    """Detect decoder layers that compute in a dtype in which no layer of the baseline does."""
+    others = sorted(diff.run.dtypes - diff.baseline.dtypes)
+    if diff.loss_is_right or not others or not diff.baseline.dtypes:
+        return None
+    loss = diff.run.curve.losses[0]
+    baseline_loss = diff.baseline.curve.losses[0]
+    usual = some(sorted(diff.baseline.dtypes))
+    return diagnosis("precision", others=some(others), usual=usual, run=loss, baseline=baseline_loss)
 
 
 def forward_pass(diff: ParityResult) -> Diagnosis | None:
@@ -103,11 +131,11 @@ def forward_pass(diff: ParityResult) -> Diagnosis | None:
     names = list(diff.baseline.outputs)
     if not names or not diff.run.outputs:
         return diagnosis("first loss", gap=gap)
-    gaps = {name: relative(diff.run.outputs.get(name, math.nan), diff.baseline.outputs[name]) for name in names}
-    first = next((name for name in names if not gaps[name] <= diff.bounds.output), None)
+    first = diff.first_wrong_output
     if first is None:
         return diagnosis("after the layers", gap=gap)
+    size = relative(diff.run.outputs.get(first, math.nan), diff.baseline.outputs[first])
     if first == names[0]:
-        return diagnosis("embedding", first=first, size=gaps[first], gap=gap)
+        return diagnosis("embedding", first=first, size=size, gap=gap)
     before = "the embeddings agree" if first == names[1] else f"{names[names.index(first) - 1]} agrees"
-    return diagnosis("layer", first=first, before=before, size=gaps[first], gap=gap)
+    return diagnosis("layer", first=first, before=before, size=size, gap=gap)

@@ -15,10 +15,14 @@ from toolkit.parity.diagnosis.cause import (
     fraction,
     worst_of,
 )
-from toolkit.parity.parity_run import TensorDifference
+from toolkit.parity.diagnosis.samples import is_sum_of_samples
+from toolkit.parity.parity_run import TensorDifference, tensor_differences
 from toolkit.parity.result import ParityResult
-from toolkit.parity.tolerance import relative
+from toolkit.parity.tolerance import FP32_UNIT, relative
 from toolkit.units import some
+
+_EXPLAINED = 0.02
+"""Share of a difference that an earlier gradient may leave unexplained."""
 
 
 def constant_factor(diff: ParityResult) -> Diagnosis | None:
@@ -41,6 +45,8 @@ def unequal_weights(diff: ParityResult) -> Diagnosis | None:
     large = [row for row in diff.gradients if row.difference > 10 * diff.bounds.gradient]
     if any(row.cosine < 0.8 or not 0.8 < row.ratio < 1.25 for row in large[: max(1, len(large) // 2)]):
         return None
+    if is_sum_of_samples(diff.baseline):
+        return None  # `sample_weights` would have found the weights
     return diagnosis(
         "unequal weights",
         fewest=min(targets),
@@ -56,15 +62,56 @@ def wrong_gradients(diff: ParityResult) -> Diagnosis | None:
         return None
     evidence = worst_of(rows, len(diff.gradients), "gradients")
     for rule in (_tables, _stages, _vectors, _one_layer, _one_kind, _all_before):
-        found = rule(diff, rows)
-        if found is not None:
-            return replace(found, evidence=evidence)
+        group = rule(diff, rows)
+        if group is not None:
+            return replace(group, evidence=evidence)
     return diagnosis("backward pass", names=some(_names(rows)), evidence=evidence)
+
+
+def of_later_step(diff: ParityResult) -> Diagnosis | None:
+    """Detect a wrong gradient in the step of the first update, after a warm-up from zero: weights have not changed."""
+    step = diff.run.update_step
+    gradients = diff.run.update_gradients
+    baseline_gradients = diff.baseline.update_gradients
+    if not gradients or not baseline_gradients or step != diff.baseline.update_step or diff.bounds.unit > FP32_UNIT:
+        return None
+    # The bound is of the first step; rounding in another batch may be larger.
+    rows = [
+        row
+        for row in tensor_differences(gradients, baseline_gradients)
+        if not row.difference <= 10 * diff.bounds.gradient
+    ]
+    if not rows:
+        return None
+    evidence = worst_of(rows, len(baseline_gradients), "gradients")
+    share = _share_of_first(diff)
+    if share is not None:
+        return diagnosis("gradient not zeroed", step=step, share=share, evidence=evidence)
+    return diagnosis("later gradient", step=step, names=some(_names(rows)), evidence=evidence)
+
+
+def _share_of_first(diff: ParityResult) -> float | None:
+    """Return how much of the first gradient is in that of the first update by mistake; None if that is not it."""
+    gradients = diff.run.update_gradients
+    baseline_gradients = diff.baseline.update_gradients
+    first = diff.baseline.first_gradients
+    if gradients.keys() != first.keys() or baseline_gradients.keys() != first.keys():
+        return None
+    inner = square = rest = 0.0
+    for name, value in first.items():
+        gap = (gradients[name].astype(np.float64) - baseline_gradients[name]).ravel()
+        direction = value.astype(np.float64).ravel()
+        inner += float(gap @ direction)
+        square += float(direction @ direction)
+        rest += float(gap @ gap)
+    is_explained = rest - inner**2 / max(square, 1e-300) <= _EXPLAINED**2 * rest
+    return inner / square if is_explained and square else None
 
 
 def reported_norm(diff: ParityResult) -> Diagnosis | None:
     """Detect a reported gradient norm that is not the norm of the (right) gradient."""
-    gradients, reported = diff.run.first_gradients, [*diff.run.curve.grad_norms, 0.0][0]
+    gradients = diff.run.first_gradients
+    reported = [*diff.run.curve.grad_norms, 0.0][0]
     true = math.sqrt(sum(float(np.sum(np.square(value, dtype=np.float64))) for value in gradients.values()))
     if not gradients or relative(reported, true) <= SAME_DIRECTION + 10 * diff.bounds.curve.at(0)[1]:
         return None
@@ -75,21 +122,26 @@ def first_norm(diff: ParityResult) -> Diagnosis | None:
     """Detect a wrong first norm beside a right loss in finished runs, which keep no gradients."""
     if diff.gradients or not diff.loss_is_right or diff.curves.first_norm_beyond != 1:
         return None
-    own, other = diff.run.curve.grad_norms[0], diff.baseline.curve.grad_norms[0]
-    ratio = f"{own / other:.4g} times" if other and math.isfinite(own / other) else "not"
-    return diagnosis("first norm", step=diff.run.curve.step(1), ratio=ratio, own=own, other=other)
+    norm = diff.run.curve.grad_norms[0]
+    baseline_norm = diff.baseline.curve.grad_norms[0]
+    ratio = f"{norm / baseline_norm:.4g} times" if baseline_norm and math.isfinite(norm / baseline_norm) else "not"
+    return diagnosis("first norm", step=diff.run.curve.step(1), ratio=ratio, run=norm, baseline=baseline_norm)
 
 
 def _tables(diff: ParityResult, rows: Sequence[TensorDifference]) -> Diagnosis | None:
     if not all(diff.is_table(row.name) for row in rows):
         return None
+    factor = common_ratio(rows)
+    if factor is not None and round(factor) > 1 and abs(factor - round(factor)) < SAME_RATIO:
+        return diagnosis("tables counted twice", names=some(_names(rows)), factor=round(factor))
     return diagnosis("tables", names=some(_names(rows)))
 
 
 def _stages(diff: ParityResult, rows: Sequence[TensorDifference]) -> Diagnosis | None:
     """Detect one factor on all parameters before some layer. Tied tables get a right part from the head."""
     inside = [row for row in rows if diff.layer_of[row.name] is not None]
-    factor, wrong = common_ratio(inside), {diff.layer_of[row.name] for row in inside}
+    factor = common_ratio(inside)
+    wrong = {diff.layer_of[row.name] for row in inside}
     before = set(range(len(wrong)))
     whole = {name for name, layer in diff.layer_of.items() if layer in before}
     if factor is None or wrong != before or before == diff.layers or not whole <= diff.wrong_gradients:

@@ -19,8 +19,9 @@ def schedule(diff: ParityResult) -> Diagnosis | None:
     step = diff.other_rates_from
     if step is None:
         return None
-    own, other = diff.run.learning_rates[step - 1], diff.baseline.learning_rates[step - 1]
-    return diagnosis("schedule", step=diff.baseline.curve.step(step), own=own, other=other)
+    rate = diff.run.learning_rates[step - 1]
+    baseline_rate = diff.baseline.learning_rates[step - 1]
+    return diagnosis("schedule", step=diff.baseline.curve.step(step), run=rate, baseline=baseline_rate)
 
 
 def first_update(diff: ParityResult) -> Diagnosis | None:
@@ -73,39 +74,52 @@ def second_forward_pass(diff: ParityResult) -> Diagnosis | None:
         or min(len(diff.run.curve), len(diff.baseline.curve)) <= step
     ):
         return None
-    own, other = diff.run.curve.losses[step], diff.baseline.curve.losses[step]
+    loss = diff.run.curve.losses[step]
+    baseline_loss = diff.baseline.curve.losses[step]
     # The weights agree to rounding, so the loss of the same forward pass does too.
-    if relative(own, other) <= 10 * max(diff.bounds.update, diff.bounds.curve.at(step)[0]):
+    if relative(loss, baseline_loss) <= 10 * max(diff.bounds.update, diff.bounds.curve.at(step)[0]):
         return None
-    return diagnosis("second forward pass", step=step, after=step + 1, own=own, other=other)
+    return diagnosis("second forward pass", step=step, after=step + 1, run=loss, baseline=baseline_loss)
 
 
 def growth(diff: ParityResult) -> Diagnosis | None:
     """Tell a difference that sets in later from one that grew out of rounding. The first step is right."""
-    own, other = diff.run.curve, diff.baseline.curve
-    shared = min(len(own), len(other))
+    curve = diff.run.curve
+    baseline_curve = diff.baseline.curve
+    shared = min(len(curve), len(baseline_curve))
     first = diff.curves.first_diverging_step
     if first is not None and first > shared:
-        shorter = own.label if len(own) == shared else other.label
-        return diagnosis("shorter", shorter=shorter, step=own.step(shared))
+        shorter = curve.label if len(curve) == shared else baseline_curve.label
+        return diagnosis("shorter", shorter=shorter, step=curve.step(shared))
     if first is None:
         return diagnosis("last update")
-    what, series, floor = "loss", (own.losses, other.losses), diff.bounds.unit
+    quantity = "loss"
+    values = curve.losses
+    baseline_values = baseline_curve.losses
+    floor = diff.bounds.unit
     if diff.curves.first_loss_beyond is None:
-        what, series, floor = "gradient norm", (own.grad_norms, other.grad_norms), diff.bounds.curve.at(0)[1]
-    gaps = [relative(series[0][i], series[1][i]) for i in range(shared)]
+        quantity = "gradient norm"
+        values = curve.grad_norms
+        baseline_values = baseline_curve.grad_norms
+        floor = diff.bounds.curve.at(0)[1]
+    gaps = [relative(values[i], baseline_values[i]) for i in range(shared)]
     place, jump = largest_jump(gaps, floor=floor)
-    step, start = own.step(place), own.step(1)
+    step = curve.step(place)
+    start = curve.step(1)
     if jump < JUMP:
         return diagnosis("growth", first=gaps[0], start=start, largest=max(gaps), jump=jump)
-    return diagnosis("jump", start=start, step=step, what=what, gap=gaps[place - 1], jump=jump)
+    return diagnosis("jump", start=start, step=step, quantity=quantity, gap=gaps[place - 1], jump=jump)
 
 
 def largest_jump(gaps: Sequence[float], *, floor: float) -> tuple[int, float]:
     """Return the step of the steepest rise (from 1), and its factor over the largest difference before it."""
-    highest, steepest = floor, (1, 0.0)
+    highest = floor
+    steepest = (1, 0.0)
     for step, gap in enumerate(gaps, start=1):
-        rise = gap / highest if highest else math.inf if gap else 0.0
+        if highest:
+            rise = gap / highest
+        else:
+            rise = math.inf if gap else 0.0
         if step > 1 and rise > steepest[1]:
             steepest = (step, rise)
         highest = max(highest, gap)
@@ -114,12 +128,13 @@ def largest_jump(gaps: Sequence[float], *, floor: float) -> tuple[int, float]:
 
 def _parts(diff: ParityResult, name: str) -> tuple[float, float, float]:
     """Fit an update as a * the baseline's + b * the weights by least squares; return a, b and the residual (0 to 1)."""
-    own, other = diff.run.first_updates.get(name), diff.baseline.first_updates.get(name)
+    update = diff.run.first_updates.get(name)
+    baseline_update = diff.baseline.first_updates.get(name)
     weights = diff.baseline.initial.get(name)
-    if own is None or other is None or weights is None or own.shape != other.shape:
+    if update is None or baseline_update is None or weights is None or update.shape != baseline_update.shape:
         return math.nan, 0.0, 1.0
-    wanted = own.astype(np.float64).ravel()
-    terms = np.stack([value.astype(np.float64).ravel() for value in (other, weights)], axis=1)
+    wanted = update.astype(np.float64).ravel()
+    terms = np.stack([value.astype(np.float64).ravel() for value in (baseline_update, weights)], axis=1)
     if not np.isfinite(wanted).all() or not wanted.any():
         return math.nan, 0.0, 1.0
     factors = np.linalg.lstsq(terms, wanted, rcond=None)[0]

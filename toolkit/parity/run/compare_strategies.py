@@ -20,7 +20,7 @@ from toolkit.config.job import Job
 from toolkit.config.recipe import Recipe
 from toolkit.config.strategy import Strategy
 from toolkit.engines.factory import create_engine
-from toolkit.errors import RecipeError, RunError, ToolkitError
+from toolkit.errors import BatchError, ConfigError, LayoutError, ModelError, RecipeError, RunError, ToolkitError
 from toolkit.launch.environment import describe_environment, local_device
 from toolkit.launch.local_ranks import Outcome, RankFailedError, in_one_line, run_jobs
 from toolkit.launch.rank_environment import RankEnvironment
@@ -33,6 +33,7 @@ from toolkit.parity.replay import StepRecord, explain, steps_to_replay
 from toolkit.parity.run.step_recorder import StepRecorder
 from toolkit.parity.run.train_in_memory import train_in_memory
 from toolkit.parity.tolerance import FP32_UNIT, UNIT_ROUNDOFF, rounding_bound
+from toolkit.training.preflight import check_model, deepspeed_config, find_shape
 from toolkit.training.train import EngineFactory, train
 
 
@@ -50,6 +51,8 @@ class StrategyRun:
 
 
 _LEFT_OUT = ["eval_every", "eval_samples", "compile", "on_nonfinite", "spike_sigmas", "spike_window", "max_incidents"]
+_REFUSALS = (RecipeError, LayoutError, BatchError, ConfigError, ModelError)
+"""What ranks raise for a recipe that cannot be, some of it only once they build the model."""
 _REPLAYED_ELEMENTS = 200_000_000
 """Parameters x steps of a replay, of which each keeps seven numbers on disk and each rerun four more."""
 _FEWEST_REPLAYED = 4
@@ -62,8 +65,8 @@ Progress = Callable[[str, str, float], None]
 def for_comparison(recipe: Recipe, *, steps: int, dropout: bool) -> Recipe:
     """The first `steps` of a recipe without validation, checkpoints and trackers, which only take time.
 
-    The warm-up is shortened to a tenth of them, so that updates reach their full size; dropout is off unless requested,
-    because layouts draw different masks.
+    The warm-up is shortened to a tenth of them, so that updates reach their full size; dropout and the noise of routers
+    are off unless requested, because layouts draw different masks.
     """
     warmup = min(recipe.schedule.warmup_steps, max(1, steps // 10))
     decay = recipe.schedule.decay_steps
@@ -78,15 +81,33 @@ def for_comparison(recipe: Recipe, *, steps: int, dropout: bool) -> Recipe:
 
 
 def plan(recipe: Recipe, strategies: Sequence[Strategy], nproc: int) -> list[StrategyRun]:
-    """A run for each strategy. Raises RecipeError with every problem that keeps one of them from running."""
-    jobs, problems = [], []
+    """A run for each strategy. Raises RecipeError with every problem that keeps one of them from running.
+
+    The model's config is read too, as it is before a run: some families are known by that alone.
+    """
+    runs: dict[str, StrategyRun] = {}
+    problems = []
     for strategy in strategies:
-        own, ranks = strategy.apply(recipe, nproc), strategy.world_size(nproc)
-        problems += [f"strategy {strategy.text}: {problem}" for problem in recipe_problems(own, ranks)]
-        jobs.append(StrategyRun(name=strategy.text, recipe=own, ranks=ranks))
+        if strategy.text in runs:  # one baseline serves several
+            continue
+        applied = strategy.apply(recipe, nproc)
+        ranks = strategy.world_size(nproc)
+        refused = recipe_problems(applied, ranks) or _model_problems(applied, ranks)
+        problems += [f"strategy {strategy.text}: {problem}" for problem in refused]
+        runs[strategy.text] = StrategyRun(name=strategy.text, recipe=applied, ranks=ranks)
     if problems:
         raise RecipeError(problems)
-    return jobs
+    return [runs[strategy.text] for strategy in strategies]
+
+
+def _model_problems(recipe: Recipe, ranks: int) -> list[str]:
+    device = local_device()
+    try:
+        config = check_model(recipe, device)
+        deepspeed_config(Job.of(recipe, ranks, find_shape(config)), config, device)
+    except ToolkitError as error:
+        return error.problems
+    return []
 
 
 def baseline_reruns(baseline: StrategyRun, seeds: int) -> list[StrategyRun]:
@@ -95,12 +116,12 @@ def baseline_reruns(baseline: StrategyRun, seeds: int) -> list[StrategyRun]:
     share = section.global_batch_size // baseline.recipe.layout(baseline.ranks).dp
     # One sample per micro-batch, or if it has that already, the smallest larger size that divides a replica's samples.
     divisors = (size for size in range(2, share + 1) if share % size == 0)
-    other = 1 if (section.micro_batch_size or 1) > 1 else next(divisors, 1)
-    split = baseline.recipe.changed({"batch": {"micro_batch_size": other}})
+    micro_batch_size = 1 if (section.micro_batch_size or 1) > 1 else next(divisors, 1)
+    split = baseline.recipe.changed({"batch": {"micro_batch_size": micro_batch_size}})
     once_more = replace(baseline, name="once more", rerun_of=baseline.name)
     return [
         once_more,
-        replace(once_more, name=f"micro-batches of {other}", recipe=split),
+        replace(once_more, name=f"micro-batches of {micro_batch_size}", recipe=split),
         *(replace(once_more, name=f"rounding seed {seed}", rounding_seed=seed) for seed in range(1, seeds + 1)),
     ]
 
@@ -120,7 +141,8 @@ def compare_strategies(
 ) -> Comparison:
     """Run all strategies and compare each with its baseline. A strategy that fails becomes an entry with its error.
 
-    Raises the ToolkitError of a baseline that fails, or RunError for any other failure of it. Tensors are kept in a
+    Raises the ToolkitError of a baseline that fails, or RunError for any other failure of it, and RecipeError if a
+    strategy turns out to be one that cannot run, which is bad input and not a result. Tensors are kept in a
     temporary directory, one file per parameter: no process holds two whole models.
     """
     groups = {job.name: [job, *baseline_reruns(job, rounding_seeds)] for job in baselines}
@@ -128,28 +150,31 @@ def compare_strategies(
     with tempfile.TemporaryDirectory(prefix="dstk-compare-") as folder:
         run = partial(_run, folder=Path(folder), timeout_seconds=timeout_seconds, progress=progress)
         ended = run([*fixed, *strategies], _train, needed=len(fixed))
-        repeats, measured = True, {}
+        repeats = True
+        measured = {}
         for name, group in groups.items():
             first, again, *reruns = [_result(next(ended)[0]) for _ in group]
             bounds = Bounds.measured(first, reruns, unit=UNIT_ROUNDOFF[recipe.precision])
-            repeats &= ParityResult.of(again, first, bounds).agreement == "bitwise"
+            if ParityResult.of(again, first, bounds).agreement != "bitwise":
+                repeats = False
             curves = [replace(run.curve, label=job.name) for job, run in zip(group[2:], reruns, strict=True)]
             measured[name] = Baseline(run=first, bounds=bounds, reruns=curves)
         entries = []
-        for number, (job, baseline) in enumerate(zip(strategies, baselines, strict=True)):
+        for number, (job, baseline_job) in enumerate(zip(strategies, baselines, strict=True)):
             outcome, seconds = next(ended)
-            own = measured[baseline.name]
+            baseline = measured[baseline_job.name]
             entry = StrategyResult(name=job.name, command=commands[number] if commands else "", seconds=seconds)
             if isinstance(outcome, list):
-                result = ParityResult.of(outcome[0], own.run, own.bounds).with_diagnosis()
-                entry = replace(entry, result=result, found=_replay(run, job, groups[baseline.name], result))
+                result = ParityResult.of(outcome[0], baseline.run, baseline.bounds).with_diagnosis()
+                replayed = _replay(run, job, groups[baseline_job.name], result)
+                entry = replace(entry, result=result, closer_diagnosis=replayed)
             else:
                 entry = replace(entry, error=in_one_line(outcome))
             entries.append(entry)
     bits = "The baseline repeats to the bit." if repeats else "The baseline does not repeat to the bit."
     return Comparison(
         title=title,
-        baselines=[replace(own, run=own.run.without_values()) for own in measured.values()],
+        baselines=[replace(baseline, run=baseline.run.without_values()) for baseline in measured.values()],
         results=entries,
         recipe=dump_recipe(recipe),
         notes=[*notes, bits],
@@ -163,18 +188,19 @@ def _replay(run: _Run, job: StrategyRun, baseline: Sequence[StrategyRun], result
     """Whether rounding explains a difference after a right first step; None where nothing of that kind differs."""
     if result.diagnosis is None or not result.diagnosis.is_late:
         return None
-    first, unit = result.baseline, result.bounds.unit
+    first = result.baseline
+    unit = result.bounds.unit
     elements = sum(value.size for value in first.initial.values())
     steps = steps_to_replay(result, max(_FEWEST_REPLAYED, _REPLAYED_ELEMENTS // max(1, elements)))
-    ((own, _),) = run([replace(job, name=f"{job.name}, once more")], partial(_record, steps=steps))
-    outcomes = [own]
-    if isinstance(own, list):
+    ((ended, _),) = run([replace(job, name=f"{job.name}, once more")], partial(_record, steps=steps))
+    outcomes = [ended]
+    if isinstance(ended, list):
         again = [replace(rerun, name=f"{job.name}, replayed by {rerun.name}") for rerun in (baseline[0], *baseline[2:])]
-        outcomes = [outcome for outcome, _ in run(again, partial(_record, origins=own[0]))]
+        outcomes = [outcome for outcome, _ in run(again, partial(_record, origins=ended[0]))]
         records = [outcome[0] for outcome in outcomes if isinstance(outcome, list)]
         if len(records) == len(again):
             least = rounding_bound(extent_of(first)) if unit <= FP32_UNIT else None
-            return explain(own[0], records[0], records[1:], least)
+            return explain(ended[0], records[0], records[1:], least)
     error = next(outcome for outcome in outcomes if not isinstance(outcome, list))
     return diagnosis("not replayed", error=in_one_line(error))
 
@@ -192,7 +218,7 @@ def _run(
 
     All have ended before the first is yielded. If one of the first `needed` fails, the others are not waited for.
     """
-    found: dict[int, tuple[Outcome, float]] = {}
+    outcomes: dict[int, tuple[Outcome, float]] = {}
     on_cpu = local_device().type == "cpu"
     place = Path(tempfile.mkdtemp(dir=folder))
     calls = [(partial(function, job, place / str(number)), job.ranks) for number, job in enumerate(jobs)]
@@ -201,11 +227,13 @@ def _run(
     # Closed at once if something is raised here: the ranks must end before the folder is deleted.
     with closing(run_jobs(calls, cores=cores, timeout_seconds=timeout_seconds, joined=on_cpu)) as ended:
         for number, outcome, seconds in ended:
-            found[number] = outcome, seconds
+            outcomes[number] = outcome, seconds
             progress(jobs[number].name, "done" if isinstance(outcome, list) else in_one_line(outcome), seconds)
+            if isinstance(outcome, _REFUSALS) and not jobs[number].rerun_of:
+                raise RecipeError([f"strategy {jobs[number].name}: {problem}" for problem in outcome.problems])
             if number < needed and not isinstance(outcome, list):
                 raise _failed_baseline(jobs[number], outcome)
-    yield from (found[number] for number in range(len(jobs)))
+    yield from (outcomes[number] for number in range(len(jobs)))
 
 
 def _result(outcome: Outcome) -> ParityRun:
@@ -215,14 +243,14 @@ def _result(outcome: Outcome) -> ParityRun:
 
 
 def _train(run: StrategyRun, folder: Path) -> ParityRun:
-    """On every rank."""
+    """Train a strategy; called on every rank."""
     return train_in_memory(
         run.recipe, rounding_seed=run.rounding_seed, folder=folder, engine_factory=run.engine_factory
     )
 
 
 def _record(run: StrategyRun, folder: Path, **which: Any) -> list[StepRecord]:
-    """On every rank."""
+    """Record steps of a strategy; called on every rank."""
     recorder = StepRecorder(folder, seed=run.rounding_seed, **which)
     job = Job.of(run.recipe, RankEnvironment.detect().world_size)
     train(job, [recorder], in_memory=True, engine_factory=run.engine_factory)
@@ -241,4 +269,5 @@ def _failed_baseline(run: StrategyRun, error: ToolkitError | RankFailedError) ->
 
 def _without_dropout(recipe: Recipe) -> dict[str, float]:
     config = load_config(recipe.model).to_dict()
-    return {name: 0.0 for name, value in config.items() if "drop" in name and isinstance(value, float) and value}
+    random = [name for name in config if "drop" in name or "jitter" in name]
+    return {name: 0.0 for name in random if isinstance(config[name], float) and config[name]}

@@ -1,4 +1,4 @@
-"""What a parity run observes of an engine: sample losses, layer outputs, learning rates, and hashes of replicas.
+"""Observes an engine during a parity run: layer outputs, learning rates, and hashes of replicas.
 
 Nothing here changes what is computed. Each observer sees its own rank.
 """
@@ -14,10 +14,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from toolkit.data.samples.loader import MicroBatchLoader
 from toolkit.engines.base import Engine
 from toolkit.parallel.experts.sharding import experts_in
-from toolkit.parallel.loss import IGNORE, token_loss_sum
 from toolkit.parallel.model_structure import decoder_layer_list, hidden_argument
 from toolkit.parallel.pipeline.stage import NonLocalLayer
 from toolkit.parallel.shard import shard_of
@@ -89,14 +87,22 @@ def replica_hashes(engine: Engine) -> dict[Hashable, bytes]:
         is_sharded = hasattr(parameter, "ds_tensor")
         if isinstance(parameter, DTensor) or (is_sharded and engine.partition is None):
             continue  # every rank has another shard
+        local = getattr(parameter, "ds_tensor", parameter).detach().reshape(-1)
+        if is_sharded:
+            # ZeRO-3 pads what its ranks do not divide, with whatever is in memory; the last may hold nothing else.
+            _, length = engine.states.extent(parameter)
+            local = local[:length]
+        if not local.numel():
+            continue
         key: Hashable = name
         if engine.partition is not None:
-            coordinate, shard = engine.partition.groups.coordinate, shard_of(parameter)
+            coordinate = engine.partition.groups.coordinate
+            shard = shard_of(parameter)
             # Sharded over data-parallel ranks by ZeRO-3, split over tensor-parallel ranks, or replicated.
             model = coordinate.model if shard.is_split and not shard.pieces else "any"
             key = (shard.name, shard.pieces, model, coordinate.data if is_sharded else "any")
-        local = getattr(parameter, "ds_tensor", parameter).detach().contiguous().cpu().view(torch.uint8).numpy()
-        hashes[key] = hashlib.blake2b(local.tobytes(), digest_size=16).digest()
+        content = local.contiguous().cpu().view(torch.uint8).numpy()
+        hashes[key] = hashlib.blake2b(content.tobytes(), digest_size=16).digest()
     return hashes
 
 
@@ -104,9 +110,11 @@ def gather_on_rank_0(value: Any) -> list[Any]:
     """Every rank's value, on rank 0; an empty list on the others."""
     if not dist.is_initialized():
         return [value]
-    found: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(value, found)
-    return found or []
+    values: list[Any] | None = None
+    if dist.get_rank() == 0:
+        values = [None for _ in range(dist.get_world_size())]
+    dist.gather_object(value, values)
+    return values or []
 
 
 def compare_replicas(ranks: Iterable[dict[Hashable, bytes]]) -> tuple[frozenset[str], int]:
@@ -116,20 +124,8 @@ def compare_replicas(ranks: Iterable[dict[Hashable, bytes]]) -> tuple[frozenset[
     compared = 0
     for hashes in ranks:
         for key, bits in hashes.items():
-            compared += key in first
+            if key in first:
+                compared += 1
             if first.setdefault(key, bits) != bits:
                 diverged.add(str(key[0] if isinstance(key, tuple) else key))
     return frozenset(diverged), compared
-
-
-def sample_losses(engine: Engine, loader: MicroBatchLoader) -> tuple[tuple[float, int], ...]:
-    """Sum of token losses and number of targets of each sample of the first global batch, one after the other."""
-    found = []
-    engine.model.eval()
-    with torch.no_grad():
-        for sample in loader.first_batch():
-            one = sample.to(engine.device)
-            logits = engine.model(**one.inputs(), use_cache=False).logits
-            found.append((float(token_loss_sum(logits, one.labels)), int((one.labels != IGNORE).sum())))
-    engine.model.train()
-    return tuple(found)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -11,8 +12,8 @@ from toolkit.engines.base import StepResult
 from toolkit.engines.optimizer_states import MASTER
 from toolkit.parity import Tensors
 from toolkit.parity.replay import StepRecord
-from toolkit.parity.run.rounding import round_differently
-from toolkit.parity.run.train_in_memory import keep
+from toolkit.parity.run.rounding import round_differently, round_moments_differently
+from toolkit.parity.run.train_in_memory import directions_of, keep
 from toolkit.training.callback import Action, Callback
 from toolkit.training.loop import TrainingRun
 
@@ -24,7 +25,8 @@ class StepRecorder(Callback):
         self, folder: Path, *, steps: Sequence[int] = (), origins: Sequence[StepRecord] = (), seed: int | None = None
     ) -> None:
         self.records: list[StepRecord] = []
-        self._folder, self._seed = folder, seed
+        self._folder = folder
+        self._seed = seed
         self._origins = {record.step: record for record in origins}
         self._steps = tuple(self._origins) or tuple(steps)
         self._state: Mapping[str, Tensors] = {}
@@ -34,12 +36,15 @@ class StepRecorder(Callback):
     def on_run_begin(self, run: TrainingRun) -> None:
         if self._seed is not None:
             round_differently(run.engine.model, precision=run.recipe.precision, seed=self._seed)
+            if run.recipe.optimizer.name == "adamw8bit":
+                round_moments_differently(run.engine.states.base, seed=self._seed)
         if self._origins:
             run.step = self._steps[0]
 
     @override
     def on_step_begin(self, run: TrainingRun) -> None:
-        engine, origin = run.engine, self._origins.get(run.step)
+        engine = run.engine
+        origin = self._origins.get(run.step)
         if origin is not None:
             self._state = origin.state
             for kind, tensors in origin.state.items():
@@ -48,7 +53,8 @@ class StepRecorder(Callback):
             engine.load_loss_scale(origin.loss_scale)
         elif run.step in self._steps:
             self._state = self._keep_states(run, "before", (MASTER, *engine.states.kinds))
-        self._updates, self._loss_scale = engine.states.updates, engine.loss_scale()
+        self._updates = engine.states.updates
+        self._loss_scale = engine.loss_scale()
 
     @override
     def on_before_update(self, run: TrainingRun) -> None:
@@ -56,10 +62,11 @@ class StepRecorder(Callback):
             self._gradient = keep(run.engine.full_gradients(), self._folder / f"{run.step}-gradient")
 
     @override
-    def on_after_update(self, run: TrainingRun, result: StepResult) -> Action | None:
+    def on_after_update(self, run: TrainingRun, result: StepResult) -> Literal[Action.RETRY] | None:
         if run.step not in self._steps:
             return None
-        weights, folder = run.engine.full_states(MASTER), self._folder / f"{run.step}-update"
+        weights = run.engine.full_states(MASTER)
+        folder = self._folder / f"{run.step}-update"
         tensors = {"gradient": self._gradient, "update": keep(weights, folder, since=self._state.get(MASTER))}
         self.records.append(
             StepRecord(
@@ -70,6 +77,7 @@ class StepRecorder(Callback):
                 state=self._state,
                 updates=self._updates,
                 loss_scale=self._loss_scale,
+                directions=directions_of(run.recipe, self._gradient, self._state, result.grad_norm),
             )
         )
         if not self._origins:
