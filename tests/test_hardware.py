@@ -112,7 +112,7 @@ def test_an_unknown_gpu_is_an_error_with_the_nearest_names():
     for name, near in (("H100-90GB", "H100-SXM-80GB"), ("H10", "H100"), ("MI300", "MI300X"), ("A600", "A6000")):
         with pytest.raises(RunError) as caught:
             gpu(name)
-        assert caught.value.refusal.given == (("gpu", name),)
+        assert caught.value.refusal.settings == (("gpu", name),)
         assert near in re.split("[ ,?]+", caught.value.refusal.remedy[0])
 
 

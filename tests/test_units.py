@@ -2,7 +2,7 @@
 
 import pytest
 
-from toolkit.units import format_bytes, format_count, format_duration
+from toolkit.units import divisors, format_bytes, format_count, format_duration, with_article
 
 
 @pytest.mark.parametrize(
@@ -55,3 +55,18 @@ def test_bytes_print_in_powers_of_1024(size: int, text: str) -> None:
 )
 def test_a_duration_prints_in_two_units(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
+
+
+@pytest.mark.parametrize(("noun", "text"), [("int", "an int"), ("list", "a list"), ("Identity", "an Identity")])
+def test_an_article_fits_its_noun(noun: str, text: str) -> None:
+    assert with_article(noun) == text
+
+
+@pytest.mark.parametrize("number", [1, 2, 12, 49, 97, 360, 2**31 - 1, 2**30])
+def test_divisors_are_those_that_division_finds(number: int) -> None:
+    found = divisors(number)
+    assert found == sorted(set(found))
+    assert all(number % size == 0 for size in found)
+    if number < 1000:
+        assert found == [size for size in range(1, number + 1) if number % size == 0]
+    assert divisors(number, 6) == [size for size in range(1, 7) if number % size == 0]

@@ -21,25 +21,25 @@ MatmulPrecision = Literal["bf16", "fp16", "tf32", "fp32", "fp8", "fp4"]
 Link = Literal["nvlink", "xgmi", "pcie", "memory"]
 """`memory`: ranks on the cores of one machine."""
 LAUNCH_SECONDS = 4e-6
-"""Between the starts of two dependent kernels of a GPU: draining one and filling the next."""
+"""Seconds between the starts of two dependent kernels of a GPU: draining one and filling the next."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CoreRates:
-    """What one rank on one core of a CPU reaches, as `dstk calibrate` measured it. Pairs: forward, backward."""
+    """Rates of one rank on one core of a CPU, as `dstk calibrate` measured them. Pairs: forward, backward."""
 
     products: Mapping[str, tuple[tuple[int, int, int, float], ...]] = field(hash=False)
-    """Of each precision: m, n, k of a matrix product, and FLOP/s."""
+    """Sizes m, n, k of matrix products and their FLOP/s, by precision."""
     attention: Mapping[str, tuple[float, float]] = field(hash=False)
-    """Of each precision: FLOP/s of causal attention, of which masked blocks do not count."""
+    """FLOP/s of causal attention by precision; masked blocks do not count."""
     layer_bytes_per_second: tuple[float, float]
-    """Of a decoder layer's element-wise kernels, by the bytes that time_profiles.json counts."""
+    """Bandwidth of a decoder layer's element-wise kernels, by the bytes that time_profiles.json counts."""
     layer_seconds: tuple[float, float]
     """A layer in Python: its modules, autograd and the dispatch of kernels. Nothing computes meanwhile."""
     loss_bytes_per_second: tuple[float, float]
 
     def product_flops(self, precision: str, m: int, n: int, k: int) -> float:
-        """The rate of a product: that of the measured ones, weighted by how near they are in powers of two."""
+        """FLOP/s of a product: those of measured products, weighted by how near their sizes are in powers of two."""
         weighted = [
             (1 / (0.05 + sum(math.log2(a / b) ** 2 for a, b in zip((m, n, k), row[:3], strict=True))), row[3])
             for row in self.products[precision]
@@ -54,8 +54,9 @@ class Gpu:
 
     name: str
     memory_bytes: int
-    """What the driver gives to a process (`torch.cuda.mem_get_info()[1]`), rounded down to 0.1 GiB because driver
-    versions differ by as much. ECC and the driver's own share are already subtracted from the data sheet's figure."""
+    """Memory that the driver gives to a process (`torch.cuda.mem_get_info()[1]`), rounded down to 0.1 GiB because
+    driver versions differ by as much. ECC and the driver's own share are already subtracted from the data sheet's
+    figure."""
     bf16_flops: float | None
     """Peak FLOP/s; None where the hardware has no such matrix unit."""
     fp16_flops: float | None
@@ -64,13 +65,14 @@ class Gpu:
     link: Link
     """The link between GPUs of one machine. PCIe cards whose NVLink bridge joins only pairs count as pcie."""
     link_bytes_per_second: float
-    """Of all of the GPU's links together, in one direction: half of the bidirectional figure in data sheets."""
+    """Bandwidth of all of the GPU's links together, in one direction: half of the bidirectional figure in data
+    sheets."""
     fp8_flops: float | None
     fp4_flops: float | None
     multiprocessors: int
     """Streaming multiprocessors, or AMD's compute units: a matrix product's tiles are spread over them."""
     memory_bytes_per_second: float
-    """Of the GPU's own memory."""
+    """Bandwidth of the GPU's own memory."""
     matmul_fraction: Mapping[str, float] = field(hash=False)
     """The one measured figure: the share of the peak that PyTorch's best matrix product reaches ("Maximum Achievable
     Matmul FLOPS" of Bekman, Machine Learning Engineering, chapter Accelerators, measured with mamf-finder.py). Empty
@@ -78,19 +80,20 @@ class Gpu:
     link_domain: int
     """GPUs that `link` joins: those of a machine, or of a rack."""
     network_bytes_per_second: float
-    """From a GPU to other machines in one direction, as the maker's reference system has it: DGX, HGX, NVL72."""
+    """Bandwidth from a GPU to other machines in one direction, as the maker's reference system has it: DGX, HGX,
+    NVL72."""
     host_bytes_per_second: float
-    """To the memory of its CPU in one direction: PCIe, or NVLink-C2C."""
+    """Bandwidth to the memory of its CPU in one direction: PCIe, or NVLink-C2C."""
     watts: int
-    """Board power."""
+    """Power of the board in watts."""
     source: str
     """The document with the peaks and bandwidths."""
     device_names: tuple[str, ...]
-    """What `torch.cuda.get_device_name` says, without the maker."""
+    """Names that `torch.cuda.get_device_name` returns, without the maker."""
     kernel_seconds: float = LAUNCH_SECONDS
-    """What a kernel takes besides its work."""
+    """Seconds that a kernel takes besides its work."""
     core: CoreRates | None = None
-    """Of a CPU's rank; None for GPUs."""
+    """Rates of a CPU's rank; None for GPUs."""
 
     def peak_flops(self, precision: MatmulPrecision) -> float | None:
         """Peak FLOP/s of dense matrix products; None where the GPU has no unit for `precision`."""
@@ -161,9 +164,9 @@ def variants(name: str) -> tuple[Gpu, ...]:
 
 def gpu(name: str) -> Gpu:
     """The first of `variants(name)`. Raises RunError where there is none, with the nearest names."""
-    found = variants(name)
-    if found:
-        return found[0]
+    matches = variants(name)
+    if matches:
+        return matches[0]
     chips = [_words(entry)[0].upper() for entry in gpus()]
     close = nearest(name, [*gpus(), *chips], cutoff=0.4, most=3).strip()
     advice = close or "name a chip, such as H100 or MI300X"
@@ -171,11 +174,11 @@ def gpu(name: str) -> Gpu:
 
 
 def variant_note(name: str | None) -> str | None:
-    """What to tell a user who names a chip with several boards or memories; None where the memory is named too."""
-    found = () if name is None else variants(name)
-    if name is None or len(found) < 2 or any(map(str.isdecimal, _words(name))):
+    """Return a note for a user who names a chip with several boards or memories; None where the memory is named too."""
+    matches = () if name is None else variants(name)
+    if name is None or len(matches) < 2 or any(map(str.isdecimal, _words(name))):
         return None
-    return f"--gpu {name} is taken for {found[0].name}; others are {', '.join(entry.name for entry in found[1:])}."
+    return f"--gpu {name} is taken for {matches[0].name}; others are {', '.join(entry.name for entry in matches[1:])}."
 
 
 def host_memory_bytes() -> int:

@@ -1,21 +1,39 @@
-"""Counts, bytes and durations as people read them. Formatting happens here and nowhere else."""
+"""Counts, bytes and durations as people read them. Formatting happens here and nowhere else. And the largest count."""
 
+import math
 from collections.abc import Sequence
+
+LARGEST_COUNT = 2**31 - 1
+"""Limit of whatever is counted: layers, tokens of a sample, samples of a step, steps, ranks. It is far above any real
+count, and small enough that what is computed from several of them can be stored and printed."""
+LARGEST_SEED = 2**63 - 1
+"""PyTorch's generators take no larger one."""
+
+
+def divisors(number: int, most: int | None = None) -> list[int]:
+    """Every divisor up to `most`, the smallest first; in the time of a square root."""
+    low = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
+    high = [number // size for size in reversed(low)]
+    return [size for size in dict.fromkeys([*low, *high]) if most is None or size <= most]
 
 
 def format_count(n: float) -> str:
     """1_234 -> '1.23k', 124_439_808 -> '124M': three significant digits, powers of 1000."""
-    value, suffixes = float(n), ["", "k", "M", "B", "T", "P"]
+    value = float(n)
+    suffixes = ["", "k", "M", "B", "T", "P"]
     while abs(value) >= 999.5 and len(suffixes) > 1:
-        value, suffixes = value / 1000, suffixes[1:]
+        value /= 1000
+        suffixes = suffixes[1:]
     return f"{value:.3g}{suffixes[0]}" if suffixes[0] or value != int(value) else str(int(value))
 
 
 def format_bytes(n: float) -> str:
     """1536 -> '1.50 KiB': powers of 1024."""
-    value, suffixes = float(n), ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
+    value = float(n)
+    suffixes = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
     while abs(value) >= 1024 and len(suffixes) > 1:
-        value, suffixes = value / 1024, suffixes[1:]
+        value /= 1024
+        suffixes = suffixes[1:]
     return f"{int(value)} B" if suffixes[0] == "B" else f"{value:.2f} {suffixes[0]}"
 
 
@@ -55,7 +73,7 @@ def scientific(value: float, digits: int = 1) -> str:
 
 
 def difference(value: float | None) -> str:
-    """A relative difference with two digits, all of them printed so that columns line up: '1.0e-7'."""
+    """Format a relative difference with two digits, both of them printed so that columns line up: '1.0e-7'."""
     if value is None:
         return NOT_FINITE
     text = scientific(value)
@@ -63,7 +81,7 @@ def difference(value: float | None) -> str:
 
 
 def fixed(value: float | None, digits: int) -> str:
-    """'0.500000'; numbers too large for that in scientific form."""
+    """Format a number with that many digits after the point, '0.500000'; one of 1e6 or more in scientific form."""
     if value is None:
         return NOT_FINITE
     return f"{value:.{digits}f}" if abs(value) < 1e6 else scientific(value, 2)
@@ -83,9 +101,16 @@ def plural(count: int, noun: str, nouns: str = "") -> str:
     return f"{count} {noun if count == 1 else nouns or noun + 's'}"
 
 
+def with_article(noun: str) -> str:
+    """'a list', 'an int'."""
+    return f"{'an' if noun[:1].lower() in tuple('aeio') else 'a'} {noun}"
+
+
 def english_list(items: list[str], last: str = "and") -> str:
-    """'a', 'a and b', 'a, b and c'."""
-    return f" {last} ".join([", ".join(items[:-1]), items[-1]] if len(items) > 1 else items)
+    """Join words as 'a', 'a and b', 'a, b and c'; empty for none."""
+    if len(items) < 2:
+        return "".join(items)
+    return f"{', '.join(items[:-1])} {last} {items[-1]}"
 
 
 def ranges(numbers: list[int]) -> str:
@@ -96,7 +121,14 @@ def ranges(numbers: list[int]) -> str:
             runs[-1] = (runs[-1][0], number)
         else:
             runs.append((number, number))
-    shown = [f"{a}" if a == b else f"{a}, {b}" if b == a + 1 else f"{a} to {b}" for a, b in runs]
+    shown = []
+    for first, last in runs:
+        if first == last:
+            shown.append(f"{first}")
+        elif last == first + 1:
+            shown.append(f"{first}, {last}")
+        else:
+            shown.append(f"{first} to {last}")
     if len(shown) > 12:
         shown = [*shown[:8], "…", *shown[-3:]]
     return ", ".join(shown)

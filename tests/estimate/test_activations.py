@@ -1,14 +1,14 @@
 """Closed forms of other people against what was recorded, and what is refused."""
 
-from functools import partial
 from typing import Any
 
 import pytest
+from training_setups import memory_request, rank_pass
 
 from toolkit.config.layout import Layout
 from toolkit.errors import LayoutError, ModelError
-from toolkit.estimate.memory_model import MemoryModel, Workload
-from toolkit.estimate.recorded.recording import Activations, Setup, config_text
+from toolkit.estimate.model_facts import ModelFacts
+from toolkit.estimate.recorded.recording import Activations, config_text
 from toolkit.estimate.recorded.recordings import activations
 from toolkit.estimate.states import TorchStates
 from toolkit.models.support import all_families
@@ -24,7 +24,7 @@ SEED = 24
 
 
 def estimate(config: dict[str, Any], **changes: Any) -> Activations:
-    return activations(Setup(config=config_text(config), **{"attention": "eager"} | changes), B, S)
+    return activations(rank_pass(config_text(config), **{"attention": "eager"} | changes), B, S)
 
 
 def layer(config: dict[str, Any], **changes: Any) -> int:
@@ -111,9 +111,6 @@ def test_a_window_shorter_than_the_sequence_costs_a_mask_in_each_layer() -> None
     assert layer(config | {"sliding_window": S}, attention="sdpa") - inside == 2 * S * S * B - 8  # of the SEED
 
 
-ASKED = Workload(micro_batch_size=1, seq_len=32)
-
-
 @pytest.mark.parametrize(
     ("config", "work", "layout", "message"),
     [
@@ -122,7 +119,7 @@ ASKED = Workload(micro_batch_size=1, seq_len=32)
         ({"model_type": "bloom"}, {}, {}, "only eager attention for bloom. Choose eager."),
         ({"model_type": "bloom"}, {"attention": "flash"}, {}, "flash: transformers has only eager attention for bloom"),
         ({"model_type": "gptj"}, {}, {}, "only eager and flash attention for gptj. Choose eager or flash."),
-        ({"model_type": "llama"}, {"attention": "flash", "activation_bytes": 4}, {}, "fp32. Choose eager or sdpa, or"),
+        ({"model_type": "llama"}, {"attention": "flash", "weight_bytes": 4}, {}, "fp32. Choose eager or sdpa, or"),
         ({"model_type": "llama"}, {}, {"tp": 3}, "tp=3"),
         ({"model_type": "llama"}, {"seq_len": 31}, {"tp": 2, "sequence_parallel": True}, "seq_len=31"),
     ],
@@ -130,11 +127,10 @@ ASKED = Workload(micro_batch_size=1, seq_len=32)
 def test_what_cannot_be_recorded_is_refused(
     config: dict[str, Any], work: dict[str, Any], layout: dict[str, Any], message: str
 ) -> None:
-    build = partial(Workload, micro_batch_size=1)
+    work = {"micro_batch_size": 1, "seq_len": 32} | work
+    states = TorchStates(weight_bytes=work.pop("weight_bytes", 2))
     with pytest.raises((ModelError, LayoutError), match=message) as refused:
-        MemoryModel.from_config(config).peak(
-            Layout(**layout), build(**{"seq_len": 32, "activation_bytes": 2} | work), TorchStates()
-        )
+        memory_request(ModelFacts.from_config(config), Layout(**layout), work, states).peak()
     assert "\n" not in str(refused.value)
 
 

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from toolkit.config.recipe import Recipe
 from toolkit.estimate.breakdown import MemoryBreakdown
-from toolkit.estimate.memory_model import casts_to_come
+from toolkit.estimate.memory_request import casts_to_come
 from toolkit.estimate.rank_parameters import RankParameters
 from toolkit.estimate.recorded.recording import config_text
 from toolkit.models.shape import ModelShape, families, find_config

@@ -1,19 +1,20 @@
 """The estimate of activations of ranks that share out experts, against what such ranks keep with known routing."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from measured_activations import Case, kept_bytes
+from training_setups import changed, memory_request
 from transformers import AutoModelForCausalLM
 
 from toolkit.config.layout import Layout
 from toolkit.errors import LayoutError
 from toolkit.estimate.deepspeed_settings import DeepSpeedSettings
-from toolkit.estimate.memory_model import MemoryModel, Workload
+from toolkit.estimate.model_facts import ModelFacts
 from toolkit.estimate.parameters import Parameter
 from toolkit.models.shape import find_config
 from toolkit.parallel.experts.sharding import experts_in
@@ -29,8 +30,10 @@ class Shared(Case):
     inner: bool = False
     imbalance: float = 1.0
 
-    def setup(self, *, tp: int = 1) -> Any:
-        return replace(super().setup(tp=self.tp), ep=self.ep, inner=self.inner, imbalance=self.imbalance)
+    def rank_pass(self, *, tp: int = 1) -> Any:
+        experts = "inner" if self.inner else "whole"
+        alone = super().rank_pass(tp=self.tp)
+        return changed(alone, dp=self.ep, ep=self.ep, experts=experts, imbalance=self.imbalance)
 
 
 def _measure(cases: list[Shared]) -> list[int]:
@@ -130,7 +133,8 @@ def test_the_parameters_of_experts_are_told_by_their_names(family: str) -> None:
 
 
 def test_more_imbalance_than_ranks_is_refused() -> None:
-    model = MemoryModel.from_config(find_config("mixtral-8x7b") or {})
-    work = Workload(micro_batch_size=1, seq_len=4096, imbalance=9.0)
+    model = ModelFacts.from_config(find_config("mixtral-8x7b") or {})
+    work = {"micro_batch_size": 1, "seq_len": 4096, "imbalance": 9.0}
+    settings = DeepSpeedSettings(zero_stage=1, precision="bf16")
     with pytest.raises(LayoutError, match="8 or less"):
-        model.peak(Layout.parse("dp8-ep8-z1"), work, DeepSpeedSettings(zero_stage=1, precision="bf16"))
+        memory_request(model, Layout.parse("dp8-ep8-z1"), work, settings).peak()

@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 from allocations import LiveBytes, SavedForBackward
 from torch._subclasses.fake_tensor import FakeTensorMode
+from training_setups import rank_pass
 from transformers import AutoModelForCausalLM, PreTrainedModel, masking_utils
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from toolkit.estimate.recorded.recording import Activations, Setup, config_text
+from toolkit.estimate.recorded.recording import Activations, config_text
 from toolkit.estimate.recorded.recordings import activations
 from toolkit.models.shape import ModelShape
 from toolkit.parallel.loss import token_loss_sum
@@ -97,14 +98,14 @@ def predict(
     fields: dict[str, Any], attention: str, recompute: str, samples: int, seq_len: int, device: str = "cpu"
 ) -> Activations:
     """What the toolkit says."""
-    setup = Setup(
-        config=config_text(fields),
+    asked = rank_pass(
+        config_text(fields),
         recompute=recompute,  # type: ignore[arg-type]
         attention=attention,  # type: ignore[arg-type]
         device=device,  # type: ignore[arg-type]
         samples="one" if samples == 1 else "many",
     )
-    return activations(setup, samples, seq_len)
+    return activations(asked, samples, seq_len)
 
 
 def _check(fields: dict[str, Any], attention: str, recompute: str, samples: int, seq_len: int) -> None:

@@ -139,8 +139,10 @@ def _run_pipeline(recipe: Any) -> dict[str, Any]:
 def test_the_peak_of_a_live_pipeline_stage_is_known_within_a_thousandth(
     make_recipe: Callable[..., Any], ranks: Callable[..., list[Any]], stages: int, recompute: str
 ) -> None:
+    from training_setups import rank_pass
+
     from toolkit.estimate.pipeline_buffers import PipelineBuffers, in_flight_micro_batches
-    from toolkit.estimate.recorded.recording import Part, Setup, config_text
+    from toolkit.estimate.recorded.recording import StagePart, config_text
     from toolkit.estimate.recorded.recordings import activations
     from toolkit.models.chunked_head import Chunks
 
@@ -153,9 +155,9 @@ def test_the_peak_of_a_live_pipeline_stage_is_known_within_a_thousandth(
     errors = {}
     for rank in ranks(_run_pipeline, stages, recipe):
         stage, tokens = rank["stage"], _SAMPLES * recipe.data.seq_len
-        part: Part = "first" if stage == 0 else "last" if stage == stages - 1 else "middle"
-        setup = Setup(
-            config=config_text(rank["config"]),
+        part: StagePart = "first" if stage == 0 else "last" if stage == stages - 1 else "middle"
+        stage_pass = rank_pass(
+            config_text(rank["config"]),
             recompute=recompute,
             precision="fp32",
             device="cpu",
@@ -163,7 +165,7 @@ def test_the_peak_of_a_live_pipeline_stage_is_known_within_a_thousandth(
             chunks=Chunks.of(tokens, vocabulary=rank["config"]["vocab_size"], hidden=rank["config"]["n_embd"], tp=1),
         )
         first = sum(rank["counts"][:stage])
-        peak, _ = activations(setup, _SAMPLES, recipe.data.seq_len).worst_moment(
+        peak, _ = activations(stage_pass, _SAMPLES, recipe.data.seq_len).worst_moment(
             range(first, first + rank["counts"][stage]),
             in_flight=in_flight_micro_batches(stages, stage, _MICRO_BATCHES),
         )

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 from measured_activations import SEQ_LEN, Case, kept_bytes
+from training_setups import memory_request
 
 from toolkit.config.layout import Layout
 from toolkit.estimate.deepspeed_settings import DeepSpeedSettings
-from toolkit.estimate.memory_model import MemoryModel, Workload
+from toolkit.estimate.model_facts import ModelFacts
 
 
 def _measure(case: Case) -> int:
@@ -43,16 +44,18 @@ def _measure(case: Case) -> int:
     ids=str,
 )
 def test_a_rank_keeps_what_its_share_of_positions_keeps(case: Case, ranks: Callable[..., list[Any]]) -> None:
-    model = MemoryModel.from_config(case.config().to_dict())
-    work = Workload(
-        micro_batch_size=case.samples,
-        seq_len=2 * SEQ_LEN,
-        device="cpu",
-        recompute=case.recompute,  # type: ignore[arg-type]
-        documents=case.documents > 1,
-    )
+    model = ModelFacts.from_config(case.config().to_dict())
+    work = {
+        "micro_batch_size": case.samples,
+        "seq_len": 2 * SEQ_LEN,
+        "device": "cpu",
+        "recompute": case.recompute,
+        "documents": case.documents > 1,
+    }
     framework = DeepSpeedSettings(zero_stage=3, precision="fp32" if case.dtype == torch.float32 else "bf16")
-    both, alone = (model.peak(Layout(ulysses=u, zero_stage=3), work, framework).buckets for u in (2, 1))
+    both, alone = (
+        memory_request(model, Layout(ulysses=u, zero_stage=3), work, framework).peak().buckets for u in (2, 1)
+    )
     exchanged = both - alone if case.recompute == "none" else 0  # then one layer's, at a peak
     assert exchanged == 0 or exchanged > 4 * case.samples * SEQ_LEN
     share = replace(case, documents=1)  # the mask is of all positions

@@ -5,12 +5,12 @@ import random
 
 import pytest
 
-from toolkit.estimate.caching_allocator import Block, CachingAllocator, OutOfMemoryError
+from toolkit.estimate.caching_allocator import CachingAllocator, MemoryBlock, OutOfMemoryError
 
 MIB = 2**20
 
 
-def allocated(*mib: float) -> tuple[CachingAllocator, list[Block]]:
+def allocated(*mib: float) -> tuple[CachingAllocator, list[MemoryBlock]]:
     allocator = CachingAllocator()
     return allocator, [allocator.allocate(int(each * MIB)) for each in mib]
 
@@ -101,7 +101,7 @@ def test_what_is_needed_is_what_cannot_be_given_back() -> None:
 @pytest.mark.parametrize("seed", range(8))
 def test_any_sequence_keeps_blocks_apart_and_leaves_only_whole_segments(seed: int) -> None:
     chance, allocator = random.Random(seed), CachingAllocator()
-    live: dict[Block, int] = {}
+    live: dict[MemoryBlock, int] = {}
     for _ in range(2000):
         if live and chance.random() < 0.5:
             block = chance.choice([*live])

@@ -1,27 +1,27 @@
 """Profiles of other frameworks: published closed forms, figures of logs, and options that a profile does not have."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from training_setups import memory_request, training_setup
 
 from toolkit.config.layout import Layout
 from toolkit.errors import ConfigError, LayoutError
 from toolkit.estimate.framework_profile import FrameworkProfile, profile
-from toolkit.estimate.memory_model import MemoryModel, Workload
+from toolkit.estimate.model_facts import ModelFacts
 from toolkit.estimate.profile_memory import activations, stage_layers
 from toolkit.hardware import gpu
 
 GPT = {"model_type": "gpt2", "n_embd": 512, "n_layer": 12, "n_head": 8, "n_positions": 1024, "vocab_size": 50304}
-SMALL = MemoryModel.from_config(GPT)
-WIDE = MemoryModel.from_config(
+SMALL = ModelFacts.from_config(GPT)
+WIDE = ModelFacts.from_config(
     GPT | {"n_embd": 8192, "n_inner": 32768, "n_head": 32, "n_layer": 64, "vocab_size": 50688}
 )
-LLAMA = MemoryModel.from_config(
+LLAMA = ModelFacts.from_config(
     {"model_type": "llama", "vocab_size": 131072, "tie_word_embeddings": True, "hidden_size": 2048}
     | {"num_hidden_layers": 16, "num_attention_heads": 32, "intermediate_size": 8192}
 )
-WORK = Workload(micro_batch_size=4, seq_len=1024, accumulation=64, attention="eager")
+WORK = {"micro_batch_size": 4, "seq_len": 1024, "accumulation": 64, "attention": "eager"}
 MIB = 2**20
 
 
@@ -104,51 +104,52 @@ def test_a_megatron_layer_keeps_what_korthikanti_counts(tp: int, sequence_parall
         (8, False, "full"): 2 * whole,
     }[tp, sequence_parallel, recompute]
     layout = Layout(tp=tp, sequence_parallel=sequence_parallel, recompute=recompute)
-    work = replace(WORK, recompute=recompute)
-    found = activations(FrameworkProfile(name="megatron"), WIDE.shape, layout, work, 0, 64)
-    assert found.kept / 64 == expected
+    found = activations(training_setup(WIDE, layout, **WORK), FrameworkProfile(name="megatron"), 0, 64)
+    assert found.layers / 64 == expected
 
 
 def test_a_stage_of_megatron_of_2021_matches_its_log() -> None:
     # A stage in the middle, on a V100, between two steps: 15492.846 MiB. 20 bytes a parameter, and the last input with
     # its gradient.
     framework = FrameworkProfile(name="megatron-2021", precision="fp16")
-    stages = WIDE.breakdowns(Layout(tp=4, pp=16), replace(WORK, accumulation=256, recompute="full"), framework)
+    stages = memory_request(
+        WIDE, Layout(tp=4, pp=16), WORK | {"accumulation": 256, "recompute": "full"}, framework
+    ).stages()
     assert stages[7].static == pytest.approx(15492.84619140625 * MIB, rel=1e-4)
 
 
 def test_a_stage_of_megatron_deepspeed_matches_its_log() -> None:
     # Logged on a V100 behind the first stage: 10837.395 MiB between two steps, 17461.948 MiB at the peak.
     framework = FrameworkProfile(name="megatron-deepspeed", precision="fp16")
-    stages = WIDE.breakdowns(Layout(tp=4, pp=16), replace(WORK, accumulation=256, recompute="full"), framework)
+    stages = memory_request(
+        WIDE, Layout(tp=4, pp=16), WORK | {"accumulation": 256, "recompute": "full"}, framework
+    ).stages()
     assert stages[1].static == pytest.approx(10837.39501953125 * MIB, rel=2e-3)
     assert stages[1].allocated == pytest.approx(17461.94775390625 * MIB, rel=0.03)
 
 
 @pytest.mark.parametrize(("stage", "plain", "interleaved"), [(0, 4, 2 * 3 + 2 * 4 + 1), (3, 1, 2 * 4 + 1)])
 def test_chunks_in_flight_follow_the_schedules(stage: int, plain: int, interleaved: int) -> None:
-    shape, layout = SMALL.shape, Layout(pp=4)
+    setup = training_setup(SMALL, Layout(pp=4), **WORK)
     for chunks, expected in ((1, plain), (3, interleaved)):
         framework = FrameworkProfile(name="megatron", virtual_stages=chunks)
-        assert activations(framework, shape, layout, WORK, stage, 3).in_flight == expected
+        assert activations(setup, framework, stage, 3).in_flight == expected
 
 
 def test_layers_are_divided_as_each_framework_divides_them() -> None:
     # nanotron's head, 131072 x 2048, costs as much as four of the layers: the last of four stages has none of them.
-    counts = [
-        len(layers) for layers in stage_layers(FrameworkProfile(name="nanotron"), LLAMA.shape, LLAMA.parameters, 4)
-    ]
+    counts = [len(layers) for layers in stage_layers(FrameworkProfile(name="nanotron"), LLAMA, 4)]
     assert sum(counts) == 16
     assert counts[-1] < counts[0]
     # Embedding, norm and head are items of Aleph Alpha's list: 19 over 4 stages.
-    items = stage_layers(FrameworkProfile(name="aleph-alpha-scaling"), LLAMA.shape, LLAMA.parameters, 4)
+    items = stage_layers(FrameworkProfile(name="aleph-alpha-scaling"), LLAMA, 4)
     assert [len(layers) for layers in items] == [4, 5, 5, 2]
 
 
 def test_the_parts_of_every_stage_add_up() -> None:
     for name in ("megatron", "megatron-2021", "megatron-deepspeed"):
         framework = FrameworkProfile(name=name, precision="fp16")
-        stages = WIDE.breakdowns(Layout(dp=2, tp=4, pp=8, zero_stage=1), WORK, framework, gpu("A100-80"))
+        stages = memory_request(WIDE, Layout(dp=2, tp=4, pp=8, zero_stage=1), WORK, framework, gpu("A100-80")).stages()
         assert len(stages) == 8
         for stage in stages:
             assert stage.allocated + stage.framework + stage.nccl + stage.margin == stage.total
@@ -176,7 +177,7 @@ def test_options_are_read_from_the_command_line() -> None:
 def test_an_option_that_no_fact_answers_is_refused(text: str, given: dict[str, object]) -> None:
     with pytest.raises(ConfigError) as caught:
         profile(text)
-    assert dict(caught.value.refusal.given) == given
+    assert dict(caught.value.refusal.settings) == given
 
 
 @pytest.mark.parametrize(
@@ -191,14 +192,14 @@ def test_an_unknown_option_of_a_profile_gets_the_nearest_one_or_the_list(option:
 
 def test_layouts_that_a_profile_does_not_cover_are_refused() -> None:
     framework = FrameworkProfile(name="nanotron")
-    torchtitan, flash = FrameworkProfile(name="torchtitan"), replace(WORK, attention="flash")
-    selective = replace(flash, recompute="selective")
+    torchtitan, flash = FrameworkProfile(name="torchtitan"), WORK | {"attention": "flash"}
+    selective = flash | {"recompute": "selective"}
     for field, layout, work, profiled in (
         ("attention", Layout(), WORK, framework),
-        ("framework", Layout(dp=2), replace(WORK, attention="sdpa"), torchtitan),
+        ("framework", Layout(dp=2), WORK | {"attention": "sdpa"}, torchtitan),
         ("framework", Layout(dp=2, zero_stage=3), flash, framework),
         ("recompute", Layout(), selective, framework),
     ):
         with pytest.raises(LayoutError) as caught:
-            LLAMA.peak(layout, work, profiled)
-        assert (caught.value.refusal.field, dict(caught.value.refusal.given)["framework"]) == (field, profiled.name)
+            memory_request(LLAMA, layout, work, profiled).peak()
+        assert (caught.value.refusal.field, dict(caught.value.refusal.settings)["framework"]) == (field, profiled.name)

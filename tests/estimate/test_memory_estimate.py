@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from training_setups import memory_request
 
 from toolkit.config.layout import Layout, Recompute
 from toolkit.errors import ConfigError, LayoutError
 from toolkit.estimate.deepspeed_settings import DeepSpeedSettings
 from toolkit.estimate.deepspeed_states import deepspeed_states
-from toolkit.estimate.memory_model import MemoryModel, Workload
+from toolkit.estimate.memory_request import MemoryRequest
+from toolkit.estimate.model_facts import ModelFacts
 from toolkit.estimate.overhead import communicators, nccl_bytes
 from toolkit.estimate.states import TorchStates
 from toolkit.hardware import gpu
@@ -19,9 +21,9 @@ from toolkit.models.shape import find_config
 from toolkit.planner.run_memory import estimate_for_run, recipe_of
 
 GIB = 2**30
-GPT3 = MemoryModel.from_config(find_config("gpt3-175b") or {})
-LLAMA = MemoryModel.from_config(find_config("llama-2-7b") or {})
-WORK = Workload(micro_batch_size=1, seq_len=2048, accumulation=8)
+GPT3 = ModelFacts.from_config(find_config("gpt3-175b") or {})
+LLAMA = ModelFacts.from_config(find_config("llama-2-7b") or {})
+WORK = {"micro_batch_size": 1, "seq_len": 2048, "accumulation": 8}
 PARAMETERS = LLAMA.parameters.numel
 
 
@@ -60,7 +62,7 @@ def test_model_states_follow_the_published_sums(kept, bytes_whole, bytes_sharded
 
 def test_the_parts_of_every_stage_add_up_to_the_larger_moment():
     layout = Layout(dp=8, tp=8, pp=8, zero_stage=1)
-    stages = GPT3.breakdowns(layout, WORK, settings(1), gpu("H100-80"))
+    stages = memory_request(GPT3, layout, WORK, settings(1), gpu("H100-80")).stages()
     assert len(stages) == 8
     for stage in stages:
         parts = (
@@ -84,9 +86,11 @@ def test_the_parts_of_every_stage_add_up_to_the_larger_moment():
 @pytest.mark.parametrize("layout", [Layout(dp=4, tp=8, pp=16, zero_stage=1), Layout(dp=2, tp=8, pp=5, zero_stage=0)])
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_the_peak_is_that_of_the_stage_that_needs_most(layout, recompute):
-    work = replace(WORK, recompute=recompute)
-    found = GPT3.breakdowns(layout, work, settings(layout.zero_stage), gpu("H100-80"))
-    assert GPT3.peak(layout, work, settings(layout.zero_stage), gpu("H100-80")).total == max(s.total for s in found)
+    work = WORK | {"recompute": recompute}
+    found = memory_request(GPT3, layout, work, settings(layout.zero_stage), gpu("H100-80")).stages()
+    assert memory_request(GPT3, layout, work, settings(layout.zero_stage), gpu("H100-80")).peak().total == max(
+        s.total for s in found
+    )
 
 
 def test_the_peak_of_layers_that_differ_may_be_on_any_inner_stage(monkeypatch):
@@ -95,42 +99,44 @@ def test_the_peak_of_layers_that_differ_may_be_on_any_inner_stage(monkeypatch):
     config |= {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64, "num_attention_heads": 4}
     config |= {"num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 16}
     config |= {"qk_rope_head_dim": 16, "v_head_dim": 16, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
-    model, layout = MemoryModel.from_config(config | {"vocab_size": 256}), Layout(pp=4)
+    model, layout = ModelFacts.from_config(config | {"vocab_size": 256}), Layout(pp=4)
     bounds = [range(2), range(2, 4), range(4, 6), range(6, 7)]
-    monkeypatch.setattr(MemoryModel, "_stages", lambda *arguments: bounds)
-    work = replace(WORK, micro_batch_size=1, seq_len=16)
-    worst = max(model.breakdowns(layout, work, settings(0)), key=lambda stage: stage.allocated)
+    monkeypatch.setattr(MemoryRequest, "_stage_layers", lambda *arguments: bounds)
+    work = WORK | {"micro_batch_size": 1, "seq_len": 16}
+    worst = max(memory_request(model, layout, work, settings(0)).stages(), key=lambda stage: stage.allocated)
     assert worst.stage == 2
-    assert model.peak(layout, work, settings(0)).stage == 2
+    assert memory_request(model, layout, work, settings(0)).peak().stage == 2
 
 
 def test_every_parameter_is_on_one_stage_and_a_tied_embedding_on_two():
     layout = Layout(pp=8)
-    found = GPT3.breakdowns(layout, WORK, settings(1))
+    found = memory_request(GPT3, layout, WORK, settings(1)).stages()
     embedding = GPT3.shape.vocab * GPT3.shape.hidden
     assert sum(stage.parameter_count for stage in found) == GPT3.parameters.numel + embedding
 
 
 def test_the_largest_micro_batch_fits_and_one_more_does_not():
     layout, device = Layout(dp=8, zero_stage=2), gpu("H100-80")
-    largest = LLAMA.largest_micro_batch(layout, WORK, settings(2), device)
+    largest = memory_request(LLAMA, layout, WORK, settings(2), device).largest_micro_batch()
     assert largest >= 1
 
     def fits(size: int) -> bool:
-        return LLAMA.peak(layout, replace(WORK, micro_batch_size=size), settings(2), device).fits_in_replay
+        return (
+            memory_request(LLAMA, layout, WORK | {"micro_batch_size": size}, settings(2), device).peak().fits_in_replay
+        )
 
     assert fits(largest)
     assert not fits(largest + 1)
 
 
 def test_a_model_that_does_not_fit_has_no_micro_batch():
-    assert GPT3.largest_micro_batch(Layout(), WORK, settings(1), gpu("H100-80")) == 0
+    assert memory_request(GPT3, Layout(), WORK, settings(1), gpu("H100-80")).largest_micro_batch() == 0
 
 
 def test_offload_moves_masters_and_moments_to_the_host():
     layout = Layout(dp=8, zero_stage=2, offload_optimizer="cpu")
-    (on_gpu,) = LLAMA.breakdowns(replace(layout, offload_optimizer="none"), WORK, settings(2))
-    (offloaded,) = LLAMA.breakdowns(layout, WORK, settings(2, offload_optimizer=True))
+    (on_gpu,) = memory_request(LLAMA, replace(layout, offload_optimizer="none"), WORK, settings(2)).stages()
+    (offloaded,) = memory_request(LLAMA, layout, WORK, settings(2, offload_optimizer=True)).stages()
     assert (offloaded.masters, offloaded.optimizer) == (0, 0)
     assert offloaded.host.masters == on_gpu.masters
     assert offloaded.host.optimizer == on_gpu.optimizer
@@ -138,9 +144,9 @@ def test_offload_moves_masters_and_moments_to_the_host():
 
 def test_a_layout_that_the_shape_does_not_allow_is_refused():
     with pytest.raises(LayoutError) as caught:
-        LLAMA.breakdowns(Layout(tp=5), WORK, settings(1))
+        memory_request(LLAMA, Layout(tp=5), WORK, settings(1)).stages()
     refusal = caught.value.refusal
-    assert (refusal.given, refusal.remedy) == ((("tp", 5),), (("tp", "1, 2, 4, 8, 16 or 32"),))
+    assert (refusal.settings, refusal.remedy) == ((("tp", 5),), (("tp", "1, 2, 4, 8, 16 or 32"),))
 
 
 @pytest.mark.parametrize(
@@ -171,7 +177,7 @@ def test_settings_that_are_not_modeled_are_refused():
     config = {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/nvme"}}}
     with pytest.raises(ConfigError) as caught:
         DeepSpeedSettings.from_config(config)
-    assert caught.value.refusal.given == (("zero_optimization.offload_param.max_in_cpu", 1_000_000_000),)
+    assert caught.value.refusal.settings == (("zero_optimization.offload_param.max_in_cpu", 1_000_000_000),)
 
 
 @pytest.mark.parametrize(
@@ -200,18 +206,19 @@ def test_gradients_allocated_by_the_backward_pass_count_as_gradients(recompute: 
     # With one micro-batch the gradients only come to be in its backward pass. Its worst moment is when all layers are
     # done with, and the embedding's turn has come.
     layers = LLAMA.parameters.rank_parameters(first=False, last=False, by_decay=False).numel
-    work = replace(WORK, accumulation=1, recompute=recompute, activation_bytes=4, autocast=True)
-    once = LLAMA.peak(Layout(dp=8), work, TorchStates())
+    work = WORK | {"accumulation": 1, "recompute": recompute}
+    states = TorchStates(autocast=True)
+    once = memory_request(LLAMA, Layout(dp=8), work, states).peak()
     assert min(once.activations.values()) >= 0
     assert once.activations["working"] < 2 * GIB
     assert once.gradients == 4 * layers
-    summed = LLAMA.peak(Layout(dp=8), replace(work, accumulation=2), TorchStates())
+    summed = memory_request(LLAMA, Layout(dp=8), work | {"accumulation": 2}, states).peak()
     assert summed.gradients == 4 * PARAMETERS
     assert summed.activations["working"] < 2 * GIB
 
 
 def test_ddp_needs_fp32_weights_on_the_host_while_loading() -> None:
-    assert LLAMA.peak(Layout(dp=8), WORK, TorchStates()).host_loading == 4 * PARAMETERS
+    assert memory_request(LLAMA, Layout(dp=8), WORK, TorchStates()).peak().host_loading == 4 * PARAMETERS
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -236,7 +243,7 @@ def test_torch_keeps_moments_in_the_dtype_of_the_weights(optimizer: Any, moments
     ("device_bytes", "verdict"), [(1.031, "fits"), (1.029, "tight"), (0.971, "tight"), (0.969, "does not fit")]
 )
 def test_a_verdict_is_tight_within_the_measured_band(device_bytes: float, verdict: str) -> None:
-    found = LLAMA.peak(Layout(dp=8, zero_stage=2), WORK, settings(2), gpu("H100-80"))
+    found = memory_request(LLAMA, Layout(dp=8, zero_stage=2), WORK, settings(2), gpu("H100-80")).peak()
     assert found.band == (-0.03, 0.03)
     other = replace(found, device_bytes=round(device_bytes * found.total))
     assert other.verdict == verdict

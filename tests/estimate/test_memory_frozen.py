@@ -108,6 +108,25 @@ def test_what_says_nothing_is_refused(text: str) -> None:
         Trainable.parse(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "lora:targets=q_proj+foo",
+            r"^--trainable or model\.lora: no layer of this model is called foo\. Choose",
+        ),
+        ("lora:targets=q_proj+lm_head", "lm_head is no part of a decoder layer"),
+        ("*.mlp.*,nothing.*", r"--trainable, or the recipe: no parameter's name matches nothing\.\*"),
+        ("freeze:*.mlp.*,nothing.*", r"no parameter's name matches nothing\.\*"),
+    ],
+)
+def test_every_name_of_what_trains_must_be_in_the_model(text: str, message: str) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_config("llama"))
+    with pytest.raises(ModelError, match=message):
+        freeze(model, Trainable.parse(text))
+
+
 def test_adapters_of_experts_are_refused_by_the_name_of_their_module() -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(tiny_config("mixtral", num_hidden_layers=1))

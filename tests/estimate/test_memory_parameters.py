@@ -8,12 +8,13 @@ import pytest
 import torch
 import transformers
 from refusals import refused
+from training_setups import rank_pass
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from toolkit.errors import ModelError
-from toolkit.estimate.memory_model import MemoryModel
+from toolkit.estimate.model_facts import ModelFacts
 from toolkit.estimate.parameters import ModelParameters
-from toolkit.estimate.recorded.recording import Part, Setup, config_text
+from toolkit.estimate.recorded.recording import RankPass, StagePart, config_text
 from toolkit.models import shape
 from toolkit.models.shape import find_config, with_overrides
 from toolkit.recorder.fake_model import build
@@ -124,22 +125,22 @@ def test_parameters_and_buffers_are_those_of_the_model_in_order(family, changes)
     assert found.rank_parameters().buffer_bytes == held
 
 
-def built(setup: Setup) -> list[list[int]]:
+def built(stage_pass: RankPass) -> list[list[int]]:
     """Sizes of matrices and of the rest on a rank, as training builds its stage."""
-    with in_fake_group(setup.config, setup.tp):
-        parameters = [*build(setup, torch.device("meta")).model.parameters()]
+    with in_fake_group(stage_pass.config, stage_pass.layout.tp):
+        parameters = [*build(stage_pass, torch.device("meta")).model.parameters()]
     return [[p.numel() for p in parameters if (p.dim() > 1) == decays] for decays in (True, False)]
 
 
 @pytest.mark.parametrize("tp", [1, 4])
 @pytest.mark.parametrize("part", ["whole", "first", "middle", "last"])
 @pytest.mark.parametrize("family", sorted(DAILY))
-def test_a_rank_has_the_parameters_that_training_gives_it(family: str, part: Part, tp: int) -> None:
+def test_a_rank_has_the_parameters_that_training_gives_it(family: str, part: StagePart, tp: int) -> None:
     layers = {"whole": range(3), "first": range(3), "middle": range(1, 3), "last": range(1, 4)}[part]
     ends = {"whole": (True, True), "first": (True, False), "middle": (False, False), "last": (False, True)}[part]
     config = tiny(family, num_hidden_layers=3 if part == "whole" else 4)
     held = parameters_of(config).rank_parameters(layers=layers, first=ends[0], last=ends[1], tp=tp)
-    found = built(Setup(config=config_text(config), tp=tp, part=part, attention="eager"))
+    found = built(rank_pass(config_text(config), tp=tp, part=part, attention="eager"))
     assert [list(group) for group in held.groups] == [group for group in found if group]
 
 
@@ -148,7 +149,7 @@ def test_a_rank_has_the_parameters_that_training_gives_it(family: str, part: Par
 )
 def test_a_catalogue_model_has_the_parameters_of_its_modules(name):
     config = find_config(name)
-    assert MemoryModel.from_config(config).parameters.numel == sum(p.numel() for p in hugging_face(config).parameters())
+    assert ModelFacts.from_config(config).parameters.numel == sum(p.numel() for p in hugging_face(config).parameters())
 
 
 @pytest.mark.parametrize(
@@ -163,7 +164,7 @@ def test_a_catalogue_model_has_the_parameters_of_its_modules(name):
 )
 def test_the_parameters_are_as_many_as_published(name: str, billions: float) -> None:
     """Jiang et al. 2024, table 1; DeepSeek-AI 2024, section 4.2; OpenAI 2025, table 1; Dubey et al. 2024, table 3."""
-    assert MemoryModel.from_config(find_config(name) or {}).parameters.numel == pytest.approx(billions * 1e9, rel=2e-3)
+    assert ModelFacts.from_config(find_config(name) or {}).parameters.numel == pytest.approx(billions * 1e9, rel=2e-3)
 
 
 def test_parameters_are_the_same_after_they_were_stored() -> None:
@@ -173,4 +174,4 @@ def test_parameters_are_the_same_after_they_were_stored() -> None:
 
 def test_a_family_without_an_estimate_is_refused_by_name():
     with refused(ModelError, "model_type", remedy="see dstk families mamba"):
-        MemoryModel.from_config({"model_type": "mamba"})
+        ModelFacts.from_config({"model_type": "mamba"})

@@ -8,9 +8,10 @@ import torch
 from test_memory_parameters import tiny
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from toolkit.config.stage_balance import balance
 from toolkit.errors import LayoutError
 from toolkit.estimate.recorded.recording import config_text
-from toolkit.estimate.stage_bounds import balance, balanced_bounds
+from toolkit.estimate.stage_bounds import balanced_bounds
 from toolkit.models import shape
 from toolkit.models.shape import find_config
 from toolkit.parallel.model_structure import analyze_model

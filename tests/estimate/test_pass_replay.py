@@ -3,9 +3,10 @@
 from typing import Any
 
 import pytest
+from training_setups import rank_pass
 
-from toolkit.estimate.caching_allocator import Block, CachingAllocator
-from toolkit.estimate.recorded.recording import Recording, Setup, config_text
+from toolkit.estimate.caching_allocator import CachingAllocator, MemoryBlock
+from toolkit.estimate.recorded.recording import Recording, config_text
 from toolkit.estimate.training_step import Live, PassReplay
 from toolkit.recorder.record import record
 
@@ -22,18 +23,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
 class Counter(CachingAllocator):
     """Counts what is asked for, without rounding."""
 
-    def allocate(self, size: int) -> Block:
+    def allocate(self, size: int) -> MemoryBlock:
         self.allocated += size
         self.peak_allocated = max(self.peak_allocated, self.allocated)
-        return Block(0, size, is_small=True)
+        return MemoryBlock(0, size, is_small=True)
 
-    def free(self, block: Block) -> None:
+    def free(self, block: MemoryBlock) -> None:
         self.allocated -= block.size
 
 
 def recorded(family: str, **changes: Any) -> Recording:
     attention = "eager" if family == "bloom" else "sdpa"
-    return record(Setup(config=config_text(FAMILIES[family]), attention=attention, **changes), 256)
+    return record(rank_pass(config_text(FAMILIES[family]), attention=attention, **changes), 256)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -4,13 +4,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from training_setups import memory_request
 
 from toolkit.config.layout import Layout
 from toolkit.estimate.breakdown import MemoryBreakdown
 from toolkit.estimate.deepspeed_settings import DeepSpeedSettings
 from toolkit.estimate.deepspeed_states import deepspeed_states
 from toolkit.estimate.framework_profile import FrameworkProfile
-from toolkit.estimate.memory_model import MemoryModel, Workload
+from toolkit.estimate.model_facts import ModelFacts
 from toolkit.estimate.states import TorchStates
 from toolkit.hardware import gpu
 from toolkit.models.shape import find_config
@@ -18,9 +19,9 @@ from toolkit.models.shape import find_config
 FP16 = {"fp16": {"enabled": True}}
 
 
-def gpt(layers: int, hidden: int, heads: int) -> MemoryModel:
+def gpt(layers: int, hidden: int, heads: int) -> ModelFacts:
     sizes = {"n_layer": layers, "n_embd": hidden, "n_head": heads, "n_positions": 1024, "vocab_size": 50304}
-    return MemoryModel.from_config({"model_type": "gpt2"} | sizes)
+    return ModelFacts.from_config({"model_type": "gpt2"} | sizes)
 
 
 @pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.9)])
@@ -37,19 +38,19 @@ def test_the_table_of_the_zero_paper(stage: int, gigabytes: float) -> None:
     assert held / params.numel * 7.5 == pytest.approx(gigabytes, rel=0.02)
 
 
-def peak(model: MemoryModel, config: dict[str, Any], layout: Layout, name: str, **work: Any) -> MemoryBreakdown:
+def peak(model: ModelFacts, config: dict[str, Any], layout: Layout, name: str, **work: Any) -> MemoryBreakdown:
     settings = DeepSpeedSettings.from_config(config)
-    workload = Workload(**{"micro_batch_size": 1, "seq_len": 1024, "accumulation": 1, "attention": "eager"} | work)
-    return model.peak(layout, workload, settings, gpu(name))
+    workload = {"micro_batch_size": 1, "seq_len": 1024, "accumulation": 1, "attention": "eager"} | work
+    return memory_request(model, layout, workload, settings, gpu(name)).peak()
 
 
 @pytest.mark.parametrize(("stage", "verdict"), [(0, "does not fit"), (1, "fits")])
 def test_deepspeeds_tutorial_of_zero(stage: int, verdict: str) -> None:
     # DeepSpeed, docs/_tutorials/zero.md: GPT-2 of 1.5 billion parameters, 48 x 1600 with 16 heads, one sample a GPU on
     # eight V100s of 32 GB, with Megatron-LM's layers. Without ZeRO it runs out of memory, with stage 1 it trains.
-    work = Workload(micro_batch_size=1, seq_len=1024, accumulation=1, attention="eager")
+    work = {"micro_batch_size": 1, "seq_len": 1024, "accumulation": 1, "attention": "eager"}
     framework = FrameworkProfile(name="megatron-deepspeed", precision="fp16")
-    found = gpt(48, 1600, 16).peak(Layout(dp=8, zero_stage=stage), work, framework, gpu("V100-32"))
+    found = memory_request(gpt(48, 1600, 16), Layout(dp=8, zero_stage=stage), work, framework, gpu("V100-32")).peak()
     assert found.verdict == verdict
 
 
@@ -79,7 +80,7 @@ def test_the_baseline_of_arctic_long_sequence_training(seq_len: int, fits: bool)
     config = find_config("llama-3-8b") or {}
     zero = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
     layout = Layout(dp=8, zero_stage=3, offload_optimizer="cpu")
-    model = MemoryModel.from_config(config)
+    model = ModelFacts.from_config(config)
     found = peak(model, zero, layout, "H100-80", seq_len=seq_len, attention="flash", recompute="full")
     assert found.fits == fits
 
@@ -90,11 +91,11 @@ def test_the_baseline_of_arctic_long_sequence_training(seq_len: int, fits: bool)
 def test_torchtitans_table_of_llama_8b(ranks: int, compiled: bool, gib: float) -> None:
     # torchtitan, docs/performance.md of December 2024: FSDP2, two samples of 8192 tokens, selective recomputation by
     # operation, memory reserved on H100s of 96 GB.
-    model = MemoryModel.from_config(find_config("llama-3-8b") or {})
-    work = Workload(micro_batch_size=2, seq_len=8192, accumulation=1, attention="sdpa", recompute="selective")
+    model = ModelFacts.from_config(find_config("llama-3-8b") or {})
+    work = {"micro_batch_size": 2, "seq_len": 8192, "accumulation": 1, "attention": "sdpa", "recompute": "selective"}
     device = replace(gpu("H100-80"), memory_bytes=95 * 2**30)
     framework = FrameworkProfile(name="torchtitan", compiled=compiled)
-    found = model.peak(Layout(dp=ranks, zero_stage=3), work, framework, device)
+    found = memory_request(model, Layout(dp=ranks, zero_stage=3), work, framework, device).peak()
     assert found.reserved / 2**30 == pytest.approx(gib, rel=0.02)
 
 
@@ -107,10 +108,10 @@ def test_ligers_chart_of_llama_8b(seq_len: int, chunk: int, gigabytes: float | N
     # Hugging Face's layers run out of memory at 4096 tokens. With Liger's chunks (a 32nd of the tokens, up to a power
     # of two) they train up to 16384: there its fused norms, rotary embedding and SwiGLU matter,
     # which the estimate does not know, so only what a chunked loss alone explains is asserted.
-    model = MemoryModel.from_config(find_config("llama-3-8b") or {})
-    work = Workload(micro_batch_size=8, seq_len=seq_len, accumulation=1, recompute="full", activation_bytes=2,
-                    autocast=True, loss_chunk=chunk)  # fmt: skip
-    found = model.peak(Layout(dp=8), work, TorchStates(gathered_bytes=2), gpu("A100-80"))
+    model = ModelFacts.from_config(find_config("llama-3-8b") or {})
+    work = {"micro_batch_size": 8, "seq_len": seq_len, "accumulation": 1, "recompute": "full", "loss_chunk": chunk}
+    states = TorchStates(gathered_bytes=2, autocast=True)
+    found = memory_request(model, Layout(dp=8), work, states, gpu("A100-80")).peak()
     assert found.verdict == ("does not fit" if gigabytes is None else "fits")
     if gigabytes:
         assert found.reserved / 1e9 == pytest.approx(gigabytes, rel=0.1)

@@ -12,6 +12,7 @@ from published import formulas, reader
 from published.errors import ErrorSummary, FitSummary, percentile
 from published.outcomes import outcomes
 from published.rows import GIB, NAMES, RESULTS, SETTINGS, MeasurementsError, Row, read
+from training_setups import changed
 
 from toolkit.estimate.deepspeed_settings import DeepSpeedSettings
 from toolkit.estimate.framework_profile import FrameworkProfile
@@ -21,15 +22,16 @@ ROW: Row = dict.fromkeys(COLUMNS, "") | CELLS
 
 
 def test_a_row_becomes_public_options() -> None:
-    asked = reader.read(
+    run = reader.read(
         ROW | {"vpp": "2", "sp": "1", "attn_impl": "flash", "notes": "dropout 0.0; flags: use-mcore-models"}
     )
-    assert asked.framework == FrameworkProfile(name="megatron", virtual_stages=2, dropout=False)
-    assert str(asked.layout) == "dp2-tp2-pp2-z0"
-    assert asked.layout.sequence_parallel
-    assert (asked.work.accumulation, asked.work.attention, asked.work.recompute) == (8, "flash", "full")
-    assert asked.model.parameters.numel == PARAMETERS
-    assert asked.stage == 1
+    setup = run.request.setup
+    assert run.request.framework == FrameworkProfile(name="megatron", virtual_stages=2, dropout=False)
+    assert str(run.request.setup.layout) == "dp2-tp2-pp2-z0"
+    assert run.request.setup.layout.sequence_parallel
+    assert (setup.accumulation, setup.computation.attention, setup.layout.recompute) == (8, "flash", "full")
+    assert run.request.setup.model.parameters.numel == PARAMETERS
+    assert run.stage == 1
 
 
 def test_a_deepspeed_row_becomes_a_deepspeed_config() -> None:
@@ -42,11 +44,11 @@ def test_a_deepspeed_row_becomes_a_deepspeed_config() -> None:
         "pp_stage": "",
         "grad_dtype": "fp32",
     }
-    asked = reader.read(ROW | zero | {"notes": "reduce_bucket_size 5e7, overlap_comm"})
-    assert isinstance(asked.framework, DeepSpeedSettings)
-    found = asked.framework
+    run = reader.read(ROW | zero | {"notes": "reduce_bucket_size 5e7, overlap_comm"})
+    assert isinstance(run.request.framework, DeepSpeedSettings)
+    found = run.request.framework
     assert (found.zero_stage, found.accumulation_bytes, found.reduce_bucket_size) == (3, 4, 50_000_000)
-    assert reader.read(ROW | zero | {"grad_dtype": "bf16"}).framework.accumulation_bytes == 2  # type: ignore[union-attr]
+    assert reader.read(ROW | zero | {"grad_dtype": "bf16"}).request.framework.accumulation_bytes == 2  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
@@ -106,8 +108,8 @@ def test_the_names_of_a_run_say_nothing() -> None:
 
 
 def test_the_peak_is_that_of_the_stage_that_was_measured() -> None:
-    asked = reader.read(ROW)
-    stages = asked.model.breakdowns(asked.layout, asked.work, asked.framework, asked.gpu)
+    run = reader.read(ROW)
+    stages = run.request.stages()
     (last,) = outcomes([ROW])
     (most,) = outcomes([ROW | {"pp_stage": "", "mem_rank": "max over ranks"}])
     assert last.peak == stages[1].allocated
@@ -119,8 +121,8 @@ def test_what_was_measured_is_what_is_compared() -> None:
     for words in ("torch max_memory_allocated", "max reserved GiB over ranks", "nvidia-smi snapshot"):
         (outcome,) = outcomes([ROW | {"peak_mem_kind": words}])
         kinds[outcome.kind] = outcome.peak
-    asked = reader.read(ROW)
-    stage = asked.model.breakdowns(asked.layout, asked.work, asked.framework, asked.gpu)[1]
+    run = reader.read(ROW)
+    stage = run.request.stages()[1]
     assert kinds == {"allocated": stage.allocated, "reserved": stage.reserved, "nvidia-smi": stage.occupied}
 
 
@@ -144,7 +146,7 @@ def test_rows_that_say_nothing_about_memory_are_left_out(tmp_path: Path) -> None
 
 def test_rotary_embeddings_have_no_table_of_positions() -> None:
     rotary = reader.read(ROW | {"notes": "flags: position-embedding-type"})
-    assert rotary.model.parameters.numel == PARAMETERS - 32 * 64
+    assert rotary.request.setup.model.parameters.numel == PARAMETERS - 32 * 64
 
 
 def test_the_script_prints_errors_results_and_refusals(tmp_path: Path) -> None:
@@ -182,10 +184,10 @@ def test_recall_and_precision_of_both_results() -> None:
 
 
 def test_the_plain_formulas_are_those_of_the_papers() -> None:
-    asked = reader.read(ROW | {"recompute": "none", "attn_impl": "unfused"})
+    run = reader.read(ROW | {"recompute": "none", "attn_impl": "unfused"})
     held, s, h, a, t = PARAMETERS / 4, 32, 64, 4, 2
-    assert formulas.states(asked) == pytest.approx(16 * held)
-    sharded = replace(asked, layout=replace(asked.layout, zero_stage=1))
+    assert formulas.states(run) == pytest.approx(16 * held)
+    sharded = replace(run, request=changed(run.request, zero_stage=1))
     assert formulas.states(sharded) == pytest.approx((4 + 12 / 2) * held)
     # Two stages of two layers, two micro-batches in flight.
-    assert formulas.activations(asked) == pytest.approx(4 * (s * h * (10 + 24 / t) + 5 * a * s * s / t))
+    assert formulas.activations(run) == pytest.approx(4 * (s * h * (10 + 24 / t) + 5 * a * s * s / t))

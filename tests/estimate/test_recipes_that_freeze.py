@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from toolkit.config.layout import Batch
+from toolkit.config.layout import Batch, Layout
 from toolkit.config.recipe import Recipe
-from toolkit.estimate.memory_model import MemoryModel
+from toolkit.estimate.model_facts import ModelFacts
 from toolkit.estimate.trainable import Trainable
-from toolkit.planner.run_memory import model_config, workload_of
+from toolkit.planner.run_memory import model_config, training_setup
 
 
 def trained(model: dict[str, Any]) -> str:
@@ -22,7 +22,8 @@ def trained(model: dict[str, Any]) -> str:
         }
     )
     batch = Batch.resolve(global_batch_size=1, micro_batch_size=1, dp=1)
-    return workload_of(recipe, batch, MemoryModel.from_config(model_config(recipe))).trainable
+    model = ModelFacts.from_config(model_config(recipe))
+    return training_setup(recipe, Layout(), batch, model).computation.trainable
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 from measured_activations import SEQ_LEN, Case, kept_bytes, peak_bytes
+from training_setups import rank_pass
 
 from toolkit.errors import ModelError, RunError
 from toolkit.estimate.recorded import recorder_process, recordings
-from toolkit.estimate.recorded.recording import Polynomial, Recording, Setup, config_text, model_key
+from toolkit.estimate.recorded.recording import Polynomial, Recording, config_text, model_key
 from toolkit.models.shape import find_config
 from toolkit.recorder import record as recorder
 from toolkit.recorder.fit import solve, value
@@ -29,7 +30,7 @@ ALL_POINTS = [(b, s) for b in (2, 3) for s in (64, 128, 192)]
 
 @pytest.fixture
 def tiny() -> Recording:
-    return record(Setup(config=TINY), 64)
+    return record(rank_pass(TINY), 64)
 
 
 @pytest.mark.parametrize(
@@ -76,16 +77,16 @@ def test_a_size_that_is_no_polynomial_is_not_guessed() -> None:
 def test_a_recording_that_another_size_contradicts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     traced = recorder.trace_pass
 
-    def more_at_the_checked_size(setup: Any, fake: Any, mode: Any, b: int, s: int) -> Any:
-        sections = traced(setup, fake, mode, b, s)
+    def more_at_the_checked_size(tiny_pass: Any, fake: Any, mode: Any, b: int, s: int) -> Any:
+        sections = traced(tiny_pass, fake, mode, b, s)
         if (b, s) == (3, 512):
             number, size = sections[1].events[0]
             sections[1].events[0] = number, size + 2
         return sections
 
     monkeypatch.setattr(recorder, "trace_pass", more_at_the_checked_size)
-    with pytest.raises(ModelError, match="no polynomials"):
-        record(Setup(config=TINY), 64)
+    with pytest.raises(ModelError, match="not polynomials"):
+        record(rank_pass(TINY), 64)
 
 
 def test_the_meta_device_and_fake_tensors_give_the_same_recording(
@@ -93,9 +94,11 @@ def test_the_meta_device_and_fake_tensors_give_the_same_recording(
 ) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    assert recorder.tensors_without_memory(Setup(config=TINY)) == torch.device("meta")
-    monkeypatch.setattr(recorder, "tensors_without_memory", lambda setup: FakeTensorMode(allow_non_fake_inputs=True))
-    assert record(Setup(config=TINY), 64) == tiny
+    assert recorder.tensors_without_memory(rank_pass(TINY)) == torch.device("meta")
+    monkeypatch.setattr(
+        recorder, "tensors_without_memory", lambda tiny_pass: FakeTensorMode(allow_non_fake_inputs=True)
+    )
+    assert record(rank_pass(TINY), 64) == tiny
 
 
 def test_every_storage_is_freed(tiny: Recording) -> None:
@@ -114,20 +117,20 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_config_is_recorded_once_by_another_process_and_then_read(
     empty_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    setup = Setup(config=TINY, recompute="full")
-    found = recordings.recording(setup, 64)
-    assert found == record(setup, 64)
+    tiny_pass = rank_pass(TINY, recompute="full")
+    found = recordings.recording(tiny_pass, 64)
+    assert found == record(tiny_pass, 64)
     monkeypatch.setattr(recordings, "_answer", lambda *question: pytest.fail("it is recorded again"))
-    assert recordings.recording(setup, 128) == found
+    assert recordings.recording(tiny_pass, 128) == found
 
 
 def test_what_other_code_recorded_is_recorded_again(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    setup = Setup(config=TINY)
-    recordings.recording(setup, 64)
+    tiny_pass = rank_pass(TINY)
+    recordings.recording(tiny_pass, 64)
     monkeypatch.setattr(recordings, "versions", lambda: {"transformers": "0"})
     monkeypatch.setattr(recordings, "_answer", lambda *question: {})
     with pytest.raises(KeyError):
-        recordings.recording(setup, 64)
+        recordings.recording(tiny_pass, 64)
 
 
 def test_an_answer_that_was_not_read_is_not_taken_for_the_next(
@@ -139,10 +142,10 @@ def test_an_answer_that_was_not_read_is_not_taken_for_the_next(
     process, _ = recorder_process.recorder(os.getpid())
     monkeypatch.setattr(process.stdout, "readline", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        recordings.recording(Setup(config=TINY, recompute="full"), 32)
+        recordings.recording(rank_pass(TINY, recompute="full"), 32)
     monkeypatch.undo()
     monkeypatch.setenv("DSTK_CACHE", str(empty_cache))
-    other = Setup(config=TINY, precision="fp32")
+    other = rank_pass(TINY, precision="fp32")
     assert recordings.recording(other, 32) == record(other, 32)
 
 
@@ -189,17 +192,17 @@ def test_a_recording_that_is_quick_is_not(monkeypatch: pytest.MonkeyPatch, capsy
 def test_a_recorder_that_died_is_named_and_started_again(empty_cache: Path) -> None:
     process, _ = recorder_process.recorder(os.getpid())
     process.kill()
-    setup = Setup(config=TINY, attention="eager")
+    tiny_pass = rank_pass(TINY, attention="eager")
     with pytest.raises(RunError, match="code -9"):
-        recordings.recording(setup, 48)
-    assert recordings.recording(setup, 48) == record(setup, 48)
+        recordings.recording(tiny_pass, 48)
+    assert recordings.recording(tiny_pass, 48) == record(tiny_pass, 48)
 
 
 def test_a_cache_that_cannot_be_written_costs_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("DSTK_CACHE", str(tmp_path / "file"))
-    setup = Setup(config=TINY)
-    assert recordings.recording(setup, 64) == record(setup, 64)
+    tiny_pass = rank_pass(TINY)
+    assert recordings.recording(tiny_pass, 64) == record(tiny_pass, 64)
 
 
 def test_other_releases_than_those_that_recorded_do_not_use_what_is_shipped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,8 +218,8 @@ def test_other_releases_than_those_that_recorded_do_not_use_what_is_shipped(monk
 def test_a_window_has_a_recording_on_each_side_of_it(empty_cache: Path) -> None:
     config = {"model_type": "mistral", "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4}
     config |= {"intermediate_size": 64, "num_hidden_layers": 4, "sliding_window": 256, "vocab_size": 99}
-    setup = Setup(config=config_text(config))
-    inside, beyond = (recordings.recording(setup, s).positions for s in (128, 512))
+    tiny_pass = rank_pass(config_text(config))
+    inside, beyond = (recordings.recording(tiny_pass, s).positions for s in (128, 512))
     assert (inside, beyond) == ((1, 256), (256, None))
     (cached,) = (empty_cache / "recordings").iterdir()
     assert len(json.loads(cached.read_text())["recordings"]) == 2
@@ -246,9 +249,9 @@ def test_shipped_recordings_are_of_the_pinned_versions() -> None:
     ],
 )
 def test_shipped_recordings_are_what_is_recorded_now(model: str, changes: dict[str, Any]) -> None:
-    setup = Setup(config=config_text(find_config(model) or {}), **changes)
-    for stored in shipped()[model_key(setup.config)]["recordings"][setup.key]:
-        assert Recording.decoded(stored) == record(setup, stored["positions"][0])
+    tiny_pass = rank_pass(config_text(find_config(model) or {}), **changes)
+    for stored in shipped()[model_key(tiny_pass.config)]["recordings"][tiny_pass.key]:
+        assert Recording.decoded(stored) == record(tiny_pass, stored["positions"][0])
 
 
 @pytest.mark.parametrize("model", ["gpt2", "mixtral-8x7b", "deepseek-v3"])

@@ -32,6 +32,6 @@ def test_the_peak_of_a_pass_is_known_within_a_percent(case: Case) -> None:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("layers" in name or not case.trainable)
     measured = peak_bytes(case, model)
-    held = record_parameters(case.setup().config).rank_parameters()
+    held = record_parameters(case.rank_pass().config).rank_parameters()
     predicted = case.predicted_peak() + (2 * held.matrices if case.autocast else 0)
     assert predicted == pytest.approx(measured, rel=0.01), f"{predicted / measured - 1:+.2%}"

@@ -10,10 +10,10 @@ import torch
 from toolkit.config.recipe import Recipe
 from toolkit.config.strategy import Strategy
 from toolkit.engines.routing import Routing
-from toolkit.estimate.memory_model import MemoryModel
+from toolkit.estimate.model_facts import ModelFacts
 from toolkit.parallel.tiny_model import tiny_config
 from toolkit.parity.run.train_in_memory import train_in_memory
-from toolkit.planner.run_memory import estimate_for_run, model_config, workload_of
+from toolkit.planner.run_memory import estimate_for_run, model_config, training_setup
 
 
 def kept_by_losses(recipe: Recipe) -> int:
@@ -69,6 +69,6 @@ def test_each_loss_keeps_a_number_for_each_token_and_expert(
     layout = recipe.layout(2)
     batch = recipe.resolve_batch(layout)
     (stage,) = estimate_for_run(recipe, layout, batch)
-    model = MemoryModel.from_config(model_config(recipe))
-    assert workload_of(recipe, batch, model).router_losses == count
+    model = ModelFacts.from_config(model_config(recipe))
+    assert training_setup(recipe, layout, batch, model).router_losses == count
     assert set(ranks(kept_by_losses, 2, recipe)) == {stage.activations.get("routers", 0)}

@@ -4,13 +4,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from training_setups import memory_request
 
 from toolkit.config.layout import Layout
 from toolkit.estimate.breakdown import MemoryBreakdown
 from toolkit.estimate.caching_allocator import OutOfMemoryError
 from toolkit.estimate.deepspeed_settings import DeepSpeedSettings
 from toolkit.estimate.framework_profile import profile
-from toolkit.estimate.memory_model import MemoryModel, Workload
+from toolkit.estimate.model_facts import ModelFacts
 from toolkit.estimate.training_step import TrainingStep
 from toolkit.hardware import gpu
 from toolkit.models.shape import find_config
@@ -21,9 +22,9 @@ STAGES = {"dp8-z1": {}, "dp8-z2": {}, "dp8-z3": {"accumulation_bytes": 2}, "dp2-
 def breakdowns(layout: str, **work: Any) -> tuple[MemoryBreakdown, ...]:
     parsed = Layout.parse(layout, world_size=None)
     settings = DeepSpeedSettings(zero_stage=parsed.zero_stage, precision="bf16", **STAGES.get(layout, {}))
-    model = MemoryModel.from_config(find_config("llama-3-8b") or {})
-    asked = Workload(**{"micro_batch_size": 1, "seq_len": 4096, **work})
-    return model.breakdowns(parsed, asked, settings, gpu("H100-80"))
+    model = ModelFacts.from_config(find_config("llama-3-8b") or {})
+    asked = {"micro_batch_size": 1, "seq_len": 4096, **work}
+    return memory_request(model, parsed, asked, settings, gpu("H100-80")).stages()
 
 
 def step_of(stage: MemoryBreakdown) -> TrainingStep:
@@ -102,8 +103,8 @@ def test_moments_and_gradients_are_there_from_the_first_step_on() -> None:
 
 
 def test_another_framework_has_no_events_and_keeps_its_margin() -> None:
-    model = MemoryModel.from_config(find_config("llama-3-8b") or {})
-    work = Workload(micro_batch_size=1, seq_len=4096, attention="flash")
+    model = ModelFacts.from_config(find_config("llama-3-8b") or {})
+    work = {"micro_batch_size": 1, "seq_len": 4096, "attention": "flash"}
     layout = Layout.parse("dp8-tp4-pp2-z1", world_size=None)
-    stages = model.breakdowns(layout, work, profile("megatron"), gpu("H100-80"))
+    stages = memory_request(model, layout, work, profile("megatron"), gpu("H100-80")).stages()
     assert all(stage.margin > 0 and stage.replayed() is stage for stage in stages)

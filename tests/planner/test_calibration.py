@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from training_setups import changed, step_request
 
 from toolkit.cli.main import main
 from toolkit.config.layout import Layout
@@ -15,7 +16,6 @@ from toolkit.models.shape import ModelShape, find_config
 from toolkit.planner.auto.ranks import cluster_named
 from toolkit.planner.calibration.file import Calibration, calibration_path, current_versions
 from toolkit.planner.execution import Execution
-from toolkit.planner.setup import Setup
 from toolkit.planner.step_time import predict_step
 
 CORE = {
@@ -71,16 +71,16 @@ def step(layout: str, found: Calibration, **changes: Any) -> float:
     assert config is not None
     parsed = Layout.parse(layout)
     ranks = parsed.world_size
-    setup = Setup(
-        shape=replace(ModelShape.from_config(config), layers=4),
-        layout=parsed,
+    request = step_request(
+        replace(ModelShape.from_config(config), layers=4),
+        parsed,
         cluster=found.of_ranks(ranks),
         micro_batch_size=2,
         accumulation=8 // parsed.dp,
         seq_len=128,
         run=Execution(precision="fp32"),
     )
-    return predict_step(replace(setup, **changes)).seconds
+    return predict_step(changed(request, **changes)).seconds
 
 
 def test_a_calibration_is_read_as_it_was_written(stored: Path) -> None:

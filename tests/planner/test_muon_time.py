@@ -7,14 +7,14 @@ from toolkit.hardware import gpu
 from toolkit.planner.data_time import muon_seconds, optimizer_seconds
 from toolkit.planner.request import request_for
 from toolkit.planner.run_memory import recipe_of
-from toolkit.planner.setup import Setup
+from toolkit.planner.step_request import StepRequest
 
 
-def setup_of(layout: Layout, optimizer: str = "muon") -> Setup:
+def setup_of(layout: Layout, optimizer: str = "muon") -> StepRequest:
     sizes = {"micro_batch_size": 1, "seq_len": 2048, "accumulation": 1}
     recipe = recipe_of("llama-3.1-8b", layout, **sizes, precision="bf16", optimizer=optimizer)  # type: ignore[arg-type]
     request = request_for(recipe, gpu("H100"), layout.world_size)
-    return request.setup(layout, Batch(global_batch_size=layout.dp, micro_batch_size=1, dp=layout.dp))
+    return request.step_request(layout, Batch(global_batch_size=layout.dp, micro_batch_size=1, dp=layout.dp))
 
 
 def seconds(layout: Layout) -> float:

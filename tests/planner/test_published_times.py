@@ -43,7 +43,7 @@ def test_what_is_not_understood_is_refused(changes: dict[str, str]) -> None:
 
 def test_throughput_and_flops_give_the_same_step_as_seconds() -> None:
     asked = time_reader.read(ROW)
-    tokens = asked.micro_batch_size * asked.accumulation * asked.layout.dp * asked.seq_len
+    tokens = asked.setup.global_batch_size * asked.setup.seq_len
     rate = str(tokens / asked.gpus / 2.5)
     assert time_reader.measured_seconds(ROW, asked) == 2.5
     by_tokens = ROW | {"step_time_s": "", "tokens_per_s_gpu": rate}

@@ -4,12 +4,12 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from training_setups import changed
 
 from toolkit.config.layout import Batch, Layout
 from toolkit.config.strategy import Strategy
 from toolkit.errors import BatchError, LayoutError, ModelError
-from toolkit.estimate.memory_model import MemoryModel
-from toolkit.estimate.recorded.recording import Setup
+from toolkit.estimate.recorded.recording import RankPass
 from toolkit.estimate.trainable import Trainable
 from toolkit.hardware import gpu
 from toolkit.models.shape import local_config
@@ -86,11 +86,11 @@ def test_a_stand_in_hardly_needs_less(layout: str) -> None:
     batch = Batch(global_batch_size=64, micro_batch_size=2, dp=read.dp)
     exact = asked.memory(read, batch, stand_ins=False).total
 
-    def simplest(setup: Setup, s: int) -> Setup:
-        return replace(setup, part="whole", sequence_parallel=False)
+    def simplest(rank_pass: RankPass, positions: int) -> RankPass:
+        return changed(rank_pass, part="whole", sequence_parallel=False)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("toolkit.estimate.memory_model.stand_in", simplest)
+        patch.setattr("toolkit.estimate.memory_request.stand_in", simplest)
         assert 0.97 * exact < asked.memory(read, batch).total < 2 * exact
 
 
@@ -101,6 +101,33 @@ def test_offloaded_states_have_to_fit_into_the_host() -> None:
     small = replace(asked, cluster=replace(asked.cluster, host_memory_bytes=1e9))
     assert asked.plan(layout, batch).fits
     assert not small.plan(layout, batch).fits
+
+
+TINY = {
+    "bloom": {"n_layer": 4, "hidden_size": 256, "n_head": 4, "vocab_size": 2048},
+    "llama": {
+        "num_hidden_layers": 2,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_attention_heads": 8,
+        "vocab_size": 512,
+    },
+}
+
+
+@pytest.mark.parametrize("family", TINY)
+@pytest.mark.parametrize(("name", "gpus"), [("H100-80", 8), ("L4", 2), ("V100-SXM2-32", 1)])
+def test_what_fits_is_not_offloaded(family: str, name: str, gpus: int) -> None:
+    config = {"model_type": family, **TINY[family]}
+    cluster = Cluster.of(gpu(name))
+    asked = PlanRequest.of("tiny", config, cluster=cluster, gpus=gpus, seq_len=512, global_batch_size=64)
+    plans = search(asked, top=1000).plans
+    places = {(plan.layout, plan.batch.micro_batch_size): place for place, plan in enumerate(plans)}
+    offloaded = [plan for plan in plans if plan.layout.offload_optimizer != "none"]
+    assert offloaded
+    for plan in offloaded:
+        plain = replace(plan.layout, offload_optimizer="none", offload_params="none")
+        assert places[plain, plan.batch.micro_batch_size] < places[plan.layout, plan.batch.micro_batch_size]
 
 
 def test_where_nothing_fits_more_gpus_or_a_shorter_sequence_are_named() -> None:
@@ -145,16 +172,12 @@ def test_a_mixtures_layouts_share_out_experts_over_every_divisor_of_both() -> No
 @pytest.mark.parametrize(
     ("strategy", "imbalance"), [("dp8-z3", 1), ("dp8-ep2-z1", 2), ("dp8-ep8-z1", 3), ("dp4-tp2-z1", 2), ("tp8-z1", 3)]
 )
-def test_imbalance_is_of_ranks_with_different_experts_in_time_and_memory(
-    strategy: str, imbalance: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_imbalance_is_of_ranks_with_different_experts_in_time_and_memory(strategy: str, imbalance: float) -> None:
     asked = request("mixtral-8x7b", gpus=8, imbalance=3.0)
     layout, _ = asked.read_layout(strategy)
     batch = Batch(global_batch_size=64, micro_batch_size=1, dp=layout.dp)
-    works = []
-    monkeypatch.setattr(MemoryModel, "peak", lambda model, layout, work, *_: works.append(work))
-    asked.memory(layout, batch)
-    assert (works[0].imbalance, asked.setup(layout, batch).imbalance) == (imbalance, imbalance)
+    for asks in (asked.memory_request(layout, batch), asked.step_request(layout, batch)):
+        assert asks.setup.computation.imbalance == imbalance
 
 
 def test_a_family_whose_flops_are_not_those_of_its_shape_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +191,7 @@ def test_a_recipes_step_is_that_of_the_plan() -> None:
     asked = request("gpt2", gpus=8, batch=64, seq_len=512)
     layout, batch = Layout(dp=8, zero_stage=1), Batch(global_batch_size=64, micro_batch_size=2, dp=8)
     assert predict(asked.recipe(layout, batch), layout, batch, asked.cluster) == asked.step(layout, batch)
-    assert asked.step(layout, batch) == predict_step(asked.setup(layout, batch))
+    assert asked.step(layout, batch) == predict_step(asked.step_request(layout, batch))
 
 
 def test_costs_are_gpu_hours_times_what_they_take() -> None:

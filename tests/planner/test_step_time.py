@@ -1,12 +1,14 @@
 """The time model: exact FLOPs, terms that add up, and the direction of what a layout changes."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
+from training_setups import changed, model_of, step_request
 
 from toolkit.config.layout import Layout, Recompute
 from toolkit.estimate.flops import train_flops_per_token
-from toolkit.estimate.memory_model import MemoryModel
+from toolkit.estimate.model_facts import ModelFacts
 from toolkit.estimate.recorded.recording import config_text
 from toolkit.estimate.recorded.recordings import parameters
 from toolkit.estimate.trainable import Trainable
@@ -15,15 +17,15 @@ from toolkit.models.shape import ModelShape, find_config
 from toolkit.models.weights import head_matmul_parameters, layer_matmul_parameters
 from toolkit.planner.bubble import bubble_seconds
 from toolkit.planner.cluster import Cluster
-from toolkit.planner.collectives import LINK_SHARE, Group, all_gather, all_reduce, group
+from toolkit.planner.collectives import LINK_SHARE, RankGroup, all_gather, all_reduce, group
 from toolkit.planner.data_time import data_seconds
 from toolkit.planner.execution import Execution, profiles
 from toolkit.planner.kernels import matmul_seconds
-from toolkit.planner.layer_time import Work, attention_products, mlp_products
+from toolkit.planner.layer_time import RankWork, attention_products, mlp_products
 from toolkit.planner.schedules import schedule_of
-from toolkit.planner.setup import Setup
 from toolkit.planner.simulate_schedule import ScheduleCosts, simulate
 from toolkit.planner.stages import stage_bounds
+from toolkit.planner.step_request import StepRequest
 from toolkit.planner.step_time import StepTime, predict_step
 from toolkit.planner.trained import Trained
 
@@ -37,16 +39,16 @@ def shape_of(name: str) -> ModelShape:
     return ModelShape.from_config(config)
 
 
-def setup(layout: str = "dp8-z1", model: str = "llama-3-8b", **changes: object) -> Setup:
+def setup(layout: str = "dp8-z1", model: str = "llama-3-8b", **changes: object) -> StepRequest:
     fields = {"micro_batch_size": 1, "accumulation": 8, "seq_len": 4096, "cluster": CLUSTER} | changes
-    return Setup(shape=shape_of(model), layout=Layout.parse(layout), **fields)  # type: ignore[arg-type]
+    return step_request(shape_of(model), Layout.parse(layout), **fields)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama-3-8b", "gpt3-175b"])
 def test_the_products_of_a_layer_have_its_exact_flops(name: str) -> None:
     # tests/estimate/test_flops.py holds train_flops_per_token against torch.utils.flop_counter.
     shape, tokens = shape_of(name), 64
-    work = Work(tokens=tokens, seq_len=tokens, tp=1, sequence_parallel=False)
+    work = RankWork(tokens=tokens, seq_len=tokens, tp=1, sequence_parallel=False)
     layer = sum(2 * m * n * k for m, n, k in (*attention_products(shape, work), *mlp_products(shape, work)))
     attention = 4 * tokens * tokens * shape.attention_dim
     head = 2 * tokens * head_matmul_parameters(shape)
@@ -56,12 +58,12 @@ def test_the_products_of_a_layer_have_its_exact_flops(name: str) -> None:
 def test_tiled_mlps_are_computed_again_whatever_else_is_recomputed() -> None:
     one = setup("dp8-z1", seq_len=65536)
     shape = one.shape
-    mlp = 2 * 65536 * (3 if shape.gated else 2) * shape.hidden * shape.ffn * shape.layers * one.accumulation
+    mlp = 2 * 65536 * (3 if shape.gated else 2) * shape.hidden * shape.ffn * shape.layers * one.setup.accumulation
     added = []
     for recompute in ("none", "full", "every_2"):
         layout = replace(one.layout, recompute=recompute)
-        plain = predict_step(replace(one, layout=layout))
-        tiled = predict_step(replace(one, layout=replace(layout, tiled_mlp=True)))
+        plain = predict_step(changed(one, layout=layout))
+        tiled = predict_step(changed(one, layout=replace(layout, tiled_mlp=True)))
         added.append(tiled.recompute - plain.recompute)
         assert tiled.seconds == pytest.approx(plain.seconds + added[-1])
     assert added == pytest.approx([added[0]] * 3)
@@ -73,7 +75,7 @@ def test_tensor_parallel_ranks_share_the_products_equally() -> None:
     shape = shape_of("llama-3-8b")
 
     def flops(tp: int) -> int:
-        work = Work(tokens=64, seq_len=64, tp=tp, sequence_parallel=False)
+        work = RankWork(tokens=64, seq_len=64, tp=tp, sequence_parallel=False)
         return sum(m * n * k for m, n, k in (*attention_products(shape, work), *mlp_products(shape, work)))
 
     assert flops(8) * 8 == flops(1)
@@ -121,7 +123,7 @@ def test_a_stage_with_more_layers_sets_the_pace() -> None:
 
 def test_full_recomputation_repeats_the_forward_pass_of_the_layers() -> None:
     step = setup("dp8-tp1-z1")
-    again = predict_step(replace(step, layout=replace(step.layout, recompute="full")))
+    again = predict_step(changed(step, layout=replace(step.layout, recompute="full")))
     assert 0.15 < again.recompute / again.compute < 1 / 3
     assert again.compute == pytest.approx(predict_step(step).compute)
 
@@ -129,7 +131,7 @@ def test_full_recomputation_repeats_the_forward_pass_of_the_layers() -> None:
 def test_every_second_layer_takes_half_of_it_and_stages_count_their_own() -> None:
     def again(recompute: Recompute, **changes: object) -> float:
         step = setup("pp2" if changes else "dp8-tp1-z1", **changes)
-        return predict_step(replace(step, layout=replace(step.layout, recompute=recompute))).recompute
+        return predict_step(changed(step, layout=replace(step.layout, recompute=recompute))).recompute
 
     assert again("every_2") == pytest.approx(again("full") / 2)
     # Layers 0 to 16 and 17 to 31: the slower stage has nine of those that are recomputed, of 17.
@@ -141,7 +143,7 @@ def test_offloaded_activations_take_time_where_the_link_is_slower_than_the_layer
         step = setup("dp8-tp1-z1")
         layout = replace(step.layout, recompute=recompute, offload_activations=True)
         cluster = replace(step.cluster, host_bytes_per_second=1 / seconds_per_byte)
-        return predict_step(replace(step, layout=layout, cluster=cluster)).offload
+        return predict_step(changed(step, layout=layout, cluster=cluster)).offload
 
     assert waits(1 / 2e12, "none") == 0
     assert waits(1 / 5e10, "full") == 0
@@ -152,15 +154,73 @@ def test_offloaded_activations_take_time_where_the_link_is_slower_than_the_layer
 
 def test_offload_moves_the_update_to_the_host() -> None:
     step = setup("dp8-z2")
-    offloaded = predict_step(replace(step, layout=replace(step.layout, offload_optimizer="cpu")))
-    assert offloaded.optimizer == 0.0
-    assert offloaded.offload > predict_step(step).optimizer
+    plain = predict_step(step)
+    offloaded = predict_step(changed(step, layout=replace(step.layout, offload_optimizer="cpu")))
+    # What stays on the GPU: the norm of the gradients, and what an engine takes for any step.
+    assert CLUSTER.step_seconds < offloaded.optimizer < plain.optimizer
+    assert offloaded.optimizer + offloaded.offload > plain.optimizer
+
+
+SMALL_SHAPES = (
+    # hidden, layers, vocab, gated: BLOOM's smallest neighbors, a layer alone, a deep one, a wide vocabulary.
+    (64, 1, 128, False),
+    (256, 4, 2048, False),
+    (256, 48, 512, True),
+    (768, 12, 50304, False),
+    (1024, 2, 250880, True),
+)
+SMALL_LAYOUTS = ("dp8-z2", "dp8-z3", "dp1-z2", "dp1-z3", "dp4-tp2-z2", "tp8-z3", "dp4-u2-z3")
+
+
+@pytest.mark.parametrize("name", gpus())
+def test_no_offloaded_layout_is_predicted_faster_than_the_same_one_without(name: str) -> None:
+    cluster = Cluster.of(gpu(name))
+    for hidden, layers, vocab, gated in SMALL_SHAPES:
+        shape = replace(
+            shape_of("gpt2"), hidden=hidden, layers=layers, vocab=vocab, gated=gated,
+            heads=8, kv_heads=8, head_dim=hidden // 8, ffn=4 * hidden, embed_dim=hidden,
+        )  # fmt: skip
+        optimizers = ("adamw", "sgd", "muon") if name == H100.name else ("adamw",)
+        for text, accumulation, optimizer in product(SMALL_LAYOUTS, (1, 16), optimizers):
+            asked = setup(text, accumulation=accumulation, seq_len=128, cluster=cluster, optimizer=optimizer)
+            asked = changed(asked, model=model_of(shape))
+            plain = predict_step(asked).seconds
+            for offloaded in offloads(asked.layout):
+                there = predict_step(changed(asked, layout=offloaded))
+                assert there.seconds > plain, (text, offloaded, shape)
+
+
+def offloads(layout: Layout) -> list[Layout]:
+    """The same layout with the optimizer on the host or on its drives, and with the parameters besides."""
+    found = [replace(layout, offload_optimizer="cpu")]
+    if layout.zero_stage == 3:
+        found.append(replace(layout, offload_optimizer="nvme"))
+        found.append(replace(layout, offload_optimizer="cpu", offload_params="cpu"))
+    return found
+
+
+def test_what_offloading_costs_is_fixed_for_a_small_model_and_grows_with_a_large_one() -> None:
+    def offload(text: str, **changes: object) -> float:
+        asked = setup(text, **changes)
+        return predict_step(changed(asked, layout=replace(asked.layout, offload_optimizer="cpu"))).offload
+
+    tiny = replace(setup("dp8-z3").shape, hidden=64, ffn=64, vocab=64, embed_dim=64, head_dim=2)
+    asked = changed(setup("dp8-z3", accumulation=1), model=model_of(tiny))
+    overhead = predict_step(changed(asked, layout=replace(asked.layout, offload_optimizer="cpu"))).offload
+    # Four copies of a piece of each parameter of 32 layers, and less than two milliseconds for all else.
+    assert 4 * 12 * 32 * 7e-6 < overhead < 4 * 12 * 32 * 7e-6 + 2e-3
+    # ZeRO-2 adds gradients up on the GPU; ZeRO-3 has every micro-batch's copied up and down.
+    assert offload("dp8-z2", accumulation=16) == pytest.approx(offload("dp8-z2", accumulation=1))
+    more = offload("dp8-z3", accumulation=16) - offload("dp8-z3", accumulation=1)
+    assert more == pytest.approx(15 * 2 * 12 * 32 * 7e-6)
+    # Eight times the replicas, an eighth of the bytes.
+    assert offload("dp64-z2") / offload("dp8-z2") == pytest.approx(1 / 8, rel=0.05)
 
 
 def test_files_on_nvme_take_their_bytes_through_the_drive() -> None:
     step = setup("dp8-z3")
     in_memory, in_files = (
-        predict_step(replace(step, layout=replace(step.layout, offload_optimizer=device))).offload
+        predict_step(changed(step, layout=replace(step.layout, offload_optimizer=device))).offload
         for device in ("cpu", "nvme")
     )
     each = 32 * step.parameters / 8  # gradient, master and two moments, read and written
@@ -169,7 +229,7 @@ def test_files_on_nvme_take_their_bytes_through_the_drive() -> None:
 
 def test_a_second_partition_keeps_the_backward_gathers_inside_a_node() -> None:
     step = setup("dp16-z3")
-    near = predict_step(replace(step, layout=replace(step.layout, hpz=8)))
+    near = predict_step(changed(step, layout=replace(step.layout, hpz=8)))
     assert near.data < predict_step(step).data
 
 
@@ -188,14 +248,14 @@ def test_large_products_approach_the_measured_share_of_the_peak_from_below() -> 
 
 
 def test_groups_take_the_network_only_beyond_a_node() -> None:
-    assert group(CLUSTER, size=8, stride=1) == Group(local=8, nodes=1)
-    assert group(CLUSTER, size=16, stride=4) == Group(local=2, nodes=8)
-    assert group(CLUSTER, size=4, stride=16) == Group(local=1, nodes=4)
+    assert group(CLUSTER, size=8, stride=1) == RankGroup(local=8, nodes=1)
+    assert group(CLUSTER, size=16, stride=4) == RankGroup(local=2, nodes=8)
+    assert group(CLUSTER, size=4, stride=16) == RankGroup(local=1, nodes=4)
 
 
 def test_an_all_reduce_is_two_gathers_over_the_slowest_link() -> None:
     size = 8e9
-    inside, beyond = Group(local=8, nodes=1), Group(local=2, nodes=4)
+    inside, beyond = RankGroup(local=8, nodes=1), RankGroup(local=2, nodes=4)
     assert all_reduce(CLUSTER, inside, size) == pytest.approx(2 * all_gather(CLUSTER, inside, size), rel=1e-3)
     slower = CLUSTER.link_bytes_per_second / (2 * CLUSTER.network_bytes_per_second)
     assert all_gather(CLUSTER, beyond, size) / all_gather(CLUSTER, inside, size) == pytest.approx(slower, rel=0.1)
@@ -223,7 +283,7 @@ def test_stages_begin_where_the_frameworks_cut_them(rule: str, bounds: tuple[int
 
 def test_tied_embeddings_are_summed_over_the_first_and_the_last_stage() -> None:
     tied, untied = setup("pp2", "gpt2"), setup("pp2", "gpt2")
-    untied = replace(untied, shape=replace(untied.shape, tied=False))
+    untied = changed(untied, model=model_of(replace(untied.shape, tied=False)))
     assert predict_step(tied).data > predict_step(untied).data == 0
 
 
@@ -318,12 +378,12 @@ def test_only_what_trains_is_reduced_and_updated_and_zero3_gathers_all() -> None
     assert 0.3 < adapters.data / full.data < 0.7  # two gathers, and a reduction of four bytes for each two of a gather
 
 
-def experts_setup(layout: str, model: str = "qwen3-30b-a3b", **changes: object) -> Setup:
+def experts_setup(layout: str, model: str = "qwen3-30b-a3b", **changes: object) -> StepRequest:
     config = find_config(model)
     assert config is not None
     fields = {"micro_batch_size": 4, "accumulation": 8, "seq_len": 4096, "cluster": CLUSTER} | changes
-    shape = MemoryModel.from_config(config).shape
-    return Setup(shape=shape, layout=Layout.parse(layout), **fields)  # type: ignore[arg-type]
+    shape = ModelFacts.from_config(config).shape
+    return step_request(shape, Layout.parse(layout), **fields)  # type: ignore[arg-type]
 
 
 def test_expert_parallel_ranks_exchange_every_routed_row_four_times_a_layer() -> None:
@@ -339,7 +399,7 @@ def test_expert_parallel_ranks_exchange_every_routed_row_four_times_a_layer() ->
 
 def test_recomputation_exchanges_rows_once_more_each_way() -> None:
     asked = experts_setup("dp8-ep8-z1")
-    again = replace(asked, layout=replace(asked.layout, recompute="full"))
+    again = changed(asked, layout=replace(asked.layout, recompute="full"))
     assert predict_step(again).expert == pytest.approx(1.5 * predict_step(asked).expert)
 
 
@@ -354,11 +414,11 @@ def test_an_exchange_across_nodes_takes_longer_and_deepep_shortens_it() -> None:
 
 def test_the_busiest_rank_computes_and_receives_in_proportion_to_its_load() -> None:
     asked = experts_setup("dp8-ep8-z1")
-    even, uneven = predict_step(asked), predict_step(replace(asked, imbalance=1.5))
+    even, uneven = predict_step(asked), predict_step(changed(asked, imbalance=1.5))
     assert uneven.expert == pytest.approx(1.5 * even.expert, rel=0.02)
     assert even.compute < uneven.compute < 1.5 * even.compute
     alone = experts_setup("dp8-z1")
-    assert predict_step(replace(alone, imbalance=1.5)) == predict_step(alone)
+    assert predict_step(changed(alone, imbalance=1.5)) == predict_step(alone)
 
 
 def test_many_experts_with_few_rows_each_take_longer_than_their_flops() -> None:
@@ -377,7 +437,7 @@ def test_gradients_of_experts_are_reduced_over_the_replicas_that_have_the_same_o
 @pytest.mark.parametrize("model", ["mixtral-8x7b", "gpt-oss-20b", "deepseek-v2-lite", "deepseek-v3"])
 def test_the_weights_of_a_rank_add_up_to_the_models(model: str) -> None:
     alone = experts_setup("dp1", model)
-    whole = MemoryModel.from_config(find_config(model) or {}).parameters.numel
+    whole = ModelFacts.from_config(find_config(model) or {}).parameters.numel
     assert alone.parameters + alone.routed == pytest.approx(whole, rel=2e-3)  # without norms and biases
     split = experts_setup("dp4-ep4-tp2-z1", model)
     assert 8 * split.routed == pytest.approx(alone.routed)

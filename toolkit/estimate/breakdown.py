@@ -8,7 +8,7 @@ from toolkit.estimate.states import StateBytes
 from toolkit.estimate.training_step import TrainingStep
 
 _NEAR = 5
-"""Within a fifth of the GPU's memory, what PyTorch's allocator adds may decide what fits."""
+"""Parts of the GPU's memory: within a fifth of it, what PyTorch's allocator adds may decide what fits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,7 @@ class MemoryBreakdown:
     parameter_count: int
     """Elements on the rank, after tensor and pipeline parallelism."""
     trained_count: int
-    """Of them, those that train."""
+    """Elements on the rank that train."""
     parameters: int
     gradients: int
     masters: int
@@ -34,14 +34,15 @@ class MemoryBreakdown:
     model_buffers: int
     """Rotary tables, masks, norms and loss scales."""
     activations: Mapping[str, int]
-    """By kind; `ends` are embedding, tables and final norm, `working` what is live only while one layer computes."""
+    """Bytes by kind; `ends` are embedding, tables and final norm, `working` what is live only while one layer
+    computes."""
     logits: int
     """Logits and loss, where the peak is at the head."""
     update: int
-    """What the update or the reduction of gradients needs beyond the peak of the backward pass."""
+    """Bytes that the update or the reduction of gradients needs beyond the peak of the backward pass."""
     host: StateBytes
     nvme: StateBytes
-    """Of the rank, in files on a drive of its node."""
+    """The rank's states in files on a drive of its node."""
     host_loading: int
     """Host memory while the model is built, before it moves to the device."""
     static: int
@@ -52,24 +53,24 @@ class MemoryBreakdown:
     """CUDA context and kernels, which PyTorch does not allocate."""
     nccl: int = 0
     margin: int = 0
-    """For the allocator's rounding and fragmentation: a constant share, or what a replay of the step found."""
+    """Room for the allocator's rounding and fragmentation: a constant share, or what a replay of the step found."""
     cached: int = 0
     """Freed blocks that the allocator keeps while there is room: not needed to fit."""
     device_bytes: int = 0
     """The GPU's memory; 0 where no GPU was named."""
 
     band: tuple[float, float] = (-0.03, 0.03)
-    """How far needs that were measured in setups of this kind are from the estimate: four of five runs lie between.
+    """Relative errors of the estimate between which the needs of four of five runs in setups of this kind lie.
 
     Of this toolkit's engines and of DeepSpeed, DDP and FSDP over Hugging Face's layers: the bound of the tests that
     compare peaks with PyTorch's. Of a framework's profile: benchmarks/published_memory.py, 10th and 90th percentile;
     set by hand for `torchtitan` (few runs) and `aleph-alpha-scaling` (known only whether they fit).
     """
     step: TrainingStep | None = field(default=None, repr=False, compare=False)
-    """What a replay needs; None for other frameworks, of whose activations no events are known."""
+    """Input of a replay; None for other frameworks, of whose activations no events are known."""
 
     def replayed(self) -> "MemoryBreakdown":
-        """This, with what PyTorch's allocator adds in a replay of the step, where its events are known."""
+        """The breakdown with what PyTorch's allocator adds in a replay; unchanged if no events are known."""
         if self.step is None:
             return self
         enough, reserved = (max(self.allocated, size) for size in self.step.footprint())
@@ -95,13 +96,13 @@ class MemoryBreakdown:
 
     @property
     def reserved(self) -> int:
-        """What PyTorch's allocator takes of the GPU: what `torch.cuda.max_memory_reserved` reports."""
+        """Bytes that PyTorch's allocator takes of the GPU: what `torch.cuda.max_memory_reserved` reports."""
         needed = self.allocated + self.margin
         return max(needed, min(needed + self.cached, self.device_bytes - self.framework - self.nccl))
 
     @property
     def occupied(self) -> int:
-        """What `nvidia-smi` reports."""
+        """Bytes that the process takes of the GPU: what `nvidia-smi` reports."""
         return self.reserved + self.framework + self.nccl
 
     @property
@@ -118,7 +119,9 @@ class MemoryBreakdown:
     def verdict(self) -> Literal["fits", "tight", "does not fit"]:
         """`tight`: whether it fits depends on where in its band the need lies."""
         least, most = ((1 + error) * self.total for error in self.band)
-        return "fits" if most <= self.device_bytes else "tight" if least <= self.device_bytes else "does not fit"
+        if most <= self.device_bytes:
+            return "fits"
+        return "tight" if least <= self.device_bytes else "does not fit"
 
     @property
     def fits(self) -> bool:

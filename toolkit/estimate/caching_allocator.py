@@ -29,14 +29,14 @@ class OutOfMemoryError(Exception):
 
 
 @dataclass(slots=True, eq=False)
-class Block:
+class MemoryBlock:
     """A piece of a segment, with its neighbors there."""
 
     start: int
     size: int
     is_small: bool
-    before: "Block | None" = None
-    after: "Block | None" = None
+    before: "MemoryBlock | None" = None
+    after: "MemoryBlock | None" = None
     is_free: bool = False
 
 
@@ -49,10 +49,10 @@ class CachingAllocator:
         self.peak_needed = 0
         """The most that was in segments with a tensor: what is reserved less what could have been given back."""
         self._releasable = self._address = 0
-        self._small: list[tuple[int, int, Block]] = []
-        self._large: list[tuple[int, int, Block]] = []
+        self._small: list[tuple[int, int, MemoryBlock]] = []
+        self._large: list[tuple[int, int, MemoryBlock]] = []
 
-    def allocate(self, size: int) -> Block:
+    def allocate(self, size: int) -> MemoryBlock:
         """A block of at least `size` bytes. Raises OutOfMemoryError."""
         size = -(-max(size, 1) // K_MIN_BLOCK_SIZE) * K_MIN_BLOCK_SIZE
         is_small = size <= K_SMALL_SIZE
@@ -61,10 +61,11 @@ class CachingAllocator:
         block = self._segment(size, is_small) if at == len(free) else self._take(free, at)
         rest = block.size - size
         if rest >= K_MIN_BLOCK_SIZE if is_small else rest > K_SMALL_SIZE:
-            after = Block(block.start + size, rest, is_small, block, block.after)
+            after = MemoryBlock(block.start + size, rest, is_small, block, block.after)
             if block.after is not None:
                 block.after.before = after
-            block.after, block.size = after, size
+            block.after = after
+            block.size = size
             self._keep(after)
         self.allocated += block.size
         if self.allocated > self.peak_allocated:
@@ -73,19 +74,23 @@ class CachingAllocator:
             self.peak_needed = self.reserved - self._releasable
         return block
 
-    def free(self, block: Block) -> None:
+    def free(self, block: MemoryBlock) -> None:
         """Give a block back to the cache."""
         self.allocated -= block.size
         free = self._small if block.is_small else self._large
-        before, after = block.before, block.after
+        before = block.before
+        after = block.after
         if after is not None and after.is_free:
             self._take(free, bisect_left(free, (after.size, after.start)))
-            block.size, block.after = block.size + after.size, after.after
+            block.size += after.size
+            block.after = after.after
             if block.after is not None:
                 block.after.before = block
         if before is not None and before.is_free:
             self._take(free, bisect_left(free, (before.size, before.start)))
-            block.start, block.size, block.before = before.start, before.size + block.size, before.before
+            block.start = before.start
+            block.size += before.size
+            block.before = before.before
             if block.before is not None:
                 block.before.after = block
         self._keep(block)
@@ -94,22 +99,23 @@ class CachingAllocator:
         """Give segments without a tensor back to the GPU."""
         for free in (self._small, self._large):
             free[:] = [entry for entry in free if not _is_whole(entry[2])]
-        self.reserved, self._releasable = self.reserved - self._releasable, 0
+        self.reserved -= self._releasable
+        self._releasable = 0
 
-    def _keep(self, block: Block) -> None:
+    def _keep(self, block: MemoryBlock) -> None:
         block.is_free = True
         insort(self._small if block.is_small else self._large, (block.size, block.start, block))
         if _is_whole(block):
             self._releasable += block.size
 
-    def _take(self, free: list[tuple[int, int, Block]], at: int) -> Block:
+    def _take(self, free: list[tuple[int, int, MemoryBlock]], at: int) -> MemoryBlock:
         block = free.pop(at)[2]
         block.is_free = False
         if _is_whole(block):
             self._releasable -= block.size
         return block
 
-    def _segment(self, size: int, is_small: bool) -> Block:
+    def _segment(self, size: int, is_small: bool) -> MemoryBlock:
         if is_small:
             whole = K_SMALL_BUFFER
         else:
@@ -120,11 +126,11 @@ class CachingAllocator:
                 raise OutOfMemoryError
         self.reserved += whole
         self.peak_reserved = max(self.peak_reserved, self.reserved)
-        block = Block(self._address, whole, is_small)
+        block = MemoryBlock(self._address, whole, is_small)
         self._address += whole + 1  # segments are not neighbors
         return block
 
 
-def _is_whole(block: Block) -> bool:
+def _is_whole(block: MemoryBlock) -> bool:
     """Whether the block is a segment."""
     return block.before is None and block.after is None

@@ -8,7 +8,7 @@ from toolkit.errors import ConfigError
 from toolkit.estimate.states import moments_8bit
 
 Wrapper = Literal["none", "bf16", "zero12", "zero3", "unfused"]
-"""Which of DeepSpeed's optimizers keeps the states."""
+"""The optimizer of DeepSpeed that keeps the states; `none`: the one that updates, without another around it."""
 
 BYTES = {"fp32": 4, "float32": 4, "float": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2, "half": 2}
 _MOMENTS = {"adam": 2, "adamw": 2, "fusedadam": 2, "lamb": 2, "adagrad": 1, "lion": 1}
@@ -32,13 +32,13 @@ class DeepSpeedSettings:
 
     zero_stage: int = 0
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Of the weights; under autocast they are fp32."""
+    """Dtype of the weights; under autocast they are fp32."""
     autocast: Literal["none", "bf16", "fp16"] = "none"
     accumulation_bytes: int = 4
     """Bytes of an accumulated gradient's element."""
     communication_bytes: int = 4
     reduce_bucket_size: int = 500_000_000
-    """Elements."""
+    """Elements of a bucket in which gradients are reduced."""
     prefetch_bucket_size: int = 50_000_000
     overlap_comm: bool = False
     contiguous_gradients: bool = True
@@ -53,9 +53,9 @@ class DeepSpeedSettings:
     nvme_params: bool = False
     optimizer_buffers: int = 4
     param_buffer_elements: int = 0
-    """Of all buffers together."""
+    """Elements of all buffers together through which offloaded parameters pass."""
     file_bytes: int = 2**20
-    """Smaller tensors are not written to files."""
+    """Size from which on tensors are written to files; smaller ones stay in memory."""
     file_alignment: int = 8192
     hpz: int = 1
     """Ranks that share ZeRO++'s secondary partition of the weights."""
@@ -64,7 +64,7 @@ class DeepSpeedSettings:
     in_8_bits: bool = False
     """Moments of one byte, by bitsandbytes."""
     hidden_in_8_bits: bool = False
-    """The same of the matrices of decoder layers alone: the 8-bit AdamW of recipes."""
+    """Whether the moments of decoder layers' matrices alone take one byte each: the 8-bit AdamW of recipes."""
     muon: bool = False
     """The toolkit's Muon: of matrices of the decoder layers one moment, and no counter."""
     factored: bool = False
@@ -83,7 +83,7 @@ class DeepSpeedSettings:
 
     @property
     def wrapper(self) -> Wrapper:
-        """Which optimizer DeepSpeed wraps around the one that updates (engine.py, `_do_optimizer_sanity_check`)."""
+        """The optimizer that DeepSpeed wraps around the one that updates (engine.py, `_do_optimizer_sanity_check`)."""
         if self.zero_stage == 3:
             return "zero3"
         if self.zero_stage:
@@ -176,8 +176,9 @@ def _is_offloaded(zero: Mapping[str, Any], key: str, legacy: str) -> bool:
 
 
 def _nvme(config: Mapping[str, Any], zero: Mapping[str, Any]) -> dict[str, Any]:
-    """What is in files, and sizes (deepspeed/runtime/swap_tensor: optimizer_utils.py, partitioned_param_swapper.py)."""
-    optimizer, params = (zero.get(f"offload_{what}") or {} for what in ("optimizer", "param"))
+    """Settings of NVMe offload (deepspeed/runtime/swap_tensor: optimizer_utils.py, partitioned_param_swapper.py)."""
+    optimizer = zero.get("offload_optimizer") or {}
+    params = zero.get("offload_param") or {}
     aio = config.get("aio") or {}
     return {
         "nvme_optimizer": optimizer.get("device") == "nvme" and int(zero.get("stage", 0)) == 3,
@@ -191,5 +192,5 @@ def _nvme(config: Mapping[str, Any], zero: Mapping[str, Any]) -> dict[str, Any]:
 
 def _bytes(name: str) -> int:
     if name not in BYTES:
-        raise ConfigError.of("data_types", name, "DeepSpeed names no such dtype", "choose fp32, bf16 or fp16")
+        raise ConfigError.of("data_types", name, "DeepSpeed has no such dtype", "choose fp32, bf16 or fp16")
     return BYTES[name]

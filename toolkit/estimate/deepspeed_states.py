@@ -8,9 +8,10 @@ of a weight, of an accumulated gradient and of a gradient in transit.
 
 from functools import lru_cache
 
+from toolkit.config.update_chunk import UPDATE_CHUNK_ELEMENTS
 from toolkit.estimate.deepspeed_settings import DeepSpeedSettings
 from toolkit.estimate.rank_parameters import ParameterGroup, RankParameters
-from toolkit.estimate.states import ROUND_ELEMENTS, ModelStates, StateBytes, moments_8bit, update_of_factored
+from toolkit.estimate.states import ModelStates, StateBytes, moments_8bit, update_of_factored
 
 _FALLBACK_BUCKET = 500_000_000
 """Elements that `allreduce_gradients` flattens at once (engine.py, MEMORY_OPT_ALLREDUCE_SIZE)."""
@@ -37,24 +38,28 @@ def _without_zero(s: DeepSpeedSettings, params: RankParameters, dp: int, accumul
 
     Or FP16_UnfusedOptimizer: 16-bit weights and gradients, fp32 masters, and at the step fp32 gradients of all.
     """
-    w, is_plain = s.model_bytes, s.wrapper == "none"
-    gradients, masters = w * params.trained, 0 if is_plain else 4 * params.trained
+    w = s.model_bytes
+    is_plain = s.wrapper == "none"
+    gradients = w * params.trained
+    masters = 0 if is_plain else 4 * params.trained
+    in_transit = s.communication_bytes if s.communication_bytes != w else 0
     flat = min(params.trained, _FALLBACK_BUCKET + params.largest_trained)
     alone = sum(group.numel for group in params.groups if not group.is_hidden)
-    plain = [(group, group.numel if group.is_hidden else alone) for group in params.groups]
+    updated = [(group, group.numel if group.is_hidden else alone) for group in params.groups]
+    tensors = [(group, numel, count) for group in params.groups for numel, count in group.counted]
     return ModelStates(
         resident=StateBytes(
             parameters=w * params.numel,
             masters=masters,
-            optimizer=_moments(s, params, [(group, *one) for group in params.groups for one in group.counted]),
+            optimizer=_moments(s, params, tensors),
             model_buffers=params.buffers(s.model_bytes),
             counters=8 if is_plain and s.autocast == "fp16" else 0,
         ),
         accumulated=gradients if accumulation > 1 else 0,
         fresh_layer=w * params.trained_layer if accumulation == 1 else 0,
-        reduction=gradients + flat * (w + (s.communication_bytes if s.communication_bytes != w else 0)),
+        reduction=gradients + flat * (w + in_transit),
         complete=gradients,
-        step=gradients + masters + _temporaries(s, params, plain, dp),
+        step=gradients + masters + _temporaries(s, params, updated, dp),
     )
 
 
@@ -64,26 +69,29 @@ def _bf16(s: DeepSpeedSettings, params: RankParameters, dp: int) -> ModelStates:
     The weights' own bf16 gradients live from the first backward pass to the step: between micro-batches they are
     zeroed, not freed.
     """
-    flats, parts = ([of(dp) for of in each] for each in zip(*((g.padded, g.part) for g in params.groups), strict=True))
-    flat, part = sum(flats), sum(parts)
+    flats = [group.padded(dp) for group in params.groups]
+    parts = [group.part(dp) for group in params.groups]
+    flat = sum(flats)
+    part = sum(parts)
+    updated = [*zip(params.groups, parts, strict=True)]
     # A single tensor is reduced in place; the flat gradients of several groups are copied together.
     largest = max(flats)
     copied = 0 if largest > _FALLBACK_BUCKET or len(flats) == 1 else flat
     cast = 0 if s.communication_bytes == s.accumulation_bytes else (copied or largest)
-    own = s.model_bytes * params.trained
+    weight_gradients = s.model_bytes * params.trained
     return ModelStates(
         resident=StateBytes(
             parameters=s.model_bytes * (flat + params.frozen.numel),
             gradients=s.accumulation_bytes * flat,
             masters=4 * part,
-            optimizer=_moments(s, params, [(group, size, 1) for group, size in zip(params.groups, parts, strict=True)]),
+            optimizer=_moments(s, params, [(group, size, 1) for group, size in updated]),
             model_buffers=params.buffers(s.model_bytes),
             counters=0 if any(group.ep > 1 for group in params.groups) else 4,  # the norm
         ),
-        accumulated=own,
-        reduction=own + s.accumulation_bytes * copied + s.communication_bytes * cast,
-        complete=own,
-        step=own + _temporaries(s, params, [*zip(params.groups, parts, strict=True)], dp),
+        accumulated=weight_gradients,
+        reduction=weight_gradients + s.accumulation_bytes * copied + s.communication_bytes * cast,
+        complete=weight_gradients,
+        step=weight_gradients + _temporaries(s, params, updated, dp),
     )
 
 
@@ -91,9 +99,11 @@ def zero12_states(
     s: DeepSpeedSettings, params: RankParameters, dp: int, data_rank: int, accumulation: int
 ) -> ModelStates:
     """DeepSpeedZeroOptimizer, stages 1 and 2."""
-    parts, whole_flat = [group.part(dp) for group in params.groups], sum(group.padded(dp) for group in params.groups)
+    parts = [group.part(dp) for group in params.groups]
+    whole_flat = sum(group.padded(dp) for group in params.groups)
     part = sum(parts)
-    w, a = s.model_bytes, s.accumulation_bytes
+    w = s.model_bytes
+    a = s.accumulation_bytes
     compact = w != a and a == 4
     ranks = [data_rank // group.ep for group in params.groups]
     owned = [(group, k * size, (k + 1) * size) for group, size, k in zip(params.groups, parts, ranks, strict=True)]
@@ -109,7 +119,8 @@ def zero12_states(
     buckets = one_bucket * (2 if s.overlap_comm else 1) + _reducing(s, params)
     keeps = s.zero_stage == 1 and w != a and touched < params.trained
     sizes = [*zip(params.groups, parts, strict=True)]
-    fp32, moments = 4 * part, _moments(s, params, [(group, size, 1) for group, size in sizes])
+    fp32 = 4 * part
+    moments = _moments(s, params, [(group, size, 1) for group, size in sizes])
     # Stage 1 accumulates whole gradients and reduces once; stage 2 reduces each micro-batch's, beside the sum.
     if s.zero_stage == 1:
         accumulated = whole if accumulation > 1 else 0
@@ -156,7 +167,7 @@ def _touching(group: ParameterGroup, start: int, stop: int) -> int:
 
 
 def _count_touching(group: ParameterGroup, start: int, stop: int) -> int:
-    """How many parameters have any element in [start, stop) of the flattened group."""
+    """Return the number of parameters that have any element in [start, stop) of the flattened group."""
     offset = count = 0
     for numel in group:
         count += offset < stop and offset + numel > start
@@ -195,33 +206,43 @@ def _zero12_update(
     s: DeepSpeedSettings, params: RankParameters, sizes: list[tuple[ParameterGroup, int]], dp: int
 ) -> int:
     """The group's flat fp32 gradient if it does not exist yet, and the optimizer's temporaries."""
-    w, compact = s.model_bytes, s.model_bytes != s.accumulation_bytes == 4
+    w = s.model_bytes
+    compact = w != s.accumulation_bytes == 4
     flat = 0 if compact else 4 + (w if w < 4 else 0)
     return max(size * flat + _temporaries(s, params, [(group, size)], dp) for group, size in sizes)
 
 
 def zero3_states(s: DeepSpeedSettings, params: RankParameters, dp: int) -> ModelStates:
     """DeepSpeedZeroOptimizer_Stage3: sharded weights, gradients, masters and moments; small weights replicated."""
-    w, a = s.model_bytes, s.accumulation_bytes
-    shards, of_frozen = _shards(params.groups, dp), _shards((params.frozen,), dp)
-    held = shards + of_frozen
+    w = s.model_bytes
+    a = s.accumulation_bytes
+    shards = _shards(params.groups, dp)
+    frozen_shards = _shards((params.frozen,), dp)
+    held = shards + frozen_shards
     # A single rank uses its shard as the parameter, if both are on the same device.
     gathers = dp > 1 or (s.offload_params and s.device != "cpu")
     whole = _persistent(params, s.persistence_threshold, dp) if gathers else 0
     sub_groups = [(group, size) for group in params.groups for size in _sub_groups(group, dp, s.sub_group_size)]
     bucket = s.communication_bytes * s.reduce_bucket_size if s.contiguous_gradients else 0
     # ZeRO++'s second partition is made in the forward pass and dropped after the update, but for frozen weights.
-    second, kept = (
-        (w * dp * _gathered_shards(params, s.persistence_threshold, dp) // s.hpz, w * dp * of_frozen // s.hpz)
-        if s.hpz > 1
-        else (0, 0)
-    )
-    moments = _moments(s, params, [(group, size, 1) for group, size in sub_groups])
-    offload, updated = s.offload_optimizer, {"masters": 4 * shards, "optimizer": moments}
-    on_device = w * (whole + (0 if s.offload_params else held)) + kept
-    on_host = {"parameters": w * held if s.offload_params else 0, "gradients": (a + 4) * shards if offload else 0}
-    on_host |= updated if offload else {}
+    second = 0
+    second_of_frozen = 0
+    if s.hpz > 1:
+        second = w * dp * _gathered_shards(params, s.persistence_threshold, dp) // s.hpz
+        second_of_frozen = w * dp * frozen_shards // s.hpz
+    offload = s.offload_optimizer
+    updated = {
+        "masters": 4 * shards,
+        "optimizer": _moments(s, params, [(group, size, 1) for group, size in sub_groups]),
+    }
+    on_device = w * (whole + (0 if s.offload_params else held)) + second_of_frozen
+    on_host = {"parameters": w * held if s.offload_params else 0, "gradients": 0}
+    if offload:
+        on_host |= {"gradients": (a + 4) * shards, **updated}
     on_nvme, staged, waiting = _in_files(s, params, dp, [size for _, size in sub_groups], on_host)
+    update = 0
+    if not offload:
+        update = max(_zero3_update(s, params, group, size, dp) for group, size in sub_groups)
     return ModelStates(
         resident=StateBytes(
             parameters=on_device,
@@ -238,7 +259,7 @@ def zero3_states(s: DeepSpeedSettings, params: RankParameters, dp: int) -> Model
         gathered=(w * _gathered(s, params) if gathers else 0) + second,
         reduction=second + waiting,
         complete=waiting,
-        step=second + waiting + (0 if offload else max(_zero3_update(s, params, *one, dp) for one in sub_groups)),
+        step=second + waiting + update,
     )
 
 
@@ -251,7 +272,9 @@ def _in_files(
     to the alignment. Gradients are written up to the last multiple of it: the rest, and with it the memory of all,
     waits on the device for the update.
     """
-    on_nvme, staged, waiting = dict[str, int](), 0, 0
+    on_nvme: dict[str, int] = {}
+    staged = 0
+    waiting = 0
 
     def aligned(elements: int, size: int) -> int:
         unit = s.file_alignment // size
@@ -271,7 +294,8 @@ def _in_files(
                 waiting += 4 * size * count if rest and s.device != "cpu" else 0
         staged += s.optimizer_buffers * aligned(max(sub_groups), 4)
     if s.nvme_params:
-        w, on_nvme["parameters"] = s.model_bytes, 0
+        w = s.model_bytes
+        on_nvme["parameters"] = 0
         for group in (*params.groups, params.frozen):
             for size, count in group.shards(dp):
                 if w * size >= s.file_bytes:
@@ -285,14 +309,18 @@ def _in_files(
 
 def _largest_padded(s: DeepSpeedSettings, params: RankParameters, dp: int, size: int) -> int:
     """Bytes of the largest sub-group where each shard is padded to the alignment of files."""
-    unit, largest, padded = s.file_alignment // size, 0, 0
+    unit = s.file_alignment // size
+    largest = 0
+    padded = 0
     for group in params.groups:
         elements = rows = 0
         for numel in group:
             shard = -(-numel * group.ep // dp)
-            elements, rows = elements + shard, rows + -(-shard // unit) * unit
+            elements += shard
+            rows += -(-shard // unit) * unit
             if elements > largest:
-                largest, padded = elements, rows
+                largest = elements
+                padded = rows
             if elements >= s.sub_group_size:
                 elements = rows = 0
     return size * padded
@@ -321,12 +349,14 @@ def _persistent(params: RankParameters, threshold: int, dp: int) -> int:
 @lru_cache(maxsize=8192)
 def _sub_groups(group: ParameterGroup, dp: int, size: int) -> tuple[int, ...]:
     """Elements of the sub-groups that are updated at once: each ends with the parameter that fills it."""
-    total, alike = _shards((group,), dp), dp // group.ep
+    total = _shards((group,), dp)
+    replicas = dp // group.ep
     if size >= total:
         return (total,)
-    closed, local = [], 0
+    closed = []
+    local = 0
     for numel in group:
-        local += -(-numel // alike)
+        local += -(-numel // replicas)
         if local >= size:
             closed.append(local)
             local = 0
@@ -349,10 +379,11 @@ def _moments(s: DeepSpeedSettings, params: RankParameters, tensors: list[tuple[P
 
 
 def _temporaries(s: DeepSpeedSettings, params: RankParameters, sizes: list[tuple[ParameterGroup, int]], dp: int) -> int:
-    """Of updates one after the other: of PyTorch's an fp32 copy of each, of a fused one nothing.
+    """Bytes of temporaries of updates one after the other: an fp32 copy of each for PyTorch's, 0 for a fused one.
 
     Muon's, at most: an owner's matrices of a round six times, as they arrive, side by side, scaled, their two products
-    with themselves, and the next iterate (toolkit/engines/muon.py). A rank has so many elements at once, or its share.
+    with themselves, and the next iterate (toolkit/engines/optimizers/muon.py). A rank has so many elements at once, or
+    its share.
     """
     if s.factored:
         return update_of_factored(params)
@@ -361,7 +392,7 @@ def _temporaries(s: DeepSpeedSettings, params: RankParameters, sizes: list[tuple
         return copied
     share = sum(group.numel for group in params.groups if group.is_hidden) // dp
     largest = max((n for n, _ in params.hidden_matrices), default=0)
-    return max(copied, 6 * (4 if s.precision == "fp32" else 2) * max(largest, min(share, ROUND_ELEMENTS)))
+    return max(copied, 6 * (4 if s.precision == "fp32" else 2) * max(largest, min(share, UPDATE_CHUNK_ELEMENTS)))
 
 
 def _gathered(s: DeepSpeedSettings, params: RankParameters) -> int:

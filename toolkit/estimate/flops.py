@@ -46,28 +46,33 @@ def with_experts(shape: ModelShape, model: ModelParameters) -> ModelShape:
     Their products are the FLOPs that neither a linear layer nor attention has, so that the code of the model says how
     many experts a token goes through, and the rest of a layer's weights are the router's and shared experts'.
     """
-    kinds = [[one for one in kind if one.is_experts] for kind in model.kinds]
+    kinds = [[parameter for parameter in kind if parameter.is_experts] for kind in model.kinds]
     kind = next((index for index, experts in enumerate(kinds) if experts), None)
     if kind is None:
         return shape
-    matrices = [one for one in kinds[kind] if len(one.shape) == 3]
+    matrices = [parameter for parameter in kinds[kind] if len(parameter.shape) == 3]
     count = matrices[0].shape[0]
-    each, last = sum(one.numel for one in matrices) // count, next(one for one in matrices if "down" in one.name)
-    flops, weighted = model.flops[1 + kind].flops[0], model.flops[1 + kind].with_weights[0]
+    expert_weights = sum(matrix.numel for matrix in matrices) // count
+    down = next(matrix for matrix in matrices if "down" in matrix.name)
+    flops = model.flops[1 + kind].flops[0]
+    weighted = model.flops[1 + kind].with_weights[0]
     experts = ExpertShape(
         count=count,
-        per_token=round((flops - weighted) / (2 * each)),
-        weights=each,
-        ffn=last.numel // count // shape.hidden,
+        per_token=round((flops - weighted) / (2 * expert_weights)),
+        weights=expert_weights,
+        ffn=down.numel // count // shape.hidden,
         layers=sum(bool(kinds[index]) for index in model.pattern),
         biased=len(matrices) < len(kinds[kind]),
         always=max(0, round(weighted / 2) - attention_matmul_parameters(shape)),
     )
-    return replace(shape, experts=experts, sinks=any(one.name.endswith("sinks") for one in model.kinds[kind]))
+    return replace(
+        shape, experts=experts, sinks=any(parameter.name.endswith("sinks") for parameter in model.kinds[kind])
+    )
 
 
 def has_these_flops(shape: ModelShape, model: ModelParameters, seq_len: int) -> bool:
     """Whether the formula for a shape counts what was counted while the model's own code ran, within 2 %."""
-    ends, kinds = (model.flops[0], model.flops[-1]), [model.flops[1 + kind] for kind in model.pattern]
-    counted = sum(constant + slope * seq_len for constant, slope in (part.flops for part in (*ends, *kinds)))
+    layers = [model.flops[1 + kind] for kind in model.pattern]
+    parts = (model.flops[0], model.flops[-1], *layers)
+    counted = sum(constant + slope * seq_len for constant, slope in (part.flops for part in parts))
     return abs(train_flops_per_token(shape, seq_len) / (3 * counted) - 1) < 0.02

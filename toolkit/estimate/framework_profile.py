@@ -19,6 +19,7 @@ from toolkit.estimate.deepspeed_states import deepspeed_states
 from toolkit.estimate.rank_parameters import RankParameters
 from toolkit.estimate.states import ModelStates, StateBytes, TorchStates
 from toolkit.files import first_problem, printable
+from toolkit.units import LARGEST_COUNT
 
 _BUCKET = 500_000_000
 """Elements of a flat bucket of gradients in the update."""
@@ -26,7 +27,7 @@ _BUCKET = 500_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class FrameworkProfile:
-    """A framework and what its user chose. Sizes of axes, recomputation and batch are in Layout and Workload.
+    """A framework and what its user chose. Sizes of axes, recomputation and batch are in a TrainingSetup.
 
     ZeRO-1 in the layout is Megatron's distributed optimizer.
     """
@@ -35,10 +36,10 @@ class FrameworkProfile:
 
     name: str
     precision: Literal["bf16", "fp16"] = "bf16"
-    """Of weights and activations; the framework's choice of gradients and masters follows."""
-    virtual_stages: Annotated[int, Field(ge=1)] = 1
+    """Dtype of weights and activations; the framework's choice of gradients and masters follows."""
+    virtual_stages: Annotated[int, Field(ge=1, le=LARGEST_COUNT)] = 1
     """Model chunks of a pipeline stage, under the interleaved schedule."""
-    context_parallel: Annotated[int, Field(ge=1)] = 1
+    context_parallel: Annotated[int, Field(ge=1, le=LARGEST_COUNT)] = 1
     """Ranks that share a sequence in ring attention; they share optimizer states, too."""
     dropout: bool | None = None
     """Whether attention's scores and both branches are dropped out; None: as the framework does by default."""
@@ -67,15 +68,18 @@ class FrameworkProfile:
             raise self._not_offered("dropout")
         if not self.fused_norm and "unfused_norm" not in facts:
             raise self._not_offered("fused_norm")
-        megatron, compiled = ("megatron",), ("torchtitan",)
-        owners = {"virtual_stages": (*megatron, "automodel"), "context_parallel": megatron, "compiled": compiled}
+        owners = {
+            "virtual_stages": ("megatron", "automodel"),
+            "context_parallel": ("megatron",),
+            "compiled": ("torchtitan",),
+        }
         for option, allowed in owners.items():
             if self.name not in allowed and getattr(self, option) != getattr(FrameworkProfile, option):
                 raise self._not_offered(option)
 
     def _not_offered(self, option: str, advice: str = "leave it out") -> ConfigError:
-        given = ((option, getattr(self, option)), ("framework", self.name))
-        return ConfigError.between(given, "the profile has no such fact", advice)
+        settings = ((option, getattr(self, option)), ("framework", self.name))
+        return ConfigError.between(settings, "the profile has no such fact", advice)
 
     @property
     def drops_out(self) -> bool:
@@ -94,10 +98,10 @@ class FrameworkProfile:
         """The states of one rank whose replicas are `shards` ranks, with `accumulation` micro-batches a step."""
         if self.facts["states"] == "fsdp2":
             states = TorchStates(gathered_bytes=2, weight_bytes=self.facts.get("weight_bytes", 4))
-            found = states.states(params, shards=shards, accumulation=accumulation)
+            unsharded = states.states(params, shards=shards, accumulation=accumulation)
             # Weights that are not sharded again behind the forward pass, but for experts that no other rank has.
             shared = sum(group.numel for group in params.groups if group.ep < shards)
-            return found if zero_stage == 3 else replace(found, gathered=2 * shared)
+            return unsharded if zero_stage == 3 else replace(unsharded, gathered=2 * shared)
         if not self.facts["states"]:
             return deepspeed_states(self.deepspeed(zero_stage), params, dp=shards, accumulation=accumulation)
         of = self.facts["states"][self.precision]
@@ -149,12 +153,13 @@ def _profiles() -> dict[str, dict[str, Any]]:
 def profile(text: str) -> FrameworkProfile:
     """Read `megatron:virtual_stages=2,dropout=false`. Raises ConfigError."""
     name, _, options = text.partition(":")
-    given = {key: value for key, _, value in (option.partition("=") for option in filter(None, options.split(",")))}
-    known = [one.name for one in fields(FrameworkProfile) if one.name != "name"]
-    for key in given.keys() - known:
+    pairs = (option.partition("=") for option in filter(None, options.split(",")))
+    chosen = {key: value for key, _, value in pairs}
+    known = [field.name for field in fields(FrameworkProfile) if field.name != "name"]
+    for key in chosen.keys() - known:
         advice = nearest(key, known).strip() or f"choose {', '.join(known)}"
         raise ConfigError.of("--framework", text, f"{printable(key)} is not an option of a profile", advice)
     try:
-        return TypeAdapter(FrameworkProfile).validate_python(given | {"name": name})
+        return TypeAdapter(FrameworkProfile).validate_python(chosen | {"name": name})
     except ValidationError as error:
         raise ConfigError.of("--framework", text, first_problem(error)) from error

@@ -27,17 +27,17 @@ NCCL_CHANNELS = {"nvlink": 16, "xgmi": 16, "pcie": 2, "memory": 0}
 """Channels of a ring. Known error: NCCL chooses them by topology, 2 to 32."""
 _GPUS_PER_NODE = 8
 _NVLS_BYTES = 16 * 2 * 8 * 128 * 1024
-"""Per GPU of a communicator in one machine, if a switch can reduce (Hopper and later, more than two GPUs):
-16 channels, two directions, 8 steps of 128 KiB (NCCL 2.22 to 2.30, src/transport/nvls.cc, ncclNvlsBufferSetup).
-Allocated at the first all-reduce. NCCL 2.18 to 2.20 took six times as much."""
+"""Bytes a GPU of a communicator in one machine, if a switch can reduce (Hopper and later, more than two GPUs): 16
+channels, two directions, 8 steps of 128 KiB (NCCL 2.22 to 2.30, src/transport/nvls.cc, ncclNvlsBufferSetup). Allocated
+at the first all-reduce. NCCL 2.18 to 2.20 took six times as much."""
 
 ALLOCATOR_MARGIN = 0.03
-"""What PyTorch's allocator reserves beyond what is allocated, as a share of that: rounding and fragmentation. The
-median in logs of 2025; software of 2021 had 0.21."""
+"""Share of the allocated bytes that PyTorch's allocator reserves besides: rounding and fragmentation. The median in
+logs of 2025; software of 2021 had 0.21."""
 
 
 def communicators(layout: Layout) -> list[int]:
-    """For each NCCL communicator of a rank, count its ranks on the same machine, this rank included.
+    """Return, for each NCCL communicator of a rank, the number of its ranks on the same machine, this rank included.
 
     There is one for the world, and one for each axis of several ranks that is not the whole world. Ranks of a tensor-
     or sequence-parallel group are adjacent; those of other axes have the strides of `Layout.rank`.
@@ -63,14 +63,14 @@ def nccl_bytes(layout: Layout, gpu: Gpu) -> int:
 
 
 def is_hopper(gpu: Gpu) -> bool:
-    """Hopper or later."""
+    """Whether the GPU is of the Hopper generation or later."""
     return gpu.name.startswith(("H100", "H200", "B200"))
 
 
 def beside(
     layout: Layout, gpu: Gpu | None, allocated: int, *, margin: float | None = None, context: int | None = None
 ) -> dict[str, Any]:
-    """What PyTorch does not allocate, where a GPU was named: fields of a MemoryBreakdown.
+    """Return fields of a MemoryBreakdown for what PyTorch does not allocate; empty where no GPU was named.
 
     `margin` and `context` (MiB) take the place of ALLOCATOR_MARGIN and CONTEXT_BYTES for older software.
     """

@@ -29,17 +29,17 @@ class Parameter:
     dim: int | None = None
     """The dimension that tensor parallelism shards; None if it is replicated."""
     blocks: Blocks = ()
-    """How that dimension consists of units; () for columns without units."""
+    """Blocks of units that the sharded dimension consists of; () for columns without units."""
     is_vocabulary: bool = False
-    """Its rows are tokens: they are padded to a multiple of the ranks."""
+    """Whether the rows are tokens, so that they are padded to a multiple of the ranks."""
     is_head: bool = False
-    """The LM head multiplies by it."""
+    """Whether the LM head multiplies by the parameter."""
     first: bool = True
-    """Outside the layers: whether the first pipeline stage has it."""
+    """Whether the first pipeline stage has the parameter, if it is outside the layers."""
     last: bool = True
-    """Whether the last stage has it."""
+    """Whether the last stage has the parameter, if it is outside the layers."""
     owners: tuple[str, ...] = ()
-    """Outside the layers: the modules that have it; several if it is tied."""
+    """Modules that have the parameter, if it is outside the layers; several if it is tied."""
     trainable: bool = True
 
     @property
@@ -100,7 +100,7 @@ class Parameter:
         return tuple(parts)
 
     def encoded(self) -> dict[str, Any]:
-        """As JSON, without what is the default."""
+        """Return the fields as JSON has them, without those that have their default."""
         return {name: value for name, value in asdict(self).items() if value != _DEFAULTS.get(name)}
 
     @classmethod
@@ -117,12 +117,15 @@ _DEFAULTS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
-    """FLOPs of a part's forward pass for a token in a sample of s positions: each pair is (constant, times s)."""
+class PartFlops:
+    """FLOPs of the forward pass of a part of a model, for a token in a sample of s positions.
+
+    Each pair is (constant, times s).
+    """
 
     flops: tuple[float, float]
     with_weights: tuple[float, float]
-    """Of them, in products of activations with weights."""
+    """FLOPs in products of activations with weights, as (constant, times s)."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -141,11 +144,11 @@ class ModelParameters:
     buffer_bytes: int
     """Buffers outside the layers: every pipeline stage has them."""
     layer_buffer_bytes: tuple[int, ...]
-    """Of a layer of each kind."""
-    flops: tuple[Part, ...]
-    """Of what runs before the layers, of a layer of each kind, and of the head."""
+    """Bytes of buffers of a layer of each kind."""
+    flops: tuple[PartFlops, ...]
+    """FLOPs of what runs before the layers, of a layer of each kind, and of the head."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """Of the config as transformers reads it, under the names of ModelShape."""
+    """Facts of the config as transformers reads it, under the names of ModelShape."""
 
     def parameters(self) -> Iterator[Parameter]:
         """Yield every parameter of the whole model once, with its layer's index in its name."""
@@ -162,7 +165,7 @@ class ModelParameters:
 
     @cached_property
     def outside(self) -> tuple[Parameter, ...]:
-        """What is in no decoder layer."""
+        """Parameters that are in no decoder layer."""
         return (*self.front, *self.back)
 
     @cached_property
@@ -188,7 +191,7 @@ class ModelParameters:
         by_matrix: bool = False,
         by_copies: bool = False,
     ) -> RankParameters:
-        """What a rank holds of a stage with these `layers` (None: all), which is the `first` and the `last` or not.
+        """Return a rank's part of a stage with these `layers` (None: all), which is the `first` and the `last` or not.
 
         `ep`, `inner`: as of `local_numels`. `by_decay`: whether the optimizer has a group with and one without weight
         decay, or one for all. `by_matrix`: whether matrices of decoder layers are apart from both. `by_copies`: whether
@@ -207,7 +210,7 @@ class ModelParameters:
         return _rank_parameters(self, self.layers if layers is None else layers, first, last, shards, groups)
 
     def encoded(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the fields as JSON has them."""
         return asdict(self) | {
             "front": [parameter.encoded() for parameter in self.front],
             "kinds": [[parameter.encoded() for parameter in kind] for kind in self.kinds],
@@ -228,7 +231,7 @@ class ModelParameters:
             back=listed(content["back"]),
             buffer_bytes=content["buffer_bytes"],
             layer_buffer_bytes=tuple(content["layer_buffer_bytes"]),
-            flops=tuple(Part(**{name: tuple(pair) for name, pair in part.items()}) for part in content["flops"]),
+            flops=tuple(PartFlops(**{name: tuple(pair) for name, pair in part.items()}) for part in content["flops"]),
             facts=content["facts"],
         )
 
@@ -242,15 +245,20 @@ def _rank_parameters(
     shards: tuple[int, int, bool],
     optimizer_groups: tuple[tuple[bool | None, bool | None, bool | None], ...],
 ) -> RankParameters:
-    """`optimizer_groups`: of parameters that decay or not, that are matrices of decoder layers or not, that
-    tensor-parallel ranks have copies of or not; None: all of them."""
+    """Return a rank's part of a model.
+
+    `optimizer_groups`: of parameters that decay or not, that are matrices of decoder layers or not, that
+    tensor-parallel ranks have copies of or not; None: all of them.
+    """
     tp, ep, inner = shards
 
     def numels(parameters: Iterable[Parameter], wanted: Callable[[Parameter], bool]) -> tuple[int, ...]:
-        return tuple(n for one in parameters if wanted(one) for n in one.local_numels(tp, ep, inner=inner))
+        return tuple(
+            n for parameter in parameters if wanted(parameter) for n in parameter.local_numels(tp, ep, inner=inner)
+        )
 
-    def is_here(one: Parameter) -> bool:
-        return one.is_here(first=first, last=last)
+    def is_here(parameter: Parameter) -> bool:
+        return parameter.is_here(first=first, last=last)
 
     kinds = [model.pattern[index] for index in layers]
     runs = [(kind, len(list(same))) for kind, same in groupby(kinds)]
@@ -260,31 +268,38 @@ def _rank_parameters(
         sums = {kind: sum(numels(model.kinds[kind], wanted)) for kind in {*kinds}}
         return tuple(sums[kind] for kind in kinds)
 
-    trained = of_kinds(lambda one: one.trainable)
+    trained = of_kinds(lambda parameter: parameter.trainable)
     first_trained = next((at for at, size in enumerate(trained) if size), len(layers))
-    reached = 0 if any(one.trainable for one in model.front if is_here(one)) else first_trained
-    matrices = tuple(size * (at >= reached) for at, size in enumerate(of_kinds(lambda one: one.is_linear)))
-    head = numels(model.outside, lambda one: one.is_head and one.is_linear) if last else ()
-    owners = {owner for one in model.outside if not is_here(one) for owner in one.owners}
+    reached = 0 if any(parameter.trainable for parameter in model.front if is_here(parameter)) else first_trained
+    linear = of_kinds(lambda parameter: parameter.is_linear)
+    matrices = tuple(size if at >= reached else 0 for at, size in enumerate(linear))
+    head = numels(model.outside, lambda parameter: parameter.is_head and parameter.is_linear) if last else ()
+    owners = {owner for parameter in model.outside if not is_here(parameter) for owner in parameter.owners}
+    held = [parameter for parameter in model.outside if is_here(parameter)]
+    held += [parameter for kind in kinds for parameter in model.kinds[kind]]
+    zero_biases = 0
+    if inner:
+        zero_biases = sum(
+            of_kinds(lambda parameter: parameter.is_experts and parameter.name.endswith("down_proj_bias"))
+        )
     return RankParameters(
         groups=tuple(group for group in groups[:-1] if group.count),
         frozen=groups[-1],
-        layer_numels=of_kinds(lambda one: True),
+        layer_numels=of_kinds(lambda parameter: True),
         outside=outside,
         buffer_bytes=model.buffer_bytes + sum(model.layer_buffer_bytes[kind] for kind in kinds),
         matrices=sum(matrices) + sum(head),
         layer_matrices=matrices,
         trained_layers=trained,
-        trained_matrices=of_kinds(lambda one: one.is_linear and one.trainable),
+        trained_matrices=of_kinds(lambda parameter: parameter.is_linear and parameter.trainable),
         hidden_matrices=tuple(
-            (one.numel, min(one.shape))
+            (parameter.numel, min(parameter.shape))
             for kind in kinds
-            for one in model.kinds[kind]
-            if one.is_linear and one.trainable
+            for parameter in model.kinds[kind]
+            if parameter.is_linear and parameter.trainable
         ),
-        factors=sum(one.factors for one in model.outside if is_here(one) and one.trainable)
-        + sum(one.factors for kind in kinds for one in model.kinds[kind] if one.trainable),
-        zero_biases=sum(of_kinds(lambda one: inner and one.is_experts and one.name.endswith("down_proj_bias"))),
+        factors=sum(parameter.factors for parameter in held if parameter.trainable),
+        zero_biases=zero_biases,
         placeholders=len(owners),
     )
 
@@ -298,22 +313,29 @@ def _optimizer_groups(
     numels: Callable[[Iterable[Parameter], Callable[[Parameter], bool]], tuple[int, ...]],
 ) -> tuple[list[ParameterGroup], int]:
     """The optimizer's groups, then what is frozen; and elements outside the layers of the group that has most."""
-    groups, outside = [], 0
+    groups = []
+    outside = 0
     of_experts = (False, True) if ep > 1 else (None,)
     wanted_groups = [(True, *kind, ours) for kind in kinds for ours in of_experts]
     for trains, decay, hidden, copied, ours in [*wanted_groups, (False, None, None, None, None)]:
         facts = (decay, copied, ours)
 
-        def wanted(one: Parameter, trains: bool = trains, facts: tuple[bool | None, ...] = facts) -> bool:
-            own = (one.decays, one.dim is None and not one.is_experts, one.is_experts)
-            return one.trainable == trains and all(
-                fact in (None, is_so) for fact, is_so in zip(facts, own, strict=True)
+        def wanted(parameter: Parameter, trains: bool = trains, facts: tuple[bool | None, ...] = facts) -> bool:
+            is_copied = parameter.dim is None and not parameter.is_experts
+            properties = (parameter.decays, is_copied, parameter.is_experts)
+            return parameter.trainable == trains and all(
+                fact in (None, is_so) for fact, is_so in zip(facts, properties, strict=True)
             )
 
-        def wanted_inside(one: Parameter, hidden: bool | None = hidden, wanted: Callable[..., bool] = wanted) -> bool:
-            return wanted(one) and hidden in (None, is_matrix(one.name, one.shape))
+        def wanted_inside(
+            parameter: Parameter, hidden: bool | None = hidden, wanted: Callable[..., bool] = wanted
+        ) -> bool:
+            return wanted(parameter) and hidden in (None, is_matrix(parameter.name, parameter.shape))
 
-        here = ([one for one in end if is_here(one) and hidden is not True] for end in (model.front, model.back))
+        here = (
+            [parameter for parameter in end if is_here(parameter) and hidden is not True]
+            for end in (model.front, model.back)
+        )
         ends = [numels(end, wanted) for end in here]
         inside = [(numels(model.kinds[kind], wanted_inside), times) for kind, times in runs]
         outside = max(outside, sum(map(sum, ends)))

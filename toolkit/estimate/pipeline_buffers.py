@@ -1,4 +1,4 @@
-"""What pipelines, Ulysses and the losses of routers keep beside the activations that a recording of a stage has.
+"""Memory of pipelines, Ulysses and the losses of routers beside the activations that a recording of a stage has.
 
 The schedule is 1F1B (Narayanan et al. 2019, "PipeDream"; without flushes inside a step, Narayanan et al. 2021, section
 2.2): a stage runs as many forward passes ahead as there are stages from it to the end, then one backward for each
@@ -7,15 +7,10 @@ that comes back.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from toolkit.config.layout import Layout
-from toolkit.estimate.parameters import ModelParameters
 from toolkit.estimate.rank_parameters import RankParameters
+from toolkit.estimate.training_setup import TrainingSetup
 from toolkit.models.shape import ModelShape
-
-if TYPE_CHECKING:
-    from toolkit.estimate.memory_model import Workload
 
 _LOSSES = 3
 """fp32 scalars that every stage keeps: its loss, the sum over micro-batches, the mean over replicas."""
@@ -32,7 +27,7 @@ def in_flight_micro_batches(stages: int, stage: int, micro_batches: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineBuffers:
-    """Of one stage. Without a pipeline `weight_bytes` is 0, and there are none."""
+    """Buffers of one stage. Without a pipeline `weight_bytes` is 0, and no buffer exists but those of Ulysses."""
 
     hidden: int
     """Bytes of the hidden state between two stages."""
@@ -40,17 +35,17 @@ class PipelineBuffers:
     is_last: bool
     micro_batches: int
     exchanged: int = 0
-    """Under Ulysses: outputs of attention, which are kept as they were computed and as they came back to the rank; and
-    the mask where documents do not attend to each other."""
+    """Bytes that Ulysses exchanges: outputs of attention, which are kept as they were computed and as they came back to
+    the rank; and the mask where documents do not attend to each other. 0 without Ulysses."""
 
     @property
     def at_peak(self) -> int:
-        """Beside the recording: the buffer for receiving of the last stage. Those of others are in their recordings."""
+        """Bytes beside the recording: the last stage's receive buffer; other stages have theirs in recordings."""
         return self.hidden if self.weight_bytes and self.is_last else self.exchanged
 
     @property
     def between(self) -> int:
-        """Between two steps.
+        """Bytes of the buffer that a stage keeps between two steps; 0 without a pipeline.
 
         Every stage keeps one buffer, for the hidden state that comes or the gradient that comes back: both are the same
         (pipe/engine.py, `_allocate_or_extend_buffers`).
@@ -62,9 +57,9 @@ class PipelineBuffers:
         if not self.weight_bytes:
             return 0
         totals = 16  # the toolkit's sums of losses and of target tokens, fp64
-        own = 4 * _LOSSES + totals + self.weight_bytes * params.placeholders
+        stage_bytes = 4 * _LOSSES + totals + self.weight_bytes * params.placeholders
         # The last stage also has the total, and each micro-batch's loss, of which the newest is counted above.
-        return own + (4 + 4 * (self.micro_batches - 1) if self.is_last else 0)
+        return stage_bytes + (4 + 4 * (self.micro_batches - 1) if self.is_last else 0)
 
 
 def routing_counters(shape: ModelShape) -> int:
@@ -79,17 +74,18 @@ def routing_counters(shape: ModelShape) -> int:
     return 8 * (2 + shape.layers * count) + 8 * (count + 1) + 4 * (2 * count + 3)
 
 
-def kept_by_router_losses(
-    shape: ModelShape, model: ModelParameters, layout: Layout, work: "Workload", layers: range
-) -> int:
+def kept_by_router_losses(setup: TrainingSetup, layers: range) -> int:
     """Bytes of a micro-batch: 4 t e for each loss and layer with experts, of probabilities or of logits in fp32.
 
     Known error: a few fp32 numbers for each token.
     """
-    if shape.experts is None or not work.router_losses:
+    experts = setup.model.shape.experts
+    if experts is None or not setup.router_losses:
         return 0
+    layout = setup.layout
     shards = layout.ulysses * (layout.tp if layout.sequence_parallel else 1)
-    tokens = work.micro_batch_size * work.seq_len // shards
-    has_experts = [any(parameter.is_experts for parameter in kind) for kind in model.kinds]
-    mixtures = sum(has_experts[model.pattern[index]] for index in layers)
-    return 4 * tokens * shape.experts.count * mixtures * work.router_losses
+    tokens = setup.micro_batch_size * setup.seq_len // shards
+    parameters = setup.model.parameters
+    has_experts = [any(parameter.is_experts for parameter in kind) for kind in parameters.kinds]
+    mixtures = sum(has_experts[parameters.pattern[index]] for index in layers)
+    return 4 * tokens * experts.count * mixtures * setup.router_losses

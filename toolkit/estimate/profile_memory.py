@@ -9,22 +9,19 @@ Dims: b samples, s positions, h hidden, a heads, k key-value heads, d features o
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 from toolkit.config.layout import Layout
 from toolkit.errors import LayoutError, Setting
 from toolkit.estimate.breakdown import MemoryBreakdown
 from toolkit.estimate.framework_profile import FrameworkProfile
+from toolkit.estimate.model_facts import ModelFacts
 from toolkit.estimate.overhead import beside, is_hopper, workspace_bytes
 from toolkit.estimate.parameters import ModelParameters
 from toolkit.estimate.rank_parameters import RankParameters
 from toolkit.estimate.states import ModelStates
+from toolkit.estimate.training_setup import TrainingSetup
 from toolkit.hardware import Gpu
 from toolkit.models.families.registry import CONFIG_SCHEMAS
-from toolkit.models.shape import ModelShape
-
-if TYPE_CHECKING:
-    from toolkit.estimate.memory_model import Workload
 
 _MIB = 2**20
 
@@ -33,14 +30,14 @@ _MIB = 2**20
 class ProfileActivations:
     """Bytes of one micro-batch in one model chunk of a stage."""
 
-    kept: int
-    """By the layers, for the backward pass."""
+    layers: int
+    """Bytes that the layers keep for the backward pass."""
     ends: int
-    """By embedding and head."""
+    """Bytes that the embedding and the head keep."""
     head: int
-    """The most beyond `kept` and `ends` at the loss."""
-    layer: int
-    """The most beyond `kept` in the backward pass of the last layer."""
+    """The most beyond `layers` and `ends` at the loss."""
+    backward: int
+    """The most beyond `layers` in the backward pass of the last layer."""
     lowest: int
     """All that is live in the backward pass of the first layer."""
     boundary: int
@@ -49,48 +46,54 @@ class ProfileActivations:
     """Chunks whose activations are live at once, this one included."""
 
 
-def check(profile: FrameworkProfile, shape: ModelShape, layout: Layout, work: "Workload") -> None:
+def check(setup: TrainingSetup, profile: FrameworkProfile) -> None:
     """Raise LayoutError for what the framework's profile does not say."""
+    layout = setup.layout
+    shape = setup.model.shape
+    attention = setup.computation.attention
+    framework: Setting = ("framework", profile.name)
+    recompute: Setting = ("recompute", layout.recompute)
     if shape.family not in CONFIG_SCHEMAS and (shape.experts is None or "routed" not in profile.facts):
-        given_family: tuple[Setting, ...] = (("framework", profile.name), ("model_type", shape.family))
-        raise LayoutError.between(given_family, "its profile does not have the layers of this family", "leave it out")
+        reason = "its profile does not have the layers of this family"
+        raise LayoutError.between((framework, ("model_type", shape.family)), reason, "leave it out")
     kinds = profile.facts["attention"]
-    if work.attention not in kinds:
-        given: tuple[Setting, ...] = (("attention", work.attention), ("framework", profile.name))
-        raise LayoutError.between(given, f"its profile has {', '.join(kinds)}", "choose one of them")
-    sharded = profile.facts["states"] == "fsdp2"
+    if attention not in kinds:
+        reason = f"its profile has {', '.join(kinds)}"
+        raise LayoutError.between((("attention", attention), framework), reason, "choose one of them")
+    shards_states = profile.facts["states"] == "fsdp2"
+    if shards_states and "selective" in profile.facts:
+        is_sharded = layout.zero_stage == 3 and layout.tp * layout.pp == 1
+        if not is_sharded or layout.recompute != "selective":
+            reason = "its profile has z3 without tp and pp, and selective recomputation"
+            raise LayoutError.of("framework", profile.name, reason, "choose that")
     offloads = layout.offload_optimizer != "none" or layout.offload_activations or layout.tiled_mlp
-    if (
-        sharded
-        and "selective" in profile.facts
-        and (layout.zero_stage != 3 or layout.tp * layout.pp > 1 or work.recompute != "selective")
-    ):
-        reason = "its profile has z3 without tp and pp, and selective recomputation"
-        raise LayoutError.of("framework", profile.name, reason, "choose that")
-    if (layout.zero_stage > 1 and not sharded) or layout.ulysses > 1 or offloads:
+    if (layout.zero_stage > 1 and not shards_states) or layout.ulysses > 1 or offloads:
         reason = "its profile has ZeRO-0 and 1, without offload or Ulysses"
         raise LayoutError.of("framework", profile.name, reason, "choose that")
-    if work.recompute.startswith("every"):
-        given = (("recompute", work.recompute), ("framework", profile.name))
-        raise LayoutError.between(given, "its profile recomputes all layers alike", ("recompute", "none or full"))
-    if work.recompute == "selective" and work.attention != "eager" and not sharded:
-        given = (("recompute", work.recompute), ("framework", profile.name))
-        raise LayoutError.between(given, "flash attention keeps no scores", ("recompute", "none or full"))
+    if layout.recompute.startswith("every"):
+        reason = "its profile recomputes all layers alike"
+        raise LayoutError.between((recompute, framework), reason, ("recompute", "none or full"))
+    if layout.recompute == "selective" and attention != "eager" and not shards_states:
+        reason = "flash attention keeps no scores"
+        raise LayoutError.between((recompute, framework), reason, ("recompute", "none or full"))
 
 
-def stage_layers(profile: FrameworkProfile, shape: ModelShape, parameters: ModelParameters, stages: int) -> list[range]:
-    """Layers of each stage: items in equal numbers, earlier stages have one more; nanotron counts the head's cost.
+def stage_layers(profile: FrameworkProfile, model: ModelFacts, stages: int) -> list[range]:
+    """Layers of each stage: units in equal numbers, earlier stages have one more; nanotron counts the head's cost.
 
-    The fact `ends` says how many items embedding and head are.
+    The fact `ends` says how many units embedding and head are.
     """
+    shape = model.shape
     before, after = profile.facts["ends"]
     if profile.facts.get("balance") != "head":
-        each, more = divmod(shape.layers + before + after, stages)
-        items = [stage * each + min(stage, more) for stage in range(stages + 1)]
-        edges = [min(max(0, item - before), shape.layers) for item in items]
+        share, more = divmod(shape.layers + before + after, stages)
+        starts = [stage * share + min(stage, more) for stage in range(stages + 1)]
+        edges = [min(max(0, start - before), shape.layers) for start in starts]
         return [range(*edge) for edge in pairwise(edges)]
-    layer, head = parameters.layer_numels[0], shape.vocab * shape.hidden
-    edges, total = [0], shape.layers * layer + head
+    layer = model.parameters.layer_numels[0]
+    head = shape.vocab * shape.hidden
+    edges = [0]
+    total = shape.layers * layer + head
     for done in range(1, shape.layers + 1):
         if done * layer * stages >= total * len(edges):
             edges.append(done)
@@ -98,48 +101,68 @@ def stage_layers(profile: FrameworkProfile, shape: ModelShape, parameters: Model
     return [range(*edge) for edge in pairwise([*edges, shape.layers])]
 
 
-def activations(
-    profile: FrameworkProfile, shape: ModelShape, layout: Layout, work: "Workload", stage: int, layers: int
-) -> ProfileActivations:
-    """What a micro-batch keeps and needs on a stage with `layers` decoder layers."""
-    facts, first, last = profile.facts, stage == 0, stage == layout.pp - 1
-    sizes = _sizes(profile, shape, layout, work)
+def activations(setup: TrainingSetup, profile: FrameworkProfile, stage: int, layers: int) -> ProfileActivations:
+    """Activations of a micro-batch on a stage with `layers` decoder layers."""
+    facts = profile.facts
+    layout = setup.layout
+    shape = setup.model.shape
+    is_first = stage == 0
+    is_last = stage == layout.pp - 1
+    is_eager = setup.computation.attention == "eager"
+    sizes = _sizes(setup, profile)
     routed = facts.get("routed", {"kept": 0, "backward": 0})
-    norm = _bytes(facts["norm"], sizes) + (0 if profile.fused_norm else _bytes(facts["unfused_norm"], sizes))
-    branch = _bytes(facts.get("dropout", {}), sizes) if profile.drops_out else 0
+    norm = _bytes(facts["norm"], sizes)
+    if not profile.fused_norm:
+        norm += _bytes(facts["unfused_norm"], sizes)
+    branch = 0
+    scores = 0
+    if profile.drops_out:
+        branch = _bytes(facts.get("dropout", {}), sizes)
+        if is_eager:
+            scores = _bytes(facts.get("score_dropout", {}), sizes)
     mlp_kind = "gated" if shape.gated else "plain"
-    scores = _bytes(facts.get("score_dropout", {}), sizes) if profile.drops_out and work.attention == "eager" else 0
-    attention = norm + branch + _bytes(facts["attention"][work.attention], sizes) + scores
-    if work.recompute == "selective" and work.attention == "eager":
+    attention = norm + branch + _bytes(facts["attention"][setup.computation.attention], sizes) + scores
+    if layout.recompute == "selective" and is_eager:
         attention -= scores + 2 * sizes["scores"]
     mlp = norm + branch + _bytes(facts["mlp"][mlp_kind], sizes) + routed["kept"] * sizes["routed"]
-    layer, boundary = attention + mlp, 2 * sizes["hidden"]
+    layer = attention + mlp
+    boundary = 2 * sizes["hidden"]
     if "selective" in facts:
         layer = _bytes(facts["selective"], sizes) + (0 if profile.compiled else boundary)
     matrix = 0 if profile.fused_accumulation else 2 * shape.hidden * shape.ffn // layout.tp
-    kind = work.attention if work.attention in facts["attention_backward"] else "flash"
+    backward_kinds = facts["attention_backward"]
+    backward_kind = setup.computation.attention if setup.computation.attention in backward_kinds else "flash"
     worst = max(
         _bytes(facts["mlp_backward"][mlp_kind], sizes) + routed["backward"] * sizes["routed"] + matrix,
-        _bytes(facts["attention_backward"][kind], sizes) - mlp,
+        _bytes(backward_kinds[backward_kind], sizes) - mlp,
     )
-    if work.recompute == "full":
-        worst, layer = worst + layer - boundary, boundary
+    if layout.recompute == "full":
+        worst += layer - boundary
+        layer = boundary
     chunks = profile.virtual_stages
     logits = sizes["logits"]
     loss = facts["loss"][profile.loss]
-    embedding = (_bytes(facts["embedding"], sizes) + branch) if first else 0
-    head = norm + loss["kept"] * logits if last else 0
-    weight = 2 * shape.vocab * shape.hidden // layout.tp
-    after_loss = 2 * logits + 2 * sizes["gathered"] + boundary + (0 if profile.fused_accumulation else weight)
-    sent = 0 if last else facts.get("sent", 0) * sizes["hidden"]
+    ends = 0
+    sent = 0
+    at_head = 0
+    if is_first:
+        ends += _bytes(facts["embedding"], sizes) + branch
+    embedding = ends
+    if is_last:
+        ends += norm + loss["kept"] * logits
+        weight = 0 if profile.fused_accumulation else 2 * shape.vocab * shape.hidden // layout.tp
+        after_loss = 2 * logits + 2 * sizes["gathered"] + boundary + weight
+        at_head = max(loss["worst"] * logits, after_loss) - loss["kept"] * logits
+    else:
+        sent = facts.get("sent", 0) * sizes["hidden"]
     return ProfileActivations(
-        kept=layers * layer // chunks,
-        ends=embedding + head + sent,
-        head=(max(loss["worst"] * logits, after_loss) - loss["kept"] * logits) if last else 0,
-        layer=worst,
+        layers=layers * layer // chunks,
+        ends=ends + sent,
+        head=at_head,
+        backward=worst,
         lowest=embedding + sent + layer + worst,
         boundary=boundary,
-        in_flight=_in_flight(layout.pp, stage, work.accumulation, chunks),
+        in_flight=_in_flight(layout.pp, stage, setup.accumulation, chunks),
     )
 
 
@@ -150,20 +173,27 @@ def _in_flight(stages: int, stage: int, micro_batches: int, chunks: int) -> int:
     return min(2 * (stages - stage - 1) + (chunks - 1) * stages + 1, micro_batches * chunks)
 
 
-def _sizes(profile: FrameworkProfile, shape: ModelShape, layout: Layout, work: "Workload") -> dict[str, int]:
+def _sizes(setup: TrainingSetup, profile: FrameworkProfile) -> dict[str, int]:
     """Elements of the tensors that facts name, on one rank."""
-    tp, s = layout.tp, work.seq_len // profile.context_parallel
-    tokens = s * work.micro_batch_size
-    mlp, rows = float(shape.ffn), 0.0
-    if shape.experts is not None:
-        experts, mixed, inner = shape.experts, shape.experts.layers / shape.layers, layout.experts == "inner"
-        lanes, ranks = (1 if inner else tp), layout.ep * (1 if inner else tp)
-        rows = experts.per_token * (work.imbalance if ranks > 1 else 1.0) / lanes
+    layout = setup.layout
+    shape = setup.model.shape
+    tp = layout.tp
+    positions = setup.seq_len // profile.context_parallel
+    tokens = positions * setup.micro_batch_size
+    mlp = float(shape.ffn)
+    rows = 0.0
+    experts = shape.experts
+    if experts is not None:
+        mixed = experts.layers / shape.layers
+        lanes = 1 if layout.experts == "inner" else tp
+        busiest = setup.computation.imbalance if setup.expert_owners > 1 else 1.0
+        rows = experts.per_token * busiest / lanes
         shared = max(0, experts.always - experts.count * shape.hidden) * experts.ffn / experts.weights
         # Elements of a tensor-parallel rank's share, times the ranks.
         mlp = (1 - mixed) * mlp + mixed * (rows * experts.ffn * lanes + shared)
         rows *= mixed
     split = tp if layout.sequence_parallel else 1
+    vocabulary = shape.vocab if profile.facts.get("whole_vocabulary") else -(-shape.vocab // tp)
     return {
         "tokens": tokens,
         "rows": tokens // split,
@@ -172,11 +202,11 @@ def _sizes(profile: FrameworkProfile, shape: ModelShape, layout: Layout, work: "
         "queries": tokens * shape.attention_dim // tp,
         "keys": tokens * shape.kv_dim // tp,
         "head_rows": tokens * shape.heads // tp,
-        "scores": tokens * s * shape.heads // tp,
-        "mask": s * s,
+        "scores": tokens * positions * shape.heads // tp,
+        "mask": positions * positions,
         "mlp": int(tokens * mlp / tp),
         "routed": int(tokens * rows * shape.hidden),
-        "logits": tokens * (shape.vocab if profile.facts.get("whole_vocabulary") else -(-shape.vocab // tp)),
+        "logits": tokens * vocabulary,
     }
 
 
@@ -187,7 +217,7 @@ def _bytes(facts: Mapping[str, int], sizes: Mapping[str, int]) -> int:
 def stage_parameters(
     parameters: ModelParameters, layout: Layout, stage: int, layers: range, *, by_decay: bool, **groups: bool
 ) -> RankParameters:
-    """What a rank of a pipeline stage holds."""
+    """Return the parameters of a rank of a pipeline stage."""
     return parameters.rank_parameters(
         layers=layers,
         first=stage == 0,
@@ -201,34 +231,32 @@ def stage_parameters(
 
 
 def stage_breakdown(
-    profile: FrameworkProfile,
-    shape: ModelShape,
-    parameters: ModelParameters,
-    layout: Layout,
-    work: "Workload",
-    gpu: Gpu | None,
-    stage: int,
-    layers: range,
+    setup: TrainingSetup, profile: FrameworkProfile, gpu: Gpu | None, stage: int, layers: range
 ) -> MemoryBreakdown:
     """One stage: the worst of the loss, the last layer's and the first layer's backward pass, and the update."""
-    check(profile, shape, layout, work)
-    first, last = stage == 0, stage == layout.pp - 1
-    params = stage_parameters(parameters, layout, stage, layers, by_decay=False)
+    check(setup, profile)
+    layout = setup.layout
+    params = stage_parameters(setup.model.parameters, layout, stage, layers, by_decay=False)
     shards = layout.dp * profile.context_parallel
-    states = profile.states(params, shards=shards, accumulation=work.accumulation, zero_stage=layout.zero_stage)
-    one = activations(profile, shape, layout, work, stage, len(layers))
-    name, live, fresh = _worst_moment(one, states, params, last=last)
-    kept = (one.in_flight - 1) * (one.kept + (one.ends if profile.virtual_stages == 1 else 0))
-    between = _between(profile, one, layout, work, shape, first=first, last=last)
-    scattered = 0 if name == "head" else states.buckets  # FSDP's gradients; the others' buckets stay
-    backward = states.accumulated + fresh + scattered + states.gathered + kept + live
+    states = profile.states(params, shards=shards, accumulation=setup.accumulation, zero_stage=layout.zero_stage)
+    chunk = activations(setup, profile, stage, len(layers))
+    moment, live, fresh = _worst_moment(chunk, states, params, is_last=stage == layout.pp - 1)
+    other_chunks = (chunk.in_flight - 1) * (chunk.layers + (chunk.ends if profile.virtual_stages == 1 else 0))
+    between = _between(setup, profile, chunk, stage)
+    scattered = 0 if moment == "head" else states.buckets  # FSDP's gradients; the others' buckets stay
+    backward = states.accumulated + fresh + scattered + states.gathered + other_chunks + live
     update = max(states.step, states.reduction)
-    resident, workspace = states.resident, _workspaces(profile, gpu)
+    resident = states.resident
+    workspace = _workspaces(profile, gpu)
     if not profile.transformer_engine:
-        workspace += _bytes(profile.facts["local"], _sizes(profile, shape, layout, work))
+        workspace += _bytes(profile.facts["local"], _sizes(setup, profile))
     static = resident.total + between + workspace
     allocated = static + max(backward, update)
-    at_head = one.head if name == "head" else 0
+    at_head = chunk.head if moment == "head" else 0
+    # FSDP2 gathers into, and reduces from, pools of streams that no other tensor uses (_fsdp_collectives.py).
+    cached = states.step if profile.facts.get("caches_update") else 0
+    if states.gathered:
+        cached += states.gathered + states.complete
     return MemoryBreakdown(
         stage=stage,
         rank=layout.rank(pipe=stage),
@@ -242,7 +270,10 @@ def stage_breakdown(
         buckets=resident.buckets + scattered + between,
         gathered=states.gathered,
         model_buffers=resident.model_buffers + resident.counters,
-        activations={"layers": kept + min(live, one.kept), "ends": max(0, live - one.kept - at_head)},
+        activations={
+            "layers": other_chunks + min(live, chunk.layers),
+            "ends": max(0, live - chunk.layers - at_head),
+        },
         logits=at_head,
         update=max(0, update - backward),
         host=states.host,
@@ -251,62 +282,56 @@ def stage_breakdown(
         static=static,
         workspace=workspace,
         band=profile.facts["band"],
-        # FSDP2 gathers into, and reduces from, pools of streams that no other tensor uses (_fsdp_collectives.py).
-        cached=(states.step if profile.facts.get("caches_update") else 0)
-        + (states.gathered + states.complete if states.gathered else 0),
+        cached=cached,
         **beside(layout, gpu, allocated, margin=profile.facts.get("margin"), context=profile.facts.get("context_mib")),
     )
 
 
 def _worst_moment(
-    one: ProfileActivations, states: ModelStates, params: RankParameters, *, last: bool
+    chunk: ProfileActivations, states: ModelStates, params: RankParameters, *, is_last: bool
 ) -> tuple[str, int, int]:
     """The moment of the backward pass at which most is live: its name, its activations and the gradients so far."""
     grown = max(0, params.layers - 1) * states.fresh_layer
     outside = (params.numel - sum(params.layer_numels)) * states.fresh_layer // max(1, params.layer_numel)
     moments = (
-        ("head", one.kept + one.ends + one.head, 0),
-        ("layer", one.kept + one.ends + one.layer, outside if last else 0),
-        ("lowest", one.lowest, grown + outside),
+        ("head", chunk.layers + chunk.ends + chunk.head, 0),
+        ("layer", chunk.layers + chunk.ends + chunk.backward, outside if is_last else 0),
+        ("lowest", chunk.lowest, grown + outside),
     )
     return max(moments, key=lambda moment: moment[1] + moment[2])
 
 
-def _between(
-    profile: FrameworkProfile,
-    one: ProfileActivations,
-    layout: Layout,
-    work: "Workload",
-    shape: ModelShape,
-    *,
-    first: bool,
-    last: bool,
-) -> int:
-    """What a pipeline keeps between two steps: the last input with its gradient, or DeepSpeed's slots.
+def _between(setup: TrainingSetup, profile: FrameworkProfile, chunk: ProfileActivations, stage: int) -> int:
+    """Bytes that a pipeline keeps between two steps: the last input with its gradient, or DeepSpeed's slots.
 
     Megatron-DeepSpeed sends hidden states in parts, one a tensor-parallel rank; its first stage's slots have tokens,
     positions and mask, its last stage's the logits in fp32, the input and its gradient (pipe/engine.py).
     """
+    layout = setup.layout
+    is_first = stage == 0
     if not profile.facts.get("slots") or layout.pp == 1:
-        return 0 if first else int(profile.facts.get("boundaries", 0)) * one.boundary
-    tokens, count = work.micro_batch_size * work.seq_len, work.accumulation
-    logits = tokens * -(-shape.vocab // layout.tp)
-    slots = max(2, min(layout.pp + 1, count)) if first else min(2, count)
-    total = 2 * work.seq_len**2
-    total += 0 if first else one.boundary // layout.tp
-    total += 0 if last else one.boundary
-    if first:
-        total += slots * (16 * tokens + work.seq_len**2)
-    if last:
-        total += slots * (4 * logits + 12 * tokens + (0 if first else 2 * one.boundary))
+        return 0 if is_first else int(profile.facts.get("boundaries", 0)) * chunk.boundary
+    tokens = setup.micro_batch_size * setup.seq_len
+    logits = tokens * -(-setup.model.shape.vocab // layout.tp)
+    total = 2 * setup.seq_len**2
+    if not is_first:
+        total += chunk.boundary // layout.tp
+    if stage < layout.pp - 1:
+        total += chunk.boundary
+    if is_first:
+        slots = max(2, min(layout.pp + 1, setup.accumulation))
+        return total + slots * (16 * tokens + setup.seq_len**2)
+    if stage == layout.pp - 1:
+        slots = min(2, setup.accumulation)
+        total += slots * (4 * logits + 12 * tokens + 2 * chunk.boundary)
     return total
 
 
 def _workspaces(profile: FrameworkProfile, gpu: Gpu | None) -> int:
-    """cuBLAS's of two threads, and TransformerEngine's for matrix products."""
+    """Workspaces of cuBLAS in two threads, and of TransformerEngine for matrix products."""
     if gpu is None:
         return 0
-    own = workspace_bytes(gpu) if profile.cublas_mib is None else 2 * profile.cublas_mib * _MIB
+    cublas = workspace_bytes(gpu) if profile.cublas_mib is None else 2 * profile.cublas_mib * _MIB
     if not profile.transformer_engine:
-        return own
-    return own + int(profile.facts.get("workspaces", {}).get("hopper" if is_hopper(gpu) else "other", 0)) * _MIB
+        return cublas
+    return cublas + int(profile.facts.get("workspaces", {}).get("hopper" if is_hopper(gpu) else "other", 0)) * _MIB

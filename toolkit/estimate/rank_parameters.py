@@ -61,9 +61,10 @@ class RankParameters:
     """One rank's parameters, by optimizer group, and the buffers of the model."""
 
     groups: tuple[ParameterGroup, ...]
-    """What trains, without empty ones. First the matrices, which decay, then the rest; or all in one."""
+    """Groups of the parameters that train, without empty ones. First the matrices, which decay, then the rest; or all
+    in one."""
     frozen: ParameterGroup = ParameterGroup(runs=())
-    """What does not train."""
+    """Parameters that do not train."""
     layer_numels: tuple[int, ...]
     """Elements of each decoder layer."""
     outside: int
@@ -75,11 +76,11 @@ class RankParameters:
     not those of layers in front of all that trains, which no gradient reaches.
     """
     layer_matrices: tuple[int, ...] = ()
-    """The same of each layer."""
+    """Elements of linear layers' matrices in each decoder layer, as `matrices` counts them."""
     trained_layers: tuple[int, ...] = ()
     """Elements that train, of each layer."""
     trained_matrices: tuple[int, ...] = ()
-    """Of them, those of matrices."""
+    """Elements of linear layers' matrices that train, of each decoder layer."""
     hidden_matrices: tuple[tuple[int, int], ...] = ()
     """(elements, shorter side) of every matrix of the decoder layers that trains, before tensor parallelism."""
     factors: int = 0

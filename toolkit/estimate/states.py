@@ -6,6 +6,7 @@ DeepSpeed's engines are modeled to the byte (`deepspeed_states`). Those of accel
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from toolkit.config.update_chunk import UPDATE_CHUNK_ELEMENTS
 from toolkit.estimate.rank_parameters import RankParameters
 
 _LEAST_8BIT, _BLOCK, _CODES = 4096, 256, 256
@@ -37,11 +38,11 @@ class StateBytes:
     buckets: int = 0
     """Communication and staging buffers that stay allocated."""
     model_buffers: int = 0
-    """Rotary tables, masks."""
+    """Rotary tables and masks of the model."""
     counters: int = 0
     """Norms, loss scales and the like: a few bytes."""
     activations: int = 0
-    """Offloaded ones, at the end of a forward pass."""
+    """Activations that are offloaded, at the end of a forward pass."""
 
     @property
     def total(self) -> int:
@@ -54,11 +55,11 @@ class ModelStates:
     """A rank's states between steps, and what is allocated within one; all but `host` is on the device."""
 
     resident: StateBytes
-    """Between two steps, on the device."""
+    """States on the device between two steps."""
     host: StateBytes = StateBytes()
-    """Between two steps, in host memory."""
+    """States in host memory between two steps."""
     nvme: StateBytes = StateBytes()
-    """In files, gradients included, which are written over in each step."""
+    """States in files, gradients included, which are written over in each step."""
     accumulated: int = 0
     """Gradients, beyond `resident`, that exist while the last micro-batch computes."""
     fresh_layer: int = 0
@@ -68,7 +69,7 @@ class ModelStates:
     gathered: int = 0
     """Weights gathered from other ranks while layers compute."""
     reduction: int = 0
-    """All beyond `resident` while gradients are reduced after the backward pass."""
+    """Bytes beyond `resident` while gradients are reduced after the backward pass."""
     complete: int = 0
     """Gradients, beyond `resident`, when they are reduced and the update has not begun."""
     complete_buckets: int = 0
@@ -76,35 +77,31 @@ class ModelStates:
     host_complete: int = 0
     """Gradients and their norms in host memory then, beyond `host`."""
     step: int = 0
-    """All beyond `resident` during the update, at most."""
-
-
-ROUND_ELEMENTS = 2**24
-"""Elements that Muon (whole matrices, or one that is larger) and Adafactor (runs) work on at once."""
+    """Bytes beyond `resident` during the update, at most."""
 
 
 def update_of_factored(params: RankParameters) -> int:
     """Temporaries of Adafactor: of a run of elements three copies (toolkit/engines/optimizers/adafactor.py)."""
-    return 12 * min(ROUND_ELEMENTS, params.largest_trained)
+    return 12 * min(UPDATE_CHUNK_ELEMENTS, params.largest_trained)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TorchStates:
-    """A PyTorch optimizer over the weights: AdamW over fp32 takes 4 + 4 + 8 bytes a parameter.
+    """A PyTorch optimizer over the weights, on every rank or sharded by FSDP2.
 
-    On every rank, or sharded by FSDP2.
+    AdamW over fp32 takes 4 + 4 + 8 bytes a parameter.
     """
 
     weight_bytes: int = 4
-    """Of an element of weights, gradients and moments, which all have one dtype."""
+    """Bytes of an element of weights, gradients and moments, which all have one dtype."""
     trained_bytes: int = 0
-    """The same of what trains, where it differs: peft keeps adapters in fp32."""
+    """Bytes of an element that trains, where it differs (peft keeps adapters in fp32); 0: `weight_bytes`."""
     moments: int = 2
-    """That the optimizer keeps of an element: AdamW 2, Lion 1, SGD 0 or, with momentum, 1."""
+    """Moments that the optimizer keeps of an element: AdamW 2, Lion 1, SGD 0 or, with momentum, 1."""
     in_8_bits: bool = False
-    """Moments of one byte, see `moments_8bit`."""
+    """Whether moments take one byte each, as `moments_8bit` counts them."""
     hidden_in_8_bits: bool = False
-    """The same of the matrices of decoder layers alone: the 8-bit AdamW of recipes."""
+    """Whether the moments of decoder layers' matrices alone take one byte each: the 8-bit AdamW of recipes."""
     fp32_embeddings: bool = False
     """Moments of embeddings keep fp32, as the Trainer asks of bitsandbytes (trainer.py, `create_optimizer`)."""
     muon: bool = False
@@ -117,25 +114,38 @@ class TorchStates:
     factored: bool = False
     """Adafactor: whole rows and columns on every rank, and no moments."""
     gathered_bytes: int = 0
-    """Of an element of the weights that FSDP2 gathers; 0 where every rank has all of them.
+    """Bytes of an element of the weights that FSDP2 gathers; 0 where every rank has all of them.
 
     One layer is gathered ahead. The root group (embedding, final norm, head) stays gathered from the first layer to the
     last: fully_shard does not shard it again behind the forward pass. Source: PyTorch, torch/distributed/fsdp/
     _fully_shard: _fsdp_state.py (_lazy_init), _fsdp_param_group.py.
     """
+    autocast: bool = False
+    """Whether products run in 16 bits under torch.autocast."""
     has_buckets: bool = False
     """DDP has buckets of the gradients' whole size besides: gradient_as_bucket_view is off by default."""
 
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element of the weights that a layer computes with, and of activations that autocast leaves."""
+        return self.gathered_bytes or self.weight_bytes
+
     def states(self, params: RankParameters, *, shards: int, accumulation: int = 2) -> ModelStates:
         """The states of one rank whose replicas are `shards` ranks, with `accumulation` micro-batches a step."""
-        sharded, elements = self.gathered_bytes > 0, params.trained
+        sharded = self.gathered_bytes > 0
+        elements = params.trained
         # Experts that replicas share out are sharded over those that have the same ones.
         routed = sum(group.numel for group in params.groups if group.ep > 1)
         alike = max([1, *(shards // group.ep for group in params.groups if group.ep > 1)])
-        held, frozen = (-(-n // shards) if sharded else n for n in (elements - routed, params.frozen.numel))
-        held += -(-routed // alike) if sharded else routed
+        if sharded:
+            held = -(-(elements - routed) // shards) + -(-routed // alike)
+            frozen = -(-params.frozen.numel // shards)
+        else:
+            held = elements
+            frozen = params.frozen.numel
         w = self.trained_bytes or self.weight_bytes
-        gradients, root = w * held, params.numel - sum(params.layer_numels)
+        gradients = w * held
+        root = params.numel - sum(params.layer_numels)
         unit = min(max(params.trained_layer, params.largest_trained), elements)
         if self.in_8_bits or self.hidden_in_8_bits:
             rounded = [group for group in params.groups if self.in_8_bits or group.is_hidden]
@@ -146,9 +156,15 @@ class TorchStates:
         else:
             matrices = sum(n for n, _ in params.hidden_matrices) if self.muon else 0
             alone = -(-matrices // shards) if sharded else matrices
-            moments = w * (params.factors if self.factored else self.moments * (held - alone) + alone)
-        update = max(((w + 4) * n + 4 * side**2 for n, side in params.hidden_matrices), default=0) if self.muon else 0
-        update = update_of_factored(params) if self.factored else update
+            if self.factored:
+                moments = w * params.factors
+            else:
+                moments = w * (self.moments * (held - alone) + alone)
+        update = 0
+        if self.factored:
+            update = update_of_factored(params)
+        elif self.muon:
+            update = max(((w + 4) * n + 4 * side**2 for n, side in params.hidden_matrices), default=0)
         return ModelStates(
             resident=StateBytes(
                 parameters=w * held + self.weight_bytes * frozen,

@@ -8,6 +8,7 @@ from typing import Any, Self
 from toolkit.config.recipe import ModelSection
 from toolkit.errors import ConfigError
 from toolkit.estimate.parameters import ModelParameters
+from toolkit.units import LARGEST_COUNT
 
 _LORA: dict[str, Callable[[str], Any]] = {
     "r": int,
@@ -27,11 +28,11 @@ class Trainable:
     """All parameters, those whose names match a pattern, or those of LoRA's adapters."""
 
     patterns: tuple[str, ...] = ()
-    """As of fnmatch."""
+    """Patterns of names, as of fnmatch; empty: all parameters train, or LoRA's adapters."""
     frozen: tuple[str, ...] = ()
     """Patterns of those that do not train, where all others do."""
     rank: int = 0
-    """LoRA's; 0 without LoRA."""
+    """Rank of LoRA's adapters; 0 without LoRA."""
     targets: tuple[str, ...] = ()
     """Names of the modules that get adapters; `default`: what peft has as the family's."""
     dropout: float = 0.0
@@ -42,7 +43,7 @@ class Trainable:
 
     @classmethod
     def of(cls, section: ModelSection) -> Self:
-        """What a recipe trains: DeepSpeed's engines cast adapters as all weights."""
+        """Read which parameters a recipe trains: DeepSpeed's engines cast adapters as all weights."""
         lora = section.lora
         if lora is None:
             return cls(patterns=tuple(sorted(section.train_only)), frozen=tuple(sorted(section.freeze)))
@@ -60,13 +61,14 @@ class Trainable:
             return cls(patterns=() if text == "all" else tuple(sorted({*words})))
         try:
             read = {name: _LORA[name](value) for name, _, value in (word.partition("=") for word in words)}
-            rank, dropout = read.get("r", 8), read.get("dropout", 0.0)
+            rank = read.get("r", 8)
+            dropout = read.get("dropout", 0.0)
             targets = read.get("targets", "all-linear").split("+")
-            if kind != "lora" or rank < 1 or not 0 <= dropout < 1 or "" in targets:
+            if kind != "lora" or not 1 <= rank <= LARGEST_COUNT or not 0 <= dropout < 1 or "" in targets:
                 raise ValueError
             in_4bit = {"yes": True, "no": False}[read.get("4bit", "no")]
         except (KeyError, ValueError):
-            reason = "r is at least 1, dropout from 0 to below 1, and targets are names joined by +"
+            reason = f"r is from 1 to {LARGEST_COUNT}, dropout from 0 to below 1, and targets are names joined by +"
             advice = "write all, lora:r=16,alpha=32,targets=q_proj+v_proj,dropout=0.05,4bit=yes or patterns of names"
             raise ConfigError.of("--trainable", text, reason, advice) from None
         in_fp32 = read.get("fp32") != "no"
@@ -74,7 +76,7 @@ class Trainable:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """What `of` reads, as the fields of a recipe's model."""
+        """The fields of a recipe's model section that `of` reads."""
         if self.rank:
             targets = () if self.targets == ("default",) else self.targets
             four = {"load_in_4bit": True, "init": "pretrained"} if self.in_4bit else {}
@@ -83,7 +85,7 @@ class Trainable:
 
     @property
     def text(self) -> str:
-        """What `parse` reads, of all that memory depends on; empty where all parameters train."""
+        """The text that `parse` reads, of all that memory depends on; empty where all parameters train."""
         if self.frozen:
             return "freeze:" + ",".join(self.frozen)
         if not self.rank:

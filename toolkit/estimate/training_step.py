@@ -8,27 +8,24 @@ blocks, one for each group of the optimizer where the engine has flat buffers, e
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from toolkit.estimate.caching_allocator import Block, CachingAllocator, OutOfMemoryError
+from toolkit.estimate.caching_allocator import CachingAllocator, MemoryBlock, OutOfMemoryError
 from toolkit.estimate.deepspeed_settings import DeepSpeedSettings
 from toolkit.estimate.pipeline_buffers import PipelineBuffers
 from toolkit.estimate.rank_parameters import RankParameters
-from toolkit.estimate.recorded.recording import MONOMIALS, Recording, Setup
+from toolkit.estimate.recorded.recording import MONOMIALS, RankPass, Recording
 from toolkit.estimate.recorded.recordings import recording
 from toolkit.estimate.states import ModelStates, TorchStates
-
-if TYPE_CHECKING:
-    from toolkit.estimate.memory_model import Workload
+from toolkit.estimate.training_setup import TrainingSetup
 
 Place = tuple[str, int | None]
 """A section: `forward` or `backward` with a layer's number on the stage, or the name of an end."""
-Live = dict[Place, list[Block | None]]
-"""What outlived the sections of a micro-batch's pass, latest first; None for what was freed since."""
+Live = dict[Place, list[MemoryBlock | None]]
+"""Storages that outlived the sections of a micro-batch's pass, latest first; None for one that was freed since."""
 _NOT_HERE = -1
-"""Where a block starts that is not on the device."""
-_NOTHING = Block(_NOT_HERE, 0, is_small=True)
-"""In the place of a copy of a weight that is not made."""
+"""Start of a block that is not on the device."""
+_NOTHING = MemoryBlock(_NOT_HERE, 0, is_small=True)
+"""The block that stands for a copy of a weight that is not made."""
 _STEPS = 2
 """Moments exist from the first update on, and its temporaries leave a cache: the second step is like all others."""
 
@@ -54,8 +51,10 @@ class PassReplay:
         events = recording.events
         self._offloads = offloads
         self._allocator = allocator
-        kinds, values = [recording.pattern[index] for index in layers], tuple(b**i * s**j for i, j in MONOMIALS)
-        self._roles, self._ends = [str(kind) for kind in kinds], {"first": 0, "last": len(layers) - 1}
+        kinds = [recording.pattern[index] for index in layers]
+        values = tuple(b**i * s**j for i, j in MONOMIALS)
+        self._roles = [str(kind) for kind in kinds]
+        self._ends = {"first": 0, "last": len(layers) - 1}
         for (role, layer), kind in zip(self._ends.items(), events.ends, strict=True):
             if layers and kinds[layer] == kind:
                 self._roles[layer] = role
@@ -64,8 +63,8 @@ class PassReplay:
             for index, size in enumerate(events.sizes)
         ]
         self._sections = {
-            name: [_parsed(event) if isinstance(event, str) else event for event in each]
-            for name, each in events.sections.items()
+            name: [_parsed(event) if isinstance(event, str) else event for event in section]
+            for name, section in events.sections.items()
         }
 
     def forward(self, live: Live) -> Iterator[Place]:
@@ -92,20 +91,22 @@ class PassReplay:
                     self._allocator.free(block)
 
     def _run(self, live: Live, name: str, layer: int | None = None) -> Place:
-        sizes, allocate, free = self._sizes, self._allocator.allocate, self._allocator.free
-        own: list[Block | None] = []
+        sizes = self._sizes
+        allocate = self._allocator.allocate
+        free = self._allocator.free
+        made: list[MemoryBlock | None] = []
         for event in self._sections.get(name if layer is None else f"{name} {self._roles[layer]}", ()):
             if isinstance(event, int) and event >= 0:
-                own.append(allocate(sizes[event]) if sizes[event] else _NOTHING)
+                made.append(allocate(sizes[event]) if sizes[event] else _NOTHING)
                 continue
-            blocks_at = [(own, ~event)] if isinstance(event, int) else self._named(live, event, layer)
+            blocks_at = [(made, ~event)] if isinstance(event, int) else self._named(live, event, layer)
             for blocks, at in blocks_at:
                 block = blocks[at] if at < len(blocks) else None
                 if block is not None:
                     blocks[at] = None
                     if block.start >= 0:
                         free(block)
-        live[name, layer] = [block for block in reversed(own) if block is not None]
+        live[name, layer] = [block for block in reversed(made) if block is not None]
         return name, layer
 
     def _move(self, live: Live, layer: int, *, to_host: bool) -> None:
@@ -115,15 +116,15 @@ class PassReplay:
             if block is None or not block.size:
                 continue
             if to_host:
-                blocks[at] = Block(_NOT_HERE, block.size, is_small=False)
+                blocks[at] = MemoryBlock(_NOT_HERE, block.size, is_small=False)
                 self._allocator.free(block)
             else:
                 blocks[at] = self._allocator.allocate(block.size)
 
     def _named(
         self, live: Live, event: tuple[str, str, int], layer: int | None
-    ) -> list[tuple[list[Block | None], int]]:
-        """What another section allocated, and which of it. A neighbor of another kind may not have that many."""
+    ) -> list[tuple[list[MemoryBlock | None], int]]:
+        """Find what another section allocated. A neighbor of another kind may not have that many."""
         direction, which, at = event
         if not which or layer is not None:
             others: list[int | None] = [layer + int(which) if which and layer is not None else None]
@@ -140,22 +141,23 @@ def _parsed(event: str) -> tuple[str, str, int]:
     return direction, which, int(at)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TrainingStep:
-    """What the steps of one rank of a pipeline stage allocate."""
+    """Allocations of the steps of one rank of a pipeline stage."""
 
-    framework: DeepSpeedSettings | TorchStates
-    work: "Workload"
-    recorded: tuple[Setup, int, int]
-    """The setup of a micro-batch's pass, its samples and their positions on the rank."""
+    setup: TrainingSetup
+    engine: DeepSpeedSettings | TorchStates
+    rank_pass: RankPass
+    """The pass over a micro-batch on the rank."""
     layers: range
+    """Decoder layers of the stage."""
     in_flight: int
+    """Micro-batches whose activations are live at once on the stage."""
     states: ModelStates
     params: RankParameters
     buffers: PipelineBuffers
     workspace: int
-    offloads: bool = False
-    """Whether activations of layers go to the host."""
+    """Bytes that stay allocated beside model states and buffers."""
 
     def footprint(self) -> tuple[int, int]:
         """Bytes that suffice, found to one percent, and what the allocator reserves where there is room for it.
@@ -163,9 +165,14 @@ class TrainingStep:
         With less room it gives its cache back when it must, and then finds other places for what comes.
         """
         free = self.replay()
-        least, enough, tried = free.peak_needed, free.peak_reserved, free.peak_needed
+        least = free.peak_needed
+        enough = free.peak_reserved
+        tried = least
         while enough - least > enough // 100:
-            least, enough = (least, tried) if self.suffices(tried) else (tried, enough)
+            if self.suffices(tried):
+                enough = tried
+            else:
+                least = tried
             tried = (least + enough) // 2
         return enough, free.peak_reserved
 
@@ -179,17 +186,25 @@ class TrainingStep:
 
     def replay(self, capacity: int | None = None) -> CachingAllocator:
         """Run two steps. Raises OutOfMemoryError if `capacity` is too little."""
-        setup, b, s = self.recorded
-        found = recording(setup, s)
-        allocator, resident = CachingAllocator(capacity), self.states.resident
+        recorded = recording(self.rank_pass, self.setup.rank_positions)
+        allocator = CachingAllocator(capacity)
+        resident = self.states.resident
         _held(allocator, self._blocks(resident.parameters, frozen=self.params.frozen))
         for size in (resident.gradients, resident.masters, resident.optimizer):
             _held(allocator, self._blocks(size))
         half = self.workspace // 2
         _held(allocator, [resident.buckets, resident.model_buffers, self.buffers.at_peak, half, half])
         # FSDP's weights are in 16 bits when autocast sees them.
-        sharded = isinstance(self.framework, TorchStates) and self.framework.gathered_bytes == 2
-        passes = PassReplay(found, self.layers, b, s, allocator, casts=not sharded, offloads=self.offloads)
+        gathers_16_bits = isinstance(self.engine, TorchStates) and self.engine.gathered_bytes == 2
+        passes = PassReplay(
+            recorded,
+            self.layers,
+            self.setup.micro_batch_size,
+            self.setup.rank_positions,
+            allocator,
+            casts=not gathers_16_bits,
+            offloads=self.setup.layout.offload_activations,
+        )
         for _ in range(_STEPS):
             gradients = self._micro_batches(allocator, passes)
             made = sum(block.size for block in gradients)
@@ -198,18 +213,21 @@ class TrainingStep:
             _free(allocator, gradients)
         return allocator
 
-    def _micro_batches(self, allocator: CachingAllocator, passes: PassReplay) -> list[Block]:
-        """As many as are in flight and one more, in the order of 1F1B. Returns the gradients, which the first makes."""
-        s, gradients, waiting = self.states, list[Block](), list[Live]()
-        made, count = self._made_gradients(), min(self.work.accumulation, self.in_flight + 1)
+    def _micro_batches(self, allocator: CachingAllocator, passes: PassReplay) -> list[MemoryBlock]:
+        """Replay one micro-batch more than are in flight, in the order of 1F1B. Returns the gradients."""
+        states = self.states
+        gradients: list[MemoryBlock] = []
+        waiting: list[Live] = []
+        made = self._made_gradients()
+        count = min(self.setup.accumulation, self.in_flight + 1)
         for number in range(count + self.in_flight):
             if number >= self.in_flight:
-                held = _held(allocator, [s.gathered, *self._buffers(s.buckets)])
+                held = _held(allocator, [states.gathered, *self._buffers(states.buckets)])
                 for _ in passes.backward(waiting.pop(0)):
                     gradients += _held(allocator, next(made, []))
                 _free(allocator, held)
             if number < count:
-                held = _held(allocator, [s.gathered])
+                held = _held(allocator, [states.gathered])
                 waiting.append(Live())
                 deque(passes.forward(waiting[-1]), maxlen=0)
                 _free(allocator, held)
@@ -217,32 +235,42 @@ class TrainingStep:
 
     def _made_gradients(self) -> Iterator[list[int]]:
         """Bytes of the gradients that each section of a backward pass leaves: those of the last parameters first."""
-        s, p, sections = self.states, self.params, len(self.layers) + 2
-        each = s.fresh_layer / p.trained_layer if s.fresh_layer else s.accumulated / max(1, p.trained)
-        tensors = [list(group)[::-1] for group in p.groups]
+        states = self.states
+        params = self.params
+        sections = len(self.layers) + 2
+        if states.fresh_layer:
+            element_bytes = states.fresh_layer / params.trained_layer
+        else:
+            element_bytes = states.accumulated / max(1, params.trained)
+        groups = [list(group)[::-1] for group in params.groups]
         for at in range(sections):
-            parts = (some[len(some) * at // sections : len(some) * (at + 1) // sections] for some in tensors)
-            yield [int(each * numel) for part in parts for numel in part]
+            parts = (numels[len(numels) * at // sections : len(numels) * (at + 1) // sections] for numels in groups)
+            yield [int(element_bytes * numel) for part in parts for numel in part]
 
     def _buffers(self, size: int) -> list[int]:
         """Communication buffers: under DeepSpeed a bucket and its copies, each of the same size."""
-        settings = self.framework if isinstance(self.framework, DeepSpeedSettings) else None
-        bucket = max(1, size if settings is None else settings.communication_bytes * settings.reduce_bucket_size)
+        bucket = size
+        if isinstance(self.engine, DeepSpeedSettings):
+            bucket = self.engine.communication_bytes * self.engine.reduce_bucket_size
+        bucket = max(1, bucket)
         whole, rest = divmod(max(0, size), bucket)
         return [bucket] * whole + [rest]
 
     def _blocks(self, size: int, *, frozen: Iterable[int] = ()) -> list[int]:
-        groups, engine = self.params.groups, self.framework
-        is_flat = isinstance(engine, DeepSpeedSettings) and engine.wrapper not in ("none", "unfused")
-        numels = [group.numel for group in groups] if is_flat else [numel for group in groups for numel in group]
+        groups = self.params.groups
+        is_flat = isinstance(self.engine, DeepSpeedSettings) and self.engine.wrapper not in ("none", "unfused")
+        if is_flat:
+            numels = [group.numel for group in groups]
+        else:
+            numels = [numel for group in groups for numel in group]
         numels += frozen
         return [size * numel // max(1, sum(numels)) for numel in numels]
 
 
-def _held(allocator: CachingAllocator, sizes: list[int]) -> list[Block]:
+def _held(allocator: CachingAllocator, sizes: list[int]) -> list[MemoryBlock]:
     return [allocator.allocate(size) for size in sizes if size > 0]
 
 
-def _free(allocator: CachingAllocator, blocks: list[Block]) -> None:
+def _free(allocator: CachingAllocator, blocks: list[MemoryBlock]) -> None:
     for block in blocks:
         allocator.free(block)

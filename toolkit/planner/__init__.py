@@ -1,1 +1,1 @@
-"""From a recipe, or from a model and a layout, to what it would take."""
+"""The planner: predicts the memory and the step time of a recipe, or of a model in a layout, and chooses layouts."""

@@ -12,7 +12,7 @@ Instruction = tuple[Pass | Literal["send activation", "receive activation", "sen
 
 
 def instructions(schedule: Schedule, rank: int) -> Iterator[Instruction]:
-    """What a rank of a 1F1B pipeline does, in the order of DeepSpeed's TrainSchedule.
+    """Yield the instructions of a rank of a 1F1B pipeline, in the order of DeepSpeed's TrainSchedule.
 
     What a pass made is sent after it, and what the next one needs received before that. Only where a backward pass
     follows a forward pass at once, its gradient is received first: the next rank sends it before it receives.
@@ -21,20 +21,21 @@ def instructions(schedule: Schedule, rank: int) -> Iterator[Instruction]:
     pp = schedule.pp
     unsent: list[Instruction] = []
     last: tuple[Pass, int] | None = None
-    for kind, _, each in schedule.orders[rank]:
+    for kind, _, micro_batch in schedule.orders[rank]:
         received: list[Instruction] = []
         if kind == "F" and rank > 0:
-            received = [("receive activation", each)]
+            received = [("receive activation", micro_batch)]
         if kind == "D" and rank < pp - 1:
-            received = [("receive gradient", each)]
-        follows_at_once = last == ("F", each + pp - 1 - rank)
+            received = [("receive gradient", micro_batch)]
+        follows_at_once = last == ("F", micro_batch + pp - 1 - rank)
         yield from (received + unsent) if kind == "D" and follows_at_once else (unsent + received)
-        yield kind, each
-        unsent, last = [], (kind, each)
+        yield kind, micro_batch
+        unsent = []
+        last = (kind, micro_batch)
         if kind == "F" and rank < pp - 1:
-            unsent = [("send activation", each)]
+            unsent = [("send activation", micro_batch)]
         if kind == "D" and rank > 0:
-            unsent = [("send gradient", each)]
+            unsent = [("send gradient", micro_batch)]
     yield from unsent
 
 
@@ -48,7 +49,8 @@ def simulate_blocking(schedule: Schedule, costs: ScheduleCosts) -> Timeline:
     transfer = costs.transfer or [0.0] * (schedule.pp - 1)
     starts: tuple[list[float], ...] = tuple([] for _ in programs)
     ends: tuple[list[float], ...] = tuple([] for _ in programs)
-    now, place = [0.0] * schedule.pp, [0] * schedule.pp
+    now = [0.0] * schedule.pp
+    place = [0] * schedule.pp
     waiting: dict[int, int] = {}
     runnable = list(range(schedule.pp))
     while runnable:
@@ -56,17 +58,18 @@ def simulate_blocking(schedule: Schedule, costs: ScheduleCosts) -> Timeline:
         program = programs[rank]
         clock = now[rank]
         for n in range(place[rank], len(program)):
-            what, boundary = program[n]
+            number, boundary = program[n]
             if boundary < 0:
                 starts[rank].append(clock)
-                clock += durations[what][rank]
+                clock += durations[number][rank]
                 ends[rank].append(clock)
                 continue
-            if what not in waiting:
-                waiting[what] = rank
-                now[rank], place[rank] = clock, n + 1
+            if number not in waiting:
+                waiting[number] = rank
+                now[rank] = clock
+                place[rank] = n + 1
                 break
-            other = waiting.pop(what)
+            other = waiting.pop(number)
             clock = now[other] = max(clock, now[other]) + transfer[boundary]
             runnable.append(other)
     assert not waiting, "the ranks wait for each other"
@@ -78,10 +81,12 @@ def _programs(schedule: Schedule) -> tuple[list[tuple[int, int]], ...]:
     """Each instruction as a pair: a pass (0 forward, 1 backward) and -1, or a transfer as a number and its boundary."""
     micro_batches = schedule.micro_batches
 
-    def encoded(rank: int, kind: str, each: int) -> tuple[int, int]:
+    def encoded(rank: int, kind: str, micro_batch: int) -> tuple[int, int]:
         if kind in ("F", "D"):
             return ("F", "D").index(kind), -1
         boundary = rank if kind in ("send activation", "receive gradient") else rank - 1
-        return (2 * boundary + kind.endswith("gradient")) * micro_batches + each, boundary
+        return (2 * boundary + kind.endswith("gradient")) * micro_batches + micro_batch, boundary
 
-    return tuple([encoded(rank, *one) for one in instructions(schedule, rank)] for rank in range(schedule.pp))
+    return tuple(
+        [encoded(rank, *instruction) for instruction in instructions(schedule, rank)] for rank in range(schedule.pp)
+    )

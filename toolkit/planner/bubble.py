@@ -1,4 +1,4 @@
-"""How long the slowest stage of a 1F1B pipeline waits for the others."""
+"""Seconds that the slowest stage of a 1F1B pipeline waits for the others."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -18,7 +18,8 @@ def bubble_seconds(stages: Sequence[float], forward_share: float, micro_batches:
     differ, part of that overlaps, which the simulation knows. The bubble no longer grows from p micro-batches on, so
     that no more are simulated.
     """
-    slowest, count = max(stages), len(stages)
+    slowest = max(stages)
+    count = len(stages)
     if count == 1:
         return 0.0
     if count > SIMULATED_STAGES or min(stages) > 0.999 * slowest:
@@ -29,7 +30,7 @@ def bubble_seconds(stages: Sequence[float], forward_share: float, micro_batches:
 
 @lru_cache(maxsize=4096)
 def _simulated(stages: tuple[float, ...], forward_share: float, micro_batches: int) -> float:
-    """In units of the slowest stage, which is 1."""
+    """Simulate the bubble, in units of the slowest stage's time for one micro-batch."""
     costs = ScheduleCosts(
         forward=[forward_share * stage for stage in stages],
         backward=[(1 - forward_share) * stage for stage in stages],

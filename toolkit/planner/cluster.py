@@ -14,42 +14,42 @@ class Cluster:
     gpus_per_node: int
     """GPUs that the fast link joins; all communication beyond takes the network."""
     link_bytes_per_second: float
-    """Of one GPU inside a node."""
+    """Bandwidth of one GPU inside a node."""
     link_seconds: float
     """Latency of one hop inside a node."""
     network_bytes_per_second: float
-    """Of one GPU's share of its node's network cards: all rails together, over the node's GPUs."""
+    """One GPU's share of the bandwidth of its node's network cards: all rails together, over the node's GPUs."""
     network_seconds: float
     """Latency of one hop between nodes."""
     host_bytes_per_second: float
-    """Between a GPU and the memory of its host."""
+    """Bandwidth between a GPU and the memory of its host."""
     host_memory_bytes: float
-    """Of a node, for what is offloaded."""
+    """Host memory of a node that offloaded states may take."""
     collective_seconds: float = 8e-6
-    """What a collective takes beside its hops: the kernel's launch, and waiting for the slowest rank."""
+    """Seconds of a collective besides its hops: the kernel's launch, and waiting for the slowest rank."""
     send_seconds: float = 3e-4
-    """What a pipeline's send or receive takes beside the transfer: Python's calls, and waiting for the stream before
+    """Seconds of a pipeline's send or receive besides the transfer: Python's calls, and waiting for the stream before
     the next micro-batch starts, as Megatron-LM and DeepSpeed's engine do. Set on the development half of published
     runs; `dstk calibrate` measures it for CPU ranks, as it does the four below."""
     step_seconds: float = 1e-3
     """The engine's fixed share of a step: norm, learning rate, the optimizer's calls."""
     micro_batch_seconds: float = 0.0
-    """Of each micro-batch. On GPUs it passes while they compute."""
+    """The engine's fixed share of each micro-batch; 0 for GPUs, which compute while it passes."""
     sharded_seconds: float = 0.0
-    """What ZeRO-3's hooks take for a layer and micro-batch, on CPUs."""
+    """Seconds of ZeRO-3's hooks for a layer and micro-batch on CPUs; 0 for GPUs."""
     cores: float = 0
-    """That CPU ranks share, at one thread each; 0: GPUs, each of which computes by itself."""
+    """Cores that CPU ranks share, at one thread each; 0 for GPUs, each of which computes by itself."""
     slowdown: float = 1.0
-    """Of a CPU's rank when all cores are busy: they share memory, caches and clock."""
+    """Factor by which a CPU's rank is slower when all cores are busy: ranks share memory, caches and clock."""
 
     def alongside(self, ranks: int) -> float:
-        """How much longer a rank computes when `ranks` ranks do, each on a core of its own where there are enough."""
+        """Return the factor by which a rank slows down when `ranks` ranks compute, each on a core of its own."""
         if self.cores < 2:
             return 1.0
         return 1 + (self.slowdown - 1) * (min(ranks, self.cores) - 1) / (self.cores - 1)
 
     def crowding(self, ranks: int) -> float:
-        """Ranks a core."""
+        """Return the number of ranks per core, at least 1; always 1 for GPUs."""
         return max(1.0, ranks / self.cores) if self.cores else 1.0
 
     @classmethod

@@ -28,7 +28,7 @@ latency of the network hides the difference."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
+class RankGroup:
     """Ranks of a collective: `local` on each of `nodes` machines."""
 
     local: int
@@ -36,23 +36,24 @@ class Group:
 
     @property
     def size(self) -> int:
-        """All ranks."""
+        """The number of ranks on all machines."""
         return self.local * self.nodes
 
 
-def group(cluster: Cluster, *, size: int, stride: int) -> Group:
+def group(cluster: Cluster, *, size: int, stride: int) -> RankGroup:
     """A group of `size` ranks, each `stride` ranks after the one before."""
     reach = max(1, cluster.gpus_per_node // stride)
     local = min(size, reach)
     while size % local:
         local -= 1
-    return Group(local=local, nodes=size // local)
+    return RankGroup(local=local, nodes=size // local)
 
 
 @lru_cache(maxsize=65536)
-def all_reduce(cluster: Cluster, ranks: Group, size: float, messages: float = 1) -> float:
+def all_reduce(cluster: Cluster, ranks: RankGroup, size: float, messages: float = 1) -> float:
     """Seconds to sum `size` bytes over all ranks, in so many messages."""
-    n, m = ranks.size, ranks.nodes
+    n = ranks.size
+    m = ranks.nodes
     if n == 1 or size <= 0:
         return 0.0
     hops = 2 * (ranks.local - 1)
@@ -66,10 +67,11 @@ def all_reduce(cluster: Cluster, ranks: Group, size: float, messages: float = 1)
 
 
 @lru_cache(maxsize=65536)
-def all_gather(cluster: Cluster, ranks: Group, size: float, messages: float = 1) -> float:
+def all_gather(cluster: Cluster, ranks: RankGroup, size: float, messages: float = 1) -> float:
     """Seconds to gather `size` bytes on each rank, or to reduce and scatter as many. Always a ring: NCCL's trees only
     reduce to all (and PAT, since 2.23, gathers small messages of one rank a node)."""
-    n, m = ranks.size, ranks.nodes
+    n = ranks.size
+    m = ranks.nodes
     if n == 1 or size <= 0:
         return 0.0
     if m == 1:
@@ -78,7 +80,7 @@ def all_gather(cluster: Cluster, ranks: Group, size: float, messages: float = 1)
     return messages * (cluster.collective_seconds + latency) + size * (n - 1) / n / _bandwidth(cluster, ranks)
 
 
-def all_to_all(cluster: Cluster, ranks: Group, size: float, merged: tuple[float, float] = (1.0, 1.0)) -> float:
+def all_to_all(cluster: Cluster, ranks: RankGroup, size: float, merged: tuple[float, float] = (1.0, 1.0)) -> float:
     """Seconds in which each rank sends `size` bytes in equal parts to all ranks, one of them itself.
 
     `merged`: shares of the bytes that are left where one copy goes to each rank, and to each node, that needs several.
@@ -103,7 +105,7 @@ def send(cluster: Cluster, size: float, *, between_nodes: bool) -> float:
     return cluster.send_seconds + cluster.link_seconds + size / (LINK_SHARE * cluster.link_bytes_per_second)
 
 
-def _inside(cluster: Cluster, ranks: Group, hops: int, size: float, messages: float) -> float:
+def _inside(cluster: Cluster, ranks: RankGroup, hops: int, size: float, messages: float) -> float:
     """Seconds to send `size` bytes over so many hops inside a node, by the faster of NCCL's protocols; gloo has one."""
     bandwidth = _bandwidth(cluster, ranks)
     return min(
@@ -112,8 +114,8 @@ def _inside(cluster: Cluster, ranks: Group, hops: int, size: float, messages: fl
     )
 
 
-def _bandwidth(cluster: Cluster, ranks: Group) -> float:
-    """Of the slowest link of a ring. Switched links (NVLink) give a group all of a GPU's, whatever its size."""
+def _bandwidth(cluster: Cluster, ranks: RankGroup) -> float:
+    """Return the bandwidth of a ring: its slowest link. Switched links (NVLink) give a group all of a GPU's."""
     inside = LINK_SHARE * cluster.link_bytes_per_second
     if ranks.nodes == 1:
         return inside

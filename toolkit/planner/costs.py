@@ -1,4 +1,4 @@
-"""What training on so many tokens costs: days, money, energy, CO2. Prices and factors stand in prices.json."""
+"""Cost of training on so many tokens: days, money, energy, CO2. Prices and factors stand in prices.json."""
 
 import json
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ from toolkit.planner.step_time import StepTime
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """Of a whole training run that never stops."""
+    """Cost of a whole training run that never stops."""
 
     days: float
     usd: float | None
-    """None where no price is known."""
+    """Price in US dollars; None where no price is known."""
     kwh: float | None
-    """At most: boards and nodes at full power; None where that is not known, of CPUs."""
+    """Energy at most, with boards and nodes at full power; None where their power is not known, as for CPUs."""
     kg_co2: float | None
 
 

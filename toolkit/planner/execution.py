@@ -15,7 +15,7 @@ from toolkit.errors import ConfigError
 from toolkit.hardware import MatmulPrecision
 
 Format = Literal["fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4"]
-"""Of the layers' matrix products. The LM head and attention of 8 and 4-bit formats compute in bf16."""
+"""Format of the layers' matrix products. The LM head and attention of 8 and 4-bit formats compute in bf16."""
 Kernel = Literal["eager", "unfused", "fused-softmax", "flash1", "flash2", "flash3", "cudnn", "flex"]
 
 UNITS: Mapping[Format, MatmulPrecision] = {
@@ -41,10 +41,10 @@ class Execution:
     dropout: bool = False
     loss: Literal["plain", "fused", "compiled"] = "plain"
     dispatcher: Literal["", "all-to-all", "deepep"] = ""
-    """What brings tokens to the ranks of their experts; empty: the framework's. DeepEP sends a token once to each rank
-    that has any of its experts, and once to each node."""
+    """Dispatcher that brings tokens to the ranks of their experts; empty for the framework's own. DeepEP sends a token
+    once to each rank that has any of its experts, and once to each node."""
     routing: Literal["random", "consecutive"] = "random"
-    """Which experts a token goes through, where it matters how many ranks have them: any, or neighbors, as a benchmark
+    """Experts that a token goes through, where it matters how many ranks have them: any, or neighbors, as a benchmark
     does that deals experts out in turn."""
 
     def __post_init__(self) -> None:
@@ -54,17 +54,17 @@ class Execution:
 
     @cached_property
     def facts(self) -> Mapping[str, Any]:
-        """The framework's row."""
+        """The framework's row of time_profiles.json."""
         return profiles()[self.framework]
 
     @property
     def unit(self) -> MatmulPrecision:
-        """What the layers' products compute in."""
+        """Precision of the layers' matrix products."""
         return UNITS[self.precision]
 
     @property
     def wide(self) -> MatmulPrecision:
-        """What everything else computes in: 16 bits, or 32 where the layers do."""
+        """Precision of everything but the layers' matrix products: 16 bits, or 32 where the layers have 32."""
         return self.unit if self.unit not in ("fp8", "fp4") else "bf16"
 
     @property
@@ -75,5 +75,5 @@ class Execution:
 
 @cache
 def profiles() -> dict[str, dict[str, Any]]:
-    """Every framework's facts."""
+    """Return the facts of every framework, by its name."""
     return dict(json.loads(Path(__file__).with_name("time_profiles.json").read_text(encoding="utf-8")))

@@ -13,7 +13,7 @@ from functools import lru_cache
 from toolkit.hardware import Gpu, MatmulPrecision
 
 DEFAULT_FRACTION = 0.8
-"""Of GPUs without a measured figure."""
+"""Share of the peak FLOP/s that matrix products reach on GPUs without a measured figure."""
 SUSTAINED = (0.87, 0.77)
 """Share of the best product's rate that a step keeps up, below and from 500 W of board power: the published figures are
 the best of many shapes, each measured for moments. Boards of 700 W and more lower their clocks under such a load."""
@@ -21,7 +21,7 @@ MEMORY_SHARE = 0.85
 """Share of the memory's bandwidth that streaming kernels reach: BabelStream has 0.87 to 0.92 on A100 and H100 for large
 buffers; norms and dropout reduce across rows or draw numbers beside."""
 _RAMP = 1.0e-6
-"""Of each wave: loading the first tiles, storing the last."""
+"""Seconds that each wave takes besides its products: loading the first tiles, storing the last."""
 _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (128, 64, 0.75), (64, 64, 0.6))
 """Tile sizes of cuBLAS's kernels, and the rate of each as a share of the largest's: a tile of m x n reads m + n numbers
 for m n products, and small ones are bound by shared memory."""
@@ -56,8 +56,8 @@ def matmul_seconds(gpu: Gpu, m: int, n: int, k: int, precision: MatmulPrecision,
 def fraction(gpu: Gpu, precision: MatmulPrecision) -> float:
     """The measured share of the peak; 16-bit formats share one figure, and fp4 has that of fp8."""
     known = gpu.matmul_fraction
-    found = known.get(precision) or known.get({"fp4": "fp8", "fp8": "fp8"}.get(precision, "bf16"))
-    return found or known.get("bf16", DEFAULT_FRACTION)
+    measured = known.get(precision) or known.get({"fp4": "fp8", "fp8": "fp8"}.get(precision, "bf16"))
+    return measured or known.get("bf16", DEFAULT_FRACTION)
 
 
 def stream_seconds(gpu: Gpu, size: float, kernels: float = 1, *, reached: float | None = None) -> float:

@@ -18,7 +18,8 @@ from toolkit.planner.kernels import fraction, matmul_seconds, stream_seconds
 from toolkit.planner.trained import Trained
 
 COMPILED_SHARE = 0.5
-"""Of the element-wise traffic that is left where torch.compile fuses chains of kernels: each reads and writes once."""
+"""Share of the element-wise traffic that is left where torch.compile fuses chains of kernels: each reads and writes
+once."""
 _RATES = {"flash1": (0.33, 0.28), "flash2": (0.60, 0.53), "flash3": (0.60, 0.48), "cudnn": (0.60, 0.48),
           "flex": (0.54, 0.45)}  # fmt: skip
 """Shares of the 16-bit peak, forward and backward, for heads of 128 and long sequences. Sources: FlashAttention (Dao et
@@ -36,7 +37,8 @@ _SINKS = (12, 34)
 """Bytes moved per element of what FlexAttention returns, which knows no sinks: it is scaled by the log-sum-exp, in fp32
 and by kernels of its own (NeMo Automodel, components/attention/flex_attention.py)."""
 _SCORES = {"fused-softmax": (4, 6), "unfused": (28, 22), "eager": (22, 16)}
-"""By softmax and mask: one kernel; kernels of their own that convert to fp32 and back."""
+"""Bytes moved per score by softmax and mask, forward and backward: in one kernel, or in kernels of their own that
+convert to fp32 and back."""
 _DROPOUT = (5, 5)
 _ROUTER = (24, 24)
 """Bytes moved per router logit, in fp32: softmax, choice and normalization forward; the same backward."""
@@ -58,8 +60,8 @@ class Passes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
-    """What a rank computes of a micro-batch. `tokens` are those of its sequence shard."""
+class RankWork:
+    """The work of one rank on a micro-batch. `tokens` are those of its sequence shard."""
 
     tokens: int
     seq_len: int
@@ -67,30 +69,23 @@ class Work:
     sequence_parallel: bool
     heads_split: int = 1
     """Ranks that share the heads of one sequence besides tp: Ulysses."""
-    ep: int = 1
-    """Ranks that share out the experts besides tp."""
-    inner: bool = False
-    """Whether tp shards every expert, instead of handing out whole ones."""
-    imbalance: float = 1.0
-    """Rows of the busiest rank over the mean."""
-
-    @property
-    def lanes(self) -> int:
-        """Tensor-parallel ranks that have different experts."""
-        return 1 if self.inner else self.tp
-
-    def rows(self, experts: ExpertShape) -> float:
-        """Routed rows, pairs of a token and an expert, that the busiest rank computes."""
-        return self.tokens * experts.per_token * (self.imbalance if self.ep * self.lanes > 1 else 1.0) / self.lanes
+    routed_rows: float = 0.0
+    """Routed rows, pairs of a token and an expert, that the busiest rank computes; 0 without experts."""
+    expert_owners: int = 1
+    """Ranks that share out the experts, each of which is on one of them."""
+    expert_shards: int = 1
+    """Tensor-parallel ranks that shard every expert."""
 
 
 Product = tuple[int, int, int]
-"""(m, n, k)"""
+"""The sizes (m, n, k) of a matrix product."""
 
 
-def attention_products(shape: ModelShape, work: Work) -> list[Product]:
+def attention_products(shape: ModelShape, work: RankWork) -> list[Product]:
     """The projections of a layer's attention on one rank, forward."""
-    tokens, t, h = work.tokens, work.tp, shape.hidden
+    tokens = work.tokens
+    t = work.tp
+    h = shape.hidden
     if shape.latent is not None:  # projections of its own shapes: the same products as two square ones
         weights = shape.latent.matmul_parameters(h, shape.heads) // t
         return [(tokens, weights // (2 * h), h), (tokens, h, weights // (2 * h))]
@@ -98,18 +93,22 @@ def attention_products(shape: ModelShape, work: Work) -> list[Product]:
     return [(tokens, shape.attention_dim // t + 2 * keys, h), (tokens, h, shape.attention_dim // t)]
 
 
-def mlp_products(shape: ModelShape, work: Work) -> list[Product]:
+def mlp_products(shape: ModelShape, work: RankWork) -> list[Product]:
     """The products of a dense MLP on one rank, forward."""
-    tokens, t, h = work.tokens, work.tp, shape.hidden
+    tokens = work.tokens
+    t = work.tp
+    h = shape.hidden
     return [(tokens, (2 if shape.gated else 1) * shape.ffn // t, h), (tokens, h, shape.ffn // t)]
 
 
 @lru_cache(maxsize=65536)
-def layer_seconds(gpu: Gpu, shape: ModelShape, work: Work, run: Execution, trained: Trained | None = None) -> Passes:
+def layer_seconds(
+    gpu: Gpu, shape: ModelShape, work: RankWork, run: Execution, trained: Trained | None = None
+) -> Passes:
     """A decoder layer without its communication and without the recomputation of anything."""
     share = 1.0 if trained is None else trained.share
-    linear = sum((_linear(gpu, one, run.unit, share) for one in attention_products(shape, work)), Passes())
-    mlp = sum((_linear(gpu, one, run.unit, share) for one in mlp_products(shape, work)), Passes())
+    linear = sum((_linear(gpu, product, run.unit, share) for product in attention_products(shape, work)), Passes())
+    mlp = sum((_linear(gpu, product, run.unit, share) for product in mlp_products(shape, work)), Passes())
     mixed = expert_share(shape)
     if shape.experts is not None:
         mlp = (1 - mixed) * mlp + mixed * expert_seconds(gpu, shape, shape.experts, work, run, share)
@@ -120,14 +119,17 @@ def layer_seconds(gpu: Gpu, shape: ModelShape, work: Work, run: Execution, train
     return seconds + Passes(forward=forward, backward=backward)
 
 
-def tiled_mlp_seconds(gpu: Gpu, shape: ModelShape, work: Work, run: Execution, trained: Trained | None = None) -> float:
-    """What tiled MLPs add to a layer's backward pass: the forward pass of each tile again, and sums over the tiles.
+def tiled_mlp_seconds(
+    gpu: Gpu, shape: ModelShape, work: RankWork, run: Execution, trained: Trained | None = None
+) -> float:
+    """Seconds that tiled MLPs add to a layer's backward pass: each tile's forward pass again, and sums over the tiles.
 
     Tiles have h tokens or fewer. The gradients of the weights of a tile are read, and their sums in fp32 read and
     written (toolkit/model_init/tiled_mlp.py).
     """
     products = mlp_products(shape, work)
-    tiles, share = -(-work.tokens // shape.hidden), 1.0 if trained is None else trained.share
+    tiles = -(-work.tokens // shape.hidden)
+    share = 1.0 if trained is None else trained.share
     summed = share * tiles * sum(n * k for _, n, k in products) * (8 + run.activation_bytes)
     moved = work.tokens * shape.ffn / work.tp * run.activation_bytes / 2
     moved *= run.facts["activation"]["gated" if shape.gated else "plain"][0]
@@ -141,25 +143,29 @@ def expert_share(shape: ModelShape) -> float:
 
 
 def expert_seconds(
-    gpu: Gpu, shape: ModelShape, experts: ExpertShape, work: Work, run: Execution, trained: float
+    gpu: Gpu, shape: ModelShape, experts: ExpertShape, work: RankWork, run: Execution, trained: float
 ) -> Passes:
-    """What a layer has in the place of an MLP: router, routed experts, and experts that every token goes through.
+    """Seconds of the block in the place of an MLP: router, routed experts, and experts that every token goes through.
 
     `routed` are bytes that a framework's kernels move for an element of a routed row: gathering rows in the order of
     experts, weighting and adding up what comes back; `expert_bias` those for an element of the two products' results
     where every expert adds a bias of its own. Router logits are fp32: softmax, choice of experts, normalization.
     """
-    h, here = shape.hidden, max(1, experts.count // (work.ep * work.lanes))
-    rows, split = work.rows(experts), work.tp if work.inner else 1
-    each = math.ceil(rows / here)
-    width = experts.ffn // split
-    up = (experts.weights // h - experts.ffn) // split
-    grouped = sum((_linear(gpu, one, run.unit, trained, here) for one in ((each, up, h), (each, h, width))), Passes())
+    h = shape.hidden
+    here = max(1, experts.count // work.expert_owners)
+    rows = work.routed_rows
+    expert_rows = math.ceil(rows / here)
+    width = experts.ffn // work.expert_shards
+    up = (experts.weights // h - experts.ffn) // work.expert_shards
+    into_experts = _linear(gpu, (expert_rows, up, h), run.unit, trained, here)
+    out_of_experts = _linear(gpu, (expert_rows, h, width), run.unit, trained, here)
+    grouped = Passes() + into_experts + out_of_experts
     shared = max(0, experts.always - experts.count * h) // h // work.tp
     gates = shared - shared * experts.ffn * h // experts.weights  # up, or up and gate
     dense = [(work.tokens, experts.count, h), (work.tokens, gates, h), (work.tokens, h, shared - gates)]
-    always = sum((_linear(gpu, one, run.wide, trained) for one in dense), Passes())
-    facts, size = run.facts, run.activation_bytes / 2
+    always = sum((_linear(gpu, product, run.wide, trained) for product in dense), Passes())
+    facts = run.facts
+    size = run.activation_bytes / 2
     passes = []
     for way in (0, 1):
         streams = (
@@ -176,7 +182,7 @@ def expert_seconds(
 
 
 @lru_cache(maxsize=4096)
-def head_seconds(gpu: Gpu, shape: ModelShape, work: Work, run: Execution, trained: Trained | None = None) -> Passes:
+def head_seconds(gpu: Gpu, shape: ModelShape, work: RankWork, run: Execution, trained: Trained | None = None) -> Passes:
     """Final norm, LM head and loss."""
     vocab = -(-shape.vocab // work.tp)
     forward, backward = run.facts["loss"].get(run.loss, run.facts["loss"]["plain"])
@@ -192,7 +198,7 @@ def head_seconds(gpu: Gpu, shape: ModelShape, work: Work, run: Execution, traine
 
 @lru_cache(maxsize=4096)
 def embedding_seconds(
-    gpu: Gpu, shape: ModelShape, work: Work, run: Execution, trained: Trained | None = None
+    gpu: Gpu, shape: ModelShape, work: RankWork, run: Execution, trained: Trained | None = None
 ) -> Passes:
     """Looking rows up, and adding their gradients to an otherwise empty table."""
     rows = work.tokens * shape.hidden * run.activation_bytes
@@ -210,7 +216,7 @@ def _linear(gpu: Gpu, product: Product, unit: MatmulPrecision, trained: float, g
     return Passes(forward=forward, backward=matmul_seconds(gpu, m, k, n, unit, groups) + of_weight)
 
 
-def attention_seconds(gpu: Gpu, shape: ModelShape, work: Work, run: Execution) -> Passes:
+def attention_seconds(gpu: Gpu, shape: ModelShape, work: RankWork, run: Execution) -> Passes:
     """Scores, softmax and weighted sum of all heads of a rank: causal, as kernels that skip masked blocks have it."""
     heads = shape.heads / work.tp / work.heads_split
     tokens = work.tokens * work.heads_split
@@ -244,9 +250,10 @@ def attention_seconds(gpu: Gpu, shape: ModelShape, work: Work, run: Execution) -
     return Passes(forward=seconds[0], backward=seconds[1])
 
 
-def _streams(gpu: Gpu, shape: ModelShape, work: Work, run: Execution) -> Passes:
+def _streams(gpu: Gpu, shape: ModelShape, work: RankWork, run: Execution) -> Passes:
     """Element-wise kernels by the bytes that they move, and the casts of 8 and 4-bit products."""
-    facts, size = run.facts, run.activation_bytes / 2
+    facts = run.facts
+    size = run.activation_bytes / 2
     whole = work.tokens * shape.hidden * (1 / work.tp if work.sequence_parallel else 1)
     mlp = (1 - expert_share(shape)) * work.tokens * shape.ffn / work.tp
     heads = work.tokens * (shape.attention_dim + 2 * shape.kv_dim) / work.tp

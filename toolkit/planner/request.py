@@ -9,29 +9,32 @@ from typing import Any, Self, cast
 from toolkit.config.layout import RECOMPUTE_PERIODS, Batch, Layout
 from toolkit.config.parallel_rules import model_conflicts, setting_conflicts
 from toolkit.config.recipe import Precision, Recipe
+from toolkit.config.stage_balance import CPU_FLOPS_PER_BYTE, GPU_FLOPS_PER_BYTE
 from toolkit.config.strategy import Strategy, strategy_text
 from toolkit.config.trained_parameters import trained_parameter_conflicts
 from toolkit.errors import LayoutError, ModelError, Refusal
 from toolkit.estimate.breakdown import MemoryBreakdown
 from toolkit.estimate.flops import has_these_flops
 from toolkit.estimate.framework_profile import FrameworkProfile
-from toolkit.estimate.memory_model import Framework, MemoryModel
+from toolkit.estimate.memory_request import Framework, MemoryRequest
+from toolkit.estimate.model_facts import ModelFacts
 from toolkit.estimate.recorded.recordings import parameters
-from toolkit.estimate.stage_bounds import CPU_FLOPS_PER_BYTE, GPU_FLOPS_PER_BYTE, balanced_bounds
+from toolkit.estimate.stage_bounds import balanced_bounds
 from toolkit.estimate.trainable import EVERYTHING, Trainable, without_4bit
+from toolkit.estimate.training_setup import TrainingSetup
 from toolkit.hardware import Gpu
 from toolkit.models.families.registry import CONFIG_SCHEMAS
 from toolkit.planner.cluster import Cluster
 from toolkit.planner.execution import Execution, Kernel
-from toolkit.planner.run_memory import framework_of, model_config, recipe_of, workload_of
-from toolkit.planner.setup import Setup
+from toolkit.planner.run_memory import framework_of, model_config, recipe_of, training_setup
+from toolkit.planner.step_request import StepRequest
 from toolkit.planner.step_time import StepTime, predict_step
 from toolkit.planner.trained import Trained
 
 MEMORY_PROFILES = {"fsdp": "torchtitan"}
 """Profiles of step times whose memory stands under another name."""
 _KERNELS: Mapping[str, Kernel] = {"sdpa": "flash2", "flash": "flash2", "eager": "eager"}
-"""What runs for a model's attention: PyTorch's sdpa takes FlashAttention-2's kernels for causal masks."""
+"""Kernels that run for a model's attention: PyTorch's sdpa takes FlashAttention-2's kernels for causal masks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +47,9 @@ class Plan:
     step: StepTime
 
     host_bytes: int
-    """What the ranks of a node keep in its memory."""
+    """Bytes that the ranks of a node keep in its host memory."""
     host_room: float
+    """Bytes of a node's host memory."""
 
     @property
     def fits(self) -> bool:
@@ -54,74 +58,120 @@ class Plan:
 
     @property
     def strategy(self) -> str:
-        """As `--layout` takes it, micro-batch and all: `dp8-tp4-pp2-z1-sp-recompute-m2`."""
+        """The layout and the micro-batch size as `--layout` takes them: `dp8-tp4-pp2-z1-sp-recompute-m2`."""
         return strategy_text(self.layout, self.batch.micro_batch_size)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PlanRequest:
-    """What is to be trained, and on what."""
+    """A training setup whose layout is to be found, and the GPUs that it is planned for."""
 
     name: str
-    """The model's, as recipes name it."""
-    model: MemoryModel
+    """Name of the model, as recipes name it."""
+    setup: TrainingSetup
+    """What is trained, as one GPU would train it sample by sample; `setup_in` has it in a layout."""
     config: Mapping[str, Any]
+    """The model's config.json."""
     cluster: Cluster
     gpus: int
-    seq_len: int
-    global_batch_size: int
+    """Number of GPUs."""
     precision: Precision = "bf16"
     run: Execution = field(default_factory=Execution)
-    trainable: Trainable = EVERYTHING
-    """What trains; with `base`, that says it."""
-    imbalance: float = 1.0
-    """Rows of the busiest rank's experts over the mean."""
     base: Recipe | None = None
-    """What is to be trained, all of it; None: the toolkit's defaults for what a plan does not depend on."""
-    kept: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of Layout, and `micro_batch_size`, that are decided."""
+    """The recipe to be planned; None: the toolkit's defaults for what a plan does not depend on."""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Values of fields of Layout, and of `micro_batch_size`, that every plan has; empty: all are chosen."""
     offloads: bool = True
     """Whether layouts that offload are tried."""
 
     @classmethod
-    def of(cls, name: str, config: Mapping[str, Any], **fields: Any) -> Self:
-        """A request for a model with this config. Raises ModelError for one whose steps are not modeled."""
+    def of(
+        cls,
+        name: str,
+        config: Mapping[str, Any],
+        *,
+        seq_len: int,
+        global_batch_size: int,
+        precision: Precision = "bf16",
+        trainable: Trainable = EVERYTHING,
+        imbalance: float = 1.0,
+        base: Recipe | None = None,
+        **fields: Any,
+    ) -> Self:
+        """A request for a model with this config; a `base` says itself which parameters train.
+
+        Raises ModelError for a model whose steps are not modeled, and LayoutError for one that the options do not suit.
+        """
         family = str(config.get("model_type"))
-        model = MemoryModel.from_config(config)
+        model = ModelFacts.from_config(config)
+        shape = model.shape
         is_read = family in CONFIG_SCHEMAS or "text_config" in config
-        if not is_read and not has_these_flops(model.shape, model.parameters, fields["seq_len"]):
+        if not is_read and not has_these_flops(shape, model.parameters, seq_len):
             reason = "the time model knows decoders with attention and an MLP or experts, and its layers have others"
             raise ModelError.of("--model", name, reason, "estimate its memory with dstk memory")
-        positions, seq_len = model.shape.positions, fields["seq_len"]
-        if fields.get("imbalance", 1.0) != 1 and model.shape.experts is None:
-            reason = f"{name} has no experts"
-            raise LayoutError.of("--imbalance", fields["imbalance"], reason, "remove --imbalance")
-        if model.shape.learned_positions and positions is not None and seq_len > positions:
-            raise LayoutError.of(
-                "--seq", seq_len, f"{name} has {positions} positions", ("--seq", f"{positions} or less")
+        if imbalance != 1 and shape.experts is None:
+            raise LayoutError.of("--imbalance", imbalance, f"{name} has no experts", "remove --imbalance")
+        if shape.learned_positions and shape.positions is not None and seq_len > shape.positions:
+            reason = f"{name} has {shape.positions} positions"
+            raise LayoutError.of("--seq", seq_len, reason, ("--seq", f"{shape.positions} or less"))
+        recipe = base
+        if recipe is None:
+            recipe = recipe_of(
+                name,
+                Layout(zero_stage=1),
+                micro_batch_size=1,
+                seq_len=seq_len,
+                accumulation=global_batch_size,
+                precision=precision,
+                trainable=trainable,
             )
-        return cls(name=name, model=model, config=config, **fields)
+        batch = Batch(global_batch_size=global_batch_size, micro_batch_size=1, dp=1)
+        setup = training_setup(recipe, Layout(), batch, model)
+        computation = replace(setup.computation, imbalance=imbalance)
+        setup = replace(setup, computation=computation)
+        return cls(name=name, setup=setup, config=config, precision=precision, base=base, **fields)
+
+    @property
+    def model(self) -> ModelFacts:
+        """The model that is trained."""
+        return self.setup.model
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens of a sample."""
+        return self.setup.seq_len
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of a step, of all GPUs."""
+        return self.setup.global_batch_size
 
     @property
     def gpu(self) -> Gpu:
-        """Of the cluster."""
+        """GPU of the cluster."""
         return self.cluster.gpu
 
     @cached_property
-    def trained(self) -> Trained | None:
-        """Which weights train; None: all. Raises ModelError where what trains names nothing."""
-        trainable = self.trainable if self.base is None else Trainable.of(self.base.model)
-        if not trainable.text:
-            return None
-        return Trained.of(parameters(self.model.config, without_4bit(trainable.text)), dropout=trainable.dropout > 0)
+    def trainable(self) -> Trainable:
+        """The selection of parameters that train."""
+        return Trainable.parse(self.setup.computation.trainable or "all")
 
     @cached_property
-    def setup_attention(self) -> Kernel:
-        recipe = self.recipe(Layout(zero_stage=1), Batch(global_batch_size=1, micro_batch_size=1, dp=1))
-        return _KERNELS[workload_of(recipe, recipe.resolve_batch(Layout()), self.model).attention]
+    def trained(self) -> Trained | None:
+        """Parameters that train; None: all. Raises ModelError where the selection names none."""
+        text = self.setup.computation.trainable
+        if not text:
+            return None
+        listed = parameters(self.model.config, without_4bit(text))
+        return Trained.of(listed, dropout=self.trainable.dropout > 0)
+
+    @property
+    def kernel(self) -> Kernel:
+        """Kernels of attention that this toolkit runs for the model."""
+        return _KERNELS[self.setup.computation.attention]
 
     def recipe(self, layout: Layout, batch: Batch) -> Recipe:
-        """A recipe that trains the model so."""
+        """A recipe that trains the model in a layout with a batch."""
         if self.base is not None:
             sizes = {"micro_batch_size": batch.micro_batch_size, "global_batch_size": batch.global_batch_size}
             return self.base.changed({"parallel": {**asdict(layout), "auto": False}, "batch": sizes})
@@ -136,73 +186,81 @@ class PlanRequest:
         )
 
     def refusal(self, layout: Layout) -> Refusal | None:
-        """Why training refuses a layout, whatever the batch; None if it does not."""
-        recipe = self._one(layout)
+        """Return why training refuses a layout, whatever the batch; None if it does not."""
+        recipe = self._recipe_of_one_sample(layout)
         settings = chain(setting_conflicts(recipe, None), trained_parameter_conflicts(recipe))
         return self.impossible(layout) or next(settings, None)
 
     def impossible(self, layout: Layout) -> Refusal | None:
-        """What of the model a layout cannot split, in any framework."""
-        return next(model_conflicts(self._one(layout), self.config, self.model.shape), None)
+        """Return why the model cannot be split by a layout in any framework; None if it can."""
+        return next(model_conflicts(self._recipe_of_one_sample(layout), self.config, self.model.shape), None)
 
-    def _one(self, layout: Layout) -> Recipe:
+    def _recipe_of_one_sample(self, layout: Layout) -> Recipe:
+        """Return the recipe in a layout with one sample on each replica."""
         return self.recipe(layout, Batch(global_batch_size=layout.dp, micro_batch_size=1, dp=layout.dp))
 
-    def setup(self, layout: Layout, batch: Batch) -> Setup:
-        """What the time model is asked. Raises LayoutError for stages that the model cannot fill."""
+    def setup_in(self, layout: Layout, batch: Batch) -> TrainingSetup:
+        """The setup in a layout. No rank has more rows of experts than there are, however unbalanced they are."""
+        setup = replace(
+            self.setup,
+            layout=layout,
+            micro_batch_size=batch.micro_batch_size,
+            accumulation=batch.accumulation,
+        )
+        imbalance = min(setup.computation.imbalance, setup.expert_owners)
+        return replace(setup, computation=replace(setup.computation, imbalance=imbalance))
+
+    def step_request(self, layout: Layout, batch: Batch) -> StepRequest:
+        """Return the time model's input. Raises LayoutError for stages that the model cannot fill."""
+        setup = self.setup_in(layout, batch)
+        run = self.run
+        trained = self.trained
         bounds: tuple[int, ...] = ()
-        if layout.pp > 1 and self.run.framework == "toolkit":
-            flops = CPU_FLOPS_PER_BYTE if self.cluster.cores else GPU_FLOPS_PER_BYTE
-            sizes = {"micro_batch_size": batch.micro_batch_size, "seq_len": self.seq_len}
+        if layout.pp > 1 and run.framework == "toolkit":
             bounds = balanced_bounds(
                 self.model.parameters,
                 layout.pp,
-                **sizes,
+                micro_batch_size=setup.micro_batch_size,
+                seq_len=setup.seq_len,
                 recompute=layout.recompute,
-                head_alone=self.trained is None or not self.trained.adapters,
-                flops_per_byte=flops,
+                head_alone=trained is None or not trained.adapters,
+                flops_per_byte=CPU_FLOPS_PER_BYTE if self.cluster.cores else GPU_FLOPS_PER_BYTE,
             )
-        run, trained = self.run, self.trained
         if trained is not None and layout.recompute in RECOMPUTE_PERIODS:
             trained = trained.recomputed
-        if run.framework == "toolkit":
-            run = replace(run, attention=self.setup_attention) if self.setup_attention != run.attention else run
-        return Setup(
-            shape=self.model.shape,
-            layout=layout,
+        if run.framework == "toolkit" and run.attention != self.kernel:
+            run = replace(run, attention=self.kernel)
+        return StepRequest(
+            setup=setup,
             cluster=self.cluster,
-            micro_batch_size=batch.micro_batch_size,
-            accumulation=batch.accumulation,
-            seq_len=self.seq_len,
             run=run,
             bounds=bounds,
             trained=trained,
-            imbalance=self._imbalance(layout),
             optimizer="adamw" if self.base is None else self.base.optimizer.name,
         )
 
-    def _imbalance(self, layout: Layout) -> float:
-        """Of a layout: no rank has more rows than there are, nor other rows than its own where it has all experts."""
-        return min(self.imbalance, layout.ep * (1 if layout.experts == "inner" else layout.tp))
-
     def step(self, layout: Layout, batch: Batch) -> StepTime:
         """Predict one step."""
-        return predict_step(self.setup(layout, batch))
+        return predict_step(self.step_request(layout, batch))
+
+    def memory_request(self, layout: Layout, batch: Batch, *, stand_ins: bool = True) -> MemoryRequest:
+        """Return the memory estimate's input; with `stand_ins` it takes what is recorded."""
+        setup = self.setup_in(layout, batch)
+        framework = self._framework(layout, batch)
+        if isinstance(framework, FrameworkProfile):
+            attention = next(iter(framework.facts["attention"]))
+            setup = replace(setup, computation=replace(setup.computation, attention=attention))
+        return MemoryRequest(setup=setup, framework=framework, gpu=self.gpu, stand_ins=stand_ins)
 
     def memory(self, layout: Layout, batch: Batch, *, stand_ins: bool = True) -> MemoryBreakdown:
-        """Estimate the stage that takes most; with `stand_ins` from what is recorded, see `Workload`."""
-        recipe = self.recipe(layout, batch)
-        framework = self._framework(recipe, layout, batch)
-        work = workload_of(recipe, batch, self.model)
-        work = replace(work, stand_ins=stand_ins, imbalance=self._imbalance(layout))
-        if isinstance(framework, FrameworkProfile):
-            work = replace(work, attention=next(iter(framework.facts["attention"])))
-        return self.model.peak(layout, work, framework, self.gpu)
+        """Estimate the stage that takes most; `stand_ins` as in `memory_request`."""
+        return self.memory_request(layout, batch, stand_ins=stand_ins).peak()
 
-    def _framework(self, recipe: Recipe, layout: Layout, batch: Batch) -> Framework:
+    def _framework(self, layout: Layout, batch: Batch) -> Framework:
+        """Return what keeps the model states: the recipe's engine, or another framework's profile."""
         name = self.run.framework
         if name == "toolkit":
-            return framework_of(recipe, layout, batch, shape=self.model.shape)
+            return framework_of(self.recipe(layout, batch), layout, batch, shape=self.model.shape)
         return FrameworkProfile(
             name=MEMORY_PROFILES.get(name, name),
             precision=cast(Any, self.precision),
@@ -210,15 +268,21 @@ class PlanRequest:
         )
 
     def plan(self, layout: Layout, batch: Batch) -> Plan:
-        """Both."""
+        """Predict the memory and the step of a layout with a batch."""
         return self.estimated(layout, batch, self.step(layout, batch), stand_ins=False)
 
     def estimated(self, layout: Layout, batch: Batch, step: StepTime, *, stand_ins: bool = True) -> Plan:
         """A plan whose step is known."""
         memory = self.memory(layout, batch, stand_ins=stand_ins)
-        local = min(self.cluster.gpus_per_node, layout.world_size)
-        host, room = memory.host.total * local, self.cluster.host_memory_bytes
-        return Plan(layout=layout, batch=batch, memory=memory, step=step, host_bytes=host, host_room=room)
+        local_ranks = min(self.cluster.gpus_per_node, layout.world_size)
+        return Plan(
+            layout=layout,
+            batch=batch,
+            memory=memory,
+            step=step,
+            host_bytes=memory.host.total * local_ranks,
+            host_room=self.cluster.host_memory_bytes,
+        )
 
     def read_layout(self, text: str) -> tuple[Layout, int | None]:
         """A strategy on all GPUs, and the micro-batch that it names. Raises LayoutError for what no model can run.
@@ -239,7 +303,7 @@ class PlanRequest:
 def request_for(
     recipe: Recipe, cluster: Cluster | Gpu, gpus: int, config: Mapping[str, Any] | None = None
 ) -> PlanRequest:
-    """What a recipe asks of these GPUs; `config` is its model's. Raises ModelError for one that is not known here."""
+    """Make the request of a recipe on these GPUs; `config` is its model's. Raises ModelError for an unknown model."""
     return PlanRequest.of(
         recipe.model.name_or_path,
         model_config(recipe) if config is None else config,

@@ -1,4 +1,4 @@
-"""What a recipe's run takes of its GPUs: its DeepSpeed config, layout and batch, handed to the memory estimate."""
+"""Memory that a recipe's run takes: its DeepSpeed config, layout and batch, handed to the memory estimate."""
 
 import json
 from collections.abc import Mapping
@@ -10,11 +10,14 @@ from toolkit.config.layout import Batch, Layout
 from toolkit.config.recipe import EngineName, OptimizerName, Precision, Recipe
 from toolkit.dsconfig import build
 from toolkit.estimate.breakdown import MemoryBreakdown
+from toolkit.estimate.computation import Attention, Computation, Device
 from toolkit.estimate.deepspeed_settings import DeepSpeedSettings
-from toolkit.estimate.memory_model import Framework, MemoryModel, Workload
-from toolkit.estimate.recorded.recording import Attention, Device
+from toolkit.estimate.memory_request import Framework, MemoryRequest
+from toolkit.estimate.model_facts import ModelFacts
 from toolkit.estimate.states import TorchStates
 from toolkit.estimate.trainable import EVERYTHING, Trainable
+from toolkit.estimate.training_setup import TrainingSetup
+from toolkit.hardware import Gpu
 from toolkit.models.chunked_head import is_chunked
 from toolkit.models.shape import ModelShape, local_config, with_overrides
 from toolkit.models.support import attention_kinds
@@ -27,9 +30,17 @@ def estimate_for_run(recipe: Recipe, layout: Layout, batch: Batch) -> tuple[Memo
 
     Raises ModelError for a model that cannot be estimated.
     """
-    model = MemoryModel.from_config(model_config(recipe))
-    framework = framework_of(recipe, layout, batch, shape=model.shape)
-    return model.breakdowns(layout, workload_of(recipe, batch, model), framework)
+    return memory_request(recipe, layout, batch).stages()
+
+
+def memory_request(recipe: Recipe, layout: Layout, batch: Batch, *, gpu: Gpu | None = None) -> MemoryRequest:
+    """The question that a recipe asks in a layout. Raises ModelError for a model that cannot be estimated."""
+    model = ModelFacts.from_config(model_config(recipe))
+    return MemoryRequest(
+        setup=training_setup(recipe, layout, batch, model),
+        framework=framework_of(recipe, layout, batch, shape=model.shape),
+        gpu=gpu,
+    )
 
 
 def model_config(recipe: Recipe) -> dict[str, Any]:
@@ -37,59 +48,62 @@ def model_config(recipe: Recipe) -> dict[str, Any]:
     return with_overrides(local_config(recipe.model.name_or_path), recipe.model.overrides)
 
 
-def workload_of(recipe: Recipe, batch: Batch, model: MemoryModel) -> Workload:
-    """What one step of the recipe computes."""
-    default: Attention = "sdpa" if "sdpa" in attention_kinds(model.shape.family) else "eager"
+def training_setup(recipe: Recipe, layout: Layout, batch: Batch, model: ModelFacts) -> TrainingSetup:
+    """Describe what a recipe trains in a layout; `model` is the recipe's."""
+    family = model.shape.family
+    default: Attention = "sdpa" if "sdpa" in attention_kinds(family) else "eager"
     attention: Mapping[str | None, Attention] = {"eager": "eager", "sdpa": "sdpa", "flash_attention_2": "flash"}
-    return Workload(
+    return TrainingSetup(
+        model=model,
+        layout=layout,
         micro_batch_size=batch.micro_batch_size,
-        seq_len=recipe.data.seq_len,
         accumulation=batch.accumulation,
-        attention=attention.get(recipe.model.attention, default),
-        recompute=recipe.parallel.recompute,
-        documents=recipe.data.masks_documents,
-        trainable=Trainable.of(recipe.model).text,
+        seq_len=recipe.data.seq_len,
+        computation=Computation(
+            attention=attention.get(recipe.model.attention, default),
+            documents=recipe.data.masks_documents,
+            trainable=Trainable.of(recipe.model).text,
+        ),
         chunked_loss=is_chunked(
             recipe.model.loss,
             engine=recipe.train.engine,
             precision=recipe.precision,
-            model_type=model.shape.family,
+            model_type=family,
         ),
         router_losses=_router_losses(recipe, model),
-        **_computed_in(recipe),
     )
 
 
-def _router_losses(recipe: Recipe, model: MemoryModel) -> int:
-    """How many losses of routers are added."""
-    section, config = recipe.model, json.loads(model.config)
-    asked = section.router_aux_loss
-    own = config.get("router_aux_loss_coef")
-    coefficient = own if asked is None or asked.coefficient is None else asked.coefficient
-    has_auxiliary = (asked is not None or bool(config.get("output_router_logits"))) and coefficient != 0
-    return has_auxiliary + (section.router_z_loss > 0)
-
-
-def _computed_in(recipe: Recipe) -> dict[str, Any]:
-    """Dtypes where no DeepSpeed config says them: accelerate runs DDP, and FSDP over bf16 weights, under autocast."""
-    if recipe.train.engine == "deepspeed":
-        return {}
-    in_bf16 = recipe.precision == "bf16"
-    sharded = recipe.train.engine == "fsdp"
-    return {"activation_bytes": 2 if in_bf16 and sharded else 4, "autocast": in_bf16}
+def _router_losses(recipe: Recipe, model: ModelFacts) -> int:
+    """Return the number of router losses that are added to the loss: 0, 1 or 2."""
+    config = json.loads(model.config)
+    section = recipe.model.router_aux_loss
+    coefficient = config.get("router_aux_loss_coef")
+    if section is not None and section.coefficient is not None:
+        coefficient = section.coefficient
+    is_asked_for = section is not None or bool(config.get("output_router_logits"))
+    has_auxiliary = is_asked_for and coefficient != 0
+    return has_auxiliary + (recipe.model.router_z_loss > 0)
 
 
 def framework_of(recipe: Recipe, layout: Layout, batch: Batch, *, shape: ModelShape) -> Framework:
-    """How the recipe's engine keeps model states."""
+    """Describe how the recipe's engine keeps model states."""
     if recipe.train.engine == "deepspeed":
         job = Job(recipe=recipe, layout=layout, batch=batch, shape=shape)
         return settings_of(build(job, hidden_size=shape.hidden, device="cuda"), recipe, "cuda")
-    moments = {"lion": 1, "adafactor": 0, "sgd": int(recipe.optimizer.momentum > 0)}.get(recipe.optimizer.name, 2)
-    kinds = {"muon": recipe.optimizer.name == "muon", "factored": recipe.optimizer.name == "adafactor"}
-    kinds["hidden_in_8_bits"] = recipe.optimizer.name == "adamw8bit"
+    optimizer = recipe.optimizer.name
+    in_bf16 = recipe.precision == "bf16"
+    states = TorchStates(
+        # FSDP gathers weights in the precision of products, which autocast then finds in 16 bits.
+        autocast=in_bf16,
+        moments={"lion": 1, "adafactor": 0, "sgd": int(recipe.optimizer.momentum > 0)}.get(optimizer, 2),
+        muon=optimizer == "muon",
+        factored=optimizer == "adafactor",
+        hidden_in_8_bits=optimizer == "adamw8bit",
+    )
     if recipe.train.engine == "fsdp":
-        return TorchStates(gathered_bytes=2 if recipe.precision == "bf16" else 4, moments=moments, **kinds)
-    return TorchStates(has_buckets=recipe.train.engine == "ddp", moments=moments, **kinds)
+        return replace(states, gathered_bytes=2 if in_bf16 else 4)
+    return replace(states, has_buckets=recipe.train.engine == "ddp")
 
 
 def settings_of(config: Mapping[str, Any], recipe: Recipe, device: Device) -> DeepSpeedSettings:

@@ -23,19 +23,19 @@ TRAINED: frozenset[Kind] = frozenset({"1f1b"})
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Schedule:
-    """Who runs what in which order: each rank its own order as given, each operation when its input is there."""
+    """The order of operations on every rank. Each operation runs when its input is there."""
 
     kind: Kind
     virtual_stages: int
     micro_batches: int
     rank_of: tuple[int, ...]
-    """The rank of each stage."""
+    """Rank of each stage."""
     orders: tuple[tuple[Operation, ...], ...]
-    """For each rank its operations."""
+    """Operations of each rank, in the order in which it runs them."""
 
     @property
     def pp(self) -> int:
-        """The number of ranks."""
+        """Number of ranks."""
         return len(self.orders)
 
     @property
@@ -48,10 +48,10 @@ class Schedule:
         """The most micro-batches whose activations a rank holds, each counted as all layers of the rank."""
         return tuple(sum(held) for held in self.held())
 
-    def held(self, kept: float = 1.0) -> list[tuple[float, float]]:
-        """What each rank holds when it holds most: micro-batches between F and B, and those between B and W.
+    def held(self, waiting_share: float = 1.0) -> list[tuple[float, float]]:
+        """Return each rank's peak: micro-batches between F and B, and those between B and W.
 
-        `kept` is the share of a micro-batch's activations that its W still needs.
+        `waiting_share` is the share of a micro-batch's activations that its W still needs.
         """
         most = []
         for order in self.orders:
@@ -60,7 +60,7 @@ class Schedule:
             for kind, _, _ in order:
                 whole += (kind == "F") - (kind in "BD")
                 rest += (kind == "B") - (kind == "W")
-                peak = max(peak, (whole, rest), key=lambda held: (held[0] + kept * held[1], held[0]))
+                peak = max(peak, (whole, rest), key=lambda held: (held[0] + waiting_share * held[1], held[0]))
             most.append((peak[0] / self.virtual_stages, peak[1] / self.virtual_stages))
         return most
 
@@ -108,24 +108,24 @@ def _check(kind: Kind, pp: int, micro_batches: int, chunks: int) -> None:
         raise LayoutError.between(chosen, f"{kind} has at least 2 on a rank", ("kind", "1f1b"))
     if micro_batches % pp:
         above = -(-micro_batches // pp) * pp
-        given = (("micro_batches", micro_batches), ("pp", pp))
-        raise LayoutError.between(given, f"{kind} takes micro-batches in groups of pp", ("micro_batches", above))
+        sizes = (("micro_batches", micro_batches), ("pp", pp))
+        raise LayoutError.between(sizes, f"{kind} takes micro-batches in groups of pp", ("micro_batches", above))
 
 
 def _gpipe(rank: int, micro_batches: int) -> Iterable[Operation]:
     """All forward passes, then all backward passes (Huang et al. 2019), the first micro-batch first."""
-    yield from (("F", rank, each) for each in range(micro_batches))
-    yield from (("D", rank, each) for each in range(micro_batches))
+    yield from (("F", rank, micro_batch) for micro_batch in range(micro_batches))
+    yield from (("D", rank, micro_batch) for micro_batch in range(micro_batches))
 
 
 def _one_f_one_b(rank: int, pp: int, micro_batches: int) -> Iterable[Operation]:
-    """As many forward passes as fill the ranks behind this one, then one forward and one backward in turn."""
+    """Yield as many forward passes as fill the ranks behind this one, then one forward and one backward in turn."""
     ahead = pp - 1 - rank
-    yield from (("F", rank, each) for each in range(min(ahead, micro_batches)))
-    for each in range(micro_batches):
-        if each + ahead < micro_batches:
-            yield "F", rank, each + ahead
-        yield "D", rank, each
+    yield from (("F", rank, micro_batch) for micro_batch in range(min(ahead, micro_batches)))
+    for micro_batch in range(micro_batches):
+        if micro_batch + ahead < micro_batches:
+            yield "F", rank, micro_batch + ahead
+        yield "D", rank, micro_batch
 
 
 def _interleaved(rank: int, pp: int, micro_batches: int, chunks: int) -> Iterable[Operation]:
@@ -152,19 +152,19 @@ def _zb_h1(rank: int, pp: int, micro_batches: int) -> Iterable[Operation]:
     Where no forward pass is left, a W fills each wait for the next gradient.
     """
     ahead, done = pp - 1 - rank, 0
-    yield from (("F", rank, each) for each in range(min(ahead, micro_batches)))
-    for each in range(micro_batches):
-        forward = each + ahead
+    yield from (("F", rank, micro_batch) for micro_batch in range(min(ahead, micro_batches)))
+    for micro_batch in range(micro_batches):
+        forward = micro_batch + ahead
         if forward < micro_batches:
             if forward >= pp:
                 yield "W", rank, done
                 done += 1
             yield "F", rank, forward
-        yield "B", rank, each
+        yield "B", rank, micro_batch
         if forward >= micro_batches - 1:
             yield "W", rank, done
             done += 1
-    yield from (("W", rank, each) for each in range(done, micro_batches))
+    yield from (("W", rank, micro_batch) for micro_batch in range(done, micro_batches))
 
 
 def _zb_v(rank: int, pp: int, micro_batches: int) -> Iterable[Operation]:
@@ -179,10 +179,10 @@ def _zb_v(rank: int, pp: int, micro_batches: int) -> Iterable[Operation]:
 
     def run(chunk: str, *kinds: Pass) -> None:
         for kind in kinds:
-            each = done.get((chunk, kind), 0)
-            done[chunk, kind] = each + 1
-            if each < micro_batches:
-                out.append((kind, stages[chunk], each))
+            micro_batch = done.get((chunk, kind), 0)
+            done[chunk, kind] = micro_batch + 1
+            if micro_batch < micro_batches:
+                out.append((kind, stages[chunk], micro_batch))
 
     for _ in range(2 * (pp - rank) - 1):
         run("down", "F")
@@ -192,7 +192,9 @@ def _zb_v(rank: int, pp: int, micro_batches: int) -> Iterable[Operation]:
     for _ in range(pp - rank):
         run("up", "F", "B", "W")
     for _ in range(rounds - pp):
-        run("down", *(("F",) if done["down", "F"] < rounds else ()), "B", "W")
+        if done["down", "F"] < rounds:
+            run("down", "F")
+        run("down", "B", "W")
         run("up", "F", "B", "W")
     for _ in range(rank):
         run("down", "B")

@@ -1,4 +1,4 @@
-"""When every operation of a pipeline schedule runs, given what the passes of each stage take."""
+"""Timelines: when every operation of a pipeline schedule runs, given the costs of each stage's passes."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from toolkit.planner.schedules import Pass, Schedule
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleCosts:
-    """What one micro-batch takes in each stage, in any one unit; a whole backward pass takes B and W."""
+    """Costs of one micro-batch in each stage, in any one unit; a whole backward pass takes B and W."""
 
     forward: Sequence[float]
     backward: Sequence[float]
@@ -19,7 +19,7 @@ class ScheduleCosts:
     weight: Sequence[float]
     """W, the backward pass for the weights."""
     transfer: Sequence[float] = ()
-    """From each stage to the next, activations as well as their gradients; nothing where both are on one rank.
+    """Time from each stage to the next, of activations as well as of their gradients; 0 where both are on one rank.
 
     A transfer delays who receives it and keeps no rank from computing.
     """
@@ -42,7 +42,7 @@ class ScheduleCosts:
 
 
 class TimedOperation(NamedTuple):
-    """One bar of a timeline."""
+    """One operation with its times: a bar of the timeline."""
 
     kind: Pass
     stage: int
@@ -62,7 +62,7 @@ class Timeline:
 
     @cached_property
     def makespan(self) -> float:
-        """When the last rank is done."""
+        """The time at which the last rank is done."""
         return max(map(max, self.ends))
 
     @cached_property
@@ -86,7 +86,7 @@ class Timeline:
         return self.makespan * self.schedule.pp * self.schedule.micro_batches / sum(self.busy)
 
     def operations(self, rank: int) -> Iterator[TimedOperation]:
-        """What a rank runs, in order."""
+        """Yield the operations of a rank with their times, in order."""
         times = zip(self.schedule.orders[rank], self.starts[rank], self.ends[rank], strict=True)
         return (TimedOperation(*operation, start, end) for operation, start, end in times)
 
@@ -101,7 +101,8 @@ def simulate(schedule: Schedule, costs: ScheduleCosts) -> Timeline:
     A rank runs until its next input is missing, and goes on when that arrives: the work is proportional to the number
     of operations. An input is a cell: the activation or the gradient of one stage and micro-batch.
     """
-    durations, delays = _durations(costs), _delays(schedule, costs)
+    durations = _durations(costs)
+    delays = _delays(schedule, costs)
     programs = _programs(schedule)
     arrived: list[float | None] = [0.0, 0.0, *[None] * (2 * len(schedule.rank_of) * schedule.micro_batches)]
     starts: tuple[list[float], ...] = tuple([] for _ in programs)
@@ -110,7 +111,9 @@ def simulate(schedule: Schedule, costs: ScheduleCosts) -> Timeline:
     runnable = list(range(schedule.pp))
     while runnable:
         rank = runnable.pop()
-        program, begun, done = programs[rank], starts[rank], ends[rank]
+        program = programs[rank]
+        begun = starts[rank]
+        done = ends[rank]
         now = done[-1] if done else 0.0
         for n in range(len(done), len(program)):
             cost, needs, gives = program[n]
@@ -134,25 +137,27 @@ _PASSES: tuple[Pass, ...] = ("F", "B", "W", "D")
 
 
 def _durations(costs: ScheduleCosts) -> list[float]:
-    """What an operation takes, by `stages * index of its pass + stage`."""
+    """Return the time of each operation, by `stages * index of its pass + stage`."""
     whole = [backward + weight for backward, weight in zip(costs.backward, costs.weight, strict=True)]
     return [*costs.forward, *costs.backward, *costs.weight, *whole]
 
 
 def _delays(schedule: Schedule, costs: ScheduleCosts) -> list[float]:
-    """How long after an operation its result arrives, by the same index: none at the ends, and on the same rank."""
+    """Return the delay with which an operation's result arrives, by that index: 0 at the ends and within a rank."""
     rank_of = schedule.rank_of
     assert len(costs.forward) == len(rank_of), "costs are of stages, not of ranks"
     transfer = costs.transfer or [0.0] * (len(rank_of) - 1)
     hops = [0.0 if here == there else time for time, (here, there) in zip(transfer, pairwise(rank_of), strict=True)]
-    down, up = [*hops, 0.0], [0.0, *hops]
+    down = [*hops, 0.0]
+    up = [0.0, *hops]
     return [*down, *up, *[0.0] * len(rank_of), *up]
 
 
 @lru_cache(maxsize=64)
 def _programs(schedule: Schedule) -> tuple[list[tuple[int, int, int]], ...]:
-    """For each operation of each rank: the index of its cost, the cell that it waits for, and the one that it fills."""
-    stages, micro_batches = len(schedule.rank_of), schedule.micro_batches
+    """Return the operations of each rank as (index of the cost, cell that it waits for, cell that it fills)."""
+    stages = len(schedule.rank_of)
+    micro_batches = schedule.micro_batches
     gradients = 2 + stages * micro_batches
 
     def step(kind: Pass, stage: int, micro_batch: int) -> tuple[int, int, int]:
@@ -161,9 +166,9 @@ def _programs(schedule: Schedule) -> tuple[list[tuple[int, int, int]], ...]:
         if kind == "W":
             return cost, _NOTHING, _NOBODY
         if kind == "F":
-            given = 2 + cell + micro_batches if stage < stages - 1 else _NOBODY
-            return cost, 2 + cell if stage else _NOTHING, given
-        given = gradients + cell - micro_batches if stage else _NOBODY
-        return cost, gradients + cell if stage < stages - 1 else _NOTHING, given
+            fills = 2 + cell + micro_batches if stage < stages - 1 else _NOBODY
+            return cost, 2 + cell if stage else _NOTHING, fills
+        fills = gradients + cell - micro_batches if stage else _NOBODY
+        return cost, gradients + cell if stage < stages - 1 else _NOTHING, fills
 
     return tuple([step(*operation) for operation in order] for order in schedule.orders)

@@ -28,7 +28,7 @@ from toolkit.planner.layer_time import (
     layer_seconds,
     tiled_mlp_seconds,
 )
-from toolkit.planner.setup import Setup
+from toolkit.planner.step_request import StepRequest
 from toolkit.planner.trained import HOST_SHARES
 
 TERMS = ("compute", "recompute", "host", "tensor", "expert", "pipeline", "bubble", "data", "optimizer", "offload")
@@ -56,16 +56,16 @@ class StepTime:
     optimizer: float
     offload: float
     tokens: int
-    """Of the global batch."""
+    """Tokens of the global batch."""
     gpus: int
     model_flops: float
     """Floating-point operations of the step that do not count recomputation."""
     peak_flops: float
-    """Of one GPU, in the precision of the layers."""
+    """Peak FLOP/s of one GPU, in the precision of the layers."""
 
     @property
     def seconds(self) -> float:
-        """Of one step."""
+        """Seconds of one step: the sum of all terms."""
         return sum(self.terms.values())
 
     @property
@@ -75,7 +75,7 @@ class StepTime:
 
     @property
     def tokens_per_second_per_gpu(self) -> float:
-        """Throughput."""
+        """Tokens per second and GPU."""
         return self.tokens / self.seconds / self.gpus
 
     @property
@@ -85,49 +85,58 @@ class StepTime:
 
 
 COLLECTIVE_HOST_SECONDS = 3e-5
-"""What a collective takes its host: torch.distributed's call from an autograd function, events and stream waits."""
+"""Seconds of the host for one collective: torch.distributed's call from an autograd function, events and stream
+waits."""
 
 
-def predict_step(setup: Setup) -> StepTime:
+def predict_step(request: StepRequest) -> StepTime:
     """Predict one optimizer step."""
-    shape, layout, run = setup.shape, setup.layout, setup.run
-    gpu, work, m = setup.cluster.gpu, setup.work, setup.accumulation
-    trained = setup.trained
-    ends = (embedding_seconds(gpu, shape, work, run, trained), head_seconds(gpu, shape, work, run, trained))
+    shape = request.shape
+    layout = request.layout
+    run = request.run
+    gpu = request.cluster.gpu
+    work = request.work
+    m = request.setup.accumulation
+    trained = request.trained
+    embedding = embedding_seconds(gpu, shape, work, run, trained)
+    head = head_seconds(gpu, shape, work, run, trained)
     stages = []
-    for stage, total in enumerate(_layers(setup)):
+    for stage, total in enumerate(_layers(request)):
         if stage == 0:
-            total = total.plus(ends[0], _end_idle(setup, ends[0]))
+            total = total.plus(embedding, _end_idle(request, embedding))
         if stage == layout.pp - 1:
-            total = total.plus(ends[1], _end_idle(setup, ends[1]))
-        stages.append(total.scaled(setup.cluster.alongside(setup.gpus)))
+            total = total.plus(head, _end_idle(request, head))
+        stages.append(total.scaled(request.cluster.alongside(request.gpus)))
     slowest = max(stages, key=lambda stage: stage.seconds)
     forward_share = 1 - slowest.backward / slowest.seconds
     waiting = bubble_seconds([stage.seconds for stage in stages], forward_share, m) / run.virtual_stages
-    crowding = setup.cluster.crowding(setup.gpus)
+    crowding = request.cluster.crowding(request.gpus)
     if crowding > 1:
         # Ranks share cores: the work of all takes as long as the cores do, and the pipeline at least its own time.
-        alone, slowest = m * slowest.seconds + waiting, _sum(stages).scaled(crowding / len(stages))
+        alone = m * slowest.seconds + waiting
+        slowest = _sum(stages).scaled(crowding / len(stages))
         waiting = max(0.0, alone - m * slowest.seconds)
-    pipeline = _pipeline(setup)
-    passes = slowest.seconds - slowest.backward, slowest.backward
-    data = data_seconds(setup, *passes)
-    tokens = setup.micro_batch_size * m * layout.dp * setup.seq_len
+    pipeline = _pipeline(request)
+    forward = slowest.seconds - slowest.backward
+    backward = slowest.backward
+    data = data_seconds(request, forward, backward)
+    offload = crowding * offload_seconds(request, backward) + m * activation_seconds(request, forward, backward)
+    tokens = request.setup.global_batch_size * request.setup.seq_len
     count = train_flops_per_token if trained is None else trained.flops_per_token
-    flops = count(shape, setup.seq_len)
+    flops = count(shape, request.setup.seq_len)
     return StepTime(
         compute=m * slowest.compute,
         recompute=m * slowest.recompute,
-        host=m * (slowest.host + crowding * setup.cluster.micro_batch_seconds),
+        host=m * (slowest.host + crowding * request.cluster.micro_batch_seconds),
         tensor=m * slowest.tensor,
         expert=m * slowest.expert,
         pipeline=crowding * pipeline,
         bubble=waiting,
         data=crowding * data,
-        optimizer=crowding * optimizer_seconds(setup),
-        offload=offload_seconds(setup) + m * activation_seconds(setup, *passes),
+        optimizer=crowding * optimizer_seconds(request),
+        offload=offload,
         tokens=tokens,
-        gpus=setup.gpus,
+        gpus=request.gpus,
         model_flops=flops * tokens,
         peak_flops=gpu.peak_flops(run.unit) or gpu.fp32_flops,
     )
@@ -143,7 +152,7 @@ class _Stage:
     tensor: float
     expert: float
     backward: float
-    """Of all these, what belongs to the backward pass."""
+    """Seconds of the backward pass, in all other fields together."""
 
     @property
     def seconds(self) -> float:
@@ -153,7 +162,7 @@ class _Stage:
         return _Stage(**{name: factor * getattr(self, name) for name in self.__dataclass_fields__})
 
     def plus(self, end: Passes, idle: Sequence[float]) -> "_Stage":
-        """With the embeddings or the head."""
+        """Return the stage with the seconds of the embeddings or the head added."""
         return replace(
             self,
             compute=self.compute + end.forward + end.backward,
@@ -166,68 +175,75 @@ def _sum(stages: Sequence[_Stage]) -> _Stage:
     return _Stage(**{name: sum(getattr(stage, name) for stage in stages) for name in _Stage.__dataclass_fields__})
 
 
-def _layers(setup: Setup) -> Iterator[_Stage]:
+def _layers(request: StepRequest) -> Iterator[_Stage]:
     """The decoder layers of each stage, some of which may be recomputed."""
-    recompute, first = setup.layout.recompute, 0
+    recompute = request.layout.recompute
+    first = 0
     if RECOMPUTE_PERIODS.get(recompute, 1) == 1:
-        yield from map(_layer(setup, recompute).scaled, setup.stages)
+        yield from map(_layer(request, recompute).scaled, request.stages)
         return
-    none, full = _layer(setup, "none"), _layer(setup, "full")
-    for count in setup.stages:
+    none = _layer(request, "none")
+    full = _layer(request, "full")
+    for count in request.stages:
         again = sum(recomputes(recompute, layer) for layer in range(first, first + count))
         yield _sum([full.scaled(again), none.scaled(count - again)])
         first += count
 
 
-def _idle(setup: Setup, host: Sequence[float], busy: Sequence[float]) -> tuple[float, float]:
-    """How long the GPU waits for Python in the forward and in the backward pass.
+def _idle(request: StepRequest, host: Sequence[float], busy: Sequence[float]) -> tuple[float, float]:
+    """Return the seconds that the GPU waits for Python in the forward and in the backward pass.
 
     A pass takes what the slower of the GPU and of the host that launches its kernels takes. On a CPU both are one.
     """
-    core = setup.cluster.gpu.core
+    core = request.cluster.gpu.core
     if core is not None:
         return core.layer_seconds
     return max(0.0, host[0] - busy[0]), max(0.0, host[1] - busy[1])
 
 
-def _end_idle(setup: Setup, end: Passes) -> tuple[float, float]:
-    """The same of the embeddings or the head, each of which takes a GPU's host as long as a layer."""
-    if setup.cluster.gpu.core is not None:
+def _end_idle(request: StepRequest, end: Passes) -> tuple[float, float]:
+    """Return the waits in the embeddings or the head, each of which takes a GPU's host as long as a layer."""
+    if request.cluster.gpu.core is not None:
         return 0.0, 0.0  # among a micro-batch's fixed seconds
-    return _idle(setup, setup.run.facts["host"], (end.forward, end.backward))
+    return _idle(request, request.run.facts["host"], (end.forward, end.backward))
 
 
-def _layer(setup: Setup, recompute: Recompute) -> _Stage:
+def _layer(request: StepRequest, recompute: Recompute) -> _Stage:
     """One decoder layer for one micro-batch, with its collectives, and what is recomputed of it."""
-    run, work = setup.run, setup.work
-    gpu = setup.cluster.gpu
-    once = layer_seconds(gpu, setup.shape, work, run, setup.trained)
-    forward_tensor, backward_tensor = _tensor(setup)
-    reached = 1.0 if setup.trained is None else setup.trained.reached
-    once, backward_tensor = replace(once, backward=reached * once.backward), reached * backward_tensor
-    again = {
-        "none": 0.0,
-        "selective": attention_seconds(gpu, setup.shape, work, run).forward,
-        "full": once.forward,
-    }[recompute]
-    if setup.layout.tiled_mlp:
-        again += reached * tiled_mlp_seconds(gpu, setup.shape, work, run, setup.trained)
-    accumulated = _accumulation(setup)
+    run = request.run
+    work = request.work
+    gpu = request.cluster.gpu
+    once = layer_seconds(gpu, request.shape, work, run, request.trained)
+    forward_tensor, backward_tensor = _tensor(request)
+    reached = 1.0 if request.trained is None else request.trained.reached
+    once = replace(once, backward=reached * once.backward)
+    backward_tensor = reached * backward_tensor
+    again = 0.0
+    if recompute == "selective":
+        again = attention_seconds(gpu, request.shape, work, run).forward
+    elif recompute == "full":
+        again = once.forward
+    if request.layout.tiled_mlp:
+        again += reached * tiled_mlp_seconds(gpu, request.shape, work, run, request.trained)
+    accumulated = _accumulation(request)
     times = 2 if recompute == "full" else 1
-    tensor, exchange = forward_tensor * times + backward_tensor, _exchange(setup)
-    calls = 2 * COLLECTIVE_HOST_SECONDS * ((setup.layout.tp > 1) + (exchange > 0))
-    adapters = 0 if setup.trained is None else len(setup.trained.adapters)
+    tensor = forward_tensor * times + backward_tensor
+    exchange = _exchange(request)
+    calls = 2 * COLLECTIVE_HOST_SECONDS * ((request.layout.tp > 1) + (exchange > 0))
+    adapters = 0 if request.trained is None else len(request.trained.adapters)
     host_forward, host_backward = (
-        seconds * (1 + share * adapters) + calls + expert_share(setup.shape) * routing
+        seconds * (1 + share * adapters) + calls + expert_share(request.shape) * routing
         for seconds, share, routing in zip(run.facts["host"], HOST_SHARES, run.facts["routing_host"], strict=True)
     )
     host_backward *= reached
-    forward_tensor, backward_tensor = forward_tensor + exchange, backward_tensor + reached * exchange
-    busy_forward, busy_backward = once.forward + forward_tensor, once.backward + again + backward_tensor
+    forward_tensor += exchange
+    backward_tensor += reached * exchange
+    busy_forward = once.forward + forward_tensor
+    busy_backward = once.backward + again + backward_tensor
     if recompute == "full":
         busy_backward += forward_tensor
         host_backward += host_forward
-    idle_forward, idle_backward = _idle(setup, (host_forward, host_backward), (busy_forward, busy_backward))
+    idle_forward, idle_backward = _idle(request, (host_forward, host_backward), (busy_forward, busy_backward))
     if gpu.core is not None and recompute == "full":
         idle_backward += idle_forward
     return _Stage(
@@ -240,17 +256,17 @@ def _layer(setup: Setup, recompute: Recompute) -> _Stage:
     )
 
 
-def _accumulation(setup: Setup) -> float:
+def _accumulation(request: StepRequest) -> float:
     """Adding a layer's weight gradients to those of the micro-batches before."""
-    routed = routed_parameters(setup.shape)
-    trained = held_layer_parameters(setup.shape) - routed if setup.trained is None else setup.trained.layer
-    weights = (trained + (routed / setup.layout.ep if setup.trained is None else 0.0)) / setup.layout.tp
-    if setup.accumulation == 1 or (setup.layout.zero_stage == 3 and setup.layout.dp > 1):
+    routed = routed_parameters(request.shape)
+    trained = held_layer_parameters(request.shape) - routed if request.trained is None else request.trained.layer
+    weights = (trained + (routed / request.layout.ep if request.trained is None else 0.0)) / request.layout.tp
+    if request.setup.accumulation == 1 or (request.layout.zero_stage == 3 and request.layout.dp > 1):
         return 0.0
-    return stream_seconds(setup.cluster.gpu, setup.run.facts["accumulate"] * weights, 1)
+    return stream_seconds(request.cluster.gpu, request.run.facts["accumulate"] * weights, 1)
 
 
-def _tensor(setup: Setup) -> tuple[float, float]:
+def _tensor(request: StepRequest) -> tuple[float, float]:
     """Seconds of a layer's collectives, forward and backward, on activations [T, h].
 
     Megatron's tensor parallelism has two all-reduces each way. Sequence parallelism has a gather and a scatter in the
@@ -258,8 +274,10 @@ def _tensor(setup: Setup) -> tuple[float, float]:
     (Korthikanti et al. 2022, section 4.2.2), which overlaps with the gradient of the input. Ulysses exchanges queries,
     keys, values and outputs (Jacobs et al. 2023). Ring attention sends keys and values around, behind attention.
     """
-    layout, cluster, work = setup.layout, setup.cluster, setup.work
-    size = work.tokens * setup.shape.hidden * setup.run.activation_bytes
+    layout = request.layout
+    cluster = request.cluster
+    work = request.work
+    size = work.tokens * request.shape.hidden * request.run.activation_bytes
     forward = backward = 0.0
     if layout.tp > 1:
         ranks = collectives.group(cluster, size=layout.tp, stride=1)
@@ -270,52 +288,60 @@ def _tensor(setup: Setup) -> tuple[float, float]:
         backward = forward
     if layout.ulysses > 1:
         ranks = collectives.group(cluster, size=layout.ulysses, stride=layout.tp)
-        per_head = work.tokens * setup.run.activation_bytes / layout.tp
-        widths = 2 * setup.shape.attention_dim + 2 * setup.shape.kv_dim
+        per_head = work.tokens * request.run.activation_bytes / layout.tp
+        widths = 2 * request.shape.attention_dim + 2 * request.shape.kv_dim
         exchange = collectives.all_to_all(cluster, ranks, per_head * widths) + 3 * cluster.collective_seconds
-        forward, backward = forward + exchange, backward + exchange
-    hidden = 1 - setup.run.facts["overlaps"]["tensor"]
+        forward += exchange
+        backward += exchange
+    hidden = 1 - request.run.facts["overlaps"]["tensor"]
     return forward * hidden, backward * hidden
 
 
-def _exchange(setup: Setup) -> float:
+def _exchange(request: StepRequest) -> float:
     """Seconds in which a layer's rows go to the ranks of their experts and back, in one direction of a pass.
 
     Each is one all-to-all of [T k, h]: as many bytes backward. Without DeepEP another one exchanges how many come.
     """
-    layout, cluster, experts = setup.layout, setup.cluster, setup.shape.experts
+    layout = request.layout
+    cluster = request.cluster
+    experts = request.shape.experts
     if experts is None or layout.ep == 1:
         return 0.0
-    work, run = setup.work, setup.run
+    run = request.run
     ranks = collectives.group(cluster, size=layout.ep, stride=layout.tp)
-    size = work.rows(experts) * setup.shape.hidden * run.activation_bytes
+    size = request.work.routed_rows * request.shape.hidden * run.activation_bytes
     merges = (run.dispatcher or run.facts["dispatcher"]) == "deepep"
-    merged = (_merged(experts, layout.ep, run), _merged(experts, ranks.nodes, run)) if merges else (1.0, 1.0)
+    merged = (1.0, 1.0)
+    if merges:
+        merged = (_merged(experts, layout.ep, run), _merged(experts, ranks.nodes, run))
     once = collectives.all_to_all(cluster, ranks, size, merged)
     counts = 0.0 if merges else collectives.all_to_all(cluster, ranks, 8 * experts.count)
-    return expert_share(setup.shape) * (2 * once + counts)
+    return expert_share(request.shape) * (2 * once + counts)
 
 
 def _merged(experts: ExpertShape, parts: int, run: Execution) -> float:
     """Parts of the experts that those of a token are in, as a share of the experts that it goes through."""
     if run.routing == "consecutive":
         return min(1.0, math.ceil(experts.per_token * parts / experts.count) / experts.per_token)
-    others, none = experts.count - experts.count // parts, 1.0
+    others = experts.count - experts.count // parts
+    none = 1.0
     for taken in range(experts.per_token):
         none *= max(0, others - taken) / (experts.count - taken)
     return min(1.0, parts * (1 - none) / experts.per_token)
 
 
-def _pipeline(setup: Setup) -> float:
+def _pipeline(request: StepRequest) -> float:
     """Sending activations down and gradients up: each micro-batch, and each virtual stage, waits for both."""
-    layout, cluster, run = setup.layout, setup.cluster, setup.run
+    layout = request.layout
+    cluster = request.cluster
+    run = request.run
     if layout.pp == 1:
         return 0.0
     stride = layout.world_size * run.context_parallel // layout.pp
     # Scattered over the tensor-parallel ranks, or sequence parallel anyway; some send whole activations from each.
     shards = 1 if run.facts.get("sends_whole") else layout.tp
-    size = setup.work.tokens * setup.shape.hidden * run.activation_bytes / shards
+    size = request.work.tokens * request.shape.hidden * run.activation_bytes / shards
     # A pipeline's slowest pair of neighbors counts: between nodes as soon as not all stages are in one.
-    one = collectives.send(cluster, size, between_nodes=stride * layout.pp > cluster.gpus_per_node)
-    steady = 2 * one * setup.accumulation * run.virtual_stages
-    return steady + 2 * one * (layout.pp - 1)
+    send = collectives.send(cluster, size, between_nodes=stride * layout.pp > cluster.gpus_per_node)
+    steady = 2 * send * request.setup.accumulation * run.virtual_stages
+    return steady + 2 * send * (layout.pp - 1)

@@ -19,32 +19,33 @@ from toolkit.planner.kernels import stream_seconds
 
 _A, _B = ".lora_A.", ".lora_B."
 _INPUTS, _OUTPUTS = (1, 5), (6, 4)
-"""How often the kernels of an adapter read or write its inputs and outputs, forward and backward. Forward: A reads x; B
+"""Reads and writes of an adapter's inputs and outputs by its kernels, forward and backward. Forward: A reads x; B
 writes; scaling and addition read three and write two. Backward: scaling reads and writes the gradient, dB and the
 gradient of B's input read it; dA reads x, the gradient of x is written, and added to that of the layer."""
 _DROPOUT = (8, 4)
-"""The same of an adapter's dropout, on its inputs: random numbers in fp32, the mask, two products."""
+"""Reads and writes of an adapter's inputs by its dropout, forward and backward: random numbers in fp32, the mask, two
+products."""
 _KERNELS = (4, 7)
 HOST_SHARES = (0.20, 0.13)
-"""What an adapter takes the host, as shares of what a layer takes it: peft beside the seven linear layers of a Llama,
+"""Host time of an adapter as shares of a layer's, forward and backward: peft beside the seven linear layers of a Llama,
 in layers so small that a CPU takes no time for their numbers."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Trained:
-    """Which weights train; other than all. Layers are averaged. Compared by identity."""
+    """The parameters that train where some are frozen. Layers are averaged. Compared by identity."""
 
     layer: float
     """Parameters that train, of a decoder layer."""
     outside: int
-    """Of the rest."""
+    """Parameters that train outside the decoder layers."""
     share: float
-    """Of the weights of linear layers that the backward pass reaches, those that train."""
+    """Share of the weights that train, among those of linear layers that the backward pass reaches."""
     reached: float
     """Share of the layers that it reaches: it ends at the first one in which something trains."""
     has_embeddings: bool
     has_head: bool
-    """Whether they train."""
+    """Whether the LM head trains; `has_embeddings`: whether the embeddings do."""
     adapters: tuple[tuple[Parameter, Parameter], ...]
     """A and B of each adapter of a layer."""
     dropout: bool
@@ -70,7 +71,7 @@ class Trained:
 
     @cached_property
     def recomputed(self) -> "Trained":
-        """The same where layers are recomputed: transformers then lets the backward pass go through all of them."""
+        """The same weights with recomputed layers: transformers lets the backward pass go through all of them."""
         return replace(self, reached=1.0, share=self.share * self.reached)
 
     @cached_property
@@ -84,19 +85,22 @@ class Trained:
         Known error: the first layer in which something trains computes no gradient of its own input, unless something
         before it trains or layers are recomputed.
         """
-        layers, adapters = shape.layers, shape.layers * self.adapter_weights
-        weights, head = layers * layer_matmul_parameters(shape), head_matmul_parameters(shape)
+        layers = shape.layers
+        adapters = layers * self.adapter_weights
+        weights = layers * layer_matmul_parameters(shape)
+        head = head_matmul_parameters(shape)
         attention = 4 * layers * shape.attention_dim * seq_len
         forward = 2 * (weights + head) + attention
         backward = self.reached * (2 * weights * (1 + self.share) + 2 * attention) + 2 * head * (1 + self.has_head)
         return forward + backward + 6 * adapters
 
     def adapter_seconds(self, gpu: Gpu, tokens: int, tp: int, activation_bytes: int) -> tuple[float, float]:
-        """Of a layer's adapters, forward and backward. With tensor parallelism inputs or outputs are sharded."""
+        """Return the seconds of a layer's adapters, forward and backward; tp shards their inputs or outputs."""
         forward = backward = 0.0
         for a, b in self.adapters:
             rank = a.shape[0]
-            inputs, outputs = sum(a.local_numels(tp)) // rank, sum(b.local_numels(tp)) // rank
+            inputs = sum(a.local_numels(tp)) // rank
+            outputs = sum(b.local_numels(tp)) // rank
             passes = [
                 stream_seconds(
                     gpu,
@@ -107,5 +111,6 @@ class Trained:
                 )
                 for way in (0, 1)
             ]
-            forward, backward = forward + passes[0], backward + passes[1]
+            forward += passes[0]
+            backward += passes[1]
         return forward, backward

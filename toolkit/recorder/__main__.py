@@ -1,6 +1,6 @@
 """Record for a process without torch: each line of stdin is JSON and asks for one thing, each line of stdout answers.
 
-echo '{"setup": {"config": "{\\"model_type\\": \\"gpt2\\"}"}, "s": 1024}' | python -m toolkit.recorder
+echo '{"pass": {"config": "{\\"model_type\\": \\"gpt2\\"}"}, "s": 1024}' | python -m toolkit.recorder
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any
 import transformers
 
 from toolkit.errors import ToolkitError
-from toolkit.estimate.recorded.recording import Setup
+from toolkit.estimate.recorded.recording import RankPass
 from toolkit.recorder.parameters import record_parameters
 from toolkit.recorder.record import record
 
@@ -20,15 +20,15 @@ from toolkit.recorder.record import record
 def answer(question: dict[str, Any]) -> dict[str, Any]:
     """The recording, or the parameters of a config, or why there are none."""
     try:
-        if "setup" not in question:
+        if "pass" not in question:
             return record_parameters(question["config"], question["trainable"]).encoded()
-        return record(Setup(**question["setup"]), question["s"]).encoded()
+        return record(RankPass.decoded(question["pass"]), question["s"]).encoded()
     except ToolkitError as error:
         return {"error": str(error)}
 
 
 def main() -> None:
-    """Answer until stdin ends."""
+    """Answer one question a line until stdin ends."""
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     with os.fdopen(os.dup(1), "w") as answers:

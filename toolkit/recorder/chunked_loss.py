@@ -13,7 +13,7 @@ from torch import nn
 
 
 class HiddenStates(nn.Module):
-    """In the place of an LM head, whose parameters it keeps: the model returns hidden states instead of logits."""
+    """Takes the place of an LM head, whose parameters it keeps: the model returns hidden states instead of logits."""
 
     def __init__(self, head: nn.Module) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, tokens: int) -> torch.Tensor:
-        """`tokens`: of a chunk. There are no values."""
+        """Allocate what a chunk of so many `tokens` takes; there are no values to compute."""
         gradients = [torch.zeros_like(hidden), torch.zeros_like(weight) if weight.requires_grad else None]
         losses = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
         chunk = hidden[:1].expand(tokens, -1)

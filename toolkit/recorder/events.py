@@ -11,13 +11,13 @@ _LAYER = ("forward ", "backward ")
 def events_of(
     trace: Sequence[TracedSection],
     size_of: Mapping[int, Polynomial],
-    kept: Sequence[int],
+    ran: Sequence[int],
     inner: Sequence[int],
     ends: tuple[int, int],
 ) -> Events:
     """Events of the ends and of the layers that stand for others: `inner`, one of each kind, the first and the last.
 
-    `size_of`: of a storage, by its number. `kept`: the layers that ran. `ends`: kinds of the first and the last.
+    `size_of`: of a storage, by its number. `ran`: the layers that ran. `ends`: kinds of the first and the last.
     """
     casts = set[int]().union(*(section.casts for section in trace))
     table: dict[tuple[Polynomial, bool], int] = {}
@@ -28,28 +28,29 @@ def events_of(
         places |= {number: (section.name, at) for at, number in enumerate(reversed(outlive))}
 
     def named(index: int) -> list[str]:
-        """What the layer stands for."""
+        """Return the roles that the layer stands for: the number of its kind, `first`, `last`; maybe none."""
         roles = [str(inner.index(index))] if index in inner else []
-        return roles + [role for role, at in (("first", kept[0]), ("last", kept[-1])) if at == index]
+        return roles + [role for role, at in (("first", ran[0]), ("last", ran[-1])) if at == index]
 
     def reference(name: str, number: int) -> str | None:
-        found, at = places.get(number, ("", 0))
-        if not found.startswith(_LAYER):
-            return f"{found}:{at}" if found else None
-        direction, layer = found.split()
+        """Return the name of a storage that another section allocated; None where no section has it."""
+        place, at = places.get(number, ("", 0))
+        if not place.startswith(_LAYER):
+            return f"{place}:{at}" if place else None
+        direction, layer = place.split()
         if name.startswith(_LAYER):
-            return f"{direction} {kept.index(int(layer)) - kept.index(int(name.split()[1])):+d}:{at}"
+            return f"{direction} {ran.index(int(layer)) - ran.index(int(name.split()[1])):+d}:{at}"
         role = named(int(layer))
         return f"{direction} {role[-1]}:{at}" if role else None
 
     def events(section: TracedSection) -> Iterator[int | str]:
-        own: dict[int, int] = {}
+        allocated: dict[int, int] = {}
         for number, size in section.events:
             if size > 0:
-                own[number] = len(own)
+                allocated[number] = len(allocated)
                 yield table.setdefault((size_of[number], number in casts), len(table))
-            elif number in own:
-                yield -1 - own[number]
+            elif number in allocated:
+                yield -1 - allocated[number]
             elif (name := reference(section.name, number)) is not None:
                 yield name
 

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from toolkit.estimate.recorded.recording import Setup
+from toolkit.estimate.recorded.recording import RankPass
 from toolkit.estimate.trainable import Trainable
 from toolkit.model_init.selective_recompute import recompute_attention
 from toolkit.models.families.spec import SPELLINGS
@@ -38,12 +38,12 @@ _FLASH = "fused_without_mask"  # "flash" in a name would make transformers look 
 
 @dataclass(frozen=True, kw_only=True)
 class FakeModel:
-    """A model, or a stage of it, in training mode. `kept`: indices of the decoder layers that run."""
+    """A model, or a stage of it, in training mode. `running`: indices of the decoder layers that run."""
 
     model: PreTrainedModel
     stage: PipelineStage | None
     structure: ModelStructure
-    kept: tuple[int, ...]
+    running: tuple[int, ...]
     pattern: tuple[int, ...]
     """The kind of every layer."""
     loss_sum: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -54,12 +54,13 @@ class FakeModel:
     @property
     def positions(self) -> int:
         """Positions of the longest sample."""
-        found = (getattr(text_config(self.model), name, None) for name in SPELLINGS["positions"])
-        return int(next(filter(None, found), _MOST_POSITIONS))
+        config = text_config(self.model)
+        numbers = (getattr(config, name, None) for name in SPELLINGS["positions"])
+        return int(next(filter(None, numbers), _MOST_POSITIONS))
 
     @property
     def has_learned_positions(self) -> bool:
-        """Whether they are rows of a table."""
+        """Whether positions are rows of a table that is learned."""
         return has_table_of(self.positions, self.model)
 
     @property
@@ -81,53 +82,60 @@ def has_table_of(positions: int, model: nn.Module) -> bool:
 Mode = FakeTensorMode | torch.device
 
 
-def tensors_without_memory(setup: Setup) -> Mode:
+def tensors_without_memory(rank_pass: RankPass) -> Mode:
     """A context whose tensors take no memory: fake ones, or the meta device's.
 
     The meta device gives the same events in a third of the time, but has no kernels of a CPU and no autocast.
     """
-    is_plain = setup.device == "cuda" and setup.precision != "autocast"
+    is_plain = rank_pass.computation.device == "cuda" and rank_pass.precision != "autocast"
     return torch.device("meta") if is_plain else FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def autocast(setup: Setup) -> torch.autocast:
-    """The context of products."""
-    return torch.autocast("cpu", torch.bfloat16, enabled=setup.precision == "autocast")
+def autocast(rank_pass: RankPass) -> torch.autocast:
+    """Return the autocast context of products, which is enabled where the precision of the pass is `autocast`."""
+    return torch.autocast("cpu", torch.bfloat16, enabled=rank_pass.precision == "autocast")
 
 
-def build(setup: Setup, mode: Mode) -> FakeModel:
-    """Build the model of `setup`. The process group is that of its tensor-parallel ranks."""
-    facts = json.loads(setup.config)
-    dtype = torch.bfloat16 if setup.precision == "bf16" else torch.float32
+def build(rank_pass: RankPass, mode: Mode) -> FakeModel:
+    """Build the model of a pass. The process group is that of its tensor-parallel ranks."""
+    layout = rank_pass.layout
+    facts = json.loads(rank_pass.config)
+    dtype = torch.bfloat16 if rank_pass.precision == "bf16" else torch.float32
     config = AutoConfig.for_model(facts.pop("model_type"), **facts)
-    attention = {"flash": _FLASH}.get(setup.attention, setup.attention)
+    attention = _FLASH if rank_pass.computation.attention == "flash" else rank_pass.computation.attention
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
     model.tie_weights()
-    structure = structure_of(setup.config, model)
+    structure = structure_of(rank_pass.config, model)
     layers = structure.layer_list(model)
-    trainable = Trainable.parse(setup.trainable or "all")
+    trainable = Trainable.parse(rank_pass.computation.trainable or "all")
     freeze(model, trainable)
-    pattern = kinds_of(model, layers, receives_gradients(model, layers, recomputes=setup.recompute == "full"))
-    group, expert = groups(setup)
+    pattern = kinds_of(model, layers, receives_gradients(model, layers, recomputes=layout.recompute == "full"))
+    group, expert = groups(rank_pass)
     vocabulary = int(model.get_output_embeddings().weight.shape[0])
     parallelizer = adapters = None
-    experts = ExpertSharder(model, group, expert, inner=setup.inner, sequence_parallel=setup.sequence_parallel)
-    if setup.tp > 1:
+    experts = ExpertSharder(
+        model,
+        group,
+        expert,
+        inner=layout.experts == "inner",
+        sequence_parallel=layout.sequence_parallel,
+    )
+    if layout.tp > 1:
         adapters = RecordedAdapters(model) if trainable.rank else None
         parallelizer = TensorParallelizer(
-            model, structure, group, sequence_parallel=setup.sequence_parallel, experts=experts
+            model, structure, group, sequence_parallel=layout.sequence_parallel, experts=experts
         )
-    stage = _stage(setup, model, structure)
-    kept = keep_few(layers, pattern, structure, splits_sequence=setup.sequence_parallel)
+    stage = _stage(rank_pass, model, structure)
+    running = keep_few(layers, pattern, structure, splits_sequence=layout.sequence_parallel)
     with mode:
         _make_fake(model)
         if stage is not None:
             stage.cast_nonlocal(dtype)
-        for index in kept if parallelizer is None else ():
+        for index in running if parallelizer is None else ():
             experts.shard_layer(layers[index], "")
         if parallelizer is not None:
-            for index in kept:
+            for index in running:
                 parallelizer.parallelize_layer(index)
                 if adapters is not None:
                     adapters.attach(layers[index], dtype)
@@ -136,9 +144,9 @@ def build(setup: Setup, mode: Mode) -> FakeModel:
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
     model.config.dtype = dtype
-    if setup.recompute == "full":
+    if layout.recompute == "full":
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    elif setup.recompute == "selective":
+    elif layout.recompute == "selective":
         recompute_attention(model)
     (model if stage is None else stage).train()
     shard = None if parallelizer is None else VocabularyShard.of(vocabulary, group)
@@ -147,25 +155,26 @@ def build(setup: Setup, mode: Mode) -> FakeModel:
         model=model,
         stage=stage,
         structure=structure,
-        kept=kept,
+        running=running,
         pattern=pattern,
-        loss_sum=_loss_sum(setup, model, shard, group),
+        loss_sum=_loss_sum(rank_pass, model, shard, group),
         hidden=int(text.hidden_size),
         window=getattr(text, "sliding_window", None) or getattr(text, "attention_chunk_size", None),
     )
 
 
 def _loss_sum(
-    setup: Setup, model: PreTrainedModel, shard: VocabularyShard | None, group: dist.ProcessGroup
+    rank_pass: RankPass, model: PreTrainedModel, shard: VocabularyShard | None, group: dist.ProcessGroup
 ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """The loss of the setup. One over chunks multiplies by the head itself, and the model returns hidden states."""
-    if setup.loss_chunk:
+    """Return the loss of the pass. Over chunks it multiplies by the head, and the model returns hidden states."""
+    chunk_tokens = rank_pass.computation.loss_chunk
+    if chunk_tokens:
         head = model.get_output_embeddings()
         model.set_output_embeddings(HiddenStates(head))
 
         def chunked(hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            with autocast(setup):
-                loss: torch.Tensor = ChunkedLoss.apply(hidden.flatten(0, 1), head.weight, setup.loss_chunk)
+            with autocast(rank_pass):
+                loss: torch.Tensor = ChunkedLoss.apply(hidden.flatten(0, 1), head.weight, chunk_tokens)
                 return loss
 
         return chunked
@@ -178,7 +187,7 @@ _STRUCTURES: dict[str, ModelStructure] = {}
 
 
 def structure_of(config: str, model: PreTrainedModel) -> ModelStructure:
-    """Its layers and what is around them: found by a pass through all of them, once for all setups of a config."""
+    """Return a model's layers and what is around them: found by one pass, once for all passes of a config."""
     if config not in _STRUCTURES:
         _STRUCTURES.clear()
         _STRUCTURES[config] = analyze_model(model)
@@ -196,11 +205,12 @@ def kinds_of(model: PreTrainedModel, layers: nn.ModuleList, reached: Sequence[bo
     """
     config = text_config(model).to_dict()
     lists = [value for value in config.values() if isinstance(value, list | tuple) and len(value) == len(layers)]
-    found: dict[Any, int] = {}
-    return tuple(
-        found.setdefault((_signature(layer), reached[index], *(str(each[index]) for each in lists)), len(found))
-        for index, layer in enumerate(layers)
-    )
+    numbers: dict[Any, int] = {}
+    kinds = []
+    for index, layer in enumerate(layers):
+        listed = [str(values[index]) for values in lists]
+        kinds.append(numbers.setdefault((_signature(layer), reached[index], *listed), len(numbers)))
+    return tuple(kinds)
 
 
 def _signature(layer: nn.Module) -> Any:
@@ -211,8 +221,8 @@ def _signature(layer: nn.Module) -> Any:
             for key, value in vars(module).items()
             if isinstance(value, str | bool | int | float | None) and "idx" not in key and "index" not in key
         }
-        own = ((key, value) for key, value in module._parameters.items() if value is not None)
-        shapes = [(key, value.shape, value.requires_grad) for key, value in own]
+        parameters = ((key, value) for key, value in module._parameters.items() if value is not None)
+        shapes = [(key, value.shape, value.requires_grad) for key, value in parameters]
         parts.append((name, type(module).__name__, tuple(sorted(map(str, flags.items()))), tuple(shapes)))
     return tuple(parts)
 
@@ -220,35 +230,37 @@ def _signature(layer: nn.Module) -> Any:
 def keep_few(
     layers: nn.ModuleList, pattern: tuple[int, ...], structure: ModelStructure, *, splits_sequence: bool
 ) -> tuple[int, ...]:
-    """Skip all layers but the last two, and one of each kind with its neighbors; return those that are kept.
+    """Skip all layers but the last two, and one of each kind with its neighbors; return those that are left.
 
     The neighbors matter: a variable of the model may hold what a layer returned until the next one returns. With
     sequence parallelism the first layer splits the sequence, and the last one gathers it.
     """
-    own = [index for index, layer in enumerate(layers) if not isinstance(layer, NonLocalLayer)]
-    kept = set(own[-2:] + own[: 2 if splits_sequence else 0])
-    for kind in dict.fromkeys(pattern[index] for index in own):
-        alike = [index for index in own if pattern[index] == kind]
-        center = max((index for index in alike if index != own[-1]), default=alike[-1])
-        kept |= {center - 1, center, center + 1} & {*own}
-    for index in own:
-        if index not in kept:
+    local = [index for index, layer in enumerate(layers) if not isinstance(layer, NonLocalLayer)]
+    running = {*local[-2:]}
+    if splits_sequence:
+        running |= {*local[:2]}
+    for kind in dict.fromkeys(pattern[index] for index in local):
+        alike = [index for index in local if pattern[index] == kind]
+        center = max((index for index in alike if index != local[-1]), default=alike[-1])
+        running |= {center - 1, center, center + 1} & {*local}
+    for index in local:
+        if index not in running:
             layers[index] = NonLocalLayer(layers[index], structure.tuple_length)
-    return tuple(sorted(kept))
+    return tuple(sorted(running))
 
 
-def _stage(setup: Setup, model: PreTrainedModel, structure: ModelStructure) -> PipelineStage | None:
-    """The stage that `setup` names, with all layers but those of another stage before and behind it."""
+def _stage(rank_pass: RankPass, model: PreTrainedModel, structure: ModelStructure) -> PipelineStage | None:
+    """Return the stage that the pass names, with all layers but those of another stage before and behind it."""
     count = structure.count
     bounds, stage = {
         "whole": ((0, count), 0),
         "first": ((0, count - 1, count), 0),
         "middle": ((0, 1, count - 1, count), 1),
         "last": ((0, 1, count), 1),
-    }[setup.part]
-    if setup.part == "whole":
+    }[rank_pass.part]
+    if rank_pass.part == "whole":
         return None
-    shards = setup.tp if setup.sequence_parallel else 1
+    shards = rank_pass.layout.tp if rank_pass.layout.sequence_parallel else 1
     return PipelineStage(model, structure, bounds=bounds, stage=stage, sequence_shards=shards)
 
 

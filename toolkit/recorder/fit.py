@@ -1,4 +1,4 @@
-"""From traces of a few sizes to a Recording: each event's bytes as a polynomial, each kind of layer once."""
+"""Fits traces of a few sizes to a Recording: each event's bytes as a polynomial, each kind of layer once."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
@@ -10,12 +10,12 @@ from toolkit.recorder.events import events_of
 from toolkit.recorder.trace import TracedSection
 
 Size = tuple[int, int]
-"""Samples and positions."""
+"""Number of samples, and of positions of each."""
 
 
-def has_same_events(one: Sequence[TracedSection], other: Sequence[TracedSection]) -> bool:
+def has_same_events(trace: Sequence[TracedSection], other: Sequence[TracedSection]) -> bool:
     """Whether two traces allocate and free the same storages in the same order, whatever their sizes."""
-    return [_shape(section) for section in one] == [_shape(section) for section in other]
+    return [_shape(section) for section in trace] == [_shape(section) for section in other]
 
 
 def _shape(section: TracedSection) -> Any:
@@ -24,11 +24,11 @@ def _shape(section: TracedSection) -> Any:
 
 def fits(polynomials: Sequence[Polynomial], sizes: Sequence[int], at: Size) -> bool:
     """Whether polynomials give these sizes."""
-    return all(value(one, at) == size for one, size in zip(polynomials, sizes, strict=True))
+    return all(value(polynomial, at) == size for polynomial, size in zip(polynomials, sizes, strict=True))
 
 
 def value(polynomial: Polynomial, at: Size) -> int:
-    """A polynomial's value."""
+    """Return the value of a polynomial for samples and positions."""
     return sum(factor * at[0] ** i * at[1] ** j for factor, (i, j) in zip(polynomial, MONOMIALS, strict=True))
 
 
@@ -41,9 +41,9 @@ def solve(points: Sequence[Size], values: Sequence[int]) -> Polynomial | None:
     full = tuple(at for at in every if not MONOMIALS[at][0] or len({b for b, _ in points}) > 1)
     for terms in (*combinations(every, 1), *combinations(every, 2), full):
         if len(terms) <= 2 < len(points) or (len(terms) <= len(points) and terms == full):
-            found = _through(points, values, terms)
-            if found is not None:
-                return found
+            polynomial = _through(points, values, terms)
+            if polynomial is not None:
+                return polynomial
     return None
 
 
@@ -52,18 +52,18 @@ def _through(points: Sequence[Size], values: Sequence[int], terms: Sequence[int]
         (at,) = terms
         powers = [b ** MONOMIALS[at][0] * s ** MONOMIALS[at][1] for b, s in points]
         factor, rest = divmod(values[0], powers[0])
-        if rest or any(factor * power != found for power, found in zip(powers, values, strict=True)):
+        if rest or any(factor * power != value for power, value in zip(powers, values, strict=True)):
             return None
-        return tuple(factor if one == at else 0 for one in range(len(MONOMIALS)))
+        return tuple(factor if term == at else 0 for term in range(len(MONOMIALS)))
     rows = [
-        [Fraction(b ** MONOMIALS[at][0] * s ** MONOMIALS[at][1]) for at in terms] + [Fraction(found)]
-        for (b, s), found in zip(points, values, strict=True)
+        [Fraction(b ** MONOMIALS[at][0] * s ** MONOMIALS[at][1]) for at in terms] + [Fraction(value)]
+        for (b, s), value in zip(points, values, strict=True)
     ]
     solved = _eliminated(rows, len(terms))
-    if solved is None or any(each.denominator != 1 for each in solved):
+    if solved is None or any(coefficient.denominator != 1 for coefficient in solved):
         return None
-    found = dict(zip(terms, solved, strict=True))
-    return tuple(int(found.get(at, 0)) for at in range(len(MONOMIALS)))
+    coefficients = dict(zip(terms, solved, strict=True))
+    return tuple(int(coefficients.get(at, 0)) for at in range(len(MONOMIALS)))
 
 
 def _eliminated(rows: list[list[Fraction]], unknowns: int) -> list[Fraction] | None:
@@ -73,7 +73,7 @@ def _eliminated(rows: list[list[Fraction]], unknowns: int) -> list[Fraction] | N
         if pivot is None:
             return None
         rows[column], rows[pivot] = rows[pivot], rows[column]
-        rows[column] = [each / rows[column][column] for each in rows[column]]
+        rows[column] = [entry / rows[column][column] for entry in rows[column]]
         for at in range(len(rows)):
             if at != column and rows[at][column]:
                 rows[at] = [a - rows[at][column] * b for a, b in zip(rows[at], rows[column], strict=True)]
@@ -90,7 +90,7 @@ def allocated(trace: Iterable[TracedSection], unit: int) -> list[int]:
 def assemble(
     trace: Sequence[TracedSection],
     sizes: Sequence[Polynomial],
-    kept: Sequence[int],
+    layers: Sequence[int],
     pattern: Sequence[int],
     positions: tuple[int, int | None],
     unit: int,
@@ -105,16 +105,17 @@ def assemble(
     def made(name: str, *earlier: Polynomial) -> PassSection:
         return _section(named.get(name, TracedSection(name)), size_of, casts, earlier)
 
-    representatives = (_inner(kind, kept, pattern) for kind in dict.fromkeys(pattern))
+    representatives = (_inner(kind, layers, pattern) for kind in dict.fromkeys(pattern))
     inner = [index for index in representatives if index is not None]
     numbers = {pattern[index]: number for number, index in enumerate(inner)}
 
     def beyond(direction: str, end: int) -> Polynomial:
-        """What the first layer or the last one leaves live beyond what an inner one does."""
-        if len(kept) < 2:
+        """Return the bytes that the first or the last layer leaves live beyond those of an inner one."""
+        if len(layers) < 2:
             return total(())
-        own, usual = kept[end], inner[numbers[pattern[kept[end]]]]
-        return tuple(map(int.__sub__, *(made(f"{direction} {index}").delta for index in (own, usual))))
+        at_end = layers[end]
+        usual = inner[numbers[pattern[at_end]]]
+        return tuple(map(int.__sub__, made(f"{direction} {at_end}").delta, made(f"{direction} {usual}").delta))
 
     return Recording(
         positions=positions,
@@ -128,7 +129,7 @@ def assemble(
         kinds=tuple(_kinds(named[f"forward {index}"], size_of, casts) for index in inner),
         end_layers=(beyond("forward", 0), beyond("forward", -1), beyond("backward", -1)),
         events=events_of(
-            trace, size_of, kept, inner, (numbers.get(pattern[kept[0]], 0), numbers.get(pattern[kept[-1]], 0))
+            trace, size_of, layers, inner, (numbers.get(pattern[layers[0]], 0), numbers.get(pattern[layers[-1]], 0))
         ),
     )
 
@@ -140,12 +141,12 @@ def _section(
 
     Copies of weights count at the moments of the part of the forward pass that makes them, and nowhere else.
     """
-    own = section.casts if section.name.startswith(("forward", "head")) else set[int]()
+    counted = section.casts if section.name.startswith(("forward", "head")) else set[int]()
     signed = {
         is_cast: [
             size_of[number] if size > 0 else _freed(size_of[number])
             for number, size in section.events
-            if number not in casts or (is_cast and number in own)
+            if number not in casts or (is_cast and number in counted)
         ]
         for is_cast in (False, True)
     }
@@ -153,22 +154,26 @@ def _section(
     return PassSection(delta=delta, peaks=PassSection.of([*earlier, *signed[True]]).peaks)
 
 
-def _inner(kind: int, kept: Sequence[int], pattern: Sequence[int]) -> int | None:
-    """The layer of a kind that stands for all: between two others that were kept, if there is one."""
-    alike = [index for index in kept if pattern[index] == kind]
-    inside = [index for index in alike if index - 1 in kept and index + 1 in kept]
+def _inner(kind: int, layers: Sequence[int], pattern: Sequence[int]) -> int | None:
+    """The layer of a kind that stands for all: between two others that ran, if there is one."""
+    alike = [index for index in layers if pattern[index] == kind]
+    inside = [index for index in alike if index - 1 in layers and index + 1 in layers]
     return next(iter([*inside, *alike]), None)
 
 
 def _freed(size: Polynomial) -> Polynomial:
-    return tuple(-each for each in size)
+    return tuple(-coefficient for coefficient in size)
 
 
 def _kinds(section: TracedSection, size_of: dict[int, Polynomial], casts: set[int]) -> dict[str, Polynomial]:
-    """What a layer keeps, by the part that allocates it. What it frees of the layer before is its residual stream."""
-    found: dict[str, list[Polynomial]] = {}
+    """Return the bytes that a layer keeps, by the part that allocates them.
+
+    Bytes that it frees of the layer before are its residual stream.
+    """
+    by_kind: dict[str, list[Polynomial]] = {}
     for number, size in section.events:
         if number not in casts:
             kind = section.kinds.get(number) or "residual"
-            found.setdefault(kind, []).append(size_of[number] if size > 0 else _freed(size_of[number]))
-    return {kind: summed for kind, each in found.items() if any(summed := total(each))}
+            by_kind.setdefault(kind, []).append(size_of[number] if size > 0 else _freed(size_of[number]))
+    sums = {kind: total(sizes) for kind, sizes in by_kind.items()}
+    return {kind: size for kind, size in sums.items() if any(size)}

@@ -5,9 +5,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from toolkit.config.recipe import LoraSection
-from toolkit.errors import ModelError
+from toolkit.errors import ModelError, Refusal
 from toolkit.estimate.trainable import Trainable
-from toolkit.model_init.adapters import Adapters, adapted_experts, inject
+from toolkit.model_init.adapters import Adapters, inject
 from toolkit.model_init.frozen import freeze_others, trained_names
 
 
@@ -18,20 +18,22 @@ def freeze(model: nn.Module, trainable: Trainable) -> None:
         try:
             inject(model, LoraSection(r=trainable.rank, dropout=trainable.dropout, targets=targets))
         except ModelError as error:
-            found = ", ".join(targets)
-            raise ModelError(f"--trainable or model.lora names no linear module ({found})") from error
-        path = adapted_experts(name for name, module in model.named_modules() if hasattr(module, "base_layer"))
-        if path is not None:
-            raise ModelError(f"peft adapts {path} too, whose adapters are not estimated; name linear layers instead")
+            raise ModelError(_without_field(error, "--trainable or model.lora")) from error
         weights = next(parameter.dtype for parameter in model.parameters() if not parameter.requires_grad)
         _cast_adapters(model, torch.float32 if trainable.in_fp32 else weights)
     elif trainable.patterns or trainable.frozen:
         try:
             trained = trained_names(model, freeze=trainable.frozen, train_only=trainable.patterns)
         except ModelError as error:
-            found = ", ".join(trainable.patterns or trainable.frozen)
-            raise ModelError(f"--trainable, or the recipe, names no parameter, or all ({found})") from error
+            raise ModelError(_without_field(error, "--trainable, or the recipe")) from error
         freeze_others(model, trained)
+
+
+def _without_field(error: ModelError, origin: str) -> str:
+    """The message of an error about a recipe's field, whose setting may have come from an option."""
+    refusal = error.as_refusal()
+    setting = Refusal(field="", settings=(origin,), reason=refusal.reason, remedy=refusal.remedy)
+    return str(setting).removesuffix(".")
 
 
 class RecordedAdapters(Adapters):
@@ -66,8 +68,8 @@ def receives_gradients(model: nn.Module, layers: nn.ModuleList, *, recomputes: b
         if id(parameter) in inside:
             break
         trains = trains or parameter.requires_grad
-    found = []
+    reached = []
     for layer in layers:
-        found.append(trains)
+        reached.append(trains)
         trains = trains or any(parameter.requires_grad for parameter in layer.parameters())
-    return found
+    return reached

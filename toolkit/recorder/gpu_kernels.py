@@ -18,7 +18,7 @@ _RAISED_NAMES = (
     "acos asin cosh cumprod cumsum erfinv exp expm1 log log10 log1p log2 logsumexp pow prod reciprocal rsqrt sinh "
     "softplus sum tan"
 )
-"""What autocast runs in fp32 on a GPU (ATen/autocast_mode.h), and on a CPU in the input's dtype."""
+"""Functions that autocast runs in fp32 on a GPU (ATen/autocast_mode.h), and on a CPU in the input's dtype."""
 _RAISED: set[Any] = {
     function
     for name in _RAISED_NAMES.split()
@@ -39,7 +39,7 @@ _RAISED: set[Any] = {
 
 
 class GpuKernels(TorchFunctionMode):
-    """Inside, attention, dropout and autocast are those of a GPU."""
+    """A mode in which attention, dropout and autocast are those of a GPU."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -52,7 +52,7 @@ class GpuKernels(TorchFunctionMode):
         if func is F.rms_norm:
             return _rms_norm(*args, **kwargs)
         if func in _RAISED and torch.is_autocast_enabled("cpu") and kwargs.get("dtype") is None:
-            args = tuple(_raised(each) for each in args)
+            args = tuple(_raised(argument) for argument in args)
         return func(*args, **kwargs)
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from toolkit.errors import ModelError
-from toolkit.estimate.parameters import ModelParameters, Parameter, Part
+from toolkit.estimate.parameters import ModelParameters, Parameter, PartFlops
 from toolkit.estimate.trainable import Trainable
 from toolkit.models.families.spec import SPELLINGS
 from toolkit.parallel.adapter_names import PREFIX, saved_name
@@ -28,7 +28,7 @@ _UNIT = 64
 def record_parameters(config: str, trainable: str = "") -> ModelParameters:
     """List the parameters of the model that transformers builds from a config. Raises ModelError.
 
-    `trainable`: which of them train, as in Setup.
+    `trainable`: which of them train, as in Computation.
     """
     with in_fake_group(config):
         facts = json.loads(config)
@@ -77,7 +77,7 @@ def _bytes(buffers: Iterable[torch.Tensor]) -> int:
 
 
 def _parallelizer(model: PreTrainedModel, structure: ModelStructure) -> TensorParallelizer | None:
-    """None for a family without tensor parallelism: then nothing of it is sharded."""
+    """Return the parallelizer; None for a family without tensor parallelism, of which nothing is sharded."""
     group = dist.group.WORLD
     assert group is not None
     try:
@@ -96,7 +96,6 @@ def _of_layer(layer: nn.Module, parallelizer: TensorParallelizer | None) -> Iter
             sharded[f"{path}.bias"] = {"dim": 0, **where}
         adapter = {"dim": 0} if is_column(style) else {"dim": 1}
         sharded[f"{PREFIX}{path}.lora_{'B' if is_column(style) else 'A'}.weight"] = {**adapter, **where}
-    sharded |= {path: {"dim": 0} for path, _ in (parallelizer.planned_vectors(layer) if parallelizer else ())}
     for path, _ in parallelizer.planned_vectors(layer) if parallelizer else ():
         sharded[path] = {"dim": 0}
     for name, parameter in layer.named_parameters():
@@ -108,11 +107,12 @@ def _outside(model: PreTrainedModel, structure: ModelStructure, name: str, param
     owners = [
         owner
         for owner, module in model.named_modules()
-        if any(each is parameter for each in module.parameters(recurse=False))
+        if any(held is parameter for held in module.parameters(recurse=False))
     ]
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
     vocabulary = isinstance(embedding, nn.Embedding) and parameter is embedding.weight
-    is_head = isinstance(head, nn.Linear) and any(parameter is each for each in head.parameters(recurse=False))
+    is_head = isinstance(head, nn.Linear) and any(parameter is held for held in head.parameters(recurse=False))
     return Parameter(
         name=name,
         shape=tuple(parameter.shape),
@@ -126,19 +126,19 @@ def _outside(model: PreTrainedModel, structure: ModelStructure, name: str, param
     )
 
 
-def _parts(model: PreTrainedModel, structure: ModelStructure, pattern: list[int]) -> Iterator[Part]:
+def _parts(model: PreTrainedModel, structure: ModelStructure, pattern: list[int]) -> Iterator[PartFlops]:
     """FLOPs for a token: before the layers, a layer of each kind, the head. Layers that are alike are skipped."""
     layers = structure.layer_list(model)
-    kept = keep_few(layers, tuple(pattern), structure, splits_sequence=False)
-    run = [layers[index] for index in kept]
+    running = keep_few(layers, tuple(pattern), structure, splits_sequence=False)
+    run = [layers[index] for index in running]
     unit = max(1, min(_UNIT, (_facts(model, 0)["positions"] or 3 * _UNIT) // 3))
     lengths = (unit, 2 * unit, 3 * unit)
     first, second, third = (count_flops(model, run, s)[0] for s in lengths)
-    kinds = [pattern[index] for index in kept]
+    kinds = [pattern[index] for index in running]
     for at in (0, *(1 + kinds.index(kind) for kind in range(len({*pattern}))), len(first) - 1):
         lines = zip(first[at], second[at], third[at], strict=True)
         flops, with_weights = (_line(lengths, counts) for counts in lines)
-        yield Part(flops=flops, with_weights=with_weights)
+        yield PartFlops(flops=flops, with_weights=with_weights)
 
 
 def _line(lengths: tuple[int, ...], counts: tuple[int, ...]) -> tuple[float, float]:
@@ -150,12 +150,12 @@ def _line(lengths: tuple[int, ...], counts: tuple[int, ...]) -> tuple[float, flo
 
 
 def _facts(model: PreTrainedModel, layers: int) -> Mapping[str, Any]:
-    """What ModelShape has, of the config as transformers reads it."""
+    """Return the facts that ModelShape has, of the config as transformers reads it."""
     config = text_config(model)
 
     def read(fact: str) -> Any:
-        found = (getattr(config, name, None) for name in SPELLINGS[fact])
-        return next((value for value in found if isinstance(value, int)), None)
+        values = (getattr(config, name, None) for name in SPELLINGS[fact])
+        return next((value for value in values if isinstance(value, int)), None)
 
     facts = {fact: read(fact) for fact in ("hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "positions")}
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight

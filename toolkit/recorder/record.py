@@ -1,4 +1,4 @@
-"""Record one setup: a few passes of different sizes, and one more that checks what was found."""
+"""Record one kind of pass: a few runs of it of different sizes, and one more that checks what they had in common."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from toolkit.errors import ModelError, ToolkitError
-from toolkit.estimate.recorded.recording import Polynomial, Recording, Setup
+from toolkit.estimate.recorded.recording import Polynomial, RankPass, Recording
 from toolkit.files import reason_of
 from toolkit.recorder.fake_model import FakeModel, build, tensors_without_memory
 from toolkit.recorder.fit import Size, allocated, assemble, fits, has_same_events, solve
@@ -21,10 +21,10 @@ _UNITS = (256, 128, 64, 32, 16, 8, 4, 2, 1)
 """Positions are multiples of one of these: kernels round up what is none."""
 
 
-def record(setup: Setup, s: int) -> Recording:
-    """Record a setup for samples of `s` positions. Raises ModelError. There must be no process group."""
-    with in_fake_group(setup.config, setup.tp * setup.ep):
-        return _recorded(setup, s)
+def record(rank_pass: RankPass, s: int) -> Recording:
+    """Record a pass for samples of `s` positions. Raises ModelError. There must be no process group."""
+    with in_fake_group(rank_pass.config, rank_pass.layout.tp * rank_pass.layout.ep):
+        return _recorded(rank_pass, s)
 
 
 @contextmanager
@@ -46,32 +46,33 @@ def in_fake_group(config: str, ranks: int = 1) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _recorded(setup: Setup, s: int) -> Recording:
-    mode = tensors_without_memory(setup)
-    fake = build(setup, mode)
+def _recorded(rank_pass: RankPass, s: int) -> Recording:
+    mode = tensors_without_memory(rank_pass)
+    fake = build(rank_pass, mode)
     span = _span(fake, s)
-    unit = setup.tp if setup.sequence_parallel else 1
+    unit = rank_pass.layout.tp if rank_pass.layout.sequence_parallel else 1
     if fake.has_experts:
-        unit = lcm(unit, load(setup).denominator)
+        unit = lcm(unit, load(rank_pass).denominator)
     lengths = _lengths(fake, span, unit)
-    samples = (1,) if setup.samples == "one" else (2, 3)
+    samples = (1,) if rank_pass.samples == "one" else (2, 3)
 
     traces: dict[Size, list[TracedSection]] = {}
 
     def run(at: Size, *, again: bool = False) -> list[TracedSection]:
         if again or at not in traces:
-            traces[at] = trace_pass(setup, fake, mode, *at)
+            traces[at] = trace_pass(rank_pass, fake, mode, *at)
         return traces[at]
 
-    least, most = samples[0], samples[-1]
+    least = samples[0]
+    most = samples[-1]
     few = [(least, lengths[0]), (least, lengths[2]), (most, lengths[0]), (most, lengths[1])]
     beyond = (most + 1, lengths[2]) if most > 1 else few[0]
     sizes = _solved([*dict.fromkeys(few)], run, unit)
     if sizes is None:
         sizes = _solved([(b, at) for b in samples for at in lengths], run, unit)
         if sizes is None or not fits(sizes, allocated(run(beyond), unit), beyond):
-            raise ModelError("the sizes of its tensors are no polynomials in samples and positions")
-    return assemble(run(few[0]), sizes, fake.kept, fake.pattern, span, unit)
+            raise ModelError("the sizes of its tensors are not polynomials in samples and positions")
+    return assemble(run(few[0]), sizes, fake.running, fake.pattern, span, unit)
 
 
 def _solved(points: list[Size], run: Callable[..., list[TracedSection]], unit: int) -> list[Polynomial] | None:
@@ -80,9 +81,10 @@ def _solved(points: list[Size], run: Callable[..., list[TracedSection]], unit: i
         traces[0] = run(points[0], again=True)  # some models convert a table in their first pass
     if not all(has_same_events(traces[0], other) for other in traces[1:]):
         raise ModelError("which operations it runs depends on samples or positions")
-    found = [solve(points, values) for values in zip(*(allocated(trace, unit) for trace in traces), strict=True)]
-    solved = [one for one in found if one is not None]
-    return solved if len(solved) == len(found) else None
+    sizes = zip(*(allocated(trace, unit) for trace in traces), strict=True)
+    polynomials = [solve(points, values) for values in sizes]
+    solved = [polynomial for polynomial in polynomials if polynomial is not None]
+    return solved if len(solved) == len(polynomials) else None
 
 
 def _span(fake: FakeModel, s: int) -> tuple[int, int | None]:

@@ -1,4 +1,4 @@
-"""What a router decides, which tensors without memory do not say: how many rows of a mixture's experts a rank has.
+"""Routers' decisions, which tensors without memory do not say: how many rows of a mixture's experts a rank has.
 
 Rows are pairs of a token and an expert. With a balanced load a rank has as many as it would alone, shared out over the
 tensor-parallel ranks where experts are whole. The rank that is recorded gets `imbalance` times as many.
@@ -11,31 +11,34 @@ from fractions import Fraction
 import torch
 import torch.distributed as dist
 
-from toolkit.estimate.recorded.recording import Setup
+from toolkit.estimate.recorded.recording import RankPass
 from toolkit.parallel.experts import dispatch
 
 
-def load(setup: Setup) -> Fraction:
+def load(rank_pass: RankPass) -> Fraction:
     """Rows of the recorded rank over all rows of its tokens."""
-    return Fraction(setup.imbalance).limit_denominator(100) / lanes(setup)
+    return Fraction(rank_pass.computation.imbalance).limit_denominator(100) / lanes(rank_pass)
 
 
-def lanes(setup: Setup) -> int:
+def lanes(rank_pass: RankPass) -> int:
     """Tensor-parallel ranks with different experts."""
-    return 1 if setup.inner else setup.tp
+    return 1 if rank_pass.layout.experts == "inner" else rank_pass.layout.tp
 
 
-def groups(setup: Setup) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+def groups(rank_pass: RankPass) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """The first rank's tensor- and expert-parallel groups."""
-    ranks = range(setup.tp * setup.ep)
-    tensor, expert = (dist.new_group([*some]) for some in (ranks[: setup.tp], ranks[:: setup.tp]))
+    tp = rank_pass.layout.tp
+    ranks = range(tp * rank_pass.layout.ep)
+    tensor = dist.new_group([*ranks[:tp]])
+    expert = dist.new_group([*ranks[::tp]])
     return tensor, expert
 
 
 @contextmanager
-def routed(setup: Setup) -> Iterator[None]:
-    """Inside, the experts' code is told these numbers where it would ask the device for them."""
-    sort, count = dispatch.ShardedExperts._sorted, dispatch.row_counts
+def routed(rank_pass: RankPass) -> Iterator[None]:
+    """Let the experts' code inside use these numbers of rows where it would ask the device for them."""
+    sort = dispatch.ShardedExperts._sorted
+    count = dispatch.row_counts
     rows = 0
 
     def noting(self: dispatch.ShardedExperts, experts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -44,13 +47,15 @@ def routed(setup: Setup) -> Iterator[None]:
         return sort(self, experts)
 
     def counted(counts: torch.Tensor) -> list[list[int]]:
-        """All from or for one rank: buffers hold the sum. What the rank sends is balanced where others compute it."""
-        first = load(setup) if len(counts) == 1 else Fraction(1, lanes(setup))
-        totals = [int(rows * share) for share in (first, load(setup))]
+        """Return all rows as those of one rank, whose buffers hold the sum; rows for other ranks are balanced."""
+        first = load(rank_pass) if len(counts) == 1 else Fraction(1, lanes(rank_pass))
+        totals = [int(rows * share) for share in (first, load(rank_pass))]
         return [[total, *[0] * (counts.shape[1] - 1)] for total in totals[: len(counts)]]
 
-    dispatch.ShardedExperts._sorted, dispatch.row_counts = noting, counted  # type: ignore[method-assign]
+    dispatch.ShardedExperts._sorted = noting  # type: ignore[method-assign]
+    dispatch.row_counts = counted
     try:
         yield
     finally:
-        dispatch.ShardedExperts._sorted, dispatch.row_counts = sort, count  # type: ignore[method-assign]
+        dispatch.ShardedExperts._sorted = sort  # type: ignore[method-assign]
+        dispatch.row_counts = count

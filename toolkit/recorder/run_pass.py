@@ -11,7 +11,7 @@ from torch.autograd.graph import _engine_run_backward
 from transformers import masking_utils
 from transformers.integrations import moe
 
-from toolkit.estimate.recorded.recording import Setup
+from toolkit.estimate.recorded.recording import RankPass
 from toolkit.parallel.model_structure import hidden_argument
 from toolkit.recorder.fake_model import FakeModel, Mode, autocast
 from toolkit.recorder.gpu_kernels import GpuKernels
@@ -21,22 +21,23 @@ from toolkit.recorder.trace import Trace, TracedSection
 _KINDS = (("norm", ("norm", "ln_", "ln")), ("attention", ("attn", "attention")), ("mlp", ("mlp", "ffn", "feed", "moe")))
 
 
-def trace_pass(setup: Setup, fake: FakeModel, mode: Mode, b: int, s: int) -> list[TracedSection]:
+def trace_pass(rank_pass: RankPass, fake: FakeModel, mode: Mode, b: int, s: int) -> list[TracedSection]:
     """Trace a pass over `b` samples of `s` positions."""
-    own = [*fake.model.parameters(), *fake.model.buffers()]
-    trace = Trace(on_gpu=setup.device == "cuda", parameters=own, answer=not setup.documents)
+    held = [*fake.model.parameters(), *fake.model.buffers()]
+    on_gpu = rank_pass.computation.device == "cuda"
+    trace = Trace(on_gpu=on_gpu, parameters=held, answer=not rank_pass.computation.documents)
     handles = _mark_sections(fake, trace)
     gc.freeze()  # so that collecting takes no time
     gc.disable()
     try:
         with ExitStack() as stack:
-            if setup.device == "cuda":
+            if on_gpu:
                 stack.enter_context(GpuKernels())
             stack.enter_context(_as_with_values())
-            stack.enter_context(routed(setup))
+            stack.enter_context(routed(rank_pass))
             stack.enter_context(mode)
             step = _whole if fake.stage is None else _of_stage
-            step(setup, fake, trace, b, s)
+            step(rank_pass, fake, trace, b, s)
     finally:
         gc.enable()
         gc.unfreeze()
@@ -51,25 +52,28 @@ def _as_with_values() -> Iterator[None]:
 
     Without values, torch's product of experts takes bf16 alone; transformers' own has the same inputs and results.
     """
-    found = masking_utils.is_tracing, moe._can_use_grouped_mm
+    is_tracing = masking_utils.is_tracing
+    can_use_grouped_mm = moe._can_use_grouped_mm
     masking_utils.is_tracing = lambda *tensors: False
     moe._can_use_grouped_mm = lambda inputs, weight, offsets: weight.dtype == torch.bfloat16
     try:
         yield
     finally:
-        masking_utils.is_tracing, moe._can_use_grouped_mm = found
+        masking_utils.is_tracing = is_tracing
+        moe._can_use_grouped_mm = can_use_grouped_mm
 
 
 def _ids(b: int, s: int) -> torch.Tensor:
     return torch.zeros(b, s, dtype=torch.long)
 
 
-def _whole(setup: Setup, fake: FakeModel, trace: Trace, b: int, s: int) -> None:
+def _whole(rank_pass: RankPass, fake: FakeModel, trace: Trace, b: int, s: int) -> None:
     with trace:
         trace.begin("embedding")
-        ids, labels = _ids(b, s), _ids(b, s)
-        positions = {"position_ids": _ids(b, s)} if setup.documents else {}
-        with autocast(setup):
+        ids = _ids(b, s)
+        labels = _ids(b, s)
+        positions = {"position_ids": _ids(b, s)} if rank_pass.computation.documents else {}
+        with autocast(rank_pass):
             logits = fake.model(input_ids=ids, use_cache=False, **positions).logits
         trace.begin("loss")
         loss = [fake.loss_sum(logits, labels)]
@@ -78,7 +82,7 @@ def _whole(setup: Setup, fake: FakeModel, trace: Trace, b: int, s: int) -> None:
         _backward(loss)
 
 
-def _of_stage(setup: Setup, fake: FakeModel, trace: Trace, b: int, s: int) -> None:
+def _of_stage(rank_pass: RankPass, fake: FakeModel, trace: Trace, b: int, s: int) -> None:
     """A stage's part. What it received, sent and returned stays until its backward pass is over.
 
     DeepSpeed's engine hands the stage copies of what it received (pipe/engine.py, `_exec_forward_pass`).
@@ -86,16 +90,16 @@ def _of_stage(setup: Setup, fake: FakeModel, trace: Trace, b: int, s: int) -> No
     assert fake.stage is not None
     with trace:
         trace.begin("embedding")
-        if setup.part == "first":
+        if rank_pass.part == "first":
             first = _ids(b, s)
         else:
-            shards = setup.tp if setup.sequence_parallel else 1
-            dtype = torch.bfloat16 if setup.precision == "bf16" else torch.float32
+            shards = rank_pass.layout.tp if rank_pass.layout.sequence_parallel else 1
+            dtype = torch.bfloat16 if rank_pass.precision == "bf16" else torch.float32
             first = torch.zeros(b, s // shards, fake.hidden, dtype=dtype).requires_grad_()
-        rest = (_ids(b, s),) if setup.documents else ()
-        labels = _ids(b, s) if setup.part == "last" else None
-        with autocast(setup):
-            output = fake.stage(tuple(each.clone() for each in (first, *rest)))
+        rest = (_ids(b, s),) if rank_pass.computation.documents else ()
+        labels = _ids(b, s) if rank_pass.part == "last" else None
+        with autocast(rank_pass):
+            output = fake.stage(tuple(tensor.clone() for tensor in (first, *rest)))
         trace.begin("loss")
         if labels is not None:
             backward = [fake.loss_sum(output, labels)]
@@ -128,7 +132,7 @@ def _mark_sections(fake: FakeModel, trace: Trace) -> list[Any]:
                 return  # recomputation
             reached.append(index)
             hidden = hidden_argument(arguments, keywords)
-            before = fake.kept[fake.kept.index(index) - 1] if index != fake.kept[0] else None
+            before = fake.running[fake.running.index(index) - 1] if index != fake.running[0] else None
             name = "embedding_backward" if before is None else f"backward {before}"
             if hidden.requires_grad:
                 hidden.register_hook(lambda gradient: trace.begin(name))
@@ -137,18 +141,18 @@ def _mark_sections(fake: FakeModel, trace: Trace) -> list[Any]:
         return hook
 
     def leave(layer: nn.Module, arguments: Any, result: Any) -> None:
-        if trace.sections[-1].name == f"forward {fake.kept[-1]}":
+        if trace.sections[-1].name == f"forward {fake.running[-1]}":
             hidden = result[0] if isinstance(result, tuple | list) else result
             if hidden.requires_grad:
-                hidden.register_hook(lambda gradient: trace.begin(f"backward {fake.kept[-1]}"))
+                hidden.register_hook(lambda gradient: trace.begin(f"backward {fake.running[-1]}"))
             trace.begin("head")
 
-    for index in fake.kept:
+    for index in fake.running:
         handles.append(layers[index].register_forward_pre_hook(enter(index), with_kwargs=True))
         for name, child in layers[index].named_children():
             handles.append(child.register_forward_pre_hook(_set_kind(trace, _kind_of(name))))
             handles.append(child.register_forward_hook(_set_kind(trace, "residual")))
-    handles.append(layers[fake.kept[-1]].register_forward_hook(leave))
+    handles.append(layers[fake.running[-1]].register_forward_hook(leave))
     return handles
 
 

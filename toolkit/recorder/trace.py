@@ -15,7 +15,7 @@ aten = torch.ops.aten
 
 @dataclass
 class TracedSection:
-    """What happens while one part of a pass runs, for instance a decoder layer's forward pass."""
+    """Allocations and frees while one part of a pass runs, for instance a decoder layer's forward pass."""
 
     name: str
     events: list[tuple[int, int]] = field(default_factory=list)
@@ -59,10 +59,12 @@ class Trace(TorchDispatchMode):
         is_cast = from_weight and result.itemsize < args[0].itemsize
         # A GPU keeps the mean and deviation of 16-bit rows in fp32, a CPU in the dtype of the weight.
         is_norm = func is aten.native_layer_norm.default
-        small = result[1:] if is_norm and (self.on_gpu or (args[2] is not None and args[2].itemsize == 4)) else ()
+        statistics: tuple[torch.Tensor, ...] = ()
+        if is_norm and (self.on_gpu or (args[2] is not None and args[2].itemsize == 4)):
+            statistics = result[1:]
         for tensor in tree_iter(result):
             if isinstance(tensor, torch.Tensor):
-                widened = any(tensor is each for each in small) and tensor.itemsize == 2
+                widened = any(tensor is statistic for statistic in statistics) and tensor.itemsize == 2
                 self._watch(tensor, is_cast=is_cast, scale=2 if widened else 1)
         size = workspace(func, args, result) if self.on_gpu else 0
         if size:

@@ -1,11 +1,12 @@
 """`dstk memory`: what every rank of a layout takes on its GPU, calculated from the model's config.json."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
+from toolkit.cli import Count, FiniteRange
+from toolkit.cli.json_output import json_option, print_json
 from toolkit.config.layout import Recompute
 from toolkit.errors import LayoutError, ModelError, RecipeError, ReportError
 
@@ -30,10 +31,10 @@ _SWEEPS = ("zero", "micro", "recompute", "seq")
 @click.option(
     "--recipe", type=click.Path(), help="Take model, layout, batch and GPU from a recipe, or one of the gallery."
 )
-@click.option("--world-size", type=click.IntRange(min=1), help="Ranks, where neither layout nor recipe says how many.")
-@click.option("--micro", type=click.IntRange(min=1), help="Samples of one forward pass of one rank.  [default: 1]")
-@click.option("--seq", type=click.IntRange(min=1), help="Tokens of a sample.  [default: 2048, or what the model has]")
-@click.option("--accumulation", type=click.IntRange(min=1), help="Micro-batches of a step.  [default: 4 a stage]")
+@click.option("--world-size", type=Count(), help="Ranks, where neither layout nor recipe says how many.")
+@click.option("--micro", type=Count(), help="Samples of one forward pass of one rank.  [default: 1]")
+@click.option("--seq", type=Count(), help="Tokens of a sample.  [default: 2048, or what the model has]")
+@click.option("--accumulation", type=Count(), help="Micro-batches of a step.  [default: 4 a stage]")
 @click.option(
     "--precision",
     type=click.Choice(["fp32", "bf16", "fp16"]),
@@ -51,7 +52,7 @@ _SWEEPS = ("zero", "micro", "recompute", "seq")
 )
 @click.option(
     "--imbalance",
-    type=click.FloatRange(min=1),
+    type=FiniteRange(min=1),
     help="Experts: rows of the busiest rank over the mean, where ranks have different ones.  [default: 1]",
 )
 @click.option("--sequence-parallel", is_flag=True, help="Split along the sequence what tp replicates.")
@@ -76,13 +77,13 @@ _SWEEPS = ("zero", "micro", "recompute", "seq")
 )
 @click.option(
     "--chunked-loss",
-    type=click.IntRange(min=1),
+    type=Count(),
     metavar="TOKENS",
     help="Logits of so many tokens at once, as Liger's fused loss; for --trainer, --engine ddp or fsdp, --deepspeed.",
 )
 @click.option("--framework", metavar="NAME[:OPTIONS]", help=f"{_PROFILES} (docs/memory.md, Other frameworks).")
 @click.option("--gpu", "gpu_name", help="H100-80, A100-40, L40S, …: what is left on it, and which micro-batch fits.")
-@click.option("--json", "as_json", is_flag=True, help="Bytes of every stage as JSON.")
+@json_option("Bytes of every stage as JSON.")
 @click.option("--plot", type=click.Path(dir_okay=False), metavar="FILE", help="Draw stacked bars, one a stage.")
 @click.option(
     "--sweep", metavar="NAMES", help="Print a grid over some of zero, micro, recompute, seq: --sweep zero,micro."
@@ -105,25 +106,25 @@ def command(recipe: str | None, as_json: bool, plot: str | None, sweep: str | No
         click.echo(f"note: {note}", err=True)
     if names:
         if plot is not None:
-            given = (("--plot", plot), ("--sweep", sweep))
-            raise ReportError.between(given, "a plot shows one layout, and a grid many", "leave one of them out")
+            both = (("--plot", plot), ("--sweep", sweep))
+            raise ReportError.between(both, "a plot shows one layout, and a grid many", "leave one of them out")
         cells = grid(query, names)
         if as_json:
-            click.echo(json.dumps(grid_json(query, cells), indent=2))
+            print_json(grid_json(query, cells))
         else:
             print_grid(query, names, cells)
         return
     query.check()
-    found = query.answer()
+    stages = query.answer()
     largest = query.largest_micro_batch()
     if plot is not None:
         from toolkit.report.images import plot_memory
 
-        plot_memory(Path(plot), found, title=query.title)
+        plot_memory(Path(plot), stages, title=query.title)
     if as_json:
-        click.echo(json.dumps(to_json(query, found, largest), indent=2))
+        print_json(to_json(query, stages, largest))
     else:
-        print_breakdowns(query, found, largest)
+        print_breakdowns(query, stages, largest)
 
 
 def _sweep_names(sweep: str | None) -> list[str]:
@@ -143,8 +144,8 @@ def _query(recipe: str | None, options: dict[str, Any]) -> "MemoryQuery":
         for name in _OF_MODELS:
             if options[name]:
                 option = f"--{name.replace('_', '-')}"
-                given = ((option, options[name]), ("--recipe", recipe))
-                raise RecipeError.between(given, "the recipe has model, layout and engine", f"omit {option}")
+                both = ((option, options[name]), ("--recipe", recipe))
+                raise RecipeError.between(both, "the recipe has model, layout and engine", f"omit {option}")
         return from_recipe(recipe, options)
     if not options["model"] or not options["layout"]:
         raise ModelError("what is to be estimated? Name --model and --layout, or a --recipe.")

@@ -9,7 +9,7 @@ from toolkit.config.recipe import Precision
 from toolkit.errors import ConfigError, LayoutError
 from toolkit.estimate.deepspeed_settings import DeepSpeedSettings
 from toolkit.estimate.framework_profile import profile
-from toolkit.estimate.memory_model import Framework
+from toolkit.estimate.memory_request import Framework
 from toolkit.estimate.states import TorchStates
 from toolkit.estimate.trainable import Trainable
 from toolkit.files import expanded, read_json_object, reason_of
@@ -31,19 +31,19 @@ _EXCLUDES = {
 
 @dataclass(frozen=True, kw_only=True)
 class ForeignSetup:
-    """What differs from training with this toolkit."""
+    """Another program's setup, where it differs from training with this toolkit."""
 
     name: str
     framework: Framework
     precision: Precision
     computed: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of the Workload."""
+    """Fields of the Computation that the setup decides."""
     layout: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the Layout that the setup decides."""
     micro_batch_size: int = 1
     accumulation: int | None = None
     notes: tuple[str, ...] = ()
-    """Whose the defaults are."""
+    """Notes for the user about defaults that are another program's."""
 
 
 def foreign_setup(options: Mapping[str, Any], layout: Layout, hidden: int) -> ForeignSetup | None:
@@ -52,19 +52,22 @@ def foreign_setup(options: Mapping[str, Any], layout: Layout, hidden: int) -> Fo
         for other in others:
             agrees = name == options[other] == "deepspeed"  # the engine that --deepspeed FILE is for
             if options[name] and options[other] and not agrees:
-                given = tuple((f"--{key}".replace("_", "-"), options[key]) for key in (name, other))
-                raise ConfigError.between(given, "the first decides what the second asks", _OMIT)
-    foreign = ["trainable", "chunked_loss"] + ["optimizer"] * _has_own_8_bits(options)
+                both = tuple((f"--{key}".replace("_", "-"), options[key]) for key in (name, other))
+                raise ConfigError.between(both, "the first decides what the second asks", _OMIT)
+    foreign = ["trainable", "chunked_loss"]
+    if _has_own_8_bits(options):
+        foreign.append("optimizer")
     whole = next((name for name in ("deepspeed", "trainer", "pure_bf16", *foreign) if options[name]), "")
     if whole and layout.tp * layout.pp > 1:
-        given = ((f"--{whole}".replace("_", "-"), options[whole]), ("--layout", str(layout)))
-        raise LayoutError.between(given, "Hugging Face's own layers run in whole", "leave tp and pp out")
+        both = ((f"--{whole}".replace("_", "-"), options[whole]), ("--layout", str(layout)))
+        raise LayoutError.between(both, "Hugging Face's own layers run in whole", "leave tp and pp out")
     if options["deepspeed"]:
         return _deepspeed(options, layout, hidden)
     if options["framework"]:
         return _profile(options)
     if whole in foreign and options["engine"] in (None, "deepspeed"):
-        reason, option = "this toolkit's recipes do not have it", f"--{whole}".replace("_", "-")
+        reason = "this toolkit's recipes do not have it"
+        option = f"--{whole}".replace("_", "-")
         raise ConfigError.of(option, options[whole], reason, "add --trainer, or --engine ddp or fsdp")
     return _torch(options, layout) if whole else None
 
@@ -76,29 +79,38 @@ def _has_own_8_bits(options: Mapping[str, Any]) -> bool:
 
 def _profile(options: Mapping[str, Any]) -> ForeignSetup:
     """A framework's profile. Its kind of attention is the default."""
-    found = profile(options["framework"])
+    framework = profile(options["framework"])
     if options["precision"] is not None:
-        found = replace(found, precision=options["precision"])
-    attention = options["attention"] or next(iter(found.facts["attention"]))
-    computed = {"attention": attention}
-    return ForeignSetup(name=found.name, framework=found, precision=found.precision, computed=computed)
+        framework = replace(framework, precision=options["precision"])
+    return ForeignSetup(
+        name=framework.name,
+        framework=framework,
+        precision=framework.precision,
+        computed={"attention": options["attention"] or next(iter(framework.facts["attention"]))},
+    )
 
 
 def _torch(options: Mapping[str, Any], layout: Layout) -> ForeignSetup:
     """DDP or FSDP2 by the Trainer or a script: bf16 is autocast over fp32 weights, or everything with --pure-bf16."""
-    engine, pure = options["engine"] or "ddp", options["pure_bf16"]
+    engine = options["engine"] or "ddp"
+    pure = options["pure_bf16"]
     precision: Precision = options["precision"] or "bf16"
     if engine == "deepspeed" or layout.zero_stage or layout.ulysses > 1:
         reason = "there is no ZeRO and no Ulysses without DeepSpeed"
         raise ConfigError.of("--layout", str(layout), reason, "name the config: --deepspeed FILE")
     if pure and precision != "bf16":
-        given = (("--pure-bf16", True), ("--precision", precision))
-        raise ConfigError.between(given, "the weights have one precision", _OMIT)
-    in_16_bits, sharded = precision != "fp32", engine == "fsdp"
+        both = (("--pure-bf16", True), ("--precision", precision))
+        raise ConfigError.between(both, "the weights have one precision", _OMIT)
+    in_16_bits = precision != "fp32"
+    sharded = engine == "fsdp"
     trainable = Trainable.parse("all" if options["trainable"] is None else options["trainable"])
+    gathered_bytes = 0
+    if sharded:
+        gathered_bytes = 2 if in_16_bits else 4
     states = TorchStates(
         trained_bytes=4 if trainable.rank else 0,
-        gathered_bytes=(2 if in_16_bits else 4) if sharded else 0,
+        gathered_bytes=gathered_bytes,
+        autocast=in_16_bits and not pure,
         has_buckets=not sharded and layout.dp > 1,
         weight_bytes=2 if pure else 4,
         moments=_moments(options),
@@ -111,12 +123,7 @@ def _torch(options: Mapping[str, Any], layout: Layout) -> ForeignSetup:
         name=f"Trainer, {engine}" if options["trainer"] else engine,
         framework=states,
         precision=precision,
-        computed={
-            "activation_bytes": 2 if pure or (sharded and in_16_bits) else 4,
-            "autocast": in_16_bits and not pure,
-            "loss_chunk": options["chunked_loss"] or 0,
-            "trainable": trainable.text,
-        },
+        computed={"loss_chunk": options["chunked_loss"] or 0, "trainable": trainable.text},
         micro_batch_size=_TRAINER_BATCH if options["trainer"] else 1,
         accumulation=1 if options["trainer"] else None,
     )
@@ -134,17 +141,19 @@ def _deepspeed(options: Mapping[str, Any], layout: Layout, hidden: int) -> Forei
         zero = dict(config.get("zero_optimization") or {})
         if options["trainer"]:
             config = _as_trainer(config, zero, hidden, options["precision"] or "bf16")
-        said = _autos(config)
-        if said:
-            reason = f"{said[0]} is auto, which DeepSpeed does not replace"
+        automatic = _autos(config)
+        if automatic:
+            reason = f"{automatic[0]} is auto, which DeepSpeed does not replace"
             raise ConfigError.of("--deepspeed", path, reason, "add --trainer")
         settings = DeepSpeedSettings.from_config(config)
     except OSError as error:
         raise ConfigError(f"{path}: {reason_of(error)}. Give a DeepSpeed config.") from error
     except (TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"{path}: {reason_of(error)}. `dstk lint {path}` names what is wrong.") from error
-    whole, micro = _count(config, "train_batch_size"), _count(config, "train_micro_batch_size_per_gpu")
-    micro = micro or (_TRAINER_BATCH if options["trainer"] else 1)
+    whole = _count(config, "train_batch_size")
+    micro = _count(config, "train_micro_batch_size_per_gpu")
+    if micro is None:
+        micro = _TRAINER_BATCH if options["trainer"] else 1
     if "optimizer" not in config:
         _check_optimizer(options["optimizer"], settings)
         in_8_bits = options["optimizer"] == "adamw8bit"
@@ -159,16 +168,14 @@ def _deepspeed(options: Mapping[str, Any], layout: Layout, hidden: int) -> Forei
     precision = settings.precision if settings.autocast == "none" else settings.autocast
     if options["precision"] not in (None, precision):
         raise ConfigError.of("--precision", options["precision"], f"{path} says {precision}", _OMIT)
-    told = settings.model_bytes == 4 or (config.get("data_types") or {}).get("grad_accum_dtype")
+    has_dtype = settings.model_bytes == 4 or (config.get("data_types") or {}).get("grad_accum_dtype")
     trainable = Trainable.parse("all" if options["trainable"] is None else options["trainable"])
     if settings.model_bytes == 2:  # the engine casts the whole model, with its adapters
         trainable = replace(trainable, in_fp32=False)
-    left = [] if told else [gradients]
-    left += [
-        f"{k} {_default(settings, k)}"
-        for k, least in _DEFAULTS.items()
-        if settings.zero_stage >= least and k not in zero
-    ]
+    defaults = [] if has_dtype else [gradients]
+    for key, least_stage in _DEFAULTS.items():
+        if settings.zero_stage >= least_stage and key not in zero:
+            defaults.append(f"{key} {_default(settings, key)}")
     return ForeignSetup(
         name="Trainer, DeepSpeed" if options["trainer"] else "DeepSpeed",
         framework=settings,
@@ -182,12 +189,14 @@ def _deepspeed(options: Mapping[str, Any], layout: Layout, hidden: int) -> Forei
         },
         micro_batch_size=micro,
         accumulation=_count(config, "gradient_accumulation_steps") or max(1, (whole or micro) // (micro * layout.dp)),
-        notes=(f"{path} leaves to DeepSpeed's defaults: {', '.join(left)}",) if left else (),
+        notes=(f"{path} leaves to DeepSpeed's defaults: {', '.join(defaults)}",) if defaults else (),
     )
 
 
 def _device(is_offloaded: bool, to_nvme: bool) -> str:
-    return "nvme" if to_nvme else "cpu" if is_offloaded else "none"
+    if to_nvme:
+        return "nvme"
+    return "cpu" if is_offloaded else "none"
 
 
 def _check_optimizer(name: str | None, settings: DeepSpeedSettings) -> None:
@@ -213,22 +222,22 @@ def _default(settings: DeepSpeedSettings, key: str) -> str:
 
 
 def _as_trainer(config: dict[str, Any], zero: dict[str, Any], hidden: int, precision: str) -> dict[str, Any]:
-    """What the Trainer makes of `auto` (transformers, integrations/deepspeed.py: trainer_config_process, _finalize)."""
+    """Return the config as the Trainer fills in `auto` (transformers, integrations/deepspeed.py)."""
     sizes = {
         "reduce_bucket_size": hidden**2,
         "stage3_prefetch_bucket_size": int(0.9 * hidden**2),
         "stage3_param_persistence_threshold": 10 * hidden,
     }
     zero |= {key: size for key, size in sizes.items() if zero.get(key) == "auto"}
-    found = {key: value for key, value in config.items() if value != "auto"} | {"zero_optimization": zero}
+    filled = {key: value for key, value in config.items() if value != "auto"} | {"zero_optimization": zero}
     for name in ("bf16", "fp16"):
         if (config.get(name) or {}).get("enabled") == "auto":
-            found[name] = {"enabled": name == precision}
-    return found
+            filled[name] = {"enabled": name == precision}
+    return filled
 
 
 def _autos(value: Any, name: str = "") -> list[str]:
     """Names of the keys that say auto, where it is memory's."""
     if isinstance(value, Mapping) and name not in ("scheduler", "optimizer"):
-        return [found for key, inner in value.items() for found in _autos(inner, f"{name}.{key}".lstrip("."))]
+        return [path for key, inner in value.items() for path in _autos(inner, f"{name}.{key}".lstrip("."))]
     return [name] if value == "auto" else []

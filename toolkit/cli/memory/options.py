@@ -1,8 +1,8 @@
-"""What `dstk memory` is asked: a model, a layout, a step's work and a GPU, from options or from a recipe."""
+"""Query of `dstk memory`: a model, a layout, a step's work and a GPU, from options or from a recipe."""
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,17 @@ from toolkit.config.recipe import Recipe
 from toolkit.config.strategy import layout_text, parse_layout
 from toolkit.errors import LayoutError, Refusal, spell_setting
 from toolkit.estimate.breakdown import MemoryBreakdown
-from toolkit.estimate.memory_model import Framework, MemoryModel, Workload
+from toolkit.estimate.memory_request import Framework, MemoryRequest
+from toolkit.estimate.model_facts import ModelFacts
 from toolkit.estimate.states import TorchStates
+from toolkit.estimate.training_setup import TrainingSetup
 from toolkit.files import expanded
 from toolkit.hardware import Gpu, variant_note, variants
 from toolkit.hardware import gpu as find_gpu
 from toolkit.models.config_fields import read_config_json
 from toolkit.models.shape import local_config
-from toolkit.planner.run_memory import Implementation, framework_of, model_config, recipe_of, workload_of
+from toolkit.planner.run_memory import Implementation, framework_of, model_config, recipe_of, training_setup
+from toolkit.units import LARGEST_COUNT
 
 _SEQ_LEN = 2048
 _IMPLEMENTATIONS: dict[str | None, Implementation] = {"eager": "eager", "sdpa": "sdpa", "flash": "flash_attention_2"}
@@ -41,20 +44,20 @@ class MemoryQuery:
 
     name: str
     config: Mapping[str, Any]
-    model: MemoryModel
+    model: ModelFacts
     recipe: Recipe
     ranks: int
     gpu: Gpu | None
     from_options: bool
     """Whether the recipe was made from options: then errors name them."""
     foreign: ForeignSetup | None = None
-    """Another program's way with states and layers, instead of that of the recipe's engine."""
-    imbalance: float = 1.0
-    """Of the rows of a mixture's experts."""
+    """Another program's setup, instead of that of the recipe's engine; None without one."""
+    computed: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the Computation that options decide, and not the recipe."""
     is_guess: bool = False
     """Whether nothing says the number of ranks."""
     remarks: tuple[str | None, ...] = ()
-    """What was taken differently from how it was given."""
+    """Remarks about options that were taken differently from how they were given."""
 
     @cached_property
     def layout(self) -> Layout:
@@ -62,53 +65,79 @@ class MemoryQuery:
         return self.recipe.layout(self.ranks)
 
     @cached_property
-    def work(self) -> Workload:
-        """What a step computes."""
-        work = workload_of(self.recipe, self.recipe.resolve_batch(self.layout), self.model)
-        work = replace(work, imbalance=self.imbalance)
-        return work if self.foreign is None else replace(work, chunked_loss=False, **self.foreign.computed)
+    def setup(self) -> TrainingSetup:
+        """What is trained. Raises LayoutError and BatchError where that cannot run."""
+        setup = training_setup(self.recipe, self.layout, self.recipe.resolve_batch(self.layout), self.model)
+        computation = replace(setup.computation, **self.computed)
+        chunked_loss = setup.chunked_loss and self.foreign is None
+        return replace(setup, computation=computation, chunked_loss=chunked_loss)
+
+    @cached_property
+    def framework(self) -> Framework:
+        """What keeps the model states in this layout: the recipe's engine, or another framework."""
+        if self.foreign is not None:
+            return self.foreign.framework
+        batch = self.recipe.resolve_batch(self.layout)
+        return framework_of(self.recipe, self.layout, batch, shape=self.model.shape)
+
+    @property
+    def memory_request(self) -> MemoryRequest:
+        """The memory estimate's input."""
+        return MemoryRequest(setup=self.setup, framework=self.framework, gpu=self.gpu)
 
     @property
     def notes(self) -> list[str]:
-        """What the user should know beside the answer."""
+        """Notes that the user should know beside the answer."""
         notes = [guess_note(self.layout.world_size)] if self.is_guess else []
         notes += filter(None, self.remarks)
         if "auto_map" in self.config:
-            own = f"transformers' own {self.config['model_type']}"
-            notes.append(f"config.json names code of its own (auto_map), which does not run here: this is {own}.")
+            family = f"transformers' own {self.config['model_type']}"
+            notes.append(f"config.json names code of its own (auto_map), which does not run here: this is {family}.")
         if self.gpu is not None and self.gpu.bf16_flops is None and self.recipe.precision == "bf16":
-            what = f"{self.gpu.name} has no bf16 units, and training refuses bf16 there"
-            notes.append(f"{what}: --precision fp16 or fp32.")
+            reason = f"{self.gpu.name} has no bf16 units, and training refuses bf16 there"
+            notes.append(f"{reason}: --precision fp16 or fp32.")
         return notes
 
     @property
     def title(self) -> str:
         """Model, layout and batch on one line."""
-        w, engine = self.work, self.recipe.train.engine if self.foreign is None else self.foreign.name
-        shards = f"dp{self.layout.dp}" if isinstance(self.framework(), TorchStates) else str(self.layout)
-        ranks = shards if engine == "deepspeed" else f"{engine}, {shards}"
-        parts = [self.name, ranks, self.recipe.precision, f"micro-batch {w.micro_batch_size} x {w.seq_len}"]
-        if w.accumulation > 1:
-            parts.append(f"accumulation {w.accumulation}")
-        parts.append(w.attention)
-        if w.recompute != "none":
-            parts.append(f"recompute {w.recompute}")
-        parts += [f"trainable {w.trainable}"] if w.trainable else []
-        parts += [f"loss of {w.loss_chunk} tokens at once"] if w.loss_chunk else []
-        parts += ["full logits"] if self.foreign is None and not w.chunked_loss else []
-        if self.layout.sequence_parallel:
+        setup = self.setup
+        layout = setup.layout
+        computation = setup.computation
+        engine = self.recipe.train.engine if self.foreign is None else self.foreign.name
+        ranks = f"dp{layout.dp}" if isinstance(self.framework, TorchStates) else str(layout)
+        if engine != "deepspeed":
+            ranks = f"{engine}, {ranks}"
+        parts = [self.name, ranks, self.recipe.precision, f"micro-batch {setup.micro_batch_size} x {setup.seq_len}"]
+        if setup.accumulation > 1:
+            parts.append(f"accumulation {setup.accumulation}")
+        parts.append(computation.attention)
+        if layout.recompute != "none":
+            parts.append(f"recompute {layout.recompute}")
+        if computation.trainable:
+            parts.append(f"trainable {computation.trainable}")
+        if computation.loss_chunk:
+            parts.append(f"loss of {computation.loss_chunk} tokens at once")
+        if self.foreign is None and not setup.chunked_loss:
+            parts.append("full logits")
+        if layout.sequence_parallel:
             parts.append("sequence parallel")
-        if self.layout.experts == "inner":
+        if layout.experts == "inner":
             parts.append("every expert sharded")
-        if w.imbalance != 1:
-            parts.append(f"imbalance {w.imbalance:g}")
+        if computation.imbalance != 1:
+            parts.append(f"imbalance {computation.imbalance:g}")
+        places = {"cpu": "the host", "nvme": "NVMe"}
         offloaded = [
-            f"{what} on {'NVMe' if device == 'nvme' else 'the host'}"
-            for what, device in (("optimizer", self.layout.offload_optimizer), ("params", self.layout.offload_params))
+            f"{states} on {places[device]}"
+            for states, device in (("optimizer", layout.offload_optimizer), ("params", layout.offload_params))
             if device != "none"
         ]
-        parts += [" and ".join(offloaded)] if offloaded else []
-        parts += ["activations on the host"] * self.layout.offload_activations + ["tiled MLPs"] * self.layout.tiled_mlp
+        if offloaded:
+            parts.append(" and ".join(offloaded))
+        if layout.offload_activations:
+            parts.append("activations on the host")
+        if layout.tiled_mlp:
+            parts.append("tiled MLPs")
         return ", ".join(parts)
 
     def check(self) -> None:
@@ -118,7 +147,9 @@ class MemoryQuery:
             return
         if not self.from_options:
             raise LayoutError(refusal)
-        refusal = replace(refusal, given=tuple(item for item in refusal.given if item[0] != "model.name_or_path"))
+        refusal = replace(
+            refusal, settings=tuple(setting for setting in refusal.settings if setting[0] != "model.name_or_path")
+        )
         raise LayoutError(refusal.render(self._spell_option, verb="use"), [refusal])
 
     def _first_conflict(self) -> Refusal | None:
@@ -139,34 +170,25 @@ class MemoryQuery:
         words = value.replace("flash_attention_2", "flash") if isinstance(value, str) else value
         return spell_setting(_OPTIONS[name], words)
 
-    def framework(self) -> Framework:
-        """How states are kept in this layout: by the recipe's engine, or by another framework."""
-        if self.foreign is not None:
-            return self.foreign.framework
-        batch = self.recipe.resolve_batch(self.layout)
-        return framework_of(self.recipe, self.layout, batch, shape=self.model.shape)
-
     def answer(self) -> tuple[MemoryBreakdown, ...]:
         """Every stage; with what PyTorch's allocator adds if a GPU is named, whose memory it takes."""
-        stages = self.model.breakdowns(self.layout, self.work, self.framework(), self.gpu)
+        stages = self.memory_request.stages()
         return stages if self.gpu is None else tuple(stage.replayed() for stage in stages)
 
     def peak(self) -> MemoryBreakdown:
         """The stage that takes most."""
-        return self.model.peak(self.layout, self.work, self.framework(), self.gpu)
+        return self.memory_request.peak()
 
     def largest_micro_batch(self) -> int | None:
         """Samples; None where no GPU is named."""
-        if self.gpu is None:
-            return None
-        return self.model.largest_micro_batch(self.layout, self.work, self.framework(), self.gpu)
+        return None if self.gpu is None else self.memory_request.largest_micro_batch()
 
 
 def from_recipe(path: str, options: Mapping[str, Any]) -> MemoryQuery:
     """The query that a recipe asks; options beside it take the place of its own fields."""
     from toolkit.config import load_rounded  # and with it YAML, which a query without a recipe does not wait for
 
-    given = {
+    changes = {
         "batch.micro_batch_size": options["micro"],
         "data.seq_len": options["seq"],
         "precision": options["precision"],
@@ -176,26 +198,26 @@ def from_recipe(path: str, options: Mapping[str, Any]) -> MemoryQuery:
         "parallel.offload_optimizer": "cpu" if options["offload_optimizer"] else None,
         "parallel.offload_params": "cpu" if options["offload_params"] else None,
     }
-    overrides = [f"{field}={value}" for field, value in given.items() if value is not None]
+    overrides = [f"{field}={value}" for field, value in changes.items() if value is not None]
     world_size = options["world_size"]
-    rounds, where = options["micro"] is not None, options["layout"]
-    recipe, remark = load_rounded(path, overrides, world_size=world_size, rounds=rounds, layout=where)
+    rounds = options["micro"] is not None
+    recipe, remark = load_rounded(path, overrides, world_size=world_size, rounds=rounds, layout=options["layout"])
     recipe = explicit(recipe, world_size, options["gpu_name"])
     section = recipe.parallel
     ranks = world_size or recipe.world_size or section.tp * section.pp * section.ulysses
     if options["accumulation"] is not None:
-        size = (recipe.batch.micro_batch_size or 1) * options["accumulation"] * recipe.layout(ranks).dp
+        size = _samples(recipe.batch.micro_batch_size or 1, options["accumulation"], recipe.layout(ranks))
         recipe = recipe.changed({"batch": {"global_batch_size": size}})
     config = model_config(recipe)
     return MemoryQuery(
         name=recipe.model.name_or_path,
         config=config,
-        model=MemoryModel.from_config(config),
+        model=ModelFacts.from_config(config),
         recipe=recipe,
         ranks=ranks,
         gpu=_gpu(options) or _listed_gpu(recipe),
         from_options=False,
-        imbalance=options["imbalance"] or 1.0,
+        computed={"imbalance": options["imbalance"] or 1.0},
         is_guess=not (world_size or recipe.world_size),
         remarks=(remark if options["accumulation"] is None else None, variant_note(options["gpu_name"])),
     )
@@ -204,7 +226,8 @@ def from_recipe(path: str, options: Mapping[str, Any]) -> MemoryQuery:
 def from_model(options: Mapping[str, Any]) -> MemoryQuery:
     """A model and a layout, with the toolkit's own DeepSpeed config for them."""
     config = read_config(options["model"])
-    name, model = _name_of(options["model"]), MemoryModel.from_config(config)
+    name = _name_of(options["model"])
+    model = ModelFacts.from_config(config)
     shape = model.shape
     layout = parse_layout(options["layout"], world_size=options["world_size"])
     foreign = foreign_setup(options, layout, shape.hidden)
@@ -213,12 +236,17 @@ def from_model(options: Mapping[str, Any]) -> MemoryQuery:
     chosen |= {} if foreign is None else foreign.layout
     layout = replace(layout, **chosen)
     seq_len = options["seq"] or min(_SEQ_LEN, shape.positions or _SEQ_LEN)
+    micro_batch_size = options["micro"] or (1 if foreign is None else foreign.micro_batch_size)
+    accumulation = options["accumulation"] or (foreign and foreign.accumulation) or 4 * layout.pp
+    _samples(micro_batch_size, accumulation, layout)
+    if options["imbalance"] not in (None, 1.0) and shape.experts is None:
+        raise LayoutError.of("--imbalance", options["imbalance"], f"{name} has no experts", "remove --imbalance")
     recipe = recipe_of(
         options["model"],
         layout,
-        micro_batch_size=options["micro"] or (1 if foreign is None else foreign.micro_batch_size),
+        micro_batch_size=micro_batch_size,
         seq_len=seq_len,
-        accumulation=options["accumulation"] or (foreign and foreign.accumulation) or 4 * layout.pp,
+        accumulation=accumulation,
         precision=options["precision"] or "bf16" if foreign is None else foreign.precision,
         engine=options["engine"] or "deepspeed",
         optimizer="adamw" if foreign is not None else options["optimizer"] or "adamw",
@@ -226,6 +254,11 @@ def from_model(options: Mapping[str, Any]) -> MemoryQuery:
     )
     if shape.learned_positions and shape.positions is not None and seq_len > shape.positions:
         raise LayoutError.of("--seq", seq_len, f"{name} has {shape.positions} positions", "lower --seq")
+    computed = {"imbalance": options["imbalance"] or 1.0}
+    remarks = [variant_note(options["gpu_name"])]
+    if foreign is not None:
+        computed |= foreign.computed
+        remarks += foreign.notes
     return MemoryQuery(
         name=name,
         config=config,
@@ -234,10 +267,20 @@ def from_model(options: Mapping[str, Any]) -> MemoryQuery:
         ranks=layout.world_size,
         gpu=_gpu(options),
         from_options=True,
-        imbalance=options["imbalance"] or 1.0,
-        remarks=(variant_note(options["gpu_name"]), *(() if foreign is None else foreign.notes)),
+        computed=computed,
+        remarks=tuple(remarks),
         foreign=foreign,
     )
+
+
+def _samples(micro_batch_size: int, accumulation: int, layout: Layout) -> int:
+    """Samples of a step. Raises LayoutError for more than are counted."""
+    samples = micro_batch_size * accumulation * layout.dp
+    if samples > LARGEST_COUNT:
+        factors = (("--micro", micro_batch_size), ("--accumulation", accumulation), ("dp", layout.dp))
+        reason = f"{samples} samples of a step are out of range; up to {LARGEST_COUNT} are counted"
+        raise LayoutError.between(factors, reason, "lower one of them")
+    return samples
 
 
 def _gpu(options: Mapping[str, Any]) -> Gpu | None:
@@ -246,8 +289,8 @@ def _gpu(options: Mapping[str, Any]) -> Gpu | None:
 
 def _listed_gpu(recipe: Recipe) -> Gpu | None:
     """The GPU that the name of the recipe's layout says; None for one that is not known."""
-    names = [found for name in recipe.layouts for found in variants(name.partition("x")[2])]
-    return names[0] if names else None
+    gpus = [gpu for name in recipe.layouts for gpu in variants(name.partition("x")[2])]
+    return gpus[0] if gpus else None
 
 
 def _name_of(model: str) -> str:
@@ -263,11 +306,17 @@ def read_config(name: str) -> dict[str, Any]:
 
 def varied(query: MemoryQuery, changes: dict[str, Any]) -> MemoryQuery:
     """The query with other values. Raises LayoutError or ModelError for what no engine runs."""
-    work = query.work
-    micro = changes.get("micro", work.micro_batch_size)
-    size = micro * work.accumulation * query.layout.dp
+    setup = query.setup
+    micro = changes.get("micro", setup.micro_batch_size)
+    size = _samples(micro, setup.accumulation, query.layout)
     parallel = {_SWEPT[name]: value for name, value in changes.items() if name in _SWEPT}
-    data, batch = {"seq_len": changes.get("seq", work.seq_len)}, {"micro_batch_size": micro, "global_batch_size": size}
-    cell = replace(query, recipe=query.recipe.changed({"parallel": parallel, "data": data, "batch": batch}))
+    recipe = query.recipe.changed(
+        {
+            "parallel": parallel,
+            "data": {"seq_len": changes.get("seq", setup.seq_len)},
+            "batch": {"micro_batch_size": micro, "global_batch_size": size},
+        }
+    )
+    cell = replace(query, recipe=recipe)
     cell.check()
     return cell

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -16,6 +15,7 @@ from toolkit.cli.memory.options import MemoryQuery, varied
 from toolkit.errors import LayoutError, ModelError
 from toolkit.estimate.breakdown import MemoryBreakdown
 from toolkit.estimate.framework_profile import FrameworkProfile
+from toolkit.report.terminal import table_console
 from toolkit.units import format_bytes, format_count
 
 _GIB, _MIB = 2**30, 2**20
@@ -23,8 +23,6 @@ _LABEL_WIDTH, _COLUMN_WIDTH = 38, 10
 _ROWS = json.loads(Path(__file__).with_name("rows.json").read_text(encoding="utf-8"))
 """Label and field of each part of a stage's memory, by where it stands."""
 _STYLES = {"fits": "bold green", "tight": "bold yellow", "does not fit": "bold red"}
-_OF_WORK = ("micro_batch_size", "seq_len", "accumulation", "recompute", "attention", "trainable", "loss_chunk")
-_OF_LAYOUT = ("sequence_parallel", "offload_optimizer", "offload_params")
 _SWEEP_VALUES: dict[str, tuple[Any, ...]] = {
     "zero": (0, 1, 2, 3),
     "micro": (1, 2, 4, 8, 16),
@@ -33,33 +31,33 @@ _SWEEP_VALUES: dict[str, tuple[Any, ...]] = {
 }
 
 
-def print_breakdowns(query: MemoryQuery, found: Sequence[MemoryBreakdown], largest: int | None) -> None:
+def print_breakdowns(query: MemoryQuery, stages: Sequence[MemoryBreakdown], largest: int | None) -> None:
     """A column a stage: where there is no room for all, the worst, the last, and as many first ones as fit."""
-    console = Console(highlight=False)
+    console = table_console()
     console.print(Text(query.title, style="bold"), soft_wrap=True)
     room = max(2, (console.width - _LABEL_WIDTH) // _COLUMN_WIDTH)
-    first = dict.fromkeys([_worst(found).stage, len(found) - 1, *range(len(found))])
-    shown = [found[stage] for stage in sorted(list(first)[:room])]
-    console.print(_table(query, found, shown))
-    if len(shown) < len(found):
-        gaps = pairwise([-1, *(stage.stage for stage in shown), len(found)])
+    first = dict.fromkeys([_worst(stages).stage, len(stages) - 1, *range(len(stages))])
+    shown = [stages[stage] for stage in sorted(list(first)[:room])]
+    console.print(_table(query, stages, shown))
+    if len(shown) < len(stages):
+        gaps = pairwise([-1, *(stage.stage for stage in shown), len(stages)])
         spans = [(before + 1, after - 1) for before, after in gaps if after - before > 1]
         omitted = [str(first) if first == last else f"{first} to {last}" for first, last in spans]
         console.print(f"not shown (--json and --plot have all): stages {', '.join(omitted)}", soft_wrap=True)
-    for line in _summary(query, found, largest):
+    for line in _summary(query, stages, largest):
         console.print(line, soft_wrap=True)
 
 
-def _worst(found: Sequence[MemoryBreakdown]) -> MemoryBreakdown:
-    return max(found, key=lambda stage: stage.total)
+def _worst(stages: Sequence[MemoryBreakdown]) -> MemoryBreakdown:
+    return max(stages, key=lambda stage: stage.total)
 
 
-def _table(query: MemoryQuery, found: Sequence[MemoryBreakdown], shown: Sequence[MemoryBreakdown]) -> Table:
-    unit, name = _unit(max(stage.total for stage in found))
+def _table(query: MemoryQuery, stages: Sequence[MemoryBreakdown], shown: Sequence[MemoryBreakdown]) -> Table:
+    unit, name = _unit(max(stage.total for stage in stages))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     table.add_column(f"{name} of each GPU", no_wrap=True)
     for stage in shown:
-        table.add_column("each rank" if len(found) == 1 else f"stage {stage.stage}", justify="right", no_wrap=True)
+        table.add_column("each rank" if len(stages) == 1 else f"stage {stage.stage}", justify="right", no_wrap=True)
 
     def add(label: str, values: list[int], *, style: str = "", always: bool = False) -> None:
         if always or any(values):
@@ -94,7 +92,7 @@ def _table(query: MemoryQuery, found: Sequence[MemoryBreakdown], shown: Sequence
 
 
 def _parameter_label(query: MemoryQuery) -> str:
-    """What the number of parameters counts: not a rank's shard where each one is gathered."""
+    """Return the label of the number of parameters: not a rank's shard where each one is gathered."""
     engine = query.recipe.train.engine
     if engine == "deepspeed" and query.layout.zero_stage == 3:
         return "parameters before ZeRO"
@@ -109,16 +107,17 @@ def _number(size: int, unit: int) -> str:
     return f"{size / unit:.2f}" if size else "-"
 
 
-def _summary(query: MemoryQuery, found: Sequence[MemoryBreakdown], largest: int | None) -> list[Text]:
-    worst = _worst(found)
-    own = query.foreign is None and query.recipe.train.engine == "deepspeed" and query.layout.zero_stage > 0
+def _summary(query: MemoryQuery, stages: Sequence[MemoryBreakdown], largest: int | None) -> list[Text]:
+    worst = _worst(stages)
+    runs_zero = query.foreign is None and query.recipe.train.engine == "deepspeed" and query.layout.zero_stage > 0
     whose = "Gradients accumulate in fp32: this toolkit's default, not DeepSpeed's. --deepspeed FILE asks about yours."
-    notes = [Text(whose, style="dim")] if own and query.recipe.precision != "fp32" else []
+    notes = [Text(whose, style="dim")] if runs_zero and query.recipe.precision != "fp32" else []
     if query.gpu is None:
         return [*notes, Text("--gpu NAME adds what PyTorch does not allocate, and says what is left.", style="dim")]
     name = query.gpu.name
     rest = f"{format_bytes(worst.left)} left" if worst.left >= 0 else f"{format_bytes(-worst.left)} too much"
-    first = Text(f"{worst.verdict} on {name}: {rest} on stage {worst.stage}", style=_STYLES[worst.verdict])
+    where = f" on stage {worst.stage}" if len(stages) > 1 else ""
+    first = Text(f"{worst.verdict} on {name}: {rest}{where}", style=_STYLES[worst.verdict])
     if worst.verdict == "tight":
         least, most = worst.band
         first.append(f"; runs of this kind needed {100 * least:+.0f} % to {100 * most:+.0f} % of the estimate")
@@ -140,12 +139,12 @@ class SweepCell:
     reason: str = ""
 
     def as_json(self) -> dict[str, Any]:
-        """For --json."""
-        found = dict(zip(self.names, self.values, strict=True))
+        """Return the values of the cell for --json."""
+        cell = dict(zip(self.names, self.values, strict=True))
         if self.peak is None:
-            return found | {"error": self.reason}
+            return cell | {"error": self.reason}
         fits = {"fits": self.peak.fits, "verdict": self.peak.verdict} if self.peak.device_bytes else {}
-        return found | {"allocated": self.peak.allocated, "total": self.peak.total, "stage": self.peak.stage} | fits
+        return cell | {"allocated": self.peak.allocated, "total": self.peak.total, "stage": self.peak.stage} | fits
 
 
 def grid(query: MemoryQuery, names: Sequence[str]) -> list[SweepCell]:
@@ -163,16 +162,18 @@ def grid(query: MemoryQuery, names: Sequence[str]) -> list[SweepCell]:
     cells = []
     for combination in product(*values.values()):
         try:
-            peak, reason = varied(query, dict(zip(names, combination, strict=True))).peak(), ""
+            peak = varied(query, dict(zip(names, combination, strict=True))).peak()
+            reason = ""
         except (LayoutError, ModelError) as error:
-            peak, reason = None, str(error)
+            peak = None
+            reason = str(error)
         cells.append(SweepCell(values=combination, names=tuple(names), peak=peak, reason=reason))
     return cells
 
 
 def print_grid(query: MemoryQuery, names: Sequence[str], cells: Sequence[SweepCell]) -> None:
     """Rows are all names but the last, columns the values of the last one."""
-    console = Console(highlight=False)
+    console = table_console()
     console.print(Text(query.title, style="bold"), soft_wrap=True)
     *row_names, column_name = names
     columns = list(dict.fromkeys(cell.values[-1] for cell in cells))
@@ -191,11 +192,13 @@ def print_grid(query: MemoryQuery, names: Sequence[str], cells: Sequence[SweepCe
     reasons = dict.fromkeys(cell.reason for cell in cells if cell.reason)
     for reason in reasons:
         console.print(Text(f"-: {reason}", style="dim"), soft_wrap=True)
-    what = f"{unit_name} allocated at the peak of the stage that takes most"
+    caption = f"{unit_name} allocated at the peak of the stage that takes most"
     if query.gpu is not None:
         limit = _number(query.gpu.memory_bytes, unit)
-        what = f"{unit_name} in all on the stage that takes most; ? tight, ! more than the {limit} of {query.gpu.name}"
-    console.print(Text(what, style="dim"), soft_wrap=True)
+        caption = (
+            f"{unit_name} in all on the stage that takes most; ? tight, ! more than the {limit} of {query.gpu.name}"
+        )
+    console.print(Text(caption, style="dim"), soft_wrap=True)
 
 
 def _grid_cell(cell: SweepCell, unit: int) -> Text:
@@ -207,31 +210,45 @@ def _grid_cell(cell: SweepCell, unit: int) -> Text:
     return Text(_number(cell.peak.total, unit) + mark, style=_STYLES[cell.peak.verdict].removeprefix("bold "))
 
 
-def to_json(query: MemoryQuery, found: Sequence[MemoryBreakdown], largest: int | None) -> dict[str, Any]:
-    """All bytes of all stages."""
+def to_json(query: MemoryQuery, stages: Sequence[MemoryBreakdown], largest: int | None) -> dict[str, Any]:
+    """Return all bytes of all stages."""
     return _asked(query) | {
-        "stages": [_stage_json(stage) for stage in found],
-        "allocated": max(stage.allocated for stage in found),
-        "total": max(stage.total for stage in found),
-        "reserved": max(stage.reserved for stage in found),
-        "fits": None if query.gpu is None else all(stage.fits for stage in found),
-        "verdict": None if query.gpu is None else max(found, key=lambda stage: stage.total).verdict,
+        "stages": [_stage_json(stage) for stage in stages],
+        "allocated": max(stage.allocated for stage in stages),
+        "total": max(stage.total for stage in stages),
+        "reserved": max(stage.reserved for stage in stages),
+        "fits": None if query.gpu is None else all(stage.fits for stage in stages),
+        "verdict": None if query.gpu is None else max(stages, key=lambda stage: stage.total).verdict,
         "largest_micro_batch": largest,
     }
 
 
 def grid_json(query: MemoryQuery, cells: Sequence[SweepCell]) -> dict[str, Any]:
-    """What was asked, and every cell with the values that it has in its place."""
+    """Return the query, and every cell with the values that it has in its place."""
     return _asked(query) | {"cells": [cell.as_json() for cell in cells]}
 
 
 def _asked(query: MemoryQuery) -> dict[str, Any]:
-    recipe = query.recipe
-    asked = {"model": query.name, "layout": str(query.layout), "engine": recipe.train.engine}
-    asked |= {} if query.foreign is None else {"engine": query.foreign.name}
-    asked |= {"precision": recipe.precision} | {name: getattr(query.work, name) for name in _OF_WORK}
-    asked |= {name: getattr(query.layout, name) for name in _OF_LAYOUT}
-    return asked | {"gpu": None if query.gpu is None else query.gpu.name}
+    """Return what was asked, as JSON has it."""
+    setup = query.setup
+    layout = setup.layout
+    return {
+        "model": query.name,
+        "layout": str(layout),
+        "engine": query.recipe.train.engine if query.foreign is None else query.foreign.name,
+        "precision": query.recipe.precision,
+        "micro_batch_size": setup.micro_batch_size,
+        "seq_len": setup.seq_len,
+        "accumulation": setup.accumulation,
+        "recompute": layout.recompute,
+        "attention": setup.computation.attention,
+        "trainable": setup.computation.trainable,
+        "loss_chunk": setup.computation.loss_chunk,
+        "sequence_parallel": layout.sequence_parallel,
+        "offload_optimizer": layout.offload_optimizer,
+        "offload_params": layout.offload_params,
+        "gpu": None if query.gpu is None else query.gpu.name,
+    }
 
 
 def _stage_json(stage: MemoryBreakdown) -> dict[str, Any]:

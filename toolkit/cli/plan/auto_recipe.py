@@ -19,6 +19,6 @@ def explicit(recipe: Recipe, ranks: int | None, gpu: str | None, *, option: str 
     from toolkit.planner.auto.ranks import cluster_named
 
     cluster, on = cluster_named(gpu, ranks)
-    found = planned(recipe, cluster, ranks, on=on)
-    click.echo(f"note: planned {found.note}.", err=True)
-    return found.recipe
+    plan = planned(recipe, cluster, ranks, on=on)
+    click.echo(f"note: planned {plan.note}.", err=True)
+    return plan.recipe

@@ -26,11 +26,11 @@ def command(output: str | None) -> None:
 
     path = calibration_path() if output is None else expanded(output)
     quiet(debug=False)
-    found = calibrate(say=lambda what: click.echo(f"measuring: {what} …", err=True))
-    found.write(Path(path))
-    click.echo(f"{found.hardware}: {found.summary}")
-    if found.others > 0.1:
+    calibration = calibrate(say=lambda subject: click.echo(f"measuring: {subject} …", err=True))
+    calibration.write(Path(path))
+    click.echo(f"{calibration.hardware}: {calibration.summary}")
+    if calibration.others > 0.1:
         click.echo(
-            f"note: other programs kept {found.others:.1f} cores busy meanwhile; calibrate again later.", err=True
+            f"note: other programs kept {calibration.others:.1f} cores busy meanwhile; calibrate again later.", err=True
         )
     click.echo(f"written to {path}")

@@ -1,13 +1,18 @@
 """`dstk plan`: the fastest layout that fits, predicted from the model's config.json."""
 
-import json
 from typing import Any, get_args
 
 import click
 
+from toolkit.cli import Count, FiniteRange
+from toolkit.cli.json_output import json_option, print_json
 from toolkit.config.layout import Recompute
 from toolkit.errors import LayoutError
 from toolkit.files import expanded
+
+_TOKENS = FiniteRange(min=0, max=1e18, min_open=True)
+"""Thousands of times what any model was trained on."""
+_RATE = FiniteRange(min=0, max=1e6)
 
 
 @click.command()
@@ -17,8 +22,8 @@ from toolkit.files import expanded
 @click.option(
     "--gpus", required=True, metavar="NxGPU", help="64xH100, 8xA100-40, 4xL40S, …; 2xcpu after dstk calibrate."
 )
-@click.option("--seq", type=click.IntRange(min=1), required=True, help="Tokens of a sample.")
-@click.option("--global-batch", type=click.IntRange(min=1), required=True, help="Samples of a step, of all GPUs.")
+@click.option("--seq", type=Count(), required=True, help="Tokens of a sample.")
+@click.option("--global-batch", type=Count(), required=True, help="Samples of a step, of all GPUs.")
 @click.option(
     "--goal",
     type=click.Choice(["speed", "cost", "memory"]),
@@ -26,9 +31,9 @@ from toolkit.files import expanded
     show_default=True,
     help="Rank by the step's time; by GPU-seconds, also on a half, a quarter, … of the GPUs; or by memory.",
 )
-@click.option("--top", type=click.IntRange(min=1), default=10, show_default=True, help="How many layouts to print.")
+@click.option("--top", type=Count(), default=10, show_default=True, help="How many layouts to print.")
 @click.option("--layout", help="Predict this one: dp8-tp4-pp2-z1-sp-recompute, or a part of it.")
-@click.option("--micro", type=click.IntRange(min=1), help="Samples of a forward pass.  [default: the fastest that fit]")
+@click.option("--micro", type=Count(), help="Samples of a forward pass.  [default: the fastest that fit]")
 @click.option("--recompute", type=click.Choice(get_args(Recompute)), help="With --layout.")
 @click.option("--why", metavar="LAYOUT", help="Say why this layout is not the first choice, or does not fit.")
 @click.option(
@@ -50,7 +55,7 @@ from toolkit.files import expanded
     type=click.Choice(["fused-softmax", "unfused", "flash1", "flash2", "flash3", "cudnn", "flex"]),
     help="Kernels of another framework.  [default: flash2]",
 )
-@click.option("--virtual-stages", type=click.IntRange(min=1), default=1, help="Of another framework's pipeline stages.")
+@click.option("--virtual-stages", type=Count(), default=1, help="Of another framework's pipeline stages.")
 @click.option(
     "--cluster",
     type=click.Path(),
@@ -62,17 +67,21 @@ from toolkit.files import expanded
 )
 @click.option(
     "--imbalance",
-    type=click.FloatRange(min=1),
+    type=FiniteRange(min=1),
     default=1.0,
     help="Experts: rows of the busiest rank over the mean, in time and memory.  [default: 1]",
 )
-@click.option("--tokens", type=float, help="Days, money and energy of training on so many tokens: 1e12.")
-@click.option("--price", type=click.FloatRange(min=0), help="US dollars a GPU and hour.  [default: prices.json]")
-@click.option("--carbon", type=click.FloatRange(min=0), help="Kilograms of CO2 a kWh.  [default: the world's average]")
+@click.option(
+    "--tokens",
+    type=_TOKENS,
+    help="Days, money and energy of training on so many tokens: 1e12.",
+)
+@click.option("--price", type=_RATE, help="US dollars a GPU and hour.  [default: prices.json]")
+@click.option("--carbon", type=_RATE, help="Kilograms of CO2 a kWh.  [default: the world's average]")
 @click.option("--report", metavar="DIR", help="Write a page (index.html): all candidates, memory against throughput.")
 @click.option("--write", metavar="DIR", help="Write the first choice: recipe, DeepSpeed JSON, launch scripts, …")
 @click.option("--overwrite", is_flag=True, help="Let --write replace the files of an earlier plan.")
-@click.option("--json", "as_json", is_flag=True, help="Bytes and seconds as JSON.")
+@json_option("Bytes and seconds as JSON.")
 def command(as_json: bool, **options: Any) -> None:
     """Print the fastest layouts that fit, with what their memory and their time go to. No weights, no GPU.
 
@@ -81,13 +90,16 @@ def command(as_json: bool, **options: Any) -> None:
     dstk plan --model gpt3-175b --gpus 1024xA100 --seq 2048 --global-batch 1536 --tokens 3e11
     dstk plan --model llama-3-8b --gpus 8xH100 --seq 4096 --global-batch 64 --layout tp2-pp2-z1 --micro 2
     """
-    from toolkit.cli.plan.options import checked_tokens, plan_of, request_of
+    from toolkit.cli.plan.options import plan_of, request_of
     from toolkit.cli.plan.report import check_report, write_report
     from toolkit.cli.plan.table import nothing_fits, print_plans, print_why, to_json
     from toolkit.planner.costs import cost_of
     from toolkit.planner.search import nearest_that_fits, search
 
-    tokens = checked_tokens(options["tokens"])
+    if as_json and options["why"] is not None:
+        both = (("--json", None), ("--why", options["why"]))
+        raise LayoutError.between(both, "the reasons are text", "leave one of them out")
+    tokens = options["tokens"]
     if options["report"] is not None:
         check_report(options)
     if options["write"] is not None:
@@ -100,10 +112,10 @@ def command(as_json: bool, **options: Any) -> None:
     layout = options["layout"]
     if layout is None:
         _only_with_layout(options)
-        found = search(request, goal=options["goal"], top=options["top"])
-        plans = found.plans
+        result = search(request, goal=options["goal"], top=options["top"])
+        plans = result.plans
         if not plans and options["why"] is None:
-            raise LayoutError(nothing_fits(request, found.candidates, nearest_that_fits(request)))
+            raise LayoutError(nothing_fits(request, result.candidates, nearest_that_fits(request)))
     else:
         plans = [plan_of(request, layout, options)]
         refusal = request.refusal(plans[0].layout) if options["framework"] == "toolkit" else None
@@ -122,7 +134,7 @@ def command(as_json: bool, **options: Any) -> None:
     ]
     if as_json:
         rows = [to_json(plan, cost) for plan, cost in zip(plans, costs, strict=True)]
-        click.echo(json.dumps({"plans": rows}, indent=2))
+        print_json({"plans": rows})
     else:
         print_plans(request, plans, costs)
     if options["report"] is not None:

@@ -1,4 +1,4 @@
-"""What `dstk plan` is asked, from its options."""
+"""PlanRequest of the options of `dstk plan`."""
 
 import re
 from collections.abc import Mapping
@@ -8,7 +8,8 @@ from typing import Any
 from toolkit.cli.memory.options import read_config
 from toolkit.config.layout import Batch, Layout
 from toolkit.config.recipe import Precision
-from toolkit.errors import LayoutError, ReportError, RunError, nearest
+from toolkit.config.source_text import shorten
+from toolkit.errors import LayoutError, RunError, nearest
 from toolkit.estimate.trainable import EVERYTHING, Trainable
 from toolkit.files import expanded, read_text, reason_of
 from toolkit.hardware import gpu as find_gpu
@@ -17,16 +18,18 @@ from toolkit.planner.cluster import Cluster
 from toolkit.planner.execution import Execution, Format
 from toolkit.planner.request import Plan, PlanRequest
 from toolkit.planner.search import best_micro_batch
+from toolkit.units import LARGEST_COUNT
 
+_LIKELY_GPUS = 64
+_LARGEST_FACT = 1e18
+"""Bytes, bytes per second or seconds of a cluster's file: a million times what any machine has."""
 _CLUSTER_FACTS = {field.name for field in fields(Cluster)} - {"gpu", "cores", "slowdown"}
 
 
 def request_of(options: Mapping[str, Any]) -> PlanRequest:
     """The request. Raises ToolkitError for what cannot be planned."""
-    match = re.fullmatch(r"([1-9]\d{0,6})x(\S.*)", options["gpus"])
-    if match is None:
-        raise RunError.of("--gpus", options["gpus"], "it is a number of GPUs and their kind", "write 64xH100")
-    cluster = _cluster(match[2], options["cluster"], int(match[1]))
+    gpus, kind = _gpus(options["gpus"])
+    cluster = _cluster(kind, options["cluster"], gpus)
     precision: Format = options["precision"]
     wide: Precision = "bf16" if precision not in ("fp32", "fp16") else precision
     if cluster.gpu.peak_flops(wide) is None:
@@ -45,7 +48,7 @@ def request_of(options: Mapping[str, Any]) -> PlanRequest:
         options["model"],
         config,
         cluster=cluster,
-        gpus=int(match[1]),
+        gpus=gpus,
         seq_len=options["seq"],
         global_batch_size=options["global_batch"],
         precision=wide,
@@ -55,8 +58,20 @@ def request_of(options: Mapping[str, Any]) -> PlanRequest:
     )
 
 
+def _gpus(text: str) -> tuple[int, str]:
+    """The number and the kind of `64xH100`."""
+    match = re.fullmatch(r"([0-9]+)x(\S.*)", text)
+    if match is None:
+        raise RunError.of("--gpus", text, "it is a number of GPUs and their kind", "write 64xH100")
+    number = match[1].lstrip("0") or "0"
+    if len(number) > len(str(LARGEST_COUNT)) or not 1 <= int(number) <= LARGEST_COUNT:
+        reason = f"{shorten(number)} GPUs are out of range; from 1 to {LARGEST_COUNT} are counted"
+        raise RunError.of("--gpus", shorten(text), reason, f"write {_LIKELY_GPUS}x{match[2]}")
+    return int(number), match[2]
+
+
 def _trainable(options: Mapping[str, Any]) -> Trainable:
-    """What trains, with adapters in the precision of the weights, as this toolkit has them."""
+    """Return the parameters that train, with adapters in the precision of the weights, as this toolkit has them."""
     if options["trainable"] is None:
         return EVERYTHING
     if options["framework"] != "toolkit":
@@ -86,20 +101,23 @@ def _cluster(name: str, path: str | None, ranks: int) -> Cluster:
     for key, value in facts.items():
         if key not in _CLUSTER_FACTS:
             advice = nearest(key, _CLUSTER_FACTS).strip() or f"write {', '.join(sorted(_CLUSTER_FACTS))} or gpu"
-            raise RunError.of(f"{path}: {key}", value, "it is no fact of a cluster", advice)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-            raise RunError.of(f"{path}: {key}", value, "it is a number above 0", "write seconds or bytes per second")
-    if facts.get("gpus_per_node", 1) != int(facts.get("gpus_per_node", 1)):
-        raise RunError.of(f"{path}: gpus_per_node", facts["gpus_per_node"], "it is a whole number", "write 8")
+            raise RunError.of(f"{path}: {key}", value, "it is not a fact of a cluster", advice)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _LARGEST_FACT:
+            reason = f"it is a number above 0, at most {_LARGEST_FACT:g}"
+            shown = shorten(str(value)) if isinstance(value, int) else value
+            raise RunError.of(f"{path}: {key}", shown, reason, "write seconds, bytes, or bytes per second")
+    per_node = facts.get("gpus_per_node", 1)
+    if per_node != int(per_node) or per_node > LARGEST_COUNT:
+        reason = f"it is a whole number, at most {LARGEST_COUNT}"
+        raise RunError.of(f"{path}: gpus_per_node", per_node, reason, "write 8")
     return Cluster.of(find_gpu(str(named)), **facts)
 
 
-def _measured(found: Calibration, name: str, ranks: int) -> Cluster:
-    if found.gpu != (CPU if name == CPU else find_gpu(name).name):
-        raise RunError.of(
-            "--gpus", f"{ranks}x{name}", f"the calibration is of {found.gpu}", f"write {ranks}x{found.gpu}"
-        )
-    return found.of_ranks(ranks)
+def _measured(calibration: Calibration, name: str, ranks: int) -> Cluster:
+    kind = calibration.gpu
+    if kind != (CPU if name == CPU else find_gpu(name).name):
+        raise RunError.of("--gpus", f"{ranks}x{name}", f"the calibration is of {kind}", f"write {ranks}x{kind}")
+    return calibration.of_ranks(ranks)
 
 
 def _yaml_facts(path: str) -> dict[str, Any]:
@@ -113,7 +131,7 @@ def _yaml_facts(path: str) -> dict[str, Any]:
         problem = document.problems[0]
         raise RunError.of("--cluster", path, problem.message.rstrip("."), "write one fact a line")
     if not isinstance(document.value, dict):
-        raise RunError.of("--cluster", path, "it is no mapping of facts", "write gpus_per_node: 8 and the like")
+        raise RunError.of("--cluster", path, "it is not a mapping of facts", "write gpus_per_node: 8 and the like")
     return dict(document.value)
 
 
@@ -133,10 +151,3 @@ def plan_of(request: PlanRequest, text: str, options: Mapping[str, Any]) -> Plan
 
 def _fields(layout: Layout) -> dict[str, Any]:
     return {field.name: getattr(layout, field.name) for field in fields(Layout)}
-
-
-def checked_tokens(value: float | None) -> float | None:
-    """A number of tokens above 0."""
-    if value is not None and not 0 < value < float("inf"):
-        raise ReportError.of("--tokens", value, "it is a number of tokens", "write 1e12")
-    return value

@@ -37,13 +37,13 @@ def write_report(request: PlanRequest, options: Mapping[str, Any], chosen: Seque
     from toolkit.report.plan_page import PlansPage, write_plans
 
     goal = options["goal"]
-    found = evaluated(request, goal=goal)
-    page = PlansPage(request=request, goal=goal, found=found, chosen=chosen, cost=cost, command=_command_line())
+    result = evaluated(request, goal=goal)
+    page = PlansPage(request=request, goal=goal, evaluated=result, chosen=chosen, cost=cost, command=_command_line())
     return write_plans(expanded(options["report"]), page)
 
 
 def _command_line() -> str:
-    """What was asked, without what else was printed or written."""
+    """Return the command that asks for the page, without options for what else is printed or written."""
     context = click.get_current_context()
     words = ["dstk", "plan"]
     for option in context.command.params:

@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -13,40 +12,30 @@ from toolkit.config.strategy import layout_text
 from toolkit.planner.costs import Cost
 from toolkit.planner.request import Plan, PlanRequest
 from toolkit.planner.step_time import TERMS
+from toolkit.report.terminal import table_console
 from toolkit.units import format_bytes, format_count, plural
 
 _GIB = 2**30
-_WIDE = 150
+_BESIDE_LAYOUT = 55
+"""Columns that a narrow table takes beside its layouts."""
 _LEAST = 0.01
 """Terms of a smaller share of a step are not named."""
 _PARTS = ("parameters", "gradients", "masters", "optimizer", "activation_total", "logits", "gathered", "buckets")
 
 
 def title(request: PlanRequest) -> str:
-    """What is planned, on one line."""
+    """Return the request on one line."""
     gpus = f"{request.gpus} x {request.gpu.name}"
     return f"{request.name}, {gpus}, {request.seq_len} tokens, global batch {request.global_batch_size}"
 
 
 def print_plans(request: PlanRequest, plans: Sequence[Plan], costs: Sequence[Cost | None]) -> None:
     """A line a plan, and a column for each term that some plan has; where there is no room, the largest terms."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = max(console.width, _WIDE)
+    console = table_console()
     console.print(Text(title(request), style="bold"), soft_wrap=True)
-    is_wide = console.width >= _WIDE
-    terms = [name for name in TERMS if any(plan.step.terms[name] > _LEAST * plan.step.seconds for plan in plans)]
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-    table.add_column("--layout", overflow="fold")
-    middle = ["most of it", "step s", *terms] if is_wide else ["step s", "goes to"]
-    for heading in ("GiB", *middle, "tokens/s/GPU", "MFU"):
-        table.add_column(heading, justify="left" if heading in ("most of it", "goes to") else "right")
-    for plan in plans:
-        step, total = plan.step, f"{plan.memory.total / _GIB:.1f}" + ("" if plan.fits else " !")
-        split = [f"{step.terms[name]:.3g}" for name in terms] if is_wide else [_largest_terms(plan)]
-        part = [largest_part(plan)] if is_wide else []
-        speed = [f"{step.tokens_per_second_per_gpu:,.0f}", f"{100 * step.mfu:.1f} %"]
-        table.add_row(plan.strategy, total, *part, f"{step.seconds:.3g}", *split, *speed)
+    table = _table(plans, is_wide=True, columns=console.width)
+    if console.measure(table, options=console.options.update(max_width=1000)).maximum > console.width:
+        table = _table(plans, is_wide=False, columns=console.width)
     console.print(table)
     for plan, cost in zip(plans, costs, strict=True):
         if cost is not None:
@@ -62,8 +51,28 @@ def print_plans(request: PlanRequest, plans: Sequence[Plan], costs: Sequence[Cos
         console.print(f"! does not fit surely into {room}", soft_wrap=True)
 
 
+def _table(plans: Sequence[Plan], *, is_wide: bool, columns: int) -> Table:
+    """A row a plan; a wide table has a column for each term that some plan has. Layouts stay whole where they can."""
+    terms = [name for name in TERMS if any(plan.step.terms[name] > _LEAST * plan.step.seconds for plan in plans)]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    longest = max((len(plan.strategy) for plan in plans), default=0)
+    table.add_column("--layout", overflow="fold", width=longest if longest + _BESIDE_LAYOUT <= columns else None)
+    middle = ["most of it", "step s", *terms] if is_wide else ["step s", "goes to"]
+    for heading in ("GiB", *middle, "tokens/s/GPU", "MFU"):
+        is_text = heading in ("most of it", "goes to")
+        table.add_column(heading, justify="left" if is_text else "right", no_wrap=heading != "goes to")
+    for plan in plans:
+        step = plan.step
+        total = f"{plan.memory.total / _GIB:.1f}" + ("" if plan.fits else " !")
+        split = [f"{step.terms[name]:.3g}" for name in terms] if is_wide else [_largest_terms(plan)]
+        part = [largest_part(plan)] if is_wide else []
+        speed = [f"{step.tokens_per_second_per_gpu:,.0f}", f"{100 * step.mfu:.1f} %"]
+        table.add_row(plan.strategy, total, *part, f"{step.seconds:.3g}", *split, *speed)
+    return table
+
+
 def _largest_terms(plan: Plan) -> str:
-    largest = sorted(plan.step.terms.items(), key=lambda item: -item[1])[:2]
+    largest = sorted(plan.step.terms.items(), key=lambda term: -term[1])[:2]
     return ", ".join(f"{name} {100 * seconds / plan.step.seconds:.0f} %" for name, seconds in largest)
 
 
@@ -74,8 +83,8 @@ def largest_part(plan: Plan) -> str:
 
 
 def print_why(request: PlanRequest, plan: Plan, best: Plan | None) -> None:
-    """Why a layout is not the first choice."""
-    console = Console(highlight=False)
+    """Print why a layout is not the first choice."""
+    console = table_console()
     if plan.host_bytes > plan.host_room:
         held = f"{plan.strategy} keeps {format_bytes(plan.host_bytes)} of a host's {format_bytes(plan.host_room)}"
         console.print(f"{held}.", soft_wrap=True)
@@ -93,17 +102,19 @@ def print_why(request: PlanRequest, plan: Plan, best: Plan | None) -> None:
     ratio = plan.step.seconds / best.step.seconds
     pace = f"takes {ratio:.2f} times as long as" if ratio >= 1 else "would be faster than"
     console.print(
-        f"{plan.strategy} {pace} {best.strategy}, {plan.step.seconds:.3g} s against {best.step.seconds:.3g} s:"
+        f"{plan.strategy} {pace} {best.strategy}, {plan.step.seconds:.3g} s against {best.step.seconds:.3g} s:",
+        soft_wrap=True,
     )
     differences = {name: plan.step.terms[name] - best.step.terms[name] for name in TERMS}
-    for name, seconds in sorted(differences.items(), key=lambda item: -abs(item[1])):
+    for name, seconds in sorted(differences.items(), key=lambda term: -abs(term[1])):
         if abs(seconds) > _LEAST * best.step.seconds:
             console.print(f"  {name:10} {seconds:+.3g} s")
 
 
 def to_json(plan: Plan, cost: Cost | None = None) -> dict[str, Any]:
     """A plan as other programs read it: bytes and seconds."""
-    layout, step = plan.layout, plan.step
+    layout = plan.layout
+    step = plan.step
     return {
         "layout": layout_text(replace(layout, recompute="none")),
         "strategy": plan.strategy,
@@ -126,8 +137,7 @@ def to_json(plan: Plan, cost: Cost | None = None) -> dict[str, Any]:
 
 def nothing_fits(request: PlanRequest, candidates: int, nearest: Sequence[str]) -> str:
     """One line for a search without a result."""
-    what = f"none of {plural(candidates, 'candidate')} fits into {request.gpu.memory_bytes / _GIB:.1f} GiB"
+    problem = f"none of {plural(candidates, 'candidate')} fits into {request.gpu.memory_bytes / _GIB:.1f} GiB"
     parameters = format_count(request.model.parameters.numel)
-    return f"{what} ({parameters} parameters); " + (
-        f"nearest: {'; '.join(nearest)}" if nearest else "nothing near does"
-    )
+    near = f"nearest: {'; '.join(nearest)}" if nearest else "nothing near does"
+    return f"{problem} ({parameters} parameters); {near}"

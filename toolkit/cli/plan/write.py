@@ -39,10 +39,10 @@ def check_write(options: Mapping[str, Any]) -> None:
             raise ConfigError.of(f"--{name}", options[name], reason, f"leave --{name} or --write out")
     folder = expanded(options["write"])
     try:
-        found = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+        present = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
     except OSError as error:
         raise _unusable(folder, error) from None
-    ours = [name for name in _FILES if name in found]
+    ours = [name for name in _FILES if name in present]
     if ours and not options["overwrite"]:
         raise ConfigError.of("--write", options["write"], f"it has {ours[0]}", "name another", "add --overwrite")
 
@@ -85,9 +85,12 @@ def _fill(folder: Path, files: Mapping[str, str]) -> None:
 
 def _files(request: PlanRequest, plan: Plan, folder: Path) -> dict[str, str]:
     """The text of every file."""
-    recipe, layout = _recipe(request, plan), plan.layout
-    on_cpus, of_machine = request.gpu.name == CPU, request.cluster.gpus_per_node
-    of_machine = of_machine if of_machine <= 8 or on_cpus else _OF_A_RACK
+    recipe = _recipe(request, plan)
+    layout = plan.layout
+    on_cpus = request.gpu.name == CPU
+    of_machine = request.cluster.gpus_per_node
+    if of_machine > 8 and not on_cpus:
+        of_machine = _OF_A_RACK
     job = ConfigJob(
         recipe=recipe,
         layout=layout,
@@ -119,7 +122,7 @@ def _files(request: PlanRequest, plan: Plan, folder: Path) -> dict[str, str]:
 
 
 def _recipe(request: PlanRequest, plan: Plan) -> Recipe:
-    """What trains the plan at once; its text, learning rate and length are to be replaced."""
+    """Return a recipe that trains the plan at once; its text, learning rate and length are to be replaced."""
     recipe = request.recipe(plan.layout, plan.batch)
     path = expanded(request.name)
     name = str(path.resolve().parent if path.is_file() else path.resolve()) if path.exists() else request.name

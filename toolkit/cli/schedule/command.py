@@ -1,12 +1,12 @@
 """`dstk schedule`: the simulated timeline of a pipeline schedule, its bubble, and what ranks hold in memory."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import click
 
-from toolkit.cli import FiniteRange
+from toolkit.cli import Count, FiniteRange
+from toolkit.cli.json_output import json_option, print_json
 from toolkit.errors import LayoutError, ReportError, spell_setting
 from toolkit.files import printable, reason_of
 from toolkit.planner.blocking_transfers import simulate_blocking
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _MOST_OPERATIONS = 500_000
-"""Of one timeline: about a second."""
+"""Most operations of one timeline, which take about a second."""
 _COMPARED: tuple[tuple[Kind, int], ...] = (
     ("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero-bubble", 1), ("zero-bubble", 2),
 )  # fmt: skip
@@ -33,12 +33,12 @@ class Compared(NamedTuple):
 
 
 @click.command()
-@click.option("--pp", type=click.IntRange(1, 4096), required=True, help="Pipeline ranks.")
-@click.option("--micro-batches", type=click.IntRange(1, 65536), required=True, help="Micro-batches of a step.")
+@click.option("--pp", type=Count(max=4096), required=True, help="Pipeline ranks.")
+@click.option("--micro-batches", type=Count(max=65536), required=True, help="Micro-batches of a step.")
 @click.option("--kind", type=click.Choice(KINDS), default="1f1b", show_default=True, help="The schedule.")
 @click.option(
     "--virtual-stages",
-    type=click.IntRange(1, 64),
+    type=Count(max=64),
     help="Chunks of the model on a rank: interleaved has 2 or more; zero-bubble with 1 is ZB-H1, with 2 ZB-V.  "
     "[default: 2 for interleaved, else 1]",
 )
@@ -59,7 +59,7 @@ class Compared(NamedTuple):
 @click.option("--blocking", is_flag=True, help="Ranks wait for transfers, as in DeepSpeed's engine; for 1f1b.")
 @click.option("--stage-times", metavar="LIST", help="Relative times of ranks, or of all virtual stages: 1,1,1,1.3.")
 @click.option("--svg", metavar="FILE", help="Draw the timeline.")
-@click.option("--json", "as_json", is_flag=True, help="Every operation with its times, as JSON.")
+@json_option("Every operation with its times, as JSON.")
 def command(
     pp: int, micro_batches: int, kind: str, virtual_stages: int | None, backward: float, comm: float,
     blocking: bool, stage_times: str | None, svg: str | None, as_json: bool,
@@ -79,26 +79,26 @@ def command(
     asked = _schedule(cast(Kind, kind), pp, micro_batches, virtual_stages)
     times = _stage_times(stage_times, asked)
     if blocking and kind != "1f1b":
-        given = (("--blocking", None), ("--kind", kind))
-        raise LayoutError.between(given, "the engine trains with 1f1b only", "leave --blocking out")
-    found = _timeline(asked, backward, comm, times, blocking=blocking)
-    others = _comparison(found, backward, comm, times)
+        settings = (("--blocking", None), ("--kind", kind))
+        raise LayoutError.between(settings, "the engine trains with 1f1b only", "leave --blocking out")
+    timeline = _timeline(asked, backward, comm, times, blocking=blocking)
+    others = _comparison(timeline, backward, comm, times)
     if svg is not None:
-        _draw(Path(svg), found)
+        _draw(Path(svg), timeline)
     if as_json:
-        click.echo(json.dumps({"blocking": blocking} | _to_json(found, others), indent=2))
+        print_json({"blocking": blocking} | _to_json(timeline, others))
         return
     from toolkit.cli.schedule.terminal import print_timeline
 
-    print_timeline(found, others, blocking=blocking)
+    print_timeline(timeline, others, blocking=blocking)
 
 
 def _schedule(kind: Kind, pp: int, micro_batches: int, virtual_stages: int | None) -> Schedule:
     operations = 3 * pp * micro_batches * (virtual_stages or 2)
     if operations > _MOST_OPERATIONS:
-        given = (("--pp", pp), ("--micro-batches", micro_batches))
+        settings = (("--pp", pp), ("--micro-batches", micro_batches))
         reason = f"up to {operations:,} operations, and at most {_MOST_OPERATIONS:,} are simulated"
-        raise LayoutError.between(given, reason, "lower one of them: a longer step repeats its middle")
+        raise LayoutError.between(settings, reason, "lower one of them: a longer step repeats its middle")
     try:
         return schedule_of(kind, pp=pp, micro_batches=micro_batches, virtual_stages=virtual_stages)
     except LayoutError as error:
@@ -126,9 +126,11 @@ def _stage_times(text: str | None, schedule: Schedule) -> "Sequence[float]":
         raise LayoutError.of("--stage-times", text, "numbers above 0, with commas between them", "give 1,1,1.3 or so")
     allowed = sorted({schedule.pp, len(schedule.rank_of)})
     if len(times) not in allowed:
-        given = (("--stage-times", text), ("--pp", schedule.pp))
-        reason = f"{len(times)} of {schedule.pp} ranks" + f" or {allowed[-1]} stages" * (len(allowed) > 1)
-        raise LayoutError.between(given, reason, "give one for each")
+        settings = (("--stage-times", text), ("--pp", schedule.pp))
+        reason = f"{len(times)} of {schedule.pp} ranks"
+        if len(allowed) > 1:
+            reason += f" or {allowed[-1]} stages"
+        raise LayoutError.between(settings, reason, "give one for each")
     return times
 
 
@@ -139,54 +141,66 @@ def _timeline(
     return simulate_blocking(schedule, costs) if blocking else simulate(schedule, costs)
 
 
-def _comparison(found: Timeline, backward: float, comm: float, times: "Sequence[float]") -> list[Compared]:
-    """All kinds for the same ranks, micro-batches and costs; the one that was asked for is `found` itself."""
-    asked = found.schedule
+def _comparison(timeline: Timeline, backward: float, comm: float, times: "Sequence[float]") -> list[Compared]:
+    """All kinds for the same ranks, micro-batches and costs; the one that was asked for is `timeline` itself."""
+    asked = timeline.schedule
     if len(times) != asked.pp and times:  # other kinds have other stages: what each rank has in all
-        chunks = asked.virtual_stages
-        own = [[time for time, place in zip(times, asked.rank_of, strict=True) if place == r] for r in range(asked.pp)]
-        times = [sum(parts) / chunks for parts in own]
+        by_rank = [
+            [time for time, place in zip(times, asked.rank_of, strict=True) if place == rank]
+            for rank in range(asked.pp)
+        ]
+        times = [sum(parts) / asked.virtual_stages for parts in by_rank]
     rows: list[Compared] = []
     for kind, chunks in _COMPARED:
         if kind == asked.kind and (kind != "zero-bubble" or chunks == asked.virtual_stages):
-            rows.append(Compared(kind, asked.virtual_stages, found))
+            rows.append(Compared(kind, asked.virtual_stages, timeline))
             continue
         try:
-            other = schedule_of(kind, pp=asked.pp, micro_batches=asked.micro_batches, virtual_stages=chunks)
+            schedule = schedule_of(kind, pp=asked.pp, micro_batches=asked.micro_batches, virtual_stages=chunks)
         except LayoutError as error:
             rows.append(Compared(kind, chunks, None, _rendered(error)))
         else:
-            rows.append(Compared(kind, chunks, _timeline(other, backward, comm, times)))
+            rows.append(Compared(kind, chunks, _timeline(schedule, backward, comm, times)))
     return rows
 
 
-def _draw(path: Path, found: Timeline) -> None:
+def _draw(path: Path, timeline: Timeline) -> None:
     from toolkit.report.schedule_picture import schedule_picture
 
     try:
-        path.write_text(schedule_picture([found]), encoding="utf-8")
+        path.write_text(schedule_picture([timeline]), encoding="utf-8")
     except OSError as error:
         raise ReportError(
             f"--svg {printable(path)}: {reason_of(error)}. Name a file in a directory that exists."
         ) from None
 
 
-def _to_json(found: Timeline, compared: "Sequence[Compared]") -> dict[str, Any]:
-    schedule = found.schedule
+def _to_json(timeline: Timeline, compared: "Sequence[Compared]") -> dict[str, Any]:
+    schedule = timeline.schedule
     ranks = [
-        {"rank": rank, "bubble": found.bubbles[rank], "busy": found.busy[rank], "in_flight": schedule.in_flight[rank],
-         "operations": [operation._asdict() for operation in found.operations(rank)]}
+        {
+            "rank": rank,
+            "bubble": timeline.bubbles[rank],
+            "busy": timeline.busy[rank],
+            "in_flight": schedule.in_flight[rank],
+            "operations": [operation._asdict() for operation in timeline.operations(rank)],
+        }
         for rank in range(schedule.pp)
-    ]  # fmt: skip
+    ]
     rows = [
         {"kind": row.kind, "virtual_stages": row.virtual_stages, "trained": row.kind in TRAINED}
         | ({"refused": row.reason} if row.timeline is None else _facts(row.timeline))
         for row in compared
     ]
-    asked = {"kind": schedule.kind, "trained": schedule.kind in TRAINED, "pp": schedule.pp}
-    asked |= {"micro_batches": schedule.micro_batches, "virtual_stages": schedule.virtual_stages}
-    return asked | _facts(found) | {"makespan": found.makespan, "ranks": ranks, "compared": rows}
+    asked = {
+        "kind": schedule.kind,
+        "trained": schedule.kind in TRAINED,
+        "pp": schedule.pp,
+        "micro_batches": schedule.micro_batches,
+        "virtual_stages": schedule.virtual_stages,
+    }
+    return asked | _facts(timeline) | {"makespan": timeline.makespan, "ranks": ranks, "compared": rows}
 
 
-def _facts(found: Timeline) -> dict[str, float]:
-    return {"bubble": found.bubble, "step": found.step, "most_in_flight": max(found.schedule.in_flight)}
+def _facts(timeline: Timeline) -> dict[str, float]:
+    return {"bubble": timeline.bubble, "step": timeline.step, "most_in_flight": max(timeline.schedule.in_flight)}

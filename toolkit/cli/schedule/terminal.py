@@ -1,18 +1,17 @@
 """A timeline in a terminal: a row for each rank, colored or in ASCII, cut in its middle where there is no room."""
 
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from toolkit.cli.schedule.command import Compared
 from toolkit.planner.schedules import TRAINED, Schedule
 from toolkit.planner.simulate_schedule import TimedOperation, Timeline
+from toolkit.report.terminal import table_console
 
 _NAMES = {"F": "forward", "D": "backward", "B": "backward for the input", "W": "backward for the weights"}
 _COLORS = {
@@ -21,12 +20,10 @@ _COLORS = {
     "B": ("#c04400", "#dc7030"),
     "W": ("#00705c", "#2f9a83"),
 }
-"""Two shades of each, of which neighbors have different ones."""
+"""Two shades of each kind of pass; neighboring bars have different ones."""
 _LINES = {"F": "-", "D": "=", "B": "=", "W": "~"}
-"""Instead of colors."""
+"""Characters that tell passes apart in place of colors."""
 _TRAINS = "The toolkit trains with 1f1b, as DeepSpeed executes it; the others are simulated."
-_FILE_WIDTH = 100
-"""Columns where the output is not a terminal."""
 _MOST_ROWS = 32
 _HEAD = 0.6
 """Share of the columns for the beginning, where the middle is left out."""
@@ -35,7 +32,7 @@ _GAP = "..."
 
 @dataclass(frozen=True, kw_only=True)
 class _View:
-    """What of a timeline is drawn: `shown` are columns, of which `scale` are a unit of time."""
+    """The drawn part of a timeline: `shown` are columns, of which `scale` are a unit of time."""
 
     scale: float
     shown: Sequence[range]
@@ -45,10 +42,12 @@ class _View:
 
     @property
     def note(self) -> str:
-        """What is not shown."""
+        """Note about the part that is not shown; empty where all is."""
         if self.is_sampled:
             return "a column shows the pass at its time, of many; --svg draws all"
-        return f"{_GAP} the middle of the step, which repeats what is left of it; --svg draws all" * self.is_cut
+        if self.is_cut:
+            return f"{_GAP} the middle of the step, which repeats what is left of it; --svg draws all"
+        return ""
 
     @property
     def is_cut(self) -> bool:
@@ -56,17 +55,19 @@ class _View:
 
     @property
     def width(self) -> int:
-        return sum(map(len, self.shown)) + len(_GAP) * self.is_cut
+        gap = len(_GAP) if self.is_cut else 0
+        return sum(map(len, self.shown)) + gap
 
-    def row(self, found: Timeline, rank: int) -> Text:
+    def row(self, timeline: Timeline, rank: int) -> Text:
         """The passes of a rank, each a bar with its micro-batch."""
         cells: dict[int, tuple[str, str]] = {}
-        for operation in found.operations(rank):
-            begin, end = round(operation.start * self.scale), round(operation.end * self.scale)
+        for operation in timeline.operations(rank):
+            begin = round(operation.start * self.scale)
+            end = round(operation.end * self.scale)
             for part in self.shown:
                 visible = range(max(begin, part.start), min(end, part.stop))
                 if visible:
-                    text, style = self._bar(operation, end - begin, found.schedule)
+                    text, style = self._bar(operation, end - begin, timeline.schedule)
                     cells |= {column: (text[column - begin], style) for column in visible}
         out = Text()
         for place, part in enumerate(self.shown):
@@ -86,49 +87,48 @@ class _View:
         return label.center(width), f"#ffffff on {color}"
 
 
-def _view(found: Timeline, columns: int, *, plain: bool) -> _View:
+def _view(timeline: Timeline, columns: int, *, plain: bool) -> _View:
     """All of the timeline where there is room, or its beginning and its end, or a sample of it."""
-    forward, backward, weight = map(fmean, (found.costs.forward, found.costs.backward, found.costs.weight))
-    shortest = min(forward, backward, weight) if found.schedule.splits_backward else min(forward, backward + weight)
+    forward, backward, weight = map(fmean, (timeline.costs.forward, timeline.costs.backward, timeline.costs.weight))
+    shortest = min(forward, backward, weight) if timeline.schedule.splits_backward else min(forward, backward + weight)
     # Without colors the line behind a number says which pass it is.
-    at_least = 1 + len(str(found.schedule.micro_batches - 1)) * plain
+    at_least = 1 + len(str(timeline.schedule.micro_batches - 1)) if plain else 1
     # Whole columns for the shortest pass, so that equal passes are equally wide.
-    scale = max(at_least, int(columns / found.makespan * shortest)) / shortest
-    total = round(found.makespan * scale)
+    scale = max(at_least, int(columns / timeline.makespan * shortest)) / shortest
+    total = round(timeline.makespan * scale)
     if total <= columns:
         return _View(scale=scale, shown=[range(total)], plain=plain)
     head = int((columns - len(_GAP)) * _HEAD)
     tail = columns - len(_GAP) - head
-    if 2 * found.starts[-1][0] * scale <= head:
+    if 2 * timeline.starts[-1][0] * scale <= head:
         return _View(scale=scale, shown=[range(head), range(total - tail, total)], plain=plain)
-    return _View(scale=columns / found.makespan, shown=[range(columns)], plain=plain, is_sampled=True)
+    return _View(scale=columns / timeline.makespan, shown=[range(columns)], plain=plain, is_sampled=True)
 
 
-def print_timeline(found: Timeline, compared: Sequence[Compared], *, blocking: bool) -> None:
+def print_timeline(timeline: Timeline, compared: Sequence[Compared], *, blocking: bool) -> None:
     """The timeline with each rank's bubble and memory, a summary, and the other kinds, whose transfers never block."""
-    console = Console(highlight=False)
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = _FILE_WIDTH
-    schedule = found.schedule
+    console = table_console()
+    schedule = timeline.schedule
     console.print(Text(_title(schedule), style="bold"), soft_wrap=True)
     console.print()
     name = "stage" if schedule.virtual_stages == 1 else "rank"
     labels = [f"{name} {rank}" for rank in range(schedule.pp)]
     held = [_held(schedule, rank) for rank in range(schedule.pp)]
-    label_width, held_width = len(labels[-1]) + 2, max(len("in flight"), *map(len, held))
+    label_width = len(labels[-1]) + 2
+    held_width = max(len("in flight"), *map(len, held))
     columns = max(20, console.width - label_width - held_width - len("  bubble  "))
-    view = _view(found, columns, plain=console.color_system is None or console.no_color)
+    view = _view(timeline, columns, plain=console.color_system is None or console.no_color)
     heading = f"{'':{label_width + view.width}}  bubble  {'in flight':>{held_width}}"
     console.print(Text(heading, style="dim"), soft_wrap=True)
     for rank in _rows(schedule.pp):
         if rank is None:
             console.print(Text(f"{'':{label_width}}{_GAP}", style="dim"))
             continue
-        line = Text(f"{labels[rank]:<{label_width}}").append(view.row(found, rank))
-        line.append(f"{100 * found.bubbles[rank]:>6.1f} %  {held[rank]:>{held_width}}")
+        line = Text(f"{labels[rank]:<{label_width}}").append(view.row(timeline, rank))
+        line.append(f"{100 * timeline.bubbles[rank]:>6.1f} %  {held[rank]:>{held_width}}")
         console.print(line, soft_wrap=True)
     console.print()
-    for line in _summary(found, view):
+    for line in _summary(timeline, view):
         console.print(line, soft_wrap=True)
     console.print(_table(compared, schedule))
     if blocking:
@@ -156,17 +156,20 @@ def _rows(pp: int) -> Iterable[int | None]:
     return [*range(half), None, *range(pp - half, pp)]
 
 
-def _summary(found: Timeline, view: _View) -> list[Text]:
-    schedule = found.schedule
+def _summary(timeline: Timeline, view: _View) -> list[Text]:
+    schedule = timeline.schedule
     legend = Text()
     for kind in "FBW" if schedule.splits_backward else "FD":
         legend.append(_LINES[kind] * 3 if view.plain else "   ", style="" if view.plain else f"on {_COLORS[kind][0]}")
         legend.append(f" {_NAMES[kind]}   ")
-    legend.append("lighter: odd chunks" * (schedule.virtual_stages > 1 and not view.plain and not view.is_sampled))
-    held = "in flight: whole micro-batches + those that keep only what their W needs" * schedule.splits_backward
-    step = f"{found.step:.2f} F+B, where {schedule.micro_batches} would be without a bubble"
-    bubble = Text.assemble("bubble ", (f"{100 * found.bubble:.1f} %", "bold"), f"; step {step}")
-    return [legend, *(Text(note, style="dim") for note in (held, view.note) if note), bubble]
+    if schedule.virtual_stages > 1 and not view.plain and not view.is_sampled:
+        legend.append("lighter: odd chunks")
+    notes = [view.note] if view.note else []
+    if schedule.splits_backward:
+        notes.insert(0, "in flight: whole micro-batches + those that keep only what their W needs")
+    step = f"{timeline.step:.2f} F+B, where {schedule.micro_batches} would be without a bubble"
+    bubble = Text.assemble("bubble ", (f"{100 * timeline.bubble:.1f} %", "bold"), f"; step {step}")
+    return [legend, *(Text(note, style="dim") for note in notes), bubble]
 
 
 def _table(compared: Sequence[Compared], asked: Schedule) -> Table:
@@ -176,8 +179,9 @@ def _table(compared: Sequence[Compared], asked: Schedule) -> Table:
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("trained", no_wrap=True)
     for row in compared:
-        cells = ["-"] * 3
-        if row.timeline is not None:
+        if row.timeline is None:
+            cells = ["-", "-", "-"]
+        else:
             most = max(row.timeline.schedule.in_flight)
             cells = [f"{100 * row.timeline.bubble:.1f} %", f"{row.timeline.step:.2f}", f"{most:.4g}"]
         is_asked = row.timeline is not None and row.timeline.schedule is asked

@@ -1,1 +1,1 @@
-"""What `toolkit.recorder` found that a model's code keeps in memory: shipped, cached or asked for."""
+"""Recordings of the memory that a model's code keeps, as `toolkit.recorder` finds it: shipped, cached or asked for."""

@@ -14,7 +14,7 @@ from toolkit.models.chunked_head import Chunks
 
 _HEAD = ("head", "loss", "head_backward")
 _WIDTHS = (1, 2, 4, 8)
-"""Bytes of an element."""
+"""Bytes of an element that logits may have."""
 
 
 @dataclass(eq=False)
@@ -28,16 +28,16 @@ _Event = tuple[bool, _Storage | str]
 _Sections = Mapping[str, list[_Event]]
 
 
-def in_chunks(found: Recording, chunks: Chunks, *, tp: int) -> Recording:
+def in_chunks(recording: Recording, chunks: Chunks, *, tp: int) -> Recording:
     """The recording with the loss in chunks; itself where it has no head."""
-    sections = _resolved(found.events)
-    change = _Change(sections, chunks, rows=-(-chunks.vocabulary // tp), unit=found.unit)
+    sections = _resolved(recording.events)
+    change = _Change(sections, chunks, rows=-(-chunks.vocabulary // tp), unit=recording.unit)
     if change.first is None:
-        return found
+        return recording
     changed = {"head": change.head(), "loss": change.loss(), "head_backward": change.backward()}
     return replace(
-        found,
-        events=_named(found.events, sections, changed),
+        recording,
+        events=_named(recording.events, sections, changed),
         head=_section(changed["head"], sections),
         loss=_section(changed["loss"], sections),
         head_backward=_section(changed["head_backward"], sections),
@@ -45,110 +45,133 @@ def in_chunks(found: Recording, chunks: Chunks, *, tp: int) -> Recording:
 
 
 class _Change:
+    """The storages of the head's sections that the loss in chunks leaves out, and those that it makes instead."""
+
     def __init__(self, sections: _Sections, chunks: Chunks, *, rows: int, unit: int) -> None:
-        self.sections, self.chunks, self.unit = sections, chunks, unit
+        self.sections = sections
+        self.chunks = chunks
+        self.unit = unit
         logits = {width * rows * unit: width for width in _WIDTHS}
-        made = {name: [one for is_made, one in sections.get(name, ()) if is_made] for name in _HEAD}
+        made = {name: [storage for is_made, storage in sections.get(name, ()) if is_made] for name in _HEAD}
 
-        def is_logits(one: _Storage | str) -> bool:
-            return isinstance(one, _Storage) and one.size[0] == 0 and max(one.size) in logits
+        def is_logits(storage: _Storage | str) -> bool:
+            return isinstance(storage, _Storage) and storage.size[0] == 0 and max(storage.size) in logits
 
-        of_head = [one for one in made["head"] if is_logits(one)]
-        self.first = of_head[0] if of_head else None
-        """What the head's product is written to."""
+        head_logits = [storage for storage in made["head"] if is_logits(storage)]
+        self.first = head_logits[0] if head_logits else None
+        """Storage that the head's product is written to; None where the pass has no head."""
         if self.first is None:
             return
         assert isinstance(self.first, _Storage)
         largest = max(self.first.size)
-        self.width, self._column = logits[largest], self.first.size.index(largest)
-        self.has_cap = len(of_head) > 2  # divided, through tanh, and multiplied
+        self.width = logits[largest]
+        self._column = self.first.size.index(largest)
+        self.has_cap = len(head_logits) > 2  # divided, through tanh, and multiplied
         weight = rows * chunks.hidden * unit
-        gradients = [one for one in made["head_backward"] if self._is_constant(one, (2 * weight, 4 * weight))]
         behind = made["head_backward"]
+        weight_gradients = [storage for storage in behind if self._is_constant(storage, (2 * weight, 4 * weight))]
         hidden = self._per_token(self.width * chunks.hidden)
-        start = next((at for at, one in enumerate(behind) if is_logits(one)), len(behind))
-        self.of_hidden = next((one for one in behind[start:] if _size(one) == hidden), None)
-        self.of_weight = gradients[-1] if gradients else None
-        self.dropped = {one for name in _HEAD for one in made[name] if is_logits(one)} | {*gradients[:-1]}
-        exact = weight * (self.width if chunks.is_one else 4)
-        self.gradients = [
-            *([_Storage(hidden)] if self.of_hidden is not None else ()),
-            *([_Storage(_constant(exact))] if self.of_weight is not None else ()),
-        ]
+        start = next((at for at, storage in enumerate(behind) if is_logits(storage)), len(behind))
+        self.of_hidden = next((storage for storage in behind[start:] if _size(storage) == hidden), None)
+        self.of_weight = weight_gradients[-1] if weight_gradients else None
+        self.dropped = {storage for name in _HEAD for storage in made[name] if is_logits(storage)}
+        self.dropped |= {*weight_gradients[:-1]}
+        self.gradients: list[_Storage] = []
+        if self.of_hidden is not None:
+            self.gradients.append(_Storage(hidden))
+        if self.of_weight is not None:
+            self.gradients.append(_Storage(_constant(weight * (self.width if chunks.is_one else 4))))
         # The head keeps its input for the product's backward pass, which is over when the function returns.
-        freed_behind = {one for is_made, one in sections["head_backward"] if not is_made}
-        inputs = [one for one in made["head"][: made["head"].index(self.first)] if _size(one) == hidden]
+        freed_behind = {storage for is_made, storage in sections["head_backward"] if not is_made}
+        before_logits = made["head"][: made["head"].index(self.first)]
+        inputs = [storage for storage in before_logits if _size(storage) == hidden]
         self.input = inputs[-1] if inputs and inputs[-1] in freed_behind else None
-        self._rows, self._weight = rows, weight
+        self._rows = rows
+        self._weight = weight
 
     def head(self) -> list[_Event]:
-        """What the forward pass of one chunk allocates, which stands for all, in the place of the product."""
+        """Return the head's events with one chunk's forward pass, which stands for all, in place of the product."""
         events: list[_Event] = []
-        for is_made, one in self.sections["head"]:
-            if is_made and one is self.first:
+        for is_made, storage in self.sections["head"]:
+            if is_made and storage is self.first:
                 events += self._chunk()
-            elif one not in self.dropped:
-                events.append((is_made, one))
-        over = [self.input, *(one for is_made, one in self.sections["head"] if is_made and self._is_copy(one))]
-        return [*events, *((False, one) for one in over if one is not None)]
+            elif storage not in self.dropped:
+                events.append((is_made, storage))
+        if self.input is not None:
+            events.append((False, self.input))
+        for is_made, storage in self.sections["head"]:
+            if is_made and self._is_copy(storage):
+                events.append((False, storage))
+        return events
 
     def _chunk(self) -> Iterator[_Event]:
+        """Yield the events of a chunk's forward pass, in which the gradients are made."""
         of_weight = self.gradients[-1] if self.of_weight is not None else None
         losses = _Storage(self._per_token(4))
-        yield from ((True, one) for one in self.gradients if not (self.chunks.is_one and one is of_weight))
+        for gradient in self.gradients:
+            if not (self.chunks.is_one and gradient is of_weight):
+                yield True, gradient
         yield True, losses
-        products, exact, slopes = (self._of_chunk(width) for width in (self.width, 4, self.width))
+        products = self._of_chunk(self.width)
+        exact = self._of_chunk(4)
+        slopes = self._of_chunk(self.width)
+        cap = self._of_chunk(4)
         rounds = self.width < 4
-        cap = [self._of_chunk(4)] if self.has_cap and self.gradients else []
+        caps = self.has_cap and bool(self.gradients)
         yield True, products
-        yield from ((True, exact), (False, products)) if rounds else ()
-        yield from ((True, one) for one in cap)
+        if rounds:
+            yield True, exact
+            yield False, products
+        if caps:
+            yield True, cap
         if rounds and self.gradients:
             yield True, slopes
-        yield from ((False, one) for one in [*([exact] if rounds else ()), *cap])
+        if rounds:
+            yield False, exact
+        if caps:
+            yield False, cap
         if not rounds and not self.gradients:
             yield False, products
         if of_weight is not None and self.chunks.is_one:
             yield True, of_weight
         elif of_weight is not None and rounds:
             newest = _Storage(_constant(self._weight * self.width))
-            yield from ((True, newest), (False, newest))
+            yield True, newest
+            yield False, newest
         if self.gradients:
             yield False, slopes if rounds else products
         yield False, losses
 
     def loss(self) -> list[_Event]:
-        """Nothing is left of it but numbers, and what it frees of others."""
-        mine = {
-            one for is_made, one in self.sections["loss"] if is_made and isinstance(one, _Storage) and any(one.size[1:])
-        }
-        self.dropped |= mine
+        """Return the events of the loss that remain: its numbers, and what it frees of other sections."""
+        for is_made, storage in self.sections["loss"]:
+            if is_made and isinstance(storage, _Storage) and any(storage.size[1:]):
+                self.dropped.add(storage)
         return [event for event in self.sections["loss"] if event[1] not in self.dropped]
 
     def backward(self) -> list[_Event]:
         """The gradients of the forward pass become those that the recorded backward pass makes."""
         events: list[_Event] = []
-        mine = dict(
-            zip((one for one in (self.of_hidden, self.of_weight) if one is not None), self.gradients, strict=True)
-        )
-        for is_made, one in self.sections["head_backward"]:
-            if one in self.dropped or one is self.input or self._is_copy(one):
+        recorded = [gradient for gradient in (self.of_hidden, self.of_weight) if gradient is not None]
+        made_before = dict(zip(recorded, self.gradients, strict=True))
+        for is_made, storage in self.sections["head_backward"]:
+            if storage in self.dropped or storage is self.input or self._is_copy(storage):
                 continue
-            own = mine.pop(one, None) if is_made and isinstance(one, _Storage) else None
-            if own is None:
-                events.append((is_made, one))
-            elif _size(own) == _size(one):
-                events += [(False, own), (is_made, one)]  # in place
+            gradient = made_before.pop(storage, None) if is_made and isinstance(storage, _Storage) else None
+            if gradient is None:
+                events.append((is_made, storage))
+            elif _size(gradient) == _size(storage):
+                events += [(False, gradient), (is_made, storage)]  # in place
             else:
-                events += [(is_made, one), (False, own)]
+                events += [(is_made, storage), (False, gradient)]
         return events
 
-    def _is_copy(self, one: _Storage | str) -> bool:
+    def _is_copy(self, storage: _Storage | str) -> bool:
         """Whether it is autocast's copy of the head's weight, which goes when the function returns."""
-        return isinstance(one, _Storage) and one.is_cast and one.size == _constant(2 * self._weight)
+        return isinstance(storage, _Storage) and storage.is_cast and storage.size == _constant(2 * self._weight)
 
-    def _is_constant(self, one: _Storage | str, sizes: Iterable[int]) -> bool:
-        return isinstance(one, _Storage) and not any(one.size[1:]) and one.size[0] in sizes
+    def _is_constant(self, storage: _Storage | str, sizes: Iterable[int]) -> bool:
+        return isinstance(storage, _Storage) and not any(storage.size[1:]) and storage.size[0] in sizes
 
     def _per_token(self, width: int) -> Polynomial:
         return tuple(width * self.unit if at == self._column else 0 for at in range(len(ZERO)))
@@ -161,46 +184,48 @@ def _constant(size: int) -> Polynomial:
     return (size, *ZERO[1:])
 
 
-def _size(one: _Storage | str | None) -> Polynomial | None:
-    return one.size if isinstance(one, _Storage) else None
+def _size(storage: _Storage | str | None) -> Polynomial | None:
+    return storage.size if isinstance(storage, _Storage) else None
 
 
 def _resolved(events: Events) -> _Sections:
     """The events of all sections. What the head's three allocate is known in every section by the storage itself."""
-    found: dict[str, list[_Event]] = {}
-    for name in (*_HEAD, *(name for name in events.sections if name not in _HEAD)):
-        own: list[_Storage] = []
-        found[name] = []
+    resolved: dict[str, list[_Event]] = {}
+    others = [name for name in events.sections if name not in _HEAD]
+    for name in (*_HEAD, *others):
+        allocated: list[_Storage] = []
+        resolved[name] = []
         for event in events.sections.get(name, ()):
             if isinstance(event, str):
                 section, _, at = event.partition(":")
-                is_known = section in _HEAD and section in found
-                found[name].append((False, _outliving(found[section])[int(at)] if is_known else event))
+                is_known = section in _HEAD and section in resolved
+                resolved[name].append((False, _outliving(resolved[section])[int(at)] if is_known else event))
             elif event >= 0:
-                own.append(_Storage(events.sizes[event], event in events.casts))
-                found[name].append((True, own[-1]))
+                allocated.append(_Storage(events.sizes[event], event in events.casts))
+                resolved[name].append((True, allocated[-1]))
             else:
-                found[name].append((False, own[~event]))
-    return found
+                resolved[name].append((False, allocated[~event]))
+    return resolved
 
 
 def _outliving(section: Iterable[_Event]) -> list[_Storage]:
-    """What a section allocates and does not free, the latest first."""
+    """Return the storages that a section allocates and does not free, the latest first."""
     events = list(section)
-    freed = {one for is_made, one in events if not is_made}
-    return [one for is_made, one in reversed(events) if is_made and isinstance(one, _Storage) and one not in freed]
+    freed = {storage for is_made, storage in events if not is_made}
+    made = [storage for is_made, storage in reversed(events) if is_made and isinstance(storage, _Storage)]
+    return [storage for storage in made if storage not in freed]
 
 
 def _section(section: Iterable[_Event], sections: _Sections) -> PassSection:
-    """Its end and its worst moments. Copies of weights are counted beside recordings, except where they are freed."""
+    """Return a section's end and worst moments. Copies of weights count beside recordings, except when freed."""
 
     def signed() -> Iterator[Polynomial]:
-        for is_made, one in section:
-            if isinstance(one, str):
-                name, _, at = one.partition(":")
-                one = _outliving(sections[name])[int(at)]
-            if not (is_made and one.is_cast):
-                yield one.size if is_made else tuple(-each for each in one.size)
+        for is_made, storage in section:
+            if isinstance(storage, str):
+                name, _, at = storage.partition(":")
+                storage = _outliving(sections[name])[int(at)]
+            if not (is_made and storage.is_cast):
+                yield storage.size if is_made else tuple(-coefficient for coefficient in storage.size)
 
     return PassSection.of(signed())
 
@@ -208,20 +233,20 @@ def _section(section: Iterable[_Event], sections: _Sections) -> PassSection:
 def _named(events: Events, sections: _Sections, changed: _Sections) -> Events:
     """The events with those of the head changed, and names of what these allocate."""
     sizes = {(size, at in events.casts): at for at, size in enumerate(events.sizes)}
-    places = {one: f"{name}:{at}" for name in _HEAD for at, one in enumerate(_outliving(changed.get(name, ())))}
+    places = {storage: f"{name}:{at}" for name in _HEAD for at, storage in enumerate(_outliving(changed.get(name, ())))}
 
     def encoded(section: list[_Event]) -> Iterator[int | str]:
-        own: dict[_Storage, int] = {}
-        for is_made, one in section:
-            if isinstance(one, str):
-                yield one
+        allocated: dict[_Storage, int] = {}
+        for is_made, storage in section:
+            if isinstance(storage, str):
+                yield storage
             elif is_made:
-                own[one] = len(own)
-                yield sizes.setdefault((one.size, one.is_cast), len(sizes))
-            elif one in own:
-                yield -1 - own[one]
-            elif one in places:
-                yield places[one]
+                allocated[storage] = len(allocated)
+                yield sizes.setdefault((storage.size, storage.is_cast), len(sizes))
+            elif storage in allocated:
+                yield -1 - allocated[storage]
+            elif storage in places:
+                yield places[storage]
 
     written = {name: tuple(encoded(changed.get(name, sections[name]))) for name in events.sections}
     return replace(events, sizes=tuple(size for size, _ in sizes), sections=written)

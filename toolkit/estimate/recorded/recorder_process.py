@@ -21,8 +21,8 @@ PATIENCE = {True: 0.5, False: 10.0}
 
 def answer(question: str, doing: str) -> dict[str, Any]:
     """Ask the recorder. `doing` goes to stderr where the answer takes long. Raises RunError where it fails."""
-    said = f"{doing}: some seconds for most models, minutes for thousands of layers; cached afterwards"
-    slow = threading.Timer(PATIENCE[sys.stderr.isatty()], lambda: print(said, file=sys.stderr, flush=True))
+    notice = f"{doing}: some seconds for most models, minutes for thousands of layers; cached afterwards"
+    slow = threading.Timer(PATIENCE[sys.stderr.isatty()], lambda: print(notice, file=sys.stderr, flush=True))
     slow.daemon = True
     slow.start()
     try:
@@ -46,18 +46,18 @@ def _ask(pid: int, question: str) -> dict[str, Any]:
         assert process.stdout is not None
         try:
             print(question, file=process.stdin, flush=True)
-            found: dict[str, Any] = json.loads(process.stdout.readline())
+            reply: dict[str, Any] = json.loads(process.stdout.readline())
         except BaseException as error:
             process.kill()
             recorder.cache_clear()
             if isinstance(error, OSError | ValueError):
                 code = process.wait()
                 errors.seek(0)
-                said = next((line for line in reversed(errors.read().splitlines()) if line.strip()), "no message")
-                reason = f"the process that records activations ended with code {code} ({reason_of(ValueError(said))})"
+                last = next((line for line in reversed(errors.read().splitlines()) if line.strip()), "no message")
+                reason = f"the process that records activations ended with code {code} ({reason_of(ValueError(last))})"
                 raise RunError(f"{reason}. Try again, with more memory or another environment.") from None
             raise
-        return found
+        return reply
 
 
 @cache

@@ -14,13 +14,14 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, zip_longest
 from typing import Any, Literal, Self
 
-from toolkit.config.layout import Recompute
+from toolkit.config.layout import Layout, Recompute
+from toolkit.estimate.computation import Computation
 from toolkit.models.chunked_head import Chunks
 
-Attention = Literal["eager", "sdpa", "flash"]
 Precision = Literal["fp32", "bf16", "autocast"]
-Device = Literal["cuda", "cpu"]
-Part = Literal["whole", "first", "middle", "last"]
+"""Precision of the operations of a pass. `bf16`: any 16 bits; `autocast`: fp32 weights and products in 16 bits."""
+StagePart = Literal["whole", "first", "middle", "last"]
+"""The whole model, or the first, an inner or the last stage of a pipeline."""
 SAMPLES: tuple[Literal["one", "many"], ...] = ("one", "many")
 Polynomial = tuple[int, ...]
 """Coefficients of 1, b, s, bs, s^2, bs^2, in bytes over the recording's unit."""
@@ -30,47 +31,65 @@ ZERO: Polynomial = (0,) * len(MONOMIALS)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setup:
-    """What a recording depends on."""
+class RankPass:
+    """The pass over a micro-batch on a rank of a pipeline stage: everything that a recording depends on.
+
+    It is the part of a TrainingSetup that decides what a rank allocates. Setups whose passes are alike have equal ones.
+    """
 
     config: str
     """config.json, as text with sorted keys: `config_text`."""
-    tp: int = 1
-    sequence_parallel: bool = False
-    recompute: Recompute = "none"
-    attention: Attention = "sdpa"
+    layout: Layout = field(default_factory=Layout)
+    """The axes that shard a layer (tp, ep with as many replicas), and what is recomputed. All else has its default."""
+    computation: Computation = field(default_factory=Computation)
     precision: Precision = "bf16"
-    """`bf16`: any 16 bits; `autocast`: fp32 weights and products in 16 bits."""
-    documents: bool = False
-    """Positions restart inside a sample, and documents do not see each other."""
-    device: Device = "cuda"
-    """Whose kernels run."""
-    part: Part = "whole"
-    """The model, or the first, an inner or the last stage of a pipeline."""
+    part: StagePart = "whole"
     samples: Literal["one", "many"] = "many"
     """A single sample's tensors may be contiguous where those of several are not."""
-    trainable: str = ""
-    """Which parameters train, as `Trainable.text` writes it; empty: all."""
-    loss_chunk: int = 0
-    """Tokens whose logits exist at once in Liger's loss; 0: those of all."""
     chunks: Chunks | None = None
-    """Of this toolkit's own loss in chunks. Recordings have full logits, and are changed when they are read."""
-    ep: int = 1
-    """Ranks that share out the experts of a mixture."""
-    inner: bool = False
-    """Whether tensor parallelism shards every expert, instead of handing out whole ones."""
-    imbalance: float = 1.0
-    """Rows that the rank's experts get over the mean, where ranks have different experts."""
+    """Chunks of this toolkit's own loss; None without it. Recordings have full logits, and are changed when they are
+    read."""
 
     @property
     def key(self) -> str:
-        """Name of the setup, without the model."""
-        words = [self.part, f"tp{self.tp}", self.precision, self.attention, self.recompute, self.device, self.samples]
-        flags = {"sp": self.sequence_parallel, "documents": self.documents}
-        flags |= {f"trainable-{_hash(self.trainable)}": bool(self.trainable)}
-        flags |= {f"chunk{self.loss_chunk}": self.loss_chunk > 0, f"ep{self.ep}": self.ep > 1, "inner": self.inner}
-        flags |= {f"imbalance{self.imbalance:g}": self.imbalance != 1}
-        return "-".join([*words, *(name for name, wanted in flags.items() if wanted)])
+        """Name of the pass, without the model."""
+        layout = self.layout
+        computation = self.computation
+        words = [
+            self.part,
+            f"tp{layout.tp}",
+            self.precision,
+            computation.attention,
+            layout.recompute,
+            computation.device,
+            self.samples,
+        ]
+        if layout.sequence_parallel:
+            words.append("sp")
+        if computation.documents:
+            words.append("documents")
+        if computation.trainable:
+            words.append(f"trainable-{_hash(computation.trainable)}")
+        if computation.loss_chunk > 0:
+            words.append(f"chunk{computation.loss_chunk}")
+        if layout.ep > 1:
+            words.append(f"ep{layout.ep}")
+        if layout.experts == "inner":
+            words.append("inner")
+        if computation.imbalance != 1:
+            words.append(f"imbalance{computation.imbalance:g}")
+        return "-".join(words)
+
+    def recomputing(self, recompute: Recompute) -> Self:
+        """The pass with other layers recomputed."""
+        return replace(self, layout=replace(self.layout, recompute=recompute))
+
+    @classmethod
+    def decoded(cls, content: Mapping[str, Any]) -> Self:
+        """Read what `dataclasses.asdict` made of a pass without chunks; what is left out has its default."""
+        layout = Layout(**content.get("layout", {}))
+        computation = Computation(**content.get("computation", {}))
+        return cls(**{**content, "layout": layout, "computation": computation})
 
 
 def _hash(text: str) -> str:
@@ -82,7 +101,7 @@ _UNREAD = ("_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype",
 
 
 def config_text(config: Mapping[str, Any]) -> str:
-    """A config as the text that a Setup has."""
+    """A config as the text that a RankPass has."""
     return json.dumps({name: value for name, value in config.items() if name not in _UNREAD}, sort_keys=True)
 
 
@@ -96,22 +115,24 @@ class PassSection:
     """A part of a pass, in bytes beyond what is live when it begins."""
 
     delta: Polynomial
-    """What is live at the end."""
+    """Bytes that are live at the end."""
     peaks: tuple[Polynomial, ...]
-    """What is live at the moments that may be the worst for some b and s."""
+    """Bytes that are live at the moments that may be the worst for some b and s."""
 
     @classmethod
     def of(cls, events: Iterable[Polynomial]) -> Self:
-        """From what is allocated, in order, and freed, which is negative."""
+        """Make a section of sizes in order: positive where bytes are allocated, negative where they are freed."""
         levels = list(accumulate(events, _add, initial=ZERO))
         moments = dict.fromkeys(levels)
-        peaks = (one for one in moments if not any(one != other and _exceeds(other, one) for other in moments))
+        peaks = (
+            moment for moment in moments if not any(moment != other and _exceeds(other, moment) for other in moments)
+        )
         return cls(delta=levels[-1], peaks=tuple(peaks))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Events:
-    """What a pass allocates and frees, in order, section by section.
+    """Allocations and frees of a pass, in order, section by section.
 
     Layers have the sections `forward k` and `backward k` of kind k, and of the `first` and the `last` layer. An event
     is the index of a size that is allocated; or -1 - n, which frees what the same section allocated as its nth; or
@@ -136,24 +157,24 @@ class Recording:
     """
 
     positions: tuple[int, int | None]
-    """Valid for sequence lengths in [first, second): at a sliding window masks appear."""
+    """Sequence lengths [first, second) for which it is valid: at a sliding window masks appear."""
     unit: int
     """Parts of a byte that polynomials count: with sequence parallelism a rank has s/t positions."""
     pattern: tuple[int, ...]
     """The kind of every decoder layer of the model."""
     embedding: PassSection
     forward: tuple[PassSection, ...]
-    """Of a layer of each kind."""
+    """The forward pass of a layer of each kind."""
     backward: tuple[PassSection, ...]
     head: PassSection
     loss: PassSection
     head_backward: PassSection
     embedding_backward: PassSection
     kinds: tuple[Mapping[str, Polynomial], ...]
-    """Kept by a layer of each kind, by the part of the layer that allocates it."""
+    """Bytes that a layer of each kind keeps, by the part of the layer that allocates it."""
     end_layers: tuple[Polynomial, Polynomial, Polynomial]
-    """What the forward pass of a stage's first layer leaves beyond that of an inner one, and of its last layer; and the
-    backward pass of the last layer."""
+    """Bytes that the forward pass of a stage's first layer leaves beyond that of an inner one, and of its last layer;
+    and the backward pass of the last layer."""
     events: Events = field(repr=False)
 
     def at(self, b: int, s: int) -> "Activations":
@@ -175,13 +196,14 @@ class Recording:
             loss=step(self.loss),
             head_backward=step(self.head_backward),
             embedding_backward=step(self.embedding_backward),
-            kinds=tuple({kind: of(size) for kind, size in each.items()} for each in self.kinds),
+            kinds=tuple({kind: of(size) for kind, size in sizes.items()} for sizes in self.kinds),
             end_layers=tuple(map(of, self.end_layers)),
         )
 
     def mixed(self, other: "Self", period: int) -> Self:
         """The recording of a model whose layers are those of `other` where their index is a multiple of `period`."""
-        kinds, offset = len(self.forward), len(self.events.sizes)
+        kinds = len(self.forward)
+        offset = len(self.events.sizes)
         pattern = tuple(
             kind if index % period else kinds + also
             for index, (kind, also) in enumerate(zip(self.pattern, other.pattern, strict=True))
@@ -209,7 +231,7 @@ class Recording:
         )
 
     def encoded(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the recording as JSON has it."""
         table: dict[Polynomial, int] = {}
 
         def number(polynomial: Polynomial) -> int:
@@ -225,7 +247,7 @@ class Recording:
             **{name: listed(getattr(self, name)) for name in _ONCE},
             "forward": [listed(section) for section in self.forward],
             "backward": [listed(section) for section in self.backward],
-            "kinds": [{kind: number(size) for kind, size in each.items()} for each in self.kinds],
+            "kinds": [{kind: number(size) for kind, size in sizes.items()} for sizes in self.kinds],
             "end_layers": [number(size) for size in self.end_layers],
             "sizes": [list(polynomial) for polynomial in table],
             "events": vars(self.events),
@@ -250,13 +272,13 @@ class Recording:
             **{name: section(content[name]) for name in _ONCE},
             forward=tuple(map(section, content["forward"])),
             backward=tuple(map(section, content["backward"])),
-            kinds=tuple({kind: table[number] for kind, number in each.items()} for each in content["kinds"]),
+            kinds=tuple({kind: table[number] for kind, number in numbers.items()} for numbers in content["kinds"]),
             end_layers=(first, last, back),
             events=Events(
                 sizes=tuple(map(tuple, events["sizes"])),
                 casts=tuple(events["casts"]),
                 ends=tuple(events["ends"]),
-                sections={name: tuple(each) for name, each in events["sections"].items()},
+                sections={name: tuple(section) for name, section in events["sections"].items()},
             ),
         )
 
@@ -290,11 +312,11 @@ class Activations:
     end_layers: tuple[int, ...]
 
     def kept(self, layers: range) -> int:
-        """Live when the forward pass ends: what its backward pass needs, and what is returned."""
+        """Bytes that are live when the forward pass ends: what its backward pass needs, and what is returned."""
         return self.trunk(layers) + self.head.delta + self.loss.delta
 
     def layer_kinds(self, layers: range) -> Mapping[str, int]:
-        """Kept by these layers, by part."""
+        """Bytes that these layers keep, by part."""
         return self._of_layers(layers)[0]
 
     def forward_peak(self, layers: range, *, casts: Sequence[int], offloaded: bool = False) -> int:
@@ -329,15 +351,18 @@ class Activations:
         moments.append((level + self.loss.peak, 0))
         level += self.loss.delta
         moments.append((level + self.head_backward.peak, 0))
-        level, before = level + self.head_backward.delta, len(moments)
-        finished, sizes = 0, gradients_kept or [0] * len(layers)
+        level += self.head_backward.delta
+        before = len(moments)
+        finished = 0
+        sizes = gradients_kept or [0] * len(layers)
         for kind, size in zip(reversed(self._kinds(layers)), reversed(sizes), strict=True):
             step = self.backward[kind]
             moments.append((level + step.peak + tile, finished))
             level += step.delta + (0 if len(moments) > before + 1 else self.end_layers[2])
             finished += size
         moments.append((level + self.embedding_backward.peak, finished))
-        away, waiting = self.offloaded(layers), (in_flight - 1) * self.kept(layers)
+        away = self.offloaded(layers)
+        waiting = (in_flight - 1) * self.kept(layers)
         if offloaded:
             moments = [(live - gone, made) for (live, made), gone in zip(moments, away, strict=True)]
             waiting -= (in_flight - 1) * max(away)
@@ -361,11 +386,11 @@ class Activations:
         return [self.pattern[index] for index in layers]
 
     def trunk(self, layers: range) -> int:
-        """Live behind the layers, of one micro-batch."""
+        """Bytes that are live behind the layers, of one micro-batch."""
         return self.embedding.delta + self._of_layers(layers)[1]
 
     def _of_layers(self, layers: range) -> tuple[dict[str, int], int]:
-        """What layers keep, by part, and what their forward pass leaves live beyond what was when it began."""
+        """Return the bytes that layers keep, by part, and those that their forward pass adds to what is live."""
         if layers not in self._kept:
             counts = Counter(self._kinds(layers))
             parts = dict.fromkeys(part for kind in counts for part in self.kinds[kind])
@@ -375,7 +400,8 @@ class Activations:
         return self._kept[layers]
 
     def _forward_moments(self, layers: range) -> list[int]:
-        level, moments = self.embedding.delta, [self.embedding.peak]
+        level = self.embedding.delta
+        moments = [self.embedding.peak]
         for number, kind in enumerate(self._kinds(layers)):
             step = self.forward[kind]
             moments.append(level + step.peak)

@@ -1,4 +1,4 @@
-"""Finds the recording of a setup: shipped with the package, in the user's cache, or made now by a process of its own.
+"""Finds the recording of a rank's pass: shipped with the package, in the user's cache, or made now by another process.
 
 Nothing here imports torch. `recordings.zip` has a file for each model of the catalogue (docs/generate_recordings.py).
 """
@@ -19,7 +19,7 @@ from toolkit.config.layout import RECOMPUTE_PERIODS
 from toolkit.errors import ModelError
 from toolkit.estimate.parameters import ModelParameters
 from toolkit.estimate.recorded.chunked_head import in_chunks
-from toolkit.estimate.recorded.recording import Activations, Recording, Setup, model_key
+from toolkit.estimate.recorded.recording import Activations, RankPass, Recording, model_key
 from toolkit.files import cache_folder
 
 SHIPPED = Path(__file__).with_name("recordings.zip")
@@ -27,6 +27,7 @@ _PACKAGE = Path(__file__).parents[2]
 _SOURCES = (
     *("recorder", "parallel", "model_init/selective_recompute.py", "model_init/adapters.py", "model_init/frozen.py"),
     *(
+        "estimate/computation.py",
         "estimate/recorded/recording.py",
         "estimate/parameters.py",
         "estimate/rank_parameters.py",
@@ -34,23 +35,24 @@ _SOURCES = (
     ),
     *("models/tensor_plan.py", "models/families", "models/families.json"),
 )
-"""What decides, beside torch and transformers, what is recorded."""
+"""Files whose code decides what is recorded, beside torch and transformers."""
 
 
 @lru_cache(maxsize=8192)
-def activations(setup: Setup, b: int, s: int) -> Activations:
-    """Activations of micro-batches of b samples of s positions. Raises ModelError for what cannot be recorded."""
-    return recording(setup, s).at(b, s)
+def activations(rank_pass: RankPass, samples: int, positions: int) -> Activations:
+    """Activations of micro-batches of so many samples and positions. Raises ModelError for what cannot be recorded."""
+    return recording(rank_pass, positions).at(samples, positions)
 
 
 @lru_cache(maxsize=256)
 def parameters(config: str, trainable: str = "") -> ModelParameters:
     """The parameters of a config, which is text as `config_text` writes it, and which of them train.
 
-    `trainable`: as in Setup. Raises ModelError and RunError.
+    `trainable`: as in Computation. Raises ModelError and RunError.
     """
-    key, also = model_key(config), f"-{model_key(trainable)}" if trainable else ""
-    path = _cached(f"{key}{also}.json")
+    key = model_key(config)
+    selection = f"-{model_key(trainable)}" if trainable else ""
+    path = _cached(f"{key}{selection}.json")
     shipped = None if trainable else _shipped(key).get("parameters")
     known = shipped or _read(path).get("parameters")
     if known is None:
@@ -59,73 +61,96 @@ def parameters(config: str, trainable: str = "") -> ModelParameters:
     return ModelParameters.decoded(known)
 
 
-def recording(setup: Setup, s: int) -> Recording:
-    """The recording of a setup that holds for s positions.
+def recording(rank_pass: RankPass, positions: int) -> Recording:
+    """The recording of a pass that holds for so many positions.
 
     Raises ModelError for a model that cannot be recorded, and RunError where the process that records fails.
     """
-    if (period := RECOMPUTE_PERIODS.get(setup.recompute, 1)) > 1:
-        return recording(replace(setup, recompute="none"), s).mixed(
-            recording(replace(setup, recompute="full"), s), period
-        )
-    key = model_key(setup.config)
-    path = _cached(f"{key}-{setup.key}.json")
-    found = _holding(s, _shipped(key).get("recordings", {}).get(setup.key, []))
-    cached = [] if found else _read(path).get("recordings", [])
-    found = found or _holding(s, cached)
-    if found is None:
-        found = _answer(
-            setup.config, f"activations ({setup.key})", {"setup": asdict(replace(setup, chunks=None)), "s": s}
-        )
-        _write(path, {"recordings": [*(one for one in cached if one["positions"] != found["positions"]), found]})
-    decoded = Recording.decoded(found)
-    return decoded if setup.chunks is None else in_chunks(decoded, setup.chunks, tp=setup.tp)
+    period = RECOMPUTE_PERIODS.get(rank_pass.layout.recompute, 1)
+    if period > 1:
+        without, recomputed = _mixed_from(rank_pass)
+        return recording(without, positions).mixed(recording(recomputed, positions), period)
+    encoded = _known(rank_pass, positions)
+    if encoded is None:
+        encoded = _record(rank_pass, positions)
+    decoded = Recording.decoded(encoded)
+    if rank_pass.chunks is None:
+        return decoded
+    return in_chunks(decoded, rank_pass.chunks, tp=rank_pass.layout.tp)
+
+
+def _known(rank_pass: RankPass, positions: int) -> dict[str, Any] | None:
+    """Return the recording that is shipped or in the user's cache; None where there is none for so many positions."""
+    shipped = _shipped(model_key(rank_pass.config)).get("recordings", {}).get(rank_pass.key, [])
+    return _holding(positions, shipped) or _holding(positions, _in_cache(rank_pass))
+
+
+def _in_cache(rank_pass: RankPass) -> list[dict[str, Any]]:
+    """Return the recordings of a pass in the user's cache, each for other positions."""
+    cached: list[dict[str, Any]] = _read(_cache_file(rank_pass)).get("recordings", [])
+    return cached
+
+
+def _cache_file(rank_pass: RankPass) -> Path:
+    return _cached(f"{model_key(rank_pass.config)}-{rank_pass.key}.json")
+
+
+def _record(rank_pass: RankPass, positions: int) -> dict[str, Any]:
+    """Let the recorder record a pass, and keep what it answers."""
+    question = {"pass": asdict(replace(rank_pass, chunks=None)), "s": positions}
+    recorded = _answer(rank_pass.config, f"activations ({rank_pass.key})", question)
+    others = [other for other in _in_cache(rank_pass) if other["positions"] != recorded["positions"]]
+    _write(_cache_file(rank_pass), {"recordings": [*others, recorded]})
+    return recorded
 
 
 @lru_cache(maxsize=8192)
-def stand_in(setup: Setup, s: int) -> Setup:
-    """Return the setup if it is recorded, else a recorded one that hardly needs less: for searches over many setups.
+def stand_in(rank_pass: RankPass, positions: int) -> RankPass:
+    """Return the pass if it is recorded, else a recorded one that hardly needs less: for searches over many setups.
 
     Without sequence parallelism, of the whole model instead of a stage, of the next lower number of tensor ranks.
     Where none is recorded, the simplest of them, so that few recordings serve a whole search.
     """
-    lower = 1 << (setup.tp.bit_length() - 1)
-    simplest = replace(setup, sequence_parallel=False, part="whole", samples="many")
+    layout = rank_pass.layout
+    lower = 1 << (layout.tp.bit_length() - 1)
+    without = replace(layout, sequence_parallel=False)
+    simplest = replace(rank_pass, layout=without, part="whole", samples="many")
     choices = [
-        replace(setup, tp=tp, sequence_parallel=parallel, part=part)
-        for tp in dict.fromkeys((setup.tp, lower))
-        for part in dict.fromkeys((setup.part, "whole"))
-        for parallel in dict.fromkeys((setup.sequence_parallel, False))
+        replace(rank_pass, layout=replace(layout, tp=tp, sequence_parallel=parallel), part=part)
+        for tp in dict.fromkeys((layout.tp, lower))
+        for part in dict.fromkeys((rank_pass.part, "whole"))
+        for parallel in dict.fromkeys((layout.sequence_parallel, False))
     ]
-    return next((one for one in (*choices, simplest) if _is_recorded(one, s)), simplest)
+    return next((choice for choice in (*choices, simplest) if _is_recorded(choice, positions)), simplest)
 
 
-def _mixed_from(setup: Setup) -> tuple[Setup, Setup]:
-    """What a setup that recomputes some of the layers is made from."""
-    return replace(setup, recompute="none"), replace(setup, recompute="full")
+def _mixed_from(rank_pass: RankPass) -> tuple[RankPass, RankPass]:
+    """Return the two passes, without and with recomputation, that one with some recomputed layers is made from."""
+    return rank_pass.recomputing("none"), rank_pass.recomputing("full")
 
 
-def _is_recorded(setup: Setup, s: int) -> bool:
-    if RECOMPUTE_PERIODS.get(setup.recompute, 1) > 1:
-        return all(_is_recorded(one, s) for one in _mixed_from(setup))
-    key = model_key(setup.config)
-    if _holding(s, _shipped(key).get("recordings", {}).get(setup.key, [])):
-        return True
-    return _holding(s, _read(_cached(f"{key}-{setup.key}.json")).get("recordings", [])) is not None
+def _is_recorded(rank_pass: RankPass, positions: int) -> bool:
+    if RECOMPUTE_PERIODS.get(rank_pass.layout.recompute, 1) > 1:
+        return all(_is_recorded(part, positions) for part in _mixed_from(rank_pass))
+    return _known(rank_pass, positions) is not None
 
 
 def _cached(name: str) -> Path:
     return cache_folder() / "recordings" / name
 
 
-def _holding(s: int, known: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
-    spans = ((one, *one["positions"]) for one in known)
-    return next((one for one, least, most in spans if least <= s and (most is None or s < most)), None)
+def _holding(positions: int, known: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the first of some recordings, as JSON, that is valid for so many positions; None where none is."""
+    for encoded in known:
+        least, beyond = encoded["positions"]
+        if least <= positions and (beyond is None or positions < beyond):
+            return encoded
+    return None
 
 
 @cache
 def _shipped(key: str) -> dict[str, Any]:
-    """What is shipped for a model, if the same releases are installed here: parameters, and recordings by setup."""
+    """Return what is shipped for a model (parameters, recordings by setup); empty if other releases are installed."""
     try:
         with zipfile.ZipFile(SHIPPED) as archive:
             content: dict[str, Any] = json.loads(archive.read(f"{key}.json"))
@@ -137,7 +162,7 @@ def _shipped(key: str) -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """What the cache has, if the same versions recorded it."""
+    """Return the content of a cached file; empty if other versions recorded it or it cannot be read."""
     try:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         return content if content["versions"] == _made_by() else {}
@@ -159,7 +184,7 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 
 @cache
 def versions() -> dict[str, str]:
-    """What decides what is recorded: versions of the libraries, and a checksum of the code that records."""
+    """Return what decides the content of recordings: library versions, and a checksum of the code that records."""
     checksum = 0
     for name in _SOURCES:
         inside = (path for path in (_PACKAGE / name).rglob("*") if path.suffix in (".py", ".json"))
@@ -185,23 +210,23 @@ def _version(name: str) -> str | None:
 
 
 def _release(version: str) -> str:
-    """2.13 of 2.13.0+cu130."""
+    """Return the release of a version: 2.13 of 2.13.0+cu130."""
     return ".".join(version.split(".")[:2])
 
 
 @cache
 def _installed() -> dict[str, str | None]:
     """The installed releases; None for a library that is not there."""
-    found = {name: _version(name) for name in _LIBRARIES}
-    return {name: found and _release(found) for name, found in found.items()}
+    versions = {name: _version(name) for name in _LIBRARIES}
+    return {name: None if version is None else _release(version) for name, version in versions.items()}
 
 
-def _answer(config: str, what: str, question: dict[str, Any]) -> dict[str, Any]:
+def _answer(config: str, subject: str, question: dict[str, Any]) -> dict[str, Any]:
     from toolkit.estimate.recorded.recorder_process import answer  # and with it subprocess and threads
 
     family = json.loads(config).get("model_type")
-    found = answer(json.dumps(question), f"recording the {what} of {family}")
-    if "error" in found:
-        reason = str(found["error"]).rstrip(".")
-        raise ModelError.of("model_type", family, f"its {what.partition(' ')[0]} cannot be recorded: {reason}")
-    return found
+    reply = answer(json.dumps(question), f"recording the {subject} of {family}")
+    if "error" in reply:
+        reason = str(reply["error"]).rstrip(".")
+        raise ModelError.of("model_type", family, f"its {subject.partition(' ')[0]} cannot be recorded: {reason}")
+    return reply

@@ -35,7 +35,8 @@ class Planned:
     recipe: Recipe
     plan: Plan
     note: str
-    """What was chosen, from how many, for what, on one line."""
+    """One line for the console: the plan that was chosen, the number of candidates, and its predicted time and
+    memory."""
 
 
 def planned(
@@ -49,7 +50,7 @@ def planned(
         request = _request(recipe, cluster, ranks, config)
         plan, candidates = _choose(request)
     except ToolkitError as error:
-        raise type(error)([_in_recipe(one) for one in error.refusals] or error.problems, scope="job") from None
+        raise type(error)([_in_recipe(refusal) for refusal in error.refusals] or error.problems, scope="job") from None
     sizes = {"micro_batch_size": plan.batch.micro_batch_size}
     explicit = recipe.changed({"parallel": {**asdict(plan.layout), "auto": False}, "batch": sizes})
     room = f"{format_bytes(plan.memory.total)} of {format_bytes(cluster.gpu.memory_bytes)}"
@@ -62,43 +63,43 @@ def _request(recipe: Recipe, cluster: Cluster, ranks: int, config: Mapping[str, 
     if cluster.gpu.peak_flops(recipe.precision) is None:
         reason = f"{cluster.gpu.name} has no units for it"
         raise RunError.of("precision", recipe.precision, reason, ("precision", "fp16 or fp32"))
-    kept = dict(recipe.parallel.given)
+    fixed = dict(recipe.parallel.fixed_fields)
     if recipe.batch.micro_batch_size is not None:
-        kept["micro_batch_size"] = recipe.batch.micro_batch_size
+        fixed["micro_batch_size"] = recipe.batch.micro_batch_size
     if recipe.train.engine != "deepspeed":  # the other engines only have replicas
-        kept = recipe.parallel.layout_fields | kept
-    return replace(request_for(recipe, cluster, ranks, config), kept=kept, offloads=False)
+        fixed = recipe.parallel.layout_fields | fixed
+    return replace(request_for(recipe, cluster, ranks, config), fixed=fixed, offloads=False)
 
 
 def _choose(request: PlanRequest) -> tuple[Plan, int]:
     """The fastest plan that fits, and of how many. One that offloads is taken only where no other fits."""
-    open_fields = {field.name for field in fields(Layout)} - {"dp"} - request.kept.keys()
+    open_fields = {field.name for field in fields(Layout)} - {"dp"} - request.fixed.keys()
     if not open_fields:
-        layout_fields = {name: value for name, value in request.kept.items() if name != "micro_batch_size"}
+        layout_fields = {name: value for name, value in request.fixed.items() if name != "micro_batch_size"}
         return best_micro_batch(request, Layout.resolve(request.gpus, **layout_fields), stand_ins=True), 1
-    found = search(request, top=1)
-    if not found.plans and request.gpu.name != CPU:
+    result = search(request, top=1)
+    if not result.plans and request.gpu.name != CPU:
         request = replace(request, offloads=True)
-        found = search(request, top=1)
-    if not found.plans:
-        reason = f"none of {plural(found.candidates, 'layout and micro-batch', 'layouts and micro-batches')} fits"
-        near = nearest_that_fits(request)
-        near = [one.replace(" GPUs: ", " ranks: ").replace("--seq ", "data.seq_len=") for one in near]
-        what = f"{reason} into {format_bytes(request.gpu.memory_bytes)}"
-        raise LayoutError.of("parallel.auto", True, what, *(near or ["take a smaller model, or more ranks"]))
-    return found.plans[0], found.candidates
+        result = search(request, top=1)
+    if not result.plans:
+        reason = f"none of {plural(result.candidates, 'layout and micro-batch', 'layouts and micro-batches')} fits"
+        reason = f"{reason} into {format_bytes(request.gpu.memory_bytes)}"
+        changes = nearest_that_fits(request)
+        advice = [change.replace(" GPUs: ", " ranks: ").replace("--seq ", "data.seq_len=") for change in changes]
+        raise LayoutError.of("parallel.auto", True, reason, *(advice or ["take a smaller model, or more ranks"]))
+    return result.plans[0], result.candidates
 
 
 def _in_recipe(refusal: Refusal) -> Refusal:
-    """The same in the names of recipes."""
+    """Return the refusal with the names of a recipe's fields in the place of command-line options."""
 
-    def named(item: Setting | str) -> Setting | str:
-        return item if isinstance(item, str) else (_FIELDS.get(item[0], item[0]), item[1])
+    def named(setting: Setting | str) -> Setting | str:
+        return setting if isinstance(setting, str) else (_FIELDS.get(setting[0], setting[0]), setting[1])
 
-    remedy = [named(item) for item in refusal.remedy]
+    remedy = [named(setting) for setting in refusal.remedy]
     return replace(
         refusal,
         field=_FIELDS.get(refusal.field, refusal.field),
-        given=tuple(map(named, refusal.given)),
-        remedy=tuple(f"launch {one[1]} ranks" if one[0] == "world_size" else one for one in remedy),
+        settings=tuple(map(named, refusal.settings)),
+        remedy=tuple(f"launch {change[1]} ranks" if change[0] == "world_size" else change for change in remedy),
     )

@@ -1,4 +1,4 @@
-"""What the ranks of a launch run on, as they say it themselves, and the cluster that a plan takes for it."""
+"""Devices of the ranks of a launch, as the ranks name them, and the cluster that a plan takes for them."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -11,21 +11,21 @@ from toolkit.planner.calibration.file import CPU, stored
 from toolkit.planner.cluster import Cluster
 
 UNKNOWN_GPU = "A100-PCIe-40GB"
-"""Whose rates a GPU that is not in the catalogue is planned with: between the newest and the oldest. What fits is
-decided by its own memory."""
+"""The GPU whose rates stand for a GPU that is not in the catalogue: it is between the newest and the oldest. What fits
+is decided by the unknown GPU's own memory."""
 _OF_ONE_MACHINE = 8
 """GPUs that a fast link joins, unless it joins those of a rack."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankDevice:
-    """Of one rank, as plain data: ranks send it to each other."""
+    """The device of one rank, as plain data: ranks send it to each other."""
 
     host: str
     device: str
-    """What torch.cuda.get_device_name says, or `cpu`."""
+    """The name that torch.cuda.get_device_name returns, or `cpu`."""
     memory_bytes: int
-    """Of the device; of a CPU the host's, which its ranks share."""
+    """Memory of the device; for a CPU the memory of the host, which its ranks share."""
     host_memory_bytes: int
 
 
@@ -34,22 +34,23 @@ def cluster_of(ranks: Sequence[RankDevice]) -> tuple[Cluster, str]:
     names = sorted({rank.device for rank in ranks})
     per_host = Counter(rank.host for rank in ranks)
     kinds = [_kind(name, max(per_host.values())) for name in names]
-    kind = min(kinds, key=lambda one: one.bf16_flops or one.fp32_flops)
+    kind = min(kinds, key=lambda gpu: gpu.bf16_flops or gpu.fp32_flops)
     in_cpus = names == [CPU]
     memory = min(rank.memory_bytes // (per_host[rank.host] if in_cpus else 1) for rank in ranks)
     domain = kind.link_domain if kind.link_domain > _OF_ONE_MACHINE else max(per_host.values())
     host_memory = float(min(rank.host_memory_bytes for rank in ranks))
-    said = f"{len(ranks)} x {' and '.join(names)}" if not in_cpus else f"{len(ranks)} x CPU"
+    words = f"{len(ranks)} x CPU" if in_cpus else f"{len(ranks)} x {' and '.join(names)}"
     if len(names) > 1:
-        said += f", all taken for {kind.name}"
+        words += f", all taken for {kind.name}"
     elif not in_cpus and find_gpu(names[0]) is None:
-        said += f", which is not in the catalogue: with the rates of {UNKNOWN_GPU}"
+        words += f", which is not in the catalogue: with the rates of {UNKNOWN_GPU}"
     measured = stored() if len(names) == 1 and (len(per_host) == 1 or not in_cpus) else None
     cluster = _cluster(kind)
     if measured is not None and measured.gpu == kind.name:
-        cluster, said = measured.of_ranks(len(ranks)), f"{said}, with this machine's own constants"
+        cluster = measured.of_ranks(len(ranks))
+        words += ", with this machine's own constants"
     kind = replace(cluster.gpu, memory_bytes=memory)
-    return replace(cluster, gpu=kind, gpus_per_node=domain, host_memory_bytes=host_memory), said
+    return replace(cluster, gpu=kind, gpus_per_node=domain, host_memory_bytes=host_memory), words
 
 
 def cluster_named(name: str | None, ranks: int) -> tuple[Cluster, str]:
@@ -62,7 +63,7 @@ def cluster_named(name: str | None, ranks: int) -> tuple[Cluster, str]:
 
 
 def _cluster(kind: Gpu) -> Cluster:
-    """Data sheets' figures."""
+    """Return the cluster with the figures of data sheets."""
     return Cluster.of(kind, **({"link_seconds": 1e-4, "network_seconds": 2e-4} if kind.name == CPU else {}))
 
 

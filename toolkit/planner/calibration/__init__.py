@@ -1,1 +1,1 @@
-"""What `dstk calibrate` measured: the file, and the cluster that it describes. No torch."""
+"""The calibration that `dstk calibrate` measured: its file, and the cluster that it describes. No torch."""

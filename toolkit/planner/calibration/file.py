@@ -17,9 +17,9 @@ from toolkit.hardware import gpu as find_gpu
 from toolkit.planner.cluster import Cluster
 
 CPU = "cpu"
-"""In the place of a GPU's name: a rank on a core of this machine."""
+"""The name that stands for a rank on a core of this machine where a GPU is named."""
 MEASURED = "measured"
-"""In the place of a cluster's file: the stored calibration."""
+"""The word that stands for the stored calibration where a cluster's file is named."""
 _AGAIN = "run dstk calibrate again"
 
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -39,7 +39,7 @@ class Core(BaseModel):
 
 
 class Calibration(BaseModel):
-    """What was measured, where, when and with which versions."""
+    """The measured constants of one machine, with its hardware, the date and the versions of libraries."""
 
     model_config = _STRICT
     format: Literal[1]
@@ -50,11 +50,12 @@ class Calibration(BaseModel):
     date: str
     versions: Mapping[str, str]
     cluster: Mapping[str, Seconds]
-    """Facts of `Cluster`."""
+    """Fields of `Cluster` that were measured, by name; latencies in seconds."""
     memory_bytes_per_second: Rate
     kernel_seconds: Seconds
     matmul_fraction: Mapping[str, Rate] = {}
-    """Of a GPU: the share of the catalogue's peak that the best product reached."""
+    """Share of the catalogue's peak FLOP/s that the best matrix product reached on a GPU, by precision; empty for a
+    CPU."""
     core: Core | None = None
     others: Seconds = 0.0
     """Cores that other programs kept busy meanwhile."""
@@ -79,8 +80,12 @@ class Calibration(BaseModel):
 
     def _device(self, gpu: Gpu) -> Gpu:
         fractions = self.matmul_fraction or gpu.matmul_fraction
-        bandwidth, each = self.memory_bytes_per_second, self.kernel_seconds
-        return replace(gpu, matmul_fraction=fractions, memory_bytes_per_second=bandwidth, kernel_seconds=each)
+        return replace(
+            gpu,
+            matmul_fraction=fractions,
+            memory_bytes_per_second=self.memory_bytes_per_second,
+            kernel_seconds=self.kernel_seconds,
+        )
 
     def _core_device(self, core: Core, facts: Mapping[str, float], ranks: int) -> Gpu:
         best = {precision: max(row[3] for row in rows) for precision, rows in core.products.items()}
@@ -122,28 +127,28 @@ class Calibration(BaseModel):
     def read(cls, path: Path) -> Self:
         """Read a file. Raises RunError for one that is missing, or that `dstk calibrate` did not write."""
         try:
-            found = cls.model_validate_json(read_text(path))
-            found.of_ranks(1)
+            calibration = cls.model_validate_json(read_text(path))
+            calibration.of_ranks(1)
         except ValidationError as error:
-            raise _refused(path, f"it is no calibration of this version: {first_problem(error)}") from None
+            raise _refused(path, f"it is not a calibration file of this version: {first_problem(error)}") from None
         except FileNotFoundError:
             raise _refused(path, "this machine is not calibrated yet", "run dstk calibrate") from None
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise _refused(path, f"it cannot be read: {reason_of(error)}") from None
-        return found
+        return calibration
 
     @classmethod
     def of_this_machine(cls) -> Self:
         """The stored one. Raises RunError where there is none, or where hardware or versions have changed since."""
         path = calibration_path()
-        found = cls.read(path)
-        if found.gpu == CPU and found.hardware != cpu_name():
-            raise _refused(path, f"it was measured on {found.hardware}, and this is {cpu_name()}")
-        for package, before in found.versions.items():
+        calibration = cls.read(path)
+        if calibration.gpu == CPU and calibration.hardware != cpu_name():
+            raise _refused(path, f"it was measured on {calibration.hardware}, and this is {cpu_name()}")
+        for package, before in calibration.versions.items():
             now = current_versions().get(package)
             if now != before:
                 raise _refused(path, f"it was measured with {package} {before}, and now there is {now}")
-        return found
+        return calibration
 
 
 def _refused(path: Path, reason: str, advice: str = _AGAIN) -> RunError:
@@ -151,7 +156,7 @@ def _refused(path: Path, reason: str, advice: str = _AGAIN) -> RunError:
 
 
 def calibration_path() -> Path:
-    """Where `dstk calibrate` stores it, beside the other caches."""
+    """Return the path where `dstk calibrate` stores its file, beside the other caches."""
     return cache_folder() / "calibration.json"
 
 
@@ -172,11 +177,11 @@ def is_calibration(path: Path) -> bool:
 
 
 def current_versions() -> dict[str, str]:
-    """What times depend on."""
-    found = {"toolkit": __version__}
+    """Return the versions of the packages that times depend on, by name; `none` for one that is not installed."""
+    versions = {"toolkit": __version__}
     for package in ("torch", "deepspeed", "transformers"):
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
-            found[package] = "none"
-    return found
+            versions[package] = "none"
+    return versions

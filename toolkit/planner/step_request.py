@@ -1,64 +1,76 @@
-"""Setup: everything that the time of a step depends on."""
+"""StepRequest: everything that the time of a step depends on."""
 
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 from toolkit.config.layout import Layout
 from toolkit.config.recipe import OptimizerName
+from toolkit.estimate.training_setup import TrainingSetup
 from toolkit.models.shape import ModelShape
 from toolkit.models.weights import held_layer_parameters, routed_parameters
 from toolkit.planner.cluster import Cluster
 from toolkit.planner.execution import Execution
-from toolkit.planner.layer_time import Work
+from toolkit.planner.layer_time import RankWork
 from toolkit.planner.stages import stage_bounds
 from toolkit.planner.trained import Trained
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setup:
-    """Everything that the time of a step depends on."""
+class StepRequest:
+    """A training setup, the cluster that it runs on, and the kernels that it runs with."""
 
-    shape: ModelShape
-    layout: Layout
+    setup: TrainingSetup
     cluster: Cluster
-    micro_batch_size: int
-    accumulation: int
-    seq_len: int
     run: Execution = field(default_factory=Execution)
     bounds: tuple[int, ...] = ()
     """Layers where pipeline stages begin and end; empty: as equal as they can be."""
-    gradient_bytes: int = 0
-    """Of a gradient in communication; 0: the framework's."""
     trained: Trained | None = None
-    """Which weights train; None: all."""
-    imbalance: float = 1.0
-    """Routed rows of the busiest rank over the mean."""
+    """Parameters that train, as far as the time depends on them; None: all."""
     optimizer: OptimizerName = "adamw"
 
     @property
-    def work(self) -> Work:
-        """What a rank computes of a micro-batch."""
-        shards = self.layout.ulysses * self.run.context_parallel
-        return Work(
-            tokens=self.micro_batch_size * self.seq_len // shards,
-            seq_len=self.seq_len,
-            tp=self.layout.tp,
-            sequence_parallel=self.layout.sequence_parallel,
-            heads_split=self.layout.ulysses,
-            ep=self.layout.ep,
-            inner=self.layout.experts == "inner",
-            imbalance=self.imbalance,
+    def shape(self) -> ModelShape:
+        """The shape of the model."""
+        return self.setup.model.shape
+
+    @property
+    def layout(self) -> Layout:
+        """The layout that the model is trained in."""
+        return self.setup.layout
+
+    @property
+    def work(self) -> RankWork:
+        """The work of one rank on a micro-batch."""
+        setup = self.setup
+        layout = setup.layout
+        shards = layout.ulysses * self.run.context_parallel
+        tokens = setup.micro_batch_size * setup.seq_len // shards
+        lanes = 1 if layout.experts == "inner" else layout.tp
+        routed_rows = 0.0
+        experts = setup.model.shape.experts
+        if experts is not None:
+            busiest = setup.computation.imbalance if setup.expert_owners > 1 else 1.0
+            routed_rows = tokens * experts.per_token * busiest / lanes
+        return RankWork(
+            tokens=tokens,
+            seq_len=setup.seq_len,
+            tp=layout.tp,
+            sequence_parallel=layout.sequence_parallel,
+            heads_split=layout.ulysses,
+            routed_rows=routed_rows,
+            expert_owners=setup.expert_owners,
+            expert_shards=layout.tp if layout.experts == "inner" else 1,
         )
 
     @property
     def stages(self) -> list[int]:
-        """Layers of each stage."""
+        """Number of decoder layers of each stage."""
         bounds = self.bounds or stage_bounds(self.shape, self.layout.pp, self.run.facts["stages"])
         return [stop - start for start, stop in pairwise(bounds)]
 
     @property
     def gpus(self) -> int:
-        """All ranks."""
+        """Number of all ranks."""
         return self.layout.world_size * self.run.context_parallel
 
     @property
@@ -69,7 +81,8 @@ class Setup:
     @property
     def parameters(self) -> float:
         """Weights of the rank that holds most of them, but for the routed experts."""
-        shape, stages = self.shape, self.stages
+        shape = self.shape
+        stages = self.stages
         layers = [count * (held_layer_parameters(shape) - routed_parameters(shape)) for count in stages]
         table = shape.vocab * shape.embed_dim
         layers[0] += table
@@ -78,12 +91,12 @@ class Setup:
 
     @property
     def trained_routed(self) -> float:
-        """Of the routed experts' weights, those that train: all, where nothing is frozen."""
+        """Weights of routed experts that train, on the rank with most: all, or 0 where any weights are frozen."""
         return self.routed if self.trained is None else 0.0
 
     @property
     def trained_parameters(self) -> float:
-        """Of the others, those that train; of a model with frozen weights, all that train."""
+        """Weights that train on the rank with most of them: without routed experts, unless weights are frozen."""
         if self.trained is None:
             return self.parameters
         return (max(self.stages) * self.trained.layer + self.trained.outside) / self.layout.tp

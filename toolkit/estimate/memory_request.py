@@ -1,0 +1,378 @@
+"""MemoryRequest: the memory of every pipeline stage of a training setup, from a config.json alone.
+
+A rank's peak is the larger of two moments. In the backward pass: states, gradients so far, communication buffers,
+gathered weights, and the activations of the micro-batches in flight. At the end of the step: states, all gradients, and
+the temporaries of reduction and update, when activations are freed.
+"""
+
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+
+from toolkit.config.layout import Layout, recomputes
+from toolkit.errors import LayoutError, ModelError
+from toolkit.estimate.breakdown import MemoryBreakdown
+from toolkit.estimate.computation import Attention
+from toolkit.estimate.deepspeed_settings import DeepSpeedSettings
+from toolkit.estimate.framework_profile import FrameworkProfile
+from toolkit.estimate.overhead import beside, workspace_bytes
+from toolkit.estimate.pipeline_buffers import (
+    PipelineBuffers,
+    in_flight_micro_batches,
+    kept_by_router_losses,
+    routing_counters,
+)
+from toolkit.estimate.profile_memory import stage_breakdown, stage_layers
+from toolkit.estimate.rank_parameters import RankParameters
+from toolkit.estimate.rank_states import RankStates, rank_states
+from toolkit.estimate.recorded.recording import Activations, Precision, RankPass, StagePart
+from toolkit.estimate.recorded.recordings import activations, stand_in
+from toolkit.estimate.recorded.tiled_mlp import narrow, tile_bytes
+from toolkit.estimate.stage_bounds import balanced_bounds
+from toolkit.estimate.states import TorchStates
+from toolkit.estimate.trainable import without_4bit
+from toolkit.estimate.training_setup import TrainingSetup
+from toolkit.estimate.training_step import TrainingStep
+from toolkit.hardware import Gpu
+from toolkit.models.chunked_head import Chunks
+from toolkit.models.support import attention_kinds, misfits
+
+Framework = DeepSpeedSettings | TorchStates | FrameworkProfile
+"""What keeps model states, and in which precision it computes: an engine of Hugging Face's layers, or a profile."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryRequest:
+    """A training setup, what keeps its model states, and the GPU that it is to fit on."""
+
+    setup: TrainingSetup
+    framework: Framework
+    gpu: Gpu | None = None
+    """The GPU; None: only what PyTorch allocates is estimated."""
+    stand_ins: bool = False
+    """Whether a pass that is not recorded takes the recording of one that hardly needs less, so that none is made."""
+
+    def stages(self) -> tuple[MemoryBreakdown, ...]:
+        """Estimate every pipeline stage. Raises LayoutError for a layout that the model's shape does not allow."""
+        return tuple(self._breakdown(stage, layers) for stage, layers in enumerate(self._stage_layers()))
+
+    def peak(self) -> MemoryBreakdown:
+        """Estimate the stage that needs most memory.
+
+        Of inner stages with the same layers only the first is computed: it has the most micro-batches in flight.
+        """
+        pattern = self.setup.model.parameters.pattern
+        last = self.setup.layout.pp - 1
+        distinct: dict[tuple[int, ...] | str, tuple[int, range]] = {}
+        for stage, layers in enumerate(self._stage_layers()):
+            if stage == 0:
+                distinct["first"] = stage, layers
+            elif stage == last:
+                distinct["last"] = stage, layers
+            else:
+                kinds = tuple(pattern[index] for index in layers)
+                distinct.setdefault(kinds, (stage, layers))
+        breakdowns = (self._breakdown(stage, layers) for stage, layers in distinct.values())
+        return max(breakdowns, key=lambda breakdown: breakdown.allocated)
+
+    def largest_micro_batch(self) -> int:
+        """Return the largest micro-batch size that fits on every stage of the GPU; 0 if not even one sample fits."""
+
+        def fits(size: int) -> bool:
+            return replace(self, setup=replace(self.setup, micro_batch_size=size)).peak().fits_in_replay
+
+        if not fits(1):
+            return 0
+        size = 1
+        while fits(2 * size):
+            size *= 2
+        low = size
+        high = 2 * size
+        while high - low > 1:
+            middle = (low + high) // 2
+            if fits(middle):
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def _stage_layers(self) -> list[range]:
+        """Return the decoder layers of each stage. Raises LayoutError where the model cannot be split so."""
+        setup = self.setup
+        layout = setup.layout
+        for misfit in misfits(
+            setup.model.shape,
+            tp=layout.tp,
+            pp=layout.pp,
+            ulysses=layout.ulysses,
+            ep=layout.ep,
+            inner=layout.experts == "inner",
+        ):
+            remedy = (misfit.axis, misfit.allowed)
+            raise LayoutError.of(misfit.axis, getattr(layout, misfit.axis), misfit.reason, remedy)
+        if isinstance(self.framework, FrameworkProfile):
+            return stage_layers(self.framework, setup.model, layout.pp)
+        bounds = balanced_bounds(
+            setup.model.parameters,
+            layout.pp,
+            micro_batch_size=setup.micro_batch_size,
+            seq_len=setup.seq_len,
+            recompute=layout.recompute,
+            head_alone=not setup.computation.trainable.startswith("lora:"),
+        )
+        return [range(start, stop) for start, stop in pairwise(bounds)]
+
+    def _breakdown(self, stage: int, layers: range) -> MemoryBreakdown:
+        """Compute the two moments of one stage that may be its peak, and break the worse one down."""
+        if isinstance(self.framework, FrameworkProfile):
+            return stage_breakdown(self.setup, self.framework, self.gpu, stage, layers)
+        setup = self.setup
+        layout = setup.layout
+        shape = setup.model.shape
+        is_last = stage == layout.pp - 1
+        rank = rank_states(setup, self.framework, stage, layers)
+        params = rank.params
+        states = rank.states
+        resident = states.resident
+        rank_pass = self._rank_pass(_part_of(layout, stage), rank.precision)
+        recorded = activations(rank_pass, setup.micro_batch_size, setup.rank_positions)
+        in_flight = in_flight_micro_batches(layout.pp, stage, setup.accumulation)
+        tile = 0
+        if layout.tiled_mlp:
+            tokens = setup.micro_batch_size * setup.rank_positions
+            tile = tile_bytes(shape, tokens, rank.itemsize, tp=layout.tp)
+        peak, fresh, casts = _worst_moment(setup, recorded, rank, layers, in_flight, tile)
+        gathered = states.gathered + casts
+        away = max(recorded.offloaded(layers)) if layout.offload_activations else 0
+        buffers = _pipeline_buffers(setup, self.framework, stage, rank.product_bytes)
+        by_kind, logits = _activations_by_kind(recorded, layers, in_flight, peak - fresh, away, has_head=is_last)
+        routers = in_flight * kept_by_router_losses(setup, layers)
+        if routers:
+            by_kind["routers"] = routers
+            peak += routers
+        # Both beyond the resident bytes: while the last micro-batch computes, and at the end of the step.
+        backward = states.accumulated + states.buckets + gathered + buffers.at_peak + peak
+        update = max(states.reduction, states.step) + buffers.between
+        counters = resident.counters + buffers.counters(params) + routing_counters(shape)
+        static = resident.total - resident.counters + counters
+        workspace = 0 if self.gpu is None else workspace_bytes(self.gpu)
+        return MemoryBreakdown(
+            stage=stage,
+            rank=layout.rank(pipe=stage),
+            layers=params.layers,
+            parameter_count=rank.parameter_count,
+            trained_count=params.trained,
+            parameters=resident.parameters,
+            gradients=resident.gradients + states.accumulated + fresh,
+            masters=resident.masters,
+            optimizer=resident.optimizer,
+            buckets=resident.buckets + states.buckets + buffers.at_peak,
+            gathered=gathered,
+            model_buffers=resident.model_buffers + counters,
+            activations=by_kind,
+            logits=logits,
+            update=max(0, update - backward),
+            host=replace(states.host, activations=away * in_flight),
+            nvme=states.nvme,
+            host_loading=_loading(self.framework, params, layout.tp),
+            static=static + buffers.between + workspace,
+            workspace=workspace,
+            step=TrainingStep(
+                setup=setup,
+                engine=self.framework,
+                rank_pass=rank_pass,
+                layers=layers,
+                in_flight=in_flight,
+                states=states,
+                params=params,
+                buffers=buffers,
+                workspace=workspace + routers,
+            ),
+            **beside(layout, self.gpu, static + max(backward, update) + workspace),
+        )
+
+    def _rank_pass(self, part: StagePart, precision: Precision) -> RankPass:
+        """Return the pass over a micro-batch on a rank of a stage. Raises LayoutError and ModelError."""
+        setup = self.setup
+        layout = setup.layout
+        shape = setup.model.shape
+        computation = setup.computation
+        owners = setup.expert_owners
+        positions = setup.rank_positions
+        _check_attention(shape.family, computation.attention, precision)
+        if layout.sequence_parallel and positions % layout.tp:
+            settings = (("seq_len", setup.seq_len), ("tp", layout.tp), ("sequence_parallel", True))
+            multiple = layout.tp * layout.ulysses
+            raise LayoutError.between(settings, "ranks get equal parts", f"choose a multiple of {multiple}")
+        if computation.imbalance > owners > 1:
+            reason = f"{owners} ranks share the rows of the experts, and one of them has all of them at {owners}"
+            raise LayoutError.of("--imbalance", computation.imbalance, reason, f"choose {owners} or less")
+        tokens = setup.micro_batch_size * positions
+        chunks = None
+        if setup.chunked_loss:
+            chunks = Chunks.of(tokens, vocabulary=shape.vocab, hidden=shape.hidden, tp=layout.tp)
+        rank_pass = RankPass(
+            config=narrow(setup.model.config, 8 * layout.tp) if layout.tiled_mlp else setup.model.config,
+            layout=Layout(
+                dp=layout.ep,
+                ep=layout.ep,
+                tp=layout.tp,
+                sequence_parallel=layout.sequence_parallel,
+                recompute=layout.recompute,
+                experts="whole" if shape.experts is None else layout.experts,
+            ),
+            computation=replace(
+                computation,
+                documents=computation.documents and layout.ulysses == 1,  # under Ulysses the mask is no layer's
+                trainable=without_4bit(computation.trainable),
+                loss_chunk=min(computation.loss_chunk, tokens),
+                imbalance=computation.imbalance if shape.experts is not None and owners > 1 else 1.0,
+            ),
+            precision=precision,
+            part=part,
+            samples="one" if setup.micro_batch_size == 1 else "many",
+            chunks=chunks,
+        )
+        return stand_in(rank_pass, positions) if self.stand_ins else rank_pass
+
+
+def _part_of(layout: Layout, stage: int) -> StagePart:
+    """Return the part of the model that a stage is."""
+    if layout.pp == 1:
+        return "whole"
+    if stage == 0:
+        return "first"
+    return "last" if stage == layout.pp - 1 else "middle"
+
+
+def _pipeline_buffers(
+    setup: TrainingSetup, engine: DeepSpeedSettings | TorchStates, stage: int, product_bytes: int
+) -> PipelineBuffers:
+    """Return the buffers of a stage; only DeepSpeed's engine has any of a pipeline."""
+    layout = setup.layout
+    tokens = setup.micro_batch_size * setup.seq_len // layout.ulysses
+    weight_bytes = 0
+    if layout.pp > 1 and isinstance(engine, DeepSpeedSettings):
+        weight_bytes = engine.model_bytes
+    shards = layout.tp if layout.sequence_parallel else 1
+    return PipelineBuffers(
+        hidden=tokens * setup.model.shape.hidden * weight_bytes // shards,
+        weight_bytes=weight_bytes,
+        is_last=stage == layout.pp - 1,
+        micro_batches=setup.accumulation,
+        exchanged=_exchanged(setup, tokens) * product_bytes if layout.ulysses > 1 else 0,
+    )
+
+
+def _exchanged(setup: TrainingSetup, tokens: int) -> int:
+    """Numbers that a rank of Ulysses keeps of a micro-batch beside its recording."""
+    shape = setup.model.shape
+    recompute = setup.layout.recompute
+    # Of layers whose backward pass has not run: all that are not recomputed, or the one that is.
+    outputs = max(1, sum(not recomputes(recompute, layer) for layer in range(shape.layers)))
+    if recompute == "selective":
+        outputs = 1
+    if not setup.computation.documents:
+        return outputs * tokens * shape.heads * shape.head_dim
+    # A mask of all positions. With one, keys and values are copied for each head, unless a rank has a single one.
+    copied = 2 * (shape.heads - shape.kv_heads) if shape.kv_heads > setup.layout.ulysses else 0
+    mask = setup.micro_batch_size * setup.seq_len**2
+    return mask + outputs * tokens * (shape.heads + copied) * shape.head_dim
+
+
+def _check_attention(family: str, attention: Attention, precision: Precision) -> None:
+    """Raise ModelError for attention that transformers does not have for the family."""
+    kinds = attention_kinds(family)
+    in_fp32 = precision == "fp32"
+    others = " or ".join(kind for kind in kinds if not (in_fp32 and kind == "flash"))
+    if attention not in kinds:
+        only = f"transformers has only {' and '.join(kinds)} attention for {family}"
+        raise ModelError.of("attention", attention, only, f"choose {others}")
+    if attention == "flash" and in_fp32:
+        why = "its kernels compute in 16 bits, and this model in fp32"
+        raise ModelError.of("attention", attention, why, f"choose {others}", "bf16 for it")
+
+
+def casts_to_come(params: RankParameters) -> list[int]:
+    """Bytes of autocast's copies of weights that are not made yet: before the layers, and at the end of each."""
+    made = accumulate((2 * size for size in params.layer_matrices), initial=0)
+    return [2 * params.matrices - sofar for sofar in made]
+
+
+def _worst_moment(
+    setup: TrainingSetup, recorded: Activations, rank: RankStates, layers: range, in_flight: int, tile: int
+) -> tuple[int, int, int]:
+    """Return bytes of activations and fresh gradients at the worst moment, of these gradients, and autocast's copies.
+
+    The copies of weights in 16 bits are kept with the activations of each micro-batch. Under recomputation those of
+    the forward pass, which autocast keeps of weights that train, are freed when the loss begins, and backward makes
+    those of a layer again.
+    """
+    params = rank.params
+    offloads = setup.layout.offload_activations
+    recomputes_all = setup.layout.recompute == "full"
+    fresh_layer = rank.states.fresh_layer
+    missing = casts_to_come(params) if rank.copies_weights and not recomputes_all else []
+    peak, fresh = recorded.worst_moment(
+        layers,
+        in_flight=in_flight,
+        gradients_kept=[fresh_layer * numel // max(1, params.trained_layer) for numel in params.trained_layers],
+        casts_to_come=missing,
+        offloaded=offloads,
+        tile=tile,
+    )
+    if not rank.copies_weights:
+        return peak, fresh, 0
+    casts = 2 * params.matrices
+    layer_casts = [2 * size for size in params.layer_matrices]
+    if not recomputes_all:
+        return peak, fresh, casts * in_flight
+    again = casts - sum(layer_casts) + max(layer_casts, default=0)
+    if params.frozen.numel:
+        layer_casts = [2 * size for size in params.trained_matrices]
+        casts = sum(layer_casts)
+    forward = recorded.forward_peak(layers, casts=layer_casts, offloaded=offloads)
+    if forward > peak + again:
+        return forward - casts, 0, casts
+    return peak, fresh, again
+
+
+def _activations_by_kind(
+    recorded: Activations, layers: range, in_flight: int, peak: int, away: int, *, has_head: bool
+) -> tuple[dict[str, int], int]:
+    """Return (activations by kind, logits and loss), which add up to the activations' peak.
+
+    `away`: bytes of a micro-batch's layers that are on the host.
+    """
+    by_kind = {kind: max(0, size) * in_flight for kind, size in recorded.layer_kinds(layers).items()}
+    shown = sum(by_kind.values())
+    by_kind = {kind: size - size * away * in_flight // max(1, shown) for kind, size in by_kind.items()}
+    shown = sum(by_kind.values())
+    if shown > peak:
+        # Gradients grow as layers finish their backward pass: then most layers may keep nothing at the worst moment.
+        by_kind = {kind: size * peak // shown for kind, size in by_kind.items()}
+    rest = peak - sum(by_kind.values())
+    before = (in_flight - 1) * recorded.kept(layers) - in_flight * away
+    at_head = has_head and before + recorded.at_head(layers) == peak
+    logits = 0
+    if at_head:
+        logits = min(rest, recorded.at_head(layers) - recorded.trunk(layers))
+    working = 0
+    if not logits:
+        working = min(rest, max(0, peak - before - recorded.kept(layers)))
+    by_kind["working"] = working
+    by_kind["ends"] = rest - logits - working
+    return by_kind, logits
+
+
+def _loading(framework: DeepSpeedSettings | TorchStates, params: RankParameters, tp: int) -> int:
+    """Host memory while loading: a rank builds its share and moves it; under ZeRO-3 one layer or embedding at a time.
+
+    Random weights of a layer are drawn whole, in fp32, then sharded and cast; weights from files are sharded first.
+    """
+    if isinstance(framework, TorchStates):
+        return framework.weight_bytes * params.numel
+    size = framework.model_bytes
+    drawn = 4 * params.layer_numel * tp
+    if framework.zero_stage == 3:
+        return max(drawn, size * params.largest)
+    return size * params.numel + (drawn if size < 4 or tp > 1 else 0)

@@ -1,0 +1,65 @@
+"""ModelFacts: what is known of a model from its config.json alone, its shape and its parameters."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Self
+
+from toolkit.errors import ModelError
+from toolkit.estimate.flops import with_experts
+from toolkit.estimate.parameters import ModelParameters
+from toolkit.estimate.recorded.recording import config_text
+from toolkit.estimate.recorded.recordings import parameters
+from toolkit.models.config_checks import check_fields, check_sizes, check_weights
+from toolkit.models.config_fields import text_config
+from toolkit.models.families.registry import CONFIG_SCHEMAS
+from toolkit.models.shape import ModelShape
+from toolkit.models.support import find
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """One model. What its config says is read when it is asked for, and by `from_config` at once."""
+
+    config: str
+    """The model's config.json as the text that recordings know it by (`config_text`)."""
+    other_shape: ModelShape | None = None
+    """Shape in the place of the config's, for a model that no Hugging Face class builds; None: the config's."""
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Self:
+        """Read a Hugging Face config. Raises ModelError for what cannot be read, or cannot be built."""
+        model = cls(config=config_text(config))
+        shape = model.shape
+        check_weights(config, shape)
+        check_fields(config, layers=shape.layers, head_dim=shape.head_dim)
+        parameters(model.config)  # lists them now, so that a model that cannot be listed is refused here
+        return model
+
+    @cached_property
+    def shape(self) -> ModelShape:
+        """The shape of the model. Raises ModelError for a config that cannot be read."""
+        return _read_shape(self.config) if self.other_shape is None else self.other_shape
+
+    @cached_property
+    def parameters(self) -> ModelParameters:
+        """Every parameter of the model, all of which train. Raises ModelError and RunError as `parameters` does."""
+        return parameters(self.config)
+
+
+def _read_shape(text: str) -> ModelShape:
+    config: dict[str, Any] = json.loads(text)
+    family = text_config(config).get("model_type")
+    if not isinstance(family, str) or family in CONFIG_SCHEMAS:
+        return ModelShape.from_config(config)
+    support = find(family)
+    if support is None:  # a family that nobody knows is not recorded
+        return ModelShape.from_config(config)
+    if support.pipeline_refusal is not None:
+        reason = f"it has no estimate: {support.pipeline_refusal}"
+        raise ModelError.of("model_type", family, reason, f"see dstk families {family}")
+    check_sizes(config)
+    listed = parameters(text)
+    shape = ModelShape.from_facts(family, listed.facts, config)
+    return with_experts(shape, listed)

@@ -1,0 +1,45 @@
+"""TrainingSetup: what is trained and how, which is what an estimate, a plan, a recording and a benchmark's row ask."""
+
+from dataclasses import dataclass, field
+
+from toolkit.config.layout import Layout
+from toolkit.estimate.computation import Computation
+from toolkit.estimate.model_facts import ModelFacts
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSetup:
+    """A model, the layout and the batch that it is trained in, and what runs in a pass.
+
+    A `MemoryRequest` adds how an engine keeps model states, a `StepRequest` the cluster and the kernels, a
+    `PlanRequest` the number of GPUs, and a `RankPass` what of it a recording depends on.
+    """
+
+    model: ModelFacts
+    layout: Layout = field(default_factory=Layout)
+    micro_batch_size: int
+    """Samples of one forward pass of one replica."""
+    accumulation: int = 2
+    """Micro-batches that a rank computes for one step; in a pipeline, those that pass through it."""
+    seq_len: int
+    """Tokens of a sample."""
+    computation: Computation = field(default_factory=Computation)
+    chunked_loss: bool = False
+    """Whether this toolkit's engine computes the loss in chunks, inside the head."""
+    router_losses: int = 0
+    """Losses that balance a mixture's routers: of each, a layer keeps a number for each token and expert."""
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of one step on all replicas."""
+        return self.micro_batch_size * self.accumulation * self.layout.dp
+
+    @property
+    def rank_positions(self) -> int:
+        """Positions of a sample on one rank: Ulysses shares them out."""
+        return self.seq_len // self.layout.ulysses
+
+    @property
+    def expert_owners(self) -> int:
+        """Ranks that have different experts, and so share the rows that are routed to all of them."""
+        return self.layout.ep * (1 if self.layout.experts == "inner" else self.layout.tp)
