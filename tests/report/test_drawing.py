@@ -1,4 +1,4 @@
-"""Charts as matplotlib draws them: for a page with its colors and text, and for image files."""
+"""Charts as a page has them, with its colors and text, and as image files."""
 
 import re
 from collections.abc import Sequence
@@ -40,10 +40,6 @@ def test_a_page_has_every_color_as_a_variable_of_the_palette() -> None:
     colors = re.findall(r"(?:stroke|fill):([^;\"]+)", drawn(everything()))
     assert {"var(--cool0)", "var(--warm0)", "var(--failed)", "var(--tolerance-ground)", "var(--muted)"} <= set(colors)
     assert set(colors) <= {f"var(--{name})" for name in DARK}
-
-
-def test_no_two_colors_are_equal_in_light_mode() -> None:
-    assert len(set(LIGHT.values())) == len(LIGHT)  # a page finds the name of a color by its value
 
 
 def test_what_belongs_to_a_curve_has_its_key() -> None:

@@ -162,7 +162,7 @@ def test_a_row_highlights_its_curves_in_all_plots(visit: Any) -> None:
 
 def test_a_filter_leaves_the_rows_and_points_of_its_axis(visit: Any) -> None:
     page = visit("plans")
-    every, wanted = gpt2_page().found.plans, [one for one in gpt2_page().found.plans if one.layout.tp == 2]
+    every, wanted = gpt2_page().evaluated.plans, [one for one in gpt2_page().evaluated.plans if one.layout.tp == 2]
     assert 0 < len(wanted) < len(every)
     page.locator("label", has_text="tp").locator("select").select_option("2")
     assert page.locator("#candidates tbody tr:visible").count() == len(wanted)

@@ -25,7 +25,7 @@ def page_of(model: str, name: str, *, gpus: int = 8, seq_len: int = 1024, batch:
         model, local_config(model), cluster=Cluster.of(gpu(name)), gpus=gpus, seq_len=seq_len, global_batch_size=batch
     )
     chosen, found = search(request, goal=goal).plans, evaluated(request, goal=goal)
-    return PlansPage(request=request, goal=goal, found=found, chosen=chosen, cost=None, command="dstk plan")
+    return PlansPage(request=request, goal=goal, evaluated=found, chosen=chosen, cost=None, command="dstk plan")
 
 
 @cache
@@ -58,8 +58,8 @@ def test_each_candidate_is_a_row_and_one_point(kind: str) -> None:
     text = plans_page(page)
     table, points = rows(text), circles(text, kind)
     limit = 4 * page.request.gpu.memory_bytes
-    drawn = [plan for plan in page.found.plans if plan.memory.total <= limit]
-    assert sorted(cells[0] for cells in table.values()) == sorted(plan.strategy for plan in page.found.plans)
+    drawn = [plan for plan in page.evaluated.plans if plan.memory.total <= limit]
+    assert sorted(cells[0] for cells in table.values()) == sorted(plan.strategy for plan in page.evaluated.plans)
     assert len(points) == len({key for _, key in points}) == len(drawn) < len(table)
     for classes, key in points:
         fits, on_frontier = table[key][5:7]
@@ -71,13 +71,13 @@ def test_what_the_states_exclude_is_counted_but_not_estimated() -> None:
     page = tight_page()
     every = candidates(page.request)
     possible = [one for one in every if least_bytes(page.request, one.layout) <= page.request.gpu.memory_bytes]
-    assert page.found.candidates == len(every) > len(possible) == len(page.found.plans)
-    assert {outcome(plan) for plan in page.found.plans} == {"fits", "tight", "does not fit"}
+    assert page.evaluated.candidates == len(every) > len(possible) == len(page.evaluated.plans)
+    assert {outcome(plan) for plan in page.evaluated.plans} == {"fits", "tight", "does not fit"}
 
 
 @pytest.mark.parametrize("make", [gpt2_page, tight_page])
 def test_the_frontier_is_what_no_other_that_fits_beats(make) -> None:
-    plans = [plan for plan in make().found.plans if plan.fits]
+    plans = [plan for plan in make().evaluated.plans if plan.fits]
 
     def value(plan: Plan) -> tuple[float, int]:
         return plan.step.tokens_per_second_per_gpu, -plan.memory.total
@@ -86,7 +86,7 @@ def test_the_frontier_is_what_no_other_that_fits_beats(make) -> None:
         (speed, memory) = value(plan)
         return any(s >= speed and m >= memory and (s, m) != (speed, memory) for s, m in map(value, plans))
 
-    found = [value(plan) for plan in frontier(make().found.plans)]
+    found = [value(plan) for plan in frontier(make().evaluated.plans)]
     assert found == sorted({value(plan) for plan in plans if not is_beaten(plan)}, reverse=True)
     assert len(found) > 2
 
@@ -95,7 +95,7 @@ def test_the_frontier_is_what_no_other_that_fits_beats(make) -> None:
 def test_the_search_chooses_the_best_of_what_is_evaluated(goal: Goal) -> None:
     page = page_of("gpt2", "L4", goal=goal)
     best: dict[object, Plan] = {}
-    for plan in page.found.plans:
+    for plan in page.evaluated.plans:
         if plan.fits:
             best.setdefault(plan.layout, plan)
     expected = [plan.step.tokens_per_second_per_gpu for plan in list(best.values())[:10]]
@@ -117,7 +117,7 @@ def test_of_too_many_candidates_the_frontier_and_what_fits_stay(monkeypatch: pyt
     monkeypatch.setattr("toolkit.report.plan_page.MOST_SHOWN", 40)
     shown = {plan.strategy for plan in shown_plans(page)}
     assert len(shown) == 40
-    assert {plan.strategy for plan in frontier(page.found.plans)} <= shown
+    assert {plan.strategy for plan in frontier(page.evaluated.plans)} <= shown
     assert plans_page(page).count("<tr data-k=") == 40
 
 
@@ -162,7 +162,7 @@ def test_the_command_writes_one_page_and_says_where(capsys, tmp_path: Path) -> N
     assert f"report  {folder / 'index.html'}" in capsys.readouterr().out
     assert [path.name for path in tmp_path.rglob("*")] == ["a page", "index.html"]
     text = (folder / "index.html").read_text()
-    assert len(rows(text)) == len(gpt2_page().found.plans)
+    assert len(rows(text)) == len(gpt2_page().evaluated.plans)
     assert f"<code>dstk plan {' '.join(GPT2[1:])} --tokens 1e+10 --report &#39;{folder}&#39;</code>" in text
     assert exit_of(*GPT2, "--report", str(folder)) == 0  # replaces its own page
 

@@ -12,7 +12,7 @@ from toolkit import hardware
 from toolkit.cli.main import main
 from toolkit.errors import ReportError
 from toolkit.report.load_map import load_map
-from toolkit.report.recorded_run import RecordedRun, read_log, read_runs
+from toolkit.report.recorded_run import RecordedRun, read_metrics, read_runs
 from toolkit.report.run_charts import run_charts, running_mean
 from toolkit.report.runs_page import figures, run_events, runs_page, write_runs
 
@@ -48,11 +48,33 @@ def one(folder: Path, **options: Any) -> RecordedRun:
 
 
 def events_of(folder: Path) -> dict[str, str]:
-    return {event.what: event.steps for event in run_events(one(folder))}
+    return {event.description: event.steps for event in run_events(one(folder))}
 
 
 def page(folder: Path, **options: Any) -> str:
     return runs_page([one(folder, **options)], command="dstk report run")
+
+
+def test_curves_that_hide_each_other_alternate_and_the_caption_says_how_near_they_are(make_run: MakeRun) -> None:
+    def lines(shift: float) -> list[dict[str, Any]]:
+        return [line(step, loss=8 - step / 100 + shift) for step in range(1, 21)]
+
+    shifts = {"a": 0.0, "b": 1e-6, "far": 0.1, "c": 0.0}
+    runs = [one(make_run(lines(shift), name=name)) for name, shift in shifts.items()]
+    loss = run_charts(runs)[0]
+    looks = {each.label: each for each in loss.lines}
+    # Three of them share a course: each has its third of it, one after the other.
+    assert looks["a"].dash == looks["b"].dash == looks["c"].dash
+    drawn, gap = looks["a"].dash
+    assert gap == 2 * drawn
+    assert [looks[name].offset for name in ("a", "b", "c")] == [0, -drawn, -2 * drawn]
+    assert looks["far"].dash == ()
+    assert "a, b and c are equal within 1.0e-06, so their colors alternate." in loss.caption
+    rates = next(chart for chart in run_charts(runs) if chart.name == "learning-rate")
+    assert "a, b, far and c are equal, so their colors alternate." in rates.caption
+    # A curve of other steps hides nothing for long.
+    longer = one(make_run([*lines(0.0), line(21)], name="longer"))
+    assert all(each.dash == () for each in run_charts([runs[0], longer])[0].lines)
 
 
 def test_the_numbers_of_a_run(make_run: MakeRun) -> None:
@@ -284,7 +306,7 @@ def test_a_page_is_not_written_over_other_files(make_run: MakeRun, tmp_path: Pat
     folder = make_run([line(1)])
     with pytest.raises(ReportError, match="not part of a report"):
         write_runs(folder, [one(folder)], command="")
-    assert read_log(folder / "metrics.jsonl").last.step == 1
+    assert read_metrics(folder / "metrics.jsonl").last.step == 1
 
 
 def test_the_losses_of_sources_and_validation_sets_have_charts_of_their_own(make_run: MakeRun) -> None:

@@ -22,7 +22,7 @@ DARK = {name: dark for name, (_, dark) in _PALETTE.items()}
 COOL = ("cool0", "cool1", "cool2", "cool3", "cool4")
 WARM = ("warm0", "warm1", "warm2", "warm3")
 DASHES: tuple[tuple[float, ...], ...] = ((), (6, 3), (2, 2.5), (9, 3, 2, 3))
-"""Where colors repeat."""
+"""Dash patterns that tell curves apart where colors repeat."""
 
 
 def style_sheet() -> str:
@@ -36,6 +36,7 @@ Numbers = Literal["decimal", "scientific", "count"]
 _ZERO_SHARE = 0.09
 """Fraction of a logarithmic axis below its lowest decade, reserved for zero."""
 _MOST_DECADES = 14
+_STRIPE = 7.0
 
 
 class Tick(NamedTuple):
@@ -45,6 +46,7 @@ class Tick(NamedTuple):
     label: str
 
 
+# Not Matplotlib's axes: its import alone takes half as long as `dstk report` does without it.
 @dataclass(frozen=True, kw_only=True)
 class Axis:
     """Maps values to positions between the two ends of an axis."""
@@ -82,8 +84,8 @@ def step_axis(first: int, last: int, *, most: int) -> Axis:
 
 def linear_axis(values: Iterable[float], *, numbers: Numbers, most: int = 5, from_zero: bool = False) -> Axis:
     """Build an axis from the lowest (or zero) to the highest of `values`, with margins and round ticks."""
-    found = list(values) or [0.0, 1.0]
-    low, high = min(found), max(found)
+    all_values = list(values) or [0.0, 1.0]
+    low, high = min(all_values), max(all_values)
     if from_zero:
         low, high = min(0.0, low), max(0.0, high)
     if high - low <= 1e-9 * max(abs(high), abs(low)):
@@ -99,8 +101,8 @@ def linear_axis(values: Iterable[float], *, numbers: Numbers, most: int = 5, fro
 
 def log_axis(values: Iterable[float], *, most: int = 7) -> Axis:
     """Build an axis of whole decades around the positive values, at least three; zero gets a position below them."""
-    found = list(values)
-    positive = [value for value in found if value > 0] or [1e-8, 1e-6]
+    all_values = list(values)
+    positive = [value for value in all_values if value > 0] or [1e-8, 1e-6]
     top = math.ceil(math.log10(max(positive)) + 0.05)
     bottom = max(math.floor(math.log10(min(positive))), top - _MOST_DECADES)
     bottom = min(bottom, top - 3)
@@ -109,7 +111,7 @@ def log_axis(values: Iterable[float], *, most: int = 7) -> Axis:
         Tick(10.0**power, scientific(10.0**power) if (top - power) % every == 0 else "")
         for power in range(bottom, top + 1)
     ]
-    zero = any(value == 0 for value in found)
+    zero = any(value == 0 for value in all_values)
     if zero:
         ticks.insert(0, Tick(0.0, "0"))
     return Axis(low=10.0**bottom, high=10.0**top, ticks=tuple(ticks), log=True, zero=zero)
@@ -216,8 +218,8 @@ class Chart:
         return (value for curve in curves for _, value in curve.points if value is not None)
 
     def steps(self) -> tuple[int, int]:
-        found = [step for line in self.lines for step, _ in line.points]
-        return (min(found), max(found)) if found else (1, 2)
+        steps = [step for line in self.lines for step, _ in line.points]
+        return (min(steps), max(steps)) if steps else (1, 2)
 
     def x_axis(self, most: int) -> Axis:
         return step_axis(*self.steps(), most=most)
@@ -226,6 +228,11 @@ class Chart:
         if self.log:
             return log_axis(self.values(), most=most + 2)
         return linear_axis(self.values(), numbers=self.numbers, most=most, from_zero=self.from_zero)
+
+
+def stripe(place: int, among: int) -> dict[str, Any]:
+    """The dashes of one of several curves that lie on each other: their colors alternate, so that each is visible."""
+    return {"dash": (_STRIPE, _STRIPE * (among - 1)), "offset": -_STRIPE * place}
 
 
 def line_points(values: Sequence[float | None], steps: Sequence[int] | None = None) -> tuple[Point, ...]:
@@ -253,11 +260,11 @@ def thin(points: Sequence[tuple[int, float]], most: int) -> list[tuple[int, floa
     if len(points) <= most:
         return list(points)
     size = math.ceil(2 * len(points) / most)
-    kept = {points[0], points[-1]}
+    extremes = {points[0], points[-1]}
     for start in range(0, len(points), size):
         bucket = points[start : start + size]
-        kept |= {min(bucket, key=lambda p: p[1]), max(bucket, key=lambda p: p[1])}
-    return sorted(kept)
+        extremes |= {min(bucket, key=lambda p: p[1]), max(bucket, key=lambda p: p[1])}
+    return sorted(extremes)
 
 
 def readout(chart: Chart) -> Mapping[str, Any]:

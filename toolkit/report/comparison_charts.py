@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from toolkit.parity.tolerance import relative
-from toolkit.report.chart import COOL, DASHES, WARM, Band, Chart, Line, Point, Ring, line_points
+from toolkit.report.chart import COOL, DASHES, WARM, Band, Chart, Line, Point, Ring, line_points, stripe
 from toolkit.units import difference, english_list, plural, scientific
 
 Curve = Mapping[str, Any]
 
-_STRIPE = 7.0
 _MOST_TOLERANCES = 3
 _MANY = 12
 _FALLBACK_TOLERANCE = 1e-6
@@ -23,7 +22,7 @@ _DECADES_WITHIN = _DECADES_BEYOND = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Look:
-    """How one strategy is drawn everywhere in the report."""
+    """Color and dash pattern with which one strategy is drawn everywhere in the report."""
 
     key: str
     tone: str
@@ -38,15 +37,15 @@ class Look:
 
 def looks(strategies: Sequence[Curve]) -> list[Look]:
     """Assign cool colors to strategies that are the same and warm colors to the others."""
-    found: list[Look] = []
+    assigned: list[Look] = []
     counts = {True: 0, False: 0}
     for index, strategy in enumerate(strategies):
         differs = strategy["result"] != "same"
         tones = WARM if differs else COOL
         round_, place = divmod(counts[differs], len(tones))
         counts[differs] += 1
-        found.append(Look(key=f"k{index}", tone=tones[place], dash=DASHES[round_ % len(DASHES)], differs=differs))
-    return found
+        assigned.append(Look(key=f"k{index}", tone=tones[place], dash=DASHES[round_ % len(DASHES)], differs=differs))
+    return assigned
 
 
 def comparison_charts(comparison: Mapping[str, Any]) -> list[Chart]:
@@ -64,19 +63,21 @@ def comparison_charts(comparison: Mapping[str, Any]) -> list[Chart]:
 def _overlay(comparison: Curve, field: str, *, files: str, noun: str, unit: str) -> Chart:
     baselines, strategies, steps = comparison["baselines"], comparison["strategies"], comparison.get("steps")
     equal = [look for strategy, look in _looked(strategies) if not look.differs]
-    bands = [(line_points(one[field], steps), one["label"], f"reference{index}") for index, one in enumerate(baselines)]
+    bands = [
+        (line_points(baseline[field], steps), baseline["label"], f"reference{index}")
+        for index, baseline in enumerate(baselines)
+    ]
     lines = [Line(label=label, points=points, tone="reference", key=key, width=8) for points, label, key in bands]
     # Strategies that differ are drawn first: the others show where they leave.
     for strategy, look in sorted(_looked(strategies), key=lambda pair: not pair[1].differs):
         # Equal curves overlap: their dashes alternate so that each is visible.
         striped = not look.differs and len(equal) > 1
-        place = equal.index(look) if striped else 0
-        dash = (_STRIPE, _STRIPE * (len(equal) - 1)) if striped else ()
+        dashes = stripe(equal.index(look), len(equal)) if striped else {}
         points = line_points(strategy[field], steps)
-        lines.append(look.line(strategy, points, dash=dash, offset=-_STRIPE * place, width=2.6))
+        lines.append(look.line(strategy, points, **dashes, width=2.6))
     values = [value for value in baselines[0][field] if value is not None]
     course = f"That of {baselines[0]['label']} goes from {values[0]:.4f} to {values[-1]:.4f}. " if values else ""
-    names = english_list([one["label"] for one in baselines])
+    names = english_list([baseline["label"] for baseline in baselines])
     caption = f"The gray band is {names}." if len(baselines) == 1 else f"The gray bands are {names}."
     if len(equal) > 1:
         caption += " Equal curves overlap, so their colors alternate."
@@ -93,8 +94,8 @@ def _overlay(comparison: Curve, field: str, *, files: str, noun: str, unit: str)
 
 def _differences(comparison: Curve, field: str, bound: str, *, files: str, noun: str) -> Chart:
     strategies, steps = comparison["strategies"], comparison.get("steps")
-    baselines = {one["label"]: one for one in comparison["baselines"]}
-    reruns = [(rerun, one) for one in baselines.values() for rerun in one["reruns"]]
+    baselines = {baseline["label"]: baseline for baseline in comparison["baselines"]}
+    reruns = [(rerun, baseline) for baseline in baselines.values() for rerun in baseline["reruns"]]
     lines, marks, spans = [], [], []
     for index, (rerun, baseline) in enumerate(reruns):
         points, label = relative_points(rerun[field], baseline[field], steps), f"rerun: {rerun['label']}"
@@ -111,7 +112,7 @@ def _differences(comparison: Curve, field: str, bound: str, *, files: str, noun:
         if beyond is not None:
             marks.append(Ring(step=beyond[0], value=beyond[1], tone=look.tone, key=look.key))
     names = english_list([*baselines])
-    longest = max(len(one[field]) for one in baselines.values())
+    longest = max(len(baseline[field]) for baseline in baselines.values())
     bands = tuple(_bands(strategies, bound, steps or range(1, longest + 1)))
     caption = f"|{noun} − baseline| / baseline, on a logarithmic axis."
     if bands:
@@ -158,17 +159,17 @@ def first_beyond(points: Sequence[Point], limits: Sequence[float | None]) -> tup
 
 def _bands(strategies: Sequence[Curve], bound: str, steps: Sequence[int]) -> Iterator[Band]:
     """Yield each tolerance, or the tightest and the loosest of many."""
-    found: dict[tuple[float, ...], None] = {}
+    bounds_of_steps: dict[tuple[float, ...], None] = {}
     for strategy in strategies:
         limits = [limit for limit in (strategy.get("tolerance") or {}).get(bound) or [] if limit is not None]
         if limits and steps:
-            found[tuple(limits[min(place, len(limits) - 1)] for place in range(len(steps)))] = None
+            bounds_of_steps[tuple(limits[min(place, len(limits) - 1)] for place in range(len(steps)))] = None
     shown = [
-        (f"tolerance {scientific(one[0])}" if len(set(one)) == 1 else "tolerance", one)
-        for one in sorted(found, reverse=True)
+        (f"tolerance {scientific(bounds_of_step[0])}" if len(set(bounds_of_step)) == 1 else "tolerance", bounds_of_step)
+        for bounds_of_step in sorted(bounds_of_steps, reverse=True)
     ]
     if len(shown) > _MOST_TOLERANCES:
-        columns = list(zip(*found, strict=True))
+        columns = list(zip(*bounds_of_steps, strict=True))
         shown = [("loosest tolerance", tuple(map(max, columns))), ("tightest tolerance", tuple(map(min, columns)))]
     for index, (label, bounds) in enumerate(shown):
         yield Band(label=label, points=tuple(zip(steps, bounds, strict=True)), filled=index == 0)
@@ -269,9 +270,9 @@ def grouped(names: Sequence[str]) -> list[tuple[str, list[tuple[str, str]]]]:
             (after if layers else before).append((name, _outer(name)))
         else:
             layers.setdefault(int(parts[place]), []).append((name, ".".join(parts[place + 1 :])))
-    found = [(f"layer {layer}", layers[layer]) for layer in sorted(layers)]
+    of_layers = [(f"layer {layer}", layers[layer]) for layer in sorted(layers)]
     first = "before the layers" if layers else "parameters"
-    return [group for group in ((first, before), *found, ("after the layers", after)) if group[1]]
+    return [group for group in ((first, before), *of_layers, ("after the layers", after)) if group[1]]
 
 
 def tone_of(value: float | None, tolerance: float) -> str:

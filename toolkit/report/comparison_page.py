@@ -42,9 +42,8 @@ def write_comparison(folder: Path, comparison: Data) -> Path:
 
         (place / "comparison.json").write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         (place / "index.html").write_text(comparison_page(data), encoding="utf-8")
-        current = _current(data)
-        strategies = current["strategies"]
-        for chart in comparison_charts(current):
+        strategies = data["strategies"]
+        for chart in comparison_charts(data):
             write_chart(chart, *files(chart.name))
         write_heat_map(heat_map(strategies), [strategy["label"] for strategy in strategies], *files("gradients"))
 
@@ -53,7 +52,6 @@ def write_comparison(folder: Path, comparison: Data) -> Path:
 
 def comparison_page(comparison: Data) -> str:
     """Render the page as HTML."""
-    comparison = _current(comparison)
     strategies = comparison["strategies"]
     charts = comparison_charts(comparison)
     gradients = heat_map(strategies)
@@ -69,12 +67,12 @@ def comparison_page(comparison: Data) -> str:
         "comparison.html",
         comparison=comparison,
         sentence=sentence(comparison),
-        baselines=english_list([one["label"] for one in comparison["baselines"]]),
+        baselines=english_list([baseline["label"] for baseline in comparison["baselines"]]),
         remainder=remainder(strategies),
         rows=[_row(strategy, look) for strategy, look in looked],
         figures=[figure(chart) for chart in charts],
         heat=gradients,
-        heat_columns=[(one["label"], look, one["result"]) for one, look in drawn],
+        heat_columns=[(strategy["label"], look, strategy["result"]) for strategy, look in drawn],
         heat_legend=legend([gradient_tolerance(strategy) for strategy, _ in drawn] or [1e-6]),
         without_gradients=english_list(others),
         readouts={"charts": readouts(charts), "heat": heat_readout},
@@ -84,7 +82,7 @@ def comparison_page(comparison: Data) -> str:
 def sentence(comparison: Data) -> str:
     """Summarize the comparison in one sentence."""
     strategies = comparison["strategies"]
-    baseline = english_list([one["label"] for one in comparison["baselines"]])
+    baselines = english_list([baseline["label"] for baseline in comparison["baselines"]])
     same = sum(strategy["result"] == "same" for strategy in strategies)
     if not strategies:
         return "No strategy was compared."
@@ -93,13 +91,13 @@ def sentence(comparison: Data) -> str:
         if result == "failed":
             return f"{label} failed to run."
         if result == "cannot tell":
-            return f"Whether {label} trains the same model as the {baseline} cannot be told {_ROUNDING}."
-        found = f"{label} {'trains' if result == 'same' else 'does not train'}"
+            return f"Whether {label} trains the same model as the {baselines} cannot be told {_ROUNDING}."
+        subject = f"{label} {'trains' if result == 'same' else 'does not train'}"
     elif same == len(strategies):
-        found = f"All {same} strategies train"
+        subject = f"All {same} strategies train"
     else:
-        found = f"{same or 'None'} of {len(strategies)} strategies {'trains' if same <= 1 else 'train'}"
-    return f"{found} the same model as the {baseline}."
+        subject = f"{same or 'None'} of {len(strategies)} strategies {'trains' if same <= 1 else 'train'}"
+    return f"{subject} the same model as the {baselines}."
 
 
 def remainder(strategies: Sequence[Data]) -> str:
@@ -124,17 +122,6 @@ def finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
-
-
-def _current(comparison: Data) -> dict[str, Any]:
-    """Return the comparison with the present names of keys; a comparison.json of an older version has other ones."""
-    old = {"verdict": "result", "rung": "agreement", "copies_differ": "diverged_replicas"}
-    baselines = comparison.get("baselines") or [{**comparison["baseline"], "reruns": comparison.get("reruns") or []}]
-    given = [{old.get(key, key): value for key, value in strategy.items()} for strategy in comparison["strategies"]]
-    strategies = [{"baseline": baselines[0]["label"]} | strategy for strategy in given]
-    results = {strategy["result"] for strategy in strategies}
-    outcome = "differs" if results & {"differs", "failed"} else "cannot tell" if "cannot tell" in results else "same"
-    return {**comparison, "baselines": baselines, "strategies": strategies, "outcome": outcome}
 
 
 def _row(strategy: Data, look: Look) -> dict[str, Any]:

@@ -1,27 +1,33 @@
 """The table of a comparison in a terminal, with a diagnosis for what differs."""
 
 import math
+import re
 
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from toolkit.parity.comparison import Comparison
 from toolkit.parity.result import ParityResult
+from toolkit.report.terminal import table_console
 from toolkit.units import english_list
 
 _STYLE = {"same": "green", "cannot tell": "bold yellow", "differs": "bold red", "failed": "bold red"}
+_NUMBER_WIDTH = len("1.2e-07")
+_GAP, _EDGE = 3, 1
+"""Spaces between two columns, and outside of them."""
 _NUMBERS = ("loss", "grad norm", "weights", "gradient")
 
 
 def print_comparison(comparison: Comparison, *, seconds: float) -> None:
     """Print title, table, tolerances, diagnoses, and a one-line summary."""
-    console = Console(highlight=False)
+    console = table_console()
     baselines = comparison.baselines
     labels = english_list([baseline.run.curve.label for baseline in baselines])
     console.print(Text(comparison.title, style="bold"), Text(f"against {labels}"))
-    console.print(_table(comparison))
+    console.print(_table(comparison, console.width))
     for baseline in baselines:
         bounds, curve = baseline.bounds, baseline.run.curve
         last = len(curve) - 1
@@ -68,12 +74,17 @@ def _summary(comparison: Comparison) -> str:
     return f"{len(wrong)} of {count} {words}: {', '.join(strategy.name for strategy in wrong)}"
 
 
-def _table(comparison: Comparison) -> Table:
+def _table(comparison: Comparison, width: int) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     headings = _NUMBERS if comparison.baselines[0].run.initial else _NUMBERS[:2]  # finished runs keep no tensors
-    table.add_column("strategy" if comparison.baselines[0].run.initial else "run", overflow="fold")
-    for heading in (*headings, "agrees", "result"):
-        table.add_column(heading, justify="right" if heading in _NUMBERS else "left", no_wrap=True)
+    name = "strategy" if comparison.baselines[0].run.initial else "run"
+    least = {heading: max(_NUMBER_WIDTH, *map(len, heading.split())) for heading in (*headings, "agrees", "result")}
+    # Names stay whole where there is room beside the other columns, which wrap between words.
+    room = max(len(name), width - 2 * _EDGE - sum(_GAP + narrowest for narrowest in least.values()))
+    longest = max((cell_len(strategy.name) for strategy in comparison.results), default=0)
+    table.add_column(name, overflow="fold", width=min(room, max(len(name), longest)))
+    for heading, narrowest in least.items():
+        table.add_column(heading, justify="right" if heading in _NUMBERS else "left", min_width=narrowest)
     for strategy in comparison.results:
         cells, result = [""] * (len(headings) + 1), strategy.result
         if result is not None:
@@ -81,8 +92,18 @@ def _table(comparison: Comparison) -> Table:
             gradient = result.gradients[0].difference if result.gradients else math.nan
             numbers = (result.curves.max_loss_difference, result.curves.max_norm_difference, weights, gradient)
             cells = [*map(number, numbers[: len(headings)]), agreement(result)]
-        table.add_row(strategy.name, *cells, Text(strategy.outcome, style=_STYLE[strategy.outcome]))
+        table.add_row(_broken(strategy.name, room), *cells, Text(strategy.outcome, style=_STYLE[strategy.outcome]))
     return table
+
+
+def _broken(name: str, width: int) -> str:
+    """Break a strategy's name before its parts, where it is longer than `width`."""
+    lines = [""]
+    for part in re.findall(r"-?[^-]*", name):
+        if lines[-1] and cell_len(lines[-1] + part) > width:
+            lines.append("")
+        lines[-1] += part
+    return "\n".join(lines)
 
 
 def agreement(result: ParityResult) -> str:

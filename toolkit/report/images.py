@@ -1,23 +1,34 @@
 """Image files, drawn with matplotlib in light colors: charts, heat maps, loss.png, and the memory of each stage."""
 
 import json
+import math
 import textwrap
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 
 import matplotlib as mpl
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure, FigureBase
+from matplotlib.lines import Line2D
+from matplotlib.patches import Polygon
 from matplotlib.patheffects import withStroke
+from matplotlib.text import Text
+from matplotlib.transforms import Affine2D
 
 from toolkit.errors import ReportError
 from toolkit.estimate.breakdown import MemoryBreakdown
 from toolkit.report.chart import LIGHT, Chart, Line, line_points, running_mean
 from toolkit.report.comparison_charts import HeatMap
-from toolkit.report.drawing import Drawing
+from toolkit.report.drawing import BOUND, Area, Drawing, Label, Shape, Stroke
 
+_CHART_WIDTH = 720
+_LEGEND_ROW, _TITLE_ROW = 17.0, 26.0
+_MOST_IN_LEGEND, _LEGEND_COLUMNS = 12, 3
+_PER_INCH = 72
+"""Pixels: one is a point of Matplotlib."""
 _LARGEST_PNG = 20_000
 """Pixels: a heat map of thousands of parameters would exceed matplotlib's limit of 65536."""
 _HEAT = [*(f"heat{i}" for i in range(9)), "missing", "ground"]
@@ -70,7 +81,57 @@ def plot_loss(
 
 def write_chart(chart: Chart, *paths: Path, height: int = 432) -> None:
     """Write the chart to each of `paths`: as PNG, 720 x `height` pixels scaled up to 1600 pixels wide."""
-    _save(Drawing(chart, 720, height, is_file=True).figure, *paths, dpi=160)
+    lines = [line for line in chart.lines if any(line.runs())]
+    if len(lines) > _MOST_IN_LEGEND:
+        lines = [line for line in lines if line.labelled or line.key == "reference"]
+    legend_rows = math.ceil(len(lines) / _LEGEND_COLUMNS)
+    drawing = Drawing(chart, _CHART_WIDTH, height, head=_TITLE_ROW, foot=legend_rows * _LEGEND_ROW)
+    title = Label(2, 22, chart.title, "ink", size=15)
+    figure = Figure(figsize=(_CHART_WIDTH / _PER_INCH, height / _PER_INCH), facecolor=LIGHT["ground"])
+    upward = Affine2D().scale(1 / _PER_INCH, -1 / _PER_INCH).translate(0, height / _PER_INCH)
+    for shape in (*drawing.shapes(), title):
+        artist = _artist(shape)
+        artist.set_transform(upward + figure.dpi_scale_trans)
+        figure.add_artist(artist)
+    samples = [_artist(Stroke((), line.tone, "", line.width, line.dash, line.offset)) for line in lines]
+    legend = figure.legend(
+        samples,
+        [line.label for line in lines],
+        loc="lower left",
+        borderaxespad=0.2,
+        ncols=_LEGEND_COLUMNS,
+        frameon=False,
+        fontsize=10,
+        labelcolor=LIGHT["ink"],
+    )
+    for text in legend.get_texts():
+        text.set_parse_math(False)
+    _save(figure, *paths, dpi=160)
+
+
+def _artist(shape: Shape) -> Artist:
+    """Return a part of a drawing as Matplotlib's."""
+    color = LIGHT[shape.tone]
+    if isinstance(shape, Area):
+        return Polygon(shape.corners, color=color, linewidth=0)
+    if isinstance(shape, Stroke):
+        # Matplotlib multiplies the lengths of dashes by the width.
+        dashes = (shape.offset / shape.width, [length / shape.width for length in shape.dash])
+        return Line2D(
+            [x for x, _ in shape.points],
+            [y for _, y in shape.points],
+            color=color,
+            linewidth=shape.width,
+            linestyle=dashes if shape.dash else "-",
+            solid_capstyle="round" if shape.has_round_ends else "butt",
+        )
+    on_one_line = shape.text.replace("\n", " ")
+    text = Text(shape.x, shape.y, on_one_line, color=color, fontsize=shape.size, parse_math=False, usetex=False)
+    alignment = {"start": "left", "middle": "center", "end": "right"}[shape.anchor]
+    text.set(horizontalalignment=alignment, fontweight=shape.weight)
+    if shape.group == BOUND:
+        text.set_path_effects([withStroke(linewidth=3, foreground=LIGHT["ground"])])  # a page: page.css
+    return text
 
 
 def write_heat_map(heat: HeatMap, labels: Sequence[str], *paths: Path) -> None:

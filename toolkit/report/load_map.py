@@ -7,15 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from statistics import fmean
+from typing import Literal
 
 from markupsafe import Markup
 
 from toolkit.report.chart import step_axis
+from toolkit.report.drawing import Label
 from toolkit.report.recorded_run import RecordedRun
 from toolkit.units import plural
 
 _BOUNDS = (1.1, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 10.0)
-"""Where shades end; the last has no end. Blue up to 3 times the mean, orange beyond."""
+"""Loads at which shades end; the last shade has no end. Blue up to 3 times the mean, orange beyond."""
 _COLUMN, _LEFT, _RIGHT, _TOP = 6, 34, 40, 20
 _Loads = Sequence[tuple[int, Sequence[float | None]]]
 """Steps, each with the load of every decoder layer."""
@@ -63,13 +65,13 @@ def _shade(load: float | None) -> str:
 
 def _describe(loads: _Loads, layers: Sequence[int]) -> str:
     rows = [row for _, row in loads]
-    found = []
+    sentences = []
     for place, part in (("At first", rows[:1]), ("at last", rows[-1:])):
         means = {layer: mean for layer in layers if (mean := _mean(part, layer)) is not None}
         if means:
             worst = max(means, key=lambda layer: means[layer])
-            found.append(f"{place} {means[worst]:.2f} in layer {worst}, where it is highest")
-    return f"{plural(len(layers), 'layer')} over steps {loads[0][0]} to {loads[-1][0]}. {', '.join(found)}."
+            sentences.append(f"{place} {means[worst]:.2f} in layer {worst}, where it is highest")
+    return f"{plural(len(layers), 'layer')} over steps {loads[0][0]} to {loads[-1][0]}. {', '.join(sentences)}."
 
 
 def _drawing(kind: str, width: int, loads: _Loads, layers: Sequence[int]) -> tuple[str, int, int, Markup]:
@@ -82,7 +84,7 @@ def _drawing(kind: str, width: int, loads: _Loads, layers: Sequence[int]) -> tup
     tall = max(8, min(18, 360 // len(layers)))
     bottom = _TOP + tall * len(layers)
     paths: dict[str, list[str]] = {}
-    texts = [(2.0, 12.0, "start", "layer"), (width - 2.0, 12.0, "end", "last")]
+    labels = [_label(2, 12, "layer", "start"), _label(width - 2, 12, "last", "end")]
     every = -(-12 // tall)
     for place, layer in enumerate(layers):
         top, values = _TOP + tall * place, [_mean(part, layer) for part in parts]
@@ -93,14 +95,17 @@ def _drawing(kind: str, width: int, loads: _Loads, layers: Sequence[int]) -> tup
             paths.setdefault(shade, []).append(f"M{across:.1f} {top}h{wide:.1f}v{tall - 1}h-{wide:.1f}z")
             start = end
         if place % every == 0:
-            texts.append((_LEFT - 6.0, top + tall / 2 + 4, "end", str(layer)))
+            labels.append(_label(_LEFT - 6, top + tall / 2 + 4, str(layer), "end"))
             if values[-1] is not None:
-                texts.append((width - 2.0, top + tall / 2 + 4, "end", f"{values[-1]:.2f}"))
+                labels.append(_label(width - 2, top + tall / 2 + 4, f"{values[-1]:.2f}", "end"))
     axis = step_axis(loads[0][0], loads[-1][0], most=round(width / 68))
     for tick in axis.ticks:
         across = _LEFT + size / 2 + axis.fraction(tick.value) * (width - _LEFT - _RIGHT - size)
-        texts.append((across, bottom + 16.0, "middle", tick.label))
-    texts.append((width - _RIGHT, bottom + 31.0, "end", "step"))
-    shapes = [Markup('<path d="{}" style="fill:var(--{})"/>').format("".join(d), tone) for tone, d in paths.items()]
-    words = [Markup('<text x="{:.1f}" y="{:.1f}" text-anchor="{}">{}</text>').format(*text) for text in texts]
-    return kind, width, bottom + 36, Markup("").join([*shapes, *words])
+        labels.append(_label(across, bottom + 16, tick.label, "middle"))
+    labels.append(_label(width - _RIGHT, bottom + 31, "step", "end"))
+    shades = [f'<path d="{"".join(cells)}" style="fill:var(--{tone})"/>' for tone, cells in paths.items()]
+    return kind, width, bottom + 36, Markup("".join([*shades, *labels]))
+
+
+def _label(x: float, y: float, text: str, anchor: Literal["start", "middle", "end"]) -> str:
+    return Label(x, y, text, "muted", size=11, anchor=anchor).markup()

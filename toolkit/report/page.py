@@ -12,11 +12,12 @@ from toolkit import __version__
 from toolkit.errors import ReportError
 from toolkit.files import published
 from toolkit.report.chart import Chart, readout, style_sheet
+from toolkit.report.drawing import Drawing
 from toolkit.report.step_bars import TONES, digits
 from toolkit.units import UNKNOWN, difference, fixed, format_bytes, plural, scientific, seconds
 
 GENERATOR = '<meta name="generator" content="dstk'
-"""In the head of every page; identifies a folder as a report."""
+"""A tag in the head of every page, which identifies a folder as a report."""
 
 
 def render(template: str, **content: Any) -> str:
@@ -26,8 +27,6 @@ def render(template: str, **content: Any) -> str:
 
 def figure(chart: Chart) -> dict[str, Any]:
     """Return a chart with its drawings for wide and narrow screens, for a template."""
-    from toolkit.report.drawing import Drawing  # matplotlib is slow to import
-
     return {"chart": chart, "drawings": [Drawing(chart, 540, 320), Drawing(chart, 340, 260)]}
 
 
@@ -84,7 +83,7 @@ def check_replaceable(folder: Path, files: Collection[str]) -> None:
         page = folder / "index.html"
         if held and not (page.is_file() and GENERATOR in page.read_text(encoding="utf-8", errors="replace")[:4000]):
             raise ReportError(
-                f"{folder}: it contains {held[0]} but no dstk page, and a report would replace it. "
+                f"{folder}: it contains {held[0]} but no page of dstk report, and a report would replace it. "
                 "Choose another folder."
             )
     except OSError as error:

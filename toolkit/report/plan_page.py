@@ -1,6 +1,6 @@
 """The report of a search for layouts: index.html, with all candidates as a picture and as a table.
 
-write_plans(Path("plans"), PlansPage(request=request, found=evaluated(request), chosen=search(request).plans, ...))
+write_plans(Path("plans"), PlansPage(request=request, evaluated=evaluated(request), chosen=search(request).plans, ...))
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from typing import Any
 
 from toolkit.planner.costs import Cost
 from toolkit.planner.request import Plan, PlanRequest
-from toolkit.planner.search import Found, frontier
+from toolkit.planner.search import SearchResult, frontier
 from toolkit.report.page import render, replace_folder
 from toolkit.report.plan_picture import PlanPicture, Point
 from toolkit.report.step_bars import StepBar, digits, step_bars, terms_of
@@ -27,15 +27,15 @@ _GOALS = {"speed": "fastest", "cost": "cheapest", "memory": "smallest"}
 
 @dataclass(frozen=True, kw_only=True)
 class PlansPage:
-    """What the page shows: a question, what the search chose, and everything it could have chosen."""
+    """Content of the page: a question, the plans that the search chose, and everything it could have chosen."""
 
     request: PlanRequest
     goal: str
-    found: Found
+    evaluated: SearchResult
     """All candidates whose memory is estimated, and how many there are."""
     chosen: Sequence[Plan]
     cost: Cost | None
-    """Of the first choice."""
+    """Cost of the first choice; None where no cost was asked for."""
     command: str
 
 
@@ -52,7 +52,7 @@ def write_plans(folder: Path, page: PlansPage) -> Path:
 def plans_page(page: PlansPage) -> str:
     """Render the page as HTML."""
     request, best = page.request, page.chosen[0]
-    shown, front = shown_plans(page), frontier(page.found.plans)
+    shown, front = shown_plans(page), frontier(page.evaluated.plans)
     keys = {id(plan): f"c{index}" for index, plan in enumerate(shown)}
     on_frontier = {id(plan) for plan in front}
     points = [_point(plan, keys[id(plan)], is_frontier=id(plan) in on_frontier) for plan in shown]
@@ -74,7 +74,7 @@ def plans_page(page: PlansPage) -> str:
             for plan, point in zip(shown, points, strict=True)
         ],
         filters=_filters(columns, shown, points),
-        found=page.found,
+        evaluated=page.evaluated,
         bars=drawn,
         terms=terms_of(drawn),
         chosen=list(zip(drawn, page.chosen, strict=False)),
@@ -85,15 +85,15 @@ def plans_page(page: PlansPage) -> str:
 
 
 def shown_plans(page: PlansPage) -> list[Plan]:
-    """Those that fit, then the others, each the fastest first; of too many, the frontier and the nearest to fitting."""
-    plans = sorted(page.found.plans, key=lambda plan: not plan.fits)
+    """Return plans that fit, then others, the fastest first; of too many, the frontier and the nearest to fitting."""
+    plans = sorted(page.evaluated.plans, key=lambda plan: not plan.fits)
     if len(plans) <= MOST_SHOWN:
         return plans
     needed = {id(plan) for plan in frontier(plans)}
     others = [plan for plan in plans if id(plan) not in needed]
     others.sort(key=lambda plan: 0 if plan.fits else plan.memory.total)
-    kept = needed | {id(plan) for plan in others[: MOST_SHOWN - len(needed)]}
-    return [plan for plan in plans if id(plan) in kept]
+    shown_ids = needed | {id(plan) for plan in others[: MOST_SHOWN - len(needed)]}
+    return [plan for plan in plans if id(plan) in shown_ids]
 
 
 def outcome(plan: Plan) -> str:
@@ -130,7 +130,7 @@ _ALWAYS = ("dp", "tp", "pp", "ZeRO", "recompute", "micro-batch")
 
 
 def _columns(plans: Sequence[Plan]) -> dict[str, Any]:
-    """What is predicted; then the axes along which the candidates differ, and those that everybody expects."""
+    """Return columns of predictions, of axes along which candidates differ, and of axes that everybody expects."""
     columns = {
         name: (lambda plan, _, read=read: str(read(plan)))
         for name, read in _AXES.items()
@@ -149,13 +149,13 @@ def _columns(plans: Sequence[Plan]) -> dict[str, Any]:
 
 def _filters(columns: dict[str, Any], plans: Sequence[Plan], points: Sequence[Point]) -> list[dict[str, Any]]:
     """A choice for each column of names or small numbers: its values, ascending."""
-    found = []
+    filters = []
     for place, (name, read) in enumerate(columns.items(), start=1):
         if name in _AXES or name in ("fits", "frontier"):
             values = {read(plan, point) for plan, point in zip(plans, points, strict=True)}
             ordered = sorted(values, key=lambda value: (int(value) if value.isdigit() else 0, value))
-            found.append({"name": name, "column": place, "values": ordered})
-    return found
+            filters.append({"name": name, "column": place, "values": ordered})
+    return filters
 
 
 def bars(chosen: Sequence[Plan]) -> list[StepBar]:
@@ -169,7 +169,7 @@ def bars(chosen: Sequence[Plan]) -> list[StepBar]:
 
 def _figures(page: PlansPage, best: Plan) -> dict[str, tuple[str, str]]:
     """The first choice in numbers, each with a qualifier."""
-    step, fitting = best.step, sum(plan.fits for plan in page.found.plans)
+    step, fitting = best.step, sum(plan.fits for plan in page.evaluated.plans)
     cost = {}
     if page.cost is not None:
         usd = page.cost.usd
@@ -186,7 +186,7 @@ def _figures(page: PlansPage, best: Plan) -> dict[str, tuple[str, str]]:
         "MFU": (f"{step.mfu:.1%}", f"of {page.request.gpu.name}"),
         "memory": (format_bytes(best.memory.total), f"of {format_bytes(page.request.gpu.memory_bytes)}"),
         **cost,
-        "candidates": (f"{page.found.candidates:,}", f"{fitting:,} fit"),
+        "candidates": (f"{page.evaluated.candidates:,}", f"{fitting:,} fit"),
     }
 
 
@@ -197,7 +197,7 @@ def _facts(request: PlanRequest) -> list[tuple[str, str]]:
     def rate(value: float) -> str:
         return f"{value / 1e9:,.4g} GB/s"
 
-    found = [
+    facts = [
         ("model", f"{request.name}, {format_count(request.model.parameters.numel)} parameters, {shape.layers} layers"),
         ("sample", f"{request.seq_len:,} tokens"),
         ("global batch", f"{request.global_batch_size:,} samples"),
@@ -211,4 +211,4 @@ def _facts(request: PlanRequest) -> list[tuple[str, str]]:
         ("memory of a host", format_bytes(cluster.host_memory_bytes)),
     ]
     peak = request.gpu.peak_flops(request.run.unit)
-    return found if peak is None else [*found, ("peak of a GPU", f"{peak / 1e12:,.4g} TFLOP/s")]
+    return facts if peak is None else [*facts, ("peak of a GPU", f"{peak / 1e12:,.4g} TFLOP/s")]

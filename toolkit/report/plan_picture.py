@@ -1,12 +1,15 @@
 """The picture of a search: memory against throughput of all candidates, with the frontier, as inline SVG."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from markupsafe import Markup
 
 from toolkit.hardware import Gpu
 from toolkit.report.chart import Axis, Tick, linear_axis
+from toolkit.report.drawing import BOUND, Area, Label, Shape, Stroke
 
 _FOOT, _HEAD, _RIGHT = 38, 44, 14
 _LETTER = 6.3
@@ -47,34 +50,34 @@ class PlanPicture:
 
     def markup(self) -> Markup:
         """The content of an <svg>."""
-        return Markup("\n").join([*self._grid(), *self._points(), *self._front()])
+        shapes = (*self._grid(), *self._points(), *self._front())
+        return Markup("\n").join(shape if isinstance(shape, Markup) else Markup(shape.markup()) for shape in shapes)
 
     def place(self, gib: float, speed: float) -> tuple[float, float]:
         """Pixels of a candidate."""
         across, up = self.x.fraction(gib), self.y.fraction(speed)
         return self.left + across * (self.right - self.left), self.bottom - up * (self.bottom - self.top)
 
-    def _grid(self) -> Iterator[Markup]:
+    def _grid(self) -> Iterator[Shape]:
         edge, _ = self.place(self._limit, 0)
-        size = f'width="{self.right - edge:.1f}" height="{self.bottom - self.top}"'
-        yield Markup(f'<rect x="{edge:.1f}" y="{self.top}" {size} class="beyond-gpu"/>')
+        corners = [(edge, self.top), (self.right, self.top), (self.right, self.bottom), (edge, self.bottom)]
+        yield Area(corners, "panel")
         for tick in self.y.ticks:
             _, y = self.place(self._limit, tick.value)
-            yield Markup(
-                f'<path d="M{self.left:.1f} {y:.1f}H{self.right}" class="{"base" if tick.value == 0 else ""}"/>'
-            )
-            yield _text(self.left - 6, y + 4, tick.label, "end")
+            yield Stroke([(self.left, y), (self.right, y)], "muted" if tick.value == 0 else "rule")
+            yield Label(self.left - 6, y + 4, tick.label, "muted", anchor="end")
         for tick in self.x.ticks:
             x, _ = self.place(tick.value, 0)
-            yield Markup(f'<path d="M{x:.1f} {self.bottom}v4" class="base"/>')
-            yield _text(x, self.bottom + 17, tick.label, "middle")
-        yield _text(self.right, self.bottom + 34, "GiB per GPU, logarithmic", "end")
-        yield _text(2, self.top - 13, "tokens/s per GPU", "start")
-        yield Markup(f'<path d="M{edge:.1f} {self.top - 24}V{self.bottom}" class="limit"/>')
-        yield _text(edge, self.top - 28, f"{self._gpu}: {self._limit:.1f} GiB", "end" if edge > 150 else "start")
+            yield Stroke([(x, self.bottom), (x, self.bottom + 4)], "muted")
+            yield Label(x, self.bottom + 17, tick.label, "muted", anchor="middle")
+        yield Label(self.right, self.bottom + 34, "GiB per GPU, logarithmic", "muted", anchor="end")
+        yield Label(2, self.top - 13, "tokens/s per GPU", "muted")
+        yield Stroke([(edge, self.top - 24), (edge, self.bottom)], "differs", width=1.2, dash=(5, 4))
+        name = f"{self._gpu}: {self._limit:.1f} GiB"
+        yield Label(edge, self.top - 28, name, "muted", anchor="end" if edge > 150 else "start")
 
     def _points(self) -> Iterator[Markup]:
-        """Those that fit last, so that nothing covers them."""
+        """Draw the points, those that fit last, so that nothing covers them."""
         for point in sorted(self.drawn, key=lambda point: _ORDER[point.outcome]):
             if not point.is_frontier:
                 yield self._point(point)
@@ -86,39 +89,37 @@ class PlanPicture:
         said = f"{point.label}: {point.gib:.1f} GiB, {point.speed:,.0f} tokens/s per GPU, {point.outcome}"
         return Markup(element).format(x, y, 4.5 if point.is_frontier else 3, kind, point.key, said)
 
-    def _front(self) -> Iterator[Markup]:
+    def _front(self) -> Iterator[Shape | Markup]:
         """The most throughput within any memory, as stairs; labels stand to the upper left, where nothing can be."""
         if not self._frontier:
             return
         fastest = self._frontier[0]
-        end, _ = self.place(max(self._limit, fastest.gib), 0)
-        path, before = f"M{end:.1f}", float("nan")
-        for index, point in enumerate(self._frontier):
+        corner, _ = self.place(max(self._limit, fastest.gib), 0)
+        stairs = []
+        for point in self._frontier:
             x, y = self.place(point.gib, point.speed)
-            path += f" {y:.1f}H{x:.1f}" if index == 0 else f"V{y:.1f}H{x:.1f}"
-        yield Markup(f'<path d="{path}" class="front"/>')
+            stairs += [(corner, y), (x, y)]
+            corner = x
+        yield Stroke(stairs, "warm0", width=2)
+        labelled_y = math.nan
         for point in self._frontier:
             yield self._point(point)
             x, y = self.place(point.gib, point.speed)
             has_room = x - 8 - _LETTER * len(point.label) > self.left
-            if has_room and not y - before < _LABEL_ROW:
-                before = y
-                yield _text(x - 8, y - 9, point.label, "end", "bound first" if point is fastest else "bound")
+            if has_room and not y - labelled_y < _LABEL_ROW:
+                labelled_y = y
+                weight: Literal["normal", "bold"] = "bold" if point is fastest else "normal"
+                yield Label(x - 8, y - 9, point.label, "ink", BOUND, anchor="end", weight=weight)
 
 
 def memory_axis(values: Sequence[float], *, most: int) -> Axis:
     """A logarithmic axis around positive values with round ticks, at most `most` where that leaves three."""
     low, high = 0.9 * min(values), 1.12 * max(values)
-    found: list[float] = []
+    in_range: list[float] = []
     for factors in _STEPS:
         each = (factor * 10.0**power for power in range(-6, 7) for factor in factors)
-        found = [value for value in each if low <= value <= high]
-        if len(found) >= 3:
+        in_range = [value for value in each if low <= value <= high]
+        if len(in_range) >= 3:
             break
-    ticks = found[:: max(1, -(-len(found) // max(3, most)))]
+    ticks = in_range[:: max(1, -(-len(in_range) // max(3, most)))]
     return Axis(low=low, high=high, ticks=tuple(Tick(value, f"{value:g}") for value in ticks), log=True)
-
-
-def _text(x: float, y: float, text: str, anchor: str, classes: str = "") -> Markup:
-    element = '<text x="{:.1f}" y="{:.1f}" text-anchor="{}" class="{}">{}</text>'
-    return Markup(element).format(x, y, anchor, classes, text)

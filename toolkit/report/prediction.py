@@ -22,23 +22,23 @@ class Term:
     name: str
     seconds: float
     share: float
-    """Of the predicted step."""
+    """Share of the predicted step that the term takes."""
     profiled: float | None
-    """Of the steps that train.profile traced, in seconds; None where none was."""
+    """Seconds of the term in the steps that train.profile traced; None where none was traced."""
     factor: float | None
-    """How many times as long it would take if it alone were off; None where it is shorter than what is off."""
+    """Factor by which the term would be longer if it alone were off; None where it is shorter than what is off."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """What is known of both sides; None where nothing is."""
+    """The predicted step and memory of a run beside the measured ones; None in a field that is not known."""
 
     label: str
     predicted: StepTime | None
     constants: str
-    """Where those of the prediction are from."""
+    """Source of the constants of the prediction."""
     reason: str
-    """Why no step is predicted."""
+    """Reason why no step is predicted; empty where one is."""
     seconds: float | None
     """The median of the run's steps."""
     steps: int
@@ -65,7 +65,7 @@ class Comparison:
             return []
         whole = self.predicted.seconds
         off = self.seconds - whole
-        found = [
+        terms = [
             Term(
                 name=name,
                 seconds=term,
@@ -76,20 +76,23 @@ class Comparison:
             for name, term in self.predicted.terms.items()
             if term > 0 or self._profiled(name)
         ]
-        return sorted(found, key=lambda term: -term.seconds)
+        return sorted(terms, key=lambda term: -term.seconds)
 
     def _profiled(self, name: str) -> float | None:
-        """What a trace says of a predicted term. It does not tell recomputation from the rest of the backward pass, nor
-        waiting for the host from waiting for other stages: both are with the first of the two."""
+        """Return the seconds of a predicted term in the traced step; None where a trace does not tell it.
+
+        A trace does not tell recomputation from the rest of the backward pass, nor waiting for the host from waiting
+        for other stages: both are with the first of the two.
+        """
         if self.traced is None or name in ("recompute", "bubble"):
             return None
         names = {"host": ("idle",), "offload": ("copies",), "data": ("data", "world"), "tensor": ("tensor", "sequence")}
         step = self.traced.step()
-        return sum(step[one] for one in names.get(name, (name,)))
+        return sum(step[part] for part in names.get(name, (name,)))
 
     @property
     def bars(self) -> list[StepBar]:
-        """Both steps on one scale."""
+        """Bars of the predicted and the measured step on one scale; empty where one of them is not known."""
         if self.predicted is None or self.seconds is None:
             return []
         return step_bars([("predicted", self.predicted.terms), ("measured", {"measured": self.seconds})])
@@ -106,13 +109,13 @@ class Comparison:
 def compare_with_plan(run: RecordedRun) -> Comparison:
     """Predict a run that is over or still runs. Never raises: a page about a run does not depend on a model of it."""
     timed = [step.seconds for step in run.timed_steps if step.seconds and not step.skipped]
-    found = _predicted(run)
-    predicted, constants = (None, "") if isinstance(found, str) else found
+    prediction = _predicted(run)
+    predicted, constants = (None, "") if isinstance(prediction, str) else prediction
     return Comparison(
         label=run.label,
         predicted=predicted,
         constants=constants,
-        reason=found if isinstance(found, str) else "",
+        reason=prediction if isinstance(prediction, str) else "",
         seconds=median(timed) if timed else None,
         steps=len(timed),
         traced=ProfiledSteps.read(run.folder),
@@ -132,7 +135,7 @@ def estimated_bytes(run: RecordedRun) -> int | None:
 
 
 def cluster_of(run: RecordedRun) -> tuple[Cluster, str] | None:
-    """What ran it, and where its constants are from; None where nothing is known.
+    """Return the cluster that ran it, and the source of its constants; None where nothing is known.
 
     `dstk calibrate` measured them, if this machine has what ran it; or they are the reference system's of the GPU.
     """
@@ -163,13 +166,13 @@ def _predicted(run: RecordedRun) -> tuple[StepTime, str] | str:
         return f"the time model fails: {error!r}"
 
 
-def state_difference(found: Sequence[Comparison]) -> str:
+def state_difference(comparisons: Sequence[Comparison]) -> str:
     """A sentence about a single run; nothing about several."""
-    if len(found) != 1 or found[0].ratio is None:
+    if len(comparisons) != 1 or comparisons[0].ratio is None:
         return ""
-    percent = 100 * (found[0].ratio - 1)
+    percent = 100 * (comparisons[0].ratio - 1)
     if abs(percent) < 1:
         return "A step took what was predicted, within 1 %."
     if percent > 100:
-        return f"A step took {digits(found[0].ratio)} times as long as predicted."
+        return f"A step took {digits(comparisons[0].ratio)} times as long as predicted."
     return f"A step took {abs(percent):.0f} % {'longer' if percent > 0 else 'less'} than predicted."

@@ -4,15 +4,12 @@ environment.json is a flat object of names and values (`device`, versions); with
 the MFU unless the GPU is given.
 """
 
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
-
-from pydantic import BaseModel, BeforeValidator, ConfigDict, NonNegativeInt, ValidationError
+from typing import Any
 
 from toolkit import hardware
 from toolkit.config import load_recipe
@@ -24,56 +21,15 @@ from toolkit.files import (
     MAX_LOG_BYTES,
     decode_json,
     expanded,
-    first_problem,
     read_json_object,
     read_regular,
     reason_of,
 )
 from toolkit.models.shape import ModelShape, families, find_config, with_overrides
+from toolkit.step_metrics import StepMetrics
 
-_LOST_AS_NULL = ("loss", "grad_norm", "eval_loss")
 _WARM_UP = 2
 """First steps that the speed of a longer run excludes: they compile, allocate and warm caches."""
-
-
-def _if_finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-Number = Annotated[float | None, BeforeValidator(_if_finite)]
-"""None means missing or not finite."""
-
-
-class Step(BaseModel):
-    """One line of metrics.jsonl."""
-
-    model_config = ConfigDict(frozen=True, strict=True)
-
-    step: NonNegativeInt
-    loss: Number
-    lr: Number = None
-    grad_norm: Number = None
-    tokens: NonNegativeInt = 0
-    seconds: Number = None
-    memory_bytes: NonNegativeInt | None = None
-    eval_loss: Number = None
-    eval_losses: dict[str, Number] = {}
-    source_loss: dict[str, Number] = {}
-    router_aux_loss: Number = None
-    expert_load: Number = None
-    unused_experts: Number = None
-    layer_expert_load: list[Number] = []
-    skipped: bool = False
-
-    @property
-    def not_finite(self) -> tuple[str, ...]:
-        """Fields that are null in the line."""
-        return tuple(name for name in _LOST_AS_NULL if name in self.model_fields_set and getattr(self, name) is None)
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        """Of all ranks together."""
-        return self.tokens / self.seconds if self.tokens and self.seconds else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,17 +44,17 @@ class ResumePoint:
 class TrainingLog:
     """The effective steps: of a step that was trained twice, the later one."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[StepMetrics, ...]
     restarts: tuple[ResumePoint, ...]
     is_truncated: bool
     """The last line is incomplete: it is being written, or the run ended while writing it."""
 
     @property
-    def last(self) -> Step:
+    def last(self) -> StepMetrics:
         return self.steps[-1]
 
 
-def read_log(path: Path) -> TrainingLog:
+def read_metrics(path: Path) -> TrainingLog:
     """Read a metrics.jsonl. Raises ReportError with the number of a line that is not a step."""
     try:
         text = read_regular(path, max_bytes=MAX_LOG_BYTES, follow=True).decode("utf-8", errors="replace")
@@ -115,28 +71,25 @@ def read_log(path: Path) -> TrainingLog:
         except ReportError:
             is_truncated = True
     if not steps:
-        what = "its only line is still incomplete" if is_truncated else "it has no line yet"
-        raise ReportError(f"{path}: no finished step, {what}. Wait for the first step, or give another run.")
-    kept: dict[int, Step] = {}
+        reason = "its only line is still incomplete" if is_truncated else "it has no line yet"
+        raise ReportError(f"{path}: no finished step, {reason}. Wait for the first step, or give another run.")
+    latest: dict[int, StepMetrics] = {}
     restarts = []
     previous = None
     for step in steps:
         if previous is not None and step.step <= previous:
             restarts.append(ResumePoint(after=previous, at=step.step))
-            kept = {number: old for number, old in kept.items() if number < step.step}
-        kept[step.step] = step
+            latest = {number: earlier for number, earlier in latest.items() if number < step.step}
+        latest[step.step] = step
         previous = step.step
-    return TrainingLog(steps=tuple(kept.values()), restarts=tuple(restarts), is_truncated=is_truncated)
+    return TrainingLog(steps=tuple(latest.values()), restarts=tuple(restarts), is_truncated=is_truncated)
 
 
-def _step(path: Path, number: int, line: str) -> Step:
+def _step(path: Path, number: int, line: str) -> StepMetrics:
     try:
-        return Step.model_validate_json(line)
-    except ValidationError as error:
-        raise ReportError(
-            f"{path}:{number}: not a step ({first_problem(error)}). A line of metrics.jsonl is an object with step and "
-            "loss; remove or repair the line."
-        ) from None
+        return StepMetrics.from_json(line)
+    except ReportError as error:
+        raise ReportError(f"{path}:{number}: {error}") from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +111,7 @@ class RecordedRun:
     recipe: Recipe | None
     recipe_text: str
     recipe_trouble: str
-    """Why an existing recipe.yaml could not be decoded."""
+    """Reason why an existing recipe.yaml could not be decoded; empty otherwise."""
     layout: Layout | None
     environment: dict[str, str]
     checkpoints: tuple[int, ...]
@@ -169,7 +122,7 @@ class RecordedRun:
     gpu: hardware.Gpu | None
     shape: ModelShape | None
     incidents: tuple[Incident, ...] = ()
-    """From events.jsonl."""
+    """Handled failures of steps, from events.jsonl."""
 
     @property
     def finished(self) -> bool:
@@ -181,9 +134,9 @@ class RecordedRun:
         return _device(self.environment)
 
     @property
-    def timed_steps(self) -> list[Step]:
+    def timed_steps(self) -> list[StepMetrics]:
         """The steps whose speed counts."""
-        timed = [step for step in self.log.steps if step.seconds and step.tokens]
+        timed = [step for step in self.log.steps if step.tokens_per_second is not None]
         return timed[_WARM_UP:] if len(timed) > 5 * _WARM_UP else timed
 
     def mfu(self, tokens_per_second: float) -> float | None:
@@ -223,7 +176,7 @@ def _metrics(name: str) -> Path:
 
 
 def _read(path: Path, *, label: str, gpu: hardware.Gpu | None) -> RecordedRun:
-    log = read_log(path)
+    log = read_metrics(path)
     folder = path.parent
     recipe, trouble, text = None, "", ""
     file = folder / "recipe.yaml"

@@ -1,22 +1,29 @@
 """The plots of training runs: loss, learning rate, gradient norm, throughput, MFU, memory."""
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from toolkit.report.chart import DASHES, Band, Chart, Event, Line, Point, running_mean
+from toolkit.report.chart import DASHES, Band, Chart, Event, Line, Point, running_mean, stripe
 from toolkit.report.prediction import estimated_bytes
-from toolkit.report.recorded_run import RecordedRun, Step
+from toolkit.report.recorded_run import RecordedRun
+from toolkit.step_metrics import StepMetrics
+from toolkit.units import english_list
 
 TONES = ("cool0", "warm0", "cool1", "warm1", "warm2", "cool2", "cool3", "warm3", "cool4")
 _SPEED_WINDOW = 20
 """Steps, as in the progress line of a run."""
 _TEXTS: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "templates" / "run_charts.json").read_text())
 _GIB, _MIB = 2**30, 2**20
+_VISIBLE = 0.005
+"""Share of an axis: curves that are nearer to each other hide each other."""
+_STRIPED_WIDTH = 2.2
+_FEWEST_POINTS = 2
 
-Value = Callable[[Step], float | None]
+Value = Callable[[StepMetrics], float | None]
 
 
 def tone(index: int) -> str:
@@ -38,6 +45,7 @@ def run_charts(runs: Sequence[RecordedRun]) -> list[Chart]:
         _learning_rate(runs),
         _gradient_norm(runs),
         _chart("router-loss", _plain(runs, lambda step: step.router_aux_loss)),
+        _chart("router-z-loss", _plain(runs, lambda step: step.router_z_loss)),
         _chart("expert-load", _plain(runs, lambda step: step.expert_load)),
         _throughput(runs),
         _mfu(runs),
@@ -47,16 +55,21 @@ def run_charts(runs: Sequence[RecordedRun]) -> list[Chart]:
 
 
 def _points(run: RecordedRun, value: Value) -> tuple[Point, ...]:
-    return tuple((step.step, value(step)) for step in run.log.steps)
+    """Return a point for each step, with None where the value is absent or not finite."""
+    return tuple((step.step, _finite(value(step))) for step in run.log.steps)
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
 
 
 def _known(run: RecordedRun, value: Value) -> tuple[tuple[int, float], ...]:
     """Return the points without missing values, for fields that only some steps have."""
-    return tuple((step, found) for step, found in _points(run, value) if found is not None)
+    return tuple((step, known) for step, known in _points(run, value) if known is not None)
 
 
 def _loss(runs: Sequence[RecordedRun]) -> Chart:
-    trained = _smoothed(runs, [_points(run, lambda step: step.loss) for run in runs], _window(runs), what="loss")
+    trained = _smoothed(runs, [_points(run, lambda step: step.loss) for run in runs], _window(runs), noun="loss")
     held_out = {}
     for index, run in enumerate(runs):
         line = _line(index, f"{run.label}, held out", _known(run, lambda step: step.eval_loss))
@@ -64,18 +77,21 @@ def _loss(runs: Sequence[RecordedRun]) -> Chart:
             line = replace(line, label="held out", tone="warm0")
         held_out[line.key] = replace(line, dots=True, dash=(2, 2.5) if len(runs) > 1 else ())
     # In the legend, a run's held-out curve follows its training curve.
-    lines = [one for line in trained for one in (line, held_out.get(line.key)) if one is not None and one.points]
+    lines = [
+        curve for line in trained for curve in (line, held_out.get(line.key)) if curve is not None and curve.points
+    ]
     ends = _ends(runs, lambda step: step.loss)
     return _chart("loss", lines, ends, caption=_caption(lines, "loss"), events=_events(runs))
 
 
 def _by_name(runs: Sequence[RecordedRun], chart: str, field: str) -> Chart:
     """Plot the loss of each source or validation set of each run."""
-    values = [(run, getattr(step, field), step.step) for run in runs for step in run.log.steps]
+    values = [(run, getattr(step, field) or {}, step.step) for run in runs for step in run.log.steps]
     pairs = dict.fromkeys((run.label, name) for run, losses, _ in values for name in losses)
     lines = []
     for index, (label, name) in enumerate(pairs):
-        points = tuple((step, losses[name]) for run, losses, step in values if run.label == label and name in losses)
+        of_name = [(step, losses[name]) for run, losses, step in values if run.label == label and name in losses]
+        points = tuple((step, _finite(loss)) for step, loss in of_name)
         window = _window(runs) if field == "source_loss" and len(points) >= 2 * _window(runs) else 1
         line = _line(index, name if len(runs) == 1 else f"{label}, {name}", running_mean(points, window))
         lines.append(replace(line, dots=field == "eval_losses"))
@@ -88,7 +104,7 @@ def _learning_rate(runs: Sequence[RecordedRun]) -> Chart:
 
 def _gradient_norm(runs: Sequence[RecordedRun]) -> Chart:
     points = [_points(run, lambda step: None if step.skipped else step.grad_norm) for run in runs]
-    lines = _smoothed(runs, points, _window(runs), what="norm")
+    lines = _smoothed(runs, points, _window(runs), noun="norm")
     ends = _ends(runs, lambda step: step.grad_norm)
     caption, log = _caption(lines, "grad-norm"), _has_spikes(lines)
     return _chart("grad-norm", lines, ends, caption=caption, events=_events(runs), log=log)
@@ -96,7 +112,7 @@ def _gradient_norm(runs: Sequence[RecordedRun]) -> Chart:
 
 def _throughput(runs: Sequence[RecordedRun]) -> Chart:
     points = [_known(run, lambda step: step.tokens_per_second) for run in runs]
-    lines = _smoothed(runs, points, _SPEED_WINDOW, what="speed")
+    lines = _smoothed(runs, points, _SPEED_WINDOW, noun="speed")
     return _chart("throughput", lines, _ends(runs, lambda step: step.tokens_per_second))
 
 
@@ -133,15 +149,15 @@ def _line(index: int, label: str, points: tuple[Point, ...], *, width: float = 1
 
 
 def _smoothed(
-    runs: Sequence[RecordedRun], points_of: Sequence[tuple[Point, ...]], window: int, *, what: str
+    runs: Sequence[RecordedRun], points_of: Sequence[tuple[Point, ...]], window: int, *, noun: str
 ) -> list[Line]:
     """Return the values and their running mean; only the mean for several runs, if they are long enough."""
     lines, alone = [], len(runs) == 1
     for index, (run, points) in enumerate(zip(runs, points_of, strict=True)):
         is_long = window >= 2 and len(points) >= 2 * window
         if alone and is_long:
-            lines.append(Line(label=f"{what} of a step", points=points, tone="rerun", key="raw", width=1))
-        label = run.label if not alone else f"mean of {window} steps" if is_long else what
+            lines.append(Line(label=f"{noun} of a step", points=points, tone="rerun", key="raw", width=1))
+        label = run.label if not alone else f"mean of {window} steps" if is_long else noun
         shown, width = (running_mean(points, window), 2.2) if is_long else (points, 1.6)
         lines.append(_line(index, label, shown, width=width))
     return lines
@@ -158,7 +174,53 @@ def _events(runs: Sequence[RecordedRun]) -> tuple[Event, ...]:
 
 def _chart(name: str, lines: Sequence[Line], ends: str = "", **more: Any) -> Chart:
     texts = _TEXTS[name] | {"description": _TEXTS[name]["description"] + ends} | more
-    return Chart(name=name, lines=tuple(lines), **texts)
+    striped, sentence = _striped(lines)
+    texts["caption"] = f"{texts.get('caption', '')}{sentence}".strip()
+    return Chart(name=name, lines=tuple(striped), **texts)
+
+
+def _striped(lines: Sequence[Line]) -> tuple[list[Line], str]:
+    """Let curves that would hide each other alternate along their course, and say how far apart they are."""
+    values = [value for line in lines for _, value in line.points if value is not None]
+    visible = _VISIBLE * (max(values) - min(values)) if values else 0.0
+    groups: list[list[Line]] = []
+    apart: dict[str, float] = {}
+    for line in lines:
+        for group in groups:
+            distance = _distance(group[0], line)
+            if distance is not None and distance <= visible:
+                group.append(line)
+                apart[group[0].label] = max(distance, apart.get(group[0].label, 0.0))
+                break
+        else:
+            groups.append([line])
+    striped: dict[int, Line] = {}
+    sentences = []
+    for group in groups:
+        for place, line in enumerate(group):
+            wide = max(line.width, _STRIPED_WIDTH)
+            look = {} if len(group) == 1 else stripe(place, len(group)) | {"width": wide}
+            striped[id(line)] = replace(line, **look)
+        if len(group) > 1:
+            names, most = english_list([line.label for line in group]), apart[group[0].label]
+            within = f"equal within {most:.1e}" if most else "equal"
+            sentences.append(f" {names} are {within}, so their colors alternate.")
+    return [striped[id(line)] for line in lines], "".join(sentences)
+
+
+def _distance(line: Line, other: Line) -> float | None:
+    """The most that two curves differ in a step; None where they have other steps, or too few to lie on each other."""
+    first, second = dict(line.points), dict(other.points)
+    if len(first) < _FEWEST_POINTS or first.keys() != second.keys() or line.dots != other.dots:
+        return None
+    distances = [0.0]
+    for step, value in first.items():
+        there = second[step]
+        if (value is None) != (there is None):
+            return None
+        if value is not None and there is not None:
+            distances.append(abs(value - there))
+    return max(distances)
 
 
 def _caption(lines: Sequence[Line], name: str) -> str:
@@ -178,10 +240,10 @@ def _has_spikes(lines: Sequence[Line]) -> bool:
 
 
 def _ends(runs: Sequence[RecordedRun], value: Value) -> str:
-    found = []
+    sentences = []
     for run in runs:
         known = _known(run, value)
         if known:
             (first, start), (last, end) = known[0], known[-1]
-            found.append(f"{run.label}: from {start:.4g} at step {first} to {end:.4g} at step {last}.")
-    return " ".join(found)
+            sentences.append(f"{run.label}: from {start:.4g} at step {first} to {end:.4g} at step {last}.")
+    return " ".join(sentences)

@@ -3,6 +3,7 @@
 write_runs(Path("report"), read_runs(["runs/demo"]), command="dstk report runs/demo")
 """
 
+import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -63,17 +64,18 @@ def runs_page(runs: Sequence[RecordedRun], *, command: str) -> str:
 def figures(run: RecordedRun) -> dict[str, tuple[str, str]]:
     """Return the key numbers, each with a qualifier."""
     steps = run.log.steps
-    held_out = [(step.eval_loss, step.step) for step in steps if step.eval_loss is not None]
+    validated = [(step.eval_loss, step.step) for step in steps if step.eval_loss is not None]
+    held_out = [(loss, step) for loss, step in validated if math.isfinite(loss)]
     best = min(held_out, default=None)
     speed = _tokens_per_second(run)
     share = None if speed is None else run.mfu(speed)
     peak = max((step.memory_bytes for step in steps if step.memory_bytes is not None), default=None)
-    seconds = sum(step.seconds or 0.0 for step in steps)
+    seconds = sum(step.seconds for step in steps if math.isfinite(step.seconds))
     last = run.log.last
     total = f" of {run.recipe.train.steps}" if run.recipe is not None else ""
     return {
         "steps": (f"{last.step}{total}", "finished" if run.finished else ""),
-        "loss": (NOT_FINITE if last.loss is None else f"{last.loss:.4f}", f"at step {last.step}"),
+        "loss": (f"{last.loss:.4f}" if math.isfinite(last.loss) else NOT_FINITE, f"at step {last.step}"),
         "held-out loss": (f"{best[0]:.4f}", f"best, at step {best[1]}") if best else (UNKNOWN, ""),
         "tokens/s": (UNKNOWN, "") if speed is None else (format_count(speed), "all ranks"),
         "MFU": (UNKNOWN, "")
@@ -86,19 +88,19 @@ def figures(run: RecordedRun) -> dict[str, tuple[str, str]]:
 
 def _tokens_per_second(run: RecordedRun) -> float | None:
     """Return the throughput of the run without its first steps."""
-    seconds = sum(step.seconds or 0.0 for step in run.timed_steps)
+    seconds = sum(step.seconds for step in run.timed_steps)
     return sum(step.tokens for step in run.timed_steps) / seconds if seconds else None
 
 
 def facts(run: RecordedRun) -> list[tuple[str, str]]:
     """Return what was trained, and on what."""
-    found: list[tuple[str, str]] = []
+    facts: list[tuple[str, str]] = []
     recipe = run.recipe
     if recipe is not None:
         parallel = f"{recipe.train.engine}, number of ranks unknown"
         if run.layout is not None:
             parallel = f"{recipe.strategy(run.layout)}, {plural(run.layout.world_size, 'rank')}"
-        found += [
+        facts += [
             ("model", f"{recipe.model.name_or_path}, {recipe.model.init} weights"),
             ("data", f"{_sources(recipe)}, samples of {recipe.data.seq_len} tokens"),
             ("parallel", parallel),
@@ -106,7 +108,7 @@ def facts(run: RecordedRun) -> list[tuple[str, str]]:
             ("batch", f"{recipe.batch.global_batch_size} samples a step"),
             ("optimizer", f"{recipe.optimizer.name}, lr {recipe.optimizer.lr:g}, {recipe.schedule.name}"),
         ]
-    return [*found, *run.environment.items(), ("run directory", str(run.folder))]
+    return [*facts, *run.environment.items(), ("run directory", str(run.folder))]
 
 
 def _sources(recipe: Recipe) -> str:
@@ -135,54 +137,54 @@ _NAMES = {"loss": "loss", "grad_norm": "gradient norm", "eval_loss": "validation
 
 @dataclass(frozen=True)
 class RunEvent:
-    """What happened at which steps: checkpoints, skipped and non-finite steps, restarts, an incomplete last line."""
+    """An event and its steps: checkpoints, skipped and non-finite steps, restarts, an incomplete last line."""
 
     kind: str
     """Severity: plain, warning or differs."""
-    what: str
+    description: str
     steps: str
 
 
 def run_events(run: RecordedRun) -> list[RunEvent]:
     """Return all events of one run, the most severe first."""
-    found = [
+    events = [
         RunEvent("differs", f"{name} not finite", ranges(steps))
         for field, name in _NAMES.items()
         if (steps := [step.step for step in run.log.steps if field in step.not_finite and not step.skipped])
     ]
-    for what, steps in (
+    for description, steps in (
         ("fp16 overflow", [step.step for step in run.log.steps if step.skipped and "loss" not in step.not_finite]),
         ("not finite", [step.step for step in run.log.steps if step.skipped and "loss" in step.not_finite]),
     ):
         if steps:
-            found.append(RunEvent("warning", f"update skipped ({what})", ranges(steps)))
+            events.append(RunEvent("warning", f"update skipped ({description})", ranges(steps)))
     for incident in run.incidents:
         if incident.to is not None:
-            what = f"rolled back to step {incident.to}: {incident.reason}"
-            found.append(RunEvent("warning", what, str(incident.step)))
+            description = f"rolled back to step {incident.to}: {incident.reason}"
+            events.append(RunEvent("warning", description, str(incident.step)))
     for restart in run.log.restarts:
         again = plural(restart.after - restart.at + 1, "step")
-        found.append(RunEvent("warning", f"restart: {again} trained again", f"{restart.at}, after {restart.after}"))
+        events.append(RunEvent("warning", f"restart: {again} trained again", f"{restart.at}, after {restart.after}"))
     numbers = [step.step for step in run.log.steps]
     holes = [(a + 1, b - 1) for a, b in pairwise(numbers) if b > a + 1]
     if holes:
         missing = ", ".join(f"{a}" if a == b else f"{a} to {b}" for a, b in holes[:8]) + (", …" if holes[8:] else "")
-        found.append(RunEvent("warning", "no line in metrics.jsonl", missing))
+        events.append(RunEvent("warning", "no line in metrics.jsonl", missing))
     if run.log.is_truncated:
-        what = "the last line of metrics.jsonl is incomplete and skipped"
-        found.append(RunEvent("plain", what, f"after {run.log.last.step}"))
-    return found + _checkpoints(run)
+        description = "the last line of metrics.jsonl is incomplete and skipped"
+        events.append(RunEvent("plain", description, f"after {run.log.last.step}"))
+    return events + _checkpoints(run)
 
 
 def _checkpoints(run: RecordedRun) -> list[RunEvent]:
-    found = []
+    events = []
     every = run.recipe.checkpoint.every if run.recipe is not None else 0
     due = list(range(every, run.log.last.step + 1, every)) if every else []
     if due:
         shown = f"{', '.join(map(str, due))}" if len(due) <= 6 else f"{due[0]}, {due[1]}, … {due[-1]}"
-        found.append(RunEvent("plain", f"checkpoint every {every} steps", shown))
+        events.append(RunEvent("plain", f"checkpoint every {every} steps", shown))
     if run.checkpoints:
-        found.append(RunEvent("plain", "checkpoints on disk", ranges(list(run.checkpoints))))
+        events.append(RunEvent("plain", "checkpoints on disk", ranges(list(run.checkpoints))))
     if run.has_model:
-        found.append(RunEvent("plain", "trained model on disk", ""))
-    return found
+        events.append(RunEvent("plain", "trained model on disk", ""))
+    return events

@@ -20,21 +20,21 @@ _TITLES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved 1F1B", 
 
 def schedule_picture(timelines: Sequence[Timeline]) -> str:
     """The timelines below each other."""
-    longest = max(found.makespan for found in timelines)
+    longest = max(timeline.makespan for timeline in timelines)
     scale = (_WIDTH - _LEFT - _RIGHT) / longest
     parts: list[str] = []
     top = _LEGEND
-    for found in timelines:
-        parts += _block(found, top, scale)
-        top += _HEAD + _ROW * found.schedule.pp + _FOOT
-    passes = [kind for kind in "FDBW" if any(_has(found.schedule, kind) for found in timelines)]
-    label = "; ".join(_title(found) for found in timelines)
+    for timeline in timelines:
+        parts += _block(timeline, top, scale)
+        top += _HEAD + _ROW * timeline.schedule.pp + _FOOT
+    passes = [kind for kind in "FDBW" if any(_has(timeline.schedule, kind) for timeline in timelines)]
+    label = "; ".join(_title(timeline) for timeline in timelines)
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {top}" role="img" '
         f"aria-label=\"{escape(label)}\" font-family=\"system-ui, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif\">"
     )
     ground = f'<rect width="{_WIDTH}" height="{top}" class="ground"/>'
-    has_chunks = any(found.schedule.virtual_stages > 1 for found in timelines)
+    has_chunks = any(timeline.schedule.virtual_stages > 1 for timeline in timelines)
     legend = _legend(passes, has_chunks=has_chunks)
     return "\n".join([head, f"<style>{_style()}</style>", ground, *legend, *parts, "</svg>", ""])
 
@@ -65,20 +65,20 @@ def _legend(passes: Sequence[str], *, has_chunks: bool) -> Iterator[str]:
     yield f'<text x="{x + 20}" y="25" class="ink">bubble{note}</text>'
 
 
-def _title(found: Timeline) -> str:
-    schedule = found.schedule
+def _title(timeline: Timeline) -> str:
+    schedule = timeline.schedule
     name = _TITLES[schedule.kind]
     if schedule.kind == "zero-bubble":
         name = "ZB-H1" if schedule.virtual_stages == 1 else "ZB-V"
     chunks = f", {schedule.virtual_stages} virtual stages a rank" if schedule.virtual_stages > 1 else ""
     trained = " (what the toolkit trains with)" if schedule.kind in TRAINED else ""
-    return f"{name}{chunks}{trained}: bubble {100 * found.bubble:.1f} %, step {found.step:.2f} F+B"
+    return f"{name}{chunks}{trained}: bubble {100 * timeline.bubble:.1f} %, step {timeline.step:.2f} F+B"
 
 
-def _block(found: Timeline, top: float, scale: float) -> Iterator[str]:
-    schedule = found.schedule
-    right = _LEFT + found.makespan * scale
-    yield f'<text x="{_LEFT}" y="{top + 20}" class="ink title">{escape(_title(found))}</text>'
+def _block(timeline: Timeline, top: float, scale: float) -> Iterator[str]:
+    schedule = timeline.schedule
+    right = _LEFT + timeline.makespan * scale
+    yield f'<text x="{_LEFT}" y="{top + 20}" class="ink title">{escape(_title(timeline))}</text>'
     yield f'<text x="{_WIDTH - 12}" y="{top + 20}" class="muted" text-anchor="end">in flight</text>'
     word = "stage" if schedule.virtual_stages == 1 else "rank"
     for rank in range(schedule.pp):
@@ -87,19 +87,19 @@ def _block(found: Timeline, top: float, scale: float) -> Iterator[str]:
         held = f"{schedule.in_flight[rank]:.4g}"
         yield f'<text x="{_WIDTH - 12}" y="{y + 14}" class="ink" text-anchor="end">{held}</text>'
         yield f'<rect x="{_LEFT}" y="{y}" width="{right - _LEFT:.2f}" height="{_BAR}" class="idle"/>'
-        yield from _bars(found, rank, y, scale)
+        yield from _bars(timeline, rank, y, scale)
 
 
-def _bars(found: Timeline, rank: int, y: float, scale: float) -> Iterator[str]:
+def _bars(timeline: Timeline, rank: int, y: float, scale: float) -> Iterator[str]:
     """One path for each kind of pass, which keeps a picture of many micro-batches small, and a number on each bar."""
     paths: dict[str, list[str]] = {}
     numbers = []
-    for operation in found.operations(rank):
+    for operation in timeline.operations(rank):
         width = (operation.end - operation.start) * scale
         gap = 0.8 if width >= _THINNEST_GAP else 0.0
         x = _LEFT + operation.start * scale
         shape = f"M{x:.2f} {y}h{width - gap:.2f}v{_BAR}H{x:.2f}z"
-        paths.setdefault(_classes(found.schedule, operation), []).append(shape)
+        paths.setdefault(_classes(timeline.schedule, operation), []).append(shape)
         text = str(operation.micro_batch)
         if width >= _DIGIT * len(text) + 2:
             numbers.append(f'<text x="{x + (width - gap) / 2:.1f}" y="{y + 14}" class="number">{text}</text>')

@@ -1,4 +1,4 @@
-"""Where the time of traced steps goes, from a trace of torch.profiler: terms that add up to the window.
+"""Terms of the time of traced steps, from a trace of torch.profiler: they add up to the window.
 
 At each moment the first of these counts that applies: a kernel of the optimizer, another kernel, communication of each
 kind of group, copies, and nothing (`idle`). So communication counts where nothing computes meanwhile, as in the time
@@ -18,9 +18,9 @@ from toolkit.files import read_json_object
 COMMUNICATION = ("tensor", "expert", "pipeline", "data", "sequence", "world")
 TERMS = ("compute", *COMMUNICATION, "optimizer", "copies", "idle")
 FOLDER, TERMS_FILE = "profile", "terms.json"
-"""In a run directory."""
+"""The folder of traces in a run directory, and the file of terms in it."""
 ALL = "all "
-"""Before the name of a kind of communication: all of it, hidden or not."""
+"""Prefix of the name of a kind of communication: all of it, hidden or not."""
 PHASE, GROUP = "phase ", "group "
 """Prefixes of ranges in a trace: a phase of the step, and a collective of the group of that name."""
 
@@ -37,7 +37,7 @@ class TraceTerms:
 
     @property
     def seconds(self) -> float:
-        """The window."""
+        """Seconds of the window."""
         return sum(self.terms.values())
 
 
@@ -51,10 +51,10 @@ class ProfiledSteps:
 
     @classmethod
     def read(cls, run: Path) -> Self | None:
-        """Of a run directory; None where no step was profiled."""
+        """Read the terms in a run directory; None where no step was profiled."""
         try:
-            found = cls(**read_json_object(run / FOLDER / TERMS_FILE, follow=True))
-            return found if all(found.seconds[name] for name in TERMS) and found.steps else None
+            profiled = cls(**read_json_object(run / FOLDER / TERMS_FILE, follow=True))
+            return profiled if all(profiled.seconds[name] for name in TERMS) and profiled.steps else None
         except (OSError, ValueError, LookupError, TypeError):
             return None
 
@@ -93,53 +93,53 @@ def trace_terms(trace: Mapping[str, Any], kinds: Mapping[str, str]) -> TraceTerm
     )
     window = np.array([[phases[0][0], max(end for _, end, _ in phases)]])
     on_gpu = any(event.get("cat") == "kernel" for event in events)
-    found = _of_gpu(events, kinds, phases) if on_gpu else _of_cpu(events, kinds, phases)
+    intervals = _of_gpu(events, kinds, phases) if on_gpu else _of_cpu(events, kinds, phases)
     terms, covered, length = {}, np.empty((0, 2)), 0.0
     for name in ("optimizer", "compute", *COMMUNICATION, "copies"):
-        covered = _union(np.concatenate([covered, _within(found.get(name, ()), window)]))
+        covered = _union(np.concatenate([covered, _within(intervals.get(name, ()), window)]))
         total = float((covered[:, 1] - covered[:, 0]).sum())
         terms[name], length = (total - length) / 1e6, total
     terms["idle"] = float(window[0, 1] - window[0, 0] - length) / 1e6
-    whole = {name: _within(found.get(name, ()), window) for name in COMMUNICATION}
+    whole = {name: _within(intervals.get(name, ()), window) for name in COMMUNICATION}
     sums = {name: float(np.diff(_union(each)).sum()) / 1e6 for name, each in whole.items()}
     return TraceTerms(
         terms={name: terms[name] for name in TERMS}, communication={name: s for name, s in sums.items() if s}
     )
 
 
-Found = dict[str, list[tuple[float, float]]]
+IntervalsByTerm = dict[str, list[tuple[float, float]]]
 
 
-def _of_gpu(events: Sequence[Mapping[str, Any]], kinds: Mapping[str, str], phases: Sequence[Any]) -> Found:
+def _of_gpu(events: Sequence[Mapping[str, Any]], kinds: Mapping[str, str], phases: Sequence[Any]) -> IntervalsByTerm:
     """Kernels and copies of a GPU. One belongs to the phase in which the host launched it."""
     launched = {
         event["args"]["correlation"]: event["ts"]
         for event in events
         if event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in event.get("args", {})
     }
-    found: Found = {}
+    intervals: IntervalsByTerm = {}
     for event in events:
-        given = event.get("args", {})
+        arguments = event.get("args", {})
         if event.get("cat") in ("gpu_memcpy", "gpu_memset"):
             name = "copies"
         elif event.get("cat") != "kernel":
             continue
         elif "nccl" in event["name"].lower():
-            name = kinds.get(str(given.get("Process Group Name", "")), "world")
+            name = kinds.get(str(arguments.get("Process Group Name", "")), "world")
         else:
-            name = _term_of(launched.get(given.get("correlation"), event["ts"]), phases)
-        found.setdefault(name, []).append((event["ts"], event["ts"] + event["dur"]))
-    return found
+            name = _term_of(launched.get(arguments.get("correlation"), event["ts"]), phases)
+        intervals.setdefault(name, []).append((event["ts"], event["ts"] + event["dur"]))
+    return intervals
 
 
-def _of_cpu(events: Sequence[Mapping[str, Any]], kinds: Mapping[str, str], phases: Sequence[Any]) -> Found:
+def _of_cpu(events: Sequence[Mapping[str, Any]], kinds: Mapping[str, str], phases: Sequence[Any]) -> IntervalsByTerm:
     """Operations of a CPU rank, and of the threads in which gloo communicates, in the order of the calls."""
-    found: Found = {}
+    intervals: IntervalsByTerm = {}
     calls = sorted((e["ts"], e["name"].removeprefix(GROUP)) for e in events if e["name"].startswith(GROUP))
     sent = sorted((e["ts"], e["dur"]) for e in events if e["name"].startswith("gloo:"))
     for number, (begin, length) in enumerate(sent):
         group = calls[min(number, len(calls) - 1)][1] if calls else ""
-        found.setdefault(kinds.get(group, "world"), []).append((begin, begin + length))
+        intervals.setdefault(kinds.get(group, "world"), []).append((begin, begin + length))
     for event in events:
         # Kernels: what encloses them, such as autograd's functions, may wait for other ranks.
         if (
@@ -147,8 +147,8 @@ def _of_cpu(events: Sequence[Mapping[str, Any]], kinds: Mapping[str, str], phase
             and not event["name"].startswith(("c10d::", "autograd::"))
             and "::" in event["name"]
         ):
-            found.setdefault(_term_of(event["ts"], phases), []).append((event["ts"], event["ts"] + event["dur"]))
-    return found
+            intervals.setdefault(_term_of(event["ts"], phases), []).append((event["ts"], event["ts"] + event["dur"]))
+    return intervals
 
 
 def _term_of(moment: float, phases: Sequence[tuple[float, float, str]]) -> str:
@@ -157,14 +157,14 @@ def _term_of(moment: float, phases: Sequence[tuple[float, float, str]]) -> str:
 
 
 def _within(intervals: Iterable[tuple[float, float]], window: Intervals) -> Intervals:
-    """What of them lies in the window."""
-    found = np.clip(np.array(list(intervals), dtype=np.float64).reshape(-1, 2), window[0, 0], window[0, 1])
-    kept: Intervals = found[found[:, 1] > found[:, 0]]
-    return kept
+    """Return the parts of the intervals that lie in the window."""
+    clipped = np.clip(np.array(list(intervals), dtype=np.float64).reshape(-1, 2), window[0, 0], window[0, 1])
+    not_empty: Intervals = clipped[clipped[:, 1] > clipped[:, 0]]
+    return not_empty
 
 
 def _union(intervals: Intervals) -> Intervals:
-    """The same moments, in intervals that do not overlap, in order."""
+    """Merge intervals into those that cover the same moments without overlapping, in order."""
     if not len(intervals):
         return intervals
     ordered = intervals[np.argsort(intervals[:, 0], kind="stable")]
