@@ -19,7 +19,7 @@ from toolkit.data.samples.loader import MicroBatchLoader
 from toolkit.data.tokens.corpora import prepare_all
 from toolkit.engines.factory import create_engine
 from toolkit.parallel.loss import IGNORE
-from toolkit.training.metrics import StepMetrics
+from toolkit.step_metrics import StepMetrics
 from toolkit.training.train import train as train_job
 
 Ranks = Callable[..., list[Any]]

@@ -76,4 +76,4 @@ def test_a_profiled_run_says_what_its_ranks_wait_for(
 def test_a_profile_after_the_end_of_the_run_is_refused(make_recipe: Callable[..., Recipe]) -> None:
     recipe = make_recipe(train__steps=11, train__profile={"start": 10, "steps": 3})
     [refusal] = recipe_conflicts(recipe)
-    assert refusal.given == (("train.profile.start", 10), ("train.profile.steps", 3), ("train.steps", 11))
+    assert refusal.settings == (("train.profile.start", 10), ("train.profile.steps", 3), ("train.steps", 11))

@@ -9,7 +9,8 @@ import pytest
 from rich.console import Console
 
 from toolkit.report.images import plot_loss
-from toolkit.training.metrics import MetricsFile, StepMetrics
+from toolkit.step_metrics import StepMetrics
+from toolkit.training.metrics import MetricsFile
 from toolkit.training.progress import ProgressLine
 
 

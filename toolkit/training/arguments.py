@@ -16,7 +16,7 @@ class TrainOptions:
     """Options of a run that are not part of its job."""
 
     name: str = "run"
-    """Of the run directory, where the recipe names none."""
+    """Name of the run directory, where the recipe names none."""
     resume: str | None = None
     """`auto`, a run directory or a checkpoint."""
     strict: bool = False
@@ -30,7 +30,7 @@ class TrainOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """What was asked for on the command line."""
+    """The arguments of the command line."""
 
     config: str
     layout: str | None

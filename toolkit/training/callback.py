@@ -2,32 +2,48 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from toolkit.errors import NonFiniteError
 
 if TYPE_CHECKING:
     from toolkit.engines.base import StepResult
+    from toolkit.step_metrics import StepMetrics
     from toolkit.training.loop import TrainingRun
-    from toolkit.training.metrics import StepMetrics
 
 
 class Action(Enum):
-    """What the loop does with a step that a callback does not let count as usual."""
+    """A callback's answer for a step that does not simply count."""
 
     SKIP = auto()
     """Count the step although it changed no weight."""
     RETRY = auto()
-    """Take the step at `run.step` next: the run was rolled back to a checkpoint."""
+    """Do not count the step. Take the step at `run.step` next, which the callback may have set back."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollback:
+    """A return to an earlier checkpoint of the run."""
+
+    failed_step: int
+    """The step, from 1, that did not count."""
+    restored_step: int
+    """The step of the checkpoint: so many steps are done now."""
+    checkpoint: Path
+    skipped_batches: int
+    """Global batches that training passes over: those of the restored step to the failed one."""
+    reason: str
 
 
 class Callback:
     """Hooks of a training run. Override those that you need.
 
-    Every hook is called on every rank, in the order of the callbacks, so that a hook may call collectives. A hook that
-    raises ends the run; a ToolkitError ends it with one line and its exit code.
+    Every hook is called on every rank, in the order of the callbacks, so that a hook may call collectives. Where a hook
+    may return an Action, the first callback that returns one decides, and the callbacks after it are not called. A hook
+    that raises ends the run; a ToolkitError ends it with one line and its exit code.
     """
 
     def on_run_begin(self, run: TrainingRun) -> None:
@@ -39,16 +55,24 @@ class Callback:
     def on_before_update(self, run: TrainingRun) -> None:
         """Called when the gradients are complete and not clipped yet, before the optimizer step."""
 
-    def on_after_update(self, run: TrainingRun, result: StepResult) -> Action | None:
-        """Called after the optimizer step, before the step counts. The first Action that is returned is taken."""
+    def on_after_update(self, run: TrainingRun, result: StepResult) -> Literal[Action.RETRY] | None:
+        """Called after the optimizer step, before the step counts.
+
+        Return Action.RETRY after `run.roll_back`, so that the step does not count. The weights have changed, so
+        Action.SKIP is no answer here: the loop raises ValueError.
+        """
         return None
 
     def on_nonfinite(self, run: TrainingRun, error: NonFiniteError) -> Action | None:
         """Called where the loss or the gradient of a step is not finite; no weight has changed.
 
-        The first Action that is returned is taken; where no callback returns one, the run ends with `error`.
+        Return Action.SKIP to count the step as skipped, or Action.RETRY to take `run.step` again, for instance after
+        `run.roll_back`. Where no callback returns an Action, the run ends with `error`.
         """
         return None
+
+    def on_rollback(self, run: TrainingRun, rollback: Rollback) -> None:
+        """Called when the run is restored to an earlier checkpoint, before it goes on from there."""
 
     def on_step_end(self, run: TrainingRun, metrics: StepMetrics) -> None:
         """Called when the step counts: `run.step` includes it, and a validation that was due is done."""

@@ -43,10 +43,10 @@ def adapter_config(engine: Engine, recipe: Recipe, run_dir: Path) -> Any:
     if recipe.model.lora is None:
         return None
     config = copy.deepcopy(engine.model.peft_config[ADAPTER])
-    own = expanded(recipe.model.name_or_path)
+    base = expanded(recipe.model.name_or_path)
     if recipe.model.init == "random":
-        own = run_dir / BASE
-    config.base_model_name_or_path = str(own.absolute()) if own.is_dir() else recipe.model.name_or_path
+        base = run_dir / BASE
+    config.base_model_name_or_path = str(base.absolute()) if base.is_dir() else recipe.model.name_or_path
     config.inference_mode = True  # as peft saves it
     return config
 
@@ -60,7 +60,7 @@ class Checkpointer:
     tokenizer: PreTrainedTokenizerBase
     corpus: Corpora
     check_lock: Callable[[], None] = lambda: None
-    """As in CheckpointContents."""
+    """Check of the run directory's lock, as in CheckpointContents."""
     _saver: AsyncSaver = field(default_factory=AsyncSaver, init=False)
 
     def save(
@@ -144,7 +144,8 @@ class Checkpointer:
         save_small_files(folder, config, model.generation_config, self.tokenizer)
 
     def _state(self, step: int, tokens: int, learning_rate: float, skipped_batches: int) -> TrainerState:
-        recipe, batch = self.job.recipe, self.job.batch
+        recipe = self.job.recipe
+        batch = self.job.batch
         return TrainerState(
             step=step,
             samples=step * batch.global_batch_size,

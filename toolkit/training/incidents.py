@@ -7,7 +7,7 @@ them do the same without a collective.
 import math
 import statistics
 from collections import deque
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 from typing_extensions import override
 
@@ -62,13 +62,13 @@ class Incidents(Callback):
             _stop(run, str(error))
         if not self.may_skip():
             _stop(run, f"{error}, after {self._most} steps in a row that were skipped")
-        run.console.say(f"step {run.step + 1}: {error}. No weight changes in this step")
+        run.progress.say(f"step {run.step + 1}: {error}. No weight changes in this step")
         if run.directory is not None:
             run.directory.note(step=run.step + 1, kind="skip", reason=str(error))
         return Action.SKIP
 
     @override
-    def on_after_update(self, run: TrainingRun, result: StepResult) -> Action | None:
+    def on_after_update(self, run: TrainingRun, result: StepResult) -> Literal[Action.RETRY] | None:
         limit = self.spikes.limit()
         if result.loss > limit and self._rolls_back(run, f"the loss rose to {result.loss:.4f}, over {limit:.4f}"):
             return Action.RETRY
@@ -84,7 +84,8 @@ class Incidents(Callback):
     def may_roll_back(self, step: int) -> bool:
         """Count one more rollback to the checkpoint of `step`; whether the recipe allows it."""
         if step != self._target:
-            self._target, self._rollbacks = step, 0
+            self._target = step
+            self._rollbacks = 0
         self._rollbacks += 1
         self.spikes.forget()
         return self._rollbacks <= self._most
@@ -104,7 +105,7 @@ class Incidents(Callback):
         run.checkpointer.finish()
         earlier = newest_checkpoint(run.directory.path)
         if earlier is None or earlier.state.step > run.step:
-            run.console.say(f"step {run.step + 1}: {reason}. There is no checkpoint yet to roll back to")
+            run.progress.say(f"step {run.step + 1}: {reason}. There is no checkpoint yet to roll back to")
             return False
         if not self.may_roll_back(earlier.state.step):
             _stop(run, f"{reason}, again after {self._most} rollbacks to step {earlier.state.step}")

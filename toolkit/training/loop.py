@@ -1,7 +1,7 @@
 """The training loop: the one that recipes/train.py, `dstk compare`, the tests and a user's own script run.
 
 It takes micro-batches from the loader and gives them to the engine. What is printed, written, saved or decided
-is done by callbacks (toolkit/training/callback.py).
+is done by callbacks (toolkit/training/callback.py), by way of the run's progress line, directory and checkpointer.
 """
 
 import math
@@ -19,9 +19,10 @@ from toolkit.engines.base import Engine, StepResult
 from toolkit.engines.optimizer import learning_rate
 from toolkit.engines.routing import RoutingStats
 from toolkit.errors import NonFiniteError, PreemptedError
-from toolkit.training.callback import Action, Callback
+from toolkit.step_metrics import StepMetrics
+from toolkit.training.callback import Action, Callback, Rollback
 from toolkit.training.checkpointing import Checkpointer
-from toolkit.training.metrics import StepMetrics, peak_memory_bytes
+from toolkit.training.metrics import peak_memory_bytes
 from toolkit.training.progress import ProgressLine, Stopwatch
 from toolkit.training.resume import Resumed
 from toolkit.training.run_directory import RunDirectory
@@ -51,16 +52,21 @@ class TrainingRun:
         corpus: Corpora,
         callbacks: Iterable[Callback] = (),
         *,
-        console: ProgressLine | None = None,
+        progress: ProgressLine | None = None,
         directory: RunDirectory | None = None,
         checkpointer: Checkpointer | None = None,
         resumed: Resumed | None = None,
     ) -> None:
-        self.job, self.engine, self.loader, self.corpus = job, engine, loader, corpus
+        self.job = job
+        self.engine = engine
+        self.loader = loader
+        self.corpus = corpus
         self.recipe = job.recipe
         self.callbacks = tuple(callbacks)
-        self.console = console or ProgressLine(self.recipe.train.steps, every=1, enabled=False)
-        self.directory, self.checkpointer, self.resumed = directory, checkpointer, resumed
+        self.progress = progress or ProgressLine(self.recipe.train.steps, every=1, enabled=False)
+        self.directory = directory
+        self.checkpointer = checkpointer
+        self.resumed = resumed
         self.history: list[StepMetrics] = []
         self.fingerprints = BatchFingerprints(loader)
         self.learning_rate = learning_rate(self.recipe)
@@ -77,7 +83,7 @@ class TrainingRun:
         if self.resumed is not None:
             self._load(self.resumed)
         self.engine.before_update = partial(self._notify, "on_before_update")
-        with self.console:
+        with self.progress:
             self._notify("on_run_begin")
             try:
                 self._take_steps()
@@ -97,7 +103,7 @@ class TrainingRun:
         return bool(self.history)
 
     def describe_saved(self) -> str:
-        """What this start has saved, and how to resume from it."""
+        """Say what this start has saved, and how to resume from it."""
         saved = self.last_checkpoint
         return "nothing was saved yet" if saved is None else f"saved {saved}. Resume with --resume {saved.parent}"
 
@@ -126,26 +132,34 @@ class TrainingRun:
         self._notify("on_checkpoint", path)
 
     def roll_back(self, earlier: Resumed, reason: str) -> None:
-        """Restore a checkpoint of this run and skip the global batches up to the present one. A collective call."""
-        failed, passed = self.step + 1, self.step + self.skipped_batches + 1
-        first = earlier.state.step + earlier.state.skipped_batches + 1
-        del self.history[len(self.history) - (self.step - earlier.state.step) :]
+        """Restore a checkpoint of this run and skip the global batches up to the present one. A collective call.
+
+        The hook that calls it returns Action.RETRY. The callbacks' `on_rollback` is called.
+        """
+        failed_step = self.step + 1
+        last_batch = self.step + self.skipped_batches + 1
+        first_batch = earlier.state.step + earlier.state.skipped_batches + 1
+        undone_steps = self.step - earlier.state.step
+        del self.history[len(self.history) - undone_steps :]
         self._load(earlier)
-        self.skipped_batches = passed - self.step
-        count = passed - first + 1
-        if self.directory is not None:
-            self.directory.go_back_to(self.step, at=failed, reason=reason, skipped_batches=count)
-        self.console.say(
-            f"step {failed}: {reason}. Rolled back to {earlier.saved.path.name}; "
-            f"the global batches of {count} steps are skipped"
+        self.skipped_batches = last_batch - self.step
+        rollback = Rollback(
+            failed_step=failed_step,
+            restored_step=self.step,
+            checkpoint=earlier.saved.path,
+            skipped_batches=last_batch - first_batch + 1,
+            reason=reason,
         )
+        self._notify("on_rollback", rollback)
         self._stopwatch.lap()
 
     def _load(self, resumed: Resumed) -> None:
         assert self.checkpointer is not None
         self.checkpointer.restore(resumed.saved, resumed.state)
         state = resumed.state
-        self.step, self.skipped_batches, self.tokens = state.step, state.skipped_batches, state.tokens
+        self.step = state.step
+        self.skipped_batches = state.skipped_batches
+        self.tokens = state.tokens
 
     def _take_steps(self) -> None:
         while self.step < self.recipe.train.steps:
@@ -171,6 +185,8 @@ class TrainingRun:
                 raise
         else:
             action = self._first_action(callback.on_after_update(self, result) for callback in self.callbacks)
+            if action is Action.SKIP:
+                raise ValueError("on_after_update returned Action.SKIP, but the step has changed the weights.")
         if action is Action.RETRY:
             return False
         self._finish_step(result, tokens)
@@ -210,7 +226,8 @@ class TrainingRun:
 
     def _evaluate(self) -> dict[str, Any]:
         """Validate where that is due: the loss of each set, and of all their targets together."""
-        every, sets = self.recipe.train.eval_every, self.loader.validation
+        every = self.recipe.train.eval_every
+        sets = self.loader.validation
         if not every or not sets or (self.step % every and self.step != self.recipe.train.steps):
             return {}
         losses = {name: self.engine.evaluate(self.loader.validation_batches(name)) for name in sets}

@@ -24,14 +24,14 @@ def planned_for_ranks(recipe: Recipe, here: RankEnvironment) -> tuple[Recipe, st
     Hosts may differ in what they have, so a plan of each rank's own could differ too: one rank plans for all.
     """
 
-    def decide(found: list[str]) -> str:
-        cluster, on = cluster_of([RankDevice(**json.loads(one)) for one in found])
-        one = planned(recipe, cluster, here.world_size, on=on, config=_config(recipe))
-        sections = {"parallel": one.recipe.parallel.model_dump(), "batch": one.recipe.batch.model_dump()}
-        return json.dumps({"sections": sections, "note": one.note})
+    def decide(descriptions: list[str]) -> str:
+        cluster, on = cluster_of([RankDevice(**json.loads(description)) for description in descriptions])
+        plan = planned(recipe, cluster, here.world_size, on=on, config=_config(recipe))
+        sections = {"parallel": plan.recipe.parallel.model_dump(), "batch": plan.recipe.batch.model_dump()}
+        return json.dumps({"sections": sections, "note": plan.note})
 
-    own = json.dumps(asdict(_rank_device(pick_device(here))))
-    decision = json.loads(decided_by_first(here, own, decide))
+    description = json.dumps(asdict(_rank_device(pick_device(here))))
+    decision = json.loads(decided_by_first(here, description, decide))
     return recipe.changed(decision["sections"]), decision["note"]
 
 

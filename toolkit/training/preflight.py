@@ -1,4 +1,4 @@
-"""What is checked before the ranks meet: the DeepSpeed config, the model's config, the tokenizer, the trackers."""
+"""Checks before the ranks meet: the DeepSpeed config, the model's config, the tokenizer, the trackers."""
 
 from typing import Any
 
@@ -23,8 +23,10 @@ from toolkit.model_init.document_masking import check_document_masking
 from toolkit.model_init.float8 import check_float8
 from toolkit.model_init.four_bit import check_four_bit
 from toolkit.model_init.liger import check_liger
+from toolkit.model_init.recompute import check_recompute
 from toolkit.models.shape import ModelShape
 from toolkit.models.weights import held_layer_parameters
+from toolkit.parallel.tensor.parallelize import check_plan
 from toolkit.training.trackers import Trackers
 
 
@@ -37,6 +39,8 @@ def check_model(recipe: Recipe, device: torch.device, *, trust_remote_code: bool
     conflicts = parallelism_conflicts(recipe, config.to_dict(), find_shape(config))
     if conflicts:
         raise RecipeError(conflicts)
+    if recipe.parallel.tp > 1:
+        check_plan(config, recipe.parallel.tp, sequence_parallel=recipe.parallel.sequence_parallel)
     positions = getattr(config, "max_position_embeddings", None)
     if positions is not None and recipe.data.seq_len > positions:
         remedy = (("data.seq_len", f"{positions} or less"),)
@@ -52,6 +56,7 @@ def check_model(recipe: Recipe, device: torch.device, *, trust_remote_code: bool
         adamw8bit()
     if recipe.model.kernels == "liger":
         check_liger(device)
+    check_recompute(recipe.parallel.recompute, config)
     check_trained(recipe, config)
     check_routing(recipe, config)
     check_precision(recipe, device)
@@ -73,7 +78,8 @@ def deepspeed_config(
     recipe = job.recipe
     if recipe.train.engine != "deepspeed":
         if user_config is not None:
-            reason, remedy = f"it takes no DeepSpeed config, and {user_config} is given", ("train.engine", "deepspeed")
+            reason = f"it takes no DeepSpeed config, and {user_config} is given"
+            remedy = ("train.engine", "deepspeed")
             raise ConfigError.of("train.engine", recipe.train.engine, reason, "leave the file out", remedy)
         return None
     kind: Device = "cuda" if device.type == "cuda" else "cpu"
@@ -94,8 +100,10 @@ def deepspeed_config(
 
 
 def _nvme_bytes(job: Job) -> int:
-    """What a rank writes to NVMe, at least: matrices with their masters, gradients and moments; 0 if not known."""
-    recipe, layout, shape = job.recipe, job.layout, job.shape
+    """Return the least bytes that a rank writes to NVMe: matrices, masters, gradients and moments; 0 if not known."""
+    recipe = job.recipe
+    layout = job.layout
+    shape = job.shape
     if shape is None:
         return 0
     numel = shape.layers * held_layer_parameters(shape) + (1 if shape.tied else 2) * shape.vocab * shape.embed_dim

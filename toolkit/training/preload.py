@@ -20,4 +20,7 @@ def preload_training(recipe: Recipe) -> None:
             import toolkit.engines.pipeline_engine
             import toolkit.engines.ulysses_engine  # noqa: F401
     config = find_config(recipe.model.name_or_path)
-    preload(*([str(config["model_type"])] if config else []))
+    if config:
+        preload(str(config["model_type"]))
+    else:
+        preload()

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import torch
@@ -65,7 +65,9 @@ class Profiler(Callback):
         if on_gpu:
             torch.cuda.memory._record_memory_history(max_entries=200_000)
             torch.cuda.synchronize()
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+        activities = [ProfilerActivity.CPU]
+        if on_gpu:
+            activities.append(ProfilerActivity.CUDA)
         self._trace = profile(activities=activities)
         with _quiet_stderr():
             self._trace.start()
@@ -73,7 +75,7 @@ class Profiler(Callback):
         self._begin_range("data")
 
     @override
-    def on_after_update(self, run: TrainingRun, result: StepResult) -> Action | None:
+    def on_after_update(self, run: TrainingRun, result: StepResult) -> Literal[Action.RETRY] | None:
         section = run.recipe.train.profile
         if section is not None and self._trace is not None and run.step + 1 >= section.start + section.steps - 1:
             self._finish(run)
@@ -92,7 +94,9 @@ class Profiler(Callback):
     def _finish(self, run: TrainingRun) -> None:
         """Stop, and write what was found. A collective call."""
         assert self._trace is not None
-        section, layout, device = run.recipe.train.profile, run.job.layout, run.engine.device
+        section = run.recipe.train.profile
+        layout = run.job.layout
+        device = run.engine.device
         assert section is not None
         if device.type == "cuda":
             torch.cuda.synchronize()
@@ -100,7 +104,8 @@ class Profiler(Callback):
         self._active.close()
         with _quiet_stderr():
             self._trace.stop()
-        trace, self._trace = self._trace, None
+        trace = self._trace
+        self._trace = None
         rank = dist.get_rank() if dist.is_initialized() else 0
         folder = run.directory.path / FOLDER if run.directory is not None else None
         # A trace is of some megabytes: one replica's show what all do.
@@ -124,18 +129,18 @@ class Profiler(Callback):
             table = {name: [round(row[number], 6) for row in every] for number, name in enumerate(names)}
             text = json.dumps({"start": section.start, "steps": section.steps, "seconds": table}, indent=1)
             (folder / TERMS_FILE).write_text(text + "\n", encoding="utf-8")
-            run.console.say(_describe(every, section.start, section.steps, folder))
+            run.progress.say(_describe(every, section.start, section.steps, folder))
 
 
 def _of_all_ranks(terms: TraceTerms, device: torch.device) -> list[list[float]]:
-    """Of each rank the seconds of TERMS, then all communication of each kind. A collective call."""
-    own = [*terms.terms.values(), *(terms.communication.get(name, 0.0) for name in COMMUNICATION)]
+    """Return, for each rank, the seconds of TERMS, then those of all communication of each kind. A collective call."""
+    seconds = [*terms.terms.values(), *(terms.communication.get(name, 0.0) for name in COMMUNICATION)]
     if not dist.is_initialized():
-        return [own]
-    local = torch.tensor(own, dtype=torch.float64, device=device)
-    every = local.new_empty(dist.get_world_size(), len(own))
-    dist.all_gather_into_tensor(every.view(-1), local)
-    return [[float(value) for value in row] for row in every.tolist()]
+        return [seconds]
+    local = torch.tensor(seconds, dtype=torch.float64, device=device)
+    rows = local.new_empty(dist.get_world_size(), len(seconds))
+    dist.all_gather_into_tensor(rows.view(-1), local)
+    return [[float(value) for value in row] for row in rows.tolist()]
 
 
 def _describe(every: list[list[float]], start: int, steps: int, folder: Path) -> str:
@@ -157,22 +162,27 @@ def group_kinds(layout: Layout) -> dict[str, str]:
         places = [layout.coordinate(rank) for rank in dist.get_process_group_ranks(group)]
         axes = [axis for axis in ("pipe", "data", "model") if len({getattr(place, axis) for place in places}) > 1]
         model = "sequence" if layout.ulysses > 1 else "tensor"
-        by_ranks = {"pipe": "pipeline", "data": "data", "model": model}[axes[0]] if len(axes) == 1 else "world"
-        kinds[str(name)] = group.group_desc if group.group_desc in COMMUNICATION else by_ranks
+        kind = "world"
+        if group.group_desc in COMMUNICATION:
+            kind = group.group_desc
+        elif len(axes) == 1:
+            kind = {"pipe": "pipeline", "data": "data", "model": model}[axes[0]]
+        kinds[str(name)] = kind
     return kinds
 
 
 @contextmanager
 def _quiet_stderr() -> Iterator[None]:
-    """Without the two lines that torch 2.13's tracer writes to the file of stderr, which no log level suppresses."""
+    """Suppress the two lines that torch 2.13's tracer writes to the file of stderr, which no log level suppresses."""
     sys.stderr.flush()
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    stderr = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     try:
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
+        os.dup2(stderr, 2)
+        os.close(stderr)
         os.close(nowhere)
 
 

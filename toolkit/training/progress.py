@@ -1,4 +1,4 @@
-"""What one sees while training: a banner and one progress line; plain lines where the output is no terminal."""
+"""ProgressLine: one line a step while training, redrawn in a terminal and printed line by line elsewhere."""
 
 import math
 import sys
@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
-from toolkit.training.metrics import StepMetrics
+from toolkit.step_metrics import StepMetrics
 from toolkit.units import format_count, format_duration
 
 _BAR = 12
@@ -109,12 +109,12 @@ class ProgressLine:
 
 
 def _fitting(details: dict[str, str], width: int) -> list[str]:
-    """The details that fit on one line of a narrow terminal: the least interesting ones go first."""
-    kept = dict(details)
+    """The details that fit on one line of a narrow terminal: the least interesting ones are left out first."""
+    shown = dict(details)
     for name in ("lr", "held-out", "norm", "mfu", "eta", "speed"):
-        if len("  ".join(kept.values())) > width:
-            kept.pop(name, None)
-    return list(kept.values())
+        if len("  ".join(shown.values())) > width:
+            shown.pop(name, None)
+    return list(shown.values())
 
 
 class _Details(ProgressColumn):
@@ -131,5 +131,6 @@ class Stopwatch:
     def lap(self) -> float:
         """Seconds since the last call (or the start)."""
         now = time.perf_counter()
-        seconds, self._started = now - self._started, now
+        seconds = now - self._started
+        self._started = now
         return seconds

@@ -32,8 +32,9 @@ def run_of(asked: str, recipe: Recipe) -> Path | None:
     """
     if asked == AUTO:
         if recipe.run_dir is None:
-            given, reason = (("--resume", AUTO), ("run_dir", None)), "there is no run to look for"
-            raise CheckpointError.between(given, reason, "set run_dir=…")
+            settings = (("--resume", AUTO), ("run_dir", None))
+            reason = "there is no run to look for"
+            raise CheckpointError.between(settings, reason, "set run_dir=…")
         path = expanded(recipe.run_dir)
         return path if path.is_dir() and any(step_of(entry.name) is not None for entry in path.iterdir()) else None
     path = expanded(asked)

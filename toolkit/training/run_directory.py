@@ -41,12 +41,15 @@ from toolkit.launch.environment import describe_environment
 from toolkit.launch.health.local_process import exit_calls
 from toolkit.parallel.gather import Names
 from toolkit.training.arguments import TrainOptions, unused_run_directory
+from toolkit.training.callback import Rollback
 from toolkit.training.checkpointing import BASE, adapter_config, save_small_files
 from toolkit.training.metrics import MetricsFile
 from toolkit.training.resume import AUTO, run_of
 from toolkit.training.run_lock import RunLock, is_locked
 
-EVENTS, COMPILE, CURVE = "events.jsonl", "compile.json", "loss.png"
+EVENTS = "events.jsonl"
+COMPILE = "compile.json"
+CURVE = "loss.png"
 _ANOTHER = "choose another run_dir"
 
 
@@ -127,7 +130,8 @@ class RunDirectory:
         done = load_recipe(self.path / "recipe.yaml", stored=True)
         if done.train.steps < recipe.train.steps or changed_fields(recipe, done.model_dump(mode="json")):
             return
-        model, has_checkpoint = self.path / "model", run_of(AUTO, recipe) is not None
+        model = self.path / "model"
+        has_checkpoint = run_of(AUTO, recipe) is not None
         more = f"set train.steps to more than {done.train.steps}"
         raise FinishedError(
             f"{self.path} is finished: {done.model.name_or_path}, {done.train.steps} steps. Its model is {model}. "
@@ -159,7 +163,7 @@ class RunDirectory:
             return
         self.check_lock()
         try:
-            kept = self._steps_until(resumed_step)
+            earlier = self._steps_until(resumed_step)
             if not resumed_step:
                 self._remove_old_run()
             (self.path / CURVE).unlink(missing_ok=True)
@@ -168,7 +172,7 @@ class RunDirectory:
             (self.path / "environment.json").write_text(json.dumps(environment, indent=2) + "\n", encoding="utf-8")
             if ds_config is not None:
                 (self.path / "ds_config.json").write_text(json.dumps(ds_config, indent=2) + "\n", encoding="utf-8")
-            self.metrics = MetricsFile(self.path / "metrics.jsonl", kept)
+            self.metrics = MetricsFile(self.path / "metrics.jsonl", earlier)
         except OSError as error:
             raise self._cannot_write(error) from error
 
@@ -204,24 +208,30 @@ class RunDirectory:
         file = self.path / "metrics.jsonl"
         if not step or not file.exists():
             return []
-        kept = []
+        lines = []
         for line in file.read_text(encoding="utf-8").splitlines():
             try:
                 number = json.loads(line)["step"]
             except (json.JSONDecodeError, KeyError, TypeError):
                 break
             if number <= step:
-                kept.append(line)
-        return kept
+                lines.append(line)
+        return lines
 
-    def go_back_to(self, step: int, *, at: int, reason: str, skipped_batches: int) -> None:
-        """Remove the metrics after `step`, and note a rollback in step `at` that skipped some global batches."""
+    def go_back_to(self, rollback: Rollback) -> None:
+        """Remove the metrics after the step that was restored, and note the rollback in events.jsonl."""
         if self.metrics is None:
             return
         self.check_lock()
         self.metrics.close()
-        self.metrics = MetricsFile(self.path / "metrics.jsonl", self._steps_until(step))
-        self.note(step=at, kind="rollback", reason=reason, to=step, skipped_batches=skipped_batches)
+        self.metrics = MetricsFile(self.path / "metrics.jsonl", self._steps_until(rollback.restored_step))
+        self.note(
+            step=rollback.failed_step,
+            kind="rollback",
+            reason=rollback.reason,
+            to=rollback.restored_step,
+            skipped_batches=rollback.skipped_batches,
+        )
 
     def note(self, **event: Any) -> None:
         """Append an event to events.jsonl: `step`, `kind`, `reason` and other fields."""
@@ -246,7 +256,8 @@ class RunDirectory:
         self._write_whole(BASE, engine, names, tokenizer)
 
     def _write_whole(self, name: str, engine: Engine, names: Names, tokenizer: PreTrainedTokenizerBase) -> Path:
-        model, buffers = engine.model, buffer_specs(engine)
+        model = engine.model
+        buffers = buffer_specs(engine)
         return self._write(name, engine, names, buffers, model.config, model.generation_config, tokenizer)
 
     def _write(self, name: str, engine: Engine, names: Names, buffers: list[TensorSpec], *small: Any) -> Path:

@@ -33,8 +33,9 @@ from toolkit.launch.health.local_process import machine_id
 
 _FILE = re.compile(r"\.lock-([1-9][0-9]{0,8})")
 _RELEASED = b"released"
-_HEARTBEATS, _POLLS = 6, 60
-"""In the time of a lease."""
+_HEARTBEATS = 6
+_POLLS = 60
+"""Numbers of heartbeats, and of looks at another's lock, in the time of a lease."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +45,7 @@ class Holder:
     host: str
     pid: int
     start_ticks: int
-    """When it started, as its machine counts: later, another process may have the same pid."""
+    """Start of the process, as its machine counts: later, another process may have the same pid."""
     machine_id: str
     since: str
     job: str = ""
@@ -63,7 +64,7 @@ class Holder:
 
     @classmethod
     def decode(cls, content: bytes) -> "Holder | None":
-        """Who wrote a lock file; None where that is not complete yet, or no lock file."""
+        """Return the writer of a lock file; None where that is not complete yet, or no lock file."""
         try:
             holder = cls(**json.loads(content.split(b"\n")[1]))
         except (ValueError, IndexError, TypeError):
@@ -98,12 +99,12 @@ def _has_ended(content: bytes, machine: str) -> bool | None:
 
 def _files(run_dir: Path) -> dict[int, bytes]:
     """The lock files of a directory: number -> content."""
-    found = {}
+    files = {}
     for name in os.listdir(run_dir):
         if match := _FILE.fullmatch(name):
             with contextlib.suppress(FileNotFoundError):  # removed meanwhile
-                found[int(match[1])] = read_regular(run_dir / name, max_bytes=4096)
-    return found
+                files[int(match[1])] = read_regular(run_dir / name, max_bytes=4096)
+    return files
 
 
 def _newest(files: dict[int, bytes]) -> tuple[int, bytes]:
@@ -124,24 +125,30 @@ class RunLock:
 
     lease_seconds = 60.0
 
-    def __init__(self, run_dir: Path, own: Holder | None = None) -> None:
-        self._run_dir, self._own = run_dir, own or Holder.here()
-        self._line = json.dumps(asdict(self._own)).encode() + b"\n"
-        self._number = self._beats = 0
-        self._file, self._renewed = -1, 0.0
-        self._mutex, self._is_over = threading.Lock(), threading.Event()
+    def __init__(self, run_dir: Path, holder: Holder | None = None) -> None:
+        self._run_dir = run_dir
+        self._holder = holder or Holder.here()
+        self._line = json.dumps(asdict(self._holder)).encode() + b"\n"
+        self._number = 0
+        self._beats = 0
+        self._file = -1
+        self._renewed = 0.0
+        self._mutex = threading.Lock()
+        self._is_over = threading.Event()
         self._lost: RunDirectoryError | None = None
 
     def acquire(self) -> None:
         """Take the directory; may wait for a lease. Raises RunDirectoryError where another process holds it."""
-        watched, deadline = None, 0.0
+        watched = None
+        deadline = 0.0
         while True:
-            found = number, content = _newest(_files(self._run_dir))
-            has_ended = number == 0 or _has_ended(content, self._own.machine_id)
-            if has_ended or (found == watched and time.monotonic() >= deadline):
+            newest = _newest(_files(self._run_dir))
+            number, content = newest
+            has_ended = number == 0 or _has_ended(content, self._holder.machine_id)
+            if has_ended or (newest == watched and time.monotonic() >= deadline):
                 if self._create(number, content):
                     break
-            elif found != watched:
+            elif newest != watched:
                 holder = Holder.decode(content)
                 if holder is not None and (has_ended is False or watched is not None):
                     reason = f"{holder} has trained there since {printable(holder.since)}"
@@ -150,13 +157,15 @@ class RunLock:
                     patience = f"If it gives no sign of life for {self.lease_seconds:g} s, this run takes its place."
                     who = holder or "another process"
                     print(f"{self._run_dir}: {who} may still train there. {patience}", file=sys.stderr, flush=True)
-                watched, deadline = found, time.monotonic() + self.lease_seconds
+                watched = newest
+                deadline = time.monotonic() + self.lease_seconds
             time.sleep(self.lease_seconds / _POLLS)
         threading.Thread(target=self._renew, name="run-lock", daemon=True).start()
 
     def _create(self, number: int, content: bytes) -> bool:
         """Take the place of a holder that is gone; False where another process was faster, or the holder is back."""
-        path, began = self._path(number + 1), _now()
+        path = self._path(number + 1)
+        began = _now()
         try:
             file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         except FileExistsError:
@@ -167,13 +176,15 @@ class RunLock:
                 return False
             write_all(file, memoryview(b"%012d\n%s" % (0, self._line)))
             os.fsync(file)
-            self._number, self._file, self._renewed = number + 1, file, began
+            self._number = number + 1
+            self._file = file
+            self._renewed = began
         finally:
             if self._file < 0:
                 os.close(file)
                 path.unlink()
         for lower in files.keys() - {self._number}:
-            if _has_ended(files[lower], self._own.machine_id):
+            if _has_ended(files[lower], self._holder.machine_id):
                 self._path(lower).unlink(missing_ok=True)
         return True
 
@@ -191,7 +202,8 @@ class RunLock:
             return  # without waiting for the thread, which may be waiting for a slow disk
         with self._mutex:
             if self._lost is None:
-                began, content = _now(), b""
+                began = _now()
+                content = b""
                 try:
                     self._beats += 1
                     os.pwrite(self._file, b"%012d" % self._beats, 0)
@@ -205,8 +217,9 @@ class RunLock:
                     return
                 who = Holder.decode(content) or "another process"
                 reason = f"{who} may train there now, as this one was suspended or could not reach its disk"
-                remedy = ("let it train", "end it, and start again with --resume auto")
-                self._lost = self._error(reason, *remedy, scope="rank")
+                self._lost = self._error(
+                    reason, "let it train", "end it, and start again with --resume auto", scope="rank"
+                )
                 self._is_over.set()
             raise self._lost
 
@@ -219,7 +232,8 @@ class RunLock:
         with self._mutex, contextlib.suppress(OSError):
             if self._file < 0:
                 return
-            file, self._file = self._file, -1
+            file = self._file
+            self._file = -1
             files = _files(self._run_dir)
             if min(files, default=self._number) < self._number:  # of another machine: it would count again
                 os.pwrite(file, _RELEASED.ljust(12), 0)

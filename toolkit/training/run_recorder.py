@@ -1,6 +1,7 @@
 """Callbacks that write what a run leaves: RunRecorder its files, PeriodicCheckpoints its checkpoints."""
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,11 +10,11 @@ from typing_extensions import override
 
 from toolkit.checkpoint.save import SavedCheckpoint
 from toolkit.engines.compiled_layers import CompiledLayers
-from toolkit.report.recorded_run import read_log
-from toolkit.training.callback import Callback
+from toolkit.report.recorded_run import read_metrics
+from toolkit.step_metrics import StepMetrics
+from toolkit.training.callback import Callback, Rollback
 from toolkit.training.checkpointing import Checkpointer
 from toolkit.training.loop import TrainingRun
-from toolkit.training.metrics import StepMetrics
 from toolkit.training.run_directory import COMPILE, CURVE, RunDirectory
 
 
@@ -23,7 +24,9 @@ class RunRecorder(Callback):
     def __init__(
         self, directory: RunDirectory, ds_config: Mapping[str, Any] | None, tokenizer: PreTrainedTokenizerBase
     ) -> None:
-        self._directory, self._ds_config, self._tokenizer = directory, ds_config, tokenizer
+        self._directory = directory
+        self._ds_config = ds_config
+        self._tokenizer = tokenizer
         self._graphs: dict[str, Any] | None = None
 
     @override
@@ -41,6 +44,10 @@ class RunRecorder(Callback):
             self._record_graphs(run, run.engine.compiled)
 
     @override
+    def on_rollback(self, run: TrainingRun, rollback: Rollback) -> None:
+        self._directory.go_back_to(rollback)
+
+    @override
     def on_run_end(self, run: TrainingRun) -> None:
         if run.is_complete:
             run.engine.report_phase("finish")
@@ -54,18 +61,19 @@ class RunRecorder(Callback):
         facts = compiled.facts()
         if facts != self._graphs:
             self._graphs = facts
-            run.console.say(f"compiled: {compiled}")
+            run.progress.say(f"compiled: {compiled}")
             (self._directory.path / COMPILE).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
     def _plot(self, run: TrainingRun) -> None:
-        steps = read_log(self._directory.path / "metrics.jsonl").steps
+        steps = read_metrics(self._directory.path / "metrics.jsonl").steps
         from toolkit.report.images import plot_loss  # Matplotlib, which a run needs only at its end
 
+        validated = [(step.step, step.eval_loss) for step in steps if step.eval_loss is not None]
         plot_loss(
             self._directory.path / CURVE,
             [step.loss for step in steps],
             title=f"{run.recipe.model.name_or_path}, {run.job.strategy}",
-            held_out=[(step.step, step.eval_loss) for step in steps if step.eval_loss is not None],
+            held_out=[(step, loss) for step, loss in validated if math.isfinite(loss)],
             unigram_entropy=run.corpus.unigram_entropy,
             entropy_rate=run.corpus.loss_floor(run.recipe.data),
         )

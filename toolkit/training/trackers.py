@@ -8,9 +8,9 @@ from typing_extensions import override
 from toolkit.config.recipe import Recipe
 from toolkit.config.recipe_schema import flat_fields
 from toolkit.errors import RunError, nearest
+from toolkit.step_metrics import StepMetrics
 from toolkit.training.callback import Callback
 from toolkit.training.loop import TrainingRun
-from toolkit.training.metrics import StepMetrics
 
 
 class Trackers(Callback):
@@ -51,21 +51,8 @@ class Trackers(Callback):
     def on_step_end(self, run: TrainingRun, metrics: StepMetrics) -> None:
         if not self._trackers:
             return
-        values: dict[str, float] = {
-            "loss": metrics.loss,
-            "lr": metrics.lr,
-            "grad_norm": metrics.grad_norm,
-            "tokens_per_second": metrics.tokens / metrics.seconds,
-            "memory_bytes": metrics.memory_bytes,
-        }
-        if metrics.eval_loss is not None:
-            values["eval_loss"] = metrics.eval_loss
-        values |= {f"source_loss/{name}": loss for name, loss in (metrics.source_loss or {}).items()}
-        values |= {f"eval_loss/{name}": loss for name, loss in (metrics.eval_losses or {}).items()}
-        of_experts = ("router_aux_loss", "router_z_loss", "expert_load", "unused_experts")
-        values |= {name: value for name in of_experts if (value := getattr(metrics, name)) is not None}
         for tracker in self._trackers:
-            tracker.log(values, step=metrics.step)
+            tracker.log(metrics.scalars(), step=metrics.step)
 
     @override
     def on_run_end(self, run: TrainingRun) -> None:

@@ -23,10 +23,10 @@ from toolkit.phases import PhaseReporter, ignore_phase
 from toolkit.training.arguments import TrainOptions
 from toolkit.training.callback import Callback
 from toolkit.training.checkpointing import Checkpointer
-from toolkit.training.console import Console, make_progress, show_summary
 from toolkit.training.incidents import Incidents
 from toolkit.training.loop import TrainingRun
 from toolkit.training.preflight import check_model, check_vocabulary, deepspeed_config, find_shape
+from toolkit.training.printer import Printer, make_progress, show_summary
 from toolkit.training.profiler import Profiler
 from toolkit.training.resume import AUTO, resume
 from toolkit.training.run_directory import RunDirectory
@@ -43,7 +43,8 @@ def load_job(path: str | PathLike[str], overrides: Sequence[str] = (), layout: s
     With `parallel: auto` a collective call: the first rank plans for all.
     """
     here = RankEnvironment.detect()
-    recipe, plan = load_recipe(path, overrides, world_size=here.world_size, layout=layout), ""
+    recipe = load_recipe(path, overrides, world_size=here.world_size, layout=layout)
+    plan = ""
     if recipe.parallel.auto:
         from toolkit.training.plan_launch import planned_for_ranks  # and with it the planner
 
@@ -53,7 +54,7 @@ def load_job(path: str | PathLike[str], overrides: Sequence[str] = (), layout: s
 
 @dataclass(frozen=True, kw_only=True)
 class _Prepared:
-    """What is known and checked before the ranks meet."""
+    """Everything that is known and checked before the ranks meet."""
 
     job: Job
     device: torch.device
@@ -73,7 +74,7 @@ def train(
 ) -> TrainingRun:
     """Train a job on the ranks of this launch, or of the process group that they have joined already.
 
-    `callbacks` come after the toolkit's own: run directory, console, trackers, incidents, checkpoints. With `in_memory`
+    `callbacks` come after the toolkit's own: run directory, printer, trackers, incidents, checkpoints. With `in_memory`
     a run has none of these: it prints and writes nothing. Raises a ToolkitError for everything that a user can cause,
     before anything is written where that is possible, and FinishedError where `--resume auto` finds nothing to do.
     """
@@ -96,7 +97,8 @@ def _prepare(job: Job, options: TrainOptions, here: RankEnvironment, *, in_memor
     """Check what can be checked without the other ranks; nothing is written but the token cache."""
     recipe = job.recipe
     if job.layout.world_size != here.world_size:
-        needed, started = job.layout.world_size, here.world_size
+        needed = job.layout.world_size
+        started = here.world_size
         remedies = f"start {needed} ranks", f"make the job for {started}"
         raise RunError.of("world_size", started, f"the job is for {needed}", *remedies)
     device = pick_device(here)
@@ -120,7 +122,10 @@ def _build(
     report_phase: PhaseReporter,
 ) -> TrainingRun:
     """Build the engine, and the run around it. A collective call."""
-    job, device, corpus, directory = prepared.job, prepared.device, prepared.corpus, prepared.directory
+    job = prepared.job
+    device = prepared.device
+    corpus = prepared.corpus
+    directory = prepared.directory
     check_same_everywhere(dump_recipe(job.recipe) + corpus.all_contents, device)
     if directory is not None:
         directory.claim(job.recipe, options)
@@ -133,7 +138,8 @@ def _build(
     )
     profiler = Profiler(report_phase) if job.recipe.train.profile is not None else None
     if profiler is not None:
-        report_phase, callbacks = profiler.report_phase, (profiler, *callbacks)
+        report_phase = profiler.report_phase
+        callbacks = (profiler, *callbacks)
     engine.report_phase = report_phase
     loader = replace(prepared.loader, report_phase=report_phase)
     if directory is None:
@@ -142,20 +148,21 @@ def _build(
     checkpointer = Checkpointer(
         job=job, engine=engine, tokenizer=tokenizer, corpus=corpus, check_lock=directory.check_lock
     )
-    own = (
+    callbacks = (
         RunRecorder(directory, prepared.ds_config, tokenizer),
-        Console(options.resume),
+        Printer(options.resume),
         Trackers(),
         Incidents(job.recipe.train),
         PeriodicCheckpoints(checkpointer),
+        *callbacks,
     )
     return TrainingRun(
         job,
         engine,
         loader,
         corpus,
-        (*own, *callbacks),
-        console=make_progress(job, device, first=directory.is_writer),
+        callbacks,
+        progress=make_progress(job, device, first=directory.is_writer),
         directory=directory,
         checkpointer=checkpointer,
         resumed=resumed,

@@ -1,4 +1,4 @@
-"""What a run prints before its first step, while it trains and after its last step, on rank 0."""
+"""Printer: the callback that prints the banner, the progress line and the rollbacks of a run, on rank 0."""
 
 import torch
 from typing_extensions import override
@@ -8,48 +8,65 @@ from toolkit.config.job import Job
 from toolkit.config.recipe import Recipe
 from toolkit.data.samples.describe import describe_data
 from toolkit.estimate.flops import mfu
-from toolkit.training.callback import Callback
+from toolkit.step_metrics import StepMetrics
+from toolkit.training.callback import Callback, Rollback
 from toolkit.training.loop import TrainingRun
-from toolkit.training.metrics import StepMetrics
 from toolkit.training.progress import ProgressLine
 from toolkit.units import format_bytes, format_count, format_duration
 
 
-class Console(Callback):
-    """The banner and the progress line of a run, on rank 0. `resume`: where it was asked to resume from."""
+class Printer(Callback):
+    """Prints the banner, the progress line and the rollbacks of a run, on rank 0.
+
+    `resume` is where the run was asked to resume from, as given on the command line; None where it was not.
+    """
 
     def __init__(self, resume: str | None) -> None:
         self._resume = resume
 
     @override
     def on_run_begin(self, run: TrainingRun) -> None:
-        run.console.table([*_banner(run), *_origin(run, self._resume)])
+        run.progress.table([*_banner(run), *_origin(run, self._resume)])
 
     @override
     def on_step_end(self, run: TrainingRun, metrics: StepMetrics) -> None:
-        run.console.step(metrics)
+        run.progress.step(metrics)
+
+    @override
+    def on_rollback(self, run: TrainingRun, rollback: Rollback) -> None:
+        run.progress.say(
+            f"step {rollback.failed_step}: {rollback.reason}. Rolled back to {rollback.checkpoint.name}; "
+            f"the global batches of {rollback.skipped_batches} steps are skipped"
+        )
 
 
 def make_progress(job: Job, device: torch.device, *, first: bool) -> ProgressLine:
     """The progress line of a run, with MFU where the GPU's peak and the model's FLOPs are known."""
-    recipe, shape = job.recipe, job.shape
+    recipe = job.recipe
+    shape = job.shape
     peak = _peak_flops(recipe, device)
     progress = ProgressLine(recipe.train.steps, every=recipe.log.every, enabled=first and recipe.log.level != "warning")
     if shape is not None and peak is not None:
-        ranks, seq_len = job.layout.world_size, recipe.data.seq_len
+        ranks = job.layout.world_size
+        seq_len = recipe.data.seq_len
         progress.mfu = lambda tokens_per_second: mfu(tokens_per_second / ranks, shape, seq_len, peak)
     return progress
 
 
 def _banner(run: TrainingRun) -> list[tuple[str, str]]:
-    recipe, layout, batch, corpus = run.recipe, run.job.layout, run.job.batch, run.corpus
+    recipe = run.recipe
+    layout = run.job.layout
+    batch = run.job.batch
+    corpus = run.corpus
     device = run.engine.device
     per_step = format_count(batch.global_batch_size * recipe.data.seq_len)
     padded = " with padding" if recipe.data.packing == "padded" or corpus.leaves_tokens_out else ""
     place = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     engine = f"DeepSpeed ZeRO-{layout.zero_stage}" if recipe.train.engine == "deepspeed" else recipe.train.engine
     devices = {"optimizer": layout.offload_optimizer, "parameters": layout.offload_params}
-    offloaded = "".join(f", {what} on {where}" for what, where in devices.items() if where != "none")
+    offloaded = "".join(
+        f", {states} on {device_name}" for states, device_name in devices.items() if device_name != "none"
+    )
     split = f"{batch.micro_batch_size} micro x {batch.accumulation} accumulation x {batch.dp} dp"
     size = format_count(run.engine.parameter_count())
     stages = " + ".join(map(str, run.engine.stage_layers))
@@ -69,33 +86,35 @@ def _banner(run: TrainingRun) -> list[tuple[str, str]]:
 
 
 def _epochs(run: TrainingRun) -> str:
-    """Of a single source; those of a mixture differ."""
+    """How often the run reads its text, for the banner; empty for a mixture, whose sources differ."""
     if run.recipe.data.sources is not None:
         return ""
     return f", {run.recipe.train.steps * run.job.batch.global_batch_size / len(run.loader.train):.2f} epochs"
 
 
 def _origin(run: TrainingRun, asked: str | None) -> list[tuple[str, str]]:
-    """What `--resume` found, on one line: the checkpoint, what is different, and damaged ones that were passed over."""
+    """The banner's line about `--resume`: the checkpoint, what differs from it, and damaged ones passed over."""
     if asked is None or run.directory is None:
         return []
     if run.resumed is None:
         return [("resume", f"no checkpoint in {run.directory.path}: training starts at step 0")]
-    found = run.resumed.state.describe(run.recipe, run.job.layout, run.job.batch)
-    return [("resume", "; ".join([f"{run.resumed.saved.path}, {found}", *run.resumed.notices]))]
+    differences = run.resumed.state.describe(run.recipe, run.job.layout, run.job.batch)
+    return [("resume", "; ".join([f"{run.resumed.saved.path}, {differences}", *run.resumed.notices]))]
 
 
 def show_summary(run: TrainingRun) -> None:
-    """What came out."""
+    """Print what a run ended with: losses, speed, memory, and where the model is. Nothing for a run in memory."""
     if not run.history or run.directory is None:
         return
-    history, path = run.history, run.directory.path
+    history = run.history
+    path = run.directory.path
     last = history[-1]
     seconds = sum(metrics.seconds for metrics in history)
     rate = format_count(sum(metrics.tokens for metrics in history) / seconds)
     held_out = f", held-out {last.eval_loss:.4f}" if last.eval_loss is not None else ""
-    peak = format_bytes(last.memory_bytes)
-    floor, entropy = run.corpus.loss_floor(run.recipe.data), run.corpus.unigram_entropy
+    peak = format_bytes(last.memory_bytes or 0)
+    floor = run.corpus.loss_floor(run.recipe.data)
+    entropy = run.corpus.unigram_entropy
     rows = [
         ("loss", f"{history[0].loss:.4f} -> {last.loss:.4f}{held_out}"),
         ("sources", _by_name(last.source_loss)),
@@ -106,7 +125,7 @@ def show_summary(run: TrainingRun) -> None:
         ("model", f"{path / 'model'}, which AutoModelForCausalLM.from_pretrained loads"),
         ("curve", f"{path / 'loss.png'}"),
     ]
-    run.console.table([(name, text) for name, text in rows if text])
+    run.progress.table([(name, text) for name, text in rows if text])
 
 
 def _by_name(losses: dict[str, float] | None) -> str:
