@@ -7,7 +7,7 @@ from toolkit.errors import FinishedError, LayoutError, PreemptedError, RecipeErr
 
 REFUSAL = Refusal(
     field="zero_stage",
-    given=(("zero_stage", 2), ("pp", 4)),
+    settings=(("zero_stage", 2), ("pp", 4)),
     reason="a DeepSpeed pipeline allows zero_stage 0 or 1",
     remedy=(("zero_stage", "0 or 1"), ("pp", 1)),
 )
@@ -48,7 +48,7 @@ def test_a_refusal_is_rendered_in_the_spelling_of_a_front_end() -> None:
 def test_a_refusal_of_a_layout_names_the_fields_of_the_recipe() -> None:
     refusal = REFUSAL.in_section("parallel")
     assert refusal.field == "parallel.zero_stage"
-    assert dict(refusal.given) == {"parallel.zero_stage": 2, "parallel.pp": 4}
+    assert dict(refusal.settings) == {"parallel.zero_stage": 2, "parallel.pp": 4}
     assert str(refusal).startswith("parallel.zero_stage=2 with pp=4: ")
 
 

@@ -16,13 +16,19 @@ Setting = tuple[str, Any]
 def spell_setting(field: str, value: Any) -> str:
     """A setting in the spelling of recipes (`parallel.tp=2`) or options (`--micro 2`)."""
     if field == "world_size":
-        return f"{value} rank{'s' * (value != 1)}"
+        return "1 rank" if value == 1 else f"{value} ranks"
     if field.startswith("--"):
-        bare = "no " * (value is False) + field
-        return bare if value is None or isinstance(value, bool) else f"{field} {printable(value)}"
-    if value is None or isinstance(value, bool):
-        return f"{field}={'null' if value is None else str(value).lower()}"
-    value = list(value) if isinstance(value, tuple) else printable(value) if isinstance(value, str) else value
+        if value is False:
+            return f"no {field}"
+        return field if value is None or value is True else f"{field} {printable(value)}"
+    if value is None:
+        return f"{field}=null"
+    if isinstance(value, bool):
+        return f"{field}={str(value).lower()}"
+    if isinstance(value, tuple):
+        value = list(value)
+    elif isinstance(value, str):
+        value = printable(value)
     return f"{field}={value}"
 
 
@@ -35,14 +41,15 @@ def _spell_remedy(field: str, value: Any) -> str:
 class Refusal:
     """Why settings are refused, as a value: each front end renders it once, in the spelling of its own options.
 
-    `given` and `remedy` hold settings, or text where there is no field to set; the remedies are alternatives.
+    `settings` and `remedy` hold settings, or text where there is no field to set; the remedies are alternatives.
     """
 
     field: str
     """The field to look at; empty where none is to blame."""
-    given: tuple[Setting | str, ...] = ()
+    settings: tuple[Setting | str, ...] = ()
+    """The settings that are refused."""
     reason: str
-    """What is allowed, or why this is not."""
+    """The rule that the settings break: what is allowed, or why these are not."""
     remedy: tuple[Setting | str, ...] = ()
 
     @classmethod
@@ -51,50 +58,65 @@ class Refusal:
         return cls.between(((field, value),), reason, *remedy)
 
     @classmethod
-    def between(cls, given: tuple[Setting, ...], reason: str, *remedy: Setting | str) -> "Refusal":
+    def between(cls, settings: tuple[Setting, ...], reason: str, *remedy: Setting | str) -> "Refusal":
         """Refuse values that do not go together; the field to look at is the first. Empty remedies are left out."""
-        return cls(field=given[0][0], given=given, reason=reason, remedy=tuple(filter(None, remedy)))
+        return cls(field=settings[0][0], settings=settings, reason=reason, remedy=tuple(filter(None, remedy)))
 
     def __str__(self) -> str:
         return self.render()
 
     def render(self, spell: Callable[[str, Any], str] = spell_setting, *, verb: str = "set") -> str:
         """One line: `A=1 with B=2 and C=3: the reason. Set A=0, or B=4.`"""
-        first, *others = _spelled(self.given, spell) or [""]
-        *most, last = others or [""]
-        given = f"{first}{' with ' * bool(others)}{', '.join(most)}{' and ' * bool(most)}{last}"
-        text = f"{given}: {self.reason}." if given else self.reason
+        settings = _spelled(self.settings, spell)
+        text = f"{_joined(settings)}: {self.reason}." if settings else self.reason
         remedies = _spelled(self.remedy, _spell_remedy if spell is spell_setting else spell)
-        for index, item in enumerate(self.remedy):
-            if not isinstance(item, str) and (index == 0 or isinstance(self.remedy[index - 1], str)):
+        for index, setting in enumerate(self.remedy):
+            if not isinstance(setting, str) and (index == 0 or isinstance(self.remedy[index - 1], str)):
                 remedies[index] = f"{verb} {remedies[index]}"
         advice = ", or ".join(remedies)
-        return f"{text} {advice[0].upper()}{advice[1:]}{'.' * (advice[-1] != '?')}" if advice else text
+        if not advice:
+            return text
+        end = "" if advice.endswith("?") else "."
+        return f"{text} {advice[0].upper()}{advice[1:]}{end}"
 
     def in_section(self, section: str) -> "Refusal":
-        """The same about fields of a section of a recipe: `tp` becomes `parallel.tp`."""
+        """Return the refusal about fields of a section of a recipe: `tp` becomes `parallel.tp`."""
 
-        def prefixed(items: Sequence[Setting | str]) -> tuple[Setting | str, ...]:
+        def prefixed(settings: Sequence[Setting | str]) -> tuple[Setting | str, ...]:
             return tuple(
-                item if isinstance(item, str) or item[0] == "world_size" else (f"{section}.{item[0]}", item[1])
-                for item in items
+                setting
+                if isinstance(setting, str) or setting[0] == "world_size"
+                else (f"{section}.{setting[0]}", setting[1])
+                for setting in settings
             )
 
         field = f"{section}.{self.field}" if self.field else section
-        return Refusal(field=field, given=prefixed(self.given), reason=self.reason, remedy=prefixed(self.remedy))
+        return Refusal(field=field, settings=prefixed(self.settings), reason=self.reason, remedy=prefixed(self.remedy))
 
 
-def _spelled(items: Sequence[Setting | str], spell: Callable[[str, Any], str]) -> list[str]:
-    """Each item as text. A setting of the same section as the one before leaves its section out."""
-    texts, section = [], None
-    for item in items:
-        if isinstance(item, str):
-            texts.append(item)
+def _joined(settings: Sequence[str]) -> str:
+    """`A`, `A with B`, `A with B and C`, `A with B, C and D`."""
+    first, *others = settings
+    if not others:
+        return first
+    *most, last = others
+    if not most:
+        return f"{first} with {last}"
+    return f"{first} with {', '.join(most)} and {last}"
+
+
+def _spelled(settings: Sequence[Setting | str], spell: Callable[[str, Any], str]) -> list[str]:
+    """Each setting as text. A setting of the same section as the one before leaves its section out."""
+    texts = []
+    last_section = None
+    for setting in settings:
+        if isinstance(setting, str):
+            texts.append(setting)
             continue
-        field, value = item
-        own, _, name = field.rpartition(".")
-        texts.append(spell(name if own and own == section else field, value))
-        section = own
+        field, value = setting
+        section, _, name = field.rpartition(".")
+        texts.append(spell(name if section and section == last_section else field, value))
+        last_section = section
     return texts
 
 
@@ -110,13 +132,15 @@ class ToolkitError(Exception):
 
     exit_code = 2
     scope: Scope = "rank"
-    """Who meets the same error: every rank of the job, every rank of a machine, or this rank alone."""
+    """Processes that meet the same error: every rank of the job, every rank of a machine, or this rank alone."""
 
-    def __init__(self, found: Problems = "", refusals: Iterable[Refusal] = (), *, scope: Scope | None = None) -> None:
-        """Take every problem found; `refusals` are those whose lines are among them."""
-        problems = [found] if isinstance(found, str | Refusal) else list(found)
-        self.problems = [str(problem) for problem in problems]
-        self.refusals = [*refusals, *(problem for problem in problems if isinstance(problem, Refusal))]
+    def __init__(
+        self, problems: Problems = "", refusals: Iterable[Refusal] = (), *, scope: Scope | None = None
+    ) -> None:
+        """Take a problem, or all that were found; `refusals` are those whose lines are among them."""
+        listed = [problems] if isinstance(problems, str | Refusal) else list(problems)
+        self.problems = [str(problem) for problem in listed]
+        self.refusals = [*refusals, *(problem for problem in listed if isinstance(problem, Refusal))]
         self.scope = scope or self.scope
         super().__init__("\n".join(self.problems))
 
@@ -126,9 +150,12 @@ class ToolkitError(Exception):
         return next(iter(self.refusals), None)
 
     def as_refusal(self, field: str = "") -> Refusal:
-        """The first problem as a value, with the message for its reason where there is none; `field`: to look at."""
-        found = self.refusal or Refusal(field="", reason=str(self))
-        return replace(found, field=field or found.field)
+        """The first problem as a value; an error without one becomes a refusal whose reason is the message.
+
+        `field` replaces the field to look at.
+        """
+        refusal = self.refusal or Refusal(field="", reason=str(self))
+        return replace(refusal, field=field or refusal.field)
 
     @classmethod
     def of(cls, field: str, value: Any, reason: str, *remedy: Setting | str) -> Self:
@@ -136,9 +163,9 @@ class ToolkitError(Exception):
         return cls(Refusal.between(((field, value),), reason, *remedy))
 
     @classmethod
-    def between(cls, given: tuple[Setting, ...], reason: str, *remedy: Setting | str) -> Self:
+    def between(cls, settings: tuple[Setting, ...], reason: str, *remedy: Setting | str) -> Self:
         """The error that refuses values that do not go together."""
-        return cls(Refusal.between(given, reason, *remedy))
+        return cls(Refusal.between(settings, reason, *remedy))
 
     def __init_subclass__(cls, scope: Scope | None = None) -> None:
         cls.scope = scope or cls.scope
@@ -202,7 +229,10 @@ class CheckpointError(ToolkitError, scope="job"):
         reason: str | None = None,
         bytes_needed: int | None = None,
     ) -> None:
-        self.path, self.rank, self.reason, self.bytes_needed = path, rank, reason, bytes_needed
+        self.path = path
+        self.rank = rank
+        self.reason = reason
+        self.bytes_needed = bytes_needed
         super().__init__(message)
 
 
@@ -238,8 +268,18 @@ def unusable(error: OSError) -> str:
     return f"{printable(error.filename)}: {error.strerror}. Name another path, or make this one usable."
 
 
+def closest(name: str, allowed: Iterable[str], *, cutoff: float = 0.6, most: int = 1) -> list[str]:
+    """The names among `allowed` that are spelled like `name`, the closest first (cutoff 1: equal names only)."""
+    spelled = {candidate.lower(): candidate for candidate in allowed}
+    close = difflib.get_close_matches(name.lower(), list(spelled), n=most, cutoff=cutoff)
+    return [spelled[lower] for lower in close]
+
+
 def nearest(name: str, allowed: Iterable[str], *, cutoff: float = 0.6, most: int = 1) -> str:
     """' Did you mean X or Y?' for the closest of `allowed`; '' when nothing is close (cutoff 1: equal names only)."""
-    spelled = {one.lower(): one for one in allowed}
-    close = [spelled[one] for one in difflib.get_close_matches(name.lower(), list(spelled), n=most, cutoff=cutoff)]
-    return f" Did you mean {' or '.join(filter(None, [', '.join(close[:-1]), close[-1]]))}?" if close else ""
+    close = closest(name, allowed, cutoff=cutoff, most=most)
+    if not close:
+        return ""
+    *others, last = close
+    choices = f"{', '.join(others)} or {last}" if others else last
+    return f" Did you mean {choices}?"

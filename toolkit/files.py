@@ -19,6 +19,15 @@ from typing import Any
 MAX_JSON_BYTES = 256 * 2**20
 MAX_LOG_BYTES = 2**32
 _PART_BYTES = 2**20
+_JSON_KINDS = {
+    list: "a list",
+    str: "a string",
+    int: "a number",
+    float: "a number",
+    bool: "a truth value",
+    type(None): "null",
+}
+"""What messages call the values of JSON that are not objects."""
 
 
 def printable(name: object) -> str:
@@ -29,7 +38,7 @@ def printable(name: object) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """Why a call failed, on one printable line: the reason of an OSError, else what the message begins with."""
+    """Return why a call failed, on one printable line: the reason of an OSError, else the beginning of the message."""
     text = " ".join((getattr(error, "strerror", None) or str(error)).split()) or type(error).__name__
     return textwrap.shorten(printable(text), 160, placeholder=" …").rstrip(".")
 
@@ -56,7 +65,7 @@ def remove_temporary() -> None:
 
 
 def cache_folder() -> Path:
-    """Where caches are, unless a recipe says otherwise: $DSTK_CACHE or ~/.cache/dstk."""
+    """Return the folder of caches, unless a recipe says otherwise: $DSTK_CACHE or ~/.cache/dstk."""
     return expanded(os.environ.get("DSTK_CACHE") or "~/.cache/dstk")
 
 
@@ -118,20 +127,20 @@ def decode_json(text: str | bytes, **hooks: Any) -> Any:
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A hook: an object whose keys are given once each."""
-    found: dict[str, Any] = {}
+    """Build an object of JSON, as an `object_pairs_hook`. Raises ValueError for a key that is given twice."""
+    members: dict[str, Any] = {}
     for key, value in pairs:
-        if key in found:
+        if key in members:
             raise ValueError(f"the key {printable(key)} is given twice")
-        found[key] = value
-    return found
+        members[key] = value
+    return members
 
 
 def decode_json_object(text: str | bytes, **hooks: Any) -> dict[str, Any]:
     """Decode a JSON object, as `decode_json` does. Raises ValueError for any other content."""
     content = decode_json(text, **hooks)
     if not isinstance(content, dict):
-        raise ValueError(f"it is not a JSON object but a {type(content).__name__}")
+        raise ValueError(f"it is not a JSON object but {_JSON_KINDS[type(content)]}")
     return content
 
 
@@ -172,7 +181,7 @@ def move_into_place(temporary: Path, place: Path, *, replaces: bool) -> None:
 
 
 def first_problem(error: Any) -> str:
-    """What is wrong first, of a pydantic.ValidationError, and in which field."""
+    """Return the first problem of a pydantic.ValidationError, with the field."""
     first = error.errors()[0]
     return ": ".join(filter(None, [".".join(map(str, first["loc"])), first["msg"]]))
 

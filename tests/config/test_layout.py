@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from toolkit.config.layout import Coordinate, Layout
+from toolkit.config.strategy import Strategy
 from toolkit.errors import LayoutError
 
 # also sizes that are no powers of two
@@ -72,18 +73,30 @@ def test_the_world_size_is_the_product_of_all_axes() -> None:
     assert Layout(dp=2, tp=3, pp=5, ulysses=7).world_size == 210
 
 
-@pytest.mark.parametrize("text", ["", "zp3", "dp", "dp-1", "dp2 ", "DP2", "dp2--tp2", "z1-", "dp2,tp2", "dp12345678"])
+@pytest.mark.parametrize("text", ["dp2147483648", "tp2-dp" + "9" * 5000, "dp65536-tp65536"])
+def test_more_ranks_than_are_counted_are_refused_on_a_short_line(text: str) -> None:
+    for read in (Layout.parse, Strategy.parse):
+        with pytest.raises(LayoutError, match=r"out of range; .*2147483647") as caught:
+            read(text)
+        assert len(str(caught.value)) < 200
+    assert Layout.parse("dp2147483647").world_size == 2147483647
+
+
+@pytest.mark.parametrize("text", ["", "zp3", "dp", "dp-1", "dp2 ", "DP2", "dp2--tp2", "z1-", "dp2,tp2"])
 def test_a_part_that_is_unknown_is_refused(text: str) -> None:
     with pytest.raises(LayoutError) as caught:
         Layout.parse(text)
-    assert caught.value.refusal.given == (("layout", text),)
+    assert caught.value.refusal.settings == (("layout", text),)
     assert caught.value.refusal.reason.endswith("is not a part of a layout")
 
 
 def test_a_part_given_twice_is_refused() -> None:
     with pytest.raises(LayoutError) as caught:
         Layout.parse("z1-z2")
-    assert (caught.value.refusal.given, caught.value.refusal.reason) == ((("layout", "z1-z2"),), "'z2' is given twice")
+    assert (caught.value.refusal.settings, caught.value.refusal.reason) == (
+        (("layout", "z1-z2"),),
+        "'z2' is given twice",
+    )
 
 
 @pytest.mark.parametrize(
@@ -128,7 +141,7 @@ def test_what_deepspeed_cannot_run_is_refused(fields: dict[str, Any], given: lis
         Layout(**fields)
     refusal, defaults = caught.value.refusal, vars(Layout())
     assert (refusal.field, refusal.remedy) == (given[0], tuple(remedy))
-    assert refusal.given == tuple((name, fields.get(name, defaults[name])) for name in given)
+    assert refusal.settings == tuple((name, fields.get(name, defaults[name])) for name in given)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +169,7 @@ def test_a_world_size_that_does_not_fit_says_which_would(
 ) -> None:
     with pytest.raises(LayoutError) as caught:
         Layout.resolve(world_size, **fields)
-    assert dict(caught.value.refusal.given) == {"world_size": world_size} | given
+    assert dict(caught.value.refusal.settings) == {"world_size": world_size} | given
     assert caught.value.refusal.remedy == remedy
 
 
@@ -164,4 +177,4 @@ def test_a_world_size_that_does_not_fit_says_which_would(
 def test_resolve_refuses_a_dp_that_is_no_count(dp: int) -> None:
     with pytest.raises(LayoutError) as caught:
         Layout.resolve(4, dp=dp)
-    assert caught.value.refusal.given == (("dp", dp),)
+    assert caught.value.refusal.settings == (("dp", dp),)

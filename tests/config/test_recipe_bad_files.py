@@ -29,8 +29,10 @@ train:
 # (a line of GOOD, what stands there instead, the problems in order: LINE:COL: and a part of the message)
 # fmt: off
 WRONG_VALUES = [
-    ("  micro_batch_size: 2", "  micro_batch_size: 2\n  micro_size: 2", ["10:3: batch.micro_size was renamed to batch.micro_batch_size."]),
-    ("  micro_batch_size: 2", "  micro_batch_size: 2\n  global_size: 8", ["10:3: batch.global_size was renamed to batch.global_batch_size."]),
+    ("  micro_batch_size: 2", "  micro_batch_size: 2\n  micro_size: 2", ["10:3: batch.micro_size is not a field. Did you mean micro_batch_size?"]),
+    ("  micro_batch_size: 2", "  micro_size: 2", ["9:3: batch.micro_size is not a field. Did you mean micro_batch_size?"]),
+    ("  lr: 1e-4", "  lrr: 1e-4", ["12:3: optimizer.lrr is not a field. Did you mean lr?"]),
+    ("  micro_batch_size: 2", "  micro_batch_size: 2\n  global_size: 8", ["10:3: batch.global_size is not a field. Did you mean global_batch_size?"]),
     ("  seq_len: 128", "  seq_len: 128\n  packing: isolated", ["5:12: data.packing=isolated was replaced by data.packing=packed with data.document_masking=true."]),
     ("  micro_batch_size: 2", '  micro_batch_size: "4"', ['9:21: batch.micro_batch_size: "4" is a string; a whole number ≥ 1 is allowed. Write 4.']),
     ("  micro_batch_size: 2", "  micro_batch_size: 4.0", ["9:21: batch.micro_batch_size: 4.0 is a number; a whole number ≥ 1 is allowed. Write 4."]),
@@ -49,7 +51,7 @@ WRONG_VALUES = [
     ("  micro_batch_size: 2", "  micro_batch_size:\n    - 2", ["9:3: batch.micro_batch_size: a list is given"]),
     ("  micro_batch_size: 2", "  micro_batch_size:", ["9:20: batch.micro_batch_size has no value; a whole number ≥ 1 is allowed."]),
     ("  micro_batch_size: 2", "  micro_batch_size: null", ["9:21: batch.micro_batch_size has no value"]),
-    ("  micro_batch_size: 2", f"  micro_batch_size: {10**20}", ["9:21: batch.micro_batch_size: 100000000000000000000 does not fit into 64 bits."]),
+    ("  micro_batch_size: 2", f"  micro_batch_size: {10**20}", ["9:21: batch.micro_batch_size: 100000000000000000000 is out of range; a whole number from 1 to 2147483647 is allowed."]),
     ("  zero_stage: 1", "  zero_stage: 4", ["6:15: parallel.zero_stage: 4 is out of range; a whole number from 0 to 3 is allowed."]),
     ("  zero_stage: 1", "  zero_stage: true", ["6:15: parallel.zero_stage: true is a truth value"]),
     ("  zero_stage: 1", "  zero_stage: 1.0", ["6:15: parallel.zero_stage: 1.0 is a number; a whole number from 0 to 3 is allowed. Write 1."]),
@@ -74,7 +76,7 @@ WRONG_VALUES = [
     ("  name_or_path: gpt2", "  name_or_path: 124", ['2:17: model.name_or_path: 124 is a whole number; a string that is not empty is allowed. Write "124".']),
     ("  name_or_path: gpt2", "  name_or_path: 1_2", ['2:17: model.name_or_path: 1_2 is a whole number; a string that is not empty is allowed. Write "1_2".']),
     ("  name_or_path: gpt2", '  name_or_path: ""', ['2:17: model.name_or_path: "" is empty; a string that is not empty is allowed.']),
-    ("  name_or_path: gpt2", '  name_or_path: "\\0"', ['2:17: model.name_or_path: "\\x00" holds a character that is no text.']),
+    ("  name_or_path: gpt2", '  name_or_path: "\\0"', ['2:17: model.name_or_path: "\\x00" contains an invalid character.']),
     ("  steps: 10", "  steps: 10\nlog:\n  report_to: wandb", ['17:14: log.report_to: "wandb" is a string; a list of strings is allowed. Write [wandb].']),
     ("  steps: 10", "  steps: 10\nlog:\n  report_to: [a, 3]", ["17:18: log.report_to[1]: 3 is a whole number"]),
     ("  name_or_path: gpt2", "  name_or_path: gpt2\n  overrides: 3", ["3:14: model.overrides: 3 is a whole number; a mapping is allowed."]),
@@ -82,7 +84,7 @@ WRONG_VALUES = [
 ]
 
 WRONG_NAMES = [
-    ("  micro_batch_size: 2", "  mirco_size: 2", ["7:1: batch.micro_batch_size is missing; a whole number ≥ 1 is allowed. Add it: Samples in one", "9:3: batch.mirco_size is not a field. Did you mean micro_batch_size?"]),
+    ("  micro_batch_size: 2", "  mirco_size: 2", ["9:3: batch.mirco_size is not a field. Did you mean micro_batch_size?"]),
     ("precision: fp32", "precison: fp32", ["10:1: precison is not a field. Did you mean precision?"]),
     ("  steps: 10", "  steps: 10\n  lr: 1", ["16:3: train.lr is not a field. Did you mean optimizer.lr?"]),
     ("  steps: 10", "  steps: 10\n  qqq: 1", ["16:3: train.qqq is not a field. Fields of train: steps, seed, grad_clip"]),

@@ -23,7 +23,7 @@ def ignored(make_recipe: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / file).write_text("text")
         found = recipe_conflicts(make_recipe(**ALL, data__source=source))
-        assert all(refusal.given[1] == ("data.source", source) for refusal in found)
+        assert all(refusal.settings[1] == ("data.source", source) for refusal in found)
         return [refusal.field.removeprefix("data.") for refusal in found]
 
     return fields
@@ -93,4 +93,4 @@ def test_defaults_are_never_reported(make_recipe: Make) -> None:
 
 def test_document_masking_has_no_effect_on_padded_samples(make_recipe: Make) -> None:
     [refusal] = recipe_conflicts(make_recipe(data__packing="padded", data__document_masking=True))
-    assert refusal.given == (("data.document_masking", True), ("data.packing", "padded"))
+    assert refusal.settings == (("data.document_masking", True), ("data.packing", "padded"))

@@ -28,6 +28,20 @@ def test_every_section_refuses_unknown_fields() -> None:
     )
 
 
+def test_every_whole_number_has_bounds() -> None:
+    numbers: list[dict[str, object]] = []
+    pending: list[object] = [recipe_json_schema()]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, dict):
+            numbers += [value] if value.get("type") == "integer" else []
+            pending += value.values()
+        elif isinstance(value, list):
+            pending += value
+    assert len(numbers) > 25
+    assert all({"minimum", "maximum"} <= number.keys() for number in numbers)
+
+
 def test_every_field_has_a_description_on_one_line() -> None:
     sections = [recipe_json_schema(), *recipe_json_schema()["$defs"].values()]
     descriptions = [field["description"] for section in sections for field in section["properties"].values()]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from refusals import refused
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from toolkit.config import recipe_problems
 from toolkit.config.recipe import LoraSection, Recipe
@@ -42,7 +42,7 @@ def test_what_does_not_go_together_is_refused(
     make_recipe: MakeRecipe, changes: dict[str, Any], fields: list[str]
 ) -> None:
     (refusal,) = trained_parameter_conflicts(make_recipe(**changes))
-    assert [given if isinstance(given, str) else given[0] for given in refusal.given] == fields
+    assert [given if isinstance(given, str) else given[0] for given in refusal.settings] == fields
 
 
 def test_defaults_of_peft_are_the_defaults(make_recipe: MakeRecipe) -> None:
@@ -77,9 +77,54 @@ def test_names_that_the_model_does_not_have_are_refused(
         check_trained(recipe, load_config(recipe.model))
 
 
-def test_adapters_of_experts_are_refused() -> None:
+def tiny_model(family: str) -> PreTrainedModel:
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(tiny_config("mixtral"))
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(tiny_config(family))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("targets", "reason", "advice"),
+    [
+        (("q_proj", "foo"), "no layer of this model is called foo", "choose among down_proj"),
+        (("q_proj", "v_porj"), "no layer of this model is called v_porj", "Did you mean v_proj?"),
+        (("q_proj", "v_porj", "foo"), "no layer of this model is called v_porj or foo", "choose among down_proj"),
+        (("layers.9.self_attn.q_proj", "q_proj"), "called layers.9.self_attn.q_proj", "choose among"),
+        (("q_proj", "lm_head"), "lm_head is no part of a decoder layer", "choose among down_proj"),
+        (("q_proj", "self_attn"), "model.layers.0.self_attn is no linear layer", "choose among down_proj"),
+    ],
+    ids=str,
+)
+def test_every_target_must_be_linear_layers_of_the_model(targets: tuple[str, ...], reason: str, advice: str) -> None:
     with refused(ModelError, "model.lora.targets") as found:
-        Adapters(model, LoraSection(targets=("all-linear",)), seed=1)
+        Adapters(tiny_model("llama"), LoraSection(targets=targets), seed=1)
+    assert reason in found[0].reason
+    (remedy,) = found[0].remedy
+    assert isinstance(remedy, str)
+    assert remedy.startswith(advice)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "mixtral"])
+def test_every_target_that_is_offered_is_accepted(family: str) -> None:
+    with refused(ModelError, "model.lora.targets") as found:
+        Adapters(tiny_model(family), LoraSection(targets=("nothing",)), seed=1)
+    offered = str(found[0].remedy[0]).removeprefix("choose among ").split(", ")
+    assert len(offered) >= 3
+    for target in offered:
+        adapters = Adapters(tiny_model(family), LoraSection(targets=(target,)), seed=1)
+        assert all(f".{target}." in name for name, _ in adapters.names)
+
+
+@pytest.mark.parametrize("target", ["all-linear", "o_a_proj"])
+def test_adapters_of_a_linear_layer_with_a_forward_of_its_own_are_refused(target: str) -> None:
+    """DeepSeek V4 multiplies each group of heads by a matrix of its own: adapters would have other shapes."""
+    with refused(ModelError, "model.lora.targets") as refusals:
+        Adapters(tiny_model("deepseek_v4"), LoraSection(targets=(target,)), seed=1)
+    assert "DeepseekV4GroupedLinear" in refusals[0].reason
+    assert "o_a_proj" not in str(refusals[0].remedy[0])
+
+
+def test_adapters_of_experts_are_refused() -> None:
+    with refused(ModelError, "model.lora.targets") as found:
+        Adapters(tiny_model("mixtral"), LoraSection(targets=("all-linear",)), seed=1)
     assert "experts" in found[0].reason

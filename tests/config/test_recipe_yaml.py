@@ -113,7 +113,7 @@ def test_every_value_keeps_its_line_and_column() -> None:
         ("a: 1\n  b: 2\n", 2, 4, "this is not YAML: mapping values are not allowed"),
         ("a:\n\tb: 1\n", 2, 1, "this is not YAML: while scanning for the next token, found character"),
         ("a: 1\nb: \x07\n", 2, 4, "character U+0007 is not allowed in YAML."),
-        ('a: "\\0"\n', 1, 4, 'a: "\\x00" holds a character that is no text.'),
+        ('a: "\\0"\n', 1, 4, 'a: "\\x00" contains an invalid character.'),
         ("a: 9223372036854775808\n", 1, 4, "a: 9223372036854775808 does not fit into 64 bits."),
         (f"a: {'9' * 5000}\n", 1, 4, "a: 9999999999999999999999999…9999999999 does not fit into 64 bits."),
         ("[" * 5000, 1, YamlReader.max_depth + 2, "nested deeper than 32 levels."),

@@ -93,7 +93,7 @@ def test_what_is_no_strategy_is_refused(text: str, reason: str, remedy: str) -> 
     with pytest.raises(LayoutError) as raised:
         Strategy.parse(text)
     refusal = raised.value.refusal
-    assert (refusal.field, refusal.given, refusal.reason) == ("strategy", (("strategy", text),), reason)
+    assert (refusal.field, refusal.settings, refusal.reason) == ("strategy", (("strategy", text),), reason)
     assert refusal.remedy[0].lower() == remedy.lower().rstrip(".")
 
 
@@ -115,7 +115,7 @@ def test_what_is_no_strategy_is_refused(text: str, reason: str, remedy: str) -> 
 def test_a_strategy_is_refused_as_its_layout_is(text: str, given: dict[str, object]) -> None:
     with pytest.raises(LayoutError) as raised:
         Strategy.parse(text)
-    assert dict(raised.value.refusal.given) == {"strategy": text} | given
+    assert dict(raised.value.refusal.settings) == {"strategy": text} | given
 
 
 def test_a_refused_strategy_is_one_line() -> None:
@@ -128,7 +128,7 @@ def test_a_refused_strategy_is_one_line() -> None:
 def test_a_list_of_nothing_is_refused(text: str) -> None:
     with pytest.raises(LayoutError) as raised:
         Strategy.parse_list(text)
-    assert dict(raised.value.refusal.given) == {"strategy": text}
+    assert dict(raised.value.refusal.settings) == {"strategy": text}
 
 
 @pytest.mark.parametrize(
@@ -163,6 +163,16 @@ def test_a_recipe_under_a_strategy_fits_its_ranks(make_recipe: MakeRecipe, text:
 )
 def test_what_is_recomputed_is_the_strategys_alone(make_recipe: MakeRecipe, text: str, recompute: str) -> None:
     assert Strategy.parse(text).apply(make_recipe(parallel=FULL), 2).parallel.recompute == recompute
+
+
+@pytest.mark.parametrize(("field", "value"), [("model__loss", "chunked"), ("model__kernels", "liger")])
+def test_the_reference_takes_a_recipe_with_what_only_engines_have(
+    make_recipe: MakeRecipe, field: str, value: str
+) -> None:
+    recipe = make_recipe(**{"model": {"name_or_path": "llama-tiny", "overrides": {"vocab_size": 320}}, field: value})
+    section, _, name = field.partition("__")
+    assert getattr(getattr(Strategy.parse("dp1-z1").apply(recipe, 1), section), name) == value
+    assert recipe_problems(Strategy.parse("reference").apply(recipe, 1), 1) == []
 
 
 @pytest.mark.parametrize("given", [{}, FULL], ids=["plain", "full"])

@@ -4,7 +4,7 @@ import pytest
 from refusals import refused
 
 from toolkit.errors import ModelError
-from toolkit.estimate.memory_model import MemoryModel
+from toolkit.estimate.model_facts import ModelFacts
 from toolkit.models import shape
 from toolkit.models.families.registry import CONFIG_SCHEMAS
 from toolkit.models.shape import ModelShape, find_config, find_name, local_config, nearest_names
@@ -96,7 +96,7 @@ ACTIVE = {
 @pytest.mark.parametrize("name", ACTIVE)
 def test_a_token_goes_through_the_parameters_that_were_published(name):
     billions, with_embedding, _ = ACTIVE[name]
-    shape = MemoryModel.from_config(find_config(name)).shape
+    shape = ModelFacts.from_config(find_config(name)).shape
     table = shape.vocab * shape.hidden if with_embedding and not shape.tied else 0
     assert matmul_parameters(shape) + table == pytest.approx(billions * 1e9, rel=0.02)
 

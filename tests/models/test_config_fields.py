@@ -6,13 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from training_setups import memory_request
 from transformers import AutoConfig
 
 from toolkit.cli.memory.options import read_config
 from toolkit.config.layout import Layout
 from toolkit.errors import ModelError, ToolkitError
 from toolkit.estimate.framework_profile import FrameworkProfile
-from toolkit.estimate.memory_model import Framework, MemoryModel, Workload
+from toolkit.estimate.memory_request import Framework
+from toolkit.estimate.model_facts import ModelFacts
 from toolkit.estimate.states import TorchStates
 from toolkit.models.config_fields import read_config_json
 from toolkit.models.shape import families, find_config, with_overrides
@@ -32,9 +34,11 @@ WITHOUT_EFFECT = {"_name_or_path", "architectures", "dtype", "transformers_versi
 
 def estimate(config: Mapping[str, Any], framework: Framework | None = None) -> None:
     """By a framework's profile, unless another is given: it needs no recording of activations."""
-    model = MemoryModel.from_config(config)
-    work = Workload(micro_batch_size=1, seq_len=8, attention="eager", activation_bytes=2)
-    for stage in model.breakdowns(Layout(dp=1), work, framework or FrameworkProfile(name="megatron-2021")):
+    model = ModelFacts.from_config(config)
+    work = {"micro_batch_size": 1, "seq_len": 8, "attention": "eager"}
+    for stage in memory_request(
+        model, Layout(dp=1), work, framework or FrameworkProfile(name="megatron-2021")
+    ).stages():
         assert stage.total >= 0
 
 
@@ -138,8 +142,8 @@ def test_what_cannot_be_recorded_is_refused(config: dict[str, Any], says: str) -
     ],
 )
 def test_what_is_not_read_may_have_any_value(config: dict[str, Any], same: dict[str, Any] | None) -> None:
-    model = MemoryModel.from_config(config)
-    assert same is None or model.parameters.numel == MemoryModel.from_config(same).parameters.numel
+    model = ModelFacts.from_config(config)
+    assert same is None or model.parameters.numel == ModelFacts.from_config(same).parameters.numel
 
 
 @pytest.mark.parametrize(

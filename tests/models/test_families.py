@@ -46,6 +46,12 @@ PROMISED = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def _wide_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Print tables with a line for each family: in a pipe they wrap at 100 columns unless COLUMNS says more."""
+    monkeypatch.setenv("COLUMNS", "400")
+
+
 def run(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
     with pytest.raises(SystemExit) as stopped:
         main(["families", *arguments])
@@ -155,7 +161,7 @@ def test_json_has_the_same_facts_as_the_table(capfd: pytest.CaptureFixture[str])
     ("name", "advice"), [("gpt-neo", "Did you mean gpt_neo?"), ("qqq", "See dstk families for all.")]
 )
 def test_an_unknown_name_is_one_line(capfd: pytest.CaptureFixture[str], name: str, advice: str) -> None:
-    line = f"error: {name} is no causal-LM family of transformers {checked_version()}. {advice}\n"
+    line = f"error: {name} is not a causal-LM family of transformers {checked_version()}. {advice}\n"
     assert run(capfd, "llama", name) == (2, "", line)
 
 

@@ -1,4 +1,5 @@
 import json
+import math
 import subprocess
 import sys
 from functools import cache
@@ -8,10 +9,12 @@ import torch
 import transformers
 from refusals import refused
 from test_memory_parameters import NEED_HEAD_DIM
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, BambaConfig
 from transformers.pytorch_utils import Conv1D
 
+from toolkit.config.recipe import ModelSection
 from toolkit.errors import ModelError
+from toolkit.model_init.build_model import load_config
 from toolkit.models import shape
 from toolkit.models.families.registry import CONFIG_SCHEMAS, FAMILIES
 from toolkit.models.shape import ModelShape, find_config, with_overrides
@@ -197,6 +200,14 @@ def test_a_family_either_has_a_config_schema_or_a_reason_why_it_is_not_read():
 def test_a_directory_gives_its_config(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     assert find_config(str(tmp_path)) == {"model_type": "gpt2"}
+
+
+def test_an_infinite_number_is_read_as_transformers_saves_it(tmp_path):
+    config = BambaConfig(time_step_limit=(0.0, math.inf))
+    config.save_pretrained(tmp_path)
+    assert "__float__" in (tmp_path / "config.json").read_text()
+    assert find_config(str(tmp_path))["time_step_limit"] == [0.0, math.inf]
+    assert load_config(ModelSection(name_or_path=str(tmp_path))).time_step_limit == config.time_step_limit
 
 
 @pytest.mark.parametrize(

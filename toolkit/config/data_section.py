@@ -7,33 +7,37 @@ from pydantic import Field
 
 from toolkit.config.section import Fraction, PositiveInt, Section, Text
 from toolkit.errors import Setting
+from toolkit.units import LARGEST_COUNT
 
 Format = Literal["text", "chat", "prompt_completion", "pretokenized"]
 TrainOn = Literal["assistant", "last_assistant", "each_assistant", "all"]
+DroppedText = Literal["refuse", "allow"]
 _CONVERSATIONS = ("chat", "prompt_completion")
 
 
 class CorpusSection(Section):
-    """One text among several. What is null here is as in `data`."""
+    """One text among several. A field that is null here has the value that it has in `data`."""
 
     path: Text
-    """What `data.source` may be."""
+    """The text, in any form that `data.source` takes."""
     name: Text | None = None
     """The name in metrics; the default is the last part of the path."""
     subset: Text | None = None
-    """As `data.subset`, for this text."""
+    """Configuration name of a `datasets` dataset, for this text; null: `data.subset`."""
     split: Text | None = None
-    """As `data.split`, for this text."""
+    """Split of a `datasets` dataset, for this text; null: `data.split`, or `validation` for a validation set."""
     format: Format | None = None
-    """As `data.format`, for this text."""
+    """Format of a row, for this text; null: `data.format`."""
     text_field: Text | None = None
-    """As `data.text_field`, for this text."""
+    """The column or key that holds the text of a document, for this text; null: `data.text_field`."""
     train_on: TrainOn | None = None
-    """As `data.train_on`, for this text."""
+    """Turns of a chat that are trained on, for this text; null: `data.train_on`."""
+    dropped_text: DroppedText | None = None
+    """Whether a chat may lose a part to its chat template, for this text; null: `data.dropped_text`."""
 
     @property
     def label(self) -> str:
-        """The name in metrics."""
+        """The source's or validation set's name in metrics."""
         return self.name or PurePath(self.path).name or self.path
 
 
@@ -42,15 +46,17 @@ class SourceSection(CorpusSection):
 
     weight: Annotated[float, Field(ge=0)] | None = None
     """Share of the samples, relative to the other sources with a weight; 0 leaves it out."""
-    epochs: Annotated[float, Field(gt=0)] | None = None
-    """How often the run reads the source: its share follows from its size and the samples of the run."""
-    tokens: Annotated[float, Field(ge=1)] | None = None
+    epochs: Annotated[float, Field(gt=0, le=LARGEST_COUNT)] | None = None
+    """Number of times that the run reads the source: its share follows from its size and the samples of the run."""
+    tokens: Annotated[float, Field(ge=1, le=1e18)] | None = None
     """Tokens of the run that are from the source, not more than it has."""
 
     @property
     def budget(self) -> str | None:
         """The field that says how many samples of a run are from the source; None for a share of the rest."""
-        return "epochs" if self.epochs is not None else "tokens" if self.tokens is not None else None
+        if self.epochs is not None:
+            return "epochs"
+        return "tokens" if self.tokens is not None else None
 
 
 class ValidationSection(CorpusSection):
@@ -58,7 +64,7 @@ class ValidationSection(CorpusSection):
 
 
 class DataSection(Section):
-    """Which text, how it becomes tokens, and how tokens become samples."""
+    """The text, how it becomes tokens, and how tokens become samples."""
 
     source: Text = "stdlib"
     """`stdlib` (the source code of the running Python's standard library), `markov` (letters of a Markov chain of known
@@ -75,13 +81,16 @@ class DataSection(Section):
     split: Text = "train"
     """Split of a `datasets` dataset."""
     format: Format = "text"
-    """What a row holds. `text`: a text. `chat`: a conversation (`messages` with role and content, or ShareGPT's
+    """Content of a row. `text`: a text. `chat`: a conversation (`messages` with role and content, or ShareGPT's
     `conversations`), rendered by the tokenizer's chat template. `prompt_completion`: the texts `prompt` and
     `completion`; the completion and its end-of-text token are trained on. `pretokenized`: `input_ids` of `tokenizer`,
     which are taken as they are, and maybe `labels`, -100 where a token is not trained on."""
     train_on: TrainOn = "assistant"
-    """Which turns of a chat are trained on. The others are read and are no targets. `each_assistant`: every turn of the
+    """Turns of a chat that are trained on. The others are read but are not targets. `each_assistant`: every turn of the
     assistant, as the last one of a document that ends with it, for templates that rewrite earlier turns."""
+    dropped_text: DroppedText = "refuse"
+    """Treatment of a chat of which the chat template leaves out a part: a content, a call of a tool, the tools, or a
+    thought of a turn that is trained on. `refuse`: it is an error. `allow`: the rest is trained on."""
     text_field: Text = "text"
     """The column or key that holds the text of a document."""
     tokenizer: Text = "bpe-4096"
@@ -114,10 +123,10 @@ class DataSection(Section):
 
     def of(self, corpus: CorpusSection) -> Self:
         """The section of one source or validation set alone, as if it were `source`."""
-        given = corpus.model_dump(exclude={"path", "name", "weight", "epochs", "tokens"}, exclude_none=True)
+        overrides = corpus.model_dump(exclude={"path", "name", "weight", "epochs", "tokens"}, exclude_none=True)
         if isinstance(corpus, ValidationSection):
-            given = {"split": "validation", "eval_fraction": 0.0} | given
-        return self.model_copy(update={"source": corpus.path, "sources": None, "validation": None} | given)
+            overrides = {"split": "validation", "eval_fraction": 0.0} | overrides
+        return self.model_copy(update={"source": corpus.path, "sources": None, "validation": None} | overrides)
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -150,8 +159,12 @@ class DataSection(Section):
     @property
     def _conversation(self) -> Setting | None:
         """The setting that makes conversations of one of the texts: packed, they do not attend to each other."""
-        given: list[tuple[str, str | None]] = [("data.format", self.format)] if self.sources is None else []
-        given += [(f"{self.place(index)}.format", text.format) for index, text in enumerate(self.sources or ())]
-        given += [(f"data.validation[{index}].format", text.format) for index, text in enumerate(self.validation or ())]
-        settings = (("data.format", self.format) if value is None else (field, value) for field, value in given)
+        formats: list[tuple[str, str | None]] = []
+        if self.sources is None:
+            formats.append(("data.format", self.format))
+        formats += [(f"{self.place(index)}.format", text.format) for index, text in enumerate(self.sources or ())]
+        formats += [
+            (f"data.validation[{index}].format", text.format) for index, text in enumerate(self.validation or ())
+        ]
+        settings = (("data.format", self.format) if value is None else (field, value) for field, value in formats)
         return next((setting for setting in settings if setting[1] in _CONVERSATIONS), None)

@@ -15,11 +15,11 @@ from pydantic_core import ErrorDetails
 
 from toolkit.config import layouts
 from toolkit.config import recipe_rules as rules
-from toolkit.config.field_errors import explain, free_values, kind, spell_field
+from toolkit.config.field_errors import explain, free_values, kind, meant_field, spell_field
 from toolkit.config.gallery import find_recipe
 from toolkit.config.layouts import ListedLayout
 from toolkit.config.recipe import Recipe
-from toolkit.config.recipe_schema import allowed, flat_fields, is_section, lookup, upgrade_recipe
+from toolkit.config.recipe_schema import allowed, fields, flat_fields, is_section, lookup, upgrade_recipe
 from toolkit.config.section import Section
 from toolkit.config.source_text import Path, dotted, quote, undotted
 from toolkit.config.strict_yaml import WrittenValue, parse, resolve
@@ -29,7 +29,7 @@ from toolkit.files import open_regular, printable, reason_of
 MAX_BYTES = 1 << 20
 _MAX_PROBLEMS = 100
 _LAYOUT = -2
-"""In the place of an override's index: what the layout sets."""
+"""Sort key of problems that the layout sets, in the place of an override's index."""
 
 
 def load_recipe(
@@ -79,12 +79,17 @@ def load_rounded(
     rounds: bool,
     layout: str | None = None,
 ) -> tuple[Recipe, str | None]:
-    """`load_recipe`. With `rounds`, a global batch that is no multiple of the micro-batches becomes the next one."""
+    """Load a recipe as `load_recipe` does; return it and a note.
+
+    With `rounds`, a global batch that is not a multiple of the micro-batches becomes the next multiple, which the note
+    says; without a change it is None."""
     try:
         return load_recipe(path, overrides, world_size=world_size, layout=layout), None
     except RecipeError as error:
-        given = dict(item for refusal in error.refusals for item in refusal.given if not isinstance(item, str))
-        sizes = [given.get(name) for name in ("batch.global_batch_size", "batch.micro_batch_size", "parallel.dp")]
+        settings = dict(
+            setting for refusal in error.refusals for setting in refusal.settings if not isinstance(setting, str)
+        )
+        sizes = [settings.get(name) for name in ("batch.global_batch_size", "batch.micro_batch_size", "parallel.dp")]
         if not rounds or len(error.problems) > 1 or None in sizes:
             raise
     size, micro, dp = map(int, filter(None, sizes))
@@ -97,26 +102,26 @@ def load_rounded(
 def recipe_layouts(path: str | os.PathLike[str]) -> list[ListedLayout]:
     """The layouts that a recipe lists. Raises RecipeError where it cannot be read, LayoutError for a wrong one."""
     document = parse(_read(os.fspath(path)))
-    given = document.value.get("layouts") if isinstance(document.value, dict) else None
-    entries = given if isinstance(given, dict) else {}
+    listed = document.value.get("layouts") if isinstance(document.value, dict) else None
+    entries = listed if isinstance(listed, dict) else {}
     return [layouts.listed(name, text) for name, value in entries.items() for text in layouts.texts(value)]
 
 
 def dump_recipe(recipe: Recipe, *, defaults: bool = True) -> str:
-    """The recipe as YAML that `load` reads back equal, with every field written out or those that are no defaults."""
+    """The recipe as YAML that `load` reads back equal, with every field, or only those that differ from their
+    defaults."""
     values = recipe.model_dump(mode="json", exclude_defaults=not defaults)
     return str(yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120))
 
 
-def overrides_between(given: Recipe, wanted: Recipe) -> list[str]:
-    """The overrides that make `wanted` of `given`, as `load_recipe` reads them.
+def overrides_between(start: Recipe, wanted: Recipe) -> list[str]:
+    """The overrides that make `wanted` of `start`, as `load_recipe` reads them.
 
-    Checkpoints and the log, which change nothing of what is trained, stay as they are given.
+    Checkpoints and the log, which change nothing of what is trained, stay as they are in `start`.
     """
-    before, after = (
-        flat_fields(recipe.model_dump(mode="json", exclude={"checkpoint", "log", "layouts"}))
-        for recipe in (given, wanted)
-    )
+    without = {"checkpoint", "log", "layouts"}
+    before = flat_fields(start.model_dump(mode="json", exclude=without))
+    after = flat_fields(wanted.model_dump(mode="json", exclude=without))
     return [f"{field}={_in_yaml(value)}" for field, value in after.items() if before.get(field) != value]
 
 
@@ -136,7 +141,7 @@ def _read(name: str) -> str:
             raise RecipeError(
                 f"{name}: this is a link to {path.readlink()}, which does not exist. Repair it."
             ) from None
-        siblings = sorted(found.name for found in path.parent.glob("*.yaml"))
+        siblings = sorted(sibling.name for sibling in path.parent.glob("*.yaml"))
         raise RecipeError(f"{name}: there is no such file.{nearest(path.name, siblings)}") from None
     except IsADirectoryError:
         raise RecipeError(f"{name}: this is a directory; a recipe is a YAML file. Name one.") from None
@@ -163,7 +168,7 @@ class _Draft:
     overridden: dict[Path, int] = field(default_factory=dict)
     faulty: set[Path] = field(default_factory=set)
     refusals: list[Refusal] = field(default_factory=list)
-    """Of fields and of conflicts between them, among the problems."""
+    """Refusals of fields and of conflicts between them, among the problems."""
     problems: list[tuple[int, int, int, str]] = field(default_factory=list)
     """Override, line, column and text: they sort the layout first, the file by line, then the overrides as given."""
     complete: bool = True
@@ -173,7 +178,7 @@ class _Draft:
     """The number of problems that are not listed."""
 
     def read(self, text: str) -> None:
-        document = parse(text)
+        document = parse(text, limits_integers=False)
         for problem in document.problems:
             self._add(-1, *problem.mark, problem.message)
         self.faulty = {problem.path for problem in document.problems if problem.path is not None}
@@ -190,25 +195,27 @@ class _Draft:
         self.values = document.value if isinstance(document.value, dict) else {}
 
     def close_plan(self) -> None:
-        """Without a plan, the micro-batch is needed."""
-        path, batch = ("batch", "micro_batch_size"), self.values.get("batch")
+        """Report a missing micro-batch, which is needed without a plan."""
+        path = ("batch", "micro_batch_size")
+        batch = self.values.get("batch")
         if layouts.is_open(self.values) or not isinstance(batch, dict) or path in self.faulty:
             return
-        if batch.get(path[1]) is None:
+        known = {*fields(("batch",))}
+        if batch.get(path[1]) is None and all(meant_field(("batch", key)) != path for key in batch.keys() - known):
             error = ErrorDetails(type="int_type" if path[1] in batch else "missing", loc=path, msg="", input=None)
             self.refuse(*explain(error, self.written))
 
     def choose_layout(self, asked: str | None, world_size: int | None) -> None:
         """Set the fields of the layout that is asked for, or that the recipe lists for so many ranks."""
-        given = self.values.get("layouts", {})
-        if not isinstance(given, dict):
+        listed = self.values.get("layouts", {})
+        if not isinstance(listed, dict):
             return
-        entries = {name: self._layouts(name, value) for name, value in given.items()}
+        entries = {name: self._layouts(name, value) for name, value in listed.items()}
         self.values["layouts"] = {}
         if self.problems:
             return
         decided = "parallel" in self.values or any(
-            re.match(r"parallel\b|train\.engine=", one) for one in self.overrides
+            re.match(r"parallel\b|train\.engine=", override) for override in self.overrides
         )
         if asked is None and (decided or not entries):
             return
@@ -226,15 +233,15 @@ class _Draft:
 
     def _layouts(self, name: str, value: Any) -> list[str]:
         """The layouts of an entry, each of which can be read; none after reporting a problem."""
-        found = layouts.texts(value)
-        if not found:
+        texts = layouts.texts(value)
+        if not texts:
             self.report(("layouts", name), f"layouts.{name} is {kind(value)}; a layout or a list of them is allowed.")
-        for text in found:
+        for text in texts:
             try:
                 layouts.listed(name, text)
             except LayoutError as error:
                 self.refuse(("layouts", name), error.as_refusal(), str(error))
-        return found
+        return texts
 
     def _take(self, section: str, fields: dict[str, Any]) -> None:
         """Let a layout's fields replace those of the file: all of `parallel`, and single ones of other sections."""
@@ -254,7 +261,7 @@ class _Draft:
         if not equals or not all(names):
             message = "an override has the form section.key=value. Write for instance train.steps=10."
             return self._add(index, 0, 0, message)
-        document = parse(text)
+        document = parse(text, limits_integers=False)
         if document.problems:
             for problem in document.problems:
                 self._add(index, 0, 0, problem.message)
@@ -274,7 +281,7 @@ class _Draft:
         return None
 
     def follow_source(self) -> None:
-        """Where an override names another source, forget what the file says of its own and has no meaning for that."""
+        """Forget what the file says of its own source and has no meaning for another one that an override names."""
         data = self.values.get("data")
         if ("data", "source") in self.overridden and isinstance(data, dict) and isinstance(data.get("source"), str):
             for name in rules.ignored_by_source(data["source"]):
@@ -292,13 +299,17 @@ class _Draft:
         if isinstance(model, dict):
             if model.get("overrides", {}) is None:
                 model["overrides"] = {}
-            for path, refusal in free_values(model.get("overrides"), ("model", "overrides")):
+            for path, refusal in free_values(model.get("overrides"), ("model", "overrides"), self.written):
                 self.refuse(path, refusal)
         try:
             return Recipe.model_validate_json(json.dumps(self.values))
         except ValidationError as error:
-            details = error.errors(include_url=False)[:_MAX_PROBLEMS]
-            self.unlisted = error.error_count() - len(details)
+            details = error.errors(include_url=False)
+            unknown = [tuple(detail["loc"]) for detail in details if detail["type"] == "extra_forbidden"]
+            meant = {meant_field(path) for path in unknown}
+            details = [detail for detail in details if detail["type"] != "missing" or tuple(detail["loc"]) not in meant]
+            self.unlisted = max(0, len(details) - _MAX_PROBLEMS)
+            details = details[:_MAX_PROBLEMS]
             for detail in details:
                 path, refusal = explain(detail, self.written)
                 if not any(path[:end] in self.faulty for end in range(len(path) + 1)):
@@ -306,20 +317,21 @@ class _Draft:
         return None
 
     def with_unset(self, refusal: Refusal, world_size: int | None) -> Refusal:
-        """Where an override contradicts a field of the file: first advise to unset that field, if that helps."""
-        remedy = tuple(item for item in refusal.remedy if item != "remove it")
-        settings = {item[0] for item in remedy if not isinstance(item, str)}
-        fields = [item[0] for item in refusal.given if not isinstance(item, str)]
-        overridden = {one for one in fields for path in self.overridden if f"{one}.".startswith(f"{dotted(path)}.")}
-        for own in fields if overridden else ():
-            section, _, name = own.partition(".")
-            if own in overridden | settings or (section, name) not in self.written:
+        """Advise first to unset a field of the file that an override contradicts, if that helps."""
+        remedy = tuple(setting for setting in refusal.remedy if setting != "remove it")
+        to_set = {setting[0] for setting in remedy if not isinstance(setting, str)}
+        names = [setting[0] for setting in refusal.settings if not isinstance(setting, str)]
+        overridden = {name for name in names for path in self.overridden if f"{name}.".startswith(f"{dotted(path)}.")}
+        for name in names if overridden else ():
+            section, _, key = name.partition(".")
+            if name in overridden | to_set or (section, key) not in self.written:
                 continue
-            values = self.values | {section: {k: v for k, v in self.values[section].items() if k != name}}
+            values = self.values | {section: {k: v for k, v in self.values[section].items() if k != key}}
             with suppress(ValidationError):  # a field that must be given
                 left = rules.recipe_conflicts(Recipe.model_validate_json(json.dumps(values)), world_size)
-                if all(one.field != own and (one.field, one.reason) != (refusal.field, refusal.reason) for one in left):
-                    return replace(refusal, remedy=((own, "null"), *remedy))
+                same = (refusal.field, refusal.reason)
+                if all(conflict.field != name and (conflict.field, conflict.reason) != same for conflict in left):
+                    return replace(refusal, remedy=((name, "null"), *remedy))
         return refusal
 
     def refuse(self, path: Path, refusal: Refusal, message: str = "", *, at_key: bool = False) -> None:
@@ -339,7 +351,8 @@ class _Draft:
         written = self.written[known]
         # At the value; at the name where that is what is wrong, or where the value is a block below its name.
         at_value = known == path and not at_key and written.key.line == written.value.line
-        return self._add(-1, *(written.value if at_value else written.key), message)
+        mark = written.value if at_value else written.key
+        return self._add(-1, *mark, message)
 
     def lines(self) -> list[str]:
         """Every problem once, sorted by position."""
@@ -373,7 +386,7 @@ class _Draft:
             if not isinstance(inner, dict):
                 if schema == {}:
                     self._add(index, 0, 0, f"{dotted(prefix)} is {kind(inner)}, so it has no field {names[end]}.")
-                return None  # a section that is no mapping is reported by its type
+                return None  # a section that is not a mapping is reported by its type
             mapping = inner
         return mapping
 

@@ -9,14 +9,34 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from toolkit.config.recipe import Recipe
-from toolkit.config.recipe_schema import Schema, allowed, default, fields, homes, is_section, lookup, renaming_of
-from toolkit.config.source_text import Path, dotted, quote, shorten
+from toolkit.config.recipe_schema import (
+    RENAMED,
+    Schema,
+    allowed,
+    default,
+    fields,
+    homes,
+    is_section,
+    lookup,
+    replacement_of,
+)
+from toolkit.config.source_text import Path, dotted, quote, shorten, undotted
 from toolkit.config.strict_yaml import WrittenValue
-from toolkit.errors import Refusal, nearest
+from toolkit.errors import Refusal, closest, nearest
+from toolkit.units import LARGEST_COUNT
 
-_COMPLAINTS = {"finite_number": "not a finite number", "string_too_short": "empty", "literal_error": "not a choice"}
-_COMPLAINTS |= dict.fromkeys(("greater_than", "greater_than_equal", "less_than", "less_than_equal"), "out of range")
-"""What is wrong with a value of the right type, by pydantic's type of error."""
+_COMPLAINTS = {
+    "finite_number": "not a finite number",
+    "string_too_short": "empty",
+    "literal_error": "not a choice",
+    "greater_than": "out of range",
+    "greater_than_equal": "out of range",
+    "less_than": "out of range",
+    "less_than_equal": "out of range",
+}
+"""Complaints about values of the right type, by pydantic's type of error."""
+_LARGEST_EXACT = 2**53
+"""The largest whole number up to which floating-point numbers hold every whole number."""
 
 
 def explain(error: ErrorDetails, written: Mapping[Path, WrittenValue]) -> tuple[Path, Refusal]:
@@ -28,29 +48,39 @@ def explain(error: ErrorDetails, written: Mapping[Path, WrittenValue]) -> tuple[
         return path, _missing(path)
     if error["type"] in ("missing", "too_long"):  # of a list with a fixed number of items
         path = path if error["type"] == "too_long" else path[:-1]
-        given = error["input"]
-        return path, Refusal.of(dotted(path), given, f"a list of {len(given)} is given; {_allowed(path)}")
+        entries = error["input"]
+        return path, Refusal.of(dotted(path), entries, f"a list of {len(entries)} is given; {_allowed(path)}")
     return path, _mistyped(path, error, lookup(path) or {}, written.get(path))
 
 
 def spell_field(field: str, value: Any) -> str:
-    """A setting of such a refusal, whose reason shows the value as it is written."""
+    """A setting in a refusal of `explain`: the field alone, because the reason shows the value as it is written."""
     return field
 
 
-def free_values(value: Any, path: Path) -> Iterator[tuple[Path, Refusal]]:
+def free_values(value: Any, path: Path, written: Mapping[Path, WrittenValue]) -> Iterator[tuple[Path, Refusal]]:
     """Problems of a free mapping (`model.overrides`), which pydantic does not look into."""
     if isinstance(value, dict):
         for name, inner in value.items():
             if _allows_remote_code(name):
                 yield (*path, name), _remote_code((*path, name))
             else:
-                yield from free_values(inner, (*path, name))
+                yield from free_values(inner, (*path, name), written)
     elif isinstance(value, list):
         for index, inner in enumerate(value):
-            yield from free_values(inner, (*path, index))
+            yield from free_values(inner, (*path, index), written)
     elif isinstance(value, float) and not math.isfinite(value):
         yield path, _about(path, "is not a finite number.", "write a finite one")
+    elif isinstance(value, int) and abs(value) > LARGEST_COUNT:
+        shown = _as_written(value, written.get(path))
+        reason = f"{shown} is out of range; whole numbers from -{LARGEST_COUNT} to {LARGEST_COUNT} are allowed"
+        advice = f"write {shown}.0 if it counts nothing" if abs(value) <= _LARGEST_EXACT else ""
+        yield path, Refusal.of(dotted(path), value, reason, *filter(None, [advice]))
+
+
+def _as_written(value: Any, written: WrittenValue | None) -> str:
+    """A value as the recipe spells it, shortened."""
+    return shorten(written.plain if written and written.plain else json.dumps(value))
 
 
 def kind(value: Any) -> str:
@@ -65,24 +95,38 @@ def _about(path: Path, reason: str, *remedy: str) -> Refusal:
     return Refusal(field=dotted(path), reason=f"{dotted(path)} {reason}", remedy=remedy)
 
 
-def _allowed(path: Path) -> str:
-    return f"{'auto or ' * (path == ('parallel',))}{allowed(lookup(path) or {})} is allowed"
+def _allowed(path: Path, *, is_above: bool = False) -> str:
+    choices = allowed(lookup(path) or {}, shows_largest=is_above)
+    if path == ("parallel",):
+        choices = f"auto or {choices}"
+    return f"{choices} is allowed"
 
 
 def _unknown(path: Path) -> Refusal:
-    """Refuse a key that is no field; the remedy is its new name, or the nearest one."""
-    if renaming := renaming_of(dotted(path)):
-        return renaming
+    """Refuse a key that is not a field; the remedy is its new name, or the nearest one."""
     if path[0] == "model" and _allows_remote_code(path[-1]):
         return _remote_code(path)
-    section, name = path[:-1], str(path[-1])
+    section = path[:-1]
+    name = str(path[-1])
     known = fields(section)
-    hint = nearest(name, known).strip()
+    meant = meant_field(path)
+    hint = f"Did you mean {meant[-1]}?" if meant else ""
     if not hint and (elsewhere := homes(name)):
         hint = f"Did you mean {' or '.join(map(dotted, elsewhere))}?"
     if not hint:
-        hint = f"Fields{' of ' * bool(section) + '.'.join(map(str, section))}: {', '.join(known)}"
+        of_section = f" of {'.'.join(map(str, section))}" if section else ""
+        hint = f"Fields{of_section}: {', '.join(known)}"
     return _about(path, "is not a field.", hint)
+
+
+def meant_field(path: Path) -> Path | None:
+    """The field of the same section that an unknown key means: under its new name, or the nearest one."""
+    section = path[:-1]
+    name = str(path[-1])
+    if renamed := RENAMED.get(dotted(path)):
+        return undotted(renamed)
+    names = closest(name, fields(section))
+    return (*section, names[0]) if names else None
 
 
 def _missing(path: Path) -> Refusal:
@@ -96,10 +140,9 @@ def _missing(path: Path) -> Refusal:
 
 def _mistyped(path: Path, error: ErrorDetails, schema: Schema, written: WrittenValue | None) -> Refusal:
     value = error["input"]
-    if renaming := renaming_of(dotted(path), value):
-        return renaming
-    plain = written.plain if written else None
-    shown = quote(value) if isinstance(value, str) else shorten(plain or json.dumps(value))
+    if replacement := replacement_of(dotted(path), value):
+        return replacement
+    shown = quote(value) if isinstance(value, str) else _as_written(value, written)
     if value is None:
         preset = default(path)
         hints = [] if preset is None else [f"write {json.dumps(preset)}", f"leave {path[-1]} out"]
@@ -111,11 +154,13 @@ def _mistyped(path: Path, error: ErrorDetails, schema: Schema, written: WrittenV
     else:
         complaint = f"{shown} is {kind(value)}"
     hint = _hint(path, value, schema, shown)
-    return Refusal.of(dotted(path), value, f"{complaint}; {_allowed(path)}", *([hint] if hint else []))
+    choices = _allowed(path, is_above=error["type"] == "less_than_equal")
+    hints = [hint] if hint else []
+    return Refusal.of(dotted(path), value, f"{complaint}; {choices}", *hints)
 
 
 def _hint(path: Path, value: Any, schema: Schema, shown: str) -> str:
-    """What to write instead, where the intention is clear."""
+    """Return what to write instead, where the intention is clear; else an empty text."""
     wanted = schema.get("type")
     if "enum" in schema:
         return nearest(value, map(str, schema["enum"])).strip() if isinstance(value, str) else ""
@@ -130,7 +175,7 @@ def _hint(path: Path, value: Any, schema: Schema, shown: str) -> str:
 
 
 def _coerced(path: Path, value: Any) -> Any:
-    """What pydantic makes of a value of another type that is within the bounds of a field; None where nothing."""
+    """Return the value that pydantic makes of another type within the bounds of a field; None where it makes none."""
     section, *names = map(str, path)
     declared: Any = Recipe.model_fields[section]
     try:
@@ -138,7 +183,7 @@ def _coerced(path: Path, value: Any) -> Any:
             declared = getattr(declared.annotation, "model_fields", {}).get(name)
         adapter = TypeAdapter(Annotated[declared.annotation, declared], config=ConfigDict(allow_inf_nan=False))
         return adapter.validate_python(value)
-    except (AttributeError, ValidationError):  # an item of a list is no field
+    except (AttributeError, ValidationError):  # an entry of a list is not a field
         return None
 
 

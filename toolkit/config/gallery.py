@@ -26,23 +26,23 @@ def find_recipes() -> Path:
     """
     parent = Path(__file__).resolve().parents[2]
     # A checkout, or pip --target.
-    found = [parent / "recipes", parent / "share" / "deepspeed-megatron-toolkit" / "recipes"]
+    folders = [parent / "recipes", parent / "share" / "deepspeed-megatron-toolkit" / "recipes"]
     with contextlib.suppress(metadata.PackageNotFoundError):
         # pip knows where its scheme puts share/: not below sys.prefix with --user, or in Debian's own Python.
         files = metadata.files("deepspeed-megatron-toolkit") or []
-        found += [Path(str(file.locate())).parent for file in files if file.match("recipes/train.py")]
-    for folder in found:
+        folders += [Path(str(file.locate())).parent for file in files if file.match("recipes/train.py")]
+    for folder in folders:
         if (folder / "train.py").is_file():
             return folder.resolve()
-    raise RunError(f"recipes/train.py is neither in {found[0]} nor installed. Install the toolkit again.")
+    raise RunError(f"recipes/train.py is neither in {folders[0]} nor installed. Install the toolkit again.")
 
 
 @cache
 def gallery() -> Mapping[str, Path]:
     """Every recipe of the gallery by its name, `family/model-task`, and the demo."""
     folder = find_recipes()
-    found = {path.relative_to(folder).with_suffix("").as_posix(): path for path in folder.rglob("*.yaml")}
-    return dict(sorted(found.items(), key=lambda item: _in_order(item[0])))
+    recipes = {path.relative_to(folder).with_suffix("").as_posix(): path for path in folder.rglob("*.yaml")}
+    return dict(sorted(recipes.items(), key=lambda entry: _in_order(entry[0])))
 
 
 def task_of(name: str) -> str:
@@ -63,12 +63,12 @@ def find_recipe(name: str) -> Path:
     known = gallery()
     if name in known:
         return known[name]
-    found = [whole for whole in known if whole.rpartition("/")[2] == name]
-    if len(found) == 1:
-        return known[found[0]]
+    matches = [whole for whole in known if whole.rpartition("/")[2] == name]
+    if len(matches) == 1:
+        return known[matches[0]]
     if "/" in name and name.partition("/")[0] not in {whole.partition("/")[0] for whole in known}:
         return path
-    several = f" Did you mean {' or '.join(found)}?" if found else ""
+    several = f" Did you mean {' or '.join(matches)}?" if matches else ""
     short = {whole.rpartition("/")[2] for whole in known}
     hint = several or nearest(name, short if "/" not in name else known, most=3) or " `dstk ls` lists the recipes."
     raise RecipeError(f"{name}: neither a file nor a recipe of the gallery.{hint}")

@@ -17,7 +17,7 @@ class Job:
     batch: Batch
     shape: ModelShape | None = None
     plan: str = ""
-    """What `parallel: auto` chose, on one line."""
+    """The layout that `parallel: auto` chose, on one line; empty without a plan."""
 
     @classmethod
     def of(cls, recipe: Recipe, world_size: int, shape: ModelShape | None = None) -> Self:
@@ -27,5 +27,5 @@ class Job:
 
     @property
     def strategy(self) -> str:
-        """How the job spreads over ranks, in a few words: the layout, or for engines without ZeRO their name."""
+        """The job's way to spread over ranks, in a few words: the layout, or for engines without ZeRO their name."""
         return self.recipe.strategy(self.layout)

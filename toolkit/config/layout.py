@@ -9,7 +9,9 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, Self
 
+from toolkit.config.source_text import shorten
 from toolkit.errors import BatchError, LayoutError, Refusal, Setting, spell_setting
+from toolkit.units import LARGEST_COUNT, divisors
 
 OffloadDevice = Literal["none", "cpu", "nvme"]
 Recompute = Literal[
@@ -34,6 +36,14 @@ class Coordinate(NamedTuple):
     pipe: int
     data: int
     model: int
+
+
+def axis_size(field: str, text: str, part: str, digits: str) -> int:
+    """The number in a part of a layout, `dp8`. Raises LayoutError for one that is out of range."""
+    if len(digits) > len(str(LARGEST_COUNT)) or int(digits) > LARGEST_COUNT:
+        reason = f"{shorten(part)} is out of range; sizes up to {LARGEST_COUNT} are counted"
+        raise LayoutError.of(field, shorten(text), reason, "write a smaller number")
+    return int(digits)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,9 +75,12 @@ class Layout:
         """Refuse what DeepSpeed cannot run in this layout, whatever the model is."""
         axes = {axis: getattr(self, axis) for axis in ("dp", "ep", "tp", "pp", "ulysses")}
         empty = next((axis for axis, size in axes.items() if size < 1), "")
-        in_pipeline, offloads = self.pp > 1, self.offload_optimizer != "none"
+        in_pipeline = self.pp > 1
+        offloads = self.offload_optimizer != "none"
         # fmt: off
         rules: tuple[tuple[bool, tuple[str, ...], str, tuple[Setting | str, ...]], ...] = (
+            (self.world_size > LARGEST_COUNT, tuple(axis for axis, size in axes.items() if size > 1 and axis != "ep"),
+             f"{self.world_size} ranks are out of range; at most {LARGEST_COUNT} are counted", ("lower one of them",)),
             (bool(empty), (empty,), "an axis has at least one rank", ((empty, "1 or more"),)),
             (self.zero_stage not in (0, 1, 2, 3), ("zero_stage",),
              "ZeRO has the stages 0, 1, 2 and 3", ("choose one of them",)),
@@ -131,12 +144,12 @@ class Layout:
         """
         sizes: dict[str, int] = {}
         for part in text.split("-"):
-            match = re.fullmatch(r"(dp|ep|tp|pp|u|z)(\d{1,7})", part)
+            match = re.fullmatch(r"(dp|ep|tp|pp|u|z)([0-9]+)", part)
             if match is None or _AXES[match[1]] in sizes:
                 problem = "is not a part of a layout" if match is None else "is given twice"
                 advice = "write parts such as dp4-tp2-pp1-z2, each at most once"
                 raise LayoutError.of("layout", text, f"{part!r} {problem}", advice)
-            sizes[_AXES[match[1]]] = int(match[2])
+            sizes[_AXES[match[1]]] = axis_size("layout", text, part, match[2])
         if world_size is not None:
             return cls.resolve(world_size, dp=sizes.pop("dp", None), **sizes)
         return cls(**{"dp": sizes.get("ep") or 1} | sizes)  # type: ignore[arg-type]
@@ -157,12 +170,15 @@ class Layout:
         if layout.world_size != world_size:
             needed = layout.world_size
             launch = f"launch {spell_setting('world_size', needed)} (for instance `deepspeed --num_gpus {needed} …`)"
+            remedies: list[Setting | str] = [launch]
+            if world_size % model == 0:
+                remedies.append(("dp", world_size // model))
             raise LayoutError(
                 Refusal(
                     field="",
-                    given=(("world_size", world_size), *layout._sizes("dp", "tp", "pp", "ulysses")),
+                    settings=(("world_size", world_size), *layout._sizes("dp", "tp", "pp", "ulysses")),
                     reason=f"this layout needs {spell_setting('world_size', needed)}",
-                    remedy=(launch, *((("dp", world_size // model),) if world_size % model == 0 else ())),
+                    remedy=tuple(remedies),
                 )
             )
         return layout
@@ -188,7 +204,8 @@ class Layout:
             size = self.world_size // self.pp
             return [list(range(first, first + size)) for first in range(0, self.world_size, size)]
         if axis in ("expert", "expert_data"):
-            size, replicas = self.ep, self.ranks_along("data")
+            size = self.ep
+            replicas = self.ranks_along("data")
             if axis == "expert":
                 return [ranks[i : i + size] for ranks in replicas for i in range(0, self.dp, size)]
             return [ranks[i::size] for ranks in replicas for i in range(size)]
@@ -198,13 +215,14 @@ class Layout:
         return list(groups.values())
 
     def _no_multiple(self, world_size: int) -> Refusal:
-        model, sizes = self.model_size, self._sizes("tp", "pp", "ulysses")
+        model = self.model_size
+        sizes = self._sizes("tp", "pp", "ulysses")
         lower = world_size // model * model
         choices = f"{lower} or {lower + model}" if lower else f"{model}"
         large = " or ".join(name for name, size in sizes if size > 1)
         return Refusal(
             field="",
-            given=(("world_size", world_size), *sizes),
+            settings=(("world_size", world_size), *sizes),
             reason=f"the world size must be a multiple of {' x '.join(name for name, _ in sizes)} = {model}",
             remedy=(f"launch {choices} ranks", f"lower {large}"),
         )
@@ -233,18 +251,21 @@ class Batch:
         if global_batch_size % per_step:
             lower = global_batch_size // per_step * per_step
             near = f"{lower} or {lower + per_step}" if lower else str(per_step)
-            micro = [m for m in range(1, global_batch_size // dp + 1) if global_batch_size % (m * dp) == 0]
+            micro = [] if global_batch_size % dp else divisors(global_batch_size // dp)
             some = ", ".join(map(str, micro if len(micro) <= 6 else [*micro[:3], *micro[-2:]]))
-            given = (("batch.global_batch_size", global_batch_size), ("batch.micro_batch_size", micro_batch_size))
+            remedies = [("batch.global_batch_size", near)]
+            if micro:
+                remedies.append(("batch.micro_batch_size", f"one of {some}"))
             raise BatchError(
                 Refusal(
                     field="batch.global_batch_size",
-                    given=(*given, ("parallel.dp", dp)),
-                    reason=f"{global_batch_size} is not a multiple of {micro_batch_size} x {dp} = {per_step}",
-                    remedy=(
-                        ("batch.global_batch_size", near),
-                        *((("batch.micro_batch_size", f"one of {some}"),) if micro else ()),
+                    settings=(
+                        ("batch.global_batch_size", global_batch_size),
+                        ("batch.micro_batch_size", micro_batch_size),
+                        ("parallel.dp", dp),
                     ),
+                    reason=f"{global_batch_size} is not a multiple of {micro_batch_size} x {dp} = {per_step}",
+                    remedy=tuple(remedies),
                 )
             )
         return cls(global_batch_size=global_batch_size, micro_batch_size=micro_batch_size, dp=dp)

@@ -18,24 +18,24 @@ _NAME = re.compile(r"([1-9]\d{0,6})x(\S+)")
 
 @dataclass(frozen=True, kw_only=True)
 class FreeLayout:
-    """A layout that stands for itself."""
+    """A layout that is not an entry of a recipe's list."""
 
     text: str
-    """As it is written: `dp8-z3-recompute-m4`."""
+    """The layout as it is written: `dp8-z3-recompute-m4`."""
     strategy: Strategy
 
     @property
     def sections(self) -> dict[str, dict[str, Any]]:
-        """The fields of a recipe that it sets."""
+        """The fields of a recipe that the layout sets, by section."""
         return self.strategy.sections(self.strategy.dp)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ListedLayout(FreeLayout):
-    """One layout of an entry."""
+    """One layout of an entry in a recipe's list."""
 
     name: str
-    """Of the entry: `8xH100`."""
+    """Name of the entry: `8xH100`."""
     ranks: int
     gpu: str
 
@@ -46,12 +46,16 @@ def listed(name: str, text: str) -> ListedLayout:
     match = _NAME.fullmatch(name)
     if match is None:
         raise LayoutError.of(field, text, "a layout is named by a number of GPUs and their kind", "write 8xH100")
-    strategy, ranks = _parse(text, field), int(match[1])
+    strategy = _parse(text, field)
+    ranks = int(match[1])
     dp, rest = divmod(ranks, strategy.model_size)
     if rest or strategy.dp not in (None, dp) or (strategy.engine == "reference" and ranks > 1):
         needed = strategy.world_size(strategy.model_size)
-        several = strategy.dp is None and strategy.engine != "reference"
-        reason = f"it needs {'a multiple of ' * several}{needed} ranks, and the name says {ranks}"
+
+        if strategy.dp is None and strategy.engine != "reference":
+            reason = f"it needs a multiple of {needed} ranks, and the name says {ranks}"
+        else:
+            reason = f"it needs {needed} ranks, and the name says {ranks}"
         raise LayoutError.of(field, text, reason, "write the same number")
     strategy = replace(strategy, dp=None if strategy.engine == "reference" else dp)
     return ListedLayout(name=name, text=text, strategy=strategy, ranks=ranks, gpu=match[2])
@@ -65,7 +69,8 @@ def spell_out_auto(values: dict[str, Any]) -> None:
 
 def is_open(values: dict[str, Any]) -> bool:
     """Whether a plan is asked for; where every field is given, there is none any more."""
-    section, batch = values.get("parallel"), values.get("batch")
+    section = values.get("parallel")
+    batch = values.get("batch")
     if not isinstance(section, dict) or section.get("auto") is not True or not isinstance(batch, dict):
         return False
     is_whole = {field.name for field in fields(Layout)} - {"dp"} <= section.keys()
@@ -76,7 +81,7 @@ def is_open(values: dict[str, Any]) -> bool:
 def texts(value: Any) -> list[str]:
     """The layouts of an entry as it stands in a file; none for what is neither a text nor a list of texts."""
     values = value if isinstance(value, list) else [value]
-    return values if all(isinstance(one, str) for one in values) else []
+    return values if all(isinstance(text, str) for text in values) else []
 
 
 def choose(entries: Mapping[str, list[str]], asked: str | None, world_size: int | None) -> FreeLayout | None:
@@ -87,9 +92,11 @@ def choose(entries: Mapping[str, list[str]], asked: str | None, world_size: int 
     if asked == "":
         raise LayoutError.of("--layout", asked, "no layout is named empty", "name one, such as dp8-z3")
     if asked is None:
-        found = [listed(name, values[0]) for name, values in entries.items() if values]
-        fitting = [one for one in found if one.ranks == world_size]
-        return next(iter(found), None) if world_size is None else fitting[0] if len(fitting) == 1 else None
+        firsts = [listed(name, values[0]) for name, values in entries.items() if values]
+        fitting = [entry for entry in firsts if entry.ranks == world_size]
+        if world_size is None:
+            return firsts[0] if firsts else None
+        return fitting[0] if len(fitting) == 1 else None
     if entries.get(asked):
         return listed(asked, entries[asked][0])
     if Strategy.reads(asked):
@@ -103,5 +110,5 @@ def _parse(text: str, field: str) -> Strategy:
     try:
         return Strategy.parse(text)
     except LayoutError as error:
-        found = error.as_refusal()
-        raise LayoutError(replace(found, given=((field, text), *found.given[1:]))) from None
+        refusal = error.as_refusal()
+        raise LayoutError(replace(refusal, settings=((field, text), *refusal.settings[1:]))) from None

@@ -1,4 +1,4 @@
-"""How a recipe names a dataset of Megatron-LM: by the prefix of its .idx and .bin, or by one of them."""
+"""Names of Megatron-LM's datasets in recipes: the prefix of .idx and .bin, or one of these files."""
 
 import glob
 import os

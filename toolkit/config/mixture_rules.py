@@ -1,4 +1,4 @@
-"""What a recipe's sources and validation sets must agree on, among themselves and with the rest of `data`."""
+"""Rules for a recipe's sources and validation sets: what they must agree on with each other and with `data`."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -9,14 +9,14 @@ from toolkit.config.recipe import Recipe
 from toolkit.errors import Refusal, Setting
 
 _SHARES = ("weight", "epochs", "tokens")
-_OWN = ("subset", "split", "format", "text_field", "train_on")
+_OWN = ("subset", "split", "format", "text_field", "train_on", "dropped_text")
 _MOST_CHARACTERS = 60
 Idle = Callable[[DataSection], Iterator[tuple[str, Setting, Setting | str]]]
 """The fields of `data` that do nothing for a text, each with why, and a remedy."""
 
 
 def mixture_conflicts(recipe: Recipe) -> Iterator[Refusal]:
-    """What cannot be in `data.sources` and `data.validation`."""
+    """Yield refusals of what cannot be in `data.sources` and `data.validation`."""
     data = recipe.data
     if data.sources is not None:
         if data.source != DataSection.model_fields["source"].default:
@@ -43,19 +43,19 @@ def _names(field: str, texts: tuple[CorpusSection, ...]) -> Iterator[Refusal]:
     for index, label in enumerate(labels):
         place = f"{field}[{index}].name"
         if label in labels[:index]:
-            other = f"{field}[{labels.index(label)}]"
-            yield Refusal.of(place, label, f"{other} has the same name", "give each a name of its own")
+            first = f"{field}[{labels.index(label)}]"
+            yield Refusal.of(place, label, f"{first} has the same name", "give each a name of its own")
         elif len(label) > _MOST_CHARACTERS:
             yield Refusal.of(place, label, f"a name has at most {_MOST_CHARACTERS} characters", "give a shorter name")
 
 
 def _share(place: str, source: SourceSection) -> Iterator[Refusal]:
-    given = [(f"{place}.{name}", value) for name in _SHARES if (value := getattr(source, name)) is not None]
-    if not given:
+    shares = [(f"{place}.{name}", value) for name in _SHARES if (value := getattr(source, name)) is not None]
+    if not shares:
         reason = f"{place} has no share of the run."
         yield Refusal(field=place, reason=reason, remedy=(f"give it one of {', '.join(_SHARES)}",))
-    elif len(given) > 1:
-        yield Refusal.between(tuple(given), "these say the same thing in two ways", "keep one of them")
+    elif len(shares) > 1:
+        yield Refusal.between(tuple(shares), "these say the same thing in two ways", "keep one of them")
 
 
 def of_each_text(recipe: Recipe, rule: Callable[[Recipe], Iterator[Refusal]]) -> Iterator[Refusal]:
@@ -71,40 +71,43 @@ def of_each_text(recipe: Recipe, rule: Callable[[Recipe], Iterator[Refusal]]) ->
 def of_all_texts(recipe: Recipe, rule: Callable[[Recipe], Iterator[Refusal]]) -> Iterator[Refusal]:
     """Apply a rule about fields that all texts share: it holds where there is no text that these fields suit."""
     parts = [*recipe.data.parts, *map(recipe.data.of, recipe.data.validation or ())]
-    found = [[*rule(recipe.model_copy(update={"data": part}))] for part in parts]
-    if all(found):
-        yield from found[0]
+    refusals = [[*rule(recipe.model_copy(update={"data": part}))] for part in parts]
+    if all(refusals):
+        yield from refusals[0]
 
 
 def about(refusal: Refusal, place: str, text: CorpusSection) -> Refusal:
-    """The same refusal with the fields of a source or validation set: `data.source` is `data.sources[1].path`."""
+    """Return the refusal with the fields of a source or validation set: `data.source` is `data.sources[1].path`."""
     fields = {"data.source": f"{place}.path"}
-    own = [name for name in _OWN if getattr(text, name) is not None]
-    own += ["split"] if isinstance(text, ValidationSection) else []  # it has a default of its own
-    fields |= {f"data.{name}": f"{place}.{name}" for name in own}
+    names = [name for name in _OWN if getattr(text, name) is not None]
+    if isinstance(text, ValidationSection):
+        names.append("split")  # it has a default of its own
+    fields |= {f"data.{name}": f"{place}.{name}" for name in names}
 
-    def renamed(item: Setting | str) -> Setting | str:
-        if isinstance(item, str):
-            return item
-        return fields.get(item[0], item[0]), item[1]
+    def renamed(setting: Setting | str) -> Setting | str:
+        if isinstance(setting, str):
+            return setting
+        return fields.get(setting[0], setting[0]), setting[1]
 
     return replace(
         refusal,
         field=fields.get(refusal.field, refusal.field),
-        given=tuple(map(renamed, refusal.given)),
+        settings=tuple(map(renamed, refusal.settings)),
         remedy=tuple(map(renamed, refusal.remedy)),
     )
 
 
 def idle_data_fields(recipe: Recipe, idle: Idle) -> Iterator[Refusal]:
-    """Every field of `data` that is set and does nothing: of a source, for that one; a shared one, for all."""
+    """Refuse every field of `data` that is set and does nothing: a source's own field, where it does nothing for that
+    source; a shared field, where it does nothing for any.
+    """
     data = recipe.data
     parts = [*data.parts, *map(data.of, data.validation or ())]
-    found = [{field: (because, remedy) for field, because, remedy in idle(part)} for part in parts]
-    for name in found[0]:
+    idle_fields = [{field: (because, remedy) for field, because, remedy in idle(part)} for part in parts]
+    for name in idle_fields[0]:
         value: Any = getattr(data, name)
-        if value != DataSection.model_fields[name].default and all(name in one for one in found):
-            yield _no_effect((f"data.{name}", value), *found[0][name])
+        if value != DataSection.model_fields[name].default and all(name in fields for fields in idle_fields):
+            yield _no_effect((f"data.{name}", value), *idle_fields[0][name])
     for place, text in _texts(data):
         for name, because, remedy in idle(data.of(text)):
             if getattr(text, name, None) is not None:

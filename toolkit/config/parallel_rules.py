@@ -1,4 +1,4 @@
-"""What `parallel` must agree on with the rest of a recipe, and with the model's config."""
+"""Rules for `parallel`: what it must agree on with the rest of a recipe, and with the model's config."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -14,7 +14,10 @@ from toolkit.models.support import LIGER_FAMILIES, find, misfits
 ULYSSES_FAMILIES = tuple(model_type for model_type, spec in FAMILIES.items() if spec.ulysses_verified)
 """Families that train the same with and without DeepSpeed-Ulysses (tests/parity/test_ulysses.py)."""
 
-_MODEL, _ULYSSES = "model.name_or_path", "parallel.ulysses"
+_REVERSIBLE = ("reformer",)
+"""Families whose layers are one function to autograd, which needs an input with a gradient."""
+_MODEL = "model.name_or_path"
+_ULYSSES = "parallel.ulysses"
 _ROTARY_BY_LENGTH = ("dynamic", "longrope")
 """Rotary embeddings whose frequencies depend on the largest position that a rank sees."""
 _DEEPSPEED_ONLY = {
@@ -36,7 +39,7 @@ _DEEPSPEED_ONLY = {
 
 
 def setting_conflicts(recipe: Recipe, world_size: int | None) -> list[Refusal]:
-    """What cannot run whatever the model is; with `world_size` also what does not fit that many ranks."""
+    """Return what cannot run whatever the model is; with `world_size` also what does not fit that many ranks."""
     return [*_other_engines(recipe, world_size)] or [
         *_layout_and_batch(recipe, world_size),
         *_optimizer_settings(recipe),
@@ -50,15 +53,19 @@ def setting_conflicts(recipe: Recipe, world_size: int | None) -> list[Refusal]:
 
 
 def model_conflicts(recipe: Recipe, config: Mapping[str, Any] | None, shape: ModelShape | None) -> Iterator[Refusal]:
-    """What a model's config does not allow: parallelism, recomputation. Fewer rules apply where less is known."""
+    """Yield what a model's config does not allow: parallelism, recomputation. Fewer rules apply where less is known."""
     yield from _recomputation(recipe, config)
     family = (config or {}).get("model_type")
     if recipe.model.kernels == "liger" and config is not None and family not in LIGER_FAMILIES:
         reason = f"Liger's kernels were tested for {', '.join(LIGER_FAMILIES)}"
         yield recipe.conflict("model.kernels", _MODEL, reason=reason, remedy=(("model.kernels", "torch"),))
     if recipe.parallel.tiled_mlp and config is not None and expert_count(config):
-        field, reason = "parallel.tiled_mlp", "experts choose tokens of a whole micro-batch"
+        field = "parallel.tiled_mlp"
+        reason = "experts choose tokens of a whole micro-batch"
         yield recipe.conflict(field, _MODEL, reason=reason, remedy=((field, False),))
+    yield from _precision_and_engine(recipe, config or {})
+    if family in _REVERSIBLE:
+        yield from _reversible(recipe)
     if recipe.train.engine != "deepspeed":
         return
     refused = [*_family(recipe, (config or {}).get("model_type")), *_ulysses_model(recipe, config)]
@@ -92,16 +99,18 @@ def _moments_of_copies(recipe: Recipe, shape: ModelShape | None) -> Iterator[Ref
 
 
 def _experts(recipe: Recipe, config: Mapping[str, Any]) -> Iterator[Refusal]:
-    """Experts that ranks cannot share out, where no more is known of a model than its config."""
-    section, count = recipe.parallel, expert_count(config)
+    """Refuse experts that ranks cannot share out, where no more is known of a model than its config."""
+    section = recipe.parallel
+    count = expert_count(config)
     ranks = section.ep if section.experts == "inner" else section.ep * section.tp
     if count % ranks:
-        reason, remedy = f"{count} experts cannot be shared equally by {ranks} ranks", f"choose a divisor of {count}"
+        reason = f"{count} experts cannot be shared equally by {ranks} ranks"
+        remedy = f"choose a divisor of {count}"
         yield recipe.conflict("parallel.ep", "parallel.tp", _MODEL, reason=reason, remedy=(remedy,))
 
 
 def _family(recipe: Recipe, model_type: str | None) -> Iterator[Refusal]:
-    """A family that was checked and cannot be parallelized. One that was not is examined when the model is built."""
+    """Refuse a family that was checked and cannot be parallelized. Others are examined when the model is built."""
     section = recipe.parallel
     support = find(model_type) if model_type is not None and section.tp * section.pp * section.ep > 1 else None
     if support is None:
@@ -120,8 +129,45 @@ def _family(recipe: Recipe, model_type: str | None) -> Iterator[Refusal]:
             yield recipe.conflict(field, _MODEL, reason=reason, remedy=((field, off), "see `dstk families`"))
 
 
+def _reversible(recipe: Recipe) -> Iterator[Refusal]:
+    """Parts of a family whose layers get gradients only where the embedding before them does, and DDP."""
+    if recipe.train.engine == "ddp":
+        reason = "its backward pass runs layers again, and DDP counts their gradients twice"
+        yield recipe.conflict("train.engine", _MODEL, reason=reason, remedy=(("train.engine", "deepspeed"),))
+    for field in ("model.lora", "model.freeze", "model.train_only"):
+        if recipe.value_of(field):
+            reason = "its reversible layers have gradients only where all of the model trains"
+            yield recipe.conflict(field, _MODEL, reason=reason, remedy=("leave it out",))
+
+
+def _precision_and_engine(recipe: Recipe, config: Mapping[str, Any]) -> Iterator[Refusal]:
+    """A family whose forward pass does not run in the recipe's precision, or that FSDP cannot shard."""
+    model_type = config.get("model_type")
+    support = None if model_type is None else find(model_type)
+    if support is None:
+        return
+    engine = recipe.train.engine
+    is_tied = config.get("tie_word_embeddings", True)
+    if engine == "fsdp" and is_tied and support.fsdp_refusal is not None:
+        remedy = (("train.engine", "deepspeed"), ("parallel.zero_stage", 3))
+        yield recipe.conflict("train.engine", _MODEL, reason=support.fsdp_refusal, remedy=remedy)
+    if recipe.precision == "fp32":
+        return
+    rounds_weights = engine == "fsdp" or (engine == "deepspeed" and recipe.parallel.zero_stage > 0)
+    uses_autocast = engine in ("ddp", "fsdp") or (engine == "deepspeed" and recipe.parallel.zero_stage == 0)
+    refusal = support.rounded_refusal if rounds_weights else None
+    if refusal is None and uses_autocast:
+        refusal = support.autocast_refusal
+    if refusal is not None:
+        reason = f"the code of the family {model_type} in transformers does not run so ({refusal})"
+        stage = ("parallel.zero_stage",) if engine == "deepspeed" else ()
+        yield recipe.conflict(
+            "precision", "train.engine", *stage, _MODEL, reason=reason, remedy=(("precision", "fp32"),)
+        )
+
+
 def _recomputation(recipe: Recipe, config: Mapping[str, Any] | None) -> Iterator[Refusal]:
-    """Attention that cannot be recomputed by itself. Unknown families are examined when the model is built."""
+    """Refuse to recompute attention by itself where it cannot be. Unknown families are examined later."""
     if config is None or recipe.parallel.recompute != "selective":
         return
     reason = own_attention(config, recipe.model.attention)
@@ -146,24 +192,27 @@ def _other_engines(recipe: Recipe, world_size: int | None) -> Iterator[Refusal]:
 
 
 def _reference(recipe: Recipe, world_size: int | None) -> Iterator[Refusal]:
-    field, one_process = "train.engine", "the reference is one plain PyTorch process"
+    field = "train.engine"
+    one_process = "the reference is one plain PyTorch process"
     if recipe.train.compile:
         reason = "the reference stays plain PyTorch"
         yield recipe.conflict("train.compile", field, reason=reason, remedy=(("train.compile", False),))
     if (recipe.parallel.dp or 1) > 1:
         yield recipe.conflict("parallel.dp", field, reason=one_process, remedy=(("parallel.dp", 1),))
     if world_size is not None and world_size > 1:
-        given, remedy = (("world_size", world_size), (field, "reference")), "launch 1 rank, for instance with `python`"
-        yield Refusal(field=field, given=given, reason=one_process, remedy=(remedy,))
+        settings = (("world_size", world_size), (field, "reference"))
+        remedy = "launch 1 rank, for instance with `python`"
+        yield Refusal(field=field, settings=settings, reason=one_process, remedy=(remedy,))
 
 
 def _layout_and_batch(recipe: Recipe, world_size: int | None) -> Iterator[Refusal]:
-    """The rules of Layout and Batch; without a world size, as far as they hold for every one."""
+    """Apply the rules of Layout and Batch; without a world size, those that hold for every world size."""
     fields = recipe.parallel.layout_fields
     if recipe.parallel.auto:
         return  # which the planner sees to
     if recipe.batch.micro_batch_size is None:
-        field, reason = "batch.micro_batch_size", "only a plan chooses it"
+        field = "batch.micro_batch_size"
+        reason = "only a plan chooses it"
         yield recipe.conflict(field, reason=reason, remedy=((field, "1 or more"), ("parallel", "auto")))
         return
     try:
@@ -196,8 +245,9 @@ def _optimizer_settings(recipe: Recipe) -> Iterator[Refusal]:
 
 
 def _model_parallel_settings(recipe: Recipe) -> Iterator[Refusal]:
-    """What DeepSpeed does not do, or does wrongly, with tensor parallelism or a pipeline."""
-    section, precision = recipe.parallel, recipe.precision
+    """Refuse what DeepSpeed does not do, or does wrongly, with tensor parallelism or a pipeline."""
+    section = recipe.parallel
+    precision = recipe.precision
     axes = [f"parallel.{axis}" for axis in ("tp", "pp") if getattr(section, axis) > 1]
     if axes and precision != "fp32" and section.zero_stage == 0:
         # Its 16-bit optimizers copy the parameters and lose the marks of tensor-parallel ones: the norm is wrong.
@@ -207,8 +257,9 @@ def _model_parallel_settings(recipe: Recipe) -> Iterator[Refusal]:
 
 
 def _offload_settings(recipe: Recipe) -> Iterator[Refusal]:
-    """Fields that are no part of a Layout: where NVMe is mounted, and what ZeRO++ quantizes."""
-    section, path = recipe.parallel, "parallel.nvme_path"
+    """Refuse fields that are not part of a Layout: where NVMe is mounted, and what ZeRO++ quantizes."""
+    section = recipe.parallel
+    path = "parallel.nvme_path"
     on_nvme = [
         f"parallel.{name}" for name in ("offload_optimizer", "offload_params") if getattr(section, name) == "nvme"
     ]
@@ -220,7 +271,8 @@ def _offload_settings(recipe: Recipe) -> Iterator[Refusal]:
         either: tuple[Setting, ...] = ((field, instead), ("parallel.auto", False))
         yield recipe.conflict(field, "parallel.auto", reason="a plan tries no layout with it", remedy=either)
     if recipe.train.compile and section.offload_params == "nvme":
-        field, reason = "parallel.offload_params", "a compiled layer takes more weights at once than there are buffers"
+        field = "parallel.offload_params"
+        reason = "a compiled layer takes more weights at once than there are buffers"
         yield recipe.conflict(field, "train.compile", reason=reason, remedy=((field, "cpu"), ("train.compile", False)))
     for field in ("parallel.quantized_weights", "parallel.quantized_gradients"):
         if recipe.value_of(field) and section.zero_stage < 3:
@@ -233,14 +285,15 @@ def _offload_settings(recipe: Recipe) -> Iterator[Refusal]:
 
 
 def _activation_settings(recipe: Recipe) -> Iterator[Refusal]:
-    """Ways to keep less of activations that a compiled layer, or a gathered sequence, does not have."""
+    """Refuse to keep fewer activations in ways that do not work in a compiled layer or on a gathered sequence."""
     for name in ("offload_activations", "tiled_mlp"):
         field = f"parallel.{name}"
         if recipe.train.compile and recipe.value_of(field):
             reason = "it works on what eager layers save, and compiled ones save other tensors"
             remedy = ((field, False), ("train.compile", False))
             yield recipe.conflict(field, "train.compile", reason=reason, remedy=remedy)
-    field, gathers = "parallel.tiled_mlp", "parallel.sequence_parallel"
+    field = "parallel.tiled_mlp"
+    gathers = "parallel.sequence_parallel"
     if recipe.parallel.tiled_mlp and recipe.parallel.sequence_parallel:
         reason = (
             "sequence parallelism gathers a sequence before its MLP and scatters it in another order than tiles have"
@@ -249,20 +302,20 @@ def _activation_settings(recipe: Recipe) -> Iterator[Refusal]:
 
 
 def _float8(recipe: Recipe) -> Iterator[Refusal]:
-    """Products in float8, whose scales are of what a rank has of a matrix and of a micro-batch."""
+    """Refuse products in float8 where their scales would be computed from a part of a matrix or of a micro-batch."""
     field = "model.float8"
     if recipe.model.float8 is None:
         return
     own_scales = "a rank would scale its part of a matrix or of a sequence by itself"
-    for other, off, reason in (
+    for condition, off, reason in (
         ("precision", "bf16", "products in float8 are for models in bf16"),
         ("train.engine", "deepspeed", "only the engine deepspeed was tested with it"),
         ("parallel.tp", 1, own_scales),
         ("parallel.ulysses", 1, own_scales),
         ("model.lora", None, "adapters and the frozen layers beside them are not converted"),
     ):
-        if recipe.value_of(other) != off:
-            yield recipe.conflict(field, other, reason=reason, remedy=((other, off), (field, None)))
+        if recipe.value_of(condition) != off:
+            yield recipe.conflict(field, condition, reason=reason, remedy=((condition, off), (field, None)))
     size = recipe.batch.micro_batch_size
     if size is not None and size * recipe.data.seq_len % 16:
         reason = "the tokens of a micro-batch must be a multiple of 16"
@@ -270,30 +323,32 @@ def _float8(recipe: Recipe) -> Iterator[Refusal]:
 
 
 def _liger(recipe: Recipe) -> Iterator[Refusal]:
-    """Liger's kernels where they were not shown to compute what torch's do."""
+    """Refuse Liger's kernels where they were not shown to compute what torch's do."""
     field = "model.kernels"
     if recipe.model.kernels == "torch":
         return
-    for other, off, reason in (
+    for condition, off, reason in (
         ("train.engine", "deepspeed", "only the engine deepspeed was tested with Liger's kernels"),
         ("train.compile", False, "torch.compile was not tested around Liger's kernels"),
         ("model.float8", None, "products in float8 were not tested beside Liger's kernels"),
         ("model.load_in_4bit", False, "weights in 4 bits were not tested beside Liger's kernels"),
     ):
-        if recipe.value_of(other) != off:
-            yield recipe.conflict(field, other, reason=reason, remedy=((other, off), (field, "torch")))
+        if recipe.value_of(condition) != off:
+            yield recipe.conflict(field, condition, reason=reason, remedy=((condition, off), (field, "torch")))
 
 
 def _sequence_length(recipe: Recipe, shape: ModelShape | None) -> Iterator[Refusal]:
-    """Where ranks hold equal parts of a sequence, their number must divide its length."""
-    section, seq_len = recipe.parallel, recipe.data.seq_len
+    """Refuse a sequence length that the number of ranks which hold equal parts of a sequence does not divide."""
+    section = recipe.parallel
+    seq_len = recipe.data.seq_len
     for ranks, names, off in (
         (section.tp if section.sequence_parallel else 1, ("sequence_parallel", "tp"), False),
         (section.ulysses, ("ulysses",), 1),
     ):
         if seq_len % ranks == 0:
             continue
-        lower, upper = seq_len // ranks * ranks, (seq_len // ranks + 1) * ranks
+        lower = seq_len // ranks * ranks
+        upper = (seq_len // ranks + 1) * ranks
         longest = None if shape is None else shape.positions
         near = [str(length) for length in (lower, upper) if length and (longest is None or length <= longest)]
         fields = [f"parallel.{name}" for name in names]
@@ -317,12 +372,13 @@ def _ulysses_settings(recipe: Recipe) -> Iterator[Refusal]:
         remedy = f"set {' and '.join(f'{axis}=1' for axis in axes)}"
         yield recipe.conflict(_ULYSSES, *axes, reason=reason, remedy=(off, remedy))
     if recipe.model.attention == "eager":
-        field, reason = "model.attn_implementation", "eager attention needs the mask that DeepSpeed-Ulysses drops"
+        field = "model.attn_implementation"
+        reason = "eager attention needs the mask that DeepSpeed-Ulysses drops"
         yield recipe.conflict(field, _ULYSSES, reason=reason, remedy=((field, "sdpa or flash_attention_2"), off))
 
 
 def _ulysses_model(recipe: Recipe, config: Mapping[str, Any] | None) -> Iterator[Refusal]:
-    """What in a model's config DeepSpeed-Ulysses cannot train; nothing while the config is not known."""
+    """Refuse what DeepSpeed-Ulysses cannot train in a model's config; nothing while the config is not known."""
     obstacle = _ulysses_obstacle(config, recipe.data.seq_len) if config and recipe.parallel.ulysses > 1 else None
     if obstacle is not None:
         reason, remedy = obstacle
@@ -330,7 +386,7 @@ def _ulysses_model(recipe: Recipe, config: Mapping[str, Any] | None) -> Iterator
 
 
 def _ulysses_obstacle(config: Mapping[str, Any], seq_len: int) -> tuple[str, Setting | str] | None:
-    """Why the model cannot be trained so, and a remedy."""
+    """Return why DeepSpeed-Ulysses cannot train the model, and a remedy; None where it can."""
     family = config.get("model_type")
     others = "take a model of another family, such as llama or qwen3 (dstk families lists them)"
     if "auto_map" in config:

@@ -15,8 +15,9 @@ from pydantic import Field
 
 from toolkit.config.data_section import DataSection
 from toolkit.config.layout import Batch, ExpertSharding, Layout, OffloadDevice, Recompute
-from toolkit.config.section import Fraction, NonNegativeInt, PositiveInt, Section, Text
+from toolkit.config.section import Fraction, NonNegativeInt, PositiveInt, Section, Seed, Text
 from toolkit.errors import BatchError, LayoutError, Refusal, Setting
+from toolkit.units import LARGEST_COUNT
 
 Precision = Literal["fp32", "bf16", "fp16"]
 EngineName = Literal["deepspeed", "reference", "ddp", "fsdp"]
@@ -59,14 +60,14 @@ class RouterAuxLossSection(Section):
     """The loss that balances the experts of a model, added to the mean token loss (docs/experts.md)."""
 
     coefficient: Annotated[float, Field(ge=0)] | None = None
-    """Its factor; null: `router_aux_loss_coef` of the model's config. 0 turns it off."""
+    """Factor of the loss; null: `router_aux_loss_coef` of the model's config. 0 turns it off."""
     scope: Literal["micro_batch", "sequence", "global"] = "micro_batch"
-    """Which tokens are balanced together. `micro_batch`: Hugging Face's formula; `sequence`: DeepSeek-V3's, for each
+    """Tokens that are balanced together. `micro_batch`: Hugging Face's formula; `sequence`: DeepSeek-V3's, for each
     sample by itself; `global`: Hugging Face's over the global batch, which takes a second forward pass."""
 
 
 class ModelSection(Section):
-    """Which model, and where its weights come from."""
+    """The model, and where its weights come from."""
 
     name_or_path: Text
     """A named shape (`gpt2`), a local directory in Hugging Face format, or a hub name (`org/name`)."""
@@ -94,7 +95,7 @@ class ModelSection(Section):
     freeze: tuple[Text, ...] = ()
     """Parameters that do not train, by patterns of their Hugging Face names (`*.embed_tokens.*`)."""
     train_only: tuple[Text, ...] = ()
-    """The only parameters that train, by such patterns."""
+    """The only parameters that train, by patterns of their Hugging Face names; empty: all but those of `freeze`."""
     router_aux_loss: RouterAuxLossSection | None = None
     """Balance the load of experts by a loss; null: as the model's config asks with `output_router_logits`."""
     router_z_loss: Annotated[float, Field(ge=0)] = 0.0
@@ -104,7 +105,7 @@ class ModelSection(Section):
     this much, up for an expert with less than the mean load and down for others. 0 leaves it."""
 
     expert_capacity_factor: Annotated[float, Field(gt=0)] | None = None
-    """In training an expert takes at most this many times its equal share of a micro-batch's tokens, those with the
+    """An expert takes at most this many times its equal share of a micro-batch's tokens in training, those with the
     largest router weights; others pass it by. null: all tokens reach their experts."""
 
     @property
@@ -114,7 +115,7 @@ class ModelSection(Section):
 
 
 class ParallelSection(Section):
-    """Where the computation happens. Never changes what is computed."""
+    """The layout of the computation over ranks, which never changes what is computed."""
 
     auto: bool = False
     """Plan at launch, for the GPUs or CPU ranks that are there, what is not given of this section, and
@@ -176,8 +177,8 @@ class ParallelSection(Section):
         return (self.dp or max(self.ep, self.hpz)) * self.model_size
 
     @property
-    def given(self) -> dict[str, Any]:
-        """The fields of Layout that were given: what a plan keeps. `dp: null` is not."""
+    def fixed_fields(self) -> dict[str, Any]:
+        """The fields of Layout that the recipe sets, which a plan keeps; `dp: null` leaves dp to the plan."""
         fields = self.layout_fields.items()
         return {name: value for name, value in fields if name in self.model_fields_set and value is not None}
 
@@ -202,14 +203,14 @@ class OptimizerSection(Section):
     lr: Annotated[float, Field(gt=0)]
     """Peak learning rate."""
     adamw_lr: Annotated[float, Field(gt=0)] | None = None
-    """Peak learning rate of what adamw updates beside muon; null: the same."""
+    """Peak learning rate of the parameters that adamw updates beside muon; null: that of `lr`."""
     adjust_lr: AdjustLr = "match_rms_adamw"
     """How muon's learning rate depends on a matrix. `match_rms_adamw`: updates as large as adamw's usually are, for one
     learning rate; `original`: times √max(1, rows / columns). As in torch.optim.Muon."""
     betas: tuple[Beta, Beta] = (0.9, 0.999)
     """Decay rates of the moments (adamw, adam, adamw8bit, lion, beside muon; Lion's authors use 0.9 and 0.99)."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
-    """Added to the square root of the second moment (adamw, adam, adamw8bit, beside muon)."""
+    """Number that is added to the square root of the second moment (adamw, adam, adamw8bit, beside muon)."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Decay of parameters with two or more dimensions."""
     momentum: Beta = 0.0
@@ -238,9 +239,9 @@ class ProfileSection(Section):
     """Steps that torch.profiler traces (docs/report.md)."""
 
     start: PositiveInt = 10
-    """The first of them, counted from 1."""
+    """The first step that is traced, counted from 1."""
     steps: PositiveInt = 3
-    """How many. A trace has some megabytes a step."""
+    """Number of steps that are traced. A trace has some megabytes a step."""
 
 
 class TrainSection(Section):
@@ -248,7 +249,7 @@ class TrainSection(Section):
 
     steps: PositiveInt
     """Optimizer steps."""
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
     """Seeds the initial weights, the order of samples and dropout."""
     grad_clip: Annotated[float, Field(ge=0)] = 1.0
     """Maximum norm of the whole model's gradient; 0 turns clipping off."""
@@ -267,8 +268,8 @@ class TrainSection(Section):
     spike_sigmas: Annotated[float, Field(ge=0)] = 0.0
     """Roll back as well when the loss exceeds the mean of the last steps by this many standard deviations; 6 is usual,
     0 means never."""
-    spike_window: Annotated[int, Field(ge=8)] = 64
-    """Number of last steps for that mean and deviation."""
+    spike_window: Annotated[int, Field(ge=8, le=LARGEST_COUNT)] = 64
+    """Number of last steps whose mean and standard deviation `spike_sigmas` compares the loss with."""
     profile: ProfileSection | None = None
     """Trace some steps: a file for Perfetto, a memory snapshot, and where the time goes; null: none."""
     max_incidents: PositiveInt = 3
@@ -307,13 +308,13 @@ class Recipe(Section):
     """One training run. Build it with `toolkit.load_recipe`, which reports every problem with its line."""
 
     model: ModelSection
-    """Which model."""
+    """The model, and where its weights come from."""
     data: DataSection
-    """Which text."""
+    """The text, how it becomes tokens, and how tokens become samples."""
     parallel: ParallelSection = ParallelSection.model_construct()
-    """Where the computation happens."""
+    """The layout of the computation over ranks, which never changes what is computed."""
     batch: BatchSection
-    """Samples per step."""
+    """Samples of a step and of a micro-batch."""
     precision: Precision = "fp32"
     """Data type of parameters and activations in training; bf16 and fp16 keep fp32 master weights."""
     optimizer: OptimizerSection
@@ -323,9 +324,9 @@ class Recipe(Section):
     train: TrainSection
     """Length, seed and engine."""
     checkpoint: CheckpointSection = CheckpointSection.model_construct()
-    """Snapshots."""
+    """Checkpoints while training."""
     log: LogSection = LogSection.model_construct()
-    """Output."""
+    """Console output and trackers."""
     run_dir: Text | None = None
     """Directory for the results; the default is a new one under runs/."""
     layouts: dict[str, Text | tuple[Text, ...]] = {}
@@ -336,19 +337,20 @@ class Recipe(Section):
     def world_size(self) -> int | None:
         """The number of ranks where the recipe fixes it with parallel.dp, else None: the launch decides."""
         section = self.parallel
-        if section.auto and not {"tp", "pp", "ulysses"} <= section.given.keys():
+        if section.auto and not {"tp", "pp", "ulysses"} <= section.fixed_fields.keys():
             return None
         return section.dp and section.least_ranks
 
     def layout(self, world_size: int) -> Layout:
         """The layout on `world_size` ranks. Raises LayoutError when it does not fit, or is still to be planned."""
         if self.parallel.auto:
-            reason, advice = "it is planned where the number and kind of ranks are known", "name a layout with --layout"
+            reason = "it is planned where the number and kind of ranks are known"
+            advice = "name a layout with --layout"
             raise LayoutError(self.conflict("parallel.auto", reason=reason, remedy=(advice,)))
         return Layout.resolve(world_size, **self.parallel.layout_fields)
 
     def strategy(self, layout: Layout) -> str:
-        """How a run spreads over ranks, in a few words: the layout, or for engines without ZeRO their name."""
+        """The run's way to spread over ranks, in a few words: the layout, or for engines without ZeRO their name."""
         return str(layout) if self.train.engine == "deepspeed" else f"{self.train.engine} dp{layout.dp}"
 
     def resolve_batch(self, layout: Layout) -> Batch:
@@ -371,5 +373,5 @@ class Recipe(Section):
         self, *fields: str, reason: str, remedy: tuple[Setting | str, ...] = (), field: str | None = None
     ) -> Refusal:
         """Refuse the values of `fields`. `field` is the one to look at, by default the first."""
-        given = tuple((name, self.value_of(name)) for name in fields)
-        return Refusal(field=field or fields[0], given=given, reason=reason, remedy=remedy)
+        settings = tuple((name, self.value_of(name)) for name in fields)
+        return Refusal(field=field or fields[0], settings=settings, reason=reason, remedy=remedy)

@@ -1,4 +1,4 @@
-"""What the fields of a recipe must agree on beyond the bounds of each, and what its model allows."""
+"""Rules for recipes: what fields must agree on beyond the bounds of each, and what the model allows."""
 
 import errno
 import glob
@@ -29,7 +29,8 @@ from toolkit.models.shape import (
 )
 from toolkit.models.support import attention_kinds
 
-_MODEL, _TOKENIZER = "model.name_or_path", "data.tokenizer"
+_MODEL = "model.name_or_path"
+_TOKENIZER = "data.tokenizer"
 _LOW = ("fp32", "bf16")
 _PRECISIONS = {"deepspeed": (*_LOW, "fp16"), "reference": ("fp32",), "ddp": _LOW, "fsdp": _LOW}
 _BYTES = "bpe-257"
@@ -44,13 +45,12 @@ _SCHEDULE_FIELDS = {
     "polynomial": ("warmup_steps", "min_lr_ratio"),
     "warmup_stable_decay": ("warmup_steps", "decay_steps", "min_lr_ratio"),
 }
-JSON_SUFFIXES, PARQUET_SUFFIXES = (
-    (".jsonl", ".json-lines", ".jsonlines", ".ndjson", ".json"),
-    (".parquet", ".pq", ".arrow"),
-)
-"""Files of records with named fields; any other file is text. Compressed JSON has a further .gz or .zst."""
+JSON_SUFFIXES = (".jsonl", ".json-lines", ".jsonlines", ".ndjson", ".json")
+"""Files of JSON records with named fields; compressed ones have a further .gz or .zst."""
+PARQUET_SUFFIXES = (".parquet", ".pq", ".arrow")
+"""Files of records in columns. A file with none of these suffixes is text."""
 _MOST_OVERRIDES = 100
-"""Unknown ones that are listed."""
+"""The most unknown fields of model.overrides that are listed."""
 _SWITCHES = {
     "train.eval_samples": "train.eval_every",
     "train.spike_window": "train.spike_sigmas",
@@ -72,7 +72,7 @@ def recipe_problems(recipe: Recipe, world_size: int | None = None) -> list[str]:
 
 
 def parallelism_conflicts(recipe: Recipe, config: Mapping[str, Any], shape: ModelShape | None) -> list[Refusal]:
-    """What keeps a model from being parallelized as the recipe says, once its config is known."""
+    """Return what keeps a model from being parallelized as the recipe says, once its config is known."""
     return [*model_conflicts(recipe, config, shape), *router_conflicts(recipe, config)]
 
 
@@ -84,7 +84,7 @@ def recipe_conflicts(recipe: Recipe, world_size: int | None = None) -> list[Refu
     config = model.config and with_overrides(model.config, recipe.model.overrides)
     of_model = [*model_conflicts(recipe, config, model.shape)]
     return [
-        # How many ranks to launch for tp and pp is no advice where the model does not allow them.
+        # How many ranks to launch for tp and pp does not help where the model does not allow them.
         *setting_conflicts(recipe, None if of_model else world_size),
         *of_model,
         *_precision(recipe),
@@ -107,7 +107,7 @@ def recipe_conflicts(recipe: Recipe, world_size: int | None = None) -> list[Refu
 
 
 def _impossible_names(recipe: Recipe) -> Iterator[Refusal]:
-    """Names that no file can have, before anything looks for one."""
+    """Refuse names that no file can have, before anything looks for a file."""
     fields = {
         field: recipe.value_of(field)
         for field in (_MODEL, _TOKENIZER, "data.source", "data.cache_dir", "run_dir", "parallel.nvme_path")
@@ -117,7 +117,8 @@ def _impossible_names(recipe: Recipe) -> Iterator[Refusal]:
         fields |= {f"data.{kind}[{index}].name": text.name for index, text in enumerate(texts or ())}
     for field, value in fields.items():
         name = value or ""
-        path, reason = os.path.expanduser(name), ""
+        path = os.path.expanduser(name)
+        reason = ""
         try:
             os.lstat(path)
         except OSError as error:
@@ -139,34 +140,44 @@ def _precision(recipe: Recipe) -> Iterator[Refusal]:
 
 
 def _schedule(recipe: Recipe) -> Iterator[Refusal]:
-    section, steps = recipe.schedule, recipe.train.steps
+    section = recipe.schedule
+    steps = recipe.train.steps
     used = _SCHEDULE_FIELDS.get(section.name, ("warmup_steps",))
     decay = 0
     if "decay_steps" in used:
         decay = max(1, steps // 10) if section.decay_steps is None else section.decay_steps
     least = section.warmup_steps + decay
     if "warmup_steps" in used and least > steps:
-        warmup = ("schedule.warmup_steps", section.warmup_steps)
+        settings = [("schedule.warmup_steps", section.warmup_steps)]
+        if decay:
+            settings.append(("schedule.decay_steps", decay))
+        settings.append(("train.steps", steps))
         yield Refusal(
             field="schedule.warmup_steps" if section.decay_steps is None else "schedule.decay_steps",
-            given=(warmup, *((("schedule.decay_steps", decay),) if decay else ()), ("train.steps", steps)),
+            settings=tuple(settings),
             reason="the schedule is longer than the run",
             remedy=("lower schedule.warmup_steps", ("train.steps", f"{least} or more")),
         )
 
 
 def _profile(recipe: Recipe) -> Iterator[Refusal]:
-    section, steps = recipe.train.profile, recipe.train.steps
+    section = recipe.train.profile
+    steps = recipe.train.steps
     if section is not None and (last := section.start + section.steps - 1) > steps:
-        given = (("train.profile.start", section.start), ("train.profile.steps", section.steps), ("train.steps", steps))
+        settings = (
+            ("train.profile.start", section.start),
+            ("train.profile.steps", section.steps),
+            ("train.steps", steps),
+        )
         remedy = ("lower train.profile.start", ("train.steps", f"{last} or more"))
         reason = f"the run ends before step {last}"
-        yield Refusal(field="train.profile.start", given=given, reason=reason, remedy=remedy)
+        yield Refusal(field="train.profile.start", settings=settings, reason=reason, remedy=remedy)
 
 
 def _validation_and_rollback(recipe: Recipe) -> Iterator[Refusal]:
     if recipe.train.eval_every and not recipe.data.eval_fraction and not recipe.data.validation:
-        fields, reason = ("train.eval_every", "data.eval_fraction"), "no text is held out for the validation"
+        fields = ("train.eval_every", "data.eval_fraction")
+        reason = "no text is held out for the validation"
         yield recipe.conflict(*fields, reason=reason, remedy=((fields[1], 0.01), (fields[0], 0)))
     if recipe.checkpoint.every:
         return
@@ -175,12 +186,13 @@ def _validation_and_rollback(recipe: Recipe) -> Iterator[Refusal]:
         ("train.spike_sigmas", recipe.train.spike_sigmas > 0, 0),
     ):
         if refused:
-            reason, remedy = "there is no checkpoint to roll back to", (("checkpoint.every", "1 or more"), (field, off))
+            reason = "there is no checkpoint to roll back to"
+            remedy = (("checkpoint.every", "1 or more"), (field, off))
             yield recipe.conflict(field, "checkpoint.every", reason=reason, remedy=remedy)
 
 
 def _fine_tuning(recipe: Recipe) -> Iterator[Refusal]:
-    """What holds rows of a chat, a prompt or ids, and a tokenizer that was made for them."""
+    """Refuse sources and tokenizers that cannot hold the rows of chats, prompts or ids."""
     is_megatron = megatron_prefix(recipe.data.source) is not None
     if is_megatron and recipe.data.tokenizer.startswith("bpe-"):
         made: Setting = (_TOKENIZER, "the directory or hub name of the tokenizer that made them")
@@ -202,7 +214,7 @@ def _fine_tuning(recipe: Recipe) -> Iterator[Refusal]:
 
 
 def _document_ends(recipe: Recipe) -> Iterator[Refusal]:
-    """What is put before and after a text where there is none, or where its entropy rate is to be known."""
+    """Refuse tokens before and after a text where there is no text, or where its entropy rate is to be known."""
     data = recipe.data
     for field, default in (("bos", "auto"), ("separator", "eos")):
         if getattr(data, field) == default:
@@ -227,19 +239,20 @@ def _markov(recipe: Recipe) -> Iterator[Refusal]:
 
 
 def _tokenizer(recipe: Recipe) -> Iterator[Refusal]:
-    name, own = recipe.data.tokenizer, recipe.model.name_or_path
+    name = recipe.data.tokenizer
+    model_name = recipe.model.name_or_path
     if recipe.model.init == "pretrained" and name.startswith("bpe-"):
         reason = "the weights were trained with the ids of another tokenizer"
-        remedy = ((_TOKENIZER, f"that of the model, for instance {own}"),)
+        remedy = ((_TOKENIZER, f"that of the model, for instance {model_name}"),)
         yield recipe.conflict(_TOKENIZER, "model.init", reason=reason, remedy=remedy)
 
 
 class _Model(NamedTuple):
-    """What is known of the recipe's model without a network."""
+    """Facts of the recipe's model that are known without a network."""
 
     config: dict[str, Any] | None = None
     shape: ModelShape | None = None
-    """None also for families that we cannot read."""
+    """Shape of the model; None also for families that are not read."""
     trouble: Refusal | None = None
 
 
@@ -257,7 +270,7 @@ def _read_model(recipe: Recipe) -> _Model:
 
 
 def _model(recipe: Recipe, model: _Model) -> Iterator[Refusal]:
-    """A model that does not exist, or has no weights."""
+    """Refuse a model that does not exist, or has no weights."""
     name = recipe.model.name_or_path
     if model.trouble is not None:
         yield model.trouble
@@ -268,7 +281,8 @@ def _model(recipe: Recipe, model: _Model) -> Iterator[Refusal]:
     family = (model.config or {}).get("model_type")
     kernels = [{"flash": "flash_attention_2"}.get(kind, kind) for kind in attention_kinds(family)]
     if recipe.model.attention not in (None, *kernels):
-        field, reason = "model.attn_implementation", f"transformers has {' and '.join(kernels)} only for {family}"
+        field = "model.attn_implementation"
+        reason = f"transformers has {' and '.join(kernels)} only for {family}"
         yield recipe.conflict(field, _MODEL, reason=reason, remedy=((field, " or ".join(kernels)),))
     entry = find_name(name)
     if entry is not None and "/" not in name and recipe.model.init == "pretrained":
@@ -278,14 +292,14 @@ def _model(recipe: Recipe, model: _Model) -> Iterator[Refusal]:
 
 
 def _loss(recipe: Recipe, family: object) -> Iterator[Refusal]:
-    """A loss in chunks where it is not exact; that of a model that is yet to be found is checked when it is built."""
+    """Refuse a loss in chunks where it is not exact; a model that is not known yet is checked when it is built."""
     obstacle = unchunked(recipe.train.engine, recipe.precision, family) if recipe.model.loss == "chunked" else None
     if obstacle is not None and (family is not None or obstacle[0] != _MODEL):
         yield recipe.conflict("model.loss", obstacle[0], reason=obstacle[1], remedy=(("model.loss", "auto"),))
 
 
 def _shape(recipe: Recipe, shape: ModelShape | None) -> Iterator[Refusal]:
-    """The model's vocabulary and positions against the tokenizer and the samples."""
+    """Check the model's vocabulary and positions against the tokenizer and the samples."""
     if shape is None:
         return
     entries = re.fullmatch(r"bpe-(\d{1,9})", recipe.data.tokenizer)
@@ -296,14 +310,15 @@ def _shape(recipe: Recipe, shape: ModelShape | None) -> Iterator[Refusal]:
         yield recipe.conflict(_TOKENIZER, _MODEL, reason=reason, remedy=remedy)
     if shape.positions is not None and recipe.data.seq_len > shape.positions:
         # A table of positions ends; rotary and ALiBi positions do not, and there the config's number is the user's.
-        longer = ("model.overrides.max_position_embeddings", recipe.data.seq_len)
-        remedy = (("data.seq_len", f"{shape.positions} or less"), *(() if shape.learned_positions else (longer,)))
+        remedies: list[Setting] = [("data.seq_len", f"{shape.positions} or less")]
+        if not shape.learned_positions:
+            remedies.append(("model.overrides.max_position_embeddings", recipe.data.seq_len))
         reason = f"the model has {shape.positions} positions"
-        yield recipe.conflict("data.seq_len", _MODEL, reason=reason, remedy=remedy)
+        yield recipe.conflict("data.seq_len", _MODEL, reason=reason, remedy=tuple(remedies))
 
 
 def _without_effect(recipe: Recipe) -> Iterator[Refusal]:
-    """Every field that is set and does nothing."""
+    """Refuse every field that is set and does nothing."""
 
     def unused(field: str, *because: str, remedy: Setting | str) -> Iterator[Refusal]:
         section, _, name = field.partition(".")
@@ -341,6 +356,7 @@ def _idle(data: DataSection) -> Iterator[tuple[str, Setting, Setting | str]]:
         yield "overlong", ("data.format", data.format), ("data.format", "chat, prompt_completion or pretokenized")
     if data.format != "chat":
         yield "train_on", ("data.format", data.format), ("data.format", "chat")
+        yield "dropped_text", ("data.format", data.format), ("data.format", "chat")
     if data.format != "text" and "text_field" not in ignored:
         yield "text_field", ("data.format", data.format), ("data.format", "text")
 

@@ -11,8 +11,11 @@ from toolkit.config import data_section, recipe
 from toolkit.config.recipe import Recipe
 from toolkit.config.source_text import Path
 from toolkit.errors import Refusal
+from toolkit.units import LARGEST_COUNT, LARGEST_SEED
 
 Schema = dict[str, Any]
+
+_SIGNS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 
 RENAMED = {"batch.global_size": "batch.global_batch_size", "batch.micro_size": "batch.micro_batch_size"}
 REPLACED_VALUES: dict[tuple[str, Any], dict[str, Any]] = {
@@ -23,6 +26,7 @@ ADDED = {
     "data.document_masking": False,
     "data.format": "text",
     "data.train_on": "assistant",
+    "data.dropped_text": "refuse",
     "data.overlong": "truncate",
     "data.bos": "auto",
     "data.separator": "eos",
@@ -36,8 +40,12 @@ ADDED = {
 
 @cache
 def recipe_json_schema() -> Schema:
-    """Draft 2020-12; descriptions are the docstrings of the sections. Cached: do not change the result."""
-    schema, descriptions = Recipe.model_json_schema(), _descriptions()
+    """The JSON Schema of recipes, draft 2020-12; descriptions are the docstrings of the sections.
+
+    The result is cached: do not change it.
+    """
+    schema = Recipe.model_json_schema()
+    descriptions = _descriptions()
     for definition in [schema, *schema["$defs"].values()]:
         described = descriptions[definition["title"]]
         definition["title"] = definition["title"].removesuffix("Section")
@@ -53,19 +61,19 @@ def recipe_json_schema() -> Schema:
 
 def _descriptions() -> dict[str, dict[str, str]]:
     """The docstring of every field, by class: pydantic would parse the source whenever a recipe is imported."""
-    found: dict[str, dict[str, str]] = {}
+    by_class: dict[str, dict[str, str]] = {}
     for node in ast.parse(inspect.getsource(data_section) + inspect.getsource(recipe)).body:
         if not isinstance(node, ast.ClassDef):
             continue
-        inherited = [found.get(base.id, {}) for base in node.bases if isinstance(base, ast.Name)]
-        own = {
+        inherited = [by_class.get(base.id, {}) for base in node.bases if isinstance(base, ast.Name)]
+        declared = {
             field.target.id: " ".join(text.value.value.split())
             for field, text in pairwise(node.body)
             if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
             if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)
         }
-        found[node.name] = {name: text for one in (*inherited, own) for name, text in one.items()}
-    return found
+        by_class[node.name] = {name: text for documented in (*inherited, declared) for name, text in documented.items()}
+    return by_class
 
 
 def lookup(path: Path) -> Schema | None:
@@ -74,14 +82,14 @@ def lookup(path: Path) -> Schema | None:
     for part in path:
         if isinstance(part, int):
             prefix = schema.get("prefixItems", [])
-            found = prefix[part] if part < len(prefix) else schema.get("items")
+            inner = prefix[part] if part < len(prefix) else schema.get("items")
         elif schema.get("additionalProperties") is True or not schema:
             return {}
         else:
-            found = schema.get("properties", {}).get(part)
-        if not isinstance(found, dict):
+            inner = schema.get("properties", {}).get(part)
+        if not isinstance(inner, dict):
             return None
-        schema = _plain(found)
+        schema = _plain(inner)
     return schema
 
 
@@ -91,7 +99,7 @@ def is_section(schema: Schema) -> bool:
 
 
 def fields(path: Path) -> list[str]:
-    """Names of the fields of the section at `path`; empty where it is no section."""
+    """Names of the fields of the section at `path`; empty where it is not a section."""
     return list((lookup(path) or {}).get("properties", {}))
 
 
@@ -106,13 +114,16 @@ def default(path: Path) -> Any:
     return ((lookup(tuple(section)) or {}).get("properties", {}).get(name) or {}).get("default")
 
 
-def allowed(schema: Schema) -> str:
-    """'a whole number ≥ 1', 'one of fp32, bf16, fp16': what a field takes, to be followed by 'is allowed'."""
+def allowed(schema: Schema, *, shows_largest: bool = False) -> str:
+    """'a whole number ≥ 1', 'one of fp32, bf16, fp16': what a field takes, to be followed by 'is allowed'.
+
+    The limit of all counts is left out, unless `shows_largest`.
+    """
     if "enum" in schema:
         return f"one of {', '.join(map(str, schema['enum']))}"
     kind = schema.get("type")
     if kind in ("integer", "number"):
-        return f"a {'whole number' if kind == 'integer' else 'number'}{_bounds(schema)}"
+        return f"a {'whole number' if kind == 'integer' else 'number'}{_bounds(schema, shows_largest)}"
     if kind == "array":
         items = schema.get("prefixItems")
         if items:
@@ -125,28 +136,32 @@ def allowed(schema: Schema) -> str:
     return {"boolean": "true or false", "string": text}.get(kind or "", "another value")
 
 
-def _bounds(schema: Schema) -> str:
-    if "minimum" in schema and "maximum" in schema:
-        return f" from {schema['minimum']:g} to {schema['maximum']:g}"
-    signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
-    bounds = [f"{sign} {schema[key]:g}" for key, sign in signs.items() if key in schema]
-    return " " * bool(bounds) + " and ".join(bounds)
+def _bounds(schema: Schema, shows_largest: bool) -> str:
+    limits = {key: _number(schema[key]) for key in _SIGNS if key in schema}
+    if schema.get("maximum") in (LARGEST_COUNT, LARGEST_SEED) and not shows_largest:
+        del limits["maximum"]
+    if "minimum" in limits and "maximum" in limits:
+        return f" from {limits['minimum']} to {limits['maximum']}"
+    bounds = [f"{_SIGNS[key]} {limit}" for key, limit in limits.items()]
+    return f" {' and '.join(bounds)}" if bounds else ""
+
+
+def _number(bound: float) -> str:
+    return str(bound) if isinstance(bound, int) else f"{bound:g}"
 
 
 def _plain(schema: Schema) -> Schema:
-    """Without the reference or the null of an optional field."""
+    """Return the schema without the reference or the null of an optional field."""
     if "$ref" in schema:
-        found: Schema = recipe_json_schema()["$defs"][schema["$ref"].rsplit("/", 1)[-1]]
-        return found
+        definition: Schema = recipe_json_schema()["$defs"][schema["$ref"].rsplit("/", 1)[-1]]
+        return definition
     if "anyOf" in schema:
         return _plain(next(choice for choice in schema["anyOf"] if choice.get("type") != "null"))
     return schema
 
 
-def renaming_of(field: str, value: Any = None) -> Refusal | None:
-    """Refuse a renamed field or a replaced value; None for any other."""
-    if field in RENAMED:
-        return Refusal(field=field, reason=f"{field} was renamed to {RENAMED[field]}.")
+def replacement_of(field: str, value: Any) -> Refusal | None:
+    """Refuse a replaced value; None for any other."""
     if isinstance(value, str) and (field, value) in REPLACED_VALUES:
         settings = REPLACED_VALUES[field, value].items()
         now = " with ".join(f"{name}={str(new).lower()}" for name, new in settings)

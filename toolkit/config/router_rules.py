@@ -1,4 +1,4 @@
-"""What the balancing of experts needs of a model: experts."""
+"""Rule for the balancing of experts: the model must have experts."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -7,7 +7,7 @@ from toolkit.config.recipe import Recipe
 from toolkit.errors import Refusal
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""What configs call the number of experts."""
+"""Names that configs give the number of experts."""
 
 
 def expert_count(config: Mapping[str, Any]) -> int:
@@ -27,5 +27,5 @@ def router_conflicts(recipe: Recipe, config: Mapping[str, Any] | None) -> Iterat
     for name in ("router_aux_loss", "router_z_loss", "router_bias_update", "expert_capacity_factor"):
         field = f"model.{name}"
         if recipe.value_of(field):
-            given = (field, ("model.name_or_path", recipe.model.name_or_path))
-            yield Refusal(field=field, given=given, reason="the model has no experts", remedy=("remove it",))
+            settings = (field, ("model.name_or_path", recipe.model.name_or_path))
+            yield Refusal(field=field, settings=settings, reason="the model has no experts", remedy=("remove it",))

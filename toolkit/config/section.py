@@ -4,8 +4,11 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-PositiveInt = Annotated[int, Field(ge=1)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
+from toolkit.units import LARGEST_COUNT, LARGEST_SEED
+
+PositiveInt = Annotated[int, Field(ge=1, le=LARGEST_COUNT)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=LARGEST_COUNT)]
+Seed = Annotated[int, Field(ge=0, le=LARGEST_SEED)]
 Text = Annotated[str, Field(min_length=1)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 

@@ -1,4 +1,4 @@
-"""What every reader of YAML and JSON here shares: paths to values, positions in a text, and how both are printed."""
+"""Shared parts of every reader of YAML and JSON: paths to values, positions in a text, and how both are printed."""
 
 import re
 from bisect import bisect_right
@@ -28,13 +28,14 @@ class Lines:
 
 
 def dotted(path: Path) -> str:
-    """('optimizer', 'betas', 0) -> 'optimizer.betas[0]'; a name that is no plain word is quoted."""
+    """('optimizer', 'betas', 0) -> 'optimizer.betas[0]'; a name that is not a plain word is quoted."""
     text = ""
     for part in path:
         if isinstance(part, int):
             text += f"[{part}]"
         else:
-            text += "." * bool(text) + (part if re.fullmatch(r"[\w<-]{1,60}", part) else quote(part))
+            name = part if re.fullmatch(r"[\w<-]{1,60}", part) else quote(part)
+            text += f".{name}" if text else name
     return text or "the value"
 
 
@@ -45,15 +46,15 @@ def undotted(field: str) -> Path:
 
 
 def shorten(text: str, limit: int = 40) -> str:
-    """At most `limit` characters, with … for the middle."""
+    """Return a text of at most `limit` characters, with … for the middle."""
     return text if len(text) <= limit else f"{text[: limit - 15]}…{text[-10:]}"
 
 
 def printable(text: str) -> str:
-    """On one line, without characters that a terminal would act on."""
+    """Return the text on one line, without characters that a terminal would act on."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def quote(text: str) -> str:
-    """In double quotes, shortened and printable."""
+    """Return the text in double quotes, shortened and printable."""
     return '"' + printable(shorten(text).replace("\\", "\\\\").replace('"', '\\"')) + '"'

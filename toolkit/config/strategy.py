@@ -11,15 +11,24 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any, Self, get_args
 
-from toolkit.config.layout import RECOMPUTE_PERIODS, Layout
+from toolkit.config.layout import RECOMPUTE_PERIODS, Layout, axis_size
 from toolkit.config.recipe import EngineName, Precision, Recipe
 from toolkit.errors import LayoutError, nearest
 
 _ENGINES = get_args(EngineName)
 _FLAGS = ("sp", "inner", "recompute", "selective", "offload", "nvme", "offacts", "tiled")
-_AXES = {"dp": "dp", "ep": "ep", "tp": "tp", "pp": "pp", "u": "ulysses", "z": "zero_stage", "m": "micro_batch_size"}
-_AXES |= {"every": "every", "hpz": "hpz"}
-_AXIS = re.compile(r"(dp|ep|tp|pp|u|z|m|every|hpz)(\d{1,6})")
+_AXES = {
+    "dp": "dp",
+    "ep": "ep",
+    "tp": "tp",
+    "pp": "pp",
+    "u": "ulysses",
+    "z": "zero_stage",
+    "m": "micro_batch_size",
+    "every": "every",
+    "hpz": "hpz",
+}
+_AXIS = re.compile(r"(dp|ep|tp|pp|u|z|m|every|hpz)([0-9]+)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,11 +63,13 @@ class Strategy:
             axis = _AXIS.fullmatch(part)
             if axis is not None:
                 field = _AXES[axis[1]]
-                value: object = int(axis[2])
+                value: object = axis_size("strategy", text, part, axis[2])
             elif part in _ENGINES:
-                field, value = "engine", part
+                field = "engine"
+                value = part
             elif part in _FLAGS:
-                field, value = part, True
+                field = part
+                value = True
             else:
                 advice = "write parts such as tp2-pp2-dp2-z1-sp, z3-offload, ddp, fsdp or reference"
                 hint = nearest(part, [*_ENGINES, *_FLAGS]).strip()
@@ -106,13 +117,20 @@ class Strategy:
         """Return the same kind of strategy on 8 ranks at most: two ranks on each axis that had more than one."""
         axes = {name: getattr(self, field) for name, field in _AXES.items() if name not in ("z", "m", "every")}
         parts = [f"{name}{min(2, size)}" for name, size in axes.items() if size and (size > 1 or name == "dp")]
-        parts += [self.engine] * (self.engine != "deepspeed")
-        parts += [] if self.zero_stage is None else [f"z{self.zero_stage}"]
-        parts += [] if self.every is None else [f"every{self.every}"]
-        return type(self).parse("-".join([*parts, *(flag for flag in _FLAGS if getattr(self, flag))]) or "dp1")
+        if self.engine != "deepspeed":
+            parts.append(self.engine)
+        if self.zero_stage is not None:
+            parts.append(f"z{self.zero_stage}")
+        if self.every is not None:
+            parts.append(f"every{self.every}")
+        parts += [flag for flag in _FLAGS if getattr(self, flag)]
+        return type(self).parse("-".join(parts) or "dp1")
 
     def apply(self, recipe: Recipe, nproc: int) -> Recipe:
-        """Return `recipe` under this strategy, which changes where the arithmetic happens and not what is computed."""
+        """Return `recipe` under this strategy, which changes where the arithmetic happens and not what is computed.
+
+        The reference is plain PyTorch: it takes no loss in chunks and no kernels of Liger.
+        """
         dp = self.world_size(nproc) // self.model_size
         micro = self.micro_batch_size
         if micro is None:
@@ -120,10 +138,12 @@ class Strategy:
             sizes = range(min(recipe.batch.micro_batch_size or 1, recipe.batch.global_batch_size), 0, -1)
             micro = next((size for size in sizes if recipe.batch.global_batch_size % (size * dp) == 0), 1)
         sections = self.sections(dp) | {"batch": {"micro_batch_size": micro}}
+        if self.engine == "reference":
+            sections |= {"model": {"loss": "auto", "kernels": "torch"}}
         return recipe.changed(sections | {"parallel": {"auto": False, **sections["parallel"]}})
 
     def baseline(self, precision: Precision) -> str:
-        """What it is compared with by default: a plain process in fp32; else one rank that rounds in the same way.
+        """Return the default baseline: a plain process in fp32; else the strategy of one rank that rounds alike.
 
         ZeRO 1 to 3 start their fp32 master weights from rounded ones, ZeRO-0 and DDP autocast over fp32 weights, FSDP
         rounds fp32 weights for each use. These differ by more than the order of a sum.
@@ -138,12 +158,22 @@ class Strategy:
     def _recompute(self) -> str:
         if self.every is not None:
             return f"every_{self.every}"
-        return "full" if self.recompute else "selective" if self.selective else "none"
+        if self.recompute:
+            return "full"
+        return "selective" if self.selective else "none"
 
     def _layout_fields(self, dp: int | None) -> dict[str, Any]:
-        offload = "nvme" if self.nvme else "cpu" if self.offload else "none"
+        if self.nvme:
+            offload = "nvme"
+        else:
+            offload = "cpu" if self.offload else "none"
         stage = int(self.engine == "deepspeed") if self.zero_stage is None else self.zero_stage
-        return {"dp": dp, "ep": self.ep, "tp": self.tp, "pp": self.pp, "ulysses": self.ulysses} | {
+        return {
+            "dp": dp,
+            "ep": self.ep,
+            "tp": self.tp,
+            "pp": self.pp,
+            "ulysses": self.ulysses,
             "zero_stage": stage,
             "sequence_parallel": self.sp,
             "experts": "inner" if self.inner else "whole",
@@ -157,13 +187,17 @@ class Strategy:
     def _check(self) -> None:
         if self.engine != "deepspeed":
             wrong = [name for name in ("ep", "tp", "pp", "ulysses") if getattr(self, name) > 1]
-            wrong += ["z"] * (self.zero_stage is not None) + ["sp"] * self.sp
-            wrong += [flag for flag in ("inner", "offload", "nvme", "offacts", "tiled") if getattr(self, flag)]
-            wrong += ["hpz"] * (self.hpz > 1)
-            wrong += ["dp"] * (self.engine == "reference" and (self.dp or 1) > 1)
+            if self.zero_stage is not None:
+                wrong.append("z")
+            wrong += [flag for flag in ("sp", "inner", "offload", "nvme", "offacts", "tiled") if getattr(self, flag)]
+            if self.hpz > 1:
+                wrong.append("hpz")
+            if self.engine == "reference" and (self.dp or 1) > 1:
+                wrong.append("dp")
             if wrong:
-                remedy = f"remove {'it' if len(wrong) == 1 else 'them'}", f"remove {self.engine}"
-                raise _refused(self.text, f"{self.engine} has no {' and '.join(wrong)}", *remedy)
+                them = "it" if len(wrong) == 1 else "them"
+                reason = f"{self.engine} has no {' and '.join(wrong)}"
+                raise _refused(self.text, reason, f"remove {them}", f"remove {self.engine}")
         if self.recompute + self.selective + (self.every is not None) > 1:
             reason = "recompute is for whole layers, selective for their attention only"
             raise _refused(self.text, reason, "remove one of them")
@@ -177,13 +211,13 @@ class Strategy:
             Layout(**self._layout_fields(max(self.ep, self.hpz, 1) if self.dp is None else self.dp))
         except LayoutError as error:
             refusal = error.as_refusal()
-            raise LayoutError(replace(refusal, given=(("strategy", self.text), *refusal.given))) from None
+            raise LayoutError(replace(refusal, settings=(("strategy", self.text), *refusal.settings))) from None
 
 
 def parse_layout(text: str, *, world_size: int | None = None) -> Layout:
     """Read a layout with its flags, `dp8-z3-recompute-offacts`; without any as `Layout.parse`. Raises LayoutError."""
     parts = text.split("-")
-    flags = [part for part in parts if part in _FLAGS or re.fullmatch(r"(every|hpz)\d{1,6}", part)]
+    flags = [part for part in parts if part in _FLAGS or re.fullmatch(r"(every|hpz)[0-9]+", part)]
     axes = [part for part in parts if part not in flags]
     layout = Layout.parse("-".join(axes or ["dp1"]), world_size=world_size)
     if not flags:
@@ -194,16 +228,22 @@ def parse_layout(text: str, *, world_size: int | None = None) -> Layout:
 
 def layout_text(layout: Layout) -> str:
     """A layout with its flags, in the form of a strategy."""
-    words = {"none": [], "full": ["recompute"]}.get(layout.recompute, [layout.recompute.replace("_", "")])
-    flags = ["sp"] * layout.sequence_parallel + ["inner"] * (layout.experts == "inner") + words
-    flags += {"none": [], "cpu": ["offload"], "nvme": ["nvme"]}[layout.offload_optimizer]
-    flags += ["offacts"] * layout.offload_activations
-    flags += ["tiled"] * layout.tiled_mlp + [f"hpz{layout.hpz}"] * (layout.hpz > 1)
-    return "-".join([str(layout), *flags])
+    flags = {
+        "sp": layout.sequence_parallel,
+        "inner": layout.experts == "inner",
+        "recompute": layout.recompute == "full",
+        layout.recompute.replace("_", ""): layout.recompute not in ("none", "full"),
+        "offload": layout.offload_optimizer == "cpu",
+        "nvme": layout.offload_optimizer == "nvme",
+        "offacts": layout.offload_activations,
+        "tiled": layout.tiled_mlp,
+        f"hpz{layout.hpz}": layout.hpz > 1,
+    }
+    return "-".join([str(layout), *(flag for flag, is_set in flags.items() if is_set)])
 
 
 def strategy_text(layout: Layout, micro_batch_size: int) -> str:
-    """The same with the micro-batch: `dp8-tp4-pp2-z1-sp-recompute-m2`."""
+    """Return a layout with its flags and the micro-batch: `dp8-tp4-pp2-z1-sp-recompute-m2`."""
     return f"{layout_text(layout)}-m{micro_batch_size}"
 
 

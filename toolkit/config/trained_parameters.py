@@ -1,4 +1,4 @@
-"""Which parameters train: what model.lora, model.freeze and model.train_only must agree on."""
+"""Trained parameters of a recipe: what model.lora, model.freeze and model.train_only must agree on."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,8 @@ from toolkit.errors import Refusal
 
 def trained_parameter_conflicts(recipe: Recipe) -> Iterator[Refusal]:
     """Refuse what does not go together. Which names there are is known with the model."""
-    section, lora = recipe.model, recipe.model.lora
+    section = recipe.model
+    lora = recipe.model.lora
     if section.freeze and section.train_only:
         reason = "each of them says what trains"
         yield recipe.conflict("model.freeze", "model.train_only", reason=reason, remedy=("leave one out",))
@@ -18,18 +19,18 @@ def trained_parameter_conflicts(recipe: Recipe) -> Iterator[Refusal]:
         return
     for field in ("model.freeze", "model.train_only"):
         if recipe.value_of(field):
-            given, reason = (
-                ((field, recipe.value_of(field)), "model.lora"),
-                "with LoRA all adapters train, and nothing else",
-            )
-            yield Refusal(field=field, given=given, reason=reason, remedy=("leave one out",))
+            settings = ((field, recipe.value_of(field)), "model.lora")
+            reason = "with LoRA all adapters train, and nothing else"
+            yield Refusal(field=field, settings=settings, reason=reason, remedy=("leave one out",))
     if "all-linear" in lora.targets and len(lora.targets) > 1:
-        field, remedy = "model.lora.targets", (("model.lora.targets", "[all-linear]"),)
+        field = "model.lora.targets"
+        remedy = (("model.lora.targets", "[all-linear]"),)
         yield recipe.conflict(field, reason="all-linear already means every linear layer", remedy=remedy)
 
 
 def _four_bit_conflicts(recipe: Recipe) -> Iterator[Refusal]:
-    field, lora = "model.load_in_4bit", recipe.model.lora
+    field = "model.load_in_4bit"
+    lora = recipe.model.lora
     if lora is None:
         reason = "weights in 4 bits cannot train: adapters do"
         yield recipe.conflict(field, "model.lora", reason=reason, remedy=(("model.lora", "{r: 16}"),))

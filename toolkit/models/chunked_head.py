@@ -1,4 +1,4 @@
-"""What the chunked loss knows of a family's LM head, and how many tokens it takes at once. Read without torch."""
+"""Facts of a family's LM head for the chunked loss, and how many tokens it takes at once. Read without torch."""
 
 from dataclasses import dataclass
 from typing import Any, Self
@@ -6,8 +6,8 @@ from typing import Any, Self
 from toolkit.models.support import find
 
 _CHUNK_BYTES = 2**29
-"""Of a chunk's logits in fp32. The gradient of the head's weight takes as much at 1,024 hidden features; smaller chunks
-save little beside it, and add to it more often."""
+"""Bytes of a chunk's logits in fp32, at most. The gradient of the head's weight takes as much at 1,024 hidden features;
+smaller chunks save little beside it, and add to it more often."""
 _TOKENS = 128
 """Chunks are multiples of it, for the kernels of products."""
 
@@ -24,7 +24,7 @@ class Chunks:
     """A chunked loss as the memory estimate knows it."""
 
     tokens: int
-    """Of a chunk."""
+    """Tokens of a chunk."""
     is_one: bool
     """Whether a single chunk has all tokens: then no gradients are summed."""
     vocabulary: int
@@ -32,14 +32,14 @@ class Chunks:
 
     @classmethod
     def of(cls, tokens: int, *, vocabulary: int, hidden: int, tp: int) -> Self:
-        """Those of a rank's micro-batch."""
+        """Return the chunks of a rank's micro-batch."""
         chunk = chunk_tokens(tokens, -(-vocabulary // tp))
         return cls(tokens=chunk, is_one=chunk >= tokens, vocabulary=vocabulary, hidden=hidden)
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadFormula:
-    """How logits follow from the head's products: by factors, then by a soft cap, `cap * tanh(x / cap)`.
+    """The formula of logits from the head's products: factors, then a soft cap, `cap * tanh(x / cap)`.
 
     Fields of the config, by sign: `* logit_scale`, `/ logits_scaling`, `cap final_logit_softcapping`.
     """
@@ -57,7 +57,8 @@ class HeadFormula:
 
     def values(self, config: Any) -> tuple[float, float | None]:
         """Return the factor and the cap, None for no cap, that a config gives."""
-        scale, cap = 1.0, None
+        scale = 1.0
+        cap = None
         for sign, field in self.steps:
             value = getattr(config, field, None)
             if value is None:
@@ -81,13 +82,15 @@ def unchunked(engine: str, precision: str, model_type: object) -> tuple[str, str
     if precision == "fp16":
         return "precision", "gradients of a chunk are made before the loss scale is applied, and underflow"
     if head_formula(model_type) is None:
-        found = find(model_type) if isinstance(model_type, str) else None
-        reason = "its head is not known" if found is None else found.loss_refusal
+        support = find(model_type) if isinstance(model_type, str) else None
+        reason = "its head is not known" if support is None else support.loss_refusal
         return "model.name_or_path", f"{model_type}: {reason}"
     return None
 
 
 def head_formula(model_type: object) -> HeadFormula | None:
     """Return the formula of a family, as docs/generate_families.py found it; None where the head has none."""
-    found = find(model_type) if isinstance(model_type, str) else None
-    return None if found is None or found.loss_refusal is not None else HeadFormula.parse(found.logits)
+    support = find(model_type) if isinstance(model_type, str) else None
+    if support is None or support.loss_refusal is not None:
+        return None
+    return HeadFormula.parse(support.logits)

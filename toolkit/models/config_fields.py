@@ -9,22 +9,28 @@ from typing import Any
 
 from toolkit.errors import ModelError
 from toolkit.files import decode_json_object, printable, read_text, reason_of
-
-LARGEST = 2**31 - 1
-"""Limit of any count: far above any model, and results computed from such sizes stay short enough to print."""
+from toolkit.units import LARGEST_COUNT
 
 _MOST = sys.float_info.max
+_SPECIAL_FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 
 
 def read_config_json(path: Path) -> dict[str, Any]:
-    """Return the object in the file. Raises ModelError if it has none, and FileNotFoundError without a file."""
+    """Return the object in the file. Raises ModelError if it has none, and FileNotFoundError without a file.
+
+    A number that JSON has not stands there as transformers writes it: `{"__float__": "Infinity"}`.
+    """
     try:
-        return decode_json_object(read_text(path))
+        return decode_json_object(read_text(path), object_hook=_special_float)
     except FileNotFoundError:
         raise
     except (OSError, ValueError) as error:
         advice = "Correct it, or save the model again."
         raise ModelError(f"{printable(path)} cannot be read: {reason_of(error)}. {advice}") from None
+
+
+def _special_float(value: dict[str, Any]) -> Any:
+    return _SPECIAL_FLOATS.get(str(value["__float__"]), value) if value.keys() == {"__float__"} else value
 
 
 def number(
@@ -41,7 +47,7 @@ def number(
 
 
 def count(
-    config: Mapping[str, Any], field: str, default: int | None = None, *, least: int = 1, most: int = LARGEST
+    config: Mapping[str, Any], field: str, default: int | None = None, *, least: int = 1, most: int = LARGEST_COUNT
 ) -> int:
     """Read a whole number within bounds; null is the default."""
     value = config.get(field)
@@ -49,7 +55,7 @@ def count(
 
 
 def optional_count(
-    config: Mapping[str, Any], field: str, default: int | None = None, *, most: int = LARGEST
+    config: Mapping[str, Any], field: str, default: int | None = None, *, most: int = LARGEST_COUNT
 ) -> int | None:
     """Read a whole number within bounds; null is None."""
     value = config.get(field, default)
@@ -57,13 +63,19 @@ def optional_count(
 
 
 def checked_count(
-    config: Mapping[str, Any], field: str, value: Any, *, least: int = 1, most: int = LARGEST, or_null: bool = False
+    config: Mapping[str, Any],
+    field: str,
+    value: Any,
+    *,
+    least: int = 1,
+    most: int = LARGEST_COUNT,
+    or_null: bool = False,
 ) -> int:
     """Check that a value is a whole number within bounds, and return it."""
     if type(value) is int and least <= value <= most:
         return value
     is_above = type(value) is int and value > most
-    bounds = f"from {least} to {most}" if most != LARGEST or is_above else f"from {least}"
+    bounds = f"from {least} to {most}" if most != LARGEST_COUNT or is_above else f"from {least}"
     raise wrong(field, value, config, f"a whole number {bounds}{', or null for none' if or_null else ''}")
 
 
@@ -97,10 +109,19 @@ def mapping(config: Mapping[str, Any], field: str) -> Mapping[str, Any]:
     raise wrong(field, value, config, "an object")
 
 
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the language model inside a multimodal config, or the config itself."""
+    if config.get("text_config") is None:
+        return config
+    text = mapping(config, "text_config")
+    outer = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
+    return outer | dict(text)
+
+
 def wrong(field: str, value: Any, config: Mapping[str, Any], allowed: str) -> ModelError:
     """Return the error for a value that the field cannot have."""
-    given = ((field, None if value is None else shown(value)), ("model_type", config.get("model_type")))
-    return ModelError.between(given, f"{field} is {allowed}")
+    settings = ((field, None if value is None else shown(value)), ("model_type", config.get("model_type")))
+    return ModelError.between(settings, f"{field} is {allowed}")
 
 
 def shown(value: Any) -> str:

@@ -11,7 +11,7 @@ class ExpertShape:
     per_token: int
     """Experts that a token goes through."""
     weights: int
-    """Of one expert, in matrices."""
+    """Weights of one expert, in matrices."""
     ffn: int
     """Width inside an expert."""
     layers: int

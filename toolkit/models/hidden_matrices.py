@@ -1,4 +1,4 @@
-"""Which parameters Muon updates: the weight matrices of the decoder layers, told by name and shape alone."""
+"""Parameters that Muon updates: the weight matrices of the decoder layers, told by name and shape alone."""
 
 import re
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ def is_hidden_matrix(name: str, shape: Sequence[int]) -> bool:
 
 
 def is_matrix(name: str, shape: Sequence[int]) -> bool:
-    """The same for a parameter that is known to be in a decoder layer."""
+    """Whether a parameter of a decoder layer is a weight matrix, or a stack of them, by its name and shape."""
     if min(shape[-2:], default=0) <= 1:
         return False
     return name.endswith("weight") if len(shape) == 2 else len(shape) == 3 and not name.endswith("bias")

@@ -28,18 +28,18 @@ class LatentAttention:
     @classmethod
     def read(cls, config: Mapping[str, Any], defaults: Mapping[str, int | None], *, default_dim: int) -> Self:
         """Read a config; `default_dim`: features of a value head where it does not say. Raises ModelError."""
-        given = {field: config.get(field, default) for field, default in defaults.items()}
-        if given["v_head_dim"] is None:
-            given["v_head_dim"] = default_dim
-        for field, value in given.items():
+        fields = {field: config.get(field, default) for field, default in defaults.items()}
+        if fields["v_head_dim"] is None:
+            fields["v_head_dim"] = default_dim
+        for field, value in fields.items():
             if field != "q_lora_rank" or value is not None:
                 checked_count(config, field, value)
         return cls(
-            query_rank=given["q_lora_rank"],
-            key_value_rank=given["kv_lora_rank"],
-            plain_dim=given["qk_nope_head_dim"],
-            rotary_dim=given["qk_rope_head_dim"],
-            value_dim=given["v_head_dim"],
+            query_rank=fields["q_lora_rank"],
+            key_value_rank=fields["kv_lora_rank"],
+            plain_dim=fields["qk_nope_head_dim"],
+            rotary_dim=fields["qk_rope_head_dim"],
+            value_dim=fields["v_head_dim"],
         )
 
     def matmul_parameters(self, hidden: int, heads: int) -> int:

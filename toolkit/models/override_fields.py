@@ -1,4 +1,4 @@
-"""What `model.overrides` may name: the fields of a family's config class, and the keys of mappings inside it.
+"""Fields that `model.overrides` may name: those of a family's config class, and the keys of mappings inside it.
 
 `override_fields.json` has them as docs/generate_override_fields.py read them from transformers' classes; here they are
 looked up without transformers.
@@ -19,7 +19,7 @@ from toolkit.models.families.spec import FACT_OF
 
 PATH = Path(__file__).with_name("override_fields.json")
 _ROPE_SPELLINGS = ("rope_theta", "rope_scaling", "partial_rotary_factor")
-"""What older configs have beside their other fields, and transformers keeps in `rope_parameters`."""
+"""Fields that older configs have beside their others, and that transformers keeps in `rope_parameters`."""
 
 
 def unknown_overrides(
@@ -32,15 +32,17 @@ def unknown_overrides(
     """
     if not overrides:
         return
-    model_type, table = str(config.get("model_type")), _table()
+    model_type = str(config.get("model_type"))
+    table = _table()
     entry: dict[str, Any] = {} if "auto_map" in config else table["families"].get(model_type, {})
     fields = [*table["shared"].split(), *entry["fields"].split()] if entry else list(known)
     for name, value in overrides.items() if fields else ():
         if name not in fields:
             family = CONFIG_SCHEMAS.get(model_type)
-            own = family.spelling.get(FACT_OF.get(name, "")) if family else None
-            own = "rope_parameters" if name in _ROPE_SPELLINGS and "rope_parameters" in fields else own
-            hint = f"Did you mean {own}?" if own else nearest(name, fields)
+            meant = family.spelling.get(FACT_OF.get(name, "")) if family else None
+            if name in _ROPE_SPELLINGS and "rope_parameters" in fields:
+                meant = "rope_parameters"
+            hint = f"Did you mean {meant}?" if meant else nearest(name, fields)
             yield _refusal(f"{path}.{name}", f"the config of {model_type} has no such field", hint)
         elif name == "rope_parameters" and entry and value is not None:
             yield from _unknown_rope_keys(f"{path}.{name}", value, entry, {**config, **overrides})
@@ -70,15 +72,15 @@ def _unknown_rope_keys(path: str, rope: Any, entry: Mapping[str, Any], config: M
     yield from _unknown_keys(path, rope, allowed, f"rope_type {rope_type} has no such key")
 
 
-def _unknown_keys(path: str, given: Iterable[str], allowed: list[str], reason: str) -> Iterator[Refusal]:
-    for key in given:
+def _unknown_keys(path: str, keys: Iterable[str], allowed: list[str], reason: str) -> Iterator[Refusal]:
+    for key in keys:
         if key not in allowed:
             hint = nearest(key, allowed) or f"It has {', '.join(dict.fromkeys(allowed)) or 'none'}"
             yield _refusal(f"{path}.{key}", reason, hint)
 
 
 def _refusal(path: str, reason: str, hint: str) -> Refusal:
-    return Refusal(field=path, given=(printable(path),), reason=reason, remedy=(hint.strip(),) if hint else ())
+    return Refusal(field=path, settings=(printable(path),), reason=reason, remedy=(hint.strip(),) if hint else ())
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """ModelShape: the numbers that define a GPT, read from a Hugging Face config without torch or transformers.
 
 `find_config` turns a catalogue name or a local directory into a config, `with_overrides` changes fields of it, and
-`ModelShape.from_config` reads it the way the Hugging Face class would: the family's own spelling and its defaults.
+`ModelShape.from_config` reads it: what its fields mean stands in shape_fields.py.
 """
 
 import copy
@@ -15,18 +15,12 @@ from typing import Any, Self
 
 from toolkit.errors import ModelError, nearest
 from toolkit.files import expanded
-from toolkit.models import config_fields
-from toolkit.models.config_fields import LARGEST, checked_count, flag, mapping, read_config_json, wrong
+from toolkit.models.config_fields import checked_count, read_config_json, text_config
 from toolkit.models.experts import ExpertShape
-from toolkit.models.families.registry import CONFIG_SCHEMAS, find_spec
-from toolkit.models.families.spec import FACT_OF, MAPPED_BY_ALL, SPELLINGS, ConfigSchema
+from toolkit.models.families.registry import CONFIG_SCHEMAS
+from toolkit.models.families.spec import FACT_OF, SPELLINGS
 from toolkit.models.latent_attention import LatentAttention
-
-_MOST = {"layers": 10_000, "heads": 10_000}
-"""More than any model has, and few enough to enumerate quickly."""
-
-_SIMILARITY = 0.8
-"""Cutoff of similarity for "Did you mean": names of models are closer to each other than other words are."""
+from toolkit.models.shape_fields import shape_fields
 
 _HUB_NAME = re.compile(r"huggingface\.co/(\S+/\S+) config\.json")
 _SILENT_WORDS = frozenset({"meta", "hf", "deduped"})
@@ -63,7 +57,7 @@ class ModelShape:
     latent: LatentAttention | None = None
     """The dims of latent attention, in families that have it; then `head_dim` is that of queries and keys."""
     experts: ExpertShape | None = None
-    """What a mixture has beside, or in the place of, the MLP of `ffn`."""
+    """The experts of a mixture, beside or in the place of the MLP of `ffn`; None for a dense model."""
     windowed: float = 0.0
     """Share of the layers whose attention sees no further than `window` positions; read for mixtures of experts."""
     window: int = 0
@@ -85,63 +79,14 @@ class ModelShape:
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
         """Return the shape of the model that Hugging Face would build. Raises ModelError for what cannot be read."""
-        config = text_config(config)
-        model_type = config.get("model_type")
-        if model_type is None:
-            raise ModelError.of("model_type", None, "the config names no family", "choose one of dstk families")
-        spec = find_spec(model_type)
-        family = spec.config
-        if family is None:
-            raise _not_read(model_type, spec.not_read_because, is_dense=spec.is_dense)
-        if flag(config, "add_cross_attention", False):
-            field = "add_cross_attention"
-            raise ModelError.of(field, True, f"such a {model_type} attends to an encoder", (field, False))
-        hidden = _count(config, family, "hidden")
-        heads = _count(config, family, "heads")
-        kv_heads = _count(config, family, "kv_heads", heads)
-        # Falcon's new architecture reads num_kv_heads and ignores multi_query.
-        if (
-            family.multi_query
-            and flag(config, "multi_query", True)
-            and not flag(config, "new_decoder_architecture", False)
-        ):
-            kv_heads = 1
-        if heads % kv_heads:
-            given = ((family.spelling.get("kv_heads", "kv_heads"), kv_heads), (family.spelling["heads"], heads))
-            raise ModelError.between(given, "query heads share key-value heads equally", "choose a divisor")
-        latent = None
-        if family.latent is not None:
-            latent = LatentAttention.read(config, family.latent, default_dim=hidden // heads)
-        head_dim = _optional_count(config, family, "head_dim") if latent is None else latent.head_dim
-        if head_dim is None:
-            if hidden % heads:
-                given = ((family.spelling["heads"], heads), (family.spelling["hidden"], hidden))
-                raise ModelError.between(given, "heads share the hidden size equally", "choose a divisor")
-            head_dim = hidden // heads
-        if family.heads_fill_hidden and heads * head_dim != hidden:
-            reason = f"the {heads} heads of a {model_type} fill its hidden_size of {hidden}"
-            raise ModelError.of("head_dim", head_dim, reason, ("head_dim", hidden // heads))
-        return cls(
-            family=str(model_type),
-            hidden=hidden,
-            layers=_count(config, family, "layers"),
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            ffn=_count(config, family, "ffn", 4 * hidden),
-            gated=family.gated,
-            vocab=_count(config, family, "vocab"),
-            positions=_positions(config, family),
-            tied=_tied(config, family),
-            learned_positions=family.learned_positions,
-            embed_dim=_count(config, family, "embed_dim", hidden),
-            latent=latent,
-        )
+        return cls(**shape_fields(config))
 
     @classmethod
     def from_facts(cls, family: str, facts: Mapping[str, Any], config: Mapping[str, Any]) -> Self:
         """Return the shape of a model of any other family, from what transformers reads in its config."""
-        hidden, heads, text = facts["hidden"], facts["heads"] or 1, text_config(config)
+        hidden = facts["hidden"]
+        heads = facts["heads"] or 1
+        text = text_config(config)
         latent = None
         if text.get("kv_lora_rank") and text.get("qk_nope_head_dim"):
             names = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -191,8 +136,10 @@ def find_name(name: str, *, tuned: bool = False) -> str | None:
     """
     if name.lower() in names():
         return name.lower()
-    found = _spellings(tuned).get(_spelling(name, tuned))
-    return None if found and "/" not in name and Path(name).is_dir() else found
+    entry = _spellings(tuned).get(_spelling(name, tuned))
+    if entry and "/" not in name and Path(name).is_dir():
+        return None
+    return entry
 
 
 def find_config(name_or_path: str, *, tuned: bool = False) -> dict[str, Any] | None:
@@ -218,7 +165,7 @@ def local_config(name_or_path: str) -> dict[str, Any]:
     config = find_config(name_or_path, tuned=True)
     if config is None:
         advice = "name a directory with a config.json, or a shape of the catalogue such as gpt2"
-        reason = "it is no known shape and no directory, and nothing is fetched from a hub"
+        reason = "it is neither a known shape nor a directory, and nothing is fetched from a hub"
         raise ModelError.of("model", name_or_path, reason, nearest_names(name_or_path).strip() or advice)
     return config
 
@@ -235,13 +182,13 @@ def hidden_size_of(config: Mapping[str, Any]) -> int:
     text = text_config(config)
     if str(text.get("model_type")) in CONFIG_SCHEMAS:
         return ModelShape.from_config(text).hidden
-    return checked_count(text, "hidden_size", next((text[one] for one in SPELLINGS["hidden"] if one in text), None))
+    return checked_count(text, "hidden_size", next((text[name] for name in SPELLINGS["hidden"] if name in text), None))
 
 
 def hub_spelling(entry: str) -> str | None:
     """Return a catalogue entry's name on the hub; None if no weights were published under it."""
-    found = _HUB_NAME.fullmatch(_catalogue()[entry]["_source"])
-    return found and found[1]
+    named = _HUB_NAME.fullmatch(_catalogue()[entry]["_source"])
+    return named and named[1]
 
 
 def published_parameters(name: str) -> int | None:
@@ -255,7 +202,8 @@ def _spellings(tuned: bool) -> Mapping[str, str]:
     """Every spelling of an entry, with and without its organization -> the entry."""
     spellings: dict[str, str] = {}
     read = _HUB_NAME.match if tuned else _HUB_NAME.fullmatch  # tuned: also the text model inside another
-    published = [(found[1], entry) for entry in names() if (found := read(_catalogue()[entry]["_source"]))]
+    sources = ((read(_catalogue()[entry]["_source"]), entry) for entry in names())
+    published = [(named[1], entry) for named, entry in sources if named]
     for hub, entry in (*_catalogue()["_aliases"].items(), *published, *((entry, entry) for entry in names())):
         organization, slash, name = hub.rpartition("/")
         for model in (name, entry):
@@ -291,80 +239,15 @@ def with_overrides(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> d
     result = dict(config)
     for key, value in overrides.items():
         fact = FACT_OF.get(key)
-        own = family.spelling.get(fact) if family and fact else None
-        if fact and own:
+        field = family.spelling.get(fact) if family and fact else None
+        if fact and field:
             for spelling in SPELLINGS[fact]:
                 result.pop(spelling, None)
-        result[own or key] = value
+        result[field or key] = value
     for derived, sources in DERIVED_FIELDS.items():
         if derived not in overrides and sources & overrides.keys():
             result.pop(derived, None)
     return result
-
-
-def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the language model inside a multimodal config, or the config itself."""
-    if config.get("text_config") is None:
-        return config
-    text = mapping(config, "text_config")
-    outer = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
-    return outer | dict(text)
-
-
-def _read(config: Mapping[str, Any], family: ConfigSchema, fact: str) -> Any:
-    """Return the value Hugging Face would use for `fact`; None if the family does not have it."""
-    own = family.spelling.get(fact)
-    if own is None:
-        return None
-    legacy = family.legacy_hidden if fact == "hidden" else ()
-    for spelling in (*legacy, own, *(SPELLINGS[fact][:1] if fact in MAPPED_BY_ALL else ())):
-        if spelling in config:
-            return config[spelling]
-    for spelling in SPELLINGS[fact]:
-        if spelling in config:  # Hugging Face would ignore it and take its default: a model nobody asked for
-            reason = f"it is no field of a {config['model_type']} config"
-            raise ModelError.of(spelling, config[spelling], reason, f"write {own}")
-    return family.fields[own]
-
-
-def _not_read(model_type: Any, reason: str | None, *, is_dense: bool) -> ModelError:
-    """Return the error for a family whose shape is not read; it names a similar family only where that may be meant."""
-    name = config_fields.name(model_type)
-    what = "it is not counted" if reason and is_dense else "it is not a dense decoder that this toolkit reads"
-    if reason:
-        return ModelError.of("model_type", name, f"{what}: {reason}", f"see dstk families {name}")
-    hint = nearest(name, CONFIG_SCHEMAS, cutoff=_SIMILARITY).strip()
-    return ModelError.of("model_type", name, what, hint or "see dstk families")
-
-
-def _tied(config: Mapping[str, Any], family: ConfigSchema) -> bool:
-    value = _read(config, family, "tied")
-    if value is None or isinstance(value, bool):
-        return bool(value)
-    raise wrong(family.spelling["tied"], value, config, "true or false")
-
-
-def _positions(config: Mapping[str, Any], family: ConfigSchema) -> int | None:
-    """Return the longest sequence; None if the config names none, which a family with a table of positions must."""
-    if family.learned_positions or family.needs_positions:
-        return _count(config, family, "positions")
-    return _optional_count(config, family, "positions")
-
-
-def _optional_count(config: Mapping[str, Any], family: ConfigSchema, fact: str) -> int | None:
-    value = _read(config, family, fact)
-    if value is None:
-        return None
-    return checked_count(config, family.spelling[fact], value, most=_MOST.get(fact, LARGEST))
-
-
-def _count(config: Mapping[str, Any], family: ConfigSchema, fact: str, default: int | None = None) -> int:
-    value = _optional_count(config, family, fact)
-    value = default if value is None else value
-    if value is None:
-        field = family.spelling[fact]
-        raise wrong(field, None, config, "a whole number from 1")
-    return value
 
 
 def _read_config(directory: Path) -> dict[str, Any]:

@@ -22,17 +22,19 @@ EXPERT_KINDS = ("ep", "inner")
 
 Whole experts shared out over tensor-parallel ranks are part of `tensor`.
 """
+OTHER_KINDS = ("rounded", "autocast", "fsdp")
+"""Precisions and engines that all families but a few support; the file has those few alone."""
 LIGER_FAMILIES = (
     *("exaone4", "gemma", "gemma2", "gemma3_text", "glm4", "granite", "hunyuan_v1_dense", "llama", "ministral"),
     *("mistral", "olmo2", "olmo3", "phi3", "qwen2", "qwen3", "smollm3"),
 )
-"""Those that `model.kernels: liger` was tested for (tests/model_init/test_liger.py): Liger knows more."""
+"""Families that `model.kernels: liger` was tested for (tests/model_init/test_liger.py): Liger knows more."""
 NO_EXPERTS = "it has no experts"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Support:
-    """What was found about one family. A refusal says why not; None means that the result is exact."""
+    """Results of the checks of one family. A refusal says why not; None means that the result is exact."""
 
     model_type: str
     pipeline_refusal: str | None
@@ -43,12 +45,20 @@ class Support:
     attention: tuple[str, ...] = ("eager", "sdpa", "flash")
     """Implementations that its transformers class declares."""
     loss_refusal: str | None = None
-    """Why its loss cannot be computed inside the head, over chunks of tokens."""
+    """Reason why its loss cannot be computed inside the head, over chunks of tokens; None where it can."""
+    rounded_refusal: str | None = None
+    """Reason why its forward pass does not run with weights that are rounded to 16 bits; None where it does."""
+    autocast_refusal: str | None = None
+    """Reason why its forward pass does not run with fp32 weights under torch.autocast; None where it does."""
+    fsdp_refusal: str | None = None
+    """Reason why FSDP cannot shard it; None where it can."""
+    rounds_buffers: bool = False
+    """Whether weights in 16 bits need buffers in 16 bits beside them, as transformers has them."""
     logits: str = ""
-    """How logits follow from the products of its head (toolkit/models/chunked_head.py); empty: they are these."""
+    """Formula of the logits from the products of its head (toolkit/models/chunked_head.py); empty: they are these."""
 
     def refusal(self, kind: str) -> str | None:
-        """Return why it does not support a kind of parallelism (of KINDS or EXPERT_KINDS); None if it does."""
+        """Return why it does not support a kind (of KINDS, EXPERT_KINDS or OTHER_KINDS); None if it does."""
         reason: str | None = getattr(self, f"{kind}_refusal")
         return reason
 
@@ -69,8 +79,8 @@ def find(model_type: str) -> Support | None:
 
 def attention_kinds(model_type: object) -> tuple[str, ...]:
     """Return the implementations of attention that a family has: `eager`, `sdpa`, `flash`; all where it is unknown."""
-    found = find(model_type) if isinstance(model_type, str) else None
-    return Support.attention if found is None else found.attention
+    support = find(model_type) if isinstance(model_type, str) else None
+    return Support.attention if support is None else support.attention
 
 
 def all_families() -> Mapping[str, Support]:
@@ -87,7 +97,9 @@ def encoded(families: Mapping[str, Support], version: str) -> str:
     """Return the text of support.json."""
     rows = {
         name: {kind: support.refusal(kind) or True for kind in support.kinds}
+        | {kind: support.refusal(kind) for kind in OTHER_KINDS if not support.supports(kind)}
         | {"attention": " ".join(support.attention), "loss": support.loss_refusal or True}
+        | ({"rounds_buffers": True} if support.rounds_buffers else {})
         | ({"logits": support.logits} if support.logits else {})
         for name, support in sorted(families.items())
     }
@@ -102,6 +114,7 @@ def _stored() -> tuple[str, Mapping[str, Support]]:
         name: Support(
             model_type=name,
             attention=tuple(row["attention"].split()),
+            rounds_buffers=row.get("rounds_buffers", False),
             logits=row.get("logits", ""),
             **{f"{kind}_refusal": None if row[kind] is True else str(row[kind]) for kind in row if kind not in _FACTS},
         )
@@ -109,7 +122,7 @@ def _stored() -> tuple[str, Mapping[str, Support]]:
     }
 
 
-_FACTS = ("attention", "logits")
+_FACTS = ("attention", "rounds_buffers", "logits")
 _SHOWN = 6
 
 
@@ -160,12 +173,13 @@ def expert_parallel_sizes(shape: ModelShape, *, tp: int = 1) -> list[int]:
 
 
 def _tensor_misfit(shape: ModelShape, tp: int, *, inner: bool) -> str | None:
-    reason, experts = _heads_misfit(shape, tp), shape.experts
+    reason = _heads_misfit(shape, tp)
+    experts = shape.experts
     if reason is None and shape.ffn % tp and (experts is None or experts.layers < shape.layers):
         return f"an MLP of width {shape.ffn} cannot be shared equally by {tp} ranks"
     if reason is None and experts is not None and (experts.ffn if inner else experts.count) % tp:
-        what = f"experts of width {experts.ffn}" if inner else plural(experts.count, "expert")
-        return f"{what} cannot be shared equally by {tp} ranks"
+        shared = f"experts of width {experts.ffn}" if inner else plural(experts.count, "expert")
+        return f"{shared} cannot be shared equally by {tp} ranks"
     return reason
 
 
@@ -178,7 +192,7 @@ def _heads_misfit(shape: ModelShape, ranks: int) -> str | None:
     return None
 
 
-def _nearest(sizes: list[int], given: int) -> str:
-    """Write sizes as `1, 2 or 4`; of many, those nearest to the given one."""
-    nearest = sorted(sorted(sizes, key=lambda size: abs(size - given))[:_SHOWN])
+def _nearest(sizes: list[int], asked: int) -> str:
+    """Write sizes as `1, 2 or 4`; of many, those nearest to the one that was asked for."""
+    nearest = sorted(sorted(sizes, key=lambda size: abs(size - asked))[:_SHOWN])
     return english_list([*map(str, nearest)], "or")

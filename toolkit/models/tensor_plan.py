@@ -28,7 +28,7 @@ FusedBlocks = Callable[[Any], Blocks]
 
 @dataclass(frozen=True, kw_only=True)
 class TensorPlan:
-    """How the decoder layers of one family are sharded. Keys are module names inside a decoder layer."""
+    """The way in which a family's decoder layers are sharded. Keys are module names inside a decoder layer."""
 
     styles: Mapping[str, str] = field(default_factory=dict)
     """`attn.c_attn` -> one of STYLES. A parameter with an entry per head or column, `self_attn.sinks`, is colwise."""
@@ -53,7 +53,7 @@ class TensorPlan:
     behind: tuple[str, ...] = ()
     """Parameters of a block that act behind its row-parallel layer, where every rank has the whole hidden state."""
     needs: Callable[[Any, int], str | None] = lambda config, tp: None
-    """Why this config does not support this tp; None where it does."""
+    """A function that returns why a config does not support a tp; None where it does."""
 
     @property
     def mixes_positions(self) -> bool:
@@ -64,6 +64,11 @@ class TensorPlan:
 def heads(config: Any) -> int:
     """Query heads."""
     return int(config.num_attention_heads)
+
+
+def heads_of_layers(config: Any) -> tuple[int, ...]:
+    """Query heads of each decoder layer, of a family that has more of them in some layers; empty for others."""
+    return tuple(getattr(config, "num_attention_heads_per_layer", None) or ())
 
 
 def kv_heads(config: Any) -> int:

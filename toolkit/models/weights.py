@@ -12,16 +12,18 @@ def attention_matmul_parameters(shape: ModelShape) -> int:
 
 def layers_matmul_parameters(shape: ModelShape) -> int:
     """Weights of all decoder layers that a token multiplies: attention, the MLP, of routed experts the chosen few."""
-    mlp, layers = (3 if shape.gated else 2) * shape.hidden * shape.ffn, shape.layers
-    if shape.experts is None:
+    mlp = (3 if shape.gated else 2) * shape.hidden * shape.ffn
+    layers = shape.layers
+    experts = shape.experts
+    if experts is None:
         return layers * (attention_matmul_parameters(shape) + mlp)
-    each, count = shape.experts, shape.experts.layers
-    inside = count * (each.always + each.per_token * each.weights) + (layers - count) * mlp
+    mixture = experts.always + experts.per_token * experts.weights
+    inside = experts.layers * mixture + (layers - experts.layers) * mlp
     return layers * attention_matmul_parameters(shape) + inside
 
 
 def layer_matmul_parameters(shape: ModelShape) -> int:
-    """The same of one layer; where some layers have experts and others have not, of the mean layer."""
+    """Weights of a decoder layer that a token multiplies; of the mean layer, where not all layers have experts."""
     return layers_matmul_parameters(shape) // shape.layers
 
 

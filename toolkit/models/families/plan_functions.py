@@ -36,7 +36,7 @@ def _falcon(config: Any) -> Blocks:
 
 
 def _codegen(config: Any) -> Blocks:
-    """In each chunk queries, values and keys, which are blocks of one size."""
+    """Return the queries, values and keys of each chunk, which are blocks of one size."""
     return 3 * _codegen_heads(config)
 
 

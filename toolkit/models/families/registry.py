@@ -78,10 +78,10 @@ def own_attention(config: Mapping[str, Any], attention: str | None) -> str | Non
     A family without a FamilySpec is examined when its model is built.
     """
     family = config.get("model_type")
-    found = find_spec(family).attention
-    if found == "none":
+    attention_code = find_spec(family).attention
+    if attention_code == "none":
         return f"{family} has no attention"
-    if found == "own":
+    if attention_code == "own":
         return f"{family} computes attention in its own layers, not through the attention interface of transformers"
     if attention == "eager" and config.get("reorder_and_upcast_attn"):
         return "reorder_and_upcast_attn=true with eager attention does not go through the interface of transformers"
@@ -125,5 +125,5 @@ def _inside_layers(model_type: str, published: Mapping[str, str]) -> dict[str, s
 
 
 def _unsupported(model_type: str, reason: str) -> ModelError:
-    given = ("tensor parallelism", ("model_type", model_type))
-    return ModelError(Refusal(field="parallel.tp", given=given, reason=reason, remedy=(("parallel.tp", 1),)))
+    subject = ("tensor parallelism", ("model_type", model_type))
+    return ModelError(Refusal(field="parallel.tp", settings=subject, reason=reason, remedy=(("parallel.tp", 1),)))

@@ -28,7 +28,7 @@ MAPPED_BY_ALL = ("hidden", "layers", "heads", "positions")
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigSchema:
-    """How a family's config class spells the facts of a shape, and its defaults (transformers 5.23)."""
+    """The spelling of a shape's facts in a family's config class, and their defaults (transformers 5.23)."""
 
     fields: Mapping[str, int | bool | None]
     """The config's own field of each fact that the family has -> its default; None where the file must say it or it
@@ -57,9 +57,9 @@ class FamilySpec:
     """One family. A family that follows Hugging Face's conventions in everything needs none."""
 
     config: ConfigSchema | None = None
-    """None: its shape is not read."""
+    """The schema of the family's config; None where its shape is not read."""
     not_read_because: str | None = None
-    """Why not."""
+    """Reason why the shape is not read; None where it is."""
     is_dense: bool = True
     tensor_plan: TensorPlan | None = None
     """A hand-made plan. None: Hugging Face's `base_model_tp_plan` is used."""
