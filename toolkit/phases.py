@@ -7,7 +7,7 @@ class PhaseReporter(Protocol):
     """Called when a phase begins, and repeatedly in long ones: every call counts as progress. `step` counts from 1."""
 
     def __call__(self, phase: str, step: int | None = None) -> None:
-        """Report it. Takes about a microsecond."""
+        """Report the phase. A call takes about a microsecond."""
 
 
 def ignore_phase(phase: str, step: int | None = None) -> None:

@@ -89,7 +89,7 @@ def test_parts_of_matrices_are_updated_as_whole_ones(
     wanted: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each half is in two tensors, divided within a row, and its fragments end within rows, too."""
-    monkeypatch.setattr(adafactor, "ROUND_ELEMENTS", 7)
+    monkeypatch.setattr(adafactor, "UPDATE_CHUNK_ELEMENTS", 7)
     model = Model()
     held: list[tuple[str, Shard, int, torch.Tensor]] = []
     for name in SHAPES:

@@ -6,6 +6,7 @@ A test that fails here after an upgrade is good news: delete the patch.
 import contextlib
 import importlib
 import io
+import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ from transformers import AutoConfig
 from toolkit.config.recipe import Recipe
 from toolkit.config.strategy import Strategy
 from toolkit.engines import deepspeed_patches
+from toolkit.engines.optimizer import Lion
 from toolkit.launch.local_ranks import RankFailedError
 from toolkit.parallel.tiny_model import tiny_config
 from toolkit.parity.run.train_in_memory import train_in_memory
@@ -31,7 +33,12 @@ Make = Callable[..., Recipe]
 Ranks = Callable[..., list[Any]]
 
 
-def plain_engine(stage: int = 0, accumulation: int = 1, **sections: Any) -> Any:
+def plain_engine(
+    stage: int = 0,
+    accumulation: int = 1,
+    kind: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+    **sections: Any,
+) -> Any:
     """A DeepSpeed engine of a tiny model with two parameter groups, without any patch."""
     deepspeed_patches.skip_shared_memory_op()
     torch.manual_seed(0)
@@ -46,7 +53,7 @@ def plain_engine(stage: int = 0, accumulation: int = 1, **sections: Any) -> Any:
         "zero_force_ds_cpu_optimizer": False,
         **sections,
     }
-    return deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(groups, lr=0.1), config=config)[0]
+    return deepspeed.initialize(model=model, optimizer=kind(groups, lr=0.1), config=config)[0]
 
 
 def backward(engine: Any, factor: float = 1.0) -> None:
@@ -249,3 +256,24 @@ def test_deepspeed_still_reduces_the_norm_once_for_each_parameter_group() -> Non
         return len(calls)
 
     assert (reductions(1), reductions(2)) == (1, 2)
+
+
+def untested_warnings(_: int) -> list[int]:
+    """How often DeepSpeed warns of Lion: by itself, as a tested optimizer, and as another one."""
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    deepspeed.utils.logger.setLevel(logging.WARNING)
+    deepspeed.utils.logger.addHandler(handler)
+    quiet = deepspeed_patches.without_untested_warning
+    counts = []
+    for around in (contextlib.nullcontext(), quiet("lion"), quiet("adamw8bit")):
+        records.clear()
+        with around:
+            plain_engine(stage=1, kind=Lion)
+        counts.append(sum("untested optimizer" in record.getMessage() for record in records))
+    return counts
+
+
+def test_deepspeed_still_warns_of_optimizers_that_are_tested_here(ranks: Ranks) -> None:
+    assert ranks(untested_warnings, 1, 0) == [[1, 0, 1]]

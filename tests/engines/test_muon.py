@@ -112,7 +112,7 @@ def test_work_is_shared_out_by_cost() -> None:
 
 
 def test_a_round_has_no_more_than_its_elements(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("toolkit.parallel.matrix_exchange.ROUND_ELEMENTS", 100)
+    monkeypatch.setattr("toolkit.parallel.matrix_exchange.UPDATE_CHUNK_ELEMENTS", 100)
     shards = [Shard(name=f"m{i}", shape=(6, 7)) for i in range(5)]
     fragments = [one for s in shards for one in fragments_of(s, start=0, length=42, tensor=0, offset=0)]
     exchange = MatrixExchange(fragments, None)

@@ -153,6 +153,7 @@ LAYOUTS = {
     "pp2-dp2-z1": (4, {"pp": 2, "zero_stage": 1}),
     "tp2-sp-z1": (2, {"tp": 2, "sequence_parallel": True, "zero_stage": 1}),
     "tp2-pp2-z1": (4, {"tp": 2, "pp": 2, "zero_stage": 1}),
+    "tp2-sp-pp2-z1": (4, {"tp": 2, "pp": 2, "sequence_parallel": True, "zero_stage": 1}),
     "tp2-sp-dp2-ep2-z2": (4, {"tp": 2, "ep": 2, "sequence_parallel": True, "zero_stage": 2}),
     "ep2-z3": (2, {"ep": 2, "zero_stage": 3}),
     "ddp": (2, {}),
@@ -162,7 +163,7 @@ LAYOUTS = {
 CASES = [case for case in product(ALL, LAYOUTS) if case[0] != "noise" or "sp" not in case[1].split("-")]
 DAILY = {
     ("micro_batch", "pp2-z0-recompute"),
-    ("global", "tp2-sp-z1"),
+    ("global", "tp2-sp-pp2-z1"),
     ("deepseek", "ep2-z3"),
     ("capacity", "tp2-sp-dp2-ep2-z2"),
 }
@@ -224,6 +225,35 @@ def test_a_balancing_that_the_family_does_not_allow_is_refused(
     recipe = moe_recipe(family, config={"num_hidden_layers": 4}, **changes)
     with pytest.raises(ModelError, match=message):
         check_routing(recipe, load_config(recipe.model))
+
+
+def test_loads_count_experts_that_hand_a_token_on_as_it_is(moe_recipe: Make) -> None:
+    """LongCat-Flash's routers choose from zero experts as well."""
+    recipe = moe_recipe("longcat_flash", config={"num_hidden_layers": 4}, batch__micro_batch_size=2)
+    config = load_config(recipe.model)
+    engine = engine_of(recipe)
+    assert engine.routing is not None
+    assert engine.routing.count == config.n_routed_experts + config.zero_expert_num
+    batch = a_batch(recipe, [32, 32])
+    engine.train_step([batch], target_tokens=64, learning_rate=0.0)
+    loads = engine.routing.totals[2:].view(-1, engine.routing.count).sum(dim=1)
+    assert set(loads.tolist()) == {0.0, 64.0 * config.moe_topk}
+
+
+def test_loads_count_tokens_that_skip_the_experts(moe_recipe: Make) -> None:
+    """ZAYA's routers have one logit more than experts, and hand tokens that skip them to the first with weight 0."""
+    balance = {"model__router_aux_loss": {"coefficient": 0.5}, "model__router_z_loss": 0.1}
+    recipe = moe_recipe("zaya", batch__micro_batch_size=2, **balance)
+    engine = engine_of(recipe)
+    assert engine.routing is not None
+    with torch.no_grad():
+        for name, bias in engine.model.named_buffers():
+            if name.endswith("balancing_biases"):
+                bias[-1] = 1.0  # all tokens skip
+    engine.train_step([a_batch(recipe, [32, 32])], target_tokens=64, learning_rate=0.0)
+    experts = load_config(recipe.model).num_experts
+    loads = engine.routing.totals[2:].view(2, experts + 1)
+    assert loads.tolist() == [[0.0] * experts + [64.0]] * 2
 
 
 def drop_on_the_first_stage(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from toolkit.data.samples.micro_batch import MicroBatch
 from toolkit.engines.reference_engine import ReferenceEngine
 from toolkit.errors import ModelError
 from toolkit.model_init.document_masking import check_document_masking
+from toolkit.parallel.tiny_model import tiny_config
 from toolkit.training.preflight import check_model
 
 Make = Callable[..., Recipe]
@@ -62,6 +63,10 @@ def refused(family: str) -> bool:
     except ModelError:
         return True
     return False
+
+
+def test_a_config_that_insists_on_a_padding_token_is_checked_too() -> None:
+    check_document_masking(ModelSection(name_or_path="modernbert-decoder"), tiny_config("modernbert-decoder"))
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

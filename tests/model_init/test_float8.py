@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -145,12 +146,13 @@ def test_zero_3_frees_the_weight_between_the_passes() -> None:
 
 
 class TestRefusals:
-    @pytest.mark.skipif(importlib.util.find_spec("torchao") is not None, reason="torchao is installed")
-    def test_without_torchao(self) -> None:
+    def test_without_torchao(self, monkeypatch: pytest.MonkeyPatch) -> None:
         import torch
 
         from toolkit.model_init.float8 import check_float8
 
+        for name in ("torchao", "torchao.float8"):
+            monkeypatch.setitem(sys.modules, name, None)
         with refused(RunError, "model.float8", remedy=("model.float8", None)):
             check_float8("rowwise", torch.device("cpu"))
 

@@ -1,10 +1,7 @@
-"""Liger's kernels train what torch's do. Its kernels run on CPUs in Triton's interpreter, where that is installed:
-
-TRITON_INTERPRET=1 python -m pytest tests/model_init/test_liger.py
-"""
+"""Liger's kernels train what torch's do. Its kernels run on CPUs in Triton's interpreter."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -76,9 +73,15 @@ def errors(family: str, *, liger: bool) -> dict[str, float]:
     return {name: float((one - other).norm() / one.norm()) for name, (one, other) in pairs.items()}
 
 
+def daily(cases: Iterable[Any], *, few: Sequence[Any]) -> list[Any]:
+    """All cases as parameters, of which `make test` runs a few: the interpreter takes seconds for each."""
+    cases = list(cases)
+    assert all(case in cases for case in few)
+    return [pytest.param(case, marks=[] if case in few else pytest.mark.whole) for case in cases]
+
+
 @interpreted
-@pytest.mark.whole
-@pytest.mark.parametrize("family", LIGER_FAMILIES)
+@pytest.mark.parametrize("family", daily(LIGER_FAMILIES, few=("llama", "gemma2", "qwen3")))
 def test_loss_and_gradients_are_those_of_torchs_kernels(family: str) -> None:
     found, plain = errors(family, liger=True), errors(family, liger=False)
     assert max(plain.values()) < 1e-5, plain
@@ -86,8 +89,7 @@ def test_loss_and_gradients_are_those_of_torchs_kernels(family: str) -> None:
 
 
 @interpreted
-@pytest.mark.whole
-@pytest.mark.parametrize("family", LIGER_FAMILIES)
+@pytest.mark.parametrize("family", daily(LIGER_FAMILIES, few=("llama",)))
 def test_less_is_kept_for_the_backward_pass(family: str) -> None:
     kept = []
     for liger in (False, True):
@@ -115,28 +117,30 @@ def trial(recipe: Recipe) -> ParityRun:
     return train_in_memory(recipe, inspect=lambda engine: [str(part).split("(")[0] for part in engine.model.modules()])
 
 
+PLACES: list[dict[str, Any]] = [
+    {"model": "qwen3-tiny", "tp": 2},
+    {"model": "gemma-2-2b", "tp": 2, "sequence_parallel": True},
+    {"model": "olmo-2-1b", "tp": 2},
+    {"model": "phi-4", "tp": 2},
+    {"zero_stage": 0},
+    {"zero_stage": 2},
+    {"zero_stage": 3},
+    {"tp": 2},
+    {"tp": 2, "sequence_parallel": True},
+    {"pp": 2},
+    {"ulysses": 2, "zero_stage": 3},
+    {"recompute": "full"},
+    {"recompute": "selective"},
+    {"offload_activations": True},
+    {"tiled_mlp": True},
+    {"lora": True},
+]
+
+
 @interpreted
-@pytest.mark.whole
 @pytest.mark.parametrize(
     "place",
-    [
-        {"model": "qwen3-tiny", "tp": 2},
-        {"model": "gemma-2-2b", "tp": 2, "sequence_parallel": True},
-        {"model": "olmo-2-1b", "tp": 2},
-        {"model": "phi-4", "tp": 2},
-        {"zero_stage": 0},
-        {"zero_stage": 2},
-        {"zero_stage": 3},
-        {"tp": 2},
-        {"tp": 2, "sequence_parallel": True},
-        {"pp": 2},
-        {"ulysses": 2, "zero_stage": 3},
-        {"recompute": "full"},
-        {"recompute": "selective"},
-        {"offload_activations": True},
-        {"tiled_mlp": True},
-        {"lora": True},
-    ],
+    daily(PLACES, few=[{"zero_stage": 2}, {"tp": 2, "sequence_parallel": True}, {"pp": 2}]),
     ids=str,
 )
 def test_it_trains_what_one_plain_process_trains(make_recipe: Make, ranks: Ranks, place: dict[str, Any]) -> None:

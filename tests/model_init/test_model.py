@@ -73,9 +73,31 @@ def test_a_new_model_takes_its_special_tokens_from_the_tokenizer(make_recipe: Ma
     assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (7, 7, None)
 
 
+@pytest.mark.parametrize("family", ["roberta", "camembert", "xlm-roberta-xl", "data2vec-text", "xlm"])
+def test_a_new_model_of_a_family_that_looks_for_padding_numbers_every_token(
+    make_recipe: Make, tmp_path: Path, family: str
+) -> None:
+    """RoBERTa's positions begin after the padding token's id, which would also be a token like all others here."""
+    tiny_config(family).save_pretrained(tmp_path)
+    model = build_model(make_recipe(model={"name_or_path": str(tmp_path)})).eval()
+    ids = torch.arange(2 * 24).reshape(2, 24)  # the padding token's id of the family's default among them
+    positions = torch.arange(24).expand(2, 24)
+    logits = model(input_ids=ids, use_cache=False).logits
+    torch.testing.assert_close(logits, model(input_ids=ids, position_ids=positions, use_cache=False).logits)
+
+
 def test_every_embedding_is_trained(make_recipe: Make) -> None:
     model = build_model(make_recipe(model={"name_or_path": "llama-tiny", "overrides": SMALL}), eos_id=0)
     assert model.get_input_embeddings().padding_idx is None
+
+
+def test_every_embedding_is_trained_where_the_config_insists_on_a_padding_token(
+    make_recipe: Make, tmp_path: Path
+) -> None:
+    tiny_config("modernbert-decoder").save_pretrained(tmp_path)
+    embedding = build_model(make_recipe(model={"name_or_path": str(tmp_path)}), eos_id=0).get_input_embeddings()
+    assert embedding.padding_idx is None
+    assert embedding.weight.any(dim=1).all()
 
 
 def test_what_has_parameters_is_handed_over_once_and_the_model_last(make_recipe: Make) -> None:
@@ -188,3 +210,23 @@ def test_derived_seeds_are_the_same_in_every_process_and_differ_by_purpose() -> 
     assert derive_seed("dropout", 1, 2) == 262519663188852751
     assert len({derive_seed("dropout", 0, step) for step in range(1000)}) == 1000
     assert derive_seed("a", 12) != derive_seed("a", 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("family", "buffer", "dtype"),
+    [
+        ("openai-gpt", "attn.bias", torch.bfloat16),
+        ("xglm", "embed_positions.weights", torch.bfloat16),
+        ("minimax", "slope_rate", torch.bfloat16),
+        ("minimax", "inv_freq", torch.float32),
+    ],
+)
+def test_weights_in_16_bits_meet_no_buffers_in_32(
+    make_recipe: Make, tmp_path: Path, family: str, buffer: str, dtype: torch.dtype
+) -> None:
+    """Layers of these families multiply activations by buffers; rotary frequencies are too coarse in 16 bits."""
+    tiny_config(family).save_pretrained(tmp_path)
+    model = build_model(make_recipe(model={"name_or_path": str(tmp_path)}), dtype=torch.bfloat16)
+    assert {value.dtype for name, value in model.named_buffers() if name.endswith(buffer)} == {dtype}
+    ids = torch.arange(12).reshape(1, 12)
+    assert model(input_ids=ids, use_cache=False).logits.isfinite().all()

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from toolkit.config.layout import Recompute
 from toolkit.errors import ModelError
 from toolkit.model_init.model_modules import decoder_layers
-from toolkit.model_init.recompute import recompute
+from toolkit.model_init.recompute import check_recompute, recompute
 from toolkit.parallel.model_structure import analyze_model
 from toolkit.parallel.pipeline.stage import NonLocalLayer, PipelineStage
 from toolkit.parallel.tiny_model import tiny_config
@@ -53,3 +53,13 @@ def test_layers_that_transformers_does_not_recompute_one_by_one_are_refused() ->
     with refused(ModelError, "parallel.recompute", "model_type"):
         recompute(model, "every_2")
     recompute(model, "full")
+
+
+@pytest.mark.parametrize("what", ["full", "every_2"])
+def test_a_family_that_transformers_does_not_recompute_is_refused(what: Recompute) -> None:
+    config = tiny_config("openai-gpt")
+    with refused(ModelError, "parallel.recompute", "model_type"):
+        check_recompute(what, config)
+    with refused(ModelError, "parallel.recompute", "model_type"):
+        recompute(AutoModelForCausalLM.from_config(config), what)
+    check_recompute("none", config)

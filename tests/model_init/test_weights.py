@@ -138,10 +138,13 @@ def drop(name: str) -> Callable[[Tensors], Any]:
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        (drop("transformer.ln_f.bias"), "no weights for transformer.ln_f.bias. Save the model"),
+        (
+            drop("transformer.ln_f.bias"),
+            "no weights for transformer.ln_f.bias. Save the model with the transformers version in use, or set",
+        ),
         (
             lambda tensors: tensors.update({"transformer.ln_f.bias": torch.zeros(5)}),
-            r"transformer.ln_f.bias is stored as \[5\], but the config makes it \[64\]. Remove the model.overrides",
+            r"transformer.ln_f.bias is stored as \[5\], but the config makes it \[64\]. Correct its config.json, or",
         ),
         (
             lambda tensors: tensors.update({"transformer.ln_f.bias": torch.zeros(64).to(torch.float8_e4m3fn)}),
@@ -162,6 +165,7 @@ def test_what_is_stored_wrongly_is_one_line(
     [
         ("gpt2", {"n_layer": 5}, "It stores 4 layers: remove the model.overrides that add some, or set"),
         ("llama", {"attention_bias": True}, "version in use, remove model.overrides that add parameters, or set"),
+        ("gpt2", {"n_embd": 128}, "Remove the model.overrides that change sizes"),
     ],
 )
 def test_parameters_that_overrides_add_are_blamed_on_them(

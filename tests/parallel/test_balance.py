@@ -10,9 +10,9 @@ from nonempty import nonempty
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from toolkit.config.layout import Recompute
+from toolkit.config.stage_balance import Costs, balance
 from toolkit.errors import LayoutError
 from toolkit.estimate.flops import train_flops_per_token
-from toolkit.estimate.stage_bounds import Costs, balance
 from toolkit.models.shape import ModelShape
 from toolkit.parallel.model_structure import analyze_model
 from toolkit.parallel.pipeline.balance import count_costs
@@ -109,7 +109,7 @@ def test_a_deep_model_is_partitioned_quickly_into_many_stages() -> None:
 def test_more_stages_than_layers_are_refused(stages: int) -> None:
     with pytest.raises(LayoutError) as caught:
         balance(costs_of(1, 1, 1), stages)
-    assert caught.value.refusal.given == (("pp", stages),)
+    assert caught.value.refusal.settings == (("pp", stages),)
     assert caught.value.refusal.remedy == (("pp", "1 to 3"),)
 
 

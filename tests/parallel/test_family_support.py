@@ -80,6 +80,8 @@ OTHER_VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("deepseek_v3", {"q_lora_rank": None}),
     ("deepseek_v2", {"q_lora_rank": 16, "first_k_dense_replace": 2}),
     ("lfm2_moe", {"conv_bias": True}),
+    # Layers with another number of heads than the config's, and than each other.
+    ("laguna", {"num_attention_heads": 12, "num_attention_heads_per_layer": (4, 8, 4, 8)}),
 )
 
 

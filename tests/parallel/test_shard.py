@@ -59,7 +59,7 @@ def test_units_are_shared_only_where_they_are_too_few(units: int, size: int, sha
 def test_units_that_do_not_divide_are_refused(units: int, size: int) -> None:
     with pytest.raises(LayoutError) as caught:
         Block(units=units, width=4).share(0, size)
-    assert caught.value.refusal.given == (("tp", size),)
+    assert caught.value.refusal.settings == (("tp", size),)
     assert caught.value.refusal.remedy == (("tp", f"a divisor of {units}"),)
 
 

@@ -22,6 +22,7 @@ from toolkit.parallel.tensor.linear import (
     FusedColumnParallelLinear,
     RowParallelLinear,
     sum_over_ranks,
+    sum_over_sharers,
 )
 from toolkit.parallel.tensor.region import Region
 
@@ -293,3 +294,32 @@ def test_a_column_layer_enters_the_region_only_where_no_block_does_it(ranks: Ran
 
     first, second = ranks(input_gradients, 2)
     torch.testing.assert_close(first[0], first[1] + second[1])
+
+
+class _WithoutGradient(torch.autograd.Function):
+    """The identity of its first argument; the second gets no gradient, as of an output that does not depend on it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0], None
+
+
+def gradients_of_replicated_parameters() -> list[Any]:
+    parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))]
+    group: Any = dist.group.WORLD
+    sum_over_ranks(parameters[0], group)
+    sum_over_sharers(parameters[1], group, units=1)
+    x = torch.ones(3, requires_grad=True)
+    gradients: list[Any] = []
+    for parameter in parameters:
+        _WithoutGradient.apply(x, parameter).sum().backward()
+        gradients.append(parameter.grad)
+    return gradients
+
+
+def test_a_replicated_parameter_may_get_no_gradient_in_a_backward_pass(ranks: Ranks) -> None:
+    assert ranks(gradients_of_replicated_parameters, 2) == [[None, None]] * 2

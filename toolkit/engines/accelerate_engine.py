@@ -2,15 +2,18 @@
 
 import math
 import os
+import re
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.utils import DistributedType, GradientAccumulationPlugin
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 from typing_extensions import override
 
@@ -21,10 +24,14 @@ from toolkit.engines.compiled_layers import CompiledLayers
 from toolkit.engines.dropout import DropoutStream
 from toolkit.engines.full_forward import DataParallelEngine
 from toolkit.engines.gradient_norm import clip_gradients
-from toolkit.engines.optimizer import connect_optimizer, parameter_groups, torch_optimizer
+from toolkit.engines.optimizer import connect_optimizer, fill_missing_gradients, parameter_groups, torch_optimizer
 from toolkit.engines.optimizer_states import PlainStates, state_kinds
 from toolkit.engines.routing import find_routing
 from toolkit.errors import RunError
+from toolkit.parallel.model_structure import decoder_layer_list
+
+_OF_AN_EXPERT = re.compile(r"\.experts\.\d+\.")
+"""Matches parameters of a mixture that has a module for each expert."""
 
 
 class AccelerateEngine(DataParallelEngine):
@@ -39,21 +46,21 @@ class AccelerateEngine(DataParallelEngine):
         self.accumulation = job.batch.accumulation
         self.grad_clip = recipe.train.grad_clip
         self.routing = find_routing(job, model, device)
-        sharded = recipe.train.engine == "fsdp"
-        low = torch.bfloat16 if recipe.precision == "bf16" else None
-        plugin = (
-            FullyShardedDataParallelPlugin(
+        plugin = None
+        if recipe.train.engine == "fsdp":
+            is_bf16 = recipe.precision == "bf16"
+            plugin = FullyShardedDataParallelPlugin(
                 fsdp_version=2,
                 auto_wrap_policy="transformer_based_wrap",
+                # Decoder layers alone. What else a family wants on one device, its embeddings for example, may hold
+                # weights that are tied to the head.
+                transformer_cls_names_to_wrap=sorted({type(layer).__name__ for layer in decoder_layer_list(model)[1]}),
                 reshard_after_forward=True,
                 # accelerate's own policy would also sum gradients over ranks in 16 bits.
                 mixed_precision_policy=MixedPrecisionPolicy(
-                    param_dtype=low, reduce_dtype=torch.float32 if low else None
+                    param_dtype=torch.bfloat16 if is_bf16 else None, reduce_dtype=torch.float32 if is_bf16 else None
                 ),
             )
-            if sharded
-            else None
-        )
         _forget_launcher_settings()
         self.accelerator = Accelerator(
             # Otherwise accelerate divides the loss by a number from the environment.
@@ -72,13 +79,14 @@ class AccelerateEngine(DataParallelEngine):
         base = getattr(self.optimizer, "optimizer", self.optimizer)
         states = PlainStates(base, state_kinds(recipe.optimizer.name, recipe.optimizer.momentum))
         self._wrapped: Any = prepared
+        self._is_first_step_of_ddp = isinstance(prepared, DistributedDataParallel)
         self.model = self.accelerator.unwrap_model(prepared)
         self.states = connect_optimizer(states, self.named_parameters())
         if recipe.train.compile:
             self.compiled = CompiledLayers(self.model)
         self._wrapped.train()
         is_sharded = any(isinstance(parameter, DTensor) for parameter in self.model.parameters())
-        if is_sharded != sharded:
+        if is_sharded != (recipe.train.engine == "fsdp"):
             reason = f"accelerate built {'FSDP' if is_sharded else 'DDP'} instead"
             raise RunError.of("train.engine", recipe.train.engine, reason, "unset ACCELERATE_* in the environment")
 
@@ -93,7 +101,18 @@ class AccelerateEngine(DataParallelEngine):
 
     @override
     def _accumulating(self, *, last: bool) -> AbstractContextManager[None]:
+        if self._is_first_step_of_ddp:
+            return self._first_step_of_ddp(last=last)
         return nullcontext() if last else self.accelerator.no_sync(self._wrapped)
+
+    @contextmanager
+    def _first_step_of_ddp(self, *, last: bool) -> Iterator[None]:
+        """Compute a micro-batch of the first step, whose gradients are averaged after the `last` one, without DDP."""
+        with self.accelerator.no_sync(self._wrapped):
+            yield
+        if last:
+            self._is_first_step_of_ddp = False
+            self._average_first_gradients()
 
     @override
     def _backward(self, loss: torch.Tensor) -> None:
@@ -101,6 +120,7 @@ class AccelerateEngine(DataParallelEngine):
 
     @override
     def _update(self, loss: float) -> StepResult:
+        fill_missing_gradients(self.model.parameters())
         norm = clip_gradients(self.model.parameters(), self.grad_clip)
         if not math.isfinite(norm):
             self.optimizer.zero_grad()
@@ -108,6 +128,26 @@ class AccelerateEngine(DataParallelEngine):
         self.optimizer.step()
         self.optimizer.zero_grad()
         return StepResult(loss=loss, grad_norm=norm)
+
+    def _average_first_gradients(self) -> None:
+        """Average the gradients of the first step, and tell DDP whether some parameters have none.
+
+        Some families have parameters that no loss depends on: the bias of an untied BERT head, for example, or an
+        expert of its own without a token. DDP would wait for their gradients, unless it walks the graph of every
+        forward pass, which takes time and is needed by few.
+        """
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        has_gradient = torch.tensor([parameter.grad is not None for parameter in trained], device=self.device).int()
+        dist.all_reduce(has_gradient, op=dist.ReduceOp.MIN)
+        fill_missing_gradients(trained)
+        for parameter in trained:
+            assert parameter.grad is not None
+            parameter.grad /= self.dp
+            dist.all_reduce(parameter.grad)
+        has_separate_experts = any(_OF_AN_EXPERT.search(name) for name, _ in self.named_parameters())
+        if has_separate_experts or not has_gradient.all():
+            device_ids = None if self.device.type == "cpu" else [self.device]
+            self._wrapped = DistributedDataParallel(self.model, device_ids=device_ids, find_unused_parameters=True)
 
 
 def _forget_launcher_settings() -> None:

@@ -57,7 +57,7 @@ class Engine(ABC):
     compiled: CompiledLayers | None = None
     """The decoder layers that torch.compile has compiled."""
     head_loss: LossInHead | None = None
-    """Computes the loss inside the model's head."""
+    """The hooks that compute the loss inside the model's head; None where logits are computed."""
     before_update: Callable[[], None] = staticmethod(lambda: None)
     """Called in every step once the learning rate is set and the gradients are complete, before clipping."""
 
@@ -155,7 +155,7 @@ class Engine(ABC):
         return {}
 
     def load_loss_scale(self, state: Mapping[str, float]) -> None:
-        """Set it, if there is a scaler: the checkpoint of an fp16 run may resume without one."""
+        """Set the state of the loss scaler, if there is one: the checkpoint of an fp16 run may resume without."""
         return
 
     @abstractmethod
@@ -169,16 +169,16 @@ class Engine(ABC):
         return [(name, getattr(p, "ds_shape", p.shape)) for name, p in self.named_parameters()]
 
     def trained_names(self) -> Names:
-        """Return those of the parameters that train: all but frozen ones."""
+        """Return name and shape of every parameter that trains: all but frozen ones."""
         if self.partition is not None:
             return [entry for entry in self.partition.names if entry[0] in self.partition.trained]
         trained = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
         return [entry for entry in self.parameter_names() if entry[0] in trained]
 
     def saved_names(self, kind: str) -> Names:
-        """Return those of the parameters of which a checkpoint has this state, or the weight (MASTER).
+        """Return name and shape of each state of this kind, or of each weight (MASTER), that a checkpoint has.
 
-        Of a model with adapters these are the adapters: the weights beside them never change.
+        In a model with adapters only these are saved: the weights beside them never change.
         """
         trained = [entry for entry in self.trained_names() if self.states.keeps(kind, *entry)]
         if kind == MASTER:
@@ -207,11 +207,11 @@ class Engine(ABC):
         """Begin a step; where the loss of the routers needs the counts of the global batch, count them first."""
         if self.routing is None or not self.routing.begin_step():
             return micro_batches
-        kept = list(micro_batches)
+        step_batches = list(micro_batches)
         with self.routing.counting():
-            self._count_first(kept)
+            self._count_first(step_batches)
         self._sum_over_samples(self.routing.global_counts)
-        return kept
+        return step_batches
 
     @abstractmethod
     def _count_first(self, micro_batches: Sequence[MicroBatch]) -> None:

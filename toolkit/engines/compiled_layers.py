@@ -31,7 +31,8 @@ class CompiledLayers:
 
     def __init__(self, model: PreTrainedModel, *, zero_stage: int = 0) -> None:
         torch.compiler.reset()  # of an earlier engine in this process, whose variants count towards torch's limit
-        self._breaks_before, self._graphs_before = _graph_breaks(), _graphs()
+        self._breaks_before = _graph_breaks()
+        self._graphs_before = _graphs()
         kinds: tuple[type[nn.Module], ...] = (ShardedExperts, *router_classes(model))
         # A pipeline stage has placeholders for other stages' layers.
         layers = [layer for layer in decoder_layers(model) if next(layer.parameters(), None) is not None]
@@ -71,15 +72,15 @@ def _gather_at_once(layer: nn.Module) -> None:
     def check(layer: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         if not torch.is_grad_enabled():
             return
-        awaited, others = (
-            any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
-            for values in (arguments, keywords.values())
-        )
-        if others or not awaited:
+        if any(map(_has_gradient, keywords.values())) or not any(map(_has_gradient, arguments)):
             reason = f"{type(layer).__name__} takes hidden states as keywords, which ZeRO-3 does not wait for"
             raise ModelError.between((("train.compile", True), ("parallel.zero_stage", 3)), reason, "lower zero_stage")
 
     layer.register_forward_pre_hook(check, with_kwargs=True)
+
+
+def _has_gradient(argument: Any) -> bool:
+    return isinstance(argument, torch.Tensor) and argument.requires_grad
 
 
 def _graphs() -> int:
@@ -87,10 +88,10 @@ def _graphs() -> int:
 
 
 def _graph_breaks() -> Counter[str]:
-    """How often each reason broke a graph, or left a function uncompiled, in this process."""
-    found: Counter[str] = Counter()
+    """Return how often each reason broke a graph, or left a function uncompiled, in this process."""
+    breaks: Counter[str] = Counter()
     for kind in ("graph_break", "unimplemented"):
         for text, count in counters[kind].items():
-            chosen = re.search(r"\(reason: (?!None\))(.+?)\)", text)
-            found[chosen[1] if chosen else text.partition("\n")[0].strip()] += count
-    return found
+            reason = re.search(r"\(reason: (?!None\))(.+?)\)", text)
+            breaks[reason[1] if reason else text.partition("\n")[0].strip()] += count
+    return breaks

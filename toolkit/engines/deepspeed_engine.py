@@ -52,7 +52,8 @@ class DeepSpeedBase(DistributedEngine):
         groups = parameter_groups(self.named_parameters(), recipe.optimizer)
         client = None if "optimizer" in config else torch_optimizer(recipe, groups)
         quiet = deepspeed_patches.quiet_stdout(unless=recipe.log.level == "debug")
-        with quiet, deepspeed_patches.no_block_is_a_leaf():
+        tested = deepspeed_patches.without_untested_warning(recipe.optimizer.name)
+        with quiet, tested, deepspeed_patches.no_block_is_a_leaf():
             self.engine, self.optimizer, _, _ = deepspeed.initialize(
                 model=module,
                 model_parameters=None if client else groups,
@@ -100,8 +101,8 @@ class DeepSpeedBase(DistributedEngine):
 
     def _scalers(self) -> tuple[Any, Any]:
         """Return PyTorch's GradScaler under autocast and DeepSpeed's own loss scaler, either or both None."""
-        own = getattr(self.engine.optimizer, "loss_scaler", None) if self.engine.fp16_enabled() else None
-        return self.engine.torch_autocast_z0_gradscaler, own
+        scaler = getattr(self.engine.optimizer, "loss_scaler", None) if self.engine.fp16_enabled() else None
+        return self.engine.torch_autocast_z0_gradscaler, scaler
 
 
 class DeepSpeedEngine(DeepSpeedBase, DataParallelEngine):
@@ -115,7 +116,9 @@ class DeepSpeedEngine(DeepSpeedBase, DataParallelEngine):
         device: torch.device,
         partition: ModelPartition | None = None,
     ) -> None:
-        self.model, self.device, self.partition = model, device, partition
+        self.model = model
+        self.device = device
+        self.partition = partition
         sequence_group = partition.groups.tensor if partition is not None and job.layout.sequence_parallel else None
         self.dropout = DropoutStream(model, device, sequence_group=sequence_group)
         self.dp = job.layout.dp

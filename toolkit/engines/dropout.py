@@ -34,7 +34,7 @@ class DropoutStream:
             return
         layers = decoder_layers(model)
         if self.rank and layers:
-            layers[0].register_forward_pre_hook(self._own)
+            layers[0].register_forward_pre_hook(self._seed_rank)
         for index, layer in enumerate(layers):
             layer.register_forward_hook(self._after(index, rank=self.rank if index + 1 < len(layers) else 0))
 
@@ -50,7 +50,7 @@ class DropoutStream:
 
         return reseed
 
-    def _own(self, module: nn.Module, arguments: Any) -> None:
+    def _seed_rank(self, module: nn.Module, arguments: Any) -> None:
         # From the generator, not from `seed`: recomputing the layer runs this again, after `seed` has changed.
         if module.training:
             seed_generators(derive_seed("own part", int(torch.randint(2**62, ())), self.rank), self.device)

@@ -97,21 +97,26 @@ def _deepspeed(
 
 def _head_loss(recipe: Recipe, model: PreTrainedModel) -> LossInHead | None:
     """Place the loss in the model's head, where the recipe wants it there."""
-    of = {"engine": recipe.train.engine, "precision": recipe.precision, "model_type": model.config.model_type}
-    is_liger = recipe.model.kernels == "liger"
-    found = LossInHead.of(model, is_liger=is_liger) if is_chunked(recipe.model.loss, **of) else None
-    if found is None and recipe.model.loss == "chunked":
+    loss = None
+    if is_chunked(
+        recipe.model.loss,
+        engine=recipe.train.engine,
+        precision=recipe.precision,
+        model_type=model.config.model_type,
+    ):
+        loss = LossInHead.of(model, is_liger=recipe.model.kernels == "liger")
+    if loss is None and recipe.model.loss == "chunked":
         reason = "the logits of its head are not known to be those of a linear layer"
         raise ModelError.of("model.loss", "chunked", reason, ("model.loss", "auto"))
-    return found
+    return loss
 
 
 def _check_compiler(recipe: Recipe, device: torch.device) -> None:
     """Raise RunError where torch.compile would not find the compiler that its code for CPUs needs."""
     compiler = os.environ.get("CXX", "g++")
     if recipe.train.compile and device.type == "cpu" and shutil.which(compiler) is None:
-        reason, remedy = f"on a CPU torch.compile needs a C++ compiler, and there is no {compiler}", "install g++"
-        raise RunError.of("train.compile", True, reason, remedy, ("train.compile", False))
+        reason = f"on a CPU torch.compile needs a C++ compiler, and there is no {compiler}"
+        raise RunError.of("train.compile", True, reason, "install g++", ("train.compile", False))
 
 
 def check_precision(recipe: Recipe, device: torch.device) -> None:
@@ -120,7 +125,8 @@ def check_precision(recipe: Recipe, device: torch.device) -> None:
         from deepspeed.accelerator import get_accelerator
 
         if not get_accelerator().is_fp16_supported():
-            reason, remedy = "on a CPU DeepSpeed has no fp16", ("precision", "bf16 or fp32")
+            reason = "on a CPU DeepSpeed has no fp16"
+            remedy = ("precision", "bf16 or fp32")
             raise RunError.of("precision", "fp16", reason, remedy)
     if (
         recipe.precision == "bf16"

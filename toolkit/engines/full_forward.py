@@ -61,7 +61,7 @@ class FullForwardEngine(Engine):
         return token_loss_sum(logits, labels)
 
     def _sample_losses(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Sum those of each sample, [b]."""
+        """Sum the token losses of each sample, [b]."""
         return sample_loss_sums(logits, labels)
 
     def _training_loss(self, batch: MicroBatch, source_losses: torch.Tensor) -> torch.Tensor:
@@ -108,7 +108,7 @@ class DataParallelEngine(FullForwardEngine, DistributedEngine):
     def train_step(
         self, micro_batches: Iterable[MicroBatch], *, target_tokens: int, learning_rate: float
     ) -> StepResult:
-        # Of all samples, then of those of each source.
+        # The loss of all samples, then that of the samples of each source.
         loss_sums = torch.zeros(1 + self.sources, dtype=torch.float64, device=self.device)
         # The engine averages over dp ranks and we sum over micro-batches: this factor turns both into
         # sum of token losses / target tokens of the global batch.

@@ -44,8 +44,8 @@ def _piece_norms(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.detach().reshape(-1)
     whole = flat.numel() // _PIECE_ELEMENTS * _PIECE_ELEMENTS
     pieces = torch.linalg.vector_norm(flat[:whole].view(-1, _PIECE_ELEMENTS), dim=1, dtype=torch.float32)
-    rest = torch.linalg.vector_norm(flat[whole:], dtype=torch.float32)
-    return torch.cat([pieces, rest.reshape(1)])
+    remainder = torch.linalg.vector_norm(flat[whole:], dtype=torch.float32)
+    return torch.cat([pieces, remainder.reshape(1)])
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> float:

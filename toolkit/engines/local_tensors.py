@@ -28,7 +28,8 @@ def local_tensors(engine: Engine) -> ShardedTensorSource:
         names = {spec.name for spec in specs}
         shards = list(_parameters(engine, of_engine, names))
         if kind == MODEL and not holds_adapters(names):
-            specs, shards = specs + buffer_specs(engine), shards + _buffers(engine)
+            specs += buffer_specs(engine)
+            shards += _buffers(engine)
         return ShardedTensorGroup(
             kind=kind,
             specs=specs,
@@ -67,17 +68,17 @@ def _parameters(engine: Engine, kind: str, names: Container[str]) -> Iterator[tu
 
 def _buffers(engine: Engine) -> list[tuple[LocalShard, _Read]]:
     wanted = {name for name, _ in engine.buffer_specs()}
-    found: list[tuple[LocalShard, _Read]] = []
+    shards: list[tuple[LocalShard, _Read]] = []
     for name, buffer in engine.local_buffers():
         if name in wanted:
             shard = Shard(name=name, shape=tuple(buffer.shape))
             local = LocalShard(shard=shard, start=0, length=buffer.numel(), pipeline_stage=_stage(engine))
             # Looked up on each call: a module may replace the tensor of its buffer.
             read = lambda kind, name=name: dict(engine.local_buffers())[name].reshape(-1)  # noqa: E731
-            found.append((local, read))
-    return found
+            shards.append((local, read))
+    return shards
 
 
 def _stage(engine: Engine) -> int:
-    """Of the replicas of tied parameters, the first stage's are saved."""
+    """Return the rank's pipeline stage: among replicas of tied parameters, those of the first stage are saved."""
     return 0 if engine.partition is None else engine.partition.groups.coordinate.pipe

@@ -27,7 +27,8 @@ from toolkit.files import reason_of, remove_at_exit
 from toolkit.units import format_bytes
 
 FIELD = "parallel.nvme_path"
-_PREFIX, _LOCK = "dstk-offload-", "lock"
+_PREFIX = "dstk-offload-"
+_LOCK = "lock"
 _SECTIONS = ("offload_optimizer", "offload_param")
 _OPS = ("async_io", "pin_memory")
 _SECONDS_OF_A_BUILD = 600.0
@@ -57,11 +58,13 @@ def use_private_directory(config: Mapping[str, Any]) -> dict[str, Any]:
         # Under its name only when it is locked, so that nobody takes it for an abandoned one.
         new = Path(tempfile.mkdtemp(prefix=".new-", dir=parent))
         fcntl.flock(os.open(new / _LOCK, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC), fcntl.LOCK_EX)
-        own = new.rename(parent / f"{_PREFIX}{new.name.removeprefix('.new-')}")
+        directory = new.rename(parent / f"{_PREFIX}{new.name.removeprefix('.new-')}")
     except OSError as error:
         raise RunError.of(FIELD, str(parent), reason_of(error), "name a directory that you may write to") from error
-    remove_at_exit(own)
-    return {**config, "zero_optimization": zero | {name: zero[name] | {"nvme_path": str(own)} for name in on_nvme}}
+    remove_at_exit(directory)
+    for name in on_nvme:
+        zero[name] = zero[name] | {"nvme_path": str(directory)}
+    return {**config, "zero_optimization": zero}
 
 
 def _await_other_build(op: str) -> None:
@@ -116,7 +119,8 @@ class NvmeStates(Zero3States):
 
     def __init__(self, wrapper: Any, kinds: Iterable[str]) -> None:
         super().__init__(wrapper, kinds)
-        self._group, self._changed = -1, False
+        self._group = -1
+        self._changed = False
         swapper = wrapper.optimizer_swapper
         if swapper is not None:
             # What DeepSpeed calls before it uses the buffers.
@@ -164,7 +168,8 @@ class NvmeStates(Zero3States):
 
     @override
     def extent(self, parameter: nn.Parameter, kind: str = MASTER) -> tuple[int, int]:
-        each, count = parameter.ds_tensor.ds_numel, parameter.ds_numel  # type: ignore[attr-defined]
+        each = parameter.ds_tensor.ds_numel  # type: ignore[attr-defined]
+        count = parameter.ds_numel  # type: ignore[attr-defined]
         start = min(self._wrapper._get_param_partition_rank(parameter) * each, count)
         return start, min(each, count - start)
 
@@ -204,8 +209,10 @@ class NvmeStates(Zero3States):
 
     def _release(self) -> None:
         """Give the buffers back, after writing to the files what changed."""
-        group, changed = self._group, self._changed
-        self._group, self._changed = -1, False
+        group = self._group
+        changed = self._changed
+        self._group = -1
+        self._changed = False
         if group >= 0 and self._wrapper._swappable_optimizer_subgroup(group):
             if changed:
                 self._wrapper._optimizer_states_and_gradient_swap_out(group)

@@ -29,7 +29,8 @@ def parameter_groups(
     Experts that replicas share out have groups of their own, which DeepSpeed reduces over other ranks.
     """
     groups: dict[tuple[bool, bool, bool, str], list[nn.Parameter]] = {}
-    muon, in_8_bits = section.name == "muon", section.name == "adamw8bit"
+    muon = section.name == "muon"
+    in_8_bits = section.name == "adamw8bit"
     for name, parameter in named_parameters:
         if parameter.requires_grad:
             # ZeRO-3 flattens a parameter to its shard and keeps the shape here.
@@ -40,18 +41,37 @@ def parameter_groups(
             key = len(shape) < 2, is_other, is_copy, getattr(parameter, "group_name", None) or ""
             groups.setdefault(key, []).append(parameter)
     ratio = 1.0 if section.adamw_lr is None else section.adamw_lr / section.lr
-    return [
-        {"params": parameters, "weight_decay": 0.0 if is_spared else section.weight_decay}
-        | ({"moe": True, "name": name} if name else {})
-        | ({"muon": not is_other, "lr_ratio": ratio if is_other else 1.0} if muon else {})
-        | ({"optim_bits": 32 if is_other else 8} if in_8_bits else {})
-        for (is_spared, is_other, _, name), parameters in sorted(groups.items(), key=lambda group: group[0])
-    ]
+    described = []
+    for (is_spared, is_other, _, name), parameters in sorted(groups.items(), key=lambda group: group[0]):
+        group: dict[str, Any] = {"params": parameters}
+        group["weight_decay"] = 0.0 if is_spared else section.weight_decay
+        if name:
+            group["moe"] = True
+            group["name"] = name
+        if muon:
+            group["muon"] = not is_other
+            group["lr_ratio"] = ratio if is_other else 1.0
+        if in_8_bits:
+            group["optim_bits"] = 32 if is_other else 8
+        described.append(group)
+    return described
+
+
+def fill_missing_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Set the gradient of trained parameters that no loss of a step depends on to zeros, as DeepSpeed does.
+
+    PyTorch's optimizers skip a parameter without a gradient, and so neither let its moments decay nor its weight. Which
+    parameters these are differs between strategies: an expert may be chosen by no token of one replica alone.
+    """
+    for parameter in parameters:
+        if parameter.requires_grad and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
 
 
 def torch_optimizer(recipe: Recipe, groups: Iterable[dict[str, Any]]) -> torch.optim.Optimizer:
     """Create the recipe's optimizer: PyTorch's, or Lion, which PyTorch lacks, or one for parts of matrices."""
-    section, parameters = recipe.optimizer, list(groups)
+    section = recipe.optimizer
+    parameters = list(groups)
     match section.name:
         case "adamw":
             return torch.optim.AdamW(parameters, lr=section.lr, betas=section.betas, eps=section.eps)
@@ -154,7 +174,8 @@ def learning_rate(recipe: Recipe) -> Callable[[int], float]:
     """
     from transformers import get_scheduler
 
-    section, steps = recipe.schedule, recipe.train.steps
+    section = recipe.schedule
+    steps = recipe.train.steps
     probe = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=recipe.optimizer.lr)
     scheduler = get_scheduler(
         section.name,

@@ -28,9 +28,9 @@ KINDS = {
     "adamw8bit": ("exp_avg", "exp_avg_sq"),
     "lion": ("exp_avg",),
     "sgd": ("momentum_buffer",),
-    # Of matrices Muon keeps the first, of all else the others.
+    # Muon keeps the first for matrices, and the others for all else.
     "muon": ("momentum_buffer", "exp_avg", "exp_avg_sq"),
-    # Of vectors Adafactor keeps the last, of all else the others.
+    # Adafactor keeps the last for vectors, and the others for all else.
     "adafactor": ("row_var", "col_var", "variance"),
 }
 
@@ -194,10 +194,10 @@ class ZeroStates(_WrappedStates):
                 yield partition, parameter, 0 if mapping is None else mapping.hp_fragment_address.start
 
     def _partitions(self) -> list[torch.Tensor]:
-        found: list[torch.Tensor] | None = getattr(self._wrapper, "single_partition_of_fp32_groups", None)
-        if found is None:
-            found = self._wrapper.fp32_groups_flat_partition
-        return found
+        partitions: list[torch.Tensor] | None = getattr(self._wrapper, "single_partition_of_fp32_groups", None)
+        if partitions is None:
+            partitions = self._wrapper.fp32_groups_flat_partition
+        return partitions
 
     @override
     def read(self, parameter: nn.Parameter, kind: str) -> torch.Tensor:
@@ -269,15 +269,16 @@ class Zero3States(_WrappedStates):
 
     @override
     def extent(self, parameter: nn.Parameter, kind: str = MASTER) -> tuple[int, int]:
-        each, count = parameter.ds_tensor.numel(), parameter.ds_numel  # type: ignore[attr-defined]
+        each = parameter.ds_tensor.numel()  # type: ignore[attr-defined]
+        count = parameter.ds_numel  # type: ignore[attr-defined]
         start = min(self._wrapper._get_param_partition_rank(parameter) * each, count)
         return start, min(each, count - start)  # the last ranks' partitions are padded
 
     @override
     def local(self, parameter: nn.Parameter, kind: str) -> torch.Tensor:
         if not parameter.requires_grad:
-            kept: torch.Tensor = parameter.ds_tensor  # type: ignore[attr-defined]
-            return kept.detach().float().reshape(-1)[: self.extent(parameter)[1]]
+            frozen: torch.Tensor = parameter.ds_tensor  # type: ignore[attr-defined]
+            return frozen.detach().float().reshape(-1)[: self.extent(parameter)[1]]
         self.create()
         part: torch.Tensor = self._wrapper.get_local_fp32_param(parameter, None if kind == MASTER else kind)
         return part.detach().float().reshape(-1)[: self.extent(parameter)[1]]

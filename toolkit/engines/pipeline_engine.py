@@ -42,14 +42,18 @@ class PipelineEngine(DeepSpeedBase):
         partition: ModelPartition,
     ) -> None:
         assert partition.stage is not None
-        self.model, self.device, self.partition, self.batch = model, device, partition, job.batch
+        self.model = model
+        self.device = device
+        self.partition = partition
+        self.batch = job.batch
         sequence_group = partition.groups.tensor if job.layout.sequence_parallel else None
         self.dropout = DropoutStream(model, device, sequence_group=sequence_group)
         self.routing = find_routing(job, model, device, sequence_group)
         if self.routing is not None:
             partition.stage.connect_routers(self.routing.finish, have_loss=self.routing.has_loss)
         self.stage_layers = tuple(stop - start for start, stop in pairwise(partition.bounds))
-        self._scale, self._target_tokens = 0.0, 0
+        self._scale = 0.0
+        self._target_tokens = 0
         self._fp16 = job.recipe.precision == "fp16"
         self.sources = len(job.recipe.data.labels)
         # Losses, targets, and the losses of each source.
@@ -148,9 +152,11 @@ class PipelineEngine(DeepSpeedBase):
         """The objective of a micro-batch. `output`: of the last stage, the sum of the token losses, or logits."""
         sources = next(self._sources)  # the last stage takes the micro-batches in their order
         if self.head_loss is not None:
-            loss, losses = output, self.head_loss.take_sample_losses()
+            loss = output
+            losses = self.head_loss.take_sample_losses()
         elif sources is None:
-            loss, losses = self.partition.loss_sum(output, labels), None
+            loss = self.partition.loss_sum(output, labels)
+            losses = None
         else:
             losses = self.partition.loss_sum(output, labels, by_sample=True)
             loss = losses.sum()

@@ -17,7 +17,7 @@ from toolkit.engines.base import StepResult, gradient_error
 from toolkit.engines.dropout import DropoutStream
 from toolkit.engines.full_forward import FullForwardEngine
 from toolkit.engines.gradient_norm import clip_gradients
-from toolkit.engines.optimizer import connect_optimizer, parameter_groups, torch_optimizer
+from toolkit.engines.optimizer import connect_optimizer, fill_missing_gradients, parameter_groups, torch_optimizer
 from toolkit.engines.optimizer_states import PlainStates, state_kinds
 from toolkit.engines.routing import find_routing
 from toolkit.errors import NonFiniteError
@@ -57,6 +57,7 @@ class ReferenceEngine(FullForwardEngine):
             self.optimizer.zero_grad()
             raise NonFiniteError(f"the loss is {loss} on rank 0")
 
+        fill_missing_gradients(self.model.parameters())
         self._set_learning_rate(learning_rate)
         self.before_update()
         norm = clip_gradients(self.model.parameters(), self.grad_clip)

@@ -47,17 +47,17 @@ def sequence_loss(
     `lengths` [b] counts the tokens of each sequence. Σ_e f_e P_e, where f_e = e / (k T) times the assignments, and P_e
     the mean over T tokens of the scores, which are normalized to a sum of 1.
     """
-    samples, (k, count) = len(lengths), (output.experts.shape[-1], output.logits.shape[-1])
+    samples = len(lengths)
+    k = output.experts.shape[-1]
+    count = output.logits.shape[-1]
     logits = output.logits.float()
     scores = logits.sigmoid() if sigmoid else logits.softmax(dim=-1)
     if sigmoid:
         scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
-    kept = torch.ones(len(scores), device=scores.device) if mask is None else mask
-    scores = (scores * kept[:, None]).view(samples, -1, count).sum(1)  # [t, e] -> [b, e]
-    places = (
-        output.experts
-        + count * torch.arange(samples, device=kept.device).repeat_interleave(len(kept) // samples)[:, None]
-    )
+    is_token = torch.ones(len(scores), device=scores.device) if mask is None else mask
+    scores = (scores * is_token[:, None]).view(samples, -1, count).sum(1)  # [t, e] -> [b, e]
+    sample_of_token = torch.arange(samples, device=is_token.device).repeat_interleave(len(is_token) // samples)
+    places = output.experts + count * sample_of_token[:, None]
     assignments = sums(count_assignments(places, mask, samples * count)).view(samples, count)
     tokens = lengths[:, None].float()
     return (count / k * (assignments / tokens) * (scores / tokens)).sum() / samples

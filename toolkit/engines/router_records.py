@@ -1,4 +1,4 @@
-"""What the routers of a model put out in a forward pass: the logits of every token, and the experts it was sent to.
+"""Outputs of a model's routers in a forward pass: the logits of every token, and the experts it was sent to.
 
 Every router of a family on transformers' experts interface returns (logits [t, e], weights [t, k], experts [t, k], …),
 and the family names the class of its routers where it records their logits for `output_router_logits`. Dims: t tokens
@@ -18,12 +18,19 @@ from toolkit.config.router_rules import EXPERT_COUNTS
 from toolkit.model_init.model_modules import decoder_layers
 
 _CORRECTION_BIASES = ("e_score_correction_bias", "expert_bias")
-"""What families call the bias that only chooses experts and has no gradient."""
+"""Names that families give the bias that only chooses experts and has no gradient."""
+
+
+_MAY_SKIP = ("zaya",)
+"""Families whose routers have one choice more than experts, the last, which passes a token on."""
 
 
 @dataclass(frozen=True)
 class RouterOutput:
-    """Of one layer: `logits` [t, e] with their gradient, and the `experts` [t, k] of each token."""
+    """Output of one layer's router: `logits` [t, e] with their gradient, and the `experts` [t, k] of each token.
+
+    Where a router can choose to skip the experts, that is the last of e choices.
+    """
 
     logits: torch.Tensor
     experts: torch.Tensor
@@ -32,7 +39,9 @@ class RouterOutput:
 class RouterRecords:
     """Keeps the outputs of a model's routers between `begin` and `take`; recomputation runs routers again, outside."""
 
-    def __init__(self, routers: dict[int, nn.Module]) -> None:
+    def __init__(self, routers: dict[int, nn.Module], experts: int) -> None:
+        """`experts`: how many a router chooses from, without the choice to skip them."""
+        self._experts = experts
         self._outputs: dict[int, RouterOutput] = {}
         self._is_open = False
         for layer, router in routers.items():
@@ -40,27 +49,35 @@ class RouterRecords:
 
     def begin(self) -> None:
         """Record the forward pass that follows."""
-        self._outputs, self._is_open = {}, True
+        self._outputs = {}
+        self._is_open = True
 
     def take(self) -> dict[int, RouterOutput]:
         """Stop, and return what was recorded, by decoder layer."""
-        outputs, self._outputs, self._is_open = self._outputs, {}, False
+        outputs = self._outputs
+        self._outputs = {}
+        self._is_open = False
         return outputs
 
     def _keep(self, layer: int, module: nn.Module, arguments: Any, result: Any) -> None:
-        if self._is_open:
-            self._outputs[layer] = RouterOutput(result[0], result[2])
+        if not self._is_open:
+            return
+        logits, weights, experts = result[:3]
+        if logits.shape[-1] > self._experts:
+            # A token that skips the experts is handed to the first one, with weight 0.
+            experts = experts.masked_fill(weights == 0, self._experts)
+        self._outputs[layer] = RouterOutput(logits, experts)
 
 
 def find_routers(model: PreTrainedModel) -> dict[int, nn.Module]:
     """Return the router of every decoder layer that has one, by the layer's number; empty for other models."""
     kinds = router_classes(model)
-    found = {}
+    routers = {}
     for index, layer in enumerate(decoder_layers(model)):
         for module in layer.modules():
             if isinstance(module, kinds):
-                found[index] = module
-    return found
+                routers[index] = module
+    return routers
 
 
 def router_classes(model: PreTrainedModel) -> tuple[type[nn.Module], ...]:
@@ -75,9 +92,21 @@ def router_classes(model: PreTrainedModel) -> tuple[type[nn.Module], ...]:
 
 
 def expert_count(config: PretrainedConfig) -> int:
-    """Return how many experts a layer has, 0 for a dense model."""
+    """Return how many experts a router chooses from, 0 for a dense model.
+
+    LongCat-Flash's zero experts, which hand a token on as it is, are counted too.
+    """
     text = config.get_text_config(decoder=True)
-    return next((count for name in EXPERT_COUNTS if (count := getattr(text, name, None))), 0)
+    counts = (getattr(text, name, None) for name in EXPERT_COUNTS)
+    count: int = next(filter(None, counts), 0)
+    zero_experts: int = getattr(text, "zero_expert_num", None) or 0
+    return count + zero_experts
+
+
+def router_choices(config: PretrainedConfig) -> int:
+    """Return how many logits a router has for each token: of the experts, and ZAYA's of none; 0 if it is dense."""
+    count = expert_count(config)
+    return count + 1 if count and config.get_text_config(decoder=True).model_type in _MAY_SKIP else count
 
 
 def scores_by_sigmoid(router: nn.Module) -> bool | None:
@@ -94,9 +123,9 @@ def scores_by_sigmoid(router: nn.Module) -> bool | None:
 
 def correction_biases(model: PreTrainedModel) -> dict[int, torch.Tensor]:
     """Return the bias that corrects the choice of experts, a buffer or a frozen parameter, by decoder layer."""
-    found = {}
+    biases = {}
     for index, layer in enumerate(decoder_layers(model)):
         for name, value in (*layer.named_buffers(), *layer.named_parameters()):
             if name.rpartition(".")[2] in _CORRECTION_BIASES:
-                found[index] = value
-    return found
+                biases[index] = value
+    return biases

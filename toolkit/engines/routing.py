@@ -27,6 +27,7 @@ from toolkit.engines.router_records import (
     correction_biases,
     expert_count,
     find_routers,
+    router_choices,
     router_classes,
     scores_by_sigmoid,
 )
@@ -56,22 +57,28 @@ class Routing:
     """The routers of one rank's part of a model. `sequence_group`: ranks that share the sequences of a micro-batch."""
 
     sums: torch.Tensor
-    """Of the last micro-batch, of all layers up to this stage's last."""
+    """Sums over the last micro-batch, of all layers up to this stage's last: see `finish`."""
 
     def __init__(
         self, job: Job, model: PreTrainedModel, device: torch.device, sequence_group: dist.ProcessGroup | None = None
     ) -> None:
-        section, config = job.recipe.model, model.config
-        self.device, self.model, self._group = device, model, sequence_group
-        self.count, self._layers = expert_count(config), config.get_text_config(decoder=True).num_hidden_layers
-        self._samples, self._seq_len = job.batch.micro_batch_size, job.recipe.data.seq_len
+        section = job.recipe.model
+        config = model.config
+        self.device = device
+        self.model = model
+        self._group = sequence_group
+        self.count = router_choices(config)
+        self._layers = config.get_text_config(decoder=True).num_hidden_layers
+        self._samples = job.batch.micro_batch_size
+        self._seq_len = job.recipe.data.seq_len
         self._micro_batches = job.batch.dp * job.batch.accumulation
-        self.aux_coefficient, self.z_coefficient = aux_coefficient(section, config), section.router_z_loss
+        self.aux_coefficient = aux_coefficient(section, config)
+        self.z_coefficient = section.router_z_loss
         self.bias_rate = section.router_bias_update
         self._scope = section.router_aux_loss.scope if section.router_aux_loss else "micro_batch"
         routers = find_routers(model)
         self._sigmoid = {layer: bool(scores_by_sigmoid(router)) for layer, router in routers.items()}
-        self._records = RouterRecords(routers)
+        self._records = RouterRecords(routers, expert_count(config))
         if getattr(config.get_text_config(decoder=True), "output_router_logits", False):
             model.register_forward_pre_hook(_without_own_loss, with_kwargs=True)
         self._is_counting = False
@@ -143,10 +150,11 @@ class Routing:
 
     def loss(self) -> torch.Tensor:
         """Return what to add to the mean token loss of the global batch for the last micro-batch."""
-        pooled, (rows, sequence, squares) = self.sums[:-3].view(2, -1), self.sums[-3:]
-        probabilities, assignments = pooled.unbind()
+        probabilities, assignments = self.sums[:-3].view(2, -1).unbind()
+        rows, sequence, squares = self.sums[-3:]
         if self._scope == "global":
-            counts, all_rows = self.global_counts[:-1], self.global_counts[-1]
+            counts = self.global_counts[:-1]
+            all_rows = self.global_counts[-1]
             aux = pooled_loss(probabilities, (counts / all_rows).float(), all_rows.float())
         elif self._scope == "sequence":
             aux = sequence / self._micro_batches
@@ -164,9 +172,10 @@ class Routing:
         self.global_counts += torch.cat([counts, rows[None]])
 
     def finish_step(self, *, updated: bool) -> RoutingStats:
-        """Given `totals` summed over all ranks, update the biases if a step was taken."""
+        """Return the stats of a step from `totals` summed over all ranks; update the biases if a step was taken."""
         totals = self.totals.cpu()
-        losses, loads = totals[:_LOSSES].tolist(), totals[_LOSSES:].view(self._layers, self.count)
+        losses = totals[:_LOSSES].tolist()
+        loads = totals[_LOSSES:].view(self._layers, self.count)
         if updated:
             self._update_biases(loads)
         has_experts = loads.sum(dim=1) > 0
@@ -214,16 +223,19 @@ class Routing:
 
 def aux_coefficient(section: ModelSection, config: PretrainedConfig) -> float:
     """Return the coefficient of the auxiliary loss: the recipe's, or that of a config that asks for the loss, or 0."""
-    asked, text = section.router_aux_loss, config.get_text_config(decoder=True)
+    asked = section.router_aux_loss
+    text = config.get_text_config(decoder=True)
     if asked is not None and asked.coefficient is not None:
         return asked.coefficient
-    own = getattr(text, "router_aux_loss_coef", None)
-    if asked is not None and own is None:
+    of_config = getattr(text, "router_aux_loss_coef", None)
+    if asked is not None and of_config is None:
         reason = f"the config of {config.model_type} has no router_aux_loss_coef to take it from"
         raise ModelError.of(
             "model.router_aux_loss.coefficient", None, reason, ("model.router_aux_loss.coefficient", 0.01)
         )
-    return float(own or 0) if asked is not None or getattr(text, "output_router_logits", False) else 0.0
+    if asked is None and not getattr(text, "output_router_logits", False):
+        return 0.0
+    return float(of_config or 0)
 
 
 def _without_own_loss(model: nn.Module, arguments: Any, keywords: dict[str, Any]) -> Any:
@@ -233,29 +245,34 @@ def _without_own_loss(model: nn.Module, arguments: Any, keywords: dict[str, Any]
 
 def check_routing(recipe: Recipe, config: PretrainedConfig) -> None:
     """Raise ModelError for a balancing of experts that the model does not allow, before ranks meet."""
-    section, family = recipe.model, config.model_type
+    section = recipe.model
+    family = config.model_type
     aux = aux_coefficient(section, config)
     if not (aux or section.router_z_loss or section.router_bias_update):
         return
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
     routers = find_routers(model) if any(experts_in(model)) else {}
-    field, advice = "model.router_bias_update" if section.router_bias_update else "model.router_aux_loss", "remove it"
+    field = "model.router_bias_update" if section.router_bias_update else "model.router_aux_loss"
+    advice = "remove it"
     if section.router_aux_loss is None and aux:
-        field, advice = "model.overrides.output_router_logits", "set it to false"
+        field = "model.overrides.output_router_logits"
+        advice = "set it to false"
     if not routers:
         reason = f"the experts of {family} have no router that can be watched in transformers"
         raise ModelError.of(field, True, reason, advice)
     scope = section.router_aux_loss.scope if section.router_aux_loss else None
     if scope == "sequence" and scores_by_sigmoid(next(iter(routers.values()))) is None:
-        field, reason = "model.router_aux_loss.scope", f"{family} has two kinds of scores, and the formula takes one"
+        field = "model.router_aux_loss.scope"
+        reason = f"{family} has two kinds of scores, and the formula takes one"
         raise ModelError.of(field, scope, reason, (field, "micro_batch or global"))
     if section.router_bias_update:
         _check_biases(recipe, model)
 
 
 def _check_biases(recipe: Recipe, model: PreTrainedModel) -> None:
-    field, family = "model.router_bias_update", model.config.model_type
+    field = "model.router_bias_update"
+    family = model.config.model_type
     biases = correction_biases(model)
     if not biases:
         reason = f"the routers of {family} have no bias that corrects the choice of experts"
@@ -264,10 +281,8 @@ def _check_biases(recipe: Recipe, model: PreTrainedModel) -> None:
         recipe.train.engine == "deepspeed" and recipe.parallel.zero_stage == 3
     )
     if is_sharded and isinstance(next(iter(biases.values())), nn.Parameter):
-        reason, remedy = (
-            f"the bias of {family} is a parameter, which would be sharded",
-            ("parallel.zero_stage", "0, 1 or 2"),
-        )
+        reason = f"the bias of {family} is a parameter, which would be sharded"
+        remedy = ("parallel.zero_stage", "0, 1 or 2")
         raise ModelError.of(field, recipe.value_of(field), reason, remedy)
 
 
@@ -277,7 +292,7 @@ def find_routing(
     """Return the routing of a model whose routers can be watched, or None. Limits the capacity of its experts."""
     factor = job.recipe.model.expert_capacity_factor
     if factor is not None:
-        limit_capacity(model, factor, expert_count(model.config), sequence_group)
+        limit_capacity(model, factor, expert_count(model.config), sequence_group, samples=job.batch.micro_batch_size)
     if not router_classes(model) or not expert_count(model.config):
         return None
     return Routing(job, model, device, sequence_group)

@@ -30,7 +30,8 @@ class UlyssesEngine(DeepSpeedEngine):
 
     def __init__(self, job: Job, config: Mapping[str, Any], model: PreTrainedModel, device: torch.device) -> None:
         deepspeed.init_distributed()
-        attention, self.size = job.recipe.model.attention or "sdpa", job.layout.ulysses
+        attention = job.recipe.model.attention or "sdpa"
+        self.size = job.layout.ulysses
         self._unit, self._mask = register_attention(
             deepspeed_patches.complete_attention_config(model.config),
             attention,

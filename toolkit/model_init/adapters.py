@@ -10,7 +10,7 @@ the same adapters.
 
 import math
 import warnings
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from toolkit.config.recipe import LoraSection
-from toolkit.errors import ModelError, Refusal, RunError
+from toolkit.errors import ModelError, Refusal, RunError, nearest
 from toolkit.files import reason_of
 from toolkit.model_init.four_bit import quantize_layer
 from toolkit.model_init.model_modules import OnLayer, decoder_layers
@@ -28,6 +28,7 @@ from toolkit.parallel.gather import Names
 from toolkit.parallel.tensor.adapter_layers import AdapterDropout, parallelize_adapter, seed_dropouts
 from toolkit.parallel.tensor.dora import DoraMagnitude
 from toolkit.seeds import derive_seed
+from toolkit.units import english_list
 
 ALL_LINEAR = "all-linear"
 _FIELD = "model.lora.targets"
@@ -45,23 +46,18 @@ class Adapters:
         tensor_parallel: bool = False,
         in_4bit: bool = False,
     ) -> None:
-        self.seed, self.tensor_parallel, self.in_4bit = seed, tensor_parallel, in_4bit
+        self.seed = seed
+        self.tensor_parallel = tensor_parallel
+        self.in_4bit = in_4bit
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         inject(model, section)
         self._take_out(model)
         for parameter in trainable:  # peft has frozen them; what pipeline stages drop is what the family trains
             parameter.requires_grad_()
-        if (path := adapted_experts(self._found)) is not None:
-            reason = f"peft would adapt {path} too, which is not supported"
-            raise ModelError.of(_FIELD, list(section.targets), reason, "name linear layers, such as q_proj and v_proj")
-        outside = [path for path in self._found if not any(path.startswith(f"{p}.") for p in self._prefix.values())]
-        if outside:
-            reason = f"{outside[0]} is no part of a decoder layer, and only those get adapters"
-            raise ModelError.of(_FIELD, list(section.targets), reason, "name linear layers of attention and MLP")
 
     def _take_out(self, model: PreTrainedModel) -> None:
         """Remember peft's layers, and put the linear layers back into their places."""
-        self._found: dict[str, Any] = {
+        self._detached: dict[str, Any] = {
             name: module for name, module in model.named_modules() if hasattr(module, "base_layer")
         }
         self.names: Names = [
@@ -69,7 +65,7 @@ class Adapters:
             for name, parameter in model.named_parameters()
             if saved_name(name).startswith(PREFIX)
         ]
-        for path, module in self._found.items():
+        for path, module in self._detached.items():
             model.set_submodule(path, module.base_layer)
         layers = set(decoder_layers(model))
         # By the layer itself: the id of one that another stage owns would soon be that of another object.
@@ -91,11 +87,12 @@ class Adapters:
         if self.in_4bit:
             quantize_layer(layer, dtype)
         prefix = self._prefix[layer]
-        inside = {path.removeprefix(f"{prefix}."): path for path in self._found if path.startswith(f"{prefix}.")}
+        inside = {path.removeprefix(f"{prefix}."): path for path in self._detached if path.startswith(f"{prefix}.")}
         for local, path in inside.items():
-            lora = self._found.pop(path)
+            lora = self._detached.pop(path)
             lora.base_layer = layer.get_submodule(local)
-            a, b = lora.lora_A[ADAPTER], lora.lora_B[ADAPTER]
+            a = lora.lora_A[ADAPTER]
+            b = lora.lora_B[ADAPTER]
             a.weight = nn.Parameter(self._first_a(a, f"{path}.lora_A").to(dtype))
             b.weight = nn.Parameter(self._first_b(b, f"{path}.lora_B").to(dtype))
             dropout = lora.lora_dropout[ADAPTER]
@@ -125,22 +122,92 @@ class Adapters:
         return torch.zeros(linear.weight.shape)
 
 
-def adapted_experts(adapted: Iterable[str]) -> str | None:
-    """The first of these modules that is of a mixture's experts, which `all-linear` means too."""
-    return next((path for path in adapted if ".experts." in f"{path}."), None)
+def _is_expert(path: str) -> bool:
+    """Whether a module is of a mixture's experts, which `all-linear` means too."""
+    return ".experts." in f"{path}."
+
+
+def _has_own_forward(module: nn.Module) -> bool:
+    """Whether a linear layer computes something else than a product: one for each group of heads, for example."""
+    return type(module).forward not in (nn.Linear.forward, Conv1D.forward)
+
+
+def supported_layers(model: nn.Module) -> frozenset[str]:
+    """The names of the linear layers that get adapters here: those of decoder layers, but no experts'."""
+    inside = {module for layer in decoder_layers(model) for module in layer.modules()}
+    linear = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and not _has_own_forward(module)
+    ]
+    return frozenset(name for name in linear if model.get_submodule(name) in inside and not _is_expert(name))
+
+
+def check_targets(model: nn.Module, targets: Sequence[str]) -> None:
+    """Raise ModelError for a target that no layer of the whole model has, or one that gets no adapter here.
+
+    peft ignores names that no layer has, beside one that has.
+    """
+    supported = supported_layers(model)
+    paths = [path for path, _ in model.named_modules() if path]
+    unknown = [target for target in targets if not any(_means(target, path) for path in paths)]
+    if unknown:
+        names = _offered(paths, supported)
+        hint = nearest(unknown[0], names).strip() if len(unknown) == 1 else ""
+        reason = f"no layer of this model is called {english_list(unknown, 'or')}"
+        raise ModelError.of(_FIELD, list(targets), reason, hint or _choices(names))
+    for path in paths:
+        if path not in supported and any(_means(target, path) for target in targets):
+            raise _no_adapter(model, path, targets, _offered(paths, supported))
+
+
+def _means(target: str, path: str) -> bool:
+    """Whether a target means the module at `path`, as peft reads it."""
+    return f".{path}".endswith(f".{target}")
+
+
+def _no_adapter(model: nn.Module, path: str, targets: Sequence[str], names: Sequence[str]) -> ModelError:
+    """The error that says why the module at `path` gets no adapter here, and offers `names`."""
+    module = model.get_submodule(path)
+    module = getattr(module, "base_layer", module)
+    if _is_expert(path):
+        reason = f"{path} is of a mixture's experts, whose adapters are not supported"
+    elif not isinstance(module, nn.Linear | Conv1D):
+        reason = f"{path} is no linear layer"
+    elif _has_own_forward(module):
+        reason = f"{path} is a {type(module).__name__}, and peft's adapters are for plain linear layers"
+    else:
+        reason = f"{path} is no part of a decoder layer, and only those get adapters"
+    return ModelError.of(_FIELD, list(targets), reason, _choices(names))
+
+
+def _offered(paths: Iterable[str], supported: Container[str]) -> list[str]:
+    """The last parts of the names of modules, where all that have them get adapters."""
+    last = {path: path.rpartition(".")[2] for path in paths}
+    unsupported = {name for path, name in last.items() if path not in supported}
+    return sorted({*last.values()} - unsupported)
+
+
+def _choices(names: Sequence[str]) -> str:
+    return f"choose among {', '.join(names)}" if names else "train without adapters"
 
 
 def inject(model: nn.Module, section: LoraSection) -> Any:
     """Let peft put its layers into `model` and freeze all others; return its LoraConfig, complete.
 
-    Raises ModelError, and RunError without peft.
+    Raises ModelError for what gets no adapters here, and RunError without peft.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError:
-        reason, advice = "peft is not installed", "install it: pip install 'deepspeed-megatron-toolkit[lora]'"
-        raise RunError(Refusal(field="model.lora", given=("model.lora",), reason=reason, remedy=(advice,))) from None
+        reason = "peft is not installed"
+        advice = "install it: pip install 'deepspeed-megatron-toolkit[lora]'"
+        raise RunError(Refusal(field="model.lora", settings=("model.lora",), reason=reason, remedy=(advice,))) from None
     targets = section.targets
+    if targets != (ALL_LINEAR,):
+        check_targets(model, targets)
+    supported = supported_layers(model)
+    offered = _offered((path for path, _ in model.named_modules() if path), supported)
     config = LoraConfig(
         r=section.r,
         lora_alpha=section.alpha,
@@ -154,11 +221,15 @@ def inject(model: nn.Module, section: LoraSection) -> Any:
     is_on_meta = any(parameter.is_meta for parameter in model.parameters())
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of layers that are not linear, which is said below
+            warnings.simplefilter("ignore")  # peft's of layers that are not linear: the error below names them
             inject_adapter_in_model(config, model, low_cpu_mem_usage=is_on_meta)
     except ValueError as error:
-        linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D))
-        kinds = sorted({name.rpartition(".")[2] for name in linear})
         reason = f"peft finds no such linear layers in this model ({reason_of(error)})"
-        raise ModelError.of(_FIELD, list(targets), reason, f"choose among {', '.join(kinds)}") from error
+        raise ModelError.of(_FIELD, list(targets), reason, _choices(offered)) from error
+    # `all-linear` and a family's defaults may name layers that get none here.
+    unsupported = [
+        name for name, module in model.named_modules() if hasattr(module, "base_layer") and name not in supported
+    ]
+    if unsupported:
+        raise _no_adapter(model, next(filter(_is_expert, unsupported), unsupported[0]), targets, offered)
     return config

@@ -20,8 +20,9 @@ from toolkit.model_init.adapters import Adapters
 from toolkit.model_init.float8 import multiply_in_float8
 from toolkit.model_init.frozen import freeze_others, trained_names
 from toolkit.model_init.liger import take_liger
-from toolkit.model_init.model_modules import OnLayer, parameters_on_meta
+from toolkit.model_init.model_modules import OnLayer, parameters_on_meta, round_buffers
 from toolkit.model_init.model_partition import ModelPartition
+from toolkit.model_init.new_tokens import train_every_token, without_padding_token
 from toolkit.model_init.offload_activations import offload_activations
 from toolkit.model_init.pretrained_weights import read_weights
 from toolkit.model_init.random_weights import initialize
@@ -29,6 +30,7 @@ from toolkit.model_init.recompute import recompute
 from toolkit.model_init.tiled_mlp import tile_mlps
 from toolkit.models import shape
 from toolkit.models.override_fields import unknown_overrides
+from toolkit.units import english_list
 
 _NAME = "model.name_or_path"
 
@@ -37,24 +39,24 @@ def load_config(section: ModelSection, *, trust_remote_code: bool = False) -> Pr
     """Load the Hugging Face config and apply the recipe's overrides. Raises ModelError for an unknown name or field."""
     # Published weights come with a config of their own, which also knows the tokenizer's ids.
     published = section.init == "pretrained" and shape.find_name(section.name_or_path)
-    found = None if published else shape.find_config(section.name_or_path)
-    if found is not None and "auto_map" in found and not trust_remote_code:
+    facts = None if published else shape.find_config(section.name_or_path)
+    if facts is not None and "auto_map" in facts and not trust_remote_code:
         reason = "the model brings its own code (auto_map in config.json), which a recipe cannot allow"
         raise ModelError.of(_NAME, section.name_or_path, reason, "pass --trust-remote-code if you trust it")
-    if found is not None and not isinstance(found.get("model_type"), str):
+    if facts is not None and not isinstance(facts.get("model_type"), str):
         reason = "its config.json has no model_type, the name of its family"
         raise ModelError.of(_NAME, section.name_or_path, reason, "add it")
     try:
-        if found is None and "/" not in section.name_or_path:
+        if facts is None and "/" not in section.name_or_path:
             raise ValueError("hub names have the form org/name")
-        if found is None or "auto_map" in found:
+        if facts is None or "auto_map" in facts:
             config = AutoConfig.from_pretrained(section.name_or_path, trust_remote_code=trust_remote_code)
         else:
-            config = AutoConfig.for_model(found.pop("model_type"), **found)
+            config = AutoConfig.for_model(facts.pop("model_type"), **facts)
     except Exception as error:  # of a model's own code, whatever it raises
-        problem = "its own code or config fails" if found else "not a known shape, directory or readable hub name"
+        problem = "its own code or config fails" if facts else "not a known shape, directory or readable hub name"
         reason = f"{problem} ({type(error).__name__}: {reason_of(error)})"
-        advice = "" if found or published else shape.nearest_names(section.name_or_path).strip()
+        advice = "" if facts or published else shape.nearest_names(section.name_or_path).strip()
         raise ModelError.of(_NAME, section.name_or_path, reason, advice) from error
     return _overridden(config, section.overrides) if section.overrides else config
 
@@ -72,13 +74,18 @@ def _overridden(config: PretrainedConfig, overrides: Mapping[str, Any]) -> Pretr
         changed: PretrainedConfig = type(config).from_dict(facts | changes)
     except Exception as error:
         reason = f"{config.model_type} cannot take them ({reason_of(error)})"
-        raise ModelError(Refusal(field="model.overrides", given=("model.overrides",), reason=reason)) from error
+        raise ModelError(Refusal(field="model.overrides", settings=("model.overrides",), reason=reason)) from error
     return changed
 
 
 def _not_built(recipe: Recipe, error: Exception) -> ModelError:
     reason = f"transformers cannot build it ({type(error).__name__}: {reason_of(error)})"
-    advice = "check model.overrides and model.attn_implementation"
+    settings = []
+    if recipe.model.overrides:
+        settings.append("model.overrides")
+    if recipe.model.attention is not None:
+        settings.append("model.attn_implementation")
+    advice = f"check {english_list(settings)}" if settings else "choose another model or version of transformers"
     return ModelError.of(_NAME, recipe.model.name_or_path, reason, advice)
 
 
@@ -127,9 +134,9 @@ def build_model(
     """
     config = load_config(recipe.model, trust_remote_code=trust_remote_code)
     if recipe.model.init == "random":
-        config.bos_token_id = config.eos_token_id = eos_id
-        # torch masks the gradient of a padding token's embedding, so whichever token has that id would never learn.
-        config.pad_token_id = None
+        config.bos_token_id = eos_id
+        config.eos_token_id = eos_id
+        config = without_padding_token(config)
     # Ulysses replaces sdpa; eager would attend within a rank's own positions.
     attention = recipe.model.attention or ("sdpa" if recipe.parallel.ulysses > 1 else None)
     try:
@@ -139,6 +146,8 @@ def build_model(
             )
     except Exception as error:
         raise _not_built(recipe, error) from error
+    if recipe.model.init == "random":
+        train_every_token(model)
     if recipe.model.kernels == "liger":
         take_liger(model)  # before parts of it go to other pipeline stages
     try:
@@ -155,11 +164,19 @@ def build_model(
             gathers = recipe.parallel.zero_stage == 3
             multiply_in_float8(model, recipe.model.float8, emulate=not on_gpu, gathers=gathers)
         if recipe.model.init == "pretrained":
-            read_weights(model, recipe.model.name_or_path, dtype=dtype, partition=partition, on_layer=on_layer)
+            read_weights(
+                model,
+                recipe.model.name_or_path,
+                dtype=dtype,
+                partition=partition,
+                on_layer=on_layer,
+                has_overrides=bool(recipe.model.overrides),
+            )
         else:
             initialize(model, seed=recipe.train.seed, dtype=dtype, partition=partition, on_layer=on_layer)
     except (ValueError, ImportError, KeyError) as error:
         raise _not_built(recipe, error) from error
+    round_buffers(model, dtype)
     model.config.dtype = dtype
     recompute(model, recipe.parallel.recompute)
     if recipe.parallel.tiled_mlp:

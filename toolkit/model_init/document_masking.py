@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from toolkit.config.recipe import ModelSection
 from toolkit.errors import ModelError, Setting
+from toolkit.model_init.new_tokens import without_padding_token
 
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 _ATTENTION_FIELD = "model.attn_implementation"
@@ -32,22 +33,21 @@ def check_document_masking(
     """Raise ModelError where documents of one row would see each other."""
     asked, off = masking
     if section.attention not in ("eager", "sdpa", None):
-        given = (asked, (_ATTENTION_FIELD, section.attn_implementation))
+        settings = (asked, (_ATTENTION_FIELD, section.attn_implementation))
         reason = "only sdpa and eager keep documents apart in every micro-batch"
-        raise ModelError.between(given, reason, (_ATTENTION_FIELD, "sdpa"), off)
+        raise ModelError.between(settings, reason, (_ATTENTION_FIELD, "sdpa"), off)
     if obstacle := _obstacle(config, trust_remote_code):
         reason = f"{config.model_type} {obstacle}, so documents would see each other (llama and gpt2 can)"
-        named = (asked, ("model.name_or_path", section.name_or_path))
-        other = "" if off[0] == "data.packing" else "data.packing=padded without it"
-        raise ModelError.between(named, reason, off, other)
+        advice = "" if off[0] == "data.packing" else "data.packing=padded without it"
+        raise ModelError.between((asked, ("model.name_or_path", section.name_or_path)), reason, off, advice)
 
 
 def _obstacle(config: PretrainedConfig, trust_remote_code: bool) -> str | None:
     layer_types = set(getattr(config.get_text_config(), "layer_types", None) or ())
     if layer_types - _ATTENTION:
         return f"has layers of type {', '.join(sorted(layer_types - _ATTENTION))}, which carry state along the row"
-    config = copy.deepcopy(config)
-    config.pad_token_id = None  # GPT-2 would search the ids for it, and meta tensors have no values
+    # GPT-2 would search the ids for a padding token, and meta tensors have no values.
+    config = without_padding_token(copy.deepcopy(config))
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(

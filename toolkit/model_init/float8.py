@@ -18,7 +18,7 @@ from toolkit.model_init.model_modules import decoder_layers
 
 _FIELD = "model.float8"
 _MULTIPLE = 16
-"""What the sizes of a float8 product must be multiples of on a GPU."""
+"""Number of which the sizes of a float8 product must be multiples on a GPU."""
 
 
 def check_float8(kind: str, device: torch.device) -> None:
@@ -50,6 +50,7 @@ def multiply_in_float8(model: PreTrainedModel, kind: str, *, emulate: bool, gath
             if isinstance(module, float8.float8_linear.Float8Linear):
                 converted += 1
                 if gathers:
+                    # Another class, not a module around this one: its parameters keep their names.
                     family = type(module)
                     module.__class__ = type(f"Gathered{family.__name__}", (_KeepsNoWeight, family), {})
     if not converted and any(next(layer.parameters(), None) is not None for layer in decoder_layers(model)):
@@ -84,8 +85,8 @@ def _torchao(kind: str) -> Any:
     try:
         import torchao.float8
     except ImportError:
-        remedy = "install it: pip install torchao", (_FIELD, None)
-        raise RunError.of(_FIELD, kind, "torchao is not installed", *remedy) from None
+        advice = "install it: pip install torchao"
+        raise RunError.of(_FIELD, kind, "torchao is not installed", advice, (_FIELD, None)) from None
     finally:
         logging.disable(level)
     return torchao.float8

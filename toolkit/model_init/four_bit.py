@@ -17,7 +17,7 @@ def check_four_bit(device: torch.device) -> None:
     """Raise RunError where layers in 4 bits cannot train: on a CPU, or without bitsandbytes."""
     if device.type != "cuda":
         reason = "it needs a CUDA GPU, and this run is on the CPU"
-        raise RunError(Refusal(field=_FIELD, given=((_FIELD, True),), reason=reason, remedy=((_FIELD, False),)))
+        raise RunError(Refusal(field=_FIELD, settings=((_FIELD, True),), reason=reason, remedy=((_FIELD, False),)))
     _bitsandbytes()
 
 
@@ -37,7 +37,8 @@ def quantize_layer(layer: nn.Module, dtype: torch.dtype) -> None:
             module.in_features, module.out_features, bias=has_bias, compute_dtype=dtype, quant_type="nf4", device="meta"
         )
         weight = modules.Params4bit(module.weight.detach(), requires_grad=False, quant_type="nf4", module=small)
-        small.weight, small.bias = weight.to(module.weight.device), module.bias
+        small.weight = weight.to(module.weight.device)
+        small.bias = module.bias
         layer.set_submodule(name, small)
 
 
@@ -45,6 +46,7 @@ def _bitsandbytes() -> Any:
     try:
         import bitsandbytes
     except ImportError:
-        reason, advice = "bitsandbytes is not installed", "install it: pip install bitsandbytes"
-        raise RunError(Refusal(field=_FIELD, given=((_FIELD, True),), reason=reason, remedy=(advice,))) from None
+        reason = "bitsandbytes is not installed"
+        advice = "install it: pip install bitsandbytes"
+        raise RunError(Refusal(field=_FIELD, settings=((_FIELD, True),), reason=reason, remedy=(advice,))) from None
     return bitsandbytes

@@ -9,7 +9,10 @@ keeps freed GPU memory for the same reason. The price is fragmentation: a proces
 import ctypes
 import os
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4  # malloc.h
+# The numbers of malloc.h.
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+_M_MMAP_MAX = -4
 _LARGEST_KEPT_BYTES = 1 << 30
 _USER_SETTINGS = ("GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_")
 
@@ -25,8 +28,8 @@ def keep_freed_memory() -> bool:
     if mallopt is None:
         return False
     # Older versions of glibc refuse a threshold above 32 MB, but accept that mmap is not used at all.
-    kept = mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT_BYTES) or mallopt(_M_MMAP_MAX, 0)
-    return bool(kept and mallopt(_M_TRIM_THRESHOLD, -1))
+    is_kept = mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT_BYTES) or mallopt(_M_MMAP_MAX, 0)
+    return bool(is_kept and mallopt(_M_TRIM_THRESHOLD, -1))
 
 
 def release_freed_memory() -> None:

@@ -1,4 +1,4 @@
-"""Which parameters of a model train: all, or what model.freeze and model.train_only leave (docs/fine-tuning.md)."""
+"""Trained and frozen parameters of a model, by model.freeze and model.train_only (docs/fine-tuning.md)."""
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -15,27 +15,33 @@ def trained_names(model: nn.Module, *, freeze: Sequence[str] = (), train_only: S
     A pattern matches a tied parameter under any of its names. Raises ModelError for a pattern that matches nothing, and
     for those that leave nothing, or everything, to train.
     """
-    other_names: dict[str, list[str]] = {}
-    for other, name in tied_names(model).items():
-        other_names.setdefault(name, [name]).append(other)
+    aliases: dict[str, list[str]] = {}
+    for alias, name in tied_names(model).items():
+        aliases.setdefault(name, [name]).append(alias)
     trainable = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    names = {name: other_names.get(name, [name]) for name in trainable}
+    names = {name: aliases.get(name, [name]) for name in trainable}
     if freeze:
-        found = _matched("model.freeze", freeze, names)
-        return _some("model.freeze", freeze, names.keys() - found, names)
-    found = _matched("model.train_only", train_only, names) if train_only else frozenset(names)
-    return _some("model.train_only", train_only, found, names) if train_only else found
+        frozen = _matched("model.freeze", freeze, names)
+        return _some("model.freeze", freeze, names.keys() - frozen, names)
+    if train_only:
+        trained = _matched("model.train_only", train_only, names)
+        return _some("model.train_only", train_only, trained, names)
+    return frozenset(names)
 
 
 def _matched(field: str, patterns: Sequence[str], names: Mapping[str, Sequence[str]]) -> frozenset[str]:
-    found: set[str] = set()
+    matched: set[str] = set()
     for pattern in patterns:
-        of_pattern = {name for name, every in names.items() if any(fnmatchcase(one, pattern) for one in every)}
+        of_pattern = {
+            name
+            for name, aliases in names.items()
+            if any(fnmatchcase(name_or_alias, pattern) for name_or_alias in aliases)
+        }
         if not of_pattern:
             reason = f"no parameter's name matches {pattern} (the first is {next(iter(names))})"
             raise ModelError.of(field, list(patterns), reason, "write * for any text, as in *.mlp.*")
-        found |= of_pattern
-    return frozenset(found)
+        matched |= of_pattern
+    return frozenset(matched)
 
 
 def _some(

@@ -20,7 +20,7 @@ from toolkit.models.support import LIGER_FAMILIES
 _FIELD = "model.kernels"
 _TORCH: Setting = (_FIELD, "torch")
 _OLDEST = "0.8.5"
-"""Whose functions these are."""
+"""The oldest version that has the functions which are called."""
 
 
 def check_liger(device: torch.device) -> None:
@@ -28,28 +28,29 @@ def check_liger(device: torch.device) -> None:
     if device.type != "cuda":
         raise RunError.of(_FIELD, "liger", f"Liger's kernels run on CUDA, and this run is on {device.type}", _TORCH)
     try:
-        found = version("liger-kernel")
+        installed = version("liger-kernel")
     except PackageNotFoundError:
-        found = ""
-    if not found or Version(found) < Version(_OLDEST):
-        reason = f"liger-kernel {found} is too old" if found else "the package liger-kernel is not installed"
+        installed = ""
+    if not installed or Version(installed) < Version(_OLDEST):
+        reason = f"liger-kernel {installed} is too old" if installed else "the package liger-kernel is not installed"
         raise RunError.of(_FIELD, "liger", reason, f"pip install 'liger-kernel>={_OLDEST}'", _TORCH)
 
 
 def take_liger(model: PreTrainedModel) -> None:
     """Let `model`, with all its layers, compute by Liger's kernels. Raises ModelError for a family not tested."""
-    family, modeling = model.config.model_type, sys.modules[type(model).__module__]
+    family = model.config.model_type
+    modeling = sys.modules[type(model).__module__]
     if family not in LIGER_FAMILIES or not modeling.__name__.startswith("transformers.models."):
-        given = (("model.kernels", "liger"), ("model_type", family))
+        settings = (("model.kernels", "liger"), ("model_type", family))
         reason = f"Liger's kernels were tested for {', '.join(LIGER_FAMILIES)}"
-        raise ModelError.between(given, reason, _TORCH)
+        raise ModelError.between(settings, reason, _TORCH)
     # Liger's MLPs do not look at the config.
     wanted = "gelu_pytorch_tanh" if family.startswith("gemma") else "silu"
     for module in model.modules():
         activation = getattr(module, "act_fn", getattr(module, "activation_fn", None))
         if activation is not None and type(activation) is not type(ACT2FN[wanted]):
-            given = (("model.kernels", "liger"), ("activation", type(activation).__name__))
-            raise ModelError.between(given, f"Liger's MLP for {family} computes {wanted}", _TORCH)
+            settings = (("model.kernels", "liger"), ("activation", type(activation).__name__))
+            raise ModelError.between(settings, f"Liger's MLP for {family} computes {wanted}", _TORCH)
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
     names = vars(modeling)
@@ -63,8 +64,11 @@ def take_liger(model: PreTrainedModel) -> None:
     for module in model.modules():
         forward = type(module).forward
         if isinstance(forward, FunctionType) and functions.keys() & set(forward.__code__.co_names):
-            own = FunctionType(
+            # Attention reads `apply_rotary_pos_emb` among the globals of its file, and takes no such function as an
+            # argument. To replace the global would change all models of this process, so the modules of this model
+            # get a copy of their forward pass with globals of its own.
+            with_kernels = FunctionType(
                 forward.__code__, before | functions, forward.__name__, forward.__defaults__, forward.__closure__
             )
-            own.__kwdefaults__ = forward.__kwdefaults__
-            module.forward = MethodType(own, module)
+            with_kernels.__kwdefaults__ = forward.__kwdefaults__
+            module.forward = MethodType(with_kernels, module)

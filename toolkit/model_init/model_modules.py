@@ -7,7 +7,9 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
+from toolkit.models.support import find
 from toolkit.parallel.shard import FullTensor
 
 OnLayer = Callable[[nn.Module], None]
@@ -33,16 +35,16 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 def outside_layers(model: nn.Module) -> list[nn.Module]:
     """Return the other modules that own parameters directly, children before their parents."""
     inside = {id(module) for layer in decoder_layers(model) for module in layer.modules()}
-    found: list[nn.Module] = []
+    modules: list[nn.Module] = []
 
     def visit(module: nn.Module) -> None:
         for child in module.children():
             visit(child)
         if id(module) not in inside and any(parameter is not None for parameter in module._parameters.values()):
-            found.append(module)
+            modules.append(module)
 
     visit(model)
-    return found
+    return modules
 
 
 def cast(module: nn.Module, dtype: torch.dtype) -> None:
@@ -50,6 +52,16 @@ def cast(module: nn.Module, dtype: torch.dtype) -> None:
     for parameter in module.parameters():
         if parameter.is_floating_point() and not parameter.is_meta and not hasattr(parameter, "ds_id"):
             parameter.data = parameter.data.to(dtype)
+
+
+def round_buffers(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Cast buffers too in families whose layers multiply them by activations; rotary frequencies stay in fp32."""
+    support = find(model.config.model_type)
+    if support is None or not support.rounds_buffers:
+        return
+    for name, buffer in model.named_buffers():
+        if buffer.is_floating_point() and not name.endswith("inv_freq"):
+            buffer.data = buffer.data.to(dtype)
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -11,9 +11,10 @@ from transformers import PreTrainedModel
 
 from toolkit.config.job import Job
 from toolkit.config.layout import Layout
+from toolkit.config.stage_balance import CPU_FLOPS_PER_BYTE, GPU_FLOPS_PER_BYTE, balance
 from toolkit.errors import ModelError
-from toolkit.estimate.stage_bounds import CPU_FLOPS_PER_BYTE, GPU_FLOPS_PER_BYTE, balance
 from toolkit.model_init.model_modules import Materializer, OnLayer, outside_layers, persistent_buffers
+from toolkit.model_init.new_tokens import train_every_token
 from toolkit.parallel.adapter_names import holds_adapters
 from toolkit.parallel.experts.sharding import ExpertSharder
 from toolkit.parallel.gather import Names
@@ -44,7 +45,9 @@ class ModelPartition:
     """Stage k has decoder layers [bounds[k], bounds[k + 1])."""
 
     def __init__(self, job: Job, groups: ParallelGroups, device: torch.device) -> None:
-        self.job, self.groups, self.device = job, groups, device
+        self.job = job
+        self.groups = groups
+        self.device = device
         self._parallelizer: TensorParallelizer | None = None
         self._experts: ExpertSharder | None = None
         self._layer_index: dict[int, int] = {}
@@ -66,6 +69,8 @@ class ModelPartition:
         with torch.device("meta"):
             meta_model = type(model)(copy.deepcopy(model.config))
         meta_model.tie_weights()
+        if self.job.recipe.model.init == "random":
+            train_every_token(meta_model)
         needs_chain = self.layout.tp * self.layout.pp > 1
         self.structure = analyze_model(meta_model) if needs_chain else list_layers(meta_model)
         head = model.get_output_embeddings()
@@ -98,14 +103,17 @@ class ModelPartition:
         layer = re.compile(re.escape(self.structure.layers) + r"\.(\d+)\.")
         train: set[int] = set()
         for name in self.trained:
-            inside, owner = layer.search(name), name.rpartition(".")[0]
+            inside = layer.search(name)
+            owner = name.rpartition(".")[0]
             if inside is not None:
                 train.add(bisect(self.bounds, int(inside[1])) - 1)
             else:
-                owners = {owner, *(other.rpartition(".")[0] for other, of in self.structure.tied.items() if of == name)}
-                train |= {
-                    stage for stage, at in ((0, "before"), (last, "after")) if owners & getattr(self.structure, at)
-                }
+                aliases = (alias for alias, saved in self.structure.tied.items() if saved == name)
+                owners = {owner, *(alias.rpartition(".")[0] for alias in aliases)}
+                if owners & self.structure.before:
+                    train.add(0)
+                if owners & self.structure.after:
+                    train.add(last)
         if idle := sorted({*range(last + 1)} - train):
             reason = f"on pipeline stage {idle[0]} every parameter is frozen, and DeepSpeed needs one that trains"
             raise ModelError.between((("parallel.pp", last + 1),), reason, ("parallel.pp", 1), "freeze less")
@@ -121,9 +129,13 @@ class ModelPartition:
         if self.layout.pp == 1:
             return []
         owners = {name: {name.rpartition(".")[0]} for name, _ in self.names}
-        for other, name in self.structure.tied.items():
-            owners[name].add(other.rpartition(".")[0])
-        return [name for name, at in owners.items() if at & self.structure.before and at & self.structure.after]
+        for alias, name in self.structure.tied.items():
+            owners[name].add(alias.rpartition(".")[0])
+        return [
+            name
+            for name, modules in owners.items()
+            if modules & self.structure.before and modules & self.structure.after
+        ]
 
     def shard_layer(self, layer: nn.Module, fill: Callable[[nn.Module], None]) -> None:
         """Shard a decoder layer over tensor- and expert-parallel ranks; `fill` sets what stays replicated."""

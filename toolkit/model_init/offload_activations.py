@@ -32,10 +32,11 @@ _CASTS = ("ToCopyBackward0", "TBackward0", "TransposeBackward0")
 
 def offload_activations(model: PreTrainedModel) -> None:
     """Keep what the decoder layers of `model` save for their backward pass in host memory."""
-    layers, link = decoder_layers(model), Link()
-    own = [layer for layer in layers if not isinstance(layer, NonLocalLayer)]
-    for layer in own:
-        _run_under_hooks(layer, link, is_first=layer is own[0], stays=layer is layers[-1])
+    layers = decoder_layers(model)
+    link = Link()
+    local_layers = [layer for layer in layers if not isinstance(layer, NonLocalLayer)]
+    for layer in local_layers:
+        _run_under_hooks(layer, link, is_first=layer is local_layers[0], stays=layer is layers[-1])
 
 
 def _run_under_hooks(layer: nn.Module, link: "Link", *, is_first: bool, stays: bool) -> None:
@@ -46,14 +47,17 @@ def _run_under_hooks(layer: nn.Module, link: "Link", *, is_first: bool, stays: b
             return family.__call__(module, *arguments, **keywords)
         hidden = hidden_argument(arguments, keywords)
         shared = (value for value in tree_leaves((arguments, keywords)) if value is not hidden)
-        kept = _storages((*module.parameters(), *module.buffers(), *shared))
-        saved = link.last = _LayerPass(link, None if is_first else link.last, kept, stays=stays)
+        resident = _storages((*module.parameters(), *module.buffers(), *shared))
+        saved = _LayerPass(link, None if is_first else link.last, resident, stays=stays)
+        link.last = saved
         try:
             with saved_tensors_hooks(saved.pack, _unpack):
                 return family.__call__(module, *arguments, **keywords)
         finally:  # a pipeline stage leaves its last layer by an exception
             saved.leave()
 
+    # Python looks `__call__` up on the class, so only another class can run a layer with all its hooks inside; a module
+    # around the layer would change the names of its parameters.
     layer.__class__ = type(f"{family.__name__}Offloaded", (family,), {"__call__": call, LINK: link})
 
 
@@ -63,16 +67,16 @@ def _storages(values: Iterable[Any]) -> set[int]:
 
 
 class Link:
-    """The way of one model's activations to the host and back."""
+    """The transfers of one model's activations to the host and back."""
 
     bytes_sent = 0
-    """To the host, since the beginning."""
+    """Bytes that were sent to the host, since the beginning."""
 
     def __init__(self) -> None:
         self.last: _LayerPass | None = None
-        """Of the latest layer in a forward pass."""
+        """The pass of the latest layer in a forward pass; None before the first."""
         self.leaving: _LayerPass | None = None
-        """Whose storages are on their way."""
+        """The layer's pass whose storages are on their way to the host; None where there is none."""
         self._streams: dict[str, Any] = {}
 
     def copies(self, direction: str, device: torch.device) -> AbstractContextManager[Any]:
@@ -94,10 +98,16 @@ class _Stored:
 
 
 class _LayerPass:
-    """What one layer saved in the forward pass of a micro-batch. `kept`: storages that stay on the device."""
+    """Tensors that one layer saved in the forward pass of a micro-batch.
 
-    def __init__(self, link: Link, before: "_LayerPass | None", kept: set[int], *, stays: bool) -> None:
-        self._link, self._before, self._kept, self._stays = link, before, kept, stays
+    `resident`: identities of storages that stay on the device, and `stays`: whether all of them do.
+    """
+
+    def __init__(self, link: Link, before: "_LayerPass | None", resident: set[int], *, stays: bool) -> None:
+        self._link = link
+        self._before = before
+        self._resident = resident
+        self._stays = stays
         self._stored: dict[int, _Stored] = {}
         self._device = torch.device("cpu")
         self._events: dict[str, torch.cuda.Event] = {}
@@ -108,7 +118,7 @@ class _LayerPass:
             return self, tensor
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if type(tensor) is not torch.Tensor or storage.nbytes() < SMALLEST_BYTES or key in self._kept:
+        if type(tensor) is not torch.Tensor or storage.nbytes() < SMALLEST_BYTES or key in self._resident:
             return tensor
         if isinstance(tensor._base, nn.Parameter) or _is_cast_of_weight(tensor):
             return tensor
@@ -121,7 +131,8 @@ class _LayerPass:
         """The layer has run: begin to copy what it saved, and drop what the layer before it saved."""
         if self._link.leaving is not None:
             self._link.leaving.drop()
-        self._link.leaving, self._kept = self, set()
+        self._link.leaving = self
+        self._resident = set()
         with self._link.copies("to the host", self._device):
             for stored in self._stored.values():
                 assert stored.device is not None
@@ -153,7 +164,8 @@ class _LayerPass:
         if self._stored:
             self.fetch()
         self._wait("arrived")
-        before, self._before = self._before, None
+        before = self._before
+        self._before = None
         if before is not None:
             before.fetch()
 

@@ -31,7 +31,8 @@ from toolkit.parallel.shard import FullTensor, runs, set_source
 from toolkit.units import some
 
 _LAYER = re.compile(r"\.(\d+)\.")
-_NAME, _RANDOM = "model.name_or_path", ("model.init", "random")
+_NAME = "model.name_or_path"
+_RANDOM = ("model.init", "random")
 
 
 def read_weights(
@@ -41,14 +42,16 @@ def read_weights(
     dtype: torch.dtype,
     partition: ModelPartition | None = None,
     on_layer: OnLayer | None = None,
+    has_overrides: bool = False,
 ) -> None:
     """Set every meta parameter of `model` to its stored value, in `dtype`. A collective call.
 
+    `has_overrides`: whether fields of the stored config were changed, which messages then advise to undo.
     Raises ModelError for weights that are missing, and, once all are read, for those that are not finite.
     """
     files = _Files(name_or_path)
     not_finite: set[str] = set()
-    _set_sources(model, files, name_or_path, dtype, not_finite)
+    _set_sources(model, files, name_or_path, dtype, not_finite, has_overrides=has_overrides)
     materializer = Materializer(model)
 
     def done(module: nn.Module) -> None:
@@ -64,10 +67,10 @@ def read_weights(
             done(layer)
         finish_outside_layers(model, materializer, partition, done)
     # A rank that raised alone would leave the others waiting for it.
-    found = sorted(set().union(*Ranks.of().gather(not_finite)))
-    if found:
-        verb, kind = "have" if len(found) > 1 else "has", str(dtype).removeprefix("torch.")
-        reason = f"{some(found)} {verb} values that are not finite in {kind}"
+    names = sorted(set().union(*Ranks.of().gather(not_finite)))
+    if names:
+        verb = "have" if len(names) > 1 else "has"
+        reason = f"{some(names)} {verb} values that are not finite in {str(dtype).removeprefix('torch.')}"
         raise ModelError.of(_NAME, name_or_path, reason, "choose weights without NaN and infinity", _RANDOM)
 
 
@@ -101,14 +104,14 @@ class _Files:
     def sources(self, model: PreTrainedModel, dtype: torch.dtype) -> dict[str, tuple[FullTensor, torch.Size]]:
         """Return source and shape of every tensor of the model that is stored."""
         plain, conversions = find_origins(model, self.path_of)
-        found: dict[str, tuple[FullTensor, torch.Size]] = {
+        sources: dict[str, tuple[FullTensor, torch.Size]] = {
             name: (self.tensor(key, dtype), self.shape_of[key]) for name, key in plain.items()
         }
         for conversion in conversions:
             for name, like in conversion.apply(lambda key: torch.empty(self.shape_of[key], device="meta")).items():
                 source = ConvertedTensor(conversion, name, lambda key: self.tensor(key, dtype).clone(), dtype)
-                found[name] = (source, like.shape)
-        return found
+                sources[name] = (source, like.shape)
+        return sources
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +141,10 @@ class ConvertedTensor:
     def __init__(
         self, conversion: Conversion, name: str, read: Callable[[str], torch.Tensor], dtype: torch.dtype
     ) -> None:
-        self.conversion, self.name, self.read, self.dtype = conversion, name, read, dtype
+        self.conversion = conversion
+        self.name = name
+        self.read = read
+        self.dtype = dtype
 
     def narrow(self, dim: int, start: int, length: int) -> torch.Tensor:
         return self.clone().narrow(dim, start, length)
@@ -155,7 +161,9 @@ class _Watched:
     """A source whose values are looked at as they are read: its name is noted where one is not finite."""
 
     def __init__(self, source: FullTensor, name: str, not_finite: set[str]) -> None:
-        self._source, self._name, self._not_finite = source, name, not_finite
+        self._source = source
+        self._name = name
+        self._not_finite = not_finite
 
     def narrow(self, dim: int, start: int, length: int) -> torch.Tensor:
         return self._noted(self._source.narrow(dim, start, length))
@@ -186,13 +194,15 @@ def find_origins(model: PreTrainedModel, stored: Iterable[str]) -> tuple[Mapping
     for key in sorted(stored, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, prefix, expected)
         if name not in expected and key in expected:
-            name, pattern = key, None
+            name = key
+            pattern = None
         if pattern is not None:
             merged.setdefault(name, []).append((key, pattern))
         elif name in expected:
             plain.setdefault(name, key)
     conversions = [
-        Conversion(name=name, rule=rule_of[found[0][1]], stored=found, model=model) for name, found in merged.items()
+        Conversion(name=name, rule=rule_of[stored_names[0][1]], stored=stored_names, model=model)
+        for name, stored_names in merged.items()
     ]
     return plain, conversions
 
@@ -202,9 +212,9 @@ def _paths(name_or_path: str) -> Iterator[Path]:
     if index is None:
         single = _find(name_or_path, SINGLE)
         if single is None:
-            given = (("model.init", "pretrained"), (_NAME, name_or_path))
+            settings = (("model.init", "pretrained"), (_NAME, name_or_path))
             reason = "no safetensors weights could be read"
-            raise ModelError.between(given, reason, "give a directory with weights", _RANDOM)
+            raise ModelError.between(settings, reason, "give a directory with weights", _RANDOM)
         yield single
         return
     try:
@@ -212,72 +222,97 @@ def _paths(name_or_path: str) -> Iterator[Path]:
     except (OSError, ValueError) as error:
         raise ModelError(f"{index}: cannot be read ({reason_of(error)}). Download the model again.") from None
     for name in names:
-        found = _find(name_or_path, name)
-        if found is None:
+        path = _find(name_or_path, name)
+        if path is None:
             raise ModelError(f"{name_or_path}: {name} is missing, but its index names it. Download the model again.")
-        yield found
+        yield path
 
 
 def _find(name_or_path: str, file: str) -> Path | None:
     try:
-        found: Any = cached_file(name_or_path, file, _raise_exceptions_for_missing_entries=False)
+        path: Any = cached_file(name_or_path, file, _raise_exceptions_for_missing_entries=False)
     except OSError:
         return None
-    return None if found is None else Path(found)
+    return None if path is None else Path(path)
 
 
 def _set_sources(
-    model: PreTrainedModel, files: _Files, name_or_path: str, dtype: torch.dtype, not_finite: set[str]
+    model: PreTrainedModel,
+    files: _Files,
+    name_or_path: str,
+    dtype: torch.dtype,
+    not_finite: set[str],
+    *,
+    has_overrides: bool,
 ) -> None:
     sources = files.sources(model, dtype)
     _fix_ties(model, sources, name_or_path)
     missing = []
     for name, parameter in model.named_parameters():
         if name in sources:
-            source = _checked(name, parameter, sources, name_or_path)
+            source = _checked(name, parameter, sources, name_or_path, has_overrides=has_overrides)
             set_source(parameter, _Watched(source, name, not_finite))
         else:
             missing.append(name)
     if missing:
-        stored, added = ({int(m[1]) for m in map(_LAYER.search, names) if m} for names in (sources, missing))
-        advice = "save the model with the transformers version in use, remove model.overrides that add parameters"
-        if added - stored:
-            advice = f"it stores {len(stored)} layers: remove the model.overrides that add some"
+        stored = _layer_numbers(sources)
+        advice = "save the model with the transformers version in use"
+        if _layer_numbers(missing) - stored:
+            undo = "remove the model.overrides that add some" if has_overrides else "correct its config.json"
+            advice = f"it stores {len(stored)} layers: {undo}"
+        elif has_overrides:
+            advice += ", remove model.overrides that add parameters"
         raise ModelError.of(_NAME, name_or_path, f"it has no weights for {some(missing)}", advice, _RANDOM)
     saved = model.state_dict(keep_vars=True)
     for name, buffer in model.named_buffers():
         if name in sources and name in saved:
             # Learned without a gradient, such as the bias with which some routers balance their experts.
-            source = _checked(name, buffer, sources, name_or_path)
+            source = _checked(name, buffer, sources, name_or_path, has_overrides=has_overrides)
             buffer.copy_(_Watched(source, name, not_finite).clone())
 
 
+def _layer_numbers(names: Iterable[str]) -> set[int]:
+    return {int(match[1]) for match in map(_LAYER.search, names) if match}
+
+
 def _checked(
-    name: str, value: torch.Tensor, sources: dict[str, tuple[FullTensor, torch.Size]], name_or_path: str
+    name: str,
+    value: torch.Tensor,
+    sources: dict[str, tuple[FullTensor, torch.Size]],
+    name_or_path: str,
+    *,
+    has_overrides: bool,
 ) -> FullTensor:
     source, shape = sources[name]
     if shape != value.shape:
         reason = f"{name} is stored as {list(shape)}, but the config makes it {list(value.shape)}"
-        raise ModelError.of(_NAME, name_or_path, reason, "remove the model.overrides that change sizes")
+        undo = "remove the model.overrides that change sizes"
+        advice = undo if has_overrides else "correct its config.json, or save the model again"
+        raise ModelError.of(_NAME, name_or_path, reason, advice)
     return source
 
 
 def _fix_ties(model: PreTrainedModel, sources: dict[str, tuple[FullTensor, torch.Size]], name_or_path: str) -> None:
     """Let tied parameters share what is stored under either name; raise where two different values are stored."""
-    for name, other in model.all_tied_weights_keys.items():
-        here, there = sources.get(name), sources.get(other)
-        if here is not None and there is not None and not _equal(here, there):
-            reason = f"its config ties {name} to {other}, but their stored weights differ"
+    for name, tied_to in model.all_tied_weights_keys.items():
+        source = sources.get(name)
+        tied_source = sources.get(tied_to)
+        if source is not None and tied_source is not None and not _equal(source, tied_source):
+            reason = f"its config ties {name} to {tied_to}, but their stored weights differ"
             separately = ("model.overrides.tie_word_embeddings", False)
             raise ModelError.of(_NAME, name_or_path, reason, separately)
-        if here is not None:
-            sources.setdefault(other, here)
-        if there is not None:
-            sources.setdefault(name, there)
+        if source is not None:
+            sources.setdefault(tied_to, source)
+        if tied_source is not None:
+            sources.setdefault(name, tied_source)
 
 
-def _equal(one: tuple[FullTensor, torch.Size], other: tuple[FullTensor, torch.Size]) -> bool:
-    (values, shape), (others, other_shape) = one, other
-    if shape != other_shape:
+def _equal(left: tuple[FullTensor, torch.Size], right: tuple[FullTensor, torch.Size]) -> bool:
+    left_values, left_shape = left
+    right_values, right_shape = right
+    if left_shape != right_shape:
         return False
-    return all(torch.equal(values.narrow(0, *run), others.narrow(0, *run)) for run in runs(0, shape[0]))
+    return all(
+        torch.equal(left_values.narrow(0, start, length), right_values.narrow(0, start, length))
+        for start, length in runs(0, left_shape[0])
+    )

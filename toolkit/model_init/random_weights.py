@@ -47,7 +47,11 @@ class _Draw:
         partition: ModelPartition | None,
         on_layer: OnLayer | None,
     ) -> None:
-        self.model, self.seed, self.dtype, self.partition, self.on_layer = model, seed, dtype, partition, on_layer
+        self.model = model
+        self.seed = seed
+        self.dtype = dtype
+        self.partition = partition
+        self.on_layer = on_layer
         self.layers = {id(layer) for layer in decoder_layers(model)}
         ends = (model.get_input_embeddings(), model.get_output_embeddings())
         self.vocabularies = {id(module) for module in ends if isinstance(module, nn.Embedding | nn.Linear)}
@@ -83,9 +87,9 @@ class _Draw:
     def _refuse_unset(self, module: nn.Module, prefix: str) -> None:
         names = [f"{prefix}.{name}".strip(".") for name, value in module.named_parameters() if _is_unset(value)]
         if names:
-            given = (("model.init", "random"), ("model_type", self.model.config.model_type))
+            settings = (("model.init", "random"), ("model_type", self.model.config.model_type))
             reason = f"transformers does not initialize {names[0]}"
-            raise ModelError.between(given, reason, ("model.init", "pretrained"), "use another model")
+            raise ModelError.between(settings, reason, ("model.init", "pretrained"), "use another model")
 
     def _draw(self, module: nn.Module, name: str, owner: PreTrainedModel) -> None:
         direct = list(module.named_parameters(recurse=False, remove_duplicate=False))
@@ -127,7 +131,12 @@ class VocabularyRows:
     def __init__(
         self, module: nn.Module, key: str, name: str, owner: PreTrainedModel, seed: int, dtype: torch.dtype
     ) -> None:
-        self.module, self.key, self.name, self.owner, self.seed, self.dtype = module, key, name, owner, seed, dtype
+        self.module = module
+        self.key = key
+        self.name = name
+        self.owner = owner
+        self.seed = seed
+        self.dtype = dtype
         self.shape = module.get_parameter(key).shape
         self.shapes = {k: None if p is None else p.shape for k, p in module._parameters.items()}
 

@@ -1,7 +1,8 @@
 """Recomputation in the backward pass: of all decoder layers, of every Nth one, or of their attention."""
 
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from toolkit.config.layout import RECOMPUTE_PERIODS, Recompute, recomputes
 from toolkit.errors import ModelError
@@ -10,20 +11,36 @@ from toolkit.model_init.selective_recompute import recompute_attention
 from toolkit.parallel.pipeline.stage import NonLocalLayer
 
 
-def recompute(model: PreTrainedModel, what: Recompute) -> None:
+def check_recompute(mode: Recompute, config: PretrainedConfig) -> None:
+    """Raise ModelError for a family whose layers transformers cannot recompute; a model's own code is not known yet."""
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if model_class is not None:
+        _check_kind(mode, model_class, config)
+
+
+def _check_kind(mode: Recompute, model_class: type[PreTrainedModel], config: PretrainedConfig) -> None:
+    # peft's wrapper around a model does not say.
+    if mode in RECOMPUTE_PERIODS and not getattr(model_class, "supports_gradient_checkpointing", True):
+        settings = (("parallel.recompute", mode), ("model_type", config.model_type))
+        reason = "transformers does not recompute layers of this family"
+        raise ModelError.between(settings, reason, ("parallel.recompute", "none"))
+
+
+def recompute(model: PreTrainedModel, mode: Recompute) -> None:
     """Recompute parts of `model` in every backward pass. Raises ModelError where that is not possible."""
-    if what == "selective":
+    if mode == "selective":
         recompute_attention(model)
-    if what not in RECOMPUTE_PERIODS:
+    if mode not in RECOMPUTE_PERIODS:
         return
+    _check_kind(mode, type(model), model.config)
     # The reentrant variant fails where the first input requires no gradient, and drops keyword arguments.
     model.gradient_checkpointing_enable({"use_reentrant": False})
     # Not transformers' own `every_n_layers`, which would count from the first layer of a pipeline stage.
     for index, layer in enumerate(decoder_layers(model)):
-        if recomputes(what, index) or isinstance(layer, NonLocalLayer):
+        if recomputes(mode, index) or isinstance(layer, NonLocalLayer):
             continue
         if not isinstance(layer, GradientCheckpointingLayer):
-            given = (("parallel.recompute", what), ("model_type", model.config.model_type))
+            settings = (("parallel.recompute", mode), ("model_type", model.config.model_type))
             reason = "transformers recomputes its layers all or none"
-            raise ModelError.between(given, reason, ("parallel.recompute", "full or none"))
+            raise ModelError.between(settings, reason, ("parallel.recompute", "full or none"))
         layer.gradient_checkpointing = False

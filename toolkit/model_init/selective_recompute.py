@@ -21,7 +21,8 @@ from transformers import PreTrainedModel
 from toolkit.errors import ModelError
 from toolkit.models.families.registry import RECOMPUTE_REMEDY, own_attention
 
-_FUNCTIONS, _EAGER = "ALL_ATTENTION_FUNCTIONS", "eager_attention_forward"
+_FUNCTIONS = "ALL_ATTENTION_FUNCTIONS"
+_EAGER = "eager_attention_forward"
 _MARK = "recomputes_attention"
 """The attribute that marks modules whose attention is recomputed."""
 _WRAPPED = "is_recomputed_where_marked"
@@ -31,15 +32,16 @@ Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
 def recompute_attention(model: PreTrainedModel) -> None:
     """Recompute the attention of `model` in every backward pass. Raises ModelError where that is not possible."""
-    family, chosen = model.config.model_type, _implementations(model)
+    family = model.config.model_type
+    chosen = _implementations(model)
     reason = next(filter(None, (own_attention(model.config.to_dict(), name) for name in chosen)), None)
     files = [vars(sys.modules[name]) for name in {type(module).__module__ for module in model.modules()}]
     interfaces = [names for names in files if _FUNCTIONS in names]
     if reason is None and not interfaces:
         reason = "its attention does not go through the attention interface of transformers"
     if reason is not None:
-        given = (("parallel.recompute", "selective"), ("model_type", family))
-        raise ModelError.between(given, reason, RECOMPUTE_REMEDY)
+        settings = (("parallel.recompute", "selective"), ("model_type", family))
+        raise ModelError.between(settings, reason, RECOMPUTE_REMEDY)
     for names in interfaces:
         for name in chosen & names[_FUNCTIONS].keys():
             _wrap(names[_FUNCTIONS], name)

@@ -31,11 +31,12 @@ _Place = tuple[nn.Module, str, nn.Parameter]
 def tile_mlps(model: PreTrainedModel) -> None:
     """Compute the MLPs of `model` in tiles. Raises ModelError for a model whose MLPs would then differ."""
     layers = [layer for layer in decoder_layers(model) if not isinstance(layer, NonLocalLayer)]
-    reason = "experts choose tokens of a whole micro-batch" if any(True for _ in experts_in(model)) else None
-    reason = reason or next(filter(None, map(_obstacle, layers)), None)
+    reason = next(filter(None, map(_obstacle, layers)), None)
+    if any(True for _ in experts_in(model)):
+        reason = "experts choose tokens of a whole micro-batch"
     if reason is not None:
-        given = (("parallel.tiled_mlp", True), ("model_type", model.config.model_type))
-        raise ModelError.between(given, reason, ("parallel.tiled_mlp", False))
+        settings = (("parallel.tiled_mlp", True), ("model_type", model.config.model_type))
+        raise ModelError.between(settings, reason, ("parallel.tiled_mlp", False))
     for layer in layers:
         _tile(layer.get_submodule("mlp"))
 
@@ -44,11 +45,14 @@ def _obstacle(layer: nn.Module) -> str | None:
     mlp = getattr(layer, "mlp", None)
     if not isinstance(mlp, nn.Module):
         return "its layers have no module named mlp"
-    needed = [one for one in inspect.signature(type(mlp).forward).parameters.values() if one.default is one.empty]
-    if len(needed) != 2:
+    parameters = inspect.signature(type(mlp).forward).parameters.values()
+    required = [parameter for parameter in parameters if parameter.default is parameter.empty]
+    if len(required) != 2:
         return "its MLP takes more than the hidden state"
-    drops = any((isinstance(one, nn.Dropout) and one.p > 0) or isinstance(one, AdapterDropout) for one in mlp.modules())
-    return "dropout would draw other numbers for each tile" if drops else None
+    for module in mlp.modules():
+        if isinstance(module, AdapterDropout) or (isinstance(module, nn.Dropout) and module.p > 0):
+            return "dropout would draw other numbers for each tile"
+    return None
 
 
 def _tile(mlp: nn.Module) -> None:
@@ -58,9 +62,13 @@ def _tile(mlp: nn.Module) -> None:
     def forward(hidden: torch.Tensor) -> torch.Tensor:
         if not torch.is_grad_enabled():
             return torch.cat([plain(tile.contiguous()) for tile in _tiles(hidden)], dim=-2)
-        places = [(m, n, p) for m in mlp.modules() for n, p in m._parameters.items() if p is not None]
-        trained = [place for place in places if place[2].requires_grad]
-        weights = (place[2] for place in trained)
+        trained = [
+            (module, name, parameter)
+            for module in mlp.modules()
+            for name, parameter in module._parameters.items()
+            if parameter is not None and parameter.requires_grad
+        ]
+        weights = (parameter for _, _, parameter in trained)
         result: torch.Tensor = _TiledMlp.apply(plain, trained, hidden, *weights)  # type: ignore[no-untyped-call]
         return result
 
@@ -82,7 +90,8 @@ class _TiledMlp(torch.autograd.Function):
         hidden: torch.Tensor,
         *weights: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.plain, ctx.trained = plain, trained
+        ctx.plain = plain
+        ctx.trained = trained
         device = hidden.device.type
         ctx.autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
         ctx.save_for_backward(hidden)
@@ -94,12 +103,13 @@ class _TiledMlp(torch.autograd.Function):
         (hidden,) = ctx.saved_tensors
         copies = [place[2].detach().requires_grad_() for place in ctx.trained]
         sums = [torch.zeros_like(copy, dtype=torch.float32) for copy in copies]
-        parts, tiles = [], _tiles(hidden)
+        parts = []
+        tiles = _tiles(hidden)
         for tile, of_output in zip(tiles, gradient.chunk(len(tiles), dim=-2), strict=True):
-            own = tile.contiguous().detach().requires_grad_()
+            input_of_tile = tile.contiguous().detach().requires_grad_()
             with torch.enable_grad(), torch.autocast(*ctx.autocast), _replaced(ctx.trained, copies):
-                output = ctx.plain(own)
-            of_input, *of_weights = torch.autograd.grad(output, (own, *copies), of_output)
+                output = ctx.plain(input_of_tile)
+            of_input, *of_weights = torch.autograd.grad(output, (input_of_tile, *copies), of_output)
             parts.append(of_input)
             for total, part in zip(sums, of_weights, strict=True):
                 total += part

@@ -16,10 +16,12 @@ _KINDS = ("lora_A", "lora_B", "lora_magnitude_vector")
 def saved_name(name: str) -> str:
     """The name in files of a parameter that a module calls `name`."""
     for kind in _KINDS:
-        before, found, after = name.partition(f".{kind}.{ADAPTER}.")
-        if found:
+        before, separator, after = name.partition(f".{kind}.{ADAPTER}.")
+        if separator:
             # peft's magnitude vectors are modules in memory, and tensors in a file.
-            return f"{PREFIX}{before}.{kind}" + ("" if kind == _KINDS[-1] else f".{after}")
+            if kind == "lora_magnitude_vector":
+                return f"{PREFIX}{before}.{kind}"
+            return f"{PREFIX}{before}.{kind}.{after}"
     return name.replace(".base_layer.", ".")
 
 

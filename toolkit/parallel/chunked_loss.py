@@ -11,6 +11,7 @@ Dims: b samples, s positions, n = b*s, c tokens of a chunk, h hidden, v vocabula
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
@@ -36,12 +37,13 @@ class LossInHead:
     def __init__(self, model: PreTrainedModel, formula: HeadFormula, *, is_liger: bool = False) -> None:
         self._is_liger = is_liger
         self._scale, self._cap = formula.values(model.config.get_text_config(decoder=True))
-        head, family = model.get_output_embeddings(), type(model)
-        kind = type(head)
+        head = model.get_output_embeddings()
+        head_class = type(head)
         # The model is left where the head was called, behind all hooks of the head: those of ZeRO-3 see its output.
-        head.__class__ = type(kind.__name__, (_HeadWithLoss, kind), {"loss": self})
-        forward = _until_the_head(family.forward)
-        model.__class__ = type(family.__name__, (family,), {"forward": forward, "__module__": family.__module__})
+        # Python looks `__call__` up on the class, so only another class can do that; a module around the head would
+        # change the names of its parameters.
+        head.__class__ = type(head_class.__name__, (_HeadWithLoss, head_class), {"loss": self})
+        model.forward = MethodType(_until_the_head(type(model).forward), model)
 
     @classmethod
     def of(
@@ -59,13 +61,17 @@ class LossInHead:
     def compute(self, head: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
         """The sum of the token losses, the same on every tensor-parallel rank. hidden [b, s, h]."""
         assert self.labels is not None
-        labels, self.labels = self.labels, None
-        rows, group = head.weight.shape[0], None
+        labels = self.labels
+        self.labels = None
+        rows = head.weight.shape[0]
+        group = None
         shard = VocabularyShard(size=rows, start=0, rows=rows)
         if isinstance(head, VocabParallelHead):
-            shard, group = head.vocabulary, head.group
+            group = head.group
+            shard = head.vocabulary
             hidden = copy_to_tensor_ranks(hidden, group)
-        flat, kind = hidden.flatten(0, -2), hidden.device.type  # [b, s, h] -> [n, h]
+        flat = hidden.flatten(0, -2)  # [b, s, h] -> [n, h]
+        kind = hidden.device.type
         how = _How(
             scale=self._scale,
             cap=self._cap,
@@ -84,7 +90,8 @@ class LossInHead:
 
     def take_sample_losses(self) -> torch.Tensor:
         """Return the sums of the token losses of each sample of the last such pass, [b], without gradients; once."""
-        losses, self._sample_losses = self._sample_losses, None
+        losses = self._sample_losses
+        self._sample_losses = None
         assert losses is not None
         return losses
 
@@ -123,7 +130,7 @@ def _until_the_head(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class _How:
-    """What the loss is computed with, besides tensors."""
+    """Constants of the loss: how logits follow from products, the vocabulary's shard, and the size of chunks."""
 
     scale: float
     cap: float | None
@@ -131,7 +138,7 @@ class _How:
     group: dist.ProcessGroup | None
     chunk: int
     dtype: torch.dtype
-    """Of products."""
+    """Dtype of the head's products."""
     makes_gradients: bool
     is_liger: bool
 
@@ -149,7 +156,8 @@ class _ChunkedLoss(torch.autograd.Function):
         how: _How,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         wanted = [each and how.makes_gradients for each in ctx.needs_input_grad[:3]]
-        x, w = hidden.to(how.dtype), weight.to(how.dtype)
+        x = hidden.to(how.dtype)
+        w = weight.to(how.dtype)
         b = None if bias is None else bias.to(how.dtype)
         exact = torch.promote_types(how.dtype, torch.float32)
         ctx.dtypes = [hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype]
@@ -225,7 +233,8 @@ def _losses_and_slopes(
     logits: torch.Tensor, targets: torch.Tensor, how: _How, wants_slopes: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The losses of a chunk's tokens [c], and their gradients by the products [c, v]. Overwrites `logits`, these."""
-    shard, slope = how.shard, None
+    shard = how.shard
+    slope = None
     if how.cap is not None:
         logits.mul_(how.scale / how.cap).tanh_()
         slope = logits.square().neg_().add_(1.0) if wants_slopes else None
@@ -239,9 +248,9 @@ def _losses_and_slopes(
     if how.group is not None:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=how.group)
     columns, here = columns_of(targets, shard)
-    own = logits.gather(-1, columns.unsqueeze(-1)).squeeze(-1)  # [c, v] -> [c]
+    gathered = logits.gather(-1, columns.unsqueeze(-1)).squeeze(-1)  # [c, v] -> [c]
     logits.sub_(largest.unsqueeze(-1)).exp_()
-    parts = torch.stack([logits.sum(dim=-1), torch.where(here, own - largest, 0.0)])
+    parts = torch.stack([logits.sum(dim=-1), torch.where(here, gathered - largest, 0.0)])
     if how.group is not None:
         dist.all_reduce(parts, group=how.group)
     normalizer, target_logit = parts

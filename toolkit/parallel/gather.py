@@ -45,13 +45,12 @@ def gather_parameters(
         local.setdefault(shard_of(parameter).name, []).append(parameter)
     stages = _first_stage_with([name for name, _ in names], local, groups, every[0].device)
     for (name, shape), stage in zip(names, stages, strict=True):
-        held = local.get(name, [])
-        with opened(held):
-            whole = (
-                _over_tensor_ranks([(shard(one), values(one)) for one in held], like.new_zeros(shape), groups)
-                if groups.coordinate.pipe == stage
-                else None
-            )
+        here = local.get(name, [])
+        with opened(here):
+            whole = None
+            if groups.coordinate.pipe == stage:
+                shards = [(shard(parameter), values(parameter)) for parameter in here]
+                whole = _over_tensor_ranks(shards, like.new_zeros(shape), groups)
         yield name, _from_stage(whole, stage, shape, groups, like)
 
 
@@ -67,13 +66,13 @@ def gather_buffers(
 
 
 def _over_tensor_ranks(
-    found: list[tuple[Shard, torch.Tensor | None]], whole: torch.Tensor, groups: ParallelGroups
+    shards: list[tuple[Shard, torch.Tensor | None]], whole: torch.Tensor, groups: ParallelGroups
 ) -> torch.Tensor:
     """Fill `whole`, which is zero, from the shards of the tensor-parallel ranks."""
-    first, values = found[0]
+    first, values = shards[0]
     if not first.is_split:
         return whole if values is None else whole.copy_(values)
-    for shard, value in found:
+    for shard, value in shards:
         if shard.owner and value is not None:
             shard.put(value, whole)
     dist.all_reduce(whole, group=groups.tensor)

@@ -76,7 +76,7 @@ def _new_groups(layout: Layout, axis: Any, kind: str) -> dist.ProcessGroup:
 
 
 def transfer_device(group: dist.ProcessGroup | None) -> torch.device:
-    """Where tensors must be to be sent: NCCL has no collectives for the host's memory."""
+    """Return the device on which tensors must be to be sent: NCCL has no collectives for the host's memory."""
     if dist.get_backend(group) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -9,12 +9,12 @@ import heapq
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
-from toolkit.estimate.states import ROUND_ELEMENTS
+from toolkit.config.update_chunk import UPDATE_CHUNK_ELEMENTS
 from toolkit.parallel.shard import Shard
 
 Matrix = tuple[str, int]
@@ -26,16 +26,16 @@ class Fragment:
     """Consecutive elements of this rank's part of one matrix, in a flat tensor."""
 
     index: int
-    """In the stack of experts; 0 for a single matrix."""
+    """Index of the matrix in its stack of experts; 0 for a single matrix."""
     part: Shard
-    """Of the single matrix: what tensor parallelism has on this rank."""
+    """The part of the single matrix that tensor parallelism leaves on this rank."""
     start: int
     """First element of the flattened part."""
     length: int
     tensor: int
-    """Which of the tensors of a step has them."""
+    """Index, among the tensors of a step, of the tensor that has the elements."""
     offset: int
-    """First element there."""
+    """First element in that tensor."""
 
     @property
     def matrix(self) -> Matrix:
@@ -43,7 +43,7 @@ class Fragment:
 
     @property
     def identity(self) -> tuple[object, ...]:
-        """The same on ranks that hold the same elements."""
+        """A key that is the same on ranks that hold the same elements."""
         return self.matrix, self.part.dim, self.part.pieces, self.start, self.length
 
     @property
@@ -54,13 +54,13 @@ class Fragment:
         return tuple(shape)
 
     def view(self, flat: torch.Tensor) -> torch.Tensor:
-        """These elements of the flat tensor that has them."""
+        """Return the view of the fragment's elements in the flat tensor that has them."""
         return flat.narrow(0, self.offset, self.length)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What a rank has of a parameter in a tensor that is updated; maybe nothing."""
+    """A rank's elements of a parameter in a tensor that is updated; maybe none."""
 
     tensor: torch.Tensor
     shard: Shard
@@ -74,16 +74,23 @@ class Part:
 def fragments_of(shard: Shard, *, start: int, length: int, tensor: int, offset: int) -> Iterator[Fragment]:
     """Yield the fragments of [start, start + length) of a flattened local parameter: one for each matrix of a stack."""
     is_stack = len(shard.shape) == 3
-    first = shard.pieces if is_stack and shard.dim == 0 else ((0, shard.shape[0] if is_stack else 1),)
-    indices = [index for begin, count in first for index in range(begin, begin + count)]
-    shape, dim = (shard.shape[1:] if is_stack else shard.shape), shard.dim
+    if is_stack and shard.dim == 0:
+        stack_pieces = shard.pieces
+    elif is_stack:
+        stack_pieces = ((0, shard.shape[0]),)
+    else:
+        stack_pieces = ((0, 1),)
+    indices = [index for begin, count in stack_pieces for index in range(begin, begin + count)]
+    shape = shard.shape[1:] if is_stack else shard.shape
+    dim = shard.dim
     if is_stack and dim is not None:
         dim = None if dim == 0 else dim - 1
     part = Shard(name=shard.name, shape=shape, dim=dim, pieces=() if dim is None else shard.pieces)
     width = sum(count for _, count in part.pieces)
     size = math.prod(shape) if dim is None else math.prod(shape) // shape[dim] * width
     for position, index in enumerate(indices):
-        begin, end = max(start, position * size), min(start + length, (position + 1) * size)
+        begin = max(start, position * size)
+        end = min(start + length, (position + 1) * size)
         if begin < end:
             yield Fragment(
                 index=index,
@@ -97,16 +104,16 @@ def fragments_of(shard: Shard, *, start: int, length: int, tensor: int, offset: 
 
 @dataclass
 class _Round:
-    """What this rank exchanges at once. Lists are in the order of the other ranks."""
+    """The fragments that this rank exchanges at once. Lists are in the order of the other ranks."""
 
-    lent: list[tuple[int, Fragment]]
-    """Sent to owners."""
-    borrowed: list[tuple[int, Fragment]]
-    """Received as an owner."""
-    returned: list[tuple[int, Fragment]]
-    """Sent back as an owner."""
-    updated: list[tuple[int, Fragment]]
-    """Received from owners."""
+    lent: list[tuple[int, Fragment]] = field(default_factory=list)
+    """Fragments that are sent to owners."""
+    borrowed: list[tuple[int, Fragment]] = field(default_factory=list)
+    """Fragments that are received as an owner."""
+    returned: list[tuple[int, Fragment]] = field(default_factory=list)
+    """Fragments that are sent back as an owner."""
+    updated: list[tuple[int, Fragment]] = field(default_factory=list)
+    """Fragments that are received from owners."""
 
 
 class MatrixExchange:
@@ -123,7 +130,7 @@ class MatrixExchange:
         if group is not None and self.size > 1:
             held = [[] for _ in range(self.size)]
             dist.all_gather_object(held, list(fragments), group=group)
-        shapes = {one.matrix: one.part.shape for of_rank in held for one in of_rank}
+        shapes = {fragment.matrix: fragment.part.shape for of_rank in held for fragment in of_rank}
         self.rounds = _rounds(held, _assign(shapes, self.size), shapes, rank)
 
     def run(
@@ -137,19 +144,19 @@ class MatrixExchange:
 
         `read` returns one-dimensional tensors of the dtype and device of `like`, and so does `work` for matrices.
         """
-        for one in self.rounds:
-            arrived = self._exchange([(to, read(fragment)) for to, fragment in one.lent], one.borrowed, like)
-            whole = _assemble([fragment for _, fragment in one.borrowed], arrived, like)
+        for turn in self.rounds:
+            arrived = self._exchange([(to, read(fragment)) for to, fragment in turn.lent], turn.borrowed, like)
+            whole = _assemble([fragment for _, fragment in turn.borrowed], arrived, like)
             done = dict(zip(whole, work(list(whole.values())), strict=True))
             parts: dict[tuple[object, ...], torch.Tensor] = {}
             replies = []
-            for to, fragment in one.returned:
+            for to, fragment in turn.returned:
                 key = fragment.identity[:3]
                 if key not in parts:
                     parts[key] = fragment.part.take(done[fragment.matrix]).reshape(-1)
                 replies.append((to, parts[key].narrow(0, fragment.start, fragment.length)))
-            results = self._exchange(replies, one.updated, like)
-            for (_, fragment), result in zip(one.updated, results, strict=True):
+            results = self._exchange(replies, turn.updated, like)
+            for (_, fragment), result in zip(turn.updated, results, strict=True):
                 write(fragment, result)
 
     def _exchange(
@@ -158,7 +165,8 @@ class MatrixExchange:
         """Send tensors to ranks; return the awaited ones."""
         if self.size == 1:
             return [tensor for _, tensor in sent]
-        give, take = [0] * self.size, [0] * self.size
+        give = [0] * self.size
+        take = [0] * self.size
         for rank, tensor in sent:
             give[rank] += tensor.numel()
         for rank, fragment in awaited:
@@ -177,7 +185,7 @@ def _assign(shapes: Mapping[Matrix, Sequence[int]], ranks: int) -> dict[Matrix, 
 
     loads = [(0, rank) for rank in range(ranks)]
     owners = {}
-    for matrix in sorted(shapes, key=lambda one: (-cost(one), one)):
+    for matrix in sorted(shapes, key=lambda matrix: (-cost(matrix), matrix)):
         load, rank = heapq.heappop(loads)
         owners[matrix] = rank
         heapq.heappush(loads, (load + cost(matrix), rank))
@@ -190,35 +198,41 @@ def _rounds(
     turns: dict[Matrix, int] = {}
     filled: dict[int, tuple[int, int]] = {}
     for matrix, owner in owners.items():
-        turn, elements = filled.get(owner, (0, 0))
+        index, elements = filled.get(owner, (0, 0))
         size = math.prod(shapes[matrix])
-        if elements and elements + size > ROUND_ELEMENTS:
-            turn, elements = turn + 1, 0
-        turns[matrix] = turn
-        filled[owner] = turn, elements + size
+        if elements and elements + size > UPDATE_CHUNK_ELEMENTS:
+            index += 1
+            elements = 0
+        turns[matrix] = index
+        filled[owner] = index, elements + size
     holders: dict[tuple[object, ...], list[int]] = defaultdict(list)
     for holder, fragments in enumerate(held):
         for fragment in fragments:
             holders[fragment.identity].append(holder)
-    rounds = [_Round([], [], [], []) for _ in range(1 + max(turns.values(), default=-1))]
+    rounds = [_Round() for _ in range(1 + max(turns.values(), default=-1))]
     # All ranks go through the same fragments in the same order, so a sender and its receiver agree on theirs.
     for holder, fragments in enumerate(held):
-        for fragment in sorted(fragments, key=lambda one: (one.matrix, one.part.pieces, one.start)):
-            owner, one = owners[fragment.matrix], rounds[turns[fragment.matrix]]
-            others = holders[fragment.identity]
-            lender = owner if owner in others else others[owner % len(others)]
+        for fragment in sorted(fragments, key=_order):
+            owner = owners[fragment.matrix]
+            turn = rounds[turns[fragment.matrix]]
+            same_elements = holders[fragment.identity]
+            lender = owner if owner in same_elements else same_elements[owner % len(same_elements)]
             if holder == lender and rank == holder:
-                one.lent.append((owner, fragment))
+                turn.lent.append((owner, fragment))
             if holder == lender and rank == owner:
-                one.borrowed.append((holder, fragment))
+                turn.borrowed.append((holder, fragment))
             if rank == owner:
-                one.returned.append((holder, fragment))
+                turn.returned.append((holder, fragment))
             if rank == holder:
-                one.updated.append((owner, fragment))
-    for one in rounds:
-        for exchanged in (one.lent, one.borrowed, one.returned, one.updated):
+                turn.updated.append((owner, fragment))
+    for turn in rounds:
+        for exchanged in (turn.lent, turn.borrowed, turn.returned, turn.updated):
             exchanged.sort(key=lambda pair: pair[0])  # stable
     return rounds
+
+
+def _order(fragment: Fragment) -> tuple[object, ...]:
+    return fragment.matrix, fragment.part.pieces, fragment.start
 
 
 def _assemble(

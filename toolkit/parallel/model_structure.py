@@ -33,15 +33,16 @@ class ModelStructure:
     before: frozenset[str]
     """Modules outside the layers that own parameters and run before the first layer."""
     after: frozenset[str]
-    """The same after the last layer. A module can be in both; its parameters then act at both ends."""
+    """Modules outside the layers that own parameters and run after the last layer. A module can also be in `before`;
+    its parameters then act at both ends."""
     tied: Mapping[str, str]
     """Other names of a tied parameter -> the name under which Hugging Face saves it."""
 
     def layer_list(self, model: nn.Module) -> nn.ModuleList:
         """Return the decoder layers of `model`."""
-        found = model.get_submodule(self.layers)
-        assert isinstance(found, nn.ModuleList)
-        return found
+        layers = model.get_submodule(self.layers)
+        assert isinstance(layers, nn.ModuleList)
+        return layers
 
 
 def analyze_model(model: PreTrainedModel) -> ModelStructure:
@@ -113,7 +114,7 @@ def decoder_layer_list(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     outer = [
         (name, module)
         for name, module in lists
-        if len(module) in counts and not any(name.startswith(other + ".") for other, _ in lists if other != name)
+        if len(module) in counts and not any(name.startswith(f"{parent}.") for parent, _ in lists)
     ]
     if not outer:
         raise UnsupportedPipelineError(model.config.model_type, "it has not one list of decoder layers")
@@ -124,15 +125,17 @@ def decoder_layer_list(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
 
 
 def _layer_index(layers: str, name: str) -> int | None:
-    rest = name.removeprefix(layers + ".")
-    return None if rest == name else int(rest.split(".", 1)[0])
+    below = name.removeprefix(layers + ".")
+    return None if below == name else int(below.split(".", 1)[0])
 
 
 class _Record:
     """Hooks on every module while one forward pass runs."""
 
     def __init__(self, model: PreTrainedModel, list_name: str, layers: nn.ModuleList) -> None:
-        self.model, self.list_name, self.layers = model, list_name, layers
+        self.model = model
+        self.list_name = list_name
+        self.layers = layers
         self.before: set[str] = set()
         self.after: set[str] = set()
         self.calls: list[tuple[int, torch.Tensor, Any]] = []
@@ -197,8 +200,11 @@ class _Record:
 
 @contextmanager
 def traceable(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, `model` runs on the meta device, where tensors have shapes but no values, as in training, except for
-    dropout, layer drop, checkpointing and the choice of experts, whose shapes must not depend on values."""
+    """Let `model` run inside on the meta device, where tensors have shapes but no values.
+
+    It runs as in training, except for dropout, layer drop, checkpointing and the choice of experts, whose shapes must
+    not depend on values.
+    """
     modes = [(module, module.training) for module in model.modules()]
     experts = model.get_experts_implementation()
     model.eval()
@@ -248,9 +254,10 @@ class UnsupportedPipelineError(ModelError):
     """A model that does not support pipeline parallelism, with the reason."""
 
     def __init__(self, family: str, reason: str) -> None:
-        self.family, self.reason = family, reason
-        given = ("pipeline parallelism", ("model_type", family))
-        super().__init__(Refusal(field="parallel.pp", given=given, reason=reason, remedy=(("parallel.pp", 1),)))
+        self.family = family
+        self.reason = reason
+        setting = ("pipeline parallelism", ("model_type", family))
+        super().__init__(Refusal(field="parallel.pp", settings=setting, reason=reason, remedy=(("parallel.pp", 1),)))
 
     def __reduce__(self) -> tuple[type["UnsupportedPipelineError"], tuple[str, str]]:
         return type(self), (self.family, self.reason)

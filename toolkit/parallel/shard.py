@@ -59,8 +59,8 @@ class Block:
             each = self.features // size
             return rank * each, each
         if size % self.units:
-            reason, remedy = f"{self.units} heads or columns are not divisible by it", f"a divisor of {self.units}"
-            raise LayoutError.of("tp", size, reason, ("tp", remedy))
+            reason = f"{self.units} heads or columns are not divisible by it"
+            raise LayoutError.of("tp", size, reason, ("tp", f"a divisor of {self.units}"))
         return rank * self.units // size * self.width, self.width
 
 

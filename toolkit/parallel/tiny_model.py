@@ -61,24 +61,24 @@ def _fields(default: Any, model_type: str, *, layers: int = LAYERS) -> dict[str,
 
     A part other than the language model has fewer layers, so that they are not mistaken for the decoder's.
     """
-    given = default.to_dict()
-    fields: dict[str, Any] = {name: size for name, size in _SIZES.items() if given.get(name)}
-    fields |= {name: _SIZES[name] for name in _UNSET_BY_DEFAULT if name in given}
+    defaults = default.to_dict()
+    fields: dict[str, Any] = {name: size for name, size in _SIZES.items() if defaults.get(name)}
+    fields |= {name: _SIZES[name] for name in _UNSET_BY_DEFAULT if name in defaults}
     if "num_hidden_layers" in fields:
         fields["num_hidden_layers"] = layers
-    kinds = list(dict.fromkeys(given.get("layer_types") or ()))
-    if len(kinds) > len(set(given["layer_types"][:layers] if kinds else ())):
+    kinds = list(dict.fromkeys(defaults.get("layer_types") or ()))
+    if len(kinds) > len(set(defaults["layer_types"][:layers] if kinds else ())):
         # Include the types of layer that the pattern has only later.
         fields["layer_types"] = (kinds * layers)[:layers]
     if "qk_rope_head_dim" in fields:
         # Latent attention: head_dim often is another name of the rotary part, and every head has its own key.
-        if given.get("head_dim") == given["qk_rope_head_dim"]:
+        if defaults.get("head_dim") == defaults["qk_rope_head_dim"]:
             fields["head_dim"] = fields["qk_rope_head_dim"]
         fields["num_key_value_heads"] = _SIZES["num_attention_heads"]
     for name, token in _TOKENS.items():
-        if isinstance(given.get(name), int):
+        if isinstance(defaults.get(name), int):
             fields[name] = token
-    if "is_decoder" in given:
+    if "is_decoder" in defaults:
         fields["is_decoder"] = True
     for part in default.sub_configs:
         value = getattr(default, part, None)

@@ -22,9 +22,9 @@ from torch import nn
 from typing_extensions import override
 
 from toolkit.checkpoint.names import state_shape
+from toolkit.config.update_chunk import UPDATE_CHUNK_ELEMENTS
 from toolkit.engines.optimizer_states import KINDS, MASTER, OptimizerStates, local_part
 from toolkit.errors import RunError
-from toolkit.estimate.states import ROUND_ELEMENTS
 from toolkit.parallel.matrix_exchange import Fragment, Part
 from toolkit.parallel.shard import Shard
 
@@ -47,7 +47,12 @@ class _Parameter:
 
     @classmethod
     def zeros(cls, shard: Shard, device: torch.device) -> "_Parameter":
-        *stack, rows, columns = shard.shape if len(shard.shape) > 1 else (math.prod(shard.shape), 1)
+        if len(shard.shape) > 1:
+            *stack, rows, columns = shard.shape
+        else:
+            stack = []
+            rows = math.prod(shard.shape)
+            columns = 1
         states = {kind: torch.zeros(state_shape(kind, shard.shape), device=device) for kind in _kinds(shard.shape)}
         return cls(name=shard.name, matrices=math.prod(stack), rows=rows, columns=columns, states=states)
 
@@ -57,8 +62,9 @@ class _Parameter:
 
     @property
     def sums(self) -> tuple[int, int, int]:
-        """How many there are of rows, of columns, and of the squared weights."""
-        return self.matrices * self.rows, self.matrices * self.columns * ("col_var" in self.states), 1
+        """Number of sums over rows, over columns (0 without column states), and over the squared weights."""
+        columns = self.matrices * self.columns if "col_var" in self.states else 0
+        return self.matrices * self.rows, columns, 1
 
     def add(self, sums: torch.Tensor) -> None:
         """Add what the rank has to the sums over squared gradients, and over squared weights."""
@@ -121,65 +127,72 @@ class Adafactor(torch.optim.Optimizer):
         All must list the same parameters in the same order, also those of which they have nothing. `tied`: those with
         copies on both `ends` of a pipeline.
         """
-        self._group, self._tied, self._ends = group, tied, ends
-        found = [(part, list(_fragments(part))) for part in parts]
-        if not found:
+        self._group = group
+        self._tied = tied
+        self._ends = ends
+        placed = [(part, list(_fragments(part))) for part in parts]
+        if not placed:
             return
-        for part, _ in found:
-            tensor, name = part.tensor, part.shard.name
+        for part, _ in placed:
+            tensor = part.tensor
+            name = part.shard.name
             if name not in self.parameters:
-                one = self.parameters[name] = _Parameter.zeros(part.shard, local_part(tensor).device)
-                self.state[tensor].setdefault("factors", {})[name] = one.states
+                parameter = _Parameter.zeros(part.shard, local_part(tensor).device)
+                self.parameters[name] = parameter
+                self.state[tensor].setdefault("factors", {})[name] = parameter.states
             self.state[tensor].setdefault("step", 0)
             self._of_tensor[id(tensor)].append(self.parameters[name])
         counts = dict.fromkeys(self.parameters, 0)
-        for part, fragments in found:
-            counts[part.shard.name] += sum(one.length for one in fragments) * part.shard.owner
-        held = torch.tensor(list(counts.values()), device=found[0][0].tensor.device)
-        for one, copies in zip(self.parameters.values(), self._over_ranks(held).tolist(), strict=True):
-            counts[one.name] = copies // one.numel
-        for part, fragments in found:
-            share = part.shard.owner / counts[part.shard.name]
-            self.parameters[part.shard.name].pieces.extend((part.tensor, one, share) for one in fragments)
+        for part, fragments in placed:
+            if part.shard.owner:
+                counts[part.shard.name] += sum(fragment.length for fragment in fragments)
+        held = torch.tensor(list(counts.values()), device=placed[0][0].tensor.device)
+        for parameter, copies in zip(self.parameters.values(), self._over_ranks(held).tolist(), strict=True):
+            counts[parameter.name] = copies // parameter.numel
+        for part, fragments in placed:
+            share = 1 / counts[part.shard.name] if part.shard.owner else 0.0
+            pieces = self.parameters[part.shard.name].pieces
+            pieces.extend((part.tensor, fragment, share) for fragment in fragments)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One update. Collective, over the ranks of `connect`, before which nothing is updated."""
         loss = None if closure is None else closure()
         for group in self.param_groups:
-            found = [one for tensor in group["params"] for one in self._of_tensor.get(id(tensor), ())]
-            if found:
-                self._update(group, list(dict.fromkeys(found)))
+            parameters = [parameter for tensor in group["params"] for parameter in self._of_tensor.get(id(tensor), ())]
+            if parameters:
+                self._update(group, list(dict.fromkeys(parameters)))
         return loss
 
     def _update(self, group: Mapping[str, Any], parameters: list[_Parameter]) -> None:
         for tensor in group["params"]:
-            step = self.state[tensor]["step"] = self.state[tensor]["step"] + 1
-        ours = set(map(id, group["params"]))
-        for one in parameters:
-            if any(id(tensor) not in ours for tensor, _, _ in one.pieces):
-                reason = f"ZeRO-3 updates {one.name} in two parts, one after the other"
+            self.state[tensor]["step"] += 1
+            step = self.state[tensor]["step"]
+        group_tensors = set(map(id, group["params"]))
+        for parameter in parameters:
+            if any(id(tensor) not in group_tensors for tensor, _, _ in parameter.pieces):
+                reason = f"ZeRO-3 updates {parameter.name} in two parts, one after the other"
                 raise RunError.of(
                     "optimizer.name", "adafactor", reason, ("parallel.tp", 1), ("optimizer.name", "adamw")
                 )
-        sizes = [sum(one.sums) for one in parameters]
+        sizes = [sum(parameter.sums) for parameter in parameters]
         sums = torch.zeros(sum(sizes), device=group["params"][0].device)
-        for one, of_one in zip(parameters, torch.split(sums, sizes), strict=True):
-            one.add(of_one)
+        for parameter, sums_of_parameter in zip(parameters, torch.split(sums, sizes), strict=True):
+            parameter.add(sums_of_parameter)
         self._over_ranks(sums, torch.split(sums, sizes), parameters)
-        for one, of_one in zip(parameters, torch.split(sums, sizes), strict=True):
-            one.average(of_one, step**_DECAY)
-        of_weights = torch.stack([of_one[-1] for of_one in torch.split(sums, sizes)]).tolist()
+        for parameter, sums_of_parameter in zip(parameters, torch.split(sums, sizes), strict=True):
+            parameter.average(sums_of_parameter, step**_DECAY)
+        of_weights = torch.stack([sums_of_parameter[-1] for sums_of_parameter in torch.split(sums, sizes)]).tolist()
         norms = sums.new_zeros(len(parameters))
-        for one, square in zip(parameters, norms, strict=True):
-            for _, _, share, update in one.updates():
+        for parameter, square in zip(parameters, norms, strict=True):
+            for _, _, share, update in parameter.updates():
                 square.add_(update.square_().sum(1).double().sum(), alpha=share)
         of_updates = self._over_ranks(norms, torch.split(norms, 1), parameters).tolist()
         decay = 1 - group["lr"] * group["weight_decay"]
-        for one, weight, update in zip(parameters, of_weights, of_updates, strict=True):
-            rate = max(_LEAST_RMS, math.sqrt(weight / one.numel)) * min(group["lr"], step**-0.5)
-            rate /= max(1.0, math.sqrt(update / one.numel))
-            for tensor, fragment, _, change in one.updates():
+        for parameter, weight, update in zip(parameters, of_weights, of_updates, strict=True):
+            rate = max(_LEAST_RMS, math.sqrt(weight / parameter.numel)) * min(group["lr"], step**-0.5)
+            rate /= max(1.0, math.sqrt(update / parameter.numel))
+            for tensor, fragment, _, change in parameter.updates():
                 values = fragment.view(local_part(tensor).view(-1))
                 skipped = fragment.start % change.shape[1]
                 values.mul_(decay).sub_(change.view(-1).narrow(0, skipped, fragment.length), alpha=rate)
@@ -189,11 +202,11 @@ class Adafactor(torch.optim.Optimizer):
     ) -> torch.Tensor:
         if self._group is not None:
             dist.all_reduce(sums, group=self._group)
-        for of_one, one in zip(each, parameters, strict=True):
-            if self._ends is not None and one.name in self._tied:
+        for sums_of_parameter, parameter in zip(each, parameters, strict=True):
+            if self._ends is not None and parameter.name in self._tied:
                 # Both ends add up other pieces: their sums differ by rounding, and copies must not.
-                dist.all_reduce(of_one, group=self._ends)
-                of_one.mul_(0.5)
+                dist.all_reduce(sums_of_parameter, group=self._ends)
+                sums_of_parameter.mul_(0.5)
         return sums
 
 
@@ -204,7 +217,8 @@ class FactoredStates(OptimizerStates):
 
     def __init__(self, inner: OptimizerStates, names: Mapping[int, str]) -> None:
         super().__init__(inner.base, KINDS["adafactor"])
-        self._inner, self._names = inner, names
+        self._inner = inner
+        self._names = names
 
     @override
     def create(self) -> None:
@@ -249,8 +263,8 @@ def _fragments(part: Part) -> Iterator[Fragment]:
     whole = Fragment(index=0, part=shard, start=part.start, length=part.length, tensor=0, offset=part.offset)
     # Rows of a padded vocabulary, the last ones, are no part of the parameter.
     length = min(part.length, math.prod(whole.part_shape) - part.start)
-    for first in range(0, length, ROUND_ELEMENTS):
-        count = min(ROUND_ELEMENTS, length - first)
+    for first in range(0, length, UPDATE_CHUNK_ELEMENTS):
+        count = min(UPDATE_CHUNK_ELEMENTS, length - first)
         yield replace(whole, start=part.start + first, offset=part.offset + first, length=count)
 
 
@@ -278,13 +292,16 @@ def _rows_of(fragment: Fragment, flat: torch.Tensor) -> torch.Tensor:
 
 
 def _indices(fragment: Fragment, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which rows and columns of the whole parameter those are; matrices of a stack follow each other."""
-    shape, dim, width = fragment.part.shape, fragment.part.dim, fragment.part_shape[-1]
+    """Return the rows and columns of the whole parameter that a fragment touches; a stack is one run of rows."""
+    shape = fragment.part.shape
+    dim = fragment.part.dim
+    width = fragment.part_shape[-1]
     rows = torch.arange(math.prod(shape[:-1]), device=device).view(shape[:-1])
     columns = torch.arange(shape[-1], device=device)
     if dim == len(shape) - 1:
         columns = torch.cat([columns.narrow(0, start, count) for start, count in fragment.part.pieces])
     elif dim is not None:
         rows = torch.cat([rows.narrow(dim, start, count) for start, count in fragment.part.pieces], dim)
-    first, end = fragment.start // width, -(-(fragment.start + fragment.length) // width)
+    first = fragment.start // width
+    end = -(-(fragment.start + fragment.length) // width)
     return rows.reshape(-1)[first:end], columns

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from toolkit.config.update_chunk import UPDATE_CHUNK_ELEMENTS
 from toolkit.engines.optimizer_states import KINDS, MASTER, OptimizerStates
 from toolkit.errors import RunError
-from toolkit.estimate.states import ROUND_ELEMENTS
 
 _BLOCK = 256
 _NUMBERS = {"exp_avg": 1, "exp_avg_sq": 2}
-"""By which bitsandbytes names what belongs to a moment."""
+"""Numbers by which bitsandbytes names the state of each moment."""
 
 
 def adamw8bit() -> Any:
@@ -29,8 +29,13 @@ def adamw8bit() -> Any:
     try:
         from bitsandbytes import optim
     except ImportError:
-        remedy = "install it: pip install bitsandbytes", ("optimizer.name", "adamw")
-        raise RunError.of("optimizer.name", "adamw8bit", "bitsandbytes is not installed", *remedy) from None
+        raise RunError.of(
+            "optimizer.name",
+            "adamw8bit",
+            "bitsandbytes is not installed",
+            "install it: pip install bitsandbytes",
+            ("optimizer.name", "adamw"),
+        ) from None
     finally:
         logging.disable(level)
 
@@ -108,30 +113,51 @@ class EightBitStates(OptimizerStates):
 def _decode(state: Mapping[str, Any], kind: str, start: int, length: int) -> torch.Tensor:
     """Return elements of a moment in fp32, as a copy."""
     number = _NUMBERS[kind]
-    kept = state[f"state{number}"].view(-1)
-    if kept.dtype == torch.float32:  # small tensors stay as they are
-        return kept.narrow(0, start, length).clone()  # type: ignore[no-any-return]
-    values = torch.empty(length, device=kept.device)
-    for first in range(0, length, ROUND_ELEMENTS):
-        run = slice(start + first, start + min(first + ROUND_ELEMENTS, length))
-        blocks = torch.arange(run.start, run.stop, device=kept.device) // _BLOCK
+    codes = state[f"state{number}"].view(-1)
+    if codes.dtype == torch.float32:  # small tensors stay as they are
+        return codes.narrow(0, start, length).clone()  # type: ignore[no-any-return]
+    values = torch.empty(length, device=codes.device)
+    for first in range(0, length, UPDATE_CHUNK_ELEMENTS):
+        run = slice(start + first, start + min(first + UPDATE_CHUNK_ELEMENTS, length))
+        blocks = torch.arange(run.start, run.stop, device=codes.device) // _BLOCK
         scales = state[f"absmax{number}"][blocks]
-        values[run.start - start : run.stop - start] = state[f"qmap{number}"][kept[run].int()] * scales
+        values[run.start - start : run.stop - start] = state[f"qmap{number}"][codes[run].int()] * scales
     return values
 
 
 def _encode(state: Mapping[str, Any], kind: str, values: torch.Tensor) -> None:
     number = _NUMBERS[kind]
-    kept = state[f"state{number}"].view(-1)
-    if kept.dtype == torch.float32:
-        kept.copy_(values)
+    stored = state[f"state{number}"].view(-1)
+    if stored.dtype == torch.float32:
+        stored.copy_(values)
         return
-    for first in range(0, values.numel(), ROUND_ELEMENTS):
-        run = values[first : first + ROUND_ELEMENTS]
+    for first in range(0, values.numel(), UPDATE_CHUNK_ELEMENTS):
+        run = values[first : first + UPDATE_CHUNK_ELEMENTS]
         blocks = nn.functional.pad(run, (0, -run.numel() % _BLOCK)).view(-1, _BLOCK)
         codes, scales = _quantize(blocks, state[f"qmap{number}"])
-        kept[first : first + run.numel()] = codes.view(-1)[: run.numel()]
+        stored[first : first + run.numel()] = codes.view(-1)[: run.numel()]
         state[f"absmax{number}"][first // _BLOCK :][: len(scales)] = scales
+
+
+def round_again(optimizer: torch.optim.Optimizer, generator: torch.Generator) -> None:
+    """Round all moments of 8 bits once more, in blocks whose scales are 1 to 2 times larger, drawn at random.
+
+    Another layout cuts the blocks elsewhere, so that an element has other neighbors, another scale, and another value
+    next to its own to be rounded to.
+    """
+    for state in optimizer.state.values():
+        for kind, number in _NUMBERS.items():
+            stored = state.get(f"state{number}")
+            if stored is None or stored.dtype != torch.uint8:
+                continue
+            table = state[f"qmap{number}"]
+            scales = state[f"absmax{number}"]
+            values = _decode(state, kind, 0, stored.numel())
+            scales.mul_(1 + torch.rand(scales.shape, generator=generator).to(scales.device))
+            borders = (table[1:] + table[:-1]) / 2
+            blocks = torch.arange(stored.numel(), device=stored.device) // _BLOCK
+            codes = torch.searchsorted(borders, values / scales.clamp(min=1e-38)[blocks])
+            stored.view(-1).copy_(codes.to(torch.uint8))
 
 
 def _quantize(blocks: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -147,8 +173,9 @@ def _quantize(blocks: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, 
     lowest = -float(table[0])
     if lowest > 0:
         guess = largest / lowest
-        for other in (guess, guess.nextafter(largest), guess.nextafter(guess * 2)):
-            found = torch.searchsorted(borders, blocks / other.clamp(min=1e-38)[:, None])
-            fits = (table[found] * other[:, None] == blocks).all(1)
-            scales, codes = torch.where(fits, other, scales), torch.where(fits[:, None], found, codes)
+        for candidate in (guess, guess.nextafter(largest), guess.nextafter(guess * 2)):
+            candidate_codes = torch.searchsorted(borders, blocks / candidate.clamp(min=1e-38)[:, None])
+            fits = (table[candidate_codes] * candidate[:, None] == blocks).all(1)
+            scales = torch.where(fits, candidate, scales)
+            codes = torch.where(fits[:, None], candidate_codes, codes)
     return codes.to(torch.uint8), scales

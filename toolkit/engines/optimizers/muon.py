@@ -69,7 +69,9 @@ class Muon(torch.optim.AdamW):
         dtype: torch.dtype,
     ) -> None:
         super().__init__(groups, lr=lr, betas=betas, eps=eps)
-        self.momentum, self.adjust_lr, self.dtype = momentum, adjust_lr, dtype
+        self.momentum = momentum
+        self.adjust_lr = adjust_lr
+        self.dtype = dtype
         self._fragments: dict[int, list[Fragment]] = defaultdict(list)
         self._group: dist.ProcessGroup | None = None
         self._exchanges: dict[tuple[int, ...], MatrixExchange] = {}
@@ -79,8 +81,9 @@ class Muon(torch.optim.AdamW):
         self._group = group
         for part in parts:
             if is_hidden_matrix(part.shard.name, part.shard.shape):
-                place = {"start": part.start, "length": part.length, "tensor": 0, "offset": part.offset}
-                self._fragments[id(part.tensor)] += fragments_of(part.shard, **place)
+                self._fragments[id(part.tensor)] += fragments_of(
+                    part.shard, start=part.start, length=part.length, tensor=0, offset=part.offset
+                )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -99,7 +102,9 @@ class Muon(torch.optim.AdamW):
 
     def _update_matrices(self, group: Mapping[str, Any]) -> None:
         tensors: list[torch.Tensor] = group["params"]
-        weights, moments, gradients = [], [], []
+        weights = []
+        moments = []
+        gradients = []
         for tensor in tensors:
             if "momentum_buffer" not in self.state[tensor]:
                 self.state[tensor]["momentum_buffer"] = torch.zeros_like(tensor)
@@ -113,7 +118,8 @@ class Muon(torch.optim.AdamW):
             gradients.append(local_part(gradient).reshape(-1))
 
         def read(fragment: Fragment) -> torch.Tensor:
-            moment, gradient = (fragment.view(flat[fragment.tensor]) for flat in (moments, gradients))
+            moment = fragment.view(moments[fragment.tensor])
+            gradient = fragment.view(gradients[fragment.tensor])
             return gradient.lerp(moment, self.momentum).to(self.dtype)  # Nesterov's
 
         def write(fragment: Fragment, update: torch.Tensor) -> None:
@@ -126,8 +132,11 @@ class Muon(torch.optim.AdamW):
     def _exchange(self, tensors: Sequence[torch.Tensor]) -> MatrixExchange:
         key = tuple(map(id, tensors))
         if key not in self._exchanges:
-            found = (self._fragments.get(one, ()) for one in key)
-            fragments = [replace(fragment, tensor=at) for at, ours in enumerate(found) for fragment in ours]
+            fragments = [
+                replace(fragment, tensor=index)
+                for index, tensor_id in enumerate(key)
+                for fragment in self._fragments.get(tensor_id, ())
+            ]
             self._exchanges[key] = MatrixExchange(fragments, self._group)
         return self._exchanges[key]
 

@@ -1,4 +1,4 @@
-"""What DeepSpeed must know of expert-parallel ranks: their groups, and that a model has such parameters."""
+"""Facts that DeepSpeed must know of expert-parallel ranks: their groups, and that a model has such parameters."""
 
 from typing import Any
 
@@ -35,6 +35,7 @@ def declare_experts(model: nn.Module, groups: ParallelGroups) -> None:
         (registry._EXPERT_DATA_PARALLEL_GROUP, registry._EXPERT_DATA_PARALLEL_GROUP_RANKS, groups.expert_data),
     ):
         table.clear()
-        table[name], ranks[name] = group, dist.get_process_group_ranks(group)
+        table[name] = group
+        ranks[name] = dist.get_process_group_ranks(group)
     if groups.layout.zero_stage < 3 and any(hasattr(p, "group_name") and p.requires_grad for p in model.parameters()):
         model.add_module("has_experts", _HasExperts())

@@ -29,12 +29,12 @@ class ShardedExperts(nn.Module):
     expert: dist.ProcessGroup
     is_whole: bool
     """Whether tensor-parallel ranks hold different experts; if not, each holds a part of all of them."""
-    kept: torch.Tensor | None = None
-    """Which pairs [t, k] are not dropped (capacity.py); None: all."""
+    kept_pairs: torch.Tensor | None = None
+    """Pairs of a token and an expert [t, k] that are not dropped (capacity.py); None: all."""
     capacity: int | None = None
     """The most rows of an expert that a rank sends, and then the number that it sends, some of them empty."""
     overlap: Overlap | None = None
-    """With the block's shared expert."""
+    """The overlap with the block's shared expert; None where the block has none that can run during the exchange."""
     outer_bias: nn.Parameter | None
     """Bias of the outputs, where the ranks' outputs are partial sums: it is added to the sum."""
 
@@ -42,8 +42,12 @@ class ShardedExperts(nn.Module):
     def adopt(experts: Any, region: Region, expert: dist.ProcessGroup, *, is_whole: bool) -> None:
         """Make a family's module, whose parameters are sharded already, one of this class."""
         family = type(experts)
+        # Another class, not a module around this one: the parameters keep their names, and the family's own forward
+        # pass is called as the next one in line (`super().forward`).
         experts.__class__ = type(f"Sharded{family.__name__}", (ShardedExperts, family), {})
-        experts.region, experts.expert, experts.is_whole = region, expert, is_whole
+        experts.region = region
+        experts.expert = expert
+        experts.is_whole = is_whole
         bias = None if is_whole else experts._parameters.pop("down_proj_bias", None)
         experts.register_parameter("outer_bias", bias)
         if bias is not None:
@@ -77,14 +81,16 @@ class ShardedExperts(nn.Module):
 
         A lane: the tensor-parallel ranks of this number on all expert-parallel ranks. Rows of other lanes come last.
         """
-        local, ranks, group = self.num_experts, self.expert.size(), self.region.group
-        if self.kept is not None:  # what is dropped is sent to the number after the last expert
+        local = self.num_experts
+        ranks = self.expert.size()
+        group = self.region.group
+        if self.kept_pairs is not None:  # dropped pairs get the number after the last expert
             lanes = group.size() if self.is_whole else 1
-            experts = experts.masked_fill(~self.kept.flatten(), local * ranks * lanes)
+            experts = experts.masked_fill(~self.kept_pairs.flatten(), local * ranks * lanes)
         if self.is_whole and group.size() > 1:
             owner = experts // local
-            own = (owner // group.size()) * local + experts % local
-            experts = own.masked_fill(owner % group.size() != group.rank(), local * ranks)
+            within_lane = (owner // group.size()) * local + experts % local
+            experts = within_lane.masked_fill(owner % group.size() != group.rank(), local * ranks)
         ids, order = torch.sort(experts, stable=True)
         # Counted without a synchronization, unlike bincount.
         bounds = torch.searchsorted(ids, torch.arange(local * ranks + 1, device=ids.device, dtype=ids.dtype))
@@ -97,7 +103,8 @@ class ShardedExperts(nn.Module):
         if self.expert.size() == 1:
             if self.is_whole and self.region.group.size() > 1:
                 here = row_counts(counts[None])[0][0]
-                order, ids = order[:here], ids[:here]
+                order = order[:here]
+                ids = ids[:here]
             return order, self._compute(hidden[order // per_token], ids)
         arriving = torch.empty_like(counts)
         dist.all_to_all_single(arriving, counts, group=self.expert)
@@ -111,9 +118,10 @@ class ShardedExperts(nn.Module):
     def _exchange_slots(
         self, hidden: torch.Tensor, order: torch.Tensor, counts: torch.Tensor, per_token: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `_exchange`, with `capacity` slots for each expert: sizes are known, so the host does not wait."""
+        """Do the same as `_exchange` with `capacity` slots for each expert: the host need not wait for sizes."""
         assert self.capacity is not None
-        ranks, slots = self.expert.size(), torch.arange(self.capacity, device=order.device)
+        ranks = self.expert.size()
+        slots = torch.arange(self.capacity, device=order.device)
         used = counts.flatten()
         is_used = (slots < used.unsqueeze(1)).flatten()
         places = ((used.cumsum(0) - used).unsqueeze(1) + slots).flatten()
@@ -138,15 +146,16 @@ class ShardedExperts(nn.Module):
         count = rows.shape[0]
         if count == 0:
             # One row that nobody sees: every parameter has a gradient, and every exchange its counterpart.
-            rows, ids = rows.sum(0, keepdim=True), ids.new_zeros(1)
+            rows = rows.sum(0, keepdim=True)
+            ids = ids.new_zeros(1)
         out: torch.Tensor = super().forward(rows, ids.unsqueeze(1), rows.new_ones(rows.shape[0], 1))
         return out[:count]
 
 
 def row_counts(counts: torch.Tensor) -> list[list[int]]:
     """Rows of all experts, from counts [m, n, e] -> [m][n] on the host, which waits for the device."""
-    found: list[list[int]] = counts.sum(2).tolist()
-    return found
+    rows: list[list[int]] = counts.sum(2).tolist()
+    return rows
 
 
 def exchange(
@@ -172,7 +181,8 @@ class _Transfer:
     """Rows on their way, in one direction after the other."""
 
     def __init__(self, send: list[int], receive: list[int], group: dist.ProcessGroup) -> None:
-        self.sizes, self.group = (send, receive), group
+        self.sizes = (send, receive)
+        self.group = group
 
     def start(self, x: torch.Tensor, send: list[int], receive: list[int]) -> None:
         self.out = x.new_empty(sum(receive), *x.shape[1:])

@@ -21,22 +21,25 @@ class CalledAhead(nn.Module):
     """A module whose result may be known when its block calls it; the family's class is its second base."""
 
     known: tuple[tuple[torch.Tensor, ...], Any] | None = None
-    """Arguments and result."""
+    """Arguments and result of a call ahead; None where there was none."""
     overlap: "Overlap | None" = None
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         if self.overlap is not None and self.overlap.shared is self:
             self.overlap.shared_is_called(arguments)
-        (known, found), self.known = self.known or ((), None), None
-        if known and not keywords and len(known) == len(arguments) and all(map(_same, known, arguments)):
-            return found.view(arguments[0].shape) if isinstance(found, torch.Tensor) else found
+        known = self.known
+        self.known = None
+        if known is not None and not keywords:
+            earlier, result = known
+            if len(earlier) == len(arguments) and all(map(_same, earlier, arguments)):
+                return result.view(arguments[0].shape) if isinstance(result, torch.Tensor) else result
         return super().__call__(*arguments, **keywords)
 
     def call_ahead(self, *arguments: torch.Tensor) -> Any:
         """Compute and keep the result."""
-        found = super().__call__(*arguments)
-        self.known = (arguments, found)
-        return found
+        result = super().__call__(*arguments)
+        self.known = (arguments, result)
+        return result
 
 
 class _Block(nn.Module):
@@ -53,10 +56,12 @@ class _Block(nn.Module):
 
 
 class Overlap:
-    """Of one block. `hidden`: what its shared expert is to be called with; None once that is called."""
+    """The overlap of one block. `hidden`: input of its shared expert; None once that is called."""
 
     def __init__(self, block: nn.Module, shared: Any, experts: Any, gate: Any) -> None:
-        self.shared, self.experts, self.gate = shared, experts, gate
+        self.shared = shared
+        self.experts = experts
+        self.gate = gate
         self.hidden: torch.Tensor | None = None
         for module in filter(None, (shared, experts, gate)):
             _adopt(module, CalledAhead, self)
@@ -70,12 +75,13 @@ class Overlap:
 
     def call_shared(self) -> None:
         """Called by the experts while rows are on their way."""
-        hidden, self.hidden = self.hidden, None
+        hidden = self.hidden
+        self.hidden = None
         if hidden is not None:
             self.shared.call_ahead(hidden)
 
     def shared_is_called(self, arguments: tuple[Any, ...]) -> None:
-        """By its block: before the experts are, unless their exchange has called it already."""
+        """Call the router and the experts before the block does, unless their exchange called the shared expert."""
         if self.hidden is None:
             return
         self.hidden = None
@@ -89,28 +95,32 @@ class Overlap:
 
 def overlap_shared_expert(block: nn.Module, experts: nn.Module) -> None:
     """Let the shared expert of `block` run during the exchange, if it has one that takes hidden states alone."""
-    shared = next(filter(None, (_found(block, name) for name in _NAMES)), None)
+    shared = next(filter(None, (_module_of(block, name) for name in _NAMES)), None)
     if shared is not None:
-        Overlap(block, shared, experts, _found(block, "gate"))
+        Overlap(block, shared, experts, _module_of(block, "gate"))
 
 
-def _found(block: nn.Module, name: str) -> nn.Module | None:
-    """A module of the block that takes one argument."""
+def _module_of(block: nn.Module, name: str) -> nn.Module | None:
+    """The module of that name in the block; None if there is none, or it takes more than one argument."""
     module = getattr(block, name, None)
     if not isinstance(module, nn.Module):
         return None
-    taken = inspect.signature(module.forward).parameters.values()
-    return module if sum(one.default is inspect.Parameter.empty for one in taken) == 1 else None
+    parameters = inspect.signature(module.forward).parameters.values()
+    return module if sum(parameter.default is inspect.Parameter.empty for parameter in parameters) == 1 else None
 
 
 def _adopt(module: Any, base: type[nn.Module], overlap: Overlap) -> None:
     family = type(module)
+    # Python looks `__call__` up on the class, so only another class can skip a call with all its hooks; a module
+    # around this one would change the names of its parameters.
     module.__class__ = type(family.__name__, (base, family), {"__module__": family.__module__})
     module.overlap = overlap
 
 
-def _same(one: torch.Tensor, other: Any) -> bool:
-    """Whether they are one tensor, or its views with all of it."""
-    if one is other or not isinstance(other, torch.Tensor):
-        return one is other
-    return one.numel() == other.numel() and one.untyped_storage()._cdata == other.untyped_storage()._cdata
+def _same(tensor: torch.Tensor, argument: Any) -> bool:
+    """Whether both are one tensor, or views of one tensor with all of its elements."""
+    if tensor is argument:
+        return True
+    if not isinstance(argument, torch.Tensor):
+        return False
+    return tensor.numel() == argument.numel() and tensor.untyped_storage()._cdata == argument.untyped_storage()._cdata

@@ -41,8 +41,12 @@ class ExpertSharder:
         zero3: dist.ProcessGroup | None = None,
         overlaps: bool = False,
     ) -> None:
-        self.tensor, self.expert, self.inner, self.zero3 = tensor, expert, inner, zero3
-        self.sequence_parallel, self.overlaps = sequence_parallel, overlaps
+        self.tensor = tensor
+        self.expert = expert
+        self.inner = inner
+        self.sequence_parallel = sequence_parallel
+        self.zero3 = zero3
+        self.overlaps = overlaps
         self.lanes = 1 if inner else tensor.size()
         self._check(model)
 
@@ -61,16 +65,20 @@ class ExpertSharder:
         )
 
     def _check(self, model: PreTrainedModel) -> None:
-        ep, tp, family = self.expert.size(), self.tensor.size(), model.config.model_type
-        found = [module for _, module in experts_in(model)]
-        if not found and (ep > 1 or self.inner):
+        ep = self.expert.size()
+        tp = self.tensor.size()
+        family = model.config.model_type
+        modules = [module for _, module in experts_in(model)]
+        if not modules and (ep > 1 or self.inner):
             named = any(name.rpartition(".")[2] == "experts" for name, _ in model.named_modules())
             reason = "its experts do not use transformers' experts interface" if named else "it has no experts"
-            field, value, off = ("experts", "inner", "whole") if self.inner else ("ep", ep, 1)
-            given = ((f"parallel.{field}", value), ("model_type", family))
-            raise LayoutError.between(given, reason, (f"parallel.{field}", off))
-        for experts in found:
-            count, ranks = int(experts.num_experts), ep * self.lanes
+            if self.inner:
+                settings = (("parallel.experts", "inner"), ("model_type", family))
+                raise LayoutError.between(settings, reason, ("parallel.experts", "whole"))
+            raise LayoutError.between((("parallel.ep", ep), ("model_type", family)), reason, ("parallel.ep", 1))
+        for experts in modules:
+            count = int(experts.num_experts)
+            ranks = ep * self.lanes
             strange = [name for name, p in experts.named_parameters() if "." in name or p.shape[0] != count]
             sizes = (("parallel.ep", ep), ("parallel.tp", tp), ("model_type", family))
             if strange:
@@ -98,14 +106,15 @@ class ExpertSharder:
             if self.inner:
                 dim, pieces = self._inner_pieces(experts, key, shape)
             else:
-                dim, pieces = 0, (((self.expert.rank() * self.lanes + self.tensor.rank()) * local, local),)
+                dim = 0
+                pieces = (((self.expert.rank() * self.lanes + self.tensor.rank()) * local, local),)
             shard = Shard(
                 name=f"{name}.{key}", shape=shape, dim=dim, pieces=pieces, over_experts=self.expert.size() > 1
             )
-            kept = nn.Parameter(shard.take(source_of(parameter)), requires_grad=parameter.requires_grad)
-            setattr(experts, key, mark(kept, shard))
+            local_part = nn.Parameter(shard.take(source_of(parameter)), requires_grad=parameter.requires_grad)
+            setattr(experts, key, mark(local_part, shard))
             if self.expert.size() > 1:
-                self._group(kept)
+                self._group(local_part)
         experts.num_experts = local
         region = Region(self.tensor, sequence_parallel=self.sequence_parallel, dropout=False)
         ShardedExperts.adopt(experts, region, self.expert, is_whole=not self.inner)
@@ -114,7 +123,8 @@ class ExpertSharder:
         self, experts: Any, key: str, shape: tuple[int, ...]
     ) -> tuple[int | None, tuple[tuple[int, int], ...]]:
         """The sharded dimension of a parameter and what this rank keeps of it; no dimension: all of it."""
-        is_bias, is_down = key.endswith("_bias"), key.startswith("down_proj")
+        is_bias = key.endswith("_bias")
+        is_down = key.startswith("down_proj")
         if is_bias and is_down:
             return None, ()
         dim = 1 if is_bias or experts.is_transposed == is_down else 2

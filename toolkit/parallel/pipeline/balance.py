@@ -1,4 +1,4 @@
-"""Count the cost of each part of a model, by which pipeline stages are balanced (`toolkit.estimate.stage_bounds`)."""
+"""Count the cost of each part of a model, by which pipeline stages are balanced (`toolkit.config.stage_balance`)."""
 
 from collections.abc import Iterable
 from itertools import pairwise
@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
 from toolkit.config.layout import Recompute
-from toolkit.estimate.stage_bounds import CPU_FLOPS_PER_BYTE, Costs, recompute_cost
+from toolkit.config.stage_balance import CPU_FLOPS_PER_BYTE, Costs, recompute_cost
 from toolkit.parallel.model_structure import ModelStructure, traceable
 
 _WITH_WEIGHTS = (torch.ops.aten.mm, torch.ops.aten.addmm)
@@ -43,16 +43,16 @@ def count_costs(
     """
     layers = structure.layer_list(model)
     counted, logits = count_flops(model, layers, seq_len)
-    forward, weighted = ([part[i] / seq_len for part in counted] for i in range(2))
+    forward = [flops / seq_len for flops, _ in counted]
+    weighted = [flops / seq_len for _, flops in counted]
 
     def gradients(modules: Iterable[nn.Module], *, recurse: bool) -> float:
         parameters = (parameter for module in modules for parameter in module.parameters(recurse=recurse))
         bytes_moved = sum(4 * parameter.numel() * parameter.element_size() for parameter in parameters)
         return flops_per_byte * bytes_moved / (micro_batch_size * seq_len)
 
-    before, after = (
-        gradients(map(model.get_submodule, owners), recurse=False) for owners in (structure.before, structure.after)
-    )
+    before = gradients(map(model.get_submodule, structure.before), recurse=False)
+    after = gradients(map(model.get_submodule, structure.after), recurse=False)
     per_layer = zip(forward[1:-1], weighted[1:-1], layers, strict=True)
     return Costs(
         before=3 * forward[0] + before,

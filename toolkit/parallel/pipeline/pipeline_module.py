@@ -37,7 +37,8 @@ class StagePipeline(PipelineModule):  # type: ignore[misc]
     """One BuiltStage per pipeline rank. `shared`: names of the parameters that both the first and last stage hold."""
 
     def __init__(self, stage: PipelineStage, groups: ParallelGroups, shared: list[str], loss_fn: Any) -> None:
-        self._groups, self._shared = groups, shared
+        self._groups = groups
+        self._shared = shared
         self._shared_here: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
         layout = groups.layout
         super().__init__(
@@ -97,7 +98,7 @@ class StepWithoutUpdate(schedule.TrainSchedule):  # type: ignore[misc]
     def steps(self) -> Iterator[list[Any]]:
         """Yield the instructions of each clock tick, without the optimizer step."""
         for instructions in super().steps():
-            yield [one for one in instructions if not isinstance(one, schedule.OptimizerStep)]
+            yield [instruction for instruction in instructions if not isinstance(instruction, schedule.OptimizerStep)]
 
 
 def _topology(layout: Layout) -> Any:

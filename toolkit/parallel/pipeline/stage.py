@@ -60,7 +60,10 @@ class NonLocalLayer(nn.Module):
         if self.ends_stage:
             raise StageExit(hidden)
         result = hidden if self.received is None else self.received
-        return result if self.tuple_length is None else (result, *(None,) * (self.tuple_length - 1))
+        if self.tuple_length is None:
+            return result
+        missing = [None] * (self.tuple_length - 1)
+        return (result, *missing)
 
 
 class PipelineStage(nn.Module):
@@ -82,8 +85,10 @@ class PipelineStage(nn.Module):
         self.model = model
         self._router_sums: RouterSums | None = None
         self._receives_sums = False
-        self.is_first, self.is_last = stage == 0, stage == len(bounds) - 2
-        start, stop = bounds[stage], bounds[stage + 1]
+        self.is_first = stage == 0
+        self.is_last = stage == len(bounds) - 2
+        start = bounds[stage]
+        stop = bounds[stage + 1]
         layers = structure.layer_list(model)
         # After the last layer the sequence is gathered; a stage may have nothing but the head.
         self.sequence_shards = 1 if start == len(layers) else sequence_shards
@@ -99,14 +104,19 @@ class PipelineStage(nn.Module):
             behind = layers[stop]
             assert isinstance(behind, NonLocalLayer)
             behind.ends_stage = True
-        used = (structure.before if self.is_first else frozenset()) | (structure.after if self.is_last else frozenset())
-        kept = {id(p) for name in used for p in model.get_submodule(name).parameters(recurse=False)}
+        used: frozenset[str] = frozenset()
+        if self.is_first:
+            used |= structure.before
+        if self.is_last:
+            used |= structure.after
+        used_parameters = {id(p) for name in used for p in model.get_submodule(name).parameters(recurse=False)}
         for name in sorted((structure.before | structure.after) - used):
-            _drop_parameters(model.get_submodule(name), kept)
+            _drop_parameters(model.get_submodule(name), used_parameters)
 
     def connect_routers(self, sums: RouterSums, *, have_loss: bool) -> None:
         """Call `sums` after each forward pass. Where routers have a loss, stages hand on what it returns."""
-        self._router_sums, self._receives_sums = sums, have_loss and self._entry is not None
+        self._router_sums = sums
+        self._receives_sums = have_loss and self._entry is not None
 
     def cast_nonlocal(self, dtype: torch.dtype) -> None:
         """Cast the zeros that replace other stages' parameters to the dtype of this stage's parameters.
@@ -124,15 +134,17 @@ class PipelineStage(nn.Module):
         position_ids [b, s], passed on unchanged. Where routers have a loss, the sums of their outputs precede the
         hidden state.
         """
-        first, *rest = inputs if isinstance(inputs, tuple) else (inputs,)
+        first, *following = inputs if isinstance(inputs, tuple) else (inputs,)
         sums = None
         if self._receives_sums:
-            sums, first = first, rest.pop(0)
-        keywords = {"position_ids": rest[0]} if rest else {}
+            sums = first
+            first = following.pop(0)
+        keywords = {"position_ids": following[0]} if following else {}
         if self._entry is None:
             ids = first
         else:
-            samples, positions = first.shape[0], first.shape[1] * self.sequence_shards
+            samples = first.shape[0]
+            positions = first.shape[1] * self.sequence_shards
             ids = torch.zeros(samples, positions, dtype=torch.long, device=first.device)
             self._entry.received = first
         try:
@@ -141,7 +153,7 @@ class PipelineStage(nn.Module):
             if self._router_sums is not None:
                 sums = self._router_sums(sums)
             outputs = (end.hidden,) if sums is None else _together(sums, end.hidden)
-            return (*outputs, *rest)
+            return (*outputs, *following)
         finally:
             if self._entry is not None:
                 self._entry.received = None
@@ -187,7 +199,8 @@ class _Releases(Function):
 def _end_with(layer: nn.Module) -> None:
     """Leave the model after its last layer, after which there is no NonLocalLayer: the next stage has only the head.
 
-    Not with a hook, which would run, and raise, inside activation checkpointing.
+    It is the class that changes, because Python looks `__call__` up there. A hook would run, and raise, inside
+    activation checkpointing; a module around the layer would change the names of its parameters.
     """
     family = type(layer)
 
@@ -198,14 +211,14 @@ def _end_with(layer: nn.Module) -> None:
     layer.__class__ = type(f"{family.__name__}EndsStage", (family,), {"__call__": call})
 
 
-def _drop_parameters(module: nn.Module, kept: set[int]) -> None:
+def _drop_parameters(module: nn.Module, shared: set[int]) -> None:
     """Replace a module's own parameters by zeros without memory: its forward pass still runs, but has no effect.
 
     A parameter that another module of this stage also owns stays: a tied embedding next to the head keeps its name. So
     does a frozen one: a table of sines, for example, may reach the layers by another path than the hidden state.
     """
-    own = module.named_parameters(recurse=False)
-    dropped = [(name, p) for name, p in own if p.requires_grad and id(p) not in kept]
+    parameters = module.named_parameters(recurse=False)
+    dropped = [(name, p) for name, p in parameters if p.requires_grad and id(p) not in shared]
     if not dropped:
         return
     # One number that moves and casts with the module, expanded on access: moving an expanded tensor takes memory.
@@ -215,11 +228,20 @@ def _drop_parameters(module: nn.Module, kept: set[int]) -> None:
         del module._parameters[name]
         views[name] = _expanded(parameter.shape)
     family = type(module)
+    # The family's forward pass reads these names, and Python looks properties up on the class.
     module.__class__ = type(f"{family.__name__}Nonlocal", (family,), views)
 
 
 def _expanded(shape: torch.Size) -> property:
-    return property(lambda module: getattr(module, ZERO).expand(shape))
+    """Return a property whose value is the module's zero, expanded to a shape."""
+
+    def zeros(module: nn.Module) -> torch.Tensor:
+        expanded: torch.Tensor = getattr(module, ZERO).expand(shape)
+        # A parent that initializes the weights of its children writes into those of this stage alone.
+        expanded._is_hf_initialized = True  # type: ignore[attr-defined]
+        return expanded
+
+    return property(zeros)
 
 
 def is_nonlocal(module: nn.Module) -> bool:

@@ -47,22 +47,26 @@ def _beside_column(lora: Any, base: ColumnParallelLinear | FusedColumnParallelLi
     lora.lora_B[ADAPTER] = base.split_like(lora.lora_B[ADAPTER], f"{name}.lora_B")
     if base.enters:
         base.enters = False
-        lora.register_forward_pre_hook(lambda module, given: (base.region.enter(given[0], module), *given[1:]))
+        lora.register_forward_pre_hook(
+            lambda module, arguments: (base.region.enter(arguments[0], module), *arguments[1:])
+        )
 
 
 def _beside_row(lora: Any, base: RowParallelLinear, name: str) -> None:
     group = base.region.group
-    a, b = lora.lora_A[ADAPTER], lora.lora_B[ADAPTER].weight
+    a = lora.lora_A[ADAPTER]
+    b = lora.lora_B[ADAPTER].weight
     shard = Shard(name=f"{name}.lora_A.weight", shape=tuple(a.weight.shape), dim=1, pieces=base.pieces)
     a.weight = mark(nn.Parameter(shard.take(a.weight.detach())), shard)
     mark(b, Shard(name=f"{name}.lora_B.weight", shape=tuple(b.shape)))
     sum_over_ranks(b, group)
     base.is_partial = True
-    lora.register_forward_pre_hook(lambda module, given: (base.take_input(given[0]), *given[1:]))
-    lora.register_forward_hook(lambda module, given, partial: base.complete(partial))
+    lora.register_forward_pre_hook(lambda module, arguments: (base.take_input(arguments[0]), *arguments[1:]))
+    lora.register_forward_hook(lambda module, arguments, partial: base.complete(partial))
     dropout = lora.lora_dropout[ADAPTER]
     if isinstance(dropout, AdapterDropout):
-        dropout.whole, dropout.pieces = int(shard.shape[1]), base.pieces
+        dropout.whole = int(shard.shape[1])
+        dropout.pieces = base.pieces
 
 
 class AdapterDropout(nn.Module):
@@ -70,12 +74,13 @@ class AdapterDropout(nn.Module):
 
     def __init__(self, share: float, name: str) -> None:
         super().__init__()
-        self.share, self.name = share, name
+        self.share = share
+        self.name = name
         self.number = 0
-        """Drawn at the entrance of the decoder layer, by `seed_dropouts`."""
+        """Number that `seed_dropouts` draws at the entrance of the decoder layer."""
         self.whole = 0
         self.pieces: tuple[tuple[int, int], ...] = ()
-        """All inputs and this rank's part of them, in a row layer."""
+        """This rank's part, as (start, length), of all `whole` inputs in a row layer; empty elsewhere."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Drop inputs in training, and scale the others up."""
@@ -83,10 +88,10 @@ class AdapterDropout(nn.Module):
             return x
         generator = torch.Generator(x.device).manual_seed(derive_seed("adapter dropout", self.number, self.name))
         shape = (*x.shape[:-1], self.whole or x.shape[-1])
-        kept = torch.rand(shape, generator=generator, device=x.device) >= self.share
+        is_kept = torch.rand(shape, generator=generator, device=x.device) >= self.share
         if self.pieces:
-            kept = torch.cat([kept.narrow(-1, start, length) for start, length in self.pieces], dim=-1)
-        return x * kept / (1 - self.share)
+            is_kept = torch.cat([is_kept.narrow(-1, start, length) for start, length in self.pieces], dim=-1)
+        return x * is_kept / (1 - self.share)
 
 
 def seed_dropouts(layer: nn.Module) -> None:
@@ -96,7 +101,7 @@ def seed_dropouts(layer: nn.Module) -> None:
     # With a sharded sequence, streams between the blocks differ from rank to rank.
     group = regions[0].group if regions and regions[0].sequence_parallel else None
 
-    def draw(layer: nn.Module, given: Any) -> None:
+    def draw(layer: nn.Module, arguments: Any) -> None:
         if layer.training:
             number = torch.randint(2**62, ())
             if group is not None:

@@ -56,7 +56,9 @@ class _Collective(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Group, dim: int, call: _Call, counterpart: _Call) -> torch.Tensor:
-        ctx.group, ctx.dim, ctx.counterpart = group, dim, counterpart
+        ctx.group = group
+        ctx.dim = dim
+        ctx.counterpart = counterpart
         return call(x, group, dim)
 
     @staticmethod

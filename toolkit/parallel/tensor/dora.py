@@ -31,13 +31,13 @@ class DoraMagnitude(nn.Module):
         super().__init__()
         # A fused layer has a weight for its sharded outputs and another one for those that ranks share.
         self.parts = nn.ParameterList()
-        for layer, other in zip(_parts(base), _parts(b), strict=True):
-            self.parts.append(nn.Parameter(_norms(layer, a, other, scaling, layer.weight.dtype)))
+        for layer, b_part in zip(_parts(base), _parts(b), strict=True):
+            self.parts.append(nn.Parameter(_norms(layer, a, b_part, scaling, layer.weight.dtype)))
             magnitude = self.parts[-1]
             if isinstance(layer, ColumnParallelLinear):
-                of = shard_of(layer.weight)
-                whole = (of.shape[of.dim or 0],)
-                mark(magnitude, Shard(name=name, shape=whole, dim=0, pieces=of.pieces, owner=of.owner))
+                shard = shard_of(layer.weight)
+                whole = (shard.shape[shard.dim or 0],)
+                mark(magnitude, Shard(name=name, shape=whole, dim=0, pieces=shard.pieces, owner=shard.owner))
                 layer.sum_over_sharers(magnitude)
             elif isinstance(layer, RowParallelLinear):
                 mark(magnitude, Shard(name=name, shape=tuple(magnitude.shape)))
@@ -49,12 +49,15 @@ class DoraMagnitude(nn.Module):
         `base_result`: that output; None where x has lost what the adapter's dropout drops. `peft`: its layers and
         scaling, by peft's names.
         """
-        base, a, b, scaling = peft["base_layer"], peft["lora_A"], peft["lora_B"], peft["scaling"]
+        base = peft["base_layer"]
+        a = peft["lora_A"]
+        b = peft["lora_B"]
+        scaling = peft["scaling"]
         layers = _parts(base)
         scale = torch.cat(
             [
-                magnitude / _norms(layer, a, other, scaling, x.dtype)
-                for magnitude, layer, other in zip(self.parts, layers, _parts(b), strict=True)
+                magnitude / _norms(layer, a, b_part, scaling, x.dtype)
+                for magnitude, layer, b_part in zip(self.parts, layers, _parts(b), strict=True)
             ]
         )
         scale = _gathered(scale, base)

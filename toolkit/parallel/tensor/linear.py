@@ -55,10 +55,12 @@ class ColumnParallelLinear(_ParallelLinear):
         enters: bool = False,
     ) -> None:
         super().__init__(whole, region)
-        self.gather_output, self.enters = gather_output, enters
-        self._blocks, self._offset = blocks, offset
-        group = region.group
-        rank, size = group.rank(), group.size()
+        self.gather_output = gather_output
+        self.enters = enters
+        self._blocks = blocks
+        self._offset = offset
+        rank = region.group.rank()
+        size = region.group.size()
         pieces = tuple((offset + start, length) for start, length in pieces_of(blocks, rank, size))
         owner = not blocks[0].is_shared(size) or rank % (size // blocks[0].units) == 0
         self.out_features = sum(length for _, length in pieces)
@@ -66,14 +68,14 @@ class ColumnParallelLinear(_ParallelLinear):
             parameter = getattr(whole, key)
             if parameter is not None:
                 shape = tuple(parameter.shape)
-                self._keep(
-                    key, parameter, Shard(name=f"{name}.{key}", shape=shape, dim=dim, pieces=pieces, owner=owner)
-                )
+                shard = Shard(name=f"{name}.{key}", shape=shape, dim=dim, pieces=pieces, owner=owner)
+                self._keep(key, parameter, shard)
                 self.sum_over_sharers(getattr(self, key))
 
     def sum_over_sharers(self, parameter: nn.Parameter) -> None:
         """Sum the gradient of a parameter, sharded over outputs, over the ranks that share them."""
-        group, units = self.region.group, self._blocks[0].units
+        group = self.region.group
+        units = self._blocks[0].units
         if self._blocks[0].is_shared(group.size()):
             sum_over_sharers(parameter, group, units)
 
@@ -99,7 +101,9 @@ class FusedColumnParallelLinear(nn.Module):
 
     def __init__(self, whole: nn.Module, blocks: Sequence[Block], *, name: str, region: Region, enters: bool) -> None:
         super().__init__()
-        self.region, self.enters, self._blocks = region, enters, blocks
+        self.region = region
+        self.enters = enters
+        self._blocks = blocks
         size = region.group.size()
         self.parts = nn.ModuleList()
         offset = 0
@@ -112,7 +116,7 @@ class FusedColumnParallelLinear(nn.Module):
             blocks = blocks[len(run) :]
 
     def split_like(self, whole: nn.Module, name: str) -> "FusedColumnParallelLinear":
-        """As that of ColumnParallelLinear."""
+        """Shard another layer with as many outputs in the same way, to be used inside the region."""
         return FusedColumnParallelLinear(whole, self._blocks, name=name, region=self.region, enters=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -138,8 +142,9 @@ class RowParallelLinear(_ParallelLinear):
         self.pieces = pieces_of(blocks, region.group.rank(), region.group.size())
         weight = whole.weight
         assert isinstance(weight, nn.Parameter)
-        dim, shape = 0 if self.input_major else 1, tuple(weight.shape)
-        self._keep("weight", weight, Shard(name=f"{name}.weight", shape=shape, dim=dim, pieces=self.pieces))
+        dim = 0 if self.input_major else 1
+        shard = Shard(name=f"{name}.weight", shape=tuple(weight.shape), dim=dim, pieces=self.pieces)
+        self._keep("weight", weight, shard)
         bias = whole.bias
         if isinstance(bias, nn.Parameter):
             self._keep("bias", bias, Shard(name=f"{name}.bias", shape=tuple(bias.shape)))
@@ -150,7 +155,7 @@ class RowParallelLinear(_ParallelLinear):
         return self.complete(self._multiply(self.take_input(x), None))
 
     def take_input(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the input, [.., i/t]."""
+        """Return this rank's part of the input, [.., i/t]."""
         return c.scatter_to_tensor_ranks(x, self.region.group) if self.split_input else x
 
     def complete(self, partial: torch.Tensor) -> torch.Tensor:
@@ -160,16 +165,26 @@ class RowParallelLinear(_ParallelLinear):
 
 
 def sum_over_ranks(parameter: nn.Parameter, group: dist.ProcessGroup) -> None:
-    """All-reduce a replicated parameter's gradient: each rank computed it from its part of the activations."""
+    """All-reduce a replicated parameter's gradient: each rank computed it from its part of the activations.
+
+    A stage's backward pass runs once for each tensor that it sent, and one of them may not depend on the parameter:
+    then the gradient is None, on every rank.
+    """
+
+    def reduce(gradient: torch.Tensor | None) -> torch.Tensor | None:
+        return None if gradient is None else c.all_reduce(gradient, group)
+
     if parameter.requires_grad:
-        parameter.register_hook(lambda gradient: c.all_reduce(gradient, group))
+        parameter.register_hook(reduce)
 
 
 def sum_over_sharers(parameter: nn.Parameter, group: dist.ProcessGroup, units: int) -> None:
     """Sum the gradient over the t/units neighboring ranks that share one of `units` units."""
     unit = group.rank() * units // group.size()
 
-    def reduce(gradient: torch.Tensor) -> torch.Tensor:
+    def reduce(gradient: torch.Tensor | None) -> torch.Tensor | None:
+        if gradient is None:
+            return None
         every = gradient.new_zeros(units, *gradient.shape)
         every[unit] = gradient
         dist.all_reduce(every, group=group)

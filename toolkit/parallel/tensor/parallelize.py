@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from toolkit.errors import LayoutError, ModelError
 from toolkit.models import tensor_plan as tp
@@ -29,8 +29,25 @@ from toolkit.parallel.tensor.linear import (
 )
 from toolkit.parallel.tensor.region import Region, drops_activations
 from toolkit.parallel.tensor.vocabulary import shard_embedding, shard_head
+from toolkit.units import with_article
 
 _LINEAR = ("Linear", "Conv1D", "FalconLinear")
+
+
+def check_plan(config: PretrainedConfig, size: int, *, sequence_parallel: bool) -> None:
+    """Raise ModelError or LayoutError where a model of this config cannot be sharded over `size` ranks."""
+    text = config.get_text_config(decoder=True)
+    family = config.model_type
+    plan = find_plan(family, text)
+    reason = plan.needs(text, size)
+    indivisible = [heads for heads in tp.heads_of_layers(text) or (tp.heads(text),) if heads % size]
+    if reason is None and indivisible:
+        reason = f"{indivisible[0]} heads are not divisible by it"
+    if reason is not None:
+        raise LayoutError.between((("parallel.tp", size), ("model_type", family)), reason, "choose another one")
+    if sequence_parallel and not plan.mixes_positions:
+        reason = "its plan does not shard attention, which needs the whole sequence"
+        raise ModelError.of("model_type", family, reason, ("parallel.sequence_parallel", False))
 
 
 class TensorParallelizer:
@@ -46,7 +63,9 @@ class TensorParallelizer:
         experts: ExpertSharder | None = None,
     ) -> None:
         self.experts = experts
-        self.model, self.structure, self.group = model, structure, group
+        self.model = model
+        self.structure = structure
+        self.group = group
         self.config = model.config.get_text_config(decoder=True)
         self.plan = find_plan(model.config.model_type, self.config)
         self.sequence_parallel = sequence_parallel
@@ -54,19 +73,12 @@ class TensorParallelizer:
         self._check()
 
     def _check(self) -> None:
-        size, family = self.group.size(), self.model.config.model_type
-        reason = self.plan.needs(self.config, size)
-        if reason is None and tp.heads(self.config) % size:
-            reason = f"{tp.heads(self.config)} heads are not divisible by it"
-        if reason is not None:
-            raise LayoutError.between((("parallel.tp", size), ("model_type", family)), reason, "choose another one")
+        family = self.model.config.model_type
+        check_plan(self.model.config, self.group.size(), sequence_parallel=self.sequence_parallel)
         for name, module in self.model.named_modules():
             if name.endswith(".experts") and not hasattr(module, "_is_expert_parallel"):
                 reason = "its experts do not use transformers' experts interface"
                 raise ModelError.of("model_type", family, reason, ("parallel.tp", 1))
-        if self.sequence_parallel and not self.plan.mixes_positions:
-            reason = "its plan does not shard attention, which needs the whole sequence"
-            raise ModelError.of("model_type", family, reason, ("parallel.sequence_parallel", False))
 
     def parallelize_layer(self, index: int, fill: Callable[[nn.Module], None] = lambda layer: None) -> None:
         """Shard decoder layer `index`; `fill` then sets the values of replicated meta parameters.
@@ -80,7 +92,8 @@ class TensorParallelizer:
         if self.experts is not None:
             self.experts.shard_layer(layer, prefix)
         regions: dict[str, Region] = {}
-        planned, vectors = [*self.planned(layer)], [*self.planned_vectors(layer)]
+        planned = list(self.planned(layer))
+        vectors = list(self.planned_vectors(layer))
         for path, whole, style, blocks in planned:
             parent, _, leaf = path.rpartition(".")
             region = regions.setdefault(parent, self._region(gathers=style in (tp.GATHERED_COLUMN, tp.SPLIT_ROW)))
@@ -113,7 +126,8 @@ class TensorParallelizer:
         `embeds`: whether this pipeline stage looks tokens up, or has the embedding only for a tied head. `done` is
         called with each of the two once it is sharded.
         """
-        embedding, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
+        embedding = self.model.get_input_embeddings()
+        head = self.model.get_output_embeddings()
         names = {id(module): name for name, module in self.model.named_modules()}
         tied = head is not None and getattr(embedding, "weight", None) is head.weight
         if isinstance(embedding, nn.Embedding) and "weight" in embedding._parameters:
@@ -141,7 +155,8 @@ class TensorParallelizer:
             whole = layer.get_submodule(path)
             whole = getattr(whole, "base_layer", whole)
             if type(whole).__name__ not in _LINEAR:
-                reason = f"{path} of its layers is a {type(whole).__name__}, which tensor parallelism cannot shard"
+                kind = with_article(type(whole).__name__)
+                reason = f"{path} of its layers is {kind}, which tensor parallelism cannot shard"
                 raise ModelError.of("model_type", self.model.config.model_type, reason, ("parallel.tp", 1))
             assert isinstance(whole.weight, torch.Tensor)
             features = whole.weight.shape[sharded_dim(whole, style)]
@@ -171,15 +186,25 @@ class TensorParallelizer:
         parent, _, leaf = path.rpartition(".")
         if style != tp.COLUMN or leaf not in ("q_proj", "k_proj", "v_proj"):
             return [Block(units=features)]
-        units = tp.heads(self.config) if leaf == "q_proj" else self._kv_heads(layer.get_submodule(parent))
+        block = layer.get_submodule(parent)
+        units = self._heads(block) if leaf == "q_proj" else self._kv_heads(block)
         return [Block(units=units, width=features // units)]
+
+    def _heads(self, block: nn.Module) -> int:
+        """Query heads of one layer's attention: some families have more of them in some layers."""
+        if not tp.heads_of_layers(self.config):
+            return tp.heads(self.config)
+        assert isinstance(block.num_heads, int)
+        return block.num_heads
 
     def _kv_heads(self, block: nn.Module) -> int:
         """Key-value heads of one layer's attention: some families have more of them in some layers."""
-        weight, width = getattr(getattr(block, "k_proj", None), "weight", None), getattr(block, "head_dim", None)
+        weight = getattr(getattr(block, "k_proj", None), "weight", None)
+        width = getattr(block, "head_dim", None)
         if weight is None or not width:
             return tp.kv_heads(self.config)
-        return int((shard_of(weight).shape if is_marked(weight) else weight.shape)[0] // width)
+        shape = shard_of(weight).shape if is_marked(weight) else weight.shape
+        return int(shape[0] // width)
 
     def _outside(self, layer: nn.Module, blocks: Iterable[str]) -> Iterator[nn.Parameter]:
         """Norms around `blocks` and biases after them: with a sharded sequence, each rank sees only its part."""
@@ -205,7 +230,8 @@ class TensorParallelizer:
         for attribute in self.plan.divided.get(path, ()):
             setattr(block, attribute, max(1, getattr(block, attribute) // size))
         if "num_key_value_groups" not in self.plan.divided.get(path, ()) and hasattr(block, "num_key_value_groups"):
-            kv_heads, groups = self._kv_heads(block), block.num_key_value_groups
+            kv_heads = self._kv_heads(block)
+            groups = block.num_key_value_groups
             assert isinstance(groups, int)
             block.__dict__["num_key_value_groups"] = groups * kv_heads // size // max(1, kv_heads // size)
         for parameter in block.parameters():
@@ -248,7 +274,9 @@ def mark_replicated(module: nn.Module, tied: Mapping[str, str], *, prefix: str =
     for local_name, parameter in module.named_parameters():
         name = saved_name(prefix + local_name)
         if not is_marked(parameter):
-            mark(parameter, Shard(name=tied.get(name, name), shape=tuple(parameter.shape)))
+            # ZeRO-3 has sharded adapters before they are marked, and keeps their shape here.
+            shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+            mark(parameter, Shard(name=tied.get(name, name), shape=shape))
 
 
 def _enter(region: Region, config: Any, per_head: tuple[str, ...]) -> Any:
@@ -277,8 +305,8 @@ def _own_heads(x: torch.Tensor, heads: int, group: dist.ProcessGroup) -> torch.T
     start = group.rank() * each
     if x.dim() == 4:
         return x[:, start : start + each] if x.shape[1] == heads else x
-    own: torch.Tensor = x.unflatten(0, (-1, heads))[:, start : start + each].flatten(0, 1)
-    return own
+    local: torch.Tensor = x.unflatten(0, (-1, heads))[:, start : start + each].flatten(0, 1)
+    return local
 
 
 def is_column(style: str) -> bool:

@@ -47,7 +47,7 @@ class VocabParallelEmbedding(nn.Embedding):
     vocabulary: VocabularyShard
     group: Group
     is_idle: bool
-    """On a pipeline's last stage, which has the rows for a tied head and ignores what is looked up."""
+    """Whether lookups return zeros: a pipeline's last stage has the rows for a tied head alone."""
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Look up the local rows, zeros for others, and sum over the ranks."""
@@ -55,8 +55,8 @@ class VocabParallelEmbedding(nn.Embedding):
             return self.weight.new_zeros(()).expand(*ids.shape, self.embedding_dim)
         local = ids - self.vocabulary.start
         elsewhere = (local < 0) | (local >= self.vocabulary.rows)
-        found = super().forward(local.masked_fill(elsewhere, 0))  # [b, s] -> [b, s, h]
-        return reduce_from_tensor_ranks(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.group)
+        rows = super().forward(local.masked_fill(elsewhere, 0))  # [b, s] -> [b, s, h]
+        return reduce_from_tensor_ranks(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.group)
 
 
 class VocabParallelHead(nn.Linear):
@@ -75,9 +75,13 @@ def shard_embedding(embedding: nn.Embedding, name: str, group: Group, *, is_idle
     vocabulary = VocabularyShard.of(embedding.num_embeddings, group)
     _shard_rows(embedding, name, vocabulary)
     family = type(embedding)
+    # Another class, not another module: what else refers to this one keeps doing so, and a family that scales its
+    # embedding does it in the next forward pass in line (`super().forward`).
     embedding.__class__ = type(f"VocabParallel{family.__name__}", (VocabParallelEmbedding, family), {})
     assert isinstance(embedding, VocabParallelEmbedding)
-    embedding.vocabulary, embedding.group, embedding.is_idle = vocabulary, group, is_idle
+    embedding.vocabulary = vocabulary
+    embedding.group = group
+    embedding.is_idle = is_idle
     embedding.num_embeddings = vocabulary.rows
     padding = embedding.padding_idx
     if padding is not None:
@@ -91,9 +95,10 @@ def shard_head(head: nn.Linear, name: str, group: Group, *, tied_to: nn.Paramete
     if tied_to is not None:
         head.weight = tied_to
     _shard_rows(head, name, vocabulary)
-    head.__class__ = VocabParallelHead
+    head.__class__ = VocabParallelHead  # as for the embedding: hooks and references stay
     assert isinstance(head, VocabParallelHead)
-    head.vocabulary, head.group = vocabulary, group
+    head.vocabulary = vocabulary
+    head.group = group
     head.out_features = vocabulary.rows
 
 
@@ -126,7 +131,8 @@ def vocab_parallel_token_loss_sum(
 
     logits [b, s, V/t] of this rank in any floating dtype; labels [b, s] of the full vocabulary, or `ignore`.
     """
-    flat, targets = logits.flatten(0, -2), labels.flatten()
+    flat = logits.flatten(0, -2)
+    targets = labels.flatten()
     loss: torch.Tensor = _TokenLossSum.apply(flat, targets, shard, group, ignore, not by_sample)
     return loss.view(labels.shape).sum(dim=1) if by_sample else loss
 
@@ -154,14 +160,16 @@ class _TokenLossSum(torch.autograd.Function):
         exponentials = (scores - largest.unsqueeze(-1)).exp_()
 
         columns, here = columns_of(targets, shard)
-        own = scores.gather(-1, columns.unsqueeze(-1)).squeeze(-1)  # [n, V/t] -> [n]
-        parts = torch.stack([exponentials.sum(dim=-1), torch.where(here, own - largest, 0.0)])
+        gathered = scores.gather(-1, columns.unsqueeze(-1)).squeeze(-1)  # [n, V/t] -> [n]
+        parts = torch.stack([exponentials.sum(dim=-1), torch.where(here, gathered - largest, 0.0)])
         dist.all_reduce(parts, group=group)
         normalizer, target_score = parts
 
         # Columns are found again in the backward pass: what is kept does not depend on whose targets these are.
         ctx.save_for_backward(exponentials.div_(normalizer.unsqueeze(-1)), targets)
-        ctx.shard, ctx.ignore, ctx.dtype = shard, ignore, logits.dtype
+        ctx.shard = shard
+        ctx.ignore = ignore
+        ctx.dtype = logits.dtype
         if not sums:
             return torch.where(targets != ignore, normalizer.log() - target_score, 0.0)
         # Without a name, so that the losses of single tokens are freed at once.
