@@ -227,7 +227,7 @@ class TestBadInput:
         before = sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "run").rglob("*") if path.is_file())
         with refused(ToolkitError, *given, remedy=remedy) as found:
             train("train.steps=6", *argv)
-        shown = {field: value for field, value in found[0].given if field != "model.overrides"}
+        shown = {field: value for field, value in found[0].settings if field != "model.overrides"}
         assert given == {"model.overrides": None} or shown == given
         after = sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "run").rglob("*") if path.is_file())
         assert after == before

@@ -1,7 +1,9 @@
 """Out and in again: `dstk export` and `dstk import` of Hugging Face models, bit for bit, and what they refuse."""
 
 import json
+import re
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from tiny_checkpoint import save_tiny, tensors_of
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from toolkit.cli.main import main
+from toolkit.convert.adapters import load_adapted
 from toolkit.convert.export_model import export_checkpoint
 from toolkit.convert.model_comparison import compare_models
 from toolkit.errors import CheckpointError
@@ -76,8 +79,7 @@ def test_import_and_export_change_no_bit_and_no_logit(run: Run, tmp_path: Path, 
     assert run("import", source, "-o", tmp_path / "in")[0] == 0
     code, out, _ = run("export", tmp_path / "in", "-o", tmp_path / "out", "--verify")
     assert code == 0
-    assert "logits differ by 0 at most" in out
-    assert "the same greedy text" in out
+    assert "all logits are the same, and the greedy text is the same" in out
     before, after = stored(source), stored(tmp_path / "out")
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -90,11 +92,84 @@ def test_a_lower_precision_differs_by_rounding_only(
 ) -> None:
     code, out, err = run("export", llama, "-o", tmp_path / "out", "--dtype", short, "--verify")
     assert (code, err) == (0, "")
-    assert "all of it from rounding" in out
+    assert f"rounding to {str(dtype).removeprefix('torch.')} explains all of the difference" in out
     before = stored(llama)
     assert all(torch.equal(value, before[name].to(dtype)) for name, value in stored(tmp_path / "out").items())
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == dtype
+
+
+def adapters(base: Path, folder: Path, **options: Any) -> Path:
+    """Adapters that change the model in `base`, as peft saves them."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=3, lora_alpha=7, target_modules="all-linear", task_type="CAUSAL_LM", **options)
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+    torch.manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("flags", [[], ["--merge"]], ids=["adapters", "merged"])
+@pytest.mark.parametrize(("family", "options"), [("llama", {"use_rslora": True}), ("gpt2", {"use_dora": True})])
+def test_exports_of_adapters_are_verified(
+    run: Run, tmp_path: Path, family: str, options: dict[str, Any], flags: list[str], dtype: str
+) -> None:
+    source = adapters(build(family, tmp_path / "base"), tmp_path / "adapters", **options)
+    code, out, err = run("export", source, "-o", tmp_path / "out", "--verify", "--dtype", dtype, *flags)
+    assert (code, err) == (0, "")
+    if dtype == "fp32" and not flags:
+        assert "all logits are the same" in out
+    else:
+        assert re.search(r"logits differ by .* at most \(the largest logit is .*\); the greedy text is", out)
+        assert "explains all of the difference" in out
+
+
+def test_loading_adapters_warns_of_nothing(llama: Path, tmp_path: Path) -> None:
+    source = adapters(llama, tmp_path / "adapters")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert "lora" in str(load_adapted(source, llama))
+
+
+@pytest.mark.parametrize("merge", [False, True])
+def test_verify_finds_a_wrong_adapter(llama: Path, tmp_path: Path, merge: bool) -> None:
+    source = adapters(llama, tmp_path / "adapters")
+    export_checkpoint(source, tmp_path / "out", merge=merge)
+    (file,) = (tmp_path / "out").glob("*.safetensors")
+    tensors = load_file(file)
+    name = next(name for name in sorted(tensors) if "down_proj" in name and ("lora_B" in name or merge))
+    tensors[name] = tensors[name].roll(1)
+    save_file(tensors, file, metadata={"format": "pt"})
+    found = compare_models(source, tmp_path / "out", dtype=torch.float32)
+    assert not found.is_explained
+    assert found.unexplained_difference > 1e-3
+
+
+def test_verify_finds_an_adapter_that_is_missing(llama: Path, tmp_path: Path) -> None:
+    source = adapters(llama, tmp_path / "adapters")
+    export_checkpoint(source, tmp_path / "out")
+    (file,) = (tmp_path / "out").glob("*.safetensors")
+    tensors = load_file(file)
+    name = max(tensors)
+    del tensors[name]
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=re.escape(name)):
+        compare_models(source, tmp_path / "out", dtype=torch.float32)
+
+
+def test_verifying_adapters_without_peft_writes_nothing(
+    run: Run, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = adapters(llama, tmp_path / "adapters")
+    monkeypatch.setattr("toolkit.convert.adapters.find_spec", lambda name: None)
+    code, _, err = run("export", source, "-o", tmp_path / "out", "--verify")
+    assert code == 2
+    assert "peft is not installed" in err
+    assert not (tmp_path / "out").exists()
 
 
 def test_verify_finds_what_rounding_does_not_explain(llama: Path, tmp_path: Path) -> None:

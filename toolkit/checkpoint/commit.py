@@ -24,7 +24,7 @@ from toolkit.files import move_into_place, sync
 
 @dataclass(frozen=True, kw_only=True)
 class Retention:
-    """Which checkpoints are kept: the `newest` ones, and those whose step is a multiple of `every`."""
+    """Retention of checkpoints: the `newest` ones stay, and those whose step is a multiple of `every`."""
 
     newest: int
     every: int | None = None

@@ -94,7 +94,8 @@ class ListedCheckpoint:
     name: str
     step: int
     sequence: int
-    """From the manifest. Where that cannot be read: the highest, if `latest` names it, else that of the step before."""
+    """Sequence number in the manifest. If that cannot be read: the highest, if `latest` names it, else that of the step
+    before."""
 
 
 def list_checkpoints(run_dir: Path) -> list[ListedCheckpoint]:
@@ -102,27 +103,34 @@ def list_checkpoints(run_dir: Path) -> list[ListedCheckpoint]:
 
     Only real directories with a checkpoint's name count; links are never followed.
     """
-    found: dict[str, Path] = {}
+    paths: dict[str, Path] = {}
     moved_aside: dict[str, Path] = {}
     with os.scandir(run_dir) as entries:
         for entry in entries:
             if not entry.is_dir(follow_symlinks=False):
                 continue
             if names.step_of(entry.name) is not None:
-                found[entry.name] = run_dir / entry.name
-            elif (parts := names.parse_temporary_name(entry.name)) is not None and parts[1] == "old":
+                paths[entry.name] = run_dir / entry.name
+                continue
+            parts = names.parse_temporary_name(entry.name)
+            if parts is not None and parts[1] == "old":
                 moved_aside[parts[0]] = run_dir / entry.name
     # A process died between moving the old checkpoint aside and moving the new one in: the old one is complete.
-    found = moved_aside | found
-    known = {name: _sequence(path) for name, path in found.items()}
-    latest, newest = read_latest(run_dir), max((number for number in known.values() if number is not None), default=0)
-    listed, previous = [], 0
-    for name in sorted(found, key=lambda name: (names.step_of(name), name)):
-        previous = sequence = previous if (number := known[name]) is None else number
+    paths = moved_aside | paths
+    known = {name: _sequence(path) for name, path in paths.items()}
+    latest = read_latest(run_dir)
+    newest = max((number for number in known.values() if number is not None), default=0)
+    listed = []
+    previous = 0
+    for name in sorted(paths, key=lambda name: (names.step_of(name), name)):
+        number = known[name]
+        if number is not None:
+            previous = number
+        sequence = previous
         if number is None and name == latest:
             sequence = newest + 1
-        listed.append(ListedCheckpoint(path=found[name], name=name, step=names.step_of(name) or 0, sequence=sequence))
-    return sorted(listed, key=lambda one: (one.sequence, one.step))
+        listed.append(ListedCheckpoint(path=paths[name], name=name, step=names.step_of(name) or 0, sequence=sequence))
+    return sorted(listed, key=lambda checkpoint: (checkpoint.sequence, checkpoint.step))
 
 
 def read_latest(run_dir: Path) -> str | None:

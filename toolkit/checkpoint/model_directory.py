@@ -37,7 +37,7 @@ class NamedWeights:
 
 @dataclass(frozen=True, kw_only=True)
 class WrittenDirectory:
-    """What was written."""
+    """A model directory that was written: its path, and how many files, tensors and bytes."""
 
     path: Path
     files: int

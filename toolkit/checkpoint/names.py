@@ -22,10 +22,15 @@ from typing import TypeGuard
 from toolkit.errors import CheckpointError
 from toolkit.files import open_regular, printable
 
-MANIFEST, TRAINER_STATE, LATEST = "manifest.json", "trainer_state.json", "latest"
-MODEL, OPTIMIZER = "model", "optimizer"
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-ADAPTERS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+MANIFEST = "manifest.json"
+TRAINER_STATE = "trainer_state.json"
+LATEST = "latest"
+MODEL = "model"
+OPTIMIZER = "optimizer"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+ADAPTERS = "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
 """LoRA's adapters as peft reads them, in place of the model: always one file."""
 
 _STEP = re.compile(r"step-([0-9]{8,18})")

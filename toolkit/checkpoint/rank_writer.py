@@ -1,4 +1,4 @@
-"""What one rank writes of a checkpoint: its tensor files, tensor by tensor, and on the first rank the small files.
+"""One rank's part of writing a checkpoint: tensor files, tensor by tensor, and on the first rank the small files.
 
     RankWriter        takes tensors and gives them to the files that this rank writes
     SafetensorsFile   copies the header and the tensors of one file into buffers
@@ -32,7 +32,8 @@ from toolkit.checkpoint.save_plan import PlannedFile
 from toolkit.checkpoint.tensor_source import PAGE_BYTES, TensorData, host_memory
 
 BUFFER_BYTES = 2 * 2**20
-"""Copied, hashed and written while it is in the CPU's cache; a multiple of any block size of direct writes."""
+"""Size of a buffer, which is copied, hashed and written while it is in the CPU's cache; a multiple of any block size of
+direct writes."""
 BUFFERS = 4
 
 
@@ -122,7 +123,7 @@ class WritePipeline:
 
     def __init__(self, *, buffers: int = BUFFERS, buffer_bytes: int = BUFFER_BYTES) -> None:
         self.records: list[FileRecord] = []
-        """Of the files that are complete and fsynced."""
+        """Records of the files that are complete and fsynced."""
         self.failure: tuple[str, BaseException] | None = None
         """The first one, with the path of the file."""
         self._failure_lock = threading.Lock()
@@ -186,10 +187,11 @@ class SafetensorsFile:
 
     def __init__(self, directory: Path, path: str, specs: Sequence[TensorSpec], pipeline: WritePipeline) -> None:
         assert sys.byteorder == "little", "safetensors are little-endian"
-        self._specs, self._pipeline = specs, pipeline
+        self._specs = specs
+        self._pipeline = pipeline
         self._complete_tensors = 0
         self._bytes_of_tensor = 0
-        """Written so far of the tensor that is expected."""
+        """Bytes written so far of the tensor that is expected."""
         self._buffer: torch.Tensor | None = None
         self._filled = 0
         header = encode_header(specs)
@@ -202,13 +204,20 @@ class SafetensorsFile:
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Copy the next tensor. Raises ValueError when it is not the expected one."""
-        given, expected = TensorSpec.of(name, tensor), self._expected(name)
-        if given != expected:
-            raise ValueError(f"{_describe(given)} was given, where {_describe(expected)} is expected")
-        self.write_bytes(name, [tensor.detach().contiguous().reshape(-1).view(torch.uint8)] if tensor.numel() else [])
+        actual = TensorSpec.of(name, tensor)
+        expected = self._expected(name)
+        if actual != expected:
+            raise ValueError(f"{_describe(actual)} was given, where {_describe(expected)} is expected")
+        parts = []
+        if tensor.numel():
+            parts.append(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
+        self.write_bytes(name, parts)
 
     def write_bytes(self, name: str, parts: Iterable[torch.Tensor]) -> None:
-        """Copy the next bytes of the next tensor, which may take several calls. Raises ValueError likewise."""
+        """Copy the next bytes of the next tensor, which may take several calls.
+
+        Raises ValueError when it is not the expected one, or would get too many bytes.
+        """
         expected = self._expected(name)
         if expected.name != name:
             raise ValueError(f"{name} was given, where {_describe(expected)} is expected")
@@ -218,7 +227,8 @@ class SafetensorsFile:
         if self._bytes_of_tensor > expected.nbytes:
             raise ValueError(f"{self._bytes_of_tensor} bytes were given, where {_describe(expected)} is expected")
         if self._bytes_of_tensor == expected.nbytes:
-            self._complete_tensors, self._bytes_of_tensor = self._complete_tensors + 1, 0
+            self._complete_tensors += 1
+            self._bytes_of_tensor = 0
 
     def close(self) -> None:
         """Have the pipeline finish the file. Raises ValueError when tensors are missing."""
@@ -250,7 +260,8 @@ class SafetensorsFile:
     def _flush(self, *, is_last: bool) -> None:
         buffer = self._pipeline.take() if self._buffer is None else self._buffer
         self._pipeline.put(self._file, buffer, self._filled, is_last=is_last)
-        self._buffer, self._filled = None, 0
+        self._buffer = None
+        self._filled = 0
 
 
 def _describe(spec: TensorSpec) -> str:
@@ -273,7 +284,8 @@ class RankWriter:
         write_small_files: Callable[[], list[FileRecord]] | None = None,
         pipeline: WritePipeline | None = None,
     ) -> None:
-        self._directory, self._rank = directory, rank
+        self._directory = directory
+        self._rank = rank
         self._pipeline = pipeline or WritePipeline()
         self._file_of = {(file.kind, spec.name): file for file in files if file.rank == rank for spec in file.specs}
         self._files: dict[str, SafetensorsFile] = {}
@@ -338,7 +350,7 @@ class RankWriter:
 
     @property
     def outcome(self) -> RankFailure | list[FileRecord]:
-        """What was written, or why not; once `wait` has returned true."""
+        """Records of the files that were written, or the failure; valid once `wait` has returned true."""
         if self._pipeline.failure is None:
             return self._pipeline.records + self._small_records
         path, error = self._pipeline.failure

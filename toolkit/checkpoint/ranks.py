@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class RankFailure:
-    """What went wrong on a rank, as plain data that can be sent to the others."""
+    """A failure on a rank, as plain data that can be sent to the others."""
 
     rank: int
     path: str
@@ -55,7 +55,9 @@ class Ranks:
     """The ranks of a process group, or this process alone."""
 
     def __init__(self, group: dist.ProcessGroup | None, rank: int, size: int) -> None:
-        self._group, self.rank, self.size = group, rank, size
+        self._group = group
+        self.rank = rank
+        self.size = size
 
     @classmethod
     def single(cls) -> "Ranks":
@@ -69,7 +71,7 @@ class Ranks:
         return cls(group, dist.get_rank(group), dist.get_world_size(group))
 
     def with_own_connections(self) -> "Ranks":
-        """The same ranks in a new gloo group, for a thread beside training. A collective call.
+        """Return the ranks in a new gloo group, for a thread beside training. A collective call.
 
         Its messages cannot be mixed up with those of training.
         """
@@ -81,7 +83,7 @@ class Ranks:
 
     @property
     def device(self) -> torch.device:
-        """Where tensors must be to be transferred."""
+        """Device on which tensors must be to be transferred."""
         return transfer_device(self._group) if self.size > 1 else torch.device("cpu")
 
     @property

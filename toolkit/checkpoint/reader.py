@@ -25,7 +25,10 @@ class StoredTensor:
     """
 
     def __init__(self, path: Path, name: str, shape: torch.Size, dtype: torch.dtype) -> None:
-        self.path, self.name, self.shape, self.dtype = path, name, shape, dtype
+        self.path = path
+        self.name = name
+        self.shape = shape
+        self.dtype = dtype
 
     def narrow(self, dim: int, start: int, length: int) -> torch.Tensor:
         ranges = [slice(None)] * len(self.shape)
@@ -72,7 +75,8 @@ class CheckpointReader:
             for record in manifest.files:
                 if (kind := names.kind_of(record.path)) is not None:
                     self._add(kind[0], record.path, follow=False)
-            self.step, self.trainer_state = manifest.step, read_json_object(path / names.TRAINER_STATE)
+            self.step = manifest.step
+            self.trainer_state = read_json_object(path / names.TRAINER_STATE)
         except (OSError, ValueError) as error:
             message = f"cannot be read ({printable(str(error))}). Choose another checkpoint."
             raise names.checkpoint_error(path, message) from error

@@ -60,7 +60,8 @@ def encode_header(specs: Sequence[TensorSpec]) -> bytes:
     entries: dict[str, Any] = {_METADATA: {"format": "pt"}}
     end = 0
     for spec in specs:
-        begin, end = end, end + spec.nbytes
+        begin = end
+        end += spec.nbytes
         entries[spec.name] = {"dtype": _NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": [begin, end]}
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
@@ -83,12 +84,13 @@ def read_header(path: Path, *, follow: bool = False) -> dict[str, TensorSpec]:
     try:
         entries = decode_json_object(text, object_pairs_hook=unique_keys)
     except ValueError as error:
-        raise HeaderError(f"the header is no table of tensors: {error}") from None
+        raise HeaderError(f"the header is not a table of tensors: {error}") from None
     metadata = entries.pop(_METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise HeaderError("the header's metadata is not text")
     read = [_entry(name, entry) for name, entry in entries.items()]
-    expected, data_bytes = 0, size - 8 - length
+    expected = 0
+    data_bytes = size - 8 - length
     for begin, end, name in sorted((begin, end, spec.name) for spec, begin, end in read):
         if begin != expected:
             raise HeaderError(f"{name} begins at {begin}, where {expected} is expected: tensors overlap or leave a gap")
@@ -106,7 +108,8 @@ def _entry(name: str, entry: Any) -> tuple[TensorSpec, int, int]:
     dtype = DTYPES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
     if dtype is None:
         raise HeaderError(f"{name} has the dtype {printable(entry['dtype'])}, which is unknown")
-    shape, offsets = entry["shape"], entry["data_offsets"]
+    shape = entry["shape"]
+    offsets = entry["data_offsets"]
     if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
         raise HeaderError(f"{name} has a shape or offsets that are not non-negative integers")
     spec = TensorSpec(name=name, shape=tuple(shape), dtype=dtype)

@@ -41,13 +41,13 @@ _POLL_SECONDS = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointContents:
-    """What is saved. `write_model_files` adds small files (config, tokenizer) to a directory, on the first rank."""
+    """Contents of a checkpoint. `write_model_files` adds small files (config, tokenizer), on the first rank."""
 
     tensors: ShardedTensorSource
     trainer_state: Mapping[str, Any]
     write_model_files: Callable[[Path], None] = lambda directory: None
     retention: Retention | None = None
-    """Which older checkpoints are kept; None keeps all."""
+    """Older checkpoints that are kept; None keeps all."""
     progress: Callable[[], None] = lambda: None
     """Called after each tensor, however slow the disk is; not while a snapshot is written beside training."""
     check_lock: Callable[[], None] = lambda: None
@@ -117,12 +117,14 @@ class AsyncSaver:
         """The checkpoint, once it is committed and every rank knows; None until then. Raises CheckpointError."""
         if self._running is None or not self._ranks.all(self._running.done()):
             return None
-        running, self._running = self._running, None
+        running = self._running
+        self._running = None
         return running.result()
 
     def finish(self) -> SavedCheckpoint | None:
         """Wait for the checkpoint that has begun, if there is one. Raises CheckpointError."""
-        running, self._running = self._running, None
+        running = self._running
+        self._running = None
         if running is None:
             return None
         while not self._ranks.all(bool(wait([running], _POLL_SECONDS).done)):
@@ -152,7 +154,10 @@ class _Save:
     """
 
     def __init__(self, run_dir: Path, step: int, contents: CheckpointContents, ranks: Ranks, sizes: FileSizes) -> None:
-        self._run_dir, self._step, self._contents, self._ranks = run_dir, step, contents, ranks
+        self._run_dir = run_dir
+        self._step = step
+        self._contents = contents
+        self._ranks = ranks
         specs = contents.tensors.specs
         self._files = plan_files(specs, ranks.size, **vars(sizes))
         self._nbytes = sum(file.nbytes for file in self._files)
@@ -217,7 +222,8 @@ class _Save:
             try:
                 outcome = function()
             except Exception as error:
-                outcome, cause = RankFailure.of(error, rank=0, path=self._directory), error
+                outcome = RankFailure.of(error, rank=0, path=self._directory)
+                cause = error
         agreed: T | RankFailure | None = self._ranks.gather(outcome)[0]
         if isinstance(agreed, RankFailure):
             self._fail(agreed, cause)
@@ -242,14 +248,14 @@ class _Save:
         where = f" at {failure.path}" if failure.path else ""
         if failure.is_disk_full:
             free = "" if free_bytes is None else f", and {format_bytes(free_bytes)} are free"
-            what = f"rank {failure.rank} ran out of disk space{where}. "
-            what += f"The checkpoint needs {format_bytes(self._nbytes)}{free}"
+            needed = f"The checkpoint needs {format_bytes(self._nbytes)}{free}"
+            problem = f"rank {failure.rank} ran out of disk space{where}. {needed}"
             advice = " Free disk space, or choose another run_dir."
         else:
-            what = f"rank {failure.rank} failed{where} ({failure.reason})"
+            problem = f"rank {failure.rank} failed{where} ({failure.reason})"
             advice = " Choose a run_dir that every rank may write to." if failure.is_permission_denied else ""
         raise CheckpointError(
-            f"{path}: {what}. Earlier checkpoints are unaffected.{advice}",
+            f"{path}: {problem}. Earlier checkpoints are unaffected.{advice}",
             path=path,
             rank=failure.rank,
             reason=failure.reason,

@@ -71,16 +71,16 @@ def _are_adapters(kind: str, specs: Sequence[TensorSpec]) -> bool:
 
 
 def _writers_of_kinds(kinds: Kinds, world_size: int, max_file_bytes: int, min_file_bytes: int) -> list[list[int]]:
-    """For each kind the ranks that write it."""
+    """Return the ranks that write each kind."""
     expected = [0.0] * world_size
     writers: list[list[int]] = []
     for kind, specs in kinds:
         nbytes = sum(spec.nbytes for spec in specs)
-        count = (
-            1
-            if _are_adapters(kind, specs)
-            else max(1, min(world_size, max(-(-nbytes // max_file_bytes), nbytes // max(1, min_file_bytes))))
-        )
+        count = 1
+        if not _are_adapters(kind, specs):
+            least = -(-nbytes // max_file_bytes)
+            wanted = nbytes // max(1, min_file_bytes)
+            count = max(1, min(world_size, max(least, wanted)))
         ranks = sorted(range(world_size), key=lambda rank: (expected[rank], _spread(rank, world_size)))[:count]
         for rank in ranks:
             expected[rank] += nbytes / count
@@ -115,7 +115,8 @@ def _contents(
     for rank, spec in zip(ranks, specs, strict=True):
         content, nbytes = filling.get(rank, ([], 0))
         if not content or nbytes + spec.nbytes > max_file_bytes:
-            content, nbytes = [], 0
+            content = []
+            nbytes = 0
             files.append((rank, content))
         content.append(spec)
         filling[rank] = content, nbytes + spec.nbytes
@@ -131,7 +132,7 @@ def _spread(rank: int, world_size: int) -> int:
 BUCKET_BYTES = 8 * 2**20
 """The most that a rank assembles at once, unless a single tensor that is sharded by columns is larger."""
 BUCKET_BYTES_PER_RANK = 16 * 2**10
-"""With many ranks a bucket is larger: this much from each."""
+"""Share of each rank in a bucket, which is larger than BUCKET_BYTES where there are many ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +143,8 @@ class LocalShard:
     start: int
     length: int
     pipeline_stage: int = 0
-    """Of replicas on several pipeline stages (tied embeddings), those of the first stage are written."""
+    """Pipeline stage of the rank: of replicas on several stages (tied embeddings), those of the first one are
+    written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,13 +156,13 @@ class Transfer:
     shard: Shard
     start: int
     length: int
-    """As in LocalShard."""
+    """Number of elements, as in LocalShard."""
     source: int
     target: int
     index: int
-    """Of the local shard among those that `source` has of this kind."""
+    """Index of the local shard among those that `source` has of this kind."""
     offset: int
-    """Of the first element in that local shard."""
+    """Index of the first element in that local shard."""
 
     @property
     def nbytes(self) -> int:
@@ -178,7 +180,7 @@ class IncomingSlice:
 
 @dataclass(kw_only=True)
 class TransferRound:
-    """What one rank sends, receives and then writes at once. `sends`, `receives`: by the other rank."""
+    """Transfers of one rank in a round, and the slices that it then writes. `sends`, `receives`: by the other rank."""
 
     sends: dict[int, list[Transfer]] = field(default_factory=dict)
     receives: dict[int, list[Transfer]] = field(default_factory=dict)
@@ -218,7 +220,8 @@ def plan_rounds(
     writers = {(file.kind, spec.name): file.rank for file in files for spec in file.specs}
     size = max((len(ranks) for ranks in local_shards.values()), default=1)
     bucket_bytes = bucket_bytes or max(BUCKET_BYTES, BUCKET_BYTES_PER_RANK * size)
-    sent, incoming_bytes = [0] * size, [0] * size
+    sent = [0] * size
+    incoming_bytes = [0] * size
     rounds = [TransferRound()]
     for kind, specs_of_kind in specs.items():
         candidates = _candidates_by_name(local_shards[kind])
@@ -232,7 +235,7 @@ def plan_rounds(
                     incoming_bytes = [0] * size
                 incoming_bytes[writer] += nbytes
                 rounds[-1]._add(IncomingSlice(kind=kind, spec=spec, transfers=tuple(run)), writer, rank)
-    return [one for one in rounds if one.incoming or one.sends]
+    return [planned for planned in rounds if planned.incoming or planned.sends]
 
 
 def _split_into_buckets(transfers: list[Transfer], bucket_bytes: int) -> list[list[Transfer]]:
@@ -240,11 +243,13 @@ def _split_into_buckets(transfers: list[Transfer], bucket_bytes: int) -> list[li
     if not transfers or transfers[0].shard.dim is not None:
         return [transfers]
     runs = []
-    for one in transfers:
-        most = max(1, bucket_bytes // one.spec.dtype.itemsize)
-        for first in range(0, one.length, most):
-            length = min(most, one.length - first)
-            runs.append([replace(one, start=one.start + first, offset=one.offset + first, length=length)])
+    for transfer in transfers:
+        most = max(1, bucket_bytes // transfer.spec.dtype.itemsize)
+        for first in range(0, transfer.length, most):
+            length = min(most, transfer.length - first)
+            runs.append(
+                [replace(transfer, start=transfer.start + first, offset=transfer.offset + first, length=length)]
+            )
     return runs
 
 
@@ -253,11 +258,11 @@ _Candidate = tuple[int, int, LocalShard]
 
 
 def _candidates_by_name(local_shards: Sequence[Sequence[LocalShard]]) -> dict[str, list[_Candidate]]:
-    found: dict[str, list[_Candidate]] = {}
+    candidates: dict[str, list[_Candidate]] = {}
     for rank, of_rank in enumerate(local_shards):
-        for index, one in enumerate(of_rank):
-            found.setdefault(one.shard.name, []).append((rank, index, one))
-    return found
+        for index, local in enumerate(of_rank):
+            candidates.setdefault(local.shard.name, []).append((rank, index, local))
+    return candidates
 
 
 def _transfers(
@@ -271,8 +276,10 @@ def _transfers(
             raise ValueError(f"{kind}: the shape of {spec.name} is {list(shard.shape)}, expected {list(spec.shape)}")
         if candidate[2].pipeline_stage == first_stage:
             replicas.setdefault((shard.dim, shard.pieces, shard.padding), []).append(candidate)
-    transfers = [one for shards in replicas.values() for one in _cover(kind, spec, shards, writer, sent)]
-    pieces = {tuple(one.shard.pieces): one.shard.dim for one in transfers if one.shard.dim is not None}
+    transfers = [transfer for shards in replicas.values() for transfer in _cover(kind, spec, shards, writer, sent)]
+    pieces = {
+        tuple(transfer.shard.pieces): transfer.shard.dim for transfer in transfers if transfer.shard.dim is not None
+    }
     covered = sum(length for piece in pieces for _, length in piece)
     if spec.nbytes and (not transfers or any(covered != spec.shape[dim] for dim in pieces.values())):
         raise ValueError(f"{kind}: the local shards do not cover {spec.name}, or overlap")
@@ -291,15 +298,27 @@ def _cover(
     position = 0
     while position < count:
         here = by_start.get(position) or [
-            one for one in candidates if one[2].start <= position < one[2].start + one[2].length
+            candidate
+            for candidate in candidates
+            if candidate[2].start <= position < candidate[2].start + candidate[2].length
         ]
         if not here:
             raise ValueError(f"{kind}: no rank has element {position} of {spec.name}")
         rank, index, local = min(here, key=lambda candidate: (candidate[0] != writer, sent[candidate[0]], candidate[0]))
         end = min(local.start + local.length, count)
-        where = {"source": rank, "target": writer, "index": index, "offset": position - local.start}
-        one = Transfer(kind=kind, spec=spec, shard=local.shard, start=position, length=end - position, **where)
-        transfers.append(one)
-        sent[rank] += 0 if rank == writer else one.nbytes
+        transfer = Transfer(
+            kind=kind,
+            spec=spec,
+            shard=local.shard,
+            start=position,
+            length=end - position,
+            source=rank,
+            target=writer,
+            index=index,
+            offset=position - local.start,
+        )
+        transfers.append(transfer)
+        if rank != writer:
+            sent[rank] += transfer.nbytes
         position = end
     return transfers

@@ -1,4 +1,4 @@
-"""Which checkpoints a path names, and which of them to resume from: the newest complete one.
+"""Selects checkpoints: those that a path names, and the newest complete one to resume from.
 
 A user's path is trusted as a place; its content is not. `latest` is not used: it may be out of date when a process
 died while saving, and its content could be anything.
@@ -39,15 +39,15 @@ def select_checkpoint(path: Path, *, strict: bool = False, ranks: Ranks | None =
     CheckpointError where nothing is complete, and with `strict` where the newest checkpoint is not.
     """
     ranks = ranks or Ranks.of()
-    what, listed = ranks.run_on_first(lambda: _classify(path))
-    if what == "nothing":
+    kind, listed = ranks.run_on_first(lambda: _classify(path))
+    if kind == "nothing":
         raise names.checkpoint_error(path, _why_nothing(path))
-    if what == "model":
+    if kind == "model":
         problems = ranks.run_on_first(lambda: _model_problems(path))
         if problems:
             raise names.checkpoint_error(path, f"{first_of(problems)}. Choose another model.")
         return SelectedCheckpoint(path=path, is_weights_only=True)
-    if what == "checkpoint":
+    if kind == "checkpoint":
         problems = verify(path, ranks=ranks)
         if problems:
             advice = "Name another checkpoint, or the run directory to use its newest complete one."
@@ -58,16 +58,16 @@ def select_checkpoint(path: Path, *, strict: bool = False, ranks: Ranks | None =
 
 def _newest_complete(run_dir: Path, listed: list[ListedCheckpoint], strict: bool, ranks: Ranks) -> SelectedCheckpoint:
     notices: list[str] = []
-    for one in reversed(listed):
-        problems = verify(one.path, ranks=ranks)
+    for checkpoint in reversed(listed):
+        problems = verify(checkpoint.path, ranks=ranks)
         if not problems:
             latest = ranks.run_on_first(lambda: read_latest(run_dir))
             if notices:
-                notices[-1] += f"; {one.name} is used"
-            elif latest is not None and latest not in {other.name for other in listed}:
-                notices.append(f"{names.LATEST} names {latest}, which does not exist; {one.name} is used")
-            return SelectedCheckpoint(path=one.path, notices=tuple(notices))
-        notices.append(f"{one.name} is damaged: {first_of(problems)}")
+                notices[-1] += f"; {checkpoint.name} is used"
+            elif latest is not None and all(latest != existing.name for existing in listed):
+                notices.append(f"{names.LATEST} names {latest}, which does not exist; {checkpoint.name} is used")
+            return SelectedCheckpoint(path=checkpoint.path, notices=tuple(notices))
+        notices.append(f"{checkpoint.name} is damaged: {first_of(problems)}")
         if strict:
             raise names.checkpoint_error(
                 run_dir, f"{notices[0]}. Without --strict, the newest complete checkpoint is used."
@@ -76,7 +76,7 @@ def _newest_complete(run_dir: Path, listed: list[ListedCheckpoint], strict: bool
 
 
 def _classify(path: Path) -> tuple[str, list[ListedCheckpoint]]:
-    """What this is: nothing, checkpoint, model, or a run with the checkpoints in it."""
+    """Classify a path: `nothing`, `checkpoint`, `model`, or `run` with the checkpoints in it."""
     if not path.is_dir():
         return "nothing", []
     if os.path.lexists(path / names.MANIFEST):
@@ -111,7 +111,9 @@ def _model_problems(directory: Path) -> list[str]:
 
 def first_of(problems: Sequence[str]) -> str:
     """The first of several problems, and how many more there are."""
-    return problems[0] + (f" (and {len(problems) - 1} more)" if len(problems) > 1 else "")
+    if len(problems) == 1:
+        return problems[0]
+    return f"{problems[0]} (and {len(problems) - 1} more)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,9 +124,9 @@ class CheckpointSummary:
     step: int
     nbytes: int | None
     modified: float | None
-    """When it was written, in seconds since 1970."""
+    """Time of writing in seconds since 1970; None if unknown."""
     state: dict[str, Any]
-    """trainer_state.json."""
+    """Content of trainer_state.json; empty if it cannot be read."""
     problems: tuple[str, ...]
 
 
@@ -144,7 +146,7 @@ def summarize_checkpoints(path: Path, *, hashes: bool) -> list[CheckpointSummary
     if not listed:
         message = "there is no checkpoint in it. Name a run that saved one (checkpoint.every), or a step-… directory."
         raise names.checkpoint_error(path, message)
-    return [_summary(one.path, one.name, hashes) for one in listed]
+    return [_summary(checkpoint.path, checkpoint.name, hashes) for checkpoint in listed]
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -163,13 +165,18 @@ def _summary(path: Path, name: str, hashes: bool) -> CheckpointSummary:
         manifest = read_manifest(path)
         modified = (path / names.MANIFEST).stat().st_mtime
         saved = CheckpointReader(path)
-        step, nbytes, state = manifest.step, sum(file.size for file in manifest.files), saved.trainer_state or {}
+        step = manifest.step
+        nbytes = sum(file.size for file in manifest.files)
+        state = saved.trainer_state or {}
         problems = problems or tuple(
             f"{file.path}: its size differs from what was written"
             for file in manifest.files
             if (path / file.path).lstat().st_size != file.size
         )
     except (OSError, ValueError, CheckpointError) as error:
-        step, nbytes, modified, state = names.step_of(name) or 0, None, None, {}
+        step = names.step_of(name) or 0
+        nbytes = None
+        modified = None
+        state = {}
         problems = problems or (printable(str(error)),)
     return CheckpointSummary(path=path, step=step, nbytes=nbytes, modified=modified, state=state, problems=problems)

@@ -1,4 +1,4 @@
-"""Where the tensors of a checkpoint come from: local shards, or copies of them, sent to the ranks that write them.
+"""Sources of a checkpoint's tensors: local shards, or copies of them, sent to the ranks that write them.
 
 ShardedTensorSource  every rank has local shards, each of which is sent straight to the rank that writes it
                      (save_plan.py); while one round is written, the next one is in transit
@@ -108,10 +108,15 @@ class ShardedTensorSource:
 
     def snapshot(self, files: Sequence[save_plan.PlannedFile], ranks: Ranks, memory: SnapshotMemory) -> Snapshot:
         """Copy what is needed for `tensors`, which may change afterwards. A collective call."""
-        rounds, values = self._rounds(files, ranks), self._values()
-        needed = [transfer for one in rounds for sent in one.sends.values() for transfer in sent]
-        slices = (incoming for one in rounds for incoming in one.incoming)
-        needed += [transfer for one in slices for transfer in one.transfers if transfer.source == ranks.rank]
+        rounds = self._rounds(files, ranks)
+        values = self._values()
+        needed: list[save_plan.Transfer] = []
+        for planned in rounds:
+            for transfers in planned.sends.values():
+                needed += transfers
+        for planned in rounds:
+            for incoming in planned.incoming:
+                needed += [transfer for transfer in incoming.transfers if transfer.source == ranks.rank]
         memory.clear(sum(transfer.nbytes for transfer in needed), len(needed))
         copies = {id(transfer): memory.copy(values(transfer)) for transfer in needed}
         return lambda ranks: _exchange(rounds, lambda transfer: copies[id(transfer)], ranks)
@@ -149,17 +154,21 @@ def _exchange(rounds: Sequence[save_plan.TransferRound], values: _Values, ranks:
         work, _sent, received = ahead
         if i + 1 < len(rounds):
             ahead = _start(rounds[i + 1], values, ranks, buffers[(i + 1) % 2])
-        for one in work:
-            one.wait()
+        for operation in work:
+            operation.wait()
         for incoming in now.incoming:
             yield incoming.kind, incoming.spec.name, _assemble(incoming, received, values, ranks)
 
 
 def _receive_buffer(rounds: Sequence[save_plan.TransferRound], ranks: Ranks) -> torch.Tensor:
     """Memory for what the largest of these rounds receives."""
-    nbytes = max((sum(one.nbytes for sent in r.receives.values() for one in sent) for r in rounds), default=0)
+    nbytes = max(map(_received_bytes, rounds), default=0)
     is_host = ranks.device.type == "cpu"
     return host_memory(nbytes) if is_host else torch.empty(nbytes, dtype=torch.uint8, device=ranks.device)
+
+
+def _received_bytes(planned: save_plan.TransferRound) -> int:
+    return sum(transfer.nbytes for transfers in planned.receives.values() for transfer in transfers)
 
 
 def _start(round: save_plan.TransferRound, values: _Values, ranks: Ranks, buffer: torch.Tensor) -> _InTransit:
@@ -184,14 +193,16 @@ def _start(round: save_plan.TransferRound, values: _Values, ranks: Ranks, buffer
 def _messages(transfers: Sequence[save_plan.Transfer]) -> list[list[save_plan.Transfer]]:
     """Large transfers alone, so that they need no copy; small ones packed. The same on both ends."""
     small = [transfer for transfer in transfers if transfer.nbytes < PACKED_BYTES]
-    return [*([small] if small else []), *([one] for one in transfers if one.nbytes >= PACKED_BYTES)]
+    messages = [[transfer] for transfer in transfers if transfer.nbytes >= PACKED_BYTES]
+    return [small, *messages] if small else messages
 
 
 def _assemble(
     incoming: save_plan.IncomingSlice, received: dict[int, torch.Tensor], values: _Values, ranks: Ranks
 ) -> torch.Tensor | list[torch.Tensor]:
-    transfers, spec = incoming.transfers, incoming.spec
-    parts = [received[id(one)] if id(one) in received else _bytes(values(one)) for one in transfers]
+    transfers = incoming.transfers
+    spec = incoming.spec
+    parts = [received[id(transfer)] if id(transfer) in received else _bytes(values(transfer)) for transfer in transfers]
     if not transfers or transfers[0].shard.dim is None:
         return parts
     full = torch.empty(spec.shape, dtype=spec.dtype, device=ranks.device)

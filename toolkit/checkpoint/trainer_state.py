@@ -19,12 +19,18 @@ from toolkit.files import first_problem
 from toolkit.units import plural
 
 _MATHEMATICS = (
-    *("model.overrides", "model.lora", "model.freeze", "model.train_only"),
-    *("data", "batch.global_batch_size", "train.seed", "optimizer.name"),
+    "model.overrides",
+    "model.lora",
+    "model.freeze",
+    "model.train_only",
+    "data",
+    "batch.global_batch_size",
+    "train.seed",
+    "optimizer.name",
 )
 """Fields that determine which samples come next and what the optimizer states mean."""
 _BASE = ("model.name_or_path", "model.init")
-_MAY_DIFFER = ("data.workers", "data.cache_dir", "data.eval_fraction", "data.validation")
+_MAY_DIFFER = ("data.workers", "data.dropped_text", "data.cache_dir", "data.eval_fraction", "data.validation")
 _MAY_CHANGE = ("optimizer.", "schedule.", "train.")
 _OLD_KEYS = {"micro_size": "micro_batch_size", "left_out": "skipped_batches"}
 """Keys as older versions wrote them."""
@@ -32,17 +38,17 @@ _OLD_KEYS = {"micro_size": "micro_batch_size", "left_out": "skipped_batches"}
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerState:
-    """After `step` steps. `updates` counts those in which the weights were updated (fp16 skips some)."""
+    """The state after `step` steps. `updates` counts those in which the weights were updated (fp16 skips some)."""
 
     step: NonNegativeInt
     samples: int
-    """Trained on so far."""
+    """Samples trained on so far."""
     tokens: int
     """Target tokens trained on so far."""
     updates: int
-    """As the optimizer counts them; 0 for optimizers that do not."""
+    """Updates as the optimizer counts them; 0 for optimizers that do not."""
     learning_rate: float
-    """Of the last step."""
+    """Learning rate of the last step."""
     loss_scale: dict[str, float]
     layout: str
     micro_batch_size: int
@@ -80,10 +86,10 @@ class TrainerState:
         """
         anew = f"start a new run with its weights: model.name_or_path={path} model.init=pretrained"
         if changed := changed_fields(recipe, self.recipe):
-            (field, own, trained), *others = changed
-            more = f" (and {len(others)} more fields)" if others else ""
+            field, current, trained = changed[0]
+            more = f" (and {len(changed) - 1} more fields)" if len(changed) > 1 else ""
             reason = f"{path} was trained with {spell_setting(field, trained)}{more}"
-            raise CheckpointError.of(field, own, reason, (field, trained), anew)
+            raise CheckpointError.of(field, current, reason, (field, trained), anew)
         if contents != self.contents:
             reason = f"the text or tokenizer is not that of {path}, so samples would repeat or be skipped"
             raise CheckpointError.of("data.source", recipe.data.source, reason, "restore the same files", anew)
@@ -95,12 +101,13 @@ class TrainerState:
         """One line: what is resumed, and what is different from before."""
         now = recipe.strategy(layout)
         layouts = ", same layout" if now == self.layout else f" → {short(now)}"
-        own, other = flat_fields(recipe.model_dump(mode="json")), flat_fields(self.recipe)
+        current = flat_fields(recipe.model_dump(mode="json"))
+        previous = flat_fields(self.recipe)
         settings = [
             ("accumulation", self.accumulation, batch.accumulation),
             ("micro-batch", self.micro_batch_size, batch.micro_batch_size),
             ("precision", self.precision, recipe.precision),
-            *((key, other.get(key), own[key]) for key in sorted(own) if key.startswith(_MAY_CHANGE)),
+            *((key, previous.get(key), current[key]) for key in sorted(current) if key.startswith(_MAY_CHANGE)),
         ]
         changes = [f"{name} {before}→{after}" for name, before, after in settings if before != after]
         first = f"checkpoint {short(self.layout)} step {self.step}{layouts}"
@@ -108,16 +115,19 @@ class TrainerState:
 
 
 def changed_fields(recipe: Recipe, trained: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """How a recipe differs from one that was trained: fields that the mathematics depend on, with both values."""
-    own, other = _flat(recipe.model_dump(mode="json")), _flat(trained)
+    """Return the fields that change the mathematics and differ from a trained recipe: (field, value, trained value)."""
+    current = _flat(recipe.model_dump(mode="json"))
+    previous = _flat(trained)
     # A checkpoint of adapters does not hold the weights beside them.
-    fields = (*_MATHEMATICS, *(_BASE if recipe.model.lora is not None else ()))
+    fields: tuple[str, ...] = _MATHEMATICS
+    if recipe.model.lora is not None:
+        fields = (*fields, *_BASE)
     if any(source.budget for source in recipe.data.sources or ()):
         fields = (*fields, "train.steps")  # epochs and tokens of a source become shares of the run's samples
     return [
-        (key, own.get(key), other.get(key))
-        for key in sorted(own.keys() | other.keys())
-        if key.startswith(fields) and key not in _MAY_DIFFER and own.get(key) != other.get(key)
+        (key, current.get(key), previous.get(key))
+        for key in sorted(current.keys() | previous.keys())
+        if key.startswith(fields) and key not in _MAY_DIFFER and current.get(key) != previous.get(key)
     ]
 
 

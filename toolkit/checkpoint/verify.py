@@ -23,7 +23,7 @@ _PICKLES = (".bin", ".ckpt", ".pickle", ".pkl", ".pt", ".pth")
 
 
 def verify(checkpoint: Path, *, ranks: Ranks | None = None) -> list[str]:
-    """What is wrong with a checkpoint, one line each, which starts with the file; empty where it is complete.
+    """Return the problems of a checkpoint, one line each, which starts with the file; empty where it is complete.
 
     A collective call of `ranks`, by default of the whole job, which divide the files to hash among them.
     """
@@ -31,8 +31,8 @@ def verify(checkpoint: Path, *, ranks: Ranks | None = None) -> list[str]:
     problems, inconsistencies, files = ranks.run_on_first(lambda: _check_without_hashing(checkpoint))
     if problems:
         return problems
-    found = ranks.gather(_hash_problems(checkpoint, _files_of_rank(files, ranks)))
-    return sorted(problem for part in found for problem in part) or inconsistencies
+    of_ranks = ranks.gather(_hash_problems(checkpoint, _files_of_rank(files, ranks)))
+    return sorted(problem for of_rank in of_ranks for problem in of_rank) or inconsistencies
 
 
 def _check_without_hashing(checkpoint: Path) -> tuple[list[str], list[str], tuple[FileRecord, ...]]:
@@ -129,9 +129,9 @@ def _headers(checkpoint: Path, manifest: Manifest) -> tuple[dict[str, dict[str, 
 
 
 def _kind(path: str) -> tuple[str, int, int]:
-    found = on_disk.kind_of(path)
-    assert found is not None, path
-    return found
+    kind = on_disk.kind_of(path)
+    assert kind is not None, path
+    return kind
 
 
 def _kind_problems(files: Mapping[str, Mapping[str, TensorSpec]]) -> Iterator[str]:
@@ -140,20 +140,21 @@ def _kind_problems(files: Mapping[str, Mapping[str, TensorSpec]]) -> Iterator[st
     kinds: dict[str, list[str]] = {}
     for path in files:
         kinds.setdefault(_kind(path)[0], []).append(path)
-    for kind, paths in sorted(kinds.items(), key=lambda item: item[0] != on_disk.MODEL):
+    for kind in sorted(kinds, key=lambda kind: kind != on_disk.MODEL):
+        paths = kinds[kind]
         numbers = sorted(_kind(path)[1:] for path in paths)
         if numbers != [(i + 1, len(paths)) for i in range(len(paths))]:
             yield f"{sorted(paths)[0]}: not all files of {kind} are in the manifest"
-        found: set[str] = set()
+        names: set[str] = set()
         for path in sorted(paths):
             for name, spec in files[path].items():
-                if name in found:
+                if name in names:
                     yield f"{path}: {name} is also in another file"
                 elif kind != on_disk.MODEL and (
                     name not in model or spec.shape != on_disk.state_shape(kind, model[name].shape)
                 ):
                     yield f"{path}: {name} {list(spec.shape)} is not a parameter of the model"
-                found.add(name)
+                names.add(name)
                 if kind == on_disk.MODEL:
                     model[name] = spec
 
@@ -182,21 +183,21 @@ def index_problems(
     for name in sorted(weight_map.keys() | actual.keys()):
         if weight_map.get(name) != actual.get(name):
             where = f"in {actual[name]}" if name in actual else "in no file"
-            said = printable(weight_map.get(name, "nothing"))
-            yield f"{on_disk.INDEX}: {printable(name)} is {where}, the index says {said}"
+            listed = printable(weight_map.get(name, "nothing"))
+            yield f"{on_disk.INDEX}: {printable(name)} is {where}, the index says {listed}"
             return
 
 
 def _files_of_rank(records: Sequence[FileRecord], ranks: Ranks) -> list[FileRecord]:
     """The files that this rank hashes: the largest first, each assigned to the rank with the fewest bytes."""
     load = [0] * ranks.size
-    mine = []
+    of_rank = []
     for record in sorted(records, key=lambda record: (-record.size, record.path)):
         least = load.index(min(load))
         load[least] += record.size + 1
         if least == ranks.rank:
-            mine.append(record)
-    return mine
+            of_rank.append(record)
+    return of_rank
 
 
 def _hash_problems(checkpoint: Path, records: Iterable[FileRecord]) -> list[str]:
@@ -208,4 +209,4 @@ def _hash_problems(checkpoint: Path, records: Iterable[FileRecord]) -> list[str]
         return None if is_same else f"{record.path}: its sha256 differs from what was written"
 
     with ThreadPoolExecutor(_THREADS) as pool:
-        return [found for found in pool.map(problem, records) if found is not None]
+        return [text for text in pool.map(problem, records) if text is not None]

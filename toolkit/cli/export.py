@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from toolkit.cli import ByteSize
-from toolkit.errors import ConfigError
+from toolkit.launch.output import quiet
 from toolkit.units import format_bytes
 
 if TYPE_CHECKING:
@@ -36,7 +36,11 @@ def describe(written: "WrittenDirectory", *details: str) -> str:
 @click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), help="Of the weights.  [default: as stored]")
 @max_shard_size_option
 @click.option("--merge", is_flag=True, help="Add LoRA's adapters to the weights that they are beside.")
-@click.option("--verify", is_flag=True, help="Load both with transformers, and compare logits and greedy text.")
+@click.option(
+    "--verify",
+    is_flag=True,
+    help="Load both with transformers (and peft), and compare logits and greedy text.",
+)
 def command(source: Path, output: Path, dtype: str | None, max_shard_size: int, merge: bool, verify: bool) -> int:
     """Write the newest complete checkpoint of a run, or the one that is named, as a plain Hugging Face directory.
 
@@ -49,13 +53,13 @@ def command(source: Path, output: Path, dtype: str | None, max_shard_size: int, 
     dstk export runs/lora -o merged --merge
     dstk export runs/demo/step-00000500 -o halfway --max-shard-size 500MB
     """
+    quiet(debug=False)
     from toolkit.convert.export_model import DTYPES, export_checkpoint
 
-    if merge and verify:
-        given = (("--merge", True), ("--verify", True))
-        raise ConfigError.between(given, "merged weights are not a rounded copy of their source", "leave one out")
     wanted = DTYPES[dtype] if dtype else None
-    done = export_checkpoint(source, output, dtype=wanted, max_shard_bytes=max_shard_size, merge=merge)
+    done = export_checkpoint(
+        source, output, dtype=wanted, max_shard_bytes=max_shard_size, merge=merge, will_verify=verify
+    )
     for notice in done.notices:
         click.echo(f"note: {notice}", err=True)
     click.echo(f"{done.source} → {describe(done.written, str(done.dtype).removeprefix('torch.'))}")
@@ -69,17 +73,19 @@ def _verify(done: "Exported") -> int:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    found = compare_models(done.source, done.written.path, dtype=done.dtype)
-    text = "the same greedy text" if found.is_same_text else "a different greedy text"
-    click.echo(
-        f"logits differ by {found.logit_difference:.2g} at most, of {found.largest_logit:.3g}; {text}"
-        + (", all of it from rounding" if found.is_explained and found.logit_difference else "")
-    )
-    if found.is_explained:
+    comparison = compare_models(done.source, done.written.path, dtype=done.dtype)
+    text = "the greedy text is the same" if comparison.is_same_text else "the greedy text is another"
+    if comparison.logit_difference == 0:
+        click.echo(f"all logits are the same, and {text}")
+    else:
+        limit = f"the largest logit is {comparison.largest_logit:.3g}"
+        click.echo(f"logits differ by {comparison.logit_difference:.2g} at most ({limit}); {text}")
+    if comparison.is_explained:
+        if comparison.logit_difference or not comparison.is_same_text:
+            click.echo(f"rounding to {str(done.dtype).removeprefix('torch.')} explains all of the difference")
         return 0
+    difference = f"{comparison.unexplained_difference:.2g}"
     click.echo(
-        f"error: {done.written.path}: rounding does not explain a difference of {found.unexplained_difference:.2g}. "
-        "Do not use it.",
-        err=True,
+        f"error: {done.written.path}: rounding does not explain a difference of {difference}. Do not use it.", err=True
     )
     return _DIFFERS

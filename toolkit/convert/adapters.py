@@ -1,7 +1,9 @@
 """LoRA's adapters on disk: which model they are beside, and both merged into one, tensor by tensor."""
 
 import math
+import warnings
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +11,12 @@ import torch
 
 from toolkit.checkpoint.names import ADAPTER_CONFIG, MODEL, checkpoint_error
 from toolkit.checkpoint.reader import CheckpointReader
+from toolkit.errors import RunError
 from toolkit.files import printable, read_json_object
 from toolkit.parallel.adapter_names import PREFIX
 
 _FOREIGN = ("rank_pattern", "alpha_pattern", "modules_to_save", "layer_replication", "lora_bias", "target_parameters")
-"""What peft can also do, and no run here: merging such adapters is left to peft."""
+"""Features of peft that no run here has: merging such adapters is left to peft."""
 
 
 def has_adapters(folder: Path) -> bool:
@@ -47,36 +50,63 @@ def base_of(folder: Path) -> Path:
     from transformers.utils import cached_file
 
     try:
-        found = cached_file(named, "config.json")
+        config = cached_file(named, "config.json")
     except (OSError, ValueError):
-        found = None
-    if found is None:
+        config = None
+    if config is None:
         problem = f"the model that its adapters are beside, {printable(named)}, is neither a directory nor readable"
         raise checkpoint_error(folder, f"{problem}. Correct base_model_name_or_path in {ADAPTER_CONFIG}.")
-    return Path(found).parent
+    return Path(config).parent
+
+
+def check_peft(purpose: str) -> None:
+    """Raise RunError where peft is not installed, which `purpose` needs."""
+    if find_spec("peft") is None:
+        install = "pip install 'deepspeed-megatron-toolkit[lora]'"
+        raise RunError(f"peft is not installed, which {purpose} needs. Install it: {install}.")
+
+
+def load_adapted(folder: Path, base: Path, **options: Any) -> Any:
+    """Load adapters beside the model in `base`, as a PeftModel. `options`: of that model's from_pretrained.
+
+    Raises RunError without peft.
+    """
+    check_peft("loading adapters")
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(base, **options)
+    with warnings.catch_warnings():
+        # peft asks the model for a property that transformers has renamed.
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        return PeftModel.from_pretrained(model, str(folder))
 
 
 class MergedWeights:
     """The weights of `base` with the adapters in `folder` added to them. Raises CheckpointError."""
 
     def __init__(self, folder: Path, base: CheckpointReader) -> None:
-        self.base, self._adapters = base, CheckpointReader(folder)
-        config = self._config = read_adapter_config(folder)
-        foreign = next((name for name in _FOREIGN if config.get(name)), None) or (
-            "bias" if config.get("bias", "none") != "none" else None
-        )
+        self.base = base
+        self._adapters = CheckpointReader(folder)
+        config = read_adapter_config(folder)
+        self._config = config
+        foreign = next((name for name in _FOREIGN if config.get(name)), None)
+        if foreign is None and config.get("bias", "none") != "none":
+            foreign = "bias"
         if foreign is not None:
             raise checkpoint_error(
                 folder, f"its {ADAPTER_CONFIG} has {foreign}. Merge it with peft's merge_and_unload."
             )
-        self._scale = config["lora_alpha"] / (math.sqrt(config["r"]) if config.get("use_rslora") else config["r"])
+        divisor = math.sqrt(config["r"]) if config.get("use_rslora") else config["r"]
+        self._scale = config["lora_alpha"] / divisor
         names = [name for name in self._adapters.specs[MODEL] if name.endswith(".lora_A.weight")]
         self._path_of = {self._stored(name): name.removesuffix(".lora_A.weight") for name in names}
 
     def _stored(self, name: str) -> str:
         """The base's name of the weight that an adapter is beside: files may omit the first parts of a name."""
         weight = f"{name.removeprefix(PREFIX).removesuffix('.lora_A.weight')}.weight"
-        stored, shorter = self.base.specs[MODEL], weight
+        stored = self.base.specs[MODEL]
+        shorter = weight
         while shorter not in stored and "." in shorter.removesuffix(".weight"):
             shorter = shorter.partition(".")[2]
         if shorter not in stored:

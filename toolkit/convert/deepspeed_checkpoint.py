@@ -91,8 +91,8 @@ def open_deepspeed(tag: Path) -> DeepSpeedCheckpoint:
     except OSError as error:
         raise checkpoint_error(tag, f"cannot be read ({reason_of(error)}).") from None
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        what = f"{type(error).__name__}: {printable(str(error))}"
-        raise checkpoint_error(tag, f"not in the format of DeepSpeed ({what}).") from error
+        cause = f"{type(error).__name__}: {printable(str(error))}"
+        raise checkpoint_error(tag, f"not in the format of DeepSpeed ({cause}).") from error
 
 
 def _has_files(folder: Path) -> bool:
@@ -130,9 +130,9 @@ def _zero(
 ) -> DeepSpeedCheckpoint:
     groups = partitions.shapes_of(model.get("param_shapes"))
     files = [_mapping(partitions.read_scanned(tag / optimizers[rank]), optimizers[rank]) for rank in sorted(optimizers)]
-    found = [_mapping(file["optimizer_state_dict"], "optimizer_state_dict") for file in files]
-    stage = int(found[0].get("zero_stage", 1))
-    counts = found[0].get("partition_count", len(files))
+    optimizer_states = [_mapping(file["optimizer_state_dict"], "optimizer_state_dict") for file in files]
+    stage = int(optimizer_states[0].get("zero_stage", 1))
+    counts = optimizer_states[0].get("partition_count", len(files))
     expected = max(counts) if isinstance(counts, list) else counts
     if sorted(optimizers) != list(range(expected)):
         raise partitions.PartitionError(
@@ -140,25 +140,29 @@ def _zero(
         )
     if stage not in (1, 2, 3):
         raise partitions.PartitionError(f"it has the ZeRO stage {stage}")
-    trained = (partitions.by_parameters if stage == 3 else partitions.by_slices)(found, groups)
-    states = found[0]["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]
+    if stage == 3:
+        trained = partitions.by_parameters(optimizer_states, groups)
+        states = optimizer_states[0]["optimizer_state_dict"]
+    else:
+        trained = partitions.by_slices(optimizer_states, groups)
+        states = optimizer_states[0]["base_optimizer_state"]
     frozen = _frozen(model, models, stage)
-    scale = getattr(found[0].get("loss_scaler"), "cur_scale", None)
-    return _found(
+    scale = getattr(optimizer_states[0].get("loss_scaler"), "cur_scale", None)
+    return _described(
         tag, model, trained, stage=stage, frozen=frozen, updates=partitions.updates_of(states), loss_scale=scale
     )
 
 
 def _universal(tag: Path, model: Mapping[str, Any]) -> DeepSpeedCheckpoint:
-    found = partitions.open_universal(tag, partitions.shapes_of(model.get("param_shapes")))
+    stored = partitions.open_universal(tag, partitions.shapes_of(model.get("param_shapes")))
     zero = _mapping(model.get("ds_config") or {}, "ds_config").get("zero_optimization")
     stage = zero["stage"] if isinstance(zero, Mapping) and zero.get("stage") in (1, 2, 3) else 0
-    return _found(
-        tag, model, found, stage=stage, is_universal=True, updates=partitions.updates_of_universal(tag, found.shapes)
+    return _described(
+        tag, model, stored, stage=stage, is_universal=True, updates=partitions.updates_of_universal(tag, stored.shapes)
     )
 
 
-def _found(
+def _described(
     tag: Path,
     model: Mapping[str, Any],
     trained: partitions.StoredParameters,
@@ -194,7 +198,7 @@ def _found(
         step=step,
         updates=step - _number(model, "skipped_steps") if updates is None else updates,
         shapes={name: shapes[name] for name in sorted(shapes, key=order.__getitem__)},
-        tied={str(name): str(other) for name, other in (model.get("shared_params") or {}).items()},
+        tied={str(alias): str(name) for alias, name in (model.get("shared_params") or {}).items()},
         buffers=buffers,
         kinds=trained.kinds,
         read=read,
@@ -209,22 +213,23 @@ def _without_zero(tag: Path, model: Mapping[str, Any]) -> DeepSpeedCheckpoint:
     """ZeRO 0: a plain state dict. The file does not say which optimizer state belongs to which name."""
     module = _mapping(model.get("module"), "module")
     buffers = set(model.get("buffer_names") or ())
-    kept: dict[str, torch.Tensor] = {}
+    weights: dict[str, torch.Tensor] = {}
     places: dict[tuple[int, int], str] = {}
     tied: dict[str, str] = {}
     for name, value in module.items():
         if not isinstance(value, torch.Tensor) or name in buffers:
             continue
         place = (value.untyped_storage().data_ptr(), int(value.storage_offset()))
-        if value.numel() and place in places and kept[places[place]].shape == value.shape:
+        if value.numel() and place in places and weights[places[place]].shape == value.shape:
             tied[name] = places[place]
         else:
-            places[place], kept[name] = name, value
-    shapes = {name: partitions.shape_of(name, tuple(value.shape)) for name, value in kept.items()}
-    found = partitions.StoredParameters(
-        shapes=shapes, kinds=(), read=lambda kind, name: kept[name].to(torch.float32, copy=True)
+            places[place] = name
+            weights[name] = value
+    shapes = {name: partitions.shape_of(name, tuple(value.shape)) for name, value in weights.items()}
+    stored = partitions.StoredParameters(
+        shapes=shapes, kinds=(), read=lambda kind, name: weights[name].to(torch.float32, copy=True)
     )
-    return _found(tag, {**model, "shared_params": tied}, found, stage=0)
+    return _described(tag, {**model, "shared_params": tied}, stored, stage=0)
 
 
 def _frozen(model: Mapping[str, Any], models: dict[int, Path], stage: int) -> dict[str, torch.Tensor]:
@@ -234,14 +239,14 @@ def _frozen(model: Mapping[str, Any], models: dict[int, Path], stage: int) -> di
     pieces = [model["frozen_param_fragments"]]
     if stage == 3:
         pieces += [partitions.read_scanned(models[rank])["frozen_param_fragments"] for rank in sorted(models)[1:]]
-    found = {}
+    frozen = {}
     for name, shape in shapes.items():
         size = torch.Size(partitions.shape_of(name, shape))
         values = torch.cat([piece[name].flatten() for piece in pieces])
         if values.numel() < size.numel():
             raise partitions.PartitionError(f"{name} {list(size)} has {values.numel()} values")
-        found[name] = values[: size.numel()].view(size)
-    return found
+        frozen[name] = values[: size.numel()].view(size)
+    return frozen
 
 
 def _mapping(value: Any, name: str) -> Mapping[str, Any]:

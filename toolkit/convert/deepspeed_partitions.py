@@ -1,4 +1,4 @@
-"""Where DeepSpeed stores a parameter: in the flat partitions of each ZeRO stage, and in universal checkpoints.
+"""Places where DeepSpeed stores a parameter: the flat partitions of each ZeRO stage, and universal checkpoints.
 
 ZeRO 1 and 2: a parameter group is one flat vector, partitioned into equal parts, one for each rank; a parameter may
 begin on one rank and end on the next. Each rank's file says where it has which fragment of which parameter
@@ -62,16 +62,19 @@ def _from_flat_vectors(
 ) -> StoredParameters:
     """`flat[kind][rank][group]` is a vector; `fragments[name]` are in the order of the parameter's values."""
     for name, of_parameter in fragments.items():
-        for one in of_parameter:
-            length = min(vectors[one.rank][one.group].numel() for vectors in flat.values())
-            if min(one.start, one.numel) < 0 or one.start + one.numel > length:
-                raise PartitionError(f"rank {one.rank} has too few values for {name}")
-        if (count := sum(one.numel for one in of_parameter)) != math.prod(shapes[name]):
+        for fragment in of_parameter:
+            length = min(vectors[fragment.rank][fragment.group].numel() for vectors in flat.values())
+            if min(fragment.start, fragment.numel) < 0 or fragment.start + fragment.numel > length:
+                raise PartitionError(f"rank {fragment.rank} has too few values for {name}")
+        if (count := sum(fragment.numel for fragment in of_parameter)) != math.prod(shapes[name]):
             raise PartitionError(f"{name} {list(shapes[name])} has {count} values")
 
     def read(kind: str, name: str) -> torch.Tensor:
         vectors = flat[kind]
-        parts = [vectors[one.rank][one.group].narrow(0, one.start, one.numel) for one in fragments[name]]
+        parts = [
+            vectors[fragment.rank][fragment.group].narrow(0, fragment.start, fragment.numel)
+            for fragment in fragments[name]
+        ]
         return torch.cat([part.float() for part in parts]).view(shapes[name])
 
     return StoredParameters(shapes=shapes, kinds=tuple(kind for kind in flat if kind != MASTER), read=read)
@@ -85,7 +88,7 @@ def shapes_of(groups: Any) -> list[Shapes]:
 
 
 def shape_of(name: object, shape: object) -> tuple[int, ...]:
-    """Check a shape."""
+    """Check a shape and return it as a tuple. Raises PartitionError."""
     if not is_safe_name(name):
         raise PartitionError("a parameter's name cannot be printed")
     if not isinstance(shape, Sequence) or not all(type(size) is int and 0 <= size < 2**48 for size in shape):
@@ -104,7 +107,8 @@ def by_slices(optimizers: Sequence[Mapping[str, Any]], groups: Sequence[Shapes])
             for name, address in mapping.items():
                 if name not in groups[group] or not isinstance(address, SimpleNamespace):
                     raise PartitionError(f"group {group} of rank {rank} has a parameter that the model does not have")
-                start, numel = address.__dict__.get("start"), address.__dict__.get("numel")
+                start = address.__dict__.get("start")
+                numel = address.__dict__.get("numel")
                 if type(start) is not int or type(numel) is not int:
                     raise PartitionError(f"rank {rank} does not say where {name} is")
                 fragments[name].append(Fragment(rank=rank, group=group, start=start, numel=numel))
@@ -133,9 +137,11 @@ def by_parameters(optimizers: Sequence[Mapping[str, Any]], groups: Sequence[Shap
 def updates_of(optimizer: Any) -> int | None:
     """The number of updates in an optimizer's state dict; None where it does not count them."""
     if isinstance(optimizer, list):
-        states, param_groups = optimizer, []
+        states = optimizer
+        param_groups = []
     else:
-        states, param_groups = list(optimizer["state"].values()), optimizer.get("param_groups", [])
+        states = list(optimizer["state"].values())
+        param_groups = optimizer.get("param_groups", [])
     for place in (*states, *param_groups):
         step = place.get("step") if isinstance(place, Mapping) else None
         if isinstance(step, torch.Tensor | int | float):
@@ -146,11 +152,13 @@ def updates_of(optimizer: Any) -> int | None:
 def _flat(
     optimizers: Sequence[Mapping[str, Any]], masters: str, states: str, groups: int
 ) -> dict[str, list[list[torch.Tensor]]]:
-    flat: dict[str, list[list[torch.Tensor]]] = {MASTER: [_vectors(one.get(masters), groups) for one in optimizers]}
-    found = [_states(one.get(states)) for one in optimizers]
+    flat: dict[str, list[list[torch.Tensor]]] = {
+        MASTER: [_vectors(optimizer.get(masters), groups) for optimizer in optimizers]
+    }
+    states_of_ranks = [_states(optimizer.get(states)) for optimizer in optimizers]
     for kind in STATE_KINDS:
-        if all(len(of_rank) == groups and all(kind in state for state in of_rank) for of_rank in found):
-            flat[kind] = [_vectors([state[kind] for state in of_rank], groups) for of_rank in found]
+        if all(len(of_rank) == groups and all(kind in state for state in of_rank) for of_rank in states_of_ranks):
+            flat[kind] = [_vectors([state[kind] for state in of_rank], groups) for of_rank in states_of_ranks]
     return flat
 
 
@@ -180,7 +188,8 @@ def _all(groups: Sequence[Shapes]) -> Shapes:
 
 def open_universal(tag: Path, groups: Sequence[Shapes]) -> StoredParameters:
     """The parameters of a universal checkpoint, all of whose files are checked. Raises PartitionError."""
-    shapes, directory = _all(groups), tag / UNIVERSAL_DIRECTORY
+    shapes = _all(groups)
+    directory = tag / UNIVERSAL_DIRECTORY
     for name in shapes:
         if not is_safe_path(name) or not (directory / name / f"{MASTER}.pt").is_file():
             raise PartitionError(f"{UNIVERSAL_DIRECTORY}/{name} has no {MASTER}.pt")
@@ -230,7 +239,7 @@ _CLASSES: list[Any] = [
     (int, "deepspeed.runtime.zero.config.ZeroStageEnum"),
     (_member, "builtins.getattr"),
 ]
-"""What stands for DeepSpeed's classes when a file is read: their fields alone."""
+"""Stand-ins for DeepSpeed's classes when a file is read: their fields alone."""
 _ALLOWED = {name for _, name in _CLASSES}
 
 

@@ -16,15 +16,23 @@ from toolkit.checkpoint.model_directory import NamedWeights, WrittenDirectory, c
 from toolkit.checkpoint.reader import CheckpointReader
 from toolkit.checkpoint.save_plan import MAX_FILE_BYTES
 from toolkit.checkpoint.select import select_checkpoint
-from toolkit.convert.adapters import MergedWeights, base_of, has_adapters
+from toolkit.convert.adapters import MergedWeights, base_of, check_peft, has_adapters
 from toolkit.files import printable, read_json_object, read_regular, reason_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _MODEL_DIRECTORY = "model"
 CONFIG = "config.json"
 TOKENIZER = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja"),
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "spiece.model",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
 )
 """Files of transformers' tokenizers: text, JSON or protocol buffers, never code."""
 _GENERATION = "generation_config.json"
@@ -33,7 +41,7 @@ _NAMES = (_GENERATION, *TOKENIZER)
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:
-    """What was exported. `notices`: newer checkpoints that are damaged, one line each."""
+    """A model that was exported. `notices`: newer checkpoints that are damaged, one line each."""
 
     source: Path
     written: WrittenDirectory
@@ -48,17 +56,23 @@ def export_checkpoint(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_FILE_BYTES,
     merge: bool = False,
+    will_verify: bool = False,
 ) -> Exported:
     """Write the newest complete checkpoint of the run `path`, or the one at `path`, as a new directory.
 
     `dtype` of the exported weights is by default the stored one. LoRA's adapters stay adapters, or with `merge` are
-    added to the weights that they are beside. Raises CheckpointError.
+    added to the weights that they are beside. `will_verify`: whether `compare_models` is to read what is written, which
+    takes peft where there are adapters. Raises CheckpointError, and RunError without peft.
     """
     check_unused(destination)
     selected = select_checkpoint(_or_final_model(path))
-    source, follow, are_adapters = selected.path, selected.is_weights_only, has_adapters(selected.path)
+    source = selected.path
+    follow = selected.is_weights_only
+    are_adapters = has_adapters(selected.path)
     if merge and not are_adapters:
         raise on_disk.checkpoint_error(source, "it has no adapters to merge. Leave --merge out.")
+    if will_verify and are_adapters:
+        check_peft("--verify of adapters")
     base = base_of(source) if merge else source
     saved = CheckpointReader(base)
     weights = cast_weights(saved, dtype, MergedWeights(source, saved).read if merge else None)
@@ -115,8 +129,8 @@ def _or_final_model(path: Path) -> Path:
     final = path / _MODEL_DIRECTORY
     if not path.is_dir() or not ((final / CONFIG).is_file() or has_adapters(final)):
         return path
-    own = (on_disk.MANIFEST, on_disk.SINGLE, on_disk.INDEX, on_disk.ADAPTERS)
-    is_itself = any((path / name).exists() for name in own)
+    files = (on_disk.MANIFEST, on_disk.SINGLE, on_disk.INDEX, on_disk.ADAPTERS)
+    is_itself = any((path / name).exists() for name in files)
     names = [entry.name.removeprefix(".").partition(".")[0] for entry in path.iterdir()]
     has_checkpoints = any(on_disk.step_of(name) is not None for name in names)
     return path if is_itself or has_checkpoints else path / _MODEL_DIRECTORY

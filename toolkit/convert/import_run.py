@@ -36,14 +36,14 @@ def import_run(source: Path, destination: Path, recipe: Recipe) -> Imported:
     if tag is None:
         message = "not a DeepSpeed checkpoint, hence no optimizer to resume with. Omit --recipe to import the weights."
         raise checkpoint_error(source, message)
-    found = open_deepspeed(tag)
+    checkpoint = open_deepspeed(tag)
     config = check_model(recipe, torch.device("cpu"))
-    check_fits(found, config)
+    check_fits(checkpoint, config)
     kinds = state_kinds(recipe.optimizer.name, recipe.optimizer.momentum)
-    _check_states(found, kinds, recipe)
+    _check_states(checkpoint, kinds, recipe)
     corpus = prepare_all(recipe.data, progress=False)
     check_vocabulary(recipe, config, corpus)
-    state = _state(found, kinds, recipe, corpus)
+    state = _state(checkpoint, kinds, recipe, corpus)
     state.check(recipe, corpus.contents, path=printable(source))
 
     def write_model_files(folder: Path) -> None:
@@ -51,12 +51,12 @@ def import_run(source: Path, destination: Path, recipe: Recipe) -> Imported:
         config.save_pretrained(folder)
         corpus.tokenizer().save_pretrained(folder)
 
-    groups = [tensor_group(found, kind) for kind in (MASTER, *kinds)]
+    groups = [tensor_group(checkpoint, kind) for kind in (MASTER, *kinds)]
     nbytes = sum(spec.nbytes for group in groups for spec in group.specs)
     with new_directory(destination, nbytes=nbytes) as folder:
         saved = save(
             folder,
-            found.step,
+            checkpoint.step,
             CheckpointContents(
                 tensors=ShardedTensorSource(groups=groups),
                 trainer_state=state.to_dict(),
@@ -67,60 +67,62 @@ def import_run(source: Path, destination: Path, recipe: Recipe) -> Imported:
         files = sum(path.suffix == ".safetensors" for path in saved.path.rglob("*"))
     tensors = sum(len(group.specs) for group in groups)
     return Imported(
-        title=f"DeepSpeed {found.title}",
+        title=f"DeepSpeed {checkpoint.title}",
         written=WrittenDirectory(path=destination, files=files, tensors=tensors, nbytes=nbytes),
-        notices=tuple(_notices(found, recipe)),
+        notices=tuple(_notices(checkpoint, recipe)),
     )
 
 
-def _check_states(found: DeepSpeedCheckpoint, kinds: tuple[str, ...], recipe: Recipe) -> None:
-    missing = [kind for kind in kinds if kind not in found.kinds]
-    if missing or found.frozen:
-        what = f"no {missing[0]}" if missing else f"no states of {found.frozen[0]}, which was frozen"
+def _check_states(checkpoint: DeepSpeedCheckpoint, kinds: tuple[str, ...], recipe: Recipe) -> None:
+    missing = [kind for kind in kinds if kind not in checkpoint.kinds]
+    if missing or checkpoint.frozen:
+        missing_part = f"no {missing[0]}" if missing else f"no states of {checkpoint.frozen[0]}, which was frozen"
         raise checkpoint_error(
-            found.tag,
-            f"it has {what}, and optimizer.name={recipe.optimizer.name} needs them. Name the optimizer that it was "
-            "trained with, or omit --recipe to import the weights.",
+            checkpoint.tag,
+            f"it has {missing_part}, and optimizer.name={recipe.optimizer.name} needs them. "
+            "Name the optimizer that it was trained with, or omit --recipe to import the weights.",
         )
 
 
-def _state(found: DeepSpeedCheckpoint, kinds: tuple[str, ...], recipe: Recipe, corpus: Corpora) -> TrainerState:
+def _state(checkpoint: DeepSpeedCheckpoint, kinds: tuple[str, ...], recipe: Recipe, corpus: Corpora) -> TrainerState:
     """The state as if the recipe had trained so far: its samples and learning rate continue after this step."""
     size = recipe.batch.global_batch_size
     batch = Batch(global_batch_size=size, micro_batch_size=size, dp=1)
     loader = MicroBatchLoader.open(Job(recipe=recipe, layout=Layout(), batch=batch), corpus, rank=0)
     return TrainerState(
-        step=found.step,
-        samples=found.step * size,
-        tokens=sum(loader.target_tokens(step) for step in range(min(found.step, recipe.train.steps))),
-        updates=found.updates,
-        learning_rate=learning_rate(recipe)(max(0, found.step - 1)),
-        loss_scale={} if found.loss_scale is None or recipe.precision != "fp16" else {"cur_scale": found.loss_scale},
-        layout=str(Layout(dp=found.ranks, zero_stage=found.stage)),
-        micro_batch_size=_setting(found, "train_micro_batch_size_per_gpu") or recipe.batch.micro_batch_size or 1,
-        accumulation=_setting(found, "gradient_accumulation_steps") or 1,
+        step=checkpoint.step,
+        samples=checkpoint.step * size,
+        tokens=sum(loader.target_tokens(step) for step in range(min(checkpoint.step, recipe.train.steps))),
+        updates=checkpoint.updates,
+        learning_rate=learning_rate(recipe)(max(0, checkpoint.step - 1)),
+        loss_scale={}
+        if checkpoint.loss_scale is None or recipe.precision != "fp16"
+        else {"cur_scale": checkpoint.loss_scale},
+        layout=str(Layout(dp=checkpoint.ranks, zero_stage=checkpoint.stage)),
+        micro_batch_size=_setting(checkpoint, "train_micro_batch_size_per_gpu") or recipe.batch.micro_batch_size or 1,
+        accumulation=_setting(checkpoint, "gradient_accumulation_steps") or 1,
         precision=recipe.precision,
         engine="deepspeed",
         seed=recipe.train.seed,
         states=list(kinds),
         contents=corpus.contents,
-        versions=describe_environment(torch.device("cpu")) | {"deepspeed": found.version},
+        versions=describe_environment(torch.device("cpu")) | {"deepspeed": checkpoint.version},
         recipe=recipe.model_dump(mode="json"),
     )
 
 
-def _notices(found: DeepSpeedCheckpoint, recipe: Recipe) -> Iterator[str]:
+def _notices(checkpoint: DeepSpeedCheckpoint, recipe: Recipe) -> Iterator[str]:
     yield (
-        f"the data of the recipe continues at step {found.step}, as if its first {found.step} steps had been trained "
-        "on; which samples DeepSpeed used is not known"
+        f"the data of the recipe continues at step {checkpoint.step}, as if its first {checkpoint.step} steps had been "
+        "trained on; which samples DeepSpeed used is not known"
     )
-    micro = _setting(found, "train_micro_batch_size_per_gpu") or 0
-    accumulation = _setting(found, "gradient_accumulation_steps") or 1
-    before = _setting(found, "train_batch_size") or micro * accumulation * found.ranks
+    micro = _setting(checkpoint, "train_micro_batch_size_per_gpu") or 0
+    accumulation = _setting(checkpoint, "gradient_accumulation_steps") or 1
+    before = _setting(checkpoint, "train_batch_size") or micro * accumulation * checkpoint.ranks
     if before and before != recipe.batch.global_batch_size:
         yield f"its global batch was {before} samples, that of the recipe is {recipe.batch.global_batch_size}"
 
 
-def _setting(found: DeepSpeedCheckpoint, name: str) -> int | None:
-    value = found.config.get(name)
+def _setting(checkpoint: DeepSpeedCheckpoint, name: str) -> int | None:
+    value = checkpoint.config.get(name)
     return value if type(value) is int and value > 0 else None

@@ -33,7 +33,7 @@ _SOURCES = f"Name a directory in Hugging Face format, a checkpoint of DeepSpeed,
 
 @dataclass(frozen=True, kw_only=True)
 class Imported:
-    """What was written, and from what. `notices`: what the user should know, one line each."""
+    """Weights that were imported, and their source. `notices`: what the user should know, one line each."""
 
     title: str
     written: WrittenDirectory
@@ -55,19 +55,26 @@ def import_weights(
     else:
         tag = find_tag(source)
         if tag is None:
-            title, weights, home, dtype = "Hugging Face", open_hugging_face(source), source, None
+            title = "Hugging Face"
+            weights = open_hugging_face(source)
+            home = source
+            dtype = None
         else:
-            found = open_deepspeed(tag)
-            home, dtype = _model_directory(source, tag, model), "float32"
-            title, notices = f"DeepSpeed {found.title}", tuple(_notices(found))
+            checkpoint = open_deepspeed(tag)
+            home = _model_directory(source, tag, model)
+            dtype = "float32"
+            title = f"DeepSpeed {checkpoint.title}"
+            notices = tuple(_notices(checkpoint))
             weights = NamedWeights(
-                specs=tensor_group(found, MASTER).specs,
-                read=lambda name: found.buffers[name] if name in found.buffers else found.read(MASTER, name),
+                specs=tensor_group(checkpoint, MASTER).specs,
+                read=lambda name: (
+                    checkpoint.buffers[name] if name in checkpoint.buffers else checkpoint.read(MASTER, name)
+                ),
             )
         config = read_config(home, follow=True)
         described = _auto_config(home)
         if tag is not None:
-            check_fits(found, described)
+            check_fits(checkpoint, described)
 
         def write_small_files(directory: Path) -> None:
             write_config(directory, config, dtype)
@@ -93,7 +100,7 @@ def open_hugging_face(directory: Path) -> NamedWeights:
     return cast_weights(CheckpointReader(directory), None)
 
 
-def check_fits(found: DeepSpeedCheckpoint, config: PretrainedConfig) -> None:
+def check_fits(checkpoint: DeepSpeedCheckpoint, config: PretrainedConfig) -> None:
     """Raise CheckpointError where the parameters are not those of the model that `config` describes."""
     try:
         with parameters_on_meta():
@@ -103,30 +110,32 @@ def check_fits(found: DeepSpeedCheckpoint, config: PretrainedConfig) -> None:
         reason = f"transformers cannot build it ({reason_of(error)})"
         raise CheckpointError.of("model_type", config.model_type, reason) from error
     expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    for name in [*expected, *found.shapes]:
-        if name not in found.shapes:
-            tied = f", because it is {found.tied[name]} there" if name in found.tied else ""
+    for name in [*expected, *checkpoint.shapes]:
+        if name not in checkpoint.shapes:
+            tied = f", because it is {checkpoint.tied[name]} there" if name in checkpoint.tied else ""
             problem = f"it has no {name}{tied}"
         elif name not in expected:
             problem = f"it has {name}, which a {config.model_type} does not have"
-        elif expected[name] != found.shapes[name]:
-            problem = f"{name} is {list(found.shapes[name])} there, and {list(expected[name])} by its config"
+        elif expected[name] != checkpoint.shapes[name]:
+            problem = f"{name} is {list(checkpoint.shapes[name])} there, and {list(expected[name])} by its config"
         else:
             continue
-        raise checkpoint_error(found.tag, f"not of this model: {problem}. Use the config that it was trained with.")
+        raise checkpoint_error(
+            checkpoint.tag, f"not of this model: {problem}. Use the config that it was trained with."
+        )
 
 
-def tensor_group(found: DeepSpeedCheckpoint, kind: str) -> ShardedTensorGroup:
-    """All tensors of MASTER, with the model's buffers, or of an optimizer state, in the model's order."""
-    specs = [TensorSpec(name=name, shape=shape, dtype=torch.float32) for name, shape in found.shapes.items()]
-    buffers = found.buffers if kind == MASTER else {}
+def tensor_group(checkpoint: DeepSpeedCheckpoint, kind: str) -> ShardedTensorGroup:
+    """All tensors of one kind in the model's order: an optimizer state, or MASTER, the weights with the buffers."""
+    specs = [TensorSpec(name=name, shape=shape, dtype=torch.float32) for name, shape in checkpoint.shapes.items()]
+    buffers = checkpoint.buffers if kind == MASTER else {}
     specs += [TensorSpec.of(name, value) for name, value in buffers.items()]
     shards = [Shard(name=spec.name, shape=spec.shape) for spec in specs]
 
     @lru_cache(maxsize=1)  # a large tensor is saved in several parts
     def values(index: int) -> torch.Tensor:
         name = specs[index].name
-        return (buffers[name] if name in buffers else found.read(kind, name)).reshape(-1)
+        return (buffers[name] if name in buffers else checkpoint.read(kind, name)).reshape(-1)
 
     return ShardedTensorGroup(
         kind=MODEL if kind == MASTER else kind,
@@ -136,10 +145,10 @@ def tensor_group(found: DeepSpeedCheckpoint, kind: str) -> ShardedTensorGroup:
     )
 
 
-def _notices(found: DeepSpeedCheckpoint) -> Iterator[str]:
-    if found.kinds:
+def _notices(checkpoint: DeepSpeedCheckpoint) -> Iterator[str]:
+    if checkpoint.kinds:
         yield "the optimizer states are not imported; --recipe RECIPE imports them too"
-    if found.stage == 0 and not found.is_universal:
+    if checkpoint.stage == 0 and not checkpoint.is_universal:
         yield "ZeRO-0 stores no names of its optimizer states: these are the weights of the forward pass"
 
 
