@@ -126,7 +126,7 @@ def test_a_run_that_is_asked_to_stop_is_not_restarted(script: Script, trail: Pat
 
 
 def restart(run_dir: Path, *, resume: str | None = None, overwrite: bool = False) -> Restart:
-    return Restart(run_dir=run_dir, given=["--config", "r.yaml"], resume=resume, overwrite=overwrite)
+    return Restart(run_dir=run_dir, arguments=["--config", "r.yaml"], resume=resume, overwrite=overwrite)
 
 
 def tail(found: Restart, attempt: int) -> list[str]:

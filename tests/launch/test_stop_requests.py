@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.launch.stop_requests import REPEAT_SECONDS
+from toolkit.launch.stop_requests import PASSED_ON, REPEAT_SECONDS
 
 SCRIPT = """
 import signal, sys, time
@@ -45,6 +45,12 @@ LAUNCHER = """
 import subprocess, sys
 subprocess.run([sys.executable, *sys.argv[1:]])
 """
+DSTK = """
+import sys
+from pathlib import Path
+from toolkit.launch.spawn import run_local_ranks
+sys.exit(run_local_ranks(Path(sys.argv[1]), sys.argv[2:], 1))
+"""
 Start = Callable[..., subprocess.Popen[str]]
 
 
@@ -58,7 +64,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     def begin(*flags: str, rank: int = 0, launcher: str = "", ignored: str = "") -> subprocess.Popen[str]:
         command = [str(tmp_path / "script.py"), *flags]
         if launcher:
-            (tmp_path / launcher).write_text(LAUNCHER)
+            (tmp_path / launcher).write_text(DSTK if launcher == "dstk" else LAUNCHER)
             command = [str(tmp_path / launcher), *command]
         default = "--default-signal=INT,TERM,USR1"  # a shell ignores Ctrl-C in what it runs in the background
         process = subprocess.Popen(
@@ -102,6 +108,67 @@ def test_a_signal_in_training_stops_the_run(start: Start, number: signal.Signals
     process = train(start())
     process.send_signal(number)
     assert ended(process) == (75, f"error: stopped by {number.name}; {RESUME}\n")
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_to_dstk_is_the_one_that_the_rank_names(start: Start, number: signal.Signals) -> None:
+    process = train(start(launcher="dstk"))
+    process.send_signal(number)
+    assert ended(process) == (75, f"error: stopped by {number.name}; {RESUME}\n")
+
+
+def test_what_dstk_passes_on_never_ends_a_rank_that_saves(start: Start) -> None:
+    process = train(start("busy"))
+    process.send_signal(signal.SIGINT)  # Ctrl-C reaches the rank itself,
+    time.sleep(1.5 * REPEAT_SECONDS)
+    process.send_signal(PASSED_ON[signal.SIGINT])  # and a busy launcher passes it on late
+    time.sleep(REPEAT_SECONDS / 2)
+    assert process.poll() is None
+
+
+STORE = """
+import sys
+from datetime import timedelta
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+CLIENT = """
+import sys
+from toolkit.launch.output import reported_errors
+with reported_errors():
+    assert "torch" not in sys.modules
+    from datetime import timedelta
+    from torch.distributed import TCPStore
+    store = TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False, timeout=timedelta(seconds=60))
+    print("connected", flush=True)
+    sys.stdin.readline()
+    try:
+        for _ in range(9):
+            store.set("key", "value")
+    except RuntimeError:
+        print("the store is gone")
+"""
+
+
+def test_the_end_of_a_launcher_that_holds_the_store_prints_no_stack() -> None:
+    """As torchrun does."""
+    environment = {key: value for key, value in os.environ.items() if key != "TORCH_CPP_LOG_LEVEL"}
+
+    def begin(code: str, *arguments: str) -> subprocess.Popen[str]:
+        pipe = subprocess.PIPE
+        command = [sys.executable, "-c", code, *arguments]
+        return subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+
+    with begin(STORE) as launcher:
+        assert launcher.stdout is not None
+        with begin(CLIENT, launcher.stdout.readline().strip()) as rank:
+            assert rank.stdout is not None
+            assert rank.stdout.readline() == "connected\n"
+            launcher.kill()
+            launcher.wait()
+            assert rank.communicate("\n", timeout=60) == ("the store is gone\n", "")
 
 
 @pytest.mark.parametrize("number", SIGNALS)

@@ -47,7 +47,7 @@ class ForkedScript:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """End it at once."""
+        """Send the process SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
     def _wait(self, options: int) -> int | None:

@@ -66,12 +66,14 @@ class LocalRanks:
         self._waiting: dict[Connection, int] = {}
         self._processes = []
         for rank in range(world_size):
-            ours, theirs = context.Pipe(duplex=False)
-            given = (os.getpid(), rank_variables(rank, world_size, port), store, theirs, function)
-            process = context.Process(target=_rank_main, args=given, daemon=True)
+            receiver, sender = context.Pipe(duplex=False)
+            variables = rank_variables(rank, world_size, port)
+            process = context.Process(
+                target=_rank_main, args=(os.getpid(), variables, store, sender, function), daemon=True
+            )
             process.start()
-            theirs.close()
-            self._waiting[ours] = rank
+            sender.close()
+            self._waiting[receiver] = rank
             self._processes.append(process)
 
     @property
@@ -199,7 +201,8 @@ def _rank_main(
     gc.freeze()
     try:
         if store is not None:
-            rank, world_size = int(variables["RANK"]), int(variables["WORLD_SIZE"])
+            rank = int(variables["RANK"])
+            world_size = int(variables["WORLD_SIZE"])
             dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
         result = function()
         if store is not None:
@@ -229,10 +232,11 @@ _LATE_IMPORTS = (
     "deepspeed.runtime.sequence_parallel.ulysses_sp",
     "deepspeed.runtime.superoffload.superoffload_stage3",
     "torch._subclasses.schema_check_mode",
+    "transformers.optimization",
     "transformers.tokenization_utils_tokenizers",
     "transformers.trainer_pt_utils",
 )
-"""What libraries import only when an engine starts: together a second in every rank."""
+"""Modules that libraries import only when an engine starts: together a second in every rank."""
 
 
 def preload(*families: str) -> None:

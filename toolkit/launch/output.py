@@ -1,4 +1,4 @@
-"""What a rank prints: each error once in one line, and no start-up noise of libraries. Imports no torch."""
+"""Output of a rank: each error once in one line, and no start-up noise of libraries. Imports no torch."""
 
 import errno
 import logging
@@ -15,7 +15,19 @@ from toolkit.files import remove_temporary
 from toolkit.launch.stop_requests import end_if_waiting, listen
 
 _REPORTER_SECONDS = 5
-_NOISY = ("DeepSpeed", "deepspeed", "torch.distributed", "transformers", "accelerate", "datasets", "huggingface_hub")
+_CPP_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
+"""The environment variable that torch reads when it is imported."""
+_NOISY = (
+    "DeepSpeed",
+    "deepspeed",
+    "torch.distributed",
+    "torch.utils._pytree",
+    "torchao",
+    "transformers",
+    "accelerate",
+    "datasets",
+    "huggingface_hub",
+)
 exit_hooks: list[Callable[[], None]] = []
 """Called after an error was printed, before the process exits."""
 
@@ -28,15 +40,17 @@ def quiet(*, debug: bool) -> None:
     if debug:
         return
     warnings.filterwarnings("ignore")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault(_CPP_LOG_LEVEL, "ERROR")
 
 
 @contextmanager
 def reported_errors() -> Iterator[None]:
     """Turn an error, or a request to stop, into one line on stderr (by one of the ranks) and an exit code.
 
-    A failing rank exits at once: destroying a process group while others use it aborts or hangs.
+    A failing rank exits at once: destroying a process group while others use it aborts or hangs. Enter this before
+    torch is imported, which then prints no C++ stack for a connection that the end of a launcher or rank breaks.
     """
+    os.environ.setdefault(_CPP_LOG_LEVEL, "ERROR")
     try:
         listen()
         yield

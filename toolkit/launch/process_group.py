@@ -62,31 +62,35 @@ def process_group(
     dist.destroy_process_group()
 
 
-def decided_by_first(environment: RankEnvironment, own: str, decide: Callable[[list[str]], str]) -> str:
-    """What the first rank decides, knowing the `own` of every rank; the same text on all. A collective call.
+def decided_by_first(environment: RankEnvironment, facts: str, decide: Callable[[list[str]], str]) -> str:
+    """Let the first rank decide, knowing the `facts` of every rank; return its text on all ranks. A collective call.
 
-    For decisions before the process group is there, whose store it uses. Raises what `decide` raises; the other ranks
-    a ToolkitError with the same lines.
+    It also works before the process group is there, whose store it uses. Raises what `decide` raises; the other ranks
+    raise a ToolkitError with the same lines.
     """
     if dist.is_initialized():
-        return _decided_in_group(own, decide)
+        return _decided_in_group(facts, decide)
     if environment.world_size == 1:
-        return decide([own])
-    _stores[environment] = store, rank, world_size = _meet(environment)
+        return decide([facts])
+    store, rank, world_size = _meet(environment)
+    _stores[environment] = store, rank, world_size
     if rank:
         try:
-            store.set(f"own/{rank}", own)
-            failure, decided = store.get("failure").decode(), store.get("decided").decode()
+            store.set(f"facts/{rank}", facts)
+            failure = store.get("failure").decode()
+            decided = store.get("decided").decode()
             store.set(f"heard/{rank}", "")
         except RuntimeError:  # with which torch reports a store that is gone
-            failure, decided = "rank 0 ended before it had decided for all ranks. See its own message.", ""
+            failure = "rank 0 ended before it had decided for all ranks. See its own message."
+            decided = ""
         if failure:
             raise ToolkitError(failure.split("\n"), scope="job")
         return decided
-    failure, decided = "rank 0 failed. See its own message.", ""
+    failure = "rank 0 failed. See its own message."
+    decided = ""
     try:
-        others = store.multi_get([f"own/{other}" for other in range(1, world_size)])  # in one round trip
-        decided = decide([own, *(other.decode() for other in others)])
+        keys = [f"facts/{number}" for number in range(1, world_size)]
+        decided = decide([facts, *(content.decode() for content in store.multi_get(keys))])  # in one round trip
         failure = ""
     except ToolkitError as error:
         failure = str(error)
@@ -95,27 +99,27 @@ def decided_by_first(environment: RankEnvironment, own: str, decide: Callable[[l
         store.set("decided", decided)
         store.set("failure", failure)
         with suppress(RuntimeError):  # the store ends with this rank: the others read it first
-            store.wait([f"heard/{other}" for other in range(1, world_size)], timedelta(seconds=5))
+            store.wait([f"heard/{number}" for number in range(1, world_size)], timedelta(seconds=5))
     return decided
 
 
 _stores: dict[RankEnvironment, tuple[Store, int, int]] = {}
-"""Where ranks have met already."""
+"""Stores in which ranks have met already, with rank and world size."""
 
 
-def _decided_in_group(own: str, decide: Callable[[list[str]], str]) -> str:
-    given: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(given, own)
-    answer: list[Any] = [None]
+def _decided_in_group(facts: str, decide: Callable[[list[str]], str]) -> str:
+    facts_of_ranks: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(facts_of_ranks, facts)
+    decision: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
-            answer = [decide(given)]
+            decision = [decide(facts_of_ranks)]
         except ToolkitError as error:
-            answer = [error]
-    dist.broadcast_object_list(answer)
-    if isinstance(answer[0], ToolkitError):
-        raise answer[0]
-    return str(answer[0])
+            decision = [error]
+    dist.broadcast_object_list(decision)
+    if isinstance(decision[0], ToolkitError):
+        raise decision[0]
+    return str(decision[0])
 
 
 def _meet(environment: RankEnvironment) -> tuple[Store, int, int]:
@@ -134,12 +138,12 @@ def _minutes() -> int:
 def check_same_everywhere(fingerprint: str, device: torch.device) -> None:
     """Raise RunError if ranks differ in `fingerprint`: they would silently train on different data."""
     digest = hashlib.blake2b(fingerprint.encode(), digest_size=8).digest()
-    own = torch.tensor([int.from_bytes(digest, "big", signed=True)], device=device)
-    all_ranks = [torch.zeros_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(all_ranks, own)
-    others = [rank for rank, value in enumerate(all_ranks) if not torch.equal(value, all_ranks[0])]
-    if others:
-        shown = ", ".join(map(str, others[:8])) + (", …" if len(others) > 8 else "")
+    local = torch.tensor([int.from_bytes(digest, "big", signed=True)], device=device)
+    all_ranks = [torch.zeros_like(local) for _ in range(dist.get_world_size())]
+    dist.all_gather(all_ranks, local)
+    different = [rank for rank, value in enumerate(all_ranks) if not torch.equal(value, all_ranks[0])]
+    if different:
+        shown = ", ".join(map(str, different[:8])) + (", …" if len(different) > 8 else "")
         raise RunError(
             f"the recipe or the text of rank {shown} is not that of rank 0. "
             "Give every machine the same recipe, files and data.source.",

@@ -31,32 +31,39 @@ class RankEnvironment:
     @classmethod
     def detect(cls, env: Mapping[str, str] = os.environ) -> Self:
         """Read the environment variables that a launcher sets. Raises RunError if they are contradictory."""
-        default_addr, default_port = "127.0.0.1", _DEFAULT_PORT
+        default_addr = "127.0.0.1"
+        default_port = _DEFAULT_PORT
         if "RANK" in env and "WORLD_SIZE" in env:
-            rank, world_size, local_rank = "RANK", "WORLD_SIZE", "LOCAL_RANK"
+            rank = "RANK"
+            world_size = "WORLD_SIZE"
+            local_rank = "LOCAL_RANK"
             env = {"LOCAL_RANK": "0", **env}
         elif (tasks := _slurm_tasks(env)) is not None:
-            rank, world_size, local_rank = "SLURM_PROCID", tasks, "SLURM_LOCALID"
+            rank = "SLURM_PROCID"
+            world_size = tasks
+            local_rank = "SLURM_LOCALID"
             default_addr = _first_host(env.get("SLURM_STEP_NODELIST", default_addr))
             # Every task of the job must derive the same port, and jobs on one node different ones.
             default_port = str(15000 + int(env.get("SLURM_JOB_ID", "0")) % 20000)
         elif "OMPI_COMM_WORLD_RANK" in env:
-            rank, world_size, local_rank = (f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK"))
+            rank = "OMPI_COMM_WORLD_RANK"
+            world_size = "OMPI_COMM_WORLD_SIZE"
+            local_rank = "OMPI_COMM_WORLD_LOCAL_RANK"
         else:
             return cls()
-        found = cls(
+        environment = cls(
             rank=read_integer(env, rank),
             world_size=read_integer(env, world_size),
             local_rank=read_integer(env, local_rank),
             master_addr=env.get("MASTER_ADDR") or default_addr,
             master_port=read_integer(env, "MASTER_PORT", default_port),
         )
-        if not 0 <= found.rank < found.world_size:
+        if not 0 <= environment.rank < environment.world_size:
             raise RunError(
-                f"rank {found.rank} of {found.world_size} ranks: ranks count from 0. "
+                f"rank {environment.rank} of {environment.world_size} ranks: ranks count from 0. "
                 "Check RANK and WORLD_SIZE in the environment, or start through `deepspeed` or `torchrun`."
             )
-        return found
+        return environment
 
     @property
     def variables(self) -> dict[str, str]:
@@ -92,7 +99,7 @@ def pick_device(environment: RankEnvironment) -> "torch.device":
 def read_integer(env: Mapping[str, str], name: str, default: str | None = None) -> int:
     """Read a whole number from the environment. Raises RunError if it is not one, or missing without a default."""
     text = env.get(name, default)
-    if text is None or not re.fullmatch(r"\d+", text):
+    if text is None or not re.fullmatch(r"[0-9]{1,40}", text):
         raise RunError(
             f"{name}={text!r} in the environment: a whole number is needed. Check how the ranks are started."
         )

@@ -21,7 +21,7 @@ from toolkit.errors import PreemptedError, RunError
 from toolkit.launch.forked_script import ForkedScript, can_fork
 from toolkit.launch.health.heartbeat import PEER_FAILED
 from toolkit.launch.rank_environment import RankEnvironment
-from toolkit.launch.stop_requests import REPEAT_SECONDS, SAVE_SECONDS, STOP_SIGNALS
+from toolkit.launch.stop_requests import PASSED_ON, RANK_SIGNALS, REPEAT_SECONDS, SAVE_SECONDS, STOP_SIGNALS
 from toolkit.parent_process import end_with
 
 AUTO = "auto"
@@ -36,7 +36,7 @@ Ranks = Sequence[Rank]
 
 @dataclass(frozen=True, kw_only=True)
 class _RunExit:
-    """How a run ended. `is_crash`: a rank died, by a signal or an error other than bad input, and was not asked to."""
+    """The end of a run. `is_crash`: a rank died, by a signal or an error other than bad input, and was not asked to."""
 
     code: int
     is_crash: bool = False
@@ -50,7 +50,7 @@ def run_with_restarts(
     *,
     preload: Callable[[], None] | None = None,
 ) -> int:
-    """Like `run_local_ranks`, but start again after a crash, up to `restarts` times.
+    """Run local ranks as `run_local_ranks` does, and start again after a crash, up to `restarts` times.
 
     `arguments` maps an attempt (0: the first start) to the script's arguments and a description of where it resumes.
     """
@@ -63,14 +63,14 @@ def run_with_restarts(
     _handle_stop_signals(lambda number, frame: received.append(number))
     start = ForkedScript if preload is not None and not received and can_fork() else _start
     for attempt in range(restarts + 1):
-        given, origin = arguments(attempt)
+        script_arguments, origin = arguments(attempt)
         if received:
             before = f"restart {attempt}, {origin}" if attempt else "the ranks started; nothing was saved yet"
             print(f"error: stopped by {signal.Signals(received[0]).name} before {before}.", file=sys.stderr)
             return 128 + received[0]
         if attempt:
             print(f"restart {attempt} of {restarts}: {origin}", file=sys.stderr, flush=True)
-        ended = _run(partial(start, script, given), nproc, received)
+        ended = _run(partial(start, script, script_arguments), nproc, received)
         if not ended.is_crash:
             break
     return ended.code
@@ -93,11 +93,11 @@ def run_local_ranks(
 ) -> int:
     """Run `python script arguments…` as `nproc` ranks; return the exit code of the first rank that failed, or 0.
 
-    The ranks start with STOP_SIGNALS blocked, until they can handle them. When one fails, the others have three seconds
+    The ranks start with RANK_SIGNALS blocked, until they can handle them. When one fails, the others have three seconds
     to report what they know about it, and are killed: without their peer they would wait in a collective. STOP_SIGNALS
-    are passed on to the ranks, which have two minutes to save a checkpoint and exit with 75. However this process ends,
-    its ranks end. With `preload`, which imports in this process what ranks need, they are forked from it where that is
-    possible; all imports, their time and most of their memory are then shared.
+    are passed on to the ranks (`PASSED_ON`), which have two minutes to save a checkpoint and exit with 75. However this
+    process ends, its ranks end. With `preload`, which imports in this process what ranks need, they are forked from it
+    where that is possible; all imports, their time and most of their memory are then shared.
     """
     return run_with_restarts(script, lambda attempt: (arguments, ""), nproc, 0, preload=preload)
 
@@ -106,10 +106,10 @@ def _run(start: Callable[[dict[str, str]], Rank], nproc: int, received: Sequence
     port = free_port()
     ranks: list[Rank] = []
     try:
-        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        signal.pthread_sigmask(signal.SIG_BLOCK, RANK_SIGNALS)
         for number in range(nproc):
             ranks.append(start(os.environ | rank_variables(number, nproc, port)))
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, RANK_SIGNALS)
         while (ended := _poll(ranks)) is None and not received:
             time.sleep(_POLL_SECONDS)
         if ended is None or received or ended.code == PreemptedError.exit_code:
@@ -127,7 +127,7 @@ def _poll(ranks: Ranks) -> _RunExit | None:
     # A killed rank comes first: the others failed because of it.
     for rank, code in enumerate(codes):
         if code is not None and code < 0:
-            print(f"error: rank {rank} was ended by {signal.Signals(-code).name}.", file=sys.stderr, flush=True)
+            print(f"error: rank {rank} was ended by {_signal_name(-code)}.", file=sys.stderr, flush=True)
             _wait_for_messages(ranks)
             return _RunExit(code=128 - code, is_crash=True)
     if not any(codes):
@@ -143,6 +143,14 @@ def _poll(ranks: Ranks) -> _RunExit | None:
     return _RunExit(code=next(iter(failed - {PEER_FAILED}), PEER_FAILED), is_crash=True)
 
 
+def _signal_name(number: int) -> str:
+    """SIGKILL for 9; real-time signals have numbers alone."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 def _wait_for_messages(ranks: Ranks) -> None:
     """Let ranks report and exit by themselves."""
     deadline = time.monotonic() + _MESSAGE_SECONDS
@@ -156,7 +164,8 @@ def _running(ranks: Ranks) -> Ranks:
 
 def _stop(ranks: Ranks, received: Sequence[int]) -> int:
     """Pass signals on and wait for the checkpoint; return the exit code that the ranks agree on, or the signal's."""
-    passed_on, start = 0, time.monotonic()
+    passed_on = 0
+    start = time.monotonic()
     deadline = start + SAVE_SECONDS
     while (running := _running(ranks)) and time.monotonic() < deadline:
         if ranks[0].poll() == PreemptedError.exit_code:
@@ -165,8 +174,8 @@ def _stop(ranks: Ranks, received: Sequence[int]) -> int:
             passed_on = len(received)
             insists = received[-1] != signal.SIGUSR1 and time.monotonic() - start > REPEAT_SECONDS
             deadline = time.monotonic() + _MESSAGE_SECONDS if insists else deadline
-            for rank in running:  # SIGUSR1 never ends a rank that is about to save, however often it comes
-                rank.send_signal(signal.SIGTERM if insists else signal.SIGUSR1)
+            for rank in running:
+                rank.send_signal(signal.SIGTERM if insists else PASSED_ON[signal.Signals(received[-1])])
         time.sleep(_POLL_SECONDS)
     codes = [rank.poll() for rank in ranks]
     if late := [str(rank) for rank, code in enumerate(codes) if code is None]:
@@ -179,27 +188,36 @@ def _stop(ranks: Ranks, received: Sequence[int]) -> int:
 class Restart:
     """The arguments of recipes/train.py for each attempt of one run. Create it before the first attempt.
 
+    `arguments`: those of the user, to which an attempt adds `--resume` and `--overwrite` where it needs them.
+
     A restart resumes from the newest checkpoint that the run has saved. Without one it repeats the first attempt and
     overwrites what that left; a run that was in the directory before is kept, unless `overwrite`.
     """
 
-    def __init__(self, *, run_dir: Path, given: Sequence[str], resume: str | None, overwrite: bool) -> None:
-        self.run_dir, self._given, self._resume, self._overwrite = run_dir, given, resume, overwrite
-        self._earlier = {_identity(one) for one in self._checkpoints()}
+    def __init__(self, *, run_dir: Path, arguments: Sequence[str], resume: str | None, overwrite: bool) -> None:
+        self.run_dir = run_dir
+        self._arguments = arguments
+        self._resume = resume
+        self._overwrite = overwrite
+        self._earlier = {_identity(checkpoint) for checkpoint in self._checkpoints()}
         self._had_run = (run_dir / "metrics.jsonl").exists()
 
     def arguments(self, attempt: int) -> tuple[list[str], str]:
         """Return the arguments of an attempt (0: the first start), and a description of where it resumes."""
         # Quoted, because a name such as 2024 would be read as a number.
-        given = [*self._given, f"run_dir={json.dumps(str(self.run_dir), ensure_ascii=False)}"]
-        first = ["--resume", self._resume] if self._resume else []
+        arguments = [*self._arguments, f"run_dir={json.dumps(str(self.run_dir), ensure_ascii=False)}"]
+        saved = [checkpoint for checkpoint in self._checkpoints() if _identity(checkpoint) not in self._earlier]
+        if attempt and saved:
+            return [*arguments, "--resume", AUTO], f"resuming from {saved[-1].name} in {self.run_dir}"
+        if self._resume:
+            arguments += ["--resume", self._resume]
+        if self._overwrite or (attempt and not self._had_run):
+            arguments.append("--overwrite")
         if attempt == 0:
-            return [*given, *first, *["--overwrite"] * self._overwrite], ""
-        saved = [one for one in self._checkpoints() if _identity(one) not in self._earlier]
-        if saved:
-            return [*given, "--resume", AUTO], f"resuming from {saved[-1].name} in {self.run_dir}"
-        origin = f"from {self._resume} again" if self._resume else "from the beginning, as no checkpoint was saved yet"
-        return [*given, *first, *["--overwrite"] * (self._overwrite or not self._had_run)], origin
+            return arguments, ""
+        if self._resume:
+            return arguments, f"from {self._resume} again"
+        return arguments, "from the beginning, as no checkpoint was saved yet"
 
     def _checkpoints(self) -> list[ListedCheckpoint]:
         try:
@@ -223,7 +241,7 @@ def _start(script: Path, arguments: Sequence[str], environment: dict[str, str]) 
 
 
 def _variables_of_all(nproc: int) -> dict[str, str]:
-    """What torch reads when it is imported, where the user has not set it."""
+    """Return variables that torch reads when it is imported, where the user has not set them."""
     defaults = {
         # By default each rank would start one thread per core, and all ranks would compete for the same cores.
         "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // nproc)),

@@ -20,6 +20,11 @@ from toolkit.launch.rank_environment import RankEnvironment
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """Ctrl-C; what Slurm, Kubernetes and `timeout` send; what `sbatch --signal=USR1@120` asks for."""
+PASSED_ON = {signal.SIGINT: signal.SIGRTMIN + 1, signal.SIGTERM: signal.SIGRTMIN + 2, signal.SIGUSR1: signal.SIGUSR1}
+"""What `dstk train` sends to its ranks for a signal that it got. They tell by it which one that was; and however often
+it comes, it never ends a rank that is about to save, as SIGINT or SIGTERM a second later would."""
+RANK_SIGNALS = (*STOP_SIGNALS, PASSED_ON[signal.SIGINT], PASSED_ON[signal.SIGTERM])
+"""What ranks handle."""
 SAVE_SECONDS = 120
 REPEAT_SECONDS = 1.0
 """Launchers pass a signal on to ranks that have got it too: what comes within this time is the same request."""
@@ -52,16 +57,19 @@ class _Requests:
     def __init__(self) -> None:
         self._prints = RankEnvironment.detect().rank == 0
         self.run: Stoppable | None = None
-        self.code, self.cause, self.is_over, self._repeats_from = 0, "", False, 0.0
+        self.code = 0
+        self.cause = ""
+        self.is_over = False
+        self._repeats_from = 0.0
         self._lock = threading.RLock()
         read_end, self._pipe = os.pipe()
         os.set_blocking(self._pipe, False)
-        kept = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        numbers = [number for number in RANK_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
         # Python writes to the pipe only what has a handler.
-        self._previous = {number: signal.signal(number, lambda number, frame: None) for number in kept}
+        self._previous = {number: signal.signal(number, lambda number, frame: None) for number in numbers}
         signal.set_wakeup_fd(self._pipe, warn_on_full_buffer=False)
         threading.Thread(target=self._read, args=(read_end,), name="watchdog-signals", daemon=True).start()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # `dstk train` starts its ranks with these blocked
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, RANK_SIGNALS)  # `dstk train` starts its ranks with these blocked
 
     def close(self) -> None:
         for number, handler in self._previous.items():
@@ -71,9 +79,12 @@ class _Requests:
 
     def _read(self, pipe: int) -> None:
         while received := os.read(pipe, 64):
-            for number in STOP_SIGNALS:  # Ctrl-C before the SIGUSR1 with which `dstk train` passes it on
+            for number in STOP_SIGNALS:  # before what `dstk train` passes on, which Ctrl-C reaches too
                 if number in received:
                     self.request(128 + number, number.name, insists=number != signal.SIGUSR1)
+            for number, passed_on in PASSED_ON.items():
+                if passed_on in received:
+                    self.request(128 + number, number.name)
         os.close(pipe)
 
     def request(self, code: int, cause: str, *, insists: bool = False) -> None:
@@ -84,7 +95,9 @@ class _Requests:
                 if insists and now > self._repeats_from:
                     self.end(code, "" if self.is_over else f"ended at once by a second signal, {cause}")
                 return
-            self.code, self.cause, self._repeats_from = code, cause, now + REPEAT_SECONDS
+            self.code = code
+            self.cause = cause
+            self._repeats_from = now + REPEAT_SECONDS
             if self.run is None:
                 self.end(code, f"stopped by {cause} before training began")
             if self._prints and os.isatty(2):
@@ -94,7 +107,8 @@ class _Requests:
     def finish(self) -> None:
         """Ignore requests for a while: the run has ended, and this process is about to."""
         with self._lock:
-            self.is_over, self._repeats_from = True, time.monotonic() + _EXIT_SECONDS
+            self.is_over = True
+            self._repeats_from = time.monotonic() + _EXIT_SECONDS
 
     def end(self, code: int, reason: str) -> NoReturn:
         """Exit now. Rank 0 prints the reason, and what is saved."""
@@ -118,11 +132,14 @@ def listen() -> None:
 
 @contextmanager
 def stoppable(run: Stoppable) -> Iterator[None]:
-    """Meanwhile a request stops `run` at a step boundary. One rank's is enough. For the main thread."""
+    """Let a request inside stop `run` at a step boundary. One rank's is enough. For the main thread."""
     global _requests
     is_listening = _requests is not None
-    requests = _requests = _requests or _Requests()
-    requests.run, requests.is_over = run, False
+    if _requests is None:
+        _requests = _Requests()
+    requests = _requests
+    requests.run = run
+    requests.is_over = False
     try:
         yield
     finally:
@@ -154,7 +171,9 @@ os.register_at_fork(after_in_child=_stop_listening)
 
 def _follow_launchers(requests: _Requests) -> None:
     """Request a stop when a launcher among the ancestors of this process ends."""
-    poll, causes, pid = select.poll(), {}, os.getpid()
+    poll = select.poll()
+    causes = {}
+    pid = os.getpid()
     with contextlib.suppress(OSError):  # one has ended since, or the kernel is old
         while pid := int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]):
             line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")

@@ -1,4 +1,4 @@
-"""What ranks publish in the heartbeat store: heartbeats, and one failure report. Imports no torch."""
+"""Messages of ranks in the heartbeat store: heartbeats, and one failure report. Imports no torch."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -26,7 +26,7 @@ class Heartbeat(_Message):
     rank: int
     host: str
     machine_id: str
-    """Differs between machines and between containers, as process ids are valid within one."""
+    """Identifies a machine and a container in which process ids are valid."""
     pid: int
     step: int
     phase: str
@@ -35,15 +35,15 @@ class Heartbeat(_Message):
     phases_started: int
     """Phases since the step started."""
     sequence: int
-    """Increases as long as the process can run Python."""
+    """Number of heartbeats, which increases as long as the process can run Python."""
     stalled_seconds: float
-    """Since the main thread last reported progress."""
+    """Seconds since the main thread last reported progress."""
     limit_seconds: float
-    """How long this phase may take without progress; 0 means no limit."""
+    """Seconds that this phase may take without progress; 0 means no limit."""
     in_collective: bool
     """Whether the main thread is seen waiting for other ranks."""
     exit_reason: str = ""
-    """Why this rank is about to exit, in one line."""
+    """Reason why this rank is about to exit, in one line; empty otherwise."""
     exit_code: int = 0
     is_local_failure: bool = False
     """Whether the other ranks will not fail in the same way by themselves."""
@@ -73,4 +73,4 @@ class FailureReport(_Message):
     stack_ranks: tuple[int, ...] = ()
     """Ranks that print the stacks of their threads."""
     unreachable: int = 0
-    """How many ranks cannot read this."""
+    """Number of ranks that cannot read this."""

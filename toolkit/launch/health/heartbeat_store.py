@@ -14,7 +14,8 @@ from toolkit.launch.health.heartbeat import FailureReport, Heartbeat
 _EMPTY = "-"
 _RESPONSE_SECONDS = 60
 _FIRST_HEARTBEAT_SECONDS = 10
-"""All ranks have just passed the rendezvous, so rank 0 is about as far."""
+"""Seconds of waiting for rank 0's first heartbeat: all ranks have just passed the rendezvous, so rank 0 is about as
+far."""
 _LOST_CONNECTION = re.compile(r"\bgloo/|\bNCCL\b|[Cc]onnection (closed|reset|refused)|Broken pipe")
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -51,7 +52,8 @@ class HeartbeatStore:
         # A connection of its own: a thread that waits for a key of the job's store would block the watchdog as well.
         self._store = PrefixStore("watchdog", store.clone())  # type: ignore[attr-defined]  # the stubs lack it
         self._store.set_timeout(timedelta(seconds=_RESPONSE_SECONDS))
-        self.rank, self.world_size = rank, world_size
+        self.rank = rank
+        self.world_size = world_size
 
     @_request
     def open(self, heartbeat: Heartbeat) -> Heartbeat | None:
@@ -81,8 +83,8 @@ class HeartbeatStore:
         if not self._store.check([f"heartbeat-{rank}" for rank in wanted]):
             wanted = [rank for rank in wanted if self._store.check([f"heartbeat-{rank}"])]
         texts = self._store.multi_get([f"heartbeat-{rank}" for rank in wanted]) if wanted else []
-        found = {rank: _heartbeat(text) for rank, text in zip(wanted, texts, strict=True)}
-        return {rank: heartbeat for rank, heartbeat in found.items() if heartbeat is not None}
+        heartbeats = {rank: _heartbeat(text) for rank, text in zip(wanted, texts, strict=True)}
+        return {rank: heartbeat for rank, heartbeat in heartbeats.items() if heartbeat is not None}
 
     @_request
     def report_failure(self, report: FailureReport) -> FailureReport:

@@ -1,4 +1,4 @@
-"""When a rank counts as stalled, which ranks stall the job, and the messages that name them. Imports no torch."""
+"""Stalled ranks: which ranks stall the job, and the messages that name them. Imports no torch."""
 
 from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from toolkit.launch.health.heartbeat import Heartbeat
 _MOST_STACKS = 4
 _MOST_NAMES = 8
 START_UP_SECONDS = 1800.0
-"""Until the first step is done, models are read from slow disks and kernels compiled, however short steps are."""
+"""Least limit until the first step is done: models are read from slow disks and kernels are compiled."""
 _LONG_PHASE_FACTOR = 3
 _LONG_PHASES = ("evaluate", "checkpoint", "finish")
 
@@ -35,12 +35,13 @@ class StallClock:
             self.seconds = 0.0
         else:
             self.seconds += min(now - self._last, self._longest_gap_seconds)
-        self._counter, self._last = counter, now
+        self._counter = counter
+        self._last = now
         return self.seconds
 
 
 def limit_seconds(timeout_seconds: float, phase: str = "start-up", steps_started: int = 0) -> float:
-    """How long a rank may make no progress; 0 means no limit. Without further arguments the longest of all limits."""
+    """Return the seconds that a rank may make no progress, 0 for no limit; by default the longest of all limits."""
     if not timeout_seconds:
         return 0.0
     if steps_started <= 1:
@@ -80,20 +81,22 @@ def find_stalled_ranks(
     if unresponsive:
         return StalledRanks(kind="unresponsive", ranks=tuple(sorted(unresponsive)))
     stalled = _among_responsive(list(heartbeats.values()))
-    found = [heartbeats[rank] for rank in stalled.ranks]
-    overdue = any(one.limit_seconds and one.stalled_seconds >= one.limit_seconds for one in found)
+    stalling = [heartbeats[rank] for rank in stalled.ranks]
+    overdue = any(
+        heartbeat.limit_seconds and heartbeat.stalled_seconds >= heartbeat.limit_seconds for heartbeat in stalling
+    )
     return stalled if overdue else None
 
 
 def _among_responsive(heartbeats: Sequence[Heartbeat]) -> StalledRanks:
-    first = min(one.progress for one in heartbeats)
-    behind = [one for one in heartbeats if one.progress == first]
-    ahead = [one for one in heartbeats if one.progress != first]
-    if ahead and all(one.in_collective for one in heartbeats) and len(ahead) < len(behind):
+    first = min(heartbeat.progress for heartbeat in heartbeats)
+    behind = [heartbeat for heartbeat in heartbeats if heartbeat.progress == first]
+    ahead = [heartbeat for heartbeat in heartbeats if heartbeat.progress != first]
+    if ahead and all(heartbeat.in_collective for heartbeat in heartbeats) and len(ahead) < len(behind):
         # Every rank waits for others: the collectives do not match, and the minority is wrong.
         return StalledRanks(kind="diverged", ranks=_ranks(ahead))
     # Some of those behind may wait for one of them (tensor-parallel ranks for each other).
-    not_waiting = [one for one in behind if not one.in_collective]
+    not_waiting = [heartbeat for heartbeat in behind if not heartbeat.in_collective]
     if ahead:
         return StalledRanks(kind="behind", ranks=_ranks(not_waiting or behind))
     if behind[0].phase == "data" or len(heartbeats) == 1:
@@ -104,12 +107,13 @@ def _among_responsive(heartbeats: Sequence[Heartbeat]) -> StalledRanks:
 
 
 def _ranks(heartbeats: Collection[Heartbeat]) -> tuple[int, ...]:
-    return tuple(sorted(one.rank for one in heartbeats))
+    return tuple(sorted(heartbeat.rank for heartbeat in heartbeats))
 
 
 def describe_hang(stalled: StalledRanks, heartbeats: Mapping[int, Heartbeat], seconds: float) -> str:
     """Describe in one line what `find_stalled_ranks` found, after a rank had made no progress for `seconds`."""
-    waited, hint = f"no progress for {seconds:.0f} s", "See train.hang_timeout."
+    waited = f"no progress for {seconds:.0f} s"
+    hint = "See train.hang_timeout."
     if stalled.kind == "missing":
         return f"{waited}: {_list(stalled.ranks)} never started. {hint}"
     if stalled.kind == "unknown":
@@ -117,15 +121,15 @@ def describe_hang(stalled: StalledRanks, heartbeats: Mapping[int, Heartbeat], se
             f"{waited}: all ranks respond and are in {heartbeats[stalled.ranks[0]].location}, and nothing shows which "
             f"one hangs. Stacks of {_list(stalled.stack_ranks)} follow. {hint}"
         )
-    rest = [one for one in heartbeats.values() if one.rank not in stalled.ranks]
-    locations = sorted({one.location for one in rest})
-    others = f", and the others wait in {' and '.join(locations[:3])}" if locations else ""
+    waiting = [heartbeat for heartbeat in heartbeats.values() if heartbeat.rank not in stalled.ranks]
+    locations = sorted({heartbeat.location for heartbeat in waiting})
+    wait_of_others = f", and the others wait in {' and '.join(locations[:3])}" if locations else ""
     named = [heartbeats[rank] for rank in stalled.ranks]
     if stalled.kind == "unresponsive":
         # Their last heartbeats are old, but no rank can be more than one step behind those that wait for it.
-        step = min((one.step for one in rest), default=0)
-        return _describe_unresponsive(_names(named, step), others, waited)
-    return f"{_names(named)} hangs{others}: {waited}. The stack follows. {hint}"
+        step = min((heartbeat.step for heartbeat in waiting), default=0)
+        return _describe_unresponsive(_names(named, step), wait_of_others, waited)
+    return f"{_names(named)} hangs{wait_of_others}: {waited}. The stack follows. {hint}"
 
 
 def describe_death(heartbeat: Heartbeat, step: int = 0) -> str:
@@ -139,8 +143,9 @@ def describe_no_response(heartbeat: Heartbeat, step: int, seconds: float) -> str
     return _describe_unresponsive(_names([heartbeat], step), "", f"no progress for {seconds:.0f} s")
 
 
-def _describe_unresponsive(names: str, others: str, waited: str) -> str:
-    return f"{names} no longer responds (stopped, frozen or disconnected){others}: {waited}. See train.hang_timeout."
+def _describe_unresponsive(names: str, wait_of_others: str, waited: str) -> str:
+    state = "no longer responds (stopped, frozen or disconnected)"
+    return f"{names} {state}{wait_of_others}: {waited}. See train.hang_timeout."
 
 
 def _location(heartbeat: Heartbeat, step: int) -> str:
@@ -148,11 +153,13 @@ def _location(heartbeat: Heartbeat, step: int) -> str:
 
 
 def _names(heartbeats: Sequence[Heartbeat], step: int = 0) -> str:
-    shown = ", ".join(f"{one.name} in {_location(one, step)}" for one in heartbeats[:_MOST_NAMES])
+    shown = ", ".join(f"{heartbeat.name} in {_location(heartbeat, step)}" for heartbeat in heartbeats[:_MOST_NAMES])
     more = len(heartbeats) - _MOST_NAMES
-    return shown + (f" and {more} more" if more > 0 else "")
+    return f"{shown} and {more} more" if more > 0 else shown
 
 
 def _list(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:_MOST_NAMES])) + (", …" if len(ranks) > _MOST_NAMES else "")
+    shown = ", ".join(map(str, ranks[:_MOST_NAMES]))
+    if len(ranks) > _MOST_NAMES:
+        shown += ", …"
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

@@ -30,7 +30,7 @@ _RANKS_PER_PERIOD = 500
 _MISSED_HEARTBEATS = 5
 _NEXT_INVESTIGATOR_SECONDS = 10.0
 _OWN_ERROR_SECONDS = 3.0
-"""When the store is gone, its host may have met an error that this rank is about to meet as well."""
+"""Seconds of waiting for an error of this rank: when the store is gone, its host may have met the same error."""
 _EXIT_SECONDS = 2.0
 _STOP_REQUEST_SECONDS = 1.0
 
@@ -57,24 +57,34 @@ class Watchdog:
     def __init__(
         self, store: HeartbeatStore, *, local_rank: int, timeout_seconds: float, store_rank: int | None
     ) -> None:
-        self._store, self._store_rank, self._timeout_seconds = store, store_rank, timeout_seconds
-        self._rank, self._local_rank, self._world_size = store.rank, local_rank, store.world_size
-        self._host, self._machine_id = socket.gethostname(), local_process.machine_id()
+        self._store = store
+        self._store_rank = store_rank
+        self._timeout_seconds = timeout_seconds
+        self._rank = store.rank
+        self._local_rank = local_rank
+        self._world_size = store.world_size
+        self._host = socket.gethostname()
+        self._machine_id = local_process.machine_id()
         self._heartbeat_seconds = _HEARTBEAT_SECONDS * max(1.0, store.world_size / _RANKS_PER_PERIOD)
         self._progress = _Progress("start-up", 0, 0, 0)
-        self._phase_reports = self._sequence = self._responses = 0
+        self._phase_reports = 0
+        self._sequence = 0
+        self._responses = 0
         self._stalled_seconds = 0.0
         self._peer: local_process.PeerProcess | None = None
         self._needs_peer = store.world_size > 1
         self._store_heartbeat: Heartbeat | None = None
         """The last heartbeat of the rank that hosts the store."""
         self._turns: dict[str, float] = {}
-        """When this rank may investigate a question."""
+        """Times from which this rank may investigate each question."""
         self._failure = _Failure("", 0, False)
         self._has_lost_connection = False
-        self._wake, self._stopped, self._finishing = threading.Event(), threading.Event(), threading.Event()
+        self._wake = threading.Event()
+        self._stopped = threading.Event()
+        self._finishing = threading.Event()
         self._error_published = threading.Event()
-        self._exiting, self._exit_announced = threading.Event(), threading.Event()
+        self._exiting = threading.Event()
+        self._exit_announced = threading.Event()
         self._no_rank_died = threading.Event()
         self._threads = [
             threading.Thread(target=self._measure_time, name="watchdog-time", daemon=True),
@@ -105,11 +115,14 @@ class Watchdog:
             self._wake.set()
             # The other thread ends this process, or finds that no rank died.
             self._no_rank_died.wait(_OWN_ERROR_SECONDS + (3 + _MISSED_HEARTBEATS) * self._heartbeat_seconds)
-        exit_code, is_local = 1, True
+        exit_code = 1
+        is_local = True
         if isinstance(error, ToolkitError):
-            exit_code, is_local = error.exit_code, error.scope != "job"
+            exit_code = error.exit_code
+            is_local = error.scope != "job"
         elif isinstance(error, KeyboardInterrupt):
-            exit_code, is_local = 130, False
+            exit_code = 130
+            is_local = False
         self._failure = _Failure(local_process.summarize(error), exit_code, is_local)
         self._wake.set()
         self._error_published.wait(_EXIT_SECONDS)
@@ -141,7 +154,8 @@ class Watchdog:
         return bool(limit) and self._stalled_seconds >= limit
 
     def _measure_time(self) -> None:
-        main_thread, store = StallClock(4 * _TICK_SECONDS), StallClock(4 * _TICK_SECONDS)
+        main_thread = StallClock(4 * _TICK_SECONDS)
+        store = StallClock(4 * _TICK_SECONDS)
         armed = 0.0
         while not self._stopped.wait(_TICK_SECONDS):
             now = time.monotonic()
@@ -218,7 +232,8 @@ class Watchdog:
 
     def _find_peer(self) -> None:
         """Ranks of a machine watch each other in a ring, which they find without help from the launcher."""
-        next_rank, first_rank = (self._rank + 1) % self._world_size, self._rank - self._local_rank
+        next_rank = (self._rank + 1) % self._world_size
+        first_rank = self._rank - self._local_rank
         for rank in dict.fromkeys((next_rank, first_rank)):
             if rank == self._rank:
                 continue
@@ -294,10 +309,12 @@ class Watchdog:
         if not self._may_investigate("lost"):
             return
         heartbeats, unresponsive = self._collect_heartbeats()
-        exiting = [one for one in heartbeats.values() if one.exit_reason]
-        dead = [one for one in exiting if one.is_local_failure] or [heartbeats[rank] for rank in sorted(unresponsive)]
+        exiting = [heartbeat for heartbeat in heartbeats.values() if heartbeat.exit_reason]
+        dead = [heartbeat for heartbeat in exiting if heartbeat.is_local_failure] or [
+            heartbeats[rank] for rank in sorted(unresponsive)
+        ]
         if dead:
-            message = "; ".join(stalled_ranks.describe_death(one, self._progress.step) for one in dead[:4])
+            message = "; ".join(stalled_ranks.describe_death(heartbeat, self._progress.step) for heartbeat in dead[:4])
             self._report(FailureReport(reporter=self._rank, message=message, unreachable=len(unresponsive)))
         if exiting:  # its error concerns all ranks, and it has printed it
             local_process.exit_now(exiting[0].exit_code)
@@ -313,7 +330,8 @@ class Watchdog:
     def _report_own_failure(self) -> None:
         if self._failure.is_local_failure:
             is_bad_input = self._failure.exit_code == 2
-            message, exit_code = stalled_ranks.describe_death(self._heartbeat()), 2 if is_bad_input else PEER_FAILED
+            message = stalled_ranks.describe_death(self._heartbeat())
+            exit_code = 2 if is_bad_input else PEER_FAILED
             report = FailureReport(reporter=self._rank, message=message, exit_code=exit_code)
             if self._store.report_failure(report) == report and not is_bad_input:
                 local_process.print_error(f"error: {message}")
@@ -367,7 +385,8 @@ class Watchdog:
     def _exit_without_store(self, *, died: bool) -> NoReturn:
         """Exit without an agreement: one rank of each machine prints what all of them see."""
         if self._rank == 1 or self._local_rank == 0:
-            step, last = self._progress.step, self._store_heartbeat
+            step = self._progress.step
+            last = self._store_heartbeat
             if self._store_rank is None or last is None:
                 host = "the launcher" if self._store_rank is None else f"rank {self._store_rank}"
                 where = self._heartbeat().location
