@@ -49,7 +49,7 @@ def test_every_key_is_explained(name: str) -> None:
     made = JOBS[name]
     rows = explain(made.config, made)
     assert [row.path for row in rows] == [path for path, _ in leaves(made.config)]
-    assert all(row.what.endswith(".") and row.why for row in rows)
+    assert all(row.purpose.endswith(".") and row.why for row in rows)
 
 
 def test_every_auto_says_who_fills_it_in() -> None:

@@ -30,7 +30,7 @@ def _named_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def near_of(rule: Rule) -> tuple[Config | str, Mapping[str, Any]]:
     near = rule.near if isinstance(rule.near, str) else dict(rule.near)
-    return near, rule.given if rule.near_given is None else rule.near_given
+    return near, rule.facts if rule.near_facts is None else rule.near_facts
 
 
 def reader_of(example: Config | str, given: Mapping[str, Any]) -> str:
@@ -72,9 +72,9 @@ def test_what_a_rule_claims_happens_and_not_to_what_is_close_to_it(ranks: Callab
     keys: dict[int, list[tuple[str, str]]] = defaultdict(list)
     for rule in RULES.values():
         example = rule.example if isinstance(rule.example, str) else dict(rule.example)
-        configs = {"example": (example, rule.given), "near": near_of(rule)}
+        configs = {"example": (example, rule.facts), "near": near_of(rule)}
         if rule.claim == "ignored":
-            configs["without"] = (without_the_key(rule), rule.given)
+            configs["without"] = (without_the_key(rule), rule.facts)
         for name, (config, given) in configs.items() if rule.claim in RUN else ():
             world_size = given["gpus"] if given.get("gpus", 9) < 4 else 1
             cases[world_size].append((config, reader_of(config, given), dict(given)))
@@ -106,5 +106,5 @@ def test_an_error_is_a_claim_that_was_run() -> None:
 
 def test_the_examples_differ_from_what_is_close_to_them() -> None:
     assert [rule.id for rule in RULES.values() if json.dumps(rule.example) == json.dumps(rule.near)] == [
-        rule.id for rule in RULES.values() if rule.near_given is not None and rule.example == rule.near
+        rule.id for rule in RULES.values() if rule.near_facts is not None and rule.example == rule.near
     ]

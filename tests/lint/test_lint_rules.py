@@ -1,4 +1,6 @@
+import json
 import re
+from pathlib import Path
 
 import pytest
 from lint_cases import ids, kinds, lint, lint_example, planted, valid
@@ -91,6 +93,53 @@ def test_a_total_for_all_ranks_is_distinguished_from_a_wrong_total() -> None:
     config = valid()["zero1"]
     assert "DS307" in ids(lint(config, gpus=8, layout=Layout(tp=2)))
     assert "DS307" not in ids(lint(config, gpus=16, layout=Layout(tp=4)))
+
+
+SHIPPED = Path(__file__).parents[2] / "ds_configs"
+
+
+@pytest.mark.parametrize(
+    ("name", "severity", "words"),
+    [
+        ("3d", "info", "right for 2 data-parallel ranks: 8 GPUs with tp x pp x ulysses = 4"),
+        ("pipeline_zero1", "info", "right for 4 data-parallel ranks: 8 GPUs with tp x pp x ulysses = 2"),
+        ("zeropp", "error", "right for 16 data-parallel ranks"),
+    ],
+)
+def test_without_a_layout_a_right_file_is_not_called_contradictory(name: str, severity: str, words: str) -> None:
+    config = json.loads((SHIPPED / f"{name}.json").read_text())
+    (found,) = [one for one in lint(config, gpus=8) if one.path == ("train_batch_size",)]
+    assert (found.rule.id, found.severity, found.edits) == ("DS310", severity, ())
+    assert words in found.message
+    layout = {"3d": Layout(tp=2, pp=2), "pipeline_zero1": Layout(pp=2), "zeropp": Layout()}[name]
+    gpus = 16 if name == "zeropp" else 8
+    assert not {"DS301", "DS310"} & set(ids(lint(config, gpus=gpus, layout=layout)))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8, 48])
+@pytest.mark.parametrize("gpus", [1, 4, 6, 8, 16])
+def test_sizes_of_other_ranks_are_told_from_sizes_of_none(ranks: int, gpus: int) -> None:
+    config = {"train_batch_size": 8 * ranks, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
+    said = [one for one in lint(config, gpus=gpus) if one.rule.id in ("DS301", "DS310")]
+    assert [one.rule.id for one in said] == ["DS310"] * (ranks != gpus)
+    assert all(not one.edits for one in said)
+    if ranks != gpus and gpus % ranks == 0:  # the layout that the message asks for makes it right
+        layout = Layout(tp=gpus // ranks)
+        assert said[0].message.endswith(f"{gpus} GPUs with tp x pp x ulysses = {gpus // ranks}")
+        assert not {"DS301", "DS310", "DS307"} & set(ids(lint(config, gpus=gpus, layout=layout)))
+    half = config | {"train_batch_size": 8 * ranks + 4}  # of no whole number of ranks
+    assert [one.rule.id for one in lint(half, gpus=gpus) if one.rule.id in ("DS301", "DS310")] == ["DS301"]
+    # Where the layout is known, it is a mistake.
+    assert ("DS301" in ids(lint(config, gpus=gpus, layout=Layout(dp=gpus)))) == (ranks != gpus)
+
+
+def test_a_total_that_fewer_replicas_divide_says_so() -> None:
+    config = {"train_batch_size": 24, "train_micro_batch_size_per_gpu": 4}
+    (found,) = [one for one in lint(config, gpus=8) if one.rule.id == "DS304"]
+    assert found.message.endswith("it is where 4 GPUs share each sample (--layout)")
+    assert "DS304" not in ids(lint(config, gpus=8, layout=Layout(tp=4)))
+    (found,) = [one for one in lint(config | {"train_batch_size": 30}, gpus=8) if one.rule.id == "DS304"]
+    assert "share" not in found.message
 
 
 def test_the_nearest_key_is_suggested() -> None:

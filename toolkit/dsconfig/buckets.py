@@ -17,12 +17,12 @@ SMALLEST_ELEMENTS = 1 << 20
 LARGEST_ELEMENTS = 500_000_000
 
 _STEP_ELEMENTS = 100_000
-"""Sizes are rounded up to a multiple of this: the model is no more precise."""
+"""Sizes are rounded up to a multiple of this: the time model is not more precise."""
 
 _SHARE_OF_TRANSFER = 0.9
 """Fraction of a collective's time in which bytes move; the rest is latency."""
 _BUCKETS_OF_A_MODEL = 4
-"""With fewer buckets a model, there is little to overlap with."""
+"""Buckets that a model should have at least: with fewer, there is little to overlap with."""
 
 # Seconds, as NCCL's own tuner assumes them for rings and its "Simple" protocol (src/graph/tuning.cc, 2.18 to 2.21).
 _START_SECONDS = 8.4e-6
@@ -37,14 +37,14 @@ class Link:
     name: str
     ranks: int
     bytes_per_second: float
-    """Per rank, in one direction."""
+    """Bandwidth of a rank, in one direction."""
     latency_seconds: float
     """Time of a ring collective over all ranks without payload."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Buckets:
-    """Sizes in elements."""
+    """Sizes of buckets, in elements."""
 
     reduce: int
     allgather: int
@@ -63,7 +63,8 @@ def link_of(gpu: Gpu, layout: Layout, *, gpus_per_node: int, network_bytes_per_s
     nodes = min(ranks, math.ceil(ranks * layout.tp * layout.ulysses / gpus_per_node))
     inside = (ranks - nodes) * _HOP_SECONDS[gpu.link]
     between = (nodes - 1) * _NETWORK_HOP_SECONDS
-    name, bytes_per_second = f"{gpu.link} of {gpu.name}", gpu.link_bytes_per_second
+    name = f"{gpu.link} of {gpu.name}"
+    bytes_per_second = gpu.link_bytes_per_second
     if nodes > 1:
         name = f"{nodes} nodes of {gpu.name}"
         bytes_per_second = min(bytes_per_second, network_bytes_per_second)

@@ -32,7 +32,9 @@ def build(
 
     Raises ConfigError for options that DeepSpeed rejects or ignores in this layout.
     """
-    recipe, layout, batch = job.recipe, job.layout, job.batch
+    recipe = job.recipe
+    layout = job.layout
+    batch = job.batch
     check(options, recipe, layout, nodes=nodes)
     config: Config = {
         "train_batch_size": batch.global_batch_size,
@@ -86,7 +88,8 @@ def loss_scaling() -> Config:
 
 
 def _zero(job: Job, hidden_size: int, device: Device, options: ConfigOptions) -> Config:
-    layout, section = job.layout, job.recipe.parallel
+    layout = job.layout
+    section = job.recipe.parallel
     buckets = options.buckets or of_a_layer(hidden_size)
     zero: Config = {"stage": layout.zero_stage}
     if layout.zero_stage == 0:
@@ -190,20 +193,20 @@ def _optimizer(recipe: Recipe, layout: Layout, device: Device, options: ConfigOp
 class ConfigJob(Job):
     """A job on machines, with options. `config` raises ConfigError for options that cannot be combined.
 
-    Of the model they need its width, and only with ZeRO.
+    The config needs the model's width, and only with ZeRO.
     """
 
     width: int | None = None
-    """None: that of the shape, or of the model's config."""
+    """The model's width; None: that of the shape, or of the model's config."""
     nodes: int = 1
     device: Device = "cuda"
     options: ConfigOptions = PLAIN
 
     def __post_init__(self) -> None:
         if self.layout.world_size % self.nodes:
-            given = (("nodes", self.nodes), ("world_size", self.layout.world_size))
+            settings = (("nodes", self.nodes), ("world_size", self.layout.world_size))
             advice = "choose a number of nodes that divides the ranks"
-            raise LayoutError.between(given, "every node starts the same number of ranks", advice)
+            raise LayoutError.between(settings, "every node starts the same number of ranks", advice)
 
     @property
     def gpus_per_node(self) -> int:

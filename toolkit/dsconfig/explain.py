@@ -15,16 +15,16 @@ from toolkit.dsconfig.merge import leaves
 class Key:
     """The row of a key in explain.json."""
 
-    what: str
+    purpose: str
     why: str | Mapping[str, str]
     """Why a job has the value that it has: a text, or a text for each value (as JSON has it) and `else`.
 
     `{job}`, `{value}` and `{buckets}` are filled in.
     """
     default: Any = None
-    """What DeepSpeed uses if the key is absent and no other key decides."""
+    """Value that DeepSpeed uses if the key is absent and no other key decides."""
     auto: str | None = None
-    """The argument of the Hugging Face Trainer, or what else, that replaces `auto`; None where the Trainer does not."""
+    """What the Hugging Face Trainer replaces `auto` by, an argument of its or another value; None where it does not."""
 
 
 AUTO = "auto"
@@ -51,7 +51,7 @@ class ExplainedKey:
 
     path: str
     value: Any
-    what: str
+    purpose: str
     default: Any
     why: str
 
@@ -63,7 +63,7 @@ def explain(config: Config, job: ConfigJob) -> list[ExplainedKey]:
         ExplainedKey(
             path=path,
             value=value,
-            what=KEYS[path].what,
+            purpose=KEYS[path].purpose,
             default=_COMPUTED_DEFAULTS[path](job, path) if has_computed_default(path) else KEYS[path].default,
             why=f"filled in from {KEYS[path].auto}" if value == AUTO else _why(path, written.get(path), job),
         )

@@ -16,7 +16,8 @@ from toolkit.errors import ConfigError
 
 Launcher = Literal["deepspeed", "accelerate", "torchrun", "slurm"]
 SRUN_OPTIONS = ("--kill-on-bad-exit=0", "--wait=60")
-"""When a task has failed or saved, the others have a minute to end by themselves: docs/checkpoints.md says why."""
+"""Options by which, if a task has failed or saved, the others have a minute to end by themselves: see
+docs/checkpoints.md."""
 TRAIN = ("-m", "toolkit.training")
 """recipes/train.py of the installed toolkit, as every launcher can start it."""
 
@@ -30,7 +31,9 @@ def beside(name: str) -> ShellWord:
     return ShellWord(f'"$here"/{shlex.quote(name)}')
 
 
-_RANK, _JOB_ID, _MASTER = ShellWord('"$rank"'), ShellWord('"$SLURM_JOB_ID"'), ShellWord('"$master:$port"')
+_RANK = ShellWord('"$rank"')
+_JOB_ID = ShellWord('"$SLURM_JOB_ID"')
+_MASTER = ShellWord('"$master:$port"')
 _CPUS = ShellWord('--cpus-per-task="$SLURM_CPUS_PER_TASK"')  # since 22.05 srun does not inherit it
 
 
@@ -42,7 +45,7 @@ class Launch:
     program: Sequence[str]
     """A script or `-m` and a module, and its arguments."""
     folder: str = "."
-    """Where the script is written."""
+    """Directory in which the script is written."""
     name: str = "train"
     hosts: Sequence[str] = field(default=())
     """Names of the nodes; node1, node2, … if none are given."""
@@ -71,7 +74,8 @@ class Launch:
         return f"#!/usr/bin/env bash\nset -euo pipefail\n{here}{writers[launcher]()}"
 
     def _deepspeed(self) -> str:
-        job, program = self.job, ["--module" if word == "-m" else word for word in self.program]
+        job = self.job
+        program = ["--module" if word == "-m" else word for word in self.program]
         if job.nodes == 1:
             return _line("exec", "deepspeed", "--num_gpus", job.gpus_per_node, "--master_port", self.port, *program)
         hosts = beside("hostfile")
@@ -106,13 +110,22 @@ class Launch:
 
     def _slurm(self) -> str:
         """One task a rank for this toolkit's program, which resumes; for others one a node, where torchrun starts."""
-        job, ours = self.job, tuple(self.program[:2]) == TRAIN
+        job = self.job
+        ours = tuple(self.program[:2]) == TRAIN
         tasks = job.gpus_per_node if ours else 1
         cores = self.cpus_per_gpu * job.gpus_per_node // tasks
-        directives: dict[str, object] = {"job-name": self.name, "nodes": job.nodes, "ntasks-per-node": tasks}
-        directives |= {"gpus-per-node": job.gpus_per_node, "cpus-per-task": cores, "mem": 0}  # 0: all of a node's
-        directives |= {"time": f"{self.hours}:00:00", "output": f"{self.folder}/%x-%j.log"}
-        directives |= {"signal": "USR1@300", "open-mode": "append"} if ours else {}
+        directives: dict[str, object] = {
+            "job-name": self.name,
+            "nodes": job.nodes,
+            "ntasks-per-node": tasks,
+            "gpus-per-node": job.gpus_per_node,
+            "cpus-per-task": cores,
+            "mem": 0,  # all memory of a node
+            "time": f"{self.hours}:00:00",
+            "output": f"{self.folder}/%x-%j.log",
+        }
+        if ours:
+            directives |= {"signal": "USR1@300", "open-mode": "append"}
         head = "".join(f"#SBATCH --{name}={shlex.quote(str(value))}\n" for name, value in directives.items())
         activate = f"source {shlex.quote(self.activate)}" if self.activate else "# Activate the environment here."
         return (
@@ -157,10 +170,15 @@ class Launch:
                 # Weights are built as shards, so that a model larger than a GPU can be loaded.
                 "zero3_init_flag": job.layout.zero_stage == 3,
             },
+            "distributed_type": "DEEPSPEED",
+            "machine_rank": 0,
+            "main_process_port": self.port,
+            "num_machines": job.nodes,
+            "num_processes": job.layout.world_size,
+            "rdzv_backend": "static",
+            "same_network": True,
+            "use_cpu": False,
         }
-        config |= {"distributed_type": "DEEPSPEED", "machine_rank": 0, "main_process_port": self.port}
-        config |= {"num_machines": job.nodes, "num_processes": job.layout.world_size, "rdzv_backend": "static"}
-        config |= {"same_network": True, "use_cpu": False}
         if job.nodes > 1:
             config["main_process_ip"] = self.nodes[0]
         text: str = yaml.safe_dump(config, sort_keys=False)
@@ -169,7 +187,8 @@ class Launch:
 
 def _line(*words: str | int) -> str:
     quoted = [word if isinstance(word, ShellWord) else shlex.quote(str(word)) for word in words]
-    lines, line = [], ""
+    lines = []
+    line = ""
     for index, word in enumerate(quoted):
         # An option stays with its value.
         fresh = word.startswith("-") or index == 0 or not quoted[index - 1].startswith("-")

@@ -17,11 +17,18 @@ _DECIDED_BY_THE_RECIPE: Mapping[str, str] = json.loads(
 # What changes the arithmetic (or what stages send each other) and is not a field of a recipe: it must be absent or
 # equal to what we write.
 _FIXED = (
-    *("pipeline", "communication_data_type", "data_types", "torch_autocast", "amp"),
-    *("prescale_gradients", "gradient_predivide_factor", "managed_gradient_accumulation"),
+    "pipeline",
+    "communication_data_type",
+    "data_types",
+    "torch_autocast",
+    "amp",
+    "prescale_gradients",
+    "gradient_predivide_factor",
+    "managed_gradient_accumulation",
     "seq_parallel_communication_data_type",
     # DeepSpeed's own expert parallelism: the toolkit's is a matter of its process groups, and no key.
-    *("expert_parallel", "use_data_before_expert_parallelism"),
+    "expert_parallel",
+    "use_data_before_expert_parallelism",
 )
 # Without it, ZeRO-3 divides gradients by another number if ranks share sequences.
 _FIXED_WITH_ULYSSES = "zero_optimization.reduce_scatter"
@@ -29,7 +36,7 @@ _FIXED_WITH_ULYSSES = "zero_optimization.reduce_scatter"
 _FIXED_WITH_EXPERTS = ("zero_optimization.reduce_scatter", "zero_optimization.contiguous_gradients")
 # These only choose the kernels that compute the same update.
 _FREE_OPTIMIZER_PARAMS = frozenset({"torch_adam", "fused", "foreach"})
-_ABSENT_MEANS = {f"zero_optimization.offload_{what}.device": "none" for what in ("optimizer", "param")}
+_ABSENT_MEANS = {f"zero_optimization.offload_{states}.device": "none" for states in ("optimizer", "param")}
 
 
 def read_user_config(path: str | Path) -> Config:
@@ -52,9 +59,9 @@ def merge_user_config(
 
     Raises ConfigError with every value that contradicts the recipe, one line each.
     """
-    found = list(conflicts(built, user, shares_experts=shares_experts))
-    if found:
-        raise ConfigError((f"{name}: {conflict.render(spell_json)}" for conflict in found), found)
+    refusals = list(conflicts(built, user, shares_experts=shares_experts))
+    if refusals:
+        raise ConfigError((f"{name}: {refusal.render(spell_json)}" for refusal in refusals), refusals)
     return _overlay(built, user)
 
 

@@ -26,8 +26,10 @@ def extra_sections(options: ConfigOptions, recipe: Recipe, layout: Layout) -> Se
         sections["scheduler"] = _scheduler(options, recipe)
     if options.activation_checkpointing:
         # The checkpoint of a layer is the same on all tensor-parallel ranks: each keeps a partition.
-        own = {"partition_activations": layout.tp > 1, "cpu_checkpointing": options.cpu_checkpointing}
-        sections["activation_checkpointing"] = SECTIONS["activation_checkpointing"] | own
+        sections["activation_checkpointing"] = SECTIONS["activation_checkpointing"] | {
+            "partition_activations": layout.tp > 1,
+            "cpu_checkpointing": options.cpu_checkpointing,
+        }
     if "nvme" in (layout.offload_optimizer, layout.offload_params):
         sections["aio"] = dict(SECTIONS["aio"])
     for monitor in options.monitors:
@@ -48,16 +50,19 @@ def offload_section(job: Job, *, of: Literal["optimizer", "params"], pin_memory:
         # Adam keeps four tensors a parameter: weight, gradient and two moments.
         return section | {"buffer_count": 4, "pipeline_read": False, "pipeline_write": False, "fast_init": False}
     if job.shape is None:
-        field, reason = "model.name_or_path", "the buffers of weights on NVMe have the size of its largest matrix"
-        remedy = "take a family that dstk families lists", ("parallel.offload_params", "cpu")
-        raise ModelError.of(field, job.recipe.model.name_or_path, reason, *remedy)
+        field = "model.name_or_path"
+        reason = "the buffers of weights on NVMe have the size of its largest matrix"
+        advice = "take a family that dstk families lists"
+        on_cpu = ("parallel.offload_params", "cpu")
+        raise ModelError.of(field, job.recipe.model.name_or_path, reason, advice, on_cpu)
     # DeepSpeed's default, 1e9, would leave the weights of most models in host memory.
     size = largest_partition(job.shape, job.layout.dp)
     return section | {"buffer_count": 5, "buffer_size": size, "max_in_cpu": 0}
 
 
 def _scheduler(options: ConfigOptions, recipe: Recipe) -> Section:
-    lr, steps = recipe.optimizer.lr, recipe.train.steps
+    lr = recipe.optimizer.lr
+    steps = recipe.train.steps
     warmup_steps = max(2, recipe.schedule.warmup_steps)  # DeepSpeed rejects 0, and reads 1 as 2
     final = recipe.schedule.min_lr_ratio
     warmup: Section = {"warmup_num_steps": warmup_steps, "warmup_type": "linear"}

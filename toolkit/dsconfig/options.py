@@ -29,7 +29,8 @@ class ConfigOptions:
     buckets: Buckets | None = None
     """Bucket sizes for a link; None: one decoder layer."""
     activation_checkpointing: bool = False
-    """For models that call `deepspeed.checkpointing.checkpoint`, and for plain pipeline modules."""
+    """Whether the config has the section for models that call `deepspeed.checkpointing.checkpoint`, and for plain
+    pipeline modules."""
     cpu_checkpointing: bool = False
     gradient_dtype: Dtype = "fp32"
     """Dtype in which gradients are accumulated."""
@@ -56,11 +57,19 @@ def check(options: ConfigOptions, recipe: Recipe, layout: Layout, *, nodes: int 
     """
     values = {**vars(options), **vars(layout), "precision": recipe.precision, "nodes": nodes}
     values |= {name: getattr(recipe.parallel, name) for name in ("recompute", "quantized_gradients")}
-    found = [*_quantized(recipe, nodes), *_dtypes(options, recipe, layout)]
-    found += [*_optimizer(options, layout), *_activations(options, recipe), *_rest(options)]
-    if found:
-        given = [tuple((field, values[field]) for field in fields.split()) for fields, *_ in found]
-        raise ConfigError(Refusal.between(one, *rest) for one, (_, *rest) in zip(given, found, strict=True))
+    problems = [
+        *_quantized(recipe, nodes),
+        *_dtypes(options, recipe, layout),
+        *_optimizer(options, layout),
+        *_activations(options, recipe),
+        *_rest(options),
+    ]
+    refusals = []
+    for fields, reason, *remedies in problems:
+        settings = tuple((field, values[field]) for field in fields.split())
+        refusals.append(Refusal.between(settings, reason, *remedies))
+    if refusals:
+        raise ConfigError(refusals)
 
 
 def removed_optimizer(name: str) -> ConfigError:
@@ -72,8 +81,8 @@ def removed_optimizer(name: str) -> ConfigError:
     return ConfigError.of("optimizer", name, reason, "use adamw, and ZeRO++'s quantization to send less")
 
 
-_Problem = tuple[str, *tuple[Any, ...]]
-"""The fields that do not go together, the reason, and remedies."""
+_Problem = tuple[str, str, *tuple[Any, ...]]
+"""The fields that do not go together (names with blanks between them), the reason, and remedies."""
 
 
 def _quantized(recipe: Recipe, nodes: int | None) -> Iterator[_Problem]:

@@ -29,9 +29,9 @@ def trainer_config(job: ConfigJob) -> Config:
         reason = "the Trainer would build AdamW instead"
         raise ConfigError.of("optimizer.name", name, reason, ("optimizer.name", "adamw"), "train with this toolkit")
     if max(layout.tp, layout.pp, layout.ulysses, layout.ep) > 1:
-        reason = "the Hugging Face Trainer has no pipeline, and shards no layers and experts of these models"
-        advice = "choose tp=1, pp=1, ulysses=1 and ep=1", "train with this toolkit"
-        raise ConfigError.of("layout", str(layout), reason, *advice)
+        reason = "the Hugging Face Trainer has no pipelines, and does not shard layers or experts of these models"
+        advice = "choose tp=1, pp=1, ulysses=1 and ep=1"
+        raise ConfigError.of("layout", str(layout), reason, advice, "train with this toolkit")
     if layout.zero_stage == 3:
         job = replace(job, width=1)  # everything that follows from it becomes `auto`
     config = accelerate_config(job) | {"fp16": loss_scaling()}
@@ -43,13 +43,13 @@ def trainer_config(job: ConfigJob) -> Config:
 
 def _with_auto(section: Config, prefix: str = "") -> Config:
     """The section with `auto` for every value that the Trainer fills in."""
-    found = dict(section)
+    filled = dict(section)
     for key, value in section.items():
         if isinstance(value, dict):
-            found[key] = _with_auto(value, f"{prefix}{key}.")
+            filled[key] = _with_auto(value, f"{prefix}{key}.")
         elif KEYS[prefix + key].auto is not None:
-            found[key] = AUTO
-    return found
+            filled[key] = AUTO
+    return filled
 
 
 def accelerate_config(job: ConfigJob) -> Config:
@@ -66,7 +66,8 @@ def accelerate_config(job: ConfigJob) -> Config:
 
 def trainer_arguments(job: ConfigJob) -> list[str]:
     """Return the TrainingArguments with which the Trainer fills in this job's values."""
-    recipe, section = job.recipe, job.recipe.optimizer
+    recipe = job.recipe
+    section = job.recipe.optimizer
     arguments: dict[str, object] = {
         "per_device_train_batch_size": job.batch.micro_batch_size,
         "gradient_accumulation_steps": job.batch.accumulation,

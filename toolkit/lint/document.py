@@ -34,7 +34,7 @@ Syntax = Literal["json", "yaml"]
 
 
 class Span(NamedTuple):
-    """Where a key and its value begin and end, as offsets into the text; an item of a list has no key."""
+    """Offsets into the text at which a key and its value begin and end; an item of a list has no key."""
 
     key: int
     key_end: int
@@ -44,15 +44,15 @@ class Span(NamedTuple):
 
 @dataclass(kw_only=True)
 class ConfigDocument:
-    """One file, read."""
+    """One config file as it was read: its text, its values, and the place of each value in the text."""
 
     file: str
     text: str
     syntax: Syntax
     value: Any = None
     spans: dict[Path, Span] = field(default_factory=dict)
-    found: list[tuple[int, Violation]] = field(default_factory=list)
-    """What is wrong with the text itself, each with its offset."""
+    violations: list[tuple[int, Violation]] = field(default_factory=list)
+    """Violations in the text itself, each with its offset."""
 
     @cached_property
     def _lines(self) -> Lines:
@@ -62,7 +62,7 @@ class ConfigDocument:
         return self._lines.mark(offset)
 
     def place(self, path: Path, *, key: bool = False) -> Mark:
-        """Where the value at `path` begins (its key, if asked for or if the value is a section); else its parent."""
+        """Return the place of the value at `path`, or of its key for `key` and for a section; else of its parent."""
         while path and path not in self.spans:
             path = path[:-1]
         span = self.spans[path]
@@ -81,17 +81,19 @@ def error_at(document: ConfigDocument, offset: int, message: str) -> NotAConfigE
 
 
 def read_json(text: str, file: str) -> ConfigDocument:
-    """Read one JSON value. Raises NotAConfigError where the text is no JSON even with what is tolerated.
+    """Read one JSON value. Raises NotAConfigError where the text is not JSON even with what is tolerated.
 
-    Beyond strict JSON that is what people write by hand: comments, trailing commas, Python's True, False and None, NaN
-    and Infinity. Each of these is reported.
+    It tolerates what people write by hand: comments, trailing commas, Python's True, False and None, NaN and Infinity.
+    Each of these is reported.
     """
     return _JsonReader(ConfigDocument(file=file, text=text, syntax="json")).read()
 
 
 class _JsonReader:
     def __init__(self, document: ConfigDocument) -> None:
-        self.document, self.text, self.at = document, document.text, 0
+        self.document = document
+        self.text = document.text
+        self.at = 0
 
     def read(self) -> ConfigDocument:
         if self.text.startswith("\ufeff"):
@@ -110,7 +112,7 @@ class _JsonReader:
         return error_at(self.document, self.at, message)
 
     def _report(self, offset: int, rule: str, path: Path, message: str, edits: tuple[Edit, ...] = ()) -> None:
-        self.document.found.append((offset, Violation(rule, path, message, edits=edits)))
+        self.document.violations.append((offset, Violation(rule, path, message, edits=edits)))
 
     def _skip(self) -> None:
         """Skip blanks and comments."""
@@ -120,7 +122,9 @@ class _JsonReader:
             comment = _COMMENT.match(self.text, self.at)
             if comment is None:
                 return
-            if not any(found.rule == "DS001" for _, found in self.document.found):  # one finding a file is enough
+            if not any(
+                violation.rule == "DS001" for _, violation in self.document.violations
+            ):  # one finding a file is enough
                 self._report(self.at, "DS001", (), "a comment in JSON")
             self.at = comment.end()
 
@@ -162,7 +166,8 @@ class _JsonReader:
             after = self.at
             self._skip()
             comma = self.at if self.text.startswith(",", self.at) else None
-            self.at += comma is not None
+            if comma is not None:
+                self.at += 1
 
     def _array(self, path: Path) -> list[Any]:
         elements = self._elements(path, "]", "a comma is missing before this value. Add it.")
@@ -175,7 +180,8 @@ class _JsonReader:
             start = self.at
             if bare := _BARE_KEY.match(self.text, start):
                 self._hjson(path)
-                name, self.at = bare[1], bare.end(1)
+                name = bare[1]
+                self.at = bare.end(1)
             elif self.text.startswith(('"', "'"), start):
                 name = self._string()
             else:
@@ -201,7 +207,7 @@ class _JsonReader:
 
     def _hjson(self, path: Path) -> None:
         """Report what only DeepSpeed's parser allows: one finding a file is enough."""
-        if not any(found.rule == "DS008" for _, found in self.document.found):
+        if not any(violation.rule == "DS008" for _, violation in self.document.violations):
             self._report(self.at, "DS008", path, "Hjson, not JSON")
 
     def _string(self) -> str:
@@ -247,7 +253,8 @@ class _JsonReader:
 
 
 def read_yaml(text: str, file: str) -> ConfigDocument:
-    """Read one YAML document. Raises NotAConfigError for what is none, or uses more of YAML than a config needs.
+    """Read one YAML document. Raises NotAConfigError for a text that is not YAML, or that
+    uses more of YAML than a config needs.
 
     The values are those that accelerate sees. It reads its config with PyYAML's safe loader, that is as YAML 1.1: an
     unquoted `no` is false, `1e-4` is a string.
@@ -281,7 +288,8 @@ class _AccelerateReader(YamlReader):
     def end(self, event: Any, path: Path, key: Any, value: Any, last: Any) -> None:
         if getattr(event, "anchor", None) and not isinstance(event, yaml.AliasEvent):
             self.anchors[event.anchor] = value
-        start, end = event.start_mark.index, last.end_mark.index
+        start = event.start_mark.index
+        end = last.end_mark.index
         has_brace = last.start_mark.index < end
         if isinstance(last, yaml.MappingEndEvent) and not has_brace:
             # A block ends where its last value does; the parser's own end is after the blank lines that follow.
@@ -294,7 +302,7 @@ class _AccelerateReader(YamlReader):
     def duplicate(self, event: Any, path: Path) -> bool:
         first = self.document.mark(self.document.spans[path].key).line
         message = f"{dotted(path)} is given twice, first on line {first}"
-        self.document.found.append((event.start_mark.index, Violation("DS005", path, message)))
+        self.document.violations.append((event.start_mark.index, Violation("DS005", path, message)))
         return True
 
     @override

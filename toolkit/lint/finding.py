@@ -30,18 +30,19 @@ class Rule:
     severity: Severity
     title: str
     effect: str
-    """What DeepSpeed (or the program that starts it) then does."""
+    """Effect of the mistake on DeepSpeed, or on the program that starts it."""
     fix: str
     example: Mapping[str, Any] | str
     """A config that breaks the rule: a DeepSpeed config, or the text of a file."""
-    given: Mapping[str, Any] = field(default_factory=dict)
-    """What must be known beside the example, as options of `dstk lint`: layout, model, gpus, runner (`--for`), …"""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """Facts that must be known beside the example, as options of `dstk lint`: layout, model, gpus, runner (`--for`),
+    …"""
     near: Mapping[str, Any] | str
     """A config close to the example that does not break the rule."""
-    near_given: Mapping[str, Any] | None = None
-    """Replaces `given` for `near`."""
+    near_facts: Mapping[str, Any] | None = None
+    """Facts that replace `facts` for `near`; None: the same facts."""
     claim: str
-    """What a run of the example shows: the reader `raises`, the key is `ignored`, the result is the `same` as that of
+    """Result of a run of the example: the reader `raises`, the key is `ignored`, the result is the `same` as that of
     `near`, or it `changes`; else why no run on a CPU shows it. An error can be run."""
     sources: tuple[str, ...] = ()
     fixable: bool = False
@@ -53,11 +54,11 @@ def _read_rule(row: dict[str, Any]) -> Rule:
 
 
 TABLE = json.loads(FilePath(__file__).with_name("rules.json").read_text(encoding="utf-8"))
-"""rules.json: the title of each group -> its rows."""
+"""The content of rules.json: the title of each group of rules -> its rows."""
 GROUPS = tuple((title, tuple(_read_rule(row) for row in rows)) for title, rows in TABLE.items())
 """The rules in the order of the documentation, with the title of each group."""
 RULES: Mapping[str, Rule] = {rule.id: rule for _, rules in GROUPS for rule in rules}
-"""Id -> rule."""
+"""Every rule by its id."""
 
 
 class Edit(NamedTuple):
@@ -84,7 +85,7 @@ def remove(path: Path) -> tuple[Edit, ...]:
 
 
 class Violation(NamedTuple):
-    """What a check reports; None stands for the text or severity of the rule."""
+    """A check's report; None stands for the text or severity of the rule."""
 
     rule: str
     path: Path
@@ -95,11 +96,11 @@ class Violation(NamedTuple):
     edits: tuple[Edit, ...] = ()
 
     def setting(self, value: Any) -> "Violation":
-        """Fixed by another value at the same path."""
+        """Return the violation with a fix: another value at the same path."""
         return self._replace(edits=set_to(self.path, value))
 
     def removing(self) -> "Violation":
-        """Fixed by removing the key."""
+        """Return the violation with a fix: the key is removed."""
         return self._replace(edits=remove(self.path))
 
 

@@ -5,6 +5,7 @@ import os
 import tempfile
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path as FilePath
 from typing import Any, NamedTuple
 
@@ -32,14 +33,15 @@ def fix(document: ConfigDocument, lint: Lint) -> Fixed:
 
     A fix after which lint finds an error or a warning that was not there is applied only with the fixes of those.
     """
-    text, changes = document.text, []
+    text = document.text
+    changes = []
     tried: set[tuple[str, Path, str]] = set()
     for _ in range(_MOST_ROUNDS):
         document, findings = lint(text)
-        open_findings = [one for one in findings if one.edits and _identity(one) not in tried]
+        open_findings = [finding for finding in findings if finding.edits and _identity(finding) not in tried]
         if not open_findings:
             break
-        finding = min(open_findings, key=lambda one: _priority(document, one))
+        finding = min(open_findings, key=partial(_priority, document))
         tried.add(_identity(finding))
         fixed = _fix_one(document, finding, _rules(findings), lint)
         if fixed is not None:
@@ -60,13 +62,15 @@ def _fix_one(
         document, after = lint(new)
     except NotAConfigError:
         return None
-    if any(_identity(one) == _identity(finding) for one in after):
+    if _identity(finding) in map(_identity, after):
         return None
     change = f"{finding.rule.id} {_description(finding)}"
     revealed = _rules(after) - known
     if not revealed:
         return Fixed(new, [change])
-    following = next((one for one in after if one.edits and one.rule.id in revealed), None)
+    following = next(
+        (consequence for consequence in after if consequence.edits and consequence.rule.id in revealed), None
+    )
     rest = _fix_one(document, following, known, lint, depth - 1) if following and depth else None
     return rest and Fixed(rest.text, [change, *rest.changes])
 
@@ -100,8 +104,12 @@ def _rules(findings: list[Finding]) -> Counter[str]:
 
 
 def _description(finding: Finding) -> str:
-    texts = {"set": "{0} set to {1}", "rename": "{0} renamed to {2}", "remove": "{0} removed"}
-    texts["delete"] = "a character removed"
+    texts = {
+        "set": "{0} set to {1}",
+        "rename": "{0} renamed to {2}",
+        "remove": "{0} removed",
+        "delete": "a character removed",
+    }
     described = (texts[edit.kind].format(dotted(edit.path), shown(edit.value), edit.value) for edit in finding.edits)
     return ", ".join(described)
 
@@ -177,7 +185,8 @@ def _siblings(document: ConfigDocument, path: Path) -> list[Span]:
 
 def _insert(document: ConfigDocument, path: Path, value: Any) -> Change | None:
     """Insert a key after the last one of its section."""
-    parent, text = path[:-1], document.text
+    parent = path[:-1]
+    text = document.text
     outer = document.spans.get(parent)
     if outer is None:
         return None
@@ -211,7 +220,8 @@ def _insert_line(document: ConfigDocument, path: Path, value: Any) -> Change | N
 
 def _remove_member(text: str, span: Span) -> Change:
     """Remove a member of a JSON object with its comma, and its line if nothing else is on it."""
-    start, end = span.key, span.end
+    start = span.key
+    end = span.end
     after = end + len(text[end:]) - len(text[end:].lstrip(" \t\r\n"))
     if text[after : after + 1] == ",":
         end = after + 1

@@ -61,7 +61,7 @@ def misspelled(key: str, known: Iterable[str], taken: Iterable[str] = ()) -> str
 
     `warmup_min_lr` is not `warmup_min_ratio`, nor `beta1` `betas`: another word is another quantity.
     """
-    spelled = {one.lower(): one for one in known}
+    spelled = {name.lower(): name for name in known}
     for close in get_close_matches(key.lower(), spelled, n=1, cutoff=0.75):
         words = close.split("_")
         near = all(get_close_matches(word, words, n=1, cutoff=0.75) for word in key.lower().split("_"))
@@ -75,10 +75,10 @@ def misspelled(key: str, known: Iterable[str], taken: Iterable[str] = ()) -> str
 @cache
 def homes() -> dict[str, list[str]]:
     """Return the sections that have each key ("" is the top level)."""
-    found: dict[str, list[str]] = {}
+    sections: dict[str, list[str]] = {}
     for section, key in _walk("", {"keys": schema()["keys"]}):
-        found.setdefault(key, []).append(section)
-    return found
+        sections.setdefault(key, []).append(section)
+    return sections
 
 
 def _walk(section: str, node: Node) -> Iterator[tuple[str, str]]:

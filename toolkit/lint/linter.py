@@ -36,7 +36,7 @@ class LintResult:
 
     findings: list[Finding] = field(default_factory=list)
     changes: dict[str, list[str]] = field(default_factory=dict)
-    """File -> the changes that --fix made."""
+    """The changes that --fix made, by the name of the file."""
     problems: list[str] = field(default_factory=list)
     files: int = 0
     skipped_files: int = 0
@@ -56,7 +56,7 @@ class Linter:
     def run(self, arguments: Iterable[str]) -> LintResult:
         """Lint every file once. A file that cannot be read is reported, and the others are linted."""
         result = LintResult()
-        queue = [(path, in_directory, self.context, self.runner) for path, in_directory in _found(arguments, result)]
+        queue = [(path, in_directory, self.context, self.runner) for path, in_directory in _listed(arguments, result)]
         seen: set[Path] = set()
         for path, in_directory, context, runner in queue:
             if (resolved := _resolved(path)) in seen:
@@ -77,8 +77,8 @@ class Linter:
         if self.recipe is not None and isinstance(document.value, dict) and not is_accelerate(document.value):
             conflicts = self.recipe.conflicts(document.value)
             context = replace(context, conflicts=conflicts, recipe=self.recipe.name)
-        found = check_document(document, context, runner=runner)
-        return [finding for finding in found if finding.rule.id not in self.ignored]
+        findings = check_document(document, context, runner=runner)
+        return [finding for finding in findings if finding.rule.id not in self.ignored]
 
     def _file(
         self, path: Path, in_directory: bool, context: LintContext, runner: Runner | None, result: LintResult
@@ -103,26 +103,27 @@ class Linter:
                 document, findings = again(fixed.text)
         result.findings += findings
         if not is_accelerate(document.value):
-            program, other = other_program(document), named_config(document)
-            if program is None or other is None or other[1] is None:
+            program = other_program(document)
+            _, config_path = named_config(document) or ("", None)
+            if program is None or config_path is None:
                 return None
             trainer = program["arguments"] | context.trainer
-            return other[1], replace(context, trainer=trainer), runner or program.get("runner")
+            return config_path, replace(context, trainer=trainer), runner or program.get("runner")
         named = accelerate.config_file(document.value)
         target = find(named, document.file) if named else None
         return (target, within_accelerate(document.value, context), "accelerate") if target else None
 
 
-def _found(arguments: Iterable[str], result: LintResult) -> list[tuple[Path, bool]]:
+def _listed(arguments: Iterable[str], result: LintResult) -> list[tuple[Path, bool]]:
     """Return the files, and whether each was found in a directory. A directory without any is a problem."""
-    found: list[tuple[Path, bool]] = []
+    files: list[tuple[Path, bool]] = []
     for argument in arguments:
         path = Path(argument)
         try:
-            found += _below(path) if path.is_dir() else [(path, False)]
+            files += _below(path) if path.is_dir() else [(path, False)]
         except NotAConfigError as error:
             result.problems.append(str(error))
-    return found
+    return files
 
 
 def _resolved(path: Path) -> Path:
@@ -141,15 +142,15 @@ def _write(path: Path, text: str) -> None:
 
 
 def _below(folder: Path) -> list[tuple[Path, bool]]:
-    found = []
+    paths = []
     for root, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith(".") and name != "node_modules")
-        found += [Path(root) / name for name in sorted(names) if name.lower().endswith(_SUFFIXES)]
-        if len(found) > _MOST_FILES:
+        paths += [Path(root) / name for name in sorted(names) if name.lower().endswith(_SUFFIXES)]
+        if len(paths) > _MOST_FILES:
             raise NotAConfigError(f"{name_of(folder)}: more than {_MOST_FILES} files. Name a folder with fewer.")
-    if not found:
+    if not paths:
         raise NotAConfigError(f"{name_of(folder)}: no *.json, *.yaml or *.yml in this directory. Name another one.")
-    return [(path, True) for path in found]
+    return [(path, True) for path in paths]
 
 
 def name_of(path: Path) -> str:
@@ -191,12 +192,12 @@ def is_accelerate(value: Any) -> bool:
     """Return whether a mapping is a config file of accelerate."""
     if not isinstance(value, Mapping):
         return False
-    own = {"distributed_type", "compute_environment", "main_training_function"} & value.keys()
-    return bool(own) or isinstance(value.get("deepspeed_config"), Mapping)
+    typical_keys = {"distributed_type", "compute_environment", "main_training_function"} & value.keys()
+    return bool(typical_keys) or isinstance(value.get("deepspeed_config"), Mapping)
 
 
 def check_document(document: ConfigDocument, context: LintContext, *, runner: Runner | None = None) -> list[Finding]:
-    """Return every finding of a document, in the order of the text. Raises NotAConfigError for what is no config.
+    """Return every finding of a document, in the order of the text. Raises NotAConfigError for other files.
 
     `runner` is who starts the run; None: it is guessed from the file.
     """
@@ -205,17 +206,18 @@ def check_document(document: ConfigDocument, context: LintContext, *, runner: Ru
         raise NotAConfigError(f"{document.file}: {kind}, but a config is an object with keys. Name another file.")
     explicit = runner
     if is_accelerate(document.value):
-        found = _accelerate(document, context)
+        findings = _accelerate(document, context)
     elif (program := other_program(document)) is not None:
         return [_place(document, check_other(document, program))]
     else:
         inference = _INFERENCE.search(document.file.rpartition("/")[2]) is not None
         context = replace(context, runner=runner or guess_runner(document.value, context), inference=inference)
-        found = [_place(document, item) for item in check_config(document.value, context)]
-    for offset, item in document.found:
-        if not (explicit == "deepspeed" and item.rule in _HJSON):
-            found.append(_place(document, _for_reader(item, context.runner), None if item.rule == "DS005" else offset))
-    unique = {(finding.rule.id, finding.mark, finding.message): finding for finding in found}
+        findings = [_place(document, violation) for violation in check_config(document.value, context)]
+    for offset, violation in document.violations:
+        if not (explicit == "deepspeed" and violation.rule in _HJSON):
+            place = None if violation.rule == "DS005" else offset
+            findings.append(_place(document, _for_reader(violation, context.runner), place))
+    unique = {(finding.rule.id, finding.mark, finding.message): finding for finding in findings}
     return sorted(unique.values(), key=lambda finding: (finding.mark, _ORDER.index(finding.severity), finding.rule.id))
 
 
@@ -247,25 +249,25 @@ def guess_runner(config: Mapping[str, Any], context: LintContext) -> Runner:
 def _accelerate(document: ConfigDocument, context: LintContext) -> list[Finding]:
     """Lint a file of accelerate, and the DeepSpeed config that accelerate derives from its keys."""
     value = document.value
-    found = [_place(document, item) for item in accelerate.check(document, context.gpus)]
+    findings = [_place(document, violation) for violation in accelerate.check(document, context.gpus)]
     read = isinstance(value.get("deepspeed_config"), Mapping) and value.get("distributed_type") in ("DEEPSPEED", None)
     if accelerate.config_file(value) is not None or not read:
-        return found
+        return findings
     derived = accelerate.derive(value)
     context = within_accelerate(value, context)
     view = View(derived.config, context)
     for check in CHECKS:
-        for item in check(view):
-            if item.rule.startswith("DS1") or (item.rule, item.path) == ("DS709", ()):
+        for violation in check(view):
+            if violation.rule.startswith("DS1") or (violation.rule, violation.path) == ("DS709", ()):
                 continue  # names are accelerate's own
-            known = [edit for edit in item.edits if edit.path in derived.origin]
+            known = [edit for edit in violation.edits if edit.path in derived.origin]
             edits = tuple(edit._replace(path=derived.origin[edit.path]) for edit in known)
-            edits = edits if len(edits) == len(item.edits) and all(edit.kind != "rename" for edit in edits) else ()
-            path = item.path
+            edits = edits if len(edits) == len(violation.edits) and all(edit.kind != "rename" for edit in edits) else ()
+            path = violation.path
             while path not in derived.origin:
                 path = path[:-1]
-            found.append(_place(document, item._replace(path=derived.origin[path], edits=edits)))
-    return found
+            findings.append(_place(document, violation._replace(path=derived.origin[path], edits=edits)))
+    return findings
 
 
 def within_accelerate(value: Mapping[str, Any], context: LintContext) -> LintContext:
@@ -278,28 +280,30 @@ def within_accelerate(value: Mapping[str, Any], context: LintContext) -> LintCon
 
 
 _HJSON = ("DS001", "DS002", "DS006", "DS008")
-"""What DeepSpeed's own parser allows, and a parser of JSON does not."""
+"""Rules about texts that DeepSpeed's own parser allows, and a parser of JSON does not."""
 _INFERENCE = re.compile("infer|eval|predict|generat", re.IGNORECASE)
 
 
-def _for_reader(item: Violation, runner: Runner) -> Violation:
+def _for_reader(violation: Violation, runner: Runner) -> Violation:
     """Add what the parser of a runner does with the text."""
-    if item.rule == "DS005" and runner in ("trainer", "accelerate"):
-        return item._replace(severity=Severity.WARNING, effect="JSON parsers silently keep the last one.")
-    return item._replace(severity=Severity.INFO) if item.rule in _HJSON and runner == "deepspeed" else item
+    if violation.rule == "DS005" and runner in ("trainer", "accelerate"):
+        return violation._replace(severity=Severity.WARNING, effect="JSON parsers silently keep the last one.")
+    if violation.rule in _HJSON and runner == "deepspeed":
+        return violation._replace(severity=Severity.INFO)
+    return violation
 
 
-def _place(document: ConfigDocument, item: Violation, offset: int | None = None) -> Finding:
-    rule = RULES[item.rule]
+def _place(document: ConfigDocument, violation: Violation, offset: int | None = None) -> Finding:
+    rule = RULES[violation.rule]
     at_key = rule.id.startswith(("DS1", "AC1")) or rule.id == "DS005"
     return Finding(
         rule=rule,
         file=document.file,
-        mark=document.place(item.path, key=at_key) if offset is None else document.mark(offset),
-        path=item.path,
-        severity=item.severity or rule.severity,
-        message=item.message,
-        effect=item.effect or rule.effect,
-        fix=item.fix or rule.fix,
-        edits=item.edits,
+        mark=document.place(violation.path, key=at_key) if offset is None else document.mark(offset),
+        path=violation.path,
+        severity=violation.severity or rule.severity,
+        message=violation.message,
+        effect=violation.effect or rule.effect,
+        fix=violation.fix or rule.fix,
+        edits=violation.edits,
     )

@@ -11,7 +11,8 @@ from toolkit.lint.values import as_number
 
 _NAMING = ("deepspeed", "deepspeed_config", "ds_config", "deepspeed_config_file", "deepspeed_config_path")
 _ANCESTORS = 4
-"""Paths are relative to the root of a repository as often as to their file."""
+"""Folders above a file in which a config that it names is looked for: paths are relative to the root of a repository
+as often as to their file."""
 
 
 def other_program(document: ConfigDocument) -> dict[str, Any] | None:
@@ -26,9 +27,9 @@ def other_program(document: ConfigDocument) -> dict[str, Any] | None:
     sections = any(isinstance(value.get(key), Mapping) for key in ("zero_optimization", "optimizer", "fp16", "bf16"))
     for row in FACTS["programs"]:
         if len(keys & {*row["keys"]}) >= (4 if sections or keys & {"train_batch_size"} else 2):
-            given = {key: item for key, item in value.items() if not isinstance(item, (list, dict, type(None)))}
-            numbers = {key: number for key, item in given.items() if (number := as_number(item)) is not None}
-            return {**row, "arguments": given | numbers if row.get("arguments") else {}}
+            scalars = {key: scalar for key, scalar in value.items() if not isinstance(scalar, (list, dict, type(None)))}
+            numbers = {key: number for key, text in scalars.items() if (number := as_number(text)) is not None}
+            return {**row, "arguments": scalars | numbers if row.get("arguments") else {}}
     known = keys & schema()["keys"].keys()
     is_other = document.syntax == "yaml" and 2 * len(known) < max(len(keys), 1)
     return {"name": "another program", "arguments": {}} if is_other else None

@@ -25,11 +25,11 @@ class RecipeContext:
 
     def conflicts(self, config: Mapping[str, Any]) -> tuple[tuple[ConfigPath, str], ...]:
         """Return every value that contradicts the recipe: path and message."""
-        found = [
-            replace(conflict, remedy=())
-            for conflict in conflicts(self.job.config, dict(config), shares_experts=self.job.layout.ep > 1)
+        refusals = [
+            replace(refusal, remedy=())
+            for refusal in conflicts(self.job.config, dict(config), shares_experts=self.job.layout.ep > 1)
         ]
-        return tuple((tuple(one.field.split(".")), one.render(spell_json).rstrip(".")) for one in found)
+        return tuple((tuple(refusal.field.split(".")), refusal.render(spell_json).rstrip(".")) for refusal in refusals)
 
 
 def recipe_context(name: str, recipe: Recipe, gpus: int | None) -> RecipeContext:
@@ -42,16 +42,16 @@ def recipe_context(name: str, recipe: Recipe, gpus: int | None) -> RecipeContext
     return RecipeContext(name=name, job=job)
 
 
-def trainer_arguments(given: Iterable[str]) -> dict[str, Any]:
+def trainer_arguments(words: Iterable[str]) -> dict[str, Any]:
     """Read TrainingArguments from files (JSON or YAML, as for HfArgumentParser) and NAME=VALUE; the last one wins."""
     arguments: dict[str, Any] = {}
-    for one in given:
-        name, equals, value = one.partition("=")
+    for word in words:
+        name, equals, value = word.partition("=")
         if equals and name.replace("_", "").isalnum():
             arguments[name] = resolve(value)
             continue
-        document = parse(Path(one), read_config_text(Path(one)))
+        document = parse(Path(word), read_config_text(Path(word)))
         if not isinstance(document.value, dict):
-            raise NotAConfigError(f"{one}: TrainingArguments are names with values. Give a JSON or YAML object.")
+            raise NotAConfigError(f"{word}: TrainingArguments are names with values. Give a JSON or YAML object.")
         arguments |= document.value
     return arguments

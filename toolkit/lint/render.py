@@ -42,12 +42,12 @@ def summary(findings: Sequence[Finding], files: int) -> str:
     head = f"{plural(files, 'file')}: "
     if not findings:
         return head + "nothing found"
-    said = ", ".join(plural(count[severity], str(severity)) for severity in Severity if count[severity])
-    return head + said + (f" ({fixable} can be fixed with --fix)" if fixable else "")
+    counts = ", ".join(plural(count[severity], str(severity)) for severity in Severity if count[severity])
+    return head + counts + (f" ({fixable} can be fixed with --fix)" if fixable else "")
 
 
 def as_json(findings: Sequence[Finding], files: int, version: str) -> str:
-    """Everything, for a program."""
+    """Render everything as JSON, for a program."""
     entries = [
         {
             "file": finding.file,
@@ -78,7 +78,7 @@ def github(findings: Sequence[Finding]) -> list[str]:
 
 
 def catalogue(groups: Sequence[tuple[str, Sequence[Rule]]], style: Any) -> list[str]:
-    """The rules, one a line."""
+    """Render the rules, one a line."""
     lines = []
     for title, rules in groups:
         lines.append(style(title, bold=True))

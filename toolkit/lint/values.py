@@ -18,8 +18,15 @@ _TRUE = frozenset({"1", "on", "t", "true", "y", "yes"})
 _FALSE = frozenset({"0", "off", "f", "false", "n", "no"})
 _MISSING: Any = object()
 
-_NAMES = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a string"}
-_NAMES |= {"list": "a list", "object": "an object", "null": "null"}
+_NAMES = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "a string",
+    "list": "a list",
+    "object": "an object",
+    "null": "null",
+}
 _BOUNDS = {"gt": "more than", "ge": "at least", "lt": "less than", "le": "at most"}
 
 
@@ -29,7 +36,7 @@ class ValueProblem(NamedTuple):
     kind: str
     message: str
     refused: bool
-    """DeepSpeed rejects it; else DeepSpeed converts or uses it."""
+    """Whether DeepSpeed rejects the value; otherwise it converts the value, or uses it as it is."""
     fixed: Any = _MISSING
 
     @property
@@ -57,8 +64,8 @@ def problem(node: Node, value: Any) -> ValueProblem | None:
         return ValueProblem("null", f"null, but {allowed(node)} is needed", True)
     wanted = [kind for kind in kinds if kind != "null"]
     if len(wanted) > 1:  # a union: fine if one of them accepts it
-        found = [problem({**node, "types": [kind]}, value) for kind in wanted]
-        return None if None in found else found[0]
+        problems = [problem({**node, "types": [kind]}, value) for kind in wanted]
+        return None if None in problems else problems[0]
     wrong = _CHECKS[wanted[0]](node, value) if wanted else None
     return wrong or _word(node, value) or _range(node, value)
 
@@ -158,7 +165,7 @@ def _list(node: Node, value: Any) -> ValueProblem | None:
     if not isinstance(value, list):
         return _wrong(node, value)
     items = node.get("items")
-    return next((wrong for item in value if items and (wrong := problem(items, item))), None)
+    return next((wrong for element in value if items and (wrong := problem(items, element))), None)
 
 
 def _python(node: Node, value: Any) -> ValueProblem | None:
@@ -178,10 +185,10 @@ def _word(node: Node, value: Any) -> ValueProblem | None:
     words = node.get("words")
     if not words:
         return None
-    said = value
+    spelled = value
     if node.get("any_case") and isinstance(value, str):
-        said = next((word for word in words if str(word).lower() == value.lower()), value)
-    if not isinstance(value, (str, int, float)) or said not in words:
+        spelled = next((word for word in words if str(word).lower() == value.lower()), value)
+    if not isinstance(value, (str, int, float)) or spelled not in words:
         return ValueProblem("word", f"{shown(value)} is not {allowed(node)}", True)
     return None
 
@@ -194,5 +201,13 @@ def _range(node: Node, value: Any) -> ValueProblem | None:
     return None
 
 
-_CHECKS = {"int": _int, "float": _float, "bool": _bool, "str": _typed(str), "list": _list, "object": _typed(dict)}
-_CHECKS |= {"word": _declared_word, "python": _python}
+_CHECKS = {
+    "int": _int,
+    "float": _float,
+    "bool": _bool,
+    "str": _typed(str),
+    "list": _list,
+    "object": _typed(dict),
+    "word": _declared_word,
+    "python": _python,
+}

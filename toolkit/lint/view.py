@@ -1,4 +1,4 @@
-"""What a rule sees: a DeepSpeed config, and the context in which it is used."""
+"""The view of a rule: a DeepSpeed config, and the context in which it is used."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -11,8 +11,8 @@ from toolkit.models.shape import ModelShape
 from toolkit.models.weights import head_matmul_parameters, layer_matmul_parameters
 
 Runner = Literal["deepspeed", "trainer", "accelerate", "toolkit"]
-"""Who passes the config to DeepSpeed, and so who replaces `auto`: a script, the Hugging Face Trainer, `Accelerator`, or
-a recipe of this toolkit."""
+"""Program that passes the config to DeepSpeed, and so replaces `auto`: a script, the Hugging Face Trainer,
+`Accelerator`, or a recipe of this toolkit."""
 
 BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 GPU_BYTES = 24 * 2**30
@@ -21,12 +21,12 @@ GPU_BYTES = 24 * 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class LintContext:
-    """What is known about the run besides the config."""
+    """Facts that are known about the run besides the config."""
 
     gpus: int | None = None
     nodes: int | None = None
     layout: Layout | None = None
-    """Its dp counts only if `gpus` is not given."""
+    """Layout of the run; None if unknown. Its dp counts only if `gpus` is not given."""
     shape: ModelShape | None = None
     gpu_bytes: int = GPU_BYTES
     trainer: Mapping[str, Any] = field(default_factory=dict)
@@ -37,9 +37,9 @@ class LintContext:
     runner: Runner = "deepspeed"
     deepspeed: tuple[int, ...] = (0, 19, 8)
     mixed_precision: str | None = None
-    """accelerate's."""
+    """The precision in accelerate's config; None if there is none."""
     inference: bool = False
-    """The name of the file says so."""
+    """Whether the name of the file says that the config is for inference."""
 
     @property
     def pp(self) -> int:
@@ -63,7 +63,8 @@ class View:
     """A config with the queries that rules need. A value of a wrong type counts as missing."""
 
     def __init__(self, config: Mapping[str, Any], context: LintContext) -> None:
-        self.config, self.context = config, context
+        self.config = config
+        self.context = context
 
     def get(self, dotted: str, default: Any = None) -> Any:
         """Return the value at `a.b.c`, or the default if it is missing."""
@@ -114,10 +115,12 @@ class View:
         wanted = {"fp16": self.is_on("fp16.enabled"), "bf16": self.is_on(f"{self.bf16}.enabled")}
         if self.context.runner in ("trainer", "accelerate"):
             for name in wanted:
-                said = self.context.trainer.get(name, self.context.mixed_precision == name)
-                if self.get(f"{name}.enabled", "auto") == "auto" and said is True:
+                argument = self.context.trainer.get(name, self.context.mixed_precision == name)
+                if self.get(f"{name}.enabled", "auto") == "auto" and argument is True:
                     wanted[name] = True
-        return "bf16" if wanted["bf16"] else "fp16" if wanted["fp16"] else "fp32"
+        if wanted["bf16"]:
+            return "bf16"
+        return "fp16" if wanted["fp16"] else "fp32"
 
     @property
     def bf16(self) -> str:
@@ -160,17 +163,23 @@ class View:
     @property
     def dp(self) -> int | None:
         """Data-parallel ranks, None if they are not known."""
-        layout, gpus = self.context.layout, self.context.gpus
+        layout = self.context.layout
+        gpus = self.context.gpus
         sequence = self.number("sequence_parallel_size", 1) or 1
-        model = layout.model_size if layout else int(sequence) if sequence > 1 else 1
+        if layout is not None:
+            model = layout.model_size
+        elif sequence > 1:
+            model = int(sequence)
+        else:
+            model = 1
         if gpus is not None:
             return gpus // model if gpus % model == 0 else None
         return layout.dp if layout and layout.dp > 1 else None
 
-    def offload(self, what: str) -> str:
+    def offload(self, states: str) -> str:
         """Return the device that `optimizer` or `param` is offloaded to."""
-        device = self.get(f"zero_optimization.offload_{what}.device", "none")
-        old = {"optimizer": "cpu_offload", "param": "cpu_offload_param"}[what]
+        device = self.get(f"zero_optimization.offload_{states}.device", "none")
+        old = {"optimizer": "cpu_offload", "param": "cpu_offload_param"}[states]
         if self.is_on(f"zero_optimization.{old}"):
             return "cpu"
         return device if device in ("cpu", "nvme") else "none"

@@ -14,7 +14,15 @@ from toolkit.lint.rules import (
 )
 
 _MODULES = (
-    *(keys, value_types, batch_and_parallelism, experts, precision, zero_stages, optimizer_and_scheduler),
-    *(performance, auto_values, stated_conditions),
+    keys,
+    value_types,
+    batch_and_parallelism,
+    experts,
+    precision,
+    zero_stages,
+    optimizer_and_scheduler,
+    performance,
+    auto_values,
+    stated_conditions,
 )
 CHECKS = tuple(module.check for module in _MODULES)

@@ -19,8 +19,12 @@ deepspeed_config that become keys of DeepSpeed."""
 _YAML_11 = re.compile(r"(?i:no|off|on|yes|y|n)")
 _TRUTHS = ("y", "yes", "t", "true", "on", "1", "n", "no", "f", "false", "off", "0")
 _OWN_ADDRESSES = ("0.0.0.0", "127.0.0.1", "localhost", "::1")
-_WORDS: dict[str, type | tuple[type, ...]]
-_WORDS = {"distributed_type": str, "mixed_precision": str, "downcast_bf16": (str, bool), "rdzv_backend": str}
+_WORDS: dict[str, type | tuple[type, ...]] = {
+    "distributed_type": str,
+    "mixed_precision": str,
+    "downcast_bf16": (str, bool),
+    "rdzv_backend": str,
+}
 
 
 class Derived(NamedTuple):
@@ -41,8 +45,13 @@ def derive(value: Mapping[str, Any]) -> Derived:
     """Return what accelerate makes of the keys of deepspeed_config."""
     section = value.get("deepspeed_config")
     section = section if isinstance(section, Mapping) else {}
-    config: dict[str, Any] = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}
-    config |= {"gradient_accumulation_steps": "auto", "gradient_clipping": "auto", "zero_optimization": {"stage": 2}}
+    config: dict[str, Any] = {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "zero_optimization": {"stage": 2},
+    }
     origin: dict[Path, Path] = {(): ("deepspeed_config",), ("zero_optimization",): ("deepspeed_config",)}
     for key, target in _FACTS["deepspeed_keys"].items():
         if key not in section or section[key] is None:
@@ -55,12 +64,12 @@ def derive(value: Mapping[str, Any]) -> Derived:
         origin[path] = ("deepspeed_config", key)
         if key.endswith("_device"):
             origin[path[:-1]] = origin[path]
-    for what in ("optimizer", "param"):
-        offload = config["zero_optimization"].get(f"offload_{what}", {})
+    for states in ("optimizer", "param"):
+        offload = config["zero_optimization"].get(f"offload_{states}", {})
         if offload.get("device") != "nvme":
             offload.pop("nvme_path", None)
             if not offload:
-                config["zero_optimization"].pop(f"offload_{what}", None)
+                config["zero_optimization"].pop(f"offload_{states}", None)
     precision = value.get("mixed_precision")
     for name in ("bf16", "fp16"):
         config[name] = {"enabled": precision == name}
@@ -82,8 +91,9 @@ def check(document: ConfigDocument, gpus: int | None) -> Iterator[Violation]:
     yield from _unknown("AC101", (), value, _FACTS["keys"], "accelerate")
     unquoted = [*_unquoted(document)]
     yield from unquoted
-    yield from _words(value, {found.path[0] for found in unquoted})
-    kind, section = value.get("distributed_type"), value.get("deepspeed_config")
+    yield from _words(value, {violation.path[0] for violation in unquoted})
+    kind = value.get("distributed_type")
+    section = value.get("deepspeed_config")
     if not isinstance(section, Mapping):
         return
     edits = set_to(("distributed_type",), "DEEPSPEED")
@@ -100,7 +110,10 @@ def check(document: ConfigDocument, gpus: int | None) -> Iterator[Violation]:
 def _words(value: Mapping[str, Any], reported: set[Any]) -> Iterator[Violation]:
     for key, words in _FACTS["words"].items():
         word = value.get(key)
-        known = word in words if key == "distributed_type" else str(word).lower() in (one.lower() for one in words)
+        if key == "distributed_type":
+            known = word in words
+        else:
+            known = str(word).lower() in (allowed.lower() for allowed in words)
         if word is not None and key not in reported and not known:
             yield Violation("AC112", (key,), f"{key}: {shown(word)} is not {', '.join(words)}")
     for key in _FACTS["numbers"]:
@@ -109,10 +122,12 @@ def _words(value: Mapping[str, Any], reported: set[Any]) -> Iterator[Violation]:
 
 
 def _machines(value: Mapping[str, Any], section: Mapping[str, Any], gpus: int | None) -> Iterator[Violation]:
-    machines, launcher = value.get("num_machines", 1), section.get("deepspeed_multinode_launcher", "pdsh")
+    machines = value.get("num_machines", 1)
+    launcher = section.get("deepspeed_multinode_launcher", "pdsh")
     needed = ("main_process_ip", "machine_rank") if launcher in ("standard", "nossh") else ("deepspeed_hostfile",)
     missing = [key for key in needed if (dict(value) | dict(section)).get(key) is None]
-    ranks, machine = value.get("num_processes"), value.get("machine_rank")
+    ranks = value.get("num_processes")
+    machine = value.get("machine_rank")
     if is_number(machines) and machines > 1:
         if missing:
             yield Violation("AC113", ("num_machines",), f"num_machines: {machines} without {' and '.join(missing)}")
@@ -122,9 +137,9 @@ def _machines(value: Mapping[str, Any], section: Mapping[str, Any], gpus: int | 
             yield Violation("AC115", ("num_processes",), f"num_processes: {ranks} on num_machines: {machines}")
         if is_number(machine) and machine >= machines:
             yield Violation("AC115", ("machine_rank",), f"machine_rank: {machine} of num_machines: {machines}")
-    for other in ("fsdp_config", "megatron_lm_config"):
-        if value.get("distributed_type") == "DEEPSPEED" and value.get(other):
-            yield Violation("AC116", (other,), f"{other} with distributed_type: DEEPSPEED").removing()
+    for key in ("fsdp_config", "megatron_lm_config"):
+        if value.get("distributed_type") == "DEEPSPEED" and value.get(key):
+            yield Violation("AC116", (key,), f"{key} with distributed_type: DEEPSPEED").removing()
     if gpus is not None and isinstance(ranks, int) and ranks not in (gpus, -1):
         yield Violation("AC110", ("num_processes",), f"num_processes: {ranks}, on {gpus} GPUs").setting(gpus)
 
@@ -145,9 +160,9 @@ def _section(document: ConfigDocument, section: Mapping[str, Any]) -> Iterator[V
     collides = _FACTS["deepspeed_keys"].keys() - {"offload_optimizer_nvme_path"}
     known = [*_FACTS["deepspeed_keys"], *_FACTS["other_keys"]]
     yield from _unknown("AC102", (base,), section, known, "accelerate's deepspeed_config")
-    for what in ("optimizer", "param"):
-        key = f"offload_{what}_nvme_path"
-        if section.get(key) and section.get(f"offload_{what}_device") != "nvme":
+    for states in ("optimizer", "param"):
+        key = f"offload_{states}_nvme_path"
+        if section.get(key) and section.get(f"offload_{states}_device") != "nvme":
             yield Violation("DS525", (base, key), f"{key} with another device")
     if isinstance(flag := section.get("zero3_init_flag"), str) and flag.lower() not in _TRUTHS:
         yield Violation("AC112", (base, "zero3_init_flag"), f"zero3_init_flag: {shown(flag)} is not true or false")
@@ -187,8 +202,8 @@ def check_config(config: Mapping[str, Any], mixed_precision: str | None, from_fi
     if from_file and "zero_optimization" not in config:
         edits = set_to(("zero_optimization",), {"stage": 0})
         yield Violation("AC109", (), "zero_optimization is missing", edits=edits)
-    other = {"fp16": "bf16", "bf16": "fp16", "fp8": "fp16"}.get(mixed_precision or "")
-    section = config.get(other) if other else None
+    precision = {"fp16": "bf16", "bf16": "fp16", "fp8": "fp16"}.get(mixed_precision or "")
+    section = config.get(precision) if precision else None
     if isinstance(section, Mapping) and str(section.get("enabled")).lower() == "true":
-        path: Path = (str(other), "enabled")
-        yield Violation("AC106", path, f"{other}.enabled=true with mixed_precision: {mixed_precision}")
+        path: Path = (str(precision), "enabled")
+        yield Violation("AC106", path, f"{precision}.enabled=true with mixed_precision: {mixed_precision}")

@@ -9,12 +9,13 @@ from toolkit.lint.key_schema import FACTS, lookup
 from toolkit.lint.values import is_number
 from toolkit.lint.view import View
 
-_ACCELERATE, _TRAINER = FACTS["accelerate"], FACTS["trainer"]
+_ACCELERATE = FACTS["accelerate"]
+_TRAINER = FACTS["trainer"]
 REPLACED: Mapping[str, set[str]] = {
     "accelerate": {*_ACCELERATE["auto"]},
     "trainer": {*_ACCELERATE["auto"], *_TRAINER["auto"]},
 }
-"""Runner -> the keys whose `auto` it replaces."""
+"""The keys whose `auto` a runner replaces, by runner."""
 _MEANS_AUTO = ("data_types.keep_in_fp32_modules",)
 
 
@@ -29,7 +30,8 @@ def check(view: View) -> Iterator[Violation]:
 
 
 def _auto(path: Path, value: str, view: View) -> Iterator[Violation]:
-    name, runner = ".".join(map(str, path)), view.context.runner
+    name = ".".join(map(str, path))
+    runner = view.context.runner
     node = lookup(path)
     if value != "auto":
         if (node is not None and "words" not in node) or name in REPLACED["trainer"]:
@@ -52,16 +54,20 @@ def _auto(path: Path, value: str, view: View) -> Iterator[Violation]:
 
 
 def _arguments(view: View) -> Iterator[Violation]:
-    given = view.context.trainer
+    arguments = view.context.trainer
     expected: dict[str, tuple[str, Any]] = {
-        key: (argument, given[argument]) for key, argument in _TRAINER["arguments"].items() if argument in given
+        key: (argument, arguments[argument]) for key, argument in _TRAINER["arguments"].items() if argument in arguments
     }
-    if "adam_beta1" in given and "adam_beta2" in given:
-        expected["optimizer.params.betas"] = ("adam_beta1, adam_beta2", [given["adam_beta1"], given["adam_beta2"]])
-    for one, other in (("bf16", "fp16"), ("fp16", "bf16")):
-        if given.get(one) is True:  # then the other is off
-            expected.setdefault(f"{other}.enabled", (other, False))
-    micro, steps = given.get("per_device_train_batch_size"), given.get("gradient_accumulation_steps", 1)
+    if "adam_beta1" in arguments and "adam_beta2" in arguments:
+        expected["optimizer.params.betas"] = (
+            "adam_beta1, adam_beta2",
+            [arguments["adam_beta1"], arguments["adam_beta2"]],
+        )
+    for precision, opposite in (("bf16", "fp16"), ("fp16", "bf16")):
+        if arguments.get(precision) is True:  # then the other is off
+            expected.setdefault(f"{opposite}.enabled", (opposite, False))
+    micro = arguments.get("per_device_train_batch_size")
+    steps = arguments.get("gradient_accumulation_steps", 1)
     if is_number(micro) and is_number(steps) and view.context.gpus:
         expected["train_batch_size"] = ("the product", micro * steps * view.context.gpus)
     for key, (argument, wanted) in expected.items():
@@ -77,17 +83,20 @@ def _arguments(view: View) -> Iterator[Violation]:
 
 
 def _sections(view: View) -> Iterator[Violation]:
-    given = view.context.trainer
-    schedule, kind = given.get("lr_scheduler_type"), view.get("scheduler.type")
+    arguments = view.context.trainer
+    schedule = arguments.get("lr_scheduler_type")
+    kind = view.get("scheduler.type")
     if schedule is not None and isinstance(kind, str) and _TRAINER["schedules"].get(kind) != schedule:
         message = f"scheduler.type={kind}, but lr_scheduler_type={schedule}"
         yield Violation("HF105", ("scheduler",), message)
-    optim, kind = given.get("optim"), view.get("optimizer.type")
+    optim = arguments.get("optim")
+    kind = view.get("optimizer.type")
     if isinstance(optim, str) and isinstance(kind, str) and not optim.startswith(("adamw_torch", kind.lower())):
         message = f"optimizer.type={kind}, but optim={optim}"
         yield Violation("HF106", ("optimizer",), message)
     path = ("zero_optimization", "offload_optimizer")
-    device, forces = view.get(".".join((*path, "device"))), view.get("zero_force_ds_cpu_optimizer", True)
+    device = view.get(".".join((*path, "device")))
+    forces = view.get("zero_force_ds_cpu_optimizer", True)
     replaced = isinstance(optim, str) and not optim.startswith(("adamw", "adagrad")) and "lion" not in optim
     if replaced and kind is None and device in ("cpu", "nvme") and forces:
         yield Violation("HF109", path, f"optim={optim}, with the optimizer offloaded to {device}")

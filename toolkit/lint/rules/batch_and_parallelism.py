@@ -1,10 +1,12 @@
 """DS3: train_batch_size = micro-batch x accumulation x dp; DS6: pipelines, tensor and sequence parallelism."""
 
+import math
 from collections.abc import Iterator
 
-from toolkit.lint.finding import Edit, Violation, remove, set_to, shown
+from toolkit.lint.finding import INFO, Edit, Violation, remove, set_to, shown
 from toolkit.lint.values import is_number
 from toolkit.lint.view import BATCH_SIZES, View
+from toolkit.units import plural
 
 _TOTAL, _MICRO, _STEPS = BATCH_SIZES
 
@@ -27,14 +29,14 @@ def _batch_sizes(view: View) -> Iterator[Violation]:
         yield Violation("DS302", (), f"neither {_TOTAL} nor {_MICRO} is given")
     yield from _ranks(view)
     known = {name: size for name, size in sizes.items() if is_number(size)}
-    given = [name for name, size in sizes.items() if size is not None]
-    if bad or len(known) != len(given):
-        return  # the rest follows from auto, or is no number
+    written = [name for name, size in sizes.items() if size is not None]
+    if bad or len(known) != len(written):
+        return  # the rest is auto, or not a number
     if len(known) == 3:
         yield from _product(view, known)
     elif _TOTAL in known and len(known) == 2:
         yield from _derived(view, known)
-    elif given == [_TOTAL]:
+    elif written == [_TOTAL]:
         dp = view.dp or 1
         yield from _derived(view, known)
         if known[_TOTAL] / dp > 16:
@@ -49,7 +51,8 @@ def _ranks(view: View) -> Iterator[Violation]:
         share = f"the {context.layout.model_size} ranks that share one model"
         message = f"{context.gpus} GPUs are not a multiple of {share}"
         yield Violation("DS308", (), message)
-    size, tp = view.number("sequence_parallel_size", 1) or 1, view.number("tensor_parallel.autotp_size", 1) or 1
+    size = view.number("sequence_parallel_size", 1) or 1
+    tp = view.number("tensor_parallel.autotp_size", 1) or 1
     dp = view.number("data_parallel_size")
     if context.gpus and size > 1 and dp and size * dp != context.gpus:
         message = f"data_parallel_size x sequence_parallel_size = {dp} x {size}, on {context.gpus} GPUs"
@@ -64,7 +67,9 @@ def _ranks(view: View) -> Iterator[Violation]:
 
 
 def _product(view: View, known: dict[str, float]) -> Iterator[Violation]:
-    total, micro, steps = known[_TOTAL], known[_MICRO], known[_STEPS]
+    total = known[_TOTAL]
+    micro = known[_MICRO]
+    steps = known[_STEPS]
     dp = view.dp
     if dp is None:
         if total % (micro * steps):
@@ -81,31 +86,54 @@ def _product(view: View, known: dict[str, float]) -> Iterator[Violation]:
         fix = f"Write {right}, or keep the total and raise {_STEPS}."
         yield Violation("DS307", (_TOTAL,), message, fix=fix)
         return
-    ranks = f"{dp} data-parallel rank{'s' * (dp > 1)}"
-    message = f"{_TOTAL}={total}, but {micro} x {steps} x {ranks} = {right}"
+    message = f"{_TOTAL}={total}, but {micro} x {steps} x {plural(dp, 'data-parallel rank')} = {right}"
+    if view.context.layout is None and total % (micro * steps) == 0:
+        yield _other_ranks(view, message, int(total // (micro * steps)))
+        return
     yield Violation("DS301", (_TOTAL,), message, edits=_derive_accumulation(view))
+
+
+def _other_ranks(view: View, message: str, needed: int) -> Violation:
+    """Say for how many data-parallel ranks the sizes are right: without a layout, that may be what these GPUs are."""
+    gpus = view.context.gpus or 0
+    message += f"; the file is right for {plural(needed, 'data-parallel rank')}"
+    if gpus % needed:
+        fix = f"Give the GPUs and the layout that it is for (--gpus {needed}), or leave one of the three out."
+        return Violation("DS310", (_TOTAL,), message, fix=fix)
+    shared = gpus // needed
+    message += f": {gpus} GPUs with tp x pp x ulysses = {shared}"
+    fix = f"Give the --layout (tp x pp x ulysses = {shared}) or --gpus {needed}, or leave one of the three out."
+    # A section of a pipeline says that GPUs do share samples.
+    severity = INFO if view.section("pipeline") else None
+    return Violation("DS310", (_TOTAL,), message, fix=fix, severity=severity)
 
 
 def _derive_accumulation(view: View) -> tuple[Edit, ...]:
     """Remove the accumulation: the total defines the training, and the micro-batch fits the memory."""
-    total, micro = view.number(_TOTAL, 0) or 0, view.number(_MICRO, 1) or 1
+    total = view.number(_TOTAL, 0) or 0
+    micro = view.number(_MICRO, 1) or 1
     fits = total % (micro * (view.dp or 1)) == 0
     return remove((_STEPS,)) if fits else ()
 
 
 def _derived(view: View, known: dict[str, float]) -> Iterator[Violation]:
     dp = view.dp or 1
-    other = next((name for name in known if name != _TOTAL), None)
-    per_step = dp * (known[other] if other else 1)
+    factor = next((name for name in known if name != _TOTAL), None)
+    per_step = dp * (known[factor] if factor else 1)
     if known[_TOTAL] % per_step == 0:
         return
-    product = f"{known[other]} x {dp}" if other else f"{dp} ranks"
-    message = f"{_TOTAL}={known[_TOTAL]} is not a multiple of {product}" + (f" = {per_step}" if other else "")
+    product = f"{known[factor]} x {dp}" if factor else f"{dp} ranks"
+    message = f"{_TOTAL}={known[_TOTAL]} is not a multiple of {product}" + (f" = {per_step}" if factor else "")
+    each = per_step // dp
+    if view.context.layout is None and known[_TOTAL] % each == 0:  # then the ranks are too many
+        shared = dp // math.gcd(dp, int(known[_TOTAL] // each))
+        message += f"; it is where {shared} GPUs share each sample (--layout)"
     yield Violation("DS304", (_TOTAL,), message)
 
 
 def _pipeline(view: View) -> Iterator[Violation]:
-    section, stage = view.section("pipeline"), view.stage
+    section = view.section("pipeline")
+    stage = view.stage
     to_stage_1 = _to_stage_1(view)
     if stage > 1 and view.has_pipeline:
         message = f"zero_optimization.stage={stage} with {view.context.pp} pipeline stages"

@@ -19,11 +19,16 @@ def check(view: View) -> Iterator[Violation]:
     yield from wrong
     if wrong:
         return
-    size, gpus, tp = int(view.number(f"{_E}.autoep_size", 1) or 1), view.context.gpus, view.context.tp
+    size = int(view.number(f"{_E}.autoep_size", 1) or 1)
+    gpus = view.context.gpus
+    tp = view.context.tp
     if gpus is not None and gpus % size:
         yield Violation("DS653", (_E, "autoep_size"), f"{gpus} GPUs are not a multiple of autoep_size={size}")
-    reasons = _beside_autotp(view, size) if view.is_tensor_parallel else []
-    reasons += [f"tp={tp} of an mpu"] if tp > 1 and not view.is_tensor_parallel else []
+    reasons = []
+    if view.is_tensor_parallel:
+        reasons = _beside_autotp(view, size)
+    elif tp > 1:
+        reasons = [f"tp={tp} of an mpu"]
     for reason in reasons:
         yield Violation("DS654", (_E,), f"AutoEP with {reason}")
     for key, message in _excluded(view, size):
@@ -32,7 +37,8 @@ def check(view: View) -> Iterator[Violation]:
 
 def _values(view: View) -> Iterator[Violation]:
     for key, value in view.section(_E).items():
-        words, least = _FACTS["words"].get(key), _FACTS["least"].get(key)
+        words = _FACTS["words"].get(key)
+        least = _FACTS["least"].get(key)
         if words is not None and value not in words:
             allowed = ", ".join(shown(word) for word in words)
         elif least is not None and not (isinstance(value, int) and value >= least):
@@ -51,7 +57,7 @@ def _values(view: View) -> Iterator[Violation]:
 
 
 def _beside_autotp(view: View, size: int) -> list[str]:
-    """What AutoEP refuses where AutoTP splits the model too."""
+    """Return the settings that AutoEP refuses where AutoTP splits the model too."""
     reasons = {
         "autoep_size=1": size == 1,
         "offload": view.offload("optimizer") != "none" or view.offload("param") != "none",
@@ -64,9 +70,10 @@ def _beside_autotp(view: View, size: int) -> list[str]:
 
 
 def _excluded(view: View, size: int) -> Iterator[tuple[str, str]]:
-    said = [view.get(f"{section}.preset_model") for section in ("tensor_parallel", _E)]
-    if None not in said and said[0] != said[1]:
-        yield "preset_model", f"preset_model={shown(said[1])}, and {shown(said[0])} in tensor_parallel"
+    autotp_preset = view.get("tensor_parallel.preset_model")
+    preset = view.get(f"{_E}.preset_model")
+    if preset is not None and autotp_preset is not None and preset != autotp_preset:
+        yield "preset_model", f"preset_model={shown(preset)}, and {shown(autotp_preset)} in tensor_parallel"
     deepep = view.get(f"{_E}.comm_backend") == "deepep"
     if view.get(f"{_E}.gate_up_impl") == "fused" and not view.is_on(f"{_E}.use_grouped_mm", default=True):
         yield "gate_up_impl", "gate_up_impl=fused without use_grouped_mm"
@@ -76,6 +83,7 @@ def _excluded(view: View, size: int) -> Iterator[tuple[str, str]]:
         yield "combine_impl", "combine_impl=fused_weighted_sum with comm_backend=deepep"
     if deepep and not view.number(f"{_E}.comm_max_tokens_per_rank"):
         yield "comm_backend", "comm_backend=deepep without comm_max_tokens_per_rank"
-    groups, limited = (view.get(f"{_E}.num_{name}_groups") for name in ("expert", "limited"))
+    groups = view.get(f"{_E}.num_expert_groups")
+    limited = view.get(f"{_E}.num_limited_groups")
     if is_number(groups) and is_number(limited) and limited > groups:
         yield "num_limited_groups", f"num_limited_groups={limited} of num_expert_groups={groups}"

@@ -20,7 +20,8 @@ def check(view: View) -> Iterator[Violation]:
 
 
 def _section(path: Path, config: Mapping[str, Any], node: Node, view: View) -> Iterator[Violation]:
-    known, removed = members(node), schema()["removed"]
+    known = members(node)
+    removed = schema()["removed"]
     for key, value in config.items():
         here = (*path, key)
         if ".".join(map(str, here)) in removed:
@@ -59,7 +60,9 @@ def _known(path: Path, key: str, config: Mapping[str, Any], node: Node) -> Itera
     if not old:
         return
     by = old["by"]
-    replacement = next((other for other in config if other in (by, f"stage3_{by}") and old["moved"]), None)
+    replacement = next(
+        (alternative for alternative in config if alternative in (by, f"stage3_{by}") and old["moved"]), None
+    )
     if replacement is not None and config[key] != "auto":
         yield Violation("DS106", path, f"{dotted(path)} is given together with {replacement}").removing()
         return
@@ -81,12 +84,15 @@ def _replacement(path: Path, value: Any, by: str) -> tuple[Edit, ...]:
 
 
 def _unknown(path: Path, value: Any, node: Node, view: View) -> Violation:
-    key, strict = str(path[-1]), node["section"] == "strict"
+    key = str(path[-1])
+    strict = node["section"] == "strict"
     severity = ERROR if strict and value != "auto" else WARNING
     if key.startswith(("_", "//", "#")) or key.lower() in ("comment", "comments", "note", "notes", "description"):
-        return _found("DS113", path, f"{dotted(path)} is read as a key", severity if strict else INFO)
-    if not path[:-1] and (own := _FACTS["foreign_names"].get(key)):
-        return _found("DS109", path, f"{key} is not a key of DeepSpeed; its name there is {own}", severity)
+        return _violation("DS113", path, f"{dotted(path)} is read as a key", severity if strict else INFO)
+    if not path[:-1] and (deepspeed_name := _FACTS["foreign_names"].get(key)):
+        return _violation(
+            "DS109", path, f"{key} is not a key of DeepSpeed; its name there is {deepspeed_name}", severity
+        )
     if path[0] == "pipeline" and key in _FACTS["unused_by_pipelines"]:
         return Violation("DS112", path, f"{dotted(path)} has no effect").removing()
     near = get_close_matches(key, members(node), n=1, cutoff=0.75)
@@ -97,21 +103,24 @@ def _unknown(path: Path, value: Any, node: Node, view: View) -> Violation:
         fits = isinstance(section, Mapping) and not view.has(".".join(target))
         edits: tuple[Edit, ...] = (Edit("remove", path), Edit("set", target, value)) if fits else ()
         where = dotted(home) if home else "the top level"
-        return _found("DS110", path, f"{dotted(path)} belongs in {where}", severity, edits)
-    rule = "DS102" if strict else "DS103" if path[:-1] else "DS101"
+        return _violation("DS110", path, f"{dotted(path)} belongs in {where}", severity, edits)
+    if strict:
+        rule = "DS102"
+    else:
+        rule = "DS103" if path[:-1] else "DS101"
     section = view.get(".".join(map(str, path[:-1]))) if path[:-1] else view.config
     sure = misspelled(key, members(node), section)
     guess = sure or _FACTS["other_spellings"].get(key) or next(iter(near or _close(key, members(node))), None)
     hint = f". Did you mean {guess}?" if guess else ""
     edits = rename(path, sure) if sure else ()
-    return _found(rule, path, f"{dotted(path)} is not a key of DeepSpeed{hint}", severity, edits)
+    return _violation(rule, path, f"{dotted(path)} is not a key of DeepSpeed{hint}", severity, edits)
 
 
 def _close(key: str, known: Iterable[str]) -> list[str]:
     return get_close_matches(key, known, n=1, cutoff=0.6)
 
 
-def _found(rule: str, path: Path, message: str, severity: Severity, edits: tuple[Edit, ...] = ()) -> Violation:
+def _violation(rule: str, path: Path, message: str, severity: Severity, edits: tuple[Edit, ...] = ()) -> Violation:
     effect = None
     if severity is ERROR and rule != "DS102":
         effect = "DeepSpeed raises ValidationError: this section takes no other keys."
@@ -126,16 +135,17 @@ def _home(path: Path, value: Any) -> tuple[str, ...] | None:
     section = str(path[0]) if len(path) == 2 else ""
     if key in _FACTS["inside_params"].get(section, ()):
         return (section, "params")
-    found = [home for home in homes().get(key, []) if home != ".".join(map(str, path[:-1]))]
-    home = tuple(part for part in found[0].split(".") if part) if len(found) == 1 else ()
+    sections = [home for home in homes().get(key, []) if home != ".".join(map(str, path[:-1]))]
+    home = tuple(part for part in sections[0].split(".") if part) if len(sections) == 1 else ()
     node = lookup((*home, key)) or {}
     fits = isinstance(value, Mapping) if "section" in node else problem(node, value) is None
-    return home if len(found) == 1 and key not in path[:-1] and fits else None
+    return home if len(sections) == 1 and key not in path[:-1] and fits else None
 
 
 def _without_effect(view: View) -> Iterator[Violation]:
     """Report the keys of zero_optimization that the stage does not use, as one finding."""
-    zero, stage = view.section("zero_optimization"), view.stage
+    zero = view.section("zero_optimization")
+    stage = view.stage
     nodes = members(schema()["keys"]["zero_optimization"])
     idle = []
     for key, value in zero.items():

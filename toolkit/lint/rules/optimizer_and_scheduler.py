@@ -21,22 +21,22 @@ def check(view: View) -> Iterator[Violation]:
     """Check clipping, known bugs, and of each section the type, the parameters and whether they agree."""
     yield from _clipping(view)
     yield from _known_bugs(view)
-    for what, no_type, check_type in (("optimizer", "DS708", _optimizer), ("scheduler", "DS762", _scheduler)):
-        section = view.get(what)
+    for key, no_type, check_type in (("optimizer", "DS708", _optimizer), ("scheduler", "DS762", _scheduler)):
+        section = view.get(key)
         if isinstance(section, Mapping):
             name = section.get("type")
             if name is None:
-                yield Violation(no_type, (what,), f"the {what} has no type")
+                yield Violation(no_type, (key,), f"the {key} has no type")
             elif isinstance(name, str):
                 yield from check_type(view, name, section.get("params"))
 
 
-def _unknown_type(rule: str, what: str, name: str, known: list[str], kind: str) -> Violation:
-    right = next((one for one in known if one.lower() == name.lower()), None)
+def _unknown_type(rule: str, section: str, name: str, known: list[str], kind: str) -> Violation:
+    right = next((type_name for type_name in known if type_name.lower() == name.lower()), None)
     meant = right or FACTS["deepspeed"]["optimizer_classes"].get(name.lower())
     hint = f" Did you mean {meant}?" if meant else nearest(name, known)
-    found = Violation(rule, (what, "type"), f"{what}.type={shown(name)} is not {kind}.{hint}".rstrip("."))
-    return found.setting(right) if right else found
+    violation = Violation(rule, (section, "type"), f"{section}.type={shown(name)} is not {kind}.{hint}".rstrip("."))
+    return violation.setting(right) if right else violation
 
 
 def _unknown_parameter(rule: str, path: Path, name: str, known: Iterable[str], params: Mapping[str, Any]) -> Violation:
@@ -59,8 +59,8 @@ def _optimizer(view: View, name: str, params: Any) -> Iterator[Violation]:
         if name.lower().replace("_", "").replace("-", "") in REMOVED_OPTIMIZERS:
             yield Violation("DS702", ("optimizer", "type"), f"optimizer.type={name} was removed")
         else:
-            what = "an optimizer of DeepSpeed or torch.optim"
-            yield _unknown_type("DS701", "optimizer", name, optimizer_names(), what)
+            kinds = "an optimizer of DeepSpeed or torch.optim"
+            yield _unknown_type("DS701", "optimizer", name, optimizer_names(), kinds)
         return
     if "package" in kind:
         message = f"optimizer.type={name} comes from the package {kind['package']}"
@@ -84,10 +84,10 @@ def _parameters(view: View, name: str, kind: Mapping[str, Any], params: Mapping[
     accepted = _accepted(view, kind, params)
     for key in params:
         if key != "max_grad_norm" and accepted and key not in accepted:
-            found = _unknown_parameter("DS705", (*path, key), name, accepted, params)
+            violation = _unknown_parameter("DS705", (*path, key), name, accepted, params)
             if "read" in kind:
-                found = found._replace(effect="DeepSpeed ignores it silently.", severity=WARNING)
-            yield found
+                violation = violation._replace(effect="DeepSpeed ignores it silently.", severity=WARNING)
+            yield violation
     yield from _values(view, params)
     if "lr" not in params and accepted and "lr" in accepted:
         where = path if view.has("optimizer.params") else path[:1]
@@ -111,7 +111,8 @@ def _values(view: View, params: Mapping[str, Any]) -> Iterator[Violation]:
     for key, allowed in _RANGES.items():
         if key not in params or params[key] == "auto":
             continue
-        value, path = params[key], ("optimizer", "params", key)
+        value = params[key]
+        path = ("optimizer", "params", key)
         if as_number(value) is not None:
             yield from _quoted(path, value)
         elif not is_number(value):
@@ -134,8 +135,8 @@ def _values(view: View, params: Mapping[str, Any]) -> Iterator[Violation]:
         yield Violation("DS713", path, f"{dotted(path)}={shown(betas)}")
     for key in ("adam_w_mode", "torch_adam", "amsgrad", "bias_correction"):
         if isinstance(word := params.get(key), str) and word.lower() in ("true", "false"):
-            found = Violation("DS206", (*path[:-1], key), f"{key}: {shown(word)} is a string, which counts as true")
-            yield found.setting(word.lower() == "true")
+            violation = Violation("DS206", (*path[:-1], key), f"{key}: {shown(word)} is a string, which counts as true")
+            yield violation.setting(word.lower() == "true")
 
 
 def _clipping(view: View) -> Iterator[Violation]:
@@ -173,7 +174,8 @@ def _scheduler(view: View, name: str, params: Any) -> Iterator[Violation]:
             yield _unknown_parameter("DS753", (*path, key), name, takes, params)
         yield from _quoted((*path, key), value)
     for low, high in (("warmup_min_lr", "warmup_max_lr"), ("cycle_min_lr", "cycle_max_lr")):
-        least, most = params.get(low), params.get(high)
+        least = params.get(low)
+        most = params.get(high)
         if is_number(least) and is_number(most) and least > most:
             yield Violation("DS763", (*path, low), f"{low}={shown(least)}, but {high}={shown(most)}")
     if name in schema()["schedulers"]["names"]:
@@ -190,9 +192,9 @@ def _warmup(view: View, name: str, takes: Mapping[str, Any], params: Mapping[str
     if "warmup_num_steps" in takes and not counted and steps != "auto" and as_number(steps) is None:
         severity = WARNING if steps is True or view.context.deepspeed < (0, 19, 6) else None
         message = f"warmup_num_steps={shown(steps)}"
-        found = Violation("DS755", (*path, "warmup_num_steps"), message, severity=severity)
+        violation = Violation("DS755", (*path, "warmup_num_steps"), message, severity=severity)
         whole = isinstance(steps, float) and steps.is_integer() and steps > 0
-        yield found.setting(int(steps)) if whole else found
+        yield violation.setting(int(steps)) if whole else violation
     kind = params.get("warmup_type")
     edits = set_to((*path, "warmup_type"), "log")  # the default, written out
     if "warmup_type" in takes and "warmup_type" not in params and params.get("warmup_num_steps") != 1:
@@ -206,7 +208,8 @@ def _warmup(view: View, name: str, takes: Mapping[str, Any], params: Mapping[str
 
 
 def _rates(view: View, name: str, takes: Mapping[str, Any], params: Mapping[str, Any]) -> Iterator[Violation]:
-    lr, top = view.get("optimizer.params.lr"), params.get("warmup_max_lr")
+    lr = view.get("optimizer.params.lr")
+    top = params.get("warmup_max_lr")
     path = ("scheduler", "params", "warmup_max_lr")
     if "warmup_max_lr" not in takes or not is_number(lr):
         return

@@ -49,20 +49,22 @@ def _checkpointing(view: View) -> Iterator[Violation]:
 
 
 def _sizes(view: View) -> Iterator[Violation]:
-    shape, parameters = view.context.shape, view.context.parameters
+    shape = view.context.shape
+    parameters = view.context.parameters
     group = view.number(f"{_Z}.sub_group_size")
     if view.stage == 3 and group is not None and group < 1e7:
         yield Violation("DS813", (_Z, "sub_group_size"), f"sub_group_size={format_count(group)} elements")
     threshold = view.number(f"{_Z}.stage3_param_persistence_threshold", 0) or 0
     if view.stage == 3 and threshold >= (3 * shape.hidden**2 if shape else 1e9):
         path = (_Z, "stage3_param_persistence_threshold")
-        found = Violation(
+        violation = Violation(
             "DS812", path, f"{path[1]}={format_count(threshold)}: every matrix of a decoder layer is smaller"
         )
-        yield found.setting(10 * shape.hidden) if shape else found
+        yield violation.setting(10 * shape.hidden) if shape else violation
     if shape is None or parameters is None or not view.stage:
         return
-    buffer, shard = view.number(f"{_Z}.offload_param.buffer_size", 1e8) or 0, largest_parameter(shape) // (view.dp or 1)
+    buffer = view.number(f"{_Z}.offload_param.buffer_size", 1e8) or 0
+    shard = largest_parameter(shape) // (view.dp or 1)
     if view.stage == 3 and view.offload("param") == "nvme" and buffer < shard:
         place = (_Z, "offload_param", "buffer_size")
         message = f"buffer_size={format_count(buffer)}, but a shard of the largest parameter has {format_count(shard)}"
@@ -83,24 +85,30 @@ def _sizes(view: View) -> Iterator[Violation]:
 
 def _memory(view: View) -> Iterator[Violation]:
     """Compare the states under ZeRO-1 with the memory of a GPU; the fp32 gradient sums are not sharded."""
-    parameters, dp = view.context.parameters, view.dp
+    parameters = view.context.parameters
+    dp = view.dp
     if parameters is None or dp is None or dp < 2:
         return
     layout = view.context.layout
     mine = parameters / (layout.tp * layout.pp if layout else 1)
-    stage, weight = view.stage, 2 if view.precision != "fp32" else 4
-    states = 0 if view.offload("optimizer") != "none" and stage else 12 if weight == 2 else 8
-    kept = 0 if view.offload("param") != "none" and stage == 3 else weight
+    stage = view.stage
+    weight = 2 if view.precision != "fp32" else 4
+    states = 12 if weight == 2 else 8
+    if view.offload("optimizer") != "none" and stage:
+        states = 0
+    weights = 0 if view.offload("param") != "none" and stage == 3 else weight
     shares = [dp if stage >= least else 1 for least in (1, 2, 3)]
-    least = int(mine * (states / shares[0] + (weight if states else 0) / shares[1] + kept / shares[2]))
+    least = int(mine * (states / shares[0] + (weight if states else 0) / shares[1] + weights / shares[2]))
     if least > view.context.gpu_bytes and view.context.gpu_bytes != GPU_BYTES:
         message = f"at least {format_bytes(least)} of model states for {format_bytes(view.context.gpu_bytes)} a GPU"
+        if layout is None:
+            message += ", where no layout splits the model"
         yield Violation("DS818", (_Z, "stage"), message)
     needed = int(mine * (2 + 4) + mine * 12 / dp)
     if needed > _STATES_FRACTION * view.context.gpu_bytes:
         return
     room = f"ZeRO-1 takes {format_bytes(needed)} of {format_bytes(view.context.gpu_bytes)} a GPU"
-    offloads = [what for what in ("optimizer", "param") if view.offload(what) != "none"]
+    offloads = [states_name for states_name in ("optimizer", "param") if view.offload(states_name) != "none"]
     if offloads and view.stage:
         yield Violation("DS803", (_Z, f"offload_{offloads[0]}"), f"offload of a model for which {room}")
     elif view.stage == 3:

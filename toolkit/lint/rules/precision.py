@@ -5,8 +5,11 @@ from collections.abc import Iterator
 from toolkit.lint.finding import Violation, shown
 from toolkit.lint.view import View
 
-_SPELLINGS = {"bf16": {"bf16", "bfloat16", "torch.bfloat16"}, "fp16": {"fp16", "float16", "half", "torch.float16"}}
-_SPELLINGS |= {"fp32": {"fp32", "float32", "float", "torch.float32"}}
+_SPELLINGS = {
+    "bf16": {"bf16", "bfloat16", "torch.bfloat16"},
+    "fp16": {"fp16", "float16", "half", "torch.float16"},
+    "fp32": {"fp32", "float32", "float", "torch.float32"},
+}
 
 
 def check(view: View) -> Iterator[Violation]:
@@ -18,7 +21,8 @@ def check(view: View) -> Iterator[Violation]:
 
 
 def _which(view: View) -> Iterator[Violation]:
-    bf16, fp16 = view.is_on(f"{view.bf16}.enabled"), view.is_on("fp16.enabled")
+    bf16 = view.is_on(f"{view.bf16}.enabled")
+    fp16 = view.is_on("fp16.enabled")
     if bf16 and fp16:
         yield Violation("DS401", ("fp16", "enabled"), "bf16 and fp16 are both enabled").setting(False)
     precisions = (view.bf16, "fp16", "torch_autocast")

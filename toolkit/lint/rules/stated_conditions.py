@@ -11,17 +11,17 @@ from toolkit.lint.view import View
 
 @dataclass(frozen=True, kw_only=True)
 class Condition:
-    """When a rule that needs no code of its own reports a key: every field that is given must hold."""
+    """Condition in which a rule that needs no code of its own reports a key: every field that is set must hold."""
 
     keys: tuple[str, ...]
-    """Dotted; each is tested and reported by itself."""
+    """Dotted keys; each is tested and reported by itself."""
     value: str | tuple[Any, ...] | None = None
     """`written`, `on` or `off` (a switch, as pydantic reads it), or the values that are reported."""
     above: float = -math.inf
     below: float = math.inf
-    """The key is a number above and below these; 0 if it is none."""
+    """The value of the key must lie between `above` and `below`; a value that is not a number counts as 0."""
     stages: tuple[int, ...] = (0, 1, 2, 3)
-    """ZeRO stages."""
+    """ZeRO stages in which the key is reported."""
     precision: str | None = None
     where: Mapping[str, Any] = field(default_factory=dict)
     """Other keys and what each must be, as for `value`."""
@@ -30,21 +30,21 @@ class Condition:
     offload: str | None = None
     """`optimizer` or `param`, which must be offloaded."""
     pipeline: bool = False
-    """Only with pipeline stages."""
+    """Whether the key is reported with pipeline stages only."""
     experts: bool = False
-    """Only where ranks share out experts."""
+    """Whether the key is reported only where ranks share out experts."""
     nodes: int | None = None
     min_gpus: int = 0
     not_for: tuple[str, ...] = ()
     """Runners whose configs are right."""
     since: tuple[int, ...] = ()
-    """The first version of DeepSpeed."""
+    """The first version of DeepSpeed in which the key is reported."""
     before: tuple[int, ...] = (1 << 30,)
-    """The first version of DeepSpeed without the bug."""
+    """The first version of DeepSpeed in which the key is not reported any more, because the bug is fixed."""
     message: str = "{key} is on"
     """`{key}`, `{name}` (its last part), `{value}`, `{stage}`, `{gpus}` and `{version}` are filled in."""
     edit: Mapping[str, Any] = field(default_factory=dict)
-    """`{"remove": true}` or `{"set": value}`."""
+    """What --fix does with the key: `{"remove": true}` or `{"set": value}`; empty without a fix."""
 
 
 def _read_condition(row: Mapping[str, Any]) -> Condition:
@@ -55,7 +55,7 @@ def _read_condition(row: Mapping[str, Any]) -> Condition:
 CONDITIONS: tuple[tuple[str, Condition], ...] = tuple(
     (row["id"], _read_condition(when)) for rows in TABLE.values() for row in rows for when in row.get("when", ())
 )
-"""What the rules that only state facts test: id and condition."""
+"""Conditions of the rules that only state facts: id and condition."""
 
 
 def check(view: View) -> Iterator[Violation]:
@@ -90,7 +90,7 @@ def _is(view: View, key: str, wanted: Any) -> bool:
     if isinstance(wanted, str):
         return view.has(key) if wanted == "written" else view.is_on(key) is (wanted == "on")
     value = view.get(key)
-    return any(type(value) is type(one) and value == one for one in wanted)
+    return any(type(value) is type(allowed) and value == allowed for allowed in wanted)
 
 
 def _written_key(view: View, key: str) -> str:
@@ -106,7 +106,7 @@ def _report(rule: str, condition: Condition, key: str, view: View) -> Iterator[V
     path = tuple(key.split("."))
     version = ".".join(map(str, view.context.deepspeed))
     known = {"key": key, "name": path[-1], "value": view.get(key), "stage": view.stage, "gpus": view.context.gpus}
-    found = Violation(rule, path, condition.message.format(**known, version=version))
+    violation = Violation(rule, path, condition.message.format(**known, version=version))
     if condition.edit:
-        found = found.removing() if "remove" in condition.edit else found.setting(condition.edit["set"])
-    yield found
+        violation = violation.removing() if "remove" in condition.edit else violation.setting(condition.edit["set"])
+    yield violation

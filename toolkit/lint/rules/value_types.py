@@ -11,23 +11,31 @@ from toolkit.lint.key_schema import FACTS, Node, members, schema
 from toolkit.lint.values import ValueProblem, allowed, is_number, problem
 from toolkit.lint.view import View
 
-_RULES = {"type": "DS201", "text": "DS202", "range": "DS203", "fraction": "DS204", "word": "DS205"}
-_RULES |= {"truth": "DS206", "null": "DS207"}
+_RULES = {
+    "type": "DS201",
+    "text": "DS202",
+    "range": "DS203",
+    "fraction": "DS204",
+    "word": "DS205",
+    "truth": "DS206",
+    "null": "DS207",
+}
 _FACTS = FACTS["deepspeed"]
 
 
 def check(view: View) -> Iterator[Violation]:
     """Check every value against the schema, and the few with rules of their own."""
     sections = _section((), view.config, {"section": "lenient", "keys": schema()["keys"]}, view)
-    for found in chain(sections, _clipping(view), _read_in_code(view)):
-        overwritten = found.path == ("steps_per_print",) and view.context.runner in ("trainer", "accelerate")
-        yield found._replace(severity=WARNING, effect="accelerate overwrites it.") if overwritten else found
+    for violation in chain(sections, _clipping(view), _read_in_code(view)):
+        overwritten = violation.path == ("steps_per_print",) and view.context.runner in ("trainer", "accelerate")
+        yield violation._replace(severity=WARNING, effect="accelerate overwrites it.") if overwritten else violation
 
 
 def _section(path: Path, config: Mapping[str, Any], node: Node, view: View) -> Iterator[Violation]:
     known = members(node)
     for key, value in config.items():
-        child, here = known.get(key), (*path, key)
+        child = known.get(key)
+        here = (*path, key)
         if child is None or (here == ("bfloat16",) and view.get("bf16") is not None):
             continue
         if value == "auto" and (node["section"] == "strict" or "section" not in child):
@@ -49,13 +57,13 @@ def _no_section(path: Path, value: Any, node: Node, view: View) -> Iterator[Viol
         return
     if name == "zero_optimization" and isinstance(value, bool):
         rule = "HF110" if view.context.runner in ("trainer", "accelerate") else "DS209"
-        found = Violation(rule, path, f"zero_optimization={shown(value)} is an old form")
-        yield found.setting({"stage": int(value)})
+        violation = Violation(rule, path, f"zero_optimization={shown(value)} is an old form")
+        yield violation.setting({"stage": int(value)})
         return
-    found = Violation("DS208", path, f"{dotted(path)}={shown(value)} is not a section")
+    violation = Violation("DS208", path, f"{dotted(path)}={shown(value)} is not a section")
     if isinstance(value, bool) and "enabled" in node["keys"]:
-        found = found.setting({"enabled": value})
-    yield found.removing() if value is None else found
+        violation = violation.setting({"enabled": value})
+    yield violation.removing() if value is None else violation
 
 
 def _report(path: Path, wrong: ValueProblem, node: Node, strict: bool, view: View) -> Violation:
@@ -81,15 +89,15 @@ def _report(path: Path, wrong: ValueProblem, node: Node, strict: bool, view: Vie
     taken = "DeepSpeed converts it silently." if strict else "DeepSpeed silently uses it as it is."
     if wrong.kind == "truth" and not strict and not refused and isinstance(view.get(name), str):
         taken = "DeepSpeed does not check it here: any non-empty string counts as true."
-    found = Violation(_RULES[wrong.kind], path, f"{dotted(path)}: {wrong.message}")
+    violation = Violation(_RULES[wrong.kind], path, f"{dotted(path)}: {wrong.message}")
     if wrong.kind == "fraction" and strict:
-        return found._replace(effect="DeepSpeed raises ValidationError.", severity=ERROR)
+        return violation._replace(effect="DeepSpeed raises ValidationError.", severity=ERROR)
     effect = None if refused else taken
     if wrong.kind == "truth" and refused:
         reader = "The Trainer compares it with its own argument, and stops."
         effect = reader if by_trainer else "DeepSpeed raises when it reads or first uses it."
     fix = f"Write {allowed(node)}." if wrong.kind in ("type", "range", "word", "truth") and allowed(node) else None
-    return found._replace(effect=effect, fix=fix, severity=ERROR if refused else WARNING, edits=edits)
+    return violation._replace(effect=effect, fix=fix, severity=ERROR if refused else WARNING, edits=edits)
 
 
 def _clipping(view: View) -> Iterator[Violation]:
@@ -110,10 +118,12 @@ def _read_in_code(view: View) -> Iterator[Violation]:
     for name in _FACTS["not_empty"]:
         if view.has(name) and not view.get(name):
             yield Violation("DS203", tuple(name.split(".")), f"{name}: a directory name is needed")
-    kept = view.get("data_types.keep_in_fp32_modules", "auto")
-    if kept != "auto" and not (isinstance(kept, list) and all(isinstance(name, str) for name in kept)):
+    fp32_modules = view.get("data_types.keep_in_fp32_modules", "auto")
+    if fp32_modules != "auto" and not (
+        isinstance(fp32_modules, list) and all(isinstance(name, str) for name in fp32_modules)
+    ):
         path = ("data_types", "keep_in_fp32_modules")
-        yield Violation("DS201", path, f'{dotted(path)}: {shown(kept)} is not "auto" or a list of names')
+        yield Violation("DS201", path, f'{dotted(path)}: {shown(fp32_modules)} is not "auto" or a list of names')
     modules = view.get("torch_autocast.lower_precision_safe_modules")
     if isinstance(modules, list) and not all(isinstance(name, str) and "." in name for name in modules):
         path = ("torch_autocast", "lower_precision_safe_modules")

@@ -33,8 +33,8 @@ def _features(view: View) -> Iterator[Violation]:
         if view.get(f"{_Z}.{written}") != "auto" and not view.is_inference:  # the rules of `auto`
             path: Path = (_Z, written or _GATHERS[0])
             why = f"{_GATHERS[0]} is {'not on' if written else 'missing'}"
-            found = Violation("DS507", path if written else (_Z,), why, edits=set_to(path, True))
-            yield found._replace(severity=INFO) if view.context.runner == "deepspeed" else found
+            violation = Violation("DS507", path if written else (_Z,), why, edits=set_to(path, True))
+            yield violation._replace(severity=INFO) if view.context.runner == "deepspeed" else violation
     group = view.number(f"{_Z}.zero_hpz_partition_size", 1) or 1
     gpus = view.context.gpus or 0
     if stage == 3 and 1 < group < gpus and gpus % group:
@@ -78,8 +78,8 @@ def _optimizer(view: View) -> Iterator[Violation]:
     name = view.get("optimizer.type")
     if not isinstance(name, str) or not view.stage or optimizer(name) is None:
         return
-    own = name.lower() in ("adam", "adamw", "adagrad", "lion", "muon")
-    if own or name in schema()["optimizers"]["tested"]:
+    is_deepspeeds_own = name.lower() in ("adam", "adamw", "adagrad", "lion", "muon")
+    if is_deepspeeds_own or name in schema()["optimizers"]["tested"]:
         return
     allowed = view.get("zero_allow_untested_optimizer")
     if not allowed or (is_number(allowed) and allowed == 0):
@@ -90,7 +90,9 @@ def _optimizer(view: View) -> Iterator[Violation]:
 
 def _offload(view: View) -> Iterator[Violation]:
     """Check for offload to host memory and NVMe that is ignored, rejected or incomplete."""
-    stage, optimizer_on, param_on = view.stage, view.offload("optimizer"), view.offload("param")
+    stage = view.stage
+    optimizer_on = view.offload("optimizer")
+    param_on = view.offload("param")
     section = (_Z, "offload_optimizer")
     if param_on != "none" and stage != 3:
         path: Path = (_Z, "offload_param") if view.has(f"{_Z}.offload_param") else (_Z, "cpu_offload_param")
@@ -100,10 +102,10 @@ def _offload(view: View) -> Iterator[Violation]:
         path = section if view.has(".".join(section)) else (_Z, "cpu_offload")
         message = f"the optimizer is to be offloaded to {optimizer_on}, with zero_optimization.stage=0"
         yield Violation("DS502", path, message).removing()
-    for what, device in (("optimizer", optimizer_on), ("param", param_on)):
-        path = (_Z, f"offload_{what}", "nvme_path")
+    for states, device in (("optimizer", optimizer_on), ("param", param_on)):
+        path = (_Z, f"offload_{states}", "nvme_path")
         if device == "nvme" and stage == 3 and not view.get(".".join(path)):
-            yield Violation("DS503", path[:-1], f"{_Z}.offload_{what}.device=nvme without nvme_path")
+            yield Violation("DS503", path[:-1], f"{_Z}.offload_{states}.device=nvme without nvme_path")
     written = view.get(".".join((*section, "ratio")), 1)
     ratio = as_number(written) if isinstance(written, str) else written
     if not isinstance(ratio, (int, float)):
@@ -118,6 +120,6 @@ def _offload(view: View) -> Iterator[Violation]:
     forces = view.get("zero_force_ds_cpu_optimizer", True) and (unseen or view.context.runner == "deepspeed")
     if optimizer_on != "none" and (stage or unseen) and not view.has("optimizer") and forces:
         message = f"the optimizer is offloaded to {optimizer_on}, and there is no optimizer section"
-        found = Violation("DS520", section if view.has(".".join(section)) else (_Z, "cpu_offload"), message)
+        violation = Violation("DS520", section if view.has(".".join(section)) else (_Z, "cpu_offload"), message)
         effect = "Accelerator does not know the old key, passes PyTorch's AdamW, and stops with ZeRORuntimeException."
-        yield found._replace(severity=ERROR, effect=effect) if unseen else found
+        yield violation._replace(severity=ERROR, effect=effect) if unseen else violation
