@@ -1,4 +1,4 @@
-"""What DeepSpeed's engines take beside layers: in a step, a micro-batch, a pipeline's send, and ZeRO-3's hooks.
+"""Seconds of DeepSpeed's engines beside layers: in a step, a micro-batch, a pipeline's send, and ZeRO-3's hooks.
 
 Models so small that hardly anything else is measured; what the time model has for it is subtracted.
 """
@@ -40,7 +40,7 @@ class EngineRun:
 
     @property
     def job(self) -> Job:
-        """On as many ranks as the layout has."""
+        """The job of the run, on as many ranks as the layout has."""
         strategy = Strategy.parse(self.layout)
         ranks = strategy.world_size(1)
         shape = _TINY | {"n_embd": self.hidden, "n_head": self.hidden // 64}
@@ -57,7 +57,7 @@ class EngineRun:
         return Job.of(strategy.apply(recipe, ranks), ranks)
 
     def predicted(self, cluster: Callable[[int], Cluster]) -> StepTime:
-        """Of the time model, with what is known so far."""
+        """Predict the run's step by the time model, with the constants that are known so far."""
         job = self.job
         return predict(job.recipe, job.layout, job.batch, cluster(job.layout.world_size))
 
@@ -77,7 +77,7 @@ def _train(run: EngineRun) -> tuple[float, float]:
     engine = create_engine(job, device, deepspeed_config(job, config, device), eos_id=0)
     ids = torch.randint(256, (1, _SEQ_LEN))
     batches = [MicroBatch(input_ids=ids, labels=ids, dropout_seed=number) for number in range(run.micro_batches)]
-    # Of several ranks waiting for each other counts too.
+    # Where there are several ranks, the time in which they wait for each other counts too.
     now = clock(device) if job.layout.world_size == 1 else time.perf_counter
     began: list[float] = []
 
@@ -86,7 +86,8 @@ def _train(run: EngineRun) -> tuple[float, float]:
             began.append(now())
 
     engine.report_phase = phase_begins
-    steps, updates = [], []
+    steps = []
+    updates = []
     for _ in range(run.steps):
         start = now()
         targets = _SEQ_LEN * run.micro_batches * job.layout.dp
@@ -98,18 +99,23 @@ def _train(run: EngineRun) -> tuple[float, float]:
 
 
 def one_rank(cluster: Callable[[int], Cluster], *, steps: int = 30) -> dict[str, float]:
-    """The fixed seconds of a step and of a micro-batch, and the bytes a second that the optimizer's update reaches."""
-    few, many, wide = (
-        EngineRun(layout="dp1-z1", micro_batches=count, hidden=hidden, steps=steps)
-        for count, hidden in ((1, 64), (5, 64), (1, 512))
-    )
-    seconds = {run: run.measured() for run in (few, many, wide)}
-    micro = (seconds[many][0] - seconds[few][0]) - (_computing(many, cluster) - _computing(few, cluster))
-    sizes = [_updated_bytes(run, cluster) for run in (few, wide)]
-    updates = [seconds[run][1] for run in (few, wide)]
-    micro = max(0.0, micro / (many.micro_batches - few.micro_batches))
-    rate = (sizes[1] - sizes[0]) / max(updates[1] - updates[0], 1e-6)
-    fixed = seconds[few][0] - micro - _computing(few, cluster) - sizes[0] / rate
+    """Measure the fixed seconds of a step and of a micro-batch, and the bytes a second of the optimizer's update.
+
+    Three runs tell three unknowns: with more micro-batches a step takes longer by their fixed share, with more
+    parameters an update takes longer by their bytes, and what remains of the smallest run's step is the step's own.
+    """
+    few = EngineRun(layout="dp1-z1", micro_batches=1, hidden=64, steps=steps)
+    many = EngineRun(layout="dp1-z1", micro_batches=5, hidden=64, steps=steps)
+    wide = EngineRun(layout="dp1-z1", micro_batches=1, hidden=512, steps=steps)
+    few_step, few_update = few.measured()
+    many_step, _ = many.measured()
+    _, wide_update = wide.measured()
+    computing = _computing(many, cluster) - _computing(few, cluster)
+    micro = max(0.0, (many_step - few_step - computing) / (many.micro_batches - few.micro_batches))
+    few_bytes = _updated_bytes(few, cluster)
+    wide_bytes = _updated_bytes(wide, cluster)
+    rate = (wide_bytes - few_bytes) / max(wide_update - few_update, 1e-6)
+    fixed = few_step - micro - _computing(few, cluster) - few_bytes / rate
     return {"micro_batch_seconds": micro, "step_seconds": max(0.0, fixed), "memory_bytes_per_second": rate}
 
 
@@ -119,19 +125,25 @@ def _computing(run: EngineRun, cluster: Callable[[int], Cluster]) -> float:
 
 
 def _updated_bytes(run: EngineRun, cluster: Callable[[int], Cluster]) -> float:
-    """What the time model has the update read and write."""
+    """Return the bytes that the update reads and writes, as the time model counts them."""
     known = cluster(1)
     at_once = replace(known, step_seconds=0.0, gpu=replace(known.gpu, kernel_seconds=0.0))
     return run.predicted(lambda _: at_once).optimizer * MEMORY_SHARE * known.gpu.memory_bytes_per_second
 
 
 def two_ranks(cluster: Callable[[int], Cluster], *, steps: int = 30) -> dict[str, float]:
-    """What a pipeline's send takes beside its transfer, and ZeRO-3's hooks for a layer and micro-batch."""
-    found: dict[str, float] = {}
-    for name, layout, share in (("send_seconds", "pp2-z1", 2.0), ("sharded_seconds", "dp2-z3", _TINY["n_layer"])):
-        few, many = (EngineRun(layout=layout, micro_batches=count, steps=steps) for count in (2, 8))
-        extra = many.micro_batches - few.micro_batches
-        measured = (many.measured()[0] - few.measured()[0]) / extra
-        expected = (many.predicted(cluster).seconds - few.predicted(cluster).seconds) / extra
-        found[name] = max(0.0, (measured - expected) / share)
-    return found
+    """Measure the seconds of a pipeline's send beside its transfer, and of ZeRO-3's hooks a layer and micro-batch."""
+    return {
+        # In a pipeline of two stages a micro-batch is sent once in each direction.
+        "send_seconds": _unexplained("pp2-z1", cluster, steps) / 2,
+        "sharded_seconds": _unexplained("dp2-z3", cluster, steps) / _TINY["n_layer"],
+    }
+
+
+def _unexplained(layout: str, cluster: Callable[[int], Cluster], steps: int) -> float:
+    """Return the seconds that another micro-batch takes beyond what the time model predicts; never negative."""
+    few = EngineRun(layout=layout, micro_batches=2, steps=steps)
+    many = EngineRun(layout=layout, micro_batches=8, steps=steps)
+    measured = many.measured()[0] - few.measured()[0]
+    predicted = many.predicted(cluster).seconds - few.predicted(cluster).seconds
+    return max(0.0, measured - predicted) / (many.micro_batches - few.micro_batches)

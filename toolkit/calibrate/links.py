@@ -14,11 +14,13 @@ _LARGE_BYTES = 1 << 21
 
 
 def measure_links(seconds: float, device: torch.device) -> dict[str, float]:
-    """On each of two or more ranks: the facts of Cluster about their links, by the formulas of collectives.py."""
+    """Measure the facts of Cluster about links, on two or more ranks at once, by the formulas of collectives.py."""
     ranks = dist.get_world_size()
-    small, large = (torch.ones(size // 4, device=device) for size in (32, _LARGE_BYTES))
+    small = torch.ones(8, device=device)
+    large = torch.ones(_LARGE_BYTES // 4, device=device)
     calls = _agreed_calls(lambda: dist.all_reduce(large), seconds)
-    latency, transfer = (_collective_seconds(tensor, calls) for tensor in (small, large))
+    latency = _collective_seconds(small, calls)
+    transfer = _collective_seconds(large, calls)
     hop = _ping_pong(small, calls)
     moved = 2 * _LARGE_BYTES * (ranks - 1) / ranks
     return {
@@ -29,6 +31,7 @@ def measure_links(seconds: float, device: torch.device) -> dict[str, float]:
 
 
 def _agreed_calls(call: Callable[[], object], seconds: float) -> int:
+    """Return how many calls rank 0 takes for about `seconds`: from 3 to 2000, the same on every rank."""
     start = time.perf_counter()
     call()
     count = torch.tensor([max(3.0, seconds / max(time.perf_counter() - start, 1e-6))])
@@ -37,12 +40,13 @@ def _agreed_calls(call: Callable[[], object], seconds: float) -> int:
 
 
 def _collective_seconds(tensor: torch.Tensor, calls: int) -> float:
-    """The median of all-reduces between which ranks compute, as in training.
+    """Return the median seconds of all-reduces between which ranks compute, as in training.
 
     Then gloo's threads have to be woken, compete with ranks for cores, and find nothing in the caches: such a call is
     several times as slow as one that follows another.
     """
-    a, b = torch.ones(256, 512), torch.ones(512, 512)
+    a = torch.ones(256, 512)
+    b = torch.ones(512, 512)
     beyond_caches = torch.ones(1 << 21)
     times = []
     for _ in range(calls):
@@ -56,7 +60,7 @@ def _collective_seconds(tensor: torch.Tensor, calls: int) -> float:
 
 
 def _quiet_seconds(call: Callable[[], None], calls: int) -> float:
-    """The fastest of so many calls that all ranks begin together: other load only ever adds."""
+    """Return the seconds of the fastest of `calls` calls that all ranks begin together: other load only ever adds."""
     times = []
     for _ in range(calls):
         dist.barrier()
@@ -67,7 +71,7 @@ def _quiet_seconds(call: Callable[[], None], calls: int) -> float:
 
 
 def _ping_pong(tensor: torch.Tensor, calls: int) -> float:
-    """Half of the time until a message between ranks 0 and 1 is back."""
+    """Return half of the seconds until a message between ranks 0 and 1 is back."""
     rank = dist.get_rank()
 
     def call() -> None:
@@ -81,6 +85,6 @@ def _ping_pong(tensor: torch.Tensor, calls: int) -> float:
 
 
 def measure_alongside(hidden: int, size: tuple[int, int], seconds: float) -> float:
-    """On each of as many ranks as there are cores: a layer's seconds while all compute."""
+    """Measure a layer's seconds while as many ranks compute as there are cores; every rank calls it."""
     dist.barrier()
     return layer_times(hidden, size, seconds)

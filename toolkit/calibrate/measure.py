@@ -1,4 +1,4 @@
-"""Everything that `dstk calibrate` measures, in the order in which one figure needs another."""
+"""All measurements of `dstk calibrate`, in the order in which one figure needs another."""
 
 import os
 from collections.abc import Callable
@@ -27,15 +27,15 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Effort:
-    """How long and how large: less in tests."""
+    """Time and sizes of the measurements: less in tests."""
 
     seconds: float = 0.15
-    """For each figure of one rank."""
+    """Seconds of measuring each figure of one rank."""
     products: tuple[kernels.Product, ...] = kernels.CPU_PRODUCTS
     buffer_bytes: int = 1 << 27
     layer: Layer = field(default_factory=Layer)
     ranks: bool = True
-    """Also what takes several processes."""
+    """Whether figures of several processes are measured, too."""
 
 
 FULL = Effort()
@@ -46,13 +46,14 @@ def calibrate(effort: Effort | None = None, say: Say = lambda _: None) -> Calibr
     effort = effort or FULL
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
     load = OtherLoad()
-    found = _of_cpu(effort, say) if local_device().type == "cpu" else _of_gpu(effort, say)
-    return _with(found, others=load.cores)
+    calibration = _of_cpu(effort, say) if local_device().type == "cpu" else _of_gpu(effort, say)
+    return _with(calibration, others=load.cores)
 
 
 def _of_cpu(effort: Effort, say: Say) -> Calibration:
     keep_freed_memory()
-    device, seconds = torch.device("cpu"), effort.seconds
+    device = torch.device("cpu")
+    seconds = effort.seconds
     say("matrix products, attention, memory")
     core: dict[str, Any] = {
         "products": {name: kernels.product_rates(effort.products, name, device, seconds) for name in kernels.DTYPES},
@@ -61,7 +62,7 @@ def _of_cpu(effort: Effort, say: Say) -> Calibration:
         "layer_seconds": (0.0, 0.0),
         "loss_bytes_per_second": (1e9, 1e9),
     }
-    found = Calibration.model_validate(
+    calibration = Calibration.model_validate(
         {
             "format": 1,
             "gpu": CPU,
@@ -75,33 +76,37 @@ def _of_cpu(effort: Effort, say: Say) -> Calibration:
         }
     )
     say("a decoder layer and the head")
-    core |= effort.layer.rates(found.of_ranks(1).gpu, 2 * seconds)
-    found = _with(found, core=core)
+    core |= effort.layer.rates(calibration.of_ranks(1).gpu, 2 * seconds)
+    calibration = _with(calibration, core=core)
     if not effort.ranks:
-        return found
+        return calibration
     preload("gpt2")
     say("links between ranks")
-    cluster = dict(found.cluster)
+    cluster = dict(calibration.cluster)
     cluster |= run_ranks(partial(measure_links, 4 * seconds, device), 2)[0]
     cores = int(cluster["cores"])
-    size = effort.layer.hidden, (1, effort.layer.large[1]), 10 * seconds  # shorter than a turn of the system's
-    alone = layer_times(*size)
+    hidden = effort.layer.hidden
+    size = (1, effort.layer.large[1])  # a call is shorter than a turn of the system's scheduler
+    alone = layer_times(hidden, size, 10 * seconds)
     if cores > 1:
-        cluster["slowdown"] = max(1.0, fmean(run_ranks(partial(measure_alongside, *size), cores)) / alone)
-    found = _with(found, cluster=cluster)
+        together = run_ranks(partial(measure_alongside, hidden, size, 10 * seconds), cores)
+        cluster["slowdown"] = max(1.0, fmean(together) / alone)
+    calibration = _with(calibration, cluster=cluster)
     say("engines")
-    fixed = engines.one_rank(found.of_ranks)
-    found = _with(found, memory_bytes_per_second=fixed.pop("memory_bytes_per_second") / MEMORY_SHARE)
-    found = _with(found, cluster=cluster | fixed)
-    return _with(found, cluster=cluster | fixed | engines.two_ranks(found.of_ranks))
+    fixed = engines.one_rank(calibration.of_ranks)
+    memory_rate = fixed.pop("memory_bytes_per_second") / MEMORY_SHARE
+    cluster |= fixed
+    calibration = _with(calibration, memory_bytes_per_second=memory_rate, cluster=cluster)
+    cluster |= engines.two_ranks(calibration.of_ranks)
+    return _with(calibration, cluster=cluster)
 
 
-def _with(found: Calibration, **fields: Any) -> Calibration:
-    return Calibration.model_validate(found.model_dump() | fields)
+def _with(calibration: Calibration, **fields: Any) -> Calibration:
+    return Calibration.model_validate(calibration.model_dump() | fields)
 
 
 def _without_ranks() -> dict[str, float]:
-    """What several ranks would tell, as guesses that are replaced, and what the machine says of itself."""
+    """Return guesses that measurements on several ranks replace, and what the machine says of itself."""
     threads = torch.get_num_threads()
     return {
         "cores": max(1, len(os.sched_getaffinity(0)) // threads),
@@ -117,7 +122,7 @@ def _without_ranks() -> dict[str, float]:
 
 
 def _of_gpu(effort: Effort, say: Say) -> Calibration:
-    """A GPU that the catalogue has, whose measured rates take the place of its data sheet's."""
+    """Measure a GPU that the catalogue has: measured rates take the place of its data sheet's."""
     say("the GPU")
     name, measured = run_ranks(partial(_gpu_rates, effort), 1)[0]
     gpu = find_gpu(name)
@@ -137,7 +142,7 @@ def _of_gpu(effort: Effort, say: Say) -> Calibration:
 
 
 def _gpu_rates(effort: Effort) -> tuple[str, dict[str, Any]]:
-    """On a forked rank: the parent must not initialize CUDA."""
+    """Measure the rates of the GPU on a forked rank: the parent must not initialize CUDA."""
     device = torch.device("cuda")
     products = kernels.product_rates(kernels.GPU_PRODUCTS, "bf16", device, effort.seconds)
     return torch.cuda.get_device_name(), {

@@ -1,13 +1,23 @@
-"""How busy other programs kept the cores while something was measured."""
+"""Load of other programs: how many cores they kept busy while something was measured."""
 
 import os
 import resource
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Seconds:
+    """Seconds on the clock, and seconds that programs have kept cores busy: all of them, and this one."""
+
+    clock: float
+    all_programs: float
+    this_program: float
+
+
 class OtherLoad:
-    """Starts counting when it is made."""
+    """Counts the load of other programs, from the time of its creation."""
 
     def __init__(self) -> None:
         self._start = _now()
@@ -15,12 +25,15 @@ class OtherLoad:
     @property
     def cores(self) -> float:
         """Cores that other programs kept busy, on average; 0 where the system does not say."""
-        elapsed, busy, own = (now - then for now, then in zip(_now(), self._start, strict=True))
-        return max(0.0, busy - own) / max(elapsed, 1e-3)
+        now = _now()
+        elapsed = now.clock - self._start.clock
+        all_programs = now.all_programs - self._start.all_programs
+        this_program = now.this_program - self._start.this_program
+        return max(0.0, all_programs - this_program) / max(elapsed, 1e-3)
 
 
 def busy_seconds() -> float:
-    """Of all cores together since the machine started; 0 where the system does not say."""
+    """Return the busy seconds of all cores together since the machine started; 0 where the system does not say."""
     try:
         fields = Path("/proc/stat").read_text(encoding="ascii").partition("\n")[0].split()[1:9]
     except OSError:
@@ -29,7 +42,11 @@ def busy_seconds() -> float:
     return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
 
 
-def _now() -> tuple[float, float, float]:
-    """The clock, and seconds of all cores and of this process with the children that it has waited for."""
-    usages = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return time.monotonic(), busy_seconds(), sum(usage.ru_utime + usage.ru_stime for usage in usages)
+def _now() -> _Seconds:
+    this_process = resource.getrusage(resource.RUSAGE_SELF)
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)  # those that it has waited for
+    return _Seconds(
+        clock=time.monotonic(),
+        all_programs=busy_seconds(),
+        this_program=this_process.ru_utime + this_process.ru_stime + children.ru_utime + children.ru_stime,
+    )

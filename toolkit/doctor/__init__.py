@@ -15,7 +15,7 @@ _TOPICS = {
     "memory, disks, limits": resources.resources,
     "environment": resources.variables,
 }
-"""In the order of the output."""
+"""Checks of each topic, in the order of the output."""
 
 
 def examine(facts: MachineFacts) -> list[MachineCheck]:

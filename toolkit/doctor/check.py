@@ -9,11 +9,11 @@ CheckState = Literal["ok", "note", "problem"]
 
 @dataclass(frozen=True, kw_only=True)
 class MachineCheck:
-    """What was checked, what was found, and how to fix it."""
+    """One check: its name, the fact it is about, and how to fix a problem."""
 
     topic: str = ""
     name: str
-    found: str
+    fact: str
     state: CheckState = "ok"
     fix: str | None = None
 
@@ -21,16 +21,16 @@ class MachineCheck:
         assert self.state == "ok" or self.fix, f"{self.name}: a {self.state} needs a fix"
 
 
-def ok(name: str, found: str) -> MachineCheck:
-    """Return a check without a finding."""
-    return MachineCheck(name=name, found=found)
+def ok(name: str, fact: str) -> MachineCheck:
+    """Return a check without a problem."""
+    return MachineCheck(name=name, fact=fact)
 
 
-def note(name: str, found: str, fix: str) -> MachineCheck:
+def note(name: str, fact: str, fix: str) -> MachineCheck:
     """Return a note."""
-    return MachineCheck(name=name, found=found, state="note", fix=fix)
+    return MachineCheck(name=name, fact=fact, state="note", fix=fix)
 
 
-def problem(name: str, found: str, fix: str) -> MachineCheck:
+def problem(name: str, fact: str, fix: str) -> MachineCheck:
     """Return a problem."""
-    return MachineCheck(name=name, found=found, state="problem", fix=fix)
+    return MachineCheck(name=name, fact=fact, state="problem", fix=fix)

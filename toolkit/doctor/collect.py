@@ -60,9 +60,9 @@ def gather(environment: Mapping[str, str] | None = None, *, timeout_seconds: flo
         memory_bytes=host_memory_bytes(),
         shm_bytes=shm and shm.total,
         shm_free_bytes=shm and shm.free,
-        disks={what: _free(folder) for what, folder in folders.items()},
+        disks={purpose: _free(folder) for purpose, folder in folders.items()},
         folders=folders,
-        unwritable=[what for what, folder in folders.items() if not os.access(_existing(folder), os.W_OK)],
+        unwritable=[purpose for purpose, folder in folders.items() if not os.access(_existing(folder), os.W_OK)],
         limits={"memlock": _limit(resource.RLIMIT_MEMLOCK), "nofile": _limit(resource.RLIMIT_NOFILE)},
         interfaces=[name for _, name in socket.if_nameindex()],
         environment=_relevant(env),
@@ -115,14 +115,14 @@ def _version(package: str) -> str | None:
 
 
 def _gpus(text: str) -> list[GpuFacts]:
-    found = []
+    gpus = []
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.split(",")]
         if len(cells) == 5 and all(cells[column].isdigit() for column in (0, 2, 3)):
             index, name, total, free, driver = cells
             sizes = {"index": int(index), "memory_mib": int(total), "free_mib": int(free)}
-            found.append(GpuFacts(name=name, driver=driver, **sizes))
-    return found
+            gpus.append(GpuFacts(name=name, driver=driver, **sizes))
+    return gpus
 
 
 def _links(text: str) -> dict[tuple[int, int], str]:
@@ -145,11 +145,11 @@ def _has_libaio() -> bool:
 
 
 def _locks(folder: Path) -> dict[str, float]:
-    found: dict[str, float] = {}
+    ages: dict[str, float] = {}
     for path in (*folder.glob("*/lock"), *folder.glob("*/*/lock")):
         with contextlib.suppress(OSError):  # it was released meanwhile
-            found[str(path)] = max(0.0, time.time() - path.stat().st_mtime)
-    return found
+            ages[str(path)] = max(0.0, time.time() - path.stat().st_mtime)
+    return ages
 
 
 def _folders(env: Mapping[str, str]) -> dict[str, str]:
@@ -193,5 +193,5 @@ def _limit(kind: int) -> int | None:
 def _relevant(env: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that affect training, without the values of secrets."""
     prefixes = tuple(VARIABLES["shown_prefixes"])
-    found = {name: value for name, value in env.items() if name.startswith(prefixes) or name in VARIABLES["shown"]}
-    return {name: "(hidden)" if _SECRET.search(name) else value for name, value in sorted(found.items())}
+    relevant = {name: value for name, value in env.items() if name.startswith(prefixes) or name in VARIABLES["shown"]}
+    return {name: "(hidden)" if _SECRET.search(name) else value for name, value in sorted(relevant.items())}

@@ -40,9 +40,9 @@ def _gpus(facts: MachineFacts) -> Iterator[MachineCheck]:
         yield ok("GPUs", f"{count} x {name}, {memory:.0f} GiB each, driver {driver}{known}")
     taken = [gpu for gpu in facts.gpus if gpu.free_mib < (1 - _MOST_USED) * gpu.memory_mib]
     if taken:
-        found = ", ".join(f"GPU {gpu.index}: {gpu.free_mib / 1024:.0f} GiB free" for gpu in taken)
+        fact = ", ".join(f"GPU {gpu.index}: {gpu.free_mib / 1024:.0f} GiB free" for gpu in taken)
         fix = "Another process uses it: see `nvidia-smi`, and select free GPUs with CUDA_VISIBLE_DEVICES."
-        yield note("memory", found, fix)
+        yield note("memory", fact, fix)
 
 
 def _visible(facts: MachineFacts) -> Iterator[MachineCheck]:
@@ -54,8 +54,8 @@ def _visible(facts: MachineFacts) -> Iterator[MachineCheck]:
     for device in torch.get("devices", ()):
         major, minor = device["capability"].split(".")
         if architectures and not any(_covers(name, int(major), int(minor)) for name in architectures):
-            found = f"{device['name']} is sm_{major}{minor}, and torch was built for {', '.join(sorted(architectures))}"
-            yield problem("architecture", found, "Install a build of torch for this GPU.")
+            fact = f"{device['name']} is sm_{major}{minor}, and torch was built for {', '.join(sorted(architectures))}"
+            yield problem("architecture", fact, "Install a build of torch for this GPU.")
             break
     if torch.get("devices") and torch.get("bf16") is False:
         yield note("bf16", "these GPUs have no tensor cores for it", "Use precision=fp16, with its loss scale.")
@@ -82,14 +82,14 @@ def _links(facts: MachineFacts) -> MachineCheck:
     known = KNOWN["links"]
     spelled = {kind: f"NVLink ({kind})" if kind.startswith("NV") else f"{kind} ({known[kind]})" for kind in kinds}
     pairs = [f"{plural(count, 'pair')} by {spelled[kind]}" for kind, count in kinds.most_common()]
-    found = ", ".join(pairs)
+    fact = ", ".join(pairs)
     if nvlink == len(facts.links):
-        return ok("links", found)
+        return ok("links", fact)
     fix = "Prefer ZeRO-1 or 2 and pipelines"
     if nvlink:
         rest = ", and keep tp within pairs that have NVLink."
-        return note("links", f"{found}: only some pairs have NVLink", fix + rest)
-    return note("links", f"{found}: tensor parallelism will be slow", f"{fix} over tensor parallelism.")
+        return note("links", f"{fact}: only some pairs have NVLink", fix + rest)
+    return note("links", f"{fact}: tensor parallelism will be slow", f"{fix} over tensor parallelism.")
 
 
 def _backends(facts: MachineFacts) -> Iterator[MachineCheck]:

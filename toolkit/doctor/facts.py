@@ -25,7 +25,7 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """What a Python process reports about a package; `error` if it is missing or broken."""
+    """Report of a Python process about a package; `error` if it is missing or broken."""
 
     facts: Mapping[str, Any] = field(default_factory=dict)
     error: str | None = None

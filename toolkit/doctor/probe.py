@@ -15,7 +15,7 @@ def torch_facts() -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "version": torch.__version__,
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
@@ -27,16 +27,16 @@ def torch_facts() -> dict[str, Any]:
     }
     if dist.is_available() and dist.is_nccl_available():
         version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-        found["nccl"] = ".".join(map(str, version))
-    if found["cuda_available"]:
+        facts["nccl"] = ".".join(map(str, version))
+    if facts["cuda_available"]:
         for index in range(torch.cuda.device_count()):
             properties = torch.cuda.get_device_properties(index)
             capability = f"{properties.major}.{properties.minor}"
             device = {"name": properties.name, "capability": capability, "memory_bytes": properties.total_memory}
-            found["devices"].append(device)
-        found["architectures"] = torch.cuda.get_arch_list()
-        found["bf16"] = torch.cuda.is_bf16_supported(including_emulation=False)
-    return found
+            facts["devices"].append(device)
+        facts["architectures"] = torch.cuda.get_arch_list()
+        facts["bf16"] = torch.cuda.is_bf16_supported(including_emulation=False)
+    return facts
 
 
 def deepspeed_facts() -> dict[str, Any]:

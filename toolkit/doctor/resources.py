@@ -1,4 +1,4 @@
-"""What surrounds a process: processors, memory, disks and limits; and variables that change what a run does."""
+"""Surroundings of a process: processors, memory, disks and limits; and variables that change what a run does."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,8 @@ from toolkit.units import format_bytes
 
 _GIB = 1 << 30
 _SHM_BYTES = _GIB
-_DISK_LITTLE, _DISK_NOTHING = 10 * _GIB, _GIB
+_DISK_LITTLE = 10 * _GIB
+_DISK_NOTHING = _GIB
 _FILES = 4096
 _ON = ("1", "true", "yes", "on")
 _RANKS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -31,27 +32,29 @@ def _shared_memory(facts: MachineFacts) -> MachineCheck:
         fix = "Mount it: mount -t tmpfs -o size=8g tmpfs /dev/shm. NCCL and data workers exchange data there."
         return problem(name, "there is no /dev/shm", fix)
     free = facts.shm_free_bytes or 0
-    found = f"{format_bytes(free)} free of {format_bytes(facts.shm_bytes)}"
+    fact = f"{format_bytes(free)} free of {format_bytes(facts.shm_bytes)}"
     if facts.shm_bytes < _SHM_BYTES:
         fix = "Start the container with --shm-size=8g (or --ipc=host): NCCL and data workers exchange data there."
-        return (problem if len(facts.gpus) > 1 else note)(name, found, fix)
+        return (problem if len(facts.gpus) > 1 else note)(name, fact, fix)
     if free < _SHM_BYTES // 4:
-        return note(name, found, "Remove the files of ended runs: ls -la /dev/shm.")
-    return ok(name, found)
+        return note(name, fact, "Remove the files of ended runs: ls -la /dev/shm.")
+    return ok(name, fact)
 
 
 def _disk(facts: MachineFacts, purpose: str, free: int | None) -> Iterator[MachineCheck]:
-    name, folder, variable = f"disk: {purpose}", facts.folders[purpose], VARIABLES["of_folders"].get(purpose)
+    name = f"disk: {purpose}"
+    folder = facts.folders[purpose]
+    variable = VARIABLES["of_folders"].get(purpose)
     if purpose in facts.unwritable:
-        other = f"set {variable} to another folder" if variable else "start from another folder"
-        yield problem(name, f"{folder} cannot be written", f"Change its owner, or {other}.")
+        remedy = f"set {variable} to another folder" if variable else "start from another folder"
+        yield problem(name, f"{folder} cannot be written", f"Change its owner, or {remedy}.")
     elif free is not None:
-        found = f"{format_bytes(free)} free ({folder})"
+        fact = f"{format_bytes(free)} free ({folder})"
         if free >= _DISK_LITTLE:
-            yield ok(name, found)
+            yield ok(name, fact)
         else:
-            other = f"set {variable} to a larger disk" if variable else "run elsewhere"
-            yield (problem if free < _DISK_NOTHING else note)(name, found, f"Free some space, or {other}.")
+            remedy = f"set {variable} to a larger disk" if variable else "run elsewhere"
+            yield (problem if free < _DISK_NOTHING else note)(name, fact, f"Free some space, or {remedy}.")
 
 
 def _limits(facts: MachineFacts) -> Iterator[MachineCheck]:
@@ -80,7 +83,8 @@ def variables(facts: MachineFacts) -> Iterator[MachineCheck]:
 
 
 def _devices(facts: MachineFacts) -> Iterator[MachineCheck]:
-    env, gpus = facts.environment, facts.gpus
+    env = facts.environment
+    gpus = facts.gpus
     visible = env.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and gpus:
         ids = [part.strip() for part in visible.split(",")]
@@ -88,9 +92,9 @@ def _devices(facts: MachineFacts) -> Iterator[MachineCheck]:
         if visible.strip() in ("", "-1"):
             yield problem("CUDA_VISIBLE_DEVICES", f"{visible!r} hides every GPU", "Unset it.")
         elif wrong:
-            found = f"{visible}, but GPUs are numbered 0 to {len(gpus) - 1}"
+            fact = f"{visible}, but GPUs are numbered 0 to {len(gpus) - 1}"
             fix = "A number that does not exist hides all that follow it. Correct it, or unset it."
-            yield problem("CUDA_VISIBLE_DEVICES", found, fix)
+            yield problem("CUDA_VISIBLE_DEVICES", fact, fix)
     if env.get("DS_ACCELERATOR") == "cpu" and gpus:
         yield note("DS_ACCELERATOR", "cpu, although there are GPUs", "Unset it to train on them.")
     if env.get("DS_ACCELERATOR") == "cuda" and not gpus and not facts.torch.facts.get("devices"):
@@ -136,9 +140,10 @@ def _rest(facts: MachineFacts) -> Iterator[MachineCheck]:
     interfaces = env.get("NCCL_SOCKET_IFNAME", "")
     wanted = [name.split(":")[0] for name in interfaces.split(",") if name and name[0] not in "^="]
     if wanted and not any(have.startswith(name) for name in wanted for have in facts.interfaces):
-        found = f"{interfaces}, but the networks are {', '.join(facts.interfaces)}"
-        yield problem("NCCL_SOCKET_IFNAME", found, "Name one of them, or unset it.")
-    threads, cpus = env.get("OMP_NUM_THREADS"), facts.cpus
+        fact = f"{interfaces}, but the networks are {', '.join(facts.interfaces)}"
+        yield problem("NCCL_SOCKET_IFNAME", fact, "Name one of them, or unset it.")
+    threads = env.get("OMP_NUM_THREADS")
+    cpus = facts.cpus
     if threads is None and facts.nvidia_smi.missing and cpus > 1:
         fix = f"Ranks would share {cpus} processors badly. Set it to processors / ranks, as `dstk train` does."
         yield note("OMP_NUM_THREADS", "not set", fix)

@@ -52,24 +52,27 @@ def _package(facts: MachineFacts, package: str) -> MachineCheck:
 
 def _cuda(facts: MachineFacts) -> MachineCheck:
     """Compare the CUDA of PyTorch and driver: a driver runs every CUDA of its major version, and older ones."""
-    built, hip = facts.torch.facts.get("cuda"), facts.torch.facts.get("hip")
-    driver, name = facts.driver_cuda, "CUDA of torch"
+    built = facts.torch.facts.get("cuda")
+    hip = facts.torch.facts.get("hip")
+    driver = facts.driver_cuda
+    name = "CUDA of torch"
     if hip:
         return ok("ROCm of torch", hip)
     if built is None:
         if not facts.gpus:
             return ok(name, "none (a build for CPUs), and there is no GPU")
-        found = f"none, but there are {len(facts.gpus)} GPUs" if len(facts.gpus) > 1 else "none, but there is a GPU"
-        return problem(name, found, "Install a build for CUDA: https://pytorch.org/get-started/locally")
+        fact = f"none, but there are {len(facts.gpus)} GPUs" if len(facts.gpus) > 1 else "none, but there is a GPU"
+        return problem(name, fact, "Install a build for CUDA: https://pytorch.org/get-started/locally")
     if driver is None:
         return ok(name, built)
-    found, major = f"{built}, and the driver runs up to {driver}", _parts(driver)[0]
+    fact = f"{built}, and the driver runs up to {driver}"
+    major = _parts(driver)[0]
     if major < _parts(built)[0]:
-        return problem(name, found, f"Update the driver, or install a build of torch for CUDA {major}.")
+        return problem(name, fact, f"Update the driver, or install a build of torch for CUDA {major}.")
     if _parts(driver) < _parts(built):
         fix = "It runs, but kernels compiled at run time may not: update the driver where one fails."
-        return note(name, found, fix)
-    return ok(name, found)
+        return note(name, fact, fix)
+    return ok(name, fact)
 
 
 def compilers(facts: MachineFacts) -> Iterator[MachineCheck]:
@@ -83,11 +86,11 @@ def compilers(facts: MachineFacts) -> Iterator[MachineCheck]:
         yield note("libaio", "no header and library", "Needed for offload to NVMe only: apt install libaio-dev.")
     yield from _ops(facts)
     for path, seconds in facts.locks.items():
-        found = f"{path}, {seconds / 60:.0f} minutes old"
+        fact = f"{path}, {seconds / 60:.0f} minutes old"
         fix = (
             f"If nothing is compiling, its compilation was killed, and all wait for it forever: rm {shlex.quote(path)}"
         )
-        yield (problem if seconds > _LONG_COMPILATION_SECONDS else note)("lock of an op", found, fix)
+        yield (problem if seconds > _LONG_COMPILATION_SECONDS else note)("lock of an op", fact, fix)
 
 
 def _program(facts: MachineFacts, name: str, fix: str) -> MachineCheck:
@@ -98,17 +101,18 @@ def _program(facts: MachineFacts, name: str, fix: str) -> MachineCheck:
 
 
 def _nvcc(facts: MachineFacts) -> MachineCheck:
-    answer, built = facts.compilers.get("nvcc"), facts.torch.facts.get("cuda")
+    answer = facts.compilers.get("nvcc")
+    built = facts.torch.facts.get("cuda")
     if answer is None or answer.error:
         version = f" {built}" if built else ""
         fix = f"Needed to compile CUDA ops (ZeRO++, LAMB, FusedAdam) only: install the CUDA toolkit{version}, "
         return _program(facts, "nvcc", f"{fix}and set CUDA_HOME.")
     release = re.search(r"release (\d+\.\d+)", answer.text)
-    found = release[1] if release else answer.text.strip().splitlines()[-1]
+    fact = release[1] if release else answer.text.strip().splitlines()[-1]
     if release and built and _parts(release[1])[0] != _parts(built)[0]:
         fix = f"DeepSpeed refuses to compile ops with it. Install the CUDA toolkit {built}, or set CUDA_HOME to it."
-        return problem("nvcc", f"{found}, but torch was built with CUDA {built}", fix)
-    return ok("nvcc", found)
+        return problem("nvcc", f"{fact}, but torch was built with CUDA {built}", fix)
+    return ok("nvcc", fact)
 
 
 def _ops(facts: MachineFacts) -> Iterator[MachineCheck]:
