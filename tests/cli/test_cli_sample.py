@@ -6,7 +6,8 @@ import pytest
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, pipeline
 
 from tests.support.small_chats import write_tokenizer
-from toolkit.cli.sample import QUESTIONS, GenerativeModel, demo
+from toolkit.cli.answer_checks import read_checks
+from toolkit.cli.sample import GenerativeModel, demo
 from toolkit.config.gallery import find_recipes
 
 
@@ -36,6 +37,14 @@ def test_an_answer_is_what_the_pipeline_of_transformers_answers(folder):
     assert answer == wanted.strip()
 
 
+def test_questions_of_other_lengths_in_a_batch_do_not_change_an_answer(folder):
+    model = GenerativeModel(str(folder))
+    questions = ["Why?", "What is a pipeline bubble?", "How do I resume my run on twice as many GPUs as before?"]
+    answers = [model.answer(question, tokens=12, temperature=0) for question in questions]
+    assert len(set(answers)) == len(questions)
+    assert model.answers(questions, tokens=12, temperature=0) == answers
+
+
 def test_a_text_is_continued(folder):
     text = GenerativeModel(str(folder)).continue_text("The pipeline", tokens=4, temperature=0)
     assert text.startswith("The pipeline")
@@ -44,16 +53,27 @@ def test_a_text_is_continued(folder):
 
 def test_the_chat_demo_asks_before_and_after(folder, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setattr("toolkit.cli.sample._ANSWER_TOKENS", 4)
     changes = ("train.steps=2", "schedule.warmup_steps=1", "data.workers=1", "train.engine=reference")
-    assert demo.main([*changes, "--nproc", "1", "--chat", str(folder)], standalone_mode=False) == 0
+    assert demo.main([*changes, "--nproc", "1", "--chat", str(folder)], standalone_mode=False) == 1
     printed = capfd.readouterr().out
-    assert all(question in printed for question in QUESTIONS)
-    assert printed.count("before") == printed.count("after") == len(QUESTIONS)
-    assert (tmp_path / "runs" / "demo-chat" / "model" / "adapter_model.safetensors").is_file()
+    checks = read_checks(find_recipes() / "demo-chat-checks.jsonl")
+    assert printed.count("wrong → wrong") == len(checks)
+    assert "taught: 0 of 17 are right after training (0 before); 14 needed: FAILED" in printed
+    assert "kept: none of 12 answers was right before training" in printed
+    run_dir = tmp_path / "runs" / "demo-chat"
+    assert (run_dir / "model" / "adapter_model.safetensors").is_file()
+    answers = [json.loads(line) for line in (run_dir / "answers.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [answer["question"] for answer in answers] == [check.question for check in checks]
+    for when, model in (("before", folder), ("after", run_dir)):
+        assert answers[0][when] == GenerativeModel(str(model)).answer(checks[0].question, tokens=4, temperature=0)
 
 
-def test_no_question_of_the_chat_demo_is_in_its_data():
-    rows = (find_recipes() / "demo-chat.jsonl").read_text(encoding="utf-8").splitlines()
-    turns = [turn["content"] for row in rows for turn in json.loads(row)["messages"]]
-    assert len(rows) == 168
-    assert not set(QUESTIONS) & {*turns}
+def test_the_demo_samples_the_run_directory_of_an_override(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    changes = ("run_dir=elsewhere", "train.steps=1", "schedule.warmup_steps=0", "train.engine=reference")
+    assert demo.main([*changes, "--nproc", "1"], standalone_mode=False) == 0
+    assert (tmp_path / "elsewhere" / "model" / "config.json").is_file()
+    assert "dstk sample elsewhere " in capfd.readouterr().out
+    assert not (tmp_path / "runs").exists()
