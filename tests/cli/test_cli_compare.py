@@ -33,7 +33,7 @@ def comparison(outcome: str) -> Comparison:
     run = WRONG if outcome in ("differs", "cannot tell") else BASELINE
     strategy = StrategyResult(name="z1", result=ParityResult.of(run, BASELINE).with_diagnosis())
     if outcome == "cannot tell":
-        strategy = replace(strategy, found=Diagnosis(Cause.CHAOS, "each step is right"))
+        strategy = replace(strategy, closer_diagnosis=Diagnosis(Cause.CHAOS, "each step is right"))
     if outcome == "failed":
         strategy = StrategyResult(
             name="z1", error="rank 1 died without an error message", command="dstk train one.yaml"

@@ -99,7 +99,7 @@ def test_a_removed_optimizer_is_an_error_with_the_reason(capsys: Output, name: s
         ((*FLAGS, "--host", "a", "--host", "b"), "2 host names for 1 nodes"),
         ((*FLAGS, "--world-size", "4", "--nodes", "1", "--gpus-per-node", "8"), "Omit one of them"),
         ((*FLAGS, "--gpu", "H1000"), "not in the catalogue"),
-        (("--model", "gpt9", *FLAGS[2:]), "it is no known shape"),
+        (("--model", "gpt9", *FLAGS[2:]), "it is neither a known shape nor a directory"),
         (("--model", "some-org/llama3-70b", *FLAGS[2:]), "Did you mean llama-3-70b?"),
         ((RECIPE, "train.engine=ddp"), "takes no DeepSpeed config"),
         ((RECIPE, "--world-size", "8", "--micro", "48", "--global-batch", "100"), "100 is not a multiple of 48 x 8"),
@@ -253,7 +253,8 @@ class TestScripts:
         assert recipe.read_text() == Path(RECIPE).read_text()
 
 
-def test_explain_is_a_table_of_every_key(capsys: Output) -> None:
+def test_explain_is_a_table_of_every_key(capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "250")  # long keys are folded where a table is narrow
     assert run(*FLAGS, "--explain") == 0
     table = capsys.readouterr().out
     assert run(*FLAGS) == 0

@@ -13,8 +13,10 @@ import click
 import pytest
 
 from toolkit import __version__
+from toolkit.cli import Count
 from toolkit.cli.main import COMMANDS, main
 from toolkit.errors import DataError, RecipeError
+from toolkit.units import LARGEST_COUNT
 
 HEAVY = ("torch", "transformers", "deepspeed", "accelerate", "datasets", "numpy", "matplotlib", "rich")
 
@@ -195,3 +197,24 @@ def test_a_reader_that_has_gone_leaves_no_traceback(arguments: list[str]) -> Non
     done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, env=buffered, check=False)
     os.close(write)
     assert (done.returncode, done.stderr) == (1, b"")
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("0", "0 is not in the range 1 to 2147483647"),
+        ("2147483648", "2147483648 is not in the range 1 to 2147483647"),
+        ("9" * 5000, "9999999999…9999999999 (5000 characters) is not in the range 1 to 2147483647"),
+        ("-" + "9" * 5000, "-999999999…9999999999 (5001 characters) is not in the range 1 to 2147483647"),
+        ("1e3", "'1e3' is not a whole number"),
+    ],
+)
+def test_an_option_that_counts_has_bounds(text: str, shown: str) -> None:
+    with pytest.raises(click.BadParameter) as refused:
+        Count().convert(text, None, None)
+    assert refused.value.message == f"{shown}."
+
+
+def test_the_largest_count_is_taken() -> None:
+    assert Count(min=0).convert("0", None, None) == 0
+    assert Count().convert(" 2_147_483_647", None, None) == LARGEST_COUNT

@@ -125,7 +125,7 @@ def test_a_config_that_the_estimate_cannot_answer_is_refused(tmp_path, config, o
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(config))
     arguments = ["--model", "gpt2", "--layout", "dp8", "--deepspeed", str(path), *options]
-    assert [field for field, _ in refused(*arguments).given] == given
+    assert [field for field, _ in refused(*arguments).settings] == given
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_options_that_agree_may_be_given_twice(capsys, tmp_path):
 def test_a_framework_has_no_engine_of_this_toolkit():
     for engine in ("deepspeed", "fsdp"):
         found = refused("--model", "gpt2", "--layout", "dp8", "--framework", "megatron", "--engine", engine)
-        assert found.given == (("--framework", "megatron"), ("--engine", engine))
+        assert found.settings == (("--framework", "megatron"), ("--engine", engine))
 
 
 def test_the_help_names_every_framework(capsys):
@@ -201,7 +201,7 @@ def test_lora_adds_adapters_by_peft(capsys):
     assert stage["trained_count"] == 12 * 4 * (768 + 3 * 768)
     assert "trainable parameters" in dstk(capsys, *given, "lora:r=4,targets=c_attn")
     line = refusal(capsys, *given[1:], "lora:targets=nothing")
-    assert "names no linear module (nothing)" in line
+    assert "no layer of this model is called nothing" in line
 
 
 def test_a_chunked_loss_has_no_whole_logits(capsys, tmp_path):
@@ -223,7 +223,7 @@ def test_near_the_limit_the_answer_is_tight(capsys):
     out = dstk(capsys, *near)
     found = json.loads(dstk(capsys, *near, "--json"))
     (stage,) = found["stages"]
-    left = f"{stage['left'] / 2**30:.2f} GiB left on stage 0"
+    left = f"{stage['left'] / 2**30:.2f} GiB left"
     assert f"tight on H100-SXM-80GB: {left}; runs of this kind needed -3 % to +3 %" in out
     (line,) = (line for line in out.splitlines() if "reserved by PyTorch's allocator" in line)
     assert line.split()[-1] == f"{stage['reserved'] / 2**30:.2f}"
@@ -341,7 +341,7 @@ def ddp_recipe(folder: Path) -> str:
 
 def test_zero_stages_are_not_swept_where_the_engine_has_none(capsys, tmp_path):
     arguments = ["--recipe", ddp_recipe(tmp_path), "--world-size", "2"]
-    assert refused(*arguments, "--sweep", "micro,zero").given[0] == ("--sweep", "zero")
+    assert refused(*arguments, "--sweep", "micro,zero").settings[0] == ("--sweep", "zero")
     assert "micro 16" in dstk(capsys, "memory", *arguments, "--sweep", "recompute,micro")
 
 
@@ -464,7 +464,7 @@ def test_a_recipe_without_attention_is_estimated_with_what_the_family_has(capsys
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--model", "nope", "--layout", "dp2"], "model=nope: it is no known shape"),
+        (["--model", "nope", "--layout", "dp2"], "model=nope: it is neither a known shape nor a directory"),
         (["--model", "llama3-70", "--layout", "dp2"], "nothing is fetched from a hub. Did you mean llama-3-70b,"),
         (["--model", "someone/Llama3-70B", "--layout", "dp2"], "from a hub. Did you mean llama-3-70b?"),
         (
@@ -551,7 +551,7 @@ def test_the_advised_zero_stage_works(capsys, layout):
 def test_a_config_that_is_no_decoder_with_pipelines_is_refused(tmp_path, config, given):
     path: Path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
-    assert refused("--model", str(path), "--layout", "dp2").given == (given,)
+    assert refused("--model", str(path), "--layout", "dp2").settings == (given,)
 
 
 def test_more_tokens_than_positions_are_refused_for_a_family_whose_config_is_not_read(tmp_path):

@@ -96,7 +96,7 @@ def test_a_slower_network_slows_what_crosses_it(capsys, tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("content", "kernel"),
-    [("rails: 8\n", "no fact"), ("gpus_per_node: no\n", "above 0"), ("- 8\n", "no mapping"), ("a: [\n", "YAML")],
+    [("rails: 8\n", "not a fact"), ("gpus_per_node: no\n", "above 0"), ("- 8\n", "not a mapping"), ("a: [\n", "YAML")],
 )
 def test_a_cluster_file_with_mistakes_is_refused(capsys, tmp_path: Path, content: str, kernel: str):
     file = tmp_path / "cluster.yaml"

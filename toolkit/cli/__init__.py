@@ -7,9 +7,13 @@ from typing import Any
 import click
 
 from toolkit.errors import nearest
-from toolkit.units import plural
+from toolkit.units import LARGEST_COUNT, plural
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+_INTEGER = re.compile(r"[-+]?[0-9]+(?:_[0-9]+)*")
+_LONGEST_INTEGER = 40
+"""Characters of an option that is read as a number; longer ones are out of any range."""
+_LARGEST_SIZE = 2**60
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?I?)B?", re.IGNORECASE)
 
 
@@ -29,6 +33,31 @@ class CommandGroup(click.Group):
             advice = nearest(args[0], known) or f" Commands: {', '.join(known)}."
             raise click.UsageError(f"{args[0]} is not a command.{advice}", ctx)
         return super().resolve_command(ctx, args)
+
+
+class Count(click.ParamType[int]):
+    """A whole number of things, from `min` to at most `LARGEST_COUNT`."""
+
+    name = "count"
+
+    def __init__(self, *, min: int = 1, max: int = LARGEST_COUNT) -> None:
+        self.min = min
+        self.max = max
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Parse the text of an option."""
+        text = str(value).strip()
+        if not _INTEGER.fullmatch(text):
+            self.fail(f"{value!r} is not a whole number.", param, ctx)
+        is_long = len(text) > _LONGEST_INTEGER  # Python's int() refuses thousands of digits
+        if is_long or not self.min <= int(text) <= self.max:
+            shown = f"{text[:10]}…{text[-10:]} ({len(text)} characters)" if is_long else text
+            self.fail(f"{shown} is not in the range {self.min} to {self.max}.", param, ctx)
+        return int(text)
+
+
+LOCAL_RANKS = Count(max=4096)
+"""Ranks on one machine: more than any has GPUs or cores."""
 
 
 class FiniteRange(click.FloatRange):
@@ -52,7 +81,7 @@ class ByteSize(click.ParamType[int]):
         if isinstance(value, int):
             return value
         match = _SIZE.fullmatch(str(value).strip())
-        nbytes = round(float(match[1]) * _UNITS[match[2].upper()]) if match and match[2].upper() in _UNITS else 0
-        if nbytes < 1:
+        size = float(match[1]) * _UNITS[match[2].upper()] if match and match[2].upper() in _UNITS else 0.0
+        if not 1 <= size <= _LARGEST_SIZE:
             self.fail(f"{value!r} is not a size. Give one such as 5GB, 500MB or 2GiB.", param, ctx)
-        return nbytes
+        return round(size)

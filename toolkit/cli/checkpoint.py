@@ -1,14 +1,14 @@
 """`dstk checkpoint`: list, verify and inspect the checkpoints of a run."""
 
-import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from toolkit.cli import CommandGroup
+from toolkit.cli.json_output import json_option, print_json
 from toolkit.units import format_bytes, format_count, format_duration, plural
 
 if TYPE_CHECKING:
@@ -29,13 +29,10 @@ def command() -> None:
     """
 
 
-_as_json: Callable[[Any], Any] = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-
-
 @command.command("list")
 @click.argument("path", type=click.Path(path_type=Path))
 @click.option("--verify", "hashes", is_flag=True, help="Read every byte, to find damage that sizes do not show.")
-@_as_json
+@json_option("Print JSON.")
 def list_(path: Path, hashes: bool, as_json: bool) -> None:
     """Print the checkpoints of the run PATH, oldest first.
 
@@ -44,22 +41,22 @@ def list_(path: Path, hashes: bool, as_json: bool) -> None:
     """
     from toolkit.checkpoint.select import first_of, summarize_checkpoints
 
-    found = summarize_checkpoints(path, hashes=hashes)
+    summaries = summarize_checkpoints(path, hashes=hashes)
     if as_json:
-        _print_json(found)
+        _print_summaries(summaries)
         return
     _print_table(
         ["step", "size", "age", "layout", "precision", "complete"],
         [
             [
-                str(one.step),
-                "" if one.nbytes is None else format_bytes(one.nbytes),
-                "" if one.modified is None else format_duration(max(0.0, time.time() - one.modified)),
-                _text(one.state, "layout"),
-                _text(one.state, "precision"),
-                "no: " + first_of(one.problems) if one.problems else "yes",
+                str(summary.step),
+                "" if summary.nbytes is None else format_bytes(summary.nbytes),
+                "" if summary.modified is None else format_duration(max(0.0, time.time() - summary.modified)),
+                _text(summary.state, "layout"),
+                _text(summary.state, "precision"),
+                "no: " + first_of(summary.problems) if summary.problems else "yes",
             ]
-            for one in found
+            for summary in summaries
         ],
         right=3,
     )
@@ -67,7 +64,7 @@ def list_(path: Path, hashes: bool, as_json: bool) -> None:
 
 @command.command
 @click.argument("path", type=click.Path(path_type=Path))
-@_as_json
+@json_option("Print JSON.")
 def verify(path: Path, as_json: bool) -> int:
     """Read every byte of the checkpoint PATH, or of all checkpoints of a run.
 
@@ -75,21 +72,22 @@ def verify(path: Path, as_json: bool) -> int:
     """
     from toolkit.checkpoint.select import summarize_checkpoints
 
-    found = summarize_checkpoints(path, hashes=True)
+    summaries = summarize_checkpoints(path, hashes=True)
     if as_json:
-        _print_json(found)
-    for one in [] if as_json else found:
-        if not one.problems:
-            click.echo(f"{one.path}: complete, {format_bytes(one.nbytes or 0)}")
-        for problem in one.problems:
-            click.echo(f"{one.path}: {problem}", err=True)
-    return _DAMAGED if any(one.problems for one in found) else 0
+        _print_summaries(summaries)
+    else:
+        for summary in summaries:
+            if not summary.problems:
+                click.echo(f"{summary.path}: complete, {format_bytes(summary.nbytes or 0)}")
+            for problem in summary.problems:
+                click.echo(f"{summary.path}: {problem}", err=True)
+    return _DAMAGED if any(summary.problems for summary in summaries) else 0
 
 
 @command.command
 @click.argument("path", type=click.Path(path_type=Path))
 @click.option("--tensors", is_flag=True, help="Every tensor with shape, dtype and norm, read one at a time.")
-@_as_json
+@json_option("Print JSON.")
 def inspect(path: Path, tensors: bool, as_json: bool) -> None:
     """Print the progress and content of the checkpoint PATH, or of a run's newest complete one. Also of a model."""
     from toolkit.checkpoint.ranks import Ranks
@@ -103,7 +101,7 @@ def inspect(path: Path, tensors: bool, as_json: bool) -> None:
     rows = [row for kind in saved.specs for row in _tensors(saved, kind)] if tensors else []
     if as_json:
         content = {"path": str(chosen), "step": saved.step, "state": state, "kinds": kinds}
-        click.echo(json.dumps(content | ({"tensors": rows} if tensors else {}), indent=2))
+        print_json(content | ({"tensors": rows} if tensors else {}))
         return
     for name, text in [("checkpoint", str(chosen)), *_progress(state)]:
         click.echo(f"{name:>10}  {text}")
@@ -115,20 +113,27 @@ def inspect(path: Path, tensors: bool, as_json: bool) -> None:
     if tensors:
         click.echo("")
         shown = [
-            [one["kind"], one["name"], " x ".join(map(str, one["shape"])) or "1", one["dtype"], f"{one['norm']:.6g}"]
-            for one in rows
+            [row["kind"], row["name"], " x ".join(map(str, row["shape"])) or "1", row["dtype"], f"{row['norm']:.6g}"]
+            for row in rows
         ]
         _print_table(["kind", "name", "shape", "dtype", "norm"], shown)
 
 
-def _print_json(found: Sequence["CheckpointSummary"]) -> None:
+def _print_summaries(summaries: Sequence["CheckpointSummary"]) -> None:
     rows = [
-        {"path": str(one.path), "step": one.step, "nbytes": one.nbytes, "modified": one.modified}
-        | {key: one.state.get(key) for key in ("layout", "precision")}
-        | {"complete": not one.problems, "problems": list(one.problems)}
-        for one in found
+        {
+            "path": str(summary.path),
+            "step": summary.step,
+            "nbytes": summary.nbytes,
+            "modified": summary.modified,
+            "layout": summary.state.get("layout"),
+            "precision": summary.state.get("precision"),
+            "complete": not summary.problems,
+            "problems": list(summary.problems),
+        }
+        for summary in summaries
     ]
-    click.echo(json.dumps(rows, indent=2))
+    print_json(rows)
 
 
 def _text(state: dict[str, Any], key: str) -> str:
@@ -145,7 +150,8 @@ def _progress(state: dict[str, Any]) -> list[tuple[str, str]]:
 
     read = TrainerState.from_dict(state, path="trainer_state.json")
     steps = read.recipe.get("train", {}).get("steps")
-    model, data = (read.recipe.get(section, {}) for section in ("model", "data"))
+    model = read.recipe.get("model", {})
+    data = read.recipe.get("data", {})
     scale = f", loss scale {read.loss_scale['cur_scale']:g}" if "cur_scale" in read.loss_scale else ""
     counts = f"{format_count(read.samples)} samples, {format_count(read.tokens)} tokens, {read.updates} updates"
     split = f"micro-batches of {read.micro_batch_size}, accumulation {read.accumulation}"

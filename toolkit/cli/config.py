@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -26,9 +25,10 @@ from toolkit.hardware import variant_note
 from toolkit.models.shape import find_name
 
 _FORMAT = click.Choice(["json", "accelerate", "hf-trainer", "all"])
-_WIDTH_OF_A_FILE = 160
-_JSON, _TRAINER = "ds_config.json", "ds_config_auto.json"
-_YAML, _PREPARED = "accelerate.yaml", "ds_config_accelerate.json"
+_JSON = "ds_config.json"
+_TRAINER = "ds_config_auto.json"
+_YAML = "accelerate.yaml"
+_PREPARED = "ds_config_accelerate.json"
 
 
 @click.command()
@@ -68,10 +68,13 @@ def command(
       dstk config gpt2-xl-pretrain --layout z3 --nodes 2 --gpus-per-node 8 --launcher slurm > job.sbatch
     """
     path, overrides = _split(arguments, recipe)
-    path, asked = path and str(find_recipe(path)), flags["layout"]
+    path = path and str(find_recipe(path))
+    asked = flags["layout"]
     job = job_of(path, overrides, flags)
     if flags["layout"] != asked:  # a plan, which overrides would replace
-        overrides = tuple(one for one in overrides if not re.match(r"parallel\b|batch\.micro_batch_size=", one))
+        overrides = tuple(
+            override for override in overrides if not re.match(r"parallel\b|batch\.micro_batch_size=", override)
+        )
     _check_flags(kind, launcher, explain=explain, output=output, hosts=flags["hosts"], job=job)
     train: list[str] = []
     if path is not None:
@@ -139,7 +142,8 @@ def _program(job: ConfigJob, script: str | None, kind: str, train: list[str]) ->
     changed = replace(job.options, run_name=PLAIN.run_name, log_dir=PLAIN.log_dir) != PLAIN
     # Under accelerate both programs read the JSON that the YAML names.
     named = kind != "accelerate" and (changed or not train)
-    return [*(train or [default]), *(["--deepspeed_config", beside(_JSON)] if named else [])]
+    program = train or [default]
+    return [*program, "--deepspeed_config", beside(_JSON)] if named else program
 
 
 def _located(word: str) -> str:
@@ -149,19 +153,23 @@ def _located(word: str) -> str:
 
 def _located_data(recipe: Recipe) -> list[str]:
     """Return overrides that make the paths of a recipe absolute: its run may start in any directory."""
-    given = {"model.name_or_path": recipe.model.name_or_path}
-    given |= {"data.source": recipe.data.source, "data.tokenizer": recipe.data.tokenizer}
-    found = {field: _located_name(value) for field, value in given.items()}
-    changed: dict[str, Any] = {field: path for field, path in found.items() if path != given[field]}
+    names = {
+        "model.name_or_path": recipe.model.name_or_path,
+        "data.source": recipe.data.source,
+        "data.tokenizer": recipe.data.tokenizer,
+    }
+    paths = {field: _located_name(name) for field, name in names.items()}
+    changed: dict[str, Any] = {field: path for field, path in paths.items() if path != names[field]}
     for field in ("sources", "validation"):
         texts = [text.model_dump(mode="json", exclude_none=True) for text in getattr(recipe.data, field) or ()]
         located = [text | {"path": _located_name(text["path"])} for text in texts]
-        changed |= {f"data.{field}": located} if located != texts else {}
+        if located != texts:
+            changed[f"data.{field}"] = located
     return [f"{field}={json.dumps(value)}" for field, value in changed.items()]
 
 
 def _located_name(value: str) -> str:
-    """Make a path absolute; what is no path here stays as it is."""
+    """Make a path absolute; a name that is not a path here stays as it is."""
     if Path(value).is_absolute() or value in ("stdlib", "markov") or find_name(value):
         return value
     is_here = Path(value).exists() or glob.has_magic(value)
@@ -170,10 +178,17 @@ def _located_name(value: str) -> str:
 
 def _launch(job: ConfigJob, program: list[str], kind: str, flags: dict[str, Any], output: Path | None) -> Launch:
     activate = Path(sys.prefix, "bin", "activate")
-    given = {name: flags[name] for name in ("hosts", "port", "cpus_per_gpu")} | {"name": flags["run_name"]}
-    given |= {"activate": str(activate) if activate.is_file() else None}
-    files = (_YAML, _PREPARED) if kind in ("accelerate", "all") else None
-    return Launch(job=job, program=program, folder=os.path.abspath(output or "."), accelerate_files=files, **given)
+    return Launch(
+        job=job,
+        program=program,
+        folder=os.path.abspath(output or "."),
+        accelerate_files=(_YAML, _PREPARED) if kind in ("accelerate", "all") else None,
+        name=flags["run_name"],
+        hosts=flags["hosts"],
+        port=flags["port"],
+        cpus_per_gpu=flags["cpus_per_gpu"],
+        activate=str(activate) if activate.is_file() else None,
+    )
 
 
 def _config(job: ConfigJob, kind: str) -> dict[str, Any]:
@@ -233,11 +248,11 @@ def _write(
 
 def _print_table(config: dict[str, Any], job: ConfigJob) -> None:
     """Print every key, its value, DeepSpeed's default, what it does and why it has its value."""
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     from toolkit.dsconfig.explain import explain
+    from toolkit.report.terminal import table_console
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for name, style in (("key", ""), ("value", ""), ("default", "dim")):
@@ -245,14 +260,15 @@ def _print_table(config: dict[str, Any], job: ConfigJob) -> None:
     table.add_column("what it does, and why it has this value", overflow="fold", ratio=1)
     for row in explain(config, job):
         same = row.value == row.default and isinstance(row.value, bool) == isinstance(row.default, bool)
-        why = Text(f"{row.what} ").append(f"{row.why[0].upper()}{row.why[1:]}.", style="cyan")
+        why = Text(f"{row.purpose} ").append(f"{row.why[0].upper()}{row.why[1:]}.", style="cyan")
         table.add_row(row.path, Text(_shown(row.value), style="" if same else "bold"), _shown(row.default), why)
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDTH_OF_A_FILE
-    console = Console(width=width, highlight=False)
+    console = table_console()
     console.print(table)
     note = "defaults of DeepSpeed 0.19.8; bold where they differ."
     console.print(f"\n{job.recipe.model.name_or_path}, {job.layout}, {note}", soft_wrap=True)
 
 
 def _shown(value: Any) -> str:
-    return "none" if value is None else value if isinstance(value, str) and value else json.dumps(value)
+    if value is None:
+        return "none"
+    return value if isinstance(value, str) and value else json.dumps(value)

@@ -9,7 +9,7 @@ from typing import Any, get_args
 import click
 from pydantic import ValidationError
 
-from toolkit.cli import FiniteRange
+from toolkit.cli import Count, FiniteRange
 from toolkit.cli.plan.auto_recipe import explicit
 from toolkit.config import load_rounded
 from toolkit.config.field_errors import explain
@@ -28,11 +28,12 @@ Flags = dict[str, Any]
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 OPTIMIZERS = tuple(dict.fromkeys((*get_args(OptimizerName), *get_args(extras.OtherOptimizer), *REMOVED_OPTIMIZERS)))
-_POSITIVE = click.IntRange(min=1)
-_FROM_0, _ABOVE_0 = FiniteRange(min=0), FiniteRange(min=0, min_open=True)
+_POSITIVE = Count()
+_FROM_0 = FiniteRange(min=0)
+_ABOVE_0 = FiniteRange(min=0, min_open=True)
 _FRACTION = FiniteRange(min=0, max=1, max_open=True)
 _MONITOR = click.Choice(get_args(extras.MonitorName))
-_PORT = click.IntRange(1024, 65535)
+_PORT = Count(min=1024, max=65535)
 _DTYPE = click.Choice(["fp32", "bf16", "fp16"])
 
 _OPTIONS: list[Decorator] = [
@@ -51,7 +52,7 @@ _OPTIONS: list[Decorator] = [
     click.option("--grad-clip", type=_FROM_0, metavar="X", help="Largest gradient norm; 0: no clipping."),
     click.option("--schedule", type=click.Choice(get_args(ScheduleName)), metavar="NAME", help="LR schedule."),
     click.option("--steps", type=_POSITIVE, metavar="N", help="Optimizer steps of the run."),
-    click.option("--warmup-steps", type=click.IntRange(min=0), metavar="N", help="Steps of linear warm-up."),
+    click.option("--warmup-steps", type=Count(min=0), metavar="N", help="Steps of linear warm-up."),
     click.option(
         "--recompute",
         type=click.Choice(get_args(Recompute)),
@@ -97,29 +98,36 @@ def add_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _FIELDS: dict[str, str] = json.loads(Path(__file__).with_name("config_flags.json").read_text(encoding="utf-8"))
-"""Flag -> field of a recipe."""
+"""The field of a recipe that each flag sets."""
 _NEEDED = ("model", "layout", "global_batch", "micro")
 _SHORT = {"gradient_dtype": "--grad-accum-dtype"}
 _STEPS = 1000
 """Default length of the run: it shows only in a scheduler's JSON."""
 _LEARNING_RATE = 3e-4
 _SAME_NAMES = (
-    *("activation_checkpointing", "cpu_checkpointing", "scheduler", "monitors"),
-    *("log_dir", "run_name", "profile_step", "wall_clock_breakdown"),
+    "activation_checkpointing",
+    "cpu_checkpointing",
+    "scheduler",
+    "monitors",
+    "log_dir",
+    "run_name",
+    "profile_step",
+    "wall_clock_breakdown",
 )
 """Flags that are fields of ConfigOptions."""
 
 
 def job_of(recipe: str | None, overrides: tuple[str, ...], flags: Flags) -> ConfigJob:
     """Build the job that the command line describes. Raises a ToolkitError if it is not possible."""
-    nodes, per_node = flags["nodes"], flags["gpus_per_node"]
+    nodes = flags["nodes"]
+    per_node = flags["gpus_per_node"]
     world_size = _world_size(flags["world_size"], nodes, per_node)
     if recipe is None:
         loaded = _recipe_from_flags(flags, _fields(flags) | _layout_fields(flags))
     else:
-        given = (*overrides, *flag_overrides(flags))
+        all_overrides = (*overrides, *flag_overrides(flags))
         rounds = flags["micro"] is not None and flags["global_batch"] is None
-        loaded, note = load_rounded(recipe, given, world_size=world_size, rounds=rounds, layout=flags["layout"])
+        loaded, note = load_rounded(recipe, all_overrides, world_size=world_size, rounds=rounds, layout=flags["layout"])
         if note is not None:  # what starts the run has to say so too
             flags["global_batch"] = loaded.batch.global_batch_size
             click.echo(f"note: {note}", err=True)
@@ -144,8 +152,8 @@ def job_of(recipe: str | None, overrides: tuple[str, ...], flags: Flags) -> Conf
     try:
         check(job.options, loaded, layout, nodes=job.nodes)
     except ConfigError as error:
-        found = error.refusals
-        raise ConfigError((one.render(_spell_option, verb="use") for one in found), found) from None
+        refusals = error.refusals
+        raise ConfigError((refusal.render(_spell_option, verb="use") for refusal in refusals), refusals) from None
     return job
 
 
@@ -165,21 +173,21 @@ def is_guess(job: ConfigJob, flags: Flags) -> bool:
     return not (flags["world_size"] or (flags["nodes"] and flags["gpus_per_node"]) or job.recipe.world_size)
 
 
-def _world_size(given: int | None, nodes: int | None, per_node: int | None) -> int | None:
+def _world_size(world_size: int | None, nodes: int | None, per_node: int | None) -> int | None:
     ranks = nodes * per_node if nodes and per_node else None
-    if given and ranks and given != ranks:
+    if world_size and ranks and world_size != ranks:
         reason = f"{nodes} nodes of {per_node} GPUs are {ranks} ranks"
-        raise LayoutError.of("--world-size", given, reason, "omit one of them")
-    return given or ranks
+        raise LayoutError.of("--world-size", world_size, reason, "omit one of them")
+    return world_size or ranks
 
 
 def _fields(flags: Flags) -> dict[str, Any]:
-    given = {name: flags[name] for name in _FIELDS if flags[name] is not None}
-    if given.get("optimizer") in REMOVED_OPTIMIZERS:
-        raise removed_optimizer(given["optimizer"])
+    values = {name: flags[name] for name in _FIELDS if flags[name] is not None}
+    if values.get("optimizer") in REMOVED_OPTIMIZERS:
+        raise removed_optimizer(values["optimizer"])
     if _other_optimizer(flags):
-        given.pop("optimizer")
-    return {_FIELDS[name]: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
+        values.pop("optimizer")
+    return {_FIELDS[name]: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
 def _layout_fields(flags: Flags) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from toolkit.cli import Count
 from toolkit.config import load_recipe
 from toolkit.units import plural
 
@@ -17,12 +18,12 @@ if TYPE_CHECKING:
 @click.argument("recipe")
 @click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
 @click.option("--layout", help="As `dstk train` takes it; it changes no data.")
-@click.option("--show", type=click.IntRange(min=0), default=0, metavar="N", help="Also print the first N samples.")
+@click.option("--show", type=Count(min=0), default=0, metavar="N", help="Also print the first N samples.")
 def command(recipe: str, overrides: tuple[str, ...], layout: str | None, show: int) -> None:
     """Print what a recipe's data are as tokens and samples.
 
     Tokenizes them where a training run would, and leaves the token cache to it. Samples are printed in the order of
-    training, what is trained on in color (or between » and « where the output is no terminal).
+    training, what is trained on in color (or between » and « where the output is not a terminal).
 
     \b
     Examples:
@@ -74,13 +75,14 @@ def _print_sample(corpora: "Corpora", samples: "Samples", position: int) -> None
     from itertools import groupby, pairwise
 
     import numpy as np
-    from rich.console import Console
     from rich.text import Text
 
     from toolkit.data.samples.mixture import MixtureSamples
     from toolkit.parallel.loss import IGNORE
+    from toolkit.report.terminal import table_console
 
-    console, tokenizer = Console(highlight=False), corpora.tokenizer()
+    console = table_console()
+    tokenizer = corpora.tokenizer()
     (index,) = samples.sample_ids(0, [position]).tolist()
     ids, labels = samples.tokens(index)
     starts = np.flatnonzero(samples.position_ids(index) == 0).tolist()

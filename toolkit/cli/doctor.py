@@ -1,15 +1,13 @@
 """`dstk doctor`: what this machine lacks for training, and how to fix it."""
 
-import json
-import shutil
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
 
 import click
 
 from toolkit.cli import FiniteRange
+from toolkit.cli.json_output import json_option, print_json
 from toolkit.doctor import CheckState, MachineCheck, MachineFacts, examine
 from toolkit.doctor.collect import gather
 
@@ -18,9 +16,9 @@ _TIMEOUT = "Time limit for one program, or for the import of torch or DeepSpeed.
 
 
 @click.command()
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option("Print JSON.")
 @click.option("--only-problems", is_flag=True, help="Print problems and notes only.")
-@click.option("--timeout", type=FiniteRange(min=1), default=90, metavar="SECONDS", help=_TIMEOUT)
+@click.option("--timeout", type=FiniteRange(min=1, max=86400), default=90, metavar="SECONDS", help=_TIMEOUT)
 def command(as_json: bool, only_problems: bool, timeout: float) -> int:
     """Check this machine: versions, GPUs and links, compilers, memory, disks, limits, environment.
 
@@ -40,7 +38,7 @@ def command(as_json: bool, only_problems: bool, timeout: float) -> int:
     facts = gather(timeout_seconds=timeout)
     checks = examine(facts)
     if as_json:
-        click.echo(json.dumps(_document(facts, checks), indent=2))
+        print_json(_document(facts, checks))
     else:
         _show(facts, [check for check in checks if check.state != "ok"] if only_problems else checks)
     return 1 if any(check.state == "problem" for check in checks) else 0
@@ -49,17 +47,21 @@ def command(as_json: bool, only_problems: bool, timeout: float) -> int:
 def _document(facts: MachineFacts, checks: Sequence[MachineCheck]) -> dict[str, object]:
     states = Counter(check.state for check in checks)
     counts = {"problems": states["problem"], "notes": states["note"]}
-    return {"host": facts.host, **counts, "checks": [asdict(check) for check in checks]}
+    rows = [
+        {"topic": check.topic, "name": check.name, "found": check.fact, "state": check.state, "fix": check.fix}
+        for check in checks
+    ]
+    return {"host": facts.host, **counts, "checks": rows}
 
 
 def _show(facts: MachineFacts, checks: Sequence[MachineCheck]) -> None:
-    from rich.console import Console
     from rich.padding import Padding
     from rich.table import Table
     from rich.text import Text
 
-    width = min(shutil.get_terminal_size().columns, 140) if sys.stdout.isatty() else 140
-    console = Console(width=width, highlight=False)
+    from toolkit.report.terminal import table_console
+
+    console = table_console(most=140)
     console.print(Text(f"{facts.host}, {facts.system}, checked in {facts.seconds:.1f} s", style="dim"))
     names = max((len(check.name) for check in checks), default=0)
     for topic in dict.fromkeys(check.topic for check in checks):
@@ -69,15 +71,15 @@ def _show(facts: MachineFacts, checks: Sequence[MachineCheck]) -> None:
         table.add_column(width=min(names, 30), overflow="fold")
         table.add_column(overflow="fold")
         for check in (check for check in checks if check.topic == topic):
-            found = Text(check.found)
+            fact = Text(check.fact)
             if check.fix:
-                found.append(f"\n→ {check.fix}", style="cyan")
-            table.add_row(Text(check.state, style=_STYLES[check.state]), check.name, found)
+                fact.append(f"\n→ {check.fix}", style="cyan")
+            table.add_row(Text(check.state, style=_STYLES[check.state]), check.name, fact)
         console.print(Padding(table, (0, 0, 0, 2)))
     states = Counter(check.state for check in checks)
     summary = f"{_count(states['problem'], 'problem')}, {_count(states['note'], 'note')}"
     console.print(Text(f"\n{summary}", style="bold red" if states["problem"] else "bold green"))
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number or 'no'} {what}{'' if number == 1 else 's'}"
+def _count(number: int, noun: str) -> str:
+    return f"{number or 'no'} {noun}{'' if number == 1 else 's'}"

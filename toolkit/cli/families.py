@@ -1,24 +1,19 @@
 """`dstk families`: which Hugging Face families are supported for which kinds of parallelism."""
 
-import json
-import shutil
-import sys
 from collections.abc import Sequence
 
 import click
 
+from toolkit.cli.json_output import json_option, print_json
 from toolkit.errors import ModelError, nearest
 from toolkit.models.families.registry import find_spec
 from toolkit.models.support import EXPERT_KINDS, KINDS, Support, all_families, checked_version
 from toolkit.units import plural
 
-_FILE_WIDTH = 300
-"""Columns where the output is not a terminal: enough that every row is one line."""
-
 
 @click.command()
 @click.argument("names", nargs=-1, metavar="[NAME]...")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option("Print JSON.")
 def command(names: tuple[str, ...], as_json: bool) -> None:
     """Print which families of Hugging Face causal LMs are supported for pipeline and tensor parallelism.
 
@@ -37,7 +32,7 @@ def command(names: tuple[str, ...], as_json: bool) -> None:
     """
     families = select(names)
     if as_json:
-        click.echo(json.dumps({family.model_type: facts(family) for family in families}, indent=2))
+        print_json({family.model_type: facts(family) for family in families})
     else:
         show(families)
 
@@ -48,7 +43,7 @@ def select(names: Sequence[str]) -> list[Support]:
     for name in names:
         if name not in known:
             hint = nearest(name, known) or " See dstk families for all."
-            raise ModelError(f"{name} is no causal-LM family of transformers {checked_version()}.{hint}")
+            raise ModelError(f"{name} is not a causal-LM family of transformers {checked_version()}.{hint}")
     return [known[name] for name in dict.fromkeys(names)] if names else list(known.values())
 
 
@@ -74,9 +69,10 @@ def why_not(family: Support) -> str:
 
 def show(families: Sequence[Support]) -> None:
     """Print the table, and under it how many families are supported."""
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
+
+    from toolkit.report.terminal import table_console
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for heading in ("family", *KINDS, *EXPERT_KINDS, "ulysses"):
@@ -84,12 +80,11 @@ def show(families: Sequence[Support]) -> None:
     table.add_column("why not", style="dim", overflow="fold")
     marks = {True: Text("yes", style="green"), False: Text("no", style="red"), None: Text("-", style="dim")}
     for family in families:
-        found = {kind: family.supports(kind) for kind in family.kinds}
-        found["ulysses"] = find_spec(family.model_type).ulysses_verified
-        columns = (marks[found.get(kind)] for kind in (*KINDS, *EXPERT_KINDS, "ulysses"))
+        supported = {kind: family.supports(kind) for kind in family.kinds}
+        supported["ulysses"] = find_spec(family.model_type).ulysses_verified
+        columns = (marks[supported.get(kind)] for kind in (*KINDS, *EXPERT_KINDS, "ulysses"))
         table.add_row(family.model_type, *columns, Text(why_not(family)))
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _FILE_WIDTH
-    console = Console(width=width, highlight=False)
+    console = table_console()
     console.print(table)
     pipeline, tensor, sequence, ep, _ = (
         sum(family.supports(kind) for family in families) for kind in (*KINDS, *EXPERT_KINDS)

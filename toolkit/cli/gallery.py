@@ -1,6 +1,5 @@
 """`dstk ls`, `dstk cat` and `dstk cp`: the recipes that come with the toolkit."""
 
-import sys
 from pathlib import Path
 
 import click
@@ -10,6 +9,9 @@ from toolkit.config.gallery import TASKS, find_recipe, gallery, task_of
 from toolkit.errors import RecipeError, nearest
 from toolkit.models.shape import published_parameters
 from toolkit.units import format_count, plural
+
+_WIDE = 140
+"""Columns from which data and layouts stand beside each other."""
 
 
 @click.command
@@ -25,8 +27,9 @@ def ls(pattern: str, family: str | None, task: str | None) -> None:
     dstk ls --family qwen3
     """
     from rich import box
-    from rich.console import Console
     from rich.table import Table
+
+    from toolkit.report.terminal import table_console
 
     families = {name.partition("/")[0] for name in gallery() if "/" in name}
     if family is not None and family not in families:
@@ -40,13 +43,19 @@ def ls(pattern: str, family: str | None, task: str | None) -> None:
     if not names:
         hint = nearest(pattern, [name.rpartition("/")[2] for name in gallery()], most=3)
         raise RecipeError(f"no recipe fits {pattern or task}.{hint or ' `dstk ls` lists all.'}")
+    rows = [_row(name) for name in names]
+    console = table_console()
+    is_wide = console.width >= _WIDE
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-    for column in ("name", "task", "parameters", "data", "layouts"):
-        table.add_column(column, justify="right" if column == "parameters" else "left", no_wrap=column != "layouts")
-    for name in names:
-        table.add_row(*_row(name))
-    # A pipe has no width: names are not cut there.
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    for column in ("name", "task", "parameters"):
+        table.add_column(column, justify="right" if column == "parameters" else "left", no_wrap=True)
+    for column in ("data", "layouts") if is_wide else ("data, layouts",):
+        table.add_column(column, overflow="fold")
+    for *row, data, layouts in rows:
+        if is_wide:
+            table.add_row(*row, data, layouts)
+        else:
+            table.add_row(*row, f"{data}\n{layouts}".rstrip())
     console.print(table)
     console.print(f"{plural(len(names), 'recipe')}; dstk train NAME --layout 8xH100 trains one, dstk cp NAME copies it")
 
@@ -55,16 +64,16 @@ def _row(name: str) -> tuple[str, ...]:
     path = gallery()[name]
     recipe = load_recipe(path)
     count = published_parameters(recipe.model.name_or_path)
-    layouts = dict.fromkeys(one.name for one in recipe_layouts(path))
+    layouts = dict.fromkeys(layout.name for layout in recipe_layouts(path))
     size = "" if count is None else format_count(count)
     return name, task_of(name), size, recipe.data.source, ", ".join(layouts)
 
 
 def _source(name: str) -> Path:
-    found = find_recipe(name)
-    if found not in gallery().values():
+    path = find_recipe(name)
+    if path not in gallery().values():
         raise RecipeError(f"{name}: not a recipe of the gallery. `dstk ls` lists them.")
-    return found
+    return path
 
 
 @click.command

@@ -7,6 +7,7 @@ import click
 
 from toolkit.cli.export import describe, max_shard_size_option, output_option
 from toolkit.config import load_recipe
+from toolkit.launch.output import quiet
 
 
 @click.command()
@@ -36,6 +37,7 @@ def command(
     if recipe is not None and model is not None:
         raise click.UsageError("--model with --recipe: the recipe names the model. Omit --model.")
     decoded = None if recipe is None else load_recipe(recipe, overrides)
+    quiet(debug=False)
     from transformers.utils import logging
 
     logging.set_verbosity_error()

@@ -1,19 +1,20 @@
 """`dstk lint`: find mistakes in configs of DeepSpeed and accelerate before a run does."""
 
-import os
 import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
-from toolkit.cli import ByteSize
+from toolkit.cli import ByteSize, Count
+from toolkit.cli.json_output import print_json_text, stdout_is_json
 from toolkit.config.layout import Layout
 from toolkit.errors import ConfigError, nearest
 from toolkit.lint import Linter, LintResult, Runner, Severity, render
 from toolkit.lint.finding import GROUPS, RULES
 from toolkit.lint.key_schema import version, version_of
 from toolkit.lint.view import GPU_BYTES, LintContext
+from toolkit.report.terminal import columns
 
 if TYPE_CHECKING:
     from toolkit.lint.recipe_context import RecipeContext
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("files", nargs=-1, metavar="FILE...")
 @click.option("--recipe", metavar="RECIPE", help="A recipe of this toolkit that the config is used with.")
-@click.option("--gpus", type=click.IntRange(min=1), metavar="N", help="GPUs of all machines together.")
-@click.option("--nodes", type=click.IntRange(min=1), metavar="N", help="Machines.")
+@click.option("--gpus", type=Count(), metavar="N", help="GPUs of all machines together.")
+@click.option("--nodes", type=Count(), metavar="N", help="Machines.")
 @click.option("--layout", metavar="LAYOUT", help="Ranks that share samples, such as tp2-pp2; of a recipe also 8xH100.")
 @click.option("--model", metavar="NAME", help="A known shape (gpt2-xl) or a directory with a config.json.")
 @click.option("--gpu-memory", type=ByteSize(), metavar="SIZE", help="Of one GPU, such as 80GB.  [default: 24GiB]")
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 @click.option("--fix", is_flag=True, help="Fix what can be fixed, in the files themselves.")
 @click.option("--format", "form", type=click.Choice(["text", "json", "github"]), default="text", show_default=True)
 @click.option("--rules", is_flag=True, help="List the rules.")
+@stdout_is_json(lambda options: options["form"] == "json" and not options["rules"])
 def command(files: tuple[str, ...], rules: bool, form: str, **flags: Any) -> int:
     """Find mistakes in DeepSpeed configs before a run does.
 
@@ -72,7 +74,9 @@ def _context(flags: dict[str, Any]) -> tuple[LintContext, "RecipeContext | None"
         gpu_bytes=flags["gpu_memory"] or GPU_BYTES,
         deepspeed=_version(flags["deepspeed"]),
     )
-    name, model, arguments = flags["recipe"], flags["model"], flags["trainer_args"]
+    name = flags["recipe"]
+    model = flags["model"]
+    arguments = flags["trainer_args"]
     if not (name or model or arguments):
         return context, None  # pydantic takes longer to import than a file to lint
     from toolkit.cli.plan.auto_recipe import explicit
@@ -107,7 +111,7 @@ def _ignored(options: tuple[str, ...]) -> frozenset[str]:
 
 def _print(result: LintResult, form: str, deepspeed: str) -> None:
     if form == "json":
-        click.echo(render.as_json(result.findings, result.files, deepspeed))
+        print_json_text(render.as_json(result.findings, result.files, deepspeed))
         return
     for name, changes in result.changes.items():
         for change in changes:
@@ -118,8 +122,10 @@ def _print(result: LintResult, form: str, deepspeed: str) -> None:
     blocks = render.text(result.findings, click.style, _terminal_width())
     if result.changes and blocks:
         click.echo()
-    for line in [*blocks, *([""] if blocks else [])]:
+    for line in blocks:
         click.echo(line)
+    if blocks:
+        click.echo()
     if result.problems and result.files <= len(result.problems) and not result.findings:
         return  # no file was read
     skipped = f", {result.skipped_files} other files skipped" if result.skipped_files else ""
@@ -130,7 +136,4 @@ def _terminal_width() -> int | None:
     """Return the columns of the terminal; None if the output is not a terminal, so that lines stay whole."""
     if not sys.stdout.isatty():
         return None
-    try:
-        return max(os.get_terminal_size().columns, 40)
-    except OSError:
-        return 100
+    return columns()

@@ -29,10 +29,14 @@ def command(runs: tuple[str, ...], output: str | None, gpu: str | None) -> None:
     from toolkit.report.recorded_run import read_runs
     from toolkit.report.runs_page import FILES, write_runs
 
-    found = read_runs(runs, gpu=None if gpu is None else hardware.gpu(gpu))
+    recorded_runs = read_runs(runs, gpu=None if gpu is None else hardware.gpu(gpu))
     if note := hardware.variant_note(gpu):
         click.echo(f"note: {note}", err=True)
-    folder = expanded(output) if output is not None else found[0].folder / "report"
+    folder = expanded(output) if output is not None else recorded_runs[0].folder / "report"
     check_replaceable(folder, FILES)
-    words = ["dstk", "report", *runs, *(["-o", output] if output else []), *(["--gpu", gpu] if gpu else [])]
-    click.echo(str(write_runs(folder, found, command=shlex.join(words))))
+    words = ["dstk", "report", *runs]
+    if output:
+        words += ["-o", output]
+    if gpu:
+        words += ["--gpu", gpu]
+    click.echo(str(write_runs(folder, recorded_runs, command=shlex.join(words))))

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class ShardNumber(click.ParamType["Part"]):
-    """Which shard of how many."""
+    """The number of a shard, and how many there are."""
 
     name = "shard"
 
@@ -98,7 +98,7 @@ def command(
     from toolkit.data.tokens.corpora import fields_of, named_sources
 
     for source in named_sources(data, progress=True):
-        with fields_of(source.place, source.given):
+        with fields_of(source.place, source.corpus_section):
             _print_shard(source.name, source.section, shard, shards)
 
 
@@ -113,9 +113,15 @@ def _print_shard(name: str, section: "DataSection", shard: "Part | None", folder
     if isinstance(made, TokenCorpus):
         return _print(name, made)
     counts = f"{made.counts.documents:,} documents, {made.counts.tokens:,} tokens"
-    return click.echo(f"{name}{': ' * bool(name)}shard {shard}: {counts} in {made.place}")
+    return click.echo(f"{_label(name)}shard {shard}: {counts} in {made.place}")
 
 
 def _print(name: str, corpus: "TokenCorpus") -> None:
-    tokens, documents = corpus.train_tokens + corpus.eval_tokens, corpus.train_documents + corpus.eval_documents
-    click.echo(f"{name}{': ' * bool(name)}{documents:,} documents, {tokens:,} tokens in {corpus.path}")
+    tokens = corpus.train_tokens + corpus.eval_tokens
+    documents = corpus.train_documents + corpus.eval_documents
+    click.echo(f"{_label(name)}{documents:,} documents, {tokens:,} tokens in {corpus.path}")
+
+
+def _label(name: str) -> str:
+    """The name of a source before its line; empty for a corpus of one unnamed source."""
+    return f"{name}: " if name else ""

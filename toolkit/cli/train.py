@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from toolkit.checkpoint.names import step_of
+from toolkit.cli import LOCAL_RANKS, Count
 from toolkit.config import load_recipe
 from toolkit.config.gallery import find_recipes
 from toolkit.config.recipe import Recipe
@@ -17,7 +18,7 @@ from toolkit.training.arguments import run_name, unused_run_directory
 from toolkit.training.preload import preload_training
 
 _OF_ONE_MACHINE = 8
-"""GPUs that machines have, but for a few."""
+"""The most GPUs that machines have, but for a few machines."""
 
 
 @click.command()
@@ -28,7 +29,7 @@ _OF_ONE_MACHINE = 8
 )
 @click.option(
     "--nproc",
-    type=click.IntRange(min=1),
+    type=LOCAL_RANKS,
     help="Ranks on this machine.  [default: 1, or the layout's, or with parallel: auto the GPUs]",
 )
 @click.option("--deepspeed-config", metavar="JSON", help="DeepSpeed settings that the recipe does not decide.")
@@ -36,7 +37,7 @@ _OF_ONE_MACHINE = 8
 @click.option("--overwrite", is_flag=True, help="Replace the run in run_dir.")
 @click.option("--resume", metavar="auto|PATH", help="From a run or checkpoint; auto: from run_dir, if it has one.")
 @click.option("--strict", is_flag=True, help="Fail on a damaged newest checkpoint, instead of taking the one before.")
-@click.option("--restarts", type=click.IntRange(min=0), default=0, metavar="N", help="Restarts after crashes, at most.")
+@click.option("--restarts", type=Count(min=0), default=0, metavar="N", help="Restarts after crashes, at most.")
 def command(
     recipe: str,
     overrides: tuple[str, ...],
@@ -66,30 +67,39 @@ def command(
     if nproc is None:
         nproc = _ranks_here(recipe, overrides) if layout is None else _ranks_of(recipe, overrides, layout)
     decoded = load_recipe(recipe, overrides, world_size=nproc, layout=layout)
-    arguments = ["--config", recipe, *(["--layout", layout] if layout is not None else []), *overrides]
+    arguments = ["--config", recipe]
+    if layout is not None:
+        arguments += ["--layout", layout]
+    arguments += overrides
     if deepspeed_config is not None:
         arguments += ["--deepspeed_config", deepspeed_config]
-    arguments += ["--trust-remote-code"] * trust_remote_code + ["--strict"] * strict
+    if trust_remote_code:
+        arguments.append("--trust-remote-code")
+    if strict:
+        arguments.append("--strict")
     if resume == AUTO and decoded.run_dir is None:
         raise click.UsageError("--resume auto without a run_dir: nothing says which run. Set run_dir=….")
     script = find_recipes() / "train.py"
     if not restarts:
-        arguments += ["--overwrite"] * overwrite + (["--resume", resume] if resume else [])
+        if overwrite:
+            arguments.append("--overwrite")
+        if resume:
+            arguments += ["--resume", resume]
         return run_local_ranks(script, arguments, nproc, preload=partial(preload_training, decoded))
     run_dir = _run_directory(decoded, recipe, resume)
-    again = Restart(run_dir=run_dir, given=arguments, resume=resume, overwrite=overwrite)
+    again = Restart(run_dir=run_dir, arguments=arguments, resume=resume, overwrite=overwrite)
     return run_with_restarts(script, again.arguments, nproc, restarts, preload=partial(preload_training, decoded))
 
 
 def _ranks_here(recipe: str, overrides: tuple[str, ...]) -> int:
-    """1, but for a plan the GPUs that this process may use."""
+    """The ranks to start here: 1, or for a recipe that is planned the number of GPUs that this process may use."""
     if not load_recipe(recipe, overrides).parallel.auto or os.environ.get("DS_ACCELERATOR") == "cpu":
         return 1
     from toolkit.doctor.collect import ask
 
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        return max(1, len([one for one in visible.split(",") if one.strip() not in ("", "-1")]))
+        return max(1, len([device for device in visible.split(",") if device.strip() not in ("", "-1")]))
     listed = ask(("nvidia-smi", "--list-gpus"), os.environ, 20).text.splitlines()
     return max(1, sum(line.startswith("GPU ") for line in listed))
 
@@ -100,8 +110,8 @@ def _ranks_of(recipe: str, overrides: tuple[str, ...], layout: str) -> int:
     ranks = decoded.world_size or decoded.parallel.least_ranks
     if ranks > _OF_ONE_MACHINE:
         reason = f"it has {ranks} ranks, and this command starts those of one machine"
-        other = f"start all with `dstk config {recipe} --layout {layout} --nodes … --gpus-per-node 8 --launcher slurm`"
-        raise RecipeError.of("--layout", layout, reason, other, f"say --nproc {ranks} if they are here")
+        advice = f"start all with `dstk config {recipe} --layout {layout} --nodes … --gpus-per-node 8 --launcher slurm`"
+        raise RecipeError.of("--layout", layout, reason, advice, f"say --nproc {ranks} if they are here")
     return ranks
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from toolkit.cli import Count
 from toolkit.cli.plan.auto_recipe import explicit
 from toolkit.config import load_recipe, recipe_json_schema, recipe_layouts
 from toolkit.config.gallery import find_recipe
@@ -17,7 +18,7 @@ from toolkit.units import format_count
 
 @click.command
 @click.argument("arguments", nargs=-1, required=True, metavar="RECIPE... [SECTION.KEY=VALUE]...")
-@click.option("--world-size", type=click.IntRange(min=1), metavar="N", help="Also check that it fits so many ranks.")
+@click.option("--world-size", type=Count(), metavar="N", help="Also check that it fits so many ranks.")
 @click.option("--layout", help="One that the recipes list (8xH100), or any (dp8-z3).  [default: all that they list]")
 @click.option("--gpu", metavar="NAME", help="The kind of GPU, or cpu, that parallel: auto is planned for.")
 def command(arguments: tuple[str, ...], world_size: int | None, layout: str | None, gpu: str | None) -> None:
@@ -38,14 +39,14 @@ def command(arguments: tuple[str, ...], world_size: int | None, layout: str | No
     overrides = [argument for argument in arguments if "=" in argument]
     problems: list[str] = []
     for path in _find([argument for argument in arguments if "=" not in argument]):
-        for one, ranks in [(layout, world_size)] if layout is not None or world_size else _layouts(path):
+        for name, ranks in [(layout, world_size)] if layout is not None or world_size else _layouts(path):
             try:
-                recipe = load_recipe(path, overrides, world_size=ranks, layout=one)
+                recipe = load_recipe(path, overrides, world_size=ranks, layout=name)
                 recipe = recipe if ranks is None else explicit(recipe, ranks, gpu)
             except ToolkitError as error:
                 problems += error.problems
             else:
-                click.echo(f"{path}{f', {one}' if one else ''}: {_summary(recipe, ranks)}")
+                click.echo(f"{path}{f', {name}' if name else ''}: {_summary(recipe, ranks)}")
     if problems:
         # A wrong override is wrong for every recipe; report it once.
         raise RecipeError(dict.fromkeys(problems))
@@ -68,11 +69,13 @@ def schema_text() -> str:
 def _layouts(path: Path) -> list[tuple[str | None, int | None]]:
     """The layouts to check of a recipe, with their ranks: all that it lists, the first of an entry by its name."""
     try:
-        found = recipe_layouts(path)
+        layouts = recipe_layouts(path)
     except (RecipeError, LayoutError):
         return [(None, None)]  # which says it
-    firsts = {one.name: one for one in reversed(found)}
-    return [(one.name if one is firsts[one.name] else one.text, one.ranks) for one in found] or [(None, None)]
+    firsts = {listed.name: listed for listed in reversed(layouts)}
+    if not layouts:
+        return [(None, None)]
+    return [(listed.name if listed is firsts[listed.name] else listed.text, listed.ranks) for listed in layouts]
 
 
 def _find(arguments: list[str]) -> list[Path]:
@@ -82,25 +85,28 @@ def _find(arguments: list[str]) -> list[Path]:
     if "" in arguments:  # the current directory, to Path
         raise RecipeError("a recipe's name is empty. Name a YAML file or a directory.")
     paths = {argument: Path(argument) for argument in arguments}
-    found = {name: sorted(path.rglob("*.yaml")) if path.is_dir() else [_file(path)] for name, path in paths.items()}
+    files = {name: sorted(path.rglob("*.yaml")) if path.is_dir() else [_file(path)] for name, path in paths.items()}
     why = "there is no *.yaml in this directory. Name a recipe, or a directory with recipes."
-    if empty := [f"{name}: {why}" for name, below in found.items() if not below]:
+    if empty := [f"{name}: {why}" for name, below in files.items() if not below]:
         raise RecipeError(empty)
-    return list(dict.fromkeys(path for below in found.values() for path in below))
+    return list(dict.fromkeys(path for below in files.values() for path in below))
 
 
 def _file(path: Path) -> Path:
-    found = find_recipe(str(path))
-    return path if found == path else Path(os.path.relpath(found))
+    located = find_recipe(str(path))
+    return path if located == path else Path(os.path.relpath(located))
 
 
 def _summary(recipe: Recipe, world_size: int | None) -> str:
     """Model, layout, split of the batch and tokens of a step, on one line."""
-    section, engine, micro = recipe.parallel, recipe.train.engine, recipe.batch.micro_batch_size
+    section = recipe.parallel
+    engine = recipe.train.engine
+    micro = recipe.batch.micro_batch_size
     ranks = None if section.auto else world_size or (1 if engine == "reference" else recipe.world_size)
     tokens = f"{format_count(recipe.batch.global_batch_size * recipe.data.seq_len)} tokens per step"
     if section.auto:
-        where, split = "auto", "what is planned at launch"
+        where = "auto"
+        split = "what is planned at launch"
     elif ranks is None:
         sizes = {"ep": section.ep, "tp": section.tp, "pp": section.pp, "u": section.ulysses}
         axes = [f"{name}{size}" for name, size in sizes.items() if size > 1]
