@@ -15,7 +15,6 @@ import os
 import statistics
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -29,13 +28,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from toolkit.config.layout import Layout
 from toolkit.config.strategy import Strategy
-from toolkit.estimate.memory_model import MemoryModel
 from toolkit.hardware import gpu
 from toolkit.model_init.model_modules import decoder_layers
 from toolkit.model_init.offload_activations import LINK, offload_activations
 from toolkit.model_init.recompute import recompute
 from toolkit.model_init.tiled_mlp import tile_mlps
-from toolkit.planner.run_memory import framework_of, model_config, recipe_of, workload_of
+from toolkit.planner.run_memory import memory_request, recipe_of
 
 WAYS = (
     *("none", "selective", "every2", "recompute", "offacts", "recompute-offacts", "tiled", "recompute-tiled-offacts"),
@@ -136,17 +134,17 @@ def _most(way: str) -> int:
     def fits(steps: int) -> bool:
         recipe = recipe_of(MODEL, layout, micro_batch_size=1, seq_len=steps * STEP, accumulation=1, precision="bf16")
         recipe = recipe.changed({"model": {"loss": "chunked"}})
-        batch, model = recipe.resolve_batch(layout), MemoryModel.from_config(model_config(recipe))
-        framework = framework_of(recipe, layout, batch, shape=model.shape)
-        work = replace(workload_of(recipe, batch, model), stand_ins=False)
-        return model.peak(layout, work, framework, gpu(GPU)).fits
+        return memory_request(recipe, layout, recipe.resolve_batch(layout), gpu=gpu(GPU)).peak().fits
 
     low, high = 0, 1
     while fits(high):
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+        if fits(middle):
+            low = middle
+        else:
+            high = middle
     return low
 
 

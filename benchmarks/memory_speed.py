@@ -12,8 +12,10 @@ from toolkit.config.layout import Layout, Recompute
 from toolkit.dsconfig.buckets import of_a_layer
 from toolkit.errors import LayoutError
 from toolkit.estimate.deepspeed_settings import DeepSpeedSettings
-from toolkit.estimate.memory_model import MemoryModel, Workload
+from toolkit.estimate.memory_request import MemoryRequest
+from toolkit.estimate.model_facts import ModelFacts
 from toolkit.estimate.recorded import recordings
+from toolkit.estimate.training_setup import TrainingSetup
 from toolkit.hardware import gpu
 from toolkit.models.shape import find_config
 
@@ -32,8 +34,8 @@ def process_seconds() -> float:
     return min(times)
 
 
-def questions() -> list[tuple[Layout, Workload, DeepSpeedSettings]]:
-    """Layouts of up to 4,096 GPUs, with every ZeRO stage, micro-batch and way to recompute."""
+def requests() -> list[MemoryRequest]:
+    """Requests for layouts of up to 4,096 GPUs, with every ZeRO stage, micro-batch and way to recompute."""
     buckets = of_a_layer(12288)
     settings = {
         stage: DeepSpeedSettings(
@@ -47,32 +49,32 @@ def questions() -> list[tuple[Layout, Workload, DeepSpeedSettings]]:
         )
         for stage in range(4)
     }
-    found = []
+    model = ModelFacts.from_config(find_config("gpt3-175b") or {})
+    device = gpu("H100-SXM-80GB")
+    asked = []
     axes = ((1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256, 512), (1, 8), (1, 2, 3, 4, 6, 8, 12, 16, 24, 32))
     recomputations: tuple[Recompute, ...] = ("none", "selective", "full")
     for dp, tp, pp, stage, micro, recompute, parallel in product(
         *axes, range(4), (1, 2, 4, 8), recomputations, (False, True)
     ):
         try:
-            layout = Layout(dp=dp, tp=tp, pp=pp, zero_stage=stage, sequence_parallel=parallel)
+            layout = Layout(dp=dp, tp=tp, pp=pp, zero_stage=stage, sequence_parallel=parallel, recompute=recompute)
         except LayoutError:
             continue
-        work = Workload(micro_batch_size=micro, seq_len=2048, accumulation=64, recompute=recompute)
-        found.append((layout, work, settings[stage]))
-    step = len(found) / LAYOUTS
-    return [found[int(index * step)] for index in range(LAYOUTS)]
+        setup = TrainingSetup(model=model, layout=layout, micro_batch_size=micro, seq_len=2048, accumulation=64)
+        asked.append(MemoryRequest(setup=setup, framework=settings[stage], gpu=device))
+    step = len(asked) / LAYOUTS
+    return [asked[int(index * step)] for index in range(LAYOUTS)]
 
 
 def sweep_seconds() -> tuple[float, float, int]:
-    """Seconds for all layouts with what must be recorded first, and again with a new model; how many of them fit."""
-    asked = questions()
-    device = gpu("H100-SXM-80GB")
+    """Seconds for all layouts with what must be recorded first, and again without that; how many of them fit."""
+    asked = requests()
     seconds = []
     for _ in range(2):
         start = time.perf_counter()
         recordings.activations.cache_clear()
-        model = MemoryModel.from_config(find_config("gpt3-175b") or {})
-        fits = sum(model.peak(layout, work, settings, device).fits for layout, work, settings in asked)
+        fits = sum(request.peak().fits for request in asked)
         seconds.append(time.perf_counter() - start)
     return seconds[0], seconds[1], fits
 

@@ -28,7 +28,7 @@ from measure.table import publish, target_met
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
-from toolkit.estimate.stage_bounds import Costs, balance
+from toolkit.config.stage_balance import Costs, balance
 from toolkit.launch.output import quiet
 from toolkit.model_init.freed_memory import keep_freed_memory
 from toolkit.parallel.loss import token_loss_sum

@@ -30,7 +30,7 @@ from pipeline_balance import Bounds, gpt2, parameters
 from transformers import GPT2LMHeadModel
 
 from toolkit.config.recipe import Recipe
-from toolkit.estimate.stage_bounds import balance
+from toolkit.config.stage_balance import balance
 from toolkit.launch.output import quiet
 from toolkit.model_init import model_partition
 from toolkit.parallel.model_structure import analyze_model

@@ -6,7 +6,7 @@
 
 The file has one run a row: model shape, layout, batch, precision, and the memory that was measured
 (`benchmarks/published/rows.py` names its columns). `benchmarks/published/reader.py` turns columns into public options
-of the estimate (`MemoryModel`, `Layout`, `Workload`, a DeepSpeed config or a framework's profile) and refuses values
+of the estimate (a `TrainingSetup`, a DeepSpeed config or a framework's profile) and refuses values
 that it does not understand. Nothing here computes memory but the plain formulas, and nothing is read from names.
 """
 

@@ -10,9 +10,8 @@ from measure.our_run import make_recipe
 
 from toolkit.config.recipe import Recipe
 from toolkit.estimate.breakdown import MemoryBreakdown
-from toolkit.estimate.memory_model import MemoryModel
 from toolkit.hardware import Gpu
-from toolkit.planner.run_memory import framework_of, model_config, workload_of
+from toolkit.planner.run_memory import memory_request
 
 WARMUP = 3
 FEWEST_LAYERS = 2
@@ -93,9 +92,7 @@ class Setup:
 def estimate(recipe: Recipe, ranks: int, gpu: Gpu) -> MemoryBreakdown:
     """What a rank takes at its peak: of the stage that takes most."""
     layout = recipe.layout(ranks)
-    batch, model = recipe.resolve_batch(layout), MemoryModel.from_config(model_config(recipe))
-    framework = framework_of(recipe, layout, batch, shape=model.shape)
-    stages = model.breakdowns(layout, workload_of(recipe, batch, model), framework, gpu)
+    stages = memory_request(recipe, layout, recipe.resolve_batch(layout), gpu=gpu).stages()
     return max(stages, key=lambda stage: stage.allocated).replayed()
 
 

@@ -17,8 +17,8 @@ from typing_extensions import override
 from toolkit import Callback, Job, TrainOptions, train
 from toolkit.config.recipe import Recipe
 from toolkit.data.tokens.token_cache import prepare
+from toolkit.step_metrics import StepMetrics
 from toolkit.training.loop import TrainingRun
-from toolkit.training.metrics import StepMetrics
 
 CPU = torch.device("cpu")
 

@@ -52,21 +52,21 @@ def outcomes(rows: Iterable[Row]) -> list[Outcome]:
 def _outcome(row: Row) -> Outcome:
     kind = _kind(row)
     try:
-        asked = reader.read(row)
-        stages = asked.model.breakdowns(asked.layout, asked.work, asked.framework, asked.gpu)
+        run = reader.read(row)
+        stages = run.request.stages()
     except (reader.RefusedError, ToolkitError) as error:
         return Outcome(row=row, setup="", refused=str(error), kind=kind)
-    seen = stages if asked.stage is None else stages[asked.stage : asked.stage + 1]
+    seen = stages if run.stage is None else stages[run.stage : run.stage + 1]
     figure = {"allocated": "allocated", "reserved": "reserved", "nvidia-smi": "occupied"}[kind]
     return Outcome(
         row=row,
-        setup=asked.setup,
+        setup=run.framework,
         refused="",
         kind=kind,
         peak=max(getattr(stage, figure) for stage in seen),
         static=seen[-1].static,
-        plain_peak=formulas.peak(asked),
-        plain_static=formulas.states(asked),
+        plain_peak=formulas.peak(run),
+        plain_static=formulas.states(run),
         result=_RESULTS[max(_RESULTS.index(stage.verdict) for stage in stages)],
     )
 

@@ -8,9 +8,12 @@ from typing import Any
 
 from published.rows import Row
 from toolkit.config.layout import Layout
+from toolkit.estimate.computation import Computation
 from toolkit.estimate.deepspeed_settings import DeepSpeedSettings
 from toolkit.estimate.framework_profile import FrameworkProfile
-from toolkit.estimate.memory_model import Framework, MemoryModel, Workload
+from toolkit.estimate.memory_request import MemoryRequest
+from toolkit.estimate.model_facts import ModelFacts
+from toolkit.estimate.training_setup import TrainingSetup
 from toolkit.hardware import Gpu, gpu
 
 FRAMEWORKS: tuple[tuple[str, str], ...] = (
@@ -90,21 +93,17 @@ class RefusedError(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """The public options of one run."""
+class PublishedRun:
+    """What a published run asks of the estimate, and which part of the answer was measured."""
 
-    model: MemoryModel
-    layout: Layout
-    work: Workload
-    framework: Framework
-    gpu: Gpu
-    setup: str
+    request: MemoryRequest
+    framework: str
     """Framework or engine, and whose layers it runs."""
     stage: int | None
     """That was measured; None: the one that takes most."""
 
 
-def read(row: Row) -> Asked:
+def read(row: Row) -> PublishedRun:
     """The options of a row. Raises RefusedError."""
     name = matched(row, "framework", FRAMEWORKS)
     layout = _layout(row, name)
@@ -112,21 +111,16 @@ def read(row: Row) -> Asked:
     attention, _ = one_of(row, "attn_impl", ATTENTION)
     if not attention:
         attention = next(iter(framework.facts["attention"])) if isinstance(framework, FrameworkProfile) else "sdpa"
-    return Asked(
+    setup = TrainingSetup(
         model=_model(row),
         layout=layout,
-        work=Workload(
-            micro_batch_size=whole(row, "micro_batch"),
-            seq_len=whole(row, "seq_len"),
-            accumulation=_accumulation(row, layout),
-            attention=attention,
-            recompute=layout.recompute,
-        ),
-        framework=framework,
-        gpu=_gpu(row),
-        setup=name,
-        stage=_stage(row, layout),
+        micro_batch_size=whole(row, "micro_batch"),
+        seq_len=whole(row, "seq_len"),
+        accumulation=_accumulation(row, layout),
+        computation=Computation(attention=attention),
     )
+    request = MemoryRequest(setup=setup, framework=framework, gpu=_gpu(row))
+    return PublishedRun(request=request, framework=name, stage=_stage(row, layout))
 
 
 def _layout(row: Row, name: str) -> Layout:
@@ -189,7 +183,7 @@ def _deepspeed(row: Row) -> DeepSpeedSettings:
     return DeepSpeedSettings.from_config(config)
 
 
-def _model(row: Row) -> MemoryModel:
+def _model(row: Row) -> ModelFacts:
     """A Hugging Face config with the same parameters: with rotary embeddings StarCoder2's is Megatron's GPT."""
     family = matched(row, "arch", ARCHITECTURES)
     if family == "gpt2" and "rotary" in _noted(row, {*_PROFILE, *_ZERO}):
@@ -203,12 +197,12 @@ def _model(row: Row) -> MemoryModel:
 
 
 @lru_cache(maxsize=512)
-def _built(family: str, tied: bool, sizes: tuple[int, ...]) -> MemoryModel:
+def _built(family: str, tied: bool, sizes: tuple[int, ...]) -> ModelFacts:
     gpt2 = ("n_layer", "n_embd", "n_head", "n_inner", "n_positions")
     others = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "max_position_embeddings")
     names = gpt2 if family == "gpt2" else (*others, "num_key_value_heads")
     config: dict[str, Any] = {"model_type": family, "vocab_size": sizes[-1], "tie_word_embeddings": tied}
-    return MemoryModel.from_config(config | dict(zip(names, sizes, strict=False)))
+    return ModelFacts.from_config(config | dict(zip(names, sizes, strict=False)))
 
 
 def _gpu(row: Row) -> Gpu:

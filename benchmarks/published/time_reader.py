@@ -9,11 +9,14 @@ from published.reader import RefusedError, flag, matched, one_of, whole
 from published.rows import Row
 from toolkit.config.layout import Layout
 from toolkit.estimate.flops import train_flops_per_token
+from toolkit.estimate.model_facts import ModelFacts
+from toolkit.estimate.recorded.recording import config_text
+from toolkit.estimate.training_setup import TrainingSetup
 from toolkit.hardware import gpu
 from toolkit.models.shape import ModelShape
 from toolkit.planner.cluster import Cluster
 from toolkit.planner.execution import Execution
-from toolkit.planner.setup import Setup
+from toolkit.planner.step_request import StepRequest
 
 FRAMEWORKS: tuple[tuple[str, str], ...] = (
     (r"Megatron-(Core|Bridge).*", "megatron"),
@@ -58,10 +61,10 @@ NETWORKS: tuple[tuple[str, float], ...] = (
 document itself says. Where none is known, the GPU's reference system counts."""
 
 
-def read(row: Row) -> Setup:
+def read(row: Row) -> StepRequest:
     """The options of a row. Raises RefusedError."""
     framework = matched(row, "framework", FRAMEWORKS)
-    shape = _shape(row)
+    model = _model(row)
     recompute = "selective" if "selective" in row["recompute"] else row["recompute"] or "none"
     pp = whole(row, "pp")
     layout = Layout(
@@ -74,13 +77,15 @@ def read(row: Row) -> Setup:
     )
     if row["ep"] not in ("", "1"):
         raise RefusedError("ep: experts have no option")
-    return Setup(
-        shape=shape,
-        layout=layout,
+    return StepRequest(
+        setup=TrainingSetup(
+            model=model,
+            layout=layout,
+            micro_batch_size=whole(row, "micro_batch"),
+            accumulation=_accumulation(row, layout),
+            seq_len=whole(row, "seq_len"),
+        ),
         cluster=_cluster(row),
-        micro_batch_size=whole(row, "micro_batch"),
-        accumulation=_accumulation(row, layout),
-        seq_len=whole(row, "seq_len"),
         run=Execution(
             framework=framework,
             precision=matched(row, "precision", PRECISIONS),  # type: ignore[arg-type]
@@ -89,22 +94,23 @@ def read(row: Row) -> Setup:
             fused_norm="RMS kernel" in row["attn_impl"] or framework != "aleph-alpha-scaling",
             virtual_stages=whole(row, "vpp", 1) if pp > 1 else 1,
             context_parallel=whole(row, "cp", 1),
-            dropout=framework == "megatron-2021" and shape.learned_positions,
+            dropout=framework == "megatron-2021" and model.shape.learned_positions,
             loss="fused" if "cross-entropy" in row["notes"] else "plain",
         ),
     )
 
 
-def measured_seconds(row: Row, setup: Setup) -> float:
+def measured_seconds(row: Row, request: StepRequest) -> float:
     """Of one step: as published, or from the tokens or FLOP a second."""
     if row["step_time_s"]:
         return float(row["step_time_s"])
-    tokens = setup.micro_batch_size * setup.accumulation * setup.layout.dp * setup.seq_len
+    setup = request.setup
+    tokens = setup.global_batch_size * setup.seq_len
     if row["tokens_per_s_gpu"]:
-        return tokens / setup.gpus / float(row["tokens_per_s_gpu"])
+        return tokens / request.gpus / float(row["tokens_per_s_gpu"])
     again = row["tflops_def"].startswith("HW") and setup.layout.recompute == "full"
-    flops = train_flops_per_token(setup.shape, setup.seq_len, recompute=again)
-    return tokens * flops / setup.gpus / (float(row["tflops_gpu"]) * 1e12)
+    flops = train_flops_per_token(request.shape, setup.seq_len, recompute=again)
+    return tokens * flops / request.gpus / (float(row["tflops_gpu"]) * 1e12)
 
 
 def _attention(row: Row, framework: str) -> str:
@@ -126,20 +132,22 @@ def _accumulation(row: Row, layout: Layout) -> int:
     return max(1, whole(row, "global_batch") // (layout.dp * whole(row, "micro_batch")))
 
 
-def _shape(row: Row) -> ModelShape:
+def _model(row: Row) -> ModelFacts:
     family = matched(row, "arch", ARCHITECTURES)
     names = ("layers", "hidden", "heads", "ffn", "seq_len", "kv_heads", "vocab")
     return _built(family, flag(row, "tied_emb"), tuple(whole(row, name) for name in names))
 
 
 @lru_cache(maxsize=512)
-def _built(family: str, tied: bool, sizes: tuple[int, ...]) -> ModelShape:
+def _built(family: str, tied: bool, sizes: tuple[int, ...]) -> ModelFacts:
     gpt2 = ("n_layer", "n_embd", "n_head", "n_inner", "n_positions")
     others = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "max_position_embeddings")
     names = gpt2 if family == "gpt2" else (*others, "num_key_value_heads")
     config: dict[str, Any] = {"model_type": family, "vocab_size": sizes[-1], "tie_word_embeddings": tied}
-    shape = ModelShape.from_config(config | dict(zip(names, sizes, strict=False)))
-    return replace(shape, kv_heads=sizes[5])  # Megatron's GPT has grouped queries too
+    config |= dict(zip(names, sizes, strict=False))
+    # Megatron's GPT has grouped queries too.
+    shape = replace(ModelShape.from_config(config), kv_heads=sizes[5])
+    return ModelFacts(config=config_text(config), other_shape=shape)
 
 
 def _cluster(row: Row) -> Cluster:

@@ -52,12 +52,12 @@ def timed_runs(rows: Iterable[Row]) -> list[TimedRun]:
 
 def _timed(row: Row) -> TimedRun:
     try:
-        setup = time_reader.read(row)
-        predicted = predict_step(setup)
+        request = time_reader.read(row)
+        predicted = predict_step(request)
     except (RefusedError, ToolkitError) as error:
         return TimedRun(row=row, refused=str(error))
-    measured = time_reader.measured_seconds(row, setup)
-    return TimedRun(row=row, measured=measured, predicted=predicted, layout=str(setup.layout))
+    measured = time_reader.measured_seconds(row, request)
+    return TimedRun(row=row, measured=measured, predicted=predicted, layout=str(request.layout))
 
 
 def errors_sheet(found: Sequence[TimedRun]) -> Sheet:

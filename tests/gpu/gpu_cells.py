@@ -133,8 +133,8 @@ CELLS = [
          needs="liger_kernel on a GPU"),
     Cell(group="liger", name="bf16, ZeRO-3", run=zero(3, *LLAMA, *BF16, "model.kernels=liger"), like=zero(
         3, *LLAMA, *BF16), within=2.0**-7, only_last=True, needs="liger_kernel on a GPU"),
-    Cell(group="float8", name="tensorwise", run=zero(2, *BF16, "model.float8=tensorwise"), within=2.0**-5,
-         only_last=True, needs="torchao"),
+    Cell(group="float8", name="tensorwise", run=zero(2, *LLAMA, *BF16, "model.float8=tensorwise"), like=zero(
+        2, *LLAMA, *BF16), within=2.0**-5, only_last=True, needs="torchao"),
     Cell(group="LoRA", name="ZeRO-2", run=zero(2, *LORA), like=(*REFERENCE, *LORA)),
     Cell(group="LoRA", name="ZeRO-3", run=zero(3, *LORA), like=(*REFERENCE, *LORA)),
     Cell(group="recompute", name="full", run=zero(2, "parallel.recompute=full")),

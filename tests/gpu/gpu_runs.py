@@ -17,15 +17,14 @@ from toolkit.config import load_recipe
 from toolkit.config.recipe import Recipe
 from toolkit.errors import PreemptedError
 from toolkit.estimate.breakdown import MemoryBreakdown
-from toolkit.estimate.memory_model import MemoryModel
 from toolkit.hardware import host_memory_bytes
 from toolkit.launch.local_ranks import Outcome, in_one_line, run_jobs
 from toolkit.launch.rank_environment import RankEnvironment, pick_device
 from toolkit.planner.auto.ranks import RankDevice, cluster_of
-from toolkit.planner.run_memory import framework_of, model_config, workload_of
+from toolkit.planner.run_memory import memory_request
+from toolkit.step_metrics import StepMetrics
 from toolkit.training.callback import Callback
 from toolkit.training.loop import TrainingRun
-from toolkit.training.metrics import StepMetrics
 
 
 def limit_seconds() -> int:
@@ -147,9 +146,8 @@ def train_cell(recipe: Recipe, spec: Spec, folder: Path, *, resumes: bool) -> Re
 def estimate(recipe: Recipe, found: Result) -> MemoryBreakdown:
     """What `dstk memory` says of the run on the device that it had."""
     layout, host = recipe.layout(1), host_memory_bytes()
-    batch, model = recipe.resolve_batch(layout), MemoryModel.from_config(model_config(recipe))
     here = RankDevice(host="", device=found.device, memory_bytes=found.device_bytes, host_memory_bytes=host)
-    framework = framework_of(recipe, layout, batch, shape=model.shape)
-    (stage,) = model.breakdowns(layout, workload_of(recipe, batch, model), framework, cluster_of([here])[0].gpu)
+    device = cluster_of([here])[0].gpu
+    (stage,) = memory_request(recipe, layout, recipe.resolve_batch(layout), gpu=device).stages()
     # On a CPU there is no cuBLAS.
     return stage.replayed() if found.device != "cpu" else replace(stage, workspace=0).replayed()

@@ -28,5 +28,5 @@ def recipe(**changes: object) -> Recipe:
 def check_conflict(given: Recipe, fields: list[str], remedy: list[object]) -> None:
     """The recipe has one conflict, of these fields, with these remedies."""
     (refusal,) = recipe_conflicts(given)
-    assert [field for field, _ in refusal.given] == fields
+    assert [field for field, _ in refusal.settings] == fields
     assert list(refusal.remedy) == remedy

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from toolkit.config.job import Job
 from toolkit.config.recipe import Recipe
 from toolkit.estimate.deepspeed_states import deepspeed_states
-from toolkit.estimate.memory_model import MemoryModel
+from toolkit.estimate.model_facts import ModelFacts
 from toolkit.estimate.pipeline_buffers import PipelineBuffers, routing_counters
 from toolkit.estimate.recorded.recordings import parameters
 from toolkit.estimate.trainable import Trainable
@@ -236,7 +236,7 @@ def estimated(recipe: Recipe, config: dict[str, Any], engine: Any) -> tuple[Coun
     layout = recipe.layout(dist.get_world_size())
     batch = recipe.resolve_batch(layout)
     place = layout.coordinate(dist.get_rank())
-    model = MemoryModel.from_config(model_config(recipe))
+    model = ModelFacts.from_config(model_config(recipe))
     layers = engine.stage_layers[place.pipe] if engine.stage_layers else model.shape.layers
     before = sum(engine.stage_layers[: place.pipe])
     trainable = Trainable.of(recipe.model).text

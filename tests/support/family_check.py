@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from toolkit.errors import LayoutError, ModelError
+from toolkit.model_init.model_modules import cast
 from toolkit.models.chunked_head import HeadFormula
 from toolkit.parallel.chunked_loss import LossInHead
 from toolkit.parallel.experts.sharding import ExpertSharder
@@ -121,7 +122,7 @@ def check_tensor(
     """Split a tiny model over `group`; to be called on each of its ranks. Raises ModelError as check_pipeline does.
 
     `inner`: split each expert instead of sharing them out. `expert`: ranks with samples of their own that share out
-    experts. `changes`: fields of its config, instead of the family's defaults.
+    experts. `changes`: fields of its config, instead of the family's defaults; lists as tuples, to be remembered.
     """
     if group.size() > 1:
         _check_kind(model_type)
@@ -155,7 +156,8 @@ def _dtype(model_type: str) -> torch.dtype:
 @lru_cache(maxsize=1)
 def _reference(model_type: str, changes: tuple[tuple[str, Any], ...]) -> PreTrainedModel:
     """Return the full model. Ranks add up in another order than one; in fp64 that stays far below the tolerance."""
-    model = tiny_model(model_type, dict(changes)).to(_dtype(model_type))
+    values = {name: list(value) if isinstance(value, tuple) else value for name, value in changes}
+    model = tiny_model(model_type, values).to(_dtype(model_type))
     # grouped_mm, the default, has no fp64.
     model.set_experts_implementation("eager" if model_type == "gpt_oss" else "batched_mm")
     return model
@@ -204,6 +206,38 @@ def _random_model(config: Any) -> PreTrainedModel:
                 spread = float(parameter.std()) if parameter.numel() > 1 else 0.0
                 parameter.add_(torch.randn_like(parameter) * (0.1 if spread == 0.0 else spread / 2))
     return model.eval()
+
+
+def check_rounded(model_type: str, *, buffers: bool = True) -> None:
+    """Run a pass with weights in 16 bits, and `buffers` too. Raises ModelError where the family mixes dtypes."""
+    model = tiny_model(model_type).train()
+    if buffers:
+        model.to(torch.bfloat16)
+    else:
+        cast(model, torch.bfloat16)
+    _check_pass(model)
+
+
+def check_autocast(model_type: str) -> None:
+    """Run a pass under autocast. Raises ModelError where the family mixes what is cast with what is not."""
+    model = tiny_model(model_type).train()
+    with torch.autocast("cpu", torch.bfloat16):
+        _check_pass(model)
+
+
+def check_fsdp(model_type: str) -> None:
+    """Raise ModelError where a parameter that accelerate shards with the head is tied to one that it does not."""
+    tied = type(tiny_model(model_type))._tied_weights_keys or {}
+    if any(name.endswith(".bias") for name in tied):
+        raise ModelError("the bias of its head is tied, to a parameter outside of the group that FSDP shards")
+
+
+def _check_pass(model: PreTrainedModel) -> None:
+    _, inputs, labels = next(situations(model))
+    try:
+        pass_whole(model, inputs, labels)
+    except RuntimeError as error:
+        raise ModelError(brief(error)) from error
 
 
 def find_logits(model_type: str) -> str:

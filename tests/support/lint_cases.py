@@ -39,7 +39,7 @@ def lint_example(
     rule: Rule, example: Config | str | None = None, context: Mapping[str, Any] | None = None
 ) -> list[Finding]:
     """The findings of a rule's example, or of another text with the same context."""
-    given = context_of(rule.given if context is None else context)
+    given = context_of(rule.facts if context is None else context)
     return lint(rule.example if example is None else example, **given)
 
 
@@ -57,7 +57,7 @@ _GIVEN: dict[str, Callable[[Any], Any]] = {
     "deepspeed": version_of,
     "conflicts": lambda rows: tuple((tuple(path), message) for path, message in rows),
 }
-"""How a value of Rule.given becomes one of LintContext."""
+"""How a value of Rule.facts becomes one of LintContext."""
 
 
 def ids(findings: list[Finding], *severities: str) -> list[str]:
@@ -272,7 +272,8 @@ _KINDS: tuple[tuple[str, Callable[[Config, random.Random], Any]], ...] = (
     ("DS208", _put("flops_profiler", True, "on")),
     ("DS208", _put(_ZERO, 1, "2")),
     ("DS210", _put("gradient_clipping", -1, -0.5)),
-    ("DS301", _gpus(4, 16, 2)),
+    ("DS301", _put("train_batch_size", 257, 1023)),
+    ("DS310", _gpus(4, 16, 2)),
     ("DS302", lambda config, draw: {} if config.pop("train_batch_size") and config.pop(_MICRO) else None),
     ("DS303", _put("train_micro_batch_size_per_gpu", 0, -4)),
     ("DS401", _both_precisions),

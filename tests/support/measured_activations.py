@@ -8,9 +8,10 @@ from typing import Any, Literal
 
 import torch
 from allocations import DeviceBytes, LiveBytes
+from training_setups import rank_pass
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from toolkit.estimate.recorded.recording import Activations, Setup, config_text
+from toolkit.estimate.recorded.recording import Activations, RankPass, config_text
 from toolkit.estimate.recorded.recordings import activations
 from toolkit.estimate.recorded.tiled_mlp import narrow, tile_bytes
 from toolkit.model_init.offload_activations import offload_activations
@@ -109,17 +110,17 @@ class Case:
             offload_activations(model)
         return model
 
-    def setup(self, *, tp: int = 1) -> Setup:
+    def rank_pass(self, *, tp: int = 1) -> RankPass:
         """What the toolkit is asked, of kernels on a CPU."""
         text = config_text(self.config().to_dict())
         precision = "autocast" if self.autocast else {4: "fp32", 2: "bf16"}[self.dtype.itemsize]
-        return Setup(
-            config=narrow(text, 8) if self.tiled else text,
+        return rank_pass(
+            narrow(text, 8) if self.tiled else text,
             tp=tp,
             sequence_parallel=self.sequence_parallel,
-            recompute=self.recompute,  # type: ignore[arg-type]
-            attention=self.attention,  # type: ignore[arg-type]
-            precision=precision,  # type: ignore[arg-type]
+            recompute=self.recompute,
+            attention=self.attention,
+            precision=precision,
             documents=self.documents > 1,
             device=self.device,
             samples="one" if self.samples == 1 else "many",
@@ -139,7 +140,7 @@ class Case:
 
     def estimate(self, *, tp: int = 1) -> Activations:
         """What the toolkit says."""
-        return activations(self.setup(tp=tp), self.samples, SEQ_LEN)
+        return activations(self.rank_pass(tp=tp), self.samples, SEQ_LEN)
 
     def predicted_kept(self, *, tp: int = 1) -> int:
         """What the toolkit says that lives when the forward pass is over."""

@@ -5,6 +5,10 @@ import os
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+if os.environ["DS_ACCELERATOR"] == "cpu":
+    os.environ.setdefault(
+        "TRITON_INTERPRET", "1"
+    )  # Liger's kernels run on CPUs, which is chosen when triton is imported
 
 import importlib
 import pkgutil

@@ -18,5 +18,5 @@ def refused(kind: type[ToolkitError], *fields: str, remedy: Any = None) -> Itera
     assert len(caught.value.refusals) == 1, caught.value
     found += caught.value.refusals
     assert "\n" not in str(caught.value)
-    assert [item if isinstance(item, str) else item[0] for item in found[0].given] == list(fields)
+    assert [item if isinstance(item, str) else item[0] for item in found[0].settings] == list(fields)
     assert remedy is None or remedy in found[0].remedy, found[0].remedy

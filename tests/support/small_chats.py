@@ -11,8 +11,9 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from toolkit.config.data_section import TrainOn
+from toolkit.config.data_section import DroppedText, TrainOn
 from toolkit.data.tokens.conversation_encoder import ConversationEncoder
+from toolkit.data.tokens.stop_tokens import generation_stops
 
 SPECIAL = (
     *("<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
@@ -26,9 +27,17 @@ WORDS = _TEXT.split()
 
 
 def write_tokenizer(
-    folder: Path, template: str | None = CHATML, *, eos: str = "</s>", special: tuple[str, ...] = ()
+    folder: Path,
+    template: str | None = CHATML,
+    *,
+    eos: str = "</s>",
+    special: tuple[str, ...] = (),
+    stops: tuple[str, ...] = (),
 ) -> Path:
-    """Train a byte-level BPE with some merges and the special tokens of many templates. Its offsets are trimmed."""
+    """Train a byte-level BPE with some merges and the special tokens of many templates. Its offsets are trimmed.
+
+    `stops`: tokens for a generation_config.json beside it.
+    """
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -42,6 +51,9 @@ def write_tokenizer(
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<s>", eos_token=eos)
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
+    if stops:
+        ids = tokenizer.convert_tokens_to_ids(list(stops))
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
     return folder
 
 
@@ -52,11 +64,24 @@ def marked(tokenizer: PreTrainedTokenizerFast, ids: Iterable[int], trained: Iter
     return "".join(f"«{text}»" if is_trained else text for is_trained, text in texts)
 
 
-def encoded(folder: Path, chat: dict[str, Any] | list[dict[str, str]], train_on: TrainOn = "assistant") -> str:
+def encoded(
+    folder: Path,
+    chat: dict[str, Any] | list[dict[str, str]],
+    train_on: TrainOn = "assistant",
+    dropped_text: DroppedText = "refuse",
+) -> str:
     r"""What is trained on of a chat with the tokenizer of `folder`, as `marked` writes it; \f is between documents."""
     chat = {"messages": chat} if isinstance(chat, list) else chat
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    documents = ConversationEncoder(folder, "<u2", train_on, after=(tokenizer.eos_token_id,)).encode(json.dumps(chat))
+    encoder = ConversationEncoder(
+        folder,
+        "<u2",
+        train_on,
+        after=(tokenizer.eos_token_id,),
+        stops=generation_stops(str(folder)),
+        dropped_text=dropped_text,
+    )
+    documents = encoder.encode(json.dumps(chat))
     found = [(np.frombuffer(document.ids, "<u2").tolist(), document.trained.tolist()) for document in documents]
     return "\f".join(marked(tokenizer, ids, trained) for ids, trained in found)
 

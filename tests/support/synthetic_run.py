@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.parity import LossCurve, ParityRun, Tensors
+from toolkit.parity.first_batch import FirstBatch, sampled
 from toolkit.parity.parity_run import BEFORE_EXPERTS
 
 LAYERS, WIDTH, VOCABULARY, STEPS = 4, 8, 31, 12
@@ -61,8 +62,34 @@ def baseline(*, experts: int = 0) -> ParityRun:
         batches=tuple(f"{step:016x}" for step in range(STEPS)),
         learning_rates=(RATE,) * STEPS,
         micro_losses=micro_losses,
+        first_batch=_first_batch(gradients, micro_losses),
         micro_batch_size=2,
+        mean_outputs=_mean_outputs(),
     )
+
+
+def _first_batch(gradients: Tensors, losses: tuple[tuple[float, int], ...]) -> FirstBatch:
+    """Gradients of samples that sum to the whole one, and losses that other labels would give."""
+    chance = np.random.default_rng(3)
+    targets, rows = sum(count for _, count in losses), {}
+    for name, gradient in gradients.items():
+        whole = targets * sampled(gradient)
+        parts = chance.normal(size=(len(losses) - 1, len(whole)))
+        rows[name] = np.concatenate([parts, [whole - parts.sum(axis=0)]])
+    own = np.array(losses, dtype=np.float64)
+    crossed = own[:, :1] * chance.uniform(0.8, 1.2, size=(len(losses), len(losses)))
+    np.fill_diagonal(crossed, own[:, 0])
+    relabeled = {"the tokens themselves instead of the next ones": own * [0.7, 1.0]}
+    return FirstBatch(gradients=rows, crossed=crossed, relabeled=relabeled)
+
+
+def _mean_outputs() -> tuple[dict[str, Array], dict[str, Array]]:
+    """In the first step, and after the first update."""
+    chance = np.random.default_rng(4)
+    first, second = (
+        {f"model.layers.{layer}.attn": chance.normal(size=WIDTH) for layer in range(LAYERS)} for _ in range(2)
+    )
+    return first, second
 
 
 def _outputs(*, before_experts: bool) -> dict[str, float]:
@@ -102,4 +129,5 @@ def with_gradients(run: ParityRun, change: Callable[[Array], Array], *parts: str
 
 def without_tensors(run: ParityRun) -> ParityRun:
     """As a finished run is known: by what it wrote down."""
-    return replace(run, parameters={}, initial={}, first_gradients={}, first_updates={}, outputs={}, micro_losses=())
+    without = replace(run, parameters={}, initial={}, first_gradients={}, first_updates={}, outputs={}, micro_losses=())
+    return replace(without, first_batch=FirstBatch(), mean_outputs=())
