@@ -48,7 +48,7 @@ def buckets() -> str:
 
 def keys() -> str:
     """Every key, what it does, and DeepSpeed's default."""
-    rows = [f"| `{path}` | {key.what} | {_default(path)} |" for path, key in KEYS.items()]
+    rows = [f"| `{path}` | {key.purpose} | {_default(path)} |" for path, key in KEYS.items()]
     return "\n".join(["| key | what it does | default |", "|---|---|---|", *rows])
 
 

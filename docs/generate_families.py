@@ -11,6 +11,7 @@ import resource
 import sys
 import warnings
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 import torch
 import torch.distributed as dist
 import transformers
-from family_check import check_pipeline, check_tensor, find_logits
+from family_check import check_autocast, check_fsdp, check_pipeline, check_rounded, check_tensor, find_logits
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -51,14 +52,30 @@ def check(model_type: str) -> Support:
         for kind in kinds:
             found = _first_refusal(_CHECKS[kind], model_type) if refused else None
             refusals[kind] = found if kind == "ep" else refusals.get("tensor") or found
+    rounds_buffers = False
     found: list[str] = []
     refusals["loss"] = refusal(1, find_logits, model_type, found)
+    if not (refusals["loss"] or "").startswith(("no tiny", "the check fails")):
+        refusals |= other_refusals(model_type)
+        rounds_buffers = refusals["rounded"] is None and needs_rounded_buffers(model_type)
     return Support(
         model_type=model_type,
         attention=attention(model_type),
+        rounds_buffers=rounds_buffers,
         logits="".join(found),
         **{f"{kind}_refusal": reason for kind, reason in refusals.items()},
     )
+
+
+def other_refusals(model_type: str) -> dict[str, str | None]:
+    """Why a family does not run in 16 bits or cannot be sharded by FSDP."""
+    checks = {"rounded": check_rounded, "autocast": check_autocast, "fsdp": check_fsdp}
+    return {kind: refusal(1, function, model_type) for kind, function in checks.items()}
+
+
+def needs_rounded_buffers(model_type: str) -> bool:
+    """Whether a family runs with weights in 16 bits only if its buffers are too."""
+    return refusal(1, partial(check_rounded, buffers=False), model_type) is not None
 
 
 def has_experts(model_type: str) -> bool:

@@ -20,12 +20,11 @@ from toolkit.config.gallery import TASKS, gallery, task_of
 from toolkit.config.layouts import ListedLayout
 from toolkit.config.recipe import Recipe
 from toolkit.estimate.breakdown import MemoryBreakdown
-from toolkit.estimate.memory_model import MemoryModel
 from toolkit.hardware import Gpu, gpu
 from toolkit.models.shape import published_parameters
 from toolkit.planner.costs import cost_of
 from toolkit.planner.request import predict
-from toolkit.planner.run_memory import framework_of, model_config, workload_of
+from toolkit.planner.run_memory import memory_request, model_config
 from toolkit.planner.step_time import StepTime
 from toolkit.units import format_count, plural
 
@@ -64,10 +63,7 @@ class GalleryRun:
     def memory(self) -> MemoryBreakdown:
         """The stage that takes most, as `dstk memory` calculates it."""
         layout = self.recipe.layout(self.listed.ranks)
-        batch = self.recipe.resolve_batch(layout)
-        model = MemoryModel.from_config(model_config(self.recipe))
-        framework = framework_of(self.recipe, layout, batch, shape=model.shape)
-        return model.peak(layout, workload_of(self.recipe, batch, model), framework, self.gpu)
+        return memory_request(self.recipe, layout, self.recipe.resolve_batch(layout), gpu=self.gpu).peak()
 
     @cached_property
     def step(self) -> StepTime | None:

@@ -39,7 +39,7 @@ def _row(rule: Rule) -> str:
     sources = ", ".join(f"[#{source.split('/')[-1]}]({source})" for source in rule.sources)
     what = rule.title + (f" ({sources})" if sources else "")
     severity = f"{rule.severity}{' 🔧' if rule.fixable else ''}"
-    return f"| {rule.id} | {severity} | {what} | {_example(rule)}{_given(rule.given)} |"
+    return f"| {rule.id} | {severity} | {what} | {_example(rule)}{_given(rule.facts)} |"
 
 
 def _given(given: Mapping[str, Any]) -> str:

@@ -22,12 +22,14 @@ from typing import Any, Literal
 
 import transformers
 
-from toolkit.config.layout import Recompute
+from toolkit.config.layout import Layout, Recompute
 from toolkit.errors import ToolkitError
+from toolkit.estimate.computation import Attention, Computation
 from toolkit.estimate.parameters import ModelParameters
-from toolkit.estimate.recorded.recording import SAMPLES, Attention, Part, Setup, config_text, model_key
+from toolkit.estimate.recorded.recording import SAMPLES, RankPass, StagePart, config_text, model_key
 from toolkit.estimate.recorded.recordings import SHIPPED, versions
-from toolkit.models.shape import find_config, names, text_config
+from toolkit.models.config_fields import text_config
+from toolkit.models.shape import find_config, names
 from toolkit.models.support import attention_kinds, find
 from toolkit.recorder.parameters import record_parameters
 from toolkit.recorder.record import record
@@ -80,18 +82,18 @@ def add(name: str, kind: Kind) -> None:
         content["parameters"] = record_parameters(text).encoded()
         added += 1
     experts = any(one.is_experts for one in ModelParameters.decoded(content["parameters"]).parameters())
-    for setup in (
+    for rank_pass in (
         ()
         if kind == "experts" and not experts
-        else setups(text, "sdpa" if "sdpa" in attention_kinds(config["model_type"]) else "eager", kind)
+        else passes(text, "sdpa" if "sdpa" in attention_kinds(config["model_type"]) else "eager", kind)
     ):
-        if setup.key in known:
+        if rank_pass.key in known:
             continue
         try:
-            known[setup.key] = [record(setup, s).encoded() for s in lengths]
+            known[rank_pass.key] = [record(rank_pass, s).encoded() for s in lengths]
         except ToolkitError as error:
-            known[setup.key] = []  # for instance more ranks than heads
-            print(f"{name}, {setup.key}: {error}", file=sys.stderr)
+            known[rank_pass.key] = []  # for instance more ranks than heads
+            print(f"{name}, {rank_pass.key}: {error}", file=sys.stderr)
         added += 1
     if added:
         temporary = path.with_suffix(f".{os.getpid()}.part")
@@ -100,26 +102,21 @@ def add(name: str, kind: Kind) -> None:
         print(f"{name}, {kind}: {added} in {time.monotonic() - started:.0f} s", flush=True)
 
 
-def setups(config: str, attention: Attention, kind: Kind) -> Iterator[Setup]:
+def passes(config: str, attention: Attention, kind: Kind) -> Iterator[RankPass]:
     """The settings of one kind."""
+    computation = Computation(attention=attention)
     if kind == "experts":
         for (tp, ep), recompute in product(EXPERT_RANKS, RECOMPUTATIONS):
-            yield Setup(config=config, tp=tp, ep=ep, recompute=recompute, attention=attention)
+            layout = Layout(dp=ep, ep=ep, tp=tp, recompute=recompute)
+            yield RankPass(config=config, layout=layout, computation=computation)
         return
     parallel = kind == "sequence parallel"
-    stages: tuple[Part, ...] = () if kind == "whole" else ("first", "middle", "last")
-    parts: tuple[Part, ...] = stages if kind == "stages" else ("whole", *stages)
+    stages: tuple[StagePart, ...] = () if kind == "whole" else ("first", "middle", "last")
+    parts: tuple[StagePart, ...] = stages if kind == "stages" else ("whole", *stages)
     recomputations = (*RECOMPUTATIONS, "selective") if kind == "whole" else RECOMPUTATIONS
     for tp, recompute, part, samples in product(RANKS[parallel:], recomputations, parts, SAMPLES):
-        yield Setup(
-            config=config,
-            tp=tp,
-            sequence_parallel=parallel,
-            recompute=recompute,
-            attention=attention,
-            part=part,
-            samples=samples,
-        )
+        layout = Layout(tp=tp, sequence_parallel=parallel, recompute=recompute)
+        yield RankPass(config=config, layout=layout, computation=computation, part=part, samples=samples)
 
 
 def shipped(name: str) -> dict[str, Any]:
