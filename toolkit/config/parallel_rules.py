@@ -112,7 +112,7 @@ def _experts(recipe: Recipe, config: Mapping[str, Any]) -> Iterator[Refusal]:
 def _family(recipe: Recipe, model_type: str | None) -> Iterator[Refusal]:
     """Refuse a family that was checked and cannot be parallelized. Others are examined when the model is built."""
     section = recipe.parallel
-    support = find(model_type) if model_type is not None and section.tp * section.pp * section.ep > 1 else None
+    support = find(model_type) if section.tp * section.pp * section.ep > 1 else None
     if support is None:
         return
     for name, off, refusal in (
@@ -143,7 +143,7 @@ def _reversible(recipe: Recipe) -> Iterator[Refusal]:
 def _precision_and_engine(recipe: Recipe, config: Mapping[str, Any]) -> Iterator[Refusal]:
     """A family whose forward pass does not run in the recipe's precision, or that FSDP cannot shard."""
     model_type = config.get("model_type")
-    support = None if model_type is None else find(model_type)
+    support = find(model_type)
     if support is None:
         return
     engine = recipe.train.engine

@@ -82,7 +82,7 @@ def unchunked(engine: str, precision: str, model_type: object) -> tuple[str, str
     if precision == "fp16":
         return "precision", "gradients of a chunk are made before the loss scale is applied, and underflow"
     if head_formula(model_type) is None:
-        support = find(model_type) if isinstance(model_type, str) else None
+        support = find(model_type)
         reason = "its head is not known" if support is None else support.loss_refusal
         return "model.name_or_path", f"{model_type}: {reason}"
     return None
@@ -90,7 +90,7 @@ def unchunked(engine: str, precision: str, model_type: object) -> tuple[str, str
 
 def head_formula(model_type: object) -> HeadFormula | None:
     """Return the formula of a family, as docs/generate_families.py found it; None where the head has none."""
-    support = find(model_type) if isinstance(model_type, str) else None
+    support = find(model_type)
     if support is None or support.loss_refusal is not None:
         return None
     return HeadFormula.parse(support.logits)

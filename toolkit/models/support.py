@@ -72,14 +72,14 @@ class Support:
         return KINDS if self.ep_refusal == NO_EXPERTS else (*KINDS, *EXPERT_KINDS)
 
 
-def find(model_type: str) -> Support | None:
-    """Return what was found about `model_type`; None if the checked transformers has no such causal LM."""
-    return all_families().get(model_type)
+def find(model_type: object) -> Support | None:
+    """Return what was found about the `model_type` of a config; None if transformers has no such causal LM."""
+    return all_families().get(model_type) if isinstance(model_type, str) else None
 
 
 def attention_kinds(model_type: object) -> tuple[str, ...]:
     """Return the implementations of attention that a family has: `eager`, `sdpa`, `flash`; all where it is unknown."""
-    support = find(model_type) if isinstance(model_type, str) else None
+    support = find(model_type)
     return Support.attention if support is None else support.attention
 
 
