@@ -30,7 +30,7 @@ from toolkit.config.layout import Layout
 from toolkit.config.strategy import Strategy
 from toolkit.hardware import gpu
 from toolkit.model_init.model_modules import decoder_layers
-from toolkit.model_init.offload_activations import LINK, offload_activations
+from toolkit.model_init.offload_activations import TRANSFERS, offload_activations
 from toolkit.model_init.recompute import recompute
 from toolkit.model_init.tiled_mlp import tile_mlps
 from toolkit.planner.run_memory import memory_request, recipe_of
@@ -98,11 +98,11 @@ def measured() -> list[list[str]]:
     peaks, sent, seconds = {}, {}, {way: list[float]() for way in WAYS}
     for way, model in models.items():
         run_pass(model)  # makes the gradients
-        link = getattr(decoder_layers(model)[0], LINK, None)
-        before = link.bytes_sent if link else 0
+        transfers = getattr(decoder_layers(model)[0], TRANSFERS, None)
+        before = transfers.bytes_sent if transfers else 0
         with DeviceBytes() as live:
             run_pass(model)
-        peaks[way], sent[way] = live.peak_bytes, (link.bytes_sent if link else 0) - before
+        peaks[way], sent[way] = live.peak_bytes, (transfers.bytes_sent if transfers else 0) - before
     for _ in range(ROUNDS):
         for way, model in models.items():
             started = time.process_time()

@@ -30,12 +30,12 @@ SAMPLE_BYTES = 8_000_000
 MEASURED = """
 import json, resource, sys, time
 from toolkit.config.data_section import DataSection
-from toolkit.data.documents.part import Part
+from toolkit.data.documents.part import SourcePart
 from toolkit.data.tokens.shards import make_shard
 from toolkit.data.tokens.token_cache import prepare
 data, part = DataSection(**json.loads(sys.argv[1])), sys.argv[2]
 start = time.perf_counter()
-made = make_shard(data, Part.parse(part), folder=None, progress=False) if part else prepare(data, progress=False)
+made = make_shard(data, SourcePart.parse(part), folder=None, progress=False) if part else prepare(data, progress=False)
 seconds = time.perf_counter() - start
 used = [resource.getrusage(kind) for kind in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
 processor = sum(one.ru_utime + one.ru_stime for one in used)

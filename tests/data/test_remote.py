@@ -27,10 +27,10 @@ from refusals import refused
 
 from toolkit.config.data_section import DataSection
 from toolkit.data.documents import remote, sources
-from toolkit.data.documents.part import Part
+from toolkit.data.documents.part import SourcePart
 from toolkit.data.documents.sources import open_source
 from toolkit.data.tokens import shard as shard_files
-from toolkit.data.tokens.shard import Shard
+from toolkit.data.tokens.shard import TokenShard
 from toolkit.data.tokens.shards import make_shard, merge_shards
 from toolkit.data.tokens.token_cache import TokenCorpus, prepare
 from toolkit.errors import DataError, RunError
@@ -154,9 +154,9 @@ def test_shards_behind_a_url_are_merged(s3: Any, tmp_path: Path) -> None:
     source, place = f"s3://{BUCKET}/text", f"s3://{BUCKET}/shards"
     for number in (2, 1):
         made = make_shard(
-            section(source, tmp_path / str(number)), Part(number=number, count=2), folder=place, progress=False
+            section(source, tmp_path / str(number)), SourcePart(number=number, count=2), folder=place, progress=False
         )
-        assert isinstance(made, Shard)
+        assert isinstance(made, TokenShard)
         assert not list((tmp_path / str(number) / "cache").rglob("*.bin"))
     merged = merge_shards(section(source, tmp_path / "merged"), folder=place)
     assert content(merged) == content(built(source, tmp_path))
@@ -171,7 +171,7 @@ def test_shards_behind_a_url_are_merged(s3: Any, tmp_path: Path) -> None:
 
 def test_a_shard_that_cannot_be_uploaded_is_kept(s3: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     upload(s3, tmp_path / "text", ["a.jsonl"])
-    data, part = section(str(tmp_path / "text"), tmp_path), Part(number=1, count=2)
+    data, part = section(str(tmp_path / "text"), tmp_path), SourcePart(number=1, count=2)
     with refused(RunError, "--shards"):
         make_shard(data, part, folder="s3://no-such-bucket/shards", progress=False)
     monkeypatch.setattr(shard_files, "encode_chunks", lambda *_: pytest.fail("tokenized again"))

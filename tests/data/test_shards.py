@@ -23,10 +23,10 @@ from toolkit.cli.tokenize import command
 from toolkit.config import dump_recipe
 from toolkit.config.data_section import DataSection
 from toolkit.data.documents import sources
-from toolkit.data.documents.part import Part
+from toolkit.data.documents.part import SourcePart
 from toolkit.data.tokens import shard as shard_files
 from toolkit.data.tokens import token_cache
-from toolkit.data.tokens.shard import Shard
+from toolkit.data.tokens.shard import TokenShard
 from toolkit.data.tokens.shards import make_shard, merge_shards
 from toolkit.data.tokens.token_cache import TokenCorpus, prepare
 from toolkit.errors import DataError, ToolkitError
@@ -88,8 +88,8 @@ def content(corpus: TokenCorpus) -> dict[str, bytes]:
     return found
 
 
-def shard(data: DataSection, text: str, place: str | None = None) -> Shard | TokenCorpus:
-    return make_shard(data, Part.parse(text), folder=place, progress=False)
+def shard(data: DataSection, text: str, place: str | None = None) -> TokenShard | TokenCorpus:
+    return make_shard(data, SourcePart.parse(text), folder=place, progress=False)
 
 
 def reference(folder: Path, **fields: Any) -> TokenCorpus:
@@ -105,7 +105,7 @@ def test_the_last_shard_makes_the_cache_of_one_process(kind: str, count: int, tm
     random.Random(count).shuffle(parts)
     made = [shard(section(tmp_path), part) for part in parts]
     assert [isinstance(one, TokenCorpus) for one in made] == [False] * (count - 1) + [True]
-    assert sum(isinstance(one, Shard) and one.counts.tokens > 0 for one in made) >= min(count, 4) - 1
+    assert sum(isinstance(one, TokenShard) and one.counts.tokens > 0 for one in made) >= min(count, 4) - 1
     assert content(made[-1]) == content(reference(tmp_path))
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [made[-1].path.name]
 
@@ -113,7 +113,7 @@ def test_the_last_shard_makes_the_cache_of_one_process(kind: str, count: int, tm
 def test_shards_elsewhere_wait_for_the_merge_and_stay(folder: Path) -> None:
     place = str(folder / "elsewhere")
     made = [shard(section(folder, cache), f"{n}/3", place) for n, cache in ((1, "a"), (2, "b"), (3, "c"))]
-    assert all(isinstance(one, Shard) for one in made)
+    assert all(isinstance(one, TokenShard) for one in made)
     assert content(merge_shards(section(folder), folder=place)) == content(reference(folder))
     assert all(Path(one.place).is_dir() for one in made)
 
@@ -121,7 +121,7 @@ def test_shards_elsewhere_wait_for_the_merge_and_stay(folder: Path) -> None:
 def test_a_shard_that_is_complete_is_not_made_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shard(section(folder), "1/2")
     monkeypatch.setattr(shard_files, "encode_chunks", lambda *_: pytest.fail("tokenized again"))
-    assert isinstance(shard(section(folder), "1/2"), Shard)
+    assert isinstance(shard(section(folder), "1/2"), TokenShard)
 
 
 def test_validation_fraction_and_length_of_samples_are_decided_at_the_merge(folder: Path) -> None:
@@ -195,7 +195,7 @@ def test_a_shard_that_was_interrupted_goes_on_where_it_was(folder: Path, monkeyp
     numbers = []
     monkeypatch.setattr(shard_files, "encode_chunks", lambda *a: (numbers.append(c) or c for c in encode(*a)))
     made = shard(section(folder), "2/2")
-    assert isinstance(made, Shard)
+    assert isinstance(made, TokenShard)
     assert len(numbers) == made.counts.chunks - kept
 
 
@@ -270,7 +270,7 @@ def test_a_second_process_waits_for_the_one_that_makes_the_shard(
     place = Path(shard(data, "1/2").place)
     with FileLock(place.parent.with_name(f"{place.parent.name}.{place.name}.lock")):
         waiting = threading.Thread(
-            target=make_shard, args=(data, Part.parse("1/2")), kwargs={"folder": None, "progress": True}
+            target=make_shard, args=(data, SourcePart.parse("1/2")), kwargs={"folder": None, "progress": True}
         )
         waiting.start()
         waiting.join(1.5)

@@ -23,7 +23,7 @@ from toolkit.data.documents.part import WHOLE
 from toolkit.data.documents.sources import open_source
 from toolkit.data.documents.text_chunks import LoadedTexts
 from toolkit.data.tokens.build_cache import document_ends
-from toolkit.data.tokens.shard import Progress, Shard, _Files
+from toolkit.data.tokens.shard import Progress, TokenShard, _Files
 from toolkit.data.tokens.token_cache import TokenCorpus, prepare
 from toolkit.data.tokens.tokenizer_pool import EncodedChunk, TokenizerJob, TokenizerPool
 from toolkit.errors import DataError, RunError
@@ -113,7 +113,7 @@ def test_parts_of_documents_are_added_up_across_pieces(tmp_path):
         assert document_ends(shards).tolist() == [9, 14]
 
 
-def made_shard(folder: Path, chunks: list[EncodedChunk]) -> Shard:
+def made_shard(folder: Path, chunks: list[EncodedChunk]) -> TokenShard:
     folder.mkdir()
     done = Progress()
     with _Files(folder, done) as files:
@@ -122,7 +122,7 @@ def made_shard(folder: Path, chunks: list[EncodedChunk]) -> Shard:
     (folder / "manifest.json").write_text(
         json.dumps({"part": "1/1", "of": {"encoding": {"dtype": "<u2"}}, "progress": dataclasses.asdict(done)})
     )
-    return Shard(str(folder), WHOLE)
+    return TokenShard(str(folder), WHOLE)
 
 
 def test_unigram_entropy_is_that_of_the_training_tokens(text):

@@ -150,8 +150,8 @@ def test_what_is_offloaded_is_not_on_the_device(
     case = Case(family=family, recompute=recompute, offload=True, changes={"vocab_size": vocabulary})
     model = case.model()
     _check(case, peak_bytes(case, model), case.predicted_peak(), 0.03)
-    link: offload_activations.Link = getattr(decoder_layers(model)[0], offload_activations.LINK)
-    _check(case, link.bytes_sent, max(case.estimate().offloaded(range(case.layers()))), 0.03)
+    transfers: offload_activations.HostTransfers = getattr(decoder_layers(model)[0], offload_activations.TRANSFERS)
+    _check(case, transfers.bytes_sent, max(case.estimate().offloaded(range(case.layers()))), 0.03)
 
 
 @pytest.mark.whole

@@ -52,8 +52,8 @@ def test_gradients_are_the_same_to_the_bit(recomputed: Recompute) -> None:
 
 def sent_by(model: PreTrainedModel) -> int:
     loss_of(model)
-    link: offload_activations.Link = getattr(decoder_layers(model)[0], offload_activations.LINK)
-    return link.bytes_sent
+    transfers: offload_activations.HostTransfers = getattr(decoder_layers(model)[0], offload_activations.TRANSFERS)
+    return transfers.bytes_sent
 
 
 def test_each_storage_that_autograd_saves_is_sent_once_and_parameters_stay() -> None:

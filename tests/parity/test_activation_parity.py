@@ -75,8 +75,8 @@ OFFLOADED = [
 
 def bytes_sent(engine: Engine) -> int:
     """To the host, on this rank."""
-    links = [getattr(layer, offload_activations.LINK, None) for layer in decoder_layers(engine.model)]
-    return next((link.bytes_sent for link in links if link is not None), 0)
+    by_layer = [getattr(layer, offload_activations.TRANSFERS, None) for layer in decoder_layers(engine.model)]
+    return next((transfers.bytes_sent for transfers in by_layer if transfers is not None), 0)
 
 
 def train_each(recipes: Sequence[Recipe]) -> list[Any]:

@@ -8,21 +8,21 @@ from toolkit.config import load_recipe
 
 if TYPE_CHECKING:
     from toolkit.config.data_section import DataSection
-    from toolkit.data.documents.part import Part
+    from toolkit.data.documents.part import SourcePart
     from toolkit.data.tokens.token_cache import TokenCorpus
 
 
-class ShardNumber(click.ParamType["Part"]):
+class ShardNumber(click.ParamType["SourcePart"]):
     """The number of a shard, and how many there are."""
 
     name = "shard"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> "Part":
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> "SourcePart":
         """Parse the text of an option."""
-        from toolkit.data.documents.part import Part
+        from toolkit.data.documents.part import SourcePart
 
         try:
-            return value if isinstance(value, Part) else Part.parse(value)
+            return value if isinstance(value, SourcePart) else SourcePart.parse(value)
         except ValueError as error:
             self.fail(str(error), param, ctx)
 
@@ -47,7 +47,7 @@ def command(
     recipe: str,
     overrides: tuple[str, ...],
     layout: str | None,
-    shard: "Part | None",
+    shard: "SourcePart | None",
     merge: bool,
     shards: str | None,
     kind: str,
@@ -102,7 +102,7 @@ def command(
             _print_shard(source.name, source.section, shard, shards)
 
 
-def _print_shard(name: str, section: "DataSection", shard: "Part | None", folder: str | None) -> None:
+def _print_shard(name: str, section: "DataSection", shard: "SourcePart | None", folder: str | None) -> None:
     """Tokenize a shard of a source, or merge all of them."""
     from toolkit.data.tokens.shards import make_shard, merge_shards
     from toolkit.data.tokens.token_cache import TokenCorpus

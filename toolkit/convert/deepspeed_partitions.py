@@ -39,7 +39,7 @@ class PartitionError(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fragment:
+class FlatRange:
     """`numel` values from `start` of the flat vector of `group` on `rank`."""
 
     rank: int
@@ -58,7 +58,7 @@ class StoredParameters:
 
 
 def _from_flat_vectors(
-    flat: Mapping[str, Sequence[Sequence[torch.Tensor]]], fragments: Mapping[str, Sequence[Fragment]], shapes: Shapes
+    flat: Mapping[str, Sequence[Sequence[torch.Tensor]]], fragments: Mapping[str, Sequence[FlatRange]], shapes: Shapes
 ) -> StoredParameters:
     """`flat[kind][rank][group]` is a vector; `fragments[name]` are in the order of the parameter's values."""
     for name, of_parameter in fragments.items():
@@ -98,7 +98,7 @@ def shape_of(name: object, shape: object) -> tuple[int, ...]:
 
 def by_slices(optimizers: Sequence[Mapping[str, Any]], groups: Sequence[Shapes]) -> StoredParameters:
     """ZeRO 1 and 2. `optimizers`: the content of each rank's file."""
-    fragments: dict[str, list[Fragment]] = {name: [] for shapes in groups for name in shapes}
+    fragments: dict[str, list[FlatRange]] = {name: [] for shapes in groups for name in shapes}
     for rank, optimizer in enumerate(optimizers):
         mappings = optimizer.get("param_slice_mappings")
         if not isinstance(mappings, list) or len(mappings) != len(groups):
@@ -111,7 +111,7 @@ def by_slices(optimizers: Sequence[Mapping[str, Any]], groups: Sequence[Shapes])
                 numel = address.__dict__.get("numel")
                 if type(start) is not int or type(numel) is not int:
                     raise PartitionError(f"rank {rank} does not say where {name} is")
-                fragments[name].append(Fragment(rank=rank, group=group, start=start, numel=numel))
+                fragments[name].append(FlatRange(rank=rank, group=group, start=start, numel=numel))
     flat = _flat(optimizers, "single_partition_of_fp32_groups", "base_optimizer_state", len(groups))
     return _from_flat_vectors(flat, fragments, _all(groups))
 
@@ -119,14 +119,14 @@ def by_slices(optimizers: Sequence[Mapping[str, Any]], groups: Sequence[Shapes])
 def by_parameters(optimizers: Sequence[Mapping[str, Any]], groups: Sequence[Shapes]) -> StoredParameters:
     """ZeRO 3. `groups` are its sub-groups."""
     ranks = len(optimizers)
-    fragments: dict[str, list[Fragment]] = {}
+    fragments: dict[str, list[FlatRange]] = {}
     for group, shapes in enumerate(groups):
         offset = 0
         for name, shape in shapes.items():
             numel = math.prod(shape)
             per_rank = -(-numel // ranks)
             fragments[name] = [
-                Fragment(rank=rank, group=group, start=offset, numel=max(0, min(per_rank, numel - rank * per_rank)))
+                FlatRange(rank=rank, group=group, start=offset, numel=max(0, min(per_rank, numel - rank * per_rank)))
                 for rank in range(ranks)
             ]
             offset += per_rank

@@ -31,7 +31,7 @@ _NETWORK_HOP_SECONDS = 14e-6
 
 
 @dataclass(frozen=True, kw_only=True)
-class Link:
+class SlowestLink:
     """The slowest link between the ranks of one data-parallel group."""
 
     name: str
@@ -52,7 +52,7 @@ class Buckets:
     reason: str
 
 
-def link_of(gpu: Gpu, layout: Layout, *, gpus_per_node: int, network_bytes_per_second: float) -> Link:
+def link_of(gpu: Gpu, layout: Layout, *, gpus_per_node: int, network_bytes_per_second: float) -> SlowestLink:
     """Return the link of one data-parallel group of `layout` on nodes of `gpus_per_node` such GPUs.
 
     Rank order puts tp (and Ulysses) innermost and stages outermost, so the dp ranks of a stage lie on
@@ -69,10 +69,10 @@ def link_of(gpu: Gpu, layout: Layout, *, gpus_per_node: int, network_bytes_per_s
         name = f"{nodes} nodes of {gpu.name}"
         bytes_per_second = min(bytes_per_second, network_bytes_per_second)
     latency = _START_SECONDS + inside + between
-    return Link(name=name, ranks=ranks, bytes_per_second=bytes_per_second, latency_seconds=latency)
+    return SlowestLink(name=name, ranks=ranks, bytes_per_second=bytes_per_second, latency_seconds=latency)
 
 
-def smallest_bytes(link: Link) -> int:
+def smallest_bytes(link: SlowestLink) -> int:
     """Return the smallest number of bytes that is worth one collective on `link`.
 
     A ring reduce-scatter (or all-gather) of B bytes over n ranks sends B (n - 1) / n bytes through each rank's link:
@@ -90,7 +90,7 @@ def smallest_bytes(link: Link) -> int:
 
 
 def derive(
-    shape: ModelShape, layout: Layout, link: Link, *, gradient_bytes: int = 4, parameter_bytes: int = 2
+    shape: ModelShape, layout: Layout, link: SlowestLink, *, gradient_bytes: int = 4, parameter_bytes: int = 2
 ) -> Buckets:
     """Return the buckets of one rank of `layout`.
 

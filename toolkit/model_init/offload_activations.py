@@ -23,8 +23,8 @@ from toolkit.model_init.model_modules import decoder_layers
 from toolkit.parallel.model_structure import hidden_argument
 from toolkit.parallel.pipeline.stage import NonLocalLayer
 
-LINK = "activation_link"
-"""The attribute of a layer that has the Link."""
+TRANSFERS = "host_transfers"
+"""Name of the attribute of a layer that has the HostTransfers of its model."""
 SMALLEST_BYTES = 4096
 """A storage below this size is not worth a copy of its own."""
 _CASTS = ("ToCopyBackward0", "TBackward0", "TransposeBackward0")
@@ -33,13 +33,13 @@ _CASTS = ("ToCopyBackward0", "TBackward0", "TransposeBackward0")
 def offload_activations(model: PreTrainedModel) -> None:
     """Keep what the decoder layers of `model` save for their backward pass in host memory."""
     layers = decoder_layers(model)
-    link = Link()
+    transfers = HostTransfers()
     local_layers = [layer for layer in layers if not isinstance(layer, NonLocalLayer)]
     for layer in local_layers:
-        _run_under_hooks(layer, link, is_first=layer is local_layers[0], stays=layer is layers[-1])
+        _run_under_hooks(layer, transfers, is_first=layer is local_layers[0], stays=layer is layers[-1])
 
 
-def _run_under_hooks(layer: nn.Module, link: "Link", *, is_first: bool, stays: bool) -> None:
+def _run_under_hooks(layer: nn.Module, transfers: "HostTransfers", *, is_first: bool, stays: bool) -> None:
     family = type(layer)
 
     def call(module: nn.Module, *arguments: Any, **keywords: Any) -> Any:
@@ -48,8 +48,8 @@ def _run_under_hooks(layer: nn.Module, link: "Link", *, is_first: bool, stays: b
         hidden = hidden_argument(arguments, keywords)
         shared = (value for value in tree_leaves((arguments, keywords)) if value is not hidden)
         resident = _storages((*module.parameters(), *module.buffers(), *shared))
-        saved = _LayerPass(link, None if is_first else link.last, resident, stays=stays)
-        link.last = saved
+        saved = _LayerPass(transfers, None if is_first else transfers.last, resident, stays=stays)
+        transfers.last = saved
         try:
             with saved_tensors_hooks(saved.pack, _unpack):
                 return family.__call__(module, *arguments, **keywords)
@@ -58,7 +58,7 @@ def _run_under_hooks(layer: nn.Module, link: "Link", *, is_first: bool, stays: b
 
     # Python looks `__call__` up on the class, so only another class can run a layer with all its hooks inside; a module
     # around the layer would change the names of its parameters.
-    layer.__class__ = type(f"{family.__name__}Offloaded", (family,), {"__call__": call, LINK: link})
+    layer.__class__ = type(f"{family.__name__}Offloaded", (family,), {"__call__": call, TRANSFERS: transfers})
 
 
 def _storages(values: Iterable[Any]) -> set[int]:
@@ -66,7 +66,7 @@ def _storages(values: Iterable[Any]) -> set[int]:
     return {value.untyped_storage()._cdata for value in values if isinstance(value, torch.Tensor)}
 
 
-class Link:
+class HostTransfers:
     """The transfers of one model's activations to the host and back."""
 
     bytes_sent = 0
@@ -103,8 +103,10 @@ class _LayerPass:
     `resident`: identities of storages that stay on the device, and `stays`: whether all of them do.
     """
 
-    def __init__(self, link: Link, before: "_LayerPass | None", resident: set[int], *, stays: bool) -> None:
-        self._link = link
+    def __init__(
+        self, transfers: HostTransfers, before: "_LayerPass | None", resident: set[int], *, stays: bool
+    ) -> None:
+        self._transfers = transfers
         self._before = before
         self._resident = resident
         self._stays = stays
@@ -129,15 +131,15 @@ class _LayerPass:
 
     def leave(self) -> None:
         """The layer has run: begin to copy what it saved, and drop what the layer before it saved."""
-        if self._link.leaving is not None:
-            self._link.leaving.drop()
-        self._link.leaving = self
+        if self._transfers.leaving is not None:
+            self._transfers.leaving.drop()
+        self._transfers.leaving = self
         self._resident = set()
-        with self._link.copies("to the host", self._device):
+        with self._transfers.copies("to the host", self._device):
             for stored in self._stored.values():
                 assert stored.device is not None
                 stored.host.copy_(stored.device, non_blocking=True)
-                self._link.bytes_sent += stored.host.numel()
+                self._transfers.bytes_sent += stored.host.numel()
             self._record("left")
 
     def drop(self) -> None:
@@ -153,7 +155,7 @@ class _LayerPass:
         self._stored = {}
         for stored in coming:  # in the memory of the stream that computes, which frees it
             stored.device = torch.empty_like(stored.host, device=self._device)
-        with self._link.copies("from the host", self._device):
+        with self._transfers.copies("from the host", self._device):
             for stored in coming:
                 assert stored.device is not None
                 stored.device.copy_(stored.host, non_blocking=True)

@@ -30,7 +30,7 @@ class Term:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class PredictedRun:
     """The predicted step and memory of a run beside the measured ones; None in a field that is not known."""
 
     label: str
@@ -106,12 +106,12 @@ class Comparison:
         return step_bars([("all ranks", self.traced.step()), (f"rank {busiest}", self.traced.step(busiest))])
 
 
-def compare_with_plan(run: RecordedRun) -> Comparison:
+def compare_with_plan(run: RecordedRun) -> PredictedRun:
     """Predict a run that is over or still runs. Never raises: a page about a run does not depend on a model of it."""
     timed = [step.seconds for step in run.timed_steps if step.seconds and not step.skipped]
     prediction = _predicted(run)
     predicted, constants = (None, "") if isinstance(prediction, str) else prediction
-    return Comparison(
+    return PredictedRun(
         label=run.label,
         predicted=predicted,
         constants=constants,
@@ -166,7 +166,7 @@ def _predicted(run: RecordedRun) -> tuple[StepTime, str] | str:
         return f"the time model fails: {error!r}"
 
 
-def state_difference(comparisons: Sequence[Comparison]) -> str:
+def state_difference(comparisons: Sequence[PredictedRun]) -> str:
     """A sentence about a single run; nothing about several."""
     if len(comparisons) != 1 or comparisons[0].ratio is None:
         return ""

@@ -16,7 +16,7 @@ from toolkit.cli.tokenize import command
 from toolkit.config import dump_recipe
 from toolkit.config.data_section import DataSection
 from toolkit.data.documents import sources
-from toolkit.data.documents.part import Part
+from toolkit.data.documents.part import SourcePart
 from toolkit.data.megatron import write
 from toolkit.data.megatron.blend import write_sources
 from toolkit.data.megatron.write import MegatronFiles, write_megatron
@@ -109,7 +109,7 @@ def test_shards_make_the_same_dataset(text, tokenizer):
     files = written(text, tokenizer)
     data, place = section(text, tokenizer), str(text.parent / "shards")
     for number in (1, 2, 3):
-        make_shard(data, Part(number=number, count=3), folder=place, progress=False)
+        make_shard(data, SourcePart(number=number, count=3), folder=place, progress=False)
     merged = write_megatron(data, str(text.parent / "merged"), merge=True, shards=place, progress=False)
     for suffix in (".bin", ".idx"):
         assert Path(f"{merged.prefix}{suffix}").read_bytes() == Path(f"{files.prefix}{suffix}").read_bytes()

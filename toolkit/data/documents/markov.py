@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.data.documents.part import WHOLE, Part
+from toolkit.data.documents.part import WHOLE, SourcePart
 from toolkit.data.documents.text_chunks import LoadedTexts, TextChunk
 
 LETTERS = string.ascii_lowercase
@@ -89,7 +89,7 @@ class MarkovSource:
         counts = [np.bincount(np.frombuffer(row, dtype=np.uint8), minlength=END + 1) for row in self._next]
         return np.stack(counts) / (1 << _DRAW_BITS)
 
-    def chunks(self, part: Part = WHOLE) -> Iterator[TextChunk]:
+    def chunks(self, part: SourcePart = WHOLE) -> Iterator[TextChunk]:
         if not part.has(0, self.size_bytes):
             return
         texts = tuple(self._documents())

@@ -1,4 +1,4 @@
-"""Part: the i-th of n parts of a source, contiguous and of about the same size."""
+"""SourcePart: the i-th of n parts of a source, contiguous and of about the same size."""
 
 import re
 from dataclasses import dataclass
@@ -6,8 +6,8 @@ from typing import Self
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
-    """Part `number` of `count`, from 1. Positions are in bytes of the source: no part reads what another one has."""
+class SourcePart:
+    """Part `number` of `count` of a source, from 1. Positions are in bytes: no part reads what another one has."""
 
     number: int = 1
     count: int = 1
@@ -40,4 +40,4 @@ class Part:
         return min(position * self.count // max(total, 1), self.count - 1)
 
 
-WHOLE = Part()
+WHOLE = SourcePart()

@@ -31,7 +31,7 @@ from toolkit.config.data_section import DataSection
 from toolkit.config.recipe_rules import JSON_SUFFIXES, PARQUET_SUFFIXES
 from toolkit.data.documents import remote, text_chunks
 from toolkit.data.documents.markov import EntropyRate, MarkovSource
-from toolkit.data.documents.part import WHOLE, Part
+from toolkit.data.documents.part import WHOLE, SourcePart
 from toolkit.data.documents.remote import SourceFile, is_url, without_query
 from toolkit.data.documents.rows import Document, RowReader
 from toolkit.data.documents.text_chunks import open_file
@@ -63,7 +63,7 @@ class Source(Protocol):
     entropy_rate: EntropyRate | None
     """The entropy rate of the tokens, if known."""
 
-    def chunks(self, part: Part = WHOLE) -> Iterator[text_chunks.TextChunk]:
+    def chunks(self, part: SourcePart = WHOLE) -> Iterator[text_chunks.TextChunk]:
         """Yield the documents of a part, in order. Raises DataError for what cannot be read.
 
         The parts together have the chunks of the whole; a long text may begin in one part and end in another.
@@ -153,7 +153,7 @@ class FileSource:
         root = Path(os.path.commonpath([path.parent for path in paths]))
         return cls(_local(root, paths), rows=RowReader.of(section))
 
-    def chunks(self, part: Part = WHOLE) -> Iterator[text_chunks.TextChunk]:
+    def chunks(self, part: SourcePart = WHOLE) -> Iterator[text_chunks.TextChunk]:
         """Group small text files, split long files."""
         group: list[str] = []
         group_bytes = position = 0
@@ -174,7 +174,7 @@ class FileSource:
         if group and self._has(part, position - group_bytes):
             yield files(paths=tuple(group), size_bytes=group_bytes)
 
-    def _has(self, part: Part, position: int, offset: int = 0) -> bool:
+    def _has(self, part: SourcePart, position: int, offset: int = 0) -> bool:
         return part.has(position + offset, self.size_bytes)
 
     def _long_file(self, name: str, size: int, wants: Callable[[int], bool]) -> Iterator[text_chunks.TextChunk]:
@@ -246,7 +246,7 @@ class DatasetSource:
             raise DataError.of(_SOURCE, section.source, reason, advice) from None
         return cls(loaded, section)
 
-    def chunks(self, part: Part = WHOLE) -> Iterator[text_chunks.TextChunk]:
+    def chunks(self, part: SourcePart = WHOLE) -> Iterator[text_chunks.TextChunk]:
         """Yield rows in order, grouped to about a mebibyte."""
         rows = self._dataset.num_rows
         row_bytes = self.size_bytes / max(rows, 1)

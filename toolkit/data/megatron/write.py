@@ -20,7 +20,7 @@ from toolkit.config.megatron_prefix import SUFFIXES, megatron_prefix
 from toolkit.data.documents.part import WHOLE
 from toolkit.data.megatron.index import DTYPES, HEADER, MAGIC, VERSION
 from toolkit.data.tokens.build_cache import document_ends
-from toolkit.data.tokens.shard import Shard
+from toolkit.data.tokens.shard import TokenShard
 from toolkit.data.tokens.shards import open_shards
 from toolkit.data.tokens.token_cache import Corpus
 from toolkit.errors import DataError
@@ -59,7 +59,7 @@ def write_megatron(
     with corpus.locked(partial, progress=progress):
         with corpus.removed_on_failure(partial):
             corpus.tokenize(partial, WHOLE, progress=progress)
-        written = _write(place, section, [Shard(str(partial), WHOLE)])
+        written = _write(place, section, [TokenShard(str(partial), WHOLE)])
         shutil.rmtree(partial)
     return written
 
@@ -78,7 +78,7 @@ def check(section: DataSection, prefix: str) -> Path:
     return place
 
 
-def _write(place: Path, section: DataSection, shards: Sequence[Shard]) -> MegatronFiles:
+def _write(place: Path, section: DataSection, shards: Sequence[TokenShard]) -> MegatronFiles:
     if any(shard.counts.untrained for shard in shards):
         reason = "labels leave tokens out, and a dataset of Megatron-LM does not say which"
         raise DataError.of("data.source", section.source, reason, "leave labels out")

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from toolkit.config.data_section import DataSection
 from toolkit.data.documents.markov import EntropyRate
 from toolkit.data.permutation import mix
-from toolkit.data.tokens.shard import Shard
+from toolkit.data.tokens.shard import TokenShard
 from toolkit.errors import DataError
 
 TRAINED_SUFFIX = ".trained"
@@ -31,7 +31,7 @@ MIN_VALIDATION_DOCUMENTS = 20
 _SPLITS = ("train", "eval")
 
 
-def build(folder: Path, section: DataSection, shards: Sequence[Shard], rate: EntropyRate | None) -> None:
+def build(folder: Path, section: DataSection, shards: Sequence[TokenShard], rate: EntropyRate | None) -> None:
     """Write all files of the cache but the tokenizer to `folder`, from all shards of a corpus of this entropy rate."""
     encoding = shards[0].of["encoding"]
     ends = document_ends(shards)
@@ -79,7 +79,7 @@ def empty_text(section: DataSection) -> DataError:
     return DataError.of("data.source", section.source, "every document is empty", remedy)
 
 
-def document_ends(shards: Sequence[Shard]) -> NDArray[np.int64]:
+def document_ends(shards: Sequence[TokenShard]) -> NDArray[np.int64]:
     """Return where each document ends in the stream of all shards. One may begin in a shard and end in a later one."""
     lengths, unfinished = [np.empty(0, dtype=np.int64)], 0
     for shard in shards:
@@ -141,7 +141,7 @@ def _blocks(ends: NDArray[np.int64], fraction: float) -> Segments:
 
 
 def _write_splits(
-    folder: Path, shards: Sequence[Shard], segments: Segments, *, vocab_size: int, masked: bool
+    folder: Path, shards: Sequence[TokenShard], segments: Segments, *, vocab_size: int, masked: bool
 ) -> NDArray[np.int64]:
     """Write the tokens of both splits, and which are trained on; return how often each id is trained on, [2, v]."""
     ends, is_eval = segments

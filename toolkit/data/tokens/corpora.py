@@ -16,7 +16,7 @@ from toolkit.config.data_section import CorpusSection, DataSection
 from toolkit.config.megatron_prefix import megatron_prefix
 from toolkit.config.mixture_rules import about
 from toolkit.data.documents.markov import EntropyRate
-from toolkit.data.documents.part import WHOLE, Part
+from toolkit.data.documents.part import WHOLE, SourcePart
 from toolkit.data.documents.sources import Source, open_source
 from toolkit.data.documents.text_chunks import TextChunk
 from toolkit.data.documents.validation_split import validation_split
@@ -226,7 +226,7 @@ class _AllSources:
         self.fingerprint = " ".join(source.fingerprint for source in self._sources)
         self.entropy_rate: EntropyRate | None = None
 
-    def chunks(self, part: Part = WHOLE) -> Iterator[TextChunk]:
+    def chunks(self, part: SourcePart = WHOLE) -> Iterator[TextChunk]:
         for source in self._sources:
             yield from source.chunks(part)
 

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.data.documents import remote
-from toolkit.data.documents.part import Part
+from toolkit.data.documents.part import SourcePart
 from toolkit.data.documents.remote import is_url
 from toolkit.data.documents.sources import Source
 from toolkit.data.documents.text_chunks import open_file
@@ -63,7 +63,14 @@ class Progress:
 
 
 def write_shard(
-    folder: Path, part: Part, source: Source, job: TokenizerJob, of: dict[str, Any], *, workers: int, progress: bool
+    folder: Path,
+    part: SourcePart,
+    source: Source,
+    job: TokenizerJob,
+    of: dict[str, Any],
+    *,
+    workers: int,
+    progress: bool,
 ) -> None:
     """Tokenize a part of `source` to `folder`, from where a killed process stopped. `of`: what the tokens are of."""
     if is_complete(str(folder), part, of):
@@ -129,7 +136,7 @@ class _Files:
             os.fsync(file.fileno())
 
 
-def is_complete(place: str, part: Part, of: dict[str, Any]) -> bool:
+def is_complete(place: str, part: SourcePart, of: dict[str, Any]) -> bool:
     """Whether there is a complete shard of this part, and of the same."""
     try:
         with open_file(f"{place}/{MANIFEST}") as file:
@@ -138,11 +145,11 @@ def is_complete(place: str, part: Part, of: dict[str, Any]) -> bool:
         return False
 
 
-def _is_of(content: dict[str, Any], part: Part, of: dict[str, Any]) -> bool:
+def _is_of(content: dict[str, Any], part: SourcePart, of: dict[str, Any]) -> bool:
     return content.get("part") == str(part) and content.get("of") == of
 
 
-def _resumable(folder: Path, part: Part, of: dict[str, Any]) -> Progress:
+def _resumable(folder: Path, part: SourcePart, of: dict[str, Any]) -> Progress:
     with contextlib.suppress(OSError, ValueError, TypeError):
         content = decode_json_object((folder / PROGRESS).read_bytes())
         done = Progress(**content["progress"])
@@ -151,7 +158,7 @@ def _resumable(folder: Path, part: Part, of: dict[str, Any]) -> Progress:
     return Progress()
 
 
-def _write_json(path: Path, part: Part, of: dict[str, Any], done: Progress) -> None:
+def _write_json(path: Path, part: SourcePart, of: dict[str, Any], done: Progress) -> None:
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps({"part": str(part), "of": of, "progress": asdict(done)}, indent=2) + "\n")
     sync(temporary)
@@ -159,10 +166,10 @@ def _write_json(path: Path, part: Part, of: dict[str, Any], done: Progress) -> N
     sync(path.parent)
 
 
-class Shard:
+class TokenShard:
     """A complete shard, open for reading, in a directory or at a URL."""
 
-    def __init__(self, place: str, part: Part) -> None:
+    def __init__(self, place: str, part: SourcePart) -> None:
         """Read the manifest. Raises DataError if it is not that of this part."""
         self.place, self.part = place, part
         try:
@@ -213,7 +220,7 @@ class Shard:
 
 @contextlib.contextmanager
 def _progress_bar(
-    chunks: Iterator[EncodedChunk], total: int, part: Part, *, progress: bool
+    chunks: Iterator[EncodedChunk], total: int, part: SourcePart, *, progress: bool
 ) -> Iterator[Iterator[EncodedChunk]]:
     """Show a progress bar if stderr is a terminal. Closes `chunks`, and so the workers, in any case."""
     with contextlib.closing(chunks), contextlib.ExitStack() as stack:  # type: ignore[type-var]

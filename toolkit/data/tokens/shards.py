@@ -20,10 +20,10 @@ from pathlib import Path
 
 from toolkit.config.data_section import DataSection
 from toolkit.data.documents import remote
-from toolkit.data.documents.part import Part
+from toolkit.data.documents.part import SourcePart
 from toolkit.data.documents.remote import is_url
 from toolkit.data.tokens import tokenizer as tokenizers
-from toolkit.data.tokens.shard import MANIFEST, TOKENIZER, Shard, is_complete
+from toolkit.data.tokens.shard import MANIFEST, TOKENIZER, TokenShard, is_complete
 from toolkit.data.tokens.token_cache import Corpus, TokenCorpus, open_cache
 from toolkit.errors import DataError, RunError
 from toolkit.files import expanded, published, sync
@@ -33,7 +33,9 @@ _OF_SAMPLES = {"seq_len", "packing", "document_masking", "overlong", "eval_fract
 _NAME = re.compile(r"[0-9]{5}-of-[0-9]{5}")
 
 
-def make_shard(section: DataSection, part: Part, *, folder: str | None, progress: bool) -> Shard | TokenCorpus:
+def make_shard(
+    section: DataSection, part: SourcePart, *, folder: str | None, progress: bool
+) -> TokenShard | TokenCorpus:
     """Tokenize a part. Return the cache, if there is one or this was the last shard that was missing beside it.
 
     `folder`: where shards go, a directory or a URL, if not beside the cache. Raises DataError or RunError.
@@ -51,7 +53,7 @@ def make_shard(section: DataSection, part: Part, *, folder: str | None, progress
                 _move(partial, place)
         shutil.rmtree(partial, ignore_errors=True)
     is_last = all((shards / other.name / MANIFEST).is_file() for other in _all(part.count))
-    return merge_shards(section, folder=None) if folder is None and is_last else Shard(place, part)
+    return merge_shards(section, folder=None) if folder is None and is_last else TokenShard(place, part)
 
 
 def _move(partial: Path, place: str) -> None:
@@ -101,8 +103,8 @@ def _folders(corpus: Corpus, folder: str | None) -> tuple[Path, str]:
     return shards, str(shards)
 
 
-def _all(count: int) -> list[Part]:
-    return [Part(number=number, count=count) for number in range(1, count + 1)]
+def _all(count: int) -> list[SourcePart]:
+    return [SourcePart(number=number, count=count) for number in range(1, count + 1)]
 
 
 def _train_tokenizer(corpus: Corpus, shards: Path, partial: Path) -> None:
@@ -117,7 +119,7 @@ def _train_tokenizer(corpus: Corpus, shards: Path, partial: Path) -> None:
         shutil.copytree(saved, temporary, dirs_exist_ok=True)
 
 
-def open_shards(corpus: Corpus, place: str | None) -> list[Shard]:
+def open_shards(corpus: Corpus, place: str | None) -> list[TokenShard]:
     """Open the shards, after checking that none is missing and that they belong together. Raises DataError."""
     folder = _folders(corpus, place)[1]
     if is_url(folder):
@@ -125,7 +127,7 @@ def open_shards(corpus: Corpus, place: str | None) -> list[Shard]:
             names = remote.names(folder)
     else:
         names = os.listdir(folder) if os.path.isdir(folder) else []
-    parts = [Part(number=int(name[:5]), count=int(name[9:])) for name in sorted(names) if _NAME.fullmatch(name)]
+    parts = [SourcePart(number=int(name[:5]), count=int(name[9:])) for name in sorted(names) if _NAME.fullmatch(name)]
     if not parts:
         raise DataError(f"{folder}: there are no shards. Make them: --shard 1/n, on as many machines as you like.")
     counts = sorted({part.count for part in parts})
@@ -136,12 +138,12 @@ def open_shards(corpus: Corpus, place: str | None) -> list[Shard]:
     if missing:
         some = ", ".join(map(str, missing[:8])) + ", …" * (len(missing) > 8)
         raise DataError(f"{folder}: missing: {some}. Make {'it' if len(missing) == 1 else 'each'} with --shard.")
-    shards = [Shard(f"{folder}/{part.name}", part) for part in parts]
+    shards = [TokenShard(f"{folder}/{part.name}", part) for part in parts]
     _check_alike(corpus, shards)
     return shards
 
 
-def _check_alike(corpus: Corpus, shards: Sequence[Shard]) -> None:
+def _check_alike(corpus: Corpus, shards: Sequence[TokenShard]) -> None:
     first = shards[0]
     for shard in shards[1:]:
         for key, value in first.of.items():

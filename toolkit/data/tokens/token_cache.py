@@ -33,14 +33,14 @@ from numpy.typing import NDArray
 
 from toolkit.config.data_section import DataSection
 from toolkit.config.megatron_prefix import megatron_prefix
-from toolkit.data.documents.part import WHOLE, Part
+from toolkit.data.documents.part import WHOLE, SourcePart
 from toolkit.data.documents.remote import is_url, without_query
 from toolkit.data.documents.rows import RowReader
 from toolkit.data.documents.sources import Source, open_source
 from toolkit.data.tokens import document_ends
 from toolkit.data.tokens import tokenizer as tokenizers
 from toolkit.data.tokens.build_cache import TRAINED_SUFFIX, build
-from toolkit.data.tokens.shard import TOKENIZER, Shard, write_shard
+from toolkit.data.tokens.shard import TOKENIZER, TokenShard, write_shard
 from toolkit.data.tokens.stop_tokens import generation_stops
 from toolkit.data.tokens.tokenizer_pool import TokenizerJob
 from toolkit.errors import DataError
@@ -155,7 +155,7 @@ def prepare(section: DataSection, *, progress: bool) -> TokenCorpus:
         try:
             with corpus.removed_on_failure(partial):
                 corpus.tokenize(partial, WHOLE, progress=progress)
-                corpus.publish([Shard(str(partial), WHOLE)])
+                corpus.publish([TokenShard(str(partial), WHOLE)])
         except DataError as error:
             failure.write_text(str(error), encoding="utf-8")
             raise
@@ -211,7 +211,7 @@ class Corpus:
         of |= {"rows": asdict(RowReader.of(self.section)), "encoding": settings}
         return job, of
 
-    def tokenize(self, folder: Path, part: Part, *, progress: bool) -> None:
+    def tokenize(self, folder: Path, part: SourcePart, *, progress: bool) -> None:
         """Write the shard of a part to `folder`, or what is missing of it."""
         job, of = self.job(self.save_tokenizer(folder))
         workers = self.section.workers or os.cpu_count() or 1
@@ -220,7 +220,7 @@ class Corpus:
             advice = "run again when it is complete"
             raise DataError.of("data.source", self.section.source, "it changed while it was tokenized", advice)
 
-    def publish(self, shards: Sequence[Shard]) -> None:
+    def publish(self, shards: Sequence[TokenShard]) -> None:
         """Make the cache from all shards. Needs the lock: other temporary directories are of dead processes."""
         for leftover in self.cache.parent.glob(f".{self.cache.name}.*.tmp"):
             shutil.rmtree(leftover, ignore_errors=True)
