@@ -17,12 +17,13 @@ from toolkit.launch.stop_requests import end_if_waiting, listen
 _REPORTER_SECONDS = 5
 _CPP_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 """The environment variable that torch reads when it is imported."""
+_NOISY_IMPORTS = ("torchao", "torch.utils._pytree")
+"""Loggers that warn when transformers imports torchao, which it does wherever torchao is installed."""
 _NOISY = (
+    *_NOISY_IMPORTS,
     "DeepSpeed",
     "deepspeed",
     "torch.distributed",
-    "torch.utils._pytree",
-    "torchao",
     "transformers",
     "accelerate",
     "datasets",
@@ -48,9 +49,12 @@ def reported_errors() -> Iterator[None]:
     """Turn an error, or a request to stop, into one line on stderr (by one of the ranks) and an exit code.
 
     A failing rank exits at once: destroying a process group while others use it aborts or hangs. Enter this before
-    torch is imported, which then prints no C++ stack for a connection that the end of a launcher or rank breaks.
+    torch is imported, which then prints no C++ stack for a connection that the end of a launcher or rank breaks,
+    and before transformers is, whose import of torchao then prints no warnings.
     """
     os.environ.setdefault(_CPP_LOG_LEVEL, "ERROR")
+    for name in _NOISY_IMPORTS:
+        logging.getLogger(name).setLevel(logging.ERROR)
     try:
         listen()
         yield
