@@ -3,6 +3,9 @@
 Recordings have full logits, as other programs make them. What this toolkit's own loss allocates instead is a handful of
 storages (toolkit/parallel/chunked_loss.py), which take the place of the recorded logits.
 
+The chunked loss is not recorded itself: its chunks depend on tokens, vocabulary and tp, so its bytes are no polynomial
+of the tokens, and every model would need a second recording for each size of a chunk.
+
 Dims: n tokens, c tokens of a chunk, h hidden, v rows of the vocabulary on a rank.
 """
 
