@@ -34,6 +34,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 }
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "local_attention_probs_dropout_prob": 0.0}
 CONFIGS["reversible layers"] = tiny_config("reformer", **NO_DROPOUT, axial_pos_embds=False, vocab_size=321)
+CONFIGS["an MLP's output changed in place"] = tiny_config("falcon", **NO_DROPOUT, vocab_size=321)
 MakeRecipe = Callable[..., Recipe]
 Ranks = Callable[..., list[Any]]
 
@@ -41,6 +42,7 @@ Ranks = Callable[..., list[Any]]
 @pytest.mark.parametrize(
     ("model", "layout"),
     [
+        ("unused matrices", "ddp-dp1"),
         ("unused matrices", "ddp-dp2"),
         ("unused matrices", "dp2-z2"),
         pytest.param("unused matrices", "dp2-z0", marks=pytest.mark.whole),
@@ -49,6 +51,7 @@ Ranks = Callable[..., list[Any]]
         ("unused bias", "fsdp-dp2"),
         ("head initialized by its parent", "pp2-z0"),
         ("reversible layers", "dp2-z1"),
+        ("an MLP's output changed in place", "dp2-z3-tiled"),
     ],
 )
 def test_every_layout_trains_what_one_process_trains(

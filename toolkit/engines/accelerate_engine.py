@@ -103,12 +103,19 @@ class AccelerateEngine(DataParallelEngine):
     def _accumulating(self, *, last: bool) -> AbstractContextManager[None]:
         if self._is_first_step_of_ddp:
             return self._first_step_of_ddp(last=last)
-        return nullcontext() if last else self.accelerator.no_sync(self._wrapped)
+        return nullcontext() if last else self._without_reduction()
+
+    def _without_reduction(self) -> AbstractContextManager[None]:
+        """A context whose backward passes add to local gradients alone."""
+        context: AbstractContextManager[None] = self.accelerator.no_sync(self._wrapped)
+        if isinstance(self._wrapped, DistributedDataParallel):
+            context = self._wrapped.no_sync()  # accelerate's does nothing on one rank, where DDP reduces as well
+        return context
 
     @contextmanager
     def _first_step_of_ddp(self, *, last: bool) -> Iterator[None]:
         """Compute a micro-batch of the first step, whose gradients are averaged after the `last` one, without DDP."""
-        with self.accelerator.no_sync(self._wrapped):
+        with self._without_reduction():
             yield
         if last:
             self._is_first_step_of_ddp = False

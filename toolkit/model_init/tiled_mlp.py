@@ -24,6 +24,8 @@ from toolkit.parallel.experts.sharding import experts_in
 from toolkit.parallel.pipeline.stage import NonLocalLayer
 from toolkit.parallel.tensor.adapter_layers import AdapterDropout
 
+_ADDS_IN_PLACE = ("falcon",)
+"""Families whose decoder layers add to the output of the MLP in place."""
 _Place = tuple[nn.Module, str, nn.Parameter]
 """A module and the name of a parameter of it."""
 
@@ -38,7 +40,10 @@ def tile_mlps(model: PreTrainedModel) -> None:
         settings = (("parallel.tiled_mlp", True), ("model_type", model.config.model_type))
         raise ModelError.between(settings, reason, ("parallel.tiled_mlp", False))
     for layer in layers:
-        _tile(layer.get_submodule("mlp"))
+        mlp = layer.get_submodule("mlp")
+        _tile(mlp)
+        if model.config.model_type in _ADDS_IN_PLACE:
+            _copy_output(mlp)
 
 
 def _obstacle(layer: nn.Module) -> str | None:
@@ -73,6 +78,22 @@ def _tile(mlp: nn.Module) -> None:
         return result
 
     mlp.forward = forward
+
+
+def _copy_output(mlp: nn.Module) -> None:
+    """Let the MLP return a copy of its output. Call this after `_tile`.
+
+    DeepSpeed reduces the gradients of a unit of ZeRO-3 in a full backward hook. With such a hook PyTorch returns a view
+    of the output, and raises an error where a layer adds to it in place.
+    """
+    family = type(mlp)
+
+    def call(module: nn.Module, *arguments: Any, **keywords: Any) -> Any:
+        output: torch.Tensor = family.__call__(module, *arguments, **keywords)
+        return output.clone() if output.requires_grad else output
+
+    # Hooks run inside `__call__`, which Python looks up on the class: only another class can copy what they return.
+    mlp.__class__ = type(f"{family.__name__}Copied", (family,), {"__call__": call})
 
 
 def _tiles(hidden: torch.Tensor) -> Sequence[torch.Tensor]:
