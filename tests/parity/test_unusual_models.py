@@ -35,6 +35,10 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "local_attention_probs_dropout_prob": 0.0}
 CONFIGS["reversible layers"] = tiny_config("reformer", **NO_DROPOUT, axial_pos_embds=False, vocab_size=321)
 CONFIGS["an MLP's output changed in place"] = tiny_config("falcon", **NO_DROPOUT, vocab_size=321)
+MANY_EXPERTS = tiny_config("dbrx", vocab_size=321)
+MANY_EXPERTS.ffn_config.moe_num_experts = 32  # ranks have tokens for other experts
+MANY_EXPERTS.ffn_config.moe_top_k = 1
+CONFIGS["a module called for each expert"] = MANY_EXPERTS
 MakeRecipe = Callable[..., Recipe]
 Ranks = Callable[..., list[Any]]
 
@@ -52,6 +56,7 @@ Ranks = Callable[..., list[Any]]
         ("head initialized by its parent", "pp2-z0"),
         ("reversible layers", "dp2-z1"),
         ("an MLP's output changed in place", "dp2-z3-tiled"),
+        ("a module called for each expert", "dp2-z3"),
     ],
 )
 def test_every_layout_trains_what_one_process_trains(

@@ -197,6 +197,13 @@ class DeepSpeedEngine(DeepSpeedBase, DataParallelEngine):
         dist.all_reduce(values, group=None if self.partition is None else self.partition.groups.data)
 
 
+_CALLED_FOR_EACH_EXPERT = ("DbrxExperts",)
+"""Classes that call a module once for each expert that has tokens, so on some ranks more often than on others.
+
+ZeRO-3 gathers where a module is called, so ranks would wait for different collectives. As a unit it is gathered once.
+"""
+
+
 def zero3_sharder(config: Mapping[str, Any], partition: ModelPartition | None = None, *, ulysses: int = 1) -> Any:
     """Return a function that shards a module's parameters over the replicas as soon as they have their values.
 
@@ -208,6 +215,9 @@ def zero3_sharder(config: Mapping[str, Any], partition: ModelPartition | None = 
 
     def shard(module: nn.Module) -> None:
         nonlocal first
+        for part in module.modules():
+            if type(part).__name__ in _CALLED_FOR_EACH_EXPERT:
+                part._z3_leaf = True  # type: ignore[assignment]  # DeepSpeed's mark of a unit of ZeRO-3
         # Without the first one's swapper each call makes one, which removes the files of those before, and groups of
         # hpZ cannot be made twice. The dtype is the config's: where the accelerator has no fp16, DeepSpeed 0.19.8 takes
         # an argument of fp32 for bf16.
