@@ -7,8 +7,9 @@ import click
 
 from toolkit.cli import Count, FiniteRange
 from toolkit.cli.json_output import json_option, print_json
+from toolkit.cli.memory.sweep import AXES, axis_names, grid
 from toolkit.config.layout import Recompute
-from toolkit.errors import LayoutError, ModelError, RecipeError, ReportError
+from toolkit.errors import ModelError, RecipeError, ReportError
 
 if TYPE_CHECKING:
     from toolkit.cli.memory.options import MemoryQuery
@@ -19,7 +20,6 @@ _PROFILES = (
 _OF_MODELS = ("model", "engine", "optimizer", "deepspeed", "trainer", "pure_bf16", "framework",
               "chunked_loss", "trainable")  # fmt: skip
 """Options that a recipe leaves no room for."""
-_SWEEPS = ("zero", "micro", "recompute", "seq")
 
 
 @click.command()
@@ -86,7 +86,7 @@ _SWEEPS = ("zero", "micro", "recompute", "seq")
 @json_option("Bytes of every stage as JSON.")
 @click.option("--plot", type=click.Path(dir_okay=False), metavar="FILE", help="Draw stacked bars, one a stage.")
 @click.option(
-    "--sweep", metavar="NAMES", help="Print a grid over some of zero, micro, recompute, seq: --sweep zero,micro."
+    "--sweep", metavar="NAMES", help=f"Print a grid over some of {', '.join(AXES)}: --sweep zero,micro."
 )
 def command(recipe: str | None, as_json: bool, plot: str | None, sweep: str | None, **options: Any) -> None:
     """Print what each pipeline stage of a model in a layout takes on its GPUs. No weights are loaded or fetched.
@@ -98,16 +98,16 @@ def command(recipe: str | None, as_json: bool, plot: str | None, sweep: str | No
     dstk memory --model llama-3-8b --layout dp8 --deepspeed ds_config.json --seq 4096 --gpu A100-80
     dstk memory --model llama-3-8b --layout dp8-tp4-pp2-z1 --framework megatron:virtual_stages=2
     """
-    from toolkit.cli.memory.table import grid, grid_json, print_breakdowns, print_grid, to_json
+    from toolkit.cli.memory.table import grid_json, print_breakdowns, print_grid, to_json
 
-    names = _sweep_names(sweep)
+    names = [] if sweep is None else axis_names(sweep)
     query = _query(recipe, options)
     for note in query.notes:
         click.echo(f"note: {note}", err=True)
     if names:
         if plot is not None:
-            both = (("--plot", plot), ("--sweep", sweep))
-            raise ReportError.between(both, "a plot shows one layout, and a grid many", "leave one of them out")
+            conflict = (("--plot", plot), ("--sweep", sweep))
+            raise ReportError.between(conflict, "a plot shows one layout, and a grid many", "leave one of them out")
         cells = grid(query, names)
         if as_json:
             print_json(grid_json(query, cells))
@@ -125,16 +125,6 @@ def command(recipe: str | None, as_json: bool, plot: str | None, sweep: str | No
         print_json(to_json(query, stages, largest))
     else:
         print_breakdowns(query, stages, largest)
-
-
-def _sweep_names(sweep: str | None) -> list[str]:
-    names = [] if sweep is None else [name.strip() for name in sweep.split(",")]
-    for name in names:
-        if name not in _SWEEPS or names.count(name) > 1:
-            problem = "is named twice" if name in _SWEEPS else "cannot be swept"
-            advice = f"name some of {', '.join(_SWEEPS)}, each once"
-            raise LayoutError.of("--sweep", sweep, f"{name!r} {problem}", advice)
-    return names
 
 
 def _query(recipe: str | None, options: dict[str, Any]) -> "MemoryQuery":

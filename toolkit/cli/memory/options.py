@@ -1,7 +1,7 @@
 """Query of `dstk memory`: a model, a layout, a step's work and a GPU, from options or from a recipe."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +16,7 @@ from toolkit.config.recipe import Recipe
 from toolkit.config.strategy import layout_text, parse_layout
 from toolkit.errors import LayoutError, Refusal, spell_setting
 from toolkit.estimate.breakdown import MemoryBreakdown
+from toolkit.estimate.framework_profile import FrameworkProfile
 from toolkit.estimate.memory_request import Framework, MemoryRequest
 from toolkit.estimate.model_facts import ModelFacts
 from toolkit.estimate.states import TorchStates
@@ -34,9 +35,6 @@ _IMPLEMENTATIONS: dict[str | None, Implementation] = {"eager": "eager", "sdpa": 
 _OPTIONS: dict[str, str] = json.loads(Path(__file__).with_name("flags.json").read_text(encoding="utf-8"))
 """Fields of a recipe -> options of this command."""
 
-_SWEPT = {"zero": "zero_stage", "recompute": "recompute"}
-"""Names of --sweep -> fields of `parallel`."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryQuery:
@@ -53,7 +51,7 @@ class MemoryQuery:
     foreign: ForeignSetup | None = None
     """Another program's setup, instead of that of the recipe's engine; None without one."""
     computed: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of the Computation that options decide, and not the recipe."""
+    """Fields of the Computation that override those derived from the recipe, in which a change has no effect on them."""
     is_guess: bool = False
     """Whether nothing says the number of ranks."""
     remarks: tuple[str | None, ...] = ()
@@ -61,7 +59,7 @@ class MemoryQuery:
 
     @cached_property
     def layout(self) -> Layout:
-        """The recipe's. Raises LayoutError where that cannot run."""
+        """The layout that the recipe asks for. Raises LayoutError where that cannot run."""
         return self.recipe.layout(self.ranks)
 
     @cached_property
@@ -99,20 +97,43 @@ class MemoryQuery:
         return notes
 
     @property
+    def engine(self) -> str:
+        """Name of the engine or framework that trains."""
+        return self.recipe.train.engine if self.foreign is None else self.foreign.name
+
+    @property
+    def has_zero_stages(self) -> bool:
+        """Whether the layout chooses the ZeRO stage: with the recipe's DeepSpeed, or in another framework's profile."""
+        if self.foreign is not None and not isinstance(self.foreign.framework, FrameworkProfile):
+            return False
+        return self.recipe.train.engine == "deepspeed"
+
+    @property
     def title(self) -> str:
         """Model, layout and batch on one line."""
+        return self.title_without(())
+
+    def title_without(self, swept: Collection[str]) -> str:
+        """Model, layout and batch on one line, without what the axes of a sweep vary."""
         setup = self.setup
         layout = setup.layout
         computation = setup.computation
-        engine = self.recipe.train.engine if self.foreign is None else self.foreign.name
         ranks = f"dp{layout.dp}" if isinstance(self.framework, TorchStates) else str(layout)
-        if engine != "deepspeed":
-            ranks = f"{engine}, {ranks}"
-        parts = [self.name, ranks, self.recipe.precision, f"micro-batch {setup.micro_batch_size} x {setup.seq_len}"]
+        if "zero" in swept:
+            ranks = ranks.removesuffix(f"-z{layout.zero_stage}")
+        if self.engine != "deepspeed":
+            ranks = f"{self.engine}, {ranks}"
+        parts = [self.name, ranks, self.recipe.precision]
+        if "micro" not in swept and "seq" not in swept:
+            parts.append(f"micro-batch {setup.micro_batch_size} x {setup.seq_len}")
+        elif "micro" not in swept:
+            parts.append(f"micro-batch {setup.micro_batch_size}")
+        elif "seq" not in swept:
+            parts.append(f"samples of {setup.seq_len} tokens")
         if setup.accumulation > 1:
             parts.append(f"accumulation {setup.accumulation}")
         parts.append(computation.attention)
-        if layout.recompute != "none":
+        if layout.recompute != "none" and "recompute" not in swept:
             parts.append(f"recompute {layout.recompute}")
         if computation.trainable:
             parts.append(f"trainable {computation.trainable}")
@@ -139,6 +160,14 @@ class MemoryQuery:
         if layout.tiled_mlp:
             parts.append("tiled MLPs")
         return ", ".join(parts)
+
+    def global_batch_size(self, micro_batch_size: int) -> int:
+        """Samples of a step with another micro-batch and the same accumulation. Raises LayoutError for too many."""
+        return _samples(micro_batch_size, self.setup.accumulation, self.layout)
+
+    def changed(self, recipe: Mapping[str, Mapping[str, Any]], computed: Mapping[str, Any]) -> "MemoryQuery":
+        """Return the query with other values in the recipe, by section, and in `computed`."""
+        return replace(self, recipe=self.recipe.changed(recipe), computed={**self.computed, **computed})
 
     def check(self) -> None:
         """Raise LayoutError for what training refuses, in terms of the recipe or of the options."""
@@ -303,20 +332,3 @@ def read_config(name: str) -> dict[str, Any]:
     path = expanded(name)
     return read_config_json(path) if path.is_file() else local_config(name)
 
-
-def varied(query: MemoryQuery, changes: dict[str, Any]) -> MemoryQuery:
-    """The query with other values. Raises LayoutError or ModelError for what no engine runs."""
-    setup = query.setup
-    micro = changes.get("micro", setup.micro_batch_size)
-    size = _samples(micro, setup.accumulation, query.layout)
-    parallel = {_SWEPT[name]: value for name, value in changes.items() if name in _SWEPT}
-    recipe = query.recipe.changed(
-        {
-            "parallel": parallel,
-            "data": {"seq_len": changes.get("seq", setup.seq_len)},
-            "batch": {"micro_batch_size": micro, "global_batch_size": size},
-        }
-    )
-    cell = replace(query, recipe=recipe)
-    cell.check()
-    return cell

@@ -2,8 +2,7 @@
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,24 +10,19 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from toolkit.cli.memory.options import MemoryQuery, varied
-from toolkit.errors import LayoutError, ModelError
+from toolkit.cli.memory.options import MemoryQuery
+from toolkit.cli.memory.sweep import SweepCell
 from toolkit.estimate.breakdown import MemoryBreakdown
-from toolkit.estimate.framework_profile import FrameworkProfile
 from toolkit.report.terminal import table_console
 from toolkit.units import format_bytes, format_count
 
-_GIB, _MIB = 2**30, 2**20
-_LABEL_WIDTH, _COLUMN_WIDTH = 38, 10
+_GIB = 2**30
+_MIB = 2**20
+_LABEL_WIDTH = 38
+_COLUMN_WIDTH = 10
 _ROWS = json.loads(Path(__file__).with_name("rows.json").read_text(encoding="utf-8"))
 """Label and field of each part of a stage's memory, by where it stands."""
 _STYLES = {"fits": "bold green", "tight": "bold yellow", "does not fit": "bold red"}
-_SWEEP_VALUES: dict[str, tuple[Any, ...]] = {
-    "zero": (0, 1, 2, 3),
-    "micro": (1, 2, 4, 8, 16),
-    "recompute": ("none", "selective", "full"),
-    "seq": (1024, 2048, 4096, 8192, 16384, 32768),
-}
 
 
 def print_breakdowns(query: MemoryQuery, stages: Sequence[MemoryBreakdown], largest: int | None) -> None:
@@ -129,52 +123,10 @@ def _add(table: Table, label: str, cells: list[str], style: str = "") -> None:
     table.add_row(Text(label, style=style), *(Text(cell, style=style) for cell in cells))
 
 
-@dataclass(frozen=True, kw_only=True)
-class SweepCell:
-    """One layout of the grid, and its stage that takes most; None where it cannot be trained."""
-
-    values: tuple[Any, ...]
-    names: tuple[str, ...]
-    peak: MemoryBreakdown | None
-    reason: str = ""
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the values of the cell for --json."""
-        cell = dict(zip(self.names, self.values, strict=True))
-        if self.peak is None:
-            return cell | {"error": self.reason}
-        fits = {"fits": self.peak.fits, "verdict": self.peak.verdict} if self.peak.device_bytes else {}
-        return cell | {"allocated": self.peak.allocated, "total": self.peak.total, "stage": self.peak.stage} | fits
-
-
-def grid(query: MemoryQuery, names: Sequence[str]) -> list[SweepCell]:
-    """Every combination, the first name slowest. Raises LayoutError for `zero` where the engine has no such stages."""
-    foreign = query.foreign
-    is_fixed = foreign is not None and not isinstance(foreign.framework, FrameworkProfile)
-    engine = foreign.name if foreign is not None and is_fixed else query.recipe.train.engine
-    if "zero" in names and engine != "deepspeed":
-        reason = "only deepspeed has ZeRO stages, where no config names one"
-        raise LayoutError.between((("--sweep", "zero"), ("train.engine", engine)), reason, "leave zero out")
-    positions = query.model.shape.positions
-    values = {name: _SWEEP_VALUES[name] for name in names}
-    if "seq" in values and positions is not None:
-        values["seq"] = tuple(length for length in values["seq"] if length <= positions) or (positions,)
-    cells = []
-    for combination in product(*values.values()):
-        try:
-            peak = varied(query, dict(zip(names, combination, strict=True))).peak()
-            reason = ""
-        except (LayoutError, ModelError) as error:
-            peak = None
-            reason = str(error)
-        cells.append(SweepCell(values=combination, names=tuple(names), peak=peak, reason=reason))
-    return cells
-
-
 def print_grid(query: MemoryQuery, names: Sequence[str], cells: Sequence[SweepCell]) -> None:
     """Rows are all names but the last, columns the values of the last one."""
     console = table_console()
-    console.print(Text(query.title, style="bold"), soft_wrap=True)
+    console.print(Text(query.title_without(names), style="bold"), soft_wrap=True)
     *row_names, column_name = names
     columns = list(dict.fromkeys(cell.values[-1] for cell in cells))
     unit, unit_name = _unit(max((cell.peak.total for cell in cells if cell.peak is not None), default=0))
@@ -235,7 +187,7 @@ def _asked(query: MemoryQuery) -> dict[str, Any]:
     return {
         "model": query.name,
         "layout": str(layout),
-        "engine": query.recipe.train.engine if query.foreign is None else query.foreign.name,
+        "engine": query.engine,
         "precision": query.recipe.precision,
         "micro_batch_size": setup.micro_batch_size,
         "seq_len": setup.seq_len,
