@@ -101,14 +101,15 @@ def print_why(request: PlanRequest, plan: Plan, best: Plan | None) -> None:
         return
     ratio = plan.step.seconds / best.step.seconds
     pace = f"takes {ratio:.2f} times as long as" if ratio >= 1 else "would be faster than"
-    console.print(
-        f"{plan.strategy} {pace} {best.strategy}, {plan.step.seconds:.3g} s against {best.step.seconds:.3g} s:",
-        soft_wrap=True,
-    )
     differences = {name: plan.step.terms[name] - best.step.terms[name] for name in TERMS}
-    for name, seconds in sorted(differences.items(), key=lambda term: -abs(term[1])):
-        if abs(seconds) > _LEAST * best.step.seconds:
-            console.print(f"  {name:10} {seconds:+.3g} s")
+    largest_first = sorted(differences.items(), key=lambda term: -abs(term[1]))
+    listed = [(name, seconds) for name, seconds in largest_first if abs(seconds) > _LEAST * best.step.seconds]
+    end = "" if listed else f" no term differs by more than {100 * _LEAST:.0f} %"
+    comparison = f"{plan.strategy} {pace} {best.strategy}"
+    times = f"{plan.step.seconds:.3g} s against {best.step.seconds:.3g} s"
+    console.print(f"{comparison}, {times}:{end}", soft_wrap=True)
+    for name, seconds in listed:
+        console.print(f"  {name:10} {seconds:+.3g} s")
 
 
 def to_json(plan: Plan, cost: Cost | None = None) -> dict[str, Any]:
