@@ -1,6 +1,7 @@
 """`dstk plan`: a table, JSON, one layout, reasons; and one line with exit code 2 for what cannot be planned."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -71,6 +72,24 @@ def test_the_table_names_the_terms_and_the_cost(capsys):
     out = dstk(capsys, *GPT2, "--tokens", "1e10", "--price", "2")
     assert "compute" in out
     assert "USD" in out
+
+
+def test_why_says_so_where_no_term_differs(capsys, monkeypatch):
+    monkeypatch.setattr("toolkit.cli.plan.table._LEAST", 1e6)
+    line = dstk(capsys, *GPT2, "--why", "tp4-z1").splitlines()[-1]
+    assert re.search(r", [\d.e-]+ s against [\d.e-]+ s: no term differs by more than \d+ %$", line)
+
+
+def test_why_names_options_where_the_micro_batch_does_not_divide_the_batch(capsys):
+    line = refusal(capsys, *GPT2, "--why", "z1-m5")
+    assert "--global-batch 64 with --micro 5 and dp=8: 64 is not a multiple of" in line
+    assert "Use --global-batch 40 or 80, or use --micro" in line
+
+
+@pytest.mark.parametrize("layout", [(), ("--layout", "tp2-pp2-z1")])
+def test_this_toolkits_pipelines_have_no_virtual_stages(capsys, layout):
+    line = refusal(capsys, *GPT2, *layout, "--virtual-stages", "3")
+    assert "--virtual-stages 3: the toolkit's pipelines are not interleaved. Give it with another --framework." in line
 
 
 def test_why_names_the_terms_that_a_layout_loses_by(capsys):

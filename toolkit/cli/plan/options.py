@@ -6,10 +6,10 @@ from dataclasses import fields, replace
 from typing import Any
 
 from toolkit.cli.memory.options import read_config
-from toolkit.config.layout import Batch, Layout
+from toolkit.config.layout import Batch
 from toolkit.config.recipe import Precision
 from toolkit.config.source_text import shorten
-from toolkit.errors import LayoutError, RunError, nearest
+from toolkit.errors import BatchError, LayoutError, RunError, nearest, spell_setting
 from toolkit.estimate.trainable import EVERYTHING, Trainable
 from toolkit.files import expanded, read_text, reason_of
 from toolkit.hardware import gpu as find_gpu
@@ -35,15 +35,15 @@ def request_of(options: Mapping[str, Any]) -> PlanRequest:
     if cluster.gpu.peak_flops(wide) is None:
         raise RunError.of("--precision", wide, f"{cluster.gpu.name} has no units for it", "write fp16 or fp32")
     config = read_config(options["model"])
-    run = Execution(
+    if options["framework"] == "toolkit":
+        _only_of_other_frameworks(options)
+    execution = Execution(
         framework=options["framework"],
         precision=_computed_in(precision, cluster),
         virtual_stages=options["virtual_stages"],
-        **({} if options["attention"] is None else {"attention": options["attention"]}),
     )
-    if options["attention"] is not None and options["framework"] == "toolkit":
-        reason = "the toolkit runs what the model's class has"
-        raise LayoutError.of("--attention", options["attention"], reason, "give it with another --framework")
+    if options["attention"] is not None:
+        execution = replace(execution, attention=options["attention"])
     return PlanRequest.of(
         options["model"],
         config,
@@ -52,10 +52,21 @@ def request_of(options: Mapping[str, Any]) -> PlanRequest:
         seq_len=options["seq"],
         global_batch_size=options["global_batch"],
         precision=wide,
-        run=run,
+        run=execution,
         trainable=_trainable(options),
         imbalance=options["imbalance"],
     )
+
+
+def _only_of_other_frameworks(options: Mapping[str, Any]) -> None:
+    """Raise LayoutError for options that say how another framework runs, and that this toolkit has no choice of."""
+    remedy = "give it with another --framework"
+    if options["attention"] is not None:
+        reason = "the toolkit runs what the model's class has"
+        raise LayoutError.of("--attention", options["attention"], reason, remedy)
+    if options["virtual_stages"] > 1:
+        reason = "the toolkit's pipelines are not interleaved"
+        raise LayoutError.of("--virtual-stages", options["virtual_stages"], reason, remedy)
 
 
 def _gpus(text: str) -> tuple[int, str]:
@@ -136,18 +147,25 @@ def _yaml_facts(path: str) -> dict[str, Any]:
 
 
 def plan_of(request: PlanRequest, text: str, options: Mapping[str, Any]) -> Plan:
-    """The plan of one layout: with the micro-batch that is asked for, or with the fastest that fits."""
-    layout, named = request.read_layout(text)
+    """The plan of one layout, with the micro-batch that is asked for, or else with the fastest that fits.
+
+    Raises BatchError for a micro-batch that the global batch is not a multiple of.
+    """
+    layout, size_in_layout = request.read_layout(text)
     if options["recompute"] is not None:
-        layout = Layout(**{**_fields(layout), "recompute": options["recompute"]})
-    size = options["micro"] or named
-    if size is not None:
-        batch = Batch.resolve(
-            global_batch_size=request.global_batch_size, micro_batch_size=size, dp=layout.dp
-        )  # raises BatchError
-        return request.plan(layout, batch)
-    return best_micro_batch(request, layout)
+        layout = replace(layout, recompute=options["recompute"])
+    size = options["micro"] or size_in_layout
+    if size is None:
+        return best_micro_batch(request, layout)
+    try:
+        batch = Batch.resolve(global_batch_size=request.global_batch_size, micro_batch_size=size, dp=layout.dp)
+    except BatchError as error:
+        raise BatchError(error.as_refusal().render(_spell_option, verb="use"), error.refusals) from None
+    return request.plan(layout, batch)
 
 
-def _fields(layout: Layout) -> dict[str, Any]:
-    return {field.name: getattr(layout, field.name) for field in fields(Layout)}
+def _spell_option(field: str, value: Any) -> str:
+    """Write a field of a batch as an option of this command."""
+    name = field.rpartition(".")[2]
+    options = {"global_batch_size": "--global-batch", "micro_batch_size": "--micro"}
+    return spell_setting(options.get(name, name), value)
