@@ -17,6 +17,11 @@ _LARGEST_SIZE = 2**60
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?I?)B?", re.IGNORECASE)
 
 
+def option_of(parameter: str) -> str:
+    """Return the option of a parameter of a command: `--pure-bf16` of `pure_bf16`."""
+    return f"--{parameter.replace('_', '-')}"
+
+
 def guess_note(ranks: int) -> str:
     """Say for how many ranks an answer is, where nothing gave their number."""
     return f"for {plural(ranks, 'rank')}, as neither --world-size nor parallel.dp says how many."

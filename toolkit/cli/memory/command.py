@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
-from toolkit.cli import Count, FiniteRange
+from toolkit.cli import Count, FiniteRange, option_of
 from toolkit.cli.json_output import json_option, print_json
 from toolkit.cli.memory.sweep import AXES, axis_names, grid
 from toolkit.config.layout import Recompute
@@ -17,9 +17,18 @@ if TYPE_CHECKING:
 _PROFILES = (
     "Other programs: megatron, megatron-2021, megatron-deepspeed, nanotron, torchtitan, aleph-alpha-scaling, automodel"
 )
-_OF_MODELS = ("model", "engine", "optimizer", "deepspeed", "trainer", "pure_bf16", "framework",
-              "chunked_loss", "trainable")  # fmt: skip
-"""Options that a recipe leaves no room for."""
+_NOT_WITH_RECIPE = (
+    "model",
+    "engine",
+    "optimizer",
+    "deepspeed",
+    "trainer",
+    "pure_bf16",
+    "framework",
+    "chunked_loss",
+    "trainable",
+)
+"""Options that conflict with --recipe."""
 
 
 @click.command()
@@ -85,9 +94,7 @@ _OF_MODELS = ("model", "engine", "optimizer", "deepspeed", "trainer", "pure_bf16
 @click.option("--gpu", "gpu_name", help="H100-80, A100-40, L40S, …: what is left on it, and which micro-batch fits.")
 @json_option("Bytes of every stage as JSON.")
 @click.option("--plot", type=click.Path(dir_okay=False), metavar="FILE", help="Draw stacked bars, one a stage.")
-@click.option(
-    "--sweep", metavar="NAMES", help=f"Print a grid over some of {', '.join(AXES)}: --sweep zero,micro."
-)
+@click.option("--sweep", metavar="NAMES", help=f"Print a grid over some of {', '.join(AXES)}: --sweep zero,micro.")
 def command(recipe: str | None, as_json: bool, plot: str | None, sweep: str | None, **options: Any) -> None:
     """Print what each pipeline stage of a model in a layout takes on its GPUs. No weights are loaded or fetched.
 
@@ -131,11 +138,11 @@ def _query(recipe: str | None, options: dict[str, Any]) -> "MemoryQuery":
     from toolkit.cli.memory.options import from_model, from_recipe
 
     if recipe is not None:
-        for name in _OF_MODELS:
+        for name in _NOT_WITH_RECIPE:
             if options[name]:
-                option = f"--{name.replace('_', '-')}"
-                both = ((option, options[name]), ("--recipe", recipe))
-                raise RecipeError.between(both, "the recipe has model, layout and engine", f"omit {option}")
+                option = option_of(name)
+                conflict = ((option, options[name]), ("--recipe", recipe))
+                raise RecipeError.between(conflict, "the recipe has model, layout and engine", f"omit {option}")
         return from_recipe(recipe, options)
     if not options["model"] or not options["layout"]:
         raise ModelError("what is to be estimated? Name --model and --layout, or a --recipe.")

@@ -1,9 +1,10 @@
-"""Programs other than this toolkit that `dstk memory` is asked about: how they keep states, what a step computes."""
+"""Setups of other frameworks in `dstk memory`: how they keep model states, and what a step of theirs computes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from toolkit.cli import option_of
 from toolkit.config.layout import Layout
 from toolkit.config.recipe import Precision
 from toolkit.errors import ConfigError, LayoutError
@@ -30,8 +31,8 @@ _EXCLUDES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class ForeignSetup:
-    """Another program's setup, where it differs from training with this toolkit."""
+class FrameworkSetup:
+    """Another framework's setup, where it differs from training with this toolkit."""
 
     name: str
     framework: Framework
@@ -43,33 +44,32 @@ class ForeignSetup:
     micro_batch_size: int = 1
     accumulation: int | None = None
     notes: tuple[str, ...] = ()
-    """Notes for the user about defaults that are another program's."""
+    """Notes for the user about defaults that are another framework's."""
 
 
-def foreign_setup(options: Mapping[str, Any], layout: Layout, hidden: int) -> ForeignSetup | None:
+def framework_setup(options: Mapping[str, Any], layout: Layout, hidden: int) -> FrameworkSetup | None:
     """The setup that the options name; None where it is this toolkit's own. Raises ConfigError or LayoutError."""
     for name, others in _EXCLUDES.items():
         for other in others:
             agrees = name == options[other] == "deepspeed"  # the engine that --deepspeed FILE is for
             if options[name] and options[other] and not agrees:
-                both = tuple((f"--{key}".replace("_", "-"), options[key]) for key in (name, other))
-                raise ConfigError.between(both, "the first decides what the second asks", _OMIT)
-    foreign = ["trainable", "chunked_loss"]
+                conflict = tuple((option_of(key), options[key]) for key in (name, other))
+                raise ConfigError.between(conflict, "the first already fixes that setting", _OMIT)
+    not_in_recipes = ["trainable", "chunked_loss"]
     if _has_own_8_bits(options):
-        foreign.append("optimizer")
-    whole = next((name for name in ("deepspeed", "trainer", "pure_bf16", *foreign) if options[name]), "")
-    if whole and layout.tp * layout.pp > 1:
-        both = ((f"--{whole}".replace("_", "-"), options[whole]), ("--layout", str(layout)))
-        raise LayoutError.between(both, "Hugging Face's own layers run in whole", "leave tp and pp out")
+        not_in_recipes.append("optimizer")
+    decisive = next((name for name in ("deepspeed", "trainer", "pure_bf16", *not_in_recipes) if options[name]), "")
+    if decisive and layout.tp * layout.pp > 1:
+        conflict = ((option_of(decisive), options[decisive]), ("--layout", str(layout)))
+        raise LayoutError.between(conflict, "these layers are not sharded by tp or pp", "leave tp and pp out")
     if options["deepspeed"]:
         return _deepspeed(options, layout, hidden)
     if options["framework"]:
         return _profile(options)
-    if whole in foreign and options["engine"] in (None, "deepspeed"):
+    if decisive in not_in_recipes and options["engine"] in (None, "deepspeed"):
         reason = "this toolkit's recipes do not have it"
-        option = f"--{whole}".replace("_", "-")
-        raise ConfigError.of(option, options[whole], reason, "add --trainer, or --engine ddp or fsdp")
-    return _torch(options, layout) if whole else None
+        raise ConfigError.of(option_of(decisive), options[decisive], reason, "add --trainer, or --engine ddp or fsdp")
+    return _torch(options, layout) if decisive else None
 
 
 def _has_own_8_bits(options: Mapping[str, Any]) -> bool:
@@ -77,12 +77,12 @@ def _has_own_8_bits(options: Mapping[str, Any]) -> bool:
     return options["optimizer"] == "adamw8bit" and options["engine"] in ("ddp", "fsdp")
 
 
-def _profile(options: Mapping[str, Any]) -> ForeignSetup:
+def _profile(options: Mapping[str, Any]) -> FrameworkSetup:
     """A framework's profile. Its kind of attention is the default."""
     framework = profile(options["framework"])
     if options["precision"] is not None:
         framework = replace(framework, precision=options["precision"])
-    return ForeignSetup(
+    return FrameworkSetup(
         name=framework.name,
         framework=framework,
         precision=framework.precision,
@@ -90,7 +90,7 @@ def _profile(options: Mapping[str, Any]) -> ForeignSetup:
     )
 
 
-def _torch(options: Mapping[str, Any], layout: Layout) -> ForeignSetup:
+def _torch(options: Mapping[str, Any], layout: Layout) -> FrameworkSetup:
     """DDP or FSDP2 by the Trainer or a script: bf16 is autocast over fp32 weights, or everything with --pure-bf16."""
     engine = options["engine"] or "ddp"
     pure = options["pure_bf16"]
@@ -99,11 +99,11 @@ def _torch(options: Mapping[str, Any], layout: Layout) -> ForeignSetup:
         reason = "there is no ZeRO and no Ulysses without DeepSpeed"
         raise ConfigError.of("--layout", str(layout), reason, "name the config: --deepspeed FILE")
     if pure and precision != "bf16":
-        both = (("--pure-bf16", True), ("--precision", precision))
-        raise ConfigError.between(both, "the weights have one precision", _OMIT)
+        conflict = (("--pure-bf16", True), ("--precision", precision))
+        raise ConfigError.between(conflict, "the weights have one precision", _OMIT)
     in_16_bits = precision != "fp32"
     sharded = engine == "fsdp"
-    trainable = Trainable.parse("all" if options["trainable"] is None else options["trainable"])
+    trainable = _trainable(options)
     gathered_bytes = 0
     if sharded:
         gathered_bytes = 2 if in_16_bits else 4
@@ -119,7 +119,7 @@ def _torch(options: Mapping[str, Any], layout: Layout) -> ForeignSetup:
         muon=options["optimizer"] == "muon",
         factored=options["optimizer"] == "adafactor",
     )
-    return ForeignSetup(
+    return FrameworkSetup(
         name=f"Trainer, {engine}" if options["trainer"] else engine,
         framework=states,
         precision=precision,
@@ -129,11 +129,16 @@ def _torch(options: Mapping[str, Any], layout: Layout) -> ForeignSetup:
     )
 
 
+def _trainable(options: Mapping[str, Any]) -> Trainable:
+    """Return the selection of parameters that train; all of them without --trainable."""
+    return Trainable.parse("all" if options["trainable"] is None else options["trainable"])
+
+
 def _moments(options: Mapping[str, Any]) -> int:
     return {"sgd": 0, "lion": 1}.get(options["optimizer"], 2)
 
 
-def _deepspeed(options: Mapping[str, Any], layout: Layout, hidden: int) -> ForeignSetup:
+def _deepspeed(options: Mapping[str, Any], layout: Layout, hidden: int) -> FrameworkSetup:
     """The user's own DeepSpeed config. What it does not say has DeepSpeed's defaults, not this toolkit's."""
     path = options["deepspeed"]
     try:
@@ -150,7 +155,7 @@ def _deepspeed(options: Mapping[str, Any], layout: Layout, hidden: int) -> Forei
         raise ConfigError(f"{path}: {reason_of(error)}. Give a DeepSpeed config.") from error
     except (TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"{path}: {reason_of(error)}. `dstk lint {path}` names what is wrong.") from error
-    whole = _count(config, "train_batch_size")
+    global_batch_size = _count(config, "train_batch_size")
     micro = _count(config, "train_micro_batch_size_per_gpu")
     if micro is None:
         micro = _TRAINER_BATCH if options["trainer"] else 1
@@ -168,15 +173,18 @@ def _deepspeed(options: Mapping[str, Any], layout: Layout, hidden: int) -> Forei
     precision = settings.precision if settings.autocast == "none" else settings.autocast
     if options["precision"] not in (None, precision):
         raise ConfigError.of("--precision", options["precision"], f"{path} says {precision}", _OMIT)
+    accumulation = _count(config, "gradient_accumulation_steps")
+    if accumulation is None:
+        accumulation = max(1, (global_batch_size or micro) // (micro * layout.dp))
     has_dtype = settings.model_bytes == 4 or (config.get("data_types") or {}).get("grad_accum_dtype")
-    trainable = Trainable.parse("all" if options["trainable"] is None else options["trainable"])
+    trainable = _trainable(options)
     if settings.model_bytes == 2:  # the engine casts the whole model, with its adapters
         trainable = replace(trainable, in_fp32=False)
     defaults = [] if has_dtype else [gradients]
     for key, least_stage in _DEFAULTS.items():
         if settings.zero_stage >= least_stage and key not in zero:
             defaults.append(f"{key} {_default(settings, key)}")
-    return ForeignSetup(
+    return FrameworkSetup(
         name="Trainer, DeepSpeed" if options["trainer"] else "DeepSpeed",
         framework=settings,
         precision=precision,
@@ -188,7 +196,7 @@ def _deepspeed(options: Mapping[str, Any], layout: Layout, hidden: int) -> Forei
             "offload_params": _device(settings.offload_params, settings.nvme_params),
         },
         micro_batch_size=micro,
-        accumulation=_count(config, "gradient_accumulation_steps") or max(1, (whole or micro) // (micro * layout.dp)),
+        accumulation=accumulation,
         notes=(f"{path} leaves to DeepSpeed's defaults: {', '.join(defaults)}",) if defaults else (),
     )
 
@@ -237,7 +245,7 @@ def _as_trainer(config: dict[str, Any], zero: dict[str, Any], hidden: int, preci
 
 
 def _autos(value: Any, name: str = "") -> list[str]:
-    """Names of the keys that say auto, where it is memory's."""
+    """Return the names of the keys that say auto and affect memory."""
     if isinstance(value, Mapping) and name not in ("scheduler", "optimizer"):
         return [path for key, inner in value.items() for path in _autos(inner, f"{name}.{key}".lstrip("."))]
     return [name] if value == "auto" else []

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.cli import guess_note
-from toolkit.cli.memory.foreign_setup import ForeignSetup, foreign_setup
+from toolkit.cli.memory.frameworks import FrameworkSetup, framework_setup
 from toolkit.cli.plan.auto_recipe import explicit
 from toolkit.config.layout import Layout
 from toolkit.config.parallel_rules import model_conflicts, setting_conflicts
@@ -48,10 +48,10 @@ class MemoryQuery:
     gpu: Gpu | None
     from_options: bool
     """Whether the recipe was made from options: then errors name them."""
-    foreign: ForeignSetup | None = None
-    """Another program's setup, instead of that of the recipe's engine; None without one."""
+    other_setup: FrameworkSetup | None = None
+    """Another framework's setup, instead of that of the recipe's engine; None without one."""
     computed: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of the Computation that override those derived from the recipe, in which a change has no effect on them."""
+    """Fields of the Computation that override what follows from the recipe; a change to it does not reach them."""
     is_guess: bool = False
     """Whether nothing says the number of ranks."""
     remarks: tuple[str | None, ...] = ()
@@ -67,14 +67,14 @@ class MemoryQuery:
         """What is trained. Raises LayoutError and BatchError where that cannot run."""
         setup = training_setup(self.recipe, self.layout, self.recipe.resolve_batch(self.layout), self.model)
         computation = replace(setup.computation, **self.computed)
-        chunked_loss = setup.chunked_loss and self.foreign is None
+        chunked_loss = setup.chunked_loss and self.other_setup is None
         return replace(setup, computation=computation, chunked_loss=chunked_loss)
 
     @cached_property
     def framework(self) -> Framework:
         """What keeps the model states in this layout: the recipe's engine, or another framework."""
-        if self.foreign is not None:
-            return self.foreign.framework
+        if self.other_setup is not None:
+            return self.other_setup.framework
         batch = self.recipe.resolve_batch(self.layout)
         return framework_of(self.recipe, self.layout, batch, shape=self.model.shape)
 
@@ -99,12 +99,12 @@ class MemoryQuery:
     @property
     def engine(self) -> str:
         """Name of the engine or framework that trains."""
-        return self.recipe.train.engine if self.foreign is None else self.foreign.name
+        return self.recipe.train.engine if self.other_setup is None else self.other_setup.name
 
     @property
     def has_zero_stages(self) -> bool:
         """Whether the layout chooses the ZeRO stage: with the recipe's DeepSpeed, or in another framework's profile."""
-        if self.foreign is not None and not isinstance(self.foreign.framework, FrameworkProfile):
+        if self.other_setup is not None and not isinstance(self.other_setup.framework, FrameworkProfile):
             return False
         return self.recipe.train.engine == "deepspeed"
 
@@ -123,13 +123,7 @@ class MemoryQuery:
             ranks = ranks.removesuffix(f"-z{layout.zero_stage}")
         if self.engine != "deepspeed":
             ranks = f"{self.engine}, {ranks}"
-        parts = [self.name, ranks, self.recipe.precision]
-        if "micro" not in swept and "seq" not in swept:
-            parts.append(f"micro-batch {setup.micro_batch_size} x {setup.seq_len}")
-        elif "micro" not in swept:
-            parts.append(f"micro-batch {setup.micro_batch_size}")
-        elif "seq" not in swept:
-            parts.append(f"samples of {setup.seq_len} tokens")
+        parts = [self.name, ranks, self.recipe.precision, *_sizes(setup, swept)]
         if setup.accumulation > 1:
             parts.append(f"accumulation {setup.accumulation}")
         parts.append(computation.attention)
@@ -139,7 +133,7 @@ class MemoryQuery:
             parts.append(f"trainable {computation.trainable}")
         if computation.loss_chunk:
             parts.append(f"loss of {computation.loss_chunk} tokens at once")
-        if self.foreign is None and not setup.chunked_loss:
+        if self.other_setup is None and not setup.chunked_loss:
             parts.append("full logits")
         if layout.sequence_parallel:
             parts.append("sequence parallel")
@@ -171,7 +165,7 @@ class MemoryQuery:
 
     def check(self) -> None:
         """Raise LayoutError for what training refuses, in terms of the recipe or of the options."""
-        refusal = self._first_conflict() if self.foreign is None else None
+        refusal = self._first_conflict() if self.other_setup is None else None
         if refusal is None:
             return
         if not self.from_options:
@@ -211,6 +205,14 @@ class MemoryQuery:
     def largest_micro_batch(self) -> int | None:
         """Samples; None where no GPU is named."""
         return None if self.gpu is None else self.memory_request.largest_micro_batch()
+
+
+def _sizes(setup: TrainingSetup, swept: Collection[str]) -> list[str]:
+    """Return the sizes of a micro-batch for a title, without what the axes of a sweep vary."""
+    if "micro" in swept:
+        return [] if "seq" in swept else [f"samples of {setup.seq_len} tokens"]
+    sizes = f"micro-batch {setup.micro_batch_size}"
+    return [sizes if "seq" in swept else f"{sizes} x {setup.seq_len}"]
 
 
 def from_recipe(path: str, options: Mapping[str, Any]) -> MemoryQuery:
@@ -259,14 +261,18 @@ def from_model(options: Mapping[str, Any]) -> MemoryQuery:
     model = ModelFacts.from_config(config)
     shape = model.shape
     layout = parse_layout(options["layout"], world_size=options["world_size"])
-    foreign = foreign_setup(options, layout, shape.hidden)
+    other_setup = framework_setup(options, layout, shape.hidden)
     chosen: dict[str, Any] = {name: "cpu" for name in ("offload_optimizer", "offload_params") if options[name]}
     chosen |= {name: options[name] for name in ("recompute", "sequence_parallel") if options[name]}
-    chosen |= {} if foreign is None else foreign.layout
+    chosen |= {} if other_setup is None else other_setup.layout
     layout = replace(layout, **chosen)
     seq_len = options["seq"] or min(_SEQ_LEN, shape.positions or _SEQ_LEN)
-    micro_batch_size = options["micro"] or (1 if foreign is None else foreign.micro_batch_size)
-    accumulation = options["accumulation"] or (foreign and foreign.accumulation) or 4 * layout.pp
+    micro_batch_size = options["micro"] or (1 if other_setup is None else other_setup.micro_batch_size)
+    accumulation = options["accumulation"]
+    if accumulation is None and other_setup is not None:
+        accumulation = other_setup.accumulation
+    if accumulation is None:
+        accumulation = 4 * layout.pp
     _samples(micro_batch_size, accumulation, layout)
     if options["imbalance"] not in (None, 1.0) and shape.experts is None:
         raise LayoutError.of("--imbalance", options["imbalance"], f"{name} has no experts", "remove --imbalance")
@@ -276,18 +282,18 @@ def from_model(options: Mapping[str, Any]) -> MemoryQuery:
         micro_batch_size=micro_batch_size,
         seq_len=seq_len,
         accumulation=accumulation,
-        precision=options["precision"] or "bf16" if foreign is None else foreign.precision,
+        precision=options["precision"] or "bf16" if other_setup is None else other_setup.precision,
         engine=options["engine"] or "deepspeed",
-        optimizer="adamw" if foreign is not None else options["optimizer"] or "adamw",
+        optimizer="adamw" if other_setup is not None else options["optimizer"] or "adamw",
         attention=_IMPLEMENTATIONS.get(options["attention"]),
     )
     if shape.learned_positions and shape.positions is not None and seq_len > shape.positions:
         raise LayoutError.of("--seq", seq_len, f"{name} has {shape.positions} positions", "lower --seq")
     computed = {"imbalance": options["imbalance"] or 1.0}
     remarks = [variant_note(options["gpu_name"])]
-    if foreign is not None:
-        computed |= foreign.computed
-        remarks += foreign.notes
+    if other_setup is not None:
+        computed |= other_setup.computed
+        remarks += other_setup.notes
     return MemoryQuery(
         name=name,
         config=config,
@@ -298,7 +304,7 @@ def from_model(options: Mapping[str, Any]) -> MemoryQuery:
         from_options=True,
         computed=computed,
         remarks=tuple(remarks),
-        foreign=foreign,
+        other_setup=other_setup,
     )
 
 
@@ -331,4 +337,3 @@ def read_config(name: str) -> dict[str, Any]:
     """The config of a known shape, of a directory, or of a config.json. Raises ModelError where there is none."""
     path = expanded(name)
     return read_config_json(path) if path.is_file() else local_config(name)
-

@@ -103,7 +103,7 @@ def _number(size: int, unit: int) -> str:
 
 def _summary(query: MemoryQuery, stages: Sequence[MemoryBreakdown], largest: int | None) -> list[Text]:
     worst = _worst(stages)
-    runs_zero = query.foreign is None and query.recipe.train.engine == "deepspeed" and query.layout.zero_stage > 0
+    runs_zero = query.other_setup is None and query.recipe.train.engine == "deepspeed" and query.layout.zero_stage > 0
     whose = "Gradients accumulate in fp32: this toolkit's default, not DeepSpeed's. --deepspeed FILE asks about yours."
     notes = [Text(whose, style="dim")] if runs_zero and query.recipe.precision != "fp32" else []
     if query.gpu is None:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import click
 
-from toolkit.cli import Count, FiniteRange
+from toolkit.cli import Count, FiniteRange, option_of
 from toolkit.cli.json_output import json_option, print_json
 from toolkit.errors import LayoutError, ReportError, spell_setting
 from toolkit.files import printable, reason_of
@@ -109,7 +109,7 @@ def _rendered(error: LayoutError) -> str:
     """The error about a schedule in this command's options."""
 
     def spell(field: str, value: Any) -> str:
-        return spell_setting(f"--{field}".replace("_", "-"), value)
+        return spell_setting(option_of(field), value)
 
     return error.as_refusal().render(spell, verb="use")
 
