@@ -17,7 +17,12 @@ CORE = CoreRates(
     layer_seconds=(1.5e-4, 2.5e-4),
     loss_bytes_per_second=(3e9, 2e9),
 )
-UNKNOWN = {"step_seconds": 0.0, "micro_batch_seconds": 0.0, "send_seconds": 0.0, "sharded_seconds": 0.0}
+UNKNOWN = {
+    "step_overhead_seconds": 0.0,
+    "micro_batch_overhead_seconds": 0.0,
+    "send_seconds": 0.0,
+    "sharded_seconds": 0.0,
+}
 
 
 def machine(*, memory_bytes_per_second: float = 8e9, **constants: float) -> Callable[[int], Cluster]:
@@ -50,16 +55,16 @@ class TestOneRank:
     def test_constants_are_those_by_which_the_time_model_explains_the_steps(
         self, measured: Callable[..., None]
     ) -> None:
-        measured(step_seconds=3e-3, micro_batch_seconds=2e-3)
+        measured(step_overhead_seconds=3e-3, micro_batch_overhead_seconds=2e-3)
         found = engines.one_rank(machine())
-        assert found["micro_batch_seconds"] == pytest.approx(2e-3)
-        assert found["step_seconds"] == pytest.approx(3e-3)
+        assert found["micro_batch_overhead_seconds"] == pytest.approx(2e-3)
+        assert found["step_overhead_seconds"] == pytest.approx(3e-3)
 
     @pytest.mark.parametrize("assumed", [2e9, 3e10])
     def test_the_updates_rate_does_not_depend_on_what_was_assumed(
         self, measured: Callable[..., None], assumed: float
     ) -> None:
-        measured(step_seconds=3e-3)
+        measured(step_overhead_seconds=3e-3)
         at_assumed = engines.one_rank(machine(memory_bytes_per_second=assumed))["memory_bytes_per_second"]
         assert at_assumed == pytest.approx(engines.MEMORY_SHARE * 8e9)
 
@@ -68,7 +73,7 @@ class TestOneRank:
     ) -> None:
         monkeypatch.setattr(EngineRun, "measured", lambda run: (1e-6, 1e-7))
         found = engines.one_rank(machine())
-        assert found["micro_batch_seconds"] == found["step_seconds"] == 0.0
+        assert found["micro_batch_overhead_seconds"] == found["step_overhead_seconds"] == 0.0
         assert 0 < found["memory_bytes_per_second"] < float("inf")
 
 

@@ -32,18 +32,18 @@ def planted(**constants: float) -> Cluster:
 def test_constants_are_those_by_which_the_time_model_explains_the_times(
     monkeypatch: pytest.MonkeyPatch, ranks: int
 ) -> None:
-    cluster = planted(link_seconds=2e-5, link_bytes_per_second=3e9, collective_seconds=7e-5)
+    cluster = planted(link_latency_seconds=2e-5, link_bytes_per_second=3e9, collective_seconds=7e-5)
     group = collectives.group(cluster, size=ranks, stride=1)
     monkeypatch.setattr(dist, "get_world_size", lambda: ranks)
     monkeypatch.setattr(links, "_agreed_calls", lambda call, seconds: 3)
-    monkeypatch.setattr(links, "_ping_pong", lambda tensor, calls: cluster.link_seconds)
+    monkeypatch.setattr(links, "_ping_pong", lambda tensor, calls: cluster.link_latency_seconds)
     monkeypatch.setattr(
         links, "_collective_seconds", lambda tensor, calls: collectives.all_reduce(cluster, group, tensor.nbytes)
     )
     found = links.measure_links(1.0, CPU)
     # The small message has 32 bytes, whose transfer counts as latency.
     assert found == pytest.approx({name: getattr(cluster, name) for name in found}, rel=1e-3)
-    assert found.keys() == {"link_seconds", "link_bytes_per_second", "collective_seconds"}
+    assert found.keys() == {"link_latency_seconds", "link_bytes_per_second", "collective_seconds"}
 
 
 def test_noise_makes_no_constant_negative_or_infinite(monkeypatch: pytest.MonkeyPatch) -> None:

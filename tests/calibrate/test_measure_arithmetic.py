@@ -24,8 +24,8 @@ RATES = {
     "layer_seconds": (1.5e-4, 2.5e-4),
     "loss_bytes_per_second": (3e9, 2e9),
 }
-LINKS = {"link_seconds": 3e-5, "link_bytes_per_second": 2e9, "collective_seconds": 4e-5}
-ONE_RANK = {"micro_batch_seconds": 1e-3, "step_seconds": 2e-3, "memory_bytes_per_second": 5e9}
+LINKS = {"link_latency_seconds": 3e-5, "link_bytes_per_second": 2e9, "collective_seconds": 4e-5}
+ONE_RANK = {"micro_batch_overhead_seconds": 1e-3, "step_overhead_seconds": 2e-3, "memory_bytes_per_second": 5e9}
 TWO_RANKS = {"send_seconds": 6e-4, "sharded_seconds": 7e-4}
 
 
@@ -105,8 +105,8 @@ class TestCpu:
 
         monkeypatch.setattr(measure.engines, "two_ranks", two_ranks)
         calibrate(EFFORT)
-        assert seen[0].link_seconds == LINKS["link_seconds"]
-        assert seen[0].step_seconds == ONE_RANK["step_seconds"]
+        assert seen[0].link_latency_seconds == LINKS["link_latency_seconds"]
+        assert seen[0].step_overhead_seconds == ONE_RANK["step_overhead_seconds"]
         assert seen[0].slowdown == 3.5 / 2.0
 
     @pytest.mark.parametrize(("slow", "slowdown"), [((3.0, 4.0), 1.75), ((1.0, 1.5), 1.0)])

@@ -130,3 +130,14 @@ def test_a_search_for_a_catalogue_model_needs_no_torch():
     )
     search = [*GPT2[:2], "gpt3-175b", "--gpus", "1024xA100", "--seq", "2048", "--global-batch", "1536"]
     assert subprocess.run([sys.executable, "-c", code, *search], capture_output=True).returncode == 0
+
+
+def test_a_cluster_file_with_the_former_names_of_latencies_is_read(capsys, tmp_path: Path):
+    steps = []
+    for name in ("network_seconds", "network_latency_seconds"):
+        file = tmp_path / f"{name}.yaml"
+        file.write_text(f"gpus_per_node: 4\n{name}: 1.0e-2\n")
+        (plan,) = plans(capsys, *GPT2, "--layout", "dp8-z1", "--micro", "4", "--cluster", str(file))
+        steps.append(plan["step_seconds"])
+    (plan,) = plans(capsys, *GPT2, "--layout", "dp8-z1", "--micro", "4")
+    assert steps[0] == steps[1] > plan["step_seconds"]

@@ -15,6 +15,7 @@ from toolkit.hardware import cpu_name, gpu
 from toolkit.models.shape import ModelShape, find_config
 from toolkit.planner.auto.ranks import cluster_named
 from toolkit.planner.calibration.file import Calibration, calibration_path, current_versions
+from toolkit.planner.cluster import FORMER_NAMES
 from toolkit.planner.execution import Execution
 from toolkit.planner.step_time import predict_step
 
@@ -28,14 +29,14 @@ CORE = {
 FACTS = {
     "cores": 2,
     "host_memory_bytes": 2e10,
-    "link_seconds": 5e-5,
+    "link_latency_seconds": 5e-5,
     "link_bytes_per_second": 2e9,
-    "network_seconds": 5e-5,
+    "network_latency_seconds": 5e-5,
     "network_bytes_per_second": 2e9,
     "collective_seconds": 5e-5,
     "send_seconds": 1e-3,
-    "step_seconds": 2e-3,
-    "micro_batch_seconds": 1e-3,
+    "step_overhead_seconds": 2e-3,
+    "micro_batch_overhead_seconds": 1e-3,
     "sharded_seconds": 1e-3,
     "slowdown": 1.1,
 }
@@ -153,12 +154,12 @@ _REACTS = {
     "kernel_seconds": ("dp1-z1", {"kernel_seconds": 4e-6}),
     "cores": ("dp2-z1", {"cluster": {"cores": 1}}),
     "slowdown": ("dp2-z1", {"cluster": {"slowdown": 1.3}}),
-    "link_seconds": ("tp2-z1", {"cluster": {"link_seconds": 1e-4}}),
+    "link_latency_seconds": ("tp2-z1", {"cluster": {"link_latency_seconds": 1e-4}}),
     "link_bytes_per_second": ("tp2-z1", {"cluster": {"link_bytes_per_second": 1e9}}),
     "collective_seconds": ("tp2-z1", {"cluster": {"collective_seconds": 1e-4}}),
     "send_seconds": ("pp2-z1", {"cluster": {"send_seconds": 2e-3}}),
-    "step_seconds": ("dp1-z1", {"cluster": {"step_seconds": 3e-3}}),
-    "micro_batch_seconds": ("dp1-z1", {"cluster": {"micro_batch_seconds": 2e-3}}),
+    "step_overhead_seconds": ("dp1-z1", {"cluster": {"step_overhead_seconds": 3e-3}}),
+    "micro_batch_overhead_seconds": ("dp1-z1", {"cluster": {"micro_batch_overhead_seconds": 2e-3}}),
     "sharded_seconds": ("dp2-z3", {"cluster": {"sharded_seconds": 2e-3}}),
 }
 
@@ -174,7 +175,7 @@ def test_a_step_takes_longer_where_a_constant_is_worse(constant: str) -> None:
 
 
 def test_ranks_that_share_cores_take_as_long_as_fewer_ranks_with_more_samples() -> None:
-    crowded = calibration(cluster=FACTS | {"slowdown": 1.0, "link_seconds": 0, "collective_seconds": 0})
+    crowded = calibration(cluster=FACTS | {"slowdown": 1.0, "link_latency_seconds": 0, "collective_seconds": 0})
     two, four = (step(f"dp{ranks}-z1", crowded) for ranks in (2, 4))
     assert four == pytest.approx(two, rel=0.1)
     assert step("dp1-z1", crowded) > 1.8 * two
@@ -187,7 +188,7 @@ def test_a_pipeline_on_shared_cores_has_no_bubble_where_the_cores_stay_busy() ->
 
 def test_a_plan_at_launch_takes_the_stored_constants_as_long_as_they_hold(stored: Path) -> None:
     found, measured = cluster_named("cpu", 4)[0], calibration().of_ranks(4)
-    assert (found.gpu.core, found.link_seconds) == (measured.gpu.core, measured.link_seconds)
+    assert (found.gpu.core, found.link_latency_seconds) == (measured.gpu.core, measured.link_latency_seconds)
     calibration(versions={"torch": "1.0"}).write(stored)
     assert cluster_named("cpu", 4)[0].gpu.core is None
 
@@ -209,3 +210,10 @@ def test_a_gpu_has_its_measured_rates_in_the_place_of_the_data_sheets(
         )
     assert end.value.code == 2
     assert known.name in capsys.readouterr().err
+
+
+def test_a_file_with_the_former_names_of_fields_is_read() -> None:
+    former = {present: name for name, present in FORMER_NAMES.items()}
+    facts = {former.get(name, name): value for name, value in FACTS.items()}
+    assert facts != FACTS
+    assert Calibration.model_validate(document(cluster=facts)).cluster == FACTS

@@ -157,7 +157,7 @@ def test_offload_moves_the_update_to_the_host() -> None:
     plain = predict_step(step)
     offloaded = predict_step(changed(step, layout=replace(step.layout, offload_optimizer="cpu")))
     # What stays on the GPU: the norm of the gradients, and what an engine takes for any step.
-    assert CLUSTER.step_seconds < offloaded.optimizer < plain.optimizer
+    assert CLUSTER.step_overhead_seconds < offloaded.optimizer < plain.optimizer
     assert offloaded.optimizer + offloaded.offload > plain.optimizer
 
 

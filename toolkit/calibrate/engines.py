@@ -116,7 +116,11 @@ def one_rank(cluster: Callable[[int], Cluster], *, steps: int = 30) -> dict[str,
     wide_bytes = _updated_bytes(wide, cluster)
     rate = (wide_bytes - few_bytes) / max(wide_update - few_update, 1e-6)
     fixed = few_step - micro - _computing(few, cluster) - few_bytes / rate
-    return {"micro_batch_seconds": micro, "step_seconds": max(0.0, fixed), "memory_bytes_per_second": rate}
+    return {
+        "micro_batch_overhead_seconds": micro,
+        "step_overhead_seconds": max(0.0, fixed),
+        "memory_bytes_per_second": rate,
+    }
 
 
 def _computing(run: EngineRun, cluster: Callable[[int], Cluster]) -> float:
@@ -127,7 +131,7 @@ def _computing(run: EngineRun, cluster: Callable[[int], Cluster]) -> float:
 def _updated_bytes(run: EngineRun, cluster: Callable[[int], Cluster]) -> float:
     """Return the bytes that the update reads and writes, as the time model counts them."""
     known = cluster(1)
-    at_once = replace(known, step_seconds=0.0, gpu=replace(known.gpu, kernel_seconds=0.0))
+    at_once = replace(known, step_overhead_seconds=0.0, gpu=replace(known.gpu, kernel_seconds=0.0))
     return run.predicted(lambda _: at_once).optimizer * MEMORY_SHARE * known.gpu.memory_bytes_per_second
 
 

@@ -24,7 +24,7 @@ def measure_links(seconds: float, device: torch.device) -> dict[str, float]:
     hop = _ping_pong(small, calls)
     moved = 2 * _LARGE_BYTES * (ranks - 1) / ranks
     return {
-        "link_seconds": hop,
+        "link_latency_seconds": hop,
         "collective_seconds": max(0.0, latency - 2 * (ranks - 1) * hop),
         "link_bytes_per_second": moved / LINK_SHARE / max(transfer - latency, 1e-9),
     }

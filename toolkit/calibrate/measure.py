@@ -111,13 +111,13 @@ def _without_ranks() -> dict[str, float]:
     return {
         "cores": max(1, len(os.sched_getaffinity(0)) // threads),
         "host_memory_bytes": float(host_memory_bytes()),
-        "link_seconds": 1e-4,
+        "link_latency_seconds": 1e-4,
         "link_bytes_per_second": 1e9,
-        "network_seconds": 1e-4,
+        "network_latency_seconds": 1e-4,
         "network_bytes_per_second": 1e9,
         "collective_seconds": 0.0,
         "send_seconds": 0.0,
-        "step_seconds": 0.0,
+        "step_overhead_seconds": 0.0,
     }
 
 

@@ -59,8 +59,8 @@ def all_reduce(cluster: Cluster, ranks: RankGroup, size: float, messages: float 
     hops = 2 * (ranks.local - 1)
     if m == 1:
         return _inside(cluster, ranks, hops, 2 * size * (n - 1) / n, messages)
-    ring = 2 * m * cluster.network_seconds + 2 * (n - m) * cluster.link_seconds
-    tree = hops * cluster.link_seconds + 2 * math.log2(m) * cluster.network_seconds
+    ring = 2 * m * cluster.network_latency_seconds + 2 * (n - m) * cluster.link_latency_seconds
+    tree = hops * cluster.link_latency_seconds + 2 * math.log2(m) * cluster.network_latency_seconds
     return messages * (cluster.collective_seconds + min(ring, tree)) + 2 * size * (n - 1) / n / _bandwidth(
         cluster, ranks
     )
@@ -76,7 +76,7 @@ def all_gather(cluster: Cluster, ranks: RankGroup, size: float, messages: float 
         return 0.0
     if m == 1:
         return _inside(cluster, ranks, n - 1, size * (n - 1) / n, messages)
-    latency = m * cluster.network_seconds + (n - m) * cluster.link_seconds
+    latency = m * cluster.network_latency_seconds + (n - m) * cluster.link_latency_seconds
     return messages * (cluster.collective_seconds + latency) + size * (n - 1) / n / _bandwidth(cluster, ranks)
 
 
@@ -92,7 +92,7 @@ def all_to_all(cluster: Cluster, ranks: RankGroup, size: float, merged: tuple[fl
     inside = merged[0] * local / (LINK_SHARE * cluster.link_bytes_per_second)
     away = merged[1] * size * (ranks.size - ranks.local) / ranks.size
     outside = away / (NETWORK_SHARE * cluster.network_bytes_per_second)
-    latency = cluster.link_seconds if ranks.nodes == 1 else cluster.network_seconds
+    latency = cluster.link_latency_seconds if ranks.nodes == 1 else cluster.network_latency_seconds
     return cluster.collective_seconds + latency * math.log2(ranks.size) + max(inside, outside)
 
 
@@ -100,16 +100,19 @@ def send(cluster: Cluster, size: float, *, between_nodes: bool) -> float:
     """Seconds until a neighbor stage has `size` bytes and goes on."""
     if between_nodes:
         return (
-            cluster.send_seconds + cluster.network_seconds + size / (NETWORK_SHARE * cluster.network_bytes_per_second)
+            cluster.send_seconds
+            + cluster.network_latency_seconds
+            + size / (NETWORK_SHARE * cluster.network_bytes_per_second)
         )
-    return cluster.send_seconds + cluster.link_seconds + size / (LINK_SHARE * cluster.link_bytes_per_second)
+    return cluster.send_seconds + cluster.link_latency_seconds + size / (LINK_SHARE * cluster.link_bytes_per_second)
 
 
 def _inside(cluster: Cluster, ranks: RankGroup, hops: int, size: float, messages: float) -> float:
     """Seconds to send `size` bytes over so many hops inside a node, by the faster of NCCL's protocols; gloo has one."""
     bandwidth = _bandwidth(cluster, ranks)
     return min(
-        messages * (cluster.collective_seconds + hops * (cluster.link_seconds + wait)) + size / (share * bandwidth)
+        messages * (cluster.collective_seconds + hops * (cluster.link_latency_seconds + wait))
+        + size / (share * bandwidth)
         for wait, share in (((0.0, 1.0),) if cluster.cores else PROTOCOLS)
     )
 

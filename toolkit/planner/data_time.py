@@ -160,7 +160,7 @@ def optimizer_seconds(request: StepRequest) -> float:
         update = (request.run.facts["optimizer"] - _SAVED.get(request.optimizer, 0)) * share
     return (
         stream_seconds(request.cluster.gpu, update + 4 * numel, 20)
-        + request.cluster.step_seconds
+        + request.cluster.step_overhead_seconds
         + (muon_seconds(request) if request.optimizer == "muon" else 0.0)
     )
 

@@ -106,11 +106,11 @@ def predict_step(request: StepRequest) -> StepTime:
             total = total.plus(embedding, _end_idle(request, embedding))
         if stage == layout.pp - 1:
             total = total.plus(head, _end_idle(request, head))
-        stages.append(total.scaled(request.cluster.alongside(request.gpus)))
+        stages.append(total.scaled(request.cluster.slowdown_of_active_ranks(request.gpus)))
     slowest = max(stages, key=lambda stage: stage.seconds)
     forward_share = 1 - slowest.backward / slowest.seconds
     waiting = bubble_seconds([stage.seconds for stage in stages], forward_share, m) / run.virtual_stages
-    crowding = request.cluster.crowding(request.gpus)
+    crowding = request.cluster.ranks_per_core(request.gpus)
     if crowding > 1:
         # Ranks share cores: the work of all takes as long as the cores do, and the pipeline at least its own time.
         alone = m * slowest.seconds + waiting
@@ -127,7 +127,7 @@ def predict_step(request: StepRequest) -> StepTime:
     return StepTime(
         compute=m * slowest.compute,
         recompute=m * slowest.recompute,
-        host=m * (slowest.host + crowding * request.cluster.micro_batch_seconds),
+        host=m * (slowest.host + crowding * request.cluster.micro_batch_overhead_seconds),
         tensor=m * slowest.tensor,
         expert=m * slowest.expert,
         pipeline=crowding * pipeline,

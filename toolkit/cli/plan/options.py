@@ -14,7 +14,7 @@ from toolkit.estimate.trainable import EVERYTHING, Trainable
 from toolkit.files import expanded, read_text, reason_of
 from toolkit.hardware import gpu as find_gpu
 from toolkit.planner.calibration.file import CPU, MEASURED, Calibration, is_calibration
-from toolkit.planner.cluster import Cluster
+from toolkit.planner.cluster import Cluster, with_present_names
 from toolkit.planner.execution import Execution, Format
 from toolkit.planner.request import Plan, PlanRequest
 from toolkit.planner.search import best_micro_batch
@@ -143,7 +143,7 @@ def _yaml_facts(path: str) -> dict[str, Any]:
         raise RunError.of("--cluster", path, problem.message.rstrip("."), "write one fact a line")
     if not isinstance(document.value, dict):
         raise RunError.of("--cluster", path, "it is not a mapping of facts", "write gpus_per_node: 8 and the like")
-    return dict(document.value)
+    return with_present_names(document.value)
 
 
 def plan_of(request: PlanRequest, text: str, options: Mapping[str, Any]) -> Plan:

@@ -64,7 +64,9 @@ def cluster_named(name: str | None, ranks: int) -> tuple[Cluster, str]:
 
 def _cluster(kind: Gpu) -> Cluster:
     """Return the cluster with the figures of data sheets."""
-    return Cluster.of(kind, **({"link_seconds": 1e-4, "network_seconds": 2e-4} if kind.name == CPU else {}))
+    return Cluster.of(
+        kind, **({"link_latency_seconds": 1e-4, "network_latency_seconds": 2e-4} if kind.name == CPU else {})
+    )
 
 
 def _kind(name: str, ranks: int) -> Gpu:

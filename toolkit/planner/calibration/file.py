@@ -5,16 +5,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from toolkit import __version__
 from toolkit.errors import RunError
 from toolkit.files import cache_folder, first_problem, read_text, reason_of, sync
 from toolkit.hardware import CoreRates, Gpu, cpu_name
 from toolkit.hardware import gpu as find_gpu
-from toolkit.planner.cluster import Cluster
+from toolkit.planner.cluster import Cluster, with_present_names
 
 CPU = "cpu"
 """The name that stands for a rank on a core of this machine where a GPU is named."""
@@ -60,13 +60,19 @@ class Calibration(BaseModel):
     others: Seconds = 0.0
     """Cores that other programs kept busy meanwhile."""
 
+    @field_validator("cluster", mode="before")
+    @classmethod
+    def _present_names(cls, facts: Any) -> Any:
+        """Read files of version 0.2, in which some fields had other names."""
+        return with_present_names(facts) if isinstance(facts, Mapping) else facts
+
     @property
     def summary(self) -> str:
         """The main figures on one line."""
         if self.core is None:
             return f"{self.matmul_fraction}, memory {self.memory_bytes_per_second / 1e9:.0f} GB/s"
         best = [f"{name} {max(row[3] for row in rows) / 1e9:.0f}" for name, rows in self.core.products.items()]
-        link = f"{self.cluster['link_seconds'] * 1e6:.0f} us and {self.cluster['link_bytes_per_second'] / 1e9:.2g} GB/s"
+        link = f"{self.cluster['link_latency_seconds'] * 1e6:.0f} us and {self.cluster['link_bytes_per_second'] / 1e9:.2g} GB/s"
         memory = f"{self.memory_bytes_per_second / 1e9:.1f} GB/s of memory"
         return f"a rank has {' and '.join(best)} GFLOP/s, {memory}; between ranks {link}"
 
