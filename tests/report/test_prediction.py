@@ -13,9 +13,12 @@ from toolkit.hardware import gpu
 from toolkit.planner.cluster import Cluster
 from toolkit.planner.request import predict
 from toolkit.planner.run_memory import estimate_for_run
-from toolkit.report.prediction import compare_with_plan
+from toolkit.planner.step_time import TERMS
+from toolkit.report.prediction import TRACED, compare_with_plan
 from toolkit.report.recorded_run import RecordedRun, read_runs
 from toolkit.report.runs_page import runs_page
+from toolkit.report.step_bars import TONES
+from toolkit.report.trace_terms import TERMS as TRACE_TERMS
 
 
 def slow_run(folder: Path, *, recipe: str = RECIPE, device: str = "NVIDIA H100 80GB HBM3 x 4", slow: float = 1.5):
@@ -139,3 +142,13 @@ def test_several_runs_are_rows_of_one_table(tmp_path: Path) -> None:
     table = runs_page(runs, command="dstk report").partition('id="predicted"')[2].partition("</table>")[0]
     ratios = [re.findall(r'<td class="number">([^<]*)</td>', row)[2] for row in table.split("<tr>")[2:]]
     assert ratios == ["1.20", "–"]
+
+
+def test_each_term_of_the_time_model_has_a_color_and_a_row_for_traces() -> None:
+    assert set(TERMS) <= set(TONES)
+    assert set(TRACED) == set(TERMS)
+
+
+def test_each_term_of_a_trace_has_a_color_and_is_compared_once() -> None:
+    assert set(TRACE_TERMS) <= set(TONES)
+    assert sorted(part for parts in TRACED.values() for part in parts) == sorted(TRACE_TERMS)

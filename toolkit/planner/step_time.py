@@ -32,6 +32,8 @@ from toolkit.planner.step_request import StepRequest
 from toolkit.planner.trained import HOST_SHARES
 
 TERMS = ("compute", "recompute", "host", "tensor", "expert", "pipeline", "bubble", "data", "optimizer", "offload")
+"""Fields of StepTime that add up to the step. Each has a color in `TONES` of toolkit/report/step_bars.py, and a row in
+`TRACED` of toolkit/report/prediction.py."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +43,7 @@ class StepTime:
     compute: float
     """Kernels of forward and backward pass of the slowest stage."""
     recompute: float
+    """The forward pass again, or attention or tiled MLPs alone, on the slowest stage."""
     host: float
     """The GPU waits for the host that launches its kernels."""
     tensor: float
@@ -54,7 +57,9 @@ class StepTime:
     data: float
     """Reduction of gradients and gathering of weights, as far as it is not hidden behind computation."""
     optimizer: float
+    """The update of a rank's share of the weights, the norm of the gradients, and the engine's own work."""
     offload: float
+    """Copies to the host and NVMe and back, and the update on the host, as far as nothing hides them."""
     tokens: int
     """Tokens of the global batch."""
     gpus: int
@@ -152,7 +157,7 @@ class _Stage:
     tensor: float
     expert: float
     backward: float
-    """Seconds of the backward pass, in all other fields together."""
+    """Seconds of the backward pass, already included in the fields above."""
 
     @property
     def seconds(self) -> float:

@@ -1,6 +1,6 @@
 """A run beside its plan: the step and the memory that are predicted for it, and what it took."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -13,6 +13,24 @@ from toolkit.planner.step_time import StepTime
 from toolkit.report.recorded_run import RecordedRun
 from toolkit.report.step_bars import StepBar, digits, step_bars
 from toolkit.report.trace_terms import ProfiledSteps
+
+TRACED: Mapping[str, tuple[str, ...]] = {
+    "compute": ("compute",),
+    "recompute": (),
+    "host": ("idle",),
+    "tensor": ("tensor", "sequence"),
+    "expert": ("expert",),
+    "pipeline": ("pipeline",),
+    "bubble": (),
+    "data": ("data", "world"),
+    "optimizer": ("optimizer",),
+    "offload": ("copies",),
+}
+"""Terms of the time model, and those of a trace that are the same time; empty where a trace does not tell it.
+
+A trace does not tell recomputation from the rest of the backward pass, nor waiting for the host from waiting for other
+stages: both are with the first of the two.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,14 +99,12 @@ class PredictedRun:
     def _profiled(self, name: str) -> float | None:
         """Return the seconds of a predicted term in the traced step; None where a trace does not tell it.
 
-        A trace does not tell recomputation from the rest of the backward pass, nor waiting for the host from waiting
-        for other stages: both are with the first of the two.
+        See `TRACED`.
         """
-        if self.traced is None or name in ("recompute", "bubble"):
+        if self.traced is None or not TRACED[name]:
             return None
-        names = {"host": ("idle",), "offload": ("copies",), "data": ("data", "world"), "tensor": ("tensor", "sequence")}
         step = self.traced.step()
-        return sum(step[part] for part in names.get(name, (name,)))
+        return sum(step[part] for part in TRACED[name])
 
     @property
     def bars(self) -> list[StepBar]:

@@ -4,11 +4,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 TONES = {
-    "compute": "cool0", "recompute": "cool3", "host": "tolerance", "tensor": "warm0", "expert": "cool1",
-    "pipeline": "warm2", "bubble": "reference", "data": "warm1", "optimizer": "cool2", "offload": "warm3",
-    "sequence": "warm0", "world": "cool1", "copies": "warm3", "idle": "reference", "measured": "ink",
-}  # fmt: skip
-"""The terms in their order in a bar, and a step of which only the whole is known."""
+    "compute": "cool0",
+    "recompute": "cool3",
+    "host": "tolerance",
+    "tensor": "warm0",
+    "expert": "cool1",
+    "pipeline": "warm2",
+    "bubble": "reference",
+    "data": "warm1",
+    "optimizer": "cool2",
+    "offload": "warm3",
+    "sequence": "warm0",
+    "world": "cool1",
+    "copies": "warm3",
+    "idle": "reference",
+    "measured": "ink",
+}
+"""Colors of terms, in their order in a bar: every term of the time model and of a trace, and `measured`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +36,7 @@ class StepBar:
         return sum(self.terms.values())
 
     @property
-    def said(self) -> str:
+    def seconds_text(self) -> str:
         return f"{digits(self.seconds)} s"
 
 

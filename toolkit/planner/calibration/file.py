@@ -72,7 +72,8 @@ class Calibration(BaseModel):
         if self.core is None:
             return f"{self.matmul_fraction}, memory {self.memory_bytes_per_second / 1e9:.0f} GB/s"
         best = [f"{name} {max(row[3] for row in rows) / 1e9:.0f}" for name, rows in self.core.products.items()]
-        link = f"{self.cluster['link_latency_seconds'] * 1e6:.0f} us and {self.cluster['link_bytes_per_second'] / 1e9:.2g} GB/s"
+        latency = f"{self.cluster['link_latency_seconds'] * 1e6:.0f} us"
+        link = f"{latency} and {self.cluster['link_bytes_per_second'] / 1e9:.2g} GB/s"
         memory = f"{self.memory_bytes_per_second / 1e9:.1f} GB/s of memory"
         return f"a rank has {' and '.join(best)} GFLOP/s, {memory}; between ranks {link}"
 
