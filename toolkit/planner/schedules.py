@@ -55,11 +55,19 @@ class Schedule:
         """
         most = []
         for order in self.orders:
-            whole = rest = 0
+            whole = 0
+            rest = 0
             peak = (0, 0)
             for kind, _, _ in order:
-                whole += (kind == "F") - (kind in "BD")
-                rest += (kind == "B") - (kind == "W")
+                if kind == "F":
+                    whole += 1
+                elif kind == "D":
+                    whole -= 1
+                elif kind == "B":
+                    whole -= 1
+                    rest += 1
+                else:
+                    rest -= 1
                 peak = max(peak, (whole, rest), key=lambda held: (held[0] + waiting_share * held[1], held[0]))
             most.append((peak[0] / self.virtual_stages, peak[1] / self.virtual_stages))
         return most
@@ -75,7 +83,7 @@ def schedule_of(kind: Kind, *, pp: int, micro_batches: int, virtual_stages: int 
     chunks = virtual_stages or (2 if kind == "interleaved" else 1)
     _check(kind, pp, micro_batches, chunks)
     ranks = range(pp)
-    rank_of = (*ranks,) * chunks
+    rank_of = tuple(rank for _ in range(chunks) for rank in ranks)
     orders: list[Iterable[Operation]]
     if kind == "gpipe":
         orders = [_gpipe(rank, micro_batches) for rank in ranks]
@@ -135,7 +143,9 @@ def _interleaved(rank: int, pp: int, micro_batches: int, chunks: int) -> Iterabl
     def nth(kind: Pass, n: int) -> Operation:
         group, place = divmod(n, pp * chunks)
         chunk, within = divmod(place, pp)
-        return kind, (chunk if kind == "F" else chunks - 1 - chunk) * pp + rank, group * pp + within
+        if kind != "F":
+            chunk = chunks - 1 - chunk
+        return kind, chunk * pp + rank, group * pp + within
 
     # Twice the distance to the last rank: a gradient must come back from it in each chunk.
     ahead = min(total, 2 * (pp - 1 - rank) + (chunks - 1) * pp)
@@ -151,7 +161,8 @@ def _zb_h1(rank: int, pp: int, micro_batches: int) -> Iterable[Operation]:
 
     Where no forward pass is left, a W fills each wait for the next gradient.
     """
-    ahead, done = pp - 1 - rank, 0
+    ahead = pp - 1 - rank
+    done = 0
     yield from (("F", rank, micro_batch) for micro_batch in range(min(ahead, micro_batches)))
     for micro_batch in range(micro_batches):
         forward = micro_batch + ahead
@@ -175,14 +186,14 @@ def _zb_v(rank: int, pp: int, micro_batches: int) -> Iterable[Operation]:
     stages = {"down": rank, "up": 2 * pp - 1 - rank}
     done: dict[tuple[str, str], int] = {}
     rounds = max(micro_batches, 2 * pp - 1)
-    out: list[Operation] = []
+    operations: list[Operation] = []
 
     def run(chunk: str, *kinds: Pass) -> None:
         for kind in kinds:
             micro_batch = done.get((chunk, kind), 0)
             done[chunk, kind] = micro_batch + 1
             if micro_batch < micro_batches:
-                out.append((kind, stages[chunk], micro_batch))
+                operations.append((kind, stages[chunk], micro_batch))
 
     for _ in range(2 * (pp - rank) - 1):
         run("down", "F")
@@ -204,4 +215,4 @@ def _zb_v(rank: int, pp: int, micro_batches: int) -> Iterable[Operation]:
     for chunk in ("up", "down"):
         while done.get((chunk, "W"), 0) < rounds:
             run(chunk, "W")
-    return out
+    return operations

@@ -27,7 +27,9 @@ def stage_bounds(shape: ModelShape, stages: int, rule: Rule) -> tuple[int, ...]:
     total = count * layer + head
     bounds = [0]
     for index in range(1, count + 1):
-        # A stage ends with the layer that takes the sum beyond its share.
+        # A stage ends with the layer whose cost pushes the running total past the stage's share.
         if len(bounds) < stages and index * layer > total * len(bounds) / stages:
             bounds.append(index)
-    return (*bounds, *[count] * (stages + 1 - len(bounds)))
+    while len(bounds) < stages + 1:
+        bounds.append(count)
+    return tuple(bounds)
