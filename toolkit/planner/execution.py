@@ -44,8 +44,7 @@ class Execution:
     """Dispatcher that brings tokens to the ranks of their experts; empty for the framework's own. DeepEP sends a token
     once to each rank that has any of its experts, and once to each node."""
     routing: Literal["random", "consecutive"] = "random"
-    """Experts that a token goes through, where it matters how many ranks have them: any, or neighbors, as a benchmark
-    does that deals experts out in turn."""
+    """How a token's top-k experts are drawn: at random, or consecutive, which some benchmarks force."""
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a framework without a profile."""
@@ -63,7 +62,7 @@ class Execution:
         return UNITS[self.precision]
 
     @property
-    def wide(self) -> MatmulPrecision:
+    def attention_precision(self) -> MatmulPrecision:
         """Precision of everything but the layers' matrix products: 16 bits, or 32 where the layers have 32."""
         return self.unit if self.unit not in ("fp8", "fp4") else "bf16"
 

@@ -163,7 +163,7 @@ def expert_seconds(
     shared = max(0, experts.always - experts.count * h) // h // work.tp
     gates = shared - shared * experts.ffn * h // experts.weights  # up, or up and gate
     dense = [(work.tokens, experts.count, h), (work.tokens, gates, h), (work.tokens, h, shared - gates)]
-    always = sum((_linear(gpu, product, run.wide, trained) for product in dense), Passes())
+    always = sum((_linear(gpu, product, run.attention_precision, trained) for product in dense), Passes())
     facts = run.facts
     size = run.activation_bytes / 2
     passes = []
@@ -193,7 +193,7 @@ def head_seconds(gpu: Gpu, shape: ModelShape, work: RankWork, run: Execution, tr
         backward=stream_seconds(gpu, logits * backward, 4, reached=rates[1]),
     )
     share = 1.0 if trained is None else float(trained.has_head)
-    return _linear(gpu, (work.tokens, vocab, shape.embed_dim), run.wide, share) + loss
+    return _linear(gpu, (work.tokens, vocab, shape.embed_dim), run.attention_precision, share) + loss
 
 
 @lru_cache(maxsize=4096)
@@ -222,9 +222,9 @@ def attention_seconds(gpu: Gpu, shape: ModelShape, work: RankWork, run: Executio
     tokens = work.tokens * work.heads_split
     width = shape.head_dim if shape.latent is None else (shape.head_dim + shape.latent.value_dim) / 2
     flops = 4.0 * tokens * work.seq_len * heads * width
-    peak = gpu.peak_flops(run.wide) or gpu.fp32_flops
+    peak = gpu.peak_flops(run.attention_precision) or gpu.fp32_flops
     if gpu.core is not None:
-        rates = gpu.core.attention[run.wide]
+        rates = gpu.core.attention[run.attention_precision]
         return Passes(forward=flops / 2 / rates[0], backward=2.5 * flops / 2 / rates[1])
     if shape.windowed and run.attention not in _SCORES:  # kernels that skip blocks outside of a window
         flops *= 1 - shape.windowed * (1 - min(1.0, 2 * shape.window / work.seq_len))
@@ -244,7 +244,9 @@ def attention_seconds(gpu: Gpu, shape: ModelShape, work: RankWork, run: Executio
     seconds = []
     for way, (passes, touched) in enumerate(zip((1, 2), _PRODUCTS, strict=True)):
         # Products over narrow heads write or read every score: they are as often bound by memory as by their units.
-        product = max(passes * flops / (fraction(gpu, run.wide) * peak), stream_seconds(gpu, scores * touched, 0))
+        product = max(
+            passes * flops / (fraction(gpu, run.attention_precision) * peak), stream_seconds(gpu, scores * touched, 0)
+        )
         rest = _SCORES[run.attention][way] + (_DROPOUT[way] if run.dropout else 0)
         seconds.append(product + stream_seconds(gpu, scores * rest, 6))
     return Passes(forward=seconds[0], backward=seconds[1])

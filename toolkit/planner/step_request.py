@@ -45,12 +45,12 @@ class StepRequest:
         layout = setup.layout
         shards = layout.ulysses * self.run.context_parallel
         tokens = setup.micro_batch_size * setup.seq_len // shards
-        lanes = 1 if layout.experts == "inner" else layout.tp
+        expert_input_shards = 1 if layout.experts == "inner" else layout.tp
         routed_rows = 0.0
         experts = setup.model.shape.experts
         if experts is not None:
             busiest = setup.computation.imbalance if setup.expert_owners > 1 else 1.0
-            routed_rows = tokens * experts.per_token * busiest / lanes
+            routed_rows = tokens * experts.per_token * busiest / expert_input_shards
         return RankWork(
             tokens=tokens,
             seq_len=setup.seq_len,
@@ -75,7 +75,7 @@ class StepRequest:
 
     @property
     def routed(self) -> float:
-        """Weights of routed experts, of the rank that holds most of them: so many replicas less have the same ones."""
+        """Weights of routed experts, of the rank that holds most of them: 1/ep of a layer's on each."""
         return max(self.stages) * routed_parameters(self.shape) / (self.layout.tp * self.layout.ep)
 
     @property

@@ -115,30 +115,32 @@ def predict_step(request: StepRequest) -> StepTime:
     slowest = max(stages, key=lambda stage: stage.seconds)
     forward_share = 1 - slowest.backward / slowest.seconds
     waiting = bubble_seconds([stage.seconds for stage in stages], forward_share, m) / run.virtual_stages
-    crowding = request.cluster.ranks_per_core(request.gpus)
-    if crowding > 1:
+    limiting = slowest
+    ranks_per_core = request.cluster.ranks_per_core(request.gpus)
+    if ranks_per_core > 1:
         # Ranks share cores: the work of all takes as long as the cores do, and the pipeline at least its own time.
         alone = m * slowest.seconds + waiting
-        slowest = _sum(stages).scaled(crowding / len(stages))
-        waiting = max(0.0, alone - m * slowest.seconds)
+        average_per_core = _sum(stages).scaled(ranks_per_core / len(stages))
+        limiting = average_per_core
+        waiting = max(0.0, alone - m * limiting.seconds)
     pipeline = _pipeline(request)
-    forward = slowest.seconds - slowest.backward
-    backward = slowest.backward
+    forward = limiting.seconds - limiting.backward
+    backward = limiting.backward
     data = data_seconds(request, forward, backward)
-    offload = crowding * offload_seconds(request, backward) + m * activation_seconds(request, forward, backward)
+    offload = ranks_per_core * offload_seconds(request, backward) + m * activation_seconds(request, forward, backward)
     tokens = request.setup.global_batch_size * request.setup.seq_len
     count = train_flops_per_token if trained is None else trained.flops_per_token
     flops = count(shape, request.setup.seq_len)
     return StepTime(
-        compute=m * slowest.compute,
-        recompute=m * slowest.recompute,
-        host=m * (slowest.host + crowding * request.cluster.micro_batch_overhead_seconds),
-        tensor=m * slowest.tensor,
-        expert=m * slowest.expert,
-        pipeline=crowding * pipeline,
+        compute=m * limiting.compute,
+        recompute=m * limiting.recompute,
+        host=m * (limiting.host + ranks_per_core * request.cluster.micro_batch_overhead_seconds),
+        tensor=m * limiting.tensor,
+        expert=m * limiting.expert,
+        pipeline=ranks_per_core * pipeline,
         bubble=waiting,
-        data=crowding * data,
-        optimizer=crowding * optimizer_seconds(request),
+        data=ranks_per_core * data,
+        optimizer=ranks_per_core * optimizer_seconds(request),
         offload=offload,
         tokens=tokens,
         gpus=request.gpus,
@@ -164,7 +166,14 @@ class _Stage:
         return self.compute + self.recompute + self.host + self.tensor + self.expert
 
     def scaled(self, factor: float) -> "_Stage":
-        return _Stage(**{name: factor * getattr(self, name) for name in self.__dataclass_fields__})
+        return _Stage(
+            compute=factor * self.compute,
+            recompute=factor * self.recompute,
+            host=factor * self.host,
+            tensor=factor * self.tensor,
+            expert=factor * self.expert,
+            backward=factor * self.backward,
+        )
 
     def plus(self, end: Passes, idle: Sequence[float]) -> "_Stage":
         """Return the stage with the seconds of the embeddings or the head added."""
@@ -177,7 +186,14 @@ class _Stage:
 
 
 def _sum(stages: Sequence[_Stage]) -> _Stage:
-    return _Stage(**{name: sum(getattr(stage, name) for stage in stages) for name in _Stage.__dataclass_fields__})
+    return _Stage(
+        compute=sum(stage.compute for stage in stages),
+        recompute=sum(stage.recompute for stage in stages),
+        host=sum(stage.host for stage in stages),
+        tensor=sum(stage.tensor for stage in stages),
+        expert=sum(stage.expert for stage in stages),
+        backward=sum(stage.backward for stage in stages),
+    )
 
 
 def _layers(request: StepRequest) -> Iterator[_Stage]:
@@ -190,8 +206,8 @@ def _layers(request: StepRequest) -> Iterator[_Stage]:
     none = _layer(request, "none")
     full = _layer(request, "full")
     for count in request.stages:
-        again = sum(recomputes(recompute, layer) for layer in range(first, first + count))
-        yield _sum([full.scaled(again), none.scaled(count - again)])
+        recomputed = sum(recomputes(recompute, layer) for layer in range(first, first + count))
+        yield _sum([full.scaled(recomputed), none.scaled(count - recomputed)])
         first += count
 
 
@@ -234,19 +250,14 @@ def _layer(request: StepRequest, recompute: Recompute) -> _Stage:
     times = 2 if recompute == "full" else 1
     tensor = forward_tensor * times + backward_tensor
     exchange = _exchange(request)
-    calls = 2 * COLLECTIVE_HOST_SECONDS * ((request.layout.tp > 1) + (exchange > 0))
-    adapters = 0 if request.trained is None else len(request.trained.adapters)
-    host_forward, host_backward = (
-        seconds * (1 + share * adapters) + calls + expert_share(request.shape) * routing
-        for seconds, share, routing in zip(run.facts["host"], HOST_SHARES, run.facts["routing_host"], strict=True)
-    )
+    host_forward, host_backward = _host(request, has_exchange=exchange > 0)
     host_backward *= reached
-    forward_tensor += exchange
-    backward_tensor += reached * exchange
-    busy_forward = once.forward + forward_tensor
-    busy_backward = once.backward + again + backward_tensor
+    communication_forward = forward_tensor + exchange
+    communication_backward = backward_tensor + reached * exchange
+    busy_forward = once.forward + communication_forward
+    busy_backward = once.backward + again + communication_backward
     if recompute == "full":
-        busy_backward += forward_tensor
+        busy_backward += communication_forward
         host_backward += host_forward
     idle_forward, idle_backward = _idle(request, (host_forward, host_backward), (busy_forward, busy_backward))
     if gpu.core is not None and recompute == "full":
@@ -258,6 +269,25 @@ def _layer(request: StepRequest, recompute: Recompute) -> _Stage:
         tensor=tensor,
         expert=exchange * (times + reached),
         backward=busy_backward + idle_backward + accumulated,
+    )
+
+
+def _host(request: StepRequest, *, has_exchange: bool) -> tuple[float, float]:
+    """Return the seconds that the host takes to launch a layer's kernels and collectives, forward and backward."""
+    calls = 0.0
+    if request.layout.tp > 1:
+        calls += 2 * COLLECTIVE_HOST_SECONDS
+    if has_exchange:
+        calls += 2 * COLLECTIVE_HOST_SECONDS
+    adapters = 0 if request.trained is None else len(request.trained.adapters)
+    facts = request.run.facts
+    forward, backward = facts["host"]
+    forward_share, backward_share = HOST_SHARES
+    routing_forward, routing_backward = facts["routing_host"]
+    experts = expert_share(request.shape)
+    return (
+        forward * (1 + forward_share * adapters) + calls + experts * routing_forward,
+        backward * (1 + backward_share * adapters) + calls + experts * routing_backward,
     )
 
 
@@ -283,7 +313,8 @@ def _tensor(request: StepRequest) -> tuple[float, float]:
     cluster = request.cluster
     work = request.work
     size = work.tokens * request.shape.hidden * request.run.activation_bytes
-    forward = backward = 0.0
+    forward = 0.0
+    backward = 0.0
     if layout.tp > 1:
         ranks = collectives.group(cluster, size=layout.tp, stride=1)
         if layout.sequence_parallel:
