@@ -62,7 +62,7 @@ _NOT_WITH_RECIPE = (
 @click.option(
     "--imbalance",
     type=FiniteRange(min=1),
-    help="Experts: rows of the busiest rank over the mean, where ranks have different ones.  [default: 1]",
+    help="Tokens routed to the busiest expert-parallel rank, over the mean.  [default: 1]",
 )
 @click.option("--sequence-parallel", is_flag=True, help="Split along the sequence what tp replicates.")
 @click.option("--offload-optimizer", is_flag=True, help="Keep optimizer states in host memory.")

@@ -34,14 +34,16 @@ _RATE = FiniteRange(min=0, max=1e6)
 @click.option("--top", type=Count(), default=10, show_default=True, help="How many layouts to print.")
 @click.option("--layout", help="Predict this one: dp8-tp4-pp2-z1-sp-recompute, or a part of it.")
 @click.option("--micro", type=Count(), help="Samples of a forward pass.  [default: the fastest that fit]")
-@click.option("--recompute", type=click.Choice(get_args(Recompute)), help="With --layout.")
+@click.option(
+    "--recompute", type=click.Choice(get_args(Recompute)), help="Recomputation of the one layout that --layout names."
+)
 @click.option("--why", metavar="LAYOUT", help="Say why this layout is not the first choice, or does not fit.")
 @click.option(
     "--precision",
     type=click.Choice(["fp32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4"]),
     default="bf16",
     show_default=True,
-    help="Of matrix products; fp8, mxfp8 and nvfp4 are only predicted, the toolkit does not train in them.",
+    help="Precision of matrix products; fp8, mxfp8 and nvfp4 are only predicted, the toolkit does not train in them.",
 )
 @click.option(
     "--framework",
@@ -53,9 +55,11 @@ _RATE = FiniteRange(min=0, max=1e6)
 @click.option(
     "--attention",
     type=click.Choice(["fused-softmax", "unfused", "flash1", "flash2", "flash3", "cudnn", "flex"]),
-    help="Kernels of another framework.  [default: flash2]",
+    help="Attention kernels that another framework runs.  [default: flash2]",
 )
-@click.option("--virtual-stages", type=Count(), default=1, help="Of another framework's pipeline stages.")
+@click.option(
+    "--virtual-stages", type=Count(), default=1, help="Virtual pipeline stages of each rank, with another --framework."
+)
 @click.option(
     "--cluster",
     type=click.Path(),
@@ -69,7 +73,7 @@ _RATE = FiniteRange(min=0, max=1e6)
     "--imbalance",
     type=FiniteRange(min=1),
     default=1.0,
-    help="Experts: rows of the busiest rank over the mean, in time and memory.  [default: 1]",
+    help="Tokens routed to the busiest expert-parallel rank, over the mean: in time and memory.  [default: 1]",
 )
 @click.option(
     "--tokens",

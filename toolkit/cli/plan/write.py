@@ -18,7 +18,9 @@ from toolkit.files import expanded, published
 from toolkit.planner.calibration.file import CPU
 from toolkit.planner.request import Plan, PlanRequest
 
-_JSON, _YAML, _PREPARED = "ds_config.json", "accelerate.yaml", "ds_config_accelerate.json"
+_JSON = "ds_config.json"
+_YAML = "accelerate.yaml"
+_PREPARED = "ds_config_accelerate.json"
 _SCRIPTS: dict[Literal["deepspeed", "torchrun", "accelerate", "slurm"], str] = {
     "deepspeed": "launch-deepspeed.sh",
     "torchrun": "launch-torchrun.sh",
@@ -26,15 +28,17 @@ _SCRIPTS: dict[Literal["deepspeed", "torchrun", "accelerate", "slurm"], str] = {
     "slurm": "job.sbatch",
 }
 _FILES = ("recipe.yaml", "hostfile", _JSON, _YAML, _PREPARED, *_SCRIPTS.values())
-_STEPS, _LEARNING_RATE, _ENTRIES = 1000, 3e-4, 4096
-_OF_A_RACK = 4
-"""GPUs of a machine whose GPUs one link joins with those of other machines."""
+_STEPS = 1000
+_LEARNING_RATE = 3e-4
+_ENTRIES = 4096
+_GPUS_PER_TRAY = 4
+"""GPUs of a host where one link joins the GPUs of several hosts: GB200 NVL72 has 4 GPUs a host."""
 
 
 def check_write(options: Mapping[str, Any]) -> None:
     """Raise ConfigError for what is not written, and for files that would be replaced: before the search."""
-    for name, off in (("why", (None,)), ("framework", ("toolkit",)), ("precision", ("bf16", "fp16", "fp32"))):
-        if options[name] not in off:
+    for name, allowed in (("why", (None,)), ("framework", ("toolkit",)), ("precision", ("bf16", "fp16", "fp32"))):
+        if options[name] not in allowed:
             reason = "what the toolkit trains is written" if name != "why" else "it compares, and chooses nothing"
             raise ConfigError.of(f"--{name}", options[name], reason, f"leave --{name} or --write out")
     folder = expanded(options["write"])
@@ -42,9 +46,9 @@ def check_write(options: Mapping[str, Any]) -> None:
         present = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
     except OSError as error:
         raise _unusable(folder, error) from None
-    ours = [name for name in _FILES if name in present]
-    if ours and not options["overwrite"]:
-        raise ConfigError.of("--write", options["write"], f"it has {ours[0]}", "name another", "add --overwrite")
+    replaced = [name for name in _FILES if name in present]
+    if replaced and not options["overwrite"]:
+        raise ConfigError.of("--write", options["write"], f"it has {replaced[0]}", "name another", "add --overwrite")
 
 
 def write_plan(request: PlanRequest, plan: Plan, folder: Path) -> list[Path]:
@@ -88,15 +92,15 @@ def _files(request: PlanRequest, plan: Plan, folder: Path) -> dict[str, str]:
     recipe = _recipe(request, plan)
     layout = plan.layout
     on_cpus = request.gpu.name == CPU
-    of_machine = request.cluster.gpus_per_node
-    if of_machine > 8 and not on_cpus:
-        of_machine = _OF_A_RACK
+    gpus_per_host = request.cluster.gpus_per_node
+    if gpus_per_host > 8 and not on_cpus:
+        gpus_per_host = _GPUS_PER_TRAY
     job = ConfigJob(
         recipe=recipe,
         layout=layout,
         batch=plan.batch,
         shape=request.model.shape,
-        nodes=layout.world_size // math.gcd(layout.world_size, of_machine),
+        nodes=layout.world_size // math.gcd(layout.world_size, gpus_per_host),
         device="cpu" if on_cpus else "cuda",
     )
     activate = Path(sys.prefix, "bin", "activate")
