@@ -7,8 +7,8 @@ from typing import Literal
 from toolkit.estimate.states import StateBytes
 from toolkit.estimate.training_step import TrainingStep
 
-_NEAR = 5
-"""Parts of the GPU's memory: within a fifth of it, what PyTorch's allocator adds may decide what fits."""
+_NEAR_SHARE = 0.2
+"""Share of the GPU's memory: within so much of it, what PyTorch's allocator adds may decide what fits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,14 +73,16 @@ class MemoryBreakdown:
         """The breakdown with what PyTorch's allocator adds in a replay; unchanged if no events are known."""
         if self.step is None:
             return self
-        enough, reserved = (max(self.allocated, size) for size in self.step.footprint())
+        sufficient, reserved_with_room = self.step.footprint()
+        enough = max(self.allocated, sufficient)
+        reserved = max(self.allocated, reserved_with_room)
         return replace(self, margin=enough - self.allocated, cached=reserved - enough)
 
     @property
     def fits_in_replay(self) -> bool:
         """`fits`, by a replay where the total is near the GPU's memory and events are known."""
         room = int(self.device_bytes / (1 + self.band[1])) - self.framework - self.nccl
-        is_near = abs(self.left) < self.device_bytes // _NEAR
+        is_near = abs(self.left) < _NEAR_SHARE * self.device_bytes
         return self.fits if self.step is None or not is_near else self.step.suffices(room)
 
     @property

@@ -8,15 +8,18 @@ from toolkit.errors import ConfigError
 from toolkit.estimate.states import moments_8bit
 
 Wrapper = Literal["none", "bf16", "zero12", "zero3", "unfused"]
-"""The optimizer of DeepSpeed that keeps the states; `none`: the one that updates, without another around it."""
+"""The optimizer of DeepSpeed that keeps the states; `none`: the client optimizer, not wrapped."""
 
 BYTES = {"fp32": 4, "float32": 4, "float": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2, "half": 2}
 _MOMENTS = {"adam": 2, "adamw": 2, "fusedadam": 2, "lamb": 2, "adagrad": 1, "lion": 1}
 _FUSED = ("adam", "adamw")
 _NOT_MODELED = {
     "zero_optimization": (
-        *("zenflow", "super_offload", "mics_shard_size"),
-        *("zero_quantized_weights", "zero_quantized_gradients"),
+        "zenflow",
+        "super_offload",
+        "mics_shard_size",
+        "zero_quantized_weights",
+        "zero_quantized_gradients",
     ),
     "bf16": ("bf16_master_weights_and_grads",),
     "fp16": ("fp16_master_weights_and_grads",),
