@@ -1,7 +1,8 @@
 """GpuKernels: the kernels that a GPU runs, in a pass on fake tensors of a CPU.
 
-Which kernel runs decides what is kept for the backward pass. Machines without a GPU have no fake tensors of one whose
-backward pass runs, so the few functions whose kernels differ are replaced.
+Which kernel runs decides what is kept for the backward pass. Without a GPU, a backward pass over fake CUDA tensors
+fails, so fake CPU tensors stand in, and the functions whose CUDA kernel saves something else are replaced. LayerNorm's
+statistics and the buffers that a GPU's kernels free before they return (`workspace`) are in trace.py.
 """
 
 from collections.abc import Callable

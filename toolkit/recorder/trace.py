@@ -27,14 +27,17 @@ class TracedSection:
 
 
 class Trace(TorchDispatchMode):
-    """Sees what operations return, not what a kernel allocates and frees within, except `workspace` on a GPU.
+    """Records the storages that operations return.
+
+    Temporary buffers inside a kernel are invisible; on a GPU, `workspace` adds the known ones.
 
     Storages that were made before, or are handed in, do not count. Views and results in place allocate nothing.
     """
 
     def __init__(self, *, on_gpu: bool, parameters: list[torch.Tensor], answer: bool) -> None:
         super().__init__()
-        self.on_gpu, self.answer = on_gpu, answer
+        self.on_gpu = on_gpu
+        self.answer = answer
         self.sections: list[TracedSection] = []
         self.kind = ""
         self._weights = {tensor.untyped_storage()._cdata for tensor in parameters}
