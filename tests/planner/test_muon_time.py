@@ -4,7 +4,7 @@ import pytest
 
 from toolkit.config.layout import Batch, Layout
 from toolkit.hardware import gpu
-from toolkit.planner.data_time import muon_seconds, optimizer_seconds
+from toolkit.planner.data_parallel_time import muon_seconds, optimizer_seconds
 from toolkit.planner.request import request_for
 from toolkit.planner.run_memory import recipe_of
 from toolkit.planner.step_request import StepRequest

@@ -18,7 +18,7 @@ from toolkit.models.weights import head_matmul_parameters, layer_matmul_paramete
 from toolkit.planner.bubble import bubble_seconds
 from toolkit.planner.cluster import Cluster
 from toolkit.planner.collectives import LINK_SHARE, RankGroup, all_gather, all_reduce, group
-from toolkit.planner.data_time import data_seconds
+from toolkit.planner.data_parallel_time import data_seconds
 from toolkit.planner.execution import Execution, profiles
 from toolkit.planner.kernels import matmul_seconds
 from toolkit.planner.layer_time import RankWork, attention_products, mlp_products

@@ -16,7 +16,7 @@ from toolkit.models.experts import ExpertShape
 from toolkit.models.weights import held_layer_parameters, routed_parameters
 from toolkit.planner import collectives
 from toolkit.planner.bubble import bubble_seconds
-from toolkit.planner.data_time import activation_seconds, data_seconds, offload_seconds, optimizer_seconds
+from toolkit.planner.data_parallel_time import activation_seconds, data_seconds, offload_seconds, optimizer_seconds
 from toolkit.planner.execution import Execution
 from toolkit.planner.kernels import stream_seconds
 from toolkit.planner.layer_time import (
