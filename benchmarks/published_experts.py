@@ -55,7 +55,7 @@ def predicted(row: Mapping[str, str]) -> tuple[Layout, StepTime, MemoryBreakdown
         micro_batch_size=number["micro_batch"],
         dp=dp,
     )
-    run = Execution(
+    execution = Execution(
         framework=row["framework"],
         precision=row["precision"],  # type: ignore[arg-type]
         attention=row["attention"],  # type: ignore[arg-type]
@@ -70,7 +70,7 @@ def predicted(row: Mapping[str, str]) -> tuple[Layout, StepTime, MemoryBreakdown
         gpus=number["gpus"],
         seq_len=int(row["seq_len"]),
         global_batch_size=batch.global_batch_size,
-        run=run,
+        execution=execution,
     )
     try:
         memory = request.memory(layout, batch)

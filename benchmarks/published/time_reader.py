@@ -86,7 +86,7 @@ def read(row: Row) -> StepRequest:
             seq_len=whole(row, "seq_len"),
         ),
         cluster=_cluster(row),
-        run=Execution(
+        execution=Execution(
             framework=framework,
             precision=matched(row, "precision", PRECISIONS),  # type: ignore[arg-type]
             attention=_attention(row, framework),  # type: ignore[arg-type]

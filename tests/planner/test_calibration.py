@@ -79,7 +79,7 @@ def step(layout: str, found: Calibration, **changes: Any) -> float:
         micro_batch_size=2,
         accumulation=8 // parsed.dp,
         seq_len=128,
-        run=Execution(precision="fp32"),
+        execution=Execution(precision="fp32"),
     )
     return predict_step(changed(request, **changes)).seconds
 

@@ -111,7 +111,7 @@ def test_the_bubble_is_that_of_the_simulated_schedule(stages: tuple[float, ...],
 
 def test_virtual_stages_divide_the_bubble() -> None:
     plain = predict_step(setup("pp4"))
-    interleaved = predict_step(setup("pp4", run=Execution(virtual_stages=2)))
+    interleaved = predict_step(setup("pp4", execution=Execution(virtual_stages=2)))
     assert interleaved.bubble == pytest.approx(plain.bubble / 2)
     assert interleaved.pipeline > plain.pipeline
 
@@ -289,8 +289,8 @@ def test_tied_embeddings_are_summed_over_the_first_and_the_last_stage() -> None:
 
 def test_whole_activations_take_as_many_times_longer_as_there_are_tensor_parallel_ranks() -> None:
     def moved(framework: str) -> float:
-        runs = (setup("tp4-pp2", run=Execution(framework=framework), micro_batch_size=m) for m in (8, 16))
-        few, many = (predict_step(run).pipeline for run in runs)
+        requests = (setup("tp4-pp2", execution=Execution(framework=framework), micro_batch_size=m) for m in (8, 16))
+        few, many = (predict_step(request).pipeline for request in requests)
         return many - few
 
     assert moved("aleph-alpha-scaling") == pytest.approx(4 * moved("megatron"))
@@ -298,7 +298,8 @@ def test_whole_activations_take_as_many_times_longer_as_there_are_tensor_paralle
 
 def test_data_parallel_communication_hides_behind_the_backward_pass_where_the_framework_overlaps_it() -> None:
     times = [
-        predict_step(setup("dp64-z0", run=Execution(framework=name))).data for name in ("megatron", "megatron-2021")
+        predict_step(setup("dp64-z0", execution=Execution(framework=name))).data
+        for name in ("megatron", "megatron-2021")
     ]
     assert times[0] < times[1] / 2
 
@@ -405,8 +406,8 @@ def test_recomputation_exchanges_rows_once_more_each_way() -> None:
 
 def test_an_exchange_across_nodes_takes_longer_and_deepep_shortens_it() -> None:
     inside, across = (experts_setup(f"dp64-ep{ep}-z1") for ep in (8, 64))
-    merged = replace(across, run=Execution(framework="megatron", dispatcher="deepep"))
-    neighbors = replace(across, run=Execution(framework="megatron", dispatcher="deepep", routing="consecutive"))
+    merged = replace(across, execution=Execution(framework="megatron", dispatcher="deepep"))
+    neighbors = replace(across, execution=Execution(framework="megatron", dispatcher="deepep", routing="consecutive"))
     seconds = [predict_step(one).expert for one in (inside, neighbors, merged, across)]
     assert seconds == sorted(seconds)
     assert seconds[0] < seconds[1]

@@ -17,8 +17,8 @@ from toolkit.launch.spawn import AUTO, Restart, run_local_ranks, run_with_restar
 from toolkit.training.arguments import run_name, unused_run_directory
 from toolkit.training.preload import preload_training
 
-_OF_ONE_MACHINE = 8
-"""The most GPUs that machines have, but for a few machines."""
+_MAX_RANKS_PER_NODE = 8
+"""GPUs of a usual node, at most."""
 
 
 @click.command()
@@ -108,7 +108,7 @@ def _ranks_of(recipe: str, overrides: tuple[str, ...], layout: str) -> int:
     """The ranks of a layout, which must be those of one machine; 1 replica where it does not say how many."""
     decoded = load_recipe(recipe, overrides, layout=layout)
     ranks = decoded.world_size or decoded.parallel.least_ranks
-    if ranks > _OF_ONE_MACHINE:
+    if ranks > _MAX_RANKS_PER_NODE:
         reason = f"it has {ranks} ranks, and this command starts those of one machine"
         advice = f"start all with `dstk config {recipe} --layout {layout} --nodes … --gpus-per-node 8 --launcher slurm`"
         raise RecipeError.of("--layout", layout, reason, advice, f"say --nproc {ranks} if they are here")

@@ -53,7 +53,7 @@ def data_seconds(request: StepRequest, forward: float, backward: float) -> float
     """
     layout = request.layout
     cluster = request.cluster
-    run = request.run
+    execution = request.execution
     tied = _tied(request)
     if request.replicas == 1:
         return tied
@@ -61,18 +61,18 @@ def data_seconds(request: StepRequest, forward: float, backward: float) -> float
         forward = backward = 0.0
     if layout.zero_stage == 3:
         return tied + _sharded(request, forward, backward)
-    overlaps = run.facts["overlaps"]
-    size = run.facts["gradient_bytes"]
+    overlaps = execution.facts["overlaps"]
+    size = execution.facts["gradient_bytes"]
     reduce = gather = 0.0
-    whole = run.facts.get("reduces_all", False) or bool(cluster.cores)  # gloo: DeepSpeed sums whole buckets
+    whole = execution.facts.get("reduces_all", False) or bool(cluster.cores)  # gloo: DeepSpeed sums whole buckets
     for numel, _, ranks in _owners(request):
         gradient = size * numel
-        weight = numel * run.activation_bytes
-        messages = max(1.0, gradient / run.facts["bucket"])
+        weight = numel * execution.activation_bytes
+        messages = max(1.0, gradient / execution.facts["bucket"])
         summed = collectives.all_reduce if whole or layout.zero_stage == 0 else collectives.all_gather
         reduce += summed(cluster, ranks, gradient, messages)
         gather += collectives.all_gather(cluster, ranks, weight, messages) if layout.zero_stage else 0.0
-    if layout.zero_stage and run.facts.get("copies_shards"):
+    if layout.zero_stage and execution.facts.get("copies_shards"):
         gather += TENSORS * max(request.stages) * request.replicas * cluster.gpu.kernel_seconds
     times = request.setup.accumulation if layout.zero_stage == 2 else 1  # stage 2 keeps no whole gradients between them
     overlapped = overlaps["gradients" if layout.pp == 1 else "pipeline"]
@@ -105,13 +105,13 @@ def _tied(request: StepRequest) -> float:
     """Summing the gradients of tied embeddings over the first and the last stage, after the backward pass."""
     shape = request.shape
     layout = request.layout
-    run = request.run
+    execution = request.execution
     if layout.pp == 1 or not shape.tied:
         return 0.0
     together = request.gpus <= request.cluster.gpus_per_node
     ranks = collectives.RankGroup(local=2, nodes=1) if together else collectives.RankGroup(local=1, nodes=2)
     numel = shape.vocab * shape.embed_dim / layout.tp
-    return collectives.all_reduce(request.cluster, ranks, numel * run.facts["gradient_bytes"])
+    return collectives.all_reduce(request.cluster, ranks, numel * execution.facts["gradient_bytes"])
 
 
 def _exposed(seconds: float, hidden: float) -> float:
@@ -125,19 +125,19 @@ def _sharded(request: StepRequest, forward: float, backward: float) -> float:
     parameter into place and prefetches few: a third to a half in what DeepSpeed published of 512 A100s on Azure.
     """
     cluster = request.cluster
-    run = request.run
+    execution = request.execution
     layers = request.shape.layers
-    size = run.facts["gradient_bytes"]
+    size = execution.facts["gradient_bytes"]
     gather = again = reduce = 0.0
     for trained, numel, ranks in _owners(request):
         overhead = layers * collectives.all_gather(cluster, ranks, 1.0)
-        gather += collectives.all_gather(cluster, ranks, numel * run.activation_bytes) + overhead
+        gather += collectives.all_gather(cluster, ranks, numel * execution.activation_bytes) + overhead
         # ZeRO++: after the first gather of a step, from a second partition over neighbors.
         near = collectives.group(cluster, size=request.layout.hpz, stride=1) if request.layout.hpz > 1 else ranks
-        again += collectives.all_gather(cluster, near, numel * run.activation_bytes)
+        again += collectives.all_gather(cluster, near, numel * execution.activation_bytes)
         again += layers * collectives.all_gather(cluster, near, 1.0)
         reduce += collectives.all_gather(cluster, ranks, trained * size) + overhead
-    share: float = run.facts["sharded"]
+    share: float = execution.facts["sharded"]
     gather /= share
     again /= share
     reduce /= share
@@ -157,7 +157,7 @@ def optimizer_seconds(request: StepRequest) -> float:
     share, numel = _owned(request)
     update = 0.0
     if request.layout.offload_optimizer == "none":
-        update = (request.run.facts["optimizer"] - _SAVED.get(request.optimizer, 0)) * share
+        update = (request.execution.facts["optimizer"] - _SAVED.get(request.optimizer, 0)) * share
     return (
         stream_seconds(request.cluster.gpu, update + 4 * numel, 20)
         + request.cluster.step_overhead_seconds
@@ -175,10 +175,10 @@ def muon_seconds(request: StepRequest) -> float:
     shape = request.shape
     layout = request.layout
     cluster = request.cluster
-    run = request.run
+    execution = request.execution
     ranks = collectives.group(cluster, size=request.replicas * layout.tp, stride=1)
     routed = routed_parameters(shape)
-    width = 4 if run.precision == "fp32" else 2
+    width = 4 if execution.precision == "fp32" else 2
     seconds = 0.0
     for weights, side in (
         (held_layer_parameters(shape) - routed, shape.hidden),
@@ -206,7 +206,7 @@ def activation_seconds(request: StepRequest, forward: float, backward: float) ->
     between = layout.tp if layout.sequence_parallel else 1
     inside = 2 * shape.attention_dim + 2 * shape.kv_dim + (4 if shape.gated else 2) * shape.ffn
     stored = again * shape.hidden / between + (1 - again) * (4 * shape.hidden / between + inside / layout.tp)
-    moved = max(request.stages) * request.work.tokens * stored * request.run.activation_bytes
+    moved = max(request.stages) * request.work.tokens * stored * request.execution.activation_bytes
     link = moved / request.cluster.host_bytes_per_second
     return max(0.0, link - forward) + max(0.0, link - backward)
 

@@ -103,24 +103,26 @@ def mlp_products(shape: ModelShape, work: RankWork) -> list[Product]:
 
 @lru_cache(maxsize=65536)
 def layer_seconds(
-    gpu: Gpu, shape: ModelShape, work: RankWork, run: Execution, trained: Trained | None = None
+    gpu: Gpu, shape: ModelShape, work: RankWork, execution: Execution, trained: Trained | None = None
 ) -> Passes:
     """A decoder layer without its communication and without the recomputation of anything."""
     share = 1.0 if trained is None else trained.share
-    linear = sum((_linear(gpu, product, run.unit, share) for product in attention_products(shape, work)), Passes())
-    mlp = sum((_linear(gpu, product, run.unit, share) for product in mlp_products(shape, work)), Passes())
+    linear = sum(
+        (_linear(gpu, product, execution.unit, share) for product in attention_products(shape, work)), Passes()
+    )
+    mlp = sum((_linear(gpu, product, execution.unit, share) for product in mlp_products(shape, work)), Passes())
     mixed = expert_share(shape)
     if shape.experts is not None:
-        mlp = (1 - mixed) * mlp + mixed * expert_seconds(gpu, shape, shape.experts, work, run, share)
-    seconds = linear + mlp + attention_seconds(gpu, shape, work, run) + _streams(gpu, shape, work, run)
+        mlp = (1 - mixed) * mlp + mixed * expert_seconds(gpu, shape, shape.experts, work, execution, share)
+    seconds = linear + mlp + attention_seconds(gpu, shape, work, execution) + _streams(gpu, shape, work, execution)
     if trained is None:
         return seconds
-    forward, backward = trained.adapter_seconds(gpu, work.tokens, work.tp, run.activation_bytes)
+    forward, backward = trained.adapter_seconds(gpu, work.tokens, work.tp, execution.activation_bytes)
     return seconds + Passes(forward=forward, backward=backward)
 
 
 def tiled_mlp_seconds(
-    gpu: Gpu, shape: ModelShape, work: RankWork, run: Execution, trained: Trained | None = None
+    gpu: Gpu, shape: ModelShape, work: RankWork, execution: Execution, trained: Trained | None = None
 ) -> float:
     """Seconds that tiled MLPs add to a layer's backward pass: each tile's forward pass again, and sums over the tiles.
 
@@ -130,10 +132,10 @@ def tiled_mlp_seconds(
     products = mlp_products(shape, work)
     tiles = -(-work.tokens // shape.hidden)
     share = 1.0 if trained is None else trained.share
-    summed = share * tiles * sum(n * k for _, n, k in products) * (8 + run.activation_bytes)
-    moved = work.tokens * shape.ffn / work.tp * run.activation_bytes / 2
-    moved *= run.facts["activation"]["gated" if shape.gated else "plain"][0]
-    again = sum(matmul_seconds(gpu, m, n, k, run.unit) for m, n, k in products)
+    summed = share * tiles * sum(n * k for _, n, k in products) * (8 + execution.activation_bytes)
+    moved = work.tokens * shape.ffn / work.tp * execution.activation_bytes / 2
+    moved *= execution.facts["activation"]["gated" if shape.gated else "plain"][0]
+    again = sum(matmul_seconds(gpu, m, n, k, execution.unit) for m, n, k in products)
     return again + stream_seconds(gpu, moved, tiles) + stream_seconds(gpu, summed, tiles * len(products))
 
 
@@ -143,7 +145,7 @@ def expert_share(shape: ModelShape) -> float:
 
 
 def expert_seconds(
-    gpu: Gpu, shape: ModelShape, experts: ExpertShape, work: RankWork, run: Execution, trained: float
+    gpu: Gpu, shape: ModelShape, experts: ExpertShape, work: RankWork, execution: Execution, trained: float
 ) -> Passes:
     """Seconds of the block in the place of an MLP: router, routed experts, and experts that every token goes through.
 
@@ -157,15 +159,15 @@ def expert_seconds(
     expert_rows = math.ceil(rows / here)
     width = experts.ffn // work.expert_shards
     up = (experts.weights // h - experts.ffn) // work.expert_shards
-    into_experts = _linear(gpu, (expert_rows, up, h), run.unit, trained, here)
-    out_of_experts = _linear(gpu, (expert_rows, h, width), run.unit, trained, here)
+    into_experts = _linear(gpu, (expert_rows, up, h), execution.unit, trained, here)
+    out_of_experts = _linear(gpu, (expert_rows, h, width), execution.unit, trained, here)
     grouped = Passes() + into_experts + out_of_experts
     shared = max(0, experts.always - experts.count * h) // h // work.tp
     gates = shared - shared * experts.ffn * h // experts.weights  # up, or up and gate
     dense = [(work.tokens, experts.count, h), (work.tokens, gates, h), (work.tokens, h, shared - gates)]
-    always = sum((_linear(gpu, product, run.attention_precision, trained) for product in dense), Passes())
-    facts = run.facts
-    size = run.activation_bytes / 2
+    always = sum((_linear(gpu, product, execution.attention_precision, trained) for product in dense), Passes())
+    facts = execution.facts
+    size = execution.activation_bytes / 2
     passes = []
     for way in (0, 1):
         streams = (
@@ -175,17 +177,19 @@ def expert_seconds(
         if experts.biased:
             streams += sum(rows * n * moved[way] for n, moved in zip((up, h), facts["expert_bias"], strict=True))
         streams = size * streams + work.tokens * experts.count * _ROUTER[way]
-        if run.precision in QUANTIZED:
-            streams += QUANTIZED[run.precision] * rows * (h + width if way == 0 else h + up)
+        if execution.precision in QUANTIZED:
+            streams += QUANTIZED[execution.precision] * rows * (h + width if way == 0 else h + up)
         passes.append(stream_seconds(gpu, streams, _ROUTING_KERNELS[way]))
     return grouped + always + Passes(forward=passes[0], backward=passes[1])
 
 
 @lru_cache(maxsize=4096)
-def head_seconds(gpu: Gpu, shape: ModelShape, work: RankWork, run: Execution, trained: Trained | None = None) -> Passes:
+def head_seconds(
+    gpu: Gpu, shape: ModelShape, work: RankWork, execution: Execution, trained: Trained | None = None
+) -> Passes:
     """Final norm, LM head and loss."""
     vocab = -(-shape.vocab // work.tp)
-    forward, backward = run.facts["loss"].get(run.loss, run.facts["loss"]["plain"])
+    forward, backward = execution.facts["loss"].get(execution.loss, execution.facts["loss"]["plain"])
     logits = work.tokens * vocab
     rates = (None, None) if gpu.core is None else gpu.core.loss_bytes_per_second
     loss = Passes(
@@ -193,16 +197,16 @@ def head_seconds(gpu: Gpu, shape: ModelShape, work: RankWork, run: Execution, tr
         backward=stream_seconds(gpu, logits * backward, 4, reached=rates[1]),
     )
     share = 1.0 if trained is None else float(trained.has_head)
-    return _linear(gpu, (work.tokens, vocab, shape.embed_dim), run.attention_precision, share) + loss
+    return _linear(gpu, (work.tokens, vocab, shape.embed_dim), execution.attention_precision, share) + loss
 
 
 @lru_cache(maxsize=4096)
 def embedding_seconds(
-    gpu: Gpu, shape: ModelShape, work: RankWork, run: Execution, trained: Trained | None = None
+    gpu: Gpu, shape: ModelShape, work: RankWork, execution: Execution, trained: Trained | None = None
 ) -> Passes:
     """Looking rows up, and adding their gradients to an otherwise empty table."""
-    rows = work.tokens * shape.hidden * run.activation_bytes
-    table = shape.vocab * shape.embed_dim // work.tp * run.activation_bytes
+    rows = work.tokens * shape.hidden * execution.activation_bytes
+    table = shape.vocab * shape.embed_dim // work.tp * execution.activation_bytes
     trains = trained is None or trained.has_embeddings
     backward = stream_seconds(gpu, 4 * rows + 3 * table, 5) if trains else 0.0
     return Passes(forward=stream_seconds(gpu, 3 * rows, 3), backward=backward)
@@ -216,62 +220,63 @@ def _linear(gpu: Gpu, product: Product, unit: MatmulPrecision, trained: float, g
     return Passes(forward=forward, backward=matmul_seconds(gpu, m, k, n, unit, groups) + of_weight)
 
 
-def attention_seconds(gpu: Gpu, shape: ModelShape, work: RankWork, run: Execution) -> Passes:
+def attention_seconds(gpu: Gpu, shape: ModelShape, work: RankWork, execution: Execution) -> Passes:
     """Scores, softmax and weighted sum of all heads of a rank: causal, as kernels that skip masked blocks have it."""
     heads = shape.heads / work.tp / work.heads_split
     tokens = work.tokens * work.heads_split
     width = shape.head_dim if shape.latent is None else (shape.head_dim + shape.latent.value_dim) / 2
     flops = 4.0 * tokens * work.seq_len * heads * width
-    peak = gpu.peak_flops(run.attention_precision) or gpu.fp32_flops
+    peak = gpu.peak_flops(execution.attention_precision) or gpu.fp32_flops
     if gpu.core is not None:
-        rates = gpu.core.attention[run.attention_precision]
+        rates = gpu.core.attention[execution.attention_precision]
         return Passes(forward=flops / 2 / rates[0], backward=2.5 * flops / 2 / rates[1])
-    if shape.windowed and run.attention not in _SCORES:  # kernels that skip blocks outside of a window
+    if shape.windowed and execution.attention not in _SCORES:  # kernels that skip blocks outside of a window
         flops *= 1 - shape.windowed * (1 - min(1.0, 2 * shape.window / work.seq_len))
-    if run.attention not in _SCORES:
-        forward, backward = _RATES[run.attention]
-        older = _OLD_KERNEL if peak > _BEFORE_HOPPER and run.attention in _OLD_KERNELS else 1.0
+    if execution.attention not in _SCORES:
+        forward, backward = _RATES[execution.attention]
+        older = _OLD_KERNEL if peak > _BEFORE_HOPPER and execution.attention in _OLD_KERNELS else 1.0
         # Softmax costs narrow heads as much as wide ones, whose products are larger.
         narrow = min(1.0, 0.5 + shape.head_dim / 256)
-        moved = heads * tokens * shape.head_dim if shape.sinks and run.attention == "flex" else 0
+        moved = heads * tokens * shape.head_dim if shape.sinks and execution.attention == "flex" else 0
         # Blocks on the diagonal are half empty, and pipelines of loads have to fill.
         rate = peak * older * narrow * work.seq_len / (work.seq_len + 512)
         return Passes(
             forward=flops / 2 / (rate * forward) + stream_seconds(gpu, moved * _SINKS[0]),
             backward=2.5 * flops / 2 / (rate * backward) + stream_seconds(gpu, moved * _SINKS[1], 2),
         )
-    scores = heads * tokens * work.seq_len * run.activation_bytes / 2
+    scores = heads * tokens * work.seq_len * execution.activation_bytes / 2
     seconds = []
     for way, (passes, touched) in enumerate(zip((1, 2), _PRODUCTS, strict=True)):
         # Products over narrow heads write or read every score: they are as often bound by memory as by their units.
         product = max(
-            passes * flops / (fraction(gpu, run.attention_precision) * peak), stream_seconds(gpu, scores * touched, 0)
+            passes * flops / (fraction(gpu, execution.attention_precision) * peak),
+            stream_seconds(gpu, scores * touched, 0),
         )
-        rest = _SCORES[run.attention][way] + (_DROPOUT[way] if run.dropout else 0)
+        rest = _SCORES[execution.attention][way] + (_DROPOUT[way] if execution.dropout else 0)
         seconds.append(product + stream_seconds(gpu, scores * rest, 6))
     return Passes(forward=seconds[0], backward=seconds[1])
 
 
-def _streams(gpu: Gpu, shape: ModelShape, work: RankWork, run: Execution) -> Passes:
+def _streams(gpu: Gpu, shape: ModelShape, work: RankWork, execution: Execution) -> Passes:
     """Element-wise kernels by the bytes that they move, and the casts of 8 and 4-bit products."""
-    facts = run.facts
-    size = run.activation_bytes / 2
+    facts = execution.facts
+    size = execution.activation_bytes / 2
     whole = work.tokens * shape.hidden * (1 / work.tp if work.sequence_parallel else 1)
     mlp = (1 - expert_share(shape)) * work.tokens * shape.ffn / work.tp
     heads = work.tokens * (shape.attention_dim + 2 * shape.kv_dim) / work.tp
-    norm = facts["norm"] if run.fused_norm or "unfused_norm" not in facts else facts["unfused_norm"]
+    norm = facts["norm"] if execution.fused_norm or "unfused_norm" not in facts else facts["unfused_norm"]
     rotary = (0, 0) if shape.learned_positions else facts["rotary"]
-    dropout = facts["dropout"] if run.dropout else (0, 0)
+    dropout = facts["dropout"] if execution.dropout else (0, 0)
     seconds = []
     for way in (0, 1):
         moved = whole * 2 * (norm[way] + facts["residual"][way] + dropout[way])
         moved += mlp * facts["activation"]["gated" if shape.gated else "plain"][way]
         moved += heads * (rotary[way] + facts["copies"][way])
-        moved *= size * (COMPILED_SHARE if run.compiled else 1)
-        if run.precision in QUANTIZED:
+        moved *= size * (COMPILED_SHARE if execution.compiled else 1)
+        if execution.precision in QUANTIZED:
             inputs = work.tokens * (2 * shape.hidden + shape.attention_dim / work.tp) + mlp
             outputs = work.tokens * 2 * shape.hidden + heads + mlp * (2 if shape.gated else 1)
-            moved += QUANTIZED[run.precision] * (inputs if way == 0 else outputs)
+            moved += QUANTIZED[execution.precision] * (inputs if way == 0 else outputs)
         reached = None if gpu.core is None else gpu.core.layer_bytes_per_second[way]
         seconds.append(stream_seconds(gpu, moved, 10 if way == 0 else 14, reached=reached))
     return Passes(forward=seconds[0], backward=seconds[1])

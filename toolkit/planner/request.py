@@ -76,7 +76,7 @@ class PlanRequest:
     gpus: int
     """Number of GPUs."""
     precision: Precision = "bf16"
-    run: Execution = field(default_factory=Execution)
+    execution: Execution = field(default_factory=Execution)
     base: Recipe | None = None
     """The recipe to be planned; None: the toolkit's defaults for what a plan does not depend on."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
@@ -213,10 +213,10 @@ class PlanRequest:
     def step_request(self, layout: Layout, batch: Batch) -> StepRequest:
         """Return the time model's input. Raises LayoutError for stages that the model cannot fill."""
         setup = self.setup_in(layout, batch)
-        run = self.run
+        execution = self.execution
         trained = self.trained
         bounds: tuple[int, ...] = ()
-        if layout.pp > 1 and run.framework == "toolkit":
+        if layout.pp > 1 and execution.framework == "toolkit":
             bounds = balanced_bounds(
                 self.model.parameters,
                 layout.pp,
@@ -228,12 +228,12 @@ class PlanRequest:
             )
         if trained is not None and layout.recompute in RECOMPUTE_PERIODS:
             trained = trained.recomputed
-        if run.framework == "toolkit" and run.attention != self.kernel:
-            run = replace(run, attention=self.kernel)
+        if execution.framework == "toolkit" and execution.attention != self.kernel:
+            execution = replace(execution, attention=self.kernel)
         return StepRequest(
             setup=setup,
             cluster=self.cluster,
-            run=run,
+            execution=execution,
             bounds=bounds,
             trained=trained,
             optimizer="adamw" if self.base is None else self.base.optimizer.name,
@@ -258,13 +258,13 @@ class PlanRequest:
 
     def _framework(self, layout: Layout, batch: Batch) -> Framework:
         """Return what keeps the model states: the recipe's engine, or another framework's profile."""
-        name = self.run.framework
+        name = self.execution.framework
         if name == "toolkit":
             return framework_of(self.recipe(layout, batch), layout, batch, shape=self.model.shape)
         return FrameworkProfile(
             name=MEMORY_PROFILES.get(name, name),
             precision=cast(Any, self.precision),
-            virtual_stages=self.run.virtual_stages if layout.pp > 1 else 1,
+            virtual_stages=self.execution.virtual_stages if layout.pp > 1 else 1,
         )
 
     def plan(self, layout: Layout, batch: Batch) -> Plan:
@@ -312,7 +312,7 @@ def request_for(
         seq_len=recipe.data.seq_len,
         global_batch_size=recipe.batch.global_batch_size,
         precision=recipe.precision,
-        run=Execution(precision=recipe.precision, compiled=recipe.train.compile),
+        execution=Execution(precision=recipe.precision, compiled=recipe.train.compile),
         base=recipe,
     )
 

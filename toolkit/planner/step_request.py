@@ -21,7 +21,7 @@ class StepRequest:
 
     setup: TrainingSetup
     cluster: Cluster
-    run: Execution = field(default_factory=Execution)
+    execution: Execution = field(default_factory=Execution)
     bounds: tuple[int, ...] = ()
     """Layers where pipeline stages begin and end; empty: as equal as they can be."""
     trained: Trained | None = None
@@ -43,7 +43,7 @@ class StepRequest:
         """The work of one rank on a micro-batch."""
         setup = self.setup
         layout = setup.layout
-        shards = layout.ulysses * self.run.context_parallel
+        shards = layout.ulysses * self.execution.context_parallel
         tokens = setup.micro_batch_size * setup.seq_len // shards
         expert_input_shards = 1 if layout.experts == "inner" else layout.tp
         routed_rows = 0.0
@@ -65,13 +65,13 @@ class StepRequest:
     @property
     def stages(self) -> list[int]:
         """Number of decoder layers of each stage."""
-        bounds = self.bounds or stage_bounds(self.shape, self.layout.pp, self.run.facts["stages"])
+        bounds = self.bounds or stage_bounds(self.shape, self.layout.pp, self.execution.facts["stages"])
         return [stop - start for start, stop in pairwise(bounds)]
 
     @property
     def gpus(self) -> int:
         """Number of all ranks."""
-        return self.layout.world_size * self.run.context_parallel
+        return self.layout.world_size * self.execution.context_parallel
 
     @property
     def routed(self) -> float:
@@ -104,4 +104,4 @@ class StepRequest:
     @property
     def replicas(self) -> int:
         """Ranks that share optimizer states where they are sharded."""
-        return self.layout.dp * self.layout.ulysses * self.run.context_parallel
+        return self.layout.dp * self.layout.ulysses * self.execution.context_parallel

@@ -98,13 +98,13 @@ def predict_step(request: StepRequest) -> StepTime:
     """Predict one optimizer step."""
     shape = request.shape
     layout = request.layout
-    run = request.run
+    execution = request.execution
     gpu = request.cluster.gpu
     work = request.work
     m = request.setup.accumulation
     trained = request.trained
-    embedding = embedding_seconds(gpu, shape, work, run, trained)
-    head = head_seconds(gpu, shape, work, run, trained)
+    embedding = embedding_seconds(gpu, shape, work, execution, trained)
+    head = head_seconds(gpu, shape, work, execution, trained)
     stages = []
     for stage, total in enumerate(_layers(request)):
         if stage == 0:
@@ -114,7 +114,7 @@ def predict_step(request: StepRequest) -> StepTime:
         stages.append(total.scaled(request.cluster.slowdown_of_active_ranks(request.gpus)))
     slowest = max(stages, key=lambda stage: stage.seconds)
     forward_share = 1 - slowest.backward / slowest.seconds
-    waiting = bubble_seconds([stage.seconds for stage in stages], forward_share, m) / run.virtual_stages
+    waiting = bubble_seconds([stage.seconds for stage in stages], forward_share, m) / execution.virtual_stages
     limiting = slowest
     ranks_per_core = request.cluster.ranks_per_core(request.gpus)
     if ranks_per_core > 1:
@@ -145,7 +145,7 @@ def predict_step(request: StepRequest) -> StepTime:
         tokens=tokens,
         gpus=request.gpus,
         model_flops=flops * tokens,
-        peak_flops=gpu.peak_flops(run.unit) or gpu.fp32_flops,
+        peak_flops=gpu.peak_flops(execution.unit) or gpu.fp32_flops,
     )
 
 
@@ -226,26 +226,26 @@ def _end_idle(request: StepRequest, end: Passes) -> tuple[float, float]:
     """Return the waits in the embeddings or the head, each of which takes a GPU's host as long as a layer."""
     if request.cluster.gpu.core is not None:
         return 0.0, 0.0  # among a micro-batch's fixed seconds
-    return _idle(request, request.run.facts["host"], (end.forward, end.backward))
+    return _idle(request, request.execution.facts["host"], (end.forward, end.backward))
 
 
 def _layer(request: StepRequest, recompute: Recompute) -> _Stage:
     """One decoder layer for one micro-batch, with its collectives, and what is recomputed of it."""
-    run = request.run
+    execution = request.execution
     work = request.work
     gpu = request.cluster.gpu
-    once = layer_seconds(gpu, request.shape, work, run, request.trained)
+    once = layer_seconds(gpu, request.shape, work, execution, request.trained)
     forward_tensor, backward_tensor = _tensor(request)
     reached = 1.0 if request.trained is None else request.trained.reached
     once = replace(once, backward=reached * once.backward)
     backward_tensor = reached * backward_tensor
     again = 0.0
     if recompute == "selective":
-        again = attention_seconds(gpu, request.shape, work, run).forward
+        again = attention_seconds(gpu, request.shape, work, execution).forward
     elif recompute == "full":
         again = once.forward
     if request.layout.tiled_mlp:
-        again += reached * tiled_mlp_seconds(gpu, request.shape, work, run, request.trained)
+        again += reached * tiled_mlp_seconds(gpu, request.shape, work, execution, request.trained)
     accumulated = _accumulation(request)
     times = 2 if recompute == "full" else 1
     tensor = forward_tensor * times + backward_tensor
@@ -280,7 +280,7 @@ def _host(request: StepRequest, *, has_exchange: bool) -> tuple[float, float]:
     if has_exchange:
         calls += 2 * COLLECTIVE_HOST_SECONDS
     adapters = 0 if request.trained is None else len(request.trained.adapters)
-    facts = request.run.facts
+    facts = request.execution.facts
     forward, backward = facts["host"]
     forward_share, backward_share = HOST_SHARES
     routing_forward, routing_backward = facts["routing_host"]
@@ -298,7 +298,7 @@ def _accumulation(request: StepRequest) -> float:
     weights = (trained + (routed / request.layout.ep if request.trained is None else 0.0)) / request.layout.tp
     if request.setup.accumulation == 1 or (request.layout.zero_stage == 3 and request.layout.dp > 1):
         return 0.0
-    return stream_seconds(request.cluster.gpu, request.run.facts["accumulate"] * weights, 1)
+    return stream_seconds(request.cluster.gpu, request.execution.facts["accumulate"] * weights, 1)
 
 
 def _tensor(request: StepRequest) -> tuple[float, float]:
@@ -312,7 +312,7 @@ def _tensor(request: StepRequest) -> tuple[float, float]:
     layout = request.layout
     cluster = request.cluster
     work = request.work
-    size = work.tokens * request.shape.hidden * request.run.activation_bytes
+    size = work.tokens * request.shape.hidden * request.execution.activation_bytes
     forward = 0.0
     backward = 0.0
     if layout.tp > 1:
@@ -324,12 +324,12 @@ def _tensor(request: StepRequest) -> tuple[float, float]:
         backward = forward
     if layout.ulysses > 1:
         ranks = collectives.group(cluster, size=layout.ulysses, stride=layout.tp)
-        per_head = work.tokens * request.run.activation_bytes / layout.tp
+        per_head = work.tokens * request.execution.activation_bytes / layout.tp
         widths = 2 * request.shape.attention_dim + 2 * request.shape.kv_dim
         exchange = collectives.all_to_all(cluster, ranks, per_head * widths) + 3 * cluster.collective_seconds
         forward += exchange
         backward += exchange
-    hidden = 1 - request.run.facts["overlaps"]["tensor"]
+    hidden = 1 - request.execution.facts["overlaps"]["tensor"]
     return forward * hidden, backward * hidden
 
 
@@ -343,21 +343,21 @@ def _exchange(request: StepRequest) -> float:
     experts = request.shape.experts
     if experts is None or layout.ep == 1:
         return 0.0
-    run = request.run
+    execution = request.execution
     ranks = collectives.group(cluster, size=layout.ep, stride=layout.tp)
-    size = request.work.routed_rows * request.shape.hidden * run.activation_bytes
-    merges = (run.dispatcher or run.facts["dispatcher"]) == "deepep"
+    size = request.work.routed_rows * request.shape.hidden * execution.activation_bytes
+    merges = (execution.dispatcher or execution.facts["dispatcher"]) == "deepep"
     merged = (1.0, 1.0)
     if merges:
-        merged = (_merged(experts, layout.ep, run), _merged(experts, ranks.nodes, run))
+        merged = (_merged(experts, layout.ep, execution), _merged(experts, ranks.nodes, execution))
     once = collectives.all_to_all(cluster, ranks, size, merged)
     counts = 0.0 if merges else collectives.all_to_all(cluster, ranks, 8 * experts.count)
     return expert_share(request.shape) * (2 * once + counts)
 
 
-def _merged(experts: ExpertShape, parts: int, run: Execution) -> float:
+def _merged(experts: ExpertShape, parts: int, execution: Execution) -> float:
     """Parts of the experts that those of a token are in, as a share of the experts that it goes through."""
-    if run.routing == "consecutive":
+    if execution.routing == "consecutive":
         return min(1.0, math.ceil(experts.per_token * parts / experts.count) / experts.per_token)
     others = experts.count - experts.count // parts
     none = 1.0
@@ -370,14 +370,14 @@ def _pipeline(request: StepRequest) -> float:
     """Sending activations down and gradients up: each micro-batch, and each virtual stage, waits for both."""
     layout = request.layout
     cluster = request.cluster
-    run = request.run
+    execution = request.execution
     if layout.pp == 1:
         return 0.0
-    stride = layout.world_size * run.context_parallel // layout.pp
+    stride = layout.world_size * execution.context_parallel // layout.pp
     # Scattered over the tensor-parallel ranks, or sequence parallel anyway; some send whole activations from each.
-    shards = 1 if run.facts.get("sends_whole") else layout.tp
-    size = request.work.tokens * request.shape.hidden * run.activation_bytes / shards
+    shards = 1 if execution.facts.get("sends_whole") else layout.tp
+    size = request.work.tokens * request.shape.hidden * execution.activation_bytes / shards
     # A pipeline's slowest pair of neighbors counts: between nodes as soon as not all stages are in one.
     send = collectives.send(cluster, size, between_nodes=stride * layout.pp > cluster.gpus_per_node)
-    steady = 2 * send * request.setup.accumulation * run.virtual_stages
+    steady = 2 * send * request.setup.accumulation * execution.virtual_stages
     return steady + 2 * send * (layout.pp - 1)

@@ -201,7 +201,7 @@ def _facts(request: PlanRequest) -> list[tuple[str, str]]:
         ("model", f"{request.name}, {format_count(request.model.parameters.numel)} parameters, {shape.layers} layers"),
         ("sample", f"{request.seq_len:,} tokens"),
         ("global batch", f"{request.global_batch_size:,} samples"),
-        ("precision", request.run.precision),
+        ("precision", request.execution.precision),
         ("GPUs", f"{request.gpus:,} x {request.gpu.name}"),
         ("memory of a GPU", format_bytes(request.gpu.memory_bytes)),
         ("a node", plural(cluster.gpus_per_node, "GPU")),
@@ -210,5 +210,5 @@ def _facts(request: PlanRequest) -> list[tuple[str, str]]:
         ("GPU to host", rate(cluster.host_bytes_per_second)),
         ("memory of a host", format_bytes(cluster.host_memory_bytes)),
     ]
-    peak = request.gpu.peak_flops(request.run.unit)
+    peak = request.gpu.peak_flops(request.execution.unit)
     return facts if peak is None else [*facts, ("peak of a GPU", f"{peak / 1e12:,.4g} TFLOP/s")]

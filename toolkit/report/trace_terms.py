@@ -94,11 +94,14 @@ def trace_terms(trace: Mapping[str, Any], kinds: Mapping[str, str]) -> TraceTerm
     window = np.array([[phases[0][0], max(end for _, end, _ in phases)]])
     on_gpu = any(event.get("cat") == "kernel" for event in events)
     intervals = _of_gpu(events, kinds, phases) if on_gpu else _of_cpu(events, kinds, phases)
-    terms, covered, length = {}, np.empty((0, 2)), 0.0
+    terms: dict[str, float] = {}
+    covered = np.empty((0, 2))
+    length = 0.0
     for name in ("optimizer", "compute", *COMMUNICATION, "copies"):
         covered = _union(np.concatenate([covered, _within(intervals.get(name, ()), window)]))
         total = float((covered[:, 1] - covered[:, 0]).sum())
-        terms[name], length = (total - length) / 1e6, total
+        terms[name] = (total - length) / 1e6
+        length = total
     terms["idle"] = float(window[0, 1] - window[0, 0] - length) / 1e6
     whole = {name: _within(intervals.get(name, ()), window) for name in COMMUNICATION}
     sums = {name: float(np.diff(_union(each)).sum()) / 1e6 for name, each in whole.items()}

@@ -52,7 +52,7 @@ def request_of(options: Mapping[str, Any]) -> PlanRequest:
         seq_len=options["seq"],
         global_batch_size=options["global_batch"],
         precision=wide,
-        run=execution,
+        execution=execution,
         trainable=_trainable(options),
         imbalance=options["imbalance"],
     )
