@@ -9,7 +9,7 @@ from toolkit.calibrate.layers import Layer, _Beyond, _line
 from toolkit.hardware import CoreRates, Gpu, gpu
 from toolkit.models.shape import ModelShape
 from toolkit.planner.execution import Execution
-from toolkit.planner.layer_time import Passes, Work, head_seconds, layer_seconds
+from toolkit.planner.layer_time import Passes, RankWork, head_seconds, layer_seconds
 
 LAYER = Layer(hidden=128, vocab=512, small=(1, 8), large=(2, 64))
 PRODUCTS = ((64, 64, 64, 5e9), (256, 256, 256, 2e10))
@@ -35,8 +35,8 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes take what the time model gives a rank with RATES."""
     rank = a_rank(**RATES)
 
-    def work(size: tuple[int, int]) -> Work:
-        return Work(tokens=size[0] * size[1], seq_len=size[1], tp=1, sequence_parallel=False)
+    def work(size: tuple[int, int]) -> RankWork:
+        return RankWork(tokens=size[0] * size[1], seq_len=size[1], tp=1, sequence_parallel=False)
 
     def layer_passes(model: object, size: tuple[int, int], seconds: float) -> Passes:
         # The time model counts `layer_seconds` among the host's seconds, beside those of kernels.
