@@ -125,6 +125,22 @@ class Host:
         """Plug the cable in again."""
         self.switch.run("ip", "link", "set", self.port, "master", "bridge0")
 
+    def disturb(self, *, loss_percent: float = 0.0, delay_ms: float = 0.0) -> str:
+        """Lose or delay packets that this host sends (netem) or, without netem, that it gets (nft, which only loses).
+
+        Returns why that is not possible here; empty if it is done.
+        """
+        netem = ["tc", "qdisc", "add", "dev", "eth0", "root", "netem"]
+        netem += ["delay", f"{delay_ms}ms", "loss", f"{loss_percent}%"]
+        if self.start(netem).wait(30) == 0:
+            return ""
+        if delay_ms or shutil.which("nft") is None:
+            return "the kernel has no netem (CONFIG_NET_SCH_NETEM)"
+        rule = f"iif eth0 numgen random mod 1000 < {round(10 * loss_percent)} drop"
+        table = self.folder / f"{self.name}.nft"
+        table.write_text(f"table inet loss {{\nchain in {{\ntype filter hook input priority 0;\n{rule}\n}}\n}}\n")
+        return "" if self.start(["nft", "-f", table]).wait(30) == 0 else "neither netem nor nft can lose packets here"
+
     def kill_processes(self) -> None:
         """Kill all that runs on this host but for its first process, whose kernel closes their connections."""
         self.start(["sh", "-c", "kill -KILL -1"]).process.wait(30)

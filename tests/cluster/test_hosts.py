@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from cluster.hosts import hosts, missing
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
@@ -72,10 +73,15 @@ def test_processes_of_a_host_cannot_be_seen_from_another_one(tmp_path: Path) -> 
 def test_nothing_is_left_after_a_failure(tmp_path: Path) -> None:
     before = mounts_and_links()
     pids = []
-    with pytest.raises(ZeroDivisionError), hosts(2, tmp_path) as made:
-        pids = [host.pid for host in made] + [made[0].switch.pid]
-        made[0].start(["sleep", "1000"])
-        raise ZeroDivisionError
+
+    def fail() -> None:
+        with hosts(2, tmp_path) as made:
+            made[0].start(["sleep", "1000"])
+            pids.extend([made[0].switch.pid, *(host.pid for host in made)])
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
     assert len(pids) == 3
     assert [pid for pid in pids if Path(f"/proc/{pid}").exists()] == []
     assert mounts_and_links() == before
