@@ -19,6 +19,7 @@ from toolkit.launch.health.stalled_ranks import (
     StalledRanks,
     describe_death,
     describe_hang,
+    describe_lost_store,
     find_stalled_ranks,
     limit_seconds,
 )
@@ -133,6 +134,14 @@ def test_the_message_of_a_death_has_the_exit_reason() -> None:
     assert "died in step 5 (forward): killed" in describe_death(heartbeat(3, "5 forward"), 5)
 
 
+@pytest.mark.parametrize("seconds", [None, 20.0], ids=["closed", "no answer"])
+def test_the_message_of_a_lost_store_names_its_host_and_where_this_rank_is(seconds: float | None) -> None:
+    message = describe_lost_store(heartbeat(2, "7 update"), "node0", None, seconds)
+    assert message.startswith("the launcher on node0, which hosts the store, ")
+    assert "rank 2 (node1) in step 7 (update)" in message
+    assert ("no progress for 20 s" in message) == bool(seconds)
+
+
 def test_a_message_about_thousands_of_ranks_is_short() -> None:
     heartbeats = {rank: heartbeat(rank) for rank in range(4096)}
     assert len(describe_hang(StalledRanks(kind="unresponsive", ranks=tuple(range(2048))), heartbeats, 600.0)) < 600
@@ -235,7 +244,7 @@ def test_a_rank_that_ctrl_c_ended_is_not_reported_as_dead_by_one_that_gets_it_a_
         report_failure=lambda report: report,
         increment=lambda name: 1,
     )
-    watchdog = Watchdog(store, local_rank=1, timeout_seconds=600, store_rank=0)
+    watchdog = Watchdog(store, local_rank=1, timeout_seconds=600, store_rank=0, store_host="node0")
     peer: Any = SimpleNamespace(rank=0, close=lambda: None)
     watchdog._has_lost_connection = noticed_by == "store"
     notice = watchdog._handle_lost_store if noticed_by == "store" else partial(watchdog._report_peer, peer)

@@ -16,6 +16,7 @@ from toolkit.errors import RunError, ToolkitError
 from toolkit.launch.health.heartbeat_store import HeartbeatStore
 from toolkit.launch.health.stalled_ranks import limit_seconds
 from toolkit.launch.health.watchdog import Watchdog
+from toolkit.launch.meeting_point import announced_wait, check_address, meeting_error, name_interface
 from toolkit.launch.output import exit_hooks
 from toolkit.launch.rank_environment import RankEnvironment, read_integer
 from toolkit.launch.spawn import free_port
@@ -39,6 +40,7 @@ def process_group(
         timeout_seconds=hang_timeout_seconds,
         # torchrun hosts the store in a process of its own.
         store_rank=None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0,
+        store_host=environment.master_addr,
     )
     watchdog.start()
     try:
@@ -127,7 +129,13 @@ def _meet(environment: RankEnvironment) -> tuple[Store, int, int]:
     os.environ.update(environment.variables)
     if environment.world_size == 1 and environment.master_port == 0:
         os.environ["MASTER_PORT"] = str(free_port())
-    store, rank, world_size = next(iter(rendezvous("env://", timeout=timedelta(minutes=_minutes()))))
+    check_address(environment)
+    name_interface(environment.master_addr)
+    with announced_wait(environment):
+        try:
+            store, rank, world_size = next(iter(rendezvous("env://", timeout=timedelta(minutes=_minutes()))))
+        except dist.DistError as error:
+            raise meeting_error(environment, error) from None
     return store, rank, world_size
 
 

@@ -49,6 +49,7 @@ class RankEnvironment:
             rank = "OMPI_COMM_WORLD_RANK"
             world_size = "OMPI_COMM_WORLD_SIZE"
             local_rank = "OMPI_COMM_WORLD_LOCAL_RANK"
+            _check_mpi_address(env)
         else:
             return cls()
         environment = cls(
@@ -115,6 +116,18 @@ def _slurm_tasks(env: Mapping[str, str]) -> str | None:
         return None
     name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
     return name if read_integer(env, name) > 1 else None
+
+
+def _check_mpi_address(env: Mapping[str, str]) -> None:
+    """Raise RunError if mpirun started ranks on several machines and nothing says on which one they meet."""
+    here = read_integer(env, "OMPI_COMM_WORLD_LOCAL_SIZE", "0")
+    ranks = read_integer(env, "OMPI_COMM_WORLD_SIZE")
+    if 0 < here < ranks and not env.get("MASTER_ADDR"):
+        raise RunError(
+            f"mpirun started {here} of {ranks} ranks on this machine, and MASTER_ADDR is not set: ranks meet on the "
+            "machine of rank 0. Name it: mpirun -x MASTER_ADDR=HOST.",
+            scope="job",
+        )
 
 
 def _first_host(nodelist: str) -> str:

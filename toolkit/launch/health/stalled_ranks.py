@@ -143,6 +143,20 @@ def describe_no_response(heartbeat: Heartbeat, step: int, seconds: float) -> str
     return _describe_unresponsive(_names([heartbeat], step), "", f"no progress for {seconds:.0f} s")
 
 
+def describe_lost_store(heartbeat: Heartbeat, host: str, store_rank: int | None, seconds: float | None) -> str:
+    """Describe in one line, for the rank with this heartbeat, that the process on `host` with the store is lost.
+
+    `store_rank`: that process, None for the launcher. `seconds`: the time without progress if it does not respond;
+    None if the connection to it is closed.
+    """
+    process = "the launcher" if store_rank is None else f"rank {store_rank}"
+    where = f"{heartbeat.name} in {heartbeat.location}"
+    if seconds is None:
+        return f"{process} on {host}, which hosts the store, is lost: it or its machine has ended. {where} ends too."
+    store = f"{process} on {host}, which hosts the store,"
+    return _describe_unresponsive(store, f", and {where} waits for it", f"no progress for {seconds:.0f} s")
+
+
 def _describe_unresponsive(names: str, wait_of_others: str, waited: str) -> str:
     state = "no longer responds (stopped, frozen or disconnected)"
     return f"{names} {state}{wait_of_others}: {waited}. See train.hang_timeout."

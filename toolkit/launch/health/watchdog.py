@@ -51,14 +51,22 @@ class _Failure(NamedTuple):
 class Watchdog:
     """Watches over one rank. `store_rank`: the rank whose process hosts the store; None if the launcher does.
 
-    With `timeout_seconds` 0 it detects dead ranks only, not those that hang.
+    `store_host` is the machine of that process, by the name or address at which ranks reach it. With `timeout_seconds`
+    0 it detects dead ranks only, not those that hang.
     """
 
     def __init__(
-        self, store: HeartbeatStore, *, local_rank: int, timeout_seconds: float, store_rank: int | None
+        self,
+        store: HeartbeatStore,
+        *,
+        local_rank: int,
+        timeout_seconds: float,
+        store_rank: int | None,
+        store_host: str,
     ) -> None:
         self._store = store
         self._store_rank = store_rank
+        self._store_host = store_host
         self._timeout_seconds = timeout_seconds
         self._rank = store.rank
         self._local_rank = local_rank
@@ -388,9 +396,10 @@ class Watchdog:
             step = self._progress.step
             last = self._store_heartbeat
             if self._store_rank is None or last is None:
-                host = "the launcher" if self._store_rank is None else f"rank {self._store_rank}"
-                where = self._heartbeat().location
-                message = f"{host}, which hosts the store, is lost; rank {self._rank} is in {where}"
+                seconds = None if died else self._stalled_seconds
+                message = stalled_ranks.describe_lost_store(
+                    self._heartbeat(), self._store_host, self._store_rank, seconds
+                )
             elif died:
                 message = stalled_ranks.describe_death(last, step)
             else:
