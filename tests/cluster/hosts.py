@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 _TOOLS = ("ip", "nsenter", "unshare", "setpriv")
 _NAMESPACES = ("--net", "--uts", "--mount", "--ipc", "--pid")
@@ -52,6 +54,12 @@ def missing() -> str:
         ["unshare", *_NAMESPACES, "--fork", "--mount-proc", "sh", "-c", script], capture_output=True, text=True
     )
     return f"no network namespaces here: {tried.stderr.strip()}" if tried.returncode else ""
+
+
+def require_hosts() -> None:
+    """Skip the test module that calls this, as one skipped test, where no hosts can be made."""
+    if reason := missing():
+        pytest.skip(reason, allow_module_level=True)
 
 
 class Command:

@@ -10,9 +10,8 @@ import pytest
 import yaml
 from small_text import write_corpus
 
-from cluster.hosts import ROOT, Command, command_environment, missing
+from cluster.hosts import ROOT, Command, command_environment
 
-needs_hosts = pytest.mark.skipif(bool(missing()), reason=missing())
 TRAIN = ROOT / "recipes" / "train.py"
 TOLERANCE = 1e-6
 """Largest relative difference of a loss or a gradient norm from those of one process."""
@@ -58,12 +57,6 @@ def assert_same_training(run: Path, reference: Sequence[dict[str, float]]) -> No
     for name in ("loss", "grad_norm"):
         expected = [line[name] for line in reference]
         assert [line[name] for line in trained] == pytest.approx(expected, rel=TOLERANCE, abs=0), name
-
-
-def torchrun(endpoint: str, *arguments: str | Path, nodes: int = 2, per_node: int = 2) -> list[str | Path]:
-    """The command of docs/launchers.md for several nodes."""
-    words: list[str | Path] = ["torchrun", "--nnodes", str(nodes), "--nproc_per_node", str(per_node)]
-    return [*words, "--rdzv_backend", "c10d", "--rdzv_endpoint", endpoint, TRAIN, *arguments]
 
 
 def end_all(commands: Sequence[Command], timeout: float = 300) -> list[int]:

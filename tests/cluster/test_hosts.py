@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster.hosts import hosts, missing
+from cluster.hosts import hosts, require_hosts
 
-pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
+require_hosts()
 HOLD = """
 import sys, time
 from pathlib import Path
