@@ -22,7 +22,7 @@ GPUS ?= 1
 GPU_SECONDS ?= 540
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-chat check test-fast test test-needs test-skipped test-all fuzz gpu gpu-rehearsal test-gpu test-real chat-packages chat-templates format generate gallery golden families recordings durations bench release clean
+.PHONY: help setup demo demo-chat check test-fast test test-needs test-skipped test-all test-cluster fuzz gpu gpu-rehearsal test-gpu test-real chat-packages chat-templates format generate gallery golden families recordings durations bench release clean
 
 help: ## What the targets do
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -62,6 +62,10 @@ test-all: check ## The same with the whole regression matrix; writes docs/parity
 	$(PYTEST) -m "not gpu"
 	$(CPU) $(BIN)/python tests/parity/whole_matrix.py run
 	$(BIN)/python tests/parity/whole_matrix.py page
+
+test-cluster: setup ## Hosts in network namespaces: launchers, a real Slurm, failures of links and hosts (as root)
+	.ci/install-packages cluster
+	$(CPU) $(BIN)/python -m pytest $(SKIPPED) tests/cluster
 
 fuzz: setup ## Random recipes in random layouts against one process: SEED=3 N=1000 JOBS=2; INDEX=417 is one of them
 	$(CPU) $(BIN)/python tests/fuzz/fuzz.py run --seed $(SEED) --count $(N) --jobs $(JOBS)$(if $(INDEX), --index $(INDEX))

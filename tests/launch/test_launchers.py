@@ -220,7 +220,7 @@ class TestDetect:
     def test_mpirun_on_several_machines_is_told_to_name_the_first_one(self) -> None:
         env = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
         here = {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
-        with pytest.raises(RunError, match="2 of 4 ranks on this machine.*mpirun -x MASTER_ADDR=HOST"):
+        with pytest.raises(RunError, match=r"2 of 4 ranks on this machine.*mpirun -x MASTER_ADDR=HOST"):
             RankEnvironment.detect(env | here)
         assert RankEnvironment.detect(env | here | {"MASTER_ADDR": "node1"}).master_addr == "node1"
         assert RankEnvironment.detect(env | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}).master_addr == "127.0.0.1"
