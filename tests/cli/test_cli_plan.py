@@ -83,7 +83,7 @@ def test_why_says_so_where_no_term_differs(capsys, monkeypatch):
 def test_why_names_options_where_the_micro_batch_does_not_divide_the_batch(capsys):
     line = refusal(capsys, *GPT2, "--why", "z1-m5")
     assert "--global-batch 64 with --micro 5 and dp=8: 64 is not a multiple of" in line
-    assert "Use --global-batch 40 or 80, or use --micro" in line
+    assert "Use --global-batch 40 or 80, or --micro one of 1, 2, 4, 8." in line
 
 
 @pytest.mark.parametrize("layout", [(), ("--layout", "tp2-pp2-z1")])
