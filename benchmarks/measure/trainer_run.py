@@ -1,6 +1,7 @@
 """A timed run of the Hugging Face Trainer, over the tokens and the DeepSpeed config of the toolkit's run."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,19 +43,30 @@ class Tokens(Dataset[dict[str, torch.Tensor]]):
 class StampCallback(TrainerCallback):  # type: ignore[misc]
     """When the Trainer logged each step."""
 
-    def __init__(self) -> None:
+    def __init__(self, log: Callable[[float], None] | None = None) -> None:
         self.stamps = Stamps()
+        self.log = log
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
         """Called once a step, and once more for the summary, which has no `loss`."""
         if "loss" in logs:
             self.stamps.add(logs["loss"])
+            if self.log is not None:
+                self.log(logs["loss"])
 
 
 def trainer_run(
-    recipe: Recipe, tokens: Tokens, folder: Path, device: torch.device, model: PreTrainedModel | None = None
+    recipe: Recipe,
+    tokens: Tokens,
+    folder: Path,
+    device: torch.device,
+    model: PreTrainedModel | None = None,
+    log: Callable[[float], None] | None = None,
 ) -> Stamps:
-    """Train on this rank with the Trainer; `model` takes the place of one that is built here."""
+    """Train on this rank with the Trainer; `model` takes the place of one that is built here.
+
+    `log` is called with the loss of each step, once that is logged.
+    """
     job = Job.of(recipe, RankEnvironment.detect().world_size)
     batch = job.batch
     on_cpu = device.type == "cpu"
@@ -85,7 +97,7 @@ def trainer_run(
         train_sampling_strategy="sequential",
         deepspeed=deepspeed_config(job, check_model(recipe, device), device),
     )
-    callback = StampCallback()
+    callback = StampCallback(log)
     model = model or build_model(recipe, eos_id=prepare(recipe.data, progress=False).eos_id)
     trainer = Trainer(model=model, args=arguments, train_dataset=tokens, callbacks=[callback])
     trainer.train()
