@@ -8,6 +8,7 @@ import importlib
 import io
 import logging
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +29,9 @@ from toolkit.engines.optimizer import Lion
 from toolkit.launch.local_ranks import RankFailedError
 from toolkit.parallel.tiny_model import tiny_config
 from toolkit.parity.run.train_in_memory import train_in_memory
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from measure.step_counter import UPDATE, StepCounter
 
 Make = Callable[..., Recipe]
 Ranks = Callable[..., list[Any]]
@@ -90,6 +94,29 @@ def test_a_pipeline_module_still_prints_to_stdout(ranks: Ranks) -> None:
 def test_norms_on_a_cpu_are_still_imprecise() -> None:
     gradient = torch.randn(30_000_000, generator=torch.Generator().manual_seed(0))
     assert float(gradient.norm()) != pytest.approx(float(gradient.double().norm()), rel=1e-4)
+
+
+def counted_step(stage: int) -> tuple[int, int]:
+    """Of one update by a plain engine: how often the host reads a device tensor, and the bytes that norms read."""
+    engine = plain_engine(stage)
+    backward(engine)
+    counter = StepCounter()
+    counter.part = UPDATE
+    counter.start()
+    engine.step()
+    counts = counter.stop()
+    return sum(counts.host_reads.values()), counts.norm_bytes
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_zero_still_copies_gradients_for_their_norm(ranks: Ranks, stage: int) -> None:
+    _, norm_bytes = ranks(counted_step, 1, stage)[0]
+    assert norm_bytes >= 8 * (4 * 4 + 4)
+
+
+def test_zero_still_reads_the_device_repeatedly_in_an_update(ranks: Ranks) -> None:
+    reads, _ = ranks(counted_step, 1, 2)[0]
+    assert reads > 1
 
 
 def empty_norm(_: int) -> str:

@@ -59,5 +59,5 @@ def test_gradients_are_scaled_down_to_the_limit_and_never_up() -> None:
     parameters = [torch.nn.Parameter(torch.zeros(3, 5)), torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter()]
     for limit, left in ((0.0, 5.0), (10.0, 5.0), (0.5, 0.5)):
         parameters[0].grad, parameters[1].grad = torch.full((3, 5), 4 / math.sqrt(15)), torch.tensor([3.0, 0.0])
-        assert clip_gradients(parameters, limit) == pytest.approx(5)
-        assert clip_gradients(parameters, 0) == pytest.approx(left, rel=1e-5)
+        assert float(clip_gradients(parameters, limit)) == pytest.approx(5)
+        assert float(clip_gradients(parameters, 0)) == pytest.approx(left, rel=1e-5)

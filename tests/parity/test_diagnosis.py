@@ -16,7 +16,7 @@ from toolkit.config.recipe import OptimizerSection
 from toolkit.data.samples.loader import MicroBatchLoader
 from toolkit.data.samples.samples import Samples
 from toolkit.engines import accelerate_engine, deepspeed_engine, deepspeed_patches
-from toolkit.engines.base import Engine, StepResult
+from toolkit.engines.base import Engine, Update
 from toolkit.engines.deepspeed_engine import DeepSpeedEngine
 from toolkit.engines.full_forward import DataParallelEngine
 from toolkit.parallel.loss import IGNORE
@@ -117,7 +117,7 @@ def _step_of_means(engine: Any, micro_batches: Any, *, target_tokens: int, learn
         engine._backward(mean / engine.accumulation)
         total += mean.detach() / engine.accumulation / engine.dp
     torch.distributed.all_reduce(total)
-    return engine._finish_step(float(total), total, learning_rate)
+    return engine._finish_step(total, total, target_tokens=1, learning_rate=learning_rate)
 
 
 def test_every_replica_reading_the_same_samples(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,18 +255,17 @@ def _nan_norm(parameters: Any, partition: Any) -> torch.Tensor:
     return torch.tensor(float("nan"))
 
 
-def _careless_update(engine: DeepSpeedEngine, loss: float) -> StepResult:
-    norm = engine._plain_norm()
+def _careless_update(engine: DeepSpeedEngine, totals: torch.Tensor) -> Update:
+    norm = deepspeed_engine.full_grad_norm(engine.model.parameters(), engine.partition)
     engine.engine.step()
-    assert norm is not None
-    return StepResult(loss=loss, grad_norm=norm)
+    return Update(totals=totals.tolist(), grad_norm=float(norm))
 
 
 def test_replicas_that_diverge(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     update = DeepSpeedEngine._update
 
-    def drifting(engine: DeepSpeedEngine, loss: float) -> Any:
-        result = update(engine, loss)
+    def drifting(engine: DeepSpeedEngine, totals: torch.Tensor) -> Any:
+        result = update(engine, totals)
         if torch.distributed.get_rank() == 1:
             with torch.no_grad():
                 next(engine.model.parameters()).mul_(1 + 1e-6)

@@ -208,7 +208,7 @@ def _step_of_means(engine: Any, micro_batches: Any, *, target_tokens: int, learn
         engine._backward(mean / engine.accumulation)
         total += mean.detach() / engine.accumulation / engine.dp
     dist.all_reduce(total)
-    return engine._finish_step(float(total), total, learning_rate)
+    return engine._finish_step(total, total, target_tokens=1, learning_rate=learning_rate)
 
 
 def _step_of_rank_means(engine: Any, micro_batches: Any, *, target_tokens: int, learning_rate: float) -> Any:
@@ -221,7 +221,7 @@ def _step_of_rank_means(engine: Any, micro_batches: Any, *, target_tokens: int, 
         engine._backward(share)
         total += share.detach() / engine.dp
     dist.all_reduce(total)
-    return engine._finish_step(float(total), total, learning_rate)
+    return engine._finish_step(total, total, target_tokens=1, learning_rate=learning_rate)
 
 
 def _scale_micro_batches(monkeypatch: pytest.MonkeyPatch, factor: Callable[[int, int], float]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
-from accelerate.utils import DistributedType, GradientAccumulationPlugin
+from accelerate.utils import DistributedDataParallelKwargs, DistributedType, GradientAccumulationPlugin
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from toolkit.config.job import Job
 from toolkit.data.samples.micro_batch import MicroBatch
-from toolkit.engines.base import StepResult, gradient_error
+from toolkit.engines.base import Update, read_together
 from toolkit.engines.compiled_layers import CompiledLayers
 from toolkit.engines.dropout import DropoutStream
 from toolkit.engines.full_forward import DataParallelEngine
@@ -45,6 +45,7 @@ class AccelerateEngine(DataParallelEngine):
         self.sources = len(recipe.data.labels)
         self.accumulation = job.batch.accumulation
         self.grad_clip = recipe.train.grad_clip
+        self.keeps_casts = recipe.train.engine == "ddp" and self.accumulation > 1
         self.routing = find_routing(job, model, device)
         plugin = None
         if recipe.train.engine == "fsdp":
@@ -65,6 +66,8 @@ class AccelerateEngine(DataParallelEngine):
         self.accelerator = Accelerator(
             # Otherwise accelerate divides the loss by a number from the environment.
             gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+            # Buffers are tables and counts that every rank computes alike: sending them would be a collective a step.
+            kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
             cpu=device.type == "cpu",
             mixed_precision="bf16" if recipe.precision == "bf16" else "no",
             fsdp_plugin=plugin,
@@ -126,15 +129,15 @@ class AccelerateEngine(DataParallelEngine):
         self.accelerator.backward(loss)
 
     @override
-    def _update(self, loss: float) -> StepResult:
+    def _update(self, totals: torch.Tensor) -> Update:
         fill_missing_gradients(self.model.parameters())
         norm = clip_gradients(self.model.parameters(), self.grad_clip)
-        if not math.isfinite(norm):
-            self.optimizer.zero_grad()
-            raise gradient_error(norm)
-        self.optimizer.step()
+        values, grad_norm = read_together(totals, norm)
+        is_finite = math.isfinite(grad_norm)
+        if is_finite:
+            self.optimizer.step()
         self.optimizer.zero_grad()
-        return StepResult(loss=loss, grad_norm=norm)
+        return Update(totals=values, grad_norm=grad_norm, skipped=not is_finite)
 
     def _average_first_gradients(self) -> None:
         """Average the gradients of the first step, and tell DDP whether some parameters have none.
@@ -154,7 +157,9 @@ class AccelerateEngine(DataParallelEngine):
         has_separate_experts = any(_OF_AN_EXPERT.search(name) for name, _ in self.named_parameters())
         if has_separate_experts or not has_gradient.all():
             device_ids = None if self.device.type == "cpu" else [self.device]
-            self._wrapped = DistributedDataParallel(self.model, device_ids=device_ids, find_unused_parameters=True)
+            self._wrapped = DistributedDataParallel(
+                self.model, device_ids=device_ids, find_unused_parameters=True, broadcast_buffers=False
+            )
 
 
 def _forget_launcher_settings() -> None:

@@ -3,8 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +24,18 @@ from toolkit.parallel.gather import Names, Opened, gather_parameters, open_local
 from toolkit.parallel.shard import FullTensor, Shard, shard_of
 from toolkit.phases import PhaseReporter, ignore_phase
 from toolkit.units import some
+
+
+@dataclass(frozen=True, kw_only=True)
+class Update:
+    """The update of a step: the norm of the gradient, and the totals that the host has read together with it.
+
+    `skipped`: nothing has changed, because the norm is not finite.
+    """
+
+    totals: list[float]
+    grad_norm: float
+    skipped: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +70,10 @@ class Engine(ABC):
     head_loss: LossInHead | None = None
     """The hooks that compute the loss inside the model's head; None where logits are computed."""
     before_update: Callable[[], None] = staticmethod(lambda: None)
-    """Called in every step once the learning rate is set and the gradients are complete, before clipping."""
+    """Called in every step once the learning rate is set and the gradients are complete, before clipping.
+
+    Whether they are finite is known after it: the host reads loss and norm together.
+    """
 
     report_phase: PhaseReporter = staticmethod(ignore_phase)
     """Called where the phases of a step begin."""
@@ -223,11 +237,26 @@ class Engine(ABC):
             return token_loss
         return token_loss + target_tokens * self.routing.loss()
 
-    def _finish_routing(self, result: StepResult) -> StepResult:
+    def _with_routing(self, losses: torch.Tensor) -> torch.Tensor:
+        """Return the sums of the losses and, of a model with experts, what routing has summed, to be read together."""
         if self.routing is None:
-            return result
+            return losses
         self._sum_over_samples(self.routing.totals)
-        return replace(result, routing=self.routing.finish_step(updated=not result.skipped))
+        return torch.cat([losses, self.routing.totals])
+
+    def _result(self, update: Update, target_tokens: int) -> StepResult:
+        """Build the result of a step from what `_with_routing` returned, once it has been read."""
+        losses = update.totals[: 1 + self.sources]
+        routing = None
+        if self.routing is not None:
+            routing = self.routing.finish_step(update.totals[1 + self.sources :], updated=not update.skipped)
+        return StepResult(
+            loss=losses[0] / target_tokens,
+            grad_norm=update.grad_norm,
+            skipped=update.skipped,
+            source_losses=tuple(losses[1:]),
+            routing=routing,
+        )
 
     def _sum_over_samples(self, values: torch.Tensor) -> None:
         """Sum over all ranks that have other tokens or layers, in place."""
@@ -242,20 +271,40 @@ class Engine(ABC):
 class DistributedEngine(Engine):
     """An engine whose ranks take one update together, or skip it together."""
 
-    def _finish_step(self, loss: float, local: torch.Tensor, learning_rate: float) -> StepResult:
-        """Take the update, unless the loss of the global batch is not finite; `local` is this rank's part of it."""
+    _fp16 = False
+    """Whether a loss scaler may skip an update."""
+
+    def _finish_step(
+        self, losses: torch.Tensor, local: torch.Tensor, *, target_tokens: int, learning_rate: float
+    ) -> StepResult:
+        """Take the update, unless it is not finite.
+
+        `losses`, fp64 [1 + sources]: the sum of the token losses of the global batch, and those of each source; `local`
+        is this rank's part of the former. Where the loss is not finite, the gradient is NaN, and the engine refuses the
+        update by its norm.
+        """
         self._set_learning_rate(learning_rate)
-        if not math.isfinite(loss):
-            error = loss_error(loss, local)
-            with suppress(NonFiniteError):
-                self._update(loss)  # its gradient is NaN too, so the engine skips the update itself
-            raise error
         self.before_update()
-        return self._update(loss)
+        update = self._update(self._with_routing(losses))
+        loss = update.totals[0] / target_tokens
+        if not math.isfinite(loss):
+            raise loss_error(loss, local)
+        if update.skipped and not self._fp16:
+            raise gradient_error(update.grad_norm)
+        return self._result(update, target_tokens)
 
     @abstractmethod
-    def _update(self, loss: float) -> StepResult:
-        """Clip, take the optimizer step, and clear the gradients."""
+    def _update(self, totals: torch.Tensor) -> Update:
+        """Clip, take the optimizer step unless the norm is not finite, and clear the gradients.
+
+        The host reads `totals`, fp64, together with the norm, and nothing else.
+        """
+
+
+def read_together(totals: torch.Tensor, norm: torch.Tensor) -> tuple[list[float], float]:
+    """Copy `totals`, fp64, and a norm to the host at once: it waits for the device a single time."""
+    *values, norm_value = torch.cat([totals, norm.detach().reshape(1).to(totals)]).tolist()
+    return values, norm_value
 
 
 def loss_error(loss: float, local: torch.Tensor) -> NonFiniteError:

@@ -1,7 +1,7 @@
 """DeepSpeed ZeRO 0-3, and what every engine around `deepspeed.initialize` shares."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import deepspeed
@@ -15,7 +15,7 @@ from typing_extensions import override
 from toolkit.config.job import Job
 from toolkit.data.samples.micro_batch import MicroBatch
 from toolkit.engines import deepspeed_patches
-from toolkit.engines.base import DistributedEngine, StepResult, gradient_error
+from toolkit.engines.base import DistributedEngine, Update, read_together
 from toolkit.engines.compiled_layers import CompiledLayers
 from toolkit.engines.dropout import DropoutStream
 from toolkit.engines.full_forward import DataParallelEngine
@@ -71,6 +71,14 @@ class DeepSpeedBase(DistributedEngine):
         states = deepspeed_states(self.optimizer, self._zero_stage, kinds)
         self.states = connect_optimizer(states, self.named_parameters(), self.partition)
 
+    def _zero_update(self, totals: torch.Tensor, step: Callable[[], None]) -> Update:
+        """Take a `step` of ZeRO 1, 2 or 3, which decides by its norm; the host reads `totals` where it reads that."""
+        with deepspeed_patches.one_host_read(self.optimizer, totals) as read:
+            step()
+        reported = self.engine.get_global_grad_norm()
+        norm = math.nan if reported is None else read.norm(reported)
+        return Update(totals=read.totals(), grad_norm=norm, skipped=not self.engine.was_step_applied())
+
     @override
     def full_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self._full(self.trained_names(), safe_get_full_grad, dtype=torch.float32)
@@ -125,6 +133,7 @@ class DeepSpeedEngine(DeepSpeedBase, DataParallelEngine):
         self.sources = len(job.recipe.data.labels)
         self.accumulation = job.batch.accumulation
         self.grad_clip = job.recipe.train.grad_clip
+        self.keeps_casts = job.layout.zero_stage == 0 and self.accumulation > 1
         self._fp16 = job.recipe.precision == "fp16"
         self.routing = find_routing(job, model, device, sequence_group)
         self._initialize(job, config, model, mpu=self._parallel_unit())
@@ -152,34 +161,30 @@ class DeepSpeedEngine(DeepSpeedBase, DataParallelEngine):
             self.engine.step()
 
     @override
-    def _update(self, loss: float) -> StepResult:
-        norm = self._plain_norm()
-        if norm is None:
-            self.engine.step()
-            reported = self.engine.get_global_grad_norm()
-            norm = math.nan if reported is None else float(reported)
-            skipped = not self.engine.was_step_applied()
-        else:
-            skipped = not math.isfinite(norm)
-            if skipped and self._fp16:
-                # Each rank's scaler decides by the gradients that the rank has, and experts are not on all ranks.
-                next(p.grad for p in self.model.parameters() if p.grad is not None).fill_(math.nan)
-            if self._fp16 or not skipped:
-                self.engine.step()  # a loss scaler skips by itself; otherwise DeepSpeed would apply a NaN
-        if skipped:
-            deepspeed_patches.clear_skipped_gradients(self.optimizer)
-        if skipped and not self._fp16:
-            deepspeed_patches.discard_gradients(self.engine, zero_stage=self._zero_stage)
-            raise gradient_error(norm)
-        return StepResult(loss=loss, grad_norm=norm, skipped=skipped)
-
-    def _plain_norm(self) -> float | None:
-        """Return the gradient norm under ZeRO-0, where DeepSpeed reports none: gradients are plain fp32 averages."""
+    def _update(self, totals: torch.Tensor) -> Update:
         if self._zero_stage > 0:
-            return None
-        norm = full_grad_norm(self.model.parameters(), self.partition)
+            update = self._zero_update(totals, self.engine.step)
+        else:
+            update = self._plain_update(totals)
+        if update.skipped:
+            deepspeed_patches.clear_skipped_gradients(self.optimizer)
+        if update.skipped and not self._fp16:
+            deepspeed_patches.discard_gradients(self.engine, zero_stage=self._zero_stage)
+        return update
+
+    def _plain_update(self, totals: torch.Tensor) -> Update:
+        """Take a step of ZeRO-0, where DeepSpeed reports no norm: gradients are plain fp32 averages."""
+        scaled_norm = full_grad_norm(self.model.parameters(), self.partition)
         scaler = self.engine.torch_autocast_z0_gradscaler
-        return float(norm / scaler.get_scale() if scaler else norm)
+        values, norm = read_together(totals, scaled_norm / scaler.get_scale() if scaler else scaled_norm)
+        skipped = not math.isfinite(norm)
+        if skipped and self._fp16:
+            # Each rank's scaler decides by the gradients that the rank has, and experts are not on all ranks.
+            next(p.grad for p in self.model.parameters() if p.grad is not None).fill_(math.nan)
+        if self._fp16 or not skipped:
+            with deepspeed_patches.known_norm(self.engine, None if scaler else scaled_norm):
+                self.engine.step()  # a loss scaler skips by itself; otherwise DeepSpeed would apply a NaN
+        return Update(totals=values, grad_norm=norm, skipped=skipped)
 
     @override
     def _loss_sum(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

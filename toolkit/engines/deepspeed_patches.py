@@ -9,24 +9,28 @@ engines/nvme.py releases the buffers of a sub-group before DeepSpeed uses them.
 import copy
 import importlib
 import logging
+import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from typing import Any
 from unittest import mock
 
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.runtime import compiler
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime import bf16_optimizer, compiler
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from deepspeed.runtime.zero import leaf_module_config
+from deepspeed.runtime.utils import is_model_parallel_parameter
+from deepspeed.runtime.zero import leaf_module_config, stage3, stage_1_and_2
 from torch import nn
 from transformers import PretrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from toolkit.config.layout import Layout
-from toolkit.engines.gradient_norm import full_grad_norm, total_norm
+from toolkit.engines.base import read_together
+from toolkit.engines.gradient_norm import full_grad_norm, scale_down, total_norm
 from toolkit.model_init.model_partition import ModelPartition
 from toolkit.parallel.groups import ParallelGroups
 
@@ -122,10 +126,11 @@ def fix_gradient_norms(engine: Any, partition: ModelPartition | None) -> None:
       each other for ever. Here the experts' norm is one of the others, summed over expert-parallel ranks before. No
       issue is known.
     """
-    engine.clip_fp32_gradients = lambda: nn.utils.clip_grads_with_norm_(
+    engine.clip_fp32_gradients = lambda: scale_down(
         engine.module.parameters(), engine.gradient_clipping(), full_grad_norm(engine.module.parameters(), partition)
     )
     optimizer = engine.optimizer
+    _take_norms_at_once(optimizer)
     if hasattr(optimizer, "_grad_norm_counts_every_rank"):
         optimizer._grad_norm_counts_every_rank = lambda parameters, group: False
     if not isinstance(optimizer, BF16_Optimizer):
@@ -134,11 +139,11 @@ def fix_gradient_norms(engine: Any, partition: ModelPartition | None) -> None:
     device = optimizer.fp32_groups_flat_partition[0].device
 
     def exact_norms(for_clipping: bool = False) -> Any:
-        gradients_of_groups = gradients(for_clipping=for_clipping)
         if for_clipping:
-            return gradients_of_groups
-        counted, experts = gradients_of_groups
-        norms = [total_norm([tensor]) for tensor in counted]
+            # The rank updates this part alone: the gradients of the others' parts are about to be cleared.
+            return optimizer.fp32_groups_gradient_flat_partition
+        counted, experts = gradients()
+        norms = [total_norm(counted)] if counted else []
         if partition is not None and optimizer.has_moe_layers:
             of_experts = total_norm([tensor for tensors in experts.values() for tensor in tensors])
             square = of_experts.to(device).square()
@@ -147,6 +152,125 @@ def fix_gradient_norms(engine: Any, partition: ModelPartition | None) -> None:
         return norms or [torch.zeros(1, device=device)], {}
 
     optimizer.get_grads_for_norm = exact_norms
+
+
+def _take_norms_at_once(optimizer: Any) -> None:
+    """Let ZeRO 1, 2 and 3 read every gradient once for norm and overflow, in one call for those of a group.
+
+    DeepSpeed 0.19.8 reads it twice to look for values that are not finite (`has_overflow` in
+    deepspeed/runtime/zero/stage_1_and_2.py and stage3.py), copies it to fp64, and reads the copy. Where a gradient is
+    not finite the norm is not, for which DeepSpeed skips the step as well. `_foreach_norm` in fp64 has the bits of the
+    copy's norm. With an offloaded optimizer, gradients are elsewhere. No issue is known.
+    """
+    if isinstance(optimizer, BF16_Optimizer):
+        return
+    is_zero3 = hasattr(optimizer, "_get_param_partition_group")
+    if not hasattr(optimizer, "get_grad_norm_direct") or _is_offloaded(optimizer):
+        return
+    if getattr(optimizer, "compute_grad_norm", True):
+        optimizer.has_overflow = lambda partition_gradients=True: False
+
+    def norm_of_group(gradients: Iterable[torch.Tensor], parameters: Sequence[Any], norm_type: float = 2) -> Any:
+        unpadded = [gradient for gradient in gradients if not getattr(gradient, "_zero_padding", False)]
+        counted = [
+            gradient
+            for gradient, parameter in zip(unpadded, parameters, strict=False)
+            if not getattr(parameter, "ds_pipe_replicated", False)
+            and (is_model_parallel_parameter(parameter) or optimizer.model_parallel_rank == 0)
+        ]
+        square = torch.zeros((), dtype=torch.float64, device=get_accelerator().current_device_name())
+        if counted:
+            square = torch.stack(torch._foreach_norm(counted, norm_type, dtype=torch.float64)).square().sum()
+        if is_zero3:
+            group = optimizer._get_param_partition_group(parameters[0])
+        else:
+            group = optimizer.dp_process_group
+            square = square.float()
+        dist.all_reduce(square, group=group)
+        optimizer._model_parallel_all_reduce(tensor=square, op=dist.ReduceOp.SUM)
+        norm = square.sqrt()
+        # DeepSpeed's mark of a norm that is not finite is -1.
+        return torch.where(torch.isfinite(norm), norm, -1.0)
+
+    optimizer.get_grad_norm_direct = norm_of_group
+
+
+def _is_offloaded(optimizer: Any) -> bool:
+    return bool(getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False))
+
+
+class HostRead:
+    """The one read of a step: `totals`, fp64, and the norm by which DeepSpeed decides whether to take the update."""
+
+    def __init__(self, totals: torch.Tensor, scale: float) -> None:
+        self._unread = totals
+        self._scale = scale
+        self._totals: list[float] | None = None
+        self._read: torch.Tensor | None = None
+        self._norm = math.nan
+
+    def is_invalid(self, norm: torch.Tensor | float) -> bool:
+        """Return what DeepSpeed's `is_invalid_grad_norm` does: whether a norm is not finite, or marked by -1."""
+        value = self._value(norm)
+        return not math.isfinite(value) or value < 0
+
+    def norm(self, reported: torch.Tensor | float) -> float:
+        """Return the norm that DeepSpeed reports once it has divided by the loss scale."""
+        if self._read is not None and self._scale == 1 and isinstance(reported, torch.Tensor):
+            return self._norm
+        return self._value(reported)
+
+    def totals(self) -> list[float]:
+        """Return the totals, which are read here where no norm was."""
+        if self._totals is None:
+            self._totals = self._unread.tolist()
+        return self._totals
+
+    def _value(self, norm: torch.Tensor | float) -> float:
+        if norm is self._read:
+            return self._norm
+        if not isinstance(norm, torch.Tensor) or self._totals is not None:
+            return float(norm)
+        self._read = norm
+        self._totals, self._norm = read_together(self._unread, norm)
+        return self._norm
+
+
+@contextmanager
+def one_host_read(optimizer: Any, totals: torch.Tensor) -> Iterator[HostRead]:
+    """Let the host wait for the device once in a step of ZeRO: for the norm, and `totals` with it.
+
+    DeepSpeed 0.19.8 reads the norm to decide whether to take the update, again for each group that it scales
+    (deepspeed/runtime/zero/stage_1_and_2.py `unscale_and_clip_grads`), and the coefficient of clipping
+    (deepspeed/runtime/utils.py `clip_tensors_by_global_norm`). No issue is known.
+    """
+    read = HostRead(totals, scale=float(getattr(optimizer, "loss_scale", 1.0)))
+    with ExitStack() as patches:
+        for module in (bf16_optimizer, stage_1_and_2, stage3):
+            patches.enter_context(mock.patch.object(module, "is_invalid_grad_norm", read.is_invalid))
+        patches.enter_context(mock.patch.object(bf16_optimizer, "clip_tensors_by_global_norm", _clip_at_once))
+        yield read
+
+
+def _clip_at_once(
+    input_tensors: list[torch.Tensor], max_norm: float, global_norm: torch.Tensor, mpu: Any = None, eps: float = 1e-6
+) -> torch.Tensor:
+    """Scale gradients down to a norm of `max_norm`, as DeepSpeed does, and by exactly 1 where they are smaller."""
+    coefficient = (max_norm / (global_norm + eps)).clamp(max=1.0)
+    torch._foreach_mul_([tensor.detach() for tensor in input_tensors], coefficient)
+    return global_norm
+
+
+@contextmanager
+def known_norm(engine: Any, norm: torch.Tensor | None) -> Iterator[None]:
+    """Let ZeRO-0 in fp32 clip by a norm that is known already, where it is: gradients are not read for it again."""
+    clip = engine.clip_fp32_gradients
+    if norm is not None:
+        engine.clip_fp32_gradients = lambda: scale_down(engine.module.parameters(), engine.gradient_clipping(), norm)
+    try:
+        yield
+    finally:
+        engine.clip_fp32_gradients = clip
 
 
 def equalize_norm_calls(optimizer: Any, groups: ParallelGroups) -> None:

@@ -2,9 +2,8 @@
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from toolkit.data.samples.micro_batch import MicroBatch
 from toolkit.engines.base import DistributedEngine, Engine, StepResult
 from toolkit.engines.dropout import DropoutStream
 from toolkit.parallel.loss import IGNORE, sample_loss_sums, token_loss_sum
+from toolkit.parallel.packed_documents import documents_known
 
 
 class FullForwardEngine(Engine):
@@ -42,7 +42,8 @@ class FullForwardEngine(Engine):
     def _run(self, batch: MicroBatch) -> Any:
         if self.head_loss is not None:
             self.head_loss.labels = batch.labels
-        return self._forward(batch)
+        with documents_known(are_packed=bool(batch.is_packed)):
+            return self._forward(batch)
 
     def _losses(self, output: Any, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sum of the token losses of one micro-batch; if samples have sources, also those of each, [b]."""
@@ -103,6 +104,8 @@ class DataParallelEngine(FullForwardEngine, DistributedEngine):
     """Ranks over which the engine averages gradients."""
     accumulation: int
     grad_clip: float
+    keeps_casts = False
+    """Whether autocast casts the weights, which stay whole on this rank, so that all micro-batches can share a cast."""
 
     @override
     def train_step(
@@ -113,20 +116,20 @@ class DataParallelEngine(FullForwardEngine, DistributedEngine):
         # The engine averages over dp ranks and we sum over micro-batches: this factor turns both into
         # sum of token losses / target tokens of the global batch.
         scale = self.dp / target_tokens
-        for i, micro_batch in enumerate(self._begin_routing(micro_batches)):
-            batch = self._local_micro_batch(micro_batch).to(self.device)
-            with self._accumulating(last=i == self.accumulation - 1):
-                micro_loss = self._training_loss(batch, loss_sums[1:])
-                objective = self._add_router_losses(micro_loss, target_tokens)
-                self.report_phase("backward")
-                self._backward(objective * (scale * nan_unless_finite(objective)))
-            loss_sums[:1] += micro_loss.detach()
+        step_batches = self._begin_routing(micro_batches)
+        with casts_kept() if self.keeps_casts else nullcontext():
+            for i, micro_batch in enumerate(step_batches):
+                batch = self._local_micro_batch(micro_batch).to(self.device)
+                with self._accumulating(last=i == self.accumulation - 1):
+                    micro_loss = self._training_loss(batch, loss_sums[1:])
+                    objective = self._add_router_losses(micro_loss, target_tokens)
+                    self.report_phase("backward")
+                    self._backward(objective * (scale * nan_unless_finite(objective)))
+                loss_sums[:1] += micro_loss.detach()
         self.report_phase("update")
         totals = loss_sums.clone()
         self._sum_over_replicas(totals)
-        total, *source_losses = totals.tolist()
-        result = self._finish_step(total / target_tokens, loss_sums[:1], learning_rate)
-        return self._finish_routing(replace(result, source_losses=tuple(source_losses)))
+        return self._finish_step(totals, loss_sums[:1], target_tokens=target_tokens, learning_rate=learning_rate)
 
     def _accumulating(self, *, last: bool) -> AbstractContextManager[None]:
         """Return a context for forward and backward of one micro-batch; the `last` of a step synchronizes gradients."""
@@ -135,6 +138,21 @@ class DataParallelEngine(FullForwardEngine, DistributedEngine):
     @abstractmethod
     def _backward(self, loss: torch.Tensor) -> None:
         """Accumulate gradients of a scaled micro-batch loss."""
+
+
+@contextmanager
+def casts_kept() -> Iterator[None]:
+    """Let autocast keep the weights that it has cast until the end, for all micro-batches of a step.
+
+    Autocast caches them for the outermost `autocast` that is active, which is one forward pass: each micro-batch would
+    cast all weights again. A cast saves nothing for the backward pass, so that several may run through it.
+    """
+    torch.autocast_increment_nesting()
+    try:
+        yield
+    finally:
+        torch.autocast_decrement_nesting()
+        torch.clear_autocast_cache()
 
 
 def add_by_source(source_losses: torch.Tensor, losses: torch.Tensor, sources: torch.Tensor) -> None:

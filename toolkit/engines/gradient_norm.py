@@ -31,30 +31,44 @@ def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         whole: torch.Tensor = norm.full_tensor() if isinstance(norm, DTensor) else norm
         return whole
     local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
-    square: torch.Tensor = torch.linalg.vector_norm(
-        torch.cat([_piece_norms(gradient) for gradient in local]).double()
-    ).square()
+    square: torch.Tensor = torch.linalg.vector_norm(torch.cat(_piece_norms(local)).double()).square()
     if isinstance(gradients[0], DTensor):
         dist.all_reduce(square, group=gradients[0].device_mesh.get_group())
     return square.sqrt().float()
 
 
-def _piece_norms(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the norms of pieces of a CPU tensor, fp32 [pieces]. Their norm is the tensor's norm."""
-    flat = tensor.detach().reshape(-1)
-    whole = flat.numel() // _PIECE_ELEMENTS * _PIECE_ELEMENTS
-    pieces = torch.linalg.vector_norm(flat[:whole].view(-1, _PIECE_ELEMENTS), dim=1, dtype=torch.float32)
-    remainder = torch.linalg.vector_norm(flat[whole:], dtype=torch.float32)
-    return torch.cat([pieces, remainder.reshape(1)])
+def _piece_norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the norms of pieces of CPU tensors, fp32 vectors. The norm of all of them is the tensors' joint norm.
+
+    Every element is read once; what is left after the last whole piece of each tensor is computed in one call for all.
+    """
+    flat = [tensor.detach().reshape(-1) for tensor in tensors]
+    wholes = [tensor.numel() // _PIECE_ELEMENTS * _PIECE_ELEMENTS for tensor in flat]
+    rests = [tensor[whole:] for tensor, whole in zip(flat, wholes, strict=True)]
+    norms = []
+    for tensor, whole, rest in zip(flat, wholes, torch._foreach_norm(rests, 2, dtype=torch.float32), strict=True):
+        if whole:
+            pieces = tensor[:whole].view(-1, _PIECE_ELEMENTS)
+            norms.append(torch.linalg.vector_norm(pieces, dim=1, dtype=torch.float32))
+        norms.append(rest.reshape(1))
+    return norms
 
 
-def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> float:
-    """Scale gradients down to a norm of at most `limit`, unless it is 0. Return the norm before."""
+def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> torch.Tensor:
+    """Scale gradients down to a norm of at most `limit`, unless it is 0. Return the norm before, a scalar.
+
+    The host does not wait for it.
+    """
     held = [parameter for parameter in parameters if parameter.grad is not None]
     norm = total_norm([parameter.grad for parameter in held if parameter.grad is not None])
+    scale_down(held, limit, norm)
+    return norm
+
+
+def scale_down(parameters: Iterable[nn.Parameter], limit: float, norm: torch.Tensor) -> None:
+    """Scale gradients of joint norm `norm` down to one of at most `limit`, unless that is 0: in one call for all."""
     if limit > 0:
-        nn.utils.clip_grads_with_norm_(held, limit, norm)
-    return float(norm)
+        nn.utils.clip_grads_with_norm_(parameters, limit, norm, foreach=True)
 
 
 def full_grad_norm(parameters: Iterable[nn.Parameter], partition: ModelPartition | None) -> torch.Tensor:

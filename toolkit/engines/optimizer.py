@@ -69,16 +69,22 @@ def fill_missing_gradients(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def torch_optimizer(recipe: Recipe, groups: Iterable[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Create the recipe's optimizer: PyTorch's, or Lion, which PyTorch lacks, or one for parts of matrices."""
+    """Create the recipe's optimizer: PyTorch's, or Lion, which PyTorch lacks, or one for parts of matrices.
+
+    On GPUs PyTorch's Adam is one kernel for all parameters, whose step counters are on the device. On CPUs, whose fused
+    kernels round differently, it is one call for all parameters of each operation, with the bits of one for each.
+    """
     section = recipe.optimizer
     parameters = list(groups)
+    on_gpu = any(parameter.is_cuda for group in parameters for parameter in group["params"])
+    at_once = {"fused": True} if on_gpu else {"foreach": True}
     match section.name:
         case "adamw":
-            return torch.optim.AdamW(parameters, lr=section.lr, betas=section.betas, eps=section.eps)
+            return torch.optim.AdamW(parameters, lr=section.lr, betas=section.betas, eps=section.eps, **at_once)
         case "adam":
-            return torch.optim.Adam(parameters, lr=section.lr, betas=section.betas, eps=section.eps)
+            return torch.optim.Adam(parameters, lr=section.lr, betas=section.betas, eps=section.eps, **at_once)
         case "sgd":
-            return torch.optim.SGD(parameters, lr=section.lr, momentum=section.momentum)
+            return torch.optim.SGD(parameters, lr=section.lr, momentum=section.momentum, foreach=True)
         case "lion":
             return Lion(parameters, lr=section.lr, betas=section.betas)
         case "muon":

@@ -15,7 +15,8 @@ from typing_extensions import override
 
 from toolkit.config.job import Job
 from toolkit.data.samples.micro_batch import MicroBatch
-from toolkit.engines.base import StepResult, gradient_error
+from toolkit.engines import deepspeed_patches
+from toolkit.engines.base import StepResult, Update, read_together
 from toolkit.engines.deepspeed_engine import DeepSpeedBase, model_dtype
 from toolkit.engines.deepspeed_patches import equalize_norm_calls, quiet_stdout
 from toolkit.engines.dropout import DropoutStream
@@ -54,7 +55,7 @@ class PipelineEngine(DeepSpeedBase):
         self.stage_layers = tuple(stop - start for start, stop in pairwise(partition.bounds))
         self._scale = 0.0
         self._target_tokens = 0
-        self._fp16 = job.recipe.precision == "fp16"
+        self._fp16 = job.recipe.precision == "fp16" and job.layout.zero_stage > 0
         self.sources = len(job.recipe.data.labels)
         # Losses, targets, and the losses of each source.
         self._totals = torch.zeros(2 + self.sources, dtype=torch.float64, device=device)
@@ -62,6 +63,7 @@ class PipelineEngine(DeepSpeedBase):
         self._sources: Iterator[torch.Tensor | None] = iter(())
         self._lengths: Iterator[torch.Tensor | None] = iter(())
         self._labels: Iterator[torch.Tensor] = iter(())
+        self._packed: Iterator[bool | None] = iter(())
         partition.stage.register_forward_pre_hook(lambda *_: self._begin_forward())
         deepspeed.init_distributed()  # PipelineModule reads the ranks before `initialize` sets them
         with quiet_stdout(unless=job.recipe.log.level == "debug"):
@@ -83,8 +85,8 @@ class PipelineEngine(DeepSpeedBase):
         self.report_phase("update")
         local = self._totals[0].clone()
         self._sum_over_ranks()
-        result = self._finish_step(float(self._totals[0]) / target_tokens, local, learning_rate)
-        return self._finish_routing(replace(result, source_losses=tuple(self._totals[2:].tolist())))
+        losses = torch.cat([self._totals[:1], self._totals[2:]])
+        return self._finish_step(losses, local, target_tokens=target_tokens, learning_rate=learning_rate)
 
     @override
     def _count_first(self, micro_batches: Sequence[MicroBatch]) -> None:
@@ -119,6 +121,7 @@ class PipelineEngine(DeepSpeedBase):
         self._sources = iter([micro_batch.sources for micro_batch in micro_batches])
         self._lengths = iter([micro_batch.lengths for micro_batch in micro_batches])
         self._labels = iter([micro_batch.labels for micro_batch in micro_batches])
+        self._packed = iter([micro_batch.is_packed for micro_batch in micro_batches])
         engine.set_dataiterator(_tensors(micro_batch, self.device) for micro_batch in micro_batches)
         engine.total_loss = None
         engine._compute_loss = True
@@ -141,6 +144,8 @@ class PipelineEngine(DeepSpeedBase):
         self._release_outputs()
         self.dropout.start(next(self._seeds))
         lengths = next(self._lengths)
+        assert self.partition.stage is not None
+        self.partition.stage.is_packed = bool(next(self._packed))
         if self.head_loss is not None:
             self.head_loss.labels = next(self._labels).to(self.device)
         if self.routing is not None and self.model.training:
@@ -174,22 +179,19 @@ class PipelineEngine(DeepSpeedBase):
         dist.all_reduce(self._totals)
 
     @override
-    def _update(self, loss: float) -> StepResult:
-        norm: float | None = None
-        skipped = False
-        if self._zero_stage == 0:
-            norm = float(full_grad_norm(self.model.parameters(), self.partition))
-            if not math.isfinite(norm):
-                self.engine.zero_grad()
-                raise gradient_error(norm)
-        self.engine._exec_optimizer_step()
-        if norm is None:
-            reported = self.engine.get_global_grad_norm()
-            norm = math.nan if reported is None else float(reported)
-            skipped = not math.isfinite(norm) or not self.engine.was_step_applied()
-            if skipped and not self._fp16:
-                raise gradient_error(norm)
-        return StepResult(loss=loss, grad_norm=norm, skipped=skipped)
+    def _update(self, totals: torch.Tensor) -> Update:
+        if self._zero_stage > 0:
+            update = self._zero_update(totals, self.engine._exec_optimizer_step)
+            return replace(update, skipped=update.skipped or not math.isfinite(update.grad_norm))
+        norm = full_grad_norm(self.model.parameters(), self.partition)
+        values, grad_norm = read_together(totals, norm)
+        is_finite = math.isfinite(grad_norm)
+        if is_finite:
+            with deepspeed_patches.known_norm(self.engine, norm):
+                self.engine._exec_optimizer_step()
+        else:
+            self.engine.zero_grad()
+        return Update(totals=values, grad_norm=grad_norm, skipped=not is_finite)
 
 
 def _tensors(micro_batch: MicroBatch, device: torch.device) -> tuple[Any, torch.Tensor]:

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from toolkit.config.job import Job
 from toolkit.data.samples.micro_batch import MicroBatch
-from toolkit.engines.base import StepResult, gradient_error
+from toolkit.engines.base import StepResult, Update, gradient_error, read_together
 from toolkit.engines.dropout import DropoutStream
 from toolkit.engines.full_forward import FullForwardEngine
 from toolkit.engines.gradient_norm import clip_gradients
@@ -42,33 +42,33 @@ class ReferenceEngine(FullForwardEngine):
     def train_step(
         self, micro_batches: Iterable[MicroBatch], *, target_tokens: int, learning_rate: float
     ) -> StepResult:
-        loss_sum = 0.0
-        source_losses = torch.zeros(self.sources, dtype=torch.float64, device=self.device)
+        # The loss of all samples, then that of the samples of each source.
+        loss_sums = torch.zeros(1 + self.sources, dtype=torch.float64, device=self.device)
         for micro_batch in self._begin_routing(micro_batches):
             batch = micro_batch.to(self.device)
-            micro_loss = self._training_loss(batch, source_losses)
+            micro_loss = self._training_loss(batch, loss_sums[1:])
             objective = self._add_router_losses(micro_loss, target_tokens)
             self.report_phase("backward")
             (objective / target_tokens).backward()  # type: ignore[no-untyped-call]
-            loss_sum += micro_loss.item()
+            loss_sums[:1] += micro_loss.detach()
         self.report_phase("update")
-        loss = loss_sum / target_tokens
-        if not math.isfinite(loss):
-            self.optimizer.zero_grad()
-            raise NonFiniteError(f"the loss is {loss} on rank 0")
 
         fill_missing_gradients(self.model.parameters())
         self._set_learning_rate(learning_rate)
         self.before_update()
         norm = clip_gradients(self.model.parameters(), self.grad_clip)
-        if not math.isfinite(norm):
+        totals, grad_norm = read_together(self._with_routing(loss_sums), norm)
+        loss = totals[0] / target_tokens
+        if not math.isfinite(loss):
             self.optimizer.zero_grad()
-            raise gradient_error(norm)
+            raise NonFiniteError(f"the loss is {loss} on rank 0")
+        if not math.isfinite(grad_norm):
+            self.optimizer.zero_grad()
+            raise gradient_error(grad_norm)
 
         self.optimizer.step()
         self.optimizer.zero_grad()
-        result = StepResult(loss=loss, grad_norm=norm, source_losses=tuple(source_losses.tolist()))
-        return self._finish_routing(result)
+        return self._result(Update(totals=totals, grad_norm=grad_norm), target_tokens)
 
     @override
     def _forward(self, batch: MicroBatch) -> Any:

@@ -171,11 +171,10 @@ class Routing:
         rows = counts.new_tensor(len(output.experts)) if mask is None else mask.sum()
         self.global_counts += torch.cat([counts, rows[None]])
 
-    def finish_step(self, *, updated: bool) -> RoutingStats:
-        """Return the stats of a step from `totals` summed over all ranks; update the biases if a step was taken."""
-        totals = self.totals.cpu()
-        losses = totals[:_LOSSES].tolist()
-        loads = totals[_LOSSES:].view(self._layers, self.count)
+    def finish_step(self, totals: list[float], *, updated: bool) -> RoutingStats:
+        """Return the stats of a step; update the biases if a step was taken. `totals`: summed over all ranks, read."""
+        losses = totals[:_LOSSES]
+        loads = torch.tensor(totals[_LOSSES:], dtype=torch.float64).view(self._layers, self.count)
         if updated:
             self._update_biases(loads)
         has_experts = loads.sum(dim=1) > 0

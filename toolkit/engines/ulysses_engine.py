@@ -58,6 +58,7 @@ class UlyssesEngine(DeepSpeedEngine):
             input_ids=micro_batch.input_ids[:, local].contiguous(),  # [b, s] -> [b, s/u]
             labels=micro_batch.labels[:, local].contiguous(),
             position_ids=positions[:, local].contiguous(),
+            is_packed=False,  # the mask of the whole sequence is made in the attention, and the model's own is dropped
             dropout_seed=derive_seed("slice", micro_batch.dropout_seed, self.sequence_rank),
         )
 

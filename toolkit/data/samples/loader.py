@@ -113,7 +113,7 @@ class MicroBatchLoader:
     """The micro-batches that a rank computes in each step. Needs no communication.
 
     `reads`: whether this rank needs tokens. The middle stages of a pipeline do not; their micro-batches are empty but
-    for the dropout seeds.
+    for the dropout seeds, the lengths and whether documents are packed.
     """
 
     recipe: Recipe
@@ -206,11 +206,13 @@ class MicroBatchLoader:
         stride = self.batch.micro_batch_size * self.batch.dp
         for start in range(0, count, stride):
             self.report_phase("evaluate")
-            if not self.reads:
-                yield MicroBatch(input_ids=_EMPTY, labels=_EMPTY)
-                continue
             positions = start + self.data_rank * self.batch.micro_batch_size + np.arange(self.batch.micro_batch_size)
-            micro_batch = self.validation[name].batch(0, chosen[np.minimum(positions, count - 1)])
+            places = chosen[np.minimum(positions, count - 1)]
+            if not self.reads:
+                is_packed = self.validation[name].is_packed(0, places)
+                yield MicroBatch(input_ids=_EMPTY, labels=_EMPTY, is_packed=is_packed)
+                continue
+            micro_batch = self.validation[name].batch(0, places)
             micro_batch.labels[torch.from_numpy(positions >= count)] = IGNORE
             yield micro_batch
 
@@ -224,7 +226,8 @@ class MicroBatchLoader:
         seed = derive_seed("dropout", self.recipe.train.seed, batch_index, positions[0])
         if not self.reads:
             lengths = self.train.lengths(batch_index, positions)
-            return MicroBatch(input_ids=_EMPTY, labels=_EMPTY, dropout_seed=seed, lengths=lengths)
+            is_packed = self.train.is_packed(batch_index, positions)
+            return MicroBatch(input_ids=_EMPTY, labels=_EMPTY, dropout_seed=seed, lengths=lengths, is_packed=is_packed)
         return self.train.batch(batch_index, positions, dropout_seed=seed)
 
     def _positions(self, accumulation_step: int) -> range:

@@ -13,6 +13,8 @@ class MicroBatch:
     position_ids [b, s] start at 0 with each document where documents do not attend to each other; otherwise None.
     dropout_seed seeds the dropout of this forward pass. sources [b] is the source of each sample of a mixture.
     lengths [b] counts the tokens of each sample before its padding; None where none has padding. Every rank has them.
+    is_packed: whether position_ids restart inside a sample, so that a mask must keep documents apart. Every rank knows;
+    by default it is read from position_ids.
     """
 
     input_ids: torch.Tensor
@@ -21,6 +23,12 @@ class MicroBatch:
     dropout_seed: int = 0
     sources: torch.Tensor | None = None
     lengths: torch.Tensor | None = None
+    is_packed: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.is_packed is None:
+            restarts = self.position_ids is not None and bool((self.position_ids.diff(dim=-1) != 1).any())
+            object.__setattr__(self, "is_packed", restarts)
 
     def inputs(self) -> dict[str, torch.Tensor]:
         """Return the keyword arguments of the model's forward pass."""

@@ -127,6 +127,11 @@ class Samples:
         ids = self.sample_ids(step, places).tolist()
         return torch.tensor([self.length(index) for index in ids]) if self.has_padding else None
 
+    def is_packed(self, step: int, places: Sequence[int] | NDArray[np.int64]) -> bool:
+        """Return whether one of the samples at `places` has position ids that restart, without reading tokens."""
+        ids = self.sample_ids(step, places).tolist()
+        return self.has_positions and any((np.diff(self.position_ids(index)) != 1).any() for index in ids)
+
     def sample_ids(self, step: int, positions: ArrayLike) -> NDArray[np.int64]:
         """Return the samples at `positions` of the global batch of `step`: the same on every rank of every layout.
 

@@ -18,6 +18,7 @@ from torch.autograd.function import Function, FunctionCtx
 from transformers import PreTrainedModel
 
 from toolkit.parallel.model_structure import ModelStructure, hidden_argument
+from toolkit.parallel.packed_documents import documents_known
 
 ZERO = "zero_of_another_stage"
 """The buffer that marks a module whose parameters another stage owns."""
@@ -83,6 +84,8 @@ class PipelineStage(nn.Module):
     ) -> None:
         super().__init__()
         self.model = model
+        self.is_packed = False
+        """Whether the next micro-batch has rows of several documents."""
         self._router_sums: RouterSums | None = None
         self._receives_sums = False
         self.is_first = stage == 0
@@ -148,7 +151,8 @@ class PipelineStage(nn.Module):
             ids = torch.zeros(samples, positions, dtype=torch.long, device=first.device)
             self._entry.received = first
         try:
-            output = self.model(input_ids=ids, use_cache=False, **keywords)
+            with documents_known(are_packed=self.is_packed):
+                output = self.model(input_ids=ids, use_cache=False, **keywords)
         except StageExit as end:
             if self._router_sums is not None:
                 sums = self._router_sums(sums)
