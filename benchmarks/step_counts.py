@@ -155,7 +155,7 @@ def count(folder: Path, model: str, side: str) -> tuple[StepCounts, StepFacts | 
         function = partial(trainer_counts, recipe, Tokens(alone), folder)
     else:
         function = partial(our_counts, recipe)
-    results = run_ranks(silently, ranks, function, timeout_seconds=1800)
+    results: list[tuple[StepCounts, StepFacts | None]] = run_ranks(silently, ranks, function, timeout_seconds=1800)
     return results[-1] if "pp2" in side else results[0]
 
 

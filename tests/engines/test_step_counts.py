@@ -48,7 +48,7 @@ LAYOUTS = {
     "pp2-z0": "fp32",
     "pp2-z1": "bf16",
 }
-Counted = Callable[[str], StepCounts]
+Counted = Callable[[str], list[tuple[StepCounts, int]]]
 
 
 def count(recipe: Recipe) -> tuple[StepCounts, int]:
