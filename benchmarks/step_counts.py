@@ -19,6 +19,8 @@ the third the lines of code that make the host wait.
 import argparse
 import importlib
 import os
+import shlex
+import sys
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -134,7 +136,8 @@ def main() -> None:
         f"bf16, 4 layers x 64, {SEQ_LEN} tokens a sample, one sample a micro-batch, {MICRO_BATCHES} micro-batches; "
         "rank 0, in a pipeline its last stage. The reference is fp32."
     )
-    publish_all("step_counts", sheets=sheets, notes=[note], save=options.save)
+    command = " ".join(["python benchmarks/step_counts.py", *map(shlex.quote, sys.argv[1:])])
+    publish_all("step_counts", sheets=sheets, notes=[note], save=options.save, command=command)
 
 
 def import_all() -> None:

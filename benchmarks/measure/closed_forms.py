@@ -87,10 +87,11 @@ def collective_rows(strategy: Strategy | None, counts: "StepCounts", facts: Step
         calls[key] += number
         in_background[key] += number * call.is_async
         sizes[key] += counts.collective_bytes[call]
-        of_kind[call.kind] += counts.collective_bytes[call]
+        if call.group_size > 1:
+            of_kind[call.kind] += counts.collective_bytes[call]
     forms = closed_form(strategy, facts) if strategy is not None and facts is not None else {}
     for kind, group in sorted(calls):
-        form = forms.get(kind, 0)
+        form = forms.get(kind, 0) if group > 1 else 0  # nothing is sent to oneself
         yield [
             kind,
             str(group),
