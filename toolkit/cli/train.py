@@ -13,7 +13,7 @@ from toolkit.config.gallery import find_recipes
 from toolkit.config.recipe import Recipe
 from toolkit.errors import RecipeError
 from toolkit.files import expanded
-from toolkit.launch.spawn import AUTO, Restart, run_local_ranks, run_with_restarts
+from toolkit.launch.spawn import AUTO, Machine, Restart, run_local_ranks, run_with_restarts
 from toolkit.training.arguments import run_name, unused_run_directory
 from toolkit.training.preload import preload_training
 
@@ -37,6 +37,10 @@ _MAX_RANKS_PER_NODE = 8
 @click.option("--overwrite", is_flag=True, help="Replace the run in run_dir.")
 @click.option("--resume", metavar="auto|PATH", help="From a run or checkpoint; auto: from run_dir, if it has one.")
 @click.option("--strict", is_flag=True, help="Fail on a damaged newest checkpoint, instead of taking the one before.")
+@click.option("--nnodes", type=Count(max=65536), default=1, metavar="N", help="Machines; each runs this command.")
+@click.option("--node-rank", type=Count(min=0), metavar="K", help="The number of this machine, from 0.")
+@click.option("--master-addr", metavar="HOST", help="Machine 0, by a name or address that all machines reach.")
+@click.option("--master-port", type=Count(min=1024, max=65535), default=29501, help="Where ranks meet there [29501].")
 @click.option("--restarts", type=Count(min=0), default=0, metavar="N", help="Restarts after crashes, at most.")
 def command(
     recipe: str,
@@ -48,9 +52,15 @@ def command(
     overwrite: bool,
     resume: str | None,
     strict: bool,
+    nnodes: int,
+    node_rank: int | None,
+    master_addr: str | None,
+    master_port: int,
     restarts: int,
 ) -> int:
     """Train RECIPE, a file or a name of the gallery (dstk ls), on this machine's ranks.
+
+    With --nnodes each machine runs this command with its --node-rank, and --nproc ranks.
 
     With --restarts, a rank that dies of a signal or an unexpected error ends the others, and all restart from the
     newest complete checkpoint. Bad input (exit code 2) and a request to stop (75) end the run.
@@ -60,13 +70,20 @@ def command(
     dstk train recipes/demo.yaml --nproc 2 parallel.zero_stage=3 train.steps=50
     dstk train gpt2-pretrain --layout 8xH100
     dstk train recipes/demo.yaml --nproc 4 --resume auto --restarts 3 checkpoint.every=100
+    dstk train gpt2-pretrain --layout z3 --nproc 8 --nnodes 2 --node-rank 0 --master-addr node1
     """
     if strict and resume is None and not restarts:
         raise click.UsageError("--strict without --resume: no checkpoint is read. Remove it.")
+    machine = _machine(nnodes, node_rank, master_addr, master_port)
+    if machine is not None and (restarts or nproc is None):
+        wrong = "--restarts" if restarts else "no --nproc"
+        raise click.UsageError(
+            f"--nnodes {nnodes} with {wrong}: say --nproc, and leave restarts to what starts machines."
+        )
     # Report a mistake in the recipe now, not after the seconds in which N ranks import torch.
     if nproc is None:
         nproc = _ranks_here(recipe, overrides) if layout is None else _ranks_of(recipe, overrides, layout)
-    decoded = load_recipe(recipe, overrides, world_size=nproc, layout=layout)
+    decoded = load_recipe(recipe, overrides, world_size=nproc * nnodes, layout=layout)
     arguments = ["--config", recipe]
     if layout is not None:
         arguments += ["--layout", layout]
@@ -85,10 +102,23 @@ def command(
             arguments.append("--overwrite")
         if resume:
             arguments += ["--resume", resume]
-        return run_local_ranks(script, arguments, nproc, preload=partial(preload_training, decoded))
+        return run_local_ranks(script, arguments, nproc, preload=partial(preload_training, decoded), machine=machine)
     run_dir = _run_directory(decoded, recipe, resume)
     again = Restart(run_dir=run_dir, arguments=arguments, resume=resume, overwrite=overwrite)
     return run_with_restarts(script, again.arguments, nproc, restarts, preload=partial(preload_training, decoded))
+
+
+def _machine(nnodes: int, node_rank: int | None, master_addr: str | None, master_port: int) -> Machine | None:
+    """This machine of several; None where there is one."""
+    if nnodes == 1:
+        if node_rank or master_addr:
+            raise click.UsageError("--node-rank and --master-addr need --nnodes: the number of machines. Add it.")
+        return None
+    if node_rank is None or master_addr is None:
+        raise click.UsageError(f"--nnodes {nnodes} needs --node-rank and --master-addr. Add them.")
+    if node_rank >= nnodes:
+        raise click.UsageError(f"--node-rank {node_rank} of {nnodes} machines: they count from 0 to {nnodes - 1}.")
+    return Machine(number=node_rank, machines=nnodes, master_addr=master_addr, master_port=master_port)
 
 
 def _ranks_here(recipe: str, overrides: tuple[str, ...]) -> int:

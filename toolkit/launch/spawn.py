@@ -35,6 +35,18 @@ Ranks = Sequence[Rank]
 
 
 @dataclass(frozen=True, kw_only=True)
+class Machine:
+    """One machine of a run, and where the ranks of all machines meet."""
+
+    number: int
+    """Number of this machine, from 0; rank 0 is on machine 0."""
+    machines: int
+    master_addr: str
+    """Name or address of machine 0."""
+    master_port: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class _RunExit:
     """The end of a run. `is_crash`: a rank died, by a signal or an error other than bad input, and was not asked to."""
 
@@ -49,6 +61,7 @@ def run_with_restarts(
     restarts: int,
     *,
     preload: Callable[[], None] | None = None,
+    machine: Machine | None = None,
 ) -> int:
     """Run local ranks as `run_local_ranks` does, and start again after a crash, up to `restarts` times.
 
@@ -70,7 +83,7 @@ def run_with_restarts(
             return 128 + received[0]
         if attempt:
             print(f"restart {attempt} of {restarts}: {origin}", file=sys.stderr, flush=True)
-        ended = _run(partial(start, script, script_arguments), nproc, received)
+        ended = _run(partial(start, script, script_arguments), nproc, received, machine)
         if not ended.is_crash:
             break
     return ended.code
@@ -89,7 +102,12 @@ def _interrupt(received: list[int], number: int, frame: object) -> None:
 
 
 def run_local_ranks(
-    script: Path, arguments: Sequence[str], nproc: int, *, preload: Callable[[], None] | None = None
+    script: Path,
+    arguments: Sequence[str],
+    nproc: int,
+    *,
+    preload: Callable[[], None] | None = None,
+    machine: Machine | None = None,
 ) -> int:
     """Run `python script arguments…` as `nproc` ranks; return the exit code of the first rank that failed, or 0.
 
@@ -97,23 +115,28 @@ def run_local_ranks(
     to report what they know about it, and are killed: without their peer they would wait in a collective. STOP_SIGNALS
     are passed on to the ranks (`PASSED_ON`), which have two minutes to save a checkpoint and exit with 75. However this
     process ends, its ranks end. With `preload`, which imports in this process what ranks need, they are forked from it
-    where that is possible; all imports, their time and most of their memory are then shared.
+    where that is possible; all imports, their time and most of their memory are then shared. With `machine` they are
+    `nproc` of the ranks of several machines.
     """
-    return run_with_restarts(script, lambda attempt: (arguments, ""), nproc, 0, preload=preload)
+    return run_with_restarts(script, lambda attempt: (arguments, ""), nproc, 0, preload=preload, machine=machine)
 
 
-def _run(start: Callable[[dict[str, str]], Rank], nproc: int, received: Sequence[int]) -> _RunExit:
+def _run(
+    start: Callable[[dict[str, str]], Rank], nproc: int, received: Sequence[int], machine: Machine | None
+) -> _RunExit:
     port = free_port()
+    first_rank = 0 if machine is None else machine.number * nproc
     ranks: list[Rank] = []
     try:
         signal.pthread_sigmask(signal.SIG_BLOCK, RANK_SIGNALS)
         for number in range(nproc):
-            ranks.append(start(os.environ | rank_variables(number, nproc, port)))
+            variables = _variables(machine, number, nproc) if machine else rank_variables(number, nproc, port)
+            ranks.append(start(os.environ | variables))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, RANK_SIGNALS)
-        while (ended := _poll(ranks)) is None and not received:
+        while (ended := _poll(ranks, first_rank)) is None and not received:
             time.sleep(_POLL_SECONDS)
         if ended is None or received or ended.code == PreemptedError.exit_code:
-            return _RunExit(code=_stop(ranks, received))
+            return _RunExit(code=_stop(ranks, received, first_rank))
         return ended
     finally:
         for rank in _running(ranks):
@@ -121,11 +144,11 @@ def _run(start: Callable[[dict[str, str]], Rank], nproc: int, received: Sequence
             rank.wait()
 
 
-def _poll(ranks: Ranks) -> _RunExit | None:
+def _poll(ranks: Ranks, first_rank: int) -> _RunExit | None:
     """Return how the run ended, or None while all ranks that have exited were successful."""
     codes = [rank.poll() for rank in ranks]
     # A killed rank comes first: the others failed because of it.
-    for rank, code in enumerate(codes):
+    for rank, code in enumerate(codes, start=first_rank):
         if code is not None and code < 0:
             print(f"error: rank {rank} was ended by {_signal_name(-code)}.", file=sys.stderr, flush=True)
             _wait_for_messages(ranks)
@@ -162,7 +185,7 @@ def _running(ranks: Ranks) -> Ranks:
     return [rank for rank in ranks if rank.poll() is None]
 
 
-def _stop(ranks: Ranks, received: Sequence[int]) -> int:
+def _stop(ranks: Ranks, received: Sequence[int], first_rank: int) -> int:
     """Pass signals on and wait for the checkpoint; return the exit code that the ranks agree on, or the signal's."""
     passed_on = 0
     start = time.monotonic()
@@ -178,7 +201,7 @@ def _stop(ranks: Ranks, received: Sequence[int]) -> int:
                 rank.send_signal(signal.SIGTERM if insists else PASSED_ON[signal.Signals(received[-1])])
         time.sleep(_POLL_SECONDS)
     codes = [rank.poll() for rank in ranks]
-    if late := [str(rank) for rank, code in enumerate(codes) if code is None]:
+    if late := [str(rank) for rank, code in enumerate(codes, start=first_rank) if code is None]:
         print(f"error: rank {', '.join(late)} did not stop in time and is killed.", file=sys.stderr, flush=True)
     if agreed := [code for code in _NO_CRASH if code in codes]:
         return agreed[0]
@@ -254,6 +277,18 @@ def rank_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
     """Return the environment variables of one of `world_size` ranks on this machine."""
     environment = RankEnvironment(rank=rank, world_size=world_size, local_rank=rank, master_port=port)
     return environment.variables | {"LOCAL_WORLD_SIZE": str(world_size)}
+
+
+def _variables(machine: Machine, local_rank: int, nproc: int) -> dict[str, str]:
+    """Return the environment variables of one of the `nproc` ranks on this machine of several."""
+    environment = RankEnvironment(
+        rank=machine.number * nproc + local_rank,
+        world_size=machine.machines * nproc,
+        local_rank=local_rank,
+        master_addr=machine.master_addr,
+        master_port=machine.master_port,
+    )
+    return environment.variables | {"LOCAL_WORLD_SIZE": str(nproc)}
 
 
 def free_port() -> int:
