@@ -18,8 +18,11 @@ from toolkit.cli.config_options import add_options, flag_overrides, is_guess, jo
 from toolkit.config.gallery import find_recipe
 from toolkit.config.recipe import Recipe
 from toolkit.dsconfig.build import ConfigJob
-from toolkit.dsconfig.launch_scripts import TRAIN, Launch, Launcher, beside
+from toolkit.dsconfig.container_launch import RECIPE, ContainerLaunch
+from toolkit.dsconfig.kubernetes import jobset
+from toolkit.dsconfig.launch_scripts import TRAIN, Launch, LaunchFile, beside
 from toolkit.dsconfig.options import PLAIN
+from toolkit.dsconfig.skypilot import task
 from toolkit.errors import ConfigError
 from toolkit.hardware import variant_note
 from toolkit.models.shape import find_name
@@ -29,13 +32,16 @@ _JSON = "ds_config.json"
 _TRAINER = "ds_config_auto.json"
 _YAML = "accelerate.yaml"
 _PREPARED = "ds_config_accelerate.json"
+_LAUNCH_FILES = {"slurm": "job.sbatch", "hostfile": "hostfile", "k8s": "jobset.yaml", "skypilot": "task.yaml"}
+"""Names of what starts a job, where it is not launch.sh."""
+_CONTAINERS = {"k8s": jobset, "skypilot": task}
 
 
 @click.command()
 @click.argument("arguments", nargs=-1, metavar="[RECIPE] [SECTION.KEY=VALUE]...")
 @click.option("--recipe", metavar="RECIPE", help="The same as the argument.")
 @click.option("--format", "kind", type=_FORMAT, default="json", help="See above [json].")
-@click.option("--launcher", type=click.Choice(get_args(Launcher)), help="Print the script that starts the job instead.")
+@click.option("--launcher", type=click.Choice(get_args(LaunchFile)), help="Print the file that starts the job instead.")
 @click.option("--script", metavar="TEXT", help="What it starts [recipes/train.py; without a recipe train.py].")
 @click.option("--explain", is_flag=True, help="Print every key, what it does, its default and why it has its value.")
 @click.option("--output", type=click.Path(file_okay=False, path_type=Path), metavar="DIR", help="Write files there.")
@@ -44,7 +50,7 @@ def command(
     arguments: tuple[str, ...],
     recipe: str | None,
     kind: str,
-    launcher: Launcher | None,
+    launcher: LaunchFile | None,
     script: str | None,
     explain: bool,
     output: Path | None,
@@ -77,17 +83,20 @@ def command(
         )
     _check_flags(kind, launcher, explain=explain, output=output, hosts=flags["hosts"], job=job)
     train: list[str] = []
+    where = ["--layout", flags["layout"]] if flags["layout"] else []
     if path is not None:
         recipe = os.path.abspath(path) if output is None else beside(Path(path).name)
-        where = ["--layout", flags["layout"]] if flags["layout"] else []
         train = [*TRAIN, "--config", recipe, *where, *overrides, *flag_overrides(flags), *_located_data(job.recipe)]
+    text = None
     launch = _launch(job, _program(job, script, kind, train), kind, flags, output)
+    if launcher is not None:
+        given = [*where, *overrides, *flag_overrides(flags)] if path is not None else []
+        text = _launch_file(launcher, launch, path, script, given, flags)
     if explain:
         _print_table(_config(job, kind), job)
     elif output is not None:
-        _write(output, job, path, kind, launch, launcher)
-    elif launcher is not None:
-        text = launch.script(launcher)
+        _write(output, job, path, kind, launch, launcher, text)
+    elif text is not None:
         click.echo(text, nl=False)
         if named := set(re.findall(r'"\$here"/(\S+\.(?:json|yaml))', text)):
             files = " and ".join(sorted(named))
@@ -139,11 +148,48 @@ def _program(job: ConfigJob, script: str | None, kind: str, train: list[str]) ->
     default = _located("train.py") if Path("train.py").is_file() else beside("train.py")
     if kind == "hf-trainer":
         return [default, "--deepspeed", beside(_TRAINER), *trainer_arguments(job)]
-    changed = replace(job.options, run_name=PLAIN.run_name, log_dir=PLAIN.log_dir) != PLAIN
     # Under accelerate both programs read the JSON that the YAML names.
-    named = kind != "accelerate" and (changed or not train)
+    named = kind != "accelerate" and (_changes_json(job) or not train)
     program = train or [default]
     return [*program, "--deepspeed_config", beside(_JSON)] if named else program
+
+
+def _changes_json(job: ConfigJob) -> bool:
+    """Return whether options that no recipe has change the JSON."""
+    return replace(job.options, run_name=PLAIN.run_name, log_dir=PLAIN.log_dir) != PLAIN
+
+
+def _launch_file(
+    launcher: LaunchFile, launch: Launch, path: str | None, script: str | None, given: list[str], flags: dict[str, Any]
+) -> str:
+    """Return the text of what starts the job. `given`: the layout and the overrides of its recipe."""
+    if launcher == "hostfile":
+        return launch.hostfile()
+    if launcher not in _CONTAINERS:
+        return launch.script(launcher)
+    if path is None or script is not None:
+        raise ConfigError(f"--launcher {launcher} without a recipe: its containers run `dstk train`. Name a recipe.")
+    missing = [option for option in ("image", "volume") if flags[option] is None]
+    if missing:
+        needed = " and ".join(f"--{option}" for option in missing)
+        raise ConfigError(f"--launcher {launcher} without {needed}: an image with the toolkit and a volume. Add them.")
+    job = launch.job
+    files = {RECIPE: Path(path).read_text(encoding="utf-8")}
+    if _changes_json(job):
+        files[_JSON] = json.dumps(job.config, indent=2) + "\n"
+    container = ContainerLaunch(
+        job=job,
+        name=launch.name,
+        image=flags["image"],
+        volume=flags["volume"],
+        files=files,
+        arguments=given,
+        deepspeed_config=_JSON if _JSON in files else None,
+        gpu=flags["gpu"],
+        cpus_per_gpu=launch.cpus_per_gpu,
+        port=launch.port,
+    )
+    return _CONTAINERS[launcher](container)
 
 
 def _located(word: str) -> str:
@@ -213,7 +259,13 @@ def _notes(job: ConfigJob) -> Iterator[str]:
 
 
 def _write(
-    folder: Path, job: ConfigJob, path: str | None, kind: str, launch: Launch, launcher: Launcher | None
+    folder: Path,
+    job: ConfigJob,
+    path: str | None,
+    kind: str,
+    launch: Launch,
+    launcher: LaunchFile | None,
+    text: str | None,
 ) -> None:
     from toolkit.dsconfig.trainer import accelerate_config
 
@@ -225,11 +277,11 @@ def _write(
         files[_PREPARED] = json.dumps(accelerate_config(job), indent=2) + "\n"
     if kind in ("hf-trainer", "all"):
         files[_TRAINER] = json.dumps(_config(job, "hf-trainer"), indent=2) + "\n"
-    if launcher is not None:
-        files["job.sbatch" if launcher == "slurm" else "launch.sh"] = launch.script(launcher)
+    if launcher is not None and text is not None:
+        files[_LAUNCH_FILES.get(launcher, "launch.sh")] = text
         if launcher == "deepspeed" and job.nodes > 1:
             files["hostfile"] = launch.hostfile()
-        if path is not None and beside(recipe := Path(path).name) in launch.program:
+        if launcher not in _CONTAINERS and path is not None and beside(recipe := Path(path).name) in launch.program:
             if recipe in files:
                 raise ConfigError(f"{path}: a file of this name is written beside its copy. Rename the recipe.")
             if os.path.abspath(path) != os.path.join(launch.folder, recipe):

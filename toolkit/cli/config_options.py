@@ -74,7 +74,9 @@ _OPTIONS: list[Decorator] = [
     click.option("--scheduler", type=click.Choice(get_args(extras.SchedulerName)), help="DeepSpeed's own schedule."),
     click.option("--monitor", "monitors", type=_MONITOR, multiple=True, help="Log there."),
     click.option("--log-dir", metavar="DIR", default="logs", help="Directory of TensorBoard and CSV logs [logs]."),
-    click.option("--run-name", metavar="NAME", default="run", help="Job or project of a monitor, and of Slurm [run]."),
+    click.option(
+        "--run-name", metavar="NAME", default="run", help="Job or project of a monitor, and of the job [run]."
+    ),
     click.option("--profile-step", type=_POSITIVE, metavar="N", help="Let DeepSpeed count FLOPs after N steps."),
     click.option("--wall-clock-breakdown", is_flag=True, help="Let DeepSpeed time the parts of a step."),
     # Machines and ranks.
@@ -85,7 +87,11 @@ _OPTIONS: list[Decorator] = [
     click.option("--gpu", metavar="NAME", help="Size buckets for its links, for instance H100-SXM-80GB."),
     click.option("--network-gbit", type=_ABOVE_0, default=100.0, metavar="X", help="Network of one GPU [100]."),
     click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", help="Where it runs [cuda]."),
-    click.option("--cpus-per-gpu", type=_POSITIVE, default=8, metavar="N", help="CPU cores of a rank, for Slurm [8]."),
+    click.option(
+        "--cpus-per-gpu", type=_POSITIVE, default=8, metavar="N", help="CPU cores of a rank, for schedulers [8]."
+    ),
+    click.option("--image", metavar="IMAGE", help="Of containers: one in which the toolkit is installed."),
+    click.option("--volume", metavar="NAME", help="Of containers: a claim or volume that all nodes mount."),
     click.option("--port", type=_PORT, default=29501, metavar="N", help="Where ranks meet [29501]."),
 ]
 

@@ -15,6 +15,8 @@ from toolkit.dsconfig.build import ConfigJob
 from toolkit.errors import ConfigError
 
 Launcher = Literal["deepspeed", "accelerate", "torchrun", "slurm"]
+LaunchFile = Literal[Launcher, "hostfile", "k8s", "skypilot"]
+"""What `dstk config` writes: scripts, a list of nodes, and jobs in containers."""
 SRUN_OPTIONS = ("--kill-on-bad-exit=0", "--wait=60")
 """Options by which, if a task has failed or saved, the others have a minute to end by themselves: see
 docs/checkpoints.md."""
