@@ -240,6 +240,10 @@ class NonFiniteError(ToolkitError, scope="job"):
     """The loss or a gradient became NaN or infinite; the weights are those of the last good step."""
 
 
+class ReplicaError(ToolkitError, scope="job"):
+    """Ranks that must hold the same weights or optimizer states hold different ones, and a rollback is not possible."""
+
+
 class PreemptedError(ToolkitError):
     """A signal ended the run at a step boundary; it can resume from its checkpoint."""
 

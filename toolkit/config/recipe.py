@@ -270,6 +270,9 @@ class TrainSection(Section):
     0 means never."""
     spike_window: Annotated[int, Field(ge=8, le=LARGEST_COUNT)] = 64
     """Number of last steps whose mean and standard deviation `spike_sigmas` compares the loss with."""
+    replica_check: NonNegativeInt = 0
+    """Steps between comparisons of what several ranks hold: weights, and optimizer states that are not sharded. Where
+    they differ, the rank is named and the run rolls back to the newest checkpoint; 0 means never."""
     profile: ProfileSection | None = None
     """Trace some steps: a file for Perfetto, a memory snapshot, and where the time goes; null: none."""
     max_incidents: PositiveInt = 3

@@ -339,7 +339,7 @@ def _without_effect(recipe: Recipe) -> Iterator[Refusal]:
     for field, switch in _SWITCHES.items():
         if not recipe.value_of(switch):
             yield from unused(field, switch, remedy=(switch, "1 or more"))
-    if recipe.train.on_nonfinite == "stop" and not recipe.train.spike_sigmas:
+    if recipe.train.on_nonfinite == "stop" and not recipe.train.spike_sigmas and not recipe.train.replica_check:
         because = ("train.on_nonfinite", "train.spike_sigmas")
         yield from unused("train.max_incidents", *because, remedy=("train.on_nonfinite", "skip or rollback"))
 

@@ -117,6 +117,8 @@ class NvmeStates(Zero3States):
     is written back if it changed, until another one or training needs them.
     """
 
+    are_in_memory = False
+
     def __init__(self, wrapper: Any, kinds: Iterable[str]) -> None:
         super().__init__(wrapper, kinds)
         self._group = -1

@@ -38,6 +38,9 @@ KINDS = {
 class OptimizerStates(ABC):
     """The states of one engine's optimizer. `base` is the optimizer that holds them, torch's or DeepSpeed's."""
 
+    are_in_memory = True
+    """Whether states and sharded weights are in memory between steps, and not on a drive."""
+
     def __init__(self, base: Any, kinds: Iterable[str]) -> None:
         self.base = base
         self.kinds = tuple(kinds)

@@ -34,7 +34,7 @@ class Rollback:
     """The step of the checkpoint: so many steps are done now."""
     checkpoint: Path
     skipped_batches: int
-    """Global batches that training passes over: those of the restored step to the failed one."""
+    """Global batches that training passes over: those of the restored step to the failed one, or none."""
     reason: str
 
 

@@ -14,7 +14,7 @@ from typing_extensions import override
 from toolkit.config.recipe import TrainSection
 from toolkit.engines.base import StepResult
 from toolkit.errors import NonFiniteError
-from toolkit.training.callback import Action, Callback
+from toolkit.training.callback import Action, Callback, Rollback
 from toolkit.training.loop import TrainingRun
 from toolkit.training.resume import newest_checkpoint
 
@@ -75,6 +75,10 @@ class Incidents(Callback):
         if not result.skipped:
             self.went_well(result.loss)
         return None
+
+    @override
+    def on_rollback(self, run: TrainingRun, rollback: Rollback) -> None:
+        self.spikes.forget()
 
     def may_skip(self) -> bool:
         """Count one more skipped step in a row; whether the recipe allows it."""

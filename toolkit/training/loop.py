@@ -131,10 +131,11 @@ class TrainingRun:
         self.last_checkpoint = path
         self._notify("on_checkpoint", path)
 
-    def roll_back(self, earlier: Resumed, reason: str) -> None:
+    def roll_back(self, earlier: Resumed, reason: str, *, skips_batches: bool = True) -> None:
         """Restore a checkpoint of this run and skip the global batches up to the present one. A collective call.
 
-        The hook that calls it returns Action.RETRY. The callbacks' `on_rollback` is called.
+        Without `skips_batches` the steps are taken again with the same samples. The hook that calls it returns
+        Action.RETRY. The callbacks' `on_rollback` is called.
         """
         failed_step = self.step + 1
         last_batch = self.step + self.skipped_batches + 1
@@ -142,12 +143,13 @@ class TrainingRun:
         undone_steps = self.step - earlier.state.step
         del self.history[len(self.history) - undone_steps :]
         self._load(earlier)
-        self.skipped_batches = last_batch - self.step
+        if skips_batches:
+            self.skipped_batches = last_batch - self.step
         rollback = Rollback(
             failed_step=failed_step,
             restored_step=self.step,
             checkpoint=earlier.saved.path,
-            skipped_batches=last_batch - first_batch + 1,
+            skipped_batches=last_batch - first_batch + 1 if skips_batches else 0,
             reason=reason,
         )
         self._notify("on_rollback", rollback)

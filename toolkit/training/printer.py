@@ -34,10 +34,10 @@ class Printer(Callback):
 
     @override
     def on_rollback(self, run: TrainingRun, rollback: Rollback) -> None:
-        run.progress.say(
-            f"step {rollback.failed_step}: {rollback.reason}. Rolled back to {rollback.checkpoint.name}; "
-            f"the global batches of {rollback.skipped_batches} steps are skipped"
-        )
+        skipped = f"the global batches of {rollback.skipped_batches} steps are skipped"
+        then = skipped if rollback.skipped_batches else "the steps since are taken again"
+        name = rollback.checkpoint.name
+        run.progress.say(f"step {rollback.failed_step}: {rollback.reason}. Rolled back to {name}; {then}")
 
 
 def make_progress(job: Job, device: torch.device, *, first: bool) -> ProgressLine:

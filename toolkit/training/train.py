@@ -28,6 +28,7 @@ from toolkit.training.loop import TrainingRun
 from toolkit.training.preflight import check_model, check_vocabulary, deepspeed_config, find_shape
 from toolkit.training.printer import Printer, make_progress, show_summary
 from toolkit.training.profiler import Profiler
+from toolkit.training.replica_check import ReplicaCheck
 from toolkit.training.resume import AUTO, resume
 from toolkit.training.run_directory import RunDirectory
 from toolkit.training.run_recorder import PeriodicCheckpoints, RunRecorder
@@ -152,6 +153,7 @@ def _build(
         RunRecorder(directory, prepared.ds_config, tokenizer),
         Printer(options.resume),
         Trackers(),
+        *([ReplicaCheck(job.recipe.train)] if job.recipe.train.replica_check else []),
         Incidents(job.recipe.train),
         PeriodicCheckpoints(checkpointer),
         *callbacks,

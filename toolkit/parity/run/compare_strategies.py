@@ -50,7 +50,16 @@ class StrategyRun:
     engine_factory: EngineFactory = create_engine
 
 
-_LEFT_OUT = ["eval_every", "eval_samples", "compile", "on_nonfinite", "spike_sigmas", "spike_window", "max_incidents"]
+_LEFT_OUT = [
+    "eval_every",
+    "eval_samples",
+    "compile",
+    "on_nonfinite",
+    "spike_sigmas",
+    "spike_window",
+    "max_incidents",
+    "replica_check",
+]
 _REFUSALS = (RecipeError, LayoutError, BatchError, ConfigError, ModelError)
 """What ranks raise for a recipe that cannot be, some of it only once they build the model."""
 _REPLAYED_ELEMENTS = 200_000_000
