@@ -178,11 +178,12 @@ class Routing:
         if updated:
             self._update_biases(loads)
         has_experts = loads.sum(dim=1) > 0
+        is_unused = (loads == 0) & has_experts[:, None]
         return RoutingStats(
             aux_loss=losses[0] if self.aux_coefficient else None,
             z_loss=losses[1] if self.z_coefficient else None,
             busiest=tuple(float(load.max() / load.mean()) if load.any() else None for load in loads),
-            unused=float((loads[has_experts] == 0).double().mean()),
+            unused=float(is_unused.sum().double() / (has_experts.sum() * loads.shape[1])),
         )
 
     def keep_biases_exact(self) -> None:

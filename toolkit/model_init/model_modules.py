@@ -115,7 +115,8 @@ def parameters_on_meta() -> Iterator[None]:
 
 def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
     empty = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
-    empty.__dict__.update(parameter.__dict__)
+    for name, value in vars(parameter).items():
+        vars(empty).setdefault(name, value)  # a fake tensor has a device of its own there
     return empty
 
 
