@@ -529,6 +529,12 @@ TRAIN = [
     Bad("train r.yaml --strict", "--strict without --resume"),
     Bad("train r.yaml run_dir=null --resume auto", "--resume auto without a run_dir"),
     Bad("train r.yaml --restarts -1", "-1 is not in the range"),
+    Bad("train r.yaml --json", "--json without --rehearse"),
+    Bad("train r.yaml --rehearse --resume auto", "--resume with --rehearse"),
+    Bad("train r.yaml --rehearse --restarts 2", "--restarts with --rehearse"),
+    Bad("train r.yaml --rehearse", "train.engine=reference"),
+    Bad("train d.yaml --rehearse precision=fp16", "precision=fp16"),
+    Bad("train d.yaml --rehearse --layout dp2-pp2-z2", "a DeepSpeed pipeline allows zero_stage 0 or 1"),
     Bad("train r.yaml --resum auto", "Did you mean '--resume'"),
     Bad("demo --nproc 0", "0 is not in the range"),
 ]

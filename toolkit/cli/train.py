@@ -1,6 +1,7 @@
 """`dstk train`: start the ranks of this machine on recipes/train.py."""
 
 import os
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import click
 
 from toolkit.checkpoint.names import step_of
 from toolkit.cli import LOCAL_RANKS, Count
+from toolkit.cli.json_output import stdout_is_json
 from toolkit.config import load_recipe
 from toolkit.config.gallery import find_recipes
 from toolkit.config.recipe import Recipe
@@ -42,6 +44,9 @@ _MAX_RANKS_PER_NODE = 8
 @click.option("--master-addr", metavar="HOST", help="Machine 0, by a name or address that all machines reach.")
 @click.option("--master-port", type=Count(min=1024, max=65535), default=29501, help="Where ranks meet there [29501].")
 @click.option("--restarts", type=Count(min=0), default=0, metavar="N", help="Restarts after crashes, at most.")
+@click.option("--rehearse", is_flag=True, help="Train nothing: run a step of each kind of rank without memory, here.")
+@click.option("--json", "as_json", is_flag=True, help="With --rehearse: what was found, as JSON.")
+@stdout_is_json(lambda options: bool(options["as_json"] and options["rehearse"]))
 def command(
     recipe: str,
     overrides: tuple[str, ...],
@@ -57,6 +62,8 @@ def command(
     master_addr: str | None,
     master_port: int,
     restarts: int,
+    rehearse: bool,
+    as_json: bool,
 ) -> int:
     """Train RECIPE, a file or a name of the gallery (dstk ls), on this machine's ranks.
 
@@ -71,7 +78,24 @@ def command(
     dstk train gpt2-pretrain --layout 8xH100
     dstk train recipes/demo.yaml --nproc 4 --resume auto --restarts 3 checkpoint.every=100
     dstk train gpt2-pretrain --layout z3 --nproc 8 --nnodes 2 --node-rank 0 --master-addr node1
+    dstk train llama-3.1-405b-pretrain --layout 1024xH100 --rehearse
     """
+    if rehearse:
+        _refuse_beside_rehearsal(
+            {
+                "--deepspeed-config": deepspeed_config,
+                "--trust-remote-code": trust_remote_code,
+                "--overwrite": overwrite,
+                "--resume": resume,
+                "--strict": strict,
+                "--restarts": restarts,
+            }
+        )
+        from toolkit.cli.rehearse import rehearse_layout  # and with it torch
+
+        return rehearse_layout(recipe, overrides, layout, nproc, as_json=as_json)
+    if as_json:
+        raise click.UsageError("--json without --rehearse: a run prints its progress. Remove it.")
     if strict and resume is None and not restarts:
         raise click.UsageError("--strict without --resume: no checkpoint is read. Remove it.")
     machine = _machine(nnodes, node_rank, master_addr, master_port)
@@ -119,6 +143,13 @@ def _machine(nnodes: int, node_rank: int | None, master_addr: str | None, master
     if node_rank >= nnodes:
         raise click.UsageError(f"--node-rank {node_rank} of {nnodes} machines: they count from 0 to {nnodes - 1}.")
     return Machine(number=node_rank, machines=nnodes, master_addr=master_addr, master_port=master_port)
+
+
+def _refuse_beside_rehearsal(options: Mapping[str, object]) -> None:
+    """Raise UsageError for an option of a run that is there."""
+    for name, value in options.items():
+        if value:
+            raise click.UsageError(f"{name} with --rehearse: a rehearsal trains nothing and writes nothing. Remove it.")
 
 
 def _ranks_here(recipe: str, overrides: tuple[str, ...]) -> int:

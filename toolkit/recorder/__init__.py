@@ -1,1 +1,1 @@
-"""Recordings of activation memory: a model's own forward and backward pass on tensors without memory."""
+"""Real code on tensors without memory: recordings of activations, and rehearsals of whole layouts."""

@@ -33,7 +33,7 @@ def trace_pass(rank_pass: RankPass, fake: FakeModel, mode: Mode, b: int, s: int)
         with ExitStack() as stack:
             if on_gpu:
                 stack.enter_context(GpuKernels())
-            stack.enter_context(_as_with_values())
+            stack.enter_context(as_with_values())
             stack.enter_context(routed(rank_pass))
             stack.enter_context(mode)
             step = _whole if fake.stage is None else _of_stage
@@ -47,7 +47,7 @@ def trace_pass(rank_pass: RankPass, fake: FakeModel, mode: Mode, b: int, s: int)
 
 
 @contextmanager
-def _as_with_values() -> Iterator[None]:
+def as_with_values() -> Iterator[None]:
     """transformers looks at masks and positions, and not if tensors are fake; here Trace answers for their values.
 
     Without values, torch's product of experts takes bf16 alone; transformers' own has the same inputs and results.

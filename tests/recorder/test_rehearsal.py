@@ -1,0 +1,259 @@
+"""Rehearsals: what one process predicts of all ranks is what live ranks do, and planted faults are found and named."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from allocations import LiveBytes
+
+from toolkit.config.job import Job
+from toolkit.config.layout import Layout
+from toolkit.config.recipe import Recipe
+from toolkit.config.strategy import Strategy
+from toolkit.engines.factory import create_engine
+from toolkit.engines.optimizer_states import MASTER
+from toolkit.parallel.tensor import collectives
+from toolkit.recorder.rehearsal.collectives import Collective, CollectiveRecorder
+from toolkit.recorder.rehearsal.match import find_mismatch
+from toolkit.recorder.rehearsal.rank_kinds import rank_kinds
+from toolkit.recorder.rehearsal.rank_step import STEPS, take_step
+from toolkit.recorder.rehearsal.rehearse import rehearse, rehearsed_config, rehearsed_job
+
+MakeRecipe = Callable[..., Recipe]
+Ranks = Callable[..., list[Any]]
+
+LLAMA: dict[str, Any] = {
+    "name_or_path": "llama-tiny",
+    "overrides": {
+        "hidden_size": 48,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 12,
+        "vocab_size": 322,
+    },
+}
+EXPERTS: dict[str, Any] = {
+    "name_or_path": "mixtral-8x7b",
+    "overrides": {**LLAMA["overrides"], "num_local_experts": 4},
+}
+
+
+def job_in(make_recipe: MakeRecipe, layout: str, model: dict[str, Any] = LLAMA) -> Job:
+    """The job of a small recipe on four ranks."""
+    strategy = Strategy.parse(layout)
+    recipe = strategy.apply(make_recipe(model=model, batch={"global_batch_size": 48, "micro_batch_size": 2}), 1)
+    return Job.of(recipe, strategy.world_size(1))
+
+
+def live(job: Job) -> tuple[list[Collective], int, int]:
+    """Do on a live rank what a rehearsal does: collectives, first call of the last step, and its peak."""
+    small = rehearsed_job(job)
+    config = rehearsed_config(small, hidden_size=48, on_gpu=False)
+    with LiveBytes() as memory, CollectiveRecorder(job.layout, dist.get_rank()) as recorder:
+        engine = create_engine(small, torch.device("cpu"), config)
+        for _ in range(STEPS):
+            memory.start_peak()
+            take_step(engine, small)
+        peak = memory.peak_bytes
+        for kind in (MASTER, *engine.states.kinds):
+            shapes = dict(engine.saved_names(kind))
+            engine.load_states(kind, lambda name, shapes=shapes: torch.zeros(shapes[name]))  # type: ignore[misc]
+    return recorder.recorded, peak, len(recorder.recorded)
+
+
+LAYOUTS = [
+    ("tp2-pp2-z1", LLAMA),
+    ("dp2-tp2-z1-sp", LLAMA),
+    ("dp4-ep2-z1", EXPERTS),
+    ("dp4-z3", LLAMA),
+    ("dp2-pp2-z1", LLAMA),
+]
+
+
+@pytest.mark.parametrize(("layout", "model"), LAYOUTS, ids=[layout for layout, _ in LAYOUTS])
+def test_predicted_collectives_are_those_of_live_ranks(
+    make_recipe: MakeRecipe, ranks: Ranks, layout: str, model: dict[str, Any]
+) -> None:
+    job = job_in(make_recipe, layout, model)
+    measured = ranks(live, job.layout.world_size, job)
+    rehearsal = rehearse(job, on_gpu=False)
+    assert not rehearsal.problem
+    for rehearsed in rehearsal.kinds:
+        calls, peak, count = measured[rehearsed.kind.rank]
+        predicted = rehearsed.step.calls
+        differing = [i for i, pair in enumerate(zip(predicted, calls, strict=False)) if not is_same(*pair)]
+        assert not differing, f"{predicted[differing[0]]} | {calls[differing[0]]}"
+        assert len(predicted) == count > 0
+        assert rehearsed.step.peak == pytest.approx(peak, rel=0.06)
+
+
+def is_same(predicted: Collective, measured: Collective) -> bool:
+    return predicted.group == measured.group and predicted.fits(measured)
+
+
+def rehearse_faulty(make_recipe: MakeRecipe, layout: str) -> str:
+    return rehearse(job_in(make_recipe, layout), on_gpu=False).problem
+
+
+def test_a_rank_that_skips_an_all_reduce_is_named(make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = [0]
+
+    def skipping(x: torch.Tensor, group: Any, dim: int) -> torch.Tensor:
+        seen[0] += 1
+        is_skipped = dist.get_rank() == 1 and seen[0] == 4
+        return x.clone() if is_skipped else collectives.all_reduce(x, group, dim)
+
+    monkeypatch.setitem(collectives._PAIRS, "reduce", (skipping, collectives._identity))
+    problem = rehearse_faulty(make_recipe, "tp2-z1")
+    assert problem.startswith("call ")
+    assert "of group tensor: rank 0 (first rank)" in problem or "of group tensor: rank 1" in problem
+    assert "tensor-parallel 1" in problem
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda tensor: tensor[:, 1:].contiguous(), ("[2, 31, 48] float32", "[2, 32, 48] float32")),
+        (lambda tensor: tensor.to(torch.bfloat16), ("[2, 32, 48] bfloat16", "[2, 32, 48] float32")),
+    ],
+    ids=["shape", "dtype"],
+)
+def test_a_gradient_that_the_stage_before_does_not_expect_is_named(
+    make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch, change: Any, words: tuple[str, ...]
+) -> None:
+    from deepspeed.runtime.pipe import p2p
+
+    send = p2p.send
+
+    def sending(tensor: torch.Tensor, dest_stage: int, async_op: bool = False) -> Any:
+        is_gradient = dest_stage == 0 and tensor.is_floating_point()
+        return send(change(tensor) if is_gradient else tensor, dest_stage, async_op)
+
+    monkeypatch.setattr(p2p, "send", sending)
+    problem = rehearse_faulty(make_recipe, "pp2-z1")
+    assert "of group pipeline" in problem
+    assert "first stage" in problem
+    assert "last stage" in problem
+    assert all(word in problem for word in words)
+
+
+def test_a_stage_that_sends_before_it_receives_is_named(
+    make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from toolkit.parallel.pipeline.pipeline_module import StepWithoutUpdate
+
+    steps = StepWithoutUpdate.steps
+
+    def swapped(schedule: Any) -> Any:
+        for instructions in steps(schedule):
+            yield instructions[::-1] if schedule.stage_id == 1 and len(instructions) == 2 else instructions
+
+    monkeypatch.setattr(StepWithoutUpdate, "steps", swapped)
+    problem = rehearse_faulty(make_recipe, "pp2-z1")
+    assert "pipeline" in problem
+    assert "stage" in problem
+
+
+def test_code_that_fails_on_one_rank_is_named(make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(x: torch.Tensor, group: Any, dim: int) -> torch.Tensor:
+        return collectives.all_reduce(x[:, : 32 - dist.get_rank()], group, dim)
+
+    monkeypatch.setitem(collectives._PAIRS, "reduce", (failing, collectives._identity))
+    problem = rehearse_faulty(make_recipe, "tp2-z1")
+    assert problem.startswith("rank 1 (tensor-parallel 1) fails in ")
+    assert "\n" not in problem
+
+
+def calls_of(*texts: str) -> list[Collective]:
+    """Calls from `all_reduce tensor 4`: kind, group, elements; of a message also `+1` or `-1`."""
+    calls = []
+    for text in texts:
+        kind, group, size, *peer = text.split()
+        calls.append(
+            Collective(
+                kind=kind,
+                group=group,
+                shapes=((int(size),),),
+                dtype="float32",
+                nbytes=4 * int(size),
+                peer=int(peer[0]) if peer else None,
+            )
+        )
+    return calls
+
+
+def mismatch(layout: str, *calls: list[Collective]) -> str:
+    shape = Layout.parse(layout)
+    kinds = rank_kinds(shape, range(shape.pp + 1), (0,) * shape.pp)
+    found = find_mismatch(shape, dict(zip(kinds, calls, strict=True)))
+    return "" if found is None else str(found)
+
+
+def test_ranks_whose_calls_fit_come_to_their_ends() -> None:
+    first = calls_of("send pipeline 4 1", "receive pipeline 4 1", "all_reduce world 1")
+    inner = calls_of(
+        "receive pipeline 4 -1", "send pipeline 4 1", "receive pipeline 4 1", "send pipeline 4 -1", "all_reduce world 1"
+    )
+    last = calls_of("receive pipeline 4 -1", "send pipeline 4 -1", "all_reduce world 1")
+    assert not mismatch("pp4", first, inner, last)
+
+
+def test_two_ranks_that_both_send_first_wait_for_ever() -> None:
+    first = calls_of("send pipeline 4 1", "receive pipeline 4 1")
+    text = mismatch("pp2", first, calls_of("send pipeline 4 -1", "receive pipeline 4 -1"))
+    assert text.startswith("call 1 of group pipeline: rank 0 (first stage, first rank) has send [4] float32")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("size", [4, 5])
+def test_a_message_is_received_in_the_shape_and_dtype_in_which_it_was_sent(size: int, dtype: str) -> None:
+    first = calls_of("send pipeline 4 1", "receive pipeline 4 1")
+    received, sent = calls_of("receive pipeline 4 -1", f"send pipeline {size} -1")
+    text = mismatch("pp2", first, [received, replace(sent, dtype=dtype)])
+    if (size, dtype) == (4, "float32"):
+        assert not text
+    else:
+        assert text.startswith("call 2 of group pipeline: ")
+        assert f"rank 1 (last stage, first rank) has send [{size}] {dtype}" in text
+
+
+def test_groups_that_are_called_in_another_order_wait_for_ever() -> None:
+    one = calls_of("all_reduce tensor 4", "all_reduce world 1")
+    text = mismatch("tp2-dp2", one, calls_of("all_reduce world 1", "all_reduce tensor 4"), one)
+    assert text.startswith(
+        "call 1 of group tensor: rank 0 (first rank) has all_reduce [4] float32 of group tensor next"
+    )
+    assert text.endswith("rank 1 (tensor-parallel 1) has all_reduce [1] float32 of group world next")
+
+
+def test_a_call_too_few_is_found_at_the_end() -> None:
+    text = mismatch("tp2", calls_of("all_reduce world 4", "all_reduce world 4"), calls_of("all_reduce world 4"))
+    assert text.startswith("call 2 of group world")
+    assert text.endswith("rank 1 (tensor-parallel 1) has none")
+
+
+def test_inner_stages_with_the_same_layers_are_one_kind() -> None:
+    layout = Layout.parse("dp2-tp2-pp4")
+    kinds = rank_kinds(layout, (0, 1, 3, 5, 6), (0,) * 6)
+    assert [kind.stages for kind in kinds[::3]] == [(0,), (1, 2), (3,)]
+    assert sum(kind.count for kind in kinds) == layout.world_size
+
+
+def test_stages_with_other_layers_are_other_kinds() -> None:
+    kinds = rank_kinds(Layout.parse("pp4"), (0, 1, 2, 3, 4), (0, 1, 0, 0))
+    assert [kind.stages for kind in kinds] == [(0,), (1,), (2,), (3,)]
+
+
+def test_peak_counts_all_micro_batches_in_flight(make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = job_in(make_recipe, "pp4-z1", {**LLAMA, "overrides": {**LLAMA["overrides"], "num_hidden_layers": 4}})
+    few = rehearse(job, on_gpu=False)
+    monkeypatch.setattr("toolkit.recorder.rehearsal.rehearse.IN_PIPELINE", 24)
+    every = rehearse(job, on_gpu=False)
+    assert few.kinds[0].further > every.kinds[0].further == 0
+    for one, other in zip(few.kinds, every.kinds, strict=True):
+        assert one.peak == pytest.approx(other.peak, rel=0.02)

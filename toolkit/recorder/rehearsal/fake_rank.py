@@ -1,0 +1,225 @@
+"""This process as one rank of a job whose other ranks do not exist: no tensor has memory, no message arrives.
+
+Small tensors of integers are real: the headers of pipeline messages, counts, sizes. What a rank receives of them is
+what the rank before it sent in its own rehearsal.
+"""
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from math import prod
+from types import FrameType
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.autograd.graph import _engine_run_backward
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_iter
+from typing_extensions import override
+
+from toolkit.config.layout import Layout
+from toolkit.parallel.experts import dispatch
+from toolkit.recorder.gpu_kernels import GpuKernels
+from toolkit.recorder.rehearsal.collectives import CollectiveRecorder
+from toolkit.recorder.rehearsal.live_bytes import LiveBytes
+from toolkit.recorder.run_pass import as_with_values
+
+aten = torch.ops.aten
+_MOST_REAL = 1024
+"""Elements of the largest tensor of integers that has values."""
+Messages = Sequence[list[int]]
+"""Tensors of integers, in their order."""
+
+
+class FakeRank(CollectiveRecorder):
+    """A mode that answers for values that do not exist, and counts bytes. It needs a FakeTensorMode below it."""
+
+    def __init__(
+        self, layout: Layout, rank: int, *, received: Messages, most: Messages, on_gpu: bool, documents: bool
+    ) -> None:
+        super().__init__(layout, rank)
+        self.documents = documents
+        self.live = LiveBytes(on_gpu=on_gpu)
+        self.sent: list[list[int]] = []
+        self.maxima: list[list[int]] = []
+        """What this rank put into all-reduces of integers over the stages of its pipeline."""
+        self._received = iter(received)
+        self._most = iter(most)
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "c10d":
+            return self._communicate(func, args, kwargs)
+        if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            return self._answer(args[0].dtype)
+        if _is_real(func, args, kwargs):
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        self.live.see(func, args, result)
+        return result
+
+    def _answer(self, dtype: torch.dtype) -> bool | int:
+        """Return a value that does not exist: numbers are 1, and no number is too large.
+
+        transformers asks whether positions are consecutive, which those of several documents are not.
+        """
+        if dtype != torch.bool:
+            return 1
+        return not self.documents and _is_called_by_transformers()
+
+    def _communicate(self, func: Any, args: Any, kwargs: Any) -> Any:
+        call = self.record(func, args)
+        tensors = [tensor for tensor in tree_iter(args[0]) if isinstance(tensor, torch.Tensor)]
+        values = [tensor for tensor in tensors if not isinstance(tensor, FakeTensor) and not tensor.is_floating_point()]
+        if call is None or not values or call.group != "pipeline":
+            return func(*args, **kwargs)
+        with unset_fake_temporarily():
+            if call.kind == "send" and call.peer == 1:
+                self.sent.append(values[0].tolist())
+            elif call.kind == "receive" and call.peer == -1:
+                _fill(values[0], next(self._received, None))
+            elif call.kind == "all_reduce":
+                self.maxima.append(values[0].reshape(-1).tolist())
+                _fill(values[0], next(self._most, None))
+        return func(*args, **kwargs)
+
+
+def _fill(tensor: torch.Tensor, values: list[int] | None) -> None:
+    if values is not None and len(values) == tensor.numel():
+        tensor.copy_(torch.tensor(values, dtype=tensor.dtype).view(tensor.shape))
+
+
+def _is_real(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an operation makes or takes nothing but small tensors of integers, which have values."""
+    if func.namespace != "aten":
+        return False
+    has_tensors = False
+    for value in tree_iter((args, kwargs)):
+        if isinstance(value, torch.Tensor):
+            if isinstance(value, FakeTensor) or value.numel() > _MOST_REAL:
+                return False
+            has_tensors = True
+    dtype = kwargs.get("dtype")
+    if has_tensors:
+        return dtype is None or not dtype.is_floating_point
+    device = kwargs.get("device")
+    if dtype is None or dtype.is_floating_point or (device is not None and torch.device(device).type == "meta"):
+        return False
+    size = args[0] if args else None
+    return isinstance(size, list | tuple) and prod(size) <= _MOST_REAL
+
+
+def _is_called_by_transformers() -> bool:
+    """Whether the innermost function that is not PyTorch's, or of this file, is of transformers."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and (frame.f_code.co_filename == __file__ or "/torch/" in frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame is not None and "/transformers/" in frame.f_code.co_filename
+
+
+@contextmanager
+def fake_rank(
+    layout: Layout,
+    rank: int,
+    *,
+    received: Messages = (),
+    most: Messages = (),
+    on_gpu: bool = True,
+    documents: bool = False,
+) -> Iterator[FakeRank]:
+    """Be one rank of a layout inside. There must be no process group. `on_gpu`: which device's kernels run.
+
+    `received`: the headers that the stage before sends; `most`: the largest values of a pipeline's stages; `documents`:
+    whether positions restart inside a sample.
+    """
+    variables = {
+        "RANK": str(rank),
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": str(layout.world_size),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "1",
+    }
+    mode = FakeRank(layout, rank, received=received, most=most, on_gpu=on_gpu, documents=documents)
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ, variables))
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
+        stack.callback(dist.destroy_process_group)
+        stack.enter_context(mock.patch.object(nn.Module, "_apply", _applied))
+        stack.enter_context(mock.patch.object(torch.autograd, "backward", _backward))
+        stack.enter_context(mock.patch.object(torch.Tensor, "backward", _backward_of))
+        stack.enter_context(mock.patch.object(dispatch, "row_counts", _balanced(layout)))
+        stack.enter_context(mock.patch.object(dispatch.ShardedExperts, "_sorted", _noting()))
+        stack.enter_context(as_with_values())
+        if on_gpu:
+            stack.enter_context(GpuKernels())
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(mode)
+        yield mode
+
+
+def _applied(module: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
+    """Apply a function to parameters and buffers, as nn.Module does to real ones; fake ones it would swap."""
+    for part in module.modules() if recurse else [module]:
+        for parameter in part._parameters.values():
+            if parameter is None:
+                continue
+            with torch.no_grad():
+                applied = function(parameter)
+            if applied is not parameter:
+                parameter.data = applied
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[name] = function(buffer)
+    return module
+
+
+def _backward(
+    tensors: Any, grad_tensors: Any = None, retain_graph: bool | None = None, create_graph: bool = False, **_: Any
+) -> None:
+    """Run a backward pass in which function modes see what is recomputed, as torch's own does not let them."""
+    roots = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
+    given = (grad_tensors,) if isinstance(grad_tensors, torch.Tensor) else grad_tensors
+    gradients = [None] * len(roots) if given is None else list(given)
+    for index, root in enumerate(roots):
+        if gradients[index] is None and root.requires_grad:
+            gradients[index] = torch.ones_like(root)
+    keep = create_graph if retain_graph is None else retain_graph
+    _engine_run_backward(roots, tuple(gradients), keep, create_graph, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def _backward_of(
+    tensor: torch.Tensor, gradient: Any = None, retain_graph: bool | None = None, create_graph: bool = False, **_: Any
+) -> None:
+    _backward(tensor, gradient, retain_graph, create_graph)
+
+
+_rows = [0]
+"""Rows of the router that ran last: pairs of a token and an expert."""
+
+
+def _noting() -> Any:
+    sort = dispatch.ShardedExperts._sorted
+
+    def noting(self: dispatch.ShardedExperts, experts: torch.Tensor) -> Any:
+        _rows[0] = experts.numel()
+        return sort(self, experts)
+
+    return noting
+
+
+def _balanced(layout: Layout) -> Any:
+    """Return what stands for `dispatch.row_counts`: routers that spread their rows evenly over all ranks."""
+    lanes = 1 if layout.experts == "inner" else layout.tp
+
+    def counts(values: torch.Tensor) -> list[list[int]]:
+        ranks = values.shape[1]
+        return [[_rows[0] // (lanes * ranks)] * ranks for _ in range(values.shape[0])]
+
+    return counts

@@ -1,0 +1,163 @@
+"""Whether the collectives of all kinds of ranks fit together: they are run against each other, call by call.
+
+Each rank is a list of calls. A call of a group is over when all its ranks have come to it, a message when sender and
+receiver have. Replicas and tensor-parallel ranks that repeat a kind are left out: they do what the kind's rank does.
+Where no rank can go on, or two meet in calls that do not fit, the job would hang or fail there.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from toolkit.config.layout import Layout
+from toolkit.recorder.rehearsal.collectives import Collective, Groups, at_stage
+from toolkit.recorder.rehearsal.rank_kinds import RankKind
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mismatch:
+    """Two kinds of ranks whose calls do not fit together, and where."""
+
+    ranks: tuple[int, int]
+    kinds: tuple[str, str]
+    group: str
+    step: int
+    """Number of the first call of this group that differs, from 1."""
+    calls: tuple[str, str]
+
+    def __str__(self) -> str:
+        first, second = (f"rank {rank} ({kind})" for rank, kind in zip(self.ranks, self.kinds, strict=True))
+        where = f"call {self.step} of group {self.group}"
+        return f"{where}: {first} has {self.calls[0]}; {second} has {self.calls[1]}"
+
+
+Calls = Mapping[RankKind, Sequence[Collective]]
+
+
+def find_mismatch(layout: Layout, calls: Calls) -> Mismatch | None:
+    """The first mismatch of a job whose ranks make these calls; None where all of them end."""
+    kinds = {kind.rank_at(stage): kind for kind in calls for stage in kind.stages}
+    match = _Match(layout, {rank: calls[kind] for rank, kind in kinds.items()})
+    stuck = match.run()
+    if stuck is None:
+        return None
+    first, second, group = stuck
+    mismatch = _described(first, second, group, kinds, calls)
+    if mismatch.calls != ("none", "none"):
+        return mismatch
+    # Over this group they do the same, but one of them is still, or already, at a call of another group.
+    heads = [match.waits_in(rank) for rank in (first, second)]
+    return replace(mismatch, step=match.number(first, group), calls=(heads[0], heads[1]))
+
+
+class _Match:
+    def __init__(self, layout: Layout, programs: Mapping[int, Sequence[Collective]]) -> None:
+        self.layout = layout
+        self.groups = Groups(layout)
+        self.programs = programs
+        self.at = dict.fromkeys(programs, 0)
+        self._members: dict[tuple[str, int], tuple[int, ...]] = {}
+
+    def run(self) -> tuple[int, int, str] | None:
+        """Run all ranks to their ends; return two ranks that do not fit together and their group, or None."""
+        ready = deque(self.programs)
+        while ready:
+            rank = ready.popleft()
+            call = self._next(rank)
+            if call is None:
+                continue
+            members = self._ranks_of(call, rank)
+            calls = {other: self._next(other) for other in members}
+            if not all(self._meets(call, rank, theirs, other) for other, theirs in calls.items()):
+                continue
+            for other, theirs in calls.items():
+                if theirs is not None and not _fit(call, theirs):
+                    return rank, other, call.group
+            for of in members:
+                self.at[of] += 1
+            ready.extend(members)
+        return self._first_stuck()
+
+    def waits_in(self, rank: int) -> str:
+        """The call that a rank is at, with its group."""
+        call = self._next(rank)
+        return "come to its end" if call is None else f"{call} of group {call.group} next"
+
+    def number(self, rank: int, group: str) -> int:
+        """How many calls of a group a rank has come to."""
+        return sum(call.group == group for call in self.programs[rank][: self.at[rank] + 1])
+
+    def _next(self, rank: int) -> Collective | None:
+        program = self.programs[rank]
+        return program[self.at[rank]] if self.at[rank] < len(program) else None
+
+    def _ranks_of(self, call: Collective, rank: int) -> tuple[int, ...]:
+        if call.kind in ("send", "receive") and call.group == "pipeline":
+            stage = self.layout.coordinate(rank).pipe + (call.peer or 0)
+            return (rank, at_stage(self.layout, rank, stage)) if 0 <= stage < self.layout.pp else (rank,)
+        key = (call.group, rank)
+        if key not in self._members:
+            try:
+                members = self.groups.members(call.group, rank)
+            except KeyError:
+                members = (rank,)
+            self._members[key] = tuple(member for member in members if member in self.programs)
+        return self._members[key]
+
+    def _meets(self, call: Collective, rank: int, theirs: Collective | None, other: int) -> bool:
+        """Whether the `other` rank is at a call of the same ranks."""
+        if theirs is None or theirs.group != call.group:
+            return False
+        return sorted(self._ranks_of(theirs, other)) == sorted(self._ranks_of(call, rank))
+
+    def _first_stuck(self) -> tuple[int, int, str] | None:
+        """Return the rank that has come least far, and one that it waits for."""
+        waiting = [rank for rank in self.programs if self._next(rank) is not None]
+        for rank in sorted(waiting, key=lambda rank: (self.at[rank], rank)):
+            call = self._next(rank)
+            assert call is not None
+            for other in self._ranks_of(call, rank):
+                if not self._meets(call, rank, self._next(other), other):
+                    return rank, other, call.group
+        return None
+
+
+def _fit(call: Collective, other: Collective) -> bool:
+    if call is other or {call.kind, other.kind} != {"send", "receive"}:
+        return call is other or (call.kind not in ("send", "receive") and call.fits(other))
+    return call.shapes == other.shapes and call.dtype == other.dtype
+
+
+def _described(first: int, second: int, group: str, kinds: Mapping[int, RankKind], calls: Calls) -> Mismatch:
+    """Say where the calls of two ranks over their group begin to differ."""
+    named = kinds[first], kinds[second]
+    lists = []
+    for kind, rank, other in ((named[0], first, second), (named[1], second, first)):
+        lists.append([call for call in calls[kind] if _is_between(call, group, kind.layout, rank, other)])
+    step = _first_difference(*lists)
+    described = tuple(str(calls[step]) if step < len(calls) else "none" for calls in lists)
+    return Mismatch(
+        ranks=(first, second),
+        kinds=(named[0].name, named[1].name),
+        group=group,
+        step=step + 1,
+        calls=(described[0], described[1]),
+    )
+
+
+def _is_between(call: Collective, group: str, layout: Layout, rank: int, other: int) -> bool:
+    """Whether a call of a rank is one over the group; of messages, one to or from the other rank's stage."""
+    if call.group != group:
+        return False
+    if call.kind not in ("send", "receive"):
+        return True
+    return layout.coordinate(rank).pipe + (call.peer or 0) == layout.coordinate(other).pipe
+
+
+def _first_difference(left: Sequence[Collective], right: Sequence[Collective]) -> int:
+    """The index of the first calls that cannot meet, or that come from different functions of the code."""
+    for index, (one, other) in enumerate(zip(left, right, strict=False)):
+        is_message = {one.kind, other.kind} == {"send", "receive"}
+        if not _fit(one, other) or (one.where != other.where and not is_message):
+            return index
+    return min(len(left), len(right))

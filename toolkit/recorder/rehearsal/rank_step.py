@@ -1,0 +1,172 @@
+"""RankStep: what one rank of a rehearsal did: its collectives, its memory, what it would save and resume."""
+
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+
+from toolkit.checkpoint.save_plan import Kinds
+from toolkit.config.job import Job
+from toolkit.data.samples.micro_batch import MicroBatch
+from toolkit.engines.base import Engine
+from toolkit.engines.factory import create_engine
+from toolkit.engines.local_tensors import local_tensors
+from toolkit.engines.optimizer_states import MASTER
+from toolkit.errors import ToolkitError
+from toolkit.files import reason_of
+from toolkit.model_init import model_partition
+from toolkit.parallel.model_structure import ModelStructure
+from toolkit.recorder.rehearsal.collectives import Collective
+from toolkit.recorder.rehearsal.fake_rank import FakeRank, Messages, fake_rank
+
+CPU = torch.device("cpu")
+STEPS = 2
+"""ZeRO-3 gathers ahead, and Adam has moments, from the second step on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankStep:
+    """A rank after its rehearsal."""
+
+    calls: tuple[Collective, ...]
+    """All collectives, from the model's construction on."""
+    step: tuple[int, int]
+    """The first and behind the last of them that belong to the last training step."""
+    parameters: int
+    """Elements of the model's parameters on this rank."""
+    peak: int
+    """Most bytes that were held at once in the last training step."""
+    micro_batch: int
+    """Bytes that one more micro-batch in flight holds."""
+    saved: Kinds
+    """Names and shapes of what a checkpoint has."""
+    sent: Messages
+    maxima: Messages
+
+
+@dataclass(frozen=True, kw_only=True)
+class Partitioned:
+    """What all ranks find out of the model before they take their parts: found once, where it takes no time."""
+
+    structure: ModelStructure | None
+    """Where layers need not be followed, None: without tensor parallelism and pipeline."""
+    bounds: tuple[int, ...]
+
+    @contextmanager
+    def known(self) -> Iterator[None]:
+        """Let a partition of the model take these."""
+        with ExitStack() as stack:
+            partition = model_partition.ModelPartition
+            stack.enter_context(mock.patch.object(partition, "_bounds", return_value=self.bounds))
+            if self.structure is not None:
+                found = mock.patch.object(model_partition, "analyze_model", return_value=self.structure)
+                stack.enter_context(found)
+            yield
+
+
+def rehearse_rank(
+    job: Job,
+    ds_config: Mapping[str, Any] | None,
+    rank: int,
+    partitioned: Partitioned,
+    *,
+    received: Messages = (),
+    most: Messages = (),
+    on_gpu: bool = True,
+) -> RankStep:
+    """Build the engine of a rank and take training steps, on tensors without memory. Raises what the engine raises."""
+    documents = job.recipe.data.masks_documents
+    with (
+        partitioned.known(),
+        fake_rank(job.layout, rank, received=received, most=most, on_gpu=on_gpu, documents=documents) as mode,
+    ):
+        rehearsal = _Rehearsal(job, ds_config, mode)
+        try:
+            return rehearsal.run()
+        except ToolkitError:
+            raise
+        except Exception as error:
+            raise RankFailure(_in_one_line(error, rehearsal.phase)) from error
+
+
+class RankFailure(Exception):  # noqa: N818 - what a job would fail with, not an error of the rehearsal
+    """What a rank's code raised, in which phase and where, in one line."""
+
+
+def _in_one_line(error: Exception, phase: str) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    of_ours = [frame for frame in frames if "/toolkit/" in frame.filename and "/rehearsal/" not in frame.filename]
+    last = (of_ours or list(frames))[-1]
+    place = f"{last.filename.rpartition('/')[2]} {last.name}"
+    return f"{phase}: {type(error).__name__}: {reason_of(error)} (in {place})"
+
+
+class _Rehearsal:
+    def __init__(self, job: Job, ds_config: Mapping[str, Any] | None, mode: FakeRank) -> None:
+        self.job = job
+        self.ds_config = ds_config
+        self.mode = mode
+        self.phase = "construction"
+        self.held: list[int] = []
+
+    def run(self) -> RankStep:
+        mode = self.mode
+        engine = create_engine(self.job, CPU, self.ds_config)
+        engine.report_phase = self._enter
+        engine.model.register_forward_pre_hook(lambda *_: self.held.append(mode.live.bytes))
+        first = 0
+        for _ in range(STEPS):
+            first = len(mode.recorded)
+            self.held.clear()
+            mode.live.peak = mode.live.bytes
+            take_step(engine, self.job)
+        last = len(mode.recorded)
+        peak = mode.live.peak
+        saved = tuple((kind, tuple(specs)) for kind, specs in local_tensors(engine).specs)
+        self._resume(engine)
+        return RankStep(
+            calls=tuple(mode.recorded),
+            step=(first, last),
+            parameters=sum(getattr(p, "ds_numel", p.numel()) for p in engine.model.parameters()),
+            peak=peak,
+            micro_batch=self.held[2] - self.held[1] if len(self.held) > 2 else 0,
+            saved=saved,
+            sent=tuple(mode.sent),
+            maxima=tuple(mode.maxima),
+        )
+
+    def _enter(self, phase: str) -> None:
+        self.phase = phase
+
+    def _resume(self, engine: Engine) -> None:
+        """Set masters and optimizer states, as from a checkpoint."""
+        self.phase = "resume"
+        for kind in (MASTER, *engine.states.kinds):
+            shapes = {name: tuple(shape) for name, shape in engine.saved_names(kind)}
+            engine.load_states(kind, lambda name, shapes=shapes: torch.empty(shapes[name]))  # type: ignore[misc]
+
+
+def take_step(engine: Engine, job: Job) -> None:
+    """Take one training step on a batch of the job's shape, whose tokens are all alike."""
+    tokens = job.batch.global_batch_size * job.recipe.data.seq_len
+    engine.train_step(micro_batches(job), target_tokens=tokens, learning_rate=1e-4)
+
+
+def micro_batches(job: Job) -> Iterator[MicroBatch]:
+    """Yield the micro-batches of a rank."""
+    samples = job.batch.micro_batch_size
+    data = job.recipe.data
+    for number in range(job.batch.accumulation):
+        ids = torch.ones(samples, data.seq_len, dtype=torch.long)
+        positions = torch.zeros(samples, data.seq_len, dtype=torch.long)
+        yield MicroBatch(
+            input_ids=ids,
+            labels=ids.clone(),
+            position_ids=positions if data.masks_documents else None,
+            dropout_seed=number,
+            sources=torch.zeros(samples, dtype=torch.long) if data.labels else None,
+        )

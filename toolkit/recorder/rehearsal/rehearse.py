@@ -1,0 +1,270 @@
+"""Rehearse a job: a training step of every kind of rank, their collectives against each other, a save and a resume.
+
+Each kind of rank is a forked process, one after the other, because engines change the process that they run in.
+"""
+
+import multiprocessing as mp
+import pickle
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from toolkit.checkpoint.save_plan import plan_files
+from toolkit.config.job import Job
+from toolkit.config.stage_balance import CPU_FLOPS_PER_BYTE, GPU_FLOPS_PER_BYTE
+from toolkit.dsconfig import build
+from toolkit.errors import ToolkitError
+from toolkit.estimate.breakdown import MemoryBreakdown
+from toolkit.estimate.memory_request import MemoryRequest
+from toolkit.estimate.stage_bounds import balanced_bounds
+from toolkit.hardware import Gpu
+from toolkit.model_init.build_model import load_config
+from toolkit.models.shape import find_name
+from toolkit.parallel.model_structure import ModelStructure, analyze_model
+from toolkit.planner.run_memory import memory_request
+from toolkit.recorder.rehearsal.match import find_mismatch
+from toolkit.recorder.rehearsal.rank_kinds import RankKind, rank_kinds
+from toolkit.recorder.rehearsal.rank_step import Partitioned, RankFailure, RankStep, rehearse_rank
+from toolkit.recorder.rehearsal.refusals import check_rehearsable
+
+MICRO_BATCHES = 2
+"""Micro-batches of a rehearsed step: the first and the last. Those between are like the first."""
+IN_PIPELINE = 3
+"""Micro-batches of a rehearsed step of a pipeline: one more, which tells what each in flight holds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RehearsedKind:
+    """A kind of rank after its rehearsal."""
+
+    kind: RankKind
+    step: RankStep
+    estimate: MemoryBreakdown
+    further: int
+    """Micro-batches that the rank has in flight in a step of the recipe, beyond those of the rehearsed step."""
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that the rank holds in a step of the recipe."""
+        return self.step.peak + self.further * self.step.micro_batch
+
+    @property
+    def is_all_on_device(self) -> bool:
+        """Whether nothing is offloaded: what is on the host cannot be told from what is on the device."""
+        layout = self.kind.layout
+        return (layout.offload_optimizer, layout.offload_params, layout.offload_activations) == ("none", "none", False)
+
+    @property
+    def traffic(self) -> dict[str, tuple[int, int]]:
+        """Calls and bytes of the rehearsed step, by group."""
+        counts: Counter[str] = Counter()
+        nbytes: Counter[str] = Counter()
+        first, last = self.step.step
+        for call in self.step.calls[first:last]:
+            counts[call.group] += 1
+            nbytes[call.group] += call.nbytes
+        return {group: (count, nbytes[group]) for group, count in counts.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rehearsal:
+    """A job after its rehearsal. `problem`: why it would hang or fail; empty where it would not."""
+
+    job: Job
+    micro_batches: int
+    """Micro-batches of the rehearsed step."""
+    kinds: tuple[RehearsedKind, ...]
+    problem: str
+    files: int
+    """Files of a checkpoint with tensors."""
+    checkpoint_bytes: int
+    written_bytes: int
+    """Bytes that the busiest rank writes of it."""
+
+
+Progress = Callable[[str, int, int], None]
+"""Called with the name of each kind, its number from 1, and how many there are."""
+
+
+def _no_progress(name: str, number: int, count: int) -> None:
+    """Say nothing."""
+
+
+def rehearse(job: Job, *, gpu: Gpu | None = None, on_gpu: bool = True, progress: Progress = _no_progress) -> Rehearsal:
+    """Rehearse a job. Raises the ToolkitError of a model or layout that cannot be built.
+
+    `gpu`: what the job is to fit on; `on_gpu`: whether a GPU's kernels and stage bounds are rehearsed, or a CPU's.
+    """
+    check_rehearsable(job)
+    request = memory_request(job.recipe, job.layout, job.batch, gpu=gpu)
+    estimates = request.stages()
+    small = rehearsed_job(job)
+    partitioned = Partitioned(structure=_structure(small), bounds=_bounds(request, on_gpu=on_gpu))
+    kinds = rank_kinds(job.layout, partitioned.bounds, request.setup.model.parameters.pattern)
+    ds_config = rehearsed_config(small, hidden_size=request.setup.model.shape.hidden, on_gpu=on_gpu)
+    steps, problem = _steps(small, ds_config, partitioned, kinds, on_gpu=on_gpu, progress=progress)
+    most = [[max(column) for column in zip(*values, strict=True)] for values in _together(steps)]
+    if not problem and any(list(step.maxima) != most for step in steps.values()):
+        steps, problem = _steps(small, ds_config, partitioned, kinds, most=most, on_gpu=on_gpu, progress=progress)
+    rehearsed = tuple(
+        RehearsedKind(
+            kind=kind,
+            step=step,
+            estimate=estimates[kind.stages[0]],
+            further=_in_flight(job, kind) - _in_flight(small, kind),
+        )
+        for kind, step in steps.items()
+    )
+    written: Counter[int] = Counter()
+    files = plan_files(rehearsed[0].step.saved, job.layout.world_size) if rehearsed else []
+    for file in files:
+        written[file.rank] += file.nbytes
+    return Rehearsal(
+        job=job,
+        micro_batches=small.batch.accumulation,
+        kinds=rehearsed,
+        problem=problem or _problem(small, steps),
+        files=len(files),
+        checkpoint_bytes=sum(written.values()),
+        written_bytes=max(written.values(), default=0),
+    )
+
+
+def _together(steps: Mapping[RankKind, RankStep]) -> list[tuple[list[int], ...]]:
+    """What the kinds put into each of their all-reduces of integers over a pipeline."""
+    return list(zip(*(step.maxima for step in steps.values()), strict=False))
+
+
+def rehearsed_job(job: Job) -> Job:
+    """The job with few micro-batches, random weights, and without what is compiled for a GPU."""
+    recipe = job.recipe
+    count = min(job.batch.accumulation, IN_PIPELINE if job.layout.pp > 1 else MICRO_BATCHES)
+    samples = job.batch.micro_batch_size * job.batch.dp * count
+    name = find_name(recipe.model.name_or_path, tuned=True) or recipe.model.name_or_path
+    changed = recipe.changed(
+        {
+            "model": {"name_or_path": name, "init": "random", "kernels": "torch"},
+            "batch": {"global_batch_size": samples},
+            "train": {"compile": False},
+        }
+    )
+    return replace(job, recipe=changed, batch=replace(job.batch, global_batch_size=samples))
+
+
+def rehearsed_config(job: Job, *, hidden_size: int, on_gpu: bool) -> dict[str, Any]:
+    """The DeepSpeed config of a job, with PyTorch's own optimizer in place of those that DeepSpeed compiles."""
+    config = build(job, hidden_size=hidden_size, device="cuda" if on_gpu else "cpu")
+    if on_gpu:
+        plain = build(job, hidden_size=hidden_size, device="cpu")
+        overlaps = config["zero_optimization"]["overlap_comm"]
+        config = plain
+        config["zero_optimization"]["overlap_comm"] = overlaps
+    return config
+
+
+def _structure(job: Job) -> ModelStructure | None:
+    """Return the structure of the whole model, where ranks take layers or parts of them."""
+    if job.layout.tp * job.layout.pp == 1:
+        return None
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(load_config(job.recipe.model))
+    model.tie_weights()
+    return analyze_model(model)
+
+
+def _bounds(request: MemoryRequest, *, on_gpu: bool) -> tuple[int, ...]:
+    """Return the stages that training chooses."""
+    setup = request.setup
+    return balanced_bounds(
+        setup.model.parameters,
+        setup.layout.pp,
+        micro_batch_size=setup.micro_batch_size,
+        seq_len=setup.seq_len,
+        recompute=setup.layout.recompute,
+        head_alone=not setup.computation.trainable.startswith("lora:"),
+        flops_per_byte=GPU_FLOPS_PER_BYTE if on_gpu else CPU_FLOPS_PER_BYTE,
+    )
+
+
+def _in_flight(job: Job, kind: RankKind) -> int:
+    """Micro-batches that the kind's first stage has in flight."""
+    return min(job.layout.pp - kind.stages[0], job.batch.accumulation)
+
+
+def _steps(
+    job: Job,
+    ds_config: Mapping[str, Any],
+    partitioned: Partitioned,
+    kinds: Sequence[RankKind],
+    *,
+    most: Sequence[list[int]] = (),
+    on_gpu: bool,
+    progress: Progress,
+) -> tuple[dict[RankKind, RankStep], str]:
+    """Rehearse all kinds, stage by stage: a stage receives the headers that the one before has sent.
+
+    Stops at the first rank whose code fails, and returns those before it and why it does.
+    """
+    steps: dict[RankKind, RankStep] = {}
+    sent: dict[tuple[int, str], Sequence[list[int]]] = {}
+    for number, kind in enumerate(kinds, start=1):
+        progress(kind.name, number, len(kinds))
+        received = sent.get((kind.stages[0] - 1, kind.place), ())
+        try:
+            steps[kind] = _in_process(
+                job, ds_config, partitioned, kind.rank, received=received, most=most, on_gpu=on_gpu
+            )
+        except RankFailure as failure:
+            return steps, f"rank {kind.rank} ({kind.name}) fails in {failure}"
+        for stage in kind.stages:
+            sent[stage, kind.place] = steps[kind].sent
+    return steps, ""
+
+
+def _in_process(
+    job: Job, ds_config: Mapping[str, Any], partitioned: Partitioned, rank: int, **options: Any
+) -> RankStep:
+    """Rehearse one rank in a forked process."""
+    context = mp.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+
+    def run() -> None:
+        try:
+            outcome: Any = rehearse_rank(job, ds_config, rank, partitioned, **options)
+        except (ToolkitError, RankFailure) as error:
+            outcome = error
+        except BaseException:
+            outcome = traceback.format_exc()
+        sender.send_bytes(pickle.dumps(outcome))
+
+    sys.stdout.flush()
+    process = context.Process(target=run)
+    process.start()
+    sender.close()
+    try:
+        outcome = pickle.loads(receiver.recv_bytes())
+    finally:
+        process.join()
+    if isinstance(outcome, Exception):
+        raise outcome
+    if isinstance(outcome, str):
+        raise RuntimeError(f"rank {rank} cannot be rehearsed:\n{outcome}")
+    assert isinstance(outcome, RankStep)
+    return outcome
+
+
+def _problem(job: Job, steps: Mapping[RankKind, RankStep]) -> str:
+    mismatch = find_mismatch(job.layout, {kind: step.calls for kind, step in steps.items()})
+    if mismatch is not None:
+        return str(mismatch)
+    first, *others = steps
+    for other in others:
+        if steps[other].saved != steps[first].saved:
+            return f"{first.name} and {other.name} would save other tensors"
+    return ""
