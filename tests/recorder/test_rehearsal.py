@@ -89,7 +89,7 @@ def test_predicted_collectives_are_those_of_live_ranks(
         differing = [i for i, pair in enumerate(zip(predicted, calls, strict=False)) if not is_same(*pair)]
         assert not differing, f"{predicted[differing[0]]} | {calls[differing[0]]}"
         assert len(predicted) == count > 0
-        assert rehearsed.step.peak == pytest.approx(peak, rel=0.06)
+        assert rehearsed.step.peak == pytest.approx(peak, rel=0.08)
 
 
 def is_same(predicted: Collective, measured: Collective) -> bool:
@@ -110,9 +110,9 @@ def test_a_rank_that_skips_an_all_reduce_is_named(make_recipe: MakeRecipe, monke
 
     monkeypatch.setitem(collectives._PAIRS, "reduce", (skipping, collectives._identity))
     problem = rehearse_faulty(make_recipe, "tp2-z1")
-    assert problem.startswith("call ")
-    assert "of group tensor: rank 0 (first rank)" in problem or "of group tensor: rank 1" in problem
-    assert "tensor-parallel 1" in problem
+    # All ranks are tensor-parallel ones here, which are then called the world.
+    assert problem.startswith("call 5 of group world: rank 0 (first rank) has all_reduce [2, 32, 48] float32 in")
+    assert "; rank 1 (tensor-parallel 1) has " in problem
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_a_gradient_that_the_stage_before_does_not_expect_is_named(
     assert all(word in problem for word in words)
 
 
-def test_a_stage_that_sends_before_it_receives_is_named(
+def test_a_stage_that_receives_before_it_sends_is_named(
     make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from toolkit.parallel.pipeline.pipeline_module import StepWithoutUpdate
@@ -151,7 +151,10 @@ def test_a_stage_that_sends_before_it_receives_is_named(
 
     def swapped(schedule: Any) -> Any:
         for instructions in steps(schedule):
-            yield instructions[::-1] if schedule.stage_id == 1 and len(instructions) == 2 else instructions
+            names = [type(instruction).__name__ for instruction in instructions]
+            if schedule.stage_id == 1 and names[:2] == ["SendGrad", "RecvActivation"]:
+                instructions = [instructions[1], instructions[0], *instructions[2:]]
+            yield instructions
 
     monkeypatch.setattr(StepWithoutUpdate, "steps", swapped)
     problem = rehearse_faulty(make_recipe, "pp2-z1")
