@@ -103,11 +103,11 @@ class StepCounts:
         return sum(n for call, n in self.collectives.items() if call.kind == kind and phase in (None, call.phase))
 
 
-class StepCounter(TorchDispatchMode):
+class StepCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts what happens between `start` and `stop`. `part`: the phase of the step, set by whoever knows it."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.counts = StepCounts()
         self.part = FORWARD
         self._cast_weights: set[tuple[int, torch.dtype]] = set()
@@ -120,11 +120,11 @@ class StepCounter(TorchDispatchMode):
             patch = mock.patch.object(torch.Tensor, name, self._reading(name, original))
             patch.start()
             self._patches.append(patch)
-        self.__enter__()
+        self.__enter__()  # type: ignore[no-untyped-call]
 
     def stop(self) -> StepCounts:
         """Count no more; return the counts."""
-        self.__exit__(None, None, None)
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         for patch in self._patches:
             patch.stop()
         self._patches = []

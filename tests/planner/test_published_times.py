@@ -19,7 +19,11 @@ ROW: Row = (
 def test_a_row_becomes_public_options() -> None:
     asked = time_reader.read(ROW | {"precision": "MXFP8", "vpp": "2", "pp": "2", "attn_impl": "flash"})
     assert asked.execution.framework == "megatron"
-    assert (asked.execution.precision, asked.execution.attention, asked.execution.virtual_stages) == ("mxfp8", "cudnn", 2)
+    assert (asked.execution.precision, asked.execution.attention, asked.execution.virtual_stages) == (
+        "mxfp8",
+        "cudnn",
+        2,
+    )
     assert asked.cluster.gpu.name == "A100-SXM-80GB"
     assert asked.layout.world_size == int(ROW["n_gpus"])
 

@@ -165,7 +165,7 @@ def _launch_file(
     """Return the text of what starts the job. `given`: the layout and the overrides of its recipe."""
     if launcher == "hostfile":
         return launch.hostfile()
-    if launcher not in _CONTAINERS:
+    if launcher != "k8s" and launcher != "skypilot":
         return launch.script(launcher)
     if path is None or script is not None:
         raise ConfigError(f"--launcher {launcher} without a recipe: its containers run `dstk train`. Name a recipe.")

@@ -10,6 +10,7 @@ import socket
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -216,13 +217,13 @@ def _judge(mismatches: set[_Mismatch], hosts: Sequence[str]) -> Difference:
         by_label[mismatch.label].append(mismatch)
     wrong = {label: ranks for label in by_label if (ranks := _wrong_ranks(by_label[label]))}
     if wrong:
-        ranks = sorted(set().union(*wrong.values()))
+        named = sorted(set().union(*wrong.values()))
     else:
-        ranks = sorted({rank for mismatch in mismatches for rank in mismatch.ranks})
+        named = sorted({rank for mismatch in mismatches for rank in mismatch.ranks})
     return Difference(
-        ranks=tuple(ranks),
+        ranks=tuple(named),
         is_named=bool(wrong),
-        hosts=tuple(hosts[rank] for rank in ranks),
+        hosts=tuple(hosts[rank] for rank in named),
         tensors=tuple(sorted(wrong or by_label)),
     )
 
@@ -244,19 +245,35 @@ def _weights(engine: Engine) -> Iterator[_Item]:
         if hasattr(parameter, "ds_tensor"):
             if parameter.ds_persist:  # type: ignore[attr-defined]
                 whole = (0, parameter.ds_numel)  # type: ignore[attr-defined]
-                yield _item(WEIGHT, name, shard, whole, lambda p=parameter: _whole(p))
+                yield _item(WEIGHT, name, shard, whole, partial(_whole, parameter))
             if engine.states.are_in_memory:
                 extent = engine.states.extent(parameter)
-                yield _item(PARTITION, name, shard, extent, lambda p=parameter: p.ds_tensor.data)
+                yield _item(PARTITION, name, shard, extent, partial(_partition, parameter))
         else:
             whole = (0, parameter.numel())
             extent = engine.states.extent(parameter) if isinstance(parameter.data, DTensor) else whole
-            yield _item(WEIGHT, name, shard, extent, lambda p=parameter: local_part(p.data))
+            yield _item(WEIGHT, name, shard, extent, partial(_local, parameter))
     tensor_rank = 0 if engine.partition is None else engine.partition.groups.coordinate.model
     for name, buffer in engine.local_buffers():
         # Its name alone does not tell whether tensor-parallel ranks have the same.
         shard = Shard(name=name, shape=tuple(buffer.shape), dim=0, pieces=((tensor_rank, 1),))
-        yield _item(BUFFER, name, shard, (0, buffer.numel()), lambda n=name: dict(engine.local_buffers())[n])
+        yield _item(BUFFER, name, shard, (0, buffer.numel()), partial(_buffer, engine, name))
+
+
+def _partition(parameter: nn.Parameter) -> torch.Tensor:
+    """Return this rank's elements of a parameter under ZeRO-3."""
+    partition: torch.Tensor = parameter.ds_tensor.data  # type: ignore[attr-defined]
+    return partition
+
+
+def _local(parameter: nn.Parameter) -> torch.Tensor:
+    """Return this rank's elements of a parameter that PyTorch holds, whole or as a DTensor."""
+    return local_part(parameter.data)
+
+
+def _buffer(engine: Engine, name: str) -> torch.Tensor:
+    """Return a buffer as it is now."""
+    return dict(engine.local_buffers())[name]
 
 
 def _whole(parameter: nn.Parameter) -> torch.Tensor | None:

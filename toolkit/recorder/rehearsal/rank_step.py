@@ -142,7 +142,7 @@ class _Rehearsal:
             maxima=tuple(mode.maxima),
         )
 
-    def _enter(self, phase: str) -> None:
+    def _enter(self, phase: str, step: int | None = None) -> None:
         self.phase = phase
 
     def _resume(self, engine: Engine) -> None:
