@@ -13,6 +13,7 @@ from toolkit.config.gallery import find_recipe
 from toolkit.config.job import Job
 from toolkit.errors import RecipeError
 from toolkit.hardware import Gpu, gpu
+from toolkit.launch.output import quiet
 from toolkit.recorder.rehearsal.refusals import check_rehearsable
 from toolkit.units import format_bytes, format_count, plural
 
@@ -51,6 +52,7 @@ def _gpu_of(recipe: str, layout: str | None) -> Gpu | None:
 def _rehearsed(job: Job, device: Gpu | None) -> "Rehearsal":
     os.environ["DS_ACCELERATOR"] = "cpu"  # before DeepSpeed is imported: kernels need no GPU, and nothing is compiled
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    quiet(debug=False)
     from toolkit.recorder.rehearsal.preload import preload
 
     preload(debug=job.recipe.log.level == "debug")
