@@ -89,7 +89,8 @@ def test_predicted_collectives_are_those_of_live_ranks(
         differing = [i for i, pair in enumerate(zip(predicted, calls, strict=False)) if not is_same(*pair)]
         assert not differing, f"{predicted[differing[0]]} | {calls[differing[0]]}"
         assert len(predicted) == count > 0
-        assert rehearsed.step.peak == pytest.approx(peak, rel=0.08)
+        # A rehearsal routes as many rows to every expert; here few tokens are routed as they come.
+        assert rehearsed.step.peak == pytest.approx(peak, rel=0.08 if job.layout.ep == 1 else 0.15)
 
 
 def is_same(predicted: Collective, measured: Collective) -> bool:

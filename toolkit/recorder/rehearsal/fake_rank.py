@@ -15,6 +15,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.zero import utils as zero_utils
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.autograd.graph import _engine_run_backward
@@ -154,6 +155,7 @@ def fake_rank(
         stack.enter_context(mock.patch.object(nn.Module, "_apply", _applied))
         stack.enter_context(mock.patch.object(torch.autograd, "backward", _backward))
         stack.enter_context(mock.patch.object(torch.Tensor, "backward", _backward_of))
+        stack.enter_context(mock.patch.object(zero_utils, "dist", _RankZeroSends(zero_utils.dist)))
         stack.enter_context(mock.patch.object(dispatch, "row_counts", _balanced(layout)))
         stack.enter_context(mock.patch.object(dispatch.ShardedExperts, "_sorted", _noting()))
         stack.enter_context(as_with_values())
@@ -162,6 +164,22 @@ def fake_rank(
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(mode)
         yield mode
+
+
+class _RankZeroSends:
+    """deepspeed.comm for DeepSpeed's checks that a list is that of rank 0, which is taken for this rank's own.
+
+    ZeRO-3 makes them before the first steps. Ranks that differ are found where their collectives are compared.
+    """
+
+    def __init__(self, comm: Any) -> None:
+        self._comm = comm
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._comm, name)
+
+    def get_rank(self) -> int:
+        return 0
 
 
 def _applied(module: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
