@@ -53,6 +53,10 @@ Found by compositions so far, and fixed, each with a test of its own:
 - Now refused, where transformers' own code cannot do it: Inkling 2, DBRX and X-MOD in some ways of training in 16
   bits, FSDP with the tied bias of a BERT head, adapters of DeepSeek V4's grouped projections and of PhiMoE's routers,
   parts of Reformer, and DDP around it.
+- DBRX died under ZeRO-3 on several ranks: it calls a module for each expert that has tokens, and ranks waited for
+  different collectives.
+- Falcon failed under ZeRO-3 with tiled MLPs: it adds to an output of which DeepSpeed's hook makes a view.
+- DDP on one rank waited for gradients of parameters that no loss depends on.
 - False alarms: PhiMoE's routers draw noise, and the comparison left it on; Reformer cannot be looked at in evaluation.
 """
 
