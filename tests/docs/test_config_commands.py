@@ -5,6 +5,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+import yaml
 from test_documents import DOCUMENTS, ROOT, commands, imported
 
 from toolkit.cli.main import main
@@ -24,6 +25,8 @@ def test_a_documented_config_is_printed(
     assert ended.value.code == 0, told.err
     if "--output" in words:
         assert all(Path(name).is_file() for name in told.out.split())
+    elif "--launcher" in words and words[words.index("--launcher") + 1] in ("k8s", "skypilot"):
+        assert all(isinstance(document, dict) for document in yaml.safe_load_all(told.out))
     elif "--launcher" in words:
         assert told.out.startswith("#!/usr/bin/env bash\n")
     elif "--explain" not in words:

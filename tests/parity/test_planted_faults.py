@@ -5,6 +5,7 @@ first step, its whole gradient or even every copy untouched, so no single compar
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -378,6 +379,7 @@ class TestClipping:
     def _clips_by_deepspeeds_norm(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The toolkit takes the norm itself where there is no ZeRO, and these faults would not reach it."""
         monkeypatch.setattr(deepspeed_patches, "fix_gradient_norms", lambda engine, partition: None)
+        monkeypatch.setattr(deepspeed_patches, "known_norm", lambda engine, norm: nullcontext())
 
     @pytest.mark.parametrize("axis", ["tp", "pp"])
     def test_clipping_by_the_norm_of_what_a_rank_holds(

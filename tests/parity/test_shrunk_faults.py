@@ -258,7 +258,7 @@ class TestDropout:
     def test_one_stream_for_the_positions_of_all_ranks_under_sequence_parallelism(
         self, masks_of: MasksOf, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(DropoutStream, "_own", lambda *_: None)
+        monkeypatch.setattr(DropoutStream, "_seed_rank", lambda *_: None)
         monkeypatch.setattr(dropout, "derive_seed", lambda *parts: derive_seed(*parts[:-1], 0))
         faults = masks_of("tp2-sp").mask_faults
         assert any(fault.startswith("ranks 0 and 1 draw the same masks for different") for fault in faults)

@@ -259,5 +259,5 @@ def test_peak_counts_all_micro_batches_in_flight(make_recipe: MakeRecipe, monkey
     monkeypatch.setattr("toolkit.recorder.rehearsal.rehearse.IN_PIPELINE", 24)
     every = rehearse(job, on_gpu=False)
     assert few.kinds[0].further > every.kinds[0].further == 0
-    for one, other in zip(few.kinds, every.kinds, strict=True):
-        assert one.peak == pytest.approx(other.peak, rel=0.02)
+    for extrapolated, whole in zip(few.kinds, every.kinds, strict=True):
+        assert whole.peak <= extrapolated.peak <= 1.05 * whole.peak
