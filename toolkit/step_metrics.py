@@ -1,6 +1,6 @@
 """StepMetrics: what a run records of each optimizer step, one JSON object per line of metrics.jsonl.
 
-One schema for whoever writes it (training), reads it (reports) or passes it on (trackers, callbacks).
+One schema for the code that writes it (training), reads it (reports) or passes it on (trackers, callbacks).
 """
 
 import json

@@ -104,7 +104,7 @@ class StepCounts:
 
 
 class StepCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts what happens between `start` and `stop`. `part`: the phase of the step, set by whoever knows it."""
+    """Counts what happens between `start` and `stop`. `part`: the phase of the step, which the caller sets."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

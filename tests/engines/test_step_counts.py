@@ -24,7 +24,11 @@ from toolkit.training.train import train
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from measure.step_counter import BACKWARD, FORWARD, UPDATE, CountedStep, StepCounter, StepCounts
 
-LAYERS, HIDDEN, SEQ_LEN, MICRO_BATCHES, SAMPLES = 2, 32, 32, 2, 2
+LAYERS = 2
+HIDDEN = 32
+SEQ_LEN = 32
+MICRO_BATCHES = 2
+SAMPLES = 2
 MODEL = {
     "name_or_path": "llama-tiny",
     "overrides": {

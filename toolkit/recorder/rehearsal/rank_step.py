@@ -40,8 +40,6 @@ class RankStep:
     """Elements of the model's parameters on this rank."""
     peak: int
     """Most bytes that were held at once in the last training step."""
-    micro_batch: int
-    """Bytes that one more micro-batch in flight holds."""
     saved: Kinds
     """Names and shapes of what a checkpoint has."""
     sent: Messages
@@ -113,18 +111,15 @@ class _Rehearsal:
         self.ds_config = ds_config
         self.mode = mode
         self.phase = "construction"
-        self.held: list[int] = []
 
     def run(self) -> RankStep:
         mode = self.mode
         engine = create_engine(self.job, CPU, self.ds_config)
         engine.report_phase = self._enter
-        engine.model.register_forward_pre_hook(lambda *_: self.held.append(mode.live.bytes))
         first = 0
         for _ in range(STEPS):
             self.phase = "forward"
             first = len(mode.recorded)
-            self.held.clear()
             mode.live.peak = mode.live.bytes
             take_step(engine, self.job)
         last = len(mode.recorded)
@@ -136,7 +131,6 @@ class _Rehearsal:
             step=(first, last),
             parameters=sum(getattr(p, "ds_numel", p.numel()) for p in engine.model.parameters()),
             peak=peak,
-            micro_batch=self.held[2] - self.held[1] if len(self.held) > 2 else 0,
             saved=saved,
             sent=tuple(mode.sent),
             maxima=tuple(mode.maxima),

@@ -33,11 +33,6 @@ from toolkit.recorder.rehearsal.rank_kinds import RankKind, rank_kinds
 from toolkit.recorder.rehearsal.rank_step import Partitioned, RankFailure, RankStep, rehearse_rank
 from toolkit.recorder.rehearsal.refusals import check_rehearsable
 
-MICRO_BATCHES = 2
-"""Micro-batches of a rehearsed step: the first and the last. Those between are like the first."""
-IN_PIPELINE = 3
-"""Micro-batches of a rehearsed step of a pipeline: one more, which tells what each in flight holds."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class RehearsedKind:
@@ -46,13 +41,11 @@ class RehearsedKind:
     kind: RankKind
     step: RankStep
     estimate: MemoryBreakdown
-    further: int
-    """Micro-batches that the rank has in flight in a step of the recipe, beyond those of the rehearsed step."""
 
     @property
     def peak(self) -> int:
-        """The most bytes that the rank holds in a step of the recipe."""
-        return self.step.peak + self.further * self.step.micro_batch
+        """The most bytes that the rank holds in a step."""
+        return self.step.peak
 
     @property
     def is_all_on_device(self) -> bool:
@@ -113,13 +106,7 @@ def rehearse(job: Job, *, gpu: Gpu | None = None, on_gpu: bool = True, progress:
     if not problem and any(list(step.maxima) != most for step in steps.values()):
         steps, problem = _steps(small, ds_config, partitioned, kinds, most=most, on_gpu=on_gpu, progress=progress)
     rehearsed = tuple(
-        RehearsedKind(
-            kind=kind,
-            step=step,
-            estimate=estimates[kind.stages[0]],
-            further=_in_flight(job, kind) - _in_flight(small, kind),
-        )
-        for kind, step in steps.items()
+        RehearsedKind(kind=kind, step=step, estimate=estimates[kind.stages[0]]) for kind, step in steps.items()
     )
     written: Counter[int] = Counter()
     files = plan_files(rehearsed[0].step.saved, job.layout.world_size) if rehearsed else []
@@ -141,11 +128,18 @@ def _together(steps: Mapping[RankKind, RankStep]) -> list[tuple[list[int], ...]]
     return list(zip(*(step.maxima for step in steps.values()), strict=False))
 
 
+def rehearsed_micro_batches(job: Job) -> int:
+    """Return the micro-batches of a rehearsed step: one more than the first stage has in flight at once.
+
+    The others of a step are like those, and add nothing to the peak. Without a pipeline these are two.
+    """
+    return min(job.batch.accumulation, job.layout.pp + 1)
+
+
 def rehearsed_job(job: Job) -> Job:
     """The job with few micro-batches, random weights, and without what is compiled for a GPU."""
     recipe = job.recipe
-    count = min(job.batch.accumulation, IN_PIPELINE if job.layout.pp > 1 else MICRO_BATCHES)
-    samples = job.batch.micro_batch_size * job.batch.dp * count
+    samples = job.batch.micro_batch_size * job.batch.dp * rehearsed_micro_batches(job)
     name = find_name(recipe.model.name_or_path, tuned=True) or recipe.model.name_or_path
     changed = recipe.changed(
         {
@@ -190,11 +184,6 @@ def _bounds(request: MemoryRequest, *, on_gpu: bool) -> tuple[int, ...]:
         head_alone=not setup.computation.trainable.startswith("lora:"),
         flops_per_byte=GPU_FLOPS_PER_BYTE if on_gpu else CPU_FLOPS_PER_BYTE,
     )
-
-
-def _in_flight(job: Job, kind: RankKind) -> int:
-    """Micro-batches that the kind's first stage has in flight."""
-    return min(job.layout.pp - kind.stages[0], job.batch.accumulation)
 
 
 def _steps(
