@@ -18,7 +18,7 @@ from refusals import refused
 from toolkit.checkpoint.verify import verify
 from toolkit.data.samples.loader import MicroBatchLoader
 from toolkit.engines import deepspeed_patches
-from toolkit.engines.base import StepResult
+from toolkit.engines.base import Update
 from toolkit.engines.deepspeed_engine import DeepSpeedEngine
 from toolkit.errors import ToolkitError
 
@@ -186,12 +186,13 @@ def test_a_skipped_update_is_remembered(train: Train, tmp_path: Path, monkeypatc
     """As after an fp16 overflow: one update fewer than steps, and Adam's bias correction continues from there."""
     update = DeepSpeedEngine._update
 
-    def skipping(engine: DeepSpeedEngine, loss: float) -> Any:
+    def skipping(engine: DeepSpeedEngine, totals: torch.Tensor) -> Update:
         if engine.engine.global_steps == 0 and not getattr(engine, "skipped", False):
             engine.skipped = True  # type: ignore[attr-defined]
+            engine._fp16 = True
             deepspeed_patches.discard_gradients(engine.engine, zero_stage=0)
-            return StepResult(loss=loss, grad_norm=1.0, skipped=True)
-        return update(engine, loss)
+            return Update(totals=totals.tolist(), grad_norm=1.0, skipped=True)
+        return update(engine, totals)
 
     monkeypatch.setattr(DeepSpeedEngine, "_update", skipping)
     train("run_dir=run", *SETTINGS, parallel={"zero_stage": 0})

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, pipeline
 
 from tests.support.small_chats import write_tokenizer
@@ -23,7 +24,9 @@ def folder(tmp_path_factory):
         num_hidden_layers=2,
         num_attention_heads=2,
         max_position_embeddings=256,
+        initializer_range=0.5,  # logits far apart: no rounding decides a token
     )
+    torch.manual_seed(0)
     LlamaForCausalLM(config).save_pretrained(folder)
     return folder
 

@@ -28,6 +28,7 @@ ANSWERS: dict[str, list[str]] = {
     "memory": ["--model", "gpt2", "--layout", "dp2", "--gpu", "A100-40", "--micro", "1", "--seq", "512"],
     "plan": ["--model", "gpt2", "--gpus", "2xA100-40", "--seq", "512", "--global-batch", "8", "--top", "1"],
     "schedule": ["--pp", "2", "--micro-batches", "2"],
+    "train": ["demo", "--rehearse", "--nproc", "2"],
 }
 """Of each command that prints JSON, arguments with which it does. `lint` spells it `--format json`."""
 

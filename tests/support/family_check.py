@@ -312,6 +312,8 @@ def pass_stages(
     stages = [
         PipelineStage(copy.deepcopy(model), structure, bounds=BOUNDS, stage=stage) for stage in range(len(BOUNDS) - 1)
     ]
+    for stage in stages:
+        stage.is_packed = len(inputs) > 1
     received, sent = [], []
     for stage in stages[:-1]:
         received.append(inputs[0])

@@ -181,13 +181,18 @@ def _take_norms_at_once(optimizer: Any) -> None:
         square = torch.zeros((), dtype=torch.float64, device=get_accelerator().current_device_name())
         if counted:
             square = torch.stack(torch._foreach_norm(counted, norm_type, dtype=torch.float64)).square().sum()
+        expert_group = None
         if is_zero3:
             group = optimizer._get_param_partition_group(parameters[0])
+            expert_group = optimizer._autoep_expert_parallel_group(parameters)
         else:
+            # ZeRO 1 and 2 sum the norms of experts over expert-parallel ranks themselves.
             group = optimizer.dp_process_group
             square = square.float()
         dist.all_reduce(square, group=group)
         optimizer._model_parallel_all_reduce(tensor=square, op=dist.ReduceOp.SUM)
+        if expert_group is not None:
+            dist.all_reduce(square, group=expert_group)
         norm = square.sqrt()
         # DeepSpeed's mark of a norm that is not finite is -1.
         return torch.where(torch.isfinite(norm), norm, -1.0)
@@ -242,13 +247,15 @@ def one_host_read(optimizer: Any, totals: torch.Tensor) -> Iterator[HostRead]:
 
     DeepSpeed 0.19.8 reads the norm to decide whether to take the update, again for each group that it scales
     (deepspeed/runtime/zero/stage_1_and_2.py `unscale_and_clip_grads`), and the coefficient of clipping
-    (deepspeed/runtime/utils.py `clip_tensors_by_global_norm`). No issue is known.
+    (deepspeed/runtime/utils.py `clip_tensors_by_global_norm`), and the norms of experts (`get_norm_with_moe_layers`,
+    there). No issue is known.
     """
     read = HostRead(totals, scale=float(getattr(optimizer, "loss_scale", 1.0)))
     with ExitStack() as patches:
         for module in (bf16_optimizer, stage_1_and_2, stage3):
             patches.enter_context(mock.patch.object(module, "is_invalid_grad_norm", read.is_invalid))
         patches.enter_context(mock.patch.object(bf16_optimizer, "clip_tensors_by_global_norm", _clip_at_once))
+        patches.enter_context(mock.patch.object(bf16_optimizer, "get_norm_with_moe_layers", _with_experts_already))
         yield read
 
 
@@ -259,6 +266,11 @@ def _clip_at_once(
     coefficient = (max_norm / (global_norm + eps)).clamp(max=1.0)
     torch._foreach_mul_([tensor.detach() for tensor in input_tensors], coefficient)
     return global_norm
+
+
+def _with_experts_already(norm: torch.Tensor, **arguments: Any) -> torch.Tensor:
+    """Return the norm as it is: `fix_gradient_norms` counts experts among the other parameters."""
+    return norm
 
 
 @contextmanager

@@ -86,7 +86,7 @@ def _bf16(s: DeepSpeedSettings, params: RankParameters, dp: int) -> ModelStates:
             masters=4 * part,
             optimizer=_moments(s, params, [(group, size, 1) for group, size in updated]),
             model_buffers=params.buffers(s.model_bytes),
-            counters=0 if any(group.ep > 1 for group in params.groups) else 4,  # the norm
+            counters=4,  # the norm
         ),
         accumulated=weight_gradients,
         reduction=weight_gradients + s.accumulation_bytes * copied + s.communication_bytes * cast,
