@@ -310,7 +310,7 @@ class TestCommand:
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         assert self.run(monkeypatch, healthy()) == 0
-        assert "no problems, no notes" in capsys.readouterr().out
+        assert "0 problems, 0 notes" in capsys.readouterr().out
 
     def test_a_note_ends_with_0(self, monkeypatch: pytest.MonkeyPatch) -> None:
         assert self.run(monkeypatch, healthy(libaio=False)) == 0

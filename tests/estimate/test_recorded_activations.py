@@ -174,16 +174,16 @@ def test_a_recording_that_takes_long_is_announced_without_a_terminal(monkeypatch
     stderr = Stderr()
     monkeypatch.setattr(sys, "stderr", stderr)
     monkeypatch.setitem(recorder_process.PATIENCE, False, 0.01)
-    monkeypatch.setattr(recorder_process, "_ask", lambda *question: {"was said": stderr.said.wait(60)})
-    assert recorder_process.answer("", "recording gpt2") == {"was said": True}
+    monkeypatch.setattr(recorder_process, "_answer", lambda *question: {"was said": stderr.said.wait(60)})
+    assert recorder_process.ask("", "gpt2") == {"was said": True}
     assert stderr.getvalue().startswith("recording gpt2: ")
     assert stderr.getvalue().count("\n") == 1
 
 
 def test_a_recording_that_is_quick_is_not(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     before = threading.active_count()
-    monkeypatch.setattr(recorder_process, "_ask", lambda *question: {})
-    recorder_process.answer("", "recording gpt2")
+    monkeypatch.setattr(recorder_process, "_answer", lambda *question: {})
+    recorder_process.ask("", "gpt2")
     for thread in threading.enumerate()[before:]:
         thread.join()
     assert capsys.readouterr() == ("", "")

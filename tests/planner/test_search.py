@@ -72,7 +72,7 @@ def test_a_search_makes_no_recordings(monkeypatch: pytest.MonkeyPatch) -> None:
     def recorded_now(*_: object) -> None:
         raise AssertionError("a recording was made")
 
-    monkeypatch.setattr("toolkit.estimate.recorded.recordings._answer", recorded_now)
+    monkeypatch.setattr("toolkit.estimate.recorded.recordings._ask_recorder", recorded_now)
     monkeypatch.setattr("toolkit.estimate.recorded.recordings._read", lambda path: {})
     for model in ("llama-3.1-70b", "qwen3-0.6b"):  # neither has stages with sequence parallelism among its recordings
         plans = search(request(model, gpus=64, batch=512), top=100).plans

@@ -84,7 +84,9 @@ def attention_rates(
     Only the half of the scores that is not masked counts: two products of 2 b n s^2 d FLOPs, halved, in the forward
     pass, and five products, of which one computes the scores again, in the backward pass.
     """
-    samples, heads, head_dim = 2, 4, 64
+    samples = 2
+    heads = 4
+    head_dim = 64
     shape = (samples, heads, positions, head_dim)
     dtype = DTYPES[precision]
     query = torch.randn(shape, device=device).to(dtype).requires_grad_()

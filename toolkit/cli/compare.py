@@ -38,11 +38,19 @@ _OF_RUNS = ("rerun", "tolerance", "loss", "runs")
 @click.argument("arguments", nargs=-1, metavar="[RUN RUN...] [SECTION.KEY=VALUE...]")
 @click.option("--recipe", metavar="FILE", help="The recipe to train under every strategy.")
 @click.option("--against", metavar="LIST", help="Strategies: z1,z2,z3,tp2,pp2,tp2-pp2-dp2-z1,ddp,fsdp, …")
-@click.option("--layout", help="One that the recipe lists (8xH100); with --shrink on two ranks for each of its axes.")
-@click.option("--baseline", metavar="STRATEGY", help="Compare with it.  [default: reference; in bf16 one rank alike]")
+@click.option(
+    "--layout", help="A layout that the recipe lists (8xH100); with --shrink on two ranks for each of its axes."
+)
+@click.option(
+    "--baseline",
+    metavar="STRATEGY",
+    help="Strategy that the others are compared with.  [default: reference; in bf16 one rank alike]",
+)
 @click.option("--steps", type=Count(min=2), default=30, show_default=True, help="Optimizer steps.")
-@click.option("--nproc", type=LOCAL_RANKS, default=2, show_default=True, help="Ranks if dp is not set.")
-@click.option("--reruns", type=_POSITIVE, default=3, show_default=True, help="Baselines with other rounding.")
+@click.option("--nproc", type=LOCAL_RANKS, default=2, show_default=True, help="Ranks of strategies that do not set dp.")
+@click.option(
+    "--reruns", type=_POSITIVE, default=3, show_default=True, help="Runs of the baseline with other rounding."
+)
 @click.option("--shrink", is_flag=True, help="Train a tiny model of the same family on little text.")
 @click.option("--dropout", is_flag=True, help="Keep dropout on; layouts draw other masks.")
 @click.option("--report", metavar="DIR", help="Write a page (index.html), its plots and numbers.")
@@ -51,7 +59,7 @@ _OF_RUNS = ("rerun", "tolerance", "loss", "runs")
 @click.option("--rerun", multiple=True, metavar="RUN", help="For runs: the baseline with other rounding.")
 @click.option("--runs", is_flag=True, help="The arguments are finished runs, which is the default without --recipe.")
 @click.option("--loss", multiple=True, metavar="NAME", help="For runs: the tag, column or key of the loss.")
-@click.option("--tolerance", type=float, metavar="X", help="For runs: a relative bound of your own.")
+@click.option("--tolerance", type=float, metavar="X", help="For runs: the largest relative difference to accept.")
 def command(
     arguments: tuple[str, ...], recipe: str | None, against: str | None, layout: str | None, **options: Any
 ) -> int:

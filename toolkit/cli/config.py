@@ -42,7 +42,7 @@ _CONTAINERS = {"k8s": jobset, "skypilot": task}
 @click.option("--recipe", metavar="RECIPE", help="The same as the argument.")
 @click.option("--format", "kind", type=_FORMAT, default="json", help="See above [json].")
 @click.option("--launcher", type=click.Choice(get_args(LaunchFile)), help="Print the file that starts the job instead.")
-@click.option("--script", metavar="TEXT", help="What it starts [recipes/train.py; without a recipe train.py].")
+@click.option("--script", metavar="TEXT", help="Script that it starts [recipes/train.py; without a recipe train.py].")
 @click.option("--explain", is_flag=True, help="Print every key, what it does, its default and why it has its value.")
 @click.option("--output", type=click.Path(file_okay=False, path_type=Path), metavar="DIR", help="Write files there.")
 @add_options

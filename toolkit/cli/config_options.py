@@ -58,7 +58,9 @@ _OPTIONS: list[Decorator] = [
         type=click.Choice(get_args(Recompute)),
         help="The model's own activation checkpointing; selective: of attention alone, by this toolkit.",
     ),
-    click.option("--offload-optimizer", type=click.Choice(["none", "cpu", "nvme"]), help="Where its states are kept."),
+    click.option(
+        "--offload-optimizer", type=click.Choice(["none", "cpu", "nvme"]), help="Where the optimizer states are kept."
+    ),
     click.option("--offload-params", type=click.Choice(["none", "cpu", "nvme"]), help="Where parameters are kept."),
     click.option("--nvme-path", metavar="DIR", help="A directory on the NVMe drive of each node."),
     click.option("--hpz", type=_POSITIVE, metavar="N", help="ZeRO++ hpZ: secondary partition over N ranks."),
@@ -70,9 +72,9 @@ _OPTIONS: list[Decorator] = [
     click.option("--grad-accum-dtype", type=_DTYPE, default="fp32", help="Dtype of gradient accumulation [fp32]."),
     click.option("--communication-dtype", type=_DTYPE, default="fp32", help="Dtype of gradient reduction [fp32]."),
     click.option("--activation-checkpointing", is_flag=True, help="DeepSpeed's own, for models that call it."),
-    click.option("--cpu-checkpointing", is_flag=True, help="Keep those activations in host memory."),
+    click.option("--cpu-checkpointing", is_flag=True, help="Keep checkpointed activations in host memory."),
     click.option("--scheduler", type=click.Choice(get_args(extras.SchedulerName)), help="DeepSpeed's own schedule."),
-    click.option("--monitor", "monitors", type=_MONITOR, multiple=True, help="Log there."),
+    click.option("--monitor", "monitors", type=_MONITOR, multiple=True, help="Where to log."),
     click.option("--log-dir", metavar="DIR", default="logs", help="Directory of TensorBoard and CSV logs [logs]."),
     click.option(
         "--run-name", metavar="NAME", default="run", help="Job or project of a monitor, and of the job [run]."
@@ -90,9 +92,9 @@ _OPTIONS: list[Decorator] = [
     click.option(
         "--cpus-per-gpu", type=_POSITIVE, default=8, metavar="N", help="CPU cores of a rank, for schedulers [8]."
     ),
-    click.option("--image", metavar="IMAGE", help="Of containers: one in which the toolkit is installed."),
-    click.option("--volume", metavar="NAME", help="Of containers: a claim or volume that all nodes mount."),
-    click.option("--port", type=_PORT, default=29501, metavar="N", help="Where ranks meet [29501]."),
+    click.option("--image", metavar="IMAGE", help="Container image in which the toolkit is installed."),
+    click.option("--volume", metavar="NAME", help="Volume (or its claim) that the containers of all nodes mount."),
+    click.option("--port", type=_PORT, default=29501, metavar="N", help="Port of the rendezvous [29501]."),
 ]
 
 

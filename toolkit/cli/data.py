@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @click.command
 @click.argument("recipe")
 @click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
-@click.option("--layout", help="As `dstk train` takes it; it changes no data.")
+@click.option("--layout", help="As in `dstk train`; it does not change the data.")
 @click.option("--show", type=Count(min=0), default=0, metavar="N", help="Also print the first N samples.")
 def command(recipe: str, overrides: tuple[str, ...], layout: str | None, show: int) -> None:
     """Print what a recipe's data are as tokens and samples.

@@ -10,6 +10,7 @@ from toolkit.cli import FiniteRange
 from toolkit.cli.json_output import json_option, print_json
 from toolkit.doctor import CheckState, MachineCheck, MachineFacts, examine
 from toolkit.doctor.collect import gather
+from toolkit.units import plural
 
 _STYLES: dict[CheckState, str] = {"ok": "green", "note": "yellow", "problem": "bold red"}
 _TIMEOUT = "Time limit for one program, or for the import of torch or DeepSpeed.  [default: 90]"
@@ -77,9 +78,5 @@ def _show(facts: MachineFacts, checks: Sequence[MachineCheck]) -> None:
             table.add_row(Text(check.state, style=_STYLES[check.state]), check.name, fact)
         console.print(Padding(table, (0, 0, 0, 2)))
     states = Counter(check.state for check in checks)
-    summary = f"{_count(states['problem'], 'problem')}, {_count(states['note'], 'note')}"
+    summary = f"{plural(states['problem'], 'problem')}, {plural(states['note'], 'note')}"
     console.print(Text(f"\n{summary}", style="bold red" if states["problem"] else "bold green"))
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number or 'no'} {noun}{'' if number == 1 else 's'}"

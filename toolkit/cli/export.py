@@ -20,7 +20,12 @@ output_option: Callable[[Any], Any] = click.option(
     "-o", "--output", required=True, metavar="DIR", type=click.Path(path_type=Path), help="A new directory."
 )
 max_shard_size_option: Callable[[Any], Any] = click.option(
-    "--max-shard-size", type=ByteSize(), default="5GB", show_default=True, metavar="SIZE", help="Of one file, at most."
+    "--max-shard-size",
+    type=ByteSize(),
+    default="5GB",
+    show_default=True,
+    metavar="SIZE",
+    help="Largest size of a file.",
 )
 
 
@@ -33,7 +38,9 @@ def describe(written: "WrittenDirectory", *details: str) -> str:
 @click.command()
 @click.argument("source", metavar="RUN_OR_CHECKPOINT", type=click.Path(path_type=Path))
 @output_option
-@click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), help="Of the weights.  [default: as stored]")
+@click.option(
+    "--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), help="Dtype of the weights.  [default: as stored]"
+)
 @max_shard_size_option
 @click.option("--merge", is_flag=True, help="Add LoRA's adapters to the weights that they are beside.")
 @click.option(

@@ -15,7 +15,9 @@ from toolkit.launch.output import quiet
 @click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
 @output_option
 @click.option("--recipe", metavar="FILE", help="Also import the optimizer states, for this recipe to --resume.")
-@click.option("--model", metavar="DIR", type=click.Path(path_type=Path), help="With the model's config and tokenizer.")
+@click.option(
+    "--model", metavar="DIR", type=click.Path(path_type=Path), help="Directory of the model's config and tokenizer."
+)
 @max_shard_size_option
 def command(
     source: Path, overrides: tuple[str, ...], output: Path, recipe: str | None, model: Path | None, max_shard_size: int

@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 @click.option("--nodes", type=Count(), metavar="N", help="Machines.")
 @click.option("--layout", metavar="LAYOUT", help="Ranks that share samples, such as tp2-pp2; of a recipe also 8xH100.")
 @click.option("--model", metavar="NAME", help="A known shape (gpt2-xl) or a directory with a config.json.")
-@click.option("--gpu-memory", type=ByteSize(), metavar="SIZE", help="Of one GPU, such as 80GB.  [default: 24GiB]")
+@click.option(
+    "--gpu-memory", type=ByteSize(), metavar="SIZE", help="Memory of one GPU, such as 80GB.  [default: 24GiB]"
+)
 @click.option("--trainer-args", multiple=True, metavar="FILE|NAME=VALUE", help="TrainingArguments; repeatable.")
 @click.option("--for", "runner", type=click.Choice(get_args(Runner)), help="Who reads the config; else it is guessed.")
 @click.option("--deepspeed", metavar="VERSION", help=f"The version that runs it.  [default: {version()}]")

@@ -30,7 +30,7 @@ class ShardNumber(click.ParamType["SourcePart"]):
 @click.command
 @click.argument("recipe")
 @click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
-@click.option("--layout", help="As `dstk train` takes it; it changes no data.")
+@click.option("--layout", help="As in `dstk train`; it does not change the data.")
 @click.option("--shard", type=ShardNumber(), metavar="I/N", help="Tokenize only the I-th of N parts, from 1/N to N/N.")
 @click.option("--merge", is_flag=True, help="Make the token cache of all shards.")
 @click.option(

@@ -27,7 +27,7 @@ _MAX_RANKS_PER_NODE = 8
 @click.argument("recipe")
 @click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
 @click.option(
-    "--layout", help="One that the recipe lists (8xH100), or any (dp8-z3-recompute); without --nproc its ranks."
+    "--layout", help="A layout that the recipe lists (8xH100), or any (dp8-z3-recompute); without --nproc its ranks."
 )
 @click.option(
     "--nproc",
@@ -37,15 +37,22 @@ _MAX_RANKS_PER_NODE = 8
 @click.option("--deepspeed-config", metavar="JSON", help="DeepSpeed settings that the recipe does not decide.")
 @click.option("--trust-remote-code", is_flag=True, help="Run the Python code that a model directory brings.")
 @click.option("--overwrite", is_flag=True, help="Replace the run in run_dir.")
-@click.option("--resume", metavar="auto|PATH", help="From a run or checkpoint; auto: from run_dir, if it has one.")
+@click.option(
+    "--resume", metavar="auto|PATH", help="Resume from a run or a checkpoint; auto: from run_dir, if it has one."
+)
 @click.option("--strict", is_flag=True, help="Fail on a damaged newest checkpoint, instead of taking the one before.")
 @click.option("--nnodes", type=Count(max=65536), default=1, metavar="N", help="Machines; each runs this command.")
-@click.option("--node-rank", type=Count(min=0), metavar="K", help="The number of this machine, from 0.")
+@click.option("--node-rank", type=Count(min=0), metavar="K", help="Number of this machine, from 0.")
 @click.option("--master-addr", metavar="HOST", help="Machine 0, by a name or address that all machines reach.")
-@click.option("--master-port", type=Count(min=1024, max=65535), default=29501, help="Where ranks meet there [29501].")
-@click.option("--restarts", type=Count(min=0), default=0, metavar="N", help="Restarts after crashes, at most.")
+@click.option(
+    "--master-port",
+    type=Count(min=1024, max=65535),
+    default=29501,
+    help="Port of machine 0 for the rendezvous [29501].",
+)
+@click.option("--restarts", type=Count(min=0), default=0, metavar="N", help="Restart at most N times after crashes.")
 @click.option("--rehearse", is_flag=True, help="Train nothing: run a step of each kind of rank without memory, here.")
-@click.option("--json", "as_json", is_flag=True, help="With --rehearse: what was found, as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="With --rehearse: print the result as JSON.")
 @stdout_is_json(lambda options: bool(options["as_json"] and options["rehearse"]))
 def command(
     recipe: str,

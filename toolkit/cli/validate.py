@@ -19,7 +19,9 @@ from toolkit.units import format_count
 @click.command
 @click.argument("arguments", nargs=-1, required=True, metavar="RECIPE... [SECTION.KEY=VALUE]...")
 @click.option("--world-size", type=Count(), metavar="N", help="Also check that it fits so many ranks.")
-@click.option("--layout", help="One that the recipes list (8xH100), or any (dp8-z3).  [default: all that they list]")
+@click.option(
+    "--layout", help="A layout that the recipes list (8xH100), or any (dp8-z3).  [default: all that they list]"
+)
 @click.option("--gpu", metavar="NAME", help="The kind of GPU, or cpu, that parallel: auto is planned for.")
 def command(arguments: tuple[str, ...], world_size: int | None, layout: str | None, gpu: str | None) -> None:
     """Check recipes without running them.

@@ -36,8 +36,10 @@ def permute(index: NDArray[np.int64], epoch: NDArray[np.int64], *, size: int, se
 
 
 def _feistel(value: NDArray[np.uint64], keys: NDArray[np.uint64], half_bits: int) -> NDArray[np.uint64]:
-    shift, low = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
-    left, right = value >> shift, value & low
+    shift = np.uint64(half_bits)
+    low = np.uint64((1 << half_bits) - 1)
+    left = value >> shift
+    right = value & low
     for key in keys:
         left, right = right, left ^ (mix(right ^ key) & low)
     return (left << shift) | right

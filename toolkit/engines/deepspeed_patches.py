@@ -126,9 +126,12 @@ def fix_gradient_norms(engine: Any, partition: ModelPartition | None) -> None:
       each other for ever. Here the experts' norm is one of the others, summed over expert-parallel ranks before. No
       issue is known.
     """
-    engine.clip_fp32_gradients = lambda: scale_down(
-        engine.module.parameters(), engine.gradient_clipping(), full_grad_norm(engine.module.parameters(), partition)
-    )
+
+    def clip_by_full_norm() -> None:
+        norm = full_grad_norm(engine.module.parameters(), partition)
+        scale_down(engine.module.parameters(), engine.gradient_clipping(), norm)
+
+    engine.clip_fp32_gradients = clip_by_full_norm
     optimizer = engine.optimizer
     _take_norms_at_once(optimizer)
     if hasattr(optimizer, "_grad_norm_counts_every_rank"):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self
 
-from toolkit.errors import ModelError
+from toolkit.errors import LayoutError, ModelError
 from toolkit.estimate.flops import with_experts
 from toolkit.estimate.parameters import ModelParameters
 from toolkit.estimate.recorded.recording import config_text
@@ -36,6 +36,15 @@ class ModelFacts:
         check_fields(config, layers=shape.layers, head_dim=shape.head_dim)
         parameters(model.config)  # lists them now, so that a model that cannot be listed is refused here
         return model
+
+    def check_options(self, name: str, *, seq_len: int, imbalance: float) -> None:
+        """Raise LayoutError for a `--seq` or an `--imbalance` that does not suit the model called `name`."""
+        shape = self.shape
+        if imbalance != 1 and shape.experts is None:
+            raise LayoutError.of("--imbalance", imbalance, f"{name} has no experts", "remove --imbalance")
+        if shape.learned_positions and shape.positions is not None and seq_len > shape.positions:
+            reason = f"{name} has {shape.positions} positions"
+            raise LayoutError.of("--seq", seq_len, reason, ("--seq", f"{shape.positions} or less"))
 
     @cached_property
     def shape(self) -> ModelShape:

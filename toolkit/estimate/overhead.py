@@ -20,7 +20,9 @@ CUBLAS_BYTES = {"hopper": 32 * _MIB, "other": 8 * _MIB}
 _CUBLAS_HANDLES = 2
 """Each thread has a handle of its own, and autograd runs backward in another thread (CublasHandlePool.cpp)."""
 
-_SIMPLE, _LL, _LL128 = 4 * _MIB, 8 * 512 * 8 * 16, 120 * 640 * 8 * 8
+_SIMPLE = 4 * _MIB
+_LL = 8 * 512 * 8 * 16
+_LL128 = 120 * 640 * 8 * 8
 NCCL_CHANNEL_BYTES = _SIMPLE + _LL + _LL128
 """Buffers of one connection in one channel, for its three protocols (NCCL 2.2x, src/include/device.h and init.cc)."""
 NCCL_CHANNELS = {"nvlink": 16, "xgmi": 16, "pcie": 2, "memory": 0}

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from toolkit.config.update_chunk import UPDATE_CHUNK_ELEMENTS
 from toolkit.estimate.rank_parameters import RankParameters
 
-_LEAST_8BIT, _BLOCK, _CODES = 4096, 256, 256
+_LEAST_8BIT = 4096
+_BLOCK = 256
+_CODES = 256
 
 
 def moments_8bit(tensors: Iterable[tuple[int, int]]) -> int:

@@ -8,8 +8,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-COLUMN, ROW = "colwise", "rowwise"
-GATHERED_COLUMN, SPLIT_ROW = "colwise_gather_output", "rowwise_split_input"
+COLUMN = "colwise"
+ROW = "rowwise"
+GATHERED_COLUMN = "colwise_gather_output"
+SPLIT_ROW = "rowwise_split_input"
 PACKED_COLUMN = "packed_colwise"
 _IMPLIED = (
     *("replicated_with_grad_allreduce", "replicate", "local_params"),

@@ -109,11 +109,7 @@ class PlanRequest:
         if not is_read and not has_these_flops(shape, model.parameters, seq_len):
             reason = "the time model knows decoders with attention and an MLP or experts, and its layers have others"
             raise ModelError.of("--model", name, reason, "estimate its memory with dstk memory")
-        if imbalance != 1 and shape.experts is None:
-            raise LayoutError.of("--imbalance", imbalance, f"{name} has no experts", "remove --imbalance")
-        if shape.learned_positions and shape.positions is not None and seq_len > shape.positions:
-            reason = f"{name} has {shape.positions} positions"
-            raise LayoutError.of("--seq", seq_len, reason, ("--seq", f"{shape.positions} or less"))
+        model.check_options(name, seq_len=seq_len, imbalance=imbalance)
         recipe = base
         if recipe is None:
             recipe = recipe_of(

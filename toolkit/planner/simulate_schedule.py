@@ -32,7 +32,8 @@ class ScheduleCosts:
 
         `stage_times` scale the passes of each rank, or of each stage.
         """
-        rank_of, chunks = schedule.rank_of, schedule.virtual_stages
+        rank_of = schedule.rank_of
+        chunks = schedule.virtual_stages
         times = stage_times or [1.0] * schedule.pp
         if len(times) != len(rank_of):
             times = [times[rank] for rank in rank_of]

@@ -17,7 +17,8 @@ from toolkit.models.shape import ModelShape
 from toolkit.models.weights import head_matmul_parameters, layer_matmul_parameters
 from toolkit.planner.kernels import stream_seconds
 
-_A, _B = ".lora_A.", ".lora_B."
+_A = ".lora_A."
+_B = ".lora_B."
 _INPUTS, _OUTPUTS = (1, 5), (6, 4)
 """Reads and writes of an adapter's inputs and outputs by its kernels, forward and backward. Forward: A reads x; B
 writes; scaling and addition read three and write two. Backward: scaling reads and writes the gradient, dB and the

@@ -99,57 +99,32 @@ def autocast(rank_pass: RankPass) -> torch.autocast:
 def build(rank_pass: RankPass, mode: Mode) -> FakeModel:
     """Build the model of a pass. The process group is that of its tensor-parallel ranks."""
     layout = rank_pass.layout
-    facts = json.loads(rank_pass.config)
-    dtype = torch.bfloat16 if rank_pass.precision == "bf16" else torch.float32
-    config = AutoConfig.for_model(facts.pop("model_type"), **facts)
-    attention = _FLASH if rank_pass.computation.attention == "flash" else rank_pass.computation.attention
-    with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
-    model.tie_weights()
+    model = _hugging_face_model(rank_pass)
     structure = structure_of(rank_pass.config, model)
     layers = structure.layer_list(model)
     trainable = Trainable.parse(rank_pass.computation.trainable or "all")
     freeze(model, trainable)
     pattern = kinds_of(model, layers, receives_gradients(model, layers, recomputes=layout.recompute == "full"))
-    group, expert = groups(rank_pass)
     vocabulary = int(model.get_output_embeddings().weight.shape[0])
-    parallelizer = adapters = None
-    experts = ExpertSharder(
-        model,
-        group,
-        expert,
-        inner=layout.experts == "inner",
-        sequence_parallel=layout.sequence_parallel,
-    )
-    if layout.tp > 1:
-        adapters = RecordedAdapters(model) if trainable.rank else None
-        parallelizer = TensorParallelizer(
-            model, structure, group, sequence_parallel=layout.sequence_parallel, experts=experts
-        )
+    tensor_group, expert_group = groups(rank_pass)
+    sharding = _Sharding(rank_pass, model, structure, tensor_group, expert_group, has_adapters=bool(trainable.rank))
     stage = _stage(rank_pass, model, structure)
-    running = keep_few(layers, pattern, structure, splits_sequence=layout.sequence_parallel)
+    running = skip_similar(layers, pattern, structure, splits_sequence=layout.sequence_parallel)
     with mode:
         _make_fake(model)
         if stage is not None:
-            stage.cast_nonlocal(dtype)
-        for index in running if parallelizer is None else ():
-            experts.shard_layer(layers[index], "")
-        if parallelizer is not None:
-            for index in running:
-                parallelizer.parallelize_layer(index)
-                if adapters is not None:
-                    adapters.attach(layers[index], dtype)
-            parallelizer.parallelize_vocabulary(embeds=stage is None or stage.is_first)
+            stage.cast_nonlocal(_dtype(rank_pass))
+        sharding.shard(running, has_embeddings=stage is None or stage.is_first)
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
-    model.config.dtype = dtype
+    model.config.dtype = _dtype(rank_pass)
     if layout.recompute == "full":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     elif layout.recompute == "selective":
         recompute_attention(model)
     (model if stage is None else stage).train()
-    shard = None if parallelizer is None else VocabularyShard.of(vocabulary, group)
+    vocabulary_shard = VocabularyShard.of(vocabulary, tensor_group) if layout.tp > 1 else None
     text = text_config(model)
     return FakeModel(
         model=model,
@@ -157,10 +132,81 @@ def build(rank_pass: RankPass, mode: Mode) -> FakeModel:
         structure=structure,
         running=running,
         pattern=pattern,
-        loss_sum=_loss_sum(rank_pass, model, shard, group),
+        loss_sum=_loss_sum(rank_pass, model, vocabulary_shard, tensor_group),
         hidden=int(text.hidden_size),
         window=getattr(text, "sliding_window", None) or getattr(text, "attention_chunk_size", None),
     )
+
+
+def _dtype(rank_pass: RankPass) -> torch.dtype:
+    """Return the dtype of the weights."""
+    return torch.bfloat16 if rank_pass.precision == "bf16" else torch.float32
+
+
+def _hugging_face_model(rank_pass: RankPass) -> PreTrainedModel:
+    """Build the whole model on the meta device."""
+    facts = json.loads(rank_pass.config)
+    config = AutoConfig.for_model(facts.pop("model_type"), **facts)
+    attention = _FLASH if rank_pass.computation.attention == "flash" else rank_pass.computation.attention
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, attn_implementation=attention, dtype=_dtype(rank_pass)
+        )
+    model.tie_weights()
+    return model
+
+
+class _Sharding:
+    """Shards the model over tensor-parallel and expert-parallel ranks, with adapters where it has them.
+
+    It is made before the tensors of the model become fake, and shards after.
+    """
+
+    def __init__(
+        self,
+        rank_pass: RankPass,
+        model: PreTrainedModel,
+        structure: ModelStructure,
+        tensor_group: dist.ProcessGroup,
+        expert_group: dist.ProcessGroup,
+        *,
+        has_adapters: bool,
+    ) -> None:
+        layout = rank_pass.layout
+        self.layers = structure.layer_list(model)
+        self.dtype = _dtype(rank_pass)
+        self.experts = ExpertSharder(
+            model,
+            tensor_group,
+            expert_group,
+            inner=layout.experts == "inner",
+            sequence_parallel=layout.sequence_parallel,
+        )
+        self.parallelizer: TensorParallelizer | None = None
+        self.adapters: RecordedAdapters | None = None
+        if layout.tp == 1:
+            return
+        if has_adapters:
+            self.adapters = RecordedAdapters(model)
+        self.parallelizer = TensorParallelizer(
+            model,
+            structure,
+            tensor_group,
+            sequence_parallel=layout.sequence_parallel,
+            experts=self.experts,
+        )
+
+    def shard(self, layer_indices: Sequence[int], *, has_embeddings: bool) -> None:
+        """Shard decoder layers, and embeddings and head where the rank has them."""
+        if self.parallelizer is None:
+            for index in layer_indices:
+                self.experts.shard_layer(self.layers[index], "")
+            return
+        for index in layer_indices:
+            self.parallelizer.parallelize_layer(index)
+            if self.adapters is not None:
+                self.adapters.attach(self.layers[index], self.dtype)
+        self.parallelizer.parallelize_vocabulary(embeds=has_embeddings)
 
 
 def _loss_sum(
@@ -227,7 +273,7 @@ def _signature(layer: nn.Module) -> Any:
     return tuple(parts)
 
 
-def keep_few(
+def skip_similar(
     layers: nn.ModuleList, pattern: tuple[int, ...], structure: ModelStructure, *, splits_sequence: bool
 ) -> tuple[int, ...]:
     """Skip all layers but the last two, and one of each kind with its neighbors; return those that are left.
@@ -236,13 +282,13 @@ def keep_few(
     sequence parallelism the first layer splits the sequence, and the last one gathers it.
     """
     local = [index for index, layer in enumerate(layers) if not isinstance(layer, NonLocalLayer)]
-    running = {*local[-2:]}
+    running = set(local[-2:])
     if splits_sequence:
-        running |= {*local[:2]}
+        running.update(local[:2])
     for kind in dict.fromkeys(pattern[index] for index in local):
         alike = [index for index in local if pattern[index] == kind]
         center = max((index for index in alike if index != local[-1]), default=alike[-1])
-        running |= {center - 1, center, center + 1} & {*local}
+        running.update({center - 1, center, center + 1}.intersection(local))
     for index in local:
         if index not in running:
             layers[index] = NonLocalLayer(layers[index], structure.tuple_length)

@@ -30,7 +30,7 @@ def freeze(model: nn.Module, trainable: Trainable) -> None:
 
 
 def _without_field(error: ModelError, origin: str) -> str:
-    """The message of an error about a recipe's field, whose setting may have come from an option."""
+    """Return the message of an error about a recipe's field, without the field: an option may have set it."""
     refusal = error.as_refusal()
     setting = Refusal(field="", settings=(origin,), reason=refusal.reason, remedy=refusal.remedy)
     return str(setting).removesuffix(".")
@@ -40,7 +40,8 @@ class RecordedAdapters(Adapters):
     """The adapters that are in a model, taken out while tensor parallelism shards it; they have no values."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.tensor_parallel, self.in_4bit = True, False
+        self.tensor_parallel = True
+        self.in_4bit = False
         self._take_out(model)
 
     def _first_a(self, linear: nn.Linear, name: str) -> torch.Tensor:
@@ -58,7 +59,7 @@ def _cast_adapters(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def receives_gradients(model: nn.Module, layers: nn.ModuleList, *, recomputes: bool) -> list[bool]:
-    """Whether the backward pass reaches the input of each decoder layer: something before it trains.
+    """Return for each decoder layer whether the backward pass reaches its input: whether something before it trains.
 
     transformers makes the embedding's output require a gradient where layers are recomputed.
     """

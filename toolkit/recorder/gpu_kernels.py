@@ -63,8 +63,10 @@ def _raised(value: Any) -> Any:
 
 
 def _dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
-    """One kernel, which keeps a mask of one byte an element."""
-    dropped: torch.Tensor = torch.native_dropout(x, p, True)[0] if p and training else x
+    """Drop elements in one kernel, which saves a mask of one byte an element."""
+    if not (p and training):
+        return x
+    dropped: torch.Tensor = torch.native_dropout(x, p, True)[0]
     return dropped
 
 
@@ -83,26 +85,31 @@ def attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """scaled_dot_product_attention by the first kernel that takes the inputs: flash, memory-efficient, unfused.
+    """Compute attention by the first kernel of PyTorch that takes the inputs: flash, memory-efficient, unfused.
 
+    Shapes: q [b, heads, s, d], k and v [b, key-value heads, s, d]; returns [b, heads, s, d].
     Source: ATen/native/transformers/cuda/sdp_utils.cpp.
     """
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+        q = q.to(dtype)
+        k = k.to(dtype)
+        v = v.to(dtype)
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         numbers = torch.zeros(attn_mask.shape, dtype=q.dtype, device=q.device)
         attn_mask = numbers.masked_fill_(attn_mask.logical_not(), float("-inf"))
-    if attn_mask is None and q.dtype != torch.float32 and q.shape[-1] == v.shape[-1] <= _LARGEST_FLASH_HEAD:
-        result: torch.Tensor = aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[0]
+    takes_flash = q.dtype != torch.float32 and q.shape[-1] == v.shape[-1] <= _LARGEST_FLASH_HEAD
+    if attn_mask is None and takes_flash:
+        outputs = aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)
     elif k.shape[1] == q.shape[1]:
         bias = None if attn_mask is None else attn_mask.expand(*q.shape[:2], q.shape[2], k.shape[2])
-        keeps = q.requires_grad or k.requires_grad or v.requires_grad
-        result = aten._scaled_dot_product_efficient_attention(q, k, v, bias, keeps, dropout_p, is_causal, scale=scale)[
-            0
-        ]
+        saves_logsumexp = q.requires_grad or k.requires_grad or v.requires_grad
+        outputs = aten._scaled_dot_product_efficient_attention(
+            q, k, v, bias, saves_logsumexp, dropout_p, is_causal, scale=scale
+        )
     else:
-        result = aten._scaled_dot_product_attention_math(
+        outputs = aten._scaled_dot_product_attention_math(
             q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )[0]
-    return result
+        )
+    attended: torch.Tensor = outputs[0]
+    return attended

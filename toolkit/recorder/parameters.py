@@ -17,7 +17,7 @@ from toolkit.parallel.adapter_names import PREFIX, saved_name
 from toolkit.parallel.model_structure import ModelStructure
 from toolkit.parallel.pipeline.balance import count_flops
 from toolkit.parallel.tensor.parallelize import TensorParallelizer, is_column, sharded_dim
-from toolkit.recorder.fake_model import has_table_of, keep_few, structure_of, text_config
+from toolkit.recorder.fake_model import has_table_of, skip_similar, structure_of, text_config
 from toolkit.recorder.frozen import freeze
 from toolkit.recorder.record import in_fake_group
 
@@ -129,7 +129,7 @@ def _outside(model: PreTrainedModel, structure: ModelStructure, name: str, param
 def _parts(model: PreTrainedModel, structure: ModelStructure, pattern: list[int]) -> Iterator[PartFlops]:
     """FLOPs for a token: before the layers, a layer of each kind, the head. Layers that are alike are skipped."""
     layers = structure.layer_list(model)
-    running = keep_few(layers, tuple(pattern), structure, splits_sequence=False)
+    running = skip_similar(layers, tuple(pattern), structure, splits_sequence=False)
     run = [layers[index] for index in running]
     unit = max(1, min(_UNIT, (_facts(model, 0)["positions"] or 3 * _UNIT) // 3))
     lengths = (unit, 2 * unit, 3 * unit)

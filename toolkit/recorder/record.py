@@ -18,7 +18,7 @@ from toolkit.recorder.run_pass import trace_pass
 from toolkit.recorder.trace import TracedSection
 
 _UNITS = (256, 128, 64, 32, 16, 8, 4, 2, 1)
-"""Positions are multiples of one of these: kernels round up what is none."""
+"""Positions are multiples of one of these: kernels round other sizes up."""
 
 
 def record(rank_pass: RankPass, s: int) -> Recording:
@@ -63,16 +63,17 @@ def _recorded(rank_pass: RankPass, s: int) -> Recording:
             traces[at] = trace_pass(rank_pass, fake, mode, *at)
         return traces[at]
 
-    least = samples[0]
+    fewest = samples[0]
     most = samples[-1]
-    few = [(least, lengths[0]), (least, lengths[2]), (most, lengths[0]), (most, lengths[1])]
-    beyond = (most + 1, lengths[2]) if most > 1 else few[0]
-    sizes = _solved([*dict.fromkeys(few)], run, unit)
+    bilinear_points = [(fewest, lengths[0]), (fewest, lengths[2]), (most, lengths[0]), (most, lengths[1])]
+    sizes = _solved([*dict.fromkeys(bilinear_points)], run, unit)
     if sizes is None:
-        sizes = _solved([(b, at) for b in samples for at in lengths], run, unit)
-        if sizes is None or not fits(sizes, allocated(run(beyond), unit), beyond):
+        # Some sizes have a square of the positions: they need every point, and one more that the solution must meet.
+        sizes = _solved([(count, length) for count in samples for length in lengths], run, unit)
+        check_point = (most + 1, lengths[2]) if most > 1 else bilinear_points[0]
+        if sizes is None or not fits(sizes, allocated(run(check_point), unit), check_point):
             raise ModelError("the sizes of its tensors are not polynomials in samples and positions")
-    return assemble(run(few[0]), sizes, fake.running, fake.pattern, span, unit)
+    return assemble(run(bilinear_points[0]), sizes, fake.running, fake.pattern, span, unit)
 
 
 def _solved(points: list[Size], run: Callable[..., list[TracedSection]], unit: int) -> list[Polynomial] | None:
@@ -88,14 +89,17 @@ def _solved(points: list[Size], run: Callable[..., list[TracedSection]], unit: i
 
 
 def _span(fake: FakeModel, s: int) -> tuple[int, int | None]:
-    """The lengths that make the same masks as `s`: up to a sliding window, or from it on."""
+    """Return the first of the lengths that make the same masks as `s`, and the first beyond them.
+
+    They end where a sliding window begins to mask, or begin there; None where they have no end.
+    """
     if fake.window is None or fake.window > fake.positions:
         return 1, None
     return (1, fake.window) if s < fake.window else (fake.window, None)
 
 
 def _lengths(fake: FakeModel, span: tuple[int, int | None], ranks: int) -> tuple[int, int, int]:
-    """Three lengths in a span, which the model has positions for. Rotary positions have no end."""
+    """Return three lengths inside `span` for which the model has positions. Rotary positions have no end."""
     most = fake.positions if span[1] is None else min(span[1] - 1, fake.positions)
     if span[0] == fake.positions and not fake.has_learned_positions:
         most = 2 * span[0] + 2 * ranks

@@ -108,7 +108,8 @@ def workspace(func: Any, args: Any, result: Any) -> int:
     if func is aten._scaled_dot_product_flash_attention_backward.default:
         # The query's gradient in fp32, and for grouped queries each query head's own gradient of key and value, which
         # are summed at the end (ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd).
-        query, key = args[1], args[2]
+        query = args[1]
+        key = args[2]
         expanded = 2 * query.nbytes if key.shape[1] != query.shape[1] else 0
         return int(4 * prod(query.shape) + expanded)
     return 0

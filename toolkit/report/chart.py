@@ -85,16 +85,21 @@ def step_axis(first: int, last: int, *, most: int) -> Axis:
 def linear_axis(values: Iterable[float], *, numbers: Numbers, most: int = 5, from_zero: bool = False) -> Axis:
     """Build an axis from the lowest (or zero) to the highest of `values`, with margins and round ticks."""
     all_values = list(values) or [0.0, 1.0]
-    low, high = min(all_values), max(all_values)
+    low = min(all_values)
+    high = max(all_values)
     if from_zero:
-        low, high = min(0.0, low), max(0.0, high)
+        low = min(0.0, low)
+        high = max(0.0, high)
     if high - low <= 1e-9 * max(abs(high), abs(low)):
         spread = abs(high) * 0.1 or 1.0
-        low, high = low - (0 if from_zero else spread), high + spread
+        low = low - (0 if from_zero else spread)
+        high = high + spread
     margin = 0.06 * (high - low)
-    low, high = (low if from_zero and low == 0 else low - margin), high + margin
+    low = low if from_zero and low == 0 else low - margin
+    high = high + margin
     size = _nice((high - low) / most)
-    first, last = math.ceil(low / size - 1e-9), math.floor(high / size + 1e-9)
+    first = math.ceil(low / size - 1e-9)
+    last = math.floor(high / size + 1e-9)
     ticks = [index * size for index in range(first, last + 1)]
     return Axis(low=low, high=high, ticks=tuple(map(Tick, ticks, _labels(ticks, size, numbers))))
 

@@ -61,7 +61,9 @@ def comparison_charts(comparison: Mapping[str, Any]) -> list[Chart]:
 
 
 def _overlay(comparison: Curve, field: str, *, files: str, noun: str, unit: str) -> Chart:
-    baselines, strategies, steps = comparison["baselines"], comparison["strategies"], comparison.get("steps")
+    baselines = comparison["baselines"]
+    strategies = comparison["strategies"]
+    steps = comparison.get("steps")
     equal = [look for strategy, look in _looked(strategies) if not look.differs]
     bands = [
         (line_points(baseline[field], steps), baseline["label"], f"reference{index}")
@@ -93,16 +95,22 @@ def _overlay(comparison: Curve, field: str, *, files: str, noun: str, unit: str)
 
 
 def _differences(comparison: Curve, field: str, bound: str, *, files: str, noun: str) -> Chart:
-    strategies, steps = comparison["strategies"], comparison.get("steps")
+    strategies = comparison["strategies"]
+    steps = comparison.get("steps")
     baselines = {baseline["label"]: baseline for baseline in comparison["baselines"]}
     reruns = [(rerun, baseline) for baseline in baselines.values() for rerun in baseline["reruns"]]
-    lines, marks, spans = [], [], []
+    lines = []
+    marks = []
+    spans = []
     for index, (rerun, baseline) in enumerate(reruns):
-        points, label = relative_points(rerun[field], baseline[field], steps), f"rerun: {rerun['label']}"
+        points = relative_points(rerun[field], baseline[field], steps)
+        label = f"rerun: {rerun['label']}"
         lines.append(Line(label=label, points=points, tone="rerun", key=f"rerun{index}", width=1.2))
     for strategy, look in _looked(strategies):
         points = relative_points(strategy[field], baselines[strategy["baseline"]][field], steps)
-        width = 2.2 if look.differs else 1.5 if len(strategies) <= _MANY else 0.9
+        width = 1.5 if len(strategies) <= _MANY else 0.9
+        if look.differs:
+            width = 2.2
         lines.append(look.line(strategy, points, dash=look.dash, width=width))
         known = [value for _, value in points if value is not None]
         if known and not look.differs:

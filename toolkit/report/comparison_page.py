@@ -87,7 +87,8 @@ def sentence(comparison: Data) -> str:
     if not strategies:
         return "No strategy was compared."
     if len(strategies) == 1:
-        label, result = strategies[0]["label"], strategies[0]["result"]
+        label = strategies[0]["label"]
+        result = strategies[0]["result"]
         if result == "failed":
             return f"{label} failed to run."
         if result == "cannot tell":
@@ -130,7 +131,8 @@ def _row(strategy: Data, look: Look) -> dict[str, Any]:
     gradients = _worst(strategy, "gradients", tolerance.get("gradient"))
     updates = _worst(strategy, "updates", tolerance.get("gradient"))
     weights = tolerance.get("parameters")  # finished runs keep none
-    ran, has_norms = strategy["result"] != "failed", strategy.get("grad_norms") != []
+    ran = strategy["result"] != "failed"
+    has_norms = strategy.get("grad_norms") != []
     agreement = strategy.get("agreement") or ""
     return {
         "strategy": strategy,

@@ -29,7 +29,8 @@ def print_comparison(comparison: Comparison, *, seconds: float) -> None:
     console.print(Text(comparison.title, style="bold"), Text(f"against {labels}"))
     console.print(_table(comparison, console.width))
     for baseline in baselines:
-        bounds, curve = baseline.bounds, baseline.run.curve
+        bounds = baseline.bounds
+        curve = baseline.run.curve
         last = len(curve) - 1
         (loss, norm), (last_loss, last_norm) = bounds.curve.at(0), bounds.curve.at(last)
         allowed = f"loss {loss:.1e} in step {curve.step(1)} to {last_loss:.1e} in step {curve.step(last + 1)}"
@@ -86,7 +87,8 @@ def _table(comparison: Comparison, width: int) -> Table:
     for heading, narrowest in least.items():
         table.add_column(heading, justify="right" if heading in _NUMBERS else "left", min_width=narrowest)
     for strategy in comparison.results:
-        cells, result = [""] * (len(headings) + 1), strategy.result
+        cells = [""] * (len(headings) + 1)
+        result = strategy.result
         if result is not None:
             weights = result.parameters if result.baseline.initial else math.nan
             gradient = result.gradients[0].difference if result.gradients else math.nan

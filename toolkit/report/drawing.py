@@ -15,7 +15,9 @@ from markupsafe import Markup, escape
 
 from toolkit.report.chart import Chart, Line, thin
 
-_DIGIT, _LETTER, _LABEL_ROW = 6.4, 7.5, 14.0
+_DIGIT = 6.4
+_LETTER = 7.5
+_LABEL_ROW = 14.0
 _LONGEST_LABEL = 20
 _MOST_GAPS = 200
 BOUND = "bound"
@@ -111,12 +113,16 @@ class Drawing:
     """
 
     def __init__(self, chart: Chart, width: int, height: int, *, head: float = 0.0, foot: float = 0.0) -> None:
-        self.chart, self.width, self.height = chart, width, height
+        self.chart = chart
+        self.width = width
+        self.height = height
         self.kind = "wide" if width >= 480 else "narrow"
-        self.x, self.y = chart.x_axis(round(width / 68)), chart.y_axis(round(height / 60))
+        self.x = chart.x_axis(round(width / 68))
+        self.y = chart.y_axis(round(height / 60))
         self.lines = [line for line in chart.lines if any(line.runs())]
         self._labelled = [line for line in self.lines if line.labelled and self.kind == "wide"]
-        self.top, self.bottom = 26 + head, height - 36 - foot
+        self.top = 26 + head
+        self.bottom = height - 36 - foot
         self.left = 10 + _DIGIT * max((len(tick.label) for tick in self.y.ticks), default=1)
         margin = 16.0
         if self._labelled:
@@ -142,7 +148,8 @@ class Drawing:
 
     def _places(self, points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
         """Return the pixels of (step, value)."""
-        width, height = self.right - self.left, self.bottom - self.top
+        width = self.right - self.left
+        height = self.bottom - self.top
         return [(self.left + self.x.fraction(x) * width, self.bottom - self.y.fraction(y) * height) for x, y in points]
 
     def _grid(self) -> None:
@@ -161,7 +168,9 @@ class Drawing:
     def _curve(self, line: Line) -> None:
         runs = [self._places(thin(run, self.width)) for run in line.runs()]
         dots = [place for run in runs for place in run if line.dots or len(run) == 1]
-        diameter = 5 if not line.dots else 6 if len(dots) < 60 else 3.2
+        diameter = 5.0
+        if line.dots:
+            diameter = 6.0 if len(dots) < 60 else 3.2
         group = f"curve {line.key}"
         if dots:
             self._strokes.append(Stroke(_each(dots, _DOT), line.tone, group, width=diameter, has_round_ends=True))

@@ -25,15 +25,18 @@ from toolkit.report.comparison_charts import HeatMap
 from toolkit.report.drawing import BOUND, Area, Drawing, Label, Shape, Stroke
 
 _CHART_WIDTH = 720
-_LEGEND_ROW, _TITLE_ROW = 17.0, 26.0
-_MOST_IN_LEGEND, _LEGEND_COLUMNS = 12, 3
+_LEGEND_ROW = 17.0
+_TITLE_ROW = 26.0
+_MOST_IN_LEGEND = 12
+_LEGEND_COLUMNS = 3
 _PER_INCH = 72
 """Pixels: one is a point of Matplotlib."""
 _LARGEST_PNG = 20_000
 """Pixels: a heat map of thousands of parameters would exceed matplotlib's limit of 65536."""
 _HEAT = [*(f"heat{i}" for i in range(9)), "missing", "ground"]
 
-_INK, _LIMIT = LIGHT["ink"], LIGHT["differs"]
+_INK = LIGHT["ink"]
+_LIMIT = LIGHT["differs"]
 _GIB = 2**30
 _PARTS = json.loads((Path(__file__).parent / "templates" / "memory_parts.json").read_text(encoding="utf-8"))
 """The parts of a bar from the bottom, each a sum of fields; all of them are `MemoryBreakdown.total`."""
@@ -60,7 +63,8 @@ def plot_loss(
 
     `losses` are nats per token of steps 1, 2, …, None if not finite; `held_out` are (step, loss).
     """
-    points, window = line_points(losses), max(1, len(losses) // 30)
+    points = line_points(losses)
+    window = max(1, len(losses) // 30)
     if window > 1:
         mean = running_mean(points, window)
         lines = [

@@ -18,7 +18,10 @@ from toolkit.units import plural
 
 _BOUNDS = (1.1, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 10.0)
 """Loads at which shades end; the last shade has no end. Blue up to 3 times the mean, orange beyond."""
-_COLUMN, _LEFT, _RIGHT, _TOP = 6, 34, 40, 20
+_COLUMN = 6
+_LEFT = 34
+_RIGHT = 40
+_TOP = 20
 _Loads = Sequence[tuple[int, Sequence[float | None]]]
 """Steps, each with the load of every decoder layer."""
 
@@ -87,11 +90,13 @@ def _drawing(kind: str, width: int, loads: _Loads, layers: Sequence[int]) -> tup
     labels = [_label(2, 12, "layer", "start"), _label(width - 2, 12, "last", "end")]
     every = -(-12 // tall)
     for place, layer in enumerate(layers):
-        top, values = _TOP + tall * place, [_mean(part, layer) for part in parts]
+        top = _TOP + tall * place
+        values = [_mean(part, layer) for part in parts]
         start = 0
         for shade, cells in groupby(values, _shade):
             end = start + len(list(cells))
-            across, wide = _LEFT + start * size, (end - start) * size
+            across = _LEFT + start * size
+            wide = (end - start) * size
             paths.setdefault(shade, []).append(f"M{across:.1f} {top}h{wide:.1f}v{tall - 1}h-{wide:.1f}z")
             start = end
         if place % every == 0:

@@ -51,13 +51,16 @@ def write_plans(folder: Path, page: PlansPage) -> Path:
 
 def plans_page(page: PlansPage) -> str:
     """Render the page as HTML."""
-    request, best = page.request, page.chosen[0]
-    shown, front = shown_plans(page), frontier(page.evaluated.plans)
+    request = page.request
+    best = page.chosen[0]
+    shown = shown_plans(page)
+    front = frontier(page.evaluated.plans)
     keys = {id(plan): f"c{index}" for index, plan in enumerate(shown)}
     on_frontier = {id(plan) for plan in front}
     points = [_point(plan, keys[id(plan)], is_frontier=id(plan) in on_frontier) for plan in shown]
     pictures = [PlanPicture(points, request.gpu, width=w, height=h) for w, h in ((1080, 440), (340, 320))]
-    columns, drawn = _columns(shown), bars(page.chosen)
+    columns = _columns(shown)
+    drawn = bars(page.chosen)
     return render(
         "plan.html",
         request=request,
@@ -169,7 +172,8 @@ def bars(chosen: Sequence[Plan]) -> list[StepBar]:
 
 def _figures(page: PlansPage, best: Plan) -> dict[str, tuple[str, str]]:
     """The first choice in numbers, each with a qualifier."""
-    step, fitting = best.step, sum(plan.fits for plan in page.evaluated.plans)
+    step = best.step
+    fitting = sum(plan.fits for plan in page.evaluated.plans)
     cost = {}
     if page.cost is not None:
         usd = page.cost.usd
@@ -192,7 +196,8 @@ def _figures(page: PlansPage, best: Plan) -> dict[str, tuple[str, str]]:
 
 def _facts(request: PlanRequest) -> list[tuple[str, str]]:
     """The question, and what is known of the cluster."""
-    cluster, shape = request.cluster, request.model.shape
+    cluster = request.cluster
+    shape = request.model.shape
 
     def rate(value: float) -> str:
         return f"{value / 1e9:,.4g} GB/s"

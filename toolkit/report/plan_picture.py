@@ -11,7 +11,9 @@ from toolkit.hardware import Gpu
 from toolkit.report.chart import Axis, Tick, linear_axis
 from toolkit.report.drawing import BOUND, Area, Label, Shape, Stroke
 
-_FOOT, _HEAD, _RIGHT = 38, 44, 14
+_FOOT = 38
+_HEAD = 44
+_RIGHT = 14
 _LETTER = 6.3
 """Pixels of a letter, at most."""
 _LABEL_ROW = 15.0
@@ -38,7 +40,9 @@ class PlanPicture:
     """The picture in one width; `points` is ordered: the first one on the frontier is the fastest that fits."""
 
     def __init__(self, points: Sequence[Point], gpu: Gpu, *, width: int, height: int) -> None:
-        self.width, self.height, self._gpu = width, height, gpu.name
+        self.width = width
+        self.height = height
+        self._gpu = gpu.name
         self.kind = "wide" if width >= 480 else "narrow"
         self._limit = limit = gpu.memory_bytes / 2**30
         self.drawn = [point for point in points if point.gib <= _BEYOND * limit]
@@ -46,7 +50,9 @@ class PlanPicture:
         self.y = linear_axis((point.speed for point in self.drawn), numbers="count", from_zero=True)
         self.x = memory_axis([limit, *(point.gib for point in self.drawn)], most=width // 45)
         self.left = 12 + _LETTER * max(len(tick.label) for tick in self.y.ticks)
-        self.top, self.right, self.bottom = _HEAD, width - _RIGHT, height - _FOOT
+        self.top = _HEAD
+        self.right = width - _RIGHT
+        self.bottom = height - _FOOT
 
     def markup(self) -> Markup:
         """The content of an <svg>."""
@@ -55,7 +61,8 @@ class PlanPicture:
 
     def place(self, gib: float, speed: float) -> tuple[float, float]:
         """Pixels of a candidate."""
-        across, up = self.x.fraction(gib), self.y.fraction(speed)
+        across = self.x.fraction(gib)
+        up = self.y.fraction(speed)
         return self.left + across * (self.right - self.left), self.bottom - up * (self.bottom - self.top)
 
     def _grid(self) -> Iterator[Shape]:
@@ -114,7 +121,8 @@ class PlanPicture:
 
 def memory_axis(values: Sequence[float], *, most: int) -> Axis:
     """A logarithmic axis around positive values with round ticks, at most `most` where that leaves three."""
-    low, high = 0.9 * min(values), 1.12 * max(values)
+    low = 0.9 * min(values)
+    high = 1.12 * max(values)
     in_range: list[float] = []
     for factors in _STEPS:
         each = (factor * 10.0**power for power in range(-6, 7) for factor in factors)

@@ -178,7 +178,9 @@ def _metrics(name: str) -> Path:
 def _read(path: Path, *, label: str, gpu: hardware.Gpu | None) -> RecordedRun:
     log = read_metrics(path)
     folder = path.parent
-    recipe, trouble, text = None, "", ""
+    recipe = None
+    trouble = ""
+    text = ""
     file = folder / "recipe.yaml"
     if file.is_file():
         text = file.read_text(encoding="utf-8", errors="replace")

@@ -17,7 +17,8 @@ TONES = ("cool0", "warm0", "cool1", "warm1", "warm2", "cool2", "cool3", "warm3",
 _SPEED_WINDOW = 20
 """Steps, as in the progress line of a run."""
 _TEXTS: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "templates" / "run_charts.json").read_text())
-_GIB, _MIB = 2**30, 2**20
+_GIB = 2**30
+_MIB = 2**20
 _VISIBLE = 0.005
 """Share of an axis: curves that are nearer to each other hide each other."""
 _STRIPED_WIDTH = 2.2
@@ -106,7 +107,8 @@ def _gradient_norm(runs: Sequence[RecordedRun]) -> Chart:
     points = [_points(run, lambda step: None if step.skipped else step.grad_norm) for run in runs]
     lines = _smoothed(runs, points, _window(runs), noun="norm")
     ends = _ends(runs, lambda step: step.grad_norm)
-    caption, log = _caption(lines, "grad-norm"), _has_spikes(lines)
+    caption = _caption(lines, "grad-norm")
+    log = _has_spikes(lines)
     return _chart("grad-norm", lines, ends, caption=caption, events=_events(runs), log=log)
 
 
@@ -152,14 +154,19 @@ def _smoothed(
     runs: Sequence[RecordedRun], points_of: Sequence[tuple[Point, ...]], window: int, *, noun: str
 ) -> list[Line]:
     """Return the values and their running mean; only the mean for several runs, if they are long enough."""
-    lines, alone = [], len(runs) == 1
+    lines = []
+    alone = len(runs) == 1
     for index, (run, points) in enumerate(zip(runs, points_of, strict=True)):
         is_long = window >= 2 and len(points) >= 2 * window
         if alone and is_long:
             lines.append(Line(label=f"{noun} of a step", points=points, tone="rerun", key="raw", width=1))
-        label = run.label if not alone else f"mean of {window} steps" if is_long else noun
-        shown, width = (running_mean(points, window), 2.2) if is_long else (points, 1.6)
-        lines.append(_line(index, label, shown, width=width))
+        label = run.label
+        if alone:
+            label = f"mean of {window} steps" if is_long else noun
+        if is_long:
+            lines.append(_line(index, label, running_mean(points, window), width=2.2))
+        else:
+            lines.append(_line(index, label, points, width=1.6))
     return lines
 
 
@@ -202,7 +209,8 @@ def _striped(lines: Sequence[Line]) -> tuple[list[Line], str]:
             look = {} if len(group) == 1 else stripe(place, len(group)) | {"width": wide}
             striped[id(line)] = replace(line, **look)
         if len(group) > 1:
-            names, most = english_list([line.label for line in group]), apart[group[0].label]
+            names = english_list([line.label for line in group])
+            most = apart[group[0].label]
             within = f"equal within {most:.1e}" if most else "equal"
             sentences.append(f" {names} are {within}, so their colors alternate.")
     return [striped[id(line)] for line in lines], "".join(sentences)
@@ -210,7 +218,8 @@ def _striped(lines: Sequence[Line]) -> tuple[list[Line], str]:
 
 def _distance(line: Line, other: Line) -> float | None:
     """The most that two curves differ in a step; None where they have other steps, or too few to lie on each other."""
-    first, second = dict(line.points), dict(other.points)
+    first = dict(line.points)
+    second = dict(other.points)
     if len(first) < _FEWEST_POINTS or first.keys() != second.keys() or line.dots != other.dots:
         return None
     distances = [0.0]

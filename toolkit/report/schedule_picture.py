@@ -7,8 +7,14 @@ from toolkit.planner.schedules import TRAINED, Schedule
 from toolkit.planner.simulate_schedule import TimedOperation, Timeline
 from toolkit.report.chart import DARK, LIGHT
 
-_WIDTH, _LEFT, _RIGHT = 960, 74, 118
-_ROW, _BAR, _HEAD, _FOOT, _LEGEND = 24, 20, 34, 14, 44
+_WIDTH = 960
+_LEFT = 74
+_RIGHT = 118
+_ROW = 24
+_BAR = 20
+_HEAD = 34
+_FOOT = 14
+_LEGEND = 44
 _DIGIT = 6.6
 """Pixels of a digit: narrower bars have no number."""
 _THINNEST_GAP = 3.0

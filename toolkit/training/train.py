@@ -149,21 +149,20 @@ def _build(
     checkpointer = Checkpointer(
         job=job, engine=engine, tokenizer=tokenizer, corpus=corpus, check_lock=directory.check_lock
     )
-    callbacks = (
+    run_callbacks: list[Callback] = [
         RunRecorder(directory, prepared.ds_config, tokenizer),
         Printer(options.resume),
         Trackers(),
-        *([ReplicaCheck(job.recipe.train)] if job.recipe.train.replica_check else []),
-        Incidents(job.recipe.train),
-        PeriodicCheckpoints(checkpointer),
-        *callbacks,
-    )
+    ]
+    if job.recipe.train.replica_check:
+        run_callbacks.append(ReplicaCheck(job.recipe.train))
+    run_callbacks += [Incidents(job.recipe.train), PeriodicCheckpoints(checkpointer)]
     return TrainingRun(
         job,
         engine,
         loader,
         corpus,
-        callbacks,
+        (*run_callbacks, *callbacks),
         progress=make_progress(job, device, first=directory.is_writer),
         directory=directory,
         checkpointer=checkpointer,

@@ -274,8 +274,8 @@ def from_model(options: Mapping[str, Any]) -> MemoryQuery:
     if accumulation is None:
         accumulation = 4 * layout.pp
     _samples(micro_batch_size, accumulation, layout)
-    if options["imbalance"] not in (None, 1.0) and shape.experts is None:
-        raise LayoutError.of("--imbalance", options["imbalance"], f"{name} has no experts", "remove --imbalance")
+    imbalance = options["imbalance"] or 1.0
+    model.check_options(name, seq_len=seq_len, imbalance=imbalance)
     recipe = recipe_of(
         options["model"],
         layout,
@@ -287,9 +287,7 @@ def from_model(options: Mapping[str, Any]) -> MemoryQuery:
         optimizer="adamw" if other_setup is not None else options["optimizer"] or "adamw",
         attention=_IMPLEMENTATIONS.get(options["attention"]),
     )
-    if shape.learned_positions and shape.positions is not None and seq_len > shape.positions:
-        raise LayoutError.of("--seq", seq_len, f"{name} has {shape.positions} positions", "lower --seq")
-    computed = {"imbalance": options["imbalance"] or 1.0}
+    computed = {"imbalance": imbalance}
     remarks = [variant_note(options["gpu_name"])]
     if other_setup is not None:
         computed |= other_setup.computed

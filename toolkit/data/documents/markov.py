@@ -25,7 +25,8 @@ END = len(LETTERS)
 """The state after the last letter of a document and before the first one of the next: the end-of-text token."""
 DOCUMENTS = 16_384
 
-_CHAIN_SEED, _TEXT_SEED = 12, 1
+_CHAIN_SEED = 12
+_TEXT_SEED = 1
 _DRAW_BITS = 12
 _END_SHARES = 64
 """Probability, in 4096ths, that a document ends after a letter: documents have 64 letters on average."""
@@ -98,7 +99,8 @@ class MarkovSource:
     def _documents(self) -> Iterator[str]:
         chance = np.random.PCG64(_TEXT_SEED)
         text: list[str] = []
-        state, remaining = END, DOCUMENTS
+        state = END
+        remaining = DOCUMENTS
         while True:
             for draw in (chance.random_raw(_DRAWS_AT_ONCE) >> np.uint64(64 - _DRAW_BITS)).tolist():
                 state = self._next[state][draw]

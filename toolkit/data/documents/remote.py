@@ -21,8 +21,10 @@ from toolkit.files import reason_of
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 _FETCH_BYTES = 4 << 20
-_ATTEMPTS, _FIRST_WAIT_SECONDS = 4, 0.5
-_CONNECT_SECONDS, _READ_SECONDS = 10, 30
+_ATTEMPTS = 4
+_FIRST_WAIT_SECONDS = 0.5
+_CONNECT_SECONDS = 10
+_READ_SECONDS = 30
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "http": "aiohttp", "https": "aiohttp"}
 _VERSIONS = ("ETag", "etag", "md5Hash", "generation", "checksum", "blob_id", "xet_hash", "LastModified")
 _TIMES = ("Last-Modified", "updated", "last_modified", "mtime", "created")
@@ -72,7 +74,8 @@ def find(url: str) -> tuple[list[SourceFile], bool]:
         info = _patiently(url, lambda: files.info(path))
         if info["type"] != "directory":
             return [_source_file(files, path.rpartition("/")[0], path, info, url)], False
-        root, details_by_name = path, _patiently(url, lambda: files.find(path, detail=True))
+        root = path
+        details_by_name = _patiently(url, lambda: files.find(path, detail=True))
     listed = [
         _source_file(files, root, name, info, url) for name, info in details_by_name.items() if info["type"] == "file"
     ]

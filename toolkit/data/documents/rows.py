@@ -84,7 +84,8 @@ def _chat(row: Mapping[str, Any], at: At) -> dict[str, Any]:
     messages = [_message(turn, f"{field}[{number}]", at) for number, turn in enumerate(turns)]
     if all(message["role"] != "assistant" for message in messages):
         raise DataError(f"{at()}: no turn is the assistant's, so nothing could be trained on. Remove the row.")
-    system, tools = row.get("system"), row.get("tools")
+    system = row.get("system")
+    tools = row.get("tools")
     if system and messages[0]["role"] != "system":
         messages.insert(0, _message({"role": "system", "content": system}, "system", at))
     if isinstance(tools, str) and tools.strip():
@@ -104,7 +105,8 @@ def _message(turn: Any, name: str, at: At) -> dict[str, Any]:
             f"{at()}: {name} is {with_article(type(turn).__name__)}. A turn is an object with role and content."
         )
     fields = {key: value for key, value in turn.items() if value is not None}
-    role, content = fields.pop("role", fields.pop("from", None)), fields.pop("content", fields.pop("value", None))
+    role = fields.pop("role", fields.pop("from", None))
+    content = fields.pop("content", fields.pop("value", None))
     role = _SHAREGPT_ROLES.get(role, role) if isinstance(role, str) else role
     if role not in _ROLES:
         raise DataError(f"{at()}: {name} has the role {role!r}. Roles are {', '.join(_ROLES)}; ShareGPT's human, gpt.")

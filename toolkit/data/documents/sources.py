@@ -159,12 +159,14 @@ class FileSource:
         group_bytes = position = 0
         files = partial(text_chunks.TextFiles, skip_undecodable=self._skip_undecodable)
         for file in self._files:
-            name, size = file.name, file.size_bytes
+            name = file.name
+            size = file.size_bytes
             grouped = _kind(name) in ("text", "other") and size <= PART_BYTES
             if group and (not grouped or group_bytes + size > text_chunks.CHUNK_BYTES):
                 if self._has(part, position - group_bytes):
                     yield files(paths=tuple(group), size_bytes=group_bytes)
-                group, group_bytes = [], 0
+                group = []
+                group_bytes = 0
             if grouped:
                 group.append(name)
                 group_bytes += size
@@ -276,7 +278,8 @@ def _parquet_chunks(
             return
         with pyarrow.parquet.ParquetFile(open_file(path) if is_url(path) else path) as file:
             columns = reader.columns(file.schema_arrow.names, str(path))
-            rows, row_bytes = file.metadata.num_rows, size / max(file.metadata.num_rows, 1)
+            rows = file.metadata.num_rows
+            row_bytes = size / max(file.metadata.num_rows, 1)
             # Rows per batch from the uncompressed size of the column, so that a batch is about one chunk.
             groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
             text_bytes = sum(group.total_byte_size for group in groups)
@@ -304,7 +307,8 @@ def _arrow_chunks(path: str, size: int, reader: RowReader) -> Iterator[text_chun
         except pyarrow.ArrowInvalid:
             file.seek(0)
             opened = batches = pyarrow.ipc.open_stream(file)
-        columns, first_row = reader.columns(opened.schema.names, str(path)), 0
+        columns = reader.columns(opened.schema.names, str(path))
+        first_row = 0
         for batch in batches:
             step = max(1, text_chunks.CHUNK_BYTES * batch.num_rows // max(batch.nbytes, 1))
             for start in range(0, batch.num_rows, step):
@@ -347,7 +351,8 @@ def _local(root: Path, paths: list[Path]) -> list[SourceFile]:
             raise text_chunks.unreadable(path, error) from None
         if not stat.S_ISREG(facts.st_mode):
             raise DataError.of(_SOURCE, str(path), "it is not a regular file", "name a file, a directory or a glob")
-        relative, version = path.relative_to(root).as_posix(), str(facts.st_mtime_ns)
+        relative = path.relative_to(root).as_posix()
+        version = str(facts.st_mtime_ns)
         files.append(SourceFile(name=str(path), relative=relative, size_bytes=facts.st_size, version=version))
     return files
 

@@ -247,7 +247,9 @@ def line_blocks(path: str, block_bytes: int) -> Iterator[tuple[int, bytes, int]]
 
     Yields (number of the first line, whole lines of about `block_bytes`, compressed bytes read for them).
     """
-    first_line, pending, accounted = 1, bytearray(), 0
+    first_line = 1
+    pending = bytearray()
+    accounted = 0
     try:
         for data, read_bytes in _gzip(path) if without_query(path).lower().endswith(".gz") else _zstandard(path):
             pending += data
@@ -255,7 +257,8 @@ def line_blocks(path: str, block_bytes: int) -> Iterator[tuple[int, bytes, int]]
                 block = bytes(pending[:end])
                 del pending[:end]
                 yield first_line, block, read_bytes - accounted
-                first_line, accounted = first_line + block.count(b"\n"), read_bytes
+                first_line = first_line + block.count(b"\n")
+                accounted = read_bytes
         if pending:
             yield first_line, bytes(pending), file_size(path) - accounted
     except (EOFError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError) as error:

@@ -41,7 +41,8 @@ class TokenRow:
 
 def read_tokens(row: Mapping[str, Any], at: Callable[[], str]) -> TokenRow:
     """Read `input_ids`, and `labels` if there are some. Raises DataError for anything but integers that agree."""
-    ids, labels = _integers(row["input_ids"], "input_ids", at), row.get("labels")
+    ids = _integers(row["input_ids"], "input_ids", at)
+    labels = row.get("labels")
     trained = np.ones(len(ids), dtype=np.uint8)
     if labels is not None:
         labels = _integers(labels, "labels", at)

@@ -26,7 +26,8 @@ from toolkit.errors import DataError
 from toolkit.files import open_regular, reason_of
 
 HEADER = struct.Struct("<9sQBQQ")
-MAGIC, VERSION = b"MMIDIDX\x00\x00", 1
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
 DTYPES = {1: "|u1", 2: "|i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _FLOATS = {6: "float64", 7: "float32"}
 _BLOCK = 1 << 20
@@ -127,7 +128,8 @@ def _check_sequences(
 ) -> tuple[int, bool]:
     """Raise DataError unless the sequences follow each other from 0 on; return where the last one ends, in bytes, and
     whether some have no token."""
-    end, has_empty = 0, False
+    end = 0
+    has_empty = False
     for start in range(0, len(lengths), _BLOCK):
         part = lengths[start : start + _BLOCK].astype(np.int64)
         least = part.min()
@@ -182,10 +184,12 @@ class DocumentOffsets:
     parts, 1/1,024 of them.
     """
 
-    ndim, dtype = 1, np.dtype(np.int64)
+    ndim = 1
+    dtype = np.dtype(np.int64)
 
     def __init__(self, index: MegatronIndex, first: int, last: int) -> None:
-        self._index, self._first = index, first
+        self._index = index
+        self._first = first
         self.shape = (last - first + 1,)
         self._base = int(index.offsets(np.array([first]))[0])
         self._parts = self[np.arange(0, len(self), _PART)]

@@ -26,7 +26,8 @@ from toolkit.data.tokens.token_cache import Corpus
 from toolkit.errors import DataError
 from toolkit.files import expanded, published, reason_of, sync
 
-_UINT16, _INT32 = 8, 4
+_UINT16 = 8
+_INT32 = 4
 _UINT16_ENTRIES = 65_500
 """Megatron-LM takes 16 bits for vocabularies that are smaller than this."""
 _TOKENIZER = "_tokenizer"
@@ -108,7 +109,8 @@ def _write(place: Path, section: DataSection, shards: Sequence[TokenShard]) -> M
 
 def _write_index(file: BinaryIO, code: int, lengths: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
     """Each document is one sequence."""
-    count, itemsize = len(lengths), np.dtype(DTYPES[code]).itemsize
+    count = len(lengths)
+    itemsize = np.dtype(DTYPES[code]).itemsize
     file.write(HEADER.pack(MAGIC, VERSION, code, count, count + 1))
     file.write(lengths.astype("<i4").tobytes())
     file.write(((ends - lengths) * itemsize).astype("<i8").tobytes())

@@ -78,11 +78,13 @@ class DocumentSamples(Samples):
 
     def _choose_pieces(self, offsets: NDArray[np.int64]) -> None:
         """Find where each piece begins, how many places it takes and how many targets it has."""
-        begins, places = offsets[:-1], np.maximum(np.diff(offsets) - 1, 0)
+        begins = offsets[:-1]
+        places = np.maximum(np.diff(offsets) - 1, 0)
         is_long = places > self.seq_len
         self.overlong_documents = int(is_long.sum())
         if self._overlong == "drop":
-            begins, places = begins[~is_long], places[~is_long]
+            begins = begins[~is_long]
+            places = places[~is_long]
         counts = -(-places // self.seq_len) if self._overlong == "split" else np.minimum(places, 1)
         number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)  # of a piece in its document
         begins = np.repeat(begins, counts) + number * self.seq_len
@@ -178,7 +180,8 @@ class DocumentSamples(Samples):
     def _pack(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
         """Fill rows one after the other; return where each begins among the pieces, and where the last one ends."""
         ends = np.cumsum(lengths)
-        starts, used = [0], 0
+        starts = [0]
+        used = 0
         while starts[-1] < len(ends):
             starts.append(int(np.searchsorted(ends, used + self.seq_len, side="right")))
             used = int(ends[starts[-1] - 1])

@@ -35,14 +35,16 @@ class Interleaving:
         count = len(weights)
         while len(nodes) > 1:
             # Equal weights in the order of the sources, then of the nodes made of them.
-            second, first = heappop(nodes), heappop(nodes)
+            second = heappop(nodes)
+            first = heappop(nodes)
             count += 1
             heappush(nodes, (first[0] + second[0], count, (first, second)))
         self._root = nodes[0]
 
     def locate(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the source of each sample of the run, and its number among the samples of that source."""
-        sources, inner = np.empty_like(numbers), np.empty_like(numbers)
+        sources = np.empty_like(numbers)
+        inner = np.empty_like(numbers)
         last = int(numbers.max(initial=0)) + 1
         # Whole numbers of Python where a product does not fit 64 bits.
         exact = numbers if 2 * last * self._root[0] + self._root[0] < _INT64 else numbers.astype(object)
@@ -50,7 +52,8 @@ class Interleaving:
         while pending:
             (total, _, node), numbers_here, places = pending.pop()
             if isinstance(node, int):
-                sources[places], inner[places] = node, numbers_here.astype(np.int64)
+                sources[places] = node
+                inner[places] = numbers_here.astype(np.int64)
                 continue
             first, second = node
             before, after = (_rounded(n, first[0], total) for n in (numbers_here, numbers_here + 1))

@@ -129,7 +129,9 @@ class MicroBatchLoader:
     @classmethod
     def open(cls, job: Job, corpora: Corpora | TokenCorpus, *, rank: int) -> Self:
         """Build the loader of global rank `rank`. Raises DataError if a corpus is too small for one sample."""
-        recipe, layout, batch = job.recipe, job.layout, job.batch
+        recipe = job.recipe
+        layout = job.layout
+        batch = job.batch
         if not isinstance(corpora, Corpora):
             corpora = Corpora.of(recipe.data, corpora)
         coordinate = layout.coordinate(rank)

@@ -42,8 +42,10 @@ class MixtureSamples(Samples):
     """The samples of a run, which its number in the run identifies. `weights` are the shares, as whole numbers."""
 
     def __init__(self, parts: Mapping[str, Samples], weights: Sequence[int], *, global_batch_size: int) -> None:
-        self.names, self.parts = tuple(parts), tuple(parts.values())
-        self.seq_len, self.global_batch_size = self.parts[0].seq_len, global_batch_size
+        self.names = tuple(parts)
+        self.parts = tuple(parts.values())
+        self.seq_len = self.parts[0].seq_len
+        self.global_batch_size = global_batch_size
         self._vocab_size = self.parts[0]._vocab_size
         self._weights = tuple(weights)
         self._interleaving = Interleaving(weights)

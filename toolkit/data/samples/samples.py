@@ -52,7 +52,8 @@ class Samples:
         global_batch_size: int,
     ) -> None:
         self._open(corpus, seq_len, split, seed, global_batch_size, shuffled=shuffled)
-        self._packed, self.has_padding = packing != "padded", packing == "padded"
+        self._packed = packing != "padded"
+        self.has_padding = packing == "padded"
         self._document_masking = self.has_positions = self._packed and document_masking
         self._offsets = corpus.document_offsets(split)
         if self._packed:
@@ -96,13 +97,15 @@ class Samples:
         """Read input_ids and labels of one sample, [s] each."""
         if not 0 <= index < self._count:
             raise IndexError(f"sample {index} of {self._count}")
-        start, targets = index * self.seq_len, self.seq_len
+        start = index * self.seq_len
+        targets = self.seq_len
         if not self._packed:
             start, targets = (int(array[0]) for array in self._locate(np.array([index])))
         window = self._tokens[start : start + targets + 1].astype(np.int64)
         input_ids = np.full(self.seq_len, self._pad_id, dtype=np.int64)
         labels = np.full(self.seq_len, IGNORE, dtype=np.int64)
-        input_ids[:targets], labels[:targets] = window[:-1], window[1:]
+        input_ids[:targets] = window[:-1]
+        labels[:targets] = window[1:]
         if self._document_masking:
             labels[self._starts_of(start) - 1] = IGNORE
         return input_ids, labels

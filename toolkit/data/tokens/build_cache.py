@@ -81,7 +81,8 @@ def empty_text(section: DataSection) -> DataError:
 
 def document_ends(shards: Sequence[TokenShard]) -> NDArray[np.int64]:
     """Return where each document ends in the stream of all shards. One may begin in a shard and end in a later one."""
-    lengths, unfinished = [np.empty(0, dtype=np.int64)], 0
+    lengths = [np.empty(0, dtype=np.int64)]
+    unfinished = 0
     for shard in shards:
         lengths.append(shard.lengths())
         if len(lengths[-1]):

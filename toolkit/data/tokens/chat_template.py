@@ -123,7 +123,8 @@ class ChatTemplate:
             raise UnmaskedError("it renders a turn differently when others follow")
         if not answered.startswith(prompt.text):
             raise UnmaskedError("its generation prompt is not how it begins a turn of the assistant")
-        answer, content = answered[len(prompt.text) :], messages[number]["content"] or ""
+        answer = answered[len(prompt.text) :]
+        content = messages[number]["content"] or ""
         if prompt.ignores_prompt:
             _check_no_heading(answer[: max(0, answer.find(content.strip()))])
         return len(prompt.text), len(prompt.text) + self._end(answer, messages[:number], tools, prompt)
@@ -168,7 +169,8 @@ class ChatTemplate:
             raise
 
     def _opening_of_plain_turn(self, tools: Any) -> _Prompt:
-        question, answer = {"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}
+        question = {"role": "user", "content": _QUESTION}
+        answer = {"role": "assistant", "content": _ANSWER}
         asked = self._prompt([question], tools)
         plain = self._renderer.text([question], tools)
         if asked.has_end:
@@ -189,7 +191,8 @@ class ChatTemplate:
         """Whether the template ends a plain turn here with a token, and also where another turn follows."""
         if token in self._ends:
             return True
-        plain, question = {"role": "assistant", "content": _ANSWER}, {"role": "user", "content": _QUESTION}
+        plain = {"role": "assistant", "content": _ANSWER}
+        question = {"role": "user", "content": _QUESTION}
         try:
             last = self._renderer.text([*before, plain], tools)
             followed = self._renderer.text([*before, plain, question], tools)

@@ -47,7 +47,8 @@ class ConversationEncoder:
         loaded = AutoTokenizer.from_pretrained(tokenizer_dir)
         self._template = ChatTemplate(loaded, train_on, stops=stops, dropped_text=dropped_text)
         self._each = train_on == "each_assistant"
-        self._before, self._after = list(before), list(after)
+        self._before = list(before)
+        self._after = list(after)
         self._dtype = dtype
         self._tokenizer: Tokenizer = loaded.backend_tokenizer
         self._tokenizer.no_truncation()
@@ -68,7 +69,8 @@ class ConversationEncoder:
             opening, closing = [], []  # the template begins the first turn and ends the last one
         else:
             text = content["prompt"] + content["completion"]
-            spans, closing = [(len(content["prompt"]), len(text))], self._after
+            spans = [(len(content["prompt"]), len(text))]
+            closing = self._after
             opening = self._before
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         # A tokenizer may trim white space off the beginning of a token's offsets, but not its end; one of spaces alone

@@ -126,7 +126,8 @@ def named_sources(data: DataSection, *, progress: bool) -> list[NamedSource]:
         data = data.model_copy(update={"tokenizer": _train_for_all(data, progress=progress)})
     sources = []
     for index, (name, section) in enumerate(zip(data.labels or ("",), data.parts, strict=True)):
-        place, corpus_section = data.place(index), data.sources[index] if data.sources else None
+        place = data.place(index)
+        corpus_section = data.sources[index] if data.sources else None
         with fields_of(place, corpus_section):
             held_out = None if data.validation else validation_split(section)
         if held_out is not None:

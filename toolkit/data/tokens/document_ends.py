@@ -12,7 +12,8 @@ from toolkit.errors import DataError, nearest
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-EOS, NONE = "eos", "none"
+EOS = "eos"
+NONE = "none"
 _PROBE = "Once upon a time"
 
 
@@ -59,7 +60,8 @@ def _before(section: DataSection, tokenizer: "PreTrainedTokenizerBase") -> tuple
             advice = (("data.bos", "never"), "set tokenizer.bos_token and save it again")
             raise DataError.of("data.bos", section.bos, "the tokenizer has no BOS token (bos_token)", *advice)
         return (int(tokenizer.bos_token_id),)
-    whole, plain = tokenizer(_PROBE)["input_ids"], tokenizer(_PROBE, add_special_tokens=False)["input_ids"]
+    whole = tokenizer(_PROBE)["input_ids"]
+    plain = tokenizer(_PROBE, add_special_tokens=False)["input_ids"]
     starts = (start for start in range(len(whole)) if whole[start : start + len(plain)] == plain)
     return tuple(map(int, whole[: next(starts, 0)]))
 

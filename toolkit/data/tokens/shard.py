@@ -35,9 +35,12 @@ from toolkit.data.tokens.tokenizer_pool import EncodedChunk, TokenizerJob, encod
 from toolkit.errors import DataError
 from toolkit.files import decode_json_object, sync
 
-MANIFEST, PROGRESS = "manifest.json", "progress.json"
+MANIFEST = "manifest.json"
+PROGRESS = "progress.json"
 TOKENIZER = "tokenizer"
-IDS, TRAINED, LENGTHS = "ids.bin", "trained.bin", "lengths.bin"
+IDS = "ids.bin"
+TRAINED = "trained.bin"
+LENGTHS = "lengths.bin"
 BLOCK_TOKENS = 1 << 22
 """Tokens that are in memory when a shard is read."""
 _COMMIT_TOKENS = 1 << 20
@@ -113,13 +116,15 @@ class _Files:
             file.close()
 
     def add(self, chunk: EncodedChunk) -> None:
-        done, lengths = self._done, chunk.lengths
+        done = self._done
+        lengths = chunk.lengths
         done.tokens += int(lengths.sum())
         if len(lengths):
             lengths[0] += done.unfinished
             done.unfinished = 0
         if chunk.continues:
-            done.unfinished, lengths = int(lengths[-1]), lengths[:-1]
+            done.unfinished = int(lengths[-1])
+            lengths = lengths[:-1]
         for name, data in ((IDS, chunk.ids), (TRAINED, chunk.trained), (LENGTHS, lengths.astype("<i8").tobytes())):
             self._files[name].write(data)
             done.checksums[name] = zlib.crc32(data, done.checksums[name])
@@ -171,12 +176,14 @@ class TokenShard:
 
     def __init__(self, place: str, part: SourcePart) -> None:
         """Read the manifest. Raises DataError if it is not that of this part."""
-        self.place, self.part = place, part
+        self.place = place
+        self.part = part
         try:
             with open_file(f"{place}/{MANIFEST}") as file:
                 content = decode_json_object(file.read())
             self.of = content["of"] if content["part"] == str(part) else {}
-            self.counts, self._dtype = Progress(**content["progress"]), np.dtype(self.of["encoding"]["dtype"])
+            self.counts = Progress(**content["progress"])
+            self._dtype = np.dtype(self.of["encoding"]["dtype"])
         except (ValueError, TypeError, KeyError):
             raise self._damaged(f"{MANIFEST} is not that of this shard") from None
 
@@ -200,7 +207,8 @@ class TokenShard:
             yield ids, None if trained is None else next(trained)
 
     def _blocks(self, name: str, dtype: np.dtype[Any]) -> Iterator[NDArray[Any]]:
-        expected, checksum = self.counts.sizes[name], 0
+        expected = self.counts.sizes[name]
+        checksum = 0
         size = 0
         with open_file(f"{self.place}/{name}") as file:
             while size < expected:

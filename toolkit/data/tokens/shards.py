@@ -42,7 +42,8 @@ def make_shard(
     """
     corpus = Corpus.of(section)
     shards, places = _folders(corpus, folder)
-    partial, place = shards / f".{part.name}.partial", f"{places}/{part.name}"
+    partial = shards / f".{part.name}.partial"
+    place = f"{places}/{part.name}"
     with corpus.locked(shards.with_name(f"{shards.name}.{part.name}"), progress=progress):
         if corpus.cache.is_dir():
             return open_cache(corpus.cache)

@@ -29,7 +29,10 @@ def generation_stops(name: str) -> tuple[int, ...]:
         with open(file, encoding="utf-8") as opened:
             content: Any = json.load(opened)
         stops = content.get("eos_token_id")
-        stops = [] if stops is None else stops if isinstance(stops, list) else [stops]
+        if stops is None:
+            return ()
+        if not isinstance(stops, list):
+            stops = [stops]
         return tuple(sorted({int(token) for token in stops}))
     except (OSError, ValueError, TypeError, AttributeError) as error:
         reason = f"its {GENERATION_CONFIG} cannot be read ({reason_of(error)})"

@@ -26,7 +26,8 @@ END_OF_TEXT = "<|endoftext|>"
 # Text that a bpe-N is trained on, spread over the corpus: more changes few merges, and costs seconds per mebibyte.
 TRAINING_BYTES = 16 << 20
 # 256 bytes and the end-of-text token.
-_FIELD, _MIN_ENTRIES = "data.tokenizer", 257
+_FIELD = "data.tokenizer"
+_MIN_ENTRIES = 257
 _TRAINER_VERSION = 1
 
 _TOKENIZER_FILES = ("tokenizer*.json", "vocab*", "merges.txt", "*.model", "*.tiktoken", "*.bpe", "tekken.json")

@@ -82,7 +82,8 @@ class TokenizerJob:
         cls, section: DataSection, tokenizer: "PreTrainedTokenizerBase", folder: Path, *, stops: tuple[int, ...] = ()
     ) -> Self:
         """The configuration for a tokenizer that was saved to `folder`."""
-        entries, ends = vocab_size(tokenizer), DocumentEnds.of(section, tokenizer)
+        entries = vocab_size(tokenizer)
+        ends = DocumentEnds.of(section, tokenizer)
         return cls(
             tokenizer_dir=str(folder),
             split_special_tokens=bool(getattr(tokenizer, "split_special_tokens", False)),
@@ -139,7 +140,8 @@ def _encode_chunk(encoder: Encoder, before: bytes, after: bytes, itemsize: int, 
 
 
 def _encode_conversations(encoder: ConversationEncoder, chunk: TextChunk) -> EncodedChunk:
-    texts, documents = chunk.documents(), []
+    texts = chunk.documents()
+    documents = []
     for text in texts:
         if isinstance(text, str):
             try:

@@ -1,4 +1,4 @@
-"""The process that records, for one that has no torch: started by the first question, it answers all others."""
+"""The recorder: a process with torch that answers the questions of one without. The first question starts it."""
 
 import json
 import os
@@ -19,14 +19,17 @@ PATIENCE = {True: 0.5, False: 10.0}
 """Seconds until a line says what takes so long, on a terminal and elsewhere."""
 
 
-def answer(question: str, doing: str) -> dict[str, Any]:
-    """Ask the recorder. `doing` goes to stderr where the answer takes long. Raises RunError where it fails."""
-    notice = f"{doing}: some seconds for most models, minutes for thousands of layers; cached afterwards"
+def ask(question: str, subject: str) -> dict[str, Any]:
+    """Return the recorder's answer to a question in JSON. Where it takes long, a line on stderr names the `subject`.
+
+    Raises RunError where the recorder fails.
+    """
+    notice = f"recording {subject}: some seconds for most models, minutes for thousands of layers; cached afterwards"
     slow = threading.Timer(PATIENCE[sys.stderr.isatty()], lambda: print(notice, file=sys.stderr, flush=True))
     slow.daemon = True
     slow.start()
     try:
-        return _ask(os.getpid(), question)
+        return _answer(os.getpid(), question)
     finally:
         slow.cancel()
 
@@ -35,10 +38,11 @@ _LOCK = threading.Lock()
 
 
 @lru_cache(maxsize=1024)
-def _ask(pid: int, question: str) -> dict[str, Any]:
-    """Answers are remembered, refusals too. `pid`: a forked process must not share its parent's recorder.
+def _answer(pid: int, question: str) -> dict[str, Any]:
+    """Return the answer of the recorder of process `pid`: a forked process must not share its parent's.
 
-    An answer that was not read would be taken for that of the next question: an interrupted recorder ends.
+    Answers are remembered, refusals too. A recorder whose answer was not read is killed: the answer would be taken for
+    that of the next question.
     """
     with _LOCK:
         process, errors = recorder(pid)
@@ -62,7 +66,7 @@ def _ask(pid: int, question: str) -> dict[str, Any]:
 
 @cache
 def recorder(pid: int) -> "tuple[subprocess.Popen[str], IO[str]]":
-    """The process that has torch, and what it prints to stderr. It ends with this one."""
+    """Start the process that has torch, which ends with process `pid`; return it and the file of its stderr."""
     errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
     # -P: a transformers.py in the current directory is not the library. The toolkit comes last on the path: its folder
     # may have all that is installed.

@@ -51,8 +51,14 @@ class RankPass:
     read."""
 
     @property
+    def description(self) -> str:
+        """The pass in words, without the model: "whole model, tp2, bf16, sdpa attention"."""
+        part = "whole model" if self.part == "whole" else f"{self.part} pipeline stage"
+        return f"{part}, tp{self.layout.tp}, {self.precision}, {self.computation.attention} attention"
+
+    @property
     def key(self) -> str:
-        """Name of the pass, without the model."""
+        """Name of the pass in the cache, without the model."""
         layout = self.layout
         computation = self.computation
         words = [

@@ -25,28 +25,35 @@ from toolkit.files import cache_folder
 SHIPPED = Path(__file__).with_name("recordings.zip")
 _PACKAGE = Path(__file__).parents[2]
 _SOURCES = (
-    *("recorder", "parallel", "model_init/selective_recompute.py", "model_init/adapters.py", "model_init/frozen.py"),
-    *(
-        "estimate/computation.py",
-        "estimate/recorded/recording.py",
-        "estimate/parameters.py",
-        "estimate/rank_parameters.py",
-        "estimate/trainable.py",
-    ),
-    *("models/tensor_plan.py", "models/families", "models/families.json"),
+    "recorder",
+    "parallel",
+    "model_init/selective_recompute.py",
+    "model_init/adapters.py",
+    "model_init/frozen.py",
+    "estimate/computation.py",
+    "estimate/recorded/recording.py",
+    "estimate/parameters.py",
+    "estimate/rank_parameters.py",
+    "estimate/trainable.py",
+    "models/tensor_plan.py",
+    "models/families",
+    "models/families.json",
 )
 """Files whose code decides what is recorded, beside torch and transformers."""
 
 
 @lru_cache(maxsize=8192)
 def activations(rank_pass: RankPass, samples: int, positions: int) -> Activations:
-    """Activations of micro-batches of so many samples and positions. Raises ModelError for what cannot be recorded."""
+    """Return the activations of micro-batches of so many samples and positions.
+
+    Raises ModelError for what cannot be recorded.
+    """
     return recording(rank_pass, positions).at(samples, positions)
 
 
 @lru_cache(maxsize=256)
 def parameters(config: str, trainable: str = "") -> ModelParameters:
-    """The parameters of a config, which is text as `config_text` writes it, and which of them train.
+    """Return the parameters of a config, which is text as `config_text` writes it, and which of them train.
 
     `trainable`: as in Computation. Raises ModelError and RunError.
     """
@@ -56,13 +63,13 @@ def parameters(config: str, trainable: str = "") -> ModelParameters:
     shipped = None if trainable else _shipped(key).get("parameters")
     known = shipped or _read(path).get("parameters")
     if known is None:
-        known = _answer(config, "parameters", {"config": config, "trainable": trainable})
+        known = _ask_recorder(config, "parameters", {"config": config, "trainable": trainable})
         _write(path, {"parameters": known})
     return ModelParameters.decoded(known)
 
 
 def recording(rank_pass: RankPass, positions: int) -> Recording:
-    """The recording of a pass that holds for so many positions.
+    """Return the recording of a pass that holds for so many positions.
 
     Raises ModelError for a model that cannot be recorded, and RunError where the process that records fails.
     """
@@ -96,9 +103,9 @@ def _cache_file(rank_pass: RankPass) -> Path:
 
 
 def _record(rank_pass: RankPass, positions: int) -> dict[str, Any]:
-    """Let the recorder record a pass, and keep what it answers."""
+    """Let the recorder record a pass, and store its reply in the user's cache."""
     question = {"pass": asdict(replace(rank_pass, chunks=None)), "s": positions}
-    recorded = _answer(rank_pass.config, f"activations ({rank_pass.key})", question)
+    recorded = _ask_recorder(rank_pass.config, "activations", question, details=f" ({rank_pass.description})")
     others = [other for other in _in_cache(rank_pass) if other["positions"] != recorded["positions"]]
     _write(_cache_file(rank_pass), {"recordings": [*others, recorded]})
     return recorded
@@ -108,8 +115,9 @@ def _record(rank_pass: RankPass, positions: int) -> dict[str, Any]:
 def stand_in(rank_pass: RankPass, positions: int) -> RankPass:
     """Return the pass if it is recorded, else a recorded one that hardly needs less: for searches over many setups.
 
-    Without sequence parallelism, of the whole model instead of a stage, of the next lower number of tensor ranks.
-    Where none is recorded, the simplest of them, so that few recordings serve a whole search.
+    Such a pass has no sequence parallelism, is of the whole model instead of a stage, or has the next lower power of
+    two of tensor-parallel ranks. Where none is recorded, it is the simplest of these, so that few recordings serve a
+    whole search.
     """
     layout = rank_pass.layout
     lower = 1 << (layout.tp.bit_length() - 1)
@@ -195,7 +203,7 @@ def versions() -> dict[str, str]:
 
 
 def _made_by() -> dict[str, str]:
-    """Versions, and that of peft, which adds adapters; what is shipped has none."""
+    """Return the versions, with that of peft, which adds adapters; shipped recordings have none."""
     return versions() | {"peft": str(_version("peft"))}
 
 
@@ -216,17 +224,18 @@ def _release(version: str) -> str:
 
 @cache
 def _installed() -> dict[str, str | None]:
-    """The installed releases; None for a library that is not there."""
+    """Return the installed release of each library; None for one that is not there."""
     versions = {name: _version(name) for name in _LIBRARIES}
     return {name: None if version is None else _release(version) for name, version in versions.items()}
 
 
-def _answer(config: str, subject: str, question: dict[str, Any]) -> dict[str, Any]:
-    from toolkit.estimate.recorded.recorder_process import answer  # and with it subprocess and threads
+def _ask_recorder(config: str, kind: str, question: dict[str, Any], details: str = "") -> dict[str, Any]:
+    """Ask the recorder for the parameters or the activations (`kind`) of a config. Raises ModelError and RunError."""
+    from toolkit.estimate.recorded.recorder_process import ask  # and with it subprocess and threads
 
     family = json.loads(config).get("model_type")
-    reply = answer(json.dumps(question), f"recording the {subject} of {family}")
+    reply = ask(json.dumps(question), f"the {kind} of {family}{details}")
     if "error" in reply:
         reason = str(reply["error"]).rstrip(".")
-        raise ModelError.of("model_type", family, f"its {subject.partition(' ')[0]} cannot be recorded: {reason}")
+        raise ModelError.of("model_type", family, f"its {kind} cannot be recorded: {reason}")
     return reply
