@@ -14,6 +14,7 @@ from cluster.forked_ranks import ForkedRanks
 from cluster.hosts import Host, hosts, require_hosts
 from cluster.runs import assert_same_training, metrics, write_demo
 from toolkit.checkpoint.verify import verify
+from toolkit.training import run_directory
 
 require_hosts()
 HANG_SECONDS = 8
@@ -177,6 +178,25 @@ def test_a_port_in_use_is_one_line_that_names_port_and_host(nodes: list[Host], t
     assert len(errors) == 1
     assert errors[0].startswith("error: MASTER_PORT=29501: another process of node1 uses that port.")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_directory_that_hosts_do_not_share_is_refused_before_training(
+    nodes: list[Host], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_directory, "_VISIBLE_SECONDS", 0.5)
+    (tmp_path / "disk").mkdir()
+    nodes[1].run(["mount", "-t", "tmpfs", "tmpfs", tmp_path / "disk"])
+    arguments = ["--config", write_demo(tmp_path), "--layout", "dp2-z1", f"run_dir={tmp_path / 'disk' / 'run'}"]
+    with ForkedRanks(nodes, arguments, per_host=1) as job:
+        job.wait()
+        errors = [job.errors(node) for node in nodes]
+    assert job.codes == {0: 2, 1: 2}
+    line = (
+        f"error: run_dir={tmp_path / 'disk' / 'run'}: node2 cannot see what rank 0 writes there on node1. "
+        "Set it to a path at which all nodes mount the same file system."
+    )
+    assert errors == [[line], [line]]
+    assert not (tmp_path / "disk" / "run").exists()
 
 
 def assert_trains_as_one_process(

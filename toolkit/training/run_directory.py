@@ -16,7 +16,11 @@ base/            the weights beside adapters, where none are published (model.in
 
 import contextlib
 import json
+import os
 import shutil
+import socket
+import sys
+import time
 from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
@@ -35,7 +39,7 @@ from toolkit.config import dump_recipe, load_recipe
 from toolkit.config.recipe import Recipe
 from toolkit.engines.base import Engine
 from toolkit.engines.local_tensors import buffer_specs, parameter_specs
-from toolkit.errors import FinishedError, RunDirectoryError
+from toolkit.errors import FinishedError, Refusal, RunDirectoryError
 from toolkit.files import expanded
 from toolkit.launch.environment import describe_environment
 from toolkit.launch.health.local_process import exit_calls
@@ -45,12 +49,31 @@ from toolkit.training.callback import Rollback
 from toolkit.training.checkpointing import BASE, adapter_config, save_small_files
 from toolkit.training.metrics import MetricsFile
 from toolkit.training.resume import AUTO, run_of
-from toolkit.training.run_lock import RunLock, is_locked
+from toolkit.training.run_lock import Holder, RunLock, holds, is_locked
+from toolkit.units import some
 
 EVENTS = "events.jsonl"
 COMPILE = "compile.json"
 CURVE = "loss.png"
 _ANOTHER = "choose another run_dir"
+_VISIBLE_SECONDS = 60.0
+"""How long a host may take to see a new file of another host: NFS caches directories so long (nfs(5), acdirmax)."""
+
+
+def _is_seen(run_dir: Path, holder: Holder) -> bool:
+    """Wait until this host sees the lock of the directory's writer; False where it does not."""
+    began = time.monotonic()
+    announced = False
+    while not holds(holder, run_dir):
+        waited = time.monotonic() - began
+        if waited > _VISIBLE_SECONDS:
+            return False
+        if waited > _VISIBLE_SECONDS / 12 and not announced and os.environ.get("LOCAL_RANK", "0") == "0":
+            announced = True
+            where = f"{socket.gethostname()} does not see {run_dir} of {holder.host} yet"
+            print(f"{where}: waiting for the shared file system", file=sys.stderr, flush=True)
+        time.sleep(0.2)
+    return True
 
 
 class RunDirectory:
@@ -102,12 +125,26 @@ class RunDirectory:
         """Create and lock the directory, so that no other job writes there until `release`. A collective call.
 
         Raises, the same on every rank, RunDirectoryError where another job trains there or has left a run since
-        `choose`, and FinishedError where `--resume auto` finds nothing left to train.
+        `choose`, or where a node has another file system there, and FinishedError where `--resume auto` finds nothing
+        left to train.
         """
         # The writer may have to take another name, and every rank writes its shards of a checkpoint.
-        self.path = Ranks.of().run_on_first(lambda: self._claim(recipe, options))
+        ranks = Ranks.of()
+        self.path, holder = ranks.run_on_first(lambda: self._claim(recipe, options))
+        self._check_shared(ranks, holder)
 
-    def _claim(self, recipe: Recipe, options: TrainOptions) -> Path:
+    def _check_shared(self, ranks: Ranks, holder: Holder) -> None:
+        """Raise RunDirectoryError, the same on every rank, where a host does not see what the writer writes there."""
+        is_seen = _is_seen(self.path, holder)
+        if ranks.all(is_seen):
+            return
+        hosts = ranks.gather("" if is_seen else socket.gethostname())
+        blind_hosts = sorted(set(filter(None, hosts)))
+        reason = f"{some(blind_hosts)} cannot see what rank 0 writes there on {holder.host}"
+        remedy = "set it to a path at which all nodes mount the same file system"
+        raise RunDirectoryError(Refusal.of("run_dir", str(self.path), reason, remedy), scope="job")
+
+    def _claim(self, recipe: Recipe, options: TrainOptions) -> tuple[Path, Holder]:
         try:
             self._is_new = self._create()
             self._lock = RunLock(self.path)
@@ -117,7 +154,7 @@ class RunDirectory:
                 self._check_unfinished(recipe)
             if self._automatic_name is None:
                 RunDirectory.choose(recipe, options, is_writer=True, has_lock=True)
-            return self.path
+            return self.path, self._lock.holder
         except (OSError, RunDirectoryError) as error:
             problem = self._cannot_write(error) if isinstance(error, OSError) else error
         problem.scope = "job"

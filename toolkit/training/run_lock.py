@@ -120,6 +120,14 @@ def is_locked(run_dir: Path) -> bool:
     return number > 0 and not content.startswith(_RELEASED)
 
 
+def holds(holder: Holder, run_dir: Path) -> bool:
+    """Whether this host sees in the directory the lock of a process that holds it, maybe from another host."""
+    try:
+        return Holder.decode(_newest(_files(run_dir))[1]) == holder
+    except OSError:
+        return False
+
+
 class RunLock:
     """This process's hold on a run directory, which a thread renews from `acquire` to `release`."""
 
@@ -127,8 +135,8 @@ class RunLock:
 
     def __init__(self, run_dir: Path, holder: Holder | None = None) -> None:
         self._run_dir = run_dir
-        self._holder = holder or Holder.here()
-        self._line = json.dumps(asdict(self._holder)).encode() + b"\n"
+        self.holder = holder or Holder.here()
+        self._line = json.dumps(asdict(self.holder)).encode() + b"\n"
         self._number = 0
         self._beats = 0
         self._file = -1
@@ -144,7 +152,7 @@ class RunLock:
         while True:
             newest = _newest(_files(self._run_dir))
             number, content = newest
-            has_ended = number == 0 or _has_ended(content, self._holder.machine_id)
+            has_ended = number == 0 or _has_ended(content, self.holder.machine_id)
             if has_ended or (newest == watched and time.monotonic() >= deadline):
                 if self._create(number, content):
                     break
@@ -184,7 +192,7 @@ class RunLock:
                 os.close(file)
                 path.unlink()
         for lower in files.keys() - {self._number}:
-            if _has_ended(files[lower], self._holder.machine_id):
+            if _has_ended(files[lower], self.holder.machine_id):
                 self._path(lower).unlink(missing_ok=True)
         return True
 
