@@ -2,6 +2,8 @@
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +12,23 @@ from test_plan_page import gpt2_page
 from test_run_memory import RECIPE
 
 from toolkit.report.comparison_page import comparison_page
+from toolkit.report.fleet import STATE_MEANINGS, RunStatus, fleet_page
 from toolkit.report.plan_page import plans_page
 from toolkit.report.recorded_run import read_runs
 from toolkit.report.runs_page import runs_page
 
 Make = Callable[..., dict[str, Any]]
+RUNS_STATUS = RunStatus(
+    name="llama-3-8b",
+    state="training",
+    step=1200,
+    steps=5000,
+    loss=2.31,
+    tokens_per_second=1.2e6,
+    seconds_left=90000.0,
+    incident="step 1100 rolled back to 1000: the gradient norm is inf while the loss is finite",
+    hosts="node1, node2, node3, node4 and 12 more",
+)
 LONG = "transformer_with_a_name_that_goes_on_and_on-" * 4
 
 
@@ -41,12 +55,14 @@ def pages(make_comparison: Make, tmp_path_factory: pytest.TempPathFactory) -> di
     found["run"] = runs_page(read_runs([str(folder / "first")]), command=f"dstk report {LONG}")
     found["plans"] = plans_page(gpt2_page())
     found["runs"] = runs_page(read_runs([str(folder / "first"), str(folder / "second")]), command="dstk report")
+    statuses = [replace(RUNS_STATUS, name=LONG), *(replace(RUNS_STATUS, state=state) for state in STATE_MEANINGS)]
+    found["fleet"] = fleet_page(statuses, datetime(2026, 11, 24, 12), every_seconds=86400)
     for name, text in found.items():
         (folder / f"{name}.html").write_text(text)
     return {name: folder / f"{name}.html" for name in found}
 
 
-NAMES = ("eight", "one", "thirty", "awkward", "run", "runs", "plans")
+NAMES = ("eight", "one", "thirty", "awkward", "run", "runs", "plans", "fleet")
 
 
 @pytest.fixture

@@ -12,7 +12,10 @@ from toolkit.files import expanded
 @click.argument("runs", nargs=-1, required=True, metavar="RUN...")
 @click.option("-o", "--output", metavar="DIR", help="Folder of the page. For one run the default is RUN/report.")
 @click.option("--gpu", metavar="NAME", help="The GPU it ran on, to compute MFU: H100-SXM-80GB, A100-SXM-80GB, …")
-def command(runs: tuple[str, ...], output: str | None, gpu: str | None) -> None:
+@click.option("--watch", "watches", is_flag=True, help="Show the state of all runs in folders, until Ctrl-C.")
+@click.option("--every", type=click.IntRange(1, 86400), default=10, show_default=True, metavar="SECONDS",
+              help="With --watch: time between two looks.")  # fmt: skip
+def command(runs: tuple[str, ...], output: str | None, gpu: str | None, watches: bool, every: int) -> None:
     """Write a page of plots and numbers about finished or running training runs.
 
     RUN is a run directory or a metrics.jsonl. Several runs share the same plots. The page is one self-contained HTML
@@ -21,7 +24,18 @@ def command(runs: tuple[str, ...], output: str | None, gpu: str | None) -> None:
     \b
     dstk report runs/demo
     dstk report runs/demo runs/four-layers -o comparison
+    dstk report --watch runs
+    dstk report --watch runs /shared/runs -o fleet
+
+    With --watch, RUN may also be a folder of runs. Each is a row of a table in the terminal, or with -o of a page that
+    loads itself again: state, step, loss, tokens/s, predicted end, last incident, hosts. Without a terminal the
+    table is printed once.
     """
+    if watches:
+        from toolkit.cli.watch import watch
+
+        watch(runs, None if output is None else expanded(output), every_seconds=every)
+        return
     if output is None and len(runs) > 1:
         raise ReportError(f"{len(runs)} runs, and no folder for their page. Add -o DIR.")
     from toolkit import hardware

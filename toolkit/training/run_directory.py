@@ -83,6 +83,8 @@ class RunDirectory:
         self.path = path
         self.is_writer = is_writer
         self.metrics: MetricsFile | None = None
+        self.hosts: tuple[str, ...] = ()
+        """The hosts of the ranks in the order of their first ranks, once the directory is claimed."""
         self._automatic_name = automatic_name
         self._lock: RunLock | None = None
         self._is_new = False
@@ -135,11 +137,11 @@ class RunDirectory:
 
     def _check_shared(self, ranks: Ranks, holder: Holder) -> None:
         """Raise RunDirectoryError, the same on every rank, where a host does not see what the writer writes there."""
-        is_seen = _is_seen(self.path, holder)
-        if ranks.all(is_seen):
+        seen_by = ranks.gather((socket.gethostname(), _is_seen(self.path, holder)))
+        self.hosts = tuple(dict.fromkeys(host for host, _ in seen_by))
+        blind_hosts = sorted({host for host, is_seen in seen_by if not is_seen})
+        if not blind_hosts:
             return
-        hosts = ranks.gather("" if is_seen else socket.gethostname())
-        blind_hosts = sorted(set(filter(None, hosts)))
         reason = f"{some(blind_hosts)} cannot see what rank 0 writes there on {holder.host}"
         remedy = "set it to a path at which all nodes mount the same file system"
         raise RunDirectoryError(Refusal.of("run_dir", str(self.path), reason, remedy), scope="job")
@@ -205,7 +207,7 @@ class RunDirectory:
                 self._remove_old_run()
             (self.path / CURVE).unlink(missing_ok=True)
             (self.path / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
-            environment = describe_environment(device)
+            environment = describe_environment(device) | {"hosts": some(self.hosts, limit=8)}
             (self.path / "environment.json").write_text(json.dumps(environment, indent=2) + "\n", encoding="utf-8")
             if ds_config is not None:
                 (self.path / "ds_config.json").write_text(json.dumps(ds_config, indent=2) + "\n", encoding="utf-8")

@@ -120,6 +120,42 @@ def is_locked(run_dir: Path) -> bool:
     return number > 0 and not content.startswith(_RELEASED)
 
 
+@dataclass(frozen=True, kw_only=True)
+class LockState:
+    """The newest lock of a run directory, as one look at its files shows it."""
+
+    holder: Holder
+    is_released: bool
+    """Whether the holder has let other jobs write there."""
+    has_ended: bool
+    """Whether the holder has released the directory, or its process has ended on this machine."""
+    silent_seconds: float
+    """Time since the last heartbeat, by the clock of this machine and the time stamp of the file."""
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the holder may still train: it has not ended, and its last heartbeat is not older than two leases."""
+        return not self.has_ended and self.silent_seconds < 2 * RunLock.lease_seconds
+
+
+def look(run_dir: Path) -> LockState | None:
+    """Look who trains in a directory, without waiting; None where nobody does."""
+    try:
+        number, content = _newest(_files(run_dir))
+        holder = Holder.decode(content)
+        if holder is None:
+            return None
+        age = time.time() - (run_dir / f".lock-{number}").stat().st_mtime
+    except OSError:
+        return None
+    return LockState(
+        holder=holder,
+        is_released=content.startswith(_RELEASED),
+        has_ended=bool(_has_ended(content, machine_id())),
+        silent_seconds=max(0.0, age),
+    )
+
+
 def holds(holder: Holder, run_dir: Path) -> bool:
     """Whether this host sees in the directory the lock of a process that holds it, maybe from another host."""
     try:
