@@ -98,7 +98,7 @@ def test_heads_say_what_is_estimated_from_shipped_recordings(monkeypatch: pytest
     def refuse(*_: Any) -> None:
         raise NotShippedError
 
-    monkeypatch.setattr(recordings, "_answer", refuse)
+    monkeypatch.setattr(recordings, "_ask_recorder", refuse)
     monkeypatch.setattr(recordings, "_read", lambda path: {})
     assert sum(_head_is_current(name, monkeypatch) for name in NAMES) > 70
 
