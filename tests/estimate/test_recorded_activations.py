@@ -120,7 +120,7 @@ def test_a_config_is_recorded_once_by_another_process_and_then_read(
     tiny_pass = rank_pass(TINY, recompute="full")
     found = recordings.recording(tiny_pass, 64)
     assert found == record(tiny_pass, 64)
-    monkeypatch.setattr(recordings, "_answer", lambda *question: pytest.fail("it is recorded again"))
+    monkeypatch.setattr(recordings, "_ask_recorder", lambda *question: pytest.fail("it is recorded again"))
     assert recordings.recording(tiny_pass, 128) == found
 
 
@@ -128,7 +128,7 @@ def test_what_other_code_recorded_is_recorded_again(empty_cache: Path, monkeypat
     tiny_pass = rank_pass(TINY)
     recordings.recording(tiny_pass, 64)
     monkeypatch.setattr(recordings, "versions", lambda: {"transformers": "0"})
-    monkeypatch.setattr(recordings, "_answer", lambda *question: {})
+    monkeypatch.setattr(recordings, "_ask_recorder", lambda *question: {})
     with pytest.raises(KeyError):
         recordings.recording(tiny_pass, 64)
 
