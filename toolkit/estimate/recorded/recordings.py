@@ -105,7 +105,7 @@ def _cache_file(rank_pass: RankPass) -> Path:
 def _record(rank_pass: RankPass, positions: int) -> dict[str, Any]:
     """Let the recorder record a pass, and store its reply in the user's cache."""
     question = {"pass": asdict(replace(rank_pass, chunks=None)), "s": positions}
-    recorded = _ask_recorder(rank_pass.config, "activations", question, details=f" ({rank_pass.description})")
+    recorded = _ask_recorder(rank_pass.config, "activations", question, f" ({rank_pass.description})")
     others = [other for other in _in_cache(rank_pass) if other["positions"] != recorded["positions"]]
     _write(_cache_file(rank_pass), {"recordings": [*others, recorded]})
     return recorded
