@@ -71,7 +71,7 @@ class RunStatus:
         return UNKNOWN if self.tokens_per_second is None else format_count(self.tokens_per_second)
 
     def end(self, now: datetime) -> str:
-        """When it will end: `17:05 (in 2h10m)`; with the day where that is not today."""
+        """Return when it will end: `17:05 (in 2h10m)`; with the day where that is not today."""
         if self.seconds_left is None:
             return UNKNOWN
         end = now + timedelta(seconds=self.seconds_left)
