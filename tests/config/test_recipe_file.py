@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from toolkit.config import dump_recipe, load_recipe
+from toolkit.config import dump_recipe, load_recipe, recipe_schema
 from toolkit.config.recipe import Recipe
 from toolkit.errors import RecipeError
 
@@ -223,3 +223,13 @@ def declared_fields(section: str) -> list[str]:
     annotation = Recipe.model_fields[section].annotation
     assert isinstance(annotation, type)
     return list(annotation.model_fields)  # type: ignore[attr-defined]
+
+
+def test_a_valid_recipe_is_read_without_the_json_schema(recipe_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes as long to build as all else that a command does."""
+
+    def refuse() -> None:
+        raise AssertionError("the JSON Schema was built")
+
+    monkeypatch.setattr(recipe_schema, "recipe_json_schema", refuse)
+    assert load_recipe(recipe_path).train.steps == 10
