@@ -159,3 +159,19 @@ def test_the_page_is_replaced_at_once_and_nothing_else_is(make_run: MakeRun, tmp
         write_fleet(tmp_path / "fleet", statuses, NOON, every_seconds=7)
     assert summary([]) == "no runs yet"
     assert "no runs yet" in fleet_page([], NOON, every_seconds=7)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--watch", "--gpu", "H100-SXM-80GB"], "--gpu with --watch, which shows no MFU."),
+        (["--every", "5"], "--every without --watch: a page of plots is written once."),
+    ],
+)
+def test_an_option_that_would_do_nothing_is_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as error:
+        main(["report", "runs", *arguments])
+    assert error.value.code == 2
+    assert message in capsys.readouterr().err

@@ -7,15 +7,24 @@ import click
 from toolkit.errors import ReportError
 from toolkit.files import expanded
 
+_EVERY_SECONDS = 10
+
 
 @click.command()
 @click.argument("runs", nargs=-1, required=True, metavar="RUN...")
 @click.option("-o", "--output", metavar="DIR", help="Folder of the page. For one run the default is RUN/report.")
 @click.option("--gpu", metavar="NAME", help="The GPU it ran on, to compute MFU: H100-SXM-80GB, A100-SXM-80GB, …")
 @click.option("--watch", "watches", is_flag=True, help="Show the state of all runs in folders, until Ctrl-C.")
-@click.option("--every", type=click.IntRange(1, 86400), default=10, show_default=True, metavar="SECONDS",
-              help="With --watch: time between two looks.")  # fmt: skip
-def command(runs: tuple[str, ...], output: str | None, gpu: str | None, watches: bool, every: int) -> None:
+@click.option(
+    "--every",
+    "every_seconds",
+    type=click.IntRange(1, 86400),
+    metavar="SECONDS",
+    help="With --watch: time between two looks [10].",
+)
+def command(
+    runs: tuple[str, ...], output: str | None, gpu: str | None, watches: bool, every_seconds: int | None
+) -> None:
     """Write a page of plots and numbers about finished or running training runs.
 
     RUN is a run directory or a metrics.jsonl. Several runs share the same plots. The page is one self-contained HTML
@@ -32,10 +41,14 @@ def command(runs: tuple[str, ...], output: str | None, gpu: str | None, watches:
     table is printed once.
     """
     if watches:
+        if gpu is not None:
+            raise click.UsageError("--gpu with --watch, which shows no MFU. Remove one of them.")
         from toolkit.cli.watch import watch
 
-        watch(runs, None if output is None else expanded(output), every_seconds=every)
+        watch(runs, None if output is None else expanded(output), every_seconds=every_seconds or _EVERY_SECONDS)
         return
+    if every_seconds is not None:
+        raise click.UsageError("--every without --watch: a page of plots is written once. Add --watch, or remove it.")
     if output is None and len(runs) > 1:
         raise ReportError(f"{len(runs)} runs, and no folder for their page. Add -o DIR.")
     from toolkit import hardware

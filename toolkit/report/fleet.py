@@ -17,7 +17,7 @@ from toolkit.errors import ReportError, ToolkitError
 from toolkit.files import expanded, open_regular, read_json_object
 from toolkit.report.page import check_replaceable, render
 from toolkit.step_metrics import StepMetrics
-from toolkit.units import NOT_FINITE, UNKNOWN, format_count, format_duration
+from toolkit.units import NOT_FINITE, UNKNOWN, format_count, format_duration, plural
 
 if TYPE_CHECKING:  # rich is imported by the commands that print a table
     from rich.console import Group
@@ -35,9 +35,9 @@ RunState = Literal["starting", "training", "finished", "stopped", "lost"]
 STATE_MEANINGS: dict[RunState, str] = {
     "training": "a job trains there now",
     "starting": "a job holds the directory, and has not finished a step yet",
-    "finished": "all steps are done, and the model is saved",
-    "stopped": "it ended before its last step, by an error or a request, and can be resumed",
-    "lost": "its job ended without a word, or shows no sign of life",
+    "finished": "all steps are done",
+    "stopped": "it ended before its last step, by an error or a request to stop",
+    "lost": "its process has died without releasing the directory, or its heartbeat has stopped",
 }
 
 
@@ -222,7 +222,7 @@ def summary(statuses: Sequence[RunStatus]) -> str:
     """Count the runs by state: `7 runs: 4 training, 2 finished, 1 lost`."""
     counts = {state: sum(status.state == state for status in statuses) for state in STATE_MEANINGS}
     parts = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
-    return f"{len(statuses)} run{'' if len(statuses) == 1 else 's'}: {parts}" if parts else "no runs yet"
+    return f"{plural(len(statuses), 'run')}: {parts}" if parts else "no runs yet"
 
 
 _STYLES: dict[RunState, str] = {

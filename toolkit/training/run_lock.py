@@ -122,7 +122,10 @@ def is_locked(run_dir: Path) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class LockState:
-    """The newest lock of a run directory, as one look at its files shows it."""
+    """The newest lock of a run directory, to be shown to people.
+
+    No directory is taken by it: it compares the clocks of two machines, and a job that wants to take one does not.
+    """
 
     holder: Holder
     is_released: bool
