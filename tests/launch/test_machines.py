@@ -26,7 +26,9 @@ def started(tmp_path: Path, body: str) -> subprocess.CompletedProcess[str]:
 
 def test_ranks_are_numbered_over_all_machines(tmp_path: Path) -> None:
     names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT"
-    body = f"import os; print(*(os.environ[name] for name in {names.split()!r}), flush=True)"
+    # One write for each line: where Python's output is unbuffered, print() writes every word by itself, and the lines
+    # of two ranks mix.
+    body = f"import os; os.write(1, ' '.join(os.environ[name] for name in {names.split()!r}).encode() + b'\\n')"
     done = started(tmp_path, body)
     assert (done.returncode, done.stderr) == (0, "")
     assert sorted(done.stdout.splitlines()) == ["2 6 0 2 node0 4000", "3 6 1 2 node0 4000"]
