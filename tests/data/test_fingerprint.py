@@ -1,11 +1,15 @@
 """The fingerprint of a batch: independent of the layout, different if anything in the batch differs."""
 
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from toolkit.data.samples.fingerprint import format_fingerprint, hash_samples
+from toolkit.config.layout import Layout
+from toolkit.data.samples.fingerprint import BatchFingerprints, format_fingerprint, hash_samples, read_step_numbers
 
 SIZE, LENGTH = 12, 16
 CHANCE = np.random.default_rng(3)
@@ -65,13 +69,23 @@ def test_it_does_not_depend_on_the_dtype(dtype: type) -> None:
 
 
 def test_tensors_are_read_as_arrays_are() -> None:
-    import torch
-
     assert hash_samples(torch.from_numpy(IDS), torch.from_numpy(LABELS), torch.arange(SIZE)) == fingerprint()
 
 
 def test_a_million_samples_fit_63_bits() -> None:
     assert fingerprint() < SIZE * 2**40
+
+
+@pytest.mark.parametrize("stop", [False, True])
+@pytest.mark.parametrize("total", [0, 7, 2**32 - 1, 2**53 + 1, 2**62 + 12_345])
+def test_its_way_over_the_device_keeps_every_bit(total: int, stop: bool) -> None:
+    """There are 53 bits in fp64, and 62 in the hashes of four million samples."""
+    loader: Any = SimpleNamespace(layout=Layout(), report_phase=lambda phase: None)
+    fingerprints = BatchFingerprints(loader)
+    fingerprints.local_sums.append(total)
+    numbers = fingerprints.step_numbers(torch.device("cpu"), stop=stop)
+    assert numbers.dtype == torch.float64
+    assert read_step_numbers(numbers.tolist()) == (format_fingerprint(total), stop)
 
 
 def test_it_is_written_with_sixteen_digits() -> None:

@@ -3,7 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -74,6 +74,12 @@ class Engine(ABC):
 
     Whether they are finite is known after it: the host reads loss and norm together.
     """
+
+    loop_numbers: Callable[[], torch.Tensor] | None = None
+    """Called in every step before the update: numbers of the training loop, fp64 [n] on `device`, that the host reads
+    together with loss and norm."""
+    read_loop_numbers: Sequence[float] = ()
+    """What the host has read of `loop_numbers` in the last step, also where its update was refused."""
 
     report_phase: PhaseReporter = staticmethod(ignore_phase)
     """Called where the phases of a step begin."""
@@ -237,15 +243,30 @@ class Engine(ABC):
             return token_loss
         return token_loss + target_tokens * self.routing.loss()
 
-    def _with_routing(self, losses: torch.Tensor) -> torch.Tensor:
-        """Return the sums of the losses and, of a model with experts, what routing has summed, to be read together."""
-        if self.routing is None:
-            return losses
-        self._sum_over_samples(self.routing.totals)
-        return torch.cat([losses, self.routing.totals])
+    def _host_totals(self, losses: torch.Tensor) -> torch.Tensor:
+        """Return all that the host reads in a step together with the norm, fp64 [n]; `_take_totals` takes it apart.
+
+        `losses`: the sums of the losses. What routing has summed follows, of a model with experts, and the numbers of
+        the training loop.
+        """
+        totals = [losses]
+        if self.routing is not None:
+            self._sum_over_samples(self.routing.totals)
+            totals.append(self.routing.totals)
+        if self.loop_numbers is not None:
+            totals.append(self.loop_numbers())
+            self.report_phase("update")
+        return torch.cat(totals)
+
+    def _take_totals(self, totals: list[float]) -> list[float]:
+        """Keep the numbers of the training loop; return what else `_host_totals` has collected."""
+        routed = 0 if self.routing is None else len(self.routing.totals)
+        end = 1 + self.sources + routed
+        self.read_loop_numbers = totals[end:]
+        return totals[:end]
 
     def _result(self, update: Update, target_tokens: int) -> StepResult:
-        """Build the result of a step from what `_with_routing` returned, once it has been read."""
+        """Build the result of a step from what `_take_totals` returned."""
         losses = update.totals[: 1 + self.sources]
         routing = None
         if self.routing is not None:
@@ -285,7 +306,8 @@ class DistributedEngine(Engine):
         """
         self._set_learning_rate(learning_rate)
         self.before_update()
-        update = self._update(self._with_routing(losses))
+        update = self._update(self._host_totals(losses))
+        update = replace(update, totals=self._take_totals(update.totals))
         loss = update.totals[0] / target_tokens
         if not math.isfinite(loss):
             raise loss_error(loss, local)

@@ -57,7 +57,8 @@ class ReferenceEngine(FullForwardEngine):
         self._set_learning_rate(learning_rate)
         self.before_update()
         norm = clip_gradients(self.model.parameters(), self.grad_clip)
-        totals, grad_norm = read_together(self._with_routing(loss_sums), norm)
+        values, grad_norm = read_together(self._host_totals(loss_sums), norm)
+        totals = self._take_totals(values)
         loss = totals[0] / target_tokens
         if not math.isfinite(loss):
             self.optimizer.zero_grad()

@@ -10,8 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from toolkit.config.job import Job
-from toolkit.data.samples.fingerprint import BatchFingerprints
+from toolkit.data.samples.fingerprint import BatchFingerprints, read_step_numbers
 from toolkit.data.samples.loader import MicroBatchLoader
 from toolkit.data.samples.micro_batch import MicroBatch
 from toolkit.data.tokens.corpora import Corpora
@@ -83,6 +85,7 @@ class TrainingRun:
         if self.resumed is not None:
             self._load(self.resumed)
         self.engine.before_update = partial(self._notify, "on_before_update")
+        self.engine.loop_numbers = self._step_numbers
         with self.progress:
             self._notify("on_run_begin")
             try:
@@ -198,9 +201,12 @@ class TrainingRun:
     def _first_action(actions: Iterable[Action | None]) -> Action | None:
         return next((action for action in actions if action is not None), None)
 
+    def _step_numbers(self) -> torch.Tensor:
+        return self.fingerprints.step_numbers(self.engine.device, stop=bool(self._stop_cause))
+
     def _finish_step(self, result: StepResult, tokens: int) -> None:
         source_tokens = self.loader.source_tokens(self.step + self.skipped_batches)
-        digest, self.is_stopping = self.fingerprints.last(self.engine.device, stop=bool(self._stop_cause))
+        digest, self.is_stopping = read_step_numbers(self.engine.read_loop_numbers)
         rate = self.learning_rate(self.step)
         self.step += 1
         self.tokens += tokens

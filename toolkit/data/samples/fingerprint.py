@@ -6,7 +6,7 @@ the sum over the samples, and so over the ranks, is the fingerprint of the batch
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -19,6 +19,8 @@ from toolkit.data.samples.micro_batch import MicroBatch
 
 _BITS = np.uint64(40)
 """Bits of a sample's hash: sums over millions of samples still fit in 63 bits."""
+_HALF = 1 << 32
+"""A sum of hashes is summed over ranks as two numbers, of its upper and its lower bits: fp64 has both exactly."""
 
 
 def hash_samples(input_ids: ArrayLike, labels: ArrayLike, positions: ArrayLike) -> int:
@@ -58,17 +60,28 @@ class BatchFingerprints:
             yield micro_batch
         self.local_sums.append(total)
 
-    def last(self, device: torch.device, *, stop: bool = False) -> tuple[str, bool]:
-        """Return the fingerprint of the last step's global batch, as the first rank of each replica read it, and
-        whether any rank wants to `stop`, which travels in the same all-reduce. A collective call.
+    def step_numbers(self, device: torch.device, *, stop: bool) -> torch.Tensor:
+        """Return what `read_step_numbers` reads, fp64 [3] on `device`, summed over all ranks. A collective call.
+
+        The fingerprint is that of the last step's global batch, as the first rank of each replica read it; whether any
+        rank wants to `stop` travels with it. The host does not wait for the device.
         """
         self._loader.report_phase("fingerprint")
         is_first = self._coordinate.pipe == 0 and self._coordinate.model == 0
-        sums = torch.tensor([self.local_sums[-1] if is_first else 0, int(stop)], dtype=torch.int64, device=device)
+        high, low = divmod(self.local_sums[-1] if is_first else 0, _HALF)
+        numbers = torch.empty(3, dtype=torch.float64, device=device)
+        # A copy of a list to a GPU waits for all that the GPU has to do; a value to fill with goes with the kernel.
+        for position, number in enumerate((high, low, int(stop))):
+            numbers[position].fill_(number)
         if dist.is_initialized():
-            dist.all_reduce(sums)
-        total, stops = sums.tolist()
-        return format_fingerprint(total), stops > 0
+            dist.all_reduce(numbers)
+        return numbers
+
+
+def read_step_numbers(numbers: Sequence[float]) -> tuple[str, bool]:
+    """Return the fingerprint of a global batch, and whether any rank wants to stop, from `step_numbers` on the host."""
+    high, low, stops = numbers
+    return format_fingerprint(int(high) * _HALF + int(low)), stops > 0
 
 
 def merge_fingerprints(loader: MicroBatchLoader, ranks: list[list[int]]) -> tuple[str, ...]:
