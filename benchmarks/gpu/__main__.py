@@ -12,6 +12,9 @@ Each model trains three times, every time in new processes, with the same initia
     Trainer           transformers.Trainer, with the same DeepSpeed config
     torch, compiled   a loop as one would write it: fp32 weights under autocast, fused AdamW, torch.compile
 
+Then one step of the toolkit is counted and the next one traced, of the first model and in each layout: kernels, waits
+of the host, copies and NCCL kernels beside what benchmarks/step_counts.py counts without a GPU.
+
 Of Llama-3.1-8B, as many layers train as fit by the memory estimate, and once all of them by LoRA. A step is the median
 of those after the first three. MFU counts 6 FLOPs a weight and token and 12 of attention (toolkit/estimate/flops.py),
 over the data sheet's dense peak. Every step has a limit, and what no longer fits before the deadline is not run. The
@@ -43,6 +46,7 @@ from gpu import page
 from gpu.budget import Budget, Outcome, State
 from gpu.setups import ONE_GPU, TINY, TOOLKIT, WARMUP, Setup, describe, fitted, layouts
 from gpu.sides import Machine, built, machine, run_side
+from gpu.traced import run_traced
 from toolkit.config.recipe import Recipe
 from toolkit.hardware import find_gpu, host_memory_bytes
 from toolkit.launch.environment import local_device
@@ -76,8 +80,9 @@ def main() -> None:
     else:
         hour.test()
     hour.train_all()
+    hour.trace_all()
     hour.publish()
-    sys.exit(page.failed(hour.speeds, hour.tests, hour.steps, peers=options.rehearse))
+    sys.exit(page.failed(hour.speeds, hour.tests, hour.steps, hour.traces, peers=options.rehearse))
 
 
 def arguments() -> argparse.Namespace:
@@ -110,6 +115,7 @@ class FirstHour:
     machine: Machine | None = None
     ready: list[Ready] = field(default_factory=list)
     speeds: list[page.Speed] = field(default_factory=list)
+    traces: list[page.Traced] = field(default_factory=list)
     tests: list[dict[str, Any]] = field(default_factory=list)
     steps: dict[str, Outcome] = field(default_factory=dict)
 
@@ -210,6 +216,22 @@ class FirstHour:
             self.speeds.append(speed)
             self.say(f"  {side}: {outcome.reason or f'{speed.tokens_per_second:,.0f} tokens/s'}")
 
+    def trace_all(self) -> None:
+        """Count and trace a step of the toolkit in each layout, of the first model of one GPU alone."""
+        one_gpu = [ready for ready in self.ready if ready.setup.ranks == 1][:1]
+        several = [ready for ready in self.ready if ready.setup.ranks > 1]
+        if self.options.rehearse:
+            several = several[:1]
+        for ready in [*one_gpu, *several]:
+            setup = ready.setup
+            self.say(f"trace of {describe(setup)}")
+            where = FOLDER / "runs" / f"trace-{setup.label}-{len(self.traces)}".replace(" ", "-").replace(",", "")
+            limit = self.budget.left if self.options.rehearse else RUN_SECONDS
+            model = built(ready.recipe) if setup.ranks == 1 else None
+            call = partial(run_traced, ready.recipe, model, where)
+            outcome = self.budget.on_ranks(call, setup.ranks, needs=LEAST_SECONDS, limit=limit)
+            self.traces.append(page.Traced(setup=setup, outcome=outcome))
+
     def add(self, setup: Setup, outcome: Outcome) -> None:
         self.speeds += [page.Speed(setup=setup, side=side, outcome=outcome) for side in setup.sides]
 
@@ -232,7 +254,7 @@ class FirstHour:
         gpus = f" GPUS={self.options.gpus}" if self.options.gpus > 1 else ""
         publish_all(
             "gpu",
-            sheets=page.page(title, self.speeds, self.tests, self.steps),
+            sheets=page.page(title, self.speeds, self.tests, self.steps, self.traces),
             notes=notes,
             save=True,
             path=self.options.output or target,

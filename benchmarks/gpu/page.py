@@ -46,21 +46,41 @@ class Speed:
         return mfu(self.tokens_per_second / self.setup.ranks, self.shape, self.setup.seq_len, self.peak_flops)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Traced:
+    """A step of a setup that was counted and traced. `outcome.value` is its gpu.traced.TracedRun."""
+
+    setup: Setup
+    outcome: Outcome
+
+    @property
+    def layout(self) -> str:
+        """The layout, as layout strings name it."""
+        return str(Layout.resolve(self.setup.ranks, **self.setup.parallel))
+
+
 def page(
-    title: str, speeds: Sequence[Speed], tests: Sequence[dict[str, Any]], steps: dict[str, Outcome]
+    title: str,
+    speeds: Sequence[Speed],
+    tests: Sequence[dict[str, Any]],
+    steps: dict[str, Outcome],
+    traces: Sequence[Traced] = (),
 ) -> list[Sheet]:
-    """The tables. `tests`: a line of tests/gpu each; `steps`: other steps by name."""
+    """The tables. `tests`: a line of tests/gpu each; `steps`: other steps by name; `traces`: of single steps."""
     one_gpu = [one for one in speeds if one.setup.ranks == 1]
     sheets = [targets(title, one_gpu, tests)]
     if one_gpu:
         sheets.append(training(one_gpu))
     if planned := [one for one in speeds if one.side == TOOLKIT]:
         sheets.append(plans(planned))
+    if done := [traced for traced in traces if traced.outcome.state == "done"]:
+        sheets.append(traced_steps(done))
     if measured := [test for test in tests if test["group"] == "memory"]:
         sheets.append(memory(measured))
     if tests:
         sheets.append(test_groups(tests))
-    return sheets + problems(speeds, tests, steps)
+    named = {f"trace of {traced.setup.label}, {traced.layout}": traced.outcome for traced in traces}
+    return sheets + problems(speeds, tests, steps | named)
 
 
 def targets(title: str, speeds: Sequence[Speed], tests: Sequence[dict[str, Any]]) -> Sheet:
@@ -127,6 +147,35 @@ def plans(speeds: Sequence[Speed]) -> Sheet:
     return Sheet(title="Steps beside their plans", headings=headings, rows=rows, text_columns=2)
 
 
+def traced_steps(traces: Sequence[Traced]) -> Sheet:
+    """What a step asks of rank 0's GPU: as counted in one step, and as the trace of the next one has it."""
+    rows = []
+    for traced in traces:
+        counts = traced.outcome.value.counts
+        trace = traced.outcome.value.trace
+        reads = sum(counts.host_reads.values())
+        collectives = sum(counts.collectives.values())
+        row = [traced.setup.label, traced.layout, f"{counts.total_operations:,}"]
+        if trace is None:
+            row += [NONE, str(reads), NONE, str(collectives), NONE, NONE, NONE]
+        else:
+            waits = ", ".join(f"{count} {name}" for name, count in trace.waits.most_common()) or "0"
+            copies = ", ".join(f"{count} {kind}" for kind, count in trace.copies.most_common()) or "0"
+            busy = f"{trace.busy_seconds / trace.seconds:.0%}" if trace.seconds else NONE
+            row += [f"{trace.kernels:,}", str(reads), waits, str(collectives), str(trace.collectives), copies, busy]
+        rows.append(row)
+    return Sheet(
+        title="A step, counted and traced",
+        headings=(
+            *("model", "layout", "operations", "kernels", "host reads", "waits"),
+            *("collectives", "NCCL kernels", "copies", "GPU busy"),
+        ),
+        rows=rows,
+        text_columns=2,
+        notes=["Counted: operations, host reads, collectives (docs/step-counts.md). Traced: all other columns."],
+    )
+
+
 def memory(tests: Sequence[dict[str, Any]]) -> Sheet:
     """Estimated and measured peaks, in GiB."""
     rows = []
@@ -168,10 +217,16 @@ def problems(speeds: Sequence[Speed], tests: Sequence[dict[str, Any]], steps: di
 
 
 def failed(
-    speeds: Sequence[Speed], tests: Sequence[dict[str, Any]], steps: dict[str, Outcome], *, peers: bool = False
+    speeds: Sequence[Speed],
+    tests: Sequence[dict[str, Any]],
+    steps: dict[str, Outcome],
+    traces: Sequence[Traced] = (),
+    *,
+    peers: bool = False,
 ) -> bool:
     """Whether anything of ours failed, with `peers` of theirs too. What was not run for lack of time has not."""
-    outcomes = [*steps.values(), *(one.outcome for one in speeds if peers or one.side == TOOLKIT)]
+    outcomes = [*steps.values(), *(traced.outcome for traced in traces)]
+    outcomes += [one.outcome for one in speeds if peers or one.side == TOOLKIT]
     return any(one.state == "failed" for one in outcomes) or any(test["outcome"] == "failed" for test in tests)
 
 

@@ -17,7 +17,7 @@ from measure.trainer_run import Tokens, trainer_run
 from transformers import PreTrainedModel
 
 from gpu.setups import FIELDS, OURS, TRAINER
-from toolkit import Job, TrainOptions, train
+from toolkit import Callback, Job, TrainOptions, train
 from toolkit.config.recipe import Recipe
 from toolkit.data.tokens.token_cache import prepare
 from toolkit.engines import compiled_layers, factory
@@ -102,8 +102,9 @@ def run_side(
     with output_to(folder / f"rank-{here.rank}.log"):
         device = pick_device(here)
         if side in OURS:
+            stamps = Stamps()
             with mock.patch.dict(compiled_layers._OPTIONS, backend=backend):
-                stamps = our_side(recipe.changed(FIELDS[side]), model)
+                our_side(recipe.changed(FIELDS[side]), model, [stamps])
         else:
             assert tokens is not None
             assert model is not None
@@ -137,14 +138,12 @@ def output_to(path: Path) -> Iterator[None]:
             os.dup2(before, stream)
 
 
-def our_side(recipe: Recipe, model: PreTrainedModel | None) -> Stamps:
-    """The loop of recipes/train.py, without a run directory."""
-    stamps = Stamps()
+def our_side(recipe: Recipe, model: PreTrainedModel | None, callbacks: Sequence[Callback]) -> None:
+    """Train with the loop of recipes/train.py, without a run directory. `model`: built already, where there is one."""
     if model is not None and recipe.model.kernels == "liger":
         take_liger(model)
     with nullcontext() if model is None else mock.patch.object(factory, "build_model", return_value=model):
-        train(Job.of(recipe, RankEnvironment.detect().world_size), [stamps], TrainOptions(), in_memory=True)
-    return stamps
+        train(Job.of(recipe, RankEnvironment.detect().world_size), callbacks, TrainOptions(), in_memory=True)
 
 
 def by_hand(recipe: Recipe, tokens: Tokens, model: PreTrainedModel, device: torch.device, backend: str) -> Stamps:

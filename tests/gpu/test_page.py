@@ -14,7 +14,10 @@ from gpu import page, setups
 from gpu.budget import Budget, Outcome
 from gpu.setups import TOOLKIT, TORCH, TRAINER, Setup, fitted
 from gpu.sides import Run
+from gpu.traced import Trace, TracedRun, read_trace
+from measure.step_counter import HostRead, StepCounts
 from measure.table import Sheet, publish_all
+from torch.autograd import DeviceType
 
 from toolkit.config.recipe import Recipe
 from toolkit.estimate.flops import train_flops_per_token
@@ -130,3 +133,61 @@ def test_the_page_is_markdown_with_a_table_a_sheet(tmp_path: Path) -> None:
     assert lines[0] == "# first"
     assert sum(line.startswith("| ---") for line in lines) == len(sheets)
     assert "- an H100" in lines
+
+
+def traced_event(name: str, start: float, end: float, *, on_gpu: bool, named: bool = False) -> Any:
+    """An event as torch.profiler's `events()` has it, in microseconds."""
+    device = DeviceType.CUDA if on_gpu else DeviceType.CPU
+    span = SimpleNamespace(start=start, end=end)
+    return SimpleNamespace(name=name, time_range=span, device_type=device, is_user_annotation=named)
+
+
+EVENTS = [
+    traced_event("aten::mm", 0, 5, on_gpu=False),
+    traced_event("cudaLaunchKernel", 1, 2, on_gpu=False),
+    traced_event("ampere_bf16_gemm", 10, 30, on_gpu=True),
+    traced_event("elementwise_kernel", 30, 40, on_gpu=True),
+    traced_event("nccl:all_reduce", 20, 60, on_gpu=True, named=True),
+    traced_event("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", 35, 60, on_gpu=True),
+    traced_event("Memcpy DtoH (Device -> Pinned)", 80, 82, on_gpu=True),
+    traced_event("cudaStreamSynchronize", 5, 83, on_gpu=False),
+    traced_event("Memset (Device)", 90, 91, on_gpu=True),
+    traced_event("cudaDeviceSynchronize", 92, 100, on_gpu=False),
+]
+
+
+def test_a_trace_tells_kernels_from_collectives_and_copies() -> None:
+    trace = read_trace(EVENTS)
+    assert (trace.kernels, trace.collectives) == (2, 1)
+    assert trace.copies == {"DtoH": 1, "memset": 1}
+    assert trace.waits == {"cudaStreamSynchronize": 1}  # not the one that the profiler makes when it stops
+    assert trace.busy_seconds == pytest.approx((50 + 2 + 1) * 1e-6)
+    assert trace.seconds == pytest.approx(91e-6)
+
+
+def test_a_step_of_its_own_that_waits_for_the_whole_device_is_seen() -> None:
+    waits = read_trace([*EVENTS, traced_event("cudaDeviceSynchronize", 85, 86, on_gpu=False)]).waits
+    assert waits["cudaDeviceSynchronize"] == 1
+
+
+@pytest.mark.parametrize(
+    ("trace", "shown"),
+    [
+        (None, ["7", "–", "2", "–", "0", "–", "–", "–"]),
+        (read_trace(EVENTS), ["7", "2", "2", "1 cudaStreamSynchronize", "0", "1", "1 DtoH, 1 memset", "58%"]),
+    ],
+)
+def test_what_is_counted_stands_beside_the_trace(trace: Trace | None, shown: list[str]) -> None:
+    counts = StepCounts()
+    counts.operations["forward"] = 7
+    counts.host_reads[HostRead(phase="update", place="base.py:1", operation="tolist")] = 2
+    traced = page.Traced(setup=SETUP, outcome=Outcome(state="done", value=TracedRun(counts=counts, trace=trace)))
+    (row,) = sheet(page.page("first", [], [], {}, [traced]), "A step, counted and traced")
+    assert row == ["1B", "dp1-tp1-pp1-z2", *shown]
+
+
+def test_a_trace_that_fails_is_a_line_and_the_exit_code() -> None:
+    traced = page.Traced(setup=SETUP, outcome=Outcome(state="failed", reason="no profiler"))
+    sheets = page.page("first", [], [], {}, [traced])
+    assert sheet(sheets, "Failed, skipped and not run") == [["trace of 1B, dp1-tp1-pp1-z2", "failed", "no profiler"]]
+    assert page.failed([], [], {}, [traced])
