@@ -4,8 +4,9 @@ DeepSpeed refuses fp16 on CPUs because they are slow at it, not because PyTorch 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from nonempty import nonempty
 
 from toolkit.config.recipe import Recipe
 from toolkit.parity import LossCurve, ParityRun, Tolerance, compare_curves
+from toolkit.parity.run.observe import FIRST_LOSS_SCALE, lower_loss_scale
 from toolkit.parity.run.train_in_memory import train_in_memory
 from toolkit.parity.tolerance import UNIT_ROUNDOFF
 
@@ -75,6 +77,30 @@ def test_an_fp16_overflow_skips_the_step_and_training_goes_on(
     assert all(nonempty(map(math.isfinite, losses)))
 
 
+def first_loss_scale(recipe: Recipe) -> float:
+    allow_fp16()
+    scales: dict[str, float] = train_in_memory(recipe, inspect=lambda engine: engine.loss_scale()).inspected
+    return next(scales[name] for name in ("scale", "cur_scale") if name in scales)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_compared_runs_begin_with_a_loss_scale_that_does_not_overflow(
+    make_recipe: Make, ranks: Ranks, stage: int
+) -> None:
+    """Jais 2 with 2 layers overflows at 65,536 on two replicas, which have twice the gradient each, and not on one."""
+    recipe = make_recipe(parallel={"zero_stage": stage}, precision="fp16", train__steps=2)
+    assert ranks(first_loss_scale, 2, recipe) == [FIRST_LOSS_SCALE, FIRST_LOSS_SCALE]
+
+
+def test_a_lower_loss_scale_than_that_stays() -> None:
+    loaded: list[Any] = []
+    engine: Any = SimpleNamespace(
+        loss_scale=lambda: {"cur_scale": 32.0, "cur_iter": 0.0}, load_loss_scale=loaded.append
+    )
+    lower_loss_scale(engine)
+    assert loaded == []
+
+
 def mixture(folder: Path) -> dict[str, Any]:
     """Sections of a recipe of a tiny mixture of experts."""
     from toolkit.parallel.tiny_model import tiny_config
@@ -114,6 +140,7 @@ def test_fp16_in_pipelines_and_with_experts_is_that_of_one_rank(
 
 def overflow_trial(recipe: Recipe, rank: int) -> tuple[list[list[Any]], frozenset[str]]:
     """Steps 3 and 4 overflow in one gradient of `rank`. Return of each rank, by step: was it skipped, and the scale."""
+    import torch
     import torch.distributed as dist
 
     from toolkit.engines.deepspeed_engine import DeepSpeedEngine
@@ -122,13 +149,23 @@ def overflow_trial(recipe: Recipe, rank: int) -> tuple[list[list[Any]], frozense
     allow_fp16()
     steps: list[tuple[bool, dict[str, float]]] = []
 
+    def gradients(engine: Any) -> Iterator[torch.Tensor]:
+        """Those that no other rank has a copy of: a tied one is equal on both of its stages."""
+        groups = getattr(engine.optimizer, "averaged_gradients", None)
+        if groups is None:
+            yield from (p.grad for name, p in engine.model.named_parameters() if ".experts." in name)
+            return
+        partitions = getattr(engine.optimizer, "params_in_partition", None)  # None: ZeRO-3, which has no pipelines
+        for number, group in groups.items():
+            held = list(group or ())
+            for gradient, parameter in zip(held, partitions[number] if partitions else held, strict=False):
+                if gradient is not None and not getattr(parameter, "ds_pipe_replicated", False):
+                    yield gradient
+
     def overflowing(update: Any) -> Any:
         def call(engine: Any, loss: float) -> Any:
             if len(steps) in (2, 3) and dist.get_rank() == rank:
-                gradients = getattr(engine.optimizer, "averaged_gradients", None)
-                if gradients is None:
-                    gradients = {0: [p.grad for name, p in engine.model.named_parameters() if ".experts." in name]}
-                next(one for group in gradients.values() for one in group or () if one is not None).fill_(math.inf)
+                next(gradients(engine)).fill_(math.inf)
             result = update(engine, loss)
             steps.append((result.skipped, engine.loss_scale()))
             return result

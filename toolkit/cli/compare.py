@@ -203,6 +203,8 @@ def _strategies(
 def _notes(recipe: "Recipe", small: "Recipe", options: dict[str, Any]) -> list[str]:
     drops = "Dropout is on: masks depend on the micro-batch and on tp, so layouts agree only within its noise."
     notes = [drops if options["dropout"] else "Dropout is off."]
+    if recipe.precision == "fp16":
+        notes.append("The loss scale begins at 4,096 at most, where no layout skips its first steps.")
     if small.optimizer.name == "adamw8bit":
         notes.append("Moments of 8 bits round in blocks, which layouts cut differently. adamw proves one more sharply.")
     if small.schedule.warmup_steps != recipe.schedule.warmup_steps:

@@ -80,6 +80,22 @@ def learning_rate_of(engine: Engine) -> float:
     return rates.pop() if len(rates) == 1 else math.nan
 
 
+FIRST_LOSS_SCALE = 2.0**12
+"""The greatest loss scale with which a compared run in fp16 begins."""
+
+
+def lower_loss_scale(engine: Engine) -> None:
+    """Let a run in fp16 begin with a loss scale at which its first steps overflow in no layout.
+
+    Engines average gradients over replicas, so that each replica multiplies its loss by their number. At DeepSpeed's
+    first scale of 2^16 the gradients of one layout may overflow, and its update be skipped, where those of another do
+    not.
+    """
+    for name, value in engine.loss_scale().items():
+        if name in ("scale", "cur_scale") and value > FIRST_LOSS_SCALE:
+            engine.load_loss_scale({name: FIRST_LOSS_SCALE})
+
+
 def replica_hashes(engine: Engine) -> dict[Hashable, bytes]:
     """Hashes of the local values of each parameter: ranks with the same key hold replicas of the same values."""
     hashes: dict[Hashable, bytes] = {}

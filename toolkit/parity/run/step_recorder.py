@@ -12,6 +12,7 @@ from toolkit.engines.base import StepResult
 from toolkit.engines.optimizer_states import MASTER
 from toolkit.parity import Tensors
 from toolkit.parity.replay import StepRecord
+from toolkit.parity.run import observe
 from toolkit.parity.run.rounding import round_differently, round_moments_differently
 from toolkit.parity.run.train_in_memory import directions_of, keep
 from toolkit.training.callback import Action, Callback
@@ -34,6 +35,7 @@ class StepRecorder(Callback):
 
     @override
     def on_run_begin(self, run: TrainingRun) -> None:
+        observe.lower_loss_scale(run.engine)
         if self._seed is not None:
             round_differently(run.engine.model, precision=run.recipe.precision, seed=self._seed)
             if run.recipe.optimizer.name == "adamw8bit":

@@ -92,6 +92,7 @@ class ParityRecorder(Callback):
     @override
     def on_run_begin(self, run: TrainingRun) -> None:
         engine = run.engine
+        observe.lower_loss_scale(engine)
         self._tensors["initial"] = self._keep("initial", engine.full_parameters())
         self._diverged_at_start, _ = observe.compare_replicas(observe.gather_on_rank_0(observe.replica_hashes(engine)))
         if isinstance(engine, ReferenceEngine):
