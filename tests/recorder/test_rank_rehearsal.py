@@ -101,6 +101,11 @@ def rehearse_faulty(make_recipe: MakeRecipe, layout: str) -> str:
     return rehearse(job_in(make_recipe, layout), on_gpu=False).problem
 
 
+def test_a_job_with_adapters_is_rehearsed(make_recipe: MakeRecipe) -> None:
+    adapters = {**LLAMA, "lora": {"r": 4, "dropout": 0.1}}
+    assert not rehearse(job_in(make_recipe, "dp2-z1", adapters), on_gpu=False).problem
+
+
 def test_a_rank_that_skips_an_all_reduce_is_named(make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = [0]
 

@@ -185,13 +185,16 @@ class _RankZeroSends:
 def _applied(module: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
     """Apply a function to parameters and buffers, as nn.Module does to real ones; fake ones it would swap."""
     for part in module.modules() if recurse else [module]:
-        for parameter in part._parameters.values():
+        for name, parameter in part._parameters.items():
             if parameter is None:
                 continue
             with torch.no_grad():
                 applied = function(parameter)
-            if applied is not parameter:
-                parameter.data = applied
+            if torch._has_compatible_shallow_copy_type(parameter, applied):
+                if applied is not parameter:
+                    parameter.data = applied
+            else:  # as peft moves adapters to the meta device
+                part._parameters[name] = nn.Parameter(applied, parameter.requires_grad)
         for name, buffer in part._buffers.items():
             if buffer is not None:
                 part._buffers[name] = function(buffer)
