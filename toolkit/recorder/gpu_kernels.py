@@ -1,8 +1,8 @@
 """GpuKernels: the kernels that a GPU runs, in a pass on fake tensors of a CPU.
 
-Which kernel runs decides what is kept for the backward pass. Without a GPU, a backward pass over fake CUDA tensors
-fails, so fake CPU tensors stand in, and the functions whose CUDA kernel saves something else are replaced. LayerNorm's
-statistics and the buffers that a GPU's kernels free before they return (`workspace`) are in trace.py.
+Which kernel runs decides what is kept for the backward pass. A torch without CUDA has no backward pass over fake CUDA
+tensors, so fake CPU tensors stand in, and the functions whose CUDA kernel saves something else are replaced.
+LayerNorm's statistics and the buffers that a GPU's kernels free before they return (`workspace`) are in trace.py.
 """
 
 from collections.abc import Callable
@@ -90,8 +90,9 @@ def attend(
     Shapes: q [b, heads, s, d], k and v [b, key-value heads, s, d]; returns [b, heads, s, d].
     Source: ATen/native/transformers/cuda/sdp_utils.cpp.
     """
-    if torch.is_autocast_enabled("cpu"):
-        dtype = torch.get_autocast_dtype("cpu")
+    kind = q.device.type
+    if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
         q = q.to(dtype)
         k = k.to(dtype)
         v = v.to(dtype)

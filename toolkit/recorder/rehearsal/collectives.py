@@ -37,7 +37,7 @@ _KINDS = {
 _AXES = ("data", "pipeline", "expert", "expert data", "secondary", "ends", "stage", "replica")
 _PEER = ("root_rank", "dst", "src")
 _LISTENED = ("toolkit/", "deepspeed/runtime/", "deepspeed/sequence/")
-_PASSED_ON = ("recorder/rehearsal/", "parallel/tensor/collectives.py")
+_PASSED_ON = ("recorder/rehearsal/", "recorder/gpu_kernels.py", "parallel/tensor/collectives.py")
 
 
 @dataclass(frozen=True, kw_only=True)

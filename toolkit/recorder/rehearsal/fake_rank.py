@@ -1,7 +1,8 @@
 """This process as one rank of a job whose other ranks do not exist: no tensor has memory, no message arrives.
 
 Small tensors of integers are real: the headers of pipeline messages, counts, sizes. What a rank receives of them is
-what the rank before it sent in its own rehearsal.
+what the rank before it sent in its own rehearsal. On a GPU that does not exist no tensor can be real: there a fake one
+has its values in a tensor of the host beside it.
 """
 
 import os
@@ -20,19 +21,22 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.autograd.graph import _engine_run_backward
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._pytree import tree_iter
+from torch.utils._pytree import tree_iter, tree_map
 from typing_extensions import override
 
 from toolkit.config.layout import Layout
 from toolkit.parallel.experts import dispatch
 from toolkit.recorder.gpu_kernels import GpuKernels
-from toolkit.recorder.rehearsal.collectives import CollectiveRecorder
+from toolkit.recorder.rehearsal.collectives import Collective, CollectiveRecorder
 from toolkit.recorder.rehearsal.live_bytes import LiveBytes
 from toolkit.recorder.run_pass import as_with_values
 
 aten = torch.ops.aten
 _MOST_REAL = 1024
 """Elements of the largest tensor of integers that has values."""
+_VALUES = "_host_values"
+"""Attribute of a fake tensor of integers on a GPU: its values, on the host."""
+CPU = torch.device("cpu")
 Messages = Sequence[list[int]]
 """Tensors of integers, in their order."""
 
@@ -41,10 +45,19 @@ class FakeRank(CollectiveRecorder):
     """A mode that answers for values that do not exist, and counts bytes. It needs a FakeTensorMode below it."""
 
     def __init__(
-        self, layout: Layout, rank: int, *, received: Messages, most: Messages, on_gpu: bool, documents: bool
+        self,
+        layout: Layout,
+        rank: int,
+        *,
+        received: Messages,
+        most: Messages,
+        on_gpu: bool,
+        documents: bool,
+        device: torch.device,
     ) -> None:
         super().__init__(layout, rank)
         self.documents = documents
+        self.device = device
         self.live = LiveBytes(on_gpu=on_gpu)
         self.sent: list[list[int]] = []
         self.maxima: list[list[int]] = []
@@ -58,11 +71,17 @@ class FakeRank(CollectiveRecorder):
         if func.namespace == "c10d":
             return self._communicate(func, args, kwargs)
         if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
-            return self._answer(args[0].dtype)
-        if _is_real(func, args, kwargs):
+            values = host_values(args[0])
             with unset_fake_temporarily():
-                return func(*args, **kwargs)
-        result = func(*args, **kwargs)
+                return self._answer(args[0].dtype) if values is None else values.item()
+        if _is_real(func, args, kwargs):
+            if not _is_on_gpu(args, kwargs):
+                with unset_fake_temporarily():
+                    return func(*args, **kwargs)
+            result = _with_values(func, args, kwargs)
+        else:
+            _forget_values(func, args)
+            result = func(*args, **kwargs)
         self.live.see(func, args, result)
         return result
 
@@ -78,7 +97,9 @@ class FakeRank(CollectiveRecorder):
     def _communicate(self, func: Any, args: Any, kwargs: Any) -> Any:
         call = self.record(func, args)
         tensors = [tensor for tensor in tree_iter(args[0]) if isinstance(tensor, torch.Tensor)]
-        values = [tensor for tensor in tensors if not isinstance(tensor, FakeTensor) and not tensor.is_floating_point()]
+        if call is not None and call.kind != "barrier":
+            self._check_device(call, tensors)
+        values = [held for tensor in tensors if (held := host_values(tensor)) is not None]
         if call is None or not values or call.group != "pipeline":
             return func(*args, **kwargs)
         with unset_fake_temporarily():
@@ -90,6 +111,59 @@ class FakeRank(CollectiveRecorder):
                 self.maxima.append(values[0].reshape(-1).tolist())
                 _fill(values[0], next(self._most, None))
         return func(*args, **kwargs)
+
+    def _check_device(self, call: Collective, tensors: Sequence[torch.Tensor]) -> None:
+        """Raise RuntimeError for a tensor that is not on the rank's device, as NCCL does: gloo copies it."""
+        wrong = next((tensor for tensor in tensors if tensor.device.type != self.device.type), None)
+        if wrong is not None and self.device.type != "cpu":
+            raise RuntimeError(f"{call} of group {call.group} has a tensor on {wrong.device}, which NCCL cannot send")
+
+
+def host_values(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the values of a small tensor of integers, on the host; None for any other."""
+    if isinstance(tensor, FakeTensor):
+        return getattr(tensor, _VALUES, None)
+    return tensor if tensor.numel() <= _MOST_REAL and not tensor.is_floating_point() else None
+
+
+def _is_on_gpu(args: Any, kwargs: Any) -> bool:
+    """Whether an operation takes or makes tensors of a GPU: fake ones, which have values beside them."""
+    device = kwargs.get("device")
+    if device is not None and torch.device(device).type == "cuda":
+        return True
+    return any(isinstance(value, FakeTensor) for value in tree_iter((args, kwargs)))
+
+
+def _with_values(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operation on fake tensors of a GPU, and on their values beside them."""
+
+    def on_host(value: Any) -> Any:
+        return host_values(value) if isinstance(value, FakeTensor) else value
+
+    host_kwargs = {key: torch.device("cpu") if key == "device" else value for key, value in kwargs.items()}
+    with unset_fake_temporarily():
+        values = func(*tree_map(on_host, args), **tree_map(on_host, host_kwargs))
+    result = func(*tree_map(_without_values, args), **tree_map(_without_values, kwargs))
+    for made, held in zip(tree_iter(result), tree_iter(values), strict=True):
+        if isinstance(made, FakeTensor) and host_values(held) is not None:
+            setattr(made, _VALUES, held)
+    return result
+
+
+def _without_values(value: Any) -> Any:
+    """Return a fake tensor in the place of a real one, with which torch would compute on the GPU."""
+    if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+
+
+def _forget_values(func: Any, args: Any) -> None:
+    """Forget the values of what an operation writes, which it computes from numbers that do not exist."""
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        if argument.is_write:
+            for tensor in tree_iter(value):
+                if isinstance(tensor, FakeTensor) and hasattr(tensor, _VALUES):
+                    delattr(tensor, _VALUES)
 
 
 def _fill(tensor: torch.Tensor, values: list[int] | None) -> None:
@@ -104,7 +178,7 @@ def _is_real(func: Any, args: Any, kwargs: Any) -> bool:
     has_tensors = False
     for value in tree_iter((args, kwargs)):
         if isinstance(value, torch.Tensor):
-            if isinstance(value, FakeTensor) or value.numel() > _MOST_REAL:
+            if host_values(value) is None and (isinstance(value, FakeTensor) or value.numel() > _MOST_REAL):
                 return False
             has_tensors = True
     dtype = kwargs.get("dtype")
@@ -134,11 +208,12 @@ def fake_rank(
     most: Messages = (),
     on_gpu: bool = True,
     documents: bool = False,
+    device: torch.device = CPU,
 ) -> Iterator[FakeRank]:
     """Be one rank of a layout inside. There must be no process group. `on_gpu`: which device's kernels run.
 
     `received`: the headers that the stage before sends; `most`: the largest values of a pipeline's stages; `documents`:
-    whether positions restart inside a sample.
+    whether positions restart inside a sample; `device`: where fake tensors say that they are.
     """
     variables = {
         "RANK": str(rank),
@@ -147,11 +222,14 @@ def fake_rank(
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": "1",
     }
-    mode = FakeRank(layout, rank, received=received, most=most, on_gpu=on_gpu, documents=documents)
+    mode = FakeRank(layout, rank, received=received, most=most, on_gpu=on_gpu, documents=documents, device=device)
     with ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, variables))
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
         stack.callback(dist.destroy_process_group)
+        if device.type == "cuda":
+            stack.enter_context(mock.patch.object(dist, "get_backend", return_value="nccl"))
+            stack.enter_context(mock.patch.object(FakeTensor, "data", _DATA, create=True))
         stack.enter_context(mock.patch.object(nn.Module, "_apply", _applied))
         stack.enter_context(mock.patch.object(torch.autograd, "backward", _backward))
         stack.enter_context(mock.patch.object(torch.Tensor, "backward", _backward_of))
@@ -199,6 +277,17 @@ def _applied(module: nn.Module, function: Any, recurse: bool = True) -> nn.Modul
             if buffer is not None:
                 part._buffers[name] = function(buffer)
     return module
+
+
+def _set_data(tensor: FakeTensor, value: torch.Tensor) -> None:
+    """Set the data of a fake tensor, and with it the device, which torch leaves as it was."""
+    torch.Tensor.data.__set__(tensor, value)  # type: ignore[attr-defined]
+    if isinstance(value, FakeTensor):
+        tensor.fake_device = value.fake_device
+
+
+_DATA = property(torch.Tensor.data.__get__, _set_data)  # type: ignore[attr-defined]
+"""The property `data` of fake tensors that move to another device with what they are set to."""
 
 
 def _backward(

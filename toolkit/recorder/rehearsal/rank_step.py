@@ -1,7 +1,7 @@
 """RankStep: what one rank of a rehearsal did: its collectives, its memory, what it would save and resume."""
 
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,9 +21,8 @@ from toolkit.files import reason_of
 from toolkit.model_init import model_partition
 from toolkit.parallel.model_structure import ModelStructure
 from toolkit.recorder.rehearsal.collectives import Collective
-from toolkit.recorder.rehearsal.fake_rank import FakeRank, Messages, fake_rank
+from toolkit.recorder.rehearsal.fake_rank import CPU, FakeRank, Messages, fake_rank
 
-CPU = torch.device("cpu")
 STEPS = 2
 """ZeRO-3 gathers ahead, and Adam has moments, from the second step on."""
 
@@ -75,14 +74,24 @@ def rehearse_rank(
     received: Messages = (),
     most: Messages = (),
     on_gpu: bool = True,
+    device: torch.device = CPU,
+    inspect: Callable[[Engine], None] | None = None,
 ) -> RankStep:
-    """Build the engine of a rank and take training steps, on tensors without memory. Raises what the engine raises."""
+    """Build the engine of a rank and take training steps, on tensors without memory. Raises what the engine raises.
+
+    `device`: where these tensors say that they are. On `cuda` the GPU's own code paths run, which needs a torch that
+    has such a device, or a stub of one. `inspect`: called with the engine behind the last step.
+    """
     documents = job.recipe.data.masks_documents
-    with (
-        partitioned.known(),
-        fake_rank(job.layout, rank, received=received, most=most, on_gpu=on_gpu, documents=documents) as mode,
-    ):
-        rehearsal = _Rehearsal(job, ds_config, mode)
+    options: dict[str, Any] = {
+        "received": received,
+        "most": most,
+        "on_gpu": on_gpu,
+        "documents": documents,
+        "device": device,
+    }
+    with partitioned.known(), fake_rank(job.layout, rank, **options) as mode:
+        rehearsal = _Rehearsal(job, ds_config, mode, inspect)
         try:
             return rehearsal.run()
         except ToolkitError:
@@ -106,7 +115,14 @@ def _in_one_line(error: Exception, phase: str) -> str:
 
 
 class _Rehearsal:
-    def __init__(self, job: Job, ds_config: Mapping[str, Any] | None, mode: FakeRank) -> None:
+    def __init__(
+        self,
+        job: Job,
+        ds_config: Mapping[str, Any] | None,
+        mode: FakeRank,
+        inspect: Callable[[Engine], None] | None,
+    ) -> None:
+        self.inspect = inspect
         self.job = job
         self.ds_config = ds_config
         self.mode = mode
@@ -114,7 +130,7 @@ class _Rehearsal:
 
     def run(self) -> RankStep:
         mode = self.mode
-        engine = create_engine(self.job, CPU, self.ds_config)
+        engine = create_engine(self.job, mode.device, self.ds_config)
         engine.report_phase = self._enter
         first = 0
         for _ in range(STEPS):
@@ -125,6 +141,9 @@ class _Rehearsal:
         last = len(mode.recorded)
         peak = mode.live.peak
         saved = tuple((kind, tuple(specs)) for kind, specs in local_tensors(engine).specs)
+        if self.inspect is not None:
+            self.phase = "inspection"
+            self.inspect(engine)
         self._resume(engine)
         return RankStep(
             calls=tuple(mode.recorded),

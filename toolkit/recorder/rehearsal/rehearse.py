@@ -28,6 +28,7 @@ from toolkit.model_init.build_model import load_config
 from toolkit.models.shape import find_name
 from toolkit.parallel.model_structure import ModelStructure, analyze_model
 from toolkit.planner.run_memory import memory_request
+from toolkit.recorder.rehearsal.fake_rank import CPU
 from toolkit.recorder.rehearsal.match import find_mismatch
 from toolkit.recorder.rehearsal.rank_kinds import RankKind, rank_kinds
 from toolkit.recorder.rehearsal.rank_step import Partitioned, RankFailure, RankStep, rehearse_rank
@@ -151,10 +152,14 @@ def rehearsed_job(job: Job) -> Job:
     return replace(job, recipe=changed, batch=replace(job.batch, global_batch_size=samples))
 
 
-def rehearsed_config(job: Job, *, hidden_size: int, on_gpu: bool) -> dict[str, Any]:
-    """The DeepSpeed config of a job, with PyTorch's own optimizer in place of those that DeepSpeed compiles."""
+def rehearsed_config(job: Job, *, hidden_size: int, on_gpu: bool, device: torch.device = CPU) -> dict[str, Any]:
+    """The DeepSpeed config of a job, with PyTorch's own optimizer in place of those that DeepSpeed compiles.
+
+    `device`: where tensors are, as of `rehearse_rank`. On a CPU PyTorch's optimizer is not the fused one of a GPU.
+    """
     config = build(job, hidden_size=hidden_size, device="cuda" if on_gpu else "cpu")
-    if on_gpu:
+    is_compiled = job.layout.offload_optimizer != "none"
+    if on_gpu and (is_compiled or device.type == "cpu"):
         plain = build(job, hidden_size=hidden_size, device="cpu")
         overlaps = config["zero_optimization"]["overlap_comm"]
         config = plain
