@@ -45,7 +45,7 @@ def test_one_process_trains_what_torch_optim_muon_does(make_recipe: Callable[...
     ours, theirs = Model(), Model()
     theirs.load_state_dict(ours.state_dict())
     recipe = make_recipe(optimizer=settings, precision="bf16")  # whose products are in bf16, as theirs always are
-    optimizer = torch_optimizer(recipe, parameter_groups(ours.named_parameters(), recipe.optimizer))
+    optimizer = torch_optimizer(recipe, parameter_groups(ours.named_parameters(), recipe.optimizer), on_gpu=False)
     for group in optimizer.param_groups:
         group["lr"] = 0.02 * group["lr_ratio"]
     connect_optimizer(PlainStates(optimizer, state_kinds("muon", 0.0)), ours.named_parameters())

@@ -77,7 +77,8 @@ class AccelerateEngine(DataParallelEngine):
             self.accelerator.state.distributed_type = DistributedType.FSDP
             self.accelerator.state.fsdp_plugin = plugin
         self.model = model
-        optimizer = torch_optimizer(recipe, parameter_groups(self.named_parameters(), recipe.optimizer))
+        groups = parameter_groups(self.named_parameters(), recipe.optimizer)
+        optimizer = torch_optimizer(recipe, groups, on_gpu=device.type == "cuda")
         prepared, self.optimizer = self.accelerator.prepare(model, optimizer)
         base = getattr(self.optimizer, "optimizer", self.optimizer)
         states = PlainStates(base, state_kinds(recipe.optimizer.name, recipe.optimizer.momentum))

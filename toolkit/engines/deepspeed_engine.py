@@ -50,7 +50,7 @@ class DeepSpeedBase(DistributedEngine):
         if recipe.train.compile:
             self.compiled = CompiledLayers(self.model, zero_stage=self._zero_stage)
         groups = parameter_groups(self.named_parameters(), recipe.optimizer)
-        client = None if "optimizer" in config else torch_optimizer(recipe, groups)
+        client = None if "optimizer" in config else torch_optimizer(recipe, groups, on_gpu=self.device.type == "cuda")
         quiet = deepspeed_patches.quiet_stdout(unless=recipe.log.level == "debug")
         tested = deepspeed_patches.without_untested_warning(recipe.optimizer.name)
         with quiet, tested, deepspeed_patches.no_block_is_a_leaf():

@@ -68,15 +68,15 @@ def fill_missing_gradients(parameters: Iterable[nn.Parameter]) -> None:
             parameter.grad = torch.zeros_like(parameter)
 
 
-def torch_optimizer(recipe: Recipe, groups: Iterable[dict[str, Any]]) -> torch.optim.Optimizer:
+def torch_optimizer(recipe: Recipe, groups: Iterable[dict[str, Any]], *, on_gpu: bool) -> torch.optim.Optimizer:
     """Create the recipe's optimizer: PyTorch's, or Lion, which PyTorch lacks, or one for parts of matrices.
 
     On GPUs PyTorch's Adam is one kernel for all parameters, whose step counters are on the device. On CPUs, whose fused
     kernels round differently, it is one call for all parameters of each operation, with the bits of one for each.
+    `on_gpu`: where the parameters will be at the first update, as some engines move them there later.
     """
     section = recipe.optimizer
     parameters = list(groups)
-    on_gpu = any(parameter.is_cuda for group in parameters for parameter in group["params"])
     at_once = {"fused": True} if on_gpu else {"foreach": True}
     match section.name:
         case "adamw":

@@ -32,7 +32,8 @@ class ReferenceEngine(FullForwardEngine):
         self.device = device
         self.sources = len(recipe.data.labels)
         self.dropout = DropoutStream(model, device)
-        self.optimizer = torch_optimizer(recipe, parameter_groups(self.named_parameters(), recipe.optimizer))
+        groups = parameter_groups(self.named_parameters(), recipe.optimizer)
+        self.optimizer = torch_optimizer(recipe, groups, on_gpu=device.type == "cuda")
         states = PlainStates(self.optimizer, state_kinds(recipe.optimizer.name, recipe.optimizer.momentum))
         self.states = connect_optimizer(states, self.named_parameters())
         self.grad_clip = recipe.train.grad_clip
