@@ -106,9 +106,7 @@ class RankFailure(Exception):  # noqa: N818 - what a job would fail with, not an
 
 def _in_one_line(error: Exception, phase: str) -> str:
     frames = traceback.extract_tb(error.__traceback__)
-    of_ours = [
-        frame for frame in frames if "/toolkit/" in frame.filename and "/recorder/rehearsal/" not in frame.filename
-    ]
+    of_ours = [frame for frame in frames if "/toolkit/" in frame.filename and "/recorder/" not in frame.filename]
     last = (of_ours or list(frames))[-1]
     place = f"{last.filename.rpartition('/')[2]} {last.name}"
     return f"{phase}: {type(error).__name__}: {reason_of(error)} (in {place})"
