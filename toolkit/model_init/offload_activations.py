@@ -120,7 +120,7 @@ class _LayerPass:
             return self, tensor
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if type(tensor) is not torch.Tensor or storage.nbytes() < SMALLEST_BYTES or key in self._resident:
+        if not _is_plain(tensor) or storage.nbytes() < SMALLEST_BYTES or key in self._resident:
             return tensor
         if isinstance(tensor._base, nn.Parameter) or _is_cast_of_weight(tensor):
             return tensor
@@ -190,6 +190,11 @@ def _unpack(saved: Any) -> torch.Tensor:
         return stored
     dtype, place = view
     return torch.empty(0, dtype=dtype, device=stored.device.device).set_(stored.device.untyped_storage(), *place)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the bytes of a tensor's storage are all that it has: not so of subclasses."""
+    return type(tensor) is torch.Tensor
 
 
 def _is_cast_of_weight(tensor: torch.Tensor) -> bool:
