@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from measure.step_counter import CountedStep, StepCounts
-from torch.autograd import DeviceType
+from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedModel
 from typing_extensions import override
@@ -75,7 +75,7 @@ class TracedStep(Callback):
         elif metrics.step == self._after + 1:
             self._profiler.stop()
             if self._on_gpu:
-                self.trace = read_trace(self._profiler.events())
+                self.trace = read_trace(self._profiler.events())  # type: ignore[no-untyped-call]
 
 
 def read_trace(events: Iterable[Any]) -> Trace:
