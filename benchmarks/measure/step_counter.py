@@ -1,15 +1,24 @@
-"""Counts of what one training step asks of a device: operations, host reads, bytes, casts and collectives.
+"""Counts of what one training step asks of a device: operations, host reads, bytes, allocations, casts, collectives.
 
 A TorchDispatchMode sees every operation of the rank's main thread, in forward passes, in autograd and in hooks, and
 every collective. Counts are exact: they do not depend on how fast or how busy the machine is. They say about a GPU:
 
-    operations      all that launch a kernel there: no views, no allocations, no collectives. One call of a
-                    multi-tensor (`_foreach_`) or fused operation is one, whatever its number of tensors.
+    operations      all that launch a kernel there: no views, no allocations, no collectives, no marks of a profiler.
+                    One call of a multi-tensor (`_foreach_`) or fused operation is one, whatever its number of tensors.
     host reads      where Python needs the value of a tensor (`item`, `tolist`, `bool`, `nonzero`, ...): the host waits
                     until the device has computed it. `counter reads` are apart: PyTorch's optimizers keep their step
                     counters on the host, also on a GPU, and nothing waits for those.
-    bytes           inputs and outputs of all operations that are neither matrix products nor attention.
+    bytes           what all operations that are neither matrix products nor attention read and write. A tensor that is
+                    changed in place is read and written, one that is overwritten is written alone, and of a table
+                    that is looked up the rows that are read count.
+    allocations     storages that an operation returns and did not get, and their bytes: what the allocator is asked
+                    for. Workspaces within an operation are not seen.
     casts           copies to another dtype; `repeated` are those of a weight that this step has cast before.
+    collectives     also those of DTensor and other functional ones. Of an asynchronous one: operations, and floating
+                    point operations of matrix products, between its start and where the rank waits for it
+                    (benchmarks/measure/collective_waits.py).
+
+Operations on a DTensor are counted as the operations and collectives on local tensors that it makes of them.
 """
 
 import sys
@@ -21,11 +30,16 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from deepspeed.sequence.layer import _all_to_all_groups
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 from typing_extensions import override
 
 from measure.closed_forms import StepFacts
+from measure.collective_waits import CollectiveWaits
 from toolkit import Callback
 from toolkit.parallel.model_structure import decoder_layer_list
 from toolkit.parallel.pipeline.stage import NonLocalLayer
@@ -49,6 +63,10 @@ _READS = (
     "bincount",
 )
 _ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_")
+_OVERWRITES = ("copy_", "_foreach_copy_", "fill_", "zero_", "_foreach_zero_", "normal_", "uniform_", "random_")
+"""Operations that do not read what they change."""
+_LOOKUPS = {"embedding": 1, "index_select": 2, "gather": 2, "index": 1}
+"""Operations that read rows of their first argument, and the position of the argument with the rows' numbers."""
 _NORMS = ("linalg_vector_norm", "_foreach_norm", "norm", "_foreach_powsum", "linalg_norm")
 
 
@@ -81,6 +99,13 @@ class StepCounts:
     """Operations of each phase and name."""
     bytes_moved: Counter[str] = field(default_factory=Counter)
     """Of each phase: bytes that all but matrix products and attention read and write."""
+    moved_by_name: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Bytes of each phase and name of an operation."""
+    product_flops: int = 0
+    """Floating point operations of matrix products."""
+    allocations: int = 0
+    """New storages that operations return."""
+    allocated_bytes: int = 0
     host_reads: Counter[HostRead] = field(default_factory=Counter)
     counter_reads: int = 0
     copies: int = 0
@@ -92,6 +117,12 @@ class StepCounts:
     """Read by operations that compute norms, in the update."""
     collectives: Counter[Collective] = field(default_factory=Counter)
     collective_bytes: Counter[Collective] = field(default_factory=Counter)
+    waits: Counter[Collective] = field(default_factory=Counter)
+    """Asynchronous calls whose wait was seen."""
+    operations_meanwhile: Counter[Collective] = field(default_factory=Counter)
+    """Operations between the starts and the waits of these calls."""
+    flops_meanwhile: Counter[Collective] = field(default_factory=Counter)
+    """Floating point operations of matrix products between the starts and the waits of these calls."""
 
     @property
     def total_operations(self) -> int:
@@ -103,6 +134,15 @@ class StepCounts:
         return sum(n for call, n in self.collectives.items() if call.kind == kind and phase in (None, call.phase))
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Start:
+    """An asynchronous collective, and what the step had counted when it was started."""
+
+    call: Collective
+    operations: int
+    flops: int
+
+
 class StepCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts what happens between `start` and `stop`. `part`: the phase of the step, which the caller sets."""
 
@@ -112,9 +152,14 @@ class StepCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.part = FORWARD
         self._cast_weights: set[tuple[int, torch.dtype]] = set()
         self._patches: list[Any] = []
+        self._waits = CollectiveWaits(self._waited)
 
     def start(self) -> None:
         """Begin to count."""
+        self._waits.open()
+        patch = mock.patch.object(torch.UntypedStorage, "resize_", self._resizing(torch.UntypedStorage.resize_))
+        patch.start()
+        self._patches.append(patch)
         for name in ("tolist", "cpu"):
             original = getattr(torch.Tensor, name)
             patch = mock.patch.object(torch.Tensor, name, self._reading(name, original))
@@ -128,6 +173,8 @@ class StepCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for patch in self._patches:
             patch.stop()
         self._patches = []
+        self._waits.backward_ended()
+        self._waits.close()
         return self.counts
 
     @property
@@ -144,6 +191,17 @@ class StepCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         return read
 
+    def _resizing(self, original: Any) -> Any:
+        """Return the method of a storage that gives it another size, which FSDP allocates with, counted."""
+
+        def resize(storage: torch.UntypedStorage, size: int) -> Any:
+            if size > storage.nbytes():
+                self.counts.allocations += 1
+                self.counts.allocated_bytes += size
+            return original(storage, size)
+
+        return resize
+
     def _read(self, operation: str) -> None:
         place, function = _caller()
         if function == "_get_value" and "torch/optim" in place:
@@ -153,14 +211,25 @@ class StepCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        if any(issubclass(kind, (DTensor, AsyncCollectiveTensor)) for kind in types):
+            return NotImplemented  # the subclass makes operations on local tensors of it, which come here again
+        kwargs = kwargs or {}
+        if self.phase != BACKWARD:
+            self._waits.backward_ended()
+        result = func(*args, **kwargs)
         namespace, name = func.namespace, func._schema.name.partition("::")[2]
         if namespace == "c10d":
-            self._collective(func, name, args, kwargs or {})
+            self._collective(func, name, args, kwargs)
+        elif namespace == "_c10d_functional":
+            self._functional_collective(func, name, args, kwargs, result)
+        elif name == "dim_zero_all_to_all":
+            self._ulysses_exchange(args)
         elif namespace == "aten" or namespace == "prims":
-            self._operation(func, name, args, kwargs or {}, result)
-        else:
-            self._count(name, args, kwargs or {}, result, is_product=False)
+            self._operation(func, name, args, kwargs, result)
+        elif namespace != "profiler":
+            self._count(func, name, args, kwargs, result, is_product=False)
+        if namespace != "c10d":  # these return their outputs, which they were given
+            self._allocation(args, kwargs, result)
         return result
 
     def _operation(self, func: Any, name: str, args: Any, kwargs: Any, result: Any) -> None:
@@ -173,18 +242,31 @@ class StepCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif name == "clone":
             self.counts.copies += 1
         is_product = name in _PRODUCTS or "attention" in name or "convolution" in name
-        self._count(name, args, kwargs, result, is_product=is_product)
+        if is_product and func.overloadpacket in flop_registry:
+            self.counts.product_flops += int(flop_registry[func.overloadpacket](*args, **kwargs, out_val=result))
+        self._count(func, name, args, kwargs, result, is_product=is_product)
 
-    def _count(self, name: str, args: Any, kwargs: Any, result: Any, *, is_product: bool) -> None:
+    def _count(self, func: Any, name: str, args: Any, kwargs: Any, result: Any, *, is_product: bool) -> None:
         phase = self.phase
         self.counts.operations[phase] += 1
         self.counts.by_name[phase, name] += 1
-        read = _bytes([args, kwargs])
+        read, written = _traffic(func, name, args, kwargs, result)
         if not is_product:
-            self.counts.bytes_moved[phase] += read + _bytes(result)
+            self.counts.bytes_moved[phase] += read + written
+            self.counts.moved_by_name[phase, name] += read + written
         if name in _NORMS and phase == UPDATE:
             self.counts.norm_calls += 1
             self.counts.norm_bytes += read
+
+    def _allocation(self, args: Any, kwargs: Any, result: Any) -> None:
+        new = {storage._cdata: storage.nbytes() for storage in _storages(result)}
+        if not new:
+            return
+        for storage in _storages([args, kwargs]):
+            new.pop(storage._cdata, None)
+        sizes = [size for size in new.values() if size > 0]
+        self.counts.allocations += len(sizes)
+        self.counts.allocated_bytes += sum(sizes)
 
     def _copy(self, name: str, args: Any, result: Any) -> None:
         target, source = (result, args[0]) if name == "_to_copy" else (args[0], args[1])
@@ -200,24 +282,114 @@ class StepCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._cast_weights.add(key)
 
     def _collective(self, func: Any, name: str, args: Any, kwargs: Any) -> None:
-        named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
-        if name == "monitored_barrier_":
+        named = _named(func, args, kwargs)
+        kind = _kind(name)
+        if kind is None:
             return
         group = named.get("process_group")
         size = dist.ProcessGroup.unbox(group).size() if group is not None else 0
-        kind = name.strip("_").removesuffix("_").replace("allgather_base", "allgather")
-        kind = kind.replace("reduce_scatter_base", "reduce_scatter").replace("alltoall_base", "alltoall")
         # The schema's default is async_op=True, and a value that is the default is left out.
         has_choice = any(argument.name == "async_op" for argument in func._schema.arguments)
         is_async = has_choice and bool(named.get("async_op", True))
+        # The whole tensor of a gather or a scatter is the longer of the two; of rows that are exchanged, what is sent.
+        ends = {key: _bytes(value) for key, value in named.items() if "tensor" in key or key in _ENDS}
+        sent = next((ends[key] for key in ("input", "input_tensors") if key in ends), 0)
+        whole = sent if kind == "alltoall" else max(ends.values(), default=0)
+        call = self._called(kind, size, whole, is_async=is_async)
+        if is_async:
+            self._waits.started(self._start_of(call))
+
+    def _functional_collective(self, func: Any, name: str, args: Any, kwargs: Any, result: Any) -> None:
+        """Count one of those that return their result, and are waited for by an operation."""
+        if name == "wait_tensor":
+            self._waits.result_awaited(args[0])
+            return
+        kind = _kind(name)
+        if kind is None:
+            return
+        named = _named(func, args, kwargs)
+        size = dist.distributed_c10d._resolve_process_group(named["group_name"]).size()
+        given = _bytes(args[0])
+        whole = given if kind == "alltoall" else max(given, _bytes(result))
+        call = self._called(kind, size, whole, is_async=True)
+        for tensor in tree_leaves(result):
+            self._waits.result_started(self._start_of(call), tensor)
+
+    def _ulysses_exchange(self, args: Any) -> None:
+        """Count the all-to-all of DeepSpeed's Ulysses, a custom operation that hides the collective within."""
+        size = dist.get_world_size(_all_to_all_groups[args[1]])
+        self._called("alltoall", size, _bytes(args[0]), is_async=False)
+
+    def _called(self, kind: str, size: int, sent_bytes: int, *, is_async: bool) -> Collective:
         call = Collective(phase=self.phase, kind=kind, group_size=size, is_async=is_async)
         self.counts.collectives[call] += 1
-        # The whole tensor of a gather or a scatter is the longer of the two.
-        sizes = [_bytes(value) for key, value in named.items() if "tensor" in key or key in _ENDS]
-        self.counts.collective_bytes[call] += max(sizes, default=0)
+        self.counts.collective_bytes[call] += sent_bytes
+        return call
+
+    def _start_of(self, call: Collective) -> _Start:
+        return _Start(call=call, operations=self.counts.total_operations, flops=self.counts.product_flops)
+
+    def _waited(self, start: _Start) -> None:
+        self.counts.waits[start.call] += 1
+        self.counts.operations_meanwhile[start.call] += self.counts.total_operations - start.operations
+        self.counts.flops_meanwhile[start.call] += self.counts.product_flops - start.flops
 
 
 _ENDS = ("input", "output", "inputs", "outputs")
+_KINDS = {
+    "allreduce": "allreduce",
+    "allgather": "allgather",
+    "reducescatter": "reduce_scatter",
+    "alltoall": "alltoall",
+    "broadcast": "broadcast",
+    "reduce": "reduce",
+    "gather": "gather",
+    "scatter": "scatter",
+    "send": "send",
+    "recv": "recv",
+    "barrier": "barrier",
+}
+"""How the names of operations begin, without underscores, and the kinds that they are of."""
+
+
+def _kind(name: str) -> str | None:
+    """Return the kind of collective of an operation; None of one that sends nothing."""
+    flat = name.replace("_", "")
+    return next((kind for beginning, kind in _KINDS.items() if flat.startswith(beginning)), None)
+
+
+def _named(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """Return the arguments of an operation by their names in its schema."""
+    return dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | dict(kwargs)
+
+
+def _traffic(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> tuple[int, int]:
+    """Return the bytes that an operation reads and writes."""
+    if name in _LOOKUPS:
+        rows = _bytes(result)
+        return rows + _bytes(args[_LOOKUPS[name]]), rows
+    read = 0
+    written = 0
+    for argument in func._schema.arguments:
+        # Looked up once an argument: an operation has few.
+        value = _named(func, args, kwargs).get(argument.name)
+        size = _bytes(value)
+        is_changed = argument.alias_info is not None and argument.alias_info.is_write
+        if name.startswith("_fused_adam") and argument.name == "grads":
+            is_changed = False  # unless they are divided by a loss scale, which is never passed
+        if is_changed:
+            written += size
+        if not (argument.is_out or (is_changed and name in _OVERWRITES)):
+            read += size
+    if all(returned.alias_info is None for returned in func._schema.returns):
+        written += _bytes(result)
+    return read, written
+
+
+def _storages(values: Any) -> list[torch.UntypedStorage]:
+    """Return the storages of all tensors in nested values."""
+    leaves = tree_leaves(values)
+    return [leaf.untyped_storage() for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def _is_view(func: Any) -> bool:
@@ -293,6 +465,13 @@ class CountedStep(Callback):
                 micro_batches=run.job.batch.accumulation,
             )
         self.step_ended(metrics.loss)
+
+    @property
+    def outcome(self) -> tuple[StepCounts, StepFacts]:
+        """Counts and sizes, after the run."""
+        assert self.result is not None
+        assert self.facts is not None
+        return self.result, self.facts
 
     def step_ended(self, loss: float) -> None:
         """A step has ended; called after every one."""

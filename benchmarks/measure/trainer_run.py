@@ -1,16 +1,21 @@
-"""A timed run of the Hugging Face Trainer, over the tokens and the DeepSpeed config of the toolkit's run."""
+"""A timed run of the Hugging Face Trainer, over the tokens of the toolkit's run.
+
+`trainer_run` has the toolkit's DeepSpeed config; `sharded_run` a model that transformers shards as it loads it.
+"""
 
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import torch
 import torch.distributed as dist
-from accelerate import PartialState
+from accelerate import ParallelismConfig, PartialState
 from torch.utils.data import Dataset
-from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
+from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
+from transformers.distributed import DistributedConfig
 
 from measure.our_run import Stamps
 from toolkit.config.job import Job
@@ -68,17 +73,63 @@ def trainer_run(
     `log` is called with the loss of each step, once that is logged.
     """
     job = Job.of(recipe, RankEnvironment.detect().world_size)
-    batch = job.batch
-    on_cpu = device.type == "cpu"
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    arguments = _arguments(job, folder, device, deepspeed=deepspeed_config(job, check_model(recipe, device), device))
+    callback = StampCallback(log)
+    model = model or build_model(recipe, eos_id=prepare(recipe.data, progress=False).eos_id)
+    trainer = Trainer(model=model, args=arguments, train_dataset=tokens, callbacks=[callback])
+    trainer.train()
+    engine = trainer.model_wrapped
+    assert isinstance(engine, deepspeed.DeepSpeedEngine), type(engine)
+    assert engine.zero_optimization_stage() == job.layout.zero_stage
+    assert engine.dp_world_size == dist.get_world_size() == job.layout.world_size
+    assert len(callback.stamps.times) == recipe.train.steps
+    return callback.stamps
+
+
+def sharded_run(
+    recipe: Recipe,
+    tokens: Tokens,
+    folder: Path,
+    device: torch.device,
+    config: DistributedConfig,
+    log: Callable[[float], None] | None = None,
+) -> Stamps:
+    """Train on this rank with the Trainer and pretrained weights that transformers shards as it loads them.
+
+    `config` says how: FSDP2 over replicas, tensor parallelism, expert parallelism. Weights stay in fp32 and are cast
+    for each use, by FSDP2 or by autocast.
+    """
+    job = Job.of(recipe, RankEnvironment.detect().world_size)
+    arguments = _arguments(job, folder, device)
+    model = AutoModelForCausalLM.from_pretrained(
+        recipe.model.name_or_path, dtype=torch.float32, distributed_config=config
+    )
+    model.train()
+    callback = StampCallback(log)
+    # accelerate takes tensor-parallel ranks to need GPUs and refuses others, by nothing but this check.
+    with mock.patch.object(ParallelismConfig, "_validate_accelerator"):
+        trainer = Trainer(model=model, args=arguments, train_dataset=tokens, callbacks=[callback])
+    trainer.train()
+    assert model.is_distributed_loading_by_transformers
+    assert trainer.accelerator.num_processes == dist.get_world_size() == job.layout.world_size
+    assert len(callback.stamps.times) == recipe.train.steps
+    return callback.stamps
+
+
+def _arguments(job: Job, folder: Path, device: torch.device, **more: Any) -> TrainingArguments:
+    """Return the recipe in the Trainer's terms."""
+    recipe = job.recipe
+    on_cpu = device.type == "cpu"
     if on_cpu:
         # Without a GPU the Trainer finds no backend and would train alone without a word: give it a configured state.
-        PartialState(backend="gloo")
-    arguments = TrainingArguments(
+        # DeepSpeed's is not that of a CPU, and without `cpu` every other one is of one process.
+        PartialState(cpu="deepspeed" not in more, backend="gloo")
+    return TrainingArguments(
         accelerator_config={"use_configured_state": on_cpu},
         output_dir=str(folder),
-        per_device_train_batch_size=batch.micro_batch_size,
-        gradient_accumulation_steps=batch.accumulation,
+        per_device_train_batch_size=job.batch.micro_batch_size,
+        gradient_accumulation_steps=job.batch.accumulation,
         max_steps=recipe.train.steps,
         learning_rate=recipe.optimizer.lr,
         adam_beta1=recipe.optimizer.betas[0],
@@ -95,15 +146,5 @@ def trainer_run(
         save_strategy="no",
         report_to="none",
         train_sampling_strategy="sequential",
-        deepspeed=deepspeed_config(job, check_model(recipe, device), device),
+        **more,
     )
-    callback = StampCallback(log)
-    model = model or build_model(recipe, eos_id=prepare(recipe.data, progress=False).eos_id)
-    trainer = Trainer(model=model, args=arguments, train_dataset=tokens, callbacks=[callback])
-    trainer.train()
-    engine = trainer.model_wrapped
-    assert isinstance(engine, deepspeed.DeepSpeedEngine), type(engine)
-    assert engine.zero_optimization_stage() == job.layout.zero_stage
-    assert engine.dp_world_size == dist.get_world_size() == job.layout.world_size
-    assert len(callback.stamps.times) == recipe.train.steps
-    return callback.stamps
