@@ -102,8 +102,9 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 LAYOUTS = (
     *("reference", "dp2-ddp", "dp2-z0", "dp2-z1", "dp2-z2", "dp2-z3", "dp2-z1-lora"),
-    *("tp2-z1", "tp2-z1-sp", "pp2-z1", "tp2-pp2-dp2-z1", "u2-z3"),
+    *("tp2-z1", "tp2-z1-sp", "pp2-z1", "tp2-pp2-dp2-z1"),
 )
+OF_SEQUENCES = ("u2-z3",)
 OF_EXPERTS = ("dp2-ep2-z2",)
 VARIANTS = ("recompute", "plain")
 PEERS = ("plain PyTorch", "Trainer dp2-z1", "Trainer dp2-z2", "Trainer dp2-z3")
@@ -142,9 +143,15 @@ class Side:
         return None if self.peer == "DistributedConfig" else self.strategy
 
 
+Rows = list[list[str]]
+Counted = dict[Side, tuple[StepCounts, StepFacts]]
+Compiled = dict[Side, dict[str, Any]]
+
+
 def sides_of(model: str) -> list[Side]:
     """All sides of a model, layouts before peers."""
-    layouts = [*LAYOUTS, *(OF_EXPERTS if model == "qwen3_moe" else ())]
+    # DeepSpeed-Ulysses is refused for Qwen3-MoE (`dstk families`).
+    layouts = [*LAYOUTS, *(OF_EXPERTS if model == "qwen3_moe" else OF_SEQUENCES)]
     texts = []
     for layout in layouts:
         # The reference has no other loss.
@@ -170,7 +177,7 @@ def main() -> None:
         for model in ["llama"] if options.quick else options.models:
             texts = ["dp2-z1", "tp2-z1-sp", "plain PyTorch"] if options.quick else options.layouts
             sides = [Side(text=text) for text in texts] if texts else sides_of(model)
-            sheets += sheets_of(Path(name), model, sides)
+            sheets += sheets_of(model, *count_all(Path(name), model, sides))
     note = (
         f"bf16, 4 layers x 64, {SEQ_LEN} tokens a sample, one sample a micro-batch, {MICRO_BATCHES} micro-batches; "
         "rank 0, in a pipeline its last stage. The reference is fp32."
@@ -179,24 +186,28 @@ def main() -> None:
     publish_all("step_counts", sheets=sheets, notes=[note], save=options.save, command=command)
 
 
-def sheets_of(folder: Path, model: str, sides: list[Side]) -> list[Sheet]:
-    """Count all sides of a model; return its tables."""
-    counted: dict[Side, tuple[StepCounts, StepFacts]] = {}
-    compiled: dict[Side, dict[str, Any]] = {}
+def count_all(folder: Path, model: str, sides: list[Side]) -> tuple[Counted, Compiled]:
+    """Train all sides of a model, and those that have compiled layers once more with these."""
+    counted: Counted = {}
+    compiled: Compiled = {}
     progress = Console(stderr=True, highlight=False)
     for side in sides:
         progress.print(f"{model}: {side.text}", style="dim")
         counted[side] = count(folder, model, side)
         if not side.peer and side.strategy.engine != "reference" and not set(VARIANTS) & set(side.parts):
             compiled[side] = compile_facts(folder, model, side)
-    collectives = {
-        side.text: list(collective_rows(side.closed_form_strategy, counts, facts))
-        for side, (counts, facts) in counted.items()
-    }
-    updates = {
-        side.text: [update_row(side.closed_form_strategy, counts, facts)] for side, (counts, facts) in counted.items()
-    }
-    reads = {side.text: read_lines(counts) for side, (counts, _) in counted.items()}
+    return counted, compiled
+
+
+def sheets_of(model: str, counted: Counted, compiled: Compiled) -> list[Sheet]:
+    """Return the tables of a model."""
+    collectives: dict[str, list[Rows]] = {}
+    updates: dict[str, list[Rows]] = {}
+    reads: dict[str, list[Rows]] = {}
+    for side, (counts, facts) in counted.items():
+        collectives[side.text] = [list(collective_rows(side.closed_form_strategy, counts, facts))]
+        updates[side.text] = [[update_row(side.closed_form_strategy, counts, facts)]]
+        reads[side.text] = [[row] for row in read_lines(counts)]
     return [
         Sheet(
             title=f"One step of a rank, counted: {model}",
@@ -205,8 +216,9 @@ def sheets_of(folder: Path, model: str, sides: list[Side]) -> list[Sheet]:
         ),
         Sheet(
             title=f"Bytes of the update for each element that the rank updates: {model}",
-            headings=("side", "elements", "bytes an element", "closed form", "ratio", "largest operations"),
+            headings=("side", "largest operations", "elements", "bytes an element", "closed form", "ratio"),
             rows=shared_rows(updates),
+            text_columns=2,
         ),
         Sheet(
             title=f"Collectives of a step: {model}",
@@ -225,32 +237,35 @@ def sheets_of(folder: Path, model: str, sides: list[Side]) -> list[Sheet]:
         ),
         Sheet(
             title=f"Graphs of train.compile: {model}",
-            headings=("side", "compiled layers", "graphs", "graph breaks", "reasons"),
-            rows=shared_rows({side.text: [compile_row(facts)] for side, facts in compiled.items()}),
+            headings=("side", "reasons", "compiled layers", "graphs", "graph breaks"),
+            rows=shared_rows({side.text: [[compile_row(facts)]] for side, facts in compiled.items()}),
+            text_columns=2,
         ),
     ]
 
 
-def shared_rows(tables: dict[str, list[list[str]]]) -> list[list[str]]:
-    """Rows of all sides, with the sides in the first column. Sides with the same rows share them."""
+def shared_rows(tables: dict[str, list[Rows]]) -> Rows:
+    """Rows of all sides, with the sides in the first column. Sides with the same block of rows share it."""
     sides: dict[str, list[str]] = {}
-    for side, rows in tables.items():
-        sides.setdefault(json.dumps(rows), []).append(side)
-    return [[joined(names), *row] for text, names in sides.items() for row in json.loads(text)]
+    for side, blocks in tables.items():
+        for rows in blocks:
+            sides.setdefault(json.dumps(rows), []).append(side)
+    layouts = [side for side in tables if not Side(text=side).peer]
+    return [[joined(names, layouts), *row] for text, names in sides.items() for row in json.loads(text)]
 
 
-def joined(names: list[str]) -> str:
-    """The names of sides, where a variant follows its layout as a suffix: `dp2-z1 (also -plain), dp2-z2`."""
-    words: list[str] = []
-    layout = ""
+def joined(names: list[str], layouts: list[str]) -> str:
+    """The names of sides, where a variant follows its layout as a suffix: `dp2-z1 (-plain), dp2-z2`."""
+    if len(layouts) > 1 and set(layouts) <= set(names):
+        return ", ".join(["all layouts", *(name for name in names if name not in layouts)])
+    groups: dict[str, list[str]] = {}
     for name in names:
-        base, _, variant = name.rpartition("-")
-        if base == layout and variant in VARIANTS:
-            words[-1] = f"{words[-1].removesuffix(')')}, -{variant})" if "(" in words[-1] else f"{base} (-{variant})"
+        layout, _, variant = name.rpartition("-")
+        if layout in groups and variant in VARIANTS:
+            groups[layout].append(f"-{variant}")
         else:
-            words.append(name)
-            layout = name
-    return ", ".join(words)
+            groups[name] = []
+    return ", ".join(f"{layout} ({', '.join(also)})" if also else layout for layout, also in groups.items())
 
 
 def import_all() -> None:
@@ -443,7 +458,7 @@ def compile_row(facts: dict[str, Any]) -> list[str]:
     """One row of the table of graphs."""
     breaks: dict[str, int] = facts["graph_breaks"]
     reasons = "; ".join(f"{reason} ({times}x)" for reason, times in breaks.items())
-    return [str(facts["layers"]), str(facts["graphs"]), str(sum(breaks.values())), reasons]
+    return [reasons, str(facts["layers"]), str(facts["graphs"]), str(sum(breaks.values()))]
 
 
 def read_lines(counts: StepCounts) -> list[list[str]]:

@@ -160,7 +160,7 @@ def update_row(strategy: Strategy | None, counts: "StepCounts", facts: StepFacts
     moved = names.total()
     parts = [f"{name} {size / elements:.1f}" for name, size in names.most_common() if size / elements >= 0.5]
     measured = moved / elements
-    return [f"{elements:,}", f"{measured:.1f}", str(form), f"{measured / form:.2f}", ", ".join(parts)]
+    return [", ".join(parts), f"{elements:,}", f"{measured:.1f}", str(form), f"{measured / form:.2f}"]
 
 
 def collective_rows(strategy: Strategy | None, counts: "StepCounts", facts: StepFacts | None) -> Iterator[list[str]]:
@@ -185,7 +185,9 @@ def collective_rows(strategy: Strategy | None, counts: "StepCounts", facts: Step
     forms = closed_form(strategy, facts) if strategy is not None and facts is not None else {}
     for key in sorted(calls):
         kind, group = key
-        form = forms.get(kind, 0) if group > 1 else 0  # nothing is sent to oneself
+        # Nothing is sent to oneself. Of several groups, the one that sends the most stands for all.
+        of_groups = [size for (other, ranks), size in sizes.items() if other == kind and ranks > 1]
+        form = forms.get(kind, 0) if group > 1 and sizes[key] == max(of_groups) else 0
         yield [
             kind,
             str(group),

@@ -31,6 +31,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from deepspeed.sequence.layer import _all_to_all_groups
+from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -308,7 +309,7 @@ class StepCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if kind is None:
             return
         named = _named(func, args, kwargs)
-        size = dist.distributed_c10d._resolve_process_group(named["group_name"]).size()
+        size = _resolve_process_group(named["group_name"]).size()
         given = _bytes(args[0])
         whole = given if kind == "alltoall" else max(given, _bytes(result))
         call = self._called(kind, size, whole, is_async=True)
@@ -370,10 +371,9 @@ def _traffic(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> tuple
         return rows + _bytes(args[_LOOKUPS[name]]), rows
     read = 0
     written = 0
+    named = _named(func, args, kwargs)
     for argument in func._schema.arguments:
-        # Looked up once an argument: an operation has few.
-        value = _named(func, args, kwargs).get(argument.name)
-        size = _bytes(value)
+        size = _bytes(named.get(argument.name))
         is_changed = argument.alias_info is not None and argument.alias_info.is_write
         if name.startswith("_fused_adam") and argument.name == "grads":
             is_changed = False  # unless they are divided by a loss scale, which is never passed

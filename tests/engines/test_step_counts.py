@@ -40,6 +40,20 @@ MODEL = {
         "vocab_size": 320,
     },
 }
+EXPERTS, EXPERTS_PER_TOKEN = 4, 2
+MODEL_OF_EXPERTS = {
+    "name_or_path": "qwen3-30b-a3b",
+    "overrides": {
+        "hidden_size": HIDDEN,
+        "moe_intermediate_size": 64,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_experts": EXPERTS,
+        "num_experts_per_tok": EXPERTS_PER_TOKEN,
+        "vocab_size": 320,
+    },
+}
 LAYOUTS = {
     "reference": "fp32",
     "dp2-ddp": "bf16",
@@ -51,6 +65,7 @@ LAYOUTS = {
     "tp2-z1-sp": "bf16",
     "pp2-z0": "fp32",
     "pp2-z1": "bf16",
+    "u2-z3": "bf16",
 }
 Counted = Callable[[str], list[tuple[StepCounts, int]]]
 
@@ -71,8 +86,8 @@ def counted(make_recipe: Callable[..., Recipe], ranks: Callable[..., list[Any]])
         strategy = Strategy.parse(layout)
         size = strategy.world_size(1)
         recipe = make_recipe(
-            model=MODEL,
-            precision=LAYOUTS[layout],
+            model=MODEL_OF_EXPERTS if strategy.ep > 1 else MODEL,
+            precision=LAYOUTS.get(layout, "bf16"),
             batch={
                 "global_batch_size": MICRO_BATCHES * SAMPLES * size // strategy.model_size,
                 "micro_batch_size": SAMPLES,
@@ -135,6 +150,69 @@ def test_a_pipeline_sends_each_hidden_state_and_its_gradient_once(counted: Count
     for counts, _ in counted("pp2-z1"):
         assert sent(counts, "send", WHOLE) == MICRO_BATCHES
         assert sent(counts, "recv", WHOLE) == MICRO_BATCHES
+
+
+def test_ulysses_exchanges_queries_keys_values_and_outputs_once_each_way(counted: Counted) -> None:
+    """Each rank sends its half of the positions, with all heads; keys and values have half as many as queries."""
+    queries = 2 * SAMPLES * (SEQ_LEN // 2) * HIDDEN
+    for counts, _ in counted("u2-z3"):
+        for phase in (FORWARD, BACKWARD):
+            calls = [call for call in counts.collectives if (call.kind, call.phase) == ("alltoall", phase)]
+            assert sum(counts.collectives[call] for call in calls) == 4 * LAYERS * MICRO_BATCHES
+            sent_bytes = sum(counts.collective_bytes[call] for call in calls)
+            assert sent_bytes == (queries + queries // 2 + queries // 2 + queries) * LAYERS * MICRO_BATCHES
+
+
+def test_expert_parallelism_sends_a_row_for_each_token_and_expert_there_and_back(counted: Counted) -> None:
+    """A rank sends all of its rows and gets back as many; how many it gets in between depends on the routers, but all
+    ranks together get what they send. Before, ranks tell each other how many, in one number of 8 bytes an expert."""
+    ranks = counted("dp2-ep2-z2")
+    rows = 2 * SAMPLES * SEQ_LEN * EXPERTS_PER_TOKEN * HIDDEN
+    for phase in (FORWARD, BACKWARD):
+        calls = Counter[bool]()
+        sent_bytes = Counter[bool]()
+        for counts, _ in ranks:
+            for call, number in counts.collectives.items():
+                if (call.kind, call.phase) == ("alltoall", phase):
+                    calls[call.is_async] += number
+                    sent_bytes[call.is_async] += counts.collective_bytes[call]
+        exchanges = len(ranks) * LAYERS * MICRO_BATCHES
+        assert calls[True] == 2 * exchanges
+        assert sent_bytes[True] == 2 * exchanges * rows
+        assert calls[False] == exchanges * (phase == FORWARD)
+        assert sent_bytes[False] == 8 * EXPERTS * calls[False]
+
+
+def overlap() -> list[tuple[int, int]]:
+    """Operations, and operations of products, between the start and the wait of two sums over ranks."""
+    counter = StepCounter()
+    value, matrix = torch.ones(4), torch.ones(8, 8)
+    counter.start()
+    work = dist.all_reduce(value, async_op=True)
+    matrix.mm(matrix).add_(1.0)
+    work.wait()
+    dist.all_reduce(value)
+    counts = counter.stop()
+    assert sum(counts.collectives.values()) == 2
+    return [(counts.operations_meanwhile[call], counts.flops_meanwhile[call]) for call in counts.waits]
+
+
+def test_what_is_computed_while_a_collective_runs_is_counted(ranks: Callable[..., list[Any]]) -> None:
+    """Of the asynchronous one alone: a product of 8 x 8 matrices, and an addition."""
+    assert ranks(overlap, 2) == [[(2, 2 * 8**3)], [(2, 2 * 8**3)]]
+
+
+def test_bytes_and_allocations_of_an_operation_are_what_it_reads_writes_and_returns() -> None:
+    """Twelve bytes a tensor: read and written in place, then read into a new one, then overwritten; a view is free."""
+    values, other = torch.ones(3), torch.ones(3)
+    counter = StepCounter()
+    counter.start()
+    values.mul_(2.0)
+    other.copy_(values.neg().view(3, 1).flatten())
+    counts = counter.stop()
+    moved = {name: size for (_, name), size in counts.moved_by_name.items()}
+    assert moved == {"mul_": 24, "neg": 24, "copy_": 24}
+    assert (counts.allocations, counts.allocated_bytes) == (1, 12)
 
 
 def test_reading_one_number_more_is_counted() -> None:
