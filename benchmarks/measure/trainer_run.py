@@ -74,9 +74,10 @@ def trainer_run(
     """
     job = Job.of(recipe, RankEnvironment.detect().world_size)
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    # Before the arguments, which under ZeRO-3 have transformers build models without memory in this process.
+    model = model or build_model(recipe, eos_id=prepare(recipe.data, progress=False).eos_id)
     arguments = _arguments(job, folder, device, deepspeed=deepspeed_config(job, check_model(recipe, device), device))
     callback = StampCallback(log)
-    model = model or build_model(recipe, eos_id=prepare(recipe.data, progress=False).eos_id)
     trainer = Trainer(model=model, args=arguments, train_dataset=tokens, callbacks=[callback])
     trainer.train()
     engine = trainer.model_wrapped
