@@ -308,7 +308,9 @@ def place(folder: Path, model: str, side: Side) -> tuple[Recipe, Recipe, int]:
     if "lora" in side.parts or side.peer == "DistributedConfig":
         section = {"name_or_path": saved(folder, model), "init": "pretrained"}
     if "lora" in side.parts:
-        section["lora"] = {"r": 4, "alpha": 16, "targets": ["all-linear"]}
+        # Experts take no adapters.
+        targets = ["q_proj", "k_proj", "v_proj", "o_proj"] if model == "qwen3_moe" else ["all-linear"]
+        section["lora"] = {"r": 4, "alpha": 16, "targets": targets}
     if "plain" in side.parts:
         section["loss"] = "plain"
     replicas = ranks // strategy.model_size
