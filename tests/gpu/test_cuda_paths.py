@@ -71,7 +71,7 @@ CASES = [
     case("dp2-ddp", weights="float32"),
     case("dp2-z0", weights="float32"),
     case("dp2-z1"),
-    case("dp2-z2"),
+    case("dp2-z2", model=LLAMA | {"attn_implementation": "flash_attention_2"}),
     case("dp2-z3"),
     case("tp2-z1", rank=1, model=DROPOUT),
     case("tp2-z1-sp", model=DROPOUT),
@@ -81,7 +81,6 @@ CASES = [
     case("dp2-ep2-z2", model=EXPERTS),
     case("u2-z3"),
     case("dp2-z1", "LoRA", model=ADAPTERS),
-    case("dp2-z2", "flash attention", model=LLAMA | {"attn_implementation": "flash_attention_2"}),
     case("dp2-z0", "fp16", precision="fp16", weights="float32", reads=("deepspeed_engine.py _plain_update",)),
 ]
 Steps = Callable[[Case], Facts]
@@ -156,8 +155,8 @@ def test_an_offloaded_optimizer_keeps_masters_and_moments_on_the_host(steps: Ste
 
 
 def test_flash_attention_gets_causal_half_precision_tensors_of_the_gpu(steps: Steps) -> None:
-    (flash,) = (one for one in CASES if one.name == "flash attention")
-    assert steps(flash).flash == {("dense", *[f"{GPU} bfloat16"] * 3, "True")}
+    (zero2,) = (one for one in CASES if one.name == "dp2-z2")
+    assert steps(zero2).flash == {("dense", *[f"{GPU} bfloat16"] * 3, "True")}
 
 
 def test_flash_attention_takes_documents_by_bounds_in_int32_on_the_gpu(stub: StubProcess) -> None:
