@@ -13,6 +13,8 @@ class Facts:
     """Calls of each operation of PyTorch."""
     reads: Counter[str] = field(default_factory=Counter)
     """Numbers of the device that the host read, by file and function."""
+    blocking_copies: Counter[str] = field(default_factory=Counter)
+    """Copies between host and device for which the host waited, by file and function."""
     fused: list[tuple[set[str], set[str]]] = field(default_factory=list)
     """Devices and dtypes of the tensors of each call of the fused AdamW."""
     held: dict[str, set[str]] = field(default_factory=dict)

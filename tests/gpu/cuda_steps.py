@@ -127,6 +127,8 @@ def watched(facts: Facts) -> Iterator[None]:
         facts.operations[func._schema.name] += 1
         if func is aten._local_scalar_dense.default and args[0].device.type == "cuda":
             facts.reads[_caller(sys._getframe(1))] += 1
+        if _is_blocking_copy(func, args, kwargs or {}):
+            facts.blocking_copies[_caller(sys._getframe(1))] += 1
         if func._schema.name == "aten::_fused_adamw_":
             tensors = [tensor for tensors in args[:6] for tensor in tensors]
             facts.fused.append(({str(one.device) for one in tensors}, {str(one.dtype) for one in tensors}))
@@ -136,6 +138,7 @@ def watched(facts: Facts) -> Iterator[None]:
         LOG.clear()
         facts.operations.clear()
         facts.reads.clear()
+        facts.blocking_copies.clear()
         facts.fused.clear()
         take(engine, job)
 
@@ -144,6 +147,22 @@ def watched(facts: Facts) -> Iterator[None]:
         mock.patch.object(rank_step, "take_step", take_step),
     ):
         yield
+
+
+def _is_blocking_copy(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an operation copies between the host and the GPU, and returns when the GPU has got there."""
+    if func is aten._to_copy.default:
+        device = kwargs.get("device")
+        target = args[0].device if device is None else torch.device(device)
+        source = args[0].device
+        waits = not kwargs.get("non_blocking")
+    elif func is aten.copy_.default:
+        target = args[0].device
+        source = args[1].device
+        waits = not (args[2] if len(args) > 2 else kwargs.get("non_blocking"))
+    else:
+        return False
+    return waits and {target.type, source.type} == {"cpu", "cuda"}
 
 
 @contextmanager

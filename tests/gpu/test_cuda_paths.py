@@ -135,6 +135,11 @@ def test_the_host_reads_the_gpu_once_in_a_step(one: Case, steps: Steps) -> None:
 
 
 @every_case
+def test_no_copy_waits_for_the_gpu(one: Case, steps: Steps) -> None:
+    assert not steps(one).blocking_copies
+
+
+@every_case
 def test_gradients_are_summed_in_fp32_over_replicas(one: Case, steps: Steps) -> None:
     summed = {
         (group, dtype) for kind, group, dtype in steps(one).collectives if kind in ("all_reduce", "reduce_scatter")

@@ -20,7 +20,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime import bf16_optimizer, compiler
+from deepspeed.runtime import bf16_optimizer, compiler, utils
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.runtime.zero import leaf_module_config, stage3, stage_1_and_2
@@ -251,15 +251,22 @@ def one_host_read(optimizer: Any, totals: torch.Tensor) -> Iterator[HostRead]:
     DeepSpeed 0.19.8 reads the norm to decide whether to take the update, again for each group that it scales
     (deepspeed/runtime/zero/stage_1_and_2.py `unscale_and_clip_grads`), and the coefficient of clipping
     (deepspeed/runtime/utils.py `clip_tensors_by_global_norm`), and the norms of experts (`get_norm_with_moe_layers`,
-    there). No issue is known.
+    there). It waits as well to send a GPU the number -1 (`mask_nan_or_inf_with_val_inplace`, there). No issue is known.
     """
     read = HostRead(totals, scale=float(getattr(optimizer, "loss_scale", 1.0)))
     with ExitStack() as patches:
         for module in (bf16_optimizer, stage_1_and_2, stage3):
             patches.enter_context(mock.patch.object(module, "is_invalid_grad_norm", read.is_invalid))
+        for module in (utils, stage_1_and_2, stage3):
+            patches.enter_context(mock.patch.object(module, "mask_nan_or_inf_with_val_inplace", _mark_invalid))
         patches.enter_context(mock.patch.object(bf16_optimizer, "clip_tensors_by_global_norm", _clip_at_once))
         patches.enter_context(mock.patch.object(bf16_optimizer, "get_norm_with_moe_layers", _with_experts_already))
         yield read
+
+
+def _mark_invalid(input: torch.Tensor, device: torch.device | None = None, val: float = -1.0) -> None:
+    """Fill in `val` where a norm is not finite, as DeepSpeed does, without a copy that waits for a GPU."""
+    input.masked_fill_(~torch.isfinite(input), val)
 
 
 def _clip_at_once(

@@ -147,7 +147,7 @@ class PipelineEngine(DeepSpeedBase):
         assert self.partition.stage is not None
         self.partition.stage.is_packed = bool(next(self._packed))
         if self.head_loss is not None:
-            self.head_loss.labels = next(self._labels).to(self.device)
+            self.head_loss.labels = next(self._labels).to(self.device, non_blocking=True)
         if self.routing is not None and self.model.training:
             self.routing.start(lengths)
         if self.model.training:
@@ -166,7 +166,7 @@ class PipelineEngine(DeepSpeedBase):
             losses = self.partition.loss_sum(output, labels, by_sample=True)
             loss = losses.sum()
         if sources is not None and losses is not None:
-            add_by_source(self._totals[2:], losses, sources.to(self.device))
+            add_by_source(self._totals[2:], losses, sources.to(self.device, non_blocking=True))
         self._totals[0] += loss.detach()
         self._totals[1] += (labels != IGNORE).sum()
         objective = self._add_router_losses(loss, self._target_tokens) if torch.is_grad_enabled() else loss

@@ -103,8 +103,10 @@ class Routing:
     def start(self, lengths: torch.Tensor | None) -> None:
         """Begin the forward pass of a micro-batch in training. `lengths` [b]: its tokens without padding; None: all."""
         self._has_padding = lengths is not None
-        full = torch.full((self._samples,), self._seq_len)
-        self._lengths = (full if lengths is None else lengths).to(self.device)
+        if lengths is None:
+            self._lengths = torch.full((self._samples,), self._seq_len, device=self.device)
+        else:
+            self._lengths = lengths.to(self.device, non_blocking=True)
         self._records.begin()
 
     @contextmanager
