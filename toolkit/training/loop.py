@@ -177,6 +177,7 @@ class TrainingRun:
         self._notify("on_step_begin")
         tokens = self.loader.target_tokens(self.step + self.skipped_batches)
         micro_batches = self.loader.micro_batches(self.step, batches)
+        self.engine.read_loop_numbers = ()
         try:
             result = self.engine.train_step(
                 self.fingerprints.watch(micro_batches),
@@ -206,7 +207,9 @@ class TrainingRun:
 
     def _finish_step(self, result: StepResult, tokens: int) -> None:
         source_tokens = self.loader.source_tokens(self.step + self.skipped_batches)
-        digest, self.is_stopping = read_step_numbers(self.engine.read_loop_numbers)
+        # An engine from elsewhere need not read them together with its loss.
+        numbers = self.engine.read_loop_numbers or self._step_numbers().tolist()
+        digest, self.is_stopping = read_step_numbers(numbers)
         rate = self.learning_rate(self.step)
         self.step += 1
         self.tokens += tokens
