@@ -17,8 +17,11 @@ from toolkit.launch.stop_requests import end_if_waiting, listen
 _REPORTER_SECONDS = 5
 _CPP_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 """The environment variable that torch reads when it is imported."""
-_NOISY_IMPORTS = ("torchao", "torch.utils._pytree")
-"""Loggers that warn when transformers imports torchao, which it does wherever torchao is installed."""
+_NOISY_IMPORTS = ("torchao", "torch.utils._pytree", "bitsandbytes")
+"""Loggers that warn when transformers imports torchao and bitsandbytes, which it does wherever they are installed.
+
+bitsandbytes does on CPUs with bf16 instructions alone, where it looks for a package of kernels.
+"""
 _NOISY = (
     *_NOISY_IMPORTS,
     "DeepSpeed",
@@ -50,7 +53,7 @@ def reported_errors() -> Iterator[None]:
 
     A failing rank exits at once: destroying a process group while others use it aborts or hangs. Enter this before
     torch is imported, which then prints no C++ stack for a connection that the end of a launcher or rank breaks,
-    and before transformers is, whose import of torchao then prints no warnings.
+    and before transformers is, whose import of other packages then prints no warnings.
     """
     os.environ.setdefault(_CPP_LOG_LEVEL, "ERROR")
     for name in _NOISY_IMPORTS:
