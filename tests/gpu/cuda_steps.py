@@ -196,6 +196,11 @@ def _host_tokens() -> Any:
     return mock.patch.object(MicroBatch, "to", lambda batch, device: batch)
 
 
+def _waiting_tokens() -> Any:
+    """Copy micro-batches to the GPU as from ordinary memory: the host waits."""
+    return mock.patch.object(MicroBatch, "to", lambda batch, device: batch._map(lambda tensor: tensor.to(device)))
+
+
 def _host_losses() -> Any:
     """Sum the losses over replicas on the host, which gloo does and NCCL cannot."""
     return mock.patch.object(
@@ -224,6 +229,7 @@ def _late_optimizer() -> Any:
 FAULTS: dict[str, Callable[[], Any]] = {
     "": nullcontext,
     "tokens on the host": _host_tokens,
+    "tokens copied with a wait": _waiting_tokens,
     "losses summed on the host": _host_losses,
     "a part of the norm on the host": _host_squares,
     "an optimizer chosen too early": _late_optimizer,

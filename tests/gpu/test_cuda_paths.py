@@ -9,28 +9,13 @@ from typing import Any
 
 import pytest
 from cuda_facts import Facts
+from rehearsed_models import EXPERTS, LLAMA
 from stub_cuda import StubProcess, why_not
 from stub_facts import MEMORY_BYTES, NAME, PEAK_BYTES
 
 from toolkit.config.recipe import Recipe
 
 GPU = "cuda:0"
-LLAMA: dict[str, Any] = {
-    "name_or_path": "llama-tiny",
-    "overrides": {
-        "hidden_size": 48,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "head_dim": 12,
-        "vocab_size": 322,
-    },
-}
-EXPERTS: dict[str, Any] = {
-    "name_or_path": "mixtral-8x7b",
-    "overrides": {**LLAMA["overrides"], "num_local_experts": 4, "num_experts_per_tok": 4},
-}
 DROPOUT: dict[str, Any] = {
     "name_or_path": "gpt2-tiny",
     "overrides": {"n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 322, "resid_pdrop": 0.1},
@@ -203,6 +188,12 @@ def test_kernels_that_are_chosen_before_the_model_is_moved_are_found(
     recipe = case("dp2-ddp").recipe(make_recipe)
     facts = stub.call("cuda_steps", "take_steps", recipe, "dp2-ddp", 0, (), "an optimizer chosen too early")
     assert not facts.fused
+
+
+def test_a_copy_that_waits_for_the_gpu_is_found(stub: StubProcess, make_recipe: MakeRecipe) -> None:
+    recipe = case("dp2-z0").recipe(make_recipe)
+    facts = stub.call("cuda_steps", "take_steps", recipe, "dp2-z0", 0, (), "tokens copied with a wait")
+    assert facts.blocking_copies
 
 
 def test_what_runs_around_training_asks_the_gpu(stub: StubProcess, make_recipe: MakeRecipe) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from allocations import LiveBytes
+from rehearsed_models import EXPERTS, LLAMA
 
 from toolkit.config.job import Job
 from toolkit.config.layout import Layout
@@ -24,24 +25,6 @@ from toolkit.recorder.rehearsal.rehearse import rehearse, rehearsed_config, rehe
 
 MakeRecipe = Callable[..., Recipe]
 Ranks = Callable[..., list[Any]]
-
-LLAMA: dict[str, Any] = {
-    "name_or_path": "llama-tiny",
-    "overrides": {
-        "hidden_size": 48,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "head_dim": 12,
-        "vocab_size": 322,
-    },
-}
-EXPERTS: dict[str, Any] = {
-    "name_or_path": "mixtral-8x7b",
-    "overrides": {**LLAMA["overrides"], "num_local_experts": 4, "num_experts_per_tok": 4},
-}
-"""Every token goes to every expert, so that live ranks have as many rows of each as a rehearsal takes."""
 
 
 def job_in(make_recipe: MakeRecipe, layout: str, model: dict[str, Any] = LLAMA) -> Job:

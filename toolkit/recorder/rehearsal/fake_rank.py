@@ -140,7 +140,7 @@ def _with_values(func: Any, args: Any, kwargs: Any) -> Any:
     def on_host(value: Any) -> Any:
         return host_values(value) if isinstance(value, FakeTensor) else value
 
-    host_kwargs = {key: torch.device("cpu") if key == "device" else value for key, value in kwargs.items()}
+    host_kwargs = {key: CPU if key == "device" else value for key, value in kwargs.items()}
     with unset_fake_temporarily():
         values = func(*tree_map(on_host, args), **tree_map(on_host, host_kwargs))
     result = func(*tree_map(_without_values, args), **tree_map(_without_values, kwargs))
