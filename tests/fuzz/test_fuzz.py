@@ -227,7 +227,7 @@ def test_the_page_counts_what_was_trained_and_what_was_refused() -> None:
         "| layouts trained | 2 |",
         "| … different | 1 |",
         "| layouts refused by `dstk validate` | 1 |",
-        "| fp32 | 1 | 2.0e-07 to 2.0e-07 | 3.0e-07 to 3.0e-07 | 4.0e-07 to 4.0e-07 |",
+        "| fp32 | 1 | 2.0e-07 to 2.0e-07 | 3.0e-07 to 3.0e-07 | 4.0e-07 to 4.0e-07 | llama |",
         "| 1 | N heads cannot be shared by N ranks |",
         "| optimizer.name: sgd | 2 |",
         "| dp x tp | 1 |",
