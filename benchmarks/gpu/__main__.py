@@ -223,14 +223,23 @@ class FirstHour:
         if self.options.rehearse:
             several = several[:1]
         for ready in [*one_gpu, *several]:
-            setup = ready.setup
-            self.say(f"trace of {describe(setup)}")
-            where = FOLDER / "runs" / f"trace-{setup.label}-{len(self.traces)}".replace(" ", "-").replace(",", "")
-            limit = self.budget.left if self.options.rehearse else RUN_SECONDS
-            model = built(ready.recipe) if setup.ranks == 1 else None
-            call = partial(run_traced, ready.recipe, model, where)
-            outcome = self.budget.on_ranks(call, setup.ranks, needs=LEAST_SECONDS, limit=limit)
-            self.traces.append(page.Traced(setup=setup, outcome=outcome))
+            try:
+                outcome = self.trace(ready)
+            except Exception as error:  # whatever it is becomes a line of the page
+                outcome = Outcome(state="failed", reason=in_one_line(error))
+            self.traces.append(page.Traced(setup=ready.setup, outcome=outcome))
+
+    def trace(self, ready: Ready) -> Outcome:
+        """Count and trace a step of one setup on its ranks."""
+        setup = ready.setup
+        if self.budget.left < LEAST_SECONDS:
+            return Outcome(state="not run", reason="no time was left")
+        self.say(f"trace of {describe(setup)}")
+        where = FOLDER / "runs" / f"trace-{setup.label}-{len(self.traces)}".replace(" ", "-").replace(",", "")
+        limit = self.budget.left if self.options.rehearse else RUN_SECONDS
+        model = built(ready.recipe) if setup.ranks == 1 else None
+        call = partial(run_traced, ready.recipe, model, where)
+        return self.budget.on_ranks(call, setup.ranks, needs=LEAST_SECONDS, limit=limit)
 
     def add(self, setup: Setup, outcome: Outcome) -> None:
         self.speeds += [page.Speed(setup=setup, side=side, outcome=outcome) for side in setup.sides]

@@ -167,8 +167,16 @@ def traced_steps(traces: Sequence[Traced]) -> Sheet:
     return Sheet(
         title="A step, counted and traced",
         headings=(
-            *("model", "layout", "operations", "kernels", "host reads", "waits"),
-            *("collectives", "NCCL kernels", "copies", "GPU busy"),
+            "model",
+            "layout",
+            "operations",
+            "kernels",
+            "host reads",
+            "waits",
+            "collectives",
+            "NCCL kernels",
+            "copies",
+            "GPU busy",
         ),
         rows=rows,
         text_columns=2,
