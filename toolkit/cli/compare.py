@@ -204,7 +204,11 @@ def _notes(recipe: "Recipe", small: "Recipe", options: dict[str, Any]) -> list[s
     drops = "Dropout is on: masks depend on the micro-batch and on tp, so layouts agree only within its noise."
     notes = [drops if options["dropout"] else "Dropout is off."]
     if recipe.precision == "fp16":
-        notes.append("The loss scale begins at 4,096 at most, where no layout skips its first steps.")
+        from toolkit.parity.run.observe import FIRST_LOSS_SCALE
+
+        notes.append(
+            f"The loss scale begins at {FIRST_LOSS_SCALE:,.0f} at most, so that no layout skips its first steps."
+        )
     if small.optimizer.name == "adamw8bit":
         notes.append("Moments of 8 bits round in blocks, which layouts cut differently. adamw proves one more sharply.")
     if small.schedule.warmup_steps != recipe.schedule.warmup_steps:
