@@ -223,8 +223,16 @@ def sheets_of(model: str, counted: Counted, compiled: Compiled) -> list[Sheet]:
         Sheet(
             title=f"Collectives of a step: {model}",
             headings=(
-                *("side", "collective", "ranks", "calls", "async", "operations meanwhile", "MFLOP meanwhile"),
-                *("KiB", "closed form, KiB", "ratio"),
+                "side",
+                "collective",
+                "ranks",
+                "calls",
+                "async",
+                "operations meanwhile",
+                "MFLOP meanwhile",
+                "KiB",
+                "closed form, KiB",
+                "ratio",
             ),
             rows=shared_rows(collectives),
             text_columns=2,

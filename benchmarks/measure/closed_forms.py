@@ -17,9 +17,14 @@ from toolkit.config.strategy import Strategy
 if TYPE_CHECKING:
     from measure.step_counter import StepCounts
 
-NORM_BYTES, SCALING_BYTES, ADAMW_BYTES, CAST_BYTES = 4, 8, 28, 6
-"""Bytes an element in the update: one read for the norm; scaling reads and writes gradients; AdamW reads gradient,
-weight and two moments and writes the last three, all in fp32; a master weight is read and written in 16 bits."""
+NORM_BYTES = 4
+"""Bytes an element that the norm reads of a gradient in fp32."""
+SCALING_BYTES = 8
+"""Bytes an element with which clipping reads and writes a gradient in fp32."""
+ADAMW_BYTES = 28
+"""Bytes an element: AdamW reads gradient, weight and two moments and writes the last three, all in fp32."""
+CAST_BYTES = 6
+"""Bytes an element with which a master weight is read in fp32 and written in 16 bits."""
 
 
 @dataclass(frozen=True, kw_only=True)

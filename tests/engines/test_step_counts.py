@@ -40,7 +40,8 @@ MODEL = {
         "vocab_size": 320,
     },
 }
-EXPERTS, EXPERTS_PER_TOKEN = 4, 2
+EXPERTS = 4
+EXPERTS_PER_TOKEN = 2
 MODEL_OF_EXPERTS = {
     "name_or_path": "qwen3-30b-a3b",
     "overrides": {
@@ -186,7 +187,8 @@ def test_expert_parallelism_sends_a_row_for_each_token_and_expert_there_and_back
 def overlap() -> list[tuple[int, int]]:
     """Operations, and operations of products, between the start and the wait of two sums over ranks."""
     counter = StepCounter()
-    value, matrix = torch.ones(4), torch.ones(8, 8)
+    value = torch.ones(4)
+    matrix = torch.ones(8, 8)
     counter.start()
     work = dist.all_reduce(value, async_op=True)
     matrix.mm(matrix).add_(1.0)
@@ -204,7 +206,8 @@ def test_what_is_computed_while_a_collective_runs_is_counted(ranks: Callable[...
 
 def test_bytes_and_allocations_of_an_operation_are_what_it_reads_writes_and_returns() -> None:
     """Twelve bytes a tensor: read and written in place, then read into a new one, then overwritten; a view is free."""
-    values, other = torch.ones(3), torch.ones(3)
+    values = torch.ones(3)
+    other = torch.ones(3)
     counter = StepCounter()
     counter.start()
     values.mul_(2.0)
