@@ -257,6 +257,12 @@ class FinishedError(ToolkitError, scope="job"):
     exit_code = 0
 
 
+class SpareError(ToolkitError, scope="rank"):
+    """This rank had no part in the layout of an elastic launch, and the run has ended: nothing failed."""
+
+    exit_code = 0
+
+
 def printed_lines(message: str, arguments: Iterable[str]) -> list[str]:
     """A message as lines to print: what the user gave cannot break a line, steer a terminal, or fill the screen."""
     for argument in arguments:

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from train_script import train_here
 
 from toolkit.config import dump_recipe, load_recipe
-from toolkit.errors import ToolkitError
+from toolkit.errors import FinishedError, SpareError, ToolkitError
 from toolkit.training import plan_launch
 from toolkit.training.train import load_job
 
@@ -55,6 +56,27 @@ def test_unlike_machines_have_one_plan(make_recipe, ranks, tmp_path: Path) -> No
     first, *others = ranks(planned_on_unlike_machines, 3, str(tmp_path / "small.yaml"), joined=False)
     assert others == [first, first]
     assert "2.00 GiB" in first[1]  # a third of the smallest host
+
+
+def trained_in_an_elastic_launch(folder: str, arguments: list[str]) -> str:
+    """What a rank prints, or why it had no part in the run."""
+    os.environ |= {"TORCHELASTIC_RUN_ID": "job", "PET_NNODES": "1:3"}
+    try:
+        return train_here(folder, arguments)
+    except (SpareError, FinishedError) as error:
+        return str(error)
+
+
+def test_ranks_without_a_layout_are_spares_until_the_run_ends(ranks, train: Train, tmp_path: Path) -> None:
+    train("run_dir=one", *AUTO, *KEPT, **SMALL)
+    arguments = ["--config", "small.yaml", *AUTO, *KEPT, "parallel.pp=1"]
+    arguments += ["run_dir=three", "--resume", "auto"]
+    first = ranks(trained_in_an_elastic_launch, 3, str(tmp_path), arguments, joined=False)
+    again = ranks(trained_in_an_elastic_launch, 3, str(tmp_path), arguments, joined=False)
+    assert losses(tmp_path / "three") == pytest.approx(losses(tmp_path / "one"), rel=1e-6)
+    assert "1 rank is a spare, as 3 ranks have no layout" in first[0]
+    assert first[2] == again[2] == "rank 2 was a spare of 3 ranks."
+    assert "three is finished" in again[0]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from toolkit.errors import FinishedError, PreemptedError, ToolkitError, printed_lines, unusable
+from toolkit.errors import FinishedError, PreemptedError, SpareError, ToolkitError, printed_lines, unusable
 from toolkit.files import remove_temporary
 from toolkit.launch.stop_requests import end_if_waiting, listen
 
@@ -70,7 +70,9 @@ def reported_errors() -> Iterator[None]:
         if not (is_reporter := error.is_reported_by(os.environ)) and code:
             # The rank that reports it exits first, and the launcher then ends this one. If not, none has reported it.
             time.sleep(_REPORTER_SECONDS)
-        if is_reporter or not isinstance(error, PreemptedError | FinishedError):  # which rank 0 is sure to report
+        # Rank 0 is sure to report the end of a run, and has named the spares at its start.
+        is_reported_elsewhere = isinstance(error, PreemptedError | FinishedError) and not is_reporter
+        if not is_reported_elsewhere and not isinstance(error, SpareError):
             _print_error(str(error), code)
     except SystemExit:
         raise

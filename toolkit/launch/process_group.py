@@ -4,6 +4,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -12,7 +13,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from toolkit.errors import RunError, ToolkitError
+from toolkit.errors import FinishedError, RunError, ToolkitError
+from toolkit.launch.elastic import Torchrun, release_spares, wait_as_spare
 from toolkit.launch.health.heartbeat_store import HeartbeatStore
 from toolkit.launch.health.stalled_ranks import limit_seconds
 from toolkit.launch.health.watchdog import Watchdog
@@ -20,6 +22,21 @@ from toolkit.launch.meeting_point import announced_wait, check_address, meeting_
 from toolkit.launch.output import exit_hooks
 from toolkit.launch.rank_environment import RankEnvironment, read_integer
 from toolkit.launch.spawn import free_port
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Meeting:
+    """The store in which the ranks of this launch have met."""
+
+    store: Store
+    rank: int
+    world_size: int
+    spares: range = range(0)
+    """Ranks of this launch that have no part in the job, which come after all others."""
+
+
+_meetings: dict[RankEnvironment, _Meeting] = {}
+"""Stores in which ranks have met before their process group is made."""
 
 
 @contextmanager
@@ -32,10 +49,11 @@ def process_group(
     is not 0): then the caller has to report its phases (`Watchdog.report_phase`).
     """
     # The watchdog must find the rank that hangs before the backend gives up without naming it.
-    store, rank, world_size = _stores.pop(environment) if environment in _stores else _meet(environment)
+    meeting = _meetings.pop(environment) if environment in _meetings else _meet(environment)
+    store = meeting.store
     timeout = timedelta(seconds=max(60 * _minutes(), 2 * limit_seconds(hang_timeout_seconds)))
     watchdog = Watchdog(
-        HeartbeatStore(store, rank=rank, world_size=world_size),
+        HeartbeatStore(store, rank=meeting.rank, world_size=meeting.world_size),
         local_rank=environment.local_rank,
         timeout_seconds=hang_timeout_seconds,
         # torchrun hosts the store in a process of its own.
@@ -47,13 +65,15 @@ def process_group(
         dist.init_process_group(
             backend="nccl" if device.type == "cuda" else "gloo",
             store=PrefixStore("group", store),
-            rank=rank,
-            world_size=world_size,
+            rank=meeting.rank,
+            world_size=meeting.world_size,
             timeout=timeout,
             device_id=device if device.type == "cuda" else None,
         )
         yield watchdog
     except BaseException as error:
+        if isinstance(error, FinishedError) and meeting.rank == 0:
+            release_spares(store, meeting.spares)
         watchdog.report_error(error)
         exit_hooks.append(watchdog.announce_exit)
         raise
@@ -62,6 +82,8 @@ def process_group(
     # together, and none after an error.
     dist.barrier()
     dist.destroy_process_group()
+    if meeting.rank == 0:
+        release_spares(store, meeting.spares)
 
 
 def decided_by_first(environment: RankEnvironment, facts: str, decide: Callable[[list[str]], str]) -> str:
@@ -74,14 +96,15 @@ def decided_by_first(environment: RankEnvironment, facts: str, decide: Callable[
         return _decided_in_group(facts, decide)
     if environment.world_size == 1:
         return decide([facts])
-    store, rank, world_size = _meet(environment)
-    _stores[environment] = store, rank, world_size
-    if rank:
+    meeting = _meet(environment)
+    _meetings[environment] = meeting
+    store = meeting.store
+    if meeting.rank:
         try:
-            store.set(f"facts/{rank}", facts)
+            store.set(f"facts/{meeting.rank}", facts)
             failure = store.get("failure").decode()
             decided = store.get("decided").decode()
-            store.set(f"heard/{rank}", "")
+            store.set(f"heard/{meeting.rank}", "")
         except RuntimeError:  # with which torch reports a store that is gone
             failure = "rank 0 ended before it had decided for all ranks. See its own message."
             decided = ""
@@ -91,7 +114,7 @@ def decided_by_first(environment: RankEnvironment, facts: str, decide: Callable[
     failure = "rank 0 failed. See its own message."
     decided = ""
     try:
-        keys = [f"facts/{number}" for number in range(1, world_size)]
+        keys = [f"facts/{number}" for number in range(1, meeting.world_size)]
         decided = decide([facts, *(content.decode() for content in store.multi_get(keys))])  # in one round trip
         failure = ""
     except ToolkitError as error:
@@ -101,12 +124,22 @@ def decided_by_first(environment: RankEnvironment, facts: str, decide: Callable[
         store.set("decided", decided)
         store.set("failure", failure)
         with suppress(RuntimeError):  # the store ends with this rank: the others read it first
-            store.wait([f"heard/{number}" for number in range(1, world_size)], timedelta(seconds=5))
+            store.wait([f"heard/{number}" for number in range(1, meeting.world_size)], timedelta(seconds=5))
     return decided
 
 
-_stores: dict[RankEnvironment, tuple[Store, int, int]] = {}
-"""Stores in which ranks have met already, with rank and world size."""
+def keep_first_ranks(environment: RankEnvironment, count: int) -> RankEnvironment:
+    """Make the job one of the first `count` ranks of this launch, which have met; the environment of this rank in it.
+
+    On the ranks after them it does not return: they wait as spares for the end of the run, and raise SpareError.
+    """
+    meeting = _meetings.pop(environment)
+    if meeting.rank >= count:
+        wait_as_spare(meeting.store, meeting.rank, meeting.world_size)
+    kept = replace(environment, world_size=count)
+    os.environ.update(kept.variables)
+    _meetings[kept] = replace(meeting, world_size=count, spares=range(count, meeting.world_size))
+    return kept
 
 
 def _decided_in_group(facts: str, decide: Callable[[list[str]], str]) -> str:
@@ -124,8 +157,11 @@ def _decided_in_group(facts: str, decide: Callable[[list[str]], str]) -> str:
     return str(decision[0])
 
 
-def _meet(environment: RankEnvironment) -> tuple[Store, int, int]:
-    """The store of this launch, the rank and the number of ranks."""
+def _meet(environment: RankEnvironment) -> _Meeting:
+    """Meet the other ranks of this launch in its store."""
+    torchrun = Torchrun.detect()
+    if torchrun is not None:
+        torchrun.check_store()
     os.environ.update(environment.variables)
     if environment.world_size == 1 and environment.master_port == 0:
         os.environ["MASTER_PORT"] = str(free_port())
@@ -136,7 +172,7 @@ def _meet(environment: RankEnvironment) -> tuple[Store, int, int]:
             store, rank, world_size = next(iter(rendezvous("env://", timeout=timedelta(minutes=_minutes()))))
         except dist.DistError as error:
             raise meeting_error(environment, error) from None
-    return store, rank, world_size
+    return _Meeting(store=store, rank=rank, world_size=world_size)
 
 
 def _minutes() -> int:

@@ -41,16 +41,17 @@ EngineFactory = Callable[..., Engine]
 def load_job(path: str | PathLike[str], overrides: Sequence[str] = (), layout: str | None = None) -> Job:
     """The job of a recipe on the ranks of this launch. `overrides` and `layout` are as on the command line.
 
-    With `parallel: auto` a collective call: the first rank plans for all.
+    With `parallel: auto` a collective call: the first rank plans for all. Raises SpareError on a rank of an elastic
+    launch that the plan has no place for, when the run of the others has ended.
     """
     here = RankEnvironment.detect()
     recipe = load_recipe(path, overrides, world_size=here.world_size, layout=layout)
-    plan = ""
-    if recipe.parallel.auto:
-        from toolkit.training.plan_launch import planned_for_ranks  # and with it the planner
+    if not recipe.parallel.auto:
+        return Job.of(recipe, here.world_size)
+    from toolkit.training.plan_launch import planned_for_ranks  # and with it the planner
 
-        recipe, plan = planned_for_ranks(recipe, here)
-    return replace(Job.of(recipe, here.world_size), plan=plan)
+    plan = planned_for_ranks(recipe, here)
+    return replace(Job.of(plan.recipe, plan.world_size), plan=plan.note)
 
 
 @dataclass(frozen=True, kw_only=True)
