@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from toolkit.errors import RunDirectoryError
+from toolkit.training import run_lock
 from toolkit.training.run_lock import Holder, RunLock, is_locked
 
 FORK = multiprocessing.get_context("fork")
@@ -296,3 +297,55 @@ def test_of_processes_that_start_at_once_exactly_one_gets_the_directory(
             with suppress(OSError):
                 process.kill()
             process.join()
+
+
+@pytest.mark.parametrize(
+    ("earlier", "now", "patience"),
+    [("job", "job", SHORT), ("job", "other", LONG), ("job", "", LONG), ("", "", LONG)],
+)
+def test_the_lease_is_short_between_starts_of_one_launch_alone(
+    earlier: str,
+    now: str,
+    patience: float,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    plant(tmp_path, 1, replace(on("another machine"), launch=earlier))
+    monkeypatch.setattr(RunLock, "launch_lease_seconds", SHORT)
+    seconds = []
+
+    def stop(slept: float) -> None:
+        seconds.append(slept)
+        raise InterruptedError
+
+    monkeypatch.setattr(run_lock.time, "sleep", stop)
+    with pytest.raises(InterruptedError):
+        RunLock(tmp_path, replace(Holder.here(), launch=now)).acquire()
+    assert f"for {patience:g} s, this run takes its place" in capsys.readouterr().err
+    assert seconds == [patience / run_lock._POLLS]
+
+
+def test_a_later_start_of_the_same_launch_takes_the_place_of_a_lost_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(tmp_path, 1, replace(on("a lost machine"), launch="job"))
+    monkeypatch.setattr(RunLock, "launch_lease_seconds", SHORT)
+    lock = RunLock(tmp_path, replace(Holder.here(), launch="job"))
+    lock.acquire()
+    lock.check()
+    lock.release()
+
+
+def test_a_holder_of_an_elastic_launch_looks_at_the_disk_within_its_short_lease(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = RunLock(tmp_path, replace(on("here"), launch="job"))
+    lock.acquire()
+    lock._is_over.set()  # it renews no more
+    plant(tmp_path, 2, replace(on("another machine"), launch="job"))
+    lock.check(quickly=True)
+    later = run_lock._now() + RunLock.launch_lease_seconds / 2
+    monkeypatch.setattr(run_lock, "_now", lambda: later)
+    with pytest.raises(RunDirectoryError, match="may train there now"):
+        lock.check(quickly=True)

@@ -6,7 +6,8 @@ Its first line is a number that the holder increments (its heartbeat), or `relea
 A process takes the directory by creating the next file with O_EXCL, which one process of all machines can do. It may
 when the holder has released it; has ended (on this machine: its pid is free, or belongs to a process that started at
 another time); or has lost its lease (on another machine: its heartbeat has not changed while this process watched for
-that long. The clocks of two machines are never compared).
+that long. The clocks of two machines are never compared). The lease is short between starts of one elastic launch,
+whose agents have agreed that the host of the holder is lost.
 
 A holder that was suspended may come back at any time. So it increments its number and then looks for a higher file; who
 takes over creates the higher file and then looks whether the number is still the same. One of the two notices: the
@@ -29,6 +30,7 @@ from pathlib import Path
 from toolkit.checkpoint.names import write_all
 from toolkit.errors import Refusal, RunDirectoryError, Scope
 from toolkit.files import printable, read_regular
+from toolkit.launch.elastic import Torchrun
 from toolkit.launch.health.local_process import machine_id
 
 _FILE = re.compile(r"\.lock-([1-9][0-9]{0,8})")
@@ -49,10 +51,13 @@ class Holder:
     machine_id: str
     since: str
     job: str = ""
+    launch: str = ""
+    """The id of a launch that starts its ranks again when hosts go and come; empty for others."""
 
     @classmethod
     def here(cls) -> "Holder":
         slurm_job = os.environ.get("SLURM_JOB_ID")
+        torchrun = Torchrun.detect()
         return cls(
             host=socket.gethostname(),
             pid=os.getpid(),
@@ -60,6 +65,7 @@ class Holder:
             machine_id=machine_id(),
             since=datetime.now().astimezone().isoformat(sep=" ", timespec="seconds"),
             job=f" (Slurm job {slurm_job})" if slurm_job else "",
+            launch=torchrun.launch if torchrun is not None else "",
         )
 
     @classmethod
@@ -171,6 +177,8 @@ class RunLock:
     """This process's hold on a run directory, which a thread renews from `acquire` to `release`."""
 
     lease_seconds = 60.0
+    launch_lease_seconds = 10.0
+    """The lease towards later starts of the same elastic launch."""
 
     def __init__(self, run_dir: Path, holder: Holder | None = None) -> None:
         self._run_dir = run_dir
@@ -188,6 +196,7 @@ class RunLock:
         """Take the directory; may wait for a lease. Raises RunDirectoryError where another process holds it."""
         watched = None
         deadline = 0.0
+        lease = self.lease_seconds
         while True:
             newest = _newest(_files(self._run_dir))
             number, content = newest
@@ -201,12 +210,14 @@ class RunLock:
                     reason = f"{holder} has trained there since {printable(holder.since)}"
                     raise self._error(reason, "wait until it has ended", "end it", ("run_dir", "another directory"))
                 if watched is None:
-                    patience = f"If it gives no sign of life for {self.lease_seconds:g} s, this run takes its place."
+                    is_same_launch = holder is not None and self.holder.launch == holder.launch != ""
+                    lease = self.launch_lease_seconds if is_same_launch else self.lease_seconds
+                    patience = f"If it gives no sign of life for {lease:g} s, this run takes its place."
                     who = holder or "another process"
                     print(f"{self._run_dir}: {who} may still train there. {patience}", file=sys.stderr, flush=True)
                 watched = newest
-                deadline = time.monotonic() + self.lease_seconds
-            time.sleep(self.lease_seconds / _POLLS)
+                deadline = time.monotonic() + lease
+            time.sleep(lease / _POLLS)
         threading.Thread(target=self._renew, name="run-lock", daemon=True).start()
 
     def _create(self, number: int, content: bytes) -> bool:
@@ -236,7 +247,7 @@ class RunLock:
         return True
 
     def _renew(self) -> None:
-        while not self._is_over.wait(self.lease_seconds / _HEARTBEATS):
+        while not self._is_over.wait(self._shortest_lease / _HEARTBEATS):
             with contextlib.suppress(RunDirectoryError):  # `check` raises it again, in the thread that is to write
                 self.check()
 
@@ -271,7 +282,12 @@ class RunLock:
             raise self._lost
 
     def _is_recent(self) -> bool:
-        return self._file >= 0 and _now() - self._renewed < self.lease_seconds / 2
+        return self._file >= 0 and _now() - self._renewed < self._shortest_lease / 2
+
+    @property
+    def _shortest_lease(self) -> float:
+        """The time after which a silent holder may lose the directory to anyone."""
+        return self.launch_lease_seconds if self.holder.launch else self.lease_seconds
 
     def release(self) -> None:
         """Let other processes take the directory. Nothing may be written after this."""
