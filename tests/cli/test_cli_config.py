@@ -111,6 +111,36 @@ def test_a_mistake_is_one_line(capsys: Output, words: tuple[str, ...], message: 
     assert len(printed.splitlines()) == 1
 
 
+ELASTIC = (RECIPE, "--nodes", "2", "--gpus-per-node", "8", "--min-nodes", "1")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--launcher", "slurm", "parallel=auto"), "only torchrun starts this toolkit's program again"),
+        (("--launcher", "torchrun", "parallel=auto", "--script", "mine.py"), "and no --script"),
+        (("--launcher", "torchrun", "--layout", "dp16"), "Add parallel=auto, and omit --layout"),
+        (("--launcher", "torchrun", "parallel=auto", "--min-nodes", "3"), "there are 2 nodes at most"),
+        (("--launcher", "torchrun", "parallel=auto", "--monitor", "csv"), "need a JSON, which is that of one layout"),
+    ],
+)
+def test_what_no_elastic_job_can_be_is_refused(capsys: Output, words: tuple[str, ...], message: str) -> None:
+    printed = refusal(capsys, *ELASTIC, *words)
+    errors = [line for line in printed.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert message in errors[0]
+
+
+def test_an_elastic_job_plans_at_each_start_and_resumes(capsys: Output) -> None:
+    words = ("--launcher", "torchrun", "parallel=auto", "--gpu", "H100-SXM-80GB", "--run-name", "xl")
+    assert run(*ELASTIC, *words) == 0
+    script = capsys.readouterr().out
+    assert "--nnodes 1:2 --max_restarts 100" in script
+    assert "parallel=auto --resume auto run_dir=runs/xl" in script
+    assert "ds_config.json" not in script
+    assert "--layout" not in script
+
+
 def test_conflicts_of_options_are_lines_that_name_the_options(capsys: Output) -> None:
     words = ("--grad-accum-dtype", "fp16", "--cpu-checkpointing")
     first, second = refusal(capsys, *FLAGS, *words).splitlines()

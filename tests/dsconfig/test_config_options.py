@@ -270,6 +270,14 @@ class TestLaunch:
         assert (parsed.module, parsed.training_script) == (True, "toolkit.training")
         assert parsed.training_script_args == ["--note", "a b"]
 
+    def test_torchrun_with_nodes_that_go_and_come(self) -> None:
+        from torch.distributed.run import get_args_parser
+
+        words = self.words("torchrun", job("dp16-z3", nodes=2), hosts=["a", "b"], name="gpt2", min_nodes=1, module=True)
+        parsed = get_args_parser().parse_args(words)
+        assert (parsed.nnodes, parsed.max_restarts, parsed.rdzv_id) == ("1:2", 100, "gpt2")
+        assert "\nexport TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in (self.folder / "job.sh").read_text()
+
     def test_accelerate(self) -> None:
         from accelerate.commands.launch import launch_command_parser
 

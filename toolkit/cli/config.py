@@ -72,21 +72,30 @@ def command(
       dstk config gpt2-xl-pretrain --layout 8xH100 > ds_config.json
       dstk config --model gpt2-xl --layout dp8-z2 --global-batch 512 --micro 8 --precision bf16 --explain
       dstk config gpt2-xl-pretrain --layout z3 --nodes 2 --gpus-per-node 8 --launcher slurm > job.sbatch
+      dstk config gpt2-xl-pretrain parallel=auto --nodes 4 --min-nodes 1 --gpus-per-node 8 --launcher torchrun
     """
     path, overrides = _split(arguments, recipe)
     path = path and str(find_recipe(path))
     asked = flags["layout"]
     job = job_of(path, overrides, flags)
-    if flags["layout"] != asked:  # a plan, which overrides would replace
+    is_planned = flags["layout"] != asked
+    is_elastic = flags["min_nodes"] is not None
+    if is_elastic:
+        job = replace(job, options=replace(job.options, buckets=None))  # those of one layout
+        _check_elastic(flags["min_nodes"], launcher, script, job, is_planned=is_planned)
+    elif is_planned:  # overrides would replace the plan
         overrides = tuple(
             override for override in overrides if not re.match(r"parallel\b|batch\.micro_batch_size=", override)
         )
     _check_flags(kind, launcher, explain=explain, output=output, hosts=flags["hosts"], job=job)
     train: list[str] = []
-    where = ["--layout", flags["layout"]] if flags["layout"] else []
+    where = ["--layout", flags["layout"]] if flags["layout"] and not is_elastic else []
     if path is not None:
         recipe = os.path.abspath(path) if output is None else beside(Path(path).name)
         train = [*TRAIN, "--config", recipe, *where, *overrides, *flag_overrides(flags), *_located_data(job.recipe)]
+        if is_elastic:
+            train += ["--resume", "auto"]
+            train += [] if job.recipe.run_dir else [f"run_dir=runs/{flags['run_name']}"]
     text = None
     launch = _launch(job, _program(job, script, kind, train), kind, flags, output)
     if launcher is not None:
@@ -131,6 +140,24 @@ def _check_flags(
     if hosts and len(hosts) != job.nodes:
         reason = f"{len(hosts)} host names for {job.nodes} nodes"
         raise ConfigError.of("--host", " ".join(hosts), reason, "give --host once for each node")
+
+
+def _check_elastic(
+    min_nodes: int, launcher: str | None, script: str | None, job: ConfigJob, *, is_planned: bool
+) -> None:
+    """Raise ConfigError where a launch whose nodes go and come cannot plan a layout for those that are there."""
+    if launcher != "torchrun" or script is not None:
+        reason = "only torchrun starts this toolkit's program again with other nodes"
+        raise ConfigError.of("--min-nodes", min_nodes, reason, "give --launcher torchrun, and no --script")
+    if min_nodes > job.nodes:
+        reason = f"there are {job.nodes} nodes at most"
+        raise ConfigError.of("--min-nodes", min_nodes, reason, f"give {job.nodes} or less, or more --nodes")
+    if not is_planned:
+        reason = "each number of nodes needs a layout of its own"
+        raise ConfigError.of("--min-nodes", min_nodes, reason, "add parallel=auto, and omit --layout")
+    if _changes_json(job):
+        reason = "flags that no recipe has need a JSON, which is that of one layout"
+        raise ConfigError.of("--min-nodes", min_nodes, reason, "omit them")
 
 
 def _program(job: ConfigJob, script: str | None, kind: str, train: list[str]) -> list[str]:
@@ -232,6 +259,7 @@ def _launch(job: ConfigJob, program: list[str], kind: str, flags: dict[str, Any]
         name=flags["run_name"],
         hosts=flags["hosts"],
         port=flags["port"],
+        min_nodes=flags["min_nodes"],
         cpus_per_gpu=flags["cpus_per_gpu"],
         activate=str(activate) if activate.is_file() else None,
     )

@@ -84,6 +84,9 @@ _OPTIONS: list[Decorator] = [
     # Machines and ranks.
     click.option("--world-size", type=_POSITIVE, metavar="N", help="Ranks of the job; default: those of the layout."),
     click.option("--nodes", type=_POSITIVE, metavar="N", help="Machines [1]."),
+    click.option(
+        "--min-nodes", type=_POSITIVE, metavar="N", help="With torchrun: nodes may go and come, down to so many."
+    ),
     click.option("--gpus-per-node", type=_POSITIVE, metavar="N", help="Ranks of each machine."),
     click.option("--host", "hosts", multiple=True, metavar="NAME", help="A node's name, one for each [node1 …]."),
     click.option("--gpu", metavar="NAME", help="Size buckets for its links, for instance H100-SXM-80GB."),

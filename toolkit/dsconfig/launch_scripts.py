@@ -23,6 +23,14 @@ docs/checkpoints.md."""
 TRAIN = ("-m", "toolkit.training")
 """recipes/train.py of the installed toolkit, as every launcher can start it."""
 
+_RESTARTS = 100
+"""Failures after which torchrun gives up; nodes that come, and starts after them, do not count."""
+_ELASTIC = """\
+# On every node, at any time: when nodes go or come, all ranks start again from the newest checkpoint, in a layout
+# planned for the nodes that are there. The first node has torchrun's store, and must stay.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # else ranks of two starts would meet in one store
+"""
+
 
 class ShellWord(str):
     """A word as the shell reads it; all others are quoted."""
@@ -52,6 +60,8 @@ class Launch:
     hosts: Sequence[str] = field(default=())
     """Names of the nodes; node1, node2, … if none are given."""
     port: int = 29501
+    min_nodes: int | None = None
+    """Where nodes may go and come, the fewest with which the job goes on."""
     hours: int = 24
     cpus_per_gpu: int = 8
     activate: str | None = None
@@ -105,9 +115,14 @@ class Launch:
     def _torchrun(self) -> str:
         job = self.job
         words: list[str | int] = ["exec", "torchrun", "--nproc_per_node", job.gpus_per_node]
+        endpoint = f"{self.nodes[0]}:{self.port}"
+        if self.min_nodes is not None:
+            words += ["--nnodes", f"{self.min_nodes}:{job.nodes}", "--max_restarts", _RESTARTS]
+            words += ["--rdzv_backend", "c10d", "--rdzv_id", self.name, "--rdzv_endpoint", endpoint]
+            return f"{_ELASTIC}{_line(*words, *self.program)}"
         if job.nodes == 1:
             return _line(*words, "--master_port", self.port, *self.program)
-        words += ["--nnodes", job.nodes, "--rdzv_backend", "c10d", "--rdzv_endpoint", f"{self.nodes[0]}:{self.port}"]
+        words += ["--nnodes", job.nodes, "--rdzv_backend", "c10d", "--rdzv_endpoint", endpoint]
         return "# On every node.\n" + _line(*words, *self.program)
 
     def _slurm(self) -> str:
