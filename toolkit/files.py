@@ -16,6 +16,8 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
+from toolkit.remote_files import RemotePath, is_url
+
 MAX_JSON_BYTES = 256 * 2**20
 MAX_LOG_BYTES = 2**32
 _PART_BYTES = 2**20
@@ -48,6 +50,16 @@ def expanded(name: str) -> Path:
     return Path(os.path.expanduser(name))
 
 
+def place(name: str) -> Path:
+    """The directory or file that a user names: a URL, or a path with `~` as a user's home."""
+    return RemotePath(name) if is_url(name) else expanded(name)
+
+
+def is_there(path: Path) -> bool:
+    """Whether there is something of this name, which may be a link to nothing."""
+    return path.exists() if isinstance(path, RemotePath) else os.path.lexists(path)
+
+
 _TEMPORARY: list[Path] = []
 
 
@@ -71,6 +83,8 @@ def cache_folder() -> Path:
 
 def open_regular(path: Path, *, follow: bool = False) -> BufferedReader:
     """Open a file for reading. Raises OSError for a link (unless `follow`), a FIFO, a device or a directory."""
+    if isinstance(path, RemotePath):
+        return path.open_binary()
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
     try:
         descriptor = os.open(path, flags)  # O_NONBLOCK: opening a FIFO would wait for a writer

@@ -25,6 +25,7 @@ from fsspec.implementations.http import HTTPFileSystem
 from moto.server import ThreadedMotoServer
 from refusals import refused
 
+from toolkit import remote_files
 from toolkit.config.data_section import DataSection
 from toolkit.data.documents import remote, sources
 from toolkit.data.documents.part import SourcePart
@@ -51,7 +52,7 @@ def server() -> Iterator[ThreadedMotoServer]:
 @pytest.fixture(autouse=True)
 def s3(server: ThreadedMotoServer, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A client of the server, on an empty bucket. Processes that tokenize find the server by their environment."""
-    monkeypatch.setattr(remote, "_FIRST_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(remote_files, "_FIRST_WAIT_SECONDS", 0.01)
     host, port = server.get_host_and_port()
     environment = {
         "AWS_ENDPOINT_URL": f"http://{host}:{port}",

@@ -32,11 +32,12 @@ from toolkit.config.recipe_rules import JSON_SUFFIXES, PARQUET_SUFFIXES
 from toolkit.data.documents import remote, text_chunks
 from toolkit.data.documents.markov import EntropyRate, MarkovSource
 from toolkit.data.documents.part import WHOLE, SourcePart
-from toolkit.data.documents.remote import SourceFile, is_url, without_query
+from toolkit.data.documents.remote import SourceFile
 from toolkit.data.documents.rows import Document, RowReader
 from toolkit.data.documents.text_chunks import open_file
 from toolkit.errors import DataError
 from toolkit.files import expanded, reason_of
+from toolkit.remote_files import is_url, without_query
 
 _SOURCE = "data.source"
 # Longer text files are tokenized in parts, so that a worker's memory does not depend on the length of a file.

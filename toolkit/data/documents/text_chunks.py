@@ -20,9 +20,9 @@ import zstandard
 from typing_extensions import override
 
 from toolkit.data.documents import remote
-from toolkit.data.documents.remote import is_url, without_query
 from toolkit.data.documents.rows import Document, RowReader
 from toolkit.errors import DataError
+from toolkit.remote_files import is_url, without_query
 
 CHUNK_BYTES = 1 << 20
 _READ_BYTES = 1 << 18

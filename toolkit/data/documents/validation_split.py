@@ -6,9 +6,9 @@ from pathlib import Path
 
 from toolkit.config.data_section import DataSection
 from toolkit.config.megatron_prefix import megatron_prefix
-from toolkit.data.documents.remote import is_url
 from toolkit.data.documents.sources import DatasetSource, open_source
 from toolkit.files import expanded
+from toolkit.remote_files import is_url
 
 VALIDATION = "validation"
 

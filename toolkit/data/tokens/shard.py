@@ -27,13 +27,13 @@ from numpy.typing import NDArray
 
 from toolkit.data.documents import remote
 from toolkit.data.documents.part import SourcePart
-from toolkit.data.documents.remote import is_url
 from toolkit.data.documents.sources import Source
 from toolkit.data.documents.text_chunks import open_file
 from toolkit.data.tokens.tokenizer import digest
 from toolkit.data.tokens.tokenizer_pool import EncodedChunk, TokenizerJob, encode_chunks
 from toolkit.errors import DataError
 from toolkit.files import decode_json_object, sync
+from toolkit.remote_files import is_url
 
 MANIFEST = "manifest.json"
 PROGRESS = "progress.json"

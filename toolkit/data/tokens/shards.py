@@ -21,12 +21,12 @@ from pathlib import Path
 from toolkit.config.data_section import DataSection
 from toolkit.data.documents import remote
 from toolkit.data.documents.part import SourcePart
-from toolkit.data.documents.remote import is_url
 from toolkit.data.tokens import tokenizer as tokenizers
 from toolkit.data.tokens.shard import MANIFEST, TOKENIZER, TokenShard, is_complete
 from toolkit.data.tokens.token_cache import Corpus, TokenCorpus, open_cache
 from toolkit.errors import DataError, RunError
 from toolkit.files import expanded, published, sync
+from toolkit.remote_files import is_url
 
 _OF_SAMPLES = {"seq_len", "packing", "document_masking", "overlong", "eval_fraction", "workers", "cache_dir"}
 """Fields that do not change a shard."""

@@ -34,7 +34,6 @@ from numpy.typing import NDArray
 from toolkit.config.data_section import DataSection
 from toolkit.config.megatron_prefix import megatron_prefix
 from toolkit.data.documents.part import WHOLE, SourcePart
-from toolkit.data.documents.remote import is_url, without_query
 from toolkit.data.documents.rows import RowReader
 from toolkit.data.documents.sources import Source, open_source
 from toolkit.data.tokens import document_ends
@@ -45,6 +44,7 @@ from toolkit.data.tokens.stop_tokens import generation_stops
 from toolkit.data.tokens.tokenizer_pool import TokenizerJob
 from toolkit.errors import DataError
 from toolkit.files import cache_folder, expanded, published
+from toolkit.remote_files import is_url, without_query
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
