@@ -15,7 +15,7 @@ import os
 import re
 import stat as modes
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path, PosixPath
@@ -57,6 +57,12 @@ def advice_of(error: BaseException) -> str:
     return next(iter(getattr(error, "__notes__", ())), "")
 
 
+def raise_unreachable(error: BaseException) -> None:
+    """Raise an error that says nothing about a file behind a URL: the connection failed, or access is denied."""
+    if isinstance(error, OSError) and advice_of(error) and error.errno not in (errno.ENOENT, errno.EINVAL):
+        raise error
+
+
 def filesystem(url: str, *, uploads: bool = False) -> tuple[Any, str]:
     """fsspec's file system of a URL, and the path in it. `uploads`: one that repeats parts of a file by itself."""
     import fsspec.core
@@ -75,8 +81,8 @@ def filesystem(url: str, *, uploads: bool = False) -> tuple[Any, str]:
         elif is_s3 and "AWS_MAX_ATTEMPTS" not in os.environ:
             # Attempts are counted here: those of botocore, s3fs and this module would multiply.
             retries = {"total_max_attempts": 1}
-            waits = {"connect_timeout": _CONNECT_SECONDS, "read_timeout": _READ_SECONDS}
-            options["config_kwargs"] = {"retries": retries, **waits}
+            seconds = {"connect_timeout": _CONNECT_SECONDS, "read_timeout": _READ_SECONDS}
+            options["config_kwargs"] = {"retries": retries, **seconds}
         if is_s3 and uploads:
             options["max_concurrency"] = _UPLOAD_PARTS
         files, path = fsspec.core.url_to_fs(url, **options)
@@ -216,7 +222,7 @@ class RemotePath(PosixPath):
     def is_symlink(self) -> bool:
         return False
 
-    def iterdir(self) -> Iterator[Self]:
+    def iterdir(self) -> Generator[Self, None, None]:
         """What is directly in this directory; nothing if there is none. Raises OSError."""
         files, path = self._files()
 
@@ -237,9 +243,9 @@ class RemotePath(PosixPath):
         found = ask(str(self), lambda: files.find(path, detail=True))
         return {str(name).removeprefix(path).lstrip("/"): int(info["size"]) for name, info in found.items()}
 
-    def open_binary(self) -> io.BufferedReader:
-        """Open this file for reading and seeking. Raises OSError."""
-        return open_ranges(str(self), self._size(), _FETCH_BYTES)
+    def open_binary(self, fetch_bytes: int = _FETCH_BYTES) -> io.BufferedReader:
+        """Open this file for reading and seeking; so many bytes are asked for at least. Raises OSError."""
+        return open_ranges(str(self), self._size(), fetch_bytes)
 
     def create(self, content: bytes) -> bool:
         """Write a small file unless one is there; whether it was written. Raises OSError."""
@@ -267,7 +273,7 @@ class RemotePath(PosixPath):
         options: dict[str, Any] = {"callback": Callback(hooks={"progress": lambda *_, **__: progress()})}
         if hasattr(files, "max_concurrency"):
             options["chunksize"] = max(_UPLOAD_PART_BYTES, -(-size // _MOST_UPLOAD_PARTS))
-        attempts = []
+        attempts: list[int] = []
 
         def send() -> None:
             with suppress(FileNotFoundError):

@@ -19,7 +19,9 @@ from pathlib import Path
 
 from toolkit.checkpoint import names
 from toolkit.checkpoint.manifest import FileRecord, Manifest, list_checkpoints, read_latest
-from toolkit.files import move_into_place, sync
+from toolkit.checkpoint.remote_commit import delete_uploaded
+from toolkit.files import move_into_place, reason_of, sync
+from toolkit.remote_files import RemotePath
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +111,8 @@ def _update_latest(checkpoint: Path) -> list[str]:
 def delete_old_checkpoints(run_dir: Path, keep: Retention) -> list[str]:
     """Delete what need not be kept, never what `latest` names. Returns a notice for each that could not be deleted.
 
-    A checkpoint is renamed before it is deleted, so that an interrupted deletion leaves nothing that looks like one.
+    A checkpoint on disk is renamed before it is deleted, so that an interrupted deletion leaves nothing that looks like
+    one. `run_dir` may be a URL.
     Directories without a manifest are not deleted: no save wrote them.
     """
     notices = []
@@ -118,10 +121,13 @@ def delete_old_checkpoints(run_dir: Path, keep: Retention) -> list[str]:
         is_kept = old.name == latest or (keep.every is not None and old.step % keep.every == 0)
         if is_kept or not (old.path / names.MANIFEST).exists():
             continue
-        renamed = run_dir / names.temporary_name(old.step)
         try:
+            if isinstance(old.path, RemotePath):
+                delete_uploaded(old.path)
+                continue
+            renamed = run_dir / names.temporary_name(old.name)
             old.path.rename(renamed)
             shutil.rmtree(renamed)
         except OSError as error:
-            notices.append(f"{old.path} could not be deleted ({error.strerror or error})")
+            notices.append(f"{old.path} could not be deleted ({reason_of(error)})")
     return notices

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar
@@ -20,6 +20,7 @@ from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationE
 
 from toolkit.checkpoint import names
 from toolkit.files import decode_json_object, first_problem, printable, read_regular
+from toolkit.remote_files import RemotePath, raise_unreachable
 
 VERSION = 1
 _LATEST = re.compile(rb"(step-[0-9]{8,18})\n?")
@@ -101,8 +102,12 @@ class ListedCheckpoint:
 def list_checkpoints(run_dir: Path) -> list[ListedCheckpoint]:
     """The checkpoints of a run in the order in which they were saved. Raises OSError where it cannot be read.
 
-    Only real directories with a checkpoint's name count; links are never followed.
+    Only real directories with a checkpoint's name count, and behind a URL only those with a manifest; links are never
+    followed.
     """
+    if isinstance(run_dir, RemotePath):
+        found = [path for path in run_dir.iterdir() if names.step_of(path.name) is not None]
+        return _in_order(run_dir, {path.name: path for path in found if (path / names.MANIFEST).exists()})
     paths: dict[str, Path] = {}
     moved_aside: dict[str, Path] = {}
     with os.scandir(run_dir) as entries:
@@ -116,7 +121,10 @@ def list_checkpoints(run_dir: Path) -> list[ListedCheckpoint]:
             if parts is not None and parts[1] == "old":
                 moved_aside[parts[0]] = run_dir / entry.name
     # A process died between moving the old checkpoint aside and moving the new one in: the old one is complete.
-    paths = moved_aside | paths
+    return _in_order(run_dir, moved_aside | paths)
+
+
+def _in_order(run_dir: Path, paths: Mapping[str, Path]) -> list[ListedCheckpoint]:
     known = {name: _sequence(path) for name, path in paths.items()}
     latest = read_latest(run_dir)
     newest = max((number for number in known.values() if number is not None), default=0)
@@ -137,7 +145,8 @@ def read_latest(run_dir: Path) -> str | None:
     """The directory that `latest` names; None where there is no such file, or it contains anything else."""
     try:
         match = _LATEST.fullmatch(read_regular(run_dir / names.LATEST, max_bytes=64))
-    except OSError:
+    except OSError as error:
+        raise_unreachable(error)
         return None
     return match[1].decode() if match else None
 
@@ -145,5 +154,6 @@ def read_latest(run_dir: Path) -> str | None:
 def _sequence(path: Path) -> int | None:
     try:
         return read_manifest(path).sequence
-    except (OSError, ValueError):
+    except (OSError, ValueError) as error:
+        raise_unreachable(error)
         return None

@@ -15,12 +15,14 @@ import hashlib
 import os
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeGuard
 
 from toolkit.errors import CheckpointError
-from toolkit.files import open_regular, printable
+from toolkit.files import open_regular, printable, reason_of
+from toolkit.remote_files import RemotePath, advice_of
 
 MANIFEST = "manifest.json"
 TRAINER_STATE = "trainer_state.json"
@@ -38,6 +40,8 @@ _TEMPORARY = re.compile(r"\.(step-[0-9]{8,18})\.[0-9a-f]+\.(tmp|old)")
 _KIND = re.compile(r"[a-z][a-z0-9_]*")
 _FILE = re.compile(r"(?:(model)|optimizer/([a-z][a-z0-9_]*))-([0-9]{5,})-of-([0-9]{5,})\.safetensors")
 _MAX_NAME_LENGTH = 1024
+_HASHED_BYTES = 16 * 2**20
+"""Bytes that are asked for at once where all of a file behind a URL is read."""
 
 
 def not_a_directory(path: Path) -> str:
@@ -56,9 +60,9 @@ def step_of(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def temporary_name(step: int) -> str:
+def temporary_name(name: str) -> str:
     """A name for a directory that is being written or deleted, which no directory of a dead process has."""
-    return f".{step_name(step)}.{secrets.token_hex(4)}.tmp"
+    return f".{name}.{secrets.token_hex(4)}.tmp"
 
 
 def parse_temporary_name(name: str) -> tuple[str, str] | None:
@@ -114,9 +118,21 @@ def checkpoint_error(path: Path, message: str) -> CheckpointError:
     return CheckpointError(f"{printable(path)}: {message}", path=printable(path))
 
 
+@contextmanager
+def reported(path: Path) -> Iterator[None]:
+    """Turn what fails behind a URL into a CheckpointError that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        if not isinstance(path, RemotePath):
+            raise
+        advice = advice_of(error)
+        raise checkpoint_error(path, f"{reason_of(error)}. {advice[:1].upper()}{advice[1:]}.") from error
+
+
 def hash_file(path: Path) -> str:
     """The sha256 of a file, in hexadecimal."""
-    with open_regular(path) as file:
+    with path.open_binary(_HASHED_BYTES) if isinstance(path, RemotePath) else open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from toolkit.errors import ToolkitError
 from toolkit.files import printable
 from toolkit.parallel.groups import transfer_device
+from toolkit.remote_files import advice_of
 
 T = TypeVar("T")
 
@@ -29,6 +30,8 @@ class RankFailure:
     reason: str
     is_disk_full: bool = False
     is_permission_denied: bool = False
+    advice: str = ""
+    """What to do about it, where it happened behind a URL."""
 
     @classmethod
     def of(cls, error: BaseException, *, rank: int, path: Path | str) -> "RankFailure":
@@ -42,6 +45,7 @@ class RankFailure:
             reason=printable(error.strerror or str(error)),
             is_disk_full=error.errno in (errno.ENOSPC, errno.EDQUOT),
             is_permission_denied=error.errno in (errno.EACCES, errno.EPERM, errno.EROFS),
+            advice=advice_of(error),
         )
 
 

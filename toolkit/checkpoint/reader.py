@@ -6,16 +6,20 @@ complete is checked by `select_checkpoint`.
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import safe_open
 
 from toolkit.checkpoint import names
 from toolkit.checkpoint.manifest import read_manifest
-from toolkit.checkpoint.safetensors_header import TensorSpec, read_header
+from toolkit.checkpoint.safetensors_header import TensorSpec, read_offsets
 from toolkit.files import printable, read_json_object
 from toolkit.parallel.shard import runs
+from toolkit.remote_files import RemotePath
+
+_PART_BYTES = 32 * 2**20
+"""Bytes of a tensor behind a URL that are asked for at once."""
 
 
 class StoredTensor:
@@ -53,6 +57,44 @@ class StoredTensor:
         return values
 
 
+class RemoteTensor(StoredTensor):
+    """A tensor in a file behind a URL: of a part of its first dimension only these bytes are read.
+
+    Of a part of another dimension all are, a run of rows at a time. `stored`: its dtype there; `begin`: its offset.
+    """
+
+    def __init__(self, file: BinaryIO, begin: int, stored: torch.dtype, tensor: StoredTensor) -> None:
+        super().__init__(tensor.path, tensor.name, tensor.shape, tensor.dtype)
+        self._file = file
+        self._begin = begin
+        self._stored = stored
+
+    def narrow(self, dim: int, start: int, length: int) -> torch.Tensor:
+        if dim == 0:
+            return self._rows(start, length).to(self.dtype)
+        out = self.new_zeros((*self.shape[:dim], length, *self.shape[dim + 1 :]))
+        for first, count in runs(0, self.shape[0]):
+            out.narrow(0, first, count).copy_(self._rows(first, count).narrow(dim, start, length))
+        return out
+
+    def _read(self, ranges: tuple[slice, ...]) -> torch.Tensor:
+        assert not ranges, "slices are read by `narrow`"
+        return self._rows(0, 1).reshape(())
+
+    def _rows(self, start: int, count: int) -> torch.Tensor:
+        row = self.shape[1:]
+        row_bytes = row.numel() * self._stored.itemsize
+        content = torch.empty(count * row_bytes, dtype=torch.uint8)
+        self._file.seek(self._begin + start * row_bytes)
+        unread = memoryview(content.numpy())  # type: ignore[arg-type]
+        while unread:
+            read = self._file.readinto(unread[:_PART_BYTES])  # type: ignore[attr-defined]
+            if not read:
+                raise OSError(f"{self.path} ends within {self.name}")
+            unread = unread[read:]
+        return content.view(self._stored).reshape(count, *row)
+
+
 class CheckpointReader:
     """The tensors and the trainer state of one directory.
 
@@ -66,6 +108,8 @@ class CheckpointReader:
         self.trainer_state: dict[str, Any] | None = None
         self.specs: dict[str, dict[str, TensorSpec]] = {}
         self._path_of: dict[tuple[str, str], Path] = {}
+        self._begin_of: dict[tuple[str, str], int] = {}
+        self._open: dict[Path, BinaryIO] = {}
         try:
             if not (path / names.MANIFEST).exists():
                 for file in model_files(path):
@@ -82,9 +126,10 @@ class CheckpointReader:
             raise names.checkpoint_error(path, message) from error
 
     def _add(self, kind: str, file: str, *, follow: bool) -> None:
-        specs = read_header(self.path / file, follow=follow)
-        self.specs.setdefault(kind, {}).update(specs)
-        self._path_of.update({(kind, name): self.path / file for name in specs})
+        read = read_offsets(self.path / file, follow=follow)
+        self.specs.setdefault(kind, {}).update({name: spec for name, (spec, _) in read.items()})
+        self._path_of.update({(kind, name): self.path / file for name in read})
+        self._begin_of.update({(kind, name): begin for name, (_, begin) in read.items()})
 
     def has(self, kind: str, name: str) -> bool:
         return (kind, name) in self._path_of
@@ -94,7 +139,13 @@ class CheckpointReader:
         if not self.has(kind, name):
             raise names.checkpoint_error(self.path, f"it has no {kind} of {name}. Is it of this model and optimizer?")
         spec = self.specs[kind][name]
-        return StoredTensor(self._path_of[kind, name], name, torch.Size(spec.shape), dtype or spec.dtype)
+        path = self._path_of[kind, name]
+        tensor = StoredTensor(path, name, torch.Size(spec.shape), dtype or spec.dtype)
+        if not isinstance(path, RemotePath):
+            return tensor
+        if path not in self._open:
+            self._open[path] = path.open_binary()
+        return RemoteTensor(self._open[path], self._begin_of[kind, name], spec.dtype, tensor)
 
 
 def model_files(directory: Path) -> list[str]:

@@ -72,8 +72,14 @@ def encode_header(specs: Sequence[TensorSpec]) -> bytes:
 
 def read_header(path: Path, *, follow: bool = False) -> dict[str, TensorSpec]:
     """The tensors of a file, in its order. Raises HeaderError for an invalid header, OSError for an unreadable file."""
+    return {name: spec for name, (spec, _) in read_offsets(path, follow=follow).items()}
+
+
+def read_offsets(path: Path, *, follow: bool = False) -> dict[str, tuple[TensorSpec, int]]:
+    """The tensors of a file, in its order, each with where its values begin. Raises as `read_header` does."""
     with open_regular(path, follow=follow) as file:
-        size = os.fstat(file.fileno()).st_size
+        size = file.seek(0, os.SEEK_END)
+        file.seek(0)
         prefix = file.read(8)
         if len(prefix) < 8:
             raise HeaderError(f"{size} bytes are too few for a header")
@@ -97,7 +103,7 @@ def read_header(path: Path, *, follow: bool = False) -> dict[str, TensorSpec]:
         expected = end
     if expected != data_bytes:
         raise HeaderError(f"the tensors need {expected} bytes, the file has {data_bytes}")
-    return {spec.name: spec for spec, _, _ in read}
+    return {spec.name: (spec, 8 + length + begin) for spec, begin, _ in read}
 
 
 def _entry(name: str, entry: Any) -> tuple[TensorSpec, int, int]:

@@ -27,10 +27,12 @@ from toolkit.checkpoint.commit import Retention, commit, delete_old_checkpoints,
 from toolkit.checkpoint.manifest import FileRecord
 from toolkit.checkpoint.rank_writer import RankWriter
 from toolkit.checkpoint.ranks import RankFailure, Ranks, first_failure
+from toolkit.checkpoint.remote_commit import commit_uploaded, reserve, upload
 from toolkit.checkpoint.save_plan import MAX_FILE_BYTES, MIN_FILE_BYTES, PlannedFile, plan_files
 from toolkit.checkpoint.tensor_source import ShardedTensorSource, Snapshot, SnapshotMemory, TensorData
 from toolkit.errors import CheckpointError
 from toolkit.files import printable
+from toolkit.remote_files import RemotePath
 from toolkit.units import format_bytes
 
 T = TypeVar("T")
@@ -52,6 +54,8 @@ class CheckpointContents:
     """Called after each tensor, however slow the disk is; not while a snapshot is written beside training."""
     check_lock: Callable[[], None] = lambda: None
     """Called on the first rank before it changes the run directory; raises where another job has taken that over."""
+    url: RemotePath | None = None
+    """Where the checkpoint goes in place of the run directory, in which each rank then stages what it uploads."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,9 +136,9 @@ class AsyncSaver:
         return running.result()
 
 
-def _start_thread(function: Callable[[], SavedCheckpoint]) -> Future[SavedCheckpoint]:
+def _start_thread(function: Callable[[], T]) -> Future[T]:
     """Call `function` in a daemon thread, so that a process which fails need not wait for it."""
-    future: Future[SavedCheckpoint] = Future()
+    future: Future[T] = Future()
 
     def run() -> None:
         try:
@@ -149,6 +153,8 @@ def _start_thread(function: Callable[[], SavedCheckpoint]) -> Future[SavedCheckp
 class _Save:
     """A checkpoint in progress. The constructor makes its directory; `finish` does the rest.
 
+    With a URL each rank has a directory of its own, which nothing else sees: hosts need not share a file system.
+
     After `take_snapshot`, `finish` may run in a thread: it reads the copies, and communicates with other ranks over
     connections of its own.
     """
@@ -162,8 +168,14 @@ class _Save:
         self._files = plan_files(specs, ranks.size, **vars(sizes))
         self._nbytes = sum(file.nbytes for file in self._files)
         self._tensors: Snapshot = self._reported_tensors
-        self._directory = run_dir / names.temporary_name(step)
-        self._directory = run_dir / self._on_first_rank(self._make_directory)
+        self._progress = contents.progress
+        self._directory = run_dir / names.temporary_name(names.step_name(step))
+        url = contents.url
+        if url is None:
+            self._directory = run_dir / self._on_first_rank(self._make_directory)
+        else:
+            self._checkpoint = self._on_first_rank(lambda: self._reserve(url))
+            self._on_every_rank(self._make_staging)
 
     def _reported_tensors(self, ranks: Ranks) -> Iterator[TensorData]:
         for data in self._contents.tensors.tensors(self._files, ranks):
@@ -176,6 +188,7 @@ class _Save:
         with self._directory_removed_on_error():
             self._tensors = self._contents.tensors.snapshot(self._files, self._ranks, memory)
         self._ranks = ranks
+        self._progress = lambda: None
 
     def finish(self) -> SavedCheckpoint:
         """Write, wait for all ranks, and commit. A collective call. Raises CheckpointError, on every rank alike."""
@@ -189,8 +202,12 @@ class _Save:
         outcomes = ranks.gather(writer.outcome)
         if (failure := first_failure(outcomes)) is not None:
             self._fail(failure, writer.error)
+        if self._contents.url is not None:
+            self._upload(outcomes[ranks.rank])
         records = [record for outcome in outcomes if isinstance(outcome, list) for record in outcome]
         path, notices = self._on_first_rank(lambda: self._commit(records))
+        if self._contents.url is not None:
+            self._remove_directory()
         return SavedCheckpoint(path=path, step=self._step, nbytes=self._nbytes, notices=tuple(notices))
 
     def _make_directory(self) -> str:
@@ -198,6 +215,26 @@ class _Save:
         has_optimizer = any(file.kind != names.MODEL for file in self._files)
         open_directory(self._directory, [names.OPTIMIZER] if has_optimizer else [])
         return self._directory.name
+
+    def _reserve(self, url: RemotePath) -> RemotePath:
+        self._contents.check_lock()
+        return reserve(url, self._step)
+
+    def _make_staging(self) -> None:
+        optimizer = [names.OPTIMIZER] if any(file.kind != names.MODEL for file in self._files) else []
+        for name in ("", *optimizer):
+            (self._directory / name).mkdir(parents=True)
+
+    def _upload(self, records: RankFailure | list[FileRecord]) -> None:
+        """Upload what this rank has written, and wait for the others. A collective call."""
+        assert isinstance(records, list)
+        arrived = threading.Event()
+        uploading = _start_thread(lambda: upload(self._directory, records, self._checkpoint, arrived.set))
+        while not self._ranks.all(bool(wait([uploading], _POLL_SECONDS).done)):
+            if arrived.is_set():
+                arrived.clear()
+                self._progress()
+        self._on_every_rank(uploading.result)
 
     def _write_small_files(self) -> list[FileRecord]:
         self._contents.write_model_files(self._directory)
@@ -209,25 +246,34 @@ class _Save:
 
     def _commit(self, records: Sequence[FileRecord]) -> tuple[Path, list[str]]:
         self._contents.check_lock()
-        path, notices = commit(self._directory, self._step, records)
+        path: Path
+        if self._contents.url is None:
+            path, notices = commit(self._directory, self._step, records)
+        else:
+            path = self._checkpoint
+            notices = commit_uploaded(self._checkpoint, self._step, records)
         if self._contents.retention is not None:
-            notices += delete_old_checkpoints(self._run_dir, self._contents.retention)
+            notices += delete_old_checkpoints(self._place, self._contents.retention)
         return path, notices
 
     def _on_first_rank(self, function: Callable[[], T]) -> T:
         """Call `function` on the first rank; every rank returns its result. Where it raises, all fail."""
-        outcome: T | RankFailure | None = None
-        cause = None
-        if self._ranks.is_first:
-            try:
-                outcome = function()
-            except Exception as error:
-                outcome = RankFailure.of(error, rank=0, path=self._directory)
-                cause = error
-        agreed: T | RankFailure | None = self._ranks.gather(outcome)[0]
-        if isinstance(agreed, RankFailure):
-            self._fail(agreed, cause)
+        agreed: T | None = self._on_every_rank(lambda: function() if self._ranks.is_first else None)[0]
         return agreed  # type: ignore[return-value]
+
+    def _on_every_rank(self, function: Callable[[], T]) -> list[T]:
+        """Call `function` on every rank; every rank returns all results. Where one raises, all fail."""
+        cause = None
+        outcome: T | RankFailure
+        try:
+            outcome = function()
+        except Exception as error:
+            outcome = RankFailure.of(error, rank=self._ranks.rank, path=self._directory)
+            cause = error
+        outcomes = self._ranks.gather(outcome)
+        if (failure := first_failure(outcomes)) is not None:
+            self._fail(failure, cause)
+        return outcomes  # type: ignore[return-value]
 
     @contextmanager
     def _directory_removed_on_error(self) -> Iterator[None]:
@@ -238,15 +284,19 @@ class _Save:
             raise
 
     def _remove_directory(self) -> None:
-        if self._ranks.is_first:
+        if self._ranks.is_first or self._contents.url is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
 
     def _fail(self, failure: RankFailure, cause: BaseException | None) -> NoReturn:
         self._remove_directory()
         free_bytes = self._ranks.run_on_first(self._free_bytes)  # also a barrier: no rank returns before the removal
-        path = printable(self._run_dir / names.step_name(self._step))
+        path = printable(self._place / names.step_name(self._step))
         where = f" at {failure.path}" if failure.path else ""
-        if failure.is_disk_full:
+        advice = ""
+        if failure.advice:
+            problem = f"rank {failure.rank} failed{where} ({failure.reason})"
+            advice = f" {failure.advice[:1].upper()}{failure.advice[1:]}."
+        elif failure.is_disk_full:
             free = "" if free_bytes is None else f", and {format_bytes(free_bytes)} are free"
             needed = f"The checkpoint needs {format_bytes(self._nbytes)}{free}"
             problem = f"rank {failure.rank} ran out of disk space{where}. {needed}"
@@ -261,6 +311,11 @@ class _Save:
             reason=failure.reason,
             bytes_needed=self._nbytes if failure.is_disk_full else None,
         ) from cause
+
+    @property
+    def _place(self) -> Path:
+        """Where checkpoints go."""
+        return self._contents.url or self._run_dir
 
     def _free_bytes(self) -> int | None:
         try:

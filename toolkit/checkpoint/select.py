@@ -4,7 +4,6 @@ A user's path is trusted as a place; its content is not. `latest` is not used: i
 died while saving, and its content could be anything.
 """
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,8 @@ from toolkit.checkpoint.reader import CheckpointReader, model_files
 from toolkit.checkpoint.safetensors_header import HeaderError, read_header
 from toolkit.checkpoint.verify import index_problems, verify
 from toolkit.errors import CheckpointError
-from toolkit.files import printable, reason_of
+from toolkit.files import is_there, printable, reason_of
+from toolkit.remote_files import RemotePath
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,11 @@ def select_checkpoint(path: Path, *, strict: bool = False, ranks: Ranks | None =
     A collective call of `ranks`, by default of the whole job, which divide the verification among them. Raises
     CheckpointError where nothing is complete, and with `strict` where the newest checkpoint is not.
     """
-    ranks = ranks or Ranks.of()
+    with names.reported(path):
+        return _select(path, strict, ranks or Ranks.of())
+
+
+def _select(path: Path, strict: bool, ranks: Ranks) -> SelectedCheckpoint:
     kind, listed = ranks.run_on_first(lambda: _classify(path))
     if kind == "nothing":
         raise names.checkpoint_error(path, _why_nothing(path))
@@ -79,23 +83,25 @@ def _classify(path: Path) -> tuple[str, list[ListedCheckpoint]]:
     """Classify a path: `nothing`, `checkpoint`, `model`, or `run` with the checkpoints in it."""
     if not path.is_dir():
         return "nothing", []
-    if os.path.lexists(path / names.MANIFEST):
+    if is_there(path / names.MANIFEST):
         return "checkpoint", []
     try:
         listed = list_checkpoints(path)
     except OSError:
+        if isinstance(path, RemotePath):
+            raise
         return "nothing", []
     if listed:
         return "run", listed
-    if any(os.path.lexists(path / name) for name in (names.SINGLE, names.INDEX, names.ADAPTERS)):
-        return "checkpoint" if os.path.lexists(path / names.TRAINER_STATE) else "model", []
+    if any(is_there(path / name) for name in (names.SINGLE, names.INDEX, names.ADAPTERS)):
+        return "checkpoint" if is_there(path / names.TRAINER_STATE) else "model", []
     return "nothing", []
 
 
 def _why_nothing(path: Path) -> str:
     if not path.is_dir():
         return f"{names.not_a_directory(path)}."
-    if any(path.glob("pytorch_model*.bin")):
+    if not isinstance(path, RemotePath) and any(path.glob("pytorch_model*.bin")):
         return "its weights are pickled, and pickles are not read. Save the model as safetensors."
     return "there is no checkpoint in it. Name a run directory, a step-… directory, or a Hugging Face model."
 
@@ -135,6 +141,11 @@ def summarize_checkpoints(path: Path, *, hashes: bool) -> list[CheckpointSummary
 
     Checks manifests, headers and sizes; with `hashes`, every byte. Raises CheckpointError where there is none.
     """
+    with names.reported(path):
+        return _summarize(path, hashes)
+
+
+def _summarize(path: Path, hashes: bool) -> list[CheckpointSummary]:
     if not path.is_dir():
         raise names.checkpoint_error(path, f"{names.not_a_directory(path)}. Name a run or a checkpoint.")
     if is_checkpoint(path):
@@ -142,6 +153,8 @@ def summarize_checkpoints(path: Path, *, hashes: bool) -> list[CheckpointSummary
     try:
         listed = list_checkpoints(path)
     except OSError as error:
+        if isinstance(path, RemotePath):
+            raise
         raise names.checkpoint_error(path, f"cannot be read ({reason_of(error)}).") from None
     if not listed:
         message = "there is no checkpoint in it. Name a run that saved one (checkpoint.every), or a step-… directory."

@@ -15,7 +15,8 @@ from toolkit.checkpoint import names as on_disk
 from toolkit.checkpoint.manifest import FileRecord, Manifest, read_manifest
 from toolkit.checkpoint.ranks import Ranks
 from toolkit.checkpoint.safetensors_header import HeaderError, TensorSpec, read_header
-from toolkit.files import printable, read_json_object, reason_of
+from toolkit.files import is_there, printable, read_json_object, reason_of
+from toolkit.remote_files import RemotePath, raise_unreachable
 
 _THREADS = 4
 _CONFIGS = ("config.json", "generation_config.json", on_disk.ADAPTER_CONFIG)
@@ -25,14 +26,18 @@ _PICKLES = (".bin", ".ckpt", ".pickle", ".pkl", ".pt", ".pth")
 def verify(checkpoint: Path, *, ranks: Ranks | None = None) -> list[str]:
     """Return the problems of a checkpoint, one line each, which starts with the file; empty where it is complete.
 
-    A collective call of `ranks`, by default of the whole job, which divide the files to hash among them.
+    A collective call of `ranks`, by default of the whole job, which divide the files to hash among them. Raises
+    OSError, the same on every rank, where what is behind a URL cannot be reached.
     """
     ranks = ranks or Ranks.of()
     problems, inconsistencies, files = ranks.run_on_first(lambda: _check_without_hashing(checkpoint))
     if problems:
         return problems
-    of_ranks = ranks.gather(_hash_problems(checkpoint, _files_of_rank(files, ranks)))
-    return sorted(problem for of_rank in of_ranks for problem in of_rank) or inconsistencies
+    for outcome in ranks.gather(_hash_outcome(checkpoint, _files_of_rank(files, ranks))):
+        if isinstance(outcome, OSError):
+            raise outcome
+        problems += outcome
+    return sorted(problems) or inconsistencies
 
 
 def _check_without_hashing(checkpoint: Path) -> tuple[list[str], list[str], tuple[FileRecord, ...]]:
@@ -44,6 +49,7 @@ def _check_without_hashing(checkpoint: Path) -> tuple[list[str], list[str], tupl
     except FileNotFoundError:
         return [f"{on_disk.MANIFEST}: missing"], [], ()
     except (OSError, ValueError) as error:
+        raise_unreachable(error)
         return [f"{on_disk.MANIFEST}: damaged ({reason_of(error)})"], [], ()
     if problems := [*_name_problems(checkpoint, manifest), *_file_problems(checkpoint, manifest)]:
         return problems, [], ()
@@ -72,7 +78,10 @@ def _name_problems(checkpoint: Path, manifest: Manifest) -> Iterator[str]:
 def _file_problems(checkpoint: Path, manifest: Manifest) -> Iterator[str]:
     expected = {file.path: file.size for file in manifest.files}
     seen = set()
-    for path, problem, size in _walk(checkpoint):
+    walked = _walk(checkpoint)
+    if isinstance(checkpoint, RemotePath):
+        walked = ((path, None, size) for path, size in sorted(checkpoint.sizes().items()))
+    for path, problem, size in walked:
         seen.add(path)
         if problem is not None:
             yield f"{printable(path)}: {problem}"
@@ -108,6 +117,7 @@ def _json_problems(checkpoint: Path, manifest: Manifest) -> Iterator[str]:
         try:
             read_json_object(checkpoint / path)
         except (OSError, ValueError) as error:
+            raise_unreachable(error)
             yield f"{path}: cannot be read ({reason_of(error)})"
 
 
@@ -124,6 +134,7 @@ def _headers(checkpoint: Path, manifest: Manifest) -> tuple[dict[str, dict[str, 
         try:
             headers[record.path] = read_header(checkpoint / record.path)
         except (OSError, HeaderError) as error:
+            raise_unreachable(error)
             problems.append(f"{record.path}: cannot be read ({reason_of(error)})")
     return headers, problems
 
@@ -163,9 +174,8 @@ def index_problems(
     folder: Path, files: Mapping[str, Mapping[str, TensorSpec]], *, follow: bool = False
 ) -> Iterator[str]:
     """Check the index of a model in several files. `files`: the tensors in each."""
-    is_there = os.path.lexists(folder / on_disk.INDEX)
     if on_disk.SINGLE in files or on_disk.ADAPTERS in files:
-        if is_there:
+        if is_there(folder / on_disk.INDEX):
             yield f"{on_disk.INDEX}: not needed beside {on_disk.SINGLE}"
         return
     try:
@@ -174,6 +184,7 @@ def index_problems(
         yield f"{on_disk.INDEX}: missing"
         return
     except (OSError, ValueError) as error:
+        raise_unreachable(error)
         yield f"{on_disk.INDEX}: cannot be read ({reason_of(error)})"
         return
     actual = {name: path for path, names in files.items() for name in names}
@@ -200,11 +211,20 @@ def _files_of_rank(records: Sequence[FileRecord], ranks: Ranks) -> list[FileReco
     return of_rank
 
 
+def _hash_outcome(checkpoint: Path, records: Iterable[FileRecord]) -> list[str] | OSError:
+    """The problems of files; or why they cannot be told, which is for all ranks to raise."""
+    try:
+        return _hash_problems(checkpoint, records)
+    except OSError as error:
+        return error
+
+
 def _hash_problems(checkpoint: Path, records: Iterable[FileRecord]) -> list[str]:
     def problem(record: FileRecord) -> str | None:
         try:
             is_same = on_disk.hash_file(checkpoint / record.path) == record.sha256
         except OSError as error:
+            raise_unreachable(error)
             return f"{record.path}: cannot be read ({reason_of(error)})"
         return None if is_same else f"{record.path}: its sha256 differs from what was written"
 

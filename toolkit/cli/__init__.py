@@ -2,11 +2,14 @@
 
 import math
 import re
+from pathlib import Path
 from typing import Any
 
 import click
 
 from toolkit.errors import nearest
+from toolkit.files import place
+from toolkit.remote_files import is_url, without_query
 from toolkit.units import LARGEST_COUNT, plural
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
@@ -59,6 +62,25 @@ class Count(click.ParamType[int]):
             shown = f"{text[:10]}…{text[-10:]} ({len(text)} characters)" if is_long else text
             self.fail(f"{shown} is not in the range {self.min} to {self.max}.", param, ctx)
         return int(text)
+
+
+class Place(click.ParamType[Path]):
+    """A directory, here or behind a URL."""
+
+    name = "place"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        """Parse the text of an argument."""
+        return place(value)
+
+
+def directories_only(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
+    """Refuse a URL where an argument names directories; a callback of click."""
+    for name in map(str, value if isinstance(value, tuple) else (value,)):
+        if is_url(name):
+            advice = "Copy what is there to a directory, a model with dstk export URL -o DIR, and name that."
+            raise click.UsageError(f"{without_query(name)}: this command reads directories, not URLs. {advice}", ctx)
+    return value
 
 
 LOCAL_RANKS = Count(max=4096)

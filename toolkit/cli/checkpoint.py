@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from toolkit.cli import CommandGroup
+from toolkit.cli import CommandGroup, Place
 from toolkit.cli.json_output import json_option, print_json
 from toolkit.units import format_bytes, format_count, format_duration, plural
 
@@ -20,7 +20,7 @@ _DAMAGED = 2
 
 @click.group(cls=CommandGroup, subcommand_metavar="COMMAND ...", options_metavar="")
 def command() -> None:
-    """List, verify or inspect the checkpoints of a run.
+    """List, verify or inspect the checkpoints of a run, in its directory or behind its checkpoint.url.
 
     \b
     dstk checkpoint list runs/demo
@@ -30,7 +30,7 @@ def command() -> None:
 
 
 @command.command("list")
-@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("path", type=Place())
 @click.option("--verify", "hashes", is_flag=True, help="Read every byte, to find damage that sizes do not show.")
 @json_option("Print JSON.")
 def list_(path: Path, hashes: bool, as_json: bool) -> None:
@@ -63,7 +63,7 @@ def list_(path: Path, hashes: bool, as_json: bool) -> None:
 
 
 @command.command
-@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("path", type=Place())
 @json_option("Print JSON.")
 def verify(path: Path, as_json: bool) -> int:
     """Read every byte of the checkpoint PATH, or of all checkpoints of a run.
@@ -85,20 +85,22 @@ def verify(path: Path, as_json: bool) -> int:
 
 
 @command.command
-@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("path", type=Place())
 @click.option("--tensors", is_flag=True, help="Every tensor with shape, dtype and norm, read one at a time.")
 @json_option("Print JSON.")
 def inspect(path: Path, tensors: bool, as_json: bool) -> None:
     """Print the progress and content of the checkpoint PATH, or of a run's newest complete one. Also of a model."""
+    from toolkit.checkpoint.names import reported
     from toolkit.checkpoint.ranks import Ranks
     from toolkit.checkpoint.reader import CheckpointReader
     from toolkit.checkpoint.select import is_checkpoint, select_checkpoint
 
-    chosen = path if is_checkpoint(path) else select_checkpoint(path, ranks=Ranks.single()).path
-    saved = CheckpointReader(chosen)
-    state = saved.trainer_state or {}
-    kinds = [_kind(saved, kind) for kind in saved.specs]
-    rows = [row for kind in saved.specs for row in _tensors(saved, kind)] if tensors else []
+    with reported(path):
+        chosen = path if is_checkpoint(path) else select_checkpoint(path, ranks=Ranks.single()).path
+        saved = CheckpointReader(chosen)
+        state = saved.trainer_state or {}
+        kinds = [_kind(saved, kind) for kind in saved.specs]
+        rows = [row for kind in saved.specs for row in _tensors(saved, kind)] if tensors else []
     if as_json:
         content = {"path": str(chosen), "step": saved.step, "state": state, "kinds": kinds}
         print_json(content | ({"tensors": rows} if tensors else {}))

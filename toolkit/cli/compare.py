@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from toolkit.cli import LOCAL_RANKS, Count
+from toolkit.cli import LOCAL_RANKS, Count, directories_only
 from toolkit.cli.json_output import json_option, print_json
 from toolkit.config import load_recipe, overrides_between, recipe_layouts
 from toolkit.config.layouts import choose
@@ -35,7 +35,7 @@ _OF_RUNS = ("rerun", "tolerance", "loss", "runs")
 
 
 @click.command
-@click.argument("arguments", nargs=-1, metavar="[RUN RUN...] [SECTION.KEY=VALUE...]")
+@click.argument("arguments", nargs=-1, metavar="[RUN RUN...] [SECTION.KEY=VALUE...]", callback=directories_only)
 @click.option("--recipe", metavar="FILE", help="The recipe to train under every strategy.")
 @click.option("--against", metavar="LIST", help="Strategies: z1,z2,z3,tp2,pp2,tp2-pp2-dp2-z1,ddp,fsdp, …")
 @click.option(

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from toolkit.cli import ByteSize
+from toolkit.cli import ByteSize, Place
 from toolkit.launch.output import quiet
+from toolkit.remote_files import RemotePath
 from toolkit.units import format_bytes
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def describe(written: "WrittenDirectory", *details: str) -> str:
 
 
 @click.command()
-@click.argument("source", metavar="RUN_OR_CHECKPOINT", type=click.Path(path_type=Path))
+@click.argument("source", metavar="RUN_OR_CHECKPOINT", type=Place())
 @output_option
 @click.option(
     "--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), help="Dtype of the weights.  [default: as stored]"
@@ -60,6 +61,8 @@ def command(source: Path, output: Path, dtype: str | None, max_shard_size: int, 
     dstk export runs/lora -o merged --merge
     dstk export runs/demo/step-00000500 -o halfway --max-shard-size 500MB
     """
+    if verify and isinstance(source, RemotePath):
+        raise click.UsageError(f"--verify with {source}: transformers reads directories, not URLs. Leave it out.")
     quiet(debug=False)
     from toolkit.convert.export_model import DTYPES, export_checkpoint
 

@@ -5,13 +5,14 @@ from pathlib import Path
 
 import click
 
+from toolkit.cli import directories_only
 from toolkit.cli.export import describe, max_shard_size_option, output_option
 from toolkit.config import load_recipe
 from toolkit.launch.output import quiet
 
 
 @click.command()
-@click.argument("source", type=click.Path(path_type=Path))
+@click.argument("source", type=click.Path(), callback=lambda *given: Path(directories_only(*given)))
 @click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
 @output_option
 @click.option("--recipe", metavar="FILE", help="Also import the optimizer states, for this recipe to --resume.")

@@ -4,6 +4,7 @@ import shlex
 
 import click
 
+from toolkit.cli import directories_only
 from toolkit.errors import ReportError
 from toolkit.files import expanded
 
@@ -11,7 +12,7 @@ _EVERY_SECONDS = 10
 
 
 @click.command()
-@click.argument("runs", nargs=-1, required=True, metavar="RUN...")
+@click.argument("runs", nargs=-1, required=True, metavar="RUN...", callback=directories_only)
 @click.option("-o", "--output", metavar="DIR", help="Folder of the page. For one run the default is RUN/report.")
 @click.option("--gpu", metavar="NAME", help="The GPU it ran on, to compute MFU: H100-SXM-80GB, A100-SXM-80GB, …")
 @click.option("--watch", "watches", is_flag=True, help="Show the state of all runs in folders, until Ctrl-C.")

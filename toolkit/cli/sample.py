@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from toolkit.cli import LOCAL_RANKS, Count, FiniteRange
+from toolkit.cli import LOCAL_RANKS, Count, FiniteRange, directories_only
 from toolkit.cli.answer_checks import (
     AnswerCheck,
     CheckedAnswer,
@@ -37,7 +37,7 @@ _ANSWER_TOKENS = 48
 
 
 @click.command()
-@click.argument("run")
+@click.argument("run", callback=directories_only)
 @click.option("--prompt", default="def ", show_default=True, help="Text that the model continues.")
 @click.option("--chat", is_flag=True, help="The prompt is a user's turn: print the answer of a chat model.")
 @click.option("--tokens", type=Count(), default=120, show_default=True, help="Tokens to generate.")

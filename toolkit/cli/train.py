@@ -16,6 +16,7 @@ from toolkit.config.recipe import Recipe
 from toolkit.errors import RecipeError
 from toolkit.files import expanded
 from toolkit.launch.spawn import AUTO, Machine, Restart, run_local_ranks, run_with_restarts
+from toolkit.remote_files import is_url
 from toolkit.training.arguments import run_name, unused_run_directory
 from toolkit.training.preload import preload_training
 
@@ -125,7 +126,7 @@ def command(
         arguments.append("--trust-remote-code")
     if strict:
         arguments.append("--strict")
-    if resume == AUTO and decoded.run_dir is None:
+    if resume == AUTO and decoded.run_dir is None and decoded.checkpoint.url is None:
         raise click.UsageError("--resume auto without a run_dir: nothing says which run. Set run_dir=….")
     script = find_recipes() / "train.py"
     if not restarts:
@@ -135,7 +136,8 @@ def command(
             arguments += ["--resume", resume]
         return run_local_ranks(script, arguments, nproc, preload=partial(preload_training, decoded), machine=machine)
     run_dir = _run_directory(decoded, recipe, resume)
-    again = Restart(run_dir=run_dir, arguments=arguments, resume=resume, overwrite=overwrite)
+    url = decoded.checkpoint.url
+    again = Restart(run_dir=run_dir, arguments=arguments, resume=resume, overwrite=overwrite, url=url)
     return run_with_restarts(script, again.arguments, nproc, restarts, preload=partial(preload_training, decoded))
 
 
@@ -187,7 +189,7 @@ def _run_directory(decoded: Recipe, recipe: str, resume: str | None) -> Path:
     """The directory of this run and all its restarts, chosen once."""
     if decoded.run_dir is not None:
         return expanded(decoded.run_dir)
-    if resume is not None:
+    if resume not in (None, AUTO) and not is_url(resume):
         path = expanded(resume)
         return path.parent if step_of(path.resolve().name) is not None else path
     return unused_run_directory(run_name(recipe))

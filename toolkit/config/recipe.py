@@ -292,6 +292,9 @@ class CheckpointSection(Section):
     """Newest checkpoints kept; older ones are deleted."""
     keep_every: NonNegativeInt = 0
     """Checkpoints at multiples of this many steps are never deleted; 0 means no such exception."""
+    url: Text | None = None
+    """Directory for checkpoints in S3, or in any store that fsspec knows: s3://bucket/run. Hosts then need not share a
+    file system."""
     asynchronous: bool = False
     """Continue training while a checkpoint is written, from a snapshot of each rank's shards in host memory."""
 

@@ -28,6 +28,7 @@ from toolkit.models.shape import (
     with_overrides,
 )
 from toolkit.models.support import attention_kinds
+from toolkit.remote_files import is_url
 
 _MODEL = "model.name_or_path"
 _TOKENIZER = "data.tokenizer"
@@ -51,11 +52,13 @@ PARQUET_SUFFIXES = (".parquet", ".pq", ".arrow")
 """Files of records in columns. A file with none of these suffixes is text."""
 _MOST_OVERRIDES = 100
 """The most unknown fields of model.overrides that are listed."""
+_DIRECTORIES = ("run_dir", "checkpoint.url", "parallel.nvme_path")
 _SWITCHES = {
     "train.eval_samples": "train.eval_every",
     "train.spike_window": "train.spike_sigmas",
     "checkpoint.keep": "checkpoint.every",
     "checkpoint.keep_every": "checkpoint.every",
+    "checkpoint.url": "checkpoint.every",
     "checkpoint.asynchronous": "checkpoint.every",
 }
 """Fields that do nothing while the other field is 0."""
@@ -91,6 +94,7 @@ def recipe_conflicts(recipe: Recipe, world_size: int | None = None) -> list[Refu
         *_without_effect(recipe),
         *_schedule(recipe),
         *_profile(recipe),
+        *_places(recipe),
         *_validation_and_rollback(recipe),
         *mixture_conflicts(recipe),
         *of_each_text(recipe, _fine_tuning),
@@ -106,11 +110,25 @@ def recipe_conflicts(recipe: Recipe, world_size: int | None = None) -> list[Refu
     ]
 
 
+def _places(recipe: Recipe) -> Iterator[Refusal]:
+    """Refuse a model or a run_dir that is a URL, and a checkpoint.url that is none."""
+    name = recipe.model.name_or_path
+    if is_url(name):
+        yield Refusal.of(
+            _MODEL, name, "models are read from directories", f"run dstk export {name} -o DIR, and name that"
+        )
+    if recipe.run_dir is not None and is_url(recipe.run_dir):
+        reason = "a run appends to its files, which takes a file system"
+        yield Refusal.of("run_dir", recipe.run_dir, reason, ("checkpoint.url", recipe.run_dir), "name a directory")
+    url = recipe.checkpoint.url
+    if url is not None and not is_url(url):
+        yield Refusal.of("checkpoint.url", url, "it is no URL, such as s3://bucket/run", "give one", ("run_dir", url))
+
+
 def _impossible_names(recipe: Recipe) -> Iterator[Refusal]:
     """Refuse names that no file can have, before anything looks for a file."""
     fields = {
-        field: recipe.value_of(field)
-        for field in (_MODEL, _TOKENIZER, "data.source", "data.cache_dir", "run_dir", "parallel.nvme_path")
+        field: recipe.value_of(field) for field in (_MODEL, _TOKENIZER, "data.source", "data.cache_dir", *_DIRECTORIES)
     }
     for kind, texts in (("sources", recipe.data.sources), ("validation", recipe.data.validation)):
         fields |= {f"data.{kind}[{index}].path": text.path for index, text in enumerate(texts or ())}

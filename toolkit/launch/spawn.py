@@ -23,6 +23,7 @@ from toolkit.launch.health.heartbeat import PEER_FAILED
 from toolkit.launch.rank_environment import RankEnvironment
 from toolkit.launch.stop_requests import PASSED_ON, RANK_SIGNALS, REPEAT_SECONDS, SAVE_SECONDS, STOP_SIGNALS
 from toolkit.parent_process import end_with
+from toolkit.remote_files import RemotePath
 
 AUTO = "auto"
 _POLL_SECONDS = 0.1
@@ -217,8 +218,11 @@ class Restart:
     overwrites what that left; a run that was in the directory before is kept, unless `overwrite`.
     """
 
-    def __init__(self, *, run_dir: Path, arguments: Sequence[str], resume: str | None, overwrite: bool) -> None:
+    def __init__(
+        self, *, run_dir: Path, arguments: Sequence[str], resume: str | None, overwrite: bool, url: str | None = None
+    ) -> None:
         self.run_dir = run_dir
+        self._place = run_dir if url is None else RemotePath(url)
         self._arguments = arguments
         self._resume = resume
         self._overwrite = overwrite
@@ -231,7 +235,7 @@ class Restart:
         arguments = [*self._arguments, f"run_dir={json.dumps(str(self.run_dir), ensure_ascii=False)}"]
         saved = [checkpoint for checkpoint in self._checkpoints() if _identity(checkpoint) not in self._earlier]
         if attempt and saved:
-            return [*arguments, "--resume", AUTO], f"resuming from {saved[-1].name} in {self.run_dir}"
+            return [*arguments, "--resume", AUTO], f"resuming from {saved[-1].name} in {self._place}"
         if self._resume:
             arguments += ["--resume", self._resume]
         if self._overwrite or (attempt and not self._had_run):
@@ -244,7 +248,7 @@ class Restart:
 
     def _checkpoints(self) -> list[ListedCheckpoint]:
         try:
-            return list_checkpoints(self.run_dir)
+            return list_checkpoints(self._place)
         except OSError:
             return []
 

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from toolkit.checkpoint.commit import Retention
-from toolkit.checkpoint.names import MODEL
+from toolkit.checkpoint.names import MODEL, reported
 from toolkit.checkpoint.reader import CheckpointReader
 from toolkit.checkpoint.save import AsyncSaver, CheckpointContents, SavedCheckpoint, save
 from toolkit.checkpoint.tensor_source import ShardedTensorSource
@@ -23,10 +23,13 @@ from toolkit.engines.base import Engine
 from toolkit.engines.local_tensors import local_tensors
 from toolkit.engines.optimizer_states import MASTER
 from toolkit.errors import CheckpointError
-from toolkit.files import expanded
+from toolkit.files import MAX_LOG_BYTES, expanded, read_regular
 from toolkit.launch.environment import describe_environment
 from toolkit.parallel.adapter_names import ADAPTER
+from toolkit.remote_files import RemotePath
 
+METRICS = "metrics.jsonl"
+EVENTS = "events.jsonl"
 BASE = "base"
 """The directory in a run for the weights beside LoRA's adapters, where there are no published ones."""
 
@@ -51,6 +54,13 @@ def adapter_config(engine: Engine, recipe: Recipe, run_dir: Path) -> Any:
     return config
 
 
+def copy_records(source: Path, folder: Path) -> None:
+    """Copy what a run recorded so far, for a host that has none of it."""
+    for name in (METRICS, EVENTS):
+        if (source / name).exists():
+            (folder / name).write_bytes(read_regular(source / name, max_bytes=MAX_LOG_BYTES))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Checkpointer:
     """Saves a run, and restores its engine. Every method is a collective call."""
@@ -73,8 +83,9 @@ class Checkpointer:
         skipped_batches: int = 0,
         wait: bool = True,
     ) -> SavedCheckpoint | None:
-        """Write `run_dir/step-…` after `step` steps, in which `tokens` target tokens were trained on.
+        """Write `step-…` after `step` steps, in which `tokens` target tokens were trained on.
 
+        It goes to checkpoint.url, or where there is none to `run_dir`.
         `skipped_batches`: global batches that rollbacks have passed over. With `wait` false it is written from a
         snapshot in host memory while training continues, and `poll` or `finish` returns it. Raises CheckpointError, the
         same on every rank; older checkpoints stay as they are.
@@ -98,10 +109,12 @@ class Checkpointer:
         self, run_dir: Path, step: int, tokens: int, learning_rate: float, skipped_batches: int
     ) -> CheckpointContents:
         section = self.job.recipe.checkpoint
+        url = None if section.url is None else RemotePath(section.url)
         return CheckpointContents(
             tensors=self._tensors,
             trainer_state=self._state(step, tokens, learning_rate, skipped_batches).to_dict(),
             write_model_files=lambda folder: self._write_model_files(folder, run_dir),
+            url=url,
             retention=Retention(newest=section.keep, every=section.keep_every or None),
             progress=lambda: self.engine.report_phase("checkpoint"),
             check_lock=self.check_lock,
@@ -109,6 +122,10 @@ class Checkpointer:
 
     def restore(self, saved: CheckpointReader, state: TrainerState) -> None:
         """Load weights, optimizer states and counts into the engine. Every rank reads its own shards."""
+        with reported(saved.path):
+            self._restore(saved, state)
+
+    def _restore(self, saved: CheckpointReader, state: TrainerState) -> None:
         engine = self.engine
         missing = sorted(set(engine.states.kinds) - set(state.states))
         if missing:
@@ -133,6 +150,8 @@ class Checkpointer:
         return describe_environment(self.engine.device)
 
     def _write_model_files(self, folder: Path, run_dir: Path) -> None:
+        if self.job.recipe.checkpoint.url is not None:
+            copy_records(run_dir, folder)
         model = self.engine.model
         adapters = adapter_config(self.engine, self.job.recipe, run_dir)
         if adapters is not None:

@@ -107,7 +107,7 @@ class Incidents(Callback):
         if run.checkpointer is None or run.directory is None:
             return False
         run.checkpointer.finish()
-        earlier = newest_checkpoint(run.directory.path)
+        earlier = newest_checkpoint(run.directory.checkpoints)
         if earlier is None or earlier.state.step > run.step:
             run.progress.say(f"step {run.step + 1}: {reason}. There is no checkpoint yet to roll back to")
             return False

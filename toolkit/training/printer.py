@@ -12,6 +12,7 @@ from toolkit.step_metrics import StepMetrics
 from toolkit.training.callback import Callback, Rollback
 from toolkit.training.loop import TrainingRun
 from toolkit.training.progress import ProgressLine
+from toolkit.training.run_directory import RunDirectory
 from toolkit.units import format_bytes, format_count, format_duration
 
 
@@ -80,9 +81,16 @@ def _banner(run: TrainingRun) -> list[tuple[str, str]]:
         ("stages", f"{stages} layers" if stages else ""),
         ("batch", f"{batch.global_batch_size} = {split}"),
         ("tokens", f"{per_step} a step{padded}, {recipe.train.steps} steps{_epochs(run)}"),
-        ("run", str(run.directory.path) if run.directory else ""),
+        ("run", _places(run.directory) if run.directory else ""),
     ]
     return [(name, text) for name, text in rows if text]
+
+
+def _places(directory: RunDirectory) -> str:
+    """Where the files of a run are, for the banner."""
+    if directory.checkpoints == directory.path:
+        return str(directory.path)
+    return f"{directory.path} on {directory.hosts[0]}, checkpoints in {directory.checkpoints}"
 
 
 def _epochs(run: TrainingRun) -> str:
@@ -97,7 +105,7 @@ def _origin(run: TrainingRun, asked: str | None) -> list[tuple[str, str]]:
     if asked is None or run.directory is None:
         return []
     if run.resumed is None:
-        return [("resume", f"no checkpoint in {run.directory.path}: training starts at step 0")]
+        return [("resume", f"no checkpoint in {run.directory.checkpoints}: training starts at step 0")]
     differences = run.resumed.state.describe(run.recipe, run.job.layout, run.job.batch)
     return [("resume", "; ".join([f"{run.resumed.saved.path}, {differences}", *run.resumed.notices]))]
 

@@ -87,7 +87,7 @@ class ReplicaCheck(Callback):
         earlier = None
         if run.checkpointer is not None and run.directory is not None:
             run.checkpointer.finish()
-            earlier = newest_checkpoint(run.directory.path)
+            earlier = newest_checkpoint(run.directory.checkpoints)
         step = run.step + 1
         if earlier is None or earlier.state.step > run.step:
             raise ReplicaError(f"step {step}: {difference}, and there is no checkpoint to roll back to. {_REMEDY}")

@@ -12,6 +12,9 @@ latest           the newest of them
 model/           the trained model, in the same format
 base/            the weights beside adapters, where none are published (model.init=random)
 .lock-1          who trains here now (toolkit/training/run_lock.py)
+
+With checkpoint.url the checkpoints, `latest` and a lock of their own are there, and hosts need not share this
+directory: that of the first rank's host has the files above, and every host stages in its own what it uploads.
 """
 
 import contextlib
@@ -21,7 +24,8 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -30,9 +34,11 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
+from toolkit.checkpoint.manifest import list_checkpoints
 from toolkit.checkpoint.model_directory import write_model
 from toolkit.checkpoint.names import step_of
 from toolkit.checkpoint.ranks import Ranks
+from toolkit.checkpoint.remote_commit import check_writable, delete_uploaded
 from toolkit.checkpoint.safetensors_header import TensorSpec
 from toolkit.checkpoint.trainer_state import changed_fields
 from toolkit.config import dump_recipe, load_recipe
@@ -40,19 +46,19 @@ from toolkit.config.recipe import Recipe
 from toolkit.engines.base import Engine
 from toolkit.engines.local_tensors import buffer_specs, parameter_specs
 from toolkit.errors import FinishedError, Refusal, RunDirectoryError
-from toolkit.files import expanded
+from toolkit.files import expanded, reason_of
 from toolkit.launch.environment import describe_environment
 from toolkit.launch.health.local_process import exit_calls
 from toolkit.parallel.gather import Names
+from toolkit.remote_files import RemotePath, advice_of
 from toolkit.training.arguments import TrainOptions, unused_run_directory
 from toolkit.training.callback import Rollback
-from toolkit.training.checkpointing import BASE, adapter_config, save_small_files
+from toolkit.training.checkpointing import BASE, EVENTS, METRICS, adapter_config, copy_records, save_small_files
 from toolkit.training.metrics import MetricsFile
 from toolkit.training.resume import AUTO, run_of
-from toolkit.training.run_lock import Holder, RunLock, holds, is_locked
-from toolkit.units import some
+from toolkit.training.run_lock import Holder, RunLock, UrlLock, holds, is_locked
+from toolkit.units import plural, some
 
-EVENTS = "events.jsonl"
 COMPILE = "compile.json"
 CURVE = "loss.png"
 _ANOTHER = "choose another run_dir"
@@ -76,17 +82,43 @@ def _is_seen(run_dir: Path, holder: Holder) -> bool:
     return True
 
 
+@contextmanager
+def _reported(url: RemotePath) -> Iterator[None]:
+    """Turn what fails behind checkpoint.url into one line that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        reason = f"{reason_of(error)}, on {socket.gethostname()}"
+        remedies = advice_of(error), ("checkpoint.url", "another directory")
+        raise RunDirectoryError.of("checkpoint.url", str(url), reason, *remedies) from None
+
+
+def _check_unused(url: RemotePath) -> None:
+    """Raise RunDirectoryError where there are checkpoints of another run, or of this one, which does not resume."""
+    with _reported(url):
+        listed = list_checkpoints(url)
+    if listed:
+        advice = "add --resume auto to go on from them", "add --overwrite to replace them"
+        reason = f"it already holds {plural(len(listed), 'checkpoint')}"
+        raise RunDirectoryError.of("checkpoint.url", str(url), reason, ("checkpoint.url", "another directory"), *advice)
+
+
 class RunDirectory:
     """One run's files. Nothing is written before `claim`, and nothing by ranks other than 0."""
 
-    def __init__(self, path: Path, *, is_writer: bool, automatic_name: str | None = None) -> None:
+    def __init__(
+        self, path: Path, *, is_writer: bool, automatic_name: str | None = None, url: RemotePath | None = None
+    ) -> None:
         self.path = path
+        self.url = url
+        """The place of its checkpoints, where that is not this directory."""
         self.is_writer = is_writer
         self.metrics: MetricsFile | None = None
         self.hosts: tuple[str, ...] = ()
         """The hosts of the ranks in the order of their first ranks, once the directory is claimed."""
         self._automatic_name = automatic_name
         self._lock: RunLock | None = None
+        self._url_lock: RunLock | None = None
         self._is_new = False
 
     @classmethod
@@ -100,40 +132,68 @@ class RunDirectory:
         it holds models that no run left. A run in progress, or a finished one, is left to `claim`, which says more.
         """
         resume_dir = run_of(options.resume, recipe) if options.resume else None
-        if resume_dir is not None and (
-            recipe.run_dir is None or expanded(recipe.run_dir).resolve() == resume_dir.resolve()
+        url = None if recipe.checkpoint.url is None else RemotePath(recipe.checkpoint.url)
+        if url is not None and resume_dir != url and not options.overwrite:
+            _check_unused(url)
+        continues_url = url is not None and resume_dir == url
+        if (
+            resume_dir is not None
+            and not isinstance(resume_dir, RemotePath)
+            and (recipe.run_dir is None or expanded(recipe.run_dir).resolve() == resume_dir.resolve())
         ):
-            return cls(resume_dir, is_writer=is_writer)
+            return cls(resume_dir, is_writer=is_writer, url=url)
         if recipe.run_dir is None:
-            return cls(unused_run_directory(options.name), is_writer=is_writer, automatic_name=options.name)
+            unused = unused_run_directory(options.name)
+            return cls(unused, is_writer=is_writer, automatic_name=options.name, url=url)
         path = expanded(recipe.run_dir)
         if path.exists() and not path.is_dir():
             raise RunDirectoryError.of("run_dir", recipe.run_dir, "it is not a directory", _ANOTHER)
         is_run = (path / "metrics.jsonl").exists()
         # A run that ended before its first checkpoint left nothing but its metrics: a job script starts it again.
-        may_replace = options.overwrite or (options.resume == AUTO and not (path / "model").exists())
+        may_replace = options.overwrite or continues_url or (options.resume == AUTO and not (path / "model").exists())
         if is_run and not may_replace and (has_lock or not (options.resume == AUTO or is_locked(path))):
             advice = "add --overwrite to replace it"
             raise RunDirectoryError.of("run_dir", recipe.run_dir, "it already holds a run", _ANOTHER, advice)
         if not is_run and ((path / "model").exists() or any(path.glob("step-*"))):
             reason = "it holds model or step-… folders that no run of this toolkit left, and a run would replace them"
             raise RunDirectoryError.of("run_dir", recipe.run_dir, reason, _ANOTHER)
-        if is_run and expanded(recipe.model.name_or_path).resolve().is_relative_to(path.resolve()):
+        model = expanded(recipe.model.name_or_path).resolve()
+        if is_run and not continues_url and model.is_relative_to(path.resolve()):
             reason = "it holds the model that this run starts from, and --overwrite would delete it"
             raise RunDirectoryError.of("run_dir", recipe.run_dir, reason, _ANOTHER)
-        return cls(path, is_writer=is_writer)
+        return cls(path, is_writer=is_writer, url=url)
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where the checkpoints are."""
+        return self.url or self.path
+
+    def check_url(self) -> None:
+        """Write a small file to checkpoint.url, and delete it. Raises RunDirectoryError where that is not possible."""
+        if self.url is not None:
+            with _reported(self.url):
+                check_writable(self.url)
 
     def claim(self, recipe: Recipe, options: TrainOptions) -> None:
         """Create and lock the directory, so that no other job writes there until `release`. A collective call.
 
         Raises, the same on every rank, RunDirectoryError where another job trains there or has left a run since
-        `choose`, or where a node has another file system there, and FinishedError where `--resume auto` finds nothing
-        left to train.
+        `choose`, or where a node has another file system there and there is no checkpoint.url, and FinishedError where
+        `--resume auto` finds nothing left to train.
         """
         # The writer may have to take another name, and every rank writes its shards of a checkpoint.
         ranks = Ranks.of()
         self.path, holder = ranks.run_on_first(lambda: self._claim(recipe, options))
-        self._check_shared(ranks, holder)
+        if self.url is None:
+            self._check_shared(ranks, holder)
+            return
+        self._remove_staged()
+        self.hosts = tuple(dict.fromkeys(ranks.gather(socket.gethostname())))
+
+    def _remove_staged(self) -> None:
+        """Remove what ranks of dead jobs were about to upload from this host."""
+        for path in self.path.glob(".step-*.tmp"):
+            shutil.rmtree(path, ignore_errors=True)
 
     def _check_shared(self, ranks: Ranks, holder: Holder) -> None:
         """Raise RunDirectoryError, the same on every rank, where a host does not see what the writer writes there."""
@@ -152,6 +212,10 @@ class RunDirectory:
             self._lock = RunLock(self.path)
             self._lock.acquire()
             exit_calls.append(self.release)  # also where a watchdog or a signal ends this process
+            if self.url is not None:
+                with _reported(self.url):
+                    self._url_lock = UrlLock(self.url)
+                    self._url_lock.acquire()
             if options.resume == AUTO:
                 self._check_unfinished(recipe)
             if self._automatic_name is None:
@@ -179,6 +243,8 @@ class RunDirectory:
 
     def release(self) -> None:
         """Let other jobs write there. A directory in which nothing was written is removed."""
+        if self._url_lock is not None:
+            self._url_lock.release()
         if self._lock is not None:
             self._lock.release()
             if self._is_new:
@@ -190,17 +256,33 @@ class RunDirectory:
         if self._lock is not None:
             self._lock.check(quickly=quickly)
 
+    def check_locks(self) -> None:
+        """Raise RunDirectoryError where another job has taken over the directory, or checkpoint.url; on the writer."""
+        self.check_lock()
+        if self._url_lock is not None:
+            self._url_lock.check()
+
     def open(
-        self, recipe: Recipe, ds_config: Mapping[str, Any] | None, device: torch.device, *, resumed_step: int = 0
+        self,
+        recipe: Recipe,
+        ds_config: Mapping[str, Any] | None,
+        device: torch.device,
+        *,
+        resumed_step: int = 0,
+        resumed: Path | None = None,
     ) -> None:
         """Write the resolved recipe, the DeepSpeed config and the environment, on the writer.
 
-        The steps of an earlier run after `resumed_step` are removed, and all of its files if that is 0. Raises
-        RunDirectoryError if the directory cannot be written.
+        The steps of an earlier run after `resumed_step` are removed, and all of its files if that is 0. If the run
+        goes on from the checkpoint `resumed` of its own URL, what it recorded comes from there: it may have trained on
+        another host. Raises RunDirectoryError if the directory cannot be written.
         """
         if not self.is_writer:
             return
-        self.check_lock()
+        self.check_locks()
+        if self.url is not None:
+            with _reported(self.url):
+                self._read_url(resumed, resumed_step)
         try:
             earlier = self._steps_until(resumed_step)
             if not resumed_step:
@@ -214,6 +296,14 @@ class RunDirectory:
             self.metrics = MetricsFile(self.path / "metrics.jsonl", earlier)
         except OSError as error:
             raise self._cannot_write(error) from error
+
+    def _read_url(self, resumed: Path | None, resumed_step: int) -> None:
+        assert self.url is not None
+        if not resumed_step:
+            for listed in list_checkpoints(self.url):
+                delete_uploaded(RemotePath(listed.path))
+        if resumed is not None and resumed.parent == self.url:
+            copy_records(resumed, self.path)
 
     def _cannot_write(self, error: OSError) -> RunDirectoryError:
         reason = f"it cannot be written ({error.strerror or error})"
@@ -236,7 +326,7 @@ class RunDirectory:
         """Remove the files of an earlier run; `choose` made sure that they are of a run."""
         for unfinished in (*self.path.glob(".*.tmp"), *self.path.glob(".*.old")):
             shutil.rmtree(unfinished, ignore_errors=True)
-        for file in ("metrics.jsonl", EVENTS, COMPILE, "ds_config.json", "environment.json"):
+        for file in (METRICS, EVENTS, COMPILE, "ds_config.json", "environment.json"):
             (self.path / file).unlink(missing_ok=True)
         for folder in self.path.iterdir():
             if folder.name in ("model", BASE) or step_of(folder.name) is not None:

@@ -13,6 +13,10 @@ A holder that was suspended may come back at any time. So it increments its numb
 takes over creates the higher file and then looks whether the number is still the same. One of the two notices: the
 holder stops before it writes, or the other one steps back. As long as a process lives, only itself removes its file: so
 none is ever removed in place of a newer one of that name.
+
+UrlLock is the same behind checkpoint.url, where one process can create an object by a conditional write
+(`If-None-Match`), and a beat is another write of the object. A store that ignores the condition keeps one of two that
+are created at once: each looks at what is there before it writes again.
 """
 
 import contextlib
@@ -29,13 +33,15 @@ from pathlib import Path
 
 from toolkit.checkpoint.names import write_all
 from toolkit.errors import Refusal, RunDirectoryError, Scope
-from toolkit.files import printable, read_regular
+from toolkit.files import printable, read_regular, reason_of
 from toolkit.launch.elastic import Torchrun
 from toolkit.launch.health.local_process import machine_id
+from toolkit.remote_files import RemotePath, advice_of
 
 _FILE = re.compile(r"\.lock-([1-9][0-9]{0,8})")
 _RELEASED = b"released"
 _HEARTBEATS = 6
+_RELEASE_SECONDS = 5.0
 _POLLS = 60
 """Numbers of heartbeats, and of looks at another's lock, in the time of a lease."""
 
@@ -106,10 +112,10 @@ def _has_ended(content: bytes, machine: str) -> bool | None:
 def _files(run_dir: Path) -> dict[int, bytes]:
     """The lock files of a directory: number -> content."""
     files = {}
-    for name in os.listdir(run_dir):
-        if match := _FILE.fullmatch(name):
+    for path in run_dir.iterdir():
+        if match := _FILE.fullmatch(path.name):
             with contextlib.suppress(FileNotFoundError):  # removed meanwhile
-                files[int(match[1])] = read_regular(run_dir / name, max_bytes=4096)
+                files[int(match[1])] = read_regular(path, max_bytes=4096)
     return files
 
 
@@ -179,6 +185,7 @@ class RunLock:
     lease_seconds = 60.0
     launch_lease_seconds = 10.0
     """The lease towards later starts of the same elastic launch."""
+    field = "run_dir"
 
     def __init__(self, run_dir: Path, holder: Holder | None = None) -> None:
         self._run_dir = run_dir
@@ -187,6 +194,7 @@ class RunLock:
         self._number = 0
         self._beats = 0
         self._file = -1
+        self._is_held = False
         self._renewed = 0.0
         self._mutex = threading.Lock()
         self._is_over = threading.Event()
@@ -208,7 +216,7 @@ class RunLock:
                 holder = Holder.decode(content)
                 if holder is not None and (has_ended is False or watched is not None):
                     reason = f"{holder} has trained there since {printable(holder.since)}"
-                    raise self._error(reason, "wait until it has ended", "end it", ("run_dir", "another directory"))
+                    raise self._error(reason, "wait until it has ended", "end it", (self.field, "another directory"))
                 if watched is None:
                     is_same_launch = holder is not None and self.holder.launch == holder.launch != ""
                     lease = self.launch_lease_seconds if is_same_launch else self.lease_seconds
@@ -236,15 +244,19 @@ class RunLock:
             os.fsync(file)
             self._number = number + 1
             self._file = file
+            self._is_held = True
             self._renewed = began
         finally:
             if self._file < 0:
                 os.close(file)
                 path.unlink()
+        self._remove_ended(files)
+        return True
+
+    def _remove_ended(self, files: dict[int, bytes]) -> None:
         for lower in files.keys() - {self._number}:
             if _has_ended(files[lower], self.holder.machine_id):
                 self._path(lower).unlink(missing_ok=True)
-        return True
 
     def _renew(self) -> None:
         while not self._is_over.wait(self._shortest_lease / _HEARTBEATS):
@@ -263,13 +275,11 @@ class RunLock:
                 began = _now()
                 content = b""
                 try:
-                    self._beats += 1
-                    os.pwrite(self._file, b"%012d" % self._beats, 0)
-                    os.fsync(self._file)
-                    content = _newest(_files(self._run_dir))[1]
-                except OSError:
+                    content = self._beat()
+                except OSError as error:
                     if self._is_recent():
                         return
+                    self._give_up(error)
                 if content.endswith(self._line):
                     self._renewed = began
                     return
@@ -281,8 +291,18 @@ class RunLock:
                 self._is_over.set()
             raise self._lost
 
+    def _beat(self) -> bytes:
+        """Increment the number; return the newest lock file."""
+        self._beats += 1
+        os.pwrite(self._file, b"%012d" % self._beats, 0)
+        os.fsync(self._file)
+        return _newest(_files(self._run_dir))[1]
+
+    def _give_up(self, error: OSError) -> None:
+        """Called where nothing could be read for long; raises where that may pass, and the lock be there again."""
+
     def _is_recent(self) -> bool:
-        return self._file >= 0 and _now() - self._renewed < self._shortest_lease / 2
+        return self._is_held and _now() - self._renewed < self._shortest_lease / 2
 
     @property
     def _shortest_lease(self) -> float:
@@ -297,6 +317,7 @@ class RunLock:
                 return
             file = self._file
             self._file = -1
+            self._is_held = False
             files = _files(self._run_dir)
             if min(files, default=self._number) < self._number:  # of another machine: it would count again
                 os.pwrite(file, _RELEASED.ljust(12), 0)
@@ -309,7 +330,68 @@ class RunLock:
         return self._run_dir / f".lock-{number}"
 
     def _error(self, reason: str, *remedy: tuple[str, str] | str, scope: Scope = "job") -> RunDirectoryError:
-        return RunDirectoryError(Refusal.of("run_dir", str(self._run_dir), reason, *remedy), scope=scope)
+        return RunDirectoryError(Refusal.of(self.field, str(self._run_dir), reason, *remedy), scope=scope)
+
+
+class UrlLock(RunLock):
+    """This process's hold on checkpoint.url. While the store cannot be reached it is neither lost nor checked."""
+
+    field = "checkpoint.url"
+
+    def __init__(self, url: RemotePath, holder: Holder | None = None) -> None:
+        super().__init__(url, holder)
+        self._url = url
+
+    def _create(self, number: int, content: bytes) -> bool:
+        path = self._url / f".lock-{number + 1}"
+        began = _now()
+        mine = b"%012d\n%s" % (0, self._line)
+        if not path.create(mine):
+            return False
+        files = _files(self._url)
+        if max(files, default=0) != number + 1 or (number and files.get(number) != content):
+            if files.get(number + 1) == mine:
+                path.unlink(missing_ok=True)
+            return False
+        if files[number + 1] != mine:
+            return False
+        self._number = number + 1
+        self._is_held = True
+        self._renewed = began
+        self._remove_ended(files)
+        return True
+
+    def _beat(self) -> bytes:
+        content = _newest(_files(self._url))[1]
+        if not self._is_held or not content.endswith(self._line):
+            return content
+        self._beats += 1
+        (self._url / f".lock-{self._number}").write_bytes(b"%012d\n%s" % (self._beats, self._line))
+        return _newest(_files(self._url))[1]
+
+    def _give_up(self, error: OSError) -> None:
+        raise self._error(reason_of(error), advice_of(error), scope="rank") from None
+
+    def release(self) -> None:
+        """Let other processes take the URL; what that takes if the store cannot be reached is left undone."""
+        self._is_over.set()
+        releasing = threading.Thread(target=self._release, name="url-lock-release", daemon=True)
+        releasing.start()
+        releasing.join(_RELEASE_SECONDS)
+
+    def _release(self) -> None:
+        with self._mutex, contextlib.suppress(OSError):
+            if not self._is_held:
+                return
+            self._is_held = False
+            files = _files(self._url)
+            path = self._url / f".lock-{self._number}"
+            if not files.get(self._number, b"").endswith(self._line):
+                return
+            if min(files) < self._number:  # of another machine: it would count again
+                path.write_bytes(_RELEASED.ljust(12) + b"\n" + self._line)
+            else:
+                path.unlink()
 
 
 def _now() -> float:

@@ -31,7 +31,8 @@ class RunRecorder(Callback):
 
     @override
     def on_run_begin(self, run: TrainingRun) -> None:
-        self._directory.open(run.recipe, self._ds_config, run.engine.device, resumed_step=run.step)
+        resumed = None if run.resumed is None else run.resumed.saved.path
+        self._directory.open(run.recipe, self._ds_config, run.engine.device, resumed_step=run.step, resumed=resumed)
         if run.recipe.model.lora is not None and run.recipe.model.init == "random":
             self._directory.save_base(run.engine, self._tokenizer)
 

@@ -108,6 +108,8 @@ def _prepare(job: Job, options: TrainOptions, here: RankEnvironment, *, in_memor
     job = replace(job, shape=find_shape(config))
     ds_config = deepspeed_config(job, config, device, options.deepspeed_config)
     directory = None if in_memory else RunDirectory.choose(recipe, options, is_writer=here.rank == 0)
+    if directory is not None:
+        directory.check_url()
     shows_progress = here.rank == 0 and not in_memory and recipe.log.level != "warning"
     validates = bool(recipe.train.eval_every)
     corpus = prepare_all(recipe.data, progress=shows_progress, validates=validates)
@@ -148,7 +150,7 @@ def _build(
         return TrainingRun(job, engine, loader, corpus, callbacks)
     tokenizer = corpus.tokenizer()
     checkpointer = Checkpointer(
-        job=job, engine=engine, tokenizer=tokenizer, corpus=corpus, check_lock=directory.check_lock
+        job=job, engine=engine, tokenizer=tokenizer, corpus=corpus, check_lock=directory.check_locks
     )
     run_callbacks: list[Callback] = [
         RunRecorder(directory, prepared.ds_config, tokenizer),
