@@ -295,6 +295,9 @@ class CheckpointSection(Section):
     url: Text | None = None
     """Directory for checkpoints in S3, or in any store that fsspec knows: s3://bucket/run. Hosts then need not share a
     file system."""
+    memory_every: NonNegativeInt = 0
+    """Steps between checkpoints in the memory of hosts, each host's also in that of the next one: for a launcher that
+    starts ranks again, which then resume from there; 0 means none."""
     asynchronous: bool = False
     """Continue training while a checkpoint is written, from a snapshot of each rank's shards in host memory."""
 

@@ -3,7 +3,7 @@
     python -m toolkit.host_memory.server PROCESS
 
 It serves those that know its secret until PROCESS, the launcher of the ranks, ends. Files are in memfds: whatever ends
-this process, the kernel frees them, and nothing is left in /dev/shm. A file is visible once all of its bytes are here.
+this process, the kernel frees them. A file is visible once all of its bytes are here.
 
 A request is a line of JSON, after which the bytes of a file may follow; so is the answer.
 """
@@ -14,6 +14,7 @@ import json
 import os
 import secrets
 import select
+import shutil
 import socket
 import socketserver
 import struct
@@ -23,6 +24,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from io import BufferedIOBase
+from pathlib import Path
 from typing import Any, BinaryIO
 
 _LONGEST_REQUEST = 1 << 16
@@ -170,6 +172,12 @@ def main(launcher: int) -> None:
     poll = select.poll()
     poll.register(handle, select.POLLIN)
     poll.poll()
+    shutil.rmtree(staging_directory(launcher), ignore_errors=True)
+
+
+def staging_directory(launcher: int) -> Path:
+    """The directory in this host's memory in which its ranks write files before they put them here."""
+    return Path(f"/dev/shm/dstk-memory-{os.getuid()}-{launcher}")
 
 
 def door_of(launcher: int) -> str:

@@ -79,6 +79,17 @@ class Torchrun:
             )
 
 
+RESTARTS = "DSTK_RESTARTS"
+"""The environment variable by which `dstk train` says how often it starts its ranks again."""
+
+
+def restarting_launcher(env: Mapping[str, str] = os.environ) -> int | None:
+    """The process that starts this rank again after a failure; None where none does."""
+    torchrun = Torchrun.detect(env)
+    restarts = torchrun.max_restarts if torchrun is not None else int(env.get(RESTARTS, "0"))
+    return os.getppid() if restarts else None
+
+
 def wait_as_spare(store: "Store", rank: int, world_size: int) -> NoReturn:
     """Wait as one of the last of `world_size` ranks until the run of the others ends.
 

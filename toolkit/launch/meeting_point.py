@@ -47,7 +47,7 @@ def name_interface(master_addr: str) -> None:
     if _INTERFACE in os.environ:
         return
     with contextlib.suppress(OSError, UnicodeError):  # IPv6 alone: the choice is left to gloo
-        address = _address_towards(master_addr)
+        address = address_towards(master_addr)
         names = [name for _, name in socket.if_nameindex() if _address_of(name) == address]
         if names and not address.startswith("127."):
             os.environ[_INTERFACE] = names[0]
@@ -97,7 +97,7 @@ def _resolve_error(name: str) -> str:
     return ""
 
 
-def _address_towards(name: str) -> str:
+def address_towards(name: str) -> str:
     """The IPv4 address from which this machine sends to `name`."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((name, 9))  # of UDP, which sends nothing

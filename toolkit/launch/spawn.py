@@ -18,6 +18,7 @@ from typing import Any
 from toolkit.checkpoint.manifest import ListedCheckpoint, list_checkpoints
 from toolkit.checkpoint.names import MANIFEST
 from toolkit.errors import PreemptedError, RunError
+from toolkit.launch.elastic import RESTARTS
 from toolkit.launch.forked_script import ForkedScript, can_fork
 from toolkit.launch.health.heartbeat import PEER_FAILED
 from toolkit.launch.rank_environment import RankEnvironment
@@ -68,7 +69,7 @@ def run_with_restarts(
 
     `arguments` maps an attempt (0: the first start) to the script's arguments and a description of where it resumes.
     """
-    os.environ |= _variables_of_all(nproc)
+    os.environ |= _variables_of_all(nproc) | {RESTARTS: str(restarts)}
     received: list[int] = []  # signals to this process are meant for its ranks as well
     if preload is not None:
         _handle_stop_signals(partial(_interrupt, received))

@@ -71,6 +71,12 @@ class Checkpointer:
     corpus: Corpora
     check_lock: Callable[[], None] = lambda: None
     """Check of the run directory's lock, as in CheckpointContents."""
+    url: RemotePath | None = None
+    """The place of the checkpoints, where that is not the run directory."""
+    staging: Path | None = None
+    """The directory in which ranks stage what they upload, where that is not the run directory."""
+    keep: Retention | None = None
+    """Older checkpoints that are kept; None keeps all."""
     _saver: AsyncSaver = field(default_factory=AsyncSaver, init=False)
 
     def save(
@@ -85,7 +91,7 @@ class Checkpointer:
     ) -> SavedCheckpoint | None:
         """Write `step-…` after `step` steps, in which `tokens` target tokens were trained on.
 
-        It goes to checkpoint.url, or where there is none to `run_dir`.
+        It goes to `url`, or where there is none to `run_dir`.
         `skipped_batches`: global batches that rollbacks have passed over. With `wait` false it is written from a
         snapshot in host memory while training continues, and `poll` or `finish` returns it. Raises CheckpointError, the
         same on every rank; older checkpoints stay as they are.
@@ -94,7 +100,8 @@ class Checkpointer:
             self.finish()
         self.engine.report_phase("checkpoint")
         contents = self._contents(run_dir, step, tokens, learning_rate, skipped_batches)
-        return save(run_dir, step, contents) if wait else self._saver.begin(run_dir, step, contents)
+        directory = self.staging or run_dir
+        return save(directory, step, contents) if wait else self._saver.begin(directory, step, contents)
 
     def poll(self) -> SavedCheckpoint | None:
         """The checkpoint that was begun, once all ranks have written it. Call it at a step boundary."""
@@ -108,14 +115,12 @@ class Checkpointer:
     def _contents(
         self, run_dir: Path, step: int, tokens: int, learning_rate: float, skipped_batches: int
     ) -> CheckpointContents:
-        section = self.job.recipe.checkpoint
-        url = None if section.url is None else RemotePath(section.url)
         return CheckpointContents(
             tensors=self._tensors,
             trainer_state=self._state(step, tokens, learning_rate, skipped_batches).to_dict(),
             write_model_files=lambda folder: self._write_model_files(folder, run_dir),
-            url=url,
-            retention=Retention(newest=section.keep, every=section.keep_every or None),
+            url=self.url,
+            retention=self.keep,
             progress=lambda: self.engine.report_phase("checkpoint"),
             check_lock=self.check_lock,
         )
@@ -150,7 +155,7 @@ class Checkpointer:
         return describe_environment(self.engine.device)
 
     def _write_model_files(self, folder: Path, run_dir: Path) -> None:
-        if self.job.recipe.checkpoint.url is not None:
+        if self.url is not None:
             copy_records(run_dir, folder)
         model = self.engine.model
         adapters = adapter_config(self.engine, self.job.recipe, run_dir)

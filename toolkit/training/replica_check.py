@@ -79,9 +79,10 @@ class ReplicaCheck(Callback):
 
     def _is_due(self, run: TrainingRun) -> bool:
         step = run.step + 1
-        saves = run.recipe.checkpoint.every
-        is_saved = bool(saves) and (step % saves == 0 or step == run.recipe.train.steps)
-        return step % self._every == 0 or is_saved
+        section = run.recipe.checkpoint
+        is_saved = any(every and step % every == 0 for every in (section.every, section.memory_every))
+        is_last = bool(section.every) and step == run.recipe.train.steps
+        return step % self._every == 0 or is_saved or is_last
 
     def _roll_back(self, run: TrainingRun, difference: Difference) -> None:
         earlier = None

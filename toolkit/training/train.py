@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from toolkit.checkpoint.commit import Retention
 from toolkit.config import dump_recipe, load_recipe
 from toolkit.config.job import Job
 from toolkit.data.samples.loader import MicroBatchLoader
@@ -25,6 +26,7 @@ from toolkit.training.callback import Callback
 from toolkit.training.checkpointing import Checkpointer
 from toolkit.training.incidents import Incidents
 from toolkit.training.loop import TrainingRun
+from toolkit.training.memory_checkpoints import HostMemoryRun, MemoryCheckpoints
 from toolkit.training.preflight import check_model, check_vocabulary, deepspeed_config, find_shape
 from toolkit.training.printer import Printer, make_progress, show_summary
 from toolkit.training.profiler import Profiler
@@ -131,9 +133,15 @@ def _build(
     corpus = prepared.corpus
     directory = prepared.directory
     check_same_everywhere(dump_recipe(job.recipe) + corpus.all_contents, device)
+    in_memory = None
+    resumed = None
     if directory is not None:
         directory.claim(job.recipe, options)
-    resumed = resume(options.resume, job.recipe, strict=options.strict) if options.resume is not None else None
+        in_memory = HostMemoryRun.join(job.recipe)
+        if in_memory is not None:
+            resumed = in_memory.resume(options.resume, directory.checkpoints)
+    if resumed is None and options.resume is not None:
+        resumed = resume(options.resume, job.recipe, strict=options.strict)
     if resumed is not None:
         path = str(resumed.saved.path)
         resumed.state.check(job.recipe, corpus.contents, path=path, may_be_complete=options.resume == AUTO)
@@ -149,8 +157,15 @@ def _build(
     if directory is None:
         return TrainingRun(job, engine, loader, corpus, callbacks)
     tokenizer = corpus.tokenizer()
+    section = job.recipe.checkpoint
     checkpointer = Checkpointer(
-        job=job, engine=engine, tokenizer=tokenizer, corpus=corpus, check_lock=directory.check_locks
+        job=job,
+        engine=engine,
+        tokenizer=tokenizer,
+        corpus=corpus,
+        check_lock=directory.check_locks,
+        url=directory.url,
+        keep=Retention(newest=section.keep, every=section.keep_every or None),
     )
     run_callbacks: list[Callback] = [
         RunRecorder(directory, prepared.ds_config, tokenizer),
@@ -160,6 +175,8 @@ def _build(
     if job.recipe.train.replica_check:
         run_callbacks.append(ReplicaCheck(job.recipe.train))
     run_callbacks += [Incidents(job.recipe.train), PeriodicCheckpoints(checkpointer)]
+    if in_memory is not None:
+        run_callbacks.append(MemoryCheckpoints(in_memory.checkpointer(checkpointer), section.memory_every))
     return TrainingRun(
         job,
         engine,
