@@ -5,9 +5,13 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from cluster.hosts import Command, Host, command_environment
-from cluster.runs import TRAIN, metrics
+import yaml
 
+from cluster.hosts import Command, Host, command_environment
+from cluster.runs import TRAIN, metrics, write_demo
+
+ENDLESS = 100_000
+"""More steps than a run takes that its hosts end."""
 STORE_PORT = 29400
 STORE = (
     "import time; from torch.distributed import TCPStore; "
@@ -16,6 +20,20 @@ STORE = (
 """The program that hosts the store of torchrun, as docs/launchers.md has it."""
 RENDEZVOUS = "is_host=false,last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
 """How soon torchrun takes a silent host for lost, and starts again without it: seconds, for tests."""
+
+_AXES = {"dp": "dp", "tp": "tp", "pp": "pp", "z": "zero_stage"}
+
+
+def write_elastic_demo(folder: Path, *, steps: int = ENDLESS) -> Path:
+    """The demo with a planned layout and a learning rate that does not depend on the length of the run."""
+    path = write_demo(folder, train__steps=steps, train__hang_timeout=8, checkpoint__every=10, log__every=1000)
+    recipe = yaml.safe_load(path.read_text())
+    recipe["parallel"] = "auto"
+    recipe["optimizer"]["lr"] = 1e-4  # at which rounding does not grow over thousands of steps
+    recipe["batch"].pop("micro_batch_size")
+    recipe["schedule"] = {"name": "constant_with_warmup", "warmup_steps": 2}
+    path.write_text(yaml.safe_dump(recipe))
+    return path
 
 
 class ElasticJob:
@@ -29,13 +47,15 @@ class ElasticJob:
         run_dir: Path,
         *,
         overrides: Sequence[str] = (),
-        per_host: int = 1,
+        script: Path = TRAIN,
+        cwd: Path | None = None,
     ) -> None:
         self.run_dir = run_dir
-        self._words: list[str | Path] = ["torchrun", "--nnodes", nodes, "--nproc-per-node", str(per_host)]
+        self._cwd = cwd
+        self._words: list[str | Path] = ["torchrun", "--nnodes", nodes, "--nproc-per-node", "1"]
         self._words += ["--max-restarts", "1000", "--rdzv-backend", "c10d", "--rdzv-id", "job"]
         self._words += ["--rdzv-endpoint", f"{store_host.name}:{STORE_PORT}", "--rdzv-conf", RENDEZVOUS]
-        self._words += [TRAIN, "--config", recipe, "--resume", "auto", f"run_dir={run_dir}", *overrides]
+        self._words += [script, "--config", recipe, "--resume", "auto", f"run_dir={run_dir}", *overrides]
         self._environment = command_environment() | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         self.commands: dict[str, Command] = {}
         """The last torchrun of each host."""
@@ -43,13 +63,18 @@ class ElasticJob:
 
     def join(self, host: Host) -> None:
         """Start torchrun on a host."""
-        self.commands[host.name] = host.start(self._words, env=self._environment)
+        self.commands[host.name] = host.start(self._words, env=self._environment, cwd=self._cwd)
 
     @property
     def steps(self) -> int:
         """Steps that the run has taken."""
         path = self.run_dir / "metrics.jsonl"
         return len(path.read_text().splitlines()) if path.exists() else 0
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the run has taken all its steps: torchrun ends with 0 then, and only then."""
+        return any(command.process.poll() == 0 for command in self.commands.values())
 
     @property
     def lines(self) -> list[dict[str, float]]:
@@ -67,10 +92,25 @@ class ElasticJob:
         reached = self.steps
         self.wait(lambda: self.steps >= reached + count)
 
-    def layouts(self) -> list[str]:
-        """The layout of each start, as one rank printed it."""
-        lines = [line for command in self.commands.values() for line in command.output.splitlines()]
-        return [line.split()[4] for line in lines if line.startswith("    ranks  ")]
+    @property
+    def layout(self) -> str:
+        """The layout of the newest start that trains; empty before there is one."""
+        path = self.run_dir / "recipe.yaml"
+        if not path.exists():
+            return ""
+        parallel = (yaml.safe_load(path.read_text()) or {}).get("parallel", {})
+        return "-".join(f"{short}{parallel.get(name)}" for short, name in _AXES.items())
+
+    @property
+    def opened(self) -> int:
+        """When the newest start that trains has opened the run directory; grows, and is 0 before there is one."""
+        path = self.run_dir / "recipe.yaml"
+        return path.stat().st_mtime_ns if path.exists() else 0
+
+    @property
+    def starts(self) -> int:
+        """How often ranks have begun to train, of the torchruns that were started last."""
+        return sum(command.output.count("\n    ranks  ") for command in self.commands.values())
 
     @property
     def output(self) -> str:

@@ -8,10 +8,10 @@ holds the bridge. These namespaces have no names, so tests in parallel cannot co
 its processes, mounts and links, when this process ends, also when it is killed.
 """
 
+import contextlib
 import os
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -89,16 +89,57 @@ class Command:
 
 @dataclass(kw_only=True)
 class Host:
-    """One host. `pid` is that of its first process, as this machine counts."""
+    """One host, which `power_on` starts."""
 
     name: str
     address: str
-    pid: int
     switch: "Process"
     folder: Path
-    port: str
-    """The end of its cable at the bridge."""
+    known: Path
+    """The names and addresses of all hosts."""
+    _process: "Process | None" = field(default=None, init=False)
     _commands: int = field(default=0, init=False)
+
+    @property
+    def pid(self) -> int:
+        """The first process of this host, as this machine counts."""
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def port(self) -> str:
+        """The end of its cable at the bridge."""
+        return f"to-{self.name}"
+
+    def power_on(self) -> None:
+        """Start this host, with nothing that an earlier start had in memory."""
+        process = _first_process(self.name, self.known)
+        self._process = process
+        peer = ("peer", "name", "eth0", "netns", str(process.pid))
+        self.switch.run("ip", "link", "add", "name", self.port, "type", "veth", *peer)
+        self.switch.run("ip", "link", "set", self.port, "master", "bridge0", "up")
+        process.run("ip", "address", "add", f"{self.address}/24", "dev", "eth0")
+        process.run("ip", "link", "set", "eth0", "up")
+
+    def end(self) -> None:
+        """End all that runs on this host."""
+        if self._process is not None:
+            self._process.end()
+            # The kernel removes the cable with the host's network, but later.
+            words = ["nsenter", f"--target={self.switch.pid}", "--net", "ip", "link", "delete", self.port]
+            subprocess.run(words, capture_output=True, timeout=30)
+
+    def processes(self) -> dict[int, str]:
+        """The processes of this host as this machine counts them, with their command lines."""
+        namespace = os.readlink(f"/proc/{self.pid}/ns/pid")
+        found = {}
+        for path in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it ended meanwhile
+                if os.readlink(path / "ns" / "pid") == namespace:
+                    found[int(path.name)] = (
+                        (path / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                    )
+        return found
 
     def start(
         self, command: Sequence[str | Path], *, cwd: Path | None = None, env: Mapping[str, str] | None = None
@@ -154,9 +195,9 @@ class Host:
         self.start(["sh", "-c", "kill -KILL -1"]).process.wait(30)
 
     def lose(self) -> None:
-        """Take the power away: no connection is closed, and nothing runs any more."""
+        """Take the power away: no connection is closed, and nothing runs any more. `power_on` starts it again."""
         self.cut()
-        os.kill(self.pid, signal.SIGKILL)
+        self.end()
 
 
 @dataclass(kw_only=True)
@@ -196,15 +237,10 @@ def hosts(count: int, folder: Path) -> Iterator[list[Host]]:
         switch.run("ip", "link", "set", "bridge0", "up")
         made = []
         for name, address in zip(names, addresses, strict=True):
-            process = _first_process(name, known)
-            stack.callback(process.end)
-            port = f"to-{name}"
-            peer = ("peer", "name", "eth0", "netns", str(process.pid))
-            switch.run("ip", "link", "add", "name", port, "type", "veth", *peer)
-            switch.run("ip", "link", "set", port, "master", "bridge0", "up")
-            process.run("ip", "address", "add", f"{address}/24", "dev", "eth0")
-            process.run("ip", "link", "set", "eth0", "up")
-            made.append(Host(name=name, address=address, pid=process.pid, switch=switch, folder=folder, port=port))
+            host = Host(name=name, address=address, switch=switch, folder=folder, known=known)
+            stack.callback(host.end)
+            host.power_on()
+            made.append(host)
         yield made
 
 

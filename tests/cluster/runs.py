@@ -35,9 +35,10 @@ def write_demo(folder: Path, **changes: object) -> Path:
     return path
 
 
-def train_in_one_process(folder: Path, recipe: Path) -> list[dict[str, float]]:
+def train_in_one_process(folder: Path, recipe: Path, *overrides: str) -> list[dict[str, float]]:
     """Train with the reference engine on this machine; return its metrics."""
-    words = [sys.executable, TRAIN, "--config", recipe, "--layout", "reference", f"run_dir={folder / 'reference'}"]
+    words = [sys.executable, TRAIN, "--config", recipe, "--layout", "reference", *overrides]
+    words.append(f"run_dir={folder / 'reference'}")
     environment = command_environment()
     done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr

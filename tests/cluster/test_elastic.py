@@ -5,16 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from train_script import train_here
 
-from cluster.elastic import ElasticJob
+from cluster.elastic import ElasticJob, write_elastic_demo
 from cluster.hosts import Host, hosts, require_hosts
-from cluster.runs import TOLERANCE, metrics, write_demo
+from cluster.runs import TOLERANCE, metrics
 
 require_hosts()
-STEPS = 100_000
-"""More than any run here takes: the hosts end it."""
 
 
 @pytest.fixture
@@ -22,17 +19,6 @@ def nodes(tmp_path: Path) -> Iterator[list[Host]]:
     """A host for the store of torchrun, and three for ranks."""
     with hosts(4, tmp_path) as made:
         yield made
-
-
-def write_elastic_demo(folder: Path, *, steps: int = STEPS) -> Path:
-    """The demo with a planned layout and a learning rate that does not depend on the length of the run."""
-    path = write_demo(folder, train__steps=steps, train__hang_timeout=8, checkpoint__every=10, log__every=1000)
-    recipe = yaml.safe_load(path.read_text())
-    recipe["parallel"] = "auto"
-    recipe["batch"].pop("micro_batch_size")
-    recipe["schedule"] = {"name": "constant_with_warmup", "warmup_steps": 2}
-    path.write_text(yaml.safe_dump(recipe))
-    return path
 
 
 def assert_curve_of_one_process(
@@ -57,10 +43,10 @@ def test_a_run_shrinks_and_grows_with_its_hosts_and_keeps_its_curve(
         job.join(node)
     job.wait(lambda: job.steps > 15)
     nodes[1].lose()  # that of rank 0 or of the other one, as torchrun has it
-    job.wait(lambda: "dp1-" in job.layouts()[-1])
+    job.wait(lambda: job.layout.startswith("dp1-"))
     job.wait_for_more_steps()
     job.join(nodes[3])
-    job.wait(lambda: "dp2-" in job.layouts()[-1] and len(job.layouts()) > 2)
+    job.wait(lambda: job.layout.startswith("dp2-"))
     job.wait_for_more_steps()
     lines = job.lines[:-1]
     for node in nodes[1:]:
@@ -79,12 +65,12 @@ def test_a_spare_host_takes_the_place_of_a_lost_one_in_the_same_layout(
     job.wait(lambda: job.steps > 5)
     job.join(nodes[3])
     job.wait_for_more_steps(15)
-    assert job.layouts() == ["dp2-tp1-pp1-z1"]
+    assert (job.layout, job.starts) == ("dp2-tp1-pp1-z1", 1)
     nodes[1].lose()
-    job.wait(lambda: len(job.layouts()) > 1)
+    job.wait(lambda: job.starts == 2)
     job.wait_for_more_steps()
     lines = job.lines[:-1]
-    assert set(job.layouts()) == {"dp2-tp1-pp1-z1"}
+    assert job.layout == "dp2-tp1-pp1-z1"
     for node in nodes[2:]:
         node.kill_processes()
     assert_curve_of_one_process(ranks, tmp_path, recipe, lines)

@@ -1,0 +1,305 @@
+"""Disturb an elastic run on four hosts at random until it ends, and compare it with one that nothing disturbed.
+
+    python tests/cluster/chaos.py --steps 2000 --disturbances 100
+    python tests/cluster/chaos.py --steps 300 --disturbances 10 --seed 4
+
+Nobody acts but whoever gives a host its power back. The run must end by itself, with the losses and gradient norms of
+one undisturbed process within 1e-6. The table says what each kind of disturbance cost: steps that were taken again, and
+seconds without a new one.
+"""
+
+import argparse
+import json
+import os
+import random
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from cluster.elastic import ElasticJob, write_elastic_demo
+from cluster.hosts import ROOT, Host, hosts, missing
+from cluster.runs import TOLERANCE, metrics, train_in_one_process
+
+HOSTS = 4
+SCRIPT = ROOT / "tests" / "cluster" / "chaos_train.py"
+_RECOVERY_SECONDS = 300
+_QUIET_STEPS = (1, 12)
+"""Steps that a run takes between two disturbances, at least and at most."""
+_RETURN_PROBABILITY = 0.7
+"""That hosts which are away come back before the next disturbance."""
+_DISK_BYTES = 400_000_000
+
+
+@dataclass(kw_only=True)
+class Disturbance:
+    """One disturbance, and what it cost."""
+
+    kind: str
+    detail: str = ""
+    step: int
+    lost_steps: int = 0
+    """Steps that were taken again."""
+    silent_seconds: float = 0.0
+    """The longest time without a new step until the run was beyond the disturbed step."""
+    layout: str = ""
+    """The layout in which it went on."""
+
+
+@dataclass(kw_only=True)
+class Chaos:
+    """A run on hosts, of which some may be away."""
+
+    job: ElasticJob
+    nodes: list[Host]
+    disk: Path
+    rng: random.Random
+    away: dict[str, Callable[[], None]] = field(default_factory=dict)
+    """Hosts that are lost, drained or cut off, with what brings each back."""
+
+    @property
+    def present(self) -> list[Host]:
+        return [node for node in self.nodes if node.name not in self.away]
+
+    @property
+    def replicas(self) -> int:
+        """The data-parallel ranks of the present layout."""
+        match = re.match(r"dp(\d+)", self.job.layout)
+        return int(match[1]) if match else 1
+
+    def ranks_of(self, node: Host) -> list[int]:
+        """The processes that train on a host."""
+        return [pid for pid, line in node.processes().items() if str(SCRIPT) in line and "torchrun" not in line]
+
+    def bring_back(self) -> None:
+        """Bring back all hosts that are away."""
+        for name, return_host in list(self.away.items()):
+            return_host()
+            del self.away[name]
+        self.supervise()
+
+    def supervise(self) -> None:
+        """Start torchrun where it has ended before the run has, as a service manager does."""
+        for node in self.present:
+            if self.job.commands[node.name].process.poll() is not None and not self.job.has_ended:
+                self.job.join(node)
+
+    def wait(self, until: Callable[[], bool], timeout: float = _RECOVERY_SECONDS) -> None:
+        """Wait until something is true or the run has ended, under supervision. Raises AssertionError after that."""
+
+        def is_over() -> bool:
+            if not self.present:
+                self.bring_back()
+            self.supervise()
+            return until() or self.job.has_ended
+
+        self.job.wait(is_over, timeout)
+
+
+def kill_rank(chaos: Chaos) -> str:
+    """kill -9 of a rank."""
+    node = chaos.rng.choice(chaos.present)
+    pids = chaos.ranks_of(node)
+    for pid in pids[:1]:
+        os.kill(pid, signal.SIGKILL)
+    return node.name
+
+
+def drain_host(chaos: Chaos) -> str:
+    """SIGTERM to the torchrun of a host, which ends."""
+    node = chaos.rng.choice(chaos.present)
+    for pid, line in node.processes().items():
+        if "torchrun" in line:
+            os.kill(pid, signal.SIGTERM)
+    chaos.away[node.name] = lambda: None
+    return node.name
+
+
+def lose_host(chaos: Chaos) -> str:
+    """The power of a host fails."""
+    node = chaos.rng.choice(chaos.present)
+    node.lose()
+    chaos.away[node.name] = node.power_on
+    return node.name
+
+
+def cut_shortly(chaos: Chaos) -> str:
+    """A link is down for a second: everything waits."""
+    node = chaos.rng.choice(chaos.present)
+    node.cut()
+    time.sleep(1)
+    node.connect()
+    return node.name
+
+
+def cut_for_long(chaos: Chaos) -> str:
+    """A link is down until the others have given up."""
+    node = chaos.rng.choice(chaos.present)
+    node.cut()
+
+    def connect_again() -> None:
+        node.connect()
+        node.kill_processes()
+        chaos.job.commands[node.name].process.wait(30)
+
+    chaos.away[node.name] = connect_again
+    return node.name
+
+
+def fill_disk(chaos: Chaos) -> str:
+    """The disk of the run is full for some seconds, whoever saves meanwhile."""
+    ballast = chaos.disk / "ballast"
+    with ballast.open("wb") as file:
+        free = os.statvfs(chaos.disk).f_bavail * os.statvfs(chaos.disk).f_frsize
+        os.posix_fallocate(file.fileno(), 0, max(1, free - 100_000))
+    time.sleep(4)
+    ballast.unlink()
+    return ""
+
+
+def corrupt_newest(chaos: Chaos) -> str:
+    """A byte of the newest checkpoint changes on the disk, and a rank dies."""
+    checkpoints = sorted(chaos.job.run_dir.glob("step-*"))
+    if checkpoints:
+        file = chaos.rng.choice(sorted(checkpoints[-1].rglob("*.safetensors")))
+        content = bytearray(file.read_bytes())
+        content[-1 - chaos.rng.randrange(1000)] ^= 1
+        file.write_bytes(content)
+    return f"{checkpoints[-1].name if checkpoints else 'none'}, {kill_rank(chaos)}"
+
+
+def flip_bit(chaos: Chaos) -> str:
+    """A bit of the weights of one replica flips."""
+    rank = chaos.rng.randrange(chaos.replicas)
+    (chaos.disk / f"flip-{rank}").write_text("")
+    return f"rank {rank}"
+
+
+KINDS: tuple[Callable[[Chaos], str], ...] = (
+    kill_rank,
+    drain_host,
+    lose_host,
+    cut_shortly,
+    cut_for_long,
+    fill_disk,
+    corrupt_newest,
+    flip_bit,
+)
+
+RESTARTS = (kill_rank, drain_host, lose_host, cut_for_long, corrupt_newest)
+"""Those after which all ranks start again; a full disk may also have that effect."""
+
+
+def disturb(chaos: Chaos, kind: Callable[[Chaos], str]) -> Disturbance:
+    """Disturb the run, and wait until it is further than it was."""
+    job = chaos.job
+    happened = Disturbance(kind=kind.__name__, step=job.steps)
+    began = time.monotonic()
+    opened = job.opened
+    happened.detail = kind(chaos)
+    progress = [(began, happened.step)]
+
+    def is_further() -> bool:
+        steps = job.steps
+        if steps != progress[-1][1]:
+            progress.append((time.monotonic(), steps))
+        has_shown = job.opened > opened if kind in RESTARTS else not list(chaos.disk.glob("flip-*"))
+        return has_shown and steps > happened.step
+
+    chaos.wait(is_further)
+    progress.append((time.monotonic(), job.steps))
+    pauses = [after - before for (before, _), (after, _) in pairwise(progress)]
+    happened.silent_seconds = round(max(pauses), 1)
+    happened.lost_steps = max(0, happened.step - min(steps for _, steps in progress))
+    happened.layout = job.layout
+    return happened
+
+
+def run(folder: Path, steps: int, disturbances: int, seed: int, kinds: Sequence[str]) -> list[Disturbance]:
+    """Disturb a run until it ends; raises AssertionError where it does not end as an undisturbed one."""
+    rng = random.Random(seed)
+    disk = folder / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={_DISK_BYTES}", "tmpfs", disk], check=True)
+    try:
+        recipe = write_elastic_demo(folder, steps=steps)
+        reference = train_in_one_process(folder, recipe, "batch.micro_batch_size=16")
+        overrides = ["checkpoint.memory_every=5", "train.replica_check=1", "train.max_incidents=20"]
+        happened = []
+        with hosts(HOSTS + 1, folder / "nodes") as nodes:
+            job = ElasticJob(nodes[0], f"1:{HOSTS}", recipe, disk / "run", overrides=overrides, script=SCRIPT, cwd=disk)
+            chaos = Chaos(job=job, nodes=nodes[1:], disk=disk, rng=rng)
+            for node in chaos.nodes:
+                job.join(node)
+            chaos.wait(lambda: job.steps > 2)
+            while len(happened) < disturbances and not job.has_ended:
+                # Of a single replica nothing tells that a bit has flipped.
+                allowed = [kind for kind in KINDS if kind.__name__ in kinds]
+                possible = [kind for kind in allowed if kind is not flip_bit or chaos.replicas > 1]
+                happened.append(disturb(chaos, rng.choice(possible or [kill_rank])))
+                print(json.dumps(vars(happened[-1])), flush=True)
+                if rng.random() < _RETURN_PROBABILITY:
+                    chaos.bring_back()
+                next_step = job.steps + rng.randint(*_QUIET_STEPS)
+                chaos.wait(lambda next_step=next_step: job.steps >= next_step)
+            chaos.bring_back()
+            chaos.wait(lambda: job.has_ended, timeout=3600)
+        lines = metrics(disk / "run")
+        assert [line["step"] for line in lines] == list(range(1, steps + 1))
+        differences = [
+            (abs(line[name] / expected[name] - 1), name, line["step"])
+            for line, expected in zip(lines, reference, strict=True)
+            for name in ("loss", "grad_norm")
+        ]
+        worst, name, step = max(differences)
+        where = f"{worst:.1e}, of {name} in step {step}"
+        print(f"{len(happened)} disturbances, {steps} steps; largest difference from one process {where}")
+        beyond = [difference for difference in differences if difference[0] > TOLERANCE]
+        assert not beyond, f"the first is {beyond[0]}\n{job.output}"
+        return happened
+    finally:
+        subprocess.run(["umount", "--lazy", disk], check=False)
+
+
+def table(happened: list[Disturbance]) -> str:
+    """What each kind of disturbance cost."""
+    rows = ["| what happened | times | steps taken again, mean (most) | seconds without a step, median (most) |"]
+    rows.append("|---|---|---|---|")
+    for kind in KINDS:
+        of_kind = [disturbance for disturbance in happened if disturbance.kind == kind.__name__]
+        if of_kind:
+            steps = [disturbance.lost_steps for disturbance in of_kind]
+            seconds = [disturbance.silent_seconds for disturbance in of_kind]
+            name = (kind.__doc__ or "").split(".")[0].rstrip(".")
+            cost = (
+                f"{statistics.mean(steps):.1f} ({max(steps)}) | {statistics.median(seconds):.1f} ({max(seconds):.1f})"
+            )
+            rows.append(f"| {name} | {len(of_kind)} | {cost} |")
+    return "\n".join(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--disturbances", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    names = [kind.__name__ for kind in KINDS]
+    parser.add_argument("--kinds", nargs="+", choices=names, default=names, metavar="KIND", help=", ".join(names))
+    options = parser.parse_args()
+    if missing():
+        sys.exit(missing())
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
+        print(table(run(Path(name), options.steps, options.disturbances, options.seed, options.kinds)))
+
+
+if __name__ == "__main__":
+    main()
