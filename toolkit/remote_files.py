@@ -30,7 +30,9 @@ _FETCH_BYTES = 1 << 20
 """Bytes of a checkpoint that are asked for at least: small tensors lie beside each other."""
 _UPLOAD_PART_BYTES = 8 << 20
 _UPLOAD_PARTS = 4
-"""Parts of a file that are sent to S3 at once; each is repeated by itself."""
+"""Parts of a file that are sent to S3 at once."""
+_PART_ATTEMPTS = 4
+"""Attempts to send a part, of which a file may have thousands, in one attempt to send the file."""
 _MOST_UPLOAD_PARTS = 10_000
 """Parts of one object, at most: docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html."""
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "http": "aiohttp", "https": "aiohttp"}
@@ -39,6 +41,8 @@ _FULL = ("EntityTooLarge", "InsufficientStorage", "QuotaExceeded", "XMinioStorag
 """Error codes of S3, and of other servers that speak its protocol, where there is no room."""
 _MAY_PASS = (408, 425, 429)
 """HTTP statuses below 500 after which the same request may succeed."""
+_CONNECTED: dict[tuple[int, Any, str], Any] = {}
+"""File systems that all threads of a process may use, by process, kind and settings."""
 T = TypeVar("T")
 
 
@@ -94,9 +98,20 @@ def filesystem(url: str, *, uploads: bool = False) -> tuple[Any, str]:
     except ValueError as error:
         known = "s3://, gs://, hf://, https:// or another protocol of fsspec"
         raise _failure(errno.EINVAL, url, _reason(error), f"use {known}") from None
-    if hasattr(files, "retries") and not uploads:
-        files.retries = 1
+    if files.async_impl:
+        # fsspec has one for each thread, and each would find credentials and connect anew.
+        settings = os.getpid(), type(files), repr(sorted(files.storage_options.items()))
+        files = _CONNECTED.setdefault(settings, files)
+    if hasattr(files, "retries"):
+        files.retries = _PART_ATTEMPTS if uploads else 1
     return files, str(path)
+
+
+def forget_connections() -> None:
+    """Have the next request look for credentials and endpoints again."""
+    for settings in list(_CONNECTED):
+        settings[1].clear_instance_cache()
+        del _CONNECTED[settings]
 
 
 def ask(url: str, request: Callable[[], T], *, verb: str = "read") -> T:

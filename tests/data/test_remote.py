@@ -18,10 +18,8 @@ import boto3
 import pyarrow
 import pyarrow.parquet
 import pytest
-import s3fs
 import zstandard
 from cutting_proxy import CuttingProxy
-from fsspec.implementations.http import HTTPFileSystem
 from moto.server import ThreadedMotoServer
 from refusals import refused
 
@@ -72,8 +70,7 @@ def s3(server: ThreadedMotoServer, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def forget_connections() -> None:
-    s3fs.S3FileSystem.clear_instance_cache()
-    HTTPFileSystem.clear_instance_cache()
+    remote_files.forget_connections()
 
 
 def parquet(path: Path) -> None:

@@ -4,5 +4,7 @@
     select_checkpoint    verify, and find the newest complete one: select.py, verify.py
     CheckpointReader     read slices of tensors: reader.py
 
+Behind a URL (toolkit/remote_files.py) the same files are uploaded by the ranks that wrote them: remote_commit.py.
+
 names.py describes the layout on disk.
 """
