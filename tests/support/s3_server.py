@@ -135,8 +135,8 @@ def found_server(proxy: S3Proxy, monkeypatch: pytest.MonkeyPatch, bucket: str) -
 
 
 def _make_bucket(proxy: S3Proxy, name: str) -> None:
+    proxy.fault = lambda method, path: None
     reset = urllib.request.Request(f"http://127.0.0.1:{proxy.port}/moto-api/reset", method="POST")
     urllib.request.urlopen(reset).read()
     boto3.client("s3").create_bucket(Bucket=name)
-    proxy.fault = lambda method, path: None
     proxy.requests.clear()

@@ -5,7 +5,7 @@ is no checkpoint, for every reader. While a directory is being written or delete
 
 URL/.step-00000120.NONCE.tmp   an empty file: step-00000120 is garbage if it has no manifest and the writer is dead
 
-A save never writes into a directory that there is already. Where a step is saved again, the new one is
+A save never writes into a directory that another one has begun. Where a step is saved again, the new one is
 `step-000000120`, with one zero more, and the old one is deleted once that is complete. So the newest checkpoint is
 whole at every moment, and what a process does that comes back after another job took its place is garbage at worst.
 """
@@ -26,13 +26,15 @@ _LONGEST_NUMBER = 18
 def reserve(run: RemotePath, step: int) -> RemotePath:
     """Choose and mark the directory of a checkpoint, after removing what dead processes left. Raises OSError."""
     entries = [path.name for path in run.iterdir()]
+    taken = set(entries)
     for name in entries:
         if (marked := names.parse_temporary_name(name)) is not None:
+            taken.add(marked[0])
             if not (run / marked[0] / names.MANIFEST).exists():
                 (run / marked[0]).remove_files()
             (run / name).unlink(missing_ok=True)
     candidates = (f"step-{step:0{digits}d}" for digits in range(len(f"{step:08d}"), _LONGEST_NUMBER + 1))
-    name = next(name for name in candidates if name not in entries or not (run / name).exists())
+    name = next(name for name in candidates if name not in taken)
     (run / names.temporary_name(name)).write_bytes(b"")
     return run / name
 

@@ -55,7 +55,7 @@ class CheckpointContents:
     check_lock: Callable[[], None] = lambda: None
     """Called on the first rank before it changes the run directory; raises where another job has taken that over."""
     url: RemotePath | None = None
-    """Where the checkpoint goes in place of the run directory, in which each rank then stages what it uploads."""
+    """Place of the checkpoint, instead of the run directory, in which each rank then stages what it uploads."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -314,7 +314,7 @@ class _Save:
 
     @property
     def _place(self) -> Path:
-        """Where checkpoints go."""
+        """Directory or URL of the checkpoints."""
         return self._contents.url or self._run_dir
 
     def _free_bytes(self) -> int | None:

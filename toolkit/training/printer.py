@@ -87,7 +87,7 @@ def _banner(run: TrainingRun) -> list[tuple[str, str]]:
 
 
 def _places(directory: RunDirectory) -> str:
-    """Where the files of a run are, for the banner."""
+    """Say in the banner where the files of a run are."""
     if directory.checkpoints == directory.path:
         return str(directory.path)
     return f"{directory.path} on {directory.hosts[0]}, checkpoints in {directory.checkpoints}"

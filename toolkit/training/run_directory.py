@@ -165,7 +165,7 @@ class RunDirectory:
 
     @property
     def checkpoints(self) -> Path:
-        """Where the checkpoints are."""
+        """Directory or URL of the checkpoints."""
         return self.url or self.path
 
     def check_url(self) -> None:
