@@ -20,6 +20,7 @@ import pyarrow.parquet
 import pytest
 import zstandard
 from cutting_proxy import CuttingProxy
+from fsspec.registry import _registry
 from moto.server import ThreadedMotoServer
 from refusals import refused
 
@@ -256,7 +257,7 @@ def test_a_package_that_is_missing_is_named_with_its_command(
     protocol: str, package: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, protocol, raising=False)
+    monkeypatch.delitem(_registry, protocol, raising=False)
     with refused(DataError, "data.source", remedy=f"run pip install {package}"):
         built(f"{protocol}://{BUCKET}/a.jsonl", tmp_path)
 
