@@ -119,6 +119,57 @@ def test_zero_still_reads_the_device_repeatedly_in_an_update(ranks: Ranks) -> No
     assert reads > 1
 
 
+def bytes_joined(_: int) -> int:
+    engine = plain_engine(3)
+    backward(engine)
+    counter = StepCounter()
+    counter.part = UPDATE
+    counter.start()
+    engine.step()
+    return counter.stop().moved_by_name[UPDATE, "cat"]
+
+
+def test_zero_3_still_copies_the_gradients_of_a_sub_group_together(ranks: Ranks) -> None:
+    assert ranks(bytes_joined, 1, 0)[0] >= 8 * (4 * 4 + 4)
+
+
+IN_BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+
+
+def bytes_of_zeros(_: int) -> int:
+    engine = plain_engine(1, **IN_BF16)
+    backward(engine)
+    counter = StepCounter()
+    counter.part = UPDATE
+    counter.start()
+    engine.step()
+    return counter.stop().moved_by_name[UPDATE, "zero_"]
+
+
+def test_zero_1_still_fills_its_gradients_with_zeros_twice(ranks: Ranks) -> None:
+    assert ranks(bytes_of_zeros, 1, 0)[0] >= 2 * 4 * (4 * 4 + 4)
+
+
+def weights_without_a_gradient(is_patched: bool) -> list[torch.Tensor]:
+    """Weights after two steps of two micro-batches; in the second step, nothing depends on the bias."""
+    engine = plain_engine(1, accumulation=2, **IN_BF16)
+    if is_patched:
+        deepspeed_patches.overwrite_first_gradients(engine.optimizer)
+    for step in range(2):
+        for factor in (1.0, 3.0):
+            inputs = torch.full((1, 4), factor, dtype=torch.bfloat16)
+            outputs = nn.functional.linear(inputs, engine.module.weight) if step else engine(inputs)
+            engine.backward(outputs.sum())
+            engine.step()
+    return [partition.detach().clone() for partition in engine.optimizer.fp32_groups_flat_partition]
+
+
+def test_a_gradient_that_a_step_lacks_is_not_that_of_the_step_before(ranks: Ranks) -> None:
+    patched, plain = (ranks(weights_without_a_gradient, 1, is_patched)[0] for is_patched in (True, False))
+    assert len(patched) == len(plain) == 2
+    assert all(map(torch.equal, patched, plain))
+
+
 def empty_norm(_: int) -> str:
     plain_engine()
     try:

@@ -118,6 +118,20 @@ def test_the_norm_reads_every_gradient_once(counted: Counted, layout: str) -> No
         assert counts.norm_bytes == pytest.approx(4 * parameters / replicas, rel=0.05)
 
 
+@pytest.mark.parametrize("layout", ["dp2-z1", "tp2-z1", "pp2-z1"])
+def test_zero_1_fills_no_gradients_with_zeros(counted: Counted, layout: str) -> None:
+    """The first gradient of a step overwrites that of the step before."""
+    for counts, _ in counted(layout):
+        assert counts.moved_by_name[UPDATE, "_foreach_mul_"]
+        assert not counts.moved_by_name[UPDATE, "zero_"] + counts.moved_by_name[UPDATE, "_foreach_zero_"]
+
+
+def test_zero_3_updates_from_the_gradients_where_they_are(counted: Counted) -> None:
+    """Loss and norm alone are joined for the host."""
+    for counts, parameters in counted("dp2-z3"):
+        assert 0 < counts.moved_by_name[UPDATE, "cat"] < parameters // 10
+
+
 WHOLE = 2 * SAMPLES * SEQ_LEN * HIDDEN
 """Bytes of the hidden states of a micro-batch, in bf16."""
 

@@ -67,6 +67,8 @@ class DeepSpeedBase(DistributedEngine):
         if self.routing is not None:
             self.routing.keep_biases_exact()
         deepspeed_patches.fix_gradient_norms(self.engine, self.partition)
+        deepspeed_patches.overwrite_first_gradients(self.optimizer)
+        deepspeed_patches.join_gradients_in_place(self.optimizer)
         kinds = state_kinds(recipe.optimizer.name, recipe.optimizer.momentum)
         states = deepspeed_states(self.optimizer, self._zero_stage, kinds)
         self.states = connect_optimizer(states, self.named_parameters(), self.partition)

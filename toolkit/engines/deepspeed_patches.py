@@ -203,6 +203,79 @@ def _take_norms_at_once(optimizer: Any) -> None:
     optimizer.get_grad_norm_direct = norm_of_group
 
 
+def overwrite_first_gradients(optimizer: Any) -> None:
+    """Let the first gradient of a step overwrite that of the step before in BF16_Optimizer (ZeRO-1 in bf16).
+
+    DeepSpeed 0.19.8 fills its fp32 gradients with zeros twice a step, in `step` and in `zero_grad`, on each rank those
+    of all replicas, and adds the first gradient to zeros (deepspeed/runtime/bf16_optimizer.py). Here only what a step
+    has no gradient of is filled with zeros, before gradients are summed over replicas. No issue is known.
+    """
+    if not isinstance(optimizer, BF16_Optimizer):
+        return
+    add = optimizer._update_hp_grad
+    take_for_reduction = optimizer.get_grads_for_reduction
+
+    def forget() -> None:
+        optimizer.fp32_groups_has_gradients = [[False] * len(group) for group in optimizer.fp32_groups_gradients]
+
+    @torch.no_grad()
+    def overwrite_or_add(parameter: Any, group: int, index: int, clear_lp_grads: bool) -> None:
+        has_gradients = optimizer.fp32_groups_has_gradients[group]
+        if parameter.grad is None or has_gradients[index]:
+            add(parameter, group, index, clear_lp_grads)
+            return
+        gradient = optimizer.fp32_groups_gradients[group][index]
+        gradient.copy_(parameter.grad.view_as(gradient))
+        parameter._hp_grad = gradient
+        has_gradients[index] = True
+        if clear_lp_grads:
+            parameter.grad.zero_()
+
+    @torch.no_grad()
+    def complete_for_reduction() -> Any:
+        for gradients, flags in zip(optimizer.fp32_groups_gradients, optimizer.fp32_groups_has_gradients, strict=True):
+            missing = [gradient for gradient, is_there in zip(gradients, flags, strict=True) if not is_there]
+            if missing:
+                torch._foreach_zero_(missing)
+        return take_for_reduction()
+
+    optimizer.clear_hp_grads = forget
+    optimizer._update_hp_grad = overwrite_or_add
+    optimizer.get_grads_for_reduction = complete_for_reduction
+
+
+def join_gradients_in_place(optimizer: Any) -> None:
+    """Let ZeRO-3 update from the buffer in which it accumulates gradients.
+
+    DeepSpeed 0.19.8 copies the shards of a sub-group into one tensor (deepspeed/runtime/zero/stage3.py
+    `_prepare_fp32_grad_for_sub_group`), although they lie one behind the other in `grad_partitions_flat_buffer`. The
+    next step's first gradients overwrite that buffer. With an offloaded optimizer nothing is joined. No issue is known.
+    """
+    if not hasattr(optimizer, "grad_partitions_flat_buffer") or _is_offloaded(optimizer):
+        return
+    prepare = optimizer._prepare_fp32_grad_for_sub_group
+    copy_together = optimizer.flatten
+
+    def view_together(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        first = tensors[0]
+        end = first.data_ptr()
+        for tensor in tensors:
+            if tensor.data_ptr() != end or not tensor.is_contiguous() or tensor.dtype != first.dtype:
+                together: torch.Tensor = copy_together(tensors)
+                return together
+            end += tensor.nbytes
+        return first.as_strided((sum(tensor.numel() for tensor in tensors),), (1,))
+
+    def prepare_without_copy(sub_group: int) -> None:
+        optimizer.flatten = view_together
+        try:
+            prepare(sub_group)
+        finally:
+            optimizer.flatten = copy_together
+
+    optimizer._prepare_fp32_grad_for_sub_group = prepare_without_copy
+
+
 def _is_offloaded(optimizer: Any) -> bool:
     return bool(getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False))
 

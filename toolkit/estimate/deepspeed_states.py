@@ -364,9 +364,9 @@ def _sub_groups(group: ParameterGroup, dp: int, size: int) -> tuple[int, ...]:
 
 
 def _zero3_update(s: DeepSpeedSettings, params: RankParameters, group: ParameterGroup, size: int, dp: int) -> int:
-    """A sub-group's gradients flattened, and again in fp32; then the optimizer's temporaries."""
-    flat = s.accumulation_bytes if s.accumulation_bytes != 4 else 0
-    return size * 4 + max(size * flat, _temporaries(s, params, [(group, size)], dp))
+    """A sub-group's gradients in fp32, unless they are accumulated so; then the optimizer's temporaries."""
+    cast = size * 4 if s.accumulation_bytes != 4 else 0
+    return cast + _temporaries(s, params, [(group, size)], dp)
 
 
 def _moments(s: DeepSpeedSettings, params: RankParameters, tensors: list[tuple[ParameterGroup, int, int]]) -> int:
