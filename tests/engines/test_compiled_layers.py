@@ -8,12 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from nonempty import nonempty
 from refusals import refused
 
+from toolkit import Callback
+from toolkit import train as train_job
+from toolkit.config.job import Job
 from toolkit.config.recipe import Recipe
 from toolkit.errors import ModelError, RunError
 from toolkit.parity import ParityRun, Tolerance, compare_curves
 from toolkit.parity.run.train_in_memory import train_in_memory
+from toolkit.step_metrics import StepMetrics
+from toolkit.training.loop import TrainingRun
 
 Make = Callable[..., Recipe]
 Ranks = Callable[..., list[Any]]
@@ -77,6 +83,46 @@ def test_graphs_are_as_many_with_more_layers(make_recipe: Make, ranks: Ranks) ->
     assert (few.pop("layers"), many.pop("layers")) == (2, 5)
     assert few == many
     assert few["graph_breaks"].keys() == {"tensor-parallel dropout changes the random stream"}
+
+
+MIXTURE = {
+    "name_or_path": "qwen3-30b-a3b",
+    "overrides": {
+        "hidden_size": 32,
+        "moe_intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "vocab_size": 320,
+    },
+}
+
+
+def train_mixture(recipe: Recipe) -> tuple[list[StepMetrics], dict[str, Any] | None]:
+    """Metrics of all steps, and what was compiled; nothing watches the layers, as in a run."""
+    facts: list[dict[str, Any] | None] = []
+
+    class Compiled(Callback):
+        def on_run_end(self, run: TrainingRun) -> None:
+            facts.append(run.engine.compiled and run.engine.compiled.facts())
+
+    result = train_job(Job.of(recipe, 1), [Compiled()], in_memory=True)
+    return list(result.history), facts[0]
+
+
+@pytest.mark.usefixtures("untranslated")
+def test_experts_that_a_rank_has_all_of_are_part_of_the_graph(make_recipe: Make, ranks: Ranks) -> None:
+    """Layers share it, and what routers put out is recorded and reaches their loss all the same."""
+    changes = {"model": MIXTURE | {"router_aux_loss": {"coefficient": 0.1}}, "train__steps": 3}
+    eager, _ = ranks(train_mixture, 1, make_recipe(**changes))[0]
+    compiled, facts = ranks(train_mixture, 1, make_recipe(**changes, train__compile=True))[0]
+    assert facts == {"layers": 2, "graphs": 1, "graph_breaks": {}}
+    assert all(step.router_aux_loss for step in nonempty(eager))
+    for name in ("loss", "grad_norm", "router_aux_loss", "expert_load"):
+        values = [getattr(step, name) for step in compiled]
+        assert values == pytest.approx([getattr(step, name) for step in eager], rel=1e-5)
 
 
 @pytest.mark.usefixtures("untranslated")

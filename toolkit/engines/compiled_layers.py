@@ -2,8 +2,9 @@
 
 What is compiled is a layer's `forward`, so that what stays outside of it is not traced: ZeRO's and dropout's hooks on
 the layer, FSDP's, pipeline stages, embeddings and head. Collectives of tensor parallelism, sequence parallelism and
-Ulysses, and recomputation, are part of the graph. Experts are not compiled: the sizes of what they exchange differ
-from step to step.
+Ulysses, and recomputation, are part of the graph. Experts that ranks share out are not compiled, nor are their routers:
+how many rows a rank gets differs from step to step. On a rank that has all experts, the rows of all of them together
+are as many in each step.
 """
 
 import re
@@ -19,11 +20,14 @@ from toolkit.engines.router_records import router_classes
 from toolkit.errors import ModelError
 from toolkit.model_init.model_modules import decoder_layers
 from toolkit.parallel.experts.dispatch import ShardedExperts
+from toolkit.parallel.experts.sharding import experts_in
 from toolkit.units import some
 
 _OPTIONS: dict[str, Any] = {"backend": "inductor", "options": {"fallback_random": True}}
 """Arguments of torch.compile. With `fallback_random` dropout draws the same numbers as without compilation."""
 _EAGER = "experts and their routers are not compiled"
+_OF_ALL_EXPERTS = ("grouped_mm", "batched_mm")
+"""Implementations of experts in transformers that multiply the rows of all experts at once; `eager` has a loop."""
 
 
 class CompiledLayers:
@@ -33,7 +37,9 @@ class CompiledLayers:
         torch.compiler.reset()  # of an earlier engine in this process, whose variants count towards torch's limit
         self._breaks_before = _graph_breaks()
         self._graphs_before = _graphs()
-        kinds: tuple[type[nn.Module], ...] = (ShardedExperts, *router_classes(model))
+        kinds: tuple[type[nn.Module], ...] = (ShardedExperts,)
+        if not _multiplies_at_once(model):
+            kinds += router_classes(model)
         # A pipeline stage has placeholders for other stages' layers.
         layers = [layer for layer in decoder_layers(model) if next(layer.parameters(), None) is not None]
         for layer in layers:
@@ -60,6 +66,12 @@ class CompiledLayers:
             f"{facts['layers']} decoder layers, graphs: {facts['graphs']}, graph breaks: {sum(breaks.values())}"
             f"{': ' if reasons else ''}{some(reasons, 4)}"
         )
+
+
+def _multiplies_at_once(model: PreTrainedModel) -> bool:
+    """Whether the experts of a mixture multiply the rows of all of them at once: then no shape depends on routers."""
+    used = {experts.config._experts_implementation for _, experts in experts_in(model)}
+    return bool(used) and used <= {*_OF_ALL_EXPERTS}
 
 
 def _gather_at_once(layer: nn.Module) -> None:

@@ -7,7 +7,6 @@ of a micro-batch on this rank, e experts, k experts for each token.
 
 import inspect
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +20,8 @@ _CORRECTION_BIASES = ("e_score_correction_bias", "expert_bias")
 """Names that families give the bias that only chooses experts and has no gradient."""
 
 
+_KEPT = "kept_output"
+"""Name of the attribute in which a router keeps its output."""
 _MAY_SKIP = ("zaya",)
 """Families whose routers have one choice more than experts, the last, which passes a token on."""
 
@@ -37,36 +38,44 @@ class RouterOutput:
 
 
 class RouterRecords:
-    """Keeps the outputs of a model's routers between `begin` and `take`; recomputation runs routers again, outside."""
+    """Keeps the outputs of a model's routers between `begin` and `take`; recomputation runs routers again, outside.
+
+    Each router keeps its own output, so that compiled layers that are equal share one graph.
+    """
 
     def __init__(self, routers: dict[int, nn.Module], experts: int) -> None:
         """`experts`: how many a router chooses from, without the choice to skip them."""
+        self._routers = routers
         self._experts = experts
-        self._outputs: dict[int, RouterOutput] = {}
         self._is_open = False
-        for layer, router in routers.items():
-            router.register_forward_hook(partial(self._keep, layer))
+        for router in routers.values():
+            router.register_forward_hook(self._keep)
+        self._forget()
 
     def begin(self) -> None:
         """Record the forward pass that follows."""
-        self._outputs = {}
+        self._forget()
         self._is_open = True
 
     def take(self) -> dict[int, RouterOutput]:
         """Stop, and return what was recorded, by decoder layer."""
-        outputs = self._outputs
-        self._outputs = {}
+        kept = {layer: vars(router)[_KEPT] for layer, router in self._routers.items()}
+        self._forget()
         self._is_open = False
-        return outputs
+        return {layer: RouterOutput(*output) for layer, output in kept.items() if output is not None}
 
-    def _keep(self, layer: int, module: nn.Module, arguments: Any, result: Any) -> None:
+    def _forget(self) -> None:
+        for router in self._routers.values():
+            vars(router)[_KEPT] = None
+
+    def _keep(self, module: nn.Module, arguments: Any, result: Any) -> None:
         if not self._is_open:
             return
         logits, weights, experts = result[:3]
         if logits.shape[-1] > self._experts:
             # A token that skips the experts is handed to the first one, with weight 0.
             experts = experts.masked_fill(weights == 0, self._experts)
-        self._outputs[layer] = RouterOutput(logits, experts)
+        setattr(module, _KEPT, (logits, experts))
 
 
 def find_routers(model: PreTrainedModel) -> dict[int, nn.Module]:
