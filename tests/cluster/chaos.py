@@ -3,9 +3,10 @@
     python tests/cluster/chaos.py --steps 2000 --disturbances 100
     python tests/cluster/chaos.py --steps 300 --disturbances 10 --seed 4
 
-Nobody acts but whoever gives a host its power back. The run must end by itself, with the losses and gradient norms of
-one undisturbed process within 1e-6. The table says what each kind of disturbance cost: steps that were taken again, and
-seconds without a new one.
+Checkpoints are in S3 and in the memory of hosts, the run directory on a disk that they share. Nobody acts but whoever
+gives a host its power back. The run must end by itself, with the losses and gradient norms of one undisturbed process
+within 1e-6. The table says what each kind of disturbance cost: steps that were taken again, and seconds without a new
+one.
 """
 
 import argparse
@@ -26,18 +27,24 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from s3_server import environment
+
 from cluster.elastic import ElasticJob, write_elastic_demo
+from cluster.faulty_store import BUCKET, PORT
 from cluster.hosts import ROOT, Host, hosts, missing
 from cluster.runs import TOLERANCE, metrics, train_in_one_process
 
 HOSTS = 4
 SCRIPT = ROOT / "tests" / "cluster" / "chaos_train.py"
+STORE = ROOT / "tests" / "cluster" / "faulty_store.py"
 _RECOVERY_SECONDS = 300
 _QUIET_STEPS = (1, 12)
 """Steps that a run takes between two disturbances, at least and at most."""
 _RETURN_PROBABILITY = 0.7
 """That hosts which are away come back before the next disturbance."""
 _DISK_BYTES = 400_000_000
+_FULL_SECONDS = 4
+_REFUSED_SECONDS = 6
 
 
 @dataclass(kw_only=True)
@@ -161,20 +168,26 @@ def fill_disk(chaos: Chaos) -> str:
     with ballast.open("wb") as file:
         free = os.statvfs(chaos.disk).f_bavail * os.statvfs(chaos.disk).f_frsize
         os.posix_fallocate(file.fileno(), 0, max(1, free - 100_000))
-    time.sleep(4)
+    time.sleep(_FULL_SECONDS)
     ballast.unlink()
     return ""
 
 
+def refuse_store(chaos: Chaos) -> str:
+    """S3 refuses every request for some seconds, whoever saves meanwhile."""
+    refuse = chaos.disk / "refuse"
+    refuse.write_text("")
+    time.sleep(_REFUSED_SECONDS)
+    refuse.unlink()
+    return ""
+
+
 def corrupt_newest(chaos: Chaos) -> str:
-    """A byte of the newest checkpoint changes on the disk, and a rank dies."""
-    checkpoints = sorted(chaos.job.run_dir.glob("step-*"))
-    if checkpoints:
-        file = chaos.rng.choice(sorted(checkpoints[-1].rglob("*.safetensors")))
-        content = bytearray(file.read_bytes())
-        content[-1 - chaos.rng.randrange(1000)] ^= 1
-        file.write_bytes(content)
-    return f"{checkpoints[-1].name if checkpoints else 'none'}, {kill_rank(chaos)}"
+    """A byte of the newest checkpoint in S3 changes, and a rank dies."""
+    corrupt = chaos.disk / "corrupt"
+    corrupt.write_text("")
+    chaos.job.wait(lambda: not corrupt.exists())
+    return kill_rank(chaos)
 
 
 def flip_bit(chaos: Chaos) -> str:
@@ -191,6 +204,7 @@ KINDS: tuple[Callable[[Chaos], str], ...] = (
     cut_shortly,
     cut_for_long,
     fill_disk,
+    refuse_store,
     corrupt_newest,
     flip_bit,
 )
@@ -233,10 +247,23 @@ def run(folder: Path, steps: int, disturbances: int, seed: int, kinds: Sequence[
     try:
         recipe = write_elastic_demo(folder, steps=steps)
         reference = train_in_one_process(folder, recipe, "batch.micro_batch_size=16")
-        overrides = ["checkpoint.memory_every=5", "train.replica_check=1", "train.max_incidents=20"]
+        overrides = ["checkpoint.memory_every=7", f"checkpoint.url=s3://{BUCKET}/run"]
+        overrides += ["train.replica_check=1", "train.max_incidents=20"]
         happened = []
         with hosts(HOSTS + 1, folder / "nodes") as nodes:
-            job = ElasticJob(nodes[0], f"1:{HOSTS}", recipe, disk / "run", overrides=overrides, script=SCRIPT, cwd=disk)
+            store = nodes[0].start([sys.executable, STORE, disk])
+            variables = environment(f"http://{nodes[0].name}:{PORT}")
+            job = ElasticJob(
+                nodes[0],
+                f"1:{HOSTS}",
+                recipe,
+                disk / "run",
+                overrides=overrides,
+                script=SCRIPT,
+                cwd=disk,
+                variables=variables,
+            )
+            job.wait(lambda: "serves" in store.output)
             chaos = Chaos(job=job, nodes=nodes[1:], disk=disk, rng=rng)
             for node in chaos.nodes:
                 job.join(node)

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import yaml
@@ -49,6 +49,7 @@ class ElasticJob:
         overrides: Sequence[str] = (),
         script: Path = TRAIN,
         cwd: Path | None = None,
+        variables: Mapping[str, str] | None = None,
     ) -> None:
         self.run_dir = run_dir
         self._cwd = cwd
@@ -56,7 +57,7 @@ class ElasticJob:
         self._words += ["--max-restarts", "1000", "--rdzv-backend", "c10d", "--rdzv-id", "job"]
         self._words += ["--rdzv-endpoint", f"{store_host.name}:{STORE_PORT}", "--rdzv-conf", RENDEZVOUS]
         self._words += [script, "--config", recipe, "--resume", "auto", f"run_dir={run_dir}", *overrides]
-        self._environment = command_environment() | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        self._environment = command_environment() | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} | dict(variables or {})
         self.commands: dict[str, Command] = {}
         """The last torchrun of each host."""
         store_host.start([sys.executable, "-c", STORE])

@@ -42,11 +42,11 @@ class S3Proxy(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, address: tuple[str, int] = ("127.0.0.1", 0)) -> None:
         self.port = port
         self.fault: Callable[[str, str], str | float | None] = lambda method, path: None
         self.requests: list[Request] = []
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__(address, _Handler)
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     @property
@@ -110,12 +110,12 @@ def environment(endpoint: str) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def s3_server() -> Iterator[S3Proxy]:
-    """A server, and the proxy before it."""
+def s3_server(address: tuple[str, int] = ("127.0.0.1", 0)) -> Iterator[S3Proxy]:
+    """A server, and the proxy before it at an address and port, 0 being a free one."""
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    proxy = S3Proxy(server.get_host_and_port()[1])
+    proxy = S3Proxy(server.get_host_and_port()[1], address)
     yield proxy
     proxy.shutdown()
     server.stop()
