@@ -119,8 +119,13 @@ def test_zero_still_reads_the_device_repeatedly_in_an_update(ranks: Ranks) -> No
     assert reads > 1
 
 
+def one_group(groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
+    """AdamW with all parameters in one group, whose gradients ZeRO-3 joins."""
+    return torch.optim.AdamW([parameter for group in groups for parameter in group["params"]], lr=lr)
+
+
 def bytes_joined(_: int) -> int:
-    engine = plain_engine(3)
+    engine = plain_engine(3, kind=one_group)
     backward(engine)
     counter = StepCounter()
     counter.part = UPDATE
