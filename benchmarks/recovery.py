@@ -31,7 +31,6 @@ from measure.table import publish
 from toolkit.config.recipe import Recipe
 from toolkit.launch.local_ranks import run_ranks
 from toolkit.launch.output import quiet
-from toolkit.training import memory_checkpoints
 from toolkit.training.memory_checkpoints import HostMemoryRun
 from toolkit.training.resume import AUTO, Resumed, resume
 
@@ -42,8 +41,7 @@ Seconds = dict[str, float]
 def join(recipe: Recipe, launchers: list[int]) -> HostMemoryRun:
     """Join the memory of the hosts, each rank being on one of its own."""
     os.environ["LOCAL_RANK"] = "0"
-    memory_checkpoints.restarting_launcher = lambda: launchers[dist.get_rank()]
-    joined = HostMemoryRun.join(recipe)
+    joined = HostMemoryRun.join(recipe, launchers[dist.get_rank()])
     assert joined is not None
     return joined
 

@@ -45,7 +45,7 @@ def train_on_hosts(folder: str, launchers: Sequence[int], words: Sequence[str], 
             raise ZeroDivisionError
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory_checkpoints, "restarting_launcher", lambda: launcher)
+        patch.setattr("toolkit.training.train.restarting_launcher", lambda: launcher)
         patch.setattr(memory_checkpoints.MemoryCheckpoints, "on_step_end", step_or_die)
         return train_here(folder, list(words))
 

@@ -22,7 +22,6 @@ from toolkit.errors import CheckpointError, RunError, ToolkitError
 from toolkit.host_memory.filesystem import PROTOCOL, HostServer, Ring, join
 from toolkit.host_memory.server import staging_directory
 from toolkit.host_memory.start import server_of_this_host
-from toolkit.launch.elastic import restarting_launcher
 from toolkit.launch.meeting_point import address_towards
 from toolkit.launch.rank_environment import RankEnvironment
 from toolkit.remote_files import RemotePath
@@ -44,16 +43,15 @@ class HostMemoryRun:
     staging: Path
 
     @classmethod
-    def join(cls, recipe: Recipe) -> "HostMemoryRun | None":
+    def join(cls, recipe: Recipe, launcher: int | None) -> "HostMemoryRun | None":
         """Join the servers of all hosts, which are started where there are none; None where the recipe has none.
 
-        A collective call. Raises RunError, the same on every rank, where the launcher does not start ranks again, or a
+        `launcher`: the process of this host that starts its ranks again, if one does. A collective call. Raises RunError, the same on every rank, where the launcher does not start ranks again, or a
         host has no server.
         """
         every = recipe.checkpoint.memory_every
         if not every:
             return None
-        launcher = restarting_launcher()
         if launcher is None:
             reason = "this launcher does not start ranks again, and the checkpoints end with it"
             remedies = ("use dstk train --restarts N, or torchrun --max-restarts N", ("checkpoint.memory_every", 0))

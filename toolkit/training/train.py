@@ -17,6 +17,7 @@ from toolkit.data.tokens.corpora import Corpora, prepare_all
 from toolkit.engines.base import Engine
 from toolkit.engines.factory import create_engine
 from toolkit.errors import RunError
+from toolkit.launch.elastic import restarting_launcher
 from toolkit.launch.process_group import check_same_everywhere, process_group
 from toolkit.launch.rank_environment import RankEnvironment, pick_device
 from toolkit.launch.stop_requests import stoppable
@@ -137,7 +138,7 @@ def _build(
     resumed = None
     if directory is not None:
         directory.claim(job.recipe, options)
-        in_memory = HostMemoryRun.join(job.recipe)
+        in_memory = HostMemoryRun.join(job.recipe, restarting_launcher())
         if in_memory is not None:
             resumed = in_memory.resume(options.resume, directory.checkpoints)
     if resumed is None and options.resume is not None:
