@@ -46,8 +46,8 @@ class HostMemoryRun:
     def join(cls, recipe: Recipe, launcher: int | None) -> "HostMemoryRun | None":
         """Join the servers of all hosts, which are started where there are none; None where the recipe has none.
 
-        `launcher`: the process of this host that starts its ranks again, if one does. A collective call. Raises RunError, the same on every rank, where the launcher does not start ranks again, or a
-        host has no server.
+        `launcher`: the process of this host that starts its ranks again, if one does. A collective call. Raises
+        RunError, the same on every rank, where there is no such launcher, or a host has no server.
         """
         every = recipe.checkpoint.memory_every
         if not every:
