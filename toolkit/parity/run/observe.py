@@ -80,7 +80,7 @@ def learning_rate_of(engine: Engine) -> float:
     return rates.pop() if len(rates) == 1 else math.nan
 
 
-FIRST_LOSS_SCALE = 2.0**12
+FIRST_LOSS_SCALE = 2.0**8
 """The greatest loss scale with which a compared run in fp16 begins."""
 
 
