@@ -35,6 +35,10 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "local_attention_probs_dropout_prob": 0.0}
 CONFIGS["reversible layers"] = tiny_config("reformer", **NO_DROPOUT, axial_pos_embds=False, vocab_size=321)
 CONFIGS["an MLP's output changed in place"] = tiny_config("falcon", **NO_DROPOUT, vocab_size=321)
+CONFIGS["embeddings changed in place"] = tiny_config(
+    "git", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, vocab_size=321
+)
+CONFIGS["attention and MLP side by side"] = tiny_config("cohere2", vocab_size=321)
 MANY_EXPERTS = tiny_config("dbrx", vocab_size=321)
 MANY_EXPERTS.ffn_config.moe_num_experts = 32  # ranks have tokens for other experts
 MANY_EXPERTS.ffn_config.moe_top_k = 1
@@ -56,6 +60,7 @@ Ranks = Callable[..., list[Any]]
         ("head initialized by its parent", "pp2-z0"),
         ("reversible layers", "dp2-z1"),
         ("an MLP's output changed in place", "dp2-z3-tiled"),
+        ("embeddings changed in place", "pp2-z0-recompute"),
         ("a module called for each expert", "dp2-z3"),
     ],
 )
@@ -68,5 +73,18 @@ def test_every_layout_trains_what_one_process_trains(
     baseline = ranks(train_in_memory, 1, Strategy.parse("reference").apply(recipe, 1))[0]
     strategy = Strategy.parse(layout)
     run = ranks(train_in_memory, strategy.world_size(2), strategy.apply(recipe, 2))[0]
+    result = ParityResult.of(run, baseline)
+    assert result.passed, str(result)
+
+
+def test_tiles_of_a_first_layer_whose_input_has_no_gradient(
+    make_recipe: MakeRecipe, ranks: Ranks, tmp_path: Path
+) -> None:
+    """Beside adapters nothing trains before the first MLP; DeepSpeed released its weights before its backward pass."""
+    CONFIGS["attention and MLP side by side"].save_pretrained(tmp_path)
+    lora = {"r": 4, "alpha": 8, "targets": ["all-linear"]}
+    recipe = make_recipe(model={"name_or_path": str(tmp_path), "lora": lora}, train__steps=4)
+    baseline = ranks(train_in_memory, 1, Strategy.parse("reference").apply(recipe, 1))[0]
+    run = ranks(train_in_memory, 2, Strategy.parse("dp2-z3-tiled").apply(recipe, 2))[0]
     result = ParityResult.of(run, baseline)
     assert result.passed, str(result)

@@ -78,6 +78,20 @@ def _tile(mlp: nn.Module) -> None:
         return result
 
     mlp.forward = forward
+    mlp.register_forward_pre_hook(_require_gradient)
+
+
+def _require_gradient(mlp: nn.Module, arguments: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
+    """Have the input of a unit of ZeRO-3 require a gradient, which that of the first layer does not beside adapters.
+
+    DeepSpeed releases the unit's weights in a full backward hook, and PyTorch calls that before the unit's backward
+    pass where no input requires a gradient.
+    """
+    hidden = arguments[0]
+    is_sharded = any(hasattr(parameter, "ds_id") for parameter in mlp.parameters())
+    if not is_sharded or hidden.requires_grad or not torch.is_grad_enabled():
+        return None
+    return (hidden.detach().requires_grad_(), *arguments[1:])
 
 
 def _copy_output(mlp: nn.Module) -> None:
