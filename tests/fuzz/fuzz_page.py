@@ -58,8 +58,12 @@ Found by compositions so far, and fixed, each with a test of its own:
   different collectives.
 - Falcon failed under ZeRO-3 with tiled MLPs: it adds to an output of which DeepSpeed's hook makes a view.
 - DDP on one rank waited for gradients of parameters that no loss depends on.
+- LoRA with tiled MLPs under ZeRO-3: the first layer's input has no gradient, and DeepSpeed released its MLP too early.
+- GIT in a pipeline with recomputation: transformers has the output of embeddings require a gradient, to which it adds
+  in place.
 - False alarm: a layout in fp16 skipped its first update, because each of two replicas has twice the gradient of one
-  process, and the loss scale was as high as fp16 could bear. Compared runs begin with a lower one.
+  process, and the loss scale was as high as fp16 could bear. Compared runs begin with a lower one, 256 since OLMo 3
+  overflowed at 4,096.
 - False alarms: PhiMoE's routers draw noise, and the comparison left it on; Reformer cannot be looked at in evaluation.
 """
 
