@@ -12,7 +12,8 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from toolkit.host_memory import server
+from toolkit.errors import RunError
+from toolkit.host_memory import server, start
 from toolkit.host_memory.filesystem import HostMemory, HostServer, Ring, join
 from toolkit.host_memory.start import server_of_this_host
 
@@ -118,6 +119,13 @@ def test_a_server_is_found_again_and_ends_with_its_launcher(hosts: Hosts) -> Non
             return
         time.sleep(0.01)
     pytest.fail("the server outlives its launcher")
+
+
+def test_the_server_of_another_user_is_not_taken(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start, "_START_SECONDS", 0.2)
+    monkeypatch.setattr(server, "user_of", lambda connection: os.getuid() + 1)
+    with pytest.raises(RunError, match="a process of another user has its name"):
+        server_of_this_host(hosts.launchers[0].pid, "127.0.0.1")
 
 
 def test_a_second_server_of_a_launcher_ends_at_once(hosts: Hosts) -> None:

@@ -185,15 +185,19 @@ def door_of(launcher: int) -> str:
     return f"\0dstk-memory-{os.getuid()}-{launcher}"
 
 
+def user_of(connection: socket.socket) -> int:
+    """The user of the process at the other end of a Unix socket: unix(7), SO_PEERCRED."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _process, user, _group = struct.unpack("3i", credentials)
+    return int(user)
+
+
 def _admit(door: socket.socket, server: _Server) -> None:
     """Tell port and secret to processes of the same user."""
     while True:
         visitor, _ = door.accept()
         with visitor:
-            user = struct.unpack(
-                "3i", visitor.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-            )[1]
-            if user == os.getuid():
+            if user_of(visitor) == os.getuid():
                 visitor.sendall(json.dumps({"port": server.server_address[1], "secret": server.secret}).encode())
 
 

@@ -1,6 +1,7 @@
 """Starting the server of this host, or finding the one that an earlier start of the same launch has left."""
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -25,6 +26,8 @@ def server_of_this_host(launcher: int, address: str) -> HostServer:
         try:
             with socket.socket(socket.AF_UNIX) as visitor:
                 visitor.connect(server.door_of(launcher))
+                if server.user_of(visitor) != os.getuid():
+                    raise PermissionError("a process of another user has its name")
                 told = json.loads(visitor.makefile().read())
             return HostServer(name=socket.gethostname(), address=address, port=told["port"], secret=told["secret"])
         except (OSError, ValueError) as error:

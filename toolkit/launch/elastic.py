@@ -123,7 +123,7 @@ def _command_of(process: int) -> list[str]:
 
 
 def _option(words: Sequence[str], name: str) -> str | None:
-    """The value of an option of torchrun, which ends at the script's name; None where it is not given."""
+    """The value of an option, as `--name value` or `--name=value`; None where it is not given."""
     for index, word in enumerate(words):
         if word == name and index + 1 < len(words):
             return words[index + 1]

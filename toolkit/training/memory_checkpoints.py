@@ -5,6 +5,7 @@ layout reads them, and the newest one replaces the one before once it is complet
 """
 
 import shutil
+import socket
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -62,7 +63,7 @@ class HostMemoryRun:
         def start() -> HostServer | None:
             if here.local_rank:
                 return None
-            shutil.rmtree(staging, ignore_errors=True)  # what ranks that died were about to put there
+            _make_private(staging)
             return server_of_this_host(launcher, address_towards(here.master_addr))
 
         ranks = Ranks.of()
@@ -138,6 +139,16 @@ class MemoryCheckpoints(Callback):
             function()
         except CheckpointError as error:  # the same on every rank
             run.progress.say(f"step {run.step}: no checkpoint in memory: {error}")
+
+
+def _make_private(staging: Path) -> None:
+    """Make a directory that only this user may read, in place of what ranks that died have left in it."""
+    shutil.rmtree(staging, ignore_errors=True)
+    try:
+        staging.mkdir(mode=0o700)
+    except OSError as error:
+        reason = f"{staging} cannot be made on {socket.gethostname()} ({error.strerror})"
+        raise RunError(f"checkpoint.memory_every: {reason}. Remove it, or set checkpoint.memory_every=0.") from None
 
 
 def _newest_step(checkpoints: Path) -> int:
