@@ -3,7 +3,16 @@ import pickle
 import pytest
 
 from toolkit import errors
-from toolkit.errors import FinishedError, LayoutError, PreemptedError, RecipeError, Refusal, ToolkitError, nearest
+from toolkit.errors import (
+    FinishedError,
+    LayoutError,
+    PreemptedError,
+    RecipeError,
+    Refusal,
+    SpareError,
+    ToolkitError,
+    nearest,
+)
 
 REFUSAL = Refusal(
     field="zero_stage",
@@ -15,9 +24,9 @@ ALL = [kind for kind in vars(errors).values() if isinstance(kind, type) and issu
 
 
 @pytest.mark.parametrize("kind", ALL)
-def test_every_error_exits_with_2_but_a_preemption_and_a_finished_run(kind):
+def test_every_error_exits_with_2_but_a_preemption_and_the_end_of_a_run(kind):
     code = kind("what was given, what is allowed, what to do").exit_code
-    assert code == {PreemptedError: 75, FinishedError: 0}.get(kind, 2)
+    assert code == {PreemptedError: 75, FinishedError: 0, SpareError: 0}.get(kind, 2)
 
 
 @pytest.mark.parametrize("kind", ALL)
