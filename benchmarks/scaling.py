@@ -212,6 +212,8 @@ def main() -> None:
             "`plan`: ranks say what they run on, and the first one decides for all (`parallel: auto`).",
             "`start-up`: the process group, its watchdog, and gloo's connections of all pairs of ranks.",
             "`save`: one MiB of fp32 a rank, in a file of each; `verify`: every file hashed, by ranks in turns.",
+            "Neither asks the store for anything: the round trips of `save` and `verify` are heartbeats.",
+            "gloo connects all pairs of ranks, so that each of n ranks makes some 3 n round trips at the start, once.",
             "Seconds are of all ranks on two cores.",
         ],
         save=options.save,
