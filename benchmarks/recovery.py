@@ -51,7 +51,7 @@ def save_both(recipe: Recipe, folder: Path, launchers: list[int]) -> Seconds:
     memory = join(recipe, launchers)
     _, keeper = build(recipe)
     keeper.save(folder, 1, tokens=0, learning_rate=1e-4)
-    in_memory = memory.checkpointer(keeper)
+    in_memory = memory.checkpointer(keeper, keeper.check_lock)
     in_memory.save(folder, 1, tokens=0, learning_rate=1e-4, wait=False)  # takes the memory of later snapshots
     in_memory.finish()
     began = time.perf_counter()

@@ -3,10 +3,11 @@
     python tests/cluster/chaos.py --steps 2000 --disturbances 100
     python tests/cluster/chaos.py --steps 300 --disturbances 10 --seed 4
 
-Checkpoints are in S3 and in the memory of hosts, the run directory on a disk that they share. Nobody acts but whoever
-gives a host its power back. The run must end by itself, with the losses and gradient norms of one undisturbed process
-within 1e-6. The table says what each kind of disturbance cost: steps that were taken again, and seconds without a new
-one.
+Checkpoints go to S3 and to the memory of hosts; the run directory is on a disk that the hosts share. Lost hosts are
+started again, and torchrun where it has ended, as a cluster does; nothing else is repaired. The run must end by itself,
+with the losses and gradient norms of one undisturbed process within 1e-6.
+
+The table says what each kind of disturbance cost: steps that were taken again, and seconds without a new one.
 """
 
 import argparse
@@ -163,7 +164,7 @@ def cut_for_long(chaos: Chaos) -> str:
 
 
 def fill_disk(chaos: Chaos) -> str:
-    """The disk of the run is full for some seconds, whoever saves meanwhile."""
+    """The disk of the run is full for some seconds, in which a save fails."""
     ballast = chaos.disk / "ballast"
     with ballast.open("wb") as file:
         free = os.statvfs(chaos.disk).f_bavail * os.statvfs(chaos.disk).f_frsize
@@ -174,7 +175,7 @@ def fill_disk(chaos: Chaos) -> str:
 
 
 def refuse_store(chaos: Chaos) -> str:
-    """S3 refuses every request for some seconds, whoever saves meanwhile."""
+    """S3 refuses every request for some seconds, in which a save fails."""
     refuse = chaos.disk / "refuse"
     refuse.write_text("")
     time.sleep(_REFUSED_SECONDS)

@@ -90,6 +90,18 @@ def test_a_run_resumes_from_the_memory_of_the_hosts_that_are_left(
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "one"), rel=1e-6)
 
 
+def test_a_run_with_a_url_takes_its_metrics_from_the_memory_to_another_host(
+    ranks: Ranks, words: list[str], launchers: list[int], tmp_path: Path
+) -> None:
+    store = [*words, f"checkpoint.url=file://{tmp_path / 'store'}", "checkpoint.every=100"]
+    with pytest.raises(RankFailedError):
+        ranks(train_on_hosts, 2, str(tmp_path), launchers, [*store, "run_dir=here"], DIES_AFTER, joined=False)
+    again = [*store, "run_dir=there", "--resume", "auto"]
+    banner = ranks(train_on_hosts, 2, str(tmp_path), launchers, again, joined=False)[0]
+    assert "hostmem://run/step-00000004" in banner
+    assert len(losses(tmp_path / "there")) == STEPS
+
+
 def test_a_newer_checkpoint_on_disk_comes_first(
     died: None, ranks: Ranks, words: list[str], launchers: list[int], tmp_path: Path
 ) -> None:
@@ -132,3 +144,4 @@ def test_a_checkpoint_in_memory_that_fails_is_said_and_the_run_goes_on(
 def test_a_launcher_that_does_not_start_ranks_again_is_refused(ranks: Ranks, words: list[str], tmp_path: Path) -> None:
     with pytest.raises(RunError, match="this launcher does not start ranks again"):
         ranks(train_here, 1, str(tmp_path), [*words, "run_dir=run"], joined=False)
+    assert not (tmp_path / "run").exists()

@@ -21,6 +21,8 @@ from fsspec.callbacks import Callback, NoOpCallback
 from fsspec.spec import AbstractFileSystem
 
 PROTOCOL = "hostmem"
+RUN_URL = f"{PROTOCOL}://run"
+"""The directory of the checkpoints of a launch, which has one run."""
 _CONNECT_SECONDS = 10.0
 _RESPONSE_SECONDS = 60.0
 _REQUESTS_AT_ONCE = 32

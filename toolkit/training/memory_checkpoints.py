@@ -20,7 +20,7 @@ from toolkit.checkpoint.manifest import list_checkpoints
 from toolkit.checkpoint.ranks import Ranks
 from toolkit.config.recipe import Recipe
 from toolkit.errors import CheckpointError, RunError, ToolkitError
-from toolkit.host_memory.filesystem import PROTOCOL, HostServer, Ring, join
+from toolkit.host_memory.filesystem import RUN_URL, HostServer, Ring, join
 from toolkit.host_memory.server import staging_directory
 from toolkit.host_memory.start import server_of_this_host
 from toolkit.launch.meeting_point import address_towards
@@ -32,7 +32,7 @@ from toolkit.training.checkpointing import Checkpointer
 from toolkit.training.loop import TrainingRun
 from toolkit.training.resume import AUTO, Resumed, newest_checkpoint
 
-_RUN = RemotePath(f"{PROTOCOL}://run")
+_RUN = RemotePath(RUN_URL)
 T = TypeVar("T")
 
 
@@ -50,13 +50,9 @@ class HostMemoryRun:
         `launcher`: the process of this host that starts its ranks again, if one does. A collective call. Raises
         RunError, the same on every rank, where there is no such launcher, or a host has no server.
         """
-        every = recipe.checkpoint.memory_every
-        if not every:
+        check_launcher(recipe, launcher)
+        if not recipe.checkpoint.memory_every or launcher is None:
             return None
-        if launcher is None:
-            reason = "this launcher does not start ranks again, and the checkpoints end with it"
-            remedies = ("use dstk train --restarts N, or torchrun --max-restarts N", ("checkpoint.memory_every", 0))
-            raise RunError.of("checkpoint.memory_every", every, reason, *remedies)
         here = RankEnvironment.detect()
         staging = staging_directory(launcher)
 
@@ -86,9 +82,12 @@ class HostMemoryRun:
         newest_step = ranks.run_on_first(lambda: _newest_step(checkpoints))
         return in_memory if in_memory is not None and in_memory.state.step >= newest_step else None
 
-    def checkpointer(self, other: Checkpointer) -> Checkpointer:
-        """A checkpointer that saves what another one saves in memory."""
-        return replace(other, url=_RUN, staging=self.staging, keep=Retention(newest=1))
+    def checkpointer(self, other: Checkpointer, check_lock: Callable[[], None]) -> Checkpointer:
+        """A checkpointer that saves in memory what another one saves elsewhere.
+
+        `check_lock`: that of the run directory alone, as checkpoint.url may be out of reach just now.
+        """
+        return replace(other, url=_RUN, staging=self.staging, keep=Retention(newest=1), check_lock=check_lock)
 
     @staticmethod
     def clear() -> None:
@@ -139,6 +138,15 @@ class MemoryCheckpoints(Callback):
             function()
         except CheckpointError as error:  # the same on every rank
             run.progress.say(f"step {run.step}: no checkpoint in memory: {error}")
+
+
+def check_launcher(recipe: Recipe, launcher: int | None) -> None:
+    """Raise RunError for checkpoints in memory under a launcher that does not start its ranks again."""
+    every = recipe.checkpoint.memory_every
+    if every and launcher is None:
+        reason = "this launcher does not start ranks again, and the checkpoints end with it"
+        remedies = ("use dstk train --restarts N, or torchrun --max-restarts N", ("checkpoint.memory_every", 0))
+        raise RunError.of("checkpoint.memory_every", every, reason, *remedies)
 
 
 def _make_private(staging: Path) -> None:

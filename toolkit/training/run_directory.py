@@ -47,6 +47,7 @@ from toolkit.engines.base import Engine
 from toolkit.engines.local_tensors import buffer_specs, parameter_specs
 from toolkit.errors import FinishedError, Refusal, RunDirectoryError
 from toolkit.files import expanded, reason_of
+from toolkit.host_memory.filesystem import RUN_URL
 from toolkit.launch.environment import describe_environment
 from toolkit.launch.health.local_process import exit_calls
 from toolkit.parallel.gather import Names
@@ -274,8 +275,8 @@ class RunDirectory:
         """Write the resolved recipe, the DeepSpeed config and the environment, on the writer.
 
         The steps of an earlier run after `resumed_step` are removed, and all of its files if that is 0. If the run
-        goes on from the checkpoint `resumed` of its own URL, what it recorded comes from there: it may have trained on
-        another host. Raises RunDirectoryError if the directory cannot be written.
+        goes on from the checkpoint `resumed` of its own URL, or one in the memory of hosts, what it recorded comes from
+        there: it may have trained on another host. Raises RunDirectoryError if the directory cannot be written.
         """
         if not self.is_writer:
             return
@@ -302,7 +303,7 @@ class RunDirectory:
         if not resumed_step:
             for listed in list_checkpoints(self.url):
                 delete_uploaded(RemotePath(listed.path))
-        if resumed is not None and resumed.parent == self.url:
+        if resumed is not None and resumed.parent in (self.url, RemotePath(RUN_URL)):
             copy_records(resumed, self.path)
 
     def _cannot_write(self, error: OSError) -> RunDirectoryError:

@@ -218,7 +218,8 @@ class RunLock:
                     reason = f"{holder} has trained there since {printable(holder.since)}"
                     raise self._error(reason, "wait until it has ended", "end it", (self.field, "another directory"))
                 if watched is None:
-                    is_same_launch = holder is not None and self.holder.launch == holder.launch != ""
+                    launch = self.holder.launch
+                    is_same_launch = launch != "" and holder is not None and holder.launch == launch
                     lease = self.launch_lease_seconds if is_same_launch else self.lease_seconds
                     patience = f"If it gives no sign of life for {lease:g} s, this run takes its place."
                     who = holder or "another process"
@@ -299,7 +300,7 @@ class RunLock:
         return _newest(_files(self._run_dir))[1]
 
     def _give_up(self, error: OSError) -> None:
-        """Called where nothing could be read for long; raises where that may pass, and the lock be there again."""
+        """Raise where a lock that could not be looked at for long may still be held; here it counts as lost."""
 
     def _is_recent(self) -> bool:
         return self._is_held and _now() - self._renewed < self._shortest_lease / 2

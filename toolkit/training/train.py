@@ -27,7 +27,7 @@ from toolkit.training.callback import Callback
 from toolkit.training.checkpointing import Checkpointer
 from toolkit.training.incidents import Incidents
 from toolkit.training.loop import TrainingRun
-from toolkit.training.memory_checkpoints import HostMemoryRun, MemoryCheckpoints
+from toolkit.training.memory_checkpoints import HostMemoryRun, MemoryCheckpoints, check_launcher
 from toolkit.training.preflight import check_model, check_vocabulary, deepspeed_config, find_shape
 from toolkit.training.printer import Printer, make_progress, show_summary
 from toolkit.training.profiler import Profiler
@@ -112,6 +112,7 @@ def _prepare(job: Job, options: TrainOptions, here: RankEnvironment, *, in_memor
     ds_config = deepspeed_config(job, config, device, options.deepspeed_config)
     directory = None if in_memory else RunDirectory.choose(recipe, options, is_writer=here.rank == 0)
     if directory is not None:
+        check_launcher(recipe, restarting_launcher())
         directory.check_url()
     shows_progress = here.rank == 0 and not in_memory and recipe.log.level != "warning"
     validates = bool(recipe.train.eval_every)
@@ -177,7 +178,8 @@ def _build(
         run_callbacks.append(ReplicaCheck(job.recipe.train))
     run_callbacks += [Incidents(job.recipe.train), PeriodicCheckpoints(checkpointer)]
     if in_memory is not None:
-        run_callbacks.append(MemoryCheckpoints(in_memory.checkpointer(checkpointer), section.memory_every))
+        memory_checkpointer = in_memory.checkpointer(checkpointer, directory.check_lock)
+        run_callbacks.append(MemoryCheckpoints(memory_checkpointer, section.memory_every))
     return TrainingRun(
         job,
         engine,
