@@ -20,7 +20,6 @@ def with_cuda(monkeypatch: pytest.MonkeyPatch, **cuda: Any) -> None:
     fake = SimpleNamespace(version=SimpleNamespace(cuda="13.0", hip=None), cuda=SimpleNamespace(**found))
     monkeypatch.setitem(sys.modules, "torch", fake)
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
-    forked_script._fork_has_gpus.cache_clear()
 
 
 def broken() -> None:
@@ -44,7 +43,14 @@ def test_forks_are_tried_before_ranks_are_forked(
     assert forked_script.forks_have_gpus() == usable
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     assert forked_script.forks_have_gpus()
-    forked_script._fork_has_gpus.cache_clear()
+
+
+def test_a_library_that_asks_the_driver_later_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pinned memory is enough: forks made after it fail with "CUDA error: initialization error"."""
+    with_cuda(monkeypatch)
+    assert forked_script.forks_have_gpus()
+    with_cuda(monkeypatch, init=broken)
+    assert not forked_script.forks_have_gpus()
 
 
 @pytest.mark.whole

@@ -8,7 +8,6 @@ import sys
 import threading
 import traceback
 from collections.abc import Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import NoReturn
 
@@ -99,7 +98,7 @@ def can_fork() -> bool:
 
 
 def forks_have_gpus() -> bool:
-    """Whether forks of this process can use the GPUs that there are: what was imported may have initialized CUDA."""
+    """Whether forks of this process can use the GPUs that there are: a library may have initialized CUDA."""
     torch = sys.modules.get("torch")
     if torch is None or (torch.version.cuda is None and torch.version.hip is None):
         return True
@@ -108,9 +107,8 @@ def forks_have_gpus() -> bool:
     return not torch.cuda.is_initialized() and _fork_has_gpus()
 
 
-@cache
 def _fork_has_gpus() -> bool:
-    """Try it: nothing else tells what a library has asked of the driver in this process."""
+    """Try it, every time: nothing else tells what a library has asked of the driver in this process by now."""
     torch = sys.modules["torch"]
     pid = os.fork()
     if pid == 0:
