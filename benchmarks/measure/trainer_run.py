@@ -35,7 +35,8 @@ class Tokens(Dataset[dict[str, torch.Tensor]]):
         whole = recipe.batch.model_copy(update={"micro_batch_size": recipe.batch.global_batch_size})
         alone = recipe.model_copy(update={"batch": whole})
         loader = MicroBatchLoader.open(Job.of(alone, 1), prepare(recipe.data, progress=False), rank=0)
-        with loader.prefetch() as ahead:
+        # Pinned memory would initialize CUDA, and forks of this process could not use it.
+        with mock.patch.dict(os.environ, DS_ACCELERATOR="cpu"), loader.prefetch() as ahead:
             self.rows = torch.cat([batch.input_ids for batch in ahead])
 
     def __len__(self) -> int:
