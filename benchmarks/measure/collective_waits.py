@@ -37,7 +37,9 @@ class CollectiveWaits:
     def open(self) -> None:
         """Begin to watch."""
         for name in _STARTS:
-            original = getattr(dist.ProcessGroup, name)
+            original = getattr(dist.ProcessGroup, name, None)
+            if original is None:
+                continue  # torch has named some of them twice, and not in all versions
             self._patch(dist.ProcessGroup, name, self._starting(original))
         self._patch(dist.Work, "wait", self._waiting(dist.Work.wait))
 
