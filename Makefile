@@ -77,7 +77,7 @@ gpu-rehearsal: setup ## The same code on CPU ranks, with tiny models: two minute
 	$(CPU) DSTK_REHEARSAL=cpu $(BIN)/python benchmarks/gpu --gpus 4
 
 test-gpu: $(GPU_VENV)/.installed ## The tests of `make gpu` alone
-	DSTK_GPUS=$(GPUS) $(GPU_VENV)/bin/python -m pytest tests/gpu/test_gpu.py
+	TRITON_INTERPRET=0 DSTK_GPUS=$(GPUS) $(GPU_VENV)/bin/python -m pytest tests/gpu/test_gpu.py
 
 $(GPU_VENV)/.installed: pyproject.toml constraints.txt benchmarks/gpu/set_up.sh
 	benchmarks/gpu/set_up.sh $(GPU_VENV) $(PYTHON)

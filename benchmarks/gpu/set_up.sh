@@ -22,8 +22,14 @@ install() {
       --editable '.[lora]' pytest pytest-timeout ninja
 }
 # The pinned versions, or without a network those that are there already.
-install "$pinned" || { grep '^torch==' "$pinned" > "$venv/torch.txt" && install "$venv/torch.txt"; }
+if ! install "$pinned"; then
+  echo "the pinned versions cannot be installed: those that $python has are used"
+  grep '^torch==' "$pinned" > "$venv/torch.txt"
+  pinned=$venv/torch.txt
+  install "$pinned"
+fi
 "$venv/bin/python" -m pip install --quiet --constraint "$pinned" 'liger-kernel>=0.8.5' ||
   echo "liger-kernel cannot be installed: what needs it is skipped"
+# Not torchao: transformers imports it where it is installed, which initializes CUDA, and then ranks cannot be forked.
 "$venv/bin/python" -c 'import torch; assert torch.cuda.is_available(), "torch finds no GPU: see `dstk doctor`"'
 touch "$venv/.installed"
