@@ -12,8 +12,9 @@ Each model trains three times, every time in new processes, with the same initia
     Trainer           transformers.Trainer, with the same DeepSpeed config
     torch, compiled   a loop as one would write it: fp32 weights under autocast, fused AdamW, torch.compile
 
-Then one step of the toolkit is counted and the next one traced, of the first model and in each layout: kernels, waits
-of the host, copies and NCCL kernels beside what benchmarks/step_counts.py counts without a GPU.
+Then one step of the toolkit is counted and the next one traced, of the 1B model, also compiled, of GPT-2 and in each
+layout: kernels, waits of the host, copies and NCCL kernels beside what benchmarks/step_counts.py counts without a GPU,
+and where the GPU's time goes.
 
 Of Llama-3.1-8B, as many layers train as fit by the memory estimate, and once all of them by LoRA. A step is the median
 of those after the first three. MFU counts 6 FLOPs a weight and token and 12 of attention (toolkit/estimate/flops.py),
@@ -41,6 +42,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from measure.table import publish_all
 from measure.trainer_run import Tokens
+from transformers import PreTrainedModel
 
 from gpu import page
 from gpu.budget import Budget, Outcome, State
@@ -60,7 +62,7 @@ from toolkit.planner.run_memory import model_config
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "build" / "gpu"
-TEST_SECONDS = 220
+TEST_SECONDS = 150
 """At most: the tests take less where nothing hangs."""
 RUN_SECONDS, LEAST_SECONDS = 100, 25
 """The limit of a run, and what has to be left for it to be started."""
@@ -80,7 +82,6 @@ def main() -> None:
     else:
         hour.test()
     hour.train_all()
-    hour.trace_all()
     hour.publish()
     sys.exit(page.failed(hour.speeds, hour.tests, hour.steps, hour.traces, peers=options.rehearse))
 
@@ -89,6 +90,9 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--gpus", type=int, default=1, help="GPUs to use: 2, 4 or 8 add the layouts over NCCL")
     parser.add_argument("--seconds", type=float, default=540, help="until the page is written")
+    parser.add_argument(
+        "--without", metavar="SIDE", action="append", default=[], help="a side not to train, such as Trainer"
+    )
     parser.add_argument("--only", metavar="NAME", help="the models whose name has this in it, and no tests")
     rehearse = os.environ.get("DSTK_REHEARSAL") == "cpu"
     parser.set_defaults(rehearse=rehearse)
@@ -133,6 +137,8 @@ class FirstHour:
         results.parent.mkdir(parents=True, exist_ok=True)
         results.write_text("")
         environment = os.environ | {"DSTK_GPU_RESULTS": str(results), "DSTK_GPUS": str(self.options.gpus)}
+        if not self.options.rehearse:
+            environment["TRITON_INTERPRET"] = "0"  # the tests of Liger's kernels on CPUs set it to 1
         command = [sys.executable, "-m", "pytest", "tests/gpu/test_gpu.py", "-q", "-p", "no:cacheprovider"]
 
         def run(seconds: float) -> None:
@@ -186,14 +192,24 @@ class FirstHour:
                 self.add(setup, Outcome(state=state, reason=in_one_line(error)))
 
     def train_all(self) -> None:
-        """Whatever one setup raises becomes a line of the page."""
-        for one in self.ready:
+        """Train and trace every setup. Whatever one raises becomes a line of the page."""
+        traced_layouts = 0
+        for ready in self.ready:
+            setup = ready.setup
             try:
-                self.train(one)
+                # Made once: every rank is a fork of this process, and has it already.
+                model = built(ready.recipe) if setup.ranks == 1 and self.budget.left >= LEAST_SECONDS else None
+                self.train(ready, model)
             except Exception as error:
-                self.add(one.setup, Outcome(state="failed", reason=in_one_line(error)))
+                self.add(setup, Outcome(state="failed", reason=in_one_line(error)))
+                continue
+            traced_layouts += setup.ranks > 1
+            if self.options.rehearse and setup.ranks > 1 and traced_layouts > 1:
+                continue  # one layout shows that it runs
+            for side in setup.traced:
+                self.trace(ready, side, model)
 
-    def train(self, ready: Ready) -> None:
+    def train(self, ready: Ready, model: PreTrainedModel | None) -> None:
         """Every side of a setup; one that fails leaves the others alone."""
         setup, recipe = ready.setup, ready.recipe
         gpu = find_gpu(self.machine.device) if self.machine else None
@@ -201,12 +217,12 @@ class FirstHour:
             self.add(setup, Outcome(state="not run", reason="no time was left"))
             return
         self.say(describe(setup))
-        model = built(recipe) if setup.ranks == 1 else None
         tokens = Tokens(recipe) if setup.sides != (TOOLKIT,) else None
         for number, side in enumerate(setup.sides):
+            if side in self.options.without:
+                continue
             where = FOLDER / "runs" / f"{setup.label}-{setup.ranks}-{number}".replace(" ", "-").replace(",", "")
-            backend = "eager" if self.options.rehearse else "inductor"
-            call = partial(run_side, side, recipe, model, tokens, where, WARMUP, backend)
+            call = partial(run_side, side, recipe, model, tokens, where, WARMUP, self.backend)
             limit = self.budget.left if self.options.rehearse else RUN_SECONDS
             outcome = self.budget.on_ranks(call, setup.ranks, needs=LEAST_SECONDS, limit=limit)
             speed = page.Speed(
@@ -216,30 +232,20 @@ class FirstHour:
             self.speeds.append(speed)
             self.say(f"  {side}: {outcome.reason or f'{speed.tokens_per_second:,.0f} tokens/s'}")
 
-    def trace_all(self) -> None:
-        """Count and trace a step of the toolkit in each layout, of the first model of one GPU alone."""
-        one_gpu = [ready for ready in self.ready if ready.setup.ranks == 1][:1]
-        several = [ready for ready in self.ready if ready.setup.ranks > 1]
-        if self.options.rehearse:
-            several = several[:1]
-        for ready in [*one_gpu, *several]:
-            try:
-                outcome = self.trace(ready)
-            except Exception as error:  # whatever it is becomes a line of the page
-                outcome = Outcome(state="failed", reason=in_one_line(error))
-            self.traces.append(page.Traced(setup=ready.setup, outcome=outcome))
-
-    def trace(self, ready: Ready) -> Outcome:
-        """Count and trace a step of one setup on its ranks."""
+    def trace(self, ready: Ready, side: str, model: PreTrainedModel | None) -> None:
+        """Count and trace a step of one side of a setup on its ranks."""
         setup = ready.setup
-        if self.budget.left < LEAST_SECONDS:
-            return Outcome(state="not run", reason="no time was left")
-        self.say(f"trace of {describe(setup)}")
         where = FOLDER / "runs" / f"trace-{setup.label}-{len(self.traces)}".replace(" ", "-").replace(",", "")
         limit = self.budget.left if self.options.rehearse else RUN_SECONDS
-        model = built(ready.recipe) if setup.ranks == 1 else None
-        call = partial(run_traced, ready.recipe, model, where)
-        return self.budget.on_ranks(call, setup.ranks, needs=LEAST_SECONDS, limit=limit)
+        call = partial(run_traced, side, ready.recipe, model, where, self.backend)
+        self.say(f"  trace of {side}")
+        outcome = self.budget.on_ranks(call, setup.ranks, needs=LEAST_SECONDS, limit=limit)
+        self.traces.append(page.Traced(setup=setup, side=side, outcome=outcome))
+
+    @property
+    def backend(self) -> str:
+        """What torch.compile uses: a rehearsal shows that it runs, for which nothing needs to be compiled."""
+        return "eager" if self.options.rehearse else "inductor"
 
     def add(self, setup: Setup, outcome: Outcome) -> None:
         self.speeds += [page.Speed(setup=setup, side=side, outcome=outcome) for side in setup.sides]

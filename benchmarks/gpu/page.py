@@ -48,10 +48,16 @@ class Speed:
 
 @dataclass(frozen=True, kw_only=True)
 class Traced:
-    """A step of a setup that was counted and traced. `outcome.value` is its gpu.traced.TracedRun."""
+    """A step of one side of a setup that was counted and traced. `outcome.value` is its gpu.traced.TracedRun."""
 
     setup: Setup
+    side: str
     outcome: Outcome
+
+    @property
+    def name(self) -> str:
+        """The model, and which of the toolkit's sides where it is not the plain one."""
+        return self.setup.label if self.side == TOOLKIT else f"{self.setup.label}, {self.side}"
 
     @property
     def layout(self) -> str:
@@ -75,11 +81,13 @@ def page(
         sheets.append(plans(planned))
     if done := [traced for traced in traces if traced.outcome.state == "done"]:
         sheets.append(traced_steps(done))
+        if on_gpu := [traced for traced in done if traced.outcome.value.trace is not None]:
+            sheets.append(kernel_times(on_gpu))
     if measured := [test for test in tests if test["group"] == "memory"]:
         sheets.append(memory(measured))
     if tests:
         sheets.append(test_groups(tests))
-    named = {f"trace of {traced.setup.label}, {traced.layout}": traced.outcome for traced in traces}
+    named = {f"trace of {traced.name}, {traced.layout}": traced.outcome for traced in traces}
     return sheets + problems(speeds, tests, steps | named)
 
 
@@ -153,16 +161,19 @@ def traced_steps(traces: Sequence[Traced]) -> Sheet:
     for traced in traces:
         counts = traced.outcome.value.counts
         trace = traced.outcome.value.trace
-        reads = sum(counts.host_reads.values())
-        collectives = sum(counts.collectives.values())
-        row = [traced.setup.label, traced.layout, f"{counts.total_operations:,}"]
+        operations, reads, collectives = NONE, NONE, NONE
+        if counts is not None:
+            operations = f"{counts.total_operations:,}"
+            reads = str(sum(counts.host_reads.values()))
+            collectives = str(sum(counts.collectives.values()))
+        row = [traced.name, traced.layout, operations]
         if trace is None:
-            row += [NONE, str(reads), NONE, str(collectives), NONE, NONE, NONE]
+            row += [NONE, reads, NONE, collectives, NONE, NONE, NONE]
         else:
             waits = ", ".join(f"{count} {name}" for name, count in trace.waits.most_common()) or "0"
             copies = ", ".join(f"{count} {kind}" for kind, count in trace.copies.most_common()) or "0"
             busy = f"{trace.busy_seconds / trace.seconds:.0%}" if trace.seconds else NONE
-            row += [f"{trace.kernels:,}", str(reads), waits, str(collectives), str(trace.collectives), copies, busy]
+            row += [f"{trace.kernels:,}", reads, waits, collectives, str(trace.collectives), copies, busy]
         rows.append(row)
     return Sheet(
         title="A step, counted and traced",
@@ -182,6 +193,39 @@ def traced_steps(traces: Sequence[Traced]) -> Sheet:
         text_columns=2,
         notes=["Counted: operations, host reads, collectives (docs/step-counts.md). Traced: all other columns."],
     )
+
+
+KERNELS = {
+    "compiled": ("triton_",),
+    "attention": ("flash", "fmha", "sdpa", "attention"),
+    "matrix products": ("gemm", "nvjet", "cutlass", "cublas"),
+    "update": ("multi_tensor_apply", "adam"),
+    "collectives": ("nccl",),
+    "copies, fills": ("memcpy", "memset", "copy_kernel", "fillfunctor", "catarray"),
+}
+"""Parts of the names of kernels, by what they do. The first that fits counts; what fits none is called other."""
+_OTHER = "other"
+
+
+def kernel_times(traces: Sequence[Traced]) -> Sheet:
+    """Milliseconds of the traced step by what its kernels do. What runs on several streams at once counts twice."""
+    rows = []
+    for traced in traces:
+        trace = traced.outcome.value.trace
+        seconds: Counter[str] = Counter()
+        for name, spent in trace.kernel_seconds.items():
+            seconds[kind_of_kernel(name)] += spent
+        idle = trace.seconds - trace.busy_seconds
+        values = [*(seconds[kind] for kind in (*KERNELS, _OTHER)), idle, trace.seconds]
+        rows.append([traced.name, traced.layout, *(f"{1e3 * value:,.1f}" for value in values)])
+    headings = ("model", "layout", *KERNELS, _OTHER, "idle", "step")
+    return Sheet(title="Where the GPU's time goes, ms", headings=headings, rows=rows, text_columns=2)
+
+
+def kind_of_kernel(name: str) -> str:
+    """What a kernel of this name does: a key of KERNELS, or "other"."""
+    lower = name.lower()
+    return next((kind for kind, parts in KERNELS.items() if any(part in lower for part in parts)), _OTHER)
 
 
 def memory(tests: Sequence[dict[str, Any]]) -> Sheet:

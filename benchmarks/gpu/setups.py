@@ -49,6 +49,8 @@ class Setup:
     """Other fields of the recipe's model."""
     ranks: int = 1
     sides: tuple[str, ...] = (TOOLKIT, COMPILED, TRAINER, TORCH)
+    traced: tuple[str, ...] = ()
+    """The sides of which one step is traced."""
     has_target: bool = False
     layer_field: str = ""
     """The field of the config with the number of layers, where some may be left out so that it fits."""
@@ -133,6 +135,16 @@ ONE_GPU = [
         accumulation=4,
         has_target=True,
         sides=(TOOLKIT, COMPILED, LIGER, TRAINER, TORCH),
+        traced=(TOOLKIT, COMPILED),
+    ),
+    Setup(
+        name="GPT-2 124M",
+        model="gpt2",
+        overrides=NO_DROPOUT,
+        seq_len=1024,
+        micro_batch_size=16,
+        accumulation=4,
+        traced=(TOOLKIT,),
     ),
     Setup(
         name="Llama-3.1-8B",
@@ -144,7 +156,6 @@ ONE_GPU = [
         layer_field="num_hidden_layers",
         layers=32,
     ),
-    Setup(name="GPT-2 124M", model="gpt2", overrides=NO_DROPOUT, seq_len=1024, micro_batch_size=16, accumulation=4),
     Setup(
         name="Llama-3.1-8B",
         note="LoRA",
@@ -158,7 +169,15 @@ ONE_GPU = [
     ),
 ]
 TINY = [
-    Setup(name="llama-tiny", model="llama-tiny", seq_len=64, micro_batch_size=2, accumulation=2, has_target=True),
+    Setup(
+        name="llama-tiny",
+        model="llama-tiny",
+        seq_len=64,
+        micro_batch_size=2,
+        accumulation=2,
+        has_target=True,
+        traced=(TOOLKIT, COMPILED),
+    ),
     Setup(name="gpt2-tiny", model="gpt2-tiny", overrides=NO_DROPOUT, seq_len=64, micro_batch_size=4, accumulation=1),
     Setup(
         name="llama-tiny",
@@ -196,6 +215,7 @@ def layouts(ranks: int, *, tiny: bool) -> list[Setup]:
             parallel=grid | {"recompute": "full"},
             ranks=ranks,
             sides=(TOOLKIT,),
+            traced=(TOOLKIT,),
         )
         found.append(one)
     return found

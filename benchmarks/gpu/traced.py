@@ -1,14 +1,17 @@
 """One step of a rank as the GPU's own trace has it, beside what benchmarks/measure/step_counter.py counts without one.
 
 The trace is PyTorch's profiler (kineto): every kernel and copy that ran on the GPU, and every call of the CUDA runtime
-that made the host wait. The step before the traced one is counted, in the same run.
+that made the host wait. The step before the traced one is counted, in the same run. Compiled layers are not counted:
+the operations inside of them are not dispatched one by one.
 """
 
+import json
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from measure.step_counter import CountedStep, StepCounts
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
@@ -16,9 +19,11 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedModel
 from typing_extensions import override
 
+from gpu.setups import FIELDS
 from gpu.sides import our_side, output_to
 from toolkit import Callback
 from toolkit.config.recipe import Recipe
+from toolkit.engines import compiled_layers
 from toolkit.launch.rank_environment import RankEnvironment, pick_device
 from toolkit.step_metrics import StepMetrics
 from toolkit.training.loop import TrainingRun
@@ -44,6 +49,8 @@ class Trace:
     """Copies of each direction, such as "HtoD", and memsets."""
     waits: Counter[str] = field(default_factory=Counter)
     """Calls of the CUDA runtime that return when the GPU is done, by name."""
+    kernel_seconds: Counter[str] = field(default_factory=Counter)
+    """Seconds of the kernels and copies of each name. Those of several streams can run at once."""
     busy_seconds: float = 0.0
     """Seconds in which some kernel or copy ran."""
     seconds: float = 0.0
@@ -52,9 +59,9 @@ class Trace:
 
 @dataclass(frozen=True, kw_only=True)
 class TracedRun:
-    """A counted step, and the trace of the next one; None on a CPU, which has no kernels to trace."""
+    """A counted step, None with compiled layers, and the trace of the next one, None on a CPU."""
 
-    counts: StepCounts
+    counts: StepCounts | None
     trace: Trace | None
 
 
@@ -93,6 +100,7 @@ def read_trace(events: Iterable[Any]) -> Trace:
         end = event.time_range.end
         if event.device_type == DeviceType.CUDA:
             spans.append((begin, end))
+            trace.kernel_seconds[event.name] += 1e-6 * (end - begin)
             _add_device_event(trace, event.name)
         else:
             starts.append(begin)
@@ -126,17 +134,23 @@ def _union(spans: list[tuple[float, float]]) -> float:
     return covered
 
 
-def run_traced(recipe: Recipe, model: PreTrainedModel | None, folder: Path) -> TracedRun:
+def run_traced(side: str, recipe: Recipe, model: PreTrainedModel | None, folder: Path, backend: str) -> TracedRun:
     """Train a few steps on this rank with the loop of recipes/train.py; count one and trace the next one.
 
-    `model`: built already, where there is one.
+    `side`: one of the toolkit's. `model`: built already, where there is one. `backend`: of torch.compile. The seconds
+    of each kernel are also written to kernels.json in `folder`.
     """
     here = RankEnvironment.detect()
-    with output_to(folder / f"rank-{here.rank}.log"):
+    with output_to(folder / f"rank-{here.rank}.log"), mock.patch.dict(compiled_layers._OPTIONS, backend=backend):
         on_gpu = pick_device(here).type == "cuda"
         counted = CountedStep(COUNTED_AFTER)
         traced = TracedStep(COUNTED_AFTER + 1, on_gpu=on_gpu)
-        changed = recipe.changed({"train": {"steps": STEPS}})
-        our_side(changed, model, [counted, traced])
-        assert counted.result is not None
+        changed = recipe.changed(FIELDS[side]).changed({"train": {"steps": STEPS}})
+        callbacks: list[Callback] = [traced]
+        if not changed.train.compile:
+            callbacks.insert(0, counted)
+        our_side(changed, model, callbacks)
+        if traced.trace is not None and here.rank == 0:
+            seconds = dict(traced.trace.kernel_seconds.most_common())
+            (folder / "kernels.json").write_text(json.dumps(seconds, indent=1), encoding="utf-8")
         return TracedRun(counts=counted.result, trace=traced.trace)

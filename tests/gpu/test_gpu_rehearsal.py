@@ -42,13 +42,13 @@ def test_toolkit_and_trainer_are_timed_on_the_same_losses(
     monkeypatch.setattr(first_hour, "FOLDER", tmp_path)
     output = tmp_path / "page.md"
     monkeypatch.setattr(first_hour, "TINY", [replace(TINY[1], sides=(TOOLKIT, TRAINER))])
-    options = Namespace(gpus=1, rehearse=True, output=output, only="")
+    options = Namespace(gpus=1, rehearse=True, output=output, only="", without=[])
     hour = first_hour.FirstHour(options=options, budget=Budget(200))
     hour.ask_machine()
     hour.prepare()
     (ready,) = hour.ready
     setup = ready.setup
-    hour.train(ready)
+    hour.train(ready, first_hour.built(ready.recipe))
     ours, theirs = (speed.outcome.value for speed in hour.speeds)
     # The Trainer divides by the last position of a sample too, which has no target.
     scaled = [loss * setup.seq_len / (setup.seq_len - 1) for loss in theirs.losses]

@@ -1,6 +1,7 @@
 """The page of `make gpu`: what is computed of a measurement, and what becomes of steps that fail. No ranks."""
 
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 from gpu import page, setups
 from gpu.budget import Budget, Outcome
-from gpu.setups import TOOLKIT, TORCH, TRAINER, Setup, fitted
+from gpu.setups import COMPILED, TOOLKIT, TORCH, TRAINER, Setup, fitted
 from gpu.sides import Run
 from gpu.traced import Trace, TracedRun, read_trace
 from measure.step_counter import HostRead, StepCounts
@@ -181,13 +182,45 @@ def test_what_is_counted_stands_beside_the_trace(trace: Trace | None, shown: lis
     counts = StepCounts()
     counts.operations["forward"] = 7
     counts.host_reads[HostRead(phase="update", place="base.py:1", operation="tolist")] = 2
-    traced = page.Traced(setup=SETUP, outcome=Outcome(state="done", value=TracedRun(counts=counts, trace=trace)))
+    traced = page.Traced(
+        setup=SETUP, side=TOOLKIT, outcome=Outcome(state="done", value=TracedRun(counts=counts, trace=trace))
+    )
     (row,) = sheet(page.page("first", [], [], {}, [traced]), "A step, counted and traced")
     assert row == ["1B", "dp1-tp1-pp1-z2", *shown]
 
 
+def test_the_time_of_kernels_is_summed_by_what_they_do() -> None:
+    spent = Counter({"nvjet_a": 0.02, "ampere_gemm": 0.01, "triton_poi": 0.004, "Memset": 0.001, "reduce": 0.002})
+    trace = Trace(kernel_seconds=spent, busy_seconds=0.037, seconds=0.05)
+    outcome = Outcome(state="done", value=TracedRun(counts=None, trace=trace))
+    sheets = page.page("first", [], [], {}, [page.Traced(setup=SETUP, side=COMPILED, outcome=outcome)])
+    (row,) = sheet(sheets, "Where the GPU's time goes, ms")
+    assert row == [
+        "1B, toolkit, compiled", "dp1-tp1-pp1-z2", "4.0", "0.0", "30.0", "0.0", "0.0", "1.0", "2.0", "13.0", "50.0",
+    ]  # fmt: skip
+    (row,) = sheet(sheets, "A step, counted and traced")
+    assert row[2:4] == ["–", "0"]  # compiled layers are not counted
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("triton_poi_fused__scaled_dot_product_flash_attention_mul_1", "compiled"),
+        ("void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<...>", "attention"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26", "attention"),
+        ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NTT", "matrix products"),
+        ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "update"),
+        ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", "collectives"),
+        ("Memset (Device)", "copies, fills"),
+        ("void at::native::reduce_kernel<512, 1, ...>", "other"),
+    ],
+)
+def test_kernels_are_known_by_their_names(name: str, kind: str) -> None:
+    assert page.kind_of_kernel(name) == kind
+
+
 def test_a_trace_that_fails_is_a_line_and_the_exit_code() -> None:
-    traced = page.Traced(setup=SETUP, outcome=Outcome(state="failed", reason="no profiler"))
+    traced = page.Traced(setup=SETUP, side=TOOLKIT, outcome=Outcome(state="failed", reason="no profiler"))
     sheets = page.page("first", [], [], {}, [traced])
     assert sheet(sheets, "Failed, skipped and not run") == [["trace of 1B, dp1-tp1-pp1-z2", "failed", "no profiler"]]
     assert page.failed([], [], {}, [traced])
