@@ -116,7 +116,8 @@ def zero12_states(
     complete = 0 if s.offload_optimizer and not compact else averaged
     whole = max(a, w) * params.trained if s.zero_stage == 1 else 0
     one_bucket = _staged_bytes(s) * s.reduce_bucket_size if s.contiguous_gradients else 0
-    buckets = one_bucket * (2 if s.overlap_comm else 1) + _reducing(s, params)
+    all_buckets = one_bucket * (2 if s.overlap_comm else 1)
+    buckets = all_buckets + _reducing(s, params, params.largest_early)
     keeps = s.zero_stage == 1 and w != a and touched < params.trained
     sizes = [*zip(params.groups, parts, strict=True)]
     fp32 = 4 * part
@@ -150,7 +151,8 @@ def zero12_states(
         fresh_layer=max(a, w) * params.trained_layer if s.zero_stage == 1 and accumulation == 1 else 0,
         # Without overlap, stage 1 reduces when the backward pass is over.
         buckets=buckets if s.zero_stage == 2 or s.overlap_comm else one_bucket,
-        reduction=(whole or complete) + buckets,
+        # The embedding's gradient comes last, when the activations are gone.
+        reduction=(whole or complete) + all_buckets + _reducing(s, params, params.largest_trained),
         complete=complete,
         complete_buckets=one_bucket if keeps else 0,
         host_complete=norms,
@@ -195,11 +197,14 @@ def _staged_bytes(s: DeepSpeedSettings) -> int:
     return max(s.accumulation_bytes, s.model_bytes) if s.zero_stage == 1 else s.model_bytes
 
 
-def _reducing(s: DeepSpeedSettings, params: RankParameters) -> int:
-    """Copies of a bucket: the slices for each rank concatenated, and again in the dtype of communication."""
+def _reducing(s: DeepSpeedSettings, params: RankParameters, largest: int) -> int:
+    """Copies of a bucket: the slices for each rank concatenated, and again in the dtype of communication.
+
+    `largest`: elements of the largest gradient, which is reduced alone where it is more than a bucket.
+    """
     staged = _staged_bytes(s)
     copies = staged + (s.communication_bytes if s.communication_bytes != staged else 0)
-    return min(max(s.reduce_bucket_size, params.largest_trained), params.trained) * copies
+    return min(max(s.reduce_bucket_size, largest), params.trained) * copies
 
 
 def _zero12_update(
@@ -255,9 +260,10 @@ def zero3_states(s: DeepSpeedSettings, params: RankParameters, dp: int) -> Model
         host=StateBytes(**on_host, buckets=staged),
         nvme=StateBytes(**on_nvme),
         host_complete=8 * params.count if offload else 0,
-        buckets=_scattering(s, params),
+        buckets=_scattering(s, params, params.largest_early),
         gathered=(w * _gathered(s, params) if gathers else 0) + second,
-        reduction=second + waiting,
+        # The embedding's gradient comes last, when the activations are gone.
+        reduction=second + waiting + _scattering(s, params, params.largest_trained),
         complete=waiting,
         step=second + waiting + update,
     )
@@ -407,8 +413,11 @@ def _gathered(s: DeepSpeedSettings, params: RankParameters) -> int:
     return min(max(ahead, largest), params.numel)
 
 
-def _scattering(s: DeepSpeedSettings, params: RankParameters) -> int:
-    """Copies while a bucket is scattered: in the dtype of communication, and again with each rank's parts together."""
-    elements = min(max(s.reduce_bucket_size, params.largest_trained), params.trained)
+def _scattering(s: DeepSpeedSettings, params: RankParameters, largest: int) -> int:
+    """Copies while a bucket is scattered: in the dtype of communication, and again with each rank's parts together.
+
+    `largest`: elements of the largest gradient, which is scattered alone where it is more than a bucket.
+    """
+    elements = min(max(s.reduce_bucket_size, largest), params.trained)
     casts = s.communication_bytes if s.communication_bytes != s.model_bytes else 0
     return elements * (casts + s.communication_bytes)

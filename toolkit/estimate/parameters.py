@@ -277,6 +277,8 @@ def _rank_parameters(
     owners = {owner for parameter in model.outside if not is_here(parameter) for owner in parameter.owners}
     held = [parameter for parameter in model.outside if is_here(parameter)]
     held += [parameter for kind in kinds for parameter in model.kinds[kind]]
+    late = {parameter.name for parameter in model.front} if first else set()
+    early = [parameter for parameter in held if parameter.trainable and parameter.name not in late]
     zero_biases = 0
     if inner:
         zero_biases = sum(
@@ -299,6 +301,7 @@ def _rank_parameters(
             if parameter.is_linear and parameter.trainable
         ),
         factors=sum(parameter.factors for parameter in held if parameter.trainable),
+        largest_early=max(numels(early, lambda parameter: True), default=0),
         zero_biases=zero_biases,
         placeholders=len(owners),
     )

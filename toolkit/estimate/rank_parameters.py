@@ -85,6 +85,9 @@ class RankParameters:
     """(elements, shorter side) of every matrix of the decoder layers that trains, before tensor parallelism."""
     factors: int = 0
     """Rows and columns of the matrices that train, whole ones, and elements of vectors: what Adafactor keeps."""
+    largest_early: int = 0
+    """Elements of the largest parameter that trains and whose gradient is complete before the backward pass ends: not
+    of the embedding, also where it is the LM head too. 0 where there is none."""
     zero_biases: int = 0
     """Elements of buffers that take the place of experts' biases, where ranks' outputs are partial sums."""
     placeholders: int = 0
