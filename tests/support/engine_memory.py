@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from toolkit.config.job import Job
 from toolkit.config.recipe import Recipe
-from toolkit.estimate.deepspeed_states import _scattering, deepspeed_states
+from toolkit.estimate.deepspeed_states import deepspeed_states
 from toolkit.estimate.model_facts import ModelFacts
 from toolkit.estimate.pipeline_buffers import PipelineBuffers, routing_counters
 from toolkit.estimate.recorded.recordings import parameters
@@ -273,9 +273,7 @@ def estimated(recipe: Recipe, config: dict[str, Any], engine: Any) -> tuple[Coun
     update = dict(between)
     del update["counters"]  # the step's own sums of losses are there too
     update["gradients"] += states.complete + states.host_complete
-    # ZeRO++'s second partition stays until the update; copies of the last bucket are gone by then.
-    scattered = _scattering(settings, held, held.largest_trained)
-    update["gathered"] = states.reduction - scattered if settings.hpz > 1 else 0
+    update["gathered"] = states.reduction if settings.hpz > 1 else 0
     update["alive_buckets"] = states.complete_buckets
     return _without_zeros(between | files), _without_zeros(update)
 

@@ -117,7 +117,9 @@ def zero12_states(
     whole = max(a, w) * params.trained if s.zero_stage == 1 else 0
     one_bucket = _staged_bytes(s) * s.reduce_bucket_size if s.contiguous_gradients else 0
     all_buckets = one_bucket * (2 if s.overlap_comm else 1)
-    buckets = all_buckets + _reducing(s, params, params.largest_early)
+    # Stage 1 keeps the gradients of the whole pass, so that what the activations leave free is taken until it ends.
+    largest = params.largest_trained if s.zero_stage == 1 else params.largest_early
+    buckets = all_buckets + _reducing(s, params, largest)
     keeps = s.zero_stage == 1 and w != a and touched < params.trained
     sizes = [*zip(params.groups, parts, strict=True)]
     fp32 = 4 * part
@@ -151,7 +153,7 @@ def zero12_states(
         fresh_layer=max(a, w) * params.trained_layer if s.zero_stage == 1 and accumulation == 1 else 0,
         # Without overlap, stage 1 reduces when the backward pass is over.
         buckets=buckets if s.zero_stage == 2 or s.overlap_comm else one_bucket,
-        # The embedding's gradient comes last, when the activations are gone.
+        last_gradient=w * params.largest_trained + all_buckets + _reducing(s, params, params.largest_trained),
         reduction=(whole or complete) + all_buckets + _reducing(s, params, params.largest_trained),
         complete=complete,
         complete_buckets=one_bucket if keeps else 0,
@@ -262,8 +264,8 @@ def zero3_states(s: DeepSpeedSettings, params: RankParameters, dp: int) -> Model
         host_complete=8 * params.count if offload else 0,
         buckets=_scattering(s, params, params.largest_early),
         gathered=(w * _gathered(s, params) if gathers else 0) + second,
-        # The embedding's gradient comes last, when the activations are gone.
-        reduction=second + waiting + _scattering(s, params, params.largest_trained),
+        last_gradient=w * params.largest_trained + _scattering(s, params, params.largest_trained),
+        reduction=second + waiting,
         complete=waiting,
         step=second + waiting + update,
     )

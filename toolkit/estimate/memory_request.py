@@ -151,7 +151,8 @@ class MemoryRequest:
             peak += routers
         # Both beyond the resident bytes: while the last micro-batch computes, and at the end of the step.
         backward = states.accumulated + states.buckets + gathered + buffers.at_peak + peak
-        update = max(states.reduction, states.step) + buffers.between
+        last = states.accumulated + states.last_gradient + gathered + buffers.at_peak
+        update = max(last, max(states.reduction, states.step) + buffers.between)
         counters = resident.counters + buffers.counters(params) + routing_counters(shape)
         static = resident.total - resident.counters + counters
         workspace = 0 if self.gpu is None else workspace_bytes(self.gpu)

@@ -277,8 +277,8 @@ def _rank_parameters(
     owners = {owner for parameter in model.outside if not is_here(parameter) for owner in parameter.owners}
     held = [parameter for parameter in model.outside if is_here(parameter)]
     held += [parameter for kind in kinds for parameter in model.kinds[kind]]
-    late = {parameter.name for parameter in model.front} if first else set()
-    early = [parameter for parameter in held if parameter.trainable and parameter.name not in late]
+    late = model.front if first else ()
+    early = [parameter for parameter in held if parameter.trainable and parameter not in late]
     zero_biases = 0
     if inner:
         zero_biases = sum(

@@ -70,6 +70,9 @@ class ModelStates:
     """Communication buffers, beyond `resident`, during the backward pass."""
     gathered: int = 0
     """Weights gathered from other ranks while layers compute."""
+    last_gradient: int = 0
+    """The largest gradient, and the buckets and copies while it is reduced: the embedding's is complete last, when the
+    activations are gone. `buckets` are those of the time before."""
     reduction: int = 0
     """Bytes beyond `resident` while gradients are reduced after the backward pass."""
     complete: int = 0

@@ -226,6 +226,8 @@ class TrainingStep:
                 for _ in passes.backward(waiting.pop(0)):
                     gradients += _held(allocator, next(made, []))
                 _free(allocator, held)
+                last = _held(allocator, [states.gathered, *self._buffers(states.last_gradient)])
+                _free(allocator, last)
             if number < count:
                 held = _held(allocator, [states.gathered])
                 waiting.append(Live())
