@@ -5,8 +5,8 @@
 
 Checkpoints go to S3 and to the memory of hosts; the run directory is on a disk that the hosts share. Lost hosts are
 started again, and torchrun where it has ended, as a cluster does; nothing else is repaired. The run must end by itself,
-with the losses and gradient norms of one undisturbed process within 1e-6, or within twice of what that process itself
-differs by between the micro-batches of the layouts, where that is more.
+with the losses and gradient norms of one undisturbed process within 1e-6. A failure also says by how much that process
+differs from itself in the step, with the micro-batches of other layouts.
 
 The table says what each kind of disturbance cost: steps that were taken again, and seconds without a new one.
 """
@@ -58,6 +58,8 @@ class Disturbance:
     step: int
     lost_steps: int = 0
     """Steps that were taken again."""
+    missed: bool = False
+    """Whether it hit no host that trains."""
     silent_seconds: float = 0.0
     """The longest time without a new step until the run was beyond the disturbed step."""
     layout: str = ""
@@ -214,11 +216,17 @@ KINDS: tuple[Callable[[Chaos], str], ...] = (
 RESTARTS = (kill_rank, drain_host, lose_host, cut_for_long, corrupt_newest)
 """Those after which all ranks start again; a full disk may also have that effect."""
 _MISSED_STEPS = 40
-"""Steps after which a disturbance that shows no effect has hit a host that was just joining, or a spare."""
+"""Steps after which a disturbance that shows no effect has hit a host that was just joining, or a spare. It does not
+count as one, and the run fails where there are many: then something else is wrong."""
+_MOST_MISSED = 0.2
+"""Of all disturbances, those that may have hit no host that trains."""
 
 
 def disturb(chaos: Chaos, kind: Callable[[Chaos], str]) -> Disturbance:
-    """Disturb the run, and wait until it is further than it was, or goes on as if nothing had happened."""
+    """Disturb the run, and wait until it is further than it was.
+
+    The disturbance is `missed` where the run goes on as if nothing had happened.
+    """
     job = chaos.job
     happened = Disturbance(kind=kind.__name__, step=job.steps)
     began = time.monotonic()
@@ -226,16 +234,17 @@ def disturb(chaos: Chaos, kind: Callable[[Chaos], str]) -> Disturbance:
     happened.detail = kind(chaos)
     progress = [(began, happened.step)]
 
+    def has_shown() -> bool:
+        return job.opened > opened if kind in RESTARTS else not list(chaos.disk.glob("flip-*"))
+
     def is_further() -> bool:
         steps = job.steps
         if steps != progress[-1][1]:
             progress.append((time.monotonic(), steps))
-        has_shown = job.opened > opened if kind in RESTARTS else not list(chaos.disk.glob("flip-*"))
-        return steps > happened.step + (0 if has_shown else _MISSED_STEPS)
+        return steps > happened.step + (0 if has_shown() else _MISSED_STEPS)
 
     chaos.wait(is_further)
-    if job.steps > happened.step + _MISSED_STEPS:
-        happened.detail += ", which did not train"
+    happened.missed = not has_shown()
     for never_read in chaos.disk.glob("flip-*"):
         never_read.unlink()
     progress.append((time.monotonic(), job.steps))
@@ -254,7 +263,7 @@ def run(folder: Path, steps: int, disturbances: int, seed: int, kinds: Sequence[
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={_DISK_BYTES}", "tmpfs", disk], check=True)
     try:
         recipe = write_elastic_demo(folder, steps=steps)
-        # In the micro-batches of every layout: a step whose gradients are ill-conditioned differs between them.
+        # With the micro-batches of every layout: where gradients are ill-conditioned, rounding alone differs.
         one_process = []
         for size in (16, 8, 4):
             alone = folder / f"micro-batch-{size}"
@@ -262,7 +271,8 @@ def run(folder: Path, steps: int, disturbances: int, seed: int, kinds: Sequence[
             one_process.append(train_in_one_process(alone, recipe, f"batch.micro_batch_size={size}"))
         overrides = ["checkpoint.memory_every=7", f"checkpoint.url=s3://{BUCKET}/run"]
         overrides += ["train.replica_check=1", "train.max_incidents=20"]
-        happened = []
+        happened: list[Disturbance] = []
+        missed: list[Disturbance] = []
         with hosts(HOSTS + 1, folder / "nodes") as nodes:
             store = nodes[0].start([sys.executable, STORE, disk])
             variables = environment(f"http://{nodes[0].name}:{PORT}")
@@ -285,8 +295,13 @@ def run(folder: Path, steps: int, disturbances: int, seed: int, kinds: Sequence[
                 # Of a single replica nothing tells that a bit has flipped.
                 allowed = [kind for kind in KINDS if kind.__name__ in kinds]
                 possible = [kind for kind in allowed if kind is not flip_bit or chaos.replicas > 1]
-                happened.append(disturb(chaos, rng.choice(possible or [kill_rank])))
-                print(json.dumps(vars(happened[-1])), flush=True)
+                disturbance = disturb(chaos, rng.choice(possible or [kill_rank]))
+                print(json.dumps(vars(disturbance)), flush=True)
+                if disturbance.missed:
+                    missed.append(disturbance)
+                else:
+                    happened.append(disturbance)
+                assert len(missed) <= 2 + _MOST_MISSED * len(happened), f"no effect: {missed}\n{job.output}"
                 if rng.random() < _RETURN_PROBABILITY:
                     chaos.bring_back()
                 next_step = job.steps + rng.randint(*_QUIET_STEPS)
@@ -303,10 +318,11 @@ def run(folder: Path, steps: int, disturbances: int, seed: int, kinds: Sequence[
                 rounding = (max(values) - min(values)) / values[0]
                 difference = abs(line[name] / values[0] - 1)
                 worst = max(worst, difference)
-                if difference > max(TOLERANCE, 2 * rounding):
-                    beyond.append((line["step"], name, difference, rounding))
+                if difference > TOLERANCE:
+                    where = f"{name} of step {line['step']}"
+                    beyond.append(f"{where} is {difference:.1e} off; one process differs by {rounding:.1e} from itself")
         print(f"{len(happened)} disturbances, {steps} steps; largest difference from one process {worst:.1e}")
-        assert not beyond, f"the first is {beyond[0]}\n{job.output}"
+        assert not beyond, f"{beyond[0]}, and {len(beyond) - 1} more\n{job.output}"
         return happened
     finally:
         subprocess.run(["umount", "--lazy", disk], check=False)
