@@ -23,6 +23,7 @@ ESTIMATE_TARGET = 0.05
 TOOLKIT, COMPILED, TRAINER, TORCH = "toolkit", "toolkit, compiled", "Trainer", "torch, compiled"
 LIGER = "toolkit, Liger's kernels"
 OURS = (TOOLKIT, COMPILED, LIGER)
+SIDES = (*OURS, TRAINER, TORCH)
 FIELDS: dict[str, dict[str, dict[str, Any]]] = {
     TOOLKIT: {},
     COMPILED: {"train": {"compile": True}, "model": {"loss": "auto"}},
@@ -201,7 +202,7 @@ def layouts(ranks: int, *, tiny: bool) -> list[Setup]:
         {"zero_stage": 1, "pp": 2},
         {"zero_stage": 1, "tp": 2, "pp": 2, "sequence_parallel": True},
     )
-    found = []
+    setups: list[Setup] = []
     for grid in grids:
         size = int(grid.get("tp", 1)) * int(grid.get("pp", 1))
         if ranks % size:
@@ -215,10 +216,10 @@ def layouts(ranks: int, *, tiny: bool) -> list[Setup]:
             parallel=grid | {"recompute": "full"},
             ranks=ranks,
             sides=(TOOLKIT,),
-            traced=(TOOLKIT,),
+            traced=() if tiny and setups else (TOOLKIT,),  # of a rehearsal, one layout shows that it runs
         )
-        found.append(one)
-    return found
+        setups.append(one)
+    return setups
 
 
 def describe(setup: Setup) -> str:

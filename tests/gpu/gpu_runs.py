@@ -29,7 +29,7 @@ from toolkit.training.loop import TrainingRun
 
 def limit_seconds() -> int:
     """Of a run: one that hangs on a GPU must not take the time of all others; a CPU may be busy."""
-    return 240 if on_cpu() else 60
+    return 240 if on_cpu() else 90
 
 
 @dataclass(frozen=True, kw_only=True)
