@@ -2,11 +2,13 @@
 
     python tests/cluster/chaos.py --steps 2000 --disturbances 100
     python tests/cluster/chaos.py --steps 300 --disturbances 10 --seed 4
+    python tests/cluster/chaos.py --steps 500 --disturbances 25 --layout dp2-z2
 
 Checkpoints go to S3 and to the memory of hosts; the run directory is on a disk that the hosts share. Lost hosts are
 started again, and torchrun where it has ended, as a cluster does; nothing else is repaired. The run must end by itself,
-with the losses and gradient norms of one undisturbed process within 1e-6. A failure also says by how much that process
-differs from itself in the step, with the micro-batches of other layouts.
+with the losses and gradient norms of one undisturbed process within 1e-6: the layout is planned anew at each restart.
+With `--layout` it stays, as many hosts as it has ranks train, the others are spares, and the run must equal an
+undisturbed one in that layout to the bit.
 
 The table says what each kind of disturbance cost: steps that were taken again, and seconds without a new one.
 """
@@ -22,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -34,14 +36,16 @@ from s3_server import environment
 from cluster.elastic import ElasticJob, write_elastic_demo
 from cluster.faulty_store import BUCKET, PORT
 from cluster.hosts import ROOT, Host, hosts, missing
-from cluster.runs import TOLERANCE, metrics, train_in_one_process
+from cluster.runs import TOLERANCE, metrics, train_in_one_process, train_undisturbed
+
+from toolkit.config.strategy import Strategy
 
 HOSTS = 4
 SCRIPT = ROOT / "tests" / "cluster" / "chaos_train.py"
 STORE = ROOT / "tests" / "cluster" / "faulty_store.py"
 _RECOVERY_SECONDS = 300
-_QUIET_STEPS = (1, 12)
-"""Steps that a run takes between two disturbances, at least and at most."""
+_EFFECT_STEPS = 5
+"""Steps that a run takes, about, while a disturbance shows its effect."""
 _RETURN_PROBABILITY = 0.7
 """That hosts which are away come back before the next disturbance."""
 _DISK_BYTES = 400_000_000
@@ -76,6 +80,8 @@ class Chaos:
     rng: random.Random
     away: dict[str, Callable[[], None]] = field(default_factory=dict)
     """Hosts that are lost, drained or cut off, with what brings each back."""
+    least: int = 1
+    """Hosts that the run needs."""
 
     @property
     def present(self) -> list[Host]:
@@ -88,8 +94,13 @@ class Chaos:
         return int(match[1]) if match else 1
 
     def ranks_of(self, node: Host) -> list[int]:
-        """The processes that train on a host."""
+        """The processes that train on a host; none on a spare one."""
         return [pid for pid, line in node.processes().items() if str(SCRIPT) in line and "torchrun" not in line]
+
+    def draw_host(self) -> Host:
+        """A host that trains; any that is present while none does."""
+        training = [node for node in self.present if self.ranks_of(node)]
+        return self.rng.choice(training or self.present)
 
     def bring_back(self) -> None:
         """Bring back all hosts that are away."""
@@ -108,7 +119,7 @@ class Chaos:
         """Wait until something is true or the run has ended, under supervision. Raises AssertionError after that."""
 
         def is_over() -> bool:
-            if not self.present:
+            if len(self.present) < self.least:
                 self.bring_back()
             self.supervise()
             return until() or self.job.has_ended
@@ -118,7 +129,7 @@ class Chaos:
 
 def kill_rank(chaos: Chaos) -> str:
     """kill -9 of a rank."""
-    node = chaos.rng.choice(chaos.present)
+    node = chaos.draw_host()
     pids = chaos.ranks_of(node)
     for pid in pids[:1]:
         os.kill(pid, signal.SIGKILL)
@@ -127,7 +138,7 @@ def kill_rank(chaos: Chaos) -> str:
 
 def drain_host(chaos: Chaos) -> str:
     """SIGTERM to the torchrun of a host, which ends."""
-    node = chaos.rng.choice(chaos.present)
+    node = chaos.draw_host()
     for pid, line in node.processes().items():
         if "torchrun" in line:
             os.kill(pid, signal.SIGTERM)
@@ -137,7 +148,7 @@ def drain_host(chaos: Chaos) -> str:
 
 def lose_host(chaos: Chaos) -> str:
     """The power of a host fails."""
-    node = chaos.rng.choice(chaos.present)
+    node = chaos.draw_host()
     node.lose()
     chaos.away[node.name] = node.power_on
     return node.name
@@ -145,7 +156,7 @@ def lose_host(chaos: Chaos) -> str:
 
 def cut_shortly(chaos: Chaos) -> str:
     """A link is down for a second: everything waits."""
-    node = chaos.rng.choice(chaos.present)
+    node = chaos.draw_host()
     node.cut()
     time.sleep(1)
     node.connect()
@@ -154,7 +165,7 @@ def cut_shortly(chaos: Chaos) -> str:
 
 def cut_for_long(chaos: Chaos) -> str:
     """A link is down until the others have given up."""
-    node = chaos.rng.choice(chaos.present)
+    node = chaos.draw_host()
     node.cut()
 
     def connect_again() -> None:
@@ -255,22 +266,27 @@ def disturb(chaos: Chaos, kind: Callable[[Chaos], str]) -> Disturbance:
     return happened
 
 
-def run(folder: Path, steps: int, disturbances: int, seed: int, kinds: Sequence[str]) -> list[Disturbance]:
+def run(arguments: argparse.Namespace, folder: Path) -> list[Disturbance]:
     """Disturb a run until it ends; raises AssertionError where it does not end as an undisturbed one."""
-    rng = random.Random(seed)
+    rng = random.Random(arguments.seed)
+    steps = arguments.steps
     disk = folder / "disk"
     disk.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={_DISK_BYTES}", "tmpfs", disk], check=True)
     try:
         recipe = write_elastic_demo(folder, steps=steps)
-        # With the micro-batches of every layout: where gradients are ill-conditioned, rounding alone differs.
-        one_process = []
-        for size in (16, 8, 4):
-            alone = folder / f"micro-batch-{size}"
-            alone.mkdir()
-            one_process.append(train_in_one_process(alone, recipe, f"batch.micro_batch_size={size}"))
         overrides = ["checkpoint.memory_every=7", f"checkpoint.url=s3://{BUCKET}/run"]
         overrides += ["train.replica_check=1", "train.max_incidents=20"]
+        if arguments.layout:
+            least = most = Strategy.parse(arguments.layout).world_size(1)
+            tolerance = 0.0
+            overrides += ["--layout", arguments.layout, "batch.micro_batch_size=4"]
+            undisturbed = train_undisturbed(folder, recipe, most, *overrides[-3:])
+        else:
+            least = 1
+            most = HOSTS
+            tolerance = TOLERANCE
+            undisturbed = train_in_one_process(folder, recipe, "batch.micro_batch_size=16")
         happened: list[Disturbance] = []
         missed: list[Disturbance] = []
         with hosts(HOSTS + 1, folder / "nodes") as nodes:
@@ -278,7 +294,7 @@ def run(folder: Path, steps: int, disturbances: int, seed: int, kinds: Sequence[
             variables = environment(f"http://{nodes[0].name}:{PORT}")
             job = ElasticJob(
                 nodes[0],
-                f"1:{HOSTS}",
+                f"{least}:{most}",
                 recipe,
                 disk / "run",
                 overrides=overrides,
@@ -287,13 +303,13 @@ def run(folder: Path, steps: int, disturbances: int, seed: int, kinds: Sequence[
                 variables=variables,
             )
             job.wait(lambda: "serves" in store.output)
-            chaos = Chaos(job=job, nodes=nodes[1:], disk=disk, rng=rng)
+            chaos = Chaos(job=job, nodes=nodes[1:], disk=disk, rng=rng, least=least)
             for node in chaos.nodes:
                 job.join(node)
             chaos.wait(lambda: job.steps > 2)
-            while len(happened) < disturbances and not job.has_ended:
+            while len(happened) < arguments.disturbances and not job.has_ended:
                 # Of a single replica nothing tells that a bit has flipped.
-                allowed = [kind for kind in KINDS if kind.__name__ in kinds]
+                allowed = [kind for kind in KINDS if kind.__name__ in arguments.kinds]
                 possible = [kind for kind in allowed if kind is not flip_bit or chaos.replicas > 1]
                 disturbance = disturb(chaos, rng.choice(possible or [kill_rank]))
                 print(json.dumps(vars(disturbance)), flush=True)
@@ -304,28 +320,30 @@ def run(folder: Path, steps: int, disturbances: int, seed: int, kinds: Sequence[
                 assert len(missed) <= 2 + _MOST_MISSED * len(happened), f"no effect: {missed}\n{job.output}"
                 if rng.random() < _RETURN_PROBABILITY:
                     chaos.bring_back()
-                next_step = job.steps + rng.randint(*_QUIET_STEPS)
+                spacing = (steps - job.steps) // (arguments.disturbances - len(happened) + 1)
+                next_step = job.steps + rng.randint(1, max(1, 2 * (spacing - _EFFECT_STEPS)))
                 chaos.wait(lambda next_step=next_step: job.steps >= next_step)
+            assert len(happened) == arguments.disturbances, f"the run has ended after {len(happened)} disturbances"
             chaos.bring_back()
             chaos.wait(lambda: job.has_ended, timeout=3600)
-        lines = metrics(disk / "run")
-        assert [line["step"] for line in lines] == list(range(1, steps + 1))
-        beyond = []
-        worst = 0.0
-        for line, *expected in zip(lines, *one_process, strict=True):
-            for name in ("loss", "grad_norm"):
-                values = [other[name] for other in expected]
-                rounding = (max(values) - min(values)) / values[0]
-                difference = abs(line[name] / values[0] - 1)
-                worst = max(worst, difference)
-                if difference > TOLERANCE:
-                    where = f"{name} of step {line['step']}"
-                    beyond.append(f"{where} is {difference:.1e} off; one process differs by {rounding:.1e} from itself")
-        print(f"{len(happened)} disturbances, {steps} steps; largest difference from one process {worst:.1e}")
-        assert not beyond, f"{beyond[0]}, and {len(beyond) - 1} more\n{job.output}"
+        largest = compare(metrics(disk / "run"), undisturbed, tolerance)
+        counts = f"{len(happened)} disturbances and {len(missed)} without effect, {steps} steps"
+        print(f"{counts}; largest difference from the undisturbed run: {largest:.1e}")
         return happened
     finally:
         subprocess.run(["umount", "--lazy", disk], check=False)
+
+
+def compare(lines: list[dict[str, float]], undisturbed: list[dict[str, float]], tolerance: float) -> float:
+    """The largest relative difference of a loss or a gradient norm; raises AssertionError where it is too large."""
+    assert [line["step"] for line in lines] == [line["step"] for line in undisturbed]
+    differences = {}
+    for line, expected in zip(lines, undisturbed, strict=True):
+        for name in ("loss", "grad_norm"):
+            differences[f"{name} of step {line['step']:.0f}"] = abs(line[name] / expected[name] - 1)
+    beyond = [f"{where} is {value:.1e} off" for where, value in differences.items() if value > tolerance]
+    assert not beyond, f"{beyond[0]}, and {len(beyond) - 1} more"
+    return max(differences.values())
 
 
 def table(happened: list[Disturbance]) -> str:
@@ -350,13 +368,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--disturbances", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--layout", help="keep this layout, such as dp2-z2, and compare to the bit")
     names = [kind.__name__ for kind in KINDS]
     parser.add_argument("--kinds", nargs="+", choices=names, default=names, metavar="KIND", help=", ".join(names))
     options = parser.parse_args()
     if missing():
         sys.exit(missing())
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
-        print(table(run(Path(name), options.steps, options.disturbances, options.seed, options.kinds)))
+        print(table(run(options, Path(name))))
 
 
 if __name__ == "__main__":

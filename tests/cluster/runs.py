@@ -37,12 +37,22 @@ def write_demo(folder: Path, **changes: object) -> Path:
 
 def train_in_one_process(folder: Path, recipe: Path, *overrides: str) -> list[dict[str, float]]:
     """Train with the reference engine on this machine; return its metrics."""
-    words = [sys.executable, TRAIN, "--config", recipe, "--layout", "reference", *overrides]
-    words.append(f"run_dir={folder / 'reference'}")
+    return _train([sys.executable], folder, recipe, "--layout", "reference", *overrides)
+
+
+def train_undisturbed(folder: Path, recipe: Path, ranks: int, *words: str) -> list[dict[str, float]]:
+    """Train with `--layout` and overrides among `words` on this machine alone; return its metrics."""
+    torchrun = ["torchrun", "--standalone", "--nproc-per-node", str(ranks)]
+    return _train(torchrun, folder, recipe, *words)
+
+
+def _train(launcher: Sequence[str], folder: Path, recipe: Path, *words: str) -> list[dict[str, float]]:
+    run_dir = folder / "reference"
+    command = [*launcher, TRAIN, "--config", recipe, *words, f"run_dir={run_dir}"]
     environment = command_environment()
-    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
-    return metrics(folder / "reference")
+    return metrics(run_dir)
 
 
 def metrics(run: Path) -> list[dict[str, float]]:
