@@ -37,7 +37,6 @@ from cluster.elastic import ElasticJob, write_elastic_demo
 from cluster.faulty_store import BUCKET, PORT
 from cluster.hosts import ROOT, Host, hosts, missing
 from cluster.runs import TOLERANCE, metrics, train_in_one_process, train_undisturbed
-
 from toolkit.config.strategy import Strategy
 
 HOSTS = 4

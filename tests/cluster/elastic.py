@@ -9,6 +9,7 @@ import yaml
 
 from cluster.hosts import Command, Host, command_environment
 from cluster.runs import TRAIN, metrics, write_demo
+from toolkit.launch import rendezvous
 
 ENDLESS = 100_000
 """More steps than a run takes that its hosts end."""
@@ -60,7 +61,7 @@ class ElasticJob:
         self.run_dir = run_dir
         self._cwd = cwd
         self._words: list[str | Path] = ["torchrun", "--nnodes", nodes, "--nproc-per-node", "1"]
-        self._words += ["--max-restarts", "1000", "--rdzv-backend", "c10d", "--rdzv-id", "job"]
+        self._words += ["--max-restarts", "1000", "--rdzv-backend", rendezvous.NAME, "--rdzv-id", "job"]
         self._words += ["--rdzv-endpoint", f"{store_host.name}:{STORE_PORT}", "--rdzv-conf", RENDEZVOUS]
         self._words += [script, "--config", recipe, "--resume", "auto", f"run_dir={run_dir}", *overrides]
         self._environment = command_environment() | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} | dict(variables or {})

@@ -16,8 +16,8 @@ require_hosts()
 
 @pytest.fixture
 def nodes(tmp_path: Path) -> Iterator[list[Host]]:
-    """A host for the store of torchrun, and three for ranks."""
-    with hosts(4, tmp_path) as made:
+    """A host for the store of torchrun, and four for ranks."""
+    with hosts(5, tmp_path) as made:
         yield made
 
 
@@ -63,7 +63,8 @@ def test_a_spare_host_takes_the_place_of_a_lost_one_in_the_same_layout(
     job.join(nodes[1])
     job.join(nodes[2])
     job.wait(lambda: job.steps > 5)
-    job.join(nodes[3])
+    for spare in nodes[3:]:
+        job.join(spare)
     job.wait_for_more_steps(15)
     assert (job.layout, job.starts) == ("dp2-tp1-pp1-z1", 1)
     nodes[1].lose()
@@ -82,7 +83,7 @@ def test_three_hosts_without_a_layout_train_on_two_and_all_end_well(
 ) -> None:
     recipe = write_elastic_demo(tmp_path, steps=30)
     job = ElasticJob(nodes[0], "1:3", recipe, tmp_path / "run", overrides=["parallel.auto=true", "parallel.pp=1"])
-    for node in nodes[1:]:
+    for node in nodes[1:4]:
         job.join(node)
     assert [command.wait(240) for command in job.commands.values()] == [0, 0, 0]
     assert "1 rank is a spare, as 3 ranks have no layout" in job.output

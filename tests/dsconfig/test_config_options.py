@@ -20,6 +20,7 @@ from toolkit.dsconfig.launch_scripts import SRUN_OPTIONS, TRAIN, Launch
 from toolkit.dsconfig.trainer import trainer_arguments, trainer_config
 from toolkit.errors import ConfigError, LayoutError
 from toolkit.hardware import gpu
+from toolkit.launch import rendezvous
 
 
 def link(name: str = "H100-SXM-80GB", layout: str = "dp8-z2", *, per_node: int = 8, gbit: float = 400) -> Any:
@@ -276,6 +277,7 @@ class TestLaunch:
         words = self.words("torchrun", job("dp16-z3", nodes=2), hosts=["a", "b"], name="gpt2", min_nodes=1, module=True)
         parsed = get_args_parser().parse_args(words)
         assert (parsed.nnodes, parsed.max_restarts, parsed.rdzv_id) == ("1:2", 100, "gpt2")
+        assert parsed.rdzv_backend == rendezvous.NAME
         assert "\nexport TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in (self.folder / "job.sh").read_text()
 
     def test_accelerate(self) -> None:

@@ -25,6 +25,8 @@ TRAIN = ("-m", "toolkit.training")
 
 _RESTARTS = 100
 """Failures after which torchrun gives up; nodes that come, and starts after them, do not count."""
+_RENDEZVOUS = "dstk"
+"""The backend of toolkit/launch/rendezvous.py, in which spare nodes of an elastic job wait without disturbing it."""
 _ELASTIC = """\
 # On every node, at any time: when nodes go or come, all ranks start again from the newest checkpoint, in a layout
 # planned for the nodes that are there. The first node has torchrun's store, and must stay.
@@ -118,7 +120,7 @@ class Launch:
         endpoint = f"{self.nodes[0]}:{self.port}"
         if self.min_nodes is not None:
             words += ["--nnodes", f"{self.min_nodes}:{job.nodes}", "--max_restarts", _RESTARTS]
-            words += ["--rdzv_backend", "c10d", "--rdzv_id", self.name, "--rdzv_endpoint", endpoint]
+            words += ["--rdzv_backend", _RENDEZVOUS, "--rdzv_id", self.name, "--rdzv_endpoint", endpoint]
             return f"{_ELASTIC}{_line(*words, *self.program)}"
         if job.nodes == 1:
             return _line(*words, "--master_port", self.port, *self.program)
