@@ -13,9 +13,11 @@ import fsspec
 import pytest
 
 from toolkit.errors import RunError
-from toolkit.host_memory import server, start
+from toolkit.host_memory import filesystem, server, start
 from toolkit.host_memory.filesystem import HostMemory, HostServer, Ring, join
 from toolkit.host_memory.start import server_of_this_host
+
+connect = socket.create_connection
 
 
 class Hosts:
@@ -103,6 +105,41 @@ def test_a_file_that_did_not_arrive_whole_is_not_there(hosts: Hosts) -> None:
         line = f'{{"request": "put", "path": "part", "size": 10, "may_replace": true, "secret": "{own.secret}"}}\n'
         connection.sendall(line.encode() + b"12345")
     assert hosts.on(0).find("hostmem://") == []
+
+
+def test_requests_to_a_host_share_a_connection(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = []
+    monkeypatch.setattr(socket, "create_connection", lambda *arguments: opened.append(arguments) or connect(*arguments))
+    reader = hosts.on(0)
+    for number in range(20):
+        reader.pipe_file(f"hostmem://run/{number}", b"content")
+        assert reader.cat_file(f"hostmem://run/{number}", 1, 4) == b"ont"
+    with pytest.raises(FileNotFoundError):
+        reader.cat_file("hostmem://run/nothing")
+    assert len(opened) <= 3  # one a host
+
+
+@pytest.mark.parametrize("size", [7, 3_000_000])
+def test_a_connection_that_the_server_has_closed_is_made_again(hosts: Hosts, size: int) -> None:
+    content = os.urandom(size)
+    writer = hosts.on(0)
+    writer.pipe_file("hostmem://run/first", content)
+    for host in hosts.servers[:2]:
+        for connection in filesystem._connections._idle[host]:
+            connection.shutdown(socket.SHUT_RDWR)
+    writer.pipe_file("hostmem://run/second", content)
+    assert hosts.on(1).cat_file("hostmem://run/second") == content
+
+
+def test_a_forked_process_has_connections_of_its_own(hosts: Hosts) -> None:
+    files = hosts.on(0)
+    content = os.urandom(1000)
+    files.pipe_file("hostmem://run/file", content)
+    child = os.fork()
+    if not child:
+        os._exit(0 if all(files.cat_file("hostmem://run/file") == content for _ in range(200)) else 1)
+    assert all(files.cat_file("hostmem://run/file") == content for _ in range(200))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_a_server_is_found_again_and_ends_with_its_launcher(hosts: Hosts) -> None:

@@ -11,6 +11,7 @@ import io
 import json
 import os
 import socket
+import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -29,6 +30,10 @@ _REQUESTS_AT_ONCE = 32
 _NO_CALLBACK = NoOpCallback()
 
 
+class _NoAnswerError(OSError):
+    """A connection has ended before the answer to a request."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class HostServer:
     """The server of one host: the address at which it listens, and the secret that it asks for."""
@@ -44,21 +49,50 @@ class HostServer:
 
         Raises OSError, with the errno that the server says.
         """
-        try:
-            with socket.create_connection((self.address, self.port), _CONNECT_SECONDS) as connection:
-                connection.settimeout(_RESPONSE_SECONDS)
-                connection.sendall(json.dumps(request | {"secret": self.secret}).encode() + b"\n")
+        line = json.dumps(request | {"secret": self.secret}).encode() + b"\n"
+        position = 0 if body is None else body.tell()
+        idle = _connections.take(self)
+        if idle is not None:
+            try:
+                return self._answer(idle, line, body)
+            except _NoAnswerError:  # the server has closed it since
                 if body is not None:
-                    self._send_body(connection, body)
-                with connection.makefile("rb") as answers:
-                    answer = json.loads(answers.readline() or b"{}")
-                    content = answers.read(answer["size"]) if "size" in answer else b""
-        except ValueError:
-            raise OSError(errno.EIO, f"the memory of {self.name} gave no answer") from None
-        if "errno" in answer:
-            raise OSError(answer["errno"], f"{answer['reason']} (memory of {self.name})")
-        if len(content) != answer.get("size", 0):
-            raise OSError(errno.EIO, f"the memory of {self.name} sent a part of what it has")
+                    body.seek(position)
+        return self._answer(self._connect(), line, body)
+
+    def _answer(self, connection: socket.socket, line: bytes, body: BinaryIO | None) -> tuple[dict[str, Any], bytes]:
+        """Make a request on a connection, which waits for the next one or, after an error, is closed."""
+        try:
+            answer, content = self._exchange(connection, line, body)
+            if "errno" in answer:
+                raise OSError(answer["errno"], f"{answer['reason']} (memory of {self.name})")
+            if len(content) != answer.get("size", 0):
+                raise OSError(errno.EIO, f"the memory of {self.name} sent a part of what it has")
+        except OSError:
+            connection.close()
+            raise
+        _connections.put_back(self, connection)
+        return answer, content
+
+    def _connect(self) -> socket.socket:
+        connection = socket.create_connection((self.address, self.port), _CONNECT_SECONDS)
+        connection.settimeout(_RESPONSE_SECONDS)
+        # A host that was lost since answers nothing: an idle connection to it ends as soon as a new one would.
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * _CONNECT_SECONDS))
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return connection
+
+    def _exchange(self, connection: socket.socket, line: bytes, body: BinaryIO | None) -> tuple[dict[str, Any], bytes]:
+        """Send a request, and read its answer. Raises _NoAnswerError where the connection ends before there is one."""
+        try:
+            connection.sendall(line)
+            if body is not None:
+                self._send_body(connection, body)
+            with connection.makefile("rb") as answers:
+                answer = json.loads(answers.readline())
+                content = answers.read(answer["size"]) if "size" in answer else b""
+        except (OSError, ValueError):
+            raise _NoAnswerError(errno.EIO, f"the memory of {self.name} gave no answer") from None
         return answer, content
 
     def _send_body(self, connection: socket.socket, body: BinaryIO) -> None:
@@ -66,6 +100,37 @@ class HostServer:
             connection.sendfile(body)
         except (BrokenPipeError, ConnectionResetError):
             return  # the server has refused it, and its answer says why
+
+
+class _Connections:
+    """Connections to servers that no request uses at the moment, since a restart makes many small requests."""
+
+    def __init__(self) -> None:
+        self._idle: dict[HostServer, list[socket.socket]] = {}
+        self._lock = threading.Lock()
+        os.register_at_fork(after_in_child=self._forget)
+
+    def take(self, host: HostServer) -> socket.socket | None:
+        """An idle connection to a host; None where there is none."""
+        with self._lock:
+            idle = self._idle.get(host)
+            return idle.pop() if idle else None
+
+    def put_back(self, host: HostServer, connection: socket.socket) -> None:
+        """Let a later request use a connection, all of whose answer has been read."""
+        with self._lock:
+            self._idle.setdefault(host, []).append(connection)
+
+    def _forget(self) -> None:
+        """Close what a forked process has inherited: answers would reach the one or the other process."""
+        self._lock = threading.Lock()
+        for idle in self._idle.values():
+            for connection in idle:
+                connection.close()
+        self._idle = {}
+
+
+_connections = _Connections()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -104,6 +104,7 @@ class _Connection(socketserver.StreamRequestHandler):
     """Answers the requests of one connection in their order."""
 
     server: "_Server"
+    disable_nagle_algorithm = True
 
     def handle(self) -> None:
         while line := self.rfile.readline(_LONGEST_REQUEST):
