@@ -107,6 +107,23 @@ def test_a_file_that_did_not_arrive_whole_is_not_there(hosts: Hosts) -> None:
     assert hosts.on(0).find("hostmem://") == []
 
 
+def test_the_own_hosts_files_are_read_in_its_memory_and_not_after_they_were_replaced(hosts: Hosts) -> None:
+    files = hosts.on(0)
+    content = os.urandom(1_000_000)
+    files.pipe_file("hostmem://run/file", content)
+    assert files.cat_file("hostmem://run/file", 10, 20) == content[10:20]
+    assert list(HostMemory.own_files) == ["run/file"]
+    files.pipe_file("hostmem://run/file", content[::-1])
+    assert files.info("hostmem://run/file")["size"] == len(content)
+    assert files.cat_file("hostmem://run/file") == content[::-1]
+    hosts.on(2).cat_file("hostmem://run/file")  # which it has from the others
+    assert not HostMemory.own_files
+    files = hosts.on(0)
+    files.rm("hostmem://run")
+    with pytest.raises(FileNotFoundError):
+        files.cat_file("hostmem://run/file")
+
+
 def test_requests_to_a_host_share_a_connection(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = []
     monkeypatch.setattr(socket, "create_connection", lambda *arguments: opened.append(arguments) or connect(*arguments))

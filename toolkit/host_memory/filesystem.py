@@ -3,7 +3,8 @@
     join(Ring(hosts=..., here=1))
     fsspec.url_to_fs("hostmem://run/step-00000010/model.safetensors")
 
-So no single host takes a file with it. Any rank reads any part of any file, from a host that has it.
+So no single host takes a file with it. Any rank reads any part of any file, from a host that has it; where that is its
+own, it maps the server's memory.
 """
 
 import errno
@@ -153,6 +154,19 @@ def join(ring: Ring) -> None:
     fsspec.register_implementation(PROTOCOL, HostMemory, clobber=True)
     HostMemory.ring = ring
     HostMemory.locations = {}
+    HostMemory.own_files = {}
+
+
+def _read(file: BinaryIO, start: int, end: int | None) -> bytes:
+    """Bytes [start, end) of a file, or those that it has of them."""
+    size = os.fstat(file.fileno()).st_size
+    stop = size if end is None else min(size, end)
+    parts = []
+    while start < stop:
+        part = os.pread(file.fileno(), stop - start, start)  # at most 2 GiB
+        parts.append(part)
+        start += len(part)
+    return b"".join(parts)
 
 
 class HostMemory(AbstractFileSystem):  # type: ignore[misc]
@@ -162,6 +176,8 @@ class HostMemory(AbstractFileSystem):  # type: ignore[misc]
     ring: ClassVar[Ring]
     locations: ClassVar[dict[str, tuple[HostServer, ...]]]
     """Hosts that had each file when it was last listed."""
+    own_files: ClassVar[dict[str, BinaryIO]]
+    """Files of this host's server that were read since they were last listed."""
 
     def put_file(self, lpath: str, rpath: str, callback: Callback = _NO_CALLBACK, **_: Any) -> None:
         """Copy a file of this host's disk to the hosts of its copies."""
@@ -184,9 +200,10 @@ class HostMemory(AbstractFileSystem):  # type: ignore[misc]
         name = self._strip_protocol(path)
         request = {"request": "get", "path": name, "start": start or 0, "end": end}
         last: OSError = FileNotFoundError(errno.ENOENT, "there is no such file", path)
-        for host in self.locations.get(name) or self._locate(name):
+        for host in self._nearest_first(self.locations.get(name) or self._locate(name)):
             try:
-                return host.request(request)[1]
+                own = self._open_own(host, name)
+                return host.request(request)[1] if own is None else _read(own, start or 0, end)
             except OSError as error:
                 last = error
                 self.locations.pop(name, None)
@@ -230,6 +247,7 @@ class HostMemory(AbstractFileSystem):  # type: ignore[misc]
         """Remove a file, or a directory with all in it, from every host. Raises FileNotFoundError."""
         name = self._strip_protocol(path)
         self.locations.clear()
+        self.own_files.clear()
         answers = self._ask_all({"request": "remove", "path": name})
         if not any(answer["removed"] for answer in answers):
             raise FileNotFoundError(errno.ENOENT, "there is no such file", path)
@@ -237,6 +255,26 @@ class HostMemory(AbstractFileSystem):  # type: ignore[misc]
     def _put(self, host: HostServer, path: str, size: int, file: BinaryIO, *, may_replace: bool) -> None:
         request = {"request": "put", "path": self._strip_protocol(path), "size": size, "may_replace": may_replace}
         host.request(request, file)
+
+    def _nearest_first(self, hosts: Sequence[HostServer]) -> list[HostServer]:
+        """This host before others."""
+        own = self.ring.hosts[self.ring.here]
+        return sorted(hosts, key=lambda host: host != own)
+
+    def _open_own(self, host: HostServer, name: str) -> BinaryIO | None:
+        """A file in the memory of this host's server; None for another host, or where the system does not allow it."""
+        if host != self.ring.hosts[self.ring.here]:
+            return None
+        if name not in self.own_files:
+            where = host.request({"request": "where", "path": name})[0]
+            try:
+                file = open(f"/proc/{where['process']}/fd/{where['descriptor']}", "rb", buffering=0)  # noqa: SIM115
+            except OSError:
+                return None
+            if os.fstat(file.fileno()).st_ino != where["inode"]:  # it was removed meanwhile, and another one is there
+                return None
+            self.own_files[name] = file
+        return self.own_files[name]
 
     def _locate(self, name: str) -> Sequence[HostServer]:
         self._listed(name.rpartition("/")[0])
@@ -252,6 +290,8 @@ class HostMemory(AbstractFileSystem):  # type: ignore[misc]
                 found[info["name"]] = {**info, "type": "file"}
                 hosts_of.setdefault(info["name"], []).append(host)
         self.locations.update({name: tuple(hosts) for name, hosts in hosts_of.items()})
+        for name in hosts_of:
+            self.own_files.pop(name, None)  # it may be another one now
         return [found[name] for name in sorted(found)]
 
     def _ask_all(self, request: dict[str, Any]) -> Iterable[dict[str, Any]]:

@@ -134,6 +134,10 @@ class _Connection(socketserver.StreamRequestHandler):
             self._send({"size": max(0, end - start)})
             if end > start:
                 self._send_part(stored.file, start, end)
+        elif kind == "where":
+            stored = files.get(path)
+            inode = os.fstat(stored.file.fileno()).st_ino
+            self._send({"process": os.getpid(), "descriptor": stored.file.fileno(), "inode": inode})
         elif kind == "list":
             self._send({"files": files.listed(path)})
         elif kind == "remove":
