@@ -293,7 +293,7 @@ def main() -> None:
             "`start-up`: the process group, its watchdog, and gloo's connections of all pairs of ranks.",
             "`save`: one MiB of fp32 a rank, in a file of each; `verify`: every file hashed, by ranks in turns.",
             "The watchdog is stopped before `save`: neither it nor `verify` asks the store for anything.",
-            "gloo connects all pairs of ranks, once: 3 n round trips of each. NCCL takes one key of each group instead.",
+            "gloo connects all pairs of ranks, once: 3 n round trips of each. NCCL asks for one key a group instead.",
             "Nothing else grows on one rank. The store answers what all ranks ask; manifest and files are of the job.",
             "Seconds are of all ranks on two cores, which is where n and n² of them come from.",
         ],

@@ -1,0 +1,136 @@
+"""What the guards of a run cost a step when nothing goes wrong: the watchdog, and comparisons of replicas.
+
+    python benchmarks/guard_cost.py            # five rounds: about eight minutes
+    python benchmarks/guard_cost.py --quick    # does it run? The figures mean nothing.
+    python benchmarks/guard_cost.py --save     # also writes benchmarks/results/guard_cost.md
+
+Two ranks train a GPT-2 with ZeRO-1 in fp32, each on a core of its own, in turns without a watchdog (no heartbeats, no
+reports of phases), with it as every run has it, and with `train.replica_check` at every step. Seconds of CPU are those
+of a rank's process with all its threads. A comparison is made every N steps, so that N divides what it costs.
+"""
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import deepspeed  # noqa: F401  # before the ranks are forked
+import torch
+from measure.our_run import Stamps, make_recipe
+from measure.rounds import silently
+from measure.table import publish, target_met
+
+from toolkit import Job, TrainOptions, train
+from toolkit.config.recipe import Recipe
+from toolkit.launch.health.watchdog import Watchdog
+from toolkit.launch.local_ranks import run_ranks
+from toolkit.launch.output import quiet
+
+RANKS = 2
+STEPS, WARMUP = 60, 10
+TARGET = 1.01
+CHECK_EVERY = 100
+"""Steps between comparisons of replicas, for the row that compares with the target."""
+
+
+@dataclass
+class CpuStamps(Stamps):
+    """When each step ended, and the CPU seconds of the process until then."""
+
+    cpu: list[float] = field(default_factory=list)
+
+    def add(self, loss: float) -> None:
+        super().add(loss)
+        self.cpu.append(time.process_time())
+
+    @property
+    def cpu_seconds_a_step(self) -> float:
+        """The mean of all steps but the first ones."""
+        return (self.cpu[-1] - self.cpu[WARMUP]) / (len(self.cpu) - 1 - WARMUP)
+
+
+def trained(recipe: Recipe, *, has_watchdog: bool = True) -> CpuStamps:
+    """Train on this rank, as recipes/train.py does."""
+    torch.set_num_threads(1)
+    if not has_watchdog:
+        for name in ("start", "stop", "report_phase"):
+            setattr(Watchdog, name, lambda *arguments: None)
+    stamps = CpuStamps()
+    train(Job.of(recipe, RANKS), [stamps], TrainOptions(overwrite=True))
+    return stamps
+
+
+def measure(side: Callable[[], CpuStamps]) -> tuple[float, float]:
+    """Seconds of a median step, and CPU seconds of a mean one, of the first rank of a run."""
+    stamps: CpuStamps = run_ranks(silently, RANKS, side, joined=False, timeout_seconds=600)[0]
+    return statistics.median(stamps.step_seconds(WARMUP)), stamps.cpu_seconds_a_step
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5, help="runs of each side")
+    parser.add_argument("--quick", action="store_true", help="one short round")
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/guard_cost.md")
+    options = parser.parse_args()
+    quiet(debug=False)
+    with tempfile.TemporaryDirectory() as name:
+        recipe = make_recipe(
+            Path(name),
+            model={"name_or_path": "gpt2-tiny", "overrides": {"n_layer": 6, "n_embd": 256, "n_head": 4}},
+            seq_len=128,
+            batch={"global_batch_size": 8, "micro_batch_size": 2},
+            parallel={"zero_stage": 1},
+            train={"steps": WARMUP + 5 if options.quick else STEPS},
+        )
+        compared = recipe.changed({"train": {"replica_check": 1}})
+        sides = {
+            "no watchdog": partial(trained, recipe, has_watchdog=False),
+            "watchdog": partial(trained, recipe),
+            "replicas compared at every step": partial(trained, compared),
+        }
+        measured: dict[str, list[tuple[float, float]]] = {side: [] for side in sides}
+        for _ in range(1 if options.quick else options.rounds):
+            for side, run in sides.items():
+                measured[side].append(measure(run))
+    plain = measured["no watchdog"]
+    rows = []
+    ratios: dict[str, list[float]] = {}
+    for side, values in measured.items():
+        wall = sorted(value[0] / other[0] for value, other in zip(values, plain, strict=True))
+        ratios[side] = sorted(value[1] / other[1] for value, other in zip(values, plain, strict=True))
+        medians = (statistics.median(value[index] for value in values) for index in (0, 1))
+        milliseconds = [f"{1e3 * value:.1f}" for value in medians]
+        spread = f"{ratios[side][0]:.3f} to {ratios[side][-1]:.3f}"
+        middle = statistics.median(ratios[side])
+        met = target_met(middle, TARGET, at_most=True) if side == "watchdog" else ""
+        rows.append([side, *milliseconds, f"{statistics.median(wall):.3f}x", f"{middle:.3f}x", spread, met])
+    of_a_check = statistics.median(ratios["replicas compared at every step"]) - statistics.median(ratios["watchdog"])
+    amortized = 1 + of_a_check / CHECK_EVERY
+    met = target_met(amortized, TARGET, at_most=True)
+    rows.append(
+        [f"replicas compared every {CHECK_EVERY} steps, over the watchdog", "", "", "", f"{amortized:.3f}x", "", met]
+    )
+    publish(
+        "guard_cost",
+        title="What guards cost a step when nothing goes wrong",
+        headings=("side", "ms a step", "CPU ms a step", "time", "CPU time", "least to most", "target"),
+        rows=rows,
+        notes=[
+            "GPT-2 of 6 layers x 256, samples of 128 tokens, 2 in a micro-batch, accumulation 2, ZeRO-1, two ranks.",
+            "The last row is computed from those above it: a comparison costs the same whenever it is made.",
+        ],
+        save=options.save,
+    )
+
+
+if __name__ == "__main__":
+    main()
