@@ -17,6 +17,7 @@ from toolkit.config.strategy import Strategy
 from toolkit.engines.factory import create_engine
 from toolkit.engines.optimizer_states import MASTER
 from toolkit.parallel.tensor import collectives
+from toolkit.recorder.rehearsal import fake_rank
 from toolkit.recorder.rehearsal.collectives import Collective, CollectiveRecorder
 from toolkit.recorder.rehearsal.match import find_mismatch
 from toolkit.recorder.rehearsal.rank_kinds import rank_kinds
@@ -82,6 +83,13 @@ def is_same(predicted: Collective, measured: Collective) -> bool:
 
 def rehearse_faulty(make_recipe: MakeRecipe, layout: str) -> str:
     return rehearse(job_in(make_recipe, layout), on_gpu=False).problem
+
+
+def test_a_model_with_more_parameters_than_a_tensor_has_values_is_rehearsed_under_zero_3(
+    make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fake_rank, "_MOST_REAL", 16)  # as 1,092 modules are more than 1,024
+    assert not rehearse(job_in(make_recipe, "dp2-z3", LLAMA), on_gpu=False).problem
 
 
 def test_a_job_with_adapters_is_rehearsed(make_recipe: MakeRecipe) -> None:

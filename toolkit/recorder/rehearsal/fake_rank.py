@@ -7,7 +7,7 @@ has its values in a tensor of the host beside it.
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from math import prod
 from types import FrameType
@@ -234,6 +234,8 @@ def fake_rank(
         stack.enter_context(mock.patch.object(torch.autograd, "backward", _backward))
         stack.enter_context(mock.patch.object(torch.Tensor, "backward", _backward_of))
         stack.enter_context(mock.patch.object(zero_utils, "dist", _RankZeroSends(zero_utils.dist)))
+        own_list = _own_list(zero_utils.get_lst_from_rank0)
+        stack.enter_context(mock.patch.object(zero_utils, "get_lst_from_rank0", own_list))
         stack.enter_context(mock.patch.object(dispatch, "row_counts", _balanced(layout)))
         stack.enter_context(mock.patch.object(dispatch.ShardedExperts, "_sorted", _noting()))
         stack.enter_context(as_with_values())
@@ -258,6 +260,19 @@ class _RankZeroSends:
 
     def get_rank(self) -> int:
         return 0
+
+
+def _own_list(ask: Callable[[list[int]], list[int]]) -> Callable[[list[int]], list[int]]:
+    """Return DeepSpeed's broadcast of a list from rank 0 with this rank's own list as the answer.
+
+    The lists of large models, one number a parameter, are too long for tensors with values.
+    """
+
+    def answered(values: list[int]) -> list[int]:
+        ask(values)
+        return values
+
+    return answered
 
 
 def _applied(module: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
