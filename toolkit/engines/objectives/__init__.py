@@ -1,0 +1,1 @@
+"""Objectives of a run: pure functions of log-probabilities, and what makes token weights of them."""
