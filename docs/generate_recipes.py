@@ -48,7 +48,7 @@ def _sections(path: Path) -> list[str]:
 def _row(path: Path) -> str:
     section, name = lookup(path[:-1]) or {}, path[-1]
     field = section["properties"][name]
-    preset = "required" if name in section.get("required", []) else f"`{json.dumps(field['default'])}`"
+    preset = "required" if name in section.get("required", []) else f"`{json.dumps(field.get('default', {}))}`"
     kind = allowed(lookup(path) or {}).removeprefix("a ") + ", or null" * (preset == "`null`")
     return f"| `{name}` | {kind} | {preset} | {_one_line(field['description'])} |"
 

@@ -9,10 +9,14 @@ from toolkit.config.section import Fraction, PositiveInt, Section, Text
 from toolkit.errors import Setting
 from toolkit.units import LARGEST_COUNT
 
-Format = Literal["text", "chat", "prompt_completion", "pretokenized"]
+Format = Literal["text", "chat", "prompt_completion", "pretokenized", "preference", "unpaired"]
 TrainOn = Literal["assistant", "last_assistant", "each_assistant", "all"]
 DroppedText = Literal["refuse", "allow"]
-_CONVERSATIONS = ("chat", "prompt_completion")
+PREFERENCE_FORMATS: tuple[Format, ...] = ("preference", "unpaired")
+"""Formats whose samples hold several sequences that a loss compares with each other."""
+CONVERSATIONS: tuple[Format, ...] = ("chat", *PREFERENCE_FORMATS)
+"""Formats that a chat template may render."""
+_WHOLE_DOCUMENTS = (*CONVERSATIONS, "prompt_completion")
 
 
 class CorpusSection(Section):
@@ -84,7 +88,9 @@ class DataSection(Section):
     """Content of a row. `text`: a text. `chat`: a conversation (`messages` with role and content, or ShareGPT's
     `conversations`), rendered by the tokenizer's chat template. `prompt_completion`: the texts `prompt` and
     `completion`; the completion and its end-of-text token are trained on. `pretokenized`: `input_ids` of `tokenizer`,
-    which are taken as they are, and maybe `labels`, -100 where a token is not trained on."""
+    which are taken as they are, and maybe `labels`, -100 where a token is not trained on. `preference`: `prompt`,
+    `chosen` and `rejected`, texts or lists of messages; a prompt that is left out is what both begin with. `unpaired`:
+    `prompt`, `completion` and `label`, which is true for desirable completions. These need a `train.objective`."""
     train_on: TrainOn = "assistant"
     """Turns of a chat that are trained on. The others are read but are not targets. `each_assistant`: every turn of the
     assistant, as the last one of a document that ends with it, for templates that rewrite earlier turns."""
@@ -108,12 +114,13 @@ class DataSection(Section):
     """`packed`: documents follow each other, each ended by `separator`. `padded`: a sample holds one document
     or a part of a longer one; the rest of the sample is padding and not trained on. With `format` chat or
     prompt_completion, `packed` fills samples with whole documents and implies `document_masking`, which
-    pretokenized rows must set if their labels leave tokens out."""
+    pretokenized rows must set if their labels leave tokens out. Both completions of a pair are in one sample."""
     document_masking: bool = False
     """Packed documents do not attend to each other: each starts at position 0 and sees only itself."""
     overlong: Literal["truncate", "drop", "split"] = "truncate"
     """What becomes of a chat, a prompt with its completion or a row with labels that has more than seq_len + 1 tokens:
-    its end is cut off, it is left out, or it becomes several samples."""
+    its end is cut off, it is left out, or it becomes several samples. Of a pair that is longer than seq_len the ends of
+    both completions are cut off, or it is left out."""
     eval_fraction: Fraction = 0.01
     """Share of the corpus held out for the validation loss, unless it has a `validation` split."""
     workers: PositiveInt | None = None
@@ -147,11 +154,15 @@ class DataSection(Section):
     @property
     def masks_documents(self) -> bool:
         """Whether samples hold several documents that do not attend to each other."""
+        if self.format in PREFERENCE_FORMATS:
+            return True
         return self.packing == "packed" and (self.document_masking or self._conversation is not None)
 
     @property
     def masking(self) -> tuple[Setting, Setting]:
         """The setting that asks for document masking, and one that does without."""
+        if self.format in PREFERENCE_FORMATS:
+            return ("data.format", self.format), ("data.format", "chat")
         if self._conversation is not None:
             return self._conversation, ("data.packing", "padded")
         return ("data.document_masking", self.document_masking), ("data.document_masking", False)
@@ -167,4 +178,4 @@ class DataSection(Section):
             (f"data.validation[{index}].format", text.format) for index, text in enumerate(self.validation or ())
         ]
         settings = (("data.format", self.format) if value is None else (field, value) for field, value in formats)
-        return next((setting for setting in settings if setting[1] in _CONVERSATIONS), None)
+        return next((setting for setting in settings if setting[1] in _WHOLE_DOCUMENTS), None)

@@ -15,6 +15,7 @@ from pydantic import Field
 
 from toolkit.config.data_section import DataSection
 from toolkit.config.layout import Batch, ExpertSharding, Layout, OffloadDevice, Recompute
+from toolkit.config.objective_section import ObjectiveSection
 from toolkit.config.section import Fraction, NonNegativeInt, PositiveInt, Section, Seed, Text
 from toolkit.errors import BatchError, LayoutError, Refusal, Setting
 from toolkit.units import LARGEST_COUNT
@@ -257,6 +258,8 @@ class TrainSection(Section):
     """Steps between validations on held-out text; 0 means never."""
     eval_samples: PositiveInt = 64
     """Samples in one validation."""
+    objective: ObjectiveSection = ObjectiveSection.model_construct()
+    """What the run minimizes: the token loss, or an objective of preference tuning."""
     engine: EngineName = "deepspeed"
     """`deepspeed`; `reference` is plain PyTorch in one process; `ddp` and `fsdp` are PyTorch's, through accelerate."""
     compile: bool = False

@@ -8,9 +8,10 @@ from collections.abc import Iterator, Mapping
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
-from toolkit.config.data_section import DataSection
+from toolkit.config.data_section import CONVERSATIONS, DataSection
 from toolkit.config.megatron_prefix import megatron_prefix
 from toolkit.config.mixture_rules import idle_data_fields, mixture_conflicts, of_all_texts, of_each_text
+from toolkit.config.objective_rules import objective_conflicts
 from toolkit.config.parallel_rules import model_conflicts, setting_conflicts
 from toolkit.config.recipe import Recipe
 from toolkit.config.router_rules import router_conflicts
@@ -104,6 +105,7 @@ def recipe_conflicts(recipe: Recipe, world_size: int | None = None) -> list[Refu
         *_tokenizer(recipe),
         *of_each_text(recipe, _markov),
         *_model(recipe, model),
+        *objective_conflicts(recipe, config),
         *_loss(recipe, (model.config or {}).get("model_type")),
         *islice(unknown_overrides(model.config or {}, recipe.model.overrides), _MOST_OVERRIDES),
         *_shape(recipe, model.shape),
@@ -371,10 +373,12 @@ def _idle(data: DataSection) -> Iterator[tuple[str, Setting, Setting | str]]:
     if data.packing == "padded":
         yield "document_masking", ("data.packing", data.packing), ("data.packing", "packed")
     if data.format == "text":
-        yield "overlong", ("data.format", data.format), ("data.format", "chat, prompt_completion or pretokenized")
+        others = "chat, prompt_completion, pretokenized, preference or unpaired"
+        yield "overlong", ("data.format", data.format), ("data.format", others)
     if data.format != "chat":
         yield "train_on", ("data.format", data.format), ("data.format", "chat")
-        yield "dropped_text", ("data.format", data.format), ("data.format", "chat")
+    if data.format not in CONVERSATIONS:
+        yield "dropped_text", ("data.format", data.format), ("data.format", "chat, preference or unpaired")
     if data.format != "text" and "text_field" not in ignored:
         yield "text_field", ("data.format", data.format), ("data.format", "text")
 

@@ -1,23 +1,23 @@
 """Rows: what a line of JSONL or a row of a table must have in each `data.format`, and the document that it becomes.
 
 A text is its own document. A chat becomes JSON with `messages` in the roles of chat templates, and `tools` if it has
-some; a prompt becomes JSON with `prompt` and `completion`. Rows of ids become a `TokenRow`.
+some; a prompt becomes JSON with `prompt` and `completion`, and preference data what `preference_rows.py` reads. Rows of
+ids become a `TokenRow`.
 """
 
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from toolkit.config.data_section import DataSection
-from toolkit.data.documents import token_rows
+from toolkit.config.data_section import DataSection, Format
+from toolkit.data.documents import preference_rows, token_rows
 from toolkit.errors import DataError
 from toolkit.units import with_article
 
 if TYPE_CHECKING:
     import pyarrow
 
-Format = Literal["text", "chat", "prompt_completion", "pretokenized"]
 Document = str | token_rows.TokenRow
 At = Callable[[], str]
 """A function that says where the row is, for messages."""
@@ -28,6 +28,8 @@ _COLUMNS = {
     "chat": ("messages", "conversations", "system", "tools"),
     "prompt_completion": ("prompt", "completion"),
     "pretokenized": token_rows.COLUMNS,
+    "preference": preference_rows.PAIR_COLUMNS,
+    "unpaired": preference_rows.UNPAIRED_COLUMNS,
 }
 _NEEDED = {"chat": 2, "prompt_completion": 2, "pretokenized": 1}
 """A table must have one of this many first columns."""
@@ -69,8 +71,16 @@ class RowReader:
             if row.get("input_ids") is None:
                 raise _missing("input_ids", self.format, at())
             return token_rows.read_tokens(row, at)
-        document = _chat(row, at) if self.format == "chat" else _prompt(row, at)
-        return check_text(json.dumps(document, ensure_ascii=False), self.format, at=at)
+        return check_text(json.dumps(self._document(row, at), ensure_ascii=False), self.format, at=at)
+
+    def _document(self, row: Mapping[str, Any], at: At) -> dict[str, Any]:
+        if self.format == "chat":
+            return _chat(row, at)
+        if self.format == "preference":
+            return preference_rows.read_pair(row, at, _message)
+        if self.format == "unpaired":
+            return preference_rows.read_unpaired(row, at, _message)
+        return _prompt(row, at)
 
 
 def _chat(row: Mapping[str, Any], at: At) -> dict[str, Any]:

@@ -12,13 +12,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from toolkit.config.data_section import DataSection
+from toolkit.config.data_section import PREFERENCE_FORMATS, DataSection
 from toolkit.config.job import Job
 from toolkit.config.layout import Batch, Layout
 from toolkit.config.recipe import Recipe
 from toolkit.data.samples.document_samples import DocumentSamples
 from toolkit.data.samples.micro_batch import MicroBatch
 from toolkit.data.samples.mixture import MixtureSamples, choose_weights
+from toolkit.data.samples.preference_samples import PreferenceSamples
 from toolkit.data.samples.samples import Samples
 from toolkit.data.tokens.corpora import Corpora
 from toolkit.data.tokens.token_cache import Split, TokenCorpus
@@ -65,8 +66,12 @@ def open_samples(
     seed: int,
     global_batch_size: int,
     shuffled: bool = True,
+    has_mismatched: bool = False,
 ) -> Samples:
-    """Open the samples of one split of a corpus. Raises DataError if there is not one."""
+    """Open the samples of one split of a corpus. Raises DataError if there is not one.
+
+    `has_mismatched`: beside each completion of unpaired data, also its prompt with the completion of another row.
+    """
     fields: dict[str, Any] = {
         "seq_len": section.seq_len,
         "packing": section.packing,
@@ -75,6 +80,8 @@ def open_samples(
         "seed": seed,
         "global_batch_size": global_batch_size,
     }
+    if section.format in PREFERENCE_FORMATS:
+        return PreferenceSamples(corpus, overlong=section.overlong, has_mismatched=has_mismatched, **fields)
     if corpus.trained_tokens is not None:
         if section.packing == "packed" and not section.masks_documents:
             reason = "its labels leave tokens out, and such rows are whole documents that do not attend to each other"
@@ -88,6 +95,7 @@ def training_samples(recipe: Recipe, corpora: Corpora) -> Samples:
     """Open the samples that a recipe trains on. Raises DataError if there is none, or not what a mixture asks for."""
     size = recipe.batch.global_batch_size
     fields: dict[str, Any] = {"split": "train", "seed": recipe.train.seed, "global_batch_size": size}
+    fields["has_mismatched"] = recipe.train.objective.name == "kto"
     parts = {name: open_samples(text.corpus, text.section, **fields) for name, text in corpora.sources.items()}
     if recipe.data.sources is None:
         return next(iter(parts.values()))
@@ -175,6 +183,10 @@ class MicroBatchLoader:
     def target_tokens(self, batch_index: int) -> int:
         """Count the target tokens of a whole global batch."""
         return self.train.target_count(batch_index, np.arange(self.batch.global_batch_size))
+
+    def loss_terms(self, batch_index: int) -> int:
+        """Count what the loss of a whole global batch is a mean over (`Samples.loss_terms`)."""
+        return self.train.loss_terms(batch_index, np.arange(self.batch.global_batch_size))
 
     def source_tokens(self, batch_index: int) -> dict[str, int]:
         """Count the target tokens of each source of a mixture in a whole global batch; empty for a single source."""

@@ -7,6 +7,45 @@ import torch
 
 
 @dataclass(frozen=True, kw_only=True)
+class Sequences:
+    """The sequences of a micro-batch of preference data: which positions each has, and what is known of it.
+
+    Dims: n pairs or completions of the micro-batch; the second dim of a [n, 2] is (chosen, rejected), or (completion,
+    mismatched one). Sequence k of pair i has the number 2i + k.
+    """
+
+    numbers: torch.Tensor
+    """The number of the sequence at each position, int64 [b, s]; 2n outside of any."""
+    tokens: torch.Tensor
+    """Targets of each sequence, int64 [n, 2]."""
+    reference: torch.Tensor
+    """Log-probabilities of the reference model in nats, fp64 [n, 2]; zeros where there is none."""
+    is_desirable: torch.Tensor
+    """Whether a completion is desirable, bool [n]."""
+    is_counted: torch.Tensor
+    """Whether it counts, bool [n]: not where a validation set repeats a sample to fill the last micro-batch."""
+    rows: torch.Tensor
+    """The sample of each, int64 [n]."""
+    pieces: torch.Tensor
+    """The number of each in its text, int64 [n]."""
+    chosen_token_share: float
+    """Pairs over the targets of chosen completions, of the global batch."""
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Sequences":
+        """Return a copy with other tensors."""
+        return Sequences(
+            numbers=function(self.numbers),
+            tokens=function(self.tokens),
+            reference=function(self.reference),
+            is_desirable=function(self.is_desirable),
+            is_counted=function(self.is_counted),
+            rows=function(self.rows),
+            pieces=function(self.pieces),
+            chosen_token_share=self.chosen_token_share,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class MicroBatch:
     """input_ids and labels, int64 [b, s]; labels are shifted: labels[:, i] is the token after input_ids[:, i].
 
@@ -14,7 +53,7 @@ class MicroBatch:
     dropout_seed seeds the dropout of this forward pass. sources [b] is the source of each sample of a mixture.
     lengths [b] counts the tokens of each sample before its padding; None where none has padding. Every rank has them.
     is_packed: whether position_ids restart inside a sample, so that a mask must keep documents apart. Every rank knows;
-    by default it is read from position_ids.
+    by default it is read from position_ids. sequences: those that an objective compares; None where targets are alike.
     """
 
     input_ids: torch.Tensor
@@ -24,6 +63,7 @@ class MicroBatch:
     sources: torch.Tensor | None = None
     lengths: torch.Tensor | None = None
     is_packed: bool | None = None
+    sequences: Sequences | None = None
 
     def __post_init__(self) -> None:
         if self.is_packed is None:
@@ -51,4 +91,5 @@ class MicroBatch:
             position_ids=None if self.position_ids is None else function(self.position_ids),
             sources=None if self.sources is None else function(self.sources),
             lengths=None if self.lengths is None else function(self.lengths),
+            sequences=None if self.sequences is None else self.sequences.map(function),
         )

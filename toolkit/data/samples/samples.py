@@ -171,6 +171,10 @@ class Samples:
             lengths=torch.tensor([part.length(index) for part, index in samples]) if self.has_padding else None,
         )
 
+    def loss_terms(self, step: int, positions: ArrayLike) -> int:
+        """Count what the loss is a mean over at `positions`: targets, or the pairs or completions of an objective."""
+        return self.target_count(step, positions)
+
     def target_count(self, step: int, positions: ArrayLike) -> int:
         """Count the labels at `positions` that are not ignored, without reading tokens: any rank can do it for all."""
         whole = np.size(positions) * self.seq_len

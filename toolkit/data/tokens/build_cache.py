@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from toolkit.config.data_section import DataSection
 from toolkit.data.documents.markov import EntropyRate
 from toolkit.data.permutation import mix
+from toolkit.data.tokens.sequence_marks import TRAINED
 from toolkit.data.tokens.shard import TokenShard
 from toolkit.errors import DataError
 
@@ -163,7 +164,7 @@ def _write_splits(
                 chosen.tofile(files[split])
                 if trained is not None and masked:
                     trained[wanted].tofile(files[split + len(_SPLITS)])
-                    chosen = chosen[trained[wanted] > 0]
+                    chosen = chosen[trained[wanted] == TRAINED]
                 counts[split] += np.bincount(chosen, minlength=vocab_size)
             position += len(ids)
     return counts

@@ -81,11 +81,14 @@ class ChatTemplate:
         self._token = re.compile("|".join(written))
         self._ending = re.compile(rf"(?:(?:{'|'.join(written)})\s*)+\Z")
 
-    def render(self, chat: Mapping[str, Any]) -> tuple[str, list[Span]]:
-        """Return the text of a chat and its trained spans. Raises DataError if the template cannot say which."""
+    def render(self, chat: Mapping[str, Any], first_turn: int = 0) -> tuple[str, list[Span]]:
+        """Return the text of a chat and its trained spans. Raises DataError if the template cannot say which.
+
+        Messages before `first_turn` are a prompt, of which nothing is trained on.
+        """
         messages = chat["messages"]
         try:
-            return self._spans(messages, chat.get("tools"))
+            return self._spans(messages, chat.get("tools"), first_turn)
         except UnmaskedError as problem:
             first = next((message["content"] for message in messages if message["content"]), "")[:_QUOTED]
             advice = "Change the template, the row, or data.train_on."
@@ -93,10 +96,11 @@ class ChatTemplate:
                 advice = "Change the template or the row, or set data.dropped_text to allow."
             raise DataError(f"the chat template, at the chat that begins {first!r}: {problem}. {advice}") from None
 
-    def _spans(self, messages: list[Any], tools: Any) -> tuple[str, list[Span]]:
+    def _spans(self, messages: list[Any], tools: Any, first_turn: int) -> tuple[str, list[Span]]:
         text, marked = self._renderer.render(messages, tools)
         turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         trained = turns if self._train_on in ("assistant", "all") else turns[-1:]
+        trained = [number for number in trained if number >= first_turn]
         if self._dropped is not None:
             self._dropped.check_chat(messages, tools, text)
         if self._train_on == "all":

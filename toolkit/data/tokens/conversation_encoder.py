@@ -1,4 +1,4 @@
-"""ConversationEncoder: chats, and prompts with completions, to token ids and a mask of the trained ones."""
+"""ConversationEncoder: chats, prompts with completions, and pairs of completions, to ids and a mask of the trained."""
 
 import json
 from dataclasses import dataclass
@@ -11,6 +11,8 @@ from tokenizers import Tokenizer
 
 from toolkit.config.data_section import DroppedText, TrainOn
 from toolkit.data.tokens.chat_template import ChatTemplate
+from toolkit.data.tokens.sequence_marks import BEGINS, BEGINS_DESIRABLE, TRAINED
+from toolkit.errors import DataError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +22,7 @@ class EncodedDocument:
     ids: bytes
     """Raw ids."""
     trained: NDArray[np.uint8]
-    """Whether each is trained on."""
+    """Whether each is trained on, and where sequences begin (`sequence_marks.py`)."""
     text_bytes: int
 
 
@@ -46,6 +48,7 @@ class ConversationEncoder:
 
         loaded = AutoTokenizer.from_pretrained(tokenizer_dir)
         self._template = ChatTemplate(loaded, train_on, stops=stops, dropped_text=dropped_text)
+        self._has_template = bool(loaded.chat_template)
         self._each = train_on == "each_assistant"
         self._before = list(before)
         self._after = list(after)
@@ -57,15 +60,47 @@ class ConversationEncoder:
     def encode(self, document: str) -> list[EncodedDocument]:
         """Encode one document; a chat of which each turn is trained on becomes one up to each."""
         content: dict[str, Any] = json.loads(document)
+        if "chosen" in content:
+            return [self._encode_pair(content)]
+        if "label" in content:
+            mark = BEGINS_DESIRABLE if content["label"] else BEGINS
+            return [self._encode_sequence(content, "completion", mark)]
         turns = content.get("messages", [])
         ends = [number + 1 for number, turn in enumerate(turns) if self._each and turn["role"] == "assistant"]
         parts = [content | {"messages": turns[:end]} for end in ends] or [content]
         return [self._encode(part) for part in parts]
 
-    def _encode(self, content: dict[str, Any]) -> EncodedDocument:
+    def _encode_pair(self, content: dict[str, Any]) -> EncodedDocument:
+        """Encode both completions, each after the prompt, as one document."""
+        parts = [self._encode_sequence(content, field, BEGINS) for field in ("chosen", "rejected")]
+        return EncodedDocument(
+            ids=b"".join(part.ids for part in parts),
+            trained=np.concatenate([part.trained for part in parts]),
+            text_bytes=sum(part.text_bytes for part in parts),
+        )
+
+    def _encode_sequence(self, content: dict[str, Any], field: str, mark: int) -> EncodedDocument:
+        """Encode a completion after its prompt. Raises DataError where no token of it can be trained on."""
+        prompt = content["prompt"]
+        if isinstance(prompt, str):
+            encoded = self._encode({"prompt": prompt, "completion": content[field]})
+        elif not self._has_template:
+            reason = "is a list of messages, and the tokenizer has no chat template"
+            raise DataError(f"{field} {reason}. Use the tokenizer of the instruction-tuned model, or rows of texts.")
+        else:
+            chat = {"messages": prompt + content[field], "tools": content.get("tools")}
+            encoded = self._encode(chat, first_turn=len(prompt))
+        encoded.trained[0] = mark
+        if not (encoded.trained == TRAINED).any():
+            raise DataError(
+                f"{field} has no token after its first one to train on. Give it a prompt, or remove the row."
+            )
+        return encoded
+
+    def _encode(self, content: dict[str, Any], first_turn: int = 0) -> EncodedDocument:
         """A token is trained on if it has a character of a trained span."""
         if "messages" in content:
-            text, spans = self._template.render(content)
+            text, spans = self._template.render(content, first_turn)
             opening, closing = [], []  # the template begins the first turn and ends the last one
         else:
             text = content["prompt"] + content["completion"]

@@ -6,7 +6,7 @@ What a tokenizer itself puts before a text is not in its config in any one way; 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
-from toolkit.config.data_section import DataSection
+from toolkit.config.data_section import PREFERENCE_FORMATS, DataSection
 from toolkit.errors import DataError, nearest
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class DocumentEnds:
     @classmethod
     def of(cls, section: DataSection, tokenizer: "PreTrainedTokenizerBase") -> Self:
         """Find them. Raises DataError for a token that the tokenizer does not have."""
-        if section.format not in ("text", "prompt_completion"):
+        if section.format in ("chat", "pretokenized"):
             return cls()
         return cls(before=_before(section, tokenizer), after=_after(section, tokenizer))
 
@@ -36,7 +36,9 @@ class DocumentEnds:
         if section.format in ("chat", "pretokenized"):
             return "as the chat template writes them" if section.format == "chat" else "ids as they are"
         before, after = (" ".join(tokenizer.convert_ids_to_tokens([*ids])) for ids in (self.before, self.after))
-        return f"begin with {before or 'the text'}, end with {after or 'the text'}"
+        texts = f"begin with {before or 'the text'}, end with {after or 'the text'}"
+        is_mixed = section.format in PREFERENCE_FORMATS
+        return f"texts {texts}; chats as the chat template writes them" if is_mixed else texts
 
 
 def identity(section: DataSection, tokenizer: "PreTrainedTokenizerBase | None") -> list[object]:

@@ -31,7 +31,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 
-from toolkit.config.data_section import DataSection
+from toolkit.config.data_section import CONVERSATIONS, DataSection
 from toolkit.config.megatron_prefix import megatron_prefix
 from toolkit.data.documents.part import WHOLE, SourcePart
 from toolkit.data.documents.rows import RowReader
@@ -187,7 +187,7 @@ class Corpus:
             raise DataError.of("data.cache_dir", section.cache_dir, reason, "name a directory")
         source = open_source(section)
         loaded = tokenizers.load(section) if tokenizers.bpe_entries(section) is None else None
-        stops = generation_stops(section.tokenizer) if section.format == "chat" else ()
+        stops = generation_stops(section.tokenizer) if section.format in CONVERSATIONS else ()
         folder = expanded(section.cache_dir) if section.cache_dir else cache_folder()
         name = _name(section, source, loaded, stops)
         return cls(section=section, source=source, loaded=loaded, cache=folder / name, stops=stops)
@@ -283,7 +283,7 @@ def _name(
     if section.format != "text":
         # The template is one of the tokenizer's files.
         parts += [_ROWS, section.format, section.train_on]
-    if section.format == "chat":
+    if section.format in CONVERSATIONS:
         parts += [_CHATS, section.dropped_text, stops]
     parts += document_ends.identity(section, loaded)
     digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]

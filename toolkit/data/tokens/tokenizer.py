@@ -75,7 +75,7 @@ def load(section: DataSection) -> "PreTrainedTokenizerBase":
     if tokenizer.eos_token_id is None:
         reason = "it has no end-of-text token (eos_token), which separates documents"
         raise DataError.of(_FIELD, name, reason, "set tokenizer.eos_token and save it again, or use bpe-N")
-    if section.format in ("chat", "prompt_completion"):
+    if section.format not in ("text", "pretokenized"):
         check_tokenizer(section, tokenizer)
     return tokenizer
 

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.config.data_section import DataSection, DroppedText, TrainOn
-from toolkit.data.documents.rows import Format
+from toolkit.config.data_section import DataSection, DroppedText, Format, TrainOn
 from toolkit.data.documents.text_chunks import TextChunk
 from toolkit.data.documents.token_rows import TokenRow
 from toolkit.data.tokens.conversation_encoder import ConversationEncoder

@@ -1,0 +1,219 @@
+"""Preference data: what rows are read as, which tokens are trained on, and that no pair is ever split."""
+
+import json
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from small_chats import marked, write_tokenizer
+from small_preferences import make_completions, make_pairs, write_rows
+from transformers import AutoTokenizer
+
+from toolkit.config.data_section import DataSection
+from toolkit.data.documents.rows import RowReader
+from toolkit.data.samples.loader import open_samples
+from toolkit.data.samples.preference_samples import PreferenceSamples
+from toolkit.data.tokens.token_cache import prepare
+from toolkit.errors import DataError
+from toolkit.parallel.loss import IGNORE
+
+ASKED = [{"role": "user", "content": "hello"}]
+GOOD = [{"role": "assistant", "content": "one"}]
+BAD = [{"role": "assistant", "content": "two"}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tokenizer(tmp_path_factory.mktemp("tokenizer") / "saved")
+
+
+Open = Callable[..., PreferenceSamples]
+
+
+@pytest.fixture
+def opened(tmp_path: Path, tokenizer: Path) -> Open:
+    """Write rows, tokenize them and open their samples."""
+
+    def make(rows: list[dict[str, Any]], *, has_mismatched: bool = False, **fields: Any) -> PreferenceSamples:
+        section = DataSection(
+            source=str(write_rows(tmp_path / "rows.jsonl", rows)),
+            tokenizer=str(tokenizer),
+            cache_dir=str(tmp_path / "cache"),
+            workers=1,
+            eval_fraction=0.0,
+            **({"format": "preference", "seq_len": 96} | fields),
+        )
+        corpus = prepare(section, progress=False)
+        samples = open_samples(
+            corpus, section, split="train", seed=3, global_batch_size=4, has_mismatched=has_mismatched
+        )
+        assert isinstance(samples, PreferenceSamples)
+        return samples
+
+    return make
+
+
+def read(row: dict[str, Any], row_format: str = "preference") -> dict[str, Any]:
+    document = RowReader(format=row_format).read(row, lambda: "rows.jsonl:1")  # type: ignore[arg-type]
+    assert isinstance(document, str)
+    result: dict[str, Any] = json.loads(document)
+    return result
+
+
+def sequences_of(samples: PreferenceSamples, index: int, tokenizer: Path) -> list[str]:
+    """The sequences of a row, with what is trained on between « and »."""
+    loaded = AutoTokenizer.from_pretrained(tokenizer)
+    ids, labels = samples.tokens(index)
+    positions = samples.position_ids(index)
+    starts = [*np.flatnonzero(positions == 0).tolist(), len(ids)]
+    texts = []
+    for start, end in pairwise(starts):
+        used = np.flatnonzero(labels[start:end] != IGNORE)
+        if not len(used):
+            continue
+        stop = start + int(used[-1]) + 1
+        tokens = [*ids[start:stop].tolist(), int(labels[stop - 1])]
+        texts.append(marked(loaded, tokens, [0, *(labels[start:stop] != IGNORE).astype(int).tolist()]))
+    return texts
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": ASKED, "chosen": GOOD, "rejected": BAD},
+        {"chosen": ASKED + GOOD, "rejected": ASKED + BAD},
+        {"prompt": "hello", "chosen": ASKED + GOOD, "rejected": ASKED + BAD, "score_chosen": 3.0},
+    ],
+    ids=["explicit", "implicit", "ultrafeedback"],
+)
+def test_conversations_are_split_into_prompt_and_completions(row: dict[str, Any]) -> None:
+    assert read(row) == {"prompt": ASKED, "chosen": GOOD, "rejected": BAD}
+
+
+def test_texts_begin_to_differ_before_the_space_of_a_word() -> None:
+    row = {"chosen": "Human: hi Assistant: yes", "rejected": "Human: hi Assistant: no"}
+    assert read(row) == {"prompt": "Human: hi Assistant:", "chosen": " yes", "rejected": " no"}
+
+
+def test_implicit_prompts_are_those_of_trl() -> None:
+    from trl.data_utils import extract_prompt
+
+    for row in make_pairs():
+        if "prompt" not in row or (isinstance(row["prompt"], str) and not isinstance(row["chosen"], str)):
+            expected = extract_prompt({"chosen": row["chosen"], "rejected": row["rejected"]})
+            assert read(row) == expected
+
+
+@pytest.mark.parametrize(
+    ("row_format", "row", "message"),
+    [
+        ("preference", {"prompt": "a", "chosen": "b"}, "there is no rejected"),
+        ("preference", {"prompt": "a", "rejected": "b"}, "there is no chosen"),
+        ("preference", {"prompt": "a", "chosen": " ", "rejected": "b"}, "chosen is empty"),
+        ("preference", {"prompt": "a", "chosen": "b", "rejected": ""}, "rejected is empty"),
+        ("preference", {"prompt": ASKED, "chosen": GOOD, "rejected": []}, "rejected is empty"),
+        ("preference", {"prompt": ASKED, "chosen": GOOD, "rejected": ASKED}, "rejected is empty"),
+        ("preference", {"prompt": "a", "chosen": 3, "rejected": "b"}, "chosen is an int"),
+        ("preference", {"prompt": "a", "chosen": "b", "rejected": BAD}, "not both texts or both lists"),
+        ("preference", {"prompt": ASKED, "chosen": "b", "rejected": "c"}, "prompt and completion are not both"),
+        ("preference", {"chosen": [{"role": "bot", "content": "a"}], "rejected": BAD}, "has the role 'bot'"),
+        ("unpaired", {"prompt": "a", "completion": "b"}, "there is no label"),
+        ("unpaired", {"completion": "b", "label": True}, "there is no prompt"),
+        ("unpaired", {"prompt": "a", "label": True}, "there is no completion"),
+        ("unpaired", {"prompt": "a", "completion": "b", "label": "good"}, "label is 'good'"),
+        ("unpaired", {"prompt": "a", "completion": "", "label": False}, "completion is empty"),
+    ],
+)
+def test_other_rows_are_refused_with_their_place(row_format: str, row: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError) as raised:
+        read(row, row_format)
+    assert str(raised.value).startswith("rows.jsonl:1: ")
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_only_the_answers_of_a_pair_are_trained_on(opened: Open, tokenizer: Path) -> None:
+    history = [{"role": "user", "content": "what"}, {"role": "assistant", "content": "six"}]
+    samples = opened([{"prompt": history + ASKED, "chosen": GOOD, "rejected": BAD}])
+    assert sequences_of(samples, 0, tokenizer) == [
+        "<|im_start|>user\nwhat<|im_end|>\n<|im_start|>assistant\nsix<|im_end|>\n"
+        f"<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n«{answer}<|im_end|>»"
+        for answer in ("one", "two")
+    ]
+
+
+def test_texts_end_with_the_end_of_text_token(opened: Open, tokenizer: Path) -> None:
+    samples = opened([{"prompt": "hello", "chosen": " one", "rejected": " two two"}])
+    assert sequences_of(samples, 0, tokenizer) == ["hello« one</s>»", "hello« two two</s>»"]
+
+
+@pytest.mark.parametrize("packing", ["packed", "padded"])
+def test_every_pair_is_whole_in_one_sample_once_an_epoch(opened: Open, packing: str) -> None:
+    samples = opened(make_pairs(), packing=packing, overlong="drop")
+    seen: list[int] = []
+    for step in range(-(-len(samples) // 4)):
+        for place in range(4):
+            if int(samples.sample_ids(step, [place])[0]) >= len(samples):
+                continue
+            batch = samples.batch(step, [place])
+            assert batch.sequences is not None
+            counts = [
+                int(((batch.sequences.numbers == number) & (batch.labels != IGNORE)).sum())
+                for number in range(2 * len(batch.sequences.pieces))
+            ]
+            assert counts == batch.sequences.tokens.flatten().tolist()
+            assert min(counts) > 0
+            seen += batch.sequences.pieces.tolist()
+    assert sorted(seen) == list(range(samples.piece_count))
+    assert samples.piece_count + samples.overlong_documents == len(make_pairs())
+
+
+def test_long_pairs_are_cut_at_their_ends_or_dropped_and_counted(opened: Open) -> None:
+    rows = make_pairs()
+    cut = opened(rows)
+    dropped = opened(rows, overlong="drop")
+    assert 0 < cut.overlong_documents < len(rows)
+    assert cut.piece_count + cut.pieces_without_targets == len(rows)
+    assert cut.piece_count > dropped.piece_count
+    assert cut.length(0) <= 96
+    assert "longer than 96 tokens truncated" in cut.summary()
+    assert "longer than 96 tokens left out" in dropped.summary()
+    assert "pairs" in cut.summary()
+
+
+def test_a_mismatched_completion_is_that_of_the_row_before(opened: Open, tokenizer: Path) -> None:
+    rows = [
+        {"prompt": f"{prompt}:", "completion": f" {completion}", "label": label}
+        for prompt, completion, label in (("one", "two", True), ("three", "four", False), ("five", "six", True))
+    ]
+    samples = opened(rows, has_mismatched=True, format="unpaired", packing="padded")
+    texts = {tuple(sequences_of(samples, index, tokenizer)) for index in range(3)}
+    assert texts == {
+        ("one:« two</s>»", "one:« six</s>»"),
+        ("three:« four</s>»", "three:« two</s>»"),
+        ("five:« six</s>»", "five:« four</s>»"),
+    }
+
+
+def test_labels_of_completions_are_kept(opened: Open) -> None:
+    rows = make_completions()
+    samples = opened(rows, format="unpaired", seq_len=128)
+    desirable = {}
+    for step in range(len(samples) // 4 + 1):
+        sequences = samples.batch(step, range(4)).sequences
+        assert sequences is not None
+        desirable.update(zip(sequences.pieces.tolist(), sequences.is_desirable.tolist(), strict=True))
+    assert [desirable[number] for number in range(len(rows))] == [row["label"] for row in rows]
+
+
+def test_the_loss_is_a_mean_over_pairs_and_tokens_are_counted_beside_it(opened: Open) -> None:
+    samples = opened(make_pairs())
+    batch = samples.batch(0, range(4))
+    assert batch.sequences is not None
+    assert samples.loss_terms(0, range(4)) == len(batch.sequences.pieces)
+    assert samples.target_count(0, range(4)) == int((batch.labels != IGNORE).sum())
+    chosen = int(batch.sequences.tokens[:, 0].sum())
+    assert batch.sequences.chosen_token_share == len(batch.sequences.pieces) / chosen

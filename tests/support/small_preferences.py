@@ -1,0 +1,59 @@
+"""Small preference data: pairs of completions, and completions with labels, of unequal lengths; texts and chats."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+from small_chats import WORDS, turns
+
+
+def words(rng: random.Random, longest: int = 12) -> str:
+    """Some words, never none."""
+    return " ".join(rng.choices(WORDS, k=rng.randint(1, longest)))
+
+
+def make_pairs(count: int = 120) -> list[dict[str, Any]]:
+    """Rows of every form: texts and chats, explicit and implicit prompts, one turn and several; two are very long."""
+    rng = random.Random(5)
+    rows: list[dict[str, Any]] = []
+    for number in range(count):
+        prompt = words(rng)
+        chosen, rejected = words(rng), words(rng)
+        if number % 40 == 7:
+            chosen = words(rng, 3) + " one two three" * 40
+        history = turns(words(rng, 4), words(rng, 4)) if number % 3 == 0 else []
+        asked = [*history, {"role": "user", "content": prompt}]
+        good = {"role": "assistant", "content": chosen}
+        bad = {"role": "assistant", "content": rejected}
+        match number % 4:
+            case 0:
+                rows.append({"prompt": asked, "chosen": [good], "rejected": [bad]})
+            case 1:
+                rows.append({"prompt": prompt, "chosen": [*asked, good], "rejected": [*asked, bad]})
+            case 2:
+                rows.append({"prompt": f"{prompt}:", "chosen": f" {chosen} yes", "rejected": f" {rejected} no"})
+            case _:
+                rows.append({"chosen": f"{prompt}: yes {chosen}", "rejected": f"{prompt}: no {rejected}"})
+    return rows
+
+
+def make_completions(count: int = 120) -> list[dict[str, Any]]:
+    """Rows with labels, texts and chats, of which two of five are desirable."""
+    rng = random.Random(6)
+    rows: list[dict[str, Any]] = []
+    for number in range(count):
+        prompt, completion = words(rng), words(rng)
+        label = number % 5 < 2
+        if number % 2:
+            rows.append({"prompt": f"{prompt}:", "completion": f" {completion}", "label": label})
+        else:
+            answer = {"role": "assistant", "content": completion}
+            rows.append({"prompt": [{"role": "user", "content": prompt}], "completion": [answer], "label": label})
+    return rows
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
+    """Write rows as JSONL."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path

@@ -1,0 +1,106 @@
+"""Rules for `train.objective`: the data, the reference and the layout that an objective can be computed with."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from toolkit.config.data_section import PREFERENCE_FORMATS, CorpusSection
+from toolkit.config.objective_section import (
+    NEED_REFERENCE,
+    OBJECTIVE_FIELDS,
+    PAIRED,
+    UNPAIRED,
+    ObjectiveSection,
+)
+from toolkit.config.recipe import Recipe
+from toolkit.config.router_rules import expert_count
+from toolkit.errors import Refusal, Setting
+
+_NAME = "train.objective.name"
+_REFERENCE = "train.objective.reference"
+_FORMAT = "data.format"
+
+
+def objective_conflicts(recipe: Recipe, config: Mapping[str, Any] | None) -> Iterator[Refusal]:
+    """Refuse data that an objective cannot read, and fields that do nothing or cannot be what they say."""
+    yield from _formats(recipe)
+    yield from _data(recipe)
+    yield from _fields_without_effect(recipe)
+    yield from _reference(recipe)
+    yield from _means(recipe, config)
+
+
+def _formats(recipe: Recipe) -> Iterator[Refusal]:
+    name = recipe.train.objective.name
+    row_format = recipe.data.format
+    if row_format == "preference" and name not in PAIRED:
+        reason = "its rows are pairs without a label"
+        remedy: tuple[Setting, ...] = ((_NAME, " or ".join(PAIRED)), (_FORMAT, "unpaired"))
+        yield recipe.conflict(_NAME, _FORMAT, reason=reason, remedy=remedy)
+    elif row_format == "unpaired" and name not in UNPAIRED:
+        reason = "its rows have one completion and a label"
+        remedy = ((_NAME, " or ".join(UNPAIRED)), (_FORMAT, "preference"))
+        yield recipe.conflict(_NAME, _FORMAT, reason=reason, remedy=remedy)
+    elif row_format not in PREFERENCE_FORMATS and name != "sft":
+        needed = "unpaired" if name in UNPAIRED else "preference"
+        reason = "its rows have nothing to compare"
+        yield recipe.conflict(_NAME, _FORMAT, reason=reason, remedy=((_FORMAT, needed), (_NAME, "sft")))
+
+
+def _data(recipe: Recipe) -> Iterator[Refusal]:
+    data = recipe.data
+    texts: list[tuple[str, CorpusSection]] = [
+        (data.place(index), text) for index, text in enumerate(data.sources or ())
+    ]
+    texts += [(f"data.validation[{index}]", text) for index, text in enumerate(data.validation or ())]
+    for place, text in texts:
+        own = text.format or data.format
+        if own != data.format and {own, data.format} & set(PREFERENCE_FORMATS):
+            settings: tuple[Setting, ...] = ((f"{place}.format", own), (_FORMAT, data.format))
+            reason = "all texts of a run with an objective have one format"
+            yield Refusal.between(settings, reason, (f"{place}.format", data.format))
+    if data.format not in PREFERENCE_FORMATS:
+        return
+    if data.sources is not None:
+        settings = (("data.sources", "[…]"), (_FORMAT, data.format))
+        yield Refusal.between(settings, "a mixture of preference data is not supported", ("data.source", "one text"))
+    if data.overlong == "split":
+        reason = "a pair is compared as a whole"
+        yield recipe.conflict("data.overlong", _FORMAT, reason=reason, remedy=(("data.overlong", "truncate or drop"),))
+
+
+def _fields_without_effect(recipe: Recipe) -> Iterator[Refusal]:
+    section = recipe.train.objective
+    used = OBJECTIVE_FIELDS[section.name]
+    for field, info in ObjectiveSection.model_fields.items():
+        if field == "name" or field in used or getattr(section, field) == info.default:
+            continue
+        users = [name for name, names in OBJECTIVE_FIELDS.items() if field in names]
+        reason = f"{field} has no effect"
+        remedy = ("remove it", (_NAME, " or ".join(users)))
+        yield recipe.conflict(f"train.objective.{field}", _NAME, reason=reason, remedy=remedy)
+
+
+def _reference(recipe: Recipe) -> Iterator[Refusal]:
+    section = recipe.train.objective
+    if section.name not in NEED_REFERENCE:
+        return
+    if section.reference == "none" and section.name in UNPAIRED:
+        reason = "its rewards are log-ratios to a reference"
+        yield recipe.conflict(_REFERENCE, _NAME, reason=reason, remedy=((_REFERENCE, "initial"),))
+    elif section.reference not in ("initial", "none"):
+        reason = "only the initial model can be the reference"
+        remedy = ("begin with it as model.name_or_path", (_REFERENCE, "initial or none"))
+        yield recipe.conflict(_REFERENCE, reason=reason, remedy=remedy)
+
+
+def _means(recipe: Recipe, config: Mapping[str, Any] | None) -> Iterator[Refusal]:
+    """Refuse what a mean over the global batch, in a pass of its own, does not go together with."""
+    if recipe.train.objective.name not in UNPAIRED:
+        return
+    if recipe.train.eval_every:
+        reason = "its loss depends on a mean over the global batch, which a validation does not have"
+        yield recipe.conflict("train.eval_every", _NAME, reason=reason, remedy=(("train.eval_every", 0),))
+    if config is not None and expert_count(config):
+        reason = "its first pass over a batch would count the experts of tokens twice"
+        remedy = ((_NAME, "dpo, with pairs"), "use a dense model")
+        yield recipe.conflict(_NAME, "model.name_or_path", reason=reason, remedy=remedy)
