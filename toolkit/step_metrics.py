@@ -63,6 +63,9 @@ class StepMetrics(BaseModel):
     """The share of experts without a token."""
     layer_expert_load: tuple[float | None, ...] | None = None
     """`expert_load` of each decoder layer; None for a layer without experts."""
+    objective: dict[str, Measured] | None = None
+    """Metrics of an objective of preference tuning, with the names of TRL: `rewards/chosen`, `rewards/rejected`,
+    `rewards/margins`, `rewards/accuracies`, `logps/chosen` and `logps/rejected`, and `kl` or `delta`; in nats."""
     batch: str | None = None
     """A hash of the step's samples and their order, equal in every layout."""
 
@@ -104,8 +107,8 @@ class StepMetrics(BaseModel):
             if name == "step" or isinstance(value, bool | str | tuple):
                 continue
             if isinstance(value, dict):
-                prefix = "eval_loss" if name == "eval_losses" else name
-                numbers |= {f"{prefix}/{part}": number for part, number in value.items()}
+                prefix = {"eval_losses": "eval_loss/", "objective": ""}.get(name, f"{name}/")
+                numbers |= {f"{prefix}{part}": number for part, number in value.items()}
             elif value is not None:
                 numbers[name] = value
         if self.tokens_per_second is not None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
+from trl_losses import trl_loss
 
 from toolkit.config.objective_section import ObjectiveName, ObjectiveSection
 from toolkit.engines.objectives.formulas import FORMULAS, ObjectiveValue, SequenceSums
@@ -59,55 +59,6 @@ def value_of(case: str, sums: SequenceSums) -> ObjectiveValue:
     return FORMULAS[section.name](sums, section)
 
 
-def trl_loss(case: str, sums: SequenceSums) -> torch.Tensor:
-    """The expressions of TRL 1.16, and for bco of 0.24, which was the last with it."""
-    section = section_of(case)
-    beta = section.beta
-    smoothing = section.label_smoothing
-    chosen, rejected = sums.policy.unbind(dim=1)
-    chosen_score, rejected_score = (sums.policy - sums.reference).unbind(dim=1)
-    chosen_mean, rejected_mean = (sums.policy / sums.tokens).unbind(dim=1)
-    delta = chosen_score - rejected_score
-    token_loss = -SHARE * chosen
-    match section.name:
-        case "sft":
-            return token_loss
-        case "dpo":
-            return -F.logsigmoid(beta * delta) * (1 - smoothing) - F.logsigmoid(-beta * delta) * smoothing
-        case "robust":
-            clean = -(1 - smoothing) * F.logsigmoid(beta * delta)
-            flipped = -smoothing * F.logsigmoid(-beta * delta)
-            return (clean - flipped) / (1 - 2 * smoothing)
-        case "hinge":
-            return torch.relu(1 - beta * delta)
-        case "ipo":
-            lengths = sums.tokens.clamp(min=1.0)
-            return (chosen_score / lengths[:, 0] - rejected_score / lengths[:, 1] - 1 / (2 * beta)) ** 2
-        case "orpo":
-
-            def log1mexp(x: torch.Tensor) -> torch.Tensor:
-                return torch.log1p(-torch.exp(x))
-
-            log_odds = (chosen_mean - rejected_mean) - (log1mexp(chosen_mean) - log1mexp(rejected_mean))
-            return token_loss - beta * F.logsigmoid(log_odds)
-        case "simpo":
-            logits = chosen_mean - rejected_mean - section.gamma / beta
-            loss = -F.logsigmoid(beta * logits) * (1 - smoothing) - F.logsigmoid(-beta * logits) * smoothing
-            return loss + (section.nll_weight or 0.0) * token_loss
-        case "cpo":
-            logits = chosen - rejected
-            loss = -F.logsigmoid(beta * logits) * (1 - smoothing) - F.logsigmoid(-beta * logits) * smoothing
-            return loss + (1.0 if section.nll_weight is None else section.nll_weight) * token_loss
-        case "kto":
-            desirable = section.desirable_weight * (1 - F.sigmoid(beta * (chosen_score - SHIFT)))
-            other = section.undesirable_weight * (1 - F.sigmoid(beta * (SHIFT - chosen_score)))
-            return torch.where(sums.is_desirable, desirable, other)
-        case "bco":
-            desirable = -F.logsigmoid(beta * chosen_score - SHIFT)
-            other = -F.logsigmoid(-(beta * chosen_score - SHIFT))
-            return torch.where(sums.is_desirable, desirable, other)
-
-
 def test_every_objective_has_a_case() -> None:
     assert {case.partition("-")[0] for case in CASES} == FORMULAS.keys()
 
@@ -115,14 +66,14 @@ def test_every_objective_has_a_case() -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_losses_are_those_of_trl(case: str) -> None:
     sums = made_sums()
-    torch.testing.assert_close(value_of(case, sums).loss, trl_loss(case, sums), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(value_of(case, sums).loss, trl_loss(section_of(case), sums), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_slopes_are_the_derivatives_of_trl_losses(case: str) -> None:
     sums = made_sums(seed=1)
     policy = sums.policy.clone().requires_grad_()
-    (expected,) = torch.autograd.grad(trl_loss(case, replace(sums, policy=policy)).sum(), policy)
+    (expected,) = torch.autograd.grad(trl_loss(section_of(case), replace(sums, policy=policy)).sum(), policy)
     slopes = value_of(case, sums).slopes
     torch.testing.assert_close(slopes, expected, rtol=1e-11, atol=1e-13)
     assert slopes.abs().max() > 0

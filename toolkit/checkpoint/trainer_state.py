@@ -6,7 +6,7 @@ needed to resume. The rest records where the checkpoint came from, and prevents 
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 from pydantic import NonNegativeInt, TypeAdapter, ValidationError
@@ -64,6 +64,8 @@ class TrainerState:
     recipe: dict[str, Any]
     skipped_batches: NonNegativeInt = 0
     """Global batches that rollbacks have skipped: the next step reads the batch `step` + `skipped_batches`."""
+    objective: dict[str, float] = field(default_factory=dict)
+    """What an objective adds up over all steps; empty for most."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from toolkit.data.samples.micro_batch import MicroBatch
 from toolkit.engines.compiled_layers import CompiledLayers
+from toolkit.engines.objectives.token_weights import TokenWeights
 from toolkit.engines.optimizer_states import MASTER, OptimizerStates
 from toolkit.engines.routing import Routing, RoutingStats
 from toolkit.errors import NonFiniteError
@@ -43,7 +44,8 @@ class StepResult:
     """The token-weighted loss of one global batch (nats) and the norm of its gradient.
 
     `skipped`: an fp16 step that overflowed; the loss scale was lowered and no weight changed. `source_losses`: the sum
-    of the token losses of each source of a mixture. `routing`: of a model with experts.
+    of the token losses of each source of a mixture. `routing`: of a model with experts. `objective`: metrics of an
+    objective, by name.
     """
 
     loss: float
@@ -51,6 +53,7 @@ class StepResult:
     skipped: bool = False
     source_losses: tuple[float, ...] = ()
     routing: RoutingStats | None = None
+    objective: dict[str, float] | None = None
 
 
 class Engine(ABC):
@@ -69,6 +72,8 @@ class Engine(ABC):
     """The decoder layers that torch.compile has compiled."""
     head_loss: LossInHead | None = None
     """The hooks that compute the loss inside the model's head; None where logits are computed."""
+    objective: TokenWeights | None = None
+    """The weights of tokens that make an objective of the token loss; None where all tokens weigh the same."""
     before_update: Callable[[], None] = staticmethod(lambda: None)
     """Called in every step once the learning rate is set and the gradients are complete, before clipping.
 
@@ -88,7 +93,7 @@ class Engine(ABC):
     def train_step(
         self, micro_batches: Iterable[MicroBatch], *, target_tokens: int, learning_rate: float
     ) -> StepResult:
-        """Take one optimizer step. `target_tokens` counts the global batch.
+        """Take one optimizer step. `target_tokens` counts the global batch: with an objective its pairs or completions.
 
         Raises NonFiniteError, on every rank, if the loss or the gradient norm is not finite. Then no weight and no
         optimizer state has changed, the gradients are discarded, and training may continue with the next step.
@@ -223,6 +228,38 @@ class Engine(ABC):
         """Yield the buffers in a state dict of the full model. A collective call."""
         yield from self.local_buffers()
 
+    @abstractmethod
+    def sequence_sums(self, micro_batches: Iterable[MicroBatch]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the numbers of pieces [n] and the log-probabilities of their sequences [n, 2] of all micro-batches.
+
+        Of ranks that compute the same, only one has them; for the others the list is empty. All ranks must pass equally
+        many micro-batches.
+        """
+
+    @property
+    def sequence_group(self) -> dist.ProcessGroup | None:
+        """The ranks that share each sequence, position by position; None where a rank has whole ones."""
+        return None
+
+    def _begin_step(self, micro_batches: Iterable[MicroBatch]) -> Iterable[MicroBatch]:
+        """Begin a step; compute first what its loss needs to know of the whole global batch."""
+        batches = self._begin_routing(micro_batches)
+        if self.objective is None:
+            return batches
+        self.objective.begin_step()
+        if not self.objective.needs_mean:
+            return batches
+        step_batches = list(batches)
+        with self.objective.averaging():
+            self._pass_forward(step_batches)
+        self._sum_over_samples(self.objective.mean)
+        self.objective.finish_mean()
+        return step_batches
+
+    @abstractmethod
+    def _pass_forward(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Run forward passes up to the losses of the tokens, without gradients."""
+
     def _begin_routing(self, micro_batches: Iterable[MicroBatch]) -> Iterable[MicroBatch]:
         """Begin a step; where the loss of the routers needs the counts of the global batch, count them first."""
         if self.routing is None or not self.routing.begin_step():
@@ -261,16 +298,30 @@ class Engine(ABC):
     def _take_totals(self, totals: list[float]) -> list[float]:
         """Keep the numbers of the training loop; return what else `_host_totals` has collected."""
         routed = 0 if self.routing is None else len(self.routing.totals)
-        end = 1 + self.sources + routed
+        end = self._loss_count + routed
         self.read_loop_numbers = totals[end:]
         return totals[:end]
 
+    @property
+    def _loss_count(self) -> int:
+        """Count the sums of losses that the host reads in a step: of all samples, of sources, and of an objective."""
+        return 1 + self.sources if self.objective is None else len(self.objective.totals)
+
     def _result(self, update: Update, target_tokens: int) -> StepResult:
         """Build the result of a step from what `_take_totals` returned."""
-        losses = update.totals[: 1 + self.sources]
+        losses = update.totals[: self._loss_count]
         routing = None
         if self.routing is not None:
-            routing = self.routing.finish_step(update.totals[1 + self.sources :], updated=not update.skipped)
+            routing = self.routing.finish_step(update.totals[self._loss_count :], updated=not update.skipped)
+        if self.objective is not None:
+            metrics = self.objective.metrics(losses, target_tokens)
+            return StepResult(
+                loss=losses[0] / target_tokens,
+                grad_norm=update.grad_norm,
+                skipped=update.skipped,
+                routing=routing,
+                objective=metrics,
+            )
         return StepResult(
             loss=losses[0] / target_tokens,
             grad_norm=update.grad_norm,

@@ -199,6 +199,12 @@ class DeepSpeedEngine(DeepSpeedBase, DataParallelEngine):
         return self.partition.loss_sum(logits, labels, by_sample=True)
 
     @override
+    def _token_losses(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        if self.partition is None:
+            return super()._token_losses(logits, labels)
+        return self.partition.token_losses(logits, labels)
+
+    @override
     def _sum_over_replicas(self, values: torch.Tensor) -> None:
         # Tensor-parallel ranks count the same samples.
         dist.all_reduce(values, group=None if self.partition is None else self.partition.groups.data)

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from toolkit.config.data_section import PREFERENCE_FORMATS
 from toolkit.config.job import Job
 from toolkit.config.recipe import Recipe
 from toolkit.engines.base import Engine
+from toolkit.engines.objectives.token_weights import TokenWeights
 from toolkit.errors import ModelError, RunError
 from toolkit.imports import no_garbage_collection
 from toolkit.model_init.build_model import build_model
@@ -43,11 +45,11 @@ def create_engine(
     match job.recipe.train.engine:
         case "deepspeed":
             assert ds_config is not None
-            return _deepspeed(job, device, ds_config, build)
+            return _with_objective(_deepspeed(job, device, ds_config, build), job)
         case "reference":
             from toolkit.engines.reference_engine import ReferenceEngine
 
-            return ReferenceEngine(job, build(), device)
+            return _with_objective(ReferenceEngine(job, build(), device), job)
         case "ddp" | "fsdp":
             from toolkit.engines.accelerate_engine import AccelerateEngine
 
@@ -55,7 +57,16 @@ def create_engine(
             loss = _head_loss(job.recipe, model)
             engine = AccelerateEngine(job, model, device)
             engine.head_loss = loss
-            return engine
+            return _with_objective(engine, job)
+
+
+def _with_objective(engine: Engine, job: Job) -> Engine:
+    """Give an engine the weights of tokens, where the data is that of an objective."""
+    if job.recipe.data.format in PREFERENCE_FORMATS:
+        engine.objective = TokenWeights(job.recipe.train.objective, engine.device, engine.sequence_group)
+        if engine.head_loss is not None:
+            engine.head_loss.weigh = engine.objective.weigh
+    return engine
 
 
 def _deepspeed(

@@ -13,7 +13,7 @@ from typing_extensions import override
 from toolkit.data.samples.micro_batch import MicroBatch
 from toolkit.engines.base import DistributedEngine, Engine, StepResult
 from toolkit.engines.dropout import DropoutStream
-from toolkit.parallel.loss import IGNORE, sample_loss_sums, token_loss_sum
+from toolkit.parallel.loss import IGNORE, sample_loss_sums, token_loss_sum, token_losses
 from toolkit.parallel.packed_documents import documents_known
 
 
@@ -25,6 +25,8 @@ class FullForwardEngine(Engine):
     @override
     def evaluate(self, micro_batches: Iterable[MicroBatch]) -> float:
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)
+        if self.objective is not None:
+            self.objective.begin_step()
         self.model.eval()
         with torch.no_grad():
             for micro_batch in micro_batches:
@@ -32,23 +34,48 @@ class FullForwardEngine(Engine):
                 totals[0] += self._losses(self._run(batch), batch)[0]
                 totals[1] += (batch.labels != IGNORE).sum()
         self.model.train()
+        if self.objective is not None:
+            totals = self.objective.loss_and_count()
         self._sum_over_replicas(totals)
         return float(totals[0] / totals[1])
+
+    @override
+    def sequence_sums(self, micro_batches: Iterable[MicroBatch]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        assert self.objective is not None
+        self.model.eval()
+        with self.objective.collecting() as sums:
+            for micro_batch in micro_batches:
+                batch = self._local_micro_batch(micro_batch).to(self.device)
+                self._losses(self._run(batch), batch)
+        self.model.train()
+        is_first = self.partition is None or self.partition.groups.is_first_of_tensor
+        return sums if is_first and self.objective.is_first else []
+
+    @override
+    def _pass_forward(self, micro_batches: Sequence[MicroBatch]) -> None:
+        for micro_batch in micro_batches:
+            batch = self._local_micro_batch(micro_batch).to(self.device)
+            self._losses(self._training_run(batch), batch)
 
     @abstractmethod
     def _forward(self, batch: MicroBatch) -> Any:
         """Run the model and return its output: the loss, or logits [b, s, v]."""
 
     def _run(self, batch: MicroBatch) -> Any:
+        if self.objective is not None:
+            self.objective.start(batch.sequences)
         if self.head_loss is not None:
             self.head_loss.labels = batch.labels
         with documents_known(are_packed=bool(batch.is_packed)):
             return self._forward(batch)
 
     def _losses(self, output: Any, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sum of the token losses of one micro-batch; if samples have sources, also those of each, [b]."""
+        """Return the weighted sum of the token losses of one micro-batch; with sources also those of samples, [b]."""
         if self.head_loss is not None:
             return output.loss, self.head_loss.take_sample_losses()
+        if self.objective is not None:
+            each = self._token_losses(output.logits, batch.labels)
+            return (each * self.objective.weigh(each)).sum(), each.detach().sum(dim=1)
         loss_of = self._loss_sum if batch.sources is None else self._sample_losses
         losses = loss_of(output.logits, batch.labels)
         return losses.sum(), losses
@@ -64,6 +91,10 @@ class FullForwardEngine(Engine):
     def _sample_losses(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Sum the token losses of each sample, [b]."""
         return sample_loss_sums(logits, labels)
+
+    def _token_losses(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Return the loss of each token, [b, s]."""
+        return token_losses(logits, labels)
 
     def _training_loss(self, batch: MicroBatch, source_losses: torch.Tensor) -> torch.Tensor:
         """Run the forward pass; return the sum of the token losses, and add those of each source to `source_losses`."""
@@ -116,7 +147,7 @@ class DataParallelEngine(FullForwardEngine, DistributedEngine):
         # The engine averages over dp ranks and we sum over micro-batches: this factor turns both into
         # sum of token losses / target tokens of the global batch.
         scale = self.dp / target_tokens
-        step_batches = self._begin_routing(micro_batches)
+        step_batches = self._begin_step(micro_batches)
         with casts_kept() if self.keeps_casts else nullcontext():
             for i, micro_batch in enumerate(step_batches):
                 batch = self._local_micro_batch(micro_batch).to(self.device)
@@ -127,6 +158,8 @@ class DataParallelEngine(FullForwardEngine, DistributedEngine):
                     self._backward(objective * (scale * nan_unless_finite(objective)))
                 loss_sums[:1] += micro_loss.detach()
         self.report_phase("update")
+        if self.objective is not None:
+            loss_sums = self.objective.local_totals()
         totals = loss_sums.clone()
         self._sum_over_replicas(totals)
         return self._finish_step(totals, loss_sums[:1], target_tokens=target_tokens, learning_rate=learning_rate)

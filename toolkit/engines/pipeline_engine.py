@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from toolkit.config.job import Job
-from toolkit.data.samples.micro_batch import MicroBatch
+from toolkit.data.samples.micro_batch import MicroBatch, Sequences
 from toolkit.engines import deepspeed_patches
 from toolkit.engines.base import StepResult, Update, read_together
 from toolkit.engines.deepspeed_engine import DeepSpeedBase, model_dtype
@@ -64,6 +64,7 @@ class PipelineEngine(DeepSpeedBase):
         self._lengths: Iterator[torch.Tensor | None] = iter(())
         self._labels: Iterator[torch.Tensor] = iter(())
         self._packed: Iterator[bool | None] = iter(())
+        self._sequences: Iterator[Sequences | None] = iter(())
         partition.stage.register_forward_pre_hook(lambda *_: self._begin_forward())
         deepspeed.init_distributed()  # PipelineModule reads the ranks before `initialize` sets them
         with quiet_stdout(unless=job.recipe.log.level == "debug"):
@@ -81,11 +82,15 @@ class PipelineEngine(DeepSpeedBase):
         self._target_tokens = target_tokens
         self._scale = self.batch.dp * self.batch.accumulation / target_tokens
         self.engine.module.train()
-        self._run(StepWithoutUpdate, list(self._begin_routing(micro_batches)))
+        self._run(StepWithoutUpdate, list(self._begin_step(micro_batches)))
         self.report_phase("update")
         local = self._totals[0].clone()
         self._sum_over_ranks()
         losses = torch.cat([self._totals[:1], self._totals[2:]])
+        if self.objective is not None:
+            losses = self.objective.local_totals()
+            local = losses[0].clone()
+            self._sum_over_samples_of(losses)
         return self._finish_step(losses, local, target_tokens=target_tokens, learning_rate=learning_rate)
 
     @override
@@ -93,18 +98,41 @@ class PipelineEngine(DeepSpeedBase):
         self._run(schedule.InferenceSchedule, micro_batches)
 
     @override
+    def _pass_forward(self, micro_batches: Sequence[MicroBatch]) -> None:
+        self._run(schedule.InferenceSchedule, micro_batches)
+
+    @override
+    def sequence_sums(self, micro_batches: Iterable[MicroBatch]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        assert self.objective is not None
+        self.engine.module.eval()
+        with self.objective.collecting() as sums:
+            self._run(schedule.InferenceSchedule, list(micro_batches))
+        self.engine.module.train()
+        return sums if self.partition.groups.is_first_of_tensor else []
+
+    @override
     def _sum_over_samples(self, values: torch.Tensor) -> None:
         super()._sum_over_samples(values)
+        self._sum_over_samples_of(values)
+
+    def _sum_over_samples_of(self, values: torch.Tensor) -> None:
+        """Sum what last stages have counted, in place. Tensor-parallel ranks have counted the same."""
         if not self.partition.groups.is_first_of_tensor:
             values.zero_()
         dist.all_reduce(values)
 
     @override
     def evaluate(self, micro_batches: Iterable[MicroBatch]) -> float:
+        if self.objective is not None:
+            self.objective.begin_step()
         self.engine.module.eval()
         with torch.no_grad():
             self._run(schedule.InferenceSchedule, list(micro_batches))
         self.engine.module.train()
+        if self.objective is not None:
+            totals = self.objective.loss_and_count()
+            self._sum_over_samples_of(totals)
+            return float(totals[0] / totals[1])
         self._sum_over_ranks()
         return float(self._totals[0] / self._totals[1])
 
@@ -122,6 +150,7 @@ class PipelineEngine(DeepSpeedBase):
         self._lengths = iter([micro_batch.lengths for micro_batch in micro_batches])
         self._labels = iter([micro_batch.labels for micro_batch in micro_batches])
         self._packed = iter([micro_batch.is_packed for micro_batch in micro_batches])
+        self._sequences = iter([micro_batch.sequences for micro_batch in micro_batches])
         engine.set_dataiterator(_tensors(micro_batch, self.device) for micro_batch in micro_batches)
         engine.total_loss = None
         engine._compute_loss = True
@@ -146,6 +175,9 @@ class PipelineEngine(DeepSpeedBase):
         lengths = next(self._lengths)
         assert self.partition.stage is not None
         self.partition.stage.is_packed = bool(next(self._packed))
+        sequences = next(self._sequences)
+        if self.objective is not None and sequences is not None:
+            self.objective.start(sequences.map(lambda tensor: tensor.to(self.device, non_blocking=True)))
         if self.head_loss is not None:
             self.head_loss.labels = next(self._labels).to(self.device, non_blocking=True)
         if self.routing is not None and self.model.training:
@@ -159,6 +191,10 @@ class PipelineEngine(DeepSpeedBase):
         if self.head_loss is not None:
             loss = output
             losses = self.head_loss.take_sample_losses()
+        elif self.objective is not None:
+            each = self.partition.token_losses(output, labels)
+            loss = (each * self.objective.weigh(each)).sum()
+            losses = None
         elif sources is None:
             loss = self.partition.loss_sum(output, labels)
             losses = None

@@ -45,7 +45,7 @@ class ReferenceEngine(FullForwardEngine):
     ) -> StepResult:
         # The loss of all samples, then that of the samples of each source.
         loss_sums = torch.zeros(1 + self.sources, dtype=torch.float64, device=self.device)
-        for micro_batch in self._begin_routing(micro_batches):
+        for micro_batch in self._begin_step(micro_batches):
             batch = micro_batch.to(self.device)
             micro_loss = self._training_loss(batch, loss_sums[1:])
             objective = self._add_router_losses(micro_loss, target_tokens)
@@ -53,6 +53,8 @@ class ReferenceEngine(FullForwardEngine):
             (objective / target_tokens).backward()  # type: ignore[no-untyped-call]
             loss_sums[:1] += micro_loss.detach()
         self.report_phase("update")
+        if self.objective is not None:
+            loss_sums = self.objective.local_totals()
 
         fill_missing_gradients(self.model.parameters())
         self._set_learning_rate(learning_rate)

@@ -10,6 +10,7 @@ from typing import Any
 
 import deepspeed
 import torch
+import torch.distributed as dist
 from transformers import PreTrainedModel
 from typing_extensions import override
 
@@ -50,6 +51,7 @@ class UlyssesEngine(DeepSpeedEngine):
         self._mask.start(micro_batch.position_ids)
         samples, length = micro_batch.input_ids.shape
         local = local_slice(length, self.sequence_rank, self.size)
+        sequences = micro_batch.sequences
         positions = micro_batch.position_ids
         if positions is None:  # of the full sequence
             positions = torch.arange(length).expand(samples, -1)
@@ -60,7 +62,16 @@ class UlyssesEngine(DeepSpeedEngine):
             position_ids=positions[:, local].contiguous(),
             is_packed=False,  # the mask of the whole sequence is made in the attention, and the model's own is dropped
             dropout_seed=derive_seed("slice", micro_batch.dropout_seed, self.sequence_rank),
+            sequences=None
+            if sequences is None
+            else replace(sequences, numbers=sequences.numbers[:, local].contiguous()),
         )
+
+    @property
+    @override
+    def sequence_group(self) -> dist.ProcessGroup:
+        group: dist.ProcessGroup = self._unit.get_sequence_parallel_group()
+        return group
 
     @override
     def _parallel_unit(self) -> Any:

@@ -19,13 +19,17 @@ from toolkit.parallel.adapter_names import holds_adapters
 from toolkit.parallel.experts.sharding import ExpertSharder
 from toolkit.parallel.gather import Names
 from toolkit.parallel.groups import ParallelGroups
-from toolkit.parallel.loss import IGNORE, sample_loss_sums, token_loss_sum
+from toolkit.parallel.loss import IGNORE, sample_loss_sums, token_loss_sum, token_losses
 from toolkit.parallel.model_structure import ModelStructure, analyze_model, list_layers
 from toolkit.parallel.pipeline.balance import count_costs
 from toolkit.parallel.pipeline.stage import PipelineStage
 from toolkit.parallel.shard import is_counted
 from toolkit.parallel.tensor.parallelize import TensorParallelizer, mark_replicated
-from toolkit.parallel.tensor.vocabulary import VocabularyShard, vocab_parallel_token_loss_sum
+from toolkit.parallel.tensor.vocabulary import (
+    VocabularyShard,
+    vocab_parallel_token_loss_sum,
+    vocab_parallel_token_losses,
+)
 
 
 class ModelPartition:
@@ -173,6 +177,15 @@ class ModelPartition:
         group = self.groups.tensor
         shard = VocabularyShard.of(self.vocabulary, group)
         return vocab_parallel_token_loss_sum(logits, labels, shard, group, ignore=IGNORE, by_sample=by_sample)
+
+    def token_losses(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Return the loss of each token, [b, s], given this rank's logits [b, s, v/tp], the same on every
+        tensor-parallel rank."""
+        if self._parallelizer is None:
+            return token_losses(logits, labels)
+        group = self.groups.tensor
+        shard = VocabularyShard.of(self.vocabulary, group)
+        return vocab_parallel_token_losses(logits, labels, shard, group, ignore=IGNORE)
 
     def counts(self, parameter: nn.Parameter) -> bool:
         """Whether this rank counts `parameter` in sums over all parameters: exactly one rank does."""

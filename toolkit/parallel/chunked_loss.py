@@ -5,12 +5,16 @@ of the hidden states and of the head's weight. The backward pass only scales the
 factor. So each product with the vocabulary is computed once, as with full logits (the idea is that of Liger's fused
 linear cross-entropy). Without gradients nothing is kept.
 
+With `weigh`, a token has a weight that depends on the losses of all tokens. Then the losses of all chunks are computed
+first, and their logits a second time for the gradients.
+
 Dims: b samples, s positions, n = b*s, c tokens of a chunk, h hidden, v vocabulary (rows of this rank).
 """
 
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -31,6 +35,8 @@ class LossInHead:
 
     labels: torch.Tensor | None = None
     """[b, s], already shifted, of the next forward pass: its output has `loss`, a sum, and no logits."""
+    weigh: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """Returns the weights of tokens [b, s] for their losses [b, s], without gradients; None: all weigh the same."""
     chunk_tokens: Callable[[int, int], int] = staticmethod(chunk_tokens)
     _sample_losses: torch.Tensor | None = None
 
@@ -80,7 +86,8 @@ class LossInHead:
             chunk=self.chunk_tokens(flat.shape[0], rows),
             dtype=torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.weight.dtype,
             makes_gradients=torch.is_grad_enabled(),
-            is_liger=self._is_liger and group is None and self._scale == 1.0,
+            is_liger=self._is_liger and group is None and self._scale == 1.0 and self.weigh is None,
+            weigh=None if self.weigh is None else partial(_flat_weights, self.weigh, labels.shape),
         )
         with torch.autocast(kind, enabled=False):
             loss, losses = _ChunkedLoss.apply(flat, head.weight, head.bias, labels.flatten(), how)
@@ -141,10 +148,12 @@ class _How:
     """Dtype of the head's products."""
     makes_gradients: bool
     is_liger: bool
+    weigh: Callable[[torch.Tensor], torch.Tensor] | None
+    """Weights of all tokens [n] for their losses [n]."""
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """(hidden [n, h], weight [v, h], bias [v] or None, targets [n]) -> (sum of the token losses, token losses [n])."""
+    """(hidden [n, h], weight [v, h], bias [v] or None, targets [n]) -> (weighted sum of token losses, losses [n])."""
 
     @staticmethod
     def forward(
@@ -171,13 +180,21 @@ class _ChunkedLoss(torch.autograd.Function):
         of_weight = torch.zeros(w.shape, dtype=exact, device=w.device) if wanted[1] and several else None
         of_bias = torch.zeros(w.shape[0], dtype=exact, device=w.device) if wanted[2] else None
         losses = torch.empty(x.shape[0], dtype=exact, device=x.device)
+        weights = None
+        if how.weigh is not None:
+            for start in range(0, x.shape[0], how.chunk):
+                part = slice(start, start + how.chunk)
+                losses[part], _ = _losses_and_slopes(_logits(x[part], w, b, exact), targets[part], how, None, False)
+            weights = how.weigh(losses)
+            if not any(wanted):
+                ctx.mark_non_differentiable(losses)
+                return (losses * weights).sum(), losses
         for start in range(0, x.shape[0], how.chunk):
             part = slice(start, start + how.chunk)
             chunk = x[part]
-            products = chunk @ w.t() if b is None else torch.addmm(b, chunk, w.t())  # [c, h] -> [c, v]
-            logits = products.to(exact)
-            del products  # before the slopes are made, if it is not the same
-            losses[part], slopes = _losses_and_slopes(logits, targets[part], how, any(wanted))
+            logits = _logits(chunk, w, b, exact)
+            weight_part = None if weights is None else weights[part]
+            losses[part], slopes = _losses_and_slopes(logits, targets[part], how, weight_part, any(wanted))
             del logits
             if of_bias is not None and slopes is not None:
                 of_bias += slopes.sum(dim=0, dtype=exact)
@@ -191,7 +208,7 @@ class _ChunkedLoss(torch.autograd.Function):
         ctx.mark_non_differentiable(losses)
         # Not saved by autograd, which would hold them while they become gradients: then those are copied.
         ctx.gradients = [of_hidden, of_weight, of_bias]
-        return losses.sum(), losses
+        return (losses if weights is None else losses * weights).sum(), losses
 
     @staticmethod
     def backward(ctx: Any, *factors: torch.Tensor) -> Any:
@@ -229,10 +246,26 @@ def _by_liger(
     return losses, [each if is_wanted else None for each, is_wanted in zip(gradients, wanted, strict=True)]
 
 
+def _flat_weights(
+    weigh: Callable[[torch.Tensor], torch.Tensor], shape: torch.Size, losses: torch.Tensor
+) -> torch.Tensor:
+    """Return the weights [n] that `weigh` has for losses [n] of a micro-batch of this shape [b, s]."""
+    return weigh(losses.view(shape)).flatten()
+
+
+def _logits(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, exact: torch.dtype) -> torch.Tensor:
+    """The products of a chunk [c, h] with the vocabulary, in the dtype of the losses, [c, v]; the caller's own."""
+    products = x @ w.t() if b is None else torch.addmm(b, x, w.t())  # [c, h] -> [c, v]
+    return products.to(exact)  # what it is converted from ends here, before the slopes are made
+
+
 def _losses_and_slopes(
-    logits: torch.Tensor, targets: torch.Tensor, how: _How, wants_slopes: bool
+    logits: torch.Tensor, targets: torch.Tensor, how: _How, weights: torch.Tensor | None, wants_slopes: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The losses of a chunk's tokens [c], and their gradients by the products [c, v]. Overwrites `logits`, these."""
+    """The losses of a chunk's tokens [c], and the gradients of their weighted sum by the products [c, v].
+
+    Overwrites `logits`, these products. `weights` [c]; None: all are 1.
+    """
     shard = how.shard
     slope = None
     if how.cap is not None:
@@ -259,6 +292,8 @@ def _losses_and_slopes(
     if not wants_slopes:
         return losses, None
     factor = how.scale * counts.to(logits.dtype)
+    if weights is not None:
+        factor = factor * weights
     logits.mul_((factor / normalizer).unsqueeze(-1))
     logits[torch.arange(len(targets), device=targets.device), columns] -= factor * here
     if slope is not None:

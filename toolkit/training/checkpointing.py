@@ -145,6 +145,8 @@ class Checkpointer:
                 buffer.copy_(saved.tensor(MODEL, name).clone())
         engine.states.updates = state.updates
         engine.load_loss_scale(state.loss_scale)
+        if engine.objective is not None:
+            engine.objective.load_state(state.objective)
 
     @cached_property
     def _tensors(self) -> ShardedTensorSource:
@@ -188,4 +190,5 @@ class Checkpointer:
             contents=self.corpus.contents,
             versions=self._versions,
             recipe=recipe.model_dump(mode="json"),
+            objective={} if self.engine.objective is None else self.engine.objective.state(),
         )

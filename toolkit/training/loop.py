@@ -26,6 +26,7 @@ from toolkit.training.callback import Action, Callback, Rollback
 from toolkit.training.checkpointing import Checkpointer
 from toolkit.training.metrics import peak_memory_bytes
 from toolkit.training.progress import ProgressLine, Stopwatch
+from toolkit.training.reference_model import compute_reference
 from toolkit.training.resume import Resumed
 from toolkit.training.run_directory import RunDirectory
 
@@ -82,6 +83,7 @@ class TrainingRun:
         Raises PreemptedError after a requested stop, and NonFiniteError where the loss or a gradient is not finite and
         no callback handles it.
         """
+        compute_reference(self)
         if self.resumed is not None:
             self._load(self.resumed)
         self.engine.before_update = partial(self._notify, "on_before_update")
@@ -181,7 +183,7 @@ class TrainingRun:
         try:
             result = self.engine.train_step(
                 self.fingerprints.watch(micro_batches),
-                target_tokens=tokens,
+                target_tokens=self.loader.loss_terms(self.step + self.skipped_batches),
                 learning_rate=self.learning_rate(self.step),
             )
         except NonFiniteError as error:
@@ -225,6 +227,7 @@ class TrainingRun:
             **self._evaluate(),
             **_by_source(result, source_tokens),
             **_of_experts(result.routing),
+            objective=result.objective,
             batch=digest,
         )
         self.history.append(metrics)

@@ -99,6 +99,7 @@ class ProgressLine:
         details = {
             "loss": f"loss {metrics.loss:.4f}",
             "held-out": f"held-out {self._eval_loss:.4f}" if self._eval_loss is not None else "",
+            "margin": _objective(metrics.objective),
             "lr": f"lr {metrics.lr:.2e}",
             "norm": norm,
             "speed": f"{format_count(rate)} tok/s",
@@ -108,10 +109,18 @@ class ProgressLine:
         return {name: text for name, text in details.items() if text}
 
 
+def _objective(metrics: dict[str, float] | None) -> str:
+    """The margin of rewards, and the share of pairs that have it on the right side."""
+    known = metrics or {}
+    margin = f"margin {known['rewards/margins']:.4f}" if "rewards/margins" in known else ""
+    accuracy = f"accuracy {known['rewards/accuracies']:.0%}" if "rewards/accuracies" in known else ""
+    return "  ".join(text for text in (margin, accuracy) if text)
+
+
 def _fitting(details: dict[str, str], width: int) -> list[str]:
     """The details that fit on one line of a narrow terminal: the least interesting ones are left out first."""
     shown = dict(details)
-    for name in ("lr", "held-out", "norm", "mfu", "eta", "speed"):
+    for name in ("lr", "held-out", "norm", "mfu", "eta", "speed", "margin"):
         if len("  ".join(shown.values())) > width:
             shown.pop(name, None)
     return list(shown.values())

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import numpy as np
@@ -227,8 +227,24 @@ class MicroBatchLoader:
                 yield MicroBatch(input_ids=_EMPTY, labels=_EMPTY, is_packed=is_packed)
                 continue
             micro_batch = self.validation[name].batch(0, places)
-            micro_batch.labels[torch.from_numpy(positions >= count)] = IGNORE
-            yield micro_batch
+            share = 0.0
+            if isinstance(samples := self.validation[name], PreferenceSamples):
+                share = samples.chosen_token_share(0, chosen)
+            yield _without_repeats(micro_batch, torch.from_numpy(positions >= count), share)
+
+    def ordered_batches(self, samples: PreferenceSamples, first: int, end: int) -> Iterator[MicroBatch]:
+        """This rank's share of the rows [first, end) of samples that are in the order of their text.
+
+        Every rank yields the same number of batches; rows that only fill the last ones are not counted.
+        """
+        size = self.batch.micro_batch_size
+        for start in range(first, end, size * self.batch.dp):
+            positions = start + self.data_rank * size + np.arange(size)
+            places = np.minimum(positions, end - 1)
+            if not self.reads:
+                yield MicroBatch(input_ids=_EMPTY, labels=_EMPTY, is_packed=samples.is_packed(0, places))
+                continue
+            yield _without_repeats(samples.batch(0, places), torch.from_numpy(positions >= end), 0.0)
 
     def first_batch(self) -> Iterator[MicroBatch]:
         """Yield every sample of the first global batch by itself, on any rank."""
@@ -247,3 +263,14 @@ class MicroBatchLoader:
     def _positions(self, accumulation_step: int) -> range:
         start = self.batch.block_start(accumulation_step=accumulation_step, data_rank=self.data_rank)
         return range(start, start + self.batch.micro_batch_size)
+
+
+def _without_repeats(micro_batch: MicroBatch, repeats: torch.Tensor, chosen_token_share: float) -> MicroBatch:
+    """Ignore the samples that only fill a micro-batch, `repeats` bool [b]: their labels, pairs and completions."""
+    micro_batch.labels[repeats] = IGNORE
+    sequences = micro_batch.sequences
+    if sequences is None:
+        return micro_batch
+    counted = ~repeats[sequences.rows]
+    changed = replace(sequences, is_counted=counted, chosen_token_share=chosen_token_share)
+    return replace(micro_batch, sequences=changed)

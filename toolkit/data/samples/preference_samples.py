@@ -8,8 +8,10 @@ With `has_mismatched` (KTO) a completion comes with a second sequence: its promp
 before it in the text. It is that of TRL, whose batches shift completions by one, but the same in every batch.
 """
 
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from threading import Lock
 from typing import Any, Literal
 
 import numpy as np
@@ -50,6 +52,21 @@ class PreferenceSamples(DocumentSamples):
     def piece_count(self) -> int:
         """Number of pairs or completions that are read."""
         return len(self._begins)
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """Say what decides the pieces and, in the order of the text, the rows that they are in."""
+        return self.seq_len, self._overlong, self._has_mismatched, self._document_masking
+
+    def in_order(self) -> "PreferenceSamples":
+        """Return the same pieces in the order of the text, once."""
+        ordered = copy.copy(self)
+        ordered._shuffled = False
+        ordered._lock = Lock()
+        ordered._epochs = {}
+        ordered._first_rows = [0]
+        ordered._count = ordered._epoch(0).end
+        return ordered
 
     @override
     def _choose_pieces(self, offsets: NDArray[np.int64]) -> None:

@@ -8,18 +8,16 @@ summed first, without gradients. Engines don't know which objective it is.
 Dims: b samples, s positions (of this rank), n pairs or completions of the micro-batch.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from toolkit.config.objective_section import UNPAIRED, ObjectiveSection
-from toolkit.data.samples.micro_batch import MicroBatch, Sequences
+from toolkit.data.samples.micro_batch import Sequences
 from toolkit.engines.objectives.formulas import FORMULAS, ObjectiveValue, SequenceSums
 
-SumInPlace = Callable[[torch.Tensor], Any]
-"""Sums a tensor over ranks, in place."""
 _PAIR_METRICS = (
     "rewards/chosen",
     "rewards/rejected",
@@ -29,8 +27,10 @@ _PAIR_METRICS = (
     "logps/rejected",
 )
 _LABEL_METRICS = ("rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected")
-_TOTALS = 7
-"""Numbers that a step adds up for its metrics: six sums, and the desirable completions."""
+_DESIRABLE = 7
+_COUNTED = 8
+_TOTALS = 9
+"""Numbers that a step adds up: the loss, six sums of metrics, the desirable completions, and all that are counted."""
 
 
 class TokenWeights:
@@ -42,15 +42,17 @@ class TokenWeights:
     totals: torch.Tensor
     """Sums of the step on this rank, fp64: the loss, then those of the metrics."""
 
-    def __init__(self, section: ObjectiveSection, device: torch.device, sum_over_sequence: SumInPlace | None) -> None:
-        """`sum_over_sequence` sums over the ranks that share each sequence; None where a rank has whole ones."""
+    def __init__(self, section: ObjectiveSection, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+        """`group`: the ranks that share each sequence; None where a rank has whole ones."""
         self._section = section
         self._formula = FORMULAS[section.name]
         self._device = device
-        self._sum_over_sequence = sum_over_sequence
+        self._group = group
+        self.is_first = group is None or dist.get_rank(group) == 0
+        """Whether this rank counts what all ranks of `group` know."""
         self._sequences: Sequences | None = None
         self._mode = "train"
-        self.totals = torch.zeros(1 + _TOTALS, dtype=torch.float64, device=device)
+        self.totals = torch.zeros(_TOTALS, dtype=torch.float64, device=device)
         self.mean = torch.zeros(2, dtype=torch.float64, device=device)
         """Sum and count of what the global batch is compared with, before and after the ranks have added theirs."""
         self._seen_rewards = torch.zeros(2, dtype=torch.float64, device=device)
@@ -68,9 +70,17 @@ class TokenWeights:
         """Forget the step before."""
         self.totals.zero_()
 
-    def start(self, batch: MicroBatch) -> None:
-        """Begin the forward pass of a micro-batch that is on the device."""
-        self._sequences = batch.sequences
+    def start(self, sequences: Sequences | None) -> None:
+        """Begin the forward pass of a micro-batch with these sequences, which are on the device."""
+        self._sequences = sequences
+
+    def local_totals(self) -> torch.Tensor:
+        """Return this rank's share of `totals`, a copy: zeros where another rank counts the same sequences."""
+        return self.totals * float(self.is_first)
+
+    def loss_and_count(self) -> torch.Tensor:
+        """Return the summed loss, and the number of pairs or completions that it is of, fp64 [2], as `local_totals`."""
+        return self.local_totals()[[0, _COUNTED]]
 
     def weigh(self, losses: torch.Tensor) -> torch.Tensor:
         """Return the weight of each token in the loss, [b, s], for the losses of the tokens of a micro-batch [b, s]."""
@@ -80,8 +90,8 @@ class TokenWeights:
         numbers = sequences.numbers.flatten()
         sums = torch.zeros(2 * pieces + 1, dtype=torch.float64, device=losses.device)
         sums.index_add_(0, numbers, -losses.detach().flatten().double())
-        if self._sum_over_sequence is not None:
-            self._sum_over_sequence(sums)
+        if self._group is not None:
+            dist.all_reduce(sums, group=self._group)
         policy = sums[:-1].view(pieces, 2)
         if self._mode == "collect":
             self.sums.append((sequences.pieces[sequences.is_counted], policy[sequences.is_counted]))
@@ -109,13 +119,14 @@ class TokenWeights:
     def _add_totals(self, value: ObjectiveValue, sequences: Sequences) -> None:
         counted = sequences.is_counted.double()
         self.totals[0] += (value.loss * counted).sum()
+        self.totals[_COUNTED] += counted.sum()
         rewards = value.rewards
         logps = value.logps
         if self._section.name in UNPAIRED:
             desirable = counted * sequences.is_desirable
             other = counted - desirable
             columns = [rewards[:, 0] * desirable, rewards[:, 0] * other, logps[:, 0] * desirable, logps[:, 0] * other]
-            self.totals[7] += desirable.sum()
+            self.totals[_DESIRABLE] += desirable.sum()
         else:
             margins = rewards[:, 0] - rewards[:, 1]
             columns = [rewards[:, 0], rewards[:, 1], margins, (margins > 0).double(), logps[:, 0], logps[:, 1]]
@@ -128,10 +139,10 @@ class TokenWeights:
 
         Rewards are in nats. Of unpaired data a metric is left out where the step has no such completion.
         """
-        sums = list(totals[1:])
+        sums = totals[1:_DESIRABLE]
         if self._section.name not in UNPAIRED:
             return {name: value / count for name, value in zip(_PAIR_METRICS, sums, strict=False)}
-        desirable = sums[6]
+        desirable = totals[_DESIRABLE]
         counts = (desirable, count - desirable, desirable, count - desirable)
         found = zip(_LABEL_METRICS, sums, counts, strict=False)
         metrics = {name: value / number for name, value, number in found if number}
@@ -188,7 +199,7 @@ class TokenWeights:
         total, count = self._seen_rewards.tolist()
         return {"reward_sum": total, "reward_count": count}
 
-    def load_state(self, state: dict[str, float]) -> None:
+    def load_state(self, state: Mapping[str, float]) -> None:
         """Set what `state` returned."""
         self._seen_rewards[0] = state.get("reward_sum", 0.0)
         self._seen_rewards[1] = state.get("reward_count", 0.0)

@@ -131,10 +131,18 @@ def vocab_parallel_token_loss_sum(
 
     logits [b, s, V/t] of this rank in any floating dtype; labels [b, s] of the full vocabulary, or `ignore`.
     """
-    flat = logits.flatten(0, -2)
-    targets = labels.flatten()
-    loss: torch.Tensor = _TokenLossSum.apply(flat, targets, shard, group, ignore, not by_sample)
-    return loss.view(labels.shape).sum(dim=1) if by_sample else loss
+    if by_sample:
+        return vocab_parallel_token_losses(logits, labels, shard, group, ignore=ignore).sum(dim=1)
+    loss: torch.Tensor = _TokenLossSum.apply(logits.flatten(0, -2), labels.flatten(), shard, group, ignore, True)
+    return loss
+
+
+def vocab_parallel_token_losses(
+    logits: torch.Tensor, labels: torch.Tensor, shard: VocabularyShard, group: Group, *, ignore: int = -100
+) -> torch.Tensor:
+    """Return the loss of each token, [b, s]; arguments and ranks as of `vocab_parallel_token_loss_sum`."""
+    losses: torch.Tensor = _TokenLossSum.apply(logits.flatten(0, -2), labels.flatten(), shard, group, ignore, False)
+    return losses.view(labels.shape)
 
 
 class _TokenLossSum(torch.autograd.Function):

@@ -16,7 +16,9 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from toolkit.checkpoint.save_plan import plan_files
+from toolkit.config.data_section import PREFERENCE_FORMATS
 from toolkit.config.job import Job
+from toolkit.config.objective_section import ObjectiveSection
 from toolkit.config.stage_balance import CPU_FLOPS_PER_BYTE, GPU_FLOPS_PER_BYTE
 from toolkit.dsconfig import build
 from toolkit.errors import ToolkitError
@@ -146,9 +148,11 @@ def rehearsed_job(job: Job) -> Job:
         {
             "model": {"name_or_path": name, "init": "random", "kernels": "torch"},
             "batch": {"global_batch_size": samples},
-            "train": {"compile": False},
+            "train": {"compile": False, "objective": ObjectiveSection()},
         }
     )
+    if recipe.data.format in PREFERENCE_FORMATS:
+        changed = changed.changed({"data": {"format": "chat"}})  # as the token loss of packed documents
     return replace(job, recipe=changed, batch=replace(job.batch, global_batch_size=samples))
 
 

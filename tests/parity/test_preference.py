@@ -1,0 +1,134 @@
+"""Preference objectives train what one plain process trains, whatever the layout."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_chats import write_tokenizer
+from small_preferences import make_completions, make_pairs, write_rows
+
+from toolkit.config.recipe import Recipe
+from toolkit.parity import ParityResult
+from toolkit.parity.run.train_in_memory import train_in_memory
+
+Ranks = Callable[..., list[Any]]
+LARGEST_DIFFERENCE = 1e-6
+"""Of a loss, over the loss of one process."""
+STEPS = 8
+MODEL = {
+    "name_or_path": "llama-tiny",
+    "overrides": {
+        "hidden_size": 64,
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 96,
+        "vocab_size": 321,
+        "max_position_embeddings": 256,
+        # Otherwise answers are about as probable as each other, and their difference is mostly rounding.
+        "initializer_range": 0.1,
+    },
+}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "z0": {"dp": 2, "zero_stage": 0},
+    "z1": {"dp": 2, "zero_stage": 1},
+    "z2": {"dp": 2, "zero_stage": 2},
+    "z3": {"dp": 2, "zero_stage": 3},
+    "tp2": {"tp": 2, "zero_stage": 1},
+    "tp2-sp": {"tp": 2, "zero_stage": 1, "sequence_parallel": True},
+    "pp2": {"pp": 2, "zero_stage": 1},
+    "tp2-pp2-dp2": {"tp": 2, "pp": 2, "dp": 2, "zero_stage": 1},
+    "u2": {"ulysses": 2, "zero_stage": 1},
+}
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    "dpo": {"label_smoothing": 0.1},
+    "kto": {"desirable_weight": 1.3},
+    "orpo": {},
+    "simpo": {"beta": 2.0},
+    "ipo": {},
+    "hinge": {},
+    "robust": {"label_smoothing": 0.2},
+    "cpo": {},
+    "bco": {},
+    "sft": {},
+}
+DAILY = (("dpo", "z3"), ("kto", "pp2"), ("orpo", "u2"), ("simpo", "tp2-sp"))
+"""Cells of every day; the others are of the whole matrix."""
+CELLS = [
+    pytest.param(objective, layout, marks=() if (objective, layout) in DAILY else pytest.mark.whole)
+    for objective in ("dpo", "kto", "orpo", "simpo")
+    for layout in LAYOUTS
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rows of both formats, and a tokenizer."""
+    folder = tmp_path_factory.mktemp("preferences")
+    write_rows(folder / "pairs.jsonl", make_pairs())
+    write_rows(folder / "completions.jsonl", make_completions())
+    write_tokenizer(folder / "tokenizer")
+    return folder
+
+
+@pytest.fixture
+def preferences(make_recipe: Callable[..., Recipe], folder: Path, tmp_path: Path) -> Callable[..., Recipe]:
+    """A small recipe of an objective. Each has a cache of its own: another layout may not read its reference."""
+    made = iter(range(100))
+
+    def make(objective: str, **changes: Any) -> Recipe:
+        is_unpaired = objective in ("kto", "bco")
+        data = {
+            "source": str(folder / ("completions.jsonl" if is_unpaired else "pairs.jsonl")),
+            "tokenizer": str(folder / "tokenizer"),
+            "format": "unpaired" if is_unpaired else "preference",
+            "seq_len": 256,
+            "workers": 1,
+            "cache_dir": str(tmp_path / f"cache{next(made)}"),
+            "eval_fraction": 0.0,
+        }
+        fields = {
+            "model": MODEL,
+            "data": data,
+            "train__steps": STEPS,
+            "train__objective": {"name": objective, **OBJECTIVES[objective]},
+            "batch": {"global_batch_size": 8, "micro_batch_size": 2},
+            # At 1e-3 AdamW amplifies rounding beyond the bound (matrix.py).
+            "optimizer": {"name": "adamw", "lr": 3e-4, "weight_decay": 0.1},
+            "schedule": {"name": "constant"},
+        }
+        return make_recipe(**{**fields, **changes})
+
+    return make
+
+
+def check_equal(
+    preferences: Callable[..., Recipe], ranks: Ranks, objective: str, section: dict[str, Any], **changes: Any
+) -> ParityResult:
+    size = math.prod(section.get(axis, 1) for axis in ("dp", "tp", "pp", "ulysses"))
+    baseline = ranks(train_in_memory, 1, preferences(objective, train__engine="reference"))[0]
+    run = ranks(train_in_memory, size, preferences(objective, parallel=section, **changes), timeout_seconds=300)[0]
+    result = ParityResult.of(run, baseline)
+    assert result.passed, str(result)
+    assert result.curves.max_loss_difference < LARGEST_DIFFERENCE
+    assert baseline.curve.losses[0] != baseline.curve.losses[-1]
+    return result
+
+
+@pytest.mark.parametrize(("objective", "layout"), CELLS)
+def test_an_objective_trains_what_one_process_trains(
+    preferences: Callable[..., Recipe], ranks: Ranks, objective: str, layout: str
+) -> None:
+    check_equal(preferences, ranks, objective, LAYOUTS[layout])
+
+
+@pytest.mark.parametrize(
+    "objective",
+    ["dpo", *(pytest.param(name, marks=pytest.mark.whole) for name in OBJECTIVES if name != "dpo")],
+)
+def test_full_logits_give_the_same_as_chunks_of_them(
+    preferences: Callable[..., Recipe], ranks: Ranks, objective: str
+) -> None:
+    model = {**MODEL, "loss": "plain"}
+    check_equal(preferences, ranks, objective, LAYOUTS["tp2"], model=model)

@@ -1,0 +1,157 @@
+"""One process trains what Hugging Face's model trains with TRL's losses, autograd and a loop written by hand.
+
+The loop reads each sequence by itself, without packing, masks or chunks, and runs the reference model in every step.
+Only which pairs are in a step comes from the toolkit.
+"""
+
+import copy
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from plain_fine_tuning import save_base
+from small_chats import write_tokenizer
+from small_preferences import make_completions, make_pairs, write_rows
+from trl_losses import trl_loss
+
+from toolkit.config.job import Job
+from toolkit.config.recipe import Recipe
+from toolkit.data.samples.loader import MicroBatchLoader
+from toolkit.data.samples.micro_batch import MicroBatch
+from toolkit.data.tokens.token_cache import prepare
+from toolkit.engines.objectives.formulas import SequenceSums
+from toolkit.parallel.loss import IGNORE
+from toolkit.parity.run.train_in_memory import train_in_memory
+
+LARGEST_DIFFERENCE = 1e-6
+STEPS = 4
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    "sft": {},
+    "dpo": {"label_smoothing": 0.1},
+    "robust": {"label_smoothing": 0.2},
+    "hinge": {},
+    "ipo": {},
+    "orpo": {},
+    "simpo": {"beta": 2.0, "nll_weight": 0.5},
+    "cpo": {},
+    "kto": {"desirable_weight": 1.3},
+    "bco": {},
+}
+
+
+def make(folder: Path, make_recipe: Callable[..., Recipe], objective: str, **changes: Any) -> Recipe:
+    is_unpaired = objective in ("kto", "bco")
+    rows = make_completions() if is_unpaired else make_pairs()
+    fields: dict[str, Any] = {
+        "model": {"name_or_path": str(save_base(folder / "base", "llama")), "init": "pretrained"},
+        "data": {
+            "source": str(write_rows(folder / "rows.jsonl", rows)),
+            "tokenizer": str(write_tokenizer(folder / "tokenizer")),
+            "format": "unpaired" if is_unpaired else "preference",
+            "seq_len": 256,
+            "workers": 1,
+            "cache_dir": str(folder / "cache"),
+            "eval_fraction": 0.0,
+        },
+        "train__steps": STEPS,
+        "train__engine": "reference",
+        "train__objective": {"name": objective, **OBJECTIVES[objective]},
+        "batch": {"global_batch_size": 4, "micro_batch_size": 2},
+        "optimizer": {"name": "adamw", "lr": 3e-4, "weight_decay": 0.1},
+        "schedule": {"name": "constant"},
+    }
+    return make_recipe(**{**fields, **changes})
+
+
+def sums_of(model: Any, batches: list[MicroBatch]) -> torch.Tensor:
+    """The log-probabilities of both sequences of every piece, [n, 2]; each sequence goes through the model alone."""
+    sums = []
+    for batch in batches:
+        assert batch.sequences is not None
+        for number in range(2 * len(batch.sequences.pieces)):
+            place = batch.sequences.numbers == number
+            ids = batch.input_ids[place]
+            labels = batch.labels[place]
+            if not len(ids):
+                sums.append(torch.zeros(()))
+                continue
+            logarithms = model(input_ids=ids.unsqueeze(0), use_cache=False).logits[0].float().log_softmax(dim=-1)
+            counts = labels != IGNORE
+            sums.append(logarithms[counts].gather(1, labels[counts].unsqueeze(1)).sum())
+    return torch.stack(sums).view(-1, 2).double()
+
+
+def train_plainly(recipe: Recipe) -> tuple[list[float], list[float], dict[str, np.ndarray]]:
+    """Train it; return losses, gradient norms and weights."""
+    from transformers import AutoModelForCausalLM
+
+    section = recipe.train.objective
+    model: Any = AutoModelForCausalLM.from_pretrained(recipe.model.name_or_path, attn_implementation="sdpa")
+    reference = copy.deepcopy(model).eval()
+    named = dict(model.named_parameters())
+    groups = [
+        {"params": [p for p in named.values() if p.ndim >= 2], "weight_decay": recipe.optimizer.weight_decay},
+        {"params": [p for p in named.values() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=recipe.optimizer.lr)
+    loader = MicroBatchLoader.open(Job.of(recipe, 1), prepare(recipe.data, progress=False), rank=0)
+    losses, norms = [], []
+    rewards_so_far: list[float] = []
+    with loader.prefetch(0) as ahead:
+        for step in range(recipe.train.steps):
+            batches = list(loader.micro_batches(step, ahead))
+            parts = [batch.sequences for batch in batches if batch.sequences is not None]
+            with torch.no_grad():
+                ratios = sums_of(reference, batches)
+            policy = sums_of(model, batches)
+            tokens = torch.cat([part.tokens for part in parts]).double()
+            shift = 0.0
+            if section.name == "kto":
+                shift = max(0.0, float((policy - ratios)[:, 1].mean()))
+            if section.name == "bco":
+                rewards_so_far += (section.beta * (policy - ratios)[:, 0]).tolist()
+                shift = sum(rewards_so_far) / len(rewards_so_far)
+            sums = SequenceSums(
+                policy=policy,
+                reference=ratios if section.needs_reference else torch.zeros_like(ratios),
+                tokens=tokens.clamp(min=1.0),
+                is_desirable=torch.cat([part.is_desirable for part in parts]),
+                chosen_token_share=len(tokens) / float(tokens[:, 0].sum()),
+                shift=shift,
+            )
+            loss = trl_loss(section, sums).mean()
+            loss.backward()
+            losses.append(float(loss))
+            norms.append(float(torch.nn.utils.clip_grad_norm_(named.values(), recipe.train.grad_clip or math.inf)))
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses, norms, {name: parameter.detach().numpy() for name, parameter in named.items()}
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_one_process_trains_what_a_loop_written_by_hand_does(
+    tmp_path: Path, make_recipe: Callable[..., Recipe], ranks: Callable[..., list[Any]], objective: str
+) -> None:
+    recipe = make(tmp_path, make_recipe, objective)
+    run = ranks(train_in_memory, 1, recipe)[0]
+    losses, norms, weights = train_plainly(recipe)
+    assert len(set(losses)) == STEPS
+    assert run.curve.losses == pytest.approx(losses, rel=LARGEST_DIFFERENCE)
+    assert run.curve.grad_norms == pytest.approx(norms, rel=LARGEST_DIFFERENCE)
+    for name, value in run.parameters.items():
+        difference = np.linalg.norm(np.asarray(value) - weights[name]) / np.linalg.norm(weights[name])
+        assert difference < LARGEST_DIFFERENCE, name
+
+
+def test_samples_with_several_pairs_train_what_samples_of_one_do(
+    tmp_path: Path, make_recipe: Callable[..., Recipe], ranks: Callable[..., list[Any]]
+) -> None:
+    recipe = make(tmp_path, make_recipe, "dpo", data__packing="padded")
+    losses, norms, _ = train_plainly(recipe)
+    run = ranks(train_in_memory, 1, recipe)[0]
+    assert run.curve.losses == pytest.approx(losses, rel=LARGEST_DIFFERENCE)
+    assert run.curve.grad_norms == pytest.approx(norms, rel=LARGEST_DIFFERENCE)

@@ -1,0 +1,191 @@
+"""Runs with a preference objective: what they print and write, their cached reference, and how they resume."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from interrupted_runs import SETTINGS, timeless
+from small_chats import write_tokenizer
+from small_preferences import make_completions, make_pairs, write_rows
+
+from toolkit.config.recipe import Recipe
+from toolkit.engines.full_forward import FullForwardEngine
+from toolkit.parity.run.train_in_memory import train_in_memory
+from toolkit.training import reference_model
+
+Train = Callable[..., str]
+LARGEST_DIFFERENCE = 1e-6
+REFERENCE = "reference log-probabilities"
+MODEL = {
+    "name_or_path": "llama-tiny",
+    "overrides": {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 2,
+        "intermediate_size": 96,
+        "vocab_size": 321,
+        "max_position_embeddings": 256,
+    },
+}
+
+
+@pytest.fixture
+def changes(tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """The changes of a small recipe with an objective."""
+    pairs = write_rows(tmp_path / "pairs.jsonl", make_pairs())
+    completions = write_rows(tmp_path / "completions.jsonl", make_completions())
+    tokenizer = write_tokenizer(tmp_path / "tokenizer")
+
+    def make(name: str = "dpo", **more: Any) -> dict[str, Any]:
+        is_unpaired = name in ("kto", "bco")
+        data = {
+            "source": str(completions if is_unpaired else pairs),
+            "tokenizer": str(tokenizer),
+            "format": "unpaired" if is_unpaired else "preference",
+            "seq_len": 256,
+            "workers": 1,
+            "cache_dir": str(tmp_path / "cache"),
+            "eval_fraction": 0.0,
+        }
+        fields = {
+            "model": MODEL,
+            "data": data,
+            "world_size": 2,
+            "batch": {"global_batch_size": 8, "micro_batch_size": 2},
+            "optimizer": {"name": "adamw", "lr": 3e-4},
+            "schedule": {"name": "constant_with_warmup"},
+            "train__objective": {"name": name},
+        }
+        return fields | more
+
+    return make
+
+
+def steps(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_shows_pairs_and_margins_and_writes_rewards(
+    train: Train, tmp_path: Path, changes: Callable[..., dict[str, Any]]
+) -> None:
+    shown = train("run_dir=run", **changes(parallel={"zero_stage": 2}, train__steps=12))
+    assert "120 pairs: " in shown
+    assert "longer than 256 tokens truncated" in shown
+    assert f"{REFERENCE}: 100%" in shown
+    assert "margin " in shown
+    assert "accuracy " in shown
+    first, *_, last = steps(tmp_path / "run")
+    assert set(first["objective"]) == {
+        "rewards/chosen",
+        "rewards/rejected",
+        "rewards/margins",
+        "rewards/accuracies",
+        "logps/chosen",
+        "logps/rejected",
+    }
+    assert first["loss"] == pytest.approx(math.log(2), rel=1e-6)
+    assert first["objective"]["rewards/margins"] == pytest.approx(0.0, abs=1e-6)
+    assert last["loss"] < first["loss"]
+    assert last["objective"]["rewards/margins"] > 0.01
+    rewards = last["objective"]
+    margin = rewards["rewards/chosen"] - rewards["rewards/rejected"]
+    assert rewards["rewards/margins"] == pytest.approx(margin, rel=1e-9)
+
+
+def test_a_second_run_reads_the_reference_in_another_layout(
+    train: Train, tmp_path: Path, changes: Callable[..., dict[str, Any]]
+) -> None:
+    train("run_dir=first", **changes(parallel={"zero_stage": 3}))
+    shown = train("run_dir=second", **changes(parallel={"tp": 2}))
+    assert REFERENCE not in shown
+    losses = [step["loss"] for step in steps(tmp_path / "first")]
+    assert [step["loss"] for step in steps(tmp_path / "second")] == pytest.approx(losses, rel=LARGEST_DIFFERENCE)
+
+
+def _train(recipe: Recipe, cut_off_after: int | None = None) -> tuple[tuple[float, ...], int]:
+    """Train with a reference pass that is written after each micro-batch; return the losses, and how many it took."""
+    reference_model._BATCHES_A_COMMIT = 1
+    compute = FullForwardEngine.sequence_sums
+    passes = 0
+
+    def counted(self: FullForwardEngine, micro_batches: Any) -> Any:
+        nonlocal passes
+        if passes == cut_off_after:
+            raise InterruptedError
+        passes += 1
+        return compute(self, micro_batches)
+
+    FullForwardEngine.sequence_sums = counted  # type: ignore[method-assign]
+    try:
+        return train_in_memory(recipe).curve.losses, passes
+    except InterruptedError:
+        return (), passes
+
+
+def test_a_reference_pass_that_was_cut_off_goes_on_where_it_was(
+    make_recipe: Callable[..., Recipe], ranks: Callable[..., list[Any]], changes: Callable[..., dict[str, Any]]
+) -> None:
+    fields = changes(train__engine="reference", train__steps=3)
+    del fields["world_size"]
+    recipe = make_recipe(**fields)
+    assert ranks(_train, 1, recipe, 3)[0] == ((), 3)
+    losses, passes = ranks(_train, 1, recipe)[0]
+    other = recipe.changed({"data": {"cache_dir": f"{recipe.data.cache_dir}-2"}})
+    whole, all_passes = ranks(_train, 1, other)[0]
+    assert losses == whole
+    assert passes == all_passes - 3 > 0
+
+
+def test_another_model_or_text_has_a_reference_of_its_own(
+    train: Train, tmp_path: Path, changes: Callable[..., dict[str, Any]]
+) -> None:
+    train("run_dir=first", **changes())
+    assert REFERENCE in train("run_dir=second", **changes(train__seed=2))
+    write_rows(tmp_path / "pairs.jsonl", make_pairs()[:-1])
+    assert REFERENCE in train("run_dir=third", **changes())
+    assert len(list((tmp_path / "cache").glob("reference-*.npz"))) == 3
+
+
+@pytest.mark.parametrize("name", ["dpo", "bco"])
+def test_a_run_resumes_in_another_layout_with_the_same_curve(
+    train: Train, tmp_path: Path, changes: Callable[..., dict[str, Any]], name: str
+) -> None:
+    train("run_dir=run", *SETTINGS, **changes(name, parallel={"zero_stage": 2}))
+    shown = train("run_dir=on", *SETTINGS, "--resume", "run/step-00000005", **changes(name, parallel={"pp": 2}))
+    assert REFERENCE not in shown
+    resumed, whole = timeless(tmp_path / "on"), timeless(tmp_path / "run")[5:]
+    assert [step["batch"] for step in resumed] == [step["batch"] for step in whole]
+    assert [step["loss"] for step in resumed] == pytest.approx([step["loss"] for step in whole], rel=LARGEST_DIFFERENCE)
+    measured = "delta" if name == "bco" else "rewards/margins"
+    values = [step["objective"][measured] for step in whole]
+    assert [step["objective"][measured] for step in resumed] == pytest.approx(values, rel=1e-4)
+
+
+def test_lora_is_compared_with_the_model_without_adapters(
+    train: Train, tmp_path: Path, changes: Callable[..., dict[str, Any]]
+) -> None:
+    model = {**MODEL, "lora": {"r": 4, "targets": ["all-linear"]}}
+    train("run_dir=run", *SETTINGS, **changes(model=model, optimizer={"name": "adamw", "lr": 3e-3}))
+    shown = train("run_dir=on", *SETTINGS, "--resume", "run/step-00000005", **changes(model=model))
+    assert REFERENCE not in shown
+    first, *_, last = steps(tmp_path / "run")
+    assert first["loss"] == pytest.approx(math.log(2), rel=1e-6)
+    assert last["objective"]["rewards/margins"] > 0.0
+
+
+def test_the_validation_loss_is_that_of_the_objective(
+    train: Train, tmp_path: Path, changes: Callable[..., dict[str, Any]]
+) -> None:
+    validation = [{"path": str(write_rows(tmp_path / "held_out.jsonl", make_pairs()[:30])), "name": "held"}]
+    fields = changes(train__eval_every=2, train__eval_samples=7)
+    fields["data"]["validation"] = validation
+    train("run_dir=dp", **fields, parallel={"zero_stage": 1})
+    train("run_dir=pp", **fields, parallel={"pp": 2})
+    losses = [step["eval_loss"] for step in steps(tmp_path / "dp") if "eval_loss" in step]
+    assert len(losses) == 2
+    assert all(0.3 < loss < math.log(2) for loss in losses)
+    others = [step["eval_loss"] for step in steps(tmp_path / "pp") if "eval_loss" in step]
+    assert others == pytest.approx(losses, rel=LARGEST_DIFFERENCE)
