@@ -48,7 +48,13 @@ def shrunken(recipe: Recipe, folder: Path) -> Recipe:
     """The copy of a recipe, with its corpus, tokenizer and weights in `folder`."""
     shape = find_name(recipe.model.name_or_path, tuned=True)
     small = shrink(recipe.changed({"model": {"name_or_path": shape, "init": "random"}}))
-    source = {"text": _write_texts, "chat": write_chats, "prompt_completion": _write_prompts}[recipe.data.format]
+    writers = {
+        "text": _write_texts,
+        "chat": write_chats,
+        "prompt_completion": _write_prompts,
+        "preference": _write_pairs,
+    }
+    source = writers[recipe.data.format]
     data = {
         "source": str(source(folder / "rows.jsonl")),
         "subset": None,
@@ -67,7 +73,9 @@ def shrunken(recipe: Recipe, folder: Path) -> Recipe:
         "workers": 1,
         "cache_dir": str(folder / "cache"),
     }
-    small = for_comparison(small, steps=STEPS, dropout=False).changed({"data": data})
+    small = for_comparison(small, steps=STEPS, dropout=False).changed(
+        {"data": data, "train": {"objective": recipe.train.objective}}
+    )
     if recipe.model.init == "pretrained":
         small = small.changed({"model": _saved(small, folder / "model")})
     return small.model_copy(update={"precision": "fp32"})
@@ -111,6 +119,16 @@ def _write_prompts(path: Path) -> Path:
         return " ".join(rng.choices(WORDS, k=rng.randint(1, most)))
 
     return _written(path, ({"prompt": words(20), "completion": words(6)} for _ in range(200)))
+
+
+def _write_pairs(path: Path) -> Path:
+    """Pairs of short texts: a copy's samples have few places."""
+    rng = random.Random(7)
+
+    def words(most: int) -> str:
+        return " ".join(rng.choices(WORDS, k=rng.randint(1, most)))
+
+    return _written(path, ({"prompt": words(4), "chosen": words(5), "rejected": words(5)} for _ in range(200)))
 
 
 def _written(path: Path, rows: Any) -> Path:

@@ -14,6 +14,7 @@ TASKS: Mapping[str, str] = {
     "continue": "continued pretraining of a model",
     "finetune": "full fine-tuning",
     "lora": "LoRA",
+    "dpo": "preference tuning by DPO",
     "long": "long context",
 }
 """The last word of a recipe's name, and what it means."""

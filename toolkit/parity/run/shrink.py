@@ -1,6 +1,7 @@
 """A recipe with a tiny model of the same family and little text: to compare strategies where the real one is slow."""
 
-from toolkit.config.data_section import DataSection
+from toolkit.config.data_section import PREFERENCE_FORMATS, DataSection
+from toolkit.config.objective_section import ObjectiveSection
 from toolkit.config.recipe import Recipe
 from toolkit.errors import RecipeError
 from toolkit.model_init.build_model import load_config
@@ -61,4 +62,7 @@ def shrink(recipe: Recipe) -> Recipe:
         "document_masking": recipe.data.masks_documents,
     }
     batch = {"global_batch_size": GLOBAL_SIZE, "micro_batch_size": min(4, recipe.batch.micro_batch_size or 4)}
-    return recipe.changed({"model": {"overrides": overrides}, "data": data, "batch": batch})
+    changes = {"model": {"overrides": overrides}, "data": data, "batch": batch}
+    if recipe.data.format in PREFERENCE_FORMATS:
+        changes["train"] = {"objective": ObjectiveSection()}  # a text has nothing that an objective compares
+    return recipe.changed(changes)
