@@ -155,3 +155,94 @@ def test_samples_with_several_pairs_train_what_samples_of_one_do(
     run = ranks(train_in_memory, 1, recipe)[0]
     assert run.curve.losses == pytest.approx(losses, rel=LARGEST_DIFFERENCE)
     assert run.curve.grad_norms == pytest.approx(norms, rel=LARGEST_DIFFERENCE)
+
+
+@pytest.mark.parametrize("objective", ["dpo", "ipo", "hinge", "robust"])
+def test_the_first_gradients_are_those_of_the_trainer_of_trl(
+    tmp_path: Path, make_recipe: Callable[..., Recipe], ranks: Callable[..., list[Any]], objective: str
+) -> None:
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import DPOConfig, DPOTrainer
+
+    section = {"name": objective, "label_smoothing": 0.2} if objective == "robust" else {"name": objective}
+    recipe = make(tmp_path, make_recipe, objective, train__objective=section, train__steps=1)
+    rows = [row for row in make_pairs() if "prompt" in row and isinstance(row["chosen"], str)][:8]
+    write_rows(tmp_path / "rows.jsonl", rows)
+    batch = {"global_batch_size": 8, "micro_batch_size": 2}
+    recipe = recipe.changed({"batch": batch, "data": {"packing": "padded"}})
+    run = ranks(train_in_memory, 1, recipe)[0]
+
+    tokenizer = AutoTokenizer.from_pretrained(recipe.data.tokenizer)
+    tokenizer.pad_token = tokenizer.eos_token
+    base = recipe.model.name_or_path
+    trainer = DPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(base),
+        ref_model=AutoModelForCausalLM.from_pretrained(base),
+        args=DPOConfig(
+            output_dir=str(tmp_path / "trl"),
+            beta=recipe.train.objective.beta,
+            loss_type=["sigmoid" if objective == "dpo" else objective],
+            label_smoothing=recipe.train.objective.label_smoothing,
+            per_device_train_batch_size=8,
+            max_length=None,
+            gradient_checkpointing=False,
+            bf16=False,
+            use_cpu=True,
+            report_to=[],
+        ),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+    )
+    inputs = next(iter(trainer.get_train_dataloader()))
+    loss = trainer.compute_loss(trainer.model, inputs)
+    loss.backward()
+    assert run.curve.losses[0] == pytest.approx(float(loss), rel=LARGEST_DIFFERENCE)
+    expected = {name: parameter.grad.numpy() for name, parameter in trainer.model.named_parameters()}
+    norm = math.sqrt(sum(float((value.astype(float) ** 2).sum()) for value in expected.values()))
+    for name, value in run.first_gradients.items():
+        assert np.abs(np.asarray(value) - expected[name]).max() < LARGEST_DIFFERENCE * norm, name
+
+
+def test_the_first_gradients_of_kto_are_those_of_the_trainer_of_trl(
+    tmp_path: Path, make_recipe: Callable[..., Recipe], ranks: Callable[..., list[Any]]
+) -> None:
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import KTOConfig, KTOTrainer
+
+    recipe = make(tmp_path, make_recipe, "kto", train__steps=1)
+    rows = [row for row in make_completions() if isinstance(row["completion"], str)][:8]
+    write_rows(tmp_path / "rows.jsonl", rows)
+    batch = {"global_batch_size": 8, "micro_batch_size": 2}
+    recipe = recipe.changed({"batch": batch, "data": {"packing": "padded"}})
+    run = ranks(train_in_memory, 1, recipe)[0]
+
+    tokenizer = AutoTokenizer.from_pretrained(recipe.data.tokenizer)
+    tokenizer.pad_token = tokenizer.eos_token
+    base = recipe.model.name_or_path
+    trainer = KTOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(base),
+        ref_model=AutoModelForCausalLM.from_pretrained(base),
+        args=KTOConfig(
+            output_dir=str(tmp_path / "trl"),
+            beta=recipe.train.objective.beta,
+            desirable_weight=recipe.train.objective.desirable_weight,
+            per_device_train_batch_size=8,
+            max_length=None,
+            gradient_checkpointing=False,
+            bf16=False,
+            use_cpu=True,
+            report_to=[],
+        ),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+    )
+    inputs = next(iter(trainer.get_train_dataloader()))
+    loss = trainer.compute_loss(trainer.model, inputs)
+    loss.backward()
+    assert run.curve.losses[0] == pytest.approx(float(loss), rel=LARGEST_DIFFERENCE)
+    expected = {name: parameter.grad.numpy() for name, parameter in trainer.model.named_parameters()}
+    norm = math.sqrt(sum(float((value.astype(float) ** 2).sum()) for value in expected.values()))
+    for name, value in run.first_gradients.items():
+        assert np.abs(np.asarray(value) - expected[name]).max() < LARGEST_DIFFERENCE * norm, name
