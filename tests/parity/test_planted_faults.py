@@ -311,9 +311,9 @@ class TestVocabulary:
     def test_padding_that_takes_part_in_the_softmax(self, train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
         compute = chunked_loss._losses_and_slopes
 
-        def with_padding(products: torch.Tensor, targets: torch.Tensor, how: Any, wants_slopes: bool) -> Any:
+        def with_padding(products: torch.Tensor, targets: torch.Tensor, how: Any, *others: Any) -> Any:
             shard = replace(how.shard, size=how.shard.start + how.shard.rows)
-            return compute(products, targets, replace(how, shard=shard), wants_slopes)
+            return compute(products, targets, replace(how, shard=shard), *others)
 
         monkeypatch.setattr(chunked_loss, "_losses_and_slopes", with_padding)
         result = train(tp=2)
