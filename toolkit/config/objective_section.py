@@ -50,9 +50,9 @@ class ObjectiveSection(Section):
     undesirable_weight: Weight = 1.0
     """Weight of the losses of other completions (kto)."""
     reference: Text = "initial"
-    """The reference model. `initial`: the model before its first step, and with LoRA the one without adapters; `none`:
-    none, its log-probabilities are taken as 0 (dpo, ipo, hinge, robust); or the directory or hub name of a model of the
-    same shape. Its log-probabilities are computed once, before training, and cached."""
+    """The reference model. `initial`: the model before its first step, and with LoRA the one without adapters; its
+    log-probabilities are computed once, before training, and cached. `none`: none, its log-probabilities are taken as 0
+    (dpo, ipo, hinge, robust)."""
 
     @property
     def needs_reference(self) -> bool:
