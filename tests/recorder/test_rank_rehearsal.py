@@ -92,6 +92,14 @@ def test_a_model_with_more_parameters_than_a_tensor_has_values_is_rehearsed_unde
     assert not rehearse(job_in(make_recipe, "dp2-z3", LLAMA), on_gpu=False).problem
 
 
+def test_inner_stages_meet_in_the_order_of_each(make_recipe: MakeRecipe) -> None:
+    """Stages 1 and 2 are one kind, and stage 1 runs one more forward pass ahead."""
+    deep = {**LLAMA, "overrides": {**LLAMA["overrides"], "num_hidden_layers": 4}}
+    rehearsal = rehearse(job_in(make_recipe, "pp4-z1", deep), on_gpu=False)
+    assert [rehearsed.kind.stages for rehearsed in rehearsal.kinds] == [(0,), (1, 2), (3,)]
+    assert not rehearsal.problem
+
+
 def test_a_job_with_adapters_is_rehearsed(make_recipe: MakeRecipe) -> None:
     adapters = {**LLAMA, "lora": {"r": 4, "dropout": 0.1}}
     assert not rehearse(job_in(make_recipe, "dp2-z1", adapters), on_gpu=False).problem
@@ -190,7 +198,8 @@ def calls_of(*texts: str) -> list[Collective]:
 def mismatch(layout: str, *calls: list[Collective]) -> str:
     shape = Layout.parse(layout)
     kinds = rank_kinds(shape, range(shape.pp + 1), (0,) * shape.pp)
-    found = find_mismatch(shape, dict(zip(kinds, calls, strict=True)))
+    programs = zip(kinds, calls, strict=True)
+    found = find_mismatch(shape, {(kind, stage): program for kind, program in programs for stage in kind.stages})
     return "" if found is None else str(found)
 
 

@@ -16,6 +16,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero import utils as zero_utils
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
@@ -29,6 +30,7 @@ from toolkit.parallel.experts import dispatch
 from toolkit.recorder.gpu_kernels import GpuKernels
 from toolkit.recorder.rehearsal.collectives import Collective, CollectiveRecorder
 from toolkit.recorder.rehearsal.live_bytes import LiveBytes
+from toolkit.recorder.rehearsal.stage_order import NotedSchedule, RecordedSchedule
 from toolkit.recorder.run_pass import as_with_values
 
 aten = torch.ops.aten
@@ -62,6 +64,8 @@ class FakeRank(CollectiveRecorder):
         self.sent: list[list[int]] = []
         self.maxima: list[list[int]] = []
         """What this rank put into all-reduces of integers over the stages of its pipeline."""
+        self.schedules: list[RecordedSchedule] = []
+        """Schedules of a pipeline that this rank has run."""
         self._received = iter(received)
         self._most = iter(most)
 
@@ -231,6 +235,7 @@ def fake_rank(
             stack.enter_context(mock.patch.object(dist, "get_backend", return_value="nccl"))
             stack.enter_context(mock.patch.object(FakeTensor, "data", _DATA, create=True))
         stack.enter_context(mock.patch.object(nn.Module, "_apply", _applied))
+        stack.enter_context(mock.patch.object(PipelineEngine, "_exec_schedule", _noting_schedules(mode)))
         stack.enter_context(mock.patch.object(torch.autograd, "backward", _backward))
         stack.enter_context(mock.patch.object(torch.Tensor, "backward", _backward_of))
         stack.enter_context(mock.patch.object(zero_utils, "dist", _RankZeroSends(zero_utils.dist)))
@@ -244,6 +249,16 @@ def fake_rank(
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(mode)
         yield mode
+
+
+def _noting_schedules(mode: FakeRank) -> Callable[[PipelineEngine, Any], None]:
+    """Return DeepSpeed's loop over the instructions of a schedule, which notes the calls of each."""
+    run = PipelineEngine._exec_schedule
+
+    def noted(engine: PipelineEngine, schedule: Any) -> None:
+        run(engine, NotedSchedule(schedule, mode, mode.schedules))
+
+    return noted
 
 
 class _RankZeroSends:

@@ -31,18 +31,20 @@ class Mismatch:
         return f"{where}: {first} has {self.calls[0]}; {second} has {self.calls[1]}"
 
 
-Calls = Mapping[RankKind, Sequence[Collective]]
+Calls = Mapping[tuple[RankKind, int], Sequence[Collective]]
+"""The calls of each kind of rank at each of its stages."""
 
 
 def find_mismatch(layout: Layout, calls: Calls) -> Mismatch | None:
     """The first mismatch of a job whose ranks make these calls; None where all of them end."""
-    kinds = {kind.rank_at(stage): kind for kind in calls for stage in kind.stages}
-    match = _Match(layout, {rank: calls[kind] for rank, kind in kinds.items()})
+    kinds = {kind.rank_at(stage): kind for kind, stage in calls}
+    programs = {kind.rank_at(stage): program for (kind, stage), program in calls.items()}
+    match = _Match(layout, programs)
     stuck = match.run()
     if stuck is None:
         return None
     first, second, group = stuck
-    mismatch = _described(first, second, group, kinds, calls)
+    mismatch = _described(first, second, group, kinds, programs)
     if mismatch.calls != ("none", "none"):
         return mismatch
     # Over this group they do the same, but one of them is still, or already, at a call of another group.
@@ -128,12 +130,18 @@ def _fit(call: Collective, other: Collective) -> bool:
     return call.shapes == other.shapes and call.dtype == other.dtype
 
 
-def _described(first: int, second: int, group: str, kinds: Mapping[int, RankKind], calls: Calls) -> Mismatch:
+def _described(
+    first: int,
+    second: int,
+    group: str,
+    kinds: Mapping[int, RankKind],
+    programs: Mapping[int, Sequence[Collective]],
+) -> Mismatch:
     """Say where the calls of two ranks over their group begin to differ."""
     named = kinds[first], kinds[second]
     lists = []
     for kind, rank, other in ((named[0], first, second), (named[1], second, first)):
-        lists.append([call for call in calls[kind] if _is_between(call, group, kind.layout, rank, other)])
+        lists.append([call for call in programs[rank] if _is_between(call, group, kind.layout, rank, other)])
     step = _first_difference(*lists)
     described = tuple(str(calls[step]) if step < len(calls) else "none" for calls in lists)
     return Mismatch(

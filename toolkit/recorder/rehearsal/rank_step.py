@@ -22,6 +22,7 @@ from toolkit.model_init import model_partition
 from toolkit.parallel.model_structure import ModelStructure
 from toolkit.recorder.rehearsal.collectives import Collective
 from toolkit.recorder.rehearsal.fake_rank import CPU, FakeRank, Messages, fake_rank
+from toolkit.recorder.rehearsal.stage_order import RecordedSchedule, calls_at_stage
 
 STEPS = 2
 """ZeRO-3 gathers ahead, and Adam has moments, from the second step on."""
@@ -43,6 +44,12 @@ class RankStep:
     """Names and shapes of what a checkpoint has."""
     sent: Messages
     maxima: Messages
+    schedules: tuple[RecordedSchedule, ...] = ()
+    """Schedules of a pipeline that the rank has run."""
+
+    def calls_at(self, stage: int) -> tuple[Collective, ...]:
+        """Return the collectives of the rank that does the same at another pipeline stage, in the order of that one."""
+        return calls_at_stage(self.calls, self.schedules, stage)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +158,7 @@ class _Rehearsal:
             saved=saved,
             sent=tuple(mode.sent),
             maxima=tuple(mode.maxima),
+            schedules=tuple(mode.schedules),
         )
 
     def _enter(self, phase: str, step: int | None = None) -> None:

@@ -258,7 +258,8 @@ def _in_process(
 
 
 def _problem(job: Job, steps: Mapping[RankKind, RankStep]) -> str:
-    mismatch = find_mismatch(job.layout, {kind: step.calls for kind, step in steps.items()})
+    calls = {(kind, stage): step.calls_at(stage) for kind, step in steps.items() for stage in kind.stages}
+    mismatch = find_mismatch(job.layout, calls)
     if mismatch is not None:
         return str(mismatch)
     first, *others = steps
