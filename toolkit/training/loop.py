@@ -107,6 +107,12 @@ class TrainingRun:
         """Whether this start has completed a step."""
         return bool(self.history)
 
+    @property
+    def unigram_entropy(self) -> float | None:
+        """The loss in nats of a model that knows token frequencies only; None where the loss is not one of tokens."""
+        has_token_loss = self.recipe.train.objective.name == "sft"
+        return self.corpus.unigram_entropy if has_token_loss else None
+
     def describe_saved(self) -> str:
         """Say what this start has saved, and how to resume from it."""
         saved = self.last_checkpoint

@@ -122,7 +122,7 @@ def show_summary(run: TrainingRun) -> None:
     held_out = f", held-out {last.eval_loss:.4f}" if last.eval_loss is not None else ""
     peak = format_bytes(last.memory_bytes or 0)
     floor = run.corpus.loss_floor(run.recipe.data)
-    entropy = run.corpus.unigram_entropy
+    entropy = run.unigram_entropy
     rows = [
         ("loss", f"{history[0].loss:.4f} -> {last.loss:.4f}{held_out}"),
         ("sources", _by_name(last.source_loss)),

@@ -75,7 +75,7 @@ class RunRecorder(Callback):
             [step.loss for step in steps],
             title=f"{run.recipe.model.name_or_path}, {run.job.strategy}",
             held_out=[(step, loss) for step, loss in validated if math.isfinite(loss)],
-            unigram_entropy=run.corpus.unigram_entropy,
+            unigram_entropy=run.unigram_entropy,
             entropy_rate=run.corpus.loss_floor(run.recipe.data),
         )
 
