@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_chats import write_tokenizer
-from small_preferences import make_completions, make_pairs, write_rows
+from small_preferences import preference_data
 
 from toolkit.config.recipe import Recipe
 from toolkit.parity import ParityResult
@@ -62,35 +61,15 @@ CELLS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Rows of both formats, and a tokenizer."""
-    folder = tmp_path_factory.mktemp("preferences")
-    write_rows(folder / "pairs.jsonl", make_pairs())
-    write_rows(folder / "completions.jsonl", make_completions())
-    write_tokenizer(folder / "tokenizer")
-    return folder
-
-
 @pytest.fixture
-def preferences(make_recipe: Callable[..., Recipe], folder: Path, tmp_path: Path) -> Callable[..., Recipe]:
+def preferences(make_recipe: Callable[..., Recipe], tmp_path: Path) -> Callable[..., Recipe]:
     """A small recipe of an objective. Each has a cache of its own: another layout may not read its reference."""
     made = iter(range(100))
 
     def make(objective: str, **changes: Any) -> Recipe:
-        is_unpaired = objective in ("kto", "bco")
-        data = {
-            "source": str(folder / ("completions.jsonl" if is_unpaired else "pairs.jsonl")),
-            "tokenizer": str(folder / "tokenizer"),
-            "format": "unpaired" if is_unpaired else "preference",
-            "seq_len": 256,
-            "workers": 1,
-            "cache_dir": str(tmp_path / f"cache{next(made)}"),
-            "eval_fraction": 0.0,
-        }
         fields = {
             "model": MODEL,
-            "data": data,
+            "data": preference_data(tmp_path, objective, tmp_path / f"cache{next(made)}"),
             "train__steps": STEPS,
             "train__objective": {"name": objective, **OBJECTIVES[objective]},
             "batch": {"global_batch_size": 8, "micro_batch_size": 2},

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 import torch
 from plain_fine_tuning import save_base
-from small_chats import write_tokenizer
-from small_preferences import make_completions, make_pairs, write_rows
+from small_preferences import make_completions, make_pairs, preference_data, write_rows
 from trl_losses import trl_loss
 
 from toolkit.config.job import Job
@@ -44,19 +43,9 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
 
 
 def make(folder: Path, make_recipe: Callable[..., Recipe], objective: str, **changes: Any) -> Recipe:
-    is_unpaired = objective in ("kto", "bco")
-    rows = make_completions() if is_unpaired else make_pairs()
     fields: dict[str, Any] = {
         "model": {"name_or_path": str(save_base(folder / "base", "llama")), "init": "pretrained"},
-        "data": {
-            "source": str(write_rows(folder / "rows.jsonl", rows)),
-            "tokenizer": str(write_tokenizer(folder / "tokenizer")),
-            "format": "unpaired" if is_unpaired else "preference",
-            "seq_len": 256,
-            "workers": 1,
-            "cache_dir": str(folder / "cache"),
-            "eval_fraction": 0.0,
-        },
+        "data": preference_data(folder, objective),
         "train__steps": STEPS,
         "train__engine": "reference",
         "train__objective": {"name": objective, **OBJECTIVES[objective]},
@@ -157,92 +146,64 @@ def test_samples_with_several_pairs_train_what_samples_of_one_do(
     assert run.curve.grad_norms == pytest.approx(norms, rel=LARGEST_DIFFERENCE)
 
 
-@pytest.mark.parametrize("objective", ["dpo", "ipo", "hinge", "robust"])
+@pytest.mark.parametrize("objective", ["dpo", "ipo", "hinge", "robust", "kto"])
 def test_the_first_gradients_are_those_of_the_trainer_of_trl(
     tmp_path: Path, make_recipe: Callable[..., Recipe], ranks: Callable[..., list[Any]], objective: str
 ) -> None:
-    from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from trl import DPOConfig, DPOTrainer
-
     section = {"name": objective, "label_smoothing": 0.2} if objective == "robust" else {"name": objective}
     recipe = make(tmp_path, make_recipe, objective, train__objective=section, train__steps=1)
-    rows = [row for row in make_pairs() if "prompt" in row and isinstance(row["chosen"], str)][:8]
-    write_rows(tmp_path / "rows.jsonl", rows)
+    if objective == "kto":
+        rows = [row for row in make_completions() if isinstance(row["completion"], str)][:8]
+    else:
+        rows = [row for row in make_pairs() if "prompt" in row and isinstance(row["chosen"], str)][:8]
+    write_rows(Path(recipe.data.source), rows)
     batch = {"global_batch_size": 8, "micro_batch_size": 2}
     recipe = recipe.changed({"batch": batch, "data": {"packing": "padded"}})
     run = ranks(train_in_memory, 1, recipe)[0]
 
-    tokenizer = AutoTokenizer.from_pretrained(recipe.data.tokenizer)
-    tokenizer.pad_token = tokenizer.eos_token
-    base = recipe.model.name_or_path
-    trainer = DPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(base),
-        ref_model=AutoModelForCausalLM.from_pretrained(base),
-        args=DPOConfig(
-            output_dir=str(tmp_path / "trl"),
-            beta=recipe.train.objective.beta,
-            loss_type=["sigmoid" if objective == "dpo" else objective],
-            label_smoothing=recipe.train.objective.label_smoothing,
-            per_device_train_batch_size=8,
-            max_length=None,
-            gradient_checkpointing=False,
-            bf16=False,
-            use_cpu=True,
-            report_to=[],
-        ),
-        train_dataset=Dataset.from_list(rows),
-        processing_class=tokenizer,
-    )
+    trainer = trl_trainer(recipe, rows, tmp_path / "trl")
     inputs = next(iter(trainer.get_train_dataloader()))
     loss = trainer.compute_loss(trainer.model, inputs)
     loss.backward()
     assert run.curve.losses[0] == pytest.approx(float(loss), rel=LARGEST_DIFFERENCE)
     expected = {name: parameter.grad.numpy() for name, parameter in trainer.model.named_parameters()}
     norm = math.sqrt(sum(float((value.astype(float) ** 2).sum()) for value in expected.values()))
+    assert set(run.first_gradients) == set(expected)
     for name, value in run.first_gradients.items():
         assert np.abs(np.asarray(value) - expected[name]).max() < LARGEST_DIFFERENCE * norm, name
 
 
-def test_the_first_gradients_of_kto_are_those_of_the_trainer_of_trl(
-    tmp_path: Path, make_recipe: Callable[..., Recipe], ranks: Callable[..., list[Any]]
-) -> None:
+def trl_trainer(recipe: Recipe, rows: list[dict[str, Any]], folder: Path) -> Any:
+    """TRL's trainer of the same model and objective, whose batches have all `rows`."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from trl import KTOConfig, KTOTrainer
+    from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
 
-    recipe = make(tmp_path, make_recipe, "kto", train__steps=1)
-    rows = [row for row in make_completions() if isinstance(row["completion"], str)][:8]
-    write_rows(tmp_path / "rows.jsonl", rows)
-    batch = {"global_batch_size": 8, "micro_batch_size": 2}
-    recipe = recipe.changed({"batch": batch, "data": {"packing": "padded"}})
-    run = ranks(train_in_memory, 1, recipe)[0]
-
+    section = recipe.train.objective
+    arguments: dict[str, Any] = {
+        "output_dir": str(folder),
+        "beta": section.beta,
+        "per_device_train_batch_size": len(rows),
+        "max_length": None,
+        "gradient_checkpointing": False,
+        "bf16": False,
+        "use_cpu": True,
+        "report_to": [],
+    }
+    if section.name == "kto":
+        make_trainer = KTOTrainer
+        config = KTOConfig(desirable_weight=section.desirable_weight, **arguments)
+    else:
+        make_trainer = DPOTrainer
+        loss_type = "sigmoid" if section.name == "dpo" else section.name
+        config = DPOConfig(loss_type=[loss_type], label_smoothing=section.label_smoothing, **arguments)
     tokenizer = AutoTokenizer.from_pretrained(recipe.data.tokenizer)
     tokenizer.pad_token = tokenizer.eos_token
     base = recipe.model.name_or_path
-    trainer = KTOTrainer(
+    return make_trainer(
         model=AutoModelForCausalLM.from_pretrained(base),
         ref_model=AutoModelForCausalLM.from_pretrained(base),
-        args=KTOConfig(
-            output_dir=str(tmp_path / "trl"),
-            beta=recipe.train.objective.beta,
-            desirable_weight=recipe.train.objective.desirable_weight,
-            per_device_train_batch_size=8,
-            max_length=None,
-            gradient_checkpointing=False,
-            bf16=False,
-            use_cpu=True,
-            report_to=[],
-        ),
+        args=config,
         train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer,
     )
-    inputs = next(iter(trainer.get_train_dataloader()))
-    loss = trainer.compute_loss(trainer.model, inputs)
-    loss.backward()
-    assert run.curve.losses[0] == pytest.approx(float(loss), rel=LARGEST_DIFFERENCE)
-    expected = {name: parameter.grad.numpy() for name, parameter in trainer.model.named_parameters()}
-    norm = math.sqrt(sum(float((value.astype(float) ** 2).sum()) for value in expected.values()))
-    for name, value in run.first_gradients.items():
-        assert np.abs(np.asarray(value) - expected[name]).max() < LARGEST_DIFFERENCE * norm, name

@@ -5,7 +5,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from small_chats import WORDS, turns
+from small_chats import WORDS, turns, write_tokenizer
 
 
 def words(rng: random.Random, longest: int = 12) -> str:
@@ -51,6 +51,22 @@ def make_completions(count: int = 120) -> list[dict[str, Any]]:
             answer = {"role": "assistant", "content": completion}
             rows.append({"prompt": [{"role": "user", "content": prompt}], "completion": [answer], "label": label})
     return rows
+
+
+def preference_data(folder: Path, objective: str, cache: Path | None = None) -> dict[str, Any]:
+    """The data section of a recipe with this objective: its rows and a tokenizer, which are written to `folder`."""
+    is_unpaired = objective in ("kto", "bco")
+    rows = make_completions() if is_unpaired else make_pairs()
+    row_format = "unpaired" if is_unpaired else "preference"
+    return {
+        "source": str(write_rows(folder / f"{row_format}.jsonl", rows)),
+        "tokenizer": str(write_tokenizer(folder / "tokenizer")),
+        "format": row_format,
+        "seq_len": 256,
+        "workers": 1,
+        "cache_dir": str(cache or folder / "cache"),
+        "eval_fraction": 0.0,
+    }
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:

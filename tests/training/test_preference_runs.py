@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 from interrupted_runs import SETTINGS, timeless
-from small_chats import write_tokenizer
-from small_preferences import make_completions, make_pairs, write_rows
+from small_preferences import make_pairs, preference_data, write_rows
 
 from toolkit.config.recipe import Recipe
 from toolkit.engines.full_forward import FullForwardEngine
@@ -35,24 +34,11 @@ MODEL = {
 @pytest.fixture
 def changes(tmp_path: Path) -> Callable[..., dict[str, Any]]:
     """The changes of a small recipe with an objective."""
-    pairs = write_rows(tmp_path / "pairs.jsonl", make_pairs())
-    completions = write_rows(tmp_path / "completions.jsonl", make_completions())
-    tokenizer = write_tokenizer(tmp_path / "tokenizer")
 
     def make(name: str = "dpo", **more: Any) -> dict[str, Any]:
-        is_unpaired = name in ("kto", "bco")
-        data = {
-            "source": str(completions if is_unpaired else pairs),
-            "tokenizer": str(tokenizer),
-            "format": "unpaired" if is_unpaired else "preference",
-            "seq_len": 256,
-            "workers": 1,
-            "cache_dir": str(tmp_path / "cache"),
-            "eval_fraction": 0.0,
-        }
         fields = {
             "model": MODEL,
-            "data": data,
+            "data": preference_data(tmp_path, name),
             "world_size": 2,
             "batch": {"global_batch_size": 8, "micro_batch_size": 2},
             "optimizer": {"name": "adamw", "lr": 3e-4},
@@ -145,8 +131,9 @@ def test_another_model_or_text_has_a_reference_of_its_own(
 ) -> None:
     train("run_dir=first", **changes())
     assert REFERENCE in train("run_dir=second", **changes(train__seed=2))
-    write_rows(tmp_path / "pairs.jsonl", make_pairs()[:-1])
-    assert REFERENCE in train("run_dir=third", **changes())
+    fields = changes()
+    write_rows(Path(fields["data"]["source"]), make_pairs()[:-1])
+    assert REFERENCE in train("run_dir=third", **fields)
     assert len(list((tmp_path / "cache").glob("reference-*.npz"))) == 3
 
 

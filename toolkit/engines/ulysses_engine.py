@@ -52,6 +52,8 @@ class UlyssesEngine(DeepSpeedEngine):
         samples, length = micro_batch.input_ids.shape
         local = local_slice(length, self.sequence_rank, self.size)
         sequences = micro_batch.sequences
+        if sequences is not None:
+            sequences = replace(sequences, numbers=sequences.numbers[:, local].contiguous())
         positions = micro_batch.position_ids
         if positions is None:  # of the full sequence
             positions = torch.arange(length).expand(samples, -1)
@@ -62,9 +64,7 @@ class UlyssesEngine(DeepSpeedEngine):
             position_ids=positions[:, local].contiguous(),
             is_packed=False,  # the mask of the whole sequence is made in the attention, and the model's own is dropped
             dropout_seed=derive_seed("slice", micro_batch.dropout_seed, self.sequence_rank),
-            sequences=None
-            if sequences is None
-            else replace(sequences, numbers=sequences.numbers[:, local].contiguous()),
+            sequences=sequences,
         )
 
     @property

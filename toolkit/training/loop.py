@@ -183,13 +183,15 @@ class TrainingRun:
     def _take_step(self, batches: Iterator[MicroBatch]) -> bool:
         """Take one step; False where the run was rolled back, so that other samples come next."""
         self._notify("on_step_begin")
-        tokens = self.loader.target_tokens(self.step + self.skipped_batches)
+        batch_index = self.step + self.skipped_batches
+        tokens = self.loader.target_tokens(batch_index)
+        terms = tokens if self.engine.objective is None else self.loader.loss_terms(batch_index)
         micro_batches = self.loader.micro_batches(self.step, batches)
         self.engine.read_loop_numbers = ()
         try:
             result = self.engine.train_step(
                 self.fingerprints.watch(micro_batches),
-                target_tokens=self.loader.loss_terms(self.step + self.skipped_batches),
+                target_tokens=terms,
                 learning_rate=self.learning_rate(self.step),
             )
         except NonFiniteError as error:

@@ -4,26 +4,22 @@ A completion and its prompt are texts, or lists of messages. The prompt of a pai
 Anthropic's HH and of UltraFeedback: it is then what the two completions begin with in common, as TRL takes it.
 """
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+from toolkit.config.data_section import Format
+from toolkit.data.documents.row_fields import At, missing_field, read_message, read_tools
 from toolkit.errors import DataError
 from toolkit.units import with_article
-
-At = Callable[[], str]
-"""A function that says where the row is, for messages."""
-ReadMessage = Callable[[Any, str, At], dict[str, Any]]
-"""Reads one turn of a conversation; raises DataError for what is none."""
 
 PAIR_COLUMNS = ("chosen", "rejected", "prompt", "tools")
 UNPAIRED_COLUMNS = ("completion", "label", "prompt", "tools")
 
 
-def read_pair(row: Mapping[str, Any], at: At, read_message: ReadMessage) -> dict[str, Any]:
+def read_pair(row: Mapping[str, Any], at: At) -> dict[str, Any]:
     """Return `prompt`, `chosen` and `rejected` of a row, and `tools` if it has some. Raises DataError."""
-    chosen = _completion(row, "chosen", "preference", at, read_message)
-    rejected = _completion(row, "rejected", "preference", at, read_message)
+    chosen = _completion(row, "chosen", "preference", at)
+    rejected = _completion(row, "rejected", "preference", at)
     if type(chosen) is not type(rejected):
         raise DataError(f"{at()}: chosen and rejected are not both texts or both lists of messages. Repair the row.")
     prompt = row.get("prompt")
@@ -33,35 +29,35 @@ def read_pair(row: Mapping[str, Any], at: At, read_message: ReadMessage) -> dict
         shared = _shared(chosen, rejected)
         document = {"prompt": chosen[:shared], "chosen": chosen[shared:], "rejected": rejected[shared:]}
     else:
-        document = {"prompt": _prompt(prompt, chosen, at, read_message), "chosen": chosen, "rejected": rejected}
+        document = {"prompt": _prompt(prompt, chosen, at), "chosen": chosen, "rejected": rejected}
     for field in ("chosen", "rejected"):
         _check_answer(document[field], field, at)
-    return document | _tools(row, at)
+    return document | read_tools(row, at)
 
 
-def read_unpaired(row: Mapping[str, Any], at: At, read_message: ReadMessage) -> dict[str, Any]:
+def read_unpaired(row: Mapping[str, Any], at: At) -> dict[str, Any]:
     """Return `prompt`, `completion` and `label` of a row, and `tools` if it has some. Raises DataError."""
-    completion = _completion(row, "completion", "unpaired", at, read_message)
+    completion = _completion(row, "completion", "unpaired", at)
     if row.get("prompt") is None:
-        raise _missing("prompt", "unpaired", at)
+        raise missing_field("prompt", "unpaired", at)
     label = row.get("label")
     if label is None:
-        raise _missing("label", "unpaired", at)
+        raise missing_field("label", "unpaired", at)
     if label not in (True, False):
         raise DataError(f"{at()}: label is {label!r}. Write true for a desirable completion and false for another.")
     _check_answer(completion, "completion", at)
-    prompt = _prompt(row["prompt"], completion, at, read_message)
-    return {"prompt": prompt, "completion": completion, "label": bool(label)} | _tools(row, at)
+    prompt = _prompt(row["prompt"], completion, at)
+    return {"prompt": prompt, "completion": completion, "label": bool(label)} | read_tools(row, at)
 
 
-def _completion(row: Mapping[str, Any], field: str, row_format: str, at: At, read_message: ReadMessage) -> Any:
+def _completion(row: Mapping[str, Any], field: str, row_format: Format, at: At) -> Any:
     value = row.get(field)
     if value is None:
-        raise _missing(field, row_format, at)
-    return _text_or_messages(value, field, at, read_message)
+        raise missing_field(field, row_format, at)
+    return _text_or_messages(value, field, at)
 
 
-def _text_or_messages(value: Any, field: str, at: At, read_message: ReadMessage) -> Any:
+def _text_or_messages(value: Any, field: str, at: At) -> Any:
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -70,8 +66,8 @@ def _text_or_messages(value: Any, field: str, at: At, read_message: ReadMessage)
     return [read_message(turn, f"{field}[{number}]", at) for number, turn in enumerate(value)]
 
 
-def _prompt(value: Any, completion: Any, at: At, read_message: ReadMessage) -> Any:
-    prompt = _text_or_messages(value, "prompt", at, read_message)
+def _prompt(value: Any, completion: Any, at: At) -> Any:
+    prompt = _text_or_messages(value, "prompt", at)
     if type(prompt) is not type(completion):
         raise DataError(f"{at()}: prompt and completion are not both texts or both lists of messages. Repair the row.")
     return prompt
@@ -83,7 +79,7 @@ def _shared(chosen: Any, rejected: Any) -> int:
     count = 0
     while count < longest and chosen[count] == rejected[count]:
         count += 1
-    return count - 1 if count and chosen[count - 1] == " " else max(count, 0)
+    return count - 1 if count and chosen[count - 1] == " " else count
 
 
 def _check_answer(completion: Any, field: str, at: At) -> None:
@@ -95,19 +91,3 @@ def _check_answer(completion: Any, field: str, at: At) -> None:
         is_empty = not any(turn.get("tool_calls") or (turn["content"] or "").strip() for turn in answers)
     if is_empty:
         raise DataError(f"{at()}: {field} is empty: it has no answer to train on. Remove the row.")
-
-
-def _tools(row: Mapping[str, Any], at: At) -> dict[str, Any]:
-    tools = row.get("tools")
-    if isinstance(tools, str) and tools.strip():
-        try:
-            tools = json.loads(tools)
-        except ValueError:
-            raise DataError(f"{at()}: tools is not JSON. Write a list of JSON schemas.") from None
-    if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise DataError(f"{at()}: tools is not a list of objects. Write a list of JSON schemas.")
-    return {"tools": tools} if tools else {}
-
-
-def _missing(field: str, row_format: str, at: At) -> DataError:
-    return DataError(f"{at()}: there is no {field}, which data.format={row_format} needs. Add it, or set data.format.")

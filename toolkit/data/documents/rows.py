@@ -6,12 +6,13 @@ ids become a `TokenRow`.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from toolkit.config.data_section import DataSection, Format
 from toolkit.data.documents import preference_rows, token_rows
+from toolkit.data.documents.row_fields import At, missing_field, read_message, read_tools
 from toolkit.errors import DataError
 from toolkit.units import with_article
 
@@ -19,11 +20,7 @@ if TYPE_CHECKING:
     import pyarrow
 
 Document = str | token_rows.TokenRow
-At = Callable[[], str]
-"""A function that says where the row is, for messages."""
 
-_ROLES = ("system", "developer", "user", "assistant", "tool")
-_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 _COLUMNS = {
     "chat": ("messages", "conversations", "system", "tools"),
     "prompt_completion": ("prompt", "completion"),
@@ -54,7 +51,7 @@ class RowReader:
         wanted = _COLUMNS.get(self.format, (self.text_field,))
         needed = wanted[: _NEEDED.get(self.format, 1)]
         if not set(needed) & set(there):
-            raise _missing(" or ".join(needed), self.format, at)
+            raise missing_field(" or ".join(needed), self.format, lambda: at)
         return [name for name in wanted if name in there]
 
     def rows(self, table: "pyarrow.RecordBatch | pyarrow.Table") -> list[dict[str, Any]]:
@@ -69,7 +66,7 @@ class RowReader:
             return check_text(row[self.text_field], self.text_field, at=at)
         if self.format == "pretokenized":
             if row.get("input_ids") is None:
-                raise _missing("input_ids", self.format, at())
+                raise missing_field("input_ids", self.format, at)
             return token_rows.read_tokens(row, at)
         return check_text(json.dumps(self._document(row, at), ensure_ascii=False), self.format, at=at)
 
@@ -77,9 +74,9 @@ class RowReader:
         if self.format == "chat":
             return _chat(row, at)
         if self.format == "preference":
-            return preference_rows.read_pair(row, at, _message)
+            return preference_rows.read_pair(row, at)
         if self.format == "unpaired":
-            return preference_rows.read_unpaired(row, at, _message)
+            return preference_rows.read_unpaired(row, at)
         return _prompt(row, at)
 
 
@@ -87,57 +84,28 @@ def _chat(row: Mapping[str, Any], at: At) -> dict[str, Any]:
     field = "messages" if row.get("messages") is not None else "conversations"
     turns = row.get(field)
     if turns is None:
-        raise _missing("messages or conversations", "chat", at())
+        raise missing_field("messages or conversations", "chat", at)
     if not isinstance(turns, list) or not turns:
         actual_type = "empty" if isinstance(turns, list) else f"{with_article(type(turns).__name__)}"
         raise DataError(f"{at()}: {field} is {actual_type}. A chat is a list of at least one turn.")
-    messages = [_message(turn, f"{field}[{number}]", at) for number, turn in enumerate(turns)]
+    messages = [read_message(turn, f"{field}[{number}]", at) for number, turn in enumerate(turns)]
     if all(message["role"] != "assistant" for message in messages):
         raise DataError(f"{at()}: no turn is the assistant's, so nothing could be trained on. Remove the row.")
     system = row.get("system")
-    tools = row.get("tools")
     if system and messages[0]["role"] != "system":
-        messages.insert(0, _message({"role": "system", "content": system}, "system", at))
-    if isinstance(tools, str) and tools.strip():
-        try:
-            tools = json.loads(tools)
-        except ValueError:
-            raise DataError(f"{at()}: tools is not JSON. Write a list of JSON schemas.") from None
-    if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise DataError(f"{at()}: tools is not a list of objects. Write a list of JSON schemas.")
-    return {"messages": messages, "tools": tools} if tools else {"messages": messages}
-
-
-def _message(turn: Any, name: str, at: At) -> dict[str, Any]:
-    """A turn with `role` and `content`, and what else the template may read. Tables fill missing keys with null."""
-    if not isinstance(turn, dict):
-        raise DataError(
-            f"{at()}: {name} is {with_article(type(turn).__name__)}. A turn is an object with role and content."
-        )
-    fields = {key: value for key, value in turn.items() if value is not None}
-    role = fields.pop("role", fields.pop("from", None))
-    content = fields.pop("content", fields.pop("value", None))
-    role = _SHAREGPT_ROLES.get(role, role) if isinstance(role, str) else role
-    if role not in _ROLES:
-        raise DataError(f"{at()}: {name} has the role {role!r}. Roles are {', '.join(_ROLES)}; ShareGPT's human, gpt.")
-    if not (isinstance(content, str) or (content is None and fields.get("tool_calls"))):
-        raise DataError(f"{at()}: the content of {name} is {with_article(type(content).__name__)}, not a text.")
-    return {"role": role, "content": content, **fields}
+        messages.insert(0, read_message({"role": "system", "content": system}, "system", at))
+    return {"messages": messages} | read_tools(row, at)
 
 
 def _prompt(row: Mapping[str, Any], at: At) -> dict[str, Any]:
     for field in ("prompt", "completion"):
         if row.get(field) is None:
-            raise _missing(field, "prompt_completion", at())
+            raise missing_field(field, "prompt_completion", at)
         if not isinstance(row[field], str):
             raise DataError(
                 f"{at()}: {field} is {with_article(type(row[field]).__name__)}, not a text. See data.format=chat."
             )
     return {"prompt": row["prompt"], "completion": row["completion"]}
-
-
-def _missing(field: str, row_format: Format, at: str) -> DataError:
-    return DataError(f"{at}: there is no {field}, which data.format={row_format} needs. Add it, or set data.format.")
 
 
 def check_text(value: object, text_field: str, *, at: At) -> str | None:

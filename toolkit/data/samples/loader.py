@@ -215,22 +215,22 @@ class MicroBatchLoader:
             for validation_set in self.validation:
                 yield from self.validation_batches(validation_set)
             return
+        samples = self.validation[name]
         chosen = self._validation_ids(name)
         count = len(chosen)
+        chosen_token_share = 0.0
+        if isinstance(samples, PreferenceSamples):
+            chosen_token_share = samples.chosen_token_share(0, chosen)
         stride = self.batch.micro_batch_size * self.batch.dp
         for start in range(0, count, stride):
             self.report_phase("evaluate")
             positions = start + self.data_rank * self.batch.micro_batch_size + np.arange(self.batch.micro_batch_size)
             places = chosen[np.minimum(positions, count - 1)]
             if not self.reads:
-                is_packed = self.validation[name].is_packed(0, places)
-                yield MicroBatch(input_ids=_EMPTY, labels=_EMPTY, is_packed=is_packed)
+                yield MicroBatch(input_ids=_EMPTY, labels=_EMPTY, is_packed=samples.is_packed(0, places))
                 continue
-            micro_batch = self.validation[name].batch(0, places)
-            share = 0.0
-            if isinstance(samples := self.validation[name], PreferenceSamples):
-                share = samples.chosen_token_share(0, chosen)
-            yield _without_repeats(micro_batch, torch.from_numpy(positions >= count), share)
+            repeats = torch.from_numpy(positions >= count)
+            yield _without_repeats(samples.batch(0, places), repeats, chosen_token_share)
 
     def ordered_batches(self, samples: PreferenceSamples, first: int, end: int) -> Iterator[MicroBatch]:
         """This rank's share of the rows [first, end) of samples that are in the order of their text.

@@ -134,8 +134,10 @@ class PreferenceSamples(DocumentSamples):
         noun = "completions" if self._has_labels else "pairs"
         outcome = _OUTCOMES.get(self._overlong, self._overlong)
         longer = f"{self.overlong_documents:,} longer than {self.seq_len:,} tokens {outcome}"
-        without = f", {self.pieces_without_targets:,} without a target left out" * (self.pieces_without_targets > 0)
-        return f"{len(self):,} an epoch, {self._filled:.1%} filled; {self.piece_count:,} {noun}: {longer}{without}"
+        text = f"{len(self):,} an epoch, {self._filled:.1%} filled; {self.piece_count:,} {noun}: {longer}"
+        if self.pieces_without_targets:
+            text += f", {self.pieces_without_targets:,} without a target left out"
+        return text
 
     @property
     def _has_labels(self) -> bool:

@@ -144,8 +144,8 @@ class TokenWeights:
             return {name: value / count for name, value in zip(_PAIR_METRICS, sums, strict=False)}
         desirable = totals[_DESIRABLE]
         counts = (desirable, count - desirable, desirable, count - desirable)
-        found = zip(_LABEL_METRICS, sums, counts, strict=False)
-        metrics = {name: value / number for name, value, number in found if number}
+        named_sums = zip(_LABEL_METRICS, sums, counts, strict=False)
+        metrics = {name: value / number for name, value, number in named_sums if number}
         if "rewards/chosen" in metrics and "rewards/rejected" in metrics:
             metrics["rewards/margins"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
         metrics["kl" if self._section.name == "kto" else "delta"] = self._shift
