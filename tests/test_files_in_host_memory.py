@@ -107,17 +107,23 @@ def test_a_file_that_did_not_arrive_whole_is_not_there(hosts: Hosts) -> None:
     assert hosts.on(0).find("hostmem://") == []
 
 
-def test_the_own_hosts_files_are_read_in_its_memory_and_not_after_they_were_replaced(hosts: Hosts) -> None:
+def test_files_of_this_host_are_read_in_the_memory_of_its_server(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = []
+    request = HostServer.request
+    monkeypatch.setattr(
+        HostServer,
+        "request",
+        lambda server, text, *body: requests.append(text["request"]) or request(server, text, *body),
+    )
     files = hosts.on(0)
     content = os.urandom(1_000_000)
     files.pipe_file("hostmem://run/file", content)
     assert files.cat_file("hostmem://run/file", 10, 20) == content[10:20]
-    assert list(HostMemory.own_files) == ["run/file"]
     files.pipe_file("hostmem://run/file", content[::-1])
-    assert files.info("hostmem://run/file")["size"] == len(content)
     assert files.cat_file("hostmem://run/file") == content[::-1]
-    hosts.on(2).cat_file("hostmem://run/file")  # which it has from the others
-    assert not HostMemory.own_files
+    assert "get" not in requests
+    assert hosts.on(2).cat_file("hostmem://run/file") == content[::-1]
+    assert requests[-1] == "get"  # from another host
     files = hosts.on(0)
     files.rm("hostmem://run")
     with pytest.raises(FileNotFoundError):

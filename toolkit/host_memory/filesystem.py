@@ -4,7 +4,7 @@
     fsspec.url_to_fs("hostmem://run/step-00000010/model.safetensors")
 
 So no single host takes a file with it. Any rank reads any part of any file, from a host that has it; where that is its
-own, it maps the server's memory.
+own, it reads the server's memory.
 """
 
 import errno
@@ -154,19 +154,28 @@ def join(ring: Ring) -> None:
     fsspec.register_implementation(PROTOCOL, HostMemory, clobber=True)
     HostMemory.ring = ring
     HostMemory.locations = {}
-    HostMemory.own_files = {}
 
 
-def _read(file: BinaryIO, start: int, end: int | None) -> bytes:
-    """Bytes [start, end) of a file, or those that it has of them."""
-    size = os.fstat(file.fileno()).st_size
-    stop = size if end is None else min(size, end)
-    parts = []
-    while start < stop:
-        part = os.pread(file.fileno(), stop - start, start)  # at most 2 GiB
-        parts.append(part)
-        start += len(part)
-    return b"".join(parts)
+def _read_on_this_host(host: HostServer, name: str, start: int, end: int | None) -> bytes | None:
+    """Bytes [start, end) of a file in the memory of this host's server; None where the system does not allow it.
+
+    Raises OSError where the server does not answer, or has no such file.
+    """
+    answer, _ = host.request({"request": "where", "path": name})
+    try:
+        with open(f"/proc/{answer['process']}/fd/{answer['descriptor']}", "rb", buffering=0) as file:
+            status = os.fstat(file.fileno())
+            if status.st_ino != answer["inode"]:  # it was removed meanwhile, and another one is there
+                return None
+            stop = status.st_size if end is None else min(status.st_size, end)
+            parts = []
+            while start < stop:
+                part = os.pread(file.fileno(), stop - start, start)  # at most 2 GiB
+                parts.append(part)
+                start += len(part)
+            return b"".join(parts)
+    except OSError:
+        return None
 
 
 class HostMemory(AbstractFileSystem):  # type: ignore[misc]
@@ -176,8 +185,6 @@ class HostMemory(AbstractFileSystem):  # type: ignore[misc]
     ring: ClassVar[Ring]
     locations: ClassVar[dict[str, tuple[HostServer, ...]]]
     """Hosts that had each file when it was last listed."""
-    own_files: ClassVar[dict[str, BinaryIO]]
-    """Files of this host's server that were read since they were last listed."""
 
     def put_file(self, lpath: str, rpath: str, callback: Callback = _NO_CALLBACK, **_: Any) -> None:
         """Copy a file of this host's disk to the hosts of its copies."""
@@ -200,10 +207,12 @@ class HostMemory(AbstractFileSystem):  # type: ignore[misc]
         name = self._strip_protocol(path)
         request = {"request": "get", "path": name, "start": start or 0, "end": end}
         last: OSError = FileNotFoundError(errno.ENOENT, "there is no such file", path)
-        for host in self._nearest_first(self.locations.get(name) or self._locate(name)):
+        this_host = self.ring.hosts[self.ring.here]
+        hosts = self.locations.get(name) or self._locate(name)
+        for host in sorted(hosts, key=lambda host: host != this_host):
             try:
-                own = self._open_own(host, name)
-                return host.request(request)[1] if own is None else _read(own, start or 0, end)
+                content = _read_on_this_host(host, name, start or 0, end) if host == this_host else None
+                return host.request(request)[1] if content is None else content
             except OSError as error:
                 last = error
                 self.locations.pop(name, None)
@@ -247,7 +256,6 @@ class HostMemory(AbstractFileSystem):  # type: ignore[misc]
         """Remove a file, or a directory with all in it, from every host. Raises FileNotFoundError."""
         name = self._strip_protocol(path)
         self.locations.clear()
-        self.own_files.clear()
         answers = self._ask_all({"request": "remove", "path": name})
         if not any(answer["removed"] for answer in answers):
             raise FileNotFoundError(errno.ENOENT, "there is no such file", path)
@@ -255,26 +263,6 @@ class HostMemory(AbstractFileSystem):  # type: ignore[misc]
     def _put(self, host: HostServer, path: str, size: int, file: BinaryIO, *, may_replace: bool) -> None:
         request = {"request": "put", "path": self._strip_protocol(path), "size": size, "may_replace": may_replace}
         host.request(request, file)
-
-    def _nearest_first(self, hosts: Sequence[HostServer]) -> list[HostServer]:
-        """This host before others."""
-        own = self.ring.hosts[self.ring.here]
-        return sorted(hosts, key=lambda host: host != own)
-
-    def _open_own(self, host: HostServer, name: str) -> BinaryIO | None:
-        """A file in the memory of this host's server; None for another host, or where the system does not allow it."""
-        if host != self.ring.hosts[self.ring.here]:
-            return None
-        if name not in self.own_files:
-            where = host.request({"request": "where", "path": name})[0]
-            try:
-                file = open(f"/proc/{where['process']}/fd/{where['descriptor']}", "rb", buffering=0)  # noqa: SIM115
-            except OSError:
-                return None
-            if os.fstat(file.fileno()).st_ino != where["inode"]:  # it was removed meanwhile, and another one is there
-                return None
-            self.own_files[name] = file
-        return self.own_files[name]
 
     def _locate(self, name: str) -> Sequence[HostServer]:
         self._listed(name.rpartition("/")[0])
@@ -290,8 +278,6 @@ class HostMemory(AbstractFileSystem):  # type: ignore[misc]
                 found[info["name"]] = {**info, "type": "file"}
                 hosts_of.setdefault(info["name"], []).append(host)
         self.locations.update({name: tuple(hosts) for name, hosts in hosts_of.items()})
-        for name in hosts_of:
-            self.own_files.pop(name, None)  # it may be another one now
         return [found[name] for name in sorted(found)]
 
     def _ask_all(self, request: dict[str, Any]) -> Iterable[dict[str, Any]]:
