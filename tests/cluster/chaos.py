@@ -274,13 +274,15 @@ def run(arguments: argparse.Namespace, folder: Path) -> list[Disturbance]:
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={_DISK_BYTES}", "tmpfs", disk], check=True)
     try:
         recipe = write_elastic_demo(folder, steps=steps)
-        overrides = ["checkpoint.memory_every=7", f"checkpoint.url=s3://{BUCKET}/run"]
-        overrides += ["train.replica_check=1", "train.max_incidents=20"]
+        words = ["checkpoint.memory_every=7", f"checkpoint.url=s3://{BUCKET}/run"]
+        words += ["train.replica_check=1", "train.max_incidents=20"]
         if arguments.layout:
-            least = most = Strategy.parse(arguments.layout).world_size(1)
+            layout = ["--layout", arguments.layout, "batch.micro_batch_size=4"]
+            words += layout
+            least = Strategy.parse(arguments.layout).world_size(1)
+            most = least
             tolerance = 0.0
-            overrides += ["--layout", arguments.layout, "batch.micro_batch_size=4"]
-            undisturbed = train_undisturbed(folder, recipe, most, *overrides[-3:])
+            undisturbed = train_undisturbed(folder, recipe, least, *layout)
         else:
             least = 1
             most = HOSTS
@@ -296,7 +298,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> list[Disturbance]:
                 f"{least}:{most}",
                 recipe,
                 disk / "run",
-                overrides=overrides,
+                overrides=words,
                 script=SCRIPT,
                 cwd=disk,
                 variables=variables,
@@ -371,6 +373,8 @@ def main() -> None:
     names = [kind.__name__ for kind in KINDS]
     parser.add_argument("--kinds", nargs="+", choices=names, default=names, metavar="KIND", help=", ".join(names))
     options = parser.parse_args()
+    if options.layout and Strategy.parse(options.layout).world_size(1) > HOSTS:
+        parser.error(f"--layout {options.layout}: there are {HOSTS} hosts of one rank each")
     if missing():
         sys.exit(missing())
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:

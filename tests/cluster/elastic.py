@@ -28,9 +28,9 @@ _AXES = {"dp": "dp", "tp": "tp", "pp": "pp", "z": "zero_stage"}
 def write_elastic_demo(folder: Path, *, steps: int = ENDLESS) -> Path:
     """The demo with a planned layout and a learning rate that does not depend on the length of the run.
 
-    It is conditioned so well that rounding does not grow over thousands of steps: with the usual `initializer_range` of
-    0.02, 48 channels of an embedding come so close to one another in some step that their layer norm multiplies the
-    rounding of its gradient by a thousand (4e-6 of the gradient norm after 400 steps; 2e-7 with 0.1, after 1,000).
+    With the usual `initializer_range` of 0.02 and 48 channels, some embedding has hardly any variance in some step, and
+    its layer norm multiplies the rounding of the gradient: one process with other micro-batches differs by 4e-6 in the
+    gradient norm within 600 steps. With 0.1 it differs by 2e-7 in 1,000.
     """
     path = write_demo(folder, train__steps=steps, train__hang_timeout=8, checkpoint__every=10, log__every=1000)
     recipe = yaml.safe_load(path.read_text())

@@ -1,4 +1,4 @@
-"""torchrun's rendezvous with spare nodes: a full job is left alone, whoever came too late for it."""
+"""torchrun's rendezvous with spare nodes: ranks of a full job do not restart because a spare node waits."""
 
 import threading
 import time
