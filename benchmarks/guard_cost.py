@@ -7,6 +7,9 @@
 Two ranks train a GPT-2 with ZeRO-1 in fp32, each on a core of its own, in turns without a watchdog (no heartbeats, no
 reports of phases), with it as every run has it, and with `train.replica_check` at every step. Seconds of CPU are those
 of a rank's process with all its threads. A comparison is made every N steps, so that N divides what it costs.
+
+Steps on two shared cores vary by more than the watchdog costs. Its threads do the same whether a rank computes or not,
+so their CPU time is measured where there is nothing else: in ranks that wait.
 """
 
 import argparse
@@ -25,7 +28,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import deepspeed  # noqa: F401  # before the ranks are forked
 import torch
-from measure.our_run import Stamps, make_recipe
+from measure.our_run import CPU, Stamps, make_recipe
 from measure.rounds import silently
 from measure.table import publish, target_met
 
@@ -34,10 +37,13 @@ from toolkit.config.recipe import Recipe
 from toolkit.launch.health.watchdog import Watchdog
 from toolkit.launch.local_ranks import run_ranks
 from toolkit.launch.output import quiet
+from toolkit.launch.process_group import process_group
+from toolkit.launch.rank_environment import RankEnvironment
 
 RANKS = 2
 STEPS, WARMUP = 60, 10
 TARGET = 1.01
+WAIT_SECONDS = 20
 CHECK_EVERY = 100
 """Steps between comparisons of replicas, for the row that compares with the target."""
 
@@ -67,6 +73,14 @@ def trained(recipe: Recipe, *, has_watchdog: bool = True) -> CpuStamps:
     stamps = CpuStamps()
     train(Job.of(recipe, RANKS), [stamps], TrainOptions(overwrite=True))
     return stamps
+
+
+def watchdog_share() -> float:
+    """CPU seconds a second of a rank that does nothing but wait under a watchdog."""
+    with process_group(RankEnvironment.detect(), CPU, hang_timeout_seconds=600):
+        began = time.process_time()
+        time.sleep(WAIT_SECONDS)
+        return (time.process_time() - began) / WAIT_SECONDS
 
 
 def measure(side: Callable[[], CpuStamps]) -> tuple[float, float]:
@@ -101,6 +115,7 @@ def main() -> None:
         for _ in range(1 if options.quick else options.rounds):
             for side, run in sides.items():
                 measured[side].append(measure(run))
+        shares = run_ranks(watchdog_share, RANKS, joined=False, timeout_seconds=600)
     plain = measured["no watchdog"]
     rows = []
     ratios: dict[str, list[float]] = {}
@@ -111,14 +126,12 @@ def main() -> None:
         milliseconds = [f"{1e3 * value:.1f}" for value in medians]
         spread = f"{ratios[side][0]:.3f} to {ratios[side][-1]:.3f}"
         middle = statistics.median(ratios[side])
-        met = target_met(middle, TARGET, at_most=True) if side == "watchdog" else ""
-        rows.append([side, *milliseconds, f"{statistics.median(wall):.3f}x", f"{middle:.3f}x", spread, met])
+        rows.append([side, *milliseconds, f"{statistics.median(wall):.3f}x", f"{middle:.3f}x", spread, ""])
+    of_watchdog = max(shares)
     of_a_check = statistics.median(ratios["replicas compared at every step"]) - statistics.median(ratios["watchdog"])
-    amortized = 1 + of_a_check / CHECK_EVERY
-    met = target_met(amortized, TARGET, at_most=True)
-    rows.append(
-        [f"replicas compared every {CHECK_EVERY} steps, over the watchdog", "", "", "", f"{amortized:.3f}x", "", met]
-    )
+    both = 1 + of_watchdog + of_a_check / CHECK_EVERY
+    side = f"computed: watchdog, and replicas compared every {CHECK_EVERY} steps"
+    rows.append([side, "", "", "", f"{both:.4f}x", "", target_met(both, TARGET, at_most=True)])
     publish(
         "guard_cost",
         title="What guards cost a step when nothing goes wrong",
@@ -126,7 +139,8 @@ def main() -> None:
         rows=rows,
         notes=[
             "GPT-2 of 6 layers x 256, samples of 128 tokens, 2 in a micro-batch, accumulation 2, ZeRO-1, two ranks.",
-            "The last row is computed from those above it: a comparison costs the same whenever it is made.",
+            f"The threads of the watchdog of a rank take {1e3 * of_watchdog:.1f} ms of CPU a second.",
+            f"The last row adds that to a comparison's cost by the rows above, divided by {CHECK_EVERY}.",
         ],
         save=options.save,
     )
