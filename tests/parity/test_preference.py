@@ -86,7 +86,8 @@ def check_equal(
     preferences: Callable[..., Recipe], ranks: Ranks, objective: str, section: dict[str, Any], **changes: Any
 ) -> ParityResult:
     size = math.prod(section.get(axis, 1) for axis in ("dp", "tp", "pp", "ulysses"))
-    baseline = ranks(train_in_memory, 1, preferences(objective, train__engine="reference"))[0]
+    plain = {**changes, "train__engine": "reference"}
+    baseline = ranks(train_in_memory, 1, preferences(objective, **plain))[0]
     run = ranks(train_in_memory, size, preferences(objective, parallel=section, **changes), timeout_seconds=300)[0]
     result = ParityResult.of(run, baseline)
     assert result.passed, str(result)
@@ -109,5 +110,39 @@ def test_an_objective_trains_what_one_process_trains(
 def test_full_logits_give_the_same_as_chunks_of_them(
     preferences: Callable[..., Recipe], ranks: Ranks, objective: str
 ) -> None:
-    model = {**MODEL, "loss": "plain"}
-    check_equal(preferences, ranks, objective, LAYOUTS["tp2"], model=model)
+    section = LAYOUTS["tp2"]
+    check_equal(preferences, ranks, objective, section, model={**MODEL, "loss": "plain"})
+
+
+ADAPTERS = {**MODEL, "lora": {"r": 4, "targets": ["all-linear"]}}
+EXPERTS = {
+    "name_or_path": "mixtral-8x7b",
+    "overrides": {**MODEL["overrides"], "num_local_experts": 4, "num_experts_per_tok": 2},
+}
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("objective", ["dpo", "kto", "orpo"])
+@pytest.mark.parametrize("layout", ["z3", "tp2-sp", "pp2", "u2"])
+def test_adapters_train_what_they_do_in_one_process(
+    preferences: Callable[..., Recipe], ranks: Ranks, objective: str, layout: str
+) -> None:
+    check_equal(preferences, ranks, objective, LAYOUTS[layout], model=ADAPTERS)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("objective", ["dpo", "orpo"])
+def test_experts_of_several_ranks_train_what_they_do_in_one_process(
+    preferences: Callable[..., Recipe], ranks: Ranks, objective: str
+) -> None:
+    section = {"dp": 2, "ep": 2, "zero_stage": 1}
+    check_equal(preferences, ranks, objective, section, model=EXPERTS)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("objective", ["dpo", "kto", "orpo"])
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+def test_the_engines_of_pytorch_train_what_one_process_trains(
+    preferences: Callable[..., Recipe], ranks: Ranks, objective: str, engine: str
+) -> None:
+    check_equal(preferences, ranks, objective, {"dp": 2, "zero_stage": 0}, train__engine=engine)

@@ -317,3 +317,17 @@ def test_a_run_says_and_keeps_the_layout_that_it_took(train: Train, tmp_path: Pa
     kept = load_recipe(tmp_path / "run" / "recipe.yaml")
     assert (kept.parallel.zero_stage, kept.batch.micro_batch_size) == (3, 1)
     assert (tmp_path / "run" / "recipe.yaml").read_text().endswith("layouts:\n  2xCPU: z3-m1\n")
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+def test_a_step_that_is_validated_and_saved_is_resumed_from(train: Train, tmp_path: Path, engine: str) -> None:
+    """FSDP keeps some weights whole after a forward pass without a backward pass, and saved them as shards."""
+    words = ("train.eval_every=2", "checkpoint.every=2", "schedule.warmup_steps=0")
+    changes = {"train__engine": engine, "parallel": {"dp": 2, "zero_stage": 0}}
+    train("run_dir=whole", *words, world_size=2, **changes)
+    train("run_dir=rest", "--resume", "whole/step-00000002", *words, world_size=2, **changes)
+    names = ("step", "loss", "grad_norm", "eval_loss")
+    whole = [[line.get(name) for name in names] for line in metrics(tmp_path / "whole")]
+    rest = [[line.get(name) for name in names] for line in metrics(tmp_path / "rest")]
+    assert [line[0] for line in rest] == [3, 4]
+    assert rest == whole[2:]

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType, GradientAccumulationPlugin
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
@@ -102,6 +102,16 @@ class AccelerateEngine(DataParallelEngine):
     @override
     def _forward(self, batch: MicroBatch) -> Any:
         return self._wrapped(**batch.inputs(), use_cache=False)
+
+    @override
+    @contextmanager
+    def _forward_only(self) -> Iterator[None]:
+        with super()._forward_only():
+            yield
+        # FSDP keeps the root's weights whole for a backward pass: whoever reads them next would take them for shards.
+        for module in self._wrapped.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     @override
     def _accumulating(self, *, last: bool) -> AbstractContextManager[None]:

@@ -258,7 +258,7 @@ class Engine(ABC):
 
     @abstractmethod
     def _pass_forward(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Run forward passes up to the losses of the tokens, without gradients."""
+        """Run the forward passes of a step without gradients; with an objective, up to the losses of the tokens."""
 
     def _begin_routing(self, micro_batches: Iterable[MicroBatch]) -> Iterable[MicroBatch]:
         """Begin a step; where the loss of the routers needs the counts of the global batch, count them first."""
@@ -266,13 +266,9 @@ class Engine(ABC):
             return micro_batches
         step_batches = list(micro_batches)
         with self.routing.counting():
-            self._count_first(step_batches)
+            self._pass_forward(step_batches)
         self._sum_over_samples(self.routing.global_counts)
         return step_batches
-
-    @abstractmethod
-    def _count_first(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Run the forward passes of a step without gradients."""
 
     def _add_router_losses(self, token_loss: torch.Tensor, target_tokens: int) -> torch.Tensor:
         """Add the losses of the routers to the sum of the token losses of a micro-batch that has run."""

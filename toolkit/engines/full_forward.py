@@ -28,7 +28,7 @@ class FullForwardEngine(Engine):
         if self.objective is not None:
             self.objective.begin_step()
         self.model.eval()
-        with torch.no_grad():
+        with self._forward_only():
             for micro_batch in micro_batches:
                 batch = self._local_micro_batch(micro_batch).to(self.device)
                 totals[0] += self._losses(self._run(batch), batch)[0]
@@ -43,7 +43,7 @@ class FullForwardEngine(Engine):
     def sequence_sums(self, micro_batches: Iterable[MicroBatch]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         assert self.objective is not None
         self.model.eval()
-        with self.objective.collecting() as sums:
+        with self.objective.collecting() as sums, self._forward_only():
             for micro_batch in micro_batches:
                 batch = self._local_micro_batch(micro_batch).to(self.device)
                 self._losses(self._run(batch), batch)
@@ -53,9 +53,18 @@ class FullForwardEngine(Engine):
 
     @override
     def _pass_forward(self, micro_batches: Sequence[MicroBatch]) -> None:
-        for micro_batch in micro_batches:
-            batch = self._local_micro_batch(micro_batch).to(self.device)
-            self._losses(self._training_run(batch), batch)
+        with self._forward_only():
+            for micro_batch in micro_batches:
+                batch = self._local_micro_batch(micro_batch).to(self.device)
+                output = self._training_run(batch)
+                if self.objective is not None:
+                    self._losses(output, batch)
+
+    @contextmanager
+    def _forward_only(self) -> Iterator[None]:
+        """A context for forward passes that no backward pass follows."""
+        with torch.no_grad():
+            yield
 
     @abstractmethod
     def _forward(self, batch: MicroBatch) -> Any:
@@ -111,11 +120,6 @@ class FullForwardEngine(Engine):
         output = self._run(batch)
         self.routing.finish()
         return output
-
-    @override
-    def _count_first(self, micro_batches: Sequence[MicroBatch]) -> None:
-        for micro_batch in micro_batches:
-            self._training_run(self._local_micro_batch(micro_batch).to(self.device))
 
     @override
     def _sum_over_samples(self, values: torch.Tensor) -> None:

@@ -94,10 +94,6 @@ class PipelineEngine(DeepSpeedBase):
         return self._finish_step(losses, local, target_tokens=target_tokens, learning_rate=learning_rate)
 
     @override
-    def _count_first(self, micro_batches: Sequence[MicroBatch]) -> None:
-        self._run(schedule.InferenceSchedule, micro_batches)
-
-    @override
     def _pass_forward(self, micro_batches: Sequence[MicroBatch]) -> None:
         self._run(schedule.InferenceSchedule, micro_batches)
 
