@@ -1,7 +1,7 @@
 """Instrumentation for the comparison: records gradients before DeepSpeed clips them, and its norm."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -21,9 +21,6 @@ class Script(Engine):
     def evaluate(self, micro_batches: Iterable[MicroBatch]) -> float:
         """Raise RunError."""
         raise RunError("this script only trains: set train.eval_every=0.")
-
-    def _count_first(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """No script balances experts."""
 
 
 class Probe:

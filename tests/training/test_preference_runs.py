@@ -11,7 +11,10 @@ from interrupted_runs import SETTINGS, timeless
 from small_preferences import make_pairs, preference_data, write_rows
 
 from toolkit.config.recipe import Recipe
+from toolkit.engines.base import Engine
+from toolkit.engines.factory import create_engine
 from toolkit.engines.full_forward import FullForwardEngine
+from toolkit.errors import RunError
 from toolkit.parity.run.train_in_memory import train_in_memory
 from toolkit.training import reference_model
 
@@ -177,3 +180,25 @@ def test_the_validation_loss_is_that_of_the_objective(
     assert all(0.3 < loss < math.log(2) for loss in losses)
     others = [step["eval_loss"] for step in steps(tmp_path / "pp") if "eval_loss" in step]
     assert others == pytest.approx(losses, rel=LARGEST_DIFFERENCE)
+
+
+def _train_without_objective(recipe: Recipe) -> str:
+    """The refusal of an engine that a user has made, and that knows of no objective."""
+
+    def make_engine(*arguments: Any, **options: Any) -> Engine:
+        engine = create_engine(*arguments, **options)
+        engine.objective = None
+        return engine
+
+    with pytest.raises(RunError) as refused:
+        train_in_memory(recipe, engine_factory=make_engine)
+    return str(refused.value)
+
+
+def test_an_engine_without_objectives_does_not_train_on_pairs_as_on_text(
+    make_recipe: Callable[..., Recipe], ranks: Callable[..., list[Any]], changes: Callable[..., dict[str, Any]]
+) -> None:
+    fields = changes(train__engine="reference", train__steps=1)
+    del fields["world_size"]
+    refusal = ranks(_train_without_objective, 1, make_recipe(**fields))[0]
+    assert refusal.startswith("train.objective.name=dpo: ReferenceEngine computes no objective. ")

@@ -228,13 +228,13 @@ class Engine(ABC):
         """Yield the buffers in a state dict of the full model. A collective call."""
         yield from self.local_buffers()
 
-    @abstractmethod
     def sequence_sums(self, micro_batches: Iterable[MicroBatch]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return the numbers of pieces [n] and the log-probabilities of their sequences [n, 2] of all micro-batches.
 
         Of ranks that compute the same, only one has them; for the others the list is empty. All ranks must pass equally
-        many micro-batches.
+        many micro-batches. Raises NotImplementedError in an engine that computes no objective.
         """
+        raise NotImplementedError
 
     @property
     def sequence_group(self) -> dist.ProcessGroup | None:
@@ -256,9 +256,12 @@ class Engine(ABC):
         self.objective.finish_mean()
         return step_batches
 
-    @abstractmethod
     def _pass_forward(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Run the forward passes of a step without gradients; with an objective, up to the losses of the tokens."""
+        """Run the forward passes of a step without gradients; with an objective, up to the losses of the tokens.
+
+        Raises NotImplementedError in an engine that computes no objective and no router loss of a global batch.
+        """
+        raise NotImplementedError
 
     def _begin_routing(self, micro_batches: Iterable[MicroBatch]) -> Iterable[MicroBatch]:
         """Begin a step; where the loss of the routers needs the counts of the global batch, count them first."""

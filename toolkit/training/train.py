@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from toolkit.checkpoint.commit import Retention
 from toolkit.config import dump_recipe, load_recipe
+from toolkit.config.data_section import PREFERENCE_FORMATS
 from toolkit.config.job import Job
 from toolkit.data.samples.loader import MicroBatchLoader
 from toolkit.data.tokens.corpora import Corpora, prepare_all
@@ -122,6 +123,14 @@ def _prepare(job: Job, options: TrainOptions, here: RankEnvironment, *, in_memor
     return _Prepared(job=job, device=device, ds_config=ds_config, directory=directory, corpus=corpus, loader=loader)
 
 
+def _check_objective(job: Job, engine: Engine) -> None:
+    """Raise RunError for an engine that would train on preference data as on any text."""
+    if job.recipe.data.format in PREFERENCE_FORMATS and engine.objective is None:
+        name = job.recipe.train.objective.name
+        reason = f"{type(engine).__name__} computes no objective"
+        raise RunError.of("train.objective.name", name, reason, "train with create_engine", ("data.format", "chat"))
+
+
 def _build(
     prepared: _Prepared,
     callbacks: Sequence[Callback],
@@ -150,6 +159,7 @@ def _build(
     engine = engine_factory(
         job, device, prepared.ds_config, eos_id=corpus.eos_id, trust_remote_code=options.trust_remote_code
     )
+    _check_objective(job, engine)
     profiler = Profiler(report_phase) if job.recipe.train.profile is not None else None
     if profiler is not None:
         report_phase = profiler.report_phase
