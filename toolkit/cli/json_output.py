@@ -4,7 +4,6 @@ While such a command runs, file descriptor 1 is standard error: for `print`, for
 started or forked meanwhile. The answer goes to a copy of the real one.
 """
 
-import ctypes
 import functools
 import io
 import json
@@ -86,7 +85,7 @@ def _reserved_stdout() -> Iterator[None]:
     finally:
         with suppress(OSError):
             shown.flush()
-        ctypes.CDLL(None).fflush(None)  # what C code has printed and not written yet
+        _flush_c_streams()
         os.dup2(real, _STDOUT)
         os.close(real)
 
@@ -107,6 +106,13 @@ def _point_to_stderr() -> None:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, _STDOUT)
         os.close(nowhere)
+
+
+def _flush_c_streams() -> None:
+    """Write what C code has printed and not written yet."""
+    import ctypes
+
+    ctypes.CDLL(None).fflush(None)
 
 
 def _is_real(stream: TextIO) -> bool:

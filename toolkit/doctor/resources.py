@@ -75,7 +75,7 @@ def _limits(facts: MachineFacts) -> Iterator[MachineCheck]:
 def variables(facts: MachineFacts) -> Iterator[MachineCheck]:
     """Check every variable that is set."""
     checked: dict[str, MachineCheck] = {}
-    for check in (*_devices(facts), *_names_and_values(facts), *_launcher(facts), *_rest(facts)):
+    for check in (*_devices(facts), *_names_and_values(facts), *_launcher(facts), *_network_and_threads(facts)):
         checked.setdefault(check.name, check)
     for name, value in facts.environment.items():
         yield checked.pop(name) if name in checked else ok(name, value or "(empty)")
@@ -135,7 +135,7 @@ def _launcher(facts: MachineFacts) -> Iterator[MachineCheck]:
         yield note("WORLD_SIZE", f"{env['WORLD_SIZE']}, without a launcher", fix)
 
 
-def _rest(facts: MachineFacts) -> Iterator[MachineCheck]:
+def _network_and_threads(facts: MachineFacts) -> Iterator[MachineCheck]:
     env = facts.environment
     interfaces = env.get("NCCL_SOCKET_IFNAME", "")
     wanted = [name.split(":")[0] for name in interfaces.split(",") if name and name[0] not in "^="]

@@ -61,7 +61,7 @@ class FakeModel:
     @property
     def has_learned_positions(self) -> bool:
         """Whether positions are rows of a table that is learned."""
-        return has_table_of(self.positions, self.model)
+        return has_position_table(self.positions, self.model)
 
     @property
     def has_experts(self) -> bool:
@@ -73,7 +73,7 @@ class FakeModel:
         return self.structure.layer_list(self.model)
 
 
-def has_table_of(positions: int, model: nn.Module) -> bool:
+def has_position_table(positions: int, model: nn.Module) -> bool:
     """Whether an embedding may be one of positions: by its number of rows, some of which may be for padding."""
     tables = (module for module in model.modules() if isinstance(module, nn.Embedding))
     return any(0 <= table.num_embeddings - positions <= 4 for table in tables)

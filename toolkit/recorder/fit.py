@@ -102,7 +102,7 @@ def assemble(
 
     casts = set[int]().union(*(section.casts for section in trace))
 
-    def made(name: str, *earlier: Polynomial) -> PassSection:
+    def section_of(name: str, *earlier: Polynomial) -> PassSection:
         return _section(named.get(name, TracedSection(name)), size_of, casts, earlier)
 
     representatives = (_inner(kind, layers, pattern) for kind in dict.fromkeys(pattern))
@@ -115,17 +115,19 @@ def assemble(
             return total(())
         at_end = layers[end]
         usual = inner[numbers[pattern[at_end]]]
-        return tuple(map(int.__sub__, made(f"{direction} {at_end}").delta, made(f"{direction} {usual}").delta))
+        end_bytes = section_of(f"{direction} {at_end}").delta
+        inner_bytes = section_of(f"{direction} {usual}").delta
+        return tuple(map(int.__sub__, end_bytes, inner_bytes))
 
     return Recording(
         positions=positions,
         unit=unit,
         pattern=tuple(numbers.get(kind, 0) for kind in pattern),
-        **{name: made(name) for name in ("embedding", "head", "loss", "head_backward")},
+        **{name: section_of(name) for name in ("embedding", "head", "loss", "head_backward")},
         # The first layer's backward pass also frees what all layers share, for instance masks.
-        embedding_backward=made("embedding_backward", beyond("backward", 0)),
-        forward=tuple(made(f"forward {index}") for index in inner),
-        backward=tuple(made(f"backward {index}") for index in inner),
+        embedding_backward=section_of("embedding_backward", beyond("backward", 0)),
+        forward=tuple(section_of(f"forward {index}") for index in inner),
+        backward=tuple(section_of(f"backward {index}") for index in inner),
         kinds=tuple(_kinds(named[f"forward {index}"], size_of, casts) for index in inner),
         end_layers=(beyond("forward", 0), beyond("forward", -1), beyond("backward", -1)),
         events=events_of(

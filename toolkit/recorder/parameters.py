@@ -17,7 +17,7 @@ from toolkit.parallel.adapter_names import PREFIX, saved_name
 from toolkit.parallel.model_structure import ModelStructure
 from toolkit.parallel.pipeline.balance import count_flops
 from toolkit.parallel.tensor.parallelize import TensorParallelizer, is_column, sharded_dim
-from toolkit.recorder.fake_model import has_table_of, skip_similar, structure_of, text_config
+from toolkit.recorder.fake_model import has_position_table, skip_similar, structure_of, text_config
 from toolkit.recorder.frozen import freeze
 from toolkit.recorder.record import in_fake_group
 
@@ -48,7 +48,7 @@ def _listed(model: PreTrainedModel, structure: ModelStructure) -> ModelParameter
     kinds: dict[tuple[Any, ...], int] = {}
     pattern = []
     for layer in layers:
-        listed = (tuple(_of_layer(layer, parallelizer)), _bytes(layer.buffers()))
+        listed = (tuple(_layer_parameters(layer, parallelizer)), _bytes(layer.buffers()))
         pattern.append(kinds.setdefault(listed, len(kinds)))
     inner = {id(p) for p in layers.parameters()}
     front: list[Parameter] = []
@@ -58,7 +58,7 @@ def _listed(model: PreTrainedModel, structure: ModelStructure) -> ModelParameter
         if id(parameter) in inner:
             seen_layers = True
         else:
-            (back if seen_layers else front).append(_outside(model, structure, name, parameter))
+            (back if seen_layers else front).append(_outer_parameter(model, structure, name, parameter))
     layer_buffers = [size for _, size in kinds]
     return ModelParameters(
         front=tuple(front),
@@ -67,7 +67,7 @@ def _listed(model: PreTrainedModel, structure: ModelStructure) -> ModelParameter
         back=tuple(back),
         buffer_bytes=_bytes(model.buffers()) - sum(layer_buffers[kind] for kind in pattern),
         layer_buffer_bytes=tuple(layer_buffers),
-        flops=tuple(_parts(model, structure, pattern)),
+        flops=tuple(_part_flops(model, structure, pattern)),
         facts=_facts(model, len(layers)),
     )
 
@@ -86,7 +86,7 @@ def _parallelizer(model: PreTrainedModel, structure: ModelStructure) -> TensorPa
         return None
 
 
-def _of_layer(layer: nn.Module, parallelizer: TensorParallelizer | None) -> Iterator[Parameter]:
+def _layer_parameters(layer: nn.Module, parallelizer: TensorParallelizer | None) -> Iterator[Parameter]:
     sharded: dict[str, dict[str, Any]] = {}
     for path, module, style, blocks in parallelizer.planned(layer) if parallelizer else ():
         units = tuple((block.units, block.width) for block in blocks)
@@ -103,7 +103,9 @@ def _of_layer(layer: nn.Module, parallelizer: TensorParallelizer | None) -> Iter
         yield Parameter(name=name, shape=tuple(parameter.shape), trainable=parameter.requires_grad, **split)
 
 
-def _outside(model: PreTrainedModel, structure: ModelStructure, name: str, parameter: nn.Parameter) -> Parameter:
+def _outer_parameter(
+    model: PreTrainedModel, structure: ModelStructure, name: str, parameter: nn.Parameter
+) -> Parameter:
     owners = [
         owner
         for owner, module in model.named_modules()
@@ -126,7 +128,7 @@ def _outside(model: PreTrainedModel, structure: ModelStructure, name: str, param
     )
 
 
-def _parts(model: PreTrainedModel, structure: ModelStructure, pattern: list[int]) -> Iterator[PartFlops]:
+def _part_flops(model: PreTrainedModel, structure: ModelStructure, pattern: list[int]) -> Iterator[PartFlops]:
     """FLOPs for a token: before the layers, a layer of each kind, the head. Layers that are alike are skipped."""
     layers = structure.layer_list(model)
     running = skip_similar(layers, tuple(pattern), structure, splits_sequence=False)
@@ -137,11 +139,11 @@ def _parts(model: PreTrainedModel, structure: ModelStructure, pattern: list[int]
     kinds = [pattern[index] for index in running]
     for at in (0, *(1 + kinds.index(kind) for kind in range(len({*pattern}))), len(first) - 1):
         lines = zip(first[at], second[at], third[at], strict=True)
-        flops, with_weights = (_line(lengths, counts) for counts in lines)
+        flops, with_weights = (_line_through(lengths, counts) for counts in lines)
         yield PartFlops(flops=flops, with_weights=with_weights)
 
 
-def _line(lengths: tuple[int, ...], counts: tuple[int, ...]) -> tuple[float, float]:
+def _line_through(lengths: tuple[int, ...], counts: tuple[int, ...]) -> tuple[float, float]:
     """FLOPs of a token as constant and slope, from those of whole samples."""
     a, b, c = (count / s for count, s in zip(counts, lengths, strict=True))
     if abs(2 * b - a - c) > 1e-6 * c:
@@ -159,5 +161,5 @@ def _facts(model: PreTrainedModel, layers: int) -> Mapping[str, Any]:
 
     facts = {fact: read(fact) for fact in ("hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "positions")}
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    learned = facts["positions"] is not None and has_table_of(facts["positions"], model)
+    learned = facts["positions"] is not None and has_position_table(facts["positions"], model)
     return facts | {"layers": layers, "tied": tied, "learned_positions": learned}

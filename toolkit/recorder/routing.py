@@ -7,6 +7,7 @@ tensor-parallel ranks where experts are whole. The rank that is recorded gets `i
 from collections.abc import Iterator
 from contextlib import contextmanager
 from fractions import Fraction
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,10 +18,10 @@ from toolkit.parallel.experts import dispatch
 
 def load(rank_pass: RankPass) -> Fraction:
     """Rows of the recorded rank over all rows of its tokens."""
-    return Fraction(rank_pass.computation.imbalance).limit_denominator(100) / lanes(rank_pass)
+    return Fraction(rank_pass.computation.imbalance).limit_denominator(100) / expert_shards(rank_pass)
 
 
-def lanes(rank_pass: RankPass) -> int:
+def expert_shards(rank_pass: RankPass) -> int:
     """Tensor-parallel ranks with different experts."""
     return 1 if rank_pass.layout.experts == "inner" else rank_pass.layout.tp
 
@@ -35,25 +36,25 @@ def groups(rank_pass: RankPass) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
 
 
 @contextmanager
-def routed(rank_pass: RankPass) -> Iterator[None]:
+def balanced_routing(rank_pass: RankPass) -> Iterator[None]:
     """Let the experts' code inside use these numbers of rows where it would ask the device for them."""
     sort = dispatch.ShardedExperts._sorted
     count = dispatch.row_counts
     rows = 0
 
-    def noting(self: dispatch.ShardedExperts, experts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def sort_noting_rows(self: dispatch.ShardedExperts, experts: torch.Tensor) -> Any:
         nonlocal rows
         rows = experts.numel()
         return sort(self, experts)
 
-    def counted(counts: torch.Tensor) -> list[list[int]]:
+    def balanced_row_counts(counts: torch.Tensor) -> list[list[int]]:
         """Return all rows as those of one rank, whose buffers hold the sum; rows for other ranks are balanced."""
-        first = load(rank_pass) if len(counts) == 1 else Fraction(1, lanes(rank_pass))
+        first = load(rank_pass) if len(counts) == 1 else Fraction(1, expert_shards(rank_pass))
         totals = [int(rows * share) for share in (first, load(rank_pass))]
         return [[total, *[0] * (counts.shape[1] - 1)] for total in totals[: len(counts)]]
 
-    dispatch.ShardedExperts._sorted = noting  # type: ignore[method-assign]
-    dispatch.row_counts = counted
+    dispatch.ShardedExperts._sorted = sort_noting_rows  # type: ignore[method-assign]
+    dispatch.row_counts = balanced_row_counts
     try:
         yield
     finally:

@@ -15,7 +15,7 @@ from toolkit.estimate.recorded.recording import RankPass
 from toolkit.parallel.model_structure import hidden_argument
 from toolkit.recorder.fake_model import FakeModel, Mode, autocast
 from toolkit.recorder.gpu_kernels import GpuKernels
-from toolkit.recorder.routing import routed
+from toolkit.recorder.routing import balanced_routing
 from toolkit.recorder.trace import Trace, TracedSection
 
 _KINDS = (("norm", ("norm", "ln_", "ln")), ("attention", ("attn", "attention")), ("mlp", ("mlp", "ffn", "feed", "moe")))
@@ -33,11 +33,11 @@ def trace_pass(rank_pass: RankPass, fake: FakeModel, mode: Mode, b: int, s: int)
         with ExitStack() as stack:
             if on_gpu:
                 stack.enter_context(GpuKernels())
-            stack.enter_context(as_with_values())
-            stack.enter_context(routed(rank_pass))
+            stack.enter_context(values_assumed())
+            stack.enter_context(balanced_routing(rank_pass))
             stack.enter_context(mode)
-            step = _whole if fake.stage is None else _of_stage
-            step(rank_pass, fake, trace, b, s)
+            run_pass = _pass_of_model if fake.stage is None else _pass_of_stage
+            run_pass(rank_pass, fake, trace, b, s)
     finally:
         gc.enable()
         gc.unfreeze()
@@ -47,7 +47,7 @@ def trace_pass(rank_pass: RankPass, fake: FakeModel, mode: Mode, b: int, s: int)
 
 
 @contextmanager
-def as_with_values() -> Iterator[None]:
+def values_assumed() -> Iterator[None]:
     """transformers looks at masks and positions, and not if tensors are fake; here Trace answers for their values.
 
     Without values, torch's product of experts takes bf16 alone; transformers' own has the same inputs and results.
@@ -67,7 +67,7 @@ def _ids(b: int, s: int) -> torch.Tensor:
     return torch.zeros(b, s, dtype=torch.long)
 
 
-def _whole(rank_pass: RankPass, fake: FakeModel, trace: Trace, b: int, s: int) -> None:
+def _pass_of_model(rank_pass: RankPass, fake: FakeModel, trace: Trace, b: int, s: int) -> None:
     with trace:
         trace.begin("embedding")
         ids = _ids(b, s)
@@ -82,8 +82,8 @@ def _whole(rank_pass: RankPass, fake: FakeModel, trace: Trace, b: int, s: int) -
         _backward(loss)
 
 
-def _of_stage(rank_pass: RankPass, fake: FakeModel, trace: Trace, b: int, s: int) -> None:
-    """A stage's part. What it received, sent and returned stays until its backward pass is over.
+def _pass_of_stage(rank_pass: RankPass, fake: FakeModel, trace: Trace, b: int, s: int) -> None:
+    """Trace the pass of one pipeline stage. What it received, sent and returned stays until its backward pass is over.
 
     DeepSpeed's engine hands the stage copies of what it received (pipe/engine.py, `_exec_forward_pass`).
     """

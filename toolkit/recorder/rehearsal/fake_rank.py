@@ -31,7 +31,7 @@ from toolkit.recorder.gpu_kernels import GpuKernels
 from toolkit.recorder.rehearsal.collectives import Collective, CollectiveRecorder
 from toolkit.recorder.rehearsal.live_bytes import LiveBytes
 from toolkit.recorder.rehearsal.stage_order import NotedSchedule, RecordedSchedule
-from toolkit.recorder.run_pass import as_with_values
+from toolkit.recorder.run_pass import values_assumed
 
 aten = torch.ops.aten
 _MOST_REAL = 1024
@@ -243,7 +243,7 @@ def fake_rank(
         stack.enter_context(mock.patch.object(zero_utils, "get_lst_from_rank0", own_list))
         stack.enter_context(mock.patch.object(dispatch, "row_counts", _balanced(layout)))
         stack.enter_context(mock.patch.object(dispatch.ShardedExperts, "_sorted", _noting()))
-        stack.enter_context(as_with_values())
+        stack.enter_context(values_assumed())
         if on_gpu:
             stack.enter_context(GpuKernels())
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
@@ -347,19 +347,19 @@ _rows = [0]
 def _noting() -> Any:
     sort = dispatch.ShardedExperts._sorted
 
-    def noting(self: dispatch.ShardedExperts, experts: torch.Tensor) -> Any:
+    def sort_noting_rows(self: dispatch.ShardedExperts, experts: torch.Tensor) -> Any:
         _rows[0] = experts.numel()
         return sort(self, experts)
 
-    return noting
+    return sort_noting_rows
 
 
 def _balanced(layout: Layout) -> Any:
     """Return what stands for `dispatch.row_counts`: routers that spread their rows evenly over all ranks."""
-    lanes = 1 if layout.experts == "inner" else layout.tp
+    expert_shards = 1 if layout.experts == "inner" else layout.tp
 
     def counts(values: torch.Tensor) -> list[list[int]]:
         ranks = values.shape[1]
-        return [[_rows[0] // (lanes * ranks)] * ranks for _ in range(values.shape[0])]
+        return [[_rows[0] // (expert_shards * ranks)] * ranks for _ in range(values.shape[0])]
 
     return counts
