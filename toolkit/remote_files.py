@@ -243,20 +243,20 @@ class RemotePath(PosixPath):
 
         def paths() -> list[str]:
             try:
-                return [str(found).rstrip("/") for found in files.ls(path, detail=False)]
+                return [str(entry).rstrip("/") for entry in files.ls(path, detail=False)]
             except FileNotFoundError as error:
                 if "bucket does not exist" in str(error):
                     raise
                 return []
 
-        found = set(ask(str(self), paths)) - {path.rstrip("/")}
-        return (self / name.rpartition("/")[2] for name in sorted(found))
+        entries = set(ask(str(self), paths)) - {path.rstrip("/")}
+        return (self / name.rpartition("/")[2] for name in sorted(entries))
 
     def sizes(self) -> dict[str, int]:
         """The size of every file in this directory and below, by its path inside it. Raises OSError."""
         files, path = self._files()
-        found = ask(str(self), lambda: files.find(path, detail=True))
-        return {str(name).removeprefix(path).lstrip("/"): int(info["size"]) for name, info in found.items()}
+        entries = ask(str(self), lambda: files.find(path, detail=True))
+        return {str(name).removeprefix(path).lstrip("/"): int(info["size"]) for name, info in entries.items()}
 
     def open_binary(self, fetch_bytes: int = _FETCH_BYTES) -> io.BufferedReader:
         """Open this file for reading and seeking; so many bytes are asked for at least. Raises OSError."""

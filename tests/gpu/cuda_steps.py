@@ -51,7 +51,7 @@ gc.freeze()
 def take_steps(
     recipe: Recipe, layout: str, rank: int = 0, received: Sequence[list[int]] = (), fault: str = ""
 ) -> Facts:
-    """Train a rank for some steps, evaluate, gather, copy what is saved, and resume. Raises RankFailure."""
+    """Train a rank for some steps, evaluate, gather, copy what is saved, and resume. Raises RehearsalFailure."""
     strategy = Strategy.parse(layout)
     job = Job.of(strategy.apply(recipe, 1), strategy.world_size(1))
     small = rehearsed_job(job)

@@ -178,7 +178,7 @@ def test_a_tensor_that_is_left_on_the_host_is_found(
     with pytest.raises(AssertionError) as raised:
         stub.call("cuda_steps", "take_steps", case("dp2-z0").recipe(make_recipe), "dp2-z0", 0, (), fault)
     last = str(raised.value).splitlines()[-1]
-    assert f"RankFailure: {words}" in last
+    assert f"RehearsalFailure: {words}" in last
     assert last.endswith(f"(in {place})")
 
 

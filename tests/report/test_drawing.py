@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
-from toolkit.report.chart import DARK, LIGHT, Band, Chart, Event, Line, Ring
+from toolkit.report.chart import DARK, LIGHT, Band, Chart, Event, Line, RingMark
 from toolkit.report.drawing import Drawing
 from toolkit.report.images import write_chart
 
@@ -27,7 +27,7 @@ def everything() -> Chart:
         line(values=(3.0, None, 2.0, 1.0), dots=True, labelled=True),
         line("other", tone="warm0", key="k1", dash=(6, 3)),
         bands=(Band(label="tolerance", points=((1, 1.0), (4, 1.0))),),
-        marks=(Ring(step=2, value=2.0, tone="warm0", key="k1"),),
+        marks=(RingMark(step=2, value=2.0, tone="warm0", key="k1"),),
         events=(Event(step=2, kind="failed"),),
     )
 

@@ -106,8 +106,8 @@ def list_checkpoints(run_dir: Path) -> list[ListedCheckpoint]:
     followed.
     """
     if isinstance(run_dir, RemotePath):
-        found = [path for path in run_dir.iterdir() if names.step_of(path.name) is not None]
-        return _in_order(run_dir, {path.name: path for path in found if (path / names.MANIFEST).exists()})
+        checkpoints = [path for path in run_dir.iterdir() if names.step_of(path.name) is not None]
+        return _in_order(run_dir, {path.name: path for path in checkpoints if (path / names.MANIFEST).exists()})
     paths: dict[str, Path] = {}
     moved_aside: dict[str, Path] = {}
     with os.scandir(run_dir) as entries:

@@ -99,8 +99,8 @@ def command(
     text = None
     launch = _launch(job, _program(job, script, kind, train), kind, flags, output)
     if launcher is not None:
-        given = [*where, *overrides, *flag_overrides(flags)] if path is not None else []
-        text = _launch_file(launcher, launch, path, script, given, flags)
+        settings = [*where, *overrides, *flag_overrides(flags)] if path is not None else []
+        text = _launch_file(launcher, launch, path, script, settings, flags)
     if explain:
         _print_table(_config(job, kind), job)
     elif output is not None:

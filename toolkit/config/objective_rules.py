@@ -53,9 +53,9 @@ def _data(recipe: Recipe) -> Iterator[Refusal]:
     ]
     texts += [(f"data.validation[{index}]", text) for index, text in enumerate(data.validation or ())]
     for place, text in texts:
-        own = text.format or data.format
-        if own != data.format and {own, data.format} & set(PREFERENCE_FORMATS):
-            settings: tuple[Setting, ...] = ((f"{place}.format", own), (_FORMAT, data.format))
+        text_format = text.format or data.format
+        if text_format != data.format and {text_format, data.format} & set(PREFERENCE_FORMATS):
+            settings: tuple[Setting, ...] = ((f"{place}.format", text_format), (_FORMAT, data.format))
             reason = "all texts of a run with an objective have one format"
             yield Refusal.between(settings, reason, (f"{place}.format", data.format))
     if data.format not in PREFERENCE_FORMATS:

@@ -59,10 +59,10 @@ class RouterRecords:
 
     def take(self) -> dict[int, RouterOutput]:
         """Stop, and return what was recorded, by decoder layer."""
-        kept = {layer: vars(router)[_KEPT] for layer, router in self._routers.items()}
+        outputs = {layer: vars(router)[_KEPT] for layer, router in self._routers.items()}
         self._forget()
         self._is_open = False
-        return {layer: RouterOutput(*output) for layer, output in kept.items() if output is not None}
+        return {layer: RouterOutput(*output) for layer, output in outputs.items() if output is not None}
 
     def _forget(self) -> None:
         for router in self._routers.values():

@@ -145,8 +145,8 @@ class Ring:
     def copies(self) -> tuple[HostServer, ...]:
         """Hosts that get a copy of what is written here: this one, and the next one if there is another."""
         following = self.hosts[(self.here + 1) % len(self.hosts)]
-        own = self.hosts[self.here]
-        return (own,) if following is own else (own, following)
+        this = self.hosts[self.here]
+        return (this,) if following is this else (this, following)
 
 
 def join(ring: Ring) -> None:
@@ -224,8 +224,8 @@ class HostMemory(AbstractFileSystem):  # type: ignore[misc]
         """All files in a directory and below, or the file of that path."""
         assert maxdepth is None
         assert not withdirs
-        found = {info["name"]: info for info in self._listed(self._strip_protocol(path))}
-        return found if detail else sorted(found)
+        files = {info["name"]: info for info in self._listed(self._strip_protocol(path))}
+        return files if detail else sorted(files)
 
     def ls(self, path: str, detail: bool = True, **_: Any) -> Any:
         """What is directly in a directory. Raises FileNotFoundError where that is nothing."""

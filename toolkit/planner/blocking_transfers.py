@@ -58,7 +58,7 @@ def simulate_blocking(schedule: Schedule, costs: ScheduleCosts) -> Timeline:
     ends: tuple[list[float], ...] = tuple([] for _ in programs)
     now = [0.0] * schedule.pp
     place = [0] * schedule.pp
-    waiting: dict[_Transfer, int] = {}
+    waiting: dict[_BlockingTransfer, int] = {}
     runnable = list(range(schedule.pp))
     while runnable:
         rank = runnable.pop()
@@ -92,7 +92,7 @@ class _Computation:
 
 
 @dataclass(frozen=True)
-class _Transfer:
+class _BlockingTransfer:
     """A transfer between neighbors: equal for the rank that sends and the rank that receives."""
 
     boundary: int
@@ -102,7 +102,7 @@ class _Transfer:
 
 
 @lru_cache(maxsize=64)
-def _programs(schedule: Schedule) -> tuple[list[_Computation | _Transfer], ...]:
+def _programs(schedule: Schedule) -> tuple[list[_Computation | _BlockingTransfer], ...]:
     """Return the passes and transfers of each rank, in order."""
     return tuple(
         [_step(rank, kind, micro_batch) for kind, micro_batch in instructions(schedule, rank)]
@@ -110,17 +110,17 @@ def _programs(schedule: Schedule) -> tuple[list[_Computation | _Transfer], ...]:
     )
 
 
-def _step(rank: int, kind: str, micro_batch: int) -> _Computation | _Transfer:
+def _step(rank: int, kind: str, micro_batch: int) -> _Computation | _BlockingTransfer:
     """Return an instruction of a rank as a pass, or as a transfer to or from its neighbor."""
     match kind:
         case "send activation":
-            return _Transfer(rank, "activation", micro_batch)
+            return _BlockingTransfer(rank, "activation", micro_batch)
         case "receive activation":
-            return _Transfer(rank - 1, "activation", micro_batch)
+            return _BlockingTransfer(rank - 1, "activation", micro_batch)
         case "send gradient":
-            return _Transfer(rank - 1, "gradient", micro_batch)
+            return _BlockingTransfer(rank - 1, "gradient", micro_batch)
         case "receive gradient":
-            return _Transfer(rank, "gradient", micro_batch)
+            return _BlockingTransfer(rank, "gradient", micro_batch)
         case "F":
             return _Computation("F")
         case _:

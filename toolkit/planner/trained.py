@@ -72,7 +72,7 @@ class Trained:
 
     @cached_property
     def recomputed(self) -> "Trained":
-        """The same weights with recomputed layers: transformers lets the backward pass go through all of them."""
+        """Return these weights with recomputed layers: transformers lets the backward pass go through all of them."""
         return replace(self, reached=1.0, share=self.share * self.reached)
 
     @cached_property

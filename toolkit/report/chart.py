@@ -182,7 +182,7 @@ class Band:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ring:
+class RingMark:
     """A ring around a point of a curve."""
 
     step: int
@@ -212,7 +212,7 @@ class Chart:
     description: str = ""
     """Text alternative for screen readers."""
     bands: tuple[Band, ...] = ()
-    marks: tuple[Ring, ...] = ()
+    marks: tuple[RingMark, ...] = ()
     events: tuple[Event, ...] = ()
     log: bool = False
     numbers: Numbers = "decimal"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from toolkit.parity.tolerance import relative
-from toolkit.report.chart import COOL, DASHES, WARM, Band, Chart, Line, Point, Ring, line_points, stripe
+from toolkit.report.chart import COOL, DASHES, WARM, Band, Chart, Line, Point, RingMark, line_points, stripe
 from toolkit.units import difference, english_list, plural, scientific
 
 Curve = Mapping[str, Any]
@@ -118,7 +118,7 @@ def _differences(comparison: Curve, field: str, bound: str, *, files: str, noun:
         limits = (strategy.get("tolerance") or {}).get(bound) or []
         beyond = first_beyond(points, limits)
         if beyond is not None:
-            marks.append(Ring(step=beyond[0], value=beyond[1], tone=look.tone, key=look.key))
+            marks.append(RingMark(step=beyond[0], value=beyond[1], tone=look.tone, key=look.key))
     names = english_list([*baselines])
     longest = max(len(baseline[field]) for baseline in baselines.values())
     bands = tuple(_bands(strategies, bound, steps or range(1, longest + 1)))

@@ -197,8 +197,8 @@ def _last_event(path: Path) -> str:
     for line in reversed(_tail(path)):
         try:
             event = json.loads(line)
-            what = f"rolled back to {event['to']}" if event["kind"] == "rollback" else "skipped"
-            return f"step {event['step']} {what}: {event['reason']}"
+            outcome = f"rolled back to {event['to']}" if event["kind"] == "rollback" else "skipped"
+            return f"step {event['step']} {outcome}: {event['reason']}"
         except (ValueError, KeyError, TypeError):
             continue
     return ""

@@ -325,8 +325,9 @@ def _backward(
 ) -> None:
     """Run a backward pass in which function modes see what is recomputed, as torch's own does not let them."""
     roots = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
-    given = (grad_tensors,) if isinstance(grad_tensors, torch.Tensor) else grad_tensors
-    gradients = [None] * len(roots) if given is None else list(given)
+    if isinstance(grad_tensors, torch.Tensor):
+        grad_tensors = (grad_tensors,)
+    gradients = [None] * len(roots) if grad_tensors is None else list(grad_tensors)
     for index, root in enumerate(roots):
         if gradients[index] is None and root.requires_grad:
             gradients[index] = torch.ones_like(root)

@@ -67,8 +67,8 @@ class Partitioned:
             partition = model_partition.ModelPartition
             stack.enter_context(mock.patch.object(partition, "_bounds", return_value=self.bounds))
             if self.structure is not None:
-                found = mock.patch.object(model_partition, "analyze_model", return_value=self.structure)
-                stack.enter_context(found)
+                analyze = mock.patch.object(model_partition, "analyze_model", return_value=self.structure)
+                stack.enter_context(analyze)
             yield
 
 
@@ -104,10 +104,10 @@ def rehearse_rank(
         except ToolkitError:
             raise
         except Exception as error:
-            raise RankFailure(_in_one_line(error, rehearsal.phase)) from error
+            raise RehearsalFailure(_in_one_line(error, rehearsal.phase)) from error
 
 
-class RankFailure(Exception):  # noqa: N818 - what a job would fail with, not an error of the rehearsal
+class RehearsalFailure(Exception):  # noqa: N818 - what a job would fail with, not an error of the rehearsal
     """What a rank's code raised, in which phase and where, in one line."""
 
 

@@ -33,7 +33,7 @@ from toolkit.planner.run_memory import memory_request
 from toolkit.recorder.rehearsal.fake_rank import CPU
 from toolkit.recorder.rehearsal.match import find_mismatch
 from toolkit.recorder.rehearsal.rank_kinds import RankKind, rank_kinds
-from toolkit.recorder.rehearsal.rank_step import Partitioned, RankFailure, RankStep, rehearse_rank
+from toolkit.recorder.rehearsal.rank_step import Partitioned, RankStep, RehearsalFailure, rehearse_rank
 from toolkit.recorder.rehearsal.refusals import check_rehearsable
 
 
@@ -218,7 +218,7 @@ def _steps(
             steps[kind] = _in_process(
                 job, ds_config, partitioned, kind.rank, received=received, most=most, on_gpu=on_gpu
             )
-        except RankFailure as failure:
+        except RehearsalFailure as failure:
             return steps, f"rank {kind.rank} ({kind.name}) fails in {failure}"
         for stage in kind.stages:
             sent[stage, kind.place] = steps[kind].sent
@@ -235,7 +235,7 @@ def _in_process(
     def run() -> None:
         try:
             outcome: Any = rehearse_rank(job, ds_config, rank, partitioned, **options)
-        except (ToolkitError, RankFailure) as error:
+        except (ToolkitError, RehearsalFailure) as error:
             outcome = error
         except BaseException:
             outcome = traceback.format_exc()
