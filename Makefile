@@ -15,6 +15,8 @@ SKIPPED := --report-skipped $(if $(MAX_SKIPPED),--max-skipped $(MAX_SKIPPED))
 SEED ?= 0
 N ?= $(if $(INDEX),1,60)
 INDEX ?=
+# Part of the gallery's rehearsals, and how many parts there are.
+SHARD ?= 1/1
 
 # For `make gpu`: the environment, how many GPUs, and in how many seconds after setting up.
 GPU_VENV := .venv-gpu
@@ -22,7 +24,7 @@ GPUS ?= 1
 GPU_SECONDS ?= 540
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-chat check test-fast test test-needs test-skipped test-all test-cluster fuzz gpu gpu-rehearsal test-gpu test-real chat-packages chat-templates format generate gallery golden families recordings durations bench release clean
+.PHONY: help setup demo demo-chat check test-fast test test-needs test-skipped test-all test-cluster rehearsals fuzz gpu gpu-rehearsal test-gpu test-real chat-packages chat-templates format generate gallery golden families recordings durations bench release clean
 
 help: ## What the targets do
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -66,6 +68,9 @@ test-all: check ## The same with the whole regression matrix; writes docs/parity
 test-cluster: setup ## Hosts in network namespaces: launchers, a real Slurm, failures of links and hosts (as root)
 	.ci/install-packages cluster
 	$(CPU) $(BIN)/python -m pytest $(SKIPPED) tests/cluster
+
+rehearsals: setup ## Every layout of the gallery at full size on tensors without memory: hours; SHARD=3/16 is a part
+	SHARD=$(SHARD) $(CPU) $(BIN)/python -m pytest $(SKIPPED) -m whole tests/recorder/test_gallery_rehearsals.py
 
 fuzz: setup ## Random recipes in random layouts against one process: SEED=3 N=1000 JOBS=2; INDEX=417 is one of them
 	$(CPU) $(BIN)/python tests/fuzz/fuzz.py run --seed $(SEED) --count $(N) --jobs $(JOBS)$(if $(INDEX), --index $(INDEX))

@@ -1,4 +1,10 @@
-"""Layouts of the gallery's recipes pass their rehearsal: shrunken copies of a few, and all at full size."""
+"""Layouts of the gallery's recipes pass their rehearsal at full size.
+
+All of them take hours on one machine. .github/workflows/rehearsals.yml divides them: with SHARD=3/16 in the environment
+every sixteenth is collected, from the third on.
+"""
+
+import os
 
 import pytest
 
@@ -10,13 +16,14 @@ from toolkit.recorder.rehearsal.rehearse import rehearse
 
 
 def runs() -> list[tuple[str, str]]:
-    """Recipe and layout of all that the gallery lists for DeepSpeed."""
+    """Return the recipe and the layout of each run that the gallery lists for DeepSpeed, of this shard."""
+    shard, _, shards = os.environ.get("SHARD", "1/1").partition("/")
     listed = []
     for name, path in gallery().items():
         for layout in dict.fromkeys(recipe_layouts(path)):
             if layout.strategy.engine == "deepspeed":
                 listed.append((name, layout.text))
-    return listed
+    return listed[int(shard) - 1 :: int(shards)]
 
 
 @pytest.mark.whole
