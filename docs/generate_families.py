@@ -22,7 +22,15 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 import torch
 import torch.distributed as dist
 import transformers
-from family_check import check_autocast, check_fsdp, check_pipeline, check_rounded, check_tensor, find_logits
+from family_check import (
+    check_autocast,
+    check_context,
+    check_fsdp,
+    check_pipeline,
+    check_rounded,
+    check_tensor,
+    find_logits,
+)
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -52,6 +60,7 @@ def check(model_type: str) -> Support:
         for kind in kinds:
             found = _first_refusal(_CHECKS[kind], model_type) if refused else None
             refusals[kind] = found if kind == "ep" else refusals.get("tensor") or found
+    refusals["context"] = refusal(2, _check_context, model_type)
     rounds_buffers = False
     found: list[str] = []
     refusals["loss"] = refusal(1, find_logits, model_type, found)
@@ -167,6 +176,13 @@ def _check_ep(model_type: str) -> None:
     check_tensor(model_type, group, expert=replicas)
     is_sharded = group.size() > 1
     check_tensor(model_type, group, expert=replicas, sequence_parallel=is_sharded, changes=_other_choices(model_type))
+
+
+def _check_context(model_type: str) -> None:
+    """Let two ranks share sequences, with both ways to exchange keys and values."""
+    group: Any = dist.group.WORLD
+    check_context(model_type, group)
+    check_context(model_type, group, exchange="ring")
 
 
 def _axes(*, tp: int) -> tuple[Any, Any]:

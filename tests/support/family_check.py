@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -26,6 +27,9 @@ from toolkit.errors import LayoutError, ModelError
 from toolkit.model_init.model_modules import cast
 from toolkit.models.chunked_head import HeadFormula
 from toolkit.parallel.chunked_loss import LossInHead
+from toolkit.parallel.context.attention import NAME, attending, register
+from toolkit.parallel.context.exchange import make_exchange
+from toolkit.parallel.context.sequence import SequenceSlice
 from toolkit.parallel.experts.sharding import ExpertSharder
 from toolkit.parallel.model_structure import ModelStructure, analyze_model, check_model_kind, list_layers
 from toolkit.parallel.pipeline.stage import PipelineStage
@@ -146,6 +150,84 @@ def check_tensor(
                 if shard.name in whole.gradients
             }
             pass_tensor_rank(sharded, inputs, labels, group, expert).check(wanted, whole.loss, situation)
+
+
+CONTEXT_LENGTH = 16
+"""Positions of a sample that ranks share: longer than the windows and chunks of `_short_windows`."""
+_DOCUMENTS = ((0,), (0, 7))
+"""Where documents of the two samples begin."""
+
+
+def check_context(model_type: str, group: dist.ProcessGroup, exchange: Literal["gather", "ring"] = "gather") -> None:
+    """Let the ranks of `group` share the sequences of a tiny model; to be called on each of them. Raises ModelError.
+
+    The oracle is the family's own attention on each document by itself, which needs no mask between documents.
+    """
+    _check_kind(model_type)
+    register()
+    model = _reference(model_type, tuple(_short_windows(model_type).items()))
+    with _by_default(_dtype(model_type)):
+        shared = copy.deepcopy(model)
+        try:
+            shared.set_attn_implementation(NAME)
+        except (ValueError, KeyError) as error:
+            raise ModelError("its attention is not on the attention interface of transformers") from error
+        if shared.config._attn_implementation != NAME or not getattr(shared, "_supports_attention_backend", True):
+            raise ModelError("its attention is not on the attention interface of transformers")
+        if "position_ids" not in inspect.signature(model.forward).parameters:
+            raise ModelError("it takes no position_ids")
+        chance = torch.Generator().manual_seed(1)
+        ids, labels = (torch.randint(3, VOCABULARY, (2, CONTEXT_LENGTH), generator=chance) for _ in range(2))
+        whole = _pass_documents(model, ids, labels)
+        try:
+            found = pass_context_rank(shared, ids, labels, group, exchange)
+        except (TypeError, AttributeError) as error:
+            if "'View'" not in str(error):
+                raise
+            raise ModelError("it computes with masks, and context parallelism makes none") from error
+        found.check(whole.gradients, whole.loss, "")
+
+
+def _short_windows(model_type: str) -> dict[str, Any]:
+    given = default_config(model_type).to_dict()
+    return {name: 6 for name in ("sliding_window", "attention_chunk_size") if given.get(name)}
+
+
+def _pass_documents(model: PreTrainedModel, ids: torch.Tensor, labels: torch.Tensor) -> Passed:
+    """One pass over each document by itself."""
+    model = copy.deepcopy(model)
+    total = 0.0
+    for sample, starts in enumerate(_DOCUMENTS):
+        for start, stop in zip(starts, (*starts[1:], CONTEXT_LENGTH), strict=True):
+            logits = model(input_ids=ids[sample : sample + 1, start:stop], use_cache=False).logits
+            loss = _loss(logits, labels[sample : sample + 1, start:stop]) * (stop - start) / labels.numel()
+            loss.backward()
+            total += loss.item()
+    gradients = {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
+    return Passed(loss=total, gradients=gradients)
+
+
+def pass_context_rank(
+    shared: PreTrainedModel,
+    ids: torch.Tensor,
+    labels: torch.Tensor,
+    group: dist.ProcessGroup,
+    exchange: Literal["gather", "ring"],
+) -> Passed:
+    """One pass over this rank's part of the sequences; loss and gradients are summed over the ranks."""
+    sequence = SequenceSlice(rank=group.rank(), ranks=group.size(), length=CONTEXT_LENGTH, starts=_DOCUMENTS)
+    own = sequence.positions()
+    rows = [torch.cat([torch.arange(n) for n in np.diff((*starts, CONTEXT_LENGTH))]) for starts in _DOCUMENTS]
+    with attending(sequence, make_exchange(group, exchange)):
+        logits = shared(input_ids=ids[:, own], position_ids=torch.stack(rows)[:, own], use_cache=False).logits
+    loss = _loss(logits, labels[:, own]) / group.size()
+    loss.backward()
+    total = loss.detach().clone()
+    dist.all_reduce(total, group=group)
+    gradients = {name: value.grad for name, value in shared.named_parameters() if value.grad is not None}
+    for value in gradients.values():
+        dist.all_reduce(value, group=group)
+    return Passed(loss=total.item(), gradients=gradients)
 
 
 def _dtype(model_type: str) -> torch.dtype:

@@ -17,9 +17,9 @@ from toolkit.units import plural
 def command(names: tuple[str, ...], as_json: bool) -> None:
     """Print which families of Hugging Face causal LMs are supported for pipeline and tensor parallelism.
 
-    The column sequence is for sequence parallelism on top of tensor parallelism, ulysses for DeepSpeed-Ulysses. Of
-    mixtures of experts, ep is for expert parallelism, and inner for tensor parallelism with a part of each expert on
-    every rank; tensor is with whole experts.
+    The column sequence is for sequence parallelism on top of tensor parallelism, cp for context parallelism, ulysses
+    for DeepSpeed-Ulysses. Of mixtures of experts, ep is for expert parallelism, and inner for tensor parallelism with a
+    part of each expert on every rank; tensor is with whole experts.
 
     NAME is the model_type of a config.json; without one, all families are listed. A yes was tested: a tiny model of
     the family has the same loss and gradients when it is partitioned as when it is whole.
@@ -51,7 +51,8 @@ def facts(family: Support) -> dict[str, object]:
     """Return what --json prints about a family."""
     supported: dict[str, object] = {kind: family.supports(kind) for kind in family.kinds}
     refusals = {f"{kind}_refusal": family.refusal(kind) for kind in family.kinds}
-    return supported | {"ulysses": find_spec(family.model_type).ulysses_verified} | refusals
+    sequences = {"cp": family.supports("context"), "ulysses": find_spec(family.model_type).ulysses_verified}
+    return supported | sequences | refusals | {"cp_refusal": family.context_refusal}
 
 
 def why_not(family: Support) -> str:
@@ -64,6 +65,8 @@ def why_not(family: Support) -> str:
     plan = find_spec(family.model_type).tensor_plan
     if plan is not None and plan.whole and family.supports("tensor"):
         reasons["attention is not sharded"] = "tensor: "
+    if family.context_refusal is not None:
+        reasons.setdefault(family.context_refusal, "cp: " if reasons else "")
     return "; ".join(kind + reason for reason, kind in reasons.items())
 
 
@@ -81,8 +84,9 @@ def show(families: Sequence[Support]) -> None:
     marks = {True: Text("yes", style="green"), False: Text("no", style="red"), None: Text("-", style="dim")}
     for family in families:
         supported = {kind: family.supports(kind) for kind in family.kinds}
+        supported["cp"] = family.supports("context")
         supported["ulysses"] = find_spec(family.model_type).ulysses_verified
-        columns = (marks[supported.get(kind)] for kind in (*KINDS, *EXPERT_KINDS, "ulysses"))
+        columns = (marks[supported.get(kind)] for kind in (*KINDS, *EXPERT_KINDS, "cp", "ulysses"))
         table.add_row(family.model_type, *columns, Text(why_not(family)))
     console = table_console()
     console.print(table)

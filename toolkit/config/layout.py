@@ -1,10 +1,12 @@
 """Layout: how one training job is spread over ranks, and the rules that DeepSpeed would enforce too late.
 
-A layout prints as `dp4-tp2-pp1-z2` (with `-ep2` and `-u2` where they are on) and parses from that form or any part of
-it.
-Rank order is DeepSpeed's `PipeModelDataParallelTopology`: axes pipe, data, model, with model fastest.
+A layout prints as `dp4-tp2-pp1-z2` (with `-ep2`, `-cp2` and `-u2` where they are on) and parses from that form or any
+part of it.
+Rank order is DeepSpeed's `PipeModelDataParallelTopology`: axes pipe, data, model, with model fastest. Context-parallel
+ranks are neighbors along data: like replicas they hold the same parameters, whose gradients are summed over them.
 """
 
+import math
 import re
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, Self
@@ -22,7 +24,9 @@ ExpertSharding = Literal["whole", "inner"]
 RECOMPUTE_PERIODS: dict[str, int] = {"full": 1} | {f"every_{n}": n for n in range(2, 9)}
 """Whole decoder layers are recomputed where their index in the whole model is a multiple of this."""
 
-_AXES = {"dp": "dp", "ep": "ep", "tp": "tp", "pp": "pp", "u": "ulysses", "z": "zero_stage"}
+CpExchange = Literal["auto", "gather", "ring"]
+
+_AXES = {"dp": "dp", "ep": "ep", "cp": "cp", "tp": "tp", "pp": "pp", "u": "ulysses", "z": "zero_stage"}
 
 
 def recomputes(recompute: Recompute, layer: int) -> bool:
@@ -31,11 +35,17 @@ def recomputes(recompute: Recompute, layer: int) -> bool:
 
 
 class Coordinate(NamedTuple):
-    """The position of a rank on each axis."""
+    """The position of a rank on each axis. `data` counts replicas, and in each of them its context-parallel ranks."""
 
     pipe: int
     data: int
     model: int
+
+
+def least_dp(*, ep: int | None = None, cp: int | None = None, hpz: int | None = None) -> int:
+    """The fewest replicas that these sizes allow; None is 1."""
+    shared = max(ep or 1, hpz or 1)
+    return shared // math.gcd(shared, cp or 1)
 
 
 def axis_size(field: str, text: str, part: str, digits: str) -> int:
@@ -50,13 +60,14 @@ def axis_size(field: str, text: str, part: str, digits: str) -> int:
 class Layout:
     """Sizes of the parallel axes, the ZeRO stage, offload and recompute. Raises LayoutError for what cannot run.
 
-    `dp` counts data-parallel replicas; `tp` Megatron tensor-parallel ranks, `pp` pipeline stages, `ulysses` ranks that
-    share one sequence. `sequence_parallel` is Megatron's flag that rides on `tp`. `ep` adds no ranks: that many
-    neighboring replicas share out the experts of a mixture.
+    `dp` counts data-parallel replicas; `tp` Megatron tensor-parallel ranks, `pp` pipeline stages, `cp` and `ulysses`
+    ranks that share one sequence. `sequence_parallel` is Megatron's flag that rides on `tp`. `ep` adds no ranks: that
+    many neighbors of the dp x cp ranks with the same parameters share out the experts of a mixture.
     """
 
     dp: int = 1
     ep: int = 1
+    cp: int = 1
     tp: int = 1
     pp: int = 1
     ulysses: int = 1
@@ -73,7 +84,7 @@ class Layout:
 
     def __post_init__(self) -> None:
         """Refuse what DeepSpeed cannot run in this layout, whatever the model is."""
-        axes = {axis: getattr(self, axis) for axis in ("dp", "ep", "tp", "pp", "ulysses")}
+        axes = {axis: getattr(self, axis) for axis in ("dp", "ep", "cp", "tp", "pp", "ulysses")}
         empty = next((axis for axis, size in axes.items() if size < 1), "")
         in_pipeline = self.pp > 1
         offloads = self.offload_optimizer != "none"
@@ -88,8 +99,10 @@ class Layout:
              "a DeepSpeed pipeline allows zero_stage 0 or 1", (("zero_stage", "0 or 1"), ("pp", 1))),
             (self.sequence_parallel and self.tp == 1, ("sequence_parallel", "tp"),
              "sequence parallelism splits what tp replicates", (("tp", "2 or more"), ("sequence_parallel", False))),
-            (not empty and self.dp % self.ep > 0, ("ep", "dp"),
-             "each ep replicas share out the experts", (("ep", f"a divisor of {self.dp}"), "choose another dp")),
+            (not empty and self.replicas % self.ep > 0, ("ep", "dp", "cp") if self.cp > 1 else ("ep", "dp"),
+             "each ep replicas share out the experts", (("ep", f"a divisor of {self.replicas}"), "choose another dp")),
+            (self.cp > 1 and self.ulysses > 1, ("cp", "ulysses"),
+             "one of them splits a sequence in this version", (("ulysses", 1), ("cp", 1))),
             (self.ep > 1 and self.ulysses > 1, ("ep", "ulysses"),
              "ranks that share a sequence keep all experts in this version", (("ep", 1), ("ulysses", 1))),
             (self.experts == "inner" and self.tp == 1, ("experts", "tp"),
@@ -115,6 +128,8 @@ class Layout:
              "ZeRO++ is a part of ZeRO-3", (("zero_stage", 3), ("hpz", 1))),
             (self.hpz > 1 and self.tp * self.ulysses * self.ep > 1, ("hpz", "tp", "ulysses", "ep"),
              "ZeRO++ groups ranks as if all of them were data-parallel", (("hpz", 1), "set tp=1, ulysses=1 and ep=1")),
+            (self.hpz > 1 and self.cp > 1, ("hpz", "cp"),
+             "groups of ZeRO++ were not tried with it", (("hpz", 1), ("cp", 1))),
         )
         # fmt: on
         for refused, fields, reason, remedy in rules:
@@ -124,7 +139,8 @@ class Layout:
     def __str__(self) -> str:
         ulysses = f"-u{self.ulysses}" if self.ulysses > 1 else ""
         ep = f"-ep{self.ep}" if self.ep > 1 else ""
-        return f"dp{self.dp}{ep}-tp{self.tp}-pp{self.pp}{ulysses}-z{self.zero_stage}"
+        cp = f"-cp{self.cp}" if self.cp > 1 else ""
+        return f"dp{self.dp}{ep}{cp}-tp{self.tp}-pp{self.pp}{ulysses}-z{self.zero_stage}"
 
     @property
     def world_size(self) -> int:
@@ -133,8 +149,13 @@ class Layout:
 
     @property
     def model_size(self) -> int:
-        """Ranks that together hold one replica and read the same samples."""
-        return self.tp * self.pp * self.ulysses
+        """Ranks that read the same samples."""
+        return self.cp * self.tp * self.pp * self.ulysses
+
+    @property
+    def replicas(self) -> int:
+        """Ranks with the same part of the parameters, over which DeepSpeed averages gradients and shards states."""
+        return self.dp * self.cp
 
     @classmethod
     def parse(cls, text: str, *, world_size: int | None = None) -> Self:
@@ -144,7 +165,7 @@ class Layout:
         """
         sizes: dict[str, int] = {}
         for part in text.split("-"):
-            match = re.fullmatch(r"(dp|ep|tp|pp|u|z)([0-9]+)", part)
+            match = re.fullmatch(r"(dp|ep|cp|tp|pp|u|z)([0-9]+)", part)
             if match is None or _AXES[match[1]] in sizes:
                 problem = "is not a part of a layout" if match is None else "is given twice"
                 advice = "write parts such as dp4-tp2-pp1-z2, each at most once"
@@ -152,7 +173,7 @@ class Layout:
             sizes[_AXES[match[1]]] = axis_size("layout", text, part, match[2])
         if world_size is not None:
             return cls.resolve(world_size, dp=sizes.pop("dp", None), **sizes)
-        return cls(**{"dp": sizes.get("ep") or 1} | sizes)  # type: ignore[arg-type]
+        return cls(**{"dp": least_dp(ep=sizes.get("ep"), cp=sizes.get("cp"))} | sizes)  # type: ignore[arg-type]
 
     @classmethod
     def resolve(cls, world_size: int, *, dp: int | None = None, **fields: Any) -> Self:
@@ -160,7 +181,7 @@ class Layout:
 
         Raises LayoutError when the axes do not multiply to the world size, and says which launch would be right.
         """
-        least = max(fields.get("ep") or 1, fields.get("hpz") or 1)
+        least = least_dp(ep=fields.get("ep"), cp=fields.get("cp"), hpz=fields.get("hpz"))
         layout = cls(dp=least if dp is None else dp, **fields)
         model = layout.model_size
         if dp is None:
@@ -176,7 +197,7 @@ class Layout:
             raise LayoutError(
                 Refusal(
                     field="",
-                    settings=(("world_size", world_size), *layout._sizes("dp", "tp", "pp", "ulysses")),
+                    settings=(("world_size", world_size), *layout._sizes("dp", "cp", "tp", "pp", "ulysses")),
                     reason=f"this layout needs {spell_setting('world_size', needed)}",
                     remedy=tuple(remedies),
                 )
@@ -187,27 +208,34 @@ class Layout:
         """The position of global rank `rank`: pipe, data, model, with model fastest (Ulysses counts within model)."""
         width = self.tp * self.ulysses
         rest, model = divmod(rank, width)
-        pipe, data = divmod(rest, self.dp)
+        pipe, data = divmod(rest, self.replicas)
         return Coordinate(pipe, data, model)
 
     def rank(self, *, pipe: int = 0, data: int = 0, model: int = 0) -> int:
         """The global rank at a coordinate; the inverse of `coordinate`."""
-        return (pipe * self.dp + data) * self.tp * self.ulysses + model
+        return (pipe * self.replicas + data) * self.tp * self.ulysses + model
 
-    def ranks_along(self, axis: Literal["pipe", "data", "model", "expert", "expert_data", "stage"]) -> list[list[int]]:
+    def sample_rank(self, rank: int) -> int:
+        """The replica of global rank `rank`, by which it takes its samples."""
+        return self.coordinate(rank).data // self.cp
+
+    def ranks_along(
+        self, axis: Literal["pipe", "data", "model", "expert", "expert_data", "context", "stage"]
+    ) -> list[list[int]]:
         """Every group of ranks that differ in one axis alone, in the order of their first ranks.
 
         `expert`: each ep neighbors along data, which share out the experts; `expert_data`: those with the same experts.
-        `stage`: those of a pipeline stage, which differ in data and model.
+        `context`: each cp neighbors along data, which share sequences. `stage`: those of a pipeline stage, which differ
+        in data and model.
         """
         if axis == "stage":
             size = self.world_size // self.pp
             return [list(range(first, first + size)) for first in range(0, self.world_size, size)]
-        if axis in ("expert", "expert_data"):
-            size = self.ep
+        if axis in ("expert", "expert_data", "context"):
+            size = self.cp if axis == "context" else self.ep
             replicas = self.ranks_along("data")
-            if axis == "expert":
-                return [ranks[i : i + size] for ranks in replicas for i in range(0, self.dp, size)]
+            if axis != "expert_data":
+                return [ranks[i : i + size] for ranks in replicas for i in range(0, self.replicas, size)]
             return [ranks[i::size] for ranks in replicas for i in range(size)]
         groups: dict[Coordinate, list[int]] = {}
         for rank in range(self.world_size):
@@ -216,7 +244,7 @@ class Layout:
 
     def _no_multiple(self, world_size: int) -> Refusal:
         model = self.model_size
-        sizes = self._sizes("tp", "pp", "ulysses")
+        sizes = self._sizes("cp", "tp", "pp", "ulysses")
         lower = world_size // model * model
         choices = f"{lower} or {lower + model}" if lower else f"{model}"
         large = " or ".join(name for name, size in sizes if size > 1)
@@ -228,7 +256,9 @@ class Layout:
         )
 
     def _sizes(self, *axes: str) -> tuple[tuple[str, int], ...]:
-        return tuple((axis, getattr(self, axis)) for axis in axes if axis != "ulysses" or self.ulysses > 1)
+        return tuple(
+            (axis, getattr(self, axis)) for axis in axes if axis not in ("cp", "ulysses") or getattr(self, axis) > 1
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,6 @@
 """Rules for `parallel`: what it must agree on with the rest of a recipe, and with the model's config."""
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -18,11 +19,13 @@ _REVERSIBLE = ("reformer",)
 """Families whose layers are one function to autograd, which needs an input with a gradient."""
 _MODEL = "model.name_or_path"
 _ULYSSES = "parallel.ulysses"
+_CONTEXT = "parallel.cp"
 _ROTARY_BY_LENGTH = ("dynamic", "longrope")
 """Rotary embeddings whose frequencies depend on the largest position that a rank sees."""
 _DEEPSPEED_ONLY = {
     "ep": (1, "shares out experts"),
     "experts": ("whole", "parallelizes a model"),
+    "cp": (1, "splits sequences"),
     "tp": (1, "parallelizes a model"),
     "pp": (1, "parallelizes a model"),
     "ulysses": (1, "splits sequences"),
@@ -47,6 +50,7 @@ def setting_conflicts(recipe: Recipe, world_size: int | None) -> list[Refusal]:
         *_offload_settings(recipe),
         *_activation_settings(recipe),
         *_ulysses_settings(recipe),
+        *_context_settings(recipe),
         *_float8(recipe),
         *_liger(recipe),
     ]
@@ -68,7 +72,11 @@ def model_conflicts(recipe: Recipe, config: Mapping[str, Any] | None, shape: Mod
         yield from _reversible(recipe)
     if recipe.train.engine != "deepspeed":
         return
-    refused = [*_family(recipe, (config or {}).get("model_type")), *_ulysses_model(recipe, config)]
+    refused = [
+        *_family(recipe, (config or {}).get("model_type")),
+        *_ulysses_model(recipe, config),
+        *_context_model(recipe, config or {}),
+    ]
     yield from refused
     if shape is not None and not refused:
         section = recipe.parallel
@@ -112,10 +120,11 @@ def _experts(recipe: Recipe, config: Mapping[str, Any]) -> Iterator[Refusal]:
 def _family(recipe: Recipe, model_type: str | None) -> Iterator[Refusal]:
     """Refuse a family that was checked and cannot be parallelized. Others are examined when the model is built."""
     section = recipe.parallel
-    support = find(model_type) if section.tp * section.pp * section.ep > 1 else None
+    support = find(model_type) if section.cp * section.tp * section.pp * section.ep > 1 else None
     if support is None:
         return
     for name, off, refusal in (
+        ("cp", 1, support.context_refusal),
         ("tp", 1, support.tensor_refusal),
         ("pp", 1, support.pipeline_refusal),
         # Where tp is refused, sequence parallelism is too, and the line about tp says why.
@@ -278,7 +287,7 @@ def _offload_settings(recipe: Recipe) -> Iterator[Refusal]:
         if recipe.value_of(field) and section.zero_stage < 3:
             off = (("parallel.zero_stage", 3), (field, False))
             yield recipe.conflict(field, "parallel.zero_stage", reason="ZeRO++ is a part of ZeRO-3", remedy=off)
-        axes = [f"parallel.{axis}" for axis in ("tp", "ulysses", "ep") if getattr(section, axis) > 1]
+        axes = [f"parallel.{axis}" for axis in ("tp", "ulysses", "ep", "cp") if getattr(section, axis) > 1]
         if recipe.value_of(field) and axes:
             reason = "ZeRO++ groups ranks as if all of them were data-parallel"
             yield recipe.conflict(field, *axes, reason=reason, remedy=((field, False), (axes[0], 1)))
@@ -312,6 +321,7 @@ def _float8(recipe: Recipe) -> Iterator[Refusal]:
         ("train.engine", "deepspeed", "only the engine deepspeed was tested with it"),
         ("parallel.tp", 1, own_scales),
         ("parallel.ulysses", 1, own_scales),
+        ("parallel.cp", 1, own_scales),
         ("model.lora", None, "adapters and the frozen layers beside them are not converted"),
     ):
         if recipe.value_of(condition) != off:
@@ -341,9 +351,13 @@ def _sequence_length(recipe: Recipe, shape: ModelShape | None) -> Iterator[Refus
     """Refuse a sequence length that the number of ranks which hold equal parts of a sequence does not divide."""
     section = recipe.parallel
     seq_len = recipe.data.seq_len
+    shards = section.tp if section.sequence_parallel else 1
+    # A context-parallel rank has two chunks, which sequence parallelism splits again, at any place.
+    slices = 1 if section.cp == 1 else math.lcm(2 * section.cp, section.cp * shards)
     for ranks, names, off in (
-        (section.tp if section.sequence_parallel else 1, ("sequence_parallel", "tp"), False),
+        (shards if section.cp == 1 else 1, ("sequence_parallel", "tp"), False),
         (section.ulysses, ("ulysses",), 1),
+        (slices, ("cp", "sequence_parallel") if section.sequence_parallel else ("cp",), 1),
     ):
         if seq_len % ranks == 0:
             continue
@@ -354,7 +368,53 @@ def _sequence_length(recipe: Recipe, shape: ModelShape | None) -> Iterator[Refus
         fields = [f"parallel.{name}" for name in names]
         shorter = (("data.seq_len", " or ".join(near)),) if near else ()
         reason = "each rank takes an equal part of a sequence"
+        if names[0] == "cp":
+            reason = f"each rank takes two equal chunks of a sequence, so that it is a multiple of {ranks}"
         yield recipe.conflict("data.seq_len", *fields, reason=reason, remedy=(*shorter, (fields[0], off)))
+
+
+def _context_settings(recipe: Recipe) -> Iterator[Refusal]:
+    """Settings that context parallelism has no part in, whatever the model is."""
+    section = recipe.parallel
+    if section.cp == 1:
+        if section.cp_exchange != "auto":
+            field = "parallel.cp_exchange"
+            reason = "no ranks exchange keys and values"
+            yield recipe.conflict(field, _CONTEXT, reason=reason, remedy=((_CONTEXT, "2 or more"), (field, "auto")))
+        return
+    for field, off, reason in (
+        ("model.attn_implementation", "auto", "context parallelism has an attention of its own"),
+        ("model.kernels", "torch", "Liger's kernels were not tested beside it"),
+        ("model.load_in_4bit", False, "weights in 4 bits were not tested beside it"),
+        ("model.expert_capacity_factor", None, "a rank would limit the experts of its part of a sequence"),
+        ("train.compile", False, "its attention was not tested in compiled layers"),
+        ("parallel.auto", False, "a plan tries no layout with it"),
+    ):
+        if recipe.value_of(field) not in (off, None if field == "model.attn_implementation" else off):
+            yield recipe.conflict(field, _CONTEXT, reason=reason, remedy=((field, off), (_CONTEXT, 1)))
+    if section.recompute == "selective":
+        field = "parallel.recompute"
+        reason = "the attention of context parallelism keeps no scores that could be recomputed"
+        yield recipe.conflict(field, _CONTEXT, reason=reason, remedy=((field, "none or full"),))
+
+
+def _context_model(recipe: Recipe, config: Mapping[str, Any]) -> Iterator[Refusal]:
+    """Refuse what the attention of context parallelism cannot compute in a model's config."""
+    if recipe.parallel.cp == 1:
+        return
+    off: Setting = (_CONTEXT, 1)
+    if "auto_map" in config:
+        reason = "it brings its own code, which may bypass the attention of context parallelism"
+        yield recipe.conflict(_CONTEXT, _MODEL, reason=reason, remedy=(off,))
+    if (kind := _rotary_kind(config)) in _ROTARY_BY_LENGTH:
+        reason = f"its rotary embedding ({kind}) depends on the length of a sequence, of which a rank sees a part"
+        yield recipe.conflict(_CONTEXT, _MODEL, reason=reason, remedy=(off, "take a model with another one"))
+    names = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
+    dropped = next((name for name in names if config.get(name)), None)
+    if dropped is not None:
+        reason = f"its {dropped} of {config[dropped]} drops pairs of tokens, and the attention of cp drops none"
+        remedy = (off, f"set model.overrides.{dropped}=0.0")
+        yield recipe.conflict(_CONTEXT, _MODEL, reason=reason, remedy=remedy)
 
 
 def _ulysses_settings(recipe: Recipe) -> Iterator[Refusal]:
@@ -400,10 +460,15 @@ def _ulysses_obstacle(config: Mapping[str, Any], seq_len: int) -> tuple[str, Set
     kinds = {str(layer) for layer in config.get("layer_types") or ()} - {"full_attention", "sliding_attention"}
     if kinds:
         return f"DeepSpeed-Ulysses drops the masks of its layers of type {', '.join(sorted(kinds))}", others
-    # transformers 5 writes the first, older versions the second.
-    rotary = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = rotary.get("rope_type", rotary.get("type")) if isinstance(rotary, Mapping) else None
+    kind = _rotary_kind(config)
     if kind in _ROTARY_BY_LENGTH:
         reason = f"its rotary embedding ({kind}) depends on the length of a sequence, of which a rank sees a part"
         return reason, "take a model with another one"
     return None
+
+
+def _rotary_kind(config: Mapping[str, Any]) -> object:
+    """The kind of a config's rotary embedding; None where it has none, or one for each kind of layer."""
+    # transformers 5 writes the first, older versions the second.
+    rotary = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    return rotary.get("rope_type", rotary.get("type")) if isinstance(rotary, Mapping) else None

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field
 
 from toolkit.config.data_section import DataSection
-from toolkit.config.layout import Batch, ExpertSharding, Layout, OffloadDevice, Recompute
+from toolkit.config.layout import Batch, CpExchange, ExpertSharding, Layout, OffloadDevice, Recompute, least_dp
 from toolkit.config.objective_section import ObjectiveSection
 from toolkit.config.section import Fraction, NonNegativeInt, PositiveInt, Section, Seed, Text
 from toolkit.errors import BatchError, LayoutError, Refusal, Setting
@@ -124,9 +124,15 @@ class ParallelSection(Section):
     dp: PositiveInt | None = None
     """Data-parallel replicas; the default follows from the number of ranks."""
     ep: PositiveInt = 1
-    """Expert-parallel ranks: so many neighboring replicas share out the experts of a mixture. A divisor of dp."""
+    """Expert-parallel ranks: so many neighboring replicas share out the experts of a mixture. A divisor of dp x cp."""
     experts: ExpertSharding = "whole"
     """How tp shards the experts of a mixture: `whole` ones to each rank, or the `inner` dimension of every expert."""
+    cp: PositiveInt = 1
+    """Context-parallel ranks that split each sequence, for long ones: half of seq_len is a multiple of it. Each rank
+    attends to the keys and values of all (docs/long-context.md)."""
+    cp_exchange: CpExchange = "auto"
+    """How cp ranks see each other's keys and values. `gather`: all at once for a layer; `ring`: those of one rank at a
+    time, sent while the block at hand is computed; `auto`: `ring` where gathering would take more than 1 GiB."""
     tp: PositiveInt = 1
     """Megatron tensor-parallel ranks: each holds a shard of every layer. A divisor of the attention heads."""
     pp: PositiveInt = 1
@@ -165,17 +171,17 @@ class ParallelSection(Section):
     @property
     def layout_fields(self) -> dict[str, Any]:
         """The fields of Layout."""
-        return self.model_dump(exclude={"auto", "nvme_path", "quantized_weights", "quantized_gradients"})
+        return self.model_dump(exclude={"auto", "cp_exchange", "nvme_path", "quantized_weights", "quantized_gradients"})
 
     @property
     def model_size(self) -> int:
         """Number of ranks of one model replica."""
-        return self.tp * self.pp * self.ulysses
+        return self.cp * self.tp * self.pp * self.ulysses
 
     @property
     def least_ranks(self) -> int:
         """The smallest number of ranks that these sizes allow."""
-        return (self.dp or max(self.ep, self.hpz)) * self.model_size
+        return (self.dp or least_dp(ep=self.ep, cp=self.cp, hpz=self.hpz)) * self.model_size
 
     @property
     def fixed_fields(self) -> dict[str, Any]:

@@ -1,17 +1,18 @@
 """Strategy: one way to train a recipe, in the form of the command line: `z2`, `tp2-pp2-dp2-z1-sp`, `ddp`, `fsdp`.
 
-Parts are joined by - in any order, each at most once: the axes and ZeRO stage of a `Layout` (dp4 ep2 tp2 pp2 u2 z1), an
-engine (reference, ddp, fsdp; the default is deepspeed), sp (Megatron sequence parallelism), inner (tp shards the inner
-dimension of experts), recompute, everyN (recompute every Nth decoder layer), selective (recompute only attention),
-offload (the optimizer to host memory; with z3 the parameters too), nvme (the same to files on a drive), offacts
-(activations to host memory), tiled (MLPs in tiles), hpzN (ZeRO++ over N ranks) and mN (micro-batches of N samples).
+Parts are joined by - in any order, each at most once: the axes and ZeRO stage of a `Layout` (dp4 ep2 cp2 tp2 pp2 u2
+z1), an engine (reference, ddp, fsdp; the default is deepspeed), sp (Megatron sequence parallelism), inner (tp shards
+the inner dimension of experts), recompute, everyN (recompute every Nth decoder layer), selective (recompute only
+attention), offload (the optimizer to host memory; with z3 the parameters too), nvme (the same to files on a drive),
+offacts (activations to host memory), tiled (MLPs in tiles), hpzN (ZeRO++ over N ranks) and mN (micro-batches of N
+samples).
 """
 
 import re
 from dataclasses import dataclass, replace
 from typing import Any, Self, get_args
 
-from toolkit.config.layout import RECOMPUTE_PERIODS, Layout, axis_size
+from toolkit.config.layout import RECOMPUTE_PERIODS, Layout, axis_size, least_dp
 from toolkit.config.recipe import EngineName, Precision, Recipe
 from toolkit.errors import LayoutError, nearest
 
@@ -20,6 +21,7 @@ _FLAGS = ("sp", "inner", "recompute", "selective", "offload", "nvme", "offacts",
 _AXES = {
     "dp": "dp",
     "ep": "ep",
+    "cp": "cp",
     "tp": "tp",
     "pp": "pp",
     "u": "ulysses",
@@ -28,7 +30,7 @@ _AXES = {
     "every": "every",
     "hpz": "hpz",
 }
-_AXIS = re.compile(r"(dp|ep|tp|pp|u|z|m|every|hpz)([0-9]+)")
+_AXIS = re.compile(r"(dp|ep|cp|tp|pp|u|z|m|every|hpz)([0-9]+)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +41,7 @@ class Strategy:
     engine: EngineName = "deepspeed"
     dp: int | None = None
     ep: int = 1
+    cp: int = 1
     tp: int = 1
     pp: int = 1
     ulysses: int = 1
@@ -92,13 +95,13 @@ class Strategy:
     @property
     def model_size(self) -> int:
         """Number of ranks of one model replica."""
-        return self.tp * self.pp * self.ulysses
+        return self.cp * self.tp * self.pp * self.ulysses
 
     def world_size(self, nproc: int) -> int:
         """Ranks to start, given `nproc`: one for the reference, else at least one replica and as many as fit."""
         if self.engine == "reference":
             return 1
-        shared = max(self.ep, self.hpz)
+        shared = least_dp(ep=self.ep, cp=self.cp, hpz=self.hpz)
         replicas = max(shared, nproc // self.model_size // shared * shared) if self.dp is None else self.dp
         return replicas * self.model_size
 
@@ -171,6 +174,7 @@ class Strategy:
         return {
             "dp": dp,
             "ep": self.ep,
+            "cp": self.cp,
             "tp": self.tp,
             "pp": self.pp,
             "ulysses": self.ulysses,
@@ -186,7 +190,7 @@ class Strategy:
 
     def _check(self) -> None:
         if self.engine != "deepspeed":
-            wrong = [name for name in ("ep", "tp", "pp", "ulysses") if getattr(self, name) > 1]
+            wrong = [name for name in ("ep", "cp", "tp", "pp", "ulysses") if getattr(self, name) > 1]
             if self.zero_stage is not None:
                 wrong.append("z")
             wrong += [flag for flag in ("sp", "inner", "offload", "nvme", "offacts", "tiled") if getattr(self, flag)]
@@ -208,7 +212,7 @@ class Strategy:
         if self.micro_batch_size == 0:
             raise _refused(self.text, "a micro-batch has at least one sample", "write m1 or more")
         try:
-            Layout(**self._layout_fields(max(self.ep, self.hpz, 1) if self.dp is None else self.dp))
+            Layout(**self._layout_fields(self.world_size(1) // self.model_size))
         except LayoutError as error:
             refusal = error.as_refusal()
             raise LayoutError(replace(refusal, settings=(("strategy", self.text), *refusal.settings))) from None

@@ -59,7 +59,7 @@ def link_of(gpu: Gpu, layout: Layout, *, gpus_per_node: int, network_bytes_per_s
     ceil(dp x tp / gpus_per_node) neighboring nodes. NCCL's model of a ring of n ranks on m nodes has n - m hops inside
     nodes and m - 1 between them.
     """
-    ranks = layout.dp
+    ranks = layout.replicas
     nodes = min(ranks, math.ceil(ranks * layout.tp * layout.ulysses / gpus_per_node))
     inside = (ranks - nodes) * _HOP_SECONDS[gpu.link]
     between = (nodes - 1) * _NETWORK_HOP_SECONDS

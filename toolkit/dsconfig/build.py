@@ -37,7 +37,8 @@ def build(
     batch = job.batch
     check(options, recipe, layout, nodes=nodes)
     config: Config = {
-        "train_batch_size": batch.global_batch_size,
+        # DeepSpeed counts ranks that share a sequence as replicas, with samples of their own.
+        "train_batch_size": batch.global_batch_size * layout.cp,
         "train_micro_batch_size_per_gpu": batch.micro_batch_size,
         "gradient_accumulation_steps": batch.accumulation,
         # DeepSpeed's own default changed from 0 (off) to 1.0 in 0.19.3.

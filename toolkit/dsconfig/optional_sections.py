@@ -56,7 +56,7 @@ def offload_section(job: Job, *, of: Literal["optimizer", "params"], pin_memory:
         on_cpu = ("parallel.offload_params", "cpu")
         raise ModelError.of(field, job.recipe.model.name_or_path, reason, advice, on_cpu)
     # DeepSpeed's default, 1e9, would leave the weights of most models in host memory.
-    size = largest_partition(job.shape, job.layout.dp)
+    size = largest_partition(job.shape, job.layout.replicas)
     return section | {"buffer_count": 5, "buffer_size": size, "max_in_cpu": 0}
 
 

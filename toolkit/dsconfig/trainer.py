@@ -28,7 +28,7 @@ def trainer_config(job: ConfigJob) -> Config:
     if (name := job.recipe.optimizer.name) in ("muon", "adafactor", "adamw8bit"):
         reason = "the Trainer would build AdamW instead"
         raise ConfigError.of("optimizer.name", name, reason, ("optimizer.name", "adamw"), "train with this toolkit")
-    if max(layout.tp, layout.pp, layout.ulysses, layout.ep) > 1:
+    if max(layout.tp, layout.pp, layout.ulysses, layout.cp, layout.ep) > 1:
         reason = "the Hugging Face Trainer has no pipelines, and does not shard layers or experts of these models"
         advice = "choose tp=1, pp=1, ulysses=1 and ep=1"
         raise ConfigError.of("layout", str(layout), reason, advice, "train with this toolkit")

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from toolkit.data.samples.micro_batch import MicroBatch
 from toolkit.engines.compiled_layers import CompiledLayers
+from toolkit.engines.context_slices import ContextSlices
 from toolkit.engines.objectives.token_weights import TokenWeights
 from toolkit.engines.optimizer_states import MASTER, OptimizerStates
 from toolkit.engines.routing import Routing, RoutingStats
@@ -70,6 +71,8 @@ class Engine(ABC):
     """The routers of a model with experts."""
     compiled: CompiledLayers | None = None
     """The decoder layers that torch.compile has compiled."""
+    context: ContextSlices | None = None
+    """This rank's part of sequences that context-parallel ranks share; None where a rank has whole ones."""
     head_loss: LossInHead | None = None
     """The hooks that compute the loss inside the model's head; None where logits are computed."""
     objective: TokenWeights | None = None
@@ -239,7 +242,7 @@ class Engine(ABC):
     @property
     def sequence_group(self) -> dist.ProcessGroup | None:
         """The ranks that share each sequence, position by position; None where a rank has whole ones."""
-        return None
+        return None if self.context is None else self.context.group
 
     def _begin_step(self, micro_batches: Iterable[MicroBatch]) -> Iterable[MicroBatch]:
         """Begin a step; compute first what its loss needs to know of the whole global batch."""

@@ -17,6 +17,7 @@ from toolkit.data.samples.micro_batch import MicroBatch
 from toolkit.engines import deepspeed_patches
 from toolkit.engines.base import DistributedEngine, Update, read_together
 from toolkit.engines.compiled_layers import CompiledLayers
+from toolkit.engines.context_slices import ContextSlices
 from toolkit.engines.dropout import DropoutStream
 from toolkit.engines.full_forward import DataParallelEngine
 from toolkit.engines.gradient_norm import full_grad_norm
@@ -26,7 +27,7 @@ from toolkit.engines.routing import find_routing
 from toolkit.model_init.model_partition import ModelPartition
 from toolkit.parallel.experts.deepspeed_groups import declare_experts
 from toolkit.parallel.gather import Names
-from toolkit.parallel.groups import ModelParallelUnit
+from toolkit.parallel.groups import ModelParallelUnit, context_group
 
 deepspeed_patches.skip_shared_memory_op()
 deepspeed_patches.import_muon_uncompiled()
@@ -131,13 +132,17 @@ class DeepSpeedEngine(DeepSpeedBase, DataParallelEngine):
         self.partition = partition
         sequence_group = partition.groups.tensor if partition is not None and job.layout.sequence_parallel else None
         self.dropout = DropoutStream(model, device, sequence_group=sequence_group)
-        self.dp = job.layout.dp
+        self.dp = job.layout.replicas
         self.sources = len(job.recipe.data.labels)
         self.accumulation = job.batch.accumulation
         self.grad_clip = job.recipe.train.grad_clip
         self.keeps_casts = job.layout.zero_stage == 0 and self.accumulation > 1
         self._fp16 = job.recipe.precision == "fp16"
-        self.routing = find_routing(job, model, device, sequence_group)
+        if job.layout.cp > 1:
+            self.context = ContextSlices(
+                job, context_group(job.layout) if partition is None else partition.groups.context
+            )
+        self.routing = find_routing(job, model, device, sequence_group, self.context)
         self._initialize(job, config, model, mpu=self._parallel_unit())
         self.engine.train()
 

@@ -13,6 +13,7 @@ from typing_extensions import override
 from toolkit.data.samples.micro_batch import MicroBatch
 from toolkit.engines.base import DistributedEngine, Engine, StepResult
 from toolkit.engines.dropout import DropoutStream
+from toolkit.parallel.context.sequence import SequenceSlice
 from toolkit.parallel.loss import IGNORE, sample_loss_sums, token_loss_sum, token_losses
 from toolkit.parallel.packed_documents import documents_known
 
@@ -21,6 +22,8 @@ class FullForwardEngine(Engine):
     """An engine that runs the model from ids to the loss on this rank."""
 
     dropout: DropoutStream
+    _sequence: SequenceSlice | None = None
+    """Of the last micro-batch, where ranks share sequences."""
 
     @override
     def evaluate(self, micro_batches: Iterable[MicroBatch]) -> float:
@@ -75,8 +78,15 @@ class FullForwardEngine(Engine):
             self.objective.start(batch.sequences)
         if self.head_loss is not None:
             self.head_loss.labels = batch.labels
-        with documents_known(are_packed=bool(batch.is_packed)):
+        with documents_known(are_packed=bool(batch.is_packed)), self._attending():
             return self._forward(batch)
+
+    def _attending(self) -> AbstractContextManager[None]:
+        """Return a context for the forward pass of the last micro-batch that `_local_micro_batch` returned."""
+        if self.context is None:
+            return nullcontext()
+        assert self._sequence is not None
+        return self.context.attending(self._sequence)
 
     def _losses(self, output: Any, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the weighted sum of the token losses of one micro-batch; with sources also those of samples, [b]."""
@@ -91,7 +101,10 @@ class FullForwardEngine(Engine):
 
     def _local_micro_batch(self, micro_batch: MicroBatch) -> MicroBatch:
         """Return this rank's part of a micro-batch: all of it unless ranks share sequences."""
-        return micro_batch
+        if self.context is None:
+            return micro_batch
+        self._sequence = self.context.sequence(micro_batch)
+        return self.context.take(micro_batch)
 
     def _loss_sum(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Sum the token losses of one micro-batch."""

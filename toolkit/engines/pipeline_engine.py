@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -17,6 +18,7 @@ from toolkit.config.job import Job
 from toolkit.data.samples.micro_batch import MicroBatch, Sequences
 from toolkit.engines import deepspeed_patches
 from toolkit.engines.base import StepResult, Update, read_together
+from toolkit.engines.context_slices import ContextSlices
 from toolkit.engines.deepspeed_engine import DeepSpeedBase, model_dtype
 from toolkit.engines.deepspeed_patches import equalize_norm_calls, quiet_stdout
 from toolkit.engines.dropout import DropoutStream
@@ -24,6 +26,7 @@ from toolkit.engines.full_forward import add_by_source, nan_unless_finite
 from toolkit.engines.gradient_norm import full_grad_norm
 from toolkit.engines.routing import find_routing
 from toolkit.model_init.model_partition import ModelPartition
+from toolkit.parallel.context.sequence import SequenceSlice
 from toolkit.parallel.gather import gather_buffers
 from toolkit.parallel.loss import IGNORE
 from toolkit.parallel.pipeline.pipeline_module import StagePipeline, StepWithoutUpdate
@@ -47,9 +50,12 @@ class PipelineEngine(DeepSpeedBase):
         self.device = device
         self.partition = partition
         self.batch = job.batch
+        self._replicas = job.layout.replicas
         sequence_group = partition.groups.tensor if job.layout.sequence_parallel else None
         self.dropout = DropoutStream(model, device, sequence_group=sequence_group)
-        self.routing = find_routing(job, model, device, sequence_group)
+        if job.layout.cp > 1:
+            self.context = ContextSlices(job, partition.groups.context)
+        self.routing = find_routing(job, model, device, sequence_group, self.context)
         if self.routing is not None:
             partition.stage.connect_routers(self.routing.finish, have_loss=self.routing.has_loss)
         self.stage_layers = tuple(stop - start for start, stop in pairwise(partition.bounds))
@@ -65,6 +71,7 @@ class PipelineEngine(DeepSpeedBase):
         self._labels: Iterator[torch.Tensor] = iter(())
         self._packed: Iterator[bool | None] = iter(())
         self._sequences: Iterator[Sequences | None] = iter(())
+        self._contexts: Iterator[SequenceSlice] = iter(())
         partition.stage.register_forward_pre_hook(lambda *_: self._begin_forward())
         deepspeed.init_distributed()  # PipelineModule reads the ranks before `initialize` sets them
         with quiet_stdout(unless=job.recipe.log.level == "debug"):
@@ -80,7 +87,7 @@ class PipelineEngine(DeepSpeedBase):
         # DeepSpeed averages over micro-batches and replicas: this factor turns that into
         # sum of token losses / target tokens of the global batch.
         self._target_tokens = target_tokens
-        self._scale = self.batch.dp * self.batch.accumulation / target_tokens
+        self._scale = self._replicas * self.batch.accumulation / target_tokens
         self.engine.module.train()
         self._run(StepWithoutUpdate, list(self._begin_step(micro_batches)))
         self.report_phase("update")
@@ -104,7 +111,7 @@ class PipelineEngine(DeepSpeedBase):
         with self.objective.collecting() as sums:
             self._run(schedule.InferenceSchedule, list(micro_batches))
         self.engine.module.train()
-        return sums if self.partition.groups.is_first_of_tensor else []
+        return sums if self.partition.groups.is_first_of_tensor and self.objective.is_first else []
 
     @override
     def _sum_over_samples(self, values: torch.Tensor) -> None:
@@ -141,6 +148,9 @@ class PipelineEngine(DeepSpeedBase):
         """Run micro-batches through the pipeline and sum losses and target tokens in `_totals`."""
         engine = self.engine
         self._totals.zero_()
+        if self.context is not None:
+            self._contexts = iter([self.context.sequence(micro_batch) for micro_batch in micro_batches])
+            micro_batches = [self.context.take(micro_batch) for micro_batch in micro_batches]
         self._seeds = iter([micro_batch.dropout_seed for micro_batch in micro_batches])
         self._sources = iter([micro_batch.sources for micro_batch in micro_batches])
         self._lengths = iter([micro_batch.lengths for micro_batch in micro_batches])
@@ -171,6 +181,8 @@ class PipelineEngine(DeepSpeedBase):
         lengths = next(self._lengths)
         assert self.partition.stage is not None
         self.partition.stage.is_packed = bool(next(self._packed))
+        if self.context is not None:
+            self.partition.stage.attending = partial(self.context.attending, next(self._contexts))
         sequences = next(self._sequences)
         if self.objective is not None and sequences is not None:
             self.objective.start(sequences.map(lambda tensor: tensor.to(self.device, non_blocking=True)))

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from toolkit.config.job import Job
 from toolkit.config.recipe import ModelSection, Recipe
+from toolkit.engines.context_slices import ContextSlices
 from toolkit.engines.router_losses import count_assignments, pooled_loss, pooled_sums, sequence_loss, z_loss
 from toolkit.engines.router_records import (
     RouterOutput,
@@ -54,13 +55,19 @@ class RoutingStats:
 
 
 class Routing:
-    """The routers of one rank's part of a model. `sequence_group`: ranks that share the sequences of a micro-batch."""
+    """The routers of one rank's part of a model. `sequence_group`: ranks that share what this rank has of the sequences
+    of a micro-batch, all of them or the part of `context`."""
 
     sums: torch.Tensor
     """Sums over the last micro-batch, of all layers up to this stage's last: see `finish`."""
 
     def __init__(
-        self, job: Job, model: PreTrainedModel, device: torch.device, sequence_group: dist.ProcessGroup | None = None
+        self,
+        job: Job,
+        model: PreTrainedModel,
+        device: torch.device,
+        sequence_group: dist.ProcessGroup | None = None,
+        context: ContextSlices | None = None,
     ) -> None:
         section = job.recipe.model
         config = model.config
@@ -71,6 +78,8 @@ class Routing:
         self._layers = config.get_text_config(decoder=True).num_hidden_layers
         self._samples = job.batch.micro_batch_size
         self._seq_len = job.recipe.data.seq_len
+        self._context = None if context is None else context.group
+        self._positions = torch.arange(self._seq_len) if context is None else context.positions
         self._micro_batches = job.batch.dp * job.batch.accumulation
         self.aux_coefficient = aux_coefficient(section, config)
         self.z_coefficient = section.router_z_loss
@@ -209,17 +218,19 @@ class Routing:
     def _mask(self, output: RouterOutput) -> torch.Tensor | None:
         """Return 1 for each token of this rank and 0 for padding, [t]; None where there is none."""
         part = len(output.experts) // self._samples
-        self._is_split = part < self._seq_len
+        self._is_split = part < len(self._positions)
         if not self._has_padding:
             return None
         first = part * self._group.rank() if self._is_split and self._group is not None else 0
-        positions = torch.arange(first, first + part, device=self.device)
+        positions = self._positions[first : first + part].to(self.device, non_blocking=True)
         return (positions < self._lengths[:, None]).float().flatten()  # [b, s] -> [t]
 
     def sum_over_sequence(self, values: torch.Tensor) -> torch.Tensor:
         """Sum what was counted over the ranks that share the sequences, in place."""
         if self._is_split:
             dist.all_reduce(values, group=self._group)
+        if self._context is not None:
+            dist.all_reduce(values, group=self._context)
         return values
 
 
@@ -289,7 +300,11 @@ def _check_biases(recipe: Recipe, model: PreTrainedModel) -> None:
 
 
 def find_routing(
-    job: Job, model: PreTrainedModel, device: torch.device, sequence_group: dist.ProcessGroup | None = None
+    job: Job,
+    model: PreTrainedModel,
+    device: torch.device,
+    sequence_group: dist.ProcessGroup | None = None,
+    context: ContextSlices | None = None,
 ) -> Routing | None:
     """Return the routing of a model whose routers can be watched, or None. Limits the capacity of its experts."""
     factor = job.recipe.model.expert_capacity_factor
@@ -297,4 +312,4 @@ def find_routing(
         limit_capacity(model, factor, expert_count(model.config), sequence_group, samples=job.batch.micro_batch_size)
     if not router_classes(model) or not expert_count(model.config):
         return None
-    return Routing(job, model, device, sequence_group)
+    return Routing(job, model, device, sequence_group, context)

@@ -67,7 +67,7 @@ def rank_states(setup: TrainingSetup, engine: DeepSpeedSettings | TorchStates, s
     if trainable != setup.computation.trainable:
         packed, unpacked = in_4_bits(whole, weight_bytes)
         params = stage_parameters(packed, layout, stage, layers, **groups)
-    replicas = layout.dp * layout.ulysses
+    replicas = layout.replicas * layout.ulysses
     if isinstance(engine, DeepSpeedSettings):
         states = deepspeed_states(engine, params, dp=replicas, accumulation=setup.accumulation)
     else:

@@ -36,8 +36,8 @@ class TrainingSetup:
 
     @property
     def rank_positions(self) -> int:
-        """Positions of a sample on one rank: Ulysses shares them out."""
-        return self.seq_len // self.layout.ulysses
+        """Positions of a sample on one rank: Ulysses and context parallelism share them out."""
+        return self.seq_len // (self.layout.ulysses * self.layout.cp)
 
     @property
     def expert_owners(self) -> int:

@@ -30,6 +30,8 @@ from toolkit.model_init.recompute import recompute
 from toolkit.model_init.tiled_mlp import tile_mlps
 from toolkit.models import shape
 from toolkit.models.override_fields import unknown_overrides
+from toolkit.parallel.context.attention import NAME as CONTEXT_PARALLEL
+from toolkit.parallel.context.attention import register
 from toolkit.units import english_list
 
 _NAME = "model.name_or_path"
@@ -139,6 +141,9 @@ def build_model(
         config = without_padding_token(config)
     # Ulysses replaces sdpa; eager would attend within a rank's own positions.
     attention = recipe.model.attention or ("sdpa" if recipe.parallel.ulysses > 1 else None)
+    if recipe.parallel.cp > 1:
+        register()
+        attention = CONTEXT_PARALLEL
     try:
         with parameters_on_meta():
             model = AutoModelForCausalLM.from_config(

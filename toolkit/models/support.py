@@ -42,6 +42,8 @@ class Support:
     sequence_refusal: str | None
     ep_refusal: str | None = NO_EXPERTS
     inner_refusal: str | None = NO_EXPERTS
+    context_refusal: str | None = None
+    """Reason why ranks cannot share its sequences with the attention of context parallelism; None where they can."""
     attention: tuple[str, ...] = ("eager", "sdpa", "flash")
     """Implementations that its transformers class declares."""
     loss_refusal: str | None = None
@@ -58,7 +60,7 @@ class Support:
     """Formula of the logits from the products of its head (toolkit/models/chunked_head.py); empty: they are these."""
 
     def refusal(self, kind: str) -> str | None:
-        """Return why it does not support a kind (of KINDS, EXPERT_KINDS or OTHER_KINDS); None if it does."""
+        """Return why it does not support a kind (of KINDS, EXPERT_KINDS, OTHER_KINDS, or context); None if it does."""
         reason: str | None = getattr(self, f"{kind}_refusal")
         return reason
 
@@ -98,6 +100,7 @@ def encoded(families: Mapping[str, Support], version: str) -> str:
     rows = {
         name: {kind: support.refusal(kind) or True for kind in support.kinds}
         | {kind: support.refusal(kind) for kind in OTHER_KINDS if not support.supports(kind)}
+        | {"context": support.context_refusal or True}
         | {"attention": " ".join(support.attention), "loss": support.loss_refusal or True}
         | ({"rounds_buffers": True} if support.rounds_buffers else {})
         | ({"logits": support.logits} if support.logits else {})

@@ -25,6 +25,8 @@ class ParallelGroups:
     """Neighboring replicas of the same partition, which share out its experts."""
     expert_data: dist.ProcessGroup
     """The replicas with the same experts."""
+    context: dist.ProcessGroup
+    """The ranks of this stage that share each sequence, among those with the same partition."""
 
     @classmethod
     def create(cls, layout: Layout) -> Self:
@@ -34,6 +36,7 @@ class ParallelGroups:
         pipe = _new_groups(layout, "pipe", "pipeline")
         expert = _new_groups(layout, "expert", "expert")
         expert_data = _new_groups(layout, "expert_data", "data")
+        context = _new_groups(layout, "context", "context")
         return cls(
             layout=layout,
             rank=dist.get_rank(),
@@ -42,6 +45,7 @@ class ParallelGroups:
             pipe=pipe,
             expert=expert,
             expert_data=expert_data,
+            context=context,
         )
 
     def stage(self) -> dist.ProcessGroup:
@@ -66,6 +70,11 @@ class ParallelGroups:
     def is_first_of_tensor(self) -> bool:
         """Whether this is the first rank of its tensor-parallel group, which counts what the group replicates."""
         return self.coordinate.model == 0
+
+
+def context_group(layout: Layout) -> dist.ProcessGroup:
+    """The ranks that share each sequence with this one. A collective call."""
+    return _new_groups(layout, "context", "context")
 
 
 def _new_groups(layout: Layout, axis: Any, kind: str) -> dist.ProcessGroup:
@@ -108,4 +117,4 @@ class ModelParallelUnit:
         return self._groups.coordinate.data
 
     def get_data_parallel_world_size(self) -> int:
-        return self._groups.layout.dp
+        return self._groups.layout.replicas

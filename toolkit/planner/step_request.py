@@ -104,4 +104,4 @@ class StepRequest:
     @property
     def replicas(self) -> int:
         """Ranks that share optimizer states where they are sharded."""
-        return self.layout.dp * self.layout.ulysses * self.execution.context_parallel
+        return self.layout.replicas * self.layout.ulysses * self.execution.context_parallel

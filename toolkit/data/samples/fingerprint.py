@@ -43,7 +43,9 @@ class BatchFingerprints:
     def __init__(self, loader: MicroBatchLoader) -> None:
         self._loader = loader
         # From the layout and not from the loader: a loader that reads another rank's samples must be noticed.
-        self._coordinate = loader.layout.coordinate(dist.get_rank() if dist.is_initialized() else 0)
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        self._coordinate = loader.layout.coordinate(rank)
+        self._sample_rank = loader.layout.sample_rank(rank)
         self.local_sums: list[int] = []
         """This rank's sum of hashes for each completed step."""
 
@@ -52,9 +54,7 @@ class BatchFingerprints:
         total = 0
         for accumulation_step, micro_batch in enumerate(micro_batches):
             if self._loader.reads:
-                start = self._loader.batch.block_start(
-                    accumulation_step=accumulation_step, data_rank=self._coordinate.data
-                )
+                start = self._loader.batch.block_start(accumulation_step=accumulation_step, data_rank=self._sample_rank)
                 positions = range(start, start + len(micro_batch.input_ids))
                 total += hash_samples(micro_batch.input_ids, micro_batch.labels, positions)
             yield micro_batch
@@ -67,7 +67,8 @@ class BatchFingerprints:
         rank wants to `stop` travels with it. The host does not wait for the device.
         """
         self._loader.report_phase("fingerprint")
-        is_first = self._coordinate.pipe == 0 and self._coordinate.model == 0
+        place = self._coordinate
+        is_first = place.pipe == 0 and place.model == 0 and place.data % self._loader.layout.cp == 0
         high, low = divmod(self.local_sums[-1] if is_first else 0, _HALF)
         numbers = torch.empty(3, dtype=torch.float64, device=device)
         # A copy of a list to a GPU waits for all that the GPU has to do; a value to fill with goes with the kernel.
@@ -88,11 +89,11 @@ def merge_fingerprints(loader: MicroBatchLoader, ranks: list[list[int]]) -> tupl
     """Merge every rank's `local_sums` to the fingerprint of each step; `a!=b` if ranks of one replica read different
     samples."""
     layout = loader.layout
-    replicas: dict[tuple[int, int], list[list[int]]] = defaultdict(list)
+    replicas: dict[tuple[int, int, int], list[list[int]]] = defaultdict(list)
     for rank, sums in enumerate(ranks):
         coordinate = layout.coordinate(rank)
         if coordinate.pipe in (0, layout.pp - 1):
-            replicas[coordinate.pipe, coordinate.model].append(sums)
+            replicas[coordinate.pipe, coordinate.model, coordinate.data % layout.cp].append(sums)
     totals = [[sum(step) for step in zip(*sums, strict=True)] for sums in replicas.values()]
     return tuple(
         "!=".join(dict.fromkeys(format_fingerprint(total) for total in step)) for step in zip(*totals, strict=True)

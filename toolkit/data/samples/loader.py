@@ -152,8 +152,9 @@ class MicroBatchLoader:
             recipe=recipe,
             layout=layout,
             batch=batch,
-            data_rank=coordinate.data,
-            reads=coordinate.pipe in (0, layout.pp - 1),
+            data_rank=layout.sample_rank(rank),
+            # Where ranks share sequences, each stage must know where documents begin.
+            reads=coordinate.pipe in (0, layout.pp - 1) or (layout.cp > 1 and recipe.data.masks_documents),
             train=train,
             validation=validation,
         )

@@ -103,5 +103,5 @@ class StepWithoutUpdate(schedule.TrainSchedule):  # type: ignore[misc]
 
 def _topology(layout: Layout) -> Any:
     if layout.tp > 1:
-        return PipeModelDataParallelTopology(num_pp=layout.pp, num_mp=layout.tp, num_dp=layout.dp)
-    return PipeDataParallelTopology(num_pp=layout.pp, num_dp=layout.dp)
+        return PipeModelDataParallelTopology(num_pp=layout.pp, num_mp=layout.tp, num_dp=layout.replicas)
+    return PipeDataParallelTopology(num_pp=layout.pp, num_dp=layout.replicas)

@@ -10,6 +10,7 @@ Dims: b samples, s positions, h hidden, v vocabulary.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -85,6 +86,8 @@ class PipelineStage(nn.Module):
         super().__init__()
         self.model = model
         self.is_packed = False
+        self.attending: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Returns a context for the next forward pass, where ranks share sequences."""
         """Whether the next micro-batch has rows of several documents."""
         self._router_sums: RouterSums | None = None
         self._receives_sums = False
@@ -151,7 +154,7 @@ class PipelineStage(nn.Module):
             ids = torch.zeros(samples, positions, dtype=torch.long, device=first.device)
             self._entry.received = first
         try:
-            with documents_known(are_packed=self.is_packed):
+            with documents_known(are_packed=self.is_packed), self.attending():
                 output = self.model(input_ids=ids, use_cache=False, **keywords)
         except StageExit as end:
             if self._router_sums is not None:

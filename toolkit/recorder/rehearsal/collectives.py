@@ -98,13 +98,13 @@ class Groups:
         if name == "stage":
             first = at.pipe * (layout.world_size // layout.pp)
             return tuple(range(first, first + layout.world_size // layout.pp))
-        data = range(layout.dp)
+        data = range(layout.replicas)
         if name in ("expert", "secondary"):
             size = layout.ep if name == "expert" else layout.hpz
             first = at.data // size * size
             data = range(first, first + size)
         elif name == "expert data":
-            data = range(at.data % layout.ep, layout.dp, layout.ep)
+            data = range(at.data % layout.ep, layout.replicas, layout.ep)
         elif name == "replica":
             width = layout.tp * layout.ulysses
             stages = range(layout.pp)

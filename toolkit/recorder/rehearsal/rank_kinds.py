@@ -33,14 +33,14 @@ class RankKind:
         """The rank that stands for the kind on one of its stages."""
         layout = self.layout
         model = layout.tp * layout.ulysses - 1 if self.place == "model" else 0
-        return layout.rank(pipe=stage, data=layout.dp - 1 if self.place == "replica" else 0, model=model)
+        return layout.rank(pipe=stage, data=layout.replicas - 1 if self.place == "replica" else 0, model=model)
 
     @property
     def count(self) -> int:
         """How many ranks are of the kind."""
         layout = self.layout
         model = layout.tp * layout.ulysses
-        each = {"first": 1, "model": (model - 1) * layout.dp, "replica": layout.dp - 1}
+        each = {"first": 1, "model": (model - 1) * layout.replicas, "replica": layout.replicas - 1}
         return each[self.place] * len(self.stages)
 
     @property
@@ -59,7 +59,7 @@ class RankKind:
             axis = "sequence-parallel" if layout.ulysses > 1 else "tensor-parallel"
             words.append(f"{axis} {_span(range(1, layout.tp * layout.ulysses))}")
         elif self.place == "replica":
-            words.append(f"replica {_span(range(1, layout.dp))}")
+            words.append(f"replica {_span(range(1, layout.replicas))}")
         else:
             words.append("first rank")
         return ", ".join(words)
@@ -75,7 +75,7 @@ def rank_kinds(layout: Layout, bounds: Sequence[int], pattern: Sequence[int]) ->
     places: list[Place] = ["first"]
     if layout.tp * layout.ulysses > 1:
         places.append("model")
-    if layout.dp > 1:
+    if layout.replicas > 1:
         places.append("replica")
     ordered = sorted(stages.values())
     return [RankKind(layout=layout, stages=tuple(alike), place=place) for alike in ordered for place in places]

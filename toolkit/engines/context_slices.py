@@ -1,0 +1,72 @@
+"""What a context-parallel rank takes of a micro-batch: its chunks of each sequence, and where documents begin.
+
+Positions are those of the whole sequence, and labels were shifted before it is cut, so that the last target of a chunk
+is the first token of the next one, wherever that is. Dims: b samples, s positions, n = s/cp positions on a rank.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from toolkit.config.job import Job
+from toolkit.data.samples.micro_batch import MicroBatch
+from toolkit.parallel.context.attention import attending
+from toolkit.parallel.context.exchange import choose_exchange, make_exchange
+from toolkit.parallel.context.sequence import SequenceSlice
+from toolkit.seeds import derive_seed
+
+
+class ContextSlices:
+    """This rank's part of the micro-batches of a job. `group`: the ranks that share each sequence."""
+
+    def __init__(self, job: Job, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self._samples = job.batch.micro_batch_size
+        self._length = job.recipe.data.seq_len
+        self._exchange = make_exchange(group, choose_exchange(job))
+        self._plain = self._sequence(((0,),) * self._samples)
+        self.positions = torch.tensor(self._plain.positions())
+        """Positions of the sequence on this rank, int64 [n], on the CPU."""
+
+    def sequence(self, micro_batch: MicroBatch) -> SequenceSlice:
+        """Return this rank's part of the sequences of a whole micro-batch, from its position ids on the CPU."""
+        if micro_batch.position_ids is None or not micro_batch.is_packed:
+            return self._plain
+        starts = (micro_batch.position_ids.diff(dim=-1) != 1).tolist()
+        return self._sequence(tuple((0, *(i + 1 for i, begins in enumerate(row) if begins)) for row in starts))
+
+    def take(self, micro_batch: MicroBatch) -> MicroBatch:
+        """Return this rank's part of a micro-batch. Ranks drop different activations, as they hold different ones."""
+        seed = derive_seed("slice", micro_batch.dropout_seed, self.group.rank())
+        if not micro_batch.input_ids.numel():  # of a stage that reads no tokens
+            return replace(micro_batch, dropout_seed=seed)
+        sequences = micro_batch.sequences
+        if sequences is not None:
+            sequences = replace(sequences, numbers=self._own(sequences.numbers))
+        positions = micro_batch.position_ids
+        if positions is None:
+            positions = torch.arange(self._length).expand(len(micro_batch.input_ids), -1)
+        return replace(
+            micro_batch,
+            input_ids=self._own(micro_batch.input_ids),
+            labels=self._own(micro_batch.labels),
+            position_ids=self._own(positions),
+            is_packed=False,  # documents are kept apart by the attention, which knows where they begin
+            dropout_seed=seed,
+            sequences=sequences,
+        )
+
+    @contextmanager
+    def attending(self, sequence: SequenceSlice) -> Iterator[None]:
+        """Let a forward pass inside attend within these sequences."""
+        with attending(sequence, self._exchange):
+            yield
+
+    def _own(self, whole: torch.Tensor) -> torch.Tensor:
+        return whole[:, self.positions]  # [b, s] -> [b, n]
+
+    def _sequence(self, starts: tuple[tuple[int, ...], ...]) -> SequenceSlice:
+        return SequenceSlice(rank=self.group.rank(), ranks=self.group.size(), length=self._length, starts=starts)

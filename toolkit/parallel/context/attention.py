@@ -1,0 +1,229 @@
+"""Attention for transformers' attention interface that knows positions and documents, and never makes a mask.
+
+`mask` is registered as the function that makes masks. It returns a `View`: the part of the sequences that this rank
+holds, with the window or the chunks of the layer. The model hands it to `attend`, registered as the attention function,
+where a mask would arrive; so it is right where a layer is recomputed, and with several micro-batches in a pipeline.
+
+Dims: b samples, h heads, g key-value heads, s positions of a sequence, n positions on this rank, d size of a head.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from toolkit.errors import ModelError
+from toolkit.parallel.context import kernels
+from toolkit.parallel.context.exchange import Block, Exchange
+from toolkit.parallel.context.kernels import Mask, Scores, exact
+from toolkit.parallel.context.sequence import SequenceSlice, Tile
+
+NAME = "context_parallel"
+"""The name of this attention in transformers."""
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class View:
+    """What takes the place of a mask: the sequences of a micro-batch as a rank and a layer see them."""
+
+    sequence: SequenceSlice
+    exchange: Exchange
+    window: int | None = None
+    chunk: int | None = None
+
+    def tiles(self, keys: range) -> list[Tile]:
+        """Return what this rank's queries see of the keys at these positions."""
+        return self.sequence.tiles(keys, window=self.window, chunk=self.chunk)
+
+
+class _Current:
+    """The sequences of the forward pass that runs, and how their ranks exchange keys and values."""
+
+    sequence: SequenceSlice | None = None
+    exchange: Exchange | None = None
+
+
+def register() -> None:
+    """Make this attention known to transformers. A second call changes nothing."""
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, mask)
+
+
+@contextmanager
+def attending(sequence: SequenceSlice, exchange: Exchange) -> Iterator[None]:
+    """Let the forward pass inside attend within these sequences."""
+    before = _Current.sequence, _Current.exchange
+    _Current.sequence, _Current.exchange = sequence, exchange
+    try:
+        yield
+    finally:
+        _Current.sequence, _Current.exchange = before
+
+
+def mask(*arguments: Any, config: Any = None, local_size: int | None = None, **options: Any) -> Any:
+    """Return the `View` of a layer; outside of `attending` what transformers makes for its own kernel.
+
+    Raises ModelError for a family that sees anything but earlier positions, a window or chunks of them.
+    """
+    if _Current.sequence is None or _Current.exchange is None:
+        return sdpa_mask(*arguments, config=config, local_size=local_size, **options)
+    if options.get("use_vmap"):
+        raise ModelError.of("model_type", config.model_type, "its masks are functions of its own", ("parallel.cp", 1))
+    text = config.get_text_config(decoder=True)
+    is_chunked = local_size is not None and getattr(text, "attention_chunk_size", None) == local_size
+    return View(
+        sequence=_Current.sequence,
+        exchange=_Current.exchange,
+        window=None if is_chunked else local_size,
+        chunk=local_size if is_chunked else None,
+    )
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attend from this rank's queries [b, h, n, d] to the keys and values [b, g, n, d] of all ranks; [b, n, h, d].
+
+    `softcap` bounds scores by tanh (Gemma 2), `s_aux` [h] are attention sinks (GPT-OSS). A layer's window is that of
+    its `View`. Raises ModelError for dropout between queries and keys.
+    """
+    if not isinstance(attention_mask, View):
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
+        )
+    if dropout:
+        reason = "context parallelism has no dropout between queries and keys"
+        raise ModelError.of("model.overrides", "attention dropout", reason, "set it to 0.0 there", ("parallel.cp", 1))
+    scores = Scores(scale=query.shape[-1] ** -0.5 if scaling is None else scaling, softcap=softcap)
+    output = _Attention.apply(query, key, value, s_aux, attention_mask, scores)
+    return output.transpose(1, 2).contiguous(), None
+
+
+class _Attention(torch.autograd.Function):
+    """(queries [b, h, n, d], keys, values [b, g, n, d], sinks [h] or None) -> [b, h, n, d].
+
+    Saves what is this rank's: keys and values of others are exchanged again in the backward pass.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, view: View, scores: Scores
+    ) -> Tensor:
+        merged = _Merged(query, value.shape[-1])
+        for blocks in view.exchange.blocks(key, value, view.sequence.length):
+            for block in blocks:
+                for tile in view.tiles(block.positions):
+                    found = kernels.attend(*_padded(*_operands(query, block, tile)), scores, _mask(tile))
+                    merged.add(tile, *found)
+        output, sums = merged.finish(sinks)
+        ctx.save_for_backward(query, key, value, sinks, output, sums)
+        ctx.view = view
+        ctx.scores = scores
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *received: Tensor) -> Any:
+        query, key, value, sinks, output, sums = ctx.saved_tensors
+        view: View = ctx.view
+        gradient = received[0].contiguous()
+        of_query = torch.zeros(query.shape, dtype=exact(query), device=query.device)
+
+        def compute(blocks: list[Block]) -> list[tuple[Tensor, Tensor]]:
+            parts = []
+            for block in blocks:
+                of_key = torch.zeros(block.key.shape, dtype=exact(query), device=query.device)
+                of_value = torch.zeros(block.value.shape, dtype=exact(query), device=query.device)
+                for tile in view.tiles(block.positions):
+                    operands = _operands(query, block, tile)
+                    outputs = (each[tile.rows, :, tile.queries] for each in (gradient, output))
+                    q, k, v, g, o = _padded(*operands, *outputs)
+                    lse = sums[tile.rows, :, tile.queries]
+                    found = kernels.gradients(g, q, k, v, o, lse, ctx.scores, _mask(tile))
+                    of_query[tile.rows, :, tile.queries] += found[0][..., : query.shape[-1]]
+                    of_key[tile.rows, :, tile.keys] += _by_group(found[1], of_key)
+                    of_value[tile.rows, :, tile.keys] += _by_group(found[2], of_value)
+                parts.append((of_key, of_value))
+            return parts
+
+        of_key, of_value = view.exchange.gradients(key, value, view.sequence.length, compute)
+        of_sinks = None
+        if sinks is not None and ctx.needs_input_grad[3]:
+            # A sink is a key whose value is zero: its weight's gradient is minus the mean of the others'.
+            weights = (sinks.to(sums.dtype)[:, None] - sums).exp()  # [b, h, n]
+            means = (gradient.to(sums.dtype) * output.to(sums.dtype)).sum(dim=-1)
+            of_sinks = -(weights * means).sum(dim=(0, 2)).to(sinks.dtype).view(sinks.shape)
+        return of_query.to(query.dtype), of_key, of_value, of_sinks, None, None
+
+
+class _Merged:
+    """The output of tiles that share queries, merged by their log-sum-exp (Dao 2023, section 3.1.1), in fp32 at
+    least."""
+
+    def __init__(self, query: Tensor, size: int) -> None:
+        self._dtype = query.dtype
+        self._output = torch.zeros((*query.shape[:3], size), dtype=exact(query), device=query.device)
+        self._sums = torch.full(query.shape[:3], -torch.inf, dtype=exact(query), device=query.device)
+
+    def add(self, tile: Tile, output: Tensor, sums: Tensor) -> None:
+        """Merge the output of a tile and its log-sum-exp."""
+        at = (tile.rows, slice(None), tile.queries)
+        total = torch.logaddexp(self._sums[at], sums)
+        kept = (self._sums[at] - total).exp()[..., None]
+        added = (sums - total).exp()[..., None]
+        self._output[at] = self._output[at] * kept + output[..., : self._output.shape[-1]] * added
+        self._sums[at] = total
+
+    def finish(self, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the output, in the dtype of the queries, and the log-sum-exp, in which sinks take part."""
+        if sinks is not None:
+            total = torch.logaddexp(self._sums, sinks.to(self._sums.dtype).view(1, -1, 1))
+            self._output *= (self._sums - total).exp()[..., None]
+            self._sums = total
+        return self._output.to(self._dtype), self._sums
+
+
+def _mask(tile: Tile) -> Mask:
+    queries = tile.queries.stop - tile.queries.start
+    keys = tile.keys.stop - tile.keys.start
+    return Mask(offset=tile.offset, window=tile.window, queries=queries, keys=keys)
+
+
+def _operands(query: Tensor, block: Block, tile: Tile) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the tile's queries, and its keys and values for each head of the queries."""
+    repeats = query.shape[1] // block.key.shape[1]
+    key = block.key[tile.rows, :, tile.keys]
+    value = block.value[tile.rows, :, tile.keys]
+    if repeats > 1:
+        key = key.repeat_interleave(repeats, dim=1)
+        value = value.repeat_interleave(repeats, dim=1)
+    return query[tile.rows, :, tile.queries], key, value
+
+
+def _padded(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Pad heads with zeros to the largest size, which kernels take: latent attention has smaller values than keys."""
+    size = max(each.shape[-1] for each in tensors)
+    return tuple(
+        each if each.shape[-1] == size else nn.functional.pad(each, (0, size - each.shape[-1])) for each in tensors
+    )
+
+
+def _by_group(gradient: Tensor, like: Tensor) -> Tensor:
+    """Sum the gradients of a key-value head over the heads of queries that share it; [b, h, k, d] -> [b, g, k, d]."""
+    heads, size = like.shape[1], like.shape[-1]
+    return gradient[..., :size].unflatten(1, (heads, -1)).sum(dim=2, dtype=like.dtype)

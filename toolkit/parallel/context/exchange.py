@@ -1,0 +1,179 @@
+"""How context-parallel ranks see each other's keys and values, and get the gradients of their own back.
+
+`gather`: keys and values of the whole sequence on every rank while a layer computes; backward gathers again, and a
+reduce-scatter sums the gradients (Grattafiori et al. 2024, The Llama 3 Herd of Models, section 3.3.2). `ring`: they
+travel from rank to rank, those of one rank at a time, sent while the block at hand is computed, and in the backward
+pass their gradients travel with them (Liu et al. 2023, Ring Attention with Blockwise Transformers).
+
+Dims: b samples, g key-value heads, s positions, c ranks, n = s/c positions of a rank, d size of a head.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from toolkit.config.job import Job
+from toolkit.parallel.context.sequence import chunks_of
+
+MOST_GATHERED_BYTES = 1 << 30
+"""Keys and values of a layer that `cp_exchange: auto` gathers: more take less memory in a ring."""
+Tensor = torch.Tensor
+Chosen = Literal["gather", "ring"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """Keys and values [b, g, k, d] at a run of positions of the sequence."""
+
+    positions: range
+    key: Tensor
+    value: Tensor
+
+
+Gradients = Callable[[list[Block]], list[tuple[Tensor, Tensor]]]
+"""Returns the parts of the gradients of the keys and values of blocks, in fp32 at least."""
+
+
+def local_blocks(key: Tensor, value: Tensor, rank: int, ranks: int, length: int) -> list[Block]:
+    """Return the runs of positions that a rank holds, as views of its keys and values [b, g, n, d]."""
+    blocks = []
+    start = 0
+    for positions in chunks_of(rank, ranks, length):
+        part = slice(start, start + len(positions))
+        blocks.append(Block(positions=positions, key=key[:, :, part], value=value[:, :, part]))
+        start += len(positions)
+    return blocks
+
+
+class Alone:
+    """No exchange: the rank holds the whole sequence."""
+
+    def blocks(self, key: Tensor, value: Tensor, length: int) -> Iterator[list[Block]]:
+        """Yield the blocks of the sequence."""
+        yield local_blocks(key, value, 0, 1, length)
+
+    def gradients(self, key: Tensor, value: Tensor, length: int, compute: Gradients) -> tuple[Tensor, Tensor]:
+        """Return the gradients of keys and values."""
+        ((of_key, of_value),) = compute(local_blocks(key, value, 0, 1, length))
+        return of_key.to(key.dtype), of_value.to(value.dtype)
+
+
+class Gather:
+    """Keys and values of the whole sequence on each rank, for as long as a layer computes."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def blocks(self, key: Tensor, value: Tensor, length: int) -> Iterator[list[Block]]:
+        """Yield the whole sequence as one block, in its order."""
+        yield [Block(positions=range(length), key=self._gathered(key), value=self._gathered(value))]
+
+    def gradients(self, key: Tensor, value: Tensor, length: int, compute: Gradients) -> tuple[Tensor, Tensor]:
+        """Return the gradients of this rank's keys and values, summed over the queries of all ranks."""
+        ((of_key, of_value),) = compute(next(self.blocks(key, value, length)))
+        return self._scattered(of_key.to(key.dtype)), self._scattered(of_value.to(value.dtype))
+
+    def _gathered(self, local: Tensor) -> Tensor:
+        """[b, g, n, d] -> [b, g, s, d]: the first chunks of all ranks, then the second ones from the last rank on."""
+        ranks = self._group.size()
+        every = local.new_empty((ranks, *local.shape))
+        dist.all_gather_into_tensor(every.flatten(0, 1), local.contiguous(), group=self._group)
+        first, second = every.unflatten(3, (2, -1)).unbind(3)  # [c, b, g, s/2c, d]
+        in_order = torch.cat([first, second.flip(0)])
+        return in_order.permute(1, 2, 0, 3, 4).flatten(2, 3)
+
+    def _scattered(self, whole: Tensor) -> Tensor:
+        """[b, g, s, d] -> [b, g, n, d], summed over the ranks."""
+        ranks = self._group.size()
+        first, second = whole.unflatten(2, (2 * ranks, -1)).permute(2, 0, 1, 3, 4).chunk(2)
+        every = torch.stack([first, second.flip(0)], dim=3).flatten(3, 4)  # [c, b, g, n, d]
+        local = every.new_empty(every.shape[1:])
+        dist.reduce_scatter_tensor(local, every.flatten(0, 1), group=self._group)
+        return local
+
+
+class Ring:
+    """Keys and values travel from each rank to the next; a rank has those of one other rank at a time."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._rank = group.rank()
+        self._ranks = group.size()
+
+    def blocks(self, key: Tensor, value: Tensor, length: int) -> Iterator[list[Block]]:
+        """Yield the blocks of one rank after the other, from this rank's own on backwards."""
+        held = [key.contiguous(), value.contiguous()]
+        for step in range(self._ranks):
+            transfer = self._send(held) if step < self._ranks - 1 else None
+            yield local_blocks(*held, self._owner(step), self._ranks, length)
+            if transfer is not None:
+                held = transfer.finish()
+
+    def gradients(self, key: Tensor, value: Tensor, length: int, compute: Gradients) -> tuple[Tensor, Tensor]:
+        """Return the gradients of this rank's keys and values. Those of others travel on until they are home."""
+        own: list[Tensor] = []
+        travelling: _Transfer | None = None
+        for step, blocks in enumerate(self.blocks(key, value, length)):
+            parts = compute(blocks)
+            here = [torch.cat(each, dim=2) for each in zip(*parts, strict=True)]
+            if step == 0:
+                own = here
+                continue
+            if travelling is not None:
+                here = [mine.add_(theirs) for mine, theirs in zip(here, travelling.finish(), strict=True)]
+            travelling = self._send([each.to(key.dtype) for each in here])
+        assert travelling is not None
+        of_key, of_value = (mine.add_(theirs) for mine, theirs in zip(own, travelling.finish(), strict=True))
+        return of_key.to(key.dtype), of_value.to(value.dtype)
+
+    def _owner(self, step: int) -> int:
+        return (self._rank - step) % self._ranks
+
+    def _send(self, tensors: list[Tensor]) -> "_Transfer":
+        following = dist.get_global_rank(self._group, (self._rank + 1) % self._ranks)
+        previous = dist.get_global_rank(self._group, (self._rank - 1) % self._ranks)
+        received = [torch.empty_like(each) for each in tensors]
+        sends = [dist.P2POp(dist.isend, each, following, self._group) for each in tensors]
+        receives = [dist.P2POp(dist.irecv, each, previous, self._group) for each in received]
+        return _Transfer(dist.batch_isend_irecv([*sends, *receives]), tensors, received)
+
+
+class _Transfer:
+    """Tensors on their way to the next rank, and those that arrive from the one before."""
+
+    def __init__(self, works: list[dist.Work], sent: list[Tensor], received: list[Tensor]) -> None:
+        self._works = works
+        self._sent = sent  # they must live until they are sent
+        self._received = received
+
+    def finish(self) -> list[Tensor]:
+        """Wait, and return what has arrived."""
+        for work in self._works:
+            work.wait()
+        return self._received
+
+
+Exchange = Alone | Gather | Ring
+
+
+def choose_exchange(job: Job) -> Chosen:
+    """Return the exchange of a job: the recipe's, or the ring where gathered keys and values would take too much."""
+    asked = job.recipe.parallel.cp_exchange
+    if asked != "auto":
+        return asked
+    shape = job.shape
+    if shape is None:
+        return "gather"
+    heads = max(1, shape.kv_heads // job.layout.tp)
+    numbers = 2 * job.batch.micro_batch_size * job.recipe.data.seq_len * heads * shape.head_dim
+    return "ring" if numbers * (4 if job.recipe.precision == "fp32" else 2) > MOST_GATHERED_BYTES else "gather"
+
+
+def make_exchange(group: dist.ProcessGroup | None, chosen: Chosen) -> Exchange:
+    """Return the exchange of the ranks of a group, which share each sequence; None: there is no other rank."""
+    if group is None or group.size() == 1:
+        return Alone()
+    return Gather(group) if chosen == "gather" else Ring(group)

@@ -1,0 +1,171 @@
+"""Attention of a tile with the logarithms of its softmax sums, by which tiles merge; and its gradients.
+
+A tile's gradients follow from the merged output and the merged log-sum-exp alone (Dao 2023, FlashAttention-2, section
+3.1.2; Liu et al. 2023, Ring Attention): kernels get these, and return exact parts of the sums.
+
+Dims: b samples, h heads, q queries, k keys, d size of a head.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+_SCORES = 1 << 24
+"""Scores that exist at a time where no kernel of PyTorch computes them piece by piece."""
+_aten = torch.ops.aten
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """How scores follow from products of queries and keys. `softcap`: a bound that tanh keeps them in, or None."""
+
+    scale: float
+    softcap: float | None = None
+
+
+def exact(tensor: Tensor) -> torch.dtype:
+    """The dtype of sums over numbers of this tensor: fp32, or fp64."""
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, scores: Scores, mask: "Mask") -> tuple[Tensor, Tensor]:
+    """Return the output [b, h, q, d] and the log-sum-exp [b, h, q] of a tile; keys and values have as many heads."""
+    if scores.softcap is None and query.device.type == "cpu":
+        output, sums = _aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, mask.is_causal, attn_mask=mask.bias(query), scale=scores.scale
+        )
+        return output, sums
+    if _has_flash(query, scores, mask):
+        found = _aten._scaled_dot_product_flash_attention(
+            query, key, value, 0.0, mask.is_causal, False, scale=scores.scale
+        )
+        return found[0], found[1]
+    outputs = []
+    every_sum = []
+    for part in _parts(query, key):
+        values = _scores(query[:, :, part], key, scores, mask, part)[0]
+        sums = values.logsumexp(dim=-1)
+        outputs.append((values - sums[..., None]).exp().to(value.dtype) @ value)
+        every_sum.append(sums)
+    return torch.cat(outputs, dim=2), torch.cat(every_sum, dim=2)
+
+
+def gradients(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    sums: Tensor,
+    scores: Scores,
+    mask: "Mask",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the tile's part of the gradients of queries, keys and values; `output` and `sums` are the merged ones."""
+    if scores.softcap is None and query.device.type == "cpu":
+        found = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            gradient,
+            query,
+            key,
+            value,
+            output,
+            sums,
+            0.0,
+            mask.is_causal,
+            attn_mask=mask.bias(query),
+            scale=scores.scale,
+        )
+        return found[0], found[1], found[2]
+    if _has_flash(query, scores, mask):
+        none = torch.empty(0, dtype=torch.int64, device=query.device)
+        found = _aten._scaled_dot_product_flash_attention_backward(
+            gradient,
+            query,
+            key,
+            value,
+            output,
+            sums,
+            none,
+            none,
+            query.shape[2],
+            key.shape[2],
+            0.0,
+            mask.is_causal,
+            none,
+            none,
+            scale=scores.scale,
+        )
+        return found[0], found[1], found[2]
+    of_query = []
+    of_key = torch.zeros(key.shape, dtype=exact(key), device=key.device)
+    of_value = torch.zeros(value.shape, dtype=exact(value), device=value.device)
+    means = (gradient.to(sums.dtype) * output.to(sums.dtype)).sum(dim=-1, keepdim=True)  # [b, h, q, 1]
+    for part in _parts(query, key):
+        values, slope = _scores(query[:, :, part], key, scores, mask, part)
+        weights = (values - sums[:, :, part, None]).exp()
+        of_value += weights.to(gradient.dtype).mT @ gradient[:, :, part]
+        changes = (gradient[:, :, part] @ value.mT).to(sums.dtype)
+        changes = weights * (changes - means[:, :, part]) * scores.scale
+        if slope is not None:
+            changes = changes * slope
+        changes = changes.to(query.dtype)
+        of_query.append(changes @ key)
+        of_key += changes.mT @ query[:, :, part]
+    return torch.cat(of_query, dim=2), of_key.to(key.dtype), of_value.to(value.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mask:
+    """What a tile's queries see, as of a `Tile`: all where `offset` is None. Made for a tile, never for a sequence."""
+
+    offset: int | None
+    window: int | None
+    queries: int
+    keys: int
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether it is the triangle that kernels know without a mask."""
+        return self.offset == 0 and self.window is None
+
+    def visible(self, rows: slice, device: torch.device) -> Tensor:
+        """Return which keys these queries see, bool [q, k]."""
+        assert self.offset is not None
+        queries = torch.arange(rows.start, rows.stop, device=device)[:, None] + self.offset
+        keys = torch.arange(self.keys, device=device)
+        seen = keys <= queries
+        return seen if self.window is None else seen & (keys > queries - self.window)
+
+    def bias(self, like: Tensor) -> Tensor | None:
+        """Return 0 where a query sees a key and -inf elsewhere [1, 1, q, k]; None where no mask is needed."""
+        if self.offset is None or self.is_causal:
+            return None
+        hidden = self.visible(slice(0, self.queries), like.device).logical_not()
+        bias = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device)
+        return bias.masked_fill_(hidden, -torch.inf)[None, None]
+
+
+def _has_flash(query: Tensor, scores: Scores, mask: Mask) -> bool:
+    """Whether PyTorch's flash attention computes the tile on a GPU."""
+    fits = query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= 256
+    return query.is_cuda and fits and scores.softcap is None and (mask.offset is None or mask.is_causal)
+
+
+def _parts(query: Tensor, key: Tensor) -> list[slice]:
+    """Cut queries such that the scores of a part are few."""
+    samples, heads, count = query.shape[:3]
+    size = max(1, _SCORES // max(1, samples * heads * key.shape[2]))
+    return [slice(start, min(count, start + size)) for start in range(0, count, size)]
+
+
+def _scores(query: Tensor, key: Tensor, scores: Scores, mask: Mask, part: slice) -> tuple[Tensor, Tensor | None]:
+    """Return the masked scores of queries [b, h, q, k], and their slope by the products where tanh bounds them."""
+    values = (query @ key.mT).to(exact(query)) * scores.scale
+    slope = None
+    if scores.softcap is not None:
+        bounded = torch.tanh(values / scores.softcap)
+        slope = 1 - bounded.square()
+        values = bounded * scores.softcap
+    if mask.offset is not None:
+        values = values.masked_fill(mask.visible(part, query.device).logical_not(), -torch.inf)
+    return values, slope
