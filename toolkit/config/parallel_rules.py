@@ -390,7 +390,8 @@ def _context_settings(recipe: Recipe) -> Iterator[Refusal]:
         ("train.compile", False, "its attention was not tested in compiled layers"),
         ("parallel.auto", False, "a plan tries no layout with it"),
     ):
-        if recipe.value_of(field) not in (off, None if field == "model.attn_implementation" else off):
+        given = recipe.value_of(field)
+        if given != off and not (field == "model.attn_implementation" and given is None):
             yield recipe.conflict(field, _CONTEXT, reason=reason, remedy=((field, off), (_CONTEXT, 1)))
     if section.recompute == "selective":
         field = "parallel.recompute"

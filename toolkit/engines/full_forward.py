@@ -23,7 +23,7 @@ class FullForwardEngine(Engine):
 
     dropout: DropoutStream
     _sequence: SequenceSlice | None = None
-    """Of the last micro-batch, where ranks share sequences."""
+    """The sequences of the last micro-batch, where ranks share them."""
 
     @override
     def evaluate(self, micro_batches: Iterable[MicroBatch]) -> float:

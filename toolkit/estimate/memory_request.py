@@ -202,7 +202,7 @@ class MemoryRequest:
         _check_attention(shape.family, computation.attention, precision)
         if layout.sequence_parallel and positions % layout.tp:
             settings = (("seq_len", setup.seq_len), ("tp", layout.tp), ("sequence_parallel", True))
-            multiple = layout.tp * layout.ulysses
+            multiple = layout.tp * layout.ulysses * layout.cp
             raise LayoutError.between(settings, "ranks get equal parts", f"choose a multiple of {multiple}")
         if computation.imbalance > owners > 1:
             reason = f"{owners} ranks share the rows of the experts, and one of them has all of them at {owners}"
@@ -223,7 +223,8 @@ class MemoryRequest:
             ),
             computation=replace(
                 computation,
-                documents=computation.documents and layout.ulysses == 1,  # under Ulysses the mask is no layer's
+                # Under Ulysses the mask is no layer's, and context parallelism has none.
+                documents=computation.documents and layout.ulysses == layout.cp == 1,
                 trainable=without_4bit(computation.trainable),
                 loss_chunk=min(computation.loss_chunk, tokens),
                 imbalance=computation.imbalance if shape.experts is not None and owners > 1 else 1.0,
@@ -250,7 +251,7 @@ def _pipeline_buffers(
 ) -> PipelineBuffers:
     """Return the buffers of a stage; only DeepSpeed's engine has any of a pipeline."""
     layout = setup.layout
-    tokens = setup.micro_batch_size * setup.seq_len // layout.ulysses
+    tokens = setup.micro_batch_size * setup.rank_positions
     weight_bytes = 0
     if layout.pp > 1 and isinstance(engine, DeepSpeedSettings):
         weight_bytes = engine.model_bytes

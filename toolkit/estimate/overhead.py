@@ -44,7 +44,7 @@ def communicators(layout: Layout) -> list[int]:
     There is one for the world, and one for each axis of several ranks that is not the whole world. Ranks of a tensor-
     or sequence-parallel group are adjacent; those of other axes have the strides of `Layout.rank`.
     """
-    axes = [(layout.dp, layout.model_size // layout.pp), (layout.tp, 1), (layout.ulysses, 1)]
+    axes = [(layout.replicas, layout.tp * layout.ulysses), (layout.cp, layout.tp), (layout.tp, 1), (layout.ulysses, 1)]
     axes = [(ranks, stride) for ranks, stride in [*axes, (layout.pp, layout.world_size // layout.pp)] if ranks > 1]
     groups = [*axes, (layout.world_size, 1)] if len(axes) > 1 else axes
     return [min(ranks, max(1, _GPUS_PER_NODE // stride)) for ranks, stride in groups]

@@ -83,7 +83,7 @@ def kept_by_router_losses(setup: TrainingSetup, layers: range) -> int:
     if experts is None or not setup.router_losses:
         return 0
     layout = setup.layout
-    shards = layout.ulysses * (layout.tp if layout.sequence_parallel else 1)
+    shards = layout.ulysses * layout.cp * (layout.tp if layout.sequence_parallel else 1)
     tokens = setup.micro_batch_size * setup.seq_len // shards
     parameters = setup.model.parameters
     has_experts = [any(parameter.is_experts for parameter in kind) for kind in parameters.kinds]

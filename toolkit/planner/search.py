@@ -264,7 +264,7 @@ def least_bytes(request: PlanRequest, layout: Layout) -> float:
     numel = request.model.parameters.numel / (layout.tp * layout.pp)
     routed = request.model.shape.layers * routed_parameters(request.model.shape) / (layout.tp * layout.pp)
     held = numel - routed * (1 - 1 / layout.ep)
-    shards = layout.dp * layout.ulysses
+    shards = layout.replicas * layout.ulysses
     if request.trained is not None:  # of what does not train a rank has weights alone, and maybe in 4 bits
         return held / 2 if layout.zero_stage < 3 else 0.0
     whole = {1: 4.0, 2: 2.0, 3: 0.0}.get(layout.zero_stage, 8.0)

@@ -43,7 +43,7 @@ class StepRequest:
         """The work of one rank on a micro-batch."""
         setup = self.setup
         layout = setup.layout
-        shards = layout.ulysses * self.execution.context_parallel
+        shards = layout.ulysses * layout.cp * self.execution.context_parallel
         tokens = setup.micro_batch_size * setup.seq_len // shards
         expert_input_shards = 1 if layout.experts == "inner" else layout.tp
         routed_rows = 0.0

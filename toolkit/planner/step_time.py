@@ -296,7 +296,7 @@ def _accumulation(request: StepRequest) -> float:
     routed = routed_parameters(request.shape)
     trained = held_layer_parameters(request.shape) - routed if request.trained is None else request.trained.layer
     weights = (trained + (routed / request.layout.ep if request.trained is None else 0.0)) / request.layout.tp
-    if request.setup.accumulation == 1 or (request.layout.zero_stage == 3 and request.layout.dp > 1):
+    if request.setup.accumulation == 1 or (request.layout.zero_stage == 3 and request.layout.replicas > 1):
         return 0.0
     return stream_seconds(request.cluster.gpu, request.execution.facts["accumulate"] * weights, 1)
 
@@ -307,7 +307,8 @@ def _tensor(request: StepRequest) -> tuple[float, float]:
     Megatron's tensor parallelism has two all-reduces each way. Sequence parallelism has a gather and a scatter in the
     place of each, and gathers the inputs of both column layers once more backward for their weights' gradients
     (Korthikanti et al. 2022, section 4.2.2), which overlaps with the gradient of the input. Ulysses exchanges queries,
-    keys, values and outputs (Jacobs et al. 2023). Ring attention sends keys and values around, behind attention.
+    keys, values and outputs (Jacobs et al. 2023).
+    Context parallelism gathers keys and values. Ring attention sends keys and values around, behind attention.
     """
     layout = request.layout
     cluster = request.cluster
@@ -329,6 +330,14 @@ def _tensor(request: StepRequest) -> tuple[float, float]:
         exchange = collectives.all_to_all(cluster, ranks, per_head * widths) + 3 * cluster.collective_seconds
         forward += exchange
         backward += exchange
+    if layout.cp > 1:
+        # Keys and values are gathered in both passes, and backward their gradients are scattered.
+        ranks = collectives.group(cluster, size=layout.cp, stride=layout.tp)
+        tokens = request.setup.micro_batch_size * request.setup.seq_len
+        widths = 2 * request.shape.kv_dim / min(layout.tp, request.shape.kv_heads)
+        gathered = collectives.all_gather(cluster, ranks, tokens * widths * request.execution.activation_bytes)
+        forward += gathered
+        backward += 2 * gathered
     hidden = 1 - request.execution.facts["overlaps"]["tensor"]
     return forward * hidden, backward * hidden
 

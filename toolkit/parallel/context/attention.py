@@ -156,8 +156,8 @@ class _Attention(torch.autograd.Function):
                     lse = sums[tile.rows, :, tile.queries]
                     found = kernels.gradients(g, q, k, v, o, lse, ctx.scores, _mask(tile))
                     of_query[tile.rows, :, tile.queries] += found[0][..., : query.shape[-1]]
-                    of_key[tile.rows, :, tile.keys] += _by_group(found[1], of_key)
-                    of_value[tile.rows, :, tile.keys] += _by_group(found[2], of_value)
+                    of_key[tile.rows, :, tile.keys] += found[1][..., : key.shape[-1]]
+                    of_value[tile.rows, :, tile.keys] += found[2][..., : value.shape[-1]]
                 parts.append((of_key, of_value))
             return parts
 
@@ -205,14 +205,8 @@ def _mask(tile: Tile) -> Mask:
 
 
 def _operands(query: Tensor, block: Block, tile: Tile) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the tile's queries, and its keys and values for each head of the queries."""
-    repeats = query.shape[1] // block.key.shape[1]
-    key = block.key[tile.rows, :, tile.keys]
-    value = block.value[tile.rows, :, tile.keys]
-    if repeats > 1:
-        key = key.repeat_interleave(repeats, dim=1)
-        value = value.repeat_interleave(repeats, dim=1)
-    return query[tile.rows, :, tile.queries], key, value
+    keys = (tile.rows, slice(None), tile.keys)
+    return query[tile.rows, :, tile.queries], block.key[keys], block.value[keys]
 
 
 def _padded(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -221,9 +215,3 @@ def _padded(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(
         each if each.shape[-1] == size else nn.functional.pad(each, (0, size - each.shape[-1])) for each in tensors
     )
-
-
-def _by_group(gradient: Tensor, like: Tensor) -> Tensor:
-    """Sum the gradients of a key-value head over the heads of queries that share it; [b, h, k, d] -> [b, g, k, d]."""
-    heads, size = like.shape[1], like.shape[-1]
-    return gradient[..., :size].unflatten(1, (heads, -1)).sum(dim=2, dtype=like.dtype)

@@ -3,7 +3,7 @@
 A tile's gradients follow from the merged output and the merged log-sum-exp alone (Dao 2023, FlashAttention-2, section
 3.1.2; Liu et al. 2023, Ring Attention): kernels get these, and return exact parts of the sums.
 
-Dims: b samples, h heads, q queries, k keys, d size of a head.
+Dims: b samples, h heads, g key-value heads, each for r = h/g heads, q queries, k keys, d size of a head.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ def exact(tensor: Tensor) -> torch.dtype:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, scores: Scores, mask: "Mask") -> tuple[Tensor, Tensor]:
-    """Return the output [b, h, q, d] and the log-sum-exp [b, h, q] of a tile; keys and values have as many heads."""
+    """Return the output [b, h, q, d] and the log-sum-exp [b, h, q] of a tile. Heads of queries share keys, in order."""
     if scores.softcap is None and query.device.type == "cpu":
         output, sums = _aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, mask.is_causal, attn_mask=mask.bias(query), scale=scores.scale
@@ -46,7 +46,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, scores: Scores, mask: "Mas
     for part in _parts(query, key):
         values = _scores(query[:, :, part], key, scores, mask, part)[0]
         sums = values.logsumexp(dim=-1)
-        outputs.append((values - sums[..., None]).exp().to(value.dtype) @ value)
+        weights = (values - sums[..., None]).exp().to(value.dtype)
+        outputs.append((_by_group(weights, value) @ value[:, :, None]).flatten(1, 2))
         every_sum.append(sums)
     return torch.cat(outputs, dim=2), torch.cat(every_sum, dim=2)
 
@@ -103,14 +104,15 @@ def gradients(
     for part in _parts(query, key):
         values, slope = _scores(query[:, :, part], key, scores, mask, part)
         weights = (values - sums[:, :, part, None]).exp()
-        of_value += weights.to(gradient.dtype).mT @ gradient[:, :, part]
-        changes = (gradient[:, :, part] @ value.mT).to(sums.dtype)
+        received = _by_group(gradient[:, :, part], value)
+        of_value += (_by_group(weights.to(gradient.dtype), value).mT @ received).sum(dim=2, dtype=of_value.dtype)
+        changes = (received @ value[:, :, None].mT).flatten(1, 2).to(sums.dtype)
         changes = weights * (changes - means[:, :, part]) * scores.scale
         if slope is not None:
             changes = changes * slope
-        changes = changes.to(query.dtype)
-        of_query.append(changes @ key)
-        of_key += changes.mT @ query[:, :, part]
+        shared = _by_group(changes.to(query.dtype), key)
+        of_query.append((shared @ key[:, :, None]).flatten(1, 2))
+        of_key += (shared.mT @ _by_group(query[:, :, part], key)).sum(dim=2, dtype=of_key.dtype)
     return torch.cat(of_query, dim=2), of_key.to(key.dtype), of_value.to(value.dtype)
 
 
@@ -160,7 +162,7 @@ def _parts(query: Tensor, key: Tensor) -> list[slice]:
 
 def _scores(query: Tensor, key: Tensor, scores: Scores, mask: Mask, part: slice) -> tuple[Tensor, Tensor | None]:
     """Return the masked scores of queries [b, h, q, k], and their slope by the products where tanh bounds them."""
-    values = (query @ key.mT).to(exact(query)) * scores.scale
+    values = (_by_group(query, key) @ key[:, :, None].mT).flatten(1, 2).to(exact(query)) * scores.scale
     slope = None
     if scores.softcap is not None:
         bounded = torch.tanh(values / scores.softcap)
@@ -169,3 +171,8 @@ def _scores(query: Tensor, key: Tensor, scores: Scores, mask: Mask, part: slice)
     if mask.offset is not None:
         values = values.masked_fill(mask.visible(part, query.device).logical_not(), -torch.inf)
     return values, slope
+
+
+def _by_group(tensor: Tensor, like: Tensor) -> Tensor:
+    """Heads beside the key-value head that they share, [b, h, ...] -> [b, g, r, ...]."""
+    return tensor.unflatten(1, (like.shape[1], -1))

@@ -31,8 +31,8 @@ class Tile:
     @property
     def pairs(self) -> int:
         """Pairs of a query and a key that it sees, in one sample."""
-        queries = self.queries.stop - self.queries.start
-        keys = self.keys.stop - self.keys.start
+        queries: int = self.queries.stop - self.queries.start
+        keys: int = self.keys.stop - self.keys.start
         if self.offset is None:
             return queries * keys
         first = -self.window if self.window is not None else -keys - queries

@@ -99,8 +99,8 @@ class Groups:
             first = at.pipe * (layout.world_size // layout.pp)
             return tuple(range(first, first + layout.world_size // layout.pp))
         data = range(layout.replicas)
-        if name in ("expert", "secondary"):
-            size = layout.ep if name == "expert" else layout.hpz
+        if name in ("expert", "secondary", "context"):
+            size = {"expert": layout.ep, "secondary": layout.hpz, "context": layout.cp}[name]
             first = at.data // size * size
             data = range(first, first + size)
         elif name == "expert data":
@@ -131,6 +131,7 @@ class Groups:
             "expert",
             "expert data",
             "secondary",
+            "context",
             "ends",
             "stage",
             "replica",
