@@ -156,15 +156,25 @@ LAYOUTS = {
     "tp2-sp-pp2-z1": (4, {"tp": 2, "pp": 2, "sequence_parallel": True, "zero_stage": 1}),
     "tp2-sp-dp2-ep2-z2": (4, {"tp": 2, "ep": 2, "sequence_parallel": True, "zero_stage": 2}),
     "ep2-z3": (2, {"ep": 2, "zero_stage": 3}),
+    "cp2-z1": (2, {"cp": 2, "zero_stage": 1}),
+    "cp2-ep2-z3": (2, {"cp": 2, "ep": 2, "zero_stage": 3}),
+    "cp2-pp2-z1": (4, {"cp": 2, "pp": 2, "zero_stage": 1}),
+    "cp2-tp2-sp-z1": (4, {"cp": 2, "tp": 2, "sequence_parallel": True, "zero_stage": 1}),
     "ddp": (2, {}),
     "fsdp": (2, {}),
 }
-# Under sequence parallelism a rank draws the noise of its own tokens.
-CASES = [case for case in product(ALL, LAYOUTS) if case[0] != "noise" or "sp" not in case[1].split("-")]
+# Where ranks share sequences, a rank draws the noise of its own tokens, and under cp capacities are refused.
+CASES = [
+    (kind, layout)
+    for kind, layout in product(ALL, LAYOUTS)
+    if not (kind == "noise" and {"sp", "cp2"} & {*layout.split("-")}) and not (kind == "capacity" and "cp2" in layout)
+]
 DAILY = {
     ("micro_batch", "pp2-z0-recompute"),
     ("global", "tp2-sp-pp2-z1"),
     ("deepseek", "ep2-z3"),
+    ("deepseek", "cp2-z1"),
+    ("global", "cp2-tp2-sp-z1"),
     ("capacity", "tp2-sp-dp2-ep2-z2"),
 }
 

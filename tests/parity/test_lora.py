@@ -34,6 +34,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "tp": 2, "pp": 2, "dp": 2, "zero_stage": 1, "sequence_parallel": True, "recompute": "full"
     },
     "u2": {"ulysses": 2, "zero_stage": 2},
+    "cp2": {"cp": 2, "zero_stage": 3},
+    "cp2-tp2-sp": {"cp": 2, "tp": 2, "zero_stage": 2, "sequence_parallel": True},
+    "cp2-pp2": {"cp": 2, "pp": 2, "zero_stage": 1},
 }  # fmt: skip
 ASKED = ("z0", "z1", "z2", "z3", "tp2", "pp2", "tp2-pp2-dp2")
 FAMILIES = ("llama", "qwen3", "gpt2")
@@ -41,7 +44,7 @@ DAILY = {("z3", "gpt2", "padded"), ("tp2-pp2-dp2", "qwen3", "packed")}
 
 
 def world(layout: str) -> int:
-    axes = ("dp", "tp", "pp", "ulysses")
+    axes = ("dp", "tp", "pp", "ulysses", "cp")
     size = 1
     for axis in axes:
         size *= int(LAYOUTS[layout].get(axis, 1))

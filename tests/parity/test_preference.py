@@ -39,6 +39,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2": {"pp": 2, "zero_stage": 1},
     "tp2-pp2-dp2": {"tp": 2, "pp": 2, "dp": 2, "zero_stage": 1},
     "u2": {"ulysses": 2, "zero_stage": 1},
+    "cp2": {"cp": 2, "zero_stage": 1},
+    "cp2-tp2-sp": {"cp": 2, "tp": 2, "zero_stage": 3, "sequence_parallel": True},
+    "cp2-pp2": {"cp": 2, "pp": 2, "zero_stage": 1},
 }
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "dpo": {"label_smoothing": 0.1},
@@ -52,7 +55,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "bco": {},
     "sft": {},
 }
-DAILY = (("dpo", "z3"), ("kto", "pp2"), ("orpo", "u2"), ("simpo", "tp2-sp"))
+DAILY = (("dpo", "z3"), ("kto", "pp2"), ("orpo", "u2"), ("simpo", "tp2-sp"), ("dpo", "cp2-pp2"))
 """Cells of every day; the others are of the whole matrix."""
 CELLS = [
     pytest.param(objective, layout, marks=() if (objective, layout) in DAILY else pytest.mark.whole)
@@ -85,7 +88,7 @@ def preferences(make_recipe: Callable[..., Recipe], tmp_path: Path) -> Callable[
 def check_equal(
     preferences: Callable[..., Recipe], ranks: Ranks, objective: str, section: dict[str, Any], **changes: Any
 ) -> ParityResult:
-    size = math.prod(section.get(axis, 1) for axis in ("dp", "tp", "pp", "ulysses"))
+    size = math.prod(section.get(axis, 1) for axis in ("dp", "tp", "pp", "ulysses", "cp"))
     plain = {**changes, "train__engine": "reference"}
     baseline = ranks(train_in_memory, 1, preferences(objective, **plain))[0]
     run = ranks(train_in_memory, size, preferences(objective, parallel=section, **changes), timeout_seconds=300)[0]
@@ -123,7 +126,7 @@ EXPERTS = {
 
 @pytest.mark.whole
 @pytest.mark.parametrize("objective", ["dpo", "kto", "orpo"])
-@pytest.mark.parametrize("layout", ["z3", "tp2-sp", "pp2", "u2"])
+@pytest.mark.parametrize("layout", ["z3", "tp2-sp", "pp2", "u2", "cp2"])
 def test_adapters_train_what_they_do_in_one_process(
     preferences: Callable[..., Recipe], ranks: Ranks, objective: str, layout: str
 ) -> None:

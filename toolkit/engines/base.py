@@ -335,7 +335,7 @@ class Engine(ABC):
     def _sum_over_samples(self, values: torch.Tensor) -> None:
         """Sum over all ranks that have other tokens or layers, in place."""
         if self.routing is not None:
-            self.routing.sum_over_sequence(values)
+            self.routing.sum_over_shards(values)
 
     def _set_learning_rate(self, learning_rate: float) -> None:
         for group in self.optimizer.param_groups:

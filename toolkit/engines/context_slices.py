@@ -11,10 +11,11 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
+from toolkit.config.context_exchange import Exchange, automatic_exchange
 from toolkit.config.job import Job
 from toolkit.data.samples.micro_batch import MicroBatch
 from toolkit.parallel.context.attention import attending
-from toolkit.parallel.context.exchange import choose_exchange, make_exchange
+from toolkit.parallel.context.exchange import make_exchange
 from toolkit.parallel.context.sequence import SequenceSlice
 from toolkit.seeds import derive_seed
 
@@ -26,7 +27,7 @@ class ContextSlices:
         self.group = group
         self._samples = job.batch.micro_batch_size
         self._length = job.recipe.data.seq_len
-        self._exchange = make_exchange(group, choose_exchange(job))
+        self._exchange = make_exchange(group, _exchange_of(job))
         self._plain = self._sequence(((0,),) * self._samples)
         self.positions = torch.tensor(self._plain.positions())
         """Positions of the sequence on this rank, int64 [n], on the CPU."""
@@ -70,3 +71,12 @@ class ContextSlices:
 
     def _sequence(self, starts: tuple[tuple[int, ...], ...]) -> SequenceSlice:
         return SequenceSlice(rank=self.group.rank(), ranks=self.group.size(), length=self._length, starts=starts)
+
+
+def _exchange_of(job: Job) -> Exchange:
+    asked = job.recipe.parallel.cp_exchange
+    if asked != "auto":
+        return asked
+    tokens = job.batch.micro_batch_size * job.recipe.data.seq_len
+    itemsize = 4 if job.recipe.precision == "fp32" else 2
+    return automatic_exchange(job.shape, tp=job.layout.tp, tokens=tokens, itemsize=itemsize)

@@ -225,10 +225,15 @@ class Routing:
         positions = self._positions[first : first + part].to(self.device, non_blocking=True)
         return (positions < self._lengths[:, None]).float().flatten()  # [b, s] -> [t]
 
-    def sum_over_sequence(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum what was counted over the ranks that share the sequences, in place."""
+    def sum_over_shards(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum what was counted over the ranks that share this rank's part of the sequences, in place."""
         if self._is_split:
             dist.all_reduce(values, group=self._group)
+        return values
+
+    def sum_over_sequence(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum what was counted over all ranks that share the sequences, in place."""
+        self.sum_over_shards(values)
         if self._context is not None:
             dist.all_reduce(values, group=self._context)
         return values

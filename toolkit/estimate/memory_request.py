@@ -8,6 +8,7 @@ the temporaries of reduction and update, when activations are freed.
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
+from toolkit.config.context_exchange import automatic_exchange, key_value_width
 from toolkit.config.layout import Layout, recomputes
 from toolkit.errors import LayoutError, ModelError
 from toolkit.estimate.breakdown import MemoryBreakdown
@@ -151,7 +152,7 @@ class MemoryRequest:
             peak += routers
         # Both beyond the resident bytes: while the last micro-batch computes, and at the end of the step.
         backward = states.accumulated + states.buckets + gathered + buffers.at_peak + peak
-        last = states.accumulated + states.last_gradient + gathered + buffers.at_peak
+        last = states.accumulated + states.last_gradient + gathered + buffers.at_peak - buffers.keys_and_values
         update = max(last, max(states.reduction, states.step) + buffers.between)
         counters = resident.counters + buffers.counters(params) + routing_counters(shape)
         static = resident.total - resident.counters + counters
@@ -262,7 +263,24 @@ def _pipeline_buffers(
         is_last=stage == layout.pp - 1,
         micro_batches=setup.accumulation,
         exchanged=_exchanged(setup, tokens) * product_bytes if layout.ulysses > 1 else 0,
+        keys_and_values=0 if layout.cp == 1 else _keys_and_values(setup, tokens, product_bytes),
     )
+
+
+def _keys_and_values(setup: TrainingSetup, tokens: int, itemsize: int) -> int:
+    """Bytes of keys and values in the backward pass of a layer's attention, `tokens` being those of a rank.
+
+    Gathered: those of whole sequences, and their gradients in fp32. In a ring: those at hand and those that arrive,
+    their gradients, of the rank's own as well, in fp32, and the gradients that are sent and that arrive. Known error:
+    they are added to the peak of the recording, which may be another moment than attention.
+    """
+    shape = setup.model.shape
+    layout = setup.layout
+    whole = tokens * layout.cp
+    width = 2 * key_value_width(shape, layout.tp)
+    if automatic_exchange(shape, tp=layout.tp, tokens=whole, itemsize=itemsize) == "gather":
+        return whole * width * (itemsize + 4)
+    return tokens * width * (4 * itemsize + 8)
 
 
 def _exchanged(setup: TrainingSetup, tokens: int) -> int:

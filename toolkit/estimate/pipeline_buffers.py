@@ -38,10 +38,14 @@ class PipelineBuffers:
     """Bytes that Ulysses exchanges: outputs of attention, which are kept as they were computed and as they came back to
     the rank; and the mask where documents do not attend to each other. 0 without Ulysses."""
 
+    keys_and_values: int = 0
+    """Bytes of keys and values of other ranks, and their gradients, under context parallelism; else 0."""
+
     @property
     def at_peak(self) -> int:
         """Bytes beside the recording: the last stage's receive buffer; other stages have theirs in recordings."""
-        return self.hidden if self.weight_bytes and self.is_last else self.exchanged
+        received = self.hidden if self.weight_bytes and self.is_last else self.exchanged
+        return received + self.keys_and_values
 
     @property
     def between(self) -> int:

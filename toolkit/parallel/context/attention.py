@@ -177,7 +177,10 @@ class _Merged:
 
     def __init__(self, query: Tensor, size: int) -> None:
         self._dtype = query.dtype
-        self._output = torch.zeros((*query.shape[:3], size), dtype=exact(query), device=query.device)
+        samples, heads, positions = query.shape[:3]
+        # In memory as the layer's next product takes it, [b, n, h, d]: then it is kept once.
+        output = torch.zeros((samples, positions, heads, size), dtype=exact(query), device=query.device)
+        self._output = output.transpose(1, 2)
         self._sums = torch.full(query.shape[:3], -torch.inf, dtype=exact(query), device=query.device)
 
     def add(self, tile: Tile, output: Tensor, sums: Tensor) -> None:

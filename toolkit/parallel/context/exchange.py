@@ -10,18 +10,14 @@ Dims: b samples, g key-value heads, s positions, c ranks, n = s/c positions of a
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.distributed as dist
 
-from toolkit.config.job import Job
+from toolkit.config.context_exchange import Exchange as Chosen
 from toolkit.parallel.context.sequence import chunks_of
 
-MOST_GATHERED_BYTES = 1 << 30
-"""Keys and values of a layer that `cp_exchange: auto` gathers: more take less memory in a ring."""
 Tensor = torch.Tensor
-Chosen = Literal["gather", "ring"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,19 +153,6 @@ class _Transfer:
 
 
 Exchange = Alone | Gather | Ring
-
-
-def choose_exchange(job: Job) -> Chosen:
-    """Return the exchange of a job: the recipe's, or the ring where gathered keys and values would take too much."""
-    asked = job.recipe.parallel.cp_exchange
-    if asked != "auto":
-        return asked
-    shape = job.shape
-    if shape is None:
-        return "gather"
-    heads = max(1, shape.kv_heads // job.layout.tp)
-    numbers = 2 * job.batch.micro_batch_size * job.recipe.data.seq_len * heads * shape.head_dim
-    return "ring" if numbers * (4 if job.recipe.precision == "fp32" else 2) > MOST_GATHERED_BYTES else "gather"
 
 
 def make_exchange(group: dist.ProcessGroup | None, chosen: Chosen) -> Exchange:
