@@ -206,7 +206,7 @@ def _layout_fields(flags: Flags) -> dict[str, Any]:
     if flags["layout"] is None:
         return {}
     layout = Layout.parse(flags["layout"])
-    axes = {name: getattr(layout, name) for name in ("tp", "pp", "ulysses", "zero_stage")}
+    axes = {name: getattr(layout, name) for name in ("cp", "tp", "pp", "ulysses", "zero_stage")}
     dp = layout.dp if re.search(r"(^|-)dp", flags["layout"]) else None
     return {f"parallel.{name}": value for name, value in (axes | {"dp": dp}).items()}
 

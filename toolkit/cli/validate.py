@@ -110,7 +110,7 @@ def _summary(recipe: Recipe, world_size: int | None) -> str:
         where = "auto"
         split = "what is planned at launch"
     elif ranks is None:
-        sizes = {"ep": section.ep, "tp": section.tp, "pp": section.pp, "u": section.ulysses}
+        sizes = {"ep": section.ep, "cp": section.cp, "tp": section.tp, "pp": section.pp, "u": section.ulysses}
         axes = [f"{name}{size}" for name, size in sizes.items() if size > 1]
         where = "-".join([*axes, f"z{section.zero_stage}"]) if engine == "deepspeed" else engine
         split = f"{micro} micro x accumulation x dp"

@@ -67,8 +67,8 @@ def check(setup: TrainingSetup, profile: FrameworkProfile) -> None:
             reason = "its profile has z3 without tp and pp, and selective recomputation"
             raise LayoutError.of("framework", profile.name, reason, "choose that")
     offloads = layout.offload_optimizer != "none" or layout.offload_activations or layout.tiled_mlp
-    if (layout.zero_stage > 1 and not shards_states) or layout.ulysses > 1 or offloads:
-        reason = "its profile has ZeRO-0 and 1, without offload or Ulysses"
+    if (layout.zero_stage > 1 and not shards_states) or layout.ulysses * layout.cp > 1 or offloads:
+        reason = "its profile has ZeRO-0 and 1, without offload or Ulysses, and cp is an option of the framework"
         raise LayoutError.of("framework", profile.name, reason, "choose that")
     if layout.recompute.startswith("every"):
         reason = "its profile recomputes all layers alike"

@@ -167,14 +167,14 @@ class View:
         gpus = self.context.gpus
         sequence = self.number("sequence_parallel_size", 1) or 1
         if layout is not None:
-            model = layout.model_size
+            model = layout.model_size // layout.cp  # to DeepSpeed, ranks that share sequences by cp are replicas
         elif sequence > 1:
             model = int(sequence)
         else:
             model = 1
         if gpus is not None:
             return gpus // model if gpus % model == 0 else None
-        return layout.dp if layout and layout.dp > 1 else None
+        return layout.replicas if layout and layout.replicas > 1 else None
 
     def offload(self, states: str) -> str:
         """Return the device that `optimizer` or `param` is offloaded to."""

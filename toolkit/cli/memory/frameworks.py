@@ -95,8 +95,8 @@ def _torch(options: Mapping[str, Any], layout: Layout) -> FrameworkSetup:
     engine = options["engine"] or "ddp"
     pure = options["pure_bf16"]
     precision: Precision = options["precision"] or "bf16"
-    if engine == "deepspeed" or layout.zero_stage or layout.ulysses > 1:
-        reason = "there is no ZeRO and no Ulysses without DeepSpeed"
+    if engine == "deepspeed" or layout.zero_stage or layout.ulysses * layout.cp > 1:
+        reason = "there is no ZeRO and no shared sequence without DeepSpeed"
         raise ConfigError.of("--layout", str(layout), reason, "name the config: --deepspeed FILE")
     if pure and precision != "bf16":
         conflict = (("--pure-bf16", True), ("--precision", precision))
@@ -175,7 +175,7 @@ def _deepspeed(options: Mapping[str, Any], layout: Layout, hidden: int) -> Frame
         raise ConfigError.of("--precision", options["precision"], f"{path} says {precision}", _OMIT)
     accumulation = _count(config, "gradient_accumulation_steps")
     if accumulation is None:
-        accumulation = max(1, (global_batch_size or micro) // (micro * layout.dp))
+        accumulation = max(1, (global_batch_size or micro) // (micro * layout.replicas))
     has_dtype = settings.model_bytes == 4 or (config.get("data_types") or {}).get("grad_accum_dtype")
     trainable = _trainable(options)
     if settings.model_bytes == 2:  # the engine casts the whole model, with its adapters

@@ -235,7 +235,7 @@ def from_recipe(path: str, options: Mapping[str, Any]) -> MemoryQuery:
     recipe, remark = load_rounded(path, overrides, world_size=world_size, rounds=rounds, layout=options["layout"])
     recipe = explicit(recipe, world_size, options["gpu_name"])
     section = recipe.parallel
-    ranks = world_size or recipe.world_size or section.tp * section.pp * section.ulysses
+    ranks = world_size or recipe.world_size or section.model_size
     if options["accumulation"] is not None:
         size = _samples(recipe.batch.micro_batch_size or 1, options["accumulation"], recipe.layout(ranks))
         recipe = recipe.changed({"batch": {"global_batch_size": size}})
