@@ -121,7 +121,8 @@ def measure(
 
 def build(config: GPT2Config, structure: ModelStructure, bounds: Bounds) -> list[PipelineStage]:
     return [
-        PipelineStage(GPT2LMHeadModel(config), structure, bounds=bounds, stage=stage).train() for stage in range(STAGES)
+        PipelineStage(GPT2LMHeadModel(config), structure, bounds=bounds, stages=[stage]).train()
+        for stage in range(STAGES)
     ]
 
 

@@ -29,10 +29,10 @@ from deepspeed.runtime.pipe import p2p
 from measure.table import publish, target_met
 from torch import nn
 
+from toolkit.config.pipeline_schedules import schedule_of
 from toolkit.launch.local_ranks import run_ranks
 from toolkit.launch.output import quiet
 from toolkit.planner.blocking_transfers import simulate_blocking
-from toolkit.planner.schedules import schedule_of
 from toolkit.planner.simulate_schedule import ScheduleCosts, simulate
 
 TARGET = 1.03

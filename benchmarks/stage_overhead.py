@@ -75,7 +75,7 @@ def measure(family: str, extra: dict[str, int], *, rounds: int) -> dict[str, lis
 
     def stages(*bounds: int) -> list[PipelineStage]:
         return [
-            PipelineStage(copy.deepcopy(model), structure, bounds=bounds, stage=number).eval()
+            PipelineStage(copy.deepcopy(model), structure, bounds=bounds, stages=[number]).eval()
             for number in range(len(bounds) - 1)
         ]
 

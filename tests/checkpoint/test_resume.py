@@ -89,9 +89,21 @@ def test_asynchronous_checkpoints_are_the_same(
         (({"zero_stage": 1, "tp": 2, "pp": 2}, 4), ({"zero_stage": 3}, 4), "adafactor"),
         (({"zero_stage": 2}, 4), ({"zero_stage": 1, "tp": 2, "sequence_parallel": True}, 2), "adamw"),
         (({"zero_stage": 1, "pp": 2}, 2), ({"zero_stage": 0}, 1), "adamw"),
+        (
+            ({"zero_stage": 1, "pp": 2, "schedule": "zb-h1"}, 2),
+            ({"zero_stage": 0, "pp": 2, "schedule": "1f1b"}, 2),
+            "adamw",
+        ),
         (({"zero_stage": 1}, 1), ({"zero_stage": 3, "offload_optimizer": "cpu", "offload_params": "cpu"}, 2), "adamw"),
     ],
-    ids=["z3 to tp2-pp2-z1", "tp2-pp2-z1 to z3", "z2 to tp2-sp", "pp2 to z0", "z1 to z3-offload"],
+    ids=[
+        "z3 to tp2-pp2-z1",
+        "tp2-pp2-z1 to z3",
+        "z2 to tp2-sp",
+        "pp2 to z0",
+        "pp2-zbh1 to pp2-1f1b",
+        "z1 to z3-offload",
+    ],
 )
 def test_another_layout_resumes_with_the_same_curve(
     train: Train, tmp_path: Path, before: tuple[dict[str, Any], int], after: tuple[dict[str, Any], int], optimizer: str

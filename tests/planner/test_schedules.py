@@ -6,22 +6,21 @@ from itertools import pairwise
 
 import pytest
 
+from toolkit.config.pipeline_schedules import KINDS, Kind, Operation, Schedule, schedule_of
 from toolkit.errors import LayoutError
 from toolkit.planner.blocking_transfers import instructions
-from toolkit.planner.schedules import KINDS, TRAINED, Kind, Operation, Schedule, schedule_of
 
 SIZES = [(1, 3), (2, 1), (2, 4), (3, 2), (3, 7), (4, 8), (5, 5), (8, 3), (8, 32)]
 """Ranks and micro-batches: more and fewer micro-batches than ranks, odd and even."""
 CHUNKS: list[tuple[Kind, int]] = [
-    ("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zero-bubble", 1), ("zero-bubble", 2),
+    ("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb-h1", 1), ("zb-v", 2),
 ]  # fmt: skip
 
 
 def schedules() -> Iterator[Schedule]:
     for kind, chunks in CHUNKS:
         for pp, micro_batches in SIZES:
-            if kind != "interleaved" or micro_batches % pp == 0:
-                yield schedule_of(kind, pp=pp, micro_batches=micro_batches, virtual_stages=chunks)
+            yield schedule_of(kind, pp=pp, micro_batches=micro_batches, virtual_stages=chunks)
 
 
 def deepspeed_stream(pp: int, micro_batches: int, stage: int) -> list[tuple[str, int]]:
@@ -53,7 +52,6 @@ def test_1f1b_is_the_instruction_stream_that_deepspeed_executes_on_every_stage(p
         theirs = deepspeed_stream(pp, micro_batches, stage)
         assert list(instructions(ours, stage)) == theirs
         assert list(ours.orders[stage]) == [(name, stage, each) for name, each in theirs if name in ("F", "D")]
-    assert frozenset({"1f1b"}) == TRAINED
 
 
 def torch_orders(name: str, pp: int, micro_batches: int, chunks: int) -> list[list[Operation]]:
@@ -80,7 +78,7 @@ def torch_orders(name: str, pp: int, micro_batches: int, chunks: int) -> list[li
         ("1F1B", "1f1b", 1),
         ("Interleaved1F1B", "interleaved", 2),
         ("Interleaved1F1B", "interleaved", 3),
-        ("ZBVZeroBubble", "zero-bubble", 2),
+        ("ZBVZeroBubble", "zb-v", 2),
     ],
 )
 @pytest.mark.parametrize(("pp", "micro_batches"), [(2, 4), (4, 4), (4, 8), (4, 12), (8, 16)])
@@ -115,23 +113,23 @@ def test_ranks_hold_as_many_micro_batches_as_the_formulas_say(pp: int, micro_bat
     for chunks in (2, 3):
         held = [min(2 * (pp - rank - 1) + (chunks - 1) * pp + 1, chunks * micro_batches) for rank in range(pp)]
         assert in_flight("interleaved", chunks) == pytest.approx([each / chunks for each in held])
-    assert in_flight("zero-bubble", 2) == [pp] * pp
-    held = schedule_of("zero-bubble", pp=pp, micro_batches=micro_batches).held(0.6)
+    assert in_flight("zb-v", 2) == [pp] * pp
+    held = schedule_of("zb-h1", pp=pp, micro_batches=micro_batches).held(0.6)
     assert held == [(pp - rank, rank) for rank in range(pp)]
 
 
 @pytest.mark.parametrize(
-    ("kind", "pp", "micro_batches", "chunks", "remedy"),
+    ("kind", "chunks", "remedy"),
     [
-        ("interleaved", 4, 6, 2, ("micro_batches", 8)),
-        ("interleaved", 4, 8, 1, ("kind", "1f1b")),
-        ("1f1b", 4, 8, 2, ("kind", "interleaved")),
-        ("zero-bubble", 4, 8, 3, ("kind", "interleaved")),
+        ("interleaved", 1, (("virtual_stages", 2), ("kind", "1f1b"))),
+        ("1f1b", 2, (("virtual_stages", 1), ("kind", "interleaved"))),
+        ("zb-h1", 2, (("virtual_stages", 1), ("kind", "interleaved"))),
+        ("zb-v", 3, (("virtual_stages", 2), ("kind", "interleaved"))),
     ],
 )
-def test_what_no_schedule_has_is_refused(kind: Kind, pp: int, micro_batches: int, chunks: int, remedy: object) -> None:
+def test_what_no_schedule_has_is_refused(kind: Kind, chunks: int, remedy: object) -> None:
     with pytest.raises(LayoutError) as caught:
-        schedule_of(kind, pp=pp, micro_batches=micro_batches, virtual_stages=chunks)
+        schedule_of(kind, pp=4, micro_batches=8, virtual_stages=chunks)
     assert caught.value.refusal is not None
-    assert caught.value.refusal.remedy == (remedy,)
+    assert caught.value.refusal.remedy == remedy
     assert {kind for kind, _ in CHUNKS} == set(KINDS)

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from toolkit.config.pipeline_schedules import Kind, schedule_of
 from toolkit.planner.blocking_transfers import simulate_blocking
-from toolkit.planner.schedules import Kind, schedule_of
 from toolkit.planner.simulate_schedule import ScheduleCosts, TimedOperation, Timeline, simulate
 
 
@@ -39,9 +39,9 @@ def test_the_bubble_is_what_the_closed_forms_say(pp: int, m: int, f: float, b: f
     for chunks in (2, 4):
         found = timeline("interleaved", pp, m, chunks=chunks, **costs)
         assert found.makespan - work == pytest.approx((pp - 1) * (f + b + w) / chunks)
-    assert timeline("zero-bubble", pp, m, **costs).makespan - work == pytest.approx((pp - 1) * (f + b - w))
+    assert timeline("zb-h1", pp, m, **costs).makespan - work == pytest.approx((pp - 1) * (f + b - w))
     if m >= 2 * pp - 1:
-        assert timeline("zero-bubble", pp, m, chunks=2).makespan - 3 * m == pytest.approx((pp - 1) / 2)
+        assert timeline("zb-v", pp, m, chunks=2).makespan - 3 * m == pytest.approx((pp - 1) / 2)
 
 
 PUBLISHED = [
@@ -75,13 +75,13 @@ def test_the_bubbles_are_those_of_the_zero_bubble_paper(
 ) -> None:  # fmt: skip
     costs: dict[str, Any] = {"f": f, "b": b, "w": w, "transfer": transfer}
     assert published_bubble(timeline("1f1b", pp, m, **costs)) == pytest.approx(plain, abs=6e-5)
-    assert published_bubble(timeline("zero-bubble", pp, m, **costs)) == pytest.approx(zb_h1, abs=6e-5)
+    assert published_bubble(timeline("zb-h1", pp, m, **costs)) == pytest.approx(zb_h1, abs=6e-5)
     # The paper does not say how its transfers overlap between chunks; ours cost up to 0.0035 more.
     assert 0 < published_bubble(timeline("interleaved", pp, m, chunks=chunks, **costs)) - interleaved < 0.0036
 
 
 def test_zb_v_is_near_the_published_one_which_was_searched_for_its_costs() -> None:
-    found = timeline("zero-bubble", 32, 96, chunks=2, f=10.419, b=10.207, w=7.715, transfer=0.408)
+    found = timeline("zb-v", 32, 96, chunks=2, f=10.419, b=10.207, w=7.715, transfer=0.408)
     assert published_bubble(found) == pytest.approx(0.0593, abs=0.006)  # Table 8
 
 
@@ -121,15 +121,15 @@ def test_without_transfers_blocking_takes_as_long_and_with_them_longer(pp: int, 
 
 
 def test_nothing_is_sent_where_both_stages_are_on_one_rank() -> None:
-    alone = timeline("zero-bubble", 1, 4, chunks=2, transfer=100.0)
+    alone = timeline("zb-v", 1, 4, chunks=2, transfer=100.0)
     assert alone.makespan == 12
-    turn = timeline("zero-bubble", 2, 4, chunks=2, transfer=0.25)
+    turn = timeline("zb-v", 2, 4, chunks=2, transfer=0.25)
     ends = {(o.kind, o.stage, o.micro_batch): o.end for o in turn.operations(1)}
     starts = {(o.kind, o.stage, o.micro_batch): o.start for o in turn.operations(1)}
     assert starts["F", 2, 0] == ends["F", 1, 0]
 
 
-@pytest.mark.parametrize(("kind", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero-bubble", 2)])
+@pytest.mark.parametrize(("kind", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-v", 2)])
 def test_the_work_is_proportional_to_the_number_of_operations(kind: Kind, chunks: int) -> None:
     def executed_lines(micro_batches: int) -> int:
         """Lines of the simulator itself."""
@@ -153,3 +153,11 @@ def test_the_work_is_proportional_to_the_number_of_operations(kind: Kind, chunks
     growth = [after - before for before, after in pairwise(counts)]
     assert growth[0] > 1000
     assert growth[1] == pytest.approx(2 * growth[0], rel=0.1)
+
+
+@pytest.mark.parametrize("pp", range(1, 7))
+@pytest.mark.parametrize("chunks", [2, 3, 4])
+def test_interleaved_ends_for_every_number_of_micro_batches(pp: int, chunks: int) -> None:
+    for micro_batches in range(1, 3 * pp + 2):
+        found = timeline("interleaved", pp, micro_batches, chunks=chunks)
+        assert found.makespan <= 3 * (micro_batches + pp - 1) + 1e-9  # never slower than 1F1B

@@ -1,7 +1,8 @@
 """Layout: how one training job is spread over ranks, and the rules that DeepSpeed would enforce too late.
 
 A layout prints as `dp4-tp2-pp1-z2` (with `-ep2`, `-cp2` and `-u2` where they are on) and parses from that form or any
-part of it.
+part of it. A pipeline schedule is a part of its own, `pp4-zbh1-z1`; chunks of an interleaved one are a factor of pp,
+`pp4x2`.
 Rank order is DeepSpeed's `PipeModelDataParallelTopology`: axes pipe, data, model, with model fastest. Context-parallel
 ranks are neighbors along data: like replicas they hold the same parameters, whose gradients are summed over them.
 """
@@ -11,6 +12,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, Self
 
+from toolkit.config import pipeline_schedules
 from toolkit.config.source_text import shorten
 from toolkit.errors import BatchError, LayoutError, Refusal, Setting, spell_setting
 from toolkit.units import LARGEST_COUNT, divisors
@@ -25,7 +27,8 @@ RECOMPUTE_PERIODS: dict[str, int] = {"full": 1} | {f"every_{n}": n for n in rang
 """Whole decoder layers are recomputed where their index in the whole model is a multiple of this."""
 
 CpExchange = Literal["auto", "gather", "ring"]
-
+SCHEDULE_PARTS: dict[str, pipeline_schedules.Kind] = {"1f1b": "1f1b", "gpipe": "gpipe", "zbh1": "zb-h1", "zbv": "zb-v"}
+"""Parts of a layout that name a pipeline schedule; `pp4x2` is interleaved with 2 chunks."""
 _AXES = {"dp": "dp", "ep": "ep", "cp": "cp", "tp": "tp", "pp": "pp", "u": "ulysses", "z": "zero_stage"}
 
 
@@ -56,6 +59,18 @@ def axis_size(field: str, text: str, part: str, digits: str) -> int:
     return int(digits)
 
 
+def schedule_fields(field: str, text: str, part: str) -> dict[str, Any]:
+    """The fields of Layout that a part about the pipeline schedule sets, `pp4x2` or `zbv`; none for another part."""
+    kind = SCHEDULE_PARTS.get(part)
+    if kind is not None:
+        return {"schedule": kind, "chunks": pipeline_schedules.CHUNKS[kind]}
+    interleaved = re.fullmatch(r"pp([0-9]+)x([0-9]+)", part)
+    if interleaved is None:
+        return {}
+    ranks, chunks = (axis_size(field, text, part, digits) for digits in interleaved.groups())
+    return {"pp": ranks, "schedule": "interleaved", "chunks": chunks}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """Sizes of the parallel axes, the ZeRO stage, offload and recompute. Raises LayoutError for what cannot run.
@@ -81,6 +96,10 @@ class Layout:
     recompute: Recompute = "none"
     offload_activations: bool = False
     tiled_mlp: bool = False
+    schedule: pipeline_schedules.Kind | None = None
+    """Order of a pipeline's passes; None: 1F1B by DeepSpeed's own instructions."""
+    chunks: int = 1
+    """Chunks of the model on each pipeline rank."""
 
     def __post_init__(self) -> None:
         """Refuse what DeepSpeed cannot run in this layout, whatever the model is."""
@@ -130,17 +149,46 @@ class Layout:
              "ZeRO++ groups ranks as if all of them were data-parallel", (("hpz", 1), "set tp=1, ulysses=1 and ep=1")),
             (self.hpz > 1 and self.cp > 1, ("hpz", "cp"),
              "groups of ZeRO++ were not tried with it", (("hpz", 1), ("cp", 1))),
+            (self.schedule is not None and not in_pipeline, ("schedule", "pp"),
+             "a schedule orders the passes of a pipeline", (("pp", "2 or more"), ("schedule", None))),
+            (self.schedule is None and self.chunks != 1, ("chunks", "schedule"),
+             "only a schedule has chunks", (("schedule", "interleaved"), ("chunks", 1))),
         )
         # fmt: on
         for refused, fields, reason, remedy in rules:
             if refused:
                 raise LayoutError.between(tuple((field, getattr(self, field)) for field in fields), reason, *remedy)
+        if self.schedule is not None:
+            pipeline_schedules.check_chunks(self.schedule, self.chunks, field="chunks", kind_field="schedule")
 
     def __str__(self) -> str:
         ulysses = f"-u{self.ulysses}" if self.ulysses > 1 else ""
         ep = f"-ep{self.ep}" if self.ep > 1 else ""
         cp = f"-cp{self.cp}" if self.cp > 1 else ""
-        return f"dp{self.dp}{ep}{cp}-tp{self.tp}-pp{self.pp}{ulysses}-z{self.zero_stage}"
+        return f"dp{self.dp}{ep}{cp}-tp{self.tp}-{self.pipeline_text}{ulysses}-z{self.zero_stage}"
+
+    @property
+    def pipeline_text(self) -> str:
+        """The pipeline's part of the layout: `pp4`, `pp4x2` or `pp4-zbv`."""
+        if self.schedule == "interleaved":
+            return f"pp{self.pp}x{self.chunks}"
+        names = [part for part, kind in SCHEDULE_PARTS.items() if kind == self.schedule]
+        return "-".join([f"pp{self.pp}", *names])
+
+    def refuse_schedule(self, what: str) -> None:
+        """Raise LayoutError where the layout has a pipeline schedule of its own, for `what` that does not know it."""
+        if self.schedule is not None:
+            raise LayoutError.of("schedule", self.schedule, f"{what} in this version", ("schedule", None))
+
+    @property
+    def stages(self) -> int:
+        """Stages of the pipeline: its ranks times the chunks on each."""
+        return self.pp * self.chunks
+
+    @property
+    def stage_ranks(self) -> tuple[int, ...]:
+        """The pipeline rank of each stage."""
+        return pipeline_schedules.stage_ranks(self.schedule or "1f1b", self.pp, self.chunks)
 
     @property
     def world_size(self) -> int:
@@ -163,17 +211,20 @@ class Layout:
 
         Raises LayoutError when a part is unknown or given twice, or when the world size does not fit.
         """
-        sizes: dict[str, int] = {}
+        sizes: dict[str, Any] = {}
         for part in text.split("-"):
+            fields = schedule_fields("layout", text, part)
             match = re.fullmatch(r"(dp|ep|cp|tp|pp|u|z)([0-9]+)", part)
-            if match is None or _AXES[match[1]] in sizes:
-                problem = "is not a part of a layout" if match is None else "is given twice"
+            if not fields and match is not None:
+                fields = {_AXES[match[1]]: axis_size("layout", text, part, match[2])}
+            if not fields or fields.keys() & sizes.keys():
+                problem = "is given twice" if fields else "is not a part of a layout"
                 advice = "write parts such as dp4-tp2-pp1-z2, each at most once"
                 raise LayoutError.of("layout", text, f"{part!r} {problem}", advice)
-            sizes[_AXES[match[1]]] = axis_size("layout", text, part, match[2])
+            sizes |= fields
         if world_size is not None:
             return cls.resolve(world_size, dp=sizes.pop("dp", None), **sizes)
-        return cls(**{"dp": least_dp(ep=sizes.get("ep"), cp=sizes.get("cp"))} | sizes)  # type: ignore[arg-type]
+        return cls(**{"dp": least_dp(ep=sizes.get("ep"), cp=sizes.get("cp"))} | sizes)
 
     @classmethod
     def resolve(cls, world_size: int, *, dp: int | None = None, **fields: Any) -> Self:

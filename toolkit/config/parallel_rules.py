@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from toolkit.config.data_section import PREFERENCE_FORMATS
 from toolkit.config.layout import Batch, Layout
 from toolkit.config.recipe import Recipe
 from toolkit.config.router_rules import expert_count
@@ -33,6 +34,7 @@ _DEEPSPEED_ONLY = {
     "offload_optimizer": ("none", "offloads"),
     "offload_params": ("none", "offloads"),
     "hpz": (1, "shards parameters"),
+    "schedule": (None, "runs a pipeline"),
     "quantized_weights": (False, "quantizes them"),
     "quantized_gradients": (False, "quantizes them"),
     "offload_activations": (False, "offloads"),
@@ -47,6 +49,7 @@ def setting_conflicts(recipe: Recipe, world_size: int | None) -> list[Refusal]:
         *_layout_and_batch(recipe, world_size),
         *_optimizer_settings(recipe),
         *_model_parallel_settings(recipe),
+        *_schedule_settings(recipe),
         *_offload_settings(recipe),
         *_activation_settings(recipe),
         *_ulysses_settings(recipe),
@@ -263,6 +266,37 @@ def _model_parallel_settings(recipe: Recipe) -> Iterator[Refusal]:
         field = "parallel.zero_stage"
         reason = "without ZeRO, DeepSpeed's 16-bit path forgets which parameters are tensor-parallel shards"
         yield recipe.conflict(field, *axes, "precision", reason=reason, remedy=((field, 1), ("precision", "fp32")))
+
+
+def _schedule_settings(recipe: Recipe) -> Iterator[Refusal]:
+    """Refuse what was not shown to train the same under a pipeline schedule of the toolkit's own."""
+    field = "parallel.schedule"
+    if recipe.parallel.schedule is None:
+        return
+    off: Setting = (field, None)
+    for condition, value, reason in (
+        ("parallel.auto", False, "a plan tries no schedule"),
+        ("parallel.ep", 1, "experts that ranks share out were not tested with it"),
+        ("parallel.offload_activations", False, "activations are fetched in the order of DeepSpeed's own instructions"),
+        ("parallel.tiled_mlp", False, "MLPs in tiles were not tested with it"),
+        ("model.lora", None, "adapters were not tested with it"),
+        ("model.float8", None, "products in float8 were not tested with it"),
+        ("model.load_in_4bit", False, "weights in 4 bits were not tested with it"),
+        ("model.kernels", "torch", "Liger's kernels were not tested with it"),
+        ("train.compile", False, "compiled layers were not tested with it"),
+    ):
+        if recipe.value_of(condition) != value:
+            yield recipe.conflict(field, condition, reason=reason, remedy=(off, (condition, value)))
+    if recipe.precision == "fp16":
+        reason = "a loss scaler was not tested with it"
+        yield recipe.conflict(field, "precision", reason=reason, remedy=(off, ("precision", "bf16 or fp32")))
+    if recipe.data.format in PREFERENCE_FORMATS:
+        reason = "objectives of preference tuning were not tested with it"
+        yield recipe.conflict(field, "data.format", reason=reason, remedy=(off,))
+    if recipe.optimizer.name not in ("adamw", "adam", "sgd"):
+        reason = "this optimizer was not tested with it"
+        remedy = (off, ("optimizer.name", "adamw, adam or sgd"))
+        yield recipe.conflict(field, "optimizer.name", reason=reason, remedy=remedy)
 
 
 def _offload_settings(recipe: Recipe) -> Iterator[Refusal]:

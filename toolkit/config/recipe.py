@@ -16,6 +16,8 @@ from pydantic import Field
 from toolkit.config.data_section import DataSection
 from toolkit.config.layout import Batch, CpExchange, ExpertSharding, Layout, OffloadDevice, Recompute, least_dp
 from toolkit.config.objective_section import ObjectiveSection
+from toolkit.config.pipeline_schedules import CHUNKS
+from toolkit.config.pipeline_schedules import Kind as ScheduleKind
 from toolkit.config.section import Fraction, NonNegativeInt, PositiveInt, Section, Seed, Text
 from toolkit.errors import BatchError, LayoutError, Refusal, Setting
 from toolkit.units import LARGEST_COUNT
@@ -137,6 +139,12 @@ class ParallelSection(Section):
     """Megatron tensor-parallel ranks: each holds a shard of every layer. A divisor of the attention heads."""
     pp: PositiveInt = 1
     """Pipeline stages: each holds some of the decoder layers. With zero_stage 0 or 1."""
+    schedule: ScheduleKind | None = None
+    """Order of a pipeline's passes: `1f1b`, `gpipe`, `interleaved`, `zb-h1` or `zb-v`, whose messages never keep a rank
+    from computing (docs/pipeline-schedules.md); null: 1F1B by DeepSpeed's own instructions."""
+    chunks: PositiveInt = 1
+    """Chunks of the model on each pipeline rank, with schedule: interleaved; 1 means the least, which is 2. zb-v always
+    has 2, and other schedules have 1."""
     ulysses: PositiveInt = 1
     """DeepSpeed-Ulysses ranks that split each sequence, for long ones: a divisor of seq_len and of the attention heads.
     With any zero_stage, without tp and pp."""
@@ -171,7 +179,12 @@ class ParallelSection(Section):
     @property
     def layout_fields(self) -> dict[str, Any]:
         """The fields of Layout."""
-        return self.model_dump(exclude={"auto", "cp_exchange", "nvme_path", "quantized_weights", "quantized_gradients"})
+        fields = self.model_dump(
+            exclude={"auto", "cp_exchange", "nvme_path", "quantized_weights", "quantized_gradients"}
+        )
+        if self.schedule is not None and self.chunks == 1:
+            fields["chunks"] = CHUNKS[self.schedule]
+        return fields
 
     @property
     def model_size(self) -> int:

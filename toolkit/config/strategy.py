@@ -1,18 +1,19 @@
 """Strategy: one way to train a recipe, in the form of the command line: `z2`, `tp2-pp2-dp2-z1-sp`, `ddp`, `fsdp`.
 
-Parts are joined by - in any order, each at most once: the axes and ZeRO stage of a `Layout` (dp4 ep2 cp2 tp2 pp2 u2
-z1), an engine (reference, ddp, fsdp; the default is deepspeed), sp (Megatron sequence parallelism), inner (tp shards
-the inner dimension of experts), recompute, everyN (recompute every Nth decoder layer), selective (recompute only
-attention), offload (the optimizer to host memory; with z3 the parameters too), nvme (the same to files on a drive),
-offacts (activations to host memory), tiled (MLPs in tiles), hpzN (ZeRO++ over N ranks) and mN (micro-batches of N
-samples).
+Parts are joined by - in any order, each at most once: axes and ZeRO stage of a `Layout` (dp4 ep2 cp2 tp2 pp2 u2 z1),
+its pipeline schedule (1f1b, gpipe, zbh1, zbv; or chunks of an interleaved one: pp4x2), an engine (reference, ddp, fsdp;
+the default is deepspeed), sp (Megatron sequence parallelism), inner (tp shards the inner dimension of experts),
+recompute, everyN (recompute every Nth decoder layer), selective (recompute only attention), offload (the optimizer to
+host memory; with z3 the parameters too), nvme (the same to files on a drive), offacts (activations to host memory),
+tiled (MLPs in tiles), hpzN (ZeRO++ over N ranks) and mN (micro-batches of N samples).
 """
 
 import re
 from dataclasses import dataclass, replace
 from typing import Any, Self, get_args
 
-from toolkit.config.layout import RECOMPUTE_PERIODS, Layout, axis_size, least_dp
+from toolkit.config import pipeline_schedules
+from toolkit.config.layout import RECOMPUTE_PERIODS, SCHEDULE_PARTS, Layout, axis_size, least_dp, schedule_fields
 from toolkit.config.recipe import EngineName, Precision, Recipe
 from toolkit.errors import LayoutError, nearest
 
@@ -31,6 +32,7 @@ _AXES = {
     "hpz": "hpz",
 }
 _AXIS = re.compile(r"(dp|ep|cp|tp|pp|u|z|m|every|hpz)([0-9]+)")
+_PART = re.compile(rf"{_AXIS.pattern}|pp[0-9]+x[0-9]+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +59,8 @@ class Strategy:
     hpz: int = 1
     offacts: bool = False
     tiled: bool = False
+    schedule: pipeline_schedules.Kind | None = None
+    chunks: int = 1
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -64,22 +68,21 @@ class Strategy:
         fields: dict[str, object] = {}
         for part in text.split("-"):
             axis = _AXIS.fullmatch(part)
+            found: dict[str, object] = schedule_fields("strategy", text, part)
             if axis is not None:
-                field = _AXES[axis[1]]
-                value: object = axis_size("strategy", text, part, axis[2])
+                found = {_AXES[axis[1]]: axis_size("strategy", text, part, axis[2])}
             elif part in _ENGINES:
-                field = "engine"
-                value = part
+                found = {"engine": part}
             elif part in _FLAGS:
-                field = part
-                value = True
-            else:
+                found = {part: True}
+            elif not found:
                 advice = "write parts such as tp2-pp2-dp2-z1-sp, z3-offload, ddp, fsdp or reference"
-                hint = nearest(part, [*_ENGINES, *_FLAGS]).strip()
+                hint = nearest(part, [*_ENGINES, *_FLAGS, *SCHEDULE_PARTS]).strip()
                 raise _refused(text, f"{part!r} is unknown", hint or advice)
-            if field in fields:
-                raise _refused(text, f"{field} is given twice", "give each part once")
-            fields[field] = value
+            twice = next((field for field in found if field in fields), None)
+            if twice is not None:
+                raise _refused(text, f"{twice} is given twice", "give each part once")
+            fields |= found
         strategy = cls(text=text, **fields)  # type: ignore[arg-type]
         strategy._check()
         return strategy
@@ -108,7 +111,8 @@ class Strategy:
     @classmethod
     def reads(cls, text: str) -> bool:
         """Return whether every part of a text is one of a strategy, whatever they say together."""
-        return all(_AXIS.fullmatch(part) or part in (*_ENGINES, *_FLAGS) for part in text.split("-"))
+        words = (*_ENGINES, *_FLAGS, *SCHEDULE_PARTS)
+        return all(_PART.fullmatch(part) or part in words for part in text.split("-"))
 
     def sections(self, dp: int | None) -> dict[str, dict[str, Any]]:
         """Return the fields of a recipe that it sets: all of `parallel`, the engine, a micro-batch if it names one."""
@@ -120,6 +124,9 @@ class Strategy:
         """Return the same kind of strategy on 8 ranks at most: two ranks on each axis that had more than one."""
         axes = {name: getattr(self, field) for name, field in _AXES.items() if name not in ("z", "m", "every")}
         parts = [f"{name}{min(2, size)}" for name, size in axes.items() if size and (size > 1 or name == "dp")]
+        if self.schedule == "interleaved":
+            parts[parts.index("pp2")] = f"pp2x{self.chunks}"
+        parts += [part for part, kind in SCHEDULE_PARTS.items() if kind == self.schedule]
         if self.engine != "deepspeed":
             parts.append(self.engine)
         if self.zero_stage is not None:
@@ -186,6 +193,8 @@ class Strategy:
             "offload_optimizer": offload,
             "offload_params": offload if stage == 3 else "none",
             "hpz": self.hpz,
+            "schedule": self.schedule,
+            "chunks": self.chunks,
         }
 
     def _check(self) -> None:
@@ -196,6 +205,8 @@ class Strategy:
             wrong += [flag for flag in ("sp", "inner", "offload", "nvme", "offacts", "tiled") if getattr(self, flag)]
             if self.hpz > 1:
                 wrong.append("hpz")
+            if self.schedule is not None and self.pp == 1:
+                wrong.append("schedule")
             if self.engine == "reference" and (self.dp or 1) > 1:
                 wrong.append("dp")
             if wrong:

@@ -8,6 +8,7 @@ Where tensor-parallel ranks hold different activations they must drop different 
 blocks, and with sequence parallelism this file does, from the first layer's entrance to the last one's exit.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,10 +22,18 @@ from toolkit.seeds import derive_seed
 
 
 class DropoutStream:
-    """Seeds one model's dropout. `sequence_group`: the ranks over which activations between layers are sharded."""
+    """Seeds one model's dropout. `sequence_group`: the ranks over which activations between layers are sharded.
+
+    `entries`: modules that replace a layer where a pipeline's stage receives what that layer has computed elsewhere.
+    """
 
     def __init__(
-        self, model: nn.Module, device: torch.device, *, sequence_group: dist.ProcessGroup | None = None
+        self,
+        model: nn.Module,
+        device: torch.device,
+        *,
+        sequence_group: dist.ProcessGroup | None = None,
+        entries: Mapping[int, nn.Module] | None = None,
     ) -> None:
         self.device = device
         self.rank = 0 if sequence_group is None else 1 + sequence_group.rank()
@@ -35,7 +44,7 @@ class DropoutStream:
         layers = decoder_layers(model)
         if self.rank and layers:
             layers[0].register_forward_pre_hook(self._seed_rank)
-        for index, layer in enumerate(layers):
+        for index, layer in (*enumerate(layers), *(entries or {}).items()):
             layer.register_forward_hook(self._after(index, rank=self.rank if index + 1 < len(layers) else 0))
 
     def start(self, seed: int) -> None:

@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from toolkit.config.job import Job
-from toolkit.data.samples.micro_batch import MicroBatch, Sequences
+from toolkit.config.pipeline_schedules import Kind, schedule_of
+from toolkit.data.samples.micro_batch import MicroBatch
 from toolkit.engines import deepspeed_patches
 from toolkit.engines.base import StepResult, Update, read_together
 from toolkit.engines.context_slices import ContextSlices
@@ -25,10 +26,12 @@ from toolkit.engines.dropout import DropoutStream
 from toolkit.engines.full_forward import add_by_source, nan_unless_finite
 from toolkit.engines.gradient_norm import full_grad_norm
 from toolkit.engines.routing import find_routing
+from toolkit.engines.scheduled_pipeline import ScheduledPipeline
 from toolkit.model_init.model_partition import ModelPartition
 from toolkit.parallel.context.sequence import SequenceSlice
 from toolkit.parallel.gather import gather_buffers
 from toolkit.parallel.loss import IGNORE
+from toolkit.parallel.pipeline.channels import Channels
 from toolkit.parallel.pipeline.pipeline_module import StagePipeline, StepWithoutUpdate
 
 
@@ -52,31 +55,33 @@ class PipelineEngine(DeepSpeedBase):
         self.batch = job.batch
         self._replicas = job.layout.replicas
         sequence_group = partition.groups.tensor if job.layout.sequence_parallel else None
-        self.dropout = DropoutStream(model, device, sequence_group=sequence_group)
+        entries = partition.stage.entries
+        self.dropout = DropoutStream(model, device, sequence_group=sequence_group, entries=entries)
         if job.layout.cp > 1:
             self.context = ContextSlices(job, partition.groups.context)
         self.routing = find_routing(job, model, device, sequence_group, self.context)
         if self.routing is not None:
             partition.stage.connect_routers(self.routing.finish, have_loss=self.routing.has_loss)
         self.stage_layers = tuple(stop - start for start, stop in pairwise(partition.bounds))
+        self._layout = job.layout
         self._scale = 0.0
         self._target_tokens = 0
         self._fp16 = job.recipe.precision == "fp16" and job.layout.zero_stage > 0
         self.sources = len(job.recipe.data.labels)
         # Losses, targets, and the losses of each source.
         self._totals = torch.zeros(2 + self.sources, dtype=torch.float64, device=device)
-        self._seeds: Iterator[int] = iter(())
-        self._sources: Iterator[torch.Tensor | None] = iter(())
-        self._lengths: Iterator[torch.Tensor | None] = iter(())
-        self._labels: Iterator[torch.Tensor] = iter(())
-        self._packed: Iterator[bool | None] = iter(())
-        self._sequences: Iterator[Sequences | None] = iter(())
-        self._contexts: Iterator[SequenceSlice] = iter(())
+        self._micro_batches: Sequence[MicroBatch] = ()
+        self._contexts: Sequence[SequenceSlice] = ()
+        self._order: Iterator[int] = iter(())
+        """The micro-batch of each forward pass that is to come."""
         partition.stage.register_forward_pre_hook(lambda *_: self._begin_forward())
         deepspeed.init_distributed()  # PipelineModule reads the ranks before `initialize` sets them
         with quiet_stdout(unless=job.recipe.log.level == "debug"):
             pipeline = StagePipeline(partition.stage, partition.groups, partition.shared, self._loss)
         self._initialize(job, config, pipeline)
+        if job.layout.schedule is not None:
+            channels = Channels(partition.groups, device)
+            self.engine = ScheduledPipeline.adopt(self.engine, partition.stage, channels)
         equalize_norm_calls(self.optimizer, partition.groups)
         partition.stage.cast_nonlocal(model_dtype(config))
 
@@ -89,7 +94,7 @@ class PipelineEngine(DeepSpeedBase):
         self._target_tokens = target_tokens
         self._scale = self._replicas * self.batch.accumulation / target_tokens
         self.engine.module.train()
-        self._run(StepWithoutUpdate, list(self._begin_step(micro_batches)))
+        self._run(list(self._begin_step(micro_batches)), trains=True)
         self.report_phase("update")
         local = self._totals[0].clone()
         self._sum_over_ranks()
@@ -102,14 +107,14 @@ class PipelineEngine(DeepSpeedBase):
 
     @override
     def _pass_forward(self, micro_batches: Sequence[MicroBatch]) -> None:
-        self._run(schedule.InferenceSchedule, micro_batches)
+        self._run(micro_batches)
 
     @override
     def sequence_sums(self, micro_batches: Iterable[MicroBatch]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         assert self.objective is not None
         self.engine.module.eval()
         with self.objective.collecting() as sums:
-            self._run(schedule.InferenceSchedule, list(micro_batches))
+            self._run(list(micro_batches))
         self.engine.module.train()
         return sums if self.partition.groups.is_first_of_tensor and self.objective.is_first else []
 
@@ -130,7 +135,7 @@ class PipelineEngine(DeepSpeedBase):
             self.objective.begin_step()
         self.engine.module.eval()
         with torch.no_grad():
-            self._run(schedule.InferenceSchedule, list(micro_batches))
+            self._run(list(micro_batches))
         self.engine.module.train()
         if self.objective is not None:
             totals = self.objective.loss_and_count()
@@ -144,26 +149,36 @@ class PipelineEngine(DeepSpeedBase):
         # Each stage has those of its own layers.
         yield from gather_buffers(self.partition.buffers, dict(self.local_buffers()), self.partition.groups)
 
-    def _run(self, kind: type[Any], micro_batches: Sequence[MicroBatch]) -> None:
-        """Run micro-batches through the pipeline and sum losses and target tokens in `_totals`."""
+    def _run(self, micro_batches: Sequence[MicroBatch], *, trains: bool = False) -> None:
+        """Run micro-batches through the pipeline, forward or in a step that `trains`; sum losses and target tokens in
+        `_totals`."""
         engine = self.engine
         self._totals.zero_()
         if self.context is not None:
-            self._contexts = iter([self.context.sequence(micro_batch) for micro_batch in micro_batches])
+            self._contexts = [self.context.sequence(micro_batch) for micro_batch in micro_batches]
             micro_batches = [self.context.take(micro_batch) for micro_batch in micro_batches]
-        self._seeds = iter([micro_batch.dropout_seed for micro_batch in micro_batches])
-        self._sources = iter([micro_batch.sources for micro_batch in micro_batches])
-        self._lengths = iter([micro_batch.lengths for micro_batch in micro_batches])
-        self._labels = iter([micro_batch.labels for micro_batch in micro_batches])
-        self._packed = iter([micro_batch.is_packed for micro_batch in micro_batches])
-        self._sequences = iter([micro_batch.sequences for micro_batch in micro_batches])
+        self._micro_batches = micro_batches
+        if self._layout.schedule is not None:
+            self._run_scheduled(self._layout.schedule, trains=trains)
+            return
+        self._order = iter(range(len(micro_batches)))
         engine.set_dataiterator(_tensors(micro_batch, self.device) for micro_batch in micro_batches)
         engine.total_loss = None
         engine._compute_loss = True
+        kind = StepWithoutUpdate if trains else schedule.InferenceSchedule
         engine._exec_schedule(
             kind(micro_batches=len(micro_batches), stages=engine.num_stages, stage_id=engine.stage_id)
         )
         self._release_outputs()
+
+    def _run_scheduled(self, kind: Kind, *, trains: bool) -> None:
+        """Run the micro-batches in the order of a schedule of the toolkit's own."""
+        layout = self._layout
+        count = len(self._micro_batches)
+        table = schedule_of(kind, pp=layout.pp, micro_batches=count, virtual_stages=layout.chunks)
+        order = table.orders[self.engine.stage_id]
+        self._order = (micro_batch for kind, _, micro_batch in order if kind == "F")
+        self.engine.run(table, lambda index: _tensors(self._micro_batches[index], self.device), only_forward=not trains)
 
     def _release_outputs(self) -> None:
         """Let go of what the last stage returned for earlier micro-batches.
@@ -171,31 +186,32 @@ class PipelineEngine(DeepSpeedBase):
         DeepSpeed keeps it until its slot is used again, and with it, through autograd, what was received, and the
         gradient of that.
         """
-        if self.engine.is_last_stage():
+        if self._layout.schedule is None and self.engine.is_last_stage():
             self.engine.loss = None
             self.engine.pipe_buffers["outputs"] = [None] * self.engine.num_pipe_buffers
 
     def _begin_forward(self) -> None:
         self._release_outputs()
-        self.dropout.start(next(self._seeds))
-        lengths = next(self._lengths)
+        index = next(self._order)
+        self._current = self._micro_batches[index]
+        self.dropout.start(self._current.dropout_seed)
         assert self.partition.stage is not None
-        self.partition.stage.is_packed = bool(next(self._packed))
+        self.partition.stage.is_packed = bool(self._current.is_packed)
         if self.context is not None:
-            self.partition.stage.attending = partial(self.context.attending, next(self._contexts))
-        sequences = next(self._sequences)
+            self.partition.stage.attending = partial(self.context.attending, self._contexts[index])
+        sequences = self._current.sequences
         if self.objective is not None and sequences is not None:
             self.objective.start(sequences.map(lambda tensor: tensor.to(self.device, non_blocking=True)))
-        if self.head_loss is not None:
-            self.head_loss.labels = next(self._labels).to(self.device, non_blocking=True)
+        if self.head_loss is not None and self.partition.stage.ends_model:
+            self.head_loss.labels = self._current.labels.to(self.device, non_blocking=True)
         if self.routing is not None and self.model.training:
-            self.routing.start(lengths)
+            self.routing.start(self._current.lengths)
         if self.model.training:
             self.report_phase("forward")  # of the whole pipeline: which pass a stage is in differs
 
     def _loss(self, output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """The objective of a micro-batch. `output`: of the last stage, the sum of the token losses, or logits."""
-        sources = next(self._sources)  # the last stage takes the micro-batches in their order
+        sources = self._current.sources
         if self.head_loss is not None:
             loss = output
             losses = self.head_loss.take_sample_losses()

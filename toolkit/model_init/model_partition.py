@@ -97,30 +97,30 @@ class ModelPartition:
                 model,
                 self.structure,
                 bounds=self.bounds,
-                stage=self.groups.coordinate.pipe,
+                stages=[k for k, rank in enumerate(self.layout.stage_ranks) if rank == self.groups.coordinate.pipe],
                 sequence_shards=self.layout.tp if self.layout.sequence_parallel else 1,
             )
 
     def _check_stages(self) -> None:
         """Raise ModelError where a stage has nothing to train: DeepSpeed has no optimizer without parameters."""
-        last = self.layout.pp - 1
+        rank_of = self.layout.stage_ranks
         layer = re.compile(re.escape(self.structure.layers) + r"\.(\d+)\.")
         train: set[int] = set()
         for name in self.trained:
             inside = layer.search(name)
             owner = name.rpartition(".")[0]
             if inside is not None:
-                train.add(bisect(self.bounds, int(inside[1])) - 1)
+                train.add(rank_of[bisect(self.bounds, int(inside[1])) - 1])
             else:
                 aliases = (alias for alias, saved in self.structure.tied.items() if saved == name)
                 owners = {owner, *(alias.rpartition(".")[0] for alias in aliases)}
                 if owners & self.structure.before:
-                    train.add(0)
+                    train.add(rank_of[0])
                 if owners & self.structure.after:
-                    train.add(last)
-        if idle := sorted({*range(last + 1)} - train):
+                    train.add(rank_of[-1])
+        if idle := sorted({*rank_of} - train):
             reason = f"on pipeline stage {idle[0]} every parameter is frozen, and DeepSpeed needs one that trains"
-            raise ModelError.between((("parallel.pp", last + 1),), reason, ("parallel.pp", 1), "freeze less")
+            raise ModelError.between((("parallel.pp", self.layout.pp),), reason, ("parallel.pp", 1), "freeze less")
 
     @property
     def parameter_count(self) -> int:
@@ -129,8 +129,9 @@ class ModelPartition:
 
     @property
     def shared(self) -> list[str]:
-        """Names of the parameters that both the first and the last stage hold: tied embeddings."""
-        if self.layout.pp == 1:
+        """Names of the parameters that both the first and the last rank hold: tied embeddings."""
+        rank_of = self.layout.stage_ranks
+        if rank_of[0] == rank_of[-1]:
             return []
         owners = {name: {name.rpartition(".")[0]} for name, _ in self.names}
         for alias, name in self.structure.tied.items():
@@ -202,7 +203,7 @@ class ModelPartition:
             recompute=self.job.recipe.parallel.recompute,
             flops_per_byte=GPU_FLOPS_PER_BYTE if self.device.type == "cuda" else CPU_FLOPS_PER_BYTE,
         )
-        return balance(costs, self.layout.pp, head_alone=not holds_adapters(self.trained))
+        return balance(costs, self.layout.stages, head_alone=not holds_adapters(self.trained))
 
 
 def finish_outside_layers(

@@ -1,8 +1,5 @@
 """Recomputation in the backward pass: of all decoder layers, of every Nth one, or of their attention."""
 
-from collections.abc import Sequence
-
-from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -39,7 +36,7 @@ def recompute(model: PreTrainedModel, mode: Recompute) -> None:
     # The reentrant variant fails where the first input requires no gradient, and drops keyword arguments.
     model.gradient_checkpointing_enable({"use_reentrant": False})
     layers = decoder_layers(model)
-    if not _has_embeddings(layers):
+    if layers and isinstance(layers[0], NonLocalLayer):
         # transformers has the output of embeddings require a gradient. In a later stage of a pipeline that is a leaf,
         # to which GIT adds in place.
         model.disable_input_require_grads()
@@ -52,9 +49,3 @@ def recompute(model: PreTrainedModel, mode: Recompute) -> None:
             reason = "transformers recomputes its layers all or none"
             raise ModelError.between(settings, reason, ("parallel.recompute", "full or none"))
         layer.gradient_checkpointing = False
-
-
-def _has_embeddings(layers: Sequence[nn.Module]) -> bool:
-    """Whether layers are of a whole model or of a pipeline's first stage, which other stages follow."""
-    nonlocal_layers = [layer for layer in layers if isinstance(layer, NonLocalLayer)]
-    return not nonlocal_layers or nonlocal_layers[0].ends_stage

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from toolkit.planner.schedules import Pass, Schedule
+from toolkit.config.pipeline_schedules import Pass, Schedule
 from toolkit.planner.simulate_schedule import ScheduleCosts, Timeline
 
 Instruction = tuple[Pass | Literal["send activation", "receive activation", "send gradient", "receive gradient"], int]

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from functools import lru_cache
 
-from toolkit.planner.schedules import schedule_of
+from toolkit.config.pipeline_schedules import schedule_of
 from toolkit.planner.simulate_schedule import ScheduleCosts, simulate
 
 SIMULATED_STAGES = 16

@@ -6,7 +6,7 @@ from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import NamedTuple, Self
 
-from toolkit.planner.schedules import Pass, Schedule
+from toolkit.config.pipeline_schedules import Pass, Schedule
 
 
 @dataclass(frozen=True, kw_only=True)

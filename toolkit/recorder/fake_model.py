@@ -307,7 +307,7 @@ def _stage(rank_pass: RankPass, model: PreTrainedModel, structure: ModelStructur
     if rank_pass.part == "whole":
         return None
     shards = rank_pass.layout.tp if rank_pass.layout.sequence_parallel else 1
-    return PipelineStage(model, structure, bounds=bounds, stage=stage, sequence_shards=shards)
+    return PipelineStage(model, structure, bounds=bounds, stages=[stage], sequence_shards=shards)
 
 
 def _make_fake(model: nn.Module) -> None:

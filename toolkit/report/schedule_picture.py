@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from toolkit.planner.schedules import TRAINED, Schedule
+from toolkit.config.pipeline_schedules import Schedule
 from toolkit.planner.simulate_schedule import TimedOperation, Timeline
 from toolkit.report.chart import DARK, LIGHT
 
@@ -21,7 +21,7 @@ _THINNEST_GAP = 3.0
 """Pixels: narrower bars have no gap between them."""
 _TONES = {"F": "cool0", "D": "warm0", "B": "warm0", "W": "cool1"}
 _NAMES = {"F": "forward", "D": "backward", "B": "for the input (B)", "W": "for the weights (W)"}
-_TITLES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved 1F1B", "zero-bubble": "Zero bubble"}
+_TITLES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved 1F1B", "zb-h1": "ZB-H1", "zb-v": "ZB-V"}
 
 
 def schedule_picture(timelines: Sequence[Timeline]) -> str:
@@ -74,11 +74,8 @@ def _legend(passes: Sequence[str], *, has_chunks: bool) -> Iterator[str]:
 def _title(timeline: Timeline) -> str:
     schedule = timeline.schedule
     name = _TITLES[schedule.kind]
-    if schedule.kind == "zero-bubble":
-        name = "ZB-H1" if schedule.virtual_stages == 1 else "ZB-V"
     chunks = f", {schedule.virtual_stages} virtual stages a rank" if schedule.virtual_stages > 1 else ""
-    trained = " (what the toolkit trains with)" if schedule.kind in TRAINED else ""
-    return f"{name}{chunks}{trained}: bubble {100 * timeline.bubble:.1f} %, step {timeline.step:.2f} F+B"
+    return f"{name}{chunks}: bubble {100 * timeline.bubble:.1f} %, step {timeline.step:.2f} F+B"
 
 
 def _block(timeline: Timeline, top: float, scale: float) -> Iterator[str]:

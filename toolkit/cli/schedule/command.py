@@ -1,16 +1,16 @@
 """`dstk schedule`: the simulated timeline of a pipeline schedule, its bubble, and what ranks hold in memory."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
 from toolkit.cli import Count, FiniteRange, option_of
 from toolkit.cli.json_output import json_option, print_json
+from toolkit.config.pipeline_schedules import KINDS, Kind, Schedule, schedule_of
 from toolkit.errors import LayoutError, ReportError, spell_setting
 from toolkit.files import printable, reason_of
 from toolkit.planner.blocking_transfers import simulate_blocking
-from toolkit.planner.schedules import KINDS, TRAINED, Kind, Schedule, schedule_of
 from toolkit.planner.simulate_schedule import ScheduleCosts, Timeline, simulate
 
 if TYPE_CHECKING:
@@ -18,18 +18,6 @@ if TYPE_CHECKING:
 
 _MOST_OPERATIONS = 500_000
 """Most operations of one timeline, which take about a second."""
-_COMPARED: tuple[tuple[Kind, int], ...] = (
-    ("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero-bubble", 1), ("zero-bubble", 2),
-)  # fmt: skip
-
-
-class Compared(NamedTuple):
-    """A row of the comparison: a kind with its chunks on a rank, and its timeline or why there is none."""
-
-    kind: Kind
-    virtual_stages: int
-    timeline: Timeline | None
-    reason: str = ""
 
 
 @click.command()
@@ -39,8 +27,7 @@ class Compared(NamedTuple):
 @click.option(
     "--virtual-stages",
     type=Count(max=64),
-    help="Chunks of the model on a rank: interleaved has 2 or more; zero-bubble with 1 is ZB-H1, with 2 ZB-V.  "
-    "[default: 2 for interleaved, else 1]",
+    help="Chunks of the model on a rank: interleaved has 2 or more.  [default: 2 for interleaved and zb-v, else 1]",
 )
 @click.option(
     "--backward",
@@ -56,7 +43,7 @@ class Compared(NamedTuple):
     show_default=True,
     help="Time from one stage to the next, where a rank's forward pass takes 1.",
 )
-@click.option("--blocking", is_flag=True, help="Ranks wait for transfers, as in DeepSpeed's engine; for 1f1b.")
+@click.option("--blocking", is_flag=True, help="Ranks wait for transfers, as in DeepSpeed's own 1f1b.")
 @click.option("--stage-times", metavar="LIST", help="Relative times of ranks, or of all virtual stages: 1,1,1,1.3.")
 @click.option("--svg", metavar="FILE", help="Draw the timeline.")
 @json_option("Every operation with its times, as JSON.")
@@ -66,8 +53,8 @@ def command(
 ) -> None:  # fmt: skip
     """Simulate a pipeline schedule: its timeline, its bubble, and the micro-batches that every rank holds in memory.
 
-    The toolkit trains with 1f1b, which is the order that DeepSpeed's engine executes. The other kinds are simulated
-    only. Numbers in the timeline are micro-batches.
+    parallel.schedule in a recipe trains with any of them. Without it DeepSpeed's own instructions run 1f1b, in which
+    ranks wait for transfers (--blocking). Numbers in the timeline are micro-batches.
 
     \b
     dstk schedule --pp 4 --micro-batches 8
@@ -80,7 +67,7 @@ def command(
     times = _stage_times(stage_times, asked)
     if blocking and kind != "1f1b":
         settings = (("--blocking", None), ("--kind", kind))
-        raise LayoutError.between(settings, "the engine trains with 1f1b only", "leave --blocking out")
+        raise LayoutError.between(settings, "DeepSpeed's own instructions run 1f1b only", "leave --blocking out")
     timeline = _timeline(asked, backward, comm, times, blocking=blocking)
     others = _comparison(timeline, backward, comm, times)
     if svg is not None:
@@ -141,7 +128,7 @@ def _timeline(
     return simulate_blocking(schedule, costs) if blocking else simulate(schedule, costs)
 
 
-def _comparison(timeline: Timeline, backward: float, comm: float, times: "Sequence[float]") -> list[Compared]:
+def _comparison(timeline: Timeline, backward: float, comm: float, times: "Sequence[float]") -> list[Timeline]:
     """All kinds for the same ranks, micro-batches and costs; the one that was asked for is `timeline` itself."""
     asked = timeline.schedule
     if len(times) != asked.pp and times:  # other kinds have other stages: what each rank has in all
@@ -150,17 +137,13 @@ def _comparison(timeline: Timeline, backward: float, comm: float, times: "Sequen
             for rank in range(asked.pp)
         ]
         times = [sum(parts) / asked.virtual_stages for parts in by_rank]
-    rows: list[Compared] = []
-    for kind, chunks in _COMPARED:
-        if kind == asked.kind and (kind != "zero-bubble" or chunks == asked.virtual_stages):
-            rows.append(Compared(kind, asked.virtual_stages, timeline))
-            continue
-        try:
-            schedule = schedule_of(kind, pp=asked.pp, micro_batches=asked.micro_batches, virtual_stages=chunks)
-        except LayoutError as error:
-            rows.append(Compared(kind, chunks, None, _rendered(error)))
+    rows = []
+    for kind in KINDS:
+        if kind == asked.kind:
+            rows.append(timeline)
         else:
-            rows.append(Compared(kind, chunks, _timeline(schedule, backward, comm, times)))
+            schedule = schedule_of(kind, pp=asked.pp, micro_batches=asked.micro_batches)
+            rows.append(_timeline(schedule, backward, comm, times))
     return rows
 
 
@@ -175,7 +158,7 @@ def _draw(path: Path, timeline: Timeline) -> None:
         ) from None
 
 
-def _to_json(timeline: Timeline, compared: "Sequence[Compared]") -> dict[str, Any]:
+def _to_json(timeline: Timeline, compared: "Sequence[Timeline]") -> dict[str, Any]:
     schedule = timeline.schedule
     ranks = [
         {
@@ -188,13 +171,10 @@ def _to_json(timeline: Timeline, compared: "Sequence[Compared]") -> dict[str, An
         for rank in range(schedule.pp)
     ]
     rows = [
-        {"kind": row.kind, "virtual_stages": row.virtual_stages, "trained": row.kind in TRAINED}
-        | ({"refused": row.reason} if row.timeline is None else _facts(row.timeline))
-        for row in compared
+        {"kind": row.schedule.kind, "virtual_stages": row.schedule.virtual_stages} | _facts(row) for row in compared
     ]
     asked = {
         "kind": schedule.kind,
-        "trained": schedule.kind in TRAINED,
         "pp": schedule.pp,
         "micro_batches": schedule.micro_batches,
         "virtual_stages": schedule.virtual_stages,

@@ -8,8 +8,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from toolkit.cli.schedule.command import Compared
-from toolkit.planner.schedules import TRAINED, Schedule
+from toolkit.config.pipeline_schedules import Schedule
 from toolkit.planner.simulate_schedule import TimedOperation, Timeline
 from toolkit.report.terminal import table_console
 
@@ -23,7 +22,6 @@ _COLORS = {
 """Two shades of each kind of pass; neighboring bars have different ones."""
 _LINES = {"F": "-", "D": "=", "B": "=", "W": "~"}
 """Characters that tell passes apart in place of colors."""
-_TRAINS = "The toolkit trains with 1f1b, as DeepSpeed executes it; the others are simulated."
 _MOST_ROWS = 32
 _HEAD = 0.6
 """Share of the columns for the beginning, where the middle is left out."""
@@ -105,7 +103,7 @@ def _view(timeline: Timeline, columns: int, *, plain: bool) -> _View:
     return _View(scale=columns / timeline.makespan, shown=[range(columns)], plain=plain, is_sampled=True)
 
 
-def print_timeline(timeline: Timeline, compared: Sequence[Compared], *, blocking: bool) -> None:
+def print_timeline(timeline: Timeline, compared: Sequence[Timeline], *, blocking: bool) -> None:
     """The timeline with each rank's bubble and memory, a summary, and the other kinds, whose transfers never block."""
     console = table_console()
     schedule = timeline.schedule
@@ -133,9 +131,6 @@ def print_timeline(timeline: Timeline, compared: Sequence[Compared], *, blocking
     console.print(_table(compared, schedule))
     if blocking:
         console.print(Text("Ranks wait for the transfers of 1f1b, and not for those of the others.", style="dim"))
-    for reason in filter(None, (row.reason for row in compared)):
-        console.print(Text(f"-: {reason}", style="dim"), soft_wrap=True)
-    console.print(Text(_TRAINS, style="dim"), soft_wrap=True)
 
 
 def _title(schedule: Schedule) -> str:
@@ -172,19 +167,15 @@ def _summary(timeline: Timeline, view: _View) -> list[Text]:
     return [legend, *(Text(note, style="dim") for note in notes), bubble]
 
 
-def _table(compared: Sequence[Compared], asked: Schedule) -> Table:
+def _table(compared: Sequence[Timeline], asked: Schedule) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     table.add_column("schedule", no_wrap=True)
     for heading in ("virtual stages", "bubble", "step (F+B)", "most in flight"):
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("trained", no_wrap=True)
     for row in compared:
-        if row.timeline is None:
-            cells = ["-", "-", "-"]
-        else:
-            most = max(row.timeline.schedule.in_flight)
-            cells = [f"{100 * row.timeline.bubble:.1f} %", f"{row.timeline.step:.2f}", f"{most:.4g}"]
-        is_asked = row.timeline is not None and row.timeline.schedule is asked
-        trained = "yes" if row.kind in TRAINED else "no"
-        table.add_row(row.kind, str(row.virtual_stages), *cells, trained, style="bold" if is_asked else "")
+        schedule = row.schedule
+        most = max(schedule.in_flight)
+        cells = [f"{100 * row.bubble:.1f} %", f"{row.step:.2f}", f"{most:.4g}"]
+        style = "bold" if schedule is asked else ""
+        table.add_row(schedule.kind, str(schedule.virtual_stages), *cells, style=style)
     return table

@@ -154,7 +154,8 @@ class MicroBatchLoader:
             batch=batch,
             data_rank=layout.sample_rank(rank),
             # Where ranks share sequences, each stage must know where documents begin.
-            reads=coordinate.pipe in (0, layout.pp - 1) or (layout.cp > 1 and recipe.data.masks_documents),
+            reads=coordinate.pipe in (layout.stage_ranks[0], layout.stage_ranks[-1])
+            or (layout.cp > 1 and recipe.data.masks_documents),
             train=train,
             validation=validation,
         )

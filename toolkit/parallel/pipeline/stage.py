@@ -6,11 +6,14 @@ masks, rotary tables and everything else: the NonLocalLayer before the stage's f
 received from the previous stage, and the one after its last layer raises StageExit with the result. The preamble runs
 once per micro-batch and stage, and no family needs code of its own.
 
+A rank that has several stages, chunks of the model, has the layers of all in one model. Each stage then has a list of
+its own, with NonLocalLayers in place of what is not its own, that replaces the model's in its forward pass.
+
 Dims: b samples, s positions, h hidden, v vocabulary.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,6 +23,7 @@ from transformers import PreTrainedModel
 
 from toolkit.parallel.model_structure import ModelStructure, hidden_argument
 from toolkit.parallel.packed_documents import documents_known
+from toolkit.parallel.tensor.vocabulary import VocabParallelEmbedding
 
 ZERO = "zero_of_another_stage"
 """The buffer that marks a module whose parameters another stage owns."""
@@ -68,10 +72,44 @@ class NonLocalLayer(nn.Module):
         return (result, *missing)
 
 
-class PipelineStage(nn.Module):
-    """Decoder layers [start, stop) of `model`, with its embeddings on the first stage and its head on the last.
+class _Chunk(nn.Module):
+    """Decoder layers [start, stop): one stage of a rank. `layers` is the model's list as its forward pass sees it."""
 
-    `sequence_shards`: ranks over which the sequence is sharded between layers (sequence parallelism).
+    def __init__(self, layers: Sequence[nn.Module], start: int, stop: int, *, is_first: bool, is_last: bool) -> None:
+        super().__init__()
+        self.is_first = is_first
+        self.is_last = is_last
+        self.start = start
+        self.stop = stop
+        # Layers of this stage belong to the model, and may be replaced there.
+        self.others = nn.ModuleDict({str(i): m for i, m in enumerate(layers) if isinstance(m, NonLocalLayer)})
+        entry = None if is_first else layers[start - 1]
+        assert entry is None or isinstance(entry, NonLocalLayer)
+        self.entry = entry
+        if stop == len(layers) and not is_last:
+            _end_with(layers[-1])
+        elif not is_last:
+            behind = layers[stop]
+            assert isinstance(behind, NonLocalLayer)
+            behind.ends_stage = True
+
+    @contextmanager
+    def as_layers(self, layers: nn.ModuleList) -> Iterator[None]:
+        """Replace the model's layers by those of this stage inside."""
+        every = layers._modules
+        layers._modules = {name: self.others[name] if name in self.others else every[name] for name in every}
+        try:
+            yield
+        finally:
+            layers._modules = every
+
+
+class PipelineStage(nn.Module):
+    """The stages of one pipeline rank: decoder layers of `model`, its embeddings on the first, its head on the last.
+
+    Stage k has decoder layers [bounds[k], bounds[k + 1]). `stages` are those of this rank, several where it has chunks
+    of the model; `active` is the one that the next forward pass runs. `sequence_shards`: ranks over which the sequence
+    is sharded between layers (sequence parallelism).
     """
 
     def __init__(
@@ -80,7 +118,7 @@ class PipelineStage(nn.Module):
         structure: ModelStructure,
         *,
         bounds: tuple[int, ...],
-        stage: int,
+        stages: Sequence[int],
         sequence_shards: int = 1,
     ) -> None:
         super().__init__()
@@ -91,25 +129,26 @@ class PipelineStage(nn.Module):
         """Whether the next micro-batch has rows of several documents."""
         self._router_sums: RouterSums | None = None
         self._receives_sums = False
-        self.is_first = stage == 0
-        self.is_last = stage == len(bounds) - 2
-        start = bounds[stage]
-        stop = bounds[stage + 1]
+        last = len(bounds) - 2
+        self.is_first = 0 in stages
+        self.is_last = last in stages
+        self.active = stages[0]
+        self._structure = structure
+        self._sequence_shards = sequence_shards
         layers = structure.layer_list(model)
-        # After the last layer the sequence is gathered; a stage may have nothing but the head.
-        self.sequence_shards = 1 if start == len(layers) else sequence_shards
-        for index in range(len(layers)):
-            if not start <= index < stop:
-                layers[index] = NonLocalLayer(layers[index], structure.tuple_length)
-        entry = None if self.is_first else layers[start - 1]
-        assert entry is None or isinstance(entry, NonLocalLayer)
-        self._entry = entry
-        if stop == len(layers) and not self.is_last:
-            _end_with(layers[-1])
-        elif not self.is_last:
-            behind = layers[stop]
-            assert isinstance(behind, NonLocalLayer)
-            behind.ends_stage = True
+        whole = list(layers)
+        self._chunks = nn.ModuleDict()
+        for stage in stages:
+            start, stop = bounds[stage : stage + 2]
+            own = [
+                layer if start <= index < stop else NonLocalLayer(layer, structure.tuple_length)
+                for index, layer in enumerate(whole)
+            ]
+            self._chunks[str(stage)] = _Chunk(own, start, stop, is_first=stage == 0, is_last=stage == last)
+        held = {index for stage in stages for index in range(bounds[stage], bounds[stage + 1])}
+        for index, layer in enumerate(whole):
+            if index not in held:
+                layers[index] = NonLocalLayer(layer, structure.tuple_length)
         used: frozenset[str] = frozenset()
         if self.is_first:
             used |= structure.before
@@ -119,10 +158,31 @@ class PipelineStage(nn.Module):
         for name in sorted((structure.before | structure.after) - used):
             _drop_parameters(model.get_submodule(name), used_parameters)
 
+    @property
+    def entries(self) -> dict[int, NonLocalLayer]:
+        """The modules that insert what stages of this rank receive, by the index of the layer that each replaces."""
+        return {chunk.start - 1: chunk.entry for chunk in self._every_chunk() if chunk.entry is not None}
+
+    @property
+    def ends_model(self) -> bool:
+        """Whether the active stage is the model's last, which has the head."""
+        return self._chunk.is_last
+
+    @property
+    def _chunk(self) -> _Chunk:
+        chunk = self._chunks[str(self.active)]
+        assert isinstance(chunk, _Chunk)
+        return chunk
+
+    def _every_chunk(self) -> Iterator[_Chunk]:
+        for chunk in self._chunks.values():
+            assert isinstance(chunk, _Chunk)
+            yield chunk
+
     def connect_routers(self, sums: RouterSums, *, have_loss: bool) -> None:
         """Call `sums` after each forward pass. Where routers have a loss, stages hand on what it returns."""
         self._router_sums = sums
-        self._receives_sums = have_loss and self._entry is not None
+        self._receives_sums = have_loss
 
     def cast_nonlocal(self, dtype: torch.dtype) -> None:
         """Cast the zeros that replace other stages' parameters to the dtype of this stage's parameters.
@@ -140,21 +200,28 @@ class PipelineStage(nn.Module):
         position_ids [b, s], passed on unchanged. Where routers have a loss, the sums of their outputs precede the
         hidden state.
         """
+        chunk = self._chunk
+        layers = self._structure.layer_list(self.model)
         first, *following = inputs if isinstance(inputs, tuple) else (inputs,)
         sums = None
-        if self._receives_sums:
+        if self._receives_sums and chunk.entry is not None:
             sums = first
             first = following.pop(0)
         keywords = {"position_ids": following[0]} if following else {}
-        if self._entry is None:
+        if chunk.entry is None:
             ids = first
         else:
-            samples = first.shape[0]
-            positions = first.shape[1] * self.sequence_shards
-            ids = torch.zeros(samples, positions, dtype=torch.long, device=first.device)
-            self._entry.received = first
+            # After the last layer the sequence is gathered; a stage may have nothing but the head.
+            shards = 1 if chunk.start == len(layers) else self._sequence_shards
+            ids = torch.zeros(first.shape[0], first.shape[1] * shards, dtype=torch.long, device=first.device)
+            chunk.entry.received = first
         try:
-            with documents_known(are_packed=self.is_packed), self.attending():
+            with (
+                documents_known(are_packed=self.is_packed),
+                self.attending(),
+                chunk.as_layers(layers),
+                self._idle_embedding(chunk),
+            ):
                 output = self.model(input_ids=ids, use_cache=False, **keywords)
         except StageExit as end:
             if self._router_sums is not None:
@@ -162,11 +229,24 @@ class PipelineStage(nn.Module):
             outputs = (end.hidden,) if sums is None else _together(sums, end.hidden)
             return (*outputs, *following)
         finally:
-            if self._entry is not None:
-                self._entry.received = None
+            if chunk.entry is not None:
+                chunk.entry.received = None
         if self._router_sums is not None:
             self._router_sums(sums)
         return output.logits if output.loss is None else output.loss
+
+    @contextmanager
+    def _idle_embedding(self, chunk: _Chunk) -> Iterator[None]:
+        """Look nothing up inside where a rank has the embedding for another of its stages: ranks would sum for it."""
+        embedding = self.model.get_input_embeddings()
+        if chunk.is_first or not self.is_first or not isinstance(embedding, VocabParallelEmbedding):
+            yield
+            return
+        embedding.is_idle = True
+        try:
+            yield
+        finally:
+            embedding.is_idle = False
 
 
 def _together(sums: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

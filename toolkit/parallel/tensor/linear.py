@@ -5,6 +5,7 @@ i/t of the inputs. Weights keep the orientation of the layer they replace: Linea
 """
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,11 +18,26 @@ from toolkit.parallel.tensor import collectives as c
 from toolkit.parallel.tensor.region import Region
 
 
-class _ParallelLinear(nn.Module):
-    """A shard of a linear layer. Weight and bias have a `Shard`."""
+class Multiply(Protocol):
+    """A product with a weight."""
+
+    def __call__(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, input_major: bool
+    ) -> torch.Tensor:
+        """x W^T + b, or x W + b where the weight is [i, o]."""
+
+
+def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, input_major: bool) -> torch.Tensor:
+    """x [.., i] -> [.., o] for a weight [o, i], or with `input_major` [i, o]."""
+    return F.linear(x, weight.t() if input_major else weight, bias)
+
+
+class ParallelLinear(nn.Module):
+    """A shard of a linear layer. Weight and bias have a `Shard`. `multiply`: how it is multiplied."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
+    multiply: Multiply = staticmethod(multiply)
 
     def __init__(self, whole: nn.Module, region: Region) -> None:
         super().__init__()
@@ -34,10 +50,10 @@ class _ParallelLinear(nn.Module):
         setattr(self, key, mark(parameter, shard))
 
     def _multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return F.linear(x, self.weight.t() if self.input_major else self.weight, bias)
+        return self.multiply(x, self.weight, bias, input_major=self.input_major)
 
 
-class ColumnParallelLinear(_ParallelLinear):
+class ColumnParallelLinear(ParallelLinear):
     """y = x W + b for this rank's outputs. x [.., i] -> [.., o/t], or [.., o] with `gather_output`.
 
     `enters`: whether the layer itself enters the region, because no block around it does.
@@ -126,7 +142,7 @@ class FusedColumnParallelLinear(nn.Module):
         return torch.cat([part(x) for part in self.parts], dim=-1)
 
 
-class RowParallelLinear(_ParallelLinear):
+class RowParallelLinear(ParallelLinear):
     """y = sum over ranks of x_r W_r, then + b once. x [.., i/t] (or [.., i] with `split_input`) -> [.., o].
 
     With `is_partial` it returns x_r W_r: a layer around it adds something of the rank, and then calls `complete`.

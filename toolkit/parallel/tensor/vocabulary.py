@@ -67,7 +67,11 @@ class VocabParallelHead(nn.Linear):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return this rank's logits."""
-        return super().forward(copy_to_tensor_ranks(hidden, self.group))
+        return self.multiply(copy_to_tensor_ranks(hidden, self.group))
+
+    def multiply(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the products of hidden states, which all ranks have, with this rank's rows."""
+        return super().forward(hidden)
 
 
 def shard_embedding(embedding: nn.Embedding, name: str, group: Group, *, is_idle: bool = False) -> None:

@@ -1,14 +1,15 @@
 """Pipeline schedules as tables: the order in which every rank runs forward and backward passes of micro-batches.
 
 `pp` ranks with `virtual_stages` chunks of the model on each have pp * virtual_stages stages, numbered as data flows. A
-table is what an engine executes, what `simulate_schedule` times, and what `dstk schedule` draws. The engine of this
-toolkit trains with those in `TRAINED`; the others show what they would gain.
+table is what the engine executes, what `simulate_schedule` times, what the estimate of memory counts, and what
+`dstk schedule` draws.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Literal, get_args
+from itertools import pairwise
+from typing import Literal, Self, get_args
 
 from toolkit.errors import LayoutError
 
@@ -16,9 +17,10 @@ Pass = Literal["F", "B", "W", "D"]
 """Forward; backward for the input alone; backward for the weights alone; the whole backward, B and W in one."""
 Operation = tuple[Pass, int, int]
 """A pass, the stage, and the micro-batch."""
-Kind = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
+Kind = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-TRAINED: frozenset[Kind] = frozenset({"1f1b"})
+CHUNKS: dict[Kind, int] = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2}
+"""Chunks of the model on a rank: of interleaved the least, of the others the only number."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -41,7 +43,12 @@ class Schedule:
     @property
     def splits_backward(self) -> bool:
         """Whether gradients of weights are a pass of their own."""
-        return self.kind == "zero-bubble"
+        return self.kind in ("zb-h1", "zb-v")
+
+    def only_forward(self) -> Self:
+        """Return the forward passes alone, in the same order, as validation runs them."""
+        orders = (tuple(operation for operation in order if operation[0] == "F") for order in self.orders)
+        return replace(self, orders=tuple(orders))
 
     @cached_property
     def in_flight(self) -> tuple[float, ...]:
@@ -77,13 +84,11 @@ class Schedule:
 def schedule_of(kind: Kind, *, pp: int, micro_batches: int, virtual_stages: int | None = None) -> Schedule:
     """Make the table of a kind. Raises LayoutError where the kind does not exist for these numbers.
 
-    `virtual_stages`: stages of a rank; by default 2 for interleaved and 1 for the others. A zero-bubble schedule with 1
-    is ZB-H1, and with 2 ZB-V.
+    `virtual_stages`: stages of a rank; by default 2 for interleaved and zb-v, and 1 for the others.
     """
-    chunks = virtual_stages or (2 if kind == "interleaved" else 1)
-    _check(kind, pp, micro_batches, chunks)
+    chunks = virtual_stages or CHUNKS[kind]
+    check_chunks(kind, chunks)
     ranks = range(pp)
-    rank_of = tuple(rank for _ in range(chunks) for rank in ranks)
     orders: list[Iterable[Operation]]
     if kind == "gpipe":
         orders = [_gpipe(rank, micro_batches) for rank in ranks]
@@ -91,33 +96,39 @@ def schedule_of(kind: Kind, *, pp: int, micro_batches: int, virtual_stages: int 
         orders = [_one_f_one_b(rank, pp, micro_batches) for rank in ranks]
     elif kind == "interleaved":
         orders = [_interleaved(rank, pp, micro_batches, chunks) for rank in ranks]
-    elif chunks == 1:
+    elif kind == "zb-h1":
         orders = [_zb_h1(rank, pp, micro_batches) for rank in ranks]
     else:
         orders = [_zb_v(rank, pp, micro_batches) for rank in ranks]
-        rank_of = (*ranks, *reversed(ranks))
     return Schedule(
         kind=kind,
         virtual_stages=chunks,
         micro_batches=micro_batches,
-        rank_of=rank_of,
+        rank_of=stage_ranks(kind, pp, chunks),
         orders=tuple(map(tuple, orders)),
     )
 
 
-def _check(kind: Kind, pp: int, micro_batches: int, chunks: int) -> None:
-    chosen = (("virtual_stages", chunks), ("kind", kind))
-    most = {"gpipe": 1, "1f1b": 1, "zero-bubble": 2}.get(kind, chunks)
-    if chunks > most:
-        raise LayoutError.between(chosen, f"{kind} has at most {most} on a rank", ("kind", "interleaved"))
-    if kind != "interleaved":
+def check_chunks(kind: Kind, chunks: int, *, field: str = "virtual_stages", kind_field: str = "kind") -> None:
+    """Raise LayoutError where a kind of schedule does not have that many chunks of the model on a rank.
+
+    `field` and `kind_field` are the names of the two settings in the error.
+    """
+    own = CHUNKS[kind]
+    if chunks == own or (kind == "interleaved" and chunks > own):
         return
-    if chunks < 2:
-        raise LayoutError.between(chosen, f"{kind} has at least 2 on a rank", ("kind", "1f1b"))
-    if micro_batches % pp:
-        above = -(-micro_batches // pp) * pp
-        sizes = (("micro_batches", micro_batches), ("pp", pp))
-        raise LayoutError.between(sizes, f"{kind} takes micro-batches in groups of pp", ("micro_batches", above))
+    least = "at least " if kind == "interleaved" else ""
+    other = "1f1b" if chunks == 1 else "interleaved"
+    reason = f"{kind} has {least}{own} on a rank"
+    raise LayoutError.between(((field, chunks), (kind_field, kind)), reason, (field, own), (kind_field, other))
+
+
+def stage_ranks(kind: Kind, pp: int, chunks: int) -> tuple[int, ...]:
+    """Return the rank of each stage: zb-v goes down the ranks and up again, the others start anew at rank 0."""
+    ranks = range(pp)
+    if kind == "zb-v":
+        return (*ranks, *reversed(ranks))
+    return tuple(rank for _ in range(chunks) for rank in ranks)
 
 
 def _gpipe(rank: int, micro_batches: int) -> Iterable[Operation]:
@@ -137,23 +148,25 @@ def _one_f_one_b(rank: int, pp: int, micro_batches: int) -> Iterable[Operation]:
 
 
 def _interleaved(rank: int, pp: int, micro_batches: int, chunks: int) -> Iterable[Operation]:
-    """Interleaved 1F1B (Narayanan et al. 2021): groups of pp micro-batches pass through one chunk after the other."""
-    total = micro_batches * chunks
+    """Interleaved 1F1B (Narayanan et al. 2021): groups of pp micro-batches pass through one chunk after the other.
 
-    def nth(kind: Pass, n: int) -> Operation:
-        group, place = divmod(n, pp * chunks)
-        chunk, within = divmod(place, pp)
-        if kind != "F":
-            chunk = chunks - 1 - chunk
-        return kind, chunk * pp + rank, group * pp + within
-
+    Where pp does not divide the micro-batches, the last group is larger by the rest, as in Megatron-LM.
+    """
+    groups = max(1, micro_batches // pp)
+    starts = [*(group * pp for group in range(groups)), micro_batches]
+    forward: list[Operation] = []
+    backward: list[Operation] = []
+    for start, stop in pairwise(starts):
+        for chunk in range(chunks):
+            forward += [("F", chunk * pp + rank, micro_batch) for micro_batch in range(start, stop)]
+        for chunk in reversed(range(chunks)):
+            backward += [("D", chunk * pp + rank, micro_batch) for micro_batch in range(start, stop)]
     # Twice the distance to the last rank: a gradient must come back from it in each chunk.
-    ahead = min(total, 2 * (pp - 1 - rank) + (chunks - 1) * pp)
-    yield from (nth("F", n) for n in range(ahead))
-    for n in range(total):
-        if n + ahead < total:
-            yield nth("F", n + ahead)
-        yield nth("D", n)
+    ahead = 2 * (pp - 1 - rank) + (chunks - 1) * (starts[-1] - starts[-2])
+    yield from forward[:ahead]
+    for n, operation in enumerate(backward):
+        yield from forward[n + ahead : n + ahead + 1]
+        yield operation
 
 
 def _zb_h1(rank: int, pp: int, micro_batches: int) -> Iterable[Operation]:

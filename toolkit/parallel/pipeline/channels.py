@@ -1,0 +1,177 @@
+"""Messages between pipeline ranks that keep nobody from computing: one channel for each ordered pair of ranks.
+
+A channel delivers messages in the order in which the sender's schedule produces them. What is ready is sent at once,
+the next message is received while the rank computes, and a rank waits only where it needs what has not arrived. The two
+directions have process groups of their own: with two ranks and several chunks, activations and gradients go both ways.
+
+The first message of a stage's activations is preceded by their shapes; its gradients have the same ones.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from toolkit.config.pipeline_schedules import Schedule
+from toolkit.parallel.groups import ParallelGroups
+
+Carries = Literal["activation", "gradient"]
+Format = list[tuple[torch.Size, torch.dtype]]
+"""Shape and dtype of each tensor of a message."""
+
+_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.bool)
+_HEADER = 64
+"""Numbers of a message about shapes: of three tensors with up to 20 dimensions."""
+
+
+class Message(NamedTuple):
+    """What a pass of `stage` sends to the stage after it, or with a gradient to the one before it."""
+
+    carries: Carries
+    stage: int
+    """The stage that receives it."""
+    micro_batch: int
+
+    @property
+    def boundary(self) -> int:
+        """The earlier of the two stages."""
+        return self.stage - 1 if self.carries == "activation" else self.stage
+
+
+def messages(schedule: Schedule) -> dict[tuple[int, int], list[Message]]:
+    """Return the messages from each rank to each other one, in the order in which they are produced."""
+    rank_of = schedule.rank_of
+    found: dict[tuple[int, int], list[Message]] = defaultdict(list)
+    for rank, order in enumerate(schedule.orders):
+        for kind, stage, micro_batch in order:
+            if kind == "F" and stage + 1 < len(rank_of) and rank_of[stage + 1] != rank:
+                found[rank, rank_of[stage + 1]].append(Message("activation", stage + 1, micro_batch))
+            if kind in ("B", "D") and stage > 0 and rank_of[stage - 1] != rank:
+                found[rank, rank_of[stage - 1]].append(Message("gradient", stage - 1, micro_batch))
+    return dict(found)
+
+
+@dataclass(kw_only=True)
+class _Channel:
+    """One direction between this rank and a peer, in one step."""
+
+    peer: int
+    group: dist.ProcessGroup
+    expected: Sequence[Message]
+    place: int = 0
+    """Messages sent, or asked for."""
+    arriving: dict[Message, list[tuple[dist.Work, torch.Tensor]]] = field(default_factory=dict)
+    leaving: list[tuple[dist.Work, torch.Tensor]] = field(default_factory=list)
+
+
+class Channels:
+    """The channels of one rank of a replica. Construction is a collective call."""
+
+    def __init__(self, groups: ParallelGroups, device: torch.device) -> None:
+        ranks = groups.layout.ranks_along("pipe")
+        down, _ = dist.new_subgroups_by_enumeration(ranks, group_desc="pipeline down")
+        up, _ = dist.new_subgroups_by_enumeration(ranks, group_desc="pipeline up")
+        self._groups = (down, up)
+        self._rank = groups.coordinate.pipe
+        self._peers = dist.get_process_group_ranks(groups.pipe)
+        self._device = device
+        self._formats: dict[int, Format] = {}
+        self._to: dict[int, _Channel] = {}
+        self._from: dict[int, _Channel] = {}
+        self._routes: dict[Message, _Channel] = {}
+
+    def begin_step(self, schedule: Schedule) -> None:
+        """Expect the messages of a schedule, and begin to receive."""
+        self._to = {}
+        self._from = {}
+        self._routes = {}
+        for (sender, receiver), expected in messages(schedule).items():
+            group = self._groups[0 if sender < receiver else 1]
+            if sender == self._rank:
+                self._to[receiver] = _Channel(peer=self._peers[receiver], group=group, expected=expected)
+            if receiver == self._rank:
+                self._from[sender] = _Channel(peer=self._peers[sender], group=group, expected=expected)
+        for channel in self._to.values():
+            self._routes |= dict.fromkeys(channel.expected, channel)
+        for channel in self._from.values():
+            self._routes |= dict.fromkeys(channel.expected, channel)
+            self._ask_ahead(channel)
+
+    def send(self, message: Message, tensors: Sequence[torch.Tensor]) -> None:
+        """Send a message and go on."""
+        channel = self._routes[message]
+        assert channel.expected[channel.place] == message, "messages leave in the schedule's order"
+        channel.place += 1
+        channel.leaving = [(work, tensor) for work, tensor in channel.leaving if not work.is_completed()]
+        if message.carries == "activation" and message.boundary not in self._formats:
+            made = [(tensor.shape, tensor.dtype) for tensor in tensors]
+            self._formats[message.boundary] = made
+            self._send(channel, torch.tensor(_encoded(made), device=self._device))
+        for tensor in tensors:
+            self._send(channel, tensor.detach().contiguous())
+
+    def receive(self, message: Message) -> list[torch.Tensor]:
+        """Wait for a message, and begin to receive the one behind it."""
+        channel = self._routes[message]
+        if message not in channel.arriving:
+            assert channel.expected[channel.place] == message, "messages arrive in the schedule's order"
+            if message.boundary not in self._formats:
+                header = torch.empty(_HEADER, dtype=torch.int64, device=self._device)
+                dist.recv(header, channel.peer, group=channel.group)
+                self._formats[message.boundary] = list(_decoded(header.tolist()))
+            self._ask(channel)
+        self._ask_ahead(channel)
+        arrived = channel.arriving.pop(message)
+        for work, _ in arrived:
+            work.wait()
+        return [tensor for _, tensor in arrived]
+
+    def finish_step(self) -> None:
+        """Wait until everything has been sent."""
+        for channel in self._to.values():
+            for work, _ in channel.leaving:
+                work.wait()
+            assert channel.place == len(channel.expected), "every message was sent"
+        assert not any(channel.arriving for channel in self._from.values()), "every message was taken"
+
+    def _send(self, channel: _Channel, tensor: torch.Tensor) -> None:
+        work = dist.isend(tensor, channel.peer, group=channel.group)
+        assert work is not None
+        channel.leaving.append((work, tensor))
+
+    def _ask_ahead(self, channel: _Channel) -> None:
+        """Begin to receive the next message, unless its shapes are still to come."""
+        if channel.place < len(channel.expected) and channel.expected[channel.place].boundary in self._formats:
+            self._ask(channel)
+
+    def _ask(self, channel: _Channel) -> None:
+        message = channel.expected[channel.place]
+        channel.place += 1
+        arriving = []
+        for shape, dtype in self._formats[message.boundary]:
+            if message.carries == "gradient" and not dtype.is_floating_point:
+                continue
+            tensor = torch.empty(shape, dtype=dtype, device=self._device)
+            work = dist.irecv(tensor, channel.peer, group=channel.group)
+            assert work is not None
+            arriving.append((work, tensor))
+        channel.arriving[message] = arriving
+
+
+def _encoded(made: Format) -> list[int]:
+    numbers = [len(made)]
+    for shape, dtype in made:
+        numbers += [_DTYPES.index(dtype), len(shape), *shape]
+    return numbers + [0] * (_HEADER - len(numbers))
+
+
+def _decoded(numbers: Sequence[int]) -> Iterator[tuple[torch.Size, torch.dtype]]:
+    place = 1
+    for _ in range(numbers[0]):
+        dtype, dims = numbers[place : place + 2]
+        place += 2
+        yield torch.Size(numbers[place : place + dims]), _DTYPES[dtype]
+        place += dims
