@@ -81,7 +81,7 @@ class PipelineEngine(DeepSpeedBase):
         self._initialize(job, config, pipeline)
         if job.layout.schedule is not None:
             channels = Channels(partition.groups, device)
-            self.engine = ScheduledPipeline.adopt(self.engine, partition.stage, channels)
+            self.engine = ScheduledPipeline.adopt(self.engine, partition.stage, channels, self._report_pass)
         equalize_norm_calls(self.optimizer, partition.groups)
         partition.stage.cast_nonlocal(model_dtype(config))
 
@@ -190,6 +190,11 @@ class PipelineEngine(DeepSpeedBase):
             self.engine.loss = None
             self.engine.pipe_buffers["outputs"] = [None] * self.engine.num_pipe_buffers
 
+    def _report_pass(self, detail: str) -> None:
+        """Report what a rank of a scheduled pipeline does. All ranks are in one phase, whatever pass each is in."""
+        if self.model.training:
+            self.report_phase(f"pipeline: {detail}")
+
     def _begin_forward(self) -> None:
         self._release_outputs()
         index = next(self._order)
@@ -206,7 +211,7 @@ class PipelineEngine(DeepSpeedBase):
             self.head_loss.labels = self._current.labels.to(self.device, non_blocking=True)
         if self.routing is not None and self.model.training:
             self.routing.start(self._current.lengths)
-        if self.model.training:
+        if self.model.training and self._layout.schedule is None:
             self.report_phase("forward")  # of the whole pipeline: which pass a stage is in differs
 
     def _loss(self, output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

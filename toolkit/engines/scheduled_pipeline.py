@@ -24,6 +24,19 @@ Batches = Callable[[int], tuple[Any, torch.Tensor]]
 """Returns a micro-batch's inputs of the first stage, and labels of the last."""
 
 
+PASSES: dict[Pass, str] = {
+    "F": "forward pass",
+    "B": "backward pass for the input",
+    "W": "backward pass for the weights",
+    "D": "backward pass",
+}
+"""What passes are called in reports of phases, in a trace, and where a rank fails."""
+
+
+def _described(kind: Pass, stage: int, micro_batch: int) -> str:
+    return f"{PASSES[kind]} of micro-batch {micro_batch} in stage {stage}"
+
+
 class RunPass(instructions.PipeInstruction):  # type: ignore[misc]
     """One pass of a micro-batch through a stage: kind, stage, micro_batch."""
 
@@ -56,12 +69,15 @@ class ScheduledPipeline(deepspeed_pipe.PipelineEngine):  # type: ignore[misc]
     """The stage whose pass runs; None between passes."""
 
     @classmethod
-    def adopt(cls, engine: Any, stage: PipelineStage, channels: Channels) -> Self:
-        """Let an engine run schedules from now on, over the stages of `stage`."""
+    def adopt(
+        cls, engine: Any, stage: PipelineStage, channels: Channels, report: Callable[[str], None] = lambda detail: None
+    ) -> Self:
+        """Let an engine run schedules from now on, over the stages of `stage`. `report`s what a rank does."""
         engine.__class__ = cls
         adopted: Self = engine
         adopted._stage = stage
         adopted._channels = channels
+        adopted._report = report
         adopted._weight_gradients = WeightGradients()
         adopted._weight_gradients.connect(stage.model)
         return adopted
@@ -110,10 +126,10 @@ class ScheduledPipeline(deepspeed_pipe.PipelineEngine):  # type: ignore[misc]
                         self._run_forward(stage, micro_batch)
                     case "B":
                         with self._weight_gradients.collecting(stage, micro_batch):
-                            self._run_backward(stage, micro_batch)
+                            self._run_backward(kind, stage, micro_batch)
                         self._send_gradients(stage, micro_batch)
                     case "D":
-                        self._run_backward(stage, micro_batch)
+                        self._run_backward(kind, stage, micro_batch)
                         self._send_gradients(stage, micro_batch)
                     case "W":
                         self._run_weights(stage, micro_batch)
@@ -131,6 +147,7 @@ class ScheduledPipeline(deepspeed_pipe.PipelineEngine):  # type: ignore[misc]
             self.pipe_buffers["inputs"][place] = tuple(received)
         if self.is_last_stage():
             self.pipe_buffers["labels"][place] = self._batches(micro_batch)[1]
+        self._report(_described("F", stage, micro_batch))
         self._exec_forward_pass(place)
         if self.is_last_stage():
             self._losses[place] = self.loss
@@ -145,12 +162,13 @@ class ScheduledPipeline(deepspeed_pipe.PipelineEngine):  # type: ignore[misc]
             self.pipe_buffers["inputs"].pop(place)
             self.pipe_buffers["outputs"].pop(place, None)
 
-    def _run_backward(self, stage: int, micro_batch: int) -> None:
+    def _run_backward(self, kind: Pass, stage: int, micro_batch: int) -> None:
         place = (stage, micro_batch)
         if self.is_last_stage():
             self.loss = self._losses.pop(place)
         else:
             self.grad_layer = self._take(Message("gradient", stage, micro_batch))
+        self._report(_described(kind, stage, micro_batch))
         if self.using_bf16_optimizer:
             # What has no gradient in this pass is not added.
             self.optimizer.clear_lp_grads(set_to_none=True)
@@ -167,6 +185,7 @@ class ScheduledPipeline(deepspeed_pipe.PipelineEngine):  # type: ignore[misc]
             self._hand_on(Message("gradient", stage - 1, micro_batch), gradients)
 
     def _run_weights(self, stage: int, micro_batch: int) -> None:
+        self._report(_described("W", stage, micro_batch))
         if self.using_bf16_optimizer:
             self.optimizer.clear_lp_grads(set_to_none=True)
         # DeepSpeed's hooks of parameters ask whether its engine runs the backward pass.
@@ -188,6 +207,9 @@ class ScheduledPipeline(deepspeed_pipe.PipelineEngine):  # type: ignore[misc]
     def _take(self, message: Message) -> list[torch.Tensor]:
         """Return what another stage has passed to the one at work, in new tensors without a history."""
         here = self._handed_on.pop(message, None)
-        return self._channels.receive(message) if here is None else here
+        if here is not None:
+            return here
+        self._report(f"waits for the {message.carries} of micro-batch {message.micro_batch} at stage {message.stage}")
+        return self._channels.receive(message)
 
     _INSTRUCTION_MAP = deepspeed_pipe.PipelineEngine._INSTRUCTION_MAP | {RunPass: _run_pass}

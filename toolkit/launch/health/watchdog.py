@@ -22,6 +22,7 @@ from toolkit.launch.health import local_process, stalled_ranks
 from toolkit.launch.health.heartbeat import PEER_FAILED, FailureReport, Heartbeat
 from toolkit.launch.health.heartbeat_store import HeartbeatStore, HeartbeatStoreLostError, is_lost_connection
 from toolkit.launch.health.stalled_ranks import StallClock, limit_seconds
+from toolkit.phases import phase_of
 
 _TICK_SECONDS = 0.25
 _HEARTBEAT_SECONDS = 0.5
@@ -111,7 +112,8 @@ class Watchdog:
         if step is not None and step != now.step:
             self._progress = _Progress(phase, step, now.steps_started + 1, 0)
         elif phase != now.phase:
-            self._progress = _Progress(phase, now.step, now.steps_started, now.phases_started + 1)
+            begun = phase_of(phase) != phase_of(now.phase)
+            self._progress = _Progress(phase, now.step, now.steps_started, now.phases_started + begun)
         self._phase_reports += 1
 
     def report_error(self, error: BaseException) -> None:
