@@ -41,7 +41,7 @@ def test_every_nth_layer_runs_twice(recomputed: Recompute, expected: list[int]) 
 def test_a_pipeline_stage_counts_layers_over_the_whole_model(stage: int, expected: list[bool]) -> None:
     model = AutoModelForCausalLM.from_config(tiny_config("llama", num_hidden_layers=5))
     structure = analyze_model(model)
-    PipelineStage(model, structure, bounds=(0, 3, 5), stage=stage)
+    PipelineStage(model, structure, bounds=(0, 3, 5), stages=[stage])
     recompute(model, "every_2")
     own = [layer for layer in structure.layer_list(model) if not isinstance(layer, NonLocalLayer)]
     assert [layer.gradient_checkpointing for layer in own] == expected

@@ -1,7 +1,7 @@
 """Stage boundaries: costs counted from the model, and the partition whose slowest stage is fastest."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import combinations_with_replacement, pairwise
 
 import pytest
@@ -10,7 +10,7 @@ from nonempty import nonempty
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from toolkit.config.layout import Recompute
-from toolkit.config.stage_balance import Costs, balance
+from toolkit.config.stage_balance import Costs, balance, balance_chunks
 from toolkit.errors import LayoutError
 from toolkit.estimate.flops import train_flops_per_token
 from toolkit.models.shape import ModelShape
@@ -51,6 +51,30 @@ def test_no_partition_is_better_in_time_then_memory_then_early_layers(seed: int)
     stages = draw.randint(1, layers)
     best = min(partitions(layers, stages), key=lambda bounds: (slowest(costs, bounds), most_kept(bounds), bounds))
     assert balance(costs, stages) == best
+
+
+def slowest_rank(costs: Costs, bounds: tuple[int, ...], rank_of: Sequence[int]) -> float:
+    times = [0.0] * (max(rank_of) + 1)
+    times[rank_of[0]] += costs.before
+    times[rank_of[-1]] += costs.after
+    for rank, (start, stop) in zip(rank_of, pairwise(bounds), strict=True):
+        times[rank] += sum(costs.layers[start:stop])
+    return max(times)
+
+
+def test_the_slowest_rank_of_several_chunks_is_fastest_or_nearly_so() -> None:
+    """Equal layers, embeddings and a head, on ranks that go down and up again or start anew."""
+    draw = random.Random(0)
+    ratios = []
+    for _ in range(100):
+        pp = draw.choice((2, 3))
+        rank_of = draw.choice(((*range(pp), *range(pp)), (*range(pp), *reversed(range(pp)))))
+        layers = [1.0] * draw.randint(2 * pp, 2 * pp + 5)
+        costs = costs_of(*layers, before=draw.random() / 2, after=draw.choice((0.3, 1.0, 2.5)))
+        best = min(slowest_rank(costs, bounds, rank_of) for bounds in partitions(len(layers), len(rank_of)))
+        ratios.append(slowest_rank(costs, balance_chunks(costs, rank_of), rank_of) / best)
+    assert max(ratios) < 1.1
+    assert sum(ratio < 1 + 1e-9 for ratio in ratios) > 95
 
 
 @pytest.mark.parametrize("seed", range(50))
@@ -205,7 +229,7 @@ def test_a_last_stage_without_layers_trains_the_same(checkpointing: bool) -> Non
         part.load_state_dict(whole.state_dict())
         if checkpointing:
             part.gradient_checkpointing_enable({"use_reentrant": False})
-        stages.append(PipelineStage(part, analyze_model(whole), bounds=(0, 2, 2), stage=stage))
+        stages.append(PipelineStage(part, analyze_model(whole), bounds=(0, 2, 2), stages=[stage]))
     ids = torch.arange(16).view(2, 8)
     whole.train()
     for model in (lambda: stages[1](stages[0].train()((ids,))), lambda: whole(input_ids=ids).logits):

@@ -392,7 +392,8 @@ def pass_stages(
 ) -> Passed:
     """One pass through the stages of copies of the model, forward in order and backward in reverse."""
     stages = [
-        PipelineStage(copy.deepcopy(model), structure, bounds=BOUNDS, stage=stage) for stage in range(len(BOUNDS) - 1)
+        PipelineStage(copy.deepcopy(model), structure, bounds=BOUNDS, stages=[stage])
+        for stage in range(len(BOUNDS) - 1)
     ]
     for stage in stages:
         stage.is_packed = len(inputs) > 1

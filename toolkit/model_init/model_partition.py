@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from toolkit.config.job import Job
 from toolkit.config.layout import Layout
-from toolkit.config.stage_balance import CPU_FLOPS_PER_BYTE, GPU_FLOPS_PER_BYTE, balance
+from toolkit.config.stage_balance import CPU_FLOPS_PER_BYTE, GPU_FLOPS_PER_BYTE, balance, balance_chunks
 from toolkit.errors import ModelError
 from toolkit.model_init.model_modules import Materializer, OnLayer, outside_layers, persistent_buffers
 from toolkit.model_init.new_tokens import train_every_token
@@ -203,7 +203,10 @@ class ModelPartition:
             recompute=self.job.recipe.parallel.recompute,
             flops_per_byte=GPU_FLOPS_PER_BYTE if self.device.type == "cuda" else CPU_FLOPS_PER_BYTE,
         )
-        return balance(costs, self.layout.stages, head_alone=not holds_adapters(self.trained))
+        head_alone = not holds_adapters(self.trained)
+        if self.layout.chunks > 1:
+            return balance_chunks(costs, self.layout.stage_ranks, head_alone=head_alone)
+        return balance(costs, self.layout.pp, head_alone=head_alone)
 
 
 def finish_outside_layers(
