@@ -15,6 +15,13 @@ from toolkit.errors import LayoutError
 
 Pass = Literal["F", "B", "W", "D"]
 """Forward; backward for the input alone; backward for the weights alone; the whole backward, B and W in one."""
+PASS_NAMES: dict[Pass, str] = {
+    "F": "forward pass",
+    "B": "backward pass for the input",
+    "W": "backward pass for the weights",
+    "D": "backward pass",
+}
+"""What passes are called where a rank says what it does: to the watchdog, and in a trace."""
 Operation = tuple[Pass, int, int]
 """A pass, the stage, and the micro-batch."""
 Kind = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]

@@ -13,7 +13,7 @@ import torch
 from deepspeed.runtime.pipe import engine as deepspeed_pipe
 from deepspeed.runtime.pipe import schedule as instructions
 
-from toolkit.config.pipeline_schedules import Operation, Pass, Schedule
+from toolkit.config.pipeline_schedules import PASS_NAMES, Operation, Pass, Schedule
 from toolkit.parallel.pipeline.channels import Channels, Message
 from toolkit.parallel.pipeline.stage import PipelineStage
 from toolkit.parallel.pipeline.weight_gradients import WeightGradients
@@ -24,17 +24,8 @@ Batches = Callable[[int], tuple[Any, torch.Tensor]]
 """Returns a micro-batch's inputs of the first stage, and labels of the last."""
 
 
-PASSES: dict[Pass, str] = {
-    "F": "forward pass",
-    "B": "backward pass for the input",
-    "W": "backward pass for the weights",
-    "D": "backward pass",
-}
-"""What passes are called in reports of phases, in a trace, and where a rank fails."""
-
-
 def _described(kind: Pass, stage: int, micro_batch: int) -> str:
-    return f"{PASSES[kind]} of micro-batch {micro_batch} in stage {stage}"
+    return f"{PASS_NAMES[kind]} of micro-batch {micro_batch} in stage {stage}"
 
 
 class RunPass(instructions.PipeInstruction):  # type: ignore[misc]
@@ -212,4 +203,11 @@ class ScheduledPipeline(deepspeed_pipe.PipelineEngine):  # type: ignore[misc]
         self._report(f"waits for the {message.carries} of micro-batch {message.micro_batch} at stage {message.stage}")
         return self._channels.receive(message)
 
-    _INSTRUCTION_MAP = deepspeed_pipe.PipelineEngine._INSTRUCTION_MAP | {RunPass: _run_pass}
+    def _begin_reductions(self) -> None:
+        self._report("sums gradients")
+        self._exec_reduce_tied_grads()
+
+    _INSTRUCTION_MAP = deepspeed_pipe.PipelineEngine._INSTRUCTION_MAP | {
+        RunPass: _run_pass,
+        instructions.ReduceTiedGrads: _begin_reductions,
+    }

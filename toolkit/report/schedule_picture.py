@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from html import escape
+from itertools import zip_longest
 
 from toolkit.config.pipeline_schedules import Schedule
 from toolkit.planner.simulate_schedule import TimedOperation, Timeline
@@ -24,17 +25,18 @@ _NAMES = {"F": "forward", "D": "backward", "B": "for the input (B)", "W": "for t
 _TITLES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved 1F1B", "zb-h1": "ZB-H1", "zb-v": "ZB-V"}
 
 
-def schedule_picture(timelines: Sequence[Timeline]) -> str:
-    """The timelines below each other."""
+def schedule_picture(timelines: Sequence[Timeline], names: Sequence[str] = ()) -> str:
+    """The timelines below each other. `names`: words in front of the title of each."""
     longest = max(timeline.makespan for timeline in timelines)
     scale = (_WIDTH - _LEFT - _RIGHT) / longest
     parts: list[str] = []
     top = _LEGEND
-    for timeline in timelines:
-        parts += _block(timeline, top, scale)
+    titles = [_title(timeline, name) for timeline, name in zip_longest(timelines, names, fillvalue="")]
+    for timeline, title in zip(timelines, titles, strict=True):
+        parts += _block(timeline, title, top, scale)
         top += _HEAD + _ROW * timeline.schedule.pp + _FOOT
     passes = [kind for kind in "FDBW" if any(_has(timeline.schedule, kind) for timeline in timelines)]
-    label = "; ".join(_title(timeline) for timeline in timelines)
+    label = "; ".join(titles)
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {top}" role="img" '
         f"aria-label=\"{escape(label)}\" font-family=\"system-ui, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif\">"
@@ -71,17 +73,17 @@ def _legend(passes: Sequence[str], *, has_chunks: bool) -> Iterator[str]:
     yield f'<text x="{x + 20}" y="25" class="ink">bubble{note}</text>'
 
 
-def _title(timeline: Timeline) -> str:
+def _title(timeline: Timeline, kind: str) -> str:
     schedule = timeline.schedule
-    name = _TITLES[schedule.kind]
+    name = f"{kind}: {_TITLES[schedule.kind]}" if kind else _TITLES[schedule.kind]
     chunks = f", {schedule.virtual_stages} virtual stages a rank" if schedule.virtual_stages > 1 else ""
     return f"{name}{chunks}: bubble {100 * timeline.bubble:.1f} %, step {timeline.step:.2f} F+B"
 
 
-def _block(timeline: Timeline, top: float, scale: float) -> Iterator[str]:
+def _block(timeline: Timeline, title: str, top: float, scale: float) -> Iterator[str]:
     schedule = timeline.schedule
     right = _LEFT + timeline.makespan * scale
-    yield f'<text x="{_LEFT}" y="{top + 20}" class="ink title">{escape(_title(timeline))}</text>'
+    yield f'<text x="{_LEFT}" y="{top + 20}" class="ink title">{escape(title)}</text>'
     yield f'<text x="{_WIDTH - 12}" y="{top + 20}" class="muted" text-anchor="end">in flight</text>'
     word = "stage" if schedule.virtual_stages == 1 else "rank"
     for rank in range(schedule.pp):

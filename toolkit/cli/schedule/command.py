@@ -21,8 +21,9 @@ _MOST_OPERATIONS = 500_000
 
 
 @click.command()
-@click.option("--pp", type=Count(max=4096), required=True, help="Pipeline ranks.")
-@click.option("--micro-batches", type=Count(max=65536), required=True, help="Micro-batches of a step.")
+@click.option("--pp", type=Count(max=4096), help="Pipeline ranks.")
+@click.option("--micro-batches", type=Count(max=65536), help="Micro-batches of a step.")
+@click.option("--run", metavar="DIR", help="Show the last step that train.profile traced in a run, and its simulation.")
 @click.option("--kind", type=click.Choice(KINDS), default="1f1b", show_default=True, help="The schedule.")
 @click.option(
     "--virtual-stages",
@@ -48,8 +49,8 @@ _MOST_OPERATIONS = 500_000
 @click.option("--svg", metavar="FILE", help="Draw the timeline.")
 @json_option("Every operation with its times, as JSON.")
 def command(
-    pp: int, micro_batches: int, kind: str, virtual_stages: int | None, backward: float, comm: float,
-    blocking: bool, stage_times: str | None, svg: str | None, as_json: bool,
+    pp: int | None, micro_batches: int | None, run: str | None, kind: str, virtual_stages: int | None,
+    backward: float, comm: float, blocking: bool, stage_times: str | None, svg: str | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Simulate a pipeline schedule: its timeline, its bubble, and the micro-batches that every rank holds in memory.
 
@@ -60,9 +61,18 @@ def command(
     dstk schedule --pp 4 --micro-batches 8
     dstk schedule --pp 4 --micro-batches 8 --kind interleaved --virtual-stages 2 --svg timeline.svg
     dstk schedule --pp 4 --micro-batches 16 --stage-times 1,1,1,1.3 --comm 0.1 --backward 3
+    dstk schedule --run runs/mine --svg timeline.svg
     """
     if svg is not None and (Path(svg).suffix != ".svg" or (Path(svg).exists() and not Path(svg).is_file())):
         raise ReportError.of("--svg", svg, "the picture is an SVG file", "name a file that ends in .svg")
+    if run is not None:
+        _show_run(Path(run), svg, as_json=as_json)
+        return
+    for name, value in (("--pp", pp), ("--micro-batches", micro_batches)):
+        if value is None:
+            raise click.MissingParameter(param_hint=f"'{name}'", param_type="option")
+    assert pp is not None
+    assert micro_batches is not None
     asked = _schedule(cast(Kind, kind), pp, micro_batches, virtual_stages)
     times = _stage_times(stage_times, asked)
     if blocking and kind != "1f1b":
@@ -71,7 +81,7 @@ def command(
     timeline = _timeline(asked, backward, comm, times, blocking=blocking)
     others = _comparison(timeline, backward, comm, times)
     if svg is not None:
-        _draw(Path(svg), timeline)
+        _draw(Path(svg), [timeline])
     if as_json:
         print_json({"blocking": blocking} | _to_json(timeline, others))
         return
@@ -147,11 +157,26 @@ def _comparison(timeline: Timeline, backward: float, comm: float, times: "Sequen
     return rows
 
 
-def _draw(path: Path, timeline: Timeline) -> None:
+def _show_run(run: Path, svg: str | None, *, as_json: bool) -> None:
+    """Show what a run's ranks did in its last traced step, above what the simulator says of passes that long."""
+    from toolkit.report.measured_timeline import read_timelines
+
+    measured, simulated = read_timelines(run)
+    if svg is not None:
+        _draw(Path(svg), [measured, simulated], names=("measured", "simulated"))
+    if as_json:
+        print_json({"measured": _to_json(measured, []), "simulated": _to_json(simulated, [])})
+        return
+    from toolkit.cli.schedule.terminal import print_timelines
+
+    print_timelines({"measured": measured, "simulated": simulated})
+
+
+def _draw(path: Path, timelines: "Sequence[Timeline]", names: "Sequence[str]" = ()) -> None:
     from toolkit.report.schedule_picture import schedule_picture
 
     try:
-        path.write_text(schedule_picture([timeline]), encoding="utf-8")
+        path.write_text(schedule_picture(timelines, names), encoding="utf-8")
     except OSError as error:
         raise ReportError(
             f"--svg {printable(path)}: {reason_of(error)}. Name a file in a directory that exists."

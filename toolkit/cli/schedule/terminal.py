@@ -1,10 +1,11 @@
 """A timeline in a terminal: a row for each rank, colored or in ASCII, cut in its middle where there is no room."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
 from rich import box
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -106,8 +107,31 @@ def _view(timeline: Timeline, columns: int, *, plain: bool) -> _View:
 def print_timeline(timeline: Timeline, compared: Sequence[Timeline], *, blocking: bool) -> None:
     """The timeline with each rank's bubble and memory, a summary, and the other kinds, whose transfers never block."""
     console = table_console()
+    console.print(Text(_title(timeline.schedule), style="bold"), soft_wrap=True)
+    view = _print_ranks(console, timeline)
+    for line in _summary(timeline, view):
+        console.print(line, soft_wrap=True)
+    console.print(_table(compared, timeline.schedule))
+    if blocking:
+        console.print(Text("Ranks wait for the transfers of 1f1b, and not for those of the others.", style="dim"))
+
+
+def print_timelines(timelines: Mapping[str, Timeline]) -> None:
+    """Timelines of one schedule on one scale of time, in seconds, below each other."""
+    console = table_console()
+    longest = max(timelines.values(), key=lambda timeline: timeline.makespan)
+    for name, timeline in timelines.items():
+        title = f"{name}, {timeline.makespan:.3g} s: {_title(timeline.schedule)}"
+        console.print(Text(title, style="bold"), soft_wrap=True)
+        view = _print_ranks(console, timeline, longest.makespan)
+        console.print(_summary(timeline, view)[-1], soft_wrap=True)
+        console.print()
+    console.print(_legend(longest.schedule, view))
+
+
+def _print_ranks(console: Console, timeline: Timeline, makespan: float | None = None) -> _View:
+    """A row for each rank. With `makespan` all of the timeline, on the scale of one that lasts so long."""
     schedule = timeline.schedule
-    console.print(Text(_title(schedule), style="bold"), soft_wrap=True)
     console.print()
     name = "stage" if schedule.virtual_stages == 1 else "rank"
     labels = [f"{name} {rank}" for rank in range(schedule.pp)]
@@ -115,7 +139,11 @@ def print_timeline(timeline: Timeline, compared: Sequence[Timeline], *, blocking
     label_width = len(labels[-1]) + 2
     held_width = max(len("in flight"), *map(len, held))
     columns = max(20, console.width - label_width - held_width - len("  bubble  "))
-    view = _view(timeline, columns, plain=console.color_system is None or console.no_color)
+    plain = console.color_system is None or console.no_color
+    if makespan is None:
+        view = _view(timeline, columns, plain=plain)
+    else:
+        view = _View(scale=columns / makespan, shown=[range(columns)], plain=plain)
     heading = f"{'':{label_width + view.width}}  bubble  {'in flight':>{held_width}}"
     console.print(Text(heading, style="dim"), soft_wrap=True)
     for rank in _rows(schedule.pp):
@@ -126,11 +154,7 @@ def print_timeline(timeline: Timeline, compared: Sequence[Timeline], *, blocking
         line.append(f"{100 * timeline.bubbles[rank]:>6.1f} %  {held[rank]:>{held_width}}")
         console.print(line, soft_wrap=True)
     console.print()
-    for line in _summary(timeline, view):
-        console.print(line, soft_wrap=True)
-    console.print(_table(compared, schedule))
-    if blocking:
-        console.print(Text("Ranks wait for the transfers of 1f1b, and not for those of the others.", style="dim"))
+    return view
 
 
 def _title(schedule: Schedule) -> str:
@@ -153,18 +177,22 @@ def _rows(pp: int) -> Iterable[int | None]:
 
 def _summary(timeline: Timeline, view: _View) -> list[Text]:
     schedule = timeline.schedule
+    notes = [view.note] if view.note else []
+    if schedule.splits_backward:
+        notes.insert(0, "in flight: whole micro-batches + those that keep only what their W needs")
+    step = f"{timeline.step:.2f} F+B, where {schedule.micro_batches} would be without a bubble"
+    bubble = Text.assemble("bubble ", (f"{100 * timeline.bubble:.1f} %", "bold"), f"; step {step}")
+    return [_legend(schedule, view), *(Text(note, style="dim") for note in notes), bubble]
+
+
+def _legend(schedule: Schedule, view: _View) -> Text:
     legend = Text()
     for kind in "FBW" if schedule.splits_backward else "FD":
         legend.append(_LINES[kind] * 3 if view.plain else "   ", style="" if view.plain else f"on {_COLORS[kind][0]}")
         legend.append(f" {_NAMES[kind]}   ")
     if schedule.virtual_stages > 1 and not view.plain and not view.is_sampled:
         legend.append("lighter: odd chunks")
-    notes = [view.note] if view.note else []
-    if schedule.splits_backward:
-        notes.insert(0, "in flight: whole micro-batches + those that keep only what their W needs")
-    step = f"{timeline.step:.2f} F+B, where {schedule.micro_batches} would be without a bubble"
-    bubble = Text.assemble("bubble ", (f"{100 * timeline.bubble:.1f} %", "bold"), f"; step {step}")
-    return [legend, *(Text(note, style="dim") for note in notes), bubble]
+    return legend
 
 
 def _table(compared: Sequence[Timeline], asked: Schedule) -> Table:
