@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from toolkit.parallel.context.attention import View, attend, attending, mask
 from toolkit.parallel.context.exchange import Alone, Chosen, Exchange, make_exchange
-from toolkit.parallel.context.sequence import TILE, SequenceSlice, Tile, chunks_of
+from toolkit.parallel.context.sequence import TILE, SequenceSlice, Tile
 
 Ranks = Callable[..., list[Any]]
 LENGTH = 48
@@ -50,14 +50,12 @@ def test_tiles_have_each_visible_pair_once(
     exchange: Chosen, ranks: int, window: int | None, chunk: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("toolkit.parallel.context.sequence.TILE", 5)
-    runs = (
-        [range(LENGTH)] if exchange == "gather" else [run for r in range(ranks) for run in chunks_of(r, ranks, LENGTH)]
-    )
     found: list[tuple[int, int, int]] = []
     for rank in range(ranks):
         sequence = SequenceSlice(rank=rank, ranks=ranks, length=LENGTH, starts=STARTS)
         positions = sequence.positions()
-        for run in runs:
+        every = [run for runs in sequence.runs for run in runs]
+        for run in [range(LENGTH)] if exchange == "gather" else every:
             for tile in sequence.tiles(run, window=window, chunk=chunk):
                 pairs = [(positions[query], run[key]) for query, key in pairs_of(tile)]
                 found += [(sample, *pair) for sample in range(*tile.rows.indices(2)) for pair in pairs]
@@ -81,20 +79,46 @@ def test_a_mask_is_no_larger_than_a_tile_and_its_window() -> None:
     )
 
 
-@pytest.mark.parametrize("window", [None, 1000])
-@pytest.mark.parametrize("ranks", [2, 4, 8, 64])
-def test_every_rank_has_the_same_causal_work(ranks: int, window: int | None) -> None:
-    length = 1 << 14
+def imbalance(ranks: int, length: int, starts: tuple[int, ...], window: int | None = None) -> float:
+    """Pairs of a query and a key on the rank with most, over the mean."""
     work = [
         sum(
             tile.pairs
-            for tile in SequenceSlice(rank=rank, ranks=ranks, length=length, starts=((0,),)).tiles(
+            for tile in SequenceSlice(rank=rank, ranks=ranks, length=length, starts=(starts,)).tiles(
                 range(length), window=window
             )
         )
         for rank in range(ranks)
     ]
-    assert max(work) <= 1.05 * sum(work) / ranks
+    return max(work) * ranks / sum(work)
+
+
+@pytest.mark.parametrize("window", [None, 1000])
+@pytest.mark.parametrize("ranks", [2, 4, 8, 64])
+def test_every_rank_has_the_same_causal_work(ranks: int, window: int | None) -> None:
+    assert imbalance(ranks, 1 << 14, (0,), window) <= 1.05
+
+
+@pytest.mark.parametrize("mean", [500, 4000, 16000])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_every_rank_has_the_same_work_of_documents(ranks: int, mean: int) -> None:
+    chance = random.Random(mean)
+    length = 1 << 15
+    starts = [0]
+    while (following := starts[-1] + 1 + int(chance.expovariate(1 / mean))) < length:
+        starts.append(following)
+    assert imbalance(ranks, length, tuple(starts)) <= 1.05
+
+
+@pytest.mark.parametrize("length", [48, 96, 1 << 15])
+@pytest.mark.parametrize("starts", [((0,),), ((0, 5, 30), (0, 17)), ((0, 1, 2, 3),)])
+def test_ranks_hold_each_position_once_and_as_many(length: int, starts: tuple[tuple[int, ...], ...]) -> None:
+    for count in (1, 2, 4, 8):
+        runs = SequenceSlice(rank=0, ranks=count, length=length, starts=starts).runs
+        held = [[position for run in each for position in run] for each in runs]
+        assert {len(each) for each in held} == {length // count}
+        assert sorted(position for each in held for position in each) == [*range(length)]
+        assert all(each == sorted(each) for each in held)
 
 
 def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
@@ -195,7 +219,7 @@ def test_chunks_in_the_order_of_ranks_are_caught(ranks: Ranks, monkeypatch: pyte
     """As if each rank had consecutive positions, where it has the first and the last."""
     gathered = "toolkit.parallel.context.exchange.Gather._gathered"
 
-    def in_order_of_ranks(gather: Any, local: torch.Tensor) -> torch.Tensor:
+    def in_order_of_ranks(gather: Any, local: torch.Tensor, sequence: Any) -> torch.Tensor:
         parts = [torch.empty_like(local) for _ in range(gather._group.size())]
         dist.all_gather(parts, local.contiguous())
         return torch.cat(parts, dim=2)

@@ -1,7 +1,7 @@
 """Ranks that share sequences (context parallelism) train what one plain PyTorch process trains."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -214,14 +214,13 @@ class TestFaults:
         ranks: Ranks,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        own = ContextSlices._own
+        take = ContextSlices.take
 
-        def from_zero(slices: Any, whole: torch.Tensor) -> torch.Tensor:
-            part = own(slices, whole)
-            is_positions = bool((whole[:, 0] == 0).all() and whole.max() < SEQ_LEN)
-            return torch.arange(part.shape[1]).expand_as(part) if is_positions else part
+        def from_zero(slices: Any, micro_batch: Any, sequence: Any) -> Any:
+            part = take(slices, micro_batch, sequence)
+            return replace(part, position_ids=torch.arange(part.input_ids.shape[1]).expand_as(part.input_ids))
 
-        monkeypatch.setattr(ContextSlices, "_own", from_zero)
+        monkeypatch.setattr(ContextSlices, "take", from_zero)
         assert self.caught(recipe_of, reference, ranks)
 
     def test_documents_that_see_each_other(
@@ -243,8 +242,8 @@ class TestFaults:
     ) -> None:
         take = ContextSlices.take
 
-        def shifted(slices: Any, micro_batch: Any) -> Any:
-            part = take(slices, micro_batch)
+        def shifted(slices: Any, micro_batch: Any, sequence: Any) -> Any:
+            part = take(slices, micro_batch, sequence)
             part.labels[:, :-1] = part.input_ids[:, 1:]
             return part
 

@@ -30,7 +30,7 @@ class ContextSlices:
         self._exchange = make_exchange(group, _exchange_of(job))
         self._plain = self._sequence(((0,),) * self._samples)
         self.positions = torch.tensor(self._plain.positions())
-        """Positions of the sequence on this rank, int64 [n], on the CPU."""
+        """Positions of the sequence on this rank in the last forward pass, int64 [n], on the CPU."""
 
     def sequence(self, micro_batch: MicroBatch) -> SequenceSlice:
         """Return this rank's part of the sequences of a whole micro-batch, from its position ids on the CPU."""
@@ -39,22 +39,23 @@ class ContextSlices:
         starts = (micro_batch.position_ids.diff(dim=-1) != 1).tolist()
         return self._sequence(tuple((0, *(i + 1 for i, begins in enumerate(row) if begins)) for row in starts))
 
-    def take(self, micro_batch: MicroBatch) -> MicroBatch:
-        """Return this rank's part of a micro-batch. Ranks drop different activations, as they hold different ones."""
+    def take(self, micro_batch: MicroBatch, sequence: SequenceSlice) -> MicroBatch:
+        """Return this rank's part of a micro-batch, whose sequences are these. Ranks drop different activations."""
         seed = derive_seed("slice", micro_batch.dropout_seed, self.group.rank())
         if not micro_batch.input_ids.numel():  # of a stage that reads no tokens
             return replace(micro_batch, dropout_seed=seed)
+        own = torch.tensor(sequence.positions())
         sequences = micro_batch.sequences
         if sequences is not None:
-            sequences = replace(sequences, numbers=self._own(sequences.numbers))
+            sequences = replace(sequences, numbers=sequences.numbers[:, own])
         positions = micro_batch.position_ids
         if positions is None:
             positions = torch.arange(self._length).expand(len(micro_batch.input_ids), -1)
         return replace(
             micro_batch,
-            input_ids=self._own(micro_batch.input_ids),
-            labels=self._own(micro_batch.labels),
-            position_ids=self._own(positions),
+            input_ids=micro_batch.input_ids[:, own],  # [b, s] -> [b, n]
+            labels=micro_batch.labels[:, own],
+            position_ids=positions[:, own],
             is_packed=False,  # documents are kept apart by the attention, which knows where they begin
             dropout_seed=seed,
             sequences=sequences,
@@ -63,11 +64,9 @@ class ContextSlices:
     @contextmanager
     def attending(self, sequence: SequenceSlice) -> Iterator[None]:
         """Let a forward pass inside attend within these sequences."""
+        self.positions = torch.tensor(sequence.positions())
         with attending(sequence, self._exchange):
             yield
-
-    def _own(self, whole: torch.Tensor) -> torch.Tensor:
-        return whole[:, self.positions]  # [b, s] -> [b, n]
 
     def _sequence(self, starts: tuple[tuple[int, ...], ...]) -> SequenceSlice:
         return SequenceSlice(rank=self.group.rank(), ranks=self.group.size(), length=self._length, starts=starts)

@@ -104,7 +104,7 @@ class FullForwardEngine(Engine):
         if self.context is None:
             return micro_batch
         self._sequence = self.context.sequence(micro_batch)
-        return self.context.take(micro_batch)
+        return self.context.take(micro_batch, self._sequence)
 
     def _loss_sum(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Sum the token losses of one micro-batch."""

@@ -156,7 +156,7 @@ class PipelineEngine(DeepSpeedBase):
         self._totals.zero_()
         if self.context is not None:
             self._contexts = [self.context.sequence(micro_batch) for micro_batch in micro_batches]
-            micro_batches = [self.context.take(micro_batch) for micro_batch in micro_batches]
+            micro_batches = list(map(self.context.take, micro_batches, self._contexts))
         self._micro_batches = micro_batches
         if self._layout.schedule is not None:
             self._run_scheduled(self._layout.schedule, trains=trains)

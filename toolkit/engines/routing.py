@@ -78,8 +78,7 @@ class Routing:
         self._layers = config.get_text_config(decoder=True).num_hidden_layers
         self._samples = job.batch.micro_batch_size
         self._seq_len = job.recipe.data.seq_len
-        self._context = None if context is None else context.group
-        self._positions = torch.arange(self._seq_len) if context is None else context.positions
+        self._context = context
         self._micro_batches = job.batch.dp * job.batch.accumulation
         self.aux_coefficient = aux_coefficient(section, config)
         self.z_coefficient = section.router_z_loss
@@ -218,11 +217,14 @@ class Routing:
     def _mask(self, output: RouterOutput) -> torch.Tensor | None:
         """Return 1 for each token of this rank and 0 for padding, [t]; None where there is none."""
         part = len(output.experts) // self._samples
-        self._is_split = part < len(self._positions)
+        self._is_split = part < (self._seq_len if self._context is None else len(self._context.positions))
         if not self._has_padding:
             return None
         first = part * self._group.rank() if self._is_split and self._group is not None else 0
-        positions = self._positions[first : first + part].to(self.device, non_blocking=True)
+        if self._context is None:
+            positions = torch.arange(first, first + part, device=self.device)
+        else:
+            positions = self._context.positions[first : first + part].to(self.device, non_blocking=True)
         return (positions < self._lengths[:, None]).float().flatten()  # [b, s] -> [t]
 
     def sum_over_shards(self, values: torch.Tensor) -> torch.Tensor:
@@ -235,7 +237,7 @@ class Routing:
         """Sum what was counted over all ranks that share the sequences, in place."""
         self.sum_over_shards(values)
         if self._context is not None:
-            dist.all_reduce(values, group=self._context)
+            dist.all_reduce(values, group=self._context.group)
         return values
 
 

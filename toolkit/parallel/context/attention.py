@@ -126,7 +126,7 @@ class _Attention(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, view: View, scores: Scores
     ) -> Tensor:
         merged = _Merged(query, value.shape[-1])
-        for blocks in view.exchange.blocks(key, value, view.sequence.length):
+        for blocks in view.exchange.blocks(key, value, view.sequence):
             for block in blocks:
                 for tile in view.tiles(block.positions):
                     found = kernels.attend(*_padded(*_operands(query, block, tile)), scores, _mask(tile))
@@ -161,7 +161,7 @@ class _Attention(torch.autograd.Function):
                 parts.append((of_key, of_value))
             return parts
 
-        of_key, of_value = view.exchange.gradients(key, value, view.sequence.length, compute)
+        of_key, of_value = view.exchange.gradients(key, value, view.sequence, compute)
         of_sinks = None
         if sinks is not None and ctx.needs_input_grad[3]:
             # A sink is a key whose value is zero: its weight's gradient is minus the mean of the others'.

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from toolkit.config.context_exchange import Exchange as Chosen
-from toolkit.parallel.context.sequence import chunks_of
+from toolkit.parallel.context.sequence import SequenceSlice
 
 Tensor = torch.Tensor
 
@@ -33,11 +33,11 @@ Gradients = Callable[[list[Block]], list[tuple[Tensor, Tensor]]]
 """Returns the parts of the gradients of the keys and values of blocks, in fp32 at least."""
 
 
-def local_blocks(key: Tensor, value: Tensor, rank: int, ranks: int, length: int) -> list[Block]:
+def local_blocks(key: Tensor, value: Tensor, runs: tuple[range, ...]) -> list[Block]:
     """Return the runs of positions that a rank holds, as views of its keys and values [b, g, n, d]."""
     blocks = []
     start = 0
-    for positions in chunks_of(rank, ranks, length):
+    for positions in runs:
         part = slice(start, start + len(positions))
         blocks.append(Block(positions=positions, key=key[:, :, part], value=value[:, :, part]))
         start += len(positions)
@@ -47,13 +47,15 @@ def local_blocks(key: Tensor, value: Tensor, rank: int, ranks: int, length: int)
 class Alone:
     """No exchange: the rank holds the whole sequence."""
 
-    def blocks(self, key: Tensor, value: Tensor, length: int) -> Iterator[list[Block]]:
+    def blocks(self, key: Tensor, value: Tensor, sequence: SequenceSlice) -> Iterator[list[Block]]:
         """Yield the blocks of the sequence."""
-        yield local_blocks(key, value, 0, 1, length)
+        yield local_blocks(key, value, sequence.runs[0])
 
-    def gradients(self, key: Tensor, value: Tensor, length: int, compute: Gradients) -> tuple[Tensor, Tensor]:
+    def gradients(
+        self, key: Tensor, value: Tensor, sequence: SequenceSlice, compute: Gradients
+    ) -> tuple[Tensor, Tensor]:
         """Return the gradients of keys and values."""
-        ((of_key, of_value),) = compute(local_blocks(key, value, 0, 1, length))
+        ((of_key, of_value),) = compute(local_blocks(key, value, sequence.runs[0]))
         return of_key.to(key.dtype), of_value.to(value.dtype)
 
 
@@ -63,29 +65,33 @@ class Gather:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
-    def blocks(self, key: Tensor, value: Tensor, length: int) -> Iterator[list[Block]]:
+    def blocks(self, key: Tensor, value: Tensor, sequence: SequenceSlice) -> Iterator[list[Block]]:
         """Yield the whole sequence as one block, in its order."""
-        yield [Block(positions=range(length), key=self._gathered(key), value=self._gathered(value))]
+        whole = [self._gathered(each, sequence) for each in (key, value)]
+        yield [Block(positions=range(sequence.length), key=whole[0], value=whole[1])]
 
-    def gradients(self, key: Tensor, value: Tensor, length: int, compute: Gradients) -> tuple[Tensor, Tensor]:
+    def gradients(
+        self, key: Tensor, value: Tensor, sequence: SequenceSlice, compute: Gradients
+    ) -> tuple[Tensor, Tensor]:
         """Return the gradients of this rank's keys and values, summed over the queries of all ranks."""
-        ((of_key, of_value),) = compute(next(self.blocks(key, value, length)))
-        return self._scattered(of_key.to(key.dtype)), self._scattered(of_value.to(value.dtype))
+        ((of_key, of_value),) = compute(next(self.blocks(key, value, sequence)))
+        return self._scattered(of_key.to(key.dtype), sequence), self._scattered(of_value.to(value.dtype), sequence)
 
-    def _gathered(self, local: Tensor) -> Tensor:
-        """[b, g, n, d] -> [b, g, s, d]: the first chunks of all ranks, then the second ones from the last rank on."""
-        ranks = self._group.size()
-        every = local.new_empty((ranks, *local.shape))
+    def _gathered(self, local: Tensor, sequence: SequenceSlice) -> Tensor:
+        """[b, g, n, d] -> [b, g, s, d], in the order of the sequence."""
+        every = local.new_empty((self._group.size(), *local.shape))
         dist.all_gather_into_tensor(every.flatten(0, 1), local.contiguous(), group=self._group)
-        first, second = every.unflatten(3, (2, -1)).unbind(3)  # [c, b, g, s/2c, d]
-        in_order = torch.cat([first, second.flip(0)])
-        return in_order.permute(1, 2, 0, 3, 4).flatten(2, 3)
+        parts = {}
+        for theirs, runs in zip(every, sequence.runs, strict=True):
+            pieces = theirs.split([len(run) for run in runs], dim=2)
+            parts |= {run.start: piece for run, piece in zip(runs, pieces, strict=True)}
+        return torch.cat([parts[start] for start in sorted(parts)], dim=2)
 
-    def _scattered(self, whole: Tensor) -> Tensor:
+    def _scattered(self, whole: Tensor, sequence: SequenceSlice) -> Tensor:
         """[b, g, s, d] -> [b, g, n, d], summed over the ranks."""
-        ranks = self._group.size()
-        first, second = whole.unflatten(2, (2 * ranks, -1)).permute(2, 0, 1, 3, 4).chunk(2)
-        every = torch.stack([first, second.flip(0)], dim=3).flatten(3, 4)  # [c, b, g, n, d]
+        every = torch.stack(
+            [torch.cat([whole[:, :, run.start : run.stop] for run in runs], dim=2) for runs in sequence.runs]
+        )
         local = every.new_empty(every.shape[1:])
         dist.reduce_scatter_tensor(local, every.flatten(0, 1), group=self._group)
         return local
@@ -99,20 +105,22 @@ class Ring:
         self._rank = group.rank()
         self._ranks = group.size()
 
-    def blocks(self, key: Tensor, value: Tensor, length: int) -> Iterator[list[Block]]:
+    def blocks(self, key: Tensor, value: Tensor, sequence: SequenceSlice) -> Iterator[list[Block]]:
         """Yield the blocks of one rank after the other, from this rank's own on backwards."""
         held = [key.contiguous(), value.contiguous()]
         for step in range(self._ranks):
             transfer = self._send(held) if step < self._ranks - 1 else None
-            yield local_blocks(*held, self._owner(step), self._ranks, length)
+            yield local_blocks(held[0], held[1], sequence.runs[self._owner(step)])
             if transfer is not None:
                 held = transfer.finish()
 
-    def gradients(self, key: Tensor, value: Tensor, length: int, compute: Gradients) -> tuple[Tensor, Tensor]:
+    def gradients(
+        self, key: Tensor, value: Tensor, sequence: SequenceSlice, compute: Gradients
+    ) -> tuple[Tensor, Tensor]:
         """Return the gradients of this rank's keys and values. Those of others travel on until they are home."""
         own: list[Tensor] = []
         travelling: _Transfer | None = None
-        for step, blocks in enumerate(self.blocks(key, value, length)):
+        for step, blocks in enumerate(self.blocks(key, value, sequence)):
             parts = compute(blocks)
             here = [torch.cat(each, dim=2) for each in zip(*parts, strict=True)]
             if step == 0:

@@ -2,6 +2,7 @@
 
 With c ranks a sequence has 2c equal chunks, and rank r holds chunks r and 2c-1-r (zigzag, as in Llama 3, Grattafiori et
 al. 2024, section 3.3.2): an early chunk sees little and a late one much, so that every rank has the same causal work.
+Where documents do not see each other, work follows from where they begin, and ranks hold more and smaller pieces.
 Nothing here has s x s elements: what is visible follows from positions, and a mask exists at most for a tile.
 
 Dims: b samples, s positions of a sequence, c ranks that share it, n = s/c positions on a rank.
@@ -9,9 +10,12 @@ Dims: b samples, s positions of a sequence, c ranks that share it, n = s/c posit
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 TILE = 512
 """Queries of a tile where a sliding window cuts through it: its mask has TILE x (TILE + window) elements."""
+PIECES = 16
+"""Pieces of a sequence that a rank holds where documents do not see each other; fewer where they would not be equal."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,12 +44,45 @@ class Tile:
         return sum(max(0, end - max(0, i + self.offset + 1 + first)) for i, end in enumerate(ends))
 
 
-def chunks_of(rank: int, ranks: int, length: int) -> list[range]:
-    """Return the positions of a rank, in its order: two chunks of the sequence, or all of it for one rank."""
+def zigzag(ranks: int, length: int) -> tuple[tuple[range, ...], ...]:
+    """Return the positions of each rank: two chunks of the sequence, or all of it for one rank."""
     if ranks == 1:
-        return [range(length)]
+        return ((range(length),),)
     size = length // (2 * ranks)
-    return [range(chunk * size, (chunk + 1) * size) for chunk in (rank, 2 * ranks - 1 - rank)]
+    chunks = [range(start, start + size) for start in range(0, length, size)]
+    return tuple((chunks[rank], chunks[-1 - rank]) for rank in range(ranks))
+
+
+def balanced(starts: Sequence[Sequence[int]], ranks: int, length: int) -> tuple[tuple[range, ...], ...]:
+    """Return the positions of each rank, as many for each, such that documents give all of them the same work.
+
+    Of equal pieces, the one with most pairs of a query and a key goes to the rank with least, as long as that has room
+    (Graham 1969, Bounds on Multiprocessing Timing Anomalies). The same on every rank.
+    """
+    each = next(count for count in (PIECES, 8, 4, 2) if length % (ranks * count) == 0)
+    size = length // (ranks * each)
+    work = [0] * (ranks * each)
+    for sample in starts:
+        for document in _documents(sample, length, None):
+            for piece in range(document.start // size, (document.stop - 1) // size + 1):
+                held = _common(range(piece * size, (piece + 1) * size), document)
+                work[piece] += len(held) * (held.start - document.start + 1 + held.stop - document.start) // 2
+    loads = [0] * ranks
+    taken: list[list[int]] = [[] for _ in range(ranks)]
+    for piece in sorted(range(len(work)), key=lambda piece: -work[piece]):
+        rank = min((rank for rank in range(ranks) if len(taken[rank]) < each), key=lambda rank: loads[rank])
+        loads[rank] += work[piece]
+        taken[rank].append(piece)
+    return tuple(tuple(_runs(sorted(pieces), size)) for pieces in taken)
+
+
+def _runs(pieces: list[int], size: int) -> Iterator[range]:
+    """Yield the positions of pieces in order, those of neighbors together."""
+    start = pieces[0] * size
+    for piece, following in zip(pieces, [*pieces[1:], None], strict=True):
+        if following != piece + 1:
+            yield range(start, (piece + 1) * size)
+            start = 0 if following is None else following * size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,12 +98,19 @@ class SequenceSlice:
     starts: tuple[tuple[int, ...], ...]
     _tiles: dict[object, list[Tile]] = field(default_factory=dict, compare=False)
 
+    @cached_property
+    def runs(self) -> tuple[tuple[range, ...], ...]:
+        """The positions of each rank, in its order: zigzag, or balanced where samples have several documents."""
+        if self.ranks == 1 or all(len(starts) == 1 for starts in self.starts):
+            return zigzag(self.ranks, self.length)
+        return balanced(self.starts, self.ranks, self.length)
+
     def positions(self) -> list[int]:
         """Return the positions in the sequence that this rank holds, in its order, n of them."""
-        return [position for chunk in chunks_of(self.rank, self.ranks, self.length) for position in chunk]
+        return [position for run in self.runs[self.rank] for position in run]
 
     def tiles(self, keys: range, *, window: int | None = None, chunk: int | None = None) -> list[Tile]:
-        """Return what this rank's queries see of the keys at these positions, a run that chunks do not cut.
+        """Return what this rank's queries see of the keys at these positions: the whole sequence, or a run of a rank.
 
         `window`: a query sees as many keys, itself included. `chunk`: of chunked attention, a query sees its own chunk
         of a document alone (Llama 4).
@@ -82,7 +126,7 @@ class SequenceSlice:
             rows = slice(0, len(self.starts)) if alike else slice(sample, sample + 1)
             for document in _documents(starts, self.length, chunk):
                 before = 0
-                for held in chunks_of(self.rank, self.ranks, self.length):
+                for held in self.runs[self.rank]:
                     queries = _common(held, document)
                     local = before - held.start
                     before += len(held)
