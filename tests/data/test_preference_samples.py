@@ -40,11 +40,10 @@ def opened(tmp_path: Path, tokenizer: Path) -> Open:
     def make(rows: list[dict[str, Any]], *, has_mismatched: bool = False, **fields: Any) -> PreferenceSamples:
         section = DataSection(
             source=str(write_rows(tmp_path / "rows.jsonl", rows)),
-            tokenizer=str(tokenizer),
             cache_dir=str(tmp_path / "cache"),
             workers=1,
             eval_fraction=0.0,
-            **({"format": "preference", "seq_len": 96} | fields),
+            **({"format": "preference", "seq_len": 96, "tokenizer": str(tokenizer)} | fields),
         )
         corpus = prepare(section, progress=False)
         samples = open_samples(
@@ -217,3 +216,22 @@ def test_the_loss_is_a_mean_over_pairs_and_tokens_are_counted_beside_it(opened: 
     assert samples.target_count(0, range(4)) == int((batch.labels != IGNORE).sum())
     chosen = int(batch.sequences.tokens[:, 0].sum())
     assert batch.sequences.chosen_token_share == len(batch.sequences.pieces) / chosen
+
+
+def test_a_tokenizer_of_these_texts_is_trained_on_them_and_not_on_the_fields_of_their_rows(
+    opened: Open, tmp_path: Path
+) -> None:
+    rows = [{"prompt": f'ask {i}"\n:', "chosen": f" yes {i}", "rejected": f" nein {i}"} for i in range(50)]
+    samples = opened(rows, tokenizer="bpe-300")
+    loaded = AutoTokenizer.from_pretrained(next(tmp_path.glob("cache/*/tokenizer")))
+    assert not any("rejected" in token or "chosen" in token for token in loaded.get_vocab())
+    _, labels = samples.tokens(0)
+    trained = labels[labels != IGNORE]
+    answers = loaded.decode(trained).split("<|endoftext|>")
+    assert all(answer.split()[0] in ("yes", "nein") for answer in answers if answer)
+    assert len(answers) > 2
+
+
+def test_messages_need_a_tokenizer_with_a_template(opened: Open) -> None:
+    with pytest.raises(DataError, match="is a list of messages, and the tokenizer has no chat template"):
+        opened([{"prompt": ASKED, "chosen": GOOD, "rejected": BAD}], tokenizer="bpe-300")

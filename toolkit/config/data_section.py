@@ -99,6 +99,10 @@ class DataSection(Section):
     thought of a turn that is trained on. `refuse`: it is an error. `allow`: the rest is trained on."""
     text_field: Text = "text"
     """The column or key that holds the text of a document."""
+    weight_field: Text | None = None
+    """The column or key with the weight of a row, a number of at least 0: the losses of its targets, or the loss of the
+    pair or completion, are multiplied by it; what they are divided by stays the same. null: all weigh 1. A validation
+    loss weighs all alike."""
     tokenizer: Text = "bpe-4096"
     """A Hugging Face tokenizer directory or hub name; `bpe-N` trains a byte-level BPE of N entries on the corpus;
     `bpe-257` has no merges, and so a token for each byte."""
@@ -132,7 +136,7 @@ class DataSection(Section):
         """The section of one source or validation set alone, as if it were `source`."""
         overrides = corpus.model_dump(exclude={"path", "name", "weight", "epochs", "tokens"}, exclude_none=True)
         if isinstance(corpus, ValidationSection):
-            overrides = {"split": "validation", "eval_fraction": 0.0} | overrides
+            overrides = {"split": "validation", "eval_fraction": 0.0, "weight_field": None} | overrides
         return self.model_copy(update={"source": corpus.path, "sources": None, "validation": None} | overrides)
 
     @property

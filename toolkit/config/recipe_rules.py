@@ -106,6 +106,7 @@ def recipe_conflicts(recipe: Recipe, world_size: int | None = None) -> list[Refu
         *of_each_text(recipe, _markov),
         *_model(recipe, model),
         *objective_conflicts(recipe, config),
+        *_weights(recipe),
         *_loss(recipe, (model.config or {}).get("model_type")),
         *islice(unknown_overrides(model.config or {}, recipe.model.overrides), _MOST_OVERRIDES),
         *_shape(recipe, model.shape),
@@ -225,12 +226,30 @@ def _fine_tuning(recipe: Recipe) -> Iterator[Refusal]:
         reason = f"it holds {holds}, and this format needs rows with fields"
         remedy = (("data.source", "JSONL, Parquet or a dataset"), ("data.format", "text"))
         yield recipe.conflict("data.source", "data.format", reason=reason, remedy=remedy)
-    if re.fullmatch(r"bpe-\d+", recipe.data.tokenizer):
+    if re.fullmatch(r"bpe-\d+", recipe.data.tokenizer) and recipe.data.format in ("chat", "pretokenized"):
         reason = "a BPE trained here has no chat template, and no tokens that end a turn"
         if recipe.data.format == "pretokenized":
             reason = "the ids are those of another tokenizer"
         remedy = ((_TOKENIZER, "the directory or hub name of the model's tokenizer"), ("data.format", "text"))
         yield recipe.conflict(_TOKENIZER, "data.format", reason=reason, remedy=remedy)
+
+
+def _weights(recipe: Recipe) -> Iterator[Refusal]:
+    """Refuse weights of rows where there are no rows, or a mixture of several texts."""
+    data = recipe.data
+    if data.weight_field is None:
+        return
+    field = "data.weight_field"
+    if data.sources is not None:
+        settings: tuple[Setting, ...] = ((field, data.weight_field), ("data.sources", "[…]"))
+        yield Refusal.between(settings, "rows of a mixture have no weights", ("data.source", "one text"))
+    elif data.format == "pretokenized":
+        reason = "rows of ids have no weights"
+        yield recipe.conflict(field, "data.format", reason=reason, remedy=((field, None),))
+    elif "text_field" in ignored_by_source(data.source):
+        reason = "it has no rows with fields"
+        remedy: tuple[Setting | str, ...] = (("data.source", "JSONL, Parquet or a dataset"), (field, None))
+        yield recipe.conflict(field, "data.source", reason=reason, remedy=remedy)
 
 
 def _document_ends(recipe: Recipe) -> Iterator[Refusal]:

@@ -55,6 +55,7 @@ class ContextSlices:
             micro_batch,
             input_ids=micro_batch.input_ids[:, own],  # [b, s] -> [b, n]
             labels=micro_batch.labels[:, own],
+            weights=None if micro_batch.weights is None else micro_batch.weights[:, own],
             position_ids=positions[:, own],
             is_packed=False,  # documents are kept apart by the attention, which knows where they begin
             dropout_seed=seed,

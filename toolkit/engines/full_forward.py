@@ -78,6 +78,7 @@ class FullForwardEngine(Engine):
             self.objective.start(batch.sequences)
         if self.head_loss is not None:
             self.head_loss.labels = batch.labels
+            self.head_loss.weights = batch.weights
         with documents_known(are_packed=bool(batch.is_packed)), self._attending():
             return self._forward(batch)
 
@@ -95,6 +96,9 @@ class FullForwardEngine(Engine):
         if self.objective is not None:
             each = self._token_losses(output.logits, batch.labels)
             return (each * self.objective.weigh(each)).sum(), each.detach().sum(dim=1)
+        if batch.weights is not None:
+            each = self._token_losses(output.logits, batch.labels) * batch.weights
+            return each.sum(), each.detach().sum(dim=1)
         loss_of = self._loss_sum if batch.sources is None else self._sample_losses
         losses = loss_of(output.logits, batch.labels)
         return losses.sum(), losses

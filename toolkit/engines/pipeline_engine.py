@@ -209,10 +209,16 @@ class PipelineEngine(DeepSpeedBase):
             self.objective.start(sequences.map(lambda tensor: tensor.to(self.device, non_blocking=True)))
         if self.head_loss is not None and self.partition.stage.ends_model:
             self.head_loss.labels = self._current.labels.to(self.device, non_blocking=True)
+            self.head_loss.weights = self._weights_on_device()
         if self.routing is not None and self.model.training:
             self.routing.start(self._current.lengths)
         if self.model.training and self._layout.schedule is None:
             self.report_phase("forward")  # of the whole pipeline: which pass a stage is in differs
+
+    def _weights_on_device(self) -> torch.Tensor | None:
+        """Return the weights of the micro-batch's tokens, on the device of the last stage; None without weights."""
+        weights = self._current.weights
+        return None if weights is None else weights.to(self.device, non_blocking=True)
 
     def _loss(self, output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """The objective of a micro-batch. `output`: of the last stage, the sum of the token losses, or logits."""
@@ -223,6 +229,9 @@ class PipelineEngine(DeepSpeedBase):
         elif self.objective is not None:
             each = self.partition.token_losses(output, labels)
             loss = (each * self.objective.weigh(each)).sum()
+            losses = None
+        elif (weights := self._weights_on_device()) is not None:
+            loss = (self.partition.token_losses(output, labels) * weights).sum()
             losses = None
         elif sources is None:
             loss = self.partition.loss_sum(output, labels)

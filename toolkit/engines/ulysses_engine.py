@@ -65,6 +65,7 @@ class UlyssesEngine(DeepSpeedEngine):
             is_packed=False,  # the mask of the whole sequence is made in the attention, and the model's own is dropped
             dropout_seed=derive_seed("slice", micro_batch.dropout_seed, self.sequence_rank),
             sequences=sequences,
+            weights=None if micro_batch.weights is None else micro_batch.weights[:, local].contiguous(),
         )
 
     @property

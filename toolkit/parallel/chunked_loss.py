@@ -35,6 +35,8 @@ class LossInHead:
 
     labels: torch.Tensor | None = None
     """[b, s], already shifted, of the next forward pass: its output has `loss`, a sum, and no logits."""
+    weights: torch.Tensor | None = None
+    """Weights of tokens [b, s] that are known before their losses, of the same forward pass; None: all are 1."""
     weigh: Callable[[torch.Tensor], torch.Tensor] | None = None
     """Returns the weights of tokens [b, s] for their losses [b, s], without gradients; None: all weigh the same."""
     chunk_tokens: Callable[[int, int], int] = staticmethod(chunk_tokens)
@@ -68,7 +70,9 @@ class LossInHead:
         """The sum of the token losses, the same on every tensor-parallel rank. hidden [b, s, h]."""
         assert self.labels is not None
         labels = self.labels
+        weights = self.weights
         self.labels = None
+        self.weights = None
         rows = head.weight.shape[0]
         group = None
         shard = VocabularyShard(size=rows, start=0, rows=rows)
@@ -86,7 +90,8 @@ class LossInHead:
             chunk=self.chunk_tokens(flat.shape[0], rows),
             dtype=torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.weight.dtype,
             makes_gradients=torch.is_grad_enabled(),
-            is_liger=self._is_liger and group is None and self._scale == 1.0 and self.weigh is None,
+            is_liger=self._is_liger and group is None and self._scale == 1.0 and self.weigh is None and weights is None,
+            weights=None if weights is None else weights.flatten(),
             weigh=None if self.weigh is None else partial(_flat_weights, self.weigh, labels.shape),
         )
         with torch.autocast(kind, enabled=False):
@@ -148,6 +153,8 @@ class _How:
     """Dtype of the head's products."""
     makes_gradients: bool
     is_liger: bool
+    weights: torch.Tensor | None
+    """Weights of all tokens [n] that are known already; None: all are 1."""
     weigh: Callable[[torch.Tensor], torch.Tensor] | None
     """Weights of all tokens [n] for their losses [n]."""
 
@@ -180,7 +187,7 @@ class _ChunkedLoss(torch.autograd.Function):
         of_weight = torch.zeros(w.shape, dtype=exact, device=w.device) if wanted[1] and several else None
         of_bias = torch.zeros(w.shape[0], dtype=exact, device=w.device) if wanted[2] else None
         losses = torch.empty(x.shape[0], dtype=exact, device=x.device)
-        weights = None
+        weights = how.weights
         if how.weigh is not None:
             for start in range(0, x.shape[0], how.chunk):
                 part = slice(start, start + how.chunk)

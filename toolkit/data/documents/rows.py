@@ -6,6 +6,7 @@ ids become a `TokenRow`.
 """
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
@@ -19,7 +20,23 @@ from toolkit.units import with_article
 if TYPE_CHECKING:
     import pyarrow
 
+
+class WeightedText(str):
+    """The document of a row that has a weight."""
+
+    weight: float
+
+    def __new__(cls, text: str, weight: float) -> "WeightedText":
+        made = super().__new__(cls, text)
+        made.weight = weight
+        return made
+
+    def __getnewargs__(self) -> tuple[str, float]:  # type: ignore[override]
+        return str(self), self.weight
+
+
 Document = str | token_rows.TokenRow
+"""A WeightedText where rows have weights."""
 
 _COLUMNS = {
     "chat": ("messages", "conversations", "system", "tools"),
@@ -38,10 +55,11 @@ class RowReader:
 
     format: Format = "text"
     text_field: str = "text"
+    weight_field: str | None = None
 
     @classmethod
     def of(cls, section: DataSection) -> Self:
-        return cls(format=section.format, text_field=section.text_field)
+        return cls(format=section.format, text_field=section.text_field, weight_field=section.weight_field)
 
     def columns(self, there: Iterable[str], at: str) -> list[str]:
         """Choose the columns of a table to read. Raises DataError if those that matter are missing."""
@@ -52,7 +70,10 @@ class RowReader:
         needed = wanted[: _NEEDED.get(self.format, 1)]
         if not set(needed) & set(there):
             raise missing_field(" or ".join(needed), self.format, lambda: at)
-        return [name for name in wanted if name in there]
+        if self.weight_field is not None and self.weight_field not in there:
+            raise _missing_weight(self.weight_field, lambda: at)
+        own = () if self.weight_field is None else (self.weight_field,)
+        return [name for name in dict.fromkeys((*wanted, *own)) if name in there]
 
     def rows(self, table: "pyarrow.RecordBatch | pyarrow.Table") -> list[dict[str, Any]]:
         """The rows of a table that has the `columns`."""
@@ -60,6 +81,12 @@ class RowReader:
 
     def read(self, row: Mapping[str, Any], at: At) -> Document | None:
         """Return the document; None for an empty text. Raises DataError for a row that is not of the format."""
+        document = self._read(row, at)
+        if self.weight_field is None or not isinstance(document, str):
+            return document
+        return WeightedText(document, _weight(row, self.weight_field, at))
+
+    def _read(self, row: Mapping[str, Any], at: At) -> Document | None:
         if self.format == "text":
             if self.text_field not in row:
                 raise missing_text_field(at(), self.text_field, row)
@@ -78,6 +105,22 @@ class RowReader:
         if self.format == "unpaired":
             return preference_rows.read_unpaired(row, at)
         return _prompt(row, at)
+
+
+def _missing_weight(field: str, at: At) -> DataError:
+    remedy = ("data.weight_field", "a column of numbers, or null")
+    return DataError.of("data.weight_field", field, f"{at()} has no such field", remedy)
+
+
+def _weight(row: Mapping[str, Any], field: str, at: At) -> float:
+    """Return the weight of a row. Raises DataError unless it is a finite number of at least 0."""
+    if field not in row:
+        raise _missing_weight(field, at)
+    weight = row[field]
+    is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+    if not is_number or not math.isfinite(weight) or weight < 0:
+        raise DataError(f"{at()}: {field} is {weight!r}. A weight is a finite number of at least 0.")
+    return float(weight)
 
 
 def _chat(row: Mapping[str, Any], at: At) -> dict[str, Any]:

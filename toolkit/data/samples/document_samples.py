@@ -64,7 +64,8 @@ class DocumentSamples(Samples):
         self._document_masking = self.has_positions = packing == "packed"
         self.has_padding = True
         self._overlong = overlong
-        self._choose_pieces(np.asarray(corpus.document_offsets(split)))
+        self._offsets = np.asarray(corpus.document_offsets(split))
+        self._choose_pieces(self._offsets)
         if not len(self._begins):
             reason = f"no document of the {split} split has a token to train on in its first {seq_len + 1:,} tokens"
             advice = "raise data.eval_fraction" if split == "eval" else "use other rows"
@@ -131,6 +132,13 @@ class DocumentSamples(Samples):
             for place, _, _ in self._row(index):
                 positions[place:] = np.arange(self.seq_len - place)
         return positions
+
+    @override
+    def target_places(self, index: int) -> NDArray[np.int64]:
+        places = np.full(self.seq_len, -1, dtype=np.int64)
+        for place, begin, length in self._row(index):
+            places[place : place + length] = np.arange(begin + 1, begin + 1 + length)
+        return places
 
     @override
     def length(self, index: int) -> int:

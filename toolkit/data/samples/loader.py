@@ -268,11 +268,20 @@ class MicroBatchLoader:
 
 
 def _without_repeats(micro_batch: MicroBatch, repeats: torch.Tensor, chosen_token_share: float) -> MicroBatch:
-    """Ignore the samples that only fill a micro-batch, `repeats` bool [b]: their labels, pairs and completions."""
+    """Ignore the samples that only fill a micro-batch, `repeats` bool [b]: their labels, pairs and completions.
+
+    All others weigh the same.
+    """
     micro_batch.labels[repeats] = IGNORE
+    micro_batch = replace(micro_batch, weights=None)
     sequences = micro_batch.sequences
     if sequences is None:
         return micro_batch
     counted = ~repeats[sequences.rows]
-    changed = replace(sequences, is_counted=counted, chosen_token_share=chosen_token_share)
+    changed = replace(
+        sequences,
+        is_counted=counted,
+        chosen_token_share=chosen_token_share,
+        weights=torch.ones_like(sequences.weights),
+    )
     return replace(micro_batch, sequences=changed)

@@ -24,6 +24,8 @@ class Sequences:
     """Whether a completion is desirable, bool [n]."""
     is_counted: torch.Tensor
     """Whether it counts, bool [n]: not where a validation set repeats a sample to fill the last micro-batch."""
+    weights: torch.Tensor
+    """The weight of each in the loss, fp64 [n]."""
     rows: torch.Tensor
     """The sample of each, int64 [n]."""
     pieces: torch.Tensor
@@ -39,6 +41,7 @@ class Sequences:
             reference=function(self.reference),
             is_desirable=function(self.is_desirable),
             is_counted=function(self.is_counted),
+            weights=function(self.weights),
             rows=function(self.rows),
             pieces=function(self.pieces),
             chosen_token_share=self.chosen_token_share,
@@ -54,6 +57,7 @@ class MicroBatch:
     lengths [b] counts the tokens of each sample before its padding; None where none has padding. Every rank has them.
     is_packed: whether position_ids restart inside a sample, so that a mask must keep documents apart. Every rank knows;
     by default it is read from position_ids. sequences: those that an objective compares; None where targets are alike.
+    weights: the weight of each label in the loss, fp32 [b, s]; None where all weigh 1.
     """
 
     input_ids: torch.Tensor
@@ -64,6 +68,7 @@ class MicroBatch:
     lengths: torch.Tensor | None = None
     is_packed: bool | None = None
     sequences: Sequences | None = None
+    weights: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.is_packed is None:
@@ -92,4 +97,5 @@ class MicroBatch:
             sources=None if self.sources is None else function(self.sources),
             lengths=None if self.lengths is None else function(self.lengths),
             sequences=None if self.sequences is None else self.sequences.map(function),
+            weights=None if self.weights is None else function(self.weights),
         )

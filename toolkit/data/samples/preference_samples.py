@@ -69,6 +69,10 @@ class PreferenceSamples(DocumentSamples):
         return ordered
 
     @override
+    def weights(self, index: int) -> None:
+        """Return None: a pair or completion is weighed as a whole (`Sequences.weights`)."""
+
+    @override
     def _choose_pieces(self, offsets: NDArray[np.int64]) -> None:
         """Find the parts of each sequence in the stream, what is cut off, and how many targets are left."""
         marks = np.asarray(self._trained)
@@ -110,6 +114,8 @@ class PreferenceSamples(DocumentSamples):
         self._tokens_of = tokens[has_targets]
         self._desirable = desirable[has_targets]
         self._begins = self._prompts[:, 0, 0]
+        documents = np.searchsorted(offsets, self._begins, side="right") - 1
+        self._piece_weights = np.ones(len(self._begins)) if self._row_weights is None else self._row_weights[documents]
         self._lengths = self._places.sum(axis=1)
         self._targets = self._tokens_of.sum(axis=1) if is_pair else self._tokens_of[:, 0]
 
@@ -183,6 +189,7 @@ class PreferenceSamples(DocumentSamples):
             reference=torch.from_numpy(reference),
             is_desirable=torch.from_numpy(self._desirable[joined]),
             is_counted=torch.ones(len(joined), dtype=torch.bool),
+            weights=torch.from_numpy(self._piece_weights[joined].astype(np.float64)),
             rows=torch.from_numpy(np.repeat(np.arange(len(indices)), [len(part) for part in pieces])),
             pieces=torch.from_numpy(joined),
             chosen_token_share=self.chosen_token_share(step, np.arange(self.global_batch_size)),

@@ -78,6 +78,7 @@ class Samples:
         self._pad_id = corpus.eos_id
         self._vocab_size = corpus.tokenizer_vocab_size
         self._tokens = np.asarray(corpus.tokens(split))
+        self._row_weights = corpus.weights(split)
         # Steps read positions that follow each other: their samples are computed together.
         self._ordered = lru_cache(maxsize=4)(self._order)
         self._starts_of = lru_cache(maxsize=256)(self._document_starts)  # for labels and for positions
@@ -121,6 +122,21 @@ class Samples:
         first[starts] = starts
         return positions - np.maximum.accumulate(first)
 
+    def target_places(self, index: int) -> NDArray[np.int64]:
+        """Return where the label of each position is in the stream of tokens, [s]; -1 in padding."""
+        start, targets = (int(array[0]) for array in self._locate(np.array([index])))
+        places = np.full(self.seq_len, -1, dtype=np.int64)
+        places[:targets] = np.arange(start + 1, start + 1 + targets)
+        return places
+
+    def weights(self, index: int) -> NDArray[np.float32] | None:
+        """Return the weight of the label of each position, that of its document, [s]; None where rows have none."""
+        if self._row_weights is None:
+            return None
+        places = self.target_places(index)
+        documents = np.searchsorted(self._offsets, places, side="right") - 1
+        return np.where(places < 0, np.float32(0), self._row_weights[documents])
+
     def length(self, index: int) -> int:
         """Count the tokens of a sample before its padding."""
         return int(self._locate(np.array([index]))[1][0])
@@ -163,12 +179,14 @@ class Samples:
             there = f"0 to {self._vocab_size - 1:,}"
             raise DataError(f"the samples of step {step + 1:,} have ids that the tokenizer does not: it has {there}.")
         positions = [source.position_ids(index) for source, index in samples] if self.has_positions else None
+        weights = [own for source, index in samples if (own := source.weights(index)) is not None]
         return MicroBatch(
             input_ids=torch.from_numpy(input_ids),
             labels=torch.from_numpy(labels),
             position_ids=torch.from_numpy(np.stack(positions)) if positions else None,
             dropout_seed=dropout_seed,
             lengths=torch.tensor([part.length(index) for part, index in samples]) if self.has_padding else None,
+            weights=torch.from_numpy(np.stack(weights)) if weights else None,
         )
 
     def loss_terms(self, step: int, positions: ArrayLike) -> int:

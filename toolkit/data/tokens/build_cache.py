@@ -25,6 +25,8 @@ from toolkit.errors import DataError
 
 TRAINED_SUFFIX = ".trained"
 """Suffix of the files that say of each token whether it is trained on."""
+WEIGHTS_SUFFIX = "_weights.npy"
+"""Suffix of the files that say how much each document weighs."""
 Segments = tuple[NDArray[np.int64], NDArray[np.bool_]]
 """Ends of the segments of the stream, and whether each is in the validation split."""
 BLOCK_TOKENS = 2048
@@ -41,8 +43,10 @@ def build(folder: Path, section: DataSection, shards: Sequence[TokenShard], rate
     whole = section.format != "text"
     if section.format == "pretokenized":
         whole = any(shard.counts.untrained for shard in shards)
+    masked = whole
+    whole = whole or section.weight_field is not None  # a part of a document has no place for its weight
     segment_ends, is_eval = choose_validation(ends, section.eval_fraction, name=section.source, whole=whole)
-    counts = _write_splits(folder, shards, (segment_ends, is_eval), vocab_size=encoding["vocab_size"], masked=whole)
+    counts = _write_splits(folder, shards, (segment_ends, is_eval), vocab_size=encoding["vocab_size"], masked=masked)
     text_bytes = sum(shard.counts.text_bytes for shard in shards)
     # Each token must be one symbol of the source, to whose symbols its entropy rate refers.
     symbols = (text_bytes + len(ends), int(np.count_nonzero(counts.sum(axis=0))))
@@ -53,6 +57,10 @@ def build(folder: Path, section: DataSection, shards: Sequence[TokenShard], rate
     lengths = np.diff(segment_ends, prepend=0)
     for name, wanted in zip(_SPLITS, (~is_eval, is_eval), strict=True):
         np.save(folder / f"{name}_documents.npy", np.concatenate([[0], np.cumsum(lengths[wanted])]).astype(np.int64))
+    weights = _document_weights(shards)
+    if len(weights):
+        for name, wanted in zip(_SPLITS, (~is_eval, is_eval), strict=True):
+            np.save(folder / f"{name}{WEIGHTS_SUFFIX}", weights[wanted])
     train_tokens = int(lengths[~is_eval].sum())
     meta: dict[str, Any] = {
         "tokenizer_vocab_size": encoding["vocab_size"],
@@ -66,7 +74,9 @@ def build(folder: Path, section: DataSection, shards: Sequence[TokenShard], rate
         "ends": encoding["ends"],
         "unigram_entropy": _entropy(counts[0]),
     }
-    if whole:
+    if len(weights):
+        meta["weight_sum"] = float(weights[~is_eval].astype(np.float64).sum())
+    if masked:
         meta["trained_tokens"] = int(counts[0].sum())
     if rate is not None:
         meta["entropy_rate"] = rate.stream
@@ -92,6 +102,16 @@ def document_ends(shards: Sequence[TokenShard]) -> NDArray[np.int64]:
         unfinished += shard.counts.unfinished
     documents = np.concatenate(lengths)
     return np.cumsum(documents[documents > 0])
+
+
+def _document_weights(shards: Sequence[TokenShard]) -> NDArray[np.float32]:
+    """Return the weight of each document that has tokens; empty where rows have none."""
+    parts = [np.empty(0, dtype=np.float32)]
+    for shard in shards:
+        weights = shard.weights()
+        if len(weights):
+            parts.append(weights[shard.lengths() > 0])
+    return np.concatenate(parts)
 
 
 def choose_validation(ends: NDArray[np.int64], fraction: float, *, name: str, whole: bool = False) -> Segments:

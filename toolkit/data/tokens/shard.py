@@ -3,6 +3,7 @@
     ids.bin        raw little-endian ids, in the order of the documents
     trained.bin    of chats and prompts, a byte for each token: whether it is trained on
     lengths.bin    the tokens of each document, int64
+    weights.bin    the weight of each document, fp32, where rows have one
     tokenizer/     as written by save_pretrained
     progress.json  how much of these files is valid; what a killed process wrote after it is cut off
     manifest.json  the same of all of the part, and what it is of; written last
@@ -41,6 +42,7 @@ TOKENIZER = "tokenizer"
 IDS = "ids.bin"
 TRAINED = "trained.bin"
 LENGTHS = "lengths.bin"
+WEIGHTS = "weights.bin"
 BLOCK_TOKENS = 1 << 22
 """Tokens that are in memory when a shard is read."""
 _COMMIT_TOKENS = 1 << 20
@@ -79,6 +81,9 @@ def write_shard(
     if is_complete(str(folder), part, of):
         return
     done = _resumable(folder, part, of)
+    if job.weight_field is not None:
+        done.checksums.setdefault(WEIGHTS, 0)
+        done.sizes.setdefault(WEIGHTS, 0)
     chunks = islice(source.chunks(part), done.chunks, None)
     encoded = encode_chunks(chunks, job, workers)
     left = source.size_bytes // part.count - done.source_bytes
@@ -125,7 +130,10 @@ class _Files:
         if chunk.continues:
             done.unfinished = int(lengths[-1])
             lengths = lengths[:-1]
-        for name, data in ((IDS, chunk.ids), (TRAINED, chunk.trained), (LENGTHS, lengths.astype("<i8").tobytes())):
+        parts = [(IDS, chunk.ids), (TRAINED, chunk.trained), (LENGTHS, lengths.astype("<i8").tobytes())]
+        if len(chunk.weights):
+            parts.append((WEIGHTS, chunk.weights.astype("<f4").tobytes()))
+        for name, data in parts:
             self._files[name].write(data)
             done.checksums[name] = zlib.crc32(data, done.checksums[name])
             done.sizes[name] += len(data)
@@ -199,6 +207,12 @@ class TokenShard:
     def lengths(self) -> NDArray[np.int64]:
         """Return the tokens of each document, the unfinished last one left out."""
         return np.concatenate([np.empty(0, dtype=np.int64), *self._blocks(LENGTHS, np.dtype("<i8"))])
+
+    def weights(self) -> NDArray[np.float32]:
+        """Return the weight of each document; empty where rows have none."""
+        if WEIGHTS not in self.counts.sizes:
+            return np.empty(0, dtype=np.float32)
+        return np.concatenate([np.empty(0, dtype=np.float32), *self._blocks(WEIGHTS, np.dtype("<f4"))])
 
     def blocks(self) -> Iterator[tuple[NDArray[Any], NDArray[np.uint8] | None]]:
         """Yield the ids, and whether each is trained on, in blocks. Raises DataError where a file is damaged."""

@@ -4,14 +4,15 @@
         train.bin  eval.bin              raw little-endian ids, uint16 where they fit, else uint32
         train.trained  eval.trained      of chats and prompts, a byte for each token: whether it is trained on
         train_documents.npy  eval_…      where each document begins, and where the last one ends
+        train_weights.npy  eval_…        the weight of each document, where rows have one
         tokenizer/                       the tokenizer, as written by save_pretrained
         meta.json                        counts, and the entropy of single tokens
 
 The fingerprint covers the source, the tokenizer with its chat template and the tokens at which generation stops,
-eval_fraction, text_field, train_on, dropped_text and the format, not seq_len: the same cache serves every sample
-length. Any number of processes may call `prepare` at once, before any process group exists: under a file lock one of
-them builds and the others wait. The lock is released when its process dies, so the next one takes over from a builder
-that was killed, and goes on where it was (`shard.py`).
+eval_fraction, text_field, weight_field, train_on, dropped_text and the format, not seq_len: the same cache serves every
+sample length. Any number of processes may call `prepare` at once, before any process group exists: under a file lock
+one of them builds and the others wait. The lock is released when its process dies, so the next one takes over from a
+builder that was killed, and goes on where it was (`shard.py`).
 """
 
 import contextlib
@@ -38,7 +39,7 @@ from toolkit.data.documents.rows import RowReader
 from toolkit.data.documents.sources import Source, open_source
 from toolkit.data.tokens import document_ends
 from toolkit.data.tokens import tokenizer as tokenizers
-from toolkit.data.tokens.build_cache import TRAINED_SUFFIX, build
+from toolkit.data.tokens.build_cache import TRAINED_SUFFIX, WEIGHTS_SUFFIX, build
 from toolkit.data.tokens.shard import TOKENIZER, TokenShard, write_shard
 from toolkit.data.tokens.stop_tokens import generation_stops
 from toolkit.data.tokens.tokenizer_pool import TokenizerJob
@@ -90,13 +91,16 @@ class TokenCorpus:
     """Tokens before and after the text of each document, in words."""
     trained_tokens: int | None = None
     """Tokens of the training split that are trained on, of chats and prompts; None for text, where all are."""
+    weight_sum: float | None = None
+    """Sum of the weights of the documents of the training split; None where rows have none."""
 
     @property
     def contents(self) -> str:
         """Identifies the contents: equal for equal text and tokenizer, in any directory."""
         facts = (self.train_tokens, self.eval_tokens, self.train_documents, self.eval_documents, self.text_bytes)
         trained = () if self.trained_tokens is None else (self.trained_tokens,)
-        return repr((*facts, self.tokenizer_vocab_size, self.eos_id, self.unigram_entropy, *trained))
+        weights = () if self.weight_sum is None else (self.weight_sum,)
+        return repr((*facts, self.tokenizer_vocab_size, self.eos_id, self.unigram_entropy, *trained, *weights))
 
     def loss_floor(self, data: DataSection) -> float | None:
         """Return the lowest expected loss on unseen text, if known. Documents that do not attend to each other have no
@@ -122,6 +126,13 @@ class TokenCorpus:
         if not self.token_count(split):
             return np.empty(0, dtype=np.uint8)
         return np.memmap(self.path / f"{split}{TRAINED_SUFFIX}", dtype=np.uint8, mode="r")
+
+    def weights(self, split: Split) -> NDArray[np.float32] | None:
+        """Read the weight of each document; None where rows have none."""
+        if self.weight_sum is None:
+            return None
+        weights: NDArray[np.float32] = np.load(self.path / f"{split}{WEIGHTS_SUFFIX}")
+        return weights
 
     def document_offsets(self, split: Split) -> NDArray[np.int64]:
         """Memory-map where each document begins, and where the last one ends."""
@@ -206,9 +217,13 @@ class Corpus:
         """Return what workers do with the tokenizer that is saved there, and what their tokens are of."""
         tokenizer = self.loaded or tokenizers.open_saved(saved)
         job = TokenizerJob.of(self.section, tokenizer, saved, stops=self.stops)
-        settings = json.loads(json.dumps({key: value for key, value in asdict(job).items() if key != "tokenizer_dir"}))
+        fields = {key: value for key, value in asdict(job).items() if key != "tokenizer_dir"}
+        rows = asdict(RowReader.of(self.section))
+        if self.section.weight_field is None:  # shards of before there were weights stay valid
+            del fields["weight_field"], rows["weight_field"]
+        settings = json.loads(json.dumps(fields))
         of = {"source": self.source.fingerprint, "tokenizer": tokenizers.digest(saved), "format": FORMAT}
-        of |= {"rows": asdict(RowReader.of(self.section)), "encoding": settings}
+        of |= {"rows": rows, "encoding": settings}
         return job, of
 
     def tokenize(self, folder: Path, part: SourcePart, *, progress: bool) -> None:
@@ -286,6 +301,8 @@ def _name(
     if section.format in CONVERSATIONS:
         parts += [_CHATS, section.dropped_text, stops]
     parts += document_ends.identity(section, loaded)
+    if section.weight_field is not None:
+        parts.append({"weight_field": section.weight_field})
     digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
     source_name, tokenizer_name = (
         re.sub(r"[^\w.-]+", "_", Path(without_query(name)).name)[:40] for name in (section.source, section.tokenizer)

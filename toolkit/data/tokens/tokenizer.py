@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from toolkit.config.data_section import DataSection
+from toolkit.config.data_section import DataSection, Format
 from toolkit.data.documents.sources import Source
 from toolkit.data.tokens.chat_template import check_tokenizer
 from toolkit.data.tokens.tokenizer_pool import tokenizers_parallelism_off
@@ -38,7 +38,9 @@ _PROVENANCE = ("is_local", "local_files_only", "name_or_path")
 def load_or_train(section: DataSection, source: Source) -> "PreTrainedTokenizerBase":
     """Load or train the tokenizer of `section`. Raises DataError if there is none, or it has no end-of-text token."""
     entries = bpe_entries(section)
-    return load(section) if entries is None else train(entries, source)
+    if entries is None:
+        return load(section)
+    return train(entries, source, row_format=section.format)
 
 
 def bpe_entries(section: DataSection) -> int | None:
@@ -80,7 +82,7 @@ def load(section: DataSection) -> "PreTrainedTokenizerBase":
     return tokenizer
 
 
-def train(entries: int, source: Source) -> "PreTrainedTokenizerBase":
+def train(entries: int, source: Source, *, row_format: Format = "text") -> "PreTrainedTokenizerBase":
     """Train a byte-level BPE of `entries` entries, fewer if the text has too few pairs. Deterministic."""
     from transformers import PreTrainedTokenizerFast
 
@@ -94,7 +96,7 @@ def train(entries: int, source: Source) -> "PreTrainedTokenizerBase":
         show_progress=False,
     )
     with tokenizers_parallelism_off():
-        bpe.train_from_iterator(sample_texts(source), trainer)
+        bpe.train_from_iterator(sample_texts(source, row_format=row_format), trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe,
         eos_token=END_OF_TEXT,
@@ -105,8 +107,8 @@ def train(entries: int, source: Source) -> "PreTrainedTokenizerBase":
     )
 
 
-def sample_texts(source: Source, limit_bytes: int = TRAINING_BYTES) -> Iterator[str]:
-    """Yield every k-th chunk of the corpus, with k such that the sum is about `limit_bytes`."""
+def sample_texts(source: Source, limit_bytes: int = TRAINING_BYTES, *, row_format: Format = "text") -> Iterator[str]:
+    """Yield the texts of every k-th chunk of the corpus, with k such that the sum is about `limit_bytes`."""
     every = max(1, -(-source.size_bytes // limit_bytes))
     remaining = limit_bytes
     for number, chunk in enumerate(source.chunks()):
@@ -116,8 +118,20 @@ def sample_texts(source: Source, limit_bytes: int = TRAINING_BYTES) -> Iterator[
             if remaining <= 0:
                 return
             assert isinstance(text, str)  # ids are not for a tokenizer that is trained here
-            remaining -= len(text)
-            yield text
+            for part in _texts(text, row_format):
+                remaining -= len(part)
+                yield part
+
+
+def _texts(document: str, row_format: Format) -> list[str]:
+    """Return the texts that a document is tokenized as; none where it is messages, which another place refuses."""
+    if row_format == "text":
+        return [document]
+    content = json.loads(document)
+    completions = [content[field] for field in ("completion", "chosen", "rejected") if field in content]
+    if not all(isinstance(part, str) for part in (content["prompt"], *completions)):
+        return []
+    return [content["prompt"] + completion for completion in completions]
 
 
 def identity(section: DataSection, tokenizer: "PreTrainedTokenizerBase | None") -> str:

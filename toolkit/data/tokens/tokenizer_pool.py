@@ -10,8 +10,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.config.data_section import DataSection, DroppedText, Format, TrainOn
+from toolkit.data.documents.rows import Document, WeightedText
 from toolkit.data.documents.text_chunks import TextChunk
 from toolkit.data.documents.token_rows import TokenRow
 from toolkit.data.tokens.conversation_encoder import ConversationEncoder
@@ -50,6 +51,8 @@ class EncodedChunk:
     """A byte for each token that says whether it is trained on; nothing for text, where all are."""
     text_bytes: int
     """UTF-8 bytes of the text; of ids, 0."""
+    weights: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, dtype=np.float32))
+    """The weight of each document; empty where rows have none."""
     continues: bool
     """The last document continues in the next chunk, and has no end-of-text token yet."""
     size_bytes: int
@@ -75,6 +78,8 @@ class TokenizerJob:
     dropped_text: DroppedText = "refuse"
     stops: tuple[int, ...] = ()
     """For chats, ids at which the model's generation stops, besides the end-of-text token."""
+    weight_field: str | None = None
+    """The field of a row that has its weight."""
 
     @classmethod
     def of(
@@ -96,6 +101,7 @@ class TokenizerJob:
             train_on=section.train_on,
             dropped_text=section.dropped_text,
             stops=stops,
+            weight_field=section.weight_field,
         )
 
     def open(self) -> Callable[[TextChunk], EncodedChunk]:
@@ -112,13 +118,15 @@ class TokenizerJob:
                 stops=self.stops,
                 dropped_text=self.dropped_text,
             )
-            return partial(_encode_conversations, encoder)
+            return partial(_encode_conversations, encoder, self.weight_field)
         plain = load_encoder(Path(self.tokenizer_dir), self.dtype, split_special_tokens=self.split_special_tokens)
         before, after = (np.array(ids, dtype=self.dtype).tobytes() for ids in (self.before, self.after))
-        return partial(_encode_chunk, plain, before, after, np.dtype(self.dtype).itemsize)
+        return partial(_encode_chunk, plain, before, after, np.dtype(self.dtype).itemsize, self.weight_field)
 
 
-def _encode_chunk(encoder: Encoder, before: bytes, after: bytes, itemsize: int, chunk: TextChunk) -> EncodedChunk:
+def _encode_chunk(
+    encoder: Encoder, before: bytes, after: bytes, itemsize: int, weight_field: str | None, chunk: TextChunk
+) -> EncodedChunk:
     texts = [text for text in chunk.documents() if text and isinstance(text, str)]
     encoded = encoder.encode(texts) if texts else []
     # A text may begin with the BOS itself.
@@ -133,27 +141,43 @@ def _encode_chunk(encoder: Encoder, before: bytes, after: bytes, itemsize: int, 
         ids=b"".join(parts),
         lengths=np.array([len(part) // itemsize for part in parts], dtype=np.int64),
         text_bytes=sum(len(text) if text.isascii() else len(text.encode()) for text in texts),
+        weights=_weights(texts, weight_field),
         continues=chunk.continues,
         size_bytes=chunk.size_bytes,
     )
 
 
-def _encode_conversations(encoder: ConversationEncoder, chunk: TextChunk) -> EncodedChunk:
+def _weights(documents: Sequence[Document], weight_field: str | None) -> NDArray[np.float32]:
+    """Return the weight of each document. Raises DataError for documents that are no rows."""
+    if weight_field is None:
+        return np.empty(0, dtype=np.float32)
+    weights = [document.weight for document in documents if isinstance(document, WeightedText)]
+    if len(weights) < len(documents):
+        reason = "a text that is not a row of a table or of JSONL has no fields"
+        raise DataError.of("data.weight_field", weight_field, reason, ("data.weight_field", None))
+    return np.array(weights, dtype=np.float32)
+
+
+def _encode_conversations(encoder: ConversationEncoder, weight_field: str | None, chunk: TextChunk) -> EncodedChunk:
     texts = chunk.documents()
     documents = []
+    rows: list[Document] = []
     for text in texts:
         if isinstance(text, str):
             try:
-                documents += encoder.encode(text)
+                encoded = encoder.encode(text)
             except DataError as error:
                 if isinstance(texts, Generator):
                     texts.throw(error)  # says which row it is
                 raise
+            documents += encoded
+            rows += [text] * len(encoded)
     return EncodedChunk(
         ids=b"".join(document.ids for document in documents),
         lengths=np.array([len(document.trained) for document in documents], dtype=np.int64),
         trained=b"".join(document.trained.tobytes() for document in documents),
         text_bytes=sum(document.text_bytes for document in documents),
+        weights=_weights(rows, weight_field),
         continues=False,
         size_bytes=chunk.size_bytes,
     )

@@ -102,7 +102,8 @@ class TokenWeights:
             return torch.ones_like(losses)
         value = self._formula(inputs, self._section)
         self._add_totals(value, sequences)
-        slopes = (value.slopes * sequences.is_counted.unsqueeze(-1)).flatten()
+        counted = sequences.is_counted * sequences.weights
+        slopes = (value.slopes * counted.unsqueeze(-1)).flatten()
         weights = -torch.cat([slopes, slopes.new_zeros(1)])[numbers]
         return weights.view(losses.shape).to(losses.dtype)
 
@@ -118,7 +119,7 @@ class TokenWeights:
 
     def _add_totals(self, value: ObjectiveValue, sequences: Sequences) -> None:
         counted = sequences.is_counted.double()
-        self.totals[0] += (value.loss * counted).sum()
+        self.totals[0] += (value.loss * counted * sequences.weights).sum()
         self.totals[_COUNTED] += counted.sum()
         rewards = value.rewards
         logps = value.logps
