@@ -21,6 +21,8 @@ def objective(name: str, **fields: Any) -> dict[str, Any]:
     [
         PAIRS | objective("dpo", beta=0.2, label_smoothing=0.1),
         PAIRS | objective("dpo", reference="none"),
+        PAIRS | objective("dpo", reference="org/other"),
+        LABELS | objective("kto", reference="online"),
         PAIRS | objective("sft"),
         PAIRS | objective("dpo") | {"data__tokenizer": "bpe-300"},
         PAIRS | objective("simpo", gamma=1.0, nll_weight=0.5),
@@ -45,7 +47,8 @@ def test_what_can_run_is_allowed(make_recipe: Callable[..., Recipe], fields: dic
         (PAIRS | objective("dpo", gamma=1.0), "gamma has no effect"),
         (PAIRS | objective("orpo", reference="none"), "reference has no effect"),
         (PAIRS | objective("sft", beta=0.3), "beta has no effect"),
-        (PAIRS | objective("dpo", reference="org/other"), "only the initial model can be the reference"),
+        (PAIRS | objective("dpo", reference="onlin"), "there is no such directory. Did you mean online?"),
+        (PAIRS | objective("dpo", reference="s3://bucket/run"), "models are read from directories"),
         (LABELS | objective("kto", reference="none"), "log-ratios to a reference"),
         (LABELS | objective("bco") | {"train__eval_every": 2}, "which a validation does not have"),
         (PAIRS | objective("dpo") | {"data__overlong": "split"}, "a pair is compared as a whole"),

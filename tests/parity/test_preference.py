@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from plain_fine_tuning import save_base
 from small_preferences import preference_data
 
 from toolkit.config.recipe import Recipe
@@ -117,6 +118,41 @@ def test_full_logits_give_the_same_as_chunks_of_them(
     check_equal(preferences, ranks, objective, section, model={**MODEL, "loss": "plain"})
 
 
+@pytest.mark.parametrize(
+    ("objective", "layout"),
+    [
+        pytest.param(objective, layout, marks=() if (objective, layout) == ("kto", "z3") else pytest.mark.whole)
+        for objective in ("dpo", "kto")
+        for layout in LAYOUTS
+    ],
+)
+def test_a_reference_in_memory_gives_what_a_computed_one_gives(
+    preferences: Callable[..., Recipe], ranks: Ranks, objective: str, layout: str
+) -> None:
+    section = LAYOUTS[layout]
+    size = math.prod(section.get(axis, 1) for axis in ("dp", "tp", "pp", "ulysses"))
+    fields = {"name": objective, **OBJECTIVES[objective]}
+    online = preferences(objective, parallel=section, train__objective={**fields, "reference": "online"})
+    run = ranks(train_in_memory, size, online, timeout_seconds=300)[0]
+    assert not list(Path(online.data.cache_dir or "").glob("reference-*"))
+    baseline = ranks(train_in_memory, 1, preferences(objective, train__engine="reference"))[0]
+    result = ParityResult.of(run, baseline)
+    assert result.passed, str(result)
+    assert result.curves.max_loss_difference < LARGEST_DIFFERENCE
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=() if name == "pp2" else pytest.mark.whole) for name in LAYOUTS]
+)
+def test_the_reference_of_a_checkpoint_is_the_same_in_every_layout(
+    preferences: Callable[..., Recipe], ranks: Ranks, tmp_path: Path, layout: str
+) -> None:
+    fields = {"name": "dpo", "reference": str(save_base(tmp_path / "other", "llama", seed=8))}
+    model = {"name_or_path": str(save_base(tmp_path / "base", "llama")), "init": "pretrained"}
+    result = check_equal(preferences, ranks, "dpo", LAYOUTS[layout], model=model, train__objective=fields)
+    assert abs(result.baseline.curve.losses[0] - math.log(2)) > 1e-3
+
+
 ADAPTERS = {**MODEL, "lora": {"r": 4, "targets": ["all-linear"]}}
 EXPERTS = {
     "name_or_path": "mixtral-8x7b",
@@ -131,6 +167,34 @@ def test_adapters_train_what_they_do_in_one_process(
     preferences: Callable[..., Recipe], ranks: Ranks, objective: str, layout: str
 ) -> None:
     check_equal(preferences, ranks, objective, LAYOUTS[layout], model=ADAPTERS)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("reference", ["online", "checkpoint"])
+@pytest.mark.parametrize("layout", ["z0", "z3", "tp2-sp", "pp2", "u2"])
+def test_adapters_have_any_reference(
+    preferences: Callable[..., Recipe], ranks: Ranks, tmp_path: Path, layout: str, reference: str
+) -> None:
+    if reference == "checkpoint":
+        reference = str(save_base(tmp_path / "other", "llama", seed=8))
+    base = {"name_or_path": str(save_base(tmp_path / "base", "llama")), "init": "pretrained"}
+    fields = {"name": "dpo", "reference": reference}
+    model = {**base, "lora": ADAPTERS["lora"]}
+    check_equal(preferences, ranks, "dpo", LAYOUTS[layout], model=model, train__objective=fields)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+@pytest.mark.parametrize("reference", ["online", "checkpoint"])
+def test_the_engines_of_pytorch_have_any_reference(
+    preferences: Callable[..., Recipe], ranks: Ranks, tmp_path: Path, engine: str, reference: str
+) -> None:
+    if reference == "checkpoint":
+        reference = str(save_base(tmp_path / "other", "llama", seed=8))
+    model = {"name_or_path": str(save_base(tmp_path / "base", "llama")), "init": "pretrained"}
+    fields = {"name": "dpo", "reference": reference}
+    section = {"dp": 2, "zero_stage": 0}
+    check_equal(preferences, ranks, "dpo", section, model=model, train__objective=fields, train__engine=engine)
 
 
 @pytest.mark.whole

@@ -41,13 +41,13 @@ class Plain:
     trained: dict[str, np.ndarray]
 
 
-def save_base(folder: Path, family: str, **changes: Any) -> Path:
+def save_base(folder: Path, family: str, *, seed: int = 7, **changes: Any) -> Path:
     """A tiny model with random weights, as transformers saves it. Every weight and bias is far from zero."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     sizes = {"hidden_size": 32, "num_hidden_layers": LAYERS, "vocab_size": 321, **SIZES[family], **changes}
     config = AutoConfig.for_model(family, bos_token_id=0, eos_token_id=0, pad_token_id=None, **sizes)
-    torch.manual_seed(7)
+    torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config)
     for parameter in model.parameters():
         parameter.data += 0.05 * torch.randn(parameter.shape)

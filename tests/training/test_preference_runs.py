@@ -137,7 +137,7 @@ def test_another_model_or_text_has_a_reference_of_its_own(
     fields = changes()
     write_rows(Path(fields["data"]["source"]), make_pairs()[:-1])
     assert REFERENCE in train("run_dir=third", **fields)
-    assert len(list((tmp_path / "cache").glob("reference-*.npz"))) == 3
+    assert len(list((tmp_path / "cache").glob("reference-*.bin"))) == 3
 
 
 @pytest.mark.parametrize("name", ["dpo", "bco"])

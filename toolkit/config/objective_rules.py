@@ -13,7 +13,9 @@ from toolkit.config.objective_section import (
 )
 from toolkit.config.recipe import Recipe
 from toolkit.config.router_rules import expert_count
-from toolkit.errors import Refusal, Setting
+from toolkit.errors import Refusal, Setting, nearest
+from toolkit.files import expanded
+from toolkit.remote_files import is_url
 
 _NAME = "train.objective.name"
 _REFERENCE = "train.objective.reference"
@@ -87,10 +89,28 @@ def _reference(recipe: Recipe) -> Iterator[Refusal]:
     if section.reference == "none" and section.name in UNPAIRED:
         reason = "its rewards are log-ratios to a reference"
         yield recipe.conflict(_REFERENCE, _NAME, reason=reason, remedy=((_REFERENCE, "initial"),))
-    elif section.reference not in ("initial", "none"):
-        reason = "only the initial model can be the reference"
-        remedy = ("begin with it as model.name_or_path", (_REFERENCE, "initial or none"))
-        yield recipe.conflict(_REFERENCE, reason=reason, remedy=remedy)
+    elif section.reference not in ("initial", "none", "online"):
+        yield from _other_model(recipe, _REFERENCE, section.reference, (_REFERENCE, "initial, online or none"))
+    nvme = "parallel.offload_params"
+    if section.reference != "initial" and recipe.parallel.offload_params == "nvme":
+        reason = "weights on a drive cannot change places with others"
+        yield recipe.conflict(_REFERENCE, nvme, reason=reason, remedy=((_REFERENCE, "initial"), (nvme, "cpu")))
+    if section.reference != "initial" and recipe.parallel.hpz > 1:
+        reason = "ZeRO++ keeps second shards, which would stay those of the policy"
+        remedy = ((_REFERENCE, "initial"), ("parallel.hpz", 1))
+        yield recipe.conflict(_REFERENCE, "parallel.hpz", reason=reason, remedy=remedy)
+
+
+def _other_model(recipe: Recipe, field: str, name: str, instead: Setting) -> Iterator[Refusal]:
+    """Refuse a model that is neither a directory nor a name on the hub, or that weights in 4 bits cannot become."""
+    if is_url(name):
+        yield Refusal.of(field, name, "models are read from directories", "copy it to one", instead)
+    elif "/" not in name and not expanded(name).is_dir():
+        hint = nearest(name, ("initial", "online", "none"))
+        yield Refusal.of(field, name, f"there is no such directory.{hint}", "name a model or a checkpoint", instead)
+    if recipe.model.load_in_4bit and field == _REFERENCE:
+        reason = "packed weights cannot change places with others"
+        yield recipe.conflict(field, "model.load_in_4bit", reason=reason, remedy=(instead,))
 
 
 def _means(recipe: Recipe, config: Mapping[str, Any] | None) -> Iterator[Refusal]:

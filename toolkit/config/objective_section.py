@@ -51,8 +51,9 @@ class ObjectiveSection(Section):
     """Weight of the losses of other completions (kto)."""
     reference: Text = "initial"
     """The reference model. `initial`: the model before its first step, and with LoRA the one without adapters; its
-    log-probabilities are computed once, before training, and cached. `none`: none, its log-probabilities are taken as 0
-    (dpo, ipo, hinge, robust)."""
+    log-probabilities are computed once, before training, and cached. The directory or hub name of a model of the same
+    architecture: those of that one. `online`: as `initial`, but computed in each step by a frozen copy of the weights
+    that train. `none`: none, its log-probabilities are taken as 0 (dpo, ipo, hinge, robust)."""
 
     @property
     def needs_reference(self) -> bool:

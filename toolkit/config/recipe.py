@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field
 
 from toolkit.config.data_section import DataSection
+from toolkit.config.distill_section import DistillSection
 from toolkit.config.layout import Batch, CpExchange, ExpertSharding, Layout, OffloadDevice, Recompute, least_dp
 from toolkit.config.objective_section import ObjectiveSection
 from toolkit.config.pipeline_schedules import CHUNKS
@@ -279,6 +280,8 @@ class TrainSection(Section):
     """Samples in one validation."""
     objective: ObjectiveSection = ObjectiveSection.model_construct()
     """What the run minimizes: the token loss, or an objective of preference tuning."""
+    distill: DistillSection | None = None
+    """A teacher whose distributions the run learns beside its text (docs/distillation.md); null: none."""
     engine: EngineName = "deepspeed"
     """`deepspeed`; `reference` is plain PyTorch in one process; `ddp` and `fsdp` are PyTorch's, through accelerate."""
     compile: bool = False

@@ -9,6 +9,7 @@ from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from toolkit.config.data_section import CONVERSATIONS, DataSection
+from toolkit.config.distill_rules import distill_conflicts
 from toolkit.config.megatron_prefix import megatron_prefix
 from toolkit.config.mixture_rules import idle_data_fields, mixture_conflicts, of_all_texts, of_each_text
 from toolkit.config.objective_rules import objective_conflicts
@@ -107,6 +108,7 @@ def recipe_conflicts(recipe: Recipe, world_size: int | None = None) -> list[Refu
         *_model(recipe, model),
         *objective_conflicts(recipe, config),
         *_weights(recipe),
+        *distill_conflicts(recipe),
         *_loss(recipe, (model.config or {}).get("model_type")),
         *islice(unknown_overrides(model.config or {}, recipe.model.overrides), _MOST_OVERRIDES),
         *_shape(recipe, model.shape),

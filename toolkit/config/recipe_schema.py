@@ -7,7 +7,7 @@ from functools import cache
 from itertools import pairwise
 from typing import Any
 
-from toolkit.config import data_section, objective_section, recipe
+from toolkit.config import data_section, distill_section, objective_section, recipe
 from toolkit.config.recipe import Recipe
 from toolkit.config.source_text import Path
 from toolkit.errors import Refusal
@@ -62,7 +62,7 @@ def recipe_json_schema() -> Schema:
 def _descriptions() -> dict[str, dict[str, str]]:
     """The docstring of every field, by class: pydantic would parse the source whenever a recipe is imported."""
     by_class: dict[str, dict[str, str]] = {}
-    sources = map(inspect.getsource, (data_section, objective_section, recipe))
+    sources = map(inspect.getsource, (data_section, distill_section, objective_section, recipe))
     for node in ast.parse("".join(sources)).body:
         if not isinstance(node, ast.ClassDef):
             continue

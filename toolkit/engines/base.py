@@ -3,6 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers import PreTrainedModel
 from toolkit.data.samples.micro_batch import MicroBatch
 from toolkit.engines.compiled_layers import CompiledLayers
 from toolkit.engines.context_slices import ContextSlices
+from toolkit.engines.objectives.distillation import Distillation
 from toolkit.engines.objectives.token_weights import TokenWeights
 from toolkit.engines.optimizer_states import MASTER, OptimizerStates
 from toolkit.engines.routing import Routing, RoutingStats
@@ -22,8 +24,10 @@ from toolkit.model_init.model_modules import persistent_buffers
 from toolkit.model_init.model_partition import ModelPartition
 from toolkit.parallel.adapter_names import holds_adapters, saved_name
 from toolkit.parallel.chunked_loss import LossInHead
+from toolkit.parallel.distilled_loss import TeacherTokens, TopTokens
 from toolkit.parallel.gather import Names, Opened, gather_parameters, open_local
 from toolkit.parallel.shard import FullTensor, Shard, shard_of
+from toolkit.parallel.tensor.vocabulary import VocabularyShard
 from toolkit.phases import PhaseReporter, ignore_phase
 from toolkit.units import some
 
@@ -77,6 +81,10 @@ class Engine(ABC):
     """The hooks that compute the loss inside the model's head; None where logits are computed."""
     objective: TokenWeights | None = None
     """The weights of tokens that make an objective of the token loss; None where all tokens weigh the same."""
+    distillation: Distillation | None = None
+    """The teacher of the micro-batches; None where there is none."""
+    with_reference: Callable[[], AbstractContextManager[None]] | None = None
+    """Returns a context in which the engine computes with the weights of a reference model that is kept in memory."""
     before_update: Callable[[], None] = staticmethod(lambda: None)
     """Called in every step once the learning rate is set and the gradients are complete, before clipping.
 
@@ -239,6 +247,10 @@ class Engine(ABC):
         """
         raise NotImplementedError
 
+    def _collect_sums(self, micro_batches: Iterable[MicroBatch]) -> None:
+        """Run forward passes without dropout, from which the objective collects; as `sequence_sums` otherwise."""
+        raise NotImplementedError
+
     @property
     def sequence_group(self) -> dist.ProcessGroup | None:
         """The ranks that share each sequence, position by position; None where a rank has whole ones."""
@@ -247,9 +259,12 @@ class Engine(ABC):
     def _begin_step(self, micro_batches: Iterable[MicroBatch]) -> Iterable[MicroBatch]:
         """Begin a step; compute first what its loss needs to know of the whole global batch."""
         batches = self._begin_routing(micro_batches)
+        if self.distillation is not None:
+            self.distillation.begin_step()
         if self.objective is None:
             return batches
         self.objective.begin_step()
+        batches = self._with_reference_sums(batches)
         if not self.objective.needs_mean:
             return batches
         step_batches = list(batches)
@@ -258,6 +273,40 @@ class Engine(ABC):
         self._sum_over_samples(self.objective.mean)
         self.objective.finish_mean()
         return step_batches
+
+    @property
+    def _step_totals(self) -> TokenWeights | Distillation | None:
+        """What adds up the loss and the metrics of a step, where that is more than the loss of tokens."""
+        return self.distillation if self.objective is None else self.objective
+
+    def top_tokens(self, micro_batches: Iterable[MicroBatch], top: TopTokens) -> list[tuple[MicroBatch, TeacherTokens]]:
+        """Return what `top` collects of each micro-batch, [b s, k], beside this rank's part of the micro-batch.
+
+        Of ranks that compute the same, only one has it; for the others the list is empty. Raises NotImplementedError in
+        an engine that cannot be a teacher.
+        """
+        raise NotImplementedError
+
+    def vocabulary(self) -> tuple[VocabularyShard | None, dist.ProcessGroup | None]:
+        """Return the rows of the vocabulary that logits are of, and the ranks that have the others; None for all."""
+        if self.partition is None or self.partition.layout.tp == 1:
+            return None, None
+        group = self.partition.groups.tensor
+        return VocabularyShard.of(self.partition.vocabulary, group), group
+
+    def _with_reference_sums(self, micro_batches: Iterable[MicroBatch]) -> Iterable[MicroBatch]:
+        """Compute the log-probabilities of a reference model that is in memory, for the passes that follow."""
+        if self.with_reference is None or self.objective is None:
+            return micro_batches
+        batches = list(micro_batches)
+        with self.with_reference():
+            self._collect_sums(batches)
+        self.objective.keep_reference()
+        return batches
+
+    def release_gathered_weights(self) -> None:
+        """Let go of weights that are gathered from the shards of ranks."""
+        return
 
     def _pass_forward(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Run the forward passes of a step without gradients; with an objective, up to the losses of the tokens.
@@ -307,7 +356,7 @@ class Engine(ABC):
     @property
     def _loss_count(self) -> int:
         """Count the sums of losses that the host reads in a step: of all samples, of sources, and of an objective."""
-        return 1 + self.sources if self.objective is None else len(self.objective.totals)
+        return 1 + self.sources if self._step_totals is None else len(self._step_totals.totals)
 
     def _result(self, update: Update, target_tokens: int) -> StepResult:
         """Build the result of a step from what `_take_totals` returned."""
@@ -315,8 +364,8 @@ class Engine(ABC):
         routing = None
         if self.routing is not None:
             routing = self.routing.finish_step(update.totals[self._loss_count :], updated=not update.skipped)
-        if self.objective is not None:
-            metrics = self.objective.metrics(losses, target_tokens)
+        if self._step_totals is not None:
+            metrics = self._step_totals.metrics(losses, target_tokens)
             return StepResult(
                 loss=losses[0] / target_tokens,
                 grad_norm=update.grad_norm,

@@ -83,6 +83,11 @@ class DeepSpeedBase(DistributedEngine):
         return Update(totals=read.totals(), grad_norm=norm, skipped=not self.engine.was_step_applied())
 
     @override
+    def release_gathered_weights(self) -> None:
+        if self._zero_stage == 3:
+            self.engine.empty_partition_cache()
+
+    @override
     def full_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self._full(self.trained_names(), safe_get_full_grad, dtype=torch.float32)
 

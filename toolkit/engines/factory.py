@@ -13,6 +13,7 @@ from toolkit.config.data_section import PREFERENCE_FORMATS
 from toolkit.config.job import Job
 from toolkit.config.recipe import Recipe
 from toolkit.engines.base import Engine
+from toolkit.engines.objectives.distillation import Distillation
 from toolkit.engines.objectives.token_weights import TokenWeights
 from toolkit.errors import ModelError, RunError
 from toolkit.imports import no_garbage_collection
@@ -61,7 +62,12 @@ def create_engine(
 
 
 def _with_objective(engine: Engine, job: Job) -> Engine:
-    """Give an engine the weights of tokens, where the data is that of an objective."""
+    """Give an engine the weights of tokens, where the data is that of an objective, and what it knows of a teacher."""
+    section = job.recipe.train.distill
+    if section is not None:
+        engine.distillation = Distillation(section, engine.device)
+        if engine.head_loss is not None:
+            engine.head_loss.distillation = engine.distillation
     if job.recipe.data.format in PREFERENCE_FORMATS:
         engine.objective = TokenWeights(job.recipe.train.objective, engine.device, engine.sequence_group)
         if engine.head_loss is not None:

@@ -13,7 +13,9 @@ from typing_extensions import override
 from toolkit.data.samples.micro_batch import MicroBatch
 from toolkit.engines.base import DistributedEngine, Engine, StepResult
 from toolkit.engines.dropout import DropoutStream
+from toolkit.parallel.chunked_loss import collecting_in_head
 from toolkit.parallel.context.sequence import SequenceSlice
+from toolkit.parallel.distilled_loss import TeacherTokens, TopTokens
 from toolkit.parallel.loss import IGNORE, sample_loss_sums, token_loss_sum, token_losses
 from toolkit.parallel.packed_documents import documents_known
 
@@ -30,6 +32,7 @@ class FullForwardEngine(Engine):
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)
         if self.objective is not None:
             self.objective.begin_step()
+        micro_batches = self._with_reference_sums(micro_batches)
         self.model.eval()
         with self._forward_only():
             for micro_batch in micro_batches:
@@ -45,14 +48,33 @@ class FullForwardEngine(Engine):
     @override
     def sequence_sums(self, micro_batches: Iterable[MicroBatch]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         assert self.objective is not None
+        self._collect_sums(micro_batches)
+        is_first = self.partition is None or self.partition.groups.is_first_of_tensor
+        return self.objective.counted_sums() if is_first and self.objective.is_first else []
+
+    @override
+    def _collect_sums(self, micro_batches: Iterable[MicroBatch]) -> None:
+        assert self.objective is not None
         self.model.eval()
-        with self.objective.collecting() as sums, self._forward_only():
+        with self.objective.collecting(), self._forward_only():
             for micro_batch in micro_batches:
                 batch = self._local_micro_batch(micro_batch).to(self.device)
                 self._losses(self._run(batch), batch)
         self.model.train()
-        is_first = self.partition is None or self.partition.groups.is_first_of_tensor
-        return sums if is_first and self.objective.is_first else []
+
+    @override
+    def top_tokens(self, micro_batches: Iterable[MicroBatch], top: TopTokens) -> list[tuple[MicroBatch, TeacherTokens]]:
+        found = []
+        self.model.eval()
+        with collecting_in_head(self.head_loss, top), self._forward_only():
+            for micro_batch in micro_batches:
+                batch = self._local_micro_batch(micro_batch).to(self.device)
+                output = self._run(batch)
+                if self.head_loss is None:
+                    top.add_logits(output.logits, *self.vocabulary())
+                found.append((batch, top.take()))
+        self.model.train()
+        return found if self.partition is None or self.partition.groups.is_first_of_tensor else []
 
     @override
     def _pass_forward(self, micro_batches: Sequence[MicroBatch]) -> None:
@@ -79,6 +101,7 @@ class FullForwardEngine(Engine):
         if self.head_loss is not None:
             self.head_loss.labels = batch.labels
             self.head_loss.weights = batch.weights
+            self.head_loss.teacher = batch.teacher
         with documents_known(are_packed=bool(batch.is_packed)), self._attending():
             return self._forward(batch)
 
@@ -96,6 +119,8 @@ class FullForwardEngine(Engine):
         if self.objective is not None:
             each = self._token_losses(output.logits, batch.labels)
             return (each * self.objective.weigh(each)).sum(), each.detach().sum(dim=1)
+        if batch.teacher is not None:
+            return self._distilled(output.logits, batch), output.logits.new_zeros(len(batch.labels))
         if batch.weights is not None:
             each = self._token_losses(output.logits, batch.labels) * batch.weights
             return each.sum(), each.detach().sum(dim=1)
@@ -109,6 +134,12 @@ class FullForwardEngine(Engine):
             return micro_batch
         self._sequence = self.context.sequence(micro_batch)
         return self.context.take(micro_batch, self._sequence)
+
+    def _distilled(self, logits: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        """Sum the losses of one micro-batch that has a teacher."""
+        assert self.distillation is not None
+        assert batch.teacher is not None
+        return self.distillation.loss(logits, batch.labels, batch.teacher, batch.weights, *self.vocabulary())
 
     def _loss_sum(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Sum the token losses of one micro-batch."""
@@ -179,8 +210,8 @@ class DataParallelEngine(FullForwardEngine, DistributedEngine):
                     self._backward(objective * (scale * nan_unless_finite(objective)))
                 loss_sums[:1] += micro_loss.detach()
         self.report_phase("update")
-        if self.objective is not None:
-            loss_sums = self.objective.local_totals()
+        if self._step_totals is not None:
+            loss_sums = self._step_totals.local_totals()
         totals = loss_sums.clone()
         self._sum_over_replicas(totals)
         return self._finish_step(totals, loss_sums[:1], target_tokens=target_tokens, learning_rate=learning_rate)

@@ -28,7 +28,9 @@ from toolkit.engines.gradient_norm import full_grad_norm
 from toolkit.engines.routing import find_routing
 from toolkit.engines.scheduled_pipeline import ScheduledPipeline
 from toolkit.model_init.model_partition import ModelPartition
+from toolkit.parallel.chunked_loss import collecting_in_head
 from toolkit.parallel.context.sequence import SequenceSlice
+from toolkit.parallel.distilled_loss import TeacherTokens, TopTokens
 from toolkit.parallel.gather import gather_buffers
 from toolkit.parallel.loss import IGNORE
 from toolkit.parallel.pipeline.channels import Channels
@@ -74,6 +76,8 @@ class PipelineEngine(DeepSpeedBase):
         self._contexts: Sequence[SequenceSlice] = ()
         self._order: Iterator[int] = iter(())
         """The micro-batch of each forward pass that is to come."""
+        self._top: TopTokens | None = None
+        self._found: list[TeacherTokens] = []
         partition.stage.register_forward_pre_hook(lambda *_: self._begin_forward())
         deepspeed.init_distributed()  # PipelineModule reads the ranks before `initialize` sets them
         with quiet_stdout(unless=job.recipe.log.level == "debug"):
@@ -99,8 +103,8 @@ class PipelineEngine(DeepSpeedBase):
         local = self._totals[0].clone()
         self._sum_over_ranks()
         losses = torch.cat([self._totals[:1], self._totals[2:]])
-        if self.objective is not None:
-            losses = self.objective.local_totals()
+        if self._step_totals is not None:
+            losses = self._step_totals.local_totals()
             local = losses[0].clone()
             self._sum_over_samples_of(losses)
         return self._finish_step(losses, local, target_tokens=target_tokens, learning_rate=learning_rate)
@@ -112,11 +116,31 @@ class PipelineEngine(DeepSpeedBase):
     @override
     def sequence_sums(self, micro_batches: Iterable[MicroBatch]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         assert self.objective is not None
+        self._collect_sums(micro_batches)
+        if not (self.partition.groups.is_first_of_tensor and self.objective.is_first):
+            return []
+        return self.objective.counted_sums()
+
+    @override
+    def _collect_sums(self, micro_batches: Iterable[MicroBatch]) -> None:
+        assert self.objective is not None
         self.engine.module.eval()
-        with self.objective.collecting() as sums:
+        with self.objective.collecting():
             self._run(list(micro_batches))
         self.engine.module.train()
-        return sums if self.partition.groups.is_first_of_tensor and self.objective.is_first else []
+
+    @override
+    def top_tokens(self, micro_batches: Iterable[MicroBatch], top: TopTokens) -> list[tuple[MicroBatch, TeacherTokens]]:
+        batches = list(micro_batches)
+        self._top = top
+        self._found = []
+        self.engine.module.eval()
+        with torch.no_grad(), collecting_in_head(self.head_loss, top):
+            self._run(batches)
+        self.engine.module.train()
+        self._top = None
+        found = list(zip(batches, self._found, strict=False))  # of the last stage alone
+        return found if self.partition.groups.is_first_of_tensor else []
 
     @override
     def _sum_over_samples(self, values: torch.Tensor) -> None:
@@ -133,6 +157,7 @@ class PipelineEngine(DeepSpeedBase):
     def evaluate(self, micro_batches: Iterable[MicroBatch]) -> float:
         if self.objective is not None:
             self.objective.begin_step()
+        micro_batches = self._with_reference_sums(micro_batches)
         self.engine.module.eval()
         with torch.no_grad():
             self._run(list(micro_batches))
@@ -210,6 +235,7 @@ class PipelineEngine(DeepSpeedBase):
         if self.head_loss is not None and self.partition.stage.ends_model:
             self.head_loss.labels = self._current.labels.to(self.device, non_blocking=True)
             self.head_loss.weights = self._weights_on_device()
+            self.head_loss.teacher = self._teacher_on_device()
         if self.routing is not None and self.model.training:
             self.routing.start(self._current.lengths)
         if self.model.training and self._layout.schedule is None:
@@ -220,15 +246,29 @@ class PipelineEngine(DeepSpeedBase):
         weights = self._current.weights
         return None if weights is None else weights.to(self.device, non_blocking=True)
 
+    def _teacher_on_device(self) -> TeacherTokens | None:
+        """Return what the teacher says of the micro-batch, on the device of the last stage; None without a teacher."""
+        teacher = self._current.teacher
+        return None if teacher is None else teacher.map(lambda tensor: tensor.to(self.device, non_blocking=True))
+
     def _loss(self, output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """The objective of a micro-batch. `output`: of the last stage, the sum of the token losses, or logits."""
         sources = self._current.sources
+        if self._top is not None:
+            if self.head_loss is None:
+                self._top.add_logits(output, *self.vocabulary())
+            self._found.append(self._top.take())
+            return output.new_zeros(())
         if self.head_loss is not None:
             loss = output
             losses = self.head_loss.take_sample_losses()
         elif self.objective is not None:
             each = self.partition.token_losses(output, labels)
             loss = (each * self.objective.weigh(each)).sum()
+            losses = None
+        elif (teacher := self._teacher_on_device()) is not None:
+            assert self.distillation is not None
+            loss = self.distillation.loss(output, labels, teacher, self._weights_on_device(), *self.vocabulary())
             losses = None
         elif (weights := self._weights_on_device()) is not None:
             loss = (self.partition.token_losses(output, labels) * weights).sum()

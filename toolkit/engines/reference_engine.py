@@ -21,6 +21,7 @@ from toolkit.engines.optimizer import connect_optimizer, fill_missing_gradients,
 from toolkit.engines.optimizer_states import PlainStates, state_kinds
 from toolkit.engines.routing import find_routing
 from toolkit.errors import NonFiniteError
+from toolkit.parallel.distilled_loss import plain_distilled_losses
 
 
 class ReferenceEngine(FullForwardEngine):
@@ -53,8 +54,8 @@ class ReferenceEngine(FullForwardEngine):
             (objective / target_tokens).backward()  # type: ignore[no-untyped-call]
             loss_sums[:1] += micro_loss.detach()
         self.report_phase("update")
-        if self.objective is not None:
-            loss_sums = self.objective.local_totals()
+        if self._step_totals is not None:
+            loss_sums = self._step_totals.local_totals()
 
         fill_missing_gradients(self.model.parameters())
         self._set_learning_rate(learning_rate)
@@ -73,6 +74,20 @@ class ReferenceEngine(FullForwardEngine):
         self.optimizer.step()
         self.optimizer.zero_grad()
         return self._result(Update(totals=totals, grad_norm=grad_norm), target_tokens)
+
+    @override
+    def _distilled(self, logits: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        assert self.distillation is not None
+        assert batch.teacher is not None
+        losses, token_losses, divergences = plain_distilled_losses(
+            logits.flatten(0, 1).float(),
+            batch.labels.flatten(),
+            batch.teacher.map(lambda tensor: tensor.flatten(0, 1)),
+            self.distillation.how,
+        )
+        loss = losses.sum() if batch.weights is None else (losses * batch.weights.flatten()).sum()
+        self.distillation.add(loss, token_losses, divergences)
+        return loss
 
     @override
     def _forward(self, batch: MicroBatch) -> Any:

@@ -54,6 +54,7 @@ class UlyssesEngine(DeepSpeedEngine):
         sequences = micro_batch.sequences
         if sequences is not None:
             sequences = replace(sequences, numbers=sequences.numbers[:, local].contiguous())
+        teacher = micro_batch.teacher
         positions = micro_batch.position_ids
         if positions is None:  # of the full sequence
             positions = torch.arange(length).expand(samples, -1)
@@ -65,6 +66,8 @@ class UlyssesEngine(DeepSpeedEngine):
             is_packed=False,  # the mask of the whole sequence is made in the attention, and the model's own is dropped
             dropout_seed=derive_seed("slice", micro_batch.dropout_seed, self.sequence_rank),
             sequences=sequences,
+            teacher=None if teacher is None else teacher.map(lambda tensor: tensor[:, local].contiguous()),
+            places=None if micro_batch.places is None else micro_batch.places[:, local].contiguous(),
             weights=None if micro_batch.weights is None else micro_batch.weights[:, local].contiguous(),
         )
 

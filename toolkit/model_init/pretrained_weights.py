@@ -74,6 +74,15 @@ def read_weights(
         raise ModelError.of(_NAME, name_or_path, reason, "choose weights without NaN and infinity", _RANDOM)
 
 
+def stored_weights(
+    model: PreTrainedModel, name_or_path: str, *, dtype: torch.dtype
+) -> dict[str, tuple[FullTensor, torch.Size]]:
+    """Return source and shape of every tensor of `model`, which is on the meta device, that is stored there."""
+    sources = _Files(name_or_path).sources(model, dtype)
+    _fix_ties(model, sources, name_or_path)
+    return sources
+
+
 class _Files:
     """The file and the shape of each stored tensor."""
 

@@ -12,11 +12,12 @@ Dims: b samples, s positions, n = b*s, c tokens of a chunk, h hidden, v vocabula
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,9 +26,19 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from toolkit.models.chunked_head import HeadFormula, chunk_tokens, head_formula
+from toolkit.parallel.distilled_loss import Divergence, TeacherTokens, TopTokens, distilled_losses
 from toolkit.parallel.loss import IGNORE
 from toolkit.parallel.tensor.collectives import copy_to_tensor_ranks
 from toolkit.parallel.tensor.vocabulary import VocabParallelHead, VocabularyShard, columns_of
+
+
+class Distilling(Protocol):
+    """What the loss of distillation is computed with (toolkit/engines/objectives/distillation.py)."""
+
+    how: Divergence
+
+    def add(self, loss: torch.Tensor, token_losses: torch.Tensor, divergences: torch.Tensor) -> None:
+        """Add a loss, and the parts that it is made of, to those of the step."""
 
 
 class LossInHead:
@@ -37,6 +48,12 @@ class LossInHead:
     """[b, s], already shifted, of the next forward pass: its output has `loss`, a sum, and no logits."""
     weights: torch.Tensor | None = None
     """Weights of tokens [b, s] that are known before their losses, of the same forward pass; None: all are 1."""
+    teacher: TeacherTokens | None = None
+    """What the teacher of the same forward pass says, [b, s, k]; None without one."""
+    distillation: Distilling | None = None
+    """The constants of its loss, and where parts of it are added up."""
+    top: TopTokens | None = None
+    """What collects from all logits instead of a loss, while this model is the teacher."""
     weigh: Callable[[torch.Tensor], torch.Tensor] | None = None
     """Returns the weights of tokens [b, s] for their losses [b, s], without gradients; None: all weigh the same."""
     chunk_tokens: Callable[[int, int], int] = staticmethod(chunk_tokens)
@@ -71,8 +88,10 @@ class LossInHead:
         assert self.labels is not None
         labels = self.labels
         weights = self.weights
+        teacher = self.teacher
         self.labels = None
         self.weights = None
+        self.teacher = None
         rows = head.weight.shape[0]
         group = None
         shard = VocabularyShard(size=rows, start=0, rows=rows)
@@ -90,11 +109,20 @@ class LossInHead:
             chunk=self.chunk_tokens(flat.shape[0], rows),
             dtype=torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.weight.dtype,
             makes_gradients=torch.is_grad_enabled(),
-            is_liger=self._is_liger and group is None and self._scale == 1.0 and self.weigh is None and weights is None,
+            is_liger=self._is_liger
+            and group is None
+            and self._scale == 1.0
+            and self.weigh is None
+            and weights is None
+            and teacher is None,
+            teacher=None if teacher is None else teacher.map(lambda tensor: tensor.flatten(0, -2)),
+            distillation=self.distillation,
             weights=None if weights is None else weights.flatten(),
             weigh=None if self.weigh is None else partial(_flat_weights, self.weigh, labels.shape),
         )
         with torch.autocast(kind, enabled=False):
+            if self.top is not None:
+                return _collect(flat, head, how, self.top)
             loss, losses = _ChunkedLoss.apply(flat, head.weight, head.bias, labels.flatten(), how)
         self._sample_losses = losses.view(labels.shape).sum(dim=1)  # [n] -> [b]
         result: torch.Tensor = loss
@@ -106,6 +134,19 @@ class LossInHead:
         self._sample_losses = None
         assert losses is not None
         return losses
+
+
+@contextmanager
+def collecting_in_head(head: LossInHead | None, top: TopTokens) -> Iterator[None]:
+    """Let a head that computes a loss give its logits to `top` instead."""
+    if head is None:
+        yield
+        return
+    head.top = top
+    try:
+        yield
+    finally:
+        head.top = None
 
 
 class _Left(Exception):  # noqa: N818 - not an error: how the forward pass is left
@@ -153,6 +194,9 @@ class _How:
     """Dtype of the head's products."""
     makes_gradients: bool
     is_liger: bool
+    teacher: TeacherTokens | None
+    """What the teacher says of all tokens, [n, k]; None without one."""
+    distillation: Distilling | None
     weights: torch.Tensor | None
     """Weights of all tokens [n] that are known already; None: all are 1."""
     weigh: Callable[[torch.Tensor], torch.Tensor] | None
@@ -201,7 +245,11 @@ class _ChunkedLoss(torch.autograd.Function):
             chunk = x[part]
             logits = _logits(chunk, w, b, exact)
             weight_part = None if weights is None else weights[part]
-            losses[part], slopes = _losses_and_slopes(logits, targets[part], how, weight_part, any(wanted))
+            if how.teacher is None:
+                losses[part], slopes = _losses_and_slopes(logits, targets[part], how, weight_part, any(wanted))
+            else:
+                teacher = how.teacher.map(lambda tensor, part=part: tensor[part])
+                losses[part], slopes = _distilled_chunk(logits, targets[part], teacher, how, weight_part, any(wanted))
             del logits
             if of_bias is not None and slopes is not None:
                 of_bias += slopes.sum(dim=0, dtype=exact)
@@ -274,13 +322,7 @@ def _losses_and_slopes(
     Overwrites `logits`, these products. `weights` [c]; None: all are 1.
     """
     shard = how.shard
-    slope = None
-    if how.cap is not None:
-        logits.mul_(how.scale / how.cap).tanh_()
-        slope = logits.square().neg_().add_(1.0) if wants_slopes else None
-        logits.mul_(how.cap)
-    elif how.scale != 1.0:
-        logits.mul_(how.scale)
+    slope = _apply_formula(logits, how, wants_slopes=wants_slopes)
     if shard.real_rows < shard.rows:
         logits[:, shard.real_rows :] = float("-inf")
     # The largest logit keeps exp() in range; it cancels in the loss.
@@ -306,6 +348,58 @@ def _losses_and_slopes(
     if slope is not None:
         logits.mul_(slope)
     return losses, logits.to(how.dtype)
+
+
+def _distilled_chunk(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    teacher: TeacherTokens,
+    how: _How,
+    weights: torch.Tensor | None,
+    wants_slopes: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """As `_losses_and_slopes`, of the losses of distillation."""
+    assert how.distillation is not None
+    slope = _apply_formula(logits, how, wants_slopes=wants_slopes)
+    each = distilled_losses(
+        logits, targets, teacher, how.distillation.how, shard=how.shard, group=how.group, wants_slopes=wants_slopes
+    )
+    weighted = each.losses if weights is None else each.losses * weights
+    how.distillation.add(weighted.sum(), each.token_losses, each.divergences)
+    slopes = each.slopes
+    if slopes is None:
+        return each.losses, None
+    if slope is not None:
+        slopes.mul_(slope)
+    if how.scale != 1.0:
+        slopes.mul_(how.scale)
+    if weights is not None:
+        slopes.mul_(weights.unsqueeze(-1))
+    return each.losses, slopes.to(how.dtype)
+
+
+def _collect(x: torch.Tensor, head: nn.Linear, how: _How, top: TopTokens) -> torch.Tensor:
+    """Give the logits of all tokens to `top`, in chunks; return a loss of 0."""
+    w = head.weight.to(how.dtype)
+    b = None if head.bias is None else head.bias.to(how.dtype)
+    exact = torch.promote_types(how.dtype, torch.float32)
+    for start in range(0, x.shape[0], how.chunk):
+        logits = _logits(x[start : start + how.chunk].to(how.dtype), w, b, exact)
+        _apply_formula(logits, how, wants_slopes=False)
+        top.add(logits, how.shard, how.group)
+    return torch.zeros((), dtype=exact, device=x.device)
+
+
+def _apply_formula(logits: torch.Tensor, how: _How, *, wants_slopes: bool) -> torch.Tensor | None:
+    """Make logits of products with the vocabulary, in place; return the derivative of their soft cap."""
+    slope = None
+    if how.cap is not None:
+        logits.mul_(how.scale / how.cap).tanh_()
+        slope = logits.square().neg_().add_(1.0) if wants_slopes else None
+        logits.mul_(how.cap)
+    elif how.scale != 1.0:
+        logits.mul_(how.scale)
+    return slope
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:

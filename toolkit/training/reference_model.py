@@ -1,7 +1,8 @@
 """The log-probabilities of the reference model: computed once, before the first step, by the engine that trains.
 
 The reference is the model as it is built, before a checkpoint is loaded and before any step; LoRA's adapters add
-nothing then, because their B is zero. So no second model is ever in memory. The pass reads every pair or completion
+nothing then, because their B is zero. Another reference changes places with it for the pass (`SecondWeights`). So no
+second model is in memory in training, unless it is asked for (`online`). The pass reads every pair or completion
 once, in the order of the text, without dropout. What it computes is cached beside the token cache, by the text and
 how it becomes samples, the model and its precision, and not by the layout. A pass that is cut off goes on where it was.
 """
@@ -10,6 +11,7 @@ import contextlib
 import hashlib
 import json
 import os
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,25 +23,32 @@ from numpy.typing import NDArray
 from toolkit.config.recipe import Recipe
 from toolkit.data.samples.preference_samples import PreferenceSamples
 from toolkit.data.tokens.corpora import OpenText
+from toolkit.engines.second_weights import SecondWeights
 from toolkit.files import expanded
 
 if TYPE_CHECKING:
     from toolkit.training.loop import TrainingRun
 
-_VERSION = 1
+_VERSION = 2
 _MODEL_FIELDS = ("name_or_path", "init", "overrides", "load_in_4bit", "float8")
 """Fields of `model` that decide what its first forward pass computes."""
 _BATCHES_A_COMMIT = 64
 """Micro-batches of a rank between two writes of the cache."""
+_PIECE_BYTES = 16
+"""Bytes of a pair or completion in the cache: two log-probabilities."""
 _WEIGHTS = (".safetensors", ".bin")
 
 
 def compute_reference(run: "TrainingRun") -> None:
     """Give the samples of a run the log-probabilities of the reference model, where its objective needs them.
 
-    A collective call, before a checkpoint is loaded.
+    Where the reference is kept in memory, the engine gets it instead. A collective call, before a checkpoint is loaded.
     """
-    if run.engine.objective is None or not run.recipe.train.objective.needs_reference:
+    section = run.recipe.train.objective
+    if run.engine.objective is None or not section.needs_reference:
+        return
+    if section.reference == "online":
+        run.engine.with_reference = SecondWeights.frozen(run.engine).in_place
         return
     for name, text in run.corpus.sources.items():
         assert isinstance(run.loader.train, PreferenceSamples)
@@ -51,32 +60,50 @@ def compute_reference(run: "TrainingRun") -> None:
 
 def _table(run: "TrainingRun", samples: PreferenceSamples, text: OpenText, name: str) -> NDArray[np.float64]:
     """Return the log-probabilities of both sequences of each piece of `samples`, [n, 2]."""
-    path = text.corpus.path.parent / f"reference-{_digest(run.recipe, text, samples)}.npz"
+    path = text.corpus.path.parent / f"reference-{_digest(run.recipe, text, samples)}.bin"
     is_writer = not dist.is_initialized() or dist.get_rank() == 0
     table = torch.zeros(samples.piece_count, 2, dtype=torch.float64, device=run.engine.device)
     done = torch.zeros(1, dtype=torch.float64, device=run.engine.device)
     if is_writer:
-        _read(path, table, done)
-    _sum(table)
+        stored = _read(path)[: len(table)]
+        table[: len(stored)] = torch.from_numpy(stored)
+        done.fill_(len(stored))
     _sum(done)
+    if int(done):
+        _sum(table)
+    result: NDArray[np.float64] = table.cpu().numpy()
+    if int(done) < len(table):
+        with _reference_weights(run):
+            _compute(run, samples, result, int(done), path if is_writer else None, f" of {name}" if name else "")
+    return result
+
+
+def _compute(
+    run: "TrainingRun", samples: PreferenceSamples, table: NDArray[np.float64], done: int, path: Path | None, label: str
+) -> None:
+    """Fill `table` [n, 2] from piece `done` on; the rank that has the `path` appends to the cache there."""
     ordered = samples.in_order()
+    starts = ordered.first_pieces()  # [rows + 1]
     rows = len(ordered)
     stride = run.job.batch.micro_batch_size * run.job.batch.dp * _BATCHES_A_COMMIT
-    for first in range(int(done), rows, stride):
+    for first in range(int(np.searchsorted(starts, done, side="right")) - 1, rows, stride):
         run.engine.report_phase("evaluate")
-        share = torch.zeros_like(table)
-        batches = run.loader.ordered_batches(ordered, first, min(rows, first + stride))
-        for pieces, sums in run.engine.sequence_sums(batches):
-            share[pieces] = sums
+        last = min(rows, first + stride)
+        begin = int(starts[first])
+        share = torch.zeros(int(starts[last]) - begin, 2, dtype=torch.float64, device=run.engine.device)
+        for pieces, sums in run.engine.sequence_sums(run.loader.ordered_batches(ordered, first, last)):
+            share[pieces - begin] = sums
         _sum(share)
-        table += share
-        if is_writer:
-            last = min(rows, first + stride)
-            _write(path, table, last)
-            label = f" of {name}" if name else ""
+        table[begin : begin + len(share)] = share.cpu().numpy()
+        if path is not None:
+            _append(path, begin, table[begin : begin + len(share)])
             run.progress.say(f"reference log-probabilities{label}: {last / rows:.0%}")
-    result: NDArray[np.float64] = table.cpu().numpy()
-    return result
+
+
+def _reference_weights(run: "TrainingRun") -> AbstractContextManager[None]:
+    """Return a context in which the engine has the weights of the reference model."""
+    reference = run.recipe.train.objective.reference
+    return nullcontext() if reference == "initial" else SecondWeights.read(run.engine, reference).in_place()
 
 
 def _sum(values: torch.Tensor) -> None:
@@ -84,33 +111,38 @@ def _sum(values: torch.Tensor) -> None:
         dist.all_reduce(values)
 
 
-def _read(path: Path, table: torch.Tensor, done: torch.Tensor) -> None:
-    """Read the cache, as far as it is there; a file that is not readable is computed again."""
-    with contextlib.suppress(OSError, ValueError, KeyError, EOFError), np.load(path, allow_pickle=False) as file:
-        stored = file["table"]
-        if stored.shape == tuple(table.shape):
-            table.copy_(torch.from_numpy(stored))
-            done.fill_(float(file["rows"]))
-
-
-def _write(path: Path, table: torch.Tensor, rows: int) -> None:
-    """Write the cache, whole or not at all. Where the disk does not let us, the next run computes it again."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+def _read(path: Path) -> NDArray[np.float64]:
+    """Read the cache as far as it is there, [n, 2]."""
     with contextlib.suppress(OSError):
-        with temporary.open("wb") as file:
-            np.savez(file, table=table.cpu().numpy(), rows=np.int64(rows))
-        temporary.replace(path)
+        data = path.read_bytes()
+        return np.frombuffer(data[: len(data) // _PIECE_BYTES * _PIECE_BYTES], dtype="<f8").reshape(-1, 2)
+    return np.empty((0, 2))
+
+
+def _append(path: Path, begin: int, part: NDArray[np.float64]) -> None:
+    """Write the log-probabilities of the pieces from `begin` on; what the disk does not take is computed again."""
+    with contextlib.suppress(OSError), path.open("r+b" if path.exists() else "w+b") as file:
+        file.seek(begin * _PIECE_BYTES)
+        file.write(part.astype("<f8").tobytes())
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _digest(recipe: Recipe, text: OpenText, samples: PreferenceSamples) -> str:
     """Identify what the log-probabilities are of: equal in every layout."""
     model = {name: getattr(recipe.model, name) for name in _MODEL_FIELDS}
     facts: list[Any] = [_VERSION, text.corpus.contents, text.split, samples.identity, model, recipe.precision]
-    facts += [recipe.train.seed] if recipe.model.init == "random" else [_weights(recipe.model.name_or_path)]
+    reference = recipe.train.objective.reference
+    if reference != "initial":
+        facts += [reference, weights_identity(reference)]
+    elif recipe.model.init == "random":
+        facts += [recipe.train.seed]
+    else:
+        facts += [weights_identity(recipe.model.name_or_path)]
     return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()[:16]
 
 
-def _weights(name: str) -> list[Any]:
+def weights_identity(name: str) -> list[Any]:
     """Identify published weights: the files of a directory, or the snapshot that the hub's cache has."""
     folder = expanded(name)
     if not folder.is_dir():

@@ -36,6 +36,7 @@ from toolkit.training.replica_check import ReplicaCheck
 from toolkit.training.resume import AUTO, resume
 from toolkit.training.run_directory import RunDirectory
 from toolkit.training.run_recorder import PeriodicCheckpoints, RunRecorder
+from toolkit.training.teacher_model import teach
 from toolkit.training.trackers import Trackers
 
 EngineFactory = Callable[..., Engine]
@@ -68,6 +69,9 @@ class _Prepared:
     directory: RunDirectory | None
     corpus: Corpora
     loader: MicroBatchLoader
+    vocabulary: int
+    """Tokens of the model."""
+    shows_progress: bool
 
 
 def train(
@@ -120,11 +124,24 @@ def _prepare(job: Job, options: TrainOptions, here: RankEnvironment, *, in_memor
     corpus = prepare_all(recipe.data, progress=shows_progress, validates=validates)
     check_vocabulary(recipe, config, corpus)
     loader = MicroBatchLoader.open(job, corpus, rank=here.rank)
-    return _Prepared(job=job, device=device, ds_config=ds_config, directory=directory, corpus=corpus, loader=loader)
+    return _Prepared(
+        job=job,
+        device=device,
+        ds_config=ds_config,
+        directory=directory,
+        corpus=corpus,
+        loader=loader,
+        vocabulary=int(config.get_text_config().vocab_size),
+        shows_progress=shows_progress,
+    )
 
 
 def _check_objective(job: Job, engine: Engine) -> None:
-    """Raise RunError for an engine that would train on preference data as on any text."""
+    """Raise RunError for an engine that would train on preference data, or beside a teacher, as on any text."""
+    if job.recipe.train.distill is not None and engine.distillation is None:
+        reason = f"{type(engine).__name__} knows of no teacher"
+        teacher = job.recipe.train.distill.teacher
+        raise RunError.of("train.distill.teacher", teacher, reason, "train with create_engine", ("train.distill", None))
     if job.recipe.data.format in PREFERENCE_FORMATS and engine.objective is None:
         name = job.recipe.train.objective.name
         reason = f"{type(engine).__name__} computes no objective"
@@ -156,6 +173,8 @@ def _build(
     if resumed is not None:
         path = str(resumed.saved.path)
         resumed.state.check(job.recipe, corpus.contents, path=path, may_be_complete=options.resume == AUTO)
+    say = make_progress(job, device, first=prepared.shows_progress).say
+    teach(job, device, prepared.loader, corpus, engine_factory, say, vocabulary=prepared.vocabulary)
     engine = engine_factory(
         job, device, prepared.ds_config, eos_id=corpus.eos_id, trust_remote_code=options.trust_remote_code
     )

@@ -8,9 +8,10 @@ does not fit begins the next row. How many rows that makes differs from epoch to
 after those of all epochs before. `padded`: a row has one piece.
 """
 
+import copy
 from collections.abc import Iterator
 from threading import Lock
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -132,6 +133,16 @@ class DocumentSamples(Samples):
             for place, _, _ in self._row(index):
                 positions[place:] = np.arange(self.seq_len - place)
         return positions
+
+    @override
+    def in_order(self) -> Self:
+        ordered = copy.copy(self)
+        ordered._shuffled = False
+        ordered._lock = Lock()
+        ordered._epochs = {}
+        ordered._first_rows = [0]
+        ordered._count = ordered._epoch(0).end
+        return ordered
 
     @override
     def target_places(self, index: int) -> NDArray[np.int64]:

@@ -234,8 +234,8 @@ class MicroBatchLoader:
             repeats = torch.from_numpy(positions >= count)
             yield _without_repeats(samples.batch(0, places), repeats, chosen_token_share)
 
-    def ordered_batches(self, samples: PreferenceSamples, first: int, end: int) -> Iterator[MicroBatch]:
-        """This rank's share of the rows [first, end) of samples that are in the order of their text.
+    def ordered_batches(self, samples: Samples, first: int, end: int) -> Iterator[MicroBatch]:
+        """This rank's share of the rows [first, end) of samples that are in the order of their text, with `places`.
 
         Every rank yields the same number of batches; rows that only fill the last ones are not counted.
         """
@@ -246,7 +246,8 @@ class MicroBatchLoader:
             if not self.reads:
                 yield MicroBatch(input_ids=_EMPTY, labels=_EMPTY, is_packed=samples.is_packed(0, places))
                 continue
-            yield _without_repeats(samples.batch(0, places), torch.from_numpy(positions >= end), 0.0)
+            micro_batch = _without_repeats(samples.batch(0, places), torch.from_numpy(positions >= end), 0.0)
+            yield micro_batch if micro_batch.sequences else replace(micro_batch, places=samples.places(0, places))
 
     def first_batch(self) -> Iterator[MicroBatch]:
         """Yield every sample of the first global batch by itself, on any rank."""
@@ -273,7 +274,7 @@ def _without_repeats(micro_batch: MicroBatch, repeats: torch.Tensor, chosen_toke
     All others weigh the same.
     """
     micro_batch.labels[repeats] = IGNORE
-    micro_batch = replace(micro_batch, weights=None)
+    micro_batch = replace(micro_batch, weights=None, teacher=None)
     sequences = micro_batch.sequences
     if sequences is None:
         return micro_batch

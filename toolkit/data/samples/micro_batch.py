@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from toolkit.parallel.distilled_loss import TeacherTokens
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sequences:
@@ -57,7 +59,9 @@ class MicroBatch:
     lengths [b] counts the tokens of each sample before its padding; None where none has padding. Every rank has them.
     is_packed: whether position_ids restart inside a sample, so that a mask must keep documents apart. Every rank knows;
     by default it is read from position_ids. sequences: those that an objective compares; None where targets are alike.
-    weights: the weight of each label in the loss, fp32 [b, s]; None where all weigh 1.
+    weights: the weight of each label in the loss, fp32 [b, s]; None: all weigh 1. teacher: what a teacher would say
+    in the place of each label; None without one. places [b, s] says, where a teacher is asked, which token of the text
+    each label is; -1 in padding.
     """
 
     input_ids: torch.Tensor
@@ -69,6 +73,8 @@ class MicroBatch:
     is_packed: bool | None = None
     sequences: Sequences | None = None
     weights: torch.Tensor | None = None
+    teacher: TeacherTokens | None = None
+    places: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.is_packed is None:
@@ -98,4 +104,6 @@ class MicroBatch:
             lengths=None if self.lengths is None else function(self.lengths),
             sequences=None if self.sequences is None else self.sequences.map(function),
             weights=None if self.weights is None else function(self.weights),
+            teacher=None if self.teacher is None else self.teacher.map(function),
+            places=None if self.places is None else function(self.places),
         )

@@ -8,10 +8,8 @@ With `has_mismatched` (KTO) a completion comes with a second sequence: its promp
 before it in the text. It is that of TRL, whose batches shift completions by one, but the same in every batch.
 """
 
-import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from threading import Lock
 from typing import Any, Literal
 
 import numpy as np
@@ -58,15 +56,9 @@ class PreferenceSamples(DocumentSamples):
         """Say what decides the pieces and, in the order of the text, the rows that they are in."""
         return self.seq_len, self._overlong, self._has_mismatched, self._document_masking
 
-    def in_order(self) -> "PreferenceSamples":
-        """Return the same pieces in the order of the text, once."""
-        ordered = copy.copy(self)
-        ordered._shuffled = False
-        ordered._lock = Lock()
-        ordered._epochs = {}
-        ordered._first_rows = [0]
-        ordered._count = ordered._epoch(0).end
-        return ordered
+    def first_pieces(self) -> NDArray[np.int64]:
+        """Return the first piece of each row of samples `in_order`, and at last their number, [rows + 1]."""
+        return self._epoch(0).starts
 
     @override
     def weights(self, index: int) -> None:

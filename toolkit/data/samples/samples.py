@@ -4,6 +4,7 @@ b = samples asked for, s = seq_len. Labels are the next token of each position, 
 logits[:, i] with labels[:, i], and ignores positions whose label is IGNORE.
 """
 
+import copy
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Literal
@@ -14,6 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from toolkit.data.permutation import permute
 from toolkit.data.samples.micro_batch import MicroBatch
+from toolkit.data.samples.teacher_table import TeacherTable
 from toolkit.data.tokens.token_cache import Split, TokenCorpus
 from toolkit.errors import DataError
 from toolkit.parallel.loss import IGNORE
@@ -38,6 +40,8 @@ class Samples:
     """Whether micro-batches have position_ids: where documents are masked, and where those of another text are."""
     has_padding: bool
     """Whether a sample may end in padding."""
+    teacher: TeacherTable | None = None
+    """What a teacher says in the place of each target."""
 
     def __init__(
         self,
@@ -137,6 +141,17 @@ class Samples:
         documents = np.searchsorted(self._offsets, places, side="right") - 1
         return np.where(places < 0, np.float32(0), self._row_weights[documents])
 
+    def in_order(self) -> "Samples":
+        """Return the same samples in the order of the text, once."""
+        ordered = copy.copy(self)
+        ordered._shuffled = False
+        return ordered
+
+    def places(self, step: int, positions: Sequence[int] | NDArray[np.int64]) -> torch.Tensor:
+        """Return `target_places` of the samples at `positions`, [b, s]."""
+        ids = self.sample_ids(step, positions).tolist()
+        return torch.from_numpy(np.stack([self.target_places(index) for index in ids]))
+
     def length(self, index: int) -> int:
         """Count the tokens of a sample before its padding."""
         return int(self._locate(np.array([index]))[1][0])
@@ -180,9 +195,14 @@ class Samples:
             raise DataError(f"the samples of step {step + 1:,} have ids that the tokenizer does not: it has {there}.")
         positions = [source.position_ids(index) for source, index in samples] if self.has_positions else None
         weights = [own for source, index in samples if (own := source.weights(index)) is not None]
+        teacher = None
+        if self.teacher is not None:
+            places = np.stack([source.target_places(index) for source, index in samples])
+            teacher = self.teacher.read(np.where(labels == IGNORE, -1, places))
         return MicroBatch(
             input_ids=torch.from_numpy(input_ids),
             labels=torch.from_numpy(labels),
+            teacher=teacher,
             position_ids=torch.from_numpy(np.stack(positions)) if positions else None,
             dropout_seed=dropout_seed,
             lengths=torch.tensor([part.length(index) for part, index in samples]) if self.has_padding else None,

@@ -10,6 +10,7 @@ Dims: b samples, s positions (of this rank), n pairs or completions of the micro
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -58,8 +59,12 @@ class TokenWeights:
         self._seen_rewards = torch.zeros(2, dtype=torch.float64, device=device)
         """Sum and count of the rewards of all steps before, of bco."""
         self._shift = 0.0
-        self.sums: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Numbers and log-probabilities of the pieces that passed while `collecting`."""
+        self._collected: list[tuple[Sequences, torch.Tensor]] = []
+        """Sequences and log-probabilities of the micro-batches that passed while `collecting`."""
+        self._reference: list[torch.Tensor] = []
+        """Log-probabilities of a reference model for each micro-batch of the step, [n, 2], where it is in memory."""
+        self._started = 0
+        """Forward passes that have begun since."""
 
     @property
     def needs_mean(self) -> bool:
@@ -72,6 +77,10 @@ class TokenWeights:
 
     def start(self, sequences: Sequences | None) -> None:
         """Begin the forward pass of a micro-batch with these sequences, which are on the device."""
+        if sequences is not None and self._reference and self._mode != "collect":
+            reference = self._reference[self._started % len(self._reference)]  # each pass reads all micro-batches
+            sequences = replace(sequences, reference=reference)
+            self._started += 1
         self._sequences = sequences
 
     def local_totals(self) -> torch.Tensor:
@@ -94,7 +103,7 @@ class TokenWeights:
             dist.all_reduce(sums, group=self._group)
         policy = sums[:-1].view(pieces, 2)
         if self._mode == "collect":
-            self.sums.append((sequences.pieces[sequences.is_counted], policy[sequences.is_counted]))
+            self._collected.append((sequences, policy))
             return torch.ones_like(losses)
         inputs = self._inputs(policy, sequences)
         if self._mode == "mean":
@@ -183,15 +192,27 @@ class TokenWeights:
             self._shift = max(0.0, total / count)
 
     @contextmanager
-    def collecting(self) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
+    def collecting(self) -> Iterator[None]:
         """Collect the log-probabilities of sequences in the forward passes inside, which have no gradients."""
-        self.sums = []
+        self._collected = []
         self._mode = "collect"
         try:
             with torch.no_grad():
-                yield self.sums
+                yield
         finally:
             self._mode = "train"
+
+    def counted_sums(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return numbers and log-probabilities, [n] and [n, 2], of the pieces that count and were collected."""
+        parts = [(part.pieces[part.is_counted], sums[part.is_counted]) for part, sums in self._collected]
+        self._collected = []
+        return parts
+
+    def keep_reference(self) -> None:
+        """Take what was collected as the reference of these micro-batches, for all passes until it is called again."""
+        self._reference = [sums for _, sums in self._collected]
+        self._collected = []
+        self._started = 0
 
     def state(self) -> dict[str, float]:
         """Return what the next step needs of those before: of bco, the rewards so far."""

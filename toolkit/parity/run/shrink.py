@@ -63,6 +63,7 @@ def shrink(recipe: Recipe) -> Recipe:
     }
     batch = {"global_batch_size": GLOBAL_SIZE, "micro_batch_size": min(4, recipe.batch.micro_batch_size or 4)}
     changes = {"model": {"overrides": overrides}, "data": data, "batch": batch}
+    changes["train"] = {"distill": None}  # a teacher has another vocabulary
     if recipe.data.format in PREFERENCE_FORMATS:
-        changes["train"] = {"objective": ObjectiveSection()}  # a text has nothing that an objective compares
+        changes["train"] |= {"objective": ObjectiveSection()}  # a text has nothing that an objective compares
     return recipe.changed(changes)
