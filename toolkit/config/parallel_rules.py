@@ -284,6 +284,7 @@ def _schedule_settings(recipe: Recipe) -> Iterator[Refusal]:
         ("model.load_in_4bit", False, "weights in 4 bits were not tested with it"),
         ("model.kernels", "torch", "Liger's kernels were not tested with it"),
         ("train.compile", False, "compiled layers were not tested with it"),
+        ("train.distill", None, "a teacher was not tested with it"),
     ):
         if recipe.value_of(condition) != value:
             yield recipe.conflict(field, condition, reason=reason, remedy=(off, (condition, value)))
@@ -422,6 +423,7 @@ def _context_settings(recipe: Recipe) -> Iterator[Refusal]:
         ("model.load_in_4bit", False, "weights in 4 bits were not tested beside it"),
         ("model.expert_capacity_factor", None, "a rank would limit the experts of its part of a sequence"),
         ("train.compile", False, "its attention was not tested in compiled layers"),
+        ("train.distill", None, "a teacher was not tested beside it"),
         ("parallel.auto", False, "a plan tries no layout with it"),
     ):
         given = recipe.value_of(field)
