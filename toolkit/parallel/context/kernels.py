@@ -175,4 +175,5 @@ def _scores(query: Tensor, key: Tensor, scores: Scores, mask: Mask, part: slice)
 
 def _by_group(tensor: Tensor, like: Tensor) -> Tensor:
     """Heads beside the key-value head that they share, [b, h, ...] -> [b, g, r, ...]."""
-    return tensor.unflatten(1, (like.shape[1], -1))
+    grouped: Tensor = tensor.unflatten(1, (like.shape[1], -1))
+    return grouped
