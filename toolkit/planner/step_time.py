@@ -334,8 +334,8 @@ def _tensor(request: StepRequest) -> tuple[float, float]:
         # Keys and values are gathered in both passes, and backward their gradients are scattered.
         ranks = collectives.group(cluster, size=layout.cp, stride=layout.tp)
         tokens = request.setup.micro_batch_size * request.setup.seq_len
-        widths = 2 * request.shape.kv_dim / min(layout.tp, request.shape.kv_heads)
-        gathered = collectives.all_gather(cluster, ranks, tokens * widths * request.execution.activation_bytes)
+        width = 2 * request.shape.kv_dim / min(layout.tp, request.shape.kv_heads)
+        gathered = collectives.all_gather(cluster, ranks, tokens * width * request.execution.activation_bytes)
         forward += gathered
         backward += 2 * gathered
     hidden = 1 - request.execution.facts["overlaps"]["tensor"]

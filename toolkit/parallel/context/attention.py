@@ -104,14 +104,15 @@ def attend(
     its `View`. Raises ModelError for dropout between queries and keys.
     """
     if not isinstance(attention_mask, View):
-        return sdpa_attention_forward(
+        found: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
         )
+        return found
     if dropout:
         reason = "context parallelism has no dropout between queries and keys"
         raise ModelError.of("model.overrides", "attention dropout", reason, "set it to 0.0 there", ("parallel.cp", 1))
     scores = Scores(scale=query.shape[-1] ** -0.5 if scaling is None else scaling, softcap=softcap)
-    output = _Attention.apply(query, key, value, s_aux, attention_mask, scores)
+    output: Tensor = _Attention.apply(query, key, value, s_aux, attention_mask, scores)
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -129,8 +130,8 @@ class _Attention(torch.autograd.Function):
         for blocks in view.exchange.blocks(key, value, view.sequence):
             for block in blocks:
                 for tile in view.tiles(block.positions):
-                    found = kernels.attend(*_padded(*_operands(query, block, tile)), scores, _mask(tile))
-                    merged.add(tile, *found)
+                    q, k, v = _padded(*_operands(query, block, tile))
+                    merged.add(tile, *kernels.attend(q, k, v, scores, _mask(tile)))
         output, sums = merged.finish(sinks)
         ctx.save_for_backward(query, key, value, sinks, output, sums)
         ctx.view = view

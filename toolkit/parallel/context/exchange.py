@@ -81,7 +81,7 @@ class Gather:
         """[b, g, n, d] -> [b, g, s, d], in the order of the sequence."""
         every = local.new_empty((self._group.size(), *local.shape))
         dist.all_gather_into_tensor(every.flatten(0, 1), local.contiguous(), group=self._group)
-        parts = {}
+        parts: dict[int, Tensor] = {}
         for theirs, runs in zip(every, sequence.runs, strict=True):
             pieces = theirs.split([len(run) for run in runs], dim=2)
             parts |= {run.start: piece for run, piece in zip(runs, pieces, strict=True)}
