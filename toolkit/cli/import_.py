@@ -25,15 +25,17 @@ def command(
 ) -> None:
     """Write SOURCE as a Hugging Face directory to train from, or as a run to resume.
 
-    SOURCE is a Hugging Face directory with safetensors, a GGUF file, or a checkpoint of a Hugging Face model that
-    DeepSpeed, accelerate or the Trainer wrote with ZeRO 1, 2 or 3, or a universal one. Pickles are scanned before they
-    are read, and rejected where they contain more than plain data.
+    SOURCE is a Hugging Face directory with safetensors, a GGUF file, or a training state of another program: the
+    Trainer or accelerate with FSDP, torchtitan, Megatron-Core (torch_dist), DeepSpeed with ZeRO 1, 2 or 3, or a
+    universal checkpoint. With --recipe, weights, moments, step and update count go into a checkpoint that any layout
+    resumes. Pickles are scanned before they are read, and rejected where they contain more than plain data.
 
     \b
     dstk import ~/models/SmolLM2-135M -o smollm2
     dstk import model.gguf -o smollm2
     dstk import output/checkpoint-500 -o halfway
     dstk import output/checkpoint-500 -o runs/on --recipe my.yaml train.steps=2000
+    dstk import megatron/iter_0000500 -o runs/on --recipe my.yaml
     """
     if recipe is None and overrides:
         raise click.UsageError(f"{overrides[0]} without --recipe: there is no recipe that it could change.")

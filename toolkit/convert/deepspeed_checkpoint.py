@@ -6,7 +6,7 @@ pipeline or expert parallelism are rejected: the program that sharded them must 
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,44 +15,28 @@ import torch
 
 from toolkit.checkpoint.names import checkpoint_error, is_safe_path
 from toolkit.convert import deepspeed_partitions as partitions
+from toolkit.convert.training_state import TrainingState
 from toolkit.files import printable, read_regular, reason_of
 from toolkit.units import plural
 
+_UNNAMED = "ZeRO-0 stores no names of its optimizer states: these are the weights of the forward pass"
 _TAG_FILES = ("latest", "latest_universal")
 _MODEL = re.compile(r"(?:zero_pp_rank_([0-9]+)_)?mp_rank_([0-9]+)(?:_[0-9]+)?_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_([0-9]+)_mp_rank_([0-9]+)(?:_[0-9]+)?_optim_states\.pt")
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeepSpeedCheckpoint:
-    """A checkpoint that was opened. `shapes` and `buffers`: in the model's order, tied parameters once.
+class DeepSpeedCheckpoint(TrainingState):
+    """A checkpoint of DeepSpeed that was opened."""
 
-    `read(kind, name)` returns a full parameter in fp32, for the kind MASTER or one of `kinds`.
-    """
-
-    tag: Path
-    stage: int
-    ranks: int
+    program: str = "DeepSpeed"
     is_universal: bool = False
-    step: int
-    updates: int
-    shapes: partitions.Shapes
-    tied: Mapping[str, str]
-    """The second names of tied parameters, and the names under which they are stored."""
-    buffers: Mapping[str, torch.Tensor]
-    kinds: tuple[str, ...]
-    read: Callable[[str, str], torch.Tensor]
-    frozen: tuple[str, ...]
-    """Parameters that were not trained, and have no optimizer states."""
-    loss_scale: float | None
-    config: Mapping[str, Any]
-    version: str
 
     @property
     def title(self) -> str:
-        """`ZeRO-2 of 4 ranks, step 120`."""
+        """`DeepSpeed ZeRO-2 of 4 ranks, step 120`."""
         universal = "universal, " if self.is_universal else ""
-        return f"{universal}ZeRO-{self.stage} of {plural(self.ranks, 'rank')}, step {self.step}"
+        return f"DeepSpeed {universal}ZeRO-{self.stage} of {plural(self.ranks, 'rank')}, step {self.step}"
 
 
 def find_tag(place: Path) -> Path | None:
@@ -60,7 +44,7 @@ def find_tag(place: Path) -> Path | None:
     if not place.is_dir():
         return None
     try:
-        if _has_files(place):
+        if is_deepspeed(place):
             return place
         named_by = next((place / name for name in _TAG_FILES if (place / name).exists()), None)
         return None if named_by is None else _read_tag(named_by)
@@ -75,7 +59,7 @@ def _read_tag(file: Path) -> Path:
         raise checkpoint_error(file, "cannot be read. Name the directory of a step itself.") from None
     if not is_safe_path(tag) or "/" in tag:
         raise checkpoint_error(file, f"it names {printable(tag)}, which leads elsewhere. Name the step's directory.")
-    if not _has_files(file.parent / tag):
+    if not is_deepspeed(file.parent / tag):
         problem = f"it names {tag}, which contains no files of DeepSpeed"
         raise checkpoint_error(file, f"{problem}. Name the step's directory.")
     return file.parent / tag
@@ -95,7 +79,8 @@ def open_deepspeed(tag: Path) -> DeepSpeedCheckpoint:
         raise checkpoint_error(tag, f"not in the format of DeepSpeed ({cause}).") from error
 
 
-def _has_files(folder: Path) -> bool:
+def is_deepspeed(folder: Path) -> bool:
+    """Whether a directory contains files of DeepSpeed."""
     return folder.is_dir() and any(_MODEL.fullmatch(entry.name) for entry in folder.iterdir())
 
 
@@ -172,6 +157,7 @@ def _described(
     frozen: Mapping[str, torch.Tensor] | None = None,
     updates: int | None = None,
     loss_scale: Any = None,
+    notices: tuple[str, ...] = (),
 ) -> DeepSpeedCheckpoint:
     module = _mapping(model.get("module"), "module")
     frozen = frozen or {}
@@ -206,6 +192,7 @@ def _described(
         loss_scale=loss_scale if isinstance(loss_scale, float | int) else None,
         config=_mapping(model.get("ds_config") or {}, "ds_config"),
         version=str(model.get("ds_version", "unknown")),
+        notices=notices,
     )
 
 
@@ -229,7 +216,7 @@ def _without_zero(tag: Path, model: Mapping[str, Any]) -> DeepSpeedCheckpoint:
     stored = partitions.StoredParameters(
         shapes=shapes, kinds=(), read=lambda kind, name: weights[name].to(torch.float32, copy=True)
     )
-    return _described(tag, {**model, "shared_params": tied}, stored, stage=0)
+    return _described(tag, {**model, "shared_params": tied}, stored, stage=0, notices=(_UNNAMED,))
 
 
 def _frozen(model: Mapping[str, Any], models: dict[int, Path], stage: int) -> dict[str, torch.Tensor]:

@@ -24,9 +24,9 @@ from typing import Any
 import torch
 
 from toolkit.checkpoint.names import checkpoint_error, is_safe_name, is_safe_path
+from toolkit.convert.training_state import MASTER
 from toolkit.files import open_regular, printable, reason_of
 
-MASTER = "fp32"
 STATE_KINDS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 _UNIVERSAL_KINDS = ("exp_avg", "exp_avg_sq")
 UNIVERSAL_DIRECTORY = "zero"
@@ -243,8 +243,21 @@ _CLASSES: list[Any] = [
 _ALLOWED = {name for _, name in _CLASSES}
 
 
-def read_scanned(path: Path) -> Any:
-    """Read a .pt file, whose tensors are mapped from the file. Raises CheckpointError."""
+class _Emptied:
+    """Stands for an object of another program's class: nothing of it runs, and nothing is kept."""
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
+def read_scanned(path: Path, *, own_classes: tuple[str, ...] = ()) -> Any:
+    """Read a .pt file, whose tensors are mapped from the file. Raises CheckpointError.
+
+    `own_classes`: how names of classes begin that the program defines itself, whose objects are read as empty ones.
+    """
     try:
         with open_regular(path) as file:
             is_archive = zipfile.is_zipfile(file)
@@ -254,12 +267,14 @@ def read_scanned(path: Path) -> Any:
         message = "not a file of torch.save since PyTorch 1.6, or truncated. Choose an undamaged one."
         raise checkpoint_error(path, message)
     try:
-        foreign = sorted(set(torch.serialization.get_unsafe_globals_in_checkpoint(path)) - _ALLOWED)
+        named = set(torch.serialization.get_unsafe_globals_in_checkpoint(path)) - _ALLOWED
+        emptied = sorted(name for name in named if name.startswith(own_classes)) if own_classes else []
+        foreign = sorted(named - set(emptied))
         if foreign:
             problem = f"its pickle asks for {printable(foreign[0])}, which could run anything"
             raise checkpoint_error(path, f"{problem}. It is not read; save the checkpoint again without it.")
-        with torch.serialization.safe_globals(_CLASSES):
+        with torch.serialization.safe_globals([*_CLASSES, *((_Emptied, name) for name in emptied)]):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (OSError, RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
-        message = f"cannot be read ({reason_of(error)}). Is it undamaged, and a file of DeepSpeed's?"
+        message = f"cannot be read ({reason_of(error)}). Is it undamaged?"
         raise checkpoint_error(path, message) from None

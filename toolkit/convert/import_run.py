@@ -1,7 +1,9 @@
-"""Importing a run: a DeepSpeed checkpoint with its optimizer becomes one of ours, which a recipe can resume from."""
+"""Importing a run: a whole training state of another program becomes one of ours, which a recipe can resume from."""
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,9 +16,8 @@ from toolkit.checkpoint.trainer_state import TrainerState
 from toolkit.config.job import Job
 from toolkit.config.layout import Batch, Layout
 from toolkit.config.recipe import Recipe
-from toolkit.convert.deepspeed_checkpoint import DeepSpeedCheckpoint, find_tag, open_deepspeed
-from toolkit.convert.deepspeed_partitions import MASTER
-from toolkit.convert.import_weights import Imported, check_fits, tensor_group
+from toolkit.convert.import_weights import Imported, check_fits, find_step, open_step, tensor_group
+from toolkit.convert.training_state import MASTER, TrainingState
 from toolkit.data.samples.loader import MicroBatchLoader
 from toolkit.data.tokens.corpora import Corpora, prepare_all
 from toolkit.engines.optimizer import learning_rate
@@ -29,15 +30,15 @@ from toolkit.training.preflight import check_model, check_vocabulary
 def import_run(source: Path, destination: Path, recipe: Recipe) -> Imported:
     """Write `source` with its optimizer states as a run directory, from which `recipe` can resume.
 
-    Raises CheckpointError where it is not a DeepSpeed checkpoint, or not of the recipe's model and optimizer.
+    Raises CheckpointError where it is no training state that is known, or not of the recipe's model and optimizer.
     """
     check_unused(destination)
-    tag = find_tag(source)
-    if tag is None:
-        message = "not a DeepSpeed checkpoint, hence no optimizer to resume with. Omit --recipe to import the weights."
+    step = find_step(source)
+    if step is None:
+        message = "no training state of another program, hence nothing to resume with. Omit --recipe for weights alone."
         raise checkpoint_error(source, message)
-    checkpoint = open_deepspeed(tag)
     config = check_model(recipe, torch.device("cpu"))
+    checkpoint = open_step(step, config)
     check_fits(checkpoint, config)
     kinds = state_kinds(recipe.optimizer.name, recipe.optimizer.momentum)
     _check_states(checkpoint, kinds, recipe)
@@ -67,13 +68,13 @@ def import_run(source: Path, destination: Path, recipe: Recipe) -> Imported:
         files = sum(path.suffix == ".safetensors" for path in saved.path.rglob("*"))
     tensors = sum(len(group.specs) for group in groups)
     return Imported(
-        title=f"DeepSpeed {checkpoint.title}",
+        title=checkpoint.title,
         written=WrittenDirectory(path=destination, files=files, tensors=tensors, nbytes=nbytes),
         notices=tuple(_notices(checkpoint, recipe)),
     )
 
 
-def _check_states(checkpoint: DeepSpeedCheckpoint, kinds: tuple[str, ...], recipe: Recipe) -> None:
+def _check_states(checkpoint: TrainingState, kinds: tuple[str, ...], recipe: Recipe) -> None:
     missing = [kind for kind in kinds if kind not in checkpoint.kinds]
     if missing or checkpoint.frozen:
         missing_part = f"no {missing[0]}" if missing else f"no states of {checkpoint.frozen[0]}, which was frozen"
@@ -84,7 +85,7 @@ def _check_states(checkpoint: DeepSpeedCheckpoint, kinds: tuple[str, ...], recip
         )
 
 
-def _state(checkpoint: DeepSpeedCheckpoint, kinds: tuple[str, ...], recipe: Recipe, corpus: Corpora) -> TrainerState:
+def _state(checkpoint: TrainingState, kinds: tuple[str, ...], recipe: Recipe, corpus: Corpora) -> TrainerState:
     """The state as if the recipe had trained so far: its samples and learning rate continue after this step."""
     size = recipe.batch.global_batch_size
     batch = Batch(global_batch_size=size, micro_batch_size=size, dp=1)
@@ -106,23 +107,51 @@ def _state(checkpoint: DeepSpeedCheckpoint, kinds: tuple[str, ...], recipe: Reci
         seed=recipe.train.seed,
         states=list(kinds),
         contents=corpus.contents,
-        versions=describe_environment(torch.device("cpu")) | {"deepspeed": checkpoint.version},
+        versions=describe_environment(torch.device("cpu"))
+        | {**({"deepspeed": checkpoint.version} if checkpoint.program == "DeepSpeed" else {})},
         recipe=recipe.model_dump(mode="json"),
     )
 
 
-def _notices(checkpoint: DeepSpeedCheckpoint, recipe: Recipe) -> Iterator[str]:
+def _notices(checkpoint: TrainingState, recipe: Recipe) -> Iterator[str]:
     yield (
         f"the data of the recipe continues at step {checkpoint.step}, as if its first {checkpoint.step} steps had been "
-        "trained on; which samples DeepSpeed used is not known"
+        f"trained on; which samples {checkpoint.program} used is not known"
     )
     micro = _setting(checkpoint, "train_micro_batch_size_per_gpu") or 0
     accumulation = _setting(checkpoint, "gradient_accumulation_steps") or 1
     before = _setting(checkpoint, "train_batch_size") or micro * accumulation * checkpoint.ranks
     if before and before != recipe.batch.global_batch_size:
         yield f"its global batch was {before} samples, that of the recipe is {recipe.batch.global_batch_size}"
+    yield from _differing_settings(checkpoint, recipe)
+    yield from checkpoint.notices
 
 
-def _setting(checkpoint: DeepSpeedCheckpoint, name: str) -> int | None:
+def _differing_settings(checkpoint: TrainingState, recipe: Recipe) -> Iterator[str]:
+    """Settings of its optimizer that the recipe sets otherwise, of those that it stores."""
+    section = recipe.optimizer
+    now = {"lr": learning_rate(recipe)(checkpoint.step), "betas": section.betas, "eps": section.eps}
+    now["weight_decay"] = section.weight_decay
+    for name, value in now.items():
+        before = _numbers(checkpoint.optimizer.get(name))
+        current = _numbers(value)
+        if before is None or current is None:
+            continue
+        if not all(math.isclose(a, b, rel_tol=1e-6) for a, b in zip(before, current, strict=True)):
+            what = "the learning rate of its next step" if name == "lr" else f"its {name}"
+            yield f"{what} was {_spell(before)}, by the recipe it is {_spell(current)}"
+
+
+def _numbers(value: Any) -> tuple[float, ...] | None:
+    values = value if isinstance(value, tuple | list) else (value,)
+    is_known = all(isinstance(number, int | float | torch.Tensor) for number in values)
+    return tuple(float(number) for number in values) if is_known else None
+
+
+def _spell(values: tuple[float, ...]) -> str:
+    return ", ".join(f"{value:.6g}" for value in values)
+
+
+def _setting(checkpoint: TrainingState, name: str) -> int | None:
     value = checkpoint.config.get(name)
     return value if type(value) is int and value > 0 else None

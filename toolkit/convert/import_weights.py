@@ -16,9 +16,10 @@ from toolkit.checkpoint.reader import CheckpointReader
 from toolkit.checkpoint.safetensors_header import TensorSpec
 from toolkit.checkpoint.save_plan import MAX_FILE_BYTES, LocalShard
 from toolkit.checkpoint.tensor_source import ShardedTensorGroup
-from toolkit.convert.deepspeed_checkpoint import DeepSpeedCheckpoint, find_tag, open_deepspeed
-from toolkit.convert.deepspeed_partitions import MASTER
+from toolkit.convert.deepspeed_checkpoint import find_tag, is_deepspeed, open_deepspeed
+from toolkit.convert.distributed_states import find_state, open_state
 from toolkit.convert.export_model import cast_weights, copy_small_files, read_config, write_config
+from toolkit.convert.training_state import MASTER, TrainingState
 from toolkit.errors import CheckpointError
 from toolkit.files import open_regular, printable, reason_of
 from toolkit.model_init.model_modules import parameters_on_meta
@@ -28,7 +29,7 @@ _PICKLES = ("pytorch_model*.bin", "*.bin", "*.pt", "*.pth", "*.ckpt")
 
 GGUF_SUFFIX = ".gguf"
 _GGUF_MAGIC = b"GGUF"
-_SOURCES = f"Name a directory in Hugging Face format, a checkpoint of DeepSpeed, or a {GGUF_SUFFIX} file."
+_SOURCES = f"Name a directory in Hugging Face format, a checkpoint of another program, or a {GGUF_SUFFIX} file."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,28 +54,26 @@ def import_weights(
         title = "GGUF"
         weights, write_small_files = open_gguf(source)
     else:
-        tag = find_tag(source)
-        if tag is None:
+        step = find_step(source)
+        if step is None:
             title = "Hugging Face"
             weights = open_hugging_face(source)
             home = source
             dtype = None
         else:
-            checkpoint = open_deepspeed(tag)
-            home = _model_directory(source, tag, model)
+            home = _model_directory(source, step, model)
             dtype = "float32"
-            title = f"DeepSpeed {checkpoint.title}"
-            notices = tuple(_notices(checkpoint))
+            state = open_step(step, read_auto_config(home))
+            title = state.title
+            notices = tuple(_notices(state))
             weights = NamedWeights(
-                specs=tensor_group(checkpoint, MASTER).specs,
-                read=lambda name: (
-                    checkpoint.buffers[name] if name in checkpoint.buffers else checkpoint.read(MASTER, name)
-                ),
+                specs=tensor_group(state, MASTER).specs,
+                read=lambda name: state.buffers[name] if name in state.buffers else state.read(MASTER, name),
             )
         config = read_config(home, follow=True)
-        described = _auto_config(home)
-        if tag is not None:
-            check_fits(checkpoint, described)
+        described = read_auto_config(home)
+        if step is not None:
+            check_fits(state, described)
 
         def write_small_files(directory: Path) -> None:
             write_config(directory, config, dtype)
@@ -96,12 +95,32 @@ def open_hugging_face(directory: Path) -> NamedWeights:
                 f"its weights are pickled ({printable(pickled)}), and a pickle can run any program. If you trust it, "
                 "load it with transformers and call save_pretrained; then import what that wrote.",
             )
-        raise checkpoint_error(directory, f"it contains neither safetensors nor a checkpoint of DeepSpeed. {_SOURCES}")
+        raise checkpoint_error(directory, f"it contains neither safetensors nor a checkpoint that is known. {_SOURCES}")
     return cast_weights(CheckpointReader(directory), None)
 
 
-def check_fits(checkpoint: DeepSpeedCheckpoint, config: PretrainedConfig) -> None:
-    """Raise CheckpointError where the parameters are not those of the model that `config` describes."""
+def find_step(source: Path) -> Path | None:
+    """The directory of a step of another program's training state in `source`; None where there is none.
+
+    Raises CheckpointError where it is damaged.
+    """
+    if not source.is_dir():
+        return None
+    try:
+        return find_tag(source) or find_state(source)
+    except OSError as error:
+        raise checkpoint_error(source, f"cannot be read ({reason_of(error)}).") from None
+
+
+def open_step(step: Path, config: PretrainedConfig) -> TrainingState:
+    """Open the training state in a step's directory, of a model with this config. Raises CheckpointError."""
+    if is_deepspeed(step):
+        return open_deepspeed(step)
+    return open_state(step, config, model_shapes(config))
+
+
+def model_shapes(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
+    """The shapes of a model's parameters, by name. Raises CheckpointError where transformers cannot build it."""
     try:
         with parameters_on_meta():
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -109,33 +128,36 @@ def check_fits(checkpoint: DeepSpeedCheckpoint, config: PretrainedConfig) -> Non
     except (ValueError, ImportError, KeyError) as error:
         reason = f"transformers cannot build it ({reason_of(error)})"
         raise CheckpointError.of("model_type", config.model_type, reason) from error
-    expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    for name in [*expected, *checkpoint.shapes]:
-        if name not in checkpoint.shapes:
-            tied = f", because it is {checkpoint.tied[name]} there" if name in checkpoint.tied else ""
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def check_fits(state: TrainingState, config: PretrainedConfig) -> None:
+    """Raise CheckpointError where the parameters are not those of the model that `config` describes."""
+    expected = model_shapes(config)
+    for name in [*expected, *state.shapes]:
+        if name not in state.shapes:
+            tied = f", because it is {state.tied[name]} there" if name in state.tied else ""
             problem = f"it has no {name}{tied}"
         elif name not in expected:
             problem = f"it has {name}, which a {config.model_type} does not have"
-        elif expected[name] != checkpoint.shapes[name]:
-            problem = f"{name} is {list(checkpoint.shapes[name])} there, and {list(expected[name])} by its config"
+        elif expected[name] != state.shapes[name]:
+            problem = f"{name} is {list(state.shapes[name])} there, and {list(expected[name])} by its config"
         else:
             continue
-        raise checkpoint_error(
-            checkpoint.tag, f"not of this model: {problem}. Use the config that it was trained with."
-        )
+        raise checkpoint_error(state.tag, f"not of this model: {problem}. Use the config that it was trained with.")
 
 
-def tensor_group(checkpoint: DeepSpeedCheckpoint, kind: str) -> ShardedTensorGroup:
+def tensor_group(state: TrainingState, kind: str) -> ShardedTensorGroup:
     """All tensors of one kind in the model's order: an optimizer state, or MASTER, the weights with the buffers."""
-    specs = [TensorSpec(name=name, shape=shape, dtype=torch.float32) for name, shape in checkpoint.shapes.items()]
-    buffers = checkpoint.buffers if kind == MASTER else {}
+    specs = [TensorSpec(name=name, shape=shape, dtype=torch.float32) for name, shape in state.shapes.items()]
+    buffers = state.buffers if kind == MASTER else {}
     specs += [TensorSpec.of(name, value) for name, value in buffers.items()]
     shards = [Shard(name=spec.name, shape=spec.shape) for spec in specs]
 
     @lru_cache(maxsize=1)  # a large tensor is saved in several parts
     def values(index: int) -> torch.Tensor:
         name = specs[index].name
-        return (buffers[name] if name in buffers else checkpoint.read(kind, name)).reshape(-1)
+        return (buffers[name] if name in buffers else state.read(kind, name)).reshape(-1)
 
     return ShardedTensorGroup(
         kind=MODEL if kind == MASTER else kind,
@@ -145,22 +167,22 @@ def tensor_group(checkpoint: DeepSpeedCheckpoint, kind: str) -> ShardedTensorGro
     )
 
 
-def _notices(checkpoint: DeepSpeedCheckpoint) -> Iterator[str]:
-    if checkpoint.kinds:
+def _notices(state: TrainingState) -> Iterator[str]:
+    if state.kinds:
         yield "the optimizer states are not imported; --recipe RECIPE imports them too"
-    if checkpoint.stage == 0 and not checkpoint.is_universal:
-        yield "ZeRO-0 stores no names of its optimizer states: these are the weights of the forward pass"
+    yield from state.notices
 
 
 def _model_directory(source: Path, tag: Path, model: Path | None) -> Path:
     home = model or next((place for place in (source, tag.parent) if (place / "config.json").exists()), None)
     if home is None:
         options = "Name the Hugging Face directory of the model by --model, or the recipe to resume with by --recipe."
-        raise checkpoint_error(source, f"DeepSpeed saves no config.json. {options}")
+        raise checkpoint_error(source, f"there is no config.json in it. {options}")
     return home
 
 
-def _auto_config(directory: Path) -> PretrainedConfig:
+def read_auto_config(directory: Path) -> PretrainedConfig:
+    """The config of a directory, as transformers decodes it. Raises CheckpointError."""
     try:
         return AutoConfig.from_pretrained(directory)
     except Exception as error:

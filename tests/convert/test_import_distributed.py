@@ -1,0 +1,144 @@
+"""Training states in PyTorch's distributed format, held against PyTorch's own reader and the losses of the writer."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from daily import daily
+from megatron_runs import (
+    EXPERTS,
+    FFN,
+    GROUPS,
+    HEADS,
+    HIDDEN,
+    LAYERS,
+    POSITIONS,
+    import_megatron,
+    tensor_parallel,
+    train_with_megatron,
+)
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from trainer_runs import samples_of, train_with_trainer
+from transformers import AutoConfig
+
+from toolkit.checkpoint.reader import CheckpointReader
+from toolkit.config.recipe import Recipe
+from toolkit.convert.import_run import import_run
+
+Train = Callable[..., str]
+Ranks = Callable[..., list[Any]]
+SAVED_STEP, STEPS = 4, 7
+VOCABULARY = 324
+PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+CHANGES: dict[str, Any] = {"train__steps": STEPS, "overrides__vocab_size": 321}
+WIDE = {
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 321,
+}
+LLAMA = {"name_or_path": "llama-3.2-1b", "overrides": {**WIDE, "intermediate_size": 64, "head_dim": 12}}
+
+
+def losses(run: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def whole(folder: Path, tmp_path: Path) -> dict[str, Any]:
+    """What PyTorch itself reads, nested by the parts of names."""
+    dcp_to_torch_save(folder, tmp_path / "whole.pt")
+    content: dict[str, Any] = torch.load(tmp_path / "whole.pt", weights_only=False)
+    return content
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "changes"),
+    [
+        pytest.param(2, CHANGES, id="fsdp2-gpt2"),
+        pytest.param(2, {"train__steps": STEPS, "model": LLAMA}, id="fsdp2-llama"),
+    ],
+)
+def test_a_run_of_the_trainer_with_fsdp_goes_on_here(
+    train: Train,
+    make_recipe: Callable[..., Recipe],
+    ranks: Ranks,
+    tmp_path: Path,
+    fsdp: int,
+    changes: dict[str, Any],
+) -> None:
+    recipe = make_recipe(**changes)
+    theirs = ranks(train_with_trainer, 2, str(tmp_path / "theirs"), recipe, fsdp, SAVED_STEP)[0]
+    source = tmp_path / "theirs" / f"checkpoint-{SAVED_STEP}"
+    imported = import_run(source, tmp_path / "ours", recipe)
+    assert len(imported.notices) == 1, imported.notices
+    saved = CheckpointReader(tmp_path / "ours" / f"step-{SAVED_STEP:08d}")
+    weights = whole(source / "pytorch_model_fsdp_0", tmp_path)["model"]
+    moments = whole(source / "optimizer_0", tmp_path)["optimizer"]["state"]
+    for name in saved.specs["model"]:
+        assert torch.equal(saved.tensor("model", name).clone(), weights[name])
+        for kind in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(saved.tensor(kind, name).clone(), moments[name][kind])
+    train("run_dir=ours", "--resume", "auto", world_size=2, **(changes | {"parallel": {"tp": 2}}))
+    assert losses(tmp_path / "ours") == pytest.approx(theirs[SAVED_STEP:], rel=1e-6)
+
+
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "gpt2": {
+        "n_embd": HIDDEN,
+        "n_inner": FFN,
+        "n_layer": LAYERS,
+        "n_head": HEADS,
+        "n_positions": POSITIONS,
+        "tie_word_embeddings": False,
+    },
+    "llama": {"rms_norm_eps": 1e-5, "tie_word_embeddings": False},
+    "qwen3": {"rms_norm_eps": 1e-5, "rope_parameters": PLAIN, "tie_word_embeddings": False},
+    "mixtral": {"rms_norm_eps": 1e-5, "rope_parameters": PLAIN, "num_local_experts": EXPERTS, "sliding_window": None},
+}
+
+
+def megatron_recipe(make_recipe: Callable[..., Recipe], family: str, folder: Path) -> dict[str, Any]:
+    """Changes of the small recipe to the model, the optimizer and the schedule of megatron_runs.py."""
+    sizes = {
+        "hidden_size": HIDDEN,
+        "intermediate_size": FFN,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": GROUPS,
+        "head_dim": HIDDEN // HEADS,
+        "max_position_embeddings": POSITIONS,
+    }
+    plain = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "activation_function": "gelu"}
+    own = OVERRIDES[family] | (plain if family == "gpt2" else sizes)
+    AutoConfig.for_model(family, vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0, **own).save_pretrained(folder)
+    return {
+        "model": {"name_or_path": str(folder), "init": "random"},
+        "schedule": {"name": "constant"},
+        "train": {"steps": STEPS, "grad_clip": 1.0},
+        "batch__global_batch_size": 4,
+        "batch__micro_batch_size": 1,
+    }
+
+
+@pytest.mark.parametrize("family", daily(list(OVERRIDES), lambda i, family: family in ("gpt2", "qwen3")))
+def test_a_run_of_megatron_core_goes_on_here(
+    train: Train, make_recipe: Callable[..., Recipe], ranks: Ranks, tmp_path: Path, family: str
+) -> None:
+    pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+    import_megatron()
+    changes = megatron_recipe(make_recipe, family, tmp_path / "model")
+    recipe = make_recipe(**changes)
+    samples = torch.stack([torch.cat([s["input_ids"], s["targets"][-1:]]) for s in samples_of(recipe)])
+    source = tmp_path / "theirs" / f"iter_{SAVED_STEP:07d}"
+    arguments = (str(source), family, list(samples.split(4)), SAVED_STEP, VOCABULARY)
+    theirs = ranks(train_with_megatron, 2 * tensor_parallel(family), *arguments)[0]
+    (source.parent / "latest_checkpointed_iteration.txt").write_text(f"{SAVED_STEP}\n")
+    imported = import_run(source.parent, tmp_path / "ours", recipe)
+    assert imported.title == f"Megatron-Core, step {SAVED_STEP}"
+    assert len(imported.notices) == 1, imported.notices
+    train("run_dir=ours", "--resume", "auto", world_size=2, **(changes | {"parallel": {"zero_stage": 2}}))
+    assert losses(tmp_path / "ours") == pytest.approx(theirs[SAVED_STEP:], rel=1e-6)

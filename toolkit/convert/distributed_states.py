@@ -1,0 +1,324 @@
+"""Training states in PyTorch's distributed checkpoint format: who wrote them, and under which names.
+
+    Trainer, accelerate   pytorch_model_fsdp_0/ and optimizer_0/, with FSDP1 and FSDP2 (SHARDED_STATE_DICT)
+    torchtitan            step-N/, its own names of Llama and Qwen 3
+    Megatron-Core         iter_000000N/, `torch_dist`, with a distributed optimizer (fully_reshardable) or any other
+    anything else         a directory with Hugging Face's names, plain or under `model.`
+
+All of them are read tensor by tensor (distributed_checkpoint.py) through a map of names (weight_map.py).
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from toolkit.checkpoint.names import checkpoint_error, is_safe_path
+from toolkit.convert.deepspeed_partitions import STATE_KINDS, read_scanned
+from toolkit.convert.distributed_checkpoint import INDEX, DistributedCheckpoint
+from toolkit.convert.megatron_names import LAYERS, megatron_map
+from toolkit.convert.torchtitan_names import torchtitan_map
+from toolkit.convert.training_state import MASTER, TrainingState
+from toolkit.convert.weight_map import Config, ShapeError, Shapes, StoredWeight, WeightMap, as_named
+from toolkit.files import printable, read_json_object, read_regular
+
+_FSDP_MODEL = "pytorch_model_fsdp_0"
+_FSDP_OPTIMIZER = "optimizer_0"
+_MEGATRON_LATEST = "latest_checkpointed_iteration.txt"
+_MEGATRON_FILE = "common.pt"
+_TITAN_STEP = re.compile(r"step-([0-9]+)")
+_EMBEDDINGS = {"megatron": "embedding.word_embeddings.weight", "torchtitan": "tok_embeddings.weight"}
+_MASTERS = ("optimizer.state.param.", "optimizer.state.fp32_param.")
+"""Prefixes of Megatron-Core's fp32 weights: fully reshardable, and of other optimizers."""
+_BUCKETS = "optimizer.distributed.dp_group_idx_"
+_GROUP = re.compile(r"(?:.*\.)?param_groups\.(.+)\.(lr|betas|eps|weight_decay)")
+_RANK_FILE = re.compile(r"__([0-9]+)_[0-9]+\.distcp")
+
+
+def find_state(place: Path) -> Path | None:
+    """The directory of a step in `place` that is in this format; None where there is none. Raises CheckpointError."""
+    if (place / _FSDP_MODEL / INDEX).exists() or (place / INDEX).exists():
+        return place
+    if (latest := place / _MEGATRON_LATEST).exists():
+        return _megatron_step(latest)
+    if any(place.glob("mp_rank_*/model_optim_rng.pt")):
+        problem = "it is in Megatron-LM's old format, a pickle of each rank"
+        raise checkpoint_error(place, f"{problem}. Save it again with --ckpt-format torch_dist.")
+    steps = {int(match[1]): entry for entry in place.iterdir() if (match := _TITAN_STEP.fullmatch(entry.name))}
+    complete = [step for step in sorted(steps) if (steps[step] / INDEX).exists()]
+    return steps[complete[-1]] if complete else None
+
+
+def _megatron_step(file: Path) -> Path:
+    try:
+        text = read_regular(file, max_bytes=64).decode().strip()
+    except (OSError, UnicodeDecodeError):
+        raise checkpoint_error(file, "cannot be read. Name the directory of a step itself.") from None
+    name = f"iter_{int(text):07d}" if text.isdigit() and text.isascii() else text
+    if not is_safe_path(name) or "/" in name:
+        raise checkpoint_error(file, f"it names {printable(text)}, which is no step. Name the step's directory.")
+    if not (file.parent / name / INDEX).exists():
+        if any((file.parent / name).glob("mp_rank_*")):
+            problem = f"{name} is in Megatron-LM's old format, a pickle of each rank"
+            raise checkpoint_error(file.parent, f"{problem}. Save it again with --ckpt-format torch_dist.")
+        problem = f"it names {printable(text)}, and {name} has no {INDEX}"
+        raise checkpoint_error(file, f"{problem}. Copy all files of the step, or name another one.")
+    return file.parent / name
+
+
+def open_state(step: Path, config: Config, shapes: Shapes) -> TrainingState:
+    """Open the state of a model with this config and these parameters. Raises CheckpointError."""
+    if (step / _FSDP_MODEL / INDEX).exists():
+        return _fsdp(step, shapes)
+    checkpoint = DistributedCheckpoint(step)
+    if _EMBEDDINGS["megatron"] in checkpoint.tensors:
+        return _megatron(step, checkpoint, config, shapes)
+    if _EMBEDDINGS["torchtitan"] in checkpoint.tensors:
+        return _named(step, checkpoint, torchtitan_map(config, shapes), shapes)
+    return _named(step, checkpoint, as_named(list(shapes), "PyTorch (DCP)"), shapes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Source:
+    """The place of the tensors of one kind: a checkpoint, and what stands before and after a stored weight's key."""
+
+    checkpoint: DistributedCheckpoint
+    before: str = ""
+    after: str = ""
+
+    def key(self, weight: StoredWeight) -> str:
+        key = f"{self.before}{weight.key}{self.after}"
+        alias = f"{self.before}{weight.alias}{self.after}"
+        return alias if weight.alias and key not in self.checkpoint.tensors else key
+
+    def has(self, weight: StoredWeight) -> bool:
+        return self.key(weight) in self.checkpoint.tensors
+
+    def read(self, weight: StoredWeight) -> torch.Tensor:
+        return self.checkpoint.read(self.key(weight), weight.index)
+
+
+def _fsdp(step: Path, shapes: Shapes) -> TrainingState:
+    weights = DistributedCheckpoint(step / _FSDP_MODEL)
+    has_optimizer = (step / _FSDP_OPTIMIZER / INDEX).exists()
+    optimizer = DistributedCheckpoint(step / _FSDP_OPTIMIZER) if has_optimizer else None
+    names = as_named(list(shapes), "FSDP (Trainer or accelerate)")
+    return _with_adam(step, names, shapes, _Source(checkpoint=weights, before=_prefix(weights, shapes)), optimizer)
+
+
+def _named(step: Path, checkpoint: DistributedCheckpoint, names: WeightMap, shapes: Shapes) -> TrainingState:
+    before = _prefix(checkpoint, [names.stored(name)[0].key for name in names.parameters])
+    return _with_adam(step, names, shapes, _Source(checkpoint=checkpoint, before=before), checkpoint)
+
+
+def _prefix(checkpoint: DistributedCheckpoint, keys: Any) -> str:
+    """What stands before the names of weights: nothing, `model.`, or that of an application's own object."""
+    first = next(iter(keys))
+    found = [key.removesuffix(first) for key in checkpoint.tensors if key.endswith(first)]
+    found = [prefix for prefix in found if not prefix or prefix.endswith(".")]
+    return min(found, key=len, default="")
+
+
+def _with_adam(
+    step: Path, names: WeightMap, shapes: Shapes, weights: _Source, optimizer: DistributedCheckpoint | None
+) -> TrainingState:
+    """A state whose optimizer is as torch.distributed.checkpoint.state_dict names it: `optimizer.state.NAME.KIND`."""
+    sources = {MASTER: weights}
+    if optimizer is not None:
+        for kind in STATE_KINDS:
+            sources[kind] = _Source(checkpoint=optimizer, before="optimizer.state.", after=f".{kind}")
+    updates = _updates(optimizer, names, shapes)
+    return _described(step, names, shapes, sources, optimizer, step_number=_step(step, optimizer), updates=updates)
+
+
+def _updates(optimizer: DistributedCheckpoint | None, names: WeightMap, shapes: Shapes) -> int | None:
+    if optimizer is None:
+        return None
+    for name in shapes:
+        source = _Source(checkpoint=optimizer, before="optimizer.state.", after=".step")
+        weight = names.stored(name)[0]
+        if source.has(weight):
+            return int(optimizer.read(source.key(weight)).flatten()[0])
+    return None
+
+
+def _step(step: Path, optimizer: DistributedCheckpoint | None) -> int | None:
+    """The number of the step: as trainer_state.json says, torchtitan's train_state, or the directory's name."""
+    if (file := step / "trainer_state.json").exists():
+        try:
+            found = read_json_object(file).get("global_step")
+        except (OSError, ValueError) as error:
+            raise checkpoint_error(file, f"cannot be read ({printable(str(error))}). Copy it again.") from None
+        if type(found) is int and found >= 0:
+            return found
+    if optimizer is not None and "train_state.step" in optimizer.tensors:
+        return int(optimizer.read("train_state.step").flatten()[0])
+    match = _TITAN_STEP.fullmatch(step.name) or re.fullmatch(r"checkpoint-([0-9]+)", step.name)
+    return int(match[1]) if match else None
+
+
+def _megatron(step: Path, checkpoint: DistributedCheckpoint, config: Config, shapes: Shapes) -> TrainingState:
+    is_stacked = not any(re.match(rf"{re.escape(LAYERS)}[0-9]+\.", key) for key in checkpoint.tensors)
+    rows = checkpoint.tensors[_EMBEDDINGS["megatron"]].shape[0]
+    names = megatron_map(config, shapes, is_stacked=is_stacked)
+    common = _common(step / _MEGATRON_FILE)
+    sources = {MASTER: _Source(checkpoint=checkpoint)}
+    prefixes = _optimizer_prefixes(checkpoint)
+    for kind in STATE_KINDS:
+        sources[kind] = _Source(checkpoint=checkpoint, before=f"optimizer.state.{kind}.")
+    if prefixes:
+        sources[MASTER] = _Source(checkpoint=checkpoint, before=prefixes[0])
+    notices = []
+    if rows > config.vocab_size:
+        notices.append(
+            f"its vocabulary was padded from {config.vocab_size} to {rows} rows, which took part in its loss; here "
+            "they are left out, so that the loss becomes slightly smaller"
+        )
+    is_by_bucket = any(key.startswith(_BUCKETS) for key in (*checkpoint.tensors, *checkpoint.objects))
+    if not prefixes and is_by_bucket:
+        notices.append(
+            "its optimizer is stored by buckets of a layout (dp_reshardable), which is not read; save with "
+            "--dist-ckpt-optim-fully-reshardable to import it"
+        )
+    groups = _megatron_groups(common)
+    number = common.get("iteration")
+    updates = next((int(group["step"]) for group in groups if isinstance(group.get("step"), int | float)), None)
+    return _described(
+        step,
+        names,
+        shapes,
+        sources,
+        None,
+        step_number=number if type(number) is int else None,
+        updates=updates,
+        optimizer={
+            name: group[name]
+            for group in reversed(groups)
+            if group.get("wd_mult", 1.0)
+            for name in ("lr", "betas", "eps", "weight_decay")
+            if name in group
+        },
+        notices=tuple(notices),
+    )
+
+
+def _optimizer_prefixes(checkpoint: DistributedCheckpoint) -> list[str]:
+    return [prefix for prefix in _MASTERS if any(key.startswith(prefix) for key in checkpoint.tensors)]
+
+
+def _common(file: Path) -> Mapping[str, Any]:
+    """What Megatron-Core stores beside the tensors. Objects of its own classes are read as empty ones."""
+    common = read_scanned(file, own_classes=("megatron.", "argparse.Namespace")) if file.exists() else {}
+    if not isinstance(common, Mapping):
+        raise checkpoint_error(file, "not a file of Megatron-Core. Choose a complete checkpoint.")
+    return common
+
+
+def _megatron_groups(common: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The parameter groups of the optimizer, or of all that are chained."""
+    found: list[Mapping[str, Any]] = []
+
+    def visit(value: Any, depth: int) -> None:
+        if isinstance(value, Mapping) and depth < 4:
+            groups = value.get("param_groups")
+            if isinstance(groups, list):
+                found.extend(group for group in groups if isinstance(group, Mapping))
+            for inner in value.values():
+                visit(inner, depth + 1)
+
+    visit(common.get("optimizer"), 0)
+    return found
+
+
+def _described(
+    step: Path,
+    names: WeightMap,
+    shapes: Shapes,
+    sources: Mapping[str, _Source],
+    settings: DistributedCheckpoint | None,
+    *,
+    step_number: int | None,
+    updates: int | None,
+    optimizer: Mapping[str, Any] | None = None,
+    notices: tuple[str, ...] = (),
+) -> TrainingState:
+    unknown = next((name for name in shapes if name not in names.parameters), None)
+    if unknown is not None:
+        raise checkpoint_error(step, f"where {names.program} stores {unknown} is not known here. {_OTHER}")
+    present = {name: shape for name, shape in shapes.items() if all(map(sources[MASTER].has, names.stored(name)))}
+    missing = next((name for name in shapes if name not in present), None)
+    if missing is not None:
+        key = sources[MASTER].key(names.stored(missing)[0])
+        raise checkpoint_error(step, f"it has no {key}, which holds {missing}. {_OTHER}")
+    states = {
+        kind: [name for name in shapes if all(map(source.has, names.stored(name)))]
+        for kind, source in sources.items()
+        if kind != MASTER
+    }
+    kinds = tuple(kind for kind, having in states.items() if having)
+    trained = set(states[kinds[0]]) if kinds else set(shapes)
+    partly = next((f"{kind} of {name}" for kind in kinds for name in sorted(trained ^ set(states[kind]))), None)
+    if partly is not None:
+        raise checkpoint_error(step, f"it has no {partly}, which other parameters have. Copy all files of the step.")
+    values = _Reader(step, names, shapes, sources)
+    number = step_number if step_number is not None else updates
+    if number is None:
+        problem = "it does not say which step it is of"
+        notices = (*notices, f"{problem}: 0 is taken")
+    return TrainingState(
+        tag=step,
+        program=names.program,
+        ranks=_ranks(sources[MASTER].checkpoint),
+        step=number or 0,
+        updates=updates if updates is not None else number or 0,
+        shapes=dict(shapes),
+        kinds=kinds,
+        read=values.read,
+        frozen=tuple(name for name in shapes if name not in trained),
+        optimizer=optimizer if optimizer is not None else _settings(settings),
+        notices=notices,
+    )
+
+
+_OTHER = "Use the config that it was trained with, and all files of the step."
+
+
+class _Reader:
+    """Reads parameters. Where a stored tensor holds several, it is read again for each, and kept for none."""
+
+    def __init__(self, step: Path, names: WeightMap, shapes: Shapes, sources: Mapping[str, _Source]) -> None:
+        self._step = step
+        self._names = names
+        self._shapes = shapes
+        self._sources = sources
+
+    def read(self, kind: str, name: str) -> torch.Tensor:
+        try:
+            return self._names.read(name, self._shapes[name], self._sources[kind].read)
+        except ShapeError as error:
+            raise checkpoint_error(self._step, f"{error}. {_OTHER}") from None
+
+
+def _ranks(checkpoint: DistributedCheckpoint) -> int:
+    """How many ranks wrote it, by the names of its files."""
+    files = {box.file for tensor in checkpoint.tensors.values() for box in tensor.boxes}
+    return len({match[1] for file in files if (match := _RANK_FILE.fullmatch(file))}) or 1
+
+
+def _settings(checkpoint: DistributedCheckpoint | None) -> dict[str, Any]:
+    """Settings of the optimizer: of its parameter groups the first, with the largest weight decay of all."""
+    if checkpoint is None:
+        return {}
+    found: dict[str, Any] = {}
+    for key in checkpoint.objects:
+        if (match := _GROUP.fullmatch(key)) is None:
+            continue
+        value = checkpoint.object(key)
+        if match[2] == "weight_decay" and isinstance(value, int | float):
+            found[match[2]] = max(value, found.get(match[2], 0.0))
+        else:
+            found.setdefault(match[2], value)
+    return found
