@@ -1,12 +1,13 @@
-"""`dstk export`: a checkpoint as a plain Hugging Face directory."""
+"""`dstk export`: a checkpoint as a plain Hugging Face directory, or as another program's training state."""
 
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from toolkit.cli import ByteSize, Place
+from toolkit.cli import ByteSize, Count, Place
 from toolkit.launch.output import quiet
 from toolkit.remote_files import RemotePath
 from toolkit.units import format_bytes
@@ -14,6 +15,7 @@ from toolkit.units import format_bytes
 if TYPE_CHECKING:
     from toolkit.checkpoint.model_directory import WrittenDirectory
     from toolkit.convert.export_model import Exported
+    from toolkit.convert.model_comparison import ModelComparison
 
 _DIFFERS = 1
 
@@ -43,27 +45,60 @@ def describe(written: "WrittenDirectory", *details: str) -> str:
     "--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), help="Dtype of the weights.  [default: as stored]"
 )
 @max_shard_size_option
+@click.option(
+    "--format",
+    "format_",
+    type=click.Choice(["hf", "dcp", "megatron", "universal"]),
+    default="hf",
+    show_default=True,
+    help="Hugging Face, or weights and moments for torchtitan (dcp), Megatron-Core or DeepSpeed.",
+)
+@click.option(
+    "--pad-vocabulary",
+    type=Count(),
+    default=1,
+    metavar="N",
+    help="For megatron: pad the vocabulary to a multiple of N (make-vocab-size-divisible-by x tp).",
+)
 @click.option("--merge", is_flag=True, help="Add LoRA's adapters to the weights that they are beside.")
 @click.option(
     "--verify",
     is_flag=True,
     help="Load both with transformers (and peft), and compare logits and greedy text.",
 )
-def command(source: Path, output: Path, dtype: str | None, max_shard_size: int, merge: bool, verify: bool) -> int:
+def command(
+    source: Path,
+    output: Path,
+    dtype: str | None,
+    max_shard_size: int,
+    format_: str,
+    pad_vocabulary: int,
+    merge: bool,
+    verify: bool,
+) -> int:
     """Write the newest complete checkpoint of a run, or the one that is named, as a plain Hugging Face directory.
 
-    Writes weights, config, generation config and tokenizer; not the optimizer. Of a run with LoRA it writes the
-    adapters, or with --merge the whole model. With --verify, exits with 1 if the
-    directory differs from its source by more than the rounding to --dtype.
+    Writes weights, config, generation config, tokenizer and a model card; not the optimizer. Of a run with LoRA it
+    writes the adapters, or with --merge the whole model. With another --format it writes the fp32 weights and the
+    moments of Adam as that program stores them. With --verify, exits with 1 if what transformers computes with the
+    directory (of another format: imported again) differs from its source by more than the rounding to --dtype.
 
     \b
     dstk export runs/demo -o demo-bf16 --dtype bf16 --verify
     dstk export runs/lora -o merged --merge
     dstk export runs/demo/step-00000500 -o halfway --max-shard-size 500MB
+    dstk export runs/demo -o for-megatron --format megatron --pad-vocabulary 128
     """
     if verify and isinstance(source, RemotePath):
         raise click.UsageError(f"--verify with {source}: transformers reads directories, not URLs. Leave it out.")
+    if format_ != "hf" and (dtype or merge):
+        given = "--dtype" if dtype else "--merge"
+        raise click.UsageError(f"{given} with --format {format_}: it has the fp32 weights of the optimizer. Omit it.")
+    if pad_vocabulary > 1 and format_ != "megatron":
+        raise click.UsageError(f"--pad-vocabulary with --format {format_}: only Megatron-Core pads it. Omit it.")
     quiet(debug=False)
+    if format_ != "hf":
+        return _export_state(source, output, format_, pad_vocabulary, verify=verify)
     from toolkit.convert.export_model import DTYPES, export_checkpoint
 
     wanted = DTYPES[dtype] if dtype else None
@@ -83,7 +118,32 @@ def _verify(done: "Exported") -> int:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    comparison = compare_models(done.source, done.written.path, dtype=done.dtype)
+    return _print_comparison(compare_models(done.source, done.written.path, dtype=done.dtype), done)
+
+
+def _export_state(source: Path, output: Path, format_: str, pad_vocabulary: int, *, verify: bool) -> int:
+    from transformers.utils import logging
+
+    from toolkit.convert.export_state import export_state
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    done = export_state(source, output, form=format_, vocabulary_multiple=pad_vocabulary)
+    for notice in done.notices:
+        click.echo(f"note: {notice}", err=True)
+    click.echo(f"{done.source} → {describe(done.written)}")
+    if not verify:
+        return 0
+    from toolkit.convert.import_weights import import_weights
+    from toolkit.convert.model_comparison import compare_models
+
+    with tempfile.TemporaryDirectory(prefix="dstk-export-") as folder:
+        back = Path(folder) / "back"
+        import_weights(output, back)
+        return _print_comparison(compare_models(done.source, back, dtype=None), done)
+
+
+def _print_comparison(comparison: "ModelComparison", done: "Exported") -> int:
     text = "the greedy text is the same" if comparison.is_same_text else "the greedy text is another"
     if comparison.logit_difference == 0:
         click.echo(f"all logits are the same, and {text}")

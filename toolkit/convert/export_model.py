@@ -17,6 +17,7 @@ from toolkit.checkpoint.reader import CheckpointReader
 from toolkit.checkpoint.save_plan import MAX_FILE_BYTES
 from toolkit.checkpoint.select import select_checkpoint
 from toolkit.convert.adapters import MergedWeights, base_of, check_peft, has_adapters
+from toolkit.convert.model_card import CARD, model_card
 from toolkit.files import printable, read_json_object, read_regular, reason_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -75,6 +76,7 @@ def export_checkpoint(
         check_peft("--verify of adapters")
     base = base_of(source) if merge else source
     saved = CheckpointReader(base)
+    trained = (saved if base == source else CheckpointReader(source)).trainer_state
     weights = cast_weights(saved, dtype, MergedWeights(source, saved).read if merge else None)
     stored = _most_common_dtype(weights)
     config = None if are_adapters and not merge else read_config(base, follow=follow or merge)
@@ -87,6 +89,8 @@ def export_checkpoint(
         if merge:
             copy_small_files(base, directory, follow=True, names=(_GENERATION,))
         copy_small_files(source, directory, follow=follow)
+        if trained is not None:
+            on_disk.write_synced(directory / CARD, model_card(source, trained).encode())
 
     written = write_weights(destination, weights, write_small_files=write_small_files, max_shard_bytes=max_shard_bytes)
     return Exported(source=source, written=written, dtype=stored, notices=selected.notices)

@@ -1,0 +1,266 @@
+"""Whole training states out and in again, in every format and family: bit for bit. And what is refused."""
+
+import json
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from daily import daily
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from toolkit.cli.main import main
+from toolkit.config import dump_recipe
+from toolkit.config.recipe import Recipe
+from toolkit.convert.distributed_checkpoint import DistributedCheckpoint
+from toolkit.convert.export_state import export_state
+from toolkit.convert.import_run import import_run
+from toolkit.convert.import_weights import find_step, import_weights, open_step
+from toolkit.convert.training_state import MASTER
+from toolkit.convert.weight_map import halves_to_pairs
+from toolkit.errors import CheckpointError
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 321}
+WIDE = {"num_key_value_heads": 2, "intermediate_size": 48, "head_dim": 8}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_positions": 64},
+    "llama": WIDE,
+    "mistral": WIDE,
+    "qwen2": {"num_key_value_heads": 2, "intermediate_size": 48},
+    "qwen3": WIDE | {"tie_word_embeddings": True},
+    "mixtral": WIDE | {"num_local_experts": 4},
+    "qwen3_moe": WIDE | {"num_experts": 4, "moe_intermediate_size": 24},
+}
+FORMATS = ("dcp", "megatron", "universal")
+KINDS = (MASTER, "exp_avg", "exp_avg_sq")
+STEP = 4
+Truth = dict[str, dict[str, torch.Tensor]]
+
+
+def draw(config: PretrainedConfig) -> Truth:
+    """Weights and moments of a model, every value another one."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return {
+        name: {kind: torch.randn(parameter.shape) for kind in KINDS} for name, parameter in model.named_parameters()
+    }
+
+
+def save_as_accelerate(folder: Path, config: PretrainedConfig, truth: Truth) -> Path:
+    """What `Trainer` leaves with FSDP, written by PyTorch."""
+    states: dict[str, Any] = {
+        name: {"step": torch.tensor(float(STEP)), **{kind: values[kind] for kind in KINDS[1:]}}
+        for name, values in truth.items()
+    }
+    group = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
+    weights = {name: values[MASTER] for name, values in truth.items()}
+    dcp.save({"model": weights}, checkpoint_id=folder / "pytorch_model_fsdp_0", no_dist=True)
+    optimizer = {"state": states, "param_groups": [group]}
+    dcp.save({"optimizer": optimizer}, checkpoint_id=folder / "optimizer_0", no_dist=True)
+    (folder / "trainer_state.json").write_text(json.dumps({"global_step": STEP}))
+    config.save_pretrained(folder)
+    return folder
+
+
+def make_config(family: str) -> PretrainedConfig:
+    return AutoConfig.for_model(family, **SIZES, **FAMILIES[family], pad_token_id=0, bos_token_id=1, eos_token_id=2)
+
+
+def recipe_of(make_recipe: Callable[..., Recipe], model: Path) -> Recipe:
+    return make_recipe(model={"name_or_path": str(model)}, schedule={"name": "constant"})
+
+
+def assert_same(folder: Path, config: PretrainedConfig, truth: Truth) -> None:
+    step = find_step(folder)
+    assert step is not None
+    state = open_step(step, config)
+    assert (state.step, state.updates, state.kinds) == (STEP, STEP, KINDS[1:])
+    for name, values in truth.items():
+        for kind, value in values.items():
+            assert torch.equal(state.read(kind, name), value), f"{kind} of {name}"
+
+
+@pytest.mark.parametrize(
+    "family", daily(list(FAMILIES), lambda i, family: family in ("gpt2", "llama", "qwen3", "mixtral"))
+)
+def test_a_state_comes_back_from_every_format_bit_for_bit(
+    make_recipe: Callable[..., Recipe], tmp_path: Path, family: str
+) -> None:
+    config = make_config(family)
+    truth = draw(config)
+    theirs = save_as_accelerate(tmp_path / "theirs", config, truth)
+    assert_same(theirs, config, truth)
+    import_run(theirs, tmp_path / "ours", recipe_of(make_recipe, theirs))
+    for form in FORMATS:
+        export_state(tmp_path / "ours", tmp_path / form, form=form, vocabulary_multiple=64 if form == "megatron" else 1)
+        assert_same(tmp_path / form, config, truth)
+        import_weights(tmp_path / form, tmp_path / f"{form}-back")
+        back = load_file(tmp_path / f"{form}-back" / "model.safetensors")
+        assert all(torch.equal(back[name], values[MASTER]) for name, values in truth.items())
+
+
+def test_pytorch_itself_reads_what_is_written(make_recipe: Callable[..., Recipe], tmp_path: Path) -> None:
+    config = make_config("llama")
+    truth = draw(config)
+    theirs = save_as_accelerate(tmp_path / "theirs", config, truth)
+    import_run(theirs, tmp_path / "ours", recipe_of(make_recipe, theirs))
+    export_state(tmp_path / "ours", tmp_path / "out", form="dcp")
+    name = "layers.1.feed_forward.w2.weight"
+    wanted: dict[str, Any] = {name: torch.empty(32, 48), "train_state.step": torch.tensor(0, dtype=torch.int32)}
+    wanted["optimizer"] = {"state": {name: {"exp_avg": torch.empty(32, 48), "step": torch.tensor(0.0)}}}
+    dcp.load(wanted, checkpoint_id=tmp_path / "out", no_dist=True)
+    assert torch.equal(wanted[name], truth["model.layers.1.mlp.down_proj.weight"][MASTER])
+    moment = wanted["optimizer"]["state"][name]["exp_avg"]
+    assert torch.equal(moment, truth["model.layers.1.mlp.down_proj.weight"]["exp_avg"])
+    assert int(wanted["train_state.step"]) == STEP
+
+
+def test_rows_of_query_and_key_turn_alike_under_both_conventions() -> None:
+    """Rotate pairs as torchtitan does, by complex numbers, and halves as Hugging Face does: the same attention."""
+    heads, width, positions = 2, 8, 5
+    torch.manual_seed(0)
+    inputs = torch.randn(positions, 6, dtype=torch.float64)
+    query, key = torch.randn(2, heads * width, 6, dtype=torch.float64)
+    angles = torch.outer(torch.arange(positions), 100.0 ** (-torch.arange(0, width, 2) / width)).double()
+
+    def by_halves(weight: torch.Tensor) -> torch.Tensor:
+        first, second = (inputs @ weight.T).view(positions, heads, 2, width // 2).unbind(2)
+        cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+    def by_pairs(weight: torch.Tensor) -> torch.Tensor:
+        pairs = torch.view_as_complex((inputs @ weight.T).view(positions, heads, width // 2, 2))
+        turned = pairs * torch.polar(torch.ones_like(angles), angles)[:, None]
+        return torch.view_as_real(turned).flatten(2)
+
+    expected = torch.einsum("qhd,khd->hqk", by_halves(query), by_halves(key))
+    found = torch.einsum(
+        "qhd,khd->hqk", by_pairs(halves_to_pairs(query, heads=heads)), by_pairs(halves_to_pairs(key, heads=heads))
+    )
+    torch.testing.assert_close(found, expected)
+
+
+def test_an_import_has_one_part_and_one_tensor_in_memory(tmp_path: Path) -> None:
+    tensor = torch.randn(64, 32)
+    dcp.save({"large": torch.randn(512, 512), "small": tensor}, checkpoint_id=tmp_path, no_dist=True)
+    read: list[int] = []
+    checkpoint = DistributedCheckpoint(tmp_path, observe=read.append)
+    assert read == []
+    assert torch.equal(checkpoint.read("small"), tensor)
+    (nbytes,) = read
+    assert tensor.nbytes <= nbytes < tensor.nbytes + 4096, "more was read than the part of this tensor"
+
+
+@pytest.fixture
+def theirs(tmp_path: Path) -> Path:
+    config = make_config("llama")
+    return save_as_accelerate(tmp_path / "theirs", config, draw(config))
+
+
+class Payload:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+def truncate(file: Path, keep: int) -> None:
+    file.write_bytes(file.read_bytes()[:keep])
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[:40] = bytes(40)
+    file.write_bytes(content)
+
+
+def write_payload(file: Path) -> None:
+    file.write_bytes(pickle.dumps(Payload(file.parent / "ran")))
+
+
+@pytest.mark.parametrize(
+    ("file", "damage", "message"),
+    [
+        (".metadata", Path.unlink, "there is no config|cannot be read|neither safetensors"),
+        (".metadata", lambda file: truncate(file, 300), "not an index of torch.distributed.checkpoint"),
+        (".metadata", lambda file: file.write_bytes(b"text"), "not an index of torch.distributed.checkpoint"),
+        (".metadata", lambda file: file.write_bytes(pickle.dumps({"a": 1})), "it is not an index"),
+        (".metadata", write_payload, r"it asks for posix\.mkdir, which could run anything"),
+        ("__0_0.distcp", Path.unlink, "is missing"),
+        ("__0_0.distcp", lambda file: truncate(file, 5000), "it is truncated"),
+        ("__0_0.distcp", flip, "cannot be read"),
+    ],
+)
+def test_a_damaged_file_is_one_line(theirs: Path, tmp_path: Path, file: str, damage: Any, message: str) -> None:
+    damage(theirs / "pytorch_model_fsdp_0" / file)
+    with pytest.raises(CheckpointError, match=message) as raised:
+        import_weights(theirs, tmp_path / "out")
+    assert str(raised.value).isprintable()
+    assert not (tmp_path / "out").exists()
+    assert not (theirs / "pytorch_model_fsdp_0" / "ran").exists()
+
+
+def test_another_model_is_refused_by_the_tensor_that_differs(theirs: Path, tmp_path: Path) -> None:
+    make_config("gpt2").save_pretrained(tmp_path / "other")
+    with pytest.raises(CheckpointError, match=r"it has no transformer\.wte\.weight"):
+        import_weights(theirs, tmp_path / "out", model=tmp_path / "other")
+
+
+def test_a_missing_moment_is_named(theirs: Path, tmp_path: Path) -> None:
+    config = make_config("llama")
+    truth = draw(config)
+    name = "model.norm.weight"
+    del truth[name]["exp_avg_sq"]
+    states = {
+        other: {"step": torch.tensor(4.0), **{kind: value for kind, value in values.items() if kind != MASTER}}
+        for other, values in truth.items()
+    }
+    dcp.save({"optimizer": {"state": states}}, checkpoint_id=tmp_path / "new", no_dist=True)
+    for file in (tmp_path / "new").iterdir():
+        file.replace(theirs / "optimizer_0" / file.name)
+    with pytest.raises(CheckpointError, match=f"it has no exp_avg_sq of {name}, which other parameters have"):
+        import_weights(theirs, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--format", "dcp", "--dtype", "bf16"), "--dtype with --format dcp"),
+        (("--format", "dcp", "--pad-vocabulary", "8"), "only Megatron-Core pads it"),
+        (("--format", "megatron"), "its names in Megatron-Core are not known here"),
+    ],
+)
+def test_what_a_format_cannot_hold_is_one_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
+) -> None:
+    config = AutoConfig.for_model("stablelm", **SIZES, intermediate_size=48)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    capfd.readouterr()
+    with pytest.raises(SystemExit) as stopped:
+        main(["export", str(tmp_path / "model"), "-o", str(tmp_path / "out"), *arguments])
+    assert stopped.value.code == 2
+    assert message in capfd.readouterr().err
+
+
+def test_the_commands_go_there_and_back(
+    make_recipe: Callable[..., Recipe], theirs: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "my.yaml").write_text(dump_recipe(recipe_of(make_recipe, theirs)))
+    places = {name: str(tmp_path / name) for name in ("ours", "out", "my.yaml")}
+    for arguments in (
+        ["import", str(theirs), "-o", places["ours"], "--recipe", places["my.yaml"]],
+        ["export", places["ours"], "-o", places["out"], "--format", "megatron", "--pad-vocabulary", "64", "--verify"],
+    ):
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as stopped:
+            main(arguments)
+        out, _ = capfd.readouterr()
+        assert stopped.value.code == 0
+    assert "all logits are the same" in out
+    assert (tmp_path / "out" / "latest_checkpointed_iteration.txt").read_text() == str(STEP)
