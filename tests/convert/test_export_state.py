@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import yaml
 from daily import daily
+from plain_deepspeed import load_universal
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
@@ -18,6 +20,7 @@ from toolkit.cli.main import main
 from toolkit.config import dump_recipe
 from toolkit.config.recipe import Recipe
 from toolkit.convert.distributed_checkpoint import DistributedCheckpoint
+from toolkit.convert.export_model import export_checkpoint
 from toolkit.convert.export_state import export_state
 from toolkit.convert.import_run import import_run
 from toolkit.convert.import_weights import find_step, import_weights, open_step
@@ -102,6 +105,27 @@ def test_a_state_comes_back_from_every_format_bit_for_bit(
         import_weights(tmp_path / form, tmp_path / f"{form}-back")
         back = load_file(tmp_path / f"{form}-back" / "model.safetensors")
         assert all(torch.equal(back[name], values[MASTER]) for name, values in truth.items())
+
+
+def load_into_deepspeed(folder: str, stage: int) -> Truth:
+    """An engine with other weights, after it has loaded the universal checkpoint in `folder`."""
+    config = AutoConfig.from_pretrained(folder)
+    return load_universal(AutoModelForCausalLM.from_config(config, dtype=torch.float32), folder, stage)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_deepspeed_itself_loads_a_universal_checkpoint(
+    make_recipe: Callable[..., Recipe], ranks: Callable[..., list[Any]], tmp_path: Path, stage: int
+) -> None:
+    config = make_config("llama")
+    truth = draw(config)
+    theirs = save_as_accelerate(tmp_path / "theirs", config, truth)
+    import_run(theirs, tmp_path / "ours", recipe_of(make_recipe, theirs))
+    export_state(tmp_path / "ours", tmp_path / "out", form="universal")
+    loaded = ranks(load_into_deepspeed, 2, str(tmp_path / "out"), stage)[0]
+    for name, values in truth.items():
+        for kind, value in values.items():
+            assert torch.equal(loaded[name][kind], value), f"{kind} of {name}"
 
 
 def test_pytorch_itself_reads_what_is_written(make_recipe: Callable[..., Recipe], tmp_path: Path) -> None:
@@ -246,6 +270,24 @@ def test_what_a_format_cannot_hold_is_one_line(
         main(["export", str(tmp_path / "model"), "-o", str(tmp_path / "out"), *arguments])
     assert stopped.value.code == 2
     assert message in capfd.readouterr().err
+
+
+def test_an_exported_run_has_a_model_card(make_recipe: Callable[..., Recipe], theirs: Path, tmp_path: Path) -> None:
+    recipe = recipe_of(make_recipe, theirs)
+    import_run(theirs, tmp_path / "ours", recipe)
+    (tmp_path / "ours" / "metrics.jsonl").write_text(
+        "".join(f'{{"step": {i}, "loss": {9 - i}}}\n' for i in range(1, 7))
+    )
+    export_checkpoint(tmp_path / "ours", tmp_path / "out")
+    card = (tmp_path / "out" / "README.md").read_text()
+    front = yaml.safe_load(card.split("---\n")[1])
+    assert front == {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    assert f"| Data | {recipe.data.source} |" in card
+    assert f"{STEP} steps" in card
+    assert "adamw" in card
+    assert "| 1 | 8.0000 |" in card
+    assert "| 4 | 5.0000 |" in card
+    assert "| 5 |" not in card, "the curve goes on after the step of the checkpoint"
 
 
 def test_the_commands_go_there_and_back(

@@ -26,6 +26,7 @@ from transformers import AutoConfig
 
 from toolkit.checkpoint.reader import CheckpointReader
 from toolkit.config.recipe import Recipe
+from toolkit.convert.export_state import export_state
 from toolkit.convert.import_run import import_run
 
 Train = Callable[..., str]
@@ -142,3 +143,8 @@ def test_a_run_of_megatron_core_goes_on_here(
     assert len(imported.notices) == 1, imported.notices
     train("run_dir=ours", "--resume", "auto", world_size=2, **(changes | {"parallel": {"zero_stage": 2}}))
     assert losses(tmp_path / "ours") == pytest.approx(theirs[SAVED_STEP:], rel=1e-6)
+    # And back: Megatron-Core itself goes on from what is exported.
+    start = tmp_path / "back" / source.name
+    export_state(tmp_path / "ours" / f"step-{SAVED_STEP:08d}", start.parent, form="megatron")
+    rest = (str(tmp_path / "unused"), family, list(samples.split(4))[SAVED_STEP:], STEPS, VOCABULARY, str(start))
+    assert ranks(train_with_megatron, 2 * tensor_parallel(family), *rest)[0] == theirs[SAVED_STEP:]

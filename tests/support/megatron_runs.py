@@ -62,12 +62,16 @@ def import_megatron() -> None:
 
 
 def train_with_megatron(
-    folder: str, family: str, steps: list[torch.Tensor], saved_step: int, vocabulary: int
+    folder: str, family: str, steps: list[torch.Tensor], saved_step: int, vocabulary: int, load: str = ""
 ) -> list[float]:
-    """Train with two stages; `steps`: [samples, s + 1] token ids of each. Return the losses. A collective call."""
+    """Train with two stages; `steps`: [samples, s + 1] token ids of each. Return the losses. A collective call.
+
+    Save to `folder` before step `saved_step`, where there is one; begin with the checkpoint `load`, if one is named.
+    """
     from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import moe_utils
 
     nothing = lambda *given, **named: contextlib.nullcontext()  # noqa: E731
     with (
@@ -75,19 +79,22 @@ def train_with_megatron(
         _OnCpu(),
         patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")),
         patch.object(torch.cuda, "synchronize", lambda *given: None),
+        patch.object(moe_utils, "te_general_gemm", None, create=True),  # which is missing without Transformer Engine
         patch.object(random.CudaRNGStatesTracker, "fork", nothing),
         patch.object(filesystem_async.mp, "get_context", lambda kind: _Threads()),
     ):
         warnings.simplefilter("ignore")
         parallel_state.initialize_model_parallel(tensor_parallel(family), 2, create_gloo_process_groups=True)
-        losses = _train(folder, family, steps, saved_step, vocabulary)
+        losses = _train(folder, family, steps, saved_step, vocabulary, load)
     # The losses are known on the last stage alone.
     everyone: list[Any] = [None for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, losses)
     return next(found for found in everyone if found)
 
 
-def _train(folder: str, family: str, steps: list[torch.Tensor], saved_step: int, vocabulary: int) -> list[float]:
+def _train(
+    folder: str, family: str, steps: list[torch.Tensor], saved_step: int, vocabulary: int, load: str
+) -> list[float]:
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -117,13 +124,19 @@ def _train(folder: str, family: str, steps: list[torch.Tensor], saved_step: int,
         output = model(input_ids=ids[:, :-1], position_ids=positions, attention_mask=mask, labels=ids[:, 1:])
         return output, lambda losses: (losses.mean(), {"loss": losses.mean().detach()})
 
+    metadata = {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient": True,
+    }
+    if load:
+        states = model.sharded_state_dict()
+        moments = optimizer.sharded_state_dict(states, is_loading=True, metadata=metadata)
+        loaded = dist_checkpointing.load({"model": states, "optimizer": moments}, load)
+        model.load_state_dict(loaded["model"])
+        optimizer.load_state_dict(loaded["optimizer"])
     for number, samples in enumerate(steps):
         if number == saved_step:
             states = model.sharded_state_dict()
-            metadata = {
-                "distrib_optim_sharding_type": "fully_reshardable",
-                "distrib_optim_fully_reshardable_mem_efficient": True,
-            }
             content = {
                 "iteration": number,
                 "model": states,

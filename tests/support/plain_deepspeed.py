@@ -77,6 +77,24 @@ def _truth(engine: Any, stage: int) -> Truth:
     return truth
 
 
+def load_universal(model: Any, folder: str, stage: int) -> Truth:
+    """An engine around `model` loads the universal checkpoint in `folder`; what it holds then."""
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
+    groups = [
+        {"params": [parameter for parameter in model.parameters() if parameter.dim() > 1]},
+        {"params": [parameter for parameter in model.parameters() if parameter.dim() <= 1], "weight_decay": 0.0},
+    ]
+    config = _config(stage, "fp32", {}) | {"checkpoint": {"load_universal": True}}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(groups, lr=1e-3), config=config)
+    path, _ = engine.load_checkpoint(folder)
+    assert path is not None
+    return _truth(engine, stage)
+
+
 def make_universal(tag: Path) -> Path:
     """What `ds_to_universal` makes of it."""
     from deepspeed.checkpoint import ds_to_universal

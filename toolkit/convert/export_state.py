@@ -30,6 +30,8 @@ from toolkit.convert.torchtitan_names import torchtitan_map
 from toolkit.convert.training_state import MASTER
 from toolkit.convert.weight_map import StoredWeight, WeightMap, as_named
 
+_DEEPSPEED = "0.19.8"
+"""The version of DeepSpeed whose universal format is written."""
 _KINDS = ("exp_avg", "exp_avg_sq")
 _MEGATRON_METADATA = {
     "sharded_backend": "torch_dist",
@@ -227,11 +229,14 @@ def _write_universal(source: _Source, directory: Path) -> None:
         "dp_world_size": 1,
         "mp_world_size": 1,
         "ds_config": {},
-        "ds_version": "0.19.8",
+        "ds_version": _DEEPSPEED,
         "universal_checkpoint_info": {"universal_checkpoint_version": 0.2},
     }
     torch.save(model, directory / tag / "mp_rank_00_model_states.pt")
     if source.kinds:
-        state = {"param_groups": [settings | {"weight_decay": group["weight_decay"]} for group in groups]}
-        torch.save({"optimizer_state_dict": {"state": {}, **state}}, directory / tag / "zero" / "optimizer_state.pt")
+        state = {
+            "ds_version": _DEEPSPEED,
+            "param_groups": [settings | {"weight_decay": group["weight_decay"]} for group in groups],
+        }
+        torch.save(state, directory / tag / "zero" / "optimizer_state.pt")
     on_disk.write_synced(directory / "latest_universal", tag.encode())
