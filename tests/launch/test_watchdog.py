@@ -252,3 +252,16 @@ def test_a_rank_that_ctrl_c_ended_is_not_reported_as_dead_by_one_that_gets_it_a_
         notice()
     assert ended.value.code == 130
     assert printed == []
+
+
+def test_ranks_that_differ_in_a_detail_are_in_the_same_phase() -> None:
+    store: Any = SimpleNamespace(rank=0, world_size=1)
+    watchdog = Watchdog(store, local_rank=0, timeout_seconds=600, store_rank=None, store_host="node0")
+    watchdog.report_phase("data", 3)
+    watchdog.report_phase("pipeline: forward pass of micro-batch 0 in stage 1")
+    begun = watchdog._progress.phases_started
+    watchdog.report_phase("pipeline: waits for the gradient of micro-batch 0 at stage 1")
+    assert watchdog._progress.phases_started == begun
+    assert watchdog._progress.phase == "pipeline: waits for the gradient of micro-batch 0 at stage 1"
+    watchdog.report_phase("update")
+    assert watchdog._progress.phases_started == begun + 1

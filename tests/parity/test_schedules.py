@@ -53,13 +53,14 @@ def test_the_cells_are_legal_and_those_of_every_day_exist() -> None:
 
 
 def dropping(schedule: str) -> dict[str, Any]:
-    """An odd number of micro-batches, packed documents, dropout and validation, in ranks of four layers."""
+    """An odd number of micro-batches, packed documents, dropout and validation, with four layers."""
     fields = Strategy.parse(schedule).sections(1)["parallel"]
     return {
         "parallel": {name: value for name, value in fields.items() if name != "dp"},
         "batch": {"global_batch_size": 10, "micro_batch_size": 2},
         "train__steps": 4,
         "train__eval_every": 2,
+        "data__document_masking": True,
         "overrides__n_layer": 4,
         "overrides__resid_pdrop": 0.1,
         "overrides__embd_pdrop": 0.1,

@@ -280,6 +280,8 @@ def _schedule_settings(recipe: Recipe) -> Iterator[Refusal]:
         ("parallel.offload_activations", False, "activations are fetched in the order of DeepSpeed's own instructions"),
         ("parallel.tiled_mlp", False, "MLPs in tiles were not tested with it"),
         ("model.lora", None, "adapters were not tested with it"),
+        ("model.freeze", (), "frozen parameters were not tested with it"),
+        ("model.train_only", (), "frozen parameters were not tested with it"),
         ("model.float8", None, "products in float8 were not tested with it"),
         ("model.load_in_4bit", False, "weights in 4 bits were not tested with it"),
         ("model.kernels", "torch", "Liger's kernels were not tested with it"),

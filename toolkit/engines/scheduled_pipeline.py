@@ -56,6 +56,7 @@ class ScheduledPipeline(deepspeed_pipe.PipelineEngine):  # type: ignore[misc]
     pipe_buffers: Any
     loss: Any
     grad_layer: Any
+    _channels: Channels
     _at_work: int | None = None
     """The stage whose pass runs; None between passes."""
 

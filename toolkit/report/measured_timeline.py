@@ -24,7 +24,7 @@ _MICROSECONDS = 1e6
 
 
 def read_timelines(run: Path) -> tuple[Timeline, Timeline]:
-    """Return the measured timeline of a run, and the simulated one with the mean times that its passes took, in seconds.
+    """Return the measured timeline of a run, and the simulated one with the mean times of its passes, in seconds.
 
     Raises ReportError for a run without a schedule of the toolkit's own or without its traces.
     """

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from html import escape
-from itertools import zip_longest
+from itertools import repeat
 
 from toolkit.config.pipeline_schedules import Schedule
 from toolkit.planner.simulate_schedule import TimedOperation, Timeline
@@ -31,7 +31,7 @@ def schedule_picture(timelines: Sequence[Timeline], names: Sequence[str] = ()) -
     scale = (_WIDTH - _LEFT - _RIGHT) / longest
     parts: list[str] = []
     top = _LEGEND
-    titles = [_title(timeline, name) for timeline, name in zip_longest(timelines, names, fillvalue="")]
+    titles = [_title(timeline, name) for timeline, name in zip(timelines, names or repeat(""), strict=False)]
     for timeline, title in zip(timelines, titles, strict=True):
         parts += _block(timeline, title, top, scale)
         top += _HEAD + _ROW * timeline.schedule.pp + _FOOT
