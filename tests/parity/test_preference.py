@@ -118,6 +118,17 @@ def test_full_logits_give_the_same_as_chunks_of_them(
     check_equal(preferences, ranks, objective, section, model={**MODEL, "loss": "plain"})
 
 
+@pytest.mark.whole
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("objective", ["dpo", "kto", "orpo", "simpo"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_thirty_steps_train_what_one_process_trains(
+    preferences: Callable[..., Recipe], ranks: Ranks, objective: str, layout: str, optimizer: str
+) -> None:
+    fields = {"name": optimizer, "lr": 3e-4, "weight_decay": 0.1}
+    check_equal(preferences, ranks, objective, LAYOUTS[layout], train__steps=30, optimizer=fields)
+
+
 @pytest.mark.parametrize(
     ("objective", "layout"),
     [

@@ -112,6 +112,7 @@ def _compute(
     stride = job.batch.micro_batch_size * job.batch.dp * _BATCHES_A_COMMIT
     for first in range(done, rows, stride):
         last = min(rows, first + stride)
+        loader.report_phase("evaluate")
         for batch, tokens in engine.top_tokens(own.ordered_batches(ordered, first, last), top):
             assert batch.places is not None
             is_target = ((batch.labels >= 0) & (batch.places.to(batch.labels.device) >= 0)).flatten()
@@ -132,7 +133,7 @@ def _teacher_job(job: Job) -> Job:
     recipe = job.recipe
     section = recipe.train.distill
     assert section is not None
-    model = {
+    model: dict[str, Any] = {
         "name_or_path": section.teacher,
         "init": "pretrained",
         "overrides": {},

@@ -174,7 +174,8 @@ def _build(
         path = str(resumed.saved.path)
         resumed.state.check(job.recipe, corpus.contents, path=path, may_be_complete=options.resume == AUTO)
     say = make_progress(job, device, first=prepared.shows_progress).say
-    teach(job, device, prepared.loader, corpus, engine_factory, say, vocabulary=prepared.vocabulary)
+    reporting = replace(prepared.loader, report_phase=report_phase)
+    teach(job, device, reporting, corpus, engine_factory, say, vocabulary=prepared.vocabulary)
     engine = engine_factory(
         job, device, prepared.ds_config, eos_id=corpus.eos_id, trust_remote_code=options.trust_remote_code
     )

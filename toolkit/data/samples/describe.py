@@ -1,10 +1,12 @@
 """Description of a recipe's data, in rows of a name and a text, as the banner of a run and `dstk data` show them."""
 
+from toolkit.config.data_section import PREFERENCE_FORMATS
 from toolkit.config.recipe import Recipe
 from toolkit.data.samples.mixture import MixtureSamples
 from toolkit.data.samples.samples import Samples
+from toolkit.data.samples.teacher_table import bytes_of_token
 from toolkit.data.tokens.corpora import Corpora, OpenText
-from toolkit.units import format_count
+from toolkit.units import format_bytes, format_count
 
 
 def describe_data(recipe: Recipe, corpora: Corpora, samples: Samples) -> list[tuple[str, str]]:
@@ -21,7 +23,26 @@ def describe_data(recipe: Recipe, corpora: Corpora, samples: Samples) -> list[tu
         facts = [("data", f"{data.source}, {tokens}")]
     ends = dict.fromkeys(text.corpus.ends for text in corpora.sources.values() if text.corpus.ends)
     facts += [("documents", "; ".join(ends)), ("samples", samples.summary())]
-    return [*facts, *describe_validation(recipe, corpora)]
+    return [*facts, *_other_models(recipe, corpora), *describe_validation(recipe, corpora)]
+
+
+def _other_models(recipe: Recipe, corpora: Corpora) -> list[tuple[str, str]]:
+    """Describe the reference of an objective, or the teacher with the disk that its tokens take."""
+    facts = []
+    objective = recipe.train.objective
+    if recipe.data.format in PREFERENCE_FORMATS and objective.needs_reference:
+        when = (
+            "in each step, from a copy in memory"
+            if objective.reference == "online"
+            else "before the first step, cached"
+        )
+        facts.append(("reference", f"{objective.reference}, log-probabilities {when}"))
+    section = recipe.train.distill
+    if section is not None:
+        tokens = sum(text.corpus.token_count(text.split) for text in corpora.sources.values())
+        size = format_bytes(tokens * bytes_of_token(section.top_k))
+        facts.append(("teacher", f"{section.teacher}, top {section.top_k} tokens: {size} beside the token cache"))
+    return facts
 
 
 def describe_validation(recipe: Recipe, corpora: Corpora) -> list[tuple[str, str]]:

@@ -27,6 +27,11 @@ _LOGPS = np.dtype("<f4")
 _PROGRESS = "progress.json"
 
 
+def bytes_of_token(top_k: int) -> int:
+    """Return the bytes that a table takes for a target."""
+    return top_k * _IDS.itemsize + (top_k + 1) * _LOGPS.itemsize
+
+
 @dataclass(frozen=True, kw_only=True)
 class TeacherTable:
     """The table of one split of a text."""
@@ -35,11 +40,6 @@ class TeacherTable:
     tokens: int
     """Tokens of the split."""
     top_k: int
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of a table of which every token is a target."""
-        return self.tokens * (self.top_k * _IDS.itemsize + (self.top_k + 1) * _LOGPS.itemsize)
 
     def create(self) -> None:
         """Make the files, empty, where they are not there."""
