@@ -77,6 +77,18 @@ def test_curves_that_hide_each_other_alternate_and_the_caption_says_how_near_the
     assert all(each.dash == () for each in run_charts([runs[0], longer])[0].lines)
 
 
+def test_rewards_and_margins_of_an_objective_have_charts(make_run: MakeRun) -> None:
+    names = {"logps/chosen": -9.0, "rewards/chosen": 0.1, "rewards/rejected": -0.2, "rewards/margins": 0.3}
+    lines = [line(step, objective={name: slope * step for name, slope in names.items()}) for step in range(1, 6)]
+    charts = {chart.name: chart for chart in run_charts([one(make_run(lines))])}
+    rewards = {curve.label: curve.points[-1] for curve in charts["rewards"].lines}
+    assert rewards == {"chosen": (5, pytest.approx(0.5)), "rejected": (5, pytest.approx(-1.0))}
+    assert charts["margins"].lines[0].points[0] == (1, pytest.approx(0.3))
+    assert charts["loss"].unit == "of a pair or completion"
+    assert "accuracies" not in charts
+    assert "token-loss" not in charts
+
+
 def test_the_numbers_of_a_run(make_run: MakeRun) -> None:
     run = one(make_run([line(step) for step in range(1, 41)] + [line(41, eval_loss=7.5)]))
     shown = {name: value for name, (value, _) in figures(run).items()}

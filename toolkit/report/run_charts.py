@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,15 @@ _VISIBLE = 0.005
 _STRIPED_WIDTH = 2.2
 _FEWEST_POINTS = 2
 
+_OBJECTIVE: dict[str, dict[str, str]] = {
+    "rewards": {"rewards/chosen": "chosen", "rewards/rejected": "rejected"},
+    "margins": {"rewards/margins": "margin"},
+    "accuracies": {"rewards/accuracies": "accuracy"},
+    "kl": {"kl": "KL"},
+    "token-loss": {"token_loss": "token loss", "divergence": "divergence"},
+}
+"""Charts of an objective: the metrics in each, and the words for them."""
+
 Value = Callable[[StepMetrics], float | None]
 
 
@@ -43,6 +52,7 @@ def run_charts(runs: Sequence[RecordedRun]) -> list[Chart]:
     charts = [
         _loss(runs),
         *by_name,
+        *(_chart(name, _of_objective(runs, fields)) for name, fields in _OBJECTIVE.items()),
         _learning_rate(runs),
         _gradient_norm(runs),
         _chart("router-loss", _plain(runs, lambda step: step.router_aux_loss)),
@@ -82,7 +92,9 @@ def _loss(runs: Sequence[RecordedRun]) -> Chart:
         curve for line in trained for curve in (line, held_out.get(line.key)) if curve is not None and curve.points
     ]
     ends = _ends(runs, lambda step: step.loss)
-    return _chart("loss", lines, ends, caption=_caption(lines, "loss"), events=_events(runs))
+    has_rewards = any("logps/chosen" in (step.objective or {}) for run in runs for step in run.log.steps)
+    unit = {"unit": "of a pair or completion"} if has_rewards else {}
+    return _chart("loss", lines, ends, caption=_caption(lines, "loss"), events=_events(runs), **unit)
 
 
 def _by_name(runs: Sequence[RecordedRun], chart: str, field: str) -> Chart:
@@ -97,6 +109,21 @@ def _by_name(runs: Sequence[RecordedRun], chart: str, field: str) -> Chart:
         line = _line(index, name if len(runs) == 1 else f"{label}, {name}", running_mean(points, window))
         lines.append(replace(line, dots=field == "eval_losses"))
     return _chart(chart, lines)
+
+
+def _of_objective(runs: Sequence[RecordedRun], fields: Mapping[str, str]) -> list[Line]:
+    """Plot metrics of an objective, or of a distillation, by the words for them; running means where they are long."""
+    lines: list[Line] = []
+    window = _window(runs)
+    for run in runs:
+        for field, words in fields.items():
+            values = [(step.step, _finite((step.objective or {}).get(field))) for step in run.log.steps]
+            points = tuple((step, value) for step, value in values if value is not None)
+            if points:
+                is_long = window >= 2 and len(points) >= 2 * window
+                label = words if len(runs) == 1 else f"{run.label}, {words}"
+                lines.append(_line(len(lines), label, running_mean(points, window) if is_long else points))
+    return lines
 
 
 def _learning_rate(runs: Sequence[RecordedRun]) -> Chart:
