@@ -16,6 +16,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 POSITIONS = 64
 HIDDEN, FFN, LAYERS, HEADS, GROUPS, EXPERTS = 32, 64, 4, 4, 2, 4
@@ -66,7 +67,8 @@ def train_with_megatron(
 ) -> list[float]:
     """Train with two stages; `steps`: [samples, s + 1] token ids of each. Return the losses. A collective call.
 
-    Save to `folder` before step `saved_step`, where there is one; begin with the checkpoint `load`, if one is named.
+    Save to `folder` before step `saved_step`. Where `load` names a checkpoint, train nothing: read both by Megatron-Core
+    and return for each tensor of a rank whether the two are equal, as 1.0 or 0.0.
     """
     from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.strategies import filesystem_async
@@ -129,11 +131,16 @@ def _train(
         "distrib_optim_fully_reshardable_mem_efficient": True,
     }
     if load:
-        states = model.sharded_state_dict()
-        moments = optimizer.sharded_state_dict(states, is_loading=True, metadata=metadata)
-        loaded = dist_checkpointing.load({"model": states, "optimizer": moments}, load)
-        model.load_state_dict(loaded["model"])
-        optimizer.load_state_dict(loaded["optimizer"])
+        wrapped.zero_grad_buffer()
+        optimizer.step()  # makes the states that are read into
+        found = []
+        for place in (folder, load):
+            states = model.sharded_state_dict()
+            moments = optimizer.sharded_state_dict(states, is_loading=True, metadata=metadata)
+            loaded = dist_checkpointing.load({"model": states, "optimizer": moments}, place)
+            leaves = tree_leaves((loaded["model"], loaded["optimizer"]["param_state"]))
+            found.append([leaf.clone() for leaf in leaves if isinstance(leaf, torch.Tensor)])
+        return [float(torch.equal(*pair)) for pair in zip(*found, strict=True)]
     for number, samples in enumerate(steps):
         if number == saved_step:
             states = model.sharded_state_dict()

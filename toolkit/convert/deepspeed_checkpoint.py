@@ -15,7 +15,7 @@ import torch
 
 from toolkit.checkpoint.names import checkpoint_error, is_safe_path
 from toolkit.convert import deepspeed_partitions as partitions
-from toolkit.convert.training_state import TrainingState
+from toolkit.convert.training_state import MASTER, TrainingState
 from toolkit.files import printable, read_regular, reason_of
 from toolkit.units import plural
 
@@ -171,7 +171,7 @@ def _described(
 
     def read(kind: str, name: str) -> torch.Tensor:
         if name in frozen:
-            assert kind == partitions.MASTER, kind
+            assert kind == MASTER, kind
             return frozen[name].float()
         return trained.read(kind, name)
 

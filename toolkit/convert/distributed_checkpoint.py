@@ -15,7 +15,7 @@ import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 
@@ -215,7 +215,7 @@ class DistributedCheckpoint:
                 if archive.read(len(_ARCHIVE)) != _ARCHIVE:
                     raise ValueError("not an archive of torch.save")
                 archive.seek(0)
-                return torch.load(archive, map_location="cpu", weights_only=True)
+                return torch.load(cast(IO[bytes], archive), map_location="cpu", weights_only=True)
         except CheckpointError:
             raise
         except pickle.UnpicklingError as error:

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict_saver import save
 from typing_extensions import override
 
 
@@ -43,9 +44,9 @@ class Box:
 def write_distributed(directory: Path, boxes: Sequence[Box], objects: Mapping[str, Any]) -> None:
     """Write boxes and plain objects into a directory. Raises OSError."""
     with _silent():
-        dcp.save(
+        save(
             {},
-            storage_writer=dcp.FileSystemWriter(directory, single_file_per_rank=True, thread_count=1),
+            storage_writer=FileSystemWriter(directory, single_file_per_rank=True, thread_count=1),
             planner=_Planner(boxes, objects),
             no_dist=True,
         )

@@ -24,7 +24,7 @@ from toolkit.convert.adapters import has_adapters
 from toolkit.convert.distributed_writer import Box, write_distributed
 from toolkit.convert.export_model import Exported, copy_small_files, read_config, write_config
 from toolkit.convert.import_weights import model_shapes, read_auto_config
-from toolkit.convert.megatron_names import megatron_map, padded_rows
+from toolkit.convert.megatron_names import LAYERS, megatron_map, padded_rows
 from toolkit.convert.torchtitan_names import FAMILIES as TITAN_FAMILIES
 from toolkit.convert.torchtitan_names import torchtitan_map
 from toolkit.convert.training_state import MASTER
@@ -176,10 +176,12 @@ def _write_megatron(source: _Source, directory: Path, multiple: int) -> None:
     if source.kinds:
         boxes += _boxes(source, names, MASTER, "optimizer.state.param.")
     layers = source.config.num_hidden_layers
+    stored = {weight.key for weight in names.weights}
     objects = {
-        f"decoder.layers.{layer}._extra_state/shard_{number}_{layers}": None
+        f"{LAYERS}{layer}._extra_state/shard_{number}_{layers}": [None]
         for layer in _MEGATRON_LINEAR
         for number in range(layers)
+        if f"{LAYERS}{layer}.weight" in stored
     }
     step = directory / f"iter_{source.step:07d}"
     step.mkdir()

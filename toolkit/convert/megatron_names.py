@@ -2,8 +2,8 @@
 
 Decoder layers of one kind are one tensor with the layer as first dimension (`decoder.layers.self_attention…`), else one
 each (`decoder.layers.3.…`); experts are a dimension after it. Norms before a linear layer have that layer's name, with
-Transformer Engine's layers and without. Query, key and value are fused group by group, gate and up one above the other,
-and the rows of the vocabulary are padded. Source: what megatron-core 0.16.1 writes, read in
+Transformer Engine's layers and without; before experts, only without. Query, key and value are fused group by group,
+gate and up one above the other, and the rows of the vocabulary are padded. Source: what megatron-core 0.16.1 writes;
 megatron/core/transformer/{attention,mlp}.py and megatron/core/models/gpt/gpt_layer_specs.py.
 """
 
@@ -111,6 +111,10 @@ def _transpose_one(values: Tensors) -> torch.Tensor:
     return values[0].t()
 
 
+def _stack(values: Tensors) -> torch.Tensor:
+    return torch.cat(list(values))
+
+
 def _place(layer: int, key: str, is_stacked: bool) -> dict[str, Any]:
     return {"key": f"{LAYERS}{key}", "index": (layer,)} if is_stacked else {"key": f"{LAYERS}{layer}.{key}"}
 
@@ -141,7 +145,10 @@ class _Llama:
             yield from self._norm(layer, "self_attention.q_layernorm.weight", "self_attn.q_norm.weight")
             yield from self._norm(layer, "self_attention.k_layernorm.weight", "self_attn.k_norm.weight")
             if self._name(layer, "mlp.experts.gate_up_proj") in self.shapes:
-                yield from self._norm(layer, "pre_mlp_layernorm.weight", "post_attention_layernorm.weight")
+                place = _place(layer, "pre_mlp_layernorm.weight", self.is_stacked)
+                local = _place(layer, "mlp.linear_fc1.layer_norm_weight", self.is_stacked)["key"]
+                norm = Part(name=self._name(layer, "post_attention_layernorm.weight"))
+                yield StoredWeight(parts=(norm,), alias=local, **place)
                 yield from self._experts(layer)
             else:
                 yield from self._norm(layer, "mlp.linear_fc1.layer_norm_weight", "post_attention_layernorm.weight")
@@ -173,7 +180,7 @@ class _Llama:
                 yield StoredWeight(
                     parts=tuple(Part(name=name) for name in names),
                     split=split_gated,
-                    fuse=torch.cat,
+                    fuse=_stack,
                     **_place(layer, f"mlp.linear_fc1.{kind}", self.is_stacked),
                 )
             yield from self._norm(layer, f"mlp.linear_fc2.{kind}", f"mlp.down_proj.{kind}")

@@ -38,7 +38,7 @@ class StoredWeight:
     split: Callable[[torch.Tensor], Tensors] = lambda value: [value]
     fuse: Callable[[Tensors], torch.Tensor] = _only
     alias: str = ""
-    """Another key under which older versions of the program store it."""
+    """Another key under which the program may store it: an older version, or another kind of layer."""
 
 
 class WeightMap:
