@@ -128,12 +128,15 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2-sp": {"tp": 2, "zero_stage": 1, "sequence_parallel": True},
     "pp2": {"pp": 2, "zero_stage": 1},
     "u2": {"ulysses": 2, "zero_stage": 1},
+    "cp2": {"cp": 2, "zero_stage": 1},
+    "pp2-zbh1": {"pp": 2, "zero_stage": 1, "schedule": "zb-h1"},
 }
-DAILY = (("text", "pp2"), ("chat", "u2"), ("preference", "tp2-sp"))
+DAILY = (("text", "pp2-zbh1"), ("chat", "u2"), ("chat", "cp2"), ("preference", "tp2-sp"))
 CELLS = [
     pytest.param(row_format, layout, marks=() if (row_format, layout) in DAILY else pytest.mark.whole)
     for row_format in ("text", "chat", "preference")
     for layout in LAYOUTS
+    if (row_format, layout) != ("preference", "pp2-zbh1")  # refused
 ]
 
 
