@@ -106,10 +106,12 @@ class Channels:
         assert channel.expected[channel.place] == message, "messages leave in the schedule's order"
         channel.place += 1
         channel.leaving = [(work, tensor) for work, tensor in channel.leaving if not work.is_completed()]
-        if message.carries == "activation" and message.boundary not in self._formats:
-            made = [(tensor.shape, tensor.dtype) for tensor in tensors]
-            self._formats[message.boundary] = made
-            self._send(channel, torch.tensor(_encoded(made), device=self._device))
+        if message.carries == "activation":
+            formats = [(tensor.shape, tensor.dtype) for tensor in tensors]
+            if message.boundary not in self._formats:
+                self._formats[message.boundary] = formats
+                self._send(channel, torch.tensor(_encoded(formats), device=self._device))
+            assert self._formats[message.boundary] == formats, "the micro-batches of a run have one shape"
         for tensor in tensors:
             self._send(channel, tensor.detach().contiguous())
 
