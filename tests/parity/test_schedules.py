@@ -79,6 +79,7 @@ def test_dropout_and_an_odd_number_of_micro_batches_change_nothing(
         [(split.curve.losses, alone.curve.losses), (split.curve.grad_norms, alone.curve.grad_norms)]
     ):
         assert torch.allclose(torch.tensor(found), torch.tensor(expected), rtol=1e-6, atol=0)
+    assert split.batches == alone.batches
 
 
 def _train_with(fault: str, recipe: Recipe) -> Any:

@@ -92,7 +92,7 @@ def merge_fingerprints(loader: MicroBatchLoader, ranks: list[list[int]]) -> tupl
     replicas: dict[tuple[int, int, int], list[list[int]]] = defaultdict(list)
     for rank, sums in enumerate(ranks):
         coordinate = layout.coordinate(rank)
-        if coordinate.pipe in (0, layout.pp - 1):
+        if coordinate.pipe in (layout.stage_ranks[0], layout.stage_ranks[-1]):
             replicas[coordinate.pipe, coordinate.model, coordinate.data % layout.cp].append(sums)
     totals = [[sum(step) for step in zip(*sums, strict=True)] for sums in replicas.values()]
     return tuple(
