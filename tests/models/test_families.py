@@ -74,7 +74,7 @@ def test_more_than_a_hundred_families_support_pipeline_parallelism() -> None:
 def test_every_refusal_is_one_short_line() -> None:
     assert len(all_families()) > 150
     for family in all_families().values():
-        for reason in map(family.refusal, (*KINDS, *EXPERT_KINDS)):
+        for reason in map(family.refusal, (*KINDS, *EXPERT_KINDS, "context")):
             assert reason is None or (0 < len(reason) <= 120 and "\n" not in reason), family
 
 
@@ -122,7 +122,7 @@ def test_the_table_has_a_line_per_family_and_a_total(capfd: pytest.CaptureFixtur
     code, out, err = run(capfd)
     lines = [line.rstrip() for line in out.splitlines()]
     assert (code, err) == (0, "")
-    assert lines[0] == "family                    pipeline  tensor  sequence  ep   inner  ulysses  why not"
+    assert lines[0] == "family                    pipeline  tensor  sequence  ep   inner  ulysses  cp   why not"
     assert [line.split()[0] for line in lines[1:-2]] == list(all_families())
     assert lines[-1].startswith(f"{len(all_families())} families: ")
 
@@ -138,7 +138,7 @@ def test_named_families_come_in_the_order_asked_for(capfd: pytest.CaptureFixture
 
 def test_a_refusal_of_all_kinds_of_parallelism_is_printed_once(capfd: pytest.CaptureFixture[str]) -> None:
     _, out, _ = run(capfd, "bart")
-    assert out.splitlines()[1].split() == ["bart", "no", "no", "no", "-", "-", "no", "encoder-decoder"]
+    assert out.splitlines()[1].split() == ["bart", "no", "no", "no", "-", "-", "no", "no", "encoder-decoder"]
 
 
 def test_the_column_ulysses_has_the_families_that_recipes_accept(capfd: pytest.CaptureFixture[str]) -> None:
@@ -151,8 +151,8 @@ def test_json_has_the_same_facts_as_the_table(capfd: pytest.CaptureFixture[str])
     refusal = "encoder-decoder"
     assert json.loads(out) == {
         "bart": {
-            **dict.fromkeys(("pipeline", "tensor", "sequence", "ulysses"), False),
-            **dict.fromkeys(("pipeline_refusal", "tensor_refusal", "sequence_refusal"), refusal),
+            **dict.fromkeys(("pipeline", "tensor", "sequence", "ulysses", "cp"), False),
+            **dict.fromkeys(("pipeline_refusal", "tensor_refusal", "sequence_refusal", "cp_refusal"), refusal),
         }
     }
 

@@ -51,7 +51,7 @@ def facts(family: Support) -> dict[str, object]:
     """Return what --json prints about a family."""
     supported: dict[str, object] = {kind: family.supports(kind) for kind in family.kinds}
     refusals = {f"{kind}_refusal": family.refusal(kind) for kind in family.kinds}
-    sequences = {"cp": family.supports("context"), "ulysses": find_spec(family.model_type).ulysses_verified}
+    sequences = {"ulysses": find_spec(family.model_type).ulysses_verified, "cp": family.supports("context")}
     return supported | sequences | refusals | {"cp_refusal": family.context_refusal}
 
 
@@ -78,7 +78,7 @@ def show(families: Sequence[Support]) -> None:
     from toolkit.report.terminal import table_console
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for heading in ("family", *KINDS, *EXPERT_KINDS, "ulysses"):
+    for heading in ("family", *KINDS, *EXPERT_KINDS, "ulysses", "cp"):
         table.add_column(heading, no_wrap=True)
     table.add_column("why not", style="dim", overflow="fold")
     marks = {True: Text("yes", style="green"), False: Text("no", style="red"), None: Text("-", style="dim")}
@@ -86,7 +86,7 @@ def show(families: Sequence[Support]) -> None:
         supported = {kind: family.supports(kind) for kind in family.kinds}
         supported["cp"] = family.supports("context")
         supported["ulysses"] = find_spec(family.model_type).ulysses_verified
-        columns = (marks[supported.get(kind)] for kind in (*KINDS, *EXPERT_KINDS, "cp", "ulysses"))
+        columns = (marks[supported.get(kind)] for kind in (*KINDS, *EXPERT_KINDS, "ulysses", "cp"))
         table.add_row(family.model_type, *columns, Text(why_not(family)))
     console = table_console()
     console.print(table)
