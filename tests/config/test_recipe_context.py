@@ -52,6 +52,21 @@ REFUSED: list[tuple[dict[str, object], list[str], list[object]]] = [
         [("model.attn_implementation", "auto"), (CP, 1)],
     ),
     ({"model__kernels": "liger"}, ["model.kernels", CP], [("model.kernels", "torch"), (CP, 1)]),
+    (
+        {"parallel__tiled_mlp": True},
+        ["parallel.tiled_mlp", CP],
+        [("parallel.tiled_mlp", False), (CP, 1)],
+    ),
+    (
+        {"parallel__offload_activations": True},
+        ["parallel.offload_activations", CP],
+        [("parallel.offload_activations", False), (CP, 1)],
+    ),
+    (
+        {"parallel__offload_params": "cpu", "parallel__zero_stage": 3},
+        ["parallel.offload_params", CP],
+        [("parallel.offload_params", "none"), (CP, 1)],
+    ),
     ({"train__compile": True}, ["train.compile", CP], [("train.compile", False), (CP, 1)]),
     (
         {"parallel__recompute": "selective"},
@@ -101,8 +116,8 @@ def test_what_cannot_run_is_one_conflict(changes: dict[str, object], fields: lis
         {"parallel__cp": 4, "parallel__cp_exchange": "ring"},
         {"parallel__tp": 2, "parallel__sequence_parallel": True, "parallel__zero_stage": 3},
         {"parallel__pp": 2},
-        {"parallel__recompute": "full", "parallel__offload_activations": True, "parallel__tiled_mlp": True},
-        {"parallel__offload_optimizer": "cpu", "parallel__zero_stage": 3, "parallel__offload_params": "cpu"},
+        {"parallel__recompute": "full", "parallel__zero_stage": 3},
+        {"parallel__offload_optimizer": "cpu", "parallel__zero_stage": 2},
         {"model__name_or_path": "mistral-7b", "model__overrides": {"sliding_window": 16}},
         {"model__name_or_path": "mixtral-8x7b", "parallel__ep": 2},
         {"data__packing": "padded"},

@@ -45,7 +45,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 """Windows are shorter than a chunk. Gemma 2 bounds its scores, GPT-OSS has sinks and experts."""
 STRATEGIES = (
     *("cp2-z0", "cp2-z1", "cp2-z2", "cp2-z3", "cp4-z1", "dp2-cp2-z3-recompute", "cp2-tp2-z1", "cp2-tp2-z3-sp"),
-    *("cp2-pp2-z1", "cp2-pp2-z0-recompute", "cp2-z2-offload", "cp2-z3-offload", "cp2-z1-offacts", "cp2-z1-tiled"),
+    *("cp2-pp2-z1", "cp2-pp2-z0-recompute", "cp2-z2-offload"),
     "cp2-ep2-z1",
 )
 DATA = ("packed", "documents", "padded chats")
@@ -81,7 +81,6 @@ WHOLE = [
     Cell(strategy=strategy, family=family, data=data, steps=LONG_STEPS, exchange=("gather", "ring")[number % 2])
     for number, (strategy, family, data) in enumerate(product(STRATEGIES, FAMILIES, DATA))
     if not (strategy == "cp2-ep2-z1" and "moe" not in family)
-    and not ("tiled" in strategy and family in ("gpt_oss", "qwen3_moe"))
 ]
 
 

@@ -427,6 +427,9 @@ def _context_settings(recipe: Recipe) -> Iterator[Refusal]:
         ("train.compile", False, "its attention was not tested in compiled layers"),
         ("train.distill", None, "a teacher was not tested beside it"),
         ("parallel.auto", False, "a plan tries no layout with it"),
+        ("parallel.offload_params", "none", "offloaded parameters were not tested beside it"),
+        ("parallel.offload_activations", False, "offloaded activations were not tested beside it"),
+        ("parallel.tiled_mlp", False, "tiled MLPs were not tested beside it"),
     ):
         given = recipe.value_of(field)
         if given != off and not (field == "model.attn_implementation" and given is None):
