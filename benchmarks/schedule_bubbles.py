@@ -146,7 +146,8 @@ def padded_run(recipe: Recipe) -> list[float]:
 
     def backward_passes(engine: Any) -> float:
         is_split = engine._weight_gradients._open is not None
-        return (1 if is_split else 2) / chunks
+        passes: float = (1 if is_split else 2) / chunks
+        return passes
 
     ScheduledPipeline._exec_forward_pass = padded(base._exec_forward_pass, lambda engine: 1 / chunks)
     ScheduledPipeline._exec_backward_pass = padded(base._exec_backward_pass, backward_passes)
