@@ -14,6 +14,7 @@ from typing import Any
 
 from small_chats import WORDS, write_chats, write_tokenizer
 
+from toolkit.config.distill_section import DistillSection
 from toolkit.config.recipe import Recipe
 from toolkit.config.strategy import Strategy
 from toolkit.errors import ToolkitError
@@ -53,6 +54,7 @@ def shrunken(recipe: Recipe, folder: Path) -> Recipe:
         "chat": write_chats,
         "prompt_completion": _write_prompts,
         "preference": _write_pairs,
+        "unpaired": _write_completions,
     }
     source = writers[recipe.data.format]
     data = {
@@ -74,7 +76,7 @@ def shrunken(recipe: Recipe, folder: Path) -> Recipe:
         "cache_dir": str(folder / "cache"),
     }
     small = for_comparison(small, steps=STEPS, dropout=False).changed(
-        {"data": data, "train": {"objective": recipe.train.objective}}
+        {"data": data, "train": {"objective": recipe.train.objective, "distill": _teacher(recipe, small, folder)}}
     )
     if recipe.model.init == "pretrained":
         small = small.changed({"model": _saved(small, folder / "model")})
@@ -98,13 +100,22 @@ def compare(recipe: Recipe, layouts: Iterable[str], folder: Path) -> dict[str, s
     return found
 
 
-def _saved(recipe: Recipe, folder: Path) -> dict[str, Any]:
+def _saved(recipe: Recipe, folder: Path, seed: int = 0) -> dict[str, Any]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     AutoModelForCausalLM.from_config(load_config(recipe.model)).save_pretrained(folder)
     return {"name_or_path": str(folder), "init": "pretrained", "overrides": {}}
+
+
+def _teacher(recipe: Recipe, small: Recipe, folder: Path) -> DistillSection | None:
+    """The distillation of a recipe, from a model of the size of the copy with other weights."""
+    section = recipe.train.distill
+    if section is None:
+        return None
+    teacher = _saved(small, folder / "teacher", seed=1)["name_or_path"]
+    return section.model_copy(update={"teacher": teacher, "top_k": 8})
 
 
 def _write_texts(path: Path) -> Path:
@@ -129,6 +140,17 @@ def _write_pairs(path: Path) -> Path:
         return " ".join(rng.choices(WORDS, k=rng.randint(1, most)))
 
     return _written(path, ({"prompt": words(4), "chosen": words(5), "rejected": words(5)} for _ in range(200)))
+
+
+def _write_completions(path: Path) -> Path:
+    """Short completions, of which two of five are desirable."""
+    rng = random.Random(8)
+
+    def words(most: int) -> str:
+        return " ".join(rng.choices(WORDS, k=rng.randint(1, most)))
+
+    rows = ({"prompt": words(4), "completion": words(5), "label": number % 5 < 2} for number in range(200))
+    return _written(path, rows)
 
 
 def _written(path: Path, rows: Any) -> Path:

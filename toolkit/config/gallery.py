@@ -15,6 +15,10 @@ TASKS: Mapping[str, str] = {
     "finetune": "full fine-tuning",
     "lora": "LoRA",
     "dpo": "preference tuning by DPO",
+    "orpo": "preference tuning by ORPO",
+    "kto": "preference tuning by KTO",
+    "simpo": "preference tuning by SimPO",
+    "distill": "distillation",
     "long": "long context",
 }
 """The last word of a recipe's name, and what it means."""
