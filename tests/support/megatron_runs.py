@@ -67,8 +67,8 @@ def train_with_megatron(
 ) -> list[float]:
     """Train with two stages; `steps`: [samples, s + 1] token ids of each. Return the losses. A collective call.
 
-    Save to `folder` before step `saved_step`. Where `load` names a checkpoint, train nothing: read both by Megatron-Core
-    and return for each tensor of a rank whether the two are equal, as 1.0 or 0.0.
+    Save to `folder` before step `saved_step`. Where `load` names a checkpoint, train nothing: Megatron-Core reads both,
+    and what returns is for each tensor of a rank whether the two are equal, as 1.0 or 0.0.
     """
     from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.strategies import filesystem_async
