@@ -20,6 +20,7 @@ from megatron_runs import (
     tensor_parallel,
     train_with_megatron,
 )
+from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from trainer_runs import samples_of, train_with_trainer
 from transformers import AutoConfig
@@ -84,6 +85,21 @@ def test_a_run_of_the_trainer_with_fsdp_goes_on_here(
         for kind in ("exp_avg", "exp_avg_sq"):
             assert torch.equal(saved.tensor(kind, name).clone(), moments[name][kind])
     train("run_dir=ours", "--resume", "auto", world_size=2, **(changes | {"parallel": {"tp": 2}}))
+    assert losses(tmp_path / "ours") == pytest.approx(theirs[SAVED_STEP:], rel=1e-6)
+
+
+def test_a_run_of_the_trainer_with_ddp_goes_on_here(
+    train: Train, make_recipe: Callable[..., Recipe], ranks: Ranks, tmp_path: Path
+) -> None:
+    recipe = make_recipe(**CHANGES)
+    theirs = ranks(train_with_trainer, 2, str(tmp_path / "theirs"), recipe, 0, SAVED_STEP)[0]
+    source = tmp_path / "theirs" / f"checkpoint-{SAVED_STEP}"
+    imported = import_run(source, tmp_path / "ours", recipe)
+    assert len(imported.notices) == 1, imported.notices
+    saved = CheckpointReader(tmp_path / "ours" / f"step-{SAVED_STEP:08d}")
+    for name, weight in load_file(source / "model.safetensors").items():
+        assert torch.equal(saved.tensor("model", name).clone(), weight)
+    train("run_dir=ours", "--resume", "auto", world_size=2, **(CHANGES | {"parallel": {"pp": 2}}))
     assert losses(tmp_path / "ours") == pytest.approx(theirs[SAVED_STEP:], rel=1e-6)
 
 

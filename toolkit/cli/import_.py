@@ -26,9 +26,9 @@ def command(
     """Write SOURCE as a Hugging Face directory to train from, or as a run to resume.
 
     SOURCE is a Hugging Face directory with safetensors, a GGUF file, or a training state of another program: the
-    Trainer or accelerate with FSDP, torchtitan, Megatron-Core (torch_dist), DeepSpeed with ZeRO 1, 2 or 3, or a
-    universal checkpoint. With --recipe, weights, moments, step and update count go into a checkpoint that any layout
-    resumes. Pickles are scanned before they are read, and rejected where they contain more than plain data.
+    Trainer (also with FSDP), accelerate with FSDP, torchtitan, Megatron-Core (torch_dist), DeepSpeed with ZeRO 1, 2 or
+    3, or a universal checkpoint. With --recipe, weights, moments, step and update count go into a checkpoint that any
+    layout resumes. Pickles are scanned before they are read, and rejected where they contain more than plain data.
 
     \b
     dstk import ~/models/SmolLM2-135M -o smollm2

@@ -16,7 +16,8 @@ from toolkit.checkpoint.trainer_state import TrainerState
 from toolkit.config.job import Job
 from toolkit.config.layout import Batch, Layout
 from toolkit.config.recipe import Recipe
-from toolkit.convert.import_weights import Imported, check_fits, find_step, open_step, tensor_group
+from toolkit.convert.import_weights import Imported, check_fits, find_step, model_on_meta, open_step, tensor_group
+from toolkit.convert.trainer_states import is_trainer_state, open_trainer_state
 from toolkit.convert.training_state import MASTER, TrainingState
 from toolkit.data.samples.loader import MicroBatchLoader
 from toolkit.data.tokens.corpora import Corpora, prepare_all
@@ -34,11 +35,15 @@ def import_run(source: Path, destination: Path, recipe: Recipe) -> Imported:
     """
     check_unused(destination)
     step = find_step(source)
-    if step is None:
+    is_trainer = step is None and is_trainer_state(source)
+    if step is None and not is_trainer:
         message = "no training state of another program, hence nothing to resume with. Omit --recipe for weights alone."
         raise checkpoint_error(source, message)
     config = check_model(recipe, torch.device("cpu"))
-    checkpoint = open_step(step, config)
+    if step is None:
+        checkpoint = open_trainer_state(source, model_on_meta(config))
+    else:
+        checkpoint = open_step(step, config)
     check_fits(checkpoint, config)
     kinds = state_kinds(recipe.optimizer.name, recipe.optimizer.momentum)
     _check_states(checkpoint, kinds, recipe)

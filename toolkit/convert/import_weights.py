@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
 from toolkit.checkpoint.model_directory import NamedWeights, WrittenDirectory, check_unused, write_weights
 from toolkit.checkpoint.names import INDEX, MODEL, SINGLE, checkpoint_error, not_a_directory
@@ -121,14 +121,19 @@ def open_step(step: Path, config: PretrainedConfig) -> TrainingState:
 
 def model_shapes(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
     """The shapes of a model's parameters, by name. Raises CheckpointError where transformers cannot build it."""
+    return {name: tuple(parameter.shape) for name, parameter in model_on_meta(config).named_parameters()}
+
+
+def model_on_meta(config: PretrainedConfig) -> PreTrainedModel:
+    """The model of a config, without memory. Raises CheckpointError where transformers cannot build it."""
     try:
         with parameters_on_meta():
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         model.tie_weights()  # on the meta device a tie does not survive registration
     except (ValueError, ImportError, KeyError) as error:
         reason = f"transformers cannot build it ({reason_of(error)})"
         raise CheckpointError.of("model_type", config.model_type, reason) from error
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    return model
 
 
 def check_fits(state: TrainingState, config: PretrainedConfig) -> None:

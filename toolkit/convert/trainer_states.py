@@ -1,0 +1,92 @@
+"""Training states of the Trainer on one device or with DDP: model.safetensors, optimizer.pt and trainer_state.json.
+
+optimizer.pt numbers the parameters and does not name them: first those that decay, then biases and norms, each in the
+model's order. Which decay is asked of the Trainer's own function, and every moment must have its parameter's shape.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.trainer_pt_utils import get_parameter_names
+
+from toolkit.checkpoint.names import INDEX, MODEL, SINGLE, checkpoint_error
+from toolkit.checkpoint.reader import CheckpointReader
+from toolkit.convert.deepspeed_partitions import STATE_KINDS, read_scanned
+from toolkit.convert.training_state import MASTER, TrainingState
+from toolkit.files import printable, read_json_object
+
+_OPTIMIZER = "optimizer.pt"
+_PROGRESS = "trainer_state.json"
+_SPARED = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
+"""Names without weight decay. Source: Trainer.get_decay_parameter_names of transformers 5.23."""
+
+
+def is_trainer_state(place: Path) -> bool:
+    """Whether a directory is a checkpoint of the Trainer with its optimizer in one file."""
+    has_model = any((place / name).is_file() for name in (SINGLE, INDEX))
+    return has_model and (place / _OPTIMIZER).is_file() and (place / _PROGRESS).is_file()
+
+
+def open_trainer_state(place: Path, model: nn.Module) -> TrainingState:
+    """Open it, for a model on any device, meta too. Raises CheckpointError."""
+    reader = CheckpointReader(place)
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    missing = next((name for name in shapes if not reader.has(MODEL, name)), None)
+    if missing is not None:
+        raise checkpoint_error(place, f"it has no {missing}. Use the config that it was trained with.")
+    try:
+        number = read_json_object(place / _PROGRESS).get("global_step")
+    except (OSError, ValueError) as error:
+        raise checkpoint_error(place / _PROGRESS, f"cannot be read ({printable(str(error))}). Copy it again.") from None
+    optimizer = read_scanned(place / _OPTIMIZER)
+    states = _by_name(place, optimizer, model, shapes)
+    kinds = tuple(kind for kind in STATE_KINDS if states and all(kind in state for state in states.values()))
+    step = number if type(number) is int and number >= 0 else 0
+    updates = next((int(state["step"]) for state in states.values() if "step" in state), step)
+
+    def read(kind: str, name: str) -> torch.Tensor:
+        if kind == MASTER:
+            return reader.tensor(MODEL, name, dtype=torch.float32).clone()
+        value: torch.Tensor = states[name][kind]
+        return value.to(torch.float32, copy=True)
+
+    return TrainingState(
+        tag=place,
+        program="Trainer",
+        ranks=1,
+        step=step,
+        updates=updates,
+        shapes=shapes,
+        kinds=kinds,
+        read=read,
+        optimizer={key: value for key, value in optimizer["param_groups"][0].items() if key != "params"},
+    )
+
+
+def _by_name(
+    place: Path, optimizer: Any, model: nn.Module, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, Mapping[str, Any]]:
+    """The states of each parameter. Raises CheckpointError where they are not those of the model."""
+    decaying = set(get_parameter_names(model, [nn.LayerNorm], _SPARED))
+    names = [name for name in shapes if name in decaying] + [name for name in shapes if name not in decaying]
+    is_known = isinstance(optimizer, Mapping) and isinstance(optimizer.get("state"), Mapping)
+    groups = optimizer.get("param_groups") if is_known else None
+    if not isinstance(groups, list) or not groups:
+        raise checkpoint_error(place / _OPTIMIZER, "not the state of one of PyTorch's optimizers. Copy it again.")
+    numbers = [number for group in groups for number in group["params"]]
+    states = [optimizer["state"].get(number) for number in numbers]
+    problem = "" if len(states) == len(names) else f"it has states of {len(states)} parameters, not of {len(names)}"
+    for name, state in zip(names, states, strict=False):
+        if not isinstance(state, Mapping):
+            problem = problem or f"it has no state of {name}"
+            continue
+        moment = next((state[kind] for kind in STATE_KINDS if kind in state), None)
+        if isinstance(moment, torch.Tensor) and tuple(moment.shape) != shapes[name]:
+            problem = problem or f"a moment is {list(moment.shape)}, where {name} is {list(shapes[name])}"
+    if problem:
+        advice = "Use the model that it was trained with, and the Trainer's own groups of parameters."
+        raise checkpoint_error(place / _OPTIMIZER, f"{problem}. {advice}")
+    return dict(zip(names, states, strict=True))
