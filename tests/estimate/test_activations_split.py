@@ -113,7 +113,6 @@ def _run_pipeline(recipe: Any) -> dict[str, Any]:
     from allocations import LiveBytes
 
     from toolkit.data.samples.micro_batch import MicroBatch
-    from toolkit.parallel.pipeline.pipeline_module import StepWithoutUpdate
     from toolkit.parity.run.train_in_memory import train_in_memory
 
     found: dict[str, Any] = {}
@@ -124,7 +123,7 @@ def _run_pipeline(recipe: Any) -> dict[str, Any]:
         engine.engine.module.train()
         engine.engine.reset_activation_shape()  # the buffers for receiving are made again, where they are counted
         with LiveBytes() as live:
-            engine._run(StepWithoutUpdate, batches)
+            engine._run(batches, trains=True)
         found["stage"] = engine.engine.stage_id
         found["peak"] = live.peak_bytes
         found["gradients"] = sum(p.grad.nbytes for p in engine.model.parameters() if p.grad is not None)
