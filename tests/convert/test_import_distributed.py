@@ -141,6 +141,7 @@ def megatron_recipe(make_recipe: Callable[..., Recipe], family: str, folder: Pat
     }
 
 
+@pytest.mark.whole  # megatron-core is not a package of every day: pip install --no-deps megatron-core==0.16.1
 @pytest.mark.parametrize("family", daily(list(OVERRIDES), lambda i, family: family in ("gpt2", "qwen3")))
 def test_a_run_of_megatron_core_goes_on_here(
     train: Train, make_recipe: Callable[..., Recipe], ranks: Ranks, tmp_path: Path, family: str
