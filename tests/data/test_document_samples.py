@@ -28,6 +28,7 @@ def corpus(lengths, untrained=()):
         tokens=lambda split: stream,
         trained=lambda split: mask.astype(np.uint8),
         document_offsets=lambda split: ends,
+        weights=lambda split: None,
     )
 
 

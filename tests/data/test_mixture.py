@@ -33,6 +33,7 @@ def corpus(lengths: Sequence[int], first: int) -> Any:
         tokenizer_vocab_size=10_000,
         tokens=lambda split: stream,
         document_offsets=lambda split: ends,
+        weights=lambda split: None,
         trained=lambda split: trained,
     )
 

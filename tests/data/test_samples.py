@@ -25,7 +25,11 @@ def corpus(lengths):
     stream = np.arange(1, ends[-1] + 1, dtype=np.uint32)
     stream[ends[1:] - 1] = EOS
     return SimpleNamespace(
-        eos_id=EOS, tokenizer_vocab_size=1 << 20, tokens=lambda split: stream, document_offsets=lambda split: ends
+        eos_id=EOS,
+        tokenizer_vocab_size=1 << 20,
+        tokens=lambda split: stream,
+        document_offsets=lambda split: ends,
+        weights=lambda split: None,
     )
 
 
