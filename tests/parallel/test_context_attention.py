@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from toolkit.parallel.context.attention import View, attend, attending, mask
-from toolkit.parallel.context.exchange import Alone, Chosen, Exchange, make_exchange
+from toolkit.parallel.context.attention import SequenceView, attend, attending, mask
+from toolkit.parallel.context.exchange import Exchange, ExchangeKind, NoExchange, make_exchange
 from toolkit.parallel.context.sequence import TILE, SequenceSlice, Tile
 
 Ranks = Callable[..., list[Any]]
@@ -47,7 +47,7 @@ def pairs_of(tile: Tile) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("exchange", ["gather", "ring"])
 def test_tiles_have_each_visible_pair_once(
-    exchange: Chosen, ranks: int, window: int | None, chunk: int | None, monkeypatch: pytest.MonkeyPatch
+    exchange: ExchangeKind, ranks: int, window: int | None, chunk: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("toolkit.parallel.context.sequence.TILE", 5)
     found: list[tuple[int, int, int]] = []
@@ -154,7 +154,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def differences(exchange: Chosen | None, kind: str) -> list[float]:
+def differences(exchange: ExchangeKind | None, kind: str) -> list[float]:
     """How far output and gradients of this rank are from those of the formula, relative to their norms."""
     options = {"scaling": 0.3, **KINDS[kind]}
     q, k, v, sinks, gradient = inputs(options.pop("value_size", 8))
@@ -168,7 +168,7 @@ def differences(exchange: Chosen | None, kind: str) -> list[float]:
     group: Any = None if exchange is None else dist.group.WORLD
     sequence = SequenceSlice(rank=rank, ranks=ranks, length=LENGTH, starts=STARTS)
     own = torch.tensor(sequence.positions())
-    view = View(
+    view = SequenceView(
         sequence=sequence,
         exchange=make_exchange(group, exchange or "gather"),
         window=options.pop("window", None),
@@ -190,12 +190,12 @@ def test_one_rank_attends_as_the_formula_says(kind: str) -> None:
 
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("exchange", ["gather", "ring"])
-def test_ranks_attend_as_the_formula_says(exchange: Chosen, count: int, ranks: Ranks) -> None:
+def test_ranks_attend_as_the_formula_says(exchange: ExchangeKind, count: int, ranks: Ranks) -> None:
     found = ranks(_all_differences, count, exchange)
     assert max(difference for rank in found for each in rank.values() for difference in each) < 1e-12, found
 
 
-def _all_differences(exchange: Chosen) -> dict[str, list[float]]:
+def _all_differences(exchange: ExchangeKind) -> dict[str, list[float]]:
     return {kind: differences(exchange, kind) for kind in KINDS}
 
 
@@ -211,13 +211,13 @@ def test_blocks_that_merge_without_their_log_sum_exp_are_caught(ranks: Ranks, mo
 
 
 def test_a_block_that_counts_twice_is_caught(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("toolkit.parallel.context.exchange.Ring._owner", lambda ring, step: ring._rank)
+    monkeypatch.setattr("toolkit.parallel.context.exchange.RingExchange._owner", lambda ring, step: ring._rank)
     assert all(found[0] > 0.01 for found in ranks(differences, 2, "ring", "causal"))
 
 
 def test_chunks_in_the_order_of_ranks_are_caught(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if each rank had consecutive positions, where it has the first and the last."""
-    gathered = "toolkit.parallel.context.exchange.Gather._gathered"
+    gathered = "toolkit.parallel.context.exchange.GatherExchange._gathered"
 
     def in_order_of_ranks(gather: Any, local: torch.Tensor, sequence: Any) -> torch.Tensor:
         parts = [torch.empty_like(local) for _ in range(gather._group.size())]
@@ -228,7 +228,7 @@ def test_chunks_in_the_order_of_ranks_are_caught(ranks: Ranks, monkeypatch: pyte
     assert all(found[0] > 0.01 for found in ranks(differences, 2, "gather", "causal"))
 
 
-def sent_bytes(exchange: Chosen) -> tuple[int, int, int]:
+def sent_bytes(exchange: ExchangeKind) -> tuple[int, int, int]:
     """Bytes that this rank sends in a forward and in a backward pass of a layer, and those of its keys and values."""
     sent: list[int] = []
     gather, scatter, send = dist.all_gather_into_tensor, dist.reduce_scatter_tensor, dist.batch_isend_irecv
@@ -253,7 +253,7 @@ def sent_bytes(exchange: Chosen) -> tuple[int, int, int]:
         sequence = SequenceSlice(rank=dist.get_rank(), ranks=dist.get_world_size(), length=LENGTH, starts=STARTS)
         own = torch.tensor(sequence.positions())
         group: Any = dist.group.WORLD
-        view = View(sequence=sequence, exchange=make_exchange(group, exchange))
+        view = SequenceView(sequence=sequence, exchange=make_exchange(group, exchange))
         leaves = [x[:, :, own].requires_grad_() for x in (q, k, v)]
         output, _ = attend(torch.nn.Identity(), *leaves, view)
         forward = sum(sent)
@@ -266,7 +266,7 @@ def sent_bytes(exchange: Chosen) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("exchange", ["gather", "ring"])
-def test_a_layer_sends_the_bytes_of_the_closed_form(exchange: Chosen, count: int, ranks: Ranks) -> None:
+def test_a_layer_sends_the_bytes_of_the_closed_form(exchange: ExchangeKind, count: int, ranks: Ranks) -> None:
     """(c - 1) / c of keys and values forward; these again and as many bytes of gradients backward."""
     for forward, backward, whole in ranks(sent_bytes, count, exchange):
         assert forward == whole * (count - 1) // count
@@ -293,7 +293,9 @@ def _largest_tensor(length: int) -> int:
     q, k, v = (torch.randn(1, 2, length, 8, requires_grad=True) for _ in range(3))
     rng = random.Random(0)
     starts = (0, *sorted(rng.sample(range(1, length), 5)))
-    view = View(sequence=SequenceSlice(rank=0, ranks=1, length=length, starts=(starts,)), exchange=Alone(), window=64)
+    view = SequenceView(
+        sequence=SequenceSlice(rank=0, ranks=1, length=length, starts=(starts,)), exchange=NoExchange(), window=64
+    )
     with Watch():
         attend(torch.nn.Identity(), q, k, v, view)[0].sum().backward()
     return largest
@@ -302,14 +304,14 @@ def _largest_tensor(length: int) -> int:
 class TestMask:
     def test_it_is_a_view_of_the_sequences_that_run(self) -> None:
         sequence = SequenceSlice(rank=0, ranks=1, length=LENGTH, starts=STARTS)
-        exchange: Exchange = Alone()
+        exchange: Exchange = NoExchange()
         config = _config(attention_chunk_size=None)
         with attending(sequence, exchange):
-            assert mask(config=config) == View(sequence=sequence, exchange=exchange)
+            assert mask(config=config) == SequenceView(sequence=sequence, exchange=exchange)
             assert mask(config=config, local_size=6).window == 6
 
     def test_chunks_are_no_window(self) -> None:
-        with attending(SequenceSlice(rank=0, ranks=1, length=LENGTH, starts=STARTS), Alone()):
+        with attending(SequenceSlice(rank=0, ranks=1, length=LENGTH, starts=STARTS), NoExchange()):
             view = mask(config=_config(attention_chunk_size=6), local_size=6)
         assert (view.window, view.chunk) == (None, 6)
 

@@ -24,6 +24,7 @@ from toolkit.parity.run.train_in_memory import train_in_memory
 
 MakeRecipe = Callable[..., Recipe]
 Ranks = Callable[..., list[Any]]
+Caught = Callable[[], bool]
 
 BOUND = 1e-6
 ACTIVE_CLIP = 0.02
@@ -200,18 +201,22 @@ def test_bf16_trains_as_one_rank_that_rounds_alike(
 class TestFaults:
     """Mistakes that other tools have made, each planted once."""
 
-    def caught(self, recipe_of: Callable[..., Recipe], reference: Callable[[Cell], ParityRun], ranks: Ranks) -> bool:
-        cell = Cell(strategy="cp2-z1", data="documents")
-        recipe, count = shared(cell, recipe_of(cell))
-        run = ranks(train_in_memory, count, recipe, timeout_seconds=300)[0]
-        return compare_curves(run.curve, reference(cell).curve, Tolerance.fp32()).first_diverging_step == 1
+    @pytest.fixture
+    def is_caught(
+        self, recipe_of: Callable[..., Recipe], reference: Callable[[Cell], ParityRun], ranks: Ranks
+    ) -> Caught:
+        """Returns whether the first step differs from that of one process."""
+
+        def compare() -> bool:
+            cell = Cell(strategy="cp2-z1", data="documents")
+            recipe, count = shared(cell, recipe_of(cell))
+            run = ranks(train_in_memory, count, recipe, timeout_seconds=300)[0]
+            return compare_curves(run.curve, reference(cell).curve, Tolerance.fp32()).first_diverging_step == 1
+
+        return compare
 
     def test_positions_that_restart_in_a_slice(
-        self,
-        recipe_of: Callable[..., Recipe],
-        reference: Callable[[Cell], ParityRun],
-        ranks: Ranks,
-        monkeypatch: pytest.MonkeyPatch,
+        self, is_caught: Callable[[], bool], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         take = ContextSlices.take
 
@@ -220,24 +225,16 @@ class TestFaults:
             return replace(part, position_ids=torch.arange(part.input_ids.shape[1]).expand_as(part.input_ids))
 
         monkeypatch.setattr(ContextSlices, "take", from_zero)
-        assert self.caught(recipe_of, reference, ranks)
+        assert is_caught()
 
     def test_documents_that_see_each_other(
-        self,
-        recipe_of: Callable[..., Recipe],
-        reference: Callable[[Cell], ParityRun],
-        ranks: Ranks,
-        monkeypatch: pytest.MonkeyPatch,
+        self, is_caught: Callable[[], bool], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(ContextSlices, "sequence", lambda slices, micro_batch: slices._plain)
-        assert self.caught(recipe_of, reference, ranks)
+        assert is_caught()
 
     def test_labels_that_are_shifted_in_a_slice(
-        self,
-        recipe_of: Callable[..., Recipe],
-        reference: Callable[[Cell], ParityRun],
-        ranks: Ranks,
-        monkeypatch: pytest.MonkeyPatch,
+        self, is_caught: Callable[[], bool], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         take = ContextSlices.take
 
@@ -247,7 +244,7 @@ class TestFaults:
             return part
 
         monkeypatch.setattr(ContextSlices, "take", shifted)
-        assert self.caught(recipe_of, reference, ranks)
+        assert is_caught()
 
 
 def test_ranks_take_the_first_and_the_last_chunks_of_a_sequence(recipe_of: Callable[..., Recipe], ranks: Ranks) -> None:

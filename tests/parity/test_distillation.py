@@ -9,7 +9,7 @@ import pytest
 import torch
 from plain_fine_tuning import save_base
 from small_chats import write_tokenizer
-from small_preferences import words, write_rows
+from small_preferences import LAYOUTS, words, write_rows
 from transformers import AutoModelForCausalLM
 
 from toolkit.config import recipe_problems
@@ -25,17 +25,6 @@ Ranks = Callable[..., list[Any]]
 Make = Callable[..., Recipe]
 LARGEST_DIFFERENCE = 1e-6
 VOCABULARY = 321
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "z0": {"dp": 2, "zero_stage": 0},
-    "z1": {"dp": 2, "zero_stage": 1},
-    "z2": {"dp": 2, "zero_stage": 2},
-    "z3": {"dp": 2, "zero_stage": 3},
-    "tp2": {"tp": 2, "zero_stage": 1},
-    "tp2-sp": {"tp": 2, "zero_stage": 1, "sequence_parallel": True},
-    "pp2": {"pp": 2, "zero_stage": 1},
-    "tp2-pp2-dp2": {"tp": 2, "pp": 2, "dp": 2, "zero_stage": 1},
-    "u2": {"ulysses": 2, "zero_stage": 1},
-}
 DAILY = ("z3", "tp2-sp")
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_preferences import preference_data
+from small_preferences import preference_data, small_llama
 
 from toolkit.config.recipe import Recipe
 from toolkit.data.samples.micro_batch import Sequences
@@ -18,19 +18,7 @@ from toolkit.engines.objectives.token_weights import TokenWeights
 from toolkit.parity import ParityResult, ParityRun
 from toolkit.parity.run.train_in_memory import train_in_memory
 
-MODEL = {
-    "name_or_path": "llama-tiny",
-    "overrides": {
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_key_value_heads": 2,
-        "intermediate_size": 96,
-        "vocab_size": 321,
-        "max_position_embeddings": 256,
-        "initializer_range": 0.1,
-        "attention_dropout": 0.1,
-    },
-}
+MODEL = small_llama(2, initializer_range=0.1, attention_dropout=0.1)
 
 
 def split_a_pair_over_ranks() -> None:

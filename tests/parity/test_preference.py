@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 from plain_fine_tuning import save_base
-from small_preferences import preference_data
+from small_preferences import LAYOUTS as SMALL_LAYOUTS
+from small_preferences import preference_data, small_llama
 
 from toolkit.config.recipe import Recipe
 from toolkit.parity import ParityResult
@@ -17,29 +18,9 @@ Ranks = Callable[..., list[Any]]
 LARGEST_DIFFERENCE = 1e-6
 """Of a loss, over the loss of one process."""
 STEPS = 8
-MODEL = {
-    "name_or_path": "llama-tiny",
-    "overrides": {
-        "hidden_size": 64,
-        "num_hidden_layers": 4,
-        "num_key_value_heads": 2,
-        "intermediate_size": 96,
-        "vocab_size": 321,
-        "max_position_embeddings": 256,
-        # Otherwise answers are about as probable as each other, and their difference is mostly rounding.
-        "initializer_range": 0.1,
-    },
-}
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "z0": {"dp": 2, "zero_stage": 0},
-    "z1": {"dp": 2, "zero_stage": 1},
-    "z2": {"dp": 2, "zero_stage": 2},
-    "z3": {"dp": 2, "zero_stage": 3},
-    "tp2": {"tp": 2, "zero_stage": 1},
-    "tp2-sp": {"tp": 2, "zero_stage": 1, "sequence_parallel": True},
-    "pp2": {"pp": 2, "zero_stage": 1},
-    "tp2-pp2-dp2": {"tp": 2, "pp": 2, "dp": 2, "zero_stage": 1},
-    "u2": {"ulysses": 2, "zero_stage": 1},
+# Otherwise answers are about as probable as each other, and their difference is mostly rounding.
+MODEL = small_llama(4, initializer_range=0.1)
+LAYOUTS = SMALL_LAYOUTS | {
     "cp2": {"cp": 2, "zero_stage": 1},
     "cp2-tp2-sp": {"cp": 2, "tp": 2, "zero_stage": 3, "sequence_parallel": True},
     "cp2-pp2": {"cp": 2, "pp": 2, "zero_stage": 1},

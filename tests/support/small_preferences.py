@@ -7,6 +7,35 @@ from typing import Any
 
 from small_chats import WORDS, turns, write_tokenizer
 
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "z0": {"dp": 2, "zero_stage": 0},
+    "z1": {"dp": 2, "zero_stage": 1},
+    "z2": {"dp": 2, "zero_stage": 2},
+    "z3": {"dp": 2, "zero_stage": 3},
+    "tp2": {"tp": 2, "zero_stage": 1},
+    "tp2-sp": {"tp": 2, "zero_stage": 1, "sequence_parallel": True},
+    "pp2": {"pp": 2, "zero_stage": 1},
+    "tp2-pp2-dp2": {"tp": 2, "pp": 2, "dp": 2, "zero_stage": 1},
+    "u2": {"ulysses": 2, "zero_stage": 1},
+}
+"""Layouts in which every objective is held to one process, as `parallel` sections."""
+
+
+def small_llama(layers: int, **overrides: Any) -> dict[str, Any]:
+    """Return the model section of a small Llama for the tokenizer of these rows."""
+    return {
+        "name_or_path": "llama-tiny",
+        "overrides": {
+            "hidden_size": 64,
+            "num_hidden_layers": layers,
+            "num_key_value_heads": 2,
+            "intermediate_size": 96,
+            "vocab_size": 321,
+            "max_position_embeddings": 256,
+            **overrides,
+        },
+    }
+
 
 def words(rng: random.Random, longest: int = 12) -> str:
     """Some words, never none."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from interrupted_runs import SETTINGS, timeless
-from small_preferences import make_pairs, preference_data, write_rows
+from small_preferences import make_pairs, preference_data, small_llama, write_rows
 
 from toolkit.config.recipe import Recipe
 from toolkit.engines.base import Engine
@@ -21,17 +21,7 @@ from toolkit.training import reference_model
 Train = Callable[..., str]
 LARGEST_DIFFERENCE = 1e-6
 REFERENCE = "reference log-probabilities"
-MODEL = {
-    "name_or_path": "llama-tiny",
-    "overrides": {
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_key_value_heads": 2,
-        "intermediate_size": 96,
-        "vocab_size": 321,
-        "max_position_embeddings": 256,
-    },
-}
+MODEL = small_llama(2)
 
 
 @pytest.fixture

@@ -92,8 +92,8 @@ def command(
     if verify and isinstance(source, RemotePath):
         raise click.UsageError(f"--verify with {source}: transformers reads directories, not URLs. Leave it out.")
     if format_ != "hf" and (dtype or merge):
-        given = "--dtype" if dtype else "--merge"
-        raise click.UsageError(f"{given} with --format {format_}: it has the fp32 weights of the optimizer. Omit it.")
+        option = "--dtype" if dtype else "--merge"
+        raise click.UsageError(f"{option} with --format {format_}: it has the fp32 weights of the optimizer. Omit it.")
     if pad_vocabulary > 1 and format_ != "megatron":
         raise click.UsageError(f"--pad-vocabulary with --format {format_}: only Megatron-Core pads it. Omit it.")
     quiet(debug=False)

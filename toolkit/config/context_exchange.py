@@ -10,7 +10,7 @@ from toolkit.models.shape import ModelShape
 
 MOST_GATHERED_BYTES = 1 << 30
 """Keys and values of a layer, in bytes, that `auto` gathers: of more than these a ring takes less memory."""
-Exchange = Literal["gather", "ring"]
+ExchangeKind = Literal["gather", "ring"]
 
 
 def key_value_width(shape: ModelShape, tp: int) -> int:
@@ -23,7 +23,7 @@ def gathered_bytes(shape: ModelShape, *, tp: int, tokens: int, itemsize: int) ->
     return 2 * tokens * key_value_width(shape, tp) * itemsize
 
 
-def automatic_exchange(shape: ModelShape | None, *, tp: int, tokens: int, itemsize: int) -> Exchange:
+def automatic_exchange(shape: ModelShape | None, *, tp: int, tokens: int, itemsize: int) -> ExchangeKind:
     """Choose for the sequences of a micro-batch, of so many tokens. A model of unknown shape is gathered."""
     if shape is None:
         return "gather"

@@ -431,8 +431,8 @@ def _context_settings(recipe: Recipe) -> Iterator[Refusal]:
         ("parallel.offload_activations", False, "offloaded activations were not tested beside it"),
         ("parallel.tiled_mlp", False, "tiled MLPs were not tested beside it"),
     ):
-        given = recipe.value_of(field)
-        if given != off and not (field == "model.attn_implementation" and given is None):
+        value = recipe.value_of(field)
+        if value != off and not (field == "model.attn_implementation" and value is None):
             yield recipe.conflict(field, _CONTEXT, reason=reason, remedy=((field, off), (_CONTEXT, 1)))
     if section.recompute == "selective":
         field = "parallel.recompute"

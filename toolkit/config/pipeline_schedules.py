@@ -121,13 +121,13 @@ def check_chunks(kind: Kind, chunks: int, *, field: str = "virtual_stages", kind
 
     `field` and `kind_field` are the names of the two settings in the error.
     """
-    own = CHUNKS[kind]
-    if chunks == own or (kind == "interleaved" and chunks > own):
+    least = CHUNKS[kind]
+    if chunks == least or (kind == "interleaved" and chunks > least):
         return
-    least = "at least " if kind == "interleaved" else ""
+    bound = "at least " if kind == "interleaved" else ""
     other = "1f1b" if chunks == 1 else "interleaved"
-    reason = f"{kind} has {least}{own} on a rank"
-    raise LayoutError.between(((field, chunks), (kind_field, kind)), reason, (field, own), (kind_field, other))
+    reason = f"{kind} has {bound}{least} on a rank"
+    raise LayoutError.between(((field, chunks), (kind_field, kind)), reason, (field, least), (kind_field, other))
 
 
 def stage_ranks(kind: Kind, pp: int, chunks: int) -> tuple[int, ...]:

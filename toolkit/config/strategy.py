@@ -68,21 +68,21 @@ class Strategy:
         fields: dict[str, object] = {}
         for part in text.split("-"):
             axis = _AXIS.fullmatch(part)
-            found: dict[str, object] = schedule_fields("strategy", text, part)
+            part_fields: dict[str, object] = schedule_fields("strategy", text, part)
             if axis is not None:
-                found = {_AXES[axis[1]]: axis_size("strategy", text, part, axis[2])}
+                part_fields = {_AXES[axis[1]]: axis_size("strategy", text, part, axis[2])}
             elif part in _ENGINES:
-                found = {"engine": part}
+                part_fields = {"engine": part}
             elif part in _FLAGS:
-                found = {part: True}
-            elif not found:
+                part_fields = {part: True}
+            elif not part_fields:
                 advice = "write parts such as tp2-pp2-dp2-z1-sp, z3-offload, ddp, fsdp or reference"
                 hint = nearest(part, [*_ENGINES, *_FLAGS, *SCHEDULE_PARTS]).strip()
                 raise _refused(text, f"{part!r} is unknown", hint or advice)
-            twice = next((field for field in found if field in fields), None)
+            twice = next((field for field in part_fields if field in fields), None)
             if twice is not None:
                 raise _refused(text, f"{twice} is given twice", "give each part once")
-            fields |= found
+            fields |= part_fields
         strategy = cls(text=text, **fields)  # type: ignore[arg-type]
         strategy._check()
         return strategy

@@ -115,7 +115,7 @@ class _StoredBox:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoredTensor:
+class DistributedTensor:
     """A full tensor of the checkpoint: its shape, its dtype and its boxes, which cover it without overlapping."""
 
     shape: tuple[int, ...]
@@ -273,7 +273,7 @@ class _IndexError(ValueError):
     """An index whose content is inconsistent."""
 
 
-def _decode(index: Any) -> tuple[dict[str, StoredTensor], dict[str, _StoredBox]]:
+def _decode(index: Any) -> tuple[dict[str, DistributedTensor], dict[str, _StoredBox]]:
     if not isinstance(index, _Metadata):
         raise _IndexError("it is not an index of torch.distributed.checkpoint")
     state = _mapping(getattr(index, "state_dict_metadata", None))
@@ -286,7 +286,7 @@ def _decode(index: Any) -> tuple[dict[str, StoredTensor], dict[str, _StoredBox]]
         if getattr(stored, "transform_descriptors", None):
             raise _IndexError(f"{fqn} is compressed, which is not supported")
         places[str(fqn), getattr(place, "offset", None)] = stored
-    tensors: dict[str, StoredTensor] = {}
+    tensors: dict[str, DistributedTensor] = {}
     objects: dict[str, _StoredBox] = {}
     for key, entry in state.items():
         if not is_safe_name(key):
@@ -300,7 +300,7 @@ def _decode(index: Any) -> tuple[dict[str, StoredTensor], dict[str, _StoredBox]]
     return tensors, objects
 
 
-def _tensor(key: str, entry: _Tensor, places: Mapping[tuple[str, tuple[int, ...] | None], _Bytes]) -> StoredTensor:
+def _tensor(key: str, entry: _Tensor, places: Mapping[tuple[str, tuple[int, ...] | None], _Bytes]) -> DistributedTensor:
     shape = _counts(key, getattr(entry, "size", None))
     dtype = next(iter(getattr(getattr(entry, "properties", None), "positional", ())), None)
     if not isinstance(dtype, torch.dtype):
@@ -322,7 +322,7 @@ def _tensor(key: str, entry: _Tensor, places: Mapping[tuple[str, tuple[int, ...]
     covered = sum(math.prod(box.sizes) for box in boxes)
     if covered != math.prod(shape) or _overlap(boxes):
         raise _IndexError(f"the parts of {key} have {covered} values, and {list(shape)} has {math.prod(shape)}")
-    return StoredTensor(shape=shape, dtype=dtype, boxes=tuple(boxes))
+    return DistributedTensor(shape=shape, dtype=dtype, boxes=tuple(boxes))
 
 
 def _overlap(boxes: Sequence[_StoredBox]) -> bool:

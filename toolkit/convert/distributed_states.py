@@ -117,9 +117,8 @@ def _named(step: Path, checkpoint: DistributedCheckpoint, names: WeightMap, shap
 def _prefix(checkpoint: DistributedCheckpoint, keys: Any) -> str:
     """What stands before the names of weights: nothing, `model.`, or that of an application's own object."""
     first = next(iter(keys))
-    found = [key.removesuffix(first) for key in checkpoint.tensors if key.endswith(first)]
-    found = [prefix for prefix in found if not prefix or prefix.endswith(".")]
-    return min(found, key=len, default="")
+    prefixes = [key.removesuffix(first) for key in checkpoint.tensors if key.endswith(first)]
+    return min((prefix for prefix in prefixes if not prefix or prefix.endswith(".")), key=len, default="")
 
 
 def _with_adam(
@@ -149,11 +148,11 @@ def _step(step: Path, optimizer: DistributedCheckpoint | None) -> int | None:
     """The number of the step: as trainer_state.json says, torchtitan's train_state, or the directory's name."""
     if (file := step / "trainer_state.json").exists():
         try:
-            found = read_json_object(file).get("global_step")
+            number = read_json_object(file).get("global_step")
         except (OSError, ValueError) as error:
             raise checkpoint_error(file, f"cannot be read ({printable(str(error))}). Copy it again.") from None
-        if type(found) is int and found >= 0:
-            return found
+        if type(number) is int and number >= 0:
+            return number
     if optimizer is not None and "train_state.step" in optimizer.tensors:
         return int(optimizer.read("train_state.step").flatten()[0])
     match = _TITAN_STEP.fullmatch(step.name) or re.fullmatch(r"checkpoint-([0-9]+)", step.name)

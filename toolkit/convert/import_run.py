@@ -143,8 +143,8 @@ def _differing_settings(checkpoint: TrainingState, recipe: Recipe) -> Iterator[s
         if before is None or current is None:
             continue
         if not all(math.isclose(a, b, rel_tol=1e-6) for a, b in zip(before, current, strict=True)):
-            what = "the learning rate of its next step" if name == "lr" else f"its {name}"
-            yield f"{what} was {_spell(before)}, by the recipe it is {_spell(current)}"
+            setting = "the learning rate of its next step" if name == "lr" else f"its {name}"
+            yield f"{setting} was {_spell(before)}, by the recipe it is {_spell(current)}"
 
 
 def _numbers(value: Any) -> tuple[float, ...] | None:

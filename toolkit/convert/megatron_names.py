@@ -15,11 +15,11 @@ import torch
 
 from toolkit.convert.weight_map import (
     Config,
-    Part,
     Shapes,
     StoredWeight,
     Tensors,
     WeightMap,
+    WeightPart,
     fuse_heads,
     padded,
     split_gated,
@@ -48,7 +48,7 @@ def megatron_map(config: Config, shapes: Shapes, *, is_stacked: bool, vocabulary
 def _vocabulary(key: str, name: str, config: Config, rows: int) -> StoredWeight:
     return StoredWeight(
         key=key,
-        parts=(Part(name=name),),
+        parts=(WeightPart(name=name),),
         split=lambda value: [value[: config.vocab_size]],
         fuse=lambda values: padded(values[0], rows),
     )
@@ -65,10 +65,12 @@ class _Gpt2:
 
     def outside(self, rows: int) -> Iterator[StoredWeight]:
         yield _vocabulary("embedding.word_embeddings.weight", "transformer.wte.weight", self.config, rows)
-        positions = Part(name="transformer.wpe.weight")
+        positions = WeightPart(name="transformer.wpe.weight")
         yield StoredWeight(key="embedding.position_embeddings.weight", parts=(positions,))
         for kind in ("weight", "bias"):
-            yield StoredWeight(key=f"decoder.final_layernorm.{kind}", parts=(Part(name=f"transformer.ln_f.{kind}"),))
+            yield StoredWeight(
+                key=f"decoder.final_layernorm.{kind}", parts=(WeightPart(name=f"transformer.ln_f.{kind}"),)
+            )
         if not self.config.tie_word_embeddings:
             yield _vocabulary("output_layer.weight", "lm_head.weight", self.config, rows)
 
@@ -91,7 +93,9 @@ class _Gpt2:
     def _weight(self, layer: int, key: str, name: str, split: Any = None, fuse: Any = None) -> StoredWeight:
         functions = {} if split is None else {"split": split, "fuse": fuse}
         return StoredWeight(
-            parts=(Part(name=f"transformer.h.{layer}.{name}"),), **_place(layer, key, self.is_stacked), **functions
+            parts=(WeightPart(name=f"transformer.h.{layer}.{name}"),),
+            **_place(layer, key, self.is_stacked),
+            **functions,
         )
 
     def _split(self, value: torch.Tensor) -> Tensors:
@@ -133,7 +137,7 @@ class _Llama:
 
     def outside(self, rows: int) -> Iterator[StoredWeight]:
         yield _vocabulary("embedding.word_embeddings.weight", "model.embed_tokens.weight", self.config, rows)
-        yield StoredWeight(key="decoder.final_layernorm.weight", parts=(Part(name="model.norm.weight"),))
+        yield StoredWeight(key="decoder.final_layernorm.weight", parts=(WeightPart(name="model.norm.weight"),))
         if not self.config.tie_word_embeddings:
             yield _vocabulary("output_layer.weight", "lm_head.weight", self.config, rows)
 
@@ -147,7 +151,7 @@ class _Llama:
             if self._name(layer, "mlp.experts.gate_up_proj") in self.shapes:
                 place = _place(layer, "pre_mlp_layernorm.weight", self.is_stacked)
                 local = _place(layer, "mlp.linear_fc1.layer_norm_weight", self.is_stacked)["key"]
-                norm = Part(name=self._name(layer, "post_attention_layernorm.weight"))
+                norm = WeightPart(name=self._name(layer, "post_attention_layernorm.weight"))
                 yield StoredWeight(parts=(norm,), alias=local, **place)
                 yield from self._experts(layer)
             else:
@@ -160,13 +164,13 @@ class _Llama:
     def _norm(self, layer: int, key: str, name: str) -> Iterator[StoredWeight]:
         full = self._name(layer, name)
         if full in self.shapes:
-            yield StoredWeight(parts=(Part(name=full),), **_place(layer, key, self.is_stacked))
+            yield StoredWeight(parts=(WeightPart(name=full),), **_place(layer, key, self.is_stacked))
 
     def _attention(self, layer: int, kind: str) -> Iterator[StoredWeight]:
         names = [self._name(layer, f"self_attn.{part}_proj.{kind}") for part in ("q", "k", "v")]
         if names[0] in self.shapes:
             yield StoredWeight(
-                parts=tuple(Part(name=name) for name in names),
+                parts=tuple(WeightPart(name=name) for name in names),
                 split=partial(split_heads, **self.heads),
                 fuse=partial(fuse_heads, **self.heads),
                 **_place(layer, f"self_attention.linear_qkv.{kind}", self.is_stacked),
@@ -178,7 +182,7 @@ class _Llama:
             names = [self._name(layer, f"mlp.{part}_proj.{kind}") for part in ("gate", "up")]
             if names[0] in self.shapes:
                 yield StoredWeight(
-                    parts=tuple(Part(name=name) for name in names),
+                    parts=tuple(WeightPart(name=name) for name in names),
                     split=split_gated,
                     fuse=_stack,
                     **_place(layer, f"mlp.linear_fc1.{kind}", self.is_stacked),
@@ -192,7 +196,7 @@ class _Llama:
             for expert in range(self.shapes[full][0]):
                 place = _place(layer, f"mlp.experts.experts.{key}.weight", self.is_stacked)
                 place["index"] = (*place.get("index", ()), expert)
-                yield StoredWeight(parts=(Part(name=full, index=(expert,)),), **place)
+                yield StoredWeight(parts=(WeightPart(name=full, index=(expert,)),), **place)
 
 
 def padded_rows(vocabulary: int, *, multiple: int) -> int:

@@ -12,11 +12,11 @@ import torch
 
 from toolkit.convert.weight_map import (
     Config,
-    Part,
     Shapes,
     StoredWeight,
     Tensors,
     WeightMap,
+    WeightPart,
     halves_to_pairs,
     pairs_to_halves,
 )
@@ -54,7 +54,7 @@ def torchtitan_map(config: Config, shapes: Shapes) -> WeightMap:
 def _weights(config: Config, shapes: Shapes) -> Iterator[StoredWeight]:
     for key, name in _OUTSIDE.items():
         if name in shapes:
-            yield StoredWeight(key=key, parts=(Part(name=name),), alias=key.replace("lm_head", "output"))
+            yield StoredWeight(key=key, parts=(WeightPart(name=name),), alias=key.replace("lm_head", "output"))
     heads = {
         "attention.qkv_linear.wq": config.num_attention_heads,
         "attention.qkv_linear.wk": config.num_key_value_heads,
@@ -69,13 +69,13 @@ def _weights(config: Config, shapes: Shapes) -> Iterator[StoredWeight]:
             if config.model_type == "llama" and key in heads:
                 yield StoredWeight(
                     key=stored,
-                    parts=(Part(name=full),),
+                    parts=(WeightPart(name=full),),
                     split=partial(_to_halves, heads=heads[key]),
                     fuse=partial(_to_pairs, heads=heads[key]),
                     alias=alias,
                 )
             else:
-                yield StoredWeight(key=stored, parts=(Part(name=full),), alias=alias)
+                yield StoredWeight(key=stored, parts=(WeightPart(name=full),), alias=alias)
 
 
 def _to_halves(value: torch.Tensor, *, heads: int) -> Tensors:

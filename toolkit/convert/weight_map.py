@@ -16,7 +16,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class WeightPart:
     """A parameter, or the part of it at `index` of its first dimensions (an expert)."""
 
     name: str
@@ -33,7 +33,7 @@ class StoredWeight:
     """The box at `index` of the first dimensions of a stored tensor, and what is in it."""
 
     key: str
-    parts: tuple[Part, ...]
+    parts: tuple[WeightPart, ...]
     index: tuple[int, ...] = ()
     split: Callable[[torch.Tensor], Tensors] = lambda value: [value]
     fuse: Callable[[Tensors], torch.Tensor] = _only
@@ -89,7 +89,7 @@ class ShapeError(ValueError):
 
 def as_named(parameters: Sequence[str], program: str) -> WeightMap:
     """The map of a program that keeps Hugging Face's names and shapes."""
-    return WeightMap(program, [StoredWeight(key=name, parts=(Part(name=name),)) for name in parameters])
+    return WeightMap(program, [StoredWeight(key=name, parts=(WeightPart(name=name),)) for name in parameters])
 
 
 def split_gated(value: torch.Tensor) -> Tensors:

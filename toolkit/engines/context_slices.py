@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from toolkit.config.context_exchange import Exchange, automatic_exchange
+from toolkit.config.context_exchange import ExchangeKind, automatic_exchange
 from toolkit.config.job import Job
 from toolkit.data.samples.micro_batch import MicroBatch
 from toolkit.parallel.context.attention import attending
@@ -44,19 +44,19 @@ class ContextSlices:
         seed = derive_seed("slice", micro_batch.dropout_seed, self.group.rank())
         if not micro_batch.input_ids.numel():  # of a stage that reads no tokens
             return replace(micro_batch, dropout_seed=seed)
-        own = torch.tensor(sequence.positions())
+        held = torch.tensor(sequence.positions())
         sequences = micro_batch.sequences
         if sequences is not None:
-            sequences = replace(sequences, numbers=sequences.numbers[:, own])
+            sequences = replace(sequences, numbers=sequences.numbers[:, held])
         positions = micro_batch.position_ids
         if positions is None:
             positions = torch.arange(self._length).expand(len(micro_batch.input_ids), -1)
         return replace(
             micro_batch,
-            input_ids=micro_batch.input_ids[:, own],  # [b, s] -> [b, n]
-            labels=micro_batch.labels[:, own],
-            weights=None if micro_batch.weights is None else micro_batch.weights[:, own],
-            position_ids=positions[:, own],
+            input_ids=micro_batch.input_ids[:, held],  # [b, s] -> [b, n]
+            labels=micro_batch.labels[:, held],
+            weights=None if micro_batch.weights is None else micro_batch.weights[:, held],
+            position_ids=positions[:, held],
             is_packed=False,  # documents are kept apart by the attention, which knows where they begin
             dropout_seed=seed,
             sequences=sequences,
@@ -73,7 +73,7 @@ class ContextSlices:
         return SequenceSlice(rank=self.group.rank(), ranks=self.group.size(), length=self._length, starts=starts)
 
 
-def _exchange_of(job: Job) -> Exchange:
+def _exchange_of(job: Job) -> ExchangeKind:
     asked = job.recipe.parallel.cp_exchange
     if asked != "auto":
         return asked

@@ -64,7 +64,7 @@ class FullForwardEngine(Engine):
 
     @override
     def top_tokens(self, micro_batches: Iterable[MicroBatch], top: TopTokens) -> list[tuple[MicroBatch, TeacherTokens]]:
-        found = []
+        collected = []
         self.model.eval()
         with collecting_in_head(self.head_loss, top), self._forward_only():
             for micro_batch in micro_batches:
@@ -72,9 +72,9 @@ class FullForwardEngine(Engine):
                 output = self._run(batch)
                 if self.head_loss is None:
                     top.add_logits(output.logits, *self.vocabulary())
-                found.append((batch, top.take()))
+                collected.append((batch, top.take()))
         self.model.train()
-        return found if self.partition is None or self.partition.groups.is_first_of_tensor else []
+        return collected if self.partition is None or self.partition.groups.is_first_of_tensor else []
 
     @override
     def _pass_forward(self, micro_batches: Sequence[MicroBatch]) -> None:

@@ -77,7 +77,7 @@ class PipelineEngine(DeepSpeedBase):
         self._order: Iterator[int] = iter(())
         """The micro-batch of each forward pass that is to come."""
         self._top: TopTokens | None = None
-        self._found: list[TeacherTokens] = []
+        self._teacher_tokens: list[TeacherTokens] = []
         partition.stage.register_forward_pre_hook(lambda *_: self._begin_forward())
         deepspeed.init_distributed()  # PipelineModule reads the ranks before `initialize` sets them
         with quiet_stdout(unless=job.recipe.log.level == "debug"):
@@ -133,14 +133,14 @@ class PipelineEngine(DeepSpeedBase):
     def top_tokens(self, micro_batches: Iterable[MicroBatch], top: TopTokens) -> list[tuple[MicroBatch, TeacherTokens]]:
         batches = list(micro_batches)
         self._top = top
-        self._found = []
+        self._teacher_tokens = []
         self.engine.module.eval()
         with torch.no_grad(), collecting_in_head(self.head_loss, top):
             self._run(batches)
         self.engine.module.train()
         self._top = None
-        found = list(zip(batches, self._found, strict=False))  # of the last stage alone
-        return found if self.partition.groups.is_first_of_tensor else []
+        collected = list(zip(batches, self._teacher_tokens, strict=False))  # of the last stage alone
+        return collected if self.partition.groups.is_first_of_tensor else []
 
     @override
     def _sum_over_samples(self, values: torch.Tensor) -> None:
@@ -257,7 +257,7 @@ class PipelineEngine(DeepSpeedBase):
         if self._top is not None:
             if self.head_loss is None:
                 self._top.add_logits(output, *self.vocabulary())
-            self._found.append(self._top.take())
+            self._teacher_tokens.append(self._top.take())
             return output.new_zeros(())
         if self.head_loss is not None:
             loss = output

@@ -73,9 +73,9 @@ class SecondWeights:
         self._engine.release_gathered_weights()
         for parameter, other in self._others:
             held = _held(parameter)
-            own = held.clone()
+            before = held.clone()
             held.copy_(other)
-            other.copy_(own)
+            other.copy_(before)
 
 
 def _held(parameter: nn.Parameter) -> torch.Tensor:

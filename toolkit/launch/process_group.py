@@ -136,10 +136,10 @@ def keep_first_ranks(environment: RankEnvironment, count: int) -> RankEnvironmen
     meeting = _meetings.pop(environment)
     if meeting.rank >= count:
         wait_as_spare(meeting.store, meeting.rank, meeting.world_size)
-    kept = replace(environment, world_size=count)
-    os.environ.update(kept.variables)
-    _meetings[kept] = replace(meeting, world_size=count, spares=range(count, meeting.world_size))
-    return kept
+    smaller = replace(environment, world_size=count)
+    os.environ.update(smaller.variables)
+    _meetings[smaller] = replace(meeting, world_size=count, spares=range(count, meeting.world_size))
+    return smaller
 
 
 def _decided_in_group(facts: str, decide: Callable[[list[str]], str]) -> str:

@@ -358,7 +358,10 @@ def _distilled_chunk(
     weights: torch.Tensor | None,
     wants_slopes: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """As `_losses_and_slopes`, of the losses of distillation."""
+    """Return the losses of distillation of a chunk [c], and what `_losses_and_slopes` returns beside its losses.
+
+    Overwrites `logits`, the products of hidden states and vocabulary. `weights` [c]; None: all are 1.
+    """
     assert how.distillation is not None
     slope = _apply_formula(logits, how, wants_slopes=wants_slopes)
     each = distilled_losses(

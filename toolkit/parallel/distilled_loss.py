@@ -145,9 +145,9 @@ class DistilledLoss(torch.autograd.Function):
         shard: VocabularyShard,
         group: dist.ProcessGroup | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        own = logits.detach().to(torch.promote_types(logits.dtype, torch.float32), copy=True)
+        exact = logits.detach().to(torch.promote_types(logits.dtype, torch.float32), copy=True)
         wants_slopes = ctx.needs_input_grad[0]
-        each = distilled_losses(own, targets, teacher, how, shard=shard, group=group, wants_slopes=wants_slopes)
+        each = distilled_losses(exact, targets, teacher, how, shard=shard, group=group, wants_slopes=wants_slopes)
         if each.slopes is not None:
             slopes = each.slopes if weights is None else each.slopes.mul_(weights.unsqueeze(-1))
             ctx.save_for_backward(slopes)

@@ -68,16 +68,16 @@ def _passes(run: Path, rank: int, count: int) -> list[tuple[Operation, float, fl
     if any(event.get("cat") == "kernel" for event in trace["traceEvents"]):
         reason = "a trace of a GPU shows when passes were launched, not when they ran"
         raise ReportError.of("--run", str(run), reason, "look at the trace in Perfetto")
-    return sorted(_ranges(trace), key=lambda found: found[1])[-count:]
+    return sorted(_ranges(trace), key=lambda timed_pass: timed_pass[1])[-count:]
 
 
 def _ranges(trace: Mapping[str, Any]) -> Iterator[tuple[Operation, float, float]]:
     base = float(trace.get("baseTimeNanoseconds", 0)) / 1e3
     for event in trace["traceEvents"]:
-        found = _RANGE.fullmatch(event.get("name", ""))
-        if found is not None and "dur" in event:
+        match = _RANGE.fullmatch(event.get("name", ""))
+        if match is not None and "dur" in event:
             start = (base + float(event["ts"])) / _MICROSECONDS
-            operation = (_KINDS[found[1]], int(found[3]), int(found[2]))
+            operation = (_KINDS[match[1]], int(match[3]), int(match[2]))
             yield operation, start, start + float(event["dur"]) / _MICROSECONDS
 
 

@@ -97,14 +97,7 @@ def _compute(
     """Fill the table from row `done` on."""
     assert job.recipe.train.distill is None
     rank = dist.get_rank() if dist.is_initialized() else 0
-    coordinate = job.layout.coordinate(rank)
-    own = replace(
-        loader,
-        layout=job.layout,
-        batch=job.batch,
-        data_rank=coordinate.data,
-        reads=coordinate.pipe in (0, job.layout.pp - 1),
-    )
+    teacher_loader = loader.in_job(job, rank=rank)
     section = loader.recipe.train.distill
     assert section is not None
     top = TopTokens(section.top_k, section.temperature, vocabulary=vocabulary)
@@ -113,7 +106,7 @@ def _compute(
     for first in range(done, rows, stride):
         last = min(rows, first + stride)
         loader.report_phase("evaluate")
-        for batch, tokens in engine.top_tokens(own.ordered_batches(ordered, first, last), top):
+        for batch, tokens in engine.top_tokens(teacher_loader.ordered_batches(ordered, first, last), top):
             assert batch.places is not None
             is_target = ((batch.labels >= 0) & (batch.places.to(batch.labels.device) >= 0)).flatten()
             places = batch.places.flatten()[is_target.cpu()].cpu().numpy()

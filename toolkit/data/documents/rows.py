@@ -72,8 +72,8 @@ class RowReader:
             raise missing_field(" or ".join(needed), self.format, lambda: at)
         if self.weight_field is not None and self.weight_field not in there:
             raise _missing_weight(self.weight_field, lambda: at)
-        own = () if self.weight_field is None else (self.weight_field,)
-        return [name for name in dict.fromkeys((*wanted, *own)) if name in there]
+        weight = () if self.weight_field is None else (self.weight_field,)
+        return [name for name in dict.fromkeys((*wanted, *weight)) if name in there]
 
     def rows(self, table: "pyarrow.RecordBatch | pyarrow.Table") -> list[dict[str, Any]]:
         """The rows of a table that has the `columns`."""

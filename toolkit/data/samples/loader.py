@@ -116,6 +116,12 @@ def validation_samples(recipe: Recipe, corpora: Corpora) -> dict[str, Samples]:
     }
 
 
+def _reads(recipe: Recipe, layout: Layout, rank: int) -> bool:
+    """Whether a rank has the first or the last pipeline stage, or shares sequences and must know their documents."""
+    ends = (layout.stage_ranks[0], layout.stage_ranks[-1])
+    return layout.coordinate(rank).pipe in ends or (layout.cp > 1 and recipe.data.masks_documents)
+
+
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchLoader:
     """The micro-batches that a rank computes in each step. Needs no communication.
@@ -142,7 +148,6 @@ class MicroBatchLoader:
         batch = job.batch
         if not isinstance(corpora, Corpora):
             corpora = Corpora.of(recipe.data, corpora)
-        coordinate = layout.coordinate(rank)
         train = training_samples(recipe, corpora)
         validation = validation_samples(recipe, corpora) if recipe.train.eval_every else {}
         for samples in (train, *validation.values()):
@@ -153,11 +158,19 @@ class MicroBatchLoader:
             layout=layout,
             batch=batch,
             data_rank=layout.sample_rank(rank),
-            # Where ranks share sequences, each stage must know where documents begin.
-            reads=coordinate.pipe in (layout.stage_ranks[0], layout.stage_ranks[-1])
-            or (layout.cp > 1 and recipe.data.masks_documents),
+            reads=_reads(recipe, layout, rank),
             train=train,
             validation=validation,
+        )
+
+    def in_job(self, job: Job, *, rank: int) -> Self:
+        """Return a loader of the same samples for global rank `rank` of another job."""
+        return replace(
+            self,
+            layout=job.layout,
+            batch=job.batch,
+            data_rank=job.layout.sample_rank(rank),
+            reads=_reads(job.recipe, job.layout, rank),
         )
 
     def prefetch(

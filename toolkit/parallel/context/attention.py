@@ -1,8 +1,9 @@
 """Attention for transformers' attention interface that knows positions and documents, and never makes a mask.
 
-`mask` is registered as the function that makes masks. It returns a `View`: the part of the sequences that this rank
-holds, with the window or the chunks of the layer. The model hands it to `attend`, registered as the attention function,
-where a mask would arrive; so it is right where a layer is recomputed, and with several micro-batches in a pipeline.
+`mask` is registered as the function that makes masks. It returns a `SequenceView`: the part of the sequences that this
+rank holds, with the window or the chunks of the layer. The model hands it to `attend`, registered as the attention
+function, where a mask would arrive; so it is right where a layer is recomputed, and with several micro-batches in a
+pipeline.
 
 Dims: b samples, h heads, g key-value heads, s positions of a sequence, n positions on this rank, d size of a head.
 """
@@ -20,8 +21,8 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from toolkit.errors import ModelError
 from toolkit.parallel.context import kernels
-from toolkit.parallel.context.exchange import Block, Exchange
-from toolkit.parallel.context.kernels import Mask, Scores, exact
+from toolkit.parallel.context.exchange import Exchange, KeyValueBlock
+from toolkit.parallel.context.kernels import Scores, TileMask, exact
 from toolkit.parallel.context.sequence import SequenceSlice, Tile
 
 NAME = "context_parallel"
@@ -30,7 +31,7 @@ Tensor = torch.Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
-class View:
+class SequenceView:
     """What takes the place of a mask: the sequences of a micro-batch as a rank and a layer see them."""
 
     sequence: SequenceSlice
@@ -68,7 +69,7 @@ def attending(sequence: SequenceSlice, exchange: Exchange) -> Iterator[None]:
 
 
 def mask(*arguments: Any, config: Any = None, local_size: int | None = None, **options: Any) -> Any:
-    """Return the `View` of a layer; outside of `attending` what transformers makes for its own kernel.
+    """Return the `SequenceView` of a layer; outside of `attending` what transformers makes for its own kernel.
 
     Raises ModelError for a family that sees anything but earlier positions, a window or chunks of them.
     """
@@ -78,7 +79,7 @@ def mask(*arguments: Any, config: Any = None, local_size: int | None = None, **o
         raise ModelError.of("model_type", config.model_type, "its masks are functions of its own", ("parallel.cp", 1))
     text = config.get_text_config(decoder=True)
     is_chunked = local_size is not None and getattr(text, "attention_chunk_size", None) == local_size
-    return View(
+    return SequenceView(
         sequence=_Current.sequence,
         exchange=_Current.exchange,
         window=None if is_chunked else local_size,
@@ -101,9 +102,9 @@ def attend(
     """Attend from this rank's queries [b, h, n, d] to the keys and values [b, g, n, d] of all ranks; [b, n, h, d].
 
     `softcap` bounds scores by tanh (Gemma 2), `s_aux` [h] are attention sinks (GPT-OSS). A layer's window is that of
-    its `View`. Raises ModelError for dropout between queries and keys.
+    its `SequenceView`. Raises ModelError for dropout between queries and keys.
     """
-    if not isinstance(attention_mask, View):
+    if not isinstance(attention_mask, SequenceView):
         found: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
         )
@@ -124,7 +125,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, view: View, scores: Scores
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, view: SequenceView, scores: Scores
     ) -> Tensor:
         merged = _Merged(query, value.shape[-1])
         for blocks in view.exchange.blocks(key, value, view.sequence):
@@ -141,11 +142,11 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *received: Tensor) -> Any:
         query, key, value, sinks, output, sums = ctx.saved_tensors
-        view: View = ctx.view
+        view: SequenceView = ctx.view
         gradient = received[0].contiguous()
         of_query = torch.zeros(query.shape, dtype=exact(query), device=query.device)
 
-        def compute(blocks: list[Block]) -> list[tuple[Tensor, Tensor]]:
+        def compute(blocks: list[KeyValueBlock]) -> list[tuple[Tensor, Tensor]]:
             parts = []
             for block in blocks:
                 of_key = torch.zeros(block.key.shape, dtype=exact(query), device=query.device)
@@ -155,10 +156,10 @@ class _Attention(torch.autograd.Function):
                     outputs = (each[tile.rows, :, tile.queries] for each in (gradient, output))
                     q, k, v, g, o = _padded(*operands, *outputs)
                     lse = sums[tile.rows, :, tile.queries]
-                    found = kernels.gradients(g, q, k, v, o, lse, ctx.scores, _mask(tile))
-                    of_query[tile.rows, :, tile.queries] += found[0][..., : query.shape[-1]]
-                    of_key[tile.rows, :, tile.keys] += found[1][..., : key.shape[-1]]
-                    of_value[tile.rows, :, tile.keys] += found[2][..., : value.shape[-1]]
+                    parts_of_tile = kernels.gradients(g, q, k, v, o, lse, ctx.scores, _mask(tile))
+                    of_query[tile.rows, :, tile.queries] += parts_of_tile[0][..., : query.shape[-1]]
+                    of_key[tile.rows, :, tile.keys] += parts_of_tile[1][..., : key.shape[-1]]
+                    of_value[tile.rows, :, tile.keys] += parts_of_tile[2][..., : value.shape[-1]]
                 parts.append((of_key, of_value))
             return parts
 
@@ -188,9 +189,9 @@ class _Merged:
         """Merge the output of a tile and its log-sum-exp."""
         at = (tile.rows, slice(None), tile.queries)
         total = torch.logaddexp(self._sums[at], sums)
-        kept = (self._sums[at] - total).exp()[..., None]
-        added = (sums - total).exp()[..., None]
-        self._output[at] = self._output[at] * kept + output[..., : self._output.shape[-1]] * added
+        earlier = (self._sums[at] - total).exp()[..., None]
+        addition = (sums - total).exp()[..., None]
+        self._output[at] = self._output[at] * earlier + output[..., : self._output.shape[-1]] * addition
         self._sums[at] = total
 
     def finish(self, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -202,13 +203,13 @@ class _Merged:
         return self._output.to(self._dtype), self._sums
 
 
-def _mask(tile: Tile) -> Mask:
+def _mask(tile: Tile) -> TileMask:
     queries = tile.queries.stop - tile.queries.start
     keys = tile.keys.stop - tile.keys.start
-    return Mask(offset=tile.offset, window=tile.window, queries=queries, keys=keys)
+    return TileMask(offset=tile.offset, window=tile.window, queries=queries, keys=keys)
 
 
-def _operands(query: Tensor, block: Block, tile: Tile) -> tuple[Tensor, Tensor, Tensor]:
+def _operands(query: Tensor, block: KeyValueBlock, tile: Tile) -> tuple[Tensor, Tensor, Tensor]:
     keys = (tile.rows, slice(None), tile.keys)
     return query[tile.rows, :, tile.queries], block.key[keys], block.value[keys]
 

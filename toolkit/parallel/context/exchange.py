@@ -14,14 +14,14 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from toolkit.config.context_exchange import Exchange as Chosen
+from toolkit.config.context_exchange import ExchangeKind
 from toolkit.parallel.context.sequence import SequenceSlice
 
 Tensor = torch.Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
-class Block:
+class KeyValueBlock:
     """Keys and values [b, g, k, d] at a run of positions of the sequence."""
 
     positions: range
@@ -29,25 +29,25 @@ class Block:
     value: Tensor
 
 
-Gradients = Callable[[list[Block]], list[tuple[Tensor, Tensor]]]
+Gradients = Callable[[list[KeyValueBlock]], list[tuple[Tensor, Tensor]]]
 """Returns the parts of the gradients of the keys and values of blocks, in fp32 at least."""
 
 
-def local_blocks(key: Tensor, value: Tensor, runs: tuple[range, ...]) -> list[Block]:
+def local_blocks(key: Tensor, value: Tensor, runs: tuple[range, ...]) -> list[KeyValueBlock]:
     """Return the runs of positions that a rank holds, as views of its keys and values [b, g, n, d]."""
     blocks = []
     start = 0
     for positions in runs:
         part = slice(start, start + len(positions))
-        blocks.append(Block(positions=positions, key=key[:, :, part], value=value[:, :, part]))
+        blocks.append(KeyValueBlock(positions=positions, key=key[:, :, part], value=value[:, :, part]))
         start += len(positions)
     return blocks
 
 
-class Alone:
+class NoExchange:
     """No exchange: the rank holds the whole sequence."""
 
-    def blocks(self, key: Tensor, value: Tensor, sequence: SequenceSlice) -> Iterator[list[Block]]:
+    def blocks(self, key: Tensor, value: Tensor, sequence: SequenceSlice) -> Iterator[list[KeyValueBlock]]:
         """Yield the blocks of the sequence."""
         yield local_blocks(key, value, sequence.runs[0])
 
@@ -59,16 +59,16 @@ class Alone:
         return of_key.to(key.dtype), of_value.to(value.dtype)
 
 
-class Gather:
+class GatherExchange:
     """Keys and values of the whole sequence on each rank, for as long as a layer computes."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
-    def blocks(self, key: Tensor, value: Tensor, sequence: SequenceSlice) -> Iterator[list[Block]]:
+    def blocks(self, key: Tensor, value: Tensor, sequence: SequenceSlice) -> Iterator[list[KeyValueBlock]]:
         """Yield the whole sequence as one block, in its order."""
         whole = [self._gathered(each, sequence) for each in (key, value)]
-        yield [Block(positions=range(sequence.length), key=whole[0], value=whole[1])]
+        yield [KeyValueBlock(positions=range(sequence.length), key=whole[0], value=whole[1])]
 
     def gradients(
         self, key: Tensor, value: Tensor, sequence: SequenceSlice, compute: Gradients
@@ -97,7 +97,7 @@ class Gather:
         return local
 
 
-class Ring:
+class RingExchange:
     """Keys and values travel from each rank to the next; a rank has those of one other rank at a time."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -105,7 +105,7 @@ class Ring:
         self._rank = group.rank()
         self._ranks = group.size()
 
-    def blocks(self, key: Tensor, value: Tensor, sequence: SequenceSlice) -> Iterator[list[Block]]:
+    def blocks(self, key: Tensor, value: Tensor, sequence: SequenceSlice) -> Iterator[list[KeyValueBlock]]:
         """Yield the blocks of one rank after the other, from this rank's own on backwards."""
         held = [key.contiguous(), value.contiguous()]
         for step in range(self._ranks):
@@ -118,34 +118,34 @@ class Ring:
         self, key: Tensor, value: Tensor, sequence: SequenceSlice, compute: Gradients
     ) -> tuple[Tensor, Tensor]:
         """Return the gradients of this rank's keys and values. Those of others travel on until they are home."""
-        own: list[Tensor] = []
-        travelling: _Transfer | None = None
+        local: list[Tensor] = []
+        traveling: _RingTransfer | None = None
         for step, blocks in enumerate(self.blocks(key, value, sequence)):
             parts = compute(blocks)
             here = [torch.cat(each, dim=2) for each in zip(*parts, strict=True)]
             if step == 0:
-                own = here
+                local = here
                 continue
-            if travelling is not None:
-                here = [mine.add_(theirs) for mine, theirs in zip(here, travelling.finish(), strict=True)]
-            travelling = self._send([each.to(key.dtype) for each in here])
-        assert travelling is not None
-        of_key, of_value = (mine.add_(theirs) for mine, theirs in zip(own, travelling.finish(), strict=True))
+            if traveling is not None:
+                here = [mine.add_(theirs) for mine, theirs in zip(here, traveling.finish(), strict=True)]
+            traveling = self._send([each.to(key.dtype) for each in here])
+        assert traveling is not None
+        of_key, of_value = (mine.add_(theirs) for mine, theirs in zip(local, traveling.finish(), strict=True))
         return of_key.to(key.dtype), of_value.to(value.dtype)
 
     def _owner(self, step: int) -> int:
         return (self._rank - step) % self._ranks
 
-    def _send(self, tensors: list[Tensor]) -> "_Transfer":
+    def _send(self, tensors: list[Tensor]) -> "_RingTransfer":
         following = dist.get_global_rank(self._group, (self._rank + 1) % self._ranks)
         previous = dist.get_global_rank(self._group, (self._rank - 1) % self._ranks)
         received = [torch.empty_like(each) for each in tensors]
         sends = [dist.P2POp(dist.isend, each, following, self._group) for each in tensors]
         receives = [dist.P2POp(dist.irecv, each, previous, self._group) for each in received]
-        return _Transfer(dist.batch_isend_irecv([*sends, *receives]), tensors, received)
+        return _RingTransfer(dist.batch_isend_irecv([*sends, *receives]), tensors, received)
 
 
-class _Transfer:
+class _RingTransfer:
     """Tensors on their way to the next rank, and those that arrive from the one before."""
 
     def __init__(self, works: list[dist.Work], sent: list[Tensor], received: list[Tensor]) -> None:
@@ -160,11 +160,11 @@ class _Transfer:
         return self._received
 
 
-Exchange = Alone | Gather | Ring
+Exchange = NoExchange | GatherExchange | RingExchange
 
 
-def make_exchange(group: dist.ProcessGroup | None, chosen: Chosen) -> Exchange:
+def make_exchange(group: dist.ProcessGroup | None, chosen: ExchangeKind) -> Exchange:
     """Return the exchange of the ranks of a group, which share each sequence; None: there is no other rank."""
     if group is None or group.size() == 1:
-        return Alone()
-    return Gather(group) if chosen == "gather" else Ring(group)
+        return NoExchange()
+    return GatherExchange(group) if chosen == "gather" else RingExchange(group)

@@ -29,7 +29,7 @@ def exact(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, scores: Scores, mask: "Mask") -> tuple[Tensor, Tensor]:
+def attend(query: Tensor, key: Tensor, value: Tensor, scores: Scores, mask: "TileMask") -> tuple[Tensor, Tensor]:
     """Return the output [b, h, q, d] and the log-sum-exp [b, h, q] of a tile. Heads of queries share keys, in order."""
     if scores.softcap is None and query.device.type == "cpu":
         output, sums = _aten._scaled_dot_product_flash_attention_for_cpu(
@@ -37,10 +37,10 @@ def attend(query: Tensor, key: Tensor, value: Tensor, scores: Scores, mask: "Mas
         )
         return output, sums
     if _has_flash(query, scores, mask):
-        found = _aten._scaled_dot_product_flash_attention(
+        computed = _aten._scaled_dot_product_flash_attention(
             query, key, value, 0.0, mask.is_causal, False, scale=scores.scale
         )
-        return found[0], found[1]
+        return computed[0], computed[1]
     outputs = []
     every_sum = []
     for part in _parts(query, key):
@@ -60,11 +60,11 @@ def gradients(
     output: Tensor,
     sums: Tensor,
     scores: Scores,
-    mask: "Mask",
+    mask: "TileMask",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the tile's part of the gradients of queries, keys and values; `output` and `sums` are the merged ones."""
     if scores.softcap is None and query.device.type == "cpu":
-        found = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        computed = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             gradient,
             query,
             key,
@@ -76,10 +76,10 @@ def gradients(
             attn_mask=mask.bias(query),
             scale=scores.scale,
         )
-        return found[0], found[1], found[2]
+        return computed[0], computed[1], computed[2]
     if _has_flash(query, scores, mask):
         none = torch.empty(0, dtype=torch.int64, device=query.device)
-        found = _aten._scaled_dot_product_flash_attention_backward(
+        computed = _aten._scaled_dot_product_flash_attention_backward(
             gradient,
             query,
             key,
@@ -96,7 +96,7 @@ def gradients(
             none,
             scale=scores.scale,
         )
-        return found[0], found[1], found[2]
+        return computed[0], computed[1], computed[2]
     of_query = []
     of_key = torch.zeros(key.shape, dtype=exact(key), device=key.device)
     of_value = torch.zeros(value.shape, dtype=exact(value), device=value.device)
@@ -117,7 +117,7 @@ def gradients(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mask:
+class TileMask:
     """What a tile's queries see, as of a `Tile`: all where `offset` is None. Made for a tile, never for a sequence."""
 
     offset: int | None
@@ -147,7 +147,7 @@ class Mask:
         return bias.masked_fill_(hidden, -torch.inf)[None, None]
 
 
-def _has_flash(query: Tensor, scores: Scores, mask: Mask) -> bool:
+def _has_flash(query: Tensor, scores: Scores, mask: TileMask) -> bool:
     """Whether PyTorch's flash attention computes the tile on a GPU."""
     fits = query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= 256
     return query.is_cuda and fits and scores.softcap is None and (mask.offset is None or mask.is_causal)
@@ -160,7 +160,7 @@ def _parts(query: Tensor, key: Tensor) -> list[slice]:
     return [slice(start, min(count, start + size)) for start in range(0, count, size)]
 
 
-def _scores(query: Tensor, key: Tensor, scores: Scores, mask: Mask, part: slice) -> tuple[Tensor, Tensor | None]:
+def _scores(query: Tensor, key: Tensor, scores: Scores, mask: TileMask, part: slice) -> tuple[Tensor, Tensor | None]:
     """Return the masked scores of queries [b, h, q, k], and their slope by the products where tanh bounds them."""
     values = (_by_group(query, key) @ key[:, :, None].mT).flatten(1, 2).to(exact(query)) * scores.scale
     slope = None

@@ -141,9 +141,9 @@ def _documents(starts: Sequence[int], length: int, chunk: int | None) -> Iterato
             yield range(first, min(stop, first + (chunk or length)))
 
 
-def _common(one: range, other: range) -> range:
-    start = max(one.start, other.start)
-    return range(start, max(start, min(one.stop, other.stop)))
+def _common(first: range, second: range) -> range:
+    start = max(first.start, second.start)
+    return range(start, max(start, min(first.stop, second.stop)))
 
 
 def _tiles_of(
@@ -168,8 +168,8 @@ def _tiles_of(
         later = range(max(seen.start, queries.start), max(seen.stop, queries.start))
         if later and later.start < later.stop:
             # Queries before the first of these keys see none of them.
-            own = range(later.start, queries.stop)
-            yield tile(own, later, offset=0)
+            from_later = range(later.start, queries.stop)
+            yield tile(from_later, later, offset=0)
         return
     for first in range(queries.start, queries.stop, TILE):
         # Each query of a tile sees a key, so that no row of it is empty.

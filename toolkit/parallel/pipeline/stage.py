@@ -124,9 +124,9 @@ class PipelineStage(nn.Module):
         super().__init__()
         self.model = model
         self.is_packed = False
+        """Whether the next micro-batch has rows of several documents."""
         self.attending: Callable[[], AbstractContextManager[None]] = nullcontext
         """Returns a context for the next forward pass, where ranks share sequences."""
-        """Whether the next micro-batch has rows of several documents."""
         self._router_sums: RouterSums | None = None
         self._receives_sums = False
         last = len(bounds) - 2
@@ -140,11 +140,11 @@ class PipelineStage(nn.Module):
         self._chunks = nn.ModuleDict()
         for stage in stages:
             start, stop = bounds[stage : stage + 2]
-            own = [
+            stage_layers = [
                 layer if start <= index < stop else NonLocalLayer(layer, structure.tuple_length)
                 for index, layer in enumerate(whole)
             ]
-            self._chunks[str(stage)] = _Chunk(own, start, stop, is_first=stage == 0, is_last=stage == last)
+            self._chunks[str(stage)] = _Chunk(stage_layers, start, stop, is_first=stage == 0, is_last=stage == last)
         held = {index for stage in stages for index in range(bounds[stage], bounds[stage + 1])}
         for index, layer in enumerate(whole):
             if index not in held:
