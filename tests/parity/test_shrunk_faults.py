@@ -190,11 +190,11 @@ class TestLabels:
     def test_labels_of_another_micro_batch_in_a_pipeline(self, train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
         run = PipelineEngine._run
 
-        def behind(engine: PipelineEngine, kind: Any, micro_batches: Any) -> None:
+        def behind(engine: PipelineEngine, micro_batches: Any, **options: Any) -> None:
             labels = [micro_batch.labels for micro_batch in micro_batches]
             for micro_batch, wrong in zip(micro_batches, labels[1:] + labels[:1], strict=True):
                 object.__setattr__(micro_batch, "labels", wrong)
-            run(engine, kind, micro_batches)
+            run(engine, micro_batches, **options)
 
         monkeypatch.setattr(PipelineEngine, "_run", behind)
         assert_cause(train("pp2"), Cause.LABELS, "those of the next micro-batch")

@@ -175,10 +175,10 @@ class Layout:
         names = [part for part, kind in SCHEDULE_PARTS.items() if kind == self.schedule]
         return "-".join([f"pp{self.pp}", *names])
 
-    def refuse_schedule(self, what: str) -> None:
-        """Raise LayoutError where the layout has a pipeline schedule of its own, for `what` that does not know it."""
+    def refuse_schedule(self, reason: str) -> None:
+        """Raise LayoutError with this reason where the layout has a pipeline schedule of the toolkit's own."""
         if self.schedule is not None:
-            raise LayoutError.of("schedule", self.schedule, f"{what} in this version", ("schedule", None))
+            raise LayoutError.of("schedule", self.schedule, reason, ("schedule", None))
 
     @property
     def stages(self) -> int:

@@ -406,7 +406,7 @@ def _sequence_length(recipe: Recipe, shape: ModelShape | None) -> Iterator[Refus
         shorter = (("data.seq_len", " or ".join(near)),) if near else ()
         reason = "each rank takes an equal part of a sequence"
         if names[0] == "cp":
-            reason = f"each rank takes two equal chunks of a sequence, so that it is a multiple of {ranks}"
+            reason = f"each rank takes two equal chunks of a sequence, so it must be a multiple of {ranks}"
         yield recipe.conflict("data.seq_len", *fields, reason=reason, remedy=(*shorter, (fields[0], off)))
 
 

@@ -100,7 +100,7 @@ class MemoryRequest:
         """Return the decoder layers of each stage. Raises LayoutError where the model cannot be split so."""
         setup = self.setup
         layout = setup.layout
-        layout.refuse_schedule("memory is estimated of DeepSpeed's own 1F1B")
+        layout.refuse_schedule("memory is estimated for DeepSpeed's own 1F1B only")
         for misfit in misfits(
             setup.model.shape,
             tp=layout.tp,

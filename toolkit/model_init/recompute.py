@@ -1,5 +1,6 @@
 """Recomputation in the backward pass: of all decoder layers, of every Nth one, or of their attention."""
 
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -36,7 +37,7 @@ def recompute(model: PreTrainedModel, mode: Recompute) -> None:
     # The reentrant variant fails where the first input requires no gradient, and drops keyword arguments.
     model.gradient_checkpointing_enable({"use_reentrant": False})
     layers = decoder_layers(model)
-    if layers and isinstance(layers[0], NonLocalLayer):
+    if _is_later_stage(model):
         # transformers has the output of embeddings require a gradient. In a later stage of a pipeline that is a leaf,
         # to which GIT adds in place.
         model.disable_input_require_grads()
@@ -49,3 +50,9 @@ def recompute(model: PreTrainedModel, mode: Recompute) -> None:
             reason = "transformers recomputes its layers all or none"
             raise ModelError.between(settings, reason, ("parallel.recompute", "full or none"))
         layer.gradient_checkpointing = False
+
+
+def _is_later_stage(model: nn.Module) -> bool:
+    """Whether another pipeline rank has the first decoder layer. A vision encoder has a list of layers of its own."""
+    lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
+    return any(isinstance(layers[0], NonLocalLayer) for layers in lists if len(layers))

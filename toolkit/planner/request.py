@@ -237,7 +237,7 @@ class PlanRequest:
 
     def step(self, layout: Layout, batch: Batch) -> StepTime:
         """Predict one step."""
-        layout.refuse_schedule("steps are predicted of DeepSpeed's own 1F1B")
+        layout.refuse_schedule("the step time is predicted for DeepSpeed's own 1F1B only")
         return predict_step(self.step_request(layout, batch))
 
     def memory_request(self, layout: Layout, batch: Batch, *, stand_ins: bool = True) -> MemoryRequest:
