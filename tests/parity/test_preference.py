@@ -106,7 +106,8 @@ def test_full_logits_give_the_same_as_chunks_of_them(
 def test_thirty_steps_train_what_one_process_trains(
     preferences: Callable[..., Recipe], ranks: Ranks, objective: str, layout: str, optimizer: str
 ) -> None:
-    fields = {"name": optimizer, "lr": 3e-4, "weight_decay": 0.1}
+    # At larger rates the loss of so few pairs is near 0 in the end, and its relative difference is that of rounding.
+    fields = {"name": optimizer, "lr": 3e-5, "weight_decay": 0.1}
     check_equal(preferences, ranks, objective, LAYOUTS[layout], train__steps=30, optimizer=fields)
 
 
@@ -122,7 +123,7 @@ def test_a_reference_in_memory_gives_what_a_computed_one_gives(
     preferences: Callable[..., Recipe], ranks: Ranks, objective: str, layout: str
 ) -> None:
     section = LAYOUTS[layout]
-    size = math.prod(section.get(axis, 1) for axis in ("dp", "tp", "pp", "ulysses"))
+    size = math.prod(section.get(axis, 1) for axis in ("dp", "cp", "tp", "pp", "ulysses"))
     fields = {"name": objective, **OBJECTIVES[objective]}
     online = preferences(objective, parallel=section, train__objective={**fields, "reference": "online"})
     run = ranks(train_in_memory, size, online, timeout_seconds=300)[0]
