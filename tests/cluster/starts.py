@@ -42,6 +42,7 @@ def main() -> None:
     parser.add_argument("--starts", type=int, default=20)
     parser.add_argument("--launchers", nargs="+", choices=LAUNCHERS, default=list(LAUNCHERS))
     parser.add_argument("--layout", default="tp2-pp2-z1")
+    parser.add_argument("--per-node", type=int, default=2, help="ranks on each of the two hosts (default: 2)")
     arguments = parser.parse_args()
     if missing():
         sys.exit(missing())
@@ -65,6 +66,7 @@ def main() -> None:
                             folder=where,
                             recipe=recipe,
                             layout=arguments.layout,
+                            per_node=arguments.per_node,
                             port=FIRST_PORT + number,
                             slurm=environment,
                         )
