@@ -53,7 +53,8 @@ class Collective:
     nbytes: int
     """Bytes of these tensors."""
     peer: int | None = None
-    """The root's index in the group; of a message, by how many pipeline stages its other end is further on."""
+    """The root's index in the group; of a message, by how many places its other end is further on: pipeline stages, or
+    context-parallel ranks in their ring."""
     where: str = ""
     """File and function that called."""
 
@@ -173,14 +174,7 @@ class CollectiveRecorder(TorchDispatchMode):
         name = self.groups.name(group, self.rank)
         if kind in ("send", "receive"):
             assert peer is not None
-            other = dist.get_global_rank(group, peer)
-            layout = self.groups.layout
-            stage = layout.coordinate(other).pipe
-            if at_stage(layout, self.rank, stage) == other:
-                name = "pipeline"
-                peer = stage - layout.coordinate(self.rank).pipe
-            else:
-                name = f"ranks {self.rank}, {other}"
+            name, peer = self._message_to(dist.get_global_rank(group, peer))
         is_barrier = kind == "barrier"
         call = Collective(
             kind=kind,
@@ -193,6 +187,17 @@ class CollectiveRecorder(TorchDispatchMode):
         )
         self.recorded.append(call)
         return call
+
+    def _message_to(self, other: int) -> tuple[str, int]:
+        """Return the group of a message to or from another rank, and by how many places that rank is further on."""
+        layout = self.groups.layout
+        stage = layout.coordinate(other).pipe
+        if at_stage(layout, self.rank, stage) == other:
+            return "pipeline", stage - layout.coordinate(self.rank).pipe
+        context = self.groups.members("context", self.rank)
+        if other in context:
+            return "context", (context.index(other) - context.index(self.rank)) % layout.cp
+        return f"ranks {self.rank}, {other}", 0
 
 
 def _first(named: dict[str, Any], kind: str) -> Any:

@@ -1,8 +1,11 @@
 """Whether the collectives of all kinds of ranks fit together: they are run against each other, call by call.
 
-Each rank is a list of calls. A call of a group is over when all its ranks have come to it, a message when sender and
-receiver have. Replicas and tensor-parallel ranks that repeat a kind are left out: they do what the kind's rank does.
-Where no rank can go on, or two meet in calls that do not fit, the job would hang or fail there.
+Each rank is a list of calls. A call of a group is over when all its ranks have come to it, a message between pipeline
+stages when sender and receiver have. Replicas and tensor-parallel ranks that repeat a kind are left out: they do what
+the kind's rank does. Where no rank can go on, or two meet in calls that do not fit, the job would hang or fail there.
+
+Messages in the ring of context-parallel ranks wait for nobody when they are sent; what one rank sends to the next is
+compared with what that one receives.
 """
 
 from collections import deque
@@ -42,7 +45,7 @@ def find_mismatch(layout: Layout, calls: Calls) -> Mismatch | None:
     match = _Match(layout, programs)
     stuck = match.run()
     if stuck is None:
-        return None
+        return _ring_mismatch(layout, kinds, programs)
     first, second, group = stuck
     mismatch = _described(first, second, group, kinds, programs)
     if mismatch.calls != ("none", "none"):
@@ -94,7 +97,9 @@ class _Match:
         return program[self.at[rank]] if self.at[rank] < len(program) else None
 
     def _ranks_of(self, call: Collective, rank: int) -> tuple[int, ...]:
-        if call.kind in ("send", "receive") and call.group == "pipeline":
+        if call.kind in ("send", "receive"):
+            if call.group != "pipeline":
+                return (rank,)
             stage = self.layout.coordinate(rank).pipe + (call.peer or 0)
             return (rank, at_stage(self.layout, rank, stage)) if 0 <= stage < self.layout.pp else (rank,)
         key = (call.group, rank)
@@ -130,6 +135,39 @@ def _fit(call: Collective, other: Collective) -> bool:
     return call.shapes == other.shapes and call.dtype == other.dtype
 
 
+def _ring_mismatch(
+    layout: Layout, kinds: Mapping[int, RankKind], programs: Mapping[int, Sequence[Collective]]
+) -> Mismatch | None:
+    """Return the first message to a context-parallel rank that this one does not receive as it is sent."""
+    groups = Groups(layout)
+    for rank, program in programs.items():
+        context = groups.members("context", rank)
+        for distance in range(1, layout.cp):
+            other = context[(context.index(rank) + distance) % layout.cp]
+            if other not in programs:
+                continue
+            sent = _ring_messages(program, "send", distance)
+            received = _ring_messages(programs[other], "receive", layout.cp - distance)
+            step = next((i for i, pair in enumerate(zip(sent, received, strict=False)) if not _fit(*pair)), None)
+            if step is None and len(sent) == len(received):
+                continue
+            step = min(len(sent), len(received)) if step is None else step
+            calls = [str(messages[step]) if step < len(messages) else "none" for messages in (sent, received)]
+            return Mismatch(
+                ranks=(rank, other),
+                kinds=(kinds[rank].name, kinds[other].name),
+                group="context",
+                step=step + 1,
+                calls=(calls[0], calls[1]),
+            )
+    return None
+
+
+def _ring_messages(program: Sequence[Collective], kind: str, distance: int) -> list[Collective]:
+    """Return what a rank sends to, or receives from, the context-parallel rank that is `distance` further on."""
+    return [call for call in program if call.group == "context" and call.kind == kind and call.peer == distance]
+
+
 def _described(
     first: int,
     second: int,
@@ -159,6 +197,8 @@ def _is_between(call: Collective, group: str, layout: Layout, rank: int, other: 
         return False
     if call.kind not in ("send", "receive"):
         return True
+    if group != "pipeline":
+        return False
     return layout.coordinate(rank).pipe + (call.peer or 0) == layout.coordinate(other).pipe
 
 

@@ -2,7 +2,8 @@
 
 Of a pipeline, stages with the same decoder layers that are neither first nor last are alike. Of the ranks of a stage,
 the first one does what others need not (it counts what is replicated), the last of the tensor- or sequence-parallel
-ones may have padding of the vocabulary, and other replicas have other partitions of ZeRO and other experts.
+ones may have padding of the vocabulary, context-parallel ones have other parts of a sequence, and other replicas have
+other partitions of ZeRO and other experts.
 """
 
 from collections.abc import Sequence
@@ -12,8 +13,9 @@ from typing import Literal
 from toolkit.config.layout import Layout
 from toolkit.units import some
 
-Place = Literal["first", "model", "replica"]
-"""The first rank of a stage; another tensor- or sequence-parallel rank of it; the first rank of another replica."""
+Place = Literal["first", "model", "context", "replica"]
+"""The first rank of a stage; another tensor- or sequence-parallel rank of it; the context-parallel rank next to the
+first; the last context-parallel rank of another replica."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,14 +35,20 @@ class RankKind:
         """The rank that stands for the kind on one of its stages."""
         layout = self.layout
         model = layout.tp * layout.ulysses - 1 if self.place == "model" else 0
-        return layout.rank(pipe=stage, data=layout.replicas - 1 if self.place == "replica" else 0, model=model)
+        data = {"first": 0, "model": 0, "context": 1, "replica": layout.replicas - 1}[self.place]
+        return layout.rank(pipe=stage, data=data, model=model)
 
     @property
     def count(self) -> int:
         """How many ranks are of the kind."""
         layout = self.layout
         model = layout.tp * layout.ulysses
-        each = {"first": 1, "model": (model - 1) * layout.replicas, "replica": layout.replicas - 1}
+        each = {
+            "first": 1,
+            "model": (model - 1) * layout.replicas,
+            "context": layout.cp - 1,
+            "replica": layout.replicas - layout.cp,
+        }
         return each[self.place] * len(self.stages)
 
     @property
@@ -58,8 +66,10 @@ class RankKind:
         if self.place == "model":
             axis = "sequence-parallel" if layout.ulysses > 1 else "tensor-parallel"
             words.append(f"{axis} {_span(range(1, layout.tp * layout.ulysses))}")
+        elif self.place == "context":
+            words.append(f"context-parallel {_span(range(1, layout.cp))}")
         elif self.place == "replica":
-            words.append(f"replica {_span(range(1, layout.replicas))}")
+            words.append(f"replica {_span(range(1, layout.dp))}")
         else:
             words.append("first rank")
         return ", ".join(words)
@@ -75,7 +85,9 @@ def rank_kinds(layout: Layout, bounds: Sequence[int], pattern: Sequence[int]) ->
     places: list[Place] = ["first"]
     if layout.tp * layout.ulysses > 1:
         places.append("model")
-    if layout.replicas > 1:
+    if layout.cp > 1:
+        places.append("context")
+    if layout.dp > 1:
         places.append("replica")
     ordered = sorted(stages.values())
     return [RankKind(layout=layout, stages=tuple(alike), place=place) for alike in ordered for place in places]
