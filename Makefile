@@ -15,8 +15,9 @@ SKIPPED := --report-skipped $(if $(MAX_SKIPPED),--max-skipped $(MAX_SKIPPED))
 SEED ?= 0
 N ?= $(if $(INDEX),1,60)
 INDEX ?=
-# Part of the gallery's rehearsals, and how many parts there are.
+# Part of the gallery's rehearsals, and how many parts there are; decoder layers on each pipeline stage, all if empty.
 SHARD ?= 1/1
+LAYERS ?=
 
 # For `make gpu`: the environment, how many GPUs, and in how many seconds after setting up.
 GPU_VENV := .venv-gpu
@@ -69,8 +70,8 @@ test-cluster: setup ## Hosts in network namespaces: launchers, a real Slurm, fai
 	.ci/install-packages cluster
 	$(CPU) $(BIN)/python -m pytest $(SKIPPED) tests/cluster
 
-rehearsals: setup ## Every layout of the gallery at full size on tensors without memory: hours; SHARD=3/16 is a part
-	SHARD=$(SHARD) $(CPU) $(BIN)/python -m pytest $(SKIPPED) -m whole tests/recorder/test_gallery_rehearsals.py
+rehearsals: setup ## Every layout of the gallery on tensors without memory: hours, or minutes with LAYERS=2; SHARD=3/16 is a part
+	SHARD=$(SHARD) LAYERS=$(LAYERS) $(CPU) $(BIN)/python -m pytest $(SKIPPED) -m whole tests/recorder/test_gallery_rehearsals.py
 
 fuzz: setup ## Random recipes in random layouts against one process: SEED=3 N=1000 JOBS=2; INDEX=417 is one of them
 	$(CPU) $(BIN)/python tests/fuzz/fuzz.py run --seed $(SEED) --count $(N) --jobs $(JOBS)$(if $(INDEX), --index $(INDEX))

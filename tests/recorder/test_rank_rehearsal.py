@@ -19,6 +19,7 @@ from toolkit.engines.optimizer_states import MASTER
 from toolkit.parallel.tensor import collectives
 from toolkit.recorder.rehearsal import fake_rank
 from toolkit.recorder.rehearsal.collectives import Collective, CollectiveRecorder
+from toolkit.recorder.rehearsal.depth import fewer_layers
 from toolkit.recorder.rehearsal.match import find_mismatch
 from toolkit.recorder.rehearsal.rank_kinds import rank_kinds
 from toolkit.recorder.rehearsal.rank_step import STEPS, take_step
@@ -31,7 +32,8 @@ Ranks = Callable[..., list[Any]]
 def job_in(make_recipe: MakeRecipe, layout: str, model: dict[str, Any] = LLAMA) -> Job:
     """The job of a small recipe on four ranks."""
     strategy = Strategy.parse(layout)
-    recipe = strategy.apply(make_recipe(model=model, batch={"global_batch_size": 48, "micro_batch_size": 2}), 1)
+    batch = {"global_batch_size": 48, "micro_batch_size": 2}
+    recipe = strategy.apply(make_recipe(model=model, batch=batch, parallel={"cp_exchange": "ring"}), 1)
     return Job.of(recipe, strategy.world_size(1))
 
 
@@ -56,6 +58,7 @@ LAYOUTS = [
     ("dp2-tp2-z1-sp", LLAMA),
     ("dp4-ep2-z1", EXPERTS),
     ("dp4-z3", LLAMA),
+    ("cp2-tp2-z1", LLAMA),
     pytest.param("dp2-pp2-z1", LLAMA, marks=pytest.mark.whole),
 ]
 
@@ -98,6 +101,30 @@ def test_inner_stages_meet_in_the_order_of_each(make_recipe: MakeRecipe) -> None
     rehearsal = rehearse(job_in(make_recipe, "pp4-z1", deep), on_gpu=False)
     assert [rehearsed.kind.stages for rehearsed in rehearsal.kinds] == [(0,), (1, 2), (3,)]
     assert not rehearsal.problem
+
+
+DEEP = {**LLAMA, "overrides": {**LLAMA["overrides"], "num_hidden_layers": 8}}
+
+
+def test_fewer_layers_have_the_calls_of_all_layers_but_fewer(make_recipe: MakeRecipe) -> None:
+    job = job_in(make_recipe, "tp2-pp2-z1", DEEP)
+    whole = rehearse(job, on_gpu=False)
+    few = rehearse(job, layers=1, on_gpu=False)
+    assert not few.problem
+    assert (few.layers, few.all_layers, whole.layers) == (2, 8, 8)
+    for rehearsed, complete in zip(few.kinds, whole.kinds, strict=True):
+        assert rehearsed.kind == complete.kind
+        assert rehearsed.peak is None
+        assert rehearsed.estimate == complete.estimate
+        calls, all_calls = ({call.where for call in kind.step.calls} for kind in (rehearsed, complete))
+        assert calls == all_calls
+        assert len(rehearsed.step.calls) < len(complete.step.calls)
+
+
+def test_fewer_layers_have_a_layer_of_every_kind_and_leave_no_stage_empty() -> None:
+    assert fewer_layers((0, 20, 40), (0,) * 40, 2) == (0, 2, 4)
+    assert fewer_layers((0, 20, 40), (0,) * 5 + (1,) * 35, 2) == (0, 3, 6)
+    assert fewer_layers((0, 1, 3), (0, 1, 1), 2) == (0, 1, 3)
 
 
 def test_a_job_with_adapters_is_rehearsed(make_recipe: MakeRecipe) -> None:
@@ -199,8 +226,8 @@ def mismatch(layout: str, *calls: list[Collective]) -> str:
     shape = Layout.parse(layout)
     kinds = rank_kinds(shape, range(shape.pp + 1), (0,) * shape.pp)
     programs = zip(kinds, calls, strict=True)
-    found = find_mismatch(shape, {(kind, stage): program for kind, program in programs for stage in kind.stages})
-    return "" if found is None else str(found)
+    difference = find_mismatch(shape, {(kind, stage): program for kind, program in programs for stage in kind.stages})
+    return "" if difference is None else str(difference)
 
 
 def test_ranks_whose_calls_fit_come_to_their_ends() -> None:
@@ -240,6 +267,21 @@ def test_groups_that_are_called_in_another_order_wait_for_ever() -> None:
     assert text.endswith("rank 1 (tensor-parallel 1) has all_reduce [1] float32 of group world next")
 
 
+@pytest.mark.parametrize(
+    ("received", "words"),
+    [
+        ([4, 2], ""),
+        ([4], "rank 0 (first rank) has send [2] float32; rank 1 (context-parallel 1, 2) has none"),
+        ([4, 3], "rank 0 (first rank) has send [2] float32; rank 1 (context-parallel 1, 2) has receive [3] float32"),
+    ],
+)
+def test_what_a_rank_sends_round_the_ring_is_what_the_next_receives(received: list[int], words: str) -> None:
+    first = calls_of("send context 4 1", "receive context 4 2", "send context 2 1", "receive context 2 2")
+    second = calls_of("send context 4 1", *(f"receive context {size} 2" for size in received), "send context 2 1")
+    text = mismatch("cp3", first, second)
+    assert text == (f"call 2 of group context: {words}" if words else "")
+
+
 def test_a_call_too_few_is_found_at_the_end() -> None:
     text = mismatch("tp2", calls_of("all_reduce world 4", "all_reduce world 4"), calls_of("all_reduce world 4"))
     assert text.startswith("call 2 of group world")
@@ -251,6 +293,16 @@ def test_inner_stages_with_the_same_layers_are_one_kind() -> None:
     kinds = rank_kinds(layout, (0, 1, 3, 5, 6), (0,) * 6)
     assert [kind.stages for kind in kinds[::3]] == [(0,), (1, 2), (3,)]
     assert sum(kind.count for kind in kinds) == layout.world_size
+
+
+def test_kinds_count_every_rank_of_context_parallelism_once() -> None:
+    kinds = rank_kinds(Layout.parse("dp3-cp2-tp2"), (0, 2), (0,) * 2)
+    assert [(kind.name, kind.count, kind.rank) for kind in kinds] == [
+        ("first rank", 1, 0),
+        ("tensor-parallel 1", 6, 1),
+        ("context-parallel 1", 1, 2),
+        ("replica 1, 2", 4, 10),
+    ]
 
 
 def test_stages_with_other_layers_are_other_kinds() -> None:

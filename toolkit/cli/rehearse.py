@@ -25,9 +25,18 @@ FAILED = 1
 
 
 def rehearse_layout(
-    recipe: str, overrides: Sequence[str], layout: str | None, nproc: int | None, *, as_json: bool
+    recipe: str,
+    overrides: Sequence[str],
+    layout: str | None,
+    nproc: int | None,
+    *,
+    layers: int | None,
+    as_json: bool,
 ) -> int:
-    """Rehearse a recipe in a layout, print what was found, and return the exit code."""
+    """Rehearse a recipe in a layout, print what was found, and return the exit code.
+
+    `layers`: decoder layers for each pipeline stage; None for all of the model.
+    """
     decoded = load_recipe(recipe, overrides, world_size=nproc, layout=layout)
     if decoded.parallel.auto:
         advice = "name a layout with --layout", "or let `dstk plan` write one"
@@ -35,7 +44,7 @@ def rehearse_layout(
     ranks = nproc or decoded.world_size or decoded.parallel.least_ranks
     job = Job.of(load_recipe(recipe, overrides, world_size=ranks, layout=layout), ranks)
     check_rehearsable(job)
-    rehearsal = _rehearsed(job, _gpu_of(recipe, layout))
+    rehearsal = _rehearsed(job, layers, _gpu_of(recipe, layout))
     if as_json:
         print_json(as_dict(rehearsal))
     else:
@@ -49,7 +58,7 @@ def _gpu_of(recipe: str, layout: str | None) -> Gpu | None:
     return gpu(names[layout]) if layout in names else None
 
 
-def _rehearsed(job: Job, device: Gpu | None) -> "Rehearsal":
+def _rehearsed(job: Job, layers: int | None, device: Gpu | None) -> "Rehearsal":
     os.environ["DS_ACCELERATOR"] = "cpu"  # before DeepSpeed is imported: kernels need no GPU, and nothing is compiled
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     quiet(debug=False)
@@ -62,7 +71,7 @@ def _rehearsed(job: Job, device: Gpu | None) -> "Rehearsal":
         if sys.stderr.isatty():
             click.echo(f"\r\033[Krehearsing {number} of {count}: {name}", err=True, nl=False)
 
-    rehearsal = rehearse(job, gpu=device, progress=progress)
+    rehearsal = rehearse(job, layers=layers, gpu=device, progress=progress)
     if sys.stderr.isatty():
         click.echo("\r\033[K", err=True, nl=False)
     return rehearsal
@@ -85,6 +94,8 @@ def as_dict(rehearsal: "Rehearsal") -> dict[str, Any]:
     return {
         "layout": rehearsal.job.strategy,
         "ranks": rehearsal.job.layout.world_size,
+        "layers": rehearsal.layers,
+        "all_layers": rehearsal.all_layers,
         "micro_batches": rehearsal.micro_batches,
         "kinds": [_kind_as_dict(rehearsed) for rehearsed in rehearsal.kinds],
         "checkpoint": {
@@ -104,7 +115,7 @@ def _kind_as_dict(rehearsed: "RehearsedKind") -> dict[str, Any]:
         "rank": rehearsed.kind.rank,
         "ranks": rehearsed.kind.count,
         "parameters": rehearsed.step.parameters,
-        "peak_bytes": rehearsed.peak if rehearsed.is_all_on_device else None,
+        "peak_bytes": rehearsed.peak,
         "estimate_bytes": estimate.allocated - estimate.workspace,
         "verdict": estimate.verdict if estimate.device_bytes else None,
         "collectives": {
@@ -148,7 +159,7 @@ def _row(rehearsed: "RehearsedKind") -> tuple[str, ...]:
         rehearsed.kind.name,
         f"{rehearsed.kind.count:,}",
         format_count(rehearsed.step.parameters),
-        format_bytes(rehearsed.peak) if rehearsed.is_all_on_device else "–",
+        "–" if rehearsed.peak is None else format_bytes(rehearsed.peak),
         format_bytes(estimate.allocated - estimate.workspace),
         estimate.verdict if estimate.device_bytes else "–",
         ", ".join(traffic),
@@ -158,10 +169,13 @@ def _row(rehearsed: "RehearsedKind") -> tuple[str, ...]:
 def _notes(rehearsal: "Rehearsal") -> list[str]:
     batch = rehearsal.job.batch
     notes = []
+    if rehearsal.layers < rehearsal.all_layers:
+        few = f"{rehearsal.layers} of the {rehearsal.all_layers} decoder layers"
+        notes.append(f"parameters, calls and files are of a model with {few}, estimates of the whole one")
     if rehearsal.micro_batches < batch.accumulation:
         of_all = f"of the {batch.accumulation} of the recipe"
         notes.append(f"calls are those of a step of {rehearsal.micro_batches} micro-batches, {of_all}")
-    if rehearsal.kinds and not all(rehearsed.is_all_on_device for rehearsed in rehearsal.kinds):
+    if rehearsal.layers == rehearsal.all_layers and any(rehearsed.peak is None for rehearsed in rehearsal.kinds):
         notes.append("no peak: what is offloaded cannot be told from what stays on the GPU")
     if rehearsal.files:
         share = format_bytes(rehearsal.written_bytes)

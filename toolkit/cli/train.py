@@ -53,6 +53,13 @@ _MAX_RANKS_PER_NODE = 8
 )
 @click.option("--restarts", type=Count(min=0), default=0, metavar="N", help="Restart at most N times after crashes.")
 @click.option("--rehearse", is_flag=True, help="Train nothing: run a step of each kind of rank without memory, here.")
+@click.option(
+    "--rehearse-layers",
+    "layers",
+    type=Count(min=1),
+    metavar="N",
+    help="With --rehearse: N decoder layers for each pipeline stage, seconds instead of minutes.",
+)
 @click.option("--json", "as_json", is_flag=True, help="With --rehearse: print the result as JSON.")
 @stdout_is_json(lambda options: bool(options["as_json"] and options["rehearse"]))
 def command(
@@ -71,6 +78,7 @@ def command(
     master_port: int,
     restarts: int,
     rehearse: bool,
+    layers: int | None,
     as_json: bool,
 ) -> int:
     """Train RECIPE, a file or a name of the gallery (dstk ls), on this machine's ranks.
@@ -87,6 +95,7 @@ def command(
     dstk train recipes/demo.yaml --nproc 4 --resume auto --restarts 3 checkpoint.every=100
     dstk train gpt2-pretrain --layout z3 --nproc 8 --nnodes 2 --node-rank 0 --master-addr node1
     dstk train llama-3.1-405b-pretrain --layout 1024xH100 --rehearse
+    dstk train llama-3.1-405b-pretrain --layout 1024xH100 --rehearse --rehearse-layers 2
     """
     if rehearse:
         _refuse_beside_rehearsal(
@@ -101,7 +110,9 @@ def command(
         )
         from toolkit.cli.rehearse import rehearse_layout  # and with it torch
 
-        return rehearse_layout(recipe, overrides, layout, nproc, as_json=as_json)
+        return rehearse_layout(recipe, overrides, layout, nproc, layers=layers, as_json=as_json)
+    if layers is not None:
+        raise click.UsageError("--rehearse-layers without --rehearse: a run trains the whole model. Add --rehearse.")
     if as_json:
         raise click.UsageError("--json without --rehearse: a run prints its progress. Remove it.")
     if strict and resume is None and not restarts:

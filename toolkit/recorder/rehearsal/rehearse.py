@@ -1,15 +1,10 @@
-"""Rehearse a job: a training step of every kind of rank, their collectives against each other, a save and a resume.
+"""Rehearse a job: a training step of every kind of rank, their collectives against each other, a save and a resume."""
 
-Each kind of rank is a forked process, one after the other, because engines change the process that they run in.
-"""
-
-import multiprocessing as mp
-import pickle
-import sys
-import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -21,16 +16,16 @@ from toolkit.config.job import Job
 from toolkit.config.objective_section import ObjectiveSection
 from toolkit.config.stage_balance import CPU_FLOPS_PER_BYTE, GPU_FLOPS_PER_BYTE
 from toolkit.dsconfig import build
-from toolkit.errors import ToolkitError
 from toolkit.estimate.breakdown import MemoryBreakdown
 from toolkit.estimate.memory_request import MemoryRequest
 from toolkit.estimate.stage_bounds import balanced_bounds
 from toolkit.hardware import Gpu
 from toolkit.model_init.build_model import load_config
-from toolkit.models.shape import find_name
 from toolkit.parallel.model_structure import ModelStructure, analyze_model
 from toolkit.planner.run_memory import memory_request
+from toolkit.recorder.rehearsal.depth import fewer_layers, with_layers, with_random_weights
 from toolkit.recorder.rehearsal.fake_rank import CPU
+from toolkit.recorder.rehearsal.forked_rank import ForkedRank
 from toolkit.recorder.rehearsal.match import find_mismatch
 from toolkit.recorder.rehearsal.rank_kinds import RankKind, rank_kinds
 from toolkit.recorder.rehearsal.rank_step import Partitioned, RankStep, RehearsalFailure, rehearse_rank
@@ -44,17 +39,18 @@ class RehearsedKind:
     kind: RankKind
     step: RankStep
     estimate: MemoryBreakdown
+    """The estimate of the whole model."""
+    has_all_layers: bool
 
     @property
-    def peak(self) -> int:
-        """The most bytes that the rank holds in a step."""
-        return self.step.peak
+    def peak(self) -> int | None:
+        """The most bytes that the rank holds in a step; None where not all layers were rehearsed, or with offload.
 
-    @property
-    def is_all_on_device(self) -> bool:
-        """Whether nothing is offloaded: what is on the host cannot be told from what is on the device."""
+        What is on the host cannot be told from what is on the device.
+        """
         layout = self.kind.layout
-        return (layout.offload_optimizer, layout.offload_params, layout.offload_activations) == ("none", "none", False)
+        offloads = (layout.offload_optimizer, layout.offload_params, layout.offload_activations)
+        return self.step.peak if self.has_all_layers and offloads == ("none", "none", False) else None
 
     @property
     def traffic(self) -> dict[str, tuple[int, int]]:
@@ -73,6 +69,10 @@ class Rehearsal:
     """A job after its rehearsal. `problem`: why it would hang or fail; empty where it would not."""
 
     job: Job
+    layers: int
+    """Decoder layers of the rehearsed model."""
+    all_layers: int
+    """Decoder layers of the job's model."""
     micro_batches: int
     """Micro-batches of the rehearsed step."""
     kinds: tuple[RehearsedKind, ...]
@@ -92,24 +92,45 @@ def _no_progress(name: str, number: int, count: int) -> None:
     """Say nothing."""
 
 
-def rehearse(job: Job, *, gpu: Gpu | None = None, on_gpu: bool = True, progress: Progress = _no_progress) -> Rehearsal:
+def rehearse(
+    job: Job,
+    *,
+    layers: int | None = None,
+    gpu: Gpu | None = None,
+    on_gpu: bool = True,
+    progress: Progress = _no_progress,
+) -> Rehearsal:
     """Rehearse a job. Raises the ToolkitError of a model or layout that cannot be built.
 
+    `layers`: at most so many decoder layers for each pipeline stage, and no estimate of fewer; None for all of them.
     `gpu`: what the job is to fit on; `on_gpu`: whether a GPU's kernels and stage bounds are rehearsed, or a CPU's.
     """
     check_rehearsable(job)
     request = memory_request(job.recipe, job.layout, job.batch, gpu=gpu)
     estimates = request.stages()
+    pattern = request.setup.model.parameters.pattern
+    bounds = _bounds(request, on_gpu=on_gpu)
+    all_layers = len(pattern)
+    if layers is not None:
+        bounds = fewer_layers(bounds, pattern, layers)
+        pattern = pattern[: bounds[-1]]
+        job = with_layers(job, len(pattern), all_layers)
     small = rehearsed_job(job)
-    partitioned = Partitioned(structure=_structure(small), bounds=_bounds(request, on_gpu=on_gpu))
-    kinds = rank_kinds(job.layout, partitioned.bounds, request.setup.model.parameters.pattern)
+    partitioned = Partitioned(structure=_structure(small), bounds=bounds)
+    kinds = rank_kinds(job.layout, bounds, pattern)
     ds_config = rehearsed_config(small, hidden_size=request.setup.model.shape.hidden, on_gpu=on_gpu)
     steps, problem = _steps(small, ds_config, partitioned, kinds, on_gpu=on_gpu, progress=progress)
     most = [[max(column) for column in zip(*values, strict=True)] for values in _together(steps)]
     if not problem and any(list(step.maxima) != most for step in steps.values()):
         steps, problem = _steps(small, ds_config, partitioned, kinds, most=most, on_gpu=on_gpu, progress=progress)
     rehearsed = tuple(
-        RehearsedKind(kind=kind, step=step, estimate=estimates[kind.stages[0]]) for kind, step in steps.items()
+        RehearsedKind(
+            kind=kind,
+            step=step,
+            estimate=estimates[kind.stages[0]],
+            has_all_layers=len(pattern) == all_layers,
+        )
+        for kind, step in steps.items()
     )
     written: Counter[int] = Counter()
     files = plan_files(rehearsed[0].step.saved, job.layout.world_size) if rehearsed else []
@@ -117,6 +138,8 @@ def rehearse(job: Job, *, gpu: Gpu | None = None, on_gpu: bool = True, progress:
         written[file.rank] += file.nbytes
     return Rehearsal(
         job=job,
+        layers=len(pattern),
+        all_layers=all_layers,
         micro_batches=small.batch.accumulation,
         kinds=rehearsed,
         problem=problem or _problem(small, steps),
@@ -141,12 +164,11 @@ def rehearsed_micro_batches(job: Job) -> int:
 
 def rehearsed_job(job: Job) -> Job:
     """The job with few micro-batches, random weights, and without what is compiled for a GPU."""
-    recipe = job.recipe
+    recipe = with_random_weights(job.recipe)
     samples = job.batch.micro_batch_size * job.batch.dp * rehearsed_micro_batches(job)
-    name = find_name(recipe.model.name_or_path, tuned=True) or recipe.model.name_or_path
     changed = recipe.changed(
         {
-            "model": {"name_or_path": name, "init": "random", "kernels": "torch"},
+            "model": {"kernels": "torch"},
             "batch": {"global_batch_size": samples},
             "train": {"compile": False, "objective": ObjectiveSection()},
         }
@@ -205,56 +227,32 @@ def _steps(
     on_gpu: bool,
     progress: Progress,
 ) -> tuple[dict[RankKind, RankStep], str]:
-    """Rehearse all kinds, stage by stage: a stage receives the headers that the one before has sent.
+    """Rehearse all kinds, those of a stage at once: a stage receives the headers that the one before has sent.
 
     Stops at the first rank whose code fails, and returns those before it and why it does.
     """
     steps: dict[RankKind, RankStep] = {}
     sent: dict[tuple[int, str], Sequence[list[int]]] = {}
-    for number, kind in enumerate(kinds, start=1):
-        progress(kind.name, number, len(kinds))
-        received = sent.get((kind.stages[0] - 1, kind.place), ())
+    for stages, of_stage in groupby(kinds, key=lambda kind: kind.stages):
+        running: list[ForkedRank] = []
+        for kind in of_stage:
+            progress(kind.name, len(steps) + len(running) + 1, len(kinds))
+            received = sent.get((stages[0] - 1, kind.place), ())
+            options: dict[str, Any] = {"received": received, "most": most, "on_gpu": on_gpu}
+            step = partial(rehearse_rank, job, ds_config, kind.rank, partitioned, **options)
+            running.append(ForkedRank(kind, step))
         try:
-            steps[kind] = _in_process(
-                job, ds_config, partitioned, kind.rank, received=received, most=most, on_gpu=on_gpu
-            )
+            for process in running:
+                kind = process.kind
+                steps[kind] = process.outcome()
+                for stage in stages:
+                    sent[stage, kind.place] = steps[kind].sent
         except RehearsalFailure as failure:
             return steps, f"rank {kind.rank} ({kind.name}) fails in {failure}"
-        for stage in kind.stages:
-            sent[stage, kind.place] = steps[kind].sent
+        finally:
+            for process in running:
+                process.end()
     return steps, ""
-
-
-def _in_process(
-    job: Job, ds_config: Mapping[str, Any], partitioned: Partitioned, rank: int, **options: Any
-) -> RankStep:
-    """Rehearse one rank in a forked process."""
-    context = mp.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-
-    def run() -> None:
-        try:
-            outcome: Any = rehearse_rank(job, ds_config, rank, partitioned, **options)
-        except (ToolkitError, RehearsalFailure) as error:
-            outcome = error
-        except BaseException:
-            outcome = traceback.format_exc()
-        sender.send_bytes(pickle.dumps(outcome))
-
-    sys.stdout.flush()
-    process = context.Process(target=run)
-    process.start()
-    sender.close()
-    try:
-        outcome = pickle.loads(receiver.recv_bytes())
-    finally:
-        process.join()
-    if isinstance(outcome, Exception):
-        raise outcome
-    if isinstance(outcome, str):
-        raise RuntimeError(f"rank {rank} cannot be rehearsed:\n{outcome}")
-    assert isinstance(outcome, RankStep)
-    return outcome
 
 
 def _problem(job: Job, steps: Mapping[RankKind, RankStep]) -> str:
