@@ -66,6 +66,8 @@ class StepMetrics(BaseModel):
     objective: dict[str, Measured] | None = None
     """Metrics of an objective of preference tuning, with the names of TRL: `rewards/chosen`, `rewards/rejected`,
     `rewards/margins`, `rewards/accuracies`, `logps/chosen` and `logps/rejected`, and `kl` or `delta`; in nats."""
+    slow_ranks: dict[str, Measured] | None = None
+    """How many times as long as others a rank takes that these wait for, by rank, host and phase."""
     batch: str | None = None
     """A hash of the step's samples and their order, equal in every layout."""
 

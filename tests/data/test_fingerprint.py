@@ -85,7 +85,15 @@ def test_its_way_over_the_device_keeps_every_bit(total: int, stop: bool) -> None
     fingerprints.local_sums.append(total)
     numbers = fingerprints.step_numbers(torch.device("cpu"), stop=stop)
     assert numbers.dtype == torch.float64
-    assert read_step_numbers(numbers.tolist()) == (format_fingerprint(total), stop)
+    assert read_step_numbers(numbers.tolist()) == (format_fingerprint(total), stop, [])
+
+
+def test_other_numbers_travel_with_it() -> None:
+    loader: Any = SimpleNamespace(layout=Layout(), report_phase=lambda phase: None)
+    fingerprints = BatchFingerprints(loader)
+    fingerprints.local_sums.append(7)
+    numbers = fingerprints.step_numbers(torch.device("cpu"), stop=False, count=4, others={1: 0.5, 3: 2.0})
+    assert read_step_numbers(numbers.tolist()) == (format_fingerprint(7), False, [0.0, 0.5, 0.0, 2.0])
 
 
 def test_it_is_written_with_sixteen_digits() -> None:

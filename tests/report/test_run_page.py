@@ -192,6 +192,13 @@ def test_rollbacks_are_events_with_their_reason(make_run: MakeRun) -> None:
     assert events_of(folder)["rolled back to step 2: the loss is nan on rank 1"] == "3"
 
 
+def test_a_slow_rank_is_an_event(make_run: MakeRun) -> None:
+    folder = make_run([line(1), line(2)])
+    slow = {"step": 2, "kind": "slow", "reason": "rank 3 (node2) holds the others up"}
+    (folder / "events.jsonl").write_text(json.dumps(slow) + "\n")
+    assert events_of(folder)["rank 3 (node2) holds the others up"] == "2"
+
+
 def test_steps_without_a_line_are_an_event(make_run: MakeRun) -> None:
     assert events_of(make_run([line(1), line(5), line(7)]))["no line in metrics.jsonl"] == "2 to 4, 6"
 

@@ -34,6 +34,14 @@ def test_a_plain_line_has_everything_and_is_never_broken() -> None:
     assert shown(step(2)) == ["step 2/4  loss 2.5000  lr 1.00e-03  grad norm 0.750  2k tok/s  ETA 4s"]
 
 
+def test_the_rank_that_holds_the_others_up_most_is_named() -> None:
+    one = step(1, slow_ranks={"rank 3 (node2) forward": 1.82})
+    two = step(2, slow_ranks={"rank 3 (node2) forward": 1.82, "rank 1 (node1) data": 4.0})
+    lines = shown(one, two)
+    assert "slow: rank 3 (node2) forward 1.8x" in lines[0]
+    assert "slow: rank 1 (node1) data 4.0x and 1 more" in lines[1]
+
+
 def test_mfu_is_shown_where_it_is_known() -> None:
     assert "MFU 43.2%" in shown(step(1), mfu=0.432)[0]
 

@@ -336,6 +336,8 @@ class LogSection(Section):
     """Trackers of accelerate, on rank 0: tensorboard, wandb, mlflow, trackio, …"""
     level: Literal["debug", "info", "warning"] = "info"
     """`debug` also shows DeepSpeed's messages; `warning` hides the banner and the progress."""
+    slow_ranks: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    """Name a rank that holds the others up by more than this share of a step, for 20 steps; 0 names none."""
 
 
 class Recipe(Section):

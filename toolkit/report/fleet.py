@@ -197,8 +197,8 @@ def _last_event(path: Path) -> str:
     for line in reversed(_tail(path)):
         try:
             event = json.loads(line)
-            outcome = f"rolled back to {event['to']}" if event["kind"] == "rollback" else "skipped"
-            return f"step {event['step']} {outcome}: {event['reason']}"
+            outcomes = {"rollback": f" rolled back to {event.get('to')}", "slow": ""}
+            return f"step {event['step']}{outcomes.get(event['kind'], ' skipped')}: {event['reason']}"
         except (ValueError, KeyError, TypeError):
             continue
     return ""

@@ -94,8 +94,12 @@ def _step(path: Path, number: int, line: str) -> StepMetrics:
 
 @dataclass(frozen=True, kw_only=True)
 class Incident:
-    """A handled failure of a step. `to` is the step that training rolled back to, None if it only skipped the batch."""
+    """What happened in a step: a handled failure, or a rank that was slow.
 
+    `kind`: `rollback`, `skip` or `slow`. `to`: the step that training rolled back to.
+    """
+
+    kind: str
     step: int
     reason: str
     to: int | None
@@ -254,7 +258,7 @@ def _incidents(path: Path) -> Iterator[Incident]:
         try:
             event = decode_json(line)
             to = int(event["to"]) if event["kind"] == "rollback" else None
-            yield Incident(step=int(event["step"]), reason=str(event["reason"]), to=to)
+            yield Incident(kind=str(event["kind"]), step=int(event["step"]), reason=str(event["reason"]), to=to)
         except (ValueError, KeyError, TypeError):
             continue
 

@@ -162,6 +162,8 @@ def run_events(run: RecordedRun) -> list[RunEvent]:
         if incident.to is not None:
             description = f"rolled back to step {incident.to}: {incident.reason}"
             events.append(RunEvent("warning", description, str(incident.step)))
+        elif incident.kind == "slow":
+            events.append(RunEvent("plain", incident.reason, str(incident.step)))
     for restart in run.log.restarts:
         again = plural(restart.after - restart.at + 1, "step")
         events.append(RunEvent("warning", f"restart: {again} trained again", f"{restart.at}, after {restart.after}"))

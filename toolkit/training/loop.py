@@ -5,7 +5,8 @@ is done by callbacks (toolkit/training/callback.py), by way of the run's progres
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from toolkit.training.progress import ProgressLine, Stopwatch
 from toolkit.training.reference_model import compute_reference
 from toolkit.training.resume import Resumed
 from toolkit.training.run_directory import RunDirectory
+from toolkit.training.slow_ranks import SlowRanks
 
 _NO_UPDATE = StepResult(loss=math.nan, grad_norm=math.nan, skipped=True)
 
@@ -59,6 +61,7 @@ class TrainingRun:
         directory: RunDirectory | None = None,
         checkpointer: Checkpointer | None = None,
         resumed: Resumed | None = None,
+        slow_ranks: SlowRanks | None = None,
     ) -> None:
         self.job = job
         self.engine = engine
@@ -70,6 +73,7 @@ class TrainingRun:
         self.directory = directory
         self.checkpointer = checkpointer
         self.resumed = resumed
+        self.slow_ranks = slow_ranks
         self.history: list[StepMetrics] = []
         self.fingerprints = BatchFingerprints(loader)
         self.learning_rate = learning_rate(self.recipe)
@@ -88,7 +92,8 @@ class TrainingRun:
             self._load(self.resumed)
         self.engine.before_update = partial(self._notify, "on_before_update")
         self.engine.loop_numbers = self._step_numbers
-        with self.progress:
+        watching = nullcontext() if self.slow_ranks is None else self.slow_ranks.watching()
+        with self.progress, watching:
             self._notify("on_run_begin")
             try:
                 self._take_steps()
@@ -183,6 +188,8 @@ class TrainingRun:
     def _take_step(self, batches: Iterator[MicroBatch]) -> bool:
         """Take one step; False where the run was rolled back, so that other samples come next."""
         self._notify("on_step_begin")
+        if self.slow_ranks is not None:
+            self.slow_ranks.begin_step(self.step)
         batch_index = self.step + self.skipped_batches
         tokens = self.loader.target_tokens(batch_index)
         terms = tokens if self.engine.objective is None else self.loader.loss_terms(batch_index)
@@ -213,13 +220,16 @@ class TrainingRun:
         return next((action for action in actions if action is not None), None)
 
     def _step_numbers(self) -> torch.Tensor:
-        return self.fingerprints.step_numbers(self.engine.device, stop=bool(self._stop_cause))
+        count, others = (0, {}) if self.slow_ranks is None else self.slow_ranks.local_numbers()
+        return self.fingerprints.step_numbers(
+            self.engine.device, stop=bool(self._stop_cause), count=count, others=others
+        )
 
     def _finish_step(self, result: StepResult, tokens: int) -> None:
         source_tokens = self.loader.source_tokens(self.step + self.skipped_batches)
         # An engine from elsewhere need not read them together with its loss.
         numbers = self.engine.read_loop_numbers or self._step_numbers().tolist()
-        digest, self.is_stopping = read_step_numbers(numbers)
+        digest, self.is_stopping, times = read_step_numbers(numbers)
         rate = self.learning_rate(self.step)
         self.step += 1
         self.tokens += tokens
@@ -236,6 +246,7 @@ class TrainingRun:
             **_by_source(result, source_tokens),
             **_of_experts(result.routing),
             objective=result.objective,
+            slow_ranks=self._compare_ranks(times),
             batch=digest,
         )
         self.history.append(metrics)
@@ -245,6 +256,16 @@ class TrainingRun:
             place = f"{self._stop_cause or 'a signal'} after step {self.step} of {self.recipe.train.steps}"
             raise PreemptedError(f"stopped by {place}; {self.describe_saved()}.")
         self._stopwatch.lap()  # validation and checkpoints are not part of a step's time
+
+    def _compare_ranks(self, times: Sequence[float]) -> dict[str, float] | None:
+        """Find the ranks that the others wait for, if the times of all ranks have come; say and note what is new."""
+        if self.slow_ranks is None:
+            return None
+        for change in self.slow_ranks.read(times):
+            self.progress.say(f"step {self.step}: {change}")
+            if self.directory is not None:
+                self.directory.note(step=self.step, kind="slow", reason=change)
+        return self.slow_ranks.metrics()
 
     def _evaluate(self) -> dict[str, Any]:
         """Validate where that is due: the loss of each set, and of all their targets together."""

@@ -102,11 +102,21 @@ class ProgressLine:
             "margin": _objective(metrics.objective),
             "lr": f"lr {metrics.lr:.2e}",
             "norm": norm,
+            "slow": _slow(metrics.slow_ranks),
             "speed": f"{format_count(rate)} tok/s",
             "mfu": f"MFU {self.mfu(rate):.1%}" if self.mfu is not None else "",
             "eta": f"ETA {format_duration(mean_seconds * (self._total - metrics.step))}",
         }
         return {name: text for name, text in details.items() if text}
+
+
+def _slow(slow_ranks: dict[str, float] | None) -> str:
+    """The rank that holds the others up most."""
+    if not slow_ranks:
+        return ""
+    slowest = max(slow_ranks, key=lambda name: slow_ranks[name])
+    more = f" and {len(slow_ranks) - 1} more" if len(slow_ranks) > 1 else ""
+    return f"slow: {slowest} {slow_ranks[slowest]:.1f}x{more}"
 
 
 def _objective(metrics: dict[str, float] | None) -> str:
@@ -120,7 +130,7 @@ def _objective(metrics: dict[str, float] | None) -> str:
 def _fitting(details: dict[str, str], width: int) -> list[str]:
     """The details that fit on one line of a narrow terminal: the least interesting ones are left out first."""
     shown = dict(details)
-    for name in ("lr", "held-out", "norm", "mfu", "eta", "speed", "margin"):
+    for name in ("lr", "held-out", "norm", "mfu", "eta", "speed", "margin", "slow"):
         if len("  ".join(shown.values())) > width:
             shown.pop(name, None)
     return list(shown.values())

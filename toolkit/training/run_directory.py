@@ -24,7 +24,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -117,6 +117,8 @@ class RunDirectory:
         self.metrics: MetricsFile | None = None
         self.hosts: tuple[str, ...] = ()
         """The hosts of the ranks in the order of their first ranks, once the directory is claimed."""
+        self.host_of_rank: tuple[str, ...] = ()
+        """The host of each rank, likewise."""
         self._automatic_name = automatic_name
         self._lock: RunLock | None = None
         self._url_lock: RunLock | None = None
@@ -189,7 +191,11 @@ class RunDirectory:
             self._check_shared(ranks, holder)
             return
         self._remove_staged()
-        self.hosts = tuple(dict.fromkeys(ranks.gather(socket.gethostname())))
+        self._set_hosts(ranks.gather(socket.gethostname()))
+
+    def _set_hosts(self, hosts_of_ranks: Sequence[str]) -> None:
+        self.host_of_rank = tuple(hosts_of_ranks)
+        self.hosts = tuple(dict.fromkeys(hosts_of_ranks))
 
     def _remove_staged(self) -> None:
         """Remove what ranks of dead jobs were about to upload from this host."""
@@ -199,7 +205,7 @@ class RunDirectory:
     def _check_shared(self, ranks: Ranks, holder: Holder) -> None:
         """Raise RunDirectoryError, the same on every rank, where a host does not see what the writer writes there."""
         seen_by = ranks.gather((socket.gethostname(), _is_seen(self.path, holder)))
-        self.hosts = tuple(dict.fromkeys(host for host, _ in seen_by))
+        self._set_hosts([host for host, _ in seen_by])
         blind_hosts = sorted({host for host, is_seen in seen_by if not is_seen})
         if not blind_hosts:
             return

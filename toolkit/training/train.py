@@ -36,6 +36,7 @@ from toolkit.training.replica_check import ReplicaCheck
 from toolkit.training.resume import AUTO, resume
 from toolkit.training.run_directory import RunDirectory
 from toolkit.training.run_recorder import PeriodicCheckpoints, RunRecorder
+from toolkit.training.slow_ranks import SlowRanks
 from toolkit.training.teacher_model import teach
 from toolkit.training.trackers import Trackers
 
@@ -180,6 +181,9 @@ def _build(
         job, device, prepared.ds_config, eos_id=corpus.eos_id, trust_remote_code=options.trust_remote_code
     )
     _check_objective(job, engine)
+    slow_ranks = _slow_ranks(job, device, directory, report_phase)
+    if slow_ranks is not None:
+        report_phase = slow_ranks.report_phase
     profiler = Profiler(report_phase) if job.recipe.train.profile is not None else None
     if profiler is not None:
         report_phase = profiler.report_phase
@@ -220,6 +224,24 @@ def _build(
         directory=directory,
         checkpointer=checkpointer,
         resumed=resumed,
+        slow_ranks=slow_ranks,
+    )
+
+
+def _slow_ranks(
+    job: Job, device: torch.device, directory: RunDirectory | None, report_phase: PhaseReporter
+) -> SlowRanks | None:
+    """Return what names slow ranks; None for a single rank, for a run in memory, and where the recipe turns it off."""
+    share = job.recipe.log.slow_ranks
+    if directory is None or not share or not dist.is_initialized() or job.layout.world_size == 1:
+        return None
+    return SlowRanks(
+        report_phase,
+        device,
+        layout=job.layout,
+        rank=dist.get_rank(),
+        hosts=directory.host_of_rank,
+        share=share,
     )
 
 

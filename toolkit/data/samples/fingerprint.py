@@ -6,7 +6,7 @@ the sum over the samples, and so over the ranks, is the fingerprint of the batch
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -60,29 +60,37 @@ class BatchFingerprints:
             yield micro_batch
         self.local_sums.append(total)
 
-    def step_numbers(self, device: torch.device, *, stop: bool) -> torch.Tensor:
-        """Return what `read_step_numbers` reads, fp64 [3] on `device`, summed over all ranks. A collective call.
+    def step_numbers(
+        self, device: torch.device, *, stop: bool, count: int = 0, others: Mapping[int, float] | None = None
+    ) -> torch.Tensor:
+        """Return what `read_step_numbers` reads, fp64 [3 + count] on `device`, summed over ranks. A collective call.
 
         The fingerprint is that of the last step's global batch, as the first rank of each replica read it; whether any
-        rank wants to `stop` travels with it. The host does not wait for the device.
+        rank wants to `stop` travels with it, and so do `count` numbers, of which `others` has this rank's by their
+        places. The host does not wait for the device.
         """
         self._loader.report_phase("fingerprint")
         place = self._coordinate
         is_first = place.pipe == 0 and place.model == 0 and place.data % self._loader.layout.cp == 0
         high, low = divmod(self.local_sums[-1] if is_first else 0, _HALF)
-        numbers = torch.empty(3, dtype=torch.float64, device=device)
+        numbers = torch.zeros(3 + count, dtype=torch.float64, device=device)
         # A copy of a list to a GPU waits for all that the GPU has to do; a value to fill with goes with the kernel.
-        for position, number in enumerate((high, low, int(stop))):
+        for position, number in {0: high, 1: low, 2: int(stop)}.items():
             numbers[position].fill_(number)
+        for index, other in (others or {}).items():
+            numbers[3 + index].fill_(other)
         if dist.is_initialized():
             dist.all_reduce(numbers)
         return numbers
 
 
-def read_step_numbers(numbers: Sequence[float]) -> tuple[str, bool]:
-    """Return the fingerprint of a global batch, and whether any rank wants to stop, from `step_numbers` on the host."""
-    high, low, stops = numbers
-    return format_fingerprint(int(high) * _HALF + int(low)), stops > 0
+def read_step_numbers(numbers: Sequence[float]) -> tuple[str, bool, list[float]]:
+    """Return the fingerprint of a global batch, whether any rank wants to stop, and the numbers that came with them.
+
+    `numbers`: those of `step_numbers`, on the host.
+    """
+    high, low, stops, *others = numbers
+    return format_fingerprint(int(high) * _HALF + int(low)), stops > 0, others
 
 
 def merge_fingerprints(loader: MicroBatchLoader, ranks: list[list[int]]) -> tuple[str, ...]:
