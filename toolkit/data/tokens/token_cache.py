@@ -156,12 +156,12 @@ def prepare(section: DataSection, *, progress: bool) -> TokenCorpus:
     folder = corpus.cache
     if folder.is_dir():
         return open_cache(folder)
-    started = time.time()
     failure = folder.with_name(f"{folder.name}.failed")
+    earlier = _version_of(failure)
     with corpus.locked(folder, progress=progress):
         if folder.is_dir():
             return open_cache(folder)
-        _raise_failure_since(started, failure)
+        _raise_failure_since(earlier, failure)
         partial = folder.with_name(f".{folder.name}.partial")
         try:
             with corpus.removed_on_failure(partial):
@@ -269,7 +269,7 @@ class Corpus:
 def _locked(folder: Path, *, progress: bool) -> Iterator[None]:
     """Hold the lock of a directory, and delete its file: who waits for it finds the directory, or why there is none.
 
-    Reasons of failures that no rank can be waiting for any more are deleted too.
+    Reasons of failures of other caches that no rank can be waiting for any more are deleted too.
     """
     path = folder.with_name(f"{folder.name}.lock")
     lock = FileLock(path, poll_interval=_LOCK_POLL_SECONDS)
@@ -282,7 +282,7 @@ def _locked(folder: Path, *, progress: bool) -> Iterator[None]:
     try:
         for failure in folder.parent.glob("*.failed"):
             with contextlib.suppress(FileNotFoundError):
-                if time.time() - failure.stat().st_mtime > _FAILURE_SECONDS:
+                if failure.stem != folder.name and time.time() - failure.stat().st_mtime > _FAILURE_SECONDS:
                     failure.unlink()
         yield
     finally:
@@ -310,10 +310,19 @@ def _name(
     return f"{source_name or 'text'}-{tokenizer_name or 'tokenizer'}-{digest}"
 
 
-def _raise_failure_since(started: float, failure: Path) -> None:
+def _version_of(failure: Path) -> tuple[int, int] | None:
+    """Return what changes when a file is written again; None where there is none. Clocks of hosts are not compared."""
+    try:
+        status = failure.stat()
+    except OSError:  # that nothing can be read there is said where it is written
+        return None
+    return status.st_ino, status.st_mtime_ns
+
+
+def _raise_failure_since(earlier: tuple[int, int] | None, failure: Path) -> None:
     # Otherwise ranks that waited for a builder that failed would repeat its work one after the other, and fail too.
     with contextlib.suppress(FileNotFoundError):
-        if failure.stat().st_mtime >= started:
+        if _version_of(failure) not in (None, earlier):
             raise DataError(failure.read_text(encoding="utf-8"))
 
 
