@@ -4,11 +4,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from datetime import UTC, datetime, timedelta, tzinfo
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+from toolkit.launch import rendezvous as rendezvous_file
+from toolkit.launch.rendezvous import LocalTimes
 
 PLACES = 2
 NODES = 4
@@ -111,3 +116,65 @@ def test_a_free_place_is_offered_to_a_node_that_waits(backend: str, tmp_path: Pa
         nodes.wait_until_full()
         nodes.join(0)
         wait_until(lambda: nodes.waiting(1) == 1)
+
+
+def state(heartbeats: dict[str, datetime], deadline: datetime | None = None) -> SimpleNamespace:
+    return SimpleNamespace(last_heartbeats=dict(heartbeats), deadline=deadline)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> "Clock":
+    made = Clock()
+    monkeypatch.setattr(rendezvous_file, "datetime", made)
+    return made
+
+
+class Clock:
+    """The clock of this node, which a test puts forward."""
+
+    def __init__(self) -> None:
+        self.time = datetime(2026, 1, 1, tzinfo=UTC)
+
+    def now(self, zone: tzinfo) -> datetime:
+        return self.time
+
+
+@pytest.mark.parametrize("skew", [timedelta(hours=-1), timedelta(hours=1)])
+def test_a_heartbeat_has_the_time_at_which_this_node_saw_it(clock: Clock, skew: timedelta) -> None:
+    times = LocalTimes(last_call_seconds=30)
+    began = clock.time
+    first = state({"there": began + skew})
+    times.localize(first)
+    assert first.last_heartbeats == {"there": began}
+    clock.time = began + timedelta(seconds=9)
+    unchanged = state({"there": began + skew})
+    times.localize(unchanged)
+    assert unchanged.last_heartbeats == {"there": began}
+    changed = state({"there": began + skew + timedelta(seconds=5)})
+    times.localize(changed)
+    assert changed.last_heartbeats == {"there": clock.time}
+
+
+def test_what_this_node_writes_has_the_times_that_others_wrote(clock: Clock) -> None:
+    times = LocalTimes(last_call_seconds=30)
+    theirs = clock.time - timedelta(hours=1)
+    shared = state({"there": theirs, "here": clock.time}, deadline=theirs)
+    times.localize(shared)
+    clock.time += timedelta(seconds=5)
+    shared.last_heartbeats["here"] = clock.time
+    times.restore(shared)
+    assert shared.last_heartbeats == {"there": theirs, "here": clock.time}
+    assert shared.deadline == theirs
+
+
+def test_more_nodes_are_waited_for_until_the_last_call_is_over_here(clock: Clock) -> None:
+    times = LocalTimes(last_call_seconds=30)
+    deadline = clock.time - timedelta(hours=1)
+    for seconds in (0, 20):
+        clock.time += timedelta(seconds=seconds)
+        shared = state({}, deadline=deadline)
+        times.localize(shared)
+        assert shared.deadline - clock.time == timedelta(seconds=30 - seconds)
+    shared.deadline = clock.time + timedelta(seconds=30)
+    times.restore(shared)
+    assert shared.deadline == clock.time + timedelta(seconds=30)

@@ -124,14 +124,19 @@ class Launch:
             return f"{_ELASTIC}{_line(*words, *self.program)}"
         if job.nodes == 1:
             return _line(*words, "--master_port", self.port, *self.program)
-        words += ["--nnodes", job.nodes, "--rdzv_backend", "c10d", "--rdzv_endpoint", endpoint]
+        backend = _RENDEZVOUS if self._trains else "c10d"
+        words += ["--nnodes", job.nodes, "--rdzv_backend", backend, "--rdzv_endpoint", endpoint]
         return "# On every node.\n" + _line(*words, *self.program)
+
+    @property
+    def _trains(self) -> bool:
+        """Whether the program is this toolkit's training, for which it is installed on every node."""
+        return tuple(self.program[:2]) == TRAIN
 
     def _slurm(self) -> str:
         """One task a rank for this toolkit's program, which resumes; for others one a node, where torchrun starts."""
         job = self.job
-        ours = tuple(self.program[:2]) == TRAIN
-        tasks = job.gpus_per_node if ours else 1
+        tasks = job.gpus_per_node if self._trains else 1
         cores = self.cpus_per_gpu * job.gpus_per_node // tasks
         directives: dict[str, object] = {
             "job-name": self.name,
@@ -143,14 +148,15 @@ class Launch:
             "time": f"{self.hours}:00:00",
             "output": f"{self.folder}/%x-%j.log",
         }
-        if ours:
+        if self._trains:
             directives |= {"signal": "USR1@300", "open-mode": "append"}
         head = "".join(f"#SBATCH --{name}={shlex.quote(str(value))}\n" for name, value in directives.items())
         activate = f"source {shlex.quote(self.activate)}" if self.activate else "# Activate the environment here."
+        requeue = "#SBATCH --requeue" if self._trains else ""
         return (
-            f"{head}#SBATCH --exclusive\n{'#SBATCH --requeue' if ours else ''}\n\n{activate}\nset -euo pipefail\n"
+            f"{head}#SBATCH --exclusive\n{requeue}\n\n{activate}\nset -euo pipefail\n"
             "# Slurm runs a copy of this script: this is where it was written.\n"
-            f"here={shlex.quote(self.folder)}\n{self._requeued() if ours else self._torchrun_in_slurm()}"
+            f"here={shlex.quote(self.folder)}\n{self._requeued() if self._trains else self._torchrun_in_slurm()}"
         )
 
     def _requeued(self) -> str:

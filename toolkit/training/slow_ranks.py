@@ -53,7 +53,7 @@ class SlowRanks:
 
     @property
     def report_phase(self) -> PhaseReporter:
-        """Where the phases of this rank are reported."""
+        """The reporter to which this rank reports its phases."""
         return self._clock.report_phase
 
     def watching(self) -> AbstractContextManager[None]:
