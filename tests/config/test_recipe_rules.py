@@ -95,6 +95,21 @@ CONFLICTS: list[tuple[dict[str, object], list[str], list[object]]] = [
         [("checkpoint.every", "1 or more"), ("train.spike_sigmas", 0)],
     ),
     (
+        {"train__repeat_check": 10, "parallel__pp": 2},
+        ["parallel.pp", "train.repeat_check"],
+        [("train.repeat_check", 0), ("parallel.pp", 1)],
+    ),
+    (
+        {"train__repeat_check": 10, "parallel__zero_stage": 3},
+        ["parallel.zero_stage", "train.repeat_check"],
+        [("train.repeat_check", 0), ("parallel.zero_stage", 2)],
+    ),
+    (
+        {"train__repeat_check": 10, "train__engine": "fsdp"},
+        ["train.engine", "train.repeat_check"],
+        [("train.repeat_check", 0), ("train.engine", "deepspeed")],
+    ),
+    (
         {"train__spike_window": 100},
         ["train.spike_window", "train.spike_sigmas"],
         ["remove it", ("train.spike_sigmas", "1 or more")],

@@ -10,12 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from interrupted_runs import assert_same_bits, timeless
+from refusals import refused
 
 from toolkit.config.recipe import Recipe
 from toolkit.config.strategy import Strategy
+from toolkit.engines.full_forward import DataParallelEngine
 from toolkit.engines.optimizer_states import MASTER
 from toolkit.engines.replicas import BUFFER, PARTITION, WEIGHT, Replicas, _judge, _Mismatch, checksum
-from toolkit.errors import ReplicaError
+from toolkit.errors import ReplicaError, RunError
 from toolkit.training.loop import TrainingRun
 from toolkit.training.replica_check import ReplicaCheck
 
@@ -225,3 +227,80 @@ class TestJudge:
         consequence = _Mismatch(label="v", ranks=(0, 1), sums=(3, 4))
         difference = _judge({along_data, along_tensor, consequence}, list("abcd"))
         assert str(difference) == "rank 2 (c) differs from the other replicas in w"
+
+
+REPEATED = ("dp4-z1", "dp4-z0", "ddp", "dp2-tp2-z1", "dp2-tp2-z2-sp")
+
+
+def plant_in_gradients(monkeypatch: pytest.MonkeyPatch, name: str, *, step: int, again: bool = False) -> None:
+    """Have one rank compute a wrong gradient of a parameter in a step, once or each time."""
+    take_step, planted = TrainingRun._take_step, [False]
+
+    def disturbed(run: TrainingRun, batches: Any) -> bool:
+        if run.step + 1 != step or dist.get_rank() != WRONG or (planted[0] and not again):
+            return take_step(run, batches)
+        planted[0] = True
+        parameter = dict(run.engine.named_parameters())[name]
+        hook = parameter.register_hook(lambda gradient: gradient * (1 + 2**-20))
+        try:
+            return take_step(run, batches)
+        finally:
+            hook.remove()
+
+    monkeypatch.setattr(TrainingRun, "_take_step", disturbed)
+
+
+REPEATS = ("checkpoint.every=4", "train.repeat_check=2", "schedule.warmup_steps=6", "train.steps=8")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "dp4-z1" else pytest.mark.whole) for name in REPEATED]
+)
+def test_a_wrong_gradient_of_one_rank_is_found_named_and_undone(
+    train: Train, make_recipe: Callable[..., Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    where = settings_of(name, make_recipe)
+    train("run_dir=wanted", *REPEATS[:1], *REPEATS[2:], **where)
+    monkeypatch.setattr("socket.gethostname", lambda: "HOST")
+    plant_in_gradients(monkeypatch, MATRIX, step=6)
+    output = train("run_dir=run", *REPEATS, **where).replace("\n", " ")
+    of_two = "tp2" in name
+    named = (
+        f"ranks 0 (HOST), {WRONG} (HOST) differ in"
+        if of_two
+        else f"rank {WRONG} (HOST) differs from the other replicas in"
+    )
+    assert f"step 6: {named} {MATRIX} (gradient) when all replicas compute the same micro-batch" in output
+    assert "Rolled back to step-00000004; the steps since are taken again" in output
+    [event] = events(tmp_path / "run")
+    assert (event["kind"], event["step"], event["to"]) == ("rollback", 6, 4)
+    assert timeless(tmp_path / "run") == timeless(tmp_path / "wanted")
+    assert_same_bits(tmp_path / "run" / "step-00000008", tmp_path / "wanted" / "step-00000008")
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", REPEATED)
+def test_a_repeated_micro_batch_leaves_no_trace(
+    train: Train, make_recipe: Callable[..., Recipe], tmp_path: Path, name: str, precision: str
+) -> None:
+    where = settings_of(name, make_recipe)
+    train("run_dir=wanted", *REPEATS[2:], f"precision={precision}", **where)
+    train("run_dir=run", *REPEATS[2:], "train.repeat_check=1", f"precision={precision}", **where)
+    assert events(tmp_path / "run") == []
+    assert timeless(tmp_path / "run") == timeless(tmp_path / "wanted")
+
+
+def test_gradients_that_no_rank_computes_twice_alike_are_refused(
+    train: Train, make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repeat = DataParallelEngine.repeat
+    calls = [0]
+
+    def nearly(engine: DataParallelEngine, micro_batch: Any) -> dict[str, torch.Tensor]:
+        calls[0] += 1
+        return {name: value * (1 + calls[0] * 2**-20) for name, value in repeat(engine, micro_batch).items()}
+
+    monkeypatch.setattr(DataParallelEngine, "repeat", nearly)
+    with refused(RunError, "train.repeat_check", remedy=("train.repeat_check", 0)):
+        train("run_dir=run", *REPEATS, **settings_of("dp4-z1", make_recipe))

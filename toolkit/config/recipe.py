@@ -298,6 +298,9 @@ class TrainSection(Section):
     replica_check: NonNegativeInt = 0
     """Steps between comparisons of what several ranks hold: weights, and optimizer states that are not sharded. Where
     they differ, the rank is named and the run rolls back to the newest checkpoint; 0 means never."""
+    repeat_check: NonNegativeInt = 0
+    """Steps between comparisons of what replicas compute: all take the same micro-batch forward and backward, and where
+    the loss or a gradient differs in a bit, the rank is named and the run rolls back; 0 means never."""
     profile: ProfileSection | None = None
     """Trace some steps: a file for Perfetto, a memory snapshot, and where the time goes; null: none."""
     max_incidents: PositiveInt = 3

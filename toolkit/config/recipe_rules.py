@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
-from toolkit.config.data_section import CONVERSATIONS, DataSection
+from toolkit.config.data_section import CONVERSATIONS, PREFERENCE_FORMATS, DataSection
 from toolkit.config.distill_rules import distill_conflicts
 from toolkit.config.megatron_prefix import megatron_prefix
 from toolkit.config.mixture_rules import idle_data_fields, mixture_conflicts, of_all_texts, of_each_text
@@ -98,6 +98,7 @@ def recipe_conflicts(recipe: Recipe, world_size: int | None = None) -> list[Refu
         *_profile(recipe),
         *_places(recipe),
         *_validation_and_rollback(recipe),
+        *_repeated(recipe),
         *mixture_conflicts(recipe),
         *of_each_text(recipe, _fine_tuning),
         *of_all_texts(recipe, _document_ends),
@@ -212,6 +213,30 @@ def _validation_and_rollback(recipe: Recipe) -> Iterator[Refusal]:
             reason = "there is no checkpoint to roll back to"
             remedy = (("checkpoint.every", "1 or more"), (field, off))
             yield recipe.conflict(field, "checkpoint.every", reason=reason, remedy=remedy)
+
+
+def _repeated(recipe: Recipe) -> Iterator[Refusal]:
+    """Refuse to repeat micro-batches where an engine cannot compute one without a step, or a loss is one of many."""
+    if not recipe.train.repeat_check:
+        return
+    reason = "replicas do not compute the same micro-batch in this version"
+    remedy: Setting = ("train.repeat_check", 0)
+    for axis in ("pp", "cp", "ulysses"):
+        if getattr(recipe.parallel, axis) > 1:
+            yield recipe.conflict(
+                f"parallel.{axis}", remedy[0], reason=reason, remedy=(remedy, (f"parallel.{axis}", 1))
+            )
+    if recipe.parallel.zero_stage == 3:
+        reason_of_stage = "DeepSpeed does not release the weights that it gathers in a backward pass of no step"
+        yield recipe.conflict(
+            "parallel.zero_stage", remedy[0], reason=reason_of_stage, remedy=(remedy, ("parallel.zero_stage", 2))
+        )
+    if recipe.train.engine == "fsdp":
+        yield recipe.conflict("train.engine", remedy[0], reason=reason, remedy=(remedy, ("train.engine", "deepspeed")))
+    if recipe.data.format in PREFERENCE_FORMATS:
+        yield recipe.conflict("data.format", remedy[0], reason=reason, remedy=(remedy,))
+    if recipe.train.distill is not None:
+        yield recipe.conflict("train.distill.teacher", remedy[0], reason=reason, remedy=(remedy,))
 
 
 def _fine_tuning(recipe: Recipe) -> Iterator[Refusal]:
@@ -380,7 +405,8 @@ def _without_effect(recipe: Recipe) -> Iterator[Refusal]:
     for field, switch in _SWITCHES.items():
         if not recipe.value_of(switch):
             yield from unused(field, switch, remedy=(switch, "1 or more"))
-    if recipe.train.on_nonfinite == "stop" and not recipe.train.spike_sigmas and not recipe.train.replica_check:
+    train = recipe.train
+    if train.on_nonfinite == "stop" and not (train.spike_sigmas or train.replica_check or train.repeat_check):
         because = ("train.on_nonfinite", "train.spike_sigmas")
         yield from unused("train.max_incidents", *because, remedy=("train.on_nonfinite", "skip or rollback"))
 

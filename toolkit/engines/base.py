@@ -31,6 +31,9 @@ from toolkit.parallel.tensor.vocabulary import VocabularyShard
 from toolkit.phases import PhaseReporter, ignore_phase
 from toolkit.units import some
 
+LOSS = "the loss"
+"""The name of the loss among the gradients that `Engine.repeat` returns."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
@@ -238,6 +241,13 @@ class Engine(ABC):
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the buffers in a state dict of the full model. A collective call."""
         yield from self.local_buffers()
+
+    def repeat(self, micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
+        """Compute a micro-batch as in training, and keep nothing: its loss, and this rank's gradients by name.
+
+        Raises NotImplementedError in an engine that cannot compute one without a step.
+        """
+        raise NotImplementedError
 
     def sequence_sums(self, micro_batches: Iterable[MicroBatch]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return the numbers of pieces [n] and the log-probabilities of their sequences [n, 2] of all micro-batches.

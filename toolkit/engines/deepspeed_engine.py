@@ -7,6 +7,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from deepspeed.utils import safe_get_full_grad
 from torch import nn
 from transformers import PreTrainedModel
@@ -124,6 +125,9 @@ class DeepSpeedBase(DistributedEngine):
 class DeepSpeedEngine(DeepSpeedBase, DataParallelEngine):
     """A DeepSpeed engine with our training step; with `partition`, on this rank's tensor-parallel shard."""
 
+    _is_repeating = False
+    """Whether a micro-batch is computed that belongs to no step."""
+
     def __init__(
         self,
         job: Job,
@@ -163,7 +167,19 @@ class DeepSpeedEngine(DeepSpeedBase, DataParallelEngine):
 
     @override
     def _forward(self, batch: MicroBatch) -> Any:
-        return self.engine(**batch.inputs(), use_cache=False)
+        if not self._is_repeating:
+            return self.engine(**batch.inputs(), use_cache=False)
+        # DeepSpeed takes every backward pass through the output of its forward pass for a part of a step.
+        with autocast_if_enabled(self.engine):
+            return self.engine.module(**batch.inputs(), use_cache=False)
+
+    @override
+    def repeat(self, micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
+        self._is_repeating = True
+        try:
+            return super().repeat(micro_batch)
+        finally:
+            self._is_repeating = False
 
     @override
     def _backward(self, loss: torch.Tensor) -> None:

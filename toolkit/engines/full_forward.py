@@ -11,7 +11,7 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from toolkit.data.samples.micro_batch import MicroBatch
-from toolkit.engines.base import DistributedEngine, Engine, StepResult
+from toolkit.engines.base import LOSS, DistributedEngine, Engine, StepResult
 from toolkit.engines.dropout import DropoutStream
 from toolkit.parallel.chunked_loss import collecting_in_head
 from toolkit.parallel.context.sequence import SequenceSlice
@@ -215,6 +215,16 @@ class DataParallelEngine(FullForwardEngine, DistributedEngine):
         totals = loss_sums.clone()
         self._sum_over_replicas(totals)
         return self._finish_step(totals, loss_sums[:1], target_tokens=target_tokens, learning_rate=learning_rate)
+
+    @override
+    def repeat(self, micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
+        batch = self._local_micro_batch(micro_batch).to(self.device)
+        trained = {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
+        with self._accumulating(last=False):
+            loss = self._training_loss(batch, torch.zeros(self.sources, dtype=torch.float64, device=self.device))
+            gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+        values = {name: value for name, value in zip(trained, gradients, strict=True) if value is not None}
+        return values | {LOSS: loss.detach().reshape(1)}
 
     def _accumulating(self, *, last: bool) -> AbstractContextManager[None]:
         """Return a context for forward and backward of one micro-batch; the `last` of a step synchronizes gradients."""

@@ -16,8 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from typing_extensions import override
 
-from toolkit.engines.base import Engine
+from toolkit.data.samples.micro_batch import MicroBatch
+from toolkit.engines.base import LOSS, Engine
 from toolkit.engines.optimizer_states import MASTER, local_part
 from toolkit.parallel.groups import transfer_device
 from toolkit.parallel.shard import Shard, shard_of
@@ -103,12 +105,18 @@ class _Axis:
 class Replicas:
     """The replicated tensors of an engine. Every method is a collective call."""
 
+    _over_tensor_ranks = True
+    """Whether tensor-parallel ranks compare what they hold alike."""
+
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._weights = list(_weights(engine))
-        self._states = list(_states(engine))
+        self._weights, self._states = self._items()
         self._axes = [axis for axis in self._find_axes() if axis.slots]
         self._compared = {index for axis in self._axes for _, indices in axis.slots for index in indices}
+
+    def _items(self) -> tuple[list[_Item], list[_Item]]:
+        """Return the weights and buffers, and the optimizer states."""
+        return list(_weights(self._engine)), list(_states(self._engine))
 
     @property
     def labels(self) -> set[str]:
@@ -159,10 +167,11 @@ class Replicas:
             return
         groups = partition.groups
         yield _axis(groups.data, items, everything)
-        yield _axis(groups.tensor, items, everything, partly=True)
+        if self._over_tensor_ranks:
+            yield _axis(groups.tensor, items, everything, partly=True)
         if groups.layout.ep > 1:
             yield _axis(groups.expert_data, items, everything)
-        if partition.shared:
+        if partition.shared and self._over_tensor_ranks:
             ends = groups.ends()
             if ends is not None:
                 shared = [index for index in everything if items[index].name in partition.shared]
@@ -188,6 +197,34 @@ class Replicas:
                         ranks=tuple(axis.ranks[member] for member in members),
                         sums=tuple(column[member] for member in members),
                     )
+
+
+class RepeatedGradients(Replicas):
+    """The loss and the gradients of a micro-batch that all replicas compute. Nothing of them is kept in the engine.
+
+    With sequence parallelism a tensor-parallel rank has its part of the gradient of a norm: only replicas compare.
+    """
+
+    _over_tensor_ranks = False
+
+    @override
+    def _items(self) -> tuple[list[_Item], list[_Item]]:
+        self._values: dict[str, torch.Tensor] = {}
+        items = [_item("loss", LOSS, Shard(name=LOSS, shape=(1,)), (0, 1), partial(self._values.get, LOSS))]
+        for name, parameter in self._engine.named_parameters():
+            if parameter.requires_grad:
+                shard = _shard(self._engine, name, parameter)
+                whole = (0, getattr(parameter, "ds_numel", parameter.numel()))
+                items.append(_item("gradient", name, shard, whole, partial(self._values.get, name)))
+        return items, []
+
+    def compute(self, micro_batch: MicroBatch) -> torch.Tensor:
+        """Compute a micro-batch forward and backward; return a checksum of its loss and of each gradient."""
+        self._values.clear()
+        self._values.update(self._engine.repeat(micro_batch))
+        sums = self.weights()
+        self._values.clear()
+        return sums
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,7 +32,7 @@ from toolkit.training.memory_checkpoints import HostMemoryRun, MemoryCheckpoints
 from toolkit.training.preflight import check_model, check_vocabulary, deepspeed_config, find_shape
 from toolkit.training.printer import Printer, make_progress, show_summary
 from toolkit.training.profiler import Profiler
-from toolkit.training.replica_check import ReplicaCheck
+from toolkit.training.replica_check import RepeatCheck, ReplicaCheck
 from toolkit.training.resume import AUTO, resume
 from toolkit.training.run_directory import RunDirectory
 from toolkit.training.run_recorder import PeriodicCheckpoints, RunRecorder
@@ -210,6 +210,8 @@ def _build(
     ]
     if job.recipe.train.replica_check:
         run_callbacks.append(ReplicaCheck(job.recipe.train))
+    if job.recipe.train.repeat_check:
+        run_callbacks.append(RepeatCheck(job.recipe.train))
     run_callbacks += [Incidents(job.recipe.train), PeriodicCheckpoints(checkpointer)]
     if in_memory is not None:
         memory_checkpointer = in_memory.checkpointer(checkpointer, directory.check_lock)

@@ -195,6 +195,11 @@ class MicroBatchLoader:
             self.report_phase("forward")
             yield micro_batch
 
+    def first_micro_batch(self, batch_index: int, data_rank: int) -> MicroBatch:
+        """Build the first micro-batch of a replica in a global batch, on any rank."""
+        theirs = replace(self, data_rank=data_rank)
+        return theirs._micro_batch(batch_index, theirs._positions(0))
+
     def target_tokens(self, batch_index: int) -> int:
         """Count the target tokens of a whole global batch."""
         return self.train.target_count(batch_index, np.arange(self.batch.global_batch_size))

@@ -59,6 +59,7 @@ _LEFT_OUT = [
     "spike_window",
     "max_incidents",
     "replica_check",
+    "repeat_check",
 ]
 _REFUSALS = (RecipeError, LayoutError, BatchError, ConfigError, ModelError)
 """What ranks raise for a recipe that cannot be, some of it only once they build the model."""
