@@ -119,13 +119,18 @@ def test_a_flipped_bit_is_found_named_and_undone(
 
 NO_ALARMS = (
     *("ddp", "fsdp", "dp4-z1-offload", "dp4-z3", "dp4-z3-offload", "tp4-z0", "tp2-sp-dp2-z2", "tp2-sp-dp2-z3"),
-    *("pp2-tp2-z1", "pp4-z0", "u2-dp2-z3"),
+    *("pp2-tp2-z1", "pp2-dp2-z0", "u2-dp2-z3"),
 )
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "pp2-tp2-z1" else pytest.mark.whole) for name in NO_ALARMS]
+    ("name", "precision"),
+    [
+        pytest.param(name, precision, marks=[] if name == "pp2-tp2-z1" else pytest.mark.whole)
+        for name in NO_ALARMS
+        for precision in ("fp32", "bf16")
+        if not (name.endswith("z0") and precision == "bf16")  # which DeepSpeed cannot do with tp or pp
+    ],
 )
 def test_replicas_that_agree_raise_no_alarm(
     train: Train, make_recipe: Callable[..., Recipe], tmp_path: Path, name: str, precision: str
