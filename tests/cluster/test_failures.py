@@ -1,6 +1,7 @@
 """What happens between two hosts: a run goes on or ends as docs/reliability.md says, names the host, and leaves a
 whole checkpoint."""
 
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +15,8 @@ from cluster.forked_ranks import ForkedRanks
 from cluster.hosts import Host, hosts, require_hosts
 from cluster.runs import assert_same_training, metrics, write_demo
 from toolkit.checkpoint.verify import verify
+from toolkit.data.samples.loader import MicroBatchLoader
+from toolkit.data.samples.micro_batch import MicroBatch
 from toolkit.training import run_directory
 
 require_hosts()
@@ -133,6 +136,31 @@ def test_lost_and_late_packets_change_nothing(
         if reason := node.disturb(**disturbance):
             pytest.skip(reason)
     assert_trains_as_one_process(nodes, ranks, tmp_path)
+
+
+@pytest.mark.whole
+def test_a_host_that_is_slow_is_named_with_the_phase(
+    nodes: list[Host], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    micro_batches = MicroBatchLoader.micro_batches
+
+    def read_slowly(loader: MicroBatchLoader, *arguments: Any) -> Iterator[MicroBatch]:
+        for micro_batch in micro_batches(loader, *arguments):
+            if loader.data_rank == 1:
+                loader.report_phase("data")
+                time.sleep(0.5)
+                loader.report_phase("forward")
+            yield micro_batch
+
+    monkeypatch.setattr(MicroBatchLoader, "micro_batches", read_slowly)
+    recipe = write_demo(tmp_path, train__steps=31)
+    arguments = ["--config", recipe, "--layout", "dp2-z1", f"run_dir={tmp_path / 'run'}"]
+    with ForkedRanks(nodes, arguments, per_host=1) as job:
+        job.wait()
+        assert job.codes == dict.fromkeys(range(2), 0)
+    (event,) = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    assert (event["step"], event["kind"]) == (31, "slow")
+    assert event["reason"].startswith("rank 1 (node2) holds the others up: its data takes ")
 
 
 @pytest.mark.whole
