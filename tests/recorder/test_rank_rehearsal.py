@@ -127,6 +127,28 @@ def test_fewer_layers_have_a_layer_of_every_kind_and_leave_no_stage_empty() -> N
     assert fewer_layers((0, 1, 3), (0, 1, 1), 2) == (0, 1, 3)
 
 
+@pytest.mark.parametrize("layout", ["dp4-z2", "dp2-tp2-z1"])
+def test_muon_exchanges_matrices_as_live_ranks_do(make_recipe: MakeRecipe, ranks: Ranks, layout: str) -> None:
+    """What other ranks hold is assumed: with the sizes of an exchange, which nobody compares, it changes no call."""
+    job = job_in(make_recipe, layout)
+    recipe = job.recipe.changed({"optimizer": {"name": "muon", "lr": 1e-3, "adamw_lr": 1e-3}})
+    job = replace(job, recipe=recipe)
+    measured = ranks(live, job.layout.world_size, job)
+    rehearsal = rehearse(job, on_gpu=False)
+    assert not rehearsal.problem
+    for rehearsed in rehearsal.kinds:
+        live_calls, _, _ = measured[rehearsed.kind.rank]
+        kinds, live_kinds = (
+            [call.kind for call in calls if call.kind == "all_to_all"] for calls in (rehearsed.step.calls, live_calls)
+        )
+        assert kinds == live_kinds
+        assert kinds
+
+
+def test_the_config_of_a_gpu_is_rehearsed_without_zero(make_recipe: MakeRecipe) -> None:
+    assert not rehearse(job_in(make_recipe, "dp4-z0"), on_gpu=True).problem
+
+
 def test_a_job_with_adapters_is_rehearsed(make_recipe: MakeRecipe) -> None:
     adapters = {**LLAMA, "lora": {"r": 4, "dropout": 0.1}}
     assert not rehearse(job_in(make_recipe, "dp2-z1", adapters), on_gpu=False).problem

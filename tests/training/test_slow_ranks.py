@@ -72,6 +72,48 @@ def test_a_phase_counts_without_its_waits(seconds: Seconds, monkeypatch: pytest.
     assert clock.take() == [0.0] * len(PHASES)
 
 
+class Event:
+    """An event of a GPU's stream, whose time is known once it was waited for."""
+
+    now = 0.0
+
+    def __init__(self, *, enable_timing: bool) -> None:
+        assert enable_timing
+        self.is_known = False
+
+    def record(self) -> None:
+        self.time = Event.now
+
+    def synchronize(self) -> None:
+        self.is_known = True
+
+    def elapsed_time(self, end: "Event") -> float:
+        assert end.is_known
+        return 1000 * (end.time - self.time)
+
+
+def test_on_a_gpu_its_stream_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def waits_in_the_stream(work: Any, *arguments: Any) -> None:
+        Event.now += 5
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(dist.Work, "wait", waits_in_the_stream)
+    clock = PhaseClock(ignore_phase, torch.device("cuda"))
+    clock.is_on = True
+    with clock.watching_waits():
+        for phase in ("data", "forward", "update", "checkpoint"):
+            clock.report_phase(phase)
+            Event.now += 1
+            dist.Work().wait()
+    assert dict(zip(PHASES, clock.take(), strict=True)) == {
+        "data": 1,
+        "forward": 1,
+        "backward": 0,
+        "pipeline": 0,
+        "update": 1,
+    }
+
+
 def test_details_of_a_pipeline_are_one_phase(seconds: Seconds) -> None:
     clock = PhaseClock(ignore_phase, CPU)
     clock.is_on = True

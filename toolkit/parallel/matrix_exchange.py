@@ -126,12 +126,17 @@ class MatrixExchange:
         self.group = group
         self.size = 1 if group is None else dist.get_world_size(group)
         rank = 0 if group is None else dist.get_rank(group)
-        held: list[Sequence[Fragment]] = [list(fragments)]
-        if group is not None and self.size > 1:
-            held = [[] for _ in range(self.size)]
-            dist.all_gather_object(held, list(fragments), group=group)
+        held = self._held_by_all(fragments)
         shapes = {fragment.matrix: fragment.part.shape for of_rank in held for fragment in of_rank}
         self.rounds = _rounds(held, _assign(shapes, self.size), shapes, rank)
+
+    def _held_by_all(self, fragments: Sequence[Fragment]) -> list[list[Fragment]]:
+        """Return the fragments of each rank of the group. A collective call."""
+        held = [list(fragments)]
+        if self.group is not None and self.size > 1:
+            held = [[] for _ in range(self.size)]
+            dist.all_gather_object(held, list(fragments), group=self.group)
+        return held
 
     def run(
         self,

@@ -7,8 +7,9 @@ has its values in a tensor of the host beside it.
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from math import prod
 from types import FrameType
 from typing import Any
@@ -26,7 +27,11 @@ from torch.utils._pytree import tree_iter, tree_map
 from typing_extensions import override
 
 from toolkit.config.layout import Layout
+from toolkit.engines.optimizers.muon import Muon
+from toolkit.models.hidden_matrices import is_hidden_matrix
 from toolkit.parallel.experts import dispatch
+from toolkit.parallel.matrix_exchange import Fragment, MatrixExchange, Part, fragments_of
+from toolkit.parallel.shard import Shard
 from toolkit.recorder.gpu_kernels import GpuKernels
 from toolkit.recorder.rehearsal.collectives import Collective, CollectiveRecorder
 from toolkit.recorder.rehearsal.live_bytes import LiveBytes
@@ -243,6 +248,9 @@ def fake_rank(
         stack.enter_context(mock.patch.object(zero_utils, "get_lst_from_rank0", own_list))
         stack.enter_context(mock.patch.object(dispatch, "row_counts", _balanced(layout)))
         stack.enter_context(mock.patch.object(dispatch.ShardedExperts, "_sorted", _noting()))
+        matrices: list[Shard] = []
+        stack.enter_context(mock.patch.object(Muon, "connect", _noting_matrices(matrices)))
+        stack.enter_context(mock.patch.object(MatrixExchange, "_held_by_all", _held_by_others(matrices)))
         stack.enter_context(values_assumed())
         if on_gpu:
             stack.enter_context(GpuKernels())
@@ -364,3 +372,39 @@ def _balanced(layout: Layout) -> Any:
         return [[_rows[0] // (expert_shards * ranks)] * ranks for _ in range(values.shape[0])]
 
     return counts
+
+
+def _noting_matrices(matrices: list[Shard]) -> Any:
+    """Return Muon's `connect`, which notes this rank's part of each matrix, wherever ZeRO keeps it."""
+    connect = Muon.connect
+
+    def noted(optimizer: Muon, parts: Iterable[Part], group: dist.ProcessGroup | None) -> None:
+        known = list(parts)
+        matrices.extend(part.shard for part in known if is_hidden_matrix(part.shard.name, part.shard.shape))
+        connect(optimizer, known, group)
+
+    return noted
+
+
+def _held_by_others(matrices: Sequence[Shard]) -> Any:
+    """Return what stands for a gather of the fragments of all ranks: those that this rank has not are of the next one.
+
+    Which rank works on which matrix, and in how many rounds, follows from the shapes of all, and is as in the job.
+    """
+
+    def held(exchange: MatrixExchange, fragments: Sequence[Fragment]) -> list[list[Fragment]]:
+        every: list[list[Fragment]] = [[] for _ in range(exchange.size)]
+        rank = 0 if exchange.group is None else dist.get_rank(exchange.group)
+        every[rank] = list(fragments)
+        others = every[(rank + 1) % exchange.size]
+        here = {(fragment.matrix, fragment.part.pieces): fragment for fragment in fragments}
+        for shard in matrices:
+            for whole in fragments_of(shard, start=0, length=prod(shard.shape), tensor=0, offset=0):
+                mine = here.get((whole.matrix, whole.part.pieces))
+                bounds = [0, whole.length] if mine is None else [0, mine.start, mine.start + mine.length, whole.length]
+                for start, end in zip(bounds[::2], bounds[1::2], strict=True):
+                    if end > start:
+                        others.append(replace(whole, start=start, length=end - start))
+        return every
+
+    return held

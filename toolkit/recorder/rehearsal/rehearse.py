@@ -187,9 +187,9 @@ def rehearsed_config(job: Job, *, hidden_size: int, on_gpu: bool, device: torch.
     is_compiled = job.layout.offload_optimizer != "none"
     if on_gpu and (is_compiled or device.type == "cpu"):
         plain = build(job, hidden_size=hidden_size, device="cpu")
-        overlaps = config["zero_optimization"]["overlap_comm"]
+        if "overlap_comm" in config["zero_optimization"]:  # ZeRO-0 has none
+            plain["zero_optimization"]["overlap_comm"] = config["zero_optimization"]["overlap_comm"]
         config = plain
-        config["zero_optimization"]["overlap_comm"] = overlaps
     return config
 
 
