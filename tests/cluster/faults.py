@@ -182,7 +182,7 @@ def run_signal(folder: Path, rng: random.Random) -> Case:
 def _differences(run: Path, reference: Path, steps: int) -> list[str]:
     def numbers(path: Path) -> list[Case]:
         lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-        return [{k: v for k, v in line.items() if k not in ("seconds", "memory_bytes")} for line in lines]
+        return [{k: v for k, v in line.items() if k not in ("seconds", "memory_bytes", "slow_ranks")} for line in lines]
 
     last = f"step-{steps:08d}"
     files = sorted(path.relative_to(reference / last) for path in (reference / last).rglob("*.safetensors"))

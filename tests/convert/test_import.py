@@ -43,7 +43,7 @@ def save_in_deepspeeds_format(recipe: Recipe, folder: str) -> None:
 
 def timeless(run: Path, *, after: int = 0) -> list[dict[str, Any]]:
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    hidden = ("seconds", "memory_bytes")
+    hidden = ("seconds", "memory_bytes", "slow_ranks")
     return [{k: v for k, v in step.items() if k not in hidden} for step in steps if step["step"] > after]
 
 

@@ -25,7 +25,7 @@ def steps(run: Path) -> list[dict[str, Any]]:
     file = run / "metrics.jsonl"
     lines = file.read_text().splitlines(keepends=True) if file.exists() else []
     whole = [json.loads(line) for line in lines if line.endswith("\n")]
-    return [{k: v for k, v in step.items() if k not in ("seconds", "memory_bytes")} for step in whole]
+    return [{k: v for k, v in step.items() if k not in ("seconds", "memory_bytes", "slow_ranks")} for step in whole]
 
 
 def ranks_of(process: subprocess.Popen[str]) -> list[int]:
