@@ -161,6 +161,24 @@ def test_tensor_parallelism_sums_four_times_a_layer_and_at_both_ends(counted: Co
         assert size == ((4 * LAYERS + 2) * WHOLE + 12 * SAMPLES * SEQ_LEN) * MICRO_BATCHES
 
 
+COLUMN_FEATURES = HIDDEN + 2 * (HIDDEN // 2) + 2 * 256
+"""Outputs of queries, of keys and values, which have half as many heads, and of gate and up."""
+
+
+@pytest.mark.parametrize(("layout", "kind"), [("tp2-z1", "allreduce"), ("tp2-z1-sp", "reduce_scatter")])
+def test_weight_gradients_are_computed_while_the_gradient_of_the_input_is_summed(
+    counted: Counted, layout: str, kind: str
+) -> None:
+    """Each of two ranks multiplies half of the outputs of queries, keys, values, gate and up."""
+    for counts, _ in counted(layout):
+        calls = [call for call in counts.collectives if call.phase == BACKWARD and call.kind == kind and call.is_async]
+        # Two in each layer. Sequence parallelism sums nothing in front of the head.
+        ends = MICRO_BATCHES if kind == "allreduce" else 0
+        assert sum(counts.collectives[call] for call in calls) == 2 * LAYERS * MICRO_BATCHES + ends
+        products = 2 * SAMPLES * SEQ_LEN * HIDDEN * COLUMN_FEATURES // 2
+        assert sum(counts.flops_meanwhile[call] for call in calls) == products * LAYERS * MICRO_BATCHES
+
+
 def test_a_pipeline_sends_each_hidden_state_and_its_gradient_once(counted: Counted) -> None:
     for counts, _ in counted("pp2-z1"):
         assert sent(counts, "send", WHOLE) == MICRO_BATCHES

@@ -191,8 +191,11 @@ class TestCollectives:
     def test_a_gather_of_the_sequence_without_reduce_scatter_backward(
         self, train: Train, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        without_sum = (collectives._all_gather, collectives._own_slice)
-        monkeypatch.setitem(collectives._PAIRS, "gather_sequence", without_sum)
+        def slice_of(x: Any, group: Any, dim: int, *, meanwhile: Callable[[], None] = nothing) -> Any:
+            meanwhile()
+            return collectives._own_slice(x, group, dim)
+
+        monkeypatch.setitem(collectives._PAIRS, "gather_sequence", (collectives._all_gather, slice_of))
         result = train(tp=2, sequence_parallel=True)
         assert cause_of(result) == Cause.ALL_REDUCE
         assert right_gradients(result) == matching(result, "h.1.mlp", "ln_f")

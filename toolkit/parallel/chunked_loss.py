@@ -27,8 +27,10 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from toolkit.models.chunked_head import HeadFormula, chunk_tokens, head_formula
 from toolkit.parallel.distilled_loss import Divergence, TeacherTokens, TopTokens, distilled_losses
+from toolkit.parallel.linear_product import Leave
 from toolkit.parallel.loss import IGNORE
 from toolkit.parallel.tensor.collectives import copy_to_tensor_ranks
+from toolkit.parallel.tensor.overlapped_gradients import OverlappedGradients
 from toolkit.parallel.tensor.vocabulary import VocabParallelHead, VocabularyShard, columns_of
 
 
@@ -94,11 +96,14 @@ class LossInHead:
         self.teacher = None
         rows = head.weight.shape[0]
         group = None
+        leave = None
         shard = VocabularyShard(size=rows, start=0, rows=rows)
         if isinstance(head, VocabParallelHead):
             group = head.group
             shard = head.vocabulary
-            hidden = copy_to_tensor_ranks(hidden, group)
+            later = OverlappedGradients.of(hidden, (head.weight,), group)
+            hidden = copy_to_tensor_ranks(hidden, group, later)
+            leave = None if later is None else later.taking(hidden, head.weight)
         flat = hidden.flatten(0, -2)  # [b, s, h] -> [n, h]
         kind = hidden.device.type
         how = _How(
@@ -119,11 +124,13 @@ class LossInHead:
             distillation=self.distillation,
             weights=None if weights is None else weights.flatten(),
             weigh=None if self.weigh is None else partial(_flat_weights, self.weigh, labels.shape),
+            leave=leave,
         )
+        weight = head.weight if leave is None else head.weight.detach()
         with torch.autocast(kind, enabled=False):
             if self.top is not None:
                 return _collect(flat, head, how, self.top)
-            loss, losses = _ChunkedLoss.apply(flat, head.weight, head.bias, labels.flatten(), how)
+            loss, losses = _ChunkedLoss.apply(flat, weight, head.bias, labels.flatten(), how)
         self._sample_losses = losses.view(labels.shape).sum(dim=1)  # [n] -> [b]
         result: torch.Tensor = loss
         return result
@@ -201,6 +208,9 @@ class _How:
     """Weights of all tokens [n] that are known already; None: all are 1."""
     weigh: Callable[[torch.Tensor], torch.Tensor] | None
     """Weights of all tokens [n] for their losses [n]."""
+    leave: Leave | None
+    """Takes the gradient of the weight, which then is no input, for the time when that of the hidden states is summed
+    over ranks; None where it is returned with the others."""
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -216,6 +226,8 @@ class _ChunkedLoss(torch.autograd.Function):
         how: _How,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         wanted = [each and how.makes_gradients for each in ctx.needs_input_grad[:3]]
+        wanted[1] |= how.leave is not None
+        ctx.leave = how.leave
         x = hidden.to(how.dtype)
         w = weight.to(how.dtype)
         b = None if bias is None else bias.to(how.dtype)
@@ -267,12 +279,21 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *factors: torch.Tensor) -> Any:
-        made = []
-        for dtype in ctx.dtypes:
+        made: list[torch.Tensor | None] = []
+        for index, dtype in enumerate(ctx.dtypes):
             gradient = ctx.gradients.pop(0)
-            made.append(None if gradient is None else gradient.mul_(factors[0]).to(dtype))
+            if index == 1 and ctx.leave is not None:
+                ctx.leave(partial(_scaled, [gradient], factors[0], dtype))
+                made.append(None)
+            else:
+                made.append(None if gradient is None else _scaled([gradient], factors[0], dtype))
             del gradient
         return (*made, None, None)
+
+
+def _scaled(gradients: list[torch.Tensor], factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the single gradient times a factor. Nobody holds it then: autograd keeps the result without a copy."""
+    return gradients.pop().mul_(factor).to(dtype)
 
 
 def _by_liger(

@@ -5,39 +5,25 @@ i/t of the inputs. Weights keep the orientation of the layer they replace: Linea
 """
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from toolkit.parallel.linear_product import TakesGradients, multiply
 from toolkit.parallel.shard import Block, Shard, mark, pieces_of, source_of
 from toolkit.parallel.tensor import collectives as c
 from toolkit.parallel.tensor.region import Region
 
 
-class Multiply(Protocol):
-    """A product with a weight."""
-
-    def __call__(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, input_major: bool
-    ) -> torch.Tensor:
-        """x W^T + b, or x W + b where the weight is [i, o]."""
-
-
-def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, input_major: bool) -> torch.Tensor:
-    """x [.., i] -> [.., o] for a weight [o, i], or with `input_major` [i, o]."""
-    return F.linear(x, weight.t() if input_major else weight, bias)
-
-
 class ParallelLinear(nn.Module):
-    """A shard of a linear layer. Weight and bias have a `Shard`. `multiply`: how it is multiplied."""
+    """A shard of a linear layer. Weight and bias have a `Shard`."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
-    multiply: Multiply = staticmethod(multiply)
+    split: TakesGradients | None = None
+    """What takes the weight's gradient in a split backward pass, where there are such passes."""
 
     def __init__(self, whole: nn.Module, region: Region) -> None:
         super().__init__()
@@ -50,7 +36,11 @@ class ParallelLinear(nn.Module):
         setattr(self, key, mark(parameter, shard))
 
     def _multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return self.multiply(x, self.weight, bias, input_major=self.input_major)
+        leave = None
+        for later in (self.split, self.region.later):
+            if leave is None and later is not None:
+                leave = later.taking(x, self.weight)
+        return multiply(x, self.weight, bias, input_major=self.input_major, leave=leave)
 
 
 class ColumnParallelLinear(ParallelLinear):
@@ -75,6 +65,7 @@ class ColumnParallelLinear(ParallelLinear):
         self.enters = enters
         self._blocks = blocks
         self._offset = offset
+        region.columns.append(self)
         rank = region.group.rank()
         size = region.group.size()
         pieces = tuple((offset + start, length) for start, length in pieces_of(blocks, rank, size))

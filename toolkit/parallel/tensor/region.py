@@ -9,16 +9,23 @@ sync, and seeds a rank's own stream with it and the rank; leaving restores the c
 ranks hold different positions outside and already have their own streams there. A block that gathers its columns is the
 opposite: all ranks compute the same inside, so under sequence parallelism they use the first rank's number. Everything
 follows from the generator's state at the entrance, so recomputing a layer drops the same activations again.
+
+In the backward pass the entrance sums the gradient of the hidden state, and computes the weight gradients of the
+region's column-parallel layers meanwhile (toolkit/parallel/tensor/overlapped_gradients.py).
 """
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from toolkit.parallel.tensor import collectives as c
+from toolkit.parallel.tensor.overlapped_gradients import OverlappedGradients
+
+if TYPE_CHECKING:
+    from toolkit.parallel.tensor.linear import ColumnParallelLinear
 
 _GOLDEN = 0x9E3779B97F4A7C15
 """2^64 / golden ratio: multiples of it are spread evenly over 64 bits."""
@@ -46,6 +53,11 @@ class Region:
         self.gathers = gathers
         self.sequence_parallel = sequence_parallel
         self.dropout = dropout
+        self.columns: list[ColumnParallelLinear] = []
+        """The column-parallel layers of the region."""
+        self.later: OverlappedGradients | None = None
+        """The weight gradients that the layers entered last leave for the backward pass; None where they leave none."""
+        self._columns_of: dict[nn.Module, list[ColumnParallelLinear]] = {}
         self._outside: tuple[torch.Generator, torch.Tensor] | None = None
         self._entrance: nn.Module | None = None
 
@@ -54,16 +66,31 @@ class Region:
 
         A family may flatten it to [b * s, h] before an MLP, where the order of the positions does not matter.
         """
+        # The compiler puts products and sums in order by itself, and traces no dictionary of modules.
+        compiles = torch.compiler.is_compiling()
+        self.later = None if compiles else OverlappedGradients.of(x, self._column_weights(x, module), self.group)
         if self.sequence_parallel:
-            x = c.gather_sequence(x, self.group, dim=x.dim() - 2)
+            x = c.gather_sequence(x, self.group, dim=x.dim() - 2, later=self.later)
         else:
-            x = c.copy_to_tensor_ranks(x, self.group)
+            x = c.copy_to_tensor_ranks(x, self.group, self.later)
         if module is self._entrance:
             # The last recomputation did not leave: it stops as soon as the backward pass has all that it needs.
             self._outside = None
         if self.dropout and module.training and self.group.size() > 1 and self.gathers == self.sequence_parallel:
             self._change_stream(x.device, module)
         return x
+
+    def _column_weights(self, x: torch.Tensor, module: nn.Module) -> Iterator[torch.Tensor]:
+        """Yield the weights of the region's column-parallel layers in `module`, through which x enters it.
+
+        A weight whose gradient belongs to the W of a split backward pass is left out.
+        """
+        if module not in self._columns_of:
+            inside = set(module.modules())
+            self._columns_of[module] = [column for column in self.columns if column in inside]
+        for column in self._columns_of[module]:
+            if column.split is None or column.split.taking(x, column.weight) is None:
+                yield column.weight
 
     def leave(self, partial: torch.Tensor) -> torch.Tensor:
         """Partial sum [b, s, h] -> the sum [b, s, h] (with sequence parallelism [b, s/t, h])."""

@@ -12,8 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from toolkit.parallel.linear_product import TakesGradients, multiply
 from toolkit.parallel.shard import Shard, is_marked, mark, source_of
 from toolkit.parallel.tensor.collectives import Group, copy_to_tensor_ranks, reduce_from_tensor_ranks
+from toolkit.parallel.tensor.overlapped_gradients import OverlappedGradients
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,14 +66,18 @@ class VocabParallelHead(nn.Linear):
 
     vocabulary: VocabularyShard
     group: Group
+    split: TakesGradients | None = None
+    """What takes the weight's gradient in a split backward pass, where there are such passes."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return this rank's logits."""
-        return self.multiply(copy_to_tensor_ranks(hidden, self.group))
-
-    def multiply(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the products of hidden states, which all ranks have, with this rank's rows."""
-        return super().forward(hidden)
+        leave = None if self.split is None else self.split.taking(hidden, self.weight)
+        if leave is not None:
+            return multiply(copy_to_tensor_ranks(hidden, self.group), self.weight, self.bias, leave=leave)
+        later = OverlappedGradients.of(hidden, (self.weight,), self.group)
+        hidden = copy_to_tensor_ranks(hidden, self.group, later)
+        leave = None if later is None else later.taking(hidden, self.weight)
+        return multiply(hidden, self.weight, self.bias, leave=leave)
 
 
 def shard_embedding(embedding: nn.Embedding, name: str, group: Group, *, is_idle: bool = False) -> None:

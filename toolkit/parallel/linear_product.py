@@ -1,0 +1,75 @@
+"""The product of a linear layer, whose weight gradient somebody may compute later.
+
+The backward pass of y = x W has two products: one for the gradient of x, on which other layers and other ranks wait,
+and one for that of W, which nothing needs before the update. Two parts of the toolkit take the second one out of
+autograd's order: pipeline schedules, whose W is an instruction of its own (toolkit/parallel/pipeline/
+weight_gradients.py), and tensor parallelism, which sums the gradient of x meanwhile (toolkit/parallel/tensor/
+overlapped_gradients.py). Products are those of autograd, to the bit.
+
+Dims: n = b*s, i input features, o output features.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+Leave = Callable[[Callable[[], torch.Tensor]], None]
+"""Takes a function that computes a gradient of one weight, for later."""
+
+
+class TakesGradients(Protocol):
+    """What computes gradients of weights later."""
+
+    def taking(self, x: torch.Tensor, weight: torch.Tensor) -> Leave | None:
+        """Return what takes the gradient of `weight` in its product with x; None: autograd computes it."""
+
+
+def multiply(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    input_major: bool = False,
+    leave: Leave | None = None,
+) -> torch.Tensor:
+    """x W + b, [.., i] -> [.., o]; the backward pass leaves the gradient of `weight` to `leave`, if given.
+
+    `weight` is [o, i], or [i, o] if `input_major`.
+    """
+    if leave is None:
+        return F.linear(x, weight.t() if input_major else weight, bias)
+    # The weight is hidden from autograd. Otherwise its hooks would run here as well, on a gradient that is not there.
+    product: torch.Tensor = _DeferringProduct.apply(x, bias, weight.detach(), input_major, leave)
+    return product
+
+
+class _DeferringProduct(torch.autograd.Function):
+    """x W + b. Backward: the gradients of x and b, by the operations of autograd; that of W is left."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, weight: torch.Tensor, input_major: bool, leave: Leave
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.input_major = input_major
+        ctx.leave = leave
+        return multiply(x, weight, bias, input_major=input_major)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None, None, None]:
+        x, weight = ctx.saved_tensors
+        input_major = ctx.input_major
+        rows = gradient.reshape(-1, gradient.shape[-1])  # [.., o] -> [n, o]
+        inputs = x.reshape(-1, x.shape[-1])  # [.., i] -> [n, i]
+
+        def of_weight() -> torch.Tensor:
+            return inputs.t().mm(rows) if input_major else rows.t().mm(inputs)
+
+        ctx.leave(of_weight)
+        of_bias = rows.sum(0) if ctx.needs_input_grad[1] else None
+        of_input = rows.mm(weight.t() if input_major else weight)  # [n, o] -> [n, i]
+        return of_input.view(x.shape), of_bias, None, None, None
