@@ -6,8 +6,9 @@ every collective. Counts are exact: they do not depend on how fast or how busy t
     operations      all that launch a kernel there: no views, no allocations, no collectives, no marks of a profiler.
                     One call of a multi-tensor (`_foreach_`) or fused operation is one, whatever its number of tensors.
     host reads      where Python needs the value of a tensor (`item`, `tolist`, `bool`, `nonzero`, ...): the host waits
-                    until the device has computed it. `counter reads` are apart: PyTorch's optimizers keep their step
-                    counters on the host, also on a GPU, and nothing waits for those.
+                    until the device has computed it. `counter reads` are apart: the step counters of PyTorch's
+                    optimizers and numbers from the host's random generator are on the host, also on a GPU, and
+                    nothing waits for those.
     bytes           what all operations that are neither matrix products nor attention read and write. A tensor that is
                     changed in place is read and written, one that is overwritten is written alone, and of a table
                     that is looked up the rows that are read count.
@@ -42,6 +43,7 @@ from typing_extensions import override
 from measure.closed_forms import StepFacts
 from measure.collective_waits import CollectiveWaits
 from toolkit import Callback
+from toolkit.parallel.host_numbers import draw_number
 from toolkit.parallel.model_structure import decoder_layer_list
 from toolkit.parallel.pipeline.stage import NonLocalLayer
 from toolkit.step_metrics import StepMetrics
@@ -205,7 +207,7 @@ class StepCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _read(self, operation: str) -> None:
         place, function = _caller()
-        if function == "_get_value" and "torch/optim" in place:
+        if (function == "_get_value" and "torch/optim" in place) or function == draw_number.__name__:
             self.counts.counter_reads += 1
         else:
             self.counts.host_reads[HostRead(phase=self.phase, place=place, operation=operation)] += 1

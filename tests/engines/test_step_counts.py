@@ -19,6 +19,7 @@ from toolkit.config.job import Job
 from toolkit.config.recipe import Recipe
 from toolkit.config.strategy import Strategy
 from toolkit.engines.base import read_together
+from toolkit.parallel.host_numbers import draw_number
 from toolkit.training.train import train
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -248,6 +249,16 @@ def test_bytes_and_allocations_of_an_operation_are_what_it_reads_writes_and_retu
     moved = {name: size for (_, name), size in counts.moved_by_name.items()}
     assert moved == {"mul_": 24, "neg": 24, "copy_": 24}
     assert (counts.allocations, counts.allocated_bytes) == (1, 12)
+
+
+def test_a_number_from_the_hosts_random_generator_waits_for_no_device() -> None:
+    """Tensor-parallel ranks seed their dropout with such numbers, in every block."""
+    counter = StepCounter()
+    counter.start()
+    assert draw_number() != draw_number()
+    counts = counter.stop()
+    assert not counts.host_reads
+    assert counts.counter_reads == 2
 
 
 def test_reading_one_number_more_is_counted() -> None:

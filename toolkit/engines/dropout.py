@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from toolkit.model_init.model_modules import decoder_layers
+from toolkit.parallel.host_numbers import draw_number
 from toolkit.parallel.tensor.adapter_layers import AdapterDropout
 from toolkit.parallel.tensor.region import drops_activations
 from toolkit.seeds import derive_seed
@@ -62,7 +63,7 @@ class DropoutStream:
     def _seed_rank(self, module: nn.Module, arguments: Any) -> None:
         # From the generator, not from `seed`: recomputing the layer runs this again, after `seed` has changed.
         if module.training:
-            seed_generators(derive_seed("own part", int(torch.randint(2**62, ())), self.rank), self.device)
+            seed_generators(derive_seed("own part", draw_number(), self.rank), self.device)
 
 
 def _routers_draw_noise(config: Any) -> bool:

@@ -13,11 +13,11 @@ and so does recomputation, which restores the stream at that entrance.
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from toolkit.errors import ModelError
 from toolkit.parallel.adapter_names import ADAPTER, PREFIX
+from toolkit.parallel.host_numbers import draw_number, number_of_first_rank
 from toolkit.parallel.shard import Shard, mark
 from toolkit.parallel.tensor.linear import (
     ColumnParallelLinear,
@@ -103,13 +103,11 @@ def seed_dropouts(layer: nn.Module) -> None:
 
     def draw(layer: nn.Module, arguments: Any) -> None:
         if layer.training:
-            number = torch.randint(2**62, ())
+            number = draw_number()
             if group is not None:
-                device = next(layer.parameters()).device
-                number = number.to(device)
-                dist.broadcast(number, src=dist.get_global_rank(group, 0), group=group)
+                number = number_of_first_rank(number, group, next(layer.parameters()).device)
             for dropout in dropouts:
-                dropout.number = int(number)
+                dropout.number = number
 
     if dropouts:
         layer.register_forward_pre_hook(draw)

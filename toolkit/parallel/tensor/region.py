@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from toolkit.parallel.host_numbers import draw_number, number_of_first_rank
 from toolkit.parallel.tensor import collectives as c
 from toolkit.parallel.tensor.overlapped_gradients import OverlappedGradients
 
@@ -112,20 +113,14 @@ class Region:
         if self._outside is not None:
             return
         self._entrance = module
-        # From the CPU's generator on every device: reading a number from a GPU would synchronize.
-        drawn = int(torch.randint(2**62, ()))
+        drawn = draw_number()
         if self.gathers:
-            seed = self._from_first_rank(drawn, device)
+            seed = number_of_first_rank(drawn, self.group, device)
         else:
             seed = (drawn + (self.group.rank() + 1) * _GOLDEN) % 2**63
         generator = _generator(device)
         self._outside = generator, generator.get_state()
         generator.manual_seed(seed)
-
-    def _from_first_rank(self, number: int, device: torch.device) -> int:
-        shared = torch.tensor(number, device=device)
-        dist.broadcast(shared, src=dist.get_global_rank(self.group, 0), group=self.group)
-        return int(shared)
 
 
 def _generator(device: torch.device) -> torch.Generator:
