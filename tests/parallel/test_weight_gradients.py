@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
+from toolkit.parallel.pipeline.weight_gradients import WeightGradients
 from toolkit.parallel.shard import Block
 from toolkit.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from toolkit.parallel.tensor.overlapped_gradients import OverlappedGradients
@@ -136,6 +137,46 @@ def test_the_sum_is_started_before_the_weight_gradients_and_awaited_behind_them(
 
 def test_without_weight_gradients_the_sum_is_not_asynchronous(ranks: Ranks) -> None:
     assert ranks(events, 2, True) == [["sum"]] * 2
+
+
+def split_and_whole(is_split: bool) -> tuple[list[str], bool]:
+    """Events of a backward pass of a block that a queue may split, and whether all gradients are autograd's.
+
+    To the bit, if not split: W adds the two gradients of a weight that is used twice one by one.
+    """
+    place = Region(dist.group.WORLD, sequence_parallel=False, dropout=False)
+    block = Gated("Linear", torch.float32, place)
+    expected = gradients(block, recompute=False)
+    block.zero_grad()
+    queue = WeightGradients()
+    queue.connect(block)
+    seen: list[str] = []
+    compute = OverlappedGradients.compute
+
+    def computed(later: OverlappedGradients) -> Any:
+        seen.append("beside the sum")
+        return compute(later)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OverlappedGradients, "compute", computed)
+        chance = torch.Generator().manual_seed(1)
+        x = torch.randn(2, 8, INPUTS, generator=chance).requires_grad_()
+        for micro_batch in range(2):
+            with queue.splitting(is_split=is_split), queue.collecting(0, micro_batch):
+                y = block(x)
+                y.backward(torch.randn(y.shape, generator=chance))
+            if is_split:
+                assert block.gate.weight.grad is None or micro_batch > 0
+                seen.append("W")
+            queue.compute(0, micro_batch)
+    found = [tensor.grad for tensor in (x, *block.parameters()) if tensor.grad is not None]
+    same = torch.allclose if is_split else torch.equal
+    return seen, len(found) == len(expected) == 7 and all(map(same, found, expected))
+
+
+@pytest.mark.parametrize(("is_split", "events"), [(True, ["W"] * 2), (False, ["beside the sum"] * 2)])
+def test_the_weight_pass_of_a_schedule_comes_before_the_sum(ranks: Ranks, is_split: bool, events: list[str]) -> None:
+    assert ranks(split_and_whole, 2, is_split) == [(events, True)] * 2
 
 
 def test_hooks_of_a_weight_run_once_with_its_whole_gradient(ranks: Ranks) -> None:
