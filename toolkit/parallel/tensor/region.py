@@ -67,13 +67,15 @@ class Region:
 
         A family may flatten it to [b * s, h] before an MLP, where the order of the positions does not matter.
         """
-        # The compiler puts products and sums in order by itself, and traces no dictionary of modules.
-        compiles = torch.compiler.is_compiling()
-        self.later = None if compiles else OverlappedGradients.of(x, self._column_weights(x, module), self.group)
+        later = None
+        # The compiler puts products and sums in order by itself, and recomputes nothing that changes an object.
+        if not torch.compiler.is_compiling():
+            later = OverlappedGradients.of(x, self._column_weights(x, module), self.group)
+            self.later = later
         if self.sequence_parallel:
-            x = c.gather_sequence(x, self.group, dim=x.dim() - 2, later=self.later)
+            x = c.gather_sequence(x, self.group, dim=x.dim() - 2, later=later)
         else:
-            x = c.copy_to_tensor_ranks(x, self.group, self.later)
+            x = c.copy_to_tensor_ranks(x, self.group, later)
         if module is self._entrance:
             # The last recomputation did not leave: it stops as soon as the backward pass has all that it needs.
             self._outside = None
