@@ -6,6 +6,7 @@ a layer computes. A ring needs a part of that, and more steps.
 
 from typing import Literal
 
+from toolkit.config.layout import CpExchange
 from toolkit.models.shape import ModelShape
 
 MOST_GATHERED_BYTES = 1 << 30
@@ -21,6 +22,13 @@ def key_value_width(shape: ModelShape, tp: int) -> int:
 def gathered_bytes(shape: ModelShape, *, tp: int, tokens: int, itemsize: int) -> int:
     """Bytes of a layer's keys and values of whole sequences of so many tokens, on a tensor-parallel rank."""
     return 2 * tokens * key_value_width(shape, tp) * itemsize
+
+
+def chosen_exchange(
+    asked: CpExchange, shape: ModelShape | None, *, tp: int, tokens: int, itemsize: int
+) -> ExchangeKind:
+    """Return what was asked for; for `auto` the exchange that suits sequences of so many tokens in a micro-batch."""
+    return automatic_exchange(shape, tp=tp, tokens=tokens, itemsize=itemsize) if asked == "auto" else asked
 
 
 def automatic_exchange(shape: ModelShape | None, *, tp: int, tokens: int, itemsize: int) -> ExchangeKind:

@@ -426,7 +426,6 @@ def _context_settings(recipe: Recipe) -> Iterator[Refusal]:
         ("model.expert_capacity_factor", None, "a rank would limit the experts of its part of a sequence"),
         ("train.compile", False, "its attention was not tested in compiled layers"),
         ("train.distill", None, "a teacher was not tested beside it"),
-        ("parallel.auto", False, "a plan tries no layout with it"),
         ("parallel.offload_params", "none", "offloaded parameters were not tested beside it"),
         ("parallel.offload_activations", False, "offloaded activations were not tested beside it"),
         ("parallel.tiled_mlp", False, "tiled MLPs were not tested beside it"),

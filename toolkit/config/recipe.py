@@ -376,7 +376,7 @@ class Recipe(Section):
     def world_size(self) -> int | None:
         """The number of ranks where the recipe fixes it with parallel.dp, else None: the launch decides."""
         section = self.parallel
-        if section.auto and not {"tp", "pp", "ulysses"} <= section.fixed_fields.keys():
+        if section.auto and not {"cp", "tp", "pp", "ulysses"} <= section.fixed_fields.keys():
             return None
         return section.dp and section.least_ranks
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from toolkit.config.context_exchange import ExchangeKind, automatic_exchange
+from toolkit.config.context_exchange import ExchangeKind, chosen_exchange
 from toolkit.config.job import Job
 from toolkit.data.samples.micro_batch import MicroBatch
 from toolkit.parallel.context.attention import attending
@@ -74,9 +74,7 @@ class ContextSlices:
 
 
 def _exchange_of(job: Job) -> ExchangeKind:
-    asked = job.recipe.parallel.cp_exchange
-    if asked != "auto":
-        return asked
     tokens = job.batch.micro_batch_size * job.recipe.data.seq_len
     itemsize = 4 if job.recipe.precision == "fp32" else 2
-    return automatic_exchange(job.shape, tp=job.layout.tp, tokens=tokens, itemsize=itemsize)
+    asked = job.recipe.parallel.cp_exchange
+    return chosen_exchange(asked, job.shape, tp=job.layout.tp, tokens=tokens, itemsize=itemsize)

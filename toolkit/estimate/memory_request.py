@@ -8,7 +8,7 @@ the temporaries of reduction and update, when activations are freed.
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
-from toolkit.config.context_exchange import automatic_exchange, key_value_width
+from toolkit.config.context_exchange import key_value_width
 from toolkit.config.layout import Layout, recomputes
 from toolkit.errors import LayoutError, ModelError
 from toolkit.estimate.breakdown import MemoryBreakdown
@@ -279,7 +279,7 @@ def _keys_and_values(setup: TrainingSetup, tokens: int, itemsize: int) -> int:
     layout = setup.layout
     whole = tokens * layout.cp
     width = 2 * key_value_width(shape, layout.tp)
-    if automatic_exchange(shape, tp=layout.tp, tokens=whole, itemsize=itemsize) == "gather":
+    if setup.exchange(itemsize) == "gather":
         return whole * width * (itemsize + 4)
     return tokens * width * (4 * itemsize + 8)
 

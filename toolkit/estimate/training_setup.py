@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from toolkit.config.layout import Layout
+from toolkit.config.context_exchange import ExchangeKind, chosen_exchange
+from toolkit.config.layout import CpExchange, Layout
 from toolkit.estimate.computation import Computation
 from toolkit.estimate.model_facts import ModelFacts
 
@@ -26,6 +27,8 @@ class TrainingSetup:
     computation: Computation = field(default_factory=Computation)
     chunked_loss: bool = False
     """Whether this toolkit's engine computes the loss in chunks, inside the head."""
+    cp_exchange: CpExchange = "auto"
+    """How context-parallel ranks see each other's keys and values."""
     router_losses: int = 0
     """Losses that balance a mixture's routers: of each, a layer keeps a number for each token and expert."""
 
@@ -33,6 +36,11 @@ class TrainingSetup:
     def global_batch_size(self) -> int:
         """Samples of one step on all replicas."""
         return self.micro_batch_size * self.accumulation * self.layout.dp
+
+    def exchange(self, itemsize: int) -> ExchangeKind:
+        """How context-parallel ranks see each other's keys and values, whose numbers have so many bytes."""
+        tokens = self.micro_batch_size * self.seq_len
+        return chosen_exchange(self.cp_exchange, self.model.shape, tp=self.layout.tp, tokens=tokens, itemsize=itemsize)
 
     @property
     def rank_positions(self) -> int:

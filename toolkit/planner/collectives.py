@@ -96,6 +96,17 @@ def all_to_all(cluster: Cluster, ranks: RankGroup, size: float, merged: tuple[fl
     return cluster.collective_seconds + latency * math.log2(ranks.size) + max(inside, outside)
 
 
+def shift(cluster: Cluster, ranks: RankGroup, size: float) -> float:
+    """Seconds in which each rank of a ring sends `size` bytes to the next one, over its own card between nodes."""
+    if ranks.size == 1 or size <= 0:
+        return 0.0
+    if ranks.nodes == 1:
+        bandwidth = LINK_SHARE * cluster.link_bytes_per_second
+        return cluster.collective_seconds + cluster.link_latency_seconds + size / bandwidth
+    bandwidth = NETWORK_SHARE * cluster.network_bytes_per_second
+    return cluster.collective_seconds + cluster.network_latency_seconds + size / bandwidth
+
+
 def send(cluster: Cluster, size: float, *, between_nodes: bool) -> float:
     """Seconds until a neighbor stage has `size` bytes and goes on."""
     if between_nodes:

@@ -16,7 +16,7 @@ from toolkit.hardware import MatmulPrecision
 
 Format = Literal["fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4"]
 """Format of the layers' matrix products. The LM head and attention of 8 and 4-bit formats compute in bf16."""
-Kernel = Literal["eager", "unfused", "fused-softmax", "flash1", "flash2", "flash3", "cudnn", "flex"]
+Kernel = Literal["eager", "unfused", "fused-softmax", "flash1", "flash2", "flash3", "cudnn", "flex", "tiles"]
 
 UNITS: Mapping[Format, MatmulPrecision] = {
     "fp32": "fp32", "tf32": "tf32", "fp16": "fp16", "bf16": "bf16", "fp8": "fp8", "mxfp8": "fp8", "nvfp4": "fp4",

@@ -7,7 +7,7 @@ Layers with and without experts count as one mean layer. Of routed experts the b
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from toolkit.hardware import Gpu, MatmulPrecision
@@ -36,9 +36,13 @@ _PRODUCTS = (4, 8)
 _SINKS = (12, 34)
 """Bytes moved per element of what FlexAttention returns, which knows no sinks: it is scaled by the log-sum-exp, in fp32
 and by kernels of its own (NeMo Automodel, components/attention/flex_attention.py)."""
-_SCORES = {"fused-softmax": (4, 6), "unfused": (28, 22), "eager": (22, 16)}
+_SCORES = {"fused-softmax": (4, 6), "unfused": (28, 22), "eager": (22, 16), "tiles": (48, 84)}
 """Bytes moved per score by softmax and mask, forward and backward: in one kernel, or in kernels of their own that
-convert to fp32 and back."""
+convert to fp32 and back. `tiles`: those that context parallelism's attention multiplies by PyTorch's products, in fp32:
+converted, scaled, masked, summed, subtracted, exponentiated and converted forward; the first three, the exponential and
+the derivative backward (toolkit/parallel/context/kernels.py)."""
+TILE = 512
+"""Queries of a tile of theirs in a layer with a window: it sees as many keys more than its window has."""
 _DROPOUT = (5, 5)
 _ROUTER = (24, 24)
 """Bytes moved per router logit, in fp32: softmax, choice and normalization forward; the same backward."""
@@ -69,6 +73,8 @@ class RankWork:
     sequence_parallel: bool
     heads_split: int = 1
     """Ranks that share the heads of one sequence besides tp: Ulysses."""
+    context: int = 1
+    """Context-parallel ranks, whose attention is the toolkit's own where there are several."""
     routed_rows: float = 0.0
     """Routed rows, pairs of a token and an expert, that the busiest rank computes; 0 without experts."""
     expert_owners: int = 1
@@ -230,6 +236,8 @@ def attention_seconds(gpu: Gpu, shape: ModelShape, work: RankWork, execution: Ex
     if gpu.core is not None:
         rates = gpu.core.attention[execution.attention_precision]
         return Passes(forward=flops / 2 / rates[0], backward=2.5 * flops / 2 / rates[1])
+    if work.context > 1 and (shape.windowed or execution.attention == "eager"):
+        return _tiled_attention(gpu, shape, work, execution)
     if shape.windowed and execution.attention not in _SCORES:  # kernels that skip blocks outside of a window
         flops *= 1 - shape.windowed * (1 - min(1.0, 2 * shape.window / work.seq_len))
     if execution.attention not in _SCORES:
@@ -255,6 +263,24 @@ def attention_seconds(gpu: Gpu, shape: ModelShape, work: RankWork, execution: Ex
         rest = _SCORES[execution.attention][way] + (_DROPOUT[way] if execution.dropout else 0)
         seconds.append(product + stream_seconds(gpu, scores * rest, 6))
     return Passes(forward=seconds[0], backward=seconds[1])
+
+
+def _tiled_attention(gpu: Gpu, shape: ModelShape, work: RankWork, execution: Execution) -> Passes:
+    """Attention with windows or soft caps on a context-parallel rank: no kernel of PyTorch's computes their tiles.
+
+    Layers without a window see half of all pairs; those of a family with soft caps, which has only eager attention, are
+    products of tiles as well.
+    """
+    every = replace(shape, windowed=0.0)
+    whole = replace(work, context=1)
+    tiled = replace(execution, attention="tiles")
+    seen = min(work.seq_len, shape.window + TILE) if shape.windowed else work.seq_len
+    windowed = attention_seconds(gpu, every, replace(whole, seq_len=seen), tiled)
+    if execution.attention == "eager":
+        others = attention_seconds(gpu, every, replace(whole, seq_len=-(-work.seq_len // 2)), tiled)
+    else:
+        others = attention_seconds(gpu, every, whole, execution)
+    return shape.windowed * windowed + (1 - shape.windowed) * others
 
 
 def _streams(gpu: Gpu, shape: ModelShape, work: RankWork, execution: Execution) -> Passes:

@@ -70,6 +70,7 @@ def training_setup(recipe: Recipe, layout: Layout, batch: Batch, model: ModelFac
             precision=recipe.precision,
             model_type=family,
         ),
+        cp_exchange=recipe.parallel.cp_exchange,
         router_losses=_router_losses(recipe, model),
     )
 

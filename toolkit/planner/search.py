@@ -20,6 +20,8 @@ from toolkit.units import divisors
 Goal = Literal["speed", "cost", "memory"]
 
 LARGEST_MICRO_BATCH = 64
+LEAST_POSITIONS = 4096
+"""Positions of a sequence that a context-parallel rank has at least in the layouts that are tried."""
 _OFFLOADS: tuple[tuple[OffloadDevice, OffloadDevice], ...] = (("none", "none"), ("cpu", "none"), ("cpu", "cpu"))
 
 
@@ -49,16 +51,31 @@ def layouts(request: PlanRequest) -> Iterator[Layout]:
         if tp > widest or gpus % tp:
             continue
         for pp in divisors(gpus // tp):
-            dp = gpus // tp // pp
-            if pp > shape.layers or request.global_batch_size % dp:
+            if pp > shape.layers:
                 continue
-            for ep in expert_parallel_sizes(shape, tp=tp):
-                if dp % ep == 0:
-                    yield from _with_fixed_values(request, _variants(request, tp=tp, pp=pp, ep=ep))
+            for cp in context_parallel_sizes(request, gpus // tp // pp):
+                dp = gpus // tp // pp // cp
+                if request.global_batch_size % dp:
+                    continue
+                for ep in expert_parallel_sizes(shape, tp=tp):
+                    if dp * cp % ep == 0:
+                        yield from _with_fixed_values(request, _variants(request, tp=tp, pp=pp, cp=cp, ep=ep))
     for ulysses in divisors(min(gpus, shape.heads)):
         is_whole = gpus % ulysses == 0 and not list(misfits(shape, ulysses=ulysses))
         if ulysses > 1 and is_whole and request.global_batch_size % (gpus // ulysses) == 0:
             yield from _with_fixed_values(request, _variants(request, ulysses=ulysses))
+
+
+def context_parallel_sizes(request: PlanRequest, ranks: int) -> list[int]:
+    """Return every cp that so many ranks allow: 1, those with LEAST_POSITIONS of a sequence, or the fixed one.
+
+    Where a rank has fewer, attention is a small part of a step, and replicas or tensor-parallel ranks do more with it.
+    """
+    fixed = request.fixed.get("cp")
+    if fixed is not None:
+        return [fixed] if ranks % fixed == 0 else []
+    most = max(1, request.seq_len // LEAST_POSITIONS)
+    return [cp for cp in divisors(ranks, most) if cp == 1 or request.seq_len % (2 * cp) == 0]
 
 
 def _with_fixed_values(request: PlanRequest, variants: Iterator[Layout]) -> Iterator[Layout]:
@@ -67,9 +84,11 @@ def _with_fixed_values(request: PlanRequest, variants: Iterator[Layout]) -> Iter
     return (layout for layout in variants if all(getattr(layout, name) == value for name, value in fixed))
 
 
-def _variants(request: PlanRequest, *, tp: int = 1, pp: int = 1, ulysses: int = 1, ep: int = 1) -> Iterator[Layout]:
+def _variants(
+    request: PlanRequest, *, tp: int = 1, pp: int = 1, cp: int = 1, ulysses: int = 1, ep: int = 1
+) -> Iterator[Layout]:
     """Stages of ZeRO, offload, recomputation and sequence parallelism. ZeRO-0 keeps fp32 weights: never better."""
-    dp = request.gpus // (tp * pp * ulysses)
+    dp = request.gpus // (tp * pp * cp * ulysses)
     recomputations: tuple[Recompute, ...] = ("none", "full")
     if "recompute" in request.fixed:
         recomputations = (request.fixed["recompute"],)
@@ -94,6 +113,7 @@ def _variants(request: PlanRequest, *, tp: int = 1, pp: int = 1, ulysses: int = 
                 first = Layout(
                     dp=dp,
                     ep=ep,
+                    cp=cp,
                     tp=tp,
                     pp=pp,
                     ulysses=ulysses,
@@ -319,8 +339,14 @@ def _no_layout(request: PlanRequest) -> LayoutError | BatchError:
 
 
 def _replicas(request: PlanRequest, gpus: int) -> set[int]:
-    """Every dp of layouts with tensor ranks and stages."""
+    """Every dp of layouts with tensor ranks, stages and context-parallel ranks."""
     shape = request.model.shape
     widest = request.cluster.gpus_per_node
     sizes = [size for size in tensor_parallel_sizes(shape) if size <= widest and gpus % size == 0]
-    return {gpus // tp // pp for tp in sizes for pp in divisors(gpus // tp) if pp <= shape.layers}
+    return {
+        gpus // tp // pp // cp
+        for tp in sizes
+        for pp in divisors(gpus // tp)
+        if pp <= shape.layers
+        for cp in context_parallel_sizes(request, gpus // tp // pp)
+    }

@@ -57,6 +57,7 @@ class StepRequest:
             tp=layout.tp,
             sequence_parallel=layout.sequence_parallel,
             heads_split=layout.ulysses,
+            context=layout.cp,
             routed_rows=routed_rows,
             expert_owners=setup.expert_owners,
             expert_shards=layout.tp if layout.experts == "inner" else 1,

@@ -16,6 +16,7 @@ from toolkit.models.experts import ExpertShape
 from toolkit.models.weights import held_layer_parameters, routed_parameters
 from toolkit.planner import collectives
 from toolkit.planner.bubble import bubble_seconds
+from toolkit.planner.context_time import context_calls, context_seconds
 from toolkit.planner.data_parallel_time import activation_seconds, data_seconds, offload_seconds, optimizer_seconds
 from toolkit.planner.execution import Execution
 from toolkit.planner.kernels import stream_seconds
@@ -31,7 +32,8 @@ from toolkit.planner.layer_time import (
 from toolkit.planner.step_request import StepRequest
 from toolkit.planner.trained import HOST_SHARES
 
-TERMS = ("compute", "recompute", "host", "tensor", "expert", "pipeline", "bubble", "data", "optimizer", "offload")
+TERMS = ("compute", "recompute", "host", "tensor", "context", "expert", "pipeline", "bubble", "data",
+         "optimizer", "offload")  # fmt: skip
 """Fields of StepTime that add up to the step. Each has a color in `TONES` of toolkit/report/step_bars.py, and a row in
 `TRACED` of toolkit/report/prediction.py."""
 
@@ -47,7 +49,10 @@ class StepTime:
     host: float
     """The GPU waits for the host that launches its kernels."""
     tensor: float
-    """All-reduces, or gathers and scatters, of tensor, sequence and context parallelism."""
+    """All-reduces, or gathers and scatters, of tensor and sequence parallelism, and the exchanges of Ulysses."""
+    context: float
+    """Exchange of keys and values between context-parallel ranks, as far as attention does not hide it, and the merging
+    of blocks."""
     expert: float
     """Sending tokens to the ranks that have their experts, and the results back."""
     pipeline: float
@@ -136,6 +141,7 @@ def predict_step(request: StepRequest) -> StepTime:
         recompute=m * limiting.recompute,
         host=m * (limiting.host + ranks_per_core * request.cluster.micro_batch_overhead_seconds),
         tensor=m * limiting.tensor,
+        context=m * limiting.context,
         expert=m * limiting.expert,
         pipeline=ranks_per_core * pipeline,
         bubble=waiting,
@@ -157,13 +163,14 @@ class _Stage:
     recompute: float
     host: float
     tensor: float
+    context: float
     expert: float
     backward: float
     """Seconds of the backward pass, already included in the fields above."""
 
     @property
     def seconds(self) -> float:
-        return self.compute + self.recompute + self.host + self.tensor + self.expert
+        return self.compute + self.recompute + self.host + self.tensor + self.context + self.expert
 
     def scaled(self, factor: float) -> "_Stage":
         return _Stage(
@@ -171,6 +178,7 @@ class _Stage:
             recompute=factor * self.recompute,
             host=factor * self.host,
             tensor=factor * self.tensor,
+            context=factor * self.context,
             expert=factor * self.expert,
             backward=factor * self.backward,
         )
@@ -191,6 +199,7 @@ def _sum(stages: Sequence[_Stage]) -> _Stage:
         recompute=sum(stage.recompute for stage in stages),
         host=sum(stage.host for stage in stages),
         tensor=sum(stage.tensor for stage in stages),
+        context=sum(stage.context for stage in stages),
         expert=sum(stage.expert for stage in stages),
         backward=sum(stage.backward for stage in stages),
     )
@@ -249,11 +258,13 @@ def _layer(request: StepRequest, recompute: Recompute) -> _Stage:
     accumulated = _accumulation(request)
     times = 2 if recompute == "full" else 1
     tensor = forward_tensor * times + backward_tensor
+    context = context_seconds(request, attention_seconds(gpu, request.shape, work, execution))
+    context = replace(context, backward=reached * context.backward)
     exchange = _exchange(request)
     host_forward, host_backward = _host(request, has_exchange=exchange > 0)
     host_backward *= reached
-    communication_forward = forward_tensor + exchange
-    communication_backward = backward_tensor + reached * exchange
+    communication_forward = forward_tensor + context.forward + exchange
+    communication_backward = backward_tensor + context.backward + reached * exchange
     busy_forward = once.forward + communication_forward
     busy_backward = once.backward + again + communication_backward
     if recompute == "full":
@@ -267,6 +278,7 @@ def _layer(request: StepRequest, recompute: Recompute) -> _Stage:
         recompute=again,
         host=idle_forward + idle_backward,
         tensor=tensor,
+        context=context.forward * times + context.backward,
         expert=exchange * (times + reached),
         backward=busy_backward + idle_backward + accumulated,
     )
@@ -279,6 +291,7 @@ def _host(request: StepRequest, *, has_exchange: bool) -> tuple[float, float]:
         calls += 2 * COLLECTIVE_HOST_SECONDS
     if has_exchange:
         calls += 2 * COLLECTIVE_HOST_SECONDS
+    of_context = context_calls(request)
     adapters = 0 if request.trained is None else len(request.trained.adapters)
     facts = request.execution.facts
     forward, backward = facts["host"]
@@ -286,8 +299,14 @@ def _host(request: StepRequest, *, has_exchange: bool) -> tuple[float, float]:
     routing_forward, routing_backward = facts["routing_host"]
     experts = expert_share(request.shape)
     return (
-        forward * (1 + forward_share * adapters) + calls + experts * routing_forward,
-        backward * (1 + backward_share * adapters) + calls + experts * routing_backward,
+        forward * (1 + forward_share * adapters)
+        + calls
+        + of_context[0] * COLLECTIVE_HOST_SECONDS
+        + experts * routing_forward,
+        backward * (1 + backward_share * adapters)
+        + calls
+        + of_context[1] * COLLECTIVE_HOST_SECONDS
+        + experts * routing_backward,
     )
 
 
@@ -308,7 +327,6 @@ def _tensor(request: StepRequest) -> tuple[float, float]:
     place of each, and gathers the inputs of both column layers once more backward for their weights' gradients
     (Korthikanti et al. 2022, section 4.2.2), which overlaps with the gradient of the input. Ulysses exchanges queries,
     keys, values and outputs (Jacobs et al. 2023).
-    Context parallelism gathers keys and values. Ring attention sends keys and values around, behind attention.
     """
     layout = request.layout
     cluster = request.cluster
@@ -330,14 +348,6 @@ def _tensor(request: StepRequest) -> tuple[float, float]:
         exchange = collectives.all_to_all(cluster, ranks, per_head * widths) + 3 * cluster.collective_seconds
         forward += exchange
         backward += exchange
-    if layout.cp > 1:
-        # Keys and values are gathered in both passes, and backward their gradients are scattered.
-        ranks = collectives.group(cluster, size=layout.cp, stride=layout.tp)
-        tokens = request.setup.micro_batch_size * request.setup.seq_len
-        width = 2 * request.shape.kv_dim / min(layout.tp, request.shape.kv_heads)
-        gathered = collectives.all_gather(cluster, ranks, tokens * width * request.execution.activation_bytes)
-        forward += gathered
-        backward += 2 * gathered
     hidden = 1 - request.execution.facts["overlaps"]["tensor"]
     return forward * hidden, backward * hidden
 

@@ -119,6 +119,7 @@ _AXES: dict[str, Any] = {
     "GPUs": lambda plan: plan.step.gpus,
     "dp": lambda plan: plan.layout.dp,
     "ep": lambda plan: plan.layout.ep,
+    "cp": lambda plan: plan.layout.cp,
     "tp": lambda plan: plan.layout.tp,
     "pp": lambda plan: plan.layout.pp,
     "Ulysses": lambda plan: plan.layout.ulysses,

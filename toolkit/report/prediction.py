@@ -19,6 +19,7 @@ TRACED: Mapping[str, tuple[str, ...]] = {
     "recompute": (),
     "host": ("idle",),
     "tensor": ("tensor", "sequence"),
+    "context": ("context",),
     "expert": ("expert",),
     "pipeline": ("pipeline",),
     "bubble": (),

@@ -8,6 +8,7 @@ TONES = {
     "recompute": "cool3",
     "host": "tolerance",
     "tensor": "warm0",
+    "context": "cool4",
     "expert": "cool1",
     "pipeline": "warm2",
     "bubble": "reference",

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from toolkit.files import read_json_object
 
-COMMUNICATION = ("tensor", "expert", "pipeline", "data", "sequence", "world")
+COMMUNICATION = ("tensor", "context", "expert", "pipeline", "data", "sequence", "world")
 TERMS = ("compute", *COMMUNICATION, "optimizer", "copies", "idle")
 FOLDER, TERMS_FILE = "profile", "terms.json"
 """The folder of traces in a run directory, and the file of terms in it."""

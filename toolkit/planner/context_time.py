@@ -1,0 +1,93 @@
+"""Seconds that context parallelism adds to a decoder layer: keys and values on their way, and blocks that merge.
+
+Legend: c context-parallel ranks, K bytes of a layer's keys and values of whole sequences on a tensor-parallel rank,
+a seconds of a rank's attention in one pass.
+
+Gathered, (c - 1)/c K arrive before attention, and backward they arrive again and a reduce-scatter sends as many:
+nothing hides them. In a ring c - 1 sends of K/c each run behind the block at hand. Blocks are alike, since zigzag
+gives each rank an early and a late chunk, so a send is hidden as far as it takes no longer than a/c. Backward the
+gradients of a block follow one step later on the same link, and those of the last block travel when nothing is left
+to compute (toolkit/parallel/context/exchange.py).
+
+Known error: a rank with several documents in a sample sees less than a whole sequence, and its attention hides less.
+"""
+
+from toolkit.config.context_exchange import gathered_bytes
+from toolkit.planner import collectives
+from toolkit.planner.kernels import stream_seconds
+from toolkit.planner.layer_time import Passes
+from toolkit.planner.step_request import StepRequest
+
+DOCUMENT_IMBALANCE = 1.05
+"""Attention of the slowest rank over the mean, at most, where documents do not see each other: what
+tests/parallel/test_context_attention.py holds. Causal work of zigzag chunks is the same on each rank."""
+_COPIES = (2, 11)
+"""Bytes moved for each byte that is gathered in 16 bits: put in the order of the sequence forward; backward that again,
+gradients in fp32 made and converted, and put in the order of ranks."""
+_MERGED = (34, 10)
+"""Bytes moved for an element of a block's output: two products and a sum in fp32 forward; backward the sum alone."""
+
+
+def context_seconds(request: StepRequest, attention: Passes) -> Passes:
+    """Seconds beyond attention itself, in which nothing else computes; 0 without context parallelism."""
+    layout = request.layout
+    c = layout.cp
+    if c == 1:
+        return Passes()
+    shape = request.shape
+    cluster = request.cluster
+    itemsize = request.execution.activation_bytes
+    tokens = request.setup.micro_batch_size * request.setup.seq_len
+    whole = gathered_bytes(shape, tp=layout.tp, tokens=tokens, itemsize=itemsize)
+    ranks = collectives.group(cluster, size=c, stride=layout.tp)
+    is_ring = request.setup.exchange(itemsize) == "ring"
+    merging = _merging(request, whole, blocks=(2 * c + 1) / 2 if is_ring else 2)
+    uneven = DOCUMENT_IMBALANCE - 1 if request.setup.computation.documents else 0.0
+    added = merging + uneven * attention
+    if is_ring:
+        return added + _exposed(request, ranks, whole / c, attention + merging)
+    copies = [stream_seconds(cluster.gpu, moved * whole * itemsize / 2, 6) for moved in _COPIES]
+    gathered = collectives.all_gather(cluster, ranks, whole, messages=2)
+    return added + Passes(forward=gathered + copies[0], backward=2 * gathered + copies[1])
+
+
+def context_calls(request: StepRequest) -> tuple[int, int]:
+    """Collectives that a layer's exchange of keys and values launches, forward and backward."""
+    layout = request.layout
+    if layout.cp == 1:
+        return 0, 0
+    if request.setup.exchange(request.execution.activation_bytes) == "ring":
+        return layout.cp - 1, 2 * (layout.cp - 1)
+    return 2, 4
+
+
+def _merging(request: StepRequest, whole: float, blocks: float) -> Passes:
+    """Seconds to merge the blocks of each query, and backward to sum gradients of queries, keys and values.
+
+    Of 2c chunks the rank's two see 2c + 1 between them, so that a ring's queries have (2c + 1)/2 blocks each; where all
+    keys are at hand, those before a chunk are one block and its own the other.
+    """
+    layout = request.layout
+    gpu = request.cluster.gpu
+    itemsize = request.execution.activation_bytes
+    outputs = request.work.tokens * request.shape.attention_dim / layout.tp
+    keys = (2 * layout.cp + 1) / (2 * layout.cp) * whole / itemsize
+    forward = stream_seconds(gpu, blocks * outputs * _MERGED[0], 6)
+    backward = stream_seconds(gpu, (blocks * outputs + keys) * _MERGED[1], 6)
+    return Passes(forward=forward, backward=backward)
+
+
+def _exposed(request: StepRequest, ranks: collectives.RankGroup, size: float, computed: Passes) -> Passes:
+    """Seconds of a ring's sends, of `size` bytes each, that the blocks computed meanwhile do not hide."""
+    c = request.layout.cp
+
+    def waits(messages: int, behind: float) -> float:
+        return max(0.0, collectives.shift(request.cluster, ranks, messages * size) - behind / c)
+
+    forward = (c - 1) * waits(1, computed.forward)
+    backward = collectives.shift(request.cluster, ranks, size)
+    for step in range(c):
+        # Keys and values of the next block, and gradients of the last but one.
+        messages = (step < c - 1) + (step >= 2)
+        backward += waits(messages, computed.backward)
+    return Passes(forward=forward, backward=backward)
