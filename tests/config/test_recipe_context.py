@@ -19,6 +19,8 @@ from toolkit.errors import LayoutError
 recipe = partial(any_recipe, model__name_or_path="llama-tiny", parallel__cp=2)
 CP = "parallel.cp"
 MODEL = "model.name_or_path"
+ATTENTION = "model.attn_implementation"
+BLOCKS: dict[str, object] = {"model__attn_implementation": "blocks", "parallel__cp": 1, "batch__micro_batch_size": 1}
 DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}}
 LONGROPE = {"rope_parameters": {"rope_type": "longrope", "factor": 2.0, "rope_theta": 10000.0}}
 NOT_THERE = [(CP, 1), "see `dstk families`"]
@@ -51,22 +53,29 @@ REFUSED: list[tuple[dict[str, object], list[str], list[object]]] = [
         ["model.attn_implementation", CP],
         [("model.attn_implementation", "auto"), (CP, 1)],
     ),
+    (
+        {**BLOCKS, "train__engine": "fsdp"},
+        [ATTENTION, "train.engine"],
+        [(ATTENTION, "auto"), ("train.engine", "deepspeed")],
+    ),
+    (
+        {**BLOCKS, "parallel__ulysses": 2},
+        [ATTENTION, "parallel.ulysses"],
+        [(ATTENTION, "auto"), ("parallel.ulysses", 1)],
+    ),
+    ({**BLOCKS, "train__compile": True}, ["train.compile", ATTENTION], [("train.compile", False), (ATTENTION, "auto")]),
+    (
+        {**BLOCKS, "parallel__recompute": "selective"},
+        ["parallel.recompute", ATTENTION],
+        [("parallel.recompute", "none or full")],
+    ),
+    ({**BLOCKS, "model__name_or_path": "bloom-560m"}, [ATTENTION, MODEL], [(ATTENTION, "auto"), "see `dstk families`"]),
+    (
+        {**BLOCKS, "model__name_or_path": "gpt2", "model__overrides": {"attn_pdrop": 0.1}},
+        [ATTENTION, MODEL],
+        [(ATTENTION, "auto"), "set model.overrides.attn_pdrop=0.0"],
+    ),
     ({"model__kernels": "liger"}, ["model.kernels", CP], [("model.kernels", "torch"), (CP, 1)]),
-    (
-        {"parallel__tiled_mlp": True},
-        ["parallel.tiled_mlp", CP],
-        [("parallel.tiled_mlp", False), (CP, 1)],
-    ),
-    (
-        {"parallel__offload_activations": True},
-        ["parallel.offload_activations", CP],
-        [("parallel.offload_activations", False), (CP, 1)],
-    ),
-    (
-        {"parallel__offload_params": "cpu", "parallel__zero_stage": 3},
-        ["parallel.offload_params", CP],
-        [("parallel.offload_params", "none"), (CP, 1)],
-    ),
     ({"train__compile": True}, ["train.compile", CP], [("train.compile", False), (CP, 1)]),
     (
         {"parallel__recompute": "selective"},
@@ -98,6 +107,24 @@ REFUSED: list[tuple[dict[str, object], list[str], list[object]]] = [
         [CP, MODEL],
         [(CP, 1), "set model.overrides.attn_pdrop=0.0"],
     ),
+    (
+        {
+            "parallel__cp": 4,
+            "parallel__cp_ulysses": 3,
+            "model__overrides": {"num_attention_heads": 12, "hidden_size": 96},
+        },
+        ["parallel.cp_ulysses", CP],
+        [("parallel.cp_ulysses", 2), f"set {CP} to a multiple"],
+    ),
+    (
+        {
+            "parallel__cp": 8,
+            "parallel__cp_ulysses": 8,
+            "model__overrides": {"num_attention_heads": 4, "num_key_value_heads": 4},
+        },
+        ["parallel.cp_ulysses", "parallel.tp", MODEL],
+        [("parallel.cp_ulysses", 1), "lower parallel.tp"],
+    ),
     ({"train__engine": "ddp"}, [CP, "train.engine"], [(CP, 1), ("train.engine", "deepspeed")]),
     ({"train__engine": "fsdp"}, [CP, "train.engine"], [(CP, 1), ("train.engine", "deepspeed")]),
     ({"train__engine": "reference"}, [CP, "train.engine"], [(CP, 1), ("train.engine", "deepspeed")]),
@@ -118,6 +145,11 @@ def test_what_cannot_run_is_one_conflict(changes: dict[str, object], fields: lis
         {"parallel__pp": 2},
         {"parallel__recompute": "full", "parallel__zero_stage": 3},
         {"parallel__offload_optimizer": "cpu", "parallel__zero_stage": 2},
+        {"parallel__offload_optimizer": "cpu", "parallel__offload_params": "cpu", "parallel__zero_stage": 3},
+        {"parallel__tiled_mlp": True, "parallel__offload_activations": True, "parallel__recompute": "full"},
+        {**BLOCKS, "parallel__tp": 2, "parallel__pp": 2},
+        {**BLOCKS, "model__overrides": LONGROPE},
+        {"model__attn_implementation": "blocks"},
         {"model__name_or_path": "mistral-7b", "model__overrides": {"sliding_window": 16}},
         {"model__name_or_path": "mixtral-8x7b", "parallel__ep": 2},
         {"data__packing": "padded"},

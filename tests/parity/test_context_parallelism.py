@@ -62,9 +62,12 @@ class Cell:
     exchange: str = "gather"
     steps: int = STEPS
     optimizer: str = "sgd"
+    option: str = ""
+    """`tiled`: MLPs in tiles, and activations on the host. `heads`: pairs of ranks exchange heads for positions."""
 
     def __str__(self) -> str:
-        return f"{self.strategy}-{self.exchange}:{self.family}-{self.data}-{self.optimizer}-{self.steps}"
+        name = f"{self.strategy}-{self.exchange}:{self.family}-{self.data}-{self.optimizer}-{self.steps}"
+        return f"{name}-{self.option}" if self.option else name
 
 
 DAILY = [
@@ -77,11 +80,31 @@ DAILY = [
     Cell(strategy="cp2-pp2-z1", family="qwen3", data="documents", exchange="ring"),
     Cell(strategy="cp2-pp2-z0-recompute", family="olmo2", data="padded chats"),
     Cell(strategy="cp2-ep2-z1", family="qwen3_moe", data="documents"),
+    Cell(strategy="cp2-z3-offload-recompute", data="documents", option="tiled"),
+    Cell(strategy="cp4-z1", family="gpt_oss", exchange="ring", option="heads"),
+    Cell(strategy="cp2-pp2-z1", family="llama", data="documents", option="heads"),
+    Cell(strategy="dp2-tp2-z2", family="gemma3_text", data="documents"),
+    Cell(strategy="pp2-z1", family="qwen3_moe", data="padded chats"),
 ]
+"""Those without cp have the toolkit's attention all the same, in whole sequences."""
 WHOLE = [
     Cell(strategy=strategy, family=family, data=data, steps=LONG_STEPS, exchange=("gather", "ring")[number % 2])
     for number, (strategy, family, data) in enumerate(product(STRATEGIES, FAMILIES, DATA))
     if not (strategy == "cp2-ep2-z1" and "moe" not in family)
+]
+WHOLE += [
+    Cell(strategy=strategy, family=family, data=data, steps=LONG_STEPS)
+    for strategy, family, data in product(("z1", "tp2-z3-sp", "pp2-z1-recompute"), FAMILIES, DATA)
+]
+WHOLE += [
+    Cell(strategy=strategy, family=family, data=data, steps=LONG_STEPS, exchange=exchange, option="heads")
+    for (strategy, exchange), family, data in product(
+        (("cp4-z1", "ring"), ("cp4-z3", "gather"), ("cp2-tp2-z3-sp", "gather")), FAMILIES, DATA
+    )
+]
+WHOLE += [
+    Cell(strategy=strategy, data=data, steps=LONG_STEPS, option="tiled")
+    for strategy, data in product(("cp2-z1", "cp2-tp2-z3-sp-recompute", "cp2-z3-offload"), DATA)
 ]
 
 
@@ -157,7 +180,14 @@ def shared(cell: Cell, recipe: Recipe) -> tuple[Recipe, int]:
     """The recipe under the cell's strategy, and its number of ranks."""
     strategy = Strategy.parse(cell.strategy)
     count = strategy.world_size(1)
-    return strategy.apply(recipe, count).changed({"parallel": {"cp_exchange": cell.exchange}}), count
+    changes: dict[str, dict[str, Any]] = {"parallel": {"cp_exchange": cell.exchange if strategy.cp > 1 else "auto"}}
+    if cell.option == "tiled":
+        changes["parallel"] |= {"tiled_mlp": True, "offload_activations": True}
+    if cell.option == "heads":
+        changes["parallel"]["cp_ulysses"] = 2
+    if strategy.cp == 1:
+        changes["model"] = {"attn_implementation": "blocks"}
+    return strategy.apply(recipe, count).changed(changes), count
 
 
 def check_equal(run: ParityRun, baseline: ParityRun) -> None:

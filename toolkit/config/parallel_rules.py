@@ -12,6 +12,7 @@ from toolkit.errors import BatchError, LayoutError, Refusal, Setting
 from toolkit.models.families.registry import FAMILIES, own_attention
 from toolkit.models.shape import ModelShape
 from toolkit.models.support import LIGER_FAMILIES, find, misfits
+from toolkit.units import divisors
 
 ULYSSES_FAMILIES = tuple(model_type for model_type, spec in FAMILIES.items() if spec.ulysses_verified)
 """Families that train the same with and without DeepSpeed-Ulysses (tests/parity/test_ulysses.py)."""
@@ -21,6 +22,7 @@ _REVERSIBLE = ("reformer",)
 _MODEL = "model.name_or_path"
 _ULYSSES = "parallel.ulysses"
 _CONTEXT = "parallel.cp"
+_ATTENTION = "model.attn_implementation"
 _ROTARY_BY_LENGTH = ("dynamic", "longrope")
 """Rotary embeddings whose frequencies depend on the largest position that a rank sees."""
 _DEEPSPEED_ONLY = {
@@ -54,6 +56,7 @@ def setting_conflicts(recipe: Recipe, world_size: int | None) -> list[Refusal]:
         *_activation_settings(recipe),
         *_ulysses_settings(recipe),
         *_context_settings(recipe),
+        *_blocks_settings(recipe),
         *_float8(recipe),
         *_liger(recipe),
     ]
@@ -123,9 +126,13 @@ def _experts(recipe: Recipe, config: Mapping[str, Any]) -> Iterator[Refusal]:
 def _family(recipe: Recipe, model_type: str | None) -> Iterator[Refusal]:
     """Refuse a family that was checked and cannot be parallelized. Others are examined when the model is built."""
     section = recipe.parallel
-    support = find(model_type) if section.cp * section.tp * section.pp * section.ep > 1 else None
+    blocks = _blocks_off(recipe)
+    support = find(model_type) if blocks is not None or section.tp * section.pp * section.ep > 1 else None
     if support is None:
         return
+    if blocks is not None and blocks[0] == _ATTENTION and support.context_refusal is not None:
+        reason = f"the toolkit's attention does not serve the family {model_type} ({support.context_refusal})"
+        yield recipe.conflict(_ATTENTION, _MODEL, reason=reason, remedy=(blocks, "see `dstk families`"))
     for name, off, refusal in (
         ("cp", 1, support.context_refusal),
         ("tp", 1, support.tensor_refusal),
@@ -199,6 +206,10 @@ def _other_engines(recipe: Recipe, world_size: int | None) -> Iterator[Refusal]:
             reason = f"only the engine deepspeed {does}"
             remedy = ((field, off), ("train.engine", "deepspeed"))
             yield recipe.conflict(field, "train.engine", reason=reason, remedy=remedy)
+    if recipe.model.attn_implementation == "blocks" and engine != "reference":
+        reason = "only the engine deepspeed has the toolkit's attention"
+        remedy = ((_ATTENTION, "auto"), ("train.engine", "deepspeed"))
+        yield recipe.conflict(_ATTENTION, "train.engine", reason=reason, remedy=remedy)
     if engine == "reference":
         yield from _reference(recipe, world_size)
 
@@ -413,49 +424,81 @@ def _sequence_length(recipe: Recipe, shape: ModelShape | None) -> Iterator[Refus
 def _context_settings(recipe: Recipe) -> Iterator[Refusal]:
     """Settings that context parallelism has no part in, whatever the model is."""
     section = recipe.parallel
+    if section.cp == 1 and section.cp_exchange != "auto":
+        field = "parallel.cp_exchange"
+        reason = "no ranks exchange keys and values"
+        yield recipe.conflict(field, _CONTEXT, reason=reason, remedy=((_CONTEXT, "2 or more"), (field, "auto")))
+    if section.cp % section.cp_ulysses:
+        field = "parallel.cp_ulysses"
+        reason = "so many of the ranks that share a sequence exchange heads"
+        near = [size for size in divisors(section.cp) if size <= section.cp_ulysses]
+        yield recipe.conflict(
+            field, _CONTEXT, reason=reason, remedy=((field, near[-1]), f"set {_CONTEXT} to a multiple")
+        )
     if section.cp == 1:
-        if section.cp_exchange != "auto":
-            field = "parallel.cp_exchange"
-            reason = "no ranks exchange keys and values"
-            yield recipe.conflict(field, _CONTEXT, reason=reason, remedy=((_CONTEXT, "2 or more"), (field, "auto")))
         return
     for field, off, reason in (
         ("model.attn_implementation", "auto", "context parallelism has an attention of its own"),
-        ("model.kernels", "torch", "Liger's kernels were not tested beside it"),
-        ("model.load_in_4bit", False, "weights in 4 bits were not tested beside it"),
         ("model.expert_capacity_factor", None, "a rank would limit the experts of its part of a sequence"),
-        ("train.compile", False, "its attention was not tested in compiled layers"),
         ("train.distill", None, "a teacher was not tested beside it"),
-        ("parallel.offload_params", "none", "offloaded parameters were not tested beside it"),
-        ("parallel.offload_activations", False, "offloaded activations were not tested beside it"),
-        ("parallel.tiled_mlp", False, "tiled MLPs were not tested beside it"),
     ):
         value = recipe.value_of(field)
-        if value != off and not (field == "model.attn_implementation" and value is None):
+        if value != off and not (field == _ATTENTION and value in (None, "blocks")):
             yield recipe.conflict(field, _CONTEXT, reason=reason, remedy=((field, off), (_CONTEXT, 1)))
-    if section.recompute == "selective":
+
+
+def _blocks_settings(recipe: Recipe) -> Iterator[Refusal]:
+    """Settings that the toolkit's attention has no part in, with context parallelism and without."""
+    off = _blocks_off(recipe)
+    if off is None:
+        return
+    for field, allowed, reason in (
+        ("model.kernels", "torch", "Liger's kernels were not tested beside it"),
+        ("model.load_in_4bit", False, "weights in 4 bits were not tested beside it"),
+        ("train.compile", False, "its attention was not tested in compiled layers"),
+    ):
+        if recipe.value_of(field) != allowed:
+            yield recipe.conflict(field, off[0], reason=reason, remedy=((field, allowed), off))
+    if recipe.parallel.recompute == "selective":
         field = "parallel.recompute"
-        reason = "the attention of context parallelism keeps no scores that could be recomputed"
-        yield recipe.conflict(field, _CONTEXT, reason=reason, remedy=((field, "none or full"),))
+        reason = "its attention keeps no scores that could be recomputed"
+        yield recipe.conflict(field, off[0], reason=reason, remedy=((field, "none or full"),))
+    if off[0] == _ATTENTION and recipe.parallel.ulysses > 1:
+        reason = "DeepSpeed-Ulysses puts an attention of its own around transformers'"
+        yield recipe.conflict(_ATTENTION, _ULYSSES, reason=reason, remedy=(off, (_ULYSSES, 1)))
+
+
+def _blocks_off(recipe: Recipe) -> Setting | None:
+    """Return the setting with which transformers' attention would compute; None where it does."""
+    if recipe.parallel.cp > 1:
+        return _CONTEXT, 1
+    return (_ATTENTION, "auto") if recipe.model.attn_implementation == "blocks" else None
 
 
 def _context_model(recipe: Recipe, config: Mapping[str, Any]) -> Iterator[Refusal]:
-    """Refuse what the attention of context parallelism cannot compute in a model's config."""
-    if recipe.parallel.cp == 1:
+    """Refuse what the toolkit's attention cannot compute in a model's config."""
+    off = _blocks_off(recipe)
+    if off is None:
         return
-    off: Setting = (_CONTEXT, 1)
+    asked = off[0]
     if "auto_map" in config:
-        reason = "it brings its own code, which may bypass the attention of context parallelism"
-        yield recipe.conflict(_CONTEXT, _MODEL, reason=reason, remedy=(off,))
-    if (kind := _rotary_kind(config)) in _ROTARY_BY_LENGTH:
+        reason = "it brings its own code, which may bypass the toolkit's attention"
+        yield recipe.conflict(asked, _MODEL, reason=reason, remedy=(off,))
+    if recipe.parallel.cp > 1 and (kind := _rotary_kind(config)) in _ROTARY_BY_LENGTH:
         reason = f"its rotary embedding ({kind}) depends on the length of a sequence, of which a rank sees a part"
         yield recipe.conflict(_CONTEXT, _MODEL, reason=reason, remedy=(off, "take a model with another one"))
+    heads = config.get("num_attention_heads") or config.get("n_head")
+    shares = recipe.parallel.cp_ulysses * recipe.parallel.tp
+    if recipe.parallel.cp_ulysses > 1 and isinstance(heads, int) and heads % shares:
+        field = "parallel.cp_ulysses"
+        reason = f"its {heads} attention heads cannot be shared equally by {shares} ranks"
+        yield recipe.conflict(field, "parallel.tp", _MODEL, reason=reason, remedy=((field, 1), "lower parallel.tp"))
     names = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
     dropped = next((name for name in names if config.get(name)), None)
     if dropped is not None:
-        reason = f"its {dropped} of {config[dropped]} drops pairs of tokens, and the attention of cp drops none"
+        reason = f"its {dropped} of {config[dropped]} drops pairs of tokens, and the toolkit's attention drops none"
         remedy = (off, f"set model.overrides.{dropped}=0.0")
-        yield recipe.conflict(_CONTEXT, _MODEL, reason=reason, remedy=remedy)
+        yield recipe.conflict(asked, _MODEL, reason=reason, remedy=remedy)
 
 
 def _ulysses_settings(recipe: Recipe) -> Iterator[Refusal]:

@@ -79,9 +79,10 @@ class ModelSection(Section):
     """`random`: seeded by train.seed, the same values in every layout. `pretrained`: read from the directory or hub."""
     overrides: dict[str, Any] = {}
     """Fields of the Hugging Face config to change, for instance `{n_layer: 4, resid_pdrop: 0.0}`."""
-    attn_implementation: Literal["auto", "eager", "sdpa", "flash_attention_2"] | None = "auto"
+    attn_implementation: Literal["auto", "eager", "sdpa", "flash_attention_2", "blocks"] | None = "auto"
     """The attention kernel of transformers. `auto`, or null: `sdpa`, or `eager` for families without it (Gemma 2,
-    BLOOM, …)."""
+    BLOOM, …). `blocks`: the toolkit's own, of context parallelism, also where a rank has whole sequences: documents are
+    kept apart without a mask (docs/long-context.md)."""
     loss: Literal["auto", "chunked", "plain"] = "auto"
     """`chunked`: head and cross-entropy together, over chunks of tokens, so that full logits never exist. `plain`: from
     full logits. `auto`: chunked where that is exact (`dstk families`), in all precisions but fp16."""
@@ -136,6 +137,10 @@ class ParallelSection(Section):
     cp_exchange: CpExchange = "auto"
     """How cp ranks see each other's keys and values. `gather`: all at once for a layer; `ring`: those of one rank at a
     time, sent while the block at hand is computed; `auto`: `ring` where gathering would take more than 1 GiB."""
+    cp_ulysses: PositiveInt = 1
+    """Of the cp ranks, so many neighbors exchange heads for positions (Ulysses), and between these groups keys and
+    values are exchanged as cp_exchange says: heads inside a node, a ring between nodes. A divisor of cp, and with tp of
+    the attention heads."""
     tp: PositiveInt = 1
     """Megatron tensor-parallel ranks: each holds a shard of every layer. A divisor of the attention heads."""
     pp: PositiveInt = 1
@@ -181,7 +186,7 @@ class ParallelSection(Section):
     def layout_fields(self) -> dict[str, Any]:
         """The fields of Layout."""
         fields = self.model_dump(
-            exclude={"auto", "cp_exchange", "nvme_path", "quantized_weights", "quantized_gradients"}
+            exclude={"auto", "cp_exchange", "cp_ulysses", "nvme_path", "quantized_weights", "quantized_gradients"}
         )
         if self.schedule is not None and self.chunks == 1:
             fields["chunks"] = CHUNKS[self.schedule]
@@ -371,6 +376,15 @@ class Recipe(Section):
     layouts: dict[str, Text | tuple[Text, ...]] = {}
     """Layouts that the recipe was tested with, by number and kind of GPUs: `{8xH100: dp8-z3, 2xL40S: [z2-m4, z3]}`.
     `--layout` takes such a name, or any layout. Of several layouts the first is taken. A run keeps the one it took."""
+
+    @property
+    def attends_in_blocks(self) -> bool:
+        """Whether the toolkit's own attention computes: under context parallelism, or where the recipe asks for it.
+
+        The reference has transformers' attention and masks, whatever it is held against.
+        """
+        asked = self.parallel.cp > 1 or self.model.attn_implementation == "blocks"
+        return asked and self.train.engine != "reference"
 
     @property
     def world_size(self) -> int | None:

@@ -346,7 +346,7 @@ def _model(recipe: Recipe, model: _Model) -> Iterator[Refusal]:
         yield recipe.conflict(_MODEL, reason=reason, remedy=(hint,) if hint else ())
     family = (model.config or {}).get("model_type")
     kernels = [{"flash": "flash_attention_2"}.get(kind, kind) for kind in attention_kinds(family)]
-    if recipe.model.attention not in (None, *kernels):
+    if recipe.model.attention not in (None, "blocks", *kernels):
         field = "model.attn_implementation"
         reason = f"transformers has {' and '.join(kernels)} only for {family}"
         yield recipe.conflict(field, _MODEL, reason=reason, remedy=((field, " or ".join(kernels)),))

@@ -79,7 +79,8 @@ class Engine(ABC):
     compiled: CompiledLayers | None = None
     """The decoder layers that torch.compile has compiled."""
     context: ContextSlices | None = None
-    """This rank's part of sequences that context-parallel ranks share; None where a rank has whole ones."""
+    """This rank's part of sequences that context-parallel ranks share, or the whole ones that the toolkit's attention
+    takes; else None."""
     head_loss: LossInHead | None = None
     """The hooks that compute the loss inside the model's head; None where logits are computed."""
     objective: TokenWeights | None = None

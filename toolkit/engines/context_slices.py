@@ -1,4 +1,5 @@
-"""What a context-parallel rank takes of a micro-batch: its chunks of each sequence, and where documents begin.
+"""What a rank takes of a micro-batch for the toolkit's attention: its chunks of each sequence, and where documents
+begin. Without context parallelism it takes all of it.
 
 Positions are those of the whole sequence, and labels were shifted before it is cut, so that the last target of a chunk
 is the first token of the next one, wherever that is. Dims: b samples, s positions, n = s/cp positions on a rank.
@@ -17,19 +18,24 @@ from toolkit.data.samples.micro_batch import MicroBatch
 from toolkit.parallel.context.attention import attending
 from toolkit.parallel.context.exchange import make_exchange
 from toolkit.parallel.context.sequence import SequenceSlice
+from toolkit.parallel.groups import heads_and_ring
 from toolkit.seeds import derive_seed
 
 
 class ContextSlices:
-    """This rank's part of the micro-batches of a job. `group`: the ranks that share each sequence."""
+    """This rank's part of the micro-batches of a job. `group`: the ranks that share each sequence; None: it has all."""
 
-    def __init__(self, job: Job, group: dist.ProcessGroup) -> None:
+    def __init__(self, job: Job, group: dist.ProcessGroup | None) -> None:
         self.group = group
+        self._heads: dist.ProcessGroup | None = None
+        self._ring = group
+        if job.recipe.parallel.cp_ulysses > 1:
+            self._heads, self._ring = heads_and_ring(job.layout, job.recipe.parallel.cp_ulysses)
         self._samples = job.batch.micro_batch_size
         self._length = job.recipe.data.seq_len
-        self._exchange = make_exchange(group, _exchange_of(job))
+        self._exchange = make_exchange(self._ring, _exchange_of(job))
         self._plain = self._sequence(((0,),) * self._samples)
-        self.positions = torch.tensor(self._plain.positions())
+        self.positions = self._held(self._plain)
         """Positions of the sequence on this rank in the last forward pass, int64 [n], on the CPU."""
 
     def sequence(self, micro_batch: MicroBatch) -> SequenceSlice:
@@ -41,10 +47,12 @@ class ContextSlices:
 
     def take(self, micro_batch: MicroBatch, sequence: SequenceSlice) -> MicroBatch:
         """Return this rank's part of a micro-batch, whose sequences are these. Ranks drop different activations."""
+        if self.group is None:
+            return replace(micro_batch, is_packed=False)  # documents are kept apart by the attention
         seed = derive_seed("slice", micro_batch.dropout_seed, self.group.rank())
         if not micro_batch.input_ids.numel():  # of a stage that reads no tokens
             return replace(micro_batch, dropout_seed=seed)
-        held = torch.tensor(sequence.positions())
+        held = self._held(sequence)
         sequences = micro_batch.sequences
         if sequences is not None:
             sequences = replace(sequences, numbers=sequences.numbers[:, held])
@@ -65,16 +73,26 @@ class ContextSlices:
     @contextmanager
     def attending(self, sequence: SequenceSlice) -> Iterator[None]:
         """Let a forward pass inside attend within these sequences."""
-        self.positions = torch.tensor(sequence.positions())
-        with attending(sequence, self._exchange):
+        if self.group is not None:
+            self.positions = self._held(sequence)
+        with attending(sequence, self._exchange, self._heads):
             yield
 
+    def _held(self, sequence: SequenceSlice) -> torch.Tensor:
+        """Return the positions that this rank holds: a part of those of the ranks with which it exchanges heads."""
+        held = torch.tensor(sequence.positions())
+        return held if self._heads is None else held.chunk(self._heads.size())[self._heads.rank()]
+
     def _sequence(self, starts: tuple[tuple[int, ...], ...]) -> SequenceSlice:
-        return SequenceSlice(rank=self.group.rank(), ranks=self.group.size(), length=self._length, starts=starts)
+        rank = 0 if self._ring is None else self._ring.rank()
+        ranks = 1 if self._ring is None else self._ring.size()
+        return SequenceSlice(rank=rank, ranks=ranks, length=self._length, starts=starts)
 
 
 def _exchange_of(job: Job) -> ExchangeKind:
     tokens = job.batch.micro_batch_size * job.recipe.data.seq_len
     itemsize = 4 if job.recipe.precision == "fp32" else 2
-    asked = job.recipe.parallel.cp_exchange
-    return chosen_exchange(asked, job.shape, tp=job.layout.tp, tokens=tokens, itemsize=itemsize)
+    section = job.recipe.parallel
+    return chosen_exchange(
+        section.cp_exchange, job.shape, tp=section.cp_ulysses * job.layout.tp, tokens=tokens, itemsize=itemsize
+    )

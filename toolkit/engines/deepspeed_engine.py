@@ -152,6 +152,8 @@ class DeepSpeedEngine(DeepSpeedBase, DataParallelEngine):
                 job, context_group(job.layout) if partition is None else partition.groups.context
             )
         self.routing = find_routing(job, model, device, sequence_group, self.context)
+        if self.context is None and job.recipe.attends_in_blocks:
+            self.context = ContextSlices(job, None)
         self._initialize(job, config, model, mpu=self._parallel_unit())
         self.engine.train()
 

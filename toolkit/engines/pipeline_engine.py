@@ -62,6 +62,8 @@ class PipelineEngine(DeepSpeedBase):
         if job.layout.cp > 1:
             self.context = ContextSlices(job, partition.groups.context)
         self.routing = find_routing(job, model, device, sequence_group, self.context)
+        if self.context is None and job.recipe.attends_in_blocks:
+            self.context = ContextSlices(job, None)
         if self.routing is not None:
             partition.stage.connect_routers(self.routing.finish, have_loss=self.routing.has_loss)
         self.stage_layers = tuple(stop - start for start, stop in pairwise(partition.bounds))

@@ -225,8 +225,8 @@ class MemoryRequest:
             ),
             computation=replace(
                 computation,
-                # Under Ulysses the mask is no layer's, and context parallelism has none.
-                documents=computation.documents and layout.ulysses == layout.cp == 1,
+                # Under Ulysses the mask is no layer's, and the toolkit's own attention has none.
+                documents=computation.documents and layout.ulysses == layout.cp == 1 and not setup.blocks,
                 trainable=without_4bit(computation.trainable),
                 loss_chunk=min(computation.loss_chunk, tokens),
                 imbalance=computation.imbalance if shape.experts is not None and owners > 1 else 1.0,
@@ -264,24 +264,31 @@ def _pipeline_buffers(
         is_last=stage == layout.pp - 1,
         micro_batches=setup.accumulation,
         exchanged=_exchanged(setup, tokens) * product_bytes if layout.ulysses > 1 else 0,
-        keys_and_values=0 if layout.cp == 1 else _keys_and_values(setup, tokens, product_bytes),
+        keys_and_values=_keys_and_values(setup, tokens, product_bytes) if layout.cp > 1 or setup.blocks else 0,
     )
 
 
 def _keys_and_values(setup: TrainingSetup, tokens: int, itemsize: int) -> int:
     """Bytes of keys and values in the backward pass of a layer's attention, `tokens` being those of a rank.
 
-    Gathered: those of whole sequences, and their gradients in fp32. In a ring: those at hand and those that arrive,
-    their gradients, of the rank's own as well, in fp32, and the gradients that are sent and that arrive. Known error:
+    On one rank: their gradients in fp32. Gathered: those of whole sequences, and their gradients in fp32. In a ring:
+    those at hand and those that arrive, their gradients, of the rank's own as well, in fp32, and the gradients that are
+    sent and that arrive. Known error:
     they are added to the peak of the recording, which may be another moment than attention.
     """
     shape = setup.model.shape
     layout = setup.layout
     whole = tokens * layout.cp
-    width = 2 * key_value_width(shape, layout.tp)
+    width = 2 * key_value_width(shape, setup.cp_ulysses * layout.tp)
+    if layout.cp == 1:
+        return tokens * width * 4
+    of_heads = 0
+    if setup.cp_ulysses > 1:
+        # Outputs of attention are kept as they were computed and as they came back to the rank.
+        of_heads = _exchanged(setup, tokens) * itemsize // layout.tp
     if setup.exchange(itemsize) == "gather":
-        return whole * width * (itemsize + 4)
-    return tokens * width * (4 * itemsize + 8)
+        return of_heads + whole * width * (itemsize + 4)
+    return of_heads + setup.cp_ulysses * tokens * width * (4 * itemsize + 8)
 
 
 def _exchanged(setup: TrainingSetup, tokens: int) -> int:
@@ -292,7 +299,7 @@ def _exchanged(setup: TrainingSetup, tokens: int) -> int:
     outputs = max(1, sum(not recomputes(recompute, layer) for layer in range(shape.layers)))
     if recompute == "selective":
         outputs = 1
-    if not setup.computation.documents:
+    if setup.cp_ulysses > 1 or not setup.computation.documents:
         return outputs * tokens * shape.heads * shape.head_dim
     # A mask of all positions. With one, keys and values are copied for each head, unless a rank has a single one.
     copied = 2 * (shape.heads - shape.kv_heads) if shape.kv_heads > setup.layout.ulysses else 0

@@ -39,7 +39,7 @@ class PipelineBuffers:
     the rank; and the mask where documents do not attend to each other. 0 without Ulysses."""
 
     keys_and_values: int = 0
-    """Bytes of keys and values of other ranks, and their gradients, under context parallelism; else 0."""
+    """Bytes of keys and values of other ranks, and of gradients, in the toolkit's own attention; else 0."""
 
     @property
     def at_peak(self) -> int:

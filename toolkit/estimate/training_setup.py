@@ -29,6 +29,10 @@ class TrainingSetup:
     """Whether this toolkit's engine computes the loss in chunks, inside the head."""
     cp_exchange: CpExchange = "auto"
     """How context-parallel ranks see each other's keys and values."""
+    cp_ulysses: int = 1
+    """Context-parallel ranks that exchange heads for positions."""
+    blocks: bool = False
+    """Whether the toolkit's attention, which makes no mask, computes whole sequences."""
     router_losses: int = 0
     """Losses that balance a mixture's routers: of each, a layer keeps a number for each token and expert."""
 
@@ -40,7 +44,9 @@ class TrainingSetup:
     def exchange(self, itemsize: int) -> ExchangeKind:
         """How context-parallel ranks see each other's keys and values, whose numbers have so many bytes."""
         tokens = self.micro_batch_size * self.seq_len
-        return chosen_exchange(self.cp_exchange, self.model.shape, tp=self.layout.tp, tokens=tokens, itemsize=itemsize)
+        return chosen_exchange(
+            self.cp_exchange, self.model.shape, tp=self.cp_ulysses * self.layout.tp, tokens=tokens, itemsize=itemsize
+        )
 
     @property
     def rank_positions(self) -> int:

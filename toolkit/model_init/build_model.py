@@ -141,9 +141,11 @@ def build_model(
         config = without_padding_token(config)
     # Ulysses replaces sdpa; eager would attend within a rank's own positions.
     attention = recipe.model.attention or ("sdpa" if recipe.parallel.ulysses > 1 else None)
-    if recipe.parallel.cp > 1:
+    if recipe.attends_in_blocks:
         register()
         attention = CONTEXT_PARALLEL
+    elif attention == "blocks":
+        attention = None
     try:
         with parameters_on_meta():
             model = AutoModelForCausalLM.from_config(

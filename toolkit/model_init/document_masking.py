@@ -32,9 +32,9 @@ def check_document_masking(
 ) -> None:
     """Raise ModelError where documents of one row would see each other."""
     asked, off = masking
-    if section.attention not in ("eager", "sdpa", None):
+    if section.attention not in ("eager", "sdpa", "blocks", None):
         settings = (asked, (_ATTENTION_FIELD, section.attn_implementation))
-        reason = "only sdpa and eager keep documents apart in every micro-batch"
+        reason = "only sdpa, eager and blocks keep documents apart in every micro-batch"
         raise ModelError.between(settings, reason, (_ATTENTION_FIELD, "sdpa"), off)
     if obstacle := _obstacle(config, trust_remote_code):
         reason = f"{config.model_type} {obstacle}, so documents would see each other (llama and gpt2 can)"

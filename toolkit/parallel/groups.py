@@ -77,6 +77,19 @@ def context_group(layout: Layout) -> dist.ProcessGroup:
     return _new_groups(layout, "context", "context")
 
 
+def heads_and_ring(layout: Layout, ranks: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Among the ranks that share each sequence, the neighbors with which this one exchanges heads, so many, and those
+    with which it exchanges keys and values, one of each such group. A collective call."""
+    shared = layout.ranks_along("context")
+    heads, _ = dist.new_subgroups_by_enumeration(
+        [group[first : first + ranks] for group in shared for first in range(0, layout.cp, ranks)], group_desc="context"
+    )
+    ring, _ = dist.new_subgroups_by_enumeration(
+        [group[place::ranks] for group in shared for place in range(ranks)], group_desc="context"
+    )
+    return heads, ring
+
+
 def _new_groups(layout: Layout, axis: Any, kind: str) -> dist.ProcessGroup:
     """Create the groups along an axis; return this rank's. `kind`: what they are called in traces."""
     group: dist.ProcessGroup

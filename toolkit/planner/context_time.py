@@ -7,7 +7,8 @@ Gathered, (c - 1)/c K arrive before attention, and backward they arrive again an
 nothing hides them. In a ring c - 1 sends of K/c each run behind the block at hand. Blocks are alike, since zigzag
 gives each rank an early and a late chunk, so a send is hidden as far as it takes no longer than a/c. Backward the
 gradients of a block follow one step later on the same link, and those of the last block travel when nothing is left
-to compute (toolkit/parallel/context/exchange.py).
+to compute (toolkit/parallel/context/exchange.py). Where u of the ranks exchange heads, c counts their groups, K has the
+heads of one rank, and queries, keys, values and outputs take an all-to-all each.
 
 Known error: a rank with several documents in a sample sees less than a whole sequence, and its attention hides less.
 """
@@ -31,19 +32,29 @@ _MERGED = (34, 10)
 def context_seconds(request: StepRequest, attention: Passes) -> Passes:
     """Seconds beyond attention itself, in which nothing else computes; 0 without context parallelism."""
     layout = request.layout
-    c = layout.cp
-    if c == 1:
+    if layout.cp == 1:
         return Passes()
+    u = request.setup.cp_ulysses
+    c = layout.cp // u
     shape = request.shape
     cluster = request.cluster
     itemsize = request.execution.activation_bytes
     tokens = request.setup.micro_batch_size * request.setup.seq_len
-    whole = gathered_bytes(shape, tp=layout.tp, tokens=tokens, itemsize=itemsize)
-    ranks = collectives.group(cluster, size=c, stride=layout.tp)
+    whole = gathered_bytes(shape, tp=u * layout.tp, tokens=tokens, itemsize=itemsize)
+    ranks = collectives.group(cluster, size=c, stride=u * layout.tp)
+    heads = Passes()
+    if u > 1:
+        inside = collectives.group(cluster, size=u, stride=layout.tp)
+        widths = 2 * (shape.attention_dim + shape.kv_dim) / layout.tp
+        sent = collectives.all_to_all(cluster, inside, request.work.tokens * widths * itemsize)
+        sent += 3 * cluster.collective_seconds
+        heads = Passes(forward=sent, backward=sent)
     is_ring = request.setup.exchange(itemsize) == "ring"
     merging = _merging(request, whole, blocks=(2 * c + 1) / 2 if is_ring else 2)
     uneven = DOCUMENT_IMBALANCE - 1 if request.setup.computation.documents else 0.0
-    added = merging + uneven * attention
+    added = heads + merging + uneven * attention
+    if c == 1:
+        return added
     if is_ring:
         return added + _exposed(request, ranks, whole / c, attention + merging)
     copies = [stream_seconds(cluster.gpu, moved * whole * itemsize / 2, 6) for moved in _COPIES]
@@ -56,9 +67,14 @@ def context_calls(request: StepRequest) -> tuple[int, int]:
     layout = request.layout
     if layout.cp == 1:
         return 0, 0
+    u = request.setup.cp_ulysses
+    calls = 4 if u > 1 else 0
+    others = layout.cp // u - 1
+    if others == 0:
+        return calls, calls
     if request.setup.exchange(request.execution.activation_bytes) == "ring":
-        return layout.cp - 1, 2 * (layout.cp - 1)
-    return 2, 4
+        return calls + others, calls + 2 * others
+    return calls + 2, calls + 4
 
 
 def _merging(request: StepRequest, whole: float, blocks: float) -> Passes:
@@ -68,10 +84,11 @@ def _merging(request: StepRequest, whole: float, blocks: float) -> Passes:
     keys are at hand, those before a chunk are one block and its own the other.
     """
     layout = request.layout
+    c = layout.cp // request.setup.cp_ulysses
     gpu = request.cluster.gpu
     itemsize = request.execution.activation_bytes
     outputs = request.work.tokens * request.shape.attention_dim / layout.tp
-    keys = (2 * layout.cp + 1) / (2 * layout.cp) * whole / itemsize
+    keys = (2 * c + 1) / (2 * c) * whole / itemsize
     forward = stream_seconds(gpu, blocks * outputs * _MERGED[0], 6)
     backward = stream_seconds(gpu, (blocks * outputs + keys) * _MERGED[1], 6)
     return Passes(forward=forward, backward=backward)
@@ -79,7 +96,7 @@ def _merging(request: StepRequest, whole: float, blocks: float) -> Passes:
 
 def _exposed(request: StepRequest, ranks: collectives.RankGroup, size: float, computed: Passes) -> Passes:
     """Seconds of a ring's sends, of `size` bytes each, that the blocks computed meanwhile do not hide."""
-    c = request.layout.cp
+    c = ranks.size
 
     def waits(messages: int, behind: float) -> float:
         return max(0.0, collectives.shift(request.cluster, ranks, messages * size) - behind / c)

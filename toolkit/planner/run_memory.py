@@ -71,6 +71,8 @@ def training_setup(recipe: Recipe, layout: Layout, batch: Batch, model: ModelFac
             model_type=family,
         ),
         cp_exchange=recipe.parallel.cp_exchange,
+        cp_ulysses=recipe.parallel.cp_ulysses,
+        blocks=recipe.model.attn_implementation == "blocks",
         router_losses=_router_losses(recipe, model),
     )
 

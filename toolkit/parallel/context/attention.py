@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -22,6 +23,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from toolkit.errors import ModelError
 from toolkit.parallel.context import kernels
 from toolkit.parallel.context.exchange import Exchange, KeyValueBlock
+from toolkit.parallel.context.heads import own_heads, repeated, to_heads, to_positions
 from toolkit.parallel.context.kernels import Scores, TileMask, exact
 from toolkit.parallel.context.sequence import SequenceSlice, Tile
 
@@ -36,6 +38,8 @@ class SequenceView:
 
     sequence: SequenceSlice
     exchange: Exchange
+    heads: dist.ProcessGroup | None = None
+    """Ranks with which this one exchanges heads for positions; the view is that of all their positions."""
     window: int | None = None
     chunk: int | None = None
 
@@ -49,6 +53,7 @@ class _Current:
 
     sequence: SequenceSlice | None = None
     exchange: Exchange | None = None
+    heads: dist.ProcessGroup | None = None
 
 
 def register() -> None:
@@ -58,14 +63,14 @@ def register() -> None:
 
 
 @contextmanager
-def attending(sequence: SequenceSlice, exchange: Exchange) -> Iterator[None]:
-    """Let the forward pass inside attend within these sequences."""
-    before = _Current.sequence, _Current.exchange
-    _Current.sequence, _Current.exchange = sequence, exchange
+def attending(sequence: SequenceSlice, exchange: Exchange, heads: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Let the forward pass inside attend within these sequences; `heads` as in `SequenceView`."""
+    before = _Current.sequence, _Current.exchange, _Current.heads
+    _Current.sequence, _Current.exchange, _Current.heads = sequence, exchange, heads
     try:
         yield
     finally:
-        _Current.sequence, _Current.exchange = before
+        _Current.sequence, _Current.exchange, _Current.heads = before
 
 
 def mask(*arguments: Any, config: Any = None, local_size: int | None = None, **options: Any) -> Any:
@@ -82,6 +87,7 @@ def mask(*arguments: Any, config: Any = None, local_size: int | None = None, **o
     return SequenceView(
         sequence=_Current.sequence,
         exchange=_Current.exchange,
+        heads=_Current.heads,
         window=None if is_chunked else local_size,
         chunk=local_size if is_chunked else None,
     )
@@ -113,7 +119,14 @@ def attend(
         reason = "context parallelism has no dropout between queries and keys"
         raise ModelError.of("model.overrides", "attention dropout", reason, "set it to 0.0 there", ("parallel.cp", 1))
     scores = Scores(scale=query.shape[-1] ** -0.5 if scaling is None else scaling, softcap=softcap)
+    group = attention_mask.heads
+    if group is not None:
+        key, value = (repeated(each, group.size()) for each in (key, value))
+        query, key, value = (to_heads(each, group) for each in (query, key, value))
+        s_aux = None if s_aux is None else own_heads(s_aux, group)
     output: Tensor = _Attention.apply(query, key, value, s_aux, attention_mask, scores)
+    if group is not None:
+        output = to_positions(output, group)
     return output.transpose(1, 2).contiguous(), None
 
 
