@@ -21,10 +21,13 @@ from torch import nn
 
 from toolkit.data.samples.loader import MicroBatchLoader
 from toolkit.engines import deepspeed_patches
+from toolkit.engines.context_slices import ContextSlices
 from toolkit.engines.pipeline_engine import PipelineEngine
 from toolkit.model_init import random_weights as initial
 from toolkit.models.families.registry import FAMILIES
 from toolkit.parallel import chunked_loss
+from toolkit.parallel.context import attention
+from toolkit.parallel.context.exchange import GatherExchange, RingExchange
 from toolkit.parallel.groups import ModelParallelUnit
 from toolkit.parallel.loss import IGNORE
 from toolkit.parallel.pipeline.pipeline_module import StagePipeline
@@ -86,7 +89,7 @@ def train(baselines: dict[str, ParityRun], make_recipe: Callable[..., Any], rank
 
     def run(model: str = "gpt2", **parallel: Any) -> ParityResult:
         recipe = make_recipe(**changes(model, parallel={"zero_stage": 0} | parallel))
-        runs = ranks(train_in_memory, parallel.get("tp", 1) * parallel.get("pp", 1), recipe)
+        runs = ranks(train_in_memory, recipe.parallel.model_size, recipe)
         result = ParityResult.of(runs[0], baselines[model])
         print(result)  # shown where a test fails
         return result
@@ -552,3 +555,78 @@ def _mark_stages(monkeypatch: pytest.MonkeyPatch, counted: Callable[[nn.Paramete
         parameter.model_parallel = parameter.tensor_model_parallel = counted(parameter)
 
     monkeypatch.setattr(StagePipeline, "_mark", wrongly)
+
+
+class TestContextParallelism:
+    """Mistakes of ranks that share sequences."""
+
+    def test_no_alarm_is_raised(self, train: Train) -> None:
+        train("llama", cp=2).check()
+
+    def test_positions_that_restart_in_a_slice(self, train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+        take = ContextSlices.take
+
+        def from_zero(slices: Any, micro_batch: Any, sequence: Any) -> Any:
+            part = take(slices, micro_batch, sequence)
+            return replace(part, position_ids=torch.arange(part.input_ids.shape[1]).expand_as(part.input_ids))
+
+        monkeypatch.setattr(ContextSlices, "take", from_zero)
+        result = train("llama", cp=2)
+        assert cause_of(result) == Cause.POSITIONS
+
+    def test_labels_that_are_shifted_in_a_slice(self, train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+        take = ContextSlices.take
+
+        def shifted(slices: Any, micro_batch: Any, sequence: Any) -> Any:
+            part = take(slices, micro_batch, sequence)
+            following = torch.full_like(part.labels, IGNORE)
+            following[:, :-1] = part.input_ids[:, 1:]
+            return replace(part, labels=torch.where(part.labels == IGNORE, IGNORE, following))
+
+        monkeypatch.setattr(ContextSlices, "take", shifted)
+        result = train("llama", cp=2)
+        assert cause_of(result) == Cause.LABELS
+        assert "slices of 2 context-parallel ranks" in str(result.diagnosis)
+
+    def test_chunks_in_the_order_of_ranks(self, train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+        def in_order_of_ranks(gather: Any, local: torch.Tensor, _: Any) -> torch.Tensor:
+            parts = [torch.empty_like(local) for _ in range(gather._group.size())]
+            dist.all_gather(parts, local.contiguous(), group=gather._group)
+            return torch.cat(parts, dim=2)
+
+        monkeypatch.setattr(GatherExchange, "_gathered", in_order_of_ranks)
+        result = train("llama", cp=2)
+        assert cause_of(result) == Cause.CONTEXT
+        assert "in another order than their positions" in str(result.diagnosis)
+
+    def test_a_block_that_is_merged_twice(self, train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+        blocks = RingExchange.blocks
+
+        def first_again(ring: Any, key: Any, value: Any, sequence: Any) -> Any:
+            for step, held in enumerate(blocks(ring, key, value, sequence)):
+                yield held
+                if step == 0:
+                    yield held
+
+        monkeypatch.setattr(RingExchange, "blocks", first_again)
+        monkeypatch.setattr(RingExchange, "gradients", as_in_one_block)
+        result = train("llama", cp=2, cp_exchange="ring")
+        assert cause_of(result) == Cause.CONTEXT
+        assert "is merged 2 times" in str(result.diagnosis)
+
+    def test_blocks_that_merge_without_their_log_sum_exp(self, train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+        def average(merged: Any, tile: Any, output: torch.Tensor, sums: torch.Tensor) -> None:
+            at = (tile.rows, slice(None), tile.queries)
+            is_first = torch.isneginf(merged._sums[at])[..., None]
+            merged._output[at] = torch.where(is_first, output, (merged._output[at] + output) / 2)
+            merged._sums[at] = torch.logaddexp(merged._sums[at], sums)
+
+        monkeypatch.setattr(attention._Merged, "add", average)
+        result = train("llama", cp=2)
+        assert cause_of(result) == Cause.CONTEXT
+        assert "without their log-sum-exp" in str(result.diagnosis)
+
+
+def as_in_one_block(_: Any, key: torch.Tensor, value: torch.Tensor, *__: Any) -> Any:
+    """Gradients that nobody looks at: the forward pass is wrong already."""
+    return torch.zeros_like(key), torch.zeros_like(value)

@@ -182,6 +182,13 @@ PATTERNS = (
         says="ranks 0 and 1 draw the same masks in layer 2. The same activations",
     ),
     Pattern(
+        name="blocks of a sequence that merge wrongly",
+        plant=lambda run: replace(other_outputs("model.layers.0")(run), attention_fault="a block is merged 2 times"),
+        rule="shared_attention",
+        cause=Cause.CONTEXT,
+        says="before any step: a block is merged 2 times.",
+    ),
+    Pattern(
         name="experts of another rank",
         plant=lambda run: replace(
             other_weights(run), initial=changed(run.initial, times(1.001), "layers.2.mlp.experts")

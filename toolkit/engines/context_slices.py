@@ -15,7 +15,7 @@ import torch.distributed as dist
 from toolkit.config.context_exchange import ExchangeKind, chosen_exchange
 from toolkit.config.job import Job
 from toolkit.data.samples.micro_batch import MicroBatch
-from toolkit.parallel.context.attention import attending
+from toolkit.parallel.context.attention import SequenceView, attending
 from toolkit.parallel.context.exchange import make_exchange
 from toolkit.parallel.context.sequence import SequenceSlice
 from toolkit.parallel.groups import heads_and_ring
@@ -69,6 +69,10 @@ class ContextSlices:
             dropout_seed=seed,
             sequences=sequences,
         )
+
+    def view(self) -> SequenceView:
+        """Return how a layer without a window sees samples of one document each."""
+        return SequenceView(sequence=self._plain, exchange=self._exchange, heads=self._heads)
 
     @contextmanager
     def attending(self, sequence: SequenceSlice) -> Iterator[None]:

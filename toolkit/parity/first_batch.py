@@ -6,6 +6,7 @@ so a mistake that changes how much a sample counts, or which labels it gets, is 
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -138,6 +139,16 @@ def wrong_labels(ignore: int) -> dict[str, MakeLabels]:
     def rolled_back(ids: NDArray[np.int64], labels: NDArray[np.int64]) -> NDArray[np.int64]:
         return np.roll(labels, -1)
 
+    def shifted_in_slices(ranks: int, ids: NDArray[np.int64], labels: NDArray[np.int64]) -> NDArray[np.int64]:
+        if len(ids) % (2 * ranks):
+            return labels
+        chunks = np.split(np.arange(len(ids)), 2 * ranks)
+        wrong = np.full_like(labels, ignore)
+        for rank in range(ranks):
+            held = np.concatenate([chunks[rank], chunks[-1 - rank]])
+            wrong[held[:-1]] = ids[held[1:]]
+        return np.where(labels == ignore, ignore, wrong)
+
     return {
         "the tokens themselves instead of the next ones": unshifted,
         "shifted twice: each is the token after the next one": shifted_twice,
@@ -145,4 +156,10 @@ def wrong_labels(ignore: int) -> dict[str, MakeLabels]:
         "those of the other half of the sequence": exchanged,
         "those of the previous position": rolled,
         "those of the next position": rolled_back,
+        **{
+            f"shifted in the slices of {ranks} context-parallel ranks, after a sequence is cut": partial(
+                shifted_in_slices, ranks
+            )
+            for ranks in (2, 4, 8)
+        },
     }

@@ -93,6 +93,8 @@ class ParityRun:
     micro_batch_size: int = 1
     replicas: int = 1
     """Data-parallel replicas, which share the samples of a global batch."""
+    attention_fault: str = ""
+    """What is wrong with the attention over sequences that ranks share; empty where nothing is, or none are shared."""
     mask_faults: tuple[str, ...] = ()
     """Faults of the dropout masks of the first steps (toolkit/parity/masks.py)."""
     masks_compared: int = 0

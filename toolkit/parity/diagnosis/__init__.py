@@ -27,6 +27,7 @@ RULES: tuple[Callable[[ParityResult], Diagnosis | None], ...] = (
     experts.routers,
     experts.between_router_and_experts,
     forward.positions,
+    forward.shared_attention,
     forward.precision,
     bias.in_first_step,
     forward.forward_pass,

@@ -32,6 +32,7 @@ class Cause(StrEnum):
     SCALING = "loss scaling"
     FORWARD = "forward pass"
     POSITIONS = "positions"
+    CONTEXT = "context parallelism"
     PRECISION = "precision"
     BIAS = "row-parallel bias"
     SHARD = "wrong shard"

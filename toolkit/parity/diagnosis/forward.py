@@ -109,6 +109,12 @@ def positions(diff: ParityResult) -> Diagnosis | None:
     return diagnosis("positions", run=run_positions[0], baseline=baseline_positions[0])
 
 
+def shared_attention(diff: ParityResult) -> Diagnosis | None:
+    """Detect attention over shared sequences that does not do what a softmax over all visible keys does."""
+    fault = diff.run.attention_fault
+    return diagnosis("attention", fault=fault) if fault else None
+
+
 def precision(diff: ParityResult) -> Diagnosis | None:
     """Detect decoder layers that compute in a dtype in which no layer of the baseline does."""
     others = sorted(diff.run.dtypes - diff.baseline.dtypes)

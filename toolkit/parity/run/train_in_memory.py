@@ -24,6 +24,7 @@ from toolkit.parity import LossCurve, ParityRun, SavedTensors, Tensors
 from toolkit.parity.first_batch import FirstBatch
 from toolkit.parity.masks import mask_faults
 from toolkit.parity.run import observe
+from toolkit.parity.run.attention_probe import attention_fault
 from toolkit.parity.run.dropout_masks import DropoutMasks
 from toolkit.parity.run.forward_facts import ForwardFacts
 from toolkit.parity.run.mean_outputs import MeanOutputs
@@ -86,6 +87,7 @@ class ParityRecorder(Callback):
         self._mean_outputs: list[Tensors] = []
         self._dtypes: frozenset[str] = frozenset()
         self._positions: tuple[float, ...] = ()
+        self._attention_fault = ""
         self._mask_faults: tuple[str, ...] = ()
         self._masks_compared = 0
 
@@ -95,6 +97,7 @@ class ParityRecorder(Callback):
         observe.lower_loss_scale(engine)
         self._tensors["initial"] = self._keep("initial", engine.full_parameters())
         self._diverged_at_start, _ = observe.compare_replicas(observe.gather_on_rank_0(observe.replica_hashes(engine)))
+        self._attention_fault = attention_fault(engine)
         if isinstance(engine, ReferenceEngine):
             self._micro_losses, self._first_batch = observe_samples(engine, run.loader)
         if self._rounding_seed is not None:
@@ -174,6 +177,7 @@ class ParityRecorder(Callback):
             first_batch=self._first_batch,
             micro_batch_size=run.job.batch.micro_batch_size,
             replicas=run.job.batch.dp,
+            attention_fault=self._attention_fault,
             mask_faults=self._mask_faults,
             masks_compared=self._masks_compared,
             diverged_at_start=self._diverged_at_start,

@@ -1,0 +1,99 @@
+"""What the attention of context parallelism does with a sequence whose values tell which key each of them is.
+
+Before the first step, ranks attend to a random sequence in which the value at a position is one there and zero
+elsewhere. The output of a query then is its weight on each key, which a softmax over all visible keys gives too: keys
+that it must not see, blocks that count twice, and blocks that are merged without their log-sum-exp tell themselves
+apart.
+
+Dims: h heads, n positions of a rank, s positions of the sequence, d size of a head.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from toolkit.engines.base import Engine
+from toolkit.parallel.context.attention import SequenceView, attend
+from toolkit.parity.run.observe import gather_on_rank_0
+
+Tensor = torch.Tensor
+_LONGEST = 1024
+"""Positions of a sequence that is probed: weights have as many numbers for each query."""
+_SIZE = 8
+_SAME = 1e-3
+
+
+def attention_fault(engine: Engine) -> str:
+    """Return what is wrong with the attention over shared sequences, as a clause; empty where nothing is, or where no
+    ranks share sequences. A collective call; complete on rank 0.
+    """
+    context = engine.context
+    if context is None or context.group is None:
+        return ""
+    view = context.view()
+    if view.sequence.length > _LONGEST:
+        return ""
+    return next((fault for fault in gather_on_rank_0(_fault(view, context.positions, engine.device)) if fault), "")
+
+
+def _fault(view: SequenceView, positions: Tensor, device: torch.device) -> str:
+    length = view.sequence.length
+    heads = 1 if view.heads is None else view.heads.size()
+    samples = len(view.sequence.starts)
+    generator = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(1, heads, length, _SIZE, generator=generator).to(device) for _ in range(2))
+    mine = positions.to(device)
+    identity = torch.eye(length, device=device).expand(samples, heads, -1, -1)
+
+    def run(query: Tensor, key: Tensor) -> Tensor:
+        parts = (each.expand(samples, -1, -1, -1)[:, :, mine] for each in (query, key))
+        return attend(nn.Module(), *parts, identity[:, :, mine], view)[0].transpose(1, 2)[0]  # [h, n, s]
+
+    hidden = torch.arange(length, device=device) > mine[:, None]
+    factors = torch.randn(heads, len(mine), length, generator=generator).to(device)
+    found, gradients = _with_gradients(run, query, key, factors)
+
+    def whole(query: Tensor, key: Tensor) -> Tensor:
+        scores = query[0, :, mine] @ key[0].mT / _SIZE**0.5
+        return scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
+
+    wanted, right = _with_gradients(whole, query, key, factors)
+    fault = _of_weights(found, wanted, hidden)
+    if fault:
+        return fault
+    # Gradients of keys are sums over the queries of all ranks, which the other ranks' factors enter: those of queries
+    # are a rank's own.
+    off = (gradients - right)[:, mine].norm() > _SAME * right.norm()
+    return "the gradients of its queries are wrong where the forward pass is right" if off else ""
+
+
+def _with_gradients(
+    run: Callable[[Tensor, Tensor], Tensor], query: Tensor, key: Tensor, factors: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the weights [h, n, s] and the gradient of the queries [h, s, d]."""
+    query = query.clone().requires_grad_()
+    key = key.clone().requires_grad_()
+    weights = run(query, key)
+    (weights * factors).sum().backward()  # type: ignore[no-untyped-call]
+    assert query.grad is not None
+    return weights.detach(), query.grad[0]
+
+
+def _of_weights(found: Tensor, wanted: Tensor, hidden: Tensor) -> str:
+    """Name the mistake by the weights [h, n, s] that queries put on keys."""
+    if torch.allclose(found, wanted, rtol=_SAME, atol=_SAME**2):
+        return ""
+    seen = ~hidden.expand_as(found)
+    unseen_weight = found[~seen].abs().sum() / found.abs().sum()
+    is_lost = (found[seen] < _SAME * wanted[seen]).any()
+    if unseen_weight > _SAME or is_lost:
+        what = "put weight on later positions" if unseen_weight > _SAME else "put none on positions that they see"
+        return f"queries {what}: keys and values of chunks are in another order than their positions"
+    ratios = torch.where(seen, found / wanted, torch.nan)
+    least = ratios.nan_to_num(torch.inf).amin(dim=-1, keepdim=True)
+    multiples = (ratios / least)[seen]
+    if ((multiples - multiples.round()).abs() < _SAME * multiples).all() and multiples.max() > 1.5:
+        times = int(multiples.max().round())
+        return f"queries count some keys {times} times as much as others: a block is merged {times} times"
+    return "queries weigh some keys more than a softmax over all of them does: blocks merge without their log-sum-exp"
