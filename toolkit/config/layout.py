@@ -121,7 +121,7 @@ class Layout:
             (not empty and self.replicas % self.ep > 0, ("ep", "dp", "cp") if self.cp > 1 else ("ep", "dp"),
              "each ep replicas share out the experts", (("ep", f"a divisor of {self.replicas}"), "choose another dp")),
             (self.cp > 1 and self.ulysses > 1, ("cp", "ulysses"),
-             "one of them splits a sequence in this version", (("ulysses", 1), ("cp", 1))),
+             "one of them splits a sequence; cp_ulysses exchanges heads under cp", (("ulysses", 1), ("cp", 1))),
             (self.ep > 1 and self.ulysses > 1, ("ep", "ulysses"),
              "ranks that share a sequence keep all experts in this version", (("ep", 1), ("ulysses", 1))),
             (self.experts == "inner" and self.tp == 1, ("experts", "tp"),

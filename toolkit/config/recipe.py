@@ -138,8 +138,8 @@ class ParallelSection(Section):
     """How cp ranks see each other's keys and values. `gather`: all at once for a layer; `ring`: those of one rank at a
     time, sent while the block at hand is computed; `auto`: `ring` where gathering would take more than 1 GiB."""
     cp_ulysses: PositiveInt = 1
-    """Of the cp ranks, so many neighbors exchange heads for positions (Ulysses), and between these groups keys and
-    values are exchanged as cp_exchange says: heads inside a node, a ring between nodes. A divisor of cp, and with tp of
+    """Neighbors among the cp ranks that exchange heads for positions (Ulysses). Keys and values are exchanged between
+    these groups alone, as cp_exchange says: heads inside a node, a ring between nodes. A divisor of cp, and with tp of
     the attention heads."""
     tp: PositiveInt = 1
     """Megatron tensor-parallel ranks: each holds a shard of every layer. A divisor of the attention heads."""
