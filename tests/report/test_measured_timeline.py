@@ -1,5 +1,6 @@
 """Measured timelines: what the traces of a run say that its pipeline ranks did."""
 
+import base64
 import gzip
 import json
 import re
@@ -15,6 +16,8 @@ from toolkit.config.pipeline_schedules import PASS_NAMES, Kind, schedule_of
 from toolkit.errors import ReportError
 from toolkit.planner.simulate_schedule import ScheduleCosts, Timeline, simulate
 from toolkit.report.measured_timeline import read_timelines
+from toolkit.report.recorded_run import read_runs
+from toolkit.report.runs_page import runs_page
 
 ROOT = Path(__file__).parents[2]
 PP = 2
@@ -83,3 +86,19 @@ def test_the_command_shows_both_below_each_other_on_one_scale(
     rows = re.findall(r"stage \d+ +(.*?) +[\d.]+ %", out)
     assert rows[:PP] == rows[PP:]
     assert "measured: ZB-H1" in (tmp_path / "both.svg").read_text()
+
+
+def test_the_page_of_a_run_shows_both(make_run: MakeRun) -> None:
+    folder, ran = make_run("zb-v")
+    page = runs_page(read_runs([str(folder)]), command="dstk report")
+    assert f"bubble measured {100 * ran.bubble:.1f} %, simulated {100 * ran.bubble:.1f} %" in page
+    (encoded,) = re.findall('data:image/svg\\+xml;base64,([^"]+)', page)
+    picture = base64.b64decode(encoded).decode()
+    assert "measured: ZB-V" in picture
+    assert "simulated: ZB-V" in picture
+
+
+def test_the_page_of_a_run_without_traces_has_no_timeline(make_run: MakeRun) -> None:
+    folder, _ = make_run("zb-v")
+    (folder / "profile" / "trace-rank1.json.gz").unlink()
+    assert "data:image/svg" not in runs_page(read_runs([str(folder)]), command="dstk report")

@@ -15,7 +15,7 @@ from toolkit.config.pipeline_schedules import PASS_NAMES, Operation, Pass, Sched
 from toolkit.errors import ReportError
 from toolkit.files import decode_json, reason_of
 from toolkit.planner.simulate_schedule import ScheduleCosts, Timeline, simulate
-from toolkit.report.recorded_run import read_runs
+from toolkit.report.recorded_run import RecordedRun, read_runs
 from toolkit.report.trace_terms import FOLDER, PHASE
 
 _KINDS: dict[str, Pass] = {name: kind for kind, name in PASS_NAMES.items()}
@@ -28,7 +28,12 @@ def read_timelines(run: Path) -> tuple[Timeline, Timeline]:
 
     Raises ReportError for a run without a schedule of the toolkit's own or without its traces.
     """
-    recorded = read_runs([str(run)])[0]
+    return timelines_of(read_runs([str(run)])[0])
+
+
+def timelines_of(recorded: RecordedRun) -> tuple[Timeline, Timeline]:
+    """Return what `read_timelines` does of a run that has been read. Raises ReportError."""
+    run = recorded.folder
     recipe = recorded.recipe
     layout = recorded.layout
     if recipe is None or layout is None or layout.schedule is None:

@@ -3,19 +3,23 @@
 write_runs(Path("report"), read_runs(["runs/demo"]), command="dstk report runs/demo")
 """
 
+import base64
 import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
 from toolkit.config.recipe import Recipe
+from toolkit.errors import ReportError
 from toolkit.report.load_map import load_map
+from toolkit.report.measured_timeline import timelines_of
 from toolkit.report.page import figure, readouts, render, replace_folder
 from toolkit.report.prediction import compare_with_plan, state_difference
 from toolkit.report.recorded_run import RecordedRun
 from toolkit.report.run_charts import dash, run_charts, tone
+from toolkit.report.schedule_picture import schedule_picture
 from toolkit.units import NOT_FINITE, UNKNOWN, english_list, format_bytes, format_count, format_duration, plural, ranges
 
 FILES = ("index.html",)
@@ -53,12 +57,29 @@ def runs_page(runs: Sequence[RecordedRun], *, command: str) -> str:
             for index, run in enumerate(runs)
         ],
         drawings=[figure(chart) for chart in charts],
+        timelines=list(_timelines(runs)),
         load_maps=[drawn for run in runs if (drawn := load_map(run)) is not None],
         beside=beside,
         difference=state_difference(beside),
         command=command,
         readouts={"charts": readouts(charts)},
     )
+
+
+def _timelines(runs: Sequence[RecordedRun]) -> Iterator[dict[str, str]]:
+    """Yield the measured timeline of each run that traced a pipeline schedule, above its simulation, as a picture."""
+    for run in runs:
+        try:
+            both = timelines_of(run)
+        except ReportError:
+            continue
+        picture = schedule_picture(both, names=("measured", "simulated"))
+        measured, simulated = (f"{100 * timeline.bubble:.1f} %" for timeline in both)
+        yield {
+            "label": run.label,
+            "source": f"data:image/svg+xml;base64,{base64.b64encode(picture.encode()).decode()}",
+            "description": f"bubble measured {measured}, simulated {simulated}",
+        }
 
 
 def figures(run: RecordedRun) -> dict[str, tuple[str, str]]:
