@@ -64,7 +64,8 @@ class _DeferringProduct(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         input_major = ctx.input_major
         rows = gradient.reshape(-1, gradient.shape[-1])  # [.., o] -> [n, o]
-        inputs = x.reshape(-1, x.shape[-1])  # [.., i] -> [n, i]
+        # With its history the input would keep what a stage received, and the gradient of that, until W.
+        inputs = x.detach().reshape(-1, x.shape[-1])  # [.., i] -> [n, i]
 
         def of_weight() -> torch.Tensor:
             return inputs.t().mm(rows) if input_major else rows.t().mm(inputs)

@@ -136,6 +136,7 @@ class Channels:
         for channel in self._to.values():
             for work, _ in channel.leaving:
                 work.wait()
+            channel.leaving.clear()
             assert channel.place == len(channel.expected), "every message was sent"
         assert not any(channel.arriving for channel in self._from.values()), "every message was taken"
 
