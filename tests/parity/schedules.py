@@ -73,3 +73,13 @@ def schedule_cells() -> Iterator[Cell]:
                 strategy=name, family="llama", optimizer="adamw", accumulation=4, clipped=True, tied=True,
                 precision="bf16",
             )  # fmt: skip
+    for schedule, optimizer in product(SCHEDULES, ("muon", "lion", "adafactor", "adamw8bit")):
+        yield ScheduleCell(
+            strategy=strategy("pp2", schedule, 1, recomputes=False), family="gpt2", optimizer=optimizer,
+            accumulation=4, clipped=True, tied=True, precision="fp32",
+        )  # fmt: skip
+    for layout, schedule, zero_stage in product(("pp2-dp2-ep2", "tp2-pp2-dp2-ep2"), SCHEDULES, (0, 1)):
+        yield MixtureScheduleCell(
+            strategy=strategy(layout, schedule, zero_stage, recomputes=False), family="qwen3_moe", optimizer="adamw",
+            accumulation=4, clipped=True, tied=False, precision="fp32",
+        )  # fmt: skip

@@ -37,6 +37,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "cp2": {"cp": 2, "zero_stage": 3},
     "cp2-tp2-sp": {"cp": 2, "tp": 2, "zero_stage": 2, "sequence_parallel": True},
     "cp2-pp2": {"cp": 2, "pp": 2, "zero_stage": 1},
+    "pp2-zbv": {"pp": 2, "zero_stage": 1, "schedule": "zb-v"},
+    "pp2x2-z0": {"pp": 2, "zero_stage": 0, "schedule": "interleaved"},
+    "tp2-pp2-zbh1-recompute": {"tp": 2, "pp": 2, "zero_stage": 1, "schedule": "zb-h1", "recompute": "full"},
 }  # fmt: skip
 ASKED = ("z0", "z1", "z2", "z3", "tp2", "pp2", "tp2-pp2-dp2")
 FAMILIES = ("llama", "qwen3", "gpt2")

@@ -27,6 +27,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2-z1": {"pp": 2, "zero_stage": 1},
     "tp2-pp2-z1": {"tp": 2, "pp": 2, "zero_stage": 1},
     "u2-z2": {"ulysses": 2, "zero_stage": 2},
+    "pp2-zbv-z1": {"pp": 2, "zero_stage": 1, "schedule": "zb-v"},
+    "pp2-zbh1-z0": {"pp": 2, "zero_stage": 0, "schedule": "zb-h1"},
+    "tp2-pp2-zbv-z1": {"tp": 2, "pp": 2, "zero_stage": 1, "schedule": "zb-v"},
 }
 CHOICES: dict[str, dict[str, list[str]]] = {
     # The first half of the model: the inputs of the trained layers need no gradient.

@@ -24,6 +24,8 @@ LAYOUTS = SMALL_LAYOUTS | {
     "cp2": {"cp": 2, "zero_stage": 1},
     "cp2-tp2-sp": {"cp": 2, "tp": 2, "zero_stage": 3, "sequence_parallel": True},
     "cp2-pp2": {"cp": 2, "pp": 2, "zero_stage": 1},
+    "pp2-zbv": {"pp": 2, "zero_stage": 1, "schedule": "zb-v"},
+    "tp2-pp2-zbh1": {"tp": 2, "pp": 2, "zero_stage": 1, "schedule": "zb-h1"},
 }
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "dpo": {"label_smoothing": 0.1},

@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from toolkit.config.data_section import PREFERENCE_FORMATS
 from toolkit.config.layout import Batch, Layout
 from toolkit.config.recipe import Recipe
 from toolkit.config.router_rules import expert_count
@@ -282,17 +281,19 @@ def _model_parallel_settings(recipe: Recipe) -> Iterator[Refusal]:
 def _schedule_settings(recipe: Recipe) -> Iterator[Refusal]:
     """Refuse what was not shown to train the same under a pipeline schedule of the toolkit's own."""
     field = "parallel.schedule"
-    if recipe.parallel.schedule is None:
+    section = recipe.parallel
+    if section.schedule is None:
         return
     off: Setting = (field, None)
+    if section.schedule == "auto":  # which takes none that is refused
+        if section.pp == 1 and not section.auto:
+            reason = "a schedule orders the passes of a pipeline"
+            yield recipe.conflict(field, "parallel.pp", reason=reason, remedy=(("parallel.pp", "2 or more"), off))
+        return
     for condition, value, reason in (
-        ("parallel.auto", False, "a plan tries no schedule"),
-        ("parallel.ep", 1, "experts that ranks share out were not tested with it"),
+        ("parallel.auto", False, "a plan chooses the schedule itself where that is auto"),
         ("parallel.offload_activations", False, "activations are fetched in the order of DeepSpeed's own instructions"),
         ("parallel.tiled_mlp", False, "MLPs in tiles were not tested with it"),
-        ("model.lora", None, "adapters were not tested with it"),
-        ("model.freeze", (), "frozen parameters were not tested with it"),
-        ("model.train_only", (), "frozen parameters were not tested with it"),
         ("model.float8", None, "products in float8 were not tested with it"),
         ("model.load_in_4bit", False, "weights in 4 bits were not tested with it"),
         ("model.kernels", "torch", "Liger's kernels were not tested with it"),
@@ -304,13 +305,6 @@ def _schedule_settings(recipe: Recipe) -> Iterator[Refusal]:
     if recipe.precision == "fp16":
         reason = "a loss scaler was not tested with it"
         yield recipe.conflict(field, "precision", reason=reason, remedy=(off, ("precision", "bf16 or fp32")))
-    if recipe.data.format in PREFERENCE_FORMATS:
-        reason = "objectives of preference tuning were not tested with it"
-        yield recipe.conflict(field, "data.format", reason=reason, remedy=(off,))
-    if recipe.optimizer.name not in ("adamw", "adam", "sgd"):
-        reason = "this optimizer was not tested with it"
-        remedy = (off, ("optimizer.name", "adamw, adam or sgd"))
-        yield recipe.conflict(field, "optimizer.name", reason=reason, remedy=remedy)
 
 
 def _offload_settings(recipe: Recipe) -> Iterator[Refusal]:

@@ -232,7 +232,7 @@ class PipelineEngine(DeepSpeedBase):
         if self.context is not None:
             self.partition.stage.attending = partial(self.context.attending, self._contexts[index])
         sequences = self._current.sequences
-        if self.objective is not None and sequences is not None:
+        if self.objective is not None and sequences is not None and self.partition.stage.ends_model:
             self.objective.start(sequences.map(lambda tensor: tensor.to(self.device, non_blocking=True)))
         if self.head_loss is not None and self.partition.stage.ends_model:
             self.head_loss.labels = self._current.labels.to(self.device, non_blocking=True)

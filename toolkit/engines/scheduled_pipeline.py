@@ -164,7 +164,10 @@ class ScheduledPipeline(deepspeed_pipe.PipelineEngine):  # type: ignore[misc]
         if self.using_bf16_optimizer:
             # What has no gradient in this pass is not added.
             self.optimizer.clear_lp_grads(set_to_none=True)
-        self._exec_backward_pass(place)
+        outputs = self.pipe_buffers["outputs"].get(place)
+        # Behind frozen embeddings and layers nothing of the first stage has a gradient.
+        if outputs is None or any(tensor.requires_grad for tensor in outputs):
+            self._exec_backward_pass(place)
         self.loss = None
         self.grad_layer = None
         for name in ("outputs", "output_tensors"):
