@@ -57,6 +57,18 @@ class Schedule:
         orders = (tuple(operation for operation in order if operation[0] == "F") for order in self.orders)
         return replace(self, orders=tuple(orders))
 
+    def shortened(self) -> "Schedule":
+        """Return the schedule of fewer micro-batches with the same bubble and, but for gpipe, the same peaks.
+
+        In the steady state nothing new is held, and no rank waits longer. The rest that the ranks do not divide is
+        kept, because the groups of interleaved depend on it.
+        """
+        pp = self.pp
+        enough = 4 * pp + self.micro_batches % pp
+        if self.micro_batches <= enough:
+            return self
+        return schedule_of(self.kind, pp=pp, micro_batches=enough, virtual_stages=self.virtual_stages)
+
     @cached_property
     def in_flight(self) -> tuple[float, ...]:
         """The most micro-batches whose activations a rank holds, each counted as all layers of the rank."""

@@ -5,11 +5,14 @@ gathered weights, and the activations of the micro-batches in flight. At the end
 the temporaries of reduction and update, when activations are freed.
 """
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from toolkit.config.context_exchange import key_value_width
 from toolkit.config.layout import Layout, recomputes
+from toolkit.config.pipeline_schedules import schedule_of
 from toolkit.errors import LayoutError, ModelError
 from toolkit.estimate.breakdown import MemoryBreakdown
 from toolkit.estimate.computation import Attention
@@ -28,6 +31,7 @@ from toolkit.estimate.rank_states import RankStates, rank_states
 from toolkit.estimate.recorded.recording import Activations, Precision, RankPass, StagePart
 from toolkit.estimate.recorded.recordings import activations, stand_in
 from toolkit.estimate.recorded.tiled_mlp import narrow, tile_bytes
+from toolkit.estimate.schedule_memory import SchedulePeak, StageBytes, schedule_peak
 from toolkit.estimate.stage_bounds import balanced_bounds
 from toolkit.estimate.states import TorchStates
 from toolkit.estimate.trainable import without_4bit
@@ -53,14 +57,22 @@ class MemoryRequest:
     """Whether a pass that is not recorded takes the recording of one that hardly needs less, so that none is made."""
 
     def stages(self) -> tuple[MemoryBreakdown, ...]:
-        """Estimate every pipeline stage. Raises LayoutError for a layout that the model's shape does not allow."""
-        return tuple(self._breakdown(stage, layers) for stage, layers in enumerate(self._stage_layers()))
+        """Estimate every pipeline stage, or every rank of a pipeline whose ranks have several.
+
+        Raises LayoutError for a layout that the model's shape does not allow.
+        """
+        layers = self._stage_layers()
+        if self.setup.layout.schedule is not None:
+            return tuple(self._scheduled_breakdown(rank, layers) for rank in range(self.setup.layout.pp))
+        return tuple(self._breakdown(stage, own_layers) for stage, own_layers in enumerate(layers))
 
     def peak(self) -> MemoryBreakdown:
         """Estimate the stage that needs most memory.
 
         Of inner stages with the same layers only the first is computed: it has the most micro-batches in flight.
         """
+        if self.setup.layout.schedule is not None:
+            return max(self.stages(), key=lambda breakdown: breakdown.allocated)
         pattern = self.setup.model.parameters.pattern
         last = self.setup.layout.pp - 1
         distinct: dict[tuple[int, ...] | str, tuple[int, range]] = {}
@@ -100,7 +112,6 @@ class MemoryRequest:
         """Return the decoder layers of each stage. Raises LayoutError where the model cannot be split so."""
         setup = self.setup
         layout = setup.layout
-        layout.refuse_schedule("memory is estimated for DeepSpeed's own 1F1B only")
         for misfit in misfits(
             setup.model.shape,
             tp=layout.tp,
@@ -112,14 +123,16 @@ class MemoryRequest:
             remedy = (misfit.axis, misfit.allowed)
             raise LayoutError.of(misfit.axis, getattr(layout, misfit.axis), misfit.reason, remedy)
         if isinstance(self.framework, FrameworkProfile):
+            layout.refuse_schedule("another framework's schedule is part of its profile")
             return stage_layers(self.framework, setup.model, layout.pp)
         bounds = balanced_bounds(
             setup.model.parameters,
-            layout.pp,
+            layout.stages,
             micro_batch_size=setup.micro_batch_size,
             seq_len=setup.seq_len,
             recompute=layout.recompute,
             head_alone=not setup.computation.trainable.startswith("lora:"),
+            rank_of=layout.stage_ranks,
         )
         return [range(start, stop) for start, stop in pairwise(bounds)]
 
@@ -135,7 +148,7 @@ class MemoryRequest:
         params = rank.params
         states = rank.states
         resident = states.resident
-        rank_pass = self._rank_pass(_part_of(layout, stage), rank.precision)
+        rank_pass = self._rank_pass(_part_of(stage, layout.pp), rank.precision)
         recorded = activations(rank_pass, setup.micro_batch_size, setup.rank_positions)
         in_flight = in_flight_micro_batches(layout.pp, stage, setup.accumulation)
         tile = 0
@@ -193,6 +206,106 @@ class MemoryRequest:
             **beside(layout, self.gpu, static + max(backward, update) + workspace),
         )
 
+    def _scheduled_breakdown(self, pipe: int, stage_layers: Sequence[range]) -> MemoryBreakdown:
+        """Break down the peak of a pipeline rank that runs a schedule of the toolkit's own."""
+        setup = self.setup
+        layout = setup.layout
+        assert layout.schedule is not None
+        engine = self.framework
+        assert isinstance(engine, DeepSpeedSettings)
+        own_stages = [stage for stage, rank in enumerate(layout.stage_ranks) if rank == pipe]
+        layers = tuple(index for stage in own_stages for index in stage_layers[stage])
+        rank = rank_states(setup, engine, pipe, layers)
+        params = rank.params
+        states = rank.states
+        resident = states.resident
+        schedule = schedule_of(
+            layout.schedule, pp=layout.pp, micro_batches=setup.accumulation, virtual_stages=layout.chunks
+        )
+        if layout.schedule != "gpipe":  # which holds all micro-batches
+            schedule = schedule.shortened()
+        buffers = _pipeline_buffers(setup, engine, pipe, rank.product_bytes)
+        recorded = {
+            stage: self._stage_activations(stage, rank, splits=schedule.splits_backward) for stage in own_stages
+        }
+        passes = {stage: split for stage, (split, _) in recorded.items()}
+        bytes_of = {
+            stage: self._stage_bytes(stage, stage_layers[stage], rank, *recorded[stage], buffers.hidden)
+            for stage in own_stages
+        }
+        # One micro-batch alone reduces its gradients as they come; several accumulate them first.
+        accumulated = states.accumulated or states.fresh_layer * params.trained // max(1, params.trained_layer)
+        shares = _trained_shares(params, [len(stage_layers[stage]) for stage in own_stages], ends_last=pipe > 0)
+        for stage, share in zip(own_stages, shares, strict=True):
+            bytes_of[stage] = replace(bytes_of[stage], gradients=int(accumulated * share))
+        peak = schedule_peak(schedule, pipe, bytes_of, hidden=buffers.hidden)
+        backward = peak.gradients + states.buckets + states.gathered + buffers.keys_and_values + peak.live
+        last = accumulated + states.last_gradient + states.gathered + peak.messages
+        update = max(last, states.reduction, states.step)
+        counters = resident.counters + buffers.counters(params) + routing_counters(setup.model.shape)
+        static = resident.total - resident.counters + counters
+        workspace = 0 if self.gpu is None else workspace_bytes(self.gpu)
+        by_kind = _kinds_at(peak, passes, stage_layers, bytes_of)
+        return MemoryBreakdown(
+            stage=pipe,
+            rank=layout.rank(pipe=pipe),
+            layers=params.layers,
+            parameter_count=rank.parameter_count,
+            trained_count=params.trained,
+            parameters=resident.parameters,
+            gradients=resident.gradients + peak.gradients,
+            masters=resident.masters,
+            optimizer=resident.optimizer,
+            buckets=resident.buckets + states.buckets + peak.messages + buffers.keys_and_values,
+            gathered=states.gathered,
+            model_buffers=resident.model_buffers + counters,
+            activations=by_kind,
+            logits=0,
+            update=max(0, update - backward),
+            host=states.host,
+            nvme=states.nvme,
+            host_loading=_loading(engine, params, layout.tp),
+            static=static + workspace,
+            workspace=workspace,
+            **beside(layout, self.gpu, static + max(backward, update) + workspace),
+        )
+
+    def _stage_activations(self, stage: int, rank: RankStates, *, splits: bool) -> tuple[Activations, Activations]:
+        """Return the activations of a stage of a schedule, and those with a whole backward pass."""
+        setup = self.setup
+        rank_pass = self._rank_pass(_part_of(stage, setup.layout.stages), rank.precision)
+        whole = activations(rank_pass, setup.micro_batch_size, setup.rank_positions)
+        if not splits or self.stand_ins:
+            return whole, whole
+        # A head that computes the loss itself has its gradient at once.
+        split = replace(rank_pass, splits="layers" if setup.chunked_loss else "all")
+        return activations(split, setup.micro_batch_size, setup.rank_positions), whole
+
+    def _stage_bytes(
+        self, stage: int, layers: range, rank: RankStates, recorded: Activations, whole: Activations, hidden: int
+    ) -> StageBytes:
+        """Return what one micro-batch of a stage takes."""
+        setup = self.setup
+        layout = setup.layout
+        routers = kept_by_router_losses(setup, layers)
+        kept = recorded.kept(layers) + routers
+        # What a stage of the same rank handed on is an output there, and counted there.
+        is_handed_on = stage > 0 and layout.stage_ranks[stage - 1] == layout.stage_ranks[stage]
+        shared = hidden if is_handed_on else 0
+        waiting = recorded.left(layers) - whole.left(layers)
+        if self.stand_ins:
+            # Without a recording, inputs that linear layers share are counted for each.
+            tokens = setup.micro_batch_size * setup.rank_positions
+            waiting = tokens * rank.itemsize * setup.model.parameters.product_widths(layers, tp=layout.tp)
+        product = setup.model.parameters.largest_matrix(layers, tp=layout.tp, ep=layout.ep) * rank.itemsize
+        return StageBytes(
+            forward=recorded.peak_with_loss(layers) + routers - shared,
+            kept=kept - shared,
+            backward=recorded.backward_peak(layers) + routers - shared,
+            waiting=waiting,
+            weights=waiting + product,
+        )
+
     def _rank_pass(self, part: StagePart, precision: Precision) -> RankPass:
         """Return the pass over a micro-batch on a rank of a stage. Raises LayoutError and ModelError."""
         setup = self.setup
@@ -239,13 +352,57 @@ class MemoryRequest:
         return stand_in(rank_pass, positions) if self.stand_ins else rank_pass
 
 
-def _part_of(layout: Layout, stage: int) -> StagePart:
-    """Return the part of the model that a stage is."""
-    if layout.pp == 1:
+def _part_of(stage: int, stages: int) -> StagePart:
+    """Return the part of the model that one of so many stages is."""
+    if stages == 1:
         return "whole"
     if stage == 0:
         return "first"
-    return "last" if stage == layout.pp - 1 else "middle"
+    return "last" if stage == stages - 1 else "middle"
+
+
+def _trained_shares(params: RankParameters, counts: Sequence[int], *, ends_last: bool) -> list[float]:
+    """Return the share of a rank's trained parameters in each of its stages, which have so many layers.
+
+    Embeddings and head count to the last of them, or to the first.
+    """
+    sizes = []
+    start = 0
+    for count in counts:
+        sizes.append(sum(params.trained_layers[start : start + count]))
+        start += count
+    sizes[-1 if ends_last else 0] += params.trained - sum(sizes)
+    return [size / max(1, params.trained) for size in sizes]
+
+
+def _kinds_at(
+    peak: SchedulePeak,
+    passes: Mapping[int, Activations],
+    stage_layers: Sequence[range],
+    bytes_of: Mapping[int, StageBytes],
+) -> dict[str, int]:
+    """Return what is live at a schedule's peak by kind, without messages."""
+    total = peak.live - peak.messages
+    kind, at_work = peak.at_work
+    counts = Counter(peak.kept)
+    waiting = sum(count * bytes_of[stage].waiting for stage, count in peak.waiting.items())
+    working = 0
+    if kind == "W":
+        waiting += bytes_of[at_work].weights
+    else:
+        counts[at_work] += 1
+        most = bytes_of[at_work].forward if kind == "F" else bytes_of[at_work].backward
+        working = max(0, most - bytes_of[at_work].kept)
+    by_kind: Counter[str] = Counter()
+    for stage, count in counts.items():
+        for part, size in passes[stage].layer_kinds(stage_layers[stage]).items():
+            by_kind[part] += count * max(0, size)
+    shown = sum(by_kind.values())
+    room = total - waiting - working
+    if shown > room:
+        by_kind = Counter({part: size * room // shown for part, size in by_kind.items()})
+    ends = room - sum(by_kind.values())
+    return {**by_kind, "waiting": waiting, "working": working, "ends": ends}
 
 
 def _pipeline_buffers(
@@ -261,7 +418,7 @@ def _pipeline_buffers(
     return PipelineBuffers(
         hidden=tokens * setup.model.shape.hidden * weight_bytes // shards,
         weight_bytes=weight_bytes,
-        is_last=stage == layout.pp - 1,
+        is_last=layout.stage_ranks[-1] == stage,
         micro_batches=setup.accumulation,
         exchanged=_exchanged(setup, tokens) * product_bytes if layout.ulysses > 1 else 0,
         keys_and_values=_keys_and_values(setup, tokens, product_bytes) if layout.cp > 1 or setup.blocks else 0,

@@ -7,7 +7,7 @@ Blocks are runs of features along the sharded dimension: heads of some width, or
 share of each block; where there are fewer units than ranks (key-value heads), neighboring ranks share one.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import groupby
@@ -181,7 +181,7 @@ class ModelParameters:
     def rank_parameters(
         self,
         *,
-        layers: range | None = None,
+        layers: Sequence[int] | None = None,
         first: bool = True,
         last: bool = True,
         tp: int = 1,
@@ -208,6 +208,25 @@ class ModelParameters:
         else:
             groups = tuple((decay, None, None) for decay in decays)
         return _rank_parameters(self, self.layers if layers is None else layers, first, last, shards, groups)
+
+    def largest_matrix(self, layers: Iterable[int], *, tp: int, ep: int) -> int:
+        """Return the elements of the largest matrix of a linear layer of these decoder layers, on one rank."""
+        kinds = {self.pattern[index] for index in layers}
+        matrices = (parameter for kind in kinds for parameter in self.kinds[kind] if parameter.is_linear)
+        return max((numel for matrix in matrices for numel in matrix.local_numels(tp, ep)), default=0)
+
+    def product_widths(self, layers: Iterable[int], *, tp: int) -> int:
+        """Return the features of the inputs and outputs of all linear layers of these decoder layers, on one rank."""
+        widths = [
+            sum(
+                size // tp if dim == parameter.dim else size
+                for parameter in kind
+                if parameter.is_linear
+                for dim, size in enumerate(parameter.shape)
+            )
+            for kind in self.kinds
+        ]
+        return sum(widths[self.pattern[index]] for index in layers)
 
     def encoded(self) -> dict[str, Any]:
         """Return the fields as JSON has them."""
@@ -239,7 +258,7 @@ class ModelParameters:
 @lru_cache(maxsize=4096)
 def _rank_parameters(
     model: ModelParameters,
-    layers: range,
+    layers: Sequence[int],
     first: bool,
     last: bool,
     shards: tuple[int, int, bool],

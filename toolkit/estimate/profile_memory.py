@@ -6,7 +6,7 @@ A layer keeps what Korthikanti et al. 2022, "Reducing Activation Recomputation i
 Dims: b samples, s positions, h hidden, a heads, k key-value heads, d features of a head, f MLP width, v vocabulary.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -215,13 +215,13 @@ def _bytes(facts: Mapping[str, int], sizes: Mapping[str, int]) -> int:
 
 
 def stage_parameters(
-    parameters: ModelParameters, layout: Layout, stage: int, layers: range, *, by_decay: bool, **groups: bool
+    parameters: ModelParameters, layout: Layout, stage: int, layers: Sequence[int], *, by_decay: bool, **groups: bool
 ) -> RankParameters:
-    """Return the parameters of a rank of a pipeline stage."""
+    """Return the parameters of a rank of a pipeline stage, or, where ranks have several, of rank number `stage`."""
     return parameters.rank_parameters(
         layers=layers,
-        first=stage == 0,
-        last=stage == layout.pp - 1,
+        first=layout.stage_ranks[0] == stage,
+        last=layout.stage_ranks[-1] == stage,
         tp=layout.tp,
         ep=layout.ep,
         inner=layout.experts == "inner",

@@ -1,5 +1,6 @@
 """RankStates: the model states of a rank of a pipeline stage, and the dtypes in which it computes."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from toolkit.estimate.deepspeed_settings import DeepSpeedSettings
@@ -43,8 +44,10 @@ class RankStates:
         return self.autocast and self.itemsize == 4
 
 
-def rank_states(setup: TrainingSetup, engine: DeepSpeedSettings | TorchStates, stage: int, layers: range) -> RankStates:
-    """The states of a rank of a pipeline stage, which has these layers."""
+def rank_states(
+    setup: TrainingSetup, engine: DeepSpeedSettings | TorchStates, stage: int, layers: Sequence[int]
+) -> RankStates:
+    """The states of a rank of a pipeline stage, which has these layers; of rank `stage` where ranks have several."""
     layout = setup.layout
     groups = {
         "by_decay": isinstance(engine, TorchStates) or engine.by_decay,

@@ -3,7 +3,7 @@
 from functools import lru_cache
 
 from toolkit.config.layout import Recompute
-from toolkit.config.stage_balance import GPU_FLOPS_PER_BYTE, Costs, balance, recompute_cost
+from toolkit.config.stage_balance import GPU_FLOPS_PER_BYTE, Costs, balance, balance_chunks, recompute_cost
 from toolkit.estimate.parameters import ModelParameters
 
 _LOSS_BYTES = 24
@@ -22,13 +22,18 @@ def balanced_bounds(
     recompute: Recompute = "none",
     head_alone: bool = True,
     flops_per_byte: float = GPU_FLOPS_PER_BYTE,
+    rank_of: tuple[int, ...] = (),
 ) -> tuple[int, ...]:
-    """Return training's bounds: stage k has layers [bounds[k], bounds[k + 1]). Raises LayoutError for too many."""
+    """Return training's bounds: stage k has layers [bounds[k], bounds[k + 1]). Raises LayoutError for too many.
+
+    `rank_of`: the rank of each stage; empty: each has one of its own.
+    """
     if stages == 1:
         return (0, len(model.pattern))
-    return balance(
-        _costs(model, micro_batch_size * seq_len, seq_len, recompute, flops_per_byte), stages, head_alone=head_alone
-    )
+    costs = _costs(model, micro_batch_size * seq_len, seq_len, recompute, flops_per_byte)
+    if len({*rank_of}) < len(rank_of):
+        return balance_chunks(costs, rank_of, head_alone=head_alone)
+    return balance(costs, stages, head_alone=head_alone)
 
 
 def _costs(model: ModelParameters, tokens: int, seq_len: int, recompute: Recompute, flops_per_byte: float) -> Costs:

@@ -25,6 +25,7 @@ from toolkit.parallel.experts.sharding import ExpertSharder, experts_in
 from toolkit.parallel.loss import token_loss_sum
 from toolkit.parallel.model_structure import ModelStructure, analyze_model
 from toolkit.parallel.pipeline.stage import NonLocalLayer, PipelineStage
+from toolkit.parallel.pipeline.weight_gradients import WeightGradients
 from toolkit.parallel.tensor.parallelize import TensorParallelizer
 from toolkit.parallel.tensor.vocabulary import VocabularyShard, vocab_parallel_token_loss_sum
 from toolkit.recorder.chunked_loss import ChunkedLoss, HiddenStates
@@ -50,6 +51,8 @@ class FakeModel:
     hidden: int
     window: int | None
     """Positions that a layer with a sliding window, or with chunks, attends to."""
+    weight_gradients: WeightGradients | None = None
+    """The queue in which a split backward pass leaves the gradients of weights; None where the pass is whole."""
 
     @property
     def positions(self) -> int:
@@ -126,6 +129,11 @@ def build(rank_pass: RankPass, mode: Mode) -> FakeModel:
     (model if stage is None else stage).train()
     vocabulary_shard = VocabularyShard.of(vocabulary, tensor_group) if layout.tp > 1 else None
     text = text_config(model)
+    weight_gradients = None
+    if rank_pass.splits != "no":
+        weight_gradients = WeightGradients()
+        split = model if rank_pass.splits == "all" else layers
+        weight_gradients.connect(split)
     return FakeModel(
         model=model,
         stage=stage,
@@ -135,6 +143,7 @@ def build(rank_pass: RankPass, mode: Mode) -> FakeModel:
         loss_sum=_loss_sum(rank_pass, model, vocabulary_shard, tensor_group),
         hidden=int(text.hidden_size),
         window=getattr(text, "sliding_window", None) or getattr(text, "attention_chunk_size", None),
+        weight_gradients=weight_gradients,
     )
 
 

@@ -37,7 +37,15 @@ def trace_pass(rank_pass: RankPass, fake: FakeModel, mode: Mode, b: int, s: int)
             stack.enter_context(balanced_routing(rank_pass))
             stack.enter_context(mode)
             run_pass = _pass_of_model if fake.stage is None else _pass_of_stage
-            run_pass(rank_pass, fake, trace, b, s)
+            weight_gradients = fake.weight_gradients
+            if weight_gradients is None:
+                run_pass(rank_pass, fake, trace, b, s)
+            else:
+                with weight_gradients.splitting(is_split=True), weight_gradients.collecting(0, 0):
+                    run_pass(rank_pass, fake, trace, b, s)
+                with trace:
+                    trace.begin("weights")
+                    weight_gradients.compute(0, 0)
     finally:
         gc.enable()
         gc.unfreeze()

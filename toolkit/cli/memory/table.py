@@ -51,7 +51,8 @@ def _table(query: MemoryQuery, stages: Sequence[MemoryBreakdown], shown: Sequenc
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     table.add_column(f"{name} of each GPU", no_wrap=True)
     for stage in shown:
-        table.add_column("each rank" if len(stages) == 1 else f"stage {stage.stage}", justify="right", no_wrap=True)
+        name_of_stage = f"{_word(query)} {stage.stage}"
+        table.add_column("each rank" if len(stages) == 1 else name_of_stage, justify="right", no_wrap=True)
 
     def add(label: str, values: list[int], *, style: str = "", always: bool = False) -> None:
         if always or any(values):
@@ -85,6 +86,11 @@ def _table(query: MemoryQuery, stages: Sequence[MemoryBreakdown], shown: Sequenc
     return table
 
 
+def _word(query: MemoryQuery) -> str:
+    """Return what a column stands for: a pipeline stage, or a pipeline rank that has several."""
+    return "stage" if query.layout.chunks == 1 else "rank"
+
+
 def _parameter_label(query: MemoryQuery) -> str:
     """Return the label of the number of parameters: not a rank's shard where each one is gathered."""
     engine = query.recipe.train.engine
@@ -110,7 +116,7 @@ def _summary(query: MemoryQuery, stages: Sequence[MemoryBreakdown], largest: int
         return [*notes, Text("--gpu NAME adds what PyTorch does not allocate, and says what is left.", style="dim")]
     name = query.gpu.name
     rest = f"{format_bytes(worst.left)} left" if worst.left >= 0 else f"{format_bytes(-worst.left)} too much"
-    where = f" on stage {worst.stage}" if len(stages) > 1 else ""
+    where = f" on {_word(query)} {worst.stage}" if len(stages) > 1 else ""
     first = Text(f"{worst.verdict} on {name}: {rest}{where}", style=_STYLES[worst.verdict])
     if worst.verdict == "tight":
         least, most = worst.band

@@ -22,6 +22,8 @@ Precision = Literal["fp32", "bf16", "autocast"]
 """Precision of the operations of a pass. `bf16`: any 16 bits; `autocast`: fp32 weights and products in 16 bits."""
 StagePart = Literal["whole", "first", "middle", "last"]
 """The whole model, or the first, an inner or the last stage of a pipeline."""
+SplitBackward = Literal["no", "layers", "all"]
+"""Which linear layers leave their weights' gradients to a later pass: none, those of decoder layers, the head too."""
 SAMPLES: tuple[Literal["one", "many"], ...] = ("one", "many")
 Polynomial = tuple[int, ...]
 """Coefficients of 1, b, s, bs, s^2, bs^2, in bytes over the recording's unit."""
@@ -44,6 +46,7 @@ class RankPass:
     computation: Computation = field(default_factory=Computation)
     precision: Precision = "bf16"
     part: StagePart = "whole"
+    splits: SplitBackward = "no"
     samples: Literal["one", "many"] = "many"
     """A single sample's tensors may be contiguous where those of several are not."""
     chunks: Chunks | None = None
@@ -70,6 +73,8 @@ class RankPass:
             computation.device,
             self.samples,
         ]
+        if self.splits != "no":
+            words.append(f"split-{self.splits}")
         if layout.sequence_parallel:
             words.append("sp")
         if computation.documents:
@@ -381,6 +386,30 @@ class Activations:
         sums = [0, *accumulate(self.forward[kind].delta for kind in self._kinds(layers))]
         running = [sums[max(0, layer - 1)] for layer in range(count)]
         return [0, *running, *[sums[max(0, count - 1)]] * 3, *reversed(running), 0]
+
+    def peak_with_loss(self, layers: range) -> int:
+        """The most that is live in the forward pass of a micro-batch, with its loss."""
+        return max(*self._forward_moments(layers), self.trunk(layers) + self.head.delta + self.loss.peak)
+
+    def backward_peak(self, layers: range) -> int:
+        """The most that is live in the backward pass of a micro-batch, the sums of gradients of weights aside."""
+        level = self.kept(layers)
+        moments = [level + self.head_backward.peak]
+        level += self.head_backward.delta
+        for number, kind in enumerate(reversed(self._kinds(layers))):
+            step = self.backward[kind]
+            moments.append(level + step.peak)
+            level += step.delta + (0 if number else self.end_layers[2])
+        return max(*moments, level + self.embedding_backward.peak)
+
+    def left(self, layers: range) -> int:
+        """Bytes that are live behind the backward pass, of which a split one leaves more than a whole one.
+
+        Only the difference counts: a loss in chunks (`in_chunks`) does not change what is freed behind it.
+        """
+        level = self.kept(layers) + self.head_backward.delta + self.embedding_backward.delta
+        level += sum(self.backward[kind].delta for kind in self._kinds(layers))
+        return level + (self.end_layers[2] if layers else 0)
 
     def at_head(self, layers: range) -> int:
         """The most that is live from the head's forward pass to the end of its backward pass."""

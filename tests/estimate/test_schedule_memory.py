@@ -1,0 +1,103 @@
+"""The estimate of a rank's peak under pipeline schedules, against what live engines allocate."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from typing import Any
+
+import pytest
+from nonempty import nonempty
+
+from toolkit.config.pipeline_schedules import KINDS, schedule_of
+from toolkit.estimate.memory_request import MemoryRequest
+from toolkit.estimate.schedule_memory import StageBytes, schedule_peak
+
+_MICRO_BATCHES, _SAMPLES = 8, 4
+
+
+def _run_schedule(recipe: Any) -> dict[str, Any]:
+    """On a rank: the most that lived in one more step, beside what was there, and the layers of all stages."""
+    import torch
+    from allocations import LiveBytes
+
+    from toolkit.data.samples.micro_batch import MicroBatch
+    from toolkit.parity.run.train_in_memory import train_in_memory
+
+    found: dict[str, Any] = {}
+
+    def one_more_step(engine: Any) -> None:
+        tokens = torch.randint(0, recipe.model.overrides["vocab_size"], (_SAMPLES, recipe.data.seq_len))
+        batches = [MicroBatch(input_ids=tokens, labels=tokens, dropout_seed=i) for i in range(_MICRO_BATCHES)]
+        engine.engine.module.train()
+        with LiveBytes() as live:
+            engine._run(batches, trains=True)
+        found["rank"] = engine.engine.stage_id
+        found["peak"] = live.peak_bytes
+        found["counts"] = engine.stage_layers
+
+    train_in_memory(recipe, one_more_step)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("layout", "recompute"),
+    [
+        ("pp3-zbh1", "none"),
+        ("pp2-zbv", "none"),
+        pytest.param("pp2x2", "none", marks=pytest.mark.whole),
+        pytest.param("pp2-gpipe", "none", marks=pytest.mark.whole),
+        pytest.param("pp3-1f1b", "none", marks=pytest.mark.whole),
+        pytest.param("pp3-zbv", "full", marks=pytest.mark.whole),
+        pytest.param("pp4-zbh1", "full", marks=pytest.mark.whole),
+        pytest.param("pp3x2", "selective", marks=pytest.mark.whole),
+    ],
+)
+def test_the_peak_of_every_rank_of_a_schedule_is_known_within_three_percent(
+    make_recipe: Callable[..., Any],
+    ranks: Callable[..., list[Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    layout: str,
+    recompute: str,
+) -> None:
+    from toolkit.config.job import Job
+    from toolkit.config.strategy import Strategy
+    from toolkit.dsconfig.build import build
+    from toolkit.planner.run_memory import memory_request, settings_of
+
+    fields = Strategy.parse(layout).sections(1)["parallel"]
+    recipe = make_recipe(
+        parallel={name: value for name, value in fields.items() if name != "dp"} | {"recompute": recompute},
+        batch={"global_batch_size": _MICRO_BATCHES * _SAMPLES, "micro_batch_size": _SAMPLES},
+        train__steps=1,
+        overrides__n_layer=8,
+        overrides__attn_pdrop=0.0,
+    )
+    measured = ranks(_run_schedule, recipe.parallel.pp, recipe)
+    job = Job.of(recipe, recipe.parallel.pp)
+    asked = memory_request(recipe, job.layout, job.batch)
+    cpu = replace(asked.setup, computation=replace(asked.setup.computation, device="cpu"))
+    config = build(job, hidden_size=cpu.model.shape.hidden, device="cpu")
+    request = replace(asked, setup=cpu, framework=settings_of(config, recipe, "cpu"))
+    bounds = list(accumulate(measured[0]["counts"], initial=0))
+    monkeypatch.setattr(MemoryRequest, "_stage_layers", lambda self: [range(*edge) for edge in pairwise(bounds)])
+    errors = {}
+    for rank, breakdown in nonempty(list(zip(measured, request.stages(), strict=True))):
+        assert rank["rank"] == breakdown.stage
+        predicted = breakdown.activation_total + breakdown.buckets + breakdown.gradients
+        errors[breakdown.stage] = predicted / rank["peak"] - 1
+    print(layout, recompute, errors)
+    assert max(errors.values(), key=abs) == pytest.approx(0, abs=0.03), errors
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("pp", [2, 3, 4])
+def test_a_walk_holds_as_many_micro_batches_as_the_table_says(kind: Any, pp: int) -> None:
+    """Stages that keep one byte between F and B, and one between B and W, and nothing else."""
+    for micro_batches in nonempty((2 * pp - 1, 2 * pp, 5 * pp + 1, 9 * pp)):
+        schedule = schedule_of(kind, pp=pp, micro_batches=micro_batches)
+        one = StageBytes(forward=1, kept=1, backward=1, waiting=1, weights=1)
+        for rank in range(pp):
+            own = {stage: one for stage, place in enumerate(schedule.rank_of) if place == rank}
+            counted = schedule if kind == "gpipe" else schedule.shortened()
+            peak = schedule_peak(counted, rank, own, hidden=0)
+            assert peak.live == schedule.virtual_stages * schedule.in_flight[rank], (micro_batches, rank)
