@@ -89,7 +89,10 @@ def test_why_names_options_where_the_micro_batch_does_not_divide_the_batch(capsy
 @pytest.mark.parametrize("layout", [(), ("--layout", "tp2-pp2-z1")])
 def test_this_toolkits_pipelines_have_no_virtual_stages(capsys, layout):
     line = refusal(capsys, *GPT2, *layout, "--virtual-stages", "3")
-    assert "--virtual-stages 3: the toolkit's pipelines are not interleaved. Give it with another --framework." in line
+    assert (
+        "--virtual-stages 3: the toolkit's chunks are part of a layout, such as pp4x2. "
+        "Give it with another --framework." in line
+    )
 
 
 def test_why_names_the_terms_that_a_layout_loses_by(capsys):

@@ -142,7 +142,7 @@ def job_of(recipe: str | None, overrides: tuple[str, ...], flags: Flags) -> Conf
         if note is not None:  # what starts the run has to say so too
             flags["global_batch"] = loaded.batch.global_batch_size
             click.echo(f"note: {note}", err=True)
-    if loaded.parallel.auto:
+    if loaded.parallel.is_planned:
         loaded = explicit(loaded, world_size, "cpu" if flags["device"] == "cpu" else flags["gpu"])
         flags["layout"] = strategy_text(loaded.layout(world_size or 1), loaded.batch.micro_batch_size or 1)
     if loaded.train.engine != "deepspeed":

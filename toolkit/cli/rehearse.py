@@ -41,6 +41,9 @@ def rehearse_layout(
     if decoded.parallel.auto:
         advice = "name a layout with --layout", "or let `dstk plan` write one"
         raise RecipeError.of("parallel.auto", True, "a rehearsal is of one layout", *advice)
+    if decoded.parallel.schedule == "auto":
+        reason = "a rehearsal is of one schedule, and this one is chosen at launch"
+        raise RecipeError.of("parallel.schedule", "auto", reason, ("parallel.schedule", "one of its names, or null"))
     ranks = nproc or decoded.world_size or decoded.parallel.least_ranks
     job = Job.of(load_recipe(recipe, overrides, world_size=ranks, layout=layout), ranks)
     check_rehearsable(job)

@@ -145,9 +145,10 @@ class ParallelSection(Section):
     """Megatron tensor-parallel ranks: each holds a shard of every layer. A divisor of the attention heads."""
     pp: PositiveInt = 1
     """Pipeline stages: each holds some of the decoder layers. With zero_stage 0 or 1."""
-    schedule: ScheduleKind | None = None
+    schedule: ScheduleKind | Literal["auto"] | None = None
     """Order of a pipeline's passes: `1f1b`, `gpipe`, `interleaved`, `zb-h1` or `zb-v`, whose messages never keep a rank
-    from computing (docs/pipeline-schedules.md); null: 1F1B by DeepSpeed's own instructions."""
+    from computing (docs/pipeline-schedules.md); null: 1F1B by DeepSpeed's own instructions. `auto`: the one that a
+    simulation with the model's own times finds fastest among those that fit, chosen at launch."""
     chunks: PositiveInt = 1
     """Chunks of the model on each pipeline rank, with schedule: interleaved; 1 means the least, which is 2. zb-v always
     has 2, and other schedules have 1."""
@@ -188,9 +189,16 @@ class ParallelSection(Section):
         fields = self.model_dump(
             exclude={"auto", "cp_exchange", "cp_ulysses", "nvme_path", "quantized_weights", "quantized_gradients"}
         )
-        if self.schedule is not None and self.chunks == 1:
+        if self.schedule == "auto":
+            fields["schedule"] = None
+        elif self.schedule is not None and self.chunks == 1:
             fields["chunks"] = CHUNKS[self.schedule]
         return fields
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether a plan at launch chooses the layout, or its pipeline schedule."""
+        return self.auto or self.schedule == "auto"
 
     @property
     def model_size(self) -> int:

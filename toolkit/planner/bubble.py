@@ -1,9 +1,9 @@
-"""Seconds that the slowest stage of a 1F1B pipeline waits for the others."""
+"""Seconds that the slowest rank of a pipeline waits for the others, under 1F1B or another schedule."""
 
 from collections.abc import Sequence
 from functools import lru_cache
 
-from toolkit.config.pipeline_schedules import schedule_of
+from toolkit.config.pipeline_schedules import Schedule, schedule_of
 from toolkit.planner.simulate_schedule import ScheduleCosts, simulate
 
 SIMULATED_STAGES = 16
@@ -38,3 +38,32 @@ def _simulated(stages: tuple[float, ...], forward_share: float, micro_batches: i
     )
     schedule = schedule_of("1f1b", pp=len(stages), micro_batches=micro_batches)
     return simulate(schedule, costs).makespan - micro_batches * max(stages)
+
+
+def waiting_seconds(schedule: Schedule, costs: ScheduleCosts) -> float:
+    """Seconds of a step in which the busiest rank waits, for other ranks and for messages."""
+    busiest = max(_busy(schedule, costs))
+    relative = tuple(
+        tuple(round(seconds / busiest, _SCHEDULE_DIGITS) for seconds in passes)
+        for passes in (costs.forward, costs.backward, costs.weight, costs.transfer)
+    )
+    return busiest * _relative_waiting(schedule.shortened(), relative)
+
+
+_SCHEDULE_DIGITS = 3
+
+
+@lru_cache(maxsize=4096)
+def _relative_waiting(schedule: Schedule, relative: tuple[tuple[float, ...], ...]) -> float:
+    """Simulate the wait of the busiest rank, in units of its time for one micro-batch."""
+    forward, backward, weight, transfer = relative
+    costs = ScheduleCosts(forward=forward, backward=backward, weight=weight, transfer=transfer)
+    return simulate(schedule, costs).makespan - schedule.micro_batches * max(_busy(schedule, costs))
+
+
+def _busy(schedule: Schedule, costs: ScheduleCosts) -> list[float]:
+    """Return the time of each rank for one micro-batch in all of its stages."""
+    busy = [0.0] * schedule.pp
+    for rank, *passes in zip(schedule.rank_of, costs.forward, costs.backward, costs.weight, strict=True):
+        busy[rank] += sum(passes)
+    return busy

@@ -73,7 +73,7 @@ def data_seconds(request: StepRequest, forward: float, backward: float) -> float
         reduce += summed(cluster, ranks, gradient, messages)
         gather += collectives.all_gather(cluster, ranks, weight, messages) if layout.zero_stage else 0.0
     if layout.zero_stage and execution.facts.get("copies_shards"):
-        gather += TENSORS * max(request.stages) * request.replicas * cluster.gpu.kernel_seconds
+        gather += TENSORS * request.most_layers * request.replicas * cluster.gpu.kernel_seconds
     times = request.setup.accumulation if layout.zero_stage == 2 else 1  # stage 2 keeps no whole gradients between them
     overlapped = overlaps["gradients" if layout.pp == 1 else "pipeline"]
     exposed = times * _exposed(reduce, overlapped * backward)
@@ -185,7 +185,7 @@ def muon_seconds(request: StepRequest) -> float:
         (routed, min(shape.hidden, shape.experts.ffn) if shape.experts else 0),
     ):
         if weights:
-            share = max(request.stages) * weights / ranks.size
+            share = request.most_layers * weights / ranks.size
             product = matmul_seconds(cluster.gpu, side, side, side, "fp32" if width == 4 else "bf16")
             seconds += 15 * share / side**2 * product + 2 * collectives.all_to_all(cluster, ranks, width * share)
     return seconds
@@ -206,7 +206,7 @@ def activation_seconds(request: StepRequest, forward: float, backward: float) ->
     between = layout.tp if layout.sequence_parallel else 1
     inside = 2 * shape.attention_dim + 2 * shape.kv_dim + (4 if shape.gated else 2) * shape.ffn
     stored = again * shape.hidden / between + (1 - again) * (4 * shape.hidden / between + inside / layout.tp)
-    moved = max(request.stages) * request.work.tokens * stored * request.execution.activation_bytes
+    moved = request.most_layers * request.work.tokens * stored * request.execution.activation_bytes
     link = moved / request.cluster.host_bytes_per_second
     return max(0.0, link - forward) + max(0.0, link - backward)
 
@@ -260,7 +260,7 @@ def offload_overhead(request: StepRequest) -> float:
     if cluster.cores:
         return 0.0
     share, _ = _owned(request)
-    layers = max(request.stages)
+    layers = request.most_layers
     tensors = LAYER_TENSORS * layers
     copies = 0.0
     seconds = 0.0

@@ -127,6 +127,20 @@ def layer_seconds(
     return seconds + Passes(forward=forward, backward=backward)
 
 
+@lru_cache(maxsize=65536)
+def weight_gradient_seconds(
+    gpu: Gpu, shape: ModelShape, work: RankWork, execution: Execution, trained: Trained | None = None
+) -> float:
+    """Seconds of the gradients of a layer's weights that a pipeline schedule may leave for later.
+
+    They are those of its linear layers; routed experts have theirs in the backward pass for the input.
+    """
+    share = 1.0 if trained is None else trained.share
+    attention = sum(matmul_seconds(gpu, k, n, m, execution.unit) for m, n, k in attention_products(shape, work))
+    mlp = sum(matmul_seconds(gpu, k, n, m, execution.unit) for m, n, k in mlp_products(shape, work))
+    return share * (attention + (1 - expert_share(shape)) * mlp)
+
+
 def tiled_mlp_seconds(
     gpu: Gpu, shape: ModelShape, work: RankWork, execution: Execution, trained: Trained | None = None
 ) -> float:

@@ -83,6 +83,8 @@ class PlanRequest:
     """Values of fields of Layout, and of `micro_batch_size`, that every plan has; empty: all are chosen."""
     offloads: bool = True
     """Whether layouts that offload are tried."""
+    schedules: bool = False
+    """Whether pipeline schedules of the toolkit's own are tried beside DeepSpeed's 1F1B."""
 
     @classmethod
     def of(
@@ -215,12 +217,13 @@ class PlanRequest:
         if layout.pp > 1 and execution.framework == "toolkit":
             bounds = balanced_bounds(
                 self.model.parameters,
-                layout.pp,
+                layout.stages,
                 micro_batch_size=setup.micro_batch_size,
                 seq_len=setup.seq_len,
                 recompute=layout.recompute,
                 head_alone=trained is None or not trained.adapters,
                 flops_per_byte=CPU_FLOPS_PER_BYTE if self.cluster.cores else GPU_FLOPS_PER_BYTE,
+                rank_of=layout.stage_ranks,
             )
         if trained is not None and layout.recompute in RECOMPUTE_PERIODS:
             trained = trained.recomputed
@@ -237,7 +240,8 @@ class PlanRequest:
 
     def step(self, layout: Layout, batch: Batch) -> StepTime:
         """Predict one step."""
-        layout.refuse_schedule("the step time is predicted for DeepSpeed's own 1F1B only")
+        if self.execution.framework != "toolkit":
+            layout.refuse_schedule("--virtual-stages says how another framework interleaves")
         return predict_step(self.step_request(layout, batch))
 
     def memory_request(self, layout: Layout, batch: Batch, *, stand_ins: bool = True) -> MemoryRequest:

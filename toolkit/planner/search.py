@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from toolkit.config.layout import Batch, Layout, OffloadDevice, Recompute
+from toolkit.config.pipeline_schedules import Kind
 from toolkit.errors import BatchError, LayoutError, ModelError, ToolkitError
 from toolkit.models.support import expert_parallel_sizes, misfits, tensor_parallel_sizes
 from toolkit.models.weights import routed_parameters
@@ -129,7 +130,33 @@ def _variants(
                 for recompute in recomputations:
                     layout = replace(first, recompute=recompute)
                     if recompute != "selective" or not request.impossible(layout):
-                        yield layout
+                        yield from scheduled(request, layout)
+
+
+def scheduled(request: PlanRequest, layout: Layout) -> Iterator[Layout]:
+    """Yield a layout with each pipeline schedule that the request asks for and training accepts."""
+    kind = request.fixed.get("schedule")
+    if layout.pp == 1 or (kind is None and not request.schedules):
+        yield layout
+        return
+    if kind is None:
+        yield layout
+    for schedule, chunks in SCHEDULES:
+        if kind not in (None, schedule) or layout.pp * chunks > request.model.shape.layers:
+            continue
+        with_schedule = replace(layout, schedule=schedule, chunks=chunks)
+        if request.refusal(with_schedule) is None:
+            yield with_schedule
+
+
+SCHEDULES: tuple[tuple[Kind, int], ...] = (
+    ("1f1b", 1),
+    ("interleaved", 2),
+    ("interleaved", 4),
+    ("zb-h1", 1),
+    ("zb-v", 2),
+)
+"""Schedules that are tried, and their chunks, the simplest first. GPipe has 1F1B's bubble and needs more memory."""
 
 
 def candidates(request: PlanRequest) -> list[Candidate]:

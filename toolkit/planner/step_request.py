@@ -65,9 +65,22 @@ class StepRequest:
 
     @property
     def stages(self) -> list[int]:
-        """Number of decoder layers of each stage."""
+        """Number of decoder layers of each stage, of which a rank may have several."""
         bounds = self.bounds or stage_bounds(self.shape, self.layout.pp, self.execution.facts["stages"])
         return [stop - start for start, stop in pairwise(bounds)]
+
+    @property
+    def rank_layers(self) -> list[int]:
+        """Number of decoder layers of each pipeline rank."""
+        counts = [0] * self.layout.pp
+        for rank, count in zip(self.layout.stage_ranks, self.stages, strict=True):
+            counts[rank] += count
+        return counts
+
+    @property
+    def most_layers(self) -> int:
+        """Decoder layers of the rank that has most of them."""
+        return max(self.rank_layers)
 
     @property
     def gpus(self) -> int:
@@ -77,17 +90,17 @@ class StepRequest:
     @property
     def routed(self) -> float:
         """Weights of routed experts, of the rank that holds most of them: 1/ep of a layer's on each."""
-        return max(self.stages) * routed_parameters(self.shape) / (self.layout.tp * self.layout.ep)
+        return self.most_layers * routed_parameters(self.shape) / (self.layout.tp * self.layout.ep)
 
     @property
     def parameters(self) -> float:
         """Weights of the rank that holds most of them, but for the routed experts."""
         shape = self.shape
-        stages = self.stages
-        layers = [count * (held_layer_parameters(shape) - routed_parameters(shape)) for count in stages]
+        layers = [count * (held_layer_parameters(shape) - routed_parameters(shape)) for count in self.rank_layers]
         table = shape.vocab * shape.embed_dim
-        layers[0] += table
-        layers[-1] += 0 if shape.tied and len(stages) == 1 else table
+        first, *_, last = (0, *self.layout.stage_ranks)
+        layers[first] += table
+        layers[last] += 0 if shape.tied and first == last else table
         return max(layers) / self.layout.tp
 
     @property
@@ -100,7 +113,7 @@ class StepRequest:
         """Weights that train on the rank with most of them: without routed experts, unless weights are frozen."""
         if self.trained is None:
             return self.parameters
-        return (max(self.stages) * self.trained.layer + self.trained.outside) / self.layout.tp
+        return (self.most_layers * self.trained.layer + self.trained.outside) / self.layout.tp
 
     @property
     def replicas(self) -> int:

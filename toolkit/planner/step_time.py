@@ -4,6 +4,7 @@ Legend: m micro-batches of a step, p stages, v virtual stages of each, L layers 
 
 A 1F1B pipeline takes as long as its slowest stage for all m micro-batches, and waits for the other stages once; with v
 virtual stages it fills in chunks and waits a v-th of that (Narayanan et al. 2021, section 2.2). Stages may differ.
+A schedule of the toolkit's own is simulated, with the time of each pass in each stage and of each message.
 """
 
 import math
@@ -11,15 +12,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from toolkit.config.layout import RECOMPUTE_PERIODS, Recompute, recomputes
+from toolkit.config.pipeline_schedules import schedule_of
 from toolkit.estimate.flops import train_flops_per_token
 from toolkit.models.experts import ExpertShape
 from toolkit.models.weights import held_layer_parameters, routed_parameters
 from toolkit.planner import collectives
-from toolkit.planner.bubble import bubble_seconds
+from toolkit.planner.bubble import bubble_seconds, waiting_seconds
 from toolkit.planner.context_time import context_calls, context_seconds
 from toolkit.planner.data_parallel_time import activation_seconds, data_seconds, offload_seconds, optimizer_seconds
 from toolkit.planner.execution import Execution
-from toolkit.planner.kernels import stream_seconds
+from toolkit.planner.kernels import matmul_seconds, stream_seconds
 from toolkit.planner.layer_time import (
     Passes,
     attention_seconds,
@@ -28,7 +30,9 @@ from toolkit.planner.layer_time import (
     head_seconds,
     layer_seconds,
     tiled_mlp_seconds,
+    weight_gradient_seconds,
 )
+from toolkit.planner.simulate_schedule import ScheduleCosts
 from toolkit.planner.step_request import StepRequest
 from toolkit.planner.trained import HOST_SHARES
 
@@ -114,21 +118,29 @@ def predict_step(request: StepRequest) -> StepTime:
     for stage, total in enumerate(_layers(request)):
         if stage == 0:
             total = total.plus(embedding, _end_idle(request, embedding))
-        if stage == layout.pp - 1:
-            total = total.plus(head, _end_idle(request, head))
+        if stage == layout.stages - 1:
+            total = total.plus(head, _end_idle(request, head), weight=_head_weight(request))
         stages.append(total.scaled(request.cluster.slowdown_of_active_ranks(request.gpus)))
-    slowest = max(stages, key=lambda stage: stage.seconds)
-    forward_share = 1 - slowest.backward / slowest.seconds
-    waiting = bubble_seconds([stage.seconds for stage in stages], forward_share, m) / execution.virtual_stages
+    of_rank: list[list[_Stage]] = [[] for _ in range(layout.pp)]
+    for rank, stage_time in zip(layout.stage_ranks, stages, strict=True):
+        of_rank[rank].append(stage_time)
+    ranks = list(map(_sum, of_rank))
+    slowest = max(ranks, key=lambda rank: rank.seconds)
+    if layout.schedule is None:
+        forward_share = 1 - slowest.backward / slowest.seconds
+        waiting = bubble_seconds([stage.seconds for stage in stages], forward_share, m) / execution.virtual_stages
+        pipeline = _pipeline(request)
+    else:
+        waiting = _scheduled_waiting(request, stages)
+        pipeline = 0.0  # messages delay those who receive them, which is in the simulation
     limiting = slowest
     ranks_per_core = request.cluster.ranks_per_core(request.gpus)
     if ranks_per_core > 1:
         # Ranks share cores: the work of all takes as long as the cores do, and the pipeline at least its own time.
         alone = m * slowest.seconds + waiting
-        average_per_core = _sum(stages).scaled(ranks_per_core / len(stages))
+        average_per_core = _sum(ranks).scaled(ranks_per_core / len(ranks))
         limiting = average_per_core
         waiting = max(0.0, alone - m * limiting.seconds)
-    pipeline = _pipeline(request)
     forward = limiting.seconds - limiting.backward
     backward = limiting.backward
     data = data_seconds(request, forward, backward)
@@ -167,6 +179,8 @@ class _Stage:
     expert: float
     backward: float
     """Seconds of the backward pass, already included in the fields above."""
+    weight: float
+    """Seconds of the backward pass that a schedule may leave for W, already included there."""
 
     @property
     def seconds(self) -> float:
@@ -181,15 +195,17 @@ class _Stage:
             context=factor * self.context,
             expert=factor * self.expert,
             backward=factor * self.backward,
+            weight=factor * self.weight,
         )
 
-    def plus(self, end: Passes, idle: Sequence[float]) -> "_Stage":
+    def plus(self, end: Passes, idle: Sequence[float], *, weight: float = 0.0) -> "_Stage":
         """Return the stage with the seconds of the embeddings or the head added."""
         return replace(
             self,
             compute=self.compute + end.forward + end.backward,
             host=self.host + sum(idle),
             backward=self.backward + end.backward + idle[1],
+            weight=self.weight + weight,
         )
 
 
@@ -202,7 +218,35 @@ def _sum(stages: Sequence[_Stage]) -> _Stage:
         context=sum(stage.context for stage in stages),
         expert=sum(stage.expert for stage in stages),
         backward=sum(stage.backward for stage in stages),
+        weight=sum(stage.weight for stage in stages),
     )
+
+
+def _scheduled_waiting(request: StepRequest, stages: Sequence[_Stage]) -> float:
+    """Seconds that the busiest rank waits in a step of the layout's schedule."""
+    layout = request.layout
+    assert layout.schedule is not None
+    schedule = schedule_of(
+        layout.schedule, pp=layout.pp, micro_batches=request.setup.accumulation, virtual_stages=layout.chunks
+    )
+    costs = ScheduleCosts(
+        forward=[stage.seconds - stage.backward for stage in stages],
+        backward=[stage.backward - stage.weight for stage in stages],
+        weight=[stage.weight for stage in stages],
+        transfer=[_send_seconds(request)] * (len(stages) - 1),
+    )
+    return waiting_seconds(schedule, costs)
+
+
+def _head_weight(request: StepRequest) -> float:
+    """Seconds of the gradient of the head's weight, unless the head computes it with the loss."""
+    trained = request.trained
+    if request.setup.chunked_loss or (trained is not None and not trained.has_head):
+        return 0.0
+    shape = request.shape
+    vocab = -(-shape.vocab // request.work.tp)
+    gpu = request.cluster.gpu
+    return matmul_seconds(gpu, shape.embed_dim, vocab, request.work.tokens, request.execution.attention_precision)
 
 
 def _layers(request: StepRequest) -> Iterator[_Stage]:
@@ -281,6 +325,7 @@ def _layer(request: StepRequest, recompute: Recompute) -> _Stage:
         context=context.forward * times + context.backward,
         expert=exchange * (times + reached),
         backward=busy_backward + idle_backward + accumulated,
+        weight=weight_gradient_seconds(gpu, request.shape, work, execution, request.trained) + accumulated,
     )
 
 
@@ -388,15 +433,21 @@ def _merged(experts: ExpertShape, parts: int, execution: Execution) -> float:
 def _pipeline(request: StepRequest) -> float:
     """Sending activations down and gradients up: each micro-batch, and each virtual stage, waits for both."""
     layout = request.layout
-    cluster = request.cluster
-    execution = request.execution
     if layout.pp == 1:
         return 0.0
+    send = _send_seconds(request)
+    steady = 2 * send * request.setup.accumulation * request.execution.virtual_stages
+    return steady + 2 * send * (layout.pp - 1)
+
+
+def _send_seconds(request: StepRequest) -> float:
+    """Seconds of one message between neighbor stages: the activations of a micro-batch, or their gradients."""
+    layout = request.layout
+    cluster = request.cluster
+    execution = request.execution
     stride = layout.world_size * execution.context_parallel // layout.pp
     # Scattered over the tensor-parallel ranks, or sequence parallel anyway; some send whole activations from each.
     shards = 1 if execution.facts.get("sends_whole") else layout.tp
     size = request.work.tokens * request.shape.hidden * execution.activation_bytes / shards
     # A pipeline's slowest pair of neighbors counts: between nodes as soon as not all stages are in one.
-    send = collectives.send(cluster, size, between_nodes=stride * layout.pp > cluster.gpus_per_node)
-    steady = 2 * send * request.setup.accumulation * execution.virtual_stages
-    return steady + 2 * send * (layout.pp - 1)
+    return collectives.send(cluster, size, between_nodes=stride * layout.pp > cluster.gpus_per_node)

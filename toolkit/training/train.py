@@ -52,7 +52,7 @@ def load_job(path: str | PathLike[str], overrides: Sequence[str] = (), layout: s
     """
     here = RankEnvironment.detect()
     recipe = load_recipe(path, overrides, world_size=here.world_size, layout=layout)
-    if not recipe.parallel.auto:
+    if not recipe.parallel.is_planned:
         return Job.of(recipe, here.world_size)
     from toolkit.training.plan_launch import planned_for_ranks  # and with it the planner
 

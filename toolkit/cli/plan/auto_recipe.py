@@ -1,4 +1,4 @@
-"""A recipe with `parallel: auto` in a command that answers for some layout: its plan for the ranks that are named."""
+"""A recipe that leaves its layout or its schedule to a plan, in a command that answers for one: planned for ranks."""
 
 import click
 
@@ -11,10 +11,13 @@ def explicit(recipe: Recipe, ranks: int | None, gpu: str | None, *, option: str 
 
     `gpu`: a kind, or `cpu`. Raises RecipeError without a number of ranks, which `option` gives.
     """
-    if not recipe.parallel.auto:
+    if not recipe.parallel.is_planned:
         return recipe
     if ranks is None:
-        raise RecipeError.of("parallel.auto", True, "a plan is for a number of ranks", f"say how many with {option}")
+        field = "parallel.auto" if recipe.parallel.auto else "parallel.schedule"
+        raise RecipeError.of(
+            field, recipe.value_of(field), "a plan is for a number of ranks", f"say how many with {option}"
+        )
     from toolkit.planner.auto.plan_recipe import planned
     from toolkit.planner.auto.ranks import cluster_named
 

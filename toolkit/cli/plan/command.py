@@ -60,6 +60,7 @@ _RATE = FiniteRange(min=0, max=1e6)
 @click.option(
     "--virtual-stages", type=Count(), default=1, help="Virtual pipeline stages of each rank, with another --framework."
 )
+@click.option("--schedules", is_flag=True, help="Also try the toolkit's own pipeline schedules: pp4x2, pp4-zbv, …")
 @click.option(
     "--cluster",
     type=click.Path(),

@@ -55,6 +55,7 @@ def request_of(options: Mapping[str, Any]) -> PlanRequest:
         execution=execution,
         trainable=_trainable(options),
         imbalance=options["imbalance"],
+        schedules=options["schedules"],
     )
 
 
@@ -65,7 +66,7 @@ def _only_of_other_frameworks(options: Mapping[str, Any]) -> None:
         reason = "the toolkit runs what the model's class has"
         raise LayoutError.of("--attention", options["attention"], reason, remedy)
     if options["virtual_stages"] > 1:
-        reason = "the toolkit's pipelines are not interleaved"
+        reason = "the toolkit's chunks are part of a layout, such as pp4x2"
         raise LayoutError.of("--virtual-stages", options["virtual_stages"], reason, remedy)
 
 

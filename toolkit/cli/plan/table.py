@@ -11,6 +11,7 @@ from rich.text import Text
 from toolkit.config.strategy import layout_text
 from toolkit.planner.costs import Cost
 from toolkit.planner.request import Plan, PlanRequest
+from toolkit.planner.schedule_choice import compared, schedule_plans
 from toolkit.planner.step_time import TERMS
 from toolkit.report.terminal import table_console
 from toolkit.units import format_bytes, format_count, plural
@@ -94,6 +95,8 @@ def print_why(request: PlanRequest, plan: Plan, best: Plan | None) -> None:
         parts = sorted(_PARTS, key=lambda part: -getattr(memory, part))[:3]
         shown = ", ".join(f"{part.replace('_total', '')} {getattr(memory, part) / _GIB:.1f}" for part in parts)
         console.print(f"{needs}: {shown}.", soft_wrap=True)
+    if plan.layout.pp > 1 and request.execution.framework == "toolkit":
+        console.print(f"Schedules of {plan.strategy}: {compared(schedule_plans(request, plan))}.", soft_wrap=True)
     if best is None:
         return
     if best.strategy == plan.strategy:
@@ -122,7 +125,7 @@ def to_json(plan: Plan, cost: Cost | None = None) -> dict[str, Any]:
         "micro_batch_size": plan.batch.micro_batch_size,
         "accumulation": plan.batch.accumulation,
         "recompute": layout.recompute,
-        "schedule": "1f1b" if layout.pp > 1 else "none",
+        "schedule": layout.schedule or ("1f1b" if layout.pp > 1 else "none"),
         "fits": plan.fits,
         "verdict": plan.memory.verdict,
         "memory_bytes": plan.memory.total,

@@ -1,4 +1,4 @@
-"""The plan of a recipe whose `parallel` is `auto`: what it leaves open is chosen, what it gives is kept.
+"""The plan of a recipe whose `parallel` or `parallel.schedule` is `auto`: what it leaves open is chosen.
 
 A function of the recipe and the cluster alone. At launch one rank calls it for all (`toolkit.training.plan_launch`).
 """
@@ -13,6 +13,7 @@ from toolkit.errors import LayoutError, Refusal, RunError, Setting, ToolkitError
 from toolkit.planner.calibration.file import CPU
 from toolkit.planner.cluster import Cluster
 from toolkit.planner.request import Plan, PlanRequest, request_for
+from toolkit.planner.schedule_choice import compared, fastest_schedule, schedule_plans
 from toolkit.planner.search import best_micro_batch, nearest_that_fits, search
 from toolkit.units import format_bytes, plural
 
@@ -48,6 +49,8 @@ def planned(
     """
     try:
         request = _request(recipe, cluster, ranks, config)
+        if not recipe.parallel.auto:
+            return _with_schedule(recipe, request, on)
         plan, candidates = _choose(request)
     except ToolkitError as error:
         raise type(error)([_in_recipe(refusal) for refusal in error.refusals] or error.problems, scope="job") from None
@@ -68,7 +71,19 @@ def _request(recipe: Recipe, cluster: Cluster, ranks: int, config: Mapping[str, 
         fixed["micro_batch_size"] = recipe.batch.micro_batch_size
     if recipe.train.engine != "deepspeed":  # the other engines only have replicas
         fixed = recipe.parallel.layout_fields | fixed
-    return replace(request_for(recipe, cluster, ranks, config), fixed=fixed, offloads=False)
+    schedules = recipe.parallel.schedule == "auto"
+    return replace(request_for(recipe, cluster, ranks, config), fixed=fixed, offloads=False, schedules=schedules)
+
+
+def _with_schedule(recipe: Recipe, request: PlanRequest, on: str) -> Planned:
+    """Plan the pipeline schedule alone of a recipe that gives all else."""
+    layout = recipe.layout(request.gpus)
+    batch = recipe.resolve_batch(layout)
+    plans = schedule_plans(request, request.estimated(layout, batch, request.step(layout, batch)))
+    plan = fastest_schedule(plans)
+    chosen = {"schedule": plan.layout.schedule, "chunks": plan.layout.chunks}
+    note = f"{plan.layout.pipeline_text} on {on}: {compared(plans)}"
+    return Planned(recipe=recipe.changed({"parallel": chosen}), plan=plan, note=note)
 
 
 def _choose(request: PlanRequest) -> tuple[Plan, int]:
