@@ -7,6 +7,8 @@
 The whole training step of a tiny Llama on four CPU ranks: real messages, reductions and updates. A forward pass, a
 backward pass for the input, and one for the weights of a rank's layers sleep until 0.3 s have passed since they began,
 so that the ranks need next to no CPU. What is shown is how long ranks wait, not how long real passes take.
+
+DeepSpeed's DualPipeV takes modules of its own: beside them it runs as many linear layers, padded alike.
 """
 
 import argparse
@@ -22,13 +24,15 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-import deepspeed  # noqa: F401  # before the ranks are forked
+import deepspeed  # before the ranks are forked
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.pipe import dualpipev
 from deepspeed.runtime.pipe import engine as deepspeed_pipe
 from deepspeed.runtime.pipe import schedule as instructions
 from measure.our_run import make_recipe
 from measure.table import publish, target_met
+from torch import nn
 
 from toolkit.config.pipeline_schedules import Kind, schedule_of
 from toolkit.config.recipe import Recipe
@@ -54,6 +58,9 @@ CASES: tuple[tuple[str, Kind | None, float | None], ...] = (
 """Name, schedule, and the most that its step may take of DeepSpeed's 1F1B."""
 WITHIN = 1.05
 """Measured over simulated."""
+DUAL_PIPE_V = "DeepSpeed's DualPipeV"
+LAYERS = 8
+WIDTH = 32
 
 
 def main() -> None:
@@ -72,7 +79,7 @@ def main() -> None:
                 Path(name),
                 model={
                     "name_or_path": "llama-tiny",
-                    "overrides": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 8},
+                    "overrides": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": LAYERS},
                 },
                 seq_len=16,
                 batch={"global_batch_size": MICRO_BATCHES, "micro_batch_size": 1},
@@ -81,6 +88,8 @@ def main() -> None:
             )
             seconds = run_ranks(padded_run, PP, recipe, timeout_seconds=600)[0]
             took[label] = statistics.median(seconds[1:]) / PASS_SECONDS
+        seconds = run_ranks(dual_pipe_v_run, PP, 1 + steps, timeout_seconds=600)[0]
+        took[DUAL_PIPE_V] = statistics.median(seconds[1:]) / PASS_SECONDS
     rows = []
     for label, kind, most in CASES:
         schedule = schedule_of(kind or "1f1b", pp=PP, micro_batches=MICRO_BATCHES)
@@ -99,6 +108,9 @@ def main() -> None:
                 "" if most is None else target_met(ratio, most, at_most=True),
             ]
         )
+    ratio = took[DUAL_PIPE_V] / took[CASES[0][0]]
+    bubble = 1 - 3 * MICRO_BATCHES / took[DUAL_PIPE_V]
+    rows.append([DUAL_PIPE_V, f"{took[DUAL_PIPE_V]:.2f}", "", "", f"{bubble:.3f}", "", f"{ratio:.3f}x", ""])
     publish(
         "schedule_bubbles",
         title=f"A step of {PP} pipeline ranks with {MICRO_BATCHES} micro-batches, in passes",
@@ -171,6 +183,36 @@ def padded_run(recipe: Recipe) -> list[float]:
         return engine
 
     train_in_memory(recipe, engine_factory=timed)
+    return seconds
+
+
+def dual_pipe_v_run(steps: int) -> list[float]:
+    """On every rank: the seconds of each step of DeepSpeed's DualPipeV, whose two stages of a rank are chunks."""
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    engine_class = dualpipev.DualPipeVEngine
+    engine_class._INSTRUCTION_MAP = engine_class._INSTRUCTION_MAP | {
+        instructions.ForwardPass: padded(engine_class._exec_forward_pass, lambda engine: 1 / 2),
+        instructions.BackwardPass: padded(engine_class._exec_backward_pass, lambda engine: 2 / 2),
+    }
+    deepspeed.init_distributed(dist_backend="gloo")
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]
+    module = dualpipev.DualPipeVModule(layers=layers, num_stages=PP, loss_fn=nn.MSELoss())
+    config = {
+        "train_batch_size": MICRO_BATCHES,
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+        "zero_optimization": {"stage": 1},
+    }
+    engine, *_ = deepspeed.initialize(model=module, model_parameters=list(module.parameters()), config=config)
+    batch = (torch.ones(1, 16, WIDTH), torch.zeros(1, 16, WIDTH))
+    seconds = []
+    for _ in range(steps):
+        dist.barrier()
+        start = time.perf_counter()
+        engine.train_batch(iter([batch] * MICRO_BATCHES))
+        dist.barrier()
+        seconds.append(time.perf_counter() - start)
     return seconds
 
 

@@ -21,7 +21,7 @@ Ranks = Callable[..., list[Any]]
 DAILY = (
     "pp2-zbh1-z0:gpt2-adamw-a4-clip-tied-fp32",
     "pp2-zbh1-z1-recompute:qwen3-adamw-a4-clip-tied-fp32",
-    "pp2-zbv-z1:gpt2-adamw-a4-clip-tied-fp32",
+    "pp2-zbv-z1:gpt2-muon-a4-clip-tied-fp32",
     "pp2-zbv-z0-recompute:llama-sgd-a4-clip-untied-fp32",
     "pp2x2-z1:qwen3-sgd-a4-clip-untied-fp32",
     "pp2x2-z0:qwen3_moe-adamw-a4-clip-untied-fp32",
