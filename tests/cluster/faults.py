@@ -49,6 +49,8 @@ LAYOUTS = {
     "dp4-z1": (4, ["parallel.zero_stage=1"]),
     "dp2-tp2-z1": (4, ["parallel.zero_stage=1", "parallel.tp=2"]),
 }
+SCHEDULED = {"pp2-zbh1-z1": (2, ["parallel.zero_stage=1", "parallel.pp=2", "parallel.schedule=zb-h1"])}
+"""Layouts whose ranks report the pass that they run, not the phases below."""
 PHASES = ("data", "forward", "backward", "update", "fingerprint", "evaluate", "checkpoint")
 LONG_PHASES = ("evaluate", "checkpoint")
 CODES = {"stop": -9, "locked": -9, "kill": -9, "segfault": -11, "exception": 1, "stall": PEER_FAILED}
@@ -98,7 +100,7 @@ def run_rank_fault(kind: str, folder: Path, rng: random.Random) -> Case:
 
 def run_fault(fault: Fault, layout: str, folder: Path) -> Case:
     """Run one case: when the other ranks exited, and whether they named the rank and the step."""
-    world_size, overrides = LAYOUTS[layout]
+    world_size, overrides = (LAYOUTS | SCHEDULED)[layout]
     shutil.rmtree(folder / "run", ignore_errors=True)
     result = FaultyRanks(folder, ["--config", "recipe.yaml", *overrides], world_size, fault).run()
     others = [seconds for rank, seconds in result.seconds.items() if rank != fault.victim]

@@ -31,3 +31,25 @@ def test_a_rank_that_fails_is_named_with_its_step(
     assert found["problem"] == ""
     assert found["phase"] == fault.phase
     assert words in found["line"]
+
+
+PASSES = (
+    "backward pass for the weights of micro-batch 1 in stage 1",
+    "backward pass for the input of micro-batch 2 in stage 1",
+    "forward pass of micro-batch 3 in stage 1",
+    "waits for the activation of micro-batch 0 at stage 1",
+    "sums gradients",
+)
+
+
+@pytest.mark.parametrize(
+    "at", [pytest.param(name, marks=() if name == PASSES[0] else pytest.mark.whole) for name in PASSES]
+)
+def test_a_rank_that_fails_in_a_schedule_is_named_with_its_pass_and_micro_batch(
+    ranks: Callable[..., list[Any]], tmp_path: Path, at: str
+) -> None:
+    write_recipe(tmp_path)
+    fault = Fault(kind="exception", victim=1, step=3, phase=f"pipeline: {at}")
+    found = run_fault(fault, "pp2-zbh1-z1", tmp_path)
+    assert found["problem"] == ""
+    assert f"died in step 3 (pipeline: {at}): ZeroDivisionError: a bug of mine" in found["line"]

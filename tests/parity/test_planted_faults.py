@@ -4,8 +4,8 @@ Each test names what raises the alarm, and the cause that the diagnosis must giv
 first step, its whole gradient or even every copy untouched, so no single comparison would do.
 """
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +23,7 @@ from toolkit.data.samples.loader import MicroBatchLoader
 from toolkit.engines import deepspeed_patches
 from toolkit.engines.context_slices import ContextSlices
 from toolkit.engines.pipeline_engine import PipelineEngine
+from toolkit.engines.scheduled_pipeline import ScheduledPipeline
 from toolkit.model_init import random_weights as initial
 from toolkit.models.families.registry import FAMILIES
 from toolkit.parallel import chunked_loss
@@ -30,8 +31,10 @@ from toolkit.parallel.context import attention
 from toolkit.parallel.context.exchange import GatherExchange, RingExchange
 from toolkit.parallel.groups import ModelParallelUnit
 from toolkit.parallel.loss import IGNORE
+from toolkit.parallel.pipeline.channels import Message
 from toolkit.parallel.pipeline.pipeline_module import StagePipeline
-from toolkit.parallel.pipeline.stage import PipelineStage
+from toolkit.parallel.pipeline.stage import PipelineStage, _Chunk
+from toolkit.parallel.pipeline.weight_gradients import WeightGradients
 from toolkit.parallel.shard import mark, pieces_of
 from toolkit.parallel.tensor import collectives, linear, region, vocabulary
 from toolkit.parallel.tensor import parallelize as tensor
@@ -50,6 +53,7 @@ GPT2 = {"n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size"
 MASKED = "llama with document masking"
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2-tiny", GPT2),
+    "gpt2 of four layers": ("gpt2-tiny", GPT2 | {"n_layer": 4}),
     "qwen3": ("qwen3-tiny", SMALL),
     "llama": ("llama-tiny", SMALL | {"tie_word_embeddings": True}),
     "llama with one key-value head": ("llama-tiny", SMALL | {"num_key_value_heads": 1, "tie_word_embeddings": True}),
@@ -469,6 +473,71 @@ class TestStages:
         assert cause_of(result) == Cause.STAGES
         assert result.wrong_gradients == matching(result, "h.0.", "wte", "wpe")
         assert ratios(result, "h.0.", "wpe") == pytest.approx(1 / 4)
+
+
+class TestSchedules:
+    """Mistakes of schedules whose ranks have several chunks, or a pass of its own for the gradients of weights."""
+
+    @pytest.mark.parametrize(("times", "counts"), [(0, "does not count"), (2, "counts 2 times")])
+    def test_weight_gradients_of_a_micro_batch_that_are_lost_or_doubled(
+        self, train: Train, monkeypatch: pytest.MonkeyPatch, times: int, counts: str
+    ) -> None:
+        compute = WeightGradients.compute
+
+        def planted(queue: WeightGradients, stage: int, micro_batch: int) -> None:
+            again = list(queue._pending[stage, micro_batch])
+            for _ in range(times if micro_batch == 1 else 1):
+                queue._pending[stage, micro_batch] = list(again)
+                compute(queue, stage, micro_batch)
+            queue._pending.pop((stage, micro_batch), None)
+
+        monkeypatch.setattr(WeightGradients, "compute", planted)
+        result = train(pp=2, schedule="zb-h1")
+        assert cause_of(result) == Cause.ACCUMULATION
+        assert f"micro-batch 2 {counts}" in str(result.diagnosis)
+        assert result.wrong_gradients == matching(result, "c_attn.weight", "c_proj.weight", "c_fc.weight")
+
+    def test_gradients_that_come_back_to_another_micro_batch(
+        self, train: Train, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        take = ScheduledPipeline._take
+        waiting: list[Any] = []
+
+        def exchanged(engine: ScheduledPipeline, message: Message) -> Any:
+            """The gradients of two micro-batches that are there, under GPipe, each in the place of the other."""
+            if message.carries == "activation":
+                return take(engine, message)
+            if message.micro_batch % 2:
+                return waiting.pop()
+            first = take(engine, message)
+            second = take(engine, message._replace(micro_batch=message.micro_batch + 1))
+            waiting.append(first)
+            return second
+
+        monkeypatch.setattr(ScheduledPipeline, "_take", exchanged)
+        result = train("qwen3", pp=2, schedule="gpipe")
+        assert cause_of(result) == Cause.MESSAGES
+        assert matching(result, "layers.0.") <= result.wrong_gradients
+        assert matching(result, "layers.1.", "model.norm") <= right_gradients(result)
+
+    def test_chunks_of_a_rank_in_the_place_of_each_other(self, train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+        as_layers = _Chunk.as_layers
+
+        @contextmanager
+        def exchanged(chunk: _Chunk, layers: nn.ModuleList) -> Iterator[None]:
+            own = layers._modules
+            layers._modules = own | {"0": own["2"], "2": own["0"]}
+            try:
+                with as_layers(chunk, layers):
+                    yield
+            finally:
+                layers._modules = own
+
+        monkeypatch.setattr(_Chunk, "as_layers", exchanged)
+        result = train("gpt2 of four layers", pp=2, schedule="interleaved")
+        assert cause_of(result) == Cause.SHARD
+        assert result.curves.first_diverging_step == 1
+        assert "loss" in result.failed_checks
 
 
 class TestBatches:

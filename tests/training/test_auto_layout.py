@@ -42,6 +42,18 @@ def test_a_planned_run_resumes_on_other_ranks_with_another_plan(train: Train, tm
     assert losses(tmp_path / "four")[-2:] == pytest.approx(losses(tmp_path / "one")[2:], rel=1e-6)
 
 
+def test_a_planned_schedule_is_said_and_kept_and_trains_the_same(train: Train, tmp_path: Path) -> None:
+    fields = ("parallel.pp=2", "batch.micro_batch_size=1", "schedule.warmup_steps=0")
+    train("run_dir=plain", *fields, **SMALL, world_size=2)
+    banner = train("run_dir=planned", *fields, "parallel.schedule=auto", **SMALL, world_size=2)
+    stored = load_recipe(tmp_path / "planned" / "recipe.yaml", world_size=2)
+    assert stored.parallel.schedule != "auto"
+    plan = " ".join(banner.partition("plan")[2].split())
+    assert plan.startswith(f"{stored.layout(2).pipeline_text} on 2 x CPU")
+    assert "pp2-zbh1" in plan
+    assert losses(tmp_path / "planned") == pytest.approx(losses(tmp_path / "plain"), rel=1e-6)
+
+
 def planned_on_unlike_machines(path: str) -> tuple[str, str]:
     """The recipe and the banner's line of a rank whose machine is smaller than that of the next one."""
     rank = int(os.environ["RANK"])

@@ -32,6 +32,7 @@ RULES: tuple[Callable[[ParityResult], Diagnosis | None], ...] = (
     bias.in_first_step,
     forward.forward_pass,
     experts.gradients,
+    samples.weight_gradients,
     gradient.unequal_weights,
     gradient.wrong_gradients,
     experts.norm,

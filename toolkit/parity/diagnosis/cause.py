@@ -39,6 +39,7 @@ class Cause(StrEnum):
     ALL_REDUCE = "missing all-reduce"
     TYING = "weight tying"
     STAGES = "scaled stages"
+    MESSAGES = "pipeline messages"
     EXPERTS = "experts"
     ROUTER = "router"
     BALANCING = "auxiliary loss"

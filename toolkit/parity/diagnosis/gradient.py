@@ -61,7 +61,7 @@ def wrong_gradients(diff: ParityResult) -> Diagnosis | None:
     if not rows:
         return None
     evidence = worst_of(rows, len(diff.gradients), "gradients")
-    for rule in (_tables, _stages, _vectors, _one_layer, _one_kind, _all_before):
+    for rule in (_tables, _stages, _vectors, _one_layer, _one_kind, _whole_layers_before, _all_before):
         group = rule(diff, rows)
         if group is not None:
             return replace(group, evidence=evidence)
@@ -170,6 +170,21 @@ def _one_kind(diff: ParityResult, rows: Sequence[TensorDifference]) -> Diagnosis
     if any(diff.layer_of[row.name] is None for row in rows) or len(rows) < len(kinds) * len(diff.layers):
         return None
     return diagnosis("one kind", kinds=some(kinds))
+
+
+def _whole_layers_before(diff: ParityResult, rows: Sequence[TensorDifference]) -> Diagnosis | None:
+    """Detect gradients that are right from one layer on and wrong in all layers before it, without exception.
+
+    A mistake of tensor parallelism has right and wrong gradients in the layer where it begins.
+    """
+    wrong = {row.name for row in rows}
+    inside = {diff.layer_of[name] for name in wrong} - {None}
+    before = set(range(len(inside)))
+    whole = {name for name, layer in diff.layer_of.items() if layer in before}
+    outside = {name for name in wrong if diff.layer_of[name] is None}
+    if inside != before or before == diff.layers or not whole <= wrong or not all(map(diff.is_table, outside)):
+        return None
+    return diagnosis("messages", first=len(before), last=len(before) - 1)
 
 
 def _all_before(diff: ParityResult, rows: Sequence[TensorDifference]) -> Diagnosis | None:

@@ -1,5 +1,7 @@
 """Samples: rules that compare with the baseline's samples one by one: how much each counts, and its labels."""
 
+from collections.abc import Collection
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -86,36 +88,67 @@ def sample_weights(diff: ParityResult) -> Diagnosis | None:
     return diagnosis("weights of samples", shares=some(wrong), evidence=evidence)
 
 
+def weight_gradients(diff: ParityResult) -> Diagnosis | None:
+    """Detect micro-batches whose gradients of linear layers' weights, and those alone, are lost or counted again.
+
+    A schedule that splits the backward pass computes them in a pass of their own.
+    """
+    names = diff.wrong_gradients
+    in_layers = [name for name in names if not diff.is_table(name)]
+    if not diff.loss_is_right or len(in_layers) < 2 or any(diff.is_vector(name) for name in names):
+        return None
+    weights = weights_of_samples(diff, in_layers)
+    if weights is None or np.ptp(weights) <= _SAME_WEIGHT * np.abs(weights).max():
+        return None
+    shares = _shares(weights, diff.split.rounds)
+    if shares is None:
+        return None
+    return diagnosis(
+        "weight gradients",
+        kinds=some(diff.kinds(in_layers)),
+        shares=_listed("micro-batch", shares, first=1),
+        evidence=f"samples count {weights.min():.3f} to {weights.max():.3f} times in {len(in_layers)} weights",
+    )
+
+
 def is_sum_of_samples(baseline: ParityRun) -> bool:
     """Whether the baseline's gradient is the sum of its samples' gradients: not with an auxiliary loss or dropout."""
     terms = _terms(baseline)
     return terms is not None and _explains(_elements(baseline.first_gradients, baseline), terms.sum(axis=0))
 
 
-def weights_of_samples(diff: ParityResult) -> NDArray[np.float64] | None:
-    """Return how often each sample counts in the run's gradient, by least squares; None where that is no such sum."""
-    terms = _terms(diff.baseline)
+def weights_of_samples(diff: ParityResult, names: Collection[str] = ()) -> NDArray[np.float64] | None:
+    """Return how often each sample counts in the run's gradient, by least squares; None where that is no such sum.
+
+    `names`: parameters; empty: all.
+    """
+    terms = _terms(diff.baseline, names)
     if terms is None or diff.run.first_gradients.keys() != diff.baseline.first_gradients.keys():
         return None
-    gradient = _elements(diff.run.first_gradients, diff.baseline)
+    gradient = _elements(diff.run.first_gradients, diff.baseline, names)
     if not np.isfinite(gradient).all() or not is_sum_of_samples(diff.baseline):
         return None
     weights = np.asarray(np.linalg.lstsq(terms.T, gradient, rcond=None)[0], dtype=np.float64)
     return weights if _explains(gradient, weights @ terms) else None
 
 
-def _terms(baseline: ParityRun) -> NDArray[np.float64] | None:
-    """What each sample adds to the gradient, [samples, elements]; None where elements are too few to tell."""
+def _terms(baseline: ParityRun, names: Collection[str] = ()) -> NDArray[np.float64] | None:
+    """What each sample adds to the gradient, [samples, elements]; None where elements are too few to tell.
+
+    `names`: parameters; empty: all.
+    """
     rows = baseline.first_batch.gradients
     targets = sum(count for _, count in baseline.micro_losses)
     if not rows or rows.keys() != baseline.first_gradients.keys():
         return None
-    terms: NDArray[np.float64] = np.concatenate(list(rows.values()), axis=1) / targets
+    chosen = [row for name, row in rows.items() if not names or name in names]
+    terms: NDArray[np.float64] = np.concatenate(chosen, axis=1) / targets
     return terms if terms.shape[1] >= 4 * terms.shape[0] else None
 
 
-def _elements(tensors: Tensors, baseline: ParityRun) -> NDArray[np.float64]:
-    return np.concatenate([sampled(tensors[name]) for name in baseline.first_batch.gradients])
+def _elements(tensors: Tensors, baseline: ParityRun, names: Collection[str] = ()) -> NDArray[np.float64]:
+    rows = baseline.first_batch.gradients
+    return np.concatenate([sampled(tensors[name]) for name in rows if not names or name in names])
 
 
 def _explains(gradient: NDArray[np.float64], fitted: NDArray[np.float64]) -> bool:
