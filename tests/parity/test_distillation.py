@@ -9,7 +9,8 @@ import pytest
 import torch
 from plain_fine_tuning import save_base
 from small_chats import write_tokenizer
-from small_preferences import LAYOUTS, words, write_rows
+from small_preferences import LAYOUTS as SMALL_LAYOUTS
+from small_preferences import words, write_rows
 from transformers import AutoModelForCausalLM
 
 from toolkit.config import recipe_problems
@@ -25,6 +26,7 @@ Ranks = Callable[..., list[Any]]
 Make = Callable[..., Recipe]
 LARGEST_DIFFERENCE = 1e-6
 VOCABULARY = 321
+LAYOUTS = SMALL_LAYOUTS | {"pp2-zbh1": {"pp": 2, "zero_stage": 1, "schedule": "zb-h1"}}
 DAILY = ("z3", "tp2-sp")
 
 

@@ -298,7 +298,6 @@ def _schedule_settings(recipe: Recipe) -> Iterator[Refusal]:
         ("model.load_in_4bit", False, "weights in 4 bits were not tested with it"),
         ("model.kernels", "torch", "Liger's kernels were not tested with it"),
         ("train.compile", False, "compiled layers were not tested with it"),
-        ("train.distill", None, "a teacher was not tested with it"),
     ):
         if recipe.value_of(condition) != value:
             yield recipe.conflict(field, condition, reason=reason, remedy=(off, (condition, value)))

@@ -292,18 +292,28 @@ class MemoryRequest:
         # What a stage of the same rank handed on is an output there, and counted there.
         is_handed_on = stage > 0 and layout.stage_ranks[stage - 1] == layout.stage_ranks[stage]
         shared = hidden if is_handed_on else 0
+        parameters = setup.model.parameters
+        # W goes through the layers from the first one, and comes to the head last.
+        head_waiting = 0
+        head_product = 0
+        if stage == layout.stages - 1 and not setup.chunked_loss:
+            shape = setup.model.shape
+            rows = -(-shape.vocab // layout.tp)
+            tokens = setup.micro_batch_size * setup.rank_positions
+            head_waiting = tokens * (shape.hidden + rows) * rank.itemsize
+            head_product = rows * shape.hidden * rank.itemsize
         waiting = recorded.left(layers) - whole.left(layers)
         if self.stand_ins:
             # Without a recording, inputs that linear layers share are counted for each.
             tokens = setup.micro_batch_size * setup.rank_positions
-            waiting = tokens * rank.itemsize * setup.model.parameters.product_widths(layers, tp=layout.tp)
-        product = setup.model.parameters.largest_matrix(layers, tp=layout.tp, ep=layout.ep) * rank.itemsize
+            waiting = tokens * rank.itemsize * parameters.product_widths(layers, tp=layout.tp) + head_waiting
+        product = parameters.largest_matrix(layers, tp=layout.tp, ep=layout.ep) * rank.itemsize
         return StageBytes(
             forward=recorded.peak_with_loss(layers) + routers - shared,
             kept=kept - shared,
             backward=recorded.backward_peak(layers) + routers - shared,
             waiting=waiting,
-            weights=waiting + product,
+            weights=max(waiting + product, head_waiting + head_product),
         )
 
     def _rank_pass(self, part: StagePart, precision: Precision) -> RankPass:
