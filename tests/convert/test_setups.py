@@ -1,0 +1,150 @@
+"""Recipes from set-ups of the Trainer, axolotl and LLaMA-Factory, and what they say is not the same."""
+
+import json
+import pickle
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from toolkit.convert.setups.recipe_of_setup import WrittenRecipe, recipe_of_setup
+from toolkit.errors import ToolkitError
+
+DATA = ("data.source=a.txt", "data.seq_len=64")
+
+
+def recipe_of(tmp_path: Path, arguments: dict[str, Any], *overrides: str, **options: Any) -> WrittenRecipe:
+    file = tmp_path / "args.json"
+    file.write_text(json.dumps(arguments))
+    return recipe_of_setup(file, overrides=overrides, **({"model": "org/name", "gpus": 2} | options))
+
+
+def refusal(tmp_path: Path, arguments: dict[str, Any], *overrides: str, **options: Any) -> str:
+    with pytest.raises(ToolkitError) as caught:
+        recipe_of(tmp_path, arguments, *overrides, **options)
+    return str(caught.value)
+
+
+def test_the_deepspeed_json_decides_where_it_does_not_say_auto(tmp_path: Path) -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_clipping": 0.7,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_type": "linear"}},
+        "aio": {},
+    }
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    settings = {"per_device_train_batch_size": 3, "max_steps": 9, "deepspeed": "ds.json"}
+    done = recipe_of(tmp_path, settings, *DATA)
+    recipe = done.recipe
+    assert (recipe.parallel.zero_stage, recipe.parallel.offload_optimizer, recipe.precision) == (3, "cpu", "bf16")
+    assert (recipe.batch.global_batch_size, recipe.train.grad_clip) == (6, 0.7)
+    assert (recipe.schedule.name, recipe.schedule.warmup_steps) == ("constant_with_warmup", 4)
+    assert any("aio" in note for note in done.notes)
+    assert "contradict" in refusal(tmp_path, settings | {"max_grad_norm": 1.0}, *DATA)
+
+
+def test_fsdp_becomes_the_engine_or_the_stage_that_shards_the_same(tmp_path: Path) -> None:
+    settings = {"max_steps": 9, "fsdp": True, "fsdp_config": {"activation_checkpointing": True}}
+    recipe = recipe_of(tmp_path, settings, *DATA).recipe
+    assert (recipe.train.engine, recipe.parallel.recompute) == ("fsdp", "full")
+    keeps = recipe_of(tmp_path, settings | {"fsdp_config": {"reshard_after_forward": False}}, *DATA).recipe
+    assert (keeps.train.engine, keeps.parallel.zero_stage) == ("deepspeed", 2)
+
+
+def test_axolotls_yaml_becomes_a_recipe(tmp_path: Path) -> None:
+    file = tmp_path / "axolotl.yaml"
+    text = """
+        base_model: org/name
+        datasets: [{path: chats.jsonl, type: chat_template}]
+        val_set_size: 0.05
+        sequence_len: 2048
+        sample_packing: true
+        adapter: lora
+        lora_r: 16
+        lora_alpha: 32
+        lora_target_linear: true
+        micro_batch_size: 2
+        gradient_accumulation_steps: 4
+        max_steps: 100
+        optimizer: adamw_bnb_8bit
+        learning_rate: 2e-4
+        bf16: auto
+        flash_attention: true
+        special_tokens: {pad_token: <pad>}
+        wandb_project: x
+    """
+    file.write_text(text)
+    done = recipe_of_setup(file, gpus=2)
+    recipe = done.recipe
+    assert (recipe.data.source, recipe.data.format, recipe.data.seq_len) == ("chats.jsonl", "chat", 2048)
+    assert recipe.model.lora is not None
+    assert (recipe.model.lora.r, recipe.model.lora.alpha, recipe.model.lora.targets) == (16, 32, ("all-linear",))
+    assert (recipe.batch.global_batch_size, recipe.optimizer.lr, recipe.precision) == (16, 2e-4, "bf16")
+    assert (recipe.schedule.name, recipe.optimizer.name, recipe.data.eval_fraction) == ("cosine", "adamw8bit", 0.05)
+    assert [note.partition("=")[0] for note in done.notes[1:]] == ["special_tokens"]
+
+
+def test_llama_factorys_yaml_becomes_a_recipe(tmp_path: Path) -> None:
+    settings = {
+        "model_name_or_path": "org/name",
+        "stage": "dpo",
+        "finetuning_type": "lora",
+        "lora_target": "all",
+        "pref_beta": 0.2,
+        "pref_loss": "sigmoid",
+        "dataset": "pairs",
+        "template": "llama3",
+        "cutoff_len": 1024,
+        "max_steps": 10,
+        "per_device_train_batch_size": 1,
+        "learning_rate": "5.0e-6",
+    }
+    (tmp_path / "dpo.yaml").write_text(yaml.safe_dump(settings))
+    with pytest.raises(ToolkitError, match=r"dataset_info\.json has for dataset=pairs"):
+        recipe_of_setup(tmp_path / "dpo.yaml", gpus=4)
+    done = recipe_of_setup(tmp_path / "dpo.yaml", gpus=4, overrides=["data.source=pairs.jsonl"])
+    recipe = done.recipe
+    assert (recipe.train.objective.name, recipe.train.objective.beta, recipe.data.format) == ("dpo", 0.2, "preference")
+    assert recipe.model.lora is not None
+    assert (recipe.model.lora.r, recipe.model.lora.alpha, recipe.optimizer.lr) == (8, 16, 5e-6)
+    assert any(note.startswith("template=llama3") for note in done.notes)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"seed": 1}, "train.steps=N"),
+        ({"max_steps": 5, "learning_rate": "x"}, "learning_rate=x: a number of at least 0 is needed"),
+        ({"max_steps": 5, "bf16": True, "fp16": True}, "fp16 is true as well"),
+        ({"max_steps": 5, "optim": "galore_adamw"}, "optim=galore_adamw: no optimizer"),
+        ({"max_steps": 5, "lr_scheduler_type": "greedy"}, "lr_scheduler_type=greedy: no schedule"),
+        ({"max_steps": 5, "deepspeed": "gone.json"}, "deepspeed=gone.json: there is no such file here"),
+        ({"max_steps": 5, "per_device_train_batch_size": 1.5}, "a whole number is needed"),
+        ({"max_steps": 5, "weight_decay": -1}, "weight_decay=-1: a number of at least 0 is needed"),
+    ],
+)
+def test_a_set_up_that_cannot_be_translated_is_refused_in_one_line(
+    arguments: dict[str, Any], expected: str, tmp_path: Path
+) -> None:
+    problem = refusal(tmp_path, arguments, *DATA)
+    assert expected in problem
+    assert "\n" not in problem
+
+
+def test_a_pickle_of_arguments_runs_nothing(tmp_path: Path) -> None:
+    class Harmful:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return (Path.touch, (tmp_path / "ran",))
+
+    with zipfile.ZipFile(tmp_path / "training_args.bin", "w") as archive:
+        archive.writestr("archive/data.pkl", pickle.dumps({"per_device_train_batch_size": 1, "max_steps": Harmful()}))
+    with pytest.raises(ToolkitError, match=r"train\.steps=N"):
+        recipe_of_setup(tmp_path / "training_args.bin", model="org/name", gpus=1, overrides=DATA)
+    assert not (tmp_path / "ran").exists()
+    (tmp_path / "training_args.bin").write_bytes(b"damaged")
+    with pytest.raises(ToolkitError, match="not the arguments that a Trainer saved"):
+        recipe_of_setup(tmp_path / "training_args.bin")
