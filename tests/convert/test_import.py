@@ -65,7 +65,7 @@ def test_an_imported_run_resumes_bit_for_bit(
     assert imported.notices[0].startswith(f"the data of the recipe continues at step {SAVED_STEP}")
     (one,) = summarize_checkpoints(tmp_path / "ours", hashes=True)
     assert (one.step, one.problems, one.state["updates"]) == (SAVED_STEP, (), SAVED_STEP)
-    # The second form is what docs/coming-from.md shows.
+    # `auto` finds the imported checkpoint in run_dir.
     resumed = ("--resume", "ours") if precision == "bf16" else ("run_dir=ours", "--resume", "auto")
     output = train(*resumed, world_size=2, **changes)
     assert f"step {SAVED_STEP}, same layout" in output

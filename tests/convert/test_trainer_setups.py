@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from toolkit.config.recipe import Recipe
 from toolkit.convert.setups.recipe_of_setup import recipe_of_setup
+from toolkit.data.tokens.corpora import prepare_all
 from toolkit.engines.optimizer import learning_rate
 from toolkit.model_init.build_model import load_config
 
@@ -36,9 +37,8 @@ def test_ten_losses_are_those_of_the_trainer_that_it_was_made_from(
     torch.manual_seed(0)
     initial = AutoModelForCausalLM.from_config(load_config(start.model), dtype=torch.float32)
     initial.save_pretrained(tmp_path / "initial")
-    data = {
-        name: getattr(start.data, name) for name in ("source", "tokenizer", "seq_len", "eval_fraction", "cache_dir")
-    }
+    prepare_all(start.data, progress=False).tokenizer().save_pretrained(tmp_path / "initial")
+    data = {name: getattr(start.data, name) for name in ("source", "seq_len", "eval_fraction", "cache_dir")}
     done = recipe_of_setup(
         tmp_path / "theirs" / f"checkpoint-{STEPS}" / "training_args.bin",
         model=str(tmp_path / "initial"),

@@ -82,7 +82,8 @@ def command(
 
     \b
     Strategies are parts joined by -: dp2 tp2 pp2 u2 (Ulysses) z0 z1 z2 z3, sp, recompute, every2, selective,
-    offload, nvme, hpz2 (ZeRO++), m4 (micro-batches of 4), and the engines ddp, fsdp and reference.
+    offload, nvme, hpz2 (ZeRO++), m4 (micro-batches of 4), and the engines ddp, fsdp and reference. After trainer: stand
+    those of Hugging Face's Trainer: trainer:ddp, trainer:fsdp2, trainer:tp2, trainer:fsdp2-tp2, trainer:ep2.
     """
     from toolkit.report.comparison_table import print_comparison
 
@@ -226,6 +227,8 @@ def _train_command(path: str, overrides: tuple[str, ...], recipe: "Recipe", job:
     """
     from toolkit.launch.environment import local_device
 
+    if job.trainer is not None:
+        return f"{_command_line()}  (the Trainer of transformers, in the process of dstk compare)"
     words = ["dstk", "train", path, *overrides, *overrides_between(recipe, job.recipe), "--nproc", str(job.ranks)]
     command = shlex.join(words)
     return f"OMP_NUM_THREADS=1 {command}" if local_device().type == "cpu" else command

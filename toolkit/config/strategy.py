@@ -6,6 +6,9 @@ the default is deepspeed), sp (Megatron sequence parallelism), inner (tp shards 
 recompute, everyN (recompute every Nth decoder layer), selective (recompute only attention), offload (the optimizer to
 host memory; with z3 the parameters too), nvme (the same to files on a drive), offacts (activations to host memory),
 tiled (MLPs in tiles), hpzN (ZeRO++ over N ranks) and mN (micro-batches of N samples).
+
+After `trainer:` stands a layout of Hugging Face's Trainer: ddp, or fsdp2, tpN and epN of a model that transformers
+shards when it is loaded (DistributedConfig); with dpN and mN. `trainer:` alone is one process.
 """
 
 import re
@@ -32,6 +35,8 @@ _AXES = {
     "hpz": "hpz",
 }
 _AXIS = re.compile(r"(dp|ep|cp|tp|pp|u|z|m|every|hpz)([0-9]+)")
+_TRAINER = "trainer:"
+_TRAINER_PARTS = ("ddp", "fsdp2")
 _PART = re.compile(rf"{_AXIS.pattern}|pp[0-9]+x[0-9]+")
 
 
@@ -61,10 +66,16 @@ class Strategy:
     tiled: bool = False
     schedule: pipeline_schedules.Kind | None = None
     chunks: int = 1
+    trainer: bool = False
+    """Whether Hugging Face's Trainer trains it; tp and ep are then those of transformers."""
+    loads_sharded: bool = False
+    """Whether transformers shards the model over replicas, tp and ep when it loads it."""
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parse one strategy. Raises LayoutError if it is malformed or cannot run."""
+        """Parse one strategy of the toolkit. Raises LayoutError if it is malformed or cannot run."""
+        if text.startswith(_TRAINER):
+            raise _refused(text, "Hugging Face's Trainer is for dstk compare --against alone", "name a layout here")
         fields: dict[str, object] = {}
         for part in text.split("-"):
             axis = _AXIS.fullmatch(part)
@@ -88,12 +99,41 @@ class Strategy:
         return strategy
 
     @classmethod
+    def _parse_trainer(cls, text: str) -> Self:
+        """Parse a layout of the Trainer."""
+        fields: dict[str, Any] = {}
+        for part in filter(None, text.removeprefix(_TRAINER).split("-")):
+            axis = _AXIS.fullmatch(part)
+            if axis is not None and axis[1] in ("dp", "tp", "ep", "m"):
+                part_fields: dict[str, Any] = {_AXES[axis[1]]: axis_size("strategy", text, part, axis[2])}
+            elif part in _TRAINER_PARTS:
+                part_fields = {"loads_sharded": part == "fsdp2"}
+            else:
+                raise _refused(text, f"{part!r} is unknown after {_TRAINER}", "write ddp, fsdp2, dp2, tp2, ep2 or m4")
+            twice = next((field for field in part_fields if field in fields), None)
+            if twice is not None:
+                raise _refused(text, f"{twice.replace('loads_sharded', 'data parallelism')} is given twice", "give one")
+            fields |= part_fields
+        splits = max(fields.get("tp", 1), fields.get("ep", 1)) > 1
+        if splits and fields.get("loads_sharded") is False:
+            raise _refused(text, "the Trainer has no ddp beside tp or ep", "write fsdp2 instead of ddp")
+        if any(type(size) is int and size == 0 for size in fields.values()):
+            raise _refused(text, "sizes are 1 or more", "write a larger number")
+        if fields.get("ep", 1) > 1 and fields["ep"] % fields.get("tp", 1):
+            raise _refused(text, "transformers' ep is a multiple of its tp", "choose such an ep")
+        if not fields.keys() - {"micro_batch_size"}:
+            fields["dp"] = 1
+        fields["loads_sharded"] = splits or fields.get("loads_sharded", False)
+        return cls(text=text, engine="ddp", trainer=True, **fields)
+
+    @classmethod
     def parse_list(cls, text: str) -> list[Self]:
-        """Parse a comma-separated list without duplicates. Raises LayoutError."""
+        """Parse a comma-separated list without duplicates, of the Trainer too. Raises LayoutError."""
         names = [name.strip() for name in text.split(",") if name.strip()]
         if not names:
             raise _refused(text, "it names no strategy", "give a list such as z1,z3,tp2,pp2-z1,ddp")
-        return [cls.parse(name) for name in dict.fromkeys(names)]
+        unique = dict.fromkeys(names)
+        return [cls._parse_trainer(name) if name.startswith(_TRAINER) else cls.parse(name) for name in unique]
 
     @property
     def model_size(self) -> int:
@@ -104,7 +144,7 @@ class Strategy:
         """Ranks to start, given `nproc`: one for the reference, else at least one replica and as many as fit."""
         if self.engine == "reference":
             return 1
-        shared = least_dp(ep=self.ep, cp=self.cp, hpz=self.hpz)
+        shared = self.ep // self.tp if self.trainer and self.ep > 1 else least_dp(ep=self.ep, cp=self.cp, hpz=self.hpz)
         replicas = max(shared, nproc // self.model_size // shared * shared) if self.dp is None else self.dp
         return replicas * self.model_size
 
@@ -148,6 +188,9 @@ class Strategy:
             sizes = range(min(recipe.batch.micro_batch_size or 1, recipe.batch.global_batch_size), 0, -1)
             micro = next((size for size in sizes if recipe.batch.global_batch_size % (size * dp) == 0), 1)
         sections = self.sections(dp) | {"batch": {"micro_batch_size": micro}}
+        if self.trainer:  # of the recipe the Trainer takes what it shares out among replicas
+            plain = replace(self, trainer=False, ep=1, tp=1)
+            sections = plain.sections(dp) | {"batch": {"micro_batch_size": micro}}
         if self.engine == "reference":
             sections |= {"model": {"loss": "auto", "kernels": "torch"}}
         return recipe.changed(sections | {"parallel": {"auto": False, **sections["parallel"]}})

@@ -100,7 +100,7 @@ def trainer_setup(
         )
     if reader.take("train_sampling_strategy") not in (None, "random"):
         setup.notes.append("train_sampling_strategy has no counterpart: train.seed alone decides the order of samples")
-    _records(reader, setup, steps)
+    _records(reader, setup, steps, given_by_user.names)
     return setup
 
 
@@ -233,7 +233,7 @@ def _least(extras: dict[str, Any], lr: float) -> float:
     return float(ratio if ratio is not None else (least or 0.0) / lr)
 
 
-def _records(reader: ArgumentReader, setup: SetUp, steps: int | None) -> None:
+def _records(reader: ArgumentReader, setup: SetUp, steps: int | None, names: frozenset[str]) -> None:
     """Checkpoints, validation and logs, which change nothing of what is trained."""
     fields = setup.fields
     if output := reader.text("output_dir"):
@@ -246,7 +246,7 @@ def _records(reader: ArgumentReader, setup: SetUp, steps: int | None) -> None:
         setup.notes.append(f"save_strategy={strategy} has no counterpart: give checkpoint.every=STEPS")
     if isinstance(limit, int) and limit > 0:
         fields["checkpoint.keep"] = limit
-    elif fields["checkpoint.every"]:
+    elif fields["checkpoint.every"] and "checkpoint.every" not in names:
         fields["checkpoint.keep_every"] = fields["checkpoint.every"]
     logging = reader.number("logging_steps", 500)
     if reader.take("logging_strategy") in (None, "steps"):

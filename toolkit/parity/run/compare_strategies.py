@@ -48,6 +48,8 @@ class StrategyRun:
     rerun_of: str = ""
     """The baseline that this run repeats."""
     engine_factory: EngineFactory = create_engine
+    trainer: Strategy | None = None
+    """The layout of Hugging Face's Trainer, where that trains."""
 
 
 _LEFT_OUT = [
@@ -102,9 +104,15 @@ def plan(recipe: Recipe, strategies: Sequence[Strategy], nproc: int) -> list[Str
             continue
         applied = strategy.apply(recipe, nproc)
         ranks = strategy.world_size(nproc)
-        refused = recipe_problems(applied, ranks) or _model_problems(applied, ranks)
+        replicas = ranks // strategy.model_size if strategy.trainer else ranks
+        refused = recipe_problems(applied, replicas) or _model_problems(applied, replicas)
+        if strategy.trainer and not refused:
+            from toolkit.parity.run.trainer_run import trainer_problems  # transformers' Trainer takes seconds to import
+
+            refused = trainer_problems(applied)
         problems += [f"strategy {strategy.text}: {problem}" for problem in refused]
-        runs[strategy.text] = StrategyRun(name=strategy.text, recipe=applied, ranks=ranks)
+        trainer = strategy if strategy.trainer else None
+        runs[strategy.text] = StrategyRun(name=strategy.text, recipe=applied, ranks=ranks, trainer=trainer)
     if problems:
         raise RecipeError(problems)
     return [runs[strategy.text] for strategy in strategies]
@@ -196,8 +204,8 @@ def compare_strategies(
 
 def _replay(run: _Run, job: StrategyRun, baseline: Sequence[StrategyRun], result: ParityResult) -> Diagnosis | None:
     """Whether rounding explains a difference after a right first step; None where nothing of that kind differs."""
-    if result.diagnosis is None or not result.diagnosis.is_late:
-        return None
+    if result.diagnosis is None or not result.diagnosis.is_late or job.trainer is not None:
+        return None  # the Trainer's steps cannot be taken one by one from weights of ours
     first = result.baseline
     unit = result.bounds.unit
     elements = sum(value.size for value in first.initial.values())
@@ -254,6 +262,10 @@ def _result(outcome: Outcome) -> ParityRun:
 
 def _train(run: StrategyRun, folder: Path) -> ParityRun:
     """Train a strategy; called on every rank."""
+    if run.trainer is not None:
+        from toolkit.parity.run.trainer_run import train_with_transformers
+
+        return train_with_transformers(run.recipe, run.trainer, folder)
     return train_in_memory(
         run.recipe, rounding_seed=run.rounding_seed, folder=folder, engine_factory=run.engine_factory
     )

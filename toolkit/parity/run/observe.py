@@ -69,6 +69,8 @@ class LayerOutputs:
     def _add(self, row: int, hidden: torch.Tensor) -> None:
         if torch._C._current_graph_task_id() != -1:
             return  # recomputed in the backward pass
+        if isinstance(hidden, DTensor):
+            hidden = hidden.full_tensor()
         self._sums[row, 0] += hidden.detach().double().square().sum()
         self._sums[row, 1] += hidden.numel()
 
