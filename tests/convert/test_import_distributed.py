@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from allocations import LiveBytes
 from daily import daily
 from megatron_runs import (
     EXPERTS,
@@ -23,12 +24,14 @@ from megatron_runs import (
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from trainer_runs import samples_of, train_with_trainer
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from toolkit.checkpoint.reader import CheckpointReader
 from toolkit.config.recipe import Recipe
 from toolkit.convert.export_state import export_state
 from toolkit.convert.import_run import import_run
+from toolkit.errors import CheckpointError
+from toolkit.model_init.build_model import load_config
 
 Train = Callable[..., str]
 Ranks = Callable[..., list[Any]]
@@ -86,6 +89,98 @@ def test_a_run_of_the_trainer_with_fsdp_goes_on_here(
             assert torch.equal(saved.tensor(kind, name).clone(), moments[name][kind])
     train("run_dir=ours", "--resume", "auto", world_size=2, **(changes | {"parallel": {"tp": 2}}))
     assert losses(tmp_path / "ours") == pytest.approx(theirs[SAVED_STEP:], rel=1e-6)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    ("fsdp", "kind"),
+    [(1, "SHARDED_STATE_DICT"), (1, "FULL_STATE_DICT"), (2, "FULL_STATE_DICT")],
+)
+def test_a_run_of_either_fsdp_goes_on_here_sharded_or_gathered(
+    train: Train,
+    make_recipe: Callable[..., Recipe],
+    ranks: Ranks,
+    tmp_path: Path,
+    fsdp: int,
+    kind: str,
+) -> None:
+    recipe = make_recipe(**CHANGES)
+    theirs = ranks(train_with_trainer, 2, str(tmp_path / "theirs"), recipe, fsdp, SAVED_STEP, kind)[0]
+    source = tmp_path / "theirs" / f"checkpoint-{SAVED_STEP}"
+    imported = import_run(source, tmp_path / "ours", recipe)
+    assert imported.title == f"FSDP (Trainer or accelerate), step {SAVED_STEP}"
+    train("run_dir=ours", "--resume", "auto", world_size=2, **(CHANGES | {"parallel": {"tp": 2}}))
+    assert losses(tmp_path / "ours") == pytest.approx(theirs[SAVED_STEP:], rel=1e-6)
+
+
+def gathered(folder: Path, config: Any, **changes: Any) -> dict[str, torch.Tensor]:
+    """A checkpoint of FSDP as one rank gathers it, with random moments; return the weights."""
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    weights = {name: value.detach() for name, value in model.named_parameters()}
+    states = {
+        name: {"step": torch.tensor(5.0), "exp_avg": torch.rand_like(value), "exp_avg_sq": torch.rand_like(value)}
+        for name, value in weights.items()
+    }
+    group = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "params": list(weights)}
+    folder.mkdir(parents=True)
+    torch.save(weights | changes.pop("weights", {}), folder / "pytorch_model_fsdp.bin")
+    torch.save({"state": states | changes, "param_groups": [group]}, folder / "optimizer.bin")
+    config.save_pretrained(folder)
+    return weights
+
+
+def test_what_one_rank_of_fsdp_gathered_is_read_by_name(make_recipe: Callable[..., Recipe], tmp_path: Path) -> None:
+    recipe = make_recipe(**CHANGES)
+    weights = gathered(tmp_path / "checkpoint-5", load_config(recipe.model))
+    import_run(tmp_path / "checkpoint-5", tmp_path / "ours", recipe)
+    saved = CheckpointReader(tmp_path / "ours" / "step-00000005")
+    states = torch.load(tmp_path / "checkpoint-5" / "optimizer.bin")["state"]
+    for name, value in weights.items():
+        assert torch.equal(saved.tensor("model", name).clone(), value)
+        for kind in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(saved.tensor(kind, name).clone(), states[name][kind])
+
+
+class RealBytes(LiveBytes):
+    """Without tensors of the meta device, which have no memory."""
+
+    def _watch(self, tensor: torch.Tensor, *, counts: bool) -> None:
+        super()._watch(tensor, counts=counts and tensor.device.type != "meta")
+
+
+def test_an_import_has_a_part_and_few_tensors_in_memory(make_recipe: Callable[..., Recipe], tmp_path: Path) -> None:
+    recipe = make_recipe(**CHANGES)
+    weights = gathered(tmp_path / "checkpoint-5", load_config(recipe.model))
+    import_run(tmp_path / "checkpoint-5", tmp_path / "ours", recipe)
+    export_state(tmp_path / "ours", tmp_path / "step-5", form="dcp")
+    with RealBytes() as live:
+        written = import_run(tmp_path / "step-5", tmp_path / "again", recipe).written
+    largest = max(value.nbytes for value in weights.values())
+    # The part that is read, the tensor that it is of, and the one before, which is not written yet.
+    assert largest <= live.peak_bytes <= 4 * largest < written.nbytes / 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"weights": {"transformer.wte.weight": torch.zeros(2, 2)}}, r"transformer\.wte\.weight is \[2, 2\] there"),
+        ({"weights": {"transformer.wte.weight": "text"}}, "not the weights of a model"),
+        ({"transformer.wte.weight": {"exp_avg": torch.zeros(1)}}, r"exp_avg of transformer\.wte\.weight is \[1\]"),
+        ({"transformer.wte.weight": 1}, "not the state of an optimizer"),
+        (
+            {"transformer.wte.weight": {}},
+            r"it has no exp_avg_sq of transformer\.wte|it has no exp_avg of transformer\.wte",
+        ),
+    ],
+)
+def test_a_damaged_gathered_state_is_refused_in_one_line(
+    make_recipe: Callable[..., Recipe], tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    recipe = make_recipe(**CHANGES)
+    gathered(tmp_path / "checkpoint-5", load_config(recipe.model), **changes)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        import_run(tmp_path / "checkpoint-5", tmp_path / "ours", recipe)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_run_of_the_trainer_with_ddp_goes_on_here(

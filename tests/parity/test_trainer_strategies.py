@@ -33,13 +33,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {
         "name_or_path": "qwen3-30b-a3b",
         "overrides": SMALL
-        | {
-            "head_dim": 12,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
-            "intermediate_size": 96,
-        },
+        | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "intermediate_size": 96},
     },
 }
 STEPS = 4
@@ -128,10 +122,8 @@ class TestPlantedFaults:
         assert result.diagnosis is not None
         assert result.diagnosis.cause == Cause.CLIPPING
 
-    def test_a_norm_of_heads_whose_gradient_ranks_sum_twice(
-        self, compare: Compare, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(Trainer, "_clip_grad_norm", doubling_norms(Trainer._clip_grad_norm))
+    def test_norms_whose_gradients_ranks_sum_twice(self, compare: Compare, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(Trainer, "create_optimizer", doubling_norms(Trainer.create_optimizer))
         result = compare("llama", "trainer:tp2", 2)
         assert result.diagnosis is not None
         assert result.diagnosis.cause == Cause.ALL_REDUCE
@@ -176,10 +168,10 @@ def clip_by_local_experts(trainer: Any, model: Any, max_norm: float) -> torch.Te
 def doubling_norms(function: Callable[..., Any]) -> Callable[..., Any]:
     """Double the gradients of norms, as if ranks that compute all of it each had summed them."""
 
-    def clip(trainer: Any, model: Any) -> Any:
-        for name, parameter in model.named_parameters():
+    def create(trainer: Any, *arguments: Any) -> Any:
+        for name, parameter in trainer.model.named_parameters():
             if "norm" in name:
-                parameter.grad.mul_(2)
-        return function(trainer, model)
+                parameter.register_hook(lambda gradient: 2 * gradient)
+        return function(trainer, *arguments)
 
-    return clip
+    return create

@@ -32,7 +32,9 @@ def samples_of(recipe: Recipe) -> list[dict[str, torch.Tensor]]:
     return samples
 
 
-def train_with_trainer(folder: str, recipe: Recipe, fsdp: int, saved_step: int) -> list[float]:
+def train_with_trainer(
+    folder: str, recipe: Recipe, fsdp: int, saved_step: int, state_dict_type: str = "SHARDED_STATE_DICT"
+) -> list[float]:
     """Train with FSDP1 or FSDP2, or plainly where `fsdp` is 0; return the losses of all steps. A collective call."""
     import accelerate
     from accelerate.utils import DistributedType
@@ -62,7 +64,7 @@ def train_with_trainer(folder: str, recipe: Recipe, fsdp: int, saved_step: int) 
                     fsdp_version=fsdp,
                     auto_wrap_policy="transformer_based_wrap",
                     transformer_cls_names_to_wrap=layer,
-                    state_dict_type="SHARDED_STATE_DICT",
+                    state_dict_type=state_dict_type,
                     reshard_after_forward=True if fsdp == 2 else "FULL_SHARD",
                     sync_module_states=False,
                 )

@@ -1,6 +1,7 @@
 """Training states in PyTorch's distributed checkpoint format: who wrote them, and under which names.
 
-    Trainer, accelerate   pytorch_model_fsdp_0/ and optimizer_0/, with FSDP1 and FSDP2 (SHARDED_STATE_DICT)
+    Trainer, accelerate   pytorch_model_fsdp_0/ and optimizer_0/, with FSDP1 and FSDP2 (SHARDED_STATE_DICT); what one
+                          rank gathered (FULL_STATE_DICT) is read by gathered_states.py
     torchtitan            step-N/, its own names of Llama and Qwen 3
     Megatron-Core         iter_000000N/, `torch_dist`, with a distributed optimizer (fully_reshardable) or any other
     anything else         a directory with Hugging Face's names, plain or under `model.`
@@ -19,6 +20,8 @@ import torch
 from toolkit.checkpoint.names import checkpoint_error, is_safe_path
 from toolkit.convert.deepspeed_partitions import STATE_KINDS, read_scanned
 from toolkit.convert.distributed_checkpoint import INDEX, DistributedCheckpoint
+from toolkit.convert.gathered_states import WEIGHTS as GATHERED
+from toolkit.convert.gathered_states import open_gathered
 from toolkit.convert.megatron_names import LAYERS, megatron_map
 from toolkit.convert.torchtitan_names import torchtitan_map
 from toolkit.convert.training_state import MASTER, TrainingState
@@ -40,7 +43,7 @@ _RANK_FILE = re.compile(r"__([0-9]+)_[0-9]+\.distcp")
 
 def find_state(place: Path) -> Path | None:
     """The directory of a step in `place` that is in this format; None where there is none. Raises CheckpointError."""
-    if (place / _FSDP_MODEL / INDEX).exists() or (place / INDEX).exists():
+    if any((place / name).exists() for name in (f"{_FSDP_MODEL}/{INDEX}", INDEX, GATHERED)):
         return place
     if (latest := place / _MEGATRON_LATEST).exists():
         return _megatron_step(latest)
@@ -73,6 +76,8 @@ def open_state(step: Path, config: Config, shapes: Shapes) -> TrainingState:
     """Open the state of a model with this config and these parameters. Raises CheckpointError."""
     if (step / _FSDP_MODEL / INDEX).exists():
         return _fsdp(step, shapes)
+    if (step / GATHERED).exists():
+        return open_gathered(step, shapes, _step(step, None))
     checkpoint = DistributedCheckpoint(step)
     if _EMBEDDINGS["megatron"] in checkpoint.tensors:
         return _megatron(step, checkpoint, config, shapes)

@@ -40,8 +40,9 @@ def import_run(source: Path, destination: Path, recipe: Recipe) -> Imported:
         message = "no training state of another program, hence nothing to resume with. Omit --recipe for weights alone."
         raise checkpoint_error(source, message)
     config = check_model(recipe, torch.device("cpu"))
+    model = model_on_meta(config)
     if step is None:
-        checkpoint = open_trainer_state(source, model_on_meta(config))
+        checkpoint = open_trainer_state(source, model)
     else:
         checkpoint = open_step(step, config)
     check_fits(checkpoint, config)
@@ -54,7 +55,10 @@ def import_run(source: Path, destination: Path, recipe: Recipe) -> Imported:
 
     def write_model_files(folder: Path) -> None:
         config.dtype = torch.float32
+        config.architectures = [type(model).__name__]  # without it, vLLM does not know which class to load
         config.save_pretrained(folder)
+        if model.generation_config is not None:
+            model.generation_config.save_pretrained(folder)
         corpus.tokenizer().save_pretrained(folder)
 
     groups = [tensor_group(checkpoint, kind) for kind in (MASTER, *kinds)]

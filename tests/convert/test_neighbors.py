@@ -1,0 +1,101 @@
+"""What is exported, as the programs that load models read it: transformers' pipelines and server, vLLM, and lm_eval.
+
+vLLM itself needs a GPU. It reads the class from `architectures`, builds it by `config.json`, gives it the tensors by
+their names, takes the head of a tied model from its embedding, and stops where generation_config.json says.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, pipeline
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from toolkit.config.recipe import Recipe
+from toolkit.convert.export_model import export_checkpoint
+from toolkit.convert.import_run import import_run
+from toolkit.data.tokens.corpora import prepare_all
+from toolkit.model_init.build_model import load_config
+
+MODELS = {
+    "gpt2": {
+        "name_or_path": "gpt2-tiny",
+        "overrides": {"n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 320},
+    },
+    "llama": {
+        "name_or_path": "llama-tiny",
+        "overrides": {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+        | {"head_dim": 12, "intermediate_size": 64, "vocab_size": 320, "tie_word_embeddings": True},
+    },
+}
+TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+
+
+def exported(make_recipe: Callable[..., Recipe], folder: Path, name: str) -> Path:
+    """A run that came from FSDP, exported to bf16; its tokenizer has a chat template."""
+    recipe = make_recipe(model=MODELS[name], train__steps=9)
+    model = AutoModelForCausalLM.from_config(load_config(recipe.model), dtype=torch.float32)
+    source = folder / "checkpoint-5"
+    source.mkdir()
+    values = dict(model.named_parameters())
+    states = {
+        key: {"step": torch.tensor(5.0), "exp_avg": torch.zeros_like(value), "exp_avg_sq": torch.zeros_like(value)}
+        for key, value in values.items()
+    }
+    torch.save({key: value.detach() for key, value in values.items()}, source / "pytorch_model_fsdp.bin")
+    torch.save({"state": states, "param_groups": [{"lr": 1e-3}]}, source / "optimizer.bin")
+    tokenizer = prepare_all(recipe.data, progress=False).tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder / "tokenizer")
+    recipe = recipe.changed({"data": {"tokenizer": str(folder / "tokenizer")}})
+    import_run(source, folder / "run", recipe)
+    export_checkpoint(folder / "run", folder / "exported", dtype=torch.bfloat16)
+    return folder / "exported"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_an_exported_model_has_what_servers_read(make_recipe: Callable[..., Recipe], tmp_path: Path, name: str) -> None:
+    place = exported(make_recipe, tmp_path, name)
+    config = json.loads((place / "config.json").read_text())
+    (architecture,) = config["architectures"]
+    assert MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config["model_type"]] == architecture
+    assert config["dtype"] == "bfloat16"
+    with safe_open(place / "model.safetensors", framework="pt") as file:
+        names = set(file.keys())
+    model = AutoModelForCausalLM.from_pretrained(place)
+    assert model.dtype == torch.bfloat16
+    assert names <= set(model.state_dict())
+    assert {key for key, _ in model.named_parameters()} == names  # of a tied model without the head
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    tokenizer = AutoTokenizer.from_pretrained(place)
+    assert len(tokenizer) <= config["vocab_size"]
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False) == "user: a\n"
+    GenerationConfig.from_pretrained(place)
+    generate = pipeline("text-generation", model=str(place), device="cpu")
+    (answer,) = generate("def ", max_new_tokens=3, do_sample=False)
+    assert answer["generated_text"].startswith("def ")
+
+
+@pytest.mark.whole  # pip install lm_eval
+def test_lm_eval_measures_an_exported_model(make_recipe: Callable[..., Recipe], tmp_path: Path) -> None:
+    evaluation = pytest.importorskip("lm_eval", reason="lm_eval is not installed")
+    place = exported(make_recipe, tmp_path, "llama")
+    rows = [{"question": "1 + 1 =", "answer": " 2"}, {"question": "2 + 1 =", "answer": " 3"}]
+    (tmp_path / "sums.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    task = {
+        "task": "sums",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "sums.jsonl")}},
+        "test_split": "test",
+        "output_type": "loglikelihood",
+        "doc_to_text": "question",
+        "doc_to_target": "answer",
+        "metric_list": [{"metric": "perplexity"}, {"metric": "acc"}],
+    }
+    results = evaluation.simple_evaluate(
+        model="hf", model_args={"pretrained": str(place), "dtype": "float32"}, tasks=[task], device="cpu", batch_size=1
+    )
+    assert results["results"]["sums"]["perplexity,none"] > 1
