@@ -228,7 +228,7 @@ def their_resume(recipe: Recipe, side: Strategy, folder: Path) -> str:
     """Train with a checkpoint of the Trainer half way, and again from there, where it allows that."""
     half = recipe.train.steps // 2
     place = folder / f"{side.text}-resume"
-    saving = {"save_strategy": "steps", "save_steps": half}
+    saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": half}
     whole = StampCallback()
     try:
         make_trainer(recipe, side, place, CPU, callbacks=[whole], **saving).train()

@@ -54,6 +54,47 @@ def test_parts_stand_in_any_order() -> None:
     assert vars(one) | {"text": ""} == vars(other) | {"text": ""}
 
 
+@pytest.mark.parametrize(
+    ("text", "ranks", "replicas", "loads_sharded"),
+    [
+        ("trainer:", 1, 1, False),
+        ("trainer:ddp", 4, 4, False),
+        ("trainer:fsdp2", 4, 4, True),
+        ("trainer:tp2", 4, 2, True),
+        ("trainer:fsdp2-tp2", 4, 2, True),
+        ("trainer:ep2", 4, 4, True),
+        ("trainer:tp2-dp1", 2, 1, True),
+    ],
+)
+def test_a_layout_of_the_trainer_shares_samples_among_its_replicas(
+    make_recipe: MakeRecipe, text: str, ranks: int, replicas: int, loads_sharded: bool
+) -> None:
+    (strategy,) = Strategy.parse_list(text)
+    assert strategy.trainer
+    assert strategy.loads_sharded == loads_sharded
+    assert strategy.world_size(4) == ranks
+    recipe = strategy.apply(make_recipe(parallel=FULL), 4)
+    assert (recipe.parallel.dp, recipe.parallel.tp, recipe.train.engine) == (replicas, 1, "ddp")
+    assert not recipe_problems(recipe, replicas)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("trainer:pp2", "'pp2' is unknown after trainer:"),
+        ("trainer:ddp-tp2", "no ddp beside tp or ep"),
+        ("trainer:ddp-fsdp2", "data parallelism is given twice"),
+        ("trainer:ep3-tp2", "ep is a multiple of its tp"),
+        ("trainer:dp0", "sizes are 1 or more"),
+    ],
+)
+def test_a_layout_that_the_trainer_does_not_have_is_refused(text: str, message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
+        Strategy.parse_list(text)
+    with pytest.raises(LayoutError, match="for dstk compare --against alone"):
+        Strategy.parse(text)
+
+
 def test_a_list_names_each_strategy_once() -> None:
     assert [strategy.text for strategy in Strategy.parse_list("z1, tp2,z1,,ddp")] == ["z1", "tp2", "ddp"]
 

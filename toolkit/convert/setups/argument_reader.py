@@ -11,7 +11,7 @@ from toolkit.errors import RecipeError
 from toolkit.files import printable
 
 _TABLE: dict[str, Any] = json.loads(Path(__file__).with_name("trainer_arguments.json").read_text(encoding="utf-8"))
-_OFF = (None, False, 0, "", "no", "none", [], {}, ["none"])
+_OFF: tuple[Any, ...] = (None, False, 0, "", "no", "none", [], {}, ["none"])
 
 
 class ArgumentReader:

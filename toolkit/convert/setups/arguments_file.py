@@ -87,4 +87,4 @@ def _plain(value: Any, depth: int = 0) -> Any:
         return {str(name): _plain(member, depth + 1) for name, member in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [_plain(member, depth + 1) for member in value]
-    return value if isinstance(value, str | int | float | bool | None) else None
+    return value if isinstance(value, str | int | float) else None

@@ -258,10 +258,10 @@ def _records(reader: ArgumentReader, setup: SetUp, steps: int | None, names: fro
     elif evaluation not in (None, "no", False):
         setup.notes.append(f"eval_strategy={evaluation} has no counterpart: give train.eval_every=STEPS")
     trackers = reader.take("report_to")
-    names = trackers if isinstance(trackers, list) else [trackers]
-    if kept_names := [name for name in names if isinstance(name, str) and name not in ("none", "all")]:
+    tracker_names = trackers if isinstance(trackers, list) else [trackers]
+    if kept_names := [name for name in tracker_names if isinstance(name, str) and name not in ("none", "all")]:
         fields["log.report_to"] = kept_names
-    if "all" in names:
+    if "all" in tracker_names:
         setup.notes.append("report_to=all has no counterpart: name the trackers in log.report_to")
 
 

@@ -124,7 +124,7 @@ def make_trainer(
     }
     arguments = TrainingArguments(str(folder / "output"), **(settings | more))
     samples = _samples(recipe, corpus)
-    return kind(model=model, args=arguments, train_dataset=samples, callbacks=list(callbacks))  # type: ignore[arg-type]
+    return kind(model=model, args=arguments, train_dataset=samples, callbacks=list(callbacks))
 
 
 def _train(recipe: Recipe, strategy: Strategy, folder: Path, device: torch.device) -> ParityRun:
@@ -237,7 +237,7 @@ class _Facts:
         self._micro_batches += 1
 
 
-class ObservedTrainer(Trainer):
+class ObservedTrainer(Trainer):  # type: ignore[misc]
     """The Trainer, whose gradients and samples are recorded before it uses them."""
 
     facts: _Facts
@@ -267,7 +267,7 @@ class ObservedTrainer(Trainer):
             self.facts.keep("update-gradients", self.model, lambda parameter: parameter.grad)
 
 
-class _Updates(TrainerCallback):
+class _Updates(TrainerCallback):  # type: ignore[misc]
     """Records layer outputs after the first step, and the first update."""
 
     def __init__(self, facts: _Facts) -> None:
