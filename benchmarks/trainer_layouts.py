@@ -6,8 +6,8 @@
     python benchmarks/trainer_layouts.py --save          # also writes benchmarks/results/trainer_layouts.md
 
 Both sides of a pair train the same model from the same weights on the same samples, in fp32, with AdamW and clipping,
-on forked gloo ranks with one thread each. The Trainer shards with transformers' own DistributedConfig, or uses DDP; it is
-the one that `dstk compare --against trainer:…` holds against one process.
+on forked gloo ranks with one thread each. The Trainer shards with transformers' own DistributedConfig, or uses DDP;
+it is the one that `dstk compare --against trainer:…` holds against one process.
 
     apart       largest relative difference of a step's loss from plain PyTorch in one process
     tokens/s    median over the counted steps of all rounds; a round runs each side in turn

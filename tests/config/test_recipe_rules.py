@@ -226,6 +226,7 @@ CONFLICTS: list[tuple[dict[str, object], list[str], list[object]]] = [
     ),
     ({"data__split": "test"}, ["data.split", "data.source"], ["remove it", "name a dataset in data.source"]),
     ({"data__subset": "en"}, ["data.subset", "data.source"], ["remove it", "name a dataset in data.source"]),
+    ({"data__stream_rows": 9}, ["data.stream_rows", "data.source"], ["remove it", "name a dataset in data.source"]),
     (
         {"data__source": "markov", "data__tokenizer": "bpe-257", "data__bos": "always"},
         ["data.bos", "data.source"],

@@ -14,6 +14,7 @@ from refusals import refused
 
 from toolkit.config.data_section import DataSection
 from toolkit.data.documents import sources, text_chunks
+from toolkit.data.documents.part import SourcePart
 from toolkit.data.documents.rows import RowReader
 from toolkit.data.documents.sources import open_source
 from toolkit.data.documents.text_chunks import JsonlRange, TextRange, line_blocks, split_offsets
@@ -114,6 +115,32 @@ def test_a_dataset_name_goes_to_load_dataset_with_subset_and_split(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: asked.append((args, kwargs)) or dataset)
     assert read("org/name", subset="en", split="dev") == ["x"]
     assert asked == [(("org/name", "en"), {"split": "dev"})]
+
+
+def test_the_first_rows_of_a_dataset_are_streamed(monkeypatch):
+    import datasets
+
+    read_rows = []
+
+    def rows():
+        for number in range(1000):
+            read_rows.append(number)
+            yield {"text": f"text {number}", "other": 1}
+
+    asked = []
+    stream = datasets.IterableDataset.from_generator(rows)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: asked.append((args, kwargs)) or stream)
+    texts = [f"text {number}" for number in range(150)]
+    assert read("org/name", stream_rows=150) == texts
+    assert asked == [(("org/name", None), {"split": "train", "streaming": True})]
+    assert max(read_rows) < 160  # what is beyond them is not downloaded
+    source = open_source(section("org/name", stream_rows=150))
+    monkeypatch.setattr(text_chunks, "CHUNK_BYTES", 500)
+    parts = [SourcePart(number=number, count=3) for number in (1, 2, 3)]
+    shared = [[text for chunk in source.chunks(part) for text in chunk.documents()] for part in parts]
+    assert [text for part in shared for text in part] == texts
+    assert all(shared)
+    assert source.fingerprint != open_source(section("org/name", stream_rows=151)).fingerprint
 
 
 def test_a_dataset_that_cannot_be_loaded_is_one_line(monkeypatch):

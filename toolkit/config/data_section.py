@@ -30,6 +30,8 @@ class CorpusSection(Section):
     """Configuration name of a `datasets` dataset, for this text; null: `data.subset`."""
     split: Text | None = None
     """Split of a `datasets` dataset, for this text; null: `data.split`, or `validation` for a validation set."""
+    stream_rows: PositiveInt | None = None
+    """Rows to stream of a `datasets` dataset, for this text; null: `data.stream_rows`."""
     format: Format | None = None
     """Format of a row, for this text; null: `data.format`."""
     text_field: Text | None = None
@@ -84,6 +86,9 @@ class DataSection(Section):
     """Configuration name of a `datasets` dataset."""
     split: Text = "train"
     """Split of a `datasets` dataset."""
+    stream_rows: PositiveInt | None = None
+    """Number of first rows of a named `datasets` dataset that are read in its streaming mode, so that no more of it is
+    downloaded and none of it is stored but its tokens; null: all rows, which `datasets` downloads first."""
     format: Format = "text"
     """Content of a row. `text`: a text. `chat`: a conversation (`messages` with role and content, or ShareGPT's
     `conversations`), rendered by the tokenizer's chat template. `prompt_completion`: the texts `prompt` and

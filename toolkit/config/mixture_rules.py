@@ -9,7 +9,7 @@ from toolkit.config.recipe import Recipe
 from toolkit.errors import Refusal, Setting
 
 _SHARES = ("weight", "epochs", "tokens")
-_OWN = ("subset", "split", "format", "text_field", "train_on", "dropped_text")
+_OWN = ("subset", "split", "stream_rows", "format", "text_field", "train_on", "dropped_text")
 _MOST_CHARACTERS = 60
 Idle = Callable[[DataSection], Iterator[tuple[str, Setting, Setting | str]]]
 """The fields of `data` that do nothing for a text, each with why, and a remedy."""

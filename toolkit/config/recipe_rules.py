@@ -67,6 +67,7 @@ _SWITCHES = {
 _RECORDS_NEEDED: dict[str, str] = {
     "subset": "name a dataset in data.source",
     "split": "name a dataset in data.source",
+    "stream_rows": "name a dataset in data.source",
     "text_field": "name JSONL, Parquet or a dataset in data.source",
 }
 
@@ -434,14 +435,14 @@ def ignored_by_source(source: str) -> tuple[str, ...]:
     """The fields of `data` that have no meaning for a source, as far as the file system tells."""
     path = os.path.expanduser(source)
     if source in ("stdlib", "markov") or megatron_prefix(source) is not None:
-        return ("subset", "split", "text_field")
+        return ("subset", "split", "stream_rows", "text_field")
     if os.path.isdir(path):
         has_splits = os.path.isfile(os.path.join(path, "dataset_dict.json"))
-        return ("subset",) if has_splits else ("subset", "split")
+        return ("subset", "stream_rows") if has_splits else ("subset", "split", "stream_rows")
     is_file = os.path.exists(path)
     if not is_file and not glob.has_magic(source):
         return ()
     suffix = os.path.splitext(source.lower().removesuffix(".gz").removesuffix(".zst"))[1]
     has_fields = suffix in (*JSON_SUFFIXES, *PARQUET_SUFFIXES)
     is_text = not has_fields and (is_file or (suffix != "" and not glob.has_magic(suffix)))
-    return ("subset", "split", "text_field") if is_text else ("subset", "split")
+    return ("subset", "split", "stream_rows", "text_field") if is_text else ("subset", "split", "stream_rows")

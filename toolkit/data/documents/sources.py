@@ -11,12 +11,14 @@ crawl/*.jsonl, **/*.txt                           a glob
 s3://bucket/crawl/*.jsonl.zst, https://…          the same behind a URL
 a directory of Dataset.save_to_disk              its rows
 (the prefix of a dataset of Megatron-LM is opened by toolkit.data.megatron)
-anything else                                     datasets.load_dataset(source, subset, split=split)
+anything else                                     datasets.load_dataset(source, subset, split=split), or with
+                                                  data.stream_rows its first rows in streaming mode
 """
 
 import glob
 import hashlib
 import itertools
+import json
 import os
 import platform
 import re
@@ -92,7 +94,7 @@ def open_source(section: DataSection) -> Source:
     if name.startswith((".", "/", "~")) or _kind(path) != "other":
         advice = f"check the path (it is relative to {os.getcwd()})"
         raise DataError.of(_SOURCE, name, "there is no such file or directory", advice)
-    return DatasetSource.by_name(section)
+    return DatasetSource.by_name(section) if section.stream_rows is None else StreamedSource.by_name(section)
 
 
 class FileSource:
@@ -239,15 +241,7 @@ class DatasetSource:
     @classmethod
     def by_name(cls, section: DataSection) -> "DatasetSource":
         """Load a dataset from the hub, or with a loader of `datasets`."""
-        import datasets
-
-        try:
-            loaded = datasets.load_dataset(section.source, section.subset, split=section.split)
-        except Exception as error:
-            reason = f"it is neither a path here nor a dataset that could be loaded ({reason_of(error)})"
-            advice = "give a file, a directory, a glob, stdlib, markov, or the name of a dataset"
-            raise DataError.of(_SOURCE, section.source, reason, advice) from None
-        return cls(loaded, section)
+        return cls(_loaded(section), section)
 
     def chunks(self, part: SourcePart = WHOLE) -> Iterator[text_chunks.TextChunk]:
         """Yield rows in order, grouped to about a mebibyte."""
@@ -263,6 +257,72 @@ class DatasetSource:
                 columns = self._dataset[start : start + step]
                 records = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
             yield _documents(records, self._rows, int(row_bytes * len(records)), at=self._name, first_row=start)
+
+
+class StreamedSource:
+    """The first rows of a `datasets.IterableDataset`: each row is downloaded when it is tokenized, and not stored."""
+
+    entropy_rate: EntropyRate | None = None
+
+    def __init__(self, dataset: Any, section: DataSection, rows: int) -> None:
+        first = list(dataset.take(min(rows, _SAMPLED_ROWS)))
+        if not first:
+            raise DataError.of(_SOURCE, section.source, "the stream has no rows", "name another split or dataset")
+        self._rows = RowReader.of(section)
+        self._columns = self._rows.columns(first[0], f"data.source={section.source}")
+        self._dataset = dataset
+        self._name = section.source
+        self._count = rows
+        texts = [json.dumps({name: row[name] for name in self._columns}, default=str) for row in first]
+        self._row_bytes = max(1.0, sum(map(len, texts)) / len(texts))
+        self.size_bytes = int(self._row_bytes * rows)
+        info = dataset.info
+        version = (section.source, section.subset, section.split, rows, str(info.version), info.dataset_size, texts)
+        self.fingerprint = hashlib.sha256(repr(version).encode()).hexdigest()
+        self.splits: tuple[str, ...] = tuple(info.splits or ())
+        """All splits of the dataset."""
+
+    @classmethod
+    def by_name(cls, section: DataSection) -> "StreamedSource":
+        """Open a dataset of the hub, or one with a loader of `datasets`, in streaming mode."""
+        assert section.stream_rows is not None
+        return cls(_loaded(section, streaming=True), section, section.stream_rows)
+
+    def chunks(self, part: SourcePart = WHOLE) -> Iterator[text_chunks.TextChunk]:
+        """Yield rows in order, grouped to about a mebibyte; the rows before a part are skipped."""
+        step = max(1, min(10_000, int(text_chunks.CHUNK_BYTES / self._row_bytes)))
+        starts = range(0, self._count, step)
+        wanted = [start for start in starts if part.has(int(start * self._row_bytes), self.size_bytes)]
+        if not wanted:
+            return
+        end = min(wanted[-1] + step, self._count)
+        rows = iter(self._dataset.skip(wanted[0]).take(end - wanted[0]))
+        for start in wanted:
+            records = [{name: row[name] for name in self._columns} for row in itertools.islice(rows, step)]
+            if not records:
+                return
+            if self._rows.format == "pretokenized":
+                import pyarrow
+
+                records = self._rows.rows(pyarrow.Table.from_pylist(records))
+            size = int(self._row_bytes * len(records))
+            yield _documents(records, self._rows, size, at=self._name, first_row=start)
+
+
+_SAMPLED_ROWS = 64
+"""Rows of a stream by which the size of all is estimated."""
+
+
+def _loaded(section: DataSection, **how: Any) -> Any:
+    """Load the dataset of this name. Raises DataError where `datasets` does not."""
+    import datasets
+
+    try:
+        return datasets.load_dataset(section.source, section.subset, split=section.split, **how)
+    except Exception as error:
+        reason = f"it is neither a path here nor a dataset that could be loaded ({reason_of(error)})"
+        advice = "give a file, a directory, a glob, stdlib, markov, or the name of a dataset"
+        raise DataError.of(_SOURCE, section.source, reason, advice) from None
 
 
 def _parquet_chunks(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from toolkit.config.data_section import DataSection
 from toolkit.config.megatron_prefix import megatron_prefix
-from toolkit.data.documents.sources import DatasetSource, open_source
+from toolkit.data.documents.sources import DatasetSource, StreamedSource, open_source
 from toolkit.files import expanded
 from toolkit.remote_files import is_url
 
@@ -30,7 +30,7 @@ def _splits(section: DataSection) -> list[str]:
     if is_text or is_url(name) or path.exists() or glob.has_magic(name):
         return []
     source = open_source(section)
-    return list(source.splits) if isinstance(source, DatasetSource) else []
+    return list(source.splits) if isinstance(source, DatasetSource | StreamedSource) else []
 
 
 def _listed(path: Path) -> list[str]:
