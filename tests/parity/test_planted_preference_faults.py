@@ -1,4 +1,4 @@
-"""Known mistakes of preference tuning, put into a parallel run one by one: each is told from one plain process."""
+"""Known mistakes of preference tuning, put into a parallel run one by one: the diagnosis names each."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +15,7 @@ from toolkit.data.samples.preference_samples import PreferenceSamples
 from toolkit.engines.full_forward import FullForwardEngine
 from toolkit.engines.objectives.formulas import FORMULAS, ObjectiveValue
 from toolkit.engines.objectives.token_weights import TokenWeights
-from toolkit.parity import ParityResult, ParityRun
+from toolkit.parity import Cause, ParityResult, ParityRun
 from toolkit.parity.run.train_in_memory import train_in_memory
 
 MODEL = small_llama(2, initializer_range=0.1, attention_dropout=0.1)
@@ -92,14 +92,27 @@ def read_the_reference_of_another_order() -> None:
     PreferenceSamples.batch = faulty  # type: ignore[method-assign]
 
 
-FAULTS = (
-    split_a_pair_over_ranks,
-    leave_dropout_on_in_the_reference,
-    take_the_coefficient_of_another_sequence,
-    take_means_for_sums,
-    train_on_the_turn_before,
-    read_the_reference_of_another_order,
-)
+def take_the_coefficient_of_another_pair() -> None:
+    """In the first step all pairs have the same coefficients."""
+    formula = FORMULAS["dpo"]
+
+    def faulty(*arguments: Any) -> ObjectiveValue:
+        value = formula(*arguments)
+        return replace(value, slopes=value.slopes.roll(1, dims=0))
+
+    FORMULAS["dpo"] = faulty
+
+
+FAULTS: dict[Callable[[], None], tuple[Cause, str]] = {
+    split_a_pair_over_ranks: (Cause.PAIRS, "rank 1 has one completion of a pair without the other"),
+    leave_dropout_on_in_the_reference: (Cause.REFERENCE, "dropout was on"),
+    take_the_coefficient_of_another_sequence: (Cause.OBJECTIVE, "in step 1 the tokens of a completion have the weight"),
+    take_the_coefficient_of_another_pair: (Cause.OBJECTIVE, "in another order than the completions"),
+    take_means_for_sums: (Cause.OBJECTIVE, "mean log-probabilities of tokens where the baseline's gets their sums"),
+    train_on_the_turn_before: (Cause.LABELS, "is of other turns, or of the prompt"),
+    read_the_reference_of_another_order: (Cause.REFERENCE, "those of other completions"),
+}
+"""What the diagnosis says of each mistake."""
 
 
 def _train(recipe: Recipe, fault: Callable[[], None] | None) -> ParityRun:
@@ -119,7 +132,7 @@ def _train(recipe: Recipe, fault: Callable[[], None] | None) -> ParityRun:
         for fault in (None, *FAULTS)
     ],
 )
-def test_a_planted_fault_is_found(
+def test_a_planted_fault_is_named(
     make_recipe: Callable[..., Recipe],
     ranks: Callable[..., list[Any]],
     tmp_path: Path,
@@ -140,4 +153,9 @@ def test_a_planted_fault_is_found(
     baseline = ranks(train_in_memory, 1, make("one", train__engine="reference"))[0]
     run = ranks(_train, 2, make("two", parallel={"dp": 2, "zero_stage": 1}), fault)[0]
     result = ParityResult.of(run, baseline)
-    assert result.passed == (fault is None), str(result)
+    if fault is None:
+        assert result.passed, str(result)
+        return
+    cause, says = FAULTS[fault]
+    assert result.diagnosis is not None
+    assert (result.diagnosis.cause, says in result.diagnosis.sentence) == (cause, True), str(result)

@@ -9,6 +9,7 @@ from synthetic_run import (
     baseline,
     changed,
     norm_of,
+    with_completions,
     with_gradients,
     with_losses,
     with_norms,
@@ -20,6 +21,7 @@ from toolkit.parity.first_batch import FirstBatch
 
 BASELINE = baseline()
 MIXTURE = baseline(experts=4)
+PREFERENCES = with_completions(BASELINE)
 WITHOUT_SAMPLES = replace(BASELINE, first_batch=FirstBatch())
 Change = Callable[[ParityRun], ParityRun]
 
@@ -127,6 +129,27 @@ def set_in(step: int) -> Change:
     return lambda run: with_losses(run, lambda place, loss: loss * (1.01 if place >= step else 1))
 
 
+def completions(*, from_step: int = 1, **facts: Callable[[Array], Array]) -> Change:
+    """Other facts of completions from this step on, and losses that follow."""
+
+    def change(run: ParityRun) -> ParityRun:
+        places = ("later_sequences",) if from_step > 1 else ("sequences", "later_sequences")
+        other = {}
+        for place in places:
+            before = getattr(run, place)
+            other[place] = replace(before, **{name: turn(getattr(before, name)) for name, turn in facts.items()})
+        return replace(set_in(from_step)(run), **other)
+
+    return change
+
+
+def without_rejected(values: Array) -> Array:
+    """Zero for the rejected completion of the first pair."""
+    own = values.copy()
+    own[1] = 0
+    return own
+
+
 @dataclass(frozen=True, kw_only=True)
 class Pattern:
     """What a mistake leaves behind, and what must be said about it."""
@@ -144,6 +167,86 @@ EQUAL = replace(BASELINE, micro_losses=tuple((4.6 * 20, 20) for _ in range(8)))
 BY_LAYER = ("layers.0", "layers.1", "embed")
 
 PATTERNS = (
+    Pattern(
+        name="a pair whose completions are on two ranks",
+        plant=completions(targets=without_rejected, policy=without_rejected),
+        baseline=PREFERENCES,
+        rule="targets",
+        cause=Cause.PAIRS,
+        says="rank 0 has one completion of a pair without the other (rejected completion 0)",
+    ),
+    Pattern(
+        name="prompts that are trained on",
+        plant=completions(targets=lambda counts: counts + 3, policy=times(1.4)),
+        baseline=PREFERENCES,
+        rule="targets",
+        cause=Cause.LABELS,
+        says="chosen completion 0, rejected completion 0, chosen completion 1 and 5 more",
+    ),
+    Pattern(
+        name="means of log-probabilities",
+        plant=completions(policy=lambda sums: sums / PREFERENCES.sequences.targets),
+        baseline=PREFERENCES,
+        rule="inputs",
+        cause=Cause.OBJECTIVE,
+        says="divided by the number of its target tokens",
+    ),
+    Pattern(
+        name="the reference of another order",
+        plant=completions(reference=lambda sums: np.roll(sums, 2)),
+        baseline=PREFERENCES,
+        rule="inputs",
+        cause=Cause.REFERENCE,
+        says="those of other completions",
+    ),
+    Pattern(
+        name="the reference of pairs outside of the batch",
+        plant=completions(reference=lambda sums: PREFERENCES.references[10:14].reshape(-1)),
+        baseline=PREFERENCES,
+        rule="inputs",
+        cause=Cause.REFERENCE,
+        says="those of other completions",
+    ),
+    Pattern(
+        name="a reference with dropout",
+        plant=completions(reference=lambda sums: sums * np.linspace(0.98, 1.01, len(sums))),
+        baseline=replace(PREFERENCES, masks_compared=4),
+        rule="inputs",
+        cause=Cause.REFERENCE,
+        says="dropout was on",
+    ),
+    Pattern(
+        name="another reference model",
+        plant=completions(reference=lambda sums: sums * np.linspace(0.98, 1.01, len(sums))),
+        baseline=PREFERENCES,
+        rule="inputs",
+        cause=Cause.REFERENCE,
+        says="the reference has other weights",
+    ),
+    Pattern(
+        name="coefficients of the other completion",
+        plant=completions(coefficients=lambda slopes: np.roll(slopes, 1)),
+        baseline=PREFERENCES,
+        rule="coefficients",
+        cause=Cause.OBJECTIVE,
+        says="in step 1 the tokens of a completion have the weight of another one",
+    ),
+    Pattern(
+        name="another beta",
+        plant=completions(coefficients=times(2.0)),
+        baseline=PREFERENCES,
+        rule="coefficients",
+        cause=Cause.OBJECTIVE,
+        says="another objective, or another beta",
+    ),
+    Pattern(
+        name="coefficients of the next pair",
+        plant=completions(from_step=2, coefficients=lambda slopes: np.roll(slopes, 2)),
+        baseline=PREFERENCES,
+        rule="later_coefficients",
+        cause=Cause.OBJECTIVE,
+        says="in step 2 the tokens of a completion have the weight of another one",
+    ),
     Pattern(
         name="another order of samples",
         plant=lambda run: replace(run, batches=("f" * 16, *run.batches[1:])),

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from toolkit.parity import LossCurve, ParityRun, Tensors
 from toolkit.parity.first_batch import FirstBatch, sampled
 from toolkit.parity.parity_run import BEFORE_EXPERTS
+from toolkit.parity.sequence_facts import SequenceFacts
 
 LAYERS, WIDTH, VOCABULARY, STEPS = 4, 8, 31, 12
 RATE = 0.1
@@ -66,6 +67,25 @@ def baseline(*, experts: int = 0) -> ParityRun:
         micro_batch_size=2,
         mean_outputs=_mean_outputs(),
     )
+
+
+def with_completions(run: ParityRun) -> ParityRun:
+    """The same run on four pairs of a text of twenty, with DPO: in the first step all pairs weigh the same."""
+    chance = np.random.default_rng(5)
+    references = chance.uniform(-40, -10, size=(20, 2))
+    signs = np.tile([1.0, -1.0], 4)
+    first = SequenceFacts(
+        pieces=np.repeat(np.arange(4), 2),
+        sides=np.tile([0, 1], 4),
+        ranks=np.zeros(8, dtype=np.int64),
+        targets=chance.integers(3, 12, size=8),
+        policy=references[:4].reshape(-1),
+        reference=references[:4].reshape(-1),
+        coefficients=0.05 * signs,
+    )
+    slopes = np.repeat([0.047, 0.049, 0.052, 0.053], 2)
+    later = replace(first, policy=first.policy + 0.5, coefficients=slopes * signs)
+    return replace(run, sequences=first, later_sequences=later, references=references)
 
 
 def _first_batch(gradients: Tensors, losses: tuple[tuple[float, int], ...]) -> FirstBatch:

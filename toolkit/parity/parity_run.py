@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.parity.first_batch import FirstBatch
+from toolkit.parity.sequence_facts import SequenceFacts
 
 EMBEDDINGS = "embeddings"
 """The key in `ParityRun.outputs` of the input of the first decoder layer."""
@@ -90,6 +91,12 @@ class ParityRun:
     """Sum of token losses and number of target tokens of each sample of the first global batch. Reference only."""
     first_batch: FirstBatch = field(default_factory=FirstBatch)
     """More of the samples of the first global batch. Reference only."""
+    sequences: SequenceFacts = field(default_factory=SequenceFacts)
+    """What the first step of preference tuning knew of each completion."""
+    later_sequences: SequenceFacts = field(default_factory=SequenceFacts)
+    """What the step after the first update knew of each completion."""
+    references: NDArray[np.float64] | None = None
+    """Log-probabilities of the reference model for all pairs of the text, [pairs, 2]; None where none are stored."""
     micro_batch_size: int = 1
     replicas: int = 1
     """Data-parallel replicas, which share the samples of a global batch."""

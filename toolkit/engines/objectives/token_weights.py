@@ -8,7 +8,7 @@ summed first, without gradients. Engines don't know which objective it is.
 Dims: b samples, s positions (of this rank), n pairs or completions of the micro-batch.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -30,6 +30,8 @@ _PAIR_METRICS = (
 _LABEL_METRICS = ("rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected")
 _DESIRABLE = 7
 _COUNTED = 8
+Observer = Callable[[Sequences, SequenceSums, torch.Tensor, torch.Tensor], None]
+"""Function of what trains in a micro-batch: sequences, what the formula gets, losses and weights of tokens [b, s]."""
 _TOTALS = 9
 """Numbers that a step adds up: the loss, six sums of metrics, the desirable completions, and all that are counted."""
 
@@ -65,6 +67,8 @@ class TokenWeights:
         """Log-probabilities of a reference model for each micro-batch of the step, [n, 2], where it is in memory."""
         self._started = 0
         """Forward passes that have begun since."""
+        self.observer: Observer | None = None
+        """Sees what is computed, without changing it; None where nobody looks."""
 
     @property
     def needs_mean(self) -> bool:
@@ -99,8 +103,7 @@ class TokenWeights:
         numbers = sequences.numbers.flatten()
         sums = torch.zeros(2 * pieces + 1, dtype=torch.float64, device=losses.device)
         sums.index_add_(0, numbers, -losses.detach().flatten().double())
-        if self._group is not None:
-            dist.all_reduce(sums, group=self._group)
+        self.sum_over_sequence_ranks(sums)
         policy = sums[:-1].view(pieces, 2)
         if self._mode == "collect":
             self._collected.append((sequences, policy))
@@ -113,8 +116,15 @@ class TokenWeights:
         self._add_totals(value, sequences)
         counted = sequences.is_counted * sequences.weights
         slopes = (value.slopes * counted.unsqueeze(-1)).flatten()
-        weights = -torch.cat([slopes, slopes.new_zeros(1)])[numbers]
-        return weights.view(losses.shape).to(losses.dtype)
+        weights = -torch.cat([slopes, slopes.new_zeros(1)])[numbers].view(losses.shape)
+        if self.observer is not None:
+            self.observer(sequences, inputs, losses, weights)
+        return weights.to(losses.dtype)
+
+    def sum_over_sequence_ranks(self, sums: torch.Tensor) -> None:
+        """Sum over the ranks that share each sequence, in place. A collective call of these ranks."""
+        if self._group is not None:
+            dist.all_reduce(sums, group=self._group)
 
     def _inputs(self, policy: torch.Tensor, sequences: Sequences) -> SequenceSums:
         return SequenceSums(

@@ -7,19 +7,22 @@ comes later differs as a consequence.
 
 from collections.abc import Callable
 
-from toolkit.parity.diagnosis import bias, experts, forward, gradient, samples, update
+from toolkit.parity.diagnosis import bias, experts, forward, gradient, objective, samples, update
 from toolkit.parity.diagnosis.cause import Cause, Diagnosis, diagnosis
 from toolkit.parity.result import ParityResult
 
 __all__ = ["RULES", "Cause", "Diagnosis", "diagnose"]
 
 RULES: tuple[Callable[[ParityResult], Diagnosis | None], ...] = (
+    objective.targets,
     forward.samples,
     experts.weights_at_start,
     forward.initial_weights,
     forward.dropout_masks,
     forward.number_of_updates,
     forward.not_finite,
+    objective.inputs,
+    objective.coefficients,
     samples.token_weighting,
     samples.labels,
     gradient.constant_factor,
@@ -42,6 +45,7 @@ RULES: tuple[Callable[[ParityResult], Diagnosis | None], ...] = (
     gradient.of_later_step,
     update.first_update,
     update.diverged_replicas,
+    objective.later_coefficients,
     bias.after_first_update,
     update.second_forward_pass,
     update.growth,

@@ -16,6 +16,7 @@ from typing_extensions import override
 from toolkit.config.job import Job
 from toolkit.config.recipe import Recipe
 from toolkit.data.samples.fingerprint import merge_fingerprints
+from toolkit.data.samples.preference_samples import PreferenceSamples
 from toolkit.engines.base import Engine
 from toolkit.engines.factory import create_engine
 from toolkit.engines.reference_engine import ReferenceEngine
@@ -28,8 +29,10 @@ from toolkit.parity.run.attention_probe import attention_fault
 from toolkit.parity.run.dropout_masks import DropoutMasks
 from toolkit.parity.run.forward_facts import ForwardFacts
 from toolkit.parity.run.mean_outputs import MeanOutputs
+from toolkit.parity.run.observe_objective import ObjectiveObserver
 from toolkit.parity.run.observe_samples import observe_samples
 from toolkit.parity.run.rounding import flip_undecided_signs, round_differently, round_moments_differently
+from toolkit.parity.sequence_facts import SequenceFacts
 from toolkit.parity.signs import Directions
 from toolkit.step_metrics import StepMetrics
 from toolkit.training.callback import Callback
@@ -90,6 +93,7 @@ class ParityRecorder(Callback):
         self._attention_fault = ""
         self._mask_faults: tuple[str, ...] = ()
         self._masks_compared = 0
+        self._sequences: dict[int, SequenceFacts] = {}
 
     @override
     def on_run_begin(self, run: TrainingRun) -> None:
@@ -115,9 +119,12 @@ class ParityRecorder(Callback):
             self._masks.start()
         steps = range(run.recipe.train.steps)
         self._update_step = next((step for step in steps if run.learning_rate(step) > 0), 0)
+        self._objective = ObjectiveObserver(engine)
 
     @override
     def on_step_begin(self, run: TrainingRun) -> None:
+        if run.step in (0, self._update_step + 1):
+            self._objective.start()
         # Before the first step the momentum is zero.
         if _takes_signs(run.recipe) and run.step == self._update_step > 0:
             self._momentum = {"exp_avg": self._keep("momentum", run.engine.full_states("exp_avg"))}
@@ -125,6 +132,8 @@ class ParityRecorder(Callback):
     @override
     def on_before_update(self, run: TrainingRun) -> None:
         self._rates.append(observe.learning_rate_of(run.engine))
+        if run.step in (0, self._update_step + 1):
+            self._sequences[run.step] = self._objective.stop()
         if "gradients" not in self._tensors:
             self._tensors["gradients"] = self._keep("gradients", run.engine.full_gradients())
         elif run.step == self._update_step:
@@ -158,6 +167,7 @@ class ParityRecorder(Callback):
         engine = run.engine
         diverged, compared = observe.compare_replicas(observe.gather_on_rank_0(observe.replica_hashes(engine)))
         curve = [(metrics.loss, metrics.grad_norm) for metrics in run.history]
+        samples = run.loader.train
         self.result = ParityRun(
             curve=LossCurve.from_steps(run.job.strategy, curve),
             parameters=self._keep("parameters", engine.full_parameters()),
@@ -175,6 +185,9 @@ class ParityRecorder(Callback):
             learning_rates=tuple(self._rates),
             micro_losses=self._micro_losses,
             first_batch=self._first_batch,
+            sequences=self._sequences.get(0, SequenceFacts()),
+            later_sequences=self._sequences.get(self._update_step + 1, SequenceFacts()),
+            references=samples.reference if isinstance(samples, PreferenceSamples) else None,
             micro_batch_size=run.job.batch.micro_batch_size,
             replicas=run.job.batch.dp,
             attention_fault=self._attention_fault,
