@@ -442,3 +442,13 @@ def test_the_weights_of_a_rank_add_up_to_the_models(model: str) -> None:
     assert alone.parameters + alone.routed == pytest.approx(whole, rel=2e-3)  # without norms and biases
     split = experts_setup("dp4-ep4-tp2-z1", model)
     assert 8 * split.routed == pytest.approx(alone.routed)
+
+
+def test_passes_without_gradients_take_the_forward_pass_each() -> None:
+    request = setup()
+    once = predict_step(request)
+    three = predict_step(replace(request, setup=replace(request.setup, forward_passes=2)))
+    assert once.reference == 0
+    assert three.reference == 2 * once.forward
+    assert 0.2 < once.forward / once.compute < 0.5
+    assert three.seconds == pytest.approx(once.seconds + three.reference)

@@ -14,7 +14,6 @@ from toolkit.config.job import Job
 from toolkit.config.layout import Layout
 from toolkit.config.recipe import Recipe
 from toolkit.config.strategy import Strategy
-from toolkit.engines.factory import create_engine
 from toolkit.engines.optimizer_states import MASTER
 from toolkit.parallel.tensor import collectives
 from toolkit.recorder.rehearsal import fake_rank
@@ -22,18 +21,19 @@ from toolkit.recorder.rehearsal.collectives import Collective, CollectiveRecorde
 from toolkit.recorder.rehearsal.depth import fewer_layers
 from toolkit.recorder.rehearsal.match import find_mismatch
 from toolkit.recorder.rehearsal.rank_kinds import rank_kinds
-from toolkit.recorder.rehearsal.rank_step import STEPS, take_step
+from toolkit.recorder.rehearsal.rank_step import STEPS, build_engine, take_step
 from toolkit.recorder.rehearsal.rehearse import rehearse, rehearsed_config, rehearsed_job
 
 MakeRecipe = Callable[..., Recipe]
 Ranks = Callable[..., list[Any]]
 
 
-def job_in(make_recipe: MakeRecipe, layout: str, model: dict[str, Any] = LLAMA) -> Job:
+def job_in(make_recipe: MakeRecipe, layout: str, model: dict[str, Any] = LLAMA, **changes: Any) -> Job:
     """The job of a small recipe on four ranks."""
     strategy = Strategy.parse(layout)
     batch = {"global_batch_size": 48, "micro_batch_size": 2}
-    recipe = strategy.apply(make_recipe(model=model, batch=batch, parallel={"cp_exchange": "ring"}), 1)
+    changes = {"parallel": {"cp_exchange": "ring"}} | changes
+    recipe = strategy.apply(make_recipe(model=model, batch=batch, **changes), 1)
     return Job.of(recipe, strategy.world_size(1))
 
 
@@ -42,7 +42,7 @@ def live(job: Job) -> tuple[list[Collective], int, int]:
     small = rehearsed_job(job)
     config = rehearsed_config(small, hidden_size=48, on_gpu=False)
     with LiveBytes() as memory, CollectiveRecorder(job.layout, dist.get_rank()) as recorder:
-        engine = create_engine(small, torch.device("cpu"), config)
+        engine = build_engine(small, torch.device("cpu"), config)
         for _ in range(STEPS):
             memory.start_peak()
             take_step(engine, small)
@@ -67,7 +67,51 @@ LAYOUTS = [
 def test_predicted_collectives_are_those_of_live_ranks(
     make_recipe: MakeRecipe, ranks: Ranks, layout: str, model: dict[str, Any]
 ) -> None:
-    job = job_in(make_recipe, layout, model)
+    check_against_live_ranks(job_in(make_recipe, layout, model), ranks)
+
+
+ONLINE = {"name": "dpo", "reference": "online"}
+OTHER_LOSSES: dict[str, dict[str, Any]] = {
+    "online": {"data__format": "preference", "train__objective": ONLINE},
+    "orpo": {"data__format": "preference", "train__objective": {"name": "orpo"}},
+    "kto": {"data__format": "unpaired", "train__objective": {"name": "kto", "reference": "online"}},
+    "teacher": {"train__distill": {"teacher": "some/teacher", "top_k": 8}},
+}
+
+
+@pytest.mark.parametrize(
+    ("layout", "loss"),
+    [
+        ("dp2-z3", "online"),
+        *(
+            pytest.param(layout, loss, marks=pytest.mark.whole)
+            for layout in ("dp4-z1", "dp2-tp2-z1-sp", "tp2-pp2-z1", "dp4-z3")
+            for loss in OTHER_LOSSES
+        ),
+    ],
+)
+def test_objectives_and_teachers_are_rehearsed_as_live_ranks_compute_them(
+    make_recipe: MakeRecipe, ranks: Ranks, layout: str, loss: str
+) -> None:
+    check_against_live_ranks(job_in(make_recipe, layout, **OTHER_LOSSES[loss]), ranks)
+
+
+@pytest.mark.parametrize(
+    "layout", ["dp2-z3", *(pytest.param(x, marks=pytest.mark.whole) for x in ("z0", "dp2-tp2-z1", "tp2-pp2-z1"))]
+)
+def test_a_reference_in_memory_takes_what_is_estimated(make_recipe: MakeRecipe, layout: str) -> None:
+    changes = OTHER_LOSSES["online"]
+    with_copy = rehearse(job_in(make_recipe, layout, **changes), on_gpu=False)
+    cached = {**changes, "train__objective": {"name": "dpo"}}
+    without = rehearse(job_in(make_recipe, layout, **cached), on_gpu=False)
+    assert len(with_copy.kinds) == len(without.kinds)
+    for online, initial in zip(with_copy.kinds, without.kinds, strict=True):
+        assert initial.estimate.reference == 0
+        assert online.estimate.reference == online.peak - initial.peak
+        assert online.estimate.allocated - initial.estimate.allocated == online.estimate.reference
+
+
+def check_against_live_ranks(job: Job, ranks: Ranks) -> None:
     measured = ranks(live, job.layout.world_size, job)
     rehearsal = rehearse(job, on_gpu=False)
     assert not rehearsal.problem

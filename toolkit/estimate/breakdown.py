@@ -47,6 +47,8 @@ class MemoryBreakdown:
     """Host memory while the model is built, before it moves to the device."""
     static: int
     """Allocated between two steps: model states and persistent buffers."""
+    reference: int = 0
+    """A frozen copy of the weights that train; 0 unless an objective keeps one in memory."""
     workspace: int = 0
     """cuBLAS's workspaces, which PyTorch allocates; 0 where no GPU was named."""
     framework: int = 0
@@ -92,7 +94,7 @@ class MemoryBreakdown:
     @property
     def allocated(self) -> int:
         """The peak of PyTorch's allocations: what `torch.cuda.max_memory_allocated` reports."""
-        states = self.parameters + self.gradients + self.masters + self.optimizer
+        states = self.parameters + self.reference + self.gradients + self.masters + self.optimizer
         buffers = self.buckets + self.gathered + self.model_buffers + self.workspace
         return states + buffers + self.activation_total + self.logits + self.update
 

@@ -178,6 +178,7 @@ class MemoryRequest:
             parameter_count=rank.parameter_count,
             trained_count=params.trained,
             parameters=resident.parameters,
+            reference=resident.reference,
             gradients=resident.gradients + states.accumulated + fresh,
             masters=resident.masters,
             optimizer=resident.optimizer,

@@ -75,6 +75,28 @@ def rank_states(
         states = deepspeed_states(engine, params, dp=replicas, accumulation=setup.accumulation)
     else:
         states = engine.states(params, shards=replicas, accumulation=setup.accumulation)
+    if setup.keeps_reference:
+        states = _with_reference(states, engine, params, replicas)
     # A matrix that is kept in 4 bits is unpacked for each of its products.
     states = replace(states, gathered=states.gathered + unpacked * (2 if autocast else itemsize))
     return RankStates(params=params, parameter_count=counted.numel, states=states, itemsize=itemsize, autocast=autocast)
+
+
+def _with_reference(
+    states: ModelStates, engine: DeepSpeedSettings | TorchStates, params: RankParameters, replicas: int
+) -> ModelStates:
+    """Add a copy of what the rank has of the weights that train: shards where they are sharded, in the same memory.
+
+    Source: `SecondWeights.frozen` (toolkit/engines/second_weights.py).
+    """
+    if isinstance(engine, DeepSpeedSettings):
+        elements = params.trained
+        if engine.zero_stage == 3:
+            elements = sum(size * count for group in params.groups for size, count in group.shards(replicas))
+        copied = engine.model_bytes * elements
+    else:
+        frozen = -(-params.frozen.numel // replicas) if engine.gathered_bytes else params.frozen.numel
+        copied = states.resident.parameters - engine.weight_bytes * frozen
+    if isinstance(engine, DeepSpeedSettings) and engine.zero_stage == 3 and engine.offload_params:
+        return replace(states, host=replace(states.host, reference=copied))
+    return replace(states, resident=replace(states.resident, reference=copied))

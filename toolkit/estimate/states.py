@@ -39,6 +39,8 @@ class StateBytes:
     """Moments, and the optimizer's step counters."""
     buckets: int = 0
     """Communication and staging buffers that stay allocated."""
+    reference: int = 0
+    """A frozen copy of the weights that train, for an objective that compares with them in each step."""
     model_buffers: int = 0
     """Rotary tables and masks of the model."""
     counters: int = 0
@@ -49,7 +51,7 @@ class StateBytes:
     @property
     def total(self) -> int:
         states = self.parameters + self.gradients + self.masters + self.optimizer + self.activations
-        return states + self.buckets + self.model_buffers + self.counters
+        return states + self.reference + self.buckets + self.model_buffers + self.counters
 
 
 @dataclass(frozen=True, kw_only=True)

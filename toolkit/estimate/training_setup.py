@@ -33,6 +33,10 @@ class TrainingSetup:
     """Context-parallel ranks that exchange heads for positions."""
     blocks: bool = False
     """Whether the toolkit's attention, which makes no mask, computes whole sequences."""
+    keeps_reference: bool = False
+    """Whether a rank keeps a frozen copy of what it has of the weights that train: the reference of an objective."""
+    forward_passes: int = 0
+    """Forward passes without gradients over each micro-batch of a step, before the one that trains."""
     router_losses: int = 0
     """Losses that balance a mixture's routers: of each, a layer keeps a number for each token and expert."""
 

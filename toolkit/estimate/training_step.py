@@ -190,7 +190,7 @@ class TrainingStep:
         allocator = CachingAllocator(capacity)
         resident = self.states.resident
         _held(allocator, self._blocks(resident.parameters, frozen=self.params.frozen))
-        for size in (resident.gradients, resident.masters, resident.optimizer):
+        for size in (resident.reference, resident.gradients, resident.masters, resident.optimizer):
             _held(allocator, self._blocks(size))
         half = self.workspace // 2
         _held(allocator, [resident.buckets, resident.model_buffers, self.buffers.at_peak, half, half])

@@ -6,6 +6,7 @@ from functools import cached_property
 from itertools import chain
 from typing import Any, Self, cast
 
+from toolkit.config.data_section import PREFERENCE_FORMATS
 from toolkit.config.layout import RECOMPUTE_PERIODS, Batch, Layout
 from toolkit.config.parallel_rules import model_conflicts, setting_conflicts
 from toolkit.config.recipe import Precision, Recipe
@@ -148,6 +149,14 @@ class PlanRequest:
     def gpu(self) -> Gpu:
         """GPU of the cluster."""
         return self.cluster.gpu
+
+    @property
+    def computes_reference(self) -> bool:
+        """Whether the recipe's run computes log-probabilities of a reference before training."""
+        if self.base is None or self.base.data.format not in PREFERENCE_FORMATS:
+            return False
+        objective = self.base.train.objective
+        return objective.needs_reference and objective.reference != "online"
 
     @cached_property
     def trainable(self) -> Trainable:

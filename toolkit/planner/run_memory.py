@@ -5,8 +5,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any, Literal
 
+from toolkit.config.data_section import PREFERENCE_FORMATS
 from toolkit.config.job import Job
 from toolkit.config.layout import Batch, Layout
+from toolkit.config.objective_section import UNPAIRED
 from toolkit.config.recipe import EngineName, OptimizerName, Precision, Recipe
 from toolkit.dsconfig import build
 from toolkit.estimate.breakdown import MemoryBreakdown
@@ -73,8 +75,23 @@ def training_setup(recipe: Recipe, layout: Layout, batch: Batch, model: ModelFac
         cp_exchange=recipe.parallel.cp_exchange,
         cp_ulysses=recipe.parallel.cp_ulysses,
         blocks=recipe.model.attn_implementation == "blocks",
+        keeps_reference=_keeps_reference(recipe),
+        forward_passes=_forward_passes(recipe),
         router_losses=_router_losses(recipe, model),
     )
+
+
+def _keeps_reference(recipe: Recipe) -> bool:
+    """Whether the reference of the recipe's objective is a copy in memory."""
+    objective = recipe.train.objective
+    is_compared = recipe.data.format in PREFERENCE_FORMATS and objective.needs_reference
+    return is_compared and objective.reference == "online"
+
+
+def _forward_passes(recipe: Recipe) -> int:
+    """Count the passes of a step before the one that trains: of a reference, and for a mean of completions."""
+    has_mean = recipe.data.format in PREFERENCE_FORMATS and recipe.train.objective.name in UNPAIRED
+    return _keeps_reference(recipe) + has_mean
 
 
 def _router_losses(recipe: Recipe, model: ModelFacts) -> int:

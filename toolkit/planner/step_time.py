@@ -36,8 +36,20 @@ from toolkit.planner.simulate_schedule import ScheduleCosts
 from toolkit.planner.step_request import StepRequest
 from toolkit.planner.trained import HOST_SHARES
 
-TERMS = ("compute", "recompute", "host", "tensor", "context", "expert", "pipeline", "bubble", "data",
-         "optimizer", "offload")  # fmt: skip
+TERMS = (
+    "compute",
+    "recompute",
+    "reference",
+    "host",
+    "tensor",
+    "context",
+    "expert",
+    "pipeline",
+    "bubble",
+    "data",
+    "optimizer",
+    "offload",
+)
 """Fields of StepTime that add up to the step. Each has a color in `TONES` of toolkit/report/step_bars.py, and a row in
 `TRACED` of toolkit/report/prediction.py."""
 
@@ -50,6 +62,8 @@ class StepTime:
     """Kernels of forward and backward pass of the slowest stage."""
     recompute: float
     """The forward pass again, or attention or tiled MLPs alone, on the slowest stage."""
+    reference: float
+    """Forward passes without gradients of an objective: of a reference in memory, and for a mean of completions."""
     host: float
     """The GPU waits for the host that launches its kernels."""
     tensor: float
@@ -69,6 +83,8 @@ class StepTime:
     """The update of a rank's share of the weights, the norm of the gradients, and the engine's own work."""
     offload: float
     """Copies to the host and NVMe and back, and the update on the host, as far as nothing hides them."""
+    forward: float
+    """A forward pass over the global batch alone, without gradients; no term of the step."""
     tokens: int
     """Tokens of the global batch."""
     gpus: int
@@ -148,9 +164,11 @@ def predict_step(request: StepRequest) -> StepTime:
     tokens = request.setup.global_batch_size * request.setup.seq_len
     count = train_flops_per_token if trained is None else trained.flops_per_token
     flops = count(shape, request.setup.seq_len)
+    passed = m * forward + forward_share * waiting + pipeline / 2
     return StepTime(
         compute=m * limiting.compute,
         recompute=m * limiting.recompute,
+        reference=request.setup.forward_passes * passed,
         host=m * (limiting.host + ranks_per_core * request.cluster.micro_batch_overhead_seconds),
         tensor=m * limiting.tensor,
         context=m * limiting.context,
@@ -160,6 +178,7 @@ def predict_step(request: StepRequest) -> StepTime:
         data=ranks_per_core * data,
         optimizer=ranks_per_core * optimizer_seconds(request),
         offload=offload,
+        forward=passed,
         tokens=tokens,
         gpus=request.gpus,
         model_flops=flops * tokens,

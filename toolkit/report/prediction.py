@@ -17,6 +17,7 @@ from toolkit.report.trace_terms import ProfiledSteps
 TRACED: Mapping[str, tuple[str, ...]] = {
     "compute": ("compute",),
     "recompute": (),
+    "reference": (),
     "host": ("idle",),
     "tensor": ("tensor", "sequence"),
     "context": ("context",),

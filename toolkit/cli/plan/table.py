@@ -21,7 +21,17 @@ _BESIDE_LAYOUT = 55
 """Columns that a narrow table takes beside its layouts."""
 _LEAST = 0.01
 """Terms of a smaller share of a step are not named."""
-_PARTS = ("parameters", "gradients", "masters", "optimizer", "activation_total", "logits", "gathered", "buckets")
+_PARTS = (
+    "parameters",
+    "reference",
+    "gradients",
+    "masters",
+    "optimizer",
+    "activation_total",
+    "logits",
+    "gathered",
+    "buckets",
+)
 
 
 def title(request: PlanRequest) -> str:
@@ -45,6 +55,13 @@ def print_plans(request: PlanRequest, plans: Sequence[Plan], costs: Sequence[Cos
             energy = "" if cost.kwh is None else f", {cost.kwh:,.0f} kWh{co2} at most"
             gpus = "" if plan.step.gpus == request.gpus else f" on {plan.step.gpus} GPUs"
             console.print(f"{plan.strategy}{gpus}: {cost.days:.1f} days{money}{energy}", soft_wrap=True)
+    if plans and request.computes_reference:
+        rate = 1000 * plans[0].step.forward / request.global_batch_size
+        console.print(
+            f"Before training, {plans[0].strategy} reads all pairs once for the reference: {rate:,.3g} s for each "
+            "1,000 samples of the text.",
+            soft_wrap=True,
+        )
     if any(not plan.fits for plan in plans):
         room = (
             f"{request.gpu.memory_bytes / _GIB:.1f} GiB, and {format_bytes(request.cluster.host_memory_bytes)} a host"

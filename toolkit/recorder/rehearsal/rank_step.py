@@ -10,15 +10,18 @@ from unittest import mock
 import torch
 
 from toolkit.checkpoint.save_plan import Kinds
+from toolkit.config.data_section import PREFERENCE_FORMATS
 from toolkit.config.job import Job
-from toolkit.data.samples.micro_batch import MicroBatch
+from toolkit.data.samples.micro_batch import MicroBatch, Sequences
 from toolkit.engines.base import Engine
 from toolkit.engines.factory import create_engine
 from toolkit.engines.local_tensors import local_tensors
 from toolkit.engines.optimizer_states import MASTER
+from toolkit.engines.second_weights import SecondWeights
 from toolkit.errors import ToolkitError
 from toolkit.files import reason_of
 from toolkit.model_init import model_partition
+from toolkit.parallel.distilled_loss import TeacherTokens
 from toolkit.parallel.model_structure import ModelStructure
 from toolkit.recorder.rehearsal.collectives import Collective
 from toolkit.recorder.rehearsal.fake_rank import CPU, FakeRank, Messages, fake_rank
@@ -135,7 +138,7 @@ class _Rehearsal:
 
     def run(self) -> RankStep:
         mode = self.mode
-        engine = create_engine(self.job, mode.device, self.ds_config)
+        engine = build_engine(self.job, mode.device, self.ds_config)
         engine.report_phase = self._enter
         first = 0
         for _ in range(STEPS):
@@ -172,10 +175,18 @@ class _Rehearsal:
             engine.load_states(kind, lambda name, shapes=shapes: torch.empty(shapes[name]))  # type: ignore[misc]
 
 
+def build_engine(job: Job, device: torch.device, ds_config: Mapping[str, Any] | None) -> Engine:
+    """Build the engine of a job, with the reference of an objective that is kept in memory."""
+    engine = create_engine(job, device, ds_config)
+    if engine.objective is not None and job.recipe.train.objective.reference == "online":
+        engine.with_reference = SecondWeights.frozen(engine).in_place
+    return engine
+
+
 def take_step(engine: Engine, job: Job) -> None:
     """Take one training step on a batch of the job's shape, whose tokens are all alike."""
-    tokens = job.batch.global_batch_size * job.recipe.data.seq_len
-    engine.train_step(micro_batches(job), target_tokens=tokens, learning_rate=1e-4)
+    terms = job.batch.global_batch_size * (job.recipe.data.seq_len if engine.objective is None else 1)
+    engine.train_step(micro_batches(job), target_tokens=terms, learning_rate=1e-4)
 
 
 def micro_batches(job: Job) -> Iterator[MicroBatch]:
@@ -191,4 +202,32 @@ def micro_batches(job: Job) -> Iterator[MicroBatch]:
             position_ids=positions if data.masks_documents else None,
             dropout_seed=number,
             sources=torch.zeros(samples, dtype=torch.long) if data.labels else None,
+            sequences=_sequences(samples, data.seq_len) if data.format in PREFERENCE_FORMATS else None,
+            teacher=_teacher_tokens(job, ids),
         )
+
+
+def _sequences(samples: int, seq_len: int) -> Sequences:
+    """Return a pair for each sample, whose sequences have half of its places each."""
+    halves = torch.arange(seq_len) * 2 // seq_len  # [s]
+    numbers = 2 * torch.arange(samples).unsqueeze(1) + halves
+    return Sequences(
+        numbers=numbers,
+        tokens=torch.full((samples, 2), seq_len // 2),
+        reference=torch.zeros(samples, 2, dtype=torch.float64),
+        is_desirable=torch.ones(samples, dtype=torch.bool),
+        is_counted=torch.ones(samples, dtype=torch.bool),
+        weights=torch.ones(samples, dtype=torch.float64),
+        rows=torch.arange(samples),
+        pieces=torch.arange(samples),
+        chosen_token_share=2 / seq_len,
+    )
+
+
+def _teacher_tokens(job: Job, ids: torch.Tensor) -> TeacherTokens | None:
+    """Return a teacher's tokens for each place of `ids` [b, s], where the job has a teacher."""
+    section = job.recipe.train.distill
+    if section is None:
+        return None
+    top = torch.zeros(*ids.shape, section.top_k, dtype=torch.long)
+    return TeacherTokens(ids=top, logps=torch.zeros(*ids.shape, section.top_k + 1))

@@ -11,9 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from toolkit.checkpoint.save_plan import plan_files
-from toolkit.config.data_section import PREFERENCE_FORMATS
 from toolkit.config.job import Job
-from toolkit.config.objective_section import ObjectiveSection
 from toolkit.config.stage_balance import CPU_FLOPS_PER_BYTE, GPU_FLOPS_PER_BYTE
 from toolkit.dsconfig import build
 from toolkit.estimate.breakdown import MemoryBreakdown
@@ -170,11 +168,9 @@ def rehearsed_job(job: Job) -> Job:
         {
             "model": {"kernels": "torch"},
             "batch": {"global_batch_size": samples},
-            "train": {"compile": False, "objective": ObjectiveSection()},
+            "train": {"compile": False},
         }
     )
-    if recipe.data.format in PREFERENCE_FORMATS:
-        changed = changed.changed({"data": {"format": "chat"}})  # as the token loss of packed documents
     return replace(job, recipe=changed, batch=replace(job.batch, global_batch_size=samples))
 
 
