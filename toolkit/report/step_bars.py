@@ -6,7 +6,7 @@ from dataclasses import dataclass
 TONES = {
     "compute": "cool0",
     "recompute": "cool3",
-    "reference": "cool4",
+    "reference": "cool1",
     "host": "tolerance",
     "tensor": "warm0",
     "context": "cool4",
