@@ -81,7 +81,7 @@ def _plain(value: Any, depth: int = 0) -> Any:
         fields = {name: _plain(member, depth + 1) for name, member in vars(value).items() if name != "positional"}
         if fields:
             return fields
-        arguments = getattr(value, "positional", ())
+        arguments: tuple[Any, ...] = getattr(value, "positional", ())
         return arguments[0] if len(arguments) == 1 and isinstance(arguments[0], str | int | float) else None
     if isinstance(value, Mapping):
         return {str(name): _plain(member, depth + 1) for name, member in value.items()}
