@@ -1,4 +1,4 @@
-"""What is exported, as the programs that load models read it: transformers' pipelines and server, vLLM, and lm_eval.
+"""What is exported, as the programs that load models read it: transformers' pipelines and server, and vLLM.
 
 vLLM itself needs a GPU. It reads the class from `architectures`, builds it by `config.json`, gives it the tensors by
 their names, takes the head of a tied model from its embedding, and stops where generation_config.json says.
@@ -77,25 +77,3 @@ def test_an_exported_model_has_what_servers_read(make_recipe: Callable[..., Reci
     generate = pipeline("text-generation", model=str(place), device="cpu")
     (answer,) = generate("def ", max_new_tokens=3, do_sample=False)
     assert answer["generated_text"].startswith("def ")
-
-
-@pytest.mark.whole  # pip install lm_eval
-def test_lm_eval_measures_an_exported_model(make_recipe: Callable[..., Recipe], tmp_path: Path) -> None:
-    evaluation = pytest.importorskip("lm_eval", reason="lm_eval is not installed")
-    place = exported(make_recipe, tmp_path, "llama")
-    rows = [{"question": "1 + 1 =", "answer": " 2"}, {"question": "2 + 1 =", "answer": " 3"}]
-    (tmp_path / "sums.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    task = {
-        "task": "sums",
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "sums.jsonl")}},
-        "test_split": "test",
-        "output_type": "loglikelihood",
-        "doc_to_text": "question",
-        "doc_to_target": "answer",
-        "metric_list": [{"metric": "perplexity"}, {"metric": "acc"}],
-    }
-    results = evaluation.simple_evaluate(
-        model="hf", model_args={"pretrained": str(place), "dtype": "float32"}, tasks=[task], device="cpu", batch_size=1
-    )
-    assert results["results"]["sums"]["perplexity,none"] > 1
