@@ -52,10 +52,10 @@ def test_gathering_sends_keys_and_values_three_times(layout: str) -> None:
 def test_a_ring_hides_what_takes_no_longer_than_a_block(cp: int) -> None:
     """All but the gradients of the last block, if the link is fast; what is left of three rounds, if it is slow."""
     fast, faster, slow, slower = (setup(f"dp1-cp{cp}-z3", 1 << 20, link=link) for link in (1.0, 2.0, 1e-5, 5e-6))
-    seconds = [predict_step(one).context for one in (fast, faster, slow, slower)]
-    alone = (on_the_link(one, 1 / cp) for one in (fast, faster))
+    seconds = [predict_step(each).context for each in (fast, faster, slow, slower)]
+    alone = (on_the_link(each, 1 / cp) for each in (fast, faster))
     assert seconds[0] - seconds[1] == pytest.approx(next(alone) - next(alone), rel=1e-6)
-    every = (on_the_link(one, 3 * (cp - 1) / cp) for one in (slower, slow))
+    every = (on_the_link(each, 3 * (cp - 1) / cp) for each in (slower, slow))
     assert seconds[3] - seconds[2] == pytest.approx(next(every) - next(every), rel=1e-6)
 
 
@@ -67,8 +67,8 @@ def test_recomputation_exchanges_keys_and_values_of_the_forward_pass_again() -> 
 
 @pytest.mark.parametrize("cp", [2, 8])
 def test_ranks_share_attention_equally(cp: int) -> None:
-    one, shared = (setup(layout, 131072) for layout in ("dp1-z3", f"dp1-cp{cp}-z3"))
-    whole, part = (attention_seconds(H100, each.shape, each.work, each.execution) for each in (one, shared))
+    alone, shared = (setup(layout, 131072) for layout in ("dp1-z3", f"dp1-cp{cp}-z3"))
+    whole, part = (attention_seconds(H100, each.shape, each.work, each.execution) for each in (alone, shared))
     assert cp * part.forward == pytest.approx(whole.forward, rel=1e-3)
     assert cp * part.backward == pytest.approx(whole.backward, rel=1e-3)
     pairs = []
@@ -121,5 +121,5 @@ def test_training_accepts_every_layout_with_context_parallelism() -> None:
 
 
 def test_a_batch_of_one_long_sequence_needs_context_parallelism_or_model_parallel_ranks() -> None:
-    found = list(layouts(replace(request(131072, batch=1), fixed={"tp": 1, "pp": 1, "ulysses": 1})))
-    assert {layout.cp for layout in found} == {16}
+    tried = list(layouts(replace(request(131072, batch=1), fixed={"tp": 1, "pp": 1, "ulysses": 1})))
+    assert {layout.cp for layout in tried} == {16}

@@ -9,6 +9,7 @@ Dims: h heads, n positions of a rank, s positions of the sequence, d size of a h
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -41,25 +42,28 @@ def _fault(view: SequenceView, positions: Tensor, device: torch.device) -> str:
     length = view.sequence.length
     heads = 1 if view.heads is None else view.heads.size()
     samples = len(view.sequence.starts)
+    exact: dict[str, Any] = {"dtype": torch.float64}  # fp32 may be rounded to TF32 in products on a GPU
     generator = torch.Generator().manual_seed(0)
-    query, key = (torch.randn(1, heads, length, _SIZE, generator=generator).to(device) for _ in range(2))
+    query, key = (torch.randn(1, heads, length, _SIZE, generator=generator, **exact).to(device) for _ in range(2))
     mine = positions.to(device)
-    identity = torch.eye(length, device=device).expand(samples, heads, -1, -1)
+    identity = torch.eye(length, device=device, **exact).expand(samples, heads, -1, -1)
 
-    def run(query: Tensor, key: Tensor) -> Tensor:
-        parts = (each.expand(samples, -1, -1, -1)[:, :, mine] for each in (query, key))
-        return attend(nn.Module(), *parts, identity[:, :, mine], view)[0].transpose(1, 2)[0]  # [h, n, s]
+    def shared(query: Tensor, key: Tensor) -> Tensor:
+        queries = query.expand(samples, -1, -1, -1)[:, :, mine]
+        keys = key.expand(samples, -1, -1, -1)[:, :, mine]
+        output, _ = attend(nn.Module(), queries, keys, identity[:, :, mine], view)
+        return output.transpose(1, 2)[0]  # [h, n, s]
 
     hidden = torch.arange(length, device=device) > mine[:, None]
-    factors = torch.randn(heads, len(mine), length, generator=generator).to(device)
-    found, gradients = _with_gradients(run, query, key, factors)
+    factors = torch.randn(heads, len(mine), length, generator=generator, **exact).to(device)
+    weights, gradients = _with_gradients(shared, query, key, factors)
 
     def whole(query: Tensor, key: Tensor) -> Tensor:
         scores = query[0, :, mine] @ key[0].mT / _SIZE**0.5
         return scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
 
     wanted, right = _with_gradients(whole, query, key, factors)
-    fault = _of_weights(found, wanted, hidden)
+    fault = _of_weights(weights, wanted, hidden)
     if fault:
         return fault
     # Gradients of keys are sums over the queries of all ranks, which the other ranks' factors enter: those of queries
@@ -80,17 +84,17 @@ def _with_gradients(
     return weights.detach(), query.grad[0]
 
 
-def _of_weights(found: Tensor, wanted: Tensor, hidden: Tensor) -> str:
+def _of_weights(weights: Tensor, wanted: Tensor, hidden: Tensor) -> str:
     """Name the mistake by the weights [h, n, s] that queries put on keys."""
-    if torch.allclose(found, wanted, rtol=_SAME, atol=_SAME**2):
+    if torch.allclose(weights, wanted, rtol=_SAME, atol=_SAME**2):
         return ""
-    seen = ~hidden.expand_as(found)
-    unseen_weight = found[~seen].abs().sum() / found.abs().sum()
-    is_lost = (found[seen] < _SAME * wanted[seen]).any()
+    seen = ~hidden.expand_as(weights)
+    unseen_weight = weights[~seen].abs().sum() / weights.abs().sum()
+    is_lost = (weights[seen] < _SAME * wanted[seen]).any()
     if unseen_weight > _SAME or is_lost:
-        what = "put weight on later positions" if unseen_weight > _SAME else "put none on positions that they see"
-        return f"queries {what}: keys and values of chunks are in another order than their positions"
-    ratios = torch.where(seen, found / wanted, torch.nan)
+        mistake = "put weight on later positions" if unseen_weight > _SAME else "put none on positions that they see"
+        return f"queries {mistake}: keys and values of chunks are in another order than their positions"
+    ratios = torch.where(seen, weights / wanted, torch.nan)
     least = ratios.nan_to_num(torch.inf).amin(dim=-1, keepdim=True)
     multiples = (ratios / least)[seen]
     if ((multiples - multiples.round()).abs() < _SAME * multiples).all() and multiples.max() > 1.5:
