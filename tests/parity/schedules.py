@@ -73,7 +73,7 @@ def schedule_cells() -> Iterator[Cell]:
                 strategy=name, family="llama", optimizer="adamw", accumulation=4, clipped=True, tied=True,
                 precision="bf16",
             )  # fmt: skip
-    for schedule, optimizer in product(SCHEDULES, ("muon", "lion", "adafactor", "adamw8bit")):
+    for schedule, optimizer in product(SCHEDULES, ("muon", "adafactor")):
         yield ScheduleCell(
             strategy=strategy("pp2", schedule, 1, recomputes=False), family="gpt2", optimizer=optimizer,
             accumulation=4, clipped=True, tied=True, precision="fp32",
