@@ -42,6 +42,7 @@ def test_a_planned_run_resumes_on_other_ranks_with_another_plan(train: Train, tm
     assert losses(tmp_path / "four")[-2:] == pytest.approx(losses(tmp_path / "one")[2:], rel=1e-6)
 
 
+@pytest.mark.whole
 def test_a_planned_schedule_is_said_and_kept_and_trains_the_same(train: Train, tmp_path: Path) -> None:
     fields = ("parallel.pp=2", "batch.micro_batch_size=1", "schedule.warmup_steps=0")
     train("run_dir=plain", *fields, **SMALL, world_size=2)
