@@ -17,6 +17,8 @@ def _nan_of_null(value: Any) -> Any:
     return math.nan if value is None else value
 
 
+MARGIN_EDGES = (-10.0, -3.0, -1.0, -0.3, -0.1, -0.03, -0.01, 0.0, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+"""Margins of rewards between which pairs are counted: each bin has its lower edge, and the outer ones have no end."""
 Measured = Annotated[float, BeforeValidator(_nan_of_null)]
 """A number that may be NaN or infinite, which JSON does not have: it is written as null, and null is read as NaN."""
 
@@ -68,6 +70,8 @@ class StepMetrics(BaseModel):
     `rewards/margins`, `rewards/accuracies`, `logps/chosen` and `logps/rejected`, and `kl` or `delta`; in nats."""
     slow_ranks: dict[str, Measured] | None = None
     """How many times as long as others a rank takes that these wait for, by rank, host and phase."""
+    margins: tuple[int, ...] | None = None
+    """The pairs of the step by their margin of rewards, counted between MARGIN_EDGES."""
     batch: str | None = None
     """A hash of the step's samples and their order, equal in every layout."""
 

@@ -12,6 +12,7 @@ from toolkit import hardware
 from toolkit.cli.main import main
 from toolkit.errors import ReportError
 from toolkit.report.load_map import load_map
+from toolkit.report.margin_histogram import margin_histogram
 from toolkit.report.recorded_run import RecordedRun, read_metrics, read_runs
 from toolkit.report.run_charts import run_charts, running_mean
 from toolkit.report.runs_page import figures, run_events, runs_page, write_runs
@@ -87,6 +88,21 @@ def test_rewards_and_margins_of_an_objective_have_charts(make_run: MakeRun) -> N
     assert charts["loss"].unit == "of a pair or completion"
     assert "accuracies" not in charts
     assert "token-loss" not in charts
+
+
+def test_margins_of_the_first_and_the_last_steps_have_a_histogram(make_run: MakeRun) -> None:
+    counts = [[0] * 16 for _ in range(20)]
+    for step in range(20):
+        counts[step][8] = 6 if step < 10 else 2
+        counts[step][11] = 2 if step < 10 else 6
+    run = one(make_run([line(step + 1, margins=row) for step, row in enumerate(counts)]))
+    histogram = margin_histogram(run)
+    assert histogram is not None
+    assert histogram.spans == ("steps 1 to 2 (2 steps)", "steps 19 to 20 (2 steps)")
+    empty = [("0.01 to 0.03", 0.0, 0.0), ("0.03 to 0.1", 0.0, 0.0)]
+    assert histogram.rows == (("0 to 0.01", 75.0, 25.0), *empty, ("0.1 to 0.3", 25.0, 75.0))
+    assert "Margins of pairs" in runs_page([run], command="dstk report")
+    assert margin_histogram(one(make_run([line(1)], name="text"))) is None
 
 
 def test_the_numbers_of_a_run(make_run: MakeRun) -> None:

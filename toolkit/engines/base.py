@@ -53,7 +53,7 @@ class StepResult:
 
     `skipped`: an fp16 step that overflowed; the loss scale was lowered and no weight changed. `source_losses`: the sum
     of the token losses of each source of a mixture. `routing`: of a model with experts. `objective`: metrics of an
-    objective, by name.
+    objective, by name. `margins`: pairs by their margin, counted between MARGIN_EDGES.
     """
 
     loss: float
@@ -62,6 +62,7 @@ class StepResult:
     source_losses: tuple[float, ...] = ()
     routing: RoutingStats | None = None
     objective: dict[str, float] | None = None
+    margins: tuple[int, ...] | None = None
 
 
 class Engine(ABC):
@@ -383,6 +384,7 @@ class Engine(ABC):
                 skipped=update.skipped,
                 routing=routing,
                 objective=metrics,
+                margins=None if self.objective is None else self.objective.margins(losses),
             )
         return StepResult(
             loss=losses[0] / target_tokens,

@@ -14,6 +14,7 @@ from pathlib import Path
 from toolkit.config.recipe import Recipe
 from toolkit.errors import ReportError
 from toolkit.report.load_map import load_map
+from toolkit.report.margin_histogram import margin_histogram
 from toolkit.report.measured_timeline import timelines_of
 from toolkit.report.page import figure, readouts, render, replace_folder
 from toolkit.report.prediction import compare_with_plan, state_difference
@@ -58,6 +59,7 @@ def runs_page(runs: Sequence[RecordedRun], *, command: str) -> str:
         ],
         drawings=[figure(chart) for chart in charts],
         timelines=list(_timelines(runs)),
+        margins=[drawn for run in runs if (drawn := margin_histogram(run)) is not None],
         load_maps=[drawn for run in runs if (drawn := load_map(run)) is not None],
         beside=beside,
         difference=state_difference(beside),

@@ -247,6 +247,7 @@ class TrainingRun:
             **_of_experts(result.routing),
             objective=result.objective,
             slow_ranks=self._compare_ranks(times),
+            margins=result.margins,
             batch=digest,
         )
         self.history.append(metrics)

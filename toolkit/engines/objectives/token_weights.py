@@ -18,6 +18,7 @@ import torch.distributed as dist
 from toolkit.config.objective_section import UNPAIRED, ObjectiveSection
 from toolkit.data.samples.micro_batch import Sequences
 from toolkit.engines.objectives.formulas import FORMULAS, ObjectiveValue, SequenceSums
+from toolkit.step_metrics import MARGIN_EDGES
 
 _PAIR_METRICS = (
     "rewards/chosen",
@@ -33,7 +34,8 @@ _COUNTED = 8
 Observer = Callable[[Sequences, SequenceSums, torch.Tensor, torch.Tensor], None]
 """Function of what trains in a micro-batch: sequences, what the formula gets, losses and weights of tokens [b, s]."""
 _TOTALS = 9
-"""Numbers that a step adds up: the loss, six sums of metrics, the desirable completions, and all that are counted."""
+"""Numbers that a step adds up: the loss, six sums of metrics, the desirable completions, and all that are counted. Of
+pairs, the number in each bin of margins follows."""
 
 
 class TokenWeights:
@@ -55,7 +57,9 @@ class TokenWeights:
         """Whether this rank counts what all ranks of `group` know."""
         self._sequences: Sequences | None = None
         self._mode = "train"
-        self.totals = torch.zeros(_TOTALS, dtype=torch.float64, device=device)
+        bins = 0 if section.name in UNPAIRED else len(MARGIN_EDGES) + 1
+        self._margin_edges = torch.tensor(MARGIN_EDGES, dtype=torch.float64, device=device)
+        self.totals = torch.zeros(_TOTALS + bins, dtype=torch.float64, device=device)
         self.mean = torch.zeros(2, dtype=torch.float64, device=device)
         """Sum and count of what the global batch is compared with, before and after the ranks have added theirs."""
         self._seen_rewards = torch.zeros(2, dtype=torch.float64, device=device)
@@ -151,6 +155,8 @@ class TokenWeights:
             margins = rewards[:, 0] - rewards[:, 1]
             columns = [rewards[:, 0], rewards[:, 1], margins, (margins > 0).double(), logps[:, 0], logps[:, 1]]
             columns = [column * counted for column in columns]
+            bins = torch.bucketize(margins, self._margin_edges, right=True)
+            self.totals[_TOTALS:].index_add_(0, bins, counted)
         for position, column in enumerate(columns, 1):
             self.totals[position] += column.sum()
 
@@ -170,6 +176,10 @@ class TokenWeights:
             metrics["rewards/margins"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
         metrics["kl" if self._section.name == "kto" else "delta"] = self._shift
         return metrics
+
+    def margins(self, totals: Sequence[float]) -> tuple[int, ...] | None:
+        """Return the pairs of a step in each bin of margins, of `totals` as of `metrics`; None of unpaired data."""
+        return tuple(int(number) for number in totals[_TOTALS:]) or None
 
     def _add_to_mean(self, inputs: SequenceSums) -> None:
         """Add the log-ratios of mismatched completions (kto), or the rewards of all completions (bco), in nats."""
