@@ -10,7 +10,7 @@ import torch
 from plain_fine_tuning import save_base
 from small_chats import write_tokenizer
 from small_preferences import LAYOUTS as SMALL_LAYOUTS
-from small_preferences import words, write_rows
+from small_preferences import small_llama, words, write_rows
 from transformers import AutoModelForCausalLM
 
 from toolkit.config import recipe_problems
@@ -136,6 +136,13 @@ def test_full_logits_and_adapters_learn_the_same(distilled: Make, ranks: Ranks, 
     model = {"name_or_path": str(save_base(tmp_path / "base", "llama")), "init": "pretrained"}
     check_equal(distilled, ranks, LAYOUTS[layout], model={**model, "loss": "plain"})
     check_equal(distilled, ranks, LAYOUTS[layout], model={**model, "lora": {"r": 4, "targets": ["all-linear"]}})
+
+
+@pytest.mark.whole
+def test_experts_of_several_ranks_learn_the_same(distilled: Make, ranks: Ranks) -> None:
+    llama = small_llama(2, initializer_range=0.1)["overrides"]
+    experts = {"name_or_path": "mixtral-8x7b", "overrides": {**llama, "num_local_experts": 4, "num_experts_per_tok": 2}}
+    check_equal(distilled, ranks, {"dp": 2, "ep": 2, "zero_stage": 1}, model=experts)
 
 
 @pytest.mark.parametrize(

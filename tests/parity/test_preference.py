@@ -11,7 +11,7 @@ from small_preferences import LAYOUTS as SMALL_LAYOUTS
 from small_preferences import preference_data, small_llama
 
 from toolkit.config.recipe import Recipe
-from toolkit.parity import ParityResult
+from toolkit.parity import ParityResult, ParityRun
 from toolkit.parity.run.train_in_memory import train_in_memory
 
 Ranks = Callable[..., list[Any]]
@@ -69,12 +69,28 @@ def preferences(make_recipe: Callable[..., Recipe], tmp_path: Path) -> Callable[
     return make
 
 
+@pytest.fixture(scope="module")
+def baselines() -> dict[str, ParityRun]:
+    """What one process trained, by objective and changes: the cells of all layouts are held to it."""
+    return {}
+
+
 def check_equal(
-    preferences: Callable[..., Recipe], ranks: Ranks, objective: str, section: dict[str, Any], **changes: Any
+    preferences: Callable[..., Recipe],
+    ranks: Ranks,
+    objective: str,
+    section: dict[str, Any],
+    *,
+    baselines: dict[str, ParityRun] | None = None,
+    **changes: Any,
 ) -> ParityResult:
     size = math.prod(section.get(axis, 1) for axis in ("dp", "tp", "pp", "ulysses", "cp"))
     plain = {**changes, "train__engine": "reference"}
-    baseline = ranks(train_in_memory, 1, preferences(objective, **plain))[0]
+    known = {} if baselines is None else baselines
+    key = f"{objective} {changes}"
+    if key not in known:
+        known[key] = ranks(train_in_memory, 1, preferences(objective, **plain))[0]
+    baseline = known[key]
     run = ranks(train_in_memory, size, preferences(objective, parallel=section, **changes), timeout_seconds=300)[0]
     result = ParityResult.of(run, baseline)
     assert result.passed, str(result)
@@ -85,9 +101,9 @@ def check_equal(
 
 @pytest.mark.parametrize(("objective", "layout"), CELLS)
 def test_an_objective_trains_what_one_process_trains(
-    preferences: Callable[..., Recipe], ranks: Ranks, objective: str, layout: str
+    preferences: Callable[..., Recipe], ranks: Ranks, baselines: dict[str, ParityRun], objective: str, layout: str
 ) -> None:
-    check_equal(preferences, ranks, objective, LAYOUTS[layout])
+    check_equal(preferences, ranks, objective, LAYOUTS[layout], baselines=baselines)
 
 
 @pytest.mark.parametrize(
@@ -106,11 +122,16 @@ def test_full_logits_give_the_same_as_chunks_of_them(
 @pytest.mark.parametrize("objective", ["dpo", "kto", "orpo", "simpo"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_thirty_steps_train_what_one_process_trains(
-    preferences: Callable[..., Recipe], ranks: Ranks, objective: str, layout: str, optimizer: str
+    preferences: Callable[..., Recipe],
+    ranks: Ranks,
+    baselines: dict[str, ParityRun],
+    objective: str,
+    layout: str,
+    optimizer: str,
 ) -> None:
     # At larger rates the loss of so few pairs is near 0 in the end, and its relative difference is that of rounding.
-    fields = {"name": optimizer, "lr": 3e-5, "weight_decay": 0.1}
-    check_equal(preferences, ranks, objective, LAYOUTS[layout], train__steps=30, optimizer=fields)
+    changes = {"train__steps": 30, "optimizer": {"name": optimizer, "lr": 3e-5, "weight_decay": 0.1}}
+    check_equal(preferences, ranks, objective, LAYOUTS[layout], baselines=baselines, **changes)
 
 
 @pytest.mark.parametrize(

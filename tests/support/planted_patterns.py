@@ -145,9 +145,9 @@ def completions(*, from_step: int = 1, **facts: Callable[[Array], Array]) -> Cha
 
 def without_rejected(values: Array) -> Array:
     """Zero for the rejected completion of the first pair."""
-    own = values.copy()
-    own[1] = 0
-    return own
+    changed_values = values.copy()
+    changed_values[1] = 0
+    return changed_values
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,7 @@ def command(recipe: str, overrides: tuple[str, ...], layout: str | None, show: i
       dstk data recipes/demo.yaml
       dstk data chat.yaml --show 2 data.train_on=last_assistant
     """
-    from toolkit.data.samples.describe import describe_validation
+    from toolkit.data.samples.describe import describe_other_models, describe_validation
     from toolkit.data.samples.loader import training_samples
     from toolkit.data.samples.mixture import MixtureSamples
     from toolkit.data.tokens.corpora import prepare_all
@@ -47,7 +47,8 @@ def command(recipe: str, overrides: tuple[str, ...], layout: str | None, show: i
             facts += _facts(text.corpus, part)
     else:
         facts += _facts(corpora.first, samples)
-    for name, fact in [*facts, *describe_validation(loaded, corpora)]:
+    facts += [*describe_other_models(loaded, corpora, samples), *describe_validation(loaded, corpora)]
+    for name, fact in facts:
         click.echo(f"{name:<10}  {fact}")
     for position in range(show):
         _print_sample(corpora, samples, position)

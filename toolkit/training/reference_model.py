@@ -21,7 +21,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from toolkit.config.recipe import Recipe
-from toolkit.data.samples.preference_samples import PreferenceSamples
+from toolkit.data.samples.preference_samples import REFERENCE_BYTES, PreferenceSamples
 from toolkit.data.tokens.corpora import OpenText
 from toolkit.engines.second_weights import SecondWeights
 from toolkit.files import expanded
@@ -34,8 +34,6 @@ _MODEL_FIELDS = ("name_or_path", "init", "overrides", "load_in_4bit", "float8")
 """Fields of `model` that decide what its first forward pass computes."""
 _BATCHES_A_COMMIT = 64
 """Micro-batches of a rank between two writes of the cache."""
-_PIECE_BYTES = 16
-"""Bytes of a pair or completion in the cache: two log-probabilities."""
 _WEIGHTS = (".safetensors", ".bin")
 
 
@@ -115,14 +113,14 @@ def _read(path: Path) -> NDArray[np.float64]:
     """Read the cache as far as it is there, [n, 2]."""
     with contextlib.suppress(OSError):
         data = path.read_bytes()
-        return np.frombuffer(data[: len(data) // _PIECE_BYTES * _PIECE_BYTES], dtype="<f8").reshape(-1, 2)
+        return np.frombuffer(data[: len(data) // REFERENCE_BYTES * REFERENCE_BYTES], dtype="<f8").reshape(-1, 2)
     return np.empty((0, 2))
 
 
 def _append(path: Path, begin: int, part: NDArray[np.float64]) -> None:
     """Write the log-probabilities of the pieces from `begin` on; what the disk does not take is computed again."""
     with contextlib.suppress(OSError), path.open("r+b" if path.exists() else "w+b") as file:
-        file.seek(begin * _PIECE_BYTES)
+        file.seek(begin * REFERENCE_BYTES)
         file.write(part.astype("<f8").tobytes())
         file.flush()
         os.fsync(file.fileno())

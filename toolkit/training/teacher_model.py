@@ -21,13 +21,15 @@ import torch.distributed as dist
 from toolkit.config.distill_section import DistillSection
 from toolkit.config.job import Job
 from toolkit.config.objective_section import ObjectiveSection
-from toolkit.config.recipe import OptimizerSection, Recipe
+from toolkit.config.recipe import ModelSection, OptimizerSection, Recipe
+from toolkit.config.router_rules import expert_count
 from toolkit.data.samples.loader import MicroBatchLoader
 from toolkit.data.samples.samples import Samples
 from toolkit.data.samples.teacher_table import TeacherTable
 from toolkit.data.tokens.corpora import Corpora, OpenText
 from toolkit.engines.base import Engine
 from toolkit.errors import RunError
+from toolkit.model_init.build_model import load_config
 from toolkit.parallel.distilled_loss import TopTokens
 from toolkit.training.preflight import check_model, check_vocabulary, deepspeed_config, find_shape
 from toolkit.training.reference_model import weights_identity
@@ -35,6 +37,8 @@ from toolkit.training.reference_model import weights_identity
 _VERSION = 1
 _BATCHES_A_COMMIT = 16
 """Micro-batches of a rank between two notes of how much is done."""
+_ROUTING = ("router_aux_loss", "router_z_loss", "router_bias_update", "expert_capacity_factor")
+"""Fields of `model` that only training reads, and that a teacher without experts may not have."""
 _TEACHER = "train.distill.teacher"
 _CACHE = "data.cache_dir"
 
@@ -121,7 +125,8 @@ def _compute(
 def _teacher_job(job: Job) -> Job:
     """Return the job of the teacher: its model in the layout of the run, which takes no step.
 
-    Ranks that share each sequence of the student have sequences of their own: without gradients these fit.
+    Ranks that share each sequence of the student have sequences of their own: without gradients these fit. Those that
+    share out the experts of a student are replicas of a teacher without experts. No router is balanced.
     """
     recipe = job.recipe
     section = recipe.train.distill
@@ -134,16 +139,20 @@ def _teacher_job(job: Job) -> Job:
         "freeze": (),
         "train_only": (),
         "load_in_4bit": False,
+        **{name: ModelSection.model_fields[name].default for name in _ROUTING},
     }
+    has_experts = expert_count(load_config(recipe.model.model_copy(update=model)).to_dict()) > 0
+    ep = job.layout.ep if has_experts else 1
+    experts = job.layout.experts if has_experts else "whole"
     changed = recipe.changed(
         {
             "model": model,
             "train": {"distill": None, "objective": ObjectiveSection.model_construct()},
-            "parallel": {"ulysses": 1},
+            "parallel": {"ulysses": 1, "ep": ep, "experts": experts},
         }
     )
     changed = changed.model_copy(update={"optimizer": OptimizerSection(name="adamw", lr=1e-4)})
-    layout = replace(job.layout, dp=job.layout.dp * job.layout.ulysses, ulysses=1)
+    layout = replace(job.layout, dp=job.layout.dp * job.layout.ulysses, ulysses=1, ep=ep, experts=experts)
     batch = replace(job.batch, dp=layout.dp)
     return replace(job, recipe=changed, layout=layout, batch=batch, shape=None)
 

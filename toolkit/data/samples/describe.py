@@ -1,8 +1,8 @@
 """Description of a recipe's data, in rows of a name and a text, as the banner of a run and `dstk data` show them."""
 
-from toolkit.config.data_section import PREFERENCE_FORMATS
 from toolkit.config.recipe import Recipe
 from toolkit.data.samples.mixture import MixtureSamples
+from toolkit.data.samples.preference_samples import REFERENCE_BYTES, PreferenceSamples
 from toolkit.data.samples.samples import Samples
 from toolkit.data.samples.teacher_table import bytes_of_token
 from toolkit.data.tokens.corpora import Corpora, OpenText
@@ -23,19 +23,19 @@ def describe_data(recipe: Recipe, corpora: Corpora, samples: Samples) -> list[tu
         facts = [("data", f"{data.source}, {tokens}")]
     ends = dict.fromkeys(text.corpus.ends for text in corpora.sources.values() if text.corpus.ends)
     facts += [("documents", "; ".join(ends)), ("samples", samples.summary())]
-    return [*facts, *_other_models(recipe, corpora), *describe_validation(recipe, corpora)]
+    return [*facts, *describe_other_models(recipe, corpora, samples), *describe_validation(recipe, corpora)]
 
 
-def _other_models(recipe: Recipe, corpora: Corpora) -> list[tuple[str, str]]:
+def describe_other_models(recipe: Recipe, corpora: Corpora, samples: Samples) -> list[tuple[str, str]]:
     """Describe the reference of an objective, or the teacher with the disk that its tokens take."""
     facts = []
     objective = recipe.train.objective
-    if recipe.data.format in PREFERENCE_FORMATS and objective.needs_reference:
-        when = (
-            "in each step, from a copy in memory"
-            if objective.reference == "online"
-            else "before the first step, cached"
-        )
+    if isinstance(samples, PreferenceSamples) and objective.needs_reference:
+        when = "in each step, from a copy in memory"
+        if objective.reference != "online":
+            rows = len(samples.in_order())
+            size = format_bytes(samples.piece_count * REFERENCE_BYTES)
+            when = f"before the first step, of {rows:,} samples: {size} beside the token cache"
         facts.append(("reference", f"{objective.reference}, log-probabilities {when}"))
     section = recipe.train.distill
     if section is not None:

@@ -23,6 +23,8 @@ from toolkit.data.tokens.sequence_marks import BEGINS, BEGINS_DESIRABLE, TRAINED
 from toolkit.data.tokens.token_cache import TokenCorpus
 from toolkit.parallel.loss import IGNORE
 
+REFERENCE_BYTES = 16
+"""Bytes of a pair or completion in the cache of a reference: two log-probabilities."""
 _OUTCOMES = {"truncate": "truncated", "drop": "left out"}
 
 
@@ -132,7 +134,9 @@ class PreferenceSamples(DocumentSamples):
         noun = "completions" if self._has_labels else "pairs"
         outcome = _OUTCOMES.get(self._overlong, self._overlong)
         longer = f"{self.overlong_documents:,} longer than {self.seq_len:,} tokens {outcome}"
+        places = self._lengths.mean() if self.piece_count else 0.0
         text = f"{len(self):,} an epoch, {self._filled:.1%} filled; {self.piece_count:,} {noun}: {longer}"
+        text += f"; {places:,.0f} places each, {self.piece_count / max(1, len(self)):.1f} a sample"
         if self.pieces_without_targets:
             text += f", {self.pieces_without_targets:,} without a target left out"
         return text

@@ -109,11 +109,11 @@ def _both(run: SequenceFacts, baseline: SequenceFacts) -> tuple[SequenceFacts, S
 
 def _is_of_another(diff: ParityResult, run: SequenceFacts, piece: int) -> bool:
     """Whether the run's reference of a pair is the right one of another pair."""
-    own = run.pieces == piece
+    is_here = run.pieces == piece
     known = diff.baseline.references
     if known is None:
         known = _rows_of_pieces(diff.baseline.sequences)
-    pairs = zip(run.reference[own].tolist(), run.sides[own].tolist(), strict=True)
+    pairs = zip(run.reference[is_here].tolist(), run.sides[is_here].tolist(), strict=True)
     matches = [np.isclose(known[:, side], value, rtol=_SAME_REFERENCE, atol=0.0) for value, side in pairs]
     return bool(np.logical_and.reduce(matches).any())
 
