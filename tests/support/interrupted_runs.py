@@ -18,7 +18,8 @@ def metrics(run: Path) -> list[dict[str, Any]]:
 
 def timeless(run: Path) -> list[dict[str, Any]]:
     """What of the metrics must repeat."""
-    return [{k: v for k, v in step.items() if k not in ("seconds", "memory_bytes", "slow_ranks")} for step in metrics(run)]
+    varying = ("seconds", "memory_bytes", "slow_ranks")
+    return [{name: value for name, value in step.items() if name not in varying} for step in metrics(run)]
 
 
 def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:

@@ -32,14 +32,12 @@ class MarginHistogram:
 
 def margin_histogram(run: RecordedRun) -> MarginHistogram | None:
     """Return the histogram of a run; None where no step has margins of pairs."""
-    steps = [step for step in run.log.steps if step.margins is not None and sum(step.margins)]
-    if not steps:
+    margins = [step.margins for step in run.log.steps if step.margins is not None and any(step.margins)]
+    if not margins:
         return None
-    count = max(1, len(steps) // _PARTS)
-    parts = (steps[:count], steps[-count:])
-    counts = np.array(
-        [np.sum([step.margins for step in part], axis=0) for part in parts], dtype=np.float64
-    )  # [2, bins]
+    count = max(1, len(margins) // _PARTS)
+    parts = (margins[:count], margins[-count:])
+    counts = np.array([np.array(part).sum(axis=0) for part in parts], dtype=np.float64)  # [2, bins]
     shares = 100 * counts / counts.sum(axis=1, keepdims=True)
     used = np.flatnonzero(shares.sum(axis=0))
     places = range(int(used[0]), int(used[-1]) + 1)

@@ -59,7 +59,7 @@ def runs_page(runs: Sequence[RecordedRun], *, command: str) -> str:
         ],
         drawings=[figure(chart) for chart in charts],
         timelines=list(_timelines(runs)),
-        margins=[drawn for run in runs if (drawn := margin_histogram(run)) is not None],
+        margins=[histogram for run in runs if (histogram := margin_histogram(run)) is not None],
         load_maps=[drawn for run in runs if (drawn := load_map(run)) is not None],
         beside=beside,
         difference=state_difference(beside),

@@ -52,7 +52,8 @@ def _fault(view: SequenceView, positions: Tensor, device: torch.device) -> str:
         queries = query.expand(samples, -1, -1, -1)[:, :, mine]
         keys = key.expand(samples, -1, -1, -1)[:, :, mine]
         output, _ = attend(nn.Module(), queries, keys, identity[:, :, mine], view)
-        return output.transpose(1, 2)[0]  # [h, n, s]
+        by_head: Tensor = output.transpose(1, 2)[0]  # [h, n, s]
+        return by_head
 
     hidden = torch.arange(length, device=device) > mine[:, None]
     factors = torch.randn(heads, len(mine), length, generator=generator, **exact).to(device)
