@@ -32,18 +32,21 @@ class MarginHistogram:
 
 def margin_histogram(run: RecordedRun) -> MarginHistogram | None:
     """Return the histogram of a run; None where no step has margins of pairs."""
-    margins = [step.margins for step in run.log.steps if step.margins is not None and any(step.margins)]
+    margins = {step.step: step.margins for step in run.log.steps if step.margins is not None and any(step.margins)}
     if not margins:
         return None
-    count = max(1, len(margins) // _PARTS)
-    parts = (margins[:count], margins[-count:])
-    counts = np.array([np.array(part).sum(axis=0) for part in parts], dtype=np.float64)  # [2, bins]
+    steps = list(margins)
+    count = max(1, len(steps) // _PARTS)
+    parts = (steps[:count], steps[-count:])
+    counts = np.array(
+        [np.array([margins[step] for step in part]).sum(axis=0) for part in parts], dtype=np.float64
+    )  # [2, bins]
     shares = 100 * counts / counts.sum(axis=1, keepdims=True)
     used = np.flatnonzero(shares.sum(axis=0))
     places = range(int(used[0]), int(used[-1]) + 1)
     return MarginHistogram(
         label=run.label,
-        spans=(_span([step.step for step in parts[0]]), _span([step.step for step in parts[1]])),
+        spans=(_span(parts[0]), _span(parts[1])),
         rows=tuple((_bin(place), float(shares[0, place]), float(shares[1, place])) for place in places),
     )
 

@@ -61,7 +61,8 @@ def _fault(view: SequenceView, positions: Tensor, device: torch.device) -> str:
 
     def whole(query: Tensor, key: Tensor) -> Tensor:
         scores = query[0, :, mine] @ key[0].mT / _SIZE**0.5
-        return scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
+        weights: Tensor = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
+        return weights
 
     wanted, right = _with_gradients(whole, query, key, factors)
     fault = _of_weights(weights, wanted, hidden)
