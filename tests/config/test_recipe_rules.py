@@ -95,6 +95,11 @@ CONFLICTS: list[tuple[dict[str, object], list[str], list[object]]] = [
         [("checkpoint.every", "1 or more"), ("train.spike_sigmas", 0)],
     ),
     (
+        {"optimizer__name": "lion", "parallel__pp": 2, "parallel__schedule": "zb-h1"},
+        ["parallel.schedule", "optimizer.name"],
+        [("parallel.schedule", None), ("optimizer.name", "adamw")],
+    ),
+    (
         {"train__repeat_check": 10, "parallel__pp": 2},
         ["parallel.pp", "train.repeat_check"],
         [("train.repeat_check", 0), ("parallel.pp", 1)],

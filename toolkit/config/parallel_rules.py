@@ -304,10 +304,13 @@ def _schedule_settings(recipe: Recipe) -> Iterator[Refusal]:
     if recipe.precision == "fp16":
         reason = "a loss scaler was not tested with it"
         yield recipe.conflict(field, "precision", reason=reason, remedy=(off, ("precision", "bf16 or fp32")))
-    if recipe.optimizer.name == "adamw8bit":
-        reason = "its moments of 8 bits amplify rounding, and it was not shown to train the same"
-        remedy = (off, ("optimizer.name", "adamw"))
-        yield recipe.conflict(field, "optimizer.name", reason=reason, remedy=remedy)
+    unshown = {
+        "adamw8bit": "its moments of 8 bits amplify rounding, and it was not shown to train the same",
+        "lion": "it takes the sign of its update, which rounding turns where that is near 0",
+    }
+    if recipe.optimizer.name in unshown:
+        reason = unshown[recipe.optimizer.name]
+        yield recipe.conflict(field, "optimizer.name", reason=reason, remedy=(off, ("optimizer.name", "adamw")))
 
 
 def _offload_settings(recipe: Recipe) -> Iterator[Refusal]:
