@@ -39,18 +39,21 @@ def unweighted(run: ParityRun) -> float:
     return sum(means) / len(means)
 
 
-def weighing(weights: list[float]) -> Change:
-    """A gradient in which samples count so many times."""
+def weighing(weights: list[float], *, only_layers: bool = False) -> Change:
+    """A gradient in which samples count so many times; with `only_layers` that of matrices inside of layers alone."""
 
     def change(run: ParityRun) -> ParityRun:
         own = dict(run.first_gradients)
         targets = sum(count for _, count in run.micro_losses)
         for name, rows in run.first_batch.gradients.items():
+            if only_layers and ("layers." not in name or own[name].ndim < 2):
+                continue
             value = own[name].copy().reshape(-1)
             places = np.linspace(0, value.size - 1, rows.shape[1]).astype(int)
             value[places] = np.array(weights) @ rows / targets
             own[name] = value.reshape(own[name].shape)
-        return replace(with_gradients(run, times(1.1)), first_gradients=own)
+        changed_run = run if only_layers else with_gradients(run, times(1.1))
+        return replace(changed_run, first_gradients=own)
 
     return change
 
@@ -554,6 +557,13 @@ PATTERNS = (
         cause=Cause.ACCUMULATION,
         says="some do not count once in the sum: sample 4 does not count",
     ),
+    Pattern(
+        name="weight gradients of a micro-batch that are computed twice",
+        plant=weighing([1, 1, 1, 1, 1, 1, 2, 2], only_layers=True),
+        rule="weight_gradients",
+        cause=Cause.ACCUMULATION,
+        says="micro-batch 3 counts once and 1 more",
+    ),
     Pattern(name="a wrong softmax", plant=other_loss, rule="forward_pass", cause=Cause.FORWARD, says="softmax"),
     Pattern(
         name="another forward pass of a family without layer outputs",
@@ -618,6 +628,13 @@ PATTERNS = (
         rule="wrong_gradients",
         cause=Cause.ALL_REDUCE,
         says="right after model.layers.2.norm.weight",
+    ),
+    Pattern(
+        name="wrong in all of the first layers",
+        plant=lambda run: with_gradients(run, turned, "embed", "layers.0", "layers.1"),
+        rule="wrong_gradients",
+        cause=Cause.MESSAGES,
+        says="right from layer 2 on",
     ),
     Pattern(
         name="gradients that follow no rule",

@@ -142,8 +142,8 @@ def predict_step(request: StepRequest) -> StepTime:
         of_rank[rank].append(stage_time)
     ranks = list(map(_sum, of_rank))
     slowest = max(ranks, key=lambda rank: rank.seconds)
+    forward_share = 1 - slowest.backward / slowest.seconds
     if layout.schedule is None:
-        forward_share = 1 - slowest.backward / slowest.seconds
         waiting = bubble_seconds([stage.seconds for stage in stages], forward_share, m) / execution.virtual_stages
         pipeline = _pipeline(request)
     else:
