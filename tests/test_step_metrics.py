@@ -28,6 +28,8 @@ EVERY_FIELD: dict[str, Any] = {
     "unused_experts": 0.125,
     "layer_expert_load": (None, 1.5),
     "objective": {"rewards/margins": 0.25},
+    "slow_ranks": {"rank 1 (node2) forward": 1.5},
+    "margins": (0, 2, 1),
     "batch": "abc",
 }
 
@@ -63,7 +65,7 @@ def test_trackers_get_every_number() -> None:
     scalars = StepMetrics(**EVERY_FIELD).scalars()
     numbers = {name: value for name, value in EVERY_FIELD.items() if isinstance(value, float | int)}
     parts = {"eval_loss/web": 2.5, "eval_loss/code": 3.0, "source_loss/books": 2.25, "source_tokens/books": 512}
-    parts["rewards/margins"] = 0.25
+    parts |= {"rewards/margins": 0.25, "slow_ranks/rank 1 (node2) forward": 1.5}
     assert scalars.keys() == (numbers.keys() - {"step", "skipped"}) | parts.keys() | {"tokens_per_second"}
     assert scalars["tokens_per_second"] == 2048
     assert scalars.items() >= parts.items()
