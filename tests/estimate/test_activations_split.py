@@ -11,7 +11,7 @@ from nonempty import nonempty
 
 from toolkit.models.shape import families
 
-DAILY = ("gpt2", "falcon", "bloom", "llama", "gemma3_text", "phi3")
+DAILY = ("gpt2", "falcon", "llama")
 _OWN_BLOCKS = ("glm", "bitnet", "olmo3", "diffllama", "minicpm3", "xglm", "persimmon", "mpt")
 """Gathered columns, norms inside, latents, fused projections."""
 _VARIANTS = (

@@ -60,7 +60,11 @@ def small_recipe(make_recipe, tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: " ".join(command.split()[:2]))
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(command, marks=WHOLE if command.startswith(("accelerate", "srun")) else []) for command in COMMANDS],
+    ids=lambda command: " ".join(command.split()[:2]),
+)
 def test_a_launcher_trains_a_planned_recipe_on_its_ranks(
     command: str, environment: dict[str, str], small_recipe: Path, tmp_path: Path
 ) -> None:
