@@ -79,6 +79,24 @@ def test_the_peak_of_every_rank_of_a_schedule_is_known_within_three_percent(
     assert max(errors.values(), key=abs) == pytest.approx(0, abs=0.03), errors
 
 
+@pytest.mark.parametrize("layout", ["pp2-z1", "pp2-zbv-z1"])
+def test_a_frozen_reference_is_in_the_peak_of_every_rank(make_recipe: Callable[..., Any], layout: str) -> None:
+    from toolkit.config.job import Job
+    from toolkit.config.strategy import Strategy
+    from toolkit.planner.run_memory import memory_request
+
+    fields = Strategy.parse(layout).sections(1)["parallel"]
+    recipe = make_recipe(parallel={name: value for name, value in fields.items() if name != "dp"}, overrides__n_layer=4)
+    job = Job.of(recipe, recipe.parallel.pp)
+    alone = replace(memory_request(recipe, job.layout, job.batch), stand_ins=True)
+    beside = replace(alone, setup=replace(alone.setup, keeps_reference=True))
+    for without, having in nonempty(list(zip(alone.stages(), beside.stages(), strict=True))):
+        assert without.reference == 0
+        assert having.reference > 0
+        assert having.static - without.static == having.reference
+        assert having.allocated - without.allocated == having.reference
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("pp", [2, 3, 4])
 def test_a_walk_holds_as_many_micro_batches_as_the_table_says(kind: Any, pp: int) -> None:

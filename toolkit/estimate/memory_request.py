@@ -147,7 +147,6 @@ class MemoryRequest:
         rank = rank_states(setup, self.framework, stage, layers)
         params = rank.params
         states = rank.states
-        resident = states.resident
         rank_pass = self._rank_pass(_part_of(stage, layout.pp), rank.precision)
         recorded = activations(rank_pass, setup.micro_batch_size, setup.rank_positions)
         in_flight = in_flight_micro_batches(layout.pp, stage, setup.accumulation)
@@ -168,31 +167,22 @@ class MemoryRequest:
         backward = states.accumulated + states.buckets + gathered + buffers.at_peak + peak
         last = states.accumulated + states.last_gradient + gathered + buffers.at_peak - buffers.keys_and_values
         update = max(last, max(states.reduction, states.step) + buffers.between)
-        counters = resident.counters + buffers.counters(params) + routing_counters(shape)
-        static = resident.total - resident.counters + counters
-        workspace = 0 if self.gpu is None else workspace_bytes(self.gpu)
-        return MemoryBreakdown(
-            stage=stage,
-            rank=layout.rank(pipe=stage),
-            layers=params.layers,
-            parameter_count=rank.parameter_count,
-            trained_count=params.trained,
-            parameters=resident.parameters,
-            reference=resident.reference,
-            gradients=resident.gradients + states.accumulated + fresh,
-            masters=resident.masters,
-            optimizer=resident.optimizer,
-            buckets=resident.buckets + states.buckets + buffers.at_peak,
+        breakdown = self._broken_down(
+            stage,
+            rank,
+            buffers,
+            gradients=states.accumulated + fresh,
+            buckets=states.buckets + buffers.at_peak,
             gathered=gathered,
-            model_buffers=resident.model_buffers + counters,
             activations=by_kind,
+            backward=backward,
+            update=update,
+        )
+        return replace(
+            breakdown,
             logits=logits,
-            update=max(0, update - backward),
             host=replace(states.host, activations=away * in_flight),
-            nvme=states.nvme,
-            host_loading=_loading(self.framework, params, layout.tp),
-            static=static + buffers.between + workspace,
-            workspace=workspace,
+            static=breakdown.static + buffers.between,
             step=TrainingStep(
                 setup=setup,
                 engine=self.framework,
@@ -202,8 +192,59 @@ class MemoryRequest:
                 states=states,
                 params=params,
                 buffers=buffers,
-                workspace=workspace + routers,
+                workspace=breakdown.workspace + routers,
             ),
+        )
+
+    def _broken_down(
+        self,
+        pipe: int,
+        rank: RankStates,
+        buffers: PipelineBuffers,
+        *,
+        gradients: int,
+        buckets: int,
+        gathered: int,
+        activations: Mapping[str, int],
+        backward: int,
+        update: int,
+    ) -> MemoryBreakdown:
+        """Break down the peak of a pipeline rank: what stays between steps, and what one of two moments adds.
+
+        `gradients`, `buckets`, `gathered`, `activations`: bytes while the last micro-batch computes, beside those that
+        stay. `backward`, `update`: all bytes of that moment and of the end of the step, beside those that stay.
+        """
+        setup = self.setup
+        layout = setup.layout
+        engine = self.framework
+        assert isinstance(engine, DeepSpeedSettings | TorchStates)
+        params = rank.params
+        resident = rank.states.resident
+        counters = resident.counters + buffers.counters(params) + routing_counters(setup.model.shape)
+        static = resident.total - resident.counters + counters
+        workspace = 0 if self.gpu is None else workspace_bytes(self.gpu)
+        return MemoryBreakdown(
+            stage=pipe,
+            rank=layout.rank(pipe=pipe),
+            layers=params.layers,
+            parameter_count=rank.parameter_count,
+            trained_count=params.trained,
+            parameters=resident.parameters,
+            reference=resident.reference,
+            gradients=resident.gradients + gradients,
+            masters=resident.masters,
+            optimizer=resident.optimizer,
+            buckets=resident.buckets + buckets,
+            gathered=gathered,
+            model_buffers=resident.model_buffers + counters,
+            activations=activations,
+            logits=0,
+            update=max(0, update - backward),
+            host=rank.states.host,
+            nvme=rank.states.nvme,
+            host_loading=_loading(engine, params, layout.tp),
+            static=static + workspace,
+            workspace=workspace,
             **beside(layout, self.gpu, static + max(backward, update) + workspace),
         )
 
@@ -219,7 +260,6 @@ class MemoryRequest:
         rank = rank_states(setup, engine, pipe, layers)
         params = rank.params
         states = rank.states
-        resident = states.resident
         schedule = schedule_of(
             layout.schedule, pp=layout.pp, micro_batches=setup.accumulation, virtual_stages=layout.chunks
         )
@@ -243,32 +283,16 @@ class MemoryRequest:
         backward = peak.gradients + states.buckets + states.gathered + buffers.keys_and_values + peak.live
         last = accumulated + states.last_gradient + states.gathered + peak.messages
         update = max(last, states.reduction, states.step)
-        counters = resident.counters + buffers.counters(params) + routing_counters(setup.model.shape)
-        static = resident.total - resident.counters + counters
-        workspace = 0 if self.gpu is None else workspace_bytes(self.gpu)
-        by_kind = _kinds_at(peak, passes, stage_layers, bytes_of)
-        return MemoryBreakdown(
-            stage=pipe,
-            rank=layout.rank(pipe=pipe),
-            layers=params.layers,
-            parameter_count=rank.parameter_count,
-            trained_count=params.trained,
-            parameters=resident.parameters,
-            gradients=resident.gradients + peak.gradients,
-            masters=resident.masters,
-            optimizer=resident.optimizer,
-            buckets=resident.buckets + states.buckets + peak.messages + buffers.keys_and_values,
+        return self._broken_down(
+            pipe,
+            rank,
+            buffers,
+            gradients=peak.gradients,
+            buckets=states.buckets + peak.messages + buffers.keys_and_values,
             gathered=states.gathered,
-            model_buffers=resident.model_buffers + counters,
-            activations=by_kind,
-            logits=0,
-            update=max(0, update - backward),
-            host=states.host,
-            nvme=states.nvme,
-            host_loading=_loading(engine, params, layout.tp),
-            static=static + workspace,
-            workspace=workspace,
-            **beside(layout, self.gpu, static + max(backward, update) + workspace),
+            activations=_kinds_at(peak, passes, stage_layers, bytes_of),
+            backward=backward,
+            update=update,
         )
 
     def _stage_activations(self, stage: int, rank: RankStates, *, splits: bool) -> tuple[Activations, Activations]:
