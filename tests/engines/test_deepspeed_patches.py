@@ -8,6 +8,8 @@ import importlib
 import io
 import logging
 import math
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -63,6 +65,17 @@ def plain_engine(
 def backward(engine: Any, factor: float = 1.0) -> None:
     inputs = torch.ones(1, 4, dtype=next(engine.module.parameters()).dtype)
     engine.backward(engine(inputs).sum() * factor)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="DeepSpeed chooses the GPU")
+def test_the_shared_memory_op_is_skipped_wherever_deepspeed_chooses_the_cpu() -> None:
+    """A machine without a GPU needs no DS_ACCELERATOR: DeepSpeed looks by itself, when it is imported."""
+    code = "import deepspeed, toolkit.engines.deepspeed_engine; print(deepspeed.ops.__compatible_ops__)"
+    environment = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "{'deepspeed_shm_comm': False}"
 
 
 def test_deepspeed_still_builds_the_shared_memory_op(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,7 @@ def skip_shared_memory_op() -> None:
     DeepSpeed 0.19.8 builds it whenever ranks start on a CPU (deepspeed/comm/torch.py `build_shm_op`): over a minute,
     and it needs a compiler. The collectives of gloo work. No issue is known.
     """
-    if os.environ.get("DS_ACCELERATOR") == "cpu":
+    if get_accelerator().device_name() == "cpu":  # DS_ACCELERATOR may be unset: DeepSpeed looks for a GPU by itself
         # Written before it is read: reading it first probes every op, a second per rank with a compiler.
         vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
 
