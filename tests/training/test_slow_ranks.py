@@ -154,7 +154,7 @@ def watch(*windows: list[list[float]]) -> list[list[str]]:
 
 def test_a_rank_is_named_once_it_is_slow_for_two_windows_and_again_when_it_is_not() -> None:
     slow = [row(), row(update=1.5)]
-    begun = ["rank 1 (node2) holds the others up: its update takes 3.0 times the time of theirs"]
+    begun = ["rank 1 (node2) holds the others up: its update takes 3.0 times as long as theirs"]
     ended = ["rank 1 (node2) no longer holds the others up in its update"]
     assert watch([row(), row()], slow, slow, slow, [row(), row()]) == [[], [], begun, [], ended]
     assert watch(slow, [row(), row()], slow, [row(), row()]) == [[], [], [], []]
@@ -178,7 +178,7 @@ def test_a_run_names_its_slow_rank(train: Train, tmp_path: Path, monkeypatch: py
     settings = (f"train.steps={8 * WINDOW}", "checkpoint.every=0", "run_dir=run", "--layout", layout)
     output = train(*settings, world_size=2, batch=batch)
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
-    begins = "rank 1 (HOST) holds the others up: its backward takes 3.0 times the time of theirs"
+    begins = "rank 1 (HOST) holds the others up: its backward takes 3.0 times as long as theirs"
     ends = "rank 1 (HOST) no longer holds the others up in its backward"
     # The first window has what is done once, and two more are compared, one step after they end.
     assert [(event["step"], event["kind"], event["reason"]) for event in events] == [

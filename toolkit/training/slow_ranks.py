@@ -90,10 +90,10 @@ class SlowRanks:
         self._counts = {place: self._counts.get(place, 0) + 1 for place in slow}
         before = set(self.named)
         self.named = {place: slow[place] for place, count in self._counts.items() if count >= _WINDOWS}
-        begun = [
-            f"{self._name(rank)} holds the others up: its {phase} takes {_ratio(self.named[rank, phase])} of theirs"
-            for rank, phase in sorted(self.named.keys() - before)
-        ]
+        begun = []
+        for rank, phase in sorted(self.named.keys() - before):
+            times = _times(self.named[rank, phase])
+            begun.append(f"{self._name(rank)} holds the others up: its {phase} takes {times} as long as theirs")
         ended = [
             f"{self._name(rank)} no longer holds the others up in its {phase}"
             for rank, phase in sorted(before - self.named.keys())
@@ -126,5 +126,5 @@ def find_slow(rows: Sequence[Sequence[float]], layout: Layout, share: float) -> 
     return slow
 
 
-def _ratio(ratio: float) -> str:
-    return f"{ratio:.1f} times the time" if ratio < 100 else "100 times the time and more"
+def _times(ratio: float) -> str:
+    return f"{ratio:.1f} times" if ratio < 100 else "more than 100 times"

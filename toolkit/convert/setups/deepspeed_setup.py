@@ -61,7 +61,7 @@ def take_deepspeed(
     others = [key for key in config if key not in _TRANSLATED | _SILENT | {"sequence_parallel_size", "tensor_parallel"}]
     if others:
         notes.append(
-            f"{', '.join(others)} of the DeepSpeed JSON: no field; dstk train --deepspeed_config merges a JSON"
+            f"{', '.join(others)} of the DeepSpeed JSON: no field; dstk train --deepspeed-config merges a JSON"
         )
 
 
