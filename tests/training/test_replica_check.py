@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from interrupted_runs import assert_same_bits, timeless
 from refusals import refused
+from rehearsed_models import EXPERTS
 
 from toolkit.config.recipe import Recipe
 from toolkit.config.strategy import Strategy
@@ -281,6 +282,18 @@ def test_a_wrong_gradient_of_one_rank_is_found_named_and_undone(
     assert (event["kind"], event["step"], event["to"]) == ("rollback", 6, 4)
     assert timeless(tmp_path / "run") == timeless(tmp_path / "wanted")
     assert_same_bits(tmp_path / "run" / "step-00000008", tmp_path / "wanted" / "step-00000008")
+
+
+@pytest.mark.whole
+def test_a_wrong_gradient_of_an_expert_is_found_among_the_ranks_that_hold_it(
+    train: Train, make_recipe: Callable[..., Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = settings_of("dp4-ep2-z1", make_recipe)
+    monkeypatch.setattr("socket.gethostname", lambda: "HOST")
+    plant_in_gradients(monkeypatch, "model.layers.1.mlp.experts.down_proj", step=6)
+    output = train("run_dir=run", *REPEATS, model=EXPERTS, **where).replace("\n", " ")
+    assert f"step 6: ranks 0 (HOST), {WRONG} (HOST) differ in model.layers.1.mlp.experts.down_proj (gradient)" in output
+    assert [(event["kind"], event["step"], event["to"]) for event in events(tmp_path / "run")] == [("rollback", 6, 4)]
 
 
 @pytest.mark.whole
