@@ -105,39 +105,11 @@ def test_what_any_familys_rank_keeps_is_known_within_a_percent(
     _check(ranks, _cases(family, samples=samples, dtype=dtype))
 
 
-_MICRO_BATCHES, _SAMPLES = 8, 4
-
-
-def _run_pipeline(recipe: Any) -> dict[str, Any]:
-    """On a rank: the most that lived in one more step, beside what was there, and what the estimate is made from."""
-    from allocations import LiveBytes
-
-    from toolkit.data.samples.micro_batch import MicroBatch
-    from toolkit.parity.run.train_in_memory import train_in_memory
-
-    found: dict[str, Any] = {}
-
-    def one_more_step(engine: Any) -> None:
-        tokens = torch.randint(0, recipe.model.overrides["vocab_size"], (_SAMPLES, recipe.data.seq_len))
-        batches = [MicroBatch(input_ids=tokens, labels=tokens, dropout_seed=i) for i in range(_MICRO_BATCHES)]
-        engine.engine.module.train()
-        engine.engine.reset_activation_shape()  # the buffers for receiving are made again, where they are counted
-        with LiveBytes() as live:
-            engine._run(batches, trains=True)
-        found["stage"] = engine.engine.stage_id
-        found["peak"] = live.peak_bytes
-        found["gradients"] = sum(p.grad.nbytes for p in engine.model.parameters() if p.grad is not None)
-        found["config"] = engine.model.config.to_dict()
-        found["counts"] = engine.stage_layers
-
-    train_in_memory(recipe, one_more_step)
-    return found
-
-
 @pytest.mark.parametrize(("stages", "recompute"), [(2, "none"), (3, "selective"), (4, "none")])
 def test_the_peak_of_a_live_pipeline_stage_is_known_within_a_thousandth(
     make_recipe: Callable[..., Any], ranks: Callable[..., list[Any]], stages: int, recompute: str
 ) -> None:
+    from live_pipeline import MICRO_BATCHES, SAMPLES, one_more_step
     from training_setups import rank_pass
 
     from toolkit.estimate.pipeline_buffers import PipelineBuffers, in_flight_micro_batches
@@ -152,30 +124,31 @@ def test_the_peak_of_a_live_pipeline_stage_is_known_within_a_thousandth(
         overrides__attn_pdrop=0.0,
     )
     errors = {}
-    for rank in ranks(_run_pipeline, stages, recipe):
-        stage, tokens = rank["stage"], _SAMPLES * recipe.data.seq_len
+    for rank in ranks(one_more_step, stages, recipe):
+        stage = rank.pipe
+        tokens = SAMPLES * recipe.data.seq_len
         part: StagePart = "first" if stage == 0 else "last" if stage == stages - 1 else "middle"
         stage_pass = rank_pass(
-            config_text(rank["config"]),
+            config_text(rank.config),
             recompute=recompute,
             precision="fp32",
             device="cpu",
             part=part,
-            chunks=Chunks.of(tokens, vocabulary=rank["config"]["vocab_size"], hidden=rank["config"]["n_embd"], tp=1),
+            chunks=Chunks.of(tokens, vocabulary=rank.config["vocab_size"], hidden=rank.config["n_embd"], tp=1),
         )
-        first = sum(rank["counts"][:stage])
-        peak, _ = activations(stage_pass, _SAMPLES, recipe.data.seq_len).worst_moment(
-            range(first, first + rank["counts"][stage]),
-            in_flight=in_flight_micro_batches(stages, stage, _MICRO_BATCHES),
+        first = sum(rank.stage_layers[:stage])
+        peak, _ = activations(stage_pass, SAMPLES, recipe.data.seq_len).worst_moment(
+            range(first, first + rank.stage_layers[stage]),
+            in_flight=in_flight_micro_batches(stages, stage, MICRO_BATCHES),
         )
         buffers = PipelineBuffers(
-            hidden=4 * tokens * rank["config"]["n_embd"],
+            hidden=4 * tokens * rank.config["n_embd"],
             weight_bytes=4,
             is_last=stage == stages - 1,
-            micro_batches=_MICRO_BATCHES,
+            micro_batches=MICRO_BATCHES,
         )
         predicted = peak + buffers.at_peak
-        errors[stage] = (predicted + rank["gradients"]) / rank["peak"] - 1
+        errors[stage] = (predicted + rank.gradients) / rank.peak - 1
     assert max(errors.values(), key=abs) == pytest.approx(0, abs=0.001), errors
 
 

@@ -16,32 +16,6 @@ from toolkit.config.pipeline_schedules import KINDS, schedule_of
 from toolkit.estimate.memory_request import MemoryRequest
 from toolkit.estimate.schedule_memory import StageBytes, schedule_peak
 
-_MICRO_BATCHES, _SAMPLES = 8, 4
-
-
-def _run_schedule(recipe: Any) -> dict[str, Any]:
-    """On a rank: the most that lived in one more step, beside what was there, and the layers of all stages."""
-    import torch
-    from allocations import LiveBytes
-
-    from toolkit.data.samples.micro_batch import MicroBatch
-    from toolkit.parity.run.train_in_memory import train_in_memory
-
-    found: dict[str, Any] = {}
-
-    def one_more_step(engine: Any) -> None:
-        tokens = torch.randint(0, recipe.model.overrides["vocab_size"], (_SAMPLES, recipe.data.seq_len))
-        batches = [MicroBatch(input_ids=tokens, labels=tokens, dropout_seed=i) for i in range(_MICRO_BATCHES)]
-        engine.engine.module.train()
-        with LiveBytes() as live:
-            engine._run(batches, trains=True)
-        found["rank"] = engine.engine.stage_id
-        found["peak"] = live.peak_bytes
-        found["counts"] = engine.stage_layers
-
-    train_in_memory(recipe, one_more_step)
-    return found
-
 
 @pytest.mark.parametrize("layout", ["pp2-zbv", pytest.param("pp2-gpipe", marks=pytest.mark.whole)])
 def test_the_peak_of_every_rank_of_a_schedule_is_known_within_three_percent(
@@ -50,6 +24,8 @@ def test_the_peak_of_every_rank_of_a_schedule_is_known_within_three_percent(
     monkeypatch: pytest.MonkeyPatch,
     layout: str,
 ) -> None:
+    from live_pipeline import MICRO_BATCHES, SAMPLES, one_more_step
+
     from toolkit.config.job import Job
     from toolkit.config.strategy import Strategy
     from toolkit.dsconfig.build import build
@@ -58,24 +34,24 @@ def test_the_peak_of_every_rank_of_a_schedule_is_known_within_three_percent(
     fields = Strategy.parse(layout).sections(1)["parallel"]
     recipe = make_recipe(
         parallel={name: value for name, value in fields.items() if name != "dp"},
-        batch={"global_batch_size": _MICRO_BATCHES * _SAMPLES, "micro_batch_size": _SAMPLES},
+        batch={"global_batch_size": MICRO_BATCHES * SAMPLES, "micro_batch_size": SAMPLES},
         train__steps=1,
         overrides__n_layer=8,
         overrides__attn_pdrop=0.0,
     )
-    measured = ranks(_run_schedule, recipe.parallel.pp, recipe)
+    measured = ranks(one_more_step, recipe.parallel.pp, recipe)
     job = Job.of(recipe, recipe.parallel.pp)
     asked = memory_request(recipe, job.layout, job.batch)
     cpu = replace(asked.setup, computation=replace(asked.setup.computation, device="cpu"))
     config = build(job, hidden_size=cpu.model.shape.hidden, device="cpu")
     request = replace(asked, setup=cpu, framework=settings_of(config, recipe, "cpu"))
-    bounds = list(accumulate(measured[0]["counts"], initial=0))
+    bounds = list(accumulate(measured[0].stage_layers, initial=0))
     monkeypatch.setattr(MemoryRequest, "_stage_layers", lambda self: [range(*edge) for edge in pairwise(bounds)])
     errors = {}
     for rank, breakdown in nonempty(list(zip(measured, request.stages(), strict=True))):
-        assert rank["rank"] == breakdown.stage
+        assert rank.pipe == breakdown.stage
         predicted = breakdown.activation_total + breakdown.buckets + breakdown.gradients
-        errors[breakdown.stage] = predicted / rank["peak"] - 1
+        errors[breakdown.stage] = predicted / rank.peak - 1
     assert max(errors.values(), key=abs) == pytest.approx(0, abs=0.03), errors
 
 
