@@ -10,7 +10,7 @@ Dims: b samples, h heads, g key-value heads, s positions of a sequence, n positi
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -49,11 +49,9 @@ class SequenceView:
 
 
 class _Current:
-    """The sequences of the forward pass that runs, and how their ranks exchange keys and values."""
+    """How a layer without a window sees the sequences of the forward pass that runs; None while none does."""
 
-    sequence: SequenceSlice | None = None
-    exchange: Exchange | None = None
-    heads: dist.ProcessGroup | None = None
+    view: SequenceView | None = None
 
 
 def register() -> None:
@@ -65,12 +63,12 @@ def register() -> None:
 @contextmanager
 def attending(sequence: SequenceSlice, exchange: Exchange, heads: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Let the forward pass inside attend within these sequences; `heads` as in `SequenceView`."""
-    before = _Current.sequence, _Current.exchange, _Current.heads
-    _Current.sequence, _Current.exchange, _Current.heads = sequence, exchange, heads
+    before = _Current.view
+    _Current.view = SequenceView(sequence=sequence, exchange=exchange, heads=heads)
     try:
         yield
     finally:
-        _Current.sequence, _Current.exchange, _Current.heads = before
+        _Current.view = before
 
 
 def mask(*arguments: Any, config: Any = None, local_size: int | None = None, **options: Any) -> Any:
@@ -78,16 +76,16 @@ def mask(*arguments: Any, config: Any = None, local_size: int | None = None, **o
 
     Raises ModelError for a family that sees anything but earlier positions, a window or chunks of them.
     """
-    if _Current.sequence is None or _Current.exchange is None:
+    if _Current.view is None:
         return sdpa_mask(*arguments, config=config, local_size=local_size, **options)
     if options.get("use_vmap"):
-        raise ModelError.of("model_type", config.model_type, "its masks are functions of its own", ("parallel.cp", 1))
+        reason = "its masks are functions of its own"
+        remedies = ("parallel.cp", 1), ("model.attn_implementation", "auto")
+        raise ModelError.of("model_type", config.model_type, reason, *remedies)
     text = config.get_text_config(decoder=True)
     is_chunked = local_size is not None and getattr(text, "attention_chunk_size", None) == local_size
-    return SequenceView(
-        sequence=_Current.sequence,
-        exchange=_Current.exchange,
-        heads=_Current.heads,
+    return replace(
+        _Current.view,
         window=None if is_chunked else local_size,
         chunk=local_size if is_chunked else None,
     )
