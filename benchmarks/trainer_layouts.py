@@ -22,7 +22,7 @@ import os
 import resource
 import statistics
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -124,7 +124,12 @@ def rows_of(folder: Path, pair: str, steps: int, rounds: int) -> list[list[str]]
     sides = [*Strategy.parse_list(",".join([theirs, *ours]))]
     reference = partial(our_run, recipe.changed({"train": {"engine": "reference"}}))
     losses = run_ranks(silently, 1, reference, timeout_seconds=1800)[0].losses
-    measured = {side.text: measure(folder, recipe, side, rounds) for side in sides}
+    runs: dict[str, list[list[tuple[Stamps, int]]]] = {side.text: [] for side in sides}
+    for number in range(rounds):
+        for side in sides:
+            say(f"{side.text}: round {number + 1} of {rounds}")
+            runs[side.text].append(time_side(folder, recipe, side))
+    measured = {side.text: measured_of(folder, recipe, side, runs[side.text]) for side in sides}
     slow = statistics.median(measured[theirs].seconds)
     rows = []
     for side in sides:
@@ -148,22 +153,31 @@ def rows_of(folder: Path, pair: str, steps: int, rounds: int) -> list[list[str]]
     return rows
 
 
-def measure(folder: Path, recipe: Recipe, side: Strategy, rounds: int) -> Measured:
-    """Run one side: timed, then counted, then saved and resumed."""
+def say(text: str) -> None:
+    """Print what runs now."""
+    Console(stderr=True, highlight=False).print(text, style="dim")
+
+
+def time_side(folder: Path, recipe: Recipe, side: Strategy) -> list[tuple[Stamps, int]]:
+    """Run one side once; return stamps and peak of each rank."""
     ranks = side.world_size(2)
     applied = side.apply(recipe, ranks)
-    progress = Console(stderr=True, highlight=False)
-    timed_side = partial(their_times, applied, side, folder) if side.trainer else partial(our_run, applied)
-    runs = []
-    for number in range(rounds):
-        progress.print(f"{side.text}: round {number + 1} of {rounds}", style="dim")
-        runs.append(run_ranks(with_peak, ranks, timed_side, timeout_seconds=1800))
-    progress.print(f"{side.text}: counts and resume", style="dim")
+    run = partial(their_times, applied, side, folder) if side.trainer else partial(our_run, applied)
+    every: list[tuple[Stamps, int]] = run_ranks(with_peak, ranks, run, timeout_seconds=1800)
+    return every
+
+
+def measured_of(folder: Path, recipe: Recipe, side: Strategy, runs: Sequence[Sequence[tuple[Stamps, int]]]) -> Measured:
+    """Count a step of one side, and resume it, beside its timed runs."""
+    ranks = side.world_size(2)
+    applied = side.apply(recipe, ranks)
+    say(f"{side.text}: counts and resume")
     counted = partial(their_counts, applied, side, folder) if side.trainer else partial(our_counts, applied)
     resumed = partial(their_resume, applied, side, folder) if side.trainer else partial(our_resume, applied, folder)
+    first_ranks = [run[0][0] for run in runs]
     return Measured(
-        losses=runs[0][0][0].losses,
-        seconds=[second for run in runs for second in run[0][0].step_seconds(WARMUP)],
+        losses=first_ranks[0].losses,
+        seconds=[second for stamps in first_ranks for second in stamps.step_seconds(WARMUP)],
         peak_bytes=max(peak for run in runs for _, peak in run),
         counts=run_ranks(silently, ranks, counted, timeout_seconds=1800)[0],
         resume=run_ranks(silently, ranks, resumed, timeout_seconds=1800)[0],
