@@ -14,6 +14,7 @@ import yaml
 from daily import daily
 from plain_deepspeed import load_universal
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from toolkit.cli.main import main
@@ -105,6 +106,27 @@ def test_a_state_comes_back_from_every_format_bit_for_bit(
         import_weights(tmp_path / form, tmp_path / f"{form}-back")
         back = load_file(tmp_path / f"{form}-back" / "model.safetensors")
         assert all(torch.equal(back[name], values[MASTER]) for name, values in truth.items())
+
+
+def test_shifted_masters_of_megatron_are_refused(make_recipe: Callable[..., Recipe], tmp_path: Path) -> None:
+    config = make_config("llama")
+    theirs = save_as_accelerate(tmp_path / "theirs", config, draw(config))
+    import_run(theirs, tmp_path / "ours", recipe_of(make_recipe, theirs))
+    export_state(tmp_path / "ours", tmp_path / "out", form="megatron")
+    step = tmp_path / "out" / f"iter_{STEP:07d}"
+    values = {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for key, entry in dcp.FileSystemReader(step).read_metadata().state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    dcp.load(values, checkpoint_id=step, no_dist=True)
+    last = values["optimizer.state.param.decoder.final_layernorm.weight"].view(-1)
+    last[:-8] = last[8:].clone()
+    last[-8:] = 0.0
+    dcp.save(values, checkpoint_id=step, no_dist=True)
+    with pytest.raises(CheckpointError, match=r"final_layernorm.weight is not decoder.final_layernorm.weight in fp32"):
+        import_weights(tmp_path / "out", tmp_path / "back")
+    assert not (tmp_path / "back").exists()
 
 
 def load_into_deepspeed(folder: str, stage: int) -> Truth:

@@ -36,7 +36,7 @@ from toolkit.model_init.build_model import load_config
 Train = Callable[..., str]
 Ranks = Callable[..., list[Any]]
 SAVED_STEP, STEPS = 4, 7
-VOCABULARY = 324
+VOCABULARY = 328
 PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
 CHANGES: dict[str, Any] = {"train__steps": STEPS, "overrides__vocab_size": 321}
 WIDE = {
@@ -196,15 +196,10 @@ def test_a_run_of_the_trainer_with_ddp_goes_on_here(
     assert losses(tmp_path / "ours") == pytest.approx(theirs[SAVED_STEP:], rel=1e-6)
 
 
+GPT2 = {"n_embd": HIDDEN, "n_inner": FFN, "n_layer": LAYERS, "n_head": HEADS, "n_positions": POSITIONS}
 OVERRIDES: dict[str, dict[str, Any]] = {
-    "gpt2": {
-        "n_embd": HIDDEN,
-        "n_inner": FFN,
-        "n_layer": LAYERS,
-        "n_head": HEADS,
-        "n_positions": POSITIONS,
-        "tie_word_embeddings": False,
-    },
+    "gpt2": {**GPT2, "tie_word_embeddings": False},
+    "gpt2-tied": {**GPT2, "tie_word_embeddings": True},
     "llama": {"rms_norm_eps": 1e-5, "tie_word_embeddings": False},
     "qwen3": {"rms_norm_eps": 1e-5, "rope_parameters": PLAIN, "tie_word_embeddings": False},
     "mixtral": {"rms_norm_eps": 1e-5, "rope_parameters": PLAIN, "num_local_experts": EXPERTS, "sliding_window": None},
@@ -223,8 +218,11 @@ def megatron_recipe(make_recipe: Callable[..., Recipe], family: str, folder: Pat
         "max_position_embeddings": POSITIONS,
     }
     plain = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "activation_function": "gelu"}
-    own = OVERRIDES[family] | (plain if family == "gpt2" else sizes)
-    AutoConfig.for_model(family, vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0, **own).save_pretrained(folder)
+    model_type = family.removesuffix("-tied")
+    own = OVERRIDES[family] | (plain if model_type == "gpt2" else sizes)
+    AutoConfig.for_model(model_type, vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0, **own).save_pretrained(
+        folder
+    )
     return {
         "model": {"name_or_path": str(folder), "init": "random"},
         "schedule": {"name": "constant"},

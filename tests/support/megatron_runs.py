@@ -177,7 +177,7 @@ def _model(family: str, vocabulary: int) -> tuple[Any, Any]:
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    is_gpt2 = family == "gpt2"
+    is_gpt2 = family.startswith("gpt2")
     experts = EXPERTS if family == "mixtral" else None
     functional = torch.nn.functional
     config = TransformerConfig(
@@ -216,7 +216,7 @@ def _model(family: str, vocabulary: int) -> tuple[Any, Any]:
     model = build(
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=False,
+        share_embeddings_and_output_weights=family == "gpt2-tied",
         position_embedding_type="learned_absolute" if is_gpt2 else "rope",
     )
     return model, config

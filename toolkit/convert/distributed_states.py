@@ -173,6 +173,7 @@ def _megatron(step: Path, checkpoint: DistributedCheckpoint, config: Config, sha
     prefixes = _optimizer_prefixes(checkpoint)
     for kind in STATE_KINDS:
         sources[kind] = _Source(checkpoint=checkpoint, before=f"optimizer.state.{kind}.")
+    weights = sources[MASTER]
     if prefixes:
         sources[MASTER] = _Source(checkpoint=checkpoint, before=prefixes[0])
     notices = []
@@ -189,6 +190,7 @@ def _megatron(step: Path, checkpoint: DistributedCheckpoint, config: Config, sha
         )
     groups = _megatron_groups(common)
     number = common.get("iteration")
+    values = _MegatronReader(step, names, shapes, sources, weights=weights)
     updates = next((int(group["step"]) for group in groups if isinstance(group.get("step"), int | float)), None)
     return _described(
         step,
@@ -196,6 +198,7 @@ def _megatron(step: Path, checkpoint: DistributedCheckpoint, config: Config, sha
         shapes,
         sources,
         None,
+        values=values,
         step_number=number if type(number) is int else None,
         updates=updates,
         optimizer={
@@ -246,6 +249,7 @@ def _described(
     *,
     step_number: int | None,
     updates: int | None,
+    values: "_Reader | None" = None,
     optimizer: Mapping[str, Any] | None = None,
     notices: tuple[str, ...] = (),
 ) -> TrainingState:
@@ -267,7 +271,8 @@ def _described(
     partly = next((f"{kind} of {name}" for kind in kinds for name in sorted(trained ^ set(states[kind]))), None)
     if partly is not None:
         raise checkpoint_error(step, f"it has no {partly}, which other parameters have. Copy all files of the step.")
-    values = _Reader(step, names, shapes, sources)
+    if values is None:
+        values = _Reader(step, names, shapes, sources)
     number = step_number if step_number is not None else updates
     if number is None:
         problem = "it does not say which step it is of"
@@ -304,6 +309,44 @@ class _Reader:
             return self._names.read(name, self._shapes[name], self._sources[kind].read)
         except ShapeError as error:
             raise checkpoint_error(self._step, f"{error}. {_OTHER}") from None
+
+
+class _MegatronReader(_Reader):
+    """Reads parameters, and holds the fp32 weights of the optimizer against `weights`, those of the model.
+
+    Where the tied embeddings of a pipeline have a bucket of their own, and rows times hidden size of a rank are no
+    multiple of 128, megatron-core 0.16.1 leaves out the padding between buckets as it writes fully reshardable states:
+    all states behind it are shifted, and those of the last parameter end in zeros.
+    """
+
+    def __init__(
+        self, step: Path, names: WeightMap, shapes: Shapes, sources: Mapping[str, _Source], *, weights: _Source
+    ) -> None:
+        super().__init__(step, names, shapes, sources)
+        self._weights = weights
+
+    def read(self, kind: str, name: str) -> torch.Tensor:
+        if kind == MASTER and self._weights != self._sources[MASTER]:
+            for stored in self._names.stored(name):
+                self._check_master(stored)
+        return super().read(kind, name)
+
+    def _check_master(self, stored: StoredWeight) -> None:
+        if not self._weights.has(stored):
+            return
+        weight = self._weights.read(stored)
+        master = self._sources[MASTER].read(stored)
+        if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16) or weight.shape != master.shape:
+            return
+        if torch.allclose(weight.float(), master.float(), rtol=torch.finfo(weight.dtype).eps, atol=1e-30):
+            return
+        key = self._sources[MASTER].key(stored)
+        raise checkpoint_error(
+            self._step,
+            f"{key} is not {self._weights.key(stored)} in fp32: Megatron-Core wrote its optimizer shifted, as it does "
+            "with tied embeddings whose rows x hidden on a rank are no multiple of 128. Load it with --no-load-optim, "
+            "save it with --no-save-optim, and import the weights.",
+        )
 
 
 def _ranks(checkpoint: DistributedCheckpoint) -> int:
