@@ -3,10 +3,12 @@
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from toolkit.config.job import Job
 from toolkit.config.layout import Batch, Layout
@@ -30,6 +32,15 @@ def samples_of(recipe: Recipe) -> list[dict[str, torch.Tensor]]:
             pairs = zip(whole.input_ids, whole.labels, strict=True)
             samples += [{"input_ids": ids, "targets": targets} for ids, targets in pairs]
     return samples
+
+
+_wrap = FullyShardedDataParallel.__init__
+
+
+def _wrap_on_cpu(module: FullyShardedDataParallel, *arguments: Any, **options: Any) -> None:
+    """Wrap a module by FSDP1 on the CPU, which it takes for another device than the `cpu:0` of accelerate."""
+    options["device_id"] = torch.device("cpu")
+    _wrap(module, *arguments, **options)
 
 
 def train_with_trainer(
@@ -67,8 +78,10 @@ def train_with_trainer(
                     state_dict_type=state_dict_type,
                     reshard_after_forward=True if fsdp == 2 else "FULL_SHARD",
                     sync_module_states=False,
+                    use_orig_params=True,  # flat parameters have no names, by which decay leaves out biases and norms
                 )
                 self.accelerator.state.distributed_type = DistributedType.FSDP
+                accelerate.PartialState().distributed_type = DistributedType.FSDP
                 self.accelerator.state.fsdp_plugin = plugin
                 self.is_fsdp_enabled = True
 
@@ -102,7 +115,8 @@ def train_with_trainer(
         average_tokens_across_devices=False,
     )
     trainer = InOrder(model=model, args=arguments, train_dataset=samples_of(recipe))  # type: ignore[arg-type]
-    trainer.train()
+    with patch.object(FullyShardedDataParallel, "__init__", _wrap_on_cpu):
+        trainer.train()
     history = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert [entry["learning_rate"] for entry in history] == [rate(step) for step in range(recipe.train.steps)]
     if dist.get_rank() == 0:
