@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hub_server import REPOSITORY, HubServer
@@ -24,7 +25,8 @@ from toolkit.data.tokens.token_cache import prepare
 from toolkit.errors import DataError
 sources.text_chunks.CHUNK_BYTES = sources.PART_BYTES = remote._FETCH_BYTES = 20_000
 fields = {"workers": 2, "seq_len": 8, "eval_fraction": 0.2, "cache_dir": sys.argv[1], "tokenizer": sys.argv[2]}
-for source in sys.argv[3:]:
+fields |= json.loads(sys.argv[3])
+for source in sys.argv[4:]:
     try:
         print(prepare(DataSection(source=source, **fields), progress=False).path)
     except DataError as error:
@@ -45,10 +47,10 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def built(folder: Path, sources: list[str], environment: Mapping[str, str]) -> list[str]:
+def built(folder: Path, sources: list[str], environment: Mapping[str, str], **fields: Any) -> list[str]:
     """The cache of each source, or why it is refused, by a process with workers of its own."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "GOOGLE_"))}
-    command = [sys.executable, "-c", CODE, str(folder / "cache"), "bpe-300", *sources]
+    command = [sys.executable, "-c", CODE, str(folder / "cache"), "bpe-300", json.dumps(fields), *sources]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=kept | environment)
     return done.stdout.splitlines()
 
@@ -77,6 +79,23 @@ def test_a_dataset_of_the_hub(folder: Path) -> None:
         assert max(lengths) < 1 << 16  # nothing is read ahead, and thrown away
         (revision,) = built(folder, [f"hf://datasets/{REPOSITORY}@main/a.jsonl"], environment)
         assert content(revision)
+
+
+def test_the_first_rows_of_a_dataset_are_streamed_by_datasets(tmp_path: Path) -> None:
+    lines = [json.dumps({"text": f"row {number}: ünd more words"}) + "\n" for number in range(3000)]
+    for shard in range(3):
+        file = tmp_path / "there" / "data" / f"train-{shard:05d}-of-00003.jsonl"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("".join(lines[shard * 1000 : (shard + 1) * 1000]))
+    (tmp_path / "here.jsonl").write_text("".join(lines[:1500]))
+    with HubServer(tmp_path / "there") as hub:
+        environment = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_TELEMETRY": "1"}
+        (streamed,) = built(tmp_path, [REPOSITORY], environment, stream_rows=1500)
+        (refused,) = built(tmp_path, [REPOSITORY], environment, stream_rows=10, split="other")
+    (stored,) = built(tmp_path, [str(tmp_path / "here.jsonl")], {})
+    assert streamed != stored
+    assert content(streamed) == content(stored)
+    assert refused.startswith(f"data.source={REPOSITORY}: "), refused
 
 
 @contextmanager

@@ -24,7 +24,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.requests.append(f"{self.path} {self.headers.get('Range', '')}")
         path = unquote(urlsplit(self.path).path)
         facts, files = f"/api/datasets/{REPOSITORY}", f"/datasets/{REPOSITORY}/resolve/"
-        if path in (facts, f"{facts}/revision/main"):
+        if path in (facts, f"{facts}/revision/main", f"{facts}/revision/{_SHA}"):
             return self.answer({"id": REPOSITORY, "sha": _SHA, "siblings": []})
         if path.startswith(f"{facts}/tree/"):
             below = self.folder / path.removeprefix(f"{facts}/tree/").partition("/")[2]
