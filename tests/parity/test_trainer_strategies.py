@@ -2,7 +2,8 @@
 
 The mistakes are of kinds that were reported: losses that count tensor-parallel copies (transformers #39674), clipping
 by a part of the norm where gradients live on several meshes (accelerate #4219, Automodel #3817), parameters that ranks
-share and whose gradients they do not sum or sum too often (Megatron-LM #7452).
+share and whose gradients they do not sum or sum too often (Megatron-LM #7452), experts whose gradients are divided by
+too few ranks (Megatron-LM #5956).
 """
 
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from toolkit.config.recipe import Recipe
 from toolkit.config.strategy import Strategy
 from toolkit.parity import Cause, ParityResult, ParityRun
 from toolkit.parity.run.train_in_memory import train_in_memory
-from toolkit.parity.run.trainer_run import train_with_transformers
+from toolkit.parity.run.trainer_run import ObservedTrainer, train_with_transformers
 
 SMALL = {
     "hidden_size": 48,
@@ -128,6 +129,14 @@ class TestPlantedFaults:
         assert result.diagnosis is not None
         assert result.diagnosis.cause == Cause.ALL_REDUCE
 
+    def test_experts_whose_gradients_are_as_many_times_too_large_as_ranks_share_them_out(
+        self, compare: Compare, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(ObservedTrainer, "_clip_grad_norm", doubling_experts(ObservedTrainer._clip_grad_norm))
+        result = compare("qwen3_moe", "trainer:ep2", 2)
+        assert result.diagnosis is not None
+        assert result.diagnosis.cause == Cause.EXPERTS
+
 
 def divided_by(function: Callable[..., Any], ranks: int) -> Callable[..., Any]:
     """The right number of target tokens where the Trainer is made to forget tensor parallelism."""
@@ -163,6 +172,21 @@ def clip_by_local_experts(trainer: Any, model: Any, max_norm: float) -> torch.Te
     for _, gradient in gradients:
         gradient.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0).item())
     return norm
+
+
+def doubling_experts(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Double the gradients of experts before they are clipped, as a mean over the wrong ranks leaves them.
+
+    Hooks of these parameters never run: transformers computes with the tensor inside of the DTensor.
+    """
+
+    def clip(trainer: Any, model: Any) -> Any:
+        for name, parameter in model.named_parameters():
+            if "experts" in name:
+                parameter.grad.mul_(2)
+        return function(trainer, model)
+
+    return clip
 
 
 def doubling_norms(function: Callable[..., Any]) -> Callable[..., Any]:
