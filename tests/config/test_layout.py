@@ -39,7 +39,18 @@ def test_ranks_along_an_axis_differ_in_it_alone() -> None:
 
 
 @pytest.mark.parametrize(("dp", "tp", "pp"), SHAPES)
-@pytest.mark.parametrize("rest", [{}, {"ulysses": 2}, {"zero_stage": 1}, {"ep": -1}])
+@pytest.mark.parametrize(
+    "rest",
+    [
+        {},
+        {"ulysses": 2},
+        {"zero_stage": 1},
+        {"ep": -1},
+        {"cp": 4},
+        {"cp": 4, "cp_ulysses": 2},
+        {"cp": 3, "cp_ulysses": 3},
+    ],
+)
 def test_a_layout_reads_back_from_its_written_form(dp: int, tp: int, pp: int, rest: dict[str, Any]) -> None:
     layout = Layout(dp=dp, tp=tp, pp=pp, **{key: dp if key == "ep" else value for key, value in rest.items()})
     assert Layout.parse(str(layout)) == layout
@@ -53,6 +64,11 @@ def test_a_layout_reads_back_from_its_written_form(dp: int, tp: int, pp: int, re
         ("dp4", Layout(dp=4)),
         ("z2-dp4", Layout(dp=4, zero_stage=2)),
         ("u2", Layout(ulysses=2)),
+        ("u2-cp2", Layout(cp=4, cp_ulysses=2)),
+        ("cp2-u4-tp2", Layout(cp=8, cp_ulysses=4, tp=2)),
+        ("u4-cp1", Layout(cp=4, cp_ulysses=4)),
+        ("u1-cp2", Layout(cp=2)),
+        ("u2-cp2-ep4", Layout(cp=4, cp_ulysses=2, ep=4)),
         ("ep2", Layout(dp=2, ep=2)),
         ("dp8-ep4-tp2-pp2-z1", Layout(dp=8, ep=4, tp=2, pp=2, zero_stage=1)),
     ],
@@ -67,6 +83,12 @@ def test_dp_is_what_the_world_size_leaves() -> None:
 
 def test_ulysses_shows_only_where_it_is_on() -> None:
     assert [str(Layout()), str(Layout(ulysses=2))] == ["dp1-tp1-pp1-z0", "dp1-tp1-pp1-u2-z0"]
+
+
+def test_ranks_that_exchange_heads_show_as_a_factor_of_cp() -> None:
+    layouts = (Layout(cp=8, cp_ulysses=2), Layout(cp=4, cp_ulysses=4))
+    assert [str(layout) for layout in layouts] == ["dp1-cp4-tp1-pp1-u2-z0", "dp1-cp1-tp1-pp1-u4-z0"]
+    assert [layout.world_size for layout in layouts] == [8, 4]
 
 
 def test_the_world_size_is_the_product_of_all_axes() -> None:
@@ -106,6 +128,13 @@ def test_a_part_given_twice_is_refused() -> None:
         ({"tp": -1}, ["tp"], [("tp", "1 or more")]),
         ({"pp": 0}, ["pp"], [("pp", "1 or more")]),
         ({"ulysses": 0}, ["ulysses"], [("ulysses", "1 or more")]),
+        (
+            {"cp": 4, "cp_ulysses": 3},
+            ["cp_ulysses", "cp"],
+            [("cp_ulysses", "a divisor of 4"), ("cp", "a multiple of 3")],
+        ),
+        ({"cp_ulysses": 2}, ["cp_ulysses", "cp"], [("cp_ulysses", "a divisor of 1"), ("cp", "a multiple of 2")]),
+        ({"cp": 2, "ulysses": 2}, ["cp", "ulysses"], [("ulysses", 1), ("cp", 1)]),
         ({"dp": 4, "ep": 0}, ["ep"], [("ep", "1 or more")]),
         ({"dp": 4, "ep": 3}, ["ep", "dp"], [("ep", "a divisor of 4"), "choose another dp"]),
         ({"dp": 2, "ep": 2, "ulysses": 2}, ["ep", "ulysses"], [("ep", 1), ("ulysses", 1)]),

@@ -137,6 +137,8 @@ def test_the_script_of_every_launcher_takes_a_layout() -> None:
     [
         ("dp8-tp8-pp4-z1-sp-m2", "dp2-tp2-pp2-z1-sp"),
         ("dp2-u8-z3-recompute", "dp2-u2-z3-recompute"),
+        ("dp2-u8-cp4-z3-recompute", "dp2-cp2-u2-z3-recompute"),
+        ("dp2-u8-cp1-z3", "dp2-cp1-u2-z3"),
         ("ddp", "ddp"),
         ("dp1", "dp1"),
     ],

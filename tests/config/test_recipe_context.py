@@ -114,7 +114,7 @@ REFUSED: list[tuple[dict[str, object], list[str], list[object]]] = [
             "model__overrides": {"num_attention_heads": 12, "hidden_size": 96},
         },
         ["parallel.cp_ulysses", CP],
-        [("parallel.cp_ulysses", 2), f"set {CP} to a multiple"],
+        [("parallel.cp_ulysses", "a divisor of 4"), (CP, "a multiple of 3")],
     ),
     (
         {

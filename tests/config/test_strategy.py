@@ -8,7 +8,7 @@ import pytest
 
 from toolkit.config import dump_recipe, load_recipe, overrides_between, recipe_problems
 from toolkit.config.recipe import Recipe
-from toolkit.config.strategy import Strategy
+from toolkit.config.strategy import Strategy, layout_text, parse_layout
 from toolkit.errors import LayoutError
 
 MakeRecipe = Callable[..., Recipe]
@@ -125,6 +125,8 @@ ANY = "Write parts such as tp2-pp2-dp2-z1-sp, z3-offload, ddp, fsdp or reference
         ),
         ("every9", "every2 to every8 recompute a part of the layers", "choose one of them"),
         ("ddp-tp2", "ddp has no tp", "remove it"),
+        ("ddp-u2-cp2", "ddp has no cp", "remove it"),
+        ("u2-cp2-u2", "ulysses is given twice", "give each part once"),
         ("fsdp-z3-offload", "fsdp has no z and offload", "remove them"),
         ("ddp-offacts", "ddp has no offacts", "remove it"),
         ("reference-dp2", "reference has no dp", "remove it"),
@@ -143,10 +145,13 @@ def test_what_is_no_strategy_is_refused(text: str, reason: str, remedy: str) -> 
     [
         ("dp0", {"dp": 0}),
         ("ep0", {"ep": 0}),
+        ("tp0", {"tp": 0}),
         ("dp4-ep3", {"ep": 3, "dp": 4}),
         ("inner", {"experts": "inner", "tp": 1}),
         ("tp2-ep2-inner", {"experts": "inner", "ep": 2}),
         ("ep2-u2", {"ep": 2, "ulysses": 2}),
+        ("u0-cp2", {"ulysses": 0}),
+        ("u2-cp2-hpz2-z3-dp2", {"hpz": 2, "cp": 4}),
         ("z4", {"zero_stage": 4}),
         ("pp2-z3", {"zero_stage": 3, "pp": 2}),
         ("sp", {"sequence_parallel": True, "tp": 1}),
@@ -157,6 +162,27 @@ def test_a_strategy_is_refused_as_its_layout_is(text: str, given: dict[str, obje
     with pytest.raises(LayoutError) as raised:
         Strategy.parse(text)
     assert dict(raised.value.refusal.settings) == {"strategy": text} | given
+
+
+@pytest.mark.parametrize(
+    ("text", "fields"),
+    [
+        ("u2", {"ulysses": 2, "cp": 1, "cp_ulysses": 1}),
+        ("cp4", {"ulysses": 1, "cp": 4, "cp_ulysses": 1}),
+        ("u2-cp2", {"ulysses": 1, "cp": 4, "cp_ulysses": 2}),
+        ("u4-cp1", {"ulysses": 1, "cp": 4, "cp_ulysses": 4}),
+    ],
+)
+def test_ulysses_beside_cp_is_the_field_that_lets_its_ranks_exchange_heads(
+    make_recipe: MakeRecipe, text: str, fields: dict[str, int]
+) -> None:
+    section = Strategy.parse(text).apply(make_recipe(parallel={"cp": 2, "cp_ulysses": 2}), 4).parallel
+    assert {name: getattr(section, name) for name in fields} == fields
+
+
+@pytest.mark.parametrize("text", ["dp1-cp2-tp1-pp1-u2-z1", "dp2-cp1-tp2-pp1-u4-z3-sp-recompute"])
+def test_a_layout_whose_ranks_exchange_heads_reads_back_from_its_text(text: str) -> None:
+    assert layout_text(parse_layout(text)) == text
 
 
 def test_a_refused_strategy_is_one_line() -> None:
@@ -184,6 +210,8 @@ def test_a_list_of_nothing_is_refused(text: str) -> None:
         ("tp2-pp2", 2, 4),
         ("tp2-pp2-dp2", 2, 8),
         ("u2", 4, 4),
+        ("u2-cp2", 2, 4),
+        ("u2-cp2", 8, 8),
         ("z3", 1, 1),
     ],
 )
@@ -192,7 +220,8 @@ def test_dp_fills_the_ranks_that_are_offered(text: str, nproc: int, ranks: int) 
 
 
 @pytest.mark.parametrize(
-    "text", ["z0", "z1", "z3", "tp2", "tp2-sp", "pp2-z0", "tp2-pp2-dp2", "u2", "ddp", "fsdp", "reference", "m2"]
+    "text",
+    ["z0", "z1", "z3", "tp2", "tp2-sp", "pp2-z0", "tp2-pp2-dp2", "u2", "u2-cp2", "ddp", "fsdp", "reference", "m2"],
 )
 def test_a_recipe_under_a_strategy_fits_its_ranks(make_recipe: MakeRecipe, text: str) -> None:
     strategy = Strategy.parse(text)

@@ -63,7 +63,7 @@ class Cell:
     steps: int = STEPS
     optimizer: str = "sgd"
     option: str = ""
-    """`tiled`: MLPs in tiles, and activations on the host. `heads`: pairs of ranks exchange heads for positions."""
+    """`tiled`: MLPs in tiles, and activations on the host."""
 
     def __str__(self) -> str:
         name = f"{self.strategy}-{self.exchange}:{self.family}-{self.data}-{self.optimizer}-{self.steps}"
@@ -77,8 +77,8 @@ DAILY = [
     Cell(strategy="cp2-pp2-z1", family="qwen3", data="documents", exchange="ring"),
     Cell(strategy="cp2-ep2-z1", family="qwen3_moe", data="documents"),
     Cell(strategy="cp2-z3-offload-recompute", data="documents", option="tiled"),
-    Cell(strategy="cp4-z1", family="gpt_oss", exchange="ring", option="heads"),
-    Cell(strategy="cp2-pp2-z1", family="llama", data="documents", option="heads"),
+    Cell(strategy="u2-cp2-z1", family="gpt_oss", exchange="ring"),
+    Cell(strategy="u2-cp1-pp2-z1", family="llama", data="documents"),
     Cell(strategy="dp2-tp2-z2", family="gemma3_text", data="documents"),
     Cell(strategy="pp2-z1", family="qwen3_moe", data="padded chats"),
 ]
@@ -99,9 +99,9 @@ WHOLE += [
     for strategy, family, data in product(("z1", "tp2-z3-sp", "pp2-z1-recompute"), FAMILIES, DATA)
 ]
 WHOLE += [
-    Cell(strategy=strategy, family=family, data=data, steps=LONG_STEPS, exchange=exchange, option="heads")
+    Cell(strategy=strategy, family=family, data=data, steps=LONG_STEPS, exchange=exchange)
     for (strategy, exchange), family, data in product(
-        (("cp4-z1", "ring"), ("cp4-z3", "gather"), ("cp2-tp2-z3-sp", "gather")), FAMILIES, DATA
+        (("u2-cp2-z1", "ring"), ("u2-cp2-z3", "gather"), ("u2-cp1-tp2-z3-sp", "gather")), FAMILIES, DATA
     )
 ]
 WHOLE += [
@@ -185,8 +185,6 @@ def shared(cell: Cell, recipe: Recipe) -> tuple[Recipe, int]:
     changes: dict[str, dict[str, Any]] = {"parallel": {"cp_exchange": cell.exchange if strategy.cp > 1 else "auto"}}
     if cell.option == "tiled":
         changes["parallel"] |= {"tiled_mlp": True, "offload_activations": True}
-    if cell.option == "heads":
-        changes["parallel"]["cp_ulysses"] = 2
     if strategy.cp == 1:
         changes["model"] = {"attn_implementation": "blocks"}
     return strategy.apply(recipe, count).changed(changes), count

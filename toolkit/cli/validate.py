@@ -110,8 +110,11 @@ def _summary(recipe: Recipe, world_size: int | None) -> str:
         where = "auto"
         split = "what is planned at launch"
     elif ranks is None:
-        sizes = {"ep": section.ep, "cp": section.cp, "tp": section.tp, "pp": section.pp, "u": section.ulysses}
-        axes = [f"{name}{size}" for name, size in sizes.items() if size > 1]
+        heads = max(section.ulysses, section.cp_ulysses)
+        ring = section.cp // section.cp_ulysses
+        sizes = {"ep": section.ep, "cp": ring, "tp": section.tp, "pp": section.pp, "u": heads}
+        is_on = {name for name, size in sizes.items() if size > 1 or (name == "cp" and section.cp > 1)}
+        axes = [f"{name}{size}" for name, size in sizes.items() if name in is_on]
         where = "-".join([*axes, f"z{section.zero_stage}"]) if engine == "deepspeed" else engine
         split = f"{micro} micro x accumulation x dp"
     else:

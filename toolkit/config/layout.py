@@ -1,7 +1,9 @@
 """Layout: how one training job is spread over ranks, and the rules that DeepSpeed would enforce too late.
 
 A layout prints as `dp4-tp2-pp1-z2` (with `-ep2`, `-cp2` and `-u2` where they are on) and parses from that form or any
-part of it. A pipeline schedule is a part of its own, `pp4-zbh1-z1`; chunks of an interleaved one are a factor of pp,
+part of it. `u4` alone is DeepSpeed-Ulysses; beside a cp it is a factor of context parallelism: in `u4-cp2` eight ranks
+share a sequence, each four neighbors exchange heads, and two such groups keys and values. In `u4-cp1` only heads are
+exchanged. A pipeline schedule is a part of its own, `pp4-zbh1-z1`; chunks of an interleaved one are a factor of pp,
 `pp4x2`.
 Rank order is DeepSpeed's `PipeModelDataParallelTopology`: axes pipe, data, model, with model fastest. Context-parallel
 ranks are neighbors along data: like replicas they hold the same parameters, whose gradients are summed over them.
@@ -59,6 +61,15 @@ def axis_size(field: str, text: str, part: str, digits: str) -> int:
     return int(digits)
 
 
+def sequence_fields(parsed: dict[str, Any]) -> dict[str, Any]:
+    """Fields of Layout in which ulysses and cp that were given together are context parallelism over their product."""
+    ulysses = parsed.get("ulysses", 0)
+    if not ulysses or not parsed.get("cp"):
+        return parsed
+    others = {name: value for name, value in parsed.items() if name != "ulysses"}
+    return others | {"cp": ulysses * parsed["cp"], "cp_ulysses": ulysses}
+
+
 def schedule_fields(field: str, text: str, part: str) -> dict[str, Any]:
     """The fields of Layout that a part about the pipeline schedule sets, `pp4x2` or `zbv`; none for another part."""
     kind = SCHEDULE_PARTS.get(part)
@@ -77,12 +88,14 @@ class Layout:
 
     `dp` counts data-parallel replicas; `tp` Megatron tensor-parallel ranks, `pp` pipeline stages, `cp` and `ulysses`
     ranks that share one sequence. `sequence_parallel` is Megatron's flag that rides on `tp`. `ep` adds no ranks: that
-    many neighbors of the dp x cp ranks with the same parameters share out the experts of a mixture.
+    many neighbors of the dp x cp ranks with the same parameters share out the experts of a mixture. Nor does
+    `cp_ulysses`: that many neighbors of the cp ranks exchange heads for positions.
     """
 
     dp: int = 1
     ep: int = 1
     cp: int = 1
+    cp_ulysses: int = 1
     tp: int = 1
     pp: int = 1
     ulysses: int = 1
@@ -122,6 +135,9 @@ class Layout:
              "each ep replicas share out the experts", (("ep", f"a divisor of {self.replicas}"), "choose another dp")),
             (self.cp > 1 and self.ulysses > 1, ("cp", "ulysses"),
              "one of them splits a sequence; cp_ulysses exchanges heads under cp", (("ulysses", 1), ("cp", 1))),
+            (self.cp_ulysses < 1 or self.cp % max(self.cp_ulysses, 1) > 0, ("cp_ulysses", "cp"),
+             "so many of the ranks that share a sequence exchange heads",
+             (("cp_ulysses", f"a divisor of {self.cp}"), ("cp", f"a multiple of {max(self.cp_ulysses, 1)}"))),
             (self.ep > 1 and self.ulysses > 1, ("ep", "ulysses"),
              "ranks that share a sequence keep all experts in this version", (("ep", 1), ("ulysses", 1))),
             (self.experts == "inner" and self.tp == 1, ("experts", "tp"),
@@ -162,9 +178,10 @@ class Layout:
             pipeline_schedules.check_chunks(self.schedule, self.chunks, field="chunks", kind_field="schedule")
 
     def __str__(self) -> str:
-        ulysses = f"-u{self.ulysses}" if self.ulysses > 1 else ""
+        heads = max(self.ulysses, self.cp_ulysses)
+        ulysses = f"-u{heads}" if heads > 1 else ""
         ep = f"-ep{self.ep}" if self.ep > 1 else ""
-        cp = f"-cp{self.cp}" if self.cp > 1 else ""
+        cp = f"-cp{self.cp // self.cp_ulysses}" if self.cp > 1 else ""
         return f"dp{self.dp}{ep}{cp}-tp{self.tp}-{self.pipeline_text}{ulysses}-z{self.zero_stage}"
 
     @property
@@ -222,6 +239,7 @@ class Layout:
                 advice = "write parts such as dp4-tp2-pp1-z2, each at most once"
                 raise LayoutError.of("layout", text, f"{part!r} {problem}", advice)
             sizes |= fields
+        sizes = sequence_fields(sizes)
         if world_size is not None:
             return cls.resolve(world_size, dp=sizes.pop("dp", None), **sizes)
         return cls(**{"dp": least_dp(ep=sizes.get("ep"), cp=sizes.get("cp"))} | sizes)

@@ -11,7 +11,6 @@ from toolkit.errors import BatchError, LayoutError, Refusal, Setting
 from toolkit.models.families.registry import FAMILIES, own_attention
 from toolkit.models.shape import ModelShape
 from toolkit.models.support import LIGER_FAMILIES, find, misfits
-from toolkit.units import divisors
 
 ULYSSES_FAMILIES = tuple(model_type for model_type, spec in FAMILIES.items() if spec.ulysses_verified)
 """Families that train the same with and without DeepSpeed-Ulysses (tests/parity/test_ulysses.py)."""
@@ -428,13 +427,6 @@ def _context_settings(recipe: Recipe) -> Iterator[Refusal]:
         field = "parallel.cp_exchange"
         reason = "no ranks exchange keys and values"
         yield recipe.conflict(field, _CONTEXT, reason=reason, remedy=((_CONTEXT, "2 or more"), (field, "auto")))
-    if section.cp % section.cp_ulysses:
-        field = "parallel.cp_ulysses"
-        reason = "so many of the ranks that share a sequence exchange heads"
-        near = [size for size in divisors(section.cp) if size <= section.cp_ulysses]
-        yield recipe.conflict(
-            field, _CONTEXT, reason=reason, remedy=((field, near[-1]), f"set {_CONTEXT} to a multiple")
-        )
     if section.cp == 1:
         return
     for field, off, reason in (

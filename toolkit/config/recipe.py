@@ -140,7 +140,7 @@ class ParallelSection(Section):
     cp_ulysses: PositiveInt = 1
     """Neighbors among the cp ranks that exchange heads for positions (Ulysses). Keys and values are exchanged between
     these groups alone, as cp_exchange says: heads inside a node, a ring between nodes. A divisor of cp, and with tp of
-    the attention heads."""
+    the attention heads. In a layout `u8-cp2` is cp 16 with cp_ulysses 8."""
     tp: PositiveInt = 1
     """Megatron tensor-parallel ranks: each holds a shard of every layer. A divisor of the attention heads."""
     pp: PositiveInt = 1
@@ -187,7 +187,7 @@ class ParallelSection(Section):
     def layout_fields(self) -> dict[str, Any]:
         """The fields of Layout."""
         fields = self.model_dump(
-            exclude={"auto", "cp_exchange", "cp_ulysses", "nvme_path", "quantized_weights", "quantized_gradients"}
+            exclude={"auto", "cp_exchange", "nvme_path", "quantized_weights", "quantized_gradients"}
         )
         if self.schedule == "auto":
             fields["schedule"] = None

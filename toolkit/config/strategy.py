@@ -1,11 +1,12 @@
 """Strategy: one way to train a recipe, in the form of the command line: `z2`, `tp2-pp2-dp2-z1-sp`, `ddp`, `fsdp`.
 
-Parts are joined by - in any order, each at most once: axes and ZeRO stage of a `Layout` (dp4 ep2 cp2 tp2 pp2 u2 z1),
-its pipeline schedule (1f1b, gpipe, zbh1, zbv; or chunks of an interleaved one: pp4x2), an engine (reference, ddp, fsdp;
-the default is deepspeed), sp (Megatron sequence parallelism), inner (tp shards the inner dimension of experts),
-recompute, everyN (recompute every Nth decoder layer), selective (recompute only attention), offload (the optimizer to
-host memory; with z3 the parameters too), nvme (the same to files on a drive), offacts (activations to host memory),
-tiled (MLPs in tiles), hpzN (ZeRO++ over N ranks) and mN (micro-batches of N samples).
+Parts are joined by - in any order, each at most once: axes and ZeRO stage of a `Layout` (dp4 ep2 cp2 tp2 pp2 u2 z1;
+in u2-cp2 four ranks share a sequence: pairs exchange heads, and these pairs keys and values), its pipeline schedule
+(1f1b, gpipe, zbh1, zbv; or chunks of an interleaved one: pp4x2), an engine (reference, ddp, fsdp; the default is
+deepspeed), sp (Megatron sequence parallelism), inner (tp shards the inner dimension of experts), recompute, everyN
+(recompute every Nth decoder layer), selective (recompute only attention), offload (the optimizer to host memory; with
+z3 the parameters too), nvme (the same to files on a drive), offacts (activations to host memory), tiled (MLPs in
+tiles), hpzN (ZeRO++ over N ranks) and mN (micro-batches of N samples).
 
 After `trainer:` stands a layout of Hugging Face's Trainer: ddp, or fsdp2, tpN and epN of a model that transformers
 shards when it is loaded (DistributedConfig); with dpN and mN. `trainer:` alone is one process.
@@ -16,7 +17,15 @@ from dataclasses import dataclass, replace
 from typing import Any, Self, get_args
 
 from toolkit.config import pipeline_schedules
-from toolkit.config.layout import RECOMPUTE_PERIODS, SCHEDULE_PARTS, Layout, axis_size, least_dp, schedule_fields
+from toolkit.config.layout import (
+    RECOMPUTE_PERIODS,
+    SCHEDULE_PARTS,
+    Layout,
+    axis_size,
+    least_dp,
+    schedule_fields,
+    sequence_fields,
+)
 from toolkit.config.recipe import EngineName, Precision, Recipe
 from toolkit.errors import LayoutError, nearest
 
@@ -52,6 +61,7 @@ class Strategy:
     tp: int = 1
     pp: int = 1
     ulysses: int = 1
+    cp_ulysses: int = 1
     zero_stage: int | None = None
     micro_batch_size: int | None = None
     sp: bool = False
@@ -76,10 +86,10 @@ class Strategy:
         """Parse one strategy of the toolkit. Raises LayoutError if it is malformed or cannot run."""
         if text.startswith(_TRAINER):
             raise _refused(text, "Hugging Face's Trainer is for dstk compare --against alone", "name a layout here")
-        fields: dict[str, object] = {}
+        fields: dict[str, Any] = {}
         for part in text.split("-"):
             axis = _AXIS.fullmatch(part)
-            part_fields: dict[str, object] = schedule_fields("strategy", text, part)
+            part_fields: dict[str, Any] = schedule_fields("strategy", text, part)
             if axis is not None:
                 part_fields = {_AXES[axis[1]]: axis_size("strategy", text, part, axis[2])}
             elif part in _ENGINES:
@@ -94,7 +104,7 @@ class Strategy:
             if twice is not None:
                 raise _refused(text, f"{twice} is given twice", "give each part once")
             fields |= part_fields
-        strategy = cls(text=text, **fields)  # type: ignore[arg-type]
+        strategy = cls(text=text, **sequence_fields(fields))
         strategy._check()
         return strategy
 
@@ -163,7 +173,11 @@ class Strategy:
     def shrunk(self) -> Self:
         """Return the same kind of strategy on 8 ranks at most: two ranks on each axis that had more than one."""
         axes = {name: getattr(self, field) for name, field in _AXES.items() if name not in ("z", "m", "every")}
-        parts = [f"{name}{min(2, size)}" for name, size in axes.items() if size and (size > 1 or name == "dp")]
+        if self.cp_ulysses > 1:
+            axes |= {"u": self.cp_ulysses, "cp": self.cp // self.cp_ulysses}
+        is_written = {name for name, size in axes.items() if size and (size > 1 or name == "dp")}
+        is_written |= {"cp"} if self.cp_ulysses > 1 else set()
+        parts = [f"{name}{min(2, size)}" for name, size in axes.items() if name in is_written]
         if self.schedule == "interleaved":
             parts[parts.index("pp2")] = f"pp2x{self.chunks}"
         parts += [part for part, kind in SCHEDULE_PARTS.items() if kind == self.schedule]
@@ -225,6 +239,7 @@ class Strategy:
             "dp": dp,
             "ep": self.ep,
             "cp": self.cp,
+            "cp_ulysses": self.cp_ulysses,
             "tp": self.tp,
             "pp": self.pp,
             "ulysses": self.ulysses,
@@ -265,8 +280,9 @@ class Strategy:
             raise _refused(self.text, "offload is to host memory, nvme to a drive", "remove one of them")
         if self.micro_batch_size == 0:
             raise _refused(self.text, "a micro-batch has at least one sample", "write m1 or more")
+        replicas = self.world_size(1) // self.model_size if self.model_size else 1
         try:
-            Layout(**self._layout_fields(self.world_size(1) // self.model_size))
+            Layout(**self._layout_fields(replicas))
         except LayoutError as error:
             refusal = error.as_refusal()
             raise LayoutError(replace(refusal, settings=(("strategy", self.text), *refusal.settings))) from None

@@ -29,8 +29,8 @@ class ContextSlices:
         self.group = group
         self._heads: dist.ProcessGroup | None = None
         self._ring = group
-        if job.recipe.parallel.cp_ulysses > 1:
-            self._heads, self._ring = heads_and_ring(job.layout, job.recipe.parallel.cp_ulysses)
+        if job.layout.cp_ulysses > 1:
+            self._heads, self._ring = heads_and_ring(job.layout)
         self._samples = job.batch.micro_batch_size
         self._length = job.recipe.data.seq_len
         self._exchange = make_exchange(self._ring, _exchange_of(job))
@@ -96,7 +96,5 @@ class ContextSlices:
 def _exchange_of(job: Job) -> ExchangeKind:
     tokens = job.batch.micro_batch_size * job.recipe.data.seq_len
     itemsize = 4 if job.recipe.precision == "fp32" else 2
-    section = job.recipe.parallel
-    return chosen_exchange(
-        section.cp_exchange, job.shape, tp=section.cp_ulysses * job.layout.tp, tokens=tokens, itemsize=itemsize
-    )
+    shares = job.layout.cp_ulysses * job.layout.tp
+    return chosen_exchange(job.recipe.parallel.cp_exchange, job.shape, tp=shares, tokens=tokens, itemsize=itemsize)

@@ -29,8 +29,6 @@ class TrainingSetup:
     """Whether this toolkit's engine computes the loss in chunks, inside the head."""
     cp_exchange: CpExchange = "auto"
     """How context-parallel ranks see each other's keys and values."""
-    cp_ulysses: int = 1
-    """Context-parallel ranks that exchange heads for positions."""
     blocks: bool = False
     """Whether the toolkit's attention, which makes no mask, computes whole sequences."""
     keeps_reference: bool = False
@@ -48,9 +46,8 @@ class TrainingSetup:
     def exchange(self, itemsize: int) -> ExchangeKind:
         """How context-parallel ranks see each other's keys and values, whose numbers have so many bytes."""
         tokens = self.micro_batch_size * self.seq_len
-        return chosen_exchange(
-            self.cp_exchange, self.model.shape, tp=self.cp_ulysses * self.layout.tp, tokens=tokens, itemsize=itemsize
-        )
+        shares = self.layout.cp_ulysses * self.layout.tp
+        return chosen_exchange(self.cp_exchange, self.model.shape, tp=shares, tokens=tokens, itemsize=itemsize)
 
     @property
     def rank_positions(self) -> int:

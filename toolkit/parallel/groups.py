@@ -77,10 +77,11 @@ def context_group(layout: Layout) -> dist.ProcessGroup:
     return _new_groups(layout, "context", "context")
 
 
-def heads_and_ring(layout: Layout, ranks: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Among the ranks that share each sequence, the neighbors with which this one exchanges heads, so many, and those
+def heads_and_ring(layout: Layout) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Among the ranks that share each sequence, the cp_ulysses neighbors with which this one exchanges heads, and those
     with which it exchanges keys and values, one of each such group. A collective call."""
     shared = layout.ranks_along("context")
+    ranks = layout.cp_ulysses
     heads, _ = dist.new_subgroups_by_enumeration(
         [group[first : first + ranks] for group in shared for first in range(0, layout.cp, ranks)], group_desc="context"
     )

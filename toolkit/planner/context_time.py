@@ -34,7 +34,7 @@ def context_seconds(request: StepRequest, attention: Passes) -> Passes:
     layout = request.layout
     if layout.cp == 1:
         return Passes()
-    u = request.setup.cp_ulysses
+    u = layout.cp_ulysses
     c = layout.cp // u
     shape = request.shape
     cluster = request.cluster
@@ -67,7 +67,7 @@ def context_calls(request: StepRequest) -> tuple[int, int]:
     layout = request.layout
     if layout.cp == 1:
         return 0, 0
-    u = request.setup.cp_ulysses
+    u = layout.cp_ulysses
     calls = 4 if u > 1 else 0
     others = layout.cp // u - 1
     if others == 0:
@@ -84,7 +84,7 @@ def _merging(request: StepRequest, whole: float, blocks: float) -> Passes:
     keys are at hand, those before a chunk are one block and its own the other.
     """
     layout = request.layout
-    c = layout.cp // request.setup.cp_ulysses
+    c = layout.cp // layout.cp_ulysses
     gpu = request.cluster.gpu
     itemsize = request.execution.activation_bytes
     outputs = request.work.tokens * request.shape.attention_dim / layout.tp

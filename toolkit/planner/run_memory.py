@@ -73,7 +73,6 @@ def training_setup(recipe: Recipe, layout: Layout, batch: Batch, model: ModelFac
             model_type=family,
         ),
         cp_exchange=recipe.parallel.cp_exchange,
-        cp_ulysses=recipe.parallel.cp_ulysses,
         blocks=recipe.model.attn_implementation == "blocks",
         keeps_reference=_keeps_reference(recipe),
         forward_passes=_forward_passes(recipe),

@@ -89,6 +89,9 @@ def _variants(
     request: PlanRequest, *, tp: int = 1, pp: int = 1, cp: int = 1, ulysses: int = 1, ep: int = 1
 ) -> Iterator[Layout]:
     """Stages of ZeRO, offload, recomputation and sequence parallelism. ZeRO-0 keeps fp32 weights: never better."""
+    cp_ulysses = request.fixed.get("cp_ulysses", 1)
+    if cp % cp_ulysses:
+        return
     dp = request.gpus // (tp * pp * cp * ulysses)
     recomputations: tuple[Recompute, ...] = ("none", "full")
     if "recompute" in request.fixed:
@@ -115,6 +118,7 @@ def _variants(
                     dp=dp,
                     ep=ep,
                     cp=cp,
+                    cp_ulysses=cp_ulysses,
                     tp=tp,
                     pp=pp,
                     ulysses=ulysses,
