@@ -26,8 +26,13 @@ Ranks = Callable[..., list[Any]]
 Make = Callable[..., Recipe]
 LARGEST_DIFFERENCE = 1e-6
 VOCABULARY = 321
-LAYOUTS = SMALL_LAYOUTS | {"pp2-zbh1": {"pp": 2, "zero_stage": 1, "schedule": "zb-h1"}}
-DAILY = ("z3", "tp2-sp")
+LAYOUTS = SMALL_LAYOUTS | {
+    "pp2-zbh1": {"pp": 2, "zero_stage": 1, "schedule": "zb-h1"},
+    "cp2-z3": {"cp": 2, "zero_stage": 3},
+    "cp2-tp2-sp": {"cp": 2, "tp": 2, "zero_stage": 1, "sequence_parallel": True},
+    "cp2-pp2": {"cp": 2, "pp": 2, "zero_stage": 1},
+}
+DAILY = ("cp2-z3", "tp2-sp")
 
 
 @pytest.fixture
@@ -68,7 +73,7 @@ def distilled(make_recipe: Make, tmp_path: Path) -> Make:
 
 
 def check_equal(distilled: Make, ranks: Ranks, section: dict[str, Any], **changes: Any) -> ParityResult:
-    size = math.prod(section.get(axis, 1) for axis in ("dp", "tp", "pp", "ulysses"))
+    size = math.prod(section.get(axis, 1) for axis in ("dp", "cp", "tp", "pp", "ulysses"))
     baseline = ranks(train_in_memory, 1, distilled(**{**changes, "train__engine": "reference"}))[0]
     run = ranks(train_in_memory, size, distilled(parallel=section, **changes), timeout_seconds=600)[0]
     result = ParityResult.of(run, baseline)
@@ -112,7 +117,7 @@ def test_a_layout_trains_what_one_process_trains(distilled: Make, ranks: Ranks, 
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("layout", ["z3", "tp2-sp", "pp2", "u2"])
+@pytest.mark.parametrize("layout", ["z3", "tp2-sp", "pp2", "u2", "cp2-z3"])
 @pytest.mark.parametrize(
     "changes",
     [

@@ -432,7 +432,6 @@ def _context_settings(recipe: Recipe) -> Iterator[Refusal]:
     for field, off, reason in (
         ("model.attn_implementation", "auto", "context parallelism has an attention of its own"),
         ("model.expert_capacity_factor", None, "a rank would limit the experts of its part of a sequence"),
-        ("train.distill", None, "a teacher was not tested beside it"),
     ):
         value = recipe.value_of(field)
         if value != off and not (field == _ATTENTION and value in (None, "blocks")):

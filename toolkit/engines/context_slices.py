@@ -64,6 +64,8 @@ class ContextSlices:
             input_ids=micro_batch.input_ids[:, held],  # [b, s] -> [b, n]
             labels=micro_batch.labels[:, held],
             weights=None if micro_batch.weights is None else micro_batch.weights[:, held],
+            teacher=None if micro_batch.teacher is None else micro_batch.teacher.map(lambda tensor: tensor[:, held]),
+            places=None if micro_batch.places is None else micro_batch.places[:, held],
             position_ids=positions[:, held],
             is_packed=False,  # documents are kept apart by the attention, which knows where they begin
             dropout_seed=seed,

@@ -133,15 +133,14 @@ class PipelineEngine(DeepSpeedBase):
 
     @override
     def top_tokens(self, micro_batches: Iterable[MicroBatch], top: TopTokens) -> list[tuple[MicroBatch, TeacherTokens]]:
-        batches = list(micro_batches)
         self._top = top
         self._teacher_tokens = []
         self.engine.module.eval()
         with torch.no_grad(), collecting_in_head(self.head_loss, top):
-            self._run(batches)
+            self._run(list(micro_batches))
         self.engine.module.train()
         self._top = None
-        collected = list(zip(batches, self._teacher_tokens, strict=False))  # of the last stage alone
+        collected = list(zip(self._micro_batches, self._teacher_tokens, strict=False))  # of the last stage alone
         return collected if self.partition.groups.is_first_of_tensor else []
 
     @override
