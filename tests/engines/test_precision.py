@@ -101,6 +101,10 @@ def test_a_lower_loss_scale_than_that_stays() -> None:
     assert loaded == []
 
 
+EXCHANGES = ("gather", "ring", "gather", "ring")
+"""How context-parallel ranks see each other's keys and values, by stage of ZeRO."""
+
+
 def mixture(folder: Path) -> dict[str, Any]:
     """Sections of a recipe of a tiny mixture of experts."""
     from toolkit.parallel.tiny_model import tiny_config
@@ -119,6 +123,9 @@ def mixture(folder: Path) -> dict[str, Any]:
             ({"pp": 2, "tp": 2, "sequence_parallel": True}, 4),
             *(({"ep": 2, "zero_stage": stage}, 2) for stage in range(4)),
             ({"pp": 2, "ep": 2}, 4),
+            *(({"cp": 2, "cp_exchange": exchange, "zero_stage": stage}, 2) for stage, exchange in enumerate(EXCHANGES)),
+            ({"cp": 2, "tp": 2, "sequence_parallel": True}, 4),
+            ({"cp": 2, "pp": 2}, 4),
         ],
         lambda number, _: number == 0,
     ),
