@@ -1,22 +1,28 @@
-"""The planner's order of pipeline schedules beside the order that was measured, in published settings.
+"""The planner's order of pipeline schedules beside the order that was measured, in twelve published settings.
 
     python benchmarks/published_schedules.py
 
-Measured, in samples a second and GPU: Qi et al. 2023, "Zero Bubble Pipeline Parallelism" (arXiv 2401.10241), Tables 3
-and 4, on A100s of nodes of eight; one row for each model. The paper's ZB-1p is ZB-H1's memory with an order that is
-searched for. In tokens a second and GPU: torchtitan (Liang et al. 2024, arXiv 2410.06511), Llama 3.1 405B on 512 H100.
-Predicted: the toolkit's own step of the same layout and batch, with the schedule alone changed.
+Measured, in samples a second and GPU: Qi et al. 2023, "Zero Bubble Pipeline Parallelism" (arXiv 2401.10241), on A100s
+of nodes of eight: models of Table 3 with the fewest and the most micro-batches of Table 4, and those of Table 6, which
+has ZB-V, with the fewest. The paper's ZB-1p is ZB-H1's memory with an order that is searched for; its interleaved 1F1B
+has a layer in each chunk. In tokens a second and GPU: torchtitan (Liang et al. 2024, arXiv 2410.06511), Llama 3.1 405B
+on 512 H100.
+
+Predicted: the toolkit's own step of the same layout and batch, with the schedule alone changed. Of interleaved 1F1B it
+is the fastest that the planner tries and the model has layers for. The order is that of two schedules at a time.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 from toolkit.config.layout import Batch, Layout
 from toolkit.hardware import gpu
 from toolkit.models.shape import find_config
 from toolkit.planner.cluster import Cluster
-from toolkit.planner.request import PlanRequest
+from toolkit.planner.request import Plan, PlanRequest
+from toolkit.planner.schedule_choice import fastest_schedule
 from toolkit.planner.search import scheduled
 
 
@@ -32,48 +38,66 @@ class Setting:
     micro_batches: int
     seq_len: int
     measured: Mapping[str, float]
-    """Throughput, by the schedule's part of a layout."""
+    """Throughput, by schedule."""
 
 
-def _gpt(layers: int, heads: int, hidden: int) -> dict[str, Any]:
-    sizes = {"n_layer": layers, "n_head": heads, "n_embd": hidden, "n_positions": 1024, "vocab_size": 50304}
-    return {"model_type": "gpt2", "tie_word_embeddings": False, **sizes}
+_MODELS = {"1.5B": (22, 24, 2304), "6.2B": (30, 32, 4096), "14.6B": (46, 40, 5120), "28.3B": (62, 48, 6144)}
+"""Layers, heads and hidden size of the zero-bubble paper's models."""
 
 
-def _zero_bubble(name: str, shape: tuple[int, int, int], pp: int, size: int, micro: int, *rates: float) -> Setting:
-    names = (f"pp{pp}", f"pp{pp}x2", f"pp{pp}-zbh1")
+def _zero_bubble(
+    model: str, pp: int, size: int, micro_batches: int, *, more_layers: int = 0, **measured: float
+) -> Setting:
+    layers, heads, hidden = _MODELS[model]
     return Setting(
-        name=f"{name}, pp{pp}, {micro} micro-batches",
-        config=_gpt(*shape),
+        name=f"{model}, pp{pp}, {micro_batches} micro-batches of {size}",
+        config={
+            "model_type": "gpt2",
+            "n_layer": layers + more_layers,
+            "n_head": heads,
+            "n_embd": hidden,
+            "n_positions": 1024,
+            "vocab_size": 50304,
+            "tie_word_embeddings": False,
+        },
         gpu="A100-SXM-80GB",
         layout=Layout(pp=pp, zero_stage=1),
         micro_batch_size=size,
-        micro_batches=micro,
+        micro_batches=micro_batches,
         seq_len=1024,
-        measured=dict(zip(names, rates, strict=True)),
+        measured={name.replace("_", "-"): rate for name, rate in measured.items()},
     )
 
 
 SETTINGS = (
-    _zero_bubble("1.5B", (22, 24, 2304), 8, 6, 24, 11.8, 13.1, 12.9),
-    _zero_bubble("6.2B", (30, 32, 4096), 8, 3, 24, 3.50, 4.01, 3.88),
-    _zero_bubble("14.6B", (46, 40, 5120), 16, 1, 48, 1.40, 1.54, 1.61),
-    _zero_bubble("28.3B", (62, 48, 6144), 32, 1, 96, 0.76, 0.82, 0.87),
+    # Table 4
+    _zero_bubble("1.5B", 8, 6, 24, f1b=11.8, interleaved=13.1, zb_h1=12.9),
+    _zero_bubble("1.5B", 8, 6, 64, f1b=13.6, interleaved=13.9, zb_h1=14.2),
+    _zero_bubble("6.2B", 8, 3, 24, f1b=3.50, interleaved=4.01, zb_h1=3.88),
+    _zero_bubble("6.2B", 8, 3, 64, f1b=4.03, interleaved=4.19, zb_h1=4.20),
+    _zero_bubble("14.6B", 16, 1, 48, f1b=1.40, interleaved=1.54, zb_h1=1.61),
+    _zero_bubble("14.6B", 16, 1, 128, f1b=1.64, interleaved=1.66, zb_h1=1.76),
+    _zero_bubble("28.3B", 32, 1, 96, f1b=0.76, interleaved=0.82, zb_h1=0.87),
+    _zero_bubble("28.3B", 32, 1, 256, f1b=0.88, interleaved=0.90, zb_h1=0.96),
+    # Table 6, whose ends have chunks without a layer: predicted with one more for each
+    _zero_bubble("6.2B", 16, 6, 48, more_layers=2, f1b=3.38, zb_h1=3.87, zb_v=4.15),
+    _zero_bubble("14.6B", 24, 2, 72, more_layers=2, f1b=1.52, zb_h1=1.72, zb_v=1.85),
+    _zero_bubble("28.3B", 32, 2, 96, more_layers=2, f1b=0.82, zb_h1=0.94, zb_v=1.01),
     Setting(
-        name="Llama 3.1 405B, tp8, pp8, 32 micro-batches",
+        name="Llama 3.1 405B, tp8-pp8, 32 micro-batches of 1",
         config=find_config("llama-3.1-405b") or {},
         gpu="H100-80",
         layout=Layout(dp=8, tp=8, pp=8, zero_stage=1, sequence_parallel=True, recompute="full"),
         micro_batch_size=1,
         micro_batches=32,
         seq_len=8192,
-        measured={"pp8": 100, "pp8x2": 128},
+        measured={"f1b": 100, "interleaved": 128},
     ),
 )
 
 
-def predicted(setting: Setting) -> dict[str, float]:
-    """Return the seconds of a step in each schedule that the model has layers for, by its part of a layout."""
+def predicted(setting: Setting) -> list[Plan]:
+    """Return a plan for each schedule that the model has layers for; the first is DeepSpeed's own 1F1B."""
     batch = Batch(
         global_batch_size=setting.micro_batch_size * setting.micro_batches * setting.layout.dp,
         micro_batch_size=setting.micro_batch_size,
@@ -89,21 +113,51 @@ def predicted(setting: Setting) -> dict[str, float]:
         schedules=True,
     )
     every = scheduled(request, setting.layout)
-    return {layout.pipeline_text: request.step(layout, batch).seconds for layout in every}
+    return [request.estimated(layout, batch, request.step(layout, batch)) for layout in every]
+
+
+def gains(plans: Sequence[Plan]) -> dict[str, float]:
+    """Return the throughput of each schedule over that of DeepSpeed's own 1F1B; of chunks, the fastest number."""
+    plain = plans[0].step.seconds
+    ratios: dict[str, float] = {}
+    for plan in plans[1:]:
+        name = str(plan.layout.schedule)
+        ratios[name] = max(ratios.get(name, 0.0), plain / plan.step.seconds)
+    return ratios
+
+
+def pairs_in_order(measured: Mapping[str, float], expected: Mapping[str, float]) -> tuple[int, int]:
+    """Return how many pairs of schedules are predicted in the measured order, and how many there are."""
+    both = [name for name in measured if name in expected]
+    pairs = list(combinations(both, 2))
+    agreeing = [
+        (one, other) for one, other in pairs if (measured[one] > measured[other]) == (expected[one] > expected[other])
+    ]
+    return len(agreeing), len(pairs)
 
 
 def main() -> None:
     """Print a row for each setting."""
-    print("| setting | measured, against 1F1B | predicted, against 1F1B | predicted fastest |")
-    print("|---|---|---|---|")
+    print("| setting | measured, over 1F1B | predicted | pairs in order | `auto` takes |")
+    print("|---|---|---|---|---|")
+    agreeing = 0
+    pairs = 0
     for setting in SETTINGS:
-        plain = f"pp{setting.layout.pp}"
-        seconds = predicted(setting)
-        rates = setting.measured
-        measured = ", ".join(f"{name} {rates[name] / rates[plain]:.2f}x" for name in rates if name != plain)
-        ratios = {name: seconds[plain] / own for name, own in seconds.items() if name != plain}
-        shown = ", ".join(f"{name} {ratio:.2f}x" for name, ratio in ratios.items())
-        print(f"| {setting.name} | {measured} | {shown} | {max(ratios, key=lambda name: ratios[name])} |")
+        plans = predicted(setting)
+        rates = {name: rate / setting.measured["f1b"] for name, rate in setting.measured.items()}
+        expected = gains(plans)
+        right, of = pairs_in_order(rates, {**expected, "f1b": 1.0})
+        agreeing += right
+        pairs += of
+        taken = fastest_schedule(plans)
+        taken_text = taken.layout.pipeline_text if taken.fits else "none fits surely"
+        row = (setting.name, _listed(rates), _listed(expected), f"{right} of {of}", taken_text)
+        print(f"| {' | '.join(row)} |", flush=True)
+    print(f"\n{agreeing} of {pairs} pairs are predicted in the measured order")
+
+
+def _listed(ratios: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items() if name not in ("f1b", "1f1b"))
 
 
 if __name__ == "__main__":
