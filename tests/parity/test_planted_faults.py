@@ -19,6 +19,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine as DeepSpeedPipeline
 from deepspeed.runtime.pipe.schedule import BackwardPass
 from torch import nn
 
+from toolkit.config.pipeline_messages import Message
 from toolkit.data.samples.loader import MicroBatchLoader
 from toolkit.engines import deepspeed_patches
 from toolkit.engines.context_slices import ContextSlices
@@ -31,7 +32,6 @@ from toolkit.parallel.context import attention
 from toolkit.parallel.context.exchange import GatherExchange, RingExchange
 from toolkit.parallel.groups import ModelParallelUnit
 from toolkit.parallel.loss import IGNORE
-from toolkit.parallel.pipeline.channels import Message
 from toolkit.parallel.pipeline.pipeline_module import StagePipeline
 from toolkit.parallel.pipeline.stage import PipelineStage, _Chunk
 from toolkit.parallel.pipeline.weight_gradients import WeightGradients

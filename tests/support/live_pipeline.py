@@ -30,8 +30,11 @@ class LiveStep:
     """Decoder layers of each stage."""
 
 
-def one_more_step(recipe: Recipe) -> LiveStep:
-    """Train a recipe, and take one more step, in which live bytes are counted. Called on every rank."""
+def one_more_step(recipe: Recipe, *, updates: bool = False) -> LiveStep:
+    """Train a recipe, and take one more step, in which live bytes are counted. Called on every rank.
+
+    The step ends with the reductions of gradients, or `updates` the weights.
+    """
     taken: list[LiveStep] = []
 
     def take(engine: Any) -> None:
@@ -41,7 +44,10 @@ def one_more_step(recipe: Recipe) -> LiveStep:
         if recipe.parallel.schedule is None:
             engine.engine.reset_activation_shape()  # DeepSpeed makes the buffers for receiving again, and they count
         with LiveBytes() as live:
-            engine._run(batches, trains=True)
+            if updates:
+                engine.train_step(batches, target_tokens=MICRO_BATCHES * tokens.numel(), learning_rate=1e-3)
+            else:
+                engine._run(batches, trains=True)
         taken.append(
             LiveStep(
                 pipe=engine.engine.stage_id,

@@ -397,6 +397,21 @@ def equalize_norm_calls(optimizer: Any, groups: ParallelGroups) -> None:
         optimizer.scaled_global_norm = norm_of_all
 
 
+def reduce_in_the_buckets_there_are(optimizer: Any) -> None:
+    """Let a pipeline reduce gradients in the buckets that its backward passes have made.
+
+    DeepSpeed 0.19.8, ZeRO-1: `reduce_gradients` appends one more bucket of `reduce_bucket_size` elements to them
+    (deepspeed/runtime/zero/stage_1_and_2.py), which nothing is ever written to. No issue is known.
+    """
+    reduce_gradients = optimizer.reduce_gradients
+
+    def reduced(pipeline_parallel: bool = False) -> None:
+        have_buffers = all(bucket.buffer for bucket in optimizer.ipg_buckets.values())
+        reduce_gradients(pipeline_parallel=pipeline_parallel and not have_buffers)
+
+    optimizer.reduce_gradients = reduced
+
+
 def clear_skipped_gradients(optimizer: Any) -> None:
     """Drop the gradients of a skipped step, to which DeepSpeed would add those of the next one.
 

@@ -21,7 +21,7 @@ from toolkit.engines import deepspeed_patches
 from toolkit.engines.base import StepResult, Update, read_together
 from toolkit.engines.context_slices import ContextSlices
 from toolkit.engines.deepspeed_engine import DeepSpeedBase, model_dtype
-from toolkit.engines.deepspeed_patches import equalize_norm_calls, quiet_stdout
+from toolkit.engines.deepspeed_patches import equalize_norm_calls, quiet_stdout, reduce_in_the_buckets_there_are
 from toolkit.engines.dropout import DropoutStream
 from toolkit.engines.full_forward import add_by_source, nan_unless_finite
 from toolkit.engines.gradient_norm import full_grad_norm
@@ -88,6 +88,8 @@ class PipelineEngine(DeepSpeedBase):
         if job.layout.schedule is not None:
             channels = Channels(partition.groups, device)
             self.engine = ScheduledPipeline.adopt(self.engine, partition.stage, channels, self._report_pass)
+        if hasattr(self.optimizer, "ipg_buckets"):
+            reduce_in_the_buckets_there_are(self.optimizer)
         equalize_norm_calls(self.optimizer, partition.groups)
         partition.stage.cast_nonlocal(model_dtype(config))
 

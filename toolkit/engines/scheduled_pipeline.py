@@ -13,8 +13,9 @@ import torch
 from deepspeed.runtime.pipe import engine as deepspeed_pipe
 from deepspeed.runtime.pipe import schedule as instructions
 
+from toolkit.config.pipeline_messages import Message
 from toolkit.config.pipeline_schedules import PASS_NAMES, Operation, Pass, Schedule
-from toolkit.parallel.pipeline.channels import Channels, Message
+from toolkit.parallel.pipeline.channels import Channels
 from toolkit.parallel.pipeline.stage import PipelineStage
 from toolkit.parallel.pipeline.weight_gradients import WeightGradients
 

@@ -2,14 +2,15 @@
 
 A rank holds, of each of its stages, micro-batches between F and B with all activations, and micro-batches between B and
 W with the inputs and output gradients of linear layers. Messages are counted as the engine keeps them
-(toolkit/engines/scheduled_pipeline.py): one that arrives from each rank that sends to this one, and a gradient that was
-sent, until the next message to the same rank.
+(toolkit/parallel/pipeline/channels.py): one that arrives from each rank that still sends to this one, and gradients
+that were sent, until a message arrives that their receiver sent after it had taken them.
 """
 
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from toolkit.config.pipeline_messages import Message, messages, sent_by, taken_before, taken_by
 from toolkit.config.pipeline_schedules import Schedule
 
 
@@ -57,16 +58,17 @@ def schedule_peak(schedule: Schedule, rank: int, stages: Mapping[int, StageBytes
     rank_of = schedule.rank_of
     last = len(rank_of) - 1
     splits = {(stage, micro_batch) for kind, stage, micro_batch in schedule.orders[rank] if kind == "B"}
-    senders = {rank_of[other] for stage in stages for other in (stage - 1, stage + 1) if 0 <= other <= last}
-    arriving = hidden * len(senders - {rank})
+    between = {other: _Between(schedule, rank, other) for other in {*rank_of} - {rank}}
     kept: Counter[int] = Counter()
     waiting: Counter[int] = Counter()
-    leaving: dict[int, int] = {}
     handed_on = 0
     gradients: dict[int, int] = {}
     worst: SchedulePeak | None = None
     for kind, stage, micro_batch in schedule.orders[rank]:
         of_stage = stages[stage]
+        taken = taken_by(schedule, (kind, stage, micro_batch))
+        if taken is not None and rank_of[taken.sender] != rank:
+            between[rank_of[taken.sender]].take(taken)
         if kind == "F":
             at_work = of_stage.forward
         elif kind == "W":
@@ -80,31 +82,59 @@ def schedule_peak(schedule: Schedule, rank: int, stages: Mapping[int, StageBytes
                 handed_on -= hidden
         others = sum(count * stages[of].kept for of, count in kept.items())
         others += sum(count * stages[of].waiting for of, count in waiting.items())
-        messages = arriving + sum(leaving.values()) + handed_on
+        messages_kept = hidden * sum(pair.count for pair in between.values()) + handed_on
         made = sum(gradients.values())
-        live = others + messages + at_work
+        live = others + messages_kept + at_work
         if worst is None or live + made > worst.live + worst.gradients:
             worst = SchedulePeak(
                 live=live,
                 kept=+kept,
                 waiting=+waiting,
                 at_work=(kind, stage),
-                messages=messages,
+                messages=messages_kept,
                 gradients=made,
             )
         if kind in ("W", "D"):
             gradients[stage] = of_stage.gradients
+        sent = sent_by(schedule, (kind, stage, micro_batch))
+        if sent is not None and rank_of[sent.stage] != rank:
+            between[rank_of[sent.stage]].send(sent)
         if kind == "F":
             kept[stage] += 1
-            if stage < last and rank_of[stage + 1] != rank:
-                leaving[rank_of[stage + 1]] = 0  # what is sent is kept anyway
             continue
         if kind == "W":
             continue
         waiting[stage] += (stage, micro_batch) in splits
-        if stage > 0 and rank_of[stage - 1] != rank:
-            leaving[rank_of[stage - 1]] = hidden
-        elif stage > 0:
+        if stage > 0 and rank_of[stage - 1] == rank:
             handed_on += hidden
     assert worst is not None, "a rank has passes"
     return worst
+
+
+class _Between:
+    """Messages between a rank and another one that the rank keeps, as its passes go by.
+
+    An activation that was sent is kept anyway, until its backward pass.
+    """
+
+    def __init__(self, schedule: Schedule, rank: int, other: int) -> None:
+        self._expected = len(messages(schedule).get((other, rank), ()))
+        self._taken_before = taken_before(schedule, other, rank)
+        self._sent = 0
+        self._gradients: list[int] = []
+
+    def take(self, message: Message) -> None:
+        """Take a message, which says what the other rank had taken when it sent it."""
+        self._expected -= 1
+        self._gradients = [place for place in self._gradients if place > self._taken_before[message]]
+
+    def send(self, message: Message) -> None:
+        """Send a message."""
+        self._sent += 1
+        if message.carries == "gradient":
+            self._gradients.append(self._sent)
+
+    @property
+    def count(self) -> int:
+        """Messages that are kept: one that arrives while the rank computes, and gradients that were sent."""
+        return min(1, self._expected) + len(self._gradients)

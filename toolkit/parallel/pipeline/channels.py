@@ -4,54 +4,28 @@ A channel delivers messages in the order in which the sender's schedule produces
 the next message is received while the rank computes, and a rank waits only where it needs what has not arrived. The two
 directions have process groups of their own: with two ranks and several chunks, activations and gradients go both ways.
 
+What was sent is let go of when a message arrives that its receiver sent after it had taken it, which follows from the
+schedule: gloo says of no message that it has arrived before the sender waits for it.
+
 The first message of a stage's activations is preceded by their shapes; its gradients have the same ones.
 """
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from toolkit.config.pipeline_messages import Message, messages, taken_before
 from toolkit.config.pipeline_schedules import Schedule
 from toolkit.parallel.groups import ParallelGroups
 
-Carries = Literal["activation", "gradient"]
 Format = list[tuple[torch.Size, torch.dtype]]
 """Shape and dtype of each tensor of a message."""
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.bool)
 _HEADER = 64
 """Numbers of a message about shapes: of three tensors with up to 20 dimensions."""
-
-
-class Message(NamedTuple):
-    """What a pass of `stage` sends to the stage after it, or with a gradient to the one before it."""
-
-    carries: Carries
-    stage: int
-    """The stage that receives it."""
-    micro_batch: int
-
-    @property
-    def boundary(self) -> int:
-        """The earlier of the two stages."""
-        return self.stage - 1 if self.carries == "activation" else self.stage
-
-
-def messages(schedule: Schedule) -> dict[tuple[int, int], list[Message]]:
-    """Return the messages from each rank to each other one, in the order in which they are produced."""
-    rank_of = schedule.rank_of
-    found: dict[tuple[int, int], list[Message]] = defaultdict(list)
-    for rank, order in enumerate(schedule.orders):
-        for kind, stage, micro_batch in order:
-            if kind == "F" and stage + 1 < len(rank_of) and rank_of[stage + 1] != rank:
-                found[rank, rank_of[stage + 1]].append(Message("activation", stage + 1, micro_batch))
-            if kind in ("B", "D") and stage > 0 and rank_of[stage - 1] != rank:
-                found[rank, rank_of[stage - 1]].append(Message("gradient", stage - 1, micro_batch))
-    return dict(found)
 
 
 @dataclass(kw_only=True)
@@ -63,8 +37,11 @@ class _Channel:
     expected: Sequence[Message]
     place: int = 0
     """Messages sent, or asked for."""
+    taken: Mapping[Message, int] = field(default_factory=dict)
+    """How many messages of the opposite direction the sender of each one had taken before."""
     arriving: dict[Message, list[tuple[dist.Work, torch.Tensor]]] = field(default_factory=dict)
-    leaving: list[tuple[dist.Work, torch.Tensor]] = field(default_factory=list)
+    leaving: list[tuple[int, dist.Work, torch.Tensor]] = field(default_factory=list)
+    """The place of each message that is kept, and its tensors."""
 
 
 class Channels:
@@ -93,7 +70,8 @@ class Channels:
             if sender == self._rank:
                 self._to[receiver] = _Channel(peer=self._peers[receiver], group=group, expected=expected)
             if receiver == self._rank:
-                self._from[sender] = _Channel(peer=self._peers[sender], group=group, expected=expected)
+                taken = taken_before(schedule, sender, receiver)
+                self._from[sender] = _Channel(peer=self._peers[sender], group=group, expected=expected, taken=taken)
         for channel in self._to.values():
             self._routes |= dict.fromkeys(channel.expected, channel)
         for channel in self._from.values():
@@ -105,7 +83,7 @@ class Channels:
         channel = self._routes[message]
         assert channel.expected[channel.place] == message, "messages leave in the schedule's order"
         channel.place += 1
-        channel.leaving = [(work, tensor) for work, tensor in channel.leaving if not work.is_completed()]
+        channel.leaving = [entry for entry in channel.leaving if not entry[1].is_completed()]
         if message.carries == "activation":
             formats = [(tensor.shape, tensor.dtype) for tensor in tensors]
             if message.boundary not in self._formats:
@@ -129,13 +107,13 @@ class Channels:
         arrived = channel.arriving.pop(message)
         for work, _ in arrived:
             work.wait()
+        self._release(channel, message)
         return [tensor for _, tensor in arrived]
 
     def finish_step(self) -> None:
         """Wait until everything has been sent."""
         for channel in self._to.values():
-            for work, _ in channel.leaving:
-                work.wait()
+            _wait_for(channel.leaving)
             channel.leaving.clear()
             assert channel.place == len(channel.expected), "every message was sent"
         assert not any(channel.arriving for channel in self._from.values()), "every message was taken"
@@ -143,7 +121,16 @@ class Channels:
     def _send(self, channel: _Channel, tensor: torch.Tensor) -> None:
         work = dist.isend(tensor, channel.peer, group=channel.group)
         assert work is not None
-        channel.leaving.append((work, tensor))
+        channel.leaving.append((channel.place, work, tensor))
+
+    def _release(self, channel: _Channel, message: Message) -> None:
+        """Let go of what the sender of `message` had taken when it sent it: waiting for that takes no time."""
+        opposite = next((other for other in self._to.values() if other.peer == channel.peer), None)
+        if opposite is None:
+            return
+        taken = channel.taken[message]
+        _wait_for(entry for entry in opposite.leaving if entry[0] <= taken)
+        opposite.leaving = [entry for entry in opposite.leaving if entry[0] > taken]
 
     def _ask_ahead(self, channel: _Channel) -> None:
         """Begin to receive the next message, unless its shapes are still to come."""
@@ -162,6 +149,11 @@ class Channels:
             assert work is not None
             arriving.append((work, tensor))
         channel.arriving[message] = arriving
+
+
+def _wait_for(leaving: Iterable[tuple[int, dist.Work, torch.Tensor]]) -> None:
+    for _, work, _ in leaving:
+        work.wait()
 
 
 def _encoded(made: Format) -> list[int]:
