@@ -53,3 +53,17 @@ def test_a_rank_that_fails_in_a_schedule_is_named_with_its_pass_and_micro_batch(
     found = run_fault(fault, "pp2-zbh1-z1", tmp_path)
     assert found["problem"] == ""
     assert f"died in step 3 (pipeline: {at}): ZeroDivisionError: a bug of mine" in found["line"]
+
+
+@pytest.mark.parametrize(
+    "at", [pytest.param(name, marks=() if name == PASSES[0] else pytest.mark.whole) for name in PASSES[:3]]
+)
+def test_a_rank_that_is_killed_in_a_schedule_is_named_with_its_pass_and_micro_batch(
+    ranks: Callable[..., list[Any]], tmp_path: Path, at: str
+) -> None:
+    """Its last heartbeat is from another pass, and often from another step."""
+    write_recipe(tmp_path)
+    fault = Fault(kind="kill", victim=1, step=3, phase=f"pipeline: {at}")
+    found = run_fault(fault, "pp2-zbh1-z1", tmp_path)
+    assert found["problem"] == ""
+    assert f"died in step 3 (pipeline: {at}): killed or crashed" in found["line"]

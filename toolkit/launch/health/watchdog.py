@@ -14,6 +14,7 @@ import os
 import socket
 import threading
 import time
+from dataclasses import replace
 from typing import NamedTuple, NoReturn
 
 from toolkit.errors import ToolkitError
@@ -21,6 +22,7 @@ from toolkit.launch import stop_requests
 from toolkit.launch.health import local_process, stalled_ranks
 from toolkit.launch.health.heartbeat import PEER_FAILED, FailureReport, Heartbeat
 from toolkit.launch.health.heartbeat_store import HeartbeatStore, HeartbeatStoreLostError, is_lost_connection
+from toolkit.launch.health.progress_page import ProgressPage
 from toolkit.launch.health.stalled_ranks import StallClock, limit_seconds
 from toolkit.phases import phase_of
 
@@ -76,6 +78,8 @@ class Watchdog:
         self._machine_id = local_process.machine_id()
         self._heartbeat_seconds = _HEARTBEAT_SECONDS * max(1.0, store.world_size / _RANKS_PER_PERIOD)
         self._progress = _Progress("start-up", 0, 0, 0)
+        self._page = ProgressPage.create()
+        self._peer_page: ProgressPage | None = None
         self._phase_reports = 0
         self._sequence = 0
         self._responses = 0
@@ -115,6 +119,8 @@ class Watchdog:
             begun = phase_of(phase) != phase_of(now.phase)
             self._progress = _Progress(phase, now.step, now.steps_started, now.phases_started + begun)
         self._phase_reports += 1
+        if self._page is not None and self._progress is not now:
+            self._page.write(self._progress.step, phase)
 
     def report_error(self, error: BaseException) -> None:
         """Publish why this rank is about to exit. Does not return if the error is the consequence of a rank's death."""
@@ -153,6 +159,10 @@ class Watchdog:
         faulthandler.cancel_dump_traceback_later()
         for thread in self._threads:
             thread.join(timeout=_EXIT_SECONDS)
+        page = self._page
+        self._page = None
+        if page is not None:
+            page.close()
 
     @property
     def _limit_seconds(self) -> float:
@@ -253,6 +263,7 @@ class Watchdog:
             if heartbeat.machine_id and heartbeat.machine_id == self._machine_id:
                 with contextlib.suppress(OSError, AttributeError):  # it has exited already, or the kernel is old
                     self._peer = local_process.PeerProcess(rank, heartbeat.pid)
+                    self._peer_page = ProgressPage.of_process(heartbeat.pid)
                 break
         self._needs_peer = False
 
@@ -263,7 +274,12 @@ class Watchdog:
         if not heartbeat.exit_reason:
             self._await_stop_request()
         if heartbeat.is_local_failure or not heartbeat.exit_reason:  # otherwise this rank fails in the same way
-            message = stalled_ranks.describe_death(heartbeat, self._progress.step)
+            step = self._progress.step
+            written = None if self._peer_page is None or heartbeat.exit_reason else self._peer_page.read()
+            if written is not None:  # where it died; its heartbeat says where it was a moment before
+                step, phase = written
+                heartbeat = replace(heartbeat, step=step, phase=phase)
+            message = stalled_ranks.describe_death(heartbeat, step)
             self._report(FailureReport(reporter=self._rank, message=message, unreachable=1))
 
     def _await_stop_request(self) -> None:
