@@ -65,6 +65,9 @@ CASES = [
     case("tp2-pp2-dp2-z1"),
     case("dp2-ep2-z2", model=EXPERTS),
     case("u2-z3"),
+    case("cp2-z1"),
+    case("dp2-cp2-tp2-z2", rank=2),
+    case("u2-cp2-z3", rank=3),
     case("dp2-z1", "LoRA", model=ADAPTERS),
     case("dp2-z0", "fp16", precision="fp16", weights="float32", reads=("deepspeed_engine.py _plain_update",)),
 ]
@@ -129,7 +132,8 @@ def test_gradients_are_summed_in_fp32_over_replicas(one: Case, steps: Steps) -> 
     summed = {
         (group, dtype) for kind, group, dtype in steps(one).collectives if kind in ("all_reduce", "reduce_scatter")
     }
-    of_replicas = "world" if one.layout.startswith("dp2-") and "ep" not in one.layout else "data"
+    is_all = one.layout.startswith("dp2-") and "ep" not in one.layout and "tp" not in one.layout
+    of_replicas = "world" if is_all else "data"
     assert not {(of_replicas, "bfloat16"), (of_replicas, "float16")} & summed
 
 
