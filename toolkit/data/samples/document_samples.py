@@ -9,7 +9,7 @@ after those of all epochs before. `padded`: a row has one piece.
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from threading import Lock
 from typing import Literal, NamedTuple, Self
 
@@ -115,15 +115,21 @@ class DocumentSamples(Samples):
             return self._first_rows[whole] + round((epochs - whole) * self._count)
 
     @override
-    def tokens(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        input_ids = np.full(self.seq_len, self._pad_id, dtype=np.int64)
-        labels = np.full(self.seq_len, IGNORE, dtype=np.int64)
-        for place, begin, length in self._row(index):
-            window = self._tokens[begin : begin + length + 1].astype(np.int64)
-            input_ids[place : place + length] = window[:-1]
-            is_target = self._trained[begin + 1 : begin + length + 1] > 0
-            labels[place : place + length] = np.where(is_target, window[1:], IGNORE)
+    def tokens(self, index: int, held: Sequence[range] | None = None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        input_ids, labels = self._empty(held)
+        for first, begin, length in self._row(index):
+            for place, positions in self._parts(held, range(first, first + length)):
+                start = begin + positions.start - first
+                stop = start + len(positions)
+                window = self._tokens[start : stop + 1].astype(np.int64)
+                input_ids[place : place + len(positions)] = window[:-1]
+                is_target = self._trained[start + 1 : stop + 1] > 0
+                labels[place : place + len(positions)] = np.where(is_target, window[1:], IGNORE)
         return input_ids, labels
+
+    @override
+    def document_starts(self, index: int) -> tuple[int, ...]:
+        return tuple(place for place, _, _ in self._row(index)) if self._document_masking else (0,)
 
     @override
     def position_ids(self, index: int) -> NDArray[np.int64]:

@@ -24,6 +24,7 @@ from toolkit.data.samples.samples import Samples
 from toolkit.data.tokens.corpora import Corpora
 from toolkit.data.tokens.token_cache import Split, TokenCorpus
 from toolkit.errors import DataError
+from toolkit.parallel.context.sequence import SequenceShare
 from toolkit.parallel.loss import IGNORE
 from toolkit.phases import PhaseReporter, ignore_phase
 from toolkit.seeds import derive_seed
@@ -122,6 +123,15 @@ def _reads(recipe: Recipe, layout: Layout, rank: int) -> bool:
     return layout.coordinate(rank).pipe in ends or (layout.cp > 1 and recipe.data.masks_documents)
 
 
+def _share(layout: Layout, rank: int, samples: Iterable[Samples]) -> SequenceShare | None:
+    """Return what a rank reads of each sample; None: all of it."""
+    if layout.cp == 1 or not all(part.reads_parts for part in samples):
+        return None
+    context_rank = layout.coordinate(rank).data % layout.cp
+    length = next(iter(samples)).seq_len
+    return SequenceShare(rank=context_rank, ranks=layout.cp, heads=layout.cp_ulysses, length=length)
+
+
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchLoader:
     """The micro-batches that a rank computes in each step. Needs no communication.
@@ -138,6 +148,8 @@ class MicroBatchLoader:
     train: Samples
     validation: Mapping[str, Samples] = field(default_factory=dict)
     """Validation sets by name; the part that a single source holds out has the empty name."""
+    share: SequenceShare | None = None
+    """What this rank reads of each sample, where ranks share these; None: all of it."""
     report_phase: PhaseReporter = ignore_phase
 
     @classmethod
@@ -161,6 +173,7 @@ class MicroBatchLoader:
             reads=_reads(recipe, layout, rank),
             train=train,
             validation=validation,
+            share=_share(layout, rank, [train, *validation.values()]),
         )
 
     def in_job(self, job: Job, *, rank: int) -> Self:
@@ -171,6 +184,7 @@ class MicroBatchLoader:
             batch=job.batch,
             data_rank=job.layout.sample_rank(rank),
             reads=_reads(job.recipe, job.layout, rank),
+            share=_share(job.layout, rank, [self.train, *self.validation.values()]),
         )
 
     def prefetch(
@@ -250,7 +264,7 @@ class MicroBatchLoader:
                 yield MicroBatch(input_ids=_EMPTY, labels=_EMPTY, is_packed=samples.is_packed(0, places))
                 continue
             repeats = torch.from_numpy(positions >= count)
-            yield _without_repeats(samples.batch(0, places), repeats, chosen_token_share)
+            yield _without_repeats(samples.batch(0, places, share=self.share), repeats, chosen_token_share)
 
     def ordered_batches(self, samples: Samples, first: int, end: int) -> Iterator[MicroBatch]:
         """This rank's share of the rows [first, end) of samples that are in the order of their text, with `places`.
@@ -264,8 +278,13 @@ class MicroBatchLoader:
             if not self.reads:
                 yield MicroBatch(input_ids=_EMPTY, labels=_EMPTY, is_packed=samples.is_packed(0, places))
                 continue
-            micro_batch = _without_repeats(samples.batch(0, places), torch.from_numpy(positions >= end), 0.0)
-            yield micro_batch if micro_batch.sequences else replace(micro_batch, places=samples.places(0, places))
+            batch = samples.batch(0, places, share=self.share)
+            micro_batch = _without_repeats(batch, torch.from_numpy(positions >= end), 0.0)
+            if not micro_batch.sequences:
+                targets = samples.places(0, places)
+                parts = [targets[:, run.start : run.stop] for run in micro_batch.held or [range(samples.seq_len)]]
+                micro_batch = replace(micro_batch, places=torch.cat(parts, dim=1))
+            yield micro_batch
 
     def first_batch(self) -> Iterator[MicroBatch]:
         """Yield every sample of the first global batch by itself, on any rank."""
@@ -279,7 +298,7 @@ class MicroBatchLoader:
             lengths = self.train.lengths(batch_index, positions)
             is_packed = self.train.is_packed(batch_index, positions)
             return MicroBatch(input_ids=_EMPTY, labels=_EMPTY, dropout_seed=seed, lengths=lengths, is_packed=is_packed)
-        return self.train.batch(batch_index, positions, dropout_seed=seed)
+        return self.train.batch(batch_index, positions, dropout_seed=seed, share=self.share)
 
     def _positions(self, accumulation_step: int) -> range:
         start = self.batch.block_start(accumulation_step=accumulation_step, data_rank=self.data_rank)

@@ -61,7 +61,9 @@ class MicroBatch:
     by default it is read from position_ids. sequences: those that an objective compares; None where targets are alike.
     weights: the weight of each label in the loss, fp32 [b, s]; None: all weigh 1. teacher: what a teacher would say
     in the place of each label; None without one. places [b, s] says, where a teacher is asked, which token of the text
-    each label is; -1 in padding.
+    each label is; -1 in padding. held: the positions of the sequences that the tensors have, where ranks share these,
+    with position_ids of the whole sequences; None: all of them. starts: where documents begin in each whole sample, the
+    first at 0, where the tensors have a part of it.
     """
 
     input_ids: torch.Tensor
@@ -75,6 +77,8 @@ class MicroBatch:
     weights: torch.Tensor | None = None
     teacher: TeacherTokens | None = None
     places: torch.Tensor | None = None
+    held: tuple[range, ...] | None = None
+    starts: tuple[tuple[int, ...], ...] | None = None
 
     def __post_init__(self) -> None:
         if self.is_packed is None:

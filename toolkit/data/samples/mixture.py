@@ -20,6 +20,7 @@ from toolkit.data.samples.interleaving import Interleaving
 from toolkit.data.samples.micro_batch import MicroBatch
 from toolkit.data.samples.samples import Samples
 from toolkit.errors import DataError, Refusal, Setting
+from toolkit.parallel.context.sequence import SequenceShare
 from toolkit.units import format_count
 
 
@@ -51,6 +52,7 @@ class MixtureSamples(Samples):
         self._interleaving = Interleaving(weights)
         self.has_positions = any(part.has_positions for part in self.parts)
         self.has_padding = any(part.has_padding for part in self.parts)
+        self.reads_parts = all(part.reads_parts for part in self.parts)
 
     @override
     def __len__(self) -> int:
@@ -91,9 +93,9 @@ class MixtureSamples(Samples):
         return np.int64(step) * self.global_batch_size + np.asarray(positions, dtype=np.int64)
 
     @override
-    def tokens(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def tokens(self, index: int, held: Sequence[range] | None = None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         part, part_index = self._part_of(index)
-        return part.tokens(part_index)
+        return part.tokens(part_index, held)
 
     @override
     def position_ids(self, index: int) -> NDArray[np.int64]:
@@ -114,12 +116,20 @@ class MixtureSamples(Samples):
         return self.parts[int(sources[0])], int(indices[0])
 
     @override
-    def batch(self, step: int, places: Sequence[int] | NDArray[np.int64], *, dropout_seed: int = 0) -> MicroBatch:
+    def batch(
+        self,
+        step: int,
+        places: Sequence[int] | NDArray[np.int64],
+        *,
+        dropout_seed: int = 0,
+        share: SequenceShare | None = None,
+    ) -> MicroBatch:
         sources, indices = self.locate(self.sample_ids(step, places))
         samples = [
             (self.parts[source], index) for source, index in zip(sources.tolist(), indices.tolist(), strict=True)
         ]
-        return replace(self._collate(samples, step, dropout_seed=dropout_seed), sources=torch.from_numpy(sources))
+        collated = self._collate(samples, step, dropout_seed=dropout_seed, share=share)
+        return replace(collated, sources=torch.from_numpy(sources))
 
     @override
     def target_count(self, step: int, positions: ArrayLike) -> int:

@@ -21,6 +21,7 @@ from toolkit.data.samples.document_samples import DocumentSamples
 from toolkit.data.samples.micro_batch import MicroBatch, Sequences
 from toolkit.data.tokens.sequence_marks import BEGINS, BEGINS_DESIRABLE, TRAINED
 from toolkit.data.tokens.token_cache import TokenCorpus
+from toolkit.parallel.context.sequence import SequenceShare
 from toolkit.parallel.loss import IGNORE
 
 REFERENCE_BYTES = 16
@@ -33,6 +34,8 @@ class PreferenceSamples(DocumentSamples):
 
     Dims: n pieces, 2 sequences of each, of which the second has no tokens where there is none.
     """
+
+    reads_parts = False
 
     def __init__(
         self,
@@ -147,7 +150,8 @@ class PreferenceSamples(DocumentSamples):
         return bool(self._desirable.any()) or not self._tokens_of[:, 1].any()
 
     @override
-    def tokens(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def tokens(self, index: int, held: Sequence[range] | None = None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        assert held is None, "pairs are read whole"
         input_ids = np.full(self.seq_len, self._pad_id, dtype=np.int64)
         labels = np.full(self.seq_len, IGNORE, dtype=np.int64)
         for place, piece, side in self._sequences(index):
@@ -167,8 +171,15 @@ class PreferenceSamples(DocumentSamples):
         return positions
 
     @override
-    def batch(self, step: int, places: Sequence[int] | NDArray[np.int64], *, dropout_seed: int = 0) -> MicroBatch:
-        plain = super().batch(step, places, dropout_seed=dropout_seed)
+    def batch(
+        self,
+        step: int,
+        places: Sequence[int] | NDArray[np.int64],
+        *,
+        dropout_seed: int = 0,
+        share: SequenceShare | None = None,
+    ) -> MicroBatch:
+        plain = super().batch(step, places, dropout_seed=dropout_seed, share=share)
         indices = self.sample_ids(step, places).tolist()
         pieces = [self._pieces(index) for index in indices]
         joined = np.concatenate(pieces)

@@ -5,7 +5,7 @@ logits[:, i] with labels[:, i], and ignores positions whose label is IGNORE.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ from toolkit.data.samples.micro_batch import MicroBatch
 from toolkit.data.samples.teacher_table import TeacherTable
 from toolkit.data.tokens.token_cache import Split, TokenCorpus
 from toolkit.errors import DataError
+from toolkit.parallel.context.sequence import SequenceShare
 from toolkit.parallel.loss import IGNORE
 
 _ORDERED = 4096
@@ -40,6 +41,8 @@ class Samples:
     """Whether micro-batches have position_ids: where documents are masked, and where those of another text are."""
     has_padding: bool
     """Whether a sample may end in padding."""
+    reads_parts = True
+    """Whether `tokens` reads a part of a sample without reading the rest."""
     teacher: TeacherTable | None = None
     """What a teacher says in the place of each target."""
 
@@ -98,22 +101,45 @@ class Samples:
         """Count the samples of the first `epochs`."""
         return round(epochs * self._count)
 
-    def tokens(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Read input_ids and labels of one sample, [s] each."""
+    def tokens(self, index: int, held: Sequence[range] | None = None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Read input_ids and labels of one sample, [s] each; of the positions `held` alone where these are given."""
         if not 0 <= index < self._count:
             raise IndexError(f"sample {index} of {self._count}")
         start = index * self.seq_len
         targets = self.seq_len
         if not self._packed:
             start, targets = (int(array[0]) for array in self._locate(np.array([index])))
-        window = self._tokens[start : start + targets + 1].astype(np.int64)
-        input_ids = np.full(self.seq_len, self._pad_id, dtype=np.int64)
-        labels = np.full(self.seq_len, IGNORE, dtype=np.int64)
-        input_ids[:targets] = window[:-1]
-        labels[:targets] = window[1:]
-        if self._document_masking:
-            labels[self._starts_of(start) - 1] = IGNORE
+        input_ids, labels = self._empty(held)
+        for place, positions in self._parts(held, range(targets)):
+            window = self._tokens[start + positions.start : start + positions.stop + 1].astype(np.int64)
+            input_ids[place : place + len(positions)] = window[:-1]
+            labels[place : place + len(positions)] = window[1:]
+            if self._document_masking:
+                last = self._starts_of(start) - 1  # of each document but the one at the end
+                last = last[(last >= positions.start) & (last < positions.stop)]
+                labels[last - positions.start + place] = IGNORE
         return input_ids, labels
+
+    def _empty(self, held: Sequence[range] | None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return padding in the place of input_ids and labels."""
+        size = self.seq_len if held is None else sum(map(len, held))
+        return np.full(size, self._pad_id, dtype=np.int64), np.full(size, IGNORE, dtype=np.int64)
+
+    def _parts(self, held: Sequence[range] | None, positions: range) -> Iterator[tuple[int, range]]:
+        """Yield which of these positions of a sample are `held`, as runs, each with its place among all that are."""
+        before = 0
+        for run in [range(self.seq_len)] if held is None else held:
+            part = range(max(run.start, positions.start), min(run.stop, positions.stop))
+            if part:
+                yield before + part.start - run.start, part
+            before += len(run)
+
+    def document_starts(self, index: int) -> tuple[int, ...]:
+        """Return where documents that do not see each other begin in a sample, the first at 0, without reading it."""
+        if not self._document_masking:
+            return (0,)
+        starts = np.unique(self._starts_of(index * self.seq_len))
+        return (0, *starts[starts < self.seq_len].tolist())
 
     def position_ids(self, index: int) -> NDArray[np.int64]:
         """Return the position of each token in its document, or in the sample if the document began earlier, [s]."""
@@ -183,21 +209,36 @@ class Samples:
         epoch, index = np.divmod(np.arange(part * _ORDERED, (part + 1) * _ORDERED), self._count)
         return permute(index, epoch, size=self._count, seed=self._seed)
 
-    def batch(self, step: int, places: Sequence[int] | NDArray[np.int64], *, dropout_seed: int = 0) -> MicroBatch:
-        """Read the samples at `places` of the global batch of `step`, [b, s]."""
+    def batch(
+        self,
+        step: int,
+        places: Sequence[int] | NDArray[np.int64],
+        *,
+        dropout_seed: int = 0,
+        share: SequenceShare | None = None,
+    ) -> MicroBatch:
+        """Read the samples at `places` of the global batch of `step`, [b, s]; of each the `share` alone, [b, n]."""
         indices = self.sample_ids(step, places).tolist()
-        return self._collate([(self, index) for index in indices], step, dropout_seed=dropout_seed)
+        return self._collate([(self, index) for index in indices], step, dropout_seed=dropout_seed, share=share)
 
-    def _collate(self, samples: Sequence[tuple["Samples", int]], step: int, *, dropout_seed: int) -> MicroBatch:
-        input_ids, labels = map(np.stack, zip(*(source.tokens(index) for source, index in samples), strict=True))
+    def _collate(
+        self, samples: Sequence[tuple["Samples", int]], step: int, *, dropout_seed: int, share: SequenceShare | None
+    ) -> MicroBatch:
+        starts = None if share is None else tuple(source.document_starts(index) for source, index in samples)
+        held = None if share is None or starts is None else share.held(share.sequence(starts))
+        read = (source.tokens(index, held) for source, index in samples)
+        input_ids, labels = map(np.stack, zip(*read, strict=True))
         if input_ids.min() < 0 or max(input_ids.max(), labels.max()) >= self._vocab_size:
             there = f"0 to {self._vocab_size - 1:,}"
             raise DataError(f"the samples of step {step + 1:,} have ids that the tokenizer does not: it has {there}.")
-        positions = [source.position_ids(index) for source, index in samples] if self.has_positions else None
-        weights = [own for source, index in samples if (own := source.weights(index)) is not None]
+        part = slice(None) if held is None else np.concatenate([np.arange(run.start, run.stop) for run in held])
+        positions = None
+        if self.has_positions or held is not None:
+            positions = [source.position_ids(index)[part] for source, index in samples]
+        weights = [own[part] for source, index in samples if (own := source.weights(index)) is not None]
         teacher = None
         if self.teacher is not None:
-            places = np.stack([source.target_places(index) for source, index in samples])
+            places = np.stack([source.target_places(index)[part] for source, index in samples])
             teacher = self.teacher.read(np.where(labels == IGNORE, -1, places))
         return MicroBatch(
             input_ids=torch.from_numpy(input_ids),
@@ -205,7 +246,10 @@ class Samples:
             teacher=teacher,
             position_ids=torch.from_numpy(np.stack(positions)) if positions else None,
             dropout_seed=dropout_seed,
-            lengths=torch.tensor([part.length(index) for part, index in samples]) if self.has_padding else None,
+            lengths=torch.tensor([source.length(index) for source, index in samples]) if self.has_padding else None,
+            is_packed=None if starts is None else any(len(begins) > 1 for begins in starts),
+            held=held,
+            starts=starts,
             weights=torch.from_numpy(np.stack(weights)) if weights else None,
         )
 

@@ -134,6 +134,37 @@ class SequenceSlice:
                         yield from _tiles_of(queries, _common(keys, document), window, rows, local, keys.start)
 
 
+@dataclass(frozen=True, kw_only=True)
+class SequenceShare:
+    """What one of the ranks that share each sequence holds of it: `rank` of `ranks`, neighbors of which exchange heads.
+
+    Each `heads` neighbors see the same part of a sequence in attention, and each of them holds an equal run of it.
+    """
+
+    rank: int
+    ranks: int
+    heads: int = 1
+    length: int
+
+    def sequence(self, starts: tuple[tuple[int, ...], ...]) -> SequenceSlice:
+        """Return what attention sees on this rank, of samples with documents that begin there."""
+        rank = self.rank // self.heads
+        return SequenceSlice(rank=rank, ranks=self.ranks // self.heads, length=self.length, starts=starts)
+
+    def held(self, sequence: SequenceSlice) -> tuple[range, ...]:
+        """Return the positions that this rank holds, in its order."""
+        size = self.length // self.ranks
+        first = self.rank % self.heads * size
+        held = []
+        before = 0
+        for run in sequence.runs[sequence.rank]:
+            part = _common(range(before, before + len(run)), range(first, first + size))
+            if part:
+                held.append(range(run.start + part.start - before, run.start + part.stop - before))
+            before += len(run)
+        return tuple(held)
+
+
 def _documents(starts: Sequence[int], length: int, chunk: int | None) -> Iterator[range]:
     """Yield the runs of positions outside of which nothing is seen: documents, and the chunks of chunked attention."""
     for start, stop in zip(starts, (*starts[1:], length), strict=True):
