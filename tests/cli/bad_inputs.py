@@ -696,6 +696,8 @@ CONFIGS = [
     Bad("schedule --pp 4 --micro-batches 8 --kind interleaved --virtual-stages 1", "or --kind 1f1b"),
     Bad("schedule --pp 4 --micro-batches 8 --kind zb-v --virtual-stages 3", "zb-v has 2 on a rank"),
     Bad("schedule --pp 4096 --micro-batches 65536", "operations"),
+    Bad("schedule --pp 4 --micro-batches 8 --max-pending-weights 2", "only zb-h1 and zb-v have weight gradients that"),
+    Bad("schedule --pp 4 --micro-batches 8 --kind zb-v --max-pending-weights 0", "0 is not in the range"),
     Bad("schedule --pp 4 --micro-batches 8 --backward 0", "is not in the range"),
     Bad("schedule --pp 4 --micro-batches 8 --comm nan", "not a finite number"),
     Bad("schedule --pp 4 --micro-batches 8 --kind gpipe --blocking", "1f1b only"),

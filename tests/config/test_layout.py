@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from toolkit.config.layout import Coordinate, Layout
+from toolkit.config.pipeline_schedules import SPLITTING
 from toolkit.config.strategy import Strategy
 from toolkit.errors import LayoutError
 
@@ -71,10 +72,18 @@ def test_a_layout_reads_back_from_its_written_form(dp: int, tp: int, pp: int, re
         ("u2-cp2-ep4", Layout(cp=4, cp_ulysses=2, ep=4)),
         ("ep2", Layout(dp=2, ep=2)),
         ("dp8-ep4-tp2-pp2-z1", Layout(dp=8, ep=4, tp=2, pp=2, zero_stage=1)),
+        ("pp4-zbvw3", Layout(pp=4, schedule="zb-v", chunks=2, max_pending_weights=3)),
     ],
 )
 def test_what_a_written_layout_leaves_out_is_1(text: str, layout: Layout) -> None:
     assert Layout.parse(text) == layout
+
+
+def test_a_schedule_and_what_may_wait_read_back_from_their_written_form() -> None:
+    for schedule in SPLITTING:
+        layout = Layout(pp=4, schedule=schedule, chunks=2 if schedule == "zb-v" else 1, max_pending_weights=2)
+        assert Layout.parse(str(layout)) == layout
+        assert Strategy.parse(layout.pipeline_text).sections(1)["parallel"]["max_pending_weights"] == 2
 
 
 def test_dp_is_what_the_world_size_leaves() -> None:

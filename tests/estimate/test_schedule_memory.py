@@ -3,13 +3,13 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 from typing import Any
 
 import pytest
 from nonempty import nonempty
 
-from toolkit.config.pipeline_schedules import KINDS, schedule_of
+from toolkit.config.pipeline_schedules import KINDS, SPLITTING, schedule_of
 from toolkit.estimate.memory_request import MemoryRequest
 from toolkit.estimate.schedule_memory import StageBytes, schedule_peak
 
@@ -77,11 +77,12 @@ def test_a_frozen_reference_is_in_the_peak_of_every_rank(make_recipe: Callable[.
 @pytest.mark.parametrize("pp", [2, 3, 4])
 def test_a_walk_holds_as_many_micro_batches_as_the_table_says(kind: Any, pp: int) -> None:
     """Stages that keep one byte between F and B, and one between B and W, and nothing else."""
-    for micro_batches in nonempty((2 * pp - 1, 2 * pp, 5 * pp + 1, 9 * pp)):
-        schedule = schedule_of(kind, pp=pp, micro_batches=micro_batches)
+    bounds = (None, 1, 2) if kind in SPLITTING else (None,)
+    for micro_batches, bound in nonempty(list(product((2 * pp - 1, 2 * pp, 5 * pp + 1, 9 * pp), bounds))):
+        schedule = schedule_of(kind, pp=pp, micro_batches=micro_batches, max_pending_weights=bound)
         one = StageBytes(forward=1, kept=1, backward=1, waiting=1, weights=1)
         for rank in range(pp):
             own = {stage: one for stage, place in enumerate(schedule.rank_of) if place == rank}
             counted = schedule if kind == "gpipe" else schedule.shortened()
             peak = schedule_peak(counted, rank, own, hidden=0)
-            assert peak.live == schedule.virtual_stages * schedule.in_flight[rank], (micro_batches, rank)
+            assert peak.live == schedule.virtual_stages * schedule.in_flight[rank], (micro_batches, bound, rank)

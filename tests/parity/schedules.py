@@ -73,6 +73,10 @@ def schedule_cells() -> Iterator[Cell]:
                 strategy=name, family="llama", optimizer="adamw", accumulation=4, clipped=True, tied=True,
                 precision="bf16",
             )  # fmt: skip
+    for name in ("pp2-zbh1w1-z1", "pp2-zbvw2-z0"):
+        yield ScheduleCell(
+            strategy=name, family="gpt2", optimizer="sgd", accumulation=4, clipped=True, tied=True, precision="fp32",
+        )  # fmt: skip
     for schedule, optimizer in product(SCHEDULES, ("muon", "adafactor")):
         yield ScheduleCell(
             strategy=strategy("pp2", schedule, 1, recomputes=False), family="gpt2", optimizer=optimizer,

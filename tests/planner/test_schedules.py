@@ -6,9 +6,10 @@ from itertools import pairwise
 
 import pytest
 
-from toolkit.config.pipeline_schedules import KINDS, Kind, Operation, Schedule, schedule_of
+from toolkit.config.pipeline_schedules import KINDS, SPLITTING, Kind, Operation, Schedule, schedule_of
 from toolkit.errors import LayoutError
 from toolkit.planner.blocking_transfers import instructions
+from toolkit.planner.simulate_schedule import ScheduleCosts, simulate
 
 SIZES = [(1, 3), (2, 1), (2, 4), (3, 2), (3, 7), (4, 8), (5, 5), (8, 3), (8, 32)]
 """Ranks and micro-batches: more and fewer micro-batches than ranks, odd and even."""
@@ -100,6 +101,28 @@ def test_every_rank_runs_each_pass_of_its_stages_once_and_in_their_order() -> No
             place = {operation: n for n, operation in enumerate(order)}
             for _, stage, each in expected:
                 assert all(place[a, stage, each] < place[b, stage, each] for a, b in pairwise(passes))
+
+
+@pytest.mark.parametrize("kind", SPLITTING)
+@pytest.mark.parametrize(("pp", "micro_batches"), SIZES)
+def test_a_bound_on_pending_weights_holds_and_changes_nothing_else(kind: Kind, pp: int, micro_batches: int) -> None:
+    free = schedule_of(kind, pp=pp, micro_batches=micro_batches)
+    bubbles = []
+    for most in (1, 2, 3, 2 * micro_batches + 1):
+        bounded = schedule_of(kind, pp=pp, micro_batches=micro_batches, max_pending_weights=most)
+        for order, without in zip(bounded.orders, free.orders, strict=True):
+            waiting: set[tuple[int, int]] = set()
+            for name, stage, micro_batch in order:
+                if name == "B":
+                    waiting.add((stage, micro_batch))
+                elif name == "W":
+                    waiting.remove((stage, micro_batch))  # after its B
+                assert len(waiting) <= most
+            assert Counter(order) == Counter(without)
+            assert [each for each in order if each[0] != "W"] == [each for each in without if each[0] != "W"]
+        bubbles.append(simulate(bounded, ScheduleCosts.relative(bounded)).bubble)
+    assert bounded.orders == free.orders
+    assert bubbles[-1] == min(bubbles)
 
 
 @pytest.mark.parametrize(("pp", "micro_batches"), [(1, 2), (2, 4), (4, 8), (4, 16), (8, 16)])

@@ -31,6 +31,8 @@ RECOMPUTE_PERIODS: dict[str, int] = {"full": 1} | {f"every_{n}": n for n in rang
 CpExchange = Literal["auto", "gather", "ring"]
 SCHEDULE_PARTS: dict[str, pipeline_schedules.Kind] = {"1f1b": "1f1b", "gpipe": "gpipe", "zbh1": "zb-h1", "zbv": "zb-v"}
 """Parts of a layout that name a pipeline schedule; `pp4x2` is interleaved with 2 chunks."""
+_BOUNDED = re.compile(r"(zbh1|zbv)w([0-9]+)")
+"""A schedule with at most so many passes W that wait on a rank, `zbh1w2`."""
 _AXES = {"dp": "dp", "ep": "ep", "cp": "cp", "tp": "tp", "pp": "pp", "u": "ulysses", "z": "zero_stage"}
 
 
@@ -71,15 +73,25 @@ def sequence_fields(parsed: dict[str, Any]) -> dict[str, Any]:
 
 
 def schedule_fields(field: str, text: str, part: str) -> dict[str, Any]:
-    """The fields of Layout that a part about the pipeline schedule sets, `pp4x2` or `zbv`; none for another part."""
+    """The fields of Layout that a part about the pipeline schedule sets, `pp4x2`, `zbv`, `zbh1w2`; none for others."""
     kind = SCHEDULE_PARTS.get(part)
     if kind is not None:
         return {"schedule": kind, "chunks": pipeline_schedules.CHUNKS[kind]}
+    bounded = _BOUNDED.fullmatch(part)
+    if bounded is not None:
+        fields = schedule_fields(field, text, bounded[1])
+        return fields | {"max_pending_weights": axis_size(field, text, part, bounded[2])}
     interleaved = re.fullmatch(r"pp([0-9]+)x([0-9]+)", part)
     if interleaved is None:
         return {}
     ranks, chunks = (axis_size(field, text, part, digits) for digits in interleaved.groups())
     return {"pp": ranks, "schedule": "interleaved", "chunks": chunks}
+
+
+def schedule_parts(kind: pipeline_schedules.Kind | None, max_pending_weights: int | None) -> list[str]:
+    """Return the part of a layout that names a pipeline schedule, `zbh1w2`; nothing for none, and for chunks."""
+    bound = "" if max_pending_weights is None else f"w{max_pending_weights}"
+    return [f"{part}{bound}" for part, named in SCHEDULE_PARTS.items() if named == kind]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +125,8 @@ class Layout:
     """Order of a pipeline's passes; None: 1F1B by DeepSpeed's own instructions."""
     chunks: int = 1
     """Chunks of the model on each pipeline rank."""
+    max_pending_weights: int | None = None
+    """The most passes W of a zero-bubble schedule that wait on a rank; None: as many as the schedule lets wait."""
 
     def __post_init__(self) -> None:
         """Refuse what DeepSpeed cannot run in this layout, whatever the model is."""
@@ -176,6 +190,7 @@ class Layout:
                 raise LayoutError.between(tuple((field, getattr(self, field)) for field in fields), reason, *remedy)
         if self.schedule is not None:
             pipeline_schedules.check_chunks(self.schedule, self.chunks, field="chunks", kind_field="schedule")
+        pipeline_schedules.check_pending_weights(self.schedule, self.max_pending_weights, kind_field="schedule")
 
     def __str__(self) -> str:
         heads = max(self.ulysses, self.cp_ulysses)
@@ -186,11 +201,21 @@ class Layout:
 
     @property
     def pipeline_text(self) -> str:
-        """The pipeline's part of the layout: `pp4`, `pp4x2` or `pp4-zbv`."""
+        """The pipeline's part of the layout: `pp4`, `pp4x2`, `pp4-zbv` or `pp4-zbh1w2`."""
         if self.schedule == "interleaved":
             return f"pp{self.pp}x{self.chunks}"
-        names = [part for part, kind in SCHEDULE_PARTS.items() if kind == self.schedule]
-        return "-".join([f"pp{self.pp}", *names])
+        return "-".join([f"pp{self.pp}", *schedule_parts(self.schedule, self.max_pending_weights)])
+
+    def table(self, micro_batches: int) -> pipeline_schedules.Schedule:
+        """Return the order in which the ranks of a pipeline run passes. Only of a layout with a schedule."""
+        assert self.schedule is not None
+        return pipeline_schedules.schedule_of(
+            self.schedule,
+            pp=self.pp,
+            micro_batches=micro_batches,
+            virtual_stages=self.chunks,
+            max_pending_weights=self.max_pending_weights,
+        )
 
     def refuse_schedule(self, reason: str) -> None:
         """Raise LayoutError with this reason where the layout has a pipeline schedule of the toolkit's own."""

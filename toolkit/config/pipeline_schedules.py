@@ -5,7 +5,7 @@ table is what the engine executes, what `simulate_schedule` times, what the esti
 `dstk schedule` draws.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -28,6 +28,8 @@ Kind = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 CHUNKS: dict[Kind, int] = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2}
 """Chunks of the model on a rank: of interleaved the least, of the others the only number."""
+SPLITTING: tuple[Kind, ...] = ("zb-h1", "zb-v")
+"""Kinds with gradients of weights as a pass of their own."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -41,6 +43,8 @@ class Schedule:
     """Rank of each stage."""
     orders: tuple[tuple[Operation, ...], ...]
     """Operations of each rank, in the order in which it runs them."""
+    max_pending_weights: int | None = None
+    """The most passes W that wait on a rank; None: as many as the kind lets wait."""
 
     @property
     def pp(self) -> int:
@@ -50,7 +54,7 @@ class Schedule:
     @property
     def splits_backward(self) -> bool:
         """Whether gradients of weights are a pass of their own."""
-        return self.kind in ("zb-h1", "zb-v")
+        return self.kind in SPLITTING
 
     def only_forward(self) -> Self:
         """Return the forward passes alone, in the same order, as validation runs them."""
@@ -67,7 +71,13 @@ class Schedule:
         enough = 4 * pp + self.micro_batches % pp
         if self.micro_batches <= enough:
             return self
-        return schedule_of(self.kind, pp=pp, micro_batches=enough, virtual_stages=self.virtual_stages)
+        return schedule_of(
+            self.kind,
+            pp=pp,
+            micro_batches=enough,
+            virtual_stages=self.virtual_stages,
+            max_pending_weights=self.max_pending_weights,
+        )
 
     @cached_property
     def in_flight(self) -> tuple[float, ...]:
@@ -100,13 +110,22 @@ class Schedule:
 
 
 @lru_cache(maxsize=64)
-def schedule_of(kind: Kind, *, pp: int, micro_batches: int, virtual_stages: int | None = None) -> Schedule:
+def schedule_of(
+    kind: Kind,
+    *,
+    pp: int,
+    micro_batches: int,
+    virtual_stages: int | None = None,
+    max_pending_weights: int | None = None,
+) -> Schedule:
     """Make the table of a kind. Raises LayoutError where the kind does not exist for these numbers.
 
     `virtual_stages`: stages of a rank; by default 2 for interleaved and zb-v, and 1 for the others.
+    `max_pending_weights`: the most passes W that wait on a rank, each of a micro-batch in a stage.
     """
     chunks = virtual_stages or CHUNKS[kind]
     check_chunks(kind, chunks)
+    check_pending_weights(kind, max_pending_weights)
     ranks = range(pp)
     orders: list[Iterable[Operation]]
     if kind == "gpipe":
@@ -124,7 +143,8 @@ def schedule_of(kind: Kind, *, pp: int, micro_batches: int, virtual_stages: int 
         virtual_stages=chunks,
         micro_batches=micro_batches,
         rank_of=stage_ranks(kind, pp, chunks),
-        orders=tuple(map(tuple, orders)),
+        orders=tuple(tuple(_with_fewer_pending(tuple(order), max_pending_weights)) for order in orders),
+        max_pending_weights=max_pending_weights,
     )
 
 
@@ -142,12 +162,54 @@ def check_chunks(kind: Kind, chunks: int, *, field: str = "virtual_stages", kind
     raise LayoutError.between(((field, chunks), (kind_field, kind)), reason, (field, least), (kind_field, other))
 
 
+def check_pending_weights(kind: Kind | None, most: int | None, *, kind_field: str = "kind") -> None:
+    """Raise LayoutError where a kind of schedule has no passes W that could wait, or none may. None: no bound."""
+    if most is None or (most >= 1 and kind in SPLITTING):
+        return
+    field = "max_pending_weights"
+    if most < 1:
+        reason = "B leaves a pass W, which waits at least until B is over"
+        raise LayoutError.of(field, most, reason, (field, "1 or more"))
+    reason = f"only {' and '.join(SPLITTING)} have weight gradients that wait"
+    settings = ((field, most), (kind_field, kind))
+    raise LayoutError.between(settings, reason, (kind_field, " or ".join(SPLITTING)))
+
+
 def stage_ranks(kind: Kind, pp: int, chunks: int) -> tuple[int, ...]:
     """Return the rank of each stage: zb-v goes down the ranks and up again, the others start anew at rank 0."""
     ranks = range(pp)
     if kind == "zb-v":
         return (*ranks, *reversed(ranks))
     return tuple(rank for _ in range(chunks) for rank in ranks)
+
+
+def _with_fewer_pending(order: Sequence[Operation], most: int | None) -> Iterable[Operation]:
+    """Yield the operations of a rank with its passes W so early that at most so many wait; None: as they are.
+
+    Where a B makes them as many, a W follows at once: of those that wait, the one that the order has first. So the
+    gradient that other ranks wait for is sent before.
+    """
+    if most is None:
+        yield from order
+        return
+    left = [operation for operation in order if operation[0] == "W"]
+    pending: set[tuple[int, int]] = set()
+    for operation in order:
+        kind, stage, micro_batch = operation
+        if kind == "W":
+            if operation in left:
+                left.remove(operation)
+                pending.remove((stage, micro_batch))
+                yield operation
+            continue
+        yield operation
+        if kind == "B":
+            pending.add((stage, micro_batch))
+        if len(pending) == most:
+            first = next(of_weights for of_weights in left if of_weights[1:] in pending)
+            left.remove(first)
+            pending.remove(first[1:])
+            yield first
 
 
 def _gpipe(rank: int, micro_batches: int) -> Iterable[Operation]:

@@ -152,6 +152,9 @@ class ParallelSection(Section):
     chunks: PositiveInt = 1
     """Chunks of the model on each pipeline rank, with schedule: interleaved; 1 means the least, which is 2. zb-v always
     has 2, and other schedules have 1."""
+    max_pending_weights: PositiveInt | None = None
+    """The most backward passes for weights that wait on a rank, each of a micro-batch in one stage, with schedule:
+    zb-h1 or zb-v. Fewer need less memory, and ranks wait longer. null: as many as the schedule lets wait."""
     ulysses: PositiveInt = 1
     """DeepSpeed-Ulysses ranks that split each sequence, for long ones: a divisor of seq_len and of the attention heads.
     With any zero_stage, without tp and pp."""

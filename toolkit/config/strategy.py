@@ -24,6 +24,7 @@ from toolkit.config.layout import (
     axis_size,
     least_dp,
     schedule_fields,
+    schedule_parts,
     sequence_fields,
 )
 from toolkit.config.recipe import EngineName, Precision, Recipe
@@ -46,7 +47,7 @@ _AXES = {
 _AXIS = re.compile(r"(dp|ep|cp|tp|pp|u|z|m|every|hpz)([0-9]+)")
 _TRAINER = "trainer:"
 _TRAINER_PARTS = ("ddp", "fsdp2")
-_PART = re.compile(rf"{_AXIS.pattern}|pp[0-9]+x[0-9]+")
+_PART = re.compile(rf"{_AXIS.pattern}|pp[0-9]+x[0-9]+|(zbh1|zbv)w[0-9]+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +77,7 @@ class Strategy:
     tiled: bool = False
     schedule: pipeline_schedules.Kind | None = None
     chunks: int = 1
+    max_pending_weights: int | None = None
     trainer: bool = False
     """Whether Hugging Face's Trainer trains it; tp and ep are then those of transformers."""
     loads_sharded: bool = False
@@ -180,7 +182,7 @@ class Strategy:
         parts = [f"{name}{min(2, size)}" for name, size in axes.items() if name in is_written]
         if self.schedule == "interleaved":
             parts[parts.index("pp2")] = f"pp2x{self.chunks}"
-        parts += [part for part, kind in SCHEDULE_PARTS.items() if kind == self.schedule]
+        parts += schedule_parts(self.schedule, self.max_pending_weights)
         if self.engine != "deepspeed":
             parts.append(self.engine)
         if self.zero_stage is not None:
@@ -253,6 +255,7 @@ class Strategy:
             "hpz": self.hpz,
             "schedule": self.schedule,
             "chunks": self.chunks,
+            "max_pending_weights": self.max_pending_weights,
         }
 
     def _check(self) -> None:

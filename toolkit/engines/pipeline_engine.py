@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from toolkit.config.job import Job
-from toolkit.config.pipeline_schedules import Kind, schedule_of
 from toolkit.data.samples.micro_batch import MicroBatch
 from toolkit.engines import deepspeed_patches
 from toolkit.engines.base import StepResult, Update, read_together
@@ -187,7 +186,7 @@ class PipelineEngine(DeepSpeedBase):
             micro_batches = list(map(self.context.take, micro_batches, self._contexts))
         self._micro_batches = micro_batches
         if self._layout.schedule is not None:
-            self._run_scheduled(self._layout.schedule, trains=trains)
+            self._run_scheduled(trains=trains)
             return
         self._order = iter(range(len(micro_batches)))
         engine.set_dataiterator(_tensors(micro_batch, self.device) for micro_batch in micro_batches)
@@ -199,11 +198,9 @@ class PipelineEngine(DeepSpeedBase):
         )
         self._release_outputs()
 
-    def _run_scheduled(self, kind: Kind, *, trains: bool) -> None:
+    def _run_scheduled(self, *, trains: bool) -> None:
         """Run the micro-batches in the order of a schedule of the toolkit's own."""
-        layout = self._layout
-        count = len(self._micro_batches)
-        table = schedule_of(kind, pp=layout.pp, micro_batches=count, virtual_stages=layout.chunks)
+        table = self._layout.table(len(self._micro_batches))
         order = table.orders[self.engine.stage_id]
         self._order = (micro_batch for kind, _, micro_batch in order if kind == "F")
         self.engine.run(table, lambda index: _tensors(self._micro_batches[index], self.device), only_forward=not trains)

@@ -12,7 +12,6 @@ from itertools import accumulate, pairwise
 
 from toolkit.config.context_exchange import key_value_width
 from toolkit.config.layout import Layout, recomputes
-from toolkit.config.pipeline_schedules import schedule_of
 from toolkit.errors import LayoutError, ModelError
 from toolkit.estimate.breakdown import MemoryBreakdown
 from toolkit.estimate.computation import Attention
@@ -252,7 +251,6 @@ class MemoryRequest:
         """Break down the peak of a pipeline rank that runs a schedule of the toolkit's own."""
         setup = self.setup
         layout = setup.layout
-        assert layout.schedule is not None
         engine = self.framework
         assert isinstance(engine, DeepSpeedSettings)
         own_stages = [stage for stage, rank in enumerate(layout.stage_ranks) if rank == pipe]
@@ -260,9 +258,7 @@ class MemoryRequest:
         rank = rank_states(setup, engine, pipe, layers)
         params = rank.params
         states = rank.states
-        schedule = schedule_of(
-            layout.schedule, pp=layout.pp, micro_batches=setup.accumulation, virtual_stages=layout.chunks
-        )
+        schedule = layout.table(setup.accumulation)
         if layout.schedule != "gpipe":  # which holds all micro-batches
             schedule = schedule.shortened()
         buffers = _pipeline_buffers(setup, engine, pipe, rank.product_bytes)

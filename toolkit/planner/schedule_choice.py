@@ -7,15 +7,17 @@ from toolkit.planner.request import Plan, PlanRequest
 from toolkit.planner.search import scheduled
 from toolkit.units import format_bytes
 
+_SCHEDULE_FIELDS = ("schedule", "chunks", "max_pending_weights")
+"""Fields of Layout that make up a schedule."""
 _WORTH = 0.99
 """A schedule that is less simple is taken where its step takes at most this share of the simpler one's."""
 
 
 def schedule_plans(request: PlanRequest, plan: Plan) -> list[Plan]:
     """Return the plan with DeepSpeed's own 1F1B and with each schedule, the simplest first."""
-    fixed = {name: value for name, value in request.fixed.items() if name not in ("schedule", "chunks")}
+    fixed = {name: value for name, value in request.fixed.items() if name not in _SCHEDULE_FIELDS}
     every = replace(request, schedules=True, fixed=fixed)
-    plain = replace(plan.layout, schedule=None, chunks=1)
+    plain = replace(plan.layout, schedule=None, chunks=1, max_pending_weights=None)
     return [every.estimated(layout, plan.batch, every.step(layout, plan.batch)) for layout in scheduled(every, plain)]
 
 

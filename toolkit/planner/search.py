@@ -145,10 +145,11 @@ def scheduled(request: PlanRequest, layout: Layout) -> Iterator[Layout]:
         return
     if kind is None:
         yield layout
+    bound = request.fixed.get("max_pending_weights")
     for schedule, chunks in SCHEDULES:
         if kind not in (None, schedule) or layout.pp * chunks > request.model.shape.layers:
             continue
-        with_schedule = replace(layout, schedule=schedule, chunks=chunks)
+        with_schedule = replace(layout, schedule=schedule, chunks=chunks, max_pending_weights=bound)
         if request.refusal(with_schedule) is None:
             yield with_schedule
 

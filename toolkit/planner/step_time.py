@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from toolkit.config.layout import RECOMPUTE_PERIODS, Recompute, recomputes
-from toolkit.config.pipeline_schedules import schedule_of
 from toolkit.estimate.flops import train_flops_per_token
 from toolkit.models.experts import ExpertShape
 from toolkit.models.weights import held_layer_parameters, routed_parameters
@@ -244,10 +243,7 @@ def _sum(stages: Sequence[_Stage]) -> _Stage:
 def _scheduled_waiting(request: StepRequest, stages: Sequence[_Stage]) -> float:
     """Seconds that the busiest rank waits in a step of the layout's schedule."""
     layout = request.layout
-    assert layout.schedule is not None
-    schedule = schedule_of(
-        layout.schedule, pp=layout.pp, micro_batches=request.setup.accumulation, virtual_stages=layout.chunks
-    )
+    schedule = layout.table(request.setup.accumulation)
     costs = ScheduleCosts(
         forward=[stage.seconds - stage.backward for stage in stages],
         backward=[stage.backward - stage.weight for stage in stages],

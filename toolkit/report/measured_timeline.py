@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from toolkit.config.pipeline_schedules import PASS_NAMES, Operation, Pass, Schedule, schedule_of
+from toolkit.config.pipeline_schedules import PASS_NAMES, Operation, Pass, Schedule
 from toolkit.errors import ReportError
 from toolkit.files import decode_json, reason_of
 from toolkit.planner.simulate_schedule import ScheduleCosts, Timeline, simulate
@@ -41,7 +41,7 @@ def timelines_of(recorded: RecordedRun) -> tuple[Timeline, Timeline]:
         raise ReportError.of("--run", str(run), reason, "train with parallel.schedule and train.profile")
     micro_batches = recipe.resolve_batch(layout).accumulation
     kind = layout.schedule
-    schedule = schedule_of(kind, pp=layout.pp, micro_batches=micro_batches, virtual_stages=layout.chunks)
+    schedule = layout.table(micro_batches)
     starts = []
     ends = []
     for rank, order in enumerate(schedule.orders):

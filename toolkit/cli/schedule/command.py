@@ -31,6 +31,11 @@ _MOST_OPERATIONS = 500_000
     help="Chunks of the model on a rank: interleaved has 2 or more.  [default: 2 for interleaved and zb-v, else 1]",
 )
 @click.option(
+    "--max-pending-weights",
+    type=Count(max=65536),
+    help="The most passes W that wait on a rank, with zb-h1 and zb-v.  [default: as many as the schedule lets wait]",
+)
+@click.option(
     "--backward",
     type=FiniteRange(min=0, max=1e6, min_open=True),
     default=2.0,
@@ -50,7 +55,8 @@ _MOST_OPERATIONS = 500_000
 @json_option("Every operation with its times, as JSON.")
 def command(
     pp: int | None, micro_batches: int | None, run: str | None, kind: str, virtual_stages: int | None,
-    backward: float, comm: float, blocking: bool, stage_times: str | None, svg: str | None, as_json: bool,
+    max_pending_weights: int | None, backward: float, comm: float, blocking: bool, stage_times: str | None,
+    svg: str | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Simulate a pipeline schedule: its timeline, its bubble, and the micro-batches that every rank holds in memory.
 
@@ -73,7 +79,7 @@ def command(
             raise click.MissingParameter(param_hint=f"'{name}'", param_type="option")
     assert pp is not None
     assert micro_batches is not None
-    asked = _schedule(cast(Kind, kind), pp, micro_batches, virtual_stages)
+    asked = _schedule(cast(Kind, kind), pp, micro_batches, virtual_stages, max_pending_weights)
     times = _stage_times(stage_times, asked)
     if blocking and kind != "1f1b":
         settings = (("--blocking", None), ("--kind", kind))
@@ -90,14 +96,22 @@ def command(
     print_timeline(timeline, others, blocking=blocking)
 
 
-def _schedule(kind: Kind, pp: int, micro_batches: int, virtual_stages: int | None) -> Schedule:
+def _schedule(
+    kind: Kind, pp: int, micro_batches: int, virtual_stages: int | None, max_pending_weights: int | None
+) -> Schedule:
     operations = 3 * pp * micro_batches * (virtual_stages or 2)
     if operations > _MOST_OPERATIONS:
         settings = (("--pp", pp), ("--micro-batches", micro_batches))
         reason = f"up to {operations:,} operations, and at most {_MOST_OPERATIONS:,} are simulated"
         raise LayoutError.between(settings, reason, "lower one of them: a longer step repeats its middle")
     try:
-        return schedule_of(kind, pp=pp, micro_batches=micro_batches, virtual_stages=virtual_stages)
+        return schedule_of(
+            kind,
+            pp=pp,
+            micro_batches=micro_batches,
+            virtual_stages=virtual_stages,
+            max_pending_weights=max_pending_weights,
+        )
     except LayoutError as error:
         raise LayoutError(_rendered(error), error.refusals) from None
 
