@@ -12,11 +12,13 @@ from rehearsed_models import EXPERTS, LLAMA
 
 from toolkit.config.job import Job
 from toolkit.config.layout import Layout
+from toolkit.config.pipeline_schedules import Schedule
 from toolkit.config.recipe import Recipe
 from toolkit.config.strategy import Strategy
 from toolkit.engines.optimizer_states import MASTER
 from toolkit.parallel.tensor import collectives
 from toolkit.recorder.rehearsal import fake_rank
+from toolkit.recorder.rehearsal.channel_messages import messages_named
 from toolkit.recorder.rehearsal.collectives import Collective, CollectiveRecorder
 from toolkit.recorder.rehearsal.depth import fewer_layers
 from toolkit.recorder.rehearsal.match import find_mismatch
@@ -41,7 +43,8 @@ def live(job: Job) -> tuple[list[Collective], int, int]:
     """Do on a live rank what a rehearsal does: collectives, first call of the last step, and its peak."""
     small = rehearsed_job(job)
     config = rehearsed_config(small, hidden_size=48, on_gpu=False)
-    with LiveBytes() as memory, CollectiveRecorder(job.layout, dist.get_rank()) as recorder:
+    recorder = CollectiveRecorder(job.layout, dist.get_rank())
+    with LiveBytes() as memory, recorder, messages_named(recorder):
         engine = build_engine(small, torch.device("cpu"), config)
         for _ in range(STEPS):
             memory.start_peak()
@@ -53,6 +56,7 @@ def live(job: Job) -> tuple[list[Collective], int, int]:
     return recorder.recorded, peak, len(recorder.recorded)
 
 
+FOUR_LAYERS = {**LLAMA, "overrides": {**LLAMA["overrides"], "num_hidden_layers": 4}}
 LAYOUTS = [
     ("tp2-pp2-z1", LLAMA),
     ("dp2-tp2-z1-sp", LLAMA),
@@ -60,6 +64,11 @@ LAYOUTS = [
     ("dp4-z3", LLAMA),
     ("cp2-tp2-z1", LLAMA),
     pytest.param("dp2-pp2-z1", LLAMA, marks=pytest.mark.whole),
+    pytest.param("pp2-gpipe-z1", LLAMA, marks=pytest.mark.whole),
+    pytest.param("pp2x2-z1", FOUR_LAYERS, marks=pytest.mark.whole),
+    pytest.param("pp2-zbv-z1", FOUR_LAYERS, marks=pytest.mark.whole),
+    pytest.param("tp2-pp2-zbh1-z1", LLAMA, marks=pytest.mark.whole),
+    pytest.param("dp2-pp2-ep2-zbh1-z1", EXPERTS, marks=pytest.mark.whole),
 ]
 
 
@@ -125,7 +134,8 @@ def check_against_live_ranks(job: Job, ranks: Ranks) -> None:
 
 
 def is_same(predicted: Collective, measured: Collective) -> bool:
-    return predicted.group == measured.group and predicted.fits(measured)
+    same_message = predicted.message == measured.message
+    return predicted.group == measured.group and predicted.fits(measured) and same_message
 
 
 def rehearse_faulty(make_recipe: MakeRecipe, layout: str) -> str:
@@ -141,8 +151,7 @@ def test_a_model_with_more_parameters_than_a_tensor_has_values_is_rehearsed_unde
 
 def test_inner_stages_meet_in_the_order_of_each(make_recipe: MakeRecipe) -> None:
     """Stages 1 and 2 are one kind, and stage 1 runs one more forward pass ahead."""
-    deep = {**LLAMA, "overrides": {**LLAMA["overrides"], "num_hidden_layers": 4}}
-    rehearsal = rehearse(job_in(make_recipe, "pp4-z1", deep), on_gpu=False)
+    rehearsal = rehearse(job_in(make_recipe, "pp4-z1", FOUR_LAYERS), on_gpu=False)
     assert [rehearsed.kind.stages for rehearsed in rehearsal.kinds] == [(0,), (1, 2), (3,)]
     assert not rehearsal.problem
 
@@ -260,6 +269,59 @@ def test_a_stage_that_receives_before_it_sends_is_named(
     assert "stage" in problem
 
 
+def rehearse_faulty_schedule(
+    make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch, fault: Callable[[Schedule], Schedule]
+) -> str:
+    """Rehearse ZB-V on two ranks, of which the second one has a fault in its table."""
+
+    table = Layout.table
+
+    def planted(layout: Layout, micro_batches: int) -> Schedule:
+        schedule = table(layout, micro_batches)
+        return fault(schedule) if dist.is_initialized() and dist.get_rank() == 1 else schedule
+
+    monkeypatch.setattr(Layout, "table", planted)
+    return rehearse(job_in(make_recipe, "pp2-zbv-z1", FOUR_LAYERS), on_gpu=False).problem
+
+
+def test_a_wrong_order_of_micro_batches_is_named(make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All messages have the same shape: no rank would wait, and the second one would train the wrong micro-batches."""
+
+    def swapped(schedule: Schedule) -> Schedule:
+        other = {0: 1, 1: 0}
+        orders = tuple(
+            tuple((kind, stage, other.get(micro_batch, micro_batch)) for kind, stage, micro_batch in order)
+            for order in schedule.orders
+        )
+        return replace(schedule, orders=orders)
+
+    problem = rehearse_faulty_schedule(make_recipe, monkeypatch, swapped)
+    assert problem.startswith("call 1 of group pipeline: rank 0 (pipeline rank 0, first rank) has send ")
+    assert "(activation of micro-batch 0 to stage 1)" in problem
+    assert "(activation of micro-batch 1 to stage 1)" in problem
+
+
+@pytest.mark.whole
+def test_a_chunk_on_the_wrong_rank_is_named(make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second rank takes the chunks of interleaved 1F1B, 1 and 3, for those of ZB-V, which are 1 and 2."""
+
+    def places(layout: Layout) -> tuple[int, ...]:
+        return (0, 1, 0, 1) if dist.is_initialized() and dist.get_rank() == 1 else (0, 1, 1, 0)
+
+    def placed(schedule: Schedule) -> Schedule:
+        other = {2: 3, 3: 2}
+        orders = tuple(
+            tuple((kind, other.get(stage, stage), micro_batch) for kind, stage, micro_batch in order)
+            for order in schedule.orders
+        )
+        return replace(schedule, orders=orders, rank_of=(0, 1, 0, 1))
+
+    monkeypatch.setattr(Layout, "stage_ranks", property(places))
+    problem = rehearse_faulty_schedule(make_recipe, monkeypatch, placed)
+    assert problem.startswith("rank 1 (pipeline rank 1, first rank) fails in pipeline: waits for the activation of ")
+    assert "at stage 3" in problem
+
+
 def test_code_that_fails_on_one_rank_is_named(make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(x: torch.Tensor, group: Any, dim: int) -> torch.Tensor:
         return collectives.all_reduce(x[:, : 32 - dist.get_rank()], group, dim)
@@ -294,6 +356,30 @@ def mismatch(layout: str, *calls: list[Collective]) -> str:
     programs = zip(kinds, calls, strict=True)
     difference = find_mismatch(shape, {(kind, stage): program for kind, program in programs for stage in kind.stages})
     return "" if difference is None else str(difference)
+
+
+def message_calls(*texts: str) -> list[Collective]:
+    """Calls of a pipeline schedule from `send 1 F0`: kind, other end, and what the message carries."""
+    calls = []
+    for text in texts:
+        kind, peer, message = text.split()
+        (call,) = calls_of(f"{kind} pipeline 4 {peer}")
+        calls.append(replace(call, message=message))
+    return calls
+
+
+def test_messages_of_a_schedule_wait_for_nobody() -> None:
+    first = message_calls("send 1 F0", "send 1 F1", "receive 1 B0", "wait 1 B0")
+    last = message_calls("receive -1 F0", "receive -1 F1", "wait -1 F0", "send -1 B0", "wait -1 F1")
+    assert not mismatch("pp2-1f1b", first, last)
+
+
+def test_ranks_of_a_schedule_that_wait_for_each_other_are_named() -> None:
+    first = message_calls("receive 1 B0", "wait 1 B0", "send 1 F0")
+    last = message_calls("receive -1 F0", "wait -1 F0", "send -1 B0")
+    text = mismatch("pp2-1f1b", first, last)
+    assert text.startswith("call 2 of group pipeline: rank 0 (pipeline rank 0, first rank) has wait [4] float32 (B0)")
+    assert "rank 1 (pipeline rank 1, first rank) has wait [4] float32 (F0)" in text
 
 
 def test_ranks_whose_calls_fit_come_to_their_ends() -> None:

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -34,6 +35,8 @@ _KINDS = {
     "monitored_barrier_": "barrier",
 }
 """Operators of c10d, and what torch.distributed calls them."""
+WAIT = "wait"
+"""The kind of call at which a rank waits for a message of a pipeline schedule: no operator of c10d."""
 _AXES = ("data", "pipeline", "expert", "expert data", "secondary", "ends", "stage", "replica")
 _PEER = ("root_rank", "dst", "src")
 _LISTENED = ("toolkit/", "deepspeed/runtime/", "deepspeed/sequence/")
@@ -57,6 +60,8 @@ class Collective:
     context-parallel ranks in their ring."""
     where: str = ""
     """File and function that called."""
+    message: str = ""
+    """What a message of a pipeline schedule carries, and to which stage; empty for every other call."""
 
     def fits(self, other: "Collective") -> bool:
         """Whether two ranks of a group may make these calls at once. Rows of an all-to-all follow from the data."""
@@ -70,7 +75,8 @@ class Collective:
         shapes = " ".join(str(list(shape)) for shape in self.shapes[:2])
         more = f" and {len(self.shapes) - 2} more" if len(self.shapes) > 2 else ""
         place = f" in {self.where}" if self.where else ""
-        return " ".join(f"{self.kind} {shapes}{more} {self.dtype}{place}".split())
+        carried = f"({self.message})" if self.message else ""
+        return " ".join(f"{self.kind} {shapes}{more} {self.dtype} {carried}{place}".split())
 
 
 class Groups:
@@ -156,6 +162,24 @@ class CollectiveRecorder(TorchDispatchMode):
         self.rank = rank
         self.groups = Groups(layout)
         self.recorded: list[Collective] = []
+        self.message = ""
+        """What the messages of a pipeline schedule carry that are sent or asked for now; empty outside of them."""
+
+    @contextmanager
+    def carrying(self, message: str) -> Iterator[None]:
+        """Call the messages inside so."""
+        before = self.message
+        self.message = message
+        try:
+            yield
+        finally:
+            self.message = before
+
+    def note_wait(self, sender: int) -> None:
+        """Record that this rank waits for the message that it asked the sender for."""
+        group, peer = self._message_to(sender)
+        call = Collective(kind=WAIT, group=group, shapes=(), dtype="", nbytes=0, peer=peer, message=self.message)
+        self.recorded.append(call)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
@@ -184,6 +208,7 @@ class CollectiveRecorder(TorchDispatchMode):
             nbytes=0 if is_barrier else sum(tensor.nbytes for tensor in sent),
             peer=peer,
             where=_caller(sys._getframe(2)),
+            message=self.message if kind in ("send", "receive") else "",
         )
         self.recorded.append(call)
         return call

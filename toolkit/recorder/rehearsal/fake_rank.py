@@ -28,11 +28,13 @@ from typing_extensions import override
 
 from toolkit.config.layout import Layout
 from toolkit.engines.optimizers.muon import Muon
+from toolkit.engines.scheduled_pipeline import ScheduledStep
 from toolkit.models.hidden_matrices import is_hidden_matrix
 from toolkit.parallel.experts import dispatch
 from toolkit.parallel.matrix_exchange import Fragment, MatrixExchange, Part, fragments_of
 from toolkit.parallel.shard import Shard
 from toolkit.recorder.gpu_kernels import GpuKernels
+from toolkit.recorder.rehearsal.channel_messages import messages_named
 from toolkit.recorder.rehearsal.collectives import Collective, CollectiveRecorder
 from toolkit.recorder.rehearsal.live_bytes import LiveBytes
 from toolkit.recorder.rehearsal.stage_order import NotedSchedule, RecordedSchedule
@@ -112,7 +114,9 @@ class FakeRank(CollectiveRecorder):
         if call is None or not values or call.group != "pipeline":
             return func(*args, **kwargs)
         with unset_fake_temporarily():
-            if call.kind == "send" and call.peer == 1:
+            if call.message:
+                self._carry(call.kind, values[0])
+            elif call.kind == "send" and call.peer == 1:
                 self.sent.append(values[0].tolist())
             elif call.kind == "receive" and call.peer == -1:
                 _fill(values[0], next(self._received, None))
@@ -120,6 +124,19 @@ class FakeRank(CollectiveRecorder):
                 self.maxima.append(values[0].reshape(-1).tolist())
                 _fill(values[0], next(self._most, None))
         return func(*args, **kwargs)
+
+    def _carry(self, kind: str, values: torch.Tensor) -> None:
+        """Send or receive integers of a pipeline schedule: headers, which are alike at all stages, and positions.
+
+        A header is that of a stage of this rank, or of one before it where none has sent.
+        """
+        is_header = values.dim() == 1
+        if kind == "send" and is_header:
+            self.sent.append(values.tolist())
+        elif kind == "receive" and is_header:
+            _fill(values, self.sent[-1] if self.sent else next(self._received, None))
+        elif kind == "receive":
+            values.zero_()
 
     def _check_device(self, call: Collective, tensors: Sequence[torch.Tensor]) -> None:
         """Raise RuntimeError for a tensor that is not on the rank's device, as NCCL does: gloo copies it."""
@@ -241,6 +258,7 @@ def fake_rank(
             stack.enter_context(mock.patch.object(FakeTensor, "data", _DATA, create=True))
         stack.enter_context(mock.patch.object(nn.Module, "_apply", _applied))
         stack.enter_context(mock.patch.object(PipelineEngine, "_exec_schedule", _noting_schedules(mode)))
+        stack.enter_context(messages_named(mode))
         stack.enter_context(mock.patch.object(torch.autograd, "backward", _backward))
         stack.enter_context(mock.patch.object(torch.Tensor, "backward", _backward_of))
         stack.enter_context(mock.patch.object(zero_utils, "dist", _RankZeroSends(zero_utils.dist)))
@@ -264,6 +282,9 @@ def _noting_schedules(mode: FakeRank) -> Callable[[PipelineEngine, Any], None]:
     run = PipelineEngine._exec_schedule
 
     def noted(engine: PipelineEngine, schedule: Any) -> None:
+        if isinstance(schedule, ScheduledStep):  # each of its ranks is rehearsed
+            run(engine, schedule)
+            return
         run(engine, NotedSchedule(schedule, mode, mode.schedules))
 
     return noted

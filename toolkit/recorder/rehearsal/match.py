@@ -4,16 +4,19 @@ Each rank is a list of calls. A call of a group is over when all its ranks have 
 stages when sender and receiver have. Replicas and tensor-parallel ranks that repeat a kind are left out: they do what
 the kind's rank does. Where no rank can go on, or two meet in calls that do not fit, the job would hang or fail there.
 
+Messages of pipeline schedules wait for nobody when they are sent, or asked for. What a rank sends to another one is
+compared with what that one asks for, in order; where it waits for a message, it goes on when that has been sent.
+
 Messages in the ring of context-parallel ranks wait for nobody when they are sent; what one rank sends to the next is
 compared with what that one receives.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from toolkit.config.layout import Layout
-from toolkit.recorder.rehearsal.collectives import Collective, Groups, at_stage
+from toolkit.recorder.rehearsal.collectives import WAIT, Collective, Groups, at_stage
 from toolkit.recorder.rehearsal.rank_kinds import RankKind
 
 
@@ -42,6 +45,9 @@ def find_mismatch(layout: Layout, calls: Calls) -> Mismatch | None:
     """The first mismatch of a job whose ranks make these calls; None where all of them end."""
     kinds = {kind.rank_at(stage): kind for kind, stage in calls}
     programs = {kind.rank_at(stage): program for (kind, stage), program in calls.items()}
+    mismatch = _channel_mismatch(layout, kinds, programs)
+    if mismatch is not None:
+        return mismatch
     match = _Match(layout, programs)
     stuck = match.run()
     if stuck is None:
@@ -62,6 +68,8 @@ class _Match:
         self.programs = programs
         self.at = dict.fromkeys(programs, 0)
         self._members: dict[tuple[str, int], tuple[int, ...]] = {}
+        self._on_the_way: Counter[tuple[int, int, str]] = Counter()
+        """Messages of pipeline schedules that were sent and not yet waited for: sender, receiver, and name."""
 
     def run(self) -> tuple[int, int, str] | None:
         """Run all ranks to their ends; return two ranks that do not fit together and their group, or None."""
@@ -71,6 +79,15 @@ class _Match:
             call = self._next(rank)
             if call is None:
                 continue
+            if call.kind == WAIT:
+                message = (self.other_end(call, rank), rank, call.message)
+                if not self._on_the_way[message]:
+                    continue
+                self._on_the_way[message] -= 1
+            if call.kind == "send" and call.message:
+                receiver = self.other_end(call, rank)
+                self._on_the_way[rank, receiver, call.message] += 1
+                ready.append(receiver)
             members = self._ranks_of(call, rank)
             calls = {other: self._next(other) for other in members}
             if not all(self._meets(call, rank, theirs, other) for other, theirs in calls.items()):
@@ -97,8 +114,8 @@ class _Match:
         return program[self.at[rank]] if self.at[rank] < len(program) else None
 
     def _ranks_of(self, call: Collective, rank: int) -> tuple[int, ...]:
-        if call.kind in ("send", "receive"):
-            if call.group != "pipeline":
+        if call.kind in ("send", "receive", WAIT):
+            if call.group != "pipeline" or call.message:
                 return (rank,)
             stage = self.layout.coordinate(rank).pipe + (call.peer or 0)
             return (rank, at_stage(self.layout, rank, stage)) if 0 <= stage < self.layout.pp else (rank,)
@@ -110,6 +127,11 @@ class _Match:
                 members = (rank,)
             self._members[key] = tuple(member for member in members if member in self.programs)
         return self._members[key]
+
+    def other_end(self, call: Collective, rank: int) -> int:
+        """Return the rank that a message of a rank goes to, or comes from."""
+        assert call.peer is not None
+        return at_stage(self.layout, rank, self.layout.coordinate(rank).pipe + call.peer)
 
     def _meets(self, call: Collective, rank: int, theirs: Collective | None, other: int) -> bool:
         """Whether the `other` rank is at a call of the same ranks."""
@@ -123,6 +145,8 @@ class _Match:
         for rank in sorted(waiting, key=lambda rank: (self.at[rank], rank)):
             call = self._next(rank)
             assert call is not None
+            if call.kind == WAIT:
+                return rank, self.other_end(call, rank), call.group
             for other in self._ranks_of(call, rank):
                 if not self._meets(call, rank, self._next(other), other):
                     return rank, other, call.group
@@ -132,7 +156,52 @@ class _Match:
 def _fit(call: Collective, other: Collective) -> bool:
     if call is other or {call.kind, other.kind} != {"send", "receive"}:
         return call is other or (call.kind not in ("send", "receive") and call.fits(other))
-    return call.shapes == other.shapes and call.dtype == other.dtype
+    return call.shapes == other.shapes and call.dtype == other.dtype and call.message == other.message
+
+
+def _channel_mismatch(
+    layout: Layout, kinds: Mapping[int, RankKind], programs: Mapping[int, Sequence[Collective]]
+) -> Mismatch | None:
+    """Return the first message of a pipeline schedule that a rank does not ask for as another one sends it."""
+    for rank, program in programs.items():
+        stage = layout.coordinate(rank).pipe
+        for distance in range(-stage, layout.pp - stage):
+            other = at_stage(layout, rank, stage + distance)
+            if other == rank or other not in programs:
+                continue
+            sent = _schedule_messages(program, "send", distance)
+            received = _schedule_messages(programs[other], "receive", -distance)
+            mismatch = _first_unlike((rank, other), kinds, "pipeline", sent, received)
+            if mismatch is not None:
+                return mismatch
+    return None
+
+
+def _schedule_messages(program: Sequence[Collective], kind: str, distance: int) -> list[Collective]:
+    """Return the messages of a pipeline schedule to, or from, the pipeline rank that is `distance` further on."""
+    return [call for call in program if call.message and call.kind == kind and call.peer == distance]
+
+
+def _first_unlike(
+    ranks: tuple[int, int],
+    kinds: Mapping[int, RankKind],
+    group: str,
+    sent: Sequence[Collective],
+    received: Sequence[Collective],
+) -> Mismatch | None:
+    """Return the first message from one rank to the other that is not received as it is sent."""
+    step = next((i for i, pair in enumerate(zip(sent, received, strict=False)) if not _fit(*pair)), None)
+    if step is None and len(sent) == len(received):
+        return None
+    step = min(len(sent), len(received)) if step is None else step
+    calls = [str(messages[step]) if step < len(messages) else "none" for messages in (sent, received)]
+    return Mismatch(
+        ranks=ranks,
+        kinds=(kinds[ranks[0]].name, kinds[ranks[1]].name),
+        group=group,
+        step=step + 1,
+        calls=(calls[0], calls[1]),
+    )
 
 
 def _ring_mismatch(
@@ -148,18 +217,9 @@ def _ring_mismatch(
                 continue
             sent = _ring_messages(program, "send", distance)
             received = _ring_messages(programs[other], "receive", layout.cp - distance)
-            step = next((i for i, pair in enumerate(zip(sent, received, strict=False)) if not _fit(*pair)), None)
-            if step is None and len(sent) == len(received):
-                continue
-            step = min(len(sent), len(received)) if step is None else step
-            calls = [str(messages[step]) if step < len(messages) else "none" for messages in (sent, received)]
-            return Mismatch(
-                ranks=(rank, other),
-                kinds=(kinds[rank].name, kinds[other].name),
-                group="context",
-                step=step + 1,
-                calls=(calls[0], calls[1]),
-            )
+            mismatch = _first_unlike((rank, other), kinds, "context", sent, received)
+            if mismatch is not None:
+                return mismatch
     return None
 
 
@@ -193,7 +253,7 @@ def _described(
 
 def _is_between(call: Collective, group: str, layout: Layout, rank: int, other: int) -> bool:
     """Whether a call of a rank is one over the group; of messages, one to or from the other rank's stage."""
-    if call.group != group:
+    if call.group != group or call.message:
         return False
     if call.kind not in ("send", "receive"):
         return True

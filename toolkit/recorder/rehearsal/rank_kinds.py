@@ -1,6 +1,7 @@
 """Kinds of ranks: those that may compute something else than others of a layout, and where each kind is found.
 
-Of a pipeline, stages with the same decoder layers that are neither first nor last are alike. Of the ranks of a stage,
+Of a pipeline, stages with the same decoder layers that are neither first nor last are alike; under a pipeline schedule
+every rank has an order of its own. Of the ranks of a stage,
 the first one does what others need not (it counts what is replicated), the last of the tensor- or sequence-parallel
 ones may have padding of the vocabulary, context-parallel ones have other parts of a sequence, and other replicas have
 other partitions of ZeRO and other experts.
@@ -24,6 +25,7 @@ class RankKind:
 
     layout: Layout
     stages: tuple[int, ...]
+    """Pipeline ranks; without a schedule each has one stage."""
     place: Place
 
     @property
@@ -56,7 +58,9 @@ class RankKind:
         """The kind in words: `last stage, tensor-parallel ranks 1 to 7`."""
         layout = self.layout
         words = []
-        if layout.pp > 1:
+        if layout.schedule is not None:
+            words.append(f"pipeline rank {self.stages[0]}")
+        elif layout.pp > 1:
             if self.stages[0] == 0:
                 words.append("first stage")
             elif self.stages[-1] == layout.pp - 1:
@@ -80,7 +84,9 @@ def rank_kinds(layout: Layout, bounds: Sequence[int], pattern: Sequence[int]) ->
     last = layout.pp - 1
     stages: dict[tuple[object, ...], list[int]] = {}
     for stage in range(layout.pp):
-        layers = tuple(pattern[bounds[stage] : bounds[stage + 1]])
+        layers: object = tuple(pattern[bounds[stage] : bounds[stage + 1]])
+        if layout.schedule is not None:
+            layers = stage
         stages.setdefault((stage == 0, stage == last, layers), []).append(stage)
     places: list[Place] = ["first"]
     if layout.tp * layout.ulysses > 1:

@@ -10,9 +10,6 @@ def check_rehearsable(job: Job) -> None:
     if recipe.train.engine != "deepspeed":
         reason = "a rehearsal runs DeepSpeed's engines"
         raise RunError.of("train.engine", recipe.train.engine, reason, ("train.engine", "deepspeed"))
-    if job.layout.schedule is not None:
-        reason = "a rehearsal knows the messages of DeepSpeed's own 1F1B only"
-        raise RunError.of("parallel.schedule", job.layout.schedule, reason, ("parallel.schedule", None))
     if recipe.model.load_in_4bit:
         reason = "weights in 4 bits are packed from their values, and a rehearsal has none"
         raise RunError.of("model.load_in_4bit", True, reason, ("model.load_in_4bit", False))

@@ -21,6 +21,7 @@ from toolkit.hardware import Gpu
 from toolkit.model_init.build_model import load_config
 from toolkit.parallel.model_structure import ModelStructure, analyze_model
 from toolkit.planner.run_memory import memory_request
+from toolkit.recorder.rehearsal.collectives import WAIT
 from toolkit.recorder.rehearsal.depth import fewer_layers, with_layers, with_random_weights
 from toolkit.recorder.rehearsal.fake_rank import CPU
 from toolkit.recorder.rehearsal.forked_rank import ForkedRank
@@ -57,6 +58,8 @@ class RehearsedKind:
         nbytes: Counter[str] = Counter()
         first, last = self.step.step
         for call in self.step.calls[first:last]:
+            if call.kind == WAIT:
+                continue
             counts[call.group] += 1
             nbytes[call.group] += call.nbytes
         return {group: (count, nbytes[group]) for group, count in counts.items()}
@@ -155,8 +158,16 @@ def _together(steps: Mapping[RankKind, RankStep]) -> list[tuple[list[int], ...]]
 def rehearsed_micro_batches(job: Job) -> int:
     """Return the micro-batches of a rehearsed step: one more than the first stage has in flight at once.
 
-    The others of a step are like those, and add nothing to the peak. Without a pipeline these are two.
+    The others of a step are like those, and add nothing to the peak. Without a pipeline these are two. Under a pipeline
+    schedule they are the fewest of which every rank holds as many as of all.
     """
+    layout = job.layout
+    if layout.schedule is not None:
+        most = layout.table(job.batch.accumulation).held()
+        first = layout.pp + job.batch.accumulation % layout.pp
+        fewer = range(first, job.batch.accumulation, layout.pp)
+        enough = (count for count in fewer if layout.table(count).held() == most)
+        return next(enough, job.batch.accumulation)
     return min(job.batch.accumulation, job.layout.pp + 1)
 
 
@@ -204,12 +215,13 @@ def _bounds(request: MemoryRequest, *, on_gpu: bool) -> tuple[int, ...]:
     setup = request.setup
     return balanced_bounds(
         setup.model.parameters,
-        setup.layout.pp,
+        setup.layout.stages,
         micro_batch_size=setup.micro_batch_size,
         seq_len=setup.seq_len,
         recompute=setup.layout.recompute,
         head_alone=not setup.computation.trainable.startswith("lora:"),
         flops_per_byte=GPU_FLOPS_PER_BYTE if on_gpu else CPU_FLOPS_PER_BYTE,
+        rank_of=setup.layout.stage_ranks,
     )
 
 
