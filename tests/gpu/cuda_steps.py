@@ -59,7 +59,8 @@ def take_steps(
     with ddp_without_values(), flash_attention(facts), watched(facts), FAULTS[fault]():
         model_config = load_config(small.recipe.model)
         layers = model_config.num_hidden_layers
-        bounds = tuple(stage * layers // job.layout.pp for stage in range(job.layout.pp + 1))
+        stages = len(job.layout.stage_ranks)  # virtual ones, under a schedule
+        bounds = tuple(stage * layers // stages for stage in range(stages + 1))
         partitioned = Partitioned(structure=_structure(small), bounds=bounds)
         config = None
         if job.recipe.train.engine == "deepspeed":

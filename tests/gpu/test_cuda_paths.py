@@ -49,6 +49,8 @@ def case(layout: str, name: str = "", **changes: Any) -> Case:
     return Case(name=name or layout, layout=layout, **changes)
 
 
+DEEP = LLAMA | {"overrides": LLAMA["overrides"] | {"num_hidden_layers": 4}}
+"""A model with layers for two chunks on each of two stages."""
 ADAPTERS = LLAMA | {"lora": {"r": 4, "dropout": 0.1}}
 OFFLOADED = case("dp2-z2-offload")
 CASES = [
@@ -68,6 +70,10 @@ CASES = [
     case("cp2-z1"),
     case("dp2-cp2-tp2-z2", rank=2),
     case("u2-cp2-z3", rank=3),
+    case("pp2-zbh1-z1", "first stage of ZB-H1", model=DEEP),
+    case("pp2-zbh1-z1", "last stage of ZB-H1", rank=1, behind="first stage of ZB-H1", model=DEEP),
+    case("pp2-zbv-z1", "first stage of ZB-V", model=DEEP),
+    case("pp2x2-z1", "first stage, interleaved", model=DEEP),
     case("dp2-z1", "LoRA", model=ADAPTERS),
     case("dp2-z0", "fp16", precision="fp16", weights="float32", reads=("deepspeed_engine.py _plain_update",)),
 ]
