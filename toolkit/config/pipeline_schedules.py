@@ -56,8 +56,9 @@ class Schedule:
         """Whether gradients of weights are a pass of their own."""
         return self.kind in SPLITTING
 
+    @cached_property
     def only_forward(self) -> Self:
-        """Return the forward passes alone, in the same order, as validation runs them."""
+        """The forward passes alone, in the same order, as validation runs them."""
         orders = (tuple(operation for operation in order if operation[0] == "F") for order in self.orders)
         return replace(self, orders=tuple(orders))
 

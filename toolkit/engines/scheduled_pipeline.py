@@ -90,7 +90,7 @@ class ScheduledPipeline(deepspeed_pipe.PipelineEngine):  # type: ignore[misc]
     def run(self, schedule: Schedule, batches: Batches, *, only_forward: bool = False) -> None:
         """Run the passes of a schedule, and reduce the gradients; or run the forward passes alone."""
         if only_forward:
-            schedule = schedule.only_forward()
+            schedule = schedule.only_forward
         order = schedule.orders[self.stage_id]
         self._schedule = schedule
         self._batches = batches
