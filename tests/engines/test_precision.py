@@ -126,6 +126,10 @@ def mixture(folder: Path) -> dict[str, Any]:
             *(({"cp": 2, "cp_exchange": exchange, "zero_stage": stage}, 2) for stage, exchange in enumerate(EXCHANGES)),
             ({"cp": 2, "tp": 2, "sequence_parallel": True}, 4),
             ({"cp": 2, "pp": 2}, 4),
+            ({"pp": 2, "schedule": "1f1b"}, 2),
+            ({"pp": 2, "schedule": "zb-h1"}, 2),
+            ({"pp": 2, "schedule": "zb-v"}, 2),
+            ({"pp": 2, "tp": 2, "schedule": "interleaved", "chunks": 2}, 4),
         ],
         lambda number, _: number == 0,
     ),
@@ -136,6 +140,8 @@ def test_fp16_in_pipelines_and_with_experts_is_that_of_one_rank(
     """With tied embeddings, whose gradients of two stages are added; experts: without."""
     place, world_size = case
     changes = {"precision": "fp16", "train__steps": 10} | (mixture(tmp_path) if "ep" in place else {})
+    if place.get("schedule") in ("zb-v", "interleaved"):
+        changes["overrides__n_layer"] = 4
     baseline = {"zero_stage": min(place.get("zero_stage", 1), 1)}
     one = ranks(fp16_trial, 1, make_recipe(**changes, parallel=baseline))[0]
     many = ranks(fp16_trial, world_size, make_recipe(**changes, parallel=place))[0]
@@ -195,6 +201,7 @@ def overflow_trial(recipe: Recipe, rank: int) -> tuple[list[list[Any]], frozense
             ({"ep": 2, "zero_stage": 0}, 1),
             ({"pp": 2}, 1),
             *(({"ep": 2, "zero_stage": stage}, 1) for stage in (1, 2, 3)),
+            ({"pp": 2, "schedule": "zb-h1"}, 0),
         ],
         lambda number, _: number < 2,
     ),

@@ -300,9 +300,6 @@ def _schedule_settings(recipe: Recipe) -> Iterator[Refusal]:
     ):
         if recipe.value_of(condition) != value:
             yield recipe.conflict(field, condition, reason=reason, remedy=(off, (condition, value)))
-    if recipe.precision == "fp16":
-        reason = "a loss scaler was not tested with it"
-        yield recipe.conflict(field, "precision", reason=reason, remedy=(off, ("precision", "bf16 or fp32")))
     unshown = {
         "adamw8bit": "its moments of 8 bits amplify rounding, and it was not shown to train the same",
         "lion": "it takes the sign of its update, which rounding turns where that is near 0",
