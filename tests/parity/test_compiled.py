@@ -8,6 +8,7 @@ from cell_runs import CORES, Baselines, CellRun, Outcome, run_cells
 from daily import daily
 from matrix import LONG_STEPS, STEPS, Cell, Text
 from mixtures import MixtureCell
+from schedules import ScheduleCell
 
 from toolkit.config.recipe import Recipe
 
@@ -18,6 +19,10 @@ class Compiled(Cell):
     def recipe(self, text: Text, *, steps: int) -> Recipe:
         recipe = super().recipe(text, steps=steps)
         return recipe.model_copy(update={"train": recipe.train.model_copy(update={"compile": True})})
+
+
+class CompiledSchedule(Compiled, ScheduleCell):
+    """With a pipeline schedule, and a layer for each stage."""
 
 
 class CompiledMixture(Compiled, MixtureCell):
@@ -31,6 +36,7 @@ DENSE = {
     ),
     "gpt2": ("pp2-z1-recompute", "dp2-z0", "dp2-z2-offload", "pp4-z1", "tp2-z1-sp-recompute", "u2-z2"),
 }
+SCHEDULED = ("pp2-1f1b-z1", "pp2-gpipe-z0-recompute", "pp2x2-z1", "tp2-pp2x2-z1-sp")
 EXPERTS = ("dp2-ep2-z1", "dp2-ep2-z3", "tp2-dp2-ep2-z2-sp", "pp2-dp2-ep2-z1")
 DAILY = ("tp2-z3-sp", "pp2-z1-recompute")
 
@@ -40,6 +46,7 @@ def _cells() -> list[Cell]:
     dense = [(strategy, family) for family, strategies in DENSE.items() for strategy in strategies]
     return [
         *(Compiled(strategy=strategy, family=family, precision="fp32", **fixed) for strategy, family in dense),
+        *(CompiledSchedule(strategy=place, family="llama", precision="fp32", **fixed) for place in SCHEDULED),
         *(Compiled(strategy=place, family="llama", precision="bf16", **fixed) for place in ("dp2-z0", "tp2-z1-sp")),
         *(CompiledMixture(strategy=place, family="mixtral", precision="fp32", **fixed) for place in EXPERTS),
     ]

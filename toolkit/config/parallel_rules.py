@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from toolkit.config.layout import Batch, Layout
+from toolkit.config.pipeline_schedules import SPLITTING
 from toolkit.config.recipe import Recipe
 from toolkit.config.router_rules import expert_count
 from toolkit.errors import BatchError, LayoutError, Refusal, Setting
@@ -296,10 +297,13 @@ def _schedule_settings(recipe: Recipe) -> Iterator[Refusal]:
         ("model.float8", None, "products in float8 were not tested with it"),
         ("model.load_in_4bit", False, "weights in 4 bits were not tested with it"),
         ("model.kernels", "torch", "Liger's kernels were not tested with it"),
-        ("train.compile", False, "compiled layers were not tested with it"),
     ):
         if recipe.value_of(condition) != value:
             yield recipe.conflict(field, condition, reason=reason, remedy=(off, (condition, value)))
+    if recipe.train.compile and section.schedule in SPLITTING:
+        reason = "a compiled layer computes the gradients of its weights together with those of its input"
+        remedy = ((field, "interleaved, 1f1b or gpipe"), ("train.compile", False))
+        yield recipe.conflict(field, "train.compile", reason=reason, remedy=remedy)
     unshown = {
         "adamw8bit": "its moments of 8 bits amplify rounding, and it was not shown to train the same",
         "lion": "it takes the sign of its update, which rounding turns where that is near 0",

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from toolkit.config.job import Job
+from toolkit.config.pipeline_schedules import SPLITTING
 from toolkit.data.samples.micro_batch import MicroBatch
 from toolkit.engines import deepspeed_patches
 from toolkit.engines.base import StepResult, Update, read_together
@@ -86,7 +87,13 @@ class PipelineEngine(DeepSpeedBase):
         self._initialize(job, config, pipeline)
         if job.layout.schedule is not None:
             channels = Channels(partition.groups, device)
-            self.engine = ScheduledPipeline.adopt(self.engine, partition.stage, channels, self._report_pass)
+            self.engine = ScheduledPipeline.adopt(
+                self.engine,
+                partition.stage,
+                channels,
+                splits=job.layout.schedule in SPLITTING,
+                report=self._report_pass,
+            )
         if hasattr(self.optimizer, "ipg_buckets"):
             reduce_in_the_buckets_there_are(self.optimizer)
         equalize_norm_calls(self.optimizer, partition.groups)

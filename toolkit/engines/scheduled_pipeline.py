@@ -63,16 +63,26 @@ class ScheduledPipeline(deepspeed_pipe.PipelineEngine):  # type: ignore[misc]
 
     @classmethod
     def adopt(
-        cls, engine: Any, stage: PipelineStage, channels: Channels, report: Callable[[str], None] = lambda detail: None
+        cls,
+        engine: Any,
+        stage: PipelineStage,
+        channels: Channels,
+        *,
+        splits: bool,
+        report: Callable[[str], None] = lambda detail: None,
     ) -> Self:
-        """Let an engine run schedules from now on, over the stages of `stage`. `report`s what a rank does."""
+        """Let an engine run schedules from now on, over the stages of `stage`. `report`s what a rank does.
+
+        `splits`: whether they have gradients of weights as passes of their own.
+        """
         engine.__class__ = cls
         adopted: Self = engine
         adopted._stage = stage
         adopted._channels = channels
         adopted._report = report
         adopted._weight_gradients = WeightGradients()
-        adopted._weight_gradients.connect(stage.model)
+        if splits:
+            adopted._weight_gradients.connect(stage.model)
         return adopted
 
     def is_first_stage(self) -> bool:
