@@ -301,7 +301,7 @@ def _schedule_settings(recipe: Recipe) -> Iterator[Refusal]:
         if recipe.value_of(condition) != value:
             yield recipe.conflict(field, condition, reason=reason, remedy=(off, (condition, value)))
     if recipe.train.compile and section.schedule in SPLITTING:
-        reason = "a compiled layer computes the gradients of its weights together with those of its input"
+        reason = "graphs break at each linear layer that leaves its weight's gradient for later"
         remedy = ((field, "interleaved, 1f1b or gpipe"), ("train.compile", False))
         yield recipe.conflict(field, "train.compile", reason=reason, remedy=remedy)
     unshown = {
