@@ -63,6 +63,7 @@ LAYOUTS = [
     ("dp4-ep2-z1", EXPERTS),
     ("dp4-z3", LLAMA),
     ("cp2-tp2-z1", LLAMA),
+    pytest.param("u2-cp2-z1", LLAMA, marks=pytest.mark.whole),
     pytest.param("dp2-pp2-z1", LLAMA, marks=pytest.mark.whole),
     pytest.param("pp2-gpipe-z1", LLAMA, marks=pytest.mark.whole),
     pytest.param("pp2x2-z1", FOUR_LAYERS, marks=pytest.mark.whole),
