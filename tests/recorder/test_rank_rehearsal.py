@@ -1,7 +1,9 @@
 """Rehearsals: what one process predicts of all ranks is what live ranks do, and planted faults are found and named."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,16 +17,20 @@ from toolkit.config.layout import Layout
 from toolkit.config.pipeline_schedules import Schedule
 from toolkit.config.recipe import Recipe
 from toolkit.config.strategy import Strategy
+from toolkit.engines.factory import create_engine
 from toolkit.engines.optimizer_states import MASTER
+from toolkit.estimate.memory_request import MemoryRequest
+from toolkit.parallel.distilled_loss import TopTokens
 from toolkit.parallel.tensor import collectives
+from toolkit.planner.run_memory import memory_request
 from toolkit.recorder.rehearsal import fake_rank
 from toolkit.recorder.rehearsal.channel_messages import messages_named
 from toolkit.recorder.rehearsal.collectives import Collective, CollectiveRecorder
 from toolkit.recorder.rehearsal.depth import fewer_layers
 from toolkit.recorder.rehearsal.match import find_mismatch
 from toolkit.recorder.rehearsal.rank_kinds import rank_kinds
-from toolkit.recorder.rehearsal.rank_step import STEPS, build_engine, take_step
-from toolkit.recorder.rehearsal.rehearse import rehearse, rehearsed_config, rehearsed_job
+from toolkit.recorder.rehearsal.rank_step import STEPS, ask_teacher, build_engine, take_step
+from toolkit.recorder.rehearsal.rehearse import rehearse, rehearsed_config, rehearsed_job, rehearsed_teacher
 
 MakeRecipe = Callable[..., Recipe]
 Ranks = Callable[..., list[Any]]
@@ -106,6 +112,17 @@ def test_objectives_and_teachers_are_rehearsed_as_live_ranks_compute_them(
     check_against_live_ranks(job_in(make_recipe, layout, **OTHER_LOSSES[loss]), ranks)
 
 
+@pytest.fixture
+def one_recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Estimates whose activations are those of the whole model, so that one recording serves all layouts."""
+
+    def standing_in(*arguments: Any, **keywords: Any) -> MemoryRequest:
+        return replace(memory_request(*arguments, **keywords), stand_ins=True)
+
+    monkeypatch.setattr("toolkit.recorder.rehearsal.rehearse.memory_request", standing_in)
+
+
+@pytest.mark.usefixtures("one_recording")  # the same activations are on both sides of the differences
 @pytest.mark.parametrize(
     "layout", [pytest.param(x, marks=pytest.mark.whole) for x in ("z0", "dp2-z3", "dp2-tp2-z1", "tp2-pp2-z1")]
 )
@@ -119,6 +136,55 @@ def test_a_reference_in_memory_takes_what_is_estimated(make_recipe: MakeRecipe, 
         assert initial.estimate.reference == 0
         assert online.estimate.reference == online.peak - initial.peak
         assert online.estimate.allocated - initial.estimate.allocated == online.estimate.reference
+
+
+def job_with_teacher(make_recipe: MakeRecipe, folder: Path, layout: str, **changes: Any) -> Job:
+    """A job whose teacher has more layers and wider ones than its student, and a vocabulary that is padded further."""
+    config = {
+        "model_type": "llama",
+        "hidden_size": 192,
+        "intermediate_size": 384,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "vocab_size": 324,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return job_in(make_recipe, layout, train__distill={"teacher": str(folder), "top_k": 8}, **changes)
+
+
+def live_teacher(job: Job) -> tuple[list[Collective], int]:
+    """Ask the teacher of a job on a live rank what a rehearsal asks it; return collectives and peak."""
+    small = rehearsed_teacher(job)
+    config = rehearsed_config(small, hidden_size=192, on_gpu=False)
+    top = TopTokens(8, 1.0, vocabulary=322)
+    with LiveBytes() as memory, CollectiveRecorder(small.layout, dist.get_rank()) as recorder:
+        engine = create_engine(small, torch.device("cpu"), config)
+        memory.start_peak()
+        ask_teacher(engine, small, top)
+        return recorder.recorded, memory.peak_bytes
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(x, marks=pytest.mark.whole) for x in ("z0", "dp2-z3", "dp2-tp2-z1-sp", "u2-z1")],
+)
+def test_a_teacher_takes_before_training_what_is_rehearsed_and_estimated(
+    make_recipe: MakeRecipe, ranks: Ranks, tmp_path: Path, layout: str
+) -> None:
+    job = job_with_teacher(make_recipe, tmp_path, layout)
+    measured = ranks(live_teacher, job.layout.world_size, job)
+    rehearsal = rehearse(job, on_gpu=False)
+    assert not rehearsal.problem
+    assert rehearsal.teacher
+    for rehearsed in rehearsal.teacher:
+        calls, peak = measured[rehearsed.kind.rank]
+        differing = [pair for pair in zip(rehearsed.step.calls, calls, strict=True) if not is_same(*pair)]
+        assert not differing
+        assert rehearsed.peak == pytest.approx(peak, rel=0.08)
+        assert rehearsed.estimated == pytest.approx(peak, rel=0.1)
 
 
 def check_against_live_ranks(job: Job, ranks: Ranks) -> None:

@@ -101,6 +101,7 @@ def as_dict(rehearsal: "Rehearsal") -> dict[str, Any]:
         "all_layers": rehearsal.all_layers,
         "micro_batches": rehearsal.micro_batches,
         "kinds": [_kind_as_dict(rehearsed) for rehearsed in rehearsal.kinds],
+        "teacher": [_kind_as_dict(rehearsed) for rehearsed in rehearsal.teacher],
         "checkpoint": {
             "files": rehearsal.files,
             "bytes": rehearsal.checkpoint_bytes,
@@ -119,7 +120,7 @@ def _kind_as_dict(rehearsed: "RehearsedKind") -> dict[str, Any]:
         "ranks": rehearsed.kind.count,
         "parameters": rehearsed.step.parameters,
         "peak_bytes": rehearsed.peak,
-        "estimate_bytes": estimate.allocated - estimate.workspace,
+        "estimate_bytes": rehearsed.estimated,
         "verdict": estimate.verdict if estimate.device_bytes else None,
         "collectives": {
             group: {"calls": calls, "bytes": nbytes} for group, (calls, nbytes) in rehearsed.traffic.items()
@@ -143,7 +144,7 @@ def _print(rehearsal: "Rehearsal") -> None:
     for column in ("ranks", "parameters", "peak", "estimate", "GPU"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("calls and bytes by group", overflow="fold")
-    for rehearsed in rehearsal.kinds:
+    for rehearsed in (*rehearsal.teacher, *rehearsal.kinds):
         table.add_row(*_row(rehearsed))
     console.print(table)
     for line in _notes(rehearsal):
@@ -159,11 +160,11 @@ def _row(rehearsed: "RehearsedKind") -> tuple[str, ...]:
         for group, (calls, nbytes) in sorted(rehearsed.traffic.items(), key=lambda entry: -entry[1][1])
     )
     return (
-        rehearsed.kind.name,
+        f"teacher, {rehearsed.kind.name}" if rehearsed.is_teacher else rehearsed.kind.name,
         f"{rehearsed.kind.count:,}",
         format_count(rehearsed.step.parameters),
         "–" if rehearsed.peak is None else format_bytes(rehearsed.peak),
-        format_bytes(estimate.allocated - estimate.workspace),
+        format_bytes(rehearsed.estimated),
         estimate.verdict if estimate.device_bytes else "–",
         ", ".join(traffic),
     )

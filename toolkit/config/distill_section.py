@@ -6,6 +6,9 @@ from pydantic import Field
 
 from toolkit.config.section import PositiveInt, Section, Text
 
+BATCHES_A_COMMIT = 16
+"""Micro-batches of a rank whose teacher's tokens are in memory together, before they are written."""
+
 
 class DistillSection(Section):
     """Distillation: the loss of a target is (1 - weight) of its token loss plus weight of the divergence of the
@@ -23,3 +26,9 @@ class DistillSection(Section):
     divergence: Literal["forward", "reverse"] = "forward"
     """`forward`: KL(teacher || student), which covers all that the teacher may say. `reverse`: KL(student || teacher),
     which avoids what it would not say."""
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes that the store of what the teacher says takes for a token: ids in 4 bytes, log-probabilities in 4, of
+        which there is one more."""
+        return 8 * self.top_k + 4

@@ -247,6 +247,20 @@ class Layout:
         """Ranks with the same part of the parameters, over which DeepSpeed averages gradients and shards states."""
         return self.dp * self.cp
 
+    def for_teacher(self, *, has_experts: bool) -> Self:
+        """The layout in which the same ranks compute what the teacher of a distillation says.
+
+        Ranks that share each sequence of the student with Ulysses have sequences of their own: without gradients these
+        fit. Those that share out the experts of a student are replicas of a teacher without experts.
+        """
+        return replace(
+            self,
+            dp=self.dp * self.ulysses,
+            ulysses=1,
+            ep=self.ep if has_experts else 1,
+            experts=self.experts if has_experts else "whole",
+        )
+
     @classmethod
     def parse(cls, text: str, *, world_size: int | None = None) -> Self:
         """Read `dp4-tp2-pp1-z2` or a part of it; a missing part is 1 (z: 0; dp: ep), and dp follows from `world_size`.

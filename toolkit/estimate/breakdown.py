@@ -49,6 +49,8 @@ class MemoryBreakdown:
     """Allocated between two steps: model states and persistent buffers."""
     reference: int = 0
     """A frozen copy of the weights that train; 0 unless an objective keeps one in memory."""
+    teacher_pass: int = 0
+    """Allocated at the peak of the pass of a distillation's teacher, before the student is built; 0 without one."""
     workspace: int = 0
     """cuBLAS's workspaces, which PyTorch allocates; 0 where no GPU was named."""
     framework: int = 0
@@ -84,6 +86,8 @@ class MemoryBreakdown:
     def fits_in_replay(self) -> bool:
         """`fits`, by a replay where the total is near the GPU's memory and events are known."""
         room = int(self.device_bytes / (1 + self.band[1])) - self.framework - self.nccl
+        if self.teacher_pass > room:
+            return False
         is_near = abs(self.left) < _NEAR_SHARE * self.device_bytes
         return self.fits if self.step is None or not is_near else self.step.suffices(room)
 
@@ -92,8 +96,18 @@ class MemoryBreakdown:
         return sum(self.activations.values())
 
     @property
+    def teacher(self) -> int:
+        """Bytes that the teacher's pass takes beyond the peak of the steps."""
+        return max(0, self.teacher_pass - self.allocated_in_steps)
+
+    @property
     def allocated(self) -> int:
         """The peak of PyTorch's allocations: what `torch.cuda.max_memory_allocated` reports."""
+        return self.allocated_in_steps + self.teacher
+
+    @property
+    def allocated_in_steps(self) -> int:
+        """The peak of the steps, without the pass of a teacher before them."""
         states = self.parameters + self.reference + self.gradients + self.masters + self.optimizer
         buffers = self.buckets + self.gathered + self.model_buffers + self.workspace
         return states + buffers + self.activation_total + self.logits + self.update

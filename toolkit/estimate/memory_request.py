@@ -6,11 +6,12 @@ the temporaries of reduction and update, when activations are freed.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from toolkit.config.context_exchange import key_value_width
+from toolkit.config.distill_section import BATCHES_A_COMMIT
 from toolkit.config.layout import Layout, recomputes
 from toolkit.errors import LayoutError, ModelError
 from toolkit.estimate.breakdown import MemoryBreakdown
@@ -33,11 +34,11 @@ from toolkit.estimate.recorded.tiled_mlp import narrow, tile_bytes
 from toolkit.estimate.schedule_memory import SchedulePeak, StageBytes, schedule_peak
 from toolkit.estimate.stage_bounds import balanced_bounds
 from toolkit.estimate.states import TorchStates
-from toolkit.estimate.trainable import without_4bit
+from toolkit.estimate.trainable import vectors_alone, without_4bit
 from toolkit.estimate.training_setup import TrainingSetup
 from toolkit.estimate.training_step import TrainingStep
 from toolkit.hardware import Gpu
-from toolkit.models.chunked_head import Chunks
+from toolkit.models.chunked_head import Chunks, chunk_tokens
 from toolkit.models.support import attention_kinds, misfits
 
 Framework = DeepSpeedSettings | TorchStates | FrameworkProfile
@@ -62,8 +63,10 @@ class MemoryRequest:
         """
         layers = self._stage_layers()
         if self.setup.layout.schedule is not None:
-            return tuple(self._scheduled_breakdown(rank, layers) for rank in range(self.setup.layout.pp))
-        return tuple(self._breakdown(stage, own_layers) for stage, own_layers in enumerate(layers))
+            breakdowns = [self._scheduled_breakdown(rank, layers) for rank in range(self.setup.layout.pp)]
+        else:
+            breakdowns = [self._breakdown(stage, own_layers) for stage, own_layers in enumerate(layers)]
+        return tuple(self._after_teacher(breakdowns))
 
     def peak(self) -> MemoryBreakdown:
         """Estimate the stage that needs most memory.
@@ -83,8 +86,8 @@ class MemoryRequest:
             else:
                 kinds = tuple(pattern[index] for index in layers)
                 distinct.setdefault(kinds, (stage, layers))
-        breakdowns = (self._breakdown(stage, layers) for stage, layers in distinct.values())
-        return max(breakdowns, key=lambda breakdown: breakdown.allocated)
+        breakdowns = [self._breakdown(stage, layers) for stage, layers in distinct.values()]
+        return max(self._after_teacher(breakdowns), key=lambda breakdown: breakdown.allocated)
 
     def largest_micro_batch(self) -> int:
         """Return the largest micro-batch size that fits on every stage of the GPU; 0 if not even one sample fits."""
@@ -291,6 +294,58 @@ class MemoryRequest:
             update=update,
         )
 
+    def _after_teacher(self, breakdowns: Sequence[MemoryBreakdown]) -> Iterator[MemoryBreakdown]:
+        """Yield the breakdowns of ranks, with what the teacher of a distillation takes before the student is built."""
+        if self.setup.teacher is None or isinstance(self.framework, FrameworkProfile):
+            yield from breakdowns
+            return
+        asked = replace(self, setup=self.setup.of_teacher())
+        stage_layers = asked._stage_layers()
+        for breakdown in breakdowns:
+            taken = asked._teacher_pass(breakdown.stage, stage_layers, top_k=self.setup.teacher.top_k)
+            whole = replace(breakdown, teacher_pass=taken + breakdown.workspace)
+            if whole.teacher:
+                whole = replace(whole, **beside(self.setup.layout, self.gpu, whole.allocated))
+            yield whole
+
+    def _teacher_pass(self, pipe: int, stage_layers: Sequence[range], *, top_k: int) -> int:
+        """Return the bytes of a pipeline rank at the peak of a teacher's pass, whose setup this is.
+
+        States, weights that are gathered or cast, what several micro-batches leave until it is written, and one of two
+        moments: a layer at work, or a chunk of logits, in the dtype of the products and in fp32. Source:
+        `top_tokens` (toolkit/engines/full_forward.py), `TopTokens` (toolkit/parallel/distilled_loss.py), and
+        AllGatherCoalescedHandle (deepspeed/runtime/zero/partition_parameters.py). Known error:
+        a copy of logits where ranks have tokens that the student lacks, and what a pipeline's stages receive, are not
+        counted.
+        """
+        setup = self.setup
+        layout = setup.layout
+        engine = self.framework
+        assert isinstance(engine, DeepSpeedSettings | TorchStates)
+        own_stages = [stage for stage, rank in enumerate(layout.stage_ranks) if rank == pipe]
+        layers = tuple(index for stage in own_stages for index in stage_layers[stage])
+        rank = rank_states(setup, engine, pipe, layers, model=vectors_alone(setup.model.parameters))
+        # A layer that is recomputed keeps nothing in its forward pass, as without gradients.
+        forward_only = replace(self, setup=replace(setup, layout=replace(layout, recompute="full")))
+        working = 0
+        for stage in own_stages:
+            rank_pass = replace(forward_only._rank_pass(_part_of(stage, layout.stages), rank.precision), chunks=None)
+            recorded = activations(rank_pass, setup.micro_batch_size, setup.rank_positions)
+            working = max(working, recorded.without_gradients(stage_layers[stage]))
+            if stage == layout.stages - 1:
+                working = max(working, recorded.embedding.delta + _teacher_logits(setup, rank))
+        cast = 2 * rank.params.largest if rank.copies_weights else 0
+        arriving = 0
+        if isinstance(engine, DeepSpeedSettings) and engine.zero_stage == 3 and layout.replicas > 1:
+            # Parameters are gathered into one tensor, a prefetch bucket at a time, and then each into its own.
+            arriving = engine.model_bytes * min(engine.prefetch_bucket_size, rank.params.numel)
+        # Ids, labels and places in the text, and positions of documents.
+        batch_bytes = 8 * (3 + setup.computation.documents)
+        stored_bytes = 8 * top_k + 4 * (top_k + 1) if layout.stage_ranks[-1] == pipe else 0
+        tokens = setup.micro_batch_size * setup.rank_positions
+        asked = BATCHES_A_COMMIT * tokens * (batch_bytes + stored_bytes)
+        return rank.states.resident.total + rank.states.gathered + arriving + cast + working + asked
+
     def _stage_activations(self, stage: int, rank: RankStates, *, splits: bool) -> tuple[Activations, Activations]:
         """Return the activations of a stage of a schedule, and those with a whole backward pass."""
         setup = self.setup
@@ -381,6 +436,17 @@ class MemoryRequest:
             chunks=chunks,
         )
         return stand_in(rank_pass, positions) if self.stand_ins else rank_pass
+
+
+def _teacher_logits(setup: TrainingSetup, rank: RankStates) -> int:
+    """Bytes of the logits of a teacher at their worst moment, in fp32 beside those of the product, and of its input."""
+    shape = setup.model.shape
+    tokens = setup.micro_batch_size * setup.rank_positions
+    rows = -(-shape.vocab // setup.layout.tp)
+    chunk = chunk_tokens(tokens, rows) if setup.chunked_loss else tokens
+    # A chunk in fp32 is overwritten; full logits are the model's output, and copied.
+    is_copied = rank.product_bytes < 4 or not setup.chunked_loss
+    return tokens * shape.hidden * rank.itemsize + chunk * rows * (4 + is_copied * rank.product_bytes)
 
 
 def _part_of(stage: int, stages: int) -> StagePart:

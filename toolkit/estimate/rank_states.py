@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from toolkit.estimate.deepspeed_settings import DeepSpeedSettings
 from toolkit.estimate.deepspeed_states import deepspeed_states
+from toolkit.estimate.parameters import ModelParameters
 from toolkit.estimate.profile_memory import stage_parameters
 from toolkit.estimate.rank_parameters import RankParameters
 from toolkit.estimate.recorded.recording import Precision
@@ -45,9 +46,17 @@ class RankStates:
 
 
 def rank_states(
-    setup: TrainingSetup, engine: DeepSpeedSettings | TorchStates, stage: int, layers: Sequence[int]
+    setup: TrainingSetup,
+    engine: DeepSpeedSettings | TorchStates,
+    stage: int,
+    layers: Sequence[int],
+    *,
+    model: ModelParameters | None = None,
 ) -> RankStates:
-    """The states of a rank of a pipeline stage, which has these layers; of rank `stage` where ranks have several."""
+    """The states of a rank of a pipeline stage, which has these layers; of rank `stage` where ranks have several.
+
+    `model`: the parameters, in place of the setup's own.
+    """
     layout = setup.layout
     groups = {
         "by_decay": isinstance(engine, TorchStates) or engine.by_decay,
@@ -63,7 +72,9 @@ def rank_states(
         itemsize = engine.itemsize
         autocast = engine.autocast
     trainable = without_4bit(setup.computation.trainable)
-    whole = recorded_parameters(setup.model.config, trainable) if trainable else setup.model.parameters
+    whole = setup.model.parameters if model is None else model
+    if trainable:
+        whole = recorded_parameters(setup.model.config, trainable)
     counted = stage_parameters(whole, layout, stage, layers, **groups)
     params = counted
     unpacked = 0

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from toolkit.config.recipe import ModelSection
 from toolkit.errors import ConfigError
-from toolkit.estimate.parameters import ModelParameters
+from toolkit.estimate.parameters import ModelParameters, Parameter
 from toolkit.units import LARGEST_COUNT
 
 _LORA: dict[str, Callable[[str], Any]] = {
@@ -105,6 +105,16 @@ def without_4bit(text: str) -> str:
 
 
 @lru_cache(maxsize=64)
+@lru_cache(maxsize=64)
+def vectors_alone(model: ModelParameters) -> ModelParameters:
+    """The model with norms and biases alone as what trains, as the teacher of a distillation is built."""
+
+    def marked(parameters: tuple[Parameter, ...]) -> tuple[Parameter, ...]:
+        return tuple(replace(parameter, trainable=len(parameter.shape) == 1) for parameter in parameters)
+
+    return replace(model, front=marked(model.front), kinds=tuple(map(marked, model.kinds)), back=marked(model.back))
+
+
 def in_4_bits(model: ModelParameters, weight_bytes: int) -> tuple[ModelParameters, int]:
     """The model with the frozen matrices of decoder layers as bitsandbytes keeps them, and elements of the largest.
 

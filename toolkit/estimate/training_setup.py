@@ -1,11 +1,23 @@
 """TrainingSetup: what is trained and how, which is what an estimate, a plan, a recording and a benchmark's row ask."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from toolkit.config.context_exchange import ExchangeKind, chosen_exchange
 from toolkit.config.layout import CpExchange, Layout
-from toolkit.estimate.computation import Computation
+from toolkit.estimate.computation import Attention, Computation
 from toolkit.estimate.model_facts import ModelFacts
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherSetup:
+    """The teacher of a distillation, which the ranks that train ask before they build the student."""
+
+    model: ModelFacts
+    top_k: int
+    """Tokens that are stored for each target."""
+    attention: Attention
+    chunked_loss: bool
+    """Whether its head takes tokens in chunks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +47,26 @@ class TrainingSetup:
     """Whether a rank keeps a frozen copy of what it has of the weights that train: the reference of an objective."""
     forward_passes: int = 0
     """Forward passes without gradients over each micro-batch of a step, before the one that trains."""
+    teacher: TeacherSetup | None = None
+    """The teacher of a distillation; None without one, or for one whose config is not known here."""
     router_losses: int = 0
     """Losses that balance a mixture's routers: of each, a layer keeps a number for each token and expert."""
+
+    def of_teacher(self) -> "TrainingSetup":
+        """Return the setup in which the teacher is asked, in the layout of the same ranks."""
+        teacher = self.teacher
+        assert teacher is not None
+        return replace(
+            self,
+            model=teacher.model,
+            layout=self.layout.for_teacher(has_experts=teacher.model.shape.experts is not None),
+            computation=replace(self.computation, attention=teacher.attention, trainable="", imbalance=1.0),
+            chunked_loss=teacher.chunked_loss,
+            keeps_reference=False,
+            forward_passes=0,
+            router_losses=0,
+            teacher=None,
+        )
 
     @property
     def global_batch_size(self) -> int:

@@ -18,10 +18,10 @@ from toolkit.estimate.memory_request import Framework, MemoryRequest
 from toolkit.estimate.model_facts import ModelFacts
 from toolkit.estimate.states import TorchStates
 from toolkit.estimate.trainable import EVERYTHING, Trainable
-from toolkit.estimate.training_setup import TrainingSetup
+from toolkit.estimate.training_setup import TeacherSetup, TrainingSetup
 from toolkit.hardware import Gpu
 from toolkit.models.chunked_head import is_chunked
-from toolkit.models.shape import ModelShape, local_config, with_overrides
+from toolkit.models.shape import ModelShape, find_config, local_config, with_overrides
 from toolkit.models.support import attention_kinds
 
 Implementation = Literal["eager", "sdpa", "flash_attention_2"]
@@ -52,9 +52,6 @@ def model_config(recipe: Recipe) -> dict[str, Any]:
 
 def training_setup(recipe: Recipe, layout: Layout, batch: Batch, model: ModelFacts) -> TrainingSetup:
     """Describe what a recipe trains in a layout; `model` is the recipe's."""
-    family = model.shape.family
-    default: Attention = "sdpa" if "sdpa" in attention_kinds(family) else "eager"
-    attention: Mapping[str | None, Attention] = {"eager": "eager", "sdpa": "sdpa", "flash_attention_2": "flash"}
     return TrainingSetup(
         model=model,
         layout=layout,
@@ -62,21 +59,48 @@ def training_setup(recipe: Recipe, layout: Layout, batch: Batch, model: ModelFac
         accumulation=batch.accumulation,
         seq_len=recipe.data.seq_len,
         computation=Computation(
-            attention=attention.get(recipe.model.attention, default),
+            attention=_attention(recipe, model),
             documents=recipe.data.masks_documents,
             trainable=Trainable.of(recipe.model).text,
         ),
-        chunked_loss=is_chunked(
-            recipe.model.loss,
-            engine=recipe.train.engine,
-            precision=recipe.precision,
-            model_type=family,
-        ),
+        chunked_loss=_is_chunked(recipe, model),
         cp_exchange=recipe.parallel.cp_exchange,
         blocks=recipe.model.attn_implementation == "blocks",
         keeps_reference=_keeps_reference(recipe),
         forward_passes=_forward_passes(recipe),
+        teacher=_teacher(recipe),
         router_losses=_router_losses(recipe, model),
+    )
+
+
+def _attention(recipe: Recipe, model: ModelFacts) -> Attention:
+    default: Attention = "sdpa" if "sdpa" in attention_kinds(model.shape.family) else "eager"
+    attention: Mapping[str | None, Attention] = {"eager": "eager", "sdpa": "sdpa", "flash_attention_2": "flash"}
+    return attention.get(recipe.model.attention, default)
+
+
+def _is_chunked(recipe: Recipe, model: ModelFacts) -> bool:
+    """Whether the head of a model computes its loss in chunks."""
+    return is_chunked(
+        recipe.model.loss,
+        engine=recipe.train.engine,
+        precision=recipe.precision,
+        model_type=model.shape.family,
+    )
+
+
+def _teacher(recipe: Recipe) -> TeacherSetup | None:
+    """Describe the teacher of a distillation; None without one, or where its config is only on a hub."""
+    section = recipe.train.distill
+    config = None if section is None else find_config(section.teacher, tuned=True)
+    if section is None or config is None:
+        return None
+    model = ModelFacts.from_config(config)
+    return TeacherSetup(
+        model=model,
+        top_k=section.top_k,
+        attention=_attention(recipe, model),
+        chunked_loss=_is_chunked(recipe, model),
     )
 
 

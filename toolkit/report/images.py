@@ -222,7 +222,8 @@ def plot_memory(path: Path, stages: Sequence[MemoryBreakdown], *, title: str) ->
 
 def _part_bytes(stage: MemoryBreakdown, field: str) -> int:
     working = stage.activations.get("working", 0)
-    fields: dict[str, int] = vars(stage) | {"working": working, "kept": stage.activation_total - working}
+    computed = {"working": working, "kept": stage.activation_total - working, "teacher": stage.teacher}
+    fields: dict[str, int] = vars(stage) | computed
     return fields[field]
 
 

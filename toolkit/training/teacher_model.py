@@ -7,7 +7,6 @@ the tokens of its own samples to a table beside the token cache, which is of the
 temperature, and not of the layout: a second run starts at once, and one that was cut off goes on where it was.
 """
 
-import copy
 import gc
 import hashlib
 import json
@@ -18,27 +17,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from toolkit.config.distill_section import DistillSection
+from toolkit.config.distill_section import BATCHES_A_COMMIT, DistillSection
 from toolkit.config.job import Job
-from toolkit.config.objective_section import ObjectiveSection
-from toolkit.config.recipe import ModelSection, OptimizerSection, Recipe
-from toolkit.config.router_rules import expert_count
+from toolkit.config.recipe import Recipe
 from toolkit.data.samples.loader import MicroBatchLoader
 from toolkit.data.samples.samples import Samples
 from toolkit.data.samples.teacher_table import TeacherTable
 from toolkit.data.tokens.corpora import Corpora, OpenText
 from toolkit.engines.base import Engine
 from toolkit.errors import RunError
-from toolkit.model_init.build_model import load_config
+from toolkit.model_init.teacher_job import teacher_job, with_vectors_alone
 from toolkit.parallel.distilled_loss import TopTokens
 from toolkit.training.preflight import check_model, check_vocabulary, deepspeed_config, find_shape
 from toolkit.training.reference_model import weights_identity
 
 _VERSION = 1
-_BATCHES_A_COMMIT = 16
-"""Micro-batches of a rank between two notes of how much is done."""
-_ROUTING = ("router_aux_loss", "router_z_loss", "router_bias_update", "expert_capacity_factor")
-"""Fields of `model` that only training reads, and that a teacher without experts may not have."""
 _TEACHER = "train.distill.teacher"
 _CACHE = "data.cache_dir"
 
@@ -80,9 +73,9 @@ def teach(
         if is_first:
             table.create()
         _check_shared(table, device)
-        teacher_job = _teacher_job(job)
-        engine = _build(teacher_job, device, corpora, create)
-        _compute(engine, teacher_job, loader, ordered, table, int(done), vocabulary, say)
+        asked = teacher_job(job)
+        engine = _build(asked, device, corpora, create)
+        _compute(engine, asked, loader, ordered, table, int(done), vocabulary, say)
         _free(engine)
     _check_shared(table, device)
     samples.teacher = table
@@ -106,7 +99,7 @@ def _compute(
     assert section is not None
     top = TopTokens(section.top_k, section.temperature, vocabulary=vocabulary)
     rows = len(ordered)
-    stride = job.batch.micro_batch_size * job.batch.dp * _BATCHES_A_COMMIT
+    stride = job.batch.micro_batch_size * job.batch.dp * BATCHES_A_COMMIT
     for first in range(done, rows, stride):
         last = min(rows, first + stride)
         loader.report_phase("evaluate")
@@ -122,57 +115,12 @@ def _compute(
             say(f"teacher's top {section.top_k} tokens: {last / rows:.0%}")
 
 
-def _teacher_job(job: Job) -> Job:
-    """Return the job of the teacher: its model in the layout of the run, which takes no step.
-
-    Ranks that share each sequence of the student have sequences of their own: without gradients these fit. Those that
-    share out the experts of a student are replicas of a teacher without experts. No router is balanced.
-    """
-    recipe = job.recipe
-    section = recipe.train.distill
-    assert section is not None
-    model: dict[str, Any] = {
-        "name_or_path": section.teacher,
-        "init": "pretrained",
-        "overrides": {},
-        "lora": None,
-        "freeze": (),
-        "train_only": (),
-        "load_in_4bit": False,
-        **{name: ModelSection.model_fields[name].default for name in _ROUTING},
-    }
-    has_experts = expert_count(load_config(recipe.model.model_copy(update=model)).to_dict()) > 0
-    ep = job.layout.ep if has_experts else 1
-    experts = job.layout.experts if has_experts else "whole"
-    changed = recipe.changed(
-        {
-            "model": model,
-            "train": {"distill": None, "objective": ObjectiveSection.model_construct()},
-            "parallel": {"ulysses": 1, "ep": ep, "experts": experts},
-        }
-    )
-    changed = changed.model_copy(update={"optimizer": OptimizerSection(name="adamw", lr=1e-4)})
-    layout = replace(job.layout, dp=job.layout.dp * job.layout.ulysses, ulysses=1, ep=ep, experts=experts)
-    batch = replace(job.batch, dp=layout.dp)
-    return replace(job, recipe=changed, layout=layout, batch=batch, shape=None)
-
-
 def _build(job: Job, device: torch.device, corpora: Corpora, create: Callable[..., Engine]) -> Engine:
     """Build the teacher. Raises a ToolkitError for one that cannot be built, or has another tokenizer."""
     config = check_model(job.recipe, device)
     check_vocabulary(job.recipe, config, corpora)
-    recipe = job.recipe.changed({"model": {"train_only": _vectors(config)}})
-    job = replace(job, recipe=recipe, shape=find_shape(config))
+    job = replace(with_vectors_alone(job, config), shape=find_shape(config))
     return create(job, device, deepspeed_config(job, config, device), eos_id=corpora.eos_id)
-
-
-def _vectors(config: Any) -> tuple[str, ...]:
-    """Return the names of the parameters with one dimension."""
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
-    return tuple(name for name, parameter in model.named_parameters() if parameter.ndim == 1)
 
 
 def _free(engine: Engine) -> None:

@@ -91,6 +91,10 @@ class MemoryQuery:
         if "auto_map" in self.config:
             family = f"transformers' own {self.config['model_type']}"
             notes.append(f"config.json names code of its own (auto_map), which does not run here: this is {family}.")
+        section = self.recipe.train.distill
+        if section is not None and self.setup.teacher is None:
+            reason = "the size of the teacher is not known here, and its pass before training is not counted"
+            notes.append(f"{section.teacher}: {reason}; name a directory with its config.json.")
         if self.gpu is not None and self.gpu.bf16_flops is None and self.recipe.precision == "bf16":
             reason = f"{self.gpu.name} has no bf16 units, and training refuses bf16 there"
             notes.append(f"{reason}: --precision fp16 or fp32.")

@@ -4,7 +4,6 @@ from toolkit.config.recipe import Recipe
 from toolkit.data.samples.mixture import MixtureSamples
 from toolkit.data.samples.preference_samples import REFERENCE_BYTES, PreferenceSamples
 from toolkit.data.samples.samples import Samples
-from toolkit.data.samples.teacher_table import bytes_of_token
 from toolkit.data.tokens.corpora import Corpora, OpenText
 from toolkit.units import format_bytes, format_count
 
@@ -40,7 +39,7 @@ def describe_other_models(recipe: Recipe, corpora: Corpora, samples: Samples) ->
     section = recipe.train.distill
     if section is not None:
         tokens = sum(text.corpus.token_count(text.split) for text in corpora.sources.values())
-        size = format_bytes(tokens * bytes_of_token(section.top_k))
+        size = format_bytes(tokens * section.token_bytes)
         facts.append(("teacher", f"{section.teacher}, top {section.top_k} tokens: {size} beside the token cache"))
     return facts
 

@@ -27,11 +27,6 @@ _LOGPS = np.dtype("<f4")
 _PROGRESS = "progress.json"
 
 
-def bytes_of_token(top_k: int) -> int:
-    """Return the bytes that a table takes for a target."""
-    return top_k * _IDS.itemsize + (top_k + 1) * _LOGPS.itemsize
-
-
 @dataclass(frozen=True, kw_only=True)
 class TeacherTable:
     """The table of one split of a text."""

@@ -391,6 +391,14 @@ class Activations:
         """The most that is live in the forward pass of a micro-batch, with its loss."""
         return max(*self._forward_moments(layers), self.trunk(layers) + self.head.delta + self.loss.peak)
 
+    def without_gradients(self, layers: range) -> int:
+        """The most that is live behind the embedding in a forward pass that keeps nothing, the head aside.
+
+        Of a recording in which every layer is recomputed, whose forward pass keeps nothing either.
+        """
+        peaks = [self.forward[kind].peak for kind in set(self._kinds(layers))]
+        return max(self.embedding.peak, self.embedding.delta + max(peaks, default=0))
+
     def backward_peak(self, layers: range) -> int:
         """The most that is live in the backward pass of a micro-batch, the sums of gradients of weights aside."""
         level = self.kept(layers)

@@ -3,7 +3,7 @@
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -21,7 +21,7 @@ from toolkit.engines.second_weights import SecondWeights
 from toolkit.errors import ToolkitError
 from toolkit.files import reason_of
 from toolkit.model_init import model_partition
-from toolkit.parallel.distilled_loss import TeacherTokens
+from toolkit.parallel.distilled_loss import TeacherTokens, TopTokens
 from toolkit.parallel.model_structure import ModelStructure
 from toolkit.recorder.rehearsal.collectives import Collective
 from toolkit.recorder.rehearsal.fake_rank import CPU, FakeRank, Messages, fake_rank
@@ -86,9 +86,11 @@ def rehearse_rank(
     on_gpu: bool = True,
     device: torch.device = CPU,
     inspect: Callable[[Engine], None] | None = None,
+    top: TopTokens | None = None,
 ) -> RankStep:
     """Build the engine of a rank and take training steps, on tensors without memory. Raises what the engine raises.
 
+    `top`: what collects the tokens of a teacher, which takes no step; None for what trains.
     `device`: where these tensors say that they are. On `cuda` the GPU's own code paths run, which needs a torch that
     has such a device, or a stub of one. `inspect`: called with the engine behind the last step.
     """
@@ -103,7 +105,7 @@ def rehearse_rank(
     with partitioned.known(), fake_rank(job.layout, rank, **options) as mode:
         rehearsal = _Rehearsal(job, ds_config, mode, inspect)
         try:
-            return rehearsal.run()
+            return rehearsal.run() if top is None else rehearsal.ask(top)
         except ToolkitError:
             raise
         except Exception as error:
@@ -164,6 +166,26 @@ class _Rehearsal:
             schedules=tuple(mode.schedules),
         )
 
+    def ask(self, top: TopTokens) -> RankStep:
+        """Ask a teacher about as many micro-batches as it is asked about at once."""
+        mode = self.mode
+        engine = create_engine(self.job, mode.device, self.ds_config)
+        engine.report_phase = self._enter
+        self.phase = "teacher's forward"
+        first = len(mode.recorded)
+        mode.live.peak = mode.live.bytes
+        ask_teacher(engine, self.job, top)
+        return RankStep(
+            calls=tuple(mode.recorded),
+            step=(first, len(mode.recorded)),
+            parameters=sum(getattr(p, "ds_numel", p.numel()) for p in engine.model.parameters()),
+            peak=mode.live.peak,
+            saved=(),
+            sent=tuple(mode.sent),
+            maxima=tuple(mode.maxima),
+            schedules=tuple(mode.schedules),
+        )
+
     def _enter(self, phase: str, step: int | None = None) -> None:
         self.phase = phase
 
@@ -187,6 +209,12 @@ def take_step(engine: Engine, job: Job) -> None:
     """Take one training step on a batch of the job's shape, whose tokens are all alike."""
     terms = job.batch.global_batch_size * (job.recipe.data.seq_len if engine.objective is None else 1)
     engine.train_step(micro_batches(job), target_tokens=terms, learning_rate=1e-4)
+
+
+def ask_teacher(engine: Engine, job: Job, top: TopTokens) -> None:
+    """Ask a teacher about the micro-batches of a job of its shape."""
+    places = torch.zeros(job.batch.micro_batch_size, job.recipe.data.seq_len, dtype=torch.long)
+    engine.top_tokens((replace(batch, places=places.clone()) for batch in micro_batches(job)), top)
 
 
 def micro_batches(job: Job) -> Iterator[MicroBatch]:

@@ -11,16 +11,21 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from toolkit.checkpoint.save_plan import plan_files
+from toolkit.config.distill_section import BATCHES_A_COMMIT
 from toolkit.config.job import Job
 from toolkit.config.stage_balance import CPU_FLOPS_PER_BYTE, GPU_FLOPS_PER_BYTE
 from toolkit.dsconfig import build
 from toolkit.estimate.breakdown import MemoryBreakdown
 from toolkit.estimate.memory_request import MemoryRequest
+from toolkit.estimate.model_facts import ModelFacts
 from toolkit.estimate.stage_bounds import balanced_bounds
 from toolkit.hardware import Gpu
 from toolkit.model_init.build_model import load_config
+from toolkit.model_init.teacher_job import teacher_job, with_vectors_alone
+from toolkit.models.shape import find_name
+from toolkit.parallel.distilled_loss import TopTokens
 from toolkit.parallel.model_structure import ModelStructure, analyze_model
-from toolkit.planner.run_memory import memory_request
+from toolkit.planner.run_memory import memory_request, model_config
 from toolkit.recorder.rehearsal.collectives import WAIT
 from toolkit.recorder.rehearsal.depth import fewer_layers, with_layers, with_random_weights
 from toolkit.recorder.rehearsal.fake_rank import CPU
@@ -40,6 +45,14 @@ class RehearsedKind:
     estimate: MemoryBreakdown
     """The estimate of the whole model."""
     has_all_layers: bool
+    is_teacher: bool = False
+    """Whether the rank was asked as the teacher of a distillation, which takes no step."""
+
+    @property
+    def estimated(self) -> int:
+        """The bytes that the estimate has for the rehearsed peak: that of the steps, or of a teacher's pass."""
+        estimate = self.estimate
+        return (estimate.teacher_pass if self.is_teacher else estimate.allocated_in_steps) - estimate.workspace
 
     @property
     def peak(self) -> int | None:
@@ -83,6 +96,8 @@ class Rehearsal:
     checkpoint_bytes: int
     written_bytes: int
     """Bytes that the busiest rank writes of it."""
+    teacher: tuple[RehearsedKind, ...] = ()
+    """Kinds of ranks as the teacher of a distillation is asked; empty without one, or where its config is not known."""
 
 
 Progress = Callable[[str, int, int], None]
@@ -109,6 +124,11 @@ def rehearse(
     check_rehearsable(job)
     request = memory_request(job.recipe, job.layout, job.batch, gpu=gpu)
     estimates = request.stages()
+    taught: tuple[RehearsedKind, ...] = ()
+    problem = ""
+    if request.setup.teacher is not None and layers is None:
+        asked = replace(request, setup=request.setup.of_teacher())
+        taught, problem = _rehearsed_teacher(job, asked, estimates, on_gpu=on_gpu, progress=progress)
     pattern = request.setup.model.parameters.pattern
     bounds = _bounds(request, on_gpu=on_gpu)
     all_layers = len(pattern)
@@ -120,10 +140,10 @@ def rehearse(
     partitioned = Partitioned(structure=_structure(small), bounds=bounds)
     kinds = rank_kinds(job.layout, bounds, pattern)
     ds_config = rehearsed_config(small, hidden_size=request.setup.model.shape.hidden, on_gpu=on_gpu)
-    steps, problem = _steps(small, ds_config, partitioned, kinds, on_gpu=on_gpu, progress=progress)
-    most = [[max(column) for column in zip(*values, strict=True)] for values in _together(steps)]
-    if not problem and any(list(step.maxima) != most for step in steps.values()):
-        steps, problem = _steps(small, ds_config, partitioned, kinds, most=most, on_gpu=on_gpu, progress=progress)
+    options: dict[str, Any] = {"on_gpu": on_gpu, "progress": progress}
+    steps: dict[RankKind, RankStep] = {}
+    if not problem:
+        steps, problem = _agreed_steps(small, ds_config, partitioned, kinds, **options)
     rehearsed = tuple(
         RehearsedKind(
             kind=kind,
@@ -144,10 +164,50 @@ def rehearse(
         micro_batches=small.batch.accumulation,
         kinds=rehearsed,
         problem=problem or _problem(small, steps),
+        teacher=taught,
         files=len(files),
         checkpoint_bytes=sum(written.values()),
         written_bytes=max(written.values(), default=0),
     )
+
+
+def _rehearsed_teacher(
+    job: Job, request: MemoryRequest, estimates: Sequence[MemoryBreakdown], *, on_gpu: bool, progress: Progress
+) -> tuple[tuple[RehearsedKind, ...], str]:
+    """Rehearse all kinds of ranks as they ask the teacher of a job; `request` has its setup. Return also a problem."""
+    section = job.recipe.train.distill
+    assert section is not None
+    asked = rehearsed_teacher(job)
+    bounds = _bounds(request, on_gpu=on_gpu)
+    kinds = rank_kinds(asked.layout, bounds, request.setup.model.parameters.pattern)
+    ds_config = rehearsed_config(asked, hidden_size=request.setup.model.shape.hidden, on_gpu=on_gpu)
+    vocabulary = ModelFacts.from_config(model_config(job.recipe)).shape.vocab
+    top = TopTokens(section.top_k, section.temperature, vocabulary=vocabulary)
+    partitioned = Partitioned(structure=_structure(asked), bounds=bounds)
+    steps, problem = _agreed_steps(asked, ds_config, partitioned, kinds, on_gpu=on_gpu, progress=progress, top=top)
+    rehearsed = tuple(
+        RehearsedKind(
+            kind=kind,
+            step=step,
+            estimate=estimates[kind.stages[0]],
+            has_all_layers=True,
+            is_teacher=True,
+        )
+        for kind, step in steps.items()
+    )
+    problem = problem or _problem(asked, steps)
+    return rehearsed, problem and f"the teacher: {problem}"
+
+
+def _agreed_steps(
+    job: Job, ds_config: Mapping[str, Any], partitioned: Partitioned, kinds: Sequence[RankKind], **options: Any
+) -> tuple[dict[RankKind, RankStep], str]:
+    """Rehearse all kinds, again where ranks agree on something that only all of them together know; as `_steps`."""
+    steps, problem = _steps(job, ds_config, partitioned, kinds, **options)
+    most = [[max(column) for column in zip(*values, strict=True)] for values in _together(steps)]
+    if not problem and any(list(step.maxima) != most for step in steps.values()):
+        steps, problem = _steps(job, ds_config, partitioned, kinds, most=most, **options)
+    return steps, problem
 
 
 def _together(steps: Mapping[RankKind, RankStep]) -> list[tuple[list[int], ...]]:
@@ -183,6 +243,18 @@ def rehearsed_job(job: Job) -> Job:
         }
     )
     return replace(job, recipe=changed, batch=replace(job.batch, global_batch_size=samples))
+
+
+def rehearsed_teacher(job: Job) -> Job:
+    """The job of a job's teacher with random weights, and as many micro-batches as it is asked about at once."""
+    section = job.recipe.train.distill
+    assert section is not None
+    name = find_name(section.teacher, tuned=True) or section.teacher
+    asked = teacher_job(job, name=name, init="random")
+    asked = rehearsed_job(with_vectors_alone(asked, load_config(asked.recipe.model)))
+    samples = asked.batch.micro_batch_size * asked.batch.dp * BATCHES_A_COMMIT
+    recipe = asked.recipe.changed({"batch": {"global_batch_size": samples}})
+    return replace(asked, recipe=recipe, batch=replace(asked.batch, global_batch_size=samples))
 
 
 def rehearsed_config(job: Job, *, hidden_size: int, on_gpu: bool, device: torch.device = CPU) -> dict[str, Any]:
@@ -234,6 +306,7 @@ def _steps(
     most: Sequence[list[int]] = (),
     on_gpu: bool,
     progress: Progress,
+    top: TopTokens | None = None,
 ) -> tuple[dict[RankKind, RankStep], str]:
     """Rehearse all kinds, those of a stage at once: a stage receives the headers that the one before has sent.
 
@@ -246,7 +319,7 @@ def _steps(
         for kind in of_stage:
             progress(kind.name, len(steps) + len(running) + 1, len(kinds))
             received = sent.get((stages[0] - 1, kind.place), ())
-            options: dict[str, Any] = {"received": received, "most": most, "on_gpu": on_gpu}
+            options: dict[str, Any] = {"received": received, "most": most, "on_gpu": on_gpu, "top": top}
             step = partial(rehearse_rank, job, ds_config, kind.rank, partitioned, **options)
             running.append(ForkedRank(kind, step))
         try:
