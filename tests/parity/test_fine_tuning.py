@@ -109,8 +109,8 @@ def _without_every_other_target(recipe: Recipe) -> ParityRun:
     """Train with rows that have no target at all, where each is a micro-batch and every other one is a rank's."""
     tokens = DocumentSamples.tokens
 
-    def masked(self: DocumentSamples, index: int) -> Any:
-        input_ids, labels = tokens(self, index)
+    def masked(self: DocumentSamples, index: int, held: Any = None) -> Any:
+        input_ids, labels = tokens(self, index, held)
         if index % 2:
             labels[:] = IGNORE
         return input_ids, labels

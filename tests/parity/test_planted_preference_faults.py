@@ -70,8 +70,8 @@ def take_means_for_sums() -> None:
 def train_on_the_turn_before() -> None:
     tokens = PreferenceSamples.tokens
 
-    def faulty(self: PreferenceSamples, index: int) -> Any:
-        input_ids, labels = tokens(self, index)
+    def faulty(self: PreferenceSamples, index: int, held: Any = None) -> Any:
+        input_ids, labels = tokens(self, index, held)
         for place, piece, side in self._sequences(index):
             length = int(self._places[piece, side])
             labels[place : place + length - 1] = input_ids[place + 1 : place + length]
