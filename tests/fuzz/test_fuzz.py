@@ -30,10 +30,10 @@ from toolkit.config.strategy import Strategy
 from toolkit.errors import LayoutError
 from toolkit.models.support import all_families
 
-DAILY = 12
+DAILY = 6
 DAILY_LAYOUTS = 2
 SEED = int.from_bytes(hashlib.sha256(__version__.encode()).digest()[:4], "big")
-"""Another dozen with each version."""
+"""Others with each version."""
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +43,7 @@ def _in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
     write_files()
 
 
-def test_a_dozen_compositions_train_what_one_process_trains(ranks: Callable[..., list[Any]]) -> None:
+def test_half_a_dozen_compositions_train_what_one_process_trains(ranks: Callable[..., list[Any]]) -> None:
     drawn = {index: draw(SEED, index) for index in range(DAILY)}
     compositions = {
         index: replace(composition, layouts=composition.layouts[:DAILY_LAYOUTS])

@@ -23,6 +23,7 @@ SECONDS = 1500
 """It takes two minutes on two idle cores; a busy machine may take ten times as long."""
 
 
+@pytest.mark.whole  # a job of ci.yml runs it on each change
 @pytest.mark.timeout(SECONDS + 60)
 def test_the_rehearsal_passes_and_leaves_nothing_out(tmp_path: Path) -> None:
     environment = os.environ | {"DSTK_REHEARSAL": "cpu", "DS_ACCELERATOR": "cpu"}
