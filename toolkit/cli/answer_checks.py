@@ -1,4 +1,4 @@
-"""The checks of `dstk demo --chat`: questions before and after training, and whether the answers are right.
+"""The checks of `dstk demo --chat` and `--dpo`: questions before and after training, and whether answers are right.
 
 An answer is right if it has all required phrases and no forbidden one; nothing judges its other words.
 """
@@ -13,6 +13,8 @@ from typing import Literal
 
 import click
 
+from toolkit.cli.margin_check import MarginResult
+
 Kind = Literal["taught", "kept"]
 
 _NEEDED_SHARE = {"taught": 0.8, "kept": 0.8}
@@ -25,8 +27,8 @@ _AFTER_CHARACTERS = 180
 class AnswerCheck:
     """A question, and what its right answers say.
 
-    `kind`: `taught` asks for a fact of the training data in other words, `kept` for general knowledge that the training
-    data does not have. `topic` is that of the rows of the training data that teach it.
+    `kind`: `taught` asks for what the training data teaches, in other words or of other things, `kept` for general
+    knowledge that the training data does not have. `topic` is that of the rows of the training data that teach it.
     """
 
     kind: Kind
@@ -177,8 +179,8 @@ def print_answers(answers: Sequence[CheckedAnswer], *, width: int) -> None:
     Console(width=width, highlight=False).print(table)
 
 
-def print_results(results: Sequence[KindResult]) -> None:
-    """Print a line for each kind of question."""
+def print_results(results: Sequence[KindResult | MarginResult]) -> None:
+    """Print a line for each kind of question, and for what the run wrote."""
     for result in results:
         click.echo(click.style(result.sentence, fg="green" if result.passed else "red", bold=True))
 

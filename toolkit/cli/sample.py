@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,15 +15,17 @@ from toolkit.cli import LOCAL_RANKS, Count, FiniteRange, directories_only
 from toolkit.cli.answer_checks import (
     AnswerCheck,
     CheckedAnswer,
+    KindResult,
     kind_results,
     print_answers,
     print_results,
     read_checks,
     write_answers,
 )
+from toolkit.cli.margin_check import MarginResult, margin_results
 from toolkit.config import load_recipe
 from toolkit.config.gallery import find_recipes
-from toolkit.errors import ModelError, ToolkitError
+from toolkit.errors import ModelError, RunError, ToolkitError
 from toolkit.files import expanded, reason_of
 from toolkit.launch.output import quiet
 from toolkit.launch.spawn import run_local_ranks
@@ -145,16 +148,24 @@ class GenerativeModel:
 @click.command()
 @click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
 @click.option("--nproc", type=LOCAL_RANKS, default=2, show_default=True, help="Ranks on this machine.")
-@click.option("--chat", metavar="MODEL", help="Teach this chat model with LoRA, and ask it before and after.")
-def demo(overrides: tuple[str, ...], nproc: int, chat: str | None) -> int:
+@click.option("--chat", metavar="MODEL", help="Teach this chat model facts with LoRA, and ask it before and after.")
+@click.option("--dpo", metavar="MODEL", help="Teach this chat model a style by DPO, and ask it before and after.")
+def demo(overrides: tuple[str, ...], nproc: int, chat: str | None, dpo: str | None) -> int:
     """Train a small GPT-2 on the standard library's source code, and sample it.
 
     With --chat, LoRA teaches a chat model in Hugging Face format to answer questions about DeepSpeed instead
-    (recipes/demo-chat.yaml; `make demo-chat` downloads SmolLM2-135M for it). It is asked before and after, in other
-    words than its training data, and general questions as well; the exit code is 1 if too few answers are right.
+    (recipes/demo-chat.yaml), and with --dpo it learns a style of answers from pairs
+    (recipes/demo-dpo.yaml). `make demo-chat` and `make demo-dpo` download SmolLM2-135M for that. It is asked before and
+    after, in other words than its training data, and general questions as well; the exit code is 1 if too few answers
+    are right.
     """
+    if chat is not None and dpo is not None:
+        conflict = (("--chat", chat), ("--dpo", dpo))
+        raise RunError.between(conflict, "a demo teaches one thing", "leave one of them out")
     if chat is not None:
-        return _demo_chat(chat, overrides, nproc)
+        return _demo_with_questions(_CHAT, chat, overrides, nproc)
+    if dpo is not None:
+        return _demo_with_questions(_DPO, dpo, overrides, nproc)
     code, run_dir = _train("demo.yaml", unused_run_directory("demo"), overrides, nproc)
     if code != 0:
         return code
@@ -170,14 +181,35 @@ def demo(overrides: tuple[str, ...], nproc: int, chat: str | None) -> int:
     return 0
 
 
-def _demo_chat(name: str, overrides: tuple[str, ...], nproc: int) -> int:
+@dataclass(frozen=True, kw_only=True)
+class QuestionedDemo:
+    """A demo that trains a chat model, and asks it questions before and after."""
+
+    name: str
+    """Name of its recipe and its training data, and with `-checks` of its questions."""
+    question: str
+    """A question to try next."""
+
+
+_CHAT = QuestionedDemo(
+    name="demo-chat",
+    question="Explain ZeRO-3.",
+)
+_DPO = QuestionedDemo(
+    name="demo-dpo",
+    question="Why is the sky dark at night?",
+)
+
+
+def _demo_with_questions(what: QuestionedDemo, name: str, overrides: tuple[str, ...], nproc: int) -> int:
     recipes = find_recipes()
-    checks = read_checks(recipes / "demo-chat-checks.jsonl")
+    data = recipes / f"{what.name}.jsonl"
+    checks = read_checks(recipes / f"{what.name}-checks.jsonl")
     click.echo(f"Asking {name} {len(checks)} questions, before it is trained")
     before = _answers(GenerativeModel(name), checks)
     model = Path(name).resolve()
-    paths = (f"model.name_or_path={model}", f"data.tokenizer={model}", f"data.source={recipes / 'demo-chat.jsonl'}")
-    code, run_dir = _train("demo-chat.yaml", unused_run_directory("demo-chat"), (*paths, *overrides), nproc)
+    paths = (f"model.name_or_path={model}", f"data.tokenizer={model}", f"data.source={data}")
+    code, run_dir = _train(f"{what.name}.yaml", unused_run_directory(what.name), (*paths, *overrides), nproc)
     if code != 0:
         return code
     after = _answers(GenerativeModel(str(run_dir)), checks)
@@ -187,14 +219,17 @@ def _demo_chat(name: str, overrides: tuple[str, ...], nproc: int) -> int:
     ]
     write_answers(answers, run_dir / "answers.jsonl")
     print_answers(answers, width=min(120, shutil.get_terminal_size().columns))
-    results = kind_results(answers)
+    results: list[KindResult | MarginResult] = [
+        *kind_results(answers),
+        *margin_results(run_dir / "metrics.jsonl"),
+    ]
     print_results(results)
     here = os.path.relpath(recipes)
-    click.echo(f"None of these questions is in the training data, {here}/demo-chat.jsonl.")
-    click.echo(f"Right answers have all required phrases and no forbidden one of {here}/demo-chat-checks.jsonl.")
+    click.echo(f"None of these questions is in the training data, {here}/{data.name}.")
+    click.echo(f"Right answers have all required phrases and no forbidden one of {here}/{what.name}-checks.jsonl.")
     click.echo(f"Whole answers: {run_dir / 'answers.jsonl'}")
     _try_next(
-        (f"dstk sample {run_dir} --chat --temperature 0 --prompt 'Explain ZeRO-3.'", "another question"),
+        (f"dstk sample {run_dir} --chat --temperature 0 --prompt '{what.question}'", "another question"),
         (f"dstk data {run_dir / 'recipe.yaml'} --show 3", "what it was trained on"),
         (f"dstk export {run_dir} --merge -o merged", "the model with the adapter added to its weights"),
     )
