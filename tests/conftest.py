@@ -16,7 +16,7 @@ from rank_parent import become_rank_parent
 from async_io import use_build_directory
 from skipped_tests import SkippedTests
 from skipped_tests import add_options as add_options_of_skipped_tests
-from slow_tests import Durations, mark_slow_tests, slowest_files_first
+from slow_tests import Durations, leave_long_cases_to_test_all, mark_slow_tests, slowest_files_first
 from small_text import write_corpus
 from train_script import train_here
 
@@ -45,6 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mark_slow_tests(items)
+    leave_long_cases_to_test_all(items)
     slowest_files_first(items)
 
 

@@ -39,6 +39,7 @@ from toolkit.parity.run.train_in_memory import train_in_memory
 Ranks = Callable[..., list[Any]]
 
 
+@pytest.mark.every_case
 @pytest.mark.timeout(1800)  # the first test trains the cells of all
 @pytest.mark.parametrize("cell", daily_cells(), ids=str)
 def test_a_strategy_trains_what_one_process_trains(cell: Cell, outcomes: dict[Cell, Outcome]) -> None:
