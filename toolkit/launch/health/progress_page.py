@@ -10,10 +10,14 @@ import os
 from pathlib import Path
 from typing import Self
 
-_NAME = "dstk-progress"
 _SLOT_BYTES = 512
 _SIZE = 1 + 2 * _SLOT_BYTES
 """The number of the slot that is valid, and two slots: a rank that is killed while it writes leaves the other one."""
+
+
+def _name(pid: int) -> str:
+    """Return what the page of a process is called: a rank also has the page open of the rank that it watches."""
+    return f"dstk-progress-{pid}"
 
 
 class ProgressPage:
@@ -28,7 +32,7 @@ class ProgressPage:
     def create(cls) -> Self | None:
         """Make the page of this process; None where the system has no such memory."""
         try:
-            descriptor = os.memfd_create(_NAME)
+            descriptor = os.memfd_create(_name(os.getpid()))
             os.ftruncate(descriptor, _SIZE)
             return cls(descriptor)
         except (OSError, AttributeError):
@@ -37,9 +41,10 @@ class ProgressPage:
     @classmethod
     def of_process(cls, pid: int) -> Self | None:
         """Open the page of another process; None where it has none, or may not be read."""
+        target = f"/memfd:{_name(pid)} (deleted)"
         try:
             for link in Path(f"/proc/{pid}/fd").iterdir():
-                if os.readlink(link).startswith(f"/memfd:{_NAME}"):
+                if os.readlink(link) == target:
                     return cls(os.open(link, os.O_RDWR))
         except OSError:
             pass

@@ -159,10 +159,12 @@ class Watchdog:
         faulthandler.cancel_dump_traceback_later()
         for thread in self._threads:
             thread.join(timeout=_EXIT_SECONDS)
-        page = self._page
+        pages = (self._page, self._peer_page)
         self._page = None
-        if page is not None:
-            page.close()
+        self._peer_page = None
+        for page in pages:
+            if page is not None:
+                page.close()
 
     @property
     def _limit_seconds(self) -> float:
@@ -263,6 +265,8 @@ class Watchdog:
             if heartbeat.machine_id and heartbeat.machine_id == self._machine_id:
                 with contextlib.suppress(OSError, AttributeError):  # it has exited already, or the kernel is old
                     self._peer = local_process.PeerProcess(rank, heartbeat.pid)
+                    if self._peer_page is not None:
+                        self._peer_page.close()
                     self._peer_page = ProgressPage.of_process(heartbeat.pid)
                 break
         self._needs_peer = False
