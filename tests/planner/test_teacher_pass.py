@@ -2,13 +2,10 @@
 
 from dataclasses import replace
 
-import pytest
-
 from toolkit.config.distill_section import DistillSection
 from toolkit.config.layout import Batch, Layout
 from toolkit.config.recipe import Recipe
 from toolkit.hardware import gpu
-from toolkit.planner.request import request_for
 from toolkit.planner.run_memory import memory_request, recipe_of
 
 TEACHER = "HuggingFaceTB/SmolLM2-1.7B-Instruct"
@@ -43,14 +40,6 @@ def test_a_teacher_that_does_not_fit_fits_no_layout() -> None:
     request = memory_request(recipe_with(TEACHER), LAYOUT, BATCH, gpu=room)
     assert request.peak().fits_in_replay
     assert not memory_request(recipe_with(TEACHER), LAYOUT, BATCH, gpu=replace(room, memory_bytes=2**32)).peak().fits
-
-
-def test_a_teacher_takes_the_forward_pass_of_its_own_model() -> None:
-    request = request_for(recipe_with(TEACHER), gpu("H100-80"), 4)
-    teacher = request_for(recipe_with(None, "smollm2-1.7b"), gpu("H100-80"), 4)
-    samples = Batch(global_batch_size=64, micro_batch_size=1, dp=4)
-    assert request.teacher_seconds(LAYOUT, BATCH) == pytest.approx(teacher.step(LAYOUT, samples).forward / 64)
-    assert teacher.teacher_seconds(LAYOUT, BATCH) == 0
 
 
 def test_a_teacher_whose_config_is_only_on_a_hub_is_not_counted() -> None:

@@ -1,14 +1,11 @@
 """PlanRequest: a model, GPUs and a batch; and Plan: what one layout of them would take, in memory and time."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import chain
 from typing import Any, Self, cast
 
-from toolkit.config.data_section import PREFERENCE_FORMATS
-from toolkit.config.distill_section import BATCHES_A_COMMIT
 from toolkit.config.layout import RECOMPUTE_PERIODS, Batch, Layout
 from toolkit.config.parallel_rules import model_conflicts, setting_conflicts
 from toolkit.config.recipe import Precision, Recipe
@@ -151,26 +148,6 @@ class PlanRequest:
     def gpu(self) -> Gpu:
         """GPU of the cluster."""
         return self.cluster.gpu
-
-    @property
-    def computes_reference(self) -> bool:
-        """Whether the recipe's run computes log-probabilities of a reference before training."""
-        if self.base is None or self.base.data.format not in PREFERENCE_FORMATS:
-            return False
-        objective = self.base.train.objective
-        return objective.needs_reference and objective.reference != "online"
-
-    def teacher_seconds(self, layout: Layout, batch: Batch) -> float:
-        """Predict how long the ranks of a layout ask the teacher of a distillation about a sample; 0 without one."""
-        teacher = self.setup.teacher
-        if teacher is None:
-            return 0.0
-        config = json.loads(teacher.model.config)
-        asked = replace(self, setup=self.setup.of_teacher(), config=config, base=None)
-        layout = layout.for_teacher(has_experts=teacher.model.shape.experts is not None)
-        samples = batch.micro_batch_size * layout.dp * BATCHES_A_COMMIT
-        at_once = Batch(global_batch_size=samples, micro_batch_size=batch.micro_batch_size, dp=layout.dp)
-        return asked.step(layout, at_once).forward / samples
 
     @cached_property
     def trainable(self) -> Trainable:

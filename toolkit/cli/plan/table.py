@@ -8,7 +8,6 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from toolkit.config.distill_section import DistillSection
 from toolkit.config.strategy import layout_text
 from toolkit.planner.costs import Cost
 from toolkit.planner.request import Plan, PlanRequest
@@ -57,30 +56,11 @@ def print_plans(request: PlanRequest, plans: Sequence[Plan], costs: Sequence[Cos
             energy = "" if cost.kwh is None else f", {cost.kwh:,.0f} kWh{co2} at most"
             gpus = "" if plan.step.gpus == request.gpus else f" on {plan.step.gpus} GPUs"
             console.print(f"{plan.strategy}{gpus}: {cost.days:.1f} days{money}{energy}", soft_wrap=True)
-    if plans and request.computes_reference:
-        rate = 1000 * plans[0].step.forward / request.global_batch_size
-        console.print(
-            f"Before training, {plans[0].strategy} reads all pairs once for the reference: {rate:,.3g} s for each "
-            "1,000 samples of the text.",
-            soft_wrap=True,
-        )
-    section = None if request.base is None else request.base.train.distill
-    if plans and section is not None:
-        console.print(_teacher_line(request, plans[0], section), soft_wrap=True)
     if any(not plan.fits for plan in plans):
         room = (
             f"{request.gpu.memory_bytes / _GIB:.1f} GiB, and {format_bytes(request.cluster.host_memory_bytes)} a host"
         )
         console.print(f"! does not fit surely into {room}", soft_wrap=True)
-
-
-def _teacher_line(request: PlanRequest, plan: Plan, section: DistillSection) -> str:
-    """Return what a pass of the teacher takes before training."""
-    disk = f"{format_bytes(1000 * request.seq_len * section.token_bytes)} of disk for each 1,000 samples of the text."
-    if request.setup.teacher is None:
-        return f"Before training, the teacher {section.teacher}, whose size is not known here, says what takes {disk}"
-    rate = 1000 * request.teacher_seconds(plan.layout, plan.batch)
-    return f"Before training, {plan.strategy} asks the teacher {section.teacher}: {rate:,.3g} s and {disk}"
 
 
 def _table(plans: Sequence[Plan], *, is_wide: bool, columns: int) -> Table:
