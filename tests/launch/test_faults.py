@@ -5,9 +5,10 @@ tests/cluster/faults.py runs many random cases.
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
+from daily import daily
 from faults import run_fault, write_recipe
 from faulty_ranks import Fault
 
@@ -42,28 +43,23 @@ PASSES = (
 )
 
 
-@pytest.mark.parametrize(
-    "at", [pytest.param(name, marks=() if name == PASSES[0] else pytest.mark.whole) for name in PASSES]
-)
-def test_a_rank_that_fails_in_a_schedule_is_named_with_its_pass_and_micro_batch(
-    ranks: Callable[..., list[Any]], tmp_path: Path, at: str
-) -> None:
-    write_recipe(tmp_path)
-    fault = Fault(kind="exception", victim=1, step=3, phase=f"pipeline: {at}")
-    found = run_fault(fault, "pp2-zbh1-z1", tmp_path)
-    assert found["problem"] == ""
-    assert f"died in step 3 (pipeline: {at}): ZeroDivisionError: a bug of mine" in found["line"]
+ENDS = {"exception": "ZeroDivisionError: a bug of mine", "kill": "killed or crashed"}
+"""How a rank ends, and what is said of it. The last heartbeat of one that is killed is from another pass."""
 
 
 @pytest.mark.parametrize(
-    "at", [pytest.param(name, marks=() if name == PASSES[0] else pytest.mark.whole) for name in PASSES[:3]]
+    "case",
+    daily(
+        [("exception", name) for name in PASSES] + [("kill", name) for name in PASSES[:3]],
+        lambda _, case: case[1] == PASSES[0],
+    ),
 )
-def test_a_rank_that_is_killed_in_a_schedule_is_named_with_its_pass_and_micro_batch(
-    ranks: Callable[..., list[Any]], tmp_path: Path, at: str
+def test_a_rank_that_ends_in_a_schedule_is_named_with_its_pass_and_micro_batch(
+    ranks: Callable[..., list[Any]], tmp_path: Path, case: tuple[Literal["exception", "kill"], str]
 ) -> None:
-    """Its last heartbeat is from another pass, and often from another step."""
+    kind, at = case
     write_recipe(tmp_path)
-    fault = Fault(kind="kill", victim=1, step=3, phase=f"pipeline: {at}")
-    found = run_fault(fault, "pp2-zbh1-z1", tmp_path)
-    assert found["problem"] == ""
-    assert f"died in step 3 (pipeline: {at}): killed or crashed" in found["line"]
+    fault = Fault(kind=kind, victim=1, step=3, phase=f"pipeline: {at}")
+    outcome = run_fault(fault, "pp2-zbh1-z1", tmp_path)
+    assert outcome["problem"] == ""
+    assert f"died in step 3 (pipeline: {at}): {ENDS[kind]}" in outcome["line"]
