@@ -11,6 +11,7 @@ from toolkit.cli.plan.auto_recipe import explicit
 from toolkit.config import load_recipe, recipe_json_schema, recipe_layouts
 from toolkit.config.gallery import find_recipe
 from toolkit.config.job import Job
+from toolkit.config.layout import sequence_axes
 from toolkit.config.recipe import Recipe
 from toolkit.errors import LayoutError, RecipeError, ToolkitError
 from toolkit.units import format_count
@@ -110,11 +111,9 @@ def _summary(recipe: Recipe, world_size: int | None) -> str:
         where = "auto"
         split = "what is planned at launch"
     elif ranks is None:
-        heads = max(section.ulysses, section.cp_ulysses)
-        ring = section.cp // section.cp_ulysses
-        sizes = {"ep": section.ep, "cp": ring, "tp": section.tp, "pp": section.pp, "u": heads}
-        is_on = {name for name, size in sizes.items() if size > 1 or (name == "cp" and section.cp > 1)}
-        axes = [f"{name}{size}" for name, size in sizes.items() if name in is_on]
+        sizes = {name: size for name, size in (("ep", section.ep), ("tp", section.tp), ("pp", section.pp)) if size > 1}
+        sizes |= sequence_axes(cp=section.cp, cp_ulysses=section.cp_ulysses, ulysses=section.ulysses)
+        axes = [f"{name}{sizes[name]}" for name in ("ep", "cp", "tp", "pp", "u") if name in sizes]
         where = "-".join([*axes, f"z{section.zero_stage}"]) if engine == "deepspeed" else engine
         split = f"{micro} micro x accumulation x dp"
     else:

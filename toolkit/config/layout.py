@@ -72,6 +72,18 @@ def sequence_fields(parsed: dict[str, Any]) -> dict[str, Any]:
     return others | {"cp": ulysses * parsed["cp"], "cp_ulysses": ulysses}
 
 
+def sequence_axes(*, cp: int, cp_ulysses: int, ulysses: int) -> dict[str, int]:
+    """Return the parts of a layout that say how ranks share a sequence, with their numbers: the reverse of
+    `sequence_fields`."""
+    axes = {}
+    if cp > 1:
+        axes["cp"] = cp // cp_ulysses
+    heads = max(ulysses, cp_ulysses)
+    if heads > 1:
+        axes["u"] = heads
+    return axes
+
+
 def schedule_fields(field: str, text: str, part: str) -> dict[str, Any]:
     """The fields of Layout that a part about the pipeline schedule sets, `pp4x2`, `zbv`, `zbh1w2`; none for others."""
     kind = SCHEDULE_PARTS.get(part)
@@ -193,10 +205,10 @@ class Layout:
         pipeline_schedules.check_pending_weights(self.schedule, self.max_pending_weights, kind_field="schedule")
 
     def __str__(self) -> str:
-        heads = max(self.ulysses, self.cp_ulysses)
-        ulysses = f"-u{heads}" if heads > 1 else ""
+        axes = sequence_axes(cp=self.cp, cp_ulysses=self.cp_ulysses, ulysses=self.ulysses)
+        ulysses = f"-u{axes['u']}" if "u" in axes else ""
         ep = f"-ep{self.ep}" if self.ep > 1 else ""
-        cp = f"-cp{self.cp // self.cp_ulysses}" if self.cp > 1 else ""
+        cp = f"-cp{axes['cp']}" if "cp" in axes else ""
         return f"dp{self.dp}{ep}{cp}-tp{self.tp}-{self.pipeline_text}{ulysses}-z{self.zero_stage}"
 
     @property

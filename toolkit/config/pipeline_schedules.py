@@ -193,13 +193,14 @@ def _with_fewer_pending(order: Sequence[Operation], most: int | None) -> Iterabl
     if most is None:
         yield from order
         return
-    left = [operation for operation in order if operation[0] == "W"]
+    left = dict.fromkeys(operation for operation in order if operation[0] == "W")
+    """Passes W that are still to come, in the order that they have without a bound."""
     pending: set[tuple[int, int]] = set()
     for operation in order:
         kind, stage, micro_batch = operation
         if kind == "W":
             if operation in left:
-                left.remove(operation)
+                del left[operation]
                 pending.remove((stage, micro_batch))
                 yield operation
             continue
@@ -208,7 +209,7 @@ def _with_fewer_pending(order: Sequence[Operation], most: int | None) -> Iterabl
             pending.add((stage, micro_batch))
         if len(pending) == most:
             first = next(of_weights for of_weights in left if of_weights[1:] in pending)
-            left.remove(first)
+            del left[first]
             pending.remove(first[1:])
             yield first
 

@@ -25,6 +25,7 @@ from toolkit.config.layout import (
     least_dp,
     schedule_fields,
     schedule_parts,
+    sequence_axes,
     sequence_fields,
 )
 from toolkit.config.recipe import EngineName, Precision, Recipe
@@ -174,12 +175,12 @@ class Strategy:
 
     def shrunk(self) -> Self:
         """Return the same kind of strategy on 8 ranks at most: two ranks on each axis that had more than one."""
-        axes = {name: getattr(self, field) for name, field in _AXES.items() if name not in ("z", "m", "every")}
-        if self.cp_ulysses > 1:
-            axes |= {"u": self.cp_ulysses, "cp": self.cp // self.cp_ulysses}
-        is_written = {name for name, size in axes.items() if size and (size > 1 or name == "dp")}
-        is_written |= {"cp"} if self.cp_ulysses > 1 else set()
-        parts = [f"{name}{min(2, size)}" for name, size in axes.items() if name in is_written]
+        axes = sequence_axes(cp=self.cp, cp_ulysses=self.cp_ulysses, ulysses=self.ulysses)
+        for name in ("dp", "ep", "tp", "pp", "hpz"):
+            size = getattr(self, _AXES[name])
+            if size and (size > 1 or name == "dp"):
+                axes[name] = size
+        parts = [f"{name}{min(2, axes[name])}" for name in _AXES if name in axes]
         if self.schedule == "interleaved":
             parts[parts.index("pp2")] = f"pp2x{self.chunks}"
         parts += schedule_parts(self.schedule, self.max_pending_weights)
