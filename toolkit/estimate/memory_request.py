@@ -533,30 +533,31 @@ def _keys_and_values(setup: TrainingSetup, tokens: int, itemsize: int) -> int:
     shape = setup.model.shape
     layout = setup.layout
     whole = tokens * layout.cp
-    width = 2 * key_value_width(shape, setup.layout.cp_ulysses * layout.tp)
+    width = 2 * key_value_width(shape, layout.cp_ulysses * layout.tp)
     if layout.cp == 1:
         return tokens * width * 4
     of_heads = 0
-    if setup.layout.cp_ulysses > 1:
+    if layout.cp_ulysses > 1:
         # Outputs of attention are kept as they were computed and as they came back to the rank.
         of_heads = _exchanged(setup, tokens) * itemsize // layout.tp
     if setup.exchange(itemsize) == "gather":
         return of_heads + whole * width * (itemsize + 4)
-    return of_heads + setup.layout.cp_ulysses * tokens * width * (4 * itemsize + 8)
+    return of_heads + layout.cp_ulysses * tokens * width * (4 * itemsize + 8)
 
 
 def _exchanged(setup: TrainingSetup, tokens: int) -> int:
     """Numbers that a rank of Ulysses keeps of a micro-batch beside its recording."""
     shape = setup.model.shape
-    recompute = setup.layout.recompute
+    layout = setup.layout
+    recompute = layout.recompute
     # Of layers whose backward pass has not run: all that are not recomputed, or the one that is.
     outputs = max(1, sum(not recomputes(recompute, layer) for layer in range(shape.layers)))
     if recompute == "selective":
         outputs = 1
-    if setup.layout.cp_ulysses > 1 or not setup.computation.documents:
+    if layout.cp_ulysses > 1 or not setup.computation.documents:
         return outputs * tokens * shape.heads * shape.head_dim
     # A mask of all positions. With one, keys and values are copied for each head, unless a rank has a single one.
-    copied = 2 * (shape.heads - shape.kv_heads) if shape.kv_heads > setup.layout.ulysses else 0
+    copied = 2 * (shape.heads - shape.kv_heads) if shape.kv_heads > layout.ulysses else 0
     mask = setup.micro_batch_size * setup.seq_len**2
     return mask + outputs * tokens * (shape.heads + copied) * shape.head_dim
 

@@ -1,10 +1,9 @@
 """Kinds of ranks: those that may compute something else than others of a layout, and where each kind is found.
 
 Of a pipeline, stages with the same decoder layers that are neither first nor last are alike; under a pipeline schedule
-every rank has an order of its own. Of the ranks of a stage,
-the first one does what others need not (it counts what is replicated), the last of the tensor- or sequence-parallel
-ones may have padding of the vocabulary, context-parallel ones have other parts of a sequence, and other replicas have
-other partitions of ZeRO and other experts.
+every rank has an order of its own. Of the ranks of a stage, the first one does what others need not (it counts what is
+replicated), the last of the tensor- or sequence-parallel ones may have padding of the vocabulary, context-parallel ones
+have other parts of a sequence, and other replicas have other partitions of ZeRO and other experts.
 """
 
 from collections.abc import Sequence

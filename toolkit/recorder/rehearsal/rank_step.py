@@ -148,23 +148,14 @@ class _Rehearsal:
             first = len(mode.recorded)
             mode.live.peak = mode.live.bytes
             take_step(engine, self.job)
-        last = len(mode.recorded)
+        step = (first, len(mode.recorded))
         peak = mode.live.peak
         saved = tuple((kind, tuple(specs)) for kind, specs in local_tensors(engine).specs)
         if self.inspect is not None:
             self.phase = "inspection"
             self.inspect(engine)
         self._resume(engine)
-        return RankStep(
-            calls=tuple(mode.recorded),
-            step=(first, last),
-            parameters=sum(getattr(p, "ds_numel", p.numel()) for p in engine.model.parameters()),
-            peak=peak,
-            saved=saved,
-            sent=tuple(mode.sent),
-            maxima=tuple(mode.maxima),
-            schedules=tuple(mode.schedules),
-        )
+        return self._recorded(engine, step=step, peak=peak, saved=saved)
 
     def ask(self, top: TopTokens) -> RankStep:
         """Ask a teacher about as many micro-batches as it is asked about at once."""
@@ -175,12 +166,17 @@ class _Rehearsal:
         first = len(mode.recorded)
         mode.live.peak = mode.live.bytes
         ask_teacher(engine, self.job, top)
+        return self._recorded(engine, step=(first, len(mode.recorded)), peak=mode.live.peak)
+
+    def _recorded(self, engine: Engine, *, step: tuple[int, int], peak: int, saved: Kinds = ()) -> RankStep:
+        """Return what the rank has done so far; `step`: the calls of its last step."""
+        mode = self.mode
         return RankStep(
             calls=tuple(mode.recorded),
-            step=(first, len(mode.recorded)),
+            step=step,
             parameters=sum(getattr(p, "ds_numel", p.numel()) for p in engine.model.parameters()),
-            peak=mode.live.peak,
-            saved=(),
+            peak=peak,
+            saved=saved,
             sent=tuple(mode.sent),
             maxima=tuple(mode.maxima),
             schedules=tuple(mode.schedules),
