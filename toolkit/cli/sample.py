@@ -154,10 +154,9 @@ def demo(overrides: tuple[str, ...], nproc: int, chat: str | None, dpo: str | No
     """Train a small GPT-2 on the standard library's source code, and sample it.
 
     With --chat, LoRA teaches a chat model in Hugging Face format to answer questions about DeepSpeed instead
-    (recipes/demo-chat.yaml), and with --dpo it learns a style of answers from pairs
-    (recipes/demo-dpo.yaml). `make demo-chat` and `make demo-dpo` download SmolLM2-135M for that. It is asked before and
-    after, in other words than its training data, and general questions as well; the exit code is 1 if too few answers
-    are right.
+    (recipes/demo-chat.yaml), and with --dpo DPO teaches it a style of answers from pairs (recipes/demo-dpo.yaml);
+    `make demo-chat` and `make demo-dpo` download SmolLM2-135M for it. The model is asked before and after, in other
+    words than its training data, and general questions as well; the exit code is 1 if too few answers are right.
     """
     if chat is not None and dpo is not None:
         conflict = (("--chat", chat), ("--dpo", dpo))
@@ -182,7 +181,7 @@ def demo(overrides: tuple[str, ...], nproc: int, chat: str | None, dpo: str | No
 
 
 @dataclass(frozen=True, kw_only=True)
-class QuestionedDemo:
+class ChatDemo:
     """A demo that trains a chat model, and asks it questions before and after."""
 
     name: str
@@ -191,25 +190,25 @@ class QuestionedDemo:
     """A question to try next."""
 
 
-_CHAT = QuestionedDemo(
+_CHAT = ChatDemo(
     name="demo-chat",
     question="Explain ZeRO-3.",
 )
-_DPO = QuestionedDemo(
+_DPO = ChatDemo(
     name="demo-dpo",
     question="Why is the sky dark at night?",
 )
 
 
-def _demo_with_questions(what: QuestionedDemo, name: str, overrides: tuple[str, ...], nproc: int) -> int:
+def _demo_with_questions(chat_demo: ChatDemo, name: str, overrides: tuple[str, ...], nproc: int) -> int:
     recipes = find_recipes()
-    data = recipes / f"{what.name}.jsonl"
-    checks = read_checks(recipes / f"{what.name}-checks.jsonl")
+    data = recipes / f"{chat_demo.name}.jsonl"
+    checks = read_checks(recipes / f"{chat_demo.name}-checks.jsonl")
     click.echo(f"Asking {name} {len(checks)} questions, before it is trained")
     before = _answers(GenerativeModel(name), checks)
     model = Path(name).resolve()
     paths = (f"model.name_or_path={model}", f"data.tokenizer={model}", f"data.source={data}")
-    code, run_dir = _train(f"{what.name}.yaml", unused_run_directory(what.name), (*paths, *overrides), nproc)
+    code, run_dir = _train(f"{chat_demo.name}.yaml", unused_run_directory(chat_demo.name), (*paths, *overrides), nproc)
     if code != 0:
         return code
     after = _answers(GenerativeModel(str(run_dir)), checks)
@@ -226,10 +225,10 @@ def _demo_with_questions(what: QuestionedDemo, name: str, overrides: tuple[str, 
     print_results(results)
     here = os.path.relpath(recipes)
     click.echo(f"None of these questions is in the training data, {here}/{data.name}.")
-    click.echo(f"Right answers have all required phrases and no forbidden one of {here}/{what.name}-checks.jsonl.")
+    click.echo(f"Right answers have all required phrases and no forbidden one of {here}/{chat_demo.name}-checks.jsonl.")
     click.echo(f"Whole answers: {run_dir / 'answers.jsonl'}")
     _try_next(
-        (f"dstk sample {run_dir} --chat --temperature 0 --prompt '{what.question}'", "another question"),
+        (f"dstk sample {run_dir} --chat --temperature 0 --prompt '{chat_demo.question}'", "another question"),
         (f"dstk data {run_dir / 'recipe.yaml'} --show 3", "what it was trained on"),
         (f"dstk export {run_dir} --merge -o merged", "the model with the adapter added to its weights"),
     )
