@@ -162,7 +162,7 @@ class Layout:
             (self.cp > 1 and self.ulysses > 1, ("cp", "ulysses"),
              "one of them splits a sequence; cp_ulysses exchanges heads under cp", (("ulysses", 1), ("cp", 1))),
             (self.cp_ulysses < 1 or self.cp % max(self.cp_ulysses, 1) > 0, ("cp_ulysses", "cp"),
-             "so many of the ranks that share a sequence exchange heads",
+             "the ranks that share a sequence exchange heads in groups of this size",
              (("cp_ulysses", f"a divisor of {self.cp}"), ("cp", f"a multiple of {max(self.cp_ulysses, 1)}"))),
             (self.ep > 1 and self.ulysses > 1, ("ep", "ulysses"),
              "ranks that share a sequence keep all experts in this version", (("ep", 1), ("ulysses", 1))),
