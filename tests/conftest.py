@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,8 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 MakeRecipe = Callable[..., Recipe]
+RANK_SECONDS = 540
+"""What ranks that a test forks may take; the test itself has `timeout` of pyproject.toml."""
 
 
 @pytest.fixture(scope="session")
@@ -115,12 +118,15 @@ def make_recipe(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> MakeR
 
 @pytest.fixture(scope="session")
 def ranks() -> Callable[..., list[Any]]:
-    """`run_ranks`, in a process that has imported all that ranks need: forking it takes milliseconds."""
+    """`run_ranks`, in a process that has imported all that ranks need: forking it takes milliseconds.
+
+    Ranks have nearly as long as their test, so that it is never a busy machine that ends them.
+    """
     become_rank_parent()
 
     from toolkit.launch.local_ranks import run_ranks
 
-    return run_ranks
+    return partial(run_ranks, timeout_seconds=RANK_SECONDS)
 
 
 Train = Callable[..., str]

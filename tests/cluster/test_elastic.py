@@ -26,7 +26,7 @@ def assert_curve_of_one_process(
 ) -> None:
     """Compare every step with those of one process that was not disturbed."""
     words = ["--config", str(recipe), "--layout", "reference", "batch.micro_batch_size=16", f"train.steps={len(lines)}"]
-    ranks(train_here, 1, str(folder), [*words, f"run_dir={folder / 'one'}"], joined=False, timeout_seconds=500)
+    ranks(train_here, 1, str(folder), [*words, f"run_dir={folder / 'one'}"], joined=False)
     expected = metrics(folder / "one")
     assert [line["step"] for line in lines] == [line["step"] for line in expected]
     for name in ("loss", "grad_norm"):

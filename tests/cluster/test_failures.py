@@ -240,4 +240,4 @@ def assert_trains_as_one_process(
 
 def train_in_one_process(ranks: Callable[..., list[Any]], folder: Path, arguments: list[str]) -> None:
     words = [*arguments, "reference", f"run_dir={folder / 'reference'}"]
-    ranks(train_here, 1, str(folder), words, joined=False, timeout_seconds=500)
+    ranks(train_here, 1, str(folder), words, joined=False)

@@ -33,7 +33,7 @@ def demo(
     folder = tmp_path_factory.mktemp("demo")
     recipe = write_demo(folder)
     arguments = ["--config", str(recipe), "--layout", "reference", f"run_dir={folder / 'run'}"]
-    ranks(train_here, 1, str(folder), arguments, joined=False, timeout_seconds=500)
+    ranks(train_here, 1, str(folder), arguments, joined=False)
     return recipe, metrics(folder / "run")
 
 

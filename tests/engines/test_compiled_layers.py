@@ -54,7 +54,7 @@ def test_fused_kernels_drop_the_same_activations(make_recipe: Make, ranks: Ranks
     eager = ranks(compiled_trial, world_size, make_recipe(**changes))[0]
     assert eager.inspected is None
     recipe = make_recipe(**changes, train__compile=True)
-    compiled = ranks(compiled_trial, world_size, recipe, timeout_seconds=400)[0]
+    compiled = ranks(compiled_trial, world_size, recipe)[0]
     assert compiled.inspected == {"layers": 2, "graphs": 1, "graph_breaks": {}}
     report = compare_curves(compiled.curve, eager.curve, Tolerance.fp32())
     assert report.passed, str(report)

@@ -97,7 +97,7 @@ def counted(make_recipe: Callable[..., Recipe], ranks: Callable[..., list[Any]])
             train__steps=5,
             train__grad_clip=1e-3,
         )
-        return ranks(count, size, strategy.apply(recipe, size), timeout_seconds=300)
+        return ranks(count, size, strategy.apply(recipe, size))
 
     return run
 

@@ -65,7 +65,7 @@ def test_frozen_parameters_are_weights_and_nothing_else(
 ) -> None:
     if trainable == LORA:
         pytest.importorskip("peft")
-    found = ranks(measure, dp, trainable, config_of(stage, precision, **zero), timeout_seconds=300)
+    found = ranks(measure, dp, trainable, config_of(stage, precision, **zero))
     assert [cell.measured for cell in found] == [cell.estimated for cell in found]
     assert [cell.measured_at_update for cell in found] == [cell.estimated_at_update for cell in found]
 

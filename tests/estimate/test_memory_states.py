@@ -305,6 +305,6 @@ def test_every_rank_has_the_estimated_bytes_exactly(
         pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
     recipe, size = recipe_of(setting, make_recipe, model_folders)
     ModelFacts.from_config(model_config(recipe))  # recorded once, before all ranks ask
-    cells = ranks(measure, size, recipe, change_of(setting), timeout_seconds=500)
+    cells = ranks(measure, size, recipe, change_of(setting))
     assert [cell.measured for cell in cells] == [cell.estimated for cell in cells]
     assert [cell.measured_at_update for cell in cells] == [cell.estimated_at_update for cell in cells]

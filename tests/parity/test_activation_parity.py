@@ -97,7 +97,7 @@ def check_offload(strategy: str, text: Text, ranks: Ranks, *, precision: str, lo
         recipe = one.recipe(text, steps=steps)
         small = recipe.model.overrides | {"num_hidden_layers": 4}
         recipes.append(recipe.changed({"model": {"overrides": small, "lora": LoraSection(r=4) if lora else None}}))
-    found = ranks(train_each, one.ranks, recipes, timeout_seconds=300)
+    found = ranks(train_each, one.ranks, recipes)
     for (*without, nothing), (*offloaded, _) in found:
         assert nothing == 0
         assert offloaded == without

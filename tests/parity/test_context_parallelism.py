@@ -208,7 +208,7 @@ def test_shared_sequences_train_what_one_process_trains(
 ) -> None:
     baseline = reference(cell)
     recipe, count = shared(cell, recipe_of(cell))
-    runs = ranks(train_in_memory, count, recipe, timeout_seconds=300)
+    runs = ranks(train_in_memory, count, recipe)
     check_equal(runs[0], baseline)
 
 
@@ -221,7 +221,7 @@ def test_bf16_trains_as_one_rank_that_rounds_alike(
 ) -> None:
     cell = Cell(strategy=strategy, exchange="ring")
     recipe, count = shared(cell, recipe_of(cell, precision="bf16"))
-    run = ranks(train_in_memory, count, recipe, timeout_seconds=300)[0]
+    run = ranks(train_in_memory, count, recipe)[0]
     alone = ranks(train_in_memory, 1, recipe_of(cell, precision="bf16", parallel={"zero_stage": 1}))[0]
     assert run.curve.losses == pytest.approx(alone.curve.losses, rel=1e-3)
     rows = tensor_differences(run.first_gradients, alone.first_gradients)
@@ -240,7 +240,7 @@ class TestFaults:
         def compare() -> bool:
             cell = Cell(strategy="cp2-z1", data="documents")
             recipe, count = shared(cell, recipe_of(cell))
-            run = ranks(train_in_memory, count, recipe, timeout_seconds=300)[0]
+            run = ranks(train_in_memory, count, recipe)[0]
             return compare_curves(run.curve, reference(cell).curve, Tolerance.fp32()).first_diverging_step == 1
 
         return compare
@@ -280,7 +280,7 @@ class TestFaults:
 def test_ranks_take_the_first_and_the_last_chunks_of_a_sequence(recipe_of: Callable[..., Recipe], ranks: Ranks) -> None:
     cell = Cell(strategy="cp2-z1")
     recipe, count = shared(cell, recipe_of(cell, train__steps=1, train__eval_every=0))
-    taken = [run.inspected for run in ranks(train_in_memory, count, recipe, _positions, timeout_seconds=300)]
+    taken = [run.inspected for run in ranks(train_in_memory, count, recipe, _positions)]
     assert taken == [[*range(8), *range(24, 32)], [*range(8, 24)]]
 
 

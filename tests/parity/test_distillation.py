@@ -75,7 +75,7 @@ def distilled(make_recipe: Make, tmp_path: Path) -> Make:
 def check_equal(distilled: Make, ranks: Ranks, section: dict[str, Any], **changes: Any) -> ParityResult:
     size = math.prod(section.get(axis, 1) for axis in ("dp", "cp", "tp", "pp", "ulysses"))
     baseline = ranks(train_in_memory, 1, distilled(**{**changes, "train__engine": "reference"}))[0]
-    run = ranks(train_in_memory, size, distilled(parallel=section, **changes), timeout_seconds=600)[0]
+    run = ranks(train_in_memory, size, distilled(parallel=section, **changes))[0]
     result = ParityResult.of(run, baseline)
     assert result.passed, str(result)
     assert result.curves.max_loss_difference < LARGEST_DIFFERENCE

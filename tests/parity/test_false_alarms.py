@@ -85,9 +85,7 @@ def test_a_harmless_strategy_passes(
 ) -> None:
     strategy = Strategy.parse(name)
     recipe = strategy.apply(make_recipe(**changes(model)), 2)
-    result = ParityResult.of(
-        ranks(train_in_memory, strategy.world_size(2), recipe, timeout_seconds=300)[0], *baseline(model)
-    )
+    result = ParityResult.of(ranks(train_in_memory, strategy.world_size(2), recipe)[0], *baseline(model))
     assert result.passed, str(result)
 
 

@@ -89,7 +89,7 @@ def test_chats_train_what_one_process_trains(
     section = LAYOUTS[layout]
     size = math.prod(section.get(axis, 1) for axis in ("dp", "tp", "pp", "ulysses"))
     baseline = ranks(train_in_memory, 1, chats(**fields, train__engine="reference"))[0]
-    run = ranks(train_in_memory, size, chats(**fields, parallel=section), timeout_seconds=300)[0]
+    run = ranks(train_in_memory, size, chats(**fields, parallel=section))[0]
     check_equal(run, baseline, layout)
 
 
@@ -129,5 +129,5 @@ def test_micro_batches_and_ranks_without_a_target_count_for_nothing(
 ) -> None:
     small = {"batch": {"global_batch_size": 8, "micro_batch_size": 1}, "train__steps": 4}
     baseline = ranks(_without_every_other_target, 1, chats(**small, train__engine="reference"))[0]
-    run = ranks(_without_every_other_target, 2, chats(**small, parallel=LAYOUTS[layout]), timeout_seconds=300)[0]
+    run = ranks(_without_every_other_target, 2, chats(**small, parallel=LAYOUTS[layout]))[0]
     check_equal(run, baseline, layout)

@@ -91,7 +91,7 @@ def test_adapters_train_what_peft_trains(
     make_recipe: Callable[..., Recipe], ranks: Ranks, tmp_path: Path, layout: str, family: str, packing: str
 ) -> None:
     recipe = lora_recipe(make_recipe, tmp_path, family, layout, packing=packing)
-    run = ranks(train_from_nonzero, world(layout), recipe, timeout_seconds=300)[0]
+    run = ranks(train_from_nonzero, world(layout), recipe)[0]
     plain = train_plainly(recipe, run.initial)
     found = differences(run, plain)
     print(layout, family, packing, found)
@@ -104,7 +104,7 @@ def test_adapters_train_what_peft_trains(
 def test_a_target_may_be_of_one_stage_alone(make_recipe: Callable[..., Recipe], ranks: Ranks, tmp_path: Path) -> None:
     targets = ["layers.0.self_attn.q_proj", "layers.3.mlp.down_proj"]
     recipe = lora_recipe(make_recipe, tmp_path, "llama", "pp2", targets=targets)
-    run = ranks(train_from_nonzero, 2, recipe, timeout_seconds=300)[0]
+    run = ranks(train_from_nonzero, 2, recipe)[0]
     plain = train_plainly(recipe, run.initial)
     assert len(plain.trained) == 4  # A and B of two layers
     assert max(differences(run, plain).values()) < 1e-6
@@ -124,7 +124,7 @@ def test_dora_trains_what_peft_trains(
     make_recipe: Callable[..., Recipe], ranks: Ranks, tmp_path: Path, layout: str, family: str
 ) -> None:
     recipe = lora_recipe(make_recipe, tmp_path, family, layout, dora=True, rslora=True, alpha=4)
-    run = ranks(train_from_nonzero, world(layout), recipe, timeout_seconds=300)[0]
+    run = ranks(train_from_nonzero, world(layout), recipe)[0]
     plain = train_plainly(recipe, run.initial)
     found = differences(run, plain)
     print("dora", layout, family, found)
@@ -155,7 +155,7 @@ def test_every_layout_drops_the_same_inputs_of_adapters(
     """Micro-batches decide what is dropped, so they are equal; one process has the same seeds."""
     recipe = lora_recipe(make_recipe, tmp_path, family, layout, dropout=0.3, **lora)
     alone = recipe.changed({"train": {"engine": "reference"}}).model_copy(update={"parallel": ParallelSection()})
-    run = ranks(train_from_nonzero, world(layout), recipe, timeout_seconds=300)[0]
+    run = ranks(train_from_nonzero, world(layout), recipe)[0]
     baseline = ranks(train_from_nonzero, 1, alone)[0]
     plain = train_plainly(recipe, run.initial)
     assert max(abs(a - b) for a, b in zip(run.curve.losses, plain.losses, strict=True)) > 1e-5  # something is dropped

@@ -67,7 +67,7 @@ def test_states_and_weights_in_files_train_what_one_process_trains(
     run = CellRun(cell=cell, steps=STEPS)
     baselines.train([run])
     recipe = cell.recipe(text, steps=STEPS).changed({"parallel": {"nvme_path": str(tmp_path)}})
-    trained = ranks(train_from_files, 2, recipe, timeout_seconds=600)[0]
+    trained = ranks(train_from_files, 2, recipe)[0]
     assert trained.inspected.keys() >= {"nvme parameters", "nvme masters"}
     assert ("nvme optimizer" in trained.inspected) == (optimizer == "adamw")
     outcome = baselines.of(run).compare(cell, trained)

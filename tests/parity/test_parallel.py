@@ -47,7 +47,7 @@ def test_masked_documents_train_what_one_process_trains(
     }
     baseline = ranks(train_in_memory, 1, make_recipe(**changes, train__engine="reference"))[0]
     size = parallel.get("tp", 1) * parallel.get("pp", 1)
-    runs = ranks(train_in_memory, size, make_recipe(**changes, parallel=parallel), timeout_seconds=300)
+    runs = ranks(train_in_memory, size, make_recipe(**changes, parallel=parallel))
     assert min(baseline.curve.grad_norms) > ACTIVE_CLIP
     ParityResult.of(runs[0], baseline).check()
 
@@ -106,7 +106,7 @@ def test_bf16_stays_within_the_envelope_of_its_own_rounding(
     ranks: Callable[..., list[Any]],
 ) -> None:
     size = parallel.get("tp", 1) * parallel.get("pp", 1)
-    run = ranks(train_in_memory, size, make_recipe(**IN_BF16, parallel=parallel), timeout_seconds=300)[0]
+    run = ranks(train_in_memory, size, make_recipe(**IN_BF16, parallel=parallel))[0]
     report = compare_curves(run.curve, bf16_curves[0], Tolerance.envelope(bf16_curves))
     assert report.passed, str(report)
 

@@ -85,7 +85,7 @@ def test_frozen_parameters_change_nothing_of_the_others(
 ) -> None:
     recipe = small(make_recipe, tmp_path, family, layout, **CHOICES[choice])
     recipe = recipe.changed({"data": {"packing": packing}})
-    run = ranks(train_in_memory, world(layout), recipe, timeout_seconds=300)[0]
+    run = ranks(train_in_memory, world(layout), recipe)[0]
     found = differences(run, train_plainly(recipe))
     print(layout, family, choice, found)
     assert max(found.values()) < 1e-6

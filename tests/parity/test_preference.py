@@ -91,7 +91,7 @@ def check_equal(
     if key not in known:
         known[key] = ranks(train_in_memory, 1, preferences(objective, **plain))[0]
     baseline = known[key]
-    run = ranks(train_in_memory, size, preferences(objective, parallel=section, **changes), timeout_seconds=300)[0]
+    run = ranks(train_in_memory, size, preferences(objective, parallel=section, **changes))[0]
     result = ParityResult.of(run, baseline)
     assert result.passed, str(result)
     assert result.curves.max_loss_difference < LARGEST_DIFFERENCE
@@ -149,7 +149,7 @@ def test_a_reference_in_memory_gives_what_a_computed_one_gives(
     size = math.prod(section.get(axis, 1) for axis in ("dp", "cp", "tp", "pp", "ulysses"))
     fields = {"name": objective, **OBJECTIVES[objective]}
     online = preferences(objective, parallel=section, train__objective={**fields, "reference": "online"})
-    run = ranks(train_in_memory, size, online, timeout_seconds=300)[0]
+    run = ranks(train_in_memory, size, online)[0]
     assert not list(Path(online.data.cache_dir or "").glob("reference-*"))
     baseline = ranks(train_in_memory, 1, preferences(objective, train__engine="reference"))[0]
     result = ParityResult.of(run, baseline)

@@ -65,7 +65,7 @@ def test_layouts_train_what_one_process_trains_from_the_text(
     size = math.prod(section.get(axis, 1) for axis in ("dp", "tp", "pp"))
     baseline = ranks(train_in_memory, 1, make_recipe(**FIELDS, train__engine="reference"))[0]
     recipe = make_recipe(**FIELDS, **sources[source], parallel=section)
-    run = ranks(train_in_memory, size, recipe, timeout_seconds=300)[0]
+    run = ranks(train_in_memory, size, recipe)[0]
     result = ParityResult.of(run, baseline)
     result.check(has_replicas=True)
     assert result.curves.max_loss_difference < LARGEST_DIFFERENCE

@@ -113,7 +113,7 @@ def test_shared_sequences_train_what_one_process_trains(
     cell: Cell, reference: Callable[[Cell], ParityRun], make_recipe: MakeRecipe, ranks: Ranks
 ) -> None:
     baseline = reference(cell)
-    runs = ranks(train_in_memory, cell.u * cell.dp, make_recipe(**cell.changes()), bits, timeout_seconds=300)
+    runs = ranks(train_in_memory, cell.u * cell.dp, make_recipe(**cell.changes()), bits)
     assert_the_same(runs[0], baseline)
     assert all(run.inspected == runs[0].inspected for run in runs)
     assert min(baseline.curve.grad_norms) > ACTIVE_CLIP
@@ -152,14 +152,14 @@ def test_a_family_trains_what_one_process_trains(
             pytest.skip("no layout keeps its documents apart")
     baseline = ranks(train_in_memory, 1, make_recipe(**changes, train__engine="reference"))[0]
     shared = make_recipe(**changes, parallel={"ulysses": 2, "zero_stage": 2})
-    assert_the_same(ranks(train_in_memory, 2, shared, timeout_seconds=300)[0], baseline)
+    assert_the_same(ranks(train_in_memory, 2, shared)[0], baseline)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_bf16_gradients_have_the_size_of_those_of_one_rank(stage: int, make_recipe: MakeRecipe, ranks: Ranks) -> None:
     cell = Cell(u=2, zero=stage, optimizer="sgd", packing="padded")
     changes = cell.changes() | {"precision": "bf16", "train__steps": 3}
-    shared = ranks(train_in_memory, 2, make_recipe(**changes), timeout_seconds=300)[0]
+    shared = ranks(train_in_memory, 2, make_recipe(**changes))[0]
     alone = ranks(train_in_memory, 1, make_recipe(**changes | {"parallel": {"zero_stage": stage}}))[0]
     assert shared.curve.losses == pytest.approx(alone.curve.losses, rel=1e-3)
     assert shared.curve.grad_norms == pytest.approx(alone.curve.grad_norms, rel=1e-2)
@@ -180,7 +180,7 @@ def test_a_wrong_divisor_is_caught(
     factor = 0.5 if stage == 3 else 2.0
     monkeypatch.setattr(deepspeed_patches, "gradient_divisor", lambda layout: right(layout) * factor)
     cell = Cell(u=2, zero=stage, optimizer="adamw", packing="padded")
-    run = ranks(train_in_memory, 2, make_recipe(**cell.changes()), timeout_seconds=300)[0]
+    run = ranks(train_in_memory, 2, make_recipe(**cell.changes()))[0]
     report = compare_curves(run.curve, reference(cell).curve, Tolerance.fp32())
     rows = tensor_differences(run.first_gradients, reference(cell).first_gradients)
     assert report.first_diverging_step == 1
@@ -200,7 +200,7 @@ def test_positions_of_the_slice_alone_are_caught(
 
     monkeypatch.setattr(ulysses_engine.UlyssesEngine, "_local_micro_batch", from_zero)
     cell = Cell(u=2, zero=1, optimizer="adamw", packing="padded")
-    run = ranks(train_in_memory, 2, make_recipe(**cell.changes()), timeout_seconds=300)[0]
+    run = ranks(train_in_memory, 2, make_recipe(**cell.changes()))[0]
     assert compare_curves(run.curve, reference(cell).curve, Tolerance.fp32()).first_diverging_step == 1
 
 
@@ -221,7 +221,7 @@ def shares(engine: Any) -> list[MicroBatch]:
 
 def test_ranks_take_consecutive_slices_and_own_random_streams(make_recipe: MakeRecipe, ranks: Ranks) -> None:
     cell = Cell(u=2, dp=2, zero=1, optimizer="sgd", packing="packed")
-    runs = ranks(train_in_memory, 4, make_recipe(**cell.changes() | {"train__steps": 1}), shares, timeout_seconds=300)
+    runs = ranks(train_in_memory, 4, make_recipe(**cell.changes() | {"train__steps": 1}), shares)
     for replica in (runs[:2], runs[2:]):
         first, second = (run.inspected[0] for run in replica)
         whole = {
@@ -243,7 +243,7 @@ def test_dropout_is_the_same_in_a_second_run_recomputed_or_not(
     def curve(overrides: dict[str, float], recompute: str) -> Any:
         recipe = make_recipe(parallel={"ulysses": 2, "recompute": recompute}, train__steps=3)
         model = recipe.model.model_copy(update={"overrides": recipe.model.overrides | overrides})
-        return ranks(train_in_memory, 2, recipe.model_copy(update={"model": model}), timeout_seconds=300)[0].curve
+        return ranks(train_in_memory, 2, recipe.model_copy(update={"model": model}))[0].curve
 
     dropped = curve(drops, "none")
     assert curve(drops, recompute).losses == dropped.losses

@@ -92,7 +92,7 @@ def compare(recipe: Recipe, layouts: Iterable[str], folder: Path) -> dict[str, s
         strategy = Strategy.parse(layout)
         own, size = strategy.apply(small, 1), strategy.world_size(1)
         try:
-            result = ParityResult.of(run_ranks(train_in_memory, size, own, timeout_seconds=300)[0], baseline)
+            result = ParityResult.of(run_ranks(train_in_memory, size, own, timeout_seconds=540)[0], baseline)
             found[layout] = "same" if result.passed else "differs"
         except (ToolkitError, RankFailedError) as error:
             print(f"{layout}: {error}")

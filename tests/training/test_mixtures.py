@@ -135,7 +135,7 @@ def check(mixed: Callable[..., Recipe], ranks: Ranks, **changes: Any) -> list[St
     size = section.get("dp", 1) * section.get("tp", 1) * section.get("pp", 1) * section.get("ulysses", 1)
     alone = {key: value for key, value in changes.items() if key not in ("parallel", "train__engine")}
     baseline = ranks(trained, 1, mixed(**alone, train__engine="reference"))[0]
-    run: list[StepMetrics] = ranks(trained, size, mixed(**changes), timeout_seconds=300)[0]
+    run: list[StepMetrics] = ranks(trained, size, mixed(**changes))[0]
     assert_same_losses(run, baseline)
     return run
 
