@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # One thread a rank, and DeepSpeed on the CPU: what the tests need, and harmless where there are GPUs.
-CPU := DS_ACCELERATOR=cpu OMP_NUM_THREADS=1
+# Bytecode is kept, whatever the environment says: tests start hundreds of Python processes.
+CPU := DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 # Processes that run tests; each forks ranks of its own. A file of tests runs in one of them, and shares its fixtures.
 JOBS ?= 3
 PYTEST := $(CPU) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
@@ -58,14 +59,14 @@ test-fast: setup ## All tests but the slow ones: for daily work
 test: check ## Lint, types, architecture, and all tests that need no GPU
 	$(PYTEST) $(SKIPPED) -m "not gpu and not whole" --reruns 1 -rfExXR
 
-test-needs: setup ## What tests are skipped without: Chromium and libaio (as root, or with sudo), DeepSpeed's op for NVMe
+test-needs: setup ## Install what tests are skipped without: Chromium, libaio, iproute2 (as root, or with sudo)
 	.ci/install-packages
-	$(BIN)/python tests/support/async_io.py
 
 test-skipped: test-needs ## Install what the last tests were skipped without, and run them
 	@if [ -s build/skipped.txt ]; then $(PYTEST) $(SKIPPED) @build/skipped.txt; else echo "no test was skipped"; fi
 
-test-all: check test-evaluation-needs ## The same with the whole regression matrix; writes docs/parity.md
+test-all: check test-needs test-evaluation-needs ## The same with the whole regression matrix; writes docs/parity.md
+	-$(BIN)/python tests/support/async_io.py
 	$(PYTEST) -m "not gpu"
 	$(CPU) $(BIN)/python tests/parity/whole_matrix.py run
 	$(BIN)/python tests/parity/whole_matrix.py page

@@ -26,6 +26,6 @@ def become_rank_parent() -> None:
         for package in (checkpoint, convert, data, engines, training):
             for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
                 importlib.import_module(module.name)
-        importlib.import_module("matplotlib.backends.backend_agg")  # the plots of a run
+        importlib.import_module("toolkit.report.images")  # the plots of a run, by Matplotlib
     preload("gpt2", "llama", "qwen3", "gpt_neox")
     quiet(debug=False)
