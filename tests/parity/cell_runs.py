@@ -7,7 +7,7 @@ from itertools import groupby
 
 import torch.distributed as dist
 from fresh_ranks import fresh_ranks
-from matrix import ACTIVE_CLIP, GLOBAL_BATCH, Cell, Mathematics, Text, steps_of
+from matrix import ACTIVE_CLIP, GLOBAL_BATCH, ROUNDING_SEEDS, STEPS, Cell, Mathematics, Text
 from mixtures import LEAST_MARGIN, Margins, MixtureCell, MixtureMathematics
 
 from toolkit.config.recipe import Recipe
@@ -16,7 +16,6 @@ from toolkit.parity import Bounds, ParityResult, ParityRun
 from toolkit.parity.run.train_in_memory import train_in_memory
 from toolkit.parity.tolerance import UNIT_ROUNDOFF
 
-ROUNDING_SEEDS = (1, 2, 3)
 MIXTURE_SEEDS = range(1, 21)
 """Tried in order (mixtures.py)."""
 CELLS_A_FORK = 12
@@ -24,8 +23,6 @@ CELLS_A_FORK = 12
 SECONDS_A_CELL = 60
 CORES = 4
 """Ranks at a time. Ranks wait for each other, so two cores have time for four."""
-DAILY_STEPS = 8
-"""Of the cells that train more in the whole matrix."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +40,7 @@ class CellRun:
 
 def run_of(cell: Cell) -> CellRun:
     """How a cell is trained by pytest."""
-    steps = cell.steps if isinstance(cell, MixtureCell) else min(DAILY_STEPS, steps_of(cell))
+    steps = cell.steps if isinstance(cell, MixtureCell) else STEPS
     return CellRun(cell=cell, steps=steps)
 
 

@@ -3,6 +3,7 @@
 A cell is one way to train the same model. The rules of recipes decide which cells are legal.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -91,7 +92,9 @@ VOCABULARY = 321
 ACTIVE_CLIP = 0.2
 """Below every gradient norm of these runs, so that each step is clipped; this is checked."""
 STEPS, LONG_STEPS = 6, 30
-"""Of a cell, and of one that trains longer (`steps_of`)."""
+"""Of a cell, and of one that trains longer in the whole matrix (`steps_of`)."""
+ROUNDING_SEEDS = (1, 2, 3)
+"""Of the reruns of a baseline in bf16, which round differently."""
 
 
 Rounding = Literal["none", "weights", "autocast", "fsdp"]
@@ -120,6 +123,11 @@ class Mathematics:
     tied: bool
     precision: Precision
     rounding: Rounding
+
+    @property
+    def trainings(self) -> int:
+        """How often a baseline is trained: in bf16 also with smaller micro-batches, and with other rounding."""
+        return 1 if self.precision == "fp32" else 2 + len(ROUNDING_SEEDS)
 
     @property
     def packing(self) -> str:
@@ -276,10 +284,10 @@ def _chosen(strategy: str, cells: Sequence[Cell]) -> Sequence[Cell]:
 
 @cache
 def daily_cells() -> tuple[Cell, ...]:
-    """Cells that cover every pair of strategy and option, and every pair of options."""
+    """Cells that cover every pair of strategy and option, and every pair of options, and share their baselines."""
     cells = legal_cells()
     full = [cell for cell in cells if cell.strategy in STRATEGIES]
-    return tuple(covering_subset(full, lambda cell: (cell.strategy, *cell.options)))
+    return tuple(covering_subset(full, lambda cell: (cell.strategy, *cell.options), shares_baselines=True))
 
 
 @cache
@@ -294,23 +302,34 @@ def steps_of(cell: Cell) -> int:
 
 
 def covering_subset(
-    cells: Sequence[Cell], axes: Callable[[Cell], tuple[object, ...]], *, balanced: bool = True
+    cells: Sequence[Cell],
+    axes: Callable[[Cell], tuple[object, ...]],
+    *,
+    balanced: bool = True,
+    shares_baselines: bool = False,
 ) -> list[Cell]:
     """Choose cells that cover every pair of values of two axes, greedily and deterministically.
 
-    `balanced` breaks ties by how seldom the options were chosen; otherwise the first cell wins.
+    `balanced` breaks ties by how seldom the options were chosen; otherwise the first cell wins. With
+    `shares_baselines` a cell that needs another baseline has to cover more: each training of it is worth a third of a
+    pair, which halves what all cells and baselines train together.
     """
     shows = {cell: set(combinations(enumerate(axes(cell)), 2)) for cell in cells}
     missing = set[object]().union(*shows.values())
     used: Counter[object] = Counter()
+    trained: set[Mathematics] = set()
     chosen = []
 
-    def merit(cell: Cell) -> tuple[int, int]:
-        return len(shows[cell] & missing), -sum(used[option] for option in enumerate(cell.options)) * balanced
+    def merit(cell: Cell) -> tuple[float, int]:
+        trainings = cell.mathematics.trainings if shares_baselines and cell.mathematics not in trained else 0
+        covered = len(shows[cell] & missing)
+        seldom = -sum(used[option] for option in enumerate(cell.options)) * balanced
+        return (covered - trainings / 3 if covered else -math.inf), seldom
 
     while missing:
         best = max(shows, key=merit)
         chosen.append(best)
+        trained.add(best.mathematics)
         used.update(enumerate(best.options))
         missing -= shows.pop(best)
     return chosen

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from cell_runs import DAILY_STEPS, CellRun
+from cell_runs import CellRun
 from matrix import ACTIVE_CLIP, FAMILIES, LAYOUTS, LONG_STEPS, PRECISIONS, STEPS, STRATEGIES, daily_cells
 from results import ROOT, Result, State, read_results
 
@@ -54,7 +54,6 @@ def page(state: State, runs: Sequence[CellRun], results: dict[str, Result]) -> s
         full=len(STRATEGIES),
         layouts=len(LAYOUTS),
         daily=len(daily_cells()),
-        most=DAILY_STEPS,
         families=len(FAMILIES),
         short=STEPS,
         long=LONG_STEPS,
@@ -102,8 +101,8 @@ that micro-batches differ in their numbers of target tokens.
 
 That makes **{cells} cells**: {full} strategies with every combination of options, and {layouts} more layouts with
 enough combinations for every pair of options. Names are those of `dstk compare`; `sp` is Megatron sequence parallelism,
-`u` Ulysses. {long_cells} cells train {long} steps, the others {short}. `make test` runs {daily} of them for {most}
-steps at most, in which every strategy of the {full} occurs with each value of each option, and every pair of options.
+`u` Ulysses. {long_cells} cells train {long} steps, the others {short}. `make test` runs {daily} of them for {short}
+steps, in which every strategy of the {full} occurs with each value of each option, and every pair of options.
 
 Each cell compares
 

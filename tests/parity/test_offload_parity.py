@@ -54,7 +54,7 @@ def test_states_and_weights_in_files_train_what_one_process_trains(
     ranks: Callable[..., list[Any]],
     tmp_path: Path,
 ) -> None:
-    skip_without_async_io(builds=True)
+    skip_without_async_io()
     cell = NvmeCell(
         strategy="dp2-z3-nvme",
         family="llama",
