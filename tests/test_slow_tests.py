@@ -1,6 +1,5 @@
 """What tests took, in tests/slow_tests.json, follows renamed tests, and decides which of them run each day."""
 
-import ast
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +7,10 @@ import pytest
 from nonempty import nonempty
 from slow_tests import (
     DAILY_SECONDS,
-    FEWEST_CASES,
+    LONGEST_DAILY_CASE,
     ROOT,
     Measured,
+    exists,
     function_name,
     leave_long_cases_to_test_all,
     slow_tests,
@@ -20,21 +20,7 @@ from slow_tests import (
 def test_nearly_every_slow_test_exists() -> None:
     slow = slow_tests()
     assert len(slow) > 20
-    missing = []
-    for name in slow:
-        path, *parts = name.split("::")
-        tree: ast.AST | None = ast.parse((ROOT / path).read_text()) if (ROOT / path).is_file() else None
-        for part in parts:
-            tree = next(
-                (
-                    node
-                    for node in ast.iter_child_nodes(tree or ast.Module(body=[], type_ignores=[]))
-                    if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == part
-                ),
-                None,
-            )
-        if tree is None:
-            missing.append(name)
+    missing = [name for name in slow if not exists(name)]
     assert len(missing) < len(slow) / 10, f"run make durations: {missing}"
 
 
@@ -76,17 +62,22 @@ def _daily_cases(monkeypatch: pytest.MonkeyPatch, measured: Measured, *marks: st
 
 
 def test_of_many_long_cases_as_many_remain_as_fit_into_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    remaining = _daily_cases(monkeypatch, Measured(seconds=48.0, cases=12))
-    assert len(remaining) == DAILY_SECONDS // 4
-    assert remaining == _daily_cases(monkeypatch, Measured(seconds=16.0, cases=4)), (
-        "the same after the next measurement"
-    )
-    assert len(_daily_cases(monkeypatch, Measured(seconds=1200.0, cases=12))) == FEWEST_CASES
+    remaining = _daily_cases(monkeypatch, Measured(seconds=DAILY_SECONDS * 3, cases=12))
+    assert len(remaining) == 4
+    again = _daily_cases(monkeypatch, Measured(seconds=DAILY_SECONDS, cases=4))
+    assert remaining == again, "the same after the next measurement"
+
+
+def test_one_of_very_long_cases_remains_but_none_that_takes_longer_than_all_may(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert len(_daily_cases(monkeypatch, Measured(seconds=12 * LONGEST_DAILY_CASE, cases=12))) == 1
+    assert not _daily_cases(monkeypatch, Measured(seconds=12 * LONGEST_DAILY_CASE + 1, cases=12))
 
 
 def test_short_cases_remain_however_many_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert len(_daily_cases(monkeypatch, Measured(seconds=500.0, cases=600))) == 12
+    assert len(_daily_cases(monkeypatch, Measured(seconds=200.0, cases=600))) == 12
 
 
 def test_a_test_may_keep_all_of_its_cases(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert len(_daily_cases(monkeypatch, Measured(seconds=48.0, cases=12), "every_case")) == 12
+    assert len(_daily_cases(monkeypatch, Measured(seconds=1200.0, cases=12), "daily")) == 12

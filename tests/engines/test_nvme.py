@@ -26,8 +26,8 @@ Ranks = Callable[..., list[Any]]
 
 
 @pytest.fixture
-def drive(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    skip_without_async_io(builds=request.node.get_closest_marker("whole") is not None)
+def drive(tmp_path: Path) -> Path:
+    skip_without_async_io()
     (folder := tmp_path / "drive").mkdir()
     return folder
 
@@ -45,13 +45,12 @@ def _start(recipe: Recipe) -> None:
     build(recipe)
 
 
-WHOLE = pytest.mark.whole
 PAIRS = [
-    pytest.param("dp2-z3-nvme", "dp2-z3-nvme", "adamw", "bf16"),
-    pytest.param("dp2-z3-nvme", "tp2-pp2-z1", "adamw", "fp32", marks=WHOLE),
-    pytest.param("tp2-pp2-z1", "dp2-z3-nvme", "adamw", "fp32", marks=WHOLE),
+    ("dp2-z3-nvme", "dp2-z3-nvme", "adamw", "bf16"),
+    ("dp2-z3-nvme", "tp2-pp2-z1", "adamw", "fp32"),
+    ("tp2-pp2-z1", "dp2-z3-nvme", "adamw", "fp32"),
     *(
-        pytest.param(one, other, optimizer, precision, marks=WHOLE)
+        (one, other, optimizer, precision)
         for one, other in (("dp2-z3-nvme", "dp2-z1"), ("dp1-z2", "dp2-z3-nvme"), ("dp1-z3-nvme", "tp2-dp2-z3-nvme"))
         for optimizer in ("adamw", "sgd", "lion")
         for precision in ("fp32", "bf16")
@@ -59,6 +58,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(("one", "other", "optimizer", "precision"), PAIRS)
 def test_states_in_files_continue_in_another_layout_and_from_it(
     one: str,
@@ -89,9 +89,10 @@ def test_states_in_files_continue_in_another_layout_and_from_it(
     assert list(drive.iterdir()) == []
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("precision", "params"),
-    [pytest.param(*case, marks=WHOLE) for case in (("fp32", "nvme"), ("bf16", "cpu"), ("bf16", "nvme"))],
+    [("fp32", "nvme"), ("bf16", "cpu"), ("bf16", "nvme")],
 )
 def test_files_train_what_memory_trains(
     precision: str, params: str, make_recipe: Callable[..., Recipe], ranks: Ranks, drive: Path
@@ -133,6 +134,7 @@ def test_a_build_that_was_killed_is_named_and_another_one_is_awaited(
     other.join()
 
 
+@pytest.mark.whole
 def test_files_are_read_to_any_address_and_deepspeed_alone_reads_to_some(drive: Path) -> None:
     op = types.SimpleNamespace(aio_handle=AsyncIOBuilder().load(verbose=False).aio_handle)
     plain = op.aio_handle.__base__ if hasattr(op.aio_handle, "moved") else op.aio_handle
@@ -154,6 +156,7 @@ def test_files_are_read_to_any_address_and_deepspeed_alone_reads_to_some(drive: 
     assert equal == [True, True, False, True, True, True]
 
 
+@pytest.mark.whole
 def test_what_a_killed_run_left_is_removed_and_what_another_uses_is_kept(
     make_recipe: Callable[..., Recipe], ranks: Ranks, drive: Path
 ) -> None:
@@ -168,13 +171,14 @@ def test_what_a_killed_run_left_is_removed_and_what_another_uses_is_kept(
     assert [path.name for path in drive.iterdir()] == ["dstk-offload-used"]
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("name", "precision", "params"),
     [
-        pytest.param("dp2-z3", "bf16", "nvme"),
-        pytest.param("dp2-z3", "fp32", "nvme", marks=WHOLE),
-        pytest.param("dp1-z3", "bf16", "cpu", marks=WHOLE),
-        pytest.param("tp2-z3", "bf16", "nvme", marks=WHOLE),
+        ("dp2-z3", "bf16", "nvme"),
+        ("dp2-z3", "fp32", "nvme"),
+        ("dp1-z3", "bf16", "cpu"),
+        ("tp2-z3", "bf16", "nvme"),
     ],
 )
 def test_the_estimate_knows_every_byte_in_files_and_buffers(

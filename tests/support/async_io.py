@@ -1,6 +1,6 @@
 """Whether DeepSpeed's ops for NVMe can be used here: they need libaio and a compiler, once, for two minutes.
 
-python tests/support/async_io.py      compiles them (make test-needs)
+python tests/support/async_io.py      compiles them (make test-all)
 """
 
 import os
@@ -50,14 +50,12 @@ def build() -> None:
         builder.load(verbose=False)
 
 
-def skip_without_async_io(*, builds: bool) -> None:
-    """Skip a test where the ops are not there; one that `builds` compiles them, where that is possible."""
+def skip_without_async_io() -> None:
+    """Compile the ops where they are missing; skip the test where that is impossible."""
     if are_compiled() and shutil.which("ninja"):  # torch loads a compiled op by ninja as well
         return
     if reason := why_not():
         pytest.skip(reason)
-    if not builds:
-        pytest.skip("DeepSpeed's async_io is not compiled: make test-needs")
     build()
 
 

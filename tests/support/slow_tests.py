@@ -1,10 +1,12 @@
 """What the tests took when they were last measured, and what follows: which of them `make test` and `test-fast` run.
 
-`make test-fast` leaves out the functions that took longest. Of a function with many long cases `make test` runs some,
-and `make test-all` all. `make durations` runs the suite and writes slow_tests.json; a test in tests/test_slow_tests.py
-keeps its names current.
+`make test-fast` leaves out the functions that took longest. `make test` runs of each long function the cases that fit
+into DAILY_SECONDS, but at least one, and none of a function whose cases take longer than LONGEST_DAILY_CASE each.
+`make test-all` runs all. `make durations` measures what `make test` runs and writes slow_tests.json, in which it keeps
+what it did not run; a test in tests/test_slow_tests.py keeps its names current.
 """
 
+import ast
 import hashlib
 import json
 from collections import defaultdict
@@ -19,10 +21,11 @@ SECONDS_OF_A_FAST_TEST = 3.0
 """A test function is slow when all its parameters together take longer than this."""
 SECONDS_OF_A_FAST_SETUP = 8.0
 """A shared fixture that takes longer makes every test of its module slow: one of them would pay for it."""
-SECONDS_OF_A_LONG_CASE = 1.0
-DAILY_SECONDS = 20.0
+SECONDS_OF_A_LONG_CASE = 0.5
+DAILY_SECONDS = 4.0
 """What the long cases of a test function may take in `make test`, all together."""
-FEWEST_CASES = 3
+LONGEST_DAILY_CASE = 8.0
+"""A test function whose cases take longer, on average, runs in `make test-all` alone."""
 
 
 class Measured(NamedTuple):
@@ -40,21 +43,28 @@ def slow_tests() -> dict[str, Measured]:
 def leave_long_cases_to_test_all(items: list[pytest.Item]) -> None:
     """Mark cases of long test functions with `whole` until the others take DAILY_SECONDS.
 
-    Which remain is drawn by their names, so that all parameters occur. A test with the mark `every_case` keeps all.
+    Which remain is drawn by their names, so that all parameters occur. A test with the mark `daily` keeps all.
     """
     cases: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        is_exempt = any(item.get_closest_marker(name) for name in ("whole", "gpu", "every_case"))
-        if "[" in item.nodeid and not is_exempt:
+        is_exempt = any(item.get_closest_marker(name) for name in ("whole", "gpu", "daily"))
+        if not is_exempt:
             cases[function_name(item.nodeid)].append(item)
     measured = slow_tests()
     for name, items_of_function in cases.items():
-        row = measured.get(name)
-        if row is None or row.seconds < SECONDS_OF_A_LONG_CASE * row.cases:
-            continue
-        allowed = max(FEWEST_CASES, int(DAILY_SECONDS * row.cases / row.seconds))
-        for item in sorted(items_of_function, key=_drawn)[allowed:]:
-            item.add_marker(pytest.mark.whole)
+        if name in measured:
+            for item in sorted(items_of_function, key=_drawn)[_daily_cases(measured[name], len(items_of_function)) :]:
+                item.add_marker(pytest.mark.whole)
+
+
+def _daily_cases(measured: Measured, cases: int) -> int:
+    """How many of the cases of a test function `make test` runs."""
+    seconds_of_a_case = measured.seconds / measured.cases
+    if seconds_of_a_case > LONGEST_DAILY_CASE:
+        return 0
+    if seconds_of_a_case < SECONDS_OF_A_LONG_CASE:
+        return cases
+    return max(1, int(DAILY_SECONDS / seconds_of_a_case))
 
 
 def _drawn(item: pytest.Item) -> str:
@@ -65,25 +75,47 @@ def mark_slow_tests(items: list[pytest.Item]) -> None:
     """Mark what slow_tests.json lists with `slow`."""
     slow = slow_tests()
     for item in items:
-        if function_name(item.nodeid) in slow or item.nodeid.partition("::")[0] in slow:
+        if function_name(item.nodeid) in slow or module_name(item.nodeid) in slow:
             item.add_marker(pytest.mark.slow)
 
 
 def slowest_files_first(items: list[pytest.Item]) -> None:
-    """Sort files by what they took: with a file of a minute begun last, one process works and the other waits."""
-    seconds: dict[str, float] = defaultdict(float)
+    """Sort files by what `make test` takes for them: with a file of a minute begun last, one process works alone."""
     slow = slow_tests()
-    for name, measured in slow.items():
-        module = name.partition("::")[0]
-        if name == module or module not in slow:
-            seconds[module] += measured.seconds
-    files = {item.nodeid: item.nodeid.partition("::")[0] for item in items}
-    items.sort(key=lambda item: (-seconds[files[item.nodeid]], files[item.nodeid]))
+    seconds: dict[str, float] = defaultdict(float)
+    for item in items:
+        row = slow.get(function_name(item.nodeid))
+        if row is not None and not item.get_closest_marker("whole"):
+            seconds[module_name(item.nodeid)] += row.seconds / row.cases
+    items.sort(key=lambda item: (-seconds[module_name(item.nodeid)], module_name(item.nodeid)))
 
 
 def function_name(nodeid: str) -> str:
     """`path::Class::name` without the parameters."""
     return nodeid.partition("[")[0]
+
+
+def module_name(nodeid: str) -> str:
+    """`path`, without the test function."""
+    return nodeid.partition("::")[0]
+
+
+def exists(name: str) -> bool:
+    """Whether there is a module or a test function of this name."""
+    path, *parts = name.split("::")
+    if not (ROOT / path).is_file():
+        return False
+    node: ast.AST = ast.parse((ROOT / path).read_text())
+    for part in parts:
+        children = {
+            child.name: child
+            for child in ast.iter_child_nodes(node)
+            if isinstance(child, ast.ClassDef | ast.FunctionDef)
+        }
+        if part not in children:
+            return False
+        node = children[part]
+    return True
 
 
 class Durations:
@@ -98,14 +130,19 @@ class Durations:
         self._seconds[function_name(report.nodeid)] += report.duration
         self._cases[function_name(report.nodeid)] += report.when == "call"
         if report.when == "setup" and report.duration > SECONDS_OF_A_FAST_SETUP:
-            self._slow_modules.add(report.nodeid.partition("::")[0])
+            self._slow_modules.add(module_name(report.nodeid))
 
     def pytest_sessionfinish(self, session: Any, exitstatus: int) -> None:
         if hasattr(session.config, "workerinput") or exitstatus > pytest.ExitCode.TESTS_FAILED:
             return
-        rows: dict[str, Measured] = {}
+        measured_modules = {module_name(name) for name in self._seconds}
+        rows = {
+            name: row
+            for name, row in slow_tests().items()
+            if name not in self._seconds and name not in measured_modules and exists(name)
+        }
         for name, seconds in self._seconds.items():
-            module = name.partition("::")[0]
+            module = module_name(name)
             if seconds > SECONDS_OF_A_FAST_TEST:
                 rows[name] = Measured(round(seconds, 1), self._cases[name])
             if module in self._slow_modules:
