@@ -30,10 +30,10 @@ from measure.table import publish, target_met
 from torch import nn
 
 from toolkit.config.pipeline_schedules import schedule_of
+from toolkit.config.simulate_schedule import ScheduleCosts, simulate
 from toolkit.launch.local_ranks import run_ranks
 from toolkit.launch.output import quiet
 from toolkit.planner.blocking_transfers import simulate_blocking
-from toolkit.planner.simulate_schedule import ScheduleCosts, simulate
 
 TARGET = 1.03
 FORWARD_SECONDS = 0.2

@@ -36,6 +36,7 @@ from torch import nn
 
 from toolkit.config.pipeline_schedules import Kind, schedule_of
 from toolkit.config.recipe import Recipe
+from toolkit.config.simulate_schedule import ScheduleCosts, simulate
 from toolkit.engines.base import Engine
 from toolkit.engines.factory import create_engine
 from toolkit.engines.scheduled_pipeline import ScheduledPipeline
@@ -43,7 +44,6 @@ from toolkit.launch.local_ranks import run_ranks
 from toolkit.launch.output import quiet
 from toolkit.parallel.pipeline.weight_gradients import WeightGradients
 from toolkit.parity.run.train_in_memory import train_in_memory
-from toolkit.planner.simulate_schedule import ScheduleCosts, simulate
 
 PP, MICRO_BATCHES = 4, 8
 PASS_SECONDS = 0.3

@@ -6,7 +6,7 @@ python docs/generate_schedules.py
 from pathlib import Path
 
 from toolkit.config.pipeline_schedules import KINDS, schedule_of
-from toolkit.planner.simulate_schedule import ScheduleCosts, simulate
+from toolkit.config.simulate_schedule import ScheduleCosts, simulate
 from toolkit.report.schedule_picture import schedule_picture
 
 PICTURE = Path(__file__).parent / "images" / "schedules.svg"

@@ -9,6 +9,7 @@ from nonempty import nonempty
 from toolkit.config.layout import Batch, Layout
 from toolkit.config.pipeline_schedules import KINDS, schedule_of
 from toolkit.config.recipe import Recipe
+from toolkit.config.simulate_schedule import ScheduleCosts, simulate
 from toolkit.hardware import gpu
 from toolkit.models.shape import find_config
 from toolkit.planner.auto.plan_recipe import planned
@@ -18,7 +19,6 @@ from toolkit.planner.request import PlanRequest
 from toolkit.planner.run_memory import recipe_of
 from toolkit.planner.schedule_choice import compared, fastest_schedule, schedule_plans
 from toolkit.planner.search import layouts
-from toolkit.planner.simulate_schedule import ScheduleCosts, simulate
 
 CLUSTER = Cluster.of(gpu("H100-80"))
 

@@ -7,9 +7,9 @@ from itertools import pairwise
 import pytest
 
 from toolkit.config.pipeline_schedules import KINDS, SPLITTING, Kind, Operation, Schedule, schedule_of
+from toolkit.config.simulate_schedule import ScheduleCosts, simulate
 from toolkit.errors import LayoutError
 from toolkit.planner.blocking_transfers import instructions
-from toolkit.planner.simulate_schedule import ScheduleCosts, simulate
 
 SIZES = [(1, 3), (2, 1), (2, 4), (3, 2), (3, 7), (4, 8), (5, 5), (8, 3), (8, 32)]
 """Ranks and micro-batches: more and fewer micro-batches than ranks, odd and even."""

@@ -8,6 +8,7 @@ from training_setups import changed, model_of, step_request
 
 from toolkit.config.layout import Layout, Recompute
 from toolkit.config.pipeline_schedules import schedule_of
+from toolkit.config.simulate_schedule import ScheduleCosts, simulate
 from toolkit.estimate.flops import train_flops_per_token
 from toolkit.estimate.model_facts import ModelFacts
 from toolkit.estimate.recorded.recording import config_text
@@ -23,7 +24,6 @@ from toolkit.planner.data_parallel_time import data_seconds
 from toolkit.planner.execution import Execution, profiles
 from toolkit.planner.kernels import matmul_seconds
 from toolkit.planner.layer_time import RankWork, attention_products, mlp_products
-from toolkit.planner.simulate_schedule import ScheduleCosts, simulate
 from toolkit.planner.stages import stage_bounds
 from toolkit.planner.step_request import StepRequest
 from toolkit.planner.step_time import StepTime, predict_step

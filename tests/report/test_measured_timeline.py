@@ -13,8 +13,8 @@ from refusals import refused
 from toolkit.cli.main import main
 from toolkit.config import load_recipe
 from toolkit.config.pipeline_schedules import PASS_NAMES, Kind, schedule_of
+from toolkit.config.simulate_schedule import ScheduleCosts, Timeline, simulate
 from toolkit.errors import ReportError
-from toolkit.planner.simulate_schedule import ScheduleCosts, Timeline, simulate
 from toolkit.report.measured_timeline import read_timelines
 from toolkit.report.recorded_run import read_runs
 from toolkit.report.runs_page import runs_page

@@ -5,15 +5,18 @@ token embedding has many parameters and takes almost no time, and the LM head wi
 takes as long as several layers.
 
 Training counts the costs on the meta device (`toolkit.parallel.pipeline.balance`); the estimate reads the same counts
-from a recording (`toolkit.estimate.stage_bounds`). Both partition with `balance`.
+from a recording (`toolkit.estimate.stage_bounds`). Both partition with `balance`, and for a schedule of the toolkit's
+own with `balance_schedule`.
 """
 
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise, permutations
+from itertools import accumulate, cycle, pairwise, permutations
 
 from toolkit.config.layout import Recompute, recomputes
+from toolkit.config.pipeline_schedules import Schedule
+from toolkit.config.simulate_schedule import ScheduleCosts, simulate
 from toolkit.errors import LayoutError
 
 GPU_FLOPS_PER_BYTE = 120.0
@@ -23,6 +26,11 @@ CPU_FLOPS_PER_BYTE = 3.0
 core of an AMD EPYC server (78 GFLOP/s, 27 GB/s). An H100 at 40 % of its bf16 peak would have 120; that is computed."""
 _STEPS = 2**40
 """The search for the fastest partition distinguishes stages that differ by 1e-12 of the whole model's time."""
+SIMULATED_STAGES = 16
+"""Of a longer pipeline a simulation takes milliseconds, and a search needs thousands."""
+_LEAST_GAIN = 1e-4
+"""Of a step, for which a layer moves: below it, costs that were counted and recorded may not agree on who is faster."""
+_DIGITS = 9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,41 +88,94 @@ def balance(costs: Costs, stages: int, *, head_alone: bool = True) -> tuple[int,
     return fastest
 
 
-def balance_chunks(costs: Costs, rank_of: Sequence[int], *, head_alone: bool = True) -> tuple[int, ...]:
+def balance_schedule(costs: Costs, schedule: Schedule, *, head_alone: bool = True) -> tuple[int, ...]:
+    """Partition the layers so that a step of the schedule is fastest, as far as a simulation can tell.
+
+    From the partition whose slowest rank is fastest, one layer at a time moves from one stage to another as long as
+    that makes the simulated step shorter: a stage that ranks wait for while the pipeline fills and drains counts more
+    than one that is busy alone. A third of a stage's cost is its forward pass, and as much the backward pass for the
+    input and for the weights. Pipelines of more than SIMULATED_STAGES stages are not simulated. The least numbers of
+    layers are as of `balance`.
+    """
+    stages = len(schedule.rank_of)
+    has_chunks = schedule.virtual_stages > 1
+    bounds = (
+        _balance_ranks(costs, schedule.rank_of, head_alone=head_alone)
+        if has_chunks
+        else balance(costs, stages, head_alone=head_alone)
+    )
+    if stages > SIMULATED_STAGES:
+        return bounds
+    fastest = _step_time(costs, schedule, bounds)
+    moves = list(permutations(range(stages), 2))
+    tried = 0
+    for source, target in cycle(moves):
+        moved = _moved(bounds, source, target)
+        tried += 1
+        if _is_legal(moved, head_alone=head_alone):
+            time = _step_time(costs, schedule, moved)
+            if time < fastest * (1 - _LEAST_GAIN):
+                bounds = moved
+                fastest = time
+                tried = 0
+        if tried >= len(moves):
+            break
+    return bounds
+
+
+def _step_time(costs: Costs, schedule: Schedule, bounds: Sequence[int]) -> float:
+    """Simulate a step, in units of the whole model's time for one micro-batch."""
+    whole = costs.before + sum(costs.layers) + costs.after
+    times = [round(time / whole / 3, _DIGITS) for time in _stage_times(costs, bounds)]
+    simulated = schedule.shortened()
+    timeline = simulate(simulated, ScheduleCosts(forward=times, backward=times, weight=times))
+    others = schedule.micro_batches - simulated.micro_batches
+    return timeline.makespan + others * max(timeline.busy) / simulated.micro_batches
+
+
+def _balance_ranks(costs: Costs, rank_of: Sequence[int], *, head_alone: bool) -> tuple[int, ...]:
     """Partition the layers of a pipeline whose ranks have several stages: `rank_of` is the rank of each.
 
     A rank takes the sum of its stages. From the partition whose slowest stage is fastest, one layer at a time moves
-    from one stage to another as long as that makes the slowest rank faster, or as fast with the others more alike. The
-    least numbers of layers are as of `balance`. (Near an optimum, and not always one: tests compare with all partitions
-    of small models.)
+    from one stage to another as long as that makes the slowest rank faster, or as fast with the others more alike.
+    (Near an optimum, and not always one: tests compare with all partitions of small models.)
     """
     bounds = balance(costs, len(rank_of), head_alone=head_alone)
-    totals = list(accumulate(costs.layers, initial=0.0))
-    last = len(rank_of) - 1
+    whole = sum(costs.layers)
 
     def rank_times(tried: Sequence[int]) -> list[float]:
         times = [0.0] * (max(rank_of) + 1)
-        times[rank_of[0]] += costs.before
-        times[rank_of[last]] += costs.after
-        for rank, (start, stop) in zip(rank_of, pairwise(tried), strict=True):
-            times[rank] += totals[stop] - totals[start]
-        return sorted((round(time / totals[-1], 9) for time in times), reverse=True)
-
-    def moved(source: int, target: int) -> tuple[int, ...]:
-        step = 1 if source > target else -1
-        between = range(min(source, target) + 1, max(source, target) + 1)
-        return tuple(bound + step if index in between else bound for index, bound in enumerate(bounds))
-
-    def is_legal(tried: Sequence[int]) -> bool:
-        least = [1] * last + [0 if head_alone else 1]
-        return all(stop - start >= few for few, (start, stop) in zip(least, pairwise(tried), strict=True))
+        for rank, time in zip(rank_of, _stage_times(costs, tried), strict=True):
+            times[rank] += time
+        return sorted((round(time / whole, 9) for time in times), reverse=True)
 
     while True:
-        moves = (moved(source, target) for source, target in permutations(range(last + 1), 2))
-        best = min(filter(is_legal, moves), key=rank_times, default=bounds)
+        moves = [_moved(bounds, source, target) for source, target in permutations(range(len(rank_of)), 2)]
+        legal = [moved for moved in moves if _is_legal(moved, head_alone=head_alone)]
+        best = min(legal, key=rank_times, default=bounds)
         if rank_times(best) >= rank_times(bounds):
             return bounds
         bounds = best
+
+
+def _stage_times(costs: Costs, bounds: Sequence[int]) -> list[float]:
+    times = [sum(costs.layers[start:stop]) for start, stop in pairwise(bounds)]
+    times[0] += costs.before
+    times[-1] += costs.after
+    return times
+
+
+def _moved(bounds: Sequence[int], source: int, target: int) -> tuple[int, ...]:
+    """The bounds after one layer less in stage `source` and one more in `target`: those between move by one layer."""
+    step = 1 if source > target else -1
+    between = range(min(source, target) + 1, max(source, target) + 1)
+    return tuple(bound + step if index in between else bound for index, bound in enumerate(bounds))
+
+
+def _is_legal(bounds: Sequence[int], *, head_alone: bool) -> bool:
+    """Whether each stage has a layer; the last one may have none with `head_alone`."""
+    sizes = [stop - start for start, stop in pairwise(bounds)]
+    return all(size >= 1 for size in sizes[:-1]) and sizes[-1] >= (0 if head_alone else 1)
 
 
 def recompute_cost(recompute: Recompute, layer: int, flops: float, with_weights: float) -> float:

@@ -134,7 +134,7 @@ class MemoryRequest:
             seq_len=setup.seq_len,
             recompute=layout.recompute,
             head_alone=not setup.computation.trainable.startswith("lora:"),
-            rank_of=layout.stage_ranks,
+            schedule=layout.table(setup.accumulation) if layout.schedule else None,
         )
         return [range(start, stop) for start, stop in pairwise(bounds)]
 

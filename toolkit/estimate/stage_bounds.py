@@ -3,7 +3,8 @@
 from functools import lru_cache
 
 from toolkit.config.layout import Recompute
-from toolkit.config.stage_balance import GPU_FLOPS_PER_BYTE, Costs, balance, balance_chunks, recompute_cost
+from toolkit.config.pipeline_schedules import Schedule
+from toolkit.config.stage_balance import GPU_FLOPS_PER_BYTE, Costs, balance, balance_schedule, recompute_cost
 from toolkit.estimate.parameters import ModelParameters
 
 _LOSS_BYTES = 24
@@ -22,18 +23,18 @@ def balanced_bounds(
     recompute: Recompute = "none",
     head_alone: bool = True,
     flops_per_byte: float = GPU_FLOPS_PER_BYTE,
-    rank_of: tuple[int, ...] = (),
+    schedule: Schedule | None = None,
 ) -> tuple[int, ...]:
     """Return training's bounds: stage k has layers [bounds[k], bounds[k + 1]). Raises LayoutError for too many.
 
-    `rank_of`: the rank of each stage; empty: each has one of its own.
+    `schedule`: the toolkit's own; None: DeepSpeed's, a stage for each rank.
     """
     if stages == 1:
         return (0, len(model.pattern))
     costs = _costs(model, micro_batch_size * seq_len, seq_len, recompute, flops_per_byte)
-    if len({*rank_of}) < len(rank_of):
-        return balance_chunks(costs, rank_of, head_alone=head_alone)
-    return balance(costs, stages, head_alone=head_alone)
+    if schedule is None:
+        return balance(costs, stages, head_alone=head_alone)
+    return balance_schedule(costs, schedule, head_alone=head_alone)
 
 
 def _costs(model: ModelParameters, tokens: int, seq_len: int, recompute: Recompute, flops_per_byte: float) -> Costs:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from toolkit.config.job import Job
 from toolkit.config.layout import Layout
-from toolkit.config.stage_balance import CPU_FLOPS_PER_BYTE, GPU_FLOPS_PER_BYTE, balance, balance_chunks
+from toolkit.config.stage_balance import CPU_FLOPS_PER_BYTE, GPU_FLOPS_PER_BYTE, balance, balance_schedule
 from toolkit.errors import ModelError
 from toolkit.model_init.model_modules import Materializer, OnLayer, outside_layers, persistent_buffers
 from toolkit.model_init.new_tokens import train_every_token
@@ -204,9 +204,9 @@ class ModelPartition:
             flops_per_byte=GPU_FLOPS_PER_BYTE if self.device.type == "cuda" else CPU_FLOPS_PER_BYTE,
         )
         head_alone = not holds_adapters(self.trained)
-        if self.layout.chunks > 1:
-            return balance_chunks(costs, self.layout.stage_ranks, head_alone=head_alone)
-        return balance(costs, self.layout.pp, head_alone=head_alone)
+        if self.layout.schedule is None:
+            return balance(costs, self.layout.pp, head_alone=head_alone)
+        return balance_schedule(costs, self.layout.table(self.job.batch.accumulation), head_alone=head_alone)
 
 
 def finish_outside_layers(

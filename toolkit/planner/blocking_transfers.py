@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import Literal
 
 from toolkit.config.pipeline_schedules import Pass, Schedule
-from toolkit.planner.simulate_schedule import ScheduleCosts, Timeline
+from toolkit.config.simulate_schedule import ScheduleCosts, Timeline
 
 Instruction = tuple[Pass | Literal["send activation", "receive activation", "send gradient", "receive gradient"], int]
 """A pass or a transfer of this rank, and the micro-batch."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from toolkit.config.pipeline_schedules import Schedule, schedule_of
-from toolkit.planner.simulate_schedule import ScheduleCosts, simulate
+from toolkit.config.simulate_schedule import ScheduleCosts, simulate
 
 SIMULATED_STAGES = 16
 """Longer pipelines take the closed form: it is exact for equal stages, and a simulation takes p² operations."""

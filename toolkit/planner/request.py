@@ -223,7 +223,7 @@ class PlanRequest:
                 recompute=layout.recompute,
                 head_alone=trained is None or not trained.adapters,
                 flops_per_byte=CPU_FLOPS_PER_BYTE if self.cluster.cores else GPU_FLOPS_PER_BYTE,
-                rank_of=layout.stage_ranks,
+                schedule=layout.table(setup.accumulation) if layout.schedule else None,
             )
         if trained is not None and layout.recompute in RECOMPUTE_PERIODS:
             trained = trained.recomputed

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from toolkit.config.layout import RECOMPUTE_PERIODS, Recompute, recomputes
+from toolkit.config.simulate_schedule import ScheduleCosts
 from toolkit.estimate.flops import train_flops_per_token
 from toolkit.models.experts import ExpertShape
 from toolkit.models.weights import held_layer_parameters, routed_parameters
@@ -31,7 +32,6 @@ from toolkit.planner.layer_time import (
     tiled_mlp_seconds,
     weight_gradient_seconds,
 )
-from toolkit.planner.simulate_schedule import ScheduleCosts
 from toolkit.planner.step_request import StepRequest
 from toolkit.planner.trained import HOST_SHARES
 

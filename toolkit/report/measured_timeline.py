@@ -12,9 +12,9 @@ from statistics import fmean
 from typing import Any
 
 from toolkit.config.pipeline_schedules import PASS_NAMES, Operation, Pass, Schedule
+from toolkit.config.simulate_schedule import ScheduleCosts, Timeline, simulate
 from toolkit.errors import ReportError
 from toolkit.files import decode_json, reason_of
-from toolkit.planner.simulate_schedule import ScheduleCosts, Timeline, simulate
 from toolkit.report.recorded_run import RecordedRun, read_runs
 from toolkit.report.trace_terms import FOLDER, PHASE
 

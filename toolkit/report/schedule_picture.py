@@ -5,7 +5,7 @@ from html import escape
 from itertools import repeat
 
 from toolkit.config.pipeline_schedules import Schedule
-from toolkit.planner.simulate_schedule import TimedOperation, Timeline
+from toolkit.config.simulate_schedule import TimedOperation, Timeline
 from toolkit.report.chart import DARK, LIGHT
 
 _WIDTH = 960

@@ -8,10 +8,10 @@ import click
 from toolkit.cli import Count, FiniteRange, option_of
 from toolkit.cli.json_output import json_option, print_json
 from toolkit.config.pipeline_schedules import KINDS, Kind, Schedule, schedule_of
+from toolkit.config.simulate_schedule import ScheduleCosts, Timeline, simulate
 from toolkit.errors import LayoutError, ReportError, spell_setting
 from toolkit.files import printable, reason_of
 from toolkit.planner.blocking_transfers import simulate_blocking
-from toolkit.planner.simulate_schedule import ScheduleCosts, Timeline, simulate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

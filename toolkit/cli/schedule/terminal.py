@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from toolkit.config.pipeline_schedules import Schedule
-from toolkit.planner.simulate_schedule import TimedOperation, Timeline
+from toolkit.config.simulate_schedule import TimedOperation, Timeline
 from toolkit.report.terminal import table_console
 
 _NAMES = {"F": "forward", "D": "backward", "B": "backward for the input", "W": "backward for the weights"}

@@ -293,7 +293,7 @@ def _bounds(request: MemoryRequest, *, on_gpu: bool) -> tuple[int, ...]:
         recompute=setup.layout.recompute,
         head_alone=not setup.computation.trainable.startswith("lora:"),
         flops_per_byte=GPU_FLOPS_PER_BYTE if on_gpu else CPU_FLOPS_PER_BYTE,
-        rank_of=setup.layout.stage_ranks,
+        schedule=setup.layout.table(setup.accumulation) if setup.layout.schedule else None,
     )
 
 

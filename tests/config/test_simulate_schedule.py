@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from toolkit.config.pipeline_schedules import Kind, schedule_of
+from toolkit.config.simulate_schedule import ScheduleCosts, TimedOperation, Timeline, simulate
 from toolkit.planner.blocking_transfers import simulate_blocking
-from toolkit.planner.simulate_schedule import ScheduleCosts, TimedOperation, Timeline, simulate
 
 
 def timeline(
