@@ -8,7 +8,10 @@ from nonempty import nonempty
 from slow_tests import (
     DAILY_SECONDS,
     LONGEST_DAILY_CASE,
+    LONGEST_OF_A_FILE,
     ROOT,
+    SECONDS_OF_A_FILE,
+    SECONDS_OF_SHORT_CASES,
     Measured,
     exists,
     function_name,
@@ -53,10 +56,10 @@ class _Case:
         self.marks.append(mark.name)
 
 
-def _daily_cases(monkeypatch: pytest.MonkeyPatch, measured: Measured, *marks: str) -> list[str]:
-    """The cases that `make test` keeps of twelve."""
+def _daily_cases(monkeypatch: pytest.MonkeyPatch, measured: Measured, *marks: str, cases: int = 12) -> list[str]:
+    """The cases that `make test` keeps of so many."""
     monkeypatch.setattr("slow_tests.slow_tests", lambda: {"tests/test_a.py::test_b": measured})
-    items: list[Any] = [_Case(f"tests/test_a.py::test_b[{number}]", *marks) for number in range(12)]
+    items: list[Any] = [_Case(f"tests/test_a.py::test_b[{number}]", *marks) for number in range(cases)]
     leave_long_cases_to_test_all(items)
     return [item.nodeid for item in items if "whole" not in item.marks]
 
@@ -68,15 +71,29 @@ def test_of_many_long_cases_as_many_remain_as_fit_into_their_time(monkeypatch: p
     assert remaining == again, "the same after the next measurement"
 
 
-def test_one_of_very_long_cases_remains_but_none_that_takes_longer_than_all_may(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_one_of_long_cases_remains(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(_daily_cases(monkeypatch, Measured(seconds=12 * LONGEST_DAILY_CASE, cases=12))) == 1
-    assert not _daily_cases(monkeypatch, Measured(seconds=12 * LONGEST_DAILY_CASE + 1, cases=12))
 
 
-def test_short_cases_remain_however_many_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert len(_daily_cases(monkeypatch, Measured(seconds=200.0, cases=600))) == 12
+def test_of_very_long_tests_the_shortest_remain_where_their_file_has_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds_of_a_case = {
+        "tests/test_a.py::test_longest": LONGEST_DAILY_CASE + 2,
+        "tests/test_a.py::test_long": LONGEST_DAILY_CASE + 1,
+        "tests/test_b.py::test_shorter": LONGEST_DAILY_CASE - 1,
+        "tests/test_b.py::test_long": LONGEST_DAILY_CASE + 1,
+        "tests/test_c.py::test_longest_of_all": LONGEST_OF_A_FILE + 1,
+    }
+    rows = {name: Measured(seconds=3 * seconds, cases=3) for name, seconds in seconds_of_a_case.items()}
+    monkeypatch.setattr("slow_tests.slow_tests", lambda: rows)
+    items: list[Any] = [_Case(f"{name}[{number}]") for name in rows for number in range(3)]
+    leave_long_cases_to_test_all(items)
+    daily = [function_name(item.nodeid) for item in items if "whole" not in item.marks]
+    assert daily == ["tests/test_a.py::test_long", "tests/test_b.py::test_shorter"]
+
+
+def test_of_short_cases_more_remain(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = Measured(seconds=2 * SECONDS_OF_SHORT_CASES, cases=200)
+    assert len(_daily_cases(monkeypatch, measured, cases=200)) == 100
 
 
 def test_a_test_may_keep_all_of_its_cases(monkeypatch: pytest.MonkeyPatch) -> None:

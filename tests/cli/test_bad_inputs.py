@@ -1,5 +1,6 @@
 """Bad inputs to every command: one line of a readable length, exit code 2, nothing left behind, no code run."""
 
+import gc
 import importlib
 import os
 import pkgutil
@@ -144,6 +145,7 @@ def exit_code(program: str, argv: list[str]) -> int:
     sys.stderr.flush()
     if child := os.fork():
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    gc.freeze()  # collecting what was imported would copy all of its pages
     code: Any = 1
     try:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)

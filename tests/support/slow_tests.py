@@ -1,7 +1,7 @@
 """What the tests took when they were last measured, and what follows: which of them `make test` and `test-fast` run.
 
 `make test-fast` leaves out the functions that took longest. `make test` runs of each long function the cases that fit
-into DAILY_SECONDS, but at least one, and none of a function whose cases take longer than LONGEST_DAILY_CASE each.
+into DAILY_SECONDS, but at least one, and few of functions whose cases take longer than LONGEST_DAILY_CASE each.
 `make test-all` runs all. `make durations` measures what `make test` runs and writes slow_tests.json, in which it keeps
 what it did not run; a test in tests/test_slow_tests.py keeps its names current.
 """
@@ -24,8 +24,14 @@ SECONDS_OF_A_FAST_SETUP = 8.0
 SECONDS_OF_A_LONG_CASE = 0.5
 DAILY_SECONDS = 4.0
 """What the long cases of a test function may take in `make test`, all together."""
-LONGEST_DAILY_CASE = 8.0
-"""A test function whose cases take longer, on average, runs in `make test-all` alone."""
+SECONDS_OF_SHORT_CASES = 30.0
+"""The same of shorter ones."""
+LONGEST_DAILY_CASE = 6.0
+"""A test function whose cases take longer, on average, runs in `make test` only where its file has few others."""
+SECONDS_OF_A_FILE = 5.0
+"""What long tests of a file take in `make test`, at least, where it has as many."""
+LONGEST_OF_A_FILE = 20.0
+"""None of them takes longer."""
 
 
 class Measured(NamedTuple):
@@ -34,6 +40,11 @@ class Measured(NamedTuple):
     seconds: float
     cases: int
 
+    @property
+    def seconds_of_a_case(self) -> float:
+        """The mean."""
+        return self.seconds / self.cases
+
 
 def slow_tests() -> dict[str, Measured]:
     """What each slow test function took, by `path::name`, or a whole module, by `path`."""
@@ -41,30 +52,43 @@ def slow_tests() -> dict[str, Measured]:
 
 
 def leave_long_cases_to_test_all(items: list[pytest.Item]) -> None:
-    """Mark cases of long test functions with `whole` until the others take DAILY_SECONDS.
+    """Mark cases of long test functions with `whole`, by what they took when they were last measured.
 
-    Which remain is drawn by their names, so that all parameters occur. A test with the mark `daily` keeps all.
+    Of each function as many cases remain as take DAILY_SECONDS (or SECONDS_OF_SHORT_CASES), but at least one, and none
+    of a function whose cases take longer than LONGEST_DAILY_CASE. Of those, the shortest remain with one case each, as
+    long as all long tests of their file take less than SECONDS_OF_A_FILE. Which cases remain is drawn by their names,
+    so that all parameters occur. A test with the mark `daily` keeps all.
     """
     cases: dict[str, list[pytest.Item]] = defaultdict(list)
-    for item in items:
-        is_exempt = any(item.get_closest_marker(name) for name in ("whole", "gpu", "daily"))
-        if not is_exempt:
-            cases[function_name(item.nodeid)].append(item)
     measured = slow_tests()
+    for item in items:
+        name = function_name(item.nodeid)
+        if name in measured and not any(item.get_closest_marker(mark) for mark in ("whole", "gpu", "daily")):
+            cases[name].append(item)
+    remaining = {
+        name: _daily_cases(measured[name], len(items_of_function)) for name, items_of_function in cases.items()
+    }
+    seconds_of_file: dict[str, float] = defaultdict(float)
+    for name, number in remaining.items():
+        seconds_of_file[module_name(name)] += number * measured[name].seconds_of_a_case
+    for name in sorted(cases, key=lambda name: measured[name].seconds_of_a_case):
+        module = module_name(name)
+        seconds = measured[name].seconds_of_a_case
+        if remaining[name] == 0 and seconds < LONGEST_OF_A_FILE and seconds_of_file[module] < SECONDS_OF_A_FILE:
+            remaining[name] = 1
+            seconds_of_file[module] += seconds
     for name, items_of_function in cases.items():
-        if name in measured:
-            for item in sorted(items_of_function, key=_drawn)[_daily_cases(measured[name], len(items_of_function)) :]:
-                item.add_marker(pytest.mark.whole)
+        for item in sorted(items_of_function, key=_drawn)[remaining[name] :]:
+            item.add_marker(pytest.mark.whole)
 
 
 def _daily_cases(measured: Measured, cases: int) -> int:
-    """How many of the cases of a test function `make test` runs."""
-    seconds_of_a_case = measured.seconds / measured.cases
-    if seconds_of_a_case > LONGEST_DAILY_CASE:
+    """How many of the cases of a test function `make test` runs, whatever else its file has."""
+    if measured.seconds_of_a_case > LONGEST_DAILY_CASE:
         return 0
-    if seconds_of_a_case < SECONDS_OF_A_LONG_CASE:
-        return cases
-    return max(1, int(DAILY_SECONDS / seconds_of_a_case))
+    is_short = measured.seconds_of_a_case < SECONDS_OF_A_LONG_CASE
+    seconds = SECONDS_OF_SHORT_CASES if is_short else DAILY_SECONDS
+    return min(cases, max(1, int(seconds / measured.seconds_of_a_case)))
 
 
 def _drawn(item: pytest.Item) -> str:
@@ -86,7 +110,7 @@ def slowest_files_first(items: list[pytest.Item]) -> None:
     for item in items:
         row = slow.get(function_name(item.nodeid))
         if row is not None and not item.get_closest_marker("whole"):
-            seconds[module_name(item.nodeid)] += row.seconds / row.cases
+            seconds[module_name(item.nodeid)] += row.seconds_of_a_case
     items.sort(key=lambda item: (-seconds[module_name(item.nodeid)], module_name(item.nodeid)))
 
 
