@@ -10,7 +10,6 @@ from slow_tests import (
     LONGEST_DAILY_CASE,
     LONGEST_OF_A_FILE,
     ROOT,
-    SECONDS_OF_A_FILE,
     SECONDS_OF_SHORT_CASES,
     Measured,
     exists,

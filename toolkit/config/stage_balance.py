@@ -27,9 +27,9 @@ core of an AMD EPYC server (78 GFLOP/s, 27 GB/s). An H100 at 40 % of its bf16 pe
 _STEPS = 2**40
 """The search for the fastest partition distinguishes stages that differ by 1e-12 of the whole model's time."""
 SIMULATED_STAGES = 16
-"""Of a longer pipeline a simulation takes milliseconds, and a search needs thousands."""
+"""Longer pipelines are not simulated: each simulation takes milliseconds, and a search needs thousands."""
 _LEAST_GAIN = 1e-4
-"""Of a step, for which a layer moves: below it, costs that were counted and recorded may not agree on who is faster."""
+"""The share of a step for which a layer moves: by less, counted and recorded costs may not agree on what is faster."""
 _DIGITS = 9
 
 
