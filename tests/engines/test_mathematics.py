@@ -118,6 +118,7 @@ def test_what_accelerates_launcher_leaves_in_the_environment_changes_nothing(
     assert report.passed, str(report)
 
 
+@pytest.mark.whole
 class TestBf16:
     """bf16 rounds; how much that moves a curve is measured by reruns in other summation orders, then held against."""
 

@@ -105,7 +105,15 @@ def steps(stub: StubProcess, make_recipe: MakeRecipe) -> Steps:
     return of
 
 
-every_case = pytest.mark.parametrize("one", CASES, ids=lambda one: one.name)
+DAILY = ("dp2-z2", "dp2-z3", "tp2-z1-sp", "dp2-ep2-z2", "dp2-cp2-tp2-z2", "first stage of ZB-V", "LoRA")
+"""Cases of `make test`, one for each kind of parallelism: a case takes seconds to train."""
+PARAMETERS = [pytest.param(one, id=one.name, marks=() if one.name in DAILY else pytest.mark.whole) for one in CASES]
+
+
+def every_case(test: Callable[..., None]) -> Callable[..., None]:
+    """Run a test with each case."""
+    marked: Callable[..., None] = pytest.mark.daily(pytest.mark.parametrize("one", PARAMETERS)(test))
+    return marked
 
 
 @every_case
