@@ -19,10 +19,9 @@ it is the one that `dstk compare --against trainer:…` holds against one proces
 
 import argparse
 import os
-import resource
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -34,6 +33,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch.distributed as dist
 from measure.our_run import CPU, Stamps, make_recipe, our_run
+from measure.peak import with_peak
 from measure.rounds import silently
 from measure.step_counter import CountedStep, StepCounter, StepCounts
 from measure.table import publish
@@ -182,13 +182,6 @@ def measured_of(folder: Path, recipe: Recipe, side: Strategy, runs: Sequence[Seq
         counts=run_ranks(silently, ranks, counted, timeout_seconds=1800)[0],
         resume=run_ranks(silently, ranks, resumed, timeout_seconds=1800)[0],
     )
-
-
-def with_peak(side: Callable[[], Stamps]) -> tuple[Stamps, int]:
-    """Run a side on this rank; return also the resident memory that it added at most."""
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    stamps = silently(side)
-    return stamps, 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 
 def their_times(recipe: Recipe, side: Strategy, folder: Path) -> Stamps:

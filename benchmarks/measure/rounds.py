@@ -5,12 +5,14 @@ import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from rich.console import Console
 
 from measure.our_run import Stamps
 from toolkit.launch.local_ranks import run_ranks
 
+Outcome = TypeVar("Outcome")
 Side = Callable[[], Stamps]
 """Runs on every rank; what it prints goes nowhere."""
 
@@ -49,7 +51,7 @@ def alternate(sides: Mapping[str, Side], *, ranks: int, rounds: int, warmup: int
     return {name: Times(rounds=seconds[name], losses=losses[name]) for name in sides}
 
 
-def silently(side: Side) -> Stamps:
+def silently(side: Callable[[], Outcome]) -> Outcome:
     """Run a side; what DeepSpeed prints goes nowhere."""
     with Path(os.devnull).open("w") as nowhere:
         os.dup2(nowhere.fileno(), 1)
