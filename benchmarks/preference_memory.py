@@ -79,10 +79,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         recipe = make_pairs_recipe(folder, hidden=64 if options.quick else 512, layers=2 if options.quick else 6)
+        parameters = sum(weight.numel() for weight in LlamaForCausalLM(config_of(recipe)).parameters())
         rows = [
             row for stage in STAGES for row in rows_of(folder, recipe, stage, 1 if options.quick else options.rounds)
         ]
-    parameters = sum(weight.numel() for weight in LlamaForCausalLM(config_of(recipe)).parameters())
     publish(
         "preference_memory",
         title="The memory of DPO, beside TRL's DPOTrainer",
@@ -220,11 +220,10 @@ def their_run(recipe: Recipe, folder: Path, *, precomputes: bool) -> list[float]
         save_strategy="no",
         report_to="none",
     )
-    rows = [json.loads(line) for line in Path(str(recipe.data.source)).read_text(encoding="utf-8").splitlines()]
     trainer = DPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(recipe.model.name_or_path, dtype=torch.float32),
         args=config,
-        train_dataset=Dataset.from_list(rows),
+        train_dataset=Dataset.from_json(str(recipe.data.source), cache_dir=str(folder / "datasets")),
         processing_class=AutoTokenizer.from_pretrained(recipe.model.name_or_path),
     )
     trainer.train()
