@@ -33,11 +33,11 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
-from accelerate import PartialState
 from datasets import Dataset
 from measure.our_run import CPU, our_run
 from measure.peak import with_peak
 from measure.table import publish
+from measure.trainer_run import training_arguments
 from rich.console import Console
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -193,32 +193,16 @@ def their_run(recipe: Recipe, folder: Path, *, precomputes: bool) -> list[float]
     """Train on this rank with TRL's trainer and the toolkit's DeepSpeed config; return the losses."""
     job = Job.of(recipe, RankEnvironment.detect().world_size)
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    # Without a GPU the Trainer finds no backend and would train alone without a word: give it a configured state.
-    PartialState(cpu=False, backend="gloo")
-    config = DPOConfig(
-        output_dir=str(folder / "trl"),
-        accelerator_config={"use_configured_state": True},
+    config = training_arguments(
+        DPOConfig,
+        job,
+        folder / "trl",
+        CPU,
         deepspeed=deepspeed_config(job, check_model(recipe, CPU), CPU),
-        per_device_train_batch_size=job.batch.micro_batch_size,
-        gradient_accumulation_steps=job.batch.accumulation,
-        max_steps=recipe.train.steps,
-        learning_rate=recipe.optimizer.lr,
-        adam_beta1=recipe.optimizer.betas[0],
-        adam_beta2=recipe.optimizer.betas[1],
-        adam_epsilon=recipe.optimizer.eps,
-        weight_decay=recipe.optimizer.weight_decay,
-        max_grad_norm=recipe.train.grad_clip,
-        lr_scheduler_type="constant",
-        warmup_steps=0,
         beta=recipe.train.objective.beta,
         max_length=None,
         precompute_ref_log_probs=precomputes,
         gradient_checkpointing=False,
-        bf16=False,
-        use_cpu=True,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
     )
     trainer = DPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(recipe.model.name_or_path, dtype=torch.float32),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 # First: it sets the environment in which torch, DeepSpeed and Triton are imported.
-from rank_parent import become_rank_parent
+from rank_parent import RANK_SECONDS, become_rank_parent
 
 # isort: split
 from async_io import use_build_directory
@@ -74,8 +74,6 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 MakeRecipe = Callable[..., Recipe]
-RANK_SECONDS = 540
-"""What ranks that a test forks may take; the test itself has `timeout` of pyproject.toml."""
 
 
 @pytest.fixture(scope="session")
@@ -118,10 +116,7 @@ def make_recipe(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> MakeR
 
 @pytest.fixture(scope="session")
 def ranks() -> Callable[..., list[Any]]:
-    """`run_ranks`, in a process that has imported all that ranks need: forking it takes milliseconds.
-
-    Ranks have nearly as long as their test, so that it is never a busy machine that ends them.
-    """
+    """`run_ranks`, in a process that has imported all that ranks need: forking it takes milliseconds."""
     become_rank_parent()
 
     from toolkit.launch.local_ranks import run_ranks

@@ -6,7 +6,7 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import deepspeed
@@ -77,7 +77,8 @@ def trainer_run(
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     # Before the arguments, which under ZeRO-3 have transformers build models without memory in this process.
     model = model or build_model(recipe, eos_id=prepare(recipe.data, progress=False).eos_id)
-    arguments = _arguments(job, folder, device, deepspeed=deepspeed_config(job, check_model(recipe, device), device))
+    config = deepspeed_config(job, check_model(recipe, device), device)
+    arguments = training_arguments(TrainingArguments, job, folder, device, deepspeed=config)
     callback = StampCallback(log)
     trainer = Trainer(model=model, args=arguments, train_dataset=tokens, callbacks=[callback])
     trainer.train()
@@ -103,7 +104,7 @@ def sharded_run(
     for each use, by FSDP2 or by autocast.
     """
     job = Job.of(recipe, RankEnvironment.detect().world_size)
-    arguments = _arguments(job, folder, device)
+    arguments = training_arguments(TrainingArguments, job, folder, device)
     model = AutoModelForCausalLM.from_pretrained(
         recipe.model.name_or_path, dtype=torch.float32, distributed_config=config
     )
@@ -119,15 +120,18 @@ def sharded_run(
     return callback.stamps
 
 
-def _arguments(job: Job, folder: Path, device: torch.device, **more: Any) -> TrainingArguments:
-    """Return the recipe in the Trainer's terms."""
+Arguments = TypeVar("Arguments", bound=TrainingArguments)
+
+
+def training_arguments(kind: type[Arguments], job: Job, folder: Path, device: torch.device, **more: Any) -> Arguments:
+    """Return the recipe in the terms of the Trainer, or of another trainer by its `kind` of arguments."""
     recipe = job.recipe
     on_cpu = device.type == "cpu"
     if on_cpu:
         # Without a GPU the Trainer finds no backend and would train alone without a word: give it a configured state.
         # DeepSpeed's is not that of a CPU, and without `cpu` every other one is of one process.
         PartialState(cpu="deepspeed" not in more, backend="gloo")
-    return TrainingArguments(
+    arguments: Arguments = kind(
         accelerator_config={"use_configured_state": on_cpu},
         output_dir=str(folder),
         per_device_train_batch_size=job.batch.micro_batch_size,
@@ -150,3 +154,4 @@ def _arguments(job: Job, folder: Path, device: torch.device, **more: Any) -> Tra
         train_sampling_strategy="sequential",
         **more,
     )
+    return arguments

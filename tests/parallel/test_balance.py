@@ -11,8 +11,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from toolkit.config.layout import Recompute
 from toolkit.config.pipeline_schedules import KINDS, Kind, Schedule, schedule_of
-from toolkit.config.simulate_schedule import ScheduleCosts, simulate
-from toolkit.config.stage_balance import SIMULATED_STAGES, Costs, balance, balance_schedule
+from toolkit.config.simulate_schedule import SIMULATED_STAGES, ScheduleCosts, simulate
+from toolkit.config.stage_balance import Costs, balance, balance_schedule
 from toolkit.errors import LayoutError
 from toolkit.estimate.flops import train_flops_per_token
 from toolkit.models.shape import ModelShape

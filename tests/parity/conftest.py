@@ -20,9 +20,15 @@ def baselines(text: Text, ranks: Callable[..., list[Any]]) -> Baselines:
 
 
 @pytest.fixture(scope="module")
-def outcomes(request: pytest.FixtureRequest, text: Text, baselines: Baselines) -> dict[Cell, Outcome]:
-    """Outcomes of the file's selected cells, trained together: faster than one by one."""
+def selected_cells(request: pytest.FixtureRequest) -> list[Cell]:
+    """The cells of the file's selected tests."""
     items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
     cells = [cell for item in items if isinstance(cell := item.callspec.params.get("cell"), Cell)]
-    ended = run_cells([run_of(cell) for cell in dict.fromkeys(cells)], text, baselines, cores=CORES)
+    return list(dict.fromkeys(cells))
+
+
+@pytest.fixture(scope="module")
+def outcomes(selected_cells: list[Cell], text: Text, baselines: Baselines) -> dict[Cell, Outcome]:
+    """Outcomes of the file's selected cells, trained together: faster than one by one."""
+    ended = run_cells([run_of(cell) for cell in selected_cells], text, baselines, cores=CORES)
     return {run.cell: outcome for run, outcome, _ in ended}

@@ -40,20 +40,19 @@ Ranks = Callable[..., list[Any]]
 
 
 @pytest.fixture(scope="module")
-def daily_outcomes(request: pytest.FixtureRequest, text: Text, baselines: Baselines) -> dict[Cell, Outcome]:
-    """Outcomes of the daily cells of all selected strategies, trained together: faster than one by one."""
+def selected_cells(request: pytest.FixtureRequest) -> list[Cell]:
+    """The daily cells of the selected strategies."""
     items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
     strategies = {item.callspec.params.get("strategy") for item in items}
-    runs = [run_of(cell) for cell in daily_cells() if cell.strategy in strategies]
-    return {run.cell: outcome for run, outcome, _ in run_cells(runs, text, baselines, cores=CORES)}
+    return [cell for cell in daily_cells() if cell.strategy in strategies]
 
 
 @pytest.mark.daily
 @pytest.mark.timeout(1800)  # the first test trains the cells of all
 @pytest.mark.parametrize("strategy", STRATEGIES)  # daily cells take seconds to choose, in each process that collects
-def test_a_strategy_trains_what_one_process_trains(strategy: str, daily_outcomes: dict[Cell, Outcome]) -> None:
-    outcomes = nonempty((cell, outcome) for cell, outcome in daily_outcomes.items() if cell.strategy == strategy)
-    failures = [f"{cell}:\n{outcome.failure}" for cell, outcome in outcomes if outcome.failure]
+def test_a_strategy_trains_what_one_process_trains(strategy: str, outcomes: dict[Cell, Outcome]) -> None:
+    of_strategy = nonempty((cell, outcome) for cell, outcome in outcomes.items() if cell.strategy == strategy)
+    failures = [f"{cell}:\n{outcome.failure}" for cell, outcome in of_strategy if outcome.failure]
     assert not failures, "\n".join(failures)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from rank_parent import RANK_SECONDS
 from small_chats import WORDS, write_chats, write_tokenizer
 
 from toolkit.config.distill_section import DistillSection
@@ -92,7 +93,7 @@ def compare(recipe: Recipe, layouts: Iterable[str], folder: Path) -> dict[str, s
         strategy = Strategy.parse(layout)
         own, size = strategy.apply(small, 1), strategy.world_size(1)
         try:
-            result = ParityResult.of(run_ranks(train_in_memory, size, own, timeout_seconds=540)[0], baseline)
+            result = ParityResult.of(run_ranks(train_in_memory, size, own, timeout_seconds=RANK_SECONDS)[0], baseline)
             found[layout] = "same" if result.passed else "differs"
         except (ToolkitError, RankFailedError) as error:
             print(f"{layout}: {error}")

@@ -15,6 +15,9 @@ import pkgutil
 
 from toolkit.imports import no_garbage_collection
 
+RANK_SECONDS = 540
+"""How long ranks that a test forks may take: nearly as long as the test, whose `timeout` is in pyproject.toml."""
+
 
 def become_rank_parent() -> None:
     """Import slow modules once, and silence them."""

@@ -92,6 +92,8 @@ class Timeline:
         return (TimedOperation(*operation, start, end) for operation, start, end in times)
 
 
+SIMULATED_STAGES = 16
+"""Searches simulate no longer pipelines: a simulation takes p² operations."""
 _NOTHING, _NOBODY = 0, 1
 """The cell that is always filled, and the one that nobody waits for."""
 

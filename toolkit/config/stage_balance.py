@@ -16,7 +16,7 @@ from itertools import accumulate, cycle, pairwise, permutations
 
 from toolkit.config.layout import Recompute, recomputes
 from toolkit.config.pipeline_schedules import Schedule
-from toolkit.config.simulate_schedule import ScheduleCosts, simulate
+from toolkit.config.simulate_schedule import SIMULATED_STAGES, ScheduleCosts, simulate
 from toolkit.errors import LayoutError
 
 GPU_FLOPS_PER_BYTE = 120.0
@@ -26,11 +26,10 @@ CPU_FLOPS_PER_BYTE = 3.0
 core of an AMD EPYC server (78 GFLOP/s, 27 GB/s). An H100 at 40 % of its bf16 peak would have 120; that is computed."""
 _STEPS = 2**40
 """The search for the fastest partition distinguishes stages that differ by 1e-12 of the whole model's time."""
-SIMULATED_STAGES = 16
-"""Longer pipelines are not simulated: each simulation takes milliseconds, and a search needs thousands."""
 _LEAST_GAIN = 1e-4
 """The share of a step for which a layer moves: by less, counted and recorded costs may not agree on what is faster."""
 _DIGITS = 9
+"""Decimal digits of shares of the model's time: sums of the same layers in another order differ in the last ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +146,7 @@ def _balance_ranks(costs: Costs, rank_of: Sequence[int], *, head_alone: bool) ->
         times = [0.0] * (max(rank_of) + 1)
         for rank, time in zip(rank_of, _stage_times(costs, tried), strict=True):
             times[rank] += time
-        return sorted((round(time / whole, 9) for time in times), reverse=True)
+        return sorted((round(time / whole, _DIGITS) for time in times), reverse=True)
 
     while True:
         moves = [_moved(bounds, source, target) for source, target in permutations(range(len(rank_of)), 2)]

@@ -32,7 +32,7 @@ from toolkit.estimate.recorded.recording import Activations, Precision, RankPass
 from toolkit.estimate.recorded.recordings import activations, stand_in
 from toolkit.estimate.recorded.tiled_mlp import narrow, tile_bytes
 from toolkit.estimate.schedule_memory import SchedulePeak, StageBytes, schedule_peak
-from toolkit.estimate.stage_bounds import balanced_bounds
+from toolkit.estimate.stage_bounds import bounds_of
 from toolkit.estimate.states import TorchStates
 from toolkit.estimate.trainable import vectors_alone, without_4bit
 from toolkit.estimate.training_setup import TrainingSetup
@@ -127,15 +127,7 @@ class MemoryRequest:
         if isinstance(self.framework, FrameworkProfile):
             layout.refuse_schedule("another framework's schedule is part of its profile")
             return stage_layers(self.framework, setup.model, layout.pp)
-        bounds = balanced_bounds(
-            setup.model.parameters,
-            layout.stages,
-            micro_batch_size=setup.micro_batch_size,
-            seq_len=setup.seq_len,
-            recompute=layout.recompute,
-            head_alone=not setup.computation.trainable.startswith("lora:"),
-            schedule=layout.table(setup.accumulation) if layout.schedule else None,
-        )
+        bounds = bounds_of(setup, adapters_alone=setup.computation.trainable.startswith("lora:"))
         return [range(start, stop) for start, stop in pairwise(bounds)]
 
     def _breakdown(self, stage: int, layers: range) -> MemoryBreakdown:

@@ -6,6 +6,7 @@ from toolkit.config.layout import Recompute
 from toolkit.config.pipeline_schedules import Schedule
 from toolkit.config.stage_balance import GPU_FLOPS_PER_BYTE, Costs, balance, balance_schedule, recompute_cost
 from toolkit.estimate.parameters import ModelParameters
+from toolkit.estimate.training_setup import TrainingSetup
 
 _LOSS_BYTES = 24
 """Memory traffic of one token's loss and its gradient per vocabulary entry: six passes over fp32."""
@@ -35,6 +36,23 @@ def balanced_bounds(
     if schedule is None:
         return balance(costs, stages, head_alone=head_alone)
     return balance_schedule(costs, schedule, head_alone=head_alone)
+
+
+def bounds_of(
+    setup: TrainingSetup, *, adapters_alone: bool, flops_per_byte: float = GPU_FLOPS_PER_BYTE
+) -> tuple[int, ...]:
+    """Return the bounds of a setup's stages. With `adapters_alone`, where only adapters train, each has a layer."""
+    layout = setup.layout
+    return balanced_bounds(
+        setup.model.parameters,
+        layout.stages,
+        micro_batch_size=setup.micro_batch_size,
+        seq_len=setup.seq_len,
+        recompute=layout.recompute,
+        head_alone=not adapters_alone,
+        flops_per_byte=flops_per_byte,
+        schedule=layout.table(setup.accumulation) if layout.schedule else None,
+    )
 
 
 def _costs(model: ModelParameters, tokens: int, seq_len: int, recompute: Recompute, flops_per_byte: float) -> Costs:

@@ -4,19 +4,17 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from toolkit.config.pipeline_schedules import Schedule, schedule_of
-from toolkit.config.simulate_schedule import ScheduleCosts, simulate
+from toolkit.config.simulate_schedule import SIMULATED_STAGES, ScheduleCosts, simulate
 
-SIMULATED_STAGES = 16
-"""Longer pipelines take the closed form: it is exact for equal stages, and a simulation takes p² operations."""
 _DIGITS = 2
 
 
 def bubble_seconds(stages: Sequence[float], forward_share: float, micro_batches: int) -> float:
     """Seconds of a step in which the slowest stage waits, given what each stage takes for a micro-batch.
 
-    The closed form is the sum of all other stages: they work alone while the pipeline fills and drains. Where stages
-    differ, part of that overlaps, which the simulation knows. The bubble no longer grows from p micro-batches on, so
-    that no more are simulated.
+    The closed form is the sum of all other stages: they work alone while the pipeline fills and drains. It is exact for
+    equal stages. Where stages differ, part of that overlaps, which the simulation of up to SIMULATED_STAGES knows. The
+    bubble no longer grows from p micro-batches on, so that no more are simulated.
     """
     slowest = max(stages)
     count = len(stages)

@@ -19,7 +19,7 @@ from toolkit.estimate.framework_profile import FrameworkProfile
 from toolkit.estimate.memory_request import Framework, MemoryRequest
 from toolkit.estimate.model_facts import ModelFacts
 from toolkit.estimate.recorded.recordings import parameters
-from toolkit.estimate.stage_bounds import balanced_bounds
+from toolkit.estimate.stage_bounds import bounds_of
 from toolkit.estimate.trainable import EVERYTHING, Trainable, without_4bit
 from toolkit.estimate.training_setup import TrainingSetup
 from toolkit.hardware import Gpu
@@ -215,15 +215,10 @@ class PlanRequest:
         trained = self.trained
         bounds: tuple[int, ...] = ()
         if layout.pp > 1 and execution.framework == "toolkit":
-            bounds = balanced_bounds(
-                self.model.parameters,
-                layout.stages,
-                micro_batch_size=setup.micro_batch_size,
-                seq_len=setup.seq_len,
-                recompute=layout.recompute,
-                head_alone=trained is None or not trained.adapters,
+            bounds = bounds_of(
+                setup,
+                adapters_alone=trained is not None and bool(trained.adapters),
                 flops_per_byte=CPU_FLOPS_PER_BYTE if self.cluster.cores else GPU_FLOPS_PER_BYTE,
-                schedule=layout.table(setup.accumulation) if layout.schedule else None,
             )
         if trained is not None and layout.recompute in RECOMPUTE_PERIODS:
             trained = trained.recomputed

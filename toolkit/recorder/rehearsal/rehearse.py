@@ -18,7 +18,7 @@ from toolkit.dsconfig import build
 from toolkit.estimate.breakdown import MemoryBreakdown
 from toolkit.estimate.memory_request import MemoryRequest
 from toolkit.estimate.model_facts import ModelFacts
-from toolkit.estimate.stage_bounds import balanced_bounds
+from toolkit.estimate.stage_bounds import bounds_of
 from toolkit.hardware import Gpu
 from toolkit.model_init.build_model import load_config
 from toolkit.model_init.teacher_job import teacher_job, with_vectors_alone
@@ -285,15 +285,10 @@ def _structure(job: Job) -> ModelStructure | None:
 def _bounds(request: MemoryRequest, *, on_gpu: bool) -> tuple[int, ...]:
     """Return the stages that training chooses."""
     setup = request.setup
-    return balanced_bounds(
-        setup.model.parameters,
-        setup.layout.stages,
-        micro_batch_size=setup.micro_batch_size,
-        seq_len=setup.seq_len,
-        recompute=setup.layout.recompute,
-        head_alone=not setup.computation.trainable.startswith("lora:"),
+    return bounds_of(
+        setup,
+        adapters_alone=setup.computation.trainable.startswith("lora:"),
         flops_per_byte=GPU_FLOPS_PER_BYTE if on_gpu else CPU_FLOPS_PER_BYTE,
-        schedule=setup.layout.table(setup.accumulation) if setup.layout.schedule else None,
     )
 
 
