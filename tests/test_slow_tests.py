@@ -78,7 +78,7 @@ def test_of_very_long_tests_the_shortest_remain_where_their_file_has_no_others(m
     seconds_of_a_case = {
         "tests/test_a.py::test_longest": LONGEST_DAILY_CASE + 2,
         "tests/test_a.py::test_long": LONGEST_DAILY_CASE + 1,
-        "tests/test_b.py::test_shorter": LONGEST_DAILY_CASE - 1,
+        "tests/test_b.py::test_shorter": LONGEST_DAILY_CASE,
         "tests/test_b.py::test_long": LONGEST_DAILY_CASE + 1,
         "tests/test_c.py::test_longest_of_all": LONGEST_OF_A_FILE + 1,
     }

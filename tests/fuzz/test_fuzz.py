@@ -43,6 +43,7 @@ def _in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
     write_files()
 
 
+@pytest.mark.daily
 def test_half_a_dozen_compositions_train_what_one_process_trains(ranks: Callable[..., list[Any]]) -> None:
     drawn = {index: draw(SEED, index) for index in range(DAILY)}
     compositions = {

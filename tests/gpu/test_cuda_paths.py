@@ -15,6 +15,7 @@ from stub_facts import MEMORY_BYTES, NAME, PEAK_BYTES
 
 from toolkit.config.recipe import Recipe
 
+pytestmark = pytest.mark.daily
 GPU = "cuda:0"
 DROPOUT: dict[str, Any] = {
     "name_or_path": "gpt2-tiny",
@@ -108,12 +109,7 @@ def steps(stub: StubProcess, make_recipe: MakeRecipe) -> Steps:
 DAILY = ("dp2-z2", "dp2-z3", "tp2-z1-sp", "dp2-ep2-z2", "dp2-cp2-tp2-z2", "first stage of ZB-V", "LoRA")
 """Cases of `make test`, one for each kind of parallelism: a case takes seconds to train."""
 PARAMETERS = [pytest.param(one, id=one.name, marks=() if one.name in DAILY else pytest.mark.whole) for one in CASES]
-
-
-def every_case(test: Callable[..., None]) -> Callable[..., None]:
-    """Run a test with each case."""
-    marked: Callable[..., None] = pytest.mark.daily(pytest.mark.parametrize("one", PARAMETERS)(test))
-    return marked
+every_case = pytest.mark.parametrize("one", PARAMETERS)
 
 
 @every_case

@@ -18,17 +18,18 @@ import pytest
 PATH = Path(__file__).parents[1] / "slow_tests.json"
 ROOT = PATH.parents[1]
 SECONDS_OF_A_FAST_TEST = 3.0
-"""A test function is slow when all its parameters together take longer than this."""
+"""A test function is slow when all its cases in `make test` together take longer than this."""
 SECONDS_OF_A_FAST_SETUP = 8.0
 """A shared fixture that takes longer makes every test of its module slow: one of them would pay for it."""
 SECONDS_OF_A_LONG_CASE = 0.5
-DAILY_SECONDS = 4.0
+"""A function with longer cases is written down however few of them were run: the others take as long."""
+DAILY_SECONDS = 2.0
 """What the long cases of a test function may take in `make test`, all together."""
 SECONDS_OF_SHORT_CASES = 30.0
 """The same of shorter ones."""
-LONGEST_DAILY_CASE = 6.0
+LONGEST_DAILY_CASE = 4.0
 """A test function whose cases take longer, on average, runs in `make test` only where its file has few others."""
-SECONDS_OF_A_FILE = 5.0
+SECONDS_OF_A_FILE = 4.0
 """What long tests of a file take in `make test`, at least, where it has as many."""
 LONGEST_OF_A_FILE = 20.0
 """None of them takes longer."""
@@ -45,9 +46,14 @@ class Measured(NamedTuple):
         """The mean."""
         return self.seconds / self.cases
 
+    @property
+    def is_slow(self) -> bool:
+        """Whether `make test-fast` leaves it out."""
+        return self.seconds > SECONDS_OF_A_FAST_TEST
+
 
 def slow_tests() -> dict[str, Measured]:
-    """What each slow test function took, by `path::name`, or a whole module, by `path`."""
+    """What each test function with long cases or many took, by `path::name`, or a slow module, by `path`."""
     return {name: Measured(*row) for name, row in json.loads(PATH.read_text()).items()}
 
 
@@ -96,8 +102,8 @@ def _drawn(item: pytest.Item) -> str:
 
 
 def mark_slow_tests(items: list[pytest.Item]) -> None:
-    """Mark what slow_tests.json lists with `slow`."""
-    slow = slow_tests()
+    """Mark slow functions, and all of slow modules, with `slow`."""
+    slow = {name for name, measured in slow_tests().items() if measured.is_slow}
     for item in items:
         if function_name(item.nodeid) in slow or module_name(item.nodeid) in slow:
             item.add_marker(pytest.mark.slow)
@@ -167,8 +173,9 @@ class Durations:
         }
         for name, seconds in self._seconds.items():
             module = module_name(name)
-            if seconds > SECONDS_OF_A_FAST_TEST:
-                rows[name] = Measured(round(seconds, 1), self._cases[name])
+            measured = Measured(round(seconds, 1), self._cases[name])
+            if measured.is_slow or (measured.cases and measured.seconds_of_a_case > SECONDS_OF_A_LONG_CASE):
+                rows[name] = measured
             if module in self._slow_modules:
                 before = rows.get(module, Measured(0.0, 0))
                 rows[module] = Measured(round(before.seconds + seconds, 1), before.cases + self._cases[name])
