@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from toolkit.launch import stop_requests
 from toolkit.launch.health import local_process
 from toolkit.launch.health.heartbeat import FailureReport, Heartbeat
 from toolkit.launch.health.local_process import PeerProcess
+from toolkit.launch.health.progress_page import ProgressPage
 from toolkit.launch.health.stalled_ranks import (
     START_UP_SECONDS,
     StallClock,
@@ -252,6 +254,38 @@ def test_a_rank_that_ctrl_c_ended_is_not_reported_as_dead_by_one_that_gets_it_a_
         notice()
     assert ended.value.code == 130
     assert printed == []
+
+
+def test_a_rank_killed_before_its_first_heartbeat_of_a_step_is_named_with_the_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A fast rank may train several steps in the half second after its heartbeat of the start-up."""
+
+    def exit_now(code: int) -> None:
+        raise SystemExit(code)
+
+    printed: list[str] = []
+    monkeypatch.setattr(stop_requests, "is_stopping", lambda: True)
+    monkeypatch.setattr(local_process, "exit_now", exit_now)
+    monkeypatch.setattr(local_process, "print_error", printed.append)
+    last_heartbeat = replace(heartbeat(1), step=0, phase="start-up", steps_started=0)
+    store: Any = SimpleNamespace(
+        rank=0,
+        world_size=2,
+        read=lambda ranks: dict.fromkeys(ranks, last_heartbeat),
+        report_failure=lambda report: report,
+        count=lambda name: 1,
+    )
+    watchdog = Watchdog(store, local_rank=0, timeout_seconds=600, store_rank=0, store_host="node0")
+    watchdog.report_phase("forward", 3)
+    page = ProgressPage.create()
+    assert page is not None
+    page.write(3, "backward")
+    watchdog._peer_page = page
+    peer: Any = SimpleNamespace(rank=1, close=lambda: None)
+    with pytest.raises(SystemExit):
+        watchdog._report_peer(peer)
+    assert printed[0].startswith("error: rank 1 (node0) died in step 3 (backward): killed")
 
 
 def test_ranks_that_differ_in_a_detail_are_in_the_same_phase() -> None:

@@ -55,7 +55,8 @@ class Heartbeat(_Message):
 
     @property
     def location(self) -> str:
-        return f"step {self.step} ({self.phase})" if self.steps_started else self.phase
+        """The step, if one has started, and the phase: `step 7 (backward)`."""
+        return f"step {self.step} ({self.phase})" if self.step else self.phase
 
     @property
     def name(self) -> str:
