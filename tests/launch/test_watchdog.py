@@ -256,8 +256,9 @@ def test_a_rank_that_ctrl_c_ended_is_not_reported_as_dead_by_one_that_gets_it_a_
     assert printed == []
 
 
+@pytest.mark.parametrize("notices_first", ["its end", "its closed connection"])
 def test_a_rank_killed_before_its_first_heartbeat_of_a_step_is_named_with_the_step(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, notices_first: str
 ) -> None:
     """A fast rank may train several steps in the half second after its heartbeat of the start-up."""
 
@@ -275,16 +276,21 @@ def test_a_rank_killed_before_its_first_heartbeat_of_a_step_is_named_with_the_st
         read=lambda ranks: dict.fromkeys(ranks, last_heartbeat),
         report_failure=lambda report: report,
         count=lambda name: 1,
+        increment=lambda name: 1,
+        publish=lambda heartbeat: None,
+        poll=lambda: (None, None),
     )
     watchdog = Watchdog(store, local_rank=0, timeout_seconds=600, store_rank=0, store_host="node0")
+    watchdog._heartbeat_seconds = 0.01
     watchdog.report_phase("forward", 3)
     page = ProgressPage.create()
     assert page is not None
     page.write(3, "backward")
     watchdog._peer_page = page
-    peer: Any = SimpleNamespace(rank=1, close=lambda: None)
+    watchdog._peer = SimpleNamespace(rank=1, close=lambda: None, has_ended=lambda: True)  # type: ignore[assignment]
+    notice = watchdog._check_peer if notices_first == "its end" else watchdog._find_dead_ranks
     with pytest.raises(SystemExit):
-        watchdog._report_peer(peer)
+        notice()
     assert printed[0].startswith("error: rank 1 (node0) died in step 3 (backward): killed")
 
 

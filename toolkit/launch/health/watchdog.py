@@ -229,8 +229,7 @@ class Watchdog:
             self._exit(report)
         if self._needs_peer:
             self._find_peer()
-        if self._peer is not None and self._peer.has_ended():
-            self._report_peer(self._peer)
+        self._check_peer()
         if self._has_lost_connection:
             self._find_dead_ranks()
         elif self._is_overdue:
@@ -270,6 +269,10 @@ class Watchdog:
                     self._peer_page = ProgressPage.of_process(heartbeat.pid)
                 break
         self._needs_peer = False
+
+    def _check_peer(self) -> None:
+        if self._peer is not None and self._peer.has_ended():
+            self._report_peer(self._peer)
 
     def _report_peer(self, peer: local_process.PeerProcess) -> None:
         self._peer = None
@@ -339,6 +342,7 @@ class Watchdog:
         if not self._may_investigate("lost"):
             return
         heartbeats, unresponsive = self._collect_heartbeats()
+        self._check_peer()  # a process closes its connections a moment before it has ended
         exiting = [heartbeat for heartbeat in heartbeats.values() if heartbeat.exit_reason]
         dead = [heartbeat for heartbeat in exiting if heartbeat.is_local_failure] or [
             heartbeats[rank] for rank in sorted(unresponsive)
